@@ -102,13 +102,15 @@ _MODULES = {name: module for module, names in _NAMES.items() for name in names.s
 __all__ = ["__version__", *_MODULES]
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name, and keep it."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(_MODULES[name]), name)
-    return found
+if not TYPE_CHECKING:  # a name that is not public is an error there
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name, and keep it."""
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = globals()[name] = getattr(import_module(_MODULES[name]), name)
+        return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -15,7 +15,7 @@ from kvpool.memory.kv_copy import load_kernel
 from kvpool.pool.config import LayerGroup
 from kvpool.pool.keys import key_rows
 from kvpool.pool.manager import KVCacheManager
-from kvpool.state import saving
+from kvpool.state import control, saving
 
 _WIDTH = 4
 
@@ -58,9 +58,9 @@ def warm_host_cache() -> None:
                 with cache.pin(keys) as lease:
                     copies.copy_out([2, 3], lease.slots)
                 keys = [b"b", b"c"]
-        saver, which = cache.open_saver(owed=True), np.zeros(1, np.int64)
-        for verb in (saving.victims, saving.held):
-            cache.tell_saver(verb, saver, which, 1)
+        saver = cache.open_saver(owed=True)
+        cache.tell_saver(saver, keys)
+        cache.next_victims(saver, 1, 1)
         cache.close_saver(saver)
         cache.pin(keys).close(used=False)
         cache.lookup(keys)
@@ -138,7 +138,7 @@ def _between_requests(cache: KVCacheManager) -> None:
     cache.core.decide(None, saving.sweep, saver, 1, at, told)
     cache.core.decide(None, saving.victims, saver, np.ones(1, np.int64), told)
     cache.core.decide(None, saving.close_saver, saver)
-    cache.core.decide(None, saving.evict_first, 0, rows, True, cache.now())
+    cache.core.decide(None, control.evict_first, 0, rows, True, cache.now())
     cache.pin(keys.keys[:1]).close()
     found = cache.find_and_pin_host(keys.keys[0])
     if found is not None:

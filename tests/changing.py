@@ -31,7 +31,7 @@ from kvpool.device.cpu import CpuDevice
 from kvpool.device.launches import Grid, Launch
 from kvpool.keepers import HostKeeper, Keeper
 from kvpool.planner.stack import StackDistances
-from kvpool.replay.tokens import Request
+from kvpool.replay.content import Request
 from kvpool.stores import BlockNames, Job, MemoryStore, StoreClient
 from steps import NAMES, arrays
 from tests import debug
@@ -599,6 +599,7 @@ CASES = [
             ("reserve", "xy", "xz"),
             ("publish", "pq", "px"),
             ("in_order", "pq", "px"),
+            ("tell_saver", "ab", "ax"),
             ("abort", "pq", "px"),
             ("forget", "ab", "ax"),
         )

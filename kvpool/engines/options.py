@@ -325,6 +325,18 @@ SGLANG = _staged(
     "backend_name", "module_path", "class_name", "interface_v1", "allocator",
 )  # fmt: skip
 LMCACHE = _staged("lmcache", "LMCache", "0.5.6", "adapter_params")
+MLX = EnginePlugin(
+    module="mlx",
+    engine="mlx-lm",
+    packages=("mlx-lm",),
+    tested=("0.32.2",),
+    place="the options of PromptCache",
+    options={
+        "host_memory": 0, "stores": (), "weights": None, "save": "commit", "load_share": 0.5, "save_share": 0.25,
+        "load_seconds": 5.0, "save_seconds": 60.0, "retry_seconds": 1.0,
+    },
+    needs=("host_memory",),
+)  # fmt: skip
 
 
 def lasting_identity(
@@ -341,7 +353,7 @@ def lasting_identity(
     seed = hashlib.sha256(environment.get(SEED, "").encode()).hexdigest()[:16]
     return kvpool.ModelIdentity(
         model=passing.model,
-        revision=f"weights {weights}" if weights is not None else f"files {_files(passing.model)}",
+        revision=f"weights {weights}" if weights is not None else f"files {files_digest(passing.model)}",
         kv_dtype=passing.kv_dtype,
         layout=f"{passing.layout}, settings {settings}",
         hash_version=f"{passing.hash_version}, {hash_algorithm}, seed {seed}",
@@ -349,14 +361,15 @@ def lasting_identity(
     )
 
 
-def _files(model: str) -> str:
-    """A digest of the files of a model in a folder, that changes when one is replaced."""
+def files_digest(model: str, place: str = VLLM.place) -> str:
+    """A digest of the files of a model in a folder, that changes when one is replaced. Raises ValueError, which names
+    ``place``, if there are none."""
     folder = Path(model)
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     if not any(file.suffix in _WEIGHTS for file in files):
         raise ValueError(
-            f"model={model!r:.200} is no folder with weights: with stores, name its weights in "
-            'kv_connector_extra_config, such as "weights": "revision 1a2b3c". Other weights need another name'
+            f"model={model!r:.200} is no folder with weights: with stores, name its weights in {place}, such as "
+            '"weights": "revision 1a2b3c". Other weights need another name'
         )
     content = hashlib.sha256((folder / "config.json").read_bytes() if (folder / "config.json").exists() else b"")
     for file in files:

@@ -60,25 +60,25 @@ class WorkerReport(OffloadingWorkerMetadata):
 class _KnownChunk:
     """What is known of a chunk, beside what the cache says."""
 
-    block: int = _NONE
-    """the host block to which it is being copied"""
+    block: int
+    """the host block to which it is being copied, or ``_NONE``"""
     lost: bool = False
     """A copy of it has failed."""
     partial: bool = False
     """It leaves out a part of the host block. A worker knows which, and a store behind the host does not: what comes
     from there is whole."""
-    brought: bool = False
-    """A store has it or had it, and no request has loaded it since."""
 
 
 @dataclass(slots=True)
 class _KnownRequest:
     """What a request has loaded and stored."""
 
-    places: dict[bytes, int] = field(default_factory=dict)
-    """the place of each of its chunks in its prompt"""
+    keys: dict[bytes, None] = field(default_factory=dict)
+    """its chunks"""
     lease: kvpool.HostLease | None = None
     """of its load; vLLM gives it one at a time"""
+    brought: dict[bytes, int] = field(default_factory=dict)
+    """chunks of its load that came from a store and that nobody had loaded before, with the number of the store"""
     failed: bool = False
     """The load has failed."""
     stores: int = 0
@@ -122,7 +122,8 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         self._keeper: HostKeeper | None = None
         # What has the verbs that stores take part in.
         self._front: kvpool.HostCache | HostKeeper = cache
-        self._source = CacheHitSource.HOST
+        # Where vLLM counts what a store has brought, by the number of the store.
+        self._sources: list[CacheHitSource] = []
         self._requests: dict[str, _KnownRequest] = {}
         self._chunks: dict[bytes, _KnownChunk] = {}
         self._metrics = metrics.HostTierMetrics(cache, clock)
@@ -141,8 +142,8 @@ class KVPoolOffloadingManager(base.OffloadingManager):
             load_share=options.load_share, save_share=options.save_share, load_seconds=options.load_seconds,
             save_seconds=options.save_seconds, retry_seconds=options.retry_seconds,
         )  # fmt: skip
-        sources = {_SOURCES.get(text.partition(":")[0]) for text in options.stores}
-        self._source = (sources.pop() if len(sources) == 1 else None) or CacheHitSource.EXTERNAL_UNSPECIFIED
+        kinds = (text.partition(":")[0] for text in options.stores)
+        self._sources = [_SOURCES.get(kind, CacheHitSource.EXTERNAL_UNSPECIFIED) for kind in kinds]
         log.info("kvpool: stores %s, for KV of %s", ", ".join(store.name for store in stores), identity)
 
     # -- requests ------------------------------------------------------------------------------------
@@ -156,38 +157,34 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         request = self._requests.get(req_context.req_id)
         if request is not None:
             request.finished = True
-            self._settle(req_context.req_id, request)
+            self._settle(req_context, request)
 
     def on_schedule_end(self, context: base.ScheduleEndContext) -> None:
         if self._keeper is not None:
             self._keeper.poll()
-            self._tidy()
 
     def has_pending_work(self) -> bool:
         """Whether the engine must make steps for the stores though it has no request."""
         return self._keeper is not None and self._keeper.pending
 
     def _request(self, context: base.ReqContext, keys: Iterable[bytes]) -> _KnownRequest:
-        """The request, with these chunks of its prompt."""
+        """The request, which has these chunks too."""
         request = self._requests.get(context.req_id)
         if request is None:
             request = self._requests[context.req_id] = _KnownRequest()
-        for key in keys:
-            if key not in request.places:
-                place = context.get_offload_key_position(key)
-                request.places[key] = len(request.places) if place is None else place
+        request.keys.update(dict.fromkeys(keys))
         return request
 
-    def _settle(self, name: str, request: _KnownRequest) -> None:
+    def _settle(self, context: base.ReqContext, request: _KnownRequest) -> None:
         """Put the chunks of a request in order, unless that was done and few have come since."""
         if request.stores or request.lease is not None:
             return
-        new = len(request.places) - request.ordered
+        new = len(request.keys) - request.ordered
         if request.pieces > 1 and (request.finished or 8 * new >= request.ordered):
-            self._cache.touch(sorted(request.places, key=request.places.__getitem__))
-            request.pieces, request.ordered = 1, len(request.places)
+            self._front.touch(_in_order(request.keys, context))
+            request.pieces, request.ordered = 1, len(request.keys)
         if request.finished:
-            del self._requests[name]
+            del self._requests[context.req_id]
 
     # -- loads ---------------------------------------------------------------------------------------
 
@@ -196,29 +193,30 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         if found == self._cache.HERE:
             return base.LookupResult.HIT
         chunk = self._chunks.get(key)
-        if found == self._cache.PENDING:
-            if chunk is None or chunk.block == _NONE:
-                self._chunks[key] = _KnownChunk(brought=True)
-            return base.LookupResult.HIT_PENDING
         if chunk is not None and chunk.block == _NONE:
+            # It has left the cache. A store may bring it whole.
             del self._chunks[key]
-        return base.LookupResult.MISS
+        return base.LookupResult.MISS if found == self._cache.ABSENT else base.LookupResult.HIT_PENDING
 
     def get_load_source(self, key: base.OffloadKey, req_context: base.ReqContext) -> CacheHitSource:
-        chunk = self._chunks.get(key)
-        return self._source if chunk is not None and chunk.brought else CacheHitSource.HOST
+        request = self._requests.get(req_context.req_id)
+        store = None if request is None else request.brought.get(key)
+        return CacheHitSource.HOST if store is None else self._sources[store]
 
     def touch(self, keys: Collection[base.OffloadKey], req_context: base.ReqContext) -> None:
-        self._cache.touch(keys)
+        self._front.touch(keys)
 
     def prepare_load(self, keys: Collection[base.OffloadKey], req_context: base.ReqContext) -> HostBlocks:
         """Pin the chunks until ``complete_load``. A request has one load at a time, and no other job during it."""
-        lease = self._front.pin(keys, owner=req_context.req_id)
-        self._request(req_context, lease.keys).lease = lease
+        keeper, request = self._keeper, self._request(req_context, keys)
+        if keeper is not None:
+            origins = ((key, keeper.origin(key)) for key in keys)
+            request.brought = {key: store for key, store in origins if store is not None}
+        request.lease = lease = self._front.pin(keys, owner=req_context.req_id)
         blocks = lease.slots.blocks
-        if self._keeper is None:
+        if keeper is None:
             return HostBlocks(blocks)
-        known = [self._chunks.get(key) for key in lease.keys]
+        known = map(self._chunks.get, lease.keys)
         found = zip(known, blocks, strict=True)
         return HostBlocks(blocks, tuple(block for chunk, block in found if chunk is not None and chunk.partial))
 
@@ -229,13 +227,9 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         request.lease, request.failed = None, False
         request.pieces += 1
         lease.close()
-        for key in lease.keys if self._chunks else ():
-            chunk = self._chunks.get(key)
-            if chunk is not None and chunk.brought:
-                del self._chunks[key]
         self._counts[metrics.FAILED_LOADS] += failed
         self._counts[metrics.LOADED] += 0 if failed else len(keys)
-        self._settle(req_context.req_id, request)
+        self._settle(req_context, request)
 
     def load_failed(self, req_id: str) -> None:
         """Forget the chunks that a request failed to load, so it computes them and does not try again. vLLM then calls
@@ -254,45 +248,50 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         vLLM tries again in the next step."""
         request = self._request(req_context, keys)
         try:
-            reserved = self._cache.reserve(sorted(keys, key=request.places.__getitem__))
+            reserved = self._cache.reserve(_in_order(keys, req_context))
         except kvpool.OutOfBlocks:
             self._counts[metrics.REFUSED] += 1
             return None
-        block_of = dict(zip(reserved.keys, reserved.slots.blocks, strict=True))
+        block_of = dict(zip(reserved.keys, reserved.blocks.tolist(), strict=True))
         new = [key for key in keys if key in block_of]
-        blocks = tuple(block_of[key] for key in new)
-        self._chunks.update((key, _KnownChunk(block)) for key, block in block_of.items())
+        self._chunks.update({key: _KnownChunk(block) for key, block in block_of.items()})
         request.stores += bool(new)
         request.pieces += len(new) < len(keys)
         self._counts[metrics.EVICTED] += len(reserved.evicted)
-        return base.PrepareStoreOutput(new, HostBlocks(blocks), list(reserved.evicted))
+        return base.PrepareStoreOutput(new, HostBlocks(tuple(map(block_of.__getitem__, new))), reserved.evicted)
 
     def complete_store(
         self, keys: Collection[base.OffloadKey], req_context: base.ReqContext, success: bool = True
     ) -> None:
         """End the stores of these chunks. A chunk that is not being stored stays as it is."""
-        known = ((key, self._chunks.get(key)) for key in keys)
-        ended = {key: chunk for key, chunk in known if chunk is not None and chunk.block != _NONE}
-        lost = {key for key, chunk in ended.items() if chunk.lost or not success}
-        partial = {key for key, chunk in ended.items() if chunk.partial} - lost
-        whole = ended.keys() - lost - partial
-        for key, chunk in ended.items():
+        ended, lost, partial = list[bytes](), list[bytes](), list[bytes]()
+        for key in keys:
+            chunk = self._chunks.get(key)
+            if chunk is None or chunk.block == _NONE:
+                continue
             chunk.block = _NONE
-            if key not in partial:
+            if chunk.lost or not success:
+                lost.append(key)
+            else:
+                ended.append(key)
+            if chunk.partial and self._keeper is not None and not chunk.lost and success:
+                partial.append(key)
+            else:
                 del self._chunks[key]
         if lost:
             self._cache.abort(lost)
             self._counts[metrics.FAILED_STORES] += len(lost)
-        if whole:
-            self._counts[metrics.STORED] += self._front.publish(whole)
+        if ended and self._keeper is not None:
+            self._counts[metrics.STORED] += self._keeper.publish(ended, unsaved=partial)
+        elif ended:
+            self._counts[metrics.STORED] += self._cache.publish(ended)
         if partial:
-            self._counts[metrics.STORED] += self._cache.publish(partial)
             self._tidy()
         request = self._requests.get(req_context.req_id)
-        if request is not None and ended:
+        if request is not None and (ended or lost):
             request.stores -= 1
             request.pieces += 1
-            self._settle(req_context.req_id, request)
+            self._settle(req_context, request)
 
     def report(self, report: WorkerReport) -> None:
         """What workers say of the host blocks of stores. vLLM then calls ``complete_store`` as if all had succeeded."""
@@ -340,3 +339,9 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         self._cache.close()
         if self._tier is not None:
             self._tier.close()
+
+
+def _in_order(keys: Collection[bytes], context: base.ReqContext) -> list[bytes]:
+    """Chunks in the order of the prompt, as far as vLLM says it."""
+    places = [*map(context.get_offload_key_position, keys)]
+    return list(keys) if None in places else [key for _, key in sorted(zip(places, keys, strict=True))]

@@ -15,6 +15,7 @@ with VLLM.imports():
 
 if TYPE_CHECKING:
     import kvpool
+    from kvpool.hostcache.host_cache import HostUsage
     from kvpool.keepers.hostkeeper import HostKeeper
 
 STORED, LOADED = "vllm:kvpool_stored_chunks", "vllm:kvpool_loaded_chunks"
@@ -81,6 +82,7 @@ class HostTierMetrics:
         self.counts: Counter[str] = Counter()
         """by name, of ``COUNTERS``"""
         self._totals = (0, 0, 0, 0)
+        self._usage: HostUsage | None = None
         self._read_at = clock()
         self._known: dict[tuple[str, tuple[str, ...]], float] = {}
         self._troubles = TroubleLog("behind the host tier", clock, VLLM.log)
@@ -102,7 +104,9 @@ class HostTierMetrics:
         for name, count in counts.items():
             found.increase_counter(name, count)
         if counts:
-            for state, blocks in self._cache.usage()._asdict().items():
+            usage, before = self._cache.usage(), self._usage
+            self._usage = usage
+            for state, blocks in usage._asdict().items() if usage != before else ():
                 found.set_gauge(_BLOCKS, blocks, (state,))
         if keeper is not None and due:
             self._read_at = self._clock()

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvpool.arrays.layout import BlockLayout, integer_argument
 from kvpool.device.main_memory import available_ram
 from kvpool.device.regions import BLOCKS_MAX
-from kvpool.entry.arguments import bool_argument, priority_argument, text_argument, ttl_argument
+from kvpool.entry.arguments import bool_argument, clock_argument, priority_argument, text_argument, ttl_argument
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.entry.process import ForkGuard
 from kvpool.errors import BlockNotFound, InsufficientMemory, LeaseExpired, OutOfBlocks, PoolBusy, PoolClosed
@@ -27,13 +27,13 @@ from kvpool.hostcache.identity import ModelIdentity, identity_argument
 from kvpool.hostcache.opaque_keys import Packed, key_argument, keys_argument, packed, unpacked
 from kvpool.hostcache.tier import HostSlots, block_bytes_argument, fingerprint_of
 from kvpool.pool import events as kv_events
-from kvpool.pool.config import clock_argument, secret_argument
-from kvpool.pool.core import MAX_MS
+from kvpool.pool.config import secret_argument
+from kvpool.pool.core import MAX_MS, Names
 from kvpool.pool.stats import Histogram
-from kvpool.state import hostcache, pins, records, saving, verbs
+from kvpool.state import control, hostcache, records, saving, verbs
 from kvpool.state.arrays import GroupSizes, Settings, States, state_bytes
+from kvpool.state.effects import CLEARED, CREATED
 from kvpool.state.hashing import namespace_root
-from kvpool.state.ring import CLEARED, CREATED
 from kvpool.state.verify import verify_states
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ class HostCache:
         # The open leases, with their blocks, the last first: the end of a prompt is evicted before its beginning.
         self._open: dict[int, tuple[HostLease, Ids]] = {}
         self._lease_count = 0
-        self._names = kv_events.Names(self._states)
+        self._names = Names(self._states)
         kv_events.announce(self._states)
         # What ``find`` takes a key to the state in. Each call takes one out, so that another call inside it, by a
         # handler or a destructor, has its own.
@@ -395,14 +395,24 @@ class HostCache:
         with self._lock:
             saving.close_saver(self._heads, saver)
 
-    def tell_saver(self, verb: Callable[..., int], saver: int, which: npt.NDArray[np.int64], most: int) -> list[bytes]:
-        """At most so many keys that a saver was not told of. It is told of them now, and not again before they have
-        gone from the cache. ``verb`` is one of ``state.saving``: ``victims``, for the next victims, as many as
-        ``which`` int64[1] says; or ``held``, for the blocks ``which``. Changes the cache."""
+    def tell_saver(self, saver: int, keys: Keys) -> list[bytes]:
+        """Those of the keys that are HERE and that a saver was not told of. It is told now, and not again before they
+        have gone from the cache. Changes the cache."""
+        wanted = packed(keys)
+        answers, found = np.empty(len(wanted.keys), np.uint8), np.empty((len(wanted.keys), saving.FOUND), np.int64)
+        with DeferSignals(), self._lock:
+            self._check_open()
+            hostcache.lookup(self._heads, self._root, *wanted[1:], answers)
+            count = saving.held(self._heads, saver, wanted.found[:, 2].copy(), found)
+            return unpacked(self._states[0].tokens[found[:count, saving.FOUND - 1]])
+
+    def next_victims(self, saver: int, blocks: int, most: int) -> list[bytes]:
+        """Of the keys that are evicted when so many more ``blocks`` are reserved, those that a saver was not told of,
+        the first one first, at most so many. It is told now. Changes the cache."""
         found = np.empty((most, saving.FOUND), np.int64)
         with DeferSignals(), self._lock:
             self._check_open()
-            count = verb(self._heads, saver, which, found)
+            count = saving.victims(self._heads, saver, np.array([blocks]), found)
             return unpacked(self._states[0].tokens[found[:count, saving.FOUND - 1]])
 
     @property
@@ -429,7 +439,7 @@ class HostCache:
         with DeferSignals(), self._lock:
             _, ids = self._open.pop(lease, (None, None))
             if ids is not None:
-                pins.unpin(self._heads, ids, now)
+                control.unpin(self._heads, ids, now)
                 if not used:
                     saving.released_unused(self._heads, ids)
         return ids is not None
@@ -447,7 +457,7 @@ class HostCache:
         with DeferSignals() as signals:
             with self._lock:
                 self._check_open()
-                taken = kv_events.take(self._states, self._names, False)
+                taken = kv_events.take(self._states, self._names.known, False)
                 signals.undo = partial(self._put_back, taken)
             return _decoded(taken)
 

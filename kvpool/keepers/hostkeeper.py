@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress, islice
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +41,6 @@ from kvpool.keepers.bridge import (
     victims_margin,
 )
 from kvpool.keepers.choice import LoadAttempt, LoadPolicy
-from kvpool.state import saving
 from kvpool.stores.jobs import Job, Lend
 from kvpool.stores.queue import NO_LIMIT, StoreStats
 from kvpool.stores.seals import BlockNames
@@ -65,6 +64,8 @@ UNREAD_SECONDS = 10.0
 """For so long a block that has come, and that nobody reads, takes room from others."""
 OWNER = "kvpool stores"
 """Of the leases under which blocks are saved."""
+Line: TypeAlias = dict[tuple[int, str], list[bytes]]
+"""Keys by the number of a store, and by the hit that they are of."""
 
 
 class HostCacheTier:
@@ -78,7 +79,11 @@ class HostCacheTier:
     def __init__(self, cache: HostCache, clients: Sequence[StoreClient], save: str, room: int, limit: int) -> None:
         self.cache, self.generation, self._save, self._limit = cache, b"", save, limit
         self._saver, self._before = cache.open_saver(owed=save == EVICT), cache.unsaved_blocks
-        self._margin = np.array([victims_margin(cache.host_blocks, AT_ONCE)])
+        self._margin = victims_margin(cache.host_blocks, AT_ONCE)
+        # By store: the blocks that are to be saved, with all of their prompt, in its order.
+        self._prompts: list[dict[bytes, Sequence[bytes]]] = [{} for _ in clients]
+        # So many blocks are saved by one call, under one lease.
+        self._in_one = min(client.queue.piece_blocks for client in clients)
         self._at_once = max(1, min(AT_ONCE, room // sum(client.queue.savers for client in clients)))
 
     def names(self, blocks: Sequence[bytes], *, sealed: bool) -> BlockNames:
@@ -101,7 +106,7 @@ class HostCacheTier:
         self.cache.publish(blocks)
         if self._save != COMMIT:
             # A store has them.
-            self.cache.tell_saver(saving.held, self._saver, rows, len(rows))
+            self.cache.tell_saver(self._saver, blocks)
         return [True] * len(blocks)
 
     def abort(self, client: StoreClient, blocks: Iterable[bytes], rows: Rows) -> None:
@@ -114,13 +119,17 @@ class HostCacheTier:
         """What is to be saved before it is evicted."""
         if self._save != EVICT:
             return []
-        return self.cache.tell_saver(saving.victims, self._saver, self._margin, TOLD_AT_ONCE)
+        return self.cache.next_victims(self._saver, self._margin, TOLD_AT_ONCE)
+
+    def leave_unsaved(self, keys: Sequence[bytes]) -> None:
+        """No store gets these, unless it has them."""
+        self.cache.tell_saver(self._saver, keys)
 
     def first_used(self, lease: HostLease) -> list[bytes]:
         """Which of these blocks are to be saved, as they are used now."""
         if self._save != REUSE:
             return []
-        return self.cache.tell_saver(saving.held, self._saver, lease.blocks, len(lease.blocks))
+        return self.cache.tell_saver(self._saver, lease.keys)
 
     @property
     def lost(self) -> int:
@@ -141,7 +150,25 @@ class HostCacheTier:
         return blocks, self.names(blocks, sealed=True), self.lend
 
     def ended(self, number: int, blocks: Sequence[bytes], kept: Sequence[bool]) -> None:
-        """Nothing is noted of a block."""
+        """A prompt whose saves have ended comes back into its order. Each of its leases counted as a use, so that the
+        end of the prompt would be evicted last."""
+        waiting = self._prompts[number]
+        prompts = {id(prompt): prompt for prompt in (waiting.pop(block, ()) for block in blocks)}.values()
+        for prompt in prompts:
+            at_once = len(prompt) <= len(blocks) <= self._in_one
+            if not at_once and waiting.keys().isdisjoint(prompt):
+                self.cache.touch(prompt)
+
+    def to_save(self, blocks: Sequence[bytes], prompt: Sequence[bytes]) -> None:
+        """Blocks of a prompt are to be saved."""
+        for waiting in self._prompts:
+            waiting.update(dict.fromkeys(blocks, prompt))
+
+    def touch(self, prompt: Sequence[bytes]) -> None:
+        """What ``HostKeeper.touch`` does."""
+        self.cache.touch(prompt)
+        for waiting in self._prompts:
+            waiting.update(dict.fromkeys(waiting.keys() & set(prompt), prompt))
 
     @property
     def pinned(self) -> int:
@@ -204,14 +231,14 @@ class HostLoads:
         self._tier, self._bridge, self._policies, self._clock = tier, bridge, policies, clock
         self._room, self._seconds, self._retry_seconds = room, seconds, retry_seconds
         # Keys that are looked for, with their deadlines. By the number of a store: those of them that it is to be asked
-        # for, and those that it has.
+        # for, and those that it has, apart for each hit.
         self.searching: dict[bytes, float] = {}
-        self._new: dict[int, list[bytes]] = {}
-        self._there: dict[int, list[bytes]] = {}
+        self._new: Line = {}
+        self._there: Line = {}
         # Keys that did not come, and what was learned of them.
         self._absent: dict[bytes, _Absence] = {}
-        # Keys that have come and had no reader yet, and for how long they count as such.
-        self._unread: dict[bytes, float] = {}
+        # Keys that have come and had no reader yet: for how long they count as such, and the number of their store.
+        self._unread: dict[bytes, tuple[float, int]] = {}
         # Keys whose blocks are reserved for loads, and whether these were given up.
         self.reserved: dict[bytes, bool] = {}
         self.asked = self.loaded = 0
@@ -235,6 +262,10 @@ class HostLoads:
         if self._unread:
             for key in keys:
                 self._unread.pop(key, None)
+
+    def origin(self, key: bytes) -> int | None:
+        """The number of the store that has brought a key which had no reader yet."""
+        return self._unread.get(key, (0.0, None))[1]
 
     def published(self, keys: Iterable[bytes]) -> None:
         """The engine has written blocks itself. A store may have them soon."""
@@ -274,43 +305,44 @@ class HostLoads:
     def turn(self) -> None:
         """Ask the stores for new keys, and load those that are known to be there."""
         new, there, self._new, self._there = self._new, self._there, {}, {}
-        for number, keys in there.items():
+        for (number, _), keys in there.items():
             # A load from before a ``clear`` may have brought one of them.
             if left := [key for key in keys if key in self.searching]:
                 self._load(number, left)
-        for number, keys in new.items():
+        for (number, _), keys in new.items():
             if left := [key for key in keys if key in self.searching]:
                 self._bridge.search(Search(self._deadline(left), self._found, self._miss), left, number)
 
-    def ask(self, wanted: Sequence[bytes]) -> list[int]:
-        """Ask the stores for keys, and say what ``HostKeeper.find`` says of them. Of a store with an index in memory,
-        the first keys are asked at once: who needs a prefix learns that it is not there. While there is no room, nobody
-        is asked."""
+    def ask(self, wanted: Sequence[bytes], hit: str) -> list[int]:
+        """Ask the stores for keys of a hit, and say what ``HostKeeper.find`` says of them. Of a store with an index in
+        memory, the first keys are asked at once: who needs a prefix learns that it is not there. While there is no
+        room, nobody is asked."""
         keys = list(dict.fromkeys(wanted)) if self._free else []
         room = 0 if self._stopped else max(0, ASKED_MAX - len(self.searching))
         self.missed["busy"] += len(keys[room:])
         self.asked += len(keys[:room])
-        left, asked = keys[: min(room, NOW_MAX)], {0: keys[NOW_MAX:room]}
+        left, later = keys[: min(room, NOW_MAX)], keys[NOW_MAX:room]
         for number in range(len(self._policies)):
             codes = self._bridge.find_now(number, left) if left else None
             if codes is None:
-                asked[number] = left + asked.get(number, [])
+                self._line_up(self._new, number, left, hit)
                 left = []
                 break
-            said = dict(zip(left, codes.tolist(), strict=True))
-            there = [key for key, code in said.items() if code == OK]
-            left = [key for key, code in said.items() if code != OK]
-            self._there.setdefault(number, []).extend(there)
-            self._search(there)
-        for number, own in asked.items():
-            self._new.setdefault(number, []).extend(own)
-            self._search(own)
-        self.missed["absent"] += len(left)
-        self.leave(left)
+            there = (codes == OK).tolist()
+            self._line_up(self._there, number, compress(left, there), hit)
+            left = [key for key, ok in zip(left, there, strict=True) if not ok]
+        self._line_up(self._new, 0, later, hit)
+        if left:
+            self.missed["absent"] += len(left)
+            self._remember(left, _Absence((), self._clock() + self._retry_seconds))
         return [HostCache.PENDING if key in self.searching else HostCache.ABSENT for key in wanted]
 
-    def _search(self, keys: Iterable[bytes]) -> None:
-        self.searching.update(dict.fromkeys(keys, self._clock() + self._seconds))
+    def _line_up(self, line: Line, number: int, keys: Iterable[bytes], hit: str) -> None:
+        """Have the next ``turn`` ask a store for keys, or load them."""
+        own = list(keys)
+        if own:
+            line.setdefault((number, hit), []).extend(own)
+            self.searching.update(dict.fromkeys(own, self._clock() + self._seconds))
 
     def _found(self, number: int, keys: Sequence[bytes], job: Job) -> list[bytes]:
         """A store has said which keys it has. Returns those that the next one is asked for."""
@@ -372,7 +404,7 @@ class HostLoads:
     def _free(self) -> int:
         """How many blocks may be loaded now."""
         now = self._clock()
-        while self._unread and next(iter(self._unread.values())) <= now:
+        while self._unread and next(iter(self._unread.values()))[0] <= now:
             del self._unread[next(iter(self._unread))]
         return max(0, self._room - len(self._unread) - len(self.reserved))
 
@@ -395,7 +427,7 @@ class HostLoads:
             del self.reserved[key]
             # ``clear`` drops a block that comes after it.
             if self.searching.pop(key, None) is not None:
-                self._unread[key] = now + UNREAD_SECONDS
+                self._unread[key] = now + UNREAD_SECONDS, loading.number
                 self.loaded += 1
         self._miss_by_code(loading.blocks, job)
         if attempt is not None:
@@ -485,8 +517,8 @@ class HostKeeper:
 
     Notes
     -----
-    Use ``find``, ``lookup``, ``pin``, ``publish``, ``forget`` and ``clear`` of the keeper in the place of the cache's.
-    ``reserve``, ``abort`` and ``touch`` are the cache's own. Not thread-safe: the thread of the scheduler calls it.
+    Use ``find``, ``lookup``, ``pin``, ``publish``, ``touch``, ``forget`` and ``clear`` of the keeper in the place of
+    the cache's. ``reserve`` and ``abort`` are the cache's own. Not thread-safe: the thread of the scheduler calls it.
     Calls never wait for a store, except ``drain`` and ``close``. In a child of ``os.fork()`` they raise ForkedProcess;
     ``find`` and ``lookup`` only for a key that is not HERE.
 
@@ -538,9 +570,10 @@ class HostKeeper:
 
     # -- what the scheduler calls --------------------------------------------------------------------
 
-    def find(self, key: bytes) -> int:
+    def find(self, key: bytes, hit: str = "") -> int:
         """ABSENT, HERE or PENDING, as ``HostCache.find`` says it. A key that is not in the cache is asked for in the
-        stores, and is PENDING meanwhile. Raises TypeError, ValueError, PoolClosed."""
+        stores, and is PENDING meanwhile. ``hit``: names the prompt; ``policies`` judge the keys of one together. Raises
+        TypeError, ValueError, PoolClosed."""
         own = key if type(key) is bytes else key_argument("key", key)
         if self._step_begins:
             self._settle()
@@ -549,9 +582,9 @@ class HostKeeper:
             return found
         self._process.check(self)
         said = self._loads.known(own, found)
-        return self._loads.ask([own])[0] if said is None else said
+        return self._loads.ask([own], hit)[0] if said is None else said
 
-    def lookup(self, keys: Keys) -> npt.NDArray[np.uint8]:
+    def lookup(self, keys: Keys, hit: str = "") -> npt.NDArray[np.uint8]:
         """``find`` for each key: uint8[n]."""
         own = keys_argument(keys)
         if self._step_begins:
@@ -567,7 +600,7 @@ class HostKeeper:
                     new.append(place)
                 else:
                     answers[place] = said
-            answers[new] = self._loads.ask([own[place] for place in new])
+            answers[new] = self._loads.ask([own[place] for place in new], hit)
         return answers
 
     def pin(self, keys: Keys, *, owner: str = "") -> HostLease:
@@ -577,19 +610,30 @@ class HostKeeper:
             lease = self._cache.pin(keys, owner=owner)
             signals.undo = lease.close
             self._loads.read(lease.keys)
-            self._bridge.want(self._tier.first_used(lease))
+            self._save(self._tier.first_used(lease), lease.keys)
             return lease
 
-    def publish(self, keys: Keys) -> int:
-        """What ``HostCache.publish`` does. With ``save="publish"``, the blocks are saved after it."""
+    def publish(self, keys: Keys, *, unsaved: Keys = ()) -> int:
+        """What ``HostCache.publish`` does. With ``save="publish"``, the blocks are saved after it, but those of
+        ``unsaved``, which no store gets."""
         self._process.check(self)
         own = self._cache.in_order(keys)
         with DeferSignals():
             count = self._cache.publish_ordered(own)
-            self._loads.published(own)
+            private = frozenset(unsaved)
+            saved = [key for key in own if key not in private] if private else own
+            self._loads.published(saved)
             if self._on_publish:
-                self._bridge.want(own)
+                self._save(saved, own)
+            elif private:
+                self._tier.leave_unsaved([key for key in own if key in private])
         return count
+
+    def touch(self, keys: Keys) -> None:
+        """What ``HostCache.touch`` does, for the keys of one prompt. They keep this order also when those that are to
+        be saved have been."""
+        self._process.check(self)
+        self._tier.touch(keys_argument(keys))
 
     def forget(self, keys: Keys) -> int:
         """What ``HostCache.forget`` does, also to keys that are on their way from a store. The stores keep the blocks,
@@ -617,6 +661,10 @@ class HostKeeper:
     def pending(self) -> bool:
         """Whether ``poll`` has something to begin, or somebody waits for a key."""
         return bool(self._loads.searching) or self._bridge.lined_up
+
+    def origin(self, key: bytes) -> int | None:
+        """The number of the store that has brought this key to the cache, until somebody pins it. None otherwise."""
+        return self._loads.origin(key)
 
     @property
     def totals(self) -> tuple[int, int, int, int]:
@@ -708,6 +756,10 @@ class HostKeeper:
             self._step_begins = False
             self._process.check(self)
             self._bridge.poll()
+
+    def _save(self, keys: Sequence[bytes], prompt: Sequence[bytes]) -> None:
+        self._tier.to_save(keys, prompt)
+        self._bridge.want(keys)
 
     @property
     def _busy(self) -> bool:

@@ -20,9 +20,9 @@ from kvpool.pool.events import NAMELESS, TIERS, Events, Name, Rows, Rows3, joine
 from kvpool.pool.keys import BlockKeys
 from kvpool.pool.leases import Lease
 from kvpool.pool.manager import KVCacheManager
-from kvpool.state import saving
+from kvpool.state import control, saving
+from kvpool.state.effects import REMOVED, STORED
 from kvpool.state.records import EVENT, EXTRA, NONE, H, N
-from kvpool.state.ring import REMOVED, STORED
 from kvpool.stores.jobs import LOAD, SAVE
 from kvpool.stores.queue import NO_LIMIT
 from kvpool.stores.seals import BlockNames, block_context
@@ -281,7 +281,7 @@ class PoolTier:
                 copied[places] = same & _ended(lease)
             # A lease that ends makes its blocks the last victims. But to be copied for a store is no use of them.
             core, own = pool.core, keys.view(np.int64)
-            core.decide(None, saving.evict_first, group.index, own, self._victims, core.now())
+            core.decide(None, control.evict_first, group.index, own, self._victims, core.now())
         except PoolClosed:
             raise
         except KVPoolError:

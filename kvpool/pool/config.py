@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
@@ -13,9 +12,8 @@ import numpy as np
 
 from kvpool.arrays.layout import BlockLayout, choice_argument, integer_argument
 from kvpool.arrays.pool_ids import PoolIds
-from kvpool.entry.arguments import bool_argument, priority_argument
-from kvpool.state.arrays import GroupSizes, Settings
-from kvpool.state.chain_book import POLICIES
+from kvpool.entry.arguments import bool_argument, clock_argument, priority_argument
+from kvpool.state.arrays import POLICIES, GroupSizes, Settings
 
 KINDS = ("attention", "recurrent", "cross")
 MAX_TOKENS = 262_144
@@ -388,15 +386,3 @@ def secret_argument(secret: object) -> bytes:
     if secret is not None and not 16 <= len(own) <= 64:
         raise ValueError("secret: accepted are 16 to 64 bytes")
     return own or os.urandom(32)
-
-
-def clock_argument(clock: object) -> Callable[[], int]:
-    """The function that returns a pool's time in milliseconds; by default it reads the system's monotonic clock."""
-    if clock is not None and not callable(clock):
-        raise TypeError(f"clock={clock!r:.80}: accepted is a function that returns milliseconds")
-    found: Callable[[], int] = clock or _milliseconds
-    return found
-
-
-def _milliseconds() -> int:
-    return time.monotonic_ns() // 1_000_000

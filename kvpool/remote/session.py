@@ -250,7 +250,7 @@ def check_library() -> None:
     try:
         import blake3  # noqa: F401
     except ImportError as error:
-        raise ImportError("kvpool.remote needs blake3: pip install 'kvpool[remote]'") from error
+        raise ImportError('kvpool.remote needs blake3: pip install ".[remote]"') from error
 
 
 def greeting() -> bytes:

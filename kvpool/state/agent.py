@@ -1,7 +1,7 @@
 """The policy ``agent``: the chain whose blocks are worth least goes, its deepest block first.
 
 It looks at chains with blocks on the device (all, or a sample), and evicts from the one that is worth least (see
-``pauses``), also if that has just run: where contexts do not fit, whoever just ran must not push out who comes back
+``chains``), also if that has just run: where contexts do not fit, whoever just ran must not push out who comes back
 sooner. Blocks that no chain has left there go when they are the oldest. What a turn has left over goes first.
 
 The functions without an underscore are the hooks that ``policy`` calls. They change only the records of chains.
@@ -30,8 +30,8 @@ from kvpool.state.chains import (
     take,
     take_first,
     turns_of,
+    worth_of,
 )
-from kvpool.state.pauses import worth_of
 from kvpool.state.records import ENDS, HEAD, KEYED, NONE, REQUEST, blocks_of, lists_of, sequences_of, table_of
 from kvpool.state.requests import request_keys
 

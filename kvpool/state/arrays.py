@@ -1,5 +1,5 @@
-"""The arrays of every group of layers, and what the groups share: the matrix of their headers, and the ring of
-events."""
+"""The arrays of every group of layers, and what the groups share: the matrix of their headers, and the ring of events.
+They can be copied, and restored to the byte."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.arrays.pool_ids import PoolIds
-from kvpool.state import guards
-from kvpool.state.chain_book import BOOK_BYTES, LRU, ChainBook
+from kvpool.jit.intrinsics import entry_of
+from kvpool.state import adaptive, agent, records
+from kvpool.state.chains import BOOK, CHAIN, CHAINS_MAX, PAUSE_BINS, ROWS, TABLES
 from kvpool.state.hashing import block_secret, fingerprint
 from kvpool.state.records import (
     ATTENTION,
@@ -36,6 +37,57 @@ from kvpool.state.records import (
     SEQUENCE,
     H,
 )
+
+# -- records of policies ---------------------------------------------------------------------------------
+
+
+LRU = "lru"
+_GHOST_BLOCKS = 1 << 15
+"""So many blocks, or up to twice as many, are enough to compare policies by."""
+POLICIES = (LRU, "agent", "adaptive")
+BOOK_BYTES = 16
+"""Bytes for each block, at most; a pool of few blocks has some more."""
+_BLOCKS_PER_CHAIN, _BLOCKS_PER_NAME, _LEAST = 12, 2, 16
+"""A chain for so many blocks of the device, and a name for so many. With the owners that is 15 bytes a block."""
+
+
+class ChainBook:
+    """The records of one group. ``arrays`` are all of them, ``address`` is that of the BOOK. The state lock guards
+    it."""
+
+    def __init__(self, policy: str, head_at: int, device_blocks: int, blocks: int, rows: int) -> None:
+        chains = min(max(device_blocks // _BLOCKS_PER_CHAIN, _LEAST), CHAINS_MAX)
+        names = 1 << max(device_blocks // _BLOCKS_PER_NAME, _LEAST).bit_length() - 1
+        self.book = np.zeros(1, BOOK)
+        self.owners, self.turns = np.full(blocks, NONE, np.int32), np.full(rows, NONE, np.int32)
+        self.chains, self.names = np.zeros(chains, CHAIN), np.full(names, NONE, np.int64)
+        self.order, self.rates = np.arange(chains, dtype=np.int32), np.zeros((TABLES, ROWS, PAUSE_BINS))
+        self.chains["first"] = self.chains["rest"] = NONE
+        self.chains["place"] = self.chains["after"] = self.chains["before"] = self.order
+        book: Any = self.book.view(np.recarray)[0]
+        for name in ("owners", "chains", "order", "names", "turns", "rates"):
+            book[f"{name}_at"] = getattr(self, name).ctypes.data
+        admit = adaptive.on_admit if policy == "adaptive" else agent.on_admit
+        for hook in (admit, agent.on_begin_release, agent.on_end_release, agent.choose):
+            book[hook.__name__] = entry_of(hook)
+        book.head_at, book.chains, book.names, book.rows = head_at, chains, names, rows
+        book.capacity, book.pick = device_blocks, NONE
+        book.shift = max((device_blocks // _GHOST_BLOCKS).bit_length() - 1, 0)
+        book.waits = policy == "adaptive"
+
+    @property
+    def address(self) -> int:
+        return int(self.book.ctypes.data)
+
+    @property
+    def arrays(self) -> list[npt.NDArray[Any]]:
+        return [self.book, self.owners, self.turns, self.chains, self.names, self.order, self.rates]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that grow with the number of blocks."""
+        return sum(one.nbytes for one in (self.owners, self.chains, self.names, self.order))
+
 
 _POOLS = itertools.count(1)
 _OWN = (
@@ -172,7 +224,7 @@ class State:
         h.moves_capacity, h.token_moves_capacity = len(self.moves), len(self.token_moves)
         h.offload_priority, h.offload_reuse = settings.offload_min_priority, settings.offload_min_reuse
         h.secret0, h.secret1 = block_secret(settings.secret)
-        h.guards = guards.ALL
+        h.guards = records.ALL_GUARDS
         h.event_capacity = settings.event_capacity
         h.window, h.sinks = sizes.window, -(-sizes.sinks // settings.width)
         h.kind, h.snapshot = sizes.kind, sizes.snapshot
@@ -287,5 +339,59 @@ class States:
 
     def disable_guard(self, name: str) -> None:
         """Take one named rule out, so that a test can show that its proof fails without it. Never call it elsewhere."""
-        self.heads[:, H.guards] &= ~guards.GUARDS[name]
-        self.namespace_in_key = bool(self.heads[0, H.guards] & guards.NAMESPACE_IN_KEY)
+        self.heads[:, H.guards] &= ~records.GUARDS[name]
+        self.namespace_in_key = bool(self.heads[0, H.guards] & records.NAMESPACE_IN_KEY)
+
+
+# -- undo ------------------------------------------------------------------------------------------------
+
+
+Rows = npt.NDArray[np.int64]
+
+
+class Undo:
+    """The arrays of a pool's states as they were. The memory is kept for the next ``take``. The state lock guards it.
+
+    It copies all blocks, lists and keys of a pool, at the speed of memory. So it is only for calls that may be refused
+    after they have changed something.
+    """
+
+    def __init__(self, states: States) -> None:
+        self._states = states
+        self._copies: list[npt.NDArray[Any]] = []
+        self._rows: list[tuple[npt.NDArray[Any], Rows, npt.NDArray[Any]]] = []
+
+    def take(self, rows: Rows, columns: int) -> None:
+        """Copy everything except the table, and of the table the first ``columns`` of these rows. Nothing else of it
+        may change."""
+        arrays = list(self._arrays())
+        if [len(one) for one in self._copies] != [len(one) for one in arrays]:
+            self._copies = [np.empty_like(one) for one in arrays]
+        for copy, array in zip(self._copies, arrays, strict=True):
+            np.copyto(copy, array)
+        views = [view for state in self._states for view in _of_rows(state, columns)]
+        self._rows = [(view, rows, view[rows]) for view in views]
+
+    def restore(self) -> None:
+        """Restore everything as it was at the last ``take``."""
+        for copy, array in zip(self._copies, self._arrays(), strict=True):
+            np.copyto(array, copy)
+        for view, rows, kept in self._rows:
+            view[rows] = kept
+
+    def _arrays(self) -> Iterator[npt.NDArray[np.uint8]]:
+        """The arrays as bytes: NumPy copies records field by field."""
+        ring = self._states.ring
+        found: list[npt.NDArray[Any]] = [self._states.heads, ring.numbers, ring.events, ring.tokens, ring.extra]
+        for state in self._states:
+            found += [state.blocks, state.tokens, state.extra, state.lists, state.index, state.children, state.heap]
+            found += [state.sequences, state.rows, state.counters, state.histograms]
+            found += [] if state.book is None else state.book.arrays
+        return (one.reshape(-1).view(np.uint8) for one in found)
+
+
+def _of_rows(state: State, columns: int) -> Iterator[npt.NDArray[Any]]:
+    yield from (state.table[:, :columns], state.swapped[:, :columns])
+    for noted in (state.row_tokens, state.row_extra):
+        if noted.shape[1] > 1:
+            yield noted[:, : columns * state.tokens.shape[1]]

@@ -1,5 +1,4 @@
 """What savers ask of the state: which content nobody has told them of yet, so that they keep no list of what there is.
-And that what they have copied keeps its place among the victims.
 
 A *saver* is a number. Content that it was told of has its bit in ``saved``, in both copies, until the content is gone.
 Content is told as a row of ``found`` int64[n, 5]: group, both halves of the key, namespace, block.
@@ -10,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.state.index import find_key, host_copy
+from kvpool.state.effects import STORED
+from kvpool.state.index import find_key
 from kvpool.state.policy import evict_next
 from kvpool.state.records import (
     CLEAN,
@@ -26,8 +26,6 @@ from kvpool.state.records import (
     lists_of,
     ring_of,
 )
-from kvpool.state.ring import STORED
-from kvpool.state.tiers import begin
 
 SAVERS = 62
 FOUND = 5
@@ -142,19 +140,3 @@ def released_unused(heads, ids):
     """Put blocks that nobody holds any more in front of the lists that they are in, the last of ``ids`` in front."""
     for i in range(ids.shape[0]):
         evict_next(head(heads, 0), np.int64(ids[i]))
-
-
-@jit
-def evict_first(heads, g, keys, alone, now):
-    """Put the host copies of keys (int64[n, 2]) in front of the lists that they are in, the first key first: they are
-    the next victims there. Clean copies only, or with ``alone`` also those that are the only ones. Held blocks stay
-    as they are. Returns how many were put in front."""
-    h = head(heads, g)
-    begin(h, now)
-    moved = 0
-    for i in range(keys.shape[0] - 1, -1, -1):
-        b = find_key(h, keys[i, 0], keys[i, 1])
-        b = NONE if b == NONE else host_copy(h, b)
-        if b != NONE and (alone or blocks_of(h)[b].other_copy != NONE) and evict_next(h, b):
-            moved += 1
-    return moved

@@ -7,6 +7,7 @@ import numpy as np
 
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import bit_length
+from kvpool.state.effects import REMOVED, STORED, UPDATED, emit
 from kvpool.state.index import link, rival_child, unlink_content
 from kvpool.state.policy import (
     BACK,
@@ -47,7 +48,6 @@ from kvpool.state.records import (
     ring_of,
     tokens_of,
 )
-from kvpool.state.ring import REMOVED, STORED, UPDATED, emit
 
 EXPIRIES_PER_CALL = 64
 

@@ -12,11 +12,10 @@ import numpy.typing as npt
 from kvpool.errors import IntegrityError
 from kvpool.jit import jit
 from kvpool.state.arrays import State, States
-from kvpool.state.chains import CHAINS_MAX
+from kvpool.state.chains import CHAINS_MAX, CLASSES
 from kvpool.state.hashing import key_in
 from kvpool.state.index import bucket, child_bucket
 from kvpool.state.kinds import kept_from
-from kvpool.state.pauses import CLASSES
 from kvpool.state.records import (
     ATTENTION,
     CLEAN,
@@ -48,7 +47,7 @@ from kvpool.state.records import (
     table_of,
     tokens_of,
 )
-from kvpool.state.row_tokens import column_key
+from kvpool.state.requests import column_key
 
 IntArray = npt.NDArray[np.integer]
 

@@ -53,7 +53,7 @@ class CheckedCalls:
         own = self._secret.keys(keys)
         try:
             codes = np.array(self._store.find(own.copy()))
-            known = codes.shape == (len(own),) and bool(((codes == OK) | (codes == ABSENT)).all())
+            known = codes.shape == (len(own),) and {OK, ABSENT}.issuperset(codes.tolist())
             return codes.astype(np.uint8) if known else None
         except Exception:
             return None

@@ -157,7 +157,8 @@ class StoreQueue:
         self.slots, self.block_bytes = self.memory.shape
         self._queued_max = integer_argument("queued_blocks", queued_blocks, 1, 1 << 31)
         size = integer_argument("piece_bytes", piece_bytes, 1, 1 << 40)
-        self._piece_blocks = max(1, size // self.block_bytes)
+        self.piece_blocks = max(1, size // self.block_bytes)
+        """The most blocks of one call."""
         if secret is not None and (not isinstance(secret, bytes) or len(secret) != 32):
             raise ValueError("secret: accepted are 32 bytes")
         self._report = bool_argument("report", report)
@@ -299,6 +300,8 @@ class StoreQueue:
         Never waits. Clears ``fileno``."""
         self._process.check(self)
         found: list[Job] = []
+        if not self._finished:
+            return found
         with DeferSignals() as signals, self._lock:
             signals.undo = partial(self._put_back, found)
             found += self._finished
@@ -396,8 +399,8 @@ class StoreQueue:
                     if kind == jobs.CLEAR or not other.key_set.isdisjoint(job.key_bytes):
                         self._screen(other)
             else:
-                for start in range(0, len(own), self._piece_blocks):
-                    part = slice(start, min(start + self._piece_blocks, len(own)))
+                for start in range(0, len(own), self.piece_blocks):
+                    part = slice(start, min(start + self.piece_blocks, len(own)))
                     self._queue.put(_PRIORITY[kind], job, part)
                 if job.deadline != math.inf:
                     self._deadlines.put(job.deadline, job)

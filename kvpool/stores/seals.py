@@ -83,12 +83,12 @@ class Secret:
         """Keys of blocks that an engine names itself: uint8[n, KEY_BYTES]."""
         own = names if isinstance(names, BlockNames) else BlockNames(names)
         begun = hashlib.blake2b(self._identity + own.generation, key=self._opaque, digest_size=KEY_BYTES)
-        found = np.empty((len(own), KEY_BYTES), np.uint8)
-        for place, name in enumerate(own.names):
+        found = bytearray()
+        for name in own.names:
             hashed = begun.copy()
             hashed.update(name)
-            found[place] = np.frombuffer(hashed.digest(), np.uint8)
-        return found
+            found += hashed.digest()
+        return np.frombuffer(found, np.uint8).reshape(-1, KEY_BYTES)
 
     def keys(self, blocks: Bytes | BlockNames) -> Bytes:
         """Makes keys of names, and leaves keys as they are: uint8[n, KEY_BYTES]."""
@@ -129,7 +129,7 @@ def check_library() -> None:
     try:
         import blake3  # noqa: F401
     except ImportError as error:
-        raise ImportError("stores need blake3: pip install 'kvpool[stores]'") from error
+        raise ImportError('stores need blake3: pip install ".[stores]"') from error
 
 
 def _exact_all(names: Iterable[bytes]) -> tuple[bytes, ...]:

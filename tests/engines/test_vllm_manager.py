@@ -432,6 +432,20 @@ def test_a_host_block_of_a_chunk_in_part_is_whole_for_the_chunk_that_a_store_bri
     manager.real.shutdown()
 
 
+def test_the_end_of_a_prompt_is_evicted_first_where_a_chunk_is_filled_in_part() -> None:
+    manager, context = Stored(4), positioned("part", True)
+    blocks = manager.real.prepare_store(keys(0, 1, 2, 3), context).store_spec.blocks
+    manager.real.report(vllm.WorkerReport(partial_blocks={blocks[1]}))
+    manager.real.complete_store(set(keys(0, 1, 2, 3)), context)
+    manager.wait_saved(3)
+    left = [{n for n in range(4) if manager.cache.find(keys(n)[0]) == manager.cache.HERE}]
+    for other in (100, 101, 102):
+        manager.prepare_store(other)
+        left.append({n for n in range(4) if manager.cache.find(keys(n)[0]) == manager.cache.HERE})
+    assert left == [{0, 1, 2, 3}, {0, 1, 2}, {0, 1}, {0}]
+    manager.real.shutdown()
+
+
 def test_chunks_in_part_that_have_left_the_cache_are_not_remembered_for_ever() -> None:
     manager = Stored(2)
     for number in range(50):
@@ -479,13 +493,18 @@ def test_the_settings_of_the_bridge_are_those_of_the_options(monkeypatch: pytest
     assert made == {"identity": IDENTITY, "save": "reuse", **wanted}
 
 
-@pytest.mark.parametrize(("kind", "source"), [("disk", "DISK"), ("memory", "HOST")])
+@pytest.mark.parametrize(
+    ("kinds", "source"),
+    [(["disk"], "DISK"), (["memory"], "HOST"), (["memory", "disk"], "HOST"), (["disk"] * 2, "DISK")],
+)
 def test_what_a_store_has_brought_is_told_as_such_to_the_first_who_loads_it(
-    kind: str, source: str, tmp_path: Path
+    kinds: list[str], source: str, tmp_path: Path
 ) -> None:
-    manager = Stored(2, stores=(f"disk:{tmp_path}/s?capacity=1MiB" if kind == "disk" else "memory:?capacity=1MiB",))
+    """Of several stores, it is the one that has brought it."""
+    where = {"memory": "memory:?capacity=1MiB", "disk": "disk:{}?capacity=1MiB"}
+    manager = Stored(2, stores=tuple(where[kind].format(tmp_path / str(at)) for at, kind in enumerate(kinds)))
     manager.fill(1, 2)
-    manager.wait_saved(2)
+    manager.wait_saved(2 * len(kinds))
     manager.cache.forget(keys(1))
     assert manager.found(1, 2) == [HIT, HIT]
     manager.load("a", 1, 2)

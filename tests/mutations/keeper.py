@@ -178,7 +178,7 @@ MUTATIONS = (
     Mutation(
         "to_be_saved_is_a_use",
         "PoolTier.copy",
-        "core.decide(None, saving.evict_first, group.index, own, self._victims, core.now())",
+        "core.decide(None, control.evict_first, group.index, own, self._victims, core.now())",
         "",
         "What a store got is kept on the host longer than what is used: hits are lost.",
         (f"{_KEEPER}test_saving_changes_no_order_of_eviction",),
@@ -193,7 +193,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what_takes_over_a_host_copy_was_told_to_nobody",
-        "commit._publish",
+        "sequences._publish",
         "blocks[b].saved = blocks[found].saved",
         "",
         "What the host has and is computed once more is saved once more.",

@@ -184,7 +184,7 @@ MUTATIONS = (
     Mutation(
         "what_nobody_reads_takes_room_for_ever",
         "HostLoads._free",
-        "while self._unread and next(iter(self._unread.values())) <= now:\n"
+        "while self._unread and next(iter(self._unread.values()))[0] <= now:\n"
         "    del self._unread[next(iter(self._unread))]",
         "",
         "After some requests that were aborted, nothing comes from a store any more.",
@@ -217,10 +217,26 @@ MUTATIONS = (
     Mutation(
         "what_came_from_a_store_is_saved_to_it_again",
         "HostCacheTier.publish",
-        "self.cache.tell_saver(saving.held, self._saver, rows, len(rows))",
+        "self.cache.tell_saver(self._saver, blocks)",
         "pass",
         "Each load from a store is followed by a save of the same bytes.",
         (f"{_POLICIES}test_what_came_from_a_store_is_not_saved_before_it_goes",),
+    ),
+    Mutation(
+        "saves_put_a_prompt_out_of_its_order",
+        "HostCacheTier.ended",
+        "self.cache.touch(prompt)",
+        "pass",
+        "With a store, a prompt loses its beginning first, so that the rest of it is worth nothing.",
+        ("tests/stores/test_hostkeeper_policies.py::test_a_prompt_that_was_saved_loses_its_end_first",),
+    ),
+    Mutation(
+        "a_prompt_in_pieces_keeps_the_order_of_a_piece",
+        "HostCacheTier.touch",
+        "waiting.update(dict.fromkeys(waiting.keys() & set(prompt), prompt))",
+        "pass",
+        "With a store, the end of a prompt that came in pieces is evicted last.",
+        ("tests/stores/test_hostkeeper_policies.py::test_a_prompt_that_was_saved_loses_its_end_first",),
     ),
     Mutation(
         "a_save_of_nothing_is_an_answer",

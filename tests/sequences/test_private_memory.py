@@ -247,7 +247,7 @@ BUILT = {kvpool.Lease, kvpool.Loadable, kvpool.Reservation, kvpool.HostLease, kv
 """Classes that only the pool makes."""
 OF_THE_POOL = {("BlockKeys", "of_private"), ("BlockKeys", "prove"), ("BlockKeys", "bound"), ("Export", "of_place"),
                ("HostCopies", "query"), ("HostCopies", "synchronize"), ("HostCopies", "hold_back"),
-               ("HostCache", "publish_ordered"), ("HostCache", "tell_saver")}  # fmt: skip
+               ("HostCache", "publish_ordered")}  # fmt: skip
 """Methods that parts of the pool call, and nobody else."""
 PACKAGES = kvpool, keepers, stores
 

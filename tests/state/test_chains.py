@@ -14,7 +14,7 @@ import pytest
 
 from kvpool import BlockLayout, KVCacheManager, OutOfBlocks, operations
 from kvpool.errors import IntegrityError
-from kvpool.state.chain_book import BOOK_BYTES, ChainBook
+from kvpool.state.arrays import BOOK_BYTES, ChainBook
 from tests.engine import Clock
 from tests.golden.pools import KINDS, SECRET, Driver
 from tests.golden.recorder import Recorder

@@ -52,6 +52,18 @@ def test_of_a_hit_as_many_blocks_come_as_its_policy_takes(
     assert stats.loaded == here and stats.missed == ({"declined": 5 - here} if here < 5 else {})
 
 
+def test_the_keys_of_each_hit_are_judged_together_and_apart_from_others(make: Callable[..., Engine]) -> None:
+    """A long prompt is worth a load where a short one is not."""
+    policy = Some(9)
+    engine = make(policies=[policy])
+    engine.saved(6)
+    for key in names(4):
+        engine.keeper.find(key, "long")
+    engine.keeper.lookup(names(2, 4), "short")
+    assert engine.ask(6) == [HERE] * 6
+    assert policy.asked == [4, 2]
+
+
 def test_a_load_ends_when_its_policy_has_no_more_time(make: Callable[..., Engine], store: Wrong) -> None:
     policy, gate = Some(2, seconds=0.5), Gate()
     engine = make(policies=[policy], load_seconds=60.0)
@@ -97,6 +109,23 @@ def test_a_store_that_loses_to_the_engine_is_left_alone(make: Callable[..., Engi
         assert engine.keeper.drain(1e6)
         engine.cache.forget(names(4, first))
     assert engine.keeper.stats().missed["declined"] >= 24
+
+
+@pytest.mark.parametrize("two_stores", [False, True])
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_a_prompt_that_was_saved_loses_its_end_first(
+    make: Callable[..., Engine], store: Wrong, pieces: int, two_stores: bool
+) -> None:
+    """A lease counts as a use. Saves have many of them, in any order."""
+    stores = [store, Wrong(MemoryStore(64 * BLOCK_BYTES))] if two_stores else [store]
+    engine, size = make(*stores, blocks=12), 12 // pieces
+    for first in range(0, 12, size):
+        engine.write(size, first)
+    if pieces > 1:
+        engine.keeper.touch(names(12))
+    assert engine.keeper.drain(600) and engine.keeper.stats().saved == 12 * len(stores)
+    assert engine.cache.reserve(names(4, 100)).evicted == names(4, 8)[::-1]
+    engine.cache.abort(names(4, 100))
 
 
 def test_a_cache_has_no_more_than_its_quota_in_a_store(make: Callable[..., Engine], store: Wrong) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 try:
     import zmq
 except ModuleNotFoundError as error:
-    raise ImportError("PeerStore needs pyzmq: pip install 'kvpool[remote]'") from error
+    raise ImportError('PeerStore needs pyzmq: pip install ".[remote]"') from error
 
 from kvpool.arrays.layout import integer_argument
 from kvpool.entry.process import Process

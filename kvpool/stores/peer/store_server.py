@@ -19,7 +19,7 @@ import numpy as np
 try:
     from kvpool.remote.server import LetIn, Refused, Server
 except ModuleNotFoundError as error:
-    raise ImportError("StoreServer needs pyzmq: pip install 'kvpool[remote]'") from error
+    raise ImportError('StoreServer needs pyzmq: pip install ".[remote]"') from error
 
 from kvpool.arrays.layout import integer_argument
 from kvpool.remote.endpoints import ServerKeys, ServerSecret, check_endpoint
