@@ -55,7 +55,7 @@ LINES = {
     "tests/interop": 970,
     "tests/kernels": 1380,
     "tests/model": 2690,
-    "tests/mutations": 3820,
+    "tests/mutations": 3830,
     "tests/observe": 980,
     "tests/planner": 740,
     "tests/publish": 1550,
@@ -65,7 +65,7 @@ LINES = {
     "tests/sequences": 3200,
     "tests/share": 680,
     "tests/state": 1830,
-    "tests/stores": 9140,
+    "tests/stores": 9160,
     "tests/tables": 860,
 }
 """The most net lines of each folder."""

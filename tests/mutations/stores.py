@@ -215,6 +215,14 @@ MUTATIONS = (
         (f"{_POLICIES}test_saving_what_goes_next_changes_no_order_of_eviction",),
     ),
     Mutation(
+        "what_no_store_shall_get_is_saved_later",
+        "HostKeeper.publish",
+        "self._tier.leave_unsaved([key for key in own if key in private])",
+        "pass",
+        "KV that its owner wants on no disk is written there when it is read, or before it is evicted.",
+        tuple(f"{_POLICIES}test_what_is_published_as_unsaved_reaches_no_store[{save}]" for save in ("reuse", "evict")),
+    ),
+    Mutation(
         "what_came_from_a_store_is_saved_to_it_again",
         "HostCacheTier.publish",
         "self.cache.tell_saver(self._saver, blocks)",

@@ -12,7 +12,7 @@ from kvpool.keepers import LoadOrCompute
 from kvpool.keepers.choice import Load
 from kvpool.stores import MemoryStore
 from tests.stores.hostkeeping import Engine
-from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, names
+from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, content, names
 
 ABSENT, HERE = HostCache.ABSENT, HostCache.HERE
 
@@ -274,3 +274,19 @@ def test_saving_what_goes_next_changes_no_order_of_eviction(make: Callable[..., 
             engine.cache.touch(names(1, first))
         gone.append(evicted)
     assert gone[0] == gone[1] and len(gone[0]) == 56
+
+
+@pytest.mark.parametrize("save", ["commit", "reuse", "evict"])
+def test_what_is_published_as_unsaved_reaches_no_store(make: Callable[..., Engine], save: str) -> None:
+    engine = make(blocks=8, save=save, save_share=1.0)
+    taken = engine.cache.reserve(names(4))
+    for row, number in zip(taken.blocks.tolist(), range(4), strict=True):
+        engine.tier.blocks[row] = content(number)
+    engine.keeper.publish(taken.keys, unsaved=names(2))
+    if save == "reuse":
+        engine.read(4)
+    engine.write(4, first=50)
+    assert engine.keeper.drain(600)
+    engine.cache.forget(names(8))
+    assert engine.ask(4) == [ABSENT, ABSENT, HERE, HERE]
+    engine.read(2, first=2)
