@@ -50,6 +50,9 @@ if TYPE_CHECKING:
     from kvpool.pool.config import split_blocks as split_blocks
     from kvpool.pool.events import Event as Event
     from kvpool.pool.events import Events as Events
+    from kvpool.pool.explain import Explanation as Explanation
+    from kvpool.pool.explain import Missed as Missed
+    from kvpool.pool.hints import HintAnswer as HintAnswer
     from kvpool.pool.keys import Admission as Admission
     from kvpool.pool.keys import BlockKeys as BlockKeys
     from kvpool.pool.keys import Lacking as Lacking
@@ -83,6 +86,7 @@ _NAMES = {
         "LeaseExpired OutOfBlocks OutOfSequences PoolBusy PoolClosed ReservationExpired StoreBusy "
         "UnknownSequence"
     ),
+    "kvpool.pool.hints": "HintAnswer",
     "kvpool.pool.leases": "Lease",
     "kvpool.pool.reservations": "Loadable Reservation",
     "kvpool.hostcache.host_copies": "HostCopies HostCopy",
@@ -92,6 +96,7 @@ _NAMES = {
     "kvpool.pool.manager": "KVCacheManager",
     "kvpool.pool.events": "Event Events",
     "kvpool.pool.stats": "GroupStats RequestStats Stats TierStats",
+    "kvpool.pool.explain": "Explanation Missed",
     "kvpool.pool.keys": "Admission BlockKeys Lacking Match Plan",
     "kvpool.entry.arguments": "RetentionRange",
     "kvpool.tables.block_table": "BlockTable",

@@ -52,6 +52,8 @@ def commit(ids: Ids, counts: Ids | None = None) -> Operation:
     return Operation("commit", (ids, counts))
 
 
-def release(ids: Ids, *, store: bool = True) -> Operation:
+def release(
+    ids: Ids, *, store: bool = True, stop: str | None = None, ends: bool = False, returns_in_ms: int | None = None
+) -> Operation:
     """As ``release``; the result is None."""
-    return Operation("release", (ids, store))
+    return Operation("release", (ids, store, stop, ends, returns_in_ms))

@@ -131,6 +131,8 @@ def _between_requests(cache: KVCacheManager) -> None:
     cache.cached_blocks(keys)
     cache.lacking(keys, np.ones((1, 6), np.bool_))
     cache.set_priority(keys, 80)
+    action = {"action_id": "warm", "action_type": "retain", "action_version": 1, "payload": {"keys": keys.keys}}
+    cache.hints({"protocol_version": 1, "message_id": "up", "actions": [action]})
     rows = key_rows(keys)
     saver = cache.core.decide(None, saving.open_saver, True)
     at, told = np.zeros(3, np.int64), np.empty((1, saving.FOUND), np.int64)

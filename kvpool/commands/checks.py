@@ -39,7 +39,7 @@ def look_at_jit() -> dict[str, Any] | None:
         from numba.core import config
 
         from kvpool.jit import keeps
-        from kvpool.jit.folders import cache_root
+        from kvpool.jit.cache import cache_root
         from kvpool.state.tiers import begin
     except Exception:
         return None

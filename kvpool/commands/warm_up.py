@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     missing = [] if into is None else [folder for folder in into.parents if not folder.exists()]
     if into is not None:
         os.environ["KVPOOL_CACHE_DIR"] = str(into)
-    from kvpool.jit.folders import cache_root
+    from kvpool.jit.cache import cache_root
     from kvpool.warming import warm_up
 
     root = cache_root()
@@ -49,8 +49,8 @@ def run(options: argparse.Namespace) -> int:
 def _let_everybody_read(folder: Path, around: list[Path]) -> bool:
     """Let all users read the compiled code: an image is made by root, and runs as somebody else. Returns whether there
     is any."""
-    files = [*folder.glob("kvpool*-*/*.nbc")]
-    for path in [*around, folder, *{file.parent for file in files}]:
+    files = [*folder.glob("*.nbc")]
+    for path in [*around, folder]:
         path.chmod(path.stat().st_mode | 0o055)
     for path in files:
         path.chmod(path.stat().st_mode | 0o044)

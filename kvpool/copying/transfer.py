@@ -25,7 +25,7 @@ import numpy.typing as npt
 from kvpool.copying.waits import Order
 from kvpool.device.base import NULL_STREAM, SOURCE, TARGET, TICKET, TOKENS, Device, Event, Stream
 from kvpool.device.work import TokenMoves
-from kvpool.entry.process import ForkGuard
+from kvpool.entry.process import Process
 from kvpool.errors import DeviceError
 from kvpool.jit import jit
 from kvpool.state import records, verbs
@@ -204,8 +204,8 @@ class Transfer:
         self.broken: DeviceError | None = None
         self._exit: BaseException | None = None
         # Parts with locks of their own add them.
-        self.forks = ForkGuard("pool")
-        self.forks.add(self, "_lock", "_state_lock")
+        self.forks = Process("pool")
+        self.forks.guard(self, "_lock", "_state_lock")
         self._behind: Callable[[], object] | None = None
 
     @property

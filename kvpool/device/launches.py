@@ -296,10 +296,13 @@ def needed_kernels(plan: CopyPlan) -> list[tuple[str, str]]:
 
 
 COPY_FRAGMENTS = "copy_fragments.cu", "copy_fragments"
+BULK_FRAGMENTS = "bulk_fragments.cu", "bulk_fragments"
+BULK_CAPABILITY = 9
+"""The first compute capability that has bulk copies."""
 
 
 def fragment_copies(
-    rows: int, count: int, words: int, *, host: bool, grid: Grid, chosen: int | None = None
+    rows: int, count: int, words: int, *, host: bool, grid: Grid, chosen: int | None = None, bulk: bool = False
 ) -> Iterator[Launch]:
     """The launches, one unless there are very many, that copy fragments which do not depend on each other.
 
@@ -311,15 +314,18 @@ def fragment_copies(
         Of the longest.
     host, chosen
         As in ``kv_copy``.
+    bulk
+        Whether copy units move the bytes: of rows whose addresses and lengths are multiples of 16.
     """
+    kernel, threads = (BULK_FRAGMENTS, _WARP) if bulk else (COPY_FRAGMENTS, THREADS)
     pieces = -(-words // PIECE_WORDS)
     per_launch = max(1, _COUNT_MAX // max(1, pieces))
     for first in range(0, count, per_launch):
         some = min(per_launch, count - first)
         record = np.zeros(1, FRAGMENT_TABLE)
         record[0] = (rows + first * _ROW_BYTES, some, pieces)
-        thread_blocks = grid.thread_blocks(-(-some * pieces * _WARP // THREADS), host, chosen)
-        yield Launch(*COPY_FRAGMENTS, thread_blocks, THREADS, record)
+        thread_blocks = grid.thread_blocks(-(-some * pieces * _WARP // threads), host, chosen)
+        yield Launch(*kernel, thread_blocks, threads, record)
 
 
 def token_moves(plan: CopyPlan, work: TokenMoves, grid: Grid) -> Iterator[Launch]:

@@ -8,6 +8,7 @@ the KV of its last tokens. A *state* is bytes that only the engine understands, 
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,11 +24,12 @@ from kvpool.hostcache.identity import ModelIdentity
 from kvpool.hostcache.tier import HostTier
 from kvpool.stores.store import parts
 from kvpool.stores.urls import open_store
+from kvpool.warming import warm_host_cache
 
 if TYPE_CHECKING:
     from kvpool.hostcache.host_cache import HostLease
 
-_TURN_SECONDS = 0.001
+_TURN_SECONDS, _POLL_SECONDS = 0.001, 0.05
 _INDEXED, _AFAR = 64, 1024
 _SIZE_BYTES = 8
 Bytes = npt.NDArray[np.uint8]
@@ -48,13 +50,21 @@ class LocalBlocks:
     """Blocks of one model: an index, its memory, and the stores behind it.
 
     ``memory`` in bytes is for as many blocks of ``block_bytes`` as fit. ``{part}`` in the text of a store stands for a
-    name of the identity. Raises ValueError if no block fits, and what opening a store raises. Not thread-safe. Calls
-    wait for stores, for at most ``options.load_seconds`` a question.
+    name of the identity. Raises ValueError if no block fits, and what opening a store raises. Calls wait for stores,
+    for at most ``options.load_seconds`` a question. Who calls holds ``lock``: a thread takes it to begin saves.
     """
 
-    def __init__(self, block_bytes: int, identity: ModelIdentity, memory: int, options: EngineOptions) -> None:
+    def __init__(
+        self,
+        block_bytes: int,
+        identity: ModelIdentity,
+        memory: int,
+        options: EngineOptions,
+        lock: threading.RLock,
+    ) -> None:
         if memory < block_bytes:
             raise ValueError(f"host_memory: {memory} bytes for blocks of {block_bytes}: accepted is one block at least")
+        warm_host_cache()
         self.block_bytes, self._patience = block_bytes, options.load_seconds
         self._cache = HostCache(memory // block_bytes, block_bytes, identity=identity)
         self._tier = HostTier.of(self._cache)
@@ -75,6 +85,8 @@ class LocalBlocks:
                 load_share=options.load_share, save_share=options.save_share, load_seconds=options.load_seconds,
                 save_seconds=options.save_seconds, retry_seconds=options.retry_seconds,
             )  # fmt: skip
+            self._lock, self._closing = lock, threading.Event()
+            threading.Thread(target=self._poll, name="kvpool-local", daemon=True).start()
 
     @property
     def memory(self) -> Bytes:
@@ -175,9 +187,16 @@ class LocalBlocks:
     # -- stores --------------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Begin saves and loads, and note those that have ended. Call it while nothing else is called, too."""
+        """Begin saves and loads, and note those that have ended."""
         if self._keeper is not None:
             self._keeper.poll()
+
+    def _poll(self) -> None:
+        """``poll`` while nobody calls. Runs in a thread of its own."""
+        while not self._closing.wait(_POLL_SECONDS):
+            with self._lock:
+                if not self._closing.is_set():
+                    self.poll()
 
     def drain(self, timeout: float) -> bool:
         """Wait until all is saved, at most ``timeout`` seconds. Returns whether it is."""
@@ -188,6 +207,8 @@ class LocalBlocks:
         self._index.clear()
 
     def close(self) -> None:
+        if self._keeper is not None:
+            self._closing.set()
         self._index.close()
         self._cache.close()
         self._tier.close()

@@ -76,7 +76,7 @@ class _Part(NamedTuple):
     nbytes: int
 
 
-class _Layout:
+class _CacheLayout:
     """How the caches of a model lie in blocks of ``tokens`` tokens.
 
     ``make`` gives empty caches, and ``filled`` are such caches with at least one token in each.
@@ -170,7 +170,7 @@ class _Layout:
 class _Shelf(NamedTuple):
     """The caches of one layout of a model, in blocks."""
 
-    layout: _Layout
+    layout: _CacheLayout
     blocks: LocalBlocks
 
     def find(self, tokens: list[int]) -> int:
@@ -262,13 +262,11 @@ class PromptCache:
         self._bits = None if kv_bits is None else integer_argument("kv_bits", kv_bits, 1, 16)
         self._group = integer_argument("kv_group_size", kv_group_size, 1, 1 << 16)
         self._options, self._version = MLX.read(options), MLX.checked_version()
-        self._lock, self._closing = threading.RLock(), threading.Event()
+        self._lock, self._closed = threading.RLock(), False
         self._name: Hashable = None
         self._shelves: list[_Shelf] = []
         self._asked = self._reused = 0
         self._skipped: Counter[str] = Counter()
-        if self._options.stores:
-            threading.Thread(target=self._poll, name="kvpool-mlx", daemon=True).start()
 
     # -- what mlx-lm calls ---------------------------------------------------------------------------
 
@@ -340,7 +338,7 @@ class PromptCache:
     def close(self) -> None:
         """Close stores and free the memory. What is being saved is given up: call ``drain`` before."""
         with self._lock:
-            self._closing.set()
+            self._closed = True
             self._drop()
 
     def __enter__(self) -> Self:
@@ -355,7 +353,7 @@ class PromptCache:
 
     def _turn_to(self, model: Hashable) -> None:
         """Have the shelves of a model."""
-        if self._closing.is_set():
+        if self._closed:
             raise PoolClosed("the prompt cache is closed")
         if self._shelves and self._name == model:
             return
@@ -374,15 +372,16 @@ class PromptCache:
         makers = [plain] if self._bits is None else [plain, quantised]
         try:
             for make in makers:
-                layout = _Layout(make, _filled(models, make()), self._tokens)
+                layout = _CacheLayout(make, _filled(models, make()), self._tokens)
                 identity, memory = self._identity(model, layout), self._options.host_memory // len(makers)
-                self._shelves.append(_Shelf(layout, LocalBlocks(layout.block_bytes, identity, memory, self._options)))
+                blocks = LocalBlocks(layout.block_bytes, identity, memory, self._options, self._lock)
+                self._shelves.append(_Shelf(layout, blocks))
         except BaseException:
             self._drop()
             raise
         self._name = model
 
-    def _identity(self, model: Hashable, layout: _Layout) -> ModelIdentity:
+    def _identity(self, model: Hashable, layout: _CacheLayout) -> ModelIdentity:
         """Whose KV it is. Raises ValueError if stores outlive the process and nothing tells the weights from others."""
         folders = [str(part) for part in (model if isinstance(model, tuple) else (model,)) if part is not None]
         revision = self._options.weights
@@ -399,13 +398,6 @@ class PromptCache:
             self._skipped += shelf.blocks.skipped
             shelf.blocks.close()
         self._shelves = []
-
-    def _poll(self) -> None:
-        """Begin saves while nobody calls. Runs in a thread of its own."""
-        while not self._closing.wait(0.05):
-            with self._lock:
-                for shelf in self._shelves:
-                    shelf.blocks.poll()
 
 
 def _filled(models: Sequence[Any], caches: list[Any]) -> list[Any]:

@@ -325,18 +325,19 @@ SGLANG = _staged(
     "backend_name", "module_path", "class_name", "interface_v1", "allocator",
 )  # fmt: skip
 LMCACHE = _staged("lmcache", "LMCache", "0.5.6", "adapter_params")
-MLX = EnginePlugin(
-    module="mlx",
-    engine="mlx-lm",
-    packages=("mlx-lm",),
-    tested=("0.32.2",),
-    place="the options of PromptCache",
-    options={
-        "host_memory": 0, "stores": (), "weights": None, "save": "commit", "load_share": 0.5, "save_share": 0.25,
-        "load_seconds": 5.0, "save_seconds": 60.0, "retry_seconds": 1.0,
-    },
-    needs=("host_memory",),
-)  # fmt: skip
+
+
+def _local(module: str, package: str, tested: str, place: str) -> EnginePlugin:
+    """A plug-in that keeps its prompts by ``LocalBlocks``."""
+    options = dict(VLLM.options, load_seconds=5.0)
+    return EnginePlugin(
+        module=module, engine=package, packages=(package,), tested=(tested,), place=place, options=options,
+        needs=("host_memory",),
+    )  # fmt: skip
+
+
+MLX = _local("mlx", "mlx-lm", "0.32.2", "the options of PromptCache")
+LLAMACPP = _local("llamacpp", "xllamacpp", "2026.10.11549", "the options of PrefixCache")
 
 
 def lasting_identity(
@@ -362,10 +363,10 @@ def lasting_identity(
 
 
 def files_digest(model: str, place: str = VLLM.place) -> str:
-    """A digest of the files of a model in a folder, that changes when one is replaced. Raises ValueError, which names
-    ``place``, if there are none."""
+    """A digest of a model's file, or of the files of one in a folder, that changes when one is replaced. Raises
+    ValueError, which names ``place``, if there are none."""
     folder = Path(model)
-    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    files = sorted(folder.iterdir()) if folder.is_dir() else [folder] if folder.is_file() else []
     if not any(file.suffix in _WEIGHTS for file in files):
         raise ValueError(
             f"model={model!r:.200} is no folder with weights: with stores, name its weights in {place}, such as "

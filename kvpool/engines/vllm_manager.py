@@ -26,7 +26,10 @@ log = VLLM.log
 _NONE = -1
 _DRAIN_SECONDS = 5.0
 """How long an engine that is shut down saves what it has begun to save."""
-_SOURCES = {"disk": CacheHitSource.DISK, "memory": CacheHitSource.HOST, "peer": CacheHitSource.P2P}
+_SOURCES = {
+    "disk": CacheHitSource.DISK, "memory": CacheHitSource.HOST, "mooncake": CacheHitSource.P2P,
+    "peer": CacheHitSource.P2P,
+}  # fmt: skip
 """Where vLLM counts what came from a kind of store."""
 
 

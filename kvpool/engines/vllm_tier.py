@@ -91,7 +91,6 @@ class KVPoolSecondaryTier(SecondaryTierManager):
         self._new: list[OffloadKey] = []
         self._known: dict[OffloadKey, tuple[bool, float]] = {}
         self._results: list[JobResult] = []
-        self._generation = b""
         self._seed_to_check = bool(options.lasting)
 
     # -- keys ----------------------------------------------------------------------------------------
@@ -185,13 +184,12 @@ class KVPoolSecondaryTier(SecondaryTierManager):
 
     def drain_jobs(self) -> None:
         """Wait until the store reads and writes no row any more. What was saved before is not found from now on, and
-        the store drops it."""
+        the store drops it. What is saved later is found after a restart, too, if the store has ``Store.epoch``."""
         client = self._client
         while not client.queue.drain(10.0):
             log.warning("kvpool: a reset waits for the store %r", client.name)
         client.poll()
-        self._generation = os.urandom(16)
-        if client.queue.clears and not client.wait(client.clear(), CLEAR_SECONDS):
+        if not client.wait(client.reset(), CLEAR_SECONDS):
             log.warning("kvpool: the store %r has not dropped what was saved before, and saves nothing until it has",
                         client.name)  # fmt: skip
         self._known.clear()
@@ -220,7 +218,7 @@ class KVPoolSecondaryTier(SecondaryTierManager):
     def _names(self, keys: Iterable[OffloadKey]) -> BlockNames:
         from kvpool.stores.seals import BlockNames
 
-        return BlockNames(keys, self._generation)
+        return BlockNames(keys)
 
     def _now(self) -> float:
         return self._client.queue.now()

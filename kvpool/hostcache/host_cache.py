@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.arrays.layout import BlockLayout, integer_argument
+from kvpool.arrays.layout import BlockLayout, choice_argument, integer_argument
 from kvpool.device.main_memory import available_ram
 from kvpool.device.regions import BLOCKS_MAX
 from kvpool.entry.arguments import bool_argument, clock_argument, priority_argument, text_argument, ttl_argument
 from kvpool.entry.interrupt import DeferSignals
-from kvpool.entry.process import ForkGuard
+from kvpool.entry.process import Process
 from kvpool.errors import BlockNotFound, InsufficientMemory, LeaseExpired, OutOfBlocks, PoolBusy, PoolClosed
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
 from kvpool.hostcache.opaque_keys import Packed, key_argument, keys_argument, packed, unpacked
@@ -186,6 +186,8 @@ class HostCache:
         Keys whose events are kept until ``events`` is called. 0 (default) records none.
     clock
         () -> int, monotonic milliseconds from 0 to 2**42.
+    policy
+        Which key is evicted next. Accepted is "lru": an opaque key does not say which other one it continues.
 
     Notes
     -----
@@ -220,7 +222,9 @@ class HostCache:
     def __init__(
         self, host_blocks: int, block_bytes: int | BlockLayout | list[BlockLayout], *, identity: ModelIdentity,
         secret: bytes | None = None, event_capacity: int = 0, clock: Callable[[], int] | None = None,
+        policy: str = "lru",
     ) -> None:  # fmt: skip
+        choice_argument("policy", policy, ("lru",))
         self.host_blocks = integer_argument("host_blocks", host_blocks, 1, BLOCKS_MAX)
         self.block_bytes, self.identity = block_bytes_argument(block_bytes), identity_argument(identity)
         self.fingerprint = fingerprint_of(self.identity, self.host_blocks, self.block_bytes)
@@ -232,8 +236,8 @@ class HostCache:
         self._root = np.array(namespace_root(own, self.identity.content, None), np.int64)
         # Reentrant: a destructor that closes a lease while its thread is in a call must not wait for itself.
         self._lock: AbstractContextManager[Any] = threading.RLock()
-        self._forks = ForkGuard("HostCache")
-        self._forks.add(self, "_lock")
+        self._forks = Process("HostCache")
+        self._forks.guard(self, "_lock")
         # The open leases, with their blocks, the last first: the end of a prompt is evicted before its beginning.
         self._open: dict[int, tuple[HostLease, Ids]] = {}
         self._lease_count = 0

@@ -20,7 +20,7 @@ from kvpool.device.base import BYTES, FROM, NULL_EVENT, TO, Device, Event, Regio
 from kvpool.device.cuda import device_at
 from kvpool.device.work import Fragments
 from kvpool.entry.arguments import id_array
-from kvpool.entry.process import ForkGuard
+from kvpool.entry.process import Process
 from kvpool.errors import PoolClosed
 from kvpool.hostcache.tier import HostSlots, HostTier, layout_of
 from kvpool.jit import jit
@@ -103,8 +103,8 @@ class HostCopies:
         _check_apart(self._groups, tier)
         self._device, self._owned = _device(device, self._groups), not isinstance(device, Device)
         self._lock: AbstractContextManager[Any] = nullcontext() if self._device.synchronous else threading.Lock()
-        self._forks = ForkGuard("HostCopies")
-        self._forks.add(self, "_lock")
+        self._forks = Process("HostCopies")
+        self._forks.guard(self, "_lock")
         self._open, self._drained = True, False
         try:
             self._pinned = self._device.adopt(as_strided("tier", tier.flat), "host", pin=True)

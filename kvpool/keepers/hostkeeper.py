@@ -4,7 +4,6 @@ bridge to stores sees it. HostLoads: keys that it does not have, and blocks that
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -72,13 +71,15 @@ class HostCacheTier:
     """A ``HostCache`` as a bridge to stores sees it. Stores read and write its own rows.
 
     ``save``: when blocks are saved. The cache's state knows which it was asked for before. ``room``: so many blocks may
-    be pinned for saves. ``limit``: so many may be in each store. ``generation``: what the names of blocks begin with
-    now. Blocks are pinned by threads of the stores; all else is the scheduler's thread's.
+    be pinned for saves. ``limit``: so many may be in each store. Blocks are pinned by threads of the stores; all else
+    is the scheduler's thread's.
     """
 
     def __init__(self, cache: HostCache, clients: Sequence[StoreClient], save: str, room: int, limit: int) -> None:
-        self.cache, self.generation, self._save, self._limit = cache, b"", save, limit
-        self._saver, self._before = cache.open_saver(owed=save == EVICT), cache.unsaved_blocks
+        self.cache = cache
+        self._save, self._limit = save, limit
+        self._saver = cache.open_saver(owed=save == EVICT)
+        self._before = cache.unsaved_blocks
         self._margin = victims_margin(cache.host_blocks, AT_ONCE)
         # By store: the blocks that are to be saved, with all of their prompt, in its order.
         self._prompts: list[dict[bytes, Sequence[bytes]]] = [{} for _ in clients]
@@ -87,7 +88,7 @@ class HostCacheTier:
         self._at_once = max(1, min(AT_ONCE, room // sum(client.queue.savers for client in clients)))
 
     def names(self, blocks: Sequence[bytes], *, sealed: bool) -> BlockNames:
-        return BlockNames(blocks, self.generation)
+        return BlockNames(blocks)
 
     def space(self, client: StoreClient, block: bytes) -> tuple[None, int]:
         return None, self._limit
@@ -678,12 +679,13 @@ class HostKeeper:
 
     def clear(self) -> None:
         """Drop all keys of the cache, and find nothing any more that was saved before, such as the KV of weights that
-        were replaced. What is saved from now on is found by this keeper only, and until its next ``clear``.
+        were replaced: an epoch of the identity begins in each store.
 
-        The stores drop everything of the identity, for all who share them, so that a later process does not find it
-        either. Until a store has confirmed, it is told again, and nothing is saved there: ``unconfirmed_drops`` of its
-        figures is 0 again then. If the keeper is closed before, a later process may find it. So it may in a store
-        without ``Store.clear``.
+        The stores drop what was there, for all who share them. Until a store has confirmed, it is told again, and
+        nothing is saved there: ``unconfirmed_drops`` of its figures is 0 again then. What is saved later is found by
+        this keeper, and by whoever opens the store after it, if the store has ``Store.epoch``. See
+        ``StoreQueue.reset``. If the keeper is closed before a store has confirmed, a later process may find what was
+        there before.
         """
         self._process.check(self)
         with DeferSignals():
@@ -691,9 +693,7 @@ class HostKeeper:
             self._bridge.cancel()
             self._bridge.poll()
             for client in self._clients:
-                if client.queue.clears:
-                    client.queue.clear()
-            self._tier.generation = os.urandom(16)
+                client.queue.reset()
             self._cache.clear(force=True)
 
     def stats(self) -> HostKeeperStats:

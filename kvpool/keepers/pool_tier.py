@@ -49,7 +49,9 @@ class Content:
     __slots__ = ("group", "id", "key", "name", "namespace", "place", "prompt", "said")
 
     def __init__(self, group: int, key: bytes, namespace: int = 0, name: Name = NAMELESS) -> None:
-        self.group, self.key, self.namespace, self.name, self.id = group, key, namespace, name, (group, key)
+        self.group, self.key = group, key
+        self.id = group, key
+        self.namespace, self.name = namespace, name
         self.said = b"", b"", b""
         self.prompt: BlockKeys | None = None
         self.place = 0
@@ -144,7 +146,8 @@ class PoolTier:
     def __init__(
         self, pool: KVCacheManager, stored: StoredContent, quotas: Mapping[Namespace, int], victims: bool
     ) -> None:
-        self._pool, self._stored, self._quotas, self._victims = pool, stored, quotas, victims
+        self._pool, self._stored = pool, stored
+        self._quotas, self._victims = quotas, victims
         self.saved_bytes = self.loaded_blocks = self.loaded_bytes = 0
         # Views keep this memory alive, also if the pool is closed meanwhile.
         self._parts = [
@@ -378,10 +381,12 @@ class StoredContent:
             cut = int(events.bounds[events.before_snapshot])
             told, gone = list(self._told), events.missed + self._lost
             self._told.clear()
-            self._cursor, self._rows, self._lost = events.cursor, 0, 0
+            self._cursor = events.cursor
+            self._rows = self._lost = 0
             self.dropped += gone
             number = self._next + gone
-            parts, row, names = [_cut(events, 0, cut), *(rows for rows, _ in told)], None, dict(events.names)
+            parts = [_cut(events, 0, cut), *(rows for rows, _ in told)]
+            row, names = None, dict(events.names)
             for _, own in told:
                 names.update(own)
             if snapshot:

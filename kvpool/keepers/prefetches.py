@@ -130,7 +130,8 @@ class Prefetches:
         self, pool: KVCacheManager, tier: PoolTier, stored: StoredContent, bridge: Bridge[Content],
         policies: Sequence[LoadPolicy | None], promotion_blocks: int, clock: Callable[[], float],
     ) -> None:  # fmt: skip
-        self._pool, self._tier, self._stored, self._bridge, self._clock = pool, tier, stored, bridge, clock
+        self._pool, self._tier, self._stored = pool, tier, stored
+        self._bridge, self._clock = bridge, clock
         self._policies, self._most = policies, promotion_blocks
         self._fetches: list[_Fetch] = []
         # Blocks on their way. And since when a block has waited for its request.

@@ -27,7 +27,7 @@ class Imports:
     def __init__(self, core: Core, pools: MemoryPools) -> None:
         self._core, self._pools = core, pools
         self._one = threading.Lock()
-        core.transfer.forks.add(self, "_one")
+        core.transfer.forks.guard(self, "_one")
         self._pinned = NO_IDS
 
     def store(

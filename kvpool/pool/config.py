@@ -15,6 +15,8 @@ from kvpool.arrays.pool_ids import PoolIds
 from kvpool.entry.arguments import bool_argument, clock_argument, priority_argument
 from kvpool.state.arrays import POLICIES, GroupSizes, Settings
 
+HISTORY_ROW = 32
+"""Bytes by which a pool remembers a content that is gone."""
 KINDS = ("attention", "recurrent", "cross")
 MAX_TOKENS = 262_144
 """The most tokens of a sequence where neither the caller nor the device limits them."""
@@ -287,7 +289,7 @@ class PoolConfig:
         cls, layout: object, groups: object, tokens_per_block: object, window: object, sinks: object, device_blocks:
         object, host_blocks: object, *, max_sequences: object, max_sequence_tokens: object, partial_reuse: object,
         offload_min_priority: object, offload_min_reuse: object, secret: object, event_capacity: object, policy: object,
-        staging_depth: object, clock: object,
+        staging_depth: object, clock: object, history_bytes: object,
     ) -> PoolConfig:  # fmt: skip
         """Check the arguments that ``KVCacheManager`` has by these names. Raises TypeError or ValueError; the message
         names the argument."""
@@ -306,6 +308,7 @@ class PoolConfig:
             integer_argument("offload_min_reuse", offload_min_reuse, 1, 65535),
             integer_argument("event_capacity", event_capacity, 0, 1 << 31),
             choice_argument("policy", policy, POLICIES),
+            _power_of_two(integer_argument("history_bytes", history_bytes, 0, 1 << 31) // HISTORY_ROW),
         )
         depth = integer_argument("staging_depth", staging_depth, 1, 1 << 16)
         return cls(found, settings, depth, clock_argument(clock), secret is not None)
@@ -370,6 +373,11 @@ def _pool_groups(
     device = capacities_argument("device_blocks", device_blocks, checked)
     host = capacities_argument("host_blocks", host_blocks, checked)
     return describe(checked, device, host), width
+
+
+def _power_of_two(count: int) -> int:
+    """The largest that is not above ``count``; 0 for 0."""
+    return 1 << count.bit_length() - 1 if count else 0
 
 
 def _longest(groups: Sequence[Group], width: int) -> int:

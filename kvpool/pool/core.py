@@ -94,7 +94,7 @@ class Core:
         self._hold_lock(threading.RLock())
         token_bytes = [sum(layout.token_bytes for layout in group.layouts) for group in config.groups]
         self.transfer = Transfer(states, self.lock, device, token_bytes)
-        self.transfer.forks.add(self, "lock")
+        self.transfer.forks.guard(self, "lock")
         # Every group has the tokens of sequences, except those for cross attention.
         self.tokens = next(state for state in states if state.head.kind != records.CROSS)
         self.tables = tuple(read_only(table) for table in states.table)
@@ -245,7 +245,9 @@ def pool_states(config: PoolConfig, device: Device, table: object) -> States:
     fit."""
     settings, sizes = config.settings, config.sizes
     sequences, columns = settings.sequences, settings.columns
-    needed = state_bytes(sizes, settings.width, sequences, columns, settings.event_capacity, settings.policy)
+    needed = state_bytes(
+        sizes, settings.width, sequences, columns, settings.event_capacity, settings.policy, settings.gone_capacity
+    )
     available = device.available_bytes("host")
     if available is not None and needed > available:
         raise InsufficientMemory("state: the host", needed, available)

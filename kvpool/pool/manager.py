@@ -47,6 +47,8 @@ from kvpool.pool.block_imports import Imports, block_buffer
 from kvpool.pool.block_tables import BlockTables
 from kvpool.pool.config import Group, LayerGroup, PoolConfig
 from kvpool.pool.core import MAX_MS, Core, pool_memory, pool_states
+from kvpool.pool.explain import Explanation, explained
+from kvpool.pool.hints import Hints, name_argument
 from kvpool.pool.keys import (
     BlockKeys,
     Key,
@@ -61,7 +63,6 @@ from kvpool.pool.keys import (
 from kvpool.pool.leases import Lease, Leases
 from kvpool.pool.prompts import Retention
 from kvpool.pool.reservations import Loadable, Reservation, Reservations
-from kvpool.pool.together import Together
 from kvpool.state import control, lookup, records, swaps, verbs
 from kvpool.state.sequences import check_ids
 from kvpool.state.verify import verify_states
@@ -81,7 +82,7 @@ class CloseReport(NamedTuple):
     reservations: list[tuple[str, int]]
 
 
-class KVCacheManager(Together, BlockTables):
+class KVCacheManager(Hints, BlockTables):
     """A paged KV cache in two tiers: device blocks, and host blocks that take what leaves the device.
 
     Parameters
@@ -111,8 +112,11 @@ class KVCacheManager(Together, BlockTables):
         it.
     clock : () -> int, monotonic milliseconds from 0 to 2**42.
     policy : which cached block is evicted next, among those of the default priority on the device. ``"lru"``: the one
-        that was not used for longest. ``"agent"``: of the conversation that is worth least, by the pauses that such
-        conversations make; its end goes first. ``"adaptive"``: one of the two, whichever would have hit more lately.
+        that was not used for longest. ``"reuse"``: of the conversation that comes back least, as those of its length
+        and as many turns do; its end goes first. ``"agent"``: the same, by the pauses that the conversation itself has
+        made, and by what ``release`` is told. ``"adaptive"``: one of these, whichever would have hit more lately.
+    history_bytes : memory in which a pool notes what is gone and why, for ``explain``: 32 bytes for each of the last
+        contents, whose number is a power of two. 0: none.
     staging_depth : block tables that may be on their way to the device on one stream. One more waits for the oldest on
         that stream.
     device_memory, host_memory : memory of the caller's for a tier: an array of any package, C-contiguous, writable, of
@@ -157,12 +161,14 @@ class KVCacheManager(Together, BlockTables):
         offload_min_reuse: int = 1, secret: bytes | None = None, event_capacity: int = 0, clock: Callable[[], int] |
         None = None, staging_depth: int = 8, device_memory: object = None, host_memory: object = None, table: object =
         None, window: int | None = None, sinks: int = 0, shared: bool = False, policy: str = "lru",
+        history_bytes: int = 65536,
     ) -> None:  # fmt: skip
         config = PoolConfig.of(
             layout, groups, tokens_per_block, window, sinks, device_blocks, host_blocks, max_sequences=max_sequences,
             max_sequence_tokens=max_sequence_tokens, partial_reuse=partial_reuse,
             offload_min_priority=offload_min_priority, offload_min_reuse=offload_min_reuse, secret=secret,
             event_capacity=event_capacity, policy=policy, staging_depth=staging_depth, clock=clock,
+            history_bytes=history_bytes,
         )  # fmt: skip
         used, owned = get_device(device), not isinstance(device, Device)
         try:
@@ -235,7 +241,7 @@ class KVCacheManager(Together, BlockTables):
 
     def release(
         self, ids: Ids, *, store: bool = True, stream: StreamLike = None, stop: str | None = None, ends: bool = False,
-        returns_in_ms: int | None = None,
+        returns_in_ms: int | None = None, session: str | None = None,
     ) -> None:  # fmt: skip
         """End sequences, and give their blocks back, the last block first.
 
@@ -243,16 +249,24 @@ class KVCacheManager(Together, BlockTables):
         forgotten, except for blocks that a window gave back earlier. Changes the pool. Raises UnknownSequence,
         ValueError, TypeError.
 
-        What the policies ``agent`` and ``adaptive`` can use, if the engine knows it: ``stop``, why the model stopped
+        What the policies other than ``lru`` can use, if the engine knows it: ``stop``, why the model stopped
         (``"tool_use"`` or ``"end_turn"``); ``ends=True``, no request will continue these sequences; ``returns_in_ms``,
-        in how many milliseconds the next one will. What is not true costs hits, and nothing else.
+        in how many milliseconds the next one will. What is not true costs hits, and nothing else. ``session``: a name
+        of 1 to 256 characters by which ``hints`` finds what the one sequence has now. It is remembered as ``keys_of``
+        gives it, and raises what that raises; sessions that were named long ago are forgotten.
         """
         which, keep = id_array("ids", ids), bool_argument("store", store)
         said = stop_argument(stop), returns_argument(ends, returns_in_ms)
+        name = None if session is None else name_argument("session", session)
+        if name is not None and len(which) != 1:
+            raise ValueError(f"session={name!r:.80}: accepted with one sequence, not {len(which)}")
+        left = None if name is None else self.keys_of(which)[0]
         if any(said):
-            self.core.decide(stream, verbs.release_saying, which, keep, self.core.now(), *said, ids=which)
+            self.core.decide(stream, verbs.release_saying, which, keep, *said, self.core.now(), ids=which)
         else:
             self.core.decide(stream, verbs.release, which, keep, self.core.now(), ids=which)
+        if name is not None and left is not None:
+            self._remember(name, left)
 
     def swap_out(self, ids: Ids, *, stream: StreamLike = None) -> int:
         """Move running sequences to the host, with all that they have. They wait there. Returns how many blocks were
@@ -592,6 +606,21 @@ class KVCacheManager(Together, BlockTables):
             lacks = brought | here
             most = int(lookup.lacking(heads, request_of(keys), here, lacks))
         return Lacking(most * self.tokens_per_block, tuple(np.flatnonzero(own) for own in lacks))
+
+    def explain(self, prompt: Prompt) -> Explanation:
+        """Why the prompt would reuse no more than it does: how many tokens come from the device and from the host, and
+        for the rest why not. See ``Explanation``.
+
+        Looks at every block of the prompt, and hashes it again for other namespaces that have or had sequences: for
+        people, not for every request. Thread-safe; changes nothing. Raises TypeError, ValueError, PoolClosed.
+        """
+        keys = self._keys_of(prompt)
+        found = self._match(keys)
+        full = len(keys) // self.tokens_per_block
+        lacks = np.zeros(full, np.bool_)
+        for blocks in self.lacking(keys, np.ones((len(self.groups), full), np.bool_)).blocks:
+            lacks[blocks] = True
+        return explained(self.core, keys, found, lacks)
 
     def forget(
         self,

@@ -14,7 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.device.base import Stream, StreamLike
-from kvpool.entry.arguments import bool_argument, count_array, id_array, list_argument, split_argument, token_array
+from kvpool.entry.arguments import (
+    bool_argument,
+    count_array,
+    id_array,
+    list_argument,
+    returns_argument,
+    split_argument,
+    stop_argument,
+    token_array,
+)
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.errors import KVPoolError
 from kvpool.pool.core import Core
@@ -181,9 +190,14 @@ class Together(Prompts):
         each = NO_IDS if counts is None else count_array("counts", counts, which)
         return Step("commit", self._verb(on, verbs.commit, which, each), which, counts=each)
 
-    def _release_step(self, on: Stream | None, ids: object, store: object) -> Step:
+    def _release_step(
+        self, on: Stream | None, ids: object, store: object, stop: object, ends: object, returns: object
+    ) -> Step:
         which, keep = id_array("ids", ids), bool_argument("store", store)
-        return Step("release", self._verb(on, verbs.release, which, keep), which, int(LIVE | SWAPPED))
+        said = stop_argument(stop), returns_argument(ends, returns)
+        verb = verbs.release_saying if any(said) else verbs.release
+        run = self._verb(on, verb, which, keep, *(said if any(said) else ()))
+        return Step("release", run, which, int(LIVE | SWAPPED))
 
     def _verb(self, on: Stream | None, verb: Any, which: Ids, *args: Any) -> Callable[[int], None]:
         def run(now: int) -> None:

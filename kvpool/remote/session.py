@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-VERSION = 3
+VERSION = 4
 KEY_BYTES = 16
 HEADER_BYTES_MAX = 16_384
 BLOCKS_MAX = 4_096

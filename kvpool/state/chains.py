@@ -23,27 +23,29 @@ from kvpool.state.records import DEFAULT_PRIORITY, NONE, blocks_of
 
 
 PAUSE_BINS = 30
-STOPS, LEVELS, LENGTHS = 3, 7, 4
-CLASSES = STOPS * (LEVELS + LENGTHS)
-"""A class: why the last request stopped, and the level of the chain's own pauses; before its first pause, its
-length."""
-ROWS = CLASSES + STOPS + 1
-"""Rows of a table: the classes, then the stop reasons, then all together."""
+KINDS, MEMBERS = 3, 11
+CLASSES = KINDS * MEMBERS
+"""So many classes has an expert, in so many kinds."""
+ROWS = CLASSES + KINDS + 1
+"""Rows of a table: the classes, then their kinds, then all together."""
+EXPERTS = 3
+LRU, REUSE, AGENT = range(EXPERTS)
 AWAY, BACK, WORTH, CHANCE = range(TABLES := 4)
-"""The tables: chains that were still away when a bin began, and that came back in it; what follows from them."""
+"""The tables of an expert: chains that were still away when a bin began, and that came back in it; what follows from
+them. LRU has none."""
 
 _FIRST = 9 << 8
 """The logarithm at which the second bin begins: 512 ms, in 256ths of an octave."""
-_LEVEL, _LEVEL_FIRST = 307, 11 << 8
-_LEAN, _PRIOR, _MOST, _REFRESH, _REFRESH_ALL = 8.0, 0.05, 512.0, 4, 256
+_LEAN, _PRIOR, _MOST, _REFRESH, _REFRESH_ALL = 16.0, 0.05, 512.0, 4, 256
 """How many pauses the wider class counts for; the chance to come back in a bin that nobody has seen; at how many
 pauses the old ones begin to count half; after how many pauses the worth of a class
 is computed anew, and that of all."""
 
 
 @jit(forceinline=True)
-def rates_of(book):
-    return array_at(book.rates_at, (TABLES, ROWS, PAUSE_BINS), np.float64)
+def rates_of(book, expert):
+    """The tables of an expert, float64[TABLES, ROWS, PAUSE_BINS]."""
+    return array_at(book.rates_at, (EXPERTS - REUSE, TABLES, ROWS, PAUSE_BINS), np.float64)[expert - REUSE]
 
 
 @jit
@@ -68,24 +70,22 @@ def width_of(at):
 
 
 @jit
-def class_of(stop, count, mean, length):
-    """The class of a chain: a stop reason, the pauses that it has made, the mean of their logarithms, its blocks."""
-    own = min(max((mean - _LEVEL_FIRST) // _LEVEL, 0), LEVELS - 1)
-    if count == 0:
-        own = LEVELS + min(bit_length(np.int64(length)) // 3, LENGTHS - 1)
-    return np.int64(stop * (LEVELS + LENGTHS) + own)
-
-
-@jit
 def _wider(row):
     """The row that a row leans on; the last row leans on none."""
-    return CLASSES + row // (LEVELS + LENGTHS) if row < CLASSES else ROWS - 1
+    return CLASSES + row // MEMBERS if row < CLASSES else ROWS - 1
 
 
 @jit
-def learn(book, row, ms, came):
-    """Count a pause of a class that ended, or that was seen for so long only."""
-    rates, last, learnt = rates_of(book), bin_of(ms), row
+def learn(book, chain, ms, came):
+    """Count a pause of a chain that ended, or that was seen for so long only."""
+    book.learnt += 1
+    _learn(book.learnt, rates_of(book, REUSE), chain.alike, ms, came)
+    _learn(book.learnt, rates_of(book, AGENT), chain.row, ms, came)
+
+
+@jit
+def _learn(count, rates, row, ms, came):
+    last, learnt = bin_of(ms), row
     while True:
         if rates[AWAY, row, 0] > _MOST:
             for at in range(PAUSE_BINS):
@@ -98,11 +98,10 @@ def learn(book, row, ms, came):
         if row == ROWS - 1:
             break
         row = _wider(row)
-    book.learnt += 1
-    if book.learnt % _REFRESH_ALL == 1:
+    if count % _REFRESH_ALL == 1:
         for other in range(CLASSES):
             _refresh(rates, other)
-    elif book.learnt % _REFRESH == 0 and learnt < CLASSES:
+    elif count % _REFRESH == 0:
         _refresh(rates, learnt)
 
 
@@ -137,8 +136,9 @@ def _refresh(rates, row):
 
 
 @jit(forceinline=True)
-def worth_of(book, row, ms):
-    return rates_of(book)[WORTH, row, bin_of(ms)]
+def worth_of(book, expert, chain, ms):
+    row = chain.row if expert == AGENT else chain.alike
+    return rates_of(book, expert)[WORTH, row, bin_of(ms)]
 
 
 CHAIN = np.dtype(
@@ -154,11 +154,10 @@ CHAIN = np.dtype(
         ("turns", "i4"),  # requests that run
         ("pauses", "i4"),  # how many it has made
         ("mean", "i4"),  # the mean of their logarithms
-        ("row", "i4"),  # its class
+        ("row", "i2"),  # its class, as ``agent`` sees it, and as ``reuse`` does
+        ("alike", "i2"),
         ("after", "i4"),  # the next chain of its ring, and the one before
         ("before", "i4"),
-        ("by_lru", "i4"),  # its own blocks in the ghost caches: what LRU would have kept, and what worth would
-        ("by_worth", "i4"),
         ("place", "i4"),  # its place in ``order``
         ("age", "i4"),  # how often the record was used anew
     ],
@@ -169,16 +168,15 @@ BOOK = np.dtype(
         (name, "i8")
         for name in (
             "head_at on_admit on_begin_release on_end_release choose"
-            " owners_at chains_at order_at names_at turns_at rates_at chains names rows cached known draws pick left"
-            " learnt mark capacity lru_used worth_used lru_hits worth_hits"
-            " waits depth shift"
+            " owners_at chains_at order_at names_at turns_at rates_at ghosts_at scores_at chains names rows cached"
+            " known draws pick left learnt mark capacity follows depth shift"
         ).split()
     ]
 )
 """The address of the group's header, and the hooks that ``policy`` calls. Addresses and lengths of arrays. ``cached``
 chains, the first ones in ``order``, have blocks on the device; those up to ``known`` are remembered. The chain that
-loses blocks now, and how many more; the pauses that were learnt; the end of the list before a release. Then the ghosts
-of ``adaptive``, and whether LRU is followed (``waits``); how many blocks of its chain the last prompt has found."""
+loses blocks now, and how many more; the pauses that were learnt; the end of the list before a release. Then which
+expert is followed; how many blocks of its chain the last prompt has found; how many chains one stands for."""
 LIST = DEFAULT_PRIORITY
 """The list whose blocks chains are about: the device's of the default priority."""
 CHAINS_MAX = 1 << 24
@@ -214,6 +212,18 @@ def order_of(book):
 def names_of(book):
     """A hash table of names, int64: the upper half of a key, a chain, and the low byte of the chain's age."""
     return array_at(book.names_at, (book.names,), np.int64)
+
+
+@jit(forceinline=True)
+def ghosts_of(book):
+    """Of each chain, the own blocks that each expert would have kept: int32[chains, EXPERTS]."""
+    return array_at(book.ghosts_at, (book.chains, EXPERTS), np.int32)
+
+
+@jit(forceinline=True)
+def scores_of(book):
+    """The blocks in the ghost of each expert, and its hits: int64[2, EXPERTS]."""
+    return array_at(book.scores_at, (2, EXPERTS), np.int64)
 
 
 @jit(forceinline=True)
@@ -307,9 +317,9 @@ def _forget(book, c):
     chains = chains_of(book)
     chain = chains[c]
     _leave(book, c)
-    book.lru_used -= chain.by_lru
-    book.worth_used -= chain.by_worth
-    chain.by_lru = chain.by_worth = 0
+    for expert in range(EXPERTS):
+        scores_of(book)[0, expert] -= ghosts_of(book)[c, expert]
+        ghosts_of(book)[c, expert] = 0
     chain.age += 1
 
 
@@ -330,13 +340,13 @@ def new_chain(h, book):
                 c, emptied = other, empty
         if c == NONE:
             return c
-        learn(book, np.int64(chains[c].row), h.now - chains[c].released, False)
+        learn(book, chains[c], h.now - chains[c].released, False)
         _forget(book, c)
         if chains[c].place < book.cached:
             book.cached -= 1
             move(book, c, book.cached)
     chain = chains[c]
-    chain.released, chain.row, chain.due = h.now, 0, 0
+    chain.released, chain.row, chain.alike, chain.due = h.now, 0, 0, 0
     chain.first = chain.rest = NONE
     chain.size = chain.length = chain.stem = chain.base = chain.turns = chain.pauses = chain.mean = 0
     chain.after = chain.before = c
@@ -354,7 +364,7 @@ def is_name(key, from_end):
 
 @jit
 def _bucket(book, key):
-    return ((key >> 3) & (book.names // _WAYS - 1)) * _WAYS
+    return ((key >> 4) & (book.names // _WAYS - 1)) * _WAYS
 
 
 @jit
@@ -394,7 +404,7 @@ def begin_turn(h, book, c, depth, length):
         c, parent = np.int64(NONE), c
     if c != NONE:
         pause = h.now - chains[c].released
-        learn(book, np.int64(chains[c].row), pause, True)
+        learn(book, chains[c], pause, True)
         chain = chains[c]
         chain.pauses += 1
         chain.mean += (octaves(pause) - chain.mean) // min(chain.pauses, 3)
@@ -429,7 +439,7 @@ def begin_release(h, book, c):
 
 
 @jit
-def end_turn(h, book, c, first, stop):
+def end_turn(h, book, c, first):
     """The blocks from ``first`` on to the end of the list are what the turn has left in the cache."""
     chain, owners, blocks = chains_of(book)[c], owners_of(h, book), blocks_of(h)
     chain.first, b = first, first
@@ -439,7 +449,6 @@ def end_turn(h, book, c, first, stop):
         b = np.int64(blocks[b].next)
     chain.released, chain.due = h.now, h.now + h.returns if h.returns > 0 else h.returns
     chain.turns -= 1
-    chain.row = class_of(stop, chain.pauses, chain.mean, chain.length)
     if chain.place >= book.cached and first != NONE:
         move(book, c, book.cached)
         book.cached += 1

@@ -222,6 +222,16 @@ def cached(heads, keys, tier, out):
 
 
 @jit
+def cached_in(heads, keys, namespace, out):
+    """Whether some group has cached content of each key (int64[n, 2]) in a namespace, into ``out`` bool[n]."""
+    for i in range(keys.shape[0]):
+        out[i] = False
+        for g in range(heads.shape[0]):
+            b = find_key(head(heads, g), keys[i, 0], keys[i, 1])
+            out[i] |= b != NONE and blocks_of(head(heads, g))[b].namespace == namespace
+
+
+@jit
 def _complete(heads, only, keys, out):
     """The place of the first key that is missing: a group with attention to all tokens lacks it, or all groups do. NONE
     if none is. ``only``: the one group to look at, or NONE for all."""

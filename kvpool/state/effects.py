@@ -23,6 +23,7 @@ from kvpool.state.records import (
     event_tokens_of,
     events_of,
     extra_of,
+    gone_of,
     head,
     moves_of,
     pool_id,
@@ -181,8 +182,23 @@ def _record(h, kind, b):
             told[i, t] = own[b, t]
 
 
+EVICTED, FORGOTTEN, EXPIRED, LOSS = constants(*range(4))
+"""Why content is gone, or (EXPIRED) will be soon."""
+
+
+@jit(forceinline=True)
+def note_gone(h, b, why):
+    """Remember why the content of block ``b`` leaves. Costs one comparison if the pool remembers nothing."""
+    if h.gone_capacity != 0:
+        ring, block, gone = ring_of(h), blocks_of(h)[b], gone_of(h)
+        i = ring.gone & (h.gone_capacity - 1)  # a power of two
+        gone[i, 0], gone[i, 1], gone[i, 2], gone[i, 3] = block.key0, block.key1, h.now, why
+        ring.gone += 1
+
+
 @jit
 def emit_cleared(h):
+    ring_of(h).gone += h.gone_capacity + 1  # what was cached is not known any more
     if h.event_capacity == 0:
         return
     i = _slot(h)

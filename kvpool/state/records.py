@@ -160,13 +160,13 @@ EVENT = np.dtype(
 HEAD = _numbers(
     "blocks_at tokens_at extra_at lists_at index_at children_at heap_at sequences_at rows_at table_at moves_at "
     "token_moves_at accesses_at events_at event_tokens_at event_extra_at counters_at histograms_at ring_at "
-    "row_tokens_at row_extra_at swapped_at book_at"
+    "row_tokens_at row_extra_at swapped_at book_at gone_at"
     " device_blocks blocks width buckets child_buckets sequences columns free_rows moves moves_capacity token_moves"
     " token_moves_capacity need accesses accesses_capacity stream ticket now offload_priority offload_reuse secret0 "
     "secret1 guards"
     " generation event_capacity removals has_extra clocks window sinks kind group block_tokens device_first "
     "host_first snapshot"
-    " detail bound detail_group overflow stop returns savers owed unsaved"
+    " gone_capacity detail bound detail_group overflow stop returns savers owed unsaved"
 )
 # `detail` says what an error is about, mostly a place among the arguments, and `bound` the bound that it broke. In the
 # first header, `detail_group` is the group of the error. `overflow` is how many contents the present admission still
@@ -183,7 +183,8 @@ ATTENTION, RECURRENT, CROSS = range(3)
 # All groups share the ring of events. It has the number of the next event, of the oldest one that was not read, of the
 # first one of this call, and of the first one that nobody has read; and the rows of all snapshots for the one reader
 # without a cursor, whose numbers are larger by so many.
-RING = _numbers("next read call seen snapshots")
+# `gone` counts the contents that have left, the last of which `gone_of` has: key, ms, and why.
+RING = _numbers("next read call seen snapshots gone")
 
 # A request: addresses of its tokens (int32), keys (int64[full blocks, 2]), extra ids (int64, 0 = none) and retention
 # ranges (int64[n, 4]: start, end, priority, ttl); ids and digests; the priority and ttl of its decoded tokens; whether
@@ -345,6 +346,11 @@ def accesses_of(h):
 @jit(forceinline=True)
 def events_of(h):
     return array_at(h.events_at, (h.event_capacity,), EVENT)
+
+
+@jit(forceinline=True)
+def gone_of(h):
+    return array_at(h.gone_at, (h.gone_capacity, 4), np.int64)
 
 
 @jit(forceinline=True)

@@ -69,8 +69,11 @@ def _tell(h, b, saver, uses, found, count):
     blocks[b].saved |= bit
     if blocks[b].other_copy != NONE:
         blocks[blocks[b].other_copy].saved |= bit
-    found[count, 0], found[count, 1], found[count, 2] = h.group, blocks[b].key0, blocks[b].key1
-    found[count, 3], found[count, 4] = blocks[b].namespace, b
+    found[count, 0] = h.group
+    found[count, 1] = blocks[b].key0
+    found[count, 2] = blocks[b].key1
+    found[count, 3] = blocks[b].namespace
+    found[count, 4] = b
     return count + 1
 
 

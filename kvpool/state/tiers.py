@@ -7,7 +7,7 @@ import numpy as np
 
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import bit_length
-from kvpool.state.effects import REMOVED, STORED, UPDATED, emit
+from kvpool.state.effects import EVICTED, EXPIRED, FORGOTTEN, REMOVED, STORED, UPDATED, emit, note_gone
 from kvpool.state.index import link, rival_child, unlink_content
 from kvpool.state.policy import (
     BACK,
@@ -137,14 +137,23 @@ def unpublish(h, b, deadline):
 
 
 @jit(forceinline=True)
-def forget(h, b, deadline):
-    """``unpublish``, and count the content as forgotten if no copy is left."""
+def drop(h, b, deadline, why):
+    """``unpublish``, and count the content as forgotten if no copy is left, which is remembered."""
+    known = blocks_of(h)[b].flags & PUBLISHED
     if not unpublish(h, b, deadline):
         counters = counters_of(h)
+        if known:
+            note_gone(h, b, why)
         if b < h.device_blocks:
             counters.forgotten_device_blocks += 1
         else:
             counters.forgotten_host_blocks += 1
+
+
+@jit(forceinline=True)
+def forget(h, b, deadline):
+    """``drop`` of content that a caller, or other content, has made needless."""
+    drop(h, b, deadline, FORGOTTEN)
 
 
 @jit
@@ -163,7 +172,7 @@ def take_host(h, priority):
         record(h, HOST_IDLE, blocks[b].used_at)
         if h.owed & ~blocks[b].saved:
             h.unsaved += 1
-        forget(h, b, NONE)
+        drop(h, b, NONE, EVICTED)
     blocks[b].flags = 0
     return b
 
@@ -200,7 +209,7 @@ def _evict(h, b, deadline):
         counters_of(h).offloads_saved += 1
         unpublish(h, b, deadline)
     elif not _offload(h, b, deadline):
-        forget(h, b, NONE)
+        drop(h, b, NONE, EVICTED)
 
 
 @jit
@@ -238,6 +247,7 @@ def expire(h, limit):
             break
         if blocks_of(h)[b].flags & PUBLISHED:
             emit(h, UPDATED, b)
+            note_gone(h, b, EXPIRED)
         n += 1
     counters_of(h).expired_blocks += n
     return n

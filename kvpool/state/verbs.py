@@ -12,7 +12,7 @@ from kvpool.jit import jit
 from kvpool.jit.intrinsics import address_of
 from kvpool.state import growth, recurrent
 from kvpool.state.admit import onboard
-from kvpool.state.effects import STORED, emit, emit_cleared
+from kvpool.state.effects import LOSS, STORED, emit, emit_cleared, note_gone
 from kvpool.state.index import device_copy, find_key, host_copy
 from kvpool.state.kinds import finds, has_states, needs_all
 from kvpool.state.lookup import look
@@ -267,7 +267,7 @@ def release(heads, ids, store, now):
 
 
 @jit
-def release_saying(heads, ids, store, now, stop, returns):
+def release_saying(heads, ids, store, stop, returns, now):
     """``release``, and the policy hears what the engine knows: see ``stop`` and ``returns`` of the header."""
     for g in range(heads.shape[0]):
         head(heads, g).stop, head(heads, g).returns = stop, returns
@@ -440,7 +440,9 @@ def _lose(h, b, ticket):
     stale = blocks[b].ticket != ticket and h.guards & TICKET_AT_LOSS != 0
     if stale or (blocks[b].word == 0 and not blocks[b].flags & INDEXED):
         return False
-    unpublish(h, b, NONE)
+    known = blocks[b].flags & PUBLISHED
+    if not unpublish(h, b, NONE) and known:
+        note_gone(h, b, LOSS)
     if blocks[b].list >= 0:
         on_change(h, b)
     else:

@@ -53,7 +53,7 @@ class Staging:
         self._retained: Retired[Buffer] = Retired(partial(_is_complete, device))
         self._most = 0
         self._closed = False
-        transfer.forks.add(self, "_lock")
+        transfer.forks.guard(self, "_lock")
 
     def take(self, nbytes: int, stream: Stream) -> Buffer:
         """A buffer of at least ``nbytes``, which belongs to the caller until it is retained or given back. May wait for

@@ -15,7 +15,7 @@ import pytest
 from kvpool.__main__ import main
 from kvpool.commands import checks, doctor
 from kvpool.commands.checks import ABSENT, FAILED, OK, WARNING
-from kvpool.jit import folders
+from kvpool.jit import cache
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
@@ -114,7 +114,7 @@ def test_a_verdict_that_failed_is_the_exit_status(
 
 def test_the_cache_that_is_looked_at_is_the_one_in_use() -> None:
     found = checks.look_at_jit()
-    assert found["root"] == str(folders.cache_root()) and found["free"] > 0
+    assert found["root"] == str(cache.cache_root()) and found["free"] > 0
     assert found["disabled"] or (found["in_use"] and found["used"] > 0)
 
 
@@ -133,7 +133,7 @@ def test_compiled_code_that_another_process_removes_meanwhile_is_no_crash(
         return listed(path)
 
     monkeypatch.setattr(os, "scandir", scandir)
-    monkeypatch.setattr(folders, "cache_root", lambda: tmp_path)
+    monkeypatch.setattr(cache, "cache_root", lambda: tmp_path)
     found = checks.look_at_jit()
     assert found is not None and found["used"] == 100 and not going.exists()
 

@@ -343,7 +343,7 @@ def test_no_kernel_is_chosen_that_nobody_asked_for_and_nothing_has_proven(
     asked = []
     monkeypatch.setattr(cuda, "proven", lambda capability: (asked.append(capability), {"kernel"})[1])
     assert launches() == 1
-    assert asked == ["8.0"], "for the compute capability of this GPU"
+    assert asked == ["9.0"], "for the compute capability of this GPU"
 
 
 def test_the_thread_blocks_of_copies_over_the_link_are_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """``python -m tests.engines build``, ``status``, ``test [PYTEST ARGUMENTS]``, or ``run COMMAND...``, with a real vLLM;
-``python -m tests.engines plugins ...`` with the code of SGLang and LMCache, ``torchless ...`` with mlx-lm."""
+``python -m tests.engines plugins ...`` with the code of SGLang and LMCache; ``python -m tests.engines torchless ...``
+with mlx-lm and llama.cpp."""
 
 from __future__ import annotations
 

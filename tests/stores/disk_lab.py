@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvpool.stores.disk.system import System
+from kvpool.stores.disk.slab import System
 
 
 class Faulty:

@@ -12,12 +12,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvpool.stores import ABSENT, DAMAGED, OK, REFUSED
-from kvpool.stores.disk import DiskStore
+from kvpool.stores.disk import DiskStore, disk_store
 from kvpool.stores.disk.folder import Folder
 from kvpool.stores.disk.slot_index import PAGE_BYTES
 from tests.stores.disk_lab import Faulty, crash, raising
@@ -197,6 +198,26 @@ resource.setrlimit(resource.RLIMIT_AS, (has, has))
 store.open(Space(bytes(16), memory))
 print("opened")
 """
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 25, None], ids=["empty", "damaged", "missing"])
+def test_without_its_epochs_a_store_finds_nothing_that_was_saved_before(folder: Path, content: bytes | None) -> None:
+    with open_queue(DiskStore(folder)) as queue:
+        assert queue.reset().wait(600)
+        saved(queue, BLOCKS)
+    (folder / "epochs").unlink() if content is None else (folder / "epochs").write_bytes(content)
+    ok, stats = check(folder)
+    assert ok == 0 and stats["damaged_files"] == (content == b"x" * 25)
+
+
+def test_epochs_of_more_models_than_a_store_remembers_take_no_room(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(disk_store, "EPOCHS_MAX", 3)
+    with open_queue(DiskStore(tmp_path / "store", CAPACITY)) as queue:
+        store = queue._store
+        models = [bytes([number]) * 8 for number in range(5)]
+        drawn = [store.epoch(model, True) for model in (*models, models[3])]
+        assert len(set(drawn)) == 6 and (tmp_path / "store" / "epochs").stat().st_size == 3 * 24
+        assert [store.epoch(model, False) for model in models] == [b"", b"", drawn[2], drawn[5], drawn[4]]
 
 
 def test_a_header_of_absurd_slots_is_damage(folder: Path) -> None:

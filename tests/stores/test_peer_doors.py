@@ -17,7 +17,7 @@ from kvpool.remote import ClientKeys, ServerKeys
 from kvpool.stores import ABSENT, MemoryStore
 from kvpool.stores.peer.peer_store import PeerStore
 from kvpool.stores.peer.store_server import StoreServer
-from kvpool.stores.secrets import SharedSecret
+from kvpool.stores.seals import SharedSecret
 from kvpool.stores.urls import open_store
 from tests.stores.lab import BLOCK_BYTES, names, open_queue, saved
 from tests.stores.peering import KEY, ROOT, SEAL, SECRET, TAG, WIRE_KEY, Raw, Serve, call, client, until

@@ -23,14 +23,14 @@ from kvpool.arrays.layout import BlockLayout
 from kvpool.arrays.strided import as_strided
 from kvpool.device.base import BYTES, FROM, TO, Device, Region, Stream
 from kvpool.device.cpu import CpuDevice
-from kvpool.device.launches import COPY_FRAGMENTS, cuda_source, cuda_sources
+from kvpool.device.launches import BULK_FRAGMENTS, COPY_FRAGMENTS, cuda_source, cuda_sources
 from kvpool.device.work import Fragments
 from kvpool.errors import DeviceError
 
-PLAIN, BATCHED, KERNEL = PATHS = ("plain", "batched", "kernel")
+PLAIN, BATCHED, KERNEL, BULK = PATHS = ("plain", "batched", "kernel", "bulk")
 """Plain: one copy of the copy engine for each fragment. Batched: all fragments in one call of the driver. Kernel: a
-kernel that reads and writes both memories."""
-KERNELS = {KERNEL: COPY_FRAGMENTS}
+kernel that reads and writes both memories. Bulk: a kernel that has copy units of multiprocessors do it."""
+KERNELS = {KERNEL: COPY_FRAGMENTS, BULK: BULK_FRAGMENTS}
 """The paths that are kernels: source and name. Nobody chooses one that is not asked for, unless it is proven."""
 OFFLOAD, ONBOARD, WITHIN = DIRECTIONS = ("offload", "onboard", "within")
 

@@ -36,6 +36,8 @@ from kvpool.device.block_copy import make_plan
 from kvpool.device.cuda import calibration as calibrations
 from kvpool.device.cuda.calibration import (
     BATCHED,
+    BULK,
+    KERNEL,
     KERNELS,
     OFFLOAD,
     ONBOARD,
@@ -72,6 +74,7 @@ from kvpool.device.cuda.runtime import (
     usable_stream,
 )
 from kvpool.device.launches import (
+    BULK_CAPABILITY,
     Launch,
     fragment_copies,
     needed_kernels,
@@ -307,7 +310,7 @@ class CudaDevice(Device):
             else self.calibration.choose(direction, nbytes, count, self._paths(stream))
         )
         if path in KERNELS:
-            self._copy_by_kernel(cutter.tabulate(moves), direction, stream)
+            self._copy_by_kernel(path, cutter.tabulate(moves), direction, stream)
         else:
             self._copy_fragments(cutter.cut(moves, count), path, stream)
 
@@ -321,7 +324,7 @@ class CudaDevice(Device):
         nbytes = int(fragments[:, BYTES].mean())
         path = self.calibration.choose(direction, nbytes, len(fragments), self._paths(stream))
         if path in KERNELS:
-            self._copy_by_kernel(tabulate(fragments), direction, stream)
+            self._copy_by_kernel(path, tabulate(fragments), direction, stream)
             return
         for cutter in cutters:
             fragments = cutter.split(fragments)
@@ -335,13 +338,18 @@ class CudaDevice(Device):
 
     def _load_kernels(self) -> tuple[str, ...]:
         """The paths of kernels that may be chosen. They are compiled."""
-        usable = sorted(self.kernels) if self._launcher.same_addresses else ()
-        return tuple(path for path in usable if self._launcher.try_load(*KERNELS[path]))
+        usable = self.kernels if self._launcher.same_addresses else set()
+        if int(self.capability.partition(".")[0]) < BULK_CAPABILITY:
+            usable = usable - {BULK}
+        # What is no whole words goes by the other kernel in any case.
+        if not usable or not self._launcher.try_load(*KERNELS[KERNEL]):
+            return ()
+        return tuple(path for path in sorted(usable) if self._launcher.try_load(*KERNELS[path]))
 
-    def _copy_by_kernel(self, table: FragmentTable, direction: str, stream: int) -> None:
-        host, grid = direction != WITHIN, self._launcher.grid
+    def _copy_by_kernel(self, path: str, table: FragmentTable, direction: str, stream: int) -> None:
+        host, grid, bulk = direction != WITHIN, self._launcher.grid, path == BULK and table.in_words
         with self._launcher.uploaded(table.rows, stream, host=host) as rows:
-            for launch in fragment_copies(rows, len(table.rows), table.words, host=host, grid=grid):
+            for launch in fragment_copies(rows, len(table.rows), table.words, host=host, grid=grid, bulk=bulk):
                 self._launcher.launch(launch, stream)
 
     def enqueue(self, work: Work, stream: Stream = NULL_STREAM) -> None:

@@ -151,6 +151,11 @@ class FragmentTable(NamedTuple):
     rows: Int64s
     words: int
 
+    @property
+    def in_words(self) -> bool:
+        """Whether all addresses and lengths are whole words of 16 bytes."""
+        return not int(np.bitwise_or.reduce(self.rows[:, :3], axis=None)) % _UNIT
+
 
 def tabulate(fragments: Int64s) -> FragmentTable:
     """The rows of fragments that do not depend on each other, for kernels."""

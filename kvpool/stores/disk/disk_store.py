@@ -20,11 +20,25 @@ from kvpool.entry.process import Process
 from kvpool.errors import PoolClosed
 from kvpool.stores.disk import slot_index
 from kvpool.stores.disk.database import BYTES_MAX, VERSION, Database, GroupCommit, Header
-from kvpool.stores.disk.folder import Folder
-from kvpool.stores.disk.slab import Slab, stride_of
+from kvpool.stores.disk.folder import EPOCHS, Folder
+from kvpool.stores.disk.slab import Slab, System, stride_of
 from kvpool.stores.disk.slot_index import PER_PAGE, Index, SlotTable
-from kvpool.stores.disk.system import System
-from kvpool.stores.store import ABSENT, CANCELLED, FAILED, OK, REFUSED, SEAL_BYTES, TAG_BYTES, Bytes, Rows, Space, Stop
+from kvpool.stores.store import (
+    ABSENT,
+    CANCELLED,
+    EPOCH_BYTES,
+    EPOCHS_MAX,
+    FAILED,
+    MODEL_BYTES,
+    OK,
+    REFUSED,
+    SEAL_BYTES,
+    TAG_BYTES,
+    Bytes,
+    Rows,
+    Space,
+    Stop,
+)
 
 DEFAULT_CAPACITY = 64 << 30
 _FORGOTTEN_AT_ONCE = 4096
@@ -94,6 +108,7 @@ class DiskStore:
             0,
         )
         self._slots = self._failed_syncs = 0
+        self._epochs, self._renewing = dict[bytes, bytes](), threading.Lock()
 
     def __repr__(self) -> str:
         return f"DiskStore({self._path!r}, capacity={self._capacity}, threads={self.threads})"
@@ -121,7 +136,7 @@ class DiskStore:
         try:
             folder = Folder(self._path)
             undo.append(folder.discard)
-            secret = folder.secret()
+            secret, self._epochs = folder.secret(), self._read_epochs(folder)
             database = Database(folder, self._system)
             undo.append(database.close)
             self._counts["damaged_files"] += database.damaged
@@ -176,7 +191,29 @@ class DiskStore:
         self._counts["dropped_rows"] += dropped + self._index.duplicates
         self._counts["opened_blocks"], self._counts["other_model_blocks"] = len(self._index), self._index.others
 
+    def _read_epochs(self, folder: Folder) -> dict[bytes, bytes]:
+        """The epoch of each model that has one."""
+        size = MODEL_BYTES + EPOCH_BYTES
+        found = folder.read(EPOCHS, size * EPOCHS_MAX + 1)
+        if len(found) % size:
+            folder.put_aside(EPOCHS)
+            self._counts["damaged_files"] += 1
+            return {}
+        entries = (found[start : start + size] for start in range(0, len(found), size))
+        return {entry[:MODEL_BYTES]: entry[MODEL_BYTES:] for entry in entries}
+
     # -- calls -----------------------------------------------------------------------------------------
+
+    def epoch(self, model: bytes, new: bool) -> bytes:
+        self._check()
+        if new:
+            self._check_folder()
+            with self._renewing:
+                others = [(name, epoch) for name, epoch in self._epochs.items() if name != model]
+                epochs = dict([*others[1 - EPOCHS_MAX :], (model, os.urandom(EPOCH_BYTES))])
+                self._folder.write(EPOCHS, b"".join(name + epoch for name, epoch in epochs.items()))
+                self._epochs = epochs
+        return self._epochs.get(model, b"")
 
     def find(self, keys: Bytes) -> Bytes:
         self._check()
