@@ -20,7 +20,7 @@ from tests.stores.keeping import Clock, engine, keeper, room
 from tests.stores.lab import IDENTITY, Gate, names, open_queue
 
 STEPS = 60
-HOST_SAVES = ("publish", "reuse", "evict")
+HOST_SAVES = ("publish", "reuse")
 VERBS = {
     "reserve": 6, "publish": 8, "abort": 1, "pin": 3, "unpin": 5, "touch": 3, "forget": 0.6, "clear": 0.1, "wait": 1,
 }  # fmt: skip
@@ -190,8 +190,7 @@ def _forgotten(recorder: Recorder, call: Callable[[], Any]) -> None:
 
 def drive_host_keeper(save: str, seed: int) -> Recorder:
     recorder, random = Recorder(), Random(seed)
-    # Two that read the next victims at once end in any order, which is the order of eviction then.
-    stores = [Noted("near", 20)] if save == "evict" else [Noted("near", 20), Noted("far", 60)]
+    stores = [Noted("near", 20), Noted("far", 60)]
     of = HostEngine(*stores, blocks=8, save=save, load_share=1.0)
     try:
         for _ in range(STEPS):
