@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from kvpool.hostcache.host_cache import HostCache as HostCache
     from kvpool.hostcache.host_cache import HostCacheStats as HostCacheStats
     from kvpool.hostcache.host_cache import HostEvent as HostEvent
+    from kvpool.hostcache.host_cache import HostLease as HostLease
     from kvpool.hostcache.host_cache import Reserved as Reserved
     from kvpool.hostcache.host_copies import HostCopies as HostCopies
     from kvpool.hostcache.host_copies import HostCopy as HostCopy
-    from kvpool.hostcache.host_leases import HostLease as HostLease
-    from kvpool.hostcache.host_leases import HostSlots as HostSlots
     from kvpool.hostcache.identity import ModelIdentity as ModelIdentity
+    from kvpool.hostcache.tier import HostSlots as HostSlots
     from kvpool.hostcache.tier import HostTier as HostTier
     from kvpool.hostcache.tier import HostTierDescription as HostTierDescription
     from kvpool.memory.attachments import Attachment as Attachment
@@ -91,9 +91,8 @@ _NAMES = {
     "kvpool.pool.reservations": "Loadable Reservation",
     "kvpool.hostcache.host_copies": "HostCopies HostCopy",
     "kvpool.hostcache.identity": "ModelIdentity",
-    "kvpool.hostcache.host_cache": "HostCache HostCacheStats HostEvent Reserved",
-    "kvpool.hostcache.host_leases": "HostLease HostSlots",
-    "kvpool.hostcache.tier": "HostTier HostTierDescription",
+    "kvpool.hostcache.host_cache": "HostCache HostCacheStats HostEvent HostLease Reserved",
+    "kvpool.hostcache.tier": "HostSlots HostTier HostTierDescription",
     "kvpool.pool.manager": "KVCacheManager",
     "kvpool.pool.events": "Event Events",
     "kvpool.pool.stats": "GroupStats RequestStats Stats TierStats",

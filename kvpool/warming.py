@@ -15,7 +15,7 @@ from kvpool.memory.kv_copy import load_kernel
 from kvpool.pool.config import LayerGroup
 from kvpool.pool.keys import key_rows
 from kvpool.pool.manager import KVCacheManager
-from kvpool.state import control
+from kvpool.state import control, saving
 
 _WIDTH = 4
 
@@ -58,6 +58,11 @@ def warm_host_cache() -> None:
                 with cache.pin(keys) as lease:
                     copies.copy_out([2, 3], lease.slots)
                 keys = [b"b", b"c"]
+        saver = cache.open_saver(owed=True)
+        cache.tell_saver(saver, keys)
+        cache.next_victims(saver, 1, 1)
+        cache.close_saver(saver)
+        cache.pin(keys).close(used=False)
         cache.lookup(keys)
         cache.find(b"a")
         cache.touch(keys)
@@ -129,7 +134,12 @@ def _between_requests(cache: KVCacheManager) -> None:
     action = {"action_id": "warm", "action_type": "retain", "action_version": 1, "payload": {"keys": keys.keys}}
     cache.hints({"protocol_version": 1, "message_id": "up", "actions": [action]})
     rows = key_rows(keys)
-    control.uses(cache.core.states.heads, 0, rows, np.empty(len(rows), np.int64))
+    saver = cache.core.decide(None, saving.open_saver, True)
+    at, told = np.zeros(3, np.int64), np.empty((1, saving.FOUND), np.int64)
+    cache.core.decide(None, saving.stored, saver, at, told)
+    cache.core.decide(None, saving.sweep, saver, 1, at, told)
+    cache.core.decide(None, saving.victims, saver, np.ones(1, np.int64), told)
+    cache.core.decide(None, saving.close_saver, saver)
     cache.core.decide(None, control.evict_first, 0, rows, True, cache.now())
     cache.pin(keys.keys[:1]).close()
     found = cache.find_and_pin_host(keys.keys[0])

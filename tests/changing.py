@@ -607,6 +607,7 @@ CASES = [
             ("reserve", "xy", "xz"),
             ("publish", "pq", "px"),
             ("in_order", "pq", "px"),
+            ("tell_saver", "ab", "ax"),
             ("abort", "pq", "px"),
             ("forget", "ab", "ax"),
         )

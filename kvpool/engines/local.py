@@ -27,7 +27,7 @@ from kvpool.stores.urls import open_store
 from kvpool.warming import warm_host_cache
 
 if TYPE_CHECKING:
-    from kvpool.hostcache.host_leases import HostLease
+    from kvpool.hostcache.host_cache import HostLease
 
 _TURN_SECONDS, _POLL_SECONDS = 0.001, 0.05
 _INDEXED, _AFAR = 64, 1024

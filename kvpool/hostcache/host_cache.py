@@ -22,16 +22,15 @@ from kvpool.device.regions import BLOCKS_MAX
 from kvpool.entry.arguments import bool_argument, clock_argument, priority_argument, text_argument, ttl_argument
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.entry.process import Process
-from kvpool.errors import BlockNotFound, InsufficientMemory, OutOfBlocks, PoolBusy, PoolClosed
-from kvpool.hostcache.host_leases import HostLease, HostLeases, HostSlots
+from kvpool.errors import BlockNotFound, InsufficientMemory, LeaseExpired, OutOfBlocks, PoolBusy, PoolClosed
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
 from kvpool.hostcache.opaque_keys import Packed, key_argument, keys_argument, packed, unpacked
-from kvpool.hostcache.tier import block_bytes_argument, fingerprint_of
+from kvpool.hostcache.tier import HostSlots, block_bytes_argument, fingerprint_of
 from kvpool.pool import events as kv_events
 from kvpool.pool.config import secret_argument
 from kvpool.pool.core import MAX_MS, Names
 from kvpool.pool.stats import Histogram
-from kvpool.state import hostcache, records, verbs
+from kvpool.state import control, hostcache, records, saving, verbs
 from kvpool.state.arrays import GroupSizes, Settings, States, state_bytes
 from kvpool.state.effects import CLEARED, CREATED
 from kvpool.state.hashing import namespace_root
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 Keys = Iterable[bytes]
-_NO_BLOCKS = np.empty(0, np.int64)
+Ids = npt.NDArray[np.int64]
 
 
 class Reserved(NamedTuple):
@@ -60,6 +59,50 @@ class Reserved(NamedTuple):
     def slots(self) -> HostSlots:
         """The blocks as a message to a copy engine."""
         return HostSlots(tuple(self.blocks.tolist()), self.fingerprint)
+
+
+class HostLease:
+    """Blocks of keys, in the order of the keys. They are not evicted until the lease is closed. A context manager;
+    thread-safe.
+
+    ``keys``: as the caller gave them. ``blocks`` int64[n]: the host block of each. ``slots``: the same as a message.
+    ``since``: when the lease was given, in ms on the cache's clock.
+    """
+
+    __slots__ = ("_cache", "blocks", "fingerprint", "id", "keys", "owner", "since")
+
+    def __init__(
+        self, cache: HostCache, number: int, owner: str, since: int, keys: tuple[bytes, ...], blocks: Ids
+    ) -> None:
+        self._cache, self.id, self.owner, self.since = cache, number, owner, since
+        self.keys, self.blocks, self.fingerprint = keys, blocks, cache.fingerprint
+
+    @property
+    def slots(self) -> HostSlots:
+        return HostSlots(tuple(self.blocks.tolist()), self.fingerprint)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed or revoked, or its cache was closed."""
+        return self.id not in self._cache._open
+
+    def close(self, *, used: bool = True) -> None:
+        """Unpin the blocks, which nobody reads any more. If they were not ``used``, they are the next victims of their
+        priority, the first one first. Raises LeaseExpired if the lease was closed before."""
+        if not self._cache._end_lease(self.id, self._cache._now(), used):
+            raise LeaseExpired(f"lease {self.id} of {self.owner!r} was closed or revoked")
+
+    def __enter__(self) -> HostLease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None or not self.closed:
+            self.close()
+
+    def __repr__(self) -> str:
+        return f"HostLease(id={self.id}, owner={self.owner!r}, blocks={len(self.blocks)}, closed={self.closed})"
 
 
 class HostEvent(NamedTuple):
@@ -195,8 +238,9 @@ class HostCache:
         self._lock: AbstractContextManager[Any] = threading.RLock()
         self._forks = Process("HostCache")
         self._forks.guard(self, "_lock")
-        self._leases = HostLeases(self._states, self._lock, self._now)
-        self._forks.guard(self._leases, "lock")
+        # The open leases, with their blocks, the last first: the end of a prompt is evicted before its beginning.
+        self._open: dict[int, tuple[HostLease, Ids]] = {}
+        self._lease_count = 0
         self._names = Names(self._states)
         kv_events.announce(self._states)
         # What ``find`` takes a key to the state in. Each call takes one out, so that another call inside it, by a
@@ -249,8 +293,10 @@ class HostCache:
             place = int(hostcache.pin(self._heads, self._root, *wanted[1:], now))
             if place < 0:
                 raise _missing(wanted, ~place, "here")
-            lease = self._leases.add(owner, now, wanted.keys, wanted.found[:, 2].copy(), self.fingerprint)
-            signals.undo = partial(self._leases.close_at, lease, now)
+            self._lease_count += 1
+            lease = HostLease(self, self._lease_count, owner, now, wanted.keys, wanted.found[:, 2].copy())
+            self._open[lease.id] = lease, lease.blocks[::-1].copy()
+            signals.undo = partial(self._end_lease, lease.id, now)
             return lease
 
     def touch(self, keys: Keys) -> int:
@@ -298,7 +344,11 @@ class HostCache:
         was reserved last is evicted first, whatever their order here. Raises BlockNotFound, which names the first key
         that is not pending.
         """
-        return self._end(hostcache.publish, self.in_order(keys), self._now())
+        return self.publish_ordered(self.in_order(keys))
+
+    def publish_ordered(self, keys: Sequence[bytes]) -> int:
+        """What ``publish`` does with keys that ``in_order`` has returned."""
+        return self._end(hostcache.publish, keys, self._now())
 
     def in_order(self, keys: Keys) -> Sequence[bytes]:
         """Pending keys in the order in which they were reserved; others as they are. Does not change the cache."""
@@ -331,10 +381,48 @@ class HostCache:
         force, now = bool_argument("force", force), self._now()
         with DeferSignals(), self._lock:
             self._check_open()
-            leases, pending = len(self._leases.all), len(self._pending())
+            leases, pending = len(self._open), len(self._pending())
             if (leases or pending) and not force:
                 raise PoolBusy(f"{leases} leases are open and {pending} keys pending: end them, or clear(force=True)")
             hostcache.clear(self._heads, now)
+
+    # -- keys that are saved ---------------------------------------------------------------------------
+
+    def open_saver(self, *, owed: bool) -> int:
+        """A number for somebody who saves keys, and who was told of none. ``owed``: ``unsaved_blocks`` counts what is
+        evicted before it was told. At most SAVERS of ``state.saving`` at once. Changes the cache."""
+        with self._lock:
+            return int(saving.open_saver(self._heads, bool_argument("owed", owed)))
+
+    def close_saver(self, saver: int) -> None:
+        """Somebody saves no more. Changes the cache."""
+        with self._lock:
+            saving.close_saver(self._heads, saver)
+
+    def tell_saver(self, saver: int, keys: Keys) -> list[bytes]:
+        """Those of the keys that are HERE and that a saver was not told of. It is told now, and not again before they
+        have gone from the cache. Changes the cache."""
+        wanted = packed(keys)
+        answers, found = np.empty(len(wanted.keys), np.uint8), np.empty((len(wanted.keys), saving.FOUND), np.int64)
+        with DeferSignals(), self._lock:
+            self._check_open()
+            hostcache.lookup(self._heads, self._root, *wanted[1:], answers)
+            count = saving.held(self._heads, saver, wanted.found[:, 2].copy(), found)
+            return unpacked(self._states[0].tokens[found[:count, saving.FOUND - 1]])
+
+    def next_victims(self, saver: int, blocks: int, most: int) -> list[bytes]:
+        """Of the keys that are evicted when so many more ``blocks`` are reserved, those that a saver was not told of,
+        the first one first, at most so many. It is told now. Changes the cache."""
+        found = np.empty((most, saving.FOUND), np.int64)
+        with DeferSignals(), self._lock:
+            self._check_open()
+            count = saving.victims(self._heads, saver, np.array([blocks]), found)
+            return unpacked(self._states[0].tokens[found[:count, saving.FOUND - 1]])
+
+    @property
+    def unsaved_blocks(self) -> int:
+        """Blocks that were evicted before a saver was told of them to whom all is owed."""
+        return int(self._heads[0, records.H.unsaved])
 
     def refresh(self) -> int:
         """Give blocks whose time to live is over the default priority. Returns how many. Changes the cache."""
@@ -348,14 +436,25 @@ class HostCache:
     @property
     def leases(self) -> list[HostLease]:
         """Open leases, oldest first."""
-        return self._leases.all
+        return [lease for lease, _ in list(self._open.values())]
+
+    def _end_lease(self, lease: int, now: int, used: bool = True) -> bool:
+        """Unpin the blocks of a lease. Returns whether it was open."""
+        with DeferSignals(), self._lock:
+            _, ids = self._open.pop(lease, (None, None))
+            if ids is not None:
+                control.unpin(self._heads, ids, now)
+                if not used:
+                    saving.released_unused(self._heads, ids)
+        return ids is not None
 
     def revoke(self, owner: str) -> int:
         """Close all leases of an owner that is gone and reads no more. Returns how many. Changes the cache."""
         owner, now = text_argument("owner", owner), self._now()
         with DeferSignals(), self._lock:
             self._check_open()
-            return self._leases.revoke(owner, now)
+            # A destructor may close one first.
+            return sum(self._end_lease(lease.id, now) for lease in self.leases if lease.owner == owner)
 
     def events(self) -> list[HostEvent]:
         """What has changed since the last call. Each event is returned once. Raises PoolClosed."""
@@ -376,7 +475,7 @@ class HostCache:
             lengths = self._states[0].lists[records.LISTS_PER_TIER : 2 * records.LISTS_PER_TIER, 2]
             free, empty = int(lengths.sum()), int(lengths[records.EMPTY])
             # Leases are few and short: a set of them takes a tenth of the time of NumPy's.
-            pinned = len({block for blocks in self._leases.pinned() for block in blocks.tolist()})
+            pinned = len({block for blocks in self._pinned() for block in blocks.tolist()})
         return HostUsage(empty, free - empty, pinned, self.host_blocks - free - pinned)
 
     def stats(self) -> HostCacheStats:
@@ -386,7 +485,7 @@ class HostCache:
             state, usage = self._states[0], self.usage()
             counters = dict(zip(records.COUNTERS, state.counters.tolist(), strict=True))
             histograms = [Histogram(row[: records.BINS], int(row[records.BINS])) for row in state.histograms.copy()]
-            leases = self._leases.all
+            leases = self.leases
         free = usage.empty + usage.evictable
         evicted = histograms[records.HOST_LIFETIME]
         return HostCacheStats(
@@ -402,7 +501,7 @@ class HostCache:
         """Check every invariant of the state. Raises IntegrityError, which names the one that does not hold. Slow."""
         with self._lock:
             self._check_open()
-            verify_states(self._states, np.concatenate([self._pending(), *self._leases.pinned()]))
+            verify_states(self._states, np.concatenate([self._pending(), *self._pinned()]))
 
     @property
     def closed(self) -> bool:
@@ -412,7 +511,7 @@ class HostCache:
         """End the cache. Later calls raise PoolClosed, except ``stats`` and ``close``."""
         with self._lock:
             self._closed = True
-            self._leases.clear()
+            self._open.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -448,6 +547,10 @@ class HostCache:
         with self._lock:
             if keys and not self._closed:
                 self._end(hostcache.abort, keys, now)
+
+    def _pinned(self) -> list[Ids]:
+        """The blocks of each open lease. The caller holds the lock."""
+        return [ids for _, ids in list(self._open.values())]
 
     def _pending(self) -> npt.NDArray[np.int64]:
         """Blocks that wait for their bytes. The caller holds the lock."""

@@ -52,6 +52,25 @@ def layout_of(block_bytes: int) -> BlockLayout:
 
 
 @dataclass(frozen=True)
+class HostSlots:
+    """Host blocks as a message to a copy engine, in this process or another. ``fingerprint`` is that of their cache.
+
+    Immutable and picklable. A slice of it is such a message too.
+    """
+
+    blocks: tuple[int, ...]
+    fingerprint: str
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, which: slice) -> HostSlots:
+        if not isinstance(which, slice):
+            raise TypeError(f"which={which!r:.80}: accepted is a slice")
+        return HostSlots(self.blocks[which], self.fingerprint)
+
+
+@dataclass(frozen=True)
 class HostTierDescription:
     """What another process on the same machine needs to attach a ``HostTier``. ``HostTier.share`` returns it.
 

@@ -11,8 +11,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from kvpool.entry.interrupt import DeferSignals
-from kvpool.errors import StoreBusy
+from kvpool.errors import BlockNotFound, StoreBusy
 from kvpool.stores.jobs import FIND, SAVE, Job, Lend
 from kvpool.stores.queue import NO_LIMIT
 from kvpool.stores.seals import BlockNames
@@ -20,6 +23,12 @@ from kvpool.stores.store import OK, Bytes, Rows, Store
 from kvpool.stores.store_client import StoreClient
 
 Block = TypeVar("Block", bound=Hashable)
+Lease = TypeVar("Lease")
+COMMIT, EVICT, REUSE = SAVES = "commit", "evict", "reuse"
+"""When a block is saved: as soon as it has its content, before it is evicted, or when it has been used again."""
+VICTIMS = 1024
+TOLD_AT_ONCE = 256
+"""Blocks that are looked at under the lock of a tier at once."""
 
 
 class CacheTier(Protocol[Block]):
@@ -40,6 +49,9 @@ class CacheTier(Protocol[Block]):
 
     def abort(self, client: StoreClient, blocks: Iterable[Block], rows: Rows) -> None:
         """Blocks will not come, and no store writes their rows any more."""
+
+    def lacking(self, number: int, blocks: Sequence[Block]) -> Sequence[Block]:
+        """Those of the blocks that the store with this number is not known to have."""
 
     def take(self, client: StoreClient, line: Iterable[Block]) -> list[Block]:
         """The first blocks of a line, alike, that one save can have now."""
@@ -85,6 +97,25 @@ def open_clients(stores: Sequence[Store], client_of: Callable[[Store], StoreClie
             client.queue.close()
         raise
     return clients
+
+
+def pin_those_here(
+    count: int, pin: Callable[[Rows], Lease], here: Callable[[], npt.ArrayLike]
+) -> tuple[Rows, Lease | None]:
+    """Pin those of so many blocks that are in the tier. Returns their places, and the lease if there is one."""
+    places = np.arange(count)
+    while len(places):
+        try:
+            return places, pin(places)
+        except BlockNotFound:
+            places = np.flatnonzero(here())
+    return places, None
+
+
+def victims_margin(blocks: int, least: int) -> int:
+    """How many of the blocks that a tier evicts next are saved: a quarter, but no more than VICTIMS; ``least`` if that
+    is more, but no more than half."""
+    return max(1, min(max(least, min(blocks // 4, VICTIMS)), blocks // 2))
 
 
 class Bridge(Generic[Block]):
@@ -173,15 +204,13 @@ class Bridge(Generic[Block]):
         """Whether ``save`` has something to begin."""
         return any(self._lines)
 
-    def want(self, number: int, blocks: Sequence[Block]) -> None:
-        """Have blocks that are alike saved in a store."""
-        line = self._lines[number]
-        if blocks and self._tier.space(self.clients[number], blocks[0])[1] < 1:
-            self._leave(number, blocks, "quota")
-            return
-        room = self._queued_blocks - len(line)
-        line.update(dict.fromkeys(blocks[:room]))
-        self._leave(number, [block for block in blocks[room:] if block not in line], "crowded")
+    def want(self, blocks: Sequence[Block]) -> None:
+        """Have blocks saved in every store that is not known to have them."""
+        for number, line in enumerate(self._lines):
+            new = self._tier.lacking(number, blocks)
+            room = max(0, self._queued_blocks - len(line))
+            line.update(dict.fromkeys(new[:room]))
+            self._leave(number, [block for block in new[room:] if block not in line], "crowded")
 
     def save(self, most: int = sys.maxsize) -> bool:
         """Begin to save what waits, for each store at most about so many blocks. Returns whether more could begin
@@ -206,6 +235,8 @@ class Bridge(Generic[Block]):
             line.clear()
         for block in chosen if line else ():
             del line[block]
+        if self._tier.space(client, chosen[0])[1] < 1:
+            return self._leave(number, chosen, "quota")
         there, names, rows = self._tier.pin(client, chosen)
         if len(there) < len(chosen):
             kept = set(there)
@@ -241,12 +272,6 @@ class Bridge(Generic[Block]):
         """Give up what waits of these blocks."""
         for number, line in enumerate(self._lines):
             self._leave(number, [block for block in line if concerns(block)], reason)
-
-    def drop(self, block: Block, reason: str) -> None:
-        """Give up one block that waits, if it does."""
-        for number, line in enumerate(self._lines):
-            if block in line:
-                self._leave(number, [block], reason)
 
     def cancel(self) -> None:
         """Give up all saves, also those that have begun."""

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -25,10 +25,17 @@ from kvpool.entry.interrupt import Bell
 from kvpool.entry.process import Process
 from kvpool.errors import PoolClosed
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
-from kvpool.keepers.bridge import Bridge, open_clients
+from kvpool.keepers.bridge import EVICT, SAVES, Bridge, open_clients
 from kvpool.keepers.choice import LoadOrCompute
-from kvpool.keepers.known_content import BridgeEvents, Content, KnownContent, Namespace, namespace_bytes
-from kvpool.keepers.pool_tier import OnCommit, OnEviction, OnReuse, PoolTier, SaveRule
+from kvpool.keepers.pool_tier import (
+    Content,
+    Namespace,
+    PoolTier,
+    StoredContent,
+    Unsaved,
+    cached_groups,
+    namespace_bytes,
+)
 from kvpool.keepers.prefetches import Prefetch, Prefetches
 from kvpool.pool.events import Events
 from kvpool.pool.keys import BlockKeys, Match, is_keys, key_rows
@@ -43,11 +50,8 @@ from kvpool.stores.store_health import HealthStats, StoreHealth, seconds_argumen
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-SAVES = ("commit", "evict", "reuse")
 BLOCKS_PER_TURN = 64
 """Blocks that are copied for a store before the keeper looks at its prefetches again."""
-ROWS_AT_ONCE, PARTS_PER_TURN = 128, 8
-"""Rows of events that are read before a rest, and how many times before the keeper looks at its prefetches again."""
 REST_SECONDS = 1e-4
 """In a rest others get the lock of the interpreter. Without it, whoever waits wakes up too late to take it, and waits
 for the 5 ms after which the interpreter takes it away."""
@@ -161,12 +165,11 @@ class Keeper:
             memory = staging_rows(rows, nbytes)
             return StoreClient(store, memory, identity, health=health, staging=True, warns=True, clock=clock)
 
-        self._unread = _Unread(pool)
         self._clients = open_clients(chosen, client_of)
-        blocks, kinds = pool.device_blocks + pool.host_blocks, sum(group.kind != "cross" for group in pool.groups)
-        self._known = KnownContent(pool.groups, pool.tokens_per_block, blocks + 4096)
-        self._told = BridgeEvents(pool, [client.name for client in self._clients])
-        self._tier = PoolTier(pool, self._known, self._told, limits, save == "evict")
+        self._unsaved = Unsaved(pool, save, rows)
+        blocks, kinds = pool.device_blocks + pool.host_blocks, len(cached_groups(pool))
+        self._stored = StoredContent(pool, [client.name for client in self._clients], blocks + 4096)
+        self._tier = PoolTier(pool, self._stored, limits, save == EVICT)
         save_seconds = SAVE_DEADLINES * self._deadline
         self._bridge = Bridge[Content](self._tier, self._clients, queued, save_seconds, clock)
         policies = [
@@ -174,13 +177,7 @@ class Keeper:
             else LoadOrCompute(prefill_tokens_per_s, kinds * client.queue.block_bytes, pool.tokens_per_block)
             for client in self._clients
         ]  # fmt: skip
-        self._prefetches = Prefetches(pool, self._tier, self._bridge, policies, promotions, clock)
-        rules: dict[str, Callable[[], SaveRule]] = {
-            "commit": lambda: OnCommit(self._want),
-            "evict": lambda: OnEviction(self._want, self._missed, host_blocks, rows),
-            "reuse": lambda: OnReuse(self._want, self._tier, len(pool.groups)),
-        }
-        self._rule = rules[save]()
+        self._prefetches = Prefetches(pool, self._tier, self._stored, self._bridge, policies, promotions, clock)
         self._orders: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
         self._asked: deque[Prefetch] = deque()
@@ -221,7 +218,7 @@ class Keeper:
         match = self._pool.match_prefix(keys)
         # The last token of a prompt is never reused.
         full, last = (count // self._pool.tokens_per_block for count in (len(keys), len(keys) - 1))
-        there = self._known.known(keys, full)
+        there = self._stored.known(keys, full)
         there[:, last:] = False
         if not keys.reuse or not there.any():
             return match
@@ -238,9 +235,7 @@ class Keeper:
         they are asked for.
         """
         self._process.check(self)
-        if not bool_argument("snapshot", snapshot):
-            return self._told.read()
-        return self._told.read([content for content in self._known.all() if content.saved])
+        return self._stored.read(bool_argument("snapshot", snapshot))
 
     # -- for operators -------------------------------------------------------------------------------
 
@@ -314,9 +309,11 @@ class Keeper:
         dropped: Counter[tuple[str, str]] = Counter()
         for (name, reason), count in dict(bridge.dropped).items():
             dropped[name, "queue_full" if reason in ("busy", "crowded") else reason] += count
+        if lost := self._unsaved.lost:
+            dropped.update({(client.name, "evicted"): lost for client in self._clients})
         return KeeperStats(
             bridge.saved_blocks, tier.saved_bytes, tier.loaded_blocks, tier.loaded_bytes, prefetches.found_blocks,
-            dict(dropped), dict(prefetches.ended), self._told.dropped + self._unread.missed, bridge.waiting,
+            dict(dropped), dict(prefetches.ended), self._stored.dropped + self._unsaved.missed, bridge.waiting,
             prefetches.promoted, prefetches.under_way,
             {client.name: client.queue.stats() for client in self._clients},
             {client.name: client.health.stats() for client in self._clients},
@@ -371,25 +368,25 @@ class Keeper:
                 self._idle.ring()
             self._prefetches.stop_all("closed")
             self._bridge.give_up("cancelled")
+            self._unsaved.close()
 
     def _turn(self) -> float:
         """One round of work. Returns how long to wait for the next."""
         for _ in range(len(self._orders)):
             self._orders.popleft()()
         busy = self._bridge.poll()
-        # What the pool did before a prefetch was asked for is known when it begins.
         asked = len(self._asked)
-        behind = self._apply()
         for _ in range(asked):
             self._begin(self._asked[0])
             self._asked.popleft()
         self._prefetches.turn()
-        self._rule.turn()
+        unsaved, behind = self._unsaved.next(whole=self._turns < self._awaited)
+        self._bridge.want(unsaved)
         more = self._bridge.save(BLOCKS_PER_TURN) or behind
         if more:
             time.sleep(REST_SECONDS)
         with self._lock:
-            self._turns += 1
+            self._turns += not behind
             waits = asked or self._asked or self._bridge.waiting or self._prefetches.under_way
             self._quiet = not (busy or more or waits or self._bridge.under_way)
             if self._quiet:
@@ -432,42 +429,11 @@ class Keeper:
             _log.exception("a prefetch has failed")
             handle.end("failed")
 
-    def _apply(self) -> bool:
-        """Learn from the pool's events, some at a time. Returns whether there are more."""
-        for _ in range(PARTS_PER_TURN):
-            part = self._unread.next()
-            if part is None:
-                return False
-            events, first, last, whole = part
-            (self._known.replace if whole else self._known.apply)(events, first, last, self._changed)
-            time.sleep(REST_SECONDS)
-        return True
-
-    def _changed(self, content: Content, before: int, valued: int) -> None:
-        self._rule.changed(content, before, valued)
-        self._prefetches.used(content)
-        if before and not content.on:
-            # What waits to be copied is given up.
-            self._bridge.drop(content, "evicted")
-
-    def _want(self, content: Content) -> None:
-        """Save a content in every store that is not known to have it."""
-        for number in range(len(self._clients)):
-            if not (content.saved | content.saving) & 1 << number:
-                content.saving |= 1 << number
-                self._bridge.want(number, [content])
-
-    def _missed(self, content: Content) -> None:
-        """A content is gone that should have been saved, and was not asked for in time."""
-        for number, client in enumerate(self._clients):
-            if not (content.saved | content.saving) & 1 << number:
-                self._bridge.dropped[client.name, "evicted"] += 1
-
     # -- what must go: between two turns, so that nothing is half imported or copied -----------------
 
     def _forget_blocks(self, prompt: BlockKeys | npt.NDArray[np.int64]) -> Forgotten:
         """Forget the full blocks of a prompt, and its stored tail; or contents by keys of the pool, int64[n, 2]."""
-        contents = self._known.of_keys(key_rows(prompt) if isinstance(prompt, BlockKeys) else prompt)
+        contents = self._tier.of_keys(key_rows(prompt) if isinstance(prompt, BlockKeys) else prompt)
         for client in self._clients:
             client.queue.check_forget(len(contents))
         named, names = set(contents), self._tier.names(contents, sealed=False)
@@ -507,9 +473,9 @@ class Keeper:
         # What had ended before: it is noted now, and then taken back.
         self._bridge.poll()
         self._bridge.give_up("forgotten", concerns)
-        known = [content for content in self._known.all() if content.saved and concerns(content)]
+        known = [content for content in self._stored.all() if concerns(content)]
         for number in range(len(self._clients)):
-            self._tier.note(number, known, False)
+            self._stored.note(number, known, False)
         return Forgotten(blocks, drops)
 
 
@@ -555,34 +521,6 @@ class Forgotten:
 
 def _is_confirmed(job: Job) -> bool:
     return job.ok == len(job.codes)
-
-
-class _Unread:
-    """The events of a pool, for the keeper: some rows at a time. The keeper's thread owns it. ``missed``: rows that it
-    came too late for."""
-
-    def __init__(self, pool: KVCacheManager) -> None:
-        self._pool, self.missed = pool, 0
-        self._parts = self._read(pool.events(since=0, snapshot=True))
-
-    def next(self) -> tuple[Events, int, int, bool] | None:
-        """Events, the first and the last of their rows that are new, and whether these are a snapshot. None if nothing
-        is new. Raises PoolClosed."""
-        return next(self._parts)
-
-    def _read(self, events: Events) -> Iterator[tuple[Events, int, int, bool] | None]:
-        yield events, int(events.bounds[events.before_snapshot]), len(events.records), True
-        while True:
-            events = self._pool.events(since=events.cursor)
-            if events.missed:
-                self.missed += events.missed
-                events = self._pool.events(since=events.cursor, snapshot=True)
-                yield events, int(events.bounds[events.before_snapshot]), len(events.records), True
-                continue
-            for first in range(0, len(events.records), ROWS_AT_ONCE):
-                yield events, first, min(first + ROWS_AT_ONCE, len(events.records)), False
-            if not len(events.records):
-                yield None
 
 
 def _host_blocks(pool: object) -> list[int]:

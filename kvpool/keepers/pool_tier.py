@@ -1,72 +1,208 @@
-"""PoolTier: a pool's host tier, as a bridge to stores sees it. And which of its content is saved, and when."""
+"""PoolTier: a pool's host tier, as a bridge to stores sees it. Which of its content is saved, and when; which content
+stores are known to have; and what readers of a keeper's events learn of that."""
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from hashlib import blake2b
 from itertools import groupby, islice
-from typing import Protocol
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.errors import BlockNotFound, KVPoolError, PoolClosed
-from kvpool.keepers.known_content import (
-    ON_HOST,
-    BridgeEvents,
-    Content,
-    KnownContent,
-    Namespace,
-    event_rows,
-    namespace_bytes,
-)
+from kvpool.errors import KVPoolError, PoolClosed
+from kvpool.keepers.bridge import EVICT, REUSE, TOLD_AT_ONCE, pin_those_here, victims_margin
+from kvpool.pool.events import NAMELESS, TIERS, Events, Name, Rows, Rows3, joined, parents_first
+from kvpool.pool.keys import BlockKeys
 from kvpool.pool.leases import Lease
 from kvpool.pool.manager import KVCacheManager
-from kvpool.state import control
+from kvpool.state import control, saving
 from kvpool.state.effects import REMOVED, STORED
-from kvpool.state.records import EXTRA
+from kvpool.state.records import EVENT, EXTRA, NONE, H, N
 from kvpool.stores.jobs import LOAD, SAVE
 from kvpool.stores.queue import NO_LIMIT
-from kvpool.stores.seals import BlockNames
-from kvpool.stores.store import Bytes, Rows
+from kvpool.stores.seals import BlockNames, block_context
+from kvpool.stores.store import Bytes
 from kvpool.stores.store_client import StoreClient
 
 OWNER = "kvpool keeper"
 """of the leases under which blocks are copied"""
 SAVE_BYTES = 4 << 20
 """About what one save has."""
+T = TypeVar("T", np.int32, np.int64, np.uint64)
+Namespace = tuple[bytes | str | None, int | str | None]
+"""Salt and adapter."""
+
+
+class Content:
+    """A full block of a prompt in one group of layers.
+
+    ``key``: the pool's key of it, 16 bytes. ``name``: whose it is. ``said``: the key of its parent, its tokens and its
+    extra ids, as bytes; b"" before they are known, and if there are no extra ids. ``prompt`` and ``place``: of a block
+    that was asked for with a prompt. Equal ones have one key in one group.
+    """
+
+    __slots__ = ("group", "id", "key", "name", "namespace", "place", "prompt", "said")
+
+    def __init__(self, group: int, key: bytes, namespace: int = 0, name: Name = NAMELESS) -> None:
+        self.group, self.key = group, key
+        self.id = group, key
+        self.namespace, self.name = namespace, name
+        self.said = b"", b"", b""
+        self.prompt: BlockKeys | None = None
+        self.place = 0
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Content) and self.id == other.id
+
+    @property
+    def whose(self) -> Namespace:
+        return self.name.salt, self.name.adapter_id
+
+    @property
+    def context(self) -> bytes:
+        """All that its bytes depend on: part of its seal in a store."""
+        parent, tokens, extra = self.said[0], _rows(self.said[1:2], np.int32), _rows(self.said[2:], np.int64)
+        return block_context(parent, tokens, extra, namespace_bytes(self.whose), self.group)
+
+    def without_prompt(self) -> Content:
+        kept = Content(self.group, self.key, self.namespace, self.name)
+        kept.said = self.said
+        return kept
+
+
+class Unsaved:
+    """Which content of a pool is to be saved now. The pool's state knows which it was asked for before.
+
+    ``save``: "commit" follows the pool's events. If it comes too late for some (``missed``), and at first, it looks at
+    all blocks. "reuse" looks at all blocks, over and over. "evict" looks at the next victims of a host that is full:
+    see ``victims_margin``.
+    """
+
+    def __init__(self, pool: KVCacheManager, save: str, least: int) -> None:
+        self._core, self._save = pool.core, save
+        self._margins = np.array([victims_margin(group.host_blocks, least) for group in pool.groups])
+        self._found = np.empty((TOLD_AT_ONCE, saving.FOUND), np.int64)
+        self._number = self._core.decide(None, saving.open_saver, save != REUSE)
+        self._before = self._lost()
+        self._at = np.array([self._core.states.ring.numbers[N.next], 0, 0])
+
+    def next(self, whole: bool) -> tuple[list[Content], bool]:
+        """Content that nobody was asked to save, a bounded part of it, and whether there may be more now. ``whole``:
+        there is, until all blocks were looked at. Raises PoolClosed."""
+        at = self._at
+        if self._save == EVICT:
+            told = self._told(saving.victims, self._margins)
+            return told, len(told) == TOLD_AT_ONCE
+        if self._save == REUSE:
+            at[saving.PLACE] = max(0, at[saving.PLACE])
+            return self._told(saving.sweep, 2, at), whole and at[saving.PLACE] != NONE
+        before = at[saving.CURSOR]
+        told = self._told(saving.stored, at)
+        if at[saving.PLACE] != NONE:
+            told += self._told(saving.sweep, 1, at)
+        return told, at[saving.CURSOR] - before == TOLD_AT_ONCE or at[saving.PLACE] != NONE
+
+    def _told(self, verb: Callable[..., int], *args: object) -> list[Content]:
+        # Under one lock, since names of content that has gone are forgotten.
+        with self._core.lock:
+            rows = self._found[: self._core.decide(None, verb, self._number, *args, self._found)]
+            names = self._core.names.known
+        columns = zip(rows[:, 0].tolist(), split(rows[:, 1:3].tobytes(), 16), rows[:, 3].tolist(), strict=True)
+        return [Content(group, key, tag, names.get(tag, NAMELESS)) for group, key, tag in columns]
+
+    @property
+    def missed(self) -> int:
+        """Events that it came too late for."""
+        return int(self._at[saving.MISSED])
+
+    @property
+    def lost(self) -> int:
+        """Content that the host has evicted before it was to be saved, with "commit" and "evict"."""
+        return 0 if self._save == REUSE else self._lost() - self._before
+
+    def _lost(self) -> int:
+        return int(self._core.states.heads[:, H.unsaved].sum())
+
+    def close(self) -> None:
+        with suppress(PoolClosed):
+            self._core.decide(None, saving.close_saver, self._number)
 
 
 class PoolTier:
     """The host tier of a pool. Blocks pass through staging rows of the store's client. The keeper's thread owns it.
 
-    ``quotas``: bytes by namespace. ``victims``: whether what is saved is what the host evicts next.
+    ``stored``: what stores are known to have. ``quotas``: bytes by namespace. ``victims``: whether what is saved is
+    what the host evicts next.
     """
 
     def __init__(
-        self, pool: KVCacheManager, known: KnownContent, told: BridgeEvents, quotas: Mapping[Namespace, int],
-        victims: bool,
-    ) -> None:  # fmt: skip
-        self._pool, self.known, self._told, self._quotas, self._victims = pool, known, told, quotas, victims
+        self, pool: KVCacheManager, stored: StoredContent, quotas: Mapping[Namespace, int], victims: bool
+    ) -> None:
+        self._pool, self._stored = pool, stored
+        self._quotas, self._victims = quotas, victims
         self.saved_bytes = self.loaded_blocks = self.loaded_bytes = 0
         # Views keep this memory alive, also if the pool is closed meanwhile.
         self._parts = [
             [rows.reshape(len(rows), -1).view(np.uint8) for rows in parts if len(rows)] for parts in pool.host_pools
         ]
+        # Blocks of another layout, or of layers that see other tokens, have other names.
+        self._kinds = [
+            blake2b(
+                ascii((group.index, group.kind, group.window, group.sinks, pool.tokens_per_block,
+                       [layout.fingerprint for layout in group.layouts])).encode(), digest_size=16,
+            ).digest() for group in pool.groups
+        ]  # fmt: skip
+
+    def name(self, content: Content) -> bytes:
+        """What stores make their keys of."""
+        return self._kinds[content.group] + content.key
 
     def names(self, blocks: Sequence[Content], *, sealed: bool) -> BlockNames:
         contexts = [content.context for content in blocks] if sealed else None
-        return BlockNames(map(self.known.name, blocks), contexts=contexts)
+        return BlockNames(map(self.name, blocks), contexts=contexts)
 
     def space(self, client: StoreClient, block: Content) -> tuple[bytes, int]:
         nbytes = self._quotas.get(block.whose)
         limit = NO_LIMIT if nbytes is None else nbytes // client.queue.block_bytes
         return client.secret.tag(namespace_bytes(block.whose)), limit
 
-    def note(self, number: int, contents: Iterable[Content], there: bool) -> None:
-        """A store has contents, or has them no more. What is news is told."""
-        news = [one for one in contents if self.known.note(one, number, there)]
-        self._told.tell(STORED if there else REMOVED, number, news)
+    def lacking(self, number: int, blocks: Sequence[Content]) -> list[Content]:
+        return [content for content in blocks if not self._stored.has(content, number)]
+
+    def here(self, contents: Sequence[Content], tier: str | None = None) -> list[bool]:
+        """Which contents the pool has now. Raises PoolClosed."""
+        if not contents:
+            return []
+        groups = [content.group for content in contents]
+        return self._pool.cached_blocks(_keys(contents), tier=tier)[groups, np.arange(len(contents))].tolist()
+
+    # -- prompts -------------------------------------------------------------------------------------
+
+    def of_prompt(self, prompt: BlockKeys, count: int) -> list[list[Content]]:
+        """The first ``count`` full blocks of a prompt, for each group of layers; none for cross attention."""
+        width, name = self._pool.tokens_per_block, Name(prompt.salt, prompt.adapter_id, prompt.root)
+        keys = np.concatenate([np.array([prompt.root], np.int64), prompt.keys[:count].view(np.int64)])
+        tokens = prompt.tokens[: count * width].reshape(count, width)
+        extra = None if prompt.extra_ids is None else prompt.extra_ids[: count * width].reshape(count, width)
+        chains: list[list[Content]] = [[] for _ in self._pool.groups]
+        for group in cached_groups(self._pool):
+            chains[group] = [Content(group, key, prompt.namespace, name) for key in split(keys[1:].tobytes(), 16)]
+            note_said(chains[group], keys[:-1], tokens, extra)
+            for place, one in enumerate(chains[group]):
+                one.prompt, one.place = prompt, place
+        return chains
+
+    def of_keys(self, keys: Rows) -> list[Content]:
+        """The contents with these keys of the pool, int64[n, 2], in all groups that cache some."""
+        return [Content(group, key) for group in cached_groups(self._pool) for key in split(keys.tobytes(), 16)]
 
     # -- blocks that come ----------------------------------------------------------------------------
 
@@ -99,7 +235,7 @@ class PoolTier:
         stored = self._pool.import_blocks(prompt, data, first=run[0].place, group=group.index)
         self.loaded_blocks += stored
         self.loaded_bytes += stored * group.block_bytes
-        return [True] * len(run) if stored == len(run) else self._pool.cached_blocks(_keys(run))[group.index].tolist()
+        return [True] * len(run) if stored == len(run) else self.here(run)
 
     # -- blocks that are saved -----------------------------------------------------------------------
 
@@ -117,11 +253,9 @@ class PoolTier:
         return own, self.names(own, sealed=True), rows[there]
 
     def ended(self, number: int, blocks: Sequence[Content], kept: Sequence[bool]) -> None:
-        for content in blocks:
-            content.saving &= ~(1 << number)
         own = [content for content, there in zip(blocks, kept, strict=True) if there]
         self.saved_bytes += sum(self._pool.groups[content.group].block_bytes for content in own)
-        self.note(number, own, True)
+        self._stored.note(number, own, True)
 
     def copy(self, contents: Sequence[Content], memory: Bytes, rows: Sequence[int]) -> npt.NDArray[np.bool_]:
         """Copy contents of one group of layers into rows, and note what they say. Returns which of them were there:
@@ -130,13 +264,18 @@ class PoolTier:
         What is only on the device is copied to the host first. There it is a redundant copy, the first to be evicted.
         Raises PoolClosed.
         """
-        group, copied = self._pool.groups[contents[0].group], np.zeros(len(contents), np.bool_)
+        pool, group, copied = self._pool, self._pool.groups[contents[0].group], np.zeros(len(contents), np.bool_)
         keys = _keys(contents)
+
+        def pin(places: Rows) -> Lease:
+            return pool.pin(keys[places], owner=OWNER, tier="host", group=group.index)
+
         try:
-            here = self._pool.cached_blocks(keys, tier="host")[group.index]
+            here = np.array(self.here(contents, "host"))
             if not here.all():
-                self._pool.offload(keys[~here])
-            for places, lease in self._leases(keys, group.index):
+                pool.offload(keys[~here])
+            places, lease = pin_those_here(len(keys), pin, lambda: self.here(contents, "host"))
+            if lease is not None:
                 blocks = lease.blocks - group.first_host_block
                 for place, block in zip(places.tolist(), blocks.tolist(), strict=True):
                     self._copy(group.index, block, memory[rows[place]])
@@ -144,7 +283,7 @@ class PoolTier:
                 # Of a lease that somebody has revoked, the rows may have other bytes.
                 copied[places] = same & _ended(lease)
             # A lease that ends makes its blocks the last victims. But to be copied for a store is no use of them.
-            core, own = self._pool.core, keys.view(np.int64)
+            core, own = pool.core, keys.view(np.int64)
             core.decide(None, control.evict_first, group.index, own, self._victims, core.now())
         except PoolClosed:
             raise
@@ -153,30 +292,16 @@ class PoolTier:
             copied[:] = False
         return copied
 
-    def _leases(self, keys: npt.NDArray[np.uint64], group: int) -> Iterator[tuple[Rows, Lease]]:
-        """Leases of host blocks, with the places of their keys."""
-        with suppress(BlockNotFound):
-            yield np.arange(len(keys)), self._pool.pin(keys, owner=OWNER, tier="host", group=group)
-            return
-        for place, key in enumerate(keys):
-            lease = self._pool.find_and_pin_host(key, owner=OWNER, group=group)
-            if lease is not None:
-                yield np.array([place]), lease
-
     def _read(self, contents: Sequence[Content], blocks: Rows) -> npt.NDArray[np.bool_]:
-        """Note what pinned blocks say. Returns which of them are of the namespace that the pool's event has named:
+        """Note what pinned blocks say. Returns which of them are of the namespace in which the content was stored:
         bool[n]. Of two prompts with one key, it is the one that the pool has now."""
-        group, namespace = contents[0].group, contents[0].namespace
-        state = self._pool.core.states[group]
+        state = self._pool.core.states[contents[0].group]
         with self._pool.core.lock:
             found, tokens = state.blocks[blocks], state.tokens[blocks]
             has = found["flags"] & EXTRA != 0
             extra = state.extra[np.where(has, blocks, 0)] * has[:, None] if has.any() else None
-        parents = np.stack([found["parent0"], found["parent1"]], axis=1)
-        rows = event_rows(group, namespace, _keys(contents).view(np.int64), parents, tokens, extra)
-        for content, row in zip(contents, rows, strict=True):
-            content.row = row
-        return found["namespace"] == namespace
+        note_said(contents, np.stack([found["parent0"], found["parent1"]], axis=1), tokens, extra)
+        return found["namespace"] == contents[0].namespace
 
     def _copy(self, group: int, block: int, row: Bytes) -> None:
         at = 0
@@ -186,17 +311,147 @@ class PoolTier:
         # What the row had before belongs to somebody else.
         row[at:] = 0
 
-    def uses(self, contents: Sequence[Content]) -> list[int]:
-        """How often contents of one group of layers were used, 0 for those that the pool does not have."""
-        out = np.empty(len(contents), np.int64)
-        with self._pool.core.lock:
-            self._pool.core.check_open()
-            control.uses(self._pool.core.states.heads, contents[0].group, _keys(contents).view(np.int64), out)
-        return out.tolist()
+
+class StoredContent:
+    """Which content stores are known to have, about ``limit`` of it, the latest. And the events of a pool joined with
+    what stores have got and lost, in numbers of its own.
+
+    ``stores``: their names, which are tiers after the pool's. As many rows of theirs are kept as the pool keeps of its
+    own. Who comes too late for some sees a gap in the numbers; ``dropped`` counts these rows. One thread changes it,
+    any may ask.
+    """
+
+    def __init__(self, pool: KVCacheManager, stores: Sequence[str], limit: int) -> None:
+        self._pool, self._tiers, self._limit = pool, (*TIERS, *stores), limit
+        self._capacity = int(pool.core.states.heads[0, H.event_capacity])
+        # By group and key: the content, and which stores have it, as bits.
+        self._known: dict[tuple[int, bytes], tuple[Content, int]] = {}
+        self._lock = threading.Lock()
+        self._told: deque[tuple[Rows3, dict[int, Name]]] = deque()
+        self._rows = self._lost = self._cursor = self._next = self.dropped = 0
+
+    def has(self, content: Content, number: int) -> bool:
+        """Whether a store is known to have a content."""
+        known = self._known.get(content.id)
+        return known is not None and known[1] & 1 << number != 0
+
+    def known(self, prompt: BlockKeys, count: int) -> npt.NDArray[np.bool_]:
+        """Which of the first full blocks of a prompt some store is known to have: bool[groups, count]."""
+        keys, groups = split(prompt.keys[:count].tobytes(), 16), range(len(self._pool.groups))
+        found = [[(group, key) in self._known for key in keys] for group in groups]
+        return np.array(found, np.bool_).reshape(len(groups), count)
+
+    def all(self) -> list[Content]:
+        """Content that some store is known to have."""
+        return [content for content, _ in list(self._known.values())]
+
+    def note(self, number: int, contents: Iterable[Content], there: bool) -> None:
+        """A store has contents, or has them no more. What is news is told."""
+        news, bit = [], 1 << number
+        for one in contents:
+            content, bits = self._known.get(one.id, (one, 0))
+            if bool(bits & bit) != there:
+                # Prompts are not kept, nor what a content says of others.
+                content, bits = one.without_prompt() if there else content, bits ^ bit
+                news.append(content)
+            self._known.pop(one.id, None)
+            if bits:
+                self._known[one.id] = content, bits
+        while len(self._known) > self._limit:
+            del self._known[next(iter(self._known))]
+        self._tell(STORED if there else REMOVED, number, news)
+
+    def _tell(self, kind: int, number: int, contents: Sequence[Content]) -> None:
+        if not contents:
+            return
+        rows = self._rows_of(kind, number, contents)
+        with self._lock:
+            self._told.append((rows, _names(contents)))
+            self._rows += len(contents)
+            while self._rows > self._capacity and len(self._told) > 1:
+                old = len(self._told.popleft()[0][0])
+                self._rows, self._lost = self._rows - old, self._lost + old
+
+    def read(self, snapshot: bool) -> Events:
+        """What no reader has got. Then, with a ``snapshot``, what the pool has, and what stores have. Raises
+        PoolClosed."""
+        held = list(self._known.values()) if snapshot else []
+        with self._lock:
+            events = self._pool.events(since=self._cursor, snapshot=snapshot)
+            cut = int(events.bounds[events.before_snapshot])
+            told, gone = list(self._told), events.missed + self._lost
+            self._told.clear()
+            self._cursor = events.cursor
+            self._rows = self._lost = 0
+            self.dropped += gone
+            number = self._next + gone
+            parts = [_cut(events, 0, cut), *(rows for rows, _ in told)]
+            row, names = None, dict(events.names)
+            for _, own in told:
+                names.update(own)
+            if snapshot:
+                row = sum(len(records) for records, *_ in parts)
+                parts += [_cut(events, cut, len(events.records)), *self._held(held)]
+                names.update(_names(content for content, _ in held))
+            records, tokens, extra = joined(parts)
+            self._next = number + len(records)
+            return Events(records, tokens, extra, number, names, events.capacities, row, self._tiers)
+
+    def _held(self, held: Sequence[tuple[Content, int]]) -> Iterator[Rows3]:
+        """What stores have, parents first."""
+        for number in range(len(self._tiers) - len(TIERS)):
+            own = [content for content, bits in held if bits & 1 << number]
+            order = parents_first(self._rows_of(STORED, number, own)[0]) if own else ()
+            if own:
+                yield self._rows_of(STORED, number, [own[i] for i in order])
+
+    def _rows_of(self, kind: int, number: int, contents: Sequence[Content]) -> Rows3:
+        """What a store has got or lost, as rows of events. Neighbours that follow each other are one event."""
+        parents, tokens, extra = zip(*[one.said for one in contents], strict=True)
+        size, records = len(tokens[0]) // 4, np.zeros(len(contents), EVENT)
+        records["kind"], records["tier"] = kind, len(TIERS) + number
+        records["group"], records["namespace"] = zip(*[(one.group, one.namespace) for one in contents], strict=True)
+        records["key0"], records["key1"] = _rows([one.key for one in contents], np.int64, 2).T
+        records["parent0"], records["parent1"] = _rows(parents, np.int64, 2).T
+        extras = _rows([own or bytes(8 * size) for own in extra], np.int64, size)
+        records["extra"] = extras.any(axis=1)
+        after, before = records[1:], records[:-1]
+        follows = (after["parent0"] == before["key0"]) & (after["parent1"] == before["key1"])
+        after["joined"] = follows & (after["group"] == before["group"]) & (kind == STORED)
+        return records, _rows(tokens, np.int32, size), extras if extras.any() else None
+
+
+def cached_groups(pool: KVCacheManager) -> list[int]:
+    """Groups of layers whose blocks can be found: not those for cross attention."""
+    return [group.index for group in pool.groups if group.kind != "cross"]
+
+
+def note_said(contents: Sequence[Content], parents: Rows, tokens: npt.NDArray[np.int32], extra: Rows | None) -> None:
+    """Note what blocks say: ``parents`` int64[n, 2], ``tokens`` int32[n, T], ``extra`` int64[n, T]."""
+    size = tokens.shape[1]
+    extras = [b""] * len(contents) if extra is None else split(extra.tobytes(), 8 * size)
+    said = zip(split(parents.tobytes(), 16), split(tokens.tobytes(), 4 * size), extras, strict=True)
+    for content, own in zip(contents, said, strict=True):
+        content.said = own
+
+
+def _names(contents: Iterable[Content]) -> dict[int, Name]:
+    return {content.namespace: content.name for content in contents}
+
+
+def _cut(events: Events, first: int, last: int) -> Rows3:
+    extra = None if events.extra is None else events.extra[first:last]
+    return events.records[first:last], np.asarray(events.tokens[first:last]), extra
 
 
 def _keys(contents: Iterable[Content]) -> npt.NDArray[np.uint64]:
-    return np.frombuffer(b"".join(one.key for one in contents), np.uint64).reshape(-1, 2)
+    return _rows((one.key for one in contents), np.uint64, 2)
+
+
+def _rows(parts: Iterable[bytes], dtype: type[T], width: int = -1) -> npt.NDArray[T]:
+    """Bytes as an array of one dimension, or as rows of so many numbers."""
+    flat = np.frombuffer(b"".join(parts), dtype)
+    return flat if width < 0 else flat.reshape(-1, width)
 
 
 def _ended(lease: Lease) -> bool:
@@ -208,100 +463,11 @@ def _ended(lease: Lease) -> bool:
     return True
 
 
-class SaveRule(Protocol):
-    """Decides which contents are saved, and when. ``want(content)`` has one saved."""
-
-    def changed(self, content: Content, before: int, valued: int) -> None:
-        """A content is on other tiers than ``before``, or its priority was ``valued``."""
-
-    def turn(self) -> None:
-        """Want what is due now."""
+def namespace_bytes(namespace: Namespace) -> bytes:
+    """A namespace as bytes, which differ for all salts and adapters, of all types."""
+    return ascii(namespace).encode()
 
 
-class OnCommit:
-    """Saves each content as soon as the pool has it."""
-
-    def __init__(self, want: Callable[[Content], None]) -> None:
-        self._want = want
-
-    def changed(self, content: Content, before: int, valued: int) -> None:
-        if not before and content.on:
-            self._want(content)
-
-    def turn(self) -> None:
-        """Nothing is due later."""
-
-
-class OnEviction:
-    """Saves each content before the host evicts it.
-
-    The events tell what is only on the host, and in which order it came there: this is the order in which the host
-    evicts, the lowest priority first. What is among the next victims of a full host is saved: the next quarter of its
-    blocks, or the next ``least``, at most half. Where content is evicted earlier, since others hold host blocks, the
-    host counts as full that early. ``missed(content)``: it is gone, and was not wanted in time.
-    """
-
-    def __init__(
-        self, want: Callable[[Content], None], missed: Callable[[Content], None], host_blocks: Sequence[int],
-        least: int,
-    ) -> None:  # fmt: skip
-        self._want, self._missed = want, missed
-        self._margins = [max(1, min(max(least, blocks // 4), blocks // 2)) for blocks in host_blocks]
-        self._room = list(host_blocks)
-        self._order: list[list[dict[Content, None]]] = [[{} for _ in range(101)] for _ in host_blocks]
-        self._count = [0] * len(host_blocks)
-        self._due = [False] * len(host_blocks)
-
-    def changed(self, content: Content, before: int, valued: int) -> None:
-        g = content.group
-        if before == ON_HOST and content in self._order[g][valued]:
-            del self._order[g][valued][content]
-            if not content.on:
-                self._missed(content)
-                self._room[g] = min(self._room[g], self._count[g])
-            self._count[g] -= 1
-        if content.on == ON_HOST:
-            self._order[g][content.priority][content] = None
-            self._count[g] += 1
-            self._room[g] = max(self._room[g], self._count[g])
-            self._due[g] = True
-
-    def turn(self) -> None:
-        for g, due in enumerate(self._due):
-            if due:
-                self._due[g] = False
-                excess = self._count[g] - (self._room[g] - self._margins[g])
-                victims = (content for order in self._order[g] for content in order)
-                for content in islice(victims, max(0, excess)):
-                    self._want(content)
-
-
-class OnReuse:
-    """Saves each content when it has been used twice.
-
-    The pool counts uses. It is asked about so many contents in a turn, one after the other, so that nobody waits long
-    for its lock.
-    """
-
-    ASKED = 256
-
-    def __init__(self, want: Callable[[Content], None], tier: PoolTier, groups: int) -> None:
-        self._want, self._tier = want, tier
-        self._watched: list[dict[Content, None]] = [{} for _ in range(groups)]
-
-    def changed(self, content: Content, before: int, valued: int) -> None:
-        if content.on:
-            self._watched[content.group].setdefault(content)
-        else:
-            self._watched[content.group].pop(content, None)
-
-    def turn(self) -> None:
-        for watched in filter(None, self._watched):
-            asked = list(islice(watched, self.ASKED))
-            for content, count in zip(asked, self._tier.uses(asked), strict=True):
-                # What was not used again is asked about last.
-                del watched[content]
-                if count > 1:
-                    self._want(content)
-                elif content.on:
-                    watched[content] = None
+def split(data: bytes, size: int) -> list[bytes]:
+    """Bytes in parts of a size."""
+    return [data[i : i + size] for i in range(0, len(data), size)]

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice, takewhile
+from itertools import compress, islice, takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +17,7 @@ from kvpool.entry.process import Process
 from kvpool.errors import DeviceError, StoreBusy
 from kvpool.keepers.bridge import Bridge, Loading, Search
 from kvpool.keepers.choice import LoadAttempt, LoadPolicy
-from kvpool.keepers.known_content import ON_DEVICE, ON_HOST, Content
-from kvpool.keepers.pool_tier import PoolTier
+from kvpool.keepers.pool_tier import Content, PoolTier, StoredContent
 from kvpool.pool.keys import BlockKeys
 from kvpool.pool.manager import KVCacheManager
 from kvpool.state.records import H
@@ -30,12 +29,12 @@ CHUNKS_UNDER_WAY = 4
 """of one prompt, so that a long one leaves rows to others"""
 OF_STORES = ("loaded", "late", "failed")
 """How a prefetch ends that says something of the stores that it loaded from."""
-EVENT_SECONDS = 1.0
-"""An imported block counts as being on its way until the pool's event comes, at most so long."""
 PREFETCHES = 1024
 """under way at once; more get nothing"""
 UNUSED_SECONDS = 60.0
 """After this time a promoted block that nobody used counts as any other cached block."""
+ASKED = 256
+"""Blocks that the pool is asked for at once."""
 
 
 @dataclass(eq=False)
@@ -128,14 +127,15 @@ class Prefetches:
     """
 
     def __init__(
-        self, pool: KVCacheManager, tier: PoolTier, bridge: Bridge[Content], policies: Sequence[LoadPolicy | None],
-        promotion_blocks: int, clock: Callable[[], float],
+        self, pool: KVCacheManager, tier: PoolTier, stored: StoredContent, bridge: Bridge[Content],
+        policies: Sequence[LoadPolicy | None], promotion_blocks: int, clock: Callable[[], float],
     ) -> None:  # fmt: skip
-        self._pool, self._tier, self._bridge, self._clock = pool, tier, bridge, clock
-        self._known, self._policies, self._most = tier.known, policies, promotion_blocks
+        self._pool, self._tier, self._stored = pool, tier, stored
+        self._bridge, self._clock = bridge, clock
+        self._policies, self._most = policies, promotion_blocks
         self._fetches: list[_Fetch] = []
-        # Until when a block counts as on its way; since when it has waited for its request.
-        self._coming: dict[Content, float] = {}
+        # Blocks on their way. And since when a block has waited for its request.
+        self._coming: set[Content] = set()
         self._promoted: dict[Content, float] = {}
         self.ended: Counter[str] = Counter()
         self.found_blocks = 0
@@ -153,7 +153,7 @@ class Prefetches:
     @property
     def _room(self) -> int:
         """Blocks that may still be brought now."""
-        return self._most - len(self._coming.keys() | self._promoted.keys())
+        return self._most - len(self._coming) - len(self._promoted)
 
     def next_deadline(self) -> float | None:
         ends = [fetch.handle.deadline for fetch in self._fetches]
@@ -172,23 +172,26 @@ class Prefetches:
         first = self._pool.match_prefix(prompt).full_tokens // width if prompt.reuse else last
         if first >= last:
             return self._end(handle, "cached")
-        fetch = _Fetch(handle, self._generation(), first, self._known.of_prompt(prompt, last))
+        fetch = _Fetch(handle, self._generation(), first, self._tier.of_prompt(prompt, last))
         self._fetches.append(fetch)
-        asked = [one for chain in fetch.chains for one in chain[first:] if not self._known.now(one).on]
         fetch.search = Search(handle.deadline, partial(self._found, fetch), partial(self._plan, fetch))
-        self._bridge.search(fetch.search, asked)
+        self._bridge.search(fetch.search, self._absent([one for chain in fetch.chains for one in chain[first:]]))
+
+    def _absent(self, contents: Sequence[Content]) -> list[Content]:
+        """Those of the contents that the pool does not have."""
+        return [one for one, here in zip(contents, self._tier.here(contents), strict=True) if not here]
 
     def _found(self, fetch: _Fetch, number: int, asked: Sequence[Content], job: Job) -> list[Content]:
         """A store has said which blocks it has. Returns what is left for the next one."""
         codes = dict(zip(asked, job.codes.tolist(), strict=True))
         there = [one for one, code in codes.items() if code == OK]
-        self._tier.note(number, there, True)
-        self._tier.note(number, [one for one, code in codes.items() if code == ABSENT], False)
+        self._stored.note(number, there, True)
+        self._stored.note(number, [one for one, code in codes.items() if code == ABSENT], False)
         self.found_blocks += len(there)
         fetch.source.update(dict.fromkeys(there, number))
         if fetch not in self._fetches:
             return []
-        return [one for one in asked if one not in fetch.source and not self._known.now(one).on]
+        return self._absent([one for one in asked if one not in fetch.source])
 
     def _plan(self, fetch: _Fetch, *_: object) -> None:
         """Choose what to load."""
@@ -239,10 +242,7 @@ class Prefetches:
     def turn(self) -> None:
         """Begin the loads for which there is room, and end what is over."""
         now = self._clock()
-        while self._promoted and next(iter(self._promoted.values())) < now - UNUSED_SECONDS:
-            del self._promoted[next(iter(self._promoted))]
-        for content in [content for content, until in self._coming.items() if until <= now]:
-            del self._coming[content]
+        self._note_used(now)
         for fetch in list(self._fetches):
             if fetch.handle.cancelled:
                 self._stop(fetch, "cancelled")
@@ -259,7 +259,9 @@ class Prefetches:
 
     def _load(self, fetch: _Fetch) -> bool:
         """Begin to load the next blocks. Returns False if there is no room now."""
-        while fetch.wanted and self._known.now(fetch.wanted[0]).on:
+        ahead = list(islice(fetch.wanted, ASKED))
+        here = set(compress(ahead, self._tier.here(ahead)))
+        while fetch.wanted and fetch.wanted[0] in here:
             # Another prompt has brought it, or a request has computed it.
             self._came(fetch, fetch.source[fetch.wanted.popleft()], 1, self._clock())
         if not fetch.wanted:
@@ -268,10 +270,12 @@ class Prefetches:
             return False
         number, deadline = fetch.source[fetch.wanted[0]], fetch.handle.deadline
         queue = self._bridge.clients[number].queue
-        size, share = max(1, CHUNK_BYTES // queue.block_bytes), max(1, queue.slots // (2 * CHUNKS_UNDER_WAY))
+        most = min(max(1, CHUNK_BYTES // queue.block_bytes), max(1, queue.slots // (2 * CHUNKS_UNDER_WAY)), self._room)
         # What is on its way for another prompt is not loaded twice.
-        ours = takewhile(lambda one: fetch.source[one] == number and one not in self._coming, fetch.wanted)
-        chosen = list(islice(ours, max(0, min(size, share, self._room))))
+        ours = takewhile(
+            lambda one: fetch.source[one] == number and one not in self._coming and one not in here, fetch.wanted
+        )
+        chosen = list(islice(ours, max(0, most)))
         try:
             done = partial(self._loaded, fetch)
             loading = self._bridge.load(number, chosen, deadline, done, hold=True) if chosen else None
@@ -281,14 +285,14 @@ class Prefetches:
             return False
         for content in loading.blocks:
             fetch.wanted.popleft()
-            self._coming[content] = deadline
+            self._coming.add(content)
         fetch.loadings.append(loading)
         return True
 
     def _loaded(self, fetch: _Fetch, loading: Loading[Content]) -> None:
         """A job is done. Blocks enter the pool in the order of the prompt."""
         codes = zip(loading.blocks, loading.job.codes.tolist(), strict=True)
-        self._tier.note(loading.number, [one for one, code in codes if code in (ABSENT, DAMAGED)], False)
+        self._stored.note(loading.number, [one for one, code in codes if code in (ABSENT, DAMAGED)], False)
         while fetch in self._fetches and fetch.loadings and fetch.loadings[0].job.done:
             self._enter(fetch, fetch.loadings[0])
 
@@ -303,7 +307,10 @@ class Prefetches:
         except DeviceError:
             leading = 0
         fetch.handle.came(self._tier.loaded_blocks - before)
-        self._note_entered(loading.blocks, here)
+        self._coming.difference_update(loading.blocks)
+        came = [content for content, there in zip(loading.blocks, here, strict=False) if there]
+        self._promoted.update(dict.fromkeys(came, self._clock()))
+        self._note_used(self._clock(), came)
         if not all(here):
             # The host is full of what must stay, such as the blocks before these.
             return self._stop(fetch, "full")
@@ -314,17 +321,15 @@ class Prefetches:
         if not fetch.wanted and not fetch.loadings:
             self._stop(fetch, "loaded")
 
-    def _note_entered(self, contents: Sequence[Content], here: Sequence[bool]) -> None:
-        """Contents wait for their request from now on. ``here``: which of the first the pool has."""
-        now = self._clock()
-        for content, there in zip(contents, here, strict=False):
-            if not there:
-                self._coming.pop(content, None)
-                continue
-            if not self._known.now(content).on & ON_DEVICE:
-                self._promoted[content] = now
-            # An event will say that it is there. Nobody waits for an event that was lost.
-            self._coming[content] = now + EVENT_SECONDS
+    def _note_used(self, now: float, contents: Sequence[Content] | None = None) -> None:
+        """Blocks that are on the device, or gone, do not wait for a request any more. ``contents``: which are looked
+        at; by default those that were looked at least recently."""
+        asked = list(islice(self._promoted, ASKED)) if contents is None else contents
+        there = zip(asked, self._tier.here(asked, "host"), self._tier.here(asked, "device"), strict=True)
+        for one, host, device in there:
+            since = self._promoted.pop(one)
+            if host and not device and since > now - UNUSED_SECONDS:
+                self._promoted[one] = since
 
     def _came(self, fetch: _Fetch, number: int, items: int, began: float) -> None:
         """So many blocks of an attempt are in the pool, by a job that began then."""
@@ -332,12 +337,6 @@ class Prefetches:
             fetch.attempts[number].note(items, began, self._clock())
 
     # -- ending --------------------------------------------------------------------------------------
-
-    def used(self, content: Content) -> None:
-        """The tiers of a content have changed. What is on the device, or gone, does not wait for a request any more."""
-        self._coming.pop(content, None)
-        if content.on & ON_DEVICE or not content.on & ON_HOST:
-            self._promoted.pop(content, None)
 
     def stop_all(self, why: str, concerns: Callable[[Content], bool] = lambda _: True) -> None:
         """End the prefetches that may bring these contents."""
@@ -352,9 +351,7 @@ class Prefetches:
         for loading in fetch.loadings:
             loading.job.cancel()
             self._bridge.clients[loading.number].release(loading.job)
-            for one in loading.blocks:
-                if one not in self._promoted:
-                    self._coming.pop(one, None)
+            self._coming.difference_update(loading.blocks)
         if fetch.search is not None and fetch.search.job is not None:
             fetch.search.job.cancel()
         for attempt in fetch.attempts.values():

@@ -174,16 +174,6 @@ def set_priority(heads, keys, priority, ttl, now):
 
 
 @jit
-def uses(heads, g, keys, out):
-    """How often the content of each key (int64[n, 2]) was used in a group, into ``out`` int64[n]. 0 for what is not
-    cached. Changes nothing."""
-    h = head(heads, g)
-    for i in range(keys.shape[0]):
-        b = find_key(h, keys[i, 0], keys[i, 1])
-        out[i] = 0 if b == NONE else blocks_of(h)[b].uses
-
-
-@jit
 def evict_first(heads, g, keys, alone, now):
     """Put the host copies of keys (int64[n, 2]) in front of the lists that they are in, the first key first: they are
     the next victims there. Clean copies only, or with ``alone`` also those that are the only ones. Held blocks stay

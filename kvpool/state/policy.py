@@ -283,6 +283,7 @@ def on_insert(h, b):
     if block.uses == 0:
         block.uses = 1
     block.stored_at = block.used_at = np.uint32(h.now)
+    block.saved = 0
 
 
 @jit(forceinline=True)

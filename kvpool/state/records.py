@@ -96,6 +96,7 @@ BLOCK = np.dtype(
         ("heap", "i4"),  # place in the expiry heap, NONE = not in it
         ("stored_at", "u4"),  # ms, modulo 2**32
         ("used_at", "u4"),
+        ("saved", "i8"),  # who has been told to save the content, as bits; the same of both copies
     ],
     align=True,
 )
@@ -165,7 +166,7 @@ HEAD = _numbers(
     "secret1 guards"
     " generation event_capacity removals has_extra clocks window sinks kind group block_tokens device_first "
     "host_first snapshot"
-    " gone_capacity detail bound detail_group overflow stop returns"
+    " gone_capacity detail bound detail_group overflow stop returns savers owed unsaved"
 )
 # `detail` says what an error is about, mostly a place among the arguments, and `bound` the bound that it broke. In the
 # first header, `detail_group` is the group of the error. `overflow` is how many contents the present admission still
@@ -174,6 +175,8 @@ HEAD = _numbers(
 # from one kept state to the next. `row_tokens` and `row_extra` have the ids of tokens for which a recurrent group has
 # no blocks. `book_at` is 0 where the policy needs no records of its own. `stop` and `returns` are what the engine says
 # about the sequences that it releases: why they stopped, and ENDS or in how many ms and one their next turn comes.
+# `savers` are those who save content, as bits; to those in `owed` all of it is owed, and `unsaved` counts what the host
+# has evicted before one of them was told to save it.
 ENDS = np.int64(-1)
 ATTENTION, RECURRENT, CROSS = range(3)
 

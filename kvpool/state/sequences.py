@@ -200,6 +200,7 @@ def _publish(h, b):
     blocks[b].other_copy, blocks[found].other_copy = found, b
     blocks[b].uses = blocks[found].uses
     on_insert(h, b)
+    blocks[b].saved = blocks[found].saved
     blocks[b].flags |= PUBLISHED
     emit(h, STORED, b)
     on_change(h, found)

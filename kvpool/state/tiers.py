@@ -105,6 +105,7 @@ def copy_content(h, source, target):
     s, t = blocks[source], blocks[target]
     t.key0, t.key1, t.parent0, t.parent1, t.namespace = s.key0, s.key1, s.parent0, s.parent1, s.namespace
     t.priority, t.ttl, t.uses, t.stored_at, t.used_at = s.priority, s.ttl, s.uses, s.stored_at, s.used_at
+    t.saved = s.saved
     t.flags = KEYED | PUBLISHED
     copy_tokens(h, source, target, h.width)
 
@@ -169,6 +170,8 @@ def take_host(h, priority):
     elif blocks[b].flags & INDEXED:
         record(h, HOST_LIFETIME, blocks[b].stored_at)
         record(h, HOST_IDLE, blocks[b].used_at)
+        if h.owed & ~blocks[b].saved:
+            h.unsaved += 1
         drop(h, b, NONE, EVICTED)
     blocks[b].flags = 0
     return b

@@ -215,6 +215,7 @@ def _index(state: State) -> Iterator[Check]:
     )
     yield "copies", has & ~(mutual & same), "block {} and its copy do not name each other, one content and two tiers"
     yield "copies", has & (state.tokens != state.tokens[other_id]).any(axis=1), "block {} and its copy differ in tokens"
+    yield "saved", has & (blocks["saved"] != other["saved"]), "of block {} and its copy, somebody was told of one only"
     alone = published & ~has & ~linked
     both = has & (linked == linked[other_id])
     yield "representative", alone | both, "the content of block {} has none or two in the index"

@@ -17,7 +17,7 @@ DRIVES: dict[str, Callable[[int], Recorder]] = {
     "host cache": stores.drive_host_cache,
     "store queue": stores.drive_queue,
     **{f"keeper, save on {save}": partial(stores.drive_keeper, save) for save in ("commit", "evict", "reuse")},
-    **{f"host keeper, save on {save}": partial(stores.drive_host_keeper, save) for save in ("publish", "reuse")},
+    **{f"host keeper, save on {save}": partial(stores.drive_host_keeper, save) for save in stores.HOST_SAVES},
 }
 """Cases beside those of pools, by name without seed."""
 

@@ -20,6 +20,7 @@ from tests.stores.keeping import Clock, engine, keeper, room
 from tests.stores.lab import IDENTITY, Gate, names, open_queue
 
 STEPS = 60
+HOST_SAVES = ("publish", "reuse")
 VERBS = {
     "reserve": 6, "publish": 8, "abort": 1, "pin": 3, "unpin": 5, "touch": 3, "forget": 0.6, "clear": 0.1, "wait": 1,
 }  # fmt: skip

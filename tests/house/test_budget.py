@@ -19,16 +19,16 @@ LINES = {
     "cuda": 340,
     "docs": 220,
     "examples": 1120,
-    "kvpool": 370,
+    "kvpool": 380,
     "kvpool/arrays": 780,
     "kvpool/commands": 1130,
     "kvpool/copying": 510,
     "kvpool/device": 4160,
     "kvpool/engines": 2540,
     "kvpool/entry": 420,
-    "kvpool/hostcache": 940,
+    "kvpool/hostcache": 920,
     "kvpool/jit": 600,
-    "kvpool/keepers": 1970,
+    "kvpool/keepers": 1870,
     "kvpool/memory": 910,
     "kvpool/observe": 380,
     "kvpool/planner": 1400,
@@ -36,7 +36,7 @@ LINES = {
     "kvpool/publish": 670,
     "kvpool/remote": 1670,
     "kvpool/replay": 2030,
-    "kvpool/state": 5290,
+    "kvpool/state": 5400,
     "kvpool/stores": 3520,
     "kvpool/tables": 600,
     "tests": 1690,
@@ -54,8 +54,8 @@ LINES = {
     "tests/house": 1570,
     "tests/interop": 970,
     "tests/kernels": 1420,
-    "tests/model": 2690,
-    "tests/mutations": 3790,
+    "tests/model": 2740,
+    "tests/mutations": 3870,
     "tests/observe": 1050,
     "tests/planner": 740,
     "tests/publish": 1580,
@@ -64,14 +64,14 @@ LINES = {
     "tests/replay": 1290,
     "tests/sequences": 3270,
     "tests/share": 680,
-    "tests/state": 1870,
-    "tests/stores": 9170,
+    "tests/state": 2000,
+    "tests/stores": 9290,
     "tests/tables": 860,
 }
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.2, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 196
+FILES = 193
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "stress.py"}

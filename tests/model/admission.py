@@ -253,6 +253,7 @@ class Admission(Batches, Store):
         assert source is not None and source.content is not None
         block = self.take_device(source.priority, source.ttl)
         block.content, block.indexed, block.uses = source.content, True, source.uses
+        block.saved = source.saved
         row.device = block
         self.counts["onboarded_blocks"] += 1
 

@@ -13,7 +13,7 @@ from group_engine import Side, open_groups
 from kvpool import operations as op
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import array_at, entry_of, record_at
-from kvpool.state import agent, records
+from kvpool.state import agent, records, saving
 from kvpool.state.chains import BOOK
 from kvpool.state.records import HEAD
 from tests import debug
@@ -136,6 +136,8 @@ class Pair:
         self.events = [EventReplay() for _ in groups]
         self.next_event = 0
         self.keys: dict[Content, bytes] = {}
+        core = self.cache.core
+        self.saver, self.at = core.decide(None, saving.open_saver, True), np.array([0, records.NONE, 0])
         self.check()
 
     def both(self, real: Callable[[], Any], model: Callable[[], Any], *, compare: bool = True) -> Any:
@@ -390,6 +392,24 @@ class Pair:
             del self.engine.live[request.id]
         self.released.append((sequence, request.id))
 
+    def save(self, verb: Callable[..., int], args: Sequence[Any], rows: int, expected: Sequence[list[Content]]) -> None:
+        """Tell the saver of content, some rows at a time. ``expected``: what it is told by the model, for each group.
+        The events tell of all groups together, in another order."""
+        note(f"save({verb}, {args}, {rows})")
+        found, told = np.empty((rows, saving.FOUND), np.int64), list[tuple[int, bytes]]()
+        before: object = None
+        while before != (now := (self.at.tolist(), len(told))):
+            before = now
+            count = self.cache.core.decide(None, verb, self.saver, *args, found)
+            told += [(int(row[0]), row[1:3].tobytes()) for row in found[:count]]
+            if verb is saving.sweep and self.at[saving.PLACE] == records.NONE:
+                break
+        ours = [(g, self.key_of(content)) for g, own in enumerate(expected) for content in own]
+        if verb is saving.stored:
+            told, ours = sorted(told), sorted(ours)
+        assert told == ours, f"the saver is told {told}, by the model {ours}"
+        assert self.at[saving.MISSED] == 0
+
     def lease(self, real: Callable[[], Any], model: Callable[[], int | None]) -> None:
         leases: list[Any] = []
         new = self.both(lambda: leases.append(real()), model, compare=False)
@@ -465,6 +485,9 @@ class Pair:
             assert (empty, redundant) == (len(tier.empty), len(tier.redundant)), f"{where}{name}: empty, redundant"
             for block in tier.victims()[empty + redundant :]:
                 assert state.blocks["priority"][block.id] == block.priority, f"{where}priority of {block}"
+        told = [block.saved for block in group.every_block() if block.indexed and block.content is not None]
+        shown = [block.id for block in group.every_block() if block.indexed and block.content is not None]
+        assert (state.blocks["saved"][shown] >> self.saver & 1).tolist() == told, f"{where}what the saver was told"
         counted = dict(zip(records.COUNTERS, state.counters.tolist(), strict=True))
         assert {name: counted[name] for name in COUNTERS} == {name: group.counts[name] for name in COUNTERS}, (
             f"{where}counters"

@@ -198,8 +198,27 @@ class Store:
         self.rows[block.content].host = target
         target.content, target.indexed = block.content, True
         target.priority, target.ttl, target.uses = block.priority, block.ttl, block.uses
+        target.saved = block.saved
         self.counts["offloaded_blocks"] += 1
         return target
+
+    # -- saving --------------------------------------------------------------------------------
+
+    def tell_saver(self, blocks: Sequence[Block], uses: int = 1) -> list[Content]:
+        """Of the content of these blocks, in their order, what the saver is told: what it was not told before."""
+        told = []
+        for block in blocks:
+            if block.indexed and block.content is not None and not block.saved and block.uses >= uses:
+                told.append(block.content)
+                row = self.rows[block.content]
+                for copy in filter(None, (row.device, row.host)):
+                    copy.saved = True
+        return told
+
+    def soon_evicted(self, margin: int) -> list[Block]:
+        """Content that is lost when so many host blocks are taken, the next victim first."""
+        room = len(self.host.empty) + len(self.host.redundant)
+        return [block for blocks in self.host.by_priority for block in blocks][: max(0, margin - room)]
 
     # -- index ---------------------------------------------------------------------------------
 
@@ -214,9 +233,9 @@ class Store:
             self._supersede_tails(parent, own)
             self._bucket(parent, own).append(Child(own, content=block.content))
         if row.device is None:
-            row.device, block.indexed, block.uses = block, True, 1
+            row.device, block.indexed, block.uses, block.saved = block, True, 1, False
             if row.host is not None:
-                block.uses = max(1, row.host.uses)
+                block.uses, block.saved = max(1, row.host.uses), row.host.saved
                 self.shelve(row.host)
 
     def forget_device(self, block: Block, deadline: int | None = None) -> None:

@@ -67,7 +67,7 @@ class Swaps(Holds):
         else:
             copy = self.take_host(self.host.victims()[0])
         copy.refs, copy.content, copy.indexed = 0, block.content, block.indexed
-        copy.priority, copy.ttl, copy.uses = block.priority, block.ttl, block.uses
+        copy.priority, copy.ttl, copy.uses, copy.saved = block.priority, block.ttl, block.uses, block.saved
         if block.indexed and block.content:
             setattr(self.rows[block.content], tier, copy)
         self.counts["onboarded_blocks" if tier == "device" else "offloaded_blocks"] += 1
@@ -96,4 +96,4 @@ class Swaps(Holds):
         self._supersede_tails(parent, own)
         self._bucket(parent, own).append(Child(own, content=block.content))
         self.rows[block.content] = Row(host=block)
-        block.indexed, block.uses = True, max(block.uses, 1)
+        block.indexed, block.uses, block.saved = True, max(block.uses, 1), False

@@ -20,6 +20,8 @@ import numpy as np
 from hypothesis import HealthCheck, Phase, note, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvpool.state import saving
+
 from .draws import SAID, STEP_MS, pool_options, some_ranges
 from .groups import GroupsModel
 from .pair import Pair
@@ -396,6 +398,22 @@ class PoolMachine(RuleBasedStateMachine):
         keyed = self.pair.keyed(prompt)
         note(f"{verb}({prompt})")
         self.pair.both(lambda: getattr(self.pair.cache, verb)(keyed), lambda: getattr(self.model, verb)(prompt))
+
+    @rule(random=RANDOM, how=st.sampled_from(("stored", "sweep", "victims")))
+    def save(self, random: Random, how: str) -> None:
+        """What a saver is told: what was stored, what was used so often, what is evicted soon."""
+        groups, pair, rows = self.model.groups, self.pair, random.choice((1, 3, 64))
+        if how == "stored":
+            # A sweep may come before some events.
+            pair.save(saving.stored, [pair.at], rows, [group.tell_saver(group.every_block()) for group in groups])
+        elif how == "sweep":
+            uses, pair.at[saving.PLACE] = random.choice((1, 2)), 0
+            told = [group.tell_saver(group.every_block(), uses) for group in groups]
+            pair.save(saving.sweep, [uses, pair.at], rows, told)
+        else:
+            margins = [random.randint(0, group.host.capacity) for group in groups]
+            told = [group.tell_saver(group.soon_evicted(m)) for group, m in zip(groups, margins, strict=True)]
+            pair.save(saving.victims, [np.array(margins)], rows, told)
 
     @rule(step=st.integers(1, 40), refresh=st.booleans())
     def pass_time(self, step: int, refresh: bool) -> None:

@@ -80,6 +80,7 @@ class Block:
     ttl: int | None = None
     deadline: int | None = None
     uses: int = 0
+    saved: bool = False
 
     @property
     def held(self) -> bool:
@@ -89,6 +90,7 @@ class Block:
         """Forget what the block holds; who holds it stays."""
         self.content, self.indexed, self.parent, self.tail = None, False, None, ()
         self.priority, self.ttl, self.deadline, self.uses = DEFAULT_PRIORITY, None, None, 0
+        self.saved = False
 
 
 @dataclass

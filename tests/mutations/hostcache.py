@@ -140,17 +140,17 @@ MUTATIONS = (
     ),
     Mutation(
         "a_lease_is_closed_in_halves",
-        "HostLeases.close_at",
-        "with DeferSignals(), self.lock:\n"
-        "    _, ids = self._open.pop(lease.id, (None, None))\n"
-        "    if ids is None:\n"
-        '        raise LeaseExpired(f"lease {lease.id} of {lease.owner!r} was closed or revoked")\n'
-        "    control.unpin(self._states.heads, ids, now)",
-        "with self.lock:\n"
-        "    _, ids = self._open.pop(lease.id, (None, None))\n"
-        "    if ids is None:\n"
-        '        raise LeaseExpired(f"lease {lease.id} of {lease.owner!r} was closed or revoked")\n'
-        "    control.unpin(self._states.heads, ids, now)",
+        "HostCache._end_lease",
+        "with DeferSignals(), self._lock:\n"
+        "    _, ids = self._open.pop(lease, (None, None))\n"
+        "    if ids is not None:\n"
+        "        control.unpin(self._heads, ids, now)\n"
+        "        if not used:\n            saving.released_unused(self._heads, ids)",
+        "with self._lock:\n"
+        "    _, ids = self._open.pop(lease, (None, None))\n"
+        "    if ids is not None:\n"
+        "        control.unpin(self._heads, ids, now)\n"
+        "        if not used:\n            saving.released_unused(self._heads, ids)",
         "An interrupt leaves blocks pinned that no lease names: they are never free again.",
         ("tests/hostcache/test_interrupted.py::test_an_interrupt_at_any_line_leaves_the_cache_whole[close]",),
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 _KEEPER, _FAILURES = "tests/stores/test_keeper.py::", "tests/stores/test_keeper_failures.py::"
+_SAVING = "tests/state/test_saving.py::"
 
 MUTATIONS = (
     Mutation(
@@ -21,7 +22,7 @@ MUTATIONS = (
     Mutation(
         "what_was_copied_says_what_its_event_has_said",
         "PoolTier._read",
-        "for content, row in zip(contents, rows, strict=True):\n    content.row = row",
+        'note_said(contents, np.stack([found["parent0"], found["parent1"]], axis=1), tokens, extra)',
         "",
         "A store keeps the bytes of one prompt in the name and context of another, which has the same key.",
         (f"{_FAILURES}test_a_block_is_sealed_with_what_the_pool_has_under_its_key_now",),
@@ -36,7 +37,7 @@ MUTATIONS = (
     ),
     Mutation(
         "layouts_are_not_in_the_keys_of_stores",
-        "KnownContent.name",
+        "PoolTier.name",
         "self._kinds[content.group]",
         'b"group %d" % content.group',
         "After a change of the layout, the bytes of the old one are served.",
@@ -87,7 +88,7 @@ MUTATIONS = (
     ),
     Mutation(
         "names_of_what_stores_have_are_forgotten",
-        "BridgeEvents.read",
+        "StoredContent.read",
         "for _, own in told:\n    names.update(own)",
         "",
         "A router is told that content of a tenant is content without a salt.",
@@ -95,18 +96,16 @@ MUTATIONS = (
     ),
     Mutation(
         "missed_events_are_not_made_up_for",
-        "_Unread._read",
-        "if events.missed:\n    self.missed += events.missed\n"
-        "    events = self._pool.events(since=events.cursor, snapshot=True)\n"
-        "    yield events, int(events.bounds[events.before_snapshot]), len(events.records), True\n    continue",
-        "",
+        "saving.stored",
+        "at[CURSOR], at[PLACE], at[MISSED] = at[CURSOR] + gone, 0, at[MISSED] + gone",
+        "at[CURSOR], at[MISSED] = at[CURSOR] + gone, at[MISSED] + gone",
         "What was computed while the keeper was busy is never saved.",
         ("tests/stores/test_keeper_events.py::test_a_keeper_that_has_missed_events_learns_what_there_is",),
     ),
     Mutation(
         "promotions_are_not_bounded",
         "Prefetches._room",
-        "return self._most - len(self._coming.keys() | self._promoted.keys())",
+        "return self._most - len(self._coming) - len(self._promoted)",
         "return self._most",
         "A long queue of requests displaces what running ones need.",
         (
@@ -183,5 +182,45 @@ MUTATIONS = (
         "",
         "What a store got is kept on the host longer than what is used: hits are lost.",
         (f"{_KEEPER}test_saving_changes_no_order_of_eviction",),
+    ),
+    Mutation(
+        "a_copy_does_not_know_who_was_told_of_the_content",
+        "copy_content",
+        "t.saved = s.saved",
+        "t.saved = 0",
+        "Content is saved again each time that it moves between the tiers.",
+        (f"{_SAVING}test_content_is_told_once_while_it_moves_between_tiers",),
+    ),
+    Mutation(
+        "what_takes_over_a_host_copy_was_told_to_nobody",
+        "sequences._publish",
+        "blocks[b].saved = blocks[found].saved",
+        "",
+        "What the host has and is computed once more is saved once more.",
+        (f"{_SAVING}test_content_that_is_computed_beside_its_host_copy_is_not_told_again",),
+    ),
+    Mutation(
+        "new_content_counts_as_told",
+        "policy.on_insert",
+        "block.saved = 0",
+        "",
+        "What comes into a block whose last content was saved is never saved.",
+        (f"{_SAVING}test_content_that_has_gone_and_comes_again_is_told_again",),
+    ),
+    Mutation(
+        "a_saver_that_comes_later_believes_the_one_before",
+        "saving.open_saver",
+        "blocks_of(h)[b].saved &= ~bit",
+        "pass",
+        "A keeper over another store saves nothing of what the last one has saved.",
+        (f"{_SAVING}test_savers_know_nothing_of_each_other",),
+    ),
+    Mutation(
+        "clean_copies_count_as_what_is_lost_next",
+        "saving.victims",
+        "margins[g] - lists[first + EMPTY, 2] - lists[first + CLEAN, 2]",
+        "margins[g] - lists[first + EMPTY, 2]",
+        "Content is written that the host still keeps long.",
+        (f"{_SAVING}test_what_the_host_evicts_next_is_told_in_that_order",),
     ),
 )

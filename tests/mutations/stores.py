@@ -7,6 +7,7 @@ from tests.mutations.mutation import Mutation
 
 _HASHED = "tests/stores/test_hostkeeper_hashing.py::test_what_is_published_after_clear_is_not_saved_for_what_was_before"
 
+_POLICIES = "tests/stores/test_hostkeeper_policies.py::"
 _STEPS = "tests/stores/test_hostkeeper_steps.py::"
 
 
@@ -210,12 +211,52 @@ MUTATIONS = (
     ),
     Mutation(
         "what_nobody_reads_takes_room_for_ever",
-        "HostLoads._load",
+        "HostLoads._free",
         "while self._unread and next(iter(self._unread.values()))[0] <= now:\n"
         "    del self._unread[next(iter(self._unread))]",
         "",
         "After some requests that were aborted, nothing comes from a store any more.",
         ("tests/stores/test_hostkeeper_policies.py::test_what_came_and_nobody_reads_makes_room_after_a_while",),
+    ),
+    Mutation(
+        "what_had_no_room_is_absent_for_a_while",
+        "HostLoads._load",
+        'self._miss(keys[len(room) :], "crowded", remember=False)',
+        'self._miss(keys[len(room) :], "crowded")',
+        "Of a prompt that is longer than the host, one window comes.",
+        (f"{_POLICIES}test_a_prompt_of_any_length_comes_through_a_small_host[12]",),
+    ),
+    Mutation(
+        "stores_are_asked_for_what_has_no_room",
+        "HostLoads.ask",
+        "list(dict.fromkeys(wanted)) if self._free else []",
+        "list(dict.fromkeys(wanted))",
+        "A request whose end has no room waits for its stores in every step, and never begins.",
+        (f"{_POLICIES}test_while_there_is_no_room_no_store_is_asked",),
+    ),
+    Mutation(
+        "what_is_saved_before_it_goes_stays_longest",
+        "HostCacheTier.lend",
+        "lease.close(used=self._save != EVICT)",
+        "lease.close()",
+        "What is used is evicted before what is saved: hits are lost.",
+        (f"{_POLICIES}test_saving_what_goes_next_changes_no_order_of_eviction",),
+    ),
+    Mutation(
+        "what_no_store_shall_get_is_saved_later",
+        "HostKeeper.publish",
+        "self._tier.leave_unsaved([key for key in own if key in private])",
+        "pass",
+        "KV that its owner wants on no disk is written there when it is read, or before it is evicted.",
+        tuple(f"{_POLICIES}test_what_is_published_as_unsaved_reaches_no_store[{save}]" for save in ("reuse", "evict")),
+    ),
+    Mutation(
+        "what_came_from_a_store_is_saved_to_it_again",
+        "HostCacheTier.publish",
+        "self.cache.tell_saver(self._saver, blocks)",
+        "pass",
+        "Each load from a store is followed by a save of the same bytes.",
+        (f"{_POLICIES}test_what_came_from_a_store_is_not_saved_before_it_goes",),
     ),
     Mutation(
         "saves_put_a_prompt_out_of_its_order",

@@ -246,7 +246,8 @@ MADE_BY_THE_POOL = {
 BUILT = {kvpool.Lease, kvpool.Loadable, kvpool.Reservation, kvpool.HostLease, kvpool.HostCopy, kvpool.Export}
 """Classes that only the pool makes."""
 OF_THE_POOL = {("BlockKeys", "of_private"), ("BlockKeys", "prove"), ("BlockKeys", "bound"), ("Export", "of_place"),
-               ("HostCopies", "query"), ("HostCopies", "synchronize"), ("HostCopies", "hold_back")}  # fmt: skip
+               ("HostCopies", "query"), ("HostCopies", "synchronize"), ("HostCopies", "hold_back"),
+               ("HostCache", "publish_ordered")}  # fmt: skip
 """Methods that parts of the pool call, and nobody else."""
 PACKAGES = kvpool, keepers, stores
 

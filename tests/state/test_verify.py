@@ -262,6 +262,7 @@ CORRUPTIONS: list[tuple[str, str, Corrupt]] = [
     ("list of content", "priority", add("priority", 1, listed)),
     ("lowest priority", "device", lists(LOWEST + DEVICE, 0, EMPTY)),
     ("lowest priority", "host", lists(LOWEST + HOST, 0, EMPTY)),
+    ("saved", "of one copy only", add("saved", 1, lambda v: v.twinned & v.host)),
     ("copies", "one side only", put("other_copy", NONE, lambda v: v.twinned & ~v.host)),
     ("copies", "of what is not published", put("other_copy", 0, duplicate)),
     ("copies", "on one tier", put("other_copy", 0, lambda v: alone(v) & ~v.host & (np.arange(len(v.flags)) > 0))),

@@ -51,6 +51,16 @@ class Engine:
         here = self.keeper.lookup(names(count, first)) == HERE
         return np.where(here, HERE, ABSENT).tolist()
 
+    def take(self, count: int) -> int:
+        """Read a prompt as its blocks come, window by window. Returns how many came."""
+        came, more = 0, True
+        while more:
+            said = [*self.ask(count - came, came), ABSENT]
+            more = said[0] == HERE
+            self.read(said.index(ABSENT), came)
+            came += said.index(ABSENT)
+        return came
+
     def until(self, right: Callable[[], bool]) -> None:
         end = time.monotonic() + 600
         self.keeper.poll()

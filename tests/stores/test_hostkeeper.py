@@ -507,7 +507,7 @@ def test_with_no_block_free_nothing_comes(make: Callable[..., Engine]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"save": "evict"}, "save='evict'"),
+        ({"save": "always"}, "save='always'"),
         ({"load_share": 0.0}, "load_share=0.0"),
         ({"save_share": 1.5}, "save_share=1.5"),
         ({"load_seconds": -1.0}, "load_seconds=-1.0"),
@@ -571,8 +571,10 @@ def test_closing_begins_nothing(make: Callable[..., Engine], store: Wrong) -> No
 # -- everything at once ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_whatever_happens_no_wrong_byte_is_read(make: Callable[..., Engine], store: Wrong, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "save"), [(1, "publish"), (2, "reuse"), (3, "evict")])
+def test_whatever_happens_no_wrong_byte_is_read(
+    make: Callable[..., Engine], store: Wrong, seed: int, save: str
+) -> None:
     random = np.random.default_rng(seed)
     print(f"seed {seed}")
 
@@ -584,7 +586,7 @@ def test_whatever_happens_no_wrong_byte_is_read(make: Callable[..., Engine], sto
     def seals_of_others(answer: Any) -> Any:
         return answer[0], np.roll(answer[1], int(random.integers(4) == 0), 0)
 
-    engine = make(blocks=12, load_seconds=0.02, retry_seconds=0.0, clock=time.monotonic)
+    engine = make(blocks=12, save=save, load_seconds=0.02, retry_seconds=0.0, clock=time.monotonic)
     store.after.update({"find": maybe, "save": maybe, "load": seals_of_others})
     for _ in range(400):
         first, count = int(random.integers(40)), int(random.integers(1, 5))

@@ -1,4 +1,5 @@
-"""How much a HostKeeper loads and saves: what the policy of a store takes, what has room, no more than a quota."""
+"""How much a HostKeeper loads and saves: what the policy of a store takes, what has room, no more than a quota, and
+what is evicted next."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from kvpool.keepers import LoadOrCompute
 from kvpool.keepers.choice import Load
 from kvpool.stores import MemoryStore
 from tests.stores.hostkeeping import Engine
-from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, names
+from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, content, names
 
 ABSENT, HERE = HostCache.ABSENT, HostCache.HERE
 
@@ -148,3 +149,144 @@ def test_what_came_and_nobody_reads_makes_room_after_a_while(make: Callable[...,
         assert engine.ask(4, (first + 4) % 16) == [ABSENT] * 4
         engine.cache.forget(names(4, first))
         engine.now += 10.0
+
+
+# -- a prompt that is longer than the host ---------------------------------------------------------------
+
+
+@pytest.fixture
+def small(make: Callable[..., Engine], store: Wrong) -> Engine:
+    """Of 12 blocks, over a store that has 100 blocks of a prompt. A window has 6."""
+    big = make(blocks=128)
+    big.saved(100)
+    big.close()
+    return make(store, blocks=12)
+
+
+@pytest.mark.parametrize("blocks", [2, 12, 25])
+def test_a_prompt_of_any_length_comes_through_a_small_host(
+    make: Callable[..., Engine], small: Engine, store: Wrong, blocks: int
+) -> None:
+    """What the engine has read makes room for what comes next. Other requests read and write meanwhile."""
+    engine = small if blocks == 12 else make(store, blocks=blocks)
+    assert engine.take(100) == 100
+    if blocks > 2:
+        engine.write(blocks // 4, first=500)
+        assert engine.take(100) == 100
+    stats = engine.keeper.stats()
+    assert stats.loaded >= 100 and stats.loaded + sum(stats.missed.values()) == stats.asked
+
+
+def test_while_there_is_no_room_no_store_is_asked(small: Engine, store: Wrong) -> None:
+    assert small.ask(100) == [HERE] * 6 + [ABSENT] * 94
+    asked = store.calls.count("find")
+    for _ in range(20):
+        assert small.keeper.lookup(names(100)).tolist() == [HERE] * 6 + [ABSENT] * 94
+        small.keeper.poll()
+    assert store.calls.count("find") == asked
+    small.read(2)
+    assert small.ask(100) == [HERE] * 8 + [ABSENT] * 92
+
+
+def test_a_request_that_ends_in_a_window_keeps_room_no_longer_than_it_is_unread(small: Engine, store: Wrong) -> None:
+    """It was aborted while its second window came."""
+    small.ask(100)
+    small.read(6)
+    gate = store.before["load"] = Gate()
+    small.keeper.lookup(names(94, 6))
+    small.until(gate.reached.is_set)
+    assert small.keeper.lookup(names(4, first=100)).tolist() == [ABSENT] * 4
+    gate.open()
+    assert small.keeper.drain(600) and small.cache.stats().pending == 0
+    small.now += 10.0
+    assert small.ask(100, 20) == [HERE] * 6 + [ABSENT] * 94
+    small.read(6, 20)
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_a_store_that_fails_in_a_window_ends_the_prompt_there(small: Engine, store: Wrong, how: str) -> None:
+    """What came before is right, and nobody gets the blocks that a call may still write."""
+
+    def dies() -> None:
+        raise OSError(5, "I/O error")
+
+    small.ask(100)
+    small.read(6)
+    gate = Gate()
+    store.before["load"] = dies if how == "dies" else gate
+    small.keeper.lookup(names(94, 6))
+    if how == "hangs":
+        small.until(gate.reached.is_set)
+        small.later(3)
+    small.until(lambda: small.keeper.stats().searching == 0)
+    assert small.keeper.lookup(names(6, 6)).tolist() == [ABSENT] * 6
+    hung = small.keeper.stats().hung
+    assert hung == (6 if how == "hangs" else 0)
+    small.write(12 - hung, first=500)
+    small.read(12 - hung, first=500)
+    gate.open()
+    assert small.keeper.drain(600) and small.keeper.stats().loading == 0
+    small.read(12 - hung, first=500)
+    del store.before["load"]
+    assert small.keeper.lookup(names(6, 6)).tolist() == [ABSENT] * 6, "who has asked is told once"
+    small.now += 20.0
+    assert small.take(100) == 100
+
+
+# -- what is evicted next --------------------------------------------------------------------------------
+
+
+def test_with_evict_what_goes_was_saved_before(make: Callable[..., Engine]) -> None:
+    engine = make(blocks=16, save="evict", save_share=1.0)
+    engine.write(8)
+    assert engine.keeper.drain(600) and engine.keeper.stats().saved == 0, "there is room yet"
+    for first in range(8, 100, 4):
+        engine.write(4, first)
+        assert engine.keeper.drain(600)
+    stats = engine.keeper.stats()
+    assert stats.saved == 100 - 8 and not stats.unsaved, "those before the last half of the cache"
+
+
+def test_what_came_from_a_store_is_not_saved_before_it_goes(small: Engine, make: Callable[..., Engine]) -> None:
+    engine = make(blocks=8, save="evict", load_share=1.0)
+    assert engine.ask(8) == [HERE] * 8 and engine.keeper.drain(600)
+    assert engine.keeper.stats().saved == 0
+
+
+def test_with_evict_what_goes_before_it_was_told_is_counted(make: Callable[..., Engine]) -> None:
+    engine = make(blocks=8, save="evict")
+    for first in range(0, 32, 8):
+        engine.write(8, first)
+    assert engine.keeper.stats().unsaved == {"evicted": 24}
+    assert engine.keeper.drain(600) and engine.keeper.stats().saved == 4
+
+
+def test_saving_what_goes_next_changes_no_order_of_eviction(make: Callable[..., Engine]) -> None:
+    gone = []
+    for save in ("evict", "reuse"):
+        engine = make(Wrong(MemoryStore(64 * BLOCK_BYTES)), blocks=8, save=save, save_share=1.0)
+        evicted: list[bytes] = []
+        for first in range(0, 64, 4):
+            taken = engine.cache.reserve(names(4, first))
+            evicted += taken.evicted
+            engine.keeper.publish(taken.keys)
+            assert engine.keeper.drain(600)
+            engine.cache.touch(names(1, first))
+        gone.append(evicted)
+    assert gone[0] == gone[1] and len(gone[0]) == 56
+
+
+@pytest.mark.parametrize("save", ["commit", "reuse", "evict"])
+def test_what_is_published_as_unsaved_reaches_no_store(make: Callable[..., Engine], save: str) -> None:
+    engine = make(blocks=8, save=save, save_share=1.0)
+    taken = engine.cache.reserve(names(4))
+    for row, number in zip(taken.blocks.tolist(), range(4), strict=True):
+        engine.tier.blocks[row] = content(number)
+    engine.keeper.publish(taken.keys, unsaved=names(2))
+    if save == "reuse":
+        engine.read(4)
+    engine.write(4, first=50)
+    assert engine.keeper.drain(600)
+    engine.cache.forget(names(8))
+    assert engine.ask(4) == [ABSENT, ABSENT, HERE, HERE]
+    engine.read(2, first=2)

@@ -1,0 +1,145 @@
+"""What savers ask of the state: which content nobody has told them of yet, so that they keep no list of what there is.
+
+A *saver* is a number. Content that it was told of has its bit in ``saved``, in both copies, until the content is gone.
+Content is told as a row of ``found`` int64[n, 5]: group, both halves of the key, namespace, block.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvpool.jit import jit
+from kvpool.state.effects import STORED
+from kvpool.state.index import find_key
+from kvpool.state.policy import evict_next
+from kvpool.state.records import (
+    CLEAN,
+    EMPTY,
+    HOST,
+    LISTS_PER_TIER,
+    LOWEST,
+    NONE,
+    PUBLISHED,
+    blocks_of,
+    events_of,
+    head,
+    lists_of,
+    ring_of,
+)
+
+SAVERS = 62
+FOUND = 5
+CURSOR, PLACE, MISSED = range(3)
+
+
+@jit
+def open_saver(heads, owed):
+    """A new saver, who was told of nothing. ``owed``: whether what is evicted unsaved is counted. SAVERS at once."""
+    saver = np.int64(0)
+    while saver < SAVERS and head(heads, 0).savers >> saver & 1:
+        saver += 1
+    if saver == SAVERS:
+        raise RuntimeError("more savers than a pool can have")
+    bit = np.int64(1) << saver
+    for g in range(heads.shape[0]):
+        h = head(heads, g)
+        h.savers |= bit
+        h.owed |= bit if owed else 0
+        for b in range(h.blocks):
+            blocks_of(h)[b].saved &= ~bit
+    return saver
+
+
+@jit
+def close_saver(heads, saver):
+    for g in range(heads.shape[0]):
+        h = head(heads, g)
+        h.savers &= ~(np.int64(1) << saver)
+        h.owed &= h.savers
+    return np.int64(0)
+
+
+@jit
+def _tell(h, b, saver, uses, found, count):
+    """Tell a saver of block ``b``, if it is cached, was used so often, and the saver was not told. Returns how many
+    rows of ``found`` are filled now."""
+    blocks, bit = blocks_of(h), np.int64(1) << saver
+    if b == NONE or not blocks[b].flags & PUBLISHED or blocks[b].saved & bit or blocks[b].uses < uses:
+        return count
+    blocks[b].saved |= bit
+    if blocks[b].other_copy != NONE:
+        blocks[blocks[b].other_copy].saved |= bit
+    found[count, 0] = h.group
+    found[count, 1] = blocks[b].key0
+    found[count, 2] = blocks[b].key1
+    found[count, 3] = blocks[b].namespace
+    found[count, 4] = b
+    return count + 1
+
+
+@jit
+def stored(heads, saver, at, found):
+    """Tell of what was stored since the event ``at[CURSOR]``, by the events. ``at`` int64[3] goes on. If some events
+    are gone, they are counted in ``at[MISSED]``, and a ``sweep`` is due: ``at[PLACE]`` is 0. Returns how many rows are
+    filled. Looks at no more events than there are rows."""
+    h0 = head(heads, 0)
+    ring, count = ring_of(h0), 0
+    gone = ring.next - h0.event_capacity - at[CURSOR]
+    if gone > 0:
+        at[CURSOR], at[PLACE], at[MISSED] = at[CURSOR] + gone, 0, at[MISSED] + gone
+    last = min(ring.next, at[CURSOR] + found.shape[0])
+    for i in range(at[CURSOR], last):
+        event = events_of(h0)[i % h0.event_capacity]
+        if event.kind == STORED:
+            h = head(heads, event.group)
+            count = _tell(h, find_key(h, event.key0, event.key1), saver, 1, found, count)
+    at[CURSOR] = last
+    return np.int64(count)
+
+
+@jit
+def sweep(heads, saver, uses, at, found):
+    """Tell of what was used so often, of as many blocks as there are rows, from ``at[PLACE]`` on. After the last block
+    of the pool that is NONE. Returns how many rows are filled."""
+    count, place, most = 0, at[PLACE], found.shape[0]
+    for g in range(heads.shape[0]):
+        h = head(heads, g)
+        for b in range(max(place, 0), min(place + most, h.blocks)):
+            count = _tell(h, np.int64(b), saver, uses, found, count)
+        place -= h.blocks
+    at[PLACE] = NONE if place + most >= 0 else at[PLACE] + most
+    return np.int64(count)
+
+
+@jit
+def victims(heads, saver, margins, found):
+    """Tell of what the host evicts soon: of the victims of each group, as many as ``margins`` int64[groups] says, less
+    those that have nothing to lose. The next victim comes first. Returns how many rows are filled."""
+    count = 0
+    for g in range(heads.shape[0]):
+        h = head(heads, g)
+        lists, first = lists_of(h), HOST * LISTS_PER_TIER
+        left = margins[g] - lists[first + EMPTY, 2] - lists[first + CLEAN, 2]
+        for which in range(lists[LOWEST + HOST, 0], EMPTY):
+            b = np.int64(lists[first + which, 0])
+            while b != NONE and left > 0 and count < found.shape[0]:
+                count = _tell(h, b, saver, 1, found, count)
+                left -= 1
+                b = np.int64(blocks_of(h)[b].next)
+    return np.int64(count)
+
+
+@jit
+def held(heads, saver, ids, found):
+    """Tell of blocks that the caller holds. Returns how many rows are filled."""
+    count = 0
+    for i in range(ids.shape[0]):
+        count = _tell(head(heads, 0), np.int64(ids[i]), saver, 1, found, count)
+    return np.int64(count)
+
+
+@jit
+def released_unused(heads, ids):
+    """Put blocks that nobody holds any more in front of the lists that they are in, the last of ``ids`` in front."""
+    for i in range(ids.shape[0]):
+        evict_next(head(heads, 0), np.int64(ids[i]))
