@@ -459,7 +459,7 @@ def _record(scene: Any, given: dict[str, Any]) -> Any:
 
 CASES = [
     verb("block_keys", Plain, {"tokens": INT32}, tokens=PROMPT, extra_ids=([0] * 8 + [5], [0] * 8 + [6])),
-    *(verb(name, Plain, TOKENS, prompt=PROMPT) for name in ("match_prefix", "add_sequence")),
+    *(verb(name, Plain, TOKENS, prompt=PROMPT) for name in ("match_prefix", "add_sequence", "explain")),
     *(verb(name, Plain, TOKENS, prompt=RUNNING) for name in ("offload", "blocks_needed")),
     verb("prefetch", Plain, TOKENS, prompt=ON_HOST),
     Case("reserve", Plain, _reserve, {"prompt": PROMPT}, TOKENS),

@@ -236,7 +236,19 @@ MADE_BY_THE_POOL = {
         "HostEvent",
         "HostTierDescription",
     ),
-    *("HintAnswer", "Lacking", "Match", "Plan", "RequestStats", "Reserved", "SharedTier", "Stats", "TierStats"),
+    *(
+        "Explanation",
+        "HintAnswer",
+        "Lacking",
+        "Match",
+        "Missed",
+        "Plan",
+        "RequestStats",
+        "Reserved",
+        "SharedTier",
+        "Stats",
+        "TierStats",
+    ),
     *("HealthStats", "HostKeeperStats", "KeeperStats", "Forgotten", "Job", "Prefetch", "Space", "StoreStats"),
     "RetentionRange",  # one tuple of ``retention``
     "Stagings",  # walked as an argument of ``gather_kv``
