@@ -310,9 +310,16 @@ class KVPoolOffloadingManager(base.OffloadingManager):
     # -- the cache as a whole ------------------------------------------------------------------------
 
     def take_events(self) -> Iterable[base.OffloadingEvent]:
+        """What the host tier has, and what stores have, by their kind and place in ``stores``."""
         for event in self._cache.events() if self._events else ():
             if event.kind in ("stored", "removed"):
                 yield base.OffloadingEvent(list(event.keys), base.Medium.CPU, removed=event.kind == "removed")
+        for number, keys, stored in self._keeper.changes() if self._events and self._keeper is not None else ():
+            local = self._sources[number] in (CacheHitSource.DISK, CacheHitSource.HOST)
+            yield base.OffloadingEvent(
+                list(keys), base.Medium.STORAGE, removed=not stored, ownership=f"{VLLM.module} {number}",
+                locality=base.Locality.LOCAL if local else base.Locality.REMOTE,
+            )  # fmt: skip
 
     def reset_cache(self) -> None:
         """Drop everything. vLLM's workers wait for all copies before they begin new ones, and vLLM reports nothing more

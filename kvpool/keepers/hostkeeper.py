@@ -26,7 +26,7 @@ from kvpool.hostcache.opaque_keys import key_argument, keys_argument
 from kvpool.hostcache.tier import HostTier
 from kvpool.keepers.bridge import Bridge, open_clients
 from kvpool.keepers.choice import LoadPolicy
-from kvpool.keepers.hostloads import HostCacheTier, HostLoads
+from kvpool.keepers.hostloads import HostCacheTier, HostLoads, StoreChange
 from kvpool.stores.queue import NO_LIMIT, StoreStats
 from kvpool.stores.store import Store
 from kvpool.stores.store_client import PATIENCE_SECONDS, StoreClient
@@ -266,6 +266,14 @@ class HostKeeper:
     def origin(self, key: bytes) -> int | None:
         """The number of the store that has brought this key to the cache, until somebody pins it. None otherwise."""
         return self._loads.origin(key)
+
+    def changes(self) -> list[StoreChange]:
+        """What the stores have got and lost since the last call, as far as this keeper knows, in order: what it has
+        saved, and of that what they did not have when they were asked for it. The first call begins it."""
+        self._tier.tells = True
+        found = list(self._tier.changes)
+        self._tier.changes.clear()
+        return found
 
     @property
     def totals(self) -> tuple[int, int, int, int]:

@@ -517,6 +517,28 @@ def test_what_a_store_has_brought_is_told_as_such_to_the_first_who_loads_it(
     manager.real.shutdown()
 
 
+def test_routers_are_told_what_a_store_has_and_what_it_has_lost(tmp_path: Path) -> None:
+    manager = Stored(8, stores=("memory:?capacity=128", f"disk:{tmp_path}/s?capacity=1MiB"))
+    list(manager.real.take_events())
+    for number in (1, 2, 3):
+        manager.fill(number)
+        manager.wait_saved(2)
+    manager.cache.forget(keys(1, 2, 3))
+    assert manager.found(1, 2, 3) == [HIT, HIT, HIT], "the disk has all, and the memory two"
+    found = [
+        (event.ownership, event.locality.name, event.removed, manager.numbers(event.keys))
+        for event in manager.real.take_events()
+        if event.medium is Medium.STORAGE
+    ]
+    owners = {owner for owner, *_ in found}
+    assert len(owners) == 2 and {locality for _, locality, *_ in found} == {"LOCAL"}
+    stored = {owner: sorted(sum((keys for name, _, gone, keys in found if name == owner and not gone), []))
+              for owner in owners}  # fmt: skip
+    assert list(stored.values()) == [[1, 2, 3]] * 2
+    assert [keys for *_, gone, keys in found if gone] == [[1]]
+    manager.real.shutdown()
+
+
 def test_figures_of_stores_are_read_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = Wrong(MemoryStore(1 << 20))
     monkeypatch.setattr(urls, "open_store", lambda text: wrong)
