@@ -11,9 +11,9 @@ manager and of kvpool's in turn. ``first-token`` serves prompts that are new and
 turn, and says how long the first token takes. ``steps`` says what a step costs the scheduler's thread in which a new
 prompt of 8 chunks comes that nobody has: of vLLM's manager, of kvpool's, and of kvpool's with a disk. ``no-reuse``
 serves new prompts only, by an engine without a host tier, one with, and one with a disk, in turn, and says how much
-more CPU time the process takes. All print medians. ``policies`` plays sessions of agents, scaled down, through an engine
-with vLLM's own CPU tier, once for each policy of eviction, and prints the share of tokens that came from a cache.
-Answers must be the same. ``trace`` is a file of sessions as ``replay`` takes it.
+more CPU time the process takes. All print medians. ``policies`` plays sessions of agents, scaled down, through an
+engine with vLLM's own CPU tier, once for each policy of eviction, and prints the share of tokens that came from a
+cache. Answers must be the same. ``trace`` is a file of sessions as ``replay`` takes it.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ def _play(policy: str | None, requests: list[tuple[float, list[int]]], answers: 
     AgentCachePolicy.clock = staticmethod(lambda: now[0])
     length = TOKENS_MAX + 2 * serve.BLOCK
     extra = {
-        "spec_name": "CpuSpec", "spec_module_path": "tests.engines.cpu_tiers", "cpu_bytes_to_use": TIER_CHUNKS << 16,
+        "spec_name": "CpuSpec", "spec_module_path": "tests.engines.cpu_tiers", "cpu_bytes_to_use": TIER_CHUNKS << 15,
         "eviction_policy": policy, "cache_policy_module_path": "kvpool.engines.vllm_policy",
     }  # fmt: skip
     given = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}

@@ -34,13 +34,12 @@ with VLLM.imports():
     from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
     from vllm.v1.kv_offload import base
 
-from kvpool.engines import vllm_metrics
-from kvpool.engines.vllm_manager import HostBlocks, KVPoolOffloadingManager, WorkerReport
+from kvpool.engines.vllm_manager import HostBlocks, KVPoolOffloadingManager, WorkerReport, metric_definitions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
-    from vllm.v1.core.sched.output import KVConnectorOutput
+    from vllm.v1.core.sched.output import KVConnectorOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.kv_offload.config import OffloadingConfig
 
@@ -204,7 +203,7 @@ class KVPoolOffloadingSpec(base.OffloadingSpec):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, base.OffloadingMetricMetadata]:
-        return vllm_metrics.definitions()
+        return metric_definitions()
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
@@ -288,7 +287,9 @@ class KVPoolOffloadingSpec(base.OffloadingSpec):
         )
         VLLM.show_warnings()
         self._say()
-        return KVPoolOffloadingManager(cache, self.options, events=events)
+        chunk = max(group.tokens_per_block for group in self.config.groups) * self.blocks_per_chunk
+        tokens = max(1, chunk // max(1, self.chunks_of(chunk)))
+        return KVPoolOffloadingManager(cache, self.options, events=events, tokens_per_block=tokens)
 
     def get_worker(self, kv_caches: base.CanonicalKVCaches) -> base.OffloadingWorker:
         from kvpool.engines.transfers import Transfers, paged
@@ -370,9 +371,16 @@ class KVPoolOffloadingConnector(OffloadingConnector):
         found = super().build_connector_worker_meta()
         return None if found is None else self._worker.take_report(found)
 
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> connectors.KVConnectorMetadata:
+        manager = self.scheduler.manager
+        if isinstance(manager, KVPoolOffloadingManager):
+            manager.prefill.begin(scheduler_output.total_num_scheduled_tokens)
+        return super().build_connector_meta(scheduler_output)
+
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         manager = self.scheduler.manager
         if isinstance(manager, KVPoolOffloadingManager):
+            manager.prefill.end()
             report = connector_output.kv_connector_worker_meta
             if isinstance(report, WorkerReport):
                 manager.report(report)

@@ -14,7 +14,7 @@ from tests.house.counter import ROOT, report, sizes, totals
 PACKAGE = ROOT / "kvpool"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 LINES = {
-    "asv_bench": 760,
+    "asv_bench": 820,
     "asv_bench/benchmarks": 1510,
     "cuda": 250,
     "docs": 220,
@@ -24,11 +24,11 @@ LINES = {
     "kvpool/commands": 1410,
     "kvpool/copying": 520,
     "kvpool/device": 3940,
-    "kvpool/engines": 1800,
+    "kvpool/engines": 2010,
     "kvpool/entry": 410,
     "kvpool/hostcache": 940,
     "kvpool/jit": 890,
-    "kvpool/keepers": 1970,
+    "kvpool/keepers": 2000,
     "kvpool/memory": 910,
     "kvpool/observe": 300,
     "kvpool/planner": 1110,
@@ -37,7 +37,7 @@ LINES = {
     "kvpool/remote": 1670,
     "kvpool/replay": 2030,
     "kvpool/state": 5270,
-    "kvpool/stores": 3365,
+    "kvpool/stores": 3385,
     "kvpool/tables": 600,
     "tests": 1680,
     "tests/arrays": 840,
@@ -45,7 +45,7 @@ LINES = {
     "tests/copying": 1370,
     "tests/device": 2560,
     "tests/emulated": 2670,
-    "tests/engines": 3210,
+    "tests/engines": 3400,
     "tests/examples": 340,
     "tests/golden": 670,
     "tests/gpu": 1090,
@@ -55,7 +55,7 @@ LINES = {
     "tests/interop": 970,
     "tests/kernels": 1340,
     "tests/model": 2640,
-    "tests/mutations": 3740,
+    "tests/mutations": 3730,
     "tests/observe": 980,
     "tests/planner": 630,
     "tests/publish": 1550,
@@ -65,7 +65,7 @@ LINES = {
     "tests/sequences": 3200,
     "tests/share": 680,
     "tests/state": 1710,
-    "tests/stores": 9010,
+    "tests/stores": 9000,
     "tests/tables": 860,
 }
 """The most net lines of each folder."""
