@@ -216,7 +216,7 @@ class _Prefill:
 
         self._clock, self._speed = clock, Speed()
         self._under_way: deque[tuple[float, int]] = deque(maxlen=64)
-        self._ended = -math.inf
+        self._ended, self._most = -math.inf, 0
         self.policies: list[LoadOrCompute] = []
         self.tokens_per_block = 1
 
@@ -236,8 +236,9 @@ class _Prefill:
         if not self._speed.loads:
             log.info("kvpool: the engine's speed is known: %d tokens in %.3f s", tokens, self._ended - began)
         self._speed.observe(tokens, self._ended - began)
+        self._most = max(self._most, tokens)
         for policy in self.policies:
-            policy.block_seconds = self._speed.per_byte * self.tokens_per_block
+            policy.block_seconds = self._speed.seconds(self._most) / self._most * self.tokens_per_block
 
 
 class KVPoolOffloadingManager(base.OffloadingManager):

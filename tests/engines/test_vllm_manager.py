@@ -552,6 +552,11 @@ def test_a_hit_is_loaded_only_where_that_is_faster_than_to_compute_it(
     manager.real.prefill.end()
     assert manager.real.prefill.policies[0].block_seconds == pytest.approx(0.01)
     assert (hits(40) > 20) == (seconds < 1.0)
+    for tokens, took in ((200, 0.5), (400, 0.1)):
+        manager.real.prefill.begin(tokens)
+        manager.now += took
+        manager.real.prefill.end()
+    assert manager.real.prefill.policies[0].block_seconds > 0.0, "of larger steps that were faster, too"
     manager.real.shutdown()
 
 
