@@ -11,30 +11,16 @@ from __future__ import annotations
 
 import argparse
 import time
-from math import inf
 from random import Random
-from typing import Any
 
 import numpy as np
 
 import kvpool
+from kvpool.planner.policies import hints
 from kvpool.replay.sessions import AgentSession, play
-from kvpool.replay.tokens import Request
 from kvpool.replay.traces import read_sessions
 
-STOPS = ("tool_use", "end_turn")
 VARIES = 0.5
-
-
-def hints(request: Request, say: str) -> dict[str, Any]:
-    """What an engine says when it releases a request: nothing, why it stopped, or when the next one comes."""
-    if say == "stop":
-        return {"stop": request.stop if request.stop in STOPS else None}
-    if say == "future":
-        assert request.returns is not None and request.timestamp is not None
-        ends = request.returns == inf
-        return {"ends": True} if ends else {"returns_in_ms": int((request.returns - request.timestamp) * 1000)}
-    return {}
 
 
 def measure(

@@ -14,9 +14,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from asv_bench.benchmarks.gpu import BlockCopies, KvCopies, StagedTables
-from kvpool.device.cuda import describe_gpus, unusable
-from kvpool.device.cuda.calibration import DIRECTIONS, PATHS
+from asv_bench.benchmarks.gpu import BlockCopies, KvCopies, Scenes, StagedTables, Tiers, close_tiers
+from asv_bench.gpu_peers import peer_rows
+from kvpool.device.cuda import CudaDevice, describe_gpus, unusable
+from kvpool.device.cuda.calibration import DIRECTIONS, KERNELS, PATHS, difference, prove
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 FRAGMENT_BYTES = (4 << 10, 8 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
@@ -63,6 +64,44 @@ def block_tables() -> Iterator[str]:
         yield f"### {direction}, {placement}\n\n{markdown(head, rows)}"
 
 
+def scene_table() -> str:
+    rows = []
+    for scene, run_bytes, path in product(Scenes.params[0], Tiers.run_sizes, PATHS):
+        found = measured(Scenes, (scene, path, run_bytes))
+        if found is not None:
+            speeds = [f"{found[name]:.1f}" for name in ("speed", "p99", "call")]
+            rows.append([scene, f"{run_bytes:,}", path, *speeds, f"{found['slowdown_of_matmul']:.0f} %"])
+    return markdown(["scene", "bytes of a run", "path", "GB/s", "p99 ms", "call µs", "matmul slower by"], rows)
+
+
+def link() -> str:
+    """What the driver's tool says of the machine: the generation and lanes of the link, and clocks."""
+    fields = "driver_version,pcie.link.gen.max,pcie.link.width.max,clocks.max.sm,clocks.max.mem,power.limit"
+    try:
+        command = ["nvidia-smi", "-i", "0", f"--query-gpu={fields}", "--format=csv"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    except OSError as error:
+        return f"nvidia-smi says nothing: {error.strerror}"
+    lines = [line.split(", ") for line in done.stdout.splitlines()]
+    return "; ".join(map(" ".join, zip(*lines, strict=False))) or f"nvidia-smi says nothing: {done.stderr.strip()}"
+
+
+def prove_kernels() -> list[str]:
+    """Record each kernel that copies the right bytes on this GPU, and what is wrong with the others."""
+    device, said = CudaDevice(), []
+    device.kernels = set(KERNELS)
+    try:
+        stream = device.create_stream("proof")
+        for path in device._load_kernels():
+            wrong = difference(device, stream, path)
+            if not wrong:
+                prove(path, device.capability, device.device_name, device.driver)
+            said.append(f"{path}: {wrong or f'proven for compute capability {device.capability}'}")
+    finally:
+        device.close()
+    return said
+
+
 def token_table() -> str:
     rows = []
     for parameters in product(*KvCopies.params, ORDERS):
@@ -88,7 +127,8 @@ def report(command: str) -> str:
         ["git", "rev-parse", "--short", "HEAD"], cwd=RESULTS.parent, capture_output=True, text=True
     ).stdout.strip()
     machine = (
-        f"{gpu.name}, CUDA {gpu.driver // 1000}.{gpu.driver % 1000 // 10}, commit {commit or 'unknown'}, `{command}`."
+        f"{gpu.name}, CUDA {gpu.driver // 1000}.{gpu.driver % 1000 // 10}, compute capability {gpu.capability}, commit "
+        f"{commit or 'unknown'}, `{command}`. {link()}."
     )
     parts = [
         "# Copies on a GPU",
@@ -98,6 +138,10 @@ def report(command: str) -> str:
         ),
         "## Blocks: GB/s, and percent of one large copy in the same direction",
         *block_tables(),
+        "## What a server does, in batches of 16 MiB",
+        scene_table(),
+        "## Peers, in turn with the path beside them",
+        *peer_rows(),
         "## Tokens between the device tier and staging",
         token_table(),
         "## Block tables of 256 sequences into a target of 1,024 columns",
@@ -111,12 +155,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=RESULTS, help="the file to write (default: %(default)s)")
     parser.add_argument("--command", help="what the table says it was made by (default: this command)")
     given = sys.argv[1:] if arguments is None else arguments
+    parser.add_argument("--prove", action="store_true", help="record the kernels that copy the right bytes here")
     options = parser.parse_args(given)
     missing = unusable()
     if missing is not None:
         sys.exit(f"nothing was measured: {missing}")
     options.output.write_text(report(options.command or " ".join([parser.prog, *given])), encoding="utf-8")
+    close_tiers()
     print(options.output)
+    if options.prove:
+        print(*prove_kernels(), sep="\n")
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ python_maximum_signature_line_length = 70
 napoleon_google_docstring = False
 napoleon_use_ivar, napoleon_attr_annotations = True, False
 myst_heading_anchors = 3
+myst_enable_extensions = ["deflist"]
 
 
 def _sections(app: Any, what: str, name: str, object: Any, options: Any, lines: list[str]) -> None:

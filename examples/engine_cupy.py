@@ -1,7 +1,7 @@
 """The engine of engine_numpy.py on a GPU, in CuPy: a staged block table, a paged attention kernel, everything on one
 stream.
 
-    python examples/engine_cupy.py # needs an NVIDIA GPU, and CuPy: pip install 'kvpool[cuda12]' or 'kvpool[cuda13]'
+    python examples/engine_cupy.py # needs an NVIDIA GPU, and CuPy: pip install ".[cuda12]" or ".[cuda13]"
 
 Nothing here waits for the pool's copies: every call names the stream, and the stream waits for the blocks that it
 needs.

@@ -50,6 +50,9 @@ if TYPE_CHECKING:
     from kvpool.pool.config import split_blocks as split_blocks
     from kvpool.pool.events import Event as Event
     from kvpool.pool.events import Events as Events
+    from kvpool.pool.explain import Explanation as Explanation
+    from kvpool.pool.explain import Missed as Missed
+    from kvpool.pool.hints import HintAnswer as HintAnswer
     from kvpool.pool.keys import Admission as Admission
     from kvpool.pool.keys import BlockKeys as BlockKeys
     from kvpool.pool.keys import Lacking as Lacking
@@ -83,6 +86,7 @@ _NAMES = {
         "LeaseExpired OutOfBlocks OutOfSequences PoolBusy PoolClosed ReservationExpired StoreBusy "
         "UnknownSequence"
     ),
+    "kvpool.pool.hints": "HintAnswer",
     "kvpool.pool.leases": "Lease",
     "kvpool.pool.reservations": "Loadable Reservation",
     "kvpool.hostcache.host_copies": "HostCopies HostCopy",
@@ -93,6 +97,7 @@ _NAMES = {
     "kvpool.pool.manager": "KVCacheManager",
     "kvpool.pool.events": "Event Events",
     "kvpool.pool.stats": "GroupStats RequestStats Stats TierStats",
+    "kvpool.pool.explain": "Explanation Missed",
     "kvpool.pool.keys": "Admission BlockKeys Lacking Match Plan",
     "kvpool.entry.arguments": "RetentionRange",
     "kvpool.tables.block_table": "BlockTable",
@@ -103,13 +108,15 @@ _MODULES = {name: module for module, names in _NAMES.items() for name in names.s
 __all__ = ["__version__", *_MODULES]
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name, and keep it."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(_MODULES[name]), name)
-    return found
+if not TYPE_CHECKING:  # a name that is not public is an error there
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name, and keep it."""
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = globals()[name] = getattr(import_module(_MODULES[name]), name)
+        return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from kvpool import __version__
-from kvpool.commands import doctor, fetch, plan, replay, serve, stress, warm_up
-from kvpool.commands.terminal import INTERRUPTED, USAGE
+from kvpool.commands import doctor, plan, replay, serve_fetch, stress, warm_up
+from kvpool.commands.terminal import INTERRUPTED, USAGE, WrongUse, complain, near
 
-COMMANDS = (replay, plan, stress, serve, fetch, doctor, warm_up)
+COMMANDS = (replay, plan, stress, serve_fetch, doctor, warm_up)
 
 
 class CommandParser(argparse.ArgumentParser):
     """Says what is wrong before how it is used, since the usage can fill a screen."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(USAGE, f"{self.prog}: error: {message}\n\n{self.format_usage()}")
+        choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        hint = near(choice[1], re.findall(r"[\w.-]+", choice[2])) if choice else ""
+        self.exit(USAGE, f"{self.prog}: error: {message}{hint}\n\n{self.format_usage()}")
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """Exit, since no option has these names."""
         known = [name for action in self._actions for name in action.option_strings]
-        near = [*difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)]
-        hint = f"; did you mean {near[0]}?" if near else ""
-        self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        self.error(f"unrecognized arguments: {' '.join(unknown)}{near(unknown[0].partition('=')[0], known)}")
 
 
 def command_line(command: str | None = None) -> CommandParser:
@@ -50,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command_line(options.command).refuse(unknown)
     try:
         return options.run(options)
+    except WrongUse as error:
+        return complain(error)
     except KeyboardInterrupt:
         return INTERRUPTED
 

@@ -15,7 +15,7 @@ from kvpool.memory.kv_copy import load_kernel
 from kvpool.pool.config import LayerGroup
 from kvpool.pool.keys import key_rows
 from kvpool.pool.manager import KVCacheManager
-from kvpool.state import saving
+from kvpool.state import control
 
 _WIDTH = 4
 
@@ -126,9 +126,11 @@ def _between_requests(cache: KVCacheManager) -> None:
     cache.cached_blocks(keys)
     cache.lacking(keys, np.ones((1, 6), np.bool_))
     cache.set_priority(keys, 80)
+    action = {"action_id": "warm", "action_type": "retain", "action_version": 1, "payload": {"keys": keys.keys}}
+    cache.hints({"protocol_version": 1, "message_id": "up", "actions": [action]})
     rows = key_rows(keys)
-    saving.uses(cache.core.states.heads, 0, rows, np.empty(len(rows), np.int64))
-    cache.core.decide(None, saving.evict_first, 0, rows, True, cache.now())
+    control.uses(cache.core.states.heads, 0, rows, np.empty(len(rows), np.int64))
+    cache.core.decide(None, control.evict_first, 0, rows, True, cache.now())
     cache.pin(keys.keys[:1]).close()
     found = cache.find_and_pin_host(keys.keys[0])
     if found is not None:

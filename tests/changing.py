@@ -31,7 +31,7 @@ from kvpool.device.cpu import CpuDevice
 from kvpool.device.launches import Grid, Launch
 from kvpool.keepers import HostKeeper, Keeper
 from kvpool.planner.stack import StackDistances
-from kvpool.replay.tokens import Request
+from kvpool.replay.content import Request
 from kvpool.stores import BlockNames, Job, MemoryStore, StoreClient
 from steps import NAMES, arrays
 from tests import debug
@@ -386,6 +386,11 @@ def _cross(name: str) -> Callable[[Any, dict[str, Any]], Any]:
     return call
 
 
+def _hint(message: Any) -> dict[str, Any]:
+    action = {"action_id": "a", "action_type": "drop", "action_version": 1, "payload": {"keys": message}}
+    return {"protocol_version": 1, "message_id": "m", "actions": [action]}
+
+
 def _lacking(scene: Any, given: dict[str, Any]) -> Any:
     return scene.cache.lacking(np.arange(40, 49, dtype=np.int32), **given)
 
@@ -543,6 +548,9 @@ CASES = [
         {"ids": BOTH, "counts": ([6, 5], [6, MANY])},
     ),
     Case("apply", Plain, lambda s, given: s.cache.apply([op.release(**given)]), {"ids": BOTH}),
+    Case(
+        "hints", Plain, lambda s, given: s.cache.hints(_hint(**given)), {"message": KEYS}, {"message": UINT64}, ARRAYS
+    ),
     Case("apply", Plain, lambda s, given: s.cache.apply([op.match(**given)]), {"prompt": PROMPT}, TOKENS),
     Case(
         "apply",

@@ -14,8 +14,8 @@ from kvpool.stores import StoreQueue
 from kvpool.stores.disk import DiskStore
 from kvpool.stores.disk.database import Database
 from kvpool.stores.disk.folder import Folder
+from kvpool.stores.disk.slab import System
 from kvpool.stores.disk.slot_index import ENTRY, PER_PAGE
-from kvpool.stores.disk.system import System
 from kvpool.stores.store import Space
 
 IDENTITY = ModelIdentity("benchmark", "1", "float16", "pages", "1")

@@ -4,7 +4,9 @@ plain copies."""
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
+from functools import cached_property
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -13,11 +15,13 @@ import numpy as np
 
 from kvpool.arrays.layout import BlockLayout
 from kvpool.arrays.paged import PagedKV
+from kvpool.arrays.pool_ids import PoolIds
 from kvpool.arrays.strided import as_strided
-from kvpool.device.base import Stream
-from kvpool.device.cuda.calibration import DIRECTIONS, OFFLOAD, ONBOARD, PATHS
+from kvpool.device.base import Region, Stream
+from kvpool.device.cuda.calibration import DIRECTIONS, KERNELS, OFFLOAD, ONBOARD, PATHS, always
 from kvpool.device.cuda.cuda_device import CudaDevice, unusable
 from kvpool.device.cuda.cuda_memory import CHUNK_BYTES
+from kvpool.device.work import Fragments
 from kvpool.memory.kv_copy import gather_kv, scatter_kv
 from kvpool.memory.pools import MemoryPools
 
@@ -27,25 +31,72 @@ from .staging import COLUMNS, SEQUENCES
 REPEATS = 9
 
 
+class Tiers:
+    """A device and two tiers of so many bytes, pinned once for all cases. Each layout is a region over all of them."""
+
+    sizes = [1 << shift for shift in range(12, 22)]
+    runs, run_sizes = 64, (256, 1 << 10, 4 << 10)
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes, self.device = nbytes, CudaDevice()
+        # All that there is: this is what asks for the kernels that nothing has proven yet.
+        self.device.kernels = set(KERNELS)
+        self.memory = [self.device.allocate(nbytes, tier) for tier in ("device", "host")]
+        self.bases = [as_strided("memory", memory).address for memory in self.memory]
+        layouts = {(size, 1): BlockLayout(1, 1, size, 1, "uint8", planes=1, order="block_first") for size in self.sizes}
+        layouts |= {(size, self.runs): BlockLayout(self.runs // 2, 1, size, 1, "uint8") for size in self.run_sizes}
+        blocks = {name: nbytes // layout.block_bytes for name, layout in layouts.items()}
+        used = [name for name, count in blocks.items() if count]
+        self.device.bind([Region.of(layouts[name], *self.memory, blocks[name], blocks[name]) for name in used])
+        ids = PoolIds([blocks[name] for name in used], [blocks[name] for name in used])
+        self.first = {name: ids.first(place) for place, name in enumerate(used)}
+        """By the bytes and number of its runs: the first device block and the first host block of a layout."""
+
+
+_tiers: list[Tiers] = []
+
+
+def shared_tiers(nbytes: int) -> Tiers:
+    """The tiers of this process. To pin a gigabyte takes longer than to measure."""
+    if not _tiers or _tiers[0].nbytes != nbytes:
+        close_tiers()
+        _tiers.append(Tiers(nbytes))
+    return _tiers[0]
+
+
+def close_tiers() -> None:
+    while _tiers:
+        _tiers.pop().device.close()
+
+
 class OnGpu:
     """Base: a device, its driver and a stream; skipped where there is no GPU. Benchmarks give what they take in
     ``release``."""
 
     device: CudaDevice
     stream: Stream
+    tiers: Tiers | None = None
     # What keeps the stream busy while a short call is enqueued behind it: so many copies of so many bytes.
     busy_copies, busy_bytes = 8, 128 << 20
 
-    def open(self, path: str | None = None) -> None:
+    def open(self, path: str | None = None, tier_bytes: int = 0) -> None:
+        """A device of its own, or, with ``tier_bytes``, that of the shared tiers, which copies by ``path``."""
         missing = unusable()
         if missing is not None:
             raise NotImplementedError(missing)
         import cupy
 
         self.runtime: Any = cupy.cuda.runtime
-        self.device = CudaDevice(calibration=path)
+        if tier_bytes:
+            self.tiers = shared_tiers(tier_bytes)
+        self.device = self.tiers.device if self.tiers else CudaDevice(calibration=path)
+        if path is not None:
+            self.device.calibration = always(path)
         self.stream = self.device.create_stream("measured")
         self.begin, self.end = self.runtime.eventCreate(), self.runtime.eventCreate()
+        if path is not None and path not in self.device._paths(self.stream.handle):
+            self.teardown()
+            raise NotImplementedError(f"this GPU has no path {path!r}")
 
     def release(self) -> None:
         """What a benchmark has made on the device."""
@@ -54,8 +105,10 @@ class OnGpu:
         """What was skipped is torn down too, by asv, and what was refused half-way twice."""
         if not hasattr(self, "end"):
             return
+        self.device.synchronize()
         self.release()
-        self.device.close()
+        if self.tiers is None:
+            self.device.close()
         for event in (self.begin, self.end):
             self.runtime.eventDestroy(event)
         del self.begin, self.end
@@ -91,7 +144,7 @@ class BlockCopies(OnGpu):
 
     params = (list(DIRECTIONS), list(PATHS), [8 << 10, 64 << 10])
     param_names = ("direction", "path", "fragment_bytes")
-    timeout = 300
+    timeout = 600
     tier_bytes = 1 << 30
 
     def setup(self, direction: str, path: str, nbytes: int, count: int = 1024, placement: str = "apart") -> None:
@@ -100,12 +153,9 @@ class BlockCopies(OnGpu):
             raise NotImplementedError(
                 f"{count} fragments of {nbytes} bytes are too much for tiers of {self.tier_bytes}"
             )
-        self.open(path)
-        layout = BlockLayout(1, 1, nbytes, 1, "uint8", planes=1, order="block_first")
-        self.pools = MemoryPools(self.device, layout, blocks, blocks)
-        if path not in self.device._paths(self.stream.handle):
-            self.teardown()
-            raise NotImplementedError(f"this GPU has no path {path!r}")
+        self.open(path, self.tier_bytes)
+        assert self.tiers is not None
+        first_device, first_host = self.tiers.first[nbytes, 1]
         self.batch_bytes = nbytes * count
         random = np.random.default_rng(0)
         half = blocks // 2
@@ -114,19 +164,20 @@ class BlockCopies(OnGpu):
             places = 2 * random.permutation(half)[: half // count * count].reshape(-1, count)
         else:
             places = random.permutation(half // count)[:, None] * count + np.arange(count)
-        from_host, to_host = blocks * (direction == ONBOARD), blocks * (direction == OFFLOAD)
-        apart = 0 if from_host or to_host else 1 if placement == "apart" else half
+        ends = [
+            first_host if direction == ONBOARD else first_device,
+            first_host if direction == OFFLOAD else first_device,
+        ]
+        apart = 0 if ends[0] != ends[1] else 1 if placement == "apart" else half
         self.batches = [
-            np.stack([ids + from_host, ids + apart + to_host, np.ones_like(ids), np.zeros_like(ids)], axis=1)
+            np.stack([ids + ends[0], ids + apart + ends[1], np.ones_like(ids), np.zeros_like(ids)], axis=1)
             for ids in places[: 2 * REPEATS]
         ]  # fmt: skip
         self.large_bytes = min(half * nbytes, CHUNK_BYTES)
-        ends = np.array([from_host, half * (direction not in (ONBOARD, OFFLOAD)) + to_host])
-        self.source, self.target = (int(address) for address in self.pools.addresses(ends))
+        bases = self.tiers.bases
+        self.source = bases[direction == ONBOARD]
+        self.target = bases[direction == OFFLOAD] + (half * nbytes if ends[0] == ends[1] else 0)
         self.next = 0
-
-    def release(self) -> None:
-        self.pools.close()
 
     def _copy_batch(self) -> None:
         self.device.copy_blocks(self.batches[self.next % len(self.batches)], self.stream)
@@ -146,13 +197,118 @@ class BlockCopies(OnGpu):
     track_share_of_peak.unit = "% of one large copy"  # type: ignore[attr-defined]
 
 
+LOAD, SAVE = 0, 1
+
+
+class Scenes(OnGpu):
+    """What a server does: blocks of many runs, the fragments of an engine with a HostCache, and loads beside saves.
+
+    The time of a batch is the clock's, from the call until all of it is done. ``slowdown_of_matmul`` is how much longer
+    a matrix product takes while such batches are copied all the time.
+    """
+
+    params = (["layers, load", "layers, save", "engine, load", "engine, save", "engine, both ways"], list(PATHS))
+    param_names = ("scene", "path")
+    timeout = 600
+    tier_bytes, batch_bytes, repeats = BlockCopies.tier_bytes, 16 << 20, 200
+    matrix, element = 4096, "float16"
+
+    def setup(self, scene: str, path: str, run_bytes: int = 1 << 10) -> None:
+        self.open(path, self.tier_bytes)
+        assert self.tiers is not None
+        self.streams = [self.stream, self.device.create_stream("saves")]
+        self.ways = [SAVE] if "save" in scene else [LOAD, SAVE] if "both" in scene else [LOAD]
+        random, tiers = np.random.default_rng(0), self.tiers
+        if scene.startswith("layers"):
+            firsts, blocks = tiers.first[run_bytes, tiers.runs], self.tier_bytes // (tiers.runs * run_bytes)
+            count = self.batch_bytes // (tiers.runs * run_bytes)
+            ids = [first + random.permutation(blocks)[:count] for first in firsts]
+            rest = np.ones(count, np.int64), np.zeros(count, np.int64)
+            self.work = [np.stack([*pair, *rest], axis=1) for pair in (ids[::-1], ids)]
+            self.enqueue = self.device.copy_blocks
+        else:
+            # Loads and saves are of the two halves of each tier. No two fragments are neighbours.
+            count, half = self.batch_bytes // run_bytes, self.tier_bytes // run_bytes // 2
+            places = run_bytes * np.array(
+                [[random.permutation(half)[:count] + way * half for _ in "dh"] for way in (0, 1)]
+            )
+            gpu, host = tiers.bases[0] + places[:, 0], tiers.bases[1] + places[:, 1]
+            sizes = np.full(count, run_bytes)
+            rows = np.stack([host[LOAD], gpu[LOAD], sizes], axis=1), np.stack([gpu[SAVE], host[SAVE], sizes], axis=1)
+            self.work = [Fragments(one) for one in rows]
+            self.enqueue = self.device.enqueue
+        self.copied_bytes = self.batch_bytes * len(self.ways)
+
+    def _batch(self) -> tuple[float, float]:
+        """Seconds until a batch is done, and of its calls."""
+        begin = perf_counter()
+        for way in self.ways:
+            self.enqueue(self.work[way], self.streams[way])
+        called = perf_counter() - begin
+        for way in self.ways:
+            self.device.synchronize(self.device.record(self.streams[way]))
+        return perf_counter() - begin, called
+
+    @cached_property
+    def _times(self) -> np.ndarray:
+        """Of each batch, seconds until it was done, and of its calls. The first one warms up."""
+        return np.array([self._batch() for _ in range(self.repeats + 1)][1:])
+
+    def track_speed(self, *parameters: Any) -> float:
+        return self.copied_bytes / float(np.median(self._times[:, 0])) / 1e9
+
+    def track_p99(self, *parameters: Any) -> float:
+        return 1e3 * float(np.quantile(self._times[:, 0], 0.99))
+
+    def track_call(self, *parameters: Any) -> float:
+        return 1e6 * float(np.median(self._times[:, 1]))
+
+    def track_slowdown_of_matmul(self, *parameters: Any) -> float:
+        import cupy
+
+        a, stream = cupy.ones((self.matrix, self.matrix), self.element), cupy.cuda.Stream(non_blocking=True)
+        cupy.cuda.Device().synchronize()
+        over, errors = threading.Event(), list[BaseException]()
+
+        def copy() -> None:
+            try:
+                while not over.is_set():
+                    self._batch()
+            except BaseException as error:
+                errors.append(error)
+
+        def product() -> float:
+            times = []
+            for _ in range(REPEATS + 1):
+                begin = perf_counter()
+                with stream:
+                    cupy.matmul(a, a)
+                stream.synchronize()
+                times.append(perf_counter() - begin)
+            return median(times[1:])
+
+        alone, copies = product(), threading.Thread(target=copy)
+        copies.start()
+        beside = product()
+        over.set()
+        copies.join()
+        if errors:
+            raise errors[0]
+        return 100 * (beside / alone - 1)
+
+    track_speed.unit = "GB/s"  # type: ignore[attr-defined]
+    track_p99.unit = "ms"  # type: ignore[attr-defined]
+    track_call.unit = "us"  # type: ignore[attr-defined]
+    track_slowdown_of_matmul.unit = "% more time"  # type: ignore[attr-defined]
+
+
 class KvCopies(OnGpu):
     """Tokens at random places between the device tier and contiguous staging; as a share of one plain copy of as many
     bytes."""
 
     params = (["gather", "scatter"], ["device", "host"])
     param_names = ("direction", "staging")
-    timeout = 300
+    timeout = 600
     blocks, tokens = 512, 4_096
     shape = {"layers": 32, "kv_heads": 8, "head_dim": 128}
 

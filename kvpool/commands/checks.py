@@ -1,4 +1,5 @@
-"""The doctor's checks of a machine: what it inspects, and a verdict and a remedy for each part."""
+"""The doctor's checks of a machine: what it inspects, and a verdict and a remedy for each part; and of Mooncake:
+whether its client can be loaded, whether a master answers, and who can reach the memory of its clients."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import ctypes
 import os
 import re
 import shutil
+import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +39,7 @@ def look_at_jit() -> dict[str, Any] | None:
         from numba.core import config
 
         from kvpool.jit import keeps
-        from kvpool.jit.folders import cache_root
+        from kvpool.jit.cache import cache_root
         from kvpool.state.tiers import begin
     except Exception:
         return None
@@ -122,7 +125,7 @@ def compiled_code(seen: dict[str, Any]) -> Check:
     if seen["root"] is None:
         return Check(name, WARNING, f"no place for it can be written: {anew}", elsewhere)
     if not seen["in_use"]:
-        return Check(name, WARNING, f"this Numba does not take kvpool's cache: {anew}", "pip install -U kvpool")
+        return Check(name, WARNING, f"this Numba does not take kvpool's cache: {anew}", 'pip install -U "."')
     kept = f"{seen['used'] / _MIB:.0f} MiB in {seen['root']}"
     if seen["free"] < _CACHE_NEEDS:
         found = f"{kept}, where {seen['free'] / _MIB:.0f} MiB are free"
@@ -142,13 +145,13 @@ def driver(found: dict[str, Any]) -> Check:
         return Check(name, ABSENT, "not installed (the cuda device)", remedy)
     fitting = "cuda13" if version >= 13000 else "cuda12"
     several = f"pip uninstall {' '.join(cupy)}, then install one"
-    older = "pip uninstall cupy-cuda13x, then pip install 'kvpool[cuda12]'"
+    older = 'pip uninstall cupy-cuda13x, then pip install ".[cuda12]"'
     problems = (
         (version < 12000, ", too old for CuPy", "update the driver"),
         (len(cupy) > 1, f", and several CuPy: {', '.join(cupy)}", several),
         (cupy == ["cupy-cuda13x"] and version < 13000, ", and CuPy for 13", older),
         (not found["gpus"] and not seen["gpu_files"], ", without a GPU", _CONTAINER),
-        (not cupy, ", without CuPy", f"pip install 'kvpool[{fitting}]'"),
+        (not cupy, ", without CuPy", f'pip install ".[{fitting}]"'),
     )
     problem, remedy = next(((words, remedy) for there, words, remedy in problems if there), ("", ""))
     shown = f"for CUDA {version // 1000}.{version % 1000 // 10}{problem}"
@@ -178,3 +181,74 @@ def main_memory(available: int | None) -> Check:
 
 def gib(nbytes: int | None) -> str:
     return "unknown" if nbytes is None else f"{nbytes / _GIB:.2f} GiB"
+
+
+# -- Mooncake ------------------------------------------------------------------------------------
+
+MASTER = "MOONCAKE_MASTER"
+"""Names the master where no option does. Mooncake's own tools read it too."""
+
+OPEN_TO_ALL = (
+    "every client listens on all interfaces, without a password or encryption: who reaches its ports can read and "
+    "write the memory that it lends, and the host tier"
+)
+
+
+def look_at_mooncake(asked: str | None) -> dict[str, Any]:
+    """What is installed, and whether the master that an option or the environment names can be reached."""
+    found: dict[str, Any] = dict.fromkeys(("version", "tested", "error", "seen_as", "unreachable"))
+    found |= {"master": asked or os.environ.get(MASTER) or None, "asked": asked is not None}
+    try:
+        # Imported here, so that the doctor runs where kvpool cannot be imported.
+        from kvpool.stores.mooncake import guarded_client as client
+    except ImportError:
+        return found | {"unreachable": found["master"] and "kvpool cannot be imported"}
+    found |= {"version": client.version(), "tested": client.TESTED}
+    if found["version"] is not None:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                client.library()
+        except ImportError as raised:
+            found["error"] = str(raised)
+    return found | _reached(found["master"], client.reach)
+
+
+def _reached(master: str | None, reach: Callable[[str], str]) -> dict[str, Any]:
+    if master is None:
+        return {}
+    if not re.fullmatch(r"\S+:[0-9]+", master):
+        return {"unreachable": f"{master!r:.80} is no address: accepted is HOST:PORT"}
+    try:
+        return {"seen_as": reach(master)}
+    except (OSError, ValueError, OverflowError) as error:
+        return {"unreachable": str(error)}
+
+
+def judge_mooncake(found: dict[str, Any]) -> list[Check]:
+    """The verdicts on what ``look_at_mooncake`` has found."""
+    checks = [_client(found)] if found["version"] else []
+    if found["master"] is not None:
+        checks.append(_master(found))
+    if found["version"] is not None and not found["error"]:
+        remedy = "keep the ports of its clients and master in a network of their own; docs/cluster.md says how"
+        checks.append(Check("mooncake security", WARNING if found["seen_as"] else OK, OPEN_TO_ALL, remedy))
+    return checks
+
+
+def _client(found: dict[str, Any]) -> Check:
+    name, version = "mooncake client", found["version"]
+    if found["error"]:
+        words, _, remedy = found["error"].rpartition(": ")
+        return Check(name, WARNING, words or found["error"], remedy if "install" in remedy else "")
+    if version != found["tested"]:
+        return Check(name, WARNING, f"{version}, which was not tested with kvpool ({found['tested']} was)")
+    return Check(name, OK, "can be loaded")
+
+
+def _master(found: dict[str, Any]) -> Check:
+    name = f"mooncake master {found['master']}"
+    if found["unreachable"]:
+        status = FAILED if found["asked"] else WARNING
+        return Check(name, status, found["unreachable"], "start mooncake_master there, or name its --rpc_port")
+    return Check(name, OK, f"accepts connections; it sees this machine as {found['seen_as']}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import platform
 import resource
@@ -12,27 +11,14 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from kvpool.commands import checks, mooncake_check
+from kvpool.commands import checks
 from kvpool.commands.checks import gib
-from kvpool.commands.terminal import FAILED, OK, Subparsers, declare, print_text
-
-_HELP = """\
-Say what works on this machine and how to mend what does not: packages, compiled code,
-driver, GPUs, memory that can be pinned, which device "auto" is and why, how copies are chosen,
-and Mooncake: whether it can be loaded, and its master reached.
-
-  ok       works
-  absent   optional, and not there
-  warning  works, but not as well as it could
-  failed   has to be mended
-
-exit status: 0 the device that was asked for can be used and nothing has failed, 1 otherwise
-"""
+from kvpool.commands.terminal import FAILED, OK, Subparsers, declare, print_result
 
 _DEVICES = ("cpu", "cuda", "sim")
 _EVERYTHING = "everything"
 _MOONCAKE = "mooncake-transfer-engine-non-cuda"
-_GPU_EXTRA = "pip install -U 'kvpool[cuda12]' or 'kvpool[cuda13]'"
+_GPU_EXTRA = '[cuda12]" or ".[cuda13]'
 
 
 class Package(NamedTuple):
@@ -45,18 +31,23 @@ class Package(NamedTuple):
     minimum: str = ""
 
 
+def _extra(module: str, package: str, use: str, extra: str, minimum: str) -> Package:
+    """A package that an extra of a checkout brings."""
+    return Package(module, package, use, f'pip install -U ".{extra}"', minimum)
+
+
 _PARTS = (
-    Package("numpy", "numpy", _EVERYTHING, "pip install -U kvpool", "1.24"),
-    Package("numba", "numba", _EVERYTHING, "pip install -U kvpool", "0.60"),
-    Package("cupy", "cupy", "the cuda device", _GPU_EXTRA, "14"),
-    Package("numba_cuda", "numba-cuda", "kernels in Python", _GPU_EXTRA, "0.30"),
-    Package("tqdm", "tqdm", "progress bars", "pip install -U 'kvpool[cli]'", "4.64"),
-    Package("matplotlib", "matplotlib", "plots", "pip install -U 'kvpool[plot]'", "3.6"),
-    Package("prometheus_client", "prometheus-client", "metrics", "pip install -U 'kvpool[metrics]'", "0.19"),
-    Package("zmq", "pyzmq", "other workers and routers", "pip install -U 'kvpool[remote]'", "25"),
-    Package("msgspec", "msgspec", "KV events for routers", "pip install -U 'kvpool[events]'", "0.18"),
-    Package("blake3", "blake3", "stores behind the host", "pip install -U 'kvpool[stores]'", "1"),
-    Package("mooncake", _MOONCAKE, "a store in a cluster", "pip install -U 'kvpool[mooncake]'", "0.3.13"),
+    _extra("numpy", "numpy", _EVERYTHING, "", "1.24"),
+    _extra("numba", "numba", _EVERYTHING, "", "0.60"),
+    _extra("cupy", "cupy", "the cuda device", _GPU_EXTRA, "14"),
+    _extra("numba_cuda", "numba-cuda", "kernels in Python", _GPU_EXTRA, "0.30"),
+    _extra("tqdm", "tqdm", "progress bars", "[cli]", "4.64"),
+    _extra("matplotlib", "matplotlib", "plots", "[plot]", "3.6"),
+    _extra("prometheus_client", "prometheus-client", "[metrics]", "metrics", "0.19"),
+    _extra("zmq", "pyzmq", "other workers and routers", "[remote]", "25"),
+    _extra("msgspec", "msgspec", "KV events for routers", "[events]", "0.18"),
+    _extra("blake3", "blake3", "stores behind the host", "[stores]", "1"),
+    _extra("mooncake", _MOONCAKE, "a store in a cluster", "[mooncake]", "0.3.13"),
     Package("nixl", "nixl", "serving them through NIXL", "pip install --no-deps nixl nixl-cu13"),
 )
 _CUPY_PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
@@ -65,17 +56,27 @@ _CUPY_PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 def add_parser(subparsers: Subparsers) -> None:
     """Declare the command and its options."""
     summary = "say what can be used on this machine, and what is missing for the rest"
-    add = declare(subparsers, "doctor", summary, _HELP, run).add_argument
+    add = declare(subparsers, "doctor", summary, run).add_argument
     add("--device", choices=("auto", *_DEVICES), default="auto", help="the device that has to work (default: auto)")
-    master = f"a Mooncake master that has to be reached (default: ${mooncake_check.MASTER}, which may be unreachable)"
+    master = f"a Mooncake master that has to be reached (default: ${checks.MASTER}, which may be unreachable)"
     add("--mooncake", metavar="HOST:PORT", help=master)
     add("--json", action="store_true", help="print the findings as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Examine the machine, print the findings, and return the exit status."""
+    """Say what works on this machine and how to mend what does not: packages, compiled code,
+    driver, GPUs, memory that can be pinned, which device "auto" is and why, how copies are chosen,
+    and Mooncake: whether it can be loaded, and its master reached.
+
+      ok       works
+      absent   optional, and not there
+      warning  works, but not as well as it could
+      failed   has to be mended
+
+    exit status: 0 the device that was asked for can be used and nothing has failed, 1 otherwise
+    """
     found = examine(options.device, options.mooncake)
-    print_text(json.dumps(found, indent=2) if options.json else text(found))
+    print_result(options, found, text(found))
     failed = any(check["status"] == checks.FAILED for check in found["checks"])
     return OK if found["usable"] and not failed else FAILED
 
@@ -91,7 +92,7 @@ def examine(device: str = "auto", mooncake: str | None = None) -> dict[str, Any]
         because = f"kvpool's devices cannot be imported: {type(error).__name__}: {error}"
         chosen, missing, gpus, available, broken = None, because, list[Any](), None, True
     wanted = chosen if device == "auto" else device
-    cluster = mooncake_check.look(mooncake)
+    cluster = checks.look_at_mooncake(mooncake)
     found = {
         "python": platform.python_version(),
         "packages": packages,
@@ -108,7 +109,7 @@ def examine(device: str = "auto", mooncake: str | None = None) -> dict[str, Any]
         "usable": wanted is not None and not broken and (wanted != "cuda" or missing is None),
         "missing": missing if wanted == "cuda" or broken else None,
     }
-    judged = [*checks.judge(found), *mooncake_check.judge(cluster)]
+    judged = [*checks.judge(found), *checks.judge_mooncake(cluster)]
     return found | {"checks": [check._asdict() for check in judged]}
 
 

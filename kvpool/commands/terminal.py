@@ -3,33 +3,56 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import inspect
+import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from kvpool.arrays.layout import BlockLayout
 from kvpool.sizes import parse_size
 
 if TYPE_CHECKING:
-    from kvpool.arrays.layout import BlockLayout
     from kvpool.replay import Trace
-
+    from kvpool.replay.rounds import Report
 
 Group: TypeAlias = "argparse._ArgumentGroup"
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
+class WrongUse(Exception):
+    """What the user asks for cannot be done. It ends the command with its message and the exit status USAGE."""
+
+
+@contextmanager
+def blaming_the_user(*kinds: type[BaseException]) -> Iterator[None]:
+    """Turn exceptions of these kinds into ``WrongUse``."""
+    try:
+        yield
+    except kinds as error:
+        raise WrongUse(str(error)) from error
+
+
 def declare(
-    subparsers: Subparsers, name: str, summary: str, description: str, run: Callable[[argparse.Namespace], int]
+    subparsers: Subparsers, name: str, summary: str, run: Callable[[argparse.Namespace], int]
 ) -> argparse.ArgumentParser:
-    """Declare a command. Its options have ``run``, and ``error``, which exits with a message."""
+    """Declare a command, whose help is the docstring of ``run``. Its options have ``run``, and ``error``, which exits
+    with a message."""
     raw = argparse.RawDescriptionHelpFormatter
-    parser = subparsers.add_parser(name, help=summary, description=description, formatter_class=raw)
+    parser = subparsers.add_parser(name, help=summary, description=inspect.getdoc(run), formatter_class=raw)
     parser.set_defaults(run=run, error=parser.error)
     return parser
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """The name that may have been meant, as the end of a message. Empty if none is like it."""
+    found = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {found[0]}?" if found else ""
 
 
 def announce_compilation() -> None:
@@ -39,28 +62,49 @@ def announce_compilation() -> None:
     announcer.speaks = True
 
 
+# -- traces and sizes ----------------------------------------------------------------------------
+
+
 def add_trace(parser: argparse.ArgumentParser) -> None:
     """Declare the trace and how it is read."""
     add = parser.add_argument
     add("trace", nargs="?", metavar="TRACE", help="file, or - for standard input; none: a synthetic workload")
-    add("--format", choices=("auto", "mooncake", "qwen", "native"), default="auto", help="of TRACE (default: auto)")
+    formats = ("auto", "mooncake", "qwen", "native", "agents")
+    add("--format", choices=formats, default="auto", help="of TRACE (default: auto)")
     add("--limit", type=count_argument(1), metavar="N", help="the first N requests; without TRACE, generate N")
+    add = parser.add_argument_group("sessions of agents").add_argument
+    add("--users", type=count_argument(1), metavar="N", help="who play them at the same time (default: 32)")
+    pause = "the longest pause before a request, and between two sessions (default: 60)"
+    add("--think-cap", "--pause-max", dest="pause_max", type=seconds_argument, metavar="SECONDS", help=pause)
 
 
-def check_format(options: argparse.Namespace) -> None:
-    """Exit with a message if a format is given without a trace."""
-    if options.trace is None and options.format != "auto":
+def reading_of(options: argparse.Namespace, limit: int | None = None) -> dict[str, Any]:
+    """How a given trace is read, as arguments of ``read_trace``. Exits with a message for a format without a trace."""
+    names = ("format", "users", "pause_max")
+    given = {name: value for name in names if (value := getattr(options, name, None)) is not None}
+    if options.trace is None and given.get("format", "auto") != "auto":
         options.error("--format describes a TRACE, and none is given")
+    return {**given, "limit": limit}
 
 
 def trace_of(options: argparse.Namespace, limit: int | None = None) -> Trace:
-    """The given trace, or the synthetic workload of the seed. Raises TraceError."""
-    from kvpool.replay import read_trace, synthetic
+    """The given trace, or the synthetic workload of the seed."""
+    from kvpool.replay import TraceError, read_trace, synthetic
     from kvpool.replay.workload import REQUESTS
 
+    reading = reading_of(options, limit)
     if options.trace is None:
         return synthetic(limit or REQUESTS, seed=options.seed)
-    return read_trace(options.trace, format=getattr(options, "format", "auto"), limit=limit)
+    with blaming_the_user(TraceError):
+        return read_trace(options.trace, **reading)
+
+
+def layout_of(options: argparse.Namespace, block_bytes: int, tokens_per_block: int) -> BlockLayout:
+    """A layout of that many bytes. Exits with a message if there is none."""
+    try:
+        return BlockLayout.of_block_bytes(block_bytes, tokens_per_block)
+    except ValueError as error:
+        return options.error(f"--block-bytes: {error}")
 
 
 def add_tiers(group: Group, lowest: int) -> None:
@@ -83,18 +127,22 @@ def tier_blocks(options: argparse.Namespace, tier: str, layout: BlockLayout) -> 
     return memory // layout.block_bytes
 
 
+# -- what is printed -----------------------------------------------------------------------------
+
+
 def progress_bar(total: int | None, unit: str) -> Any:
-    """A context manager for a progress bar. It gives a function to call with the number of units just done, or None if
-    standard error is no terminal or tqdm is absent.
+    """A context manager for a progress bar. It gives a function to call with the number of units just done. Nothing is
+    shown if standard error is no terminal or tqdm is absent.
 
     ``total`` is None if it is unknown.
     """
+    silent = nullcontext(lambda count: None)
     if not sys.stderr.isatty():
-        return nullcontext()
+        return silent
     try:
         from tqdm import tqdm
     except ImportError:
-        return nullcontext()
+        return silent
 
     @contextmanager
     def bar() -> Any:
@@ -102,6 +150,11 @@ def progress_bar(total: int | None, unit: str) -> Any:
             yield shown.update
 
     return bar()
+
+
+def print_result(options: argparse.Namespace, values: Any, text: str) -> None:
+    """Print ``values`` as JSON where that is asked for, else the text."""
+    print_text(json.dumps(values, indent=2) if options.json else text)
 
 
 def print_text(text: str) -> None:
@@ -113,33 +166,44 @@ def print_text(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def complain(error: Exception) -> int:
+def status_of(report: Report) -> int:
+    """The exit status of a run with figures."""
+    return INTERRUPTED if report.interrupted else OK if report.passed else FAILED
+
+
+def complain(error: BaseException) -> int:
     """Print an error that the user made, and return its exit status."""
     print(f"error: {error}", file=sys.stderr)
     return USAGE
 
 
-def count_argument(lowest: int) -> Callable[[str], int]:
-    """The parser of an option that is an integer of at least `lowest`."""
+# -- kinds of arguments --------------------------------------------------------------------------
 
-    def parse(text: str) -> int:
+
+def _number(kind: Callable[[str], Any], words: str, fits: Callable[[Any], bool], accepted: str) -> Callable[[str], Any]:
+    """The parser of an option that is a number of this kind, and one that ``fits``."""
+
+    def parse(text: str) -> Any:
         try:
-            value = int(text)
+            value = kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
-        if not lowest <= value < 2**31:
-            raise argparse.ArgumentTypeError(f"{value} is not within {lowest}..{2**31 - 1}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not {words}") from None
+        if not fits(value):
+            raise argparse.ArgumentTypeError(f"{value} is not {accepted}")
         return value
 
     return parse
 
 
-def port_argument(text: str) -> int:
-    """Parse the number of a TCP port, 0 for any that is free."""
-    port = count_argument(0)(text)
-    if port > 65535:
-        raise argparse.ArgumentTypeError(f"{port} is not within 0..65535")
-    return port
+def count_argument(lowest: int, highest: int = 2**31 - 1) -> Callable[[str], int]:
+    """The parser of an option that is an integer of at least `lowest`."""
+    return _number(int, "an integer", lambda value: lowest <= value <= highest, f"within {lowest}..{highest}")
+
+
+port_argument = count_argument(0, 65535)
+"""Parses the number of a TCP port, 0 for any that is free."""
+fraction_argument = _number(float, "a number", lambda value: 0 <= value <= 1, "within 0..1")
+seconds_argument = _number(float, "a number", lambda value: 0 < value <= 3600, "more than 0, up to 3600")
 
 
 def path_argument(text: str) -> Path:
@@ -147,26 +211,6 @@ def path_argument(text: str) -> Path:
     if "\0" in text:
         raise argparse.ArgumentTypeError(f"{text!r}: a path cannot have a NUL character")
     return Path(text)
-
-
-def _number(text: str, fits: Callable[[float], bool], accepted: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not fits(value):
-        raise argparse.ArgumentTypeError(f"{value} is not {accepted}")
-    return value
-
-
-def fraction_argument(text: str) -> float:
-    """Parse a number from 0 to 1."""
-    return _number(text, lambda value: 0 <= value <= 1, "within 0..1")
-
-
-def seconds_argument(text: str) -> float:
-    """Parse a number of seconds, more than 0 and up to an hour."""
-    return _number(text, lambda value: 0 < value <= 3600, "more than 0, up to 3600")
 
 
 def size_argument(text: str) -> int:

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from operator import truediv
 from statistics import median
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import zmq
@@ -23,12 +23,6 @@ from kvpool.remote.block_server import BlockServer, Limits
 _SECRET = bytes(32)
 """Only made-up content is ever stored under it."""
 _WIDTH, _IN_FLIGHT = 16, 16
-
-
-class _Size(NamedTuple):
-    block_bytes: int
-    blocks: int
-    blocks_per_message: int
 
 
 @dataclass(frozen=True)
@@ -49,7 +43,6 @@ class Throughput:
     fetch_blocks: float
     bare_copied: float
     bare: float
-
     ratio: float
     ratio_in_buffers: float
 
@@ -58,11 +51,7 @@ class Throughput:
 
 
 def measure(
-    block_bytes: int,
-    *,
-    blocks_per_message: int = 16,
-    round_bytes: int = 1 << 27,
-    rounds: int = 7,
+    block_bytes: int, *, blocks_per_message: int = 16, round_bytes: int = 1 << 27, rounds: int = 7
 ) -> Throughput:
     """Fetch ``round_bytes`` from the host tier of a pool in another process, in so many rounds, each way in turn.
 
@@ -71,20 +60,17 @@ def measure(
     blocks = round_bytes // block_bytes // blocks_per_message * blocks_per_message
     if blocks == 0 or rounds < 1:
         raise ValueError(f"round_bytes={round_bytes}, rounds={rounds}: accepted is at least one message, once")
-    size = _Size(block_bytes, blocks, blocks_per_message)
-    with ExitStack() as stack:
-        endpoint, bare_endpoint = stack.enter_context(_other_process(size))
-        cache = stack.enter_context(_pool(size))
+    with (
+        _other_process(block_bytes, blocks, blocks_per_message) as (endpoint, bare_endpoint),
+        _pool(block_bytes, blocks) as cache,
+        BlockClient(endpoint, cache, blocks_per_message=blocks_per_message, messages_in_flight=_IN_FLIGHT) as client,
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as socket,
+    ):
+        socket.linger = 0
+        socket.connect(bare_endpoint)
         prompt, copied = cache.block_keys(_tokens(blocks)), np.zeros((blocks, block_bytes), np.uint8)
-        client = stack.enter_context(
-            BlockClient(
-                endpoint,
-                cache,
-                blocks_per_message=blocks_per_message,
-                messages_in_flight=_IN_FLIGHT,
-            )
-        )
-        bare = stack.enter_context(_BareSocket(bare_endpoint, size))
+        firsts = range(0, blocks, blocks_per_message)
 
         def fetch() -> int:
             cache.reset()
@@ -92,18 +78,21 @@ def measure(
 
         ways: dict[str, Callable[[], int]] = {
             "fetch": fetch,
-            "bare_copied": lambda: bare.fetch(copied),
+            "bare_copied": lambda: _fetch_bare(socket, firsts, copied),
             "fetch_blocks": lambda: sum(block is not None for block in client.fetch_blocks(prompt)),
-            "bare": bare.fetch,
+            "bare": lambda: _fetch_bare(socket, firsts),
         }
         seconds = _in_turns(ways, blocks, rounds)
     nbytes = blocks * block_bytes
     return Throughput(
-        block_bytes, blocks_per_message, nbytes, rounds,
+        block_bytes,
+        blocks_per_message,
+        nbytes,
+        rounds,
         **{name: nbytes / median(times) for name, times in seconds.items()},
         ratio=median(map(truediv, seconds["bare_copied"], seconds["fetch"])),
         ratio_in_buffers=median(map(truediv, seconds["bare"], seconds["fetch_blocks"])),
-    )  # fmt: skip
+    )
 
 
 def _in_turns(ways: dict[str, Callable[[], int]], blocks: int, rounds: int) -> dict[str, list[float]]:
@@ -119,9 +108,25 @@ def _in_turns(ways: dict[str, Callable[[], int]], blocks: int, rounds: int) -> d
     return {name: times[1:] for name, times in seconds.items()}
 
 
-def _pool(size: _Size) -> KVCacheManager:
-    layout = BlockLayout.of_block_bytes(size.block_bytes, _WIDTH)
-    return KVCacheManager(layout, device_blocks=1, host_blocks=size.blocks, device="cpu", secret=_SECRET)
+def _fetch_bare(socket: Any, firsts: range, into: Any = None) -> int:
+    """Ask a bare socket for a message of blocks each, as many at a time as the client does. How many blocks came; with
+    an array uint8[blocks, block_bytes], they are copied into it."""
+    sent = came = 0
+    for received in range(len(firsts)):
+        while sent < min(len(firsts), received + _IN_FLIGHT):
+            socket.send(b"%d" % firsts[sent])
+            sent += 1
+        frames = socket.recv_multipart(copy=False)
+        if into is not None:
+            for place, frame in enumerate(frames):
+                into[came + place] = np.frombuffer(frame.buffer, np.uint8)
+        came += len(frames)
+    return came
+
+
+def _pool(block_bytes: int, blocks: int) -> KVCacheManager:
+    layout = BlockLayout.of_block_bytes(block_bytes, _WIDTH)
+    return KVCacheManager(layout, device_blocks=1, host_blocks=blocks, device="cpu", secret=_SECRET)
 
 
 def _tokens(blocks: int) -> Any:
@@ -129,48 +134,12 @@ def _tokens(blocks: int) -> Any:
     return np.arange(blocks * _WIDTH + 1, dtype=np.int32)
 
 
-class _BareSocket:
-    """Requests messages of blocks from a bare socket, as many at a time as the client does. A context manager."""
-
-    def __init__(self, endpoint: Any, size: _Size) -> None:
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.connect(endpoint)
-        self._firsts = range(0, size.blocks, size.blocks_per_message)
-
-    def fetch(self, into: Any = None) -> int:
-        """How many blocks came. With an array uint8[blocks, block_bytes], they are copied into it."""
-        waiting = came = 0
-        for first in self._firsts:
-            if waiting == _IN_FLIGHT:
-                came += self._receive(into, came)
-                waiting -= 1
-            self._socket.send(b"%d" % first)
-            waiting += 1
-        for _ in range(waiting):
-            came += self._receive(into, came)
-        return came
-
-    def _receive(self, into: Any, at: int) -> int:
-        frames = self._socket.recv_multipart(copy=False)
-        if into is not None:
-            for place, frame in enumerate(frames):
-                into[at + place] = np.frombuffer(frame.buffer, np.uint8)
-        return len(frames)
-
-    def __enter__(self) -> _BareSocket:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._context.destroy(linger=0)
-
-
 @contextmanager
-def _other_process(size: _Size) -> Iterator[tuple[str, Any]]:
+def _other_process(*size: int) -> Iterator[tuple[str, str]]:
     """The endpoints of a block server and of a bare server of the same memory. Their process ends with the context."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=_serve, args=(theirs, size), daemon=True)
+    process = spawn.Process(target=_serve, args=(theirs, *size), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -180,32 +149,21 @@ def _other_process(size: _Size) -> Iterator[tuple[str, Any]]:
         process.join()
 
 
-def _serve(connection: Any, size: _Size) -> None:
+def _serve(connection: Any, block_bytes: int, blocks: int, blocks_per_message: int) -> None:
     """What the other process does until the pipe is closed."""
-    with _pool(size) as cache:
-        content = np.random.default_rng(0).integers(0, 256, (size.blocks, size.block_bytes), np.uint8)
-        cache.import_blocks(cache.block_keys(_tokens(size.blocks)), list(content))
+    limits = Limits(blocks_per_message, _IN_FLIGHT, 1 << 40, 1 << 40)
+    with _pool(block_bytes, blocks) as cache, zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        content = np.random.default_rng(0).integers(0, 256, (blocks, block_bytes), np.uint8)
+        cache.import_blocks(cache.block_keys(_tokens(blocks)), list(content))
         del content
-        rows = cache.host_pool.reshape(size.blocks, -1).view(np.uint8)
-        limits = Limits(size.blocks_per_message, _IN_FLIGHT, 1 << 40, 1 << 40)
-        with BlockServer(cache, limits=limits) as server:
-            _serve_bare_socket(connection, server.endpoint, rows, size.blocks_per_message)
-
-
-def _serve_bare_socket(connection: Any, endpoint: str, rows: Any, blocks_per_message: int) -> None:
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        rows = cache.host_pool.reshape(blocks, -1).view(np.uint8)
         router.linger = 0
         router.bind("tcp://127.0.0.1:*")
-        connection.send((endpoint, router.getsockopt_string(zmq.LAST_ENDPOINT)))
-        # Nobody asks both servers at a time, so this thread does not disturb the other.
-        while not _closed(connection):
-            if router.poll(50):
-                client, first = router.recv_multipart()
-                router.send_multipart([client, *rows[int(first) : int(first) + blocks_per_message]], copy=False)
-
-
-def _closed(connection: Any, seconds: float = 0.0) -> bool:
-    try:
-        return bool(connection.poll(seconds)) and connection.recv() is None
-    except EOFError:
-        return True
+        with BlockServer(cache, limits=limits) as server:
+            connection.send((server.endpoint, router.getsockopt_string(zmq.LAST_ENDPOINT)))
+            # Nobody asks both servers at a time, so this thread does not disturb the other. The pipe can be read when
+            # its other end is closed.
+            while not connection.poll(0):
+                if router.poll(50):
+                    client, first = router.recv_multipart()
+                    router.send_multipart([client, *rows[int(first) : int(first) + blocks_per_message]], copy=False)

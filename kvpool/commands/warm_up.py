@@ -10,34 +10,26 @@ from pathlib import Path
 
 from kvpool.commands.terminal import FAILED, OK, Subparsers, announce_compilation, declare
 
-_HELP = """\
-Compile all that a pool runs, or load it if it is compiled already. The machine code
-fits the processor that this runs on. Another one compiles anew. What is kept in
-FOLDER can be read by all users, and written by this one only.
-
-exit status: 0 everything is compiled, 1 FOLDER has no code, 2 wrong usage
-"""
-
 
 def add_parser(subparsers: Subparsers) -> None:
     """Declare the command and its options."""
-    summary = "compile all that a pool runs, for example while an image is built"
-    parser = declare(subparsers, "warm-up", summary, _HELP, run)
-    parser.add_argument(
-        "--into",
-        metavar="FOLDER",
-        type=Path,
-        help="keep the machine code in this folder; name it in KVPOOL_CACHE_DIR where it is to be used",
-    )
+    parser = declare(subparsers, "warm-up", "compile all that a pool runs, for example while an image is built", run)
+    place = "keep the machine code in this folder; name it in KVPOOL_CACHE_DIR where it is to be used"
+    parser.add_argument("--into", metavar="FOLDER", type=Path, help=place)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command."""
+    """Compile all that a pool runs, or load it if it is compiled already. The machine code
+    fits the processor that this runs on. Another one compiles anew. What is kept in
+    FOLDER can be read by all users, and written by this one only.
+
+    exit status: 0 everything is compiled, 1 FOLDER has no code, 2 wrong usage
+    """
     into: Path | None = options.into and options.into.absolute()
     missing = [] if into is None else [folder for folder in into.parents if not folder.exists()]
     if into is not None:
         os.environ["KVPOOL_CACHE_DIR"] = str(into)
-    from kvpool.jit.folders import cache_root
+    from kvpool.jit.cache import cache_root
     from kvpool.warming import warm_up
 
     root = cache_root()
@@ -57,8 +49,8 @@ def run(options: argparse.Namespace) -> int:
 def _let_everybody_read(folder: Path, around: list[Path]) -> bool:
     """Let all users read the compiled code: an image is made by root, and runs as somebody else. Returns whether there
     is any."""
-    files = [*folder.glob("kvpool*-*/*.nbc")]
-    for path in [*around, folder, *{file.parent for file in files}]:
+    files = [*folder.glob("*.nbc")]
+    for path in [*around, folder]:
         path.chmod(path.stat().st_mode | 0o055)
     for path in files:
         path.chmod(path.stat().st_mode | 0o044)

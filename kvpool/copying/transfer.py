@@ -1,11 +1,11 @@
-"""From decisions to copies: batches of moves in the order of their tickets, and what happens to a batch that a device
-refuses.
+"""From decisions to copies: batches of moves in the order of their tickets, cut into levels of moves that do not depend
+on each other, and what happens to a batch that a device refuses.
 
 The state decides under the state lock. There each batch takes the next ticket and joins the queue. A thread that holds
 the transfer lock then enqueues the queue, strictly in the order of tickets. The transfer lock is taken before the state
 lock, never while holding it.
 
-When the device refuses a copy, ``_copy`` notes its target as lost and goes on with the other moves. ``_acknowledge``
+When the device refuses a copy, ``_copy`` notes its target as lost and goes on with the other moves. ``_end``
 has the state forget the lost blocks and mark their sequences. The call that decided the batch raises nothing. The next
 call that names such a sequence raises DeviceError.
 """
@@ -22,23 +22,96 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.copying.levels import Levels
 from kvpool.copying.waits import Order
 from kvpool.device.base import NULL_STREAM, SOURCE, TARGET, TICKET, TOKENS, Device, Event, Stream
 from kvpool.device.work import TokenMoves
-from kvpool.entry.process import ForkGuard
+from kvpool.entry.process import Process
 from kvpool.errors import DeviceError
 from kvpool.jit import jit
-from kvpool.state import guards, records, verbs
-from kvpool.state.accesses import ACCESSED, collect
+from kvpool.state import records, verbs
 from kvpool.state.arrays import States
+from kvpool.state.effects import ACCESSED, collect
 from kvpool.state.records import DIRECTION, DIRECTIONS, H, place_of
 
-NO_LOST: npt.NDArray[np.int64] = np.zeros((0, 2), np.int64)
+NO_RANGES: npt.NDArray[np.int64] = np.zeros((0, 2), np.int64)
 NO_TOKEN_MOVES: npt.NDArray[np.int64] = np.zeros((0, 4), np.int64)
 NO_IDS: npt.NDArray[np.int64] = np.empty(0, np.int64)
 Moves = npt.NDArray[np.int64]
 Ids = npt.NDArray[np.int64]
+DROPPED = -1
+_LIVE, _DEAD = 1, 2
+
+
+@jit
+def _is_whole(move: Any, width: int, states: Any) -> bool:
+    """Whether a move writes all of its target."""
+    whole = move[TOKENS] == width
+    for i in range(states.shape[0]):
+        whole |= states[i, 0] <= move[TARGET] < states[i, 1]
+    return whole
+
+
+@jit
+def _drop_overwritten(moves: Any, width: int, states: Any, scratch: Any, level: Any) -> int:
+    """Mark moves whose whole target is overwritten before anything reads it. ``scratch`` int32[blocks, 2] is zero at
+    the start and at the end."""
+    dropped = 0
+    for i in range(moves.shape[0] - 1, -1, -1):
+        source, target = moves[i, SOURCE], moves[i, TARGET]
+        if scratch[target, 0] == _DEAD:
+            level[i] = DROPPED
+            dropped += 1
+            continue
+        if _is_whole(moves[i], width, states):
+            scratch[target, 0] = _DEAD
+        scratch[source, 0] = _LIVE
+    for i in range(moves.shape[0]):
+        scratch[moves[i, SOURCE], 0] = scratch[moves[i, TARGET], 0] = 0
+    return dropped
+
+
+@jit
+def _assign(moves: Any, scratch: Any, level: Any) -> int:
+    """Set the level of each move that is not dropped. It is higher than the levels of earlier moves that write its
+    source, and of earlier moves that read or write its target."""
+    last = 0
+    for i in range(moves.shape[0]):
+        if level[i] == DROPPED:
+            continue
+        source, target = moves[i, SOURCE], moves[i, TARGET]
+        # Levels count from 1 here: 0 in the scratch is "not in this batch". Columns: last write, last read.
+        own = max(scratch[source, 0], scratch[target, 0], scratch[target, 1]) + 1
+        scratch[target, 0] = own
+        scratch[source, 1] = max(scratch[source, 1], own)
+        level[i] = own - 1
+        last = max(last, own)
+    for i in range(moves.shape[0]):
+        for block in (moves[i, SOURCE], moves[i, TARGET]):
+            scratch[block, 0] = scratch[block, 1] = 0
+    return last
+
+
+class Levels:
+    """Cuts batches for one pool of ``blocks`` blocks of ``width`` tokens. Blocks in the ranges ``states`` int64[n, 2]
+    are always copied whole. Not thread-safe: the transfer lock guards it."""
+
+    def __init__(self, blocks: int, width: int, states: npt.NDArray[np.int64] = NO_RANGES) -> None:
+        self._scratch = np.zeros((blocks, 2), np.int32)
+        self._width, self._states = width, states
+
+    def cut(self, moves: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
+        """The levels of a batch int64[n, 5], first to last. A move whose target is overwritten before it is read is in
+        none."""
+        level = np.zeros(len(moves), np.int32)
+        dropped = _drop_overwritten(moves, self._width, self._states, self._scratch, level)
+        count = _assign(moves, self._scratch, level)
+        if count == 1 and not dropped:
+            yield moves
+            return
+        order = np.argsort(level, kind="stable")
+        ends = np.searchsorted(level[order], np.arange(count + 1))
+        for i in range(count):
+            yield moves[order[ends[i] : ends[i + 1]]]
 
 
 @jit
@@ -131,13 +204,13 @@ class Transfer:
         self.broken: DeviceError | None = None
         self._exit: BaseException | None = None
         # Parts with locks of their own add them.
-        self.forks = ForkGuard("pool")
-        self.forks.add(self, "_lock", "_state_lock")
+        self.forks = Process("pool")
+        self.forks.guard(self, "_lock", "_state_lock")
         self._behind: Callable[[], object] | None = None
 
     @property
     def guards(self) -> int:
-        """The rules that are on, as ``kvpool.state.guards`` names them. All are on, except in a test."""
+        """The rules that are on, as ``kvpool.state.records`` names them. All are on, except in a test."""
         return self._numbers[H.guards]
 
     def use_lock(self, state_lock: AbstractContextManager[Any]) -> None:
@@ -223,7 +296,7 @@ class Transfer:
     @property
     def waiting(self) -> bool:
         """Whether a batch of any thread is decided and perhaps not enqueued yet."""
-        return self._enqueued < self._decided and bool(self.guards & guards.OTHERS_BATCHES_TOO)
+        return self._enqueued < self._decided and bool(self.guards & records.OTHERS_BATCHES_TOO)
 
     def drain(self) -> None:
         """Enqueue every batch decided before this call, oldest first. Takes the transfer lock. The caller holds no
@@ -238,11 +311,15 @@ class Transfer:
             with self._lock:
                 self._draining = threading.get_ident()
                 try:
-                    in_order = self.guards & guards.TICKET_ORDER
+                    in_order = self.guards & records.TICKET_ORDER
                     batch = self._queue.get(self._enqueued + 1 if in_order else max(self._queue, default=-1))
                     if batch is None:
                         return  # The thread that decided it will enqueue it.
-                    self._acknowledge(batch, self._enqueue(batch))
+                    if len(batch.accesses) and self.order is not None:
+                        self._attempt_order(self.order.accessed, batch.accesses)
+                    for some, direction in self._independent(batch.moves) if len(batch.moves) else ():
+                        self._copy(some, batch.ticket, direction)
+                    self._end(batch)
                     leaving, self._exit = self._exit, None
                     if leaving is not None:
                         raise leaving
@@ -252,7 +329,7 @@ class Transfer:
     def pending(self, ids: npt.NDArray[np.int64], *, writes: bool = False) -> list[Event]:
         """The events to wait for before the host reads blocks whose copies are enqueued, or, with ``writes``, before it
         writes them. Takes the transfer lock."""
-        if self.order is None or not self.guards & guards.READER_WAITS:
+        if self.order is None or not self.guards & records.READER_WAITS:
             return []
         with self._lock:
             return self.order.pending(ids, writes)
@@ -310,34 +387,34 @@ class Transfer:
         idle[sequences["stream"][sequences["live"] != 0]] = False
         return idle
 
-    def _acknowledge(self, batch: Decision, lost: npt.NDArray[np.int64]) -> None:
-        """Count a batch as enqueued. The moves to ``lost`` targets (block, ticket) were not enqueued: these blocks lose
-        their content."""
-        with self._state_lock:
-            if len(lost) and self.guards & guards.LOST_CONTENT_IS_FORGOTTEN:
-                verbs.lose(self._states.heads, lost)
-            del self._queue[batch.ticket]
-            self._enqueued += 1
-            if not self._queue:
-                self._lost.clear()
+    def _independent(self, moves: Moves) -> Iterator[tuple[Moves, int]]:
+        """Moves that may be made in any order, one level after the other, and the stream of each part."""
+        for level in self._levels.cut(moves) if self.guards & records.LEVELS else [moves]:
+            if self.order is None:
+                yield level, records.ONBOARD
+                continue
+            for direction in range(DIRECTIONS):
+                which = level[:, DIRECTION] == direction
+                if which.any():
+                    yield level if which.all() else level[which], direction
 
-    def _enqueue(self, batch: Decision) -> npt.NDArray[np.int64]:
-        """Hand a batch to the device. Returns (block, ticket) of each target whose move was not enqueued."""
-        order = self.order
-        if order is not None and len(batch.accesses):
-            self._attempt_order(order.accessed, batch.accesses)
-        if len(batch.moves):
-            for level in self._levels.cut(batch.moves) if self.guards & guards.LEVELS else [batch.moves]:
-                for direction, some in [(records.ONBOARD, level)] if order is None else _by_direction(level):
-                    self._copy(some, batch.ticket, direction)
-        if order is not None and len(batch.accesses):
-            self._attempt_order(order.hold_back, batch.accesses, self.guards)
+    def _end(self, batch: Decision) -> None:
+        """Enqueue what comes after the moves of a batch, and count it as enqueued. Targets whose moves were not
+        enqueued lose their content."""
+        if len(batch.accesses) and self.order is not None:
+            self._attempt_order(self.order.hold_back, batch.accesses, self.guards)
         if len(batch.token_moves):
             self._move_tokens(batch.token_moves, batch.ticket)
         if batch.behind is not None:
             self._attempt_order(batch.behind)
-        lost = [(target, ticket) for target, ticket in self._lost.items() if ticket == batch.ticket]
-        return np.array(lost, np.int64) if lost else NO_LOST
+        with self._state_lock:
+            lost = [(target, ticket) for target, ticket in self._lost.items() if ticket == batch.ticket]
+            if lost and self.guards & records.LOST_CONTENT_IS_FORGOTTEN:
+                verbs.lose(self._states.heads, np.array(lost, np.int64))
+            del self._queue[batch.ticket]
+            self._enqueued += 1
+            if not self._queue:
+                self._lost.clear()
 
     def _copy(self, moves: Moves, ticket: int, stream: int) -> None:
         """Enqueue copies that do not depend on each other. After one has failed, in this batch or before, the others
@@ -380,7 +457,7 @@ class Transfer:
             except BaseException as error:
                 self._failed(error)
                 self._lost.update(dict.fromkeys((mine[:, 3] // width).tolist(), ticket))
-            if order is not None and self.guards & guards.TOKENS_MOVE_BEFORE_REUSE:
+            if order is not None and self.guards & records.TOKENS_MOVE_BEFORE_REUSE:
                 # The slots that were dropped may already belong to other sequences. Their work must come after this as
                 # well.
                 read = [(ACCESSED, slot, block) for block in np.unique(mine[:, 2] // width).tolist()]
@@ -407,14 +484,6 @@ class Transfer:
         if found.sticky:
             self.broken = found
         return found
-
-
-def _by_direction(moves: Moves) -> Iterator[tuple[int, Moves]]:
-    """The moves of each direction that has any: each has a stream."""
-    for direction in range(DIRECTIONS):
-        which = moves[:, DIRECTION] == direction
-        if which.any():
-            yield direction, moves if which.all() else moves[which]
 
 
 def _states_of(states: States) -> npt.NDArray[np.int64]:

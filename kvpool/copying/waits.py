@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from kvpool.device.base import NULL_EVENT, SOURCE, TARGET, Device, Event, Stream, StreamGone
 from kvpool.jit import jit
-from kvpool.state import guards as g
-from kvpool.state.accesses import ACCESSED, FOLLOWS, WILL_READ, WILL_WRITE, WROTE
+from kvpool.state import records as g
+from kvpool.state.effects import ACCESSED, FOLLOWS, WILL_READ, WILL_WRITE, WROTE
 from kvpool.state.records import DIRECTIONS
 
 _OWN = DIRECTIONS

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,48 @@ class Stream:
     def __cuda_stream__(self) -> tuple[int, int]:
         """The protocol by which other packages take a stream: the version of the protocol, and the handle."""
         return 0, self.handle
+
+
+class DeviceArray(Protocol):
+    """What a tier of the device is: a NumPy array in main memory, else an array of the device's own package, such as
+    CuPy. What both can do."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
+    @property
+    def nbytes(self) -> int: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: Any, /) -> Any: ...
+    def __setitem__(self, index: Any, value: Any, /) -> None: ...
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def __dlpack_device__(self) -> Any: ...
+    def tobytes(self) -> bytes: ...
+
+
+class CudaStream(Protocol):
+    """A stream of CuPy, cuda.core and others."""
+
+    def __cuda_stream__(self) -> tuple[int, int]: ...
+
+
+class TorchStream(Protocol):
+    """A stream of PyTorch."""
+
+    @property
+    def cuda_stream(self) -> int: ...
+
+
+class PtrStream(Protocol):
+    """A stream of older CuPy."""
+
+    @property
+    def ptr(self) -> int: ...
+
+
+StreamLike: TypeAlias = Stream | int | CudaStream | TorchStream | PtrStream | None
+"""What public calls take as ``stream``. None: that of the sequence, or of the caller that names none."""
 
 
 NULL_STREAM = Stream(0)

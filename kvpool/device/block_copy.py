@@ -30,8 +30,6 @@ LINE = 64
 _CHUNK = 16 * LINE
 # How many bytes ahead of the copy the source is fetched. Blocks lie at random, so the hardware cannot guess the next.
 AHEAD = 4096
-PIECE_BYTES = 4096
-"""How much of a run a warp of a kernel copies at a time."""
 
 
 class Tier(NamedTuple):
@@ -84,7 +82,7 @@ PLAN_FIELDS = 2 * len(Tier._fields) + len(CopyPlan._fields) - 2
 def cuda_plan() -> str:
     """``CopyPlan`` as a struct of the CUDA sources: its vector."""
     return (
-        f"constexpr int PIECE_BYTES = {PIECE_BYTES};\nstruct Tier {{ Int {', '.join(Tier._fields)}; }};\n"
+        f"struct Tier {{ Int {', '.join(Tier._fields)}; }};\n"
         f"struct Plan {{ Tier {', '.join(CopyPlan._fields[:2])}; Int {', '.join(CopyPlan._fields[2:])}; }};\n"
     )
 
@@ -180,14 +178,27 @@ def copy_moves(moves, plan_vector):  # type: ignore[no-untyped-def]
     blocks_ahead, first_run_ahead = runs_ahead // plan.runs, runs_ahead % plan.runs
     for i in range(count):
         source, target, tokens = moves[i, SOURCE], moves[i, TARGET], moves[i, TOKENS]
-        if tokens < plan.block_tokens:
-            _copy_part(source, target, tokens, plan)
-        elif plan.streaming:
+        whole = tokens >= plan.block_tokens
+        if whole and plan.streaming:
             near = moves[min(i + blocks_ahead, count - 1), SOURCE]
             far = moves[min(i + blocks_ahead + 1, count - 1), SOURCE]
             _stream_full(source, target, near, far, first_run_ahead, plan)
-        else:
-            _copy_full(source, target, plan)
+            continue
+        source, source_tier = locate(source, plan)
+        target, target_tier = locate(target, plan)
+        # Of a part, only the first tokens are copied. The rest of the target keeps its content.
+        outer, inner, nbytes = plan.outer, plan.inner, tokens * plan.token_bytes
+        source_step, target_step = source_tier.inner_stride, target_tier.inner_stride
+        if whole:
+            outer, inner, nbytes = 1, plan.runs, plan.run_bytes
+            source_step, target_step = source_tier.run_stride, target_tier.run_stride
+        for o in range(outer):
+            for r in range(inner):
+                memcpy(
+                    target + o * target_tier.outer_stride + r * target_step,
+                    source + o * source_tier.outer_stride + r * source_step,
+                    nbytes,
+                )
     if plan.streaming:
         fence()
 
@@ -198,30 +209,6 @@ def locate(block, plan):  # type: ignore[no-untyped-def]
     if block < plan.device_blocks:
         return plan.device.base + block * plan.device.block_stride, plan.device
     return plan.host.base + (block - plan.device_blocks) * plan.host.block_stride, plan.host
-
-
-@jit
-def _copy_full(source_block, target_block, plan):  # type: ignore[no-untyped-def]
-    source, source_tier = locate(source_block, plan)
-    target, target_tier = locate(target_block, plan)
-    for _ in range(plan.runs):
-        memcpy(target, source, plan.run_bytes)
-        source += source_tier.run_stride
-        target += target_tier.run_stride
-
-
-@jit
-def _copy_part(source_block, target_block, tokens, plan):  # type: ignore[no-untyped-def]
-    """Copy the first tokens of a block. The rest of the target keeps its content."""
-    source, source_tier = locate(source_block, plan)
-    target, target_tier = locate(target_block, plan)
-    for outer in range(plan.outer):
-        for inner in range(plan.inner):
-            memcpy(
-                target + outer * target_tier.outer_stride + inner * target_tier.inner_stride,
-                source + outer * source_tier.outer_stride + inner * source_tier.inner_stride,
-                tokens * plan.token_bytes,
-            )
 
 
 @jit

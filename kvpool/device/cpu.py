@@ -56,7 +56,8 @@ class CpuDevice(Device):
         return available_ram()
 
     def as_stream(self, stream: Any) -> Stream:
-        stream_argument(stream)
+        if stream is not NULL_STREAM:
+            stream_argument(stream)
         return NULL_STREAM
 
     def create_stream(self, name: str, urgent: bool = False) -> Stream:

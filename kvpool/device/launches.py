@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.device.base import TICKET, TOKENS
-from kvpool.device.block_copy import PIECE_BYTES, PLAN_FIELDS, CopyPlan, cuda_plan
+from kvpool.device.block_copy import PLAN_FIELDS, CopyPlan, cuda_plan
 from kvpool.device.work import OFFSET, SCALE, START, StagedRows, TokenMoves, staged_arrays
 
 OPTIONS = ("-std=c++17",)
@@ -144,9 +143,10 @@ Int64s = npt.NDArray[np.int64]
 _KV_IN_FLIGHT, _WARP = 4, 32
 # With so many units for each thread, nobody waits long for threads that get one more.
 _UNITS_PER_THREAD = 4
-_MOVE_BYTES = 16
+_ROW_BYTES = 32
 _COUNT_MAX = 2**31 - 1
-RUN_BYTES_MAX = 2**32
+PIECE_WORDS = 256
+"""How many words of a fragment a warp copies at a time."""
 
 
 class KvPlane(NamedTuple):
@@ -196,7 +196,7 @@ _PLANE = _record(*KvPlane._fields[:-1], "words", "chunk_layers", ("step", _DIGIT
 KV_COPY = _record(
     *KvTokens._fields, "layers", "planes", "gather", ("plane", _PLANE, PLANES), ("bases", np.int64, BASES)
 )
-BLOCK_COPY = _record(("plan", np.int64, PLAN_FIELDS), "moves", "count", "pieces")
+FRAGMENT_TABLE = _record("rows", "count", "pieces")
 TOKEN_MOVES = _record(
     ("plan", np.int64, PLAN_FIELDS), "groups", *((name, np.uint32, MOVES) for name in ("ends", "source", "target"))
 )
@@ -285,63 +285,47 @@ def _digits(step: int, tokens: int, heads: int, words: int) -> tuple[int, int, i
     return chunk, token, head, word
 
 
-def move_table(moves: Int64s, plan: CopyPlan) -> npt.NDArray[np.uint32]:
-    """Moves int64[n, 4], as in ``Device.copy_blocks``, in the form that the kernel reads, a row in one load: source,
-    target, tokens and the bytes of a run, which are fewer than ``RUN_BYTES_MAX``."""
-    rows, tokens = moves.astype(np.uint32), moves[:, TOKENS]
-    rows[:, TICKET] = np.where(tokens == plan.block_tokens, plan.run_bytes, tokens * plan.token_bytes)
-    return rows
-
-
-def _copy_word(plan: CopyPlan, whole: bool) -> int:
-    """Of a block copy. Words of whole blocks may be longer than the runs of single tokens allow."""
-    if whole:
-        return word_bytes(plan.device[:3], plan.host[:3], plan.run_bytes)
-    return word_bytes(plan.device, plan.host, plan.run_bytes, plan.token_bytes)
-
-
 def _token_word(plan: CopyPlan) -> int:
     base, block, _, outer, inner = plan.device
     return word_bytes(base, block, outer, inner, plan.token_bytes)
 
 
 def needed_kernels(plan: CopyPlan) -> list[tuple[str, str]]:
-    """Sources and kernels of what a pool enqueues besides block copies."""
+    """Sources and kernels of what a pool enqueues besides copies."""
     return [("stage_rows.cu", "stage_rows"), ("token_moves.cu", f"move_tokens_{_token_word(plan)}")]
 
 
-def copy_kernels(plan: CopyPlan) -> list[tuple[str, str]]:
-    """Sources and kernels of block copies: of whole blocks, and of parts."""
-    return [("block_copy.cu", f"block_copy_{_copy_word(plan, whole)}") for whole in (True, False)]
+COPY_FRAGMENTS = "copy_fragments.cu", "copy_fragments"
+BULK_FRAGMENTS = "bulk_fragments.cu", "bulk_fragments"
+BULK_CAPABILITY = 9
+"""The first compute capability that has bulk copies."""
 
 
-def block_copies(
-    plan: CopyPlan, moves: int, count: int, *, whole: bool, host: bool, grid: Grid, chosen: int | None = None
+def fragment_copies(
+    rows: int, count: int, words: int, *, host: bool, grid: Grid, chosen: int | None = None, bulk: bool = False
 ) -> Iterator[Launch]:
-    """The launches, one unless there are very many moves, that make block copies which do not depend on each other.
+    """The launches, one unless there are very many, that copy fragments which do not depend on each other.
 
     Parameters
     ----------
-    plan
-        That of the pools, with the addresses at which kernels reach them.
-    moves
-        Address of ``move_table`` of so many moves, at a multiple of 16, that kernels can read.
-    whole
-        Whether every move is of a whole block; else words are no longer than the runs of single tokens allow.
+    rows
+        Address of so many rows of ``cuda.fragments.FragmentTable``, at a multiple of 16, that kernels can read.
+    words
+        Of the longest.
     host, chosen
         As in ``kv_copy``.
+    bulk
+        Whether copy units move the bytes: of rows whose addresses and lengths are multiples of 16.
     """
-    pieces, width = plan.runs * -(-plan.run_bytes // PIECE_BYTES), _copy_word(plan, whole)
-    if not whole:
-        of_tokens = -(-plan.block_tokens * plan.token_bytes // PIECE_BYTES)
-        pieces = max(pieces, plan.outer * plan.inner * of_tokens)
-    per_launch = max(1, _COUNT_MAX // pieces)
+    kernel, threads = (BULK_FRAGMENTS, _WARP) if bulk else (COPY_FRAGMENTS, THREADS)
+    pieces = -(-words // PIECE_WORDS)
+    per_launch = max(1, _COUNT_MAX // max(1, pieces))
     for first in range(0, count, per_launch):
         some = min(per_launch, count - first)
-        record = np.zeros(1, BLOCK_COPY)
-        record[0] = (plan.vector(), moves + first * _MOVE_BYTES, some, pieces)
-        thread_blocks = grid.thread_blocks(-(-some * pieces * _WARP // THREADS), host, chosen)
-        yield Launch("block_copy.cu", f"block_copy_{width}", thread_blocks, THREADS, record)
+        record = np.zeros(1, FRAGMENT_TABLE)
+        record[0] = (rows + first * _ROW_BYTES, some, pieces)
+        thread_blocks = grid.thread_blocks(-(-some * pieces * _WARP // threads), host, chosen)
+        yield Launch(*kernel, thread_blocks, threads, record)
 
 
 def token_moves(plan: CopyPlan, work: TokenMoves, grid: Grid) -> Iterator[Launch]:

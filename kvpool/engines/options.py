@@ -330,6 +330,19 @@ SGLANG = _staged(
 LMCACHE = _staged("lmcache", "LMCache", "0.5.6", "adapter_params")
 
 
+def _local(module: str, package: str, tested: str, place: str) -> EnginePlugin:
+    """A plug-in that keeps its prompts by ``LocalBlocks``."""
+    options = {name: default for name, default in VLLM.options.items() if name != "load"} | {"load_seconds": 5.0}
+    return EnginePlugin(
+        module=module, engine=package, packages=(package,), tested=(tested,), place=place, options=options,
+        needs=("host_memory",),
+    )  # fmt: skip
+
+
+MLX = _local("mlx", "mlx-lm", "0.32.2", "the options of PromptCache")
+LLAMACPP = _local("llamacpp", "xllamacpp", "2026.10.11549", "the options of PrefixCache")
+
+
 def lasting_identity(
     passing: kvpool.ModelIdentity, weights: str | None, settings: str, hash_algorithm: str,
     environment: Mapping[str, str] = os.environ,
@@ -344,7 +357,7 @@ def lasting_identity(
     seed = hashlib.sha256(environment.get(SEED, "").encode()).hexdigest()[:16]
     return kvpool.ModelIdentity(
         model=passing.model,
-        revision=f"weights {weights}" if weights is not None else f"files {_files(passing.model)}",
+        revision=f"weights {weights}" if weights is not None else f"files {files_digest(passing.model)}",
         kv_dtype=passing.kv_dtype,
         layout=f"{passing.layout}, settings {settings}",
         hash_version=f"{passing.hash_version}, {hash_algorithm}, seed {seed}",
@@ -352,14 +365,15 @@ def lasting_identity(
     )
 
 
-def _files(model: str) -> str:
-    """A digest of the files of a model in a folder, that changes when one is replaced."""
+def files_digest(model: str, place: str = VLLM.place) -> str:
+    """A digest of a model's file, or of the files of one in a folder, that changes when one is replaced. Raises
+    ValueError, which names ``place``, if there are none."""
     folder = Path(model)
-    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    files = sorted(folder.iterdir()) if folder.is_dir() else [folder] if folder.is_file() else []
     if not any(file.suffix in _WEIGHTS for file in files):
         raise ValueError(
-            f"model={model!r:.200} is no folder with weights: with stores, name its weights in "
-            'kv_connector_extra_config, such as "weights": "revision 1a2b3c". Other weights need another name'
+            f"model={model!r:.200} is no folder with weights: with stores, name its weights in {place}, such as "
+            '"weights": "revision 1a2b3c". Other weights need another name'
         )
     content = hashlib.sha256((folder / "config.json").read_bytes() if (folder / "config.json").exists() else b"")
     for file in files:

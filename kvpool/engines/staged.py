@@ -7,7 +7,7 @@ load then. So a load ends in a row of ours, and is copied to the engine only aft
 from __future__ import annotations
 
 import logging
-import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,8 +22,7 @@ from kvpool.stores.jobs import Job
 from kvpool.stores.seals import BlockNames
 from kvpool.stores.store import OK, Bytes, Rows, Store
 from kvpool.stores.store_client import StoreClient, staging_rows
-from kvpool.stores.store_health import StoreHealth
-from kvpool.stores.troubles import TroubleLog
+from kvpool.stores.store_health import StoreHealth, TroubleLog
 from kvpool.stores.urls import open_store
 
 log = logging.getLogger("kvpool.engines")
@@ -79,7 +78,7 @@ class StagedBlocks:
             jobs.FIND: options.find_seconds, jobs.LOAD: options.load_seconds, jobs.SAVE: options.save_seconds,
         }  # fmt: skip
         """How long a call may take, by kind. It may be changed."""
-        self._generation = b""
+        self._resets, self._lock = 0, threading.Lock()
         self._troubles = TroubleLog(store.name, log=log)
         self.troubles = self._troubles.counts
         """Blocks by kind of job and by what went wrong."""
@@ -132,11 +131,15 @@ class StagedBlocks:
         """Find no block any more that was saved until now, and have the store drop all blocks of this identity. Returns
         whether it has confirmed that within ``save_seconds``. If not, it is told again until ``close``, and saves
         nothing meanwhile. A process that opens the store later finds the blocks if it never confirms."""
-        self._generation = os.urandom(16)
         try:
-            job = self.client.clear()
+            with self._lock:
+                self._resets += 1
+                job = self.client.reset()
         except Exception as error:
             self._troubles.note(jobs.CLEAR, type(error).__name__, 1, str(error)[:200])
+            return False
+        if not self.client.queue.clears:
+            self._troubles.note(jobs.CLEAR, "not supported", 1, "the store keeps the blocks, and they are not found")
             return False
         self.client.wait(job, self.seconds[jobs.SAVE])
         return job.ok > 0
@@ -154,7 +157,7 @@ class StagedBlocks:
     # -- inside --------------------------------------------------------------------------------------
 
     def _keys(self, names: Sequence[bytes]) -> BlockNames:
-        return BlockNames(names, self._generation)
+        return BlockNames(names)
 
     def _deadline(self, kind: str) -> float:
         return self.client.queue.now() + self.seconds[kind]
@@ -178,12 +181,15 @@ class StagedBlocks:
         self, kind: str, keys: BlockNames, rows: Rows, deadline: float, copy: Copy, start: int, done: list[bool]
     ) -> None:
         """Load or save blocks through these rows, and note those for which that was done from ``start`` on."""
-        client, job = self.client, None
+        client, job, resets = self.client, None, self._resets
         begin = client.save if kind == jobs.SAVE else partial(client.load, hold=True)
         try:
             for place, row in enumerate(rows if kind == jobs.SAVE else (), start):
                 copy(place, client.memory[row])
-            job = begin(keys, rows, deadline=deadline)
+            with self._lock:
+                if resets != self._resets:
+                    return  # The rows have what was there before the reset.
+                job = begin(keys, rows, deadline=deadline)
             for index in np.flatnonzero(self._codes(job) == OK).tolist():
                 if kind == jobs.LOAD:
                     copy(start + index, client.memory[rows[index]])

@@ -46,9 +46,13 @@ if TYPE_CHECKING:
     from kvpool.engines.transfers import GroupBlocks, Transfers
 
 __all__ = [
-    "HostBlocks", "KVPoolOffloadingConnector", "KVPoolOffloadingManager", "KVPoolOffloadingSpec",
-    "KVPoolOffloadingWorker", "WorkerReport",
-]  # fmt: skip
+    "HostBlocks",
+    "KVPoolOffloadingConnector",
+    "KVPoolOffloadingManager",
+    "KVPoolOffloadingSpec",
+    "KVPoolOffloadingWorker",
+    "WorkerReport",
+]
 
 log = VLLM.log
 
@@ -263,18 +267,26 @@ class KVPoolOffloadingSpec(base.OffloadingSpec):
         log.info(
             "kvpool: host tier of %d blocks of %d bytes in each of %d workers, about %d tokens; chunks of %s tokens; "
             "stores: %s; KV of %s",
-            self.host_blocks, self.share, self.config.parallel.world_size,
-            self.host_blocks * sizes[-1] // max(1, self.chunks_of(sizes[-1])), " and ".join(map(str, sizes)),
-            ", ".join(self.stores) or "none", self.stored_as or self.identity,
-        )  # fmt: skip
+            self.host_blocks,
+            self.share,
+            self.config.parallel.world_size,
+            self.host_blocks * sizes[-1] // max(1, self.chunks_of(sizes[-1])),
+            " and ".join(map(str, sizes)),
+            ", ".join(self.stores) or "none",
+            self.stored_as or self.identity,
+        )
         longest = self._deployment.config.model_config.max_model_len if self._deployment is not None else 0
         if self.chunks_of(longest) > self.host_blocks:
             least = self.chunks_of(longest) * self.share * self.config.parallel.world_size
             log.warning(
                 "kvpool: host_memory=%r: one request of max_model_len=%d takes %d host blocks, and there are %d. What "
                 "does not fit is not kept. Give %.1f GiB or more",
-                self.extra_config["host_memory"], longest, self.chunks_of(longest), self.host_blocks, least / (1 << 30),
-            )  # fmt: skip
+                self.extra_config["host_memory"],
+                longest,
+                self.chunks_of(longest),
+                self.host_blocks,
+                least / (1 << 30),
+            )
 
     def get_manager(self) -> base.OffloadingManager:
         events = self.kv_events_config.enable_kv_cache_events

@@ -20,6 +20,7 @@ with VLLM.imports():
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 if TYPE_CHECKING:
+    from kvpool.hostcache.host_cache import HostUsage
     from kvpool.keepers.choice import LoadOrCompute
     from kvpool.keepers.hostkeeper import HostKeeper
 
@@ -32,7 +33,12 @@ _PREFILL_TOKENS = 64
 """A step with fewer tokens says nothing of prompts."""
 _UNKNOWN = 1e9
 """Tokens a second of an engine that nobody has measured yet."""
-_SOURCES = {"disk": CacheHitSource.DISK, "memory": CacheHitSource.HOST, "peer": CacheHitSource.P2P}
+_SOURCES = {
+    "disk": CacheHitSource.DISK,
+    "memory": CacheHitSource.HOST,
+    "mooncake": CacheHitSource.P2P,
+    "peer": CacheHitSource.P2P,
+}
 """Where vLLM counts what came from a kind of store."""
 
 
@@ -40,9 +46,11 @@ STORED, LOADED = "vllm:kvpool_stored_chunks", "vllm:kvpool_loaded_chunks"
 EVICTED, REFUSED = "vllm:kvpool_evicted_chunks", "vllm:kvpool_refused_stores"
 FAILED_LOADS, FAILED_STORES = "vllm:kvpool_failed_loads", "vllm:kvpool_failed_stores"
 _TOTALS = (
-    "vllm:kvpool_store_loaded_chunks", "vllm:kvpool_store_missed_chunks", "vllm:kvpool_store_saved_chunks",
+    "vllm:kvpool_store_loaded_chunks",
+    "vllm:kvpool_store_missed_chunks",
+    "vllm:kvpool_store_saved_chunks",
     "vllm:kvpool_store_unsaved_chunks",
-)  # fmt: skip
+)
 _MISSED, _UNSAVED = "vllm:kvpool_store_missed_reasons", "vllm:kvpool_store_unsaved_reasons"
 _ANSWERS, _BYTES, _SECONDS = "vllm:kvpool_store_answers", "vllm:kvpool_store_bytes", "vllm:kvpool_store_seconds"
 _BLOCKS, _FIGURES, _SUSPENDED = "vllm:kvpool_host_blocks", "vllm:kvpool_store_figures", "vllm:kvpool_store_suspended"
@@ -148,13 +156,13 @@ class HostTierMetrics:
     """Counts since they were read the last time, gauges now, and warnings where the host tier is too small."""
 
     def __init__(self, cache: kvpool.HostCache, clock: Callable[[], float] = time.monotonic) -> None:
-        from kvpool.stores.troubles import TroubleLog  # imports Numba, which vLLM must not meet when it starts
+        from kvpool.stores.store_health import TroubleLog  # imports Numba, which vLLM must not meet when it starts
 
         self._cache, self._clock = cache, clock
         self.counts: Counter[str] = Counter()
         """by name"""
         self._totals = (0, 0, 0, 0)
-        self._usage: kvpool.HostUsage | None = None
+        self._usage: HostUsage | None = None
         self._read_at = clock()
         self._known: dict[tuple[str, tuple[str, ...]], float] = {}
         self._troubles = TroubleLog("behind the host tier", clock, VLLM.log)
@@ -266,9 +274,14 @@ class KVPoolOffloadingManager(base.OffloadingManager):
     """
 
     def __init__(
-        self, cache: kvpool.HostCache, options: EngineOptions | None = None, *, events: bool = True,
-        clock: Callable[[], float] = time.monotonic, tokens_per_block: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        cache: kvpool.HostCache,
+        options: EngineOptions | None = None,
+        *,
+        events: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+        tokens_per_block: int = 1,
+    ) -> None:
         self._cache, self._events, self._clock = cache, events, clock
         self.prefill = _Prefill(clock)
         self.prefill.tokens_per_block = tokens_per_block
@@ -298,11 +311,19 @@ class KVPoolOffloadingManager(base.OffloadingManager):
             prefill.policies = [LoadOrCompute(_UNKNOWN, size, prefill.tokens_per_block) for _ in stores]
         self._tier = kvpool.HostTier.attach(description)
         self._keeper = self._front = HostKeeper(
-            self._cache, self._tier, stores, identity=identity, save=REUSE if options.save == "reuse" else PUBLISH,
-            load_share=options.load_share, save_share=options.save_share, load_seconds=options.load_seconds,
-            save_seconds=options.save_seconds, retry_seconds=options.retry_seconds, clock=self._clock,
+            self._cache,
+            self._tier,
+            stores,
+            identity=identity,
+            save=REUSE if options.save == "reuse" else PUBLISH,
+            load_share=options.load_share,
+            save_share=options.save_share,
+            load_seconds=options.load_seconds,
+            save_seconds=options.save_seconds,
+            retry_seconds=options.retry_seconds,
+            clock=self._clock,
             policies=self.prefill.policies or None,
-        )  # fmt: skip
+        )
         kinds = (text.partition(":")[0] for text in options.stores)
         self._sources = [_SOURCES.get(kind, CacheHitSource.EXTERNAL_UNSPECIFIED) for kind in kinds]
         log.info("kvpool: stores %s, for KV of %s", ", ".join(store.name for store in stores), identity)
@@ -479,9 +500,12 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         for number, keys, stored in self._keeper.changes() if self._events and self._keeper is not None else ():
             local = self._sources[number] in (CacheHitSource.DISK, CacheHitSource.HOST)
             yield base.OffloadingEvent(
-                list(keys), base.Medium.STORAGE, removed=not stored, ownership=f"{VLLM.module} {number}",
+                list(keys),
+                base.Medium.STORAGE,
+                removed=not stored,
+                ownership=f"{VLLM.module} {number}",
                 locality=base.Locality.LOCAL if local else base.Locality.REMOTE,
-            )  # fmt: skip
+            )
 
     def reset_cache(self) -> None:
         """Drop everything. vLLM's workers wait for all copies before they begin new ones, and vLLM reports nothing more

@@ -155,9 +155,12 @@ class AgentCachePolicy(CachePolicy):
         self._use(list(keys), req_context)
 
     def on_request_finished(
-        self, key_groups: Sequence[Sequence[OffloadKey]], insertion_only_keys: Collection[OffloadKey],
-        reused_keys: Collection[OffloadKey], req_context: ReqContext,
-    ) -> None:  # fmt: skip
+        self,
+        key_groups: Sequence[Sequence[OffloadKey]],
+        insertion_only_keys: Collection[OffloadKey],
+        reused_keys: Collection[OffloadKey],
+        req_context: ReqContext,
+    ) -> None:
         keys = [key for group in key_groups for key in group]
         chain = self._use(keys, req_context)
         if chain is not None:

@@ -67,9 +67,13 @@ class KVPoolSecondaryTier(SecondaryTierManager):
     medium: ClassVar[Medium] = Medium.STORAGE
 
     def __init__(
-        self, offloading_spec: OffloadingSpec, primary_kv_view: memoryview, tier_type: str,
-        backpressure_detector: BackpressureDetector | None = None, **given: Any,
-    ) -> None:  # fmt: skip
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: BackpressureDetector | None = None,
+        **given: Any,
+    ) -> None:
         from kvpool.stores.store import OK
         from kvpool.stores.store_client import StoreClient
         from kvpool.stores.urls import open_store
@@ -91,7 +95,6 @@ class KVPoolSecondaryTier(SecondaryTierManager):
         self._new: list[OffloadKey] = []
         self._known: dict[OffloadKey, tuple[bool, float]] = {}
         self._results: list[JobResult] = []
-        self._generation = b""
         self._seed_to_check = bool(options.lasting)
 
     # -- keys ----------------------------------------------------------------------------------------
@@ -115,8 +118,9 @@ class KVPoolSecondaryTier(SecondaryTierManager):
                 log.warning(
                     "kvpool: the keys of vLLM's blocks begin with a random seed, so that nothing will be found in %s "
                     "after a restart. Take prefix_caching_hash_algo='sha256', or set the environment variable %s",
-                    self._client.name, SEED,
-                )  # fmt: skip
+                    self._client.name,
+                    SEED,
+                )
         return RequestOffloadingContext()
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
@@ -185,15 +189,16 @@ class KVPoolSecondaryTier(SecondaryTierManager):
 
     def drain_jobs(self) -> None:
         """Wait until the store reads and writes no row any more. What was saved before is not found from now on, and
-        the store drops it."""
+        the store drops it. What is saved later is found after a restart, too, if the store has ``Store.epoch``."""
         client = self._client
         while not client.queue.drain(10.0):
             log.warning("kvpool: a reset waits for the store %r", client.name)
         client.poll()
-        self._generation = os.urandom(16)
-        if client.queue.clears and not client.wait(client.clear(), CLEAR_SECONDS):
-            log.warning("kvpool: the store %r has not dropped what was saved before, and saves nothing until it has",
-                        client.name)  # fmt: skip
+        if not client.wait(client.reset(), CLEAR_SECONDS):
+            log.warning(
+                "kvpool: the store %r has not dropped what was saved before, and saves nothing until it has",
+                client.name,
+            )
         self._known.clear()
 
     def shutdown(self) -> None:
@@ -220,7 +225,7 @@ class KVPoolSecondaryTier(SecondaryTierManager):
     def _names(self, keys: Iterable[OffloadKey]) -> BlockNames:
         from kvpool.stores.seals import BlockNames
 
-        return BlockNames(keys, self._generation)
+        return BlockNames(keys)
 
     def _now(self) -> float:
         return self._client.queue.now()

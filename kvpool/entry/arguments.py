@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import array
 import operator
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,18 @@ from kvpool.arrays.layout import choice_argument, integer_argument
 from kvpool.arrays.strided import in_numpy
 from kvpool.jit import jit
 from kvpool.state.records import ENDS
+
+
+class ForeignArray(Protocol):
+    """An array of any package that speaks DLPack."""
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+Integers: TypeAlias = "Sequence[int] | npt.NDArray[np.integer[Any]] | array.array[int] | memoryview | ForeignArray"
+"""Any buffer or sequence of integers."""
+Ids: TypeAlias = "int | np.integer[Any] | Integers"
+"""One id, or several."""
 
 INT32_MIN, INT32_MAX, INT64_MAX = -(1 << 31), (1 << 31) - 1, (1 << 63) - 1
 STOPS = ("tool_use", "end_turn")
@@ -228,6 +241,17 @@ def extra_array(extra_ids: object, count: int) -> npt.NDArray[np.int64] | None:
     return found if found.any() else None
 
 
+def clock_argument(clock: object) -> Callable[[], int]:
+    """The function that returns a pool's time in milliseconds; by default it reads the system's monotonic clock."""
+    if clock is not None and not callable(clock):
+        raise TypeError(f"clock={clock!r:.80}: accepted is a function that returns milliseconds")
+    return _milliseconds if clock is None else clock
+
+
+def _milliseconds() -> int:
+    return time.monotonic_ns() // 1_000_000
+
+
 class RetentionRange(NamedTuple):
     """Tokens [start, end) of a prompt (``end`` None: to its end), for blocks whose first token is in this range."""
 
@@ -239,6 +263,8 @@ class RetentionRange(NamedTuple):
 
 def priority_argument(name: str, value: object) -> int:
     """A priority: 0 (goes first) to 100 (stays longest)."""
+    if type(value) is int and 0 <= value <= 100:
+        return value
     return integer_argument(name, value, 0, 100)
 
 

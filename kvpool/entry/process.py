@@ -11,10 +11,16 @@ from kvpool.errors import ForkedProcess
 
 
 class Process:
-    """The process that has made an object."""
+    """The process that has made an object, and the locks of the object and of its parts.
 
-    def __init__(self) -> None:
-        self._id = os.getpid()
+    What has threads or sockets calls ``check`` at its door. What has none can serve a child, unless another thread held
+    one of its locks at the fork: then it is in the middle of a change, and whoever takes one of them in the child gets
+    ForkedProcess at once. ``what`` names the object there. ``lost``: why no child can use it, if that is so.
+    """
+
+    def __init__(self, what: str = "") -> None:
+        self._id, self._what, self.lost = os.getpid(), what, ""
+        self._locks: list[tuple[weakref.ref[Any], str]] = []
 
     def check(self, what: object) -> None:
         """Raise ForkedProcess in any other process, where a wait would never end."""
@@ -23,38 +29,10 @@ class Process:
             whose = f"this {type(what).__name__} belongs to process {self._id}, and this is process {here}"
             raise ForkedProcess(f"{whose}: make one of its own after os.fork()")
 
-
-class LostLock:
-    """Stands in a child for a lock that nobody can release there. Whoever takes it gets ForkedProcess."""
-
-    def __init__(self, why: str) -> None:
-        self._why = why
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> NoReturn:
-        raise ForkedProcess(self._why)
-
-    def __enter__(self) -> NoReturn:
-        raise ForkedProcess(self._why)
-
-    def __exit__(self, *error: object) -> None:
-        """Nothing to do: nobody is inside."""
-
-
-class ForkGuard:
-    """The locks of an object and of its parts. If another thread holds one of them at a fork, the object is in the
-    middle of a change. Then none of them can be taken in the child: each raises ForkedProcess at once.
-
-    ``what`` names the object in the error. ``lost``: why no child can use the object, if that is so.
-    """
-
-    def __init__(self, what: str, lost: str = "") -> None:
-        self._what, self.lost = what, lost
-        self._locks: list[tuple[weakref.ref[Any], str]] = []
-        _guards.add(self)
-
-    def add(self, part: object, *names: str) -> None:
+    def guard(self, part: object, *names: str) -> None:
         """Guard the locks that are attributes of a part. The part is not kept alive."""
         self._locks += [(weakref.ref(part), name) for name in names]
+        _guarded.add(self)
 
     def after_fork(self) -> None:
         """In a child: replace the locks if one of them is lost."""
@@ -69,7 +47,22 @@ class ForkGuard:
                 setattr(part, name, lost)
 
 
-_guards: weakref.WeakSet[ForkGuard] = weakref.WeakSet()
+_guarded: weakref.WeakSet[Process] = weakref.WeakSet()
+
+
+class LostLock:
+    """Stands in a child for a lock that nobody can release there. Whoever takes it gets ForkedProcess."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> NoReturn:
+        raise ForkedProcess(self._why)
+
+    __enter__ = acquire
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing to do: nobody is inside."""
 
 
 def _is_free(lock: Any) -> bool:
@@ -84,8 +77,8 @@ def _is_free(lock: Any) -> bool:
 
 
 def _after_fork() -> None:
-    for guard in list(_guards):
-        guard.after_fork()
+    for process in list(_guarded):
+        process.after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork)

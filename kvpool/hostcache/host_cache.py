@@ -16,25 +16,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.arrays.layout import BlockLayout, integer_argument
+from kvpool.arrays.layout import BlockLayout, choice_argument, integer_argument
 from kvpool.device.main_memory import available_ram
 from kvpool.device.regions import BLOCKS_MAX
-from kvpool.entry.arguments import bool_argument, priority_argument, text_argument, ttl_argument
+from kvpool.entry.arguments import bool_argument, clock_argument, priority_argument, text_argument, ttl_argument
 from kvpool.entry.interrupt import DeferSignals
-from kvpool.entry.process import ForkGuard
+from kvpool.entry.process import Process
 from kvpool.errors import BlockNotFound, InsufficientMemory, OutOfBlocks, PoolBusy, PoolClosed
 from kvpool.hostcache.host_leases import HostLease, HostLeases, HostSlots
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
 from kvpool.hostcache.opaque_keys import Packed, key_argument, keys_argument, packed, unpacked
 from kvpool.hostcache.tier import block_bytes_argument, fingerprint_of
 from kvpool.pool import events as kv_events
-from kvpool.pool.config import clock_argument, secret_argument
-from kvpool.pool.core import MAX_MS
+from kvpool.pool.config import secret_argument
+from kvpool.pool.core import MAX_MS, Names
 from kvpool.pool.stats import Histogram
 from kvpool.state import hostcache, records, verbs
 from kvpool.state.arrays import GroupSizes, Settings, States, state_bytes
+from kvpool.state.effects import CLEARED, CREATED
 from kvpool.state.hashing import namespace_root
-from kvpool.state.ring import CLEARED, CREATED
 from kvpool.state.verify import verify_states
 
 if TYPE_CHECKING:
@@ -143,6 +143,8 @@ class HostCache:
         Keys whose events are kept until ``events`` is called. 0 (default) records none.
     clock
         () -> int, monotonic milliseconds from 0 to 2**42.
+    policy
+        Which key is evicted next. Accepted is "lru": an opaque key does not say which other one it continues.
 
     Notes
     -----
@@ -177,7 +179,9 @@ class HostCache:
     def __init__(
         self, host_blocks: int, block_bytes: int | BlockLayout | list[BlockLayout], *, identity: ModelIdentity,
         secret: bytes | None = None, event_capacity: int = 0, clock: Callable[[], int] | None = None,
+        policy: str = "lru",
     ) -> None:  # fmt: skip
+        choice_argument("policy", policy, ("lru",))
         self.host_blocks = integer_argument("host_blocks", host_blocks, 1, BLOCKS_MAX)
         self.block_bytes, self.identity = block_bytes_argument(block_bytes), identity_argument(identity)
         self.fingerprint = fingerprint_of(self.identity, self.host_blocks, self.block_bytes)
@@ -189,11 +193,11 @@ class HostCache:
         self._root = np.array(namespace_root(own, self.identity.content, None), np.int64)
         # Reentrant: a destructor that closes a lease while its thread is in a call must not wait for itself.
         self._lock: AbstractContextManager[Any] = threading.RLock()
-        self._forks = ForkGuard("HostCache")
-        self._forks.add(self, "_lock")
+        self._forks = Process("HostCache")
+        self._forks.guard(self, "_lock")
         self._leases = HostLeases(self._states, self._lock, self._now)
-        self._forks.add(self._leases, "lock")
-        self._names = kv_events.Names(self._states)
+        self._forks.guard(self._leases, "lock")
+        self._names = Names(self._states)
         kv_events.announce(self._states)
         # What ``find`` takes a key to the state in. Each call takes one out, so that another call inside it, by a
         # handler or a destructor, has its own.
@@ -358,7 +362,7 @@ class HostCache:
         with DeferSignals() as signals:
             with self._lock:
                 self._check_open()
-                taken = kv_events.take(self._states, self._names, False)
+                taken = kv_events.take(self._states, self._names.known, False)
                 signals.undo = partial(self._put_back, taken)
             return _decoded(taken)
 

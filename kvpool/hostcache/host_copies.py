@@ -20,7 +20,7 @@ from kvpool.device.base import BYTES, NULL_EVENT, Device, Event, Region
 from kvpool.device.cuda import device_at
 from kvpool.device.work import Fragments
 from kvpool.entry.arguments import id_array
-from kvpool.entry.process import ForkGuard
+from kvpool.entry.process import Process
 from kvpool.errors import PoolClosed
 from kvpool.hostcache.host_leases import HostSlots
 from kvpool.hostcache.pages import Pages
@@ -104,8 +104,8 @@ class HostCopies:
         _check_apart(self._groups, tier)
         self._device, self._owned = _device(device, self._groups), not isinstance(device, Device)
         self._lock: AbstractContextManager[Any] = nullcontext() if self._device.synchronous else threading.Lock()
-        self._forks = ForkGuard("HostCopies")
-        self._forks.add(self, "_lock")
+        self._forks = Process("HostCopies")
+        self._forks.guard(self, "_lock")
         self._open, self._drained = True, False
         try:
             self._pinned = self._device.adopt(as_strided("tier", tier.flat), "host", pin=True)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.errors import LeaseExpired
-from kvpool.state import pins
+from kvpool.state import control
 from kvpool.state.arrays import States
 
 Ids = npt.NDArray[np.int64]
@@ -118,7 +118,7 @@ class HostLeases:
             _, ids = self._open.pop(lease.id, (None, None))
             if ids is None:
                 raise LeaseExpired(f"lease {lease.id} of {lease.owner!r} was closed or revoked")
-            pins.unpin(self._states.heads, ids, now)
+            control.unpin(self._states.heads, ids, now)
 
     def revoke(self, owner: str, now: int) -> int:
         """Close all leases of an owner; returns how many. The lock is held by the caller."""
@@ -127,7 +127,7 @@ class HostLeases:
             # A destructor may close it first.
             _, ids = self._open.pop(lease.id, (None, None)) if lease.owner == owner else (None, None)
             if ids is not None:
-                pins.unpin(self._states.heads, ids, now)
+                control.unpin(self._states.heads, ids, now)
                 closed += 1
         return closed
 

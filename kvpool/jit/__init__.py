@@ -1,11 +1,7 @@
-"""The `jit` decorator: nogil Numba functions with an on-disk cache that notices edits in every file they depend on.
+"""The `jit` decorator: nogil Numba functions that are compiled once, and kept on disk until what they see changes.
 
-Numba's own ``cache=True`` stamps a cached function with the file that defines it. The stamp does not cover code that
-the function inlines or calls from other files. So after an edit there, the old machine code would still run. Also, two
-processes that compile at once can leave the index of the cache pointing at each other's code.
-
-Here the functions of a module share one directory. Its name has a digest of that module and of every module of the
-package that it names, directly or through others. Each signature has a file of its own.
+Numba's own ``cache=True`` stamps a function with the file that defines it, not with the code that it calls from other
+files, and it compiles a function once more for each of its callers.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ import numpy as np
 from numba import extending
 from numba.core import config
 
-from kvpool.jit.folders import cache_root
+from kvpool.jit.cache import cache_root
 
 try:
     from kvpool.jit.compiler import Dispatcher
@@ -27,40 +23,36 @@ except (ImportError, AttributeError, TypeError):  # a release of Numba that has 
     Dispatcher = None  # type: ignore[assignment,misc]
 
 F = TypeVar("F", bound=Callable[..., Any])
-_OPTIONS = {"nopython": True, "nogil": True, "_nrt": False, "no_cfunc_wrapper": True, "forceinline": False}
-"""Numba hands ``forceinline`` down: without a value of its own, whatever is first compiled for a function that asks for
-it would be inlined everywhere."""
 
 
 @overload
 def jit(function: F, /) -> F: ...
 @overload
-def jit(**options: Any) -> Callable[[F], F]: ...
+def jit(*, forceinline: bool = False) -> Callable[[F], F]: ...
 
 
-def jit(function: Any = None, /, **options: Any) -> Any:
-    """Compile a function of this package as ``numba.njit(nogil=True, **options)`` does, and cache it on disk.
+def jit(function: Any = None, /, *, forceinline: bool = False) -> Any:
+    """Compile a function as ``numba.njit(nogil=True, forceinline=forceinline)`` does, and keep it on disk.
 
-    When jitted code calls the function, constants are passed as variables and signed integers as int64. Only functions
-    that Python calls become machine code; other functions become parts of their callers. The garbage collector is off
-    during a compilation.
+    When jitted code calls the function, constants are passed as variables and signed integers as int64. The garbage
+    collector is off during a compilation.
 
-    Reference counting is off (``_nrt=False``), since counts are atomic and cost more than most of these functions. So a
-    jitted function can neither create nor return an array, and the owner of the memory keeps it alive during the call.
+    Reference counting is off, since counts are atomic and cost more than most of these functions. So a jitted function
+    can neither create nor return an array, and the owner of the memory keeps it alive during the call.
 
-    The cache depends on the sources, closure cells, options and argument types. It does not depend on globals that are
-    set at run time, nor on modules that are imported by a computed name. So constants belong in the source or in a
-    closure. Functions defined outside this package are compiled in each process. Thread-safe where Numba is.
+    What is kept is used for the same bytecode of the function and of what it calls, the same constants, globals and
+    closure cells, as they are when it is compiled. Thread-safe where Numba is. Raises ForkedProcess if it must be
+    compiled in a process that was forked while another thread compiled.
 
     Under NUMBA_DISABLE_JIT the function runs in the interpreter; integers wrap as silently as they do in machine code.
     """
     if function is None:
-        return functools.partial(jit, **options)
+        return functools.partial(jit, forceinline=forceinline)
     if config.DISABLE_JIT:
         return np.errstate(over="ignore")(function)
     if Dispatcher is None:
-        return numba.njit(**{"nogil": True, "forceinline": False, **options})(function)
-    return Dispatcher(function, {**_OPTIONS, **options})
+        return numba.njit(nogil=True, forceinline=forceinline)(function)
+    return Dispatcher(function, forceinline)
 
 
 def keeps(function: Any) -> bool:

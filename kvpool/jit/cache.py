@@ -1,164 +1,225 @@
-"""Files of compiled code: one for each signature of a function, which other processes can use."""
+"""Compiled code on disk: a file for each function, in folders that only this user can write to, since it is unpickled.
+
+The name of a file stands for all that the code depends on: the bytecode of the function and of what it calls, the
+constants that they see, the types of the arguments, the processor, the settings and versions of the compiler. So no
+edit is missed, and an edit of a comment compiles nothing.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import functools
 import hashlib
+import inspect
+import logging
 import os
+import stat
+import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
-import llvmlite.binding as llvm
-from numba.core import config, serialize
+import numpy as np
+from numba.core import config
 
-from kvpool.jit.folders import cache_root, module_folder, only_ours, read_folders
-from kvpool.jit.sources import edited
-
-_CODEGEN_OPTIONS = (
-    "OPT LOOP_VECTORIZE SLP_VECTORIZE BOUNDSCHECK DEBUGINFO_DEFAULT CPU_NAME CPU_FEATURES ENABLE_AVX".split()
-)
-_DIGEST_BYTES = 16
-_COMPILING_S_MAX = 120.0
-"""How long a process waits for the compilation of another. Then it compiles the same function itself."""
+PACKAGE = __name__.partition(".")[0]
+_VERSIONED = {"numba", "numpy", "llvmlite", *sys.stdlib_module_names}
+"""Packages that code depends on by their versions. The sources of all others are looked at."""
+_KEPT = 5000
+"""How many files are kept: those that were used last. A pool needs about 600."""
+_log = logging.getLogger(__name__)
 
 
-class CodeFiles:
-    """The files of one function. They are written atomically.
-
-    A file that is damaged, or cannot be written, costs a compilation and nothing else. If several processes miss the
-    same file, one compiles and the others wait for it, since a function can take seconds.
-    """
-
-    def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
-        self._function, self._options = function, options
-        self._module = function.__module__ or ""
-        self._names: dict[tuple[Any, ...], str] = {}
-        self._compiling: dict[str, int] = {}
-
-    @functools.cached_property
-    def _identity(self) -> str:
-        return f"{_function_key(self._function)} {sorted(self._options.items())!r}"
-
-    def name_of(self, kinds: Sequence[Any]) -> str:
-        """The name of a signature: the path of its file below the root, without the ending. It stands for all that the
-        code depends on. Empty if the code means nothing to other processes."""
-        kinds = tuple(kinds)
-        if kinds not in self._names:
-            self._names[kinds] = self._name_of(kinds)
-        return self._names[kinds]
-
-    def _name_of(self, kinds: tuple[Any, ...]) -> str:
-        folder = module_folder(self._module)
-        settings = [getattr(config, name, None) for name in _CODEGEN_OPTIONS]
-        key = f"{folder} {self._identity} {[kind.name for kind in kinds]} {_processor()} {settings}"
-        if not folder or " at 0x" in key:
-            return ""
-        short = self._function.__qualname__.replace("<", "").replace(">", "")[:80]
-        return f"{folder}/{short}-{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}"
-
-    def keep(self, name: str, content: bytes) -> None:
-        """Write the file of a signature, unless the sources are not those that were compiled any more."""
-        if edited(self._module):
-            return
-        try:
-            _write(_path(name), _digest(content) + content)
-        except Exception:  # caching is never worth failing a call
-            return
-
-    def claim(self, name: str) -> bool:
-        """Take the lock of a signature. Returns whether this process has it: then it looks again, and compiles if it
-        must. ``release`` gives it back.
-
-        If a process ends or its compilation fails, nobody waits for it longer than ``_COMPILING_S_MAX``. Callees are
-        compiled inside their callers, so two processes can wait for each other only if functions are recursive.
-        """
-        if name in self._compiling:
-            return False
-        end = time.monotonic() + _COMPILING_S_MAX
-        try:
-            path = _path(name).with_suffix(".lock")
-            path.parent.mkdir(mode=0o700, exist_ok=True)
-            lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        except OSError:
-            return False
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._compiling[name] = lock
-                return True
-            except OSError:
-                if time.monotonic() > end:
-                    os.close(lock)
-                    return False
-            except BaseException:
-                os.close(lock)
-                raise
-            time.sleep(0.02)
-
-    def release(self, name: str) -> None:
-        lock = self._compiling.pop(name, None)
-        if lock is not None:
-            _path(name).with_suffix(".lock").unlink(missing_ok=True)
-            # Closing does not release the lock if a forked child has a copy of the descriptor.
-            fcntl.flock(lock, fcntl.LOCK_UN)
-            os.close(lock)
+def digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def read(name: str) -> bytes | None:
-    """The file of a signature, from the first folder that has it undamaged. A file that others could write, as long as
-    its folder was theirs too, is left out."""
-    for root in read_folders():
-        try:
-            with open(root / f"{name}.nbc", "rb") as file:
-                found = file.read() if only_ours(os.fstat(file.fileno())) else b""
-        except OSError:
-            continue
-        digest, content = found[:_DIGEST_BYTES], found[_DIGEST_BYTES:]
-        if digest == _digest(content):
-            return content
-    return None
+# -- names ---------------------------------------------------------------------------------------
 
 
-def _digest(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
+def content_of(value: Any) -> str:
+    """A text for all that compiled code can depend on in a value that it sees. It has an address if that is no use to
+    other processes."""
+    function = inspect.unwrap(value) if callable(value) else value
+    module = str(getattr(function, "__module__", ""))
+    if hasattr(function, "__qualname__") and _is_versioned(module):
+        return f"{module}.{function.__qualname__}"
+    if isinstance(function, FunctionType):
+        if function not in _known:
+            _known[function] = "itself"
+            _known[function] = _content_of_function(function)
+        return f"{_known[function]} {getattr(value, 'inline', '')}"
+    if isinstance(value, ModuleType):
+        return value.__name__
+    shown = value.tolist() if isinstance(value, np.ndarray) else value
+    return f"{shown!r} {getattr(value, '_fields', '')}"
 
 
-def _path(name: str) -> Path:
-    root = cache_root()
-    if root is None:
-        raise OSError("no folder for compiled code can be written")
-    return root / f"{name}.nbc"
+def _is_versioned(module: str) -> bool:
+    return module.partition(".")[0] in _VERSIONED
+
+
+_known: WeakKeyDictionary[FunctionType, str] = WeakKeyDictionary()
+
+
+def _content_of_function(function: FunctionType) -> str:
+    codes = codes_of(function.__code__)
+    names = dict.fromkeys(name for code in codes for name in code.co_names)
+    seen = [function.__globals__[name] for name in names if name in function.__globals__]
+    for module in [value for value in seen if isinstance(value, ModuleType) and not _is_versioned(value.__name__)]:
+        seen += [getattr(module, name) for name in names if hasattr(module, name)]
+    seen += [function.__defaults__, *(cell.cell_contents for cell in function.__closure__ or ())]
+    text = " ".join(
+        [function.__module__, function.__qualname__, bytecode_of(function.__code__), *map(content_of, seen)]
+    )
+    return text if " at 0x" in text else digest(text.encode())
+
+
+def codes_of(code: CodeType) -> list[CodeType]:
+    """A piece of code, and those inside it."""
+    found = [code]
+    for one in found:
+        found += [constant for constant in one.co_consts if isinstance(constant, CodeType)]
+    return found
+
+
+def bytecode_of(code: CodeType) -> str:
+    """A text for what a piece of code does. Names of variables are there too: callers can give arguments by name."""
+    codes = codes_of(code)
+    names = [(one.co_name, one.co_names, one.co_varnames, one.co_freevars) for one in codes]
+    constants = [constant for one in codes for constant in one.co_consts if not isinstance(constant, CodeType)]
+    return f"{[one.co_code for one in codes]} {names} {constants}"
+
+
+# -- folders -------------------------------------------------------------------------------------
 
 
 @functools.cache
-def _processor() -> str:
-    return f"{llvm.get_process_triple()} {llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
+def cache_root() -> Path | None:
+    """The folder that compiled code is written to, or None.
+
+    These are tried in turn: the folders of ``KVPOOL_CACHE_DIR``, below ``NUMBA_CACHE_DIR``, the user's cache folder, a
+    private folder of the temporary directory. A place that others can write to is passed over, even if the user chose
+    it, and a warning in the log names it.
+    """
+    return next((folder for folder in _places() if _can_be_written(folder)), None)
 
 
-def _function_key(function: Callable[..., Any]) -> str:
-    """Text that distinguishes a function from all others of the same module and sources."""
-    code = function.__code__
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    # Numba gives a dispatcher another identity in each process, so the key has the function that it compiles instead.
-    inner = [_function_key(cell.py_func) if hasattr(cell, "py_func") else serialize.dumps(cell).hex() for cell in cells]
-    constants = [repr(constant) for constant in code.co_consts if not hasattr(constant, "co_code")]
-    return (
-        f"{function.__module__} {function.__qualname__} {code.co_firstlineno} {code.co_code.hex()} {constants} {inner}"
-    )
+@functools.cache
+def _read_folders() -> list[Path]:
+    """Where compiled code is looked for: where it is written, then the other folders of ``KVPOOL_CACHE_DIR``, so that
+    an image can have one that is read only."""
+    root = cache_root()
+    others = [folder for folder in _chosen() if folder != root and os.path.lexists(folder) and _is_trusted(folder)]
+    return others if root is None else [root, *others]
 
 
-def _write(path: Path, content: bytes) -> None:
-    """Write a file atomically: other processes see all of it or nothing."""
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent)
+def _chosen() -> list[Path]:
+    """The folders of ``KVPOOL_CACHE_DIR``, a list like that of ``PATH``."""
+    return [Path(name).absolute() for name in os.environ.get("KVPOOL_CACHE_DIR", "").split(os.pathsep) if name]
+
+
+def _places() -> Iterator[Path]:
+    """Places for compiled code, best first."""
+    yield from _chosen()
+    if getattr(config, "CACHE_DIR", ""):
+        yield Path(config.CACHE_DIR).absolute() / PACKAGE
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    if user_cache.is_absolute() and user_cache.parent.is_dir():
+        yield user_cache / PACKAGE
+    with suppress(OSError):
+        yield Path(tempfile.gettempdir()) / f"{PACKAGE}-{os.getuid()}"
+
+
+def _can_be_written(folder: Path) -> bool:
+    with suppress(OSError):
+        _make_private(folder)
+        return os.access(folder, os.W_OK) and _is_trusted(folder)
+    return False
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder, and its missing parents, with access for this user only, whatever the umask is."""
+    if not folder.parent.is_dir():
+        _make_private(folder.parent)
+    folder.mkdir(mode=0o700, exist_ok=True)
+
+
+@functools.cache
+def _is_trusted(folder: Path) -> bool:
+    """Whether only root and this user can write to a folder, or put another one in its place: its name is looked up
+    again for each file, also behind symbolic links."""
+    around = {*folder.parents, *folder.resolve().parents}
+    kept = all(_only_ours(os.stat(one), stat.S_ISVTX) and _is_ours(os.lstat(one)) for one in around)
+    found = os.lstat(folder)
+    if kept and stat.S_ISDIR(found.st_mode) and _only_ours(found):
+        return True
+    _log.warning("%s is not used for compiled code: others can write or rename it, or it is somebody else's", folder)
+    return False
+
+
+def _only_ours(found: os.stat_result, unless: int = 0) -> bool:
+    """Whether only root and this user can have written to what was found, or rename what is in it."""
+    return _is_ours(found) and (not found.st_mode & 0o022 or bool(found.st_mode & unless))
+
+
+def _is_ours(found: os.stat_result) -> bool:
+    return found.st_uid in (0, os.geteuid())
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+def read(name: str) -> bytes | None:
+    """What was written under a name, from the first folder that has it undamaged. A file that others could write is
+    left out: they could as long as its folder was theirs too."""
+    for folder in _read_folders() if name else ():
+        with suppress(OSError), open(folder / f"{name}.nbc", "rb") as file:
+            mark, content = file.read(32), file.read()
+            if mark == digest(name.encode() + content).encode() and _only_ours(os.fstat(file.fileno())):
+                with suppress(OSError):
+                    os.utime(file.fileno())
+                return content
+    return None
+
+
+def write(name: str, content: bytes) -> None:
+    """Keep the code with this name. A file that is not whole yet is damaged for others. They wait for the lock then."""
+    root = cache_root()
+    with suppress(OSError):  # caching is never worth failing a call
+        if root is not None:
+            path = root / f"{name}.nbc"
+            path.unlink(missing_ok=True)
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(digest(name.encode() + content).encode() + content)
+
+
+@contextmanager
+def claimed(name: str) -> Iterator[None]:
+    """A context in which no other process compiles the code with this name, as far as locks work there. It may wait.
+
+    Callees are compiled inside their callers, so two processes can wait for each other only if functions are recursive.
+    """
+    place = int(digest(name.encode())[:15], 16)
+    with suppress(OSError):
+        fcntl.lockf(_lock(), fcntl.LOCK_EX, 1, place)
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.lockf(_lock(), fcntl.LOCK_UN, 1, place)
+
+
+@functools.cache
+def _lock() -> int:
+    """The file with a lock for each name: a byte of it. Who opens it is about to write, so it drops old code first."""
+    root = cache_root()
+    if root is None:
+        raise OSError("no folder for compiled code can be written")
+    for path in sorted(root.glob("*.nbc"), key=lambda path: path.stat().st_mtime)[:-_KEPT]:
+        path.unlink(missing_ok=True)
+    return os.open(root / "lock", os.O_RDWR | os.O_CREAT, 0o600)

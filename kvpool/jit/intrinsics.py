@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.core.base import BaseContext
-from numba.core.typing import Context, Signature
 from numba.np.arrayobj import populate_array
 
 from kvpool.jit import intrinsic
@@ -59,8 +58,80 @@ class _Records:
             values[place] = getattr(record, name)
 
 
-def _plain_record_at(address: int, dtype: Any) -> Any:
-    return _plain_array_at(int(address), (1,), dtype)[0]
+class _Code(NamedTuple):
+    """Where the code of an intrinsic goes, and the types and values of its arguments."""
+
+    context: Any
+    builder: Any
+    kinds: tuple[Any, ...]
+    values: Sequence[Any]
+
+    def word(self, i: int) -> Any:
+        """An argument, which is an integer of any kind, as int64."""
+        return self.context.cast(self.builder, self.values[i], self.kinds[i], types.int64)
+
+    def array(self) -> Any:
+        """The first argument, which is an array, as the structure that it is."""
+        return self.context.make_array(self.kinds[0])(self.context, self.builder, self.values[0])
+
+    def element(self) -> Any:
+        """Where ``array[index]`` is, of the first two arguments."""
+        return cgutils.get_item_pointer(self.context, self.builder, self.kinds[0], self.array(), [self.word(1)])
+
+
+def _primitive(plain: Callable[..., Any], result: Callable[..., Any]) -> Callable[[Callable[[_Code], Any]], Any]:
+    """Decorator: an intrinsic that does what ``plain`` does in the interpreter.
+
+    ``result`` gives its type from the types of the arguments. The decorated function emits its code.
+    """
+
+    def decorate(emit: Callable[[_Code], Any]) -> Any:
+        def definition(typingctx: Any, *kinds: types.Type) -> Any:
+            def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                made = emit(_Code(context, builder, signature.args, args))
+                return context.get_dummy_value() if made is None else made
+
+            return result(*kinds)(*kinds), codegen
+
+        own = inspect.signature(plain)
+        first = inspect.Parameter("typingctx", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        definition.__signature__ = own.replace(parameters=[first, *own.parameters.values()])  # type: ignore[attr-defined]
+        definition.__name__, definition.__doc__ = emit.__name__, emit.__doc__
+        return intrinsic(plain)(definition)
+
+    return decorate
+
+
+def _plain_load(array: Any, index: int) -> np.int64:
+    return np.int64(array[index])
+
+
+@_primitive(_plain_load, lambda array, index: array.dtype)
+def load(code: _Code) -> Any:
+    """Atomic read of ``array[index]``, an array of integers."""
+    return code.builder.load_atomic(code.element(), "seq_cst", code.kinds[0].dtype.bitwidth // 8)
+
+
+@_primitive(lambda array, index, value: array.__setitem__(index, value), lambda array, index, value: types.none)
+def store(code: _Code) -> None:
+    """Atomic write of ``array[index]``, ordered after all earlier writes of this thread."""
+    pointer, value = code.element(), code.word(2)
+    code.builder.store_atomic(value, pointer, "release", code.kinds[0].dtype.bitwidth // 8)
+
+
+def _plain_compare_exchange(array: Any, index: int, expected: int, desired: int) -> bool:
+    same = bool(array[index] == expected)
+    if same:
+        array[index] = desired
+    return same
+
+
+@_primitive(_plain_compare_exchange, lambda array, index, expected, desired: types.boolean)
+def compare_exchange(code: _Code) -> Any:
+    """Store ``desired`` if ``array[index] == expected``. Returns whether it did."""
+    pointer = code.element()
+    old, new = map(code.word, (2, 3))
+    return code.builder.extract_value(code.builder.cmpxchg(pointer, old, new, "seq_cst", "seq_cst"), 1)
 
 
 @functools.lru_cache(maxsize=256)
@@ -72,219 +143,96 @@ def _plain_array_at(address: int, shape: tuple[int, ...], dtype: Any) -> Any:
     return array if found.names is None else _Records(array)
 
 
-def _plain_load(array: Any, index: int) -> np.int64:
-    return np.int64(array[index])
-
-
-def _plain_store(array: Any, index: int, value: int) -> None:
-    array[index] = value
-
-
-def _plain_compare_exchange(array: Any, index: int, expected: int, desired: int) -> bool:
-    same = bool(array[index] == expected)
-    if same:
-        array[index] = desired
-    return same
-
-
-def _plain_address_of(array: Any) -> int:
-    return int(array.ctypes.data)
-
-
-_functions: dict[int, Callable[..., Any]] = {}
-"""What ``call`` calls in the interpreter."""
-
-
-def _plain_call(entry: int, *args: int) -> np.int64:
-    return np.int64(_functions[int(entry)](*map(np.int64, args)))
-
-
-def _plain_prefetch(array: Any, index: int) -> None:
-    pass
-
-
-def _plain_bit_length(value: Any) -> int:
-    return int(value).bit_length()
-
-
-def _pointer(context: BaseContext, builder: ir.IRBuilder, array_type: types.Type, array: Any, index: Any) -> Any:
-    struct = context.make_array(array_type)(context, builder, array)
-    return cgutils.get_item_pointer(context, builder, array_type, struct, [index])
-
-
-def _valid(array: types.Type, index: types.Type) -> bool:
-    whole = isinstance(array, types.Array) and array.ndim == 1 and isinstance(array.dtype, types.Integer)
-    return whole and isinstance(index, types.Integer)
-
-
-@intrinsic(_plain_load)
-def load(typingctx: Context, array: types.Type, index: types.Type) -> Any:
-    """Atomic read of ``array[index]``."""
-    if not _valid(array, index):
-        return None
-
-    def codegen(context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]) -> Any:
-        i = context.cast(builder, args[1], signature.args[1], types.intp)
-        pointer = _pointer(context, builder, signature.args[0], args[0], i)
-        return builder.load_atomic(pointer, "seq_cst", array.dtype.bitwidth // 8)
-
-    return array.dtype(array, index), codegen
-
-
-@intrinsic(_plain_store)
-def store(typingctx: Context, array: types.Type, index: types.Type, value: types.Type) -> Any:
-    """Atomic write of ``array[index]``, ordered after all earlier writes of this thread."""
-    if not _valid(array, index):
-        return None
-
-    def codegen(context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]) -> Any:
-        i = context.cast(builder, args[1], signature.args[1], types.intp)
-        pointer = _pointer(context, builder, signature.args[0], args[0], i)
-        new = context.cast(builder, args[2], signature.args[2], array.dtype)
-        builder.store_atomic(new, pointer, "release", array.dtype.bitwidth // 8)
-        return context.get_dummy_value()
-
-    return types.none(array, index, value), codegen
-
-
-@intrinsic(_plain_compare_exchange)
-def compare_exchange(
-    typingctx: Context, array: types.Type, index: types.Type, expected: types.Type, desired: types.Type
-) -> Any:
-    """Store ``desired`` if ``array[index] == expected``. Returns whether it did."""
-    if not _valid(array, index):
-        return None
-
-    def codegen(context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]) -> Any:
-        i = context.cast(builder, args[1], signature.args[1], types.intp)
-        pointer = _pointer(context, builder, signature.args[0], args[0], i)
-        old = context.cast(builder, args[2], signature.args[2], array.dtype)
-        new = context.cast(builder, args[3], signature.args[3], array.dtype)
-        return builder.extract_value(builder.cmpxchg(pointer, old, new, "seq_cst", "seq_cst"), 1)
-
-    return types.boolean(array, index, expected, desired), codegen
-
-
-@intrinsic(_plain_array_at)
-def array_at(typingctx: Context, address: types.Type, shape: types.Type, dtype: types.Type) -> Any:
+@_primitive(_plain_array_at, lambda address, shape, dtype: types.Array(dtype.dtype, shape.count, "C"))
+def array_at(code: _Code) -> Any:
     """The memory at the integer ``address`` as a C-ordered array of ``shape`` (a tuple) and ``dtype``. The caller keeps
     it alive.
 
     It does what ``numba.carray`` does, without the reference count of its result.
     """
-    if not isinstance(address, types.Integer) or not isinstance(shape, types.UniTuple):
-        return None
-    array_type = types.Array(dtype.dtype, shape.count, "C")
-
-    def codegen(context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]) -> Any:
-        array = context.make_array(array_type)(context, builder)
-        dims = [
-            context.cast(builder, dim, shape.dtype, types.intp)
-            for dim in cgutils.unpack_tuple(builder, args[1], shape.count)
-        ]
-        itemsize = context.get_constant(types.intp, context.get_abi_sizeof(context.get_data_type(array_type.dtype)))
-        strides = [itemsize]
-        for dim in reversed(dims[1:]):
-            strides.insert(0, builder.mul(strides[0], dim))
-        data = builder.inttoptr(context.cast(builder, args[0], signature.args[0], types.intp), array.data.type)
-        populate_array(array, data=data, shape=dims, strides=strides, itemsize=itemsize, meminfo=None)
-        return array._getvalue()
-
-    return array_type(address, shape, dtype), codegen
+    _, shape, dtype = code.kinds
+    array = code.context.make_array(types.Array(dtype.dtype, shape.count, "C"))(code.context, code.builder)
+    dims = cgutils.unpack_tuple(code.builder, code.values[1], shape.count)
+    dims = [code.context.cast(code.builder, dim, shape.dtype, types.intp) for dim in dims]
+    itemsize = code.context.get_constant(
+        types.intp, code.context.get_abi_sizeof(code.context.get_data_type(dtype.dtype))
+    )
+    strides = [itemsize]
+    for dim in reversed(dims[1:]):
+        strides.insert(0, code.builder.mul(strides[0], dim))
+    data = code.builder.inttoptr(code.word(0), array.data.type)
+    populate_array(array, data=data, shape=dims, strides=strides, itemsize=itemsize, meminfo=None)
+    return array._getvalue()
 
 
-@intrinsic(_plain_record_at)
-def record_at(typingctx: Context, address: types.Type, dtype: types.Type) -> Any:
+@_primitive(lambda address, dtype: _plain_array_at(int(address), (1,), dtype)[0], lambda address, dtype: dtype.dtype)
+def record_at(code: _Code) -> Any:
     """The memory at the integer ``address`` as a reference to one record of ``dtype``. The caller keeps it alive."""
-    if not isinstance(address, types.Integer):
-        return None
-
-    def codegen(context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]) -> Any:
-        place = context.cast(builder, args[0], signature.args[0], types.intp)
-        return builder.inttoptr(place, context.get_value_type(signature.return_type))
-
-    return dtype.dtype(address, dtype), codegen
+    return code.builder.inttoptr(code.word(0), code.context.get_value_type(code.kinds[1].dtype))
 
 
-@intrinsic(_plain_address_of)
-def address_of(typingctx: Context, array: types.Type) -> Any:
+@_primitive(lambda array: int(array.ctypes.data), lambda array: types.int64)
+def address_of(code: _Code) -> Any:
     """The address of the first element as an int64. Whoever keeps the address keeps the array alive."""
-    if not isinstance(array, types.Array):
-        return None
+    return code.builder.ptrtoint(code.array().data, ir.IntType(64))
 
-    def codegen(context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]) -> Any:
-        return builder.ptrtoint(context.make_array(signature.args[0])(context, builder, args[0]).data, ir.IntType(64))
 
-    return types.int64(array), codegen
+_functions: dict[int, Callable[..., Any]] = {}
+"""What ``call`` calls in the interpreter."""
+_CALLED = (types.int64,) * 3
 
 
 def entry_of(function: Any) -> int:
     """The number by which ``call`` calls a jitted function of three int64 that returns an int64. It is compiled now."""
-    if not hasattr(function, "overloads"):
-        _functions[id(function)] = function
-        return id(function)
-    kinds = (types.int64,) * 3
-    function.compile(kinds)
-    compiled = function.overloads[kinds]
-    return int(compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name))
+    if hasattr(function, "overloads"):
+        function.compile(_CALLED)
+        compiled = function.overloads[_CALLED]
+        return int(compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name))
+    _functions[id(function)] = function
+    return id(function)
 
 
-@intrinsic(_plain_call)
-def call(typingctx: Context, entry: types.Type, first: types.Type, second: types.Type, third: types.Type) -> Any:
+def _plain_call(entry: int, first: int, second: int, third: int) -> np.int64:
+    return np.int64(_functions[int(entry)](*map(np.int64, (first, second, third))))
+
+
+@_primitive(_plain_call, lambda entry, first, second, third: types.int64)
+def call(code: _Code) -> Any:
     """Call a jitted function by the number that ``entry_of`` has given. It must not raise.
 
     What is called by its number is compiled only where somebody asks for the number.
     """
-    kinds = (types.int64,) * 3
-
-    def codegen(context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]) -> Any:
-        kind = context.call_conv.get_function_type(types.int64, kinds)
-        places = [cgutils.alloca_once(builder, pointer.pointee) for pointer in kind.args[:2]]
-        builder.call(builder.inttoptr(args[0], kind.as_pointer()), [*places, *args[1:]])
-        return builder.load(places[0])
-
-    return types.int64(types.int64, *kinds), codegen
+    kind = code.context.call_conv.get_function_type(types.int64, _CALLED)
+    places = [cgutils.alloca_once(code.builder, pointer.pointee) for pointer in kind.args[:2]]
+    entry, *numbers = map(code.word, range(4))
+    code.builder.call(code.builder.inttoptr(entry, kind.as_pointer()), [*places, *numbers])
+    return code.builder.load(places[0])
 
 
-@intrinsic(lambda target, source, nbytes: ctypes.memmove(int(target), int(source), int(nbytes)))
-def memcpy(typingctx: Context, target: types.Type, source: types.Type, nbytes: types.Type) -> Any:
+def _plain_memcpy(target: int, source: int, nbytes: int) -> None:
+    ctypes.memmove(int(target), int(source), int(nbytes))
+
+
+@_primitive(_plain_memcpy, lambda target, source, nbytes: types.void)
+def memcpy(code: _Code) -> None:
     """libc's memcpy between two addresses."""
-
-    def codegen(context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]) -> Any:
-        pointers = [builder.inttoptr(address, cgutils.voidptr_t) for address in args[:2]]
-        cgutils.raw_memcpy(builder, *pointers, args[2], 1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
+    target, source, nbytes = map(code.word, range(3))
+    pointers = [code.builder.inttoptr(address, cgutils.voidptr_t) for address in (target, source)]
+    cgutils.raw_memcpy(code.builder, *pointers, nbytes, 1)
 
 
-@intrinsic(_plain_bit_length)
-def bit_length(typingctx: Context, value: types.Type) -> Any:
+@_primitive(lambda value: int(value).bit_length(), lambda value: types.int64)
+def bit_length(code: _Code) -> Any:
     """The number of bits of a non-negative int64, without leading zeros."""
-    if not isinstance(value, types.Integer):
-        return None
-
-    def codegen(context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]) -> Any:
-        word = context.cast(builder, args[0], signature.args[0], types.int64)
-        return builder.sub(ir.IntType(64)(64), builder.ctlz(word, ir.IntType(1)(0)))
-
-    return types.int64(value), codegen
+    return code.builder.sub(ir.IntType(64)(64), code.builder.ctlz(code.word(0), ir.IntType(1)(0)))
 
 
-@intrinsic(_plain_prefetch)
-def prefetch(typingctx: Context, array: types.Type, index: types.Type) -> Any:
+@_primitive(lambda array, index: None, lambda array, index: types.none)
+def prefetch(code: _Code) -> None:
     """Begin to load the cache line of ``array[index]``. The index may be any integer: a prefetch cannot fault."""
-    if not isinstance(array, types.Array) or array.ndim != 1 or not isinstance(index, types.Integer):
-        return None
-
-    def codegen(context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]) -> Any:
-        i = context.cast(builder, args[1], signature.args[1], types.intp)
-        struct = context.make_array(signature.args[0])(context, builder, args[0])
-        place = builder.bitcast(builder.gep(struct.data, [i]), cgutils.voidptr_t)
-        word = ir.IntType(32)
-        declared = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, word, word, word])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [cgutils.voidptr_t], declared)
-        builder.call(function, [place, word(0), word(3), word(1)])
-        return context.get_dummy_value()
-
-    return types.none(array, index), codegen
+    data = code.array().data
+    place = code.builder.bitcast(code.builder.gep(data, [code.word(1)]), cgutils.voidptr_t)
+    word = ir.IntType(32)
+    declared = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, word, word, word])
+    function = code.builder.module.declare_intrinsic("llvm.prefetch", [cgutils.voidptr_t], declared)
+    code.builder.call(function, [place, word(0), word(3), word(1)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -287,12 +286,13 @@ class HostKeeper:
 
     def clear(self) -> None:
         """Drop all keys of the cache, and find nothing any more that was saved before, such as the KV of weights that
-        were replaced. What is saved from now on is found by this keeper only, and until its next ``clear``.
+        were replaced: an epoch of the identity begins in each store.
 
-        The stores drop everything of the identity, for all who share them, so that a later process does not find it
-        either. Until a store has confirmed, it is told again, and nothing is saved there: ``unconfirmed_drops`` of its
-        figures is 0 again then. If the keeper is closed before, a later process may find it. So it may in a store
-        without ``Store.clear``.
+        The stores drop what was there, for all who share them. Until a store has confirmed, it is told again, and
+        nothing is saved there: ``unconfirmed_drops`` of its figures is 0 again then. What is saved later is found by
+        this keeper, and by whoever opens the store after it, if the store has ``Store.epoch``. See
+        ``StoreQueue.reset``. If the keeper is closed before a store has confirmed, a later process may find what was
+        there before.
         """
         self._process.check(self)
         with DeferSignals():
@@ -300,10 +300,8 @@ class HostKeeper:
             self._bridge.cancel()
             self._bridge.poll()
             for client in self._clients:
-                if client.queue.clears:
-                    client.queue.clear()
+                client.queue.reset()
             self._unused.clear()
-            self._tier.generation = os.urandom(16)
             self._cache.clear(force=True)
 
     def stats(self) -> HostKeeperStats:

@@ -48,12 +48,12 @@ class StoreChange(NamedTuple):
 class HostCacheTier:
     """A ``HostCache`` as a bridge to stores sees it. Stores read and write its own rows.
 
-    ``room``: so many blocks may be pinned for saves. ``limit``: so many may be in each store. ``generation``: what the
-    names of blocks begin with now. Blocks are pinned by threads of the stores; all else is the scheduler's thread's.
+    ``room``: so many blocks may be pinned for saves. ``limit``: so many may be in each store. Blocks are
+    pinned by threads of the stores; all else is the scheduler's thread's.
     """
 
     def __init__(self, cache: HostCache, clients: Sequence[StoreClient], room: int, limit: int) -> None:
-        self.cache, self.generation, self._limit = cache, b"", limit
+        self.cache, self._limit = cache, limit
         # By store: the blocks that are to be saved, with all of their prompt, in its order.
         self._prompts: list[dict[bytes, Sequence[bytes]]] = [{} for _ in clients]
         # So many blocks are saved by one call, under one lease.
@@ -65,7 +65,7 @@ class HostCacheTier:
         self._at_once = max(1, min(AT_ONCE, room // sum(client.queue.savers for client in clients)))
 
     def names(self, blocks: Sequence[bytes], *, sealed: bool) -> BlockNames:
-        return BlockNames(blocks, self.generation)
+        return BlockNames(blocks)
 
     def space(self, client: StoreClient, block: bytes) -> tuple[None, int]:
         return None, self._limit

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -261,9 +261,9 @@ class Keeper:
         if namespace is not None:
             pair = _namespace_argument("namespace", namespace)
             return self._ordered(lambda: self._forget_namespace(pair))
-        prompt = in_numpy("prompt", prompt)
-        alone = is_keys(prompt) and not isinstance(prompt, BlockKeys)
-        blocks = key_rows(prompt) if alone else self._pool.block_keys(prompt)
+        given: Any = in_numpy("prompt", prompt)
+        alone = is_keys(given) and not isinstance(given, BlockKeys)
+        blocks = key_rows(given) if alone else self._pool.block_keys(given)
         return self._ordered(lambda: self._forget_blocks(blocks))
 
     def clear(self, force: bool = False) -> Forgotten:

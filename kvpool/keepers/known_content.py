@@ -15,8 +15,8 @@ from kvpool.pool.config import Group
 from kvpool.pool.events import NAMELESS, TIERS, Events, Name, Rows, Rows3, joined, parents_first
 from kvpool.pool.keys import BlockKeys
 from kvpool.pool.manager import KVCacheManager
+from kvpool.state.effects import CLEARED, REMOVED, STORED, UPDATED
 from kvpool.state.records import DEVICE, EVENT, HOST, H
-from kvpool.state.ring import CLEARED, REMOVED, STORED, UPDATED
 from kvpool.stores.seals import block_context
 
 ON_DEVICE, ON_HOST = 1 << DEVICE, 1 << HOST

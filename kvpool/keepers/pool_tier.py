@@ -22,9 +22,9 @@ from kvpool.keepers.known_content import (
 )
 from kvpool.pool.leases import Lease
 from kvpool.pool.manager import KVCacheManager
-from kvpool.state import saving
+from kvpool.state import control
+from kvpool.state.effects import REMOVED, STORED
 from kvpool.state.records import EXTRA
-from kvpool.state.ring import REMOVED, STORED
 from kvpool.stores.jobs import LOAD, SAVE
 from kvpool.stores.queue import NO_LIMIT
 from kvpool.stores.seals import BlockNames
@@ -145,7 +145,7 @@ class PoolTier:
                 copied[places] = same & _ended(lease)
             # A lease that ends makes its blocks the last victims. But to be copied for a store is no use of them.
             core, own = self._pool.core, keys.view(np.int64)
-            core.decide(None, saving.evict_first, group.index, own, self._victims, core.now())
+            core.decide(None, control.evict_first, group.index, own, self._victims, core.now())
         except PoolClosed:
             raise
         except KVPoolError:
@@ -191,7 +191,7 @@ class PoolTier:
         out = np.empty(len(contents), np.int64)
         with self._pool.core.lock:
             self._pool.core.check_open()
-            saving.uses(self._pool.core.states.heads, contents[0].group, _keys(contents).view(np.int64), out)
+            control.uses(self._pool.core.states.heads, contents[0].group, _keys(contents).view(np.int64), out)
         return out.tolist()
 
 

@@ -31,7 +31,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] != "prometheus_client":
         raise
-    raise ImportError("kvpool.observe.metrics needs prometheus-client: pip install 'kvpool[metrics]'") from error
+    raise ImportError('kvpool.observe.metrics needs prometheus-client: pip install ".[metrics]"') from error
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -373,9 +373,12 @@ def _open(known: weakref.ref[Cache] | None) -> Cache | None:
 
 def _families(pools: list[tuple[str, Stats | HostCacheStats | KeeperStats | HostKeeperStats]]) -> Iterator[Metric]:
     kinds: list[tuple[tuple[Definition, ...], Any]] = [
-        (DEFINITIONS, Stats), (HOST_DEFINITIONS, HostCacheStats), (STORE_DEFINITIONS, (KeeperStats, HostKeeperStats)),
-        (KEEPER_DEFINITIONS, KeeperStats), (HOST_KEEPER_DEFINITIONS, HostKeeperStats),
-    ]  # fmt: skip
+        (DEFINITIONS, Stats),
+        (HOST_DEFINITIONS, HostCacheStats),
+        (STORE_DEFINITIONS, (KeeperStats, HostKeeperStats)),
+        (KEEPER_DEFINITIONS, KeeperStats),
+        (HOST_KEEPER_DEFINITIONS, HostKeeperStats),
+    ]
     for definitions, of in kinds:
         for kind, name, text, labels, read in definitions:
             family: Any = kind(name, text, labels=("pool", *labels))

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.arrays.layout import BlockLayout
+from kvpool.planner.policies import PolicyTable
 from kvpool.planner.survey import Curve, Survey, Tenant
 
 GIB = 1 << 30
@@ -206,13 +207,14 @@ class Machine:
 
 
 class Plan:
-    """A survey with a model and a machine. Every method is a pure function of the two."""
+    """A survey with a model, a machine, and policies that were compared, if any. Every method is a pure function of
+    them."""
 
-    def __init__(self, survey: Survey, machine: Machine) -> None:
+    def __init__(self, survey: Survey, machine: Machine, policies: PolicyTable | None = None) -> None:
         size = machine.layout.tokens_per_block
         if survey.tokens_per_block != size:
             raise ValueError(f"layout of {size} tokens per block, survey of {survey.tokens_per_block}")
-        self.survey, self.machine = survey, machine
+        self.survey, self.machine, self.policies = survey, machine, policies
 
     def gib(self, blocks: float) -> float:
         """The memory of some blocks, GiB."""
@@ -329,6 +331,7 @@ class Plan:
             "reach": self.reach(),
             "pool": self.pool(),
             "store": None if store is None else store.as_dict(),
+            "policies": None if self.policies is None else self.policies.as_dict(),
             "break_even": self.break_even(),
             "curve": [list(point) for point in self.points(survey.curve)],
             "reuse_gaps": asdict(survey.gaps),

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvpool.planner.capacity_plan import Plan, StorePlan
+from kvpool.planner.policies import MIN, ORACLE, PolicyTable
 from kvpool.planner.report import duration
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SUFFIXES = (".png", ".svg", ".html")
 _TENANTS = 5
 _MARKERS = {0.5: "o", 0.9: "s"}
 """The shares of the ceiling that the curve marks."""
@@ -27,13 +27,12 @@ def tenant_label(name: str) -> str:
     return name if name.lower().startswith("tenant") else f"tenant {name}"
 
 
-def missing() -> str | None:
-    """What is missing for a chart, and how to get it; None where nothing is."""
+def require_matplotlib() -> None:
+    """Raise an ImportError that names the extra if a chart cannot be drawn."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        return f"a plot needs matplotlib ({error}): pip install 'kvpool[plot]'"
-    return None
+        raise ImportError(f'a plot needs matplotlib ({error}): pip install ".[plot]"') from error
 
 
 def draw(plan: Plan, path: Path, title: str, model: str, text: str) -> None:
@@ -45,7 +44,7 @@ def draw(plan: Plan, path: Path, title: str, model: str, text: str) -> None:
 
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "kvpool"}):
         store = plan.store()
-        heights = (3, 0.5, 1.25) if store is None else (3, 0.5, 1.25, 1.75)
+        heights = [3, 0.5, 1.25] + [1.75] * (store is not None) + [2.25] * (plan.policies is not None)
         figure = Figure(figsize=(10, 1.9 * sum(heights)), layout="constrained")
         curve, names, gaps, *behind = figure.subplots(len(heights), 1, height_ratios=heights)
         _curve(plan, curve, title, model)
@@ -54,7 +53,9 @@ def draw(plan: Plan, path: Path, title: str, model: str, text: str) -> None:
         names.legend(*curve.get_legend_handles_labels(), loc="upper center", ncols=3, frameon=False)
         _gaps(plan, gaps)
         if store is not None:
-            _store(plan, store, *behind)
+            _store(plan, store, behind.pop(0))
+        if plan.policies is not None:
+            _policies(plan, plan.policies, behind.pop(0))
         if path.suffix == ".png":
             figure.savefig(path, dpi=150)
             return
@@ -85,18 +86,27 @@ def _curve(plan: Plan, axes: Axes, title: str, model: str) -> None:
         if row["of_ceiling"] in _MARKERS:
             gib = f"{row['gib']:,.0f}" if row["gib"] >= 10 else f"{row['gib']:.2g}"
             axes.plot(
-                row["gib"], 100 * row["token_rate"], _MARKERS[row["of_ceiling"]], color=_BLUE, zorder=4,
+                row["gib"],
+                100 * row["token_rate"],
+                _MARKERS[row["of_ceiling"]],
+                color=_BLUE,
+                zorder=4,
                 label=f"{row['of_ceiling']:.0%} of the ceiling: {gib} GiB",
-            )  # fmt: skip
+            )
     device, host = machine.device_blocks, machine.host_blocks
     tiers = [("device", device, "right")] if device else []
     tiers += [("device + host", device + host, "left")] if device and host else []
     for name, blocks, side in tiers:
         axes.axvline(plan.gib(blocks), color=_ORANGE, linewidth=1)
         axes.annotate(
-            name, (plan.gib(blocks), 1), xycoords=("data", "axes fraction"), xytext=(0, 4),
-            textcoords="offset points", color=_ORANGE, horizontalalignment=side,
-        )  # fmt: skip
+            name,
+            (plan.gib(blocks), 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(0, 4),
+            textcoords="offset points",
+            color=_ORANGE,
+            horizontalalignment=side,
+        )
     axes.set(xlabel=f"KV memory, device and host together, GiB ({model})", ylabel="prompt tokens found in the cache, %")
     axes.set_title(f"What more KV memory buys\n{title}", loc="left", pad=20)
     _over_memory(axes)
@@ -133,13 +143,30 @@ def _store(plan: Plan, store: StorePlan, axes: Axes) -> None:
     for rate, name, line in ((tiers, "tiers alone", "-"), (ceiling, "unbounded", "--")):
         axes.axhline(rate, color=_GREY, linestyle=line, linewidth=1)
         axes.annotate(
-            name, (1, rate), xycoords=("axes fraction", "data"), xytext=(4, 0), textcoords="offset points",
-            color=_GREY, verticalalignment="center",
-        )  # fmt: skip
+            name,
+            (1, rate),
+            xycoords=("axes fraction", "data"),
+            xytext=(4, 0),
+            textcoords="offset points",
+            color=_GREY,
+            verticalalignment="center",
+        )
     if store.store.capacity:
         axes.axvline(plan.gib(store.store.capacity), color=_ORANGE, linewidth=1)
     axes.set(xlabel="store, GiB", ylabel="found in tiers or store, %")
     axes.set_title(f"What a store behind the tiers adds (save={store.store.save})", loc="left")
+    _over_memory(axes)
+
+
+def _policies(plan: Plan, table: PolicyTable, axes: Axes) -> None:
+    memory = [plan.gib(blocks) for blocks in table.capacities]
+    for name in table.hits:
+        style = "-" if name in table.as_lru else "--" if name in (MIN, ORACLE) else ":"
+        rates = [100 * table.rate(name, place) for place in range(len(memory))]
+        axes.plot(memory, rates, style, marker="o", markersize=3, label=name)
+    axes.set(xlabel="device memory, GiB", ylabel="blocks found, %")
+    axes.set_title(f"What a policy finds (the engine says {table.said})", loc="left")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     _over_memory(axes)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from kvpool.planner.capacity_plan import Plan
@@ -14,7 +15,9 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 def report(plan: Plan, title: str, model: str, link: str) -> str:
     """Return the lines. ``title`` names the trace, ``model`` the layout, ``link`` the source of the bandwidth."""
     parts = (_head(plan, title, model), _table(plan), _pool(plan), _store(plan), _reach(plan), _times(plan, link))
-    return "\n\n".join("\n".join(lines) for lines in (*parts, _gaps(plan), _prefixes(plan), _tenants(plan)) if lines)
+    return "\n\n".join(
+        "\n".join(lines) for lines in (*parts, _policies(plan), _gaps(plan), _prefixes(plan), _tenants(plan)) if lines
+    )
 
 
 def _head(plan: Plan, title: str, model: str) -> list[str]:
@@ -113,6 +116,34 @@ def _times(plan: Plan, link: str) -> list[str]:
         return [*lines, f"onboarding never beats recomputing here: it would {worth}"]
     tokens = f"{found['tokens']:,} token{'s' if found['tokens'] > 1 else ''}"
     return [*lines, f"onboarding beats recomputing for hits of {tokens} or more, and on any link {worth}"]
+
+
+def _policies(plan: Plan) -> list[str]:
+    table = plan.policies
+    if table is None:
+        return []
+    heads = [f"{name:>{_wide(name)}}" + (f" {'memory':>7}" if name in table.as_lru else "") for name in table.hits]
+    lines = [
+        f"policies on the device: found of the blocks looked up, where the engine says {table.said}; memory: with this "
+        "share of LRU's memory the same hits",
+        f"{'memory':>12} {'blocks':>12} {' '.join(heads)}",
+    ]
+    for place, blocks in enumerate(table.capacities):
+        line = f"{_size(plan.gib(blocks)):>8} GiB {blocks:>12,}"
+        for name in table.hits:
+            line += f" {table.rate(name, place):>{_wide(name)}.2%}"
+            line += f" {table.memory(name, place):>7.0%}" if name in table.as_lru else ""
+        lines.append(line)
+    for name in table.as_lru:
+        best = min(range(len(table.capacities)), key=partial(table.memory, name))
+        if (share := table.memory(name, best)) < 1:
+            gib = _size(plan.gib(table.capacities[best]))
+            lines.append(f"{name}: the same hits as LRU with {share:.0%} of the memory, at {gib} GiB")
+    return lines
+
+
+def _wide(name: str) -> int:
+    return max(len(name), 8)
 
 
 def _gaps(plan: Plan) -> list[str]:

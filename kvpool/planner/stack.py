@@ -1,4 +1,5 @@
-"""LRU stack distances of the blocks of requests: a bitmap over time counts which blocks were touched since."""
+"""LRU stack distances of the blocks of requests: a bitmap over time counts which blocks were touched since. And what
+Belady's rule finds of them."""
 
 from __future__ import annotations
 
@@ -9,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.jit import jit
-from kvpool.replay.content import namespace_digest
-from kvpool.replay.tokens import Request
+from kvpool.replay.content import Request, namespace_digest
 from kvpool.state.policy import nth_released
 
 BLOCKS, NOW, LIVE, LOOKUPS, RUNS, USED, COUNTS = range(7)
@@ -294,8 +294,11 @@ def set_range(bits, tree, begin, end):
 
 @jit
 def record(tables, access, ids):
-    """Look up and touch the blocks of a request. Every table must have room for all of them."""
-    touch(tables, access, look_up(tables, access, ids))
+    """Look up and touch the blocks of a request, and return how many numbers ``found`` has. Every table must have room
+    for all of them."""
+    count = look_up(tables, access, ids)
+    touch(tables, access, count)
+    return count
 
 
 @jit
@@ -334,6 +337,75 @@ def trace_back(hits, parent, head, depth):
         depth[number] = 0 if before < 0 else depth[before] + 1
         # Two children cannot both be reused as often as their parent.
         head[number] = head[before] if before >= 0 and hits[before] == hits[number] else number
+
+
+# -- Belady's rule ---------------------------------------------------------------------------------
+
+
+@jit
+def follow(blocks, later, following):
+    """Put the place of the next use of each block into ``following``. ``later`` has a place beyond the end for each."""
+    for place in range(len(blocks) - 1, -1, -1):
+        following[place] = later[blocks[place]]
+        later[blocks[place]] = place
+
+
+@jit
+def belady(following, counted, capacity, held, heap):
+    """The hits of ``min_hits``. A block that is held is known by the place of its next use, in ``held`` and in
+    ``heap``, the last use first."""
+    size, blocks, found = 0, 0, 0
+    for place in range(len(following)):
+        if held[place]:
+            found += counted[place]
+            blocks -= 1
+        if following[place] == len(following):
+            continue
+        if size == len(heap):
+            size = 0
+            for at in range(len(heap)):
+                # Other places have passed.
+                if heap[at] > place:
+                    push(heap, size, heap[at])
+                    size += 1
+        held[following[place]] = 1
+        blocks += 1
+        push(heap, size, following[place])
+        size += 1
+        if blocks > capacity:
+            held[heap[0]] = 0
+            blocks -= 1
+            size -= 1
+            pop(heap, size)
+    return found
+
+
+@jit
+def push(heap, size, value):
+    """Add a value to a heap of ``size`` values, the largest first."""
+    at = size
+    while at > 0 and heap[(at - 1) // 2] < value:
+        heap[at] = heap[(at - 1) // 2]
+        at = (at - 1) // 2
+    heap[at] = value
+
+
+@jit
+def pop(heap, size):
+    """Remove the first value of a heap, of which ``size`` values stay."""
+    value, at = heap[size], 0
+    while 2 * at + 1 < size:
+        child = 2 * at + 1
+        if child + 1 < size and heap[child + 1] > heap[child]:
+            child += 1
+        if heap[child] <= value:
+            break
+        heap[at] = heap[child]
+        at = child
+    heap[at] = value
+
+
+# -- the tables ------------------------------------------------------------------------------------
 
 
 class StackDistances:
@@ -375,6 +447,7 @@ class StackDistances:
             found=np.empty(_START, np.int32),
             counts=np.zeros(COUNTS, np.int64),
         )
+        self._found = 0
         self._seeds: dict[tuple[str | bytes | None, int | str | None], np.uint64] = {}
 
     @property
@@ -418,9 +491,13 @@ class StackDistances:
             request=self.requests,
             tenant=tenant,
         )
-        record(self.tables, access, ids)
+        self._found = record(self.tables, access, ids)
         self.requests += 1
         return int(self.tables.counts[LOOKUPS])
+
+    def last_blocks(self) -> npt.NDArray[np.int32]:
+        """The numbers of the sampled blocks of the last request that another one can repeat."""
+        return self.tables.found[: self._found].copy()
 
     def _seed(self, request: Request) -> np.uint64:
         namespace = request.salt, request.adapter_id

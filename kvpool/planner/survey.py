@@ -24,7 +24,7 @@ from kvpool.planner.stack import (
     bucket_of,
     trace_back,
 )
-from kvpool.replay.tokens import Request
+from kvpool.replay.content import Request
 
 Counts = npt.NDArray[np.int64]
 TENANTS_MAX = 64
@@ -205,6 +205,20 @@ class Survey:
         return round(self.curve.ceiling) * self.tokens_per_block
 
 
+class Use(NamedTuple):
+    """One request, by the numbers of its blocks."""
+
+    request: Request
+    blocks: npt.NDArray[np.int32]
+    """Those that another request can repeat."""
+    prompt: int
+    """How many of them, from the first on, are of the prompt. The rest is of the answer."""
+    lookups: int
+    """How many of them, from the first on, may be found."""
+    private: int
+    """How many more blocks it fills, which nobody repeats."""
+
+
 class Surveyor:
     """Takes requests in the order of their admission, and returns a survey of all so far.
 
@@ -219,15 +233,20 @@ class Surveyor:
         At least 1.
     sample
         Share of the blocks in the sample, 1e-6 to 1.
+    keep
+        Keep what each request uses, in ``uses``. This needs all blocks, and takes 4 bytes for each use of one.
 
     Not thread-safe.
     """
 
-    def __init__(self, tokens_per_block: int, sample: float = 1.0) -> None:
+    def __init__(self, tokens_per_block: int, sample: float = 1.0, *, keep: bool = False) -> None:
         self.tokens_per_block = integer_argument("tokens_per_block", tokens_per_block, 1, 2**31 - 1)
         if not SAMPLE_MIN <= sample <= 1:
             raise ValueError(f"sample={sample}: must be {SAMPLE_MIN} to 1")
-        self.sample = sample
+        if keep and sample != 1:
+            raise ValueError(f"sample={sample}: to keep what each request uses, it must be 1")
+        self.sample, self._keep = sample, keep
+        self.uses: list[Use] = []
         self._distances = StackDistances(tokens_per_block, sample)
         self._blocks_before = array("q")
         self._tokens = np.zeros(2, np.int64)
@@ -252,6 +271,10 @@ class Surveyor:
         tenant = self._tenants.setdefault(name, min(len(self._tenants), TENANTS_MAX))
         lookups = (request.input_length - 1) // size
         followed = self._distances.record(request, tenant)
+        if self._keep:
+            blocks, full = self._distances.last_blocks(), request.length // size
+            prompt = min(len(blocks), request.input_length // size)
+            self.uses.append(Use(request, blocks, prompt, lookups, full - len(blocks)))
         self._blocks_before.append(before)
         self._of_tenants[tenant] += (1, request.input_length, lookups, followed)
         self._tokens += (request.input_length, request.output_length)

@@ -14,7 +14,7 @@ from kvpool.memory.pools import MemoryPools
 from kvpool.pool.config import Group
 from kvpool.pool.core import Core
 from kvpool.pool.keys import BlockKeys, request_of
-from kvpool.state import pins, records
+from kvpool.state import control, records
 
 Ids = npt.NDArray[np.int64]
 NO_IDS: Ids = np.empty(0, np.int64)
@@ -27,7 +27,7 @@ class Imports:
     def __init__(self, core: Core, pools: MemoryPools) -> None:
         self._core, self._pools = core, pools
         self._one = threading.Lock()
-        core.transfer.forks.add(self, "_one")
+        core.transfer.forks.guard(self, "_one")
         self._pinned = NO_IDS
 
     def store(
@@ -61,7 +61,7 @@ class Imports:
             self._core.enable_extra()
 
         def take(heads: Ids, request: Ids) -> int:
-            pins.take_missing(heads, into.index, request, first, priority, ids, held, now)
+            control.take_missing(heads, into.index, request, first, priority, ids, held, now)
             # They are given back in this order: the last block first, so that leaves age first, and what was cached
             # before last.
             taken = np.concatenate([_named(ids)[::-1], _named(held)[::-1]])
@@ -93,13 +93,13 @@ class Imports:
         if generation != heads[0, records.H.generation]:
             return 0
         self._core.names.learn([keys])
-        return int(pins.publish_taken(heads, into.index, request_of(keys), first, priority, ids, now))
+        return int(control.publish_taken(heads, into.index, request_of(keys), first, priority, ids, now))
 
     def _give_back(self, now: int) -> None:
         """Unpin the blocks that an import has pinned."""
         with self._core.lock:
             if not self._core.closed:
-                pins.unpin(self._core.states.heads, self._pinned, now)
+                control.unpin(self._core.states.heads, self._pinned, now)
             self._pinned = NO_IDS
 
 

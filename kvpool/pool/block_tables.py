@@ -10,31 +10,37 @@ import numpy.typing as npt
 
 from kvpool.arrays.layout import integer_argument
 from kvpool.copying.transfer import NO_IDS
-from kvpool.device.base import NULL_STREAM, Stream
-from kvpool.entry.arguments import each_argument, id_array
+from kvpool.device.base import NULL_STREAM, Stream, StreamLike
+from kvpool.entry.arguments import Ids, each_argument, id_array
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.errors import DeviceError
 from kvpool.pool.core import Core, refusal
 from kvpool.state import recurrent
-from kvpool.state.codes import SEVERAL_STREAMS, TOO_SMALL
-from kvpool.state.records import H
+from kvpool.state.records import SEVERAL_STREAMS, TOO_SMALL, H
 from kvpool.state.sequences import use
 from kvpool.tables.block_table import BlockTable, planes_argument, rows_argument
 from kvpool.tables.snapshot import CsrHandOver, DenseHandOver, HandOver, stream_error, vectors_argument
 from kvpool.tables.staging import Buffer, Staging
 from kvpool.tables.step_tables import HostStep, StepHandOver, StepTables, step_argument
 
-Ids = npt.NDArray[np.int64]
+Rows = npt.NDArray[np.int64]
 
 
 class BlockTables:
-    """The block tables of one pool, for the host and for its device. Thread-safe."""
+    """The calls of a pool that give out block tables. Thread-safe."""
 
-    def __init__(self, core: Core, depth: int) -> None:
-        self._core, self.staging = core, Staging(core.device, core.transfer, depth)
+    core: Core
 
-    def block_table(self, ids: object, stream: object, group: int | None) -> BlockTable:
-        core, which, g = self._core, id_array("ids", ids), self._core.config.group(group)
+    def _begin_tables(self) -> None:
+        self._staging = Staging(self.core.device, self.core.transfer, self.core.config.staging_depth)
+
+    def block_table(self, ids: Ids, stream: StreamLike = None, group: int | None = None) -> BlockTable:
+        """The block ids of these sequences, in the persistent host table.
+
+        ``stream``: where the engine continues with them; it waits for the streams that used them before. ``group``: the
+        index of a group of layers, required where there are several. Raises UnknownSequence, DeviceError, ValueError.
+        """
+        core, which, g = self.core, id_array("ids", ids), self.core.config.group(group)
         if stream is not None:
             core.decide(stream, use, which, ids=which)
         with core.lock:
@@ -42,8 +48,25 @@ class BlockTables:
             lengths = core.states[g].sequences["length"][rows].astype(np.int64)
             return BlockTable(core.tables[g], rows, lengths, core.config.tokens_per_block)
 
-    def state_blocks(self, ids: object, stream: object, group: int | None) -> npt.NDArray[np.int32]:
-        core, which, g = self._core, id_array("ids", ids), self._core.config.group(group)
+    def state_blocks(self, ids: Ids, stream: StreamLike = None, group: int | None = None) -> npt.NDArray[np.int32]:
+        """Device blocks of the states of these sequences in a recurrent group, int32[n, 2]: where a step reads, and
+        where it writes.
+
+        The first has the state after the committed tokens; it is -1 where none is committed. The second takes the state
+        after all tokens. Both are the same where the running state is overwritten in place. Snapshots between them are
+        in the block table: the entry of column i, if it is not -1, takes the state after ``(i + 1) * tokens_per_block``
+        tokens.
+
+        The committed state is there until a step overwrites it. So an engine that verifies drafts keeps the states
+        between. After a ``rewind`` the engine writes the running state again, unless the sequence now ends with a
+        column that had the same block before: that block has its state, and others may read it. After a ``keep`` of
+        drafts that are not the first ones, the engine writes the states of all columns from the first dropped draft on.
+
+        ``group``: the index of a group of layers, required where there are several. ``stream``: where the engine
+        continues with the sequences; it waits for the streams that used them before. Thread-safe; changes nothing but
+        the stream. Raises UnknownSequence, DeviceError, TypeError, ValueError (also for a group that is not recurrent).
+        """
+        core, which, g = self.core, id_array("ids", ids), self.core.config.group(group)
         kind = core.config.groups[g].kind
         if kind != "recurrent":
             raise ValueError(f"group={g}: accepted are recurrent groups; this one is of kind {kind}")
@@ -54,10 +77,26 @@ class BlockTables:
             recurrent.state_blocks(core.states.heads, g, core.rows(which), out)
         return out
 
-    def step(
-        self, ids: object, first: object, counts: object, out: object, stream: object, group: int | None
-    ) -> StepTables:
-        core, (which, begins, each, g) = self._core, step_arguments(self._core, ids, first, counts, group)
+    def step_tables(
+        self, ids: Ids, first: Ids | None = None, counts: Ids | None = None, *, out: StepTables | None = None,
+        stream: StreamLike = None, group: int | None = None,
+    ) -> StepTables:  # fmt: skip
+        """The tables that attention kernels need for a step, on the host. In the step, each sequence computes
+        ``counts[i]`` tokens from ``first[i]`` on.
+
+        ``first``, ``counts``: int64[n]; by default from the committed tokens on, and to the end. Sequence i is as long
+        as its last token of the step. ``out``: a ``StepTables`` with NumPy arrays to write, for arrays that are used
+        again, or if only some are wanted. It is returned. Without it, all arrays are new.
+
+        In a group with a window, tokens before ``first`` may have been given back, but not those from there on. In a
+        group for cross attention the tokens are the encoder's.
+
+        ``group``: the index of a group of layers, required where there are several. ``stream``: where the engine
+        continues with the sequences; it waits for the streams that used them before. Thread-safe; changes nothing but
+        the stream. Raises UnknownSequence, DeviceError, TypeError, ValueError (also for recurrent groups, and for
+        arrays that are too small, with nothing written).
+        """
+        core, (which, begins, each, g) = self.core, step_arguments(self.core, ids, first, counts, group)
         step = HostStep(None if out is None else step_argument("out", out), begins, each)
         if stream is not None:
             core.decide(stream, step.write, which, g, True, ids=which)
@@ -69,99 +108,140 @@ class BlockTables:
                 raise refusal(core.states.heads, error, which, core.tokens.sequences)
         return step.written
 
-    def copy_offsets(
-        self,
-        target: object,
-        ids: object,
-        rows: object,
-        max_blocks: int | None,
-        scale: object,
-        v_offset: object,
-        stream: object,
-        group: int | None,
-    ) -> None:
-        which, table = id_array("ids", ids), self._core.device.views.table(target)
-        g = self._core.config.group(group)
-        planes = planes_argument(table, scale, v_offset, self._core.config.groups[g].device_blocks)
+    def copy_batch_block_offsets(
+        self, target: object, ids: Ids, *, rows: Ids | None = None, max_blocks: int | None = None, scale: Ids = 1,
+        v_offset: Ids | None = None, stream: StreamLike = None, group: int | None = None,
+    ) -> None:  # fmt: skip
+        """Write the block tables of sequences, as they are now, into ``target`` on ``stream``.
+
+        ``target``: int32[rows, columns] that the device can write; each row is without gaps, of any length. If
+        ``scale`` is a list, the target has one more dimension in front, [pools]. If ``v_offset`` (one, or one per pool)
+        is given, it has [2] after that, for K and V. Block id b becomes ``b * scale``, for V ``b * scale + v_offset``.
+        An entry without a block becomes -1. ``rows``: the row of the target for each sequence, all different (default:
+        0, 1, ...).
+
+        Rows are written whole, and a sequence that does not fit is an error. With ``max_blocks`` only that many columns
+        are written; the other blocks of the sequence are left out, and the other columns of the target stay as they
+        are. The call takes a private copy of the table: you may change or release the sequences as soon as it returns.
+
+        ``group``: the index of a group of layers, required where there are several. ``stream`` (default: the one that
+        all these sequences used last) waits for the streams that used them before. If ``staging_depth`` hand-overs to
+        that stream are under way, the call waits, without a lock. Thread-safe; changes nothing but the stream of the
+        sequences. Raises UnknownSequence, DeviceError, TypeError, ValueError.
+        """
+        which, table = id_array("ids", ids), self.core.device.views.table(target)
+        g = self.core.config.group(group)
+        planes = planes_argument(table, scale, v_offset, self.core.config.groups[g].device_blocks)
         places = rows_argument(None if rows is None else id_array("rows", rows), len(which), table.shape[-2])
         columns = (
             table.shape[-1] if max_blocks is None else integer_argument("max_blocks", max_blocks, 1, table.shape[-1])
         )
-        on = None if stream is None else self._core.as_stream(stream)
+        on = None if stream is None else self.core.as_stream(stream)
         if len(which):
             hand_over = DenseHandOver(table, planes, places, columns, cut=max_blocks is not None)
             self._hand_over("copy_batch_block_offsets", hand_over, which, on, g)
         else:
-            with self._core.lock:
-                self._core.check_open()
+            with self.core.lock:
+                self.core.check_open()
 
-    def copy_csr(
-        self, indptr: object, indices: object, last_page_len: object, ids: object, stream: object, group: int | None
+    def copy_batch_block_csr(
+        self,
+        indptr: object,
+        indices: object,
+        last_page_len: object,
+        ids: Ids,
+        *,
+        stream: StreamLike = None,
+        group: int | None = None,
     ) -> None:
-        which, g = id_array("ids", ids), self._core.config.group(group)
-        if self._core.config.groups[g].kind == "recurrent":
+        """Write the block tables of n sequences on ``stream`` in the form of ``BlockTable.csr``, with no padding.
+
+        ``indptr`` int32[n + 1 or more], ``indices`` int32[all their blocks, or more] and ``last_page_len`` int32[n or
+        more] are vectors without gaps that the device can write and that do not overlap. Entries after those in use are
+        left as they are. A vector that is too small is a ValueError that says how many entries are needed. A recurrent
+        group is a ValueError too, since its rows are mostly holes. After a DeviceError, some of the three may have been
+        written.
+
+        Everything else is as in ``copy_batch_block_offsets``.
+        """
+        which, g = id_array("ids", ids), self.core.config.group(group)
+        if self.core.config.groups[g].kind == "recurrent":
             raise ValueError(
                 f"group={g}: accepted are groups for attention; states are where copy_batch_block_offsets says"
             )
         named = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}
-        vectors = {name: self._core.device.views.table(vector, name, vector=True) for name, vector in named.items()}
+        vectors = {name: self.core.device.views.table(vector, name, vector=True) for name, vector in named.items()}
         vectors_argument(vectors, len(which))
-        on = None if stream is None else self._core.as_stream(stream)
+        on = None if stream is None else self.core.as_stream(stream)
         self._hand_over("copy_batch_block_csr", CsrHandOver(list(vectors.values()), len(which)), which, on, g)
 
-    def copy_step(
-        self, target: object, ids: object, first: object, counts: object, stream: object, group: int | None
+    def copy_step_tables(
+        self,
+        target: StepTables,
+        ids: Ids,
+        first: Ids | None = None,
+        counts: Ids | None = None,
+        *,
+        stream: StreamLike = None,
+        group: int | None = None,
     ) -> None:
-        which, begins, each, g = step_arguments(self._core, ids, first, counts, group)
-        targets = self._core.device.views.step(step_argument("target", target))
+        """Write the tables of a step on ``stream``, into arrays that the device can write.
+
+        The tables are those of ``step_tables``. Everything else is as in ``copy_batch_block_offsets``: the call takes a
+        private copy, so you may change or release the sequences as soon as it returns. On a GPU, one Numba kernel
+        writes all the arrays; it needs the extra ``cuda12`` or ``cuda13``. After a DeviceError, some of the arrays may
+        have been written.
+        """
+        which, begins, each, g = step_arguments(self.core, ids, first, counts, group)
+        targets = self.core.device.views.step(step_argument("target", target))
         targets.check_rows(len(which))
-        on = None if stream is None else self._core.device.as_stream(stream)
+        on = None if stream is None else self.core.device.as_stream(stream)
         self._hand_over(
             "copy_step_tables", StepHandOver(targets, len(which), begins, each, *self._rows_of(g)), which, on, g
         )
 
     def _rows_of(self, g: int) -> tuple[int, int]:
         """The tokens of a block of a group, and how many first columns no window passes."""
-        numbers = self._core.states.heads[g]
+        numbers = self.core.states.heads[g]
         return int(numbers[H.width]), int(numbers[H.sinks])
 
-    def _hand_over(self, call: str, hand_over: HandOver, which: Ids, stream: Stream | None, g: int) -> None:
+    def _hand_over(self, call: str, hand_over: HandOver, which: Rows, stream: Stream | None, g: int) -> None:
         """Stage and enqueue a hand-over. Starts again if a sequence has outgrown the buffer meanwhile. If the device
         refuses it, raises DeviceError; no block is lost."""
-        self._core.refuse_inside(call)
-        decided, behind = 0, stream or self._core.as_stream(self._stream_of(which))
+        self.core.refuse_inside(call)
+        decided, behind = 0, stream or self.core.as_stream(self._stream_of(which))
         with DeferSignals():
             while not decided:
-                buffer = self.staging.take(hand_over.room(self._core.states.heads, g, which), behind)
+                buffer = self._staging.take(hand_over.room(self.core.states.heads, g, which), behind)
                 try:
-                    decided = self._core.decide(stream, self._stage, which, hand_over, buffer, stream, g)
+                    decided = self.core.decide(stream, self._stage, which, hand_over, buffer, stream, g)
                 finally:
                     if not hand_over.retained:
-                        self.staging.give_back(buffer)
+                        self._staging.give_back(buffer)
         if hand_over.error is not None:
             raise hand_over.error
         if not hand_over.retained:
-            raise DeviceError(f"the device has failed: {self._core.transfer.broken}", sticky=True)
+            raise DeviceError(f"the device has failed: {self.core.transfer.broken}", sticky=True)
 
-    def _stream_of(self, which: Ids) -> Stream:
+    def _stream_of(self, which: Rows) -> Stream:
         """The stream that these sequences used last. A guess without the state lock, where ids may be wrong."""
-        order, used = self._core.transfer.order, self._core.tokens.sequences["stream"]
+        order, used = self.core.transfer.order, self.core.tokens.sequences["stream"]
         if order is None or not len(which):
             return NULL_STREAM
         return order.stream(int(used[(which[0] & 0xFFFFFFFF) % len(used)]))
 
     def _stage(
         self,
-        heads: Ids,
-        which: Ids,
+        heads: Rows,
+        which: Rows,
         hand_over: HandOver,
         buffer: Buffer,
         stream: Stream | None,
         g: int,
     ) -> int:
         """Snapshot the tables. Returns whether the buffer was large enough. The caller holds the state lock."""
-        order = self._core.transfer.order
-        with self._core.device.host_access(stores=[buffer.array]):
+        order = self.core.transfer.order
+        with self.core.device.host_access(stores=[buffer.array]):
             staged = hand_over.stage(heads, g, which, buffer)
         if staged == SEVERAL_STREAMS:
             raise stream_error(heads, g, which)
@@ -171,16 +251,16 @@ class BlockTables:
         if len(heads) > 1:
             use(heads, which)
         if stream is None and order is not None and len(which):
-            stream = order.stream(int(self._core.tokens.sequences["stream"][which[0] & 0xFFFFFFFF]))
-        self._core.transfer.put_behind(
-            partial(hand_over.enqueue, self.staging, self._core.device, buffer, staged, stream or NULL_STREAM)
+            stream = order.stream(int(self.core.tokens.sequences["stream"][which[0] & 0xFFFFFFFF]))
+        self.core.transfer.put_behind(
+            partial(hand_over.enqueue, self._staging, self.core.device, buffer, staged, stream or NULL_STREAM)
         )
         return 1
 
 
 def step_arguments(
     core: Core, ids: object, first: object, counts: object, group: int | None
-) -> tuple[Ids, Ids, Ids, int]:
+) -> tuple[Rows, Rows, Rows, int]:
     """Sequences, first tokens and counts of a step, each as private int64[n], and the group. None becomes int64[0]."""
     which, g = id_array("ids", ids), core.config.group(group)
     if core.config.groups[g].kind == "recurrent":

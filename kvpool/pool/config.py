@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
@@ -13,10 +12,11 @@ import numpy as np
 
 from kvpool.arrays.layout import BlockLayout, choice_argument, integer_argument
 from kvpool.arrays.pool_ids import PoolIds
-from kvpool.entry.arguments import bool_argument, priority_argument
-from kvpool.state.arrays import GroupSizes, Settings
-from kvpool.state.chain_book import POLICIES
+from kvpool.entry.arguments import bool_argument, clock_argument, priority_argument
+from kvpool.state.arrays import POLICIES, GroupSizes, Settings
 
+HISTORY_ROW = 32
+"""Bytes by which a pool remembers a content that is gone."""
 KINDS = ("attention", "recurrent", "cross")
 MAX_TOKENS = 262_144
 """The most tokens of a sequence where neither the caller nor the device limits them."""
@@ -289,7 +289,7 @@ class PoolConfig:
         cls, layout: object, groups: object, tokens_per_block: object, window: object, sinks: object, device_blocks:
         object, host_blocks: object, *, max_sequences: object, max_sequence_tokens: object, partial_reuse: object,
         offload_min_priority: object, offload_min_reuse: object, secret: object, event_capacity: object, policy: object,
-        staging_depth: object, clock: object,
+        staging_depth: object, clock: object, history_bytes: object,
     ) -> PoolConfig:  # fmt: skip
         """Check the arguments that ``KVCacheManager`` has by these names. Raises TypeError or ValueError; the message
         names the argument."""
@@ -308,6 +308,7 @@ class PoolConfig:
             integer_argument("offload_min_reuse", offload_min_reuse, 1, 65535),
             integer_argument("event_capacity", event_capacity, 0, 1 << 31),
             choice_argument("policy", policy, POLICIES),
+            _power_of_two(integer_argument("history_bytes", history_bytes, 0, 1 << 31) // HISTORY_ROW),
         )
         depth = integer_argument("staging_depth", staging_depth, 1, 1 << 16)
         return cls(found, settings, depth, clock_argument(clock), secret is not None)
@@ -374,6 +375,11 @@ def _pool_groups(
     return describe(checked, device, host), width
 
 
+def _power_of_two(count: int) -> int:
+    """The largest that is not above ``count``; 0 for 0."""
+    return 1 << count.bit_length() - 1 if count else 0
+
+
 def _longest(groups: Sequence[Group], width: int) -> int:
     """Tokens of the longest sequence that fits on the device. The tokens of an encoder use the same columns."""
     whole = [group.device_blocks for group in groups if group.kind == "attention" and group.window is None]
@@ -388,15 +394,3 @@ def secret_argument(secret: object) -> bytes:
     if secret is not None and not 16 <= len(own) <= 64:
         raise ValueError("secret: accepted are 16 to 64 bytes")
     return own or os.urandom(32)
-
-
-def clock_argument(clock: object) -> Callable[[], int]:
-    """The function that returns a pool's time in milliseconds; by default it reads the system's monotonic clock."""
-    if clock is not None and not callable(clock):
-        raise TypeError(f"clock={clock!r:.80}: accepted is a function that returns milliseconds")
-    found: Callable[[], int] = clock or _milliseconds
-    return found
-
-
-def _milliseconds() -> int:
-    return time.monotonic_ns() // 1_000_000

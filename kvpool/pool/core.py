@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,13 +30,54 @@ from kvpool.errors import (
 from kvpool.memory.pools import MemoryPools
 from kvpool.pool import events as kv_events
 from kvpool.pool.config import PoolConfig
-from kvpool.state import codes, records, verbs
+from kvpool.state import records, verbs
 from kvpool.state.arrays import States, state_bytes
 from kvpool.state.records import RECURRENT, H
 from kvpool.state.sequences import check_ids
 from kvpool.tables.block_table import own_table
 
+if TYPE_CHECKING:
+    from kvpool.pool.keys import BlockKeys
+
 MAX_MS = 1 << 42
+
+
+class Names:
+    """The namespaces of all live sequences and, in a pool with events, of all content. Others are forgotten now and
+    then. The state lock guards it."""
+
+    LEAST = 1024
+
+    def __init__(self, states: States) -> None:
+        self._states, self._limit = states, self.LEAST
+        self.known: dict[int, kv_events.Name] = {}
+
+    def learn(self, prompts: Sequence[BlockKeys]) -> None:
+        """Note the namespaces of prompts whose content the present decision may store."""
+        if len(self.known) + len(prompts) > self._limit:
+            self._forget()
+        for prompt in prompts:
+            if prompt.namespace not in self.known:
+                self.known[prompt.namespace] = kv_events.Name(prompt.salt, prompt.adapter_id, prompt.root)
+
+    def picture(self) -> tuple[dict[int, kv_events.Name], int]:
+        """What is known, for who takes decisions back: names are only added to it, so that it need not be copied."""
+        return self.known, self._limit
+
+    def restore(self, picture: tuple[dict[int, kv_events.Name], int]) -> None:
+        """What sequences and content of then name is known again."""
+        self.known, self._limit = picture
+
+    def _forget(self) -> None:
+        """Keep the namespaces that sequences name and, if there are events, those of blocks and events. A thread that
+        decodes events meanwhile keeps the old dictionary."""
+        parts = [state.sequences for state in self._states]
+        if self._states.heads[0, H.event_capacity]:
+            parts += [*(state.blocks for state in self._states), self._states.ring.events]
+        named = np.concatenate([part["namespace"] for part in parts])
+        kept = set(np.unique(named).tolist())
+        self.known = {tag: name for tag, name in self.known.items() if tag in kept}
+        self._limit = max(self.LEAST, 2 * len(self.known))
 
 
 class Core:
@@ -53,11 +94,11 @@ class Core:
         self._hold_lock(threading.RLock())
         token_bytes = [sum(layout.token_bytes for layout in group.layouts) for group in config.groups]
         self.transfer = Transfer(states, self.lock, device, token_bytes)
-        self.transfer.forks.add(self, "lock")
+        self.transfer.forks.guard(self, "lock")
         # Every group has the tokens of sequences, except those for cross attention.
         self.tokens = next(state for state in states if state.head.kind != records.CROSS)
         self.tables = tuple(read_only(table) for table in states.table)
-        self.names = kv_events.Names(states)
+        self.names = Names(states)
         self.closed = False
         kv_events.announce(states)
 
@@ -204,7 +245,9 @@ def pool_states(config: PoolConfig, device: Device, table: object) -> States:
     fit."""
     settings, sizes = config.settings, config.sizes
     sequences, columns = settings.sequences, settings.columns
-    needed = state_bytes(sizes, settings.width, sequences, columns, settings.event_capacity, settings.policy)
+    needed = state_bytes(
+        sizes, settings.width, sequences, columns, settings.event_capacity, settings.policy, settings.gone_capacity
+    )
     available = device.available_bytes("host")
     if available is not None and needed > available:
         raise InsufficientMemory("state: the host", needed, available)
@@ -224,37 +267,37 @@ def refusal(
     The state lock is still held.
     """
     detail, more = int(heads[0, H.detail]), int(heads[0, H.bound])
-    if code == codes.SHORT_OF_BLOCKS:
+    if code == records.SHORT_OF_BLOCKS:
         return OutOfBlocks("device", detail, more, int(heads[0, H.detail_group]) if len(heads) > 1 else None)
-    if code == codes.SHORT_OF_HOST_BLOCKS:
+    if code == records.SHORT_OF_HOST_BLOCKS:
         return OutOfBlocks("host", detail, more, int(heads[0, H.detail_group]) if len(heads) > 1 else None)
-    if code == codes.SHORT_OF_SEQUENCES:
+    if code == records.SHORT_OF_SEQUENCES:
         return OutOfSequences(detail, more)
-    if code == codes.BAD_TOTAL:
+    if code == records.BAD_TOTAL:
         return ValueError(f"counts add up to {detail}, tokens has {more} entries")
-    if code == codes.BAD_ACCEPTED:
+    if code == records.BAD_ACCEPTED:
         return ValueError(
             f"accepted[{detail}] is out of range or order: accepted are indices in rising order, below the {more} "
             "drafts"
         )
     which = int(ids[detail])
-    if code == codes.UNKNOWN:
+    if code == records.UNKNOWN:
         return UnknownSequence(f"{which} is not a live sequence of this pool")
-    if code == codes.IS_SWAPPED:
+    if code == records.IS_SWAPPED:
         return ValueError(f"sequence {which} is swapped out: accepted by resume and release")
-    if code == codes.NOT_SWAPPED:
+    if code == records.NOT_SWAPPED:
         return ValueError(f"sequence {which} is not swapped out: resume accepts those that are")
-    if code == codes.DUPLICATE:
+    if code == records.DUPLICATE:
         return ValueError(f"sequence {which} is named twice")
-    if code == codes.FAILED:
+    if code == records.FAILED:
         return DeviceError(f"sequence {which} lost a block to a failed copy: release it")
-    if code == codes.BAD_DRAFTS:
+    if code == records.BAD_DRAFTS:
         return ValueError(
             f"drafts: sequence {which} has {more} tokens that are not committed, and no more can be drafts"
         )
-    if code == codes.TOO_LONG:
+    if code == records.TOO_LONG:
         return ValueError(f"sequence {which} would pass max_sequence_tokens={heads[0, H.columns] * heads[0, H.width]}")
-    if code == codes.PASSED:
+    if code == records.PASSED:
         gone = (
             "what was committed has no state before"
             if heads[heads[0, H.detail_group], H.kind] == RECURRENT

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, overload
+from typing import NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool.state.arrays import State, States
+from kvpool.state.effects import CLEARED, CREATED, STORED
 from kvpool.state.records import COUNTERS, DEVICE, EVENT, EXTRA, HOST, NONE, PUBLISHED, H, N
-from kvpool.state.ring import CLEARED, CREATED, STORED
-
-if TYPE_CHECKING:
-    from kvpool.pool.keys import BlockKeys
 
 KINDS = ("created", "stored", "removed", "updated", "cleared")
 TIERS = ("device", "host")
@@ -69,44 +66,6 @@ class Name(NamedTuple):
 
 
 NAMELESS = Name(None, None, (0, 0))
-
-
-class Names:
-    """The namespaces of all live sequences and, in a pool with events, of all content. Others are forgotten now and
-    then. The state lock guards it."""
-
-    LEAST = 1024
-
-    def __init__(self, states: States) -> None:
-        self._states, self._limit = states, self.LEAST
-        self.known: dict[int, Name] = {}
-
-    def learn(self, prompts: Sequence[BlockKeys]) -> None:
-        """Note the namespaces of prompts whose content the present decision may store."""
-        if len(self.known) + len(prompts) > self._limit:
-            self._forget()
-        for prompt in prompts:
-            if prompt.namespace not in self.known:
-                self.known[prompt.namespace] = Name(prompt.salt, prompt.adapter_id, prompt.root)
-
-    def picture(self) -> tuple[dict[int, Name], int]:
-        """What is known, for who takes decisions back: names are only added to it, so that it need not be copied."""
-        return self.known, self._limit
-
-    def restore(self, picture: tuple[dict[int, Name], int]) -> None:
-        """What sequences and content of then name is known again."""
-        self.known, self._limit = picture
-
-    def _forget(self) -> None:
-        """Keep the namespaces that sequences name and, if there are events, those of blocks and events. A thread that
-        decodes events meanwhile keeps the old dictionary."""
-        parts = [state.sequences for state in self._states]
-        if self._states.heads[0, H.event_capacity]:
-            parts += [*(state.blocks for state in self._states), self._states.ring.events]
-        named = np.concatenate([part["namespace"] for part in parts])
-        kept = set(np.unique(named).tolist())
-        self.known = {tag: name for tag, name in self.known.items() if tag in kept}
-        self._limit = max(self.LEAST, 2 * len(self.known))
 
 
 class Events(Sequence[Event]):
@@ -237,7 +196,7 @@ class Taken(NamedTuple):
         return 0 if self.cached is None else 1 + sum(len(of_group.ids) for of_group in self.cached)
 
 
-def take(states: States, names: Names, snapshot: bool, since: int | None = None) -> Taken:
+def take(states: States, names: dict[int, Name], snapshot: bool, since: int | None = None) -> Taken:
     """Copy the ring: what was not read, and it counts as read then; or what came ``since``. With ``snapshot``, also
     copy what is cached. The caller holds the state lock. Raises ValueError for a place that was not reached."""
     numbers, kept = states.ring.numbers, states.ring
@@ -256,7 +215,7 @@ def take(states: States, names: Names, snapshot: bool, since: int | None = None)
     )
     # The one reader without a cursor gets a snapshot numbered like other events, and goes on without a gap.
     number = first + (int(numbers[N.snapshots]) if since is None else 0)
-    taken = Taken(ring, cached, number, names.known, capacities, first, last, since)
+    taken = Taken(ring, cached, number, names, capacities, first, last, since)
     numbers[N.seen] = last
     if since is None:
         numbers[N.read] = last

@@ -4,7 +4,7 @@ answer."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,17 +13,16 @@ from kvpool.arrays.layout import integer_argument
 from kvpool.arrays.strided import in_numpy, read_only
 from kvpool.entry.arguments import (
     INT32_MAX,
+    ForeignArray,
+    Integers,
     adapter_argument,
     bool_argument,
     extra_array,
-    id_array,
     is_integer,
     salt_argument,
     token_array,
 )
-from kvpool.pool.core import Core
-from kvpool.state import hashing, kinds, pins, records, requests, row_tokens
-from kvpool.state.arrays import State
+from kvpool.state import control, records, requests
 
 NO_EXTRA = np.empty(0, np.int64)
 NO_REQUESTS: npt.NDArray[np.int64] = np.empty((0, records.REQUEST_COLUMNS), np.int64)
@@ -119,7 +118,7 @@ class BlockKeys:
         extra = NO_EXTRA if extra_ids is None else extra_ids
         requests.describe(self._request, tokens, keys, extra, *scope.root, not scope.reuse, not scope.publish)
 
-    def extend(self, tokens: object, *, extra_ids: object = None) -> BlockKeys:
+    def extend(self, tokens: Integers, *, extra_ids: Integers | None = None) -> BlockKeys:
         """The keys of this prompt and ``tokens`` after it; hashes only the blocks that these fill.
 
         ``tokens``: m token ids, may be none. ``extra_ids``: int64[m], those of the new tokens. Changes nothing. Raises
@@ -231,6 +230,13 @@ class BlockKeys:
         extra = None if self._extra_ids is None else self._extra_ids.copy()
         args = (self._tokens.copy(), self._keys.copy(), salt, adapter_id, extra, root, origin, reuse, publish)
         return BlockKeys, args
+
+
+Prompt: TypeAlias = "BlockKeys | Integers"
+"""What calls with prompts take: tokens, or what was hashed of them."""
+Key: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[np.uint64]
+Keys: TypeAlias = "BlockKeys | npt.NDArray[np.uint64] | Sequence[Key] | ForeignArray"
+"""What calls with keys take: 16 bytes for each, or uint64[n, 2]."""
 
 
 def request_of(prompt: BlockKeys) -> npt.NDArray[np.int64]:
@@ -365,7 +371,7 @@ class Lacking(NamedTuple):
 
 def tier_number(tier: object) -> int:
     """A tier as the state counts them; ANY_TIER for None. ValueError for anything else."""
-    numbers = {None: pins.ANY_TIER, "device": int(records.DEVICE), "host": int(records.HOST)}
+    numbers = {None: control.ANY_TIER, "device": int(records.DEVICE), "host": int(records.HOST)}
     if not (tier is None or isinstance(tier, str)) or tier not in numbers:
         raise ValueError(f"tier={tier!r}: accepted are None, 'device' and 'host'")
     return numbers[tier]
@@ -408,104 +414,3 @@ def is_keys(value: object) -> bool:
     if isinstance(value, np.ndarray):
         return value.ndim == 2
     return isinstance(value, (list, tuple)) and len(value) > 0 and not is_integer(value[0])
-
-
-NO_KEYS: npt.NDArray[np.uint64] = np.empty((0, 2), np.uint64)
-
-
-class Prompts:
-    """The hashing of one pool's prompts. Thread-safe."""
-
-    def __init__(self, core: Core) -> None:
-        self._core = core
-        self._origin = (core.states.fingerprint, core.config.tokens_per_block)
-
-    def hash(
-        self,
-        tokens: object,
-        salt: object,
-        adapter_id: object,
-        extra_ids: object,
-        reuse: object = True,
-        publish: object = True,
-    ) -> BlockKeys:
-        self._core.check_open()
-        switches = bool_argument("reuse", reuse), bool_argument("publish", publish)
-        if isinstance(tokens, BlockKeys):
-            if any(one is not None for one in (salt, adapter_id, extra_ids)) or not all(switches):
-                raise TypeError("tokens are BlockKeys, which have all other arguments: accepted is none")
-            return self.own(tokens).bound(self._core.states.heads)
-        scope = self._scope(salt_argument(salt), adapter_argument(adapter_id), *switches)
-        return self._hash(token_array("tokens", tokens), extra_ids, scope)
-
-    def of(self, prompt: object) -> BlockKeys:
-        """The keys of a prompt. Raises TypeError, ValueError."""
-        if isinstance(prompt, BlockKeys):
-            return self.own(prompt)
-        return self._hash(token_array("prompt", prompt), None, self._scope(None, None))
-
-    def all_of(self, prompts: list[Any]) -> list[BlockKeys]:
-        """The keys of each prompt of a batch. Raises TypeError, ValueError."""
-        found = [prompt if type(prompt) is BlockKeys else self.of(prompt) for prompt in prompts]
-        return self._own(found)
-
-    def own(self, keys: BlockKeys) -> BlockKeys:
-        """The same keys, which a pool with this secret and block length has made; else ValueError."""
-        return self._own([keys])[0]
-
-    def _own(self, prompts: list[BlockKeys]) -> list[BlockKeys]:
-        check_origin(prompts, self._origin)
-        for keys in prompts:
-            if not keys.proven:
-                keys.prove(self.root(keys.salt, keys.adapter_id), self._core.states.heads)
-        return prompts
-
-    def of_sequences(self, ids: object) -> Any:
-        which, state = id_array("ids", ids), self._whole()
-        with self._core.lock:
-            rows = [self._read(state, row) for row in self._core.rows(which).tolist()]
-        found = [BlockKeys.of_private(*row, self._core.states.heads) for row in rows]
-        return found[0] if is_integer(ids) else found
-
-    def _whole(self) -> State:
-        """The group whose rows have most of their tokens: all, unless it has a window. Raises ValueError."""
-        whole = [state for state in self._core.states if kinds.has_all(state.heads, state.group)]
-        windowed = [state for state in self._core.states if kinds.has_windows(state.heads, state.group)]
-        if not whole and not windowed:
-            raise ValueError(
-                "keys_of: the states of recurrent layers have no tokens: extend the BlockKeys that were added"
-            )
-        return (whole or windowed)[0]
-
-    def _read(
-        self, state: State, row: int
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64], npt.NDArray[np.int64] | None, Scope]:
-        """What is known of a live row. The state lock is held by the caller."""
-        own, width = state.sequences[row], self._core.config.tokens_per_block
-        length = int(own["length"])
-        if length == 0:
-            raise ValueError(f"ids: sequence {int(own['generation']) << 32 | row} has no tokens, and so no keys")
-        tokens, keys = np.empty(length, np.int32), np.empty((length // width, 2), np.uint64)
-        extra = np.zeros(length if state.head.has_extra else 0, np.int64)
-        known = row_tokens.read_row(state.heads, state.group, row, tokens, extra, keys)
-        if known < 0:
-            raise ValueError(
-                "ids: a window has passed tokens of a sequence: extend the BlockKeys that it was added with"
-            )
-        tag, root = int(own["namespace"]), (int(own["root0"]), int(own["root1"]))
-        name = self._core.names.known[tag]
-        scope = Scope(name.salt, name.adapter_id, (tag, *root), self._origin, publish=not own["private"])
-        return tokens, keys[:known], extra if extra.any() else None, scope
-
-    def root(self, salt: bytes | str | None, adapter_id: int | str | None) -> tuple[int, int, int]:
-        """The digest of a namespace that was checked, and the key that its chains begin with."""
-        states = self._core.states
-        return hashing.namespace_root(states.secret, salt, adapter_id, states.namespace_in_key)
-
-    def _scope(self, salt: bytes | str | None, adapter_id: int | str | None, *switches: bool) -> Scope:
-        return Scope(salt, adapter_id, self.root(salt, adapter_id), self._origin, *switches)
-
-    def _hash(self, found: npt.NDArray[np.int32], extra_ids: object, scope: Scope) -> BlockKeys:
-        """The keys of private tokens: what is hashed is what is compared and stored, whatever becomes of the caller's
-        buffer."""
-        return BlockKeys.of_private(found, NO_KEYS, extra_array(extra_ids, len(found)), scope, self._core.states.heads)

@@ -13,15 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.arrays.layout import integer_argument
-from kvpool.device.base import Stream
+from kvpool.device.base import Stream, StreamLike
 from kvpool.entry.arguments import id_array, text_argument
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.errors import BlockNotFound, LeaseExpired, PoolClosed
 from kvpool.memory.pools import MemoryPools
 from kvpool.pool.core import Core
 from kvpool.pool.keys import key_row, key_rows, tier_number
-from kvpool.state import pins, records
-from kvpool.state.accesses import ACCESSED, WILL_READ
+from kvpool.state import control, records
+from kvpool.state.effects import ACCESSED, WILL_READ
 
 Ids = npt.NDArray[np.int64]
 Answer = TypeVar("Answer")
@@ -68,7 +68,7 @@ class Lease:
         """Whether it was closed or revoked."""
         return not self._leases.is_open(self)
 
-    def close(self, stream: object = None) -> None:
+    def close(self, stream: StreamLike = None) -> None:
         """Unpin. Raises LeaseExpired, with nothing changed, if the lease was closed or revoked before.
 
         ``stream``: where the reader has enqueued copies out of the blocks (default: the lease's own). Nobody overwrites
@@ -127,7 +127,7 @@ class Leases:
         def missing(place: int) -> Lease:
             raise BlockNotFound(f"block {which[place]} is unknown or holds nothing")
 
-        return self._pin(owner, None, which, pins.ANY_TIER, stream, missing)
+        return self._pin(owner, None, which, control.ANY_TIER, stream, missing)
 
     def _pin(
         self,
@@ -135,7 +135,7 @@ class Leases:
         keys: Ids | None,
         ids: Ids | None,
         tier: int,
-        stream: object,
+        stream: StreamLike,
         missing: Callable[[int], Answer],
         group: object = None,
     ) -> Lease | Answer:
@@ -178,10 +178,10 @@ class Leases:
         heads = self._core.states.heads
         if keys is None:
             assert ids is not None
-            failed, groups = pins.pin_blocks(heads, ids), None
+            failed, groups = control.pin_blocks(heads, ids), None
         else:
             found = np.empty((len(heads), len(keys)), np.int64)
-            failed = pins.pin_keys(heads, only, keys, tier, found)
+            failed = control.pin_keys(heads, only, keys, tier, found)
             groups, places = np.nonzero(found != records.NONE)
             ids, keys = found[groups, places], keys[places]
         if failed:
@@ -194,7 +194,7 @@ class Leases:
             lease = Lease(self, self._count + 1, owner, generation, now, ids.copy(), groups, named, at, stream)
             self._open[lease.id] = _Held(lease, ids, nullcontext())
         except BaseException:
-            pins.unpin(heads, ids, now)
+            control.unpin(heads, ids, now)
             raise
         self._count += 1
         return lease
@@ -207,7 +207,7 @@ class Leases:
             if len(lost) == 0:
                 return None
             if self._open.pop(lease.id, None) is not None:
-                pins.unpin(self._core.states.heads, ids, now)
+                control.unpin(self._core.states.heads, ids, now)
             return int(lost[0])
 
     def _await(self, lease: Lease, ids: Ids) -> None:
@@ -261,7 +261,7 @@ class Leases:
         if not self.is_open(lease):
             raise LeaseExpired(f"lease {lease.id} of {lease.owner!r} was closed or revoked")
         held = self._open.pop(lease.id)
-        pins.unpin(self._core.states.heads, held.ids, now)
+        control.unpin(self._core.states.heads, held.ids, now)
         self._core.note(ACCESSED, lease.stream if stream is None else stream, held.ids)
         return held.access
 
@@ -298,7 +298,7 @@ class Leases:
 
     # -- closing ------------------------------------------------------------------------------------
 
-    def close(self, lease: Lease, stream: object = None) -> None:
+    def close(self, lease: Lease, stream: StreamLike = None) -> None:
         """What ``Lease.close`` does. It enqueues nothing and waits for nothing, so a destructor may call it
         anywhere."""
         now, on = self.now(), lease.stream if stream is None else self._core.device.as_stream(stream)
@@ -329,12 +329,12 @@ class Leases:
 
     def _end(self, held: _Held, now: int, stream: Stream | None = None) -> None:
         """Unpin the blocks of a lease. The caller holds the state lock."""
-        pins.unpin(self._core.states.heads, held.ids, now)
+        control.unpin(self._core.states.heads, held.ids, now)
         self._core.note(ACCESSED, stream, held.ids)
         held.access.__exit__(None, None, None)
 
 
-_TIERS = {pins.ANY_TIER: "", int(records.DEVICE): " on the device", int(records.HOST): " on the host"}
+_TIERS = {control.ANY_TIER: "", int(records.DEVICE): " on the device", int(records.HOST): " on the host"}
 
 
 def _place_of_key(keys: Ids, lease: Lease, place: int) -> int:

@@ -1,4 +1,4 @@
-"""KVCacheManager: the public calls of a pool. Each checks its arguments and leaves the work to one part of the pool."""
+"""KVCacheManager: the public calls of a pool. Those about prompts and block tables are those of its base classes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 from weakref import WeakSet
 
 import numpy as np
@@ -15,9 +15,10 @@ import numpy.typing as npt
 from kvpool.arrays.layout import BlockLayout, integer_argument
 from kvpool.arrays.strided import in_numpy
 from kvpool.device import get_device
-from kvpool.device.base import Device, tier_argument
+from kvpool.device.base import Device, DeviceArray, StreamLike, tier_argument
 from kvpool.entry.arguments import (
-    RetentionRange,
+    Ids,
+    Integers,
     adapter_argument,
     address,
     bool_argument,
@@ -40,42 +41,36 @@ from kvpool.entry.interrupt import DeferSignals
 from kvpool.errors import DeviceError, IntegrityError, KVPoolError, OutOfSequences, PoolBusy
 from kvpool.memory.attachments import SharedTier, Sharing
 from kvpool.memory.export import Export, Lending, Loan, TierPlace
-from kvpool.operations import Operation
 from kvpool.pool import events as kv_events
 from kvpool.pool import stats as statistics
-from kvpool.pool.admissions import Admissions, as_admission
 from kvpool.pool.block_imports import Imports, block_buffer
 from kvpool.pool.block_tables import BlockTables
-from kvpool.pool.config import Group, PoolConfig
+from kvpool.pool.config import Group, LayerGroup, PoolConfig
 from kvpool.pool.core import MAX_MS, Core, pool_memory, pool_states
+from kvpool.pool.explain import Explanation, explained
+from kvpool.pool.hints import Hints, name_argument
 from kvpool.pool.keys import (
-    Admission,
     BlockKeys,
+    Key,
+    Keys,
     Lacking,
-    Match,
-    Plan,
-    Prompts,
+    Prompt,
     is_keys,
     key_rows,
     request_of,
     tier_number,
 )  # fmt: skip
 from kvpool.pool.leases import Lease, Leases
+from kvpool.pool.prompts import Retention
 from kvpool.pool.reservations import Loadable, Reservation, Reservations
-from kvpool.pool.together import Together
-from kvpool.state import control, lookup, pins, records, swaps, verbs
+from kvpool.state import control, lookup, records, swaps, verbs
 from kvpool.state.sequences import check_ids
 from kvpool.state.verify import verify_states
-from kvpool.tables.block_table import BlockTable
-from kvpool.tables.step_tables import StepTables
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 NO_COUNTS: npt.NDArray[np.int64] = np.empty(0, np.int64)
-Ids = Any
-Prompt = Any
-Retention = Sequence[RetentionRange | tuple[int | None, ...]]
 
 
 class CloseReport(NamedTuple):
@@ -87,7 +82,7 @@ class CloseReport(NamedTuple):
     reservations: list[tuple[str, int]]
 
 
-class KVCacheManager:
+class KVCacheManager(Hints, BlockTables):
     """A paged KV cache in two tiers: device blocks, and host blocks that take what leaves the device.
 
     Parameters
@@ -117,8 +112,11 @@ class KVCacheManager:
         it.
     clock : () -> int, monotonic milliseconds from 0 to 2**42.
     policy : which cached block is evicted next, among those of the default priority on the device. ``"lru"``: the one
-        that was not used for longest. ``"agent"``: of the conversation that is worth least, by the pauses that such
-        conversations make; its end goes first. ``"adaptive"``: one of the two, whichever would have hit more lately.
+        that was not used for longest. ``"reuse"``: of the conversation that comes back least, as those of its length
+        and as many turns do; its end goes first. ``"agent"``: the same, by the pauses that the conversation itself has
+        made, and by what ``release`` is told. ``"adaptive"``: one of these, whichever would have hit more lately.
+    history_bytes : memory in which a pool notes what is gone and why, for ``explain``: 32 bytes for each of the last
+        contents, whose number is a power of two. 0: none.
     staging_depth : block tables that may be on their way to the device on one stream. One more waits for the oldest on
         that stream.
     device_memory, host_memory : memory of the caller's for a tier: an array of any package, C-contiguous, writable, of
@@ -156,24 +154,27 @@ class KVCacheManager:
     """
 
     def __init__(
-        self, layout: BlockLayout | None = None, *, device_blocks: object, host_blocks: object = 0, groups: object =
-        None, tokens_per_block: int | None = None, device: str | Device = "auto", max_sequences: int = 256,
+        self, layout: BlockLayout | None = None, *, device_blocks: int | Integers, host_blocks: int | Integers = 0,
+        groups: Sequence[LayerGroup] | None = None, tokens_per_block: int | None = None, device: str | Device = "auto",
+        max_sequences: int = 256,
         max_sequence_tokens: int | None = None, partial_reuse: bool = True, offload_min_priority: int = 30,
         offload_min_reuse: int = 1, secret: bytes | None = None, event_capacity: int = 0, clock: Callable[[], int] |
         None = None, staging_depth: int = 8, device_memory: object = None, host_memory: object = None, table: object =
         None, window: int | None = None, sinks: int = 0, shared: bool = False, policy: str = "lru",
+        history_bytes: int = 65536,
     ) -> None:  # fmt: skip
         config = PoolConfig.of(
             layout, groups, tokens_per_block, window, sinks, device_blocks, host_blocks, max_sequences=max_sequences,
             max_sequence_tokens=max_sequence_tokens, partial_reuse=partial_reuse,
             offload_min_priority=offload_min_priority, offload_min_reuse=offload_min_reuse, secret=secret,
             event_capacity=event_capacity, policy=policy, staging_depth=staging_depth, clock=clock,
+            history_bytes=history_bytes,
         )  # fmt: skip
         used, owned = get_device(device), not isinstance(device, Device)
         try:
             self._pools = pool_memory(config, used, device_memory, host_memory, bool_argument("shared", shared))
             try:
-                self.core = Core(config, used, pool_states(config, used, table))
+                core = Core(config, used, pool_states(config, used, table))
             except BaseException:
                 self._pools.close()
                 raise
@@ -183,136 +184,21 @@ class KVCacheManager:
             raise
         self._owns_device = owned
         if self._pools.shared:
-            self.core.transfer.forks.lost = "the shared memory of this pool is not in a child of os.fork()"
-        self._leases, self._imports = Leases(self.core, self._pools), Imports(self.core, self._pools)
-        self._prompts = Prompts(self.core)
-        self._admissions = Admissions(self.core, self._prompts)
-        self._reservations = Reservations(self.core, self._pools, self._admissions)
-        self._tables = BlockTables(self.core, config.staging_depth)
-        self._together = Together(self.core, self._prompts, self._admissions, self._leases)
+            core.transfer.forks.lost = "the shared memory of this pool is not in a child of os.fork()"
+        super().__init__(core, Leases(core, self._pools))
+        self._begin_tables()
+        self._imports, self._reservations = Imports(core, self._pools), Reservations(core, self._pools)
         self._loans: WeakSet[Loan] = WeakSet()
         self._sharing = Sharing(used, self._pools)
         self._report: CloseReport | None = None
         self.tokens_per_block, self.partial_reuse = config.tokens_per_block, config.settings.partial_reuse
         self.device_blocks, self.host_blocks = self._pools.device_blocks, self._pools.host_blocks
 
-    # -- prompts ---------------------------------------------------------------------------------
-
-    def block_keys(
-        self, tokens: object, *, salt: bytes | str | None = None, adapter_id: int | str | None = None, extra_ids: object
-        = None, reuse: bool = True, publish: bool = True,
-    ) -> BlockKeys:  # fmt: skip
-        """Hash a prompt once, without a lock. Every call that takes a prompt also takes the result.
-
-        ``tokens``: n token ids in any integer buffer or list; or BlockKeys alone, which were copied or unpickled: the
-        result can be extended. ``salt`` and ``adapter_id`` name the namespace: equal tokens in different namespaces
-        never match. ``extra_ids`` int64[n] tell tokens apart whose ids are equal, such as image placeholders.
-
-        ``reuse=False``: a request with this prompt computes all of its tokens, as one that asks for the logprobs of its
-        prompt must. Nothing is looked up: ``match_prefix`` and admission find nothing, and ``prefetch`` brings nothing.
-        What it computes is cached for others, as with vLLM's ``skip_reading_prefix_cache``. It counts as
-        ``bypassed_tokens``, and in no other figure of prompts. ``publish=False``: nothing that a request with this
-        prompt computes is ever found by others; it reuses what is cached. Both together leave no trace in the cache.
-
-        Raises TypeError or ValueError. Reads no state; thread-safe.
-        """
-        return self._prompts.hash(tokens, salt, adapter_id, extra_ids, reuse, publish)
-
-    def keys_of(self, ids: Ids) -> Any:
-        """The prompts that live sequences are now: BlockKeys for one id, a list of them for several.
-
-        They have all tokens, decoded ones too, the namespace, and the keys that the pool has computed already. So the
-        next turn of a conversation, ``keys_of(id).extend(text)``, hashes only new blocks, as does a request that is
-        released and added again. Of a sequence that publishes nothing they have ``publish=False``.
-
-        Thread-safe; changes nothing. Raises UnknownSequence, DeviceError, TypeError, ValueError. ValueError is also for
-        a sequence without tokens, and where no group of layers has all of them any more: then extend the BlockKeys that
-        it was added with.
-        """
-        return self._prompts.of_sequences(ids)
-
-    def match_prefix(self, prompt: Prompt) -> Match:
-        """What the prompt would reuse if it were added now; its last token is never reused.
-
-        It gets the full blocks in any batch, and the partial tokens unless blocks are short: ``plan_batch`` says what a
-        batch gets. Does not change the pool.
-        """
-        found = self._admissions.match(self._prompts.of(prompt))
-        full, host, partial = found[-1, :3].tolist()
-        return Match(full - host, host, partial)
-
-    def blocks_needed(
-        self, prompt: Prompt = None, *, sequences: Ids = None, new_tokens: object = 0, group: int | None = None,
-        encoder_tokens: int | None = None,
-    ) -> int:  # fmt: skip
-        """Free device blocks that a step takes: for a prompt and ``new_tokens`` more, or for growing live sequences by
-        ``new_tokens``.
-
-        A reusable block reduces the number only if somebody holds it: a cached block that nobody holds counts as free.
-        ``group``: the index of a group of layers, required where there are several. ``encoder_tokens``: given with a
-        prompt exactly where that group is for cross attention. Does not change the pool.
-        """
-        if (prompt is None) == (sequences is None):
-            raise TypeError(f"prompt={prompt!r:.80}, sequences={sequences!r:.80}: accepted is exactly one of them")
-        if sequences is None:
-            return self._admissions.needed(prompt, new_tokens, group, encoder_tokens)
-        if encoder_tokens is not None:
-            raise ValueError(
-                f"encoder_tokens={encoder_tokens!r:.80}: accepted is None for sequences, which have their encoder's "
-                "blocks"
-            )
-        return self._admissions.growth(sequences, new_tokens, group)
-
-    def plan_batch(self, prompts: Sequence[Prompt], *, encoder_tokens: object = None) -> Plan:
-        """What ``add_sequence_batch`` would do with these prompts now: how many fit, what each would reuse, and the
-        blocks that all take together. Also which live sequence is computing what a prompt lacks.
-
-        The plan is exact until the pool changes. If it has all prompts and refuses none, the batch is admitted whole;
-        else its head is, with ``allow_partial_batch``. A scheduler may hold a prompt back until the sequence of
-        ``Plan.computing`` has committed ``Plan.computing_tokens``, so that these are computed once. ``encoder_tokens``
-        is as in ``add_sequence_batch``.
-
-        Does not change the pool; thread-safe. Raises ValueError and TypeError for a wrong argument, PoolClosed.
-        """
-        return self._admissions.plan(prompts, encoder_tokens)
-
     # -- sequences -------------------------------------------------------------------------------
 
-    def add_sequence(
-        self, prompt: Prompt, *, retention: Retention | None = None, decode_priority: int = records.DEFAULT_PRIORITY,
-        decode_ttl_ms: int | None = None, stream: object = None, encoder_tokens: int | None = None,
-    ) -> int:  # fmt: skip
-        """``add_sequence_batch`` for one prompt; returns the sequence id."""
-        ranges = None if retention is None else [retention]
-        own = self._admissions.arrivals([prompt], ranges, decode_priority, decode_ttl_ms, False, encoder_tokens)
-        with DeferSignals() as door:
-            return int(self._admissions.admit(door, own, stream)[0][0, records.OUT.id])
-
-    def add_sequence_batch(
-        self, prompts: Sequence[Prompt], *, retention: Sequence[Retention | None] | None = None, decode_priority: int =
-        records.DEFAULT_PRIORITY, decode_ttl_ms: int | None = None, stream: object = None, allow_partial_batch: bool =
-        False, encoder_tokens: object = None,
-    ) -> Admission:  # fmt: skip
-        """Admit prompts: reuse what is cached on either tier, take blocks for the rest. Changes the pool.
-
-        All prompts are matched before anything is taken. So each gets the full blocks that ``match_prefix`` promised
-        right before. The batch is admitted whole or not at all. With ``allow_partial_batch``, the first prompts that
-        fit are admitted. A prompt that can never fit does not end them: ``Admission.refused`` names it.
-
-        ``retention`` has one list of ranges, or None, per prompt. ``stream``: the engine's, which will use the blocks.
-        ``encoder_tokens``: int64[n], the encoder's tokens of each prompt, given exactly where there is a group for
-        cross attention.
-
-        Raises OutOfBlocks and OutOfSequences, after which the batch may fit later. Raises ValueError for a prompt that
-        can never fit, and ValueError or TypeError for a wrong argument.
-        """
-        own = self._admissions.arrivals(
-            prompts, retention, decode_priority, decode_ttl_ms, allow_partial_batch, encoder_tokens
-        )
-        with DeferSignals() as door:
-            return as_admission(*self._admissions.admit(door, own, stream))
-
-    def append_tokens(self, ids: Ids, tokens: object, counts: object = None, *, stream: object = None) -> None:
+    def append_tokens(
+        self, ids: Ids, tokens: Integers, counts: Ids | None = None, *, stream: StreamLike = None
+    ) -> None:
         """Grow sequences: sequence ``ids[i]`` gets the next ``counts[i]`` of ``tokens``. Changes the pool.
 
         ``counts`` is required with several ids, also if each gets one token. With one id, the default is all of
@@ -326,7 +212,7 @@ class KVCacheManager:
         each = np.array([len(new)]) if counts is None else count_array("counts", counts, which)
         self.core.decide(stream, verbs.append, which, each, new, self.core.now(), ids=which)
 
-    def commit(self, ids: Ids, counts: object = None, *, stream: object = None) -> None:
+    def commit(self, ids: Ids, counts: Ids | None = None, *, stream: StreamLike = None) -> None:
         """Say that the KV of the first ``counts[i]`` tokens of each sequence is written (default: of all), and publish
         full blocks.
 
@@ -341,7 +227,7 @@ class KVCacheManager:
         each = NO_COUNTS if counts is None else count_array("counts", counts, which)
         self.core.decide(stream, verbs.commit, which, each, self.core.now(), ids=which)
 
-    def rewind(self, ids: Ids, counts: object, *, stream: object = None) -> None:
+    def rewind(self, ids: Ids, counts: Ids, *, stream: StreamLike = None) -> None:
         """Drop the last ``counts[i]`` tokens of each sequence. A block that others hold is copied, never written.
         Changes the pool.
 
@@ -354,8 +240,8 @@ class KVCacheManager:
         self.core.decide(stream, verbs.rewind, which, each, self.core.now(), ids=which)
 
     def release(
-        self, ids: Ids, *, store: bool = True, stream: object = None, stop: str | None = None, ends: bool = False,
-        returns_in_ms: int | None = None,
+        self, ids: Ids, *, store: bool = True, stream: StreamLike = None, stop: str | None = None, ends: bool = False,
+        returns_in_ms: int | None = None, session: str | None = None,
     ) -> None:  # fmt: skip
         """End sequences, and give their blocks back, the last block first.
 
@@ -363,18 +249,26 @@ class KVCacheManager:
         forgotten, except for blocks that a window gave back earlier. Changes the pool. Raises UnknownSequence,
         ValueError, TypeError.
 
-        What the policies ``agent`` and ``adaptive`` can use, if the engine knows it: ``stop``, why the model stopped
+        What the policies other than ``lru`` can use, if the engine knows it: ``stop``, why the model stopped
         (``"tool_use"`` or ``"end_turn"``); ``ends=True``, no request will continue these sequences; ``returns_in_ms``,
-        in how many milliseconds the next one will. What is not true costs hits, and nothing else.
+        in how many milliseconds the next one will. What is not true costs hits, and nothing else. ``session``: a name
+        of 1 to 256 characters by which ``hints`` finds what the one sequence has now. It is remembered as ``keys_of``
+        gives it, and raises what that raises; sessions that were named long ago are forgotten.
         """
         which, keep = id_array("ids", ids), bool_argument("store", store)
         said = stop_argument(stop), returns_argument(ends, returns_in_ms)
+        name = None if session is None else name_argument("session", session)
+        if name is not None and len(which) != 1:
+            raise ValueError(f"session={name!r:.80}: accepted with one sequence, not {len(which)}")
+        left = None if name is None else self.keys_of(which)[0]
         if any(said):
-            self.core.decide(stream, verbs.release_saying, which, keep, self.core.now(), *said, ids=which)
+            self.core.decide(stream, verbs.release_saying, which, keep, *said, self.core.now(), ids=which)
         else:
             self.core.decide(stream, verbs.release, which, keep, self.core.now(), ids=which)
+        if name is not None and left is not None:
+            self._remember(name, left)
 
-    def swap_out(self, ids: Ids, *, stream: object = None) -> int:
+    def swap_out(self, ids: Ids, *, stream: StreamLike = None) -> int:
         """Move running sequences to the host, with all that they have. They wait there. Returns how many blocks were
         copied.
 
@@ -391,7 +285,7 @@ class KVCacheManager:
         which = id_array("ids", ids)
         return int(self.core.decide(stream, swaps.swap_out, which, self.core.now(), ids=which))
 
-    def resume(self, ids: Ids, *, stream: object = None) -> int:
+    def resume(self, ids: Ids, *, stream: StreamLike = None) -> int:
         """Have sequences that were swapped out run again, with all that they had. Returns how many blocks were copied.
 
         Content that is still on the device, or is there again, is not copied. The block table has other ids than
@@ -405,21 +299,6 @@ class KVCacheManager:
         which = id_array("ids", ids)
         return int(self.core.decide(stream, swaps.resume, which, self.core.now(), ids=which))
 
-    def apply(self, operations: Sequence[Operation], *, stream: object = None) -> list[Any]:
-        """Do several operations in this order. No other call comes between them. All of them happen, or none.
-
-        ``operations``: a list of operations of ``kvpool.operations`` (match, pin, unpin, add, append, commit, release).
-        Each does what the call of that name does, and sees the effects of those before it. If one is refused, this call
-        raises that operation's error, and nothing has changed. ``stream`` is used for all of them. A pin needs it,
-        since a call that waits is not accepted. Returns a list of what each call returns. Changes the pool.
-
-        The copies of all operations are enqueued together at the end. If an operation may be refused after an earlier
-        one has changed the pool, as when blocks are scarce, the call first copies the state of the pool, about 150
-        bytes a block. Thread-safe. Raises OutOfBlocks, OutOfSequences, UnknownSequence, BlockNotFound, LeaseExpired,
-        DeviceError, ValueError, TypeError, and RuntimeError inside another call of this pool.
-        """
-        return self._together.apply(operations, stream)
-
     def evictable_if_released(self, ids: Ids, group: int | None = None) -> int:
         """Device blocks that would become free if these sequences were released together.
 
@@ -431,7 +310,7 @@ class KVCacheManager:
             found, times = np.unique(named[named != records.NONE], return_counts=True)
             return int(np.count_nonzero(self.core.states[g].blocks["word"][found] == times))
 
-    def fork(self, ids: object, n: int = 1, *, stream: object = None) -> npt.NDArray[np.int64]:
+    def fork(self, ids: Ids, n: int = 1, *, stream: StreamLike = None) -> npt.NDArray[np.int64]:
         """Make sequences that continue a live one, ``n`` of each: int64[n] ids, or int64[m, n] for m ids.
 
         Changes the pool. Takes no blocks: all are shared, also a last block that is not full. A sequence that appends
@@ -455,7 +334,7 @@ class KVCacheManager:
             self.core.decide(stream, verbs.fork, which, out, ids=which)
             return out[0] if is_integer(ids) else out
 
-    def reorder(self, ids: object, parents: object, *, store: bool = False, stream: object = None) -> None:
+    def reorder(self, ids: Ids, parents: Ids, *, store: bool = False, stream: StreamLike = None) -> None:
         """The step of a beam search: sequence ``ids[i]`` continues what ``ids[parents[i]]`` has now, all at once.
 
         Changes the pool. ``parents``: int64[n], places in ``ids``. A parent that several name is shared by them, as
@@ -473,7 +352,7 @@ class KVCacheManager:
         self.core.decide(stream, verbs.reorder, which, places, kept, now, address(before), scratch, ids=which)
 
     def keep(
-        self, ids: object, drafts: object, accepted: object, counts: object = None, *, stream: object = None
+        self, ids: Ids, drafts: Ids, accepted: Integers, counts: Ids | None = None, *, stream: StreamLike = None
     ) -> None:
         """Keep those of the last ``drafts[i]`` tokens of each sequence that the model accepted; drop the others.
 
@@ -495,15 +374,27 @@ class KVCacheManager:
         each = split_argument(counts, which, "accepted", path)
         self.core.decide(stream, verbs.keep, which, tails, path, each, tails - each, self.core.now(), ids=which)
 
-    def cached_tokens(self, ids: Ids) -> Any:
+    @overload
+    def cached_tokens(self, ids: int | np.integer[Any]) -> int: ...
+    @overload
+    def cached_tokens(self, ids: Integers) -> npt.NDArray[np.int32]: ...
+    def cached_tokens(self, ids: Ids) -> int | npt.NDArray[np.int32]:
         """Tokens that each sequence reused when it was added: int for one id, int32[n] for several."""
         return self._field("cached", ids)
 
-    def sequence_length(self, ids: Ids) -> Any:
+    @overload
+    def sequence_length(self, ids: int | np.integer[Any]) -> int: ...
+    @overload
+    def sequence_length(self, ids: Integers) -> npt.NDArray[np.int32]: ...
+    def sequence_length(self, ids: Ids) -> int | npt.NDArray[np.int32]:
         """Tokens of each sequence."""
         return self._field("length", ids)
 
-    def committed_tokens(self, ids: Ids) -> Any:
+    @overload
+    def committed_tokens(self, ids: int | np.integer[Any]) -> int: ...
+    @overload
+    def committed_tokens(self, ids: Integers) -> npt.NDArray[np.int32]: ...
+    def committed_tokens(self, ids: Ids) -> int | npt.NDArray[np.int32]:
         """Leading tokens of each sequence whose KV is written."""
         return self._field("committed", ids)
 
@@ -526,123 +417,16 @@ class KVCacheManager:
 
     # -- where blocks are ------------------------------------------------------------------------
 
-    def block_table(self, ids: Ids, stream: object = None, group: int | None = None) -> BlockTable:
-        """The block ids of these sequences, in the persistent host table.
-
-        ``stream``: where the engine continues with them; it waits for the streams that used them before. ``group``: the
-        index of a group of layers, required where there are several. Raises UnknownSequence, DeviceError, ValueError.
-        """
-        return self._tables.block_table(ids, stream, group)
-
-    def state_blocks(self, ids: object, stream: object = None, group: int | None = None) -> npt.NDArray[np.int32]:
-        """Device blocks of the states of these sequences in a recurrent group, int32[n, 2]: where a step reads, and
-        where it writes.
-
-        The first has the state after the committed tokens; it is -1 where none is committed. The second takes the state
-        after all tokens. Both are the same where the running state is overwritten in place. Snapshots between them are
-        in the block table: the entry of column i, if it is not -1, takes the state after ``(i + 1) * tokens_per_block``
-        tokens.
-
-        The committed state is there until a step overwrites it. So an engine that verifies drafts keeps the states
-        between. After a ``rewind`` the engine writes the running state again, unless the sequence now ends with a
-        column that had the same block before: that block has its state, and others may read it. After a ``keep`` of
-        drafts that are not the first ones, the engine writes the states of all columns from the first dropped draft on.
-
-        ``group``: the index of a group of layers, required where there are several. ``stream``: where the engine
-        continues with the sequences; it waits for the streams that used them before. Thread-safe; changes nothing but
-        the stream. Raises UnknownSequence, DeviceError, TypeError, ValueError (also for a group that is not recurrent).
-        """
-        return self._tables.state_blocks(ids, stream, group)
-
-    def copy_batch_block_offsets(
-        self, target: object, ids: object, *, rows: object = None, max_blocks: int | None = None, scale: object = 1,
-        v_offset: object = None, stream: object = None, group: int | None = None,
-    ) -> None:  # fmt: skip
-        """Write the block tables of sequences, as they are now, into ``target`` on ``stream``.
-
-        ``target``: int32[rows, columns] that the device can write; each row is without gaps, of any length. If
-        ``scale`` is a list, the target has one more dimension in front, [pools]. If ``v_offset`` (one, or one per pool)
-        is given, it has [2] after that, for K and V. Block id b becomes ``b * scale``, for V ``b * scale + v_offset``.
-        An entry without a block becomes -1. ``rows``: the row of the target for each sequence, all different (default:
-        0, 1, ...).
-
-        Rows are written whole, and a sequence that does not fit is an error. With ``max_blocks`` only that many columns
-        are written; the other blocks of the sequence are left out, and the other columns of the target stay as they
-        are. The call takes a private copy of the table: you may change or release the sequences as soon as it returns.
-
-        ``group``: the index of a group of layers, required where there are several. ``stream`` (default: the one that
-        all these sequences used last) waits for the streams that used them before. If ``staging_depth`` hand-overs to
-        that stream are under way, the call waits, without a lock. Thread-safe; changes nothing but the stream of the
-        sequences. Raises UnknownSequence, DeviceError, TypeError, ValueError.
-        """
-        self._tables.copy_offsets(target, ids, rows, max_blocks, scale, v_offset, stream, group)
-
-    def copy_batch_block_csr(
-        self,
-        indptr: object,
-        indices: object,
-        last_page_len: object,
-        ids: object,
-        *,
-        stream: object = None,
-        group: int | None = None,
-    ) -> None:
-        """Write the block tables of n sequences on ``stream`` in the form of ``BlockTable.csr``, with no padding.
-
-        ``indptr`` int32[n + 1 or more], ``indices`` int32[all their blocks, or more] and ``last_page_len`` int32[n or
-        more] are vectors without gaps that the device can write and that do not overlap. Entries after those in use are
-        left as they are. A vector that is too small is a ValueError that says how many entries are needed. A recurrent
-        group is a ValueError too, since its rows are mostly holes. After a DeviceError, some of the three may have been
-        written.
-
-        Everything else is as in ``copy_batch_block_offsets``.
-        """
-        self._tables.copy_csr(indptr, indices, last_page_len, ids, stream, group)
-
-    def step_tables(
-        self, ids: object, first: object = None, counts: object = None, *, out: StepTables | None = None, stream: object
-        = None, group: int | None = None,
-    ) -> StepTables:  # fmt: skip
-        """The tables that attention kernels need for a step, on the host. In the step, each sequence computes
-        ``counts[i]`` tokens from ``first[i]`` on.
-
-        ``first``, ``counts``: int64[n]; by default from the committed tokens on, and to the end. Sequence i is as long
-        as its last token of the step. ``out``: a ``StepTables`` with NumPy arrays to write, for arrays that are used
-        again, or if only some are wanted. It is returned. Without it, all arrays are new.
-
-        In a group with a window, tokens before ``first`` may have been given back, but not those from there on. In a
-        group for cross attention the tokens are the encoder's.
-
-        ``group``: the index of a group of layers, required where there are several. ``stream``: where the engine
-        continues with the sequences; it waits for the streams that used them before. Thread-safe; changes nothing but
-        the stream. Raises UnknownSequence, DeviceError, TypeError, ValueError (also for recurrent groups, and for
-        arrays that are too small, with nothing written).
-        """
-        return self._tables.step(ids, first, counts, out, stream, group)
-
-    def copy_step_tables(
-        self,
-        target: StepTables,
-        ids: object,
-        first: object = None,
-        counts: object = None,
-        *,
-        stream: object = None,
-        group: int | None = None,
-    ) -> None:
-        """Write the tables of a step on ``stream``, into arrays that the device can write.
-
-        The tables are those of ``step_tables``. Everything else is as in ``copy_batch_block_offsets``: the call takes a
-        private copy, so you may change or release the sequences as soon as it returns. On a GPU, one Numba kernel
-        writes all the arrays; it needs the extra ``cuda12`` or ``cuda13``. After a DeviceError, some of the arrays may
-        have been written.
-        """
-        self._tables.copy_step(target, ids, first, counts, stream, group)
-
     # -- holds on blocks -------------------------------------------------------------------------
 
     def pin(
-        self, keys: object, *, owner: str = "", tier: str | None = None, stream: object = None, group: int | None = None
+        self,
+        keys: Keys,
+        *,
+        owner: str = "",
+        tier: str | None = None,
+        stream: StreamLike = None,
+        group: int | None = None,
     ) -> Lease:
         """Pin the block of each key on ``tier``, or (None) its host copy where there is one, else its device block.
 
@@ -655,7 +439,7 @@ class KVCacheManager:
         return self._leases.pin(keys, owner, tier, stream, group)
 
     def find_and_pin_host(
-        self, key: object, *, owner: str = "", stream: object = None, group: int | None = None
+        self, key: Key, *, owner: str = "", stream: StreamLike = None, group: int | None = None
     ) -> Lease | None:
         """Pin the host copy of one key (16 bytes or uint64[2]), or None if it has none. Finding and pinning are one
         step.
@@ -664,7 +448,7 @@ class KVCacheManager:
         """
         return self._leases.find_and_pin_host(key, owner, stream, group)
 
-    def pin_blocks(self, ids: object, *, owner: str = "", stream: object = None) -> Lease:
+    def pin_blocks(self, ids: Ids, *, owner: str = "", stream: StreamLike = None) -> Lease:
         """Pin blocks by id; each must hold content or be held. Raises BlockNotFound with nothing pinned.
 
         Ids are pool ids: ``groups[g].first_device_block`` + the id in a table of group g. The call waits as ``pin``
@@ -681,7 +465,7 @@ class KVCacheManager:
             return self._leases.all
 
     def reserve(
-        self, prompt: Prompt, *, owner: str = "", retention: Retention | None = None, stream: object = None,
+        self, prompt: Prompt, *, owner: str = "", retention: Retention | None = None, stream: StreamLike = None,
         encoder_tokens: int | None = None,
     ) -> Reservation:  # fmt: skip
         """Take device blocks for the KV of a prompt that a loader, of this process or another, brings from elsewhere.
@@ -699,7 +483,10 @@ class KVCacheManager:
         DeviceError, ValueError, TypeError.
         """
         ranges = None if retention is None else [retention]
-        own = self._admissions.arrivals([prompt], ranges, records.DEFAULT_PRIORITY, None, False, encoder_tokens)
+        (keys,), row, *_ = own = self._arrivals([prompt], ranges, records.DEFAULT_PRIORITY, None, False, encoder_tokens)
+        row[0, records.R.reserves] = 1
+        for why in self._refused([keys], row).values():
+            raise ValueError(f"prompt: {why}")
         return self._reservations.take(own, text_argument("owner", owner), stream)
 
     @property
@@ -707,7 +494,7 @@ class KVCacheManager:
         """Open reservations, oldest first."""
         return self._reservations.all
 
-    def loadable(self, ids: object, *, stream: object = None) -> list[Loadable]:
+    def loadable(self, ids: Ids, *, stream: StreamLike = None) -> list[Loadable]:
         """Where a store may write for live sequences, in place of the engine: all tokens after the committed ones.
 
         ``stream``: the loader's, on which these sequences are used from now on. Without one, the call waits as
@@ -719,8 +506,8 @@ class KVCacheManager:
         return self._reservations.loadable(id_array("ids", ids), stream)
 
     def import_blocks(
-        self, prompt: BlockKeys, data: object, *, first: int = 0, priority: int = records.DEFAULT_PRIORITY, group: int |
-        None = None,
+        self, prompt: BlockKeys, data: Sequence[Any], *, first: int = 0, priority: int = records.DEFAULT_PRIORITY,
+        group: int | None = None,
     ) -> int:  # fmt: skip
         """Store the KV of full blocks ``first``, ``first + 1``, ... of a prompt on the host, so that the next request
         with it hits.
@@ -739,7 +526,7 @@ class KVCacheManager:
         """
         if not isinstance(prompt, BlockKeys):
             raise TypeError(f"prompt={prompt!r:.80}: accepted are the BlockKeys of this pool")
-        keys, into = self._prompts.own(prompt), self.core.config.groups[self.core.config.group(group)]
+        keys, into = self._keys_of(prompt), self.core.config.groups[self.core.config.group(group)]
         if into.kind == "cross":
             raise ValueError(
                 f"group={into.index}: what a group for cross attention holds is found by nobody; accepted are others"
@@ -772,12 +559,12 @@ class KVCacheManager:
         With a window, it onboards those that adding the prompt would reuse. It stops when no device block is free.
         Changes the pool.
         """
-        keys = self._prompts.of(prompt)
+        keys = self._keys_of(prompt)
         full = len(keys) // self.tokens_per_block
         ids = np.empty((len(self.core.states), full), np.int32)
         return int(self.core.decide(None, verbs.prefetch, request_of(keys), ids, self.core.now()))
 
-    def offload(self, prompt: object) -> int:
+    def offload(self, prompt: Prompt | Keys) -> int:
         """Copy cached device blocks to the host and keep both copies. Returns how many were copied.
 
         A later eviction from the device then costs no copy. Takes a prompt, or keys. Stops when the host has no room.
@@ -787,7 +574,7 @@ class KVCacheManager:
 
     # -- cached content by name ------------------------------------------------------------------
 
-    def cached_blocks(self, prompt: object, *, tier: str | None = None) -> npt.NDArray[np.bool_]:
+    def cached_blocks(self, prompt: Prompt | Keys, *, tier: str | None = None) -> npt.NDArray[np.bool_]:
         """Which blocks of a prompt, or of keys, are cached: bool[groups, n], for each group of layers and each key.
 
         ``tier``: "device" or "host", None for any. The answer may be outdated when the call returns. Thread-safe;
@@ -797,7 +584,7 @@ class KVCacheManager:
         out = np.empty((len(self.core.states), len(rows)), np.bool_)
         with self.core.lock:
             self.core.check_open()
-            pins.cached(self.core.states.heads, rows, which, out)
+            control.cached(self.core.states.heads, rows, which, out)
         return out
 
     def lacking(self, prompt: Prompt, there: object) -> Lacking:
@@ -809,18 +596,38 @@ class KVCacheManager:
         recurrent group the last state. It has no blocks if nothing is gained. Thread-safe; changes nothing. Raises
         TypeError, ValueError, PoolClosed.
         """
-        keys, heads = self._prompts.of(prompt), self.core.states.heads
+        keys, heads = self._keys_of(prompt), self.core.states.heads
         rows = key_rows(keys)
         brought = _flags(there, (len(heads), len(rows)))
         here = np.empty_like(brought)
         with self.core.lock:
             self.core.check_open()
-            pins.cached(heads, rows, pins.ANY_TIER, here)
+            control.cached(heads, rows, control.ANY_TIER, here)
             lacks = brought | here
             most = int(lookup.lacking(heads, request_of(keys), here, lacks))
         return Lacking(most * self.tokens_per_block, tuple(np.flatnonzero(own) for own in lacks))
 
-    def forget(self, prompt: object = None, *, namespace: object = None) -> int:
+    def explain(self, prompt: Prompt) -> Explanation:
+        """Why the prompt would reuse no more than it does: how many tokens come from the device and from the host, and
+        for the rest why not. See ``Explanation``.
+
+        Looks at every block of the prompt, and hashes it again for other namespaces that have or had sequences: for
+        people, not for every request. Thread-safe; changes nothing. Raises TypeError, ValueError, PoolClosed.
+        """
+        keys = self._keys_of(prompt)
+        found = self._match(keys)
+        full = len(keys) // self.tokens_per_block
+        lacks = np.zeros(full, np.bool_)
+        for blocks in self.lacking(keys, np.ones((len(self.groups), full), np.bool_)).blocks:
+            lacks[blocks] = True
+        return explained(self.core, keys, found, lacks)
+
+    def forget(
+        self,
+        prompt: Prompt | Keys | None = None,
+        *,
+        namespace: tuple[bytes | str | None, int | str | None] | None = None,
+    ) -> int:
         """Remove cached content from the index, on both tiers and in all groups of layers. Returns how many contents.
 
         ``prompt``: a prompt. This forgets its full blocks, and a stored tail with which the rest of it begins. Content
@@ -839,7 +646,7 @@ class KVCacheManager:
         if (prompt is None) == (namespace is None):
             raise TypeError(f"prompt={prompt!r:.80}, namespace={namespace!r:.80}: accepted is exactly one of them")
         if namespace is not None:
-            tag = self._prompts.root(*_namespace_argument(namespace))[0]
+            tag = self._root(*_namespace_argument(namespace))[0]
             return int(self.core.decide(None, control.forget_namespace, tag, self.core.now()))
         keys, rows = self._named(prompt)
         ordered, now = rows[np.lexsort((rows[:, 1], rows[:, 0]))], self.core.now()
@@ -847,7 +654,7 @@ class KVCacheManager:
             return int(self.core.decide(None, control.forget_keys, rows, ordered, now))
         return int(self.core.decide(None, control.forget_prompt, request_of(keys), rows, ordered, now))
 
-    def set_priority(self, prompt: object, priority: int, *, ttl_ms: int | None = None) -> int:
+    def set_priority(self, prompt: Prompt | Keys, priority: int, *, ttl_ms: int | None = None) -> int:
         """Give the cached full blocks of a prompt, or of keys, another priority. Returns how many were found.
 
         ``priority``: 0 (evicted first) to 100 (stays longest). ``ttl_ms``: after so long the priority falls to the
@@ -864,7 +671,7 @@ class KVCacheManager:
         prompt = in_numpy("prompt", prompt)
         if not isinstance(prompt, BlockKeys) and is_keys(prompt):
             return None, key_rows(prompt)
-        keys = self._prompts.of(prompt)
+        keys = self._keys_of(prompt)
         return keys, key_rows(keys)
 
     # -- the memory of the pool ------------------------------------------------------------------
@@ -880,7 +687,7 @@ class KVCacheManager:
         return self._pools.layout
 
     @property
-    def device_pools(self) -> tuple[tuple[Any, ...], ...]:
+    def device_pools(self) -> tuple[tuple[DeviceArray, ...], ...]:
         """The device tier of each group, and of each of its layouts: see ``device_pool``."""
         return self._pools.device_pools
 
@@ -890,7 +697,7 @@ class KVCacheManager:
         return self._pools.host_pools
 
     @property
-    def device_pool(self) -> Any:
+    def device_pool(self) -> DeviceArray:
         """The device tier, shaped ``layout.device_shape(device_blocks)``, in the storage dtype: a NumPy array in main
         memory, else an array of the device's own kind, with DLPack and ``__cuda_array_interface__``."""
         return self._pools.device_pool
@@ -989,7 +796,7 @@ class KVCacheManager:
         with DeferSignals() as signals:
             with self.core.lock:
                 self.core.check_open()
-                taken = kv_events.take(self.core.states, self.core.names, snapshot, since)
+                taken = kv_events.take(self.core.states, self.core.names.known, snapshot, since)
                 signals.undo = partial(self._put_back, taken)
             return kv_events.decode(taken)
 
@@ -999,7 +806,7 @@ class KVCacheManager:
 
     def stats(self) -> statistics.Stats:
         """A snapshot; also of a closed pool. Thread-safe; changes nothing."""
-        now, hand_overs = self.core.now() if self._leases.all else 0, self._tables.staging.under_way()
+        now, hand_overs = self.core.now() if self._leases.all else 0, self._staging.under_way()
         with self.core.lock:
             ages, core = [now - lease.since for lease in self._leases.all], self.core
             return statistics.snapshot(core.states, core.tokens, core.transfer, self._pinned(), ages, hand_overs)
@@ -1009,7 +816,7 @@ class KVCacheManager:
         with self.core.lock:
             self.core.check_open()
             verify_states(self.core.states, self._pinned())
-            for check, detail in self._tables.staging.findings():
+            for check, detail in self._staging.findings():
                 raise IntegrityError(check, detail)
             if set(self.core.live(records.RESERVED).tolist()) != self._reservations.ids():
                 wrong = "the rows that are reserved are not those of the open reservations"
@@ -1086,7 +893,7 @@ class KVCacheManager:
                     raise
             finally:
                 self._sharing.close()
-                self._tables.staging.close()
+                self._staging.close()
                 self._imports.close()
                 if self._owns_device:
                     self.core.device.close()

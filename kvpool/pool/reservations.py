@@ -12,15 +12,15 @@ import numpy.typing as npt
 
 from kvpool.arrays.layout import integer_argument
 from kvpool.arrays.strided import read_only
-from kvpool.device.base import Stream
+from kvpool.device.base import Stream, StreamLike
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.errors import DeviceError, KVPoolError, PoolClosed, ReservationExpired
 from kvpool.memory.pools import MemoryPools
-from kvpool.pool.admissions import Admissions, Arrivals
 from kvpool.pool.config import group_argument
 from kvpool.pool.core import Core
 from kvpool.pool.keys import BlockKeys
-from kvpool.state import admit, codes, records, verbs
+from kvpool.pool.prompts import Arrivals
+from kvpool.state import admit, records, verbs
 from kvpool.state.sequences import use
 
 Ids = npt.NDArray[np.int64]
@@ -156,7 +156,7 @@ class Reservation(Loadable):
         """Whether it was committed, aborted or revoked, or given back by a reset."""
         return not self._reservations.is_open(self)
 
-    def commit(self, tokens: int | None = None, stream: object = None) -> None:
+    def commit(self, tokens: int | None = None, stream: StreamLike = None) -> None:
         """Publish the first ``tokens`` tokens (default: all), which the loader has written, and end the reservation.
 
         From now on prompts find the full blocks under their keys, and an unfull last block only as a partial match.
@@ -171,7 +171,7 @@ class Reservation(Loadable):
         """
         self._reservations.commit(self, tokens, stream)
 
-    def abort(self, stream: object = None) -> None:
+    def abort(self, stream: StreamLike = None) -> None:
         """Give the blocks back.
 
         Those that were to be filled are empty again, and are taken next. The cached prefix stays cached.
@@ -208,17 +208,14 @@ class Reservation(Loadable):
 class Reservations:
     """The open reservations of one pool, and the places of live sequences that a loader may fill. Thread-safe."""
 
-    def __init__(self, core: Core, pools: MemoryPools, admissions: Admissions) -> None:
-        self._core, self._pools, self._admissions = core, pools, admissions
+    def __init__(self, core: Core, pools: MemoryPools) -> None:
+        self._core, self._pools = core, pools
         self._open: dict[int, Reservation] = {}
 
-    def take(self, arrivals: Arrivals, owner: str, stream: object) -> Reservation:
+    def take(self, arrivals: Arrivals, owner: str, stream: StreamLike) -> Reservation:
         """Reserve the blocks of one prompt."""
         core, (prompt,), row = self._core, arrivals.keys, arrivals.rows
         now, on = core.now(), None if stream is None else core.as_stream(stream)
-        row[0, records.R.reserves] = 1
-        for why in self._admissions.refused([prompt], row).values():
-            raise ValueError(f"prompt: {why}")
         core.refuse_inside("reserve")
         new: list[Reservation] = []
 
@@ -248,7 +245,7 @@ class Reservations:
                 self._expect_writes(new[0])
             return new[0]
 
-    def loadable(self, which: Ids, stream: object) -> list[Loadable]:
+    def loadable(self, which: Ids, stream: StreamLike) -> list[Loadable]:
         core = self._core
         core.refuse_inside("loadable")
         core.decide(stream, use, which, ids=which)
@@ -324,13 +321,13 @@ class Reservations:
 
     # -- ending -------------------------------------------------------------------------------------
 
-    def commit(self, reservation: Reservation, tokens: int | None = None, stream: object = None) -> None:
+    def commit(self, reservation: Reservation, tokens: int | None = None, stream: StreamLike = None) -> None:
         count = reservation.tokens
         if tokens is not None:
             count = integer_argument("tokens", tokens, reservation.skip_prefix_n_tokens, reservation.tokens)
         self._end(reservation, verbs.publish_reserved, count, stream)
 
-    def abort(self, reservation: Reservation, stream: object = None) -> None:
+    def abort(self, reservation: Reservation, stream: StreamLike = None) -> None:
         self._end(reservation, verbs.abort_reserved, 0, stream)
 
     def revoke(self, owner: str) -> int:
@@ -360,7 +357,7 @@ class Reservations:
         def end(heads: Ids, ids: Ids, counts: Ids, now: int) -> int:
             self._check_open(reservation)
             result = int(verb(heads, ids, counts, now))
-            if result == codes.FAILED:
+            if result == records.FAILED:
                 raise DeviceError(
                     f"reservation {reservation.id} of {reservation.owner!r} lost a block to a failed copy: abort it"
                 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,22 +13,37 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.device.base import Stream
-from kvpool.entry.arguments import bool_argument, count_array, id_array, list_argument, split_argument, token_array
+from kvpool.device.base import Stream, StreamLike
+from kvpool.entry.arguments import (
+    bool_argument,
+    count_array,
+    id_array,
+    list_argument,
+    returns_argument,
+    split_argument,
+    stop_argument,
+    token_array,
+)
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.errors import KVPoolError
-from kvpool.operations import Operation
-from kvpool.pool.admissions import Admissions, as_admission
 from kvpool.pool.core import Core
-from kvpool.pool.keys import Admission, Match, Prompts
+from kvpool.pool.keys import Admission
 from kvpool.pool.leases import Lease, Leases
+from kvpool.pool.prompts import Prompts, as_admission
 from kvpool.state import records, verbs
+from kvpool.state.arrays import Undo
 from kvpool.state.records import LIVE, SWAPPED
 from kvpool.state.sequences import check_kinds
-from kvpool.state.undo import Undo
 
 Ids = npt.NDArray[np.int64]
 NO_IDS: Ids = np.empty(0, np.int64)
+
+
+class Operation(NamedTuple):
+    """One operation, made by the functions of ``kvpool.operations``; its arguments are checked by ``apply``."""
+
+    verb: str
+    arguments: tuple[Any, ...]
 
 
 class Step(NamedTuple):
@@ -53,15 +68,27 @@ class Step(NamedTuple):
     """It accepts a part of what it asks for, and is never refused."""
 
 
-class Together:
-    """The operations of one pool that are done together. Thread-safe."""
+class Together(Prompts):
+    """The call of a pool that does several operations together. Thread-safe."""
 
-    def __init__(self, core: Core, prompts: Prompts, admissions: Admissions, leases: Leases) -> None:
-        self._core, self._prompts, self._admissions, self._leases = core, prompts, admissions, leases
-        self._undo = Undo(core.states)
+    def __init__(self, core: Core, leases: Leases) -> None:
+        super().__init__(core)
+        self._leases, self._undo = leases, Undo(core.states)
 
-    def apply(self, operations: object, stream: object) -> list[Any]:
-        core = self._core
+    def apply(self, operations: Sequence[Operation], *, stream: StreamLike = None) -> list[Any]:
+        """Do several operations in this order. No other call comes between them. All of them happen, or none.
+
+        ``operations``: a list of operations of ``kvpool.operations`` (match, pin, unpin, add, append, commit, release).
+        Each does what the call of that name does, and sees the effects of those before it. If one is refused, this call
+        raises that operation's error, and nothing has changed. ``stream`` is used for all of them. A pin needs it,
+        since a call that waits is not accepted. Returns a list of what each call returns. Changes the pool.
+
+        The copies of all operations are enqueued together at the end. If an operation may be refused after an earlier
+        one has changed the pool, as when blocks are scarce, the call first copies the state of the pool, about 150
+        bytes a block. Thread-safe. Raises OutOfBlocks, OutOfSequences, UnknownSequence, BlockNotFound, LeaseExpired,
+        DeviceError, ValueError, TypeError, and RuntimeError inside another call of this pool.
+        """
+        core = self.core
         on = None if stream is None else core.as_stream(stream)
         steps = [self._checked(i, one, on) for i, one in enumerate(list_argument("operations", operations))]
         now, results = core.now(), list[Any]()
@@ -83,7 +110,7 @@ class Together:
 
     def _decide(self, steps: list[Step], results: list[Any], now: int) -> list[Any]:
         """Do all steps, or none. Returns the host accesses of the leases that were closed. The state lock is held."""
-        core, leases, names = self._core, self._leases.picture(), self._core.names.picture()
+        core, leases, names = self.core, self._leases.picture(), self.core.names.picture()
         may_fail = self._may_fail_late(steps)
         with core.transfer.together() as forget:
             if may_fail:
@@ -108,7 +135,7 @@ class Together:
                     found.close()
                 elif isinstance(found, Admission):
                     ids = found.ids[found.ids >= 0]
-                    self._core.decide(None, verbs.release, ids, True, self._core.now(), ids=ids)
+                    self.core.decide(None, verbs.release, ids, True, self.core.now(), ids=ids)
 
     # -- arguments: nothing of the caller's is asked for under the lock -----------------------------------------
 
@@ -120,13 +147,8 @@ class Together:
         return step
 
     def _match_step(self, on: Stream | None, prompt: object) -> Step:
-        keys = self._prompts.of(prompt)
-
-        def run(now: int) -> Match:
-            full, host, partial_tokens = self._admissions.match(keys)[-1, :3].tolist()
-            return Match(full - host, host, partial_tokens)
-
-        return Step("match", run)
+        keys = self._keys_of(prompt)
+        return Step("match", lambda now: self._match(keys))
 
     def _pin_step(self, on: Stream | None, keys: object, owner: object, tier: object) -> Step:
         if on is None:
@@ -149,12 +171,12 @@ class Together:
         partial: object,
         encoder: object,
     ) -> Step:
-        own = self._admissions.arrivals(prompts, retention, priority, ttl, partial, encoder)
+        own = self._arrivals(prompts, retention, priority, ttl, partial, encoder)
         tokens = own.rows[:, [records.R.length, records.R.encoder]]
 
         def run(now: int) -> Admission:
             with DeferSignals() as door:
-                return as_admission(*self._admissions.admit(door, own, on, now))
+                return as_admission(*self._admit(door, own, on, now))
 
         return Step("add", run, prompts=tokens, partial=own.some)
 
@@ -168,13 +190,18 @@ class Together:
         each = NO_IDS if counts is None else count_array("counts", counts, which)
         return Step("commit", self._verb(on, verbs.commit, which, each), which, counts=each)
 
-    def _release_step(self, on: Stream | None, ids: object, store: object) -> Step:
+    def _release_step(
+        self, on: Stream | None, ids: object, store: object, stop: object, ends: object, returns: object
+    ) -> Step:
         which, keep = id_array("ids", ids), bool_argument("store", store)
-        return Step("release", self._verb(on, verbs.release, which, keep), which, int(LIVE | SWAPPED))
+        said = stop_argument(stop), returns_argument(ends, returns)
+        verb = verbs.release_saying if any(said) else verbs.release
+        run = self._verb(on, verb, which, keep, *(said if any(said) else ()))
+        return Step("release", run, which, int(LIVE | SWAPPED))
 
     def _verb(self, on: Stream | None, verb: Any, which: Ids, *args: Any) -> Callable[[int], None]:
         def run(now: int) -> None:
-            self._core.decide(on, verb, which, *args, now, ids=which)
+            self.core.decide(on, verb, which, *args, now, ids=which)
 
         return run
 
@@ -194,10 +221,10 @@ class Together:
             takes, rows, grown = takes + step.keys, rows + len(step.prompts), grown + (step.verb == "commit")
             if step.verb == "append":
                 # Each takes a copy of its last block, or a state, besides the columns that it opens.
-                takes += int(self._columns(step.counts).sum()) + 2 * len(step.counts)
+                takes += int(self._blocks_of(step.counts).sum()) + 2 * len(step.counts)
                 grown += int(step.counts.sum())
             elif step.verb == "add":
-                takes += int(self._columns(step.prompts).sum())
+                takes += int(self._blocks_of(step.prompts).sum())
             if changed and step.verb in ("append", "add") and not step.partial and not self._has_room(takes, rows):
                 return True
             if step.verb in ("release", "unpin"):
@@ -208,19 +235,19 @@ class Together:
     def _is_right(self, step: Step, gone: set[Any], grown: int) -> bool:
         """Whether a step names what exists, whatever the steps before it do. They have released or closed ``gone``;
         ``grown`` is not zero if they grew or committed sequences."""
-        heads, sequences = self._core.states.heads, self._core.tokens.sequences
+        heads, sequences = self.core.states.heads, self.core.tokens.sequences
         if step.verb == "pin":
             return False
         if step.lease is not None:
             return self._leases.is_open(step.lease) and step.lease not in gone
-        if len(step.prompts) and int(self._columns(step.prompts).max()) > self._core.config.columns:
+        if len(step.prompts) and int(self._blocks_of(step.prompts).max()) > self.core.config.columns:
             return False
         if check_kinds(heads, step.ids, step.verb != "release", step.kinds):
             return False
         if gone and not gone.isdisjoint(step.ids.tolist()):
             return False
         if step.verb == "append":
-            most = self._core.config.columns * self._core.config.tokens_per_block
+            most = self.core.config.columns * self.core.config.tokens_per_block
             length = sequences["length"][step.ids & 0xFFFFFFFF]
             return bool((length + step.counts + grown <= most).all())
         if step.verb == "commit" and len(step.counts):
@@ -229,25 +256,25 @@ class Together:
             return not grown and bool(((one["committed"] <= step.counts) & (step.counts <= one["length"])).all())
         return True
 
-    def _columns(self, tokens: Any) -> Any:
-        return -(-tokens // self._core.config.tokens_per_block)
+    def _blocks_of(self, tokens: Any) -> Any:
+        return -(-tokens // self.core.config.tokens_per_block)
 
     def _has_room(self, blocks: int, rows: int) -> bool:
-        free = np.empty(len(self._core.states), np.int64)
-        verbs.free_in_groups(self._core.states.heads, free)
-        return blocks <= int(free.min()) and rows <= int(self._core.states.heads[0, records.H.free_rows])
+        free = np.empty(len(self.core.states), np.int64)
+        verbs.free_in_groups(self.core.states.heads, free)
+        return blocks <= int(free.min()) and rows <= int(self.core.states.heads[0, records.H.free_rows])
 
     def _touched(self, steps: list[Step]) -> tuple[Ids, int]:
         """Rows of the table that these steps may change, and columns."""
-        state, adds = self._core.tokens, sum(len(step.prompts) for step in steps)
+        state, adds = self.core.tokens, sum(len(step.prompts) for step in steps)
         free = int(state.head.free_rows)
         named = [step.ids & 0xFFFFFFFF for step in steps]
         rows = np.unique(np.concatenate([NO_IDS, *named, state.rows[max(0, free - adds) : free]]))
         rows = rows[rows < len(state.sequences)]
-        columns = [int(one.sequences["blocks"][rows].max(initial=0)) for one in self._core.states]
-        grown = sum(int(self._columns(step.counts).sum()) + 1 for step in steps if step.verb == "append")
-        added = max((int(self._columns(step.prompts).max(initial=0)) for step in steps), default=0)
-        return rows, min(self._core.config.columns, max(max(columns) + grown, added + grown) + 1)
+        columns = [int(one.sequences["blocks"][rows].max(initial=0)) for one in self.core.states]
+        grown = sum(int(self._blocks_of(step.counts).sum()) + 1 for step in steps if step.verb == "append")
+        added = max((int(self._blocks_of(step.prompts).max(initial=0)) for step in steps), default=0)
+        return rows, min(self.core.config.columns, max(max(columns) + grown, added + grown) + 1)
 
 
 class _Collector:

@@ -6,4 +6,4 @@ try:
 except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] not in ("msgspec", "zmq"):
         raise
-    raise ImportError("kvpool.publish needs pyzmq and msgspec: pip install 'kvpool[events]'") from error
+    raise ImportError('kvpool.publish needs pyzmq and msgspec: pip install ".[events]"') from error

@@ -22,9 +22,8 @@ from kvpool.errors import PoolClosed
 from kvpool.keepers.keeper import Keeper
 from kvpool.pool.events import Events
 from kvpool.pool.manager import KVCacheManager
-from kvpool.publish.history import History
 from kvpool.publish.messages import BLOCKS_PER_MESSAGE, HASHES, Encoder, Spec
-from kvpool.publish.replay_server import ReplayServer
+from kvpool.publish.replay_server import History, ReplayServer
 from kvpool.remote.connections import Connections, end, new_context
 from kvpool.remote.endpoints import endpoint_argument
 
@@ -73,6 +72,8 @@ class PublisherStats:
     """Snapshots made for replays that began before the oldest message that is kept."""
     replays_cut: int = 0
     """Replays that ended early: the client has gone, or has asked again meanwhile."""
+    replays_displaced: int = 0
+    """Clients of the replay socket that had asked for nothing for longest, and lost their place to another."""
     malformed: int = 0
     """Requests for a replay that were malformed."""
 
@@ -231,7 +232,7 @@ class KVEventPublisher:
         replays, sent = self._replays, self._sent
         return replace(
             self._stats, replays=replays.done, replays_cut=replays.cut, queued_bytes=sent.nbytes + self._unsent,
-            malformed=replays.malformed, talkers=self._subscribers.talkers,
+            malformed=replays.malformed, replays_displaced=replays.displaced, talkers=self._subscribers.talkers,
             connections_refused=self._subscribers.refused + replays.refused,
         )  # fmt: skip
 

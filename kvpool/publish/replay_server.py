@@ -17,13 +17,15 @@ import logging
 import os
 import socket
 import stat
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 import zmq
 
 from kvpool.errors import PoolClosed
-from kvpool.publish.history import History, Place
 from kvpool.remote import connections
 
 FRAMES_MAX, FRAME_BYTES_MAX, COMMAND_BYTES_MAX = 8, 64, 1024
@@ -50,7 +52,7 @@ class _Peer:
         self._reader, self._writer, self.end = reader, writer, writer.transport.abort
         self.unsent = writer.transport.get_write_buffer_size
         writer.transport.set_write_buffer_limits(0)
-        self.let_in = False
+        self.let_in, self.idle_since = False, 0.0
         self.asked, self.place = asyncio.Event(), Place(0)
 
     async def greet(self) -> None:
@@ -63,7 +65,7 @@ class _Peer:
         flags, body = await self._read()
         if not flags & _COMMAND or not body.startswith(b"\x05READY"):
             raise _Gone
-        self.let_in = True
+        self.let_in, self.idle_since = True, time.monotonic()
 
     async def messages(self) -> AsyncIterator[list[bytes]]:
         """What the peer says, message by message. Raises _Gone."""
@@ -111,11 +113,13 @@ class ReplayServer:
 
     A replay is a place in the history, not a copy of it: of the messages to a client, at most one is on its way. A
     client has one replay: a new request replaces its last one. If all places are taken, a new peer gets that of a peer
-    that has not ended its handshake.
+    that has not ended its handshake, or else of the one that has asked for nothing for longest. Who is in the middle of
+    a replay keeps its place.
 
     ``endpoint``: where it listens; None: nowhere. ``snapshot``: a function that makes the history cover a message
     number. ``topic``: the frame before the number of each message; None leaves that frame out. The counts are: replays
-    that reached their end, replays that ended early, requests that were none, and peers that got no place.
+    that reached their end, replays that ended early, requests that were none, peers that got no place, and idle peers
+    that lost theirs.
 
     Raises zmq.ZMQError for an endpoint that is not available.
     """
@@ -127,7 +131,7 @@ class ReplayServer:
         self._peers: dict[_Peer, None] = {}
         self._listener: socket.socket | None = None
         self.endpoint = endpoint
-        self.done = self.cut = self.malformed = self.refused = 0
+        self.done = self.cut = self.malformed = self.refused = self.displaced = 0
         if endpoint is not None:
             try:
                 self._listener = _listen(endpoint)
@@ -167,8 +171,9 @@ class ReplayServer:
         peer = _Peer(reader, writer)
         self._peers[peer] = None
         if len(self._peers) > self._most:
-            self.refused += 1
-            last = next(one for one in self._peers if not one.let_in)
+            last = self._least()
+            self.refused += not last.let_in
+            self.displaced += last.let_in
             del self._peers[last]
             last.end()
         telling = asyncio.ensure_future(self._tell(peer))
@@ -189,6 +194,12 @@ class ReplayServer:
             telling.cancel()
             peer.end()
 
+    def _least(self) -> _Peer:
+        """The peer that loses its place. The newest has not ended its handshake."""
+        *others, newest = self._peers
+        idle = [peer for peer in others if not peer.asked.is_set()]
+        return min(idle, key=lambda peer: (peer.let_in, peer.idle_since), default=newest)
+
     async def _tell(self, peer: _Peer) -> None:
         """Send a peer what it asks for, as fast as it reads."""
         try:
@@ -199,6 +210,7 @@ class ReplayServer:
                 if told is None:
                     self.done += 1
                     peer.asked.clear()
+                    peer.idle_since = time.monotonic()
                     number, payload, topic = END, b"", b""
                 else:
                     peer.place.next += 1
@@ -239,3 +251,75 @@ def _listen(endpoint: str) -> socket.socket:
 def _frame(body: bytes, flags: int = 0) -> bytes:
     size, long = len(body), _LONG if len(body) > 255 else 0
     return bytes([flags | long]) + size.to_bytes(8 if long else 1, "big") + body
+
+
+@dataclass
+class Place:
+    """The place of a reader in the history: the number of the message that it gets next, and the snapshot that it is
+    reading."""
+
+    next: int
+    snapshot: int | None = None
+
+
+class History:
+    """The latest messages, bounded in number and in bytes, and one snapshot. Not thread-safe.
+
+    A snapshot is a sequence of messages. The first says "cleared"; the others have the state after message
+    ``number - 1``. Their numbers are the last ones before ``number``. The messages that had these numbers are gone, so
+    a reader of the snapshot has missed them. It sees numbers that rise without a gap, and none that it has seen before
+    and would skip.
+    """
+
+    def __init__(self, messages: int, nbytes: int) -> None:
+        self._messages_max, self._nbytes_max = messages, nbytes
+        self._latest: deque[bytes] = deque()
+        self._nbytes = 0
+        self.next = 0
+        """Number of the next message."""
+        self._snapshot: list[bytes] = []
+        self._snapshot_at, self._snapshot_id = -1, 0
+
+    @property
+    def first(self) -> int:
+        """Number of the oldest message that is kept."""
+        return self.next - len(self._latest)
+
+    def add(self, payload: bytes) -> None:
+        self._latest.append(payload)
+        self._nbytes += len(payload)
+        self.next += 1
+        while len(self._latest) > self._messages_max or self._nbytes > self._nbytes_max:
+            self._nbytes -= len(self._latest.popleft())
+        if self._snapshot and self._snapshot_at < self.first:
+            # A reader in the middle of an old snapshot needs another.
+            self._snapshot, self._snapshot_id = [], self._snapshot_id + 1
+
+    def covers(self, place: Place) -> bool:
+        """Whether everything from a place on can be sent without a new snapshot."""
+        if place.snapshot is None and place.next >= self.first:
+            return True
+        return (
+            place.snapshot == self._snapshot_id
+            or bool(self._snapshot)
+            and place.next <= self._snapshot_at - len(self._snapshot)
+        )
+
+    def keep_snapshot(self, payloads: list[bytes]) -> None:
+        """Keep a snapshot of the present state: at most ``next`` payloads."""
+        assert len(payloads) <= self.next
+        self._snapshot, self._snapshot_at = payloads, self.next
+        self._snapshot_id += 1
+
+    def at(self, place: Place) -> tuple[int, bytes] | None:
+        """Number and payload of the message at a place that is covered. If that message is gone, the place moves to the
+        begin of the snapshot. None at the end."""
+        if place.snapshot is not None and place.snapshot == self._snapshot_id and place.next == self._snapshot_at:
+            place.snapshot = None
+        if place.next >= self.next:
+            return None
+        if place.snapshot is None and place.next >= self.first:
+            return place.next, self._latest[place.next - self.first]
+        if place.snapshot != self._snapshot_id:
+            place.next, place.snapshot = self._snapshot_at - len(self._snapshot), self._snapshot_id
+        return place.next, self._snapshot[place.next - self._snapshot_at]

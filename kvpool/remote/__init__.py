@@ -12,4 +12,4 @@ try:
 except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] != "zmq":
         raise
-    raise ImportError("kvpool.remote needs pyzmq: pip install 'kvpool[remote]'") from error
+    raise ImportError('kvpool.remote needs pyzmq: pip install ".[remote]"') from error

@@ -22,7 +22,7 @@ from kvpool.remote.endpoints import ServerKeys, ServerSecret, check_endpoint
 from kvpool.remote.server import LetIn, Refused, Server
 from kvpool.remote.session import BLOCKS_MAX, KEY_BYTES, Blocks, Find, Found, Get, Hello, Malformed, Received, Welcome
 from kvpool.remote.transport import InlineServer, ServerTransport, host_bytes, served
-from kvpool.state import guards
+from kvpool.state import records
 from kvpool.state.hashing import remote_password
 
 if TYPE_CHECKING:
@@ -415,7 +415,7 @@ class _HostTier:
                 seal = request.client.session.seal(offer.content)
                 if any(lease.closed for lease in leases):  # else nobody has written there before they were sealed
                     raise Refused(request.id, "revoked", "the lease was revoked before the blocks were sent")
-                if offer.copied or not self._cache.core.transfer.guards & guards.UNPIN_AFTER_RELEASE:
+                if offer.copied or not self._cache.core.transfer.guards & records.UNPIN_AFTER_RELEASE:
                     leases = self._unpin(leases)
                 if not self.server.send(request.client, reply, offer.frames, offer.blocks, seal):
                     self._unpin(leases)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-VERSION = 3
+VERSION = 4
 KEY_BYTES = 16
 HEADER_BYTES_MAX = 16_384
 BLOCKS_MAX = 4_096
@@ -250,7 +250,7 @@ def check_library() -> None:
     try:
         import blake3  # noqa: F401
     except ImportError as error:
-        raise ImportError("kvpool.remote needs blake3: pip install 'kvpool[remote]'") from error
+        raise ImportError('kvpool.remote needs blake3: pip install ".[remote]"') from error
 
 
 def greeting() -> bytes:

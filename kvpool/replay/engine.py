@@ -3,10 +3,11 @@ verified."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from time import perf_counter, perf_counter_ns
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,14 +18,111 @@ from kvpool.device.base import Stream
 from kvpool.device.sim import SimDevice
 from kvpool.pool.keys import BlockKeys
 from kvpool.pool.manager import KVCacheManager
-from kvpool.replay.content import States, token_states
-from kvpool.replay.schedule import Admit, Append, Finish, Skip, schedule, worst_blocks
+from kvpool.replay.content import Request, States, ranges, token_states
 from kvpool.replay.storing import Storing
 from kvpool.replay.summary import PHASES, CopiedBytes, Hits, MovedBlocks, Summary, peak_memory_bytes
-from kvpool.replay.tokens import Request, ranges
 from kvpool.replay.traces import Trace
 from kvpool.replay.verifier import Verifier, WatchedDevice
 from kvpool.stores import Store
+
+# -- the order of a replay: only lengths decide it, so it is the same for all pools ----------------
+
+
+class Skip(NamedTuple):
+    """Skip the request. It never fits, since it alone needs more blocks than the device tier has."""
+
+    request: Request
+    blocks: int
+
+
+class Admit(NamedTuple):
+    """Admit the request."""
+
+    request: Request
+
+
+class Append(NamedTuple):
+    """Append output tokens ``[start, start + count)`` to each request, in one batch."""
+
+    items: list[tuple[Request, int, int]]
+
+
+class Finish(NamedTuple):
+    """Release the request."""
+
+    request: Request
+
+
+Step = Skip | Admit | Append | Finish
+
+
+def worst_blocks(request: Request, tokens_per_block: int) -> int:
+    """Return the number of blocks that `request` holds at its end if it shares none."""
+    return -(-request.length // tokens_per_block)
+
+
+def schedule(requests: Sequence[Request], *, device_blocks: int, active: int, tokens_per_block: int) -> Iterator[Step]:
+    """Yield the steps of a replay in file order.
+
+    A request is admitted if fewer than `active` others run, and if its worst case and theirs, with nothing shared, fit
+    the device tier together. Until then the oldest requests finish. So no pool ever has to preempt. Those that say how
+    long they run finish before the first arrival after that.
+
+    With each arrival, every running request that has output left appends one block's worth of tokens, all in one batch.
+    The rest of its output is appended before it finishes, one block's worth at a time.
+    """
+    running: list[Request] = []
+    done: dict[int, int] = {}
+    held = 0
+    for request in requests:
+        need = worst_blocks(request, tokens_per_block)
+        if need > device_blocks:
+            yield Skip(request, need)
+            continue
+        ended = sorted((one for one in running if _end(one) <= _begin(request)), key=_end)
+        while ended or running and (len(running) >= active or held + need > device_blocks):
+            first = ended.pop(0) if ended else running[0]
+            running.remove(first)
+            held -= worst_blocks(first, tokens_per_block)
+            yield from _drain(first, done, tokens_per_block)
+        yield Admit(request)
+        running.append(request)
+        done[request.index] = 0
+        held += need
+        if items := _grow(running, done, tokens_per_block):
+            yield Append(items)
+    for oldest in running:
+        yield from _drain(oldest, done, tokens_per_block)
+
+
+def _begin(request: Request) -> float:
+    return 0.0 if request.timestamp is None else request.timestamp
+
+
+def _end(request: Request) -> float:
+    return inf if request.seconds is None else _begin(request) + request.seconds
+
+
+def _grow(requests: Iterable[Request], done: dict[int, int], tokens_per_block: int) -> list[tuple[Request, int, int]]:
+    """Give each request that has output left a block's worth of it. ``done`` are the tokens so far, by index."""
+    items = []
+    for request in requests:
+        start = done[request.index]
+        count = min(tokens_per_block, request.output_length - start)
+        if count > 0:
+            items.append((request, start, count))
+            done[request.index] = start + count
+    return items
+
+
+def _drain(request: Request, done: dict[int, int], tokens_per_block: int) -> Iterator[Step]:
+    while items := _grow([request], done, tokens_per_block):
+        yield Append(items)
+    del done[request.index]
+    yield Finish(request)
+
+
+# -- the replay ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -39,6 +137,8 @@ class ReplayConfig:
     partial: bool = True
     """Reuse parts of blocks."""
     device: str = "auto"
+    policy: str = "lru"
+    """Which cached block goes next, as ``KVCacheManager`` takes it."""
     verify: bool = False
     """Write the KV bytes of every token, and compare them at every reuse, copy and release."""
     seed: int = 0
@@ -117,6 +217,7 @@ class Replay:
             max_sequences=config.active,
             max_sequence_tokens=max(longest, default=self._size),
             partial_reuse=config.partial,
+            policy=config.policy,
             event_capacity=config.events if config.store is None else max(config.events, _STORE_EVENTS),
             secret=getattr(config.store, "secret", None) if config.secret is None else config.secret,
         )
@@ -342,7 +443,7 @@ class Replay:
             **{name: getattr(config, name) for name in ("device_blocks", "host_blocks")},
             **{name: getattr(layout, name) for name in ("tokens_per_block", "block_bytes", *shape)},
             "dtype": layout.dtype_name,
-            **{name: getattr(config, name) for name in ("active", "partial", "verify")},
+            **{name: getattr(config, name) for name in ("active", "partial", "policy", "verify")},
             **({} if config.store is None else {"store": config.store.name, "store_wait": config.store_wait}),
             **({"seed": config.seed, "progress": config.progress} if config.device == "sim" else {}),
         }

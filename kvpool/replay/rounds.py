@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from kvpool.errors import KVPoolError
-from kvpool.replay.engine import Replay, ReplayConfig
-from kvpool.replay.schedule import worst_blocks
-from kvpool.replay.tokens import Request
+from kvpool.replay.content import Request
+from kvpool.replay.engine import Replay, ReplayConfig, worst_blocks
 from kvpool.replay.traces import Trace
 
-INTERRUPTED = "interrupted"
 _SWITCH_SECONDS = 1e-4
 """How long the scheduler's thread may keep the interpreter while another thread waits."""
 
@@ -38,13 +36,35 @@ def equal(name: str, value: int, other: int = 0, words: str = "") -> Figure:
     return Figure(name, value, f"= {other:,} {words}".rstrip(), value == other)
 
 
-def figures_text(title: str, figures: Iterable[Figure], failure: str | None = None, *, width: int = 56) -> str:
-    """Figures as text, one line each."""
-    lines = [title]
-    for name, value, bound, ok in figures:
-        state = ("ok" if ok else "FAILED") if bound else ""
-        lines.append(f"{state:<7} {name:<{width}} {value:>12,}  {bound}".rstrip())
-    return "\n".join(lines if failure is None else [*lines, f"FAILED  {failure}"])
+@dataclass(frozen=True)
+class Report:
+    """The figures of a run, and what went wrong besides them, if anything."""
+
+    title: str
+    figures: list[Figure]
+    failure: str | None = None
+    interrupted: bool = False
+    seconds: float = 0.0
+    config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        return self.failure is None and not self.interrupted and all(figure.ok for figure in self.figures)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as nested dictionaries, lists and numbers, which ``json.dumps`` accepts."""
+        return {"passed": self.passed, **asdict(self), "figures": [figure._asdict() for figure in self.figures]}
+
+    def text(self) -> str:
+        """The report as text, one line for each figure."""
+        lines = [self.title]
+        for name, value, bound, ok in self.figures:
+            state = ("ok" if ok else "FAILED") if bound else ""
+            lines.append(f"{state:<7} {name:<56} {value:>12,}  {bound}".rstrip())
+        lines += ["        interrupted: the figures so far"] if self.interrupted else []
+        lines += [] if self.failure is None else [f"FAILED  {self.failure}"]
+        settings = ", ".join(f"{name} {value}" for name, value in self.config.items() if name != "trace")
+        return "\n".join([*lines, f"        {self.seconds:.1f} s; {settings}"] if settings else lines)
 
 
 class Rounds:
@@ -57,16 +77,17 @@ class Rounds:
         self._requests, self._live, self._admitted = trace.requests, list(trace.requests), admitted
         self.replay = Replay(Trace(trace.name, trace.format, self._live), config, progress=self._next)
         self.stop = threading.Event()
-        self.done = 0
+        self.done, self.interrupted = 0, False
 
     def run(self) -> str | None:
-        """Replay until ``stop`` is set, and return what went wrong, if anything."""
+        """Replay until ``stop`` is set, and return what went wrong, if anything. Afterwards ``interrupted`` says
+        whether the user has ended it."""
         before = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_SECONDS)
         try:
             self.replay.run()
         except KeyboardInterrupt:
-            return INTERRUPTED
+            self.interrupted = True
         except Exception as error:
             return f"scheduler: {type(error).__name__}: {error}"
         finally:

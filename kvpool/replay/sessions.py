@@ -1,4 +1,4 @@
-"""Sessions of agents: how they are read, and a closed loop of users that plays them.
+"""Sessions of agents, and a closed loop of users that plays them.
 
 A session is a list of *turns*. A turn repeats most of the prompt of an earlier one. So a file has, for each turn, what
 differs; the prompts are made while the session is played.
@@ -9,27 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import pairwise
 from math import inf
 from random import Random
 from typing import NamedTuple
 
 import numpy as np
 
-from kvpool.replay.columns import INT32_MAX, REQUIRED, Row
-from kvpool.replay.tokens import OUTPUT_STRIDE, Ids, Request, ranges
+from kvpool.replay.content import Ids, Request, ranges
 
 USERS, PAUSE_MAX = 32, 60.0
 """How many users play, and the longest pause that they make, in seconds."""
 _ARRIVALS = 60.0
 """The users begin within so many seconds."""
-_CALL_SECONDS, _CALL_SECONDS_MAX = 6.5, 300.0
-"""How long a request takes if nothing is said, and at most."""
-_PROMPT_MAX, _IDS_MAX = 10_000_000, 1 << 24
-"""The most tokens of a prompt, and the most ids of the prompts of one session together."""
 _SEED, _SEED_VARIED = 7, 99
-_PACKED = ("t", "in", "out", "stop", "api_time", "think_time", "agent", "from", "keep", "runs")
-"""The columns of a request that is written as a list."""
 
 
 class Turn(NamedTuple):
@@ -72,81 +64,6 @@ class AgentSession:
             yield turn, first + (made[-1] if whole else np.append(made[-1], self.ids + place))
 
 
-def read_session(row: Row) -> AgentSession:
-    """Read a session in either format: packed into a line (``session``, ``block``), or as it was recorded (``id``,
-    ``block_size``). Raises TraceError."""
-    packed = "session" in row.columns
-    tokens_per_id = row.integer("block" if packed else "block_size", 1, 1 << 20)
-    if row.columns.get("hash_id_scope", "local") != "local":
-        raise row.error("column 'hash_id_scope' must be 'local': the ids of a session are its own")
-    turns: list[Turn] = []
-    counts: list[int] = []
-    for part in _packed(row) if packed else _recorded(row):
-        source, keep, runs = _shared(part, counts) if packed else (-1, 0, _runs(part))
-        counts.append(keep + int(runs[:, 1].sum()))
-        turn = _turn(part, source, keep, runs)
-        lacking = -(-turn.input_length // tokens_per_id) - counts[-1]
-        if not 0 <= lacking <= 1:
-            covered = f"{counts[-1]} ids of {tokens_per_id} tokens for {turn.input_length} tokens"
-            raise part.error(f"{covered}: accepted is an id for each, or for each but the last unfull one")
-        if sum(counts) > _IDS_MAX:
-            raise part.error(f"the prompts of the session have more than {_IDS_MAX} ids together")
-        turns.append(turn)
-    if any(later.begin < turn.begin for turn, later in pairwise(turns)):
-        raise row.error("column 'requests' must be in the order of 't'")
-    highest = max((int(turn.runs.sum(axis=1).max(initial=0)) for turn in turns), default=0)
-    return AgentSession(row.line, tokens_per_id, turns, highest)
-
-
-def _turn(part: Row, source: int, keep: int, runs: Ids) -> Turn:
-    asked, paused = part.seconds("api_time", None), part.seconds("think_time", None)
-    return Turn(
-        begin=part.seconds("t", REQUIRED) or 0.0,
-        input_length=part.integer("in", 1, _PROMPT_MAX),
-        output_length=part.integer("out", 0, OUTPUT_STRIDE),
-        seconds=min(_CALL_SECONDS if asked is None else asked, _CALL_SECONDS_MAX),
-        pause=paused or 0.0,
-        stop=part.text("stop") or "",
-        source=source,
-        keep=keep,
-        runs=runs,
-    )
-
-
-def _packed(row: Row) -> Iterator[Row]:
-    for place, values in enumerate(row.items("requests", len(_PACKED))):
-        yield row.part(f"request {place}", dict(zip(_PACKED, values, strict=True)))
-
-
-def _shared(part: Row, counts: list[int]) -> tuple[int, int, Ids]:
-    """Which ids a packed request shares with an earlier one, and the runs that follow."""
-    source = part.integer("from", -1, len(counts) - 1)
-    keep = part.integer("keep", 0, counts[source] if source >= 0 else 0)
-    flat = part.part("", {"runs": [number for run in part.items("runs", 2) for number in run]})
-    return source, keep, flat.integers("runs", INT32_MAX, np.int64).reshape(-1, 2)
-
-
-def _recorded(row: Row) -> list[Row]:
-    """All requests, those of sub-agents too, in order of time."""
-    found: list[Row] = []
-    pending = [(str(place), one) for place, one in enumerate(row.items("requests"))][::-1]
-    while pending:
-        place, columns = pending.pop()
-        part = row.part(f"request {place}", columns)
-        if "requests" in part.columns:
-            pending += [(f"{place}.{inner}", one) for inner, one in enumerate(part.items("requests"))][::-1]
-        else:
-            found.append(part)
-    return sorted(found, key=lambda part: part.seconds("t", REQUIRED) or 0.0)
-
-
-def _runs(part: Row) -> Ids:
-    """The ids of a recorded request as runs."""
-    ids = part.integers("hash_ids", INT32_MAX, np.int64)
-    firsts = np.flatnonzero(np.diff(ids, prepend=-2) != 1)
-    return np.stack([ids[firsts], np.diff(firsts, append=len(ids))], axis=1)
-
-
 def play(
     sessions: list[AgentSession], users: int = USERS, pause_max: float = PAUSE_MAX, varies: float = 0.0
 ) -> Iterator[Request]:
@@ -164,8 +81,9 @@ def play(
     waiting = [session for session in sessions if session.turns]
     random.shuffle(waiting)
     waiting.reverse()
-    due: list[tuple[float, int, AgentSession, Iterator[tuple[Turn, Ids]], tuple[Turn, Ids]]] = []
-    """When each user goes on, its number, and the rest of its session."""
+    due: list[tuple[float, int, int, AgentSession, Iterator[tuple[Turn, Ids]], tuple[Turn, Ids]]] = []
+    """When each user goes on, its number, and the number and the rest of its session."""
+    total = len(waiting)
 
     def begin(user: int, now: float) -> None:
         nonlocal first
@@ -173,16 +91,16 @@ def play(
             session = waiting.pop()
             prompts = session.prompts(first)
             first += session.ids + len(session.turns)
-            heappush(due, (now, user, session, prompts, next(prompts)))
+            heappush(due, (now, user, total - len(waiting), session, prompts, next(prompts)))
 
     for user in range(min(users, len(waiting))):
         begin(user, random.random() * _ARRIVALS)
     while due:
-        now, user, session, prompts, (turn, ids) = heappop(due)
+        now, user, number, session, prompts, (turn, ids) = heappop(due)
         following, end, returns = next(prompts, None), now + turn.seconds, inf
         if following is not None:
             returns = end + min(following[0].pause, pause_max * varied.uniform(1 - varies, 1 + varies))
-            heappush(due, (returns, user, session, prompts, following))
+            heappush(due, (returns, user, number, session, prompts, following))
         yield Request(
             index,
             session.line,
@@ -194,6 +112,7 @@ def play(
             seconds=turn.seconds,
             stop=turn.stop,
             returns=returns,
+            session=number,
         )
         index += 1
         if following is None:

@@ -26,21 +26,27 @@ class Storing:
     Close it before the pool. Raises what ``Keeper`` raises. Not thread-safe.
     """
 
-    def __init__(
-        self, store: Store, cache: KVCacheManager, layout: BlockLayout, *, written: bool, wait: float
-    ) -> None:  # fmt: skip
+    def __init__(self, store: Store, cache: KVCacheManager, layout: BlockLayout, *, written: bool, wait: float) -> None:
         self._cache, self._wait, self._width = cache, wait, layout.tokens_per_block
         # Blocks of a replay that writes no bytes are never taken for those of one that does.
         identity = ModelIdentity(
-            "replay of a trace", "digests of tokens" if written else "no content", layout.dtype_name, layout,
+            "replay of a trace",
+            "digests of tokens" if written else "no content",
+            layout.dtype_name,
+            layout,
             "kvpool replay 1",
-        )  # fmt: skip
+        )
         # Of these rows, half are for saves, which pass through the host tier.
         rows = max(2, min(STAGING_BYTES // layout.block_bytes, cache.host_blocks))
         self._keeper = Keeper(
-            cache, [store], identity=identity, deadline_ms=max(1, round(wait * 1e3)), staging_blocks=rows,
-            promotion_blocks=cache.host_blocks, queued_blocks=1 << 20,
-        )  # fmt: skip
+            cache,
+            [store],
+            identity=identity,
+            deadline_ms=max(1, round(wait * 1e3)),
+            staging_blocks=rows,
+            promotion_blocks=cache.host_blocks,
+            queued_blocks=1 << 20,
+        )
         self._seen: set[bytes] = set()
         self._hit_tokens = self._earlier_tokens = 0
         self._waited = 0.0
@@ -79,10 +85,19 @@ class Storing:
         (queue,) = stats.stores.values()
         lost = {code: count for (kind, code), count in queue.blocks.items() if kind == "load" and code != "ok"}
         return Stored(
-            queue.name, stats.saved_blocks, stats.loaded_blocks, stats.found_blocks, self._hit_tokens,
-            self._earlier_tokens, _positive(Counter({reason: n for (_, reason), n in stats.dropped.items()})),
-            _positive(lost), _positive(stats.prefetches), dict(queue.seconds), self._waited, dict(queue.store),
-        )  # fmt: skip
+            queue.name,
+            stats.saved_blocks,
+            stats.loaded_blocks,
+            stats.found_blocks,
+            self._hit_tokens,
+            self._earlier_tokens,
+            _positive(Counter({reason: n for (_, reason), n in stats.dropped.items()})),
+            _positive(lost),
+            _positive(stats.prefetches),
+            dict(queue.seconds),
+            self._waited,
+            dict(queue.store),
+        )
 
     def _note(self, keys: BlockKeys, first: int, last: int) -> None:
         """Count the blocks of a prompt that came from the store."""

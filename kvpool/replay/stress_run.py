@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from random import Random
 from typing import Any, NamedTuple
 
@@ -19,10 +19,9 @@ from kvpool.errors import BlockNotFound
 from kvpool.jit import jit
 from kvpool.pool.leases import Lease
 from kvpool.pool.manager import KVCacheManager
-from kvpool.replay.content import KVBytes, names_of, token_states
+from kvpool.replay.content import KVBytes, Request, names_of, token_states
 from kvpool.replay.engine import Replay, ReplayConfig
-from kvpool.replay.rounds import INTERRUPTED, Figure, Rounds, at_least, equal, figures_text
-from kvpool.replay.tokens import Request
+from kvpool.replay.rounds import Figure, Report, Rounds, at_least, equal
 from kvpool.replay.traces import Trace
 from kvpool.state.arrays import State
 from kvpool.state.records import (
@@ -66,35 +65,6 @@ class StressConfig:
     seed: int = 0
     hold: bool = True
     """If False, each lease is closed before its second check, so the run must find wrong bytes."""
-
-
-@dataclass(frozen=True)
-class StressReport:
-    """The figures of a run. ``failure`` is the error that ended a thread, or None."""
-
-    figures: list[Figure]
-    failure: str | None
-    interrupted: bool
-    seconds: float
-    config: dict[str, Any]
-
-    @property
-    def passed(self) -> bool:
-        return self.failure is None and not self.interrupted and all(figure.ok for figure in self.figures)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The report as nested dictionaries, lists and numbers, which ``json.dumps`` accepts."""
-        return {"passed": self.passed, **asdict(self), "figures": [figure._asdict() for figure in self.figures]}
-
-    def text(self) -> str:
-        """The report as text, one line for each figure."""
-        lines = [figures_text(f"stress  {self.config['trace']}", self.figures, width=52)]
-        if self.interrupted:
-            lines.append("        interrupted: the figures so far")
-        if self.failure is not None:
-            lines.append(f"FAILED  {self.failure}")
-        settings = ", ".join(f"{name} {value}" for name, value in self.config.items() if name != "trace")
-        return "\n".join([*lines, f"        {self.seconds:.1f} s; {settings}"])
 
 
 class ExpectedContents:
@@ -381,7 +351,7 @@ class Stress:
     def __exit__(self, *exception: object) -> None:
         self.replay.close()
 
-    def run(self) -> StressReport:
+    def run(self) -> Report:
         """Replay until the reader has enough, then check all counts. Errors of the threads are not raised: they are in
         the report."""
         begin, stop = time.perf_counter(), self.rounds.stop
@@ -392,8 +362,6 @@ class Stress:
         finally:
             stop.set()
             thread.join()
-        interrupted = failure == INTERRUPTED
-        failure = None if interrupted else failure
         if self.reader.error is not None:
             failure = f"reader: {type(self.reader.error).__name__}: {self.reader.error}"
         elif self.reader.first_wrong:
@@ -403,8 +371,8 @@ class Stress:
             self._verified += 1
             self.contents.follow()
         config = {"trace": self._name, **self.replay.summary().config, "seed": self._config.seed}
-        seconds = time.perf_counter() - begin
-        return StressReport(self._figures(), failure or broken, interrupted, seconds, config)
+        title, seconds = f"stress  {self._name}", time.perf_counter() - begin
+        return Report(title, self._figures(), failure or broken, self.rounds.interrupted, seconds, config)
 
     def _enough(self) -> bool:
         return self.reader.reads >= self._config.reads and self.watch.evictions >= self._config.evictions

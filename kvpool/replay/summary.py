@@ -159,9 +159,12 @@ class Summary:
             ("", f"{stored.hit_tokens:,} prompt tokens reused because of it, {share:.2%} of the hits"),
             ("", f"{stored.earlier_tokens:,} of them from an earlier run: it started {_warm(stored)}"),
             ("", f"not saved: {_counts(stored.dropped)}; not loaded: {_counts(stored.not_loaded)}"),
-            ("", f"calls took {seconds['save']:.1f} s to save, {seconds['load']:.1f} s to load, "
-                 f"{seconds['find']:.1f} s to find; the replay waited {stored.wait_seconds:.1f} s"),
-        ]  # fmt: skip
+            (
+                "",
+                f"calls took {seconds['save']:.1f} s to save, {seconds['load']:.1f} s to load, "
+                f"{seconds['find']:.1f} s to find; the replay waited {stored.wait_seconds:.1f} s",
+            ),
+        ]
 
     def _moved_text(self) -> str:
         moved = self.moved

@@ -5,24 +5,34 @@ from __future__ import annotations
 
 import errno
 import gzip
+import json
 import lzma
 import os
 import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, count, islice
+from itertools import chain, count, islice, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import numpy.typing as npt
 
-from kvpool.replay.columns import INT32_MAX, REQUIRED, Row, TraceError, parse
-from kvpool.replay.sessions import PAUSE_MAX, USERS, AgentSession, play, read_session
-from kvpool.replay.tokens import OUTPUT_STRIDE, Request
+from kvpool.replay.content import OUTPUT_STRIDE, Ids, Request
+from kvpool.replay.sessions import PAUSE_MAX, USERS, AgentSession, Turn, play
 
+INT32_MAX = 2**31 - 1
+REQUIRED: Any = object()
+_NUMBER_MAX = 2.0**63
+_CALL_SECONDS, _CALL_SECONDS_MAX = 6.5, 300.0
+"""How long a request of a session takes if nothing is said, and at most."""
+_PROMPT_MAX, _IDS_MAX = 10_000_000, 1 << 24
+"""The most tokens of a session's prompt, and the most ids of the prompts of one session together."""
+_PACKED = ("t", "in", "out", "stop", "api_time", "think_time", "agent", "from", "keep", "runs")
+"""The columns of a request of a session that is written as a list."""
 FORMATS = ("mooncake", "qwen", "native", "agents")
 TOKENS_PER_ID = {"mooncake": 512, "qwen": 16}
 NATIVE_COLUMNS = ("tokens", "output_tokens", "output_length", "salt", "adapter_id", "tenant", "timestamp")
@@ -32,6 +42,116 @@ LINE_BYTES_MAX = 256 << 20
 """A request of some ten million tokens."""
 _PACKERS: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"\xfd7": lzma.open}
 """By the first two bytes of a compressed file."""
+
+
+class TraceError(ValueError):
+    """A trace cannot be replayed. Attributes: `path`, `line` (from 1; 0 for the whole file) and `reason`."""
+
+    def __init__(self, path: str, line: int, reason: str) -> None:
+        self.path, self.line, self.reason = path, line, reason
+        where = f"{path}, line {line}" if line else path
+        super().__init__(f"{where}: {reason}")
+
+
+def parse(path: str, line: int, text: bytes) -> Row:
+    """The columns of an object that begins in this line. Raises TraceError."""
+    try:
+        found = json.loads(text)
+    except UnicodeDecodeError as error:
+        raise TraceError(path, line, f"not UTF-8: {error.reason} at byte {error.start}") from error
+    except json.JSONDecodeError as error:
+        raise TraceError(path, line + error.lineno - 1, f"not JSON: {error.msg} at column {error.colno}") from error
+    except (ValueError, RecursionError) as error:
+        raise TraceError(path, line, f"not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise TraceError(path, line, f"a JSON object is expected, found {_kind(found)}")
+    return Row(path, line, found)
+
+
+@dataclass(frozen=True)
+class Row:
+    """The columns of one line. Every accessor checks type and range, and names a wrong column in its error."""
+
+    path: str
+    line: int
+    columns: dict[str, Any] = field(repr=False)
+    place: str = ""
+    """Of an object inside the line: which one."""
+
+    def error(self, reason: str) -> TraceError:
+        return TraceError(self.path, self.line, f"{self.place}{reason}")
+
+    def part(self, place: str, columns: Any) -> Row:
+        """The columns of an object inside this one."""
+        found = Row(self.path, self.line, columns, f"{place}: ")
+        if type(columns) is not dict:
+            raise found.error(f"a JSON object is expected, found {_kind(columns)}")
+        return found
+
+    def integer(self, column: str, lowest: int, highest: int, *, default: Any = REQUIRED) -> int:
+        value = self._value(column, default)
+        if type(value) is not int:
+            raise self.error(f"column {column!r} must be an integer, found {_kind(value)}")
+        if not lowest <= value <= highest:
+            raise self.error(f"column {column!r} must be within {lowest}..{highest}, found {value}")
+        return value
+
+    def integers(self, column: str, highest: int, dtype: type) -> npt.NDArray[Any]:
+        values = self._value(column, REQUIRED)
+        if type(values) is not list:
+            raise self.error(f"column {column!r} must be a list of integers, found {_kind(values)}")
+        if set(map(type, values)) - {int}:
+            at = next(i for i, value in enumerate(values) if type(value) is not int)
+            raise self.error(f"column {column!r} must hold integers, found {_kind(values[at])} at position {at}")
+        if values and not 0 <= min(values) <= max(values) <= highest:
+            at = next(i for i, value in enumerate(values) if not 0 <= value <= highest)
+            raise self.error(f"column {column!r} must hold 0..{highest}, found {values[at]} at position {at}")
+        return np.array(values, dtype=dtype)
+
+    def items(self, column: str, length: int | None = None) -> list[Any]:
+        """A list of anything, or of lists that are ``length`` long."""
+        values = self._value(column, REQUIRED)
+        accepted = "a list" if length is None else f"a list of lists of {length}"
+        if type(values) is not list or length and any(type(one) is not list or len(one) != length for one in values):
+            raise self.error(f"column {column!r} must be {accepted}, found {_kind(values)}")
+        return values
+
+    def text(self, column: str) -> str | None:
+        value = self.columns.get(column)
+        if value is not None and not isinstance(value, str):
+            raise self.error(f"column {column!r} must be a string, found {_kind(value)}")
+        if value is not None and not value.isascii() and any("\ud800" <= one <= "\udfff" for one in value):
+            raise self.error(f"column {column!r} must be Unicode text, found {_kind(value)}, with half a character")
+        return value
+
+    def seconds(self, column: str, default: Any) -> float | None:
+        """A time, in the unit of the trace. It may be null where the default is None."""
+        value = self._value(column, default)
+        if value is None and default is None:
+            return None
+        if type(value) not in (int, float):
+            raise self.error(f"column {column!r} must be a number, found {_kind(value)}")
+        if not 0 <= value <= _NUMBER_MAX:
+            raise self.error(f"column {column!r} must be finite and not negative, found {_kind(value)}")
+        return float(value)
+
+    def _value(self, column: str, default: Any) -> Any:
+        value = self.columns.get(column, default)
+        if value is REQUIRED:
+            raise self.error(f"column {column!r} is missing")
+        return value
+
+
+def _kind(value: Any) -> str:
+    """Describe a JSON value for a message: its kind, and the value if it is short."""
+    names = {bool: "the boolean", int: "the integer", float: "the number", str: "the string"}
+    if type(value) in names:
+        text = json.dumps(value)
+        return f"{names[type(value)]} {text if len(text) <= 40 else text[:37] + '...'}"
+    return "a list" if type(value) is list else "an object" if type(value) is dict else "null"
+
+
+# -- files ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,6 +264,9 @@ def _open(path: str) -> Iterator[BinaryIO]:
             yield unpacked
 
 
+# -- requests ------------------------------------------------------------------------------------
+
+
 def _detect(row: Row) -> str:
     if "tokens" in row.columns:
         return "native"
@@ -214,3 +337,78 @@ def _native_request(row: Row, index: int) -> Request:
         tenant=row.text("tenant"),
         timestamp=timestamp,
     )
+
+
+def read_session(row: Row) -> AgentSession:
+    """Read a session in either format: packed into a line (``session``, ``block``), or as it was recorded (``id``,
+    ``block_size``). Raises TraceError."""
+    packed = "session" in row.columns
+    tokens_per_id = row.integer("block" if packed else "block_size", 1, 1 << 20)
+    if row.columns.get("hash_id_scope", "local") != "local":
+        raise row.error("column 'hash_id_scope' must be 'local': the ids of a session are its own")
+    turns: list[Turn] = []
+    counts: list[int] = []
+    for part in _packed(row) if packed else _recorded(row):
+        source, keep, runs = _shared(part, counts) if packed else (-1, 0, _runs(part))
+        counts.append(keep + int(runs[:, 1].sum()))
+        turn = _turn(part, source, keep, runs)
+        lacking = -(-turn.input_length // tokens_per_id) - counts[-1]
+        if not 0 <= lacking <= 1:
+            covered = f"{counts[-1]} ids of {tokens_per_id} tokens for {turn.input_length} tokens"
+            raise part.error(f"{covered}: accepted is an id for each, or for each but the last unfull one")
+        if sum(counts) > _IDS_MAX:
+            raise part.error(f"the prompts of the session have more than {_IDS_MAX} ids together")
+        turns.append(turn)
+    if any(later.begin < turn.begin for turn, later in pairwise(turns)):
+        raise row.error("column 'requests' must be in the order of 't'")
+    highest = max((int(turn.runs.sum(axis=1).max(initial=0)) for turn in turns), default=0)
+    return AgentSession(row.line, tokens_per_id, turns, highest)
+
+
+def _turn(part: Row, source: int, keep: int, runs: Ids) -> Turn:
+    asked, paused = part.seconds("api_time", None), part.seconds("think_time", None)
+    return Turn(
+        begin=part.seconds("t", REQUIRED) or 0.0,
+        input_length=part.integer("in", 1, _PROMPT_MAX),
+        output_length=part.integer("out", 0, OUTPUT_STRIDE),
+        seconds=min(_CALL_SECONDS if asked is None else asked, _CALL_SECONDS_MAX),
+        pause=paused or 0.0,
+        stop=part.text("stop") or "",
+        source=source,
+        keep=keep,
+        runs=runs,
+    )
+
+
+def _packed(row: Row) -> Iterator[Row]:
+    for place, values in enumerate(row.items("requests", len(_PACKED))):
+        yield row.part(f"request {place}", dict(zip(_PACKED, values, strict=True)))
+
+
+def _shared(part: Row, counts: list[int]) -> tuple[int, int, Ids]:
+    """Which ids a packed request shares with an earlier one, and the runs that follow."""
+    source = part.integer("from", -1, len(counts) - 1)
+    keep = part.integer("keep", 0, counts[source] if source >= 0 else 0)
+    flat = part.part("", {"runs": [number for run in part.items("runs", 2) for number in run]})
+    return source, keep, flat.integers("runs", INT32_MAX, np.int64).reshape(-1, 2)
+
+
+def _recorded(row: Row) -> list[Row]:
+    """All requests, those of sub-agents too, in order of time."""
+    found: list[Row] = []
+    pending = [(str(place), one) for place, one in enumerate(row.items("requests"))][::-1]
+    while pending:
+        place, columns = pending.pop()
+        part = row.part(f"request {place}", columns)
+        if "requests" in part.columns:
+            pending += [(f"{place}.{inner}", one) for inner, one in enumerate(part.items("requests"))][::-1]
+        else:
+            found.append(part)
+    return sorted(found, key=lambda part: part.seconds("t", REQUIRED) or 0.0)
+
+
+def _runs(part: Row) -> Ids:
+    """The ids of a recorded request as runs."""
+    ids = part.integers("hash_ids", INT32_MAX, np.int64)
+    firsts = np.flatnonzero(np.diff(ids, prepend=-2) != 1)
+    return np.stack([ids[firsts], np.diff(firsts, append=len(ids))], axis=1)

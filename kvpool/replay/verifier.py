@@ -18,9 +18,8 @@ from kvpool.device.base import NULL_STREAM, SOURCE, TARGET, TOKENS, Device, Regi
 from kvpool.device.sim import SimDevice
 from kvpool.device.wrapper import WrappedDevice
 from kvpool.errors import DeviceError, KVPoolError
-from kvpool.replay.content import Difference, KVBytes, States
+from kvpool.replay.content import Difference, Ids, KVBytes, States, ranges
 from kvpool.replay.summary import Verified
-from kvpool.replay.tokens import Ids, ranges
 
 Enqueue = Callable[[Stream, Callable[[], None], Ids, Ids], None]
 """Enqueues a function on a stream. It reads and writes the tokens that are given in two arrays of rows
@@ -344,9 +343,14 @@ class WatchedDevice(WrappedDevice):
 
     @contextmanager
     def host_access(
-        self, *, reads: Any = None, writes: Any = None, loads: Sequence[npt.NDArray[Any]] = (),
-        stores: Sequence[npt.NDArray[Any]] = (), outside: bool = False,
-    ) -> Iterator[Any]:  # fmt: skip
+        self,
+        *,
+        reads: Any = None,
+        writes: Any = None,
+        loads: Sequence[npt.NDArray[Any]] = (),
+        stores: Sequence[npt.NDArray[Any]] = (),
+        outside: bool = False,
+    ) -> Iterator[Any]:
         with self.inner.host_access(reads=reads, writes=writes, loads=loads, stores=stores, outside=outside) as access:
             yield access
         if self.verifier is not None and writes is not None:

@@ -18,10 +18,9 @@ from kvpool.errors import BlockNotFound
 from kvpool.pool.keys import BlockKeys
 from kvpool.pool.manager import KVCacheManager
 from kvpool.remote import BlockClient, BlockServer, Limits
-from kvpool.replay.content import KVBytes, States, token_states
+from kvpool.replay.content import KVBytes, Request, States, token_states
 from kvpool.replay.engine import ReplayConfig
-from kvpool.replay.rounds import Figure, Rounds, at_least, equal
-from kvpool.replay.tokens import Request
+from kvpool.replay.rounds import Figure, Report, Rounds, at_least, equal
 from kvpool.replay.traces import Trace
 
 _PREFIX_EVERY = 8
@@ -172,7 +171,6 @@ class Serving:
     def __init__(self, trace: Trace, config: ReplayConfig, endpoint: str) -> None:
         self._rounds = Rounds(trace, config, self._admitted)
         self.replay = self._rounds.replay
-        self.failure: str | None = None
         try:
             self.server = BlockServer(self.replay.cache, endpoint, limits=Limits(requests_per_client=16))
         except BaseException:
@@ -190,17 +188,16 @@ class Serving:
         """Have ``run`` end after the current request. Thread-safe."""
         self._rounds.stop.set()
 
-    def run(self) -> list[Figure]:
-        """Replay until ``stop`` or KeyboardInterrupt, close the server, and return the figures. Afterwards ``failure``
-        says what went wrong."""
+    def run(self) -> Report:
+        """Replay until ``stop`` or KeyboardInterrupt, close the server, and return the figures."""
         try:
-            self.failure = self._rounds.run()
+            failure = self._rounds.run()
         finally:
             self.server.close()
-        self.failure = self._rounds.verify() if self.failure is None else self.failure
+        failure = failure or self._rounds.verify()
         stats, served = self.replay.cache.stats(), self.server.stats()
         evicted = stats.forgotten_host_blocks + stats.redundant_dropped
-        return [
+        figures = [
             at_least("requests that the scheduler admitted meanwhile", self._rounds.done, 1),
             Figure("host blocks evicted meanwhile", evicted),
             Figure("blocks served", served.blocks),
@@ -212,6 +209,7 @@ class Serving:
             equal("blocks left pinned", stats.device.pinned + stats.host.pinned),
             equal("blocks lost", stats.lost_blocks),
         ]
+        return Report("serve", figures, failure, self._rounds.interrupted)
 
     def _admitted(self, request: Request | None) -> None:
         """Called after every request, on the scheduler's thread."""

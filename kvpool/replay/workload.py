@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.replay.tokens import Request, expand_output
+from kvpool.replay.content import Request, expand_output
 from kvpool.replay.traces import Trace
 
 REQUESTS = 600

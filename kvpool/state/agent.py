@@ -1,7 +1,7 @@
 """The policy ``agent``: the chain whose blocks are worth least goes, its deepest block first.
 
 It looks at chains with blocks on the device (all, or a sample), and evicts from the one that is worth least (see
-``pauses``), also if that has just run: where contexts do not fit, whoever just ran must not push out who comes back
+``chains``), also if that has just run: where contexts do not fit, whoever just ran must not push out who comes back
 sooner. Blocks that no chain has left there go when they are the oldest. What a turn has left over goes first.
 
 The functions without an underscore are the hooks that ``policy`` calls. They change only the records of chains.
@@ -12,9 +12,12 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.jit.intrinsics import record_at
+from kvpool.jit.intrinsics import bit_length, record_at
+from kvpool.state import reuse
 from kvpool.state.chains import (
     LIST,
+    LRU,
+    MEMBERS,
     begin_release,
     begin_turn,
     book_of,
@@ -30,8 +33,8 @@ from kvpool.state.chains import (
     take,
     take_first,
     turns_of,
+    worth_of,
 )
-from kvpool.state.pauses import worth_of
 from kvpool.state.records import ENDS, HEAD, KEYED, NONE, REQUEST, blocks_of, lists_of, sequences_of, table_of
 from kvpool.state.requests import request_keys
 
@@ -41,6 +44,19 @@ stem."""
 RUN = 32
 """How many blocks of a chain are evicted before chains are compared again."""
 _HUGE = 1e30
+
+
+_LEVELS, _LEVEL, _LEVEL_FIRST = 7, 307, 11 << 8
+
+
+@jit
+def class_of(stop, count, mean, length):
+    """The class of a chain: why its last request stopped, and the level of the chain's own pauses, which are ``count``
+    with such a mean of their logarithms; before its first pause, its length."""
+    own = min(max((mean - _LEVEL_FIRST) // _LEVEL, 0), _LEVELS - 1)
+    if count == 0:
+        own = _LEVELS + min(bit_length(np.int64(length)) // 3, MEMBERS - _LEVELS - 1)
+    return np.int64(stop * MEMBERS + own)
 
 
 @jit
@@ -105,7 +121,10 @@ def on_end_release(at, slot, stop):
     first = np.int64(lists_of(h)[LIST, 0])
     if book.mark != NONE:
         first = np.int64(blocks[book.mark].next) if blocks[book.mark].list == LIST else np.int64(NONE)
-    end_turn(h, book, c, first, stop)
+    end_turn(h, book, c, first)
+    chain = chains_of(book)[c]
+    chain.row = class_of(stop, chain.pauses, chain.mean, chain.length)
+    chain.alike = reuse.class_of(chain.pauses, chain.length)
     book.left = 0 if book.pick == c else book.left
     return np.int64(0)
 
@@ -115,7 +134,7 @@ def choose(at, nothing, none):
     """The next victim among the device's blocks of the default priority, of which there is one."""
     h = record_at(at, HEAD)
     book, oldest = book_of(h), np.int64(lists_of(h)[LIST, 0])
-    if book.waits or _is_stray(h, book, oldest):
+    if book.follows == LRU or _is_stray(h, book, oldest):
         return take(h, book, oldest)
     b = np.int64(NONE)
     if book.left > 0:
@@ -145,14 +164,14 @@ def _is_stray(h, book, b):
 
 
 @jit
-def worth_now(h, book, c):
+def worth_now(h, book, c, expert):
     """The worth of the blocks of a chain: what its pauses say, or the engine, until that turns out to be wrong."""
     chain = chains_of(book)[c]
     if chain.due == ENDS:
         return -0.5
     if chain.due >= h.now:
         return 1000.0 / (chain.due - h.now + 1)
-    return worth_of(book, chain.row, h.now - chain.released)
+    return worth_of(book, expert, chain, h.now - chain.released)
 
 
 @jit
@@ -161,23 +180,22 @@ def _first_worth(h, book, c):
     chain = chains_of(book)[c]
     if chain.turns > 0 or chain.rest != NONE:
         return -1.0  # left over
-    if chain.size <= chain.stem and _is_shared(book, c):
-        return _HUGE
-    return worth_now(h, book, c)
+    worth = worth_now(h, book, c, book.follows)
+    return worth if chain.size > chain.stem else _stem_worth(h, book, c, worth)
 
 
 @jit
-def _is_shared(book, c):
-    """Whether a chain of which only its stem is left has that in common with one that runs, or has more."""
+def _stem_worth(h, book, c, worth):
+    """The worth of a stem of which nothing else is left: that of the best of the chains that begin with it."""
     chains, other = chains_of(book), np.int64(chains_of(book)[c].after)
     for _ in range(_RING):
         if other == c:
-            return False
-        chain = chains[other]
-        if chain.turns > 0 or chain.size > chain.stem:
-            return True
-        other = np.int64(chain.after)
-    return False
+            break
+        if chains[other].turns > 0:
+            return _HUGE
+        worth = max(worth, worth_now(h, book, other, book.follows))
+        other = np.int64(chains[other].after)
+    return worth
 
 
 @jit

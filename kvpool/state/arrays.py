@@ -1,5 +1,5 @@
-"""The arrays of every group of layers, and what the groups share: the matrix of their headers, and the ring of
-events."""
+"""The arrays of every group of layers, and what the groups share: the matrix of their headers, and the ring of events.
+They can be copied, and restored to the byte."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.arrays.pool_ids import PoolIds
-from kvpool.state import guards
-from kvpool.state.chain_book import BOOK_BYTES, LRU, ChainBook
+from kvpool.jit.intrinsics import entry_of
+from kvpool.state import adaptive, agent, records
+from kvpool.state.chains import BOOK, CHAIN, CHAINS_MAX, EXPERTS, PAUSE_BINS, ROWS, TABLES
 from kvpool.state.hashing import block_secret, fingerprint
 from kvpool.state.records import (
     ATTENTION,
@@ -36,6 +37,61 @@ from kvpool.state.records import (
     SEQUENCE,
     H,
 )
+
+# -- records of policies ---------------------------------------------------------------------------------
+
+
+LRU = "lru"
+_GHOST_BLOCKS = 1 << 15
+"""So many blocks, or up to twice as many, are enough to compare policies by."""
+POLICIES = (LRU, "reuse", "agent", "adaptive")
+BOOK_BYTES = 16
+"""Bytes for each block, at most; a pool of few blocks has some more."""
+_BLOCKS_PER_CHAIN, _BLOCKS_PER_NAME, _LEAST, _MOST = 12, 2, 16, 1024
+"""A chain for so many blocks of the device, and a name for so many. With the owners that is 16 bytes a block. A pool of
+few blocks has as many chains as blocks, up to so many."""
+
+
+class ChainBook:
+    """The records of one group. ``arrays`` are all of them, ``address`` is that of the BOOK. The state lock guards
+    it."""
+
+    def __init__(self, policy: str, head_at: int, device_blocks: int, blocks: int, rows: int) -> None:
+        few = max(min(device_blocks, _MOST), _LEAST)
+        chains = min(max(device_blocks // _BLOCKS_PER_CHAIN, few), CHAINS_MAX)
+        names = 1 << max(device_blocks // _BLOCKS_PER_NAME, 4 * few).bit_length() - 1
+        self.book = np.zeros(1, BOOK)
+        self.owners, self.turns = np.full(blocks, NONE, np.int32), np.full(rows, NONE, np.int32)
+        self.chains, self.names = np.zeros(chains, CHAIN), np.full(names, NONE, np.int64)
+        self.order, self.rates = np.arange(chains, dtype=np.int32), np.zeros((2, TABLES, ROWS, PAUSE_BINS))
+        self.ghosts, self.scores = np.zeros((chains, EXPERTS), np.int32), np.zeros((2, EXPERTS), np.int64)
+        self.chains["first"] = self.chains["rest"] = NONE
+        self.chains["place"] = self.chains["after"] = self.chains["before"] = self.order
+        book: Any = self.book.view(np.recarray)[0]
+        for name in ("owners", "chains", "order", "names", "turns", "rates", "ghosts", "scores"):
+            book[f"{name}_at"] = getattr(self, name).ctypes.data
+        admit = adaptive.on_admit if policy == "adaptive" else agent.on_admit
+        for hook in (admit, agent.on_begin_release, agent.on_end_release, agent.choose):
+            book[hook.__name__] = entry_of(hook)
+        book.head_at, book.chains, book.names, book.rows = head_at, chains, names, rows
+        book.capacity, book.pick = device_blocks, NONE
+        book.shift = max((device_blocks // _GHOST_BLOCKS).bit_length() - 1, 0)
+        book.follows = POLICIES.index(policy) % EXPERTS
+
+    @property
+    def address(self) -> int:
+        return int(self.book.ctypes.data)
+
+    @property
+    def arrays(self) -> list[npt.NDArray[Any]]:
+        own = [self.book, self.owners, self.turns, self.chains, self.names, self.order]
+        return [*own, self.rates, self.ghosts, self.scores]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that grow with the number of blocks."""
+        return sum(one.nbytes for one in (self.owners, self.chains, self.names, self.order, self.ghosts))
+
 
 _POOLS = itertools.count(1)
 _OWN = (
@@ -70,6 +126,7 @@ class Settings(NamedTuple):
     offload_min_reuse: int = 1
     event_capacity: int = 0
     policy: str = LRU
+    gone_capacity: int = 0
 
 
 def buckets(count: int) -> int:
@@ -78,14 +135,15 @@ def buckets(count: int) -> int:
 
 
 def state_bytes(
-    groups: Sequence[GroupSizes], width: int, sequences: int, columns: int, events: int, policy: str = LRU
-) -> int:
+    groups: Sequence[GroupSizes], width: int, sequences: int, columns: int, events: int, policy: str = LRU,
+    gone: int = 0,
+) -> int:  # fmt: skip
     """The bytes of the states of these groups."""
     count = sum(group.device_blocks + group.host_blocks for group in groups)
     rows = len(groups) * sequences * (SEQUENCE.itemsize + 4 + 8 * columns)
     rows += 4 * sum(group.kind == RECURRENT for group in groups) * sequences * columns * width
     own = BLOCK.itemsize + 36 + 4 * width + (0 if policy == LRU else BOOK_BYTES)
-    return count * own + rows + events * (EVENT.itemsize + 4 * width)
+    return count * own + rows + events * (EVENT.itemsize + 4 * width) + 32 * gone
 
 
 def _aligned(count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -97,7 +155,8 @@ def _aligned(count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 class Ring:
     """The events of all groups, and their numbers."""
 
-    def __init__(self, capacity: int, width: int) -> None:
+    def __init__(self, capacity: int, width: int, gone: int) -> None:
+        self.gone = np.zeros((gone, 4), np.int64)
         self.numbers = np.zeros(RING.itemsize // 8, np.int64)
         self.events = np.zeros(capacity, EVENT)
         self.tokens = np.zeros((capacity, width), np.int32)
@@ -172,8 +231,9 @@ class State:
         h.moves_capacity, h.token_moves_capacity = len(self.moves), len(self.token_moves)
         h.offload_priority, h.offload_reuse = settings.offload_min_priority, settings.offload_min_reuse
         h.secret0, h.secret1 = block_secret(settings.secret)
-        h.guards = guards.ALL
+        h.guards = records.ALL_GUARDS
         h.event_capacity = settings.event_capacity
+        h.gone_at, h.gone_capacity = ring.gone.ctypes.data, len(ring.gone)
         h.window, h.sinks = sizes.window, -(-sizes.sinks // settings.width)
         h.kind, h.snapshot = sizes.kind, sizes.snapshot
         h.block_tokens = 1 if sizes.kind == RECURRENT else settings.width
@@ -227,7 +287,7 @@ class States:
         self.secret, self.fingerprint = settings.secret, fingerprint(settings.secret)
         self.namespace_in_key = True
         self.heads = np.zeros((len(groups), HEADER), np.int64)
-        self.ring = Ring(settings.event_capacity, settings.width)
+        self.ring = Ring(settings.event_capacity, settings.width, settings.gone_capacity)
         shape = (len(groups), settings.sequences, settings.columns)
         self.table = np.empty(shape, np.int32) if table is None else table.reshape(shape)
         # Ids of one pool mean nothing to another, so generations start elsewhere in each.
@@ -287,5 +347,60 @@ class States:
 
     def disable_guard(self, name: str) -> None:
         """Take one named rule out, so that a test can show that its proof fails without it. Never call it elsewhere."""
-        self.heads[:, H.guards] &= ~guards.GUARDS[name]
-        self.namespace_in_key = bool(self.heads[0, H.guards] & guards.NAMESPACE_IN_KEY)
+        self.heads[:, H.guards] &= ~records.GUARDS[name]
+        self.namespace_in_key = bool(self.heads[0, H.guards] & records.NAMESPACE_IN_KEY)
+
+
+# -- undo ------------------------------------------------------------------------------------------------
+
+
+Rows = npt.NDArray[np.int64]
+
+
+class Undo:
+    """The arrays of a pool's states as they were. The memory is kept for the next ``take``. The state lock guards it.
+
+    It copies all blocks, lists and keys of a pool, at the speed of memory. So it is only for calls that may be refused
+    after they have changed something.
+    """
+
+    def __init__(self, states: States) -> None:
+        self._states = states
+        self._copies: list[npt.NDArray[Any]] = []
+        self._rows: list[tuple[npt.NDArray[Any], Rows, npt.NDArray[Any]]] = []
+
+    def take(self, rows: Rows, columns: int) -> None:
+        """Copy everything except the table, and of the table the first ``columns`` of these rows. Nothing else of it
+        may change."""
+        arrays = list(self._arrays())
+        if [len(one) for one in self._copies] != [len(one) for one in arrays]:
+            self._copies = [np.empty_like(one) for one in arrays]
+        for copy, array in zip(self._copies, arrays, strict=True):
+            np.copyto(copy, array)
+        views = [view for state in self._states for view in _of_rows(state, columns)]
+        self._rows = [(view, rows, view[rows]) for view in views]
+
+    def restore(self) -> None:
+        """Restore everything as it was at the last ``take``."""
+        for copy, array in zip(self._copies, self._arrays(), strict=True):
+            np.copyto(array, copy)
+        for view, rows, kept in self._rows:
+            view[rows] = kept
+
+    def _arrays(self) -> Iterator[npt.NDArray[np.uint8]]:
+        """The arrays as bytes: NumPy copies records field by field."""
+        ring = self._states.ring
+        shared = (self._states.heads, ring.numbers, ring.events, ring.tokens, ring.extra, ring.gone)
+        found: list[npt.NDArray[Any]] = [*shared]
+        for state in self._states:
+            found += [state.blocks, state.tokens, state.extra, state.lists, state.index, state.children, state.heap]
+            found += [state.sequences, state.rows, state.counters, state.histograms]
+            found += [] if state.book is None else state.book.arrays
+        return (one.reshape(-1).view(np.uint8) for one in found)
+
+
+def _of_rows(state: State, columns: int) -> Iterator[npt.NDArray[Any]]:
+    yield from (state.table[:, :columns], state.swapped[:, :columns])
+    for noted in (state.row_tokens, state.row_extra):
+        if noted.shape[1] > 1:
+            yield noted[:, : columns * state.tokens.shape[1]]

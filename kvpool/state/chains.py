@@ -1,4 +1,5 @@
-"""Chains: the records of the policies that look at conversations instead of blocks.
+"""Chains: the records of the policies that look at conversations instead of blocks, and what
+their pauses teach.
 
 A *chain* is a cached prefix that requests extend: the next turn of a conversation comes back to it. A record is kept
 for each. Its blocks lie side by side in the list of their priority, the deepest first, since one release has put them
@@ -15,9 +16,130 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.jit.intrinsics import array_at, record_at
-from kvpool.state.pauses import class_of, learn, octaves
+from kvpool.jit.intrinsics import array_at, bit_length, record_at
 from kvpool.state.records import DEFAULT_PRIORITY, NONE, blocks_of
+
+# -- pauses ----------------------------------------------------------------------------------------------
+
+
+PAUSE_BINS = 30
+KINDS, MEMBERS = 3, 11
+CLASSES = KINDS * MEMBERS
+"""So many classes has an expert, in so many kinds."""
+ROWS = CLASSES + KINDS + 1
+"""Rows of a table: the classes, then their kinds, then all together."""
+EXPERTS = 3
+LRU, REUSE, AGENT = range(EXPERTS)
+AWAY, BACK, WORTH, CHANCE = range(TABLES := 4)
+"""The tables of an expert: chains that were still away when a bin began, and that came back in it; what follows from
+them. LRU has none."""
+
+_FIRST = 9 << 8
+"""The logarithm at which the second bin begins: 512 ms, in 256ths of an octave."""
+_LEAN, _PRIOR, _MOST, _REFRESH, _REFRESH_ALL = 16.0, 0.05, 512.0, 4, 256
+"""How many pauses the wider class counts for; the chance to come back in a bin that nobody has seen; at how many
+pauses the old ones begin to count half; after how many pauses the worth of a class
+is computed anew, and that of all."""
+
+
+@jit(forceinline=True)
+def rates_of(book, expert):
+    """The tables of an expert, float64[TABLES, ROWS, PAUSE_BINS]."""
+    return array_at(book.rates_at, (EXPERTS - REUSE, TABLES, ROWS, PAUSE_BINS), np.float64)[expert - REUSE]
+
+
+@jit
+def octaves(ms):
+    """The logarithm of a time, in 256ths of an octave."""
+    value = max(np.int64(ms), np.int64(1))
+    whole = bit_length(value) - 1
+    return np.int64((whole << 8) + ((value << 8) >> whole) - 256)
+
+
+@jit
+def bin_of(ms):
+    return min(max((octaves(ms) - _FIRST) >> 7, -1) + 1, PAUSE_BINS - 1)
+
+
+@jit
+def width_of(at):
+    """The seconds of a bin."""
+    if at == 0:
+        return 0.512
+    return 0.256 * np.float64(np.int64(1) << ((at - 1) >> 1))
+
+
+@jit
+def _wider(row):
+    """The row that a row leans on; the last row leans on none."""
+    return CLASSES + row // MEMBERS if row < CLASSES else ROWS - 1
+
+
+@jit
+def learn(book, chain, ms, came):
+    """Count a pause of a chain that ended, or that was seen for so long only."""
+    book.learnt += 1
+    _learn(book.learnt, rates_of(book, REUSE), chain.alike, ms, came)
+    _learn(book.learnt, rates_of(book, AGENT), chain.row, ms, came)
+
+
+@jit
+def _learn(count, rates, row, ms, came):
+    last, learnt = bin_of(ms), row
+    while True:
+        if rates[AWAY, row, 0] > _MOST:
+            for at in range(PAUSE_BINS):
+                rates[AWAY, row, at] *= 0.5
+                rates[BACK, row, at] *= 0.5
+        for at in range(last):
+            rates[AWAY, row, at] += 1.0
+        rates[AWAY, row, last] += 1.0 if came else 0.5
+        rates[BACK, row, last] += 1.0 if came else 0.0
+        if row == ROWS - 1:
+            break
+        row = _wider(row)
+    if count % _REFRESH_ALL == 1:
+        for other in range(CLASSES):
+            _refresh(rates, other)
+    elif count % _REFRESH == 0:
+        _refresh(rates, learnt)
+
+
+@jit
+def _chance(rates, row, at):
+    """The chance that a chain that is away when a bin begins comes back in it."""
+    chance = (rates[BACK, ROWS - 1, at] + _PRIOR) / (rates[AWAY, ROWS - 1, at] + 1.0)
+    if row < ROWS - 1:
+        wider = row if row >= CLASSES else _wider(row)
+        chance = (rates[BACK, wider, at] + _LEAN * chance) / (rates[AWAY, wider, at] + _LEAN)
+    if row < CLASSES:
+        chance = (rates[BACK, row, at] + _LEAN * chance) / (rates[AWAY, row, at] + _LEAN)
+    return chance
+
+
+@jit
+def _refresh(rates, row):
+    """Compute the worth of a class in all bins anew."""
+    for at in range(PAUSE_BINS):
+        rates[CHANCE, row, at] = min(_chance(rates, row, at), 1.0)
+    for begin in range(PAUSE_BINS):
+        away, back, time, best = 1.0, 0.0, 0.0, 0.0
+        for at in range(begin, PAUSE_BINS):
+            # A chain is in the middle of its first bin on average.
+            part = 0.5 if at == begin else 1.0
+            chance, width = rates[CHANCE, row, at] * part, width_of(at) * part
+            back += away * chance
+            time += away * width * (1.0 - 0.5 * chance)
+            away *= 1.0 - chance
+            best = max(best, back / time)
+        rates[WORTH, row, begin] = best
+
+
+@jit(forceinline=True)
+def worth_of(book, expert, chain, ms):
+    row = chain.row if expert == AGENT else chain.alike
+    return rates_of(book, expert)[WORTH, row, bin_of(ms)]
+
 
 CHAIN = np.dtype(
     [
@@ -31,12 +153,11 @@ CHAIN = np.dtype(
         ("base", "i4"),  # how many of them it has begun with, as a fork
         ("turns", "i4"),  # requests that run
         ("pauses", "i4"),  # how many it has made
-        ("mean", "i4"),  # the mean of their logarithms, see ``pauses``
-        ("row", "i4"),  # its class
+        ("mean", "i4"),  # the mean of their logarithms
+        ("row", "i2"),  # its class, as ``agent`` sees it, and as ``reuse`` does
+        ("alike", "i2"),
         ("after", "i4"),  # the next chain of its ring, and the one before
         ("before", "i4"),
-        ("by_lru", "i4"),  # its own blocks in the ghost caches: what LRU would have kept, and what worth would
-        ("by_worth", "i4"),
         ("place", "i4"),  # its place in ``order``
         ("age", "i4"),  # how often the record was used anew
     ],
@@ -47,16 +168,15 @@ BOOK = np.dtype(
         (name, "i8")
         for name in (
             "head_at on_admit on_begin_release on_end_release choose"
-            " owners_at chains_at order_at names_at turns_at rates_at chains names rows cached known draws pick left"
-            " learnt mark capacity lru_used worth_used lru_hits worth_hits"
-            " waits depth shift"
+            " owners_at chains_at order_at names_at turns_at rates_at ghosts_at scores_at chains names rows cached"
+            " known draws pick left learnt mark capacity follows depth shift"
         ).split()
     ]
 )
 """The address of the group's header, and the hooks that ``policy`` calls. Addresses and lengths of arrays. ``cached``
 chains, the first ones in ``order``, have blocks on the device; those up to ``known`` are remembered. The chain that
-loses blocks now, and how many more; the pauses that were learnt; the end of the list before a release. Then the ghosts
-of ``adaptive``, and whether LRU is followed (``waits``); how many blocks of its chain the last prompt has found."""
+loses blocks now, and how many more; the pauses that were learnt; the end of the list before a release. Then which
+expert is followed; how many blocks of its chain the last prompt has found; how many chains one stands for."""
 LIST = DEFAULT_PRIORITY
 """The list whose blocks chains are about: the device's of the default priority."""
 CHAINS_MAX = 1 << 24
@@ -92,6 +212,18 @@ def order_of(book):
 def names_of(book):
     """A hash table of names, int64: the upper half of a key, a chain, and the low byte of the chain's age."""
     return array_at(book.names_at, (book.names,), np.int64)
+
+
+@jit(forceinline=True)
+def ghosts_of(book):
+    """Of each chain, the own blocks that each expert would have kept: int32[chains, EXPERTS]."""
+    return array_at(book.ghosts_at, (book.chains, EXPERTS), np.int32)
+
+
+@jit(forceinline=True)
+def scores_of(book):
+    """The blocks in the ghost of each expert, and its hits: int64[2, EXPERTS]."""
+    return array_at(book.scores_at, (2, EXPERTS), np.int64)
 
 
 @jit(forceinline=True)
@@ -185,9 +317,9 @@ def _forget(book, c):
     chains = chains_of(book)
     chain = chains[c]
     _leave(book, c)
-    book.lru_used -= chain.by_lru
-    book.worth_used -= chain.by_worth
-    chain.by_lru = chain.by_worth = 0
+    for expert in range(EXPERTS):
+        scores_of(book)[0, expert] -= ghosts_of(book)[c, expert]
+        ghosts_of(book)[c, expert] = 0
     chain.age += 1
 
 
@@ -208,13 +340,13 @@ def new_chain(h, book):
                 c, emptied = other, empty
         if c == NONE:
             return c
-        learn(book, np.int64(chains[c].row), h.now - chains[c].released, False)
+        learn(book, chains[c], h.now - chains[c].released, False)
         _forget(book, c)
         if chains[c].place < book.cached:
             book.cached -= 1
             move(book, c, book.cached)
     chain = chains[c]
-    chain.released, chain.row, chain.due = h.now, 0, 0
+    chain.released, chain.row, chain.alike, chain.due = h.now, 0, 0, 0
     chain.first = chain.rest = NONE
     chain.size = chain.length = chain.stem = chain.base = chain.turns = chain.pauses = chain.mean = 0
     chain.after = chain.before = c
@@ -232,7 +364,7 @@ def is_name(key, from_end):
 
 @jit
 def _bucket(book, key):
-    return ((key >> 3) & (book.names // _WAYS - 1)) * _WAYS
+    return ((key >> 4) & (book.names // _WAYS - 1)) * _WAYS
 
 
 @jit
@@ -272,7 +404,7 @@ def begin_turn(h, book, c, depth, length):
         c, parent = np.int64(NONE), c
     if c != NONE:
         pause = h.now - chains[c].released
-        learn(book, np.int64(chains[c].row), pause, True)
+        learn(book, chains[c], pause, True)
         chain = chains[c]
         chain.pauses += 1
         chain.mean += (octaves(pause) - chain.mean) // min(chain.pauses, 3)
@@ -307,7 +439,7 @@ def begin_release(h, book, c):
 
 
 @jit
-def end_turn(h, book, c, first, stop):
+def end_turn(h, book, c, first):
     """The blocks from ``first`` on to the end of the list are what the turn has left in the cache."""
     chain, owners, blocks = chains_of(book)[c], owners_of(h, book), blocks_of(h)
     chain.first, b = first, first
@@ -317,7 +449,6 @@ def end_turn(h, book, c, first, stop):
         b = np.int64(blocks[b].next)
     chain.released, chain.due = h.now, h.now + h.returns if h.returns > 0 else h.returns
     chain.turns -= 1
-    chain.row = class_of(stop, chain.pauses, chain.mean, chain.length)
     if chain.place >= book.cached and first != NONE:
         move(book, c, book.cached)
         book.cached += 1

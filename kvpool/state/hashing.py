@@ -14,7 +14,7 @@ import hashlib
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.state.guards import PARENT_IN_KEY
+from kvpool.state.records import PARENT_IN_KEY
 
 U = np.uint64
 V0, V1, V2, V3 = U(0x736F6D6570736575), U(0x646F72616E646F6D), U(0x6C7967656E657261), U(0x7465646279746573)

@@ -15,10 +15,10 @@ import numpy as np
 
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import address_of, array_at, memcpy
-from kvpool.state.codes import SHORT_OF_BLOCKS
+from kvpool.state.control import pin_block
+from kvpool.state.effects import STORED, emit, emit_cleared
 from kvpool.state.hashing import key_in
 from kvpool.state.index import expect, find, link, unlink_content
-from kvpool.state.pins import pin_block
 from kvpool.state.policy import (
     BACK,
     FRONT,
@@ -40,6 +40,7 @@ from kvpool.state.records import (
     PENDING,
     PUBLISHED,
     REUSE_GAP,
+    SHORT_OF_BLOCKS,
     blocks_of,
     change_word,
     constants,
@@ -48,7 +49,6 @@ from kvpool.state.records import (
     no_extra,
     tokens_of,
 )
-from kvpool.state.ring import STORED, emit, emit_cleared
 from kvpool.state.tiers import EXPIRIES_PER_CALL, begin, expire, forget, record, take_host
 
 KEY_BYTES = 64

@@ -11,12 +11,13 @@ import numpy as np
 
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import prefetch
-from kvpool.state.guards import NAMESPACE_AT_HIT, TOKENS_AT_HIT
 from kvpool.state.records import (
     EXTRA,
     LINKED,
+    NAMESPACE_AT_HIT,
     NONE,
     TAIL,
+    TOKENS_AT_HIT,
     blocks_of,
     children_of,
     extra_in,

@@ -19,6 +19,38 @@ import numpy as np
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import address_of, array_at, compare_exchange, load, record_at, store
 
+# -- guards ------------------------------------------------------------------------------------------------
+#
+# Named rules that tests take out one by one, to show that each is reached and that its proof bites. All are on in a
+# pool. The field ``guards`` of the headers has a bit for each.
+
+# Order of copies. A name says who waits, before it reads or writes a block, for whose earlier accesses of it. "engine"
+# is any stream of a caller, also a reader's.
+COPY_READS_AFTER_COPIES, COPY_READS_AFTER_ENGINE = 1 << 0, 1 << 1
+COPY_WRITES_AFTER_COPIES, COPY_WRITES_AFTER_ENGINE = 1 << 2, 1 << 3
+ENGINE_READS_AFTER_COPIES, ENGINE_READS_AFTER_ENGINE = 1 << 4, 1 << 5
+ENGINE_WRITES_AFTER_COPIES, ENGINE_WRITES_AFTER_ENGINE = 1 << 6, 1 << 7
+LEVELS = 1 << 8  # moves of one batch that depend on each other are not enqueued together
+OTHERS_BATCHES_TOO = 1 << 9  # a call returns when everything decided before it, by any thread, is enqueued
+TICKET_ORDER = 1 << 10  # batches are enqueued in the order in which they were decided
+READER_WAITS = 1 << 11  # the host gets a lease when the bytes have come, and a block to write to when nobody uses it
+LOST_CONTENT_IS_FORGOTTEN = 1 << 12  # nobody finds content whose copy failed
+# A block table on its way to the device is not overwritten before it was read. Nor is a block from which tokens move.
+STAGED_BUFFERS_RETIRE_BY_EVENT, TOKENS_MOVE_BEFORE_REUSE = 1 << 13, 1 << 14
+
+# Content. A key covers all tokens before its block, a hit compares more than a key, and a failed copy removes only its
+# own content.
+PARENT_IN_KEY, NAMESPACE_IN_KEY = 1 << 15, 1 << 16
+NAMESPACE_AT_HIT, TOKENS_AT_HIT = 1 << 17, 1 << 18
+TICKET_AT_LOSS = 1 << 19
+
+UNPIN_AFTER_RELEASE = 1 << 20  # blocks that travel to another worker stay pinned until the transport has read them
+
+GUARDS = {name.lower(): value for name, value in dict(globals()).items() if name.isupper() and isinstance(value, int)}
+ALL_GUARDS = sum(GUARDS.values())
+
+# -- fields ------------------------------------------------------------------------------------------------
+
 
 def _numbers(names: str) -> np.dtype[Any]:
     """A record of int64 fields, so a row of an int64 matrix can be read as one."""
@@ -127,13 +159,13 @@ EVENT = np.dtype(
 HEAD = _numbers(
     "blocks_at tokens_at extra_at lists_at index_at children_at heap_at sequences_at rows_at table_at moves_at "
     "token_moves_at accesses_at events_at event_tokens_at event_extra_at counters_at histograms_at ring_at "
-    "row_tokens_at row_extra_at swapped_at book_at"
+    "row_tokens_at row_extra_at swapped_at book_at gone_at"
     " device_blocks blocks width buckets child_buckets sequences columns free_rows moves moves_capacity token_moves"
     " token_moves_capacity need accesses accesses_capacity stream ticket now offload_priority offload_reuse secret0 "
     "secret1 guards"
     " generation event_capacity removals has_extra clocks window sinks kind group block_tokens device_first "
     "host_first snapshot"
-    " detail bound detail_group overflow stop returns"
+    " gone_capacity detail bound detail_group overflow stop returns"
 )
 # `detail` says what an error is about, mostly a place among the arguments, and `bound` the bound that it broke. In the
 # first header, `detail_group` is the group of the error. `overflow` is how many contents the present admission still
@@ -148,7 +180,8 @@ ATTENTION, RECURRENT, CROSS = range(3)
 # All groups share the ring of events. It has the number of the next event, of the oldest one that was not read, of the
 # first one of this call, and of the first one that nobody has read; and the rows of all snapshots for the one reader
 # without a cursor, whose numbers are larger by so many.
-RING = _numbers("next read call seen snapshots")
+# `gone` counts the contents that have left, the last of which `gone_of` has: key, ms, and why.
+RING = _numbers("next read call seen snapshots gone")
 
 # A request: addresses of its tokens (int32), keys (int64[full blocks, 2]), extra ids (int64, 0 = none) and retention
 # ranges (int64[n, 4]: start, end, priority, ttl); ids and digests; the priority and ttl of its decoded tokens; whether
@@ -313,6 +346,11 @@ def events_of(h):
 
 
 @jit(forceinline=True)
+def gone_of(h):
+    return array_at(h.gone_at, (h.gone_capacity, 4), np.int64)
+
+
+@jit(forceinline=True)
 def event_tokens_of(h):
     return array_at(h.event_tokens_at, (h.event_capacity, h.width), np.int32)
 
@@ -394,3 +432,13 @@ def place_of(heads, b):
         if h.host_first + h.device_blocks <= b < h.host_first + h.blocks:
             return np.int64(g), b - h.host_first
     return np.int64(NONE), np.int64(NONE)
+
+
+# -- refusals --------------------------------------------------------------------------------------------
+
+
+(
+    SHORT_OF_BLOCKS, SHORT_OF_SEQUENCES, UNKNOWN, DUPLICATE, FAILED, TOO_LONG, BAD_COUNT, BAD_TOTAL, PASSED,
+    BAD_DRAFTS, BAD_ACCEPTED, SEVERAL_STREAMS, TOO_LARGE, TOO_SMALL, NOT_FOUND, SHORT_OF_HOST_BLOCKS, IS_SWAPPED,
+    NOT_SWAPPED,
+) = range(-1, -19, -1)  # fmt: skip

@@ -12,16 +12,18 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.state.accesses import WILL_WRITE, WROTE, emit_access
-from kvpool.state.codes import BAD_COUNT, PASSED, TOO_LONG
-from kvpool.state.growth import gap_of, note_dropped, rewinding
+from kvpool.state.effects import WILL_WRITE, WROTE, emit_access
+from kvpool.state.growth import gap_of, make_writable, note_dropped, private_copy, restore_marked, rewinding, unfull
 from kvpool.state.kinds import keeps_state, state_at
 from kvpool.state.policy import FRONT, free_blocks
 from kvpool.state.records import (
+    BAD_COUNT,
     DEVICE,
     KEYED,
     NONE,
+    PASSED,
     PUBLISHED,
+    TOO_LONG,
     blocks_of,
     drop_reference,
     head,
@@ -31,10 +33,8 @@ from kvpool.state.records import (
     sequences_of,
     table_of,
 )
-from kvpool.state.requests import blocks_for
-from kvpool.state.row_tokens import note
+from kvpool.state.requests import blocks_for, note
 from kvpool.state.sequences import give_columns, slot_of, stream_of, within
-from kvpool.state.sharing import make_writable, private_copy, restore_marked, unfull
 from kvpool.state.tiers import forget, take_for
 
 # -- growth ------------------------------------------------------------------------------------------

@@ -1,4 +1,8 @@
-"""A request as jitted code sees it, and simple questions about it."""
+"""The tokens and keys of requests, as jitted code sees them, and of the rows of live sequences.
+
+A recurrent group has no blocks for most columns of a row, so it has notes beside it: for each sequence the key of its
+full committed columns, and the ids of all tokens after these.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,23 @@ import numpy as np
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import address_of, array_at
 from kvpool.state.hashing import key_in
-from kvpool.state.records import DEFAULT_PRIORITY, NONE, head, request_at, rows_of
+from kvpool.state.records import (
+    DEFAULT_PRIORITY,
+    EXTRA,
+    KEYED,
+    NONE,
+    blocks_of,
+    extra_of,
+    head,
+    no_extra,
+    request_at,
+    row_extra_of,
+    row_tokens_of,
+    rows_of,
+    sequences_of,
+    table_of,
+    tokens_of,
+)
 
 
 @jit(forceinline=True)
@@ -92,3 +112,139 @@ def retention_at(request, position):
         if ranges[i, 0] <= position < ranges[i, 1]:
             return True, ranges[i, 2], ranges[i, 3]
     return False, np.int64(DEFAULT_PRIORITY), np.int64(NONE)
+
+
+# -- rows ------------------------------------------------------------------------------------------------
+
+
+@jit
+def note(h, slot, at, tokens, extra, start, count):
+    """Note ``count`` tokens of a sequence from its position ``at`` on. An empty ``extra`` stands for zeros."""
+    own = row_tokens_of(h)[slot]
+    for i in range(count):
+        own[at + i] = tokens[start + i]
+    if h.has_extra:
+        mine = row_extra_of(h)[slot]
+        for i in range(count):
+            mine[at + i] = extra[start + i] if extra.shape[0] > 0 else 0
+
+
+@jit
+def note_prompt(h, request, slot):
+    """Note the tokens of an admitted prompt after the part that it reuses, and the key of that part."""
+    sequence = sequences_of(h)[slot]
+    sequence.chain0, sequence.chain1 = parent_of(h, request, sequence.reused)
+    start = sequence.reused * h.width
+    note(h, slot, start, request_tokens(request), request_extra(request), start, request.length - start)
+
+
+@jit
+def _noted(h, slot):
+    """The tokens that are noted of a sequence: the first position, and the position after the last."""
+    sequence = sequences_of(h)[slot]
+    return sequence.committed // h.width * h.width, np.int64(sequence.length)
+
+
+@jit
+def copy_row(h, source, target):
+    """Copy the notes of a sequence to its fork."""
+    first, last = _noted(h, source)
+    for i in range(first, last):
+        row_tokens_of(h)[target, i] = row_tokens_of(h)[source, i]
+        if h.has_extra:
+            row_extra_of(h)[target, i] = row_extra_of(h)[source, i]
+
+
+@jit
+def reorder_rows(h, slots, parents, column):
+    """Give each sequence the notes of its parent. The sequences' records are still the old ones. ``column`` int64[n] is
+    scratch."""
+    first, last = np.int64(h.columns * h.width), np.int64(0)
+    for i in range(slots.shape[0]):
+        low, high = _noted(h, slots[i])
+        first, last = min(first, low), max(last, high)
+    for at in range(first, last):
+        for i in range(slots.shape[0]):
+            column[i] = row_tokens_of(h)[slots[i], at]
+        for i in range(slots.shape[0]):
+            row_tokens_of(h)[slots[i], at] = column[parents[i]]
+        if h.has_extra:
+            for i in range(slots.shape[0]):
+                column[i] = row_extra_of(h)[slots[i], at]
+            for i in range(slots.shape[0]):
+                row_extra_of(h)[slots[i], at] = column[parents[i]]
+
+
+@jit
+def column_key(h, slot, i, parent0, parent1):
+    """The key of column ``i`` of a sequence, whose tokens are noted, given the key of the columns before."""
+    at = i * h.width
+    extra = row_extra_of(h)[slot][at : at + h.width] if h.has_extra else no_extra(h)
+    return key_in(h, row_tokens_of(h)[slot][at : at + h.width], extra, parent0, parent1)
+
+
+@jit
+def _write_ids(h, slot, i, b):
+    """Give a block the ids of the tokens of its column."""
+    blocks, own, noted, at = blocks_of(h), tokens_of(h)[b], row_tokens_of(h)[slot], i * h.width
+    for j in range(h.width):
+        own[j] = noted[at + j]
+    blocks[b].filled = h.width
+    blocks[b].flags &= ~EXTRA
+    if h.has_extra:
+        mine, extra = extra_of(h)[b], row_extra_of(h)[slot]
+        for j in range(h.width):
+            mine[j] = extra[at + j]
+            if mine[j] != 0:
+                blocks[b].flags |= EXTRA
+
+
+@jit
+def name(h, slot, first, last):
+    """Give keys to the blocks in the full columns [first, last) of a sequence, which it has now committed, and to the
+    row itself."""
+    blocks, sequence, row = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot]
+    key0, key1, done = sequence.chain0, sequence.chain1, first
+    for i in range(first, last + 1):
+        b = row[i] if i < last else NONE
+        if i < last and b == NONE:
+            continue
+        if b != NONE and blocks[b].flags & KEYED:  # blocks of a prompt have had it from the start
+            key0, key1, done = blocks[b].key0, blocks[b].key1, i + 1
+            continue
+        for j in range(done, i):
+            key0, key1 = column_key(h, slot, j, key0, key1)
+        done = i
+        if b != NONE:
+            blocks[b].parent0, blocks[b].parent1 = key0, key1
+            key0, key1 = column_key(h, slot, i, key0, key1)
+            blocks[b].key0, blocks[b].key1, done = key0, key1, i + 1
+            blocks[b].flags |= KEYED
+            _write_ids(h, slot, i, b)
+    sequence.chain0, sequence.chain1 = key0, key1
+
+
+@jit
+def read_row(heads, g, slot, tokens, extra, keys):
+    """Copy a row of group ``g``. Returns how many leading ``keys`` it had, or NONE if a column has no block.
+
+    ``tokens`` int32[length]; ``extra`` int64[length], or int64[0] if no token of the pool has one; ``keys`` uint64[full
+    blocks, 2]. A full block that is not committed has no key yet, unless it is of the prompt.
+    """
+    h = head(heads, g)
+    blocks, row, width = blocks_of(h), table_of(h)[slot], h.width
+    known = 0
+    for i in range(sequences_of(h)[slot].blocks):
+        b = row[i]
+        if b == NONE:
+            return NONE
+        own = tokens_of(h)[b]
+        for j in range(min(width, tokens.shape[0] - i * width)):
+            tokens[i * width + j] = own[j]
+        if extra.shape[0] and blocks[b].flags & EXTRA:
+            for j in range(min(width, tokens.shape[0] - i * width)):
+                extra[i * width + j] = extra_of(h)[b, j]
+        if known == i and i < keys.shape[0] and blocks[b].flags & KEYED:
+            keys[i, 0], keys[i, 1] = blocks[b].key0, blocks[b].key1
+            known += 1
+    return known

@@ -1,15 +1,47 @@
-"""Live sequences: found by id, checked before a call changes anything, and each with the stream on which the engine
-uses it."""
+"""Live sequences: found by id, checked before a call changes anything, each with the stream on which the engine uses
+it; and what they leave in the cache.
+
+Committed blocks get into the index, and held blocks are given back.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.state.accesses import ACCESSED, FOLLOWS, emit_access
-from kvpool.state.codes import DUPLICATE, FAILED, IS_SWAPPED, NOT_SWAPPED, SHORT_OF_BLOCKS, UNKNOWN
-from kvpool.state.policy import on_release
-from kvpool.state.records import LIVE, NONE, SWAPPED, blocks_of, drop_reference, head, sequences_of, table_of
+from kvpool.state.effects import ACCESSED, FOLLOWS, STORED, WROTE, emit, emit_access
+from kvpool.state.hashing import key_in
+from kvpool.state.index import device_copy, expect, expect_child, find_key, has_content, rival_child
+from kvpool.state.kinds import has_states, keeps_state, kept_from, state_at
+from kvpool.state.policy import BACK, nth_released, on_begin_release, on_change, on_end_release, on_insert, on_release
+from kvpool.state.records import (
+    BAD_COUNT,
+    DUPLICATE,
+    FAILED,
+    IS_SWAPPED,
+    KEYED,
+    LIVE,
+    LOST,
+    NONE,
+    NOT_SWAPPED,
+    PUBLISHED,
+    REFS,
+    SHORT_OF_BLOCKS,
+    SWAPPED,
+    TAIL,
+    UNKNOWN,
+    blocks_of,
+    counters_of,
+    drop_reference,
+    extra_in,
+    head,
+    rows_of,
+    sequences_of,
+    table_of,
+    tokens_of,
+)
+from kvpool.state.requests import blocks_for, name
+from kvpool.state.tiers import enter, forget_both
 
 
 @jit(forceinline=True)
@@ -134,3 +166,217 @@ def give_columns(h, slot, first, last, front):
                 on_release(h, b, front)
             count += 1
     return count
+
+
+# -- what is left in the cache ---------------------------------------------------------------------------
+
+
+STORE, DROP = np.bool_(True), np.bool_(False)  # the content that a sequence leaves stays in the cache, or is dropped
+AHEAD = 4  # blocks whose place in the index is loaded ahead
+
+
+@jit
+def _parent(h, slot, i):
+    """The key of the block before block ``i`` of a sequence. Full committed blocks have keys."""
+    if i == 0:
+        return sequences_of(h)[slot].root0, sequences_of(h)[slot].root1
+    before = blocks_of(h)[table_of(h)[slot, i - 1]]
+    return before.key0, before.key1
+
+
+@jit(forceinline=True)
+def _publish(h, b):
+    """Make a full block with a key the device copy of its content. Returns False if the content has a device copy
+    already."""
+    blocks = blocks_of(h)
+    found = find_key(h, blocks[b].key0, blocks[b].key1)
+    if found == NONE:
+        enter(h, b, PUBLISHED)
+        return True
+    if not has_content(h, found, blocks[b].namespace, tokens_of(h)[b], extra_in(h, b), 0):
+        return False  # other content has this key
+    if device_copy(h, found) != NONE:
+        return False
+    blocks[b].other_copy, blocks[found].other_copy = found, b
+    blocks[b].uses = blocks[found].uses
+    on_insert(h, b)
+    blocks[b].flags |= PUBLISHED
+    emit(h, STORED, b)
+    on_change(h, found)
+    return True
+
+
+@jit
+def publish_range(h, slot, first, last):
+    """Publish the blocks with keys in [first, last) of a sequence. Some may have to wait as duplicates: the first of
+    them is noted. Returns how many must wait."""
+    blocks, sequence, row = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot]
+    waiting = 0
+    for i in range(first, last):
+        b = np.int64(row[i])
+        if i + AHEAD < last:
+            expect(h, blocks[row[i + AHEAD]].key0)  # a guess, if it has no key yet
+            expect_child(h, np.int64(row[i + AHEAD]))
+        if b == NONE or blocks[b].flags & (PUBLISHED | LOST):
+            continue
+        if has_states(h) and not (blocks[b].flags & KEYED and keeps_state(h, i, sequence.kept)):
+            continue  # written again since it was committed, or about to become a later column
+        if not blocks[b].flags & KEYED:
+            parent0, parent1 = _parent(h, slot, i)
+            blocks[b].key0, blocks[b].key1 = key_in(h, tokens_of(h)[b], extra_in(h, b), parent0, parent1)
+            blocks[b].parent0, blocks[b].parent1 = parent0, parent1
+            blocks[b].flags |= KEYED
+        if sequence.private or _publish(h, b):
+            continue
+        waiting += 1
+        if sequence.duplicates == NONE:
+            sequence.duplicates = i
+    return waiting
+
+
+@jit
+def publish_committed(h, slot, first, last):
+    """``publish_range`` for blocks that were just committed. Content that was already cached has been computed
+    twice."""
+    count = publish_range(h, slot, first, last) * h.width
+    sequences_of(h)[slot].recomputed += count
+    counters_of(h).recomputed_tokens += count
+
+
+@jit
+def retry_duplicates(h, slot):
+    """Publish duplicates of a sequence. When they were committed, others had published their content; a device copy may
+    have gone since."""
+    sequence = sequences_of(h)[slot]
+    first = sequence.duplicates
+    if first != NONE and sequence.removals != h.removals:
+        sequence.duplicates = NONE
+        publish_range(h, slot, first, sequence.committed // h.width)
+        sequence.removals = h.removals
+
+
+@jit
+def _give_passed(h, slot, before):
+    """Give back the blocks that no token after the committed ones sees, or the states from which nobody continues any
+    more. ``before`` tokens had been committed."""
+    sequence = sequences_of(h)[slot]
+    if has_states(h):
+        first, last = max((before - 1) // h.width, 0), (sequence.committed - 1) // h.width
+    else:
+        first, last = np.int64(sequence.first), kept_from(h, sequence.committed)
+    if last > first:
+        counters_of(h).passed_blocks += give_columns(h, slot, first, last, BACK)
+        if h.window:
+            sequence.first = last
+
+
+@jit
+def commit_error(h, ids, counts):
+    """0 if the first ``counts`` tokens of each sequence (int64[0] = all tokens of all) can be published, else the
+    error. The ids were checked."""
+    for i in range(counts.shape[0]):
+        sequence = sequences_of(h)[slot_of(ids[i])]
+        if counts[i] > sequence.length or counts[i] < sequence.committed:
+            h.detail, h.bound = i, sequence.length if counts[i] > sequence.length else sequence.committed
+            return BAD_COUNT
+    return 0
+
+
+@jit
+def commit_rows(h, ids, counts):
+    """Publish the first ``counts`` tokens of each sequence. ``commit_error`` has found it possible."""
+    for i in range(ids.shape[0]):
+        slot = slot_of(ids[i])
+        sequence, row = sequences_of(h)[slot], table_of(h)[slot]
+        retry_duplicates(h, slot)
+        before = np.int64(sequence.committed)
+        sequence.committed = counts[i] if counts.shape[0] else np.int64(sequence.length)
+        first, last, stream = before // h.width, sequence.committed // h.width, stream_of(h, slot)
+        end = state_at(h, slot, sequence.committed) + 1 if has_states(h) else blocks_for(h, sequence.committed)
+        for at in range(first, end if sequence.committed > before else 0):
+            if row[at] != NONE:
+                emit_access(h, WROTE, stream, np.int64(row[at]))
+        if sequence.duplicates == NONE:
+            sequence.removals = h.removals
+        if has_states(h):
+            name(h, slot, first, last)
+        publish_committed(h, slot, first, last)
+        if h.window or has_states(h):
+            _give_passed(h, slot, before)
+
+
+@jit
+def _store_tail(h, slot, i, b):
+    """Make the committed part of an unfull block a child of the block before, unless a sibling has all of these
+    tokens."""
+    blocks, sequence = blocks_of(h), sequences_of(h)[slot]
+    blocks[b].flags &= ~KEYED
+    blocks[b].filled = sequence.committed % h.width
+    blocks[b].parent0, blocks[b].parent1 = _parent(h, slot, i)
+    if rival_child(h, b, True) == NONE:
+        enter(h, b, TAIL)
+
+
+@jit(forceinline=True)
+def forget_everywhere(h, b):
+    """Forget the content of a block that no sequence holds any more, and of its other copy, unless somebody holds
+    that."""
+    if not blocks_of(h)[b].flags & PUBLISHED:
+        return
+    other = np.int64(blocks_of(h)[b].other_copy)
+    if other == NONE or blocks_of(h)[other].word & REFS == 0:
+        forget_both(h, b, other)
+
+
+@jit(forceinline=True)
+def stored_tail(h, slot, store):
+    """The column of the unfull block whose committed part a sequence leaves in the cache for partial matches. NONE if
+    there is none."""
+    sequence = sequences_of(h)[slot]
+    if not store or sequence.private or sequence.failed or not h.child_buckets or sequence.committed % h.width == 0:
+        return np.int64(NONE)
+    return sequence.committed // h.width
+
+
+@jit(forceinline=True)
+def give_back(h, slot, i, b, stream, store, tail):
+    """Drop the hold of a sequence on ``b``, its block ``i``. The earlier blocks are still in its row. ``tail`` is a
+    result of ``stored_tail``."""
+    blocks = blocks_of(h)
+    emit_access(h, ACCESSED, stream, b)
+    word = drop_reference(blocks, b)
+    if not store and i >= sequences_of(h)[slot].reused and word & REFS == 0:
+        forget_everywhere(h, b)
+    if word == 0:
+        if i == tail and not blocks[b].flags & PUBLISHED:  # as a fork does that has committed more of it
+            _store_tail(h, slot, i, b)
+        on_release(h, b, BACK)
+
+
+@jit
+def _release(h, slot, store):
+    sequence, row = sequences_of(h)[slot], table_of(h)[slot]
+    stream, tail = stream_of(h, slot), stored_tail(h, slot, store)
+    if store:
+        retry_duplicates(h, slot)
+    on_begin_release(h, slot)
+    for n in range(sequence.blocks):
+        i = nth_released(n, sequence.blocks)
+        b = np.int64(row[i])
+        if b == NONE:
+            continue
+        row[i] = NONE
+        give_back(h, slot, i, b, stream, store, tail)
+    on_end_release(h, slot)
+    sequence.live = sequence.length = sequence.blocks = sequence.first = 0
+    sequence.generation = (sequence.generation + 1) & 0x7FFFFFFF
+    rows_of(h)[h.free_rows] = slot
+    h.free_rows += 1
+
+
+@jit
+def release_rows(h, ids, store):
+    """Give back the blocks of sequences, the last block of each first, so that leaves age first. The ids were
+    checked."""
+    for i in range(ids.shape[0]):
+        _release(h, slot_of(ids[i]), store)

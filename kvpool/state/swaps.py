@@ -13,9 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.state.accesses import ACCESSED, WILL_READ, WILL_WRITE, WROTE, emit_access
-from kvpool.state.codes import SHORT_OF_BLOCKS, SHORT_OF_HOST_BLOCKS
-from kvpool.state.commit import give_back
+from kvpool.state.effects import ACCESSED, STORED, WILL_READ, WILL_WRITE, WROTE, emit, emit_access
 from kvpool.state.index import find_key
 from kvpool.state.kinds import has_states, keeps_state
 from kvpool.state.policy import free_blocks, nth_released, stop_clock
@@ -31,6 +29,8 @@ from kvpool.state.records import (
     ONBOARDING,
     PRIORITY_MAX,
     PUBLISHED,
+    SHORT_OF_BLOCKS,
+    SHORT_OF_HOST_BLOCKS,
     SWAPPED,
     add_reference,
     blocks_of,
@@ -40,8 +40,7 @@ from kvpool.state.records import (
     swapped_of,
     table_of,
 )
-from kvpool.state.ring import STORED, emit
-from kvpool.state.sequences import check_kinds, refuse, slot_of, stream_of
+from kvpool.state.sequences import check_kinds, give_back, refuse, slot_of, stream_of
 from kvpool.state.tiers import (
     EXPIRIES_PER_CALL,
     begin,

@@ -7,6 +7,7 @@ import numpy as np
 
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import bit_length
+from kvpool.state.effects import EVICTED, EXPIRED, FORGOTTEN, REMOVED, STORED, UPDATED, emit, note_gone
 from kvpool.state.index import link, rival_child, unlink_content
 from kvpool.state.policy import (
     BACK,
@@ -47,7 +48,6 @@ from kvpool.state.records import (
     ring_of,
     tokens_of,
 )
-from kvpool.state.ring import REMOVED, STORED, UPDATED, emit
 
 EXPIRIES_PER_CALL = 64
 
@@ -136,14 +136,23 @@ def unpublish(h, b, deadline):
 
 
 @jit(forceinline=True)
-def forget(h, b, deadline):
-    """``unpublish``, and count the content as forgotten if no copy is left."""
+def drop(h, b, deadline, why):
+    """``unpublish``, and count the content as forgotten if no copy is left, which is remembered."""
+    known = blocks_of(h)[b].flags & PUBLISHED
     if not unpublish(h, b, deadline):
         counters = counters_of(h)
+        if known:
+            note_gone(h, b, why)
         if b < h.device_blocks:
             counters.forgotten_device_blocks += 1
         else:
             counters.forgotten_host_blocks += 1
+
+
+@jit(forceinline=True)
+def forget(h, b, deadline):
+    """``drop`` of content that a caller, or other content, has made needless."""
+    drop(h, b, deadline, FORGOTTEN)
 
 
 @jit
@@ -160,7 +169,7 @@ def take_host(h, priority):
     elif blocks[b].flags & INDEXED:
         record(h, HOST_LIFETIME, blocks[b].stored_at)
         record(h, HOST_IDLE, blocks[b].used_at)
-        forget(h, b, NONE)
+        drop(h, b, NONE, EVICTED)
     blocks[b].flags = 0
     return b
 
@@ -197,7 +206,7 @@ def _evict(h, b, deadline):
         counters_of(h).offloads_saved += 1
         unpublish(h, b, deadline)
     elif not _offload(h, b, deadline):
-        forget(h, b, NONE)
+        drop(h, b, NONE, EVICTED)
 
 
 @jit
@@ -235,6 +244,7 @@ def expire(h, limit):
             break
         if blocks_of(h)[b].flags & PUBLISHED:
             emit(h, UPDATED, b)
+            note_gone(h, b, EXPIRED)
         n += 1
     counters_of(h).expired_blocks += n
     return n

@@ -10,16 +10,15 @@ import numpy as np
 
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import address_of
-from kvpool.state import growth, recurrent, sharing
-from kvpool.state.codes import BAD_TOTAL, SHORT_OF_SEQUENCES
-from kvpool.state.commit import DROP, STORE, commit_error, commit_rows, release_rows
-from kvpool.state.fill import onboard
-from kvpool.state.guards import TICKET_AT_LOSS
+from kvpool.state import growth, recurrent
+from kvpool.state.admit import onboard
+from kvpool.state.effects import LOSS, STORED, emit, emit_cleared, note_gone
 from kvpool.state.index import device_copy, find_key, host_copy
 from kvpool.state.kinds import finds, has_states, needs_all
 from kvpool.state.lookup import look
 from kvpool.state.policy import free_blocks, on_change, on_reset, stop_clock
 from kvpool.state.records import (
+    BAD_TOTAL,
     DEVICE,
     INDEXED,
     LIVE,
@@ -29,7 +28,9 @@ from kvpool.state.records import (
     ONBOARDING,
     PUBLISHED,
     RESERVED,
+    SHORT_OF_SEQUENCES,
     SWAPPED,
+    TICKET_AT_LOSS,
     add_reference,
     blocks_of,
     children_of,
@@ -43,8 +44,19 @@ from kvpool.state.records import (
     table_of,
 )
 from kvpool.state.requests import findable
-from kvpool.state.ring import STORED, emit, emit_cleared
-from kvpool.state.sequences import check_ids, check_kinds, follow, refuse, slot_of, within
+from kvpool.state.sequences import (
+    DROP,
+    STORE,
+    check_ids,
+    check_kinds,
+    commit_error,
+    commit_rows,
+    follow,
+    refuse,
+    release_rows,
+    slot_of,
+    within,
+)
 from kvpool.state.swaps import give_up
 from kvpool.state.tiers import (
     EXPIRIES_PER_CALL,
@@ -255,7 +267,7 @@ def release(heads, ids, store, now):
 
 
 @jit
-def release_saying(heads, ids, store, now, stop, returns):
+def release_saying(heads, ids, store, stop, returns, now):
     """``release``, and the policy hears what the engine knows: see ``stop`` and ``returns`` of the header."""
     for g in range(heads.shape[0]):
         head(heads, g).stop, head(heads, g).returns = stop, returns
@@ -277,7 +289,7 @@ def fork(heads, ids, out):
         first.detail, first.bound = out.size, first.free_rows
         return refuse(heads, 0, SHORT_OF_SEQUENCES)
     for g in range(heads.shape[0]):
-        sharing.fork(head(heads, g), ids, out)
+        growth.fork(head(heads, g), ids, out)
     return np.int64(0)
 
 
@@ -286,14 +298,14 @@ def reorder(heads, ids, parents, store, now, before, scratch):
     """Sequence ``ids[i]`` continues from the present state of ``ids[parents[i]]``. Returns 0, or an error with nothing
     changed.
 
-    ``before`` and ``scratch`` are as in ``sharing.reorder``.
+    ``before`` and ``scratch`` are as in ``growth.reorder``.
     """
     error = check_ids(heads, ids, True)
     if error:
         return error
     for g in range(heads.shape[0]):
         begin(head(heads, g), now)
-        sharing.reorder(head(heads, g), ids, parents, store, before, scratch)
+        growth.reorder(head(heads, g), ids, parents, store, before, scratch)
     return np.int64(0)
 
 
@@ -428,7 +440,9 @@ def _lose(h, b, ticket):
     stale = blocks[b].ticket != ticket and h.guards & TICKET_AT_LOSS != 0
     if stale or (blocks[b].word == 0 and not blocks[b].flags & INDEXED):
         return False
-    unpublish(h, b, NONE)
+    known = blocks[b].flags & PUBLISHED
+    if not unpublish(h, b, NONE) and known:
+        note_gone(h, b, LOSS)
     if blocks[b].list >= 0:
         on_change(h, b)
     else:

@@ -12,11 +12,10 @@ import numpy.typing as npt
 from kvpool.errors import IntegrityError
 from kvpool.jit import jit
 from kvpool.state.arrays import State, States
-from kvpool.state.chains import CHAINS_MAX
+from kvpool.state.chains import CHAINS_MAX, CLASSES
 from kvpool.state.hashing import key_in
 from kvpool.state.index import bucket, child_bucket
 from kvpool.state.kinds import kept_from
-from kvpool.state.pauses import CLASSES
 from kvpool.state.records import (
     ATTENTION,
     CLEAN,
@@ -48,7 +47,7 @@ from kvpool.state.records import (
     table_of,
     tokens_of,
 )
-from kvpool.state.row_tokens import column_key
+from kvpool.state.requests import column_key
 
 IntArray = npt.NDArray[np.integer]
 
@@ -380,7 +379,7 @@ def _chains(state: State) -> Iterator[Check]:
         yield "chains", chains["place"][order] != numbers, "the chain at place {} has another place"
     outside, blocks = np.zeros(count, bool), len(own.owners)
     ranges = (("first", NONE, blocks), ("rest", NONE, blocks), ("after", 0, count), ("before", 0, count))
-    for name, low, high in (*ranges, ("row", 0, CLASSES)):
+    for name, low, high in (*ranges, ("row", 0, CLASSES), ("alike", 0, CLASSES)):
         outside |= (chains[name] < low) | (chains[name] >= high)
     yield "chains", outside, "chain {} names a block, a chain or a class that there is not"
     yield "chains", (own.owners < NONE) | (own.owners >= count), "block {} is of no chain that there is"
@@ -395,10 +394,8 @@ def _chains(state: State) -> Iterator[Check]:
     else:
         yield "turns", np.bincount(running, minlength=count) != chains["turns"], "chain {}: its turns are no rows"
     yield "turns", (own.turns != NONE) & (state.sequences["live"] == 0), "row {} has a chain and no sequence"
-    for name in ("by_lru", "by_worth"):
-        used = book[f"{name[3:]}_used"]
-        yield "ghosts", chains[name].sum() != used, f"the ghost {name} has other blocks than it counts"
-        yield "ghosts", chains[name] < 0, "chain {} has less than no block in a ghost"
+    yield "ghosts", own.ghosts.sum(axis=0) != own.scores[0], "the ghost of expert {} has other blocks than it counts"
+    yield "ghosts", (own.ghosts < 0).any(axis=1), "chain {} has less than no block in a ghost"
 
 
 def findings(state: State, leased: IntArray) -> list[Finding]:

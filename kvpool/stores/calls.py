@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+import os
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -13,7 +15,19 @@ from kvpool.errors import BlockNotFound, PoolClosed, StoreBusy
 from kvpool.stores import jobs
 from kvpool.stores.jobs import Job, Keys, Lend, rows_argument
 from kvpool.stores.seals import BlockNames, Secret
-from kvpool.stores.store import ABSENT, CODES, DAMAGED, FAILED, KEY_BYTES, OK, SEAL_BYTES, Bytes, Rows, Store
+from kvpool.stores.store import (
+    ABSENT,
+    CODES,
+    DAMAGED,
+    EPOCH_BYTES,
+    FAILED,
+    KEY_BYTES,
+    OK,
+    SEAL_BYTES,
+    Bytes,
+    Rows,
+    Store,
+)
 
 NO_ROWS: Rows = np.empty(0, np.int64)
 NO_CODES: Bytes = np.empty(0, np.uint8)
@@ -26,19 +40,20 @@ class CheckedCalls:
 
     def __init__(self, store: Store, secret: Secret, memory: Bytes, forget: Callable[[Keys], object]) -> None:
         self._store, self._secret, self._memory, self._forget = store, secret, memory, forget
+        self._lock, self._epoch = threading.Lock(), None if hasattr(store, "epoch") else b""
 
     def do(self, job: Job, places: Rows) -> tuple[Bytes, str]:
         """One call of the store, for these places of a job. Returns the codes, and the text of an error."""
         try:
             if job.kind == jobs.FORGET:
                 keys = np.frombuffer(b"".join(job.key_bytes), np.uint8).reshape(-1, KEY_BYTES)
-                job.dropped += int(self._store.forget(keys.copy()))
+                job.dropped += int(self._store.forget(self._stored(keys).copy()))
                 return NO_CODES, ""
             if job.kind == jobs.CLEAR:
-                job.dropped += int(self._store.clear(job.tag))
+                self._clear(job)
                 return NO_CODES, ""
             own = job.keys[places]
-            keys = self._secret.keys(own)
+            keys = self._stored(own)
             if job.kind == jobs.FIND:
                 return _codes(self._store.find(keys.copy()), len(keys)), ""
             if job.lend is not None and isinstance(own, BlockNames):
@@ -50,13 +65,40 @@ class CheckedCalls:
 
     def find(self, keys: Keys) -> Bytes | None:
         """What the store answers to a find. None if it fails, or does not know all."""
-        own = self._secret.keys(keys)
         try:
+            own = self._stored(keys)
             codes = np.array(self._store.find(own.copy()))
             known = codes.shape == (len(own),) and {OK, ABSENT}.issuperset(codes.tolist())
             return codes.astype(np.uint8) if known else None
         except Exception:
             return None
+
+    def _clear(self, job: Job) -> None:
+        """The epoch comes first: whatever happens then, the blocks of the one before are not asked for any more."""
+        epoch = self._asked(new=True) if job.renews else b""
+        if getattr(self._store, "clears", 0) >= len(job.tag):
+            job.dropped += int(self._store.clear(job.tag))
+        if job.renews:
+            with self._lock:
+                self._epoch = epoch or os.urandom(EPOCH_BYTES)
+
+    def _asked(self, new: bool = False) -> bytes:
+        """The epoch that the store remembers; b"" if it remembers none."""
+        try:
+            found = self._store.epoch(self._secret.model, new) if hasattr(self._store, "epoch") else b""
+        except NotImplementedError:
+            return b""
+        if not isinstance(found, bytes) or len(found) not in (0, EPOCH_BYTES):
+            raise ValueError(f"the store has answered {found!r:.80}: accepted are {EPOCH_BYTES} bytes or none")
+        return found
+
+    def _stored(self, blocks: Keys) -> Bytes:
+        """What the store has blocks by, in this epoch. A store that cannot be reached at first is asked again."""
+        if self._epoch is None:
+            found = self._asked()
+            with self._lock:
+                self._epoch = found if self._epoch is None else self._epoch
+        return self._secret.in_epoch(self._secret.keys(blocks), self._epoch)
 
     def _sealed(self, job: Job, keys: Bytes, rows: Rows, contexts: Contexts) -> Bytes:
         """Seal rows and save them."""

@@ -1,4 +1,5 @@
-"""Job: some blocks that a store is asked for, saves, loads or drops. It may end in part, late, or not at all."""
+"""Jobs: blocks that a store is asked for, saves, loads or drops. One may end in part, late, or not at all. Until a drop
+is confirmed, nobody finds, loads or saves its blocks."""
 
 from __future__ import annotations
 
@@ -17,6 +18,12 @@ from kvpool.stores.store import CODES, KEY_BYTES, OK, Bytes, Rows
 
 if TYPE_CHECKING:
     from kvpool.stores.queue import StoreQueue
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Mapping
+
+from kvpool.stores.store import CANCELLED, MODEL_BYTES
 
 WAITING = 255
 """The code of a block that is not decided yet."""
@@ -45,18 +52,20 @@ class Job:
 
     __slots__ = (
         "__weakref__", "_calls", "_codes", "_counted", "_hashed", "_keys", "_queue", "_queued", "_rows", "_settled",
-        "began", "deadline", "dropped", "error", "kind", "lend", "limit", "seconds", "tag",
+        "began", "deadline", "dropped", "error", "kind", "lend", "limit", "renews", "seconds", "tag",
     )  # fmt: skip
 
     def __init__(
         self, queue: StoreQueue, kind: str, keys: Keys, rows: Rows, lend: Lend | None, deadline: float, tag: bytes,
-        limit: int,
+        limit: int, renews: bool = False,
     ) -> None:  # fmt: skip
         self._queue = queue
         # Nobody else writes these arrays, neither the caller nor the store: what was loaded is checked by them.
         count = 1 if kind == CLEAR else len(keys)
         self._keys, self._rows, self._codes = keys, rows, np.full(count, WAITING, np.uint8)
         self.kind, self.lend, self.deadline, self.tag, self.limit = kind, lend, deadline, tag, limit
+        self.renews = renews
+        """Whether it begins an epoch: of a clear."""
         self.error, self.began, self.seconds, self.dropped = "", math.nan, 0.0, 0
         self._calls, self._queued, self._settled = 0, count, not count
         self._counted: dict[str, int] | None = None
@@ -186,3 +195,104 @@ def rows_argument(rows: object, count: int, slots: int, distinct: bool) -> Rows:
     if distinct and len(np.unique(own)) != count:
         raise ValueError(f"rows={own!r:.80}: accepted are rows that differ, as each gets one block")
     return own
+
+
+Running = Mapping[int, tuple[Job, Rows]]
+"""By thread: the job that a call of the store is for, and the places of its blocks."""
+RETRY_SECONDS, RETRY_SECONDS_MAX = 0.05, 30.0
+
+
+class Drops:
+    """The forgets and clears of a queue that its store has not confirmed. The caller holds the queue's lock.
+
+    A drop begins when no call is under way that may save what it drops. Saves that begin later leave out these blocks.
+    So when the store has dropped them, nothing brings them back. A drop that fails is tried again, after 50 ms at
+    first, and then after twice as long each time, up to 30 s.
+
+    However many drops wait, a job costs one look-up a block. A drop that waits for a call to end is looked at again
+    when that call has ended.
+    """
+
+    def __init__(self) -> None:
+        self._pauses: dict[Job, float] = {}  # of every drop: until it is tried again
+        self._forgotten: Counter[bytes] = Counter()  # how many forgets name a key
+        self._cleared: dict[tuple[bytes, bool], Job] = {}  # by the beginning of a tag, and whether it begins an epoch
+        self._due: list[tuple[float, int, Job]] = []
+        self._held: dict[int, list[Job]] = {}  # by the thread whose call they wait for
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._pauses)
+
+    def add(self, job: Job) -> None:
+        self._pauses[job] = RETRY_SECONDS
+        if job.kind == CLEAR:
+            self._cleared[job.tag, job.renews] = job
+        else:
+            self._forgotten.update(job.key_set)
+        self._put(job, -math.inf)
+
+    def clearing(self, job: Job) -> Job | None:
+        """The same clear, which waits. No block was saved since it was added, so that it does for a later one."""
+        return self._cleared.get((job.tag, job.renews))
+
+    def remove(self, job: Job) -> None:
+        """The store has confirmed it, or the queue is closed."""
+        if self._pauses.pop(job, None) is None:
+            return
+        if job.kind == CLEAR:
+            del self._cleared[job.tag, job.renews]
+            return
+        self._forgotten.subtract(job.key_set)
+        for key in job.key_set:
+            if not self._forgotten[key]:
+                del self._forgotten[key]
+
+    def screen(self, job: Job) -> bool:
+        """Cancel those blocks of a job that are to be dropped. Returns whether all blocks of the job are decided now.
+
+        They are not called absent, since the store has said nothing: its health is judged by what it answers.
+        """
+        tags = (job.tag, job.tag[:MODEL_BYTES])
+        cleared = any((tag, renews) in self._cleared for tag in tags for renews in (False, True))
+        concerned = np.full(len(job.codes), cleared)
+        if self._forgotten and not concerned.all():
+            concerned[:] = [key in self._forgotten for key in job.key_bytes]
+        return job.decide(concerned, CANCELLED)
+
+    def next(self, now: float, running: Running) -> Job | None:
+        """A drop that may begin now, if there is one."""
+        while self._due and self._due[0][0] <= now:
+            drop = heapq.heappop(self._due)[2]
+            if drop in self._pauses:
+                saver = next((thread for thread, call in running.items() if _saves(drop, *call)), None)
+                if saver is None:
+                    return drop
+                self._held.setdefault(saver, []).append(drop)
+        return None
+
+    def returned(self, thread: int) -> None:
+        """The call of this thread has ended."""
+        for drop in self._held.pop(thread, ()):
+            self._put(drop, -math.inf)
+
+    def failed(self, job: Job, now: float) -> None:
+        """The store has not dropped it. It is tried again."""
+        self._put(job, now + self._pauses[job])
+        self._pauses[job] = min(2 * self._pauses[job], RETRY_SECONDS_MAX)
+
+    def left(self, now: float) -> float | None:
+        """Seconds until a drop that has failed is tried again. None if there is none."""
+        return self._due[0][0] - now if self._due and self._due[0][0] > now else None
+
+    def _put(self, job: Job, at: float) -> None:
+        heapq.heappush(self._due, (at, next(self._numbers), job))
+
+
+def _saves(drop: Job, job: Job, places: Rows) -> bool:
+    """Whether a call for these places of a job may save what is to be dropped."""
+    if job.kind != SAVE:
+        return False
+    if drop.kind == CLEAR:
+        return job.tag.startswith(drop.tag)
+    return not drop.key_set.isdisjoint(job.key_bytes[place] for place in places.tolist())

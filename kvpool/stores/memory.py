@@ -10,7 +10,20 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpool.arrays.layout import integer_argument
-from kvpool.stores.store import ABSENT, CANCELLED, OK, REFUSED, SEAL_BYTES, TAG_BYTES, Bytes, Rows, Space, Stop
+from kvpool.stores.store import (
+    ABSENT,
+    CANCELLED,
+    EPOCH_BYTES,
+    EPOCHS_MAX,
+    OK,
+    REFUSED,
+    SEAL_BYTES,
+    TAG_BYTES,
+    Bytes,
+    Rows,
+    Space,
+    Stop,
+)
 
 
 class _Block(NamedTuple):
@@ -34,10 +47,19 @@ class MemoryStore:
         self._of_tag: Counter[bytes] = Counter()
         self.secret = os.urandom(32)
         self._lock, self._evicted = threading.Lock(), 0
+        self._epochs: dict[bytes, bytes] = {}
 
     def open(self, space: Space) -> bytes:
         self._memory, self._most = space.memory, self._capacity // space.block_bytes
         return self.secret
+
+    def epoch(self, model: bytes, new: bool) -> bytes:
+        with self._lock:
+            if new:
+                self._epochs[model] = os.urandom(EPOCH_BYTES)
+                while len(self._epochs) > EPOCHS_MAX:
+                    del self._epochs[next(iter(self._epochs))]
+            return self._epochs.get(model, b"")
 
     def find(self, keys: Bytes) -> Bytes:
         with self._lock:

@@ -29,8 +29,7 @@ from kvpool.errors import PoolClosed, StoreBusy
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
 from kvpool.stores import jobs
 from kvpool.stores.calls import NO_CODES, NO_ROWS, CheckedCalls
-from kvpool.stores.drops import Drops
-from kvpool.stores.jobs import Job, Keys, Lend, keys_argument, rows_argument
+from kvpool.stores.jobs import Drops, Job, Keys, Lend, keys_argument, rows_argument
 from kvpool.stores.seals import BlockNames, Secret, check_library
 from kvpool.stores.store import CANCELLED, CODES, KEY_BYTES, LATE, MODEL_BYTES, OK, TAG_BYTES, Bytes, Rows, Space, Store
 
@@ -267,8 +266,21 @@ class StoreQueue:
         if self.clears < size:
             what = "all blocks of a model" if tag is None else "the blocks of a namespace"
             raise ValueError(f"the store {self.name!r} cannot drop {what}: accepted are stores whose clears is {size}")
-        prefix = self.secret.model if tag is None else self._tag(tag)
-        return self._begin(jobs.CLEAR, np.empty((0, KEY_BYTES), np.uint8), None, math.inf, prefix)
+        return self._clear(self.secret.model if tag is None else self._tag(tag))
+
+    def reset(self) -> Job:
+        """Begin an epoch of the model: find nothing any more that was saved before, such as the KV of weights that were
+        replaced. The store drops it as for ``clear``, if it can.
+
+        When the job is OK, a store with ``Store.epoch`` remembers the epoch. Whoever opens it later finds what is saved
+        from then on. Others who have it open stay in the epoch in which they are until they reset it too: they
+        find nothing of this one, and nothing that they save is found here. A store without ``Store.epoch`` has
+        what was saved in the first one for those who open it later, as far as it has not dropped it.
+        """
+        return self._clear(self.secret.model, renews=True)
+
+    def _clear(self, prefix: bytes, renews: bool = False) -> Job:
+        return self._begin(jobs.CLEAR, np.empty((0, KEY_BYTES), np.uint8), None, math.inf, prefix, renews=renews)
 
     def check_forget(self, blocks: int) -> None:
         """Raise StoreBusy if so many blocks more may not wait to be dropped now."""
@@ -371,20 +383,20 @@ class StoreQueue:
 
     def _begin(
         self, kind: str, keys: object, rows: object, deadline: float, tag: bytes | None = None, limit: int = 0,
-        lend: Lend | None = None,
+        lend: Lend | None = None, renews: bool = False,
     ) -> Job:  # fmt: skip
         self._process.check(self)
         own = keys_argument(keys)
         if kind != jobs.CLEAR:
             tag = self._own_tag if tag is None else self._tag(tag)
         places = NO_ROWS if rows is None else rows_argument(rows, len(own), self.slots, kind == jobs.LOAD)
-        job = Job(self, kind, own, places, lend, _deadline_argument(deadline), tag or b"", limit)
+        job = Job(self, kind, own, places, lend, _deadline_argument(deadline), tag or b"", limit, renews)
         self._hash(job)
         bound = _BOUND[kind]
         with DeferSignals(), self._lock:
             if self._closing:
                 raise PoolClosed(f"the queue of the store {self.name!r} is closed")
-            same = self._drops.clearing(job.tag) if kind == jobs.CLEAR else None
+            same = self._drops.clearing(job) if kind == jobs.CLEAR else None
             if same is not None:
                 return same
             self._check_room(kind, job.queued)

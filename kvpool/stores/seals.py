@@ -1,9 +1,14 @@
-"""Seals: what proves that the bytes of a block are those that were saved under its key. And the keys themselves."""
+"""What proves that the bytes of a block are those that were saved under its key; the keys themselves; and the secret
+from which both are made, which several workers may share."""
 
 from __future__ import annotations
 
 import hashlib
+import os
+import stat
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,19 +25,16 @@ _NAME = b"kvpool store 3 "
 class BlockNames:
     """Blocks as an engine names them, in place of their keys. A ``StoreQueue`` hashes them on its own threads.
 
-    ``names``: bytes for each block. ``generation``: bytes that are hashed before each name. Nothing is found that was
-    saved in another generation. ``contexts``: for each block what its content depends on, besides its name, such as
+    ``names``: bytes for each block. ``contexts``: for each block what its content depends on, besides its name, such as
     ``block_context`` gives it; None where names say all. It is not part of the key, and of the seal: a block that was
-    saved in another context is DAMAGED. Immutable. A part of it, by a slice or by places int64[n], has the same
-    generation. Raises TypeError and ValueError.
+    saved in another context is DAMAGED. Immutable. It has parts, by a slice or by places int64[n]. Raises TypeError and
+    ValueError.
     """
 
-    __slots__ = ("contexts", "generation", "names")
+    __slots__ = ("contexts", "names")
 
-    def __init__(
-        self, names: Iterable[bytes], generation: bytes = b"", contexts: Iterable[bytes] | None = None
-    ) -> None:
-        self.names, self.generation = _exact_all(names), _exact(generation)
+    def __init__(self, names: Iterable[bytes], contexts: Iterable[bytes] | None = None) -> None:
+        self.names = _exact_all(names)
         self.contexts = None if contexts is None else _exact_all(contexts)
         if self.contexts is not None and len(self.contexts) != len(self.names):
             raise ValueError(f"contexts has {len(self.contexts)} elements: accepted is one for each of the "
@@ -44,7 +46,7 @@ class BlockNames:
     def __getitem__(self, which: slice | Rows) -> BlockNames:
         places = range(len(self.names))[which] if isinstance(which, slice) else which.tolist()
         contexts = None if self.contexts is None else [self.contexts[place] for place in places]
-        return BlockNames([self.names[place] for place in places], self.generation, contexts)
+        return BlockNames([self.names[place] for place in places], contexts)
 
 
 class Secret:
@@ -82,11 +84,23 @@ class Secret:
     def opaque(self, names: BlockNames | Iterable[bytes]) -> Bytes:
         """Keys of blocks that an engine names itself: uint8[n, KEY_BYTES]."""
         own = names if isinstance(names, BlockNames) else BlockNames(names)
-        begun = hashlib.blake2b(self._identity + own.generation, key=self._opaque, digest_size=KEY_BYTES)
+        begun = hashlib.blake2b(self._identity, key=self._opaque, digest_size=KEY_BYTES)
         found = bytearray()
         for name in own.names:
             hashed = begun.copy()
             hashed.update(name)
+            found += hashed.digest()
+        return np.frombuffer(found, np.uint8).reshape(-1, KEY_BYTES)
+
+    def in_epoch(self, keys: Bytes, epoch: bytes) -> Bytes:
+        """What a store has blocks with these keys by, in this epoch of the model: uint8[n, KEY_BYTES]."""
+        if not epoch:
+            return keys
+        begun = hashlib.blake2b(epoch, key=self._opaque, digest_size=KEY_BYTES, person=b"epoch")
+        found = bytearray()
+        for key in keys:
+            hashed = begun.copy()
+            hashed.update(key)
             found += hashed.digest()
         return np.frombuffer(found, np.uint8).reshape(-1, KEY_BYTES)
 
@@ -129,7 +143,7 @@ def check_library() -> None:
     try:
         import blake3  # noqa: F401
     except ImportError as error:
-        raise ImportError("stores need blake3: pip install 'kvpool[stores]'") from error
+        raise ImportError('stores need blake3: pip install ".[stores]"') from error
 
 
 def _exact_all(names: Iterable[bytes]) -> tuple[bytes, ...]:
@@ -142,3 +156,92 @@ def _exact(name: object) -> bytes:
     if not isinstance(name, bytes):
         raise TypeError(f"{name!r:.80}: accepted are bytes")
     return bytes.__getitem__(name, slice(None))
+
+
+_DIGITS = 2 * SECRET_BYTES
+
+
+class SharedSecret:
+    """A secret that the users of one store share. Never shown, never pickled.
+
+    ``secret``: 32 bytes. ``secret_file``: instead, the path of a file with 64 hex digits, such as ``openssl rand -hex
+    32`` prints. Only its owner may have access to it. Raises TypeError, ValueError, and OSError for a file that cannot
+    be read. Messages do not have the secret.
+    """
+
+    __slots__ = ("_secret",)
+
+    def __init__(self, secret: object = None, secret_file: object = None) -> None:
+        self._secret = secret_argument(secret, secret_file)
+
+    def derived(self, purpose: bytes) -> bytes:
+        """32 bytes for one purpose, a name of up to 16 bytes. They tell nothing of the secret, nor of other
+        purposes."""
+        return hashlib.blake2b(key=self._secret, digest_size=SECRET_BYTES, person=purpose).digest()
+
+    def __repr__(self) -> str:
+        return "SharedSecret()"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a secret is not pickled: it would travel with the pickle")
+
+
+def secret_argument(secret: object, secret_file: object) -> bytes:
+    """The 32 bytes of one of them. Raises TypeError, ValueError, OSError."""
+    if (secret is None) == (secret_file is None):
+        raise ValueError("secret, secret_file: accepted is one of them")
+    if secret is None:
+        if not isinstance(secret_file, (str, os.PathLike)):
+            raise TypeError("secret_file: accepted is a path")
+        return read_secret(Path(secret_file))
+    if not isinstance(secret, bytes):
+        raise TypeError(f"secret: accepted are {SECRET_BYTES} bytes. A text is read from a file: secret_file=")
+    if len(secret) != SECRET_BYTES:
+        raise ValueError(f"secret: accepted are {SECRET_BYTES} bytes. A text is read from a file: secret_file=")
+    return bytes(memoryview(secret))
+
+
+def default_place(name: str) -> Path:
+    """Where the secret of stores of this kind is, if no place was named: in ``~/.config/kvpool``, or in
+    ``$XDG_CONFIG_HOME/kvpool``."""
+    home = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(home) if home else Path.home() / ".config") / "kvpool" / f"{name}.secret"
+
+
+def read_secret(path: Path) -> bytes:
+    """The 32 bytes of a file that has 64 hex digits. Raises ValueError, which does not show the content, and OSError.
+
+    The file must be a regular one of this user, or of root, that no group and nobody else may read or write.
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC)) as file:
+        seen = os.fstat(file.fileno())
+        where = f"secret_file: {path}"
+        if not stat.S_ISREG(seen.st_mode):
+            raise ValueError(f"{where} is no regular file: accepted is a file with {_DIGITS} hex digits")
+        if seen.st_mode & 0o077 or seen.st_uid not in (os.geteuid(), 0):
+            raise ValueError(f"{where} holds a secret, and others can read or write it: chown it, and chmod 600 {path}")
+        text = file.read(_DIGITS + 16).strip()
+    with suppress(ValueError):
+        secret = bytes.fromhex(text.decode("ascii"))
+        if len(secret) == SECRET_BYTES:
+            return secret
+    raise ValueError(f"{where}: accepted is a file with {_DIGITS} hex digits, such as openssl rand -hex 32 prints")
+
+
+def read_or_make_secret(path: Path) -> bytes:
+    """``read_secret`` of a file that is made, with a random secret, if it is not there. Processes that make it at once
+    get the same."""
+    with suppress(FileNotFoundError):
+        return read_secret(path)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    with open(draft, "x", opener=lambda name, flags: os.open(name, flags | os.O_CLOEXEC, 0o600)) as file:
+        file.write(os.urandom(SECRET_BYTES).hex() + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        with suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        draft.unlink()
+    return read_secret(path)

@@ -9,7 +9,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-KEY_BYTES, SEAL_BYTES, TAG_BYTES = 32, 16, 16
+KEY_BYTES, SEAL_BYTES, TAG_BYTES, EPOCH_BYTES = 32, 16, 16, 16
+EPOCHS_MAX = 4096
+"""Models whose epochs a store remembers: the last ones that were reset."""
 MODEL_BYTES = 8
 """So many first bytes of a tag name the model. The others name a namespace of it."""
 
@@ -84,6 +86,12 @@ class Store(Protocol):
     def secret(self) -> bytes:
         """What ``open`` returns, also before that: for a pool whose keys shall last as long as the store. Raises
         OSError. A store need not have it."""
+
+    def epoch(self, model: bytes, new: bool) -> bytes:
+        """Since when blocks of a model (MODEL_BYTES of a tag) count: b"" until it was ``new`` for the first time, and
+        EPOCH_BYTES random bytes from then on, others each time. Kept as durably as a block, and never evicted. A block
+        has another key in each epoch: nobody asks for it here. A store need not have it, and then a reset is forgotten
+        with the process. Raises OSError, and NotImplementedError where this cannot be kept."""
 
     def open(self, space: Space) -> bytes:
         """Begin. Returns the store's secret, 32 bytes: the same for all who share its content, and known to nobody

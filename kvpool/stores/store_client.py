@@ -17,8 +17,7 @@ from kvpool.stores import jobs
 from kvpool.stores.jobs import Job, Lend
 from kvpool.stores.queue import NO_LIMIT, Keys, StoreQueue
 from kvpool.stores.store import Bytes, Rows, Store
-from kvpool.stores.store_health import StoreHealth
-from kvpool.stores.troubles import TroubleLog
+from kvpool.stores.store_health import StoreHealth, TroubleLog
 
 Call = Callable[[Job], object]
 QUIET = ("ok", "absent", "cancelled")
@@ -152,6 +151,10 @@ class StoreClient:
     def clear(self, tag: bytes | None = None, done: Call | None = None) -> Job:
         """What ``StoreQueue.clear`` does. It may give a job that was begun before: then ``done`` is called too."""
         return self._follow(lambda: self.queue.clear(tag), done)
+
+    def reset(self, done: Call | None = None) -> Job:
+        """What ``StoreQueue.reset`` does."""
+        return self._follow(self.queue.reset, done)
 
     def _follow(
         self, begin: Callable[[], Job], done: Call | None, returned: Call | None = None, held: bool = False

@@ -20,7 +20,7 @@ from kvpool.device.base import STAGING, Device, Event, Retired, Stream
 from kvpool.device.work import Table
 from kvpool.entry.interrupt import deliver
 from kvpool.errors import DeviceError, PoolClosed
-from kvpool.state import guards
+from kvpool.state import records
 
 SMALLEST_BYTES = 4096
 
@@ -53,7 +53,7 @@ class Staging:
         self._retained: Retired[Buffer] = Retired(partial(_is_complete, device))
         self._most = 0
         self._closed = False
-        transfer.forks.add(self, "_lock")
+        transfer.forks.guard(self, "_lock")
 
     def take(self, nbytes: int, stream: Stream) -> Buffer:
         """A buffer of at least ``nbytes``, which belongs to the caller until it is retained or given back. May wait for
@@ -112,7 +112,7 @@ class Staging:
         ``tables``."""
         with self._lock:
             buffer.event, buffer.tables = event, tables
-            if not self._transfer.guards & guards.STAGED_BUFFERS_RETIRE_BY_EVENT:
+            if not self._transfer.guards & records.STAGED_BUFFERS_RETIRE_BY_EVENT:
                 self._free.append(buffer)
                 return
             self._retained.add(stream.handle, event, buffer)

@@ -15,7 +15,7 @@ import pytest
 from kvpool.__main__ import main
 from kvpool.commands import checks, doctor
 from kvpool.commands.checks import ABSENT, FAILED, OK, WARNING
-from kvpool.jit import folders
+from kvpool.jit import cache
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
@@ -61,13 +61,13 @@ def test_a_machine_on_which_everything_is_right_needs_no_remedy() -> None:
         ({"numba.cuda": {"error": "is Numba's own"}}, "numba.cuda", WARNING, "PYTHONPATH"),
         ({"jit": {"disabled": True}}, "compiled code", WARNING, "unset NUMBA_DISABLE_JIT"),
         ({"jit": {"root": None, "used": None, "free": None}}, "compiled code", WARNING, "NUMBA_CACHE_DIR"),
-        ({"jit": {"in_use": False}}, "compiled code", WARNING, "pip install -U kvpool"),
+        ({"jit": {"in_use": False}}, "compiled code", WARNING, "pip install -U"),
         ({"jit": {"free": 1 << 20}}, "compiled code", WARNING, "make room"),
         ({"gpus": [], "driver": NOT_THERE}, "NVIDIA driver", ABSENT, "install NVIDIA's driver"),
         ({"gpus": [], "driver": NOT_THERE | {"kernel_module": True}}, "NVIDIA driver", WARNING, "--gpus all"),
         ({"gpus": [], "driver": {"gpu_files": 0}}, "NVIDIA driver", WARNING, "--gpus all"),
-        ({"gpus": [], "cupy_packages": []}, "NVIDIA driver", WARNING, "kvpool[cuda13]"),
-        ({"gpus": [], "cupy_packages": [], "driver": {"version": 12080}}, "NVIDIA driver", WARNING, "kvpool[cuda12]"),
+        ({"gpus": [], "cupy_packages": []}, "NVIDIA driver", WARNING, ".[cuda13]"),
+        ({"gpus": [], "cupy_packages": [], "driver": {"version": 12080}}, "NVIDIA driver", WARNING, ".[cuda12]"),
         ({"gpus": [], "driver": {"version": 12080}}, "NVIDIA driver", WARNING, "pip uninstall cupy-cuda13x"),
         ({"gpus": [], "driver": {"version": 11080}}, "NVIDIA driver", WARNING, "update the driver"),
         ({"cupy_packages": ["cupy-cuda13x", "cupy"]}, "NVIDIA driver", WARNING, "pip uninstall cupy-cuda13x cupy"),
@@ -114,7 +114,7 @@ def test_a_verdict_that_failed_is_the_exit_status(
 
 def test_the_cache_that_is_looked_at_is_the_one_in_use() -> None:
     found = checks.look_at_jit()
-    assert found["root"] == str(folders.cache_root()) and found["free"] > 0
+    assert found["root"] == str(cache.cache_root()) and found["free"] > 0
     assert found["disabled"] or (found["in_use"] and found["used"] > 0)
 
 
@@ -133,7 +133,7 @@ def test_compiled_code_that_another_process_removes_meanwhile_is_no_crash(
         return listed(path)
 
     monkeypatch.setattr(os, "scandir", scandir)
-    monkeypatch.setattr(folders, "cache_root", lambda: tmp_path)
+    monkeypatch.setattr(cache, "cache_root", lambda: tmp_path)
     found = checks.look_at_jit()
     assert found is not None and found["used"] == 100 and not going.exists()
 

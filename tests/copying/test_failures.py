@@ -19,7 +19,7 @@ from engine import Clock
 from failing import SCENARIOS, Rig, T, on_host_only, rewound_or_failed
 from kvpool import BlockNotFound, DeviceError, OutOfBlocks, PoolClosed
 from kvpool.device.base import SOURCE, TARGET
-from kvpool.state import pins, verbs
+from kvpool.state import control, verbs
 from tests import debug
 
 
@@ -300,7 +300,7 @@ def test_an_interrupt_leaves_no_pin_half_way(rig: Callable[..., Rig], monkeypatc
     one.seed(range(8), committed=8)
     keys = one.prompt(range(8)).keys
 
-    def interrupted(verb: str, call: Callable[[], object], where: ModuleType = pins) -> None:
+    def interrupted(verb: str, call: Callable[[], object], where: ModuleType = control) -> None:
         changed = getattr(where, verb)
 
         def change(*args: Any) -> Any:

@@ -16,14 +16,15 @@ import pytest
 from kvpool import BlockLayout, BlockNotFound, KVCacheManager, Lease
 from kvpool.__main__ import main
 from kvpool.replay import ReplayConfig, synthetic
-from kvpool.replay.stress_run import EVENTS, ExpectedContents, Stress, StressConfig, StressReport, VictimWatch
+from kvpool.replay.rounds import Report
+from kvpool.replay.stress_run import EVENTS, ExpectedContents, Stress, StressConfig, VictimWatch
 
 T = 4
 REPLAY = ReplayConfig(BlockLayout.of_block_bytes(512, 16), 1024, 64, verify=True, events=EVENTS)
 CONFIG = StressConfig(REPLAY, reads=2_000, evictions=500, shielded=50)
 
 
-def stress(config: StressConfig) -> tuple[StressReport, set[str]]:
+def stress(config: StressConfig) -> tuple[Report, set[str]]:
     """The report of a run, and the names of the figures that are not as they must be."""
     with Stress(synthetic(), config) as run:
         report = run.run()

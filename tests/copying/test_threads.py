@@ -18,7 +18,7 @@ import pytest
 from kvpool import BlockKeys, BlockLayout, BlockNotFound, KVCacheManager, OutOfBlocks
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import compare_exchange, load
-from kvpool.state import pins, tiers
+from kvpool.state import control, tiers
 from kvpool.state.records import BLOCK, change_word, head
 
 T = 4
@@ -168,7 +168,7 @@ def test_eight_threads_that_take_host_blocks_get_each_once() -> None:
         run(*(lambda mine=mine: take(mine) for mine in taken))
         assert sorted(sum(taken, [])) == list(range(8, 2008)) and cache.stats().host.free == 0
         with cache.core.lock:
-            pins.unpin(state.heads, np.array(sum(taken, [])), 0)
+            control.unpin(state.heads, np.array(sum(taken, [])), 0)
         cache.verify()
         assert cache.stats().host.free == 2000
 

@@ -18,7 +18,7 @@ SIMS = {
     "sim, most early": (2, 0.9),
     "sim, all at once": (3, 1.0),
 }
-PATHS = ("plain", "batched", "kernel")
+PATHS = ("plain", "batched", "kernel", "bulk")
 GPUS = {f"cuda, {path}": path for path in PATHS}
 
 

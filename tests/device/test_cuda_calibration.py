@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvpool.device import CpuDevice
@@ -15,10 +17,12 @@ from kvpool.device.cuda.calibration import (
     BATCHED,
     DIRECTIONS,
     KERNEL,
+    KERNELS,
     OFFLOAD,
     ONBOARD,
     PATHS,
     PLAIN,
+    PROVEN,
     WITHIN,
     Calibration,
     Measurement,
@@ -26,9 +30,14 @@ from kvpool.device.cuda.calibration import (
     load,
     measure,
     place,
+    prove,
+    proven,
     store,
 )
+from kvpool.device.launches import cuda_sources
+from kvpool.device.work import Fragments
 from kvpool.device.wrapper import WrappedDevice
+from kvpool.errors import DeviceError
 
 FASTEST = {(4096, 64): KERNEL, (4096, 4): PLAIN, (1 << 20, 64): BATCHED, (1 << 20, 4): PLAIN}
 
@@ -61,14 +70,18 @@ def test_what_cannot_be_taken_is_not_chosen() -> None:
     assert calibration.choose(ONBOARD, 4096, 64, (PLAIN,)) == PLAIN
 
 
-def test_a_kernel_that_is_hardly_faster_is_left_to_the_model() -> None:
-    def faster_by(factor: float) -> Calibration:
-        return Calibration(
-            "gpu", 1, (Measurement(OFFLOAD, 1, 1, BATCHED, 10.0), Measurement(OFFLOAD, 1, 1, KERNEL, 10.0 * factor))
+def test_the_multiprocessors_that_a_kernel_takes_are_part_of_its_price() -> None:
+    def faster_by(factor: float, share: float) -> str:
+        rows = (
+            Measurement(OFFLOAD, 1, 1, BATCHED, 10.0),
+            Measurement(OFFLOAD, 1, 1, KERNEL, 10.0 * factor, multiprocessors=share),
         )
+        return Calibration("gpu", 1, rows).choose(OFFLOAD, 1, 1)
 
-    assert faster_by(1.05).choose(OFFLOAD, 1, 1) == BATCHED
-    assert faster_by(1.2).choose(OFFLOAD, 1, 1) == KERNEL
+    assert faster_by(1.05, 8 / 132) == BATCHED
+    assert faster_by(1.1, 8 / 132) == KERNEL
+    assert faster_by(1.9, 1.0) == BATCHED
+    assert faster_by(2.1, 1.0) == KERNEL
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -113,14 +126,17 @@ def test_the_place_is_below_the_home_where_nothing_else_is_said() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"version": 1},
+        {"version": 2},
         {"driver": "new"},
         {"measurements": 5},
         {"measurements": [[]]},
-        {"measurements": [["sideways", 1, 1, PLAIN, 1.0]]},
-        {"measurements": [[OFFLOAD, 1, 1, "warp", 1.0]]},
-        {"measurements": [[OFFLOAD, 0, 1, PLAIN, 1.0]]},
-        {"measurements": [[OFFLOAD, 1, 1, PLAIN, -1.0]]},
+        {"measurements": [["sideways", 1, 1, PLAIN, 1.0, 1.0, 0.0]]},
+        {"measurements": [[OFFLOAD, 1, 1, "warp", 1.0, 1.0, 0.0]]},
+        {"measurements": [[OFFLOAD, 0, 1, PLAIN, 1.0, 1.0, 0.0]]},
+        {"measurements": [[OFFLOAD, 1, 1, PLAIN, -1.0, 1.0, 0.0]]},
+        {"measurements": [[OFFLOAD, 1, 1, PLAIN, 1.0, -1.0, 0.0]]},
+        {"measurements": [[OFFLOAD, 1, 1, PLAIN, 1.0, 1.0, 1.5]]},
+        {"measurements": [[OFFLOAD, 1, 1, PLAIN, 1.0]]},
     ],
 )
 def test_what_is_no_calibration_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
@@ -133,18 +149,90 @@ def test_what_is_no_calibration_is_refused(tmp_path: Path, change: dict[str, obj
         load(path)
 
 
-def test_measuring_covers_every_size_number_direction_and_path_and_closes_what_it_made() -> None:
-    made: list[CpuDevice] = []
-
-    def make(path: str) -> CpuDevice:
-        made.append(CpuDevice())
-        return made[-1]
-
-    found = measure(make, ["a", "b"], sizes=(64, 4096), counts=(2, 16), batch_bytes_max=4096 * 15)
+def test_measuring_covers_every_size_number_direction_and_path() -> None:
+    device, shares = CpuDevice(), {BATCHED: 0.0, KERNEL: 0.25}
+    found = measure(
+        device,
+        shares,
+        sizes=(64, 4096),
+        counts=(2, 16),
+        batch_bytes_max=4096 * 15,
+        share=lambda path, direction: shares[path],
+    )
     sizes = [(64, 2), (64, 16), (4096, 2)]
-    assert [m[:4] for m in found] == [(d, *size, path) for path in "ab" for size in sizes for d in DIRECTIONS]
-    assert all(m.gigabytes_per_second > 0 for m in found)
-    assert len(made) == 2 and all(device._closed for device in made)
+    assert [m[:4] for m in found] == [(d, *size, path) for path in shares for size in sizes for d in DIRECTIONS]
+    assert all(m.gigabytes_per_second > 0 and m.multiprocessors == shares[m.path] for m in found)
+    assert device._bound is None
+    device.close()
+
+
+class Wrong(WrappedDevice):
+    """A device that makes what a test says of fragments and of moves, where it goes by a path."""
+
+    def __init__(self, path: str, direction: str, fault: Callable[[np.ndarray, str], np.ndarray]) -> None:
+        super().__init__(CpuDevice())
+        self.path, self.direction, self.fault = path, direction, fault
+        self.calibration = Calibration("none", 0)
+
+    def bind(self, regions: Any) -> None:
+        self.inner.bind(regions)
+        part = regions[0].parts[0]
+        self.host, self.blocks = part.host_pool, regions[0].device_blocks
+
+    def is_wrong(self, source_is_host: bool, target_is_host: bool) -> bool:
+        found = {(False, True): OFFLOAD, (True, False): ONBOARD, (False, False): WITHIN}
+        mine = self.calibration.choose(OFFLOAD, 1, 1) == self.path
+        return mine and found.get((source_is_host, target_is_host)) == self.direction
+
+    def copy_blocks(self, moves: Any, stream: Stream = NULL_STREAM) -> None:
+        if self.is_wrong(*(moves[0, :2] >= self.blocks)):
+            moves = self.fault(moves, "blocks")
+        self.inner.copy_blocks(moves, stream)
+
+    def enqueue(self, work: Any, stream: Stream = NULL_STREAM) -> None:
+        start = self.host.ctypes.data
+        ends = [start <= int(work.rows[0, end]) < start + self.host.nbytes for end in (0, 1)]
+        if self.is_wrong(*ends):
+            work = Fragments(self.fault(work.rows, "fragments"))
+        self.inner.enqueue(work, stream)
+
+
+def without_tails(rows: np.ndarray, what: str) -> np.ndarray:
+    return np.stack([*rows[:, :2].T, rows[:, 2] // 16 * 16], axis=1) if what == "fragments" else rows
+
+
+def without_crooked_ends(rows: np.ndarray, what: str) -> np.ndarray:
+    return rows[(rows[:, :2] % 16 == 0).all(axis=1)] if what == "fragments" else rows
+
+
+def whole(rows: np.ndarray, what: str) -> np.ndarray:
+    return np.where([False, False, True, False], rows[:, 2].max(), rows) if what == "blocks" else rows
+
+
+def too_long(rows: np.ndarray, what: str) -> np.ndarray:
+    return rows + np.array([0, 0, 1]) if what == "fragments" else rows
+
+
+def failing(rows: np.ndarray, what: str) -> np.ndarray:
+    raise DeviceError("no such thing")
+
+
+@pytest.mark.parametrize("fault", [without_tails, without_crooked_ends, whole, too_long, failing])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_path_that_copies_other_bytes_is_left_out_with_a_warning(direction: str, fault: Any) -> None:
+    device = Wrong(KERNEL, direction, fault)
+    with pytest.warns(UserWarning, match="no copy is made by the path 'kernel': (no such thing|.*other bytes)"):
+        found = measure(device, [PLAIN, KERNEL, BATCHED], sizes=[64], counts=[2])
+    assert {m.path for m in found} == {PLAIN, BATCHED}
+    device.close()
+
+
+def test_a_device_that_failed_for_good_is_measured_no_more() -> None:
+    def broken(rows: np.ndarray, what: str) -> np.ndarray:
+        raise DeviceError("gone", sticky=True)
+
+    with pytest.raises(DeviceError, match="gone"):
+        measure(Wrong(KERNEL, OFFLOAD, broken), [KERNEL], sizes=[64], counts=[2])
 
 
 def test_the_time_of_the_call_counts_as_much_as_that_of_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,19 +240,42 @@ def test_the_time_of_the_call_counts_as_much_as_that_of_the_copies(monkeypatch: 
     the test's: enqueueing and copying take so many seconds."""
     clock = [0.0]
     monkeypatch.setattr(calibration, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(calibration, "difference", lambda *arguments: None)
+    seconds = {BATCHED: (4.0, 4.0), KERNEL: (1.0, 8.0)}
 
     class Slow(WrappedDevice):
-        def __init__(self, enqueueing: float, copying: float) -> None:
-            super().__init__(CpuDevice())
-            self.enqueueing, self.copying = enqueueing, copying
+        way = ""
 
         def copy_blocks(self, moves: Any, stream: Stream = NULL_STREAM) -> None:
-            clock[0] += self.enqueueing
+            clock[0] += seconds[self.way][0]
 
         def synchronize(self, event: Event | None = None) -> None:
-            clock[0] += self.copying
+            clock[0] += seconds[self.way][1]
 
-    seconds = {BATCHED: (4.0, 4.0), KERNEL: (1.0, 8.0)}
-    found = measure(lambda path: Slow(*seconds[path]), (BATCHED, KERNEL), sizes=[4096], counts=[16])
+    found = []
+    for path in seconds:
+        device = Slow(CpuDevice())
+        device.way = path
+        found += measure(device, [path], sizes=[4096], counts=[16])
     assert Calibration("gpu", 1, tuple(found)).choose(ONBOARD, 4096, 16) == KERNEL
-    assert {round(16 * 4096 / m.gigabytes_per_second / 1e9) for m in found if m.path == BATCHED} == {12}
+    assert {round(m.cost) for m in found if m.path == BATCHED} == {12}
+
+
+def test_a_kernel_is_proven_for_one_compute_capability_and_one_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "proven.json"
+    file.write_text("[]")
+    assert proven("9.0", file) == set()
+    for driver in (13000, 13010):
+        prove(KERNEL, "9.0", "NVIDIA H100", driver, file)
+    assert proven("9.0", file) == {KERNEL} and proven("8.0", file) == set()
+    (row,) = json.loads(file.read_text())
+    assert row["gpu"] == "NVIDIA H100" and row["driver"] == 13010
+    monkeypatch.setattr(calibration, "cuda_source", lambda name: "another one")
+    assert proven("9.0", file) == set()
+
+
+def test_the_records_of_this_installation_are_of_kernels_that_it_has() -> None:
+    rows = json.loads((cuda_sources() / PROVEN).read_text())
+    assert all(row["path"] in KERNELS and row["gpu"] for row in rows)

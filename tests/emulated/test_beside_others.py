@@ -7,6 +7,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,47 @@ def test_a_pool_closes_while_a_stream_is_captured_and_gives_everything_back(
     driver.cuStreamDestroy_v2(stream.handle)  # type: ignore[operator]
     driver.cuStreamDestroy_v2(capture.stream)  # type: ignore[operator]
     assert driver.in_use() == before
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_pool_whose_stream_was_destroyed_closes_while_another_is_captured(driver: Driver, mode: int) -> None:
+    """What the pool enqueued on that stream is over then. It waits for no whole GPU, which would end the capture."""
+    before = driver.in_use()
+    cache = KVCacheManager(LAYOUT, device_blocks=6, host_blocks=4, device="cuda", max_sequences=4)
+    table, stream = on_device(cache.core.device, np.zeros((4, 8), np.int32)), Stream(driver.stream())
+    sequence = cache.add_sequence(list(range(9)), stream=stream)
+    driver.hold(stream.handle)
+    cache.copy_batch_block_offsets(table, [sequence], stream=stream)
+    address = table.data.ptr
+    driver.cuStreamDestroy_v2(stream.handle)  # type: ignore[operator]
+    capture = Capturing(driver, mode)
+    with driver.counting("cuCtxSynchronize") as whole:
+        cache.close()
+    assert whole["cuCtxSynchronize"] == 0
+    assert capture.end()[0] == lab.SUCCESS
+    found = (ctypes.c_int32 * 3)()
+    driver.cuMemcpyDtoH_v2(found, address, 12)  # type: ignore[operator]
+    assert min(found) >= 0 and len(set(found)) == 3, "the table was written before the pool let go of what it reads"
+    driver.cuStreamDestroy_v2(capture.stream)  # type: ignore[operator]
+    del cache, table
+    assert driver.in_use() == before
+
+
+def test_work_on_a_stream_that_was_destroyed_is_over_before_memory_is_given_back(driver: Driver) -> None:
+    """Also where nobody recorded an event behind it."""
+    device, stream = CudaDevice(calibration="plain"), Stream(driver.stream())
+    pools = make_pools(device, LAYOUT)
+    pools.device_bytes[:] = 5
+    device.synchronize()
+    driver.hold(stream.handle)
+    device.copy_blocks(np.array([[0, 6, 4, 0]]), stream)
+    host = pools.host_bytes
+    driver.cuStreamDestroy_v2(stream.handle)  # type: ignore[operator]
+    with driver.counting("cuCtxSynchronize") as whole:
+        device.synchronize()
+    assert whole["cuCtxSynchronize"] == 0 and (host[: LAYOUT.block_bytes] == 5).all()
+    pools.close()
+    device.close()
 
 
 def test_a_pool_waits_for_the_streams_that_it_knows_before_it_closes(driver: Driver) -> None:
@@ -205,17 +247,24 @@ def priority(driver: Driver, stream: Stream) -> int:
     return found.value
 
 
-def test_loads_go_before_saves_and_by_how_much_is_a_setting(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lower number is a higher priority."""
-    device = CudaDevice()
-    assert priority(driver, device.create_stream("load", urgent=True)) == -5, "the highest"
-    assert priority(driver, device.create_stream("save")) == 0
+def test_loads_go_before_saves_and_by_how_much_are_settings(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lower number is a higher priority. What no device accepts is refused when the device is made."""
+
+    def priorities() -> tuple[int, int]:
+        device = CudaDevice()
+        found = [priority(driver, device.create_stream("any", urgent)) for urgent in (True, False)]
+        device.close()
+        return found[0], found[1]
+
+    assert priorities() == (-5, 0), "the highest and the lowest"
     monkeypatch.setenv("KVPOOL_LOAD_PRIORITY", "-2")
-    assert priority(driver, device.create_stream("load", urgent=True)) == -2
-    monkeypatch.setenv("KVPOOL_LOAD_PRIORITY", "7")
-    with pytest.raises(ValueError, match="KVPOOL_LOAD_PRIORITY='7': accepted is"):
-        device.create_stream("load", urgent=True)
-    device.close()
+    monkeypatch.setenv("KVPOOL_SAVE_PRIORITY", "-1")
+    assert priorities() == (-2, -1)
+    for name, wrong in product(("LOAD_PRIORITY", "SAVE_PRIORITY", "BATCH_FRAGMENTS"), ("high", "-1000", "99999999999")):
+        monkeypatch.setenv(f"KVPOOL_{name}", wrong)
+        with pytest.raises(ValueError, match=f"KVPOOL_{name}='{wrong}': accepted is a number from"):
+            CudaDevice()
+        monkeypatch.delenv(f"KVPOOL_{name}")
 
 
 def test_a_pool_loads_on_a_stream_of_high_priority(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,28 +281,79 @@ def test_a_pool_loads_on_a_stream_of_high_priority(driver: Driver, monkeypatch: 
     assert found == {"memory": 0, "offload": 0, "onboard": -5, "within": 0}
 
 
-@pytest.mark.parametrize(("best", "batches"), [("plain", 0), ("batched", 1)])
+CALLS = {"plain": {"launches": 0, "batches": 0}, "batched": {"launches": 0, "batches": 1}}
+CALLS["kernel"] = {"launches": 1, "batches": 0}
+
+
+@pytest.mark.parametrize("best", CALLS)
 @pytest.mark.parametrize("direction", ["offload", "onboard"])
 def test_fragments_are_copied_in_the_way_that_was_measured(
-    driver: Driver, best: str, batches: int, direction: str
+    driver: Driver, best: str, direction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What engines copy between their own memory and the host. The other direction was measured otherwise."""
-    other = {"plain": "batched", "batched": "plain"}
+    monkeypatch.setenv("KVPOOL_COPY_KERNELS", "kernel")
+    other = {"plain": "batched", "batched": "kernel", "kernel": "plain"}
     ways = {direction: best, {"offload": "onboard", "onboard": "offload"}[direction]: other[best]}
     rows = tuple(
-        Measurement(one, 64, 16, way, 2.0 if way == fast else 1.0)
-        for one, fast in ways.items()
-        for way in ("plain", "batched")
+        Measurement(one, 64, 16, way, 2.0 if way == fast else 1.0) for one, fast in ways.items() for way in CALLS
     )
     device = CudaDevice(calibration=Calibration("any", 0, rows))
     pools, stream = make_pools(device, LAYOUT), device.create_stream("engine")
     ends = [pools.device_bytes.data.ptr, pools.host_bytes.ctypes.data]
     source, target = ends if direction == "offload" else reversed(ends)
-    places = 64 * np.arange(16)
-    with driver.counting("batches") as grown:
-        device.enqueue(Fragments(np.stack([source + places, target + places, np.full(16, 64)], axis=1)), stream)
-    assert grown["batches"] == batches
+    places, sizes = 64 * np.arange(16), 1 + np.arange(16)
+    before = pools.device_bytes.get(), pools.host_bytes.copy()
+    with driver.counting(*CALLS[best]) as grown:
+        device.enqueue(Fragments(np.stack([source + places, target + places, sizes], axis=1)), stream)
+    assert grown == CALLS[best]
+    device.synchronize()
+    written, given = (1, 0) if direction == "offload" else (0, 1)
+    for place, size in zip(places, sizes, strict=True):
+        before[written][place : place + size] = before[given][place : place + size]
+    np.testing.assert_array_equal(pools.device_bytes.get(), before[0])
+    np.testing.assert_array_equal(pools.host_bytes, before[1])
     device.close()
+
+
+def test_no_kernel_is_chosen_that_nobody_asked_for_and_nothing_has_proven(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves = np.stack([np.arange(4), 6 + np.arange(4), np.full(4, 4), np.zeros(4, int)], axis=1)
+    many = tuple(Measurement(direction, 64, 16, "kernel", 99.0) for direction in ("offload", "onboard", "within"))
+    calibration = Calibration("any", 0, (*many, Measurement("offload", 64, 16, "plain", 1.0)))
+
+    def launches(given: Any = calibration) -> int:
+        device = CudaDevice(calibration=given)
+        pools, stream = make_pools(device, LAYOUT), device.create_stream("engine")
+        with driver.counting("launches") as grown:
+            device.copy_blocks(moves, stream)
+        device.synchronize()
+        pools.close()
+        device.close()
+        return grown["launches"]
+
+    assert launches() == 0
+    assert launches("kernel") == 1, "a name asks for it"
+    monkeypatch.setenv("KVPOOL_COPY_KERNELS", "kernel")
+    assert launches() == 1
+    monkeypatch.setenv("KVPOOL_COPY_KERNELS", "warp,kernel")
+    with pytest.raises(ValueError, match="KVPOOL_COPY_KERNELS='warp,kernel': accepted are"):
+        CudaDevice()
+    monkeypatch.delenv("KVPOOL_COPY_KERNELS")
+    asked = []
+    monkeypatch.setattr(cuda, "proven", lambda capability: (asked.append(capability), {"kernel"})[1])
+    assert launches() == 1
+    assert asked == ["9.0"], "for the compute capability of this GPU"
+
+
+def test_the_thread_blocks_of_copies_over_the_link_are_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for given in ("3", "0"):
+        monkeypatch.setenv("KVPOOL_COPY_THREAD_BLOCKS", given)
+        device = CudaDevice(calibration="kernel")
+        found.append(device._launcher.grid.thread_blocks(1000, host=True))
+        device.close()
+    assert found == [3, 8]
 
 
 def test_memory_for_other_processes_shares_its_pages_with_nobody(driver: Driver) -> None:

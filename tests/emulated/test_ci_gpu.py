@@ -5,6 +5,7 @@ What it starts is a Python that says it is not emulated, and does the first step
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -34,14 +35,18 @@ else:
 os.execv(sys.executable, [sys.executable, *given])
 """
 TABLE = """
+import pathlib
 import sys
-import pytest
+from functools import partial
 from asv_bench import gpu_table
 from tests.gpu.test_benchmarks import SIZES
 
 for owner, sizes in SIZES.items():
     for name, value in sizes.items():
         setattr(owner, name, value)
+records = pathlib.Path(__file__).with_name("proven.json")
+records.write_text("[]")
+gpu_table.prove = partial(gpu_table.prove, file=records)
 gpu_table.main(sys.argv[1:])
 """
 SANITIZER = """#!/bin/sh
@@ -77,7 +82,9 @@ def run(folder: Path, python: Path, *arguments: str) -> subprocess.CompletedProc
     )
 
 
-def test_its_steps_are_the_check_the_tests_and_the_table(tmp_path: Path, python: Path, log: Path) -> None:
+def test_its_steps_are_the_check_the_tests_and_the_table_with_the_records(
+    tmp_path: Path, python: Path, log: Path
+) -> None:
     done = run(tmp_path, python, "tests/gpu/test_numba.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("GPU 0: Emulated GPU (not a GPU), 4,096 MiB, driver's CUDA 13000\nGPU 1: ")
@@ -86,10 +93,12 @@ def test_its_steps_are_the_check_the_tests_and_the_table(tmp_path: Path, python:
     assert log.read_text().splitlines() == [
         "python -",
         "python -m pytest -m gpu tests/gpu/test_numba.py",
-        "python -m asv_bench.gpu_table --command .ci/gpu",
+        "python -m asv_bench.gpu_table --prove --command .ci/gpu",
     ]
     results = (tmp_path / "RESULTS.md").read_text()
-    assert "Emulated GPU (not a GPU), CUDA 13.0, commit" in results and "`.ci/gpu`" in results
+    assert "Emulated GPU (not a GPU), CUDA 13.0, compute capability 9.0, commit" in results
+    assert "`.ci/gpu`. nvidia-smi says nothing" in results
+    assert [row["path"] for row in json.loads((tmp_path / "proven.json").read_text())] == ["bulk", "kernel"]
 
 
 def test_where_there_is_a_sanitizer_the_tests_run_under_each_of_its_tools(
@@ -105,11 +114,13 @@ def test_where_there_is_a_sanitizer_the_tests_run_under_each_of_its_tools(
 
 
 @pytest.mark.parametrize("failing", ["pytest", "compute-sanitizer"])
-def test_a_step_that_fails_ends_it_and_nothing_is_written(
+def test_tests_that_fail_end_it_and_a_sanitizer_that_fails_comes_after_the_table(
     tmp_path: Path, python: Path, log: Path, failing: str
 ) -> None:
     executable(tmp_path / "compute-sanitizer", "#!/bin/sh\nexit 3\n")
     arguments = ["--no-such-option"] if failing == "pytest" else ["tests/gpu/test_numba.py"]
     done = run(tmp_path, python, *arguments)
     assert done.returncode == (3 if failing == "compute-sanitizer" else pytest.ExitCode.USAGE_ERROR)
-    assert "asv_bench" not in log.read_text() and not (tmp_path / "RESULTS.md").exists()
+    written = failing != "pytest"
+    assert ("asv_bench" in log.read_text()) == (tmp_path / "RESULTS.md").exists() == written
+    assert (tmp_path / "proven.json").exists() == written

@@ -19,7 +19,6 @@ from kvpool.arrays.layout import BlockLayout
 from kvpool.device.cuda import CudaDevice
 from kvpool.device.cuda import cuda_device as cuda
 from kvpool.device.cuda.cuda_memory import processors_near
-from kvpool.device.cuda.runtime import BATCH_FRAGMENTS
 from kvpool.memory.pools import MemoryPools
 from tests.device.pools import as_moves
 from tests.emulated import lab
@@ -44,7 +43,7 @@ def test_a_batched_copy_has_a_bound(
 ) -> None:
     """Two fragments a block, K and V; blocks that are no neighbours are not merged."""
     if bound is not None:
-        monkeypatch.setenv(BATCH_FRAGMENTS, bound)
+        monkeypatch.setenv("KVPOOL_BATCH_FRAGMENTS", bound)
     device = CudaDevice(calibration="batched")
     pools = MemoryPools(device, SMALL, 2 * blocks, 2 * blocks)
     values = np.random.default_rng(0).integers(0, 256, pools.device_bytes.size, dtype=np.uint8)

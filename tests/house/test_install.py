@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import kvpool
-from kvpool.jit.folders import cache_root
+from kvpool.jit.cache import cache_root
 
 ROOT = Path(__file__).resolve().parents[2]
 FORMS = ["wheel", "sdist", "editable"]

@@ -1,4 +1,4 @@
-"""Compiled code is kept between processes, follows every edit of the sources it can see, and is never unpickled from
+"""Compiled code is kept between processes, follows every edit that it depends on, and is never unpickled from
 strangers."""
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ import ast
 import contextlib
 import gc
 import json
+import logging
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,24 +24,23 @@ from numba import types
 from numba.core import config
 from numba.core.errors import TypingError
 
-from kvpool.jit import compiler, jit, sources
+from kvpool.jit import cache, compiler, jit
 
-# A package with its own copy of the decorator. `entry` inlines a helper of `deep.helper`, which reads a constant of
-# `deep.numbers`; `other` names neither.
+PACKAGE = Path(cache.__file__).parents[1]
+# A package with its own copy of the decorator. `entry` calls a helper of `helper`, which reads a constant of `numbers`;
+# `other` names neither.
 MODULE_TEXTS = {
     "__init__": "",
-    "deep/__init__": "",
-    "deep/numbers": "FACTOR = 3\n",
-    "deep/helper": """
-from sample.deep import numbers
+    "numbers": "FACTOR = 3\n",
+    "helper": """
+from sample import numbers
 from sample.jit import jit
-FACTOR = numbers.FACTOR
-@jit(inline="always")
+@jit(forceinline=True)
 def scaled(x):
-    return x * FACTOR
+    return x * numbers.FACTOR
 """,
     "entry": """
-from sample.deep.helper import scaled
+from sample.helper import scaled
 from sample.jit import jit
 @jit
 def entry(x):
@@ -58,48 +59,65 @@ def other(x):
     return x - 1
 """,
 }
-
 REPORT = """
-import json, os, sys
+import json
 from sample import entry, other
-from sample.jit.folders import cache_root
-functions = {"entry": entry.entry, "plus_ten": entry.plus_ten, "plus_twenty": entry.plus_twenty, "other": other.other}
-report = {name: {"value": f(5)} for name, f in functions.items()}
-for name, f in functions.items():
-    stats = getattr(f, "stats", None)
-    if stats:
-        report[name] |= {"hits": sum(stats.cache_hits.values()), "misses": sum(stats.cache_misses.values())}
-print(json.dumps(report | {"root": str(cache_root())}))
+from sample.jit.announcer import announcer
+from sample.jit.cache import cache_root
+functions = entry.plus_ten, entry.plus_twenty, entry.entry, other.other
+report = []
+for function in functions:
+    before = announcer.compiled
+    report.append((function(5), announcer.compiled - before))
+print(json.dumps({"values": [value for value, _ in report], "compiled": [n for _, n in report]}))
 """
+VALUES = [26, 36, 16, 4]
+FIRST = [4, 2, 1, 2]
+"""Functions and entries that a first process compiles: `scaled`, `entry` and `add` with its entry; and so on."""
+NOTHING = [0, 0, 0, 0]
 
 
-@pytest.fixture
-def sample(tmp_path: Path) -> Path:
-    """The folder of a fresh `sample` package."""
-    package = tmp_path / "code" / "sample"
+def make_sample(package: Path) -> Path:
+    """Write the `sample` package."""
+    (package / "jit").mkdir(parents=True)
     for name, text in MODULE_TEXTS.items():
-        path = package / f"{name}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    (package / "jit").mkdir()
-    shutil.copy(Path(sources.__file__).parents[1] / "errors.py", package)
-    for own in sorted(Path(sources.__file__).parent.glob("*.py")):
+        (package / f"{name}.py").write_text(text, encoding="utf-8")
+    shutil.copy(PACKAGE / "errors.py", package)
+    for own in sorted((PACKAGE / "jit").glob("*.py")):
         text = own.read_text(encoding="utf-8").replace("from kvpool.", "from sample.")
         (package / "jit" / own.name).write_text(text, encoding="utf-8")
     return package
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the `sample` package, and in `cache` what one process has compiled."""
+    folder = tmp_path_factory.mktemp("compiled")
+    found = report_of(make_sample(folder / "code" / "sample"))
+    assert (found["values"], found["compiled"]) == (VALUES, FIRST)
+    return folder
+
+
+@pytest.fixture
+def sample(compiled: Path, tmp_path: Path) -> Path:
+    """A copy of the package and of its compiled code, to change."""
+    shutil.copytree(compiled, tmp_path / "copy")
+    return tmp_path / "copy" / "code" / "sample"
+
+
+def cache_of(package: Path) -> Path:
+    return package.parents[1] / "cache"
+
+
 def environment_of(package: Path, **variables: str) -> dict[str, str]:
-    """The environment of a child that imports `package`, without the cache settings of this process."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("KVPOOL_CACHE_DIR", "NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "HOME", "TMPDIR")
+    """The environment of a child that imports `package`."""
+    # Bytecode files tell edits apart by whole seconds and size; these tests edit faster.
+    own = {
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONPATH": str(package.parent),
+        "KVPOOL_CACHE_DIR": str(cache_of(package)),
     }
-    # Bytecode files tell edits apart by whole seconds and size; these tests edit faster. A home that is not there: no
-    # cache of the user's.
-    own = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(package.parent), "HOME": str(package.parent / "nowhere")}
-    return {**kept, **own, **variables}
+    return {**os.environ, **own, **variables}
 
 
 def report_of(package: Path, before: str = "", **variables: str) -> dict[str, Any]:
@@ -107,11 +125,7 @@ def report_of(package: Path, before: str = "", **variables: str) -> dict[str, An
     command = [sys.executable, "-c", before + REPORT]
     done = subprocess.run(command, env=environment_of(package, **variables), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-def misses_of(report: dict[str, Any]) -> dict[str, int]:
-    return {name: value["misses"] for name, value in report.items() if name != "root"}
+    return {**json.loads(done.stdout), "said": done.stderr}
 
 
 def edit(path: Path, old: str, new: str) -> None:
@@ -120,164 +134,95 @@ def edit(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new), encoding="utf-8")
 
 
-def files_below(root: str) -> dict[str, int]:
-    return {str(path): path.stat().st_mtime_ns for path in Path(root).rglob("*") if path.is_file()}
+# -- between processes ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", ["0", "3"])
-def test_second_process_compiles_nothing(sample: Path, level: str) -> None:
-    first = report_of(sample, NUMBA_OPT=level)
-    assert first["root"] == str(sample / "__pycache__" / "jit")
-    assert all(misses_of(first).values())
-    files = files_below(first["root"])
-    second = report_of(sample, NUMBA_OPT=level)
-    assert not any(misses_of(second).values()) and all(second[name]["hits"] == 1 for name in misses_of(second))
-    assert [second[name]["value"] for name in misses_of(second)] == [16, 26, 36, 4]
-    assert files_below(second["root"]) == files
-
-
-def test_edit_of_a_helper_in_another_file_is_noticed(sample: Path) -> None:
-    assert report_of(sample)["entry"]["value"] == 16
-    edit(sample / "deep" / "helper.py", "x * FACTOR", "x * FACTOR + 100")
-    assert report_of(sample)["entry"]["value"] == 116
-    edit(sample / "deep" / "numbers.py", "3", "4")
-    changed = report_of(sample)
-    assert [changed["entry"]["value"], changed["plus_ten"]["value"]] == [121, 131]
-    assert misses_of(changed) == {"entry": 1, "plus_ten": 1, "plus_twenty": 1, "other": 0}
-
-
-WAYS_TO_IMPORT = [
-    "from sample.deep.numbers import FACTOR",
-    "from sample.deep import numbers",
-    "from .deep.numbers import FACTOR",
-    "from . import deep",
-    "from sample import deep",
-    "import sample.deep.numbers",
-    "import math, sample",
-    "import sample as package",
-    "from sample.deep import (\n    numbers,\n)",
-    "import importlib\nnumbers = importlib.import_module('sample.deep.numbers')",
-]
-
-
-@pytest.mark.parametrize("line", WAYS_TO_IMPORT)
-def test_every_way_to_import_is_seen(sample: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
-    (sample / "user.py").write_text(f"{line}\n", encoding="utf-8")
-    monkeypatch.setattr(sources, "FOLDER", sample)
-    monkeypatch.setattr(sources, "PACKAGE", "sample")
-    assert "deep/numbers.py" in sources.visible("sample.user", sources.read_sources())
-
-
-def test_edit_while_a_process_runs_is_not_cached_as_the_new_code(sample: Path) -> None:
-    entry = sample / "entry.py"
+def test_a_process_compiles_what_no_other_has_compiled_and_what_an_edit_has_reached(sample: Path) -> None:
+    files = {path: path.read_bytes() for path in cache_of(sample).iterdir()}
+    edit(sample / "helper.py", "@jit", "# an edit that changes no code\n@jit")
     swap = (
-        f"import pathlib, sample.entry\np = pathlib.Path({str(entry)!r})\np.write_text(p.read_text().replace('+ 1', '+ "
-        "7'))\n"
+        f"import sample.entry, pathlib\np = pathlib.Path({str(sample / 'numbers.py')!r})\np.write_text('FACTOR = 4')\n"
     )
-    assert report_of(sample, before=swap)["entry"]["value"] == 16
-    assert report_of(sample)["entry"]["value"] == 22
+    again = report_of(sample, before=swap)
+    assert (again["values"], again["compiled"]) == (VALUES, NOTHING), "it had imported the module before the edit"
+    assert {path: path.read_bytes() for path in cache_of(sample).iterdir()} == files
+    edited = report_of(sample)
+    assert (edited["values"], edited["compiled"]) == ([31, 41, 21, 4], [4, 2, 1, 0])
 
 
-def test_old_code_does_not_pile_up(sample: Path) -> None:
-    for number in range(4, 14):
-        script = "from sample.entry import entry\nentry(1)"
-        subprocess.run([sys.executable, "-c", script], env=environment_of(sample), check=True)
-        edit(sample / "deep" / "numbers.py", f"= {number - 1}", f"= {number}")
-    kept = [path.name for path in (sample / "__pycache__" / "jit").glob("sample.entry-*")]
-    assert len(kept) == 8
-
-
-def test_damaged_and_misplaced_files_cost_a_compilation(sample: Path) -> None:
-    root = Path(report_of(sample)["root"])
-    entries, others = sorted(root.rglob("entry-*.nbc")), sorted(root.rglob("*other-*.nbc"))
-    assert (len(entries), len(others)) == (2, 1), "one for Python's calls, one for those of jitted code"
-    for path in entries:
-        shutil.copy(others[0], path)
-    others[0].write_bytes(others[0].read_bytes()[:100])
-    again = report_of(sample)
-    assert [again["entry"]["value"], again["other"]["value"]] == [16, 4]
-    assert misses_of(again) == {"entry": 1, "plus_ten": 0, "plus_twenty": 0, "other": 1}
-
-
-def test_a_file_with_one_wrong_byte_is_compiled_anew(sample: Path) -> None:
-    root = Path(report_of(sample)["root"])
-    for path in root.rglob("*.nbc"):
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
-    again = report_of(sample)
-    assert [again[name]["value"] for name in misses_of(again)] == [16, 26, 36, 4]
-    assert all(misses_of(again).values()) and not any(misses_of(report_of(sample)).values())
-
-
-@pytest.mark.parametrize("danger", ["writable", "foreign"])
-def test_a_file_that_others_could_write_while_its_folder_was_open_to_them_is_not_loaded(
-    sample: Path, danger: str
-) -> None:
-    """The owner has closed the folder since. Who can write a file can have written it."""
-    for path in Path(report_of(sample)["root"]).rglob("*.nbc"):
-        if danger == "writable":
-            path.chmod(0o666)
-        elif os.getuid() == 0:
-            os.chown(path, 65534, 65534)
-        else:
-            pytest.skip("only root can give a file away")
-    assert all(misses_of(report_of(sample)).values()) and not any(misses_of(report_of(sample)).values())
-
-
-@pytest.mark.parametrize("setting", [{"NUMBA_CPU_FEATURES": "+sse2"}, {"NUMBA_ENABLE_AVX": "0"}])
-def test_code_for_other_features_of_a_processor_is_other_code(sample: Path, setting: dict[str, str]) -> None:
-    report_of(sample)
-    assert all(misses_of(report_of(sample, **setting)).values())
-    assert not any(misses_of(report_of(sample, **setting)).values())
+def test_code_for_other_features_of_a_processor_is_other_code(sample: Path) -> None:
+    script = "from sample.jit.compiler import _compiler\nprint(_compiler())"
+    found = [
+        subprocess.check_output([sys.executable, "-c", script], env=environment_of(sample, **setting))
+        for setting in ({}, {"NUMBA_CPU_FEATURES": "+sse2"}, {"NUMBA_ENABLE_AVX": "0"}, {"NUMBA_OPT": "0"})
+    ]
+    assert len(set(found)) == len(found)
 
 
 def test_of_two_processes_at_once_one_compiles(sample: Path) -> None:
+    shutil.rmtree(cache_of(sample))
     command = [sys.executable, "-c", REPORT]
     children = [
         subprocess.Popen(command, env=environment_of(sample), stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]
     reports = [json.loads(child.communicate()[0]) for child in children]
-    assert [[report[name]["value"] for name in misses_of(report)] for report in reports] == [[16, 26, 36, 4]] * 2
-    assert all(sum(misses_of(report)[name] for report in reports) == 1 for name in misses_of(reports[0]))
-    assert not [path for path in files_below(reports[0]["root"]) if path.endswith(".lock")]
-    assert not any(misses_of(report_of(sample)).values())
+    assert [report["values"] for report in reports] == [VALUES] * 2
+    assert sum(sum(report["compiled"]) for report in reports) == sum(FIRST)
 
 
-def test_chosen_directory_comes_first(sample: Path, tmp_path: Path) -> None:
-    report = report_of(sample, NUMBA_CACHE_DIR=str(tmp_path / "chosen"))
-    assert report["root"] == str(tmp_path / "chosen" / "sample")
-    assert files_below(report["root"]) and not (sample / "__pycache__").exists()
+def test_damaged_code_is_compiled_anew(sample: Path) -> None:
+    for path in cache_of(sample).glob("*.nbc"):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    again = report_of(sample)
+    assert (again["values"], again["compiled"]) == (VALUES, FIRST)
+    assert report_of(sample)["compiled"] == NOTHING
 
 
-def test_a_second_folder_of_a_list_is_read_and_never_written(sample: Path, tmp_path: Path) -> None:
-    baked, own = tmp_path / "baked", tmp_path / "own"
-    first = report_of(sample, KVPOOL_CACHE_DIR=str(baked), NUMBA_CACHE_DIR=str(tmp_path / "numba"))
-    assert first["root"] == str(baked) and all(misses_of(first).values()) and not (tmp_path / "numba").exists()
-    files = files_below(str(baked))
-    second = report_of(sample, KVPOOL_CACHE_DIR=f"{own}{os.pathsep}{baked}")
-    assert second["root"] == str(own) and not any(misses_of(second).values())
-    edit(sample / "other.py", "- 1", "- 2")
-    third = report_of(sample, KVPOOL_CACHE_DIR=f"{own}{os.pathsep}{baked}")
-    assert misses_of(third)["other"] and files_below(str(own)) and files_below(str(baked)) == files
-    baked.chmod(0o777)
-    shutil.rmtree(own)
-    chosen = environment_of(sample, KVPOOL_CACHE_DIR=f"{own}{os.pathsep}{baked}")
-    done = subprocess.run([sys.executable, "-c", REPORT], env=chosen, capture_output=True, text=True, check=True)
-    assert all(misses_of(json.loads(done.stdout)).values()) and done.stderr.count(str(baked)) == 1
+def test_works_where_nothing_can_be_written_and_where_standard_error_is_closed(sample: Path) -> None:
+    (sample / "plain").touch()
+    nowhere = {name: str(sample / "plain" / "x") for name in ("KVPOOL_CACHE_DIR", "NUMBA_CACHE_DIR", "XDG_CACHE_HOME")}
+    before = f"import sys, tempfile\ntempfile.tempdir = {nowhere['XDG_CACHE_HOME']!r}\nsys.stderr.close()\n"
+    found = report_of(sample, before=before, **nowhere)
+    assert (found["values"], found["compiled"]) == (VALUES, FIRST)
 
 
-def test_checkout_and_installation_of_the_same_sources_compile_once(sample: Path, tmp_path: Path) -> None:
-    checkout = report_of(sample, XDG_CACHE_HOME=str(tmp_path / "user"))
-    assert all(misses_of(checkout).values()) and not (sample / "__pycache__").exists()
-    installed = shutil.copytree(sample, tmp_path / "site-packages" / "sample")
-    (installed.parent / "sample-1.0.dist-info").mkdir()
-    report = report_of(installed, XDG_CACHE_HOME=str(tmp_path / "user"))
-    assert report["root"] == checkout["root"] and not any(misses_of(report).values())
+def test_works_without_jit(sample: Path) -> None:
+    assert report_of(sample, NUMBA_DISABLE_JIT="1")["values"] == VALUES
+
+
+@pytest.mark.parametrize(
+    "without", ["typed_passes.PreLowerStripPhis", "registry.CPUDispatcher", "codegen.CPUCodegen.magic_tuple"]
+)
+def test_missing_private_names_of_numba_cost_only_the_cache(sample: Path, without: str) -> None:
+    shutil.rmtree(cache_of(sample))
+    found = report_of(sample, before=f"from numba.core import codegen, registry, typed_passes\ndel {without}\n")
+    assert found["values"] == VALUES and not cache_of(sample).exists()
+
+
+def test_every_private_name_of_numba_is_in_one_module_and_is_looked_for_before_it_is_used() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if path != Path(compiler.__file__):
+            assert not re.search(r"from numba\.core\.(?!base|typing)\w+ import", text), path
+    tree = ast.parse(Path(compiler.__file__).read_text(encoding="utf-8"))
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and re.match("_[a-z]", node.attr)}
+    asked = {
+        name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "attrgetter"
+        for argument in node.args
+        for name in ast.literal_eval(argument).split(".")
+    }
+    own = {"_placed", "_known", "_name_of", "_compiler", "_getframe", "_get_module_for_linking"}
+    assert used - own <= asked, used - own - asked
 
 
 def test_terminal_is_told_once_that_functions_are_compiled_and_a_pipe_is_not(sample: Path) -> None:
     said = []
+    assert not report_of(sample)["said"]
+    shutil.rmtree(cache_of(sample))
     for _ in range(2):
         master, slave = os.openpty()
         try:
@@ -290,15 +235,8 @@ def test_terminal_is_told_once_that_functions_are_compiled_and_a_pipe_is_not(sam
             said.append(_read_all(terminal))
         assert done.returncode == 0
     assert re.search(r"compiling, about [1-9]\d* s, once", said[0])
-    assert said[0].count("sample: compiling") == 1 and str(sample / "__pycache__" / "jit") in said[0]
+    assert said[0].count("sample: compiling") == 1 and str(cache_of(sample)) in said[0]
     assert "compiling" not in said[1], "the second process loads what the first one compiled"
-    edit(sample / "other.py", "- 1", "- 2")
-    piped = subprocess.run([sys.executable, "-c", REPORT], env=environment_of(sample), capture_output=True, text=True)
-    assert misses_of(json.loads(piped.stdout))["other"] and not piped.stderr
-
-
-def test_functions_are_compiled_where_standard_error_is_closed(sample: Path) -> None:
-    assert all(misses_of(report_of(sample, before="import sys\nsys.stderr.close()\n")).values())
 
 
 def _read_all(terminal: Any) -> str:
@@ -310,171 +248,47 @@ def _read_all(terminal: Any) -> str:
     return found.decode()
 
 
-def test_installed_copy_writes_nothing_beside_its_modules(sample: Path, tmp_path: Path) -> None:
-    (sample.parent / "sample-1.0.dist-info").mkdir()
-    report = report_of(sample, XDG_CACHE_HOME=str(tmp_path / "user"))
-    assert report["root"] == str(tmp_path / "user" / "sample")
-    assert stat.S_IMODE(Path(report["root"]).stat().st_mode) == 0o700
-    assert not (sample / "__pycache__").exists()
+def test_a_command_says_without_a_terminal_that_functions_are_compiled_and_how_long_that_takes(tmp_path: Path) -> None:
+    script = """
+from kvpool.commands.terminal import announce_compilation
+announce_compilation()
+
+from kvpool.device.work import numbers_bytes
+numbers_bytes(3)
+"""
+    environment = {**os.environ, "KVPOOL_CACHE_DIR": str(tmp_path / "new"), "PYTHONPATH": str(PACKAGE.parent)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert re.fullmatch(rf"kvpool: compiling, about [1-9]\d* s, once; it is kept in {tmp_path}/new\n", done.stderr)
 
 
-# What follows must hold for root too, whom no permission bit stops. Nobody can make a folder below a plain file, and a
-# user without an entry in the password file has no home.
-NO_HOME = """
-import pwd
-def getpwuid(uid):
-    raise KeyError(uid)
-pwd.getpwuid = getpwuid
+# Every verb of a request's life, with offloads and onboards: what a server runs.
+LIFE = """
+import numpy as np
+from kvpool import KVCacheManager
+from kvpool.arrays.layout import BlockLayout
+from kvpool.jit.announcer import announcer
+layout = BlockLayout.of_block_bytes(4096, 16)
+with KVCacheManager(layout, device_blocks=8, host_blocks=8, device="cpu") as cache:
+    for start in (0, 1000, 0):
+        sequence = cache.add_sequence(np.arange(start, start + 100, dtype=np.int32))
+        cache.append_tokens(sequence, np.arange(8, dtype=np.int32))
+        cache.commit(sequence)
+        cache.release(sequence)
+    cache.verify()
+print(announcer.compiled)
 """
 
 
-@pytest.fixture
-def read_only_sample(sample: Path) -> Path:
-    """The package where no `__pycache__` can be made."""
-    (sample / "__pycache__").write_text("", encoding="utf-8")
-    return sample
+def test_second_process_of_the_real_package_compiles_nothing() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    runs = [
+        subprocess.run([sys.executable, "-c", LIFE], env=environment, capture_output=True, text=True) for _ in range(2)
+    ]
+    assert [(run.returncode, run.stderr) for run in runs] == [(0, "")] * 2
+    assert runs[1].stdout.strip() == "0"
 
 
-@pytest.fixture
-def temporary(tmp_path: Path) -> Path:
-    """A temporary directory as systems have them: everyone may write, nobody may rename what others made."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    folder.chmod(0o1777)
-    return folder
-
-
-def test_read_only_copy_without_home_is_cached_privately(read_only_sample: Path, temporary: Path) -> None:
-    first, second = (report_of(read_only_sample, before=NO_HOME, TMPDIR=str(temporary)) for _ in range(2))
-    assert first["root"] == str(temporary / f"sample-{os.getuid()}")
-    assert stat.S_IMODE(Path(first["root"]).stat().st_mode) == 0o700
-    assert all(misses_of(first).values()) and not any(misses_of(second).values())
-
-
-@pytest.mark.parametrize("danger", ["writable", "foreign", "link", "renamable", "group"])
-def test_folder_that_others_can_write_is_refused(read_only_sample: Path, temporary: Path, danger: str) -> None:
-    folder = temporary / f"sample-{os.getuid()}"
-    if danger == "link":
-        (temporary / "elsewhere").mkdir(mode=0o700)
-        folder.symlink_to(temporary / "elsewhere")
-    else:
-        folder.mkdir(mode=0o700)
-    if danger in ("writable", "group"):
-        folder.chmod(0o777 if danger == "writable" else 0o770)
-    elif danger == "foreign":
-        if os.getuid() != 0:
-            pytest.skip("only root can give a folder away")
-        os.chown(folder, 65534, 65534)
-    elif danger == "renamable":
-        temporary.chmod(0o777)
-    report = report_of(read_only_sample, before=NO_HOME, TMPDIR=str(temporary))
-    assert report["root"] == "None" and not files_below(str(temporary))
-    assert report["entry"]["value"] == 16
-
-
-def test_folder_that_was_chosen_or_lies_in_a_checkout_is_private_under_any_umask(sample: Path, tmp_path: Path) -> None:
-    for variables in ({"NUMBA_CACHE_DIR": str(tmp_path / "new" / "chosen")}, {}):
-        report = report_of(sample, before="import os\nos.umask(0)\n", **variables)
-        root = Path(report["root"])
-        assert root == (tmp_path / "new" / "chosen" / "sample" if variables else sample / "__pycache__" / "jit")
-        assert stat.S_IMODE(root.stat().st_mode) == 0o700
-        assert all(stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 for path in root.rglob("*"))
-    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
-
-
-@pytest.mark.parametrize("danger", ["writable", "foreign", "link", "group", "renamable"])
-@pytest.mark.parametrize("which", ["chosen", "checkout"])
-def test_chosen_folder_and_checkout_are_not_used_where_others_can_write(
-    sample: Path, tmp_path: Path, temporary: Path, which: str, danger: str
-) -> None:
-    """What lies there would be unpickled: the place is passed over, with a word in the log, and what lies there stays
-    as it is."""
-    chosen = tmp_path / "chosen"
-    folder = chosen / "sample" if which == "chosen" else sample / "__pycache__" / "jit"
-    folder.parent.mkdir()
-    if danger == "link":
-        (tmp_path / "elsewhere").mkdir(mode=0o700)
-        folder.symlink_to(tmp_path / "elsewhere")
-    else:
-        folder.mkdir(mode=0o700)
-    if danger in ("writable", "group"):
-        folder.chmod(0o777 if danger == "writable" else 0o770)
-    elif danger == "foreign":
-        if os.getuid() != 0:
-            pytest.skip("only root can give a folder away")
-        os.chown(folder, 65534, 65534)
-    elif danger == "renamable":
-        folder.parent.chmod(0o777)
-    variables = {"NUMBA_CACHE_DIR": str(chosen)} if which == "chosen" else {}
-    command = [sys.executable, "-c", REPORT]
-    environment = environment_of(sample, TMPDIR=str(temporary), **variables)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    report = json.loads(done.stdout)
-    if (which, danger) == ("checkout", "renamable"):
-        assert report["root"] == str(folder), "who can write beside the bytecode needs no cache to run code"
-        return
-    assert report["root"] == str(
-        temporary / f"sample-{os.getuid()}" if which == "checkout" else sample / "__pycache__" / "jit"
-    )
-    assert not files_below(str(folder)) and str(folder) in done.stderr
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a link away")
-def test_a_folder_behind_a_link_of_somebody_else_is_refused(sample: Path, tmp_path: Path, temporary: Path) -> None:
-    """Its owner can make it lead to another folder, whoever may rename it."""
-    (tmp_path / "mine").mkdir(mode=0o700)
-    (temporary / "link").symlink_to(tmp_path / "mine")
-    os.lchown(temporary / "link", 65534, 65534)
-    report = report_of(sample, NUMBA_CACHE_DIR=str(temporary / "link"))
-    assert report["root"] == str(sample / "__pycache__" / "jit") and not files_below(str(tmp_path / "mine"))
-
-
-@pytest.mark.parametrize("link", [False, True])
-def test_a_folder_inside_one_that_others_can_rename_is_refused(
-    sample: Path, tmp_path: Path, temporary: Path, link: bool
-) -> None:
-    """Its name is looked up again for each file. Meanwhile another user can put a folder of his own there."""
-    chosen = tmp_path / "everybody" / "mine"
-    chosen.mkdir(parents=True, mode=0o700)
-    if link:
-        (tmp_path / "link").symlink_to(chosen)
-    (tmp_path / "everybody").chmod(0o777)
-    variables = {"NUMBA_CACHE_DIR": str(tmp_path / "link" if link else chosen), "TMPDIR": str(temporary)}
-    assert report_of(sample, **variables)["root"] == str(sample / "__pycache__" / "jit")
-    assert not files_below(str(chosen))
-
-
-def test_works_where_nothing_can_be_written(read_only_sample: Path) -> None:
-    before = f"import tempfile\ntempfile.tempdir = {str(read_only_sample / 'other.py' / 'temporary')!r}\n"
-    report = report_of(read_only_sample, before=before, HOME=str(read_only_sample / "other.py"))
-    assert report["root"] == "None" and report["entry"]["value"] == 16
-
-
-def test_works_without_jit(sample: Path) -> None:
-    report = report_of(sample, NUMBA_DISABLE_JIT="1")
-    assert report["plus_ten"] == {"value": 26}
-
-
-WITHOUT = "from numba.core import typed_passes\ndel typed_passes.PreLowerStripPhis\n"
-MORE = """
-import abc
-from numba.core.codegen import CodeLibrary
-CodeLibrary.more = abc.abstractmethod(lambda self: None)
-CodeLibrary.__abstractmethods__ |= {"more"}
-"""
-
-
-@pytest.mark.parametrize("release", [WITHOUT, MORE])
-def test_missing_private_names_of_numba_cost_only_the_cache(sample: Path, release: str) -> None:
-    report = report_of(sample, before=release)
-    assert report["entry"]["value"] == 16 and not files_below(report["root"])
-
-
-def test_every_private_name_of_numba_is_looked_for_before_it_is_used() -> None:
-    tree = ast.parse(Path(compiler.__file__).read_text(encoding="utf-8"))
-    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and re.match("_[a-z]", node.attr)}
-    own = {"_cache", "_files", "_inner", "_placed", "_reach"}
-    assert used - own == used & {name for _, names in compiler._NAMES for name in names.split()}
+# -- functions -------------------------------------------------------------------------------------
 
 
 @jit
@@ -489,34 +303,21 @@ def _sum_of_kinds(small):
     return _doubled(small[0], True) + _doubled(3, False) + _doubled(np.int64(4), small[0] > 0)
 
 
-def test_a_command_says_without_a_terminal_that_functions_are_compiled_and_how_long_that_takes(tmp_path: Path) -> None:
-    script = """
-from kvpool.commands.terminal import announce_compilation
-announce_compilation()
-
-from kvpool.device.work import numbers_bytes
-numbers_bytes(3)
-"""
-    environment = {**os.environ, "KVPOOL_CACHE_DIR": str(tmp_path / "new"), "PYTHONPATH": str(PACKAGE_ROOT)}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-    assert re.fullmatch(rf"kvpool: compiling, about [1-9]\d* s, once; it is kept in {tmp_path}/new\n", done.stderr)
-
-
-PACKAGE_ROOT = Path(sources.__file__).parents[2]
-
-
 @pytest.mark.skipif(config.DISABLE_JIT, reason="nothing is compiled")
-def test_function_that_jitted_code_calls_is_compiled_once_and_gets_no_machine_code() -> None:
+def test_function_that_jitted_code_calls_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither an int32 nor a constant makes another function of it, and its exceptions come through its callers."""
+    monkeypatch.setattr(cache, "read", lambda name: None)
     assert _sum_of_kinds(np.array([5], np.int32)) == 10 + 3 + 8
-    assert list(_doubled._inner.overloads) == [(types.int64, types.boolean)] and not _doubled.overloads
+    assert list(_doubled.libraries) == [(types.int64, types.boolean)] and not _doubled.overloads
     with pytest.raises(ValueError, match="x is below zero"):
         _sum_of_kinds(np.array([-1], np.int32))
     assert _doubled(4, True) == 8 and list(_doubled.overloads) == [(types.int64, types.boolean)]
 
 
 @pytest.mark.skipif(config.DISABLE_JIT, reason="nothing is compiled")
-def test_no_function_is_inlined_everywhere_that_did_not_ask_for_it() -> None:
+def test_no_function_is_inlined_everywhere_that_did_not_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "read", lambda name: None)
+
     @jit
     def leaf(count: int) -> int:
         total = 0
@@ -534,8 +335,9 @@ def test_no_function_is_inlined_everywhere_that_did_not_ask_for_it() -> None:
 
     assert top(3) == 10
     for function, asked in ((leaf, False), (middle, True), (top, False)):
-        (compiled,) = [*function.overloads.values(), *function._inner.overloads.values()]  # type: ignore[attr-defined]
-        assert ("alwaysinline" in compiled.library.get_llvm_str()) == asked, function
+        (library,) = function.libraries.values()  # type: ignore[attr-defined]
+        (code,) = [one for one in library.module.functions if not one.is_declaration]
+        assert (b"alwaysinline" in b" ".join(code.attributes)) == asked, function
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -557,31 +359,204 @@ def test_garbage_collector_is_as_it_was_after_a_compilation(enabled: bool) -> No
     assert seen == [enabled]
 
 
-# Every verb of a request's life, with offloads and onboards: what a server runs.
-LIFE = """
-import numpy as np
-from numba.core import event
-compiled = event.RecordingListener()
-with event.install_listener("numba:compile", compiled):
-    from kvpool import KVCacheManager
-    from kvpool.arrays.layout import BlockLayout
-    layout = BlockLayout.of_block_bytes(4096, 16)
-    with KVCacheManager(layout, device_blocks=8, host_blocks=8, device="cpu") as cache:
-        for start in (0, 1000, 0):
-            sequence = cache.add_sequence(np.arange(start, start + 100, dtype=np.int32))
-            cache.append_tokens(sequence, np.arange(8, dtype=np.int32))
-            cache.commit(sequence)
-            cache.release(sequence)
-        cache.verify()
-print([event.data["dispatcher"].py_func.__qualname__ for _, event in compiled.buffer if event.is_start])
+# -- names ---------------------------------------------------------------------------------------
+
+TEXT = """
+from kvpool.jit import jit
+LIMIT, EDGES = 7, (1, 2)
+@jit
+def leaf(x):
+    return x * NUMBERS.FACTOR
+def adder(amount):
+    @jit
+    def add(x, more=1):
+        if x > LIMIT:
+            return leaf(x) + amount
+        return EDGES[0] + more
+    return add
+add = adder(10)
 """
 
 
-def test_second_process_of_the_real_package_compiles_nothing() -> None:
-    root = Path(sources.__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    runs = [
-        subprocess.run([sys.executable, "-c", LIFE], env=environment, capture_output=True, text=True) for _ in range(2)
+def name_of(text: str, factor: int = 3) -> str:
+    """The name of `add` for an int64, as a module with this text has it."""
+    found: dict[str, Any] = {"NUMBERS": ModuleType("numbers_of_a_test"), "__name__": "module_of_a_test"}
+    found["NUMBERS"].FACTOR = factor
+    exec(text, found)
+    return str(found["add"]._name_of((types.int64,)))
+
+
+EDITS = {
+    "a constant": ("LIMIT, EDGES = 7", "LIMIT, EDGES = 8"),
+    "a tuple": ("(1, 2)", "(1, 3)"),
+    "a callee": ("x * NUMBERS", "x + NUMBERS"),
+    "a cell": ("adder(10)", "adder(11)"),
+    "a default": ("more=1", "more=2"),
+    "the name of an argument": ("(x, more=1):", "(x, mores=1):\n        more = mores"),
+    "an option": ("@jit\ndef leaf", "@jit(forceinline=True)\ndef leaf"),
+}
+
+
+@pytest.mark.skipif(config.DISABLE_JIT, reason="nothing is compiled")
+@pytest.mark.parametrize("what", EDITS)
+def test_every_edit_that_code_can_depend_on_gives_it_another_name(what: str) -> None:
+    old, new = EDITS[what]
+    assert old in TEXT and name_of(TEXT.replace(old, new)) != name_of(TEXT) == name_of(TEXT.replace("\n@", "\n# \n@"))
+
+
+@pytest.mark.skipif(config.DISABLE_JIT, reason="nothing is compiled")
+def test_a_constant_of_another_module_is_part_of_the_name() -> None:
+    assert name_of(TEXT, factor=4) != name_of(TEXT) != ""
+
+
+@pytest.mark.skipif(config.DISABLE_JIT, reason="nothing is compiled")
+def test_code_that_has_the_address_of_an_object_is_not_kept() -> None:
+    assert name_of(TEXT.replace("LIMIT, EDGES = 7", "LIMIT, EDGES = object()")) == ""
+
+
+# -- folders and files ---------------------------------------------------------------------------
+
+
+open_lock = cache._lock.__wrapped__
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to choose places in. What the process knows of its own is forgotten, and comes back."""
+    for name in ("cache_root", "_read_folders", "_is_trusted"):
+        monkeypatch.setattr(cache, name, getattr(cache, name).__wrapped__)
+    for name in ("KVPOOL_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(config, "CACHE_DIR", "")
+    monkeypatch.setenv("HOME", str(tmp_path / "nowhere"))
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    temporary.chmod(0o1777)
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    monkeypatch.setattr(cache, "_lock", lambda: -1)
+    return tmp_path
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
+    monkeypatch.setenv("KVPOOL_CACHE_DIR", os.pathsep.join(map(str, folders)))
+
+
+def test_places_are_tried_in_turn_and_made_for_this_user_only(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.umask(0)
+    try:
+        private = places / "temporary" / f"kvpool-{os.getuid()}"
+        found = [cache.cache_root()]
+        (places / "home").mkdir(mode=0o700)
+        monkeypatch.setenv("HOME", str(places / "home"))
+        (places / "home" / ".cache").mkdir(mode=0o700)
+        found.append(cache.cache_root())
+        monkeypatch.setenv("XDG_CACHE_HOME", str(places / "home" / "xdg"))
+        found.append(cache.cache_root())
+        monkeypatch.setattr(config, "CACHE_DIR", str(places / "new" / "numba"))
+        found.append(cache.cache_root())
+        choose(monkeypatch, places / "new" / "chosen")
+        found.append(cache.cache_root())
+    finally:
+        os.umask(before)
+    home = places / "home"
+    assert found == [
+        *(private, home / ".cache" / "kvpool", home / "xdg" / "kvpool"),
+        *(places / "new" / "numba" / "kvpool", places / "new" / "chosen"),
     ]
-    assert [(run.returncode, run.stderr) for run in runs] == [(0, "")] * 2
-    assert runs[1].stdout.strip() == "[]"
+    made = [folder for folder in (*found, places / "new") if folder is not None]
+    assert all(stat.S_IMODE(folder.stat().st_mode) == 0o700 for folder in made)
+
+
+@pytest.mark.parametrize("danger", ["writable", "foreign", "link", "group", "renamable", "inside", "behind a link"])
+def test_folder_that_others_can_write_or_replace_is_passed_over_with_a_warning(
+    places: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, danger: str
+) -> None:
+    """What lies there would be unpickled."""
+    chosen = places / "around" / "chosen"
+    chosen.mkdir(parents=True, mode=0o700)
+    if danger == "link":
+        chosen.rmdir()
+        (places / "elsewhere").mkdir(mode=0o700)
+        chosen.symlink_to(places / "elsewhere")
+    elif danger == "foreign":
+        if os.getuid() != 0:
+            pytest.skip("only root can give a folder away")
+        os.chown(chosen, 65534, 65534)
+    elif danger in ("writable", "group"):
+        chosen.chmod(0o777 if danger == "writable" else 0o770)
+    else:
+        chosen.parent.chmod(0o777)
+    if danger == "inside":
+        chosen = chosen / "deeper"
+        chosen.mkdir(mode=0o700)
+    elif danger == "behind a link":
+        (places / "link").symlink_to(chosen)
+        chosen = places / "link"
+    choose(monkeypatch, chosen)
+    with caplog.at_level(logging.WARNING):
+        assert cache.cache_root() == places / "temporary" / f"kvpool-{os.getuid()}"
+        assert str(chosen) in caplog.text
+    assert chosen not in cache._read_folders() and not [*chosen.iterdir()]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a link away")
+def test_a_folder_behind_a_link_of_somebody_else_is_refused(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its owner can make it lead to another folder, whoever may rename it."""
+    (places / "mine" / "deep").mkdir(parents=True, mode=0o700)
+    (places / "temporary" / "link").symlink_to(places / "mine")
+    os.lchown(places / "temporary" / "link", 65534, 65534)
+    choose(monkeypatch, places / "temporary" / "link" / "deep")
+    assert cache.cache_root() == places / "temporary" / f"kvpool-{os.getuid()}"
+
+
+def test_a_second_folder_of_a_list_is_read_and_never_written(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    baked, own = places / "baked", places / "own"
+    choose(monkeypatch, baked)
+    cache.write("code", b"baked")
+    choose(monkeypatch, own, baked)
+    assert cache.read("code") == b"baked"
+    cache.write("code", b"new")
+    assert cache.read("code") == b"new" and len([*baked.iterdir()]) == 1
+    shutil.rmtree(own)
+    baked.chmod(0o777)
+    assert cache.read("code") is None
+
+
+DANGERS = {
+    "a wrong byte": lambda path: path.write_bytes(path.read_bytes()[:-1] + b"?"),
+    "a part of it": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "the start of it": lambda path: path.write_bytes(path.read_bytes()[:5]),
+    "the file of other code": lambda path: shutil.copy(path.with_name("other.nbc"), path),
+    "nothing": lambda path: path.unlink(),
+    "one that others could write": lambda path: path.chmod(0o666),
+    "one that was another user's": lambda path: os.chown(path, 65534, 65534),
+}
+
+
+@pytest.mark.parametrize("danger", DANGERS)
+def test_a_file_that_is_not_whole_or_not_ours_is_not_read_and_is_replaced(
+    places: Path, monkeypatch: pytest.MonkeyPatch, danger: str
+) -> None:
+    """Who can write a file can have written it, while its folder was open."""
+    if "user" in danger and os.getuid() != 0:
+        pytest.skip("only root can give a file away")
+    choose(monkeypatch, places / "chosen")
+    cache.write("code", b"content")
+    cache.write("other", b"content")
+    assert cache.read("code") == b"content"
+    DANGERS[danger](places / "chosen" / "code.nbc")
+    assert cache.read("code") is None
+    cache.write("code", b"again")
+    assert cache.read("code") == b"again"
+    assert stat.S_IMODE((places / "chosen" / "code.nbc").stat().st_mode) == 0o600
+
+
+def test_old_code_does_not_pile_up(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose(monkeypatch, places / "chosen")
+    for number in range(6):
+        cache.write(f"code{number}", b"")
+        os.utime(places / "chosen" / f"code{number}.nbc", (number, number))
+    assert cache.read("code0") == b"", "it was used just now"
+    monkeypatch.setattr(cache, "_KEPT", 3)
+    os.close(open_lock())
+    assert {path.name for path in (places / "chosen").glob("*.nbc")} == {"code0.nbc", "code4.nbc", "code5.nbc"}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.state import guards
+from kvpool.state import records
 from tests.mutations import MUTATIONS, PARTS
 from tests.mutations.__main__ import main, unfit
 from tests.mutations.anchors import Package
@@ -53,7 +53,7 @@ def test_every_rule_with_a_switch_has_a_mutation() -> None:
     sources = " ".join(mutation.before for mutation in MUTATIONS.values())
     in_words = {"namespace_in_key": "in_key", "namespace_at_hit": ".namespace != namespace",
                 "tokens_at_hit": "own[b, i] ^ tokens", "ticket_at_loss": ".ticket != ticket"}  # fmt: skip
-    assert not [name for name in guards.GUARDS if in_words.get(name, name.upper()) not in sources]
+    assert not [name for name in records.GUARDS if in_words.get(name, name.upper()) not in sources]
 
 
 def test_some_mutations_are_killed() -> None:
@@ -66,15 +66,15 @@ def test_some_mutations_are_killed() -> None:
 def test_a_mutation_that_no_test_notices_lives_and_the_tree_is_as_it_was() -> None:
     test = "tests/state/test_index.py::test_every_key_has_a_bucket"
     harmless = Mutation("harmless", "LEVELS", "LEVELS = 1 << 8", "LEVELS = (1 << 8)", "None.", (test,))
-    before = (ROOT / "kvpool" / "state" / "guards.py").read_bytes()
+    before = (ROOT / "kvpool" / "state" / "records.py").read_bytes()
     with bench() as copy:
         assert copy.run(harmless).lived == (test,)
         with pytest.raises(RuntimeError, match="did not run"):
             copy.run(harmless._replace(tests=("tests/state/test_index.py::test_of_nothing",)))
         with pytest.raises(ValueError, match="harmless: LEVELS has 0 times"):
             copy.run(harmless._replace(before="what is not there"))
-        assert (copy.folder / "kvpool" / "state" / "guards.py").read_bytes() == before
-    assert (ROOT / "kvpool" / "state" / "guards.py").read_bytes() == before and not copy.folder.exists()
+        assert (copy.folder / "kvpool" / "state" / "records.py").read_bytes() == before
+    assert (ROOT / "kvpool" / "state" / "records.py").read_bytes() == before and not copy.folder.exists()
 
 
 def test_a_test_that_fails_without_a_mutation_kills_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,8 @@ import pytest
 from kvpool.device.launches import OPTIONS, cuda_source
 
 ARCHITECTURES = ["sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120"]
+BULK = ARCHITECTURES[3:]
+"""Those that have bulk copies."""
 
 
 @functools.cache

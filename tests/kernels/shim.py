@@ -35,7 +35,8 @@ def library(name: str) -> ctypes.CDLL:
     options = [f"-fsanitize={os.environ[SANITIZE]}", "-fno-sanitize-recover=all"] if SANITIZE in os.environ else []
     with tempfile.TemporaryDirectory() as folder:
         file, built = Path(folder) / "source.cpp", Path(folder) / "library.so"
-        file.write_text(f'#include "shim.h"\n{source}\n{wrappers}', encoding="utf-8")
+        waits = "true" if "__sync" in source else "false"
+        file.write_text(f'#include "shim.h"\n#define WAITS {waits}\n{source}\n{wrappers}', encoding="utf-8")
         command = [
             compiler,
             "-std=c++17",

@@ -13,7 +13,7 @@ import pytest
 from tests.kernels.shim import SANITIZE
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = ["test_kv_copy.py", "test_block_copy.py", "test_token_moves.py"]
+FILES = ["test_kv_copy.py", "test_copy_fragments.py", "test_token_moves.py"]
 
 
 def runtime(name: str) -> str:

@@ -14,6 +14,13 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
     {"tokens": "HND", "dtype": "uint8"},
     {"planes": 1, "dtype": "float32", "order": "block_first", "tokens": "HND"},
 )
+SAID: tuple[dict[str, Any], ...] = (
+    {},
+    {"stop": "end_turn"},
+    {"stop": "tool_use"},
+    {"ends": True},
+    {"returns_in_ms": 9},
+)
 Ranges = list[tuple[int, "int | None", int, "int | None"]]
 
 
@@ -54,6 +61,7 @@ def pool_options(random: Random, several: bool) -> dict[str, Any]:
         "partial_reuse": random.random() < 0.8,
         "offload_min_priority": random.choice((30, 30, 30, 0, 36)),
         "offload_min_reuse": random.choice((1, 1, 2)),
+        "policy": random.choice(("lru", "lru", "reuse", "agent", "adaptive")),
     }
 
 

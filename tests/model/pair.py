@@ -11,7 +11,11 @@ from hypothesis import note
 from engine import Clock, EventReplay, Request
 from group_engine import Side, open_groups
 from kvpool import operations as op
-from kvpool.state import records
+from kvpool.jit import jit
+from kvpool.jit.intrinsics import array_at, entry_of, record_at
+from kvpool.state import agent, records
+from kvpool.state.chains import BOOK
+from kvpool.state.records import HEAD
 from tests import debug
 
 from .groups import GroupsModel
@@ -71,12 +75,46 @@ def ids_of(blocks: Sequence[Any]) -> list[int]:
     return [-1 if block is None else block.id for block in blocks]
 
 
+class Choices:
+    """Notes what the policies of a pool's groups choose, behind their records."""
+
+    def __init__(self, states: Sequence[Any]) -> None:
+        self._books = [np.zeros(BOOK.itemsize // 8 + NOTES, np.int64) for _ in states]
+        for state, book in zip(states, self._books, strict=True):
+            own = book[:-NOTES].view(BOOK)
+            own[:] = state.book.book
+            own["choose"] = entry_of(choose_noting)
+            state.book.book, state.head.book_at = own, book.ctypes.data
+
+    def read(self) -> list[list[int]]:
+        """The choices since the last time, by group."""
+        notes = [book[-NOTES:] for book in self._books]
+        found = [own[1 : 1 + own[0]].tolist() for own in notes]
+        for own in notes:
+            own[0] = 0
+        return found
+
+
+NOTES, BOOK_BYTES = 4096, BOOK.itemsize
+
+
+@jit
+def choose_noting(at, nothing, none):
+    """A hook that chooses as the policy does, and notes it."""
+    b = agent.choose(at, nothing, none)
+    notes = array_at(record_at(at, HEAD).book_at + BOOK_BYTES, (NOTES,), np.int64)
+    notes[0] += 1
+    notes[notes[0]] = b
+    return b
+
+
 class Pair:
     """Sequences and leases are named by the model's ids; block ids are the same on both sides."""
 
     def __init__(self, groups: Sequence[dict[str, Any]], *, tokens_per_block: int, **options: Any) -> None:
         """``groups`` has the options of each: parts (of its layouts), and those of the model's groups."""
         self.clock = Clock()
+        policy = options.pop("policy", "lru")
         rules = [{name: value for name, value in group.items() if name != "parts"} for group in groups]
         self.model = GroupsModel(rules, tokens_per_block=tokens_per_block, clock=self.clock, **options)
         self.engine = open_groups(
@@ -85,8 +123,10 @@ class Pair:
             max_sequence_tokens=64,
             event_capacity=4096,
             clock=self.clock,
+            policy=policy,
             **options,
         )
+        self.choices = None if policy == "lru" else Choices(self.engine.states())
         self.cache, self.sides = self.engine.cache, self.engine.sides
         self.requests: dict[int, Request] = {}
         self.away: dict[int, Request] = {}
@@ -100,7 +140,12 @@ class Pair:
 
     def both(self, real: Callable[[], Any], model: Callable[[], Any], *, compare: bool = True) -> Any:
         """Do one thing to both sides; returns the model's outcome, None where both raised the same."""
-        expected, got = outcome(model), outcome(real)
+        got = outcome(real)
+        if self.choices is not None:  # the pool's policy chooses for the model, which checks that it may
+            for group, chosen in zip(self.model.groups, self.choices.read(), strict=True):
+                group.chosen = chosen
+        expected = outcome(model)
+        assert isinstance(expected, Failed) or not any(group.chosen for group in self.model.groups), "chosen, not taken"
         note(f"# model: {expected!r}\n# pool: {got!r}")
         if isinstance(expected, Failed) or isinstance(got, Failed):
             if got != expected:
@@ -305,7 +350,7 @@ class Pair:
         flat, counts, found = [token for new in tokens for token in new], [len(new) for new in tokens], list[Any]()
         steps = [
             op.commit(self.real_ids(ids)),
-            op.release(self.real_ids(gone)),
+            op.release(self.real_ids(gone), stop="tool_use"),
             op.append(self.real_ids(ids), flat, counts),
             op.add([self.keyed(prompt)]),
         ]
@@ -323,10 +368,11 @@ class Pair:
         names = {"salt": prompt.salt, "adapter_id": prompt.adapter_id, "extra_ids": prompt.extra_ids}
         self.requests[done.id] = self.engine.admitted(int(found[0][3].ids[0]), prompt.tokens, **names)
 
-    def release(self, ids: Sequence[int], store: bool) -> None:
-        note(f"release({ids}, store={store})")
+    def release(self, ids: Sequence[int], store: bool, **said: Any) -> None:
+        """``said`` is what the policy hears, and the model does not."""
+        note(f"release({ids}, store={store}, {said})")
         real = self.real_ids(ids)
-        self.both(lambda: self.cache.release(real, store=store), lambda: self.model.release(ids, store=store))
+        self.both(lambda: self.cache.release(real, store=store, **said), lambda: self.model.release(ids, store=store))
         for i in ids:
             self.drop(i)
 

@@ -74,6 +74,8 @@ class Store:
         self.children: dict[tuple[Content, int], list[Child]] = {}
         self.counts: Counter[str] = Counter()
         self.overflow = 0
+        self.chosen: list[int] | None = None
+        """What a policy of the pool's own has chosen among blocks of the default priority, in order. None: LRU."""
 
     def tier(self, block: Block) -> Tier:
         return self.device if block.tier == "device" else self.host
@@ -132,6 +134,9 @@ class Store:
     def take_device(self, priority: int, ttl: int | None) -> Block:
         """The next device victim, its content offloaded or forgotten, held once by a sequence."""
         block = self.device.victims()[0]
+        if self.chosen and block not in self.device.empty and block.priority == DEFAULT_PRIORITY:
+            block = self.device.blocks[self.chosen.pop(0)]
+            assert block in self.device.by_priority[DEFAULT_PRIORITY], f"the policy has chosen {block}"
         deadline = block.deadline
         self.device.unlist(block)
         if block.indexed or block.tail:

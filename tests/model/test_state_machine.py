@@ -20,7 +20,7 @@ import numpy as np
 from hypothesis import HealthCheck, Phase, note, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from .draws import STEP_MS, pool_options, some_ranges
+from .draws import SAID, STEP_MS, pool_options, some_ranges
 from .groups import GroupsModel
 from .pair import Pair
 from .tiers import Prompt
@@ -246,7 +246,7 @@ class PoolMachine(RuleBasedStateMachine):
         if random.random() < 0.7:
             self.finish(ids, store=store)
         else:
-            self.pair.release(ids, store)
+            self.pair.release(ids, store, **random.choice(SAID))
 
     @precondition(live)
     @rule(

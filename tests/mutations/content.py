@@ -7,7 +7,7 @@ from tests.mutations.mutation import Mutation
 _APART = "tests/state/test_safety.py::test_the_namespace_tag_alone_keeps_prompts_apart"
 
 MUTATIONS = (
-    # -- keys, and each of kvpool.state.guards about it, taken out of the code and not by its switch --------
+    # -- keys, and each of kvpool.state.records about it, taken out of the code and not by its switch --------
     Mutation(
         "the_parent_is_not_in_the_key",
         "block_key",

@@ -38,7 +38,7 @@ MUTATIONS = (
     Mutation(
         "pages_of_a_failed_commit_are_forgotten",
         "DiskStore._write",
-        "self._table.give_back(pages)",
+        "self._table.give_back(() if durable else pages)",
         "",
         "Blocks that a user had forgotten are back after a restart.",
         (f"{FAILURES}test_a_drop_that_is_not_durable_is_not_confirmed_and_tried_again[False]",),

@@ -145,12 +145,12 @@ MUTATIONS = (
         "    _, ids = self._open.pop(lease.id, (None, None))\n"
         "    if ids is None:\n"
         '        raise LeaseExpired(f"lease {lease.id} of {lease.owner!r} was closed or revoked")\n'
-        "    pins.unpin(self._states.heads, ids, now)",
+        "    control.unpin(self._states.heads, ids, now)",
         "with self.lock:\n"
         "    _, ids = self._open.pop(lease.id, (None, None))\n"
         "    if ids is None:\n"
         '        raise LeaseExpired(f"lease {lease.id} of {lease.owner!r} was closed or revoked")\n'
-        "    pins.unpin(self._states.heads, ids, now)",
+        "    control.unpin(self._states.heads, ids, now)",
         "An interrupt leaves blocks pinned that no lease names: they are never free again.",
         ("tests/hostcache/test_interrupted.py::test_an_interrupt_at_any_line_leaves_the_cache_whole[close]",),
     ),

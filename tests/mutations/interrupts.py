@@ -25,7 +25,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_lock_of_a_thread_that_is_gone_is_waited_for",
-        "ForkGuard.after_fork",
+        "Process.after_fork",
         "if why:\n"
         '    lost = LostLock(f"{why}: make one of its own after os.fork()")\n'
         "    for part, name, _ in found:\n"

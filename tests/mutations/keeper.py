@@ -179,7 +179,7 @@ MUTATIONS = (
     Mutation(
         "to_be_saved_is_a_use",
         "PoolTier.copy",
-        "core.decide(None, saving.evict_first, group.index, own, self._victims, core.now())",
+        "core.decide(None, control.evict_first, group.index, own, self._victims, core.now())",
         "",
         "What a store got is kept on the host longer than what is used: hits are lost.",
         (f"{_KEEPER}test_saving_changes_no_order_of_eviction",),

@@ -8,8 +8,16 @@ _TESTS = "tests/state/test_chains.py::"
 
 MUTATIONS = (
     Mutation(
+        "reuse_counts_no_turns",
+        "reuse.class_of",
+        "min(count, KINDS - 1) * MEMBERS",
+        "0",
+        "A conversation that has come back goes like those that never do.",
+        (f"{_TESTS}test_whoever_has_come_back_stays_where_most_never_do",),
+    ),
+    Mutation(
         "pauses_teach_nothing",
-        "learn",
+        "_learn",
         "rates[BACK, row, last] += 1.0 if came else 0.0",
         "",
         "The policy cannot tell a conversation that comes back soon from one that does not.",
@@ -25,9 +33,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a_shared_beginning_goes_with_one_fork",
-        "_is_shared",
-        "chain.turns > 0 or chain.size > chain.stem",
-        "False",
+        "_stem_worth",
+        "worth = max(worth, worth_now(h, book, other, book.follows))",
+        "worth = -1.0",
         "All conversations that begin alike lose what they have in common, and so all of it.",
         (f"{_TESTS}test_what_forks_share_stays_while_one_of_them_has_more",),
     ),
@@ -50,8 +58,8 @@ MUTATIONS = (
     Mutation(
         "adaptive_follows_who_would_have_hit_less",
         "_compare",
-        "book.worth_hits <= most",
-        "book.worth_hits > most",
+        "hits[expert] >= most + (0 if expert == LRU else 1 + (most >> _MARGIN))",
+        "hits[expert] < most",
         "The pool follows the worse of its policies.",
         (f"{_TESTS}test_adaptive_follows_who_would_have_hit_more_and_a_switch_moves_no_block",),
     ),

@@ -11,7 +11,7 @@ MUTATIONS = (
     Mutation(
         "a_server_unpins_what_it_has_not_sent_yet",
         "_HostTier._send_blocks",
-        "offer.copied or not self._cache.core.transfer.guards & guards.UNPIN_AFTER_RELEASE",
+        "offer.copied or not self._cache.core.transfer.guards & records.UNPIN_AFTER_RELEASE",
         "True",
         "A slow client gets blocks that others have written into meanwhile.",
         ("tests/remote/test_remote_leases.py::test_a_slow_client_gets_whole_blocks_while_the_scheduler_goes_on",),

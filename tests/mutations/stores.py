@@ -43,8 +43,8 @@ MUTATIONS = (
     Mutation(
         "models_share_keys_that_engines_name",
         "Secret.opaque",
-        "self._identity + own.generation",
-        "own.generation",
+        "self._identity",
+        "b''",
         "Two models that share a store drop each other's blocks as damaged.",
         _seal("test_two_models_share_no_key_and_no_namespace"),
     ),
@@ -146,14 +146,14 @@ MUTATIONS = (
         (_HASHED,),
     ),
     Mutation(
-        "generations_are_not_in_the_keys_of_stores",
-        "Secret.opaque",
-        "self._identity + own.generation",
-        "self._identity",
+        "epochs_are_not_in_the_keys_of_stores",
+        "Secret.in_epoch",
+        "not epoch",
+        "True",
         "After the weights were replaced, the KV of the old ones comes back from a store.",
         (
             "tests/stores/test_hostkeeper_clear.py::test_after_clear_nothing_is_found_that_was_saved_before",
-            "tests/stores/test_queue.py::test_nothing_is_found_of_another_generation",
+            "tests/stores/test_memory.py::TestMemoryStore::test_after_a_reset_nothing_is_found_from_before_also_if_the_store_drops_nothing",
         ),
     ),
     Mutation(

@@ -64,7 +64,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what_waits_on_the_host_is_not_forgotten",
-        "commit.give_back",
+        "give_back",
         "not store",
         "not store and stream != NONE",
         "What a tenant asked to be forgotten is reused.",

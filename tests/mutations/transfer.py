@@ -11,7 +11,7 @@ def _race(scenario: str, file: str = "test_races.py", test: str = "test_nothing_
 
 
 MUTATIONS = (
-    # -- each of kvpool.state.guards about copies, taken out of the code and not by its switch ------------
+    # -- each of kvpool.state.records about copies, taken out of the code and not by its switch ------------
     Mutation(
         "copies_read_before_copies_wrote",
         "_need_of_copies",
@@ -78,16 +78,16 @@ MUTATIONS = (
     ),
     Mutation(
         "a_batch_is_one_level",
-        "Transfer._enqueue",
-        "self._levels.cut(batch.moves) if self.guards & guards.LEVELS else [batch.moves]",
-        "[batch.moves]",
+        "Transfer._independent",
+        "self._levels.cut(moves) if self.guards & records.LEVELS else [moves]",
+        "[moves]",
         "Two evictions into one host block in one step leave either content under either key.",
         (_race("two_evictions_into_one_host_block_in_one_step"),),
     ),
     Mutation(
         "a_pin_waits_for_its_own_batch_alone",
         "Transfer.waiting",
-        "bool(self.guards & guards.OTHERS_BATCHES_TOO)",
+        "bool(self.guards & records.OTHERS_BATCHES_TOO)",
         "False",
         "A lease is given before another thread has enqueued the copy that fills its block.",
         (_race("a_pin_between_decision_and_enqueue"),),
@@ -95,7 +95,7 @@ MUTATIONS = (
     Mutation(
         "batches_in_any_order",
         "Transfer.drain",
-        "in_order = self.guards & guards.TICKET_ORDER",
+        "in_order = self.guards & records.TICKET_ORDER",
         "in_order = False",
         "A copy is enqueued before an earlier decision's copy that fills its source.",
         (_race("a_second_admission_between_decision_and_enqueue"),),
@@ -103,7 +103,7 @@ MUTATIONS = (
     Mutation(
         "a_reader_does_not_wait",
         "Transfer.pending",
-        "self.order is None or not self.guards & guards.READER_WAITS",
+        "self.order is None or not self.guards & records.READER_WAITS",
         "True",
         "A reader on the host gets a lease of bytes that are still on their way.",
         (
@@ -113,8 +113,8 @@ MUTATIONS = (
     ),
     Mutation(
         "what_was_lost_stays_findable",
-        "Transfer._acknowledge",
-        "len(lost) and self.guards & guards.LOST_CONTENT_IS_FORGOTTEN",
+        "Transfer._end",
+        "lost and self.guards & records.LOST_CONTENT_IS_FORGOTTEN",
         "False",
         "A prompt hits a block whose copy failed: whatever stood there is its KV.",
         ("tests/race/test_races.py::test_a_failure_at_each_move_of_a_batch_hands_out_nothing_that_never_came",),
@@ -122,7 +122,7 @@ MUTATIONS = (
     Mutation(
         "tokens_are_overwritten_before_they_moved",
         "Transfer._move_tokens",
-        "self.guards & guards.TOKENS_MOVE_BEFORE_REUSE",
+        "self.guards & records.TOKENS_MOVE_BEFORE_REUSE",
         "False",
         "A block that accepted drafts are moved out of is another's before they were read.",
         ("tests/race/test_drafts_race.py::test_nothing_races",),
@@ -130,7 +130,7 @@ MUTATIONS = (
     Mutation(
         "staged_buffers_are_taken_at_once",
         "Staging.retain",
-        "not self._transfer.guards & guards.STAGED_BUFFERS_RETIRE_BY_EVENT",
+        "not self._transfer.guards & records.STAGED_BUFFERS_RETIRE_BY_EVENT",
         "True",
         "A sequence's table on the device has the rows of another.",
         ("tests/race/test_handovers.py::test_what_was_staged_arrives_whatever_happens_to_the_sequences_meanwhile",),

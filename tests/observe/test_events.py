@@ -11,7 +11,7 @@ import pytest
 
 from engine import Engine, EventReplay
 from kvpool import Event
-from kvpool.pool.events import Names
+from kvpool.pool.core import Names
 
 Make = Callable[..., Engine]
 

@@ -23,8 +23,8 @@ ROWS = [{"timestamp": 1000 * n, "input_length": 600, "output_length": 20, "hash_
 GIB = 1 << 30
 FIGURES = {
     *"trace model link interrupted requests prompt_tokens output_tokens prompt_blocks tokens_per_block".split(),
-    *"sample longest_request_blocks distinct_blocks machine ceiling table reach pool store break_even".split(),
-    *"curve reuse_gaps prefixes tenants".split(),
+    *"sample longest_request_blocks distinct_blocks machine ceiling table reach pool store policies".split(),
+    *"break_even curve reuse_gaps prefixes tenants".split(),
 }
 
 
@@ -210,7 +210,7 @@ def test_without_matplotlib_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["plan", trace, "--plot", str(tmp_path / "a.png")]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and "pip install 'kvpool[plot]'" in err
+    assert out == "" and 'pip install ".[plot]"' in err
 
 
 def test_a_chart_that_cannot_be_written_is_an_error_behind_the_plan(

@@ -14,7 +14,7 @@ from kvpool.planner import Curve, survey_of
 from kvpool.planner import stack as stack_module
 from kvpool.planner.stack import BUCKETS, bucket_of
 from kvpool.planner.survey import NOBODY, OTHERS, TENANTS_MAX, Surveyor, coarse_limits
-from kvpool.replay.tokens import Request
+from kvpool.replay.content import Request
 from kvpool.replay.workload import synthetic
 
 Chain = tuple[Any, ...]

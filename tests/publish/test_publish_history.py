@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpool.publish.history import History, Place
+from kvpool.publish.replay_server import History, Place
 
 
 def since(history: History, start: int) -> list[tuple[int, bytes]]:

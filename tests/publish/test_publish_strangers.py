@@ -19,6 +19,7 @@ from router import Router, cached
 
 from engine import Engine
 from kvpool.publish import KVEventPublisher
+from kvpool.publish.replay_server import History
 
 Make = Callable[..., Engine]
 Publish = Callable[..., KVEventPublisher]
@@ -233,6 +234,44 @@ def test_a_replay_socket_in_a_folder_leaves_nothing_and_takes_the_place_of_what_
     assert serves(publisher, engine, route)
     publisher.close()
     assert not path.exists()
+
+
+def test_of_idle_peers_the_one_that_asked_for_nothing_for_longest_gives_up_its_place(
+    make: Make, publish: Publish
+) -> None:
+    engine = make(event_capacity=64)
+    publisher = publish(engine, connections=3)
+    idle = [let_in(str(publisher.replay_endpoint)) for _ in range(3)]
+    idle[0].sendall(REQUEST)
+    assert replayed(idle[0]) == [FIRST]
+    until(lambda: publisher.stats().replays == 1, "end of a replay")
+    for gone in (1, 2):
+        late = let_in(str(publisher.replay_endpoint))
+        late.sendall(REQUEST)
+        assert replayed(late) == [FIRST] and is_ended(idle[gone])
+        until(lambda gone=gone: publisher.stats().replays == 1 + gone, "end of a replay")  # type: ignore[misc]
+        idle.append(late)
+    idle[0].sendall(REQUEST)
+    assert replayed(idle[0]) == [FIRST], "it is the oldest peer, and has asked since the others came"
+    assert publisher.stats().replays_displaced == 2 and not publisher.stats().connections_refused
+    for one in idle:
+        one.close()
+
+
+def test_who_is_sent_a_replay_keeps_its_place(make: Make, publish: Publish, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(event_capacity=64)
+    publisher = publish(engine, connections=2)
+    monkeypatch.setattr(History, "covers", lambda *_: time.sleep(0.001) or True)
+    monkeypatch.setattr(History, "at", lambda history, place: (place.next, bytes(1 << 20)))  # it never ends
+    busy = [let_in(str(publisher.replay_endpoint)) for _ in range(2)]
+    for one in busy:
+        one.sendall(REQUEST)
+        read_frame(one)
+    late = connected(str(publisher.replay_endpoint))
+    until(lambda: publisher.stats().connections_refused == 1, "refusal")
+    assert is_ended(late) and not publisher.stats().replays_displaced
+    for one in (*busy, late):
+        one.close()
 
 
 @pytest.mark.parametrize("place", ["tcp://127.0.0.1:port", "tcp://127.0.0.1:65536", "tcp://127.0.0.1", "ipc:///no/x"])

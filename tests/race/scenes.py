@@ -24,7 +24,7 @@ from engine import Engine, Request, small_layout
 from kvpool import KVCacheManager
 from kvpool.jit import intrinsics as atomics
 from kvpool.pool.leases import Lease
-from kvpool.state import guards
+from kvpool.state import records
 from kvpool.state import records as fields
 from tests import debug
 from tests.race.interleave import Lock, Scene, explore, read_schedule, run
@@ -44,7 +44,7 @@ assert all(map(os.path.exists, FILES)), "a file that has moved has no lines to s
 class Cast(Engine):
     """An engine on a pool whose locks the explorer sees; it judges when all is over, not after each verb.
 
-    ``without`` names the guard that is taken out: "state_lock", "transfer_lock", one of ``kvpool.state.guards``, or
+    ``without`` names the guard that is taken out: "state_lock", "transfer_lock", one of ``kvpool.state.records``, or
     None.
     """
 
@@ -62,7 +62,7 @@ class Cast(Engine):
         state = contextlib.nullcontext() if without == "state_lock" else Lock(reentrant=True)
         cache.core.use_lock(state)
         cache.core.transfer._lock = contextlib.nullcontext() if without == "transfer_lock" else Lock(reentrant=False)  # type: ignore[assignment]
-        if without in guards.GUARDS:
+        if without in records.GUARDS:
             cache.core.disable_guard(without)
         self.contents: dict[bytes, list[tuple[int, int]]] = {}
         self.leased: dict[int, bytes] = {}

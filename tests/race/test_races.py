@@ -12,7 +12,7 @@ import pytest
 from kvpool import DeviceError
 from kvpool.device.base import Device, Event
 from kvpool.device.wrapper import WrappedDevice
-from kvpool.state import guards
+from kvpool.state import records
 from tests.device.faults import FaultyDevice
 from tests.race.lab import Lab
 
@@ -296,7 +296,7 @@ def test_every_guard_has_a_race() -> None:
     elsewhere = {"lost_content_is_forgotten", "staged_buffers_retire_by_event", "tokens_move_before_reuse"}
     elsewhere |= {"parent_in_key", "namespace_in_key", "namespace_at_hit", "tokens_at_hit", "ticket_at_loss"}
     elsewhere |= {"unpin_after_release"}
-    assert {guard for guard, _ in RACES.values()} | elsewhere == set(guards.GUARDS)
+    assert {guard for guard, _ in RACES.values()} | elsewhere == set(records.GUARDS)
 
 
 def test_a_sequence_may_change_its_stream() -> None:
@@ -365,20 +365,20 @@ def a_failure_that_is_reported_after_a_reset(guard: str | None) -> bool:
     cached(lab, X)
     lab.release(lab.add(Y), store=False)
     transfer, after = lab.cache.core.transfer, []
-    enqueue, drain = transfer._enqueue, transfer.drain
+    end, drain = transfer._end, transfer.drain
 
-    def meanwhile(batch: Any) -> Any:
+    def meanwhile(batch: Any) -> None:
         """What another thread decides while this one is inside the device is handed over afterwards."""
-        transfer._enqueue = enqueue  # type: ignore[method-assign]
-        lost = enqueue(batch)
+        transfer._end = end  # type: ignore[method-assign]
+        (lost,) = transfer._lost
         transfer.drain = lambda: None  # type: ignore[method-assign]
         lab.cache.reset()
         after.append(lab.cache.add_sequence(lab.prompt(Z), stream=lab.b))
         transfer.drain = drain  # type: ignore[method-assign]
-        assert len(lost) == 1 and lost[0, 0] in lab.cache.block_table(after[0]).dense()[0]
-        return lost
+        assert lost in lab.cache.block_table(after[0]).dense()[0]
+        end(batch)
 
-    device.place, transfer._enqueue = 0, meanwhile  # type: ignore[method-assign]
+    device.place, transfer._end = 0, meanwhile  # type: ignore[method-assign]
     lab.cache.prefetch(X)
     device.place = None
     try:

@@ -50,7 +50,7 @@ def test_what_is_retained_is_bounded_and_gone_after_a_drain(depth: int) -> None:
     for seed, progress in RUNS:
         lab = Lab(8, 0, seed=seed, progress=progress, staging_depth=depth)
         sequence, out, events, most = lab.add([1, 2, 3]), target(3, 4), list[Event](), 0
-        staging = lab.cache._tables.staging
+        staging = lab.cache._staging
         for turn in range(50):
             lab.cache.copy_batch_block_offsets(out, sequence.id, rows=turn % 3)
             events += [
@@ -84,7 +84,7 @@ def test_a_stalled_stream_keeps_no_other_waiting() -> None:
             lab.cache.copy_batch_block_offsets(other, b.id)
             lab.sim.synchronize(lab.sim.record(lab.b))
             assert lab.cache.stats().hand_overs == 1 and other[0].tolist() == rows_of(lab.cache, b.id, 4)[0].tolist()
-        assert lab.cache.stats().most_hand_overs <= 2 and len(lab.cache._tables.staging._buffers) <= 3
+        assert lab.cache.stats().most_hand_overs <= 2 and len(lab.cache._staging._buffers) <= 3
         gate.open()
         lab.sim.synchronize()
         assert lab.cache.stats().hand_overs == 0 and out[0].tolist() == rows_of(lab.cache, a.id, 4)[0].tolist()
@@ -126,7 +126,7 @@ def test_one_too_many_waits_with_no_lock_held() -> None:
     thread = threading.Thread(target=stage)
     thread.start()
     assert device.waiting.wait(600)
-    assert (out[2] == GARBAGE).all() and cache._tables.staging.retained == 2
+    assert (out[2] == GARBAGE).all() and cache._staging.retained == 2
     cache.release(cache.add_sequence([7, 8, 9]))
     cache.commit(ids[0])
     cache.verify()
@@ -146,9 +146,9 @@ def test_a_table_lives_until_it_was_written() -> None:
     table = weakref.ref(out)
     del out
     gc.collect()
-    assert table() is not None and cache._tables.staging.retained == 1
+    assert table() is not None and cache._staging.retained == 1
     device.done.set()
-    assert cache._tables.staging.retained == 0
+    assert cache._staging.retained == 0
     gc.collect()
     assert table() is None
     cache.release(sequence)
@@ -251,7 +251,7 @@ def test_threads_hand_over_at_once(seed: int, progress: float) -> None:
         thread.join(600)
     assert not any(thread.is_alive() for thread in threads) and not errors, f"seed {seed}: {errors}"
     device.synchronize()
-    assert cache._tables.staging.retained == 0
+    assert cache._staging.retained == 0
     cache.verify()
     cache.close()
     device.close()

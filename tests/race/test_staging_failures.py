@@ -29,7 +29,7 @@ def test_a_write_that_nobody_declared_is_found_in_tables_and_buffers() -> None:
         lab = Lab(8, 0)
         sequence, out = lab.add([1]), target(2, 4)
         lab.cache.copy_batch_block_offsets(out, sequence.id)
-        array = out if which == "table" else lab.cache._tables.staging._buffers[0].array
+        array = out if which == "table" else lab.cache._staging._buffers[0].array
         array[0] += 1
         with pytest.raises(UndeclaredWrite, match="array"):
             lab.sim.check()
@@ -44,9 +44,9 @@ def test_memory_that_is_freed_before_it_was_read_is_a_race() -> None:
     cache = KVCacheManager(small_layout(2), device_blocks=4, host_blocks=0, device=device)
     sequence = cache.add_sequence([1])
     cache.copy_batch_block_offsets(target(1, 2), sequence)
-    buffer = cache._tables.staging._buffers[0]
+    buffer = cache._staging._buffers[0]
     device.free(buffer.array)
-    cache._tables.staging._buffers.clear()
+    cache._staging._buffers.clear()
     with pytest.raises(RaceError, match=r"(?s)array.*stage_rows.*free"):
         device.check()
     with pytest.raises(ValueError, match="staged: rows"):
@@ -74,21 +74,21 @@ def test_memory_outside_the_pools_is_named_by_arrays() -> None:
 
 
 def without_event(cache: KVCacheManager) -> None:
-    cache._tables.staging._retained.add(0, None, Buffer(np.zeros(1, np.uint8)))
+    cache._staging._retained.add(0, None, Buffer(np.zeros(1, np.uint8)))
 
 
 def free_too_early(cache: KVCacheManager) -> None:
-    cache._tables.staging._free.append(next(buffer for _, buffer in cache._tables.staging._retained))
-    cache._tables.staging._retained.clear()
+    cache._staging._free.append(next(buffer for _, buffer in cache._staging._retained))
+    cache._staging._retained.clear()
 
 
 def listed_twice(cache: KVCacheManager) -> None:
-    event, buffer = next(iter(cache._tables.staging._retained))
-    cache._tables.staging._retained.add(0, event, buffer)
+    event, buffer = next(iter(cache._staging._retained))
+    cache._staging._retained.add(0, event, buffer)
 
 
 def stranger(cache: KVCacheManager) -> None:
-    cache._tables.staging._buffers.pop()
+    cache._staging._buffers.pop()
 
 
 @pytest.mark.parametrize(

@@ -270,7 +270,7 @@ class Injecting(Relay):
 def test_a_store_server_bounds_a_message_that_never_ends() -> None:
     secret, memory = bytes(range(32)), np.zeros((4, 4096), np.uint8)
     from kvpool.stores.peer.wire import wire_key as store_key
-    from kvpool.stores.secrets import SharedSecret
+    from kvpool.stores.seals import SharedSecret
 
     with StoreServer(MemoryStore(1 << 20), block_bytes=4096, secret=secret) as server:
         endless = plain(server.endpoint, store_key(SharedSecret(secret)))

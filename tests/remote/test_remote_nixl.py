@@ -158,4 +158,4 @@ def test_without_pyzmq_the_error_says_what_to_install() -> None:
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
     )
-    assert "pip install 'kvpool[remote]'" in done.stdout
+    assert 'pip install ".[remote]"' in done.stdout

@@ -12,7 +12,7 @@ import pytest
 
 from kvpool.arrays.layout import BlockLayout
 from kvpool.replay import Replay, ReplayConfig, Request, Summary, Trace, VerificationError, read_trace, synthetic
-from kvpool.replay.schedule import Admit, Append, Finish, schedule
+from kvpool.replay.engine import Admit, Append, Finish, schedule
 
 CONVERSATION = Path(__file__).resolve().parents[3] / "shared" / "traces" / "conversation_trace.jsonl"
 SMALL = BlockLayout.of_block_bytes(256, 16)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvpool.replay.schedule import Admit, Append, Finish, Skip, schedule, worst_blocks
-from kvpool.replay.tokens import Request
+from kvpool.replay.content import Request
+from kvpool.replay.engine import Admit, Append, Finish, Skip, schedule, worst_blocks
 
 HARNESS = Path(__file__).resolve().parents[3] / "shared" / "peerbench" / "replay.py"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpool.replay.tokens import Request, expand_ids, expand_output
+from kvpool.replay.content import Request, expand_ids, expand_output
 
 HARNESS = Path(__file__).resolve().parents[3] / "shared" / "peerbench" / "replay.py"
 MASK = 2**64 - 1

@@ -13,8 +13,7 @@ from kvpool.device import CpuDevice
 from kvpool.device.base import NULL_STREAM, Stream
 from kvpool.errors import DeviceError
 from kvpool.memory.pools import MemoryPools
-from kvpool.replay.content import token_states
-from kvpool.replay.tokens import ranges
+from kvpool.replay.content import ranges, token_states
 from kvpool.replay.verifier import VerificationError, Verifier, WatchedDevice
 
 T, DEVICE, HOST = 4, 6, 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvpool.replay.tokens import Request
+from kvpool.replay.content import Request
 from kvpool.replay.workload import DEVICE_BLOCKS, synthetic
 
 

@@ -31,7 +31,7 @@ from kvpool.arrays.strided import as_strided
 from kvpool.device.base import Stream
 from kvpool.planner.stack import StackDistances
 from kvpool.pool.leases import Leases
-from kvpool.replay.tokens import Request
+from kvpool.replay.content import Request
 
 Make = Callable[..., Engine]
 

@@ -283,7 +283,7 @@ def test_states_alone_have_no_keys(open_: Open) -> None:
 def test_names_are_those_of_live_sequences_however_many_namespaces_there_were(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpool.pool.events.Names.LEAST", 4)
+    monkeypatch.setattr("kvpool.pool.core.Names.LEAST", 4)
     engine = make(T=4, P=16)
     first = engine.add([1, 2, 3], salt="kept", adapter_id="lora")
     for i in range(40):

@@ -236,7 +236,7 @@ MADE_BY_THE_POOL = {
         "HostEvent",
         "HostTierDescription",
     ),
-    *("Lacking", "Match", "Plan", "RequestStats", "Reserved", "SharedTier", "Stats", "TierStats"),
+    *("HintAnswer", "Lacking", "Match", "Plan", "RequestStats", "Reserved", "SharedTier", "Stats", "TierStats"),
     *("HealthStats", "HostKeeperStats", "KeeperStats", "Forgotten", "Job", "Prefetch", "Space", "StoreStats"),
     "RetentionRange",  # one tuple of ``retention``
     "Stagings",  # walked as an argument of ``gather_kv``

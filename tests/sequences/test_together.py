@@ -271,7 +271,7 @@ def test_a_step_with_room_copies_no_state(make: Make, monkeypatch: pytest.Monkey
     running = [engine.add(range(9 * i, 9 * i + 7)) for i in range(4)]
     ids = [one.id for one in running]
     taken: list[int] = []
-    undo = engine.cache._together._undo
+    undo = engine.cache._undo
     monkeypatch.setattr(undo, "take", lambda rows, columns: taken.append(1))
     engine.cache.apply([op.commit(ids), op.release(ids[0]), op.append(ids[1:], [1, 2, 3], [1, 1, 1]), op.add([[1, 2]])])
     assert not taken
@@ -287,7 +287,7 @@ def test_no_garbage_is_collected_while_lists_of_two_pools_overlap(make: Make, mo
     pools = [make(P=4).cache for _ in range(2)]
     inside, enabled = [threading.Event() for _ in pools], list[bool]()
     first_is_done = threading.Event()
-    match = [cache._admissions.match for cache in pools]
+    match = [cache._match for cache in pools]
 
     def first(keys: Any) -> Any:
         inside[0].set()
@@ -301,7 +301,7 @@ def test_no_garbage_is_collected_while_lists_of_two_pools_overlap(make: Make, mo
         return match[1](keys)
 
     for cache, call in zip(pools, (first, second), strict=True):
-        monkeypatch.setattr(cache._admissions, "match", call)
+        monkeypatch.setattr(cache, "_match", call)
     other = threading.Thread(target=lambda: inside[0].wait(600) and pools[1].apply([op.match([1])]))
     other.start()
     pools[0].apply([op.match([1])])

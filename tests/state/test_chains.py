@@ -14,14 +14,15 @@ import pytest
 
 from kvpool import BlockLayout, KVCacheManager, OutOfBlocks, operations
 from kvpool.errors import IntegrityError
-from kvpool.state.chain_book import BOOK_BYTES, ChainBook
+from kvpool.state.arrays import BOOK_BYTES, ChainBook
+from kvpool.state.chains import AGENT, LRU
 from tests.engine import Clock
 from tests.golden.pools import KINDS, SECRET, Driver
 from tests.golden.recorder import Recorder
 from tests.grouped import pool_of
 
 LAYOUT = BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=1, dtype="uint8", planes=1)
-CHAINS = ("agent", "adaptive")
+CHAINS = ("reuse", "agent", "adaptive")
 
 
 class Talks:
@@ -94,6 +95,22 @@ def test_the_conversation_that_is_away_for_longer_goes_though_it_was_used_later(
     assert found == {"lru": (10, 50), "agent": (50, 10)}
 
 
+def test_whoever_has_come_back_stays_where_most_never_do() -> None:
+    found = {}
+    for policy in ("lru", "reuse"):
+        with talks(120, policy) as opened:
+            for i in range(150):
+                opened.fill(10)
+                opened.clock.now += 1_000
+                if i % 3 == 0:
+                    opened.turn(f"talk {i // 30}", 0 if i % 30 else 40)
+            opened.clock.now += 1_000
+            for _ in range(10):
+                opened.fill(10)
+            found[policy] = opened.cached("talk 4")
+    assert found == {"lru": 0, "reuse": 40}
+
+
 def test_a_conversation_loses_its_end_first() -> None:
     with talks(100) as opened:
         opened.turn("one", 60, at=1)
@@ -145,11 +162,11 @@ def test_what_lru_has_left_of_a_conversation_is_still_known() -> None:
     with talks(100, "adaptive") as opened:
         opened.turn("old", 40, at=1)
         opened.turn("new", 50, at=2)
-        opened.book.book["waits"] = 1
+        opened.book.book["follows"] = LRU
         opened.fill(40)
         assert opened.book.chains["size"][0] == opened.cached("old") < 20
         opened.turn("new", 0, at=3, ends=True)
-        opened.book.book["waits"] = 0
+        opened.book.book["follows"] = AGENT
         kept = opened.cached("old")
         opened.fill(20)
         assert opened.cached("old") == kept and opened.cached("new") < 50
@@ -163,6 +180,18 @@ def test_what_the_engine_says_goes_before_what_was_learnt() -> None:
             opened.turn("late", 0, at=6_001, **said.get("late", {}))
             opened.fill(60)
             assert (opened.cached("soon"), opened.cached("late")) == (10, 50)
+
+
+def test_what_the_engine_says_is_heard_in_a_list_of_operations() -> None:
+    with talks(100) as opened:
+        for name in ("one", "two"):
+            opened.texts[name] = list(range(1000 * len(opened.texts), 1000 * len(opened.texts) + 45))
+            sequence = opened.cache.add_sequence([*opened.texts[name], 0])
+            opened.cache.commit(sequence, np.array([45]))
+            opened.cache.apply([operations.release(sequence, returns_in_ms=1) if name == "one" else
+                                operations.release(sequence, ends=True)])  # fmt: skip
+        opened.fill(40)
+        assert opened.cached("one") == 45 and opened.cached("two") < 20
 
 
 def test_a_moment_that_has_passed_is_no_promise_any_more() -> None:
@@ -187,7 +216,7 @@ def test_pauses_count_by_the_reason_why_the_model_stopped() -> None:
         for i in range(100):
             opened.turn("tool", 1, at=1000 * i + 2, stop="end_turn")
             opened.turn("tool", 1, at=1000 * i + 900, stop="tool_use")
-        worth = opened.book.rates[2]
+        worth = opened.book.rates[1, 2]
         classes = len(worth) // 3
         assert worth[classes : 2 * classes, 0].max() > worth[2 * classes : 3 * classes, 0].max()
 
@@ -203,7 +232,7 @@ def test_what_is_no_hint_is_refused_and_nothing_is_released(said: dict[str, Any]
 
 
 def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(ValueError, match="policy='mru': must be one of lru, agent, adaptive"):
+    with pytest.raises(ValueError, match="policy='mru': must be one of lru, reuse, agent, adaptive"):
         Talks(10, "mru")
 
 
@@ -222,12 +251,12 @@ def circle(opened: Talks, names: int, rounds: int, start: float) -> float:
 
 def test_adaptive_follows_who_would_have_hit_more_and_a_switch_moves_no_block() -> None:
     with talks(200, "lru") as lru, talks(200, "adaptive") as opened:
-        assert opened.book.book["waits"][0] == 1
+        assert opened.book.book["follows"][0] == LRU
         assert circle(lru, 15, 60, 1) == 0
         assert circle(opened, 15, 60, 1) > 0.3
-        assert opened.book.book["waits"][0] == 0
+        assert opened.book.book["follows"][0] != LRU
         lists = opened.cache.core.states[0].lists.copy()
-        opened.book.book["waits"] = 1
+        opened.book.book["follows"] = LRU
         opened.cache.verify()
         assert np.array_equal(lists, opened.cache.core.states[0].lists)
 
@@ -258,7 +287,7 @@ def driven(kind: str, policy: str, seed: int) -> str:
     options = {"max_sequences": 8, "max_sequence_tokens": 256, "event_capacity": 4096, "offload_min_priority": 20}
     with pool_of(KINDS[kind], 40, 24, "cpu", secret=SECRET, clock=clock, policy=policy, **options) as cache:
         for state in cache.core.states:
-            state.book.book["waits"] = 0
+            state.book.book["follows"] = AGENT
         Checked(cache, recorder, clock, seed).run()
     return recorder.digest
 
@@ -280,7 +309,7 @@ def test_the_interpreter_decides_as_machine_code_does() -> None:
 @pytest.mark.parametrize("policy", CHAINS)
 def test_what_is_refused_changes_no_byte_of_the_records(policy: str) -> None:
     with talks(60, policy) as opened:
-        opened.book.book["waits"] = 0
+        opened.book.book["follows"] = AGENT
         for i in range(12):
             opened.turn(f"talk {i % 5}", 6, at=10 * i)
         live = opened.cache.add_sequence(range(5000, 5030))
@@ -307,13 +336,14 @@ BROKEN = {
         _set("owners", 0, 1 << 20),
         _set("first", 0, 1 << 20),
         _set("before", 0, -1),
-        _set("row", 0, 1 << 20),
+        _set("row", 0, 1 << 10),
+        _set("alike", 0, -1),
         lambda own: own.book["pick"].__setitem__(0, len(own.chains)),
     ],
     "names": [_set("names", 0, (1 << 20) << 8)],
     "rings": [lambda own: own.chains["after"].__setitem__(int(own.order[0]), int(own.order[1]))],
     "turns": [_set("turns", 0, 1 << 20), _set("turns", 0, -2), lambda own: own.chains["turns"].__setitem__(0, 3)],
-    "ghosts": [lambda own: own.chains["by_lru"].__setitem__(0, own.chains["by_lru"][0] + 1)],
+    "ghosts": [lambda own: own.ghosts.__setitem__((0, 0), own.ghosts[0, 0] + 1)],
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvpool.copying.levels import Levels
+from kvpool.copying.transfer import Levels
 from kvpool.device.base import SOURCE, TARGET, TOKENS
 
 WIDTH, BLOCKS = 4, 6

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.state import lists
+from kvpool.state import policy
 from kvpool.state.arrays import GroupSizes, Settings, State, States
 from kvpool.state.verify import findings
 from tests.debug import dump
@@ -18,7 +18,7 @@ from tests.debug import dump
 def state() -> State:
     """Four device and two host blocks, all in the lists of empty ones but for block 1, which has been taken out."""
     states = States([GroupSizes(4, 2)], Settings(4, 2, 4, bytes(16)))
-    lists.unlink(records(states[0]), states[0].lists, 1)
+    policy.unlink(records(states[0]), states[0].lists, 1)
     return states[0]
 
 
@@ -30,11 +30,11 @@ def records(state: State) -> Any:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda s: lists.unlink(records(s), s.lists, 1),
-        lambda s: lists.relink(records(s), s.lists, 0),
-        lambda s: lists.push_back(records(s), s.lists, 0, 35),
-        lambda s: lists.push_front(records(s), s.lists, 5, 35),
-        lambda s: (lists.heap_push(records(s), s.heap, 2, 7), lists.heap_push(records(s), s.heap, 2, 8)),
+        lambda s: policy.unlink(records(s), s.lists, 1),
+        lambda s: policy.relink(records(s), s.lists, 0),
+        lambda s: policy.push_back(records(s), s.lists, 0, 35),
+        lambda s: policy.push_front(records(s), s.lists, 5, 35),
+        lambda s: (policy.heap_push(records(s), s.heap, 2, 7), policy.heap_push(records(s), s.heap, 2, 8)),
     ],
     ids=["unlink", "relink", "push_back", "push_front", "heap_push"],
 )
@@ -46,10 +46,10 @@ def test_what_does_not_fit_raises(state: State, change: Callable[[State], object
 
 
 def test_unlinked_blocks_come_back_where_they_were(state: State) -> None:
-    lists.relink(records(state), state.lists, 1)
+    policy.relink(records(state), state.lists, 1)
     before = dump(state)
     for b in (0, 2, 1, 4):
-        lists.unlink(records(state), state.lists, b)
+        policy.unlink(records(state), state.lists, b)
     for b in (4, 1, 2, 0):
-        lists.relink(records(state), state.lists, b)
+        policy.relink(records(state), state.lists, b)
     assert dump(state) == before and not findings(state, np.empty(0, np.int64))

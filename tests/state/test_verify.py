@@ -14,7 +14,7 @@ import pytest
 
 from engine import Engine, open_engine
 from kvpool.errors import IntegrityError
-from kvpool.state import lists as slab
+from kvpool.state import policy as slab
 from kvpool.state import records as fields
 from kvpool.state import verify as verification
 from kvpool.state.arrays import State

@@ -100,6 +100,24 @@ class StoreContract:
             job = queue.load(keys, np.arange(4))
             assert job.wait(600) and job.ok == 4
 
+    def test_after_a_reset_nothing_is_found_from_before_also_if_the_store_drops_nothing(self, make: Open) -> None:
+        for clears in (True, False):
+            wrong = Wrong(make(16))
+            wrong.clears *= clears
+            with open_queue(wrong) as queue:
+                fill(queue.memory, 2)
+                keys, other = BlockNames(names(2)), BlockNames(names(2, 10))
+                assert queue.save(keys, np.arange(2)).wait(60, returned=True)
+                assert queue.reset().wait(600)
+                for _ in range(2):
+                    job = queue.load(keys, np.arange(4, 6))
+                    assert job.wait(60, returned=True) and job.codes.tolist() == [ABSENT] * 2
+                    assert queue.save(other, np.arange(2)).wait(60, returned=True)
+                    job = queue.load(other, np.arange(4, 6))
+                    assert job.wait(60, returned=True) and job.ok == 2
+                    assert queue.reset().wait(600)
+                    keys, other = other, keys
+
     def test_a_clear_of_a_namespace_drops_nothing_else(self, make: Open) -> None:
         """A store that does not know namespaces refuses."""
         with open_queue(make(16)) as queue:
@@ -205,6 +223,36 @@ class LastingContract(StoreContract):
         with open_queue(again()) as queue:
             job = queue.load(np.concatenate([keys, kept]), np.arange(10))
             assert job.wait(600) and job.codes.tolist() == [ABSENT] * 8 + [OK] * 2
+
+    def test_what_is_saved_after_a_reset_is_there_after_it_was_closed(
+        self, make: Open, again: Callable[[], Store]
+    ) -> None:
+        """Also if the store has not dropped what was there before. A store that has no epochs finds nothing of both."""
+        for clears in (True, False):
+            wrong = Wrong(make(16))
+            wrong.clears *= clears
+            with open_queue(wrong) as queue:
+                saved(queue, 4)
+                assert queue.reset().wait(600)
+                saved(queue, 2)
+                saved(queue, 1, 10)
+                lasts = hasattr(wrong.inner, "epoch")
+            for _ in range(2):
+                with open_queue(again()) as queue:
+                    job = queue.load(queue.secret.opaque(names(11)), np.arange(11))
+                    assert job.wait(60, returned=True), job.error
+                    if lasts:
+                        assert job.codes.tolist() == [OK] * 2 + [ABSENT] * 8 + [OK]
+                        assert np.array_equal(queue.memory[1], content(1))
+
+    def test_a_reset_is_of_one_model(self, make: Open, again: Callable[[], Store]) -> None:
+        with open_queue(make(32)) as queue:
+            keys = saved(queue, 4)
+        with open_queue(again(), OTHER) as queue:
+            assert queue.reset().wait(600)
+        with open_queue(again()) as queue:
+            job = queue.load(keys, np.arange(4))
+            assert job.wait(600) and job.ok == 4
 
     def test_a_clear_drops_nothing_of_another_model(self, make: Open, again: Callable[[], Store]) -> None:
         with open_queue(make(32)) as queue:

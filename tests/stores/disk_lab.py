@@ -9,15 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvpool.stores.disk.system import System
+from kvpool.stores.disk.slab import System
 
 
 class Faulty:
     """``before[name]`` is called before each call of that name: "preadv", "pwritev", "fdatasync", "posix_fallocate",
-    "connect", or "COMMIT" and other commands of SQLite. ``count[name]`` says how many there were."""
+    "connect", or "COMMIT" and other commands of SQLite, and ``after[name]`` after each such command that has worked.
+    ``count[name]`` says how many there were."""
 
     def __init__(self) -> None:
         self.before: dict[str, Callable[[], Any]] = {}
+        self.after: dict[str, Callable[[], Any]] = {}
         self.count: dict[str, int] = {}
         self.system = System(
             preadv=self._wrap("preadv", os.preadv),
@@ -46,8 +48,11 @@ class Connection:
         self._inner, self._faulty = inner, faulty
 
     def execute(self, command: str, *arguments: Any) -> Any:
-        self._faulty.reached(command.split()[0])
-        return self._inner.execute(command, *arguments)
+        name = command.split()[0]
+        self._faulty.reached(name)
+        done = self._inner.execute(command, *arguments)
+        self._faulty.after.get(name, lambda: None)()
+        return done
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

@@ -15,7 +15,7 @@ from kvpool.stores import MemoryStore
 from kvpool.stores.peer.peer_store import PeerStore
 from kvpool.stores.peer.store_server import StoreServer
 from kvpool.stores.peer.wire import StoreCall, wire_key
-from kvpool.stores.secrets import SharedSecret
+from kvpool.stores.seals import SharedSecret
 from kvpool.stores.store import Space, Store
 from tests.remote import workers
 from tests.stores.lab import BLOCK_BYTES, memory

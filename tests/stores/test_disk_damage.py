@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import random
 import shutil
@@ -11,16 +12,17 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvpool.stores import ABSENT, DAMAGED, OK, REFUSED
-from kvpool.stores.disk import DiskStore
+from kvpool.stores.disk import DiskStore, disk_store
 from kvpool.stores.disk.folder import Folder
 from kvpool.stores.disk.slot_index import PAGE_BYTES
 from tests.stores.disk_lab import Faulty, crash, raising
-from tests.stores.lab import BLOCK_BYTES, Gate, content, names, open_queue, saved
+from tests.stores.lab import BLOCK_BYTES, Gate, content, fill, names, open_queue, saved
 
 BLOCKS = 60
 CAPACITY = 64 * BLOCK_BYTES
@@ -198,6 +200,26 @@ print("opened")
 """
 
 
+@pytest.mark.parametrize("content", [b"", b"x" * 25, None], ids=["empty", "damaged", "missing"])
+def test_without_its_epochs_a_store_finds_nothing_that_was_saved_before(folder: Path, content: bytes | None) -> None:
+    with open_queue(DiskStore(folder)) as queue:
+        assert queue.reset().wait(600)
+        saved(queue, BLOCKS)
+    (folder / "epochs").unlink() if content is None else (folder / "epochs").write_bytes(content)
+    ok, stats = check(folder)
+    assert ok == 0 and stats["damaged_files"] == (content == b"x" * 25)
+
+
+def test_epochs_of_more_models_than_a_store_remembers_take_no_room(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(disk_store, "EPOCHS_MAX", 3)
+    with open_queue(DiskStore(tmp_path / "store", CAPACITY)) as queue:
+        store = queue._store
+        models = [bytes([number]) * 8 for number in range(5)]
+        drawn = [store.epoch(model, True) for model in (*models, models[3])]
+        assert len(set(drawn)) == 6 and (tmp_path / "store" / "epochs").stat().st_size == 3 * 24
+        assert [store.epoch(model, False) for model in models] == [b"", b"", drawn[2], drawn[5], drawn[4]]
+
+
 def test_a_header_of_absurd_slots_is_damage(folder: Path) -> None:
     change(folder, "UPDATE store SET slots = 9223372036854775807")
     with open_queue(DiskStore(folder)) as queue:
@@ -260,12 +282,12 @@ def test_a_crash_while_a_slot_gets_other_bytes(tmp_path: Path, at: str) -> None:
 def test_a_block_that_was_there_at_a_crash_is_made_durable_once(tmp_path: Path, taken: bool, closings: int) -> None:
     """The row is there in both cases, so that a save could take it for saved."""
     faulty, gate = Faulty(), Gate()
-    store = DiskStore(tmp_path / "store", BLOCK_BYTES, system=faulty.system)
+    store = DiskStore(tmp_path / "store", 2 * BLOCK_BYTES, system=faulty.system)
     with open_queue(store) as queue:
-        old = saved(queue, 1)
+        old = saved(queue, 1, limit=1)
         queue.memory[1] = content(7)
         faulty.before["fdatasync" if taken else "pwritev"] = gate
-        job = queue.save(queue.secret.opaque(names(1, first=7)), np.arange(1, 2))
+        job = queue.save(queue.secret.opaque(names(1, first=7)), np.arange(1, 2), limit=1)
         assert gate.reached.wait(600)
         left = crash(tmp_path / "store", tmp_path / "left")
         gate.open()
@@ -278,6 +300,64 @@ def test_a_block_that_was_there_at_a_crash_is_made_durable_once(tmp_path: Path, 
             assert queue.stats().store["commits"] == 1
         job = queue.load(old, np.arange(1, 2))
         assert job.wait(60, returned=True) and job.ok == 1 and np.array_equal(queue.memory[1], content(0))
+
+
+@pytest.fixture
+def doubtful(tmp_path: Path) -> Path:
+    """A store with room for twelve blocks, which has four, as a killed process leaves it."""
+    with open_queue(DiskStore(tmp_path / "store", 12 * BLOCK_BYTES)) as queue:
+        saved(queue, 4)
+        return crash(tmp_path / "store", tmp_path / "left")
+
+
+def loaded(folder: Path, count: int = 4) -> list[int]:
+    """Which content the first blocks have after a crash. All of them are there."""
+    with open_queue(DiskStore(folder)) as queue:
+        job = queue.load(queue.secret.opaque(names(count)), np.arange(count))
+        assert job.wait(60, returned=True) and job.ok == count, (job.codes, job.error)
+        return [n for row in range(count) for n in range(8) if np.array_equal(queue.memory[row], content(n))]
+
+
+@pytest.mark.parametrize("at", ["pwritev", "fdatasync", "COMMIT"])
+def test_a_crash_while_a_block_gets_other_bytes_leaves_the_old_or_the_new(
+    tmp_path: Path, doubtful: Path, at: str
+) -> None:
+    faulty, gate = Faulty(), Gate()
+    with open_queue(DiskStore(doubtful, system=faulty.system)) as queue:
+        fill(queue.memory, 4, 4)
+        faulty.before[at] = gate
+        job = queue.save(queue.secret.opaque(names(4)), np.arange(4))
+        assert gate.reached.wait(600)
+        left = crash(doubtful, tmp_path / "again")
+        gate.open()
+        assert job.wait(60, returned=True) and job.ok == 4
+        later = crash(doubtful, tmp_path / "later")
+    assert (loaded(left), loaded(later)) == ([0, 1, 2, 3], [4, 5, 6, 7])
+
+
+@pytest.mark.parametrize("durable", [False, True], ids=["not durable", "durable"])
+def test_a_commit_that_fails_takes_neither_the_old_bytes_nor_the_new(
+    tmp_path: Path, doubtful: Path, durable: bool
+) -> None:
+    """An error of a commit does not say whether it is durable. Until the next one, no slot is written that it may have
+    named."""
+    faulty, gate = Faulty(), Gate()
+    with open_queue(DiskStore(doubtful, system=faulty.system)) as queue:
+        fill(queue.memory, 4, 4)
+        (faulty.after if durable else faulty.before)["COMMIT"] = raising(sqlite3.OperationalError("disk I/O error"))
+        job = queue.save(queue.secret.opaque(names(4)), np.arange(4))
+        assert job.wait(60, returned=True) and not job.ok
+        faulty.after, faulty.before = {}, {"fdatasync": gate}
+        fill(queue.memory, 4, 100)
+        other = queue.save(queue.secret.opaque(names(4, first=100)), np.arange(4))
+        assert gate.reached.wait(600)
+        left = crash(doubtful, tmp_path / "again")
+        gate.open()
+        assert other.wait(60, returned=True)
+        saved(queue, 4, first=200)
+        later = crash(doubtful, tmp_path / "later")
+    assert loaded(left) == ([4, 5, 6, 7] if durable else [0, 1, 2, 3])
+    assert loaded(later) == [0, 1, 2, 3]
 
 
 def test_only_a_crash_leaves_doubt(tmp_path: Path) -> None:
@@ -294,13 +374,9 @@ def test_only_a_crash_leaves_doubt(tmp_path: Path) -> None:
             assert (syncs > 0) == doubtful and faulty.count.get("fdatasync", 0) == syncs
 
 
-def test_a_save_after_a_crash_writes_only_the_blocks_that_are_damaged(tmp_path: Path) -> None:
-    """Power that fails while a block is written may take it, so one that is right is not written."""
-    with open_queue(DiskStore(tmp_path / "store", 4 * BLOCK_BYTES)) as queue:
-        keys = saved(queue, 4)
-        left = crash(tmp_path / "store", tmp_path / "left")
-    place = (left / "slab").read_bytes().index(content(2).tobytes())
-    with (left / "slab").open("r+b") as file:
+def test_a_save_after_a_crash_writes_only_the_blocks_that_are_damaged(doubtful: Path) -> None:
+    place = (doubtful / "slab").read_bytes().index(content(2).tobytes())
+    with (doubtful / "slab").open("r+b") as file:
         file.seek(place)
         file.write(b"noise")
     faulty, written = Faulty(), list[tuple[int, int]]()
@@ -309,20 +385,16 @@ def test_a_save_after_a_crash_writes_only_the_blocks_that_are_damaged(tmp_path: 
         written.append((offset, sum(len(view) for view in views)))
         return os.pwritev(fd, views, offset)
 
-    with open_queue(DiskStore(left, system=replace(faulty.system, pwritev=write))) as queue:
+    with open_queue(DiskStore(doubtful, system=replace(faulty.system, pwritev=write))) as queue:
         saved(queue, 4)
-        assert written == [(place, BLOCK_BYTES)] and faulty.count["fdatasync"] == 1
-        load = queue.load(keys, np.arange(4, 8))
-        assert load.wait(60, returned=True) and load.ok == 4
+        assert written == [(4 * BLOCK_BYTES, BLOCK_BYTES)] and faulty.count["fdatasync"] == 1
+    assert loaded(doubtful) == [0, 1, 2, 3]
 
 
 def test_without_direct_access_to_the_device_a_save_after_a_crash_writes_every_block(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    doubtful: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is read may be in the page cache alone, and a sync does not write what it has failed to write before."""
-    with open_queue(DiskStore(tmp_path / "store", 4 * BLOCK_BYTES)) as queue:
-        saved(queue, 4)
-        left = crash(tmp_path / "store", tmp_path / "left")
     opening = Folder.open
 
     def buffered(folder: Folder, name: str, flags: int = 0) -> int:
@@ -331,33 +403,31 @@ def test_without_direct_access_to_the_device_a_save_after_a_crash_writes_every_b
         return opening(folder, name, flags)
 
     monkeypatch.setattr(Folder, "open", buffered)
-    faulty = Faulty()
-    with open_queue(DiskStore(left, system=faulty.system)) as queue:
+    faulty, written = Faulty(), list[int]()
+
+    def write(fd: int, views: list[memoryview], offset: int) -> int:
+        written.append(len(views))
+        return os.pwritev(fd, views, offset)
+
+    with open_queue(DiskStore(doubtful, system=replace(faulty.system, pwritev=write))) as queue:
         saved(queue, 4)
-        assert faulty.count["pwritev"] == 4
+        assert sum(written) == 4
 
 
-def test_a_block_that_cannot_be_read_after_a_crash_is_written_again(tmp_path: Path) -> None:
-    with open_queue(DiskStore(tmp_path / "store", 4 * BLOCK_BYTES)) as queue:
-        saved(queue, 1)
-        left = crash(tmp_path / "store", tmp_path / "left")
+def test_a_block_that_cannot_be_read_after_a_crash_is_written_again(doubtful: Path) -> None:
     faulty = Faulty()
     faulty.before["preadv"] = raising(OSError(errno.EIO, "I/O error"))
-    with open_queue(DiskStore(left, system=faulty.system)) as queue:
+    with open_queue(DiskStore(doubtful, system=faulty.system)) as queue:
         saved(queue, 1)
         assert faulty.count["pwritev"] == 1
 
 
 @pytest.mark.parametrize("failing", [False, True], ids=["cancelled", "failing"])
-def test_a_save_that_does_not_write_a_block_again_drops_nothing(tmp_path: Path, failing: bool) -> None:
-    with open_queue(DiskStore(tmp_path / "store", 4 * BLOCK_BYTES)) as queue:
-        saved(queue, 4)
-        left = crash(tmp_path / "store", tmp_path / "left")
+def test_a_save_that_does_not_write_a_block_again_drops_nothing(doubtful: Path, failing: bool) -> None:
     faulty, gate = Faulty(), Gate()
-    with open_queue(DiskStore(left, system=faulty.system)) as queue:
+    with open_queue(DiskStore(doubtful, system=faulty.system)) as queue:
         keys = queue.secret.opaque(names(4))
-        for number in range(4):
-            queue.memory[number] = content(number + 4)  # Not what is there, so that it is written.
+        fill(queue.memory, 4, 4)  # Not what is there, so that it is written.
         faulty.before["pwritev"] = raising(OSError(errno.EIO, "I/O error")) if failing else gate
         job = queue.save(keys, np.arange(4))
         if not failing:
@@ -373,19 +443,31 @@ def test_a_save_that_does_not_write_a_block_again_drops_nothing(tmp_path: Path, 
         assert (queue.stats().store["commits"] > commits) == failing, "what was not written is still in doubt"
 
 
-def test_a_block_in_doubt_that_is_read_is_not_written(tmp_path: Path) -> None:
-    with open_queue(DiskStore(tmp_path / "store", 4 * BLOCK_BYTES)) as queue:
-        keys = saved(queue, 1)
-        left = crash(tmp_path / "store", tmp_path / "left")
-    faulty, gate = Faulty(), Gate()
-    with open_queue(DiskStore(left, system=faulty.system)) as queue:
-        faulty.before["preadv"] = gate
-        load = queue.load(keys, np.arange(1, 2))
+def test_a_block_that_gets_other_bytes_while_it_is_read_keeps_its_slot(doubtful: Path) -> None:
+    gate, reads = Gate(), itertools.count()
+    system = replace(Faulty().system, preadv=lambda *read: (next(reads) or gate(), os.preadv(*read))[1])
+    with open_queue(DiskStore(doubtful, system=system)) as queue:
+        keys = queue.secret.opaque(names(1))
+        load = queue.load(keys, np.arange(20, 21))
         assert gate.reached.wait(600)
+        fill(queue.memory, 1, 4)
         job = queue.save(keys, np.arange(1))
-        assert job.wait(60, returned=True) and job.codes.tolist() == [REFUSED]
+        assert job.wait(60, returned=True) and job.ok
+        saved(queue, 8, first=100)  # all that there is room for
         gate.open()
-        assert load.wait(60, returned=True) and load.ok == 1 and "pwritev" not in faulty.count
+        assert load.wait(60, returned=True) and load.ok == 1
+        assert np.array_equal(queue.memory[20], content(0))
+        evicted = queue.stats().store["evicted"]
+        saved(queue, 1, first=200)
+        assert queue.stats().store["evicted"] == evicted, "now it is free"
+
+
+def test_where_no_other_slot_is_free_other_bytes_are_refused(doubtful: Path) -> None:
+    with open_queue(DiskStore(doubtful, 4 * BLOCK_BYTES)) as queue:
+        fill(queue.memory, 4, 4)
+        job = queue.save(queue.secret.opaque(names(4)), np.arange(4))
+        assert job.wait(60, returned=True) and set(job.codes.tolist()) == {REFUSED}
+    assert loaded(doubtful) == [0, 1, 2, 3]
 
 
 def test_what_was_forgotten_is_absent_after_a_crash(folder: Path, tmp_path: Path) -> None:

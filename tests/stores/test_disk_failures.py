@@ -18,7 +18,7 @@ import pytest
 
 from kvpool.stores import ABSENT, FAILED, OK, StoreQueue
 from kvpool.stores.disk import DiskStore
-from kvpool.stores.disk.system import System
+from kvpool.stores.disk.slab import System
 from kvpool.stores.store import KEY_BYTES, SEAL_BYTES, Space
 from tests.stores.disk_lab import Faulty, raising
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, Gate, content, fill, memory, names, open_queue, saved

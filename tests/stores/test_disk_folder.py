@@ -23,7 +23,7 @@ from blake3 import blake3
 from kvpool import ForkedProcess, PoolClosed
 from kvpool.stores import ABSENT, FAILED, OK
 from kvpool.stores.disk import DiskStore
-from kvpool.stores.disk.system import System
+from kvpool.stores.disk.slab import System
 from kvpool.stores.store import Space
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, fill, memory, names, open_queue, saved
 
@@ -34,7 +34,7 @@ HOLDER = """
 import os, sys, time
 from kvpool.stores.store import Space
 from kvpool.stores.disk import DiskStore
-from kvpool.stores.disk.system import System
+from kvpool.stores.disk.slab import System
 import numpy as np
 store = DiskStore(sys.argv[1], 8 * 4096)
 store.open(Space(bytes(16), np.zeros((4, 4096), np.uint8)))
@@ -276,7 +276,7 @@ PARENT = """
 import os, sys
 import numpy as np
 from kvpool.stores.disk import DiskStore
-from kvpool.stores.disk.system import System
+from kvpool.stores.disk.slab import System
 from tests.stores.lab import open_queue, saved
 queue = open_queue(DiskStore(sys.argv[1], 64 * 4096))
 saved(queue, 3)

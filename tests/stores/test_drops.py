@@ -13,7 +13,7 @@ import pytest
 
 from kvpool import StoreBusy
 from kvpool.stores import ABSENT, CANCELLED, FAILED, OK, Job, MemoryStore, StoreQueue
-from kvpool.stores.drops import Drops
+from kvpool.stores.jobs import Drops
 from kvpool.stores.store import TAG_BYTES
 from kvpool.stores.store_health import StoreHealth
 from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, fill, names, open_queue, saved

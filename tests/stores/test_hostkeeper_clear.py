@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from kvpool import HostCache
+from kvpool.stores.disk import DiskStore
+from tests.stores.disk_lab import crash
 from tests.stores.hostkeeping import Engine
-from tests.stores.lab import Gate, Wrong, names
+from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, names
 
 ABSENT, HERE, PENDING = HostCache.ABSENT, HostCache.HERE, HostCache.PENDING
 
@@ -48,6 +51,41 @@ def test_what_was_saved_before_a_clear_is_found_by_no_later_process(make: Callab
     engine.close()
     assert not store.inner.stats()["blocks"]
     assert make().ask(4) == [ABSENT] * 4
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["closed", "killed"])
+def test_what_is_saved_after_a_clear_is_found_by_a_later_process(
+    make: Callable[..., Engine], tmp_path: Path, killed: bool
+) -> None:
+    folder = tmp_path / "store"
+    for first in (0, 20):  # And so it is after the second one.
+        engine = make(DiskStore(folder, 64 * BLOCK_BYTES))
+        engine.saved(4, first)
+        engine.keeper.clear()
+        engine.until(lambda engine=engine: not engine.keeper.stats().stores[0].unconfirmed_drops)  # type: ignore[misc]
+        engine.saved(4, first + 10)
+        if killed:
+            folder = crash(folder, tmp_path / f"left {first}")
+        engine.close()
+    engine = make(DiskStore(folder))
+    assert engine.ask(40) == [ABSENT] * 30 + [HERE] * 4 + [ABSENT] * 6
+    engine.read(4, 30)
+
+
+def test_a_process_that_ends_in_a_clear_leaves_what_was_before_to_nobody(
+    make: Callable[..., Engine], tmp_path: Path
+) -> None:
+    """The store has noted the epoch, and has not dropped the blocks yet."""
+    store, gate = Wrong(DiskStore(tmp_path / "store", 64 * BLOCK_BYTES)), Gate()
+    engine = make(store)
+    engine.saved(4)
+    store.before["clear"] = gate
+    engine.keeper.clear()
+    assert gate.reached.wait(600)
+    left = crash(tmp_path / "store", tmp_path / "left")
+    gate.open()
+    engine.close()
+    assert make(DiskStore(left)).ask(4) == [ABSENT] * 4
 
 
 def test_a_clear_of_a_store_that_cannot_drop_hides_what_was_saved(make: Callable[..., Engine], store: Wrong) -> None:

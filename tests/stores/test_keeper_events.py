@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from kvpool.keepers import Keeper
 from kvpool.observe.metrics import PoolMetrics
-from kvpool.pool.events import Names
+from kvpool.pool.core import Names
 from kvpool.publish import KVEventPublisher
 from tests.engine import Engine, EventReplay
 from tests.stores.keeping import engine, fetch, keeper, seed, store, tokens, wait

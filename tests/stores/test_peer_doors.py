@@ -17,7 +17,7 @@ from kvpool.remote import ClientKeys, ServerKeys
 from kvpool.stores import ABSENT, MemoryStore
 from kvpool.stores.peer.peer_store import PeerStore
 from kvpool.stores.peer.store_server import StoreServer
-from kvpool.stores.secrets import SharedSecret
+from kvpool.stores.seals import SharedSecret
 from kvpool.stores.urls import open_store
 from tests.stores.lab import BLOCK_BYTES, names, open_queue, saved
 from tests.stores.peering import KEY, ROOT, SEAL, SECRET, TAG, WIRE_KEY, Raw, Serve, call, client, until
@@ -131,7 +131,7 @@ def test_without_pyzmq_the_extra_is_named() -> None:
     for name in ("peer_store", "store_server"):
         script = f"import sys; sys.modules['zmq'] = None; import kvpool.stores.peer.{name}"
         run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-        assert run.returncode and "pip install 'kvpool[remote]'" in run.stderr
+        assert run.returncode and 'pip install ".[remote]"' in run.stderr
 
 
 @pytest.mark.parametrize("text", ["peer:", "peer:tcp://127.0.0.1:1", "peer:tcp://127.0.0.1:1?timeout_ms=x"])

@@ -15,6 +15,7 @@ import pytest
 from kvpool import ForkedProcess, PoolClosed, StoreBusy
 from kvpool.stores import ABSENT, CANCELLED, DAMAGED, FAILED, LATE, OK, Job, MemoryStore, StoreQueue
 from kvpool.stores.seals import BlockNames, Secret
+from tests.stores.disk_lab import raising
 from tests.stores.lab import (
     BLOCK_BYTES,
     IDENTITY,
@@ -134,14 +135,49 @@ def test_names_are_blocks_of_the_keys_that_the_secret_makes(queue: StoreQueue) -
     assert queue.find(keys).wait(600) and queue.stats().blocks["find", "absent"] == 3
 
 
-def test_nothing_is_found_of_another_generation(queue: StoreQueue) -> None:
-    saved(queue, 4)
-    new = BlockNames(names(4), b"generation 2")
-    for found in (queue.find(new), queue.find(new[1:3]), queue.load(new, np.arange(4))):
-        assert found.wait(600) and not found.ok
-    assert queue.save(new[:2], np.arange(2)).wait(600)
-    found = queue.find(new)
-    assert found.wait(600) and found.codes.tolist() == [OK, OK, ABSENT, ABSENT]
+def test_a_store_that_is_not_there_at_first_is_asked_for_its_epoch_later(store: Wrong) -> None:
+    """What is in the epoch before is not taken for it meanwhile."""
+    with open_queue(store.inner) as queue:
+        assert queue.reset().wait(600)
+        keys = saved(queue, 2)
+    store.before["epoch"] = raising(ConnectionError("not there yet"))
+    with open_queue(store) as queue:
+        for job in (queue.find(keys), queue.load(keys, np.arange(2)), queue.save(keys, np.arange(2))):
+            assert job.wait(60, returned=True) and job.codes.tolist() == [FAILED] * 2 and "not there" in job.error
+        del store.before["epoch"]
+        job = queue.load(keys, np.arange(2))
+        assert job.wait(60, returned=True) and job.ok == 2
+
+
+def test_a_reset_that_the_store_does_not_note_keeps_everything_back_until_it_does(store: Wrong) -> None:
+    with open_queue(store) as queue:
+        keys = saved(queue, 2)
+        store.before["epoch"] = raising(OSError("no room"))
+        job = queue.reset()
+        assert not job.wait(0.05)
+        found = queue.find(keys)
+        assert found.wait(600) and found.codes.tolist() == [CANCELLED] * 2
+        del store.before["epoch"]
+        assert job.wait(600) and job.ok and job.dropped == 2
+
+
+def test_an_epoch_that_no_store_draws_is_not_taken(store: Wrong) -> None:
+    with open_queue(store) as queue:
+        for answer in (b"short", "text", None, 7):
+            store.after["epoch"] = lambda _, answer=answer: answer
+            job = queue.find(BlockNames(names(1)))
+            assert job.wait(600) and job.codes.tolist() == [FAILED] and "16 bytes or none" in job.error
+
+
+def test_a_reset_beside_a_clear_begins_an_epoch(store: Wrong) -> None:
+    """And a second one waits with the first."""
+    with open_queue(store) as queue:
+        gate = store.before["clear"] = Gate()
+        jobs = [queue.clear(), queue.clear(), queue.reset(), queue.reset(), queue.clear()]
+        assert jobs[0] is jobs[1] is jobs[4] and jobs[2] is jobs[3] and jobs[0] is not jobs[2]
+        gate.open()
+        assert all(job.wait(600) and job.ok for job in jobs)
+        assert store.calls.count("clear") == 2 and store.inner.epoch(queue.secret.model, False)
 
 
 @pytest.mark.parametrize("bad", [["text"], [b"a", 1], [None]])

@@ -55,9 +55,9 @@ def test_no_two_blocks_have_one_context() -> None:
 
 
 def test_a_part_of_names_has_their_contexts() -> None:
-    whole = BlockNames(names(4), b"generation", [b"a", b"b", b"c", b"d"])
+    whole = BlockNames(names(4), [b"a", b"b", b"c", b"d"])
     for part in (whole[1:3], whole[np.array([1, 2])]):
-        assert (part.names, part.generation, part.contexts) == (tuple(names(2, 1)), b"generation", (b"b", b"c"))
+        assert (part.names, part.contexts) == (tuple(names(2, 1)), (b"b", b"c"))
     with pytest.raises(ValueError, match="one for each of the 4 names"):
         BlockNames(names(4), contexts=[b"a"])
 

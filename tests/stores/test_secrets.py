@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.stores.mooncake.mooncake_store import SECRET_FILE, MooncakeStore
-from kvpool.stores.secrets import default_place, read_or_make_secret, read_secret
+from kvpool.stores.seals import default_place, read_or_make_secret, read_secret
 
 GOOD = "0123456789abcdef" * 4
 

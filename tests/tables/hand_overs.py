@@ -63,7 +63,7 @@ FORMS = {
 def picture(engine: Engine) -> tuple[bytes, int, int]:
     """All that a refused call may not change."""
     cache = engine.cache
-    return debug.dump(cache.core.tokens), cache.core.transfer._decided, len(cache._tables.staging._retained)
+    return debug.dump(cache.core.tokens), cache.core.transfer._decided, len(cache._staging._retained)
 
 
 class Late(WrappedDevice):

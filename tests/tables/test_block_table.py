@@ -198,7 +198,7 @@ def test_any_tables_are_those_of_the_state(make: Make) -> None:
 def test_no_sequence_is_no_work(make: Make) -> None:
     engine, out = make(), target(2, 2)
     engine.cache.copy_batch_block_offsets(out, [])
-    assert (out == GARBAGE).all() and not engine.cache._tables.staging._buffers
+    assert (out == GARBAGE).all() and not engine.cache._staging._buffers
 
 
 # -- what is refused ---------------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ def test_a_hand_over_that_the_device_refuses_is_reported_and_the_next_one_goes_t
         setattr(device, refused, 1)
         with pytest.raises((DeviceError, MemoryError), match="refused|no memory"):
             engine.cache.copy_batch_block_offsets(out, sequence.id)
-        assert (out == GARBAGE).all() and engine.cache._tables.staging.retained == 0
+        assert (out == GARBAGE).all() and engine.cache._staging.retained == 0
         engine.cache.verify()
     engine.cache.copy_batch_block_offsets(out, sequence.id)
     np.testing.assert_array_equal(out, whole(engine, [sequence.id], 4))
@@ -354,6 +354,6 @@ def test_buffers_are_taken_again_and_never_more_than_may_be_under_way(make: Make
         engine.cache.copy_batch_block_offsets(out, ids[:count])
         np.testing.assert_array_equal(out, whole(engine, ids[:count], 90))
         engine.cache.verify()
-        sizes.append(len(engine.cache._tables.staging._buffers))
+        sizes.append(len(engine.cache._staging._buffers))
     assert max(sizes) <= 2
     engine.cache.release(ids)

@@ -50,7 +50,7 @@ def test_a_closed_pool_hands_nothing_over(make: Make, form: Form) -> None:
     for ids in (sequence.id, []):
         with pytest.raises(PoolClosed):
             form.call(engine.cache, out, ids)
-    assert not engine.cache._tables.staging._buffers
+    assert not engine.cache._staging._buffers
 
 
 def test_sequences_that_outgrow_their_buffer_before_the_snapshot_are_staged_whole(
@@ -58,7 +58,7 @@ def test_sequences_that_outgrow_their_buffer_before_the_snapshot_are_staged_whol
 ) -> None:
     engine = make(T=1, P=1100)
     sequence, out = engine.add([1]), form.targets(1, 1100)
-    take, grown = engine.cache._tables.staging.take, []
+    take, grown = engine.cache._staging.take, []
 
     def meanwhile(nbytes: int, stream: Stream) -> Any:
         buffer = take(nbytes, stream)
@@ -66,7 +66,7 @@ def test_sequences_that_outgrow_their_buffer_before_the_snapshot_are_staged_whol
             grown.append(engine.cache.append_tokens(sequence.id, range(1050)))
         return buffer
 
-    monkeypatch.setattr(engine.cache._tables.staging, "take", meanwhile)
+    monkeypatch.setattr(engine.cache._staging, "take", meanwhile)
     form.call(engine.cache, out, sequence.id)
     form.check(engine.cache, out, [sequence.id])
     engine.cache.rewind(sequence.id, 1050)
@@ -79,10 +79,10 @@ def test_a_buffer_that_a_failed_hand_over_may_still_read_waits_for_its_event(for
     device.refusals = 1
     with pytest.raises(DeviceError, match="staging refused"):
         form.call(cache, out, sequence)
-    assert cache.stats().hand_overs == 1 and not cache._tables.staging._free
+    assert cache.stats().hand_overs == 1 and not cache._staging._free
     cache.verify()
     form.call(cache, out, sequence)
     form.check(cache, out, [sequence])
-    assert len(cache._tables.staging._buffers) == 2
+    assert len(cache._staging._buffers) == 2
     cache.release(sequence)
     cache.close()

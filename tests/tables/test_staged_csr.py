@@ -109,14 +109,14 @@ def test_statistics_count_the_hand_overs_under_way_and_the_most_there_were() -> 
         if step > 0:
             cache.copy_batch_block_csr(*vectors(2, 3, 1), sequence)
         else:
-            device.done.update(event for event, _ in list(cache._tables.staging._retained)[:-step])
+            device.done.update(event for event, _ in list(cache._staging._retained)[:-step])
         stats = cache.stats()
         seen.append((stats.hand_overs, stats.most_hand_overs))
     # What stats has seen complete is retired by the next hand-over, from which the count of buffers goes on.
     assert seen[:5] == [(1, 1), (2, 2), (3, 3), (1, 3), (2, 3)]
     assert seen[5:8] == [(1, 3), (2, 3), (3, 3)] and seen[-1][1] == 3
     cache.verify()
-    device.done.update(event for event, _ in cache._tables.staging._retained)
+    device.done.update(event for event, _ in cache._staging._retained)
     assert cache.stats().hand_overs == 0
     cache.copy_batch_block_offsets(np.zeros((1, 4), np.int32), sequence)
     assert cache.stats().hand_overs == 1

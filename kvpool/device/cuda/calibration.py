@@ -9,6 +9,8 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
+from itertools import product
 from math import log2
 from pathlib import Path
 from time import perf_counter
@@ -18,32 +20,51 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.arrays.layout import BlockLayout
-from kvpool.device.base import Device, Region, Stream
+from kvpool.arrays.strided import as_strided
+from kvpool.device.base import BYTES, FROM, TO, Device, Region, Stream
+from kvpool.device.cpu import CpuDevice
+from kvpool.device.launches import BULK_FRAGMENTS, COPY_FRAGMENTS, cuda_source, cuda_sources
+from kvpool.device.work import Fragments
+from kvpool.errors import DeviceError
 
-PLAIN, BATCHED, KERNEL = PATHS = ("plain", "batched", "kernel")
+PLAIN, BATCHED, KERNEL, BULK = PATHS = ("plain", "batched", "kernel", "bulk")
 """Plain: one copy of the copy engine for each fragment. Batched: all fragments in one call of the driver. Kernel: a
-kernel that reads and writes both memories."""
+kernel that reads and writes both memories. Bulk: a kernel that has copy units of multiprocessors do it."""
+KERNELS = {KERNEL: COPY_FRAGMENTS, BULK: BULK_FRAGMENTS}
+"""The paths that are kernels: source and name. Nobody chooses one that is not asked for, unless it is proven."""
 OFFLOAD, ONBOARD, WITHIN = DIRECTIONS = ("offload", "onboard", "within")
 
 FRAGMENT_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
 FRAGMENTS = (4, 64, 1024)
 BATCH_BYTES_MAX = 256 << 20
 _SECONDS, _REPEATS_MIN = 0.01, 3
-_VERSION = 2
-# A kernel takes multiprocessors from the model, so it is chosen only if it is this much faster.
-_KERNEL_HANDICAP = 1.1
+_VERSION = 3
 _SMALL_BYTES, _MANY, _SOME = 28 << 10, 16, 4
+PROVEN = "proven.json"
+"""Among the CUDA sources: which kernels have passed ``.ci/gpu`` on which compute capability."""
 
 
 class Measurement(NamedTuple):
-    """The speed of a batch of ``fragments`` of ``nbytes`` bytes each in one direction. Its time is that until it was
-    done, and the processor's time to enqueue it."""
+    """The speed of a batch of ``fragments`` of ``nbytes`` bytes each in one direction, from the call until it was done.
+
+    ``call_microseconds`` is the time of the call itself, for which the thread of the scheduler does nothing else.
+    ``multiprocessors`` is the share of them, 0 to 1, that the copy keeps from the model.
+    """
 
     direction: str
     nbytes: int
     fragments: int
     path: str
     gigabytes_per_second: float
+    call_microseconds: float = 0.0
+    multiprocessors: float = 0.0
+
+    @property
+    def cost(self) -> float:
+        """What is judged, in seconds: the time of the copies, more for each multiprocessor, and again that of the
+        call."""
+        seconds = self.nbytes * self.fragments / self.gigabytes_per_second / 1e9
+        return seconds * (1 + self.multiprocessors) + self.call_microseconds / 1e6
 
 
 @dataclass(frozen=True)
@@ -64,15 +85,9 @@ class Calibration:
         """
         key = (direction, nbytes.bit_length(), count.bit_length(), *sorted(paths))
         if key not in self._chosen:
-            near = self._nearest(direction, nbytes, count)
-            speed = {
-                m.path: m.gigabytes_per_second / (_KERNEL_HANDICAP if m.path == KERNEL else 1)
-                for m in near
-                if m.path in paths
-            }
-            self._chosen[key] = (
-                max(speed, key=lambda path: speed[path]) if speed else _rule(direction, nbytes, count, paths)
-            )
+            costs = {m.path: m.cost for m in self._nearest(direction, nbytes, count) if m.path in paths}
+            rule = _rule(direction, nbytes, count, paths)
+            self._chosen[key] = min(costs, key=lambda path: costs[path]) if costs else rule
         return self._chosen[key]
 
     def _nearest(self, direction: str, nbytes: int, count: int) -> list[Measurement]:
@@ -102,10 +117,13 @@ class Calibration:
             raise ValueError(f"no calibration: {error}") from None
 
 
-def _measurement(direction: str, nbytes: int, count: int, path: str, speed: float) -> Measurement:
-    if direction not in DIRECTIONS or path not in PATHS or not (nbytes > 0 and count > 0 and speed > 0):
-        raise ValueError(f"{[direction, nbytes, count, path, speed]} is no measurement")
-    return Measurement(direction, int(nbytes), int(count), path, float(speed))
+def _measurement(
+    direction: str, nbytes: int, count: int, path: str, speed: float, call: float, share: float
+) -> Measurement:
+    known = direction in DIRECTIONS and path in PATHS
+    if not known or not (nbytes > 0 and count > 0 and speed > 0 and call >= 0 and 0 <= share <= 1):
+        raise ValueError(f"{[direction, nbytes, count, path, speed, call, share]} is no measurement")
+    return Measurement(direction, int(nbytes), int(count), path, float(speed), float(call), float(share))
 
 
 def _rule(direction: str, nbytes: int, count: int, paths: Collection[str]) -> str:
@@ -172,30 +190,134 @@ def store(path: Path, calibration: Calibration) -> None:
     part.replace(path)
 
 
+def digest(path: str) -> str:
+    """What a record names of the source of a kernel: whoever changes the source has to prove it again."""
+    return sha256(cuda_source(KERNELS[path][0]).encode()).hexdigest()
+
+
+def proven(capability: str, file: Path | None = None) -> set[str]:
+    """The kernels that have passed ``.ci/gpu`` on a GPU of this compute capability ("9.0"), with the sources that they
+    have now. ``file``: the records, by default those of this installation."""
+    rows = json.loads((file or cuda_sources() / PROVEN).read_text(encoding="utf-8"))
+    return {
+        row["path"]
+        for row in rows
+        if row["capability"] == capability and row["path"] in KERNELS and row["source"] == digest(row["path"])
+    }
+
+
+def prove(path: str, capability: str, gpu: str, driver: int, file: Path | None = None) -> None:
+    """Add a record of a kernel that has passed on this GPU, in the place of an earlier one. Raises OSError."""
+    file = file or cuda_sources() / PROVEN
+    rows = json.loads(file.read_text(encoding="utf-8"))
+    rows = [row for row in rows if (row["path"], row["capability"]) != (path, capability)]
+    row = {"path": path, "capability": capability, "gpu": gpu, "driver": driver, "source": digest(path)}
+    file.write_text(json.dumps([*rows, row], indent=1) + "\n", encoding="utf-8")
+
+
 def measure(
-    make: Callable[[str], Device],
+    device: Device,
     paths: Iterable[str],
     sizes: Iterable[int] = FRAGMENT_BYTES,
     counts: Iterable[int] = FRAGMENTS,
     batch_bytes_max: int = BATCH_BYTES_MAX,
+    share: Callable[[str, str], float] = lambda path, direction: 0.0,
 ) -> list[Measurement]:
     """Measure copies between blocks of ``sizes`` bytes, no two of which are neighbours, in every direction.
 
-    ``make(path)`` returns a device that copies by one path; this function closes it. Batches of more than
-    ``batch_bytes_max`` are left out. A tier takes twice as much memory as the largest batch. Raises DeviceError,
-    MemoryError.
+    ``device`` is bound to nothing, and goes by its attribute ``calibration``, which this sets. Before a path is
+    measured, its bytes are compared with those of plain copies on the CPU. A path that differs or fails is left out,
+    with a warning. ``share(path, direction)`` is the share of the multiprocessors that it takes. Batches of more than
+    ``batch_bytes_max`` are left out. A tier takes twice as much memory as the largest batch. Raises MemoryError, and
+    DeviceError for a device that has failed for good.
     """
-    found = []
+    found, stream, fitting = [], device.create_stream("measured"), {}
+    for nbytes in sizes:
+        fitting[nbytes] = [count for count in counts if count * nbytes <= batch_bytes_max]
     for path in paths:
-        device = make(path)
         try:
-            stream = device.create_stream("measured")
-            for nbytes in sizes:
-                fitting = [count for count in counts if count * nbytes <= batch_bytes_max]
-                found += [m._replace(path=path) for m in _measure_size(device, stream, nbytes, fitting)]
-        finally:
-            device.close()
+            wrong = difference(device, stream, path)
+            of_path = [] if wrong else [
+                m._replace(path=path, multiprocessors=share(path, m.direction))
+                for nbytes, some in fitting.items()
+                for m in _measure_size(device, stream, nbytes, some)
+            ]  # fmt: skip
+        except DeviceError as error:
+            if error.sticky:
+                raise
+            wrong, of_path = str(error), []
+        if wrong:
+            warnings.warn(f"no copy is made by the path {path!r}: {wrong}", stacklevel=3)
+        found += of_path
     return found
+
+
+_LAYOUT = BlockLayout(3, 1, 40, 8, "uint8")
+_BLOCKS = 192
+_CHECKED_BYTES = (1, 15, 16, 17, 48, 250, 4096, 4099, 9001)
+_CROOKED = ((0, 0), (1, 1), (4, 0), (3, 10))
+
+
+def difference(device: Device, stream: Stream, path: str) -> str | None:
+    """What is wrong with copies by a path, if anything: blocks, parts of blocks, and fragments of odd sizes at odd
+    places, in every direction. ``device`` as in ``measure``. Raises DeviceError, MemoryError."""
+    nbytes, random = _BLOCKS * _LAYOUT.block_bytes, np.random.default_rng(0)
+    pools = [device.allocate(nbytes, "device"), device.allocate(2 * nbytes, "host")]
+    expected, twin = [np.zeros(nbytes, np.uint8), np.zeros(2 * nbytes, np.uint8)], CpuDevice()
+    try:
+        for one, memory in ((device, pools), (twin, expected)):
+            one.bind([Region.of(_LAYOUT, memory[0], memory[1], _BLOCKS, 2 * _BLOCKS)])
+        bases = [[as_strided("pool", pool).address for pool in memory] for memory in (pools, expected)]
+        # The device tier is written from the second half of the host tier, and read to there, by plain copies.
+        there = np.array([[bases[0][1] + nbytes, bases[0][0], nbytes]])
+        for direction, (source, target) in {OFFLOAD: (0, 1), ONBOARD: (1, 0), WITHIN: (0, 0)}.items():
+            for what in ("blocks", "fragments"):
+                expected[0][:] = random.integers(0, 256, nbytes)
+                expected[1][:nbytes] = pools[1][:nbytes] = random.integers(0, 256, nbytes)
+                pools[1][nbytes:] = expected[0]
+                _by(PLAIN, device, stream, there)
+                if what == "blocks":
+                    moves = _moves(random, source, target)
+                    _by(path, device, stream, moves)
+                    twin.copy_blocks(moves)
+                else:
+                    rows = _fragments(nbytes)
+                    for one, own in ((device, bases[0]), (twin, bases[1])):
+                        _by(path, one, stream, rows + np.array([own[source], own[target], 0]))
+                _by(PLAIN, device, stream, there[:, [TO, FROM, BYTES]])
+                found, wanted = np.roll(pools[1], nbytes), np.concatenate([expected[0], expected[1][:nbytes]])
+                if not np.array_equal(found, wanted):
+                    return f"{direction} of {what} gave other bytes"
+    finally:
+        for pool in pools:
+            device.free(pool)
+    return None
+
+
+def _by(path: str, device: Device, stream: Stream, rows: NDArray[np.int64]) -> None:
+    """Copy moves, or fragments, by a path, and wait until they are done."""
+    device.calibration = always(path)  # type: ignore[attr-defined]
+    if rows.shape[1] == 4:
+        device.copy_blocks(rows, stream)
+    else:
+        device.enqueue(Fragments(rows), stream)
+    device.synchronize(device.record(stream))
+
+
+def _moves(random: np.random.Generator, source: int, target: int) -> NDArray[np.int64]:
+    """From a half of the blocks of a tier to the other half of one, every third of a few tokens only."""
+    ids, half = np.arange(_BLOCKS // 2), _BLOCKS // 2
+    tokens = np.where(ids % 3, _LAYOUT.tokens_per_block, 3)
+    return np.stack([source * _BLOCKS + random.permutation(ids), target * _BLOCKS + half + ids, tokens, ids], axis=1)
+
+
+def _fragments(nbytes: int) -> NDArray[np.int64]:
+    """Fragments of each size at each pair of odd places, from the first half of so many bytes to the second."""
+    rows, at = [], 64
+    for size, (source, target) in product(_CHECKED_BYTES, _CROOKED):
+        rows.append((at + source, nbytes // 2 + at + target, size))
+        at += -(-size // 16) * 16 + 32
+    return np.array(rows, np.int64)
 
 
 def _measure_size(device: Device, stream: Stream, nbytes: int, counts: list[int]) -> Iterator[Measurement]:
@@ -211,20 +333,21 @@ def _measure_size(device: Device, stream: Stream, nbytes: int, counts: list[int]
             even = 2 * np.random.default_rng(count).permutation(blocks // 2)[:count]
             for direction, source, target in ((OFFLOAD, 0, blocks), (ONBOARD, blocks, 0), (WITHIN, 0, 1)):
                 moves = np.stack([even + source, even + target, np.ones_like(even), np.arange(count)], axis=1)
-                yield Measurement(direction, nbytes, count, "", count * nbytes / _seconds(device, stream, moves) / 1e9)
+                seconds, call = _seconds(device, stream, moves)
+                yield Measurement(direction, nbytes, count, "", count * nbytes / seconds / 1e9, call * 1e6)
     finally:
         for pool in pools:
             device.free(pool)
 
 
-def _seconds(device: Device, stream: Stream, moves: NDArray[np.int64]) -> float:
-    """The median time of a batch, from the call until it is done, and again the time of the call: meanwhile the thread
-    of the scheduler does nothing else. The first run warms up."""
-    times: list[float] = []
-    while len(times) <= _REPEATS_MIN or sum(times) < _SECONDS:
+def _seconds(device: Device, stream: Stream, moves: NDArray[np.int64]) -> tuple[float, float]:
+    """The median times of a batch: from the call until it is done, and of the call. The first run warms up."""
+    times: list[tuple[float, float]] = []
+    while len(times) <= _REPEATS_MIN or sum(seconds for seconds, _ in times) < _SECONDS:
         begin = perf_counter()
         device.copy_blocks(moves, stream)
         enqueued = perf_counter()
         device.synchronize(device.record(stream))
-        times.append(perf_counter() - begin + enqueued - begin)
-    return float(np.median(times[1:]))
+        times.append((perf_counter() - begin, enqueued - begin))
+    seconds, call = np.median(times[1:], axis=0).tolist()
+    return seconds, call

@@ -32,9 +32,21 @@ from kvpool.device.base import (
     Stream,
     StreamGone,
 )
-from kvpool.device.block_copy import CopyPlan, make_plan
+from kvpool.device.block_copy import make_plan
 from kvpool.device.cuda import calibration as calibrations
-from kvpool.device.cuda.calibration import BATCHED, KERNEL, OFFLOAD, ONBOARD, PLAIN, WITHIN, Calibration, measure
+from kvpool.device.cuda.calibration import (
+    BATCHED,
+    BULK,
+    KERNEL,
+    KERNELS,
+    OFFLOAD,
+    ONBOARD,
+    PLAIN,
+    WITHIN,
+    Calibration,
+    measure,
+    proven,
+)
 from kvpool.device.cuda.cuda_memory import (
     CudaViews,
     PinnedMemory,
@@ -44,30 +56,27 @@ from kvpool.device.cuda.cuda_memory import (
     pinned_memory,
     zeroed_array,
 )
-from kvpool.device.cuda.fragments import INSIDE_HOST, Cutter, by_direction
+from kvpool.device.cuda.fragments import INSIDE_HOST, Cutter, FragmentTable, by_direction, tabulate
 from kvpool.device.cuda.launcher import Buffers, CudaLauncher
 from kvpool.device.cuda.runtime import (
     GONE,
+    CopySettings,
     CudaEvent,
     Driver,
     EventPool,
     Gpu,
     RuntimeCalls,
     UsedStreams,
-    batch_fragments,
     find_batch,
     gpus,
     own_name,
     state_of,
-    urgent_priority,
     usable_stream,
 )
 from kvpool.device.launches import (
-    RUN_BYTES_MAX,
+    BULK_CAPABILITY,
     Launch,
-    block_copies,
-    copy_kernels,
-    move_table,
+    fragment_copies,
     needed_kernels,
     stage_rows,
     token_moves,
@@ -80,7 +89,7 @@ from kvpool.errors import DeviceError, PoolClosed
 if TYPE_CHECKING:
     from kvpool.device.cuda.step_kernel import StepKernel
 
-_INSTALL = "pip install 'kvpool[cuda12]' or 'kvpool[cuda13]', by the CUDA version of the driver"
+_INSTALL = 'pip install ".[cuda12]" or ".[cuda13]", by the CUDA version of the driver'
 COPY_PATH = "KVPOOL_COPY_PATH"
 
 
@@ -166,7 +175,8 @@ class CudaDevice(Device):
     calibration
         How copies are made: a Calibration, or the name of one of ``calibration.PATHS``, which is then used wherever it
         is possible. With None, the environment variable ``COPY_PATH`` may have such a name. Without it, the device uses
-        what ``calibrate`` has stored on this machine, and without that a rule.
+        what ``calibrate`` has stored on this machine, and without that a rule. A kernel is used only where its name is
+        given here or by KVPOOL_COPY_KERNELS, or a record says that it has passed its tests on this compute capability.
 
     Streams 0 and 1 both mean CUDA's legacy default stream. The per-thread default stream (2) is refused: it is a
     different stream in every thread, and a pool enqueues for several threads. Raises DeviceError if there is no usable
@@ -178,21 +188,27 @@ class CudaDevice(Device):
     one_memory = False
 
     def __init__(self, index: int | None = None, *, calibration: Calibration | str | None = None) -> None:
+        self.settings = CopySettings.read(KERNELS)
         self._cupy = _cupy()
         runtime = self._cupy.cuda.runtime
         count = runtime.getDeviceCount()
         self.index = int(runtime.getDevice()) if index is None else integer_argument("index", index, 0, count - 1)
         self._calls = RuntimeCalls(runtime, self.index, find_driver())
         with self._calls("cudaGetDeviceProperties"):
-            _, self.device_name, _, self.driver = gpus(runtime)[self.index]
-        self.calibration = calibrations.chosen(calibration or os.environ.get(COPY_PATH), self.device_name, self.driver)
+            _, self.device_name, _, self.driver, self.capability = gpus(runtime)[self.index]
+        given = calibration or os.environ.get(COPY_PATH)
+        self.calibration = calibrations.chosen(given, self.device_name, self.driver)
+        asked = {path for path in KERNELS if path == given or path in self.settings.copy_kernels}
+        self.kernels = asked | proven(self.capability)
         self._events, self._buffers = EventPool(self._cupy, self._calls), Buffers(self._cupy, self._calls)
         self._streams = UsedStreams(self._calls, self._events)
-        self._launcher = CudaLauncher(self._cupy, self._calls, self._events, self._buffers)
-        self._batch, self._batch_fragments = find_batch() if self._launcher.same_addresses else None, batch_fragments()
+        self._launcher = CudaLauncher(
+            self._cupy, self._calls, self._events, self._buffers, self.settings.copy_thread_blocks
+        )
+        self._batch = find_batch() if self._launcher.same_addresses else None
         self._owned: dict[int, tuple[Any, PinnedMemory | None]] = {}
         self._bound: _CutPool | None = None
-        self._kernels = False
+        self._loaded: tuple[str, ...] = ()
         self._closed = False
         self._memory_stream = self.create_stream("memory")
         self.views = CudaViews(self._cupy, self._calls, lambda array: id(array) in self._owned, self._load_steps)
@@ -210,7 +226,7 @@ class CudaDevice(Device):
         return array
 
     def _allocate_host(self, nbytes: int, take: Any = None, kept: bool = False) -> NDArray[np.uint8]:
-        memory = pinned_memory(self._calls, nbytes, take, kept, self._streams.synchronize)
+        memory = pinned_memory(self._calls, nbytes, take, kept, partial(self._streams.synchronize, closing=True))
         self._owned[id(memory.array)] = memory.array, memory
         return memory.array
 
@@ -258,7 +274,7 @@ class CudaDevice(Device):
         for plan in plans:
             for source, kernel in needed_kernels(plan):
                 self._launcher.load(source, kernel)
-        self._kernels = self._have_kernels(plans)
+        self._loaded = self._load_kernels()
         self._bound = _CutPool(found, cutters)
 
     def _cutter(self, part: Part, region: Region) -> Cutter:
@@ -274,12 +290,12 @@ class CudaDevice(Device):
     def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
         self._check_open()
         bound = self._pool()
-        split, handle = bound.regions.split(moves), self._streams.handle(stream)
         try:
-            for region, rows in split:
-                for direction, some in by_direction(rows, bound.regions.all[region].device_blocks):
-                    for cutter in bound.cutters[region]:
-                        self._copy(cutter, direction, some, handle)
+            with self._streams.work(stream) as handle:
+                for region, rows in bound.regions.split(moves):
+                    for direction, some in by_direction(rows, bound.regions.all[region].device_blocks):
+                        for cutter in bound.cutters[region]:
+                            self._copy(cutter, direction, some, handle)
         except MemoryError as error:
             raise DeviceError(str(error)) from error
 
@@ -293,62 +309,71 @@ class CudaDevice(Device):
             if direction == INSIDE_HOST
             else self.calibration.choose(direction, nbytes, count, self._paths(stream))
         )
-        if path == KERNEL:
-            self._copy_by_kernel(cutter, direction, moves, stream)
-            return
-        self._copy_fragments(cutter.cut(moves, count), path, stream)
+        if path in KERNELS:
+            self._copy_by_kernel(path, cutter.tabulate(moves), direction, stream)
+        else:
+            self._copy_fragments(cutter.cut(moves, count), path, stream)
 
-    def _path_of(self, fragments: NDArray[np.int64], bound: _CutPool, stream: int) -> str:
-        """The path of fragments, which all go one way. No kernel copies them."""
+    def _copy_given(self, fragments: NDArray[np.int64], bound: _CutPool, stream: int) -> None:
+        """Copy fragments of the caller, which all go one way."""
         if not len(fragments):
-            return PLAIN
+            return
         cutters = [cutter for of_region in bound.cutters for cutter in of_region]
         source, target = (any(cutter.has(int(fragments[0, end])) for cutter in cutters) for end in (FROM, TO))
         direction = OFFLOAD if target else ONBOARD if source else WITHIN
-        paths = [path for path in self._paths(stream) if path != KERNEL]
-        return self.calibration.choose(direction, int(fragments[:, BYTES].mean()), len(fragments), paths)
+        nbytes = int(fragments[:, BYTES].mean())
+        path = self.calibration.choose(direction, nbytes, len(fragments), self._paths(stream))
+        if path in KERNELS:
+            self._copy_by_kernel(path, tabulate(fragments), direction, stream)
+            return
+        for cutter in cutters:
+            fragments = cutter.split(fragments)
+        self._copy_fragments(fragments, path, stream)
 
     def _paths(self, stream: int) -> tuple[str, ...]:
         """The paths that can be used now without waiting."""
         batched = (BATCHED,) if self._batch is not None and stream else ()
-        kernel = (KERNEL,) if self._kernels and not self._launcher.uploads.full(stream) else ()
-        return PLAIN, *batched, *kernel
+        kernels = self._loaded if self._loaded and not self._launcher.uploads.full(stream) else ()
+        return PLAIN, *batched, *kernels
 
-    def _have_kernels(self, plans: list[CopyPlan]) -> bool:
-        """Whether kernels can copy the blocks of these plans. Those are compiled."""
-        if not self._launcher.same_addresses or any(plan.run_bytes >= RUN_BYTES_MAX for plan in plans):
-            return False
-        return all(self._launcher.try_load(*kernel) for plan in plans for kernel in copy_kernels(plan))
+    def _load_kernels(self) -> tuple[str, ...]:
+        """The paths of kernels that may be chosen. They are compiled."""
+        usable = self.kernels if self._launcher.same_addresses else set()
+        if int(self.capability.partition(".")[0]) < BULK_CAPABILITY:
+            usable = usable - {BULK}
+        # What is no whole words goes by the other kernel in any case.
+        if not usable or not self._launcher.try_load(*KERNELS[KERNEL]):
+            return ()
+        return tuple(path for path in sorted(usable) if self._launcher.try_load(*KERNELS[path]))
 
-    def _copy_by_kernel(self, cutter: Cutter, direction: str, moves: NDArray[np.int64], stream: int) -> None:
-        whole, host = bool((moves[:, TOKENS] == cutter.plan.block_tokens).all()), direction != WITHIN
-        with self._launcher.uploaded(move_table(moves, cutter.plan), stream, host=host) as address:
-            for launch in block_copies(
-                cutter.plan, address, len(moves), whole=whole, host=host, grid=self._launcher.grid
-            ):
+    def _copy_by_kernel(self, path: str, table: FragmentTable, direction: str, stream: int) -> None:
+        host, grid, bulk = direction != WITHIN, self._launcher.grid, path == BULK and table.in_words
+        with self._launcher.uploaded(table.rows, stream, host=host) as rows:
+            for launch in fragment_copies(rows, len(table.rows), table.words, host=host, grid=grid, bulk=bulk):
                 self._launcher.launch(launch, stream)
 
     def enqueue(self, work: Work, stream: Stream = NULL_STREAM) -> None:
         self._check_open()
-        bound, handle, grid = self._pool(), self._streams.handle(stream), self._launcher.grid
+        bound = self._pool()
+        with self._streams.work(stream) as handle:
+            self._enqueue(work, bound, handle)
+
+    def _enqueue(self, work: Work, bound: _CutPool, stream: int) -> None:
+        grid = self._launcher.grid
         if isinstance(work, Fragments):
-            fragments = work.rows
-            for of_region in bound.cutters:
-                for cutter in of_region:
-                    fragments = cutter.split(fragments)
-            self._copy_fragments(fragments, self._path_of(fragments, bound, handle), handle)
+            self._copy_given(work.rows, bound, stream)
         elif isinstance(work, TokenMoves):
             by_region = work.by_region(bound.regions)
             self._launch_all(
-                (token_moves(c.plan, found, grid) for r, found in by_region for c in bound.cutters[r]), handle
+                (token_moves(c.plan, found, grid) for r, found in by_region for c in bound.cutters[r]), stream
             )
         elif isinstance(work, StagedRows):
-            self._launch_all([stage_rows(work, self._launcher.own_address(work.address), grid)], handle)
+            self._launch_all([stage_rows(work, self._launcher.own_address(work.address), grid)], stream)
         elif isinstance(work, StagedVectors):
             rows = [(work.address + first, vector.address, nbytes) for vector, first, nbytes in work.pieces]
-            self._copy_fragments(np.array(rows, np.int64).reshape(-1, 3), PLAIN, handle)
+            self._copy_fragments(np.array(rows, np.int64).reshape(-1, 3), PLAIN, stream)
         elif isinstance(work, StagedStep):
-            self._steps.launch(work, self._launcher.own_address(work.address), handle)
+            self._steps.launch(work, self._launcher.own_address(work.address), stream)
 
     def _launch_all(self, launches: Iterable[Iterable[Launch]], stream: int) -> None:
         """Enqueue launches. All are made before the first is enqueued: if one cannot be made, nothing happens."""
@@ -359,9 +384,10 @@ class CudaDevice(Device):
         """Copies by copy engines."""
         if path == BATCHED:
             assert self._batch is not None
+            most = self.settings.batch_fragments
             with self._calls("cuMemcpyBatchAsync") as runtime:
-                for first in range(0, len(fragments), self._batch_fragments):
-                    runtime.check_status(self._batch(fragments[first : first + self._batch_fragments], stream))
+                for first in range(0, len(fragments), most):
+                    runtime.check_status(self._batch(fragments[first : first + most], stream))
             return
         with self._calls("cudaMemcpyAsync") as runtime:
             for source, target, size in fragments.tolist():
@@ -373,18 +399,30 @@ class CudaDevice(Device):
         return self._bound
 
     def calibrate(self) -> Calibration:
-        """Measure every way of copying, use the fastest from now on, and store the result for other processes on this
-        machine.
+        """Measure every way of copying that may be chosen, use the best from now on, and store the result for other
+        processes on this machine.
 
-        Takes seconds and at most half a gigabyte of each tier, and keeps the GPU busy. Raises DeviceError, MemoryError.
+        The time of the call, and the multiprocessors that a kernel takes, count too. A way that copies other bytes than
+        it should, or fails, is left out with a warning. Takes seconds and at most half a gigabyte of each tier, and
+        keeps the GPU busy. Raises DeviceError, MemoryError.
         """
         self._check_open()
-        kernel = self._launcher.same_addresses and self._launcher.try_load("block_copy.cu", "block_copy_16")
-        paths = [PLAIN, *((BATCHED,) if self._batch is not None else ()), *((KERNEL,) if kernel else ())]
-        found = measure(lambda path: CudaDevice(self.index, calibration=path), paths)
+        device = CudaDevice(self.index)
+        device.kernels = self.kernels
+        try:
+            paths = [PLAIN, *((BATCHED,) if self._batch is not None else ()), *device._load_kernels()]
+            found = measure(device, paths, share=self._share)
+        finally:
+            device.close()
         self.calibration = Calibration(self.device_name, self.driver, tuple(found))
         calibrations.keep(self.calibration)
         return self.calibration
+
+    def _share(self, path: str, direction: str) -> float:
+        """The share of the multiprocessors that a path takes."""
+        grid = self._launcher.grid
+        most = grid.thread_blocks(1 << 30, host=direction != WITHIN)
+        return min(1.0, most / grid.multiprocessors) if path in KERNELS else 0.0
 
     # -- streams and events ----------------------------------------------------------------------
 
@@ -394,14 +432,11 @@ class CudaDevice(Device):
 
     def create_stream(self, name: str, urgent: bool = False) -> Stream:
         self._check_open()
-        return self._streams.create(name, urgent_priority() if urgent else 0)
+        return self._streams.create(name, self.settings.load_priority if urgent else self.settings.save_priority)
 
     def record(self, stream: Stream) -> Event:
         self._check_open()
-        try:
-            return self._streams.record(stream)
-        except DeviceError as error:
-            raise self._meaning(error, stream) from error
+        return self._streams.record(stream)
 
     def wait(self, stream: Stream, event: Event) -> None:
         self._check_open()
@@ -410,12 +445,9 @@ class CudaDevice(Device):
             if found is not None:
                 self._events.wait(own_name(stream).handle, found)
         except DeviceError as error:
-            raise self._meaning(error, stream) from error
-
-    def _meaning(self, error: DeviceError, stream: Stream) -> DeviceError:
-        """What an error of a stream is for callers."""
-        gone = not error.sticky and state_of(self._calls, own_name(stream)) == GONE
-        return StreamGone(str(error)) if gone else error
+            if error.sticky or state_of(self._calls, own_name(stream)) != GONE:
+                raise
+            raise StreamGone(str(error)) from error
 
     def query(self, event: Event) -> bool:
         found = self._event(event)
@@ -438,10 +470,11 @@ class CudaDevice(Device):
         return event
 
     def close(self) -> None:
-        """See ``Device.close``. Waits as ``synchronize`` does first. If that fails, nothing is closed."""
+        """See ``Device.close``. Waits as ``synchronize`` does first, but never for a whole GPU. If that fails, nothing
+        is closed."""
         if self._closed:
             return
-        self._unless_broken("cudaStreamSynchronize", self._streams.synchronize)
+        self._unless_broken("cudaStreamSynchronize", partial(self._streams.synchronize, closing=True))
         self._closed, self._bound = True, None
         runtime = self._calls.runtime
         for array, _ in list(self._owned.values()):

@@ -1,9 +1,10 @@
-"""Cutting block copies into fragments: contiguous bytes from one address to another, as few and as long as possible."""
+"""Cutting block copies into fragments: contiguous bytes from one address to another, as few and as long as possible.
+Kernels take them as rows of a table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,7 @@ import numpy.typing as npt
 from kvpool.device.base import BYTES, FROM, SOURCE, TARGET, TO, TOKENS
 from kvpool.device.block_copy import CopyPlan, locate, plan_of
 from kvpool.device.cuda.calibration import OFFLOAD, ONBOARD, WITHIN
+from kvpool.device.launches import PIECE_WORDS
 from kvpool.jit import jit
 
 INSIDE_HOST = "inside the host"
@@ -85,6 +87,104 @@ def _cut(moves: Any, v: Any, host: Any, out: Any, cursor: Any) -> int:
     return cursor[0]
 
 
+Int64s = npt.NDArray[np.int64]
+
+_LOW = (1 << 32) - 1
+_UNIT = 16
+"""The widest word, and the unit of the distances between runs, in bytes."""
+_DISTANCE_MAX = 1 << 32
+_WORDS_MAX = 1 << 26
+"""The most words of a row. Kernels count them in 32 bits."""
+
+
+@jit
+def _distance(run_bytes: int, distance: int) -> int:
+    """A distance between runs in units, or -1 if a row cannot say it."""
+    possible = distance % _UNIT == 0 and 0 <= distance // _UNIT < _DISTANCE_MAX and run_bytes % _UNIT == 0
+    return distance // _UNIT if possible else -1
+
+
+@jit
+def _put(rows: Any, i: int, source: int, target: int, run_bytes: int, runs: int, steps: Any) -> None:
+    rows[i, 0], rows[i, 1] = source, target
+    rows[i, 2], rows[i, 3] = runs << 32 | run_bytes, steps[1] << 32 | steps[0]
+
+
+@jit
+def _tabulate(fragments: Any, words_max: int, rows: Any) -> Any:
+    """Write the rows of fragments: how many, and the words of the longest. A row has at most ``words_max``.
+
+    Where both ends are equally far behind the start of a word, the bytes before the first whole word and behind the
+    last one are rows of their own, so that the others go in whole words. Runs of equal length and distance share one.
+    """
+    count, most, words, runs, run = 0, 0, 0, 0, 0
+    source_before, target_before, steps = 0, 0, (0, 0)
+    for i in range(fragments.shape[0]):
+        source, target, left = fragments[i, FROM], fragments[i, TO], fragments[i, BYTES]
+        while left > 0:
+            part = left
+            if (source - target) % _UNIT == 0:
+                if source % _UNIT:
+                    part = min(left, _UNIT - source % _UNIT)
+                elif left > _UNIT:
+                    part = left - left % _UNIT
+            bits = source | target | part
+            width = _UNIT if bits % _UNIT == 0 else 4 if bits % 4 == 0 else 1
+            part = min(part, words_max * width)
+            apart = _distance(part, source - source_before), _distance(part, target - target_before)
+            joins = part == run and width == _UNIT and words + part // width <= words_max and min(apart) >= 0
+            if joins and (runs == 1 or apart == steps):
+                runs, words, steps = runs + 1, words + part // width, apart
+            else:
+                count, runs, run, words, steps = count + 1, 1, part, part // width, (0, 0)
+            first = source - (runs - 1) * steps[0] * _UNIT, target - (runs - 1) * steps[1] * _UNIT
+            _put(rows, count - 1, first[0], first[1], run, runs, steps)
+            most = max(most, words)
+            source_before, target_before = source, target
+            source, target, left = source + part, target + part, left - part
+    return count, most
+
+
+class FragmentTable(NamedTuple):
+    """Rows int64[n, 4] for kernels, as ``copy.cuh`` says, and the words of the longest."""
+
+    rows: Int64s
+    words: int
+
+    @property
+    def in_words(self) -> bool:
+        """Whether all addresses and lengths are whole words of 16 bytes."""
+        return not int(np.bitwise_or.reduce(self.rows[:, :3], axis=None)) % _UNIT
+
+
+def tabulate(fragments: Int64s) -> FragmentTable:
+    """The rows of fragments that do not depend on each other, for kernels."""
+    sizes = fragments[:, BYTES]
+    words = np.where((fragments[:, FROM] - fragments[:, TO]) % _UNIT, sizes, sizes // _UNIT + 2)
+    # A kernel looks at as many pieces of each row as the longest has.
+    words_max = min(_WORDS_MAX, max(PIECE_WORDS, 2 * int(words.sum()) // max(1, len(words))))
+    rows = np.empty((3 * len(words) + int(words.sum()) // words_max, 4), np.int64)
+    count, most = _tabulate(fragments, words_max, rows)
+    return FragmentTable(rows[:count], int(most))
+
+
+@jit
+def _tabulate_blocks(moves: Any, v: Any, rows: Any) -> Any:
+    """Write a row for each whole block, and rows for the first tokens of others, as ``_tabulate`` does."""
+    plan, count, most = plan_of(v), 0, 0
+    for i in range(moves.shape[0]):
+        source, s = locate(moves[i, SOURCE], plan)
+        target, t = locate(moves[i, TARGET], plan)
+        whole = moves[i, TOKENS] == plan.block_tokens
+        runs, run = (plan.runs, plan.run_bytes) if whole else (plan.inner, moves[i, TOKENS] * plan.token_bytes)
+        for a in range(1 if whole else plan.outer):
+            apart = (s.run_stride, t.run_stride) if whole else (s.inner_stride, t.inner_stride)
+            steps = _distance(run, apart[0]), _distance(run, apart[1])
+            _put(rows, count, source + a * s.outer_stride, target + a * t.outer_stride, run, runs, steps)
+            count, most = count + 1, max(most, runs * run // _UNIT)
+    return count, most
+
+
 class Cutter:
     """Cuts batches of moves for one part. Host memory is registered in chunks of ``chunk_bytes``, and no fragment
     crosses a chunk.
@@ -95,6 +195,11 @@ class Cutter:
     def __init__(self, plan: CopyPlan, host_bytes: int, chunk_bytes: int) -> None:
         self.plan, self._vector = plan, plan.vector()
         self.token_bytes = plan.outer * plan.inner * plan.token_bytes
+        distances = [*plan.device[1:], *plan.host[1:]]
+        lengths = plan.device.base, plan.host.base, plan.run_bytes, plan.token_bytes
+        words = max(plan.runs * plan.run_bytes, plan.inner * plan.block_tokens * plan.token_bytes) // _UNIT
+        self._in_words = words <= _WORDS_MAX and min(_distance(0, n) for n in distances) >= 0
+        self._in_words &= not any(n % _UNIT for n in lengths)
         self._host = np.array([plan.host.base, plan.host.base + host_bytes, chunk_bytes], np.int64)
 
     def has(self, address: int) -> bool:
@@ -115,6 +220,14 @@ class Cutter:
         out = np.empty((count, 3), np.int64)
         _cut(moves, self._vector, self._host, out, np.zeros(3, np.int64))
         return out
+
+    def tabulate(self, moves: npt.NDArray[np.int64]) -> FragmentTable:
+        """The rows of ordered moves, for kernels."""
+        if not self._in_words:
+            return tabulate(self.cut(moves, self.count(moves)))
+        rows = np.empty((len(moves) * max(1, self.plan.outer), 4), np.int64)
+        count, most = _tabulate_blocks(moves, self._vector, rows)
+        return FragmentTable(rows[:count], int(most))
 
     def split(self, fragments: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The same bytes in fragments that cross no chunk, as few as can be."""

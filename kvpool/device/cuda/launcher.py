@@ -144,9 +144,12 @@ _HOST_NATIVE_ATOMICS = 86
 
 
 class CudaLauncher:
-    """A ``launches.Launcher`` for one GPU. ``cupy`` is that package. Thread-safe."""
+    """A ``launches.Launcher`` for one GPU. ``cupy`` is that package. ``thread_blocks``: those of kernels that cross the
+    link to the host, 0 for as many as its kind needs. Thread-safe."""
 
-    def __init__(self, cupy: Any, calls: RuntimeCalls, events: EventPool, buffers: Buffers) -> None:
+    def __init__(
+        self, cupy: Any, calls: RuntimeCalls, events: EventPool, buffers: Buffers, thread_blocks: int = 0
+    ) -> None:
         self._cupy, self._calls = cupy, calls
         self._lock = threading.Lock()
         self._kernels: dict[tuple[str, str], Any] = {}
@@ -158,7 +161,7 @@ class CudaLauncher:
             self.same_addresses = bool(
                 runtime.deviceGetAttribute(runtime.cudaDevAttrCanUseHostPointerForRegisteredMem, calls.index)
             )
-        self.grid = Grid(multiprocessors, CHIP_THREAD_BLOCKS if chips else BUS_THREAD_BLOCKS)
+        self.grid = Grid(multiprocessors, thread_blocks or (CHIP_THREAD_BLOCKS if chips else BUS_THREAD_BLOCKS))
 
     def stream(self, stream: Any, captured: bool) -> int:
         """See ``launches.Launcher``."""

@@ -9,21 +9,17 @@ import re
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.device.base import BYTES, FROM, NULL_STREAM, TO, Event, Stream, stream_argument
+from kvpool.device.base import BYTES, FROM, NULL_STREAM, TO, Event, Stream, StreamGone, stream_argument
 from kvpool.errors import DeviceError
 
-LOAD_PRIORITY = "KVPOOL_LOAD_PRIORITY"
-_HIGHEST_PRIORITY = -100  # CUDA takes the highest that there is
-BATCH_FRAGMENTS = "KVPOOL_BATCH_FRAGMENTS"
-_BATCH_FRAGMENTS = 8192
 LIBRARY = "libcuda.so.1"
 """The library of the driver."""
 # The version number asks for the interface of this CUDA version. Later drivers keep it.
@@ -80,24 +76,43 @@ def find_batch(library: Callable[[str], Any] = ctypes.CDLL) -> Batch | None:
     return batch
 
 
-def batch_fragments() -> int:
+class CopySettings(NamedTuple):
+    """What the environment says of copies. Each variable is ``KVPOOL_`` and the name of a field in capitals."""
+
+    load_priority: int
+    """Of streams that load what a request waits for. CUDA takes the highest that there is, which is the lowest
+    number."""
+    save_priority: int
+    batch_fragments: int
     """The most fragments in one batched copy. Drivers have crashed with tens of thousands."""
-    given = os.environ.get(BATCH_FRAGMENTS)
-    if given is None:
-        return _BATCH_FRAGMENTS
-    if not given.isdecimal() or not 0 < int(given) < 1 << 31:
-        raise ValueError(f"{BATCH_FRAGMENTS}={given!r}: accepted is a number of fragments, 1 or more")
-    return int(given)
+    copy_thread_blocks: int
+    """Thread blocks of a kernel that copies over the link; 0 for as many as the kind of link needs."""
+    copy_kernels: tuple[str, ...] = ()
+    """Kernels that may be chosen although no record says that they have passed on this kind of GPU."""
+
+    @classmethod
+    def read(cls, kernels: Collection[str], environment: Mapping[str, str] = os.environ) -> CopySettings:
+        """The settings of a device that is made now, and knows these kernels. Raises ValueError, which names the
+        variable."""
+        fields = {
+            "load_priority": (-100, -999, 0),
+            "save_priority": (0, -999, 0),
+            "batch_fragments": (8192, 1, 2**31 - 1),
+            "copy_thread_blocks": (0, 0, 65535),
+        }
+        asked = tuple(filter(None, environment.get("KVPOOL_COPY_KERNELS", "").split(",")))
+        if not set(asked) <= set(kernels):
+            raise ValueError(f"KVPOOL_COPY_KERNELS={','.join(asked)!r}: accepted are {', '.join(kernels)}, with commas")
+        return cls(**{name: _setting(environment, name, *of) for name, of in fields.items()}, copy_kernels=asked)
 
 
-def urgent_priority() -> int:
-    """The priority of streams that load what a request waits for: CUDA's highest, unless the environment says
-    otherwise."""
-    given = os.environ.get(LOAD_PRIORITY)
+def _setting(environment: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:
+    variable = f"KVPOOL_{name.upper()}"
+    given = environment.get(variable)
     if given is None:
-        return _HIGHEST_PRIORITY
-    if not re.fullmatch(r"0|-\d{1,3}", given):
-        raise ValueError(f"{LOAD_PRIORITY}={given!r}: accepted is a priority of CUDA's, 0 (as others) and below")
+        return default
+    if not re.fullmatch(r"-?\d{1,10}", given) or not low <= int(given) <= high:
+        raise ValueError(f"{variable}={given!r}: accepted is a number from {low} to {high}")
     return int(given)
 
 
@@ -240,19 +255,23 @@ STICKY = frozenset(
 
 class Gpu(NamedTuple):
     """What the driver says about a GPU. Memory is in bytes; the driver's CUDA version is a number such as 13010 for
-    13.1."""
+    13.1; the compute capability is a text such as "9.0"."""
 
     number: int
     name: str
     memory: int
     driver: int
+    capability: str
 
 
 def gpus(runtime: Any) -> list[Gpu]:
     """All GPUs that this process sees."""
     driver = int(runtime.driverGetVersion())
     found = [runtime.getDeviceProperties(number) for number in range(runtime.getDeviceCount())]
-    return [Gpu(number, one["name"].decode(), int(one["totalGlobalMem"]), driver) for number, one in enumerate(found)]
+    return [
+        Gpu(number, one["name"].decode(), int(one["totalGlobalMem"]), driver, f"{one['major']}.{one['minor']}")
+        for number, one in enumerate(found)
+    ]
 
 
 def status_of(error: BaseException | None) -> int | None:
@@ -480,8 +499,9 @@ class UsedStreams:
         self.own: list[Stream] = []
         self._calls, self._events = calls, events
         self._used: dict[int, tuple[Stream, CudaEvent | None]] = {}
-        self._behind: set[int] = set()
-        """Streams that may have work behind their last event."""
+        """The streams of callers, each with the last event behind work of the device's."""
+        self._lost: set[int] = set()
+        """Streams that were destroyed with work of their owners' behind that event."""
 
     def create(self, name: str, priority: int) -> Stream:
         """A stream of the device's own. Raises DeviceError."""
@@ -495,38 +515,53 @@ class UsedStreams:
         stream = own_name(stream)
         if stream.handle not in self._used:
             if len(self._used) >= _STREAMS_KEPT:
-                self._used = {h: (s, e) for h, (s, e) in self._used.items() if not self._is_idle(h, e)}
+                idle = [h for h, (_, event) in self._used.items() if event is not None and self._events.query(event)]
+                self._used = {h: found for h, found in self._used.items() if h not in idle}
             self._used[stream.handle] = stream, None
-        self._behind.add(stream.handle)
         return stream.handle
 
-    def _is_idle(self, handle: int, event: CudaEvent | None) -> bool:
-        return event is not None and handle not in self._behind and self._events.query(event)
+    @contextmanager
+    def work(self, stream: Stream) -> Iterator[int]:
+        """The handle of a stream, for work that is enqueued inside the context. An event comes behind it on streams of
+        callers: it says when the work is done, also where the stream is destroyed before. Raises DeviceError."""
+        handle = self.handle(stream)
+        try:
+            yield handle
+        except BaseException:
+            with suppress(DeviceError):
+                self.record(stream)
+            raise
+        if stream not in self.own:
+            self.record(stream)
 
     def record(self, stream: Stream) -> CudaEvent:
-        """An event of a stream. Raises DeviceError."""
+        """An event of a stream. Raises DeviceError, StreamGone."""
         handle = self.handle(stream)
-        event = self._events.record(handle)
+        try:
+            event = self._events.record(handle)
+        except DeviceError as error:
+            if error.sticky or state_of(self._calls, self._used[handle][0]) != GONE:
+                raise
+            self._lost.add(handle)
+            raise StreamGone(str(error)) from error
         self._used[handle] = self._used[handle][0], event
-        self._behind.discard(handle)
         return event
 
-    def synchronize(self) -> None:
+    def synchronize(self, closing: bool = False) -> None:
         """Wait for these streams, and for the default stream. Raises DeviceError.
 
-        While a stream of a GPU is captured, CUDA refuses to wait for the whole GPU, and ends the capture. Of a stream
-        that is captured, the last event before the capture is waited for.
+        Of a stream that is captured, or was destroyed, the last event is waited for. If its owner's work behind that
+        has to be waited for, only a wait for the whole GPU does. CUDA refuses that while any stream of the GPU is
+        captured, and ends the capture, so it is not done when ``closing``.
         """
-        gone = False
         for stream, event in [(NULL_STREAM, None), *self._used.values(), *((own, None) for own in self.own)]:
-            state = state_of(self._calls, stream)
-            gone = gone or state == GONE
-            if state == USABLE:
+            if state_of(self._calls, stream) == USABLE:
                 with self._calls("cudaStreamSynchronize", unsafe=True) as runtime:
                     runtime.streamSynchronize(stream.handle)
             elif event is not None:
                 self._events.synchronize(event)
-        if gone:
-            # Its work goes on. Only a wait for the whole GPU shows its end.
+        if self._lost and not closing:
             with self._calls("cudaDeviceSynchronize", unsafe=True) as runtime:
                 runtime.deviceSynchronize()
+            self._used = {handle: found for handle, found in self._used.items() if handle not in self._lost}
+            self._lost.clear()

@@ -12,8 +12,8 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from kvpool.stores.disk.folder import DATABASE, Folder, check_private
+from kvpool.stores.disk.slab import System
 from kvpool.stores.disk.slot_index import PAGE_BYTES, Page
-from kvpool.stores.disk.system import System
 
 VERSION, BYTES_MAX = 2, 1 << 50
 """Version 1 has keys and seals of another format."""

@@ -12,7 +12,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 
@@ -21,11 +20,25 @@ from kvpool.entry.process import Process
 from kvpool.errors import PoolClosed
 from kvpool.stores.disk import slot_index
 from kvpool.stores.disk.database import BYTES_MAX, VERSION, Database, GroupCommit, Header
-from kvpool.stores.disk.folder import Folder
-from kvpool.stores.disk.slab import Slab, stride_of
+from kvpool.stores.disk.folder import EPOCHS, Folder
+from kvpool.stores.disk.slab import Slab, System, stride_of
 from kvpool.stores.disk.slot_index import PER_PAGE, Index, SlotTable
-from kvpool.stores.disk.system import System
-from kvpool.stores.store import ABSENT, CANCELLED, FAILED, OK, REFUSED, SEAL_BYTES, TAG_BYTES, Bytes, Rows, Space, Stop
+from kvpool.stores.store import (
+    ABSENT,
+    CANCELLED,
+    EPOCH_BYTES,
+    EPOCHS_MAX,
+    FAILED,
+    MODEL_BYTES,
+    OK,
+    REFUSED,
+    SEAL_BYTES,
+    TAG_BYTES,
+    Bytes,
+    Rows,
+    Space,
+    Stop,
+)
 
 DEFAULT_CAPACITY = 64 << 30
 _FORGOTTEN_AT_ONCE = 4096
@@ -48,11 +61,11 @@ class DiskStore:
         The calls of the operating system, for tests.
 
     A block is *saved* when first its bytes and then the entry that names it are durable. Saves that wait share one
-    fdatasync and one transaction. After a crash each saved block is there, unless it was evicted, or was being saved
-    again with other bytes after an earlier crash. A block that was being written, or evicted for one that was being
-    written, may be named by an entry while its slot has other bytes: its seal finds that. So after a crash the first
-    save of a block that was there at the opening compares its bytes, and writes only others: power that fails during a
-    write may take what it replaces.
+    fdatasync and one transaction. After a crash each saved block is there, unless it was evicted. A block that was
+    being written, or evicted for one that was being written, may be named by an entry while its slot has other bytes:
+    its seal finds that. So after a crash the first save of a block that was there at the opening compares its bytes.
+    Other bytes are written to another slot, and one transaction puts it in the place of the old one. Whenever power
+    fails, the old bytes or the new ones are there.
 
     Thread-safe. The constructor touches no file. ``open`` raises ValueError for a folder with blocks of another size,
     PermissionError for one that others can reach, BlockingIOError, which names the process that has the folder, and
@@ -95,6 +108,7 @@ class DiskStore:
             0,
         )
         self._slots = self._failed_syncs = 0
+        self._epochs, self._renewing = dict[bytes, bytes](), threading.Lock()
 
     def __repr__(self) -> str:
         return f"DiskStore({self._path!r}, capacity={self._capacity}, threads={self.threads})"
@@ -122,7 +136,7 @@ class DiskStore:
         try:
             folder = Folder(self._path)
             undo.append(folder.discard)
-            secret = folder.secret()
+            secret, self._epochs = folder.secret(), self._read_epochs(folder)
             database = Database(folder, self._system)
             undo.append(database.close)
             self._counts["damaged_files"] += database.damaged
@@ -177,7 +191,29 @@ class DiskStore:
         self._counts["dropped_rows"] += dropped + self._index.duplicates
         self._counts["opened_blocks"], self._counts["other_model_blocks"] = len(self._index), self._index.others
 
+    def _read_epochs(self, folder: Folder) -> dict[bytes, bytes]:
+        """The epoch of each model that has one."""
+        size = MODEL_BYTES + EPOCH_BYTES
+        found = folder.read(EPOCHS, size * EPOCHS_MAX + 1)
+        if len(found) % size:
+            folder.put_aside(EPOCHS)
+            self._counts["damaged_files"] += 1
+            return {}
+        entries = (found[start : start + size] for start in range(0, len(found), size))
+        return {entry[:MODEL_BYTES]: entry[MODEL_BYTES:] for entry in entries}
+
     # -- calls -----------------------------------------------------------------------------------------
+
+    def epoch(self, model: bytes, new: bool) -> bytes:
+        self._check()
+        if new:
+            self._check_folder()
+            with self._renewing:
+                others = [(name, epoch) for name, epoch in self._epochs.items() if name != model]
+                epochs = dict([*others[1 - EPOCHS_MAX :], (model, os.urandom(EPOCH_BYTES))])
+                self._folder.write(EPOCHS, b"".join(name + epoch for name, epoch in epochs.items()))
+                self._epochs = epochs
+        return self._epochs.get(model, b"")
 
     def find(self, keys: Bytes) -> Bytes:
         self._check()
@@ -212,15 +248,17 @@ class DiskStore:
     def _save(self, places: list[int], names: list[bytes], rows: Rows, seals: Bytes, tag: bytes, limit: int,
               stop: Stop, codes: Bytes) -> list[int]:  # fmt: skip
         """Save what no other call is writing. Wait for what another writes, and return its places."""
+        same = self._same(places, names, rows)
         with self._lock:
-            answers = self._index.reserve([names[place] for place in places], tag, limit)
-            failed_syncs, again = self._failed_syncs, self._index.written_again([names[place] for place in places])
+            answers = self._index.reserve([names[place] for place in places], tag, limit, same)
+            failed_syncs = self._failed_syncs
+            for place, answer in zip(places, answers, strict=True):
+                there = answer == slot_index.HERE or answer >= 0 and self._index.is_written(names[place])
+                codes[place] = OK if there else REFUSED if answer == slot_index.REFUSED else CANCELLED
         own = [(place, slot) for place, slot in zip(places, answers, strict=True) if slot >= 0]
-        for place, answer in zip(places, answers, strict=True):
-            codes[place] = {slot_index.HERE: OK, slot_index.REFUSED: REFUSED}.get(answer, CANCELLED)
+        new = [(place, slot) for place, slot in own if codes[place] != OK]
         try:
-            write = partial(self._write_missing, again) if again else self._slab.write
-            self._transfer(write, [place for place, _ in own], [slot for _, slot in own], rows, codes, stop)
+            self._transfer(self._slab.write, [place for place, _ in new], [slot for _, slot in new], rows, codes, stop)
             self._finish(own, names, seals, codes, failed_syncs)
         except BaseException:
             with self._lock:
@@ -232,12 +270,17 @@ class DiskStore:
             self._changed.wait_for(lambda: not any(self._index.is_pending(names[place]) for place in pending))
         return pending
 
-    def _write_missing(self, again: set[int], slots: list[int], rows: list[int]) -> None:
-        """Write slots, but none of ``again`` that has its bytes: a write that power interrupts may leave neither old
-        nor new ones."""
-        for slot, row in zip(slots, rows, strict=True):
-            if slot not in again or not self._slab.has(slot, row):
-                self._slab.write([slot], [row])
+    def _same(self, places: list[int], names: list[bytes], rows: Rows) -> set[bytes]:
+        """Those of the keys whose entries are doubtful and whose slots have the bytes of their rows."""
+        with self._lock:
+            doubtful = [place for place in places if self._index.is_doubtful(names[place])]
+            slots = self._index.pin([names[place] for place in doubtful])
+        try:
+            checked = zip(doubtful, slots, strict=True)
+            return {names[place] for place, slot in checked if self._slab.has(slot, int(rows[place]))}
+        finally:
+            with self._lock:
+                self._index.unpin(slots)
 
     def _finish(self, own: list[tuple[int, int]], names: list[bytes], seals: Bytes, codes: Bytes,
                 failed_syncs: int) -> None:  # fmt: skip
@@ -348,19 +391,21 @@ class DiskStore:
         """Make all content durable, and then the entries. One thread at a time."""
         with self._lock:
             pages = self._table.take(everything)
+            unclear = self._index.take_unclear() if pages else []
         if not pages:
             return
-        synced = False
+        synced = durable = False
         try:
             self._slab.sync()
             synced = True
             self._database.write(pages)
-        except BaseException:
+            durable = True
+            self._counts["commits"] += 1
+        finally:
             with self._lock:
                 self._failed_syncs += not synced
-                self._table.give_back(pages)
-            raise
-        self._counts["commits"] += 1
+                self._table.give_back(() if durable else pages)
+                self._index.committed(unclear, durable)
 
     def _write_all(self) -> None:
         """Write what is not durable yet, and say that all rows name the bytes that are there, if that is known."""

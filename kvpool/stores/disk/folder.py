@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 
 from kvpool.stores.seals import SECRET_BYTES
 
-LOCK, SECRET, SLAB, DATABASE = "lock", "secret", "slab", "rows.sqlite"
+LOCK, SECRET, SLAB, DATABASE, EPOCHS = "lock", "secret", "slab", "rows.sqlite", "epochs"
 _FLOCK = "hhqqi"
 """``struct flock``: type, whence, start, length, process"""
 
@@ -123,26 +123,34 @@ class Folder:
 
     def secret(self) -> bytes:
         """The secret, which is made if it is not there. One of another length is put aside."""
-        fd = self.open(SECRET)
-        try:
-            found = os.pread(fd, SECRET_BYTES + 1, 0)
-        finally:
-            os.close(fd)
+        found = self.read(SECRET, SECRET_BYTES + 1)
         if len(found) == SECRET_BYTES:
             return found
         if found:
             self.put_aside(SECRET)
         made = os.urandom(SECRET_BYTES)
-        self.remove("secret.new")
-        fd = self.open("secret.new")
+        self.write(SECRET, made)
+        return made
+
+    def read(self, name: str, most: int) -> bytes:
+        """The first bytes of a small file. It is made, empty, if it is not there."""
+        fd = self.open(name)
         try:
-            if os.write(fd, made) != SECRET_BYTES:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.join(SECRET))
+            return os.pread(fd, most, 0)
+        finally:
+            os.close(fd)
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small file durably. Whatever happens, it has what it had, or this."""
+        self.remove(f"{name}.new")
+        fd = self.open(f"{name}.new")
+        try:
+            if os.write(fd, content) != len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.join(name))
             os.fsync(fd)
         finally:
             os.close(fd)
-        self._rename("secret.new", SECRET)
-        return made
+        self._rename(f"{name}.new", name)
 
     def _rename(self, name: str, other: str) -> None:
         with self._named(name):

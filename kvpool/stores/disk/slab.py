@@ -1,17 +1,20 @@
-"""Slab: one preallocated file of equal slots, read and written past the page cache where the file system allows it."""
+"""Slab: one preallocated file of equal slots, read and written past the page cache where the file system allows it; and
+the calls of the operating system that a DiskStore makes, which tests replace by ones that fail."""
 
 from __future__ import annotations
 
 import errno
 import mmap
 import os
+import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from kvpool.stores.disk.folder import SLAB, Folder
-from kvpool.stores.disk.system import System
 from kvpool.stores.store import Bytes
 
 ALIGNMENT = 4096
@@ -134,3 +137,15 @@ class Slab:
 
 def stride_of(block_bytes: int) -> int:
     return -(-block_bytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class System:
+    """Each is the function of that name in ``os``, or in ``sqlite3``."""
+
+    preadv: Callable[[int, list[memoryview], int], int] = os.preadv
+    pwritev: Callable[[int, list[memoryview], int], int] = os.pwritev
+    fdatasync: Callable[[int], None] = os.fdatasync
+    posix_fallocate: Callable[[int, int, int], None] = os.posix_fallocate
+    statvfs: Callable[[str], os.statvfs_result] = os.statvfs
+    connect: Callable[..., Any] = sqlite3.connect

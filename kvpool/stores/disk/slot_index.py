@@ -83,6 +83,14 @@ class SlotTable:
             self.entries[slot] = np.zeros((), ENTRY)
             self._changed.add(slot // PER_PAGE)
 
+    def put(self, slot: int, entry: bytes) -> bool:
+        """Take an earlier entry back. Returns whether it had another meanwhile."""
+        changed = self.entries[slot].tobytes() != entry
+        if changed:
+            self.entries[slot] = np.frombuffer(entry, ENTRY)[0]
+            self._changed.add(slot // PER_PAGE)
+        return changed
+
     def touch(self, slot: int) -> None:
         """Note that a slot is used now."""
         self.used[slot] = self.now()
@@ -109,19 +117,21 @@ _VICTIMS_MIN = 1024
 
 
 class _Pending(NamedTuple):
-    """``again``: its entry is doubtful, and stays as it is until the bytes are there."""
+    """``before``: the slot of a doubtful entry of the key, or -1; ``entry``: that entry, which counts until the new one
+    is durable."""
 
     slot: int
     tag: bytes
-    again: bool = False
+    before: int = -1
+    entry: bytes = b""
 
 
 class Index:
     """The index of a store, over its table. The caller holds a lock.
 
     After a crash (``in_doubt``) an entry that was there at the opening is *doubtful*: its slot may have got other bytes
-    right before. So the first save of its key sees that the slot has the right ones, or writes them, and is not
-    acknowledged before they are durable.
+    right before. So the first save of its key sees whether the slot has the right ones, and is not acknowledged before
+    they are durable. Other bytes get another slot. The doubtful entry goes with the transaction that names the new one.
 
     Victims are chosen as in a pool: the lowest priority first, and in it the least recently used. Of the keys of one
     call the last one goes first, since the end of a prompt is worth less than its beginning. Blocks of other models
@@ -133,6 +143,7 @@ class Index:
         self._pending: dict[bytes, _Pending] = {}
         self._pins: Counter[int] = Counter()
         self._left: set[int] = set()  # slots whose key was dropped while they were read
+        self._unclear: list[int] = []  # slots that a commit that failed may have named
         self._tags: dict[bytes, OrderedDict[bytes, None]] = {}  # keys of a tag that has a limit, oldest first
         self.evicted, self._tags_max = 0, 1024
         self._oldest: list[tuple[int, int]] = []  # slots and when they were used, the next victim at the end
@@ -176,41 +187,49 @@ class Index:
     def has(self, key: bytes) -> bool:
         return key in self._here
 
+    def is_doubtful(self, key: bytes) -> bool:
+        return key in self._here and bool(self._doubtful[self._here[key]])
+
     def is_pending(self, key: bytes) -> bool:
         return key in self._pending
 
     # -- writers ---------------------------------------------------------------------------------------
 
-    def reserve(self, keys: list[bytes], tag: bytes, limit: int) -> list[int]:
+    def reserve(self, keys: list[bytes], tag: bytes, limit: int, same: Collection[bytes] = ()) -> list[int]:
         """For each key a slot that the caller may write until it calls ``publish`` or ``abort``, or HERE, PENDING or
-        REFUSED. Evicts what it must, but none of these keys."""
+        REFUSED. Evicts what it must, but none of these keys. ``same``: those of them whose doubtful slots were seen to
+        have the right bytes: they get these slots, which are not to be written."""
         self._use([key for key in keys if key in self._here])
         keep, answers = set(keys), []
         self._watch(tag, limit)
         for key in keys:
             if key in self._here:
-                answers.append(self._again(key, tag) if self._doubtful[self._here[key]] else HERE)
+                answers.append(self._again(key, tag, key in same, keep) if self.is_doubtful(key) else HERE)
             elif key in self._pending:
                 answers.append(PENDING)
             else:
                 answers.append(self._take(key, tag, limit, keep))
         return answers
 
-    def written_again(self, keys: list[bytes]) -> set[int]:
-        """The slots of those of these pending keys whose entries are doubtful: they may have the bytes already."""
-        return {slot for slot, _, again in (self._pending[key] for key in keys if key in self._pending) if again}
+    def is_written(self, key: bytes) -> bool:
+        """Whether the slot of a pending key is that of its doubtful entry, which has the right bytes."""
+        return self._pending[key].slot == self._pending[key].before
 
     def publish(self, keys: list[bytes], seals: list[bytes]) -> None:
         """The bytes of these keys are written: note them in the table. The keys are still pending."""
         for key, seal in zip(reversed(keys), reversed(seals), strict=True):
-            slot, tag, _ = self._pending[key]
+            slot, tag, before, _ = self._pending[key]
+            if before >= 0:
+                self._table.clear(before)
             self._table.set(slot, key, seal, tag, self._model)
 
     def complete(self, keys: list[bytes]) -> None:
         """The table has become durable: from now on these keys are found."""
         for key in reversed(keys):
-            slot, tag, _ = self._pending.pop(key)
-            self._here[key] = slot
+            slot, tag, before, _ = self._pending.pop(key)
+            self._here[key], self._doubtful[slot] = slot, False
+            if before not in (-1, slot):
+                self._free_slot(before)
             members = self._tags.get(tag)
             if members is not None:
                 members.move_to_end(key)
@@ -218,13 +237,25 @@ class Index:
     def abort(self, keys: list[bytes]) -> None:
         """The bytes of these keys will not come, and nobody writes to their slots."""
         for key in keys:
-            slot, tag, again = self._pending.pop(key)
-            if again and self._table.used[slot]:
-                self._here[key], self._doubtful[slot] = slot, True
-                continue
-            self._table.clear(slot)
-            self._free.append(slot)
-            self._leaves(tag, key)
+            slot, tag, before, entry = self._pending.pop(key)
+            if before >= 0:
+                self._here[key] = before
+                # The commit may have failed and be durable all the same. Until the next one, it needs these bytes.
+                (self._unclear if self._table.put(before, entry) else self._free).extend([slot] * (slot != before))
+            else:
+                self._free.append(slot)
+                self._leaves(tag, key)
+            if slot != before:
+                self._table.clear(slot)
+
+    def take_unclear(self) -> list[int]:
+        """The slots that are free when the commit that begins now is durable."""
+        found, self._unclear = self._unclear, []
+        return found
+
+    def committed(self, unclear: list[int], durable: bool) -> None:
+        """That commit has ended."""
+        (self._free if durable else self._unclear).extend(unclear)
 
     # -- readers ---------------------------------------------------------------------------------------
 
@@ -273,13 +304,14 @@ class Index:
             if members is not None:
                 members.move_to_end(key)
 
-    def _again(self, key: bytes, tag: bytes) -> int:
-        """The slot of a doubtful entry, or REFUSED while it is read."""
-        slot = self._here[key]
-        if slot in self._pins:
-            return REFUSED
-        del self._here[key]
-        self._doubtful[slot], self._pending[key] = False, _Pending(slot, tag, again=True)
+    def _again(self, key: bytes, tag: bytes, same: bool, keep: Collection[bytes]) -> int:
+        """A slot for a key whose entry is doubtful, or REFUSED."""
+        before = self._here[key]
+        slot = before if same else self._slot(keep)
+        if slot >= 0:
+            entry = self._table.entries[before].tobytes()
+            del self._here[key]
+            self._pending[key] = _Pending(slot, tag, before, entry)
         return slot
 
     def _take(self, key: bytes, tag: bytes, limit: int, keep: Collection[bytes]) -> int:
@@ -291,6 +323,15 @@ class Index:
             oldest = (self._here[key] for key in members if key in self._here)
             if not self._evict(next((slot for slot in oldest if self._may_go(slot, keep)), None)):
                 return REFUSED
+        slot = self._slot(keep)
+        if slot >= 0:
+            self._pending[key] = _Pending(slot, tag)
+            if members is not None:
+                members[key] = None
+        return slot
+
+    def _slot(self, keep: Collection[bytes]) -> int:
+        """A slot that is free now, or REFUSED."""
         if not self._free:
             self._free += [int(slot) for slot in islice(self._unused, 1)]
         if not self._free:
@@ -299,9 +340,6 @@ class Index:
             return REFUSED
         slot = self._free.pop()
         self._doubtful[slot] = False
-        self._pending[key] = _Pending(slot, tag)
-        if members is not None:
-            members[key] = None
         return slot
 
     def _victim(self, keep: Collection[bytes]) -> int | None:
@@ -342,6 +380,10 @@ class Index:
         slot = where.pop(key)
         self._leaves(self._tag(slot), key)
         self._table.clear(slot)
+        self._free_slot(slot)
+
+    def _free_slot(self, slot: int) -> None:
+        """Nothing names this slot any more, but it may be read."""
         if slot in self._pins:
             self._left.add(slot)
         else:

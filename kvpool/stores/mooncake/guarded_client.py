@@ -64,7 +64,7 @@ def library() -> Any:
     try:
         from mooncake.store import MooncakeDistributedStore
     except ModuleNotFoundError as error:
-        raise ImportError("MooncakeStore needs Mooncake: pip install 'kvpool[mooncake]'") from error
+        raise ImportError('MooncakeStore needs Mooncake: pip install ".[mooncake]"') from error
     except ImportError as error:
         missing = next((package for name, package in SYSTEM_PACKAGES.items() if name in str(error)), None)
         remedy = f": apt-get install {missing}" if missing else ""

@@ -10,10 +10,10 @@ import os
 import queue
 import re
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,9 +22,8 @@ from kvpool.entry.arguments import text_argument
 from kvpool.errors import PoolClosed
 from kvpool.stores.mooncake import guarded_client as client
 from kvpool.stores.mooncake.guarded_client import Client
-from kvpool.stores.mooncake.tag_limits import TagLimits
 from kvpool.stores.queue import NO_LIMIT
-from kvpool.stores.secrets import default_place, read_or_make_secret, secret_argument
+from kvpool.stores.seals import default_place, read_or_make_secret, secret_argument
 from kvpool.stores.store import (
     ABSENT,
     CANCELLED,
@@ -430,3 +429,84 @@ def _on_this_machine(master: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+class Added(NamedTuple):
+    """What became of keys: which may be saved; which of them were not counted before; and which keys, of any, have to
+    leave the store first."""
+
+    accepted: list[bool]
+    new: list[bytes]
+    gone: list[bytes]
+
+
+TRACKED_MAX = 1 << 18
+"""How many keys are kept in mind: about 50 MB."""
+
+
+class TagLimits:
+    """The keys that were saved under each tag, the oldest first. Thread-safe.
+
+    Only tags with a limit are added. If there are more than ``most`` keys of all tags, the oldest go, and have to leave
+    the store too, so that every key that counts is known.
+    """
+
+    def __init__(self, most: int = TRACKED_MAX) -> None:
+        self._most, self._count = most, 0
+        self._keys: OrderedDict[bytes, OrderedDict[bytes, None]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, tag: bytes, keys: list[bytes], limit: int) -> Added:
+        """Add keys that are about to be saved. Those that are not saved then have to be discarded."""
+        accepted, added, gone, own_keys = list[bool](), list[bytes](), list[bytes](), set(keys)
+        with self._lock:
+            for key in keys:
+                own = self._keys.setdefault(tag, OrderedDict())
+                known = key in own
+                if not known and 0 < limit <= len(own) and next(iter(own)) not in own_keys:
+                    gone += self._drop_oldest(tag, len(own) - limit + 1)
+                accepted.append(known or len(own) < limit)
+                if accepted[-1]:
+                    self._put(tag, key, last=True)
+                    added += [] if known else [key]
+            if self._keys.get(tag):
+                self._keys.move_to_end(tag)
+            else:
+                self._keys.pop(tag, None)
+            while self._count > self._most:
+                gone += self._drop_oldest(next(iter(self._keys)), 1)
+        return Added(accepted, added, gone)
+
+    def discard(self, tag: bytes, keys: list[bytes]) -> None:
+        """These keys are not in the store any more, or never came there."""
+        with self._lock:
+            own = self._keys.get(tag, OrderedDict())
+            for key in keys:
+                if key in own:
+                    del own[key]
+                    self._count -= 1
+            if not own:
+                self._keys.pop(tag, None)
+
+    def restore(self, tag: bytes, keys: list[bytes]) -> None:
+        """These keys could not leave the store: they count as the oldest."""
+        with self._lock:
+            for key in reversed(keys):
+                self._put(tag, key, last=False)
+
+    def _put(self, tag: bytes, key: bytes, last: bool) -> None:
+        own = self._keys.setdefault(tag, OrderedDict())
+        self._count += key not in own
+        own[key] = None
+        own.move_to_end(key, last=last)
+
+    def _drop_oldest(self, tag: bytes, count: int) -> list[bytes]:
+        own = self._keys[tag]
+        gone = [own.popitem(last=False)[0] for _ in range(min(count, len(own)))]
+        self._count -= len(gone)
+        if not own:
+            del self._keys[tag]
+        return gone

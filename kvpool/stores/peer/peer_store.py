@@ -14,7 +14,7 @@ import numpy as np
 try:
     import zmq
 except ModuleNotFoundError as error:
-    raise ImportError("PeerStore needs pyzmq: pip install 'kvpool[remote]'") from error
+    raise ImportError('PeerStore needs pyzmq: pip install ".[remote]"') from error
 
 from kvpool.arrays.layout import integer_argument
 from kvpool.entry.process import Process
@@ -33,8 +33,8 @@ from kvpool.stores.peer.wire import (
     rows_of,
     wire_key,
 )
-from kvpool.stores.secrets import SharedSecret
-from kvpool.stores.store import ABSENT, CANCELLED, OK, SEAL_BYTES, TAG_BYTES, Bytes, Rows, Space, parts
+from kvpool.stores.seals import SharedSecret
+from kvpool.stores.store import ABSENT, CANCELLED, EPOCH_BYTES, OK, SEAL_BYTES, TAG_BYTES, Bytes, Rows, Space, parts
 
 CALL_BYTES_MAX = 4 << 20
 """The most bytes of blocks that this client sends or takes in one call, if a block is not larger."""
@@ -91,7 +91,7 @@ class PeerStore:
         self._context: zmq.Context[Any] | None = None
         self._idle: list[Link] = []
         self._made = self._busy = self._failed = self._era = 0
-        self._session = os.urandom(16).hex()
+        self._session, self._filled = os.urandom(16).hex(), (0, 0)
 
     @property
     def secret(self) -> bytes:
@@ -118,11 +118,23 @@ class PeerStore:
             _log.warning("the store is not there, and is asked again by each call: %s", error)
         return self.secret
 
+    def epoch(self, model: bytes, new: bool) -> bytes:
+        """What the server's store remembers. Raises NotImplementedError if it remembers none."""
+        with self._connection() as link:
+            answer = self._call(link, "renew" if new else "epoch", tag=model.hex())
+            frames_argument([*answer.frames, *answer.blocks], 1)
+            found = bytes(answer.frames[0])
+            if len(found) not in (0, EPOCH_BYTES):
+                raise Malformed(f"an epoch of {len(found)} bytes")
+            if not answer.message.count:
+                raise NotImplementedError("the server's store has no epochs")
+            return found
+
     def find(self, keys: Bytes) -> Bytes:
         codes = np.full(len(keys), ABSENT, np.uint8)
         for part in parts(len(keys), KEYS_MAX):
             with self._connection() as link:
-                codes[part] = _codes(_call(link, "find", [keys[part]]), len(keys[part]))
+                codes[part] = _codes(self._call(link, "find", [keys[part]]), len(keys[part]))
         return codes
 
     def save(self, keys: Bytes, rows: Rows, seals: Bytes, tag: bytes, limit: int, stop: Stop) -> Bytes:
@@ -132,7 +144,7 @@ class PeerStore:
                 with self._connection(stop) as link:
                     # A copy: what is under way may outlive the call, and the rows may change then.
                     blocks, of_save = [self._memory[rows[part]]], {"tag": tag.hex(), "limit": limit, **self._now()}
-                    answer = _call(link, "save", [keys[part], seals[part]], blocks, stop, **of_save)
+                    answer = self._call(link, "save", [keys[part], seals[part]], blocks, stop, **of_save)
                     codes[part] = _codes(answer, len(keys[part]))
         return codes
 
@@ -141,7 +153,7 @@ class PeerStore:
         with suppress(Stopped):
             for part in parts(len(keys), self._blocks_per_call(stop)):
                 with self._connection(stop) as link:
-                    answer = _call(link, "load", [keys[part]], stop=stop)
+                    answer = self._call(link, "load", [keys[part]], stop=stop)
                     frames_argument(answer.frames, 2)
                     found = codes_of(np.frombuffer(answer.frames[0], np.uint8), len(keys[part]))
                     sealed = rows_of(answer.frames[1:], len(found), SEAL_BYTES)
@@ -156,7 +168,7 @@ class PeerStore:
         era, dropped = self._now(drops=1), 0
         for part in parts(len(keys), KEYS_MAX):
             with self._connection() as link:
-                count = _count(_call(link, "forget", [keys[part]], **era))
+                count = _count(self._call(link, "forget", [keys[part]], **era))
                 if count > len(keys[part]):
                     raise Malformed(f"{count} of {len(keys[part])} keys")
             dropped += count
@@ -164,13 +176,17 @@ class PeerStore:
 
     def clear(self, tag: bytes) -> int:
         with self._connection() as link:
-            return _count(_call(link, "clear", tag=tag.hex(), **self._now(drops=1)))
+            return _count(self._call(link, "clear", tag=tag.hex(), **self._now(drops=1)))
 
     def stats(self) -> dict[str, int]:
+        """``blocks`` and ``capacity``: of the server's store, as it has said it with its last answer."""
         self._process.check(self)
         with self._lock:
             open_now = len(self._idle) + self._busy
-            return {"connections": open_now, "connected": self._made, "failed_calls": self._failed}
+            figures = {"connections": open_now, "connected": self._made, "failed_calls": self._failed}
+            if self._filled[1]:
+                figures |= {"blocks": self._filled[0], "capacity": self._filled[1]}
+            return figures
 
     def close(self) -> None:
         """Disconnect. Content stays with the server."""
@@ -184,6 +200,15 @@ class PeerStore:
             end(context)
 
     # -- connections -------------------------------------------------------------------------------
+
+    def _call(
+        self, link: Link, call: str, frames: Sequence[Any] = (), blocks: Sequence[Any] = (), stop: Stop = never,
+        **fields: Any,
+    ) -> Received:  # fmt: skip
+        """Make one call. Returns its answer."""
+        answer = link.ask(StoreCall(link.number(), call, link.timeout_ms, **fields), frames, StoreDone, stop, blocks)
+        self._filled = answer.message.holds, answer.message.capacity
+        return answer
 
     def _now(self, drops: int = 0) -> dict[str, Any]:
         """The era of a call. What was saved before a drop, and reaches the server later, is not kept there."""
@@ -240,14 +265,6 @@ class PeerStore:
             )  # fmt: skip
             self._busy += 1
             return link
-
-
-def _call(
-    link: Link, call: str, frames: Sequence[Any] = (), blocks: Sequence[Any] = (), stop: Stop = never, **fields: Any
-) -> Received:
-    """Make one call. Returns its answer."""
-    message = StoreCall(link.number(), call, link.timeout_ms, **fields)
-    return link.ask(message, frames, StoreDone, stop, blocks)
 
 
 def _codes(answer: Received, count: int) -> Bytes:

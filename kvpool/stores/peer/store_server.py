@@ -19,7 +19,7 @@ import numpy as np
 try:
     from kvpool.remote.server import LetIn, Refused, Server
 except ModuleNotFoundError as error:
-    raise ImportError("StoreServer needs pyzmq: pip install 'kvpool[remote]'") from error
+    raise ImportError('StoreServer needs pyzmq: pip install ".[remote]"') from error
 
 from kvpool.arrays.layout import integer_argument
 from kvpool.remote.endpoints import ServerKeys, ServerSecret, check_endpoint
@@ -27,6 +27,7 @@ from kvpool.remote.session import UNSEALED, Failed, Malformed, Message, Received
 from kvpool.stores.peer.wire import (
     CALLS,
     DROPS,
+    EPOCHS,
     KEYS_MAX,
     StoreCall,
     StoreDone,
@@ -37,7 +38,7 @@ from kvpool.stores.peer.wire import (
     rows_of,
     wire_key,
 )
-from kvpool.stores.secrets import SharedSecret
+from kvpool.stores.seals import SharedSecret
 from kvpool.stores.store import CANCELLED, KEY_BYTES, MODEL_BYTES, OK, SEAL_BYTES, TAG_BYTES, Bytes, Space, Store
 
 if TYPE_CHECKING:
@@ -266,12 +267,15 @@ class _Calls:
     def _request(self, client: LetIn, received: Received) -> _Request:
         """The call that a message makes. Raises Malformed."""
         message, frames = received.message, received.frames
-        saves, clears = message.call == "save", message.call == "clear"
+        saves, clears = message.call == "save", message.call in ("clear", *EPOCHS)
         if message.call not in CALLS:
             raise Malformed(f"call={message.call!r:.40}: accepted are {', '.join(CALLS)}")
         if not 1 <= message.wait_ms <= WAIT_MS_MAX:
             raise Malformed(f"wait_ms={message.wait_ms}: accepted are 1 to {WAIT_MS_MAX}")
-        tag = _tag(message.tag, *(TAG_BYTES,) if saves else (MODEL_BYTES, TAG_BYTES)) if saves or clears else b""
+        tag = b""
+        if saves or clears:
+            sizes = {"save": [TAG_BYTES], "clear": [MODEL_BYTES, TAG_BYTES]}.get(message.call, [MODEL_BYTES])
+            tag = _tag(message.tag, *sizes)
         frames_argument(frames, 0 if clears else 2 if saves else 1)
         count = 0 if clears else frames[0].nbytes // KEY_BYTES
         most = self._blocks_per_call if message.call in ("save", "load") else KEYS_MAX
@@ -361,12 +365,14 @@ class _Calls:
         if message.call == "find":
             return self._codes(message, "found", self._store.find(keys))
         if message.call == "forget":
-            return self._dropped(message, self._store.forget(keys))
+            return self._done(message, self._store.forget(keys))
+        if message.call in EPOCHS:
+            return self._epoch(message, request.tag)
         if message.call == "clear":
             # Its space is of no model, so that blocks are told apart by their tags alone.
             if getattr(self._store, "clears", 0) < TAG_BYTES:
                 raise NotImplementedError(f"the store {self._store.name!r} of this server does not know tags")
-            return self._dropped(message, self._store.clear(request.tag))
+            return self._done(message, self._store.clear(request.tag))
         if message.call == "save":
             if request.stale:
                 return self._codes(message, "saved", np.full(len(keys), CANCELLED, np.uint8))
@@ -384,14 +390,24 @@ class _Calls:
         seals = np.array(sealed, np.uint8).reshape(len(keys), SEAL_BYTES)
         return answer._replace(frames=[codes, seals], blocks=[blocks], seal=session.seal([blocks]))
 
+    def _epoch(self, message: StoreCall, model: bytes) -> _Answer:
+        try:
+            ask = getattr(self._store, "epoch", None)
+            found = ask(model, message.call == "renew") if ask else None
+        except NotImplementedError:
+            found = None
+        return self._done(message, int(found is not None), [found or b""])
+
     def _codes(self, message: StoreCall, kind: str, codes: Any) -> _Answer:
         own = codes_of(codes, len(codes))
-        self._count(calls=1, **{f"{kind}_blocks": int(np.count_nonzero(own == OK))})
-        return _Answer(StoreDone(message.id, 0), [own])
+        self._count(**{f"{kind}_blocks": int(np.count_nonzero(own == OK))})
+        return self._done(message, 0, [own])
 
-    def _dropped(self, message: StoreCall, count: int) -> _Answer:
+    def _done(self, message: StoreCall, count: int, frames: Sequence[Any] = ()) -> _Answer:
         self._count(calls=1)
-        return _Answer(StoreDone(message.id, int(count)))
+        figures = self._store.stats()
+        holds, capacity = (int(figures.get(name, 0)) for name in ("blocks", "capacity"))
+        return _Answer(StoreDone(message.id, int(count), holds, capacity), frames)
 
     def _count(self, **more: int) -> None:
         with self._lock:

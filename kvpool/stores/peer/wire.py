@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 
 from kvpool.remote.session import Malformed, Message
-from kvpool.stores.secrets import SharedSecret
+from kvpool.stores.seals import SharedSecret
 from kvpool.stores.store import KEY_BYTES, REFUSED, Bytes
 
 KEYS_MAX = 4_096
 """The most keys of one call."""
 DROPS = ("forget", "clear")
-CALLS = ("find", "load", "save", *DROPS)
+EPOCHS = ("epoch", "renew")
+CALLS = ("find", "load", "save", *DROPS, *EPOCHS)
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,13 @@ class StoreWelcome(Message):
 
 @dataclass(frozen=True)
 class StoreCall(Message):
-    """One call of the store. A frame with the keys follows, but for "clear". For "save" follow seals, and the blocks.
+    """One call of the store. A frame with the keys follows, but for "clear", "epoch" and "renew". For "save" follow
+    seals, and the blocks.
 
     ``call``: one of CALLS. ``wait_ms``: how long the caller waits for the answer. ``tag``: of "save", or the beginning
-    of tags of "clear", in hex. ``limit``: of "save". ``session``: of the client, in hex. ``era``: how many drops it had
-    begun then, with this one. What it has saved in an earlier era than that of a drop, and comes after it, is not kept:
-    the client gave up waiting for it before it sent the drop.
+    of tags of a call without keys, in hex. ``limit``: of "save". ``session``: of the client, in hex. ``era``: how many
+    drops it had begun then, with this one. What it has saved in an earlier era than that of a drop, and comes after it,
+    is not kept: the client gave up waiting for it before it sent the drop.
     """
 
     call: str
@@ -52,10 +54,16 @@ class StoreCall(Message):
 
 @dataclass(frozen=True)
 class StoreDone(Message):
-    """The answer to a call. ``count``: how many blocks were dropped. After "find" and "save" follows a frame of codes.
-    After "load" follow codes, seals, and the blocks whose code is OK, one after the other."""
+    """The answer to a call. ``count``: how many blocks were dropped. ``holds``, ``capacity``: blocks that the server's
+    store has and can have, 0 if it does not say it.
+
+    After "find" and "save" follows a frame of codes. After "load" follow codes, seals, and the blocks whose code is OK,
+    one after the other. After "epoch", and "renew", which begins one, it follows as a frame; ``count`` is 0 if the
+    store has none."""
 
     count: int
+    holds: int = 0
+    capacity: int = 0
 
 
 def wire_key(secret: SharedSecret) -> bytes:

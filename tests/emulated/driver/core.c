@@ -174,7 +174,7 @@ API CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUde
     if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
     if ((int)attribute == changed_attribute) return *value = changed_value, CUDA_SUCCESS;
     switch (attribute) {
-        case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: *value = 8; break;
+        case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: *value = 9; break;
         case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: *value = 4; break;
         case CU_DEVICE_ATTRIBUTE_WARP_SIZE: *value = 32; break;
         case CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK:

@@ -1,0 +1,181 @@
+"""``python -m kvpool serve`` and ``fetch``: a worker that serves its host tier while it replays, and one that fetches
+from it and checks every byte."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvpool.commands import terminal
+from kvpool.commands.stress import add_workload
+from kvpool.commands.terminal import FAILED, INTERRUPTED, OK, blaming_the_user, count_argument
+from kvpool.errors import InsufficientMemory, KVPoolError
+
+SECRET = "KVPOOL_SECRET"
+
+
+def add_parser(subparsers: terminal.Subparsers) -> None:
+    """Declare both commands and their options."""
+    serving = terminal.declare(subparsers, "serve", "replay, and serve the host tier to other processes", serve)
+    endpoint = "where to listen, on this machine (default: tcp://127.0.0.1:*, any free port)"
+    serving.add_argument("--endpoint", default="tcp://127.0.0.1:*", help=endpoint)
+    serving.add_argument("--until-eof", action="store_true", help="end when standard input does")
+    add_workload(serving, host_blocks=2048, block_bytes=4096)
+    summary = "fetch host blocks from another process and check every byte"
+    fetching = terminal.declare(subparsers, "fetch", summary, fetch)
+    add = fetching.add_argument
+    add("--endpoint", help="of a server that runs already")
+    add("--blocks", type=count_argument(1), default=100_000, metavar="N", help="blocks to fetch (default: 100000)")
+    speed = "bytes of each of the rounds whose speed is measured, 0 for none (default: 128MiB)"
+    add("--round-bytes", type=terminal.size_argument, default=1 << 27, metavar="SIZE", help=speed)
+    add_workload(fetching, host_blocks=2048, block_bytes=4096)
+
+
+def _secret_of(options: argparse.Namespace) -> bytes:
+    """The secret in the environment. If there is none that is valid, exits with a message that does not show it."""
+    try:
+        secret = bytes.fromhex(os.environ.get(SECRET, ""))
+    except ValueError:
+        secret = b""
+    if not 16 <= len(secret) <= 64:
+        options.error(f"{SECRET}: accepted are 32 to 128 hex digits in this environment variable")
+    return secret
+
+
+def serve(options: argparse.Namespace) -> int:
+    """Replay a trace again and again through a pool with a tiny host tier, and serve that tier
+    to other processes: `python -m kvpool fetch --endpoint ENDPOINT`. Both need the same
+    secret, 32 to 128 hex digits in the environment variable KVPOOL_SECRET.
+
+    TRACE is what `replay` takes; without it, generated chats are replayed. Prints
+    "endpoint ENDPOINT" once it serves, and the figures when it ends, by Ctrl-C or at the end
+    of standard input with --until-eof.
+
+    exit status: 0 all figures as they must be, 1 one is not, 2 wrong usage or a trace that
+    cannot be read, 130 interrupted (the figures so far are printed)
+    """
+    with blaming_the_user(ImportError):
+        from kvpool.replay.workers import Serving
+    import zmq
+
+    from kvpool.replay import ReplayConfig
+
+    layout = terminal.layout_of(options, options.block_bytes, options.tokens_per_block)
+    secret, trace = _secret_of(options), terminal.trace_of(options)
+    with blaming_the_user(InsufficientMemory, ValueError, zmq.ZMQError):
+        config = ReplayConfig(layout, options.device_blocks, options.host_blocks, verify=True, secret=secret)
+        serving = Serving(trace, config, options.endpoint)
+    with serving:
+        terminal.print_text(f"endpoint {serving.server.endpoint}")
+        if options.until_eof:
+            threading.Thread(target=_stop_at_eof, args=(serving,), daemon=True).start()
+        report = serving.run()
+    terminal.print_result(options, report.as_dict(), report.text())
+    return terminal.status_of(report)
+
+
+def _stop_at_eof(serving: Any) -> None:
+    # This does not read sys.stdin: a thread that waits there would keep its lock when the interpreter ends.
+    while os.read(0, 4096):
+        pass
+    serving.stop()
+
+
+def fetch(options: argparse.Namespace) -> int:
+    """Fetch blocks from the host tier of another process, `python -m kvpool serve`, while its
+    scheduler replays a trace. Every byte is compared with what the tokens alone say it must
+    be, as it comes and again in the pool that it enters; then both pools are verified.
+
+    Without --endpoint it starts that process itself, with a secret of its own, and measures
+    at the end how fast blocks of 64 KiB and 4 KiB come beside a bare ZeroMQ socket. TRACE,
+    --seed, --block-bytes and --tokens-per-block must be those of the server, and so must the
+    secret in KVPOOL_SECRET.
+
+    exit status: 0 all figures as they must be, 1 one is not, 2 wrong usage or a trace that
+    cannot be read, 130 interrupted
+    """
+    with blaming_the_user(ImportError):
+        from kvpool.replay.workers import FetchConfig, Fetching
+    from kvpool.replay.rounds import Figure, Report
+
+    if options.trace == "-":
+        options.error("TRACE: the server reads it too, and standard input can be read once")
+    layout = terminal.layout_of(options, options.block_bytes, options.tokens_per_block)
+    secret = secrets.token_bytes(32) if options.endpoint is None else _secret_of(options)
+    config = FetchConfig(layout, options.blocks, options.host_blocks, secret, options.seed)
+    trace = terminal.trace_of(options)
+    served: dict[str, Any] = {"figures": [], "failure": None}
+    failure, figures, seconds = None, [], 0.0
+    bar = terminal.progress_bar(options.blocks, "blocks")
+    with blaming_the_user(InsufficientMemory, ValueError):
+        try:
+            with (
+                _server(options, secret, served) as endpoint,
+                bar as progress,
+                Fetching(trace, config, endpoint, progress=progress) as fetching,
+            ):
+                figures, seconds = fetching.run(), fetching.seconds
+                failure = f"wrong bytes, first in {fetching.first_wrong}" if fetching.first_wrong else None
+        except KeyboardInterrupt:
+            return INTERRUPTED
+        except KVPoolError as error:
+            if isinstance(error, InsufficientMemory):
+                raise
+            failure = f"{type(error).__name__}: {error}"
+    failure = failure or served["failure"]
+    ours = Report(f"fetch   {seconds:.1f} s", figures, failure)
+    theirs = Report("server, in its own process", [Figure(**figure) for figure in served["figures"]])
+    speeds = _speeds(options) if options.endpoint is None and options.round_bytes and failure is None else []
+    # Speed does not decide the result: on a busy machine, fetches are slow and correct.
+    passed = ours.passed and theirs.passed
+    values = {"passed": passed, "failure": failure, "seconds": seconds, "fetch": ours.as_dict()["figures"]}
+    values |= {"server": served["figures"], "throughput": [one.as_dict() for one in speeds]}
+    shown = [ours, theirs] if theirs.figures else [ours]
+    terminal.print_result(options, values, "\n".join([*(one.text() for one in shown), *map(_speed_text, speeds)]))
+    return OK if passed else FAILED
+
+
+def _speeds(options: argparse.Namespace) -> list[Any]:
+    from kvpool.commands import throughput
+
+    return [throughput.measure(size, round_bytes=options.round_bytes) for size in (65_536, 4096)]
+
+
+def _speed_text(one: Any) -> str:
+    name = f"{one.block_bytes:,} bytes x {one.blocks_per_message}: of a bare socket's speed"
+    speeds = f"{one.fetch / 1e9:>12.2f}  GB/s of {one.bare / 1e9:.2f} GB/s"
+    return f"{'':<7} {name:<56} {one.ratio:>12.2f}\n{'':<7} {'':<56} {speeds}"
+
+
+@contextmanager
+def _server(options: argparse.Namespace, secret: bytes, report: dict[str, Any]) -> Iterator[str]:
+    """The endpoint of the given server, or of a new one that runs during the context and then fills in ``report``."""
+    if options.endpoint is not None:
+        yield options.endpoint
+        return
+    command = [sys.executable, "-m", "kvpool", "serve", "--json", "--until-eof", f"--seed={options.seed}"]
+    for name in ("device_blocks", "host_blocks", "block_bytes", "tokens_per_block"):
+        command.append(f"--{name.replace('_', '-')}={getattr(options, name)}")
+    command += [] if options.trace is None else [options.trace]
+    environment = {**os.environ, SECRET: secret.hex()}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        word, _, endpoint = process.stdout.readline().strip().partition(" ")
+        if word != "endpoint":
+            raise KVPoolError(f"the server did not start: exit status {process.wait()}")
+        yield endpoint
+        # The server stops at the end of its input. If an error is raised above, leaving the process closes it as well.
+        process.stdin.close()
+        report.update(json.loads(process.stdout.read() or '{"failure": "the server left no figures"}'))
+        if process.wait() and report.get("passed"):
+            report["failure"] = f"the server's exit status is {process.returncode}"

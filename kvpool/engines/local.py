@@ -1,0 +1,239 @@
+"""What the plug-ins of local engines have in common: prompts in blocks, and states of whole prompts in pieces, in a
+HostCache with stores behind it, for an engine that waits until what it asked for is there.
+
+A *key* stands for a prompt: for all its tokens, and so for a prefix of all prompts that begin with them. Its block has
+the KV of its last tokens. A *state* is bytes that only the engine understands, for a prompt of any length.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.engines.options import EngineOptions
+from kvpool.errors import BlockNotFound, OutOfBlocks
+from kvpool.hostcache.host_cache import HostCache
+from kvpool.hostcache.identity import ModelIdentity
+from kvpool.hostcache.tier import HostTier
+from kvpool.stores.store import parts
+from kvpool.stores.urls import open_store
+from kvpool.warming import warm_host_cache
+
+if TYPE_CHECKING:
+    from kvpool.hostcache.host_leases import HostLease
+
+_TURN_SECONDS, _POLL_SECONDS = 0.001, 0.05
+_INDEXED, _AFAR = 64, 1024
+_SIZE_BYTES = 8
+Bytes = npt.NDArray[np.uint8]
+Places = npt.NDArray[np.int64]
+
+
+class _Index(Protocol):
+    """What a HostCache and a HostKeeper have in common."""
+
+    def lookup(self, keys: Sequence[bytes]) -> npt.NDArray[np.uint8]: ...
+    def pin(self, keys: Sequence[bytes]) -> HostLease: ...
+    def publish(self, keys: Sequence[bytes]) -> int: ...
+    def clear(self) -> None: ...
+    def close(self) -> Any: ...
+
+
+class LocalBlocks:
+    """Blocks of one model: an index, its memory, and the stores behind it.
+
+    ``memory`` in bytes is for as many blocks of ``block_bytes`` as fit. ``{part}`` in the text of a store stands for a
+    name of the identity. Raises ValueError if no block fits, and what opening a store raises. Calls wait for stores,
+    for at most ``options.load_seconds`` a question. Who calls holds ``lock``: a thread takes it to begin saves.
+    """
+
+    def __init__(
+        self,
+        block_bytes: int,
+        identity: ModelIdentity,
+        memory: int,
+        options: EngineOptions,
+        lock: threading.RLock,
+    ) -> None:
+        if memory < block_bytes:
+            raise ValueError(f"host_memory: {memory} bytes for blocks of {block_bytes}: accepted is one block at least")
+        warm_host_cache()
+        self.block_bytes, self._patience = block_bytes, options.load_seconds
+        self._cache = HostCache(memory // block_bytes, block_bytes, identity=identity)
+        self._tier = HostTier.of(self._cache)
+        self._index: _Index = self._cache
+        self._keeper: Any = None
+        self.at_a_time = _INDEXED
+        """how many keys can be looked up at once at little cost"""
+        self.skipped = Counter[str]()
+        """what was not kept as a whole, or not found as a whole, by reason: "crowded", "gone" """
+        if options.stores:
+            from kvpool.keepers import HostKeeper
+
+            stores = [open_store(text.replace("{part}", identity.fingerprint)) for text in options.stores]
+            if not all(getattr(store, "indexed", False) for store in stores):
+                self.at_a_time = _AFAR
+            self._index = self._keeper = HostKeeper(
+                self._cache, self._tier, stores, save="publish" if options.save == "commit" else options.save,
+                load_share=options.load_share, save_share=options.save_share, load_seconds=options.load_seconds,
+                save_seconds=options.save_seconds, retry_seconds=options.retry_seconds,
+            )  # fmt: skip
+            self._lock, self._closing = lock, threading.Event()
+            threading.Thread(target=self._poll, name="kvpool-local", daemon=True).start()
+
+    @property
+    def memory(self) -> Bytes:
+        """uint8[blocks, block_bytes], in place. Rows are for who holds a lease, or was called to write them."""
+        return self._tier.blocks
+
+    @property
+    def used(self) -> int:
+        """Blocks with content."""
+        usage = self._cache.usage()
+        return usage.evictable + usage.pinned
+
+    # -- blocks --------------------------------------------------------------------------------------
+
+    def lookup(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """Whether the block of each key is here, once the loads of all have ended."""
+        answers = self._index.lookup(keys)
+        end = time.monotonic() + self._patience
+        while HostCache.PENDING in answers and time.monotonic() < end:
+            self.poll()
+            time.sleep(_TURN_SECONDS)
+            answers = self._index.lookup(keys)
+        return answers == HostCache.HERE
+
+    def here(self, keys: Sequence[bytes]) -> int:
+        """How many of the first keys are here."""
+        away = np.flatnonzero(~self.lookup(keys))
+        return int(away[0]) if len(away) else len(keys)
+
+    def pin(self, keys: Sequence[bytes]) -> HostLease:
+        """Hold blocks while they are read. Raises BlockNotFound."""
+        return self._index.pin(keys)
+
+    def put(self, keys: Sequence[bytes], write: Callable[[Places, Places], None]) -> None:
+        """Keep the blocks of keys that are not here, of as many first ones as there is room for. ``write`` gets the
+        places of these keys, and the rows that it fills; whatever it raises, nothing is kept."""
+        self._cache.touch(keys)
+        wanted = keys[: self._cache.host_blocks]
+        try:
+            taken = self._cache.reserve(wanted)
+        except OutOfBlocks as error:
+            wanted = wanted[: error.free]
+            taken = self._cache.reserve(wanted)
+        self.skipped["crowded"] += len(wanted) < len(keys)
+        places = {key: place for place, key in enumerate(wanted)}
+        try:
+            if len(taken.keys):
+                write(np.array([places[key] for key in taken.keys], np.int64), taken.blocks)
+        except BaseException:
+            self._cache.abort(taken.keys)
+            raise
+        self._index.publish(taken.keys)
+
+    # -- states --------------------------------------------------------------------------------------
+
+    def put_state(self, key: bytes, state: bytes) -> None:
+        """Keep a state, if there is room for all of it."""
+        data = np.frombuffer(len(state).to_bytes(_SIZE_BYTES, "little") + state, np.uint8)
+        pieces = [data[piece] for piece in parts(len(data), self.block_bytes)]
+        if len(pieces) > self._cache.host_blocks:
+            self.skipped["crowded"] += 1
+            return
+
+        def write(places: Places, rows: Places) -> None:
+            for place, row in zip(places.tolist(), rows.tolist(), strict=True):
+                self.memory[row, : len(pieces[place])] = pieces[place]
+                self.memory[row, len(pieces[place]) :] = 0
+
+        self.put(_pieces_of(key, len(pieces)), write)
+
+    def longest_state(self, keys: Sequence[bytes]) -> int | None:
+        """The place of the first key whose state has its beginning here. Give the longest prompt first."""
+        for some in parts(len(keys), self.at_a_time):
+            found = np.flatnonzero(self.lookup([_pieces_of(key, 1)[0] for key in keys[some]]))
+            if len(found):
+                return some.start + int(found[0])
+        return None
+
+    def state(self, key: bytes) -> bytes | None:
+        """A copy of the state of a key. None if not all of it is here; what has lost a part is counted as "gone"."""
+        first = self._read(_pieces_of(key, 1))
+        size = _SIZE_BYTES + int.from_bytes(first[:_SIZE_BYTES], "little")
+        count = -(-size // self.block_bytes)
+        if first and count <= self._cache.host_blocks:
+            pieces = _pieces_of(key, count)
+            if self.here(pieces) == count and (data := self._read(pieces)):
+                return data[_SIZE_BYTES:size]
+        self.skipped["gone"] += bool(first)
+        return None
+
+    def _read(self, keys: Sequence[bytes]) -> bytes:
+        try:
+            with self.pin(keys) as lease:
+                return self.memory[lease.blocks].tobytes()
+        except BlockNotFound:
+            return b""
+
+    # -- stores --------------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Begin saves and loads, and note those that have ended."""
+        if self._keeper is not None:
+            self._keeper.poll()
+
+    def _poll(self) -> None:
+        """``poll`` while nobody calls. Runs in a thread of its own."""
+        while not self._closing.wait(_POLL_SECONDS):
+            with self._lock:
+                if not self._closing.is_set():
+                    self.poll()
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until all is saved, at most ``timeout`` seconds. Returns whether it is."""
+        return self._keeper is None or bool(self._keeper.drain(timeout))
+
+    def clear(self) -> None:
+        """Drop everything, in stores too."""
+        self._index.clear()
+
+    def close(self) -> None:
+        if self._keeper is not None:
+            self._closing.set()
+        self._index.close()
+        self._cache.close()
+        self._tier.close()
+
+
+def prefix_keys(tokens: Sequence[int], step: int) -> list[bytes]:
+    """Keys of all prefixes of whole blocks of ``step`` tokens. The first key stands for no token, and is that of no
+    block."""
+    data, found = np.array(tokens, np.int64).tobytes(), [bytes(32)]
+    for block in range(len(tokens) // step):
+        own = data[8 * block * step : 8 * (block + 1) * step]
+        found.append(hashlib.blake2b(found[-1] + own, digest_size=32).digest())
+    return found
+
+
+def state_keys(tokens: Sequence[int], step: int, lengths: range) -> list[bytes]:
+    """Keys of the states of prefixes of any lengths."""
+    blocks, data = prefix_keys(tokens, step), np.array(tokens, np.int64).tobytes()
+    return [
+        hashlib.blake2b(
+            blocks[n // step] + data[8 * (n - n % step) : 8 * n], digest_size=32, person=b"kvpool state"
+        ).digest()
+        for n in lengths
+    ]
+
+
+def _pieces_of(key: bytes, count: int) -> list[bytes]:
+    return [key + number.to_bytes(4, "little") for number in range(count)]

@@ -1,0 +1,107 @@
+"""Explain: why a prompt reuses no more than it does. Counts, times and names of reasons; no tokens and no salts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.pool.core import Core
+from kvpool.pool.keys import BlockKeys, Match, Scope, key_rows
+from kvpool.pool.prompts import NO_KEYS
+from kvpool.state import control
+from kvpool.state.effects import EVICTED, EXPIRED, FORGOTTEN, LOSS
+from kvpool.state.records import N
+
+NAMESPACES_MOST = 64
+"""At most so many other namespaces are tried."""
+_UNKNOWN = "not known any more"
+_WHY = {int(EVICTED): "evicted", int(FORGOTTEN): "forgotten", int(EXPIRED): _UNKNOWN, int(LOSS): "lost"}
+
+
+class Missed(NamedTuple):
+    """Consecutive tokens of a prompt that are not reused for one reason. ``first`` is the place of the first one.
+
+    ``why``: "evicted" (by ``policy``) or "expired" (evicted after its time to live), "forgotten" (by a call, or because
+    other content took its place), "lost" (a copy failed), "other namespace" (cached there), "behind a miss" (cached,
+    but what comes before is not), "never seen", "not known any more", "always computed" (the last token, and a last
+    block that is not full), "bypassed" (``reuse=False``). ``ago_ms``: how long ago the last of them left, or None.
+    """
+
+    first: int
+    tokens: int
+    why: str
+    ago_ms: int | None = None
+    policy: str | None = None
+
+
+class Explanation(NamedTuple):
+    """Where the tokens of a prompt come from: the device, the host, a copy of a part of a block; and the others.
+    ``str`` is one line, for logs."""
+
+    tokens: int
+    device_tokens: int
+    host_tokens: int
+    partial_tokens: int
+    missed: tuple[Missed, ...]
+
+    def __str__(self) -> str:
+        where = f"{self.device_tokens} device, {self.host_tokens} host, {self.partial_tokens} in part"
+        found = f"{self.tokens} tokens: {where}"
+        for one in self.missed:
+            ago = "" if one.ago_ms is None else f" {one.ago_ms} ms ago"
+            found += f"; {one.tokens} {one.why}{ago}{f' by {one.policy}' if one.policy else ''}"
+        return found
+
+
+def explained(core: Core, keys: BlockKeys, found: Match, lacks: npt.NDArray[np.bool_]) -> Explanation:
+    """Why a prompt that reuses ``found`` reuses no more. ``lacks`` bool[full blocks]: what is not cached."""
+    width, place, missed = core.config.tokens_per_block, found.tokens, list[Missed]()
+    first, end = place // width, (len(keys) - 1) // width if keys.reuse else 0
+    reasons = _reasons(core, keys, first, lacks[:end]) if first < end else ()
+    for why, same in groupby(reasons, key=lambda one: one[0]):
+        times = [ago for _, ago in same]
+        first += len(times)
+        policy = core.config.settings.policy if why in ("evicted", "expired") else None
+        ago = min((ago for ago in times if ago is not None), default=None)
+        missed.append(Missed(place, first * width - place, why, ago, policy))
+        place = first * width
+    if place < len(keys):
+        missed.append(Missed(place, len(keys) - place, "always computed" if keys.reuse else "bypassed"))
+    return Explanation(len(keys), found.device_tokens, found.host_tokens, found.partial_tokens, tuple(missed))
+
+
+def _reasons(core: Core, keys: BlockKeys, first: int, lacks: npt.NDArray[np.bool_]) -> Iterator[tuple[str, int | None]]:
+    """Why each of the blocks from ``first`` on is not reused, and how many ms ago it left."""
+    now = core.now()
+    with core.lock:
+        core.check_open()
+        ring, count = core.states.ring.gone.copy(), int(core.states.ring.numbers[N.gone])
+        names = list(core.names.known.items())[:NAMESPACES_MOST]
+    gone: dict[tuple[int, int], tuple[str, int]] = {}
+    for place in range(max(0, count - len(ring)), count) if len(ring) else ():
+        key0, key1, when, why = ring[place % len(ring)].tolist()
+        late = why == EVICTED and gone.get((key0, key1), ("", 0))[0] == _UNKNOWN
+        gone[key0, key1] = "expired" if late else _WHY[why], max(0, now - when)
+    elsewhere = np.zeros((len(core.states), len(keys) // core.config.tokens_per_block), np.bool_)
+    for tag, name in names:
+        if tag != keys.namespace:
+            scope = Scope(name.salt, name.adapter_id, (tag, *name.root), keys.origin)
+            other = BlockKeys.of_private(keys.tokens, NO_KEYS, keys.extra_ids, scope, core.states.heads)
+            here = np.empty_like(elsewhere)
+            with core.lock:
+                control.cached(core.states.heads, key_rows(other), control.ANY_TIER, here)
+            elsewhere |= here
+    rows = [(key0, key1) for key0, key1 in key_rows(keys).tolist()]
+    for i in range(first, len(lacks)):
+        if not lacks[i]:
+            yield "behind a miss", None
+        elif rows[i] in gone:
+            yield gone[rows[i]]
+        elif elsewhere[:, i].any():
+            yield "other namespace", None
+        else:
+            yield ("never seen" if count < len(ring) else _UNKNOWN), None

@@ -1,0 +1,452 @@
+"""Prompts: calls that take them. What a prompt is hashed to, what it would reuse and need, sequences for a batch of
+prompts, and which prompts a pool can never admit, however long they wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.arrays.layout import integer_argument
+from kvpool.device.base import NULL_STREAM, Stream, StreamLike
+from kvpool.entry.arguments import (
+    Ids,
+    Integers,
+    RetentionRange,
+    adapter_argument,
+    address,
+    bool_argument,
+    count_array,
+    encoder_argument,
+    extra_array,
+    id_array,
+    is_integer,
+    list_argument,
+    priority_argument,
+    retention_rows,
+    salt_argument,
+    token_array,
+    ttl_argument,
+)  # fmt: skip
+from kvpool.entry.interrupt import DeferSignals, Door
+from kvpool.pool.config import Group
+from kvpool.pool.core import Core, refusal
+from kvpool.pool.keys import Admission, BlockKeys, Match, Plan, Prompt, Scope, check_origin, request_of, requests_of
+from kvpool.state import admit, hashing, kinds, lookup, records, requests, verbs
+from kvpool.state.arrays import State
+
+Rows = npt.NDArray[np.int64]
+NO_KEYS: npt.NDArray[np.uint64] = np.empty((0, 2), np.uint64)
+Retention = Sequence[RetentionRange | tuple[int | None, ...]]
+
+
+class Arrivals(NamedTuple):
+    """The prompts of an admission, and what is asked for them. All of it was checked."""
+
+    keys: list[BlockKeys]
+    rows: Rows
+    """The requests, int64[n, REQUEST], as jitted code sees them."""
+    ranges: list[Rows | None]
+    """The memory of the retention that the rows point to."""
+    some: bool
+    """Whether a part of them may be admitted."""
+
+
+class Prompts:
+    """The calls of a pool that take prompts. Thread-safe."""
+
+    def __init__(self, core: Core) -> None:
+        self.core, config = core, core.config
+        self._origin = (core.states.fingerprint, config.tokens_per_block)
+        self._width, self._columns = config.tokens_per_block, config.columns
+        # A shorter request fits into every group, whatever is cached, if nothing else lives.
+        cross = [group.device_blocks for group in config.groups if group.kind == "cross"]
+        others = [group.device_blocks for group in config.groups if group.kind != "cross"]
+        self._always, self._encoder_always = (
+            self._width * min(self._columns, *each) for each in (others, cross or [self._columns])
+        )
+
+    # -- keys ------------------------------------------------------------------------------------
+
+    def block_keys(
+        self, tokens: Prompt, *, salt: bytes | str | None = None, adapter_id: int | str | None = None, extra_ids:
+        Integers | None = None, reuse: bool = True, publish: bool = True,
+    ) -> BlockKeys:  # fmt: skip
+        """Hash a prompt once, without a lock. Every call that takes a prompt also takes the result.
+
+        ``tokens``: n token ids in any integer buffer or list; or BlockKeys alone, which were copied or unpickled: the
+        result can be extended. ``salt`` and ``adapter_id`` name the namespace: equal tokens in different namespaces
+        never match. ``extra_ids`` int64[n] tell tokens apart whose ids are equal, such as image placeholders.
+
+        ``reuse=False``: a request with this prompt computes all of its tokens, as one that asks for the logprobs of its
+        prompt must. Nothing is looked up: ``match_prefix`` and admission find nothing, and ``prefetch`` brings nothing.
+        What it computes is cached for others, as with vLLM's ``skip_reading_prefix_cache``. It counts as
+        ``bypassed_tokens``, and in no other figure of prompts. ``publish=False``: nothing that a request with this
+        prompt computes is ever found by others; it reuses what is cached. Both together leave no trace in the cache.
+
+        Raises TypeError or ValueError. Reads no state; thread-safe.
+        """
+        self.core.check_open()
+        switches = bool_argument("reuse", reuse), bool_argument("publish", publish)
+        if isinstance(tokens, BlockKeys):
+            if any(one is not None for one in (salt, adapter_id, extra_ids)) or not all(switches):
+                raise TypeError("tokens are BlockKeys, which have all other arguments: accepted is none")
+            return self._own([tokens])[0].bound(self.core.states.heads)
+        names = salt_argument(salt), adapter_argument(adapter_id)
+        scope = Scope(*names, self._root(*names), self._origin, *switches)
+        found = token_array("tokens", tokens)
+        # Of private tokens: what is hashed is what is compared and stored, whatever becomes of the caller's buffer.
+        return BlockKeys.of_private(found, NO_KEYS, extra_array(extra_ids, len(found)), scope, self.core.states.heads)
+
+    @overload
+    def keys_of(self, ids: int | np.integer[Any]) -> BlockKeys: ...
+    @overload
+    def keys_of(self, ids: Integers) -> list[BlockKeys]: ...
+    def keys_of(self, ids: Ids) -> BlockKeys | list[BlockKeys]:
+        """The prompts that live sequences are now: BlockKeys for one id, a list of them for several.
+
+        They have all tokens, decoded ones too, the namespace, and the keys that the pool has computed already. So the
+        next turn of a conversation, ``keys_of(id).extend(text)``, hashes only new blocks, as does a request that is
+        released and added again. Of a sequence that publishes nothing they have ``publish=False``.
+
+        Thread-safe; changes nothing. Raises UnknownSequence, DeviceError, TypeError, ValueError. ValueError is also for
+        a sequence without tokens, and where no group of layers has all of them any more: then extend the BlockKeys that
+        it was added with.
+        """
+        which, state = id_array("ids", ids), self._whole()
+        with self.core.lock:
+            rows = [self._read(state, row) for row in self.core.rows(which).tolist()]
+        found = [BlockKeys.of_private(*row, self.core.states.heads) for row in rows]
+        return found[0] if is_integer(ids) else found
+
+    def _whole(self) -> State:
+        """The group whose rows have most of their tokens: all, unless it has a window. Raises ValueError."""
+        whole = [state for state in self.core.states if kinds.has_all(state.heads, state.group)]
+        windowed = [state for state in self.core.states if kinds.has_windows(state.heads, state.group)]
+        if not whole and not windowed:
+            raise ValueError(
+                "keys_of: the states of recurrent layers have no tokens: extend the BlockKeys that were added"
+            )
+        return (whole or windowed)[0]
+
+    def _read(
+        self, state: State, row: int
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64], npt.NDArray[np.int64] | None, Scope]:
+        """What is known of a live row. The state lock is held by the caller."""
+        own, width = state.sequences[row], self.core.config.tokens_per_block
+        length = int(own["length"])
+        if length == 0:
+            raise ValueError(f"ids: sequence {int(own['generation']) << 32 | row} has no tokens, and so no keys")
+        tokens, keys = np.empty(length, np.int32), np.empty((length // width, 2), np.uint64)
+        extra = np.zeros(length if state.head.has_extra else 0, np.int64)
+        known = requests.read_row(state.heads, state.group, row, tokens, extra, keys)
+        if known < 0:
+            raise ValueError(
+                "ids: a window has passed tokens of a sequence: extend the BlockKeys that it was added with"
+            )
+        tag, root = int(own["namespace"]), (int(own["root0"]), int(own["root1"]))
+        name = self.core.names.known[tag]
+        scope = Scope(name.salt, name.adapter_id, (tag, *root), self._origin, publish=not own["private"])
+        return tokens, keys[:known], extra if extra.any() else None, scope
+
+    def _root(self, salt: bytes | str | None, adapter_id: int | str | None) -> tuple[int, int, int]:
+        """The digest of a namespace that was checked, and the key that its chains begin with."""
+        states = self.core.states
+        return hashing.namespace_root(states.secret, salt, adapter_id, states.namespace_in_key)
+
+    def _keys_of(self, prompt: object) -> BlockKeys:
+        """The keys of a prompt. Raises TypeError, ValueError."""
+        return self._all_keys([prompt])[0]
+
+    def _all_keys(self, prompts: list[Any]) -> list[BlockKeys]:
+        """The keys of each prompt of a batch. Raises TypeError, ValueError."""
+        return self._own([self._hashed(prompt) if type(prompt) is not BlockKeys else prompt for prompt in prompts])
+
+    def _hashed(self, prompt: object) -> BlockKeys:
+        if isinstance(prompt, BlockKeys):
+            return prompt
+        scope = Scope(None, None, self._root(None, None), self._origin)
+        return BlockKeys.of_private(token_array("prompt", prompt), NO_KEYS, None, scope, self.core.states.heads)
+
+    def _own(self, prompts: list[BlockKeys]) -> list[BlockKeys]:
+        """The same keys, which a pool with this secret and block length has made; else ValueError."""
+        check_origin(prompts, self._origin)
+        for keys in prompts:
+            if not keys.proven:
+                keys.prove(self._root(keys.salt, keys.adapter_id), self.core.states.heads)
+        return prompts
+
+    # -- what would be reused and needed ---------------------------------------------------------
+
+    def match_prefix(self, prompt: Prompt) -> Match:
+        """What the prompt would reuse if it were added now; its last token is never reused.
+
+        It gets the full blocks in any batch, and the partial tokens unless blocks are short: ``plan_batch`` says what a
+        batch gets. Does not change the pool.
+        """
+        return self._match(self._keys_of(prompt))
+
+    def _match(self, keys: BlockKeys) -> Match:
+        full, host, partial = self._look_up(request_of(keys))[0][-1, :3].tolist()
+        return Match(full - host, host, partial)
+
+    def _look_up(self, request: Rows) -> tuple[Rows, npt.NDArray[np.int32]]:
+        """What a prompt would reuse now, int64[groups + 1, 6], as ``state.lookup.match`` returns it; the last row is
+        for all groups. And the blocks of each group, int32[groups, n]."""
+        heads, full = self.core.states.heads, int(request[0, records.R.length]) // self._width
+        out, ids = np.empty((len(heads) + 1, 6), np.int64), np.empty((len(heads), full), np.int32)
+        with self.core.lock:
+            self.core.check_open()
+            lookup.match(heads, request, ids, out)
+        return out, ids
+
+    def blocks_needed(
+        self, prompt: Prompt | None = None, *, sequences: Ids | None = None, new_tokens: Ids = 0,
+        group: int | None = None, encoder_tokens: int | None = None,
+    ) -> int:  # fmt: skip
+        """Free device blocks that a step takes: for a prompt and ``new_tokens`` more, or for growing live sequences by
+        ``new_tokens``.
+
+        A reusable block reduces the number only if somebody holds it: a cached block that nobody holds counts as free.
+        ``group``: the index of a group of layers, required where there are several. ``encoder_tokens``: given with a
+        prompt exactly where that group is for cross attention. Does not change the pool.
+        """
+        if (prompt is None) == (sequences is None):
+            raise TypeError(f"prompt={prompt!r:.80}, sequences={sequences!r:.80}: accepted is exactly one of them")
+        if sequences is None:
+            return self._needed(prompt, new_tokens, group, encoder_tokens)
+        if encoder_tokens is not None:
+            raise ValueError(
+                f"encoder_tokens={encoder_tokens!r:.80}: accepted is None for sequences, which have their encoder's "
+                "blocks"
+            )
+        core, which, ids = self.core, self.core.config.group(group), id_array("sequences", sequences)
+        counts = count_array("new_tokens", np.full(len(ids), new_tokens) if is_integer(new_tokens) else new_tokens, ids)
+        with core.lock:
+            core.check_open()
+            # A private array, since a signal handler may decide before it is read.
+            needs = np.empty(len(core.states), np.int64)
+            error = verbs.growth_needs(core.states.heads, ids, counts, needs)
+            if error:
+                raise refusal(core.states.heads, error, ids, core.tokens.sequences)
+        return int(needs[which])
+
+    def _needed(self, prompt: object, new_tokens: object, group: object, encoder_tokens: object) -> int:
+        """The free device blocks of a group that a prompt and ``new_tokens`` more tokens take."""
+        keys, config, which = self._keys_of(prompt), self.core.config, self.core.config.group(group)
+        more = integer_argument("new_tokens", new_tokens, 0, (1 << 31) - 1)
+        crosses = config.groups[which].kind == "cross"
+        tokens = len(keys) + more
+        if crosses or encoder_tokens is not None:
+            tokens = int(encoder_argument("encoder_tokens", encoder_tokens, 1, crosses)[0])
+        columns, found = -(-tokens // self._width), self._look_up(request_of(keys))[0][which]
+        if config.groups[which].kind == "recurrent":
+            columns = found[3] + kinds.fresh_of(self.core.states.heads, which, request_of(keys), found[3], columns)
+        return int(columns - found[4])
+
+    def plan_batch(self, prompts: Sequence[Prompt], *, encoder_tokens: Integers | None = None) -> Plan:
+        """What ``add_sequence_batch`` would do with these prompts now: how many fit, what each would reuse, and the
+        blocks that all take together. Also which live sequence is computing what a prompt lacks.
+
+        The plan is exact until the pool changes. If it has all prompts and refuses none, the batch is admitted whole;
+        else its head is, with ``allow_partial_batch``. A scheduler may hold a prompt back until the sequence of
+        ``Plan.computing`` has committed ``Plan.computing_tokens``, so that these are computed once. ``encoder_tokens``
+        is as in ``add_sequence_batch``.
+
+        Does not change the pool; thread-safe. Raises ValueError and TypeError for a wrong argument, PoolClosed.
+        """
+        core, keys = self.core, self._all_keys(list_argument("prompts", prompts))
+        rows = self._rows(keys, encoder_tokens)
+        refused = self._refused(keys, rows)
+        kept = [i for i in range(len(keys)) if i not in refused]
+        rows, groups = rows[kept], len(core.states)
+        out = np.full((groups, len(kept), records.OUTCOME_COLUMNS), records.NONE, np.int64)
+        blocks, computing = np.empty(groups, np.int64), np.empty((len(kept), 2), np.int64)
+        # The same call undoes its claims, so a handler that raises finds the call complete.
+        with DeferSignals(), core.lock:
+            core.check_open()
+            n = admit.plan(core.states.heads, rows, out, blocks, computing)
+        found, ahead = self._joined(out[:, :n]), computing[:n]
+        if refused:
+            found, ahead = (_spread(each, kept, len(keys)) for each in (found, ahead))
+        cached, device, host, part, missed = found[:, records.OUT.cached : records.OUT.missed + 1].T.astype(np.int32)
+        taken = int(blocks[0]) if groups == 1 else blocks
+        tokens = ahead[:, 1].astype(np.int32)
+        return Plan(cached, device, host, part, missed, taken, ahead[:, 0].copy(), tokens, refused)
+
+    # -- admission -------------------------------------------------------------------------------
+
+    def add_sequence(
+        self, prompt: Prompt, *, retention: Retention | None = None, decode_priority: int = records.DEFAULT_PRIORITY,
+        decode_ttl_ms: int | None = None, stream: StreamLike = None, encoder_tokens: int | None = None,
+    ) -> int:  # fmt: skip
+        """``add_sequence_batch`` for one prompt; returns the sequence id."""
+        ranges = None if retention is None else [retention]
+        own = self._arrivals([prompt], ranges, decode_priority, decode_ttl_ms, False, encoder_tokens)
+        with DeferSignals() as door:
+            return int(self._admit(door, own, stream)[0][0, records.OUT.id])
+
+    def add_sequence_batch(
+        self, prompts: Sequence[Prompt], *, retention: Sequence[Retention | None] | None = None, decode_priority: int =
+        records.DEFAULT_PRIORITY, decode_ttl_ms: int | None = None, stream: StreamLike = None, allow_partial_batch:
+        bool = False, encoder_tokens: Integers | None = None,
+    ) -> Admission:  # fmt: skip
+        """Admit prompts: reuse what is cached on either tier, take blocks for the rest. Changes the pool.
+
+        All prompts are matched before anything is taken. So each gets the full blocks that ``match_prefix`` promised
+        right before. The batch is admitted whole or not at all. With ``allow_partial_batch``, the first prompts that
+        fit are admitted. A prompt that can never fit does not end them: ``Admission.refused`` names it.
+
+        ``retention`` has one list of ranges, or None, per prompt. ``stream``: the engine's, which will use the blocks.
+        ``encoder_tokens``: int64[n], the encoder's tokens of each prompt, given exactly where there is a group for
+        cross attention.
+
+        Raises OutOfBlocks and OutOfSequences, after which the batch may fit later. Raises ValueError for a prompt that
+        can never fit, and ValueError or TypeError for a wrong argument.
+        """
+        own = self._arrivals(prompts, retention, decode_priority, decode_ttl_ms, allow_partial_batch, encoder_tokens)
+        with DeferSignals() as door:
+            return as_admission(*self._admit(door, own, stream))
+
+    def _arrivals(
+        self, prompts: object, retention: object, decode_priority: object, decode_ttl_ms: object, allow_partial: object,
+        encoder_tokens: object,
+    ) -> Arrivals:  # fmt: skip
+        """The arguments of ``add_sequence_batch``, checked. Raises TypeError, ValueError."""
+        some = bool_argument("allow_partial_batch", allow_partial)
+        keys = self._all_keys(list_argument("prompts", prompts))
+        rows = self._rows(keys, encoder_tokens)
+        rows[:, records.R.priority] = priority_argument("decode_priority", decode_priority)
+        rows[:, records.R.ttl] = ttl_argument("decode_ttl_ms", decode_ttl_ms)
+        given = [None] * len(keys) if retention is None else list_argument("retention", retention)
+        ranges = [None if one is None else retention_rows(one) for one in given]
+        if len(ranges) != len(keys):
+            raise ValueError(
+                f"retention has {len(ranges)} entries: accepted is one for each of the {len(keys)} prompts"
+            )
+        for i, own in enumerate(ranges):
+            if own is not None:
+                rows[i, records.R.ranges_at], rows[i, records.R.range_count] = address(own), len(own)
+            if keys[i].has_extra:
+                self.core.enable_extra()
+        return Arrivals(keys, rows, ranges, some)
+
+    def _admit(
+        self, door: Door, arrivals: Arrivals, stream: Stream | Any, now: int | None = None
+    ) -> tuple[Rows, dict[int, str]]:
+        """Admit a batch. Returns the outcome rows (see ``state.records``) of the first requests, with the groups
+        joined, and which requests of the batch can never fit, and why: their rows have the id -1.
+
+        ``now`` is the time, if the clock must not be read.
+        """
+        core, (keys, rows, _, some) = self.core, arrivals
+        refused = self._refused(keys, rows)
+        if refused and not some:
+            first = next(iter(refused))
+            raise ValueError(f"{'prompt' if len(keys) == 1 else f'prompts[{first}]'}: {refused[first]}")
+        kept = [i for i in range(len(keys)) if i not in refused] if refused else None
+        if kept is not None:
+            rows, keys = rows[kept], [keys[i] for i in kept]
+        out = np.full((len(core.tables), len(keys), records.OUTCOME_COLUMNS), records.NONE, np.int64)
+        door.undo = lambda: core.release_unseen(out[0, :, records.OUT.id])
+        on = NULL_STREAM if stream is None else stream
+        now = core.now() if now is None else now
+        n = core.decide(on, self._admit_named, rows, out, now, some, keys)
+        found = out[0, :n] if len(out) == 1 else self._joined(out[:, :n])
+        return found if kept is None else _spread(found, kept, len(kept) + len(refused)), refused
+
+    def _rows(self, keys: list[BlockKeys], encoder_tokens: object) -> Rows:
+        """The prompts of a batch as jitted code sees them. Raises TypeError, ValueError."""
+        rows, crosses = requests_of(keys), self.core.config.crosses
+        if crosses or encoder_tokens is not None:
+            rows[:, records.R.encoder] = encoder_argument("encoder_tokens", encoder_tokens, len(keys), crosses)
+        return rows
+
+    def _joined(self, out: Rows) -> Rows:
+        """The outcomes of all groups as one, as ``Admission`` has them."""
+        found = out[int(self.core.tokens.group)].copy()
+        full, host = (
+            found[:, records.OUT.cached] - found[:, records.OUT.partial],
+            out[:, :, records.OUT.host_tokens].max(axis=0),
+        )
+        found[:, records.OUT.device_tokens], found[:, records.OUT.host_tokens] = full - host, host
+        return found
+
+    def _admit_named(
+        self, heads: Rows, rows: Rows, out: Rows, now: int, allow_partial: bool, keys: list[BlockKeys]
+    ) -> int:
+        """Note the namespaces that events will name, then call the verb. The caller holds the state lock."""
+        self.core.names.learn(keys)
+        return int(admit.admit(heads, rows, out, now, allow_partial))
+
+    # -- what a pool has room for if nothing else lives in it ------------------------------------
+
+    def _refused(self, keys: list[BlockKeys], rows: Rows) -> dict[int, str]:
+        """Which of the requests int64[n, REQUEST] of these prompts can never be admitted, and why.
+
+        With a sliding window, only a part of a cached prefix is needed. So a request may fit because of what is cached
+        now. Raises PoolClosed.
+        """
+        if max(map(len, keys), default=0) <= self._always and not self.core.config.crosses:
+            return {}
+        large = (rows[:, records.R.length] > self._always) | (rows[:, records.R.encoder] > self._encoder_always)
+        found = ((i, self._why_never(rows[i : i + 1])) for i in np.flatnonzero(large).tolist())
+        return {i: why for i, why in found if why is not None}
+
+    def _why_never(self, row: Rows) -> str | None:
+        columns, encoder = (-(-int(row[0, i]) // self._width) for i in (records.R.length, records.R.encoder))
+        groups, heads = self.core.config.groups, self.core.states.heads
+        needs = [encoder if g.kind == "cross" else int(kinds.fresh_of(heads, g.index, row, 0, columns)) for g in groups]
+        short = [g for g in groups if needs[g.index] > g.device_blocks]
+        # Groups for cross attention or full attention need all of their blocks at once. The others need what the next
+        # token sees.
+        for group in short:
+            if group.kind == "cross" or (group.kind == "attention" and group.window is None):
+                return f"{self._lack(group, needs[group.index])}: it can never fit"
+        if columns > self._columns or encoder > self._columns:
+            what = (
+                f"a prompt of {columns} blocks"
+                if columns > self._columns
+                else f"encoder_tokens={int(row[0, records.R.encoder])}"
+            )
+            return f"{what} passes max_sequence_tokens={self._columns * self._width}: it can never fit"
+        cached = self._cached(row) if short else []
+        for group in short:
+            matched, held = cached[group.index]
+            needed = min(needs[group.index], held + int(kinds.fresh_of(heads, group.index, row, matched, columns)))
+            if needed > group.device_blocks:
+                return (
+                    f"{self._lack(group, needed)}: it can never fit as a whole; add its first tokens, commit them, "
+                    "append the others"
+                )
+        return None
+
+    def _lack(self, group: Group, needed: int) -> str:
+        where = f" of group {group.index}" if len(self.core.config.groups) > 1 else ""
+        return f"{needed} device blocks{where} are needed at once, of {group.device_blocks}"
+
+    def _cached(self, row: Rows) -> list[tuple[int, int]]:
+        """For each group: the longest prefix of a prompt, in blocks, that all groups can reuse now, and how many of
+        these blocks the group would hold."""
+        out, ids = self._look_up(row)
+        counts = [int(one[3]) for one in out[:-1]]
+        return [
+            (count, int(np.count_nonzero(own[:count] != records.NONE))) for count, own in zip(counts, ids, strict=True)
+        ]
+
+
+def _spread(found: Rows, kept: list[int], count: int) -> Rows:
+    """Spread the outcomes of the ``kept`` requests over the rows of a batch of ``count``, up to the first request that
+    waits."""
+    end = kept[len(found)] if len(found) < len(kept) else count
+    rows = np.zeros((end, found.shape[1]), np.int64)
+    rows[:, records.OUT.id] = records.NONE
+    rows[kept[: len(found)]] = found
+    return rows
+
+
+def as_admission(out: npt.NDArray[np.int64], refused: dict[int, str]) -> Admission:
+    cached, device, host, part, missed = out[:, records.OUT.cached : records.OUT.missed + 1].T.astype(np.int32)
+    return Admission(out[:, records.OUT.id].copy(), cached, device, host, part, missed, refused)

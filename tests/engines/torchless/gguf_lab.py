@@ -1,0 +1,111 @@
+"""Small models with random weights as files of llama.cpp, and prompts for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import xllamacpp
+
+from kvpool.engines.llamacpp import PrefixCache
+
+HEADS, CONTEXT = 4, 4096
+TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
+KINDS = ["full attention", "recurrent"]
+
+
+def save(path: Path, kind: str = "full attention", seed: int = 0, layers: int = 2, width: int = 64) -> Path:
+    random = np.random.default_rng(seed)
+    writer = gguf.GGUFWriter(path, "llama" if kind == "full attention" else "mamba")
+
+    def add(name: str, *shape: int, value: float | None = None) -> None:
+        found = random.standard_normal(shape) * 0.15 if value is None else np.full(shape, value)
+        writer.add_tensor(name, found.astype(np.float32))
+
+    writer.add_context_length(CONTEXT)
+    writer.add_embedding_length(width)
+    writer.add_block_count(layers)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(len(TOKENS))
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(TOKENS)
+    writer.add_token_scores([0.0] * len(TOKENS))
+    writer.add_token_types([2, 3, 3, *[6] * 256, 1])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    for name in ("token_embd", "output"):
+        add(f"{name}.weight", len(TOKENS), width)
+    add("output_norm.weight", width, value=1.0)
+    (_attention if kind == "full attention" else _recurrent)(writer, add, layers, width)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _attention(writer: gguf.GGUFWriter, add: Any, layers: int, width: int) -> None:
+    inner = 128
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(HEADS // 2)
+    writer.add_rope_dimension_count(width // HEADS)
+    for layer in range(layers):
+        block = f"blk.{layer}."
+        for name in ("attn_norm", "ffn_norm"):
+            add(f"{block}{name}.weight", width, value=1.0)
+        for name, rows, columns in (
+            ("attn_q", width, width), ("attn_k", width // 2, width), ("attn_v", width // 2, width),
+            ("attn_output", width, width), ("ffn_gate", inner, width), ("ffn_up", inner, width),
+            ("ffn_down", width, inner),
+        ):  # fmt: skip
+            add(f"{block}{name}.weight", rows, columns)
+
+
+def _recurrent(writer: gguf.GGUFWriter, add: Any, layers: int, width: int) -> None:
+    inner, state, rank, kernel = 2 * width, 16, 4, 4
+    writer.add_feed_forward_length(0)
+    writer.add_head_count(0)
+    writer.add_ssm_conv_kernel(kernel)
+    writer.add_ssm_inner_size(inner)
+    writer.add_ssm_state_size(state)
+    writer.add_ssm_time_step_rank(rank)
+    for layer in range(layers):
+        block = f"blk.{layer}."
+        add(f"{block}attn_norm.weight", width, value=1.0)
+        for name, shape in (
+            ("ssm_in.weight", (2 * inner, width)), ("ssm_conv1d.weight", (inner, kernel)),
+            ("ssm_conv1d.bias", (inner,)),
+            ("ssm_x.weight", (rank + 2 * state, inner)), ("ssm_dt.weight", (inner, rank)), ("ssm_dt.bias", (inner,)),
+            ("ssm_out.weight", (width, inner)),
+        ):  # fmt: skip
+            add(f"{block}{name}", *shape)
+        add(f"{block}ssm_a", inner, state, value=-1.0)
+        add(f"{block}ssm_d", inner, value=1.0)
+
+
+def params(model: Path, **settings: Any) -> Any:
+    found = xllamacpp.CommonParams()
+    found.model.path, found.n_ctx, found.n_parallel, found.warmup = str(model), CONTEXT, 1, False
+    found.cpuparams.n_threads, found.verbosity = 1, -1
+    for name, value in settings.items():
+        setattr(found, name, value)
+    return found
+
+
+def prefix_cache(model: Path, settings: dict[str, Any] | None = None, **options: Any) -> PrefixCache:
+    sizes: dict[str, Any] = {"host_memory": "32MiB", "piece_bytes": 1 << 16}
+    return PrefixCache(params(model, **(settings or {})), **(sizes | options))
+
+
+def prompt(count: int, seed: int) -> list[int]:
+    return [1, *np.random.default_rng(seed).integers(3, 259, count - 1).tolist()]
+
+
+def answer(cache: PrefixCache, tokens: list[int], count: int = 8) -> tuple[list[int], int]:
+    """The greedy tokens after a prompt, and how many tokens of it were not computed."""
+    found = cache.complete(tokens, n_predict=count, temperature=0.0, ignore_eos=True)
+    return found["tokens"], found["timings"]["cache_n"]

@@ -1,0 +1,151 @@
+"""Small models of mlx-lm with random weights, and an engine that keeps its own KV beside a prompt cache."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models import gemma3_text, lfm2, llama
+from mlx_lm.models.cache import QuantizedKVCache, can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+
+from kvpool.engines.mlx import PromptCache
+
+VOCABULARY = 500
+BITS, GROUP = 8, 32
+_COMMON = {"hidden_size": 64, "num_attention_heads": 2, "vocab_size": VOCABULARY}
+CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "full attention": (
+        llama,
+        _COMMON | {"model_type": "llama", "num_hidden_layers": 3, "intermediate_size": 96, "num_key_value_heads": 1,
+                   "rms_norm_eps": 1e-5},
+    ),
+    "sliding windows": (
+        gemma3_text,
+        _COMMON | {"model_type": "gemma3_text", "num_hidden_layers": 4, "intermediate_size": 96, "head_dim": 32,
+                   "num_key_value_heads": 1, "sliding_window": 32, "sliding_window_pattern": 2},
+    ),
+    "recurrent hybrid": (
+        lfm2,
+        _COMMON | {"model_type": "lfm2", "num_hidden_layers": 4, "num_key_value_heads": 1, "norm_eps": 1e-5,
+                   "max_position_embeddings": 4096, "conv_bias": False, "conv_L_cache": 3, "block_dim": 64,
+                   "block_ff_dim": 96, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.0,
+                   "block_auto_adjust_ff_dim": False, "rope_theta": 10000.0, "full_attn_idxs": [1, 3]},
+    ),
+}  # fmt: skip
+"""By the kind of its layers: the module of a model, and its configuration."""
+KINDS = [*CONFIGS, "quantised"]
+
+
+def model_of(kind: str, seed: int = 0) -> Any:
+    module, config = CONFIGS.get(kind, CONFIGS["full attention"])
+    mx.random.seed(seed)
+    found = module.Model(module.ModelArgs.from_dict(config))
+    found.set_dtype(mx.bfloat16)
+    mx.eval(found.parameters())
+    return found
+
+
+def prompt_cache(kind: str, model: Any, **options: Any) -> PromptCache:
+    quantised: dict[str, Any] = {"kv_bits": BITS, "kv_group_size": GROUP} if kind == "quantised" else {}
+    return PromptCache(model, **({"block_tokens": 16, "host_memory": "4MiB"} | quantised | options))
+
+
+def empty(kind: str, model: Any) -> list[Any]:
+    found: list[Any] = make_prompt_cache(model)
+    return [QuantizedKVCache(GROUP, BITS) for _ in found] if kind == "quantised" else found
+
+
+def compute(model: Any, tokens: list[int], caches: list[Any]) -> mx.array:
+    """The logits after the last of the tokens."""
+    logits = model(mx.array([tokens]), cache=caches)[0, -1]
+    mx.eval(logits, [cache.state for cache in caches])
+    return logits
+
+
+class Engine:
+    """Computes prompts with a prompt cache, and keeps copies of all KV that it has computed."""
+
+    def __init__(self, kind: str, model: Any, cache: PromptCache) -> None:
+        self.kind, self.model, self.cache = kind, model, cache
+        self.own: dict[tuple[int, ...], list[list[Any]]] = {}
+        self.hits = self.reused = self.differ = 0
+
+    def turn(self, tokens: list[int]) -> None:
+        """Compute a prompt with what the cache has, and compare with the engine's own KV of the same beginning."""
+        caches, rest = self.cache.fetch_nearest_cache("model", tokens)
+        known = len(tokens) - len(rest)
+        logits = compute(self.model, rest, caches if caches is not None else (caches := empty(self.kind, self.model)))
+        if known:
+            self.hits, self.reused = self.hits + 1, self.reused + known
+            answers = [compute(self.model, rest, one) for one in self._own_of(tokens[:known])]
+            assert answers, f"nobody has computed these {known} tokens"
+            assert any(mx.array_equal(logits, answer).item() for answer in answers), f"other logits, {known} tokens"
+        self.own.setdefault(tuple(tokens), []).append(copy.deepcopy(caches))
+        self.cache.insert_cache("model", tokens, caches)
+
+    def _compare(self, split: mx.array, uncut: mx.array) -> None:
+        """The greedy token after a split prompt is that of the uncut one, or the two best are nearer to each other than
+        the splits."""
+        if mx.argmax(split).item() != mx.argmax(uncut).item():
+            self.differ += 1
+            second, best = mx.sort(uncut)[-2:].tolist()
+            assert best - second <= 2 * mx.abs(split - uncut).max().item()
+
+    def against_uncut(self) -> str:
+        return f"{self.differ} greedy tokens differ from uncut runs"
+
+    def _own_of(self, tokens: list[int]) -> list[list[Any]]:
+        """Copies of own caches with these tokens: cut, where they can be cut."""
+        found = [one for caches in (self.own.get(tuple(tokens), []),) for one in copy.deepcopy(caches)]
+        for known, all_caches in self.own.items():
+            if len(known) > len(tokens) and list(known[: len(tokens)]) == tokens:
+                for caches in all_caches:
+                    if can_trim_prompt_cache(caches):
+                        found.append(copy.deepcopy(caches))
+                        trim_prompt_cache(found[-1], len(known) - len(tokens))
+        return found
+
+
+def converse(engine: Engine, conversations: int, rng: np.random.Generator) -> None:
+    """Conversations with a few system prompts, that go on, branch, or are edited."""
+    systems = [rng.integers(0, VOCABULARY, int(rng.integers(20, 60))).tolist() for _ in range(3)]
+    live: list[list[int]] = []
+    for _ in range(conversations):
+        chance = rng.random()
+        if not live or chance < 0.3:
+            tokens = list(systems[rng.integers(len(systems))])
+            engine.turn(tokens)
+        else:
+            tokens = list(live[rng.integers(len(live))])
+            if chance > 0.8:
+                tokens = tokens[: int(rng.integers(1, len(tokens)))]
+        for _ in range(int(rng.integers(1, 4))):
+            tokens = tokens + rng.integers(0, VOCABULARY, int(rng.integers(1, 40))).tolist()
+            engine.turn(tokens)
+        live = [*live[-20:], tokens]
+
+
+def save(folder: Path, kind: str = "full attention", seed: int = 0) -> Path:
+    """Write a model, with a tokenizer of words, as ``mlx_lm.server`` loads it."""
+    from mlx.utils import tree_flatten
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder.mkdir()
+    config = CONFIGS[kind][1]
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 1, "torch_dtype": "bfloat16"}))
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model_of(kind, seed).parameters())))
+    words = {word: i for i, word in enumerate(["<unk>", "</s>", "user", "assistant", *map(str, range(VOCABULARY - 4))])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
+    fast.chat_template = (
+        "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+        "{% if add_generation_prompt %}assistant {% endif %}"
+    )
+    fast.save_pretrained(folder)
+    return folder

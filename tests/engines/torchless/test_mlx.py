@@ -1,0 +1,250 @@
+"""A real mlx-lm computes with KV that comes back from a prompt cache what it computes with its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mlx_lm", reason="needs mlx-lm: python -m tests.engines torchless build")
+
+import mlx.core as mx
+
+from kvpool import PoolClosed
+from kvpool.engines.local import state_keys
+from tests.engines.torchless import mlx_lab
+
+DEADLINE_S = 600
+WEIGHTS = "random, seed 0"
+
+
+def prompt(count: int, seed: int = 7) -> list[int]:
+    return np.random.default_rng(seed).integers(0, mlx_lab.VOCABULARY, count).tolist()
+
+
+@pytest.mark.parametrize("memory", ["4MiB", "128KiB"])
+@pytest.mark.parametrize("kind", mlx_lab.KINDS)
+def test_logits_are_those_of_the_engines_own_kv(kind: str, memory: str) -> None:
+    seed = int(os.environ.get("KVPOOL_SEED", "3"))
+    print(f"seed {seed}")
+    model = mlx_lab.model_of(kind)
+    with mlx_lab.prompt_cache(kind, model, host_memory=memory) as cache:
+        engine = mlx_lab.Engine(kind, model, cache)
+        mlx_lab.converse(engine, int(os.environ.get("KVPOOL_CONVERSATIONS", "12")), np.random.default_rng(seed))
+        print(f"{engine.hits} hits, {engine.reused} tokens, {cache.stats()}")
+        assert engine.hits > 5
+        assert cache.nbytes <= {"4MiB": 4 << 20, "128KiB": 128 << 10}[memory]
+
+
+@pytest.mark.parametrize("kind", mlx_lab.KINDS)
+def test_a_prefix_is_found_and_the_last_token_is_left_to_compute(kind: str) -> None:
+    model, tokens = mlx_lab.model_of(kind), prompt(100)
+    with mlx_lab.prompt_cache(kind, model) as cache:
+        assert cache.fetch_nearest_cache("model", tokens) == (None, tokens)
+        caches = mlx_lab.empty(kind, model)
+        mlx_lab.compute(model, tokens[:70], caches)
+        cache.insert_cache("model", tokens[:70], caches)
+        exact = kind in ("sliding windows", "recurrent hybrid")
+        assert len(cache.fetch_nearest_cache("model", tokens)[1]) == (30 if exact else 36)
+        assert len(cache.fetch_nearest_cache("model", tokens[:71])[1]) == (1 if exact else 7)
+        assert cache.fetch_nearest_cache("model", tokens[:1]) == (None, tokens[:1])
+        assert cache.fetch_nearest_cache("model", [9, *tokens]) == (None, [9, *tokens])
+
+
+def test_branches_share_the_blocks_of_their_prompt() -> None:
+    model, system = mlx_lab.model_of("full attention"), prompt(320)
+    with mlx_lab.prompt_cache("full attention", model) as cache:
+        for branch in range(10):
+            tokens = system + prompt(16, branch)
+            caches, rest = cache.fetch_nearest_cache("model", tokens)
+            caches = caches or mlx_lab.empty("full attention", model)
+            mlx_lab.compute(model, rest, caches)
+            cache.insert_cache("model", tokens, caches)
+        assert len(cache) == 320 // 16 + 10
+
+
+def test_a_prompt_larger_than_the_memory_keeps_its_beginning() -> None:
+    model, tokens = mlx_lab.model_of("full attention"), prompt(400)
+    with mlx_lab.prompt_cache("full attention", model, host_memory=5 * 6144) as cache:
+        caches = mlx_lab.empty("full attention", model)
+        mlx_lab.compute(model, tokens, caches)
+        cache.insert_cache("model", tokens, caches)
+        known = 400 - len(cache.fetch_nearest_cache("model", tokens)[1])
+        assert known == len(cache) * 16 > 0
+        assert cache.stats().skipped == {"crowded": 1}
+
+
+def test_what_does_not_fit_the_layout_is_not_kept_and_counted() -> None:
+    model, tokens = mlx_lab.model_of("full attention"), prompt(40)
+    with mlx_lab.prompt_cache("full attention", model) as cache:
+        quantised = mlx_lab.empty("quantised", model)
+        mlx_lab.compute(model, tokens, quantised)
+        cache.insert_cache("model", tokens, quantised)
+        both = mlx_lab.empty("full attention", model)
+        mx.eval(model(mx.array([tokens, tokens]), cache=both))
+        cache.insert_cache("model", tokens, both)
+        cache.insert_cache("model", [], mlx_lab.empty("full attention", model))
+        assert len(cache) == 0
+        assert cache.stats().skipped == {"unknown": 1, "batched": 1}
+
+
+def test_a_state_of_more_tokens_than_were_named_is_not_kept() -> None:
+    kind, tokens = "recurrent hybrid", prompt(40)
+    model = mlx_lab.model_of(kind)
+    with mlx_lab.prompt_cache(kind, model) as cache:
+        caches = mlx_lab.empty(kind, model)
+        mlx_lab.compute(model, tokens, caches)
+        cache.insert_cache("model", tokens[:-1], caches)
+        assert cache.fetch_nearest_cache("model", tokens)[0] is None
+        assert cache.stats().skipped == {"ahead": 1}
+
+
+def test_another_model_finds_nothing_and_has_the_memory() -> None:
+    model, tokens = mlx_lab.model_of("full attention"), prompt(64)
+    with mlx_lab.prompt_cache("full attention", model) as cache:
+        caches = mlx_lab.empty("full attention", model)
+        mlx_lab.compute(model, tokens, caches)
+        cache.insert_cache("model", tokens, caches)
+        assert cache.fetch_nearest_cache("other", tokens)[0] is None
+        assert len(cache) == 0
+        assert cache.fetch_nearest_cache("model", tokens)[0] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"host_memory": None}, ValueError, "host_memory is missing"),
+        ({"host_memory": "much"}, ValueError, "host_memory='much'"),
+        ({"block_tokens": 0}, ValueError, "block_tokens=0"),
+        ({"hostmemory": "1GiB"}, ValueError, "is host_memory meant"),
+        ({"save": "sometimes"}, ValueError, "save='sometimes'"),
+    ],
+)
+def test_bad_options_are_refused_at_once(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        mlx_lab.prompt_cache("full attention", object(), **options)
+
+
+def test_the_first_call_says_that_no_block_fits_and_that_weights_are_missing(tmp_path: Path) -> None:
+    model = mlx_lab.model_of("full attention")
+    with mlx_lab.prompt_cache("full attention", model, host_memory=100) as small:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="host_memory: 100 bytes for blocks of 6144"):
+                small.fetch_nearest_cache("model", [1, 2])
+    with mlx_lab.prompt_cache("full attention", model, stores=f"disk:{tmp_path / 'kv'}?capacity=1MiB") as nameless:
+        with pytest.raises(ValueError, match="name its weights"):
+            nameless.fetch_nearest_cache("no/folder", [1, 2])
+    with pytest.raises(PoolClosed):
+        nameless.fetch_nearest_cache("model", [1, 2])
+
+
+# -- stores ----------------------------------------------------------------------------------------------
+
+SAVES = """
+import sys, time
+from tests.engines.torchless import mlx_lab, test_mlx
+kind, store = sys.argv[1:]
+model, tokens = mlx_lab.model_of(kind), test_mlx.prompt(100)
+cache = mlx_lab.prompt_cache(kind, model, stores=store, weights=test_mlx.WEIGHTS)
+caches = mlx_lab.empty(kind, model)
+logits = mlx_lab.compute(model, tokens[:80], caches)
+cache.insert_cache("model", tokens[:80], caches)
+assert cache.drain(600)
+print(mlx_lab.compute(model, tokens[80:], caches).tolist(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("kind", mlx_lab.KINDS)
+def test_after_a_kill_the_next_process_computes_with_what_was_saved(kind: str, tmp_path: Path) -> None:
+    store = f"disk:{tmp_path}/kv-{{part}}?capacity=4MiB"
+    words = [sys.executable, "-c", SAVES, kind, store]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        answer = json.loads(process.stdout.readline())
+        process.send_signal(signal.SIGKILL)
+    model, tokens = mlx_lab.model_of(kind), prompt(100)
+    with mlx_lab.prompt_cache(kind, model, stores=store, weights=WEIGHTS) as cache:
+        caches, rest = cache.fetch_nearest_cache("model", tokens)
+        assert caches is not None
+        assert len(rest) == 20
+        assert mlx_lab.compute(model, rest, caches).tolist() == answer
+    with mlx_lab.prompt_cache(kind, model, stores=store, weights="other") as cache:
+        assert cache.fetch_nearest_cache("model", tokens)[0] is None
+
+
+def test_a_snapshot_that_is_none_is_a_miss_and_counted() -> None:
+    kind, tokens = "recurrent hybrid", prompt(60)
+    model = mlx_lab.model_of(kind)
+    with mlx_lab.prompt_cache(kind, model) as cache:
+        caches = mlx_lab.empty(kind, model)
+        mlx_lab.compute(model, tokens[:50], caches)
+        cache.insert_cache("model", tokens[:50], caches)
+        (shelf,) = cache._shelves
+        (key,) = state_keys(tokens, 16, range(50, 51))
+        with shelf.blocks.pin([key + bytes(4)]) as lease:
+            row = shelf.blocks.memory[lease.blocks[0]]
+            row[16:40] = np.frombuffer(b'{"plain": {}, "arrays": ', np.uint8)
+        assert cache.fetch_nearest_cache("model", tokens)[0] is None
+        assert cache.stats().skipped == {"damaged": 1}
+
+
+# -- the server ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    """``mlx_lm.server`` with a prompt cache. Gives its address."""
+    folder = mlx_lab.save(tmp_path / "model", request.param)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = [
+        sys.executable, "-m", "kvpool.engines.mlx", "--host-memory", "16MiB", "--block-tokens", "16",
+        "--store", f"disk:{tmp_path}/kv-{{part}}?capacity=16MiB", "--model", str(folder), "--port", str(port),
+    ]  # fmt: skip
+    log = tmp_path / "log"
+    with log.open("w") as file, subprocess.Popen(words, stdout=file, stderr=file) as process:
+        address, end = f"http://127.0.0.1:{port}", time.monotonic() + DEADLINE_S
+        while time.monotonic() < end and process.poll() is None:
+            try:
+                urllib.request.urlopen(f"{address}/health", timeout=5).close()
+                break
+            except OSError:
+                time.sleep(0.2)
+        yield address
+        process.kill()
+    print(log.read_text()[-4000:])
+
+
+def chat(address: str, messages: list[dict[str, str]]) -> dict[str, Any]:
+    body = {"messages": messages, "max_tokens": 8, "temperature": 0.0}
+    asked = urllib.request.Request(
+        f"{address}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(asked, timeout=DEADLINE_S) as answer:
+        found: dict[str, Any] = json.load(answer)
+    return found
+
+
+@pytest.mark.parametrize("server", ["full attention", "recurrent hybrid"], indirect=True)
+def test_the_server_reuses_a_conversation(server: str) -> None:
+    said = [{"role": "user", "content": " ".join(map(str, prompt(100)))}]
+    first = chat(server, said)
+    again = chat(server, said)
+    assert again["choices"][0]["message"]["content"] == first["choices"][0]["message"]["content"]
+    answer = {"role": "assistant", "content": first["choices"][0]["message"]["content"]}
+    later = chat(server, [*said, answer, {"role": "user", "content": "5 6 7"}])
+    assert later["usage"]["prompt_tokens_details"]["cached_tokens"] >= 90
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0

@@ -1,0 +1,85 @@
+"""A user's program is checked by its types: right calls pass, and each wrong call is found where it stands."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import numpy as np
+import kvpool
+from kvpool import operations as op
+
+layout = kvpool.BlockLayout(layers=2, kv_heads=2, head_dim=8, tokens_per_block=4)
+group = kvpool.LayerGroup(layout, window=8)
+whole = kvpool.KVCacheManager(groups=[group], device_blocks=[8], device="cpu")
+with kvpool.KVCacheManager(layout, device_blocks=8, device="cpu") as cache:
+    keys: kvpool.BlockKeys = cache.block_keys(range(9), salt="tenant")
+    one: int = cache.add_sequence(keys, stream=0)
+    ids = cache.add_sequence_batch([keys, [1, 2, 3], np.arange(5)]).ids
+    cache.append_tokens(one, [1, 2])
+    cache.append_tokens(ids, np.arange(3, dtype=np.int64), [1, 1, 1])
+    length: int = cache.sequence_length(one)
+    lengths: list[int] = cache.sequence_length(ids).tolist()
+    again: kvpool.BlockKeys = cache.keys_of(one)
+    several: list[kvpool.BlockKeys] = cache.keys_of(ids)
+    shape: tuple[int, ...] = cache.device_pool.shape
+    cache.device_pool[0] = 0
+    parts: int = cache.groups[0].device_blocks
+    with cache.pin(keys) as lease:
+        owner: str = lease.owner
+    cache.forget(namespace=("tenant", None))
+    cache.apply([op.commit(one), op.release(ids)], stream=0)
+    cache.release([one, *ids.tolist()])
+
+cache.append_tokens("x", [1])  # wrong
+cache.append_tokens(one, "text")  # wrong
+cache.add_sequence("text")  # wrong
+cache.commit(one, counts="all")  # wrong
+cache.release(1.5)  # wrong
+cache.block_keys(range(9), salt=3)  # wrong
+cache.add_sequence([1], stream="s")  # wrong
+cache.pin("key")  # wrong
+cache.keys_of(one).append(1)  # wrong
+cache.sequence_length(ids) + "x"  # wrong
+cache.device_pool.no_such_name  # wrong
+cache.groups.append(group)  # wrong
+kvpool.KVCacheManager(groups=layout, device_blocks=8)  # wrong
+kvpool.KVCacheManager(layout, device_blocks="8")  # wrong
+op.append("x", [1])  # wrong
+kvpool.no_such_name()  # wrong
+"""
+WRONG = {line for line, text in enumerate(PROGRAM.splitlines(), 1) if text.endswith("# wrong")}
+
+
+def command(tool: str) -> list[str]:
+    """How a type checker that is installed is started, to print a line for each finding."""
+    if tool == "mypy":
+        pytest.importorskip("mypy")
+        return [sys.executable, "-m", "mypy", "--no-error-summary", "--follow-imports=silent"]
+    found = shutil.which(tool)
+    if found is None:
+        pytest.skip("pyright is not installed: pip install pyright")
+    return [found, "--pythonpath", sys.executable]
+
+
+@pytest.mark.parametrize("tool", ["mypy", "pyright"])
+def test_wrong_calls_are_found_and_right_ones_pass(tool: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM, encoding="utf-8")
+    run = subprocess.run([*command(tool), str(program)], cwd=tmp_path, capture_output=True, text=True)
+    print(run.stdout, run.stderr)
+    assert {int(line) for line in re.findall(r"program\.py:(\d+).*error", run.stdout)} == WRONG
+
+
+def test_public_names_are_listed_and_others_are_not() -> None:
+    script = "import kvpool; print(*dir(kvpool))"
+    listed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    import kvpool
+
+    assert sorted(name for name in listed if not name.startswith("__")) == sorted(set(kvpool.__all__) - {"__version__"})

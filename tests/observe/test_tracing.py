@@ -1,0 +1,97 @@
+"""Spans tell of admissions, moves and jobs of stores, with the request's id. Without them, nothing is replaced."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from engine import Engine
+from kvpool import KVCacheManager, OutOfBlocks
+from kvpool.observe import tracing
+from kvpool.stores.memory import MemoryStore
+from kvpool.stores.queue import StoreQueue
+from kvpool.stores.seals import BlockNames
+from tests.stores.lab import names, open_queue
+
+
+class Span:
+    """A span of the fake tracer."""
+
+    def __init__(self, name: str, attributes: dict[str, Any]) -> None:
+        self.name, self.attributes, self.ended = name, dict(attributes), False
+
+    def set_attribute(self, name: str, value: Any) -> None:
+        self.attributes[name] = value
+
+    def end(self) -> None:
+        self.ended = True
+
+
+class Tracer:
+    """As much of OpenTelemetry's tracer as is used."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def start_span(self, name: str, attributes: dict[str, Any]) -> Span:
+        self.spans.append(Span(name, attributes))
+        return self.spans[-1]
+
+    @contextmanager
+    def start_as_current_span(self, name: str, attributes: dict[str, Any]) -> Iterator[Span]:
+        span = self.start_span(name, attributes)
+        try:
+            yield span
+        finally:
+            span.end()
+
+
+@pytest.fixture
+def tracer() -> Iterator[Tracer]:
+    found = Tracer()
+    tracing.trace(found)
+    yield found
+    tracing.untrace()
+
+
+def test_calls_of_a_request_have_spans_with_its_id(tracer: Tracer, make: Any) -> None:
+    engine: Engine = make(P=2, T=4)
+    with tracing.request("r-7"):
+        one = engine.cache.add_sequence(range(5))
+        with pytest.raises(OutOfBlocks):
+            engine.cache.add_sequence_batch([range(50, 55)])
+    engine.cache.prefetch(range(5))
+    engine.cache.release(one)
+    told = [(span.name, span.attributes, span.ended) for span in tracer.spans]
+    ids = {"kvpool.request": "r-7"}
+    assert told == [
+        ("kvpool.add_sequence", ids, True), ("kvpool.add_sequence_batch", ids, True), ("kvpool.prefetch", {}, True)
+    ]  # fmt: skip
+
+
+def test_a_job_of_a_store_has_a_span_until_its_result_is_read(tracer: Tracer) -> None:
+    with open_queue(MemoryStore(1 << 20)) as queue:
+        with tracing.request("r-8"):
+            job = queue.find(BlockNames(names(3)))
+        assert queue.wait(600) and not tracer.spans[0].ended
+        assert queue.finished() == [job]
+    (span,) = tracer.spans
+    assert (span.name, span.ended) == ("kvpool.store.find", True)
+    assert span.attributes == {"kvpool.request": "r-8", "kvpool.blocks": 3}
+
+
+def test_without_tracing_nothing_stands_between_a_caller_and_a_call() -> None:
+    before = KVCacheManager.add_sequence, KVCacheManager.prefetch, StoreQueue.load, vars(KVCacheManager).copy()
+    tracing.trace(Tracer())
+    assert KVCacheManager.add_sequence is not before[0]
+    tracing.untrace()
+    assert before == (
+        KVCacheManager.add_sequence, KVCacheManager.prefetch, StoreQueue.load, vars(KVCacheManager).copy()
+    )  # fmt: skip
+    script = "import sys, kvpool; kvpool.KVCacheManager; assert 'kvpool.observe.tracing' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,0 +1,93 @@
+"""Why a prompt misses is told: where its tokens come from, and for the others what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import Engine
+from kvpool import BlockLayout, KVCacheManager, LayerGroup, Missed
+
+Make = Callable[..., Engine]
+A, B = list(range(17)), list(range(100, 117))
+
+
+def stored(engine: Engine, prompt: Any, **more: Any) -> None:
+    cache = engine.cache
+    one = cache.add_sequence(prompt, **more)
+    cache.commit(one)
+    cache.release(one)
+
+
+def test_what_is_cached_and_what_was_never_seen(make: Make) -> None:
+    engine = make(P=8, S=8, T=4)
+    stored(engine, A)
+    found = engine.cache.explain([*A[:10], *B])
+    assert found[:4] == (27, 8, 0, 2)
+    assert found.missed == (Missed(10, 14, "never seen"), Missed(24, 3, "always computed"))
+    assert str(found) == "27 tokens: 8 device, 0 host, 2 in part; 14 never seen; 3 always computed"
+
+
+@pytest.mark.parametrize("policy", ["lru", "agent"])
+def test_what_was_evicted_and_when(make: Make, policy: str) -> None:
+    engine = make(P=5, T=4, policy=policy)
+    stored(engine, A)
+    engine.clock.now += 30
+    stored(engine, B)
+    engine.clock.now += 20
+    gone = [one for one in engine.cache.explain(A).missed if one.why == "evicted"]
+    assert gone and all(one.ago_ms == 20 and one.policy == policy for one in gone)
+
+
+def test_what_a_call_forgot_and_what_expired(make: Make) -> None:
+    engine = make(P=5, T=4)
+    stored(engine, A, retention=[(0, None, 80, 10)])
+    engine.clock.now += 11
+    engine.cache.refresh()
+    stored(engine, B)
+    assert "expired" in [one.why for one in engine.cache.explain(A).missed]
+    engine.cache.forget(B)
+    assert engine.cache.explain(B).missed[0] == Missed(0, 16, "forgotten", 0)
+
+
+def test_another_namespace_a_hole_and_a_prompt_that_reuses_nothing(make: Make) -> None:
+    engine = make(P=8, T=4, event_capacity=64)
+    stored(engine, engine.cache.block_keys(A, salt="tenant"))
+    assert engine.cache.explain(A).missed[0] == Missed(0, 16, "other namespace")
+    stored(engine, A)
+    keys = engine.cache.block_keys(A)
+    engine.cache.forget(keys.keys[:1])
+    assert [one.why for one in engine.cache.explain(A).missed] == ["forgotten", "behind a miss", "always computed"]
+    assert engine.cache.explain(engine.cache.block_keys(A, reuse=False)).missed == (Missed(0, 17, "bypassed"),)
+    assert "tenant" not in str(engine.cache.explain(A))
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+def test_what_a_bounded_memory_has_lost_is_not_called_unseen(make: Make, rows: int) -> None:
+    engine = make(P=5, T=4, history_bytes=32 * rows)
+    for start in range(0, 500, 100):
+        stored(engine, list(range(start, start + 17)))
+    assert engine.cache.core.states.ring.gone.nbytes == 32 * rows
+    assert engine.cache.explain(A).missed[0] == Missed(0, 16, "not known any more")
+
+
+def test_after_a_reset_nothing_is_called_unseen(make: Make) -> None:
+    engine = make(P=8, T=4)
+    stored(engine, A)
+    engine.cache.reset()
+    assert engine.cache.explain(A).missed[0].why == "not known any more"
+
+
+def test_a_window_needs_only_what_the_next_token_sees() -> None:
+    layout = BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=4)
+    groups = [LayerGroup(layout), LayerGroup(layout, window=4)]
+    with KVCacheManager(groups=groups, device_blocks=[8, 8], device="cpu") as cache:
+        one = cache.add_sequence(np.array(A))
+        cache.commit(one)
+        cache.release(one)
+        assert cache.explain(A).missed == (Missed(16, 1, "always computed"),)
+        cache.forget(cache.block_keys(A).keys[2:3])
+        assert [found.why for found in cache.explain(A).missed][0] == "forgotten"

@@ -1,0 +1,178 @@
+"""Hints: what a client may ask for, what it is told, and that it pays for it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool import BlockLayout, HintAnswer, KVCacheManager
+from tests.engine import Clock
+from tests.golden.pools import SECRET
+
+BLOCKS = 64
+LAYOUT = BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=4, dtype="uint8", planes=1)
+
+
+class Tenants:
+    """A pool whose prompts have a salt each; four tokens a block."""
+
+    def __init__(self, policy: str) -> None:
+        self.clock = Clock()
+        self.cache = KVCacheManager(
+            LAYOUT, device_blocks=BLOCKS, host_blocks=BLOCKS, device="cpu", clock=self.clock, policy=policy,
+            secret=SECRET, partial_reuse=False,
+        )  # fmt: skip
+
+    def serve(self, first: int, blocks: int, salt: str | None = None, **said: Any) -> list[int]:
+        tokens = list(range(first, first + 4 * blocks))
+        sequence = self.cache.add_sequence(self.cache.block_keys(tokens, salt=salt))
+        self.cache.commit(sequence)
+        self.cache.release(sequence, **said)
+        return tokens
+
+    def cached(self, tokens: list[int], salt: str | None = None, tier: str | None = None) -> int:
+        return int(self.cache.cached_blocks(self.cache.block_keys(tokens, salt=salt), tier=tier).sum())
+
+    def hint(self, kind: str, salt: str | None = None, **payload: Any) -> HintAnswer:
+        (answer,) = self.cache.hints(message((kind, payload)), salt=salt)
+        self.cache.verify()
+        return answer
+
+    def flood(self, rounds: int = 8) -> None:
+        for i in range(rounds):
+            self.serve(100_000 + 1_000 * i, BLOCKS // 2)
+
+
+def message(*actions: tuple[Any, Any]) -> dict[str, Any]:
+    told = [
+        {"action_id": f"a{i}", "action_type": kind, "action_version": 1, "payload": payload}
+        for i, (kind, payload) in enumerate(actions)
+    ]
+    return {"protocol_version": 1, "message_id": "m", "actions": told}
+
+
+@pytest.fixture(params=["lru", "adaptive"])
+def tenants(request: pytest.FixtureRequest) -> Iterator[Tenants]:
+    opened = Tenants(request.param)
+    with opened.cache:
+        yield opened
+
+
+@pytest.mark.parametrize("kind", ["pin", "retain"])
+def test_what_is_retained_outlives_a_flood_until_the_lease_is_over(tenants: Tenants, kind: str) -> None:
+    kept, lost = tenants.serve(0, 8), tenants.serve(500, 8)
+    assert tenants.hint(kind, tokens=kept, lease_ms=1_000) == HintAnswer("a0", "done", 8)
+    tenants.flood()
+    assert (tenants.cached(kept), tenants.cached(lost)) == (8, 0)
+    tenants.clock.now += 2_000
+    tenants.flood()
+    assert tenants.cached(kept) == 0
+
+
+def test_what_is_pinned_makes_no_request_fail(tenants: Tenants) -> None:
+    kept = tenants.serve(0, 8)
+    tenants.hint("pin", tokens=kept)
+    tenants.serve(10_000, BLOCKS)
+
+
+def test_a_session_is_found_by_its_name(tenants: Tenants) -> None:
+    text = tenants.serve(0, 8, session="chat 7")
+    tenants.flood(2)
+    assert tenants.cached(text, tier="device") == 0
+    assert tenants.hint("prefetch", session="chat 7").outcome == "done"
+    assert tenants.cached(text, tier="device") == 8
+    assert tenants.hint("drop", session="chat 7") == HintAnswer("a0", "done", 8)
+    assert tenants.cached(text) == 0
+    assert "lately" in tenants.hint("drop", session="chat 8").why
+    assert "lately" in tenants.hint("drop", "other", session="chat 7").why
+
+
+def test_keys_may_be_texts(tenants: Tenants) -> None:
+    keys = tenants.cache.block_keys(tenants.serve(0, 3)).keys
+    assert tenants.hint("retain", keys=[row.tobytes().hex() for row in keys]).outcome == "done"
+    assert tenants.hint("drop", keys=keys[:2]).blocks == 2
+    assert tenants.hint("drop", keys=keys) == HintAnswer("a0", "partly", 1, "not all is cached in this namespace")
+
+
+def test_nobody_reaches_the_content_of_another_namespace(tenants: Tenants) -> None:
+    text = tenants.serve(0, 8, "victim")
+    keys = tenants.cache.block_keys(text, salt="victim").keys
+    for kind in ("drop", "pin", "retain"):
+        assert tenants.hint(kind, "thief", keys=keys).outcome == "refused"
+        assert tenants.hint(kind, "thief", tokens=text).outcome == "refused"
+    assert tenants.cached(text, "victim") == 8
+
+
+def test_a_namespace_keeps_its_share_and_no_more_whatever_it_asks_for(tenants: Tenants) -> None:
+    total = 2 * BLOCKS
+    for i in range(6):
+        text = tenants.serve(1_000 * i, 8, "greedy")
+        answer = tenants.hint("pin", "greedy", tokens=text, lease_ms=600_000)
+        assert answer.blocks == (8 if i < total // 8 // 8 else 0)
+    assert answer == HintAnswer("a0", "refused", 0, "the budget of the namespace is used up")
+    neighbour = tenants.serve(50_000, 8, "neighbour")
+    assert tenants.hint("retain", "neighbour", tokens=neighbour).outcome == "done"
+    for i in range(30):  # names cost nothing, so all of them have a budget together
+        tenants.hint("pin", f"name {i}", tokens=tenants.serve(0, 8, f"name {i}"), lease_ms=600_000)
+    assert sum(tenants.cache.core.states[0].blocks["priority"] > 35) <= total // 2
+    tenants.clock.now += 600_001
+    assert tenants.hint("pin", "greedy", tokens=tenants.serve(0, 8, "greedy")).outcome == "done"
+
+
+@pytest.mark.parametrize(("kind", "payload", "told"), [
+    ("steal", {"tokens": [1]}, "accepted are pin, retain, prefetch, drop"), ("drop", {}, "accepted is one of"),
+    ("drop", {"tokens": [1] * 4, "keys": []}, "accepted is one of"), ("drop", {"tokens": [1] * 4, "lease_ms": 5},
+    "accepted is one of"), ("pin", {"tokens": [1] * 4, "lease_ms": 0}, "lease_ms"), ("pin", {"tokens": [1]}, "full"),
+    ("retain", {"tokens": [1] * 4, "priority": 100}, "priority"), ("pin", {"keys": ["zz"]}, "hexadecimal"),
+    ("pin", {"keys": ["ab"]}, ""), ("prefetch", {"keys": ["ab" * 16]}, "tokens and session"), ("pin", 5, "mapping"),
+    (["pin"], {}, "action_type"), ("pin", {"session": "x" * 300}, "characters"),
+])  # fmt: skip
+def test_a_wrong_action_is_refused_with_the_reason_and_the_others_are_done(
+    tenants: Tenants, kind: Any, payload: Any, told: str
+) -> None:
+    kept = tenants.serve(0, 4)
+    found = tenants.cache.hints(message((kind, payload), ("retain", {"tokens": kept})))
+    assert found[0].outcome == "refused" and told in found[0].why
+    assert found[1] == HintAnswer("a1", "done", 4)
+
+
+@pytest.mark.parametrize("wrong", [
+    5, {}, {**message(), "protocol_version": 2}, {**message(), "more": 1}, {**message(), "actions": [5]},
+    message(*[("drop", {"tokens": [1]})] * 65),
+])  # fmt: skip
+def test_a_wrong_envelope_changes_nothing(tenants: Tenants, wrong: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"message|protocol_version|actions"):
+        tenants.cache.hints(wrong)
+
+
+def test_old_sessions_are_forgotten_before_they_fill_the_memory(tenants: Tenants) -> None:
+    for i in range(200):
+        tenants.serve(1_000 * i, 8, session=f"chat {i}")
+    own = tenants.cache
+    assert own._remembered == sum(len(one.keys) for one in own._sessions.values()) <= 2 * BLOCKS
+    assert tenants.hint("retain", session="chat 199").outcome == "done"
+
+
+def test_a_session_is_that_of_one_sequence(tenants: Tenants) -> None:
+    ids = tenants.cache.add_sequence_batch([[1, 2], [3, 4]]).ids
+    for wrong in (5, "", "x" * 300):
+        with pytest.raises((TypeError, ValueError), match="session"):
+            tenants.cache.release(ids[:1], session=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="one sequence"):
+        tenants.cache.release(ids, session="both")
+    tenants.cache.release(ids)
+
+
+def test_random_hints_break_nothing(tenants: Tenants) -> None:
+    seed = int(np.random.default_rng().integers(1 << 16))
+    print(f"seed {seed}")
+    random = np.random.default_rng(seed)
+    for _ in range(150):
+        salt = f"{random.integers(4)}"
+        text = tenants.serve(100 * int(random.integers(20)), int(random.integers(1, 12)), salt)
+        kind = str(random.choice(["pin", "retain", "prefetch", "drop"]))
+        tenants.hint(kind, salt, tokens=text)
+        tenants.clock.now += int(random.integers(30_000))
