@@ -55,7 +55,7 @@ LINES = {
     "tests/interop": 970,
     "tests/kernels": 1420,
     "tests/model": 2690,
-    "tests/mutations": 3770,
+    "tests/mutations": 3775,
     "tests/observe": 1050,
     "tests/planner": 740,
     "tests/publish": 1580,

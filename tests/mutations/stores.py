@@ -211,7 +211,9 @@ MUTATIONS = (
         "line.setdefault((number, hit), [])",
         'line.setdefault((number, ""), [])',
         "A short hit is loaded though it comes sooner computed, because a long one came in the same step.",
-        ("tests/stores/test_hostkeeper_policies.py::test_the_keys_of_each_hit_are_judged_together_and_apart_from_others",),
+        (
+            "tests/stores/test_hostkeeper_policies.py::test_the_keys_of_each_hit_are_judged_together_and_apart_from_others",
+        ),
     ),
     Mutation(
         "a_save_of_nothing_is_an_answer",
