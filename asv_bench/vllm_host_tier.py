@@ -4,13 +4,16 @@
     python -m tests.engines run python -m asv_bench.vllm_host_tier first-token
     python -m tests.engines run python -m asv_bench.vllm_host_tier steps
     python -m tests.engines run python -m asv_bench.vllm_host_tier no-reuse
+    python -m tests.engines run python -m asv_bench.vllm_host_tier policies --trace sessions.jsonl.xz
 
 ``scheduler`` times what vLLM's scheduler asks of its manager of host blocks for requests of 60 chunks, of vLLM's own
 manager and of kvpool's in turn. ``first-token`` serves prompts that are new and prompts that are in the host tier in
 turn, and says how long the first token takes. ``steps`` says what a step costs the scheduler's thread in which a new
 prompt of 8 chunks comes that nobody has: of vLLM's manager, of kvpool's, and of kvpool's with a disk. ``no-reuse``
 serves new prompts only, by an engine without a host tier, one with, and one with a disk, in turn, and says how much
-more CPU time the process takes. All print medians.
+more CPU time the process takes. All print medians. ``policies`` plays sessions of agents, scaled down, through an
+engine with vLLM's own CPU tier, once for each policy of eviction, and prints the share of tokens that came from a
+cache. Answers must be the same. ``trace`` is a file of sessions as ``replay`` takes it.
 """
 
 from __future__ import annotations
@@ -235,16 +238,93 @@ def first_token(rounds: int, tokens: int) -> None:
     print(f"{medians['computed'] / medians['loaded']:.1f} times")
 
 
+POLICIES = ("lru", "arc", "AgentCachePolicy")
+USERS, PAUSE_MAX, TOKENS_MAX, TIER_CHUNKS = 16, 60.0, 1024, 100
+SCALE = 100
+"""Blocks of 64 tokens of a session that are a chunk of 32 tokens here."""
+
+
+def _scaled(trace: str, count: int) -> list[tuple[float, list[int]]]:
+    """When each request comes, and its tokens. Equal beginnings of sessions stay equal."""
+    from kvpool.replay.sessions import play
+    from kvpool.replay.traces import read_sessions
+    from tests.engines.serve import BLOCK
+
+    found: list[tuple[float, list[int]]] = []
+    for request in play(read_sessions(trace), USERS, PAUSE_MAX):
+        assert request.hash_ids is not None and request.timestamp is not None
+        ids = request.hash_ids[: request.input_length // request.tokens_per_id][SCALE - 1 :: SCALE].tolist()
+        tokens = [random.Random(one * BLOCK + at).randrange(2, 512) for one in ids for at in range(BLOCK)]
+        if tokens and len(found) < count:
+            found.append((request.timestamp, [*tokens[:TOKENS_MAX], 2]))
+    return found
+
+
+def _play(policy: str | None, requests: list[tuple[float, list[int]]], answers: Any) -> None:
+    """A process with an engine that serves requests, one after the other, by the clock of the trace."""
+    from tests.engines import serve
+
+    os.environ.update(serve.SETTINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+    from kvpool.engines.vllm_policy import AgentCachePolicy
+
+    now = [0.0]
+    AgentCachePolicy.clock = staticmethod(lambda: now[0])
+    length = TOKENS_MAX + 2 * serve.BLOCK
+    extra = {
+        "spec_name": "CpuSpec", "spec_module_path": "tests.engines.cpu_tiers", "cpu_bytes_to_use": TIER_CHUNKS << 15,
+        "eviction_policy": policy, "cache_policy_module_path": "kvpool.engines.vllm_policy",
+    }  # fmt: skip
+    given = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    script: dict[str, Any] = {
+        "shape": "tiny",
+        "processes": False,
+        "transfer": None if policy is None else given,
+        "engine": {"max_model_len": length, "num_gpu_blocks_override": length // serve.BLOCK + 3},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        engine = serve.open_engine(script, Path(folder))
+        if policy is not None:
+            config = engine.vllm_config.kv_transfer_config.kv_connector_extra_config
+            assert config["eviction_policy"] == policy
+        for at, tokens in requests:
+            now[0] = at
+            said = serve.serve_wave(engine, [{"name": str(at), "tokens": tokens, "new": NEW_TOKENS}], {})
+            answers.send([(answer["tokens"], answer["cached"]) for answer in said.values()][0])
+        engine.engine_core.shutdown()
+
+
+def policies(rounds: int, trace: str) -> None:
+    processes = multiprocessing.get_context("spawn")
+    requests = _scaled(trace, rounds)
+    tokens = sum(len(prompt) for _, prompt in requests)
+    print(f"{len(requests)} requests of {USERS} users, {tokens} tokens, {TIER_CHUNKS} chunks in the tier")
+    right: list[list[int]] = []
+    for policy in (None, *POLICIES):
+        here, there = processes.Pipe()
+        engine = processes.Process(target=_play, args=(policy, requests, there), daemon=True)
+        engine.start()
+        there.close()
+        found = [here.recv() for _ in requests]
+        engine.join()
+        right = right or [said for said, _ in found]
+        same = sum(said == one for (said, _), one in zip(found, right, strict=True))
+        print(f"{policy or 'no tier':20} {100 * sum(cached for _, cached in found) / tokens:6.2f} % of the tokens, "
+              f"{same} of {len(requests)} answers the same", flush=True)  # fmt: skip
+
+
 def main() -> None:
     parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parse.add_argument("what", choices=["scheduler", "steps", "no-reuse", "first-token"])
+    parse.add_argument("what", choices=["scheduler", "steps", "no-reuse", "first-token", "policies"])
     parse.add_argument("--rounds", type=int, default=0, help="of each side (default: 300, or 20 or 8 prompts)")
     parse.add_argument("--tokens", type=int, default=1984)
+    parse.add_argument("--trace", help="sessions of agents, for policies")
     given = parse.parse_args()
     if given.what == "scheduler":
         scheduler(given.rounds or ROUNDS)
     elif given.what == "steps":
         steps(given.rounds or ROUNDS)
+    elif given.what == "policies":
+        policies(given.rounds or 220, given.trace)
     elif given.what == "no-reuse":
         no_reuse(given.rounds or 20, given.tokens)
     else:

@@ -58,6 +58,8 @@ class EngineOptions:
     """The type of the elements, where that of the engine's memory does not name it."""
     save: str = "commit"
     """Which blocks are saved: each when it has its content ("commit"), or when it is used again ("reuse")."""
+    load: str = "always"
+    """Which hits are loaded: each ("always"), or what comes sooner than the engine computes it ("faster")."""
     host_memory: int = 0
     """Bytes of host memory of all workers together."""
     staging: int = 256 << 20
@@ -141,6 +143,7 @@ KINDS = {
         "a text that names the type of the KV's elements, such as 'fp8_e4m3' or 'fp8_e5m2'",
     ),
     "save": Kind(lambda given: given if given in ("commit", "reuse") else None, "'commit' and 'reuse'"),
+    "load": Kind(lambda given: given if given in ("always", "faster") else None, "'always' and 'faster'"),
     "host_memory": Kind(parse_size, "bytes, or text such as '8GiB'"),
     "staging": Kind(parse_size, "bytes, or text such as '256MiB'"),
     "load_share": _SHARE,
@@ -278,8 +281,8 @@ VLLM = EnginePlugin(
     tested=("0.32.0",),
     place="kv_connector_extra_config",
     options={
-        "host_memory": 0, "stores": (), "weights": None, "save": "commit", "load_share": 0.5, "save_share": 0.25,
-        "load_seconds": 2.0, "save_seconds": 60.0, "retry_seconds": 1.0,
+        "host_memory": 0, "stores": (), "weights": None, "save": "commit", "load": "always", "load_share": 0.5,
+        "save_share": 0.25, "load_seconds": 2.0, "save_seconds": 60.0, "retry_seconds": 1.0,
     },
     needs=("host_memory",),
     others=(
@@ -329,7 +332,7 @@ LMCACHE = _staged("lmcache", "LMCache", "0.5.6", "adapter_params")
 
 def _local(module: str, package: str, tested: str, place: str) -> EnginePlugin:
     """A plug-in that keeps its prompts by ``LocalBlocks``."""
-    options = dict(VLLM.options, load_seconds=5.0)
+    options = {name: default for name, default in VLLM.options.items() if name != "load"} | {"load_seconds": 5.0}
     return EnginePlugin(
         module=module, engine=package, packages=(package,), tested=(tested,), place=place, options=options,
         needs=("host_memory",),

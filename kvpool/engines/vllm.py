@@ -34,22 +34,25 @@ with VLLM.imports():
     from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
     from vllm.v1.kv_offload import base
 
-from kvpool.engines import vllm_metrics
-from kvpool.engines.vllm_manager import HostBlocks, KVPoolOffloadingManager, WorkerReport
+from kvpool.engines.vllm_manager import HostBlocks, KVPoolOffloadingManager, WorkerReport, metric_definitions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
-    from vllm.v1.core.sched.output import KVConnectorOutput
+    from vllm.v1.core.sched.output import KVConnectorOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.kv_offload.config import OffloadingConfig
 
     from kvpool.engines.transfers import GroupBlocks, Transfers
 
 __all__ = [
-    "HostBlocks", "KVPoolOffloadingConnector", "KVPoolOffloadingManager", "KVPoolOffloadingSpec",
-    "KVPoolOffloadingWorker", "WorkerReport",
-]  # fmt: skip
+    "HostBlocks",
+    "KVPoolOffloadingConnector",
+    "KVPoolOffloadingManager",
+    "KVPoolOffloadingSpec",
+    "KVPoolOffloadingWorker",
+    "WorkerReport",
+]
 
 log = VLLM.log
 
@@ -204,7 +207,7 @@ class KVPoolOffloadingSpec(base.OffloadingSpec):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, base.OffloadingMetricMetadata]:
-        return vllm_metrics.definitions()
+        return metric_definitions()
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
@@ -264,18 +267,26 @@ class KVPoolOffloadingSpec(base.OffloadingSpec):
         log.info(
             "kvpool: host tier of %d blocks of %d bytes in each of %d workers, about %d tokens; chunks of %s tokens; "
             "stores: %s; KV of %s",
-            self.host_blocks, self.share, self.config.parallel.world_size,
-            self.host_blocks * sizes[-1] // max(1, self.chunks_of(sizes[-1])), " and ".join(map(str, sizes)),
-            ", ".join(self.stores) or "none", self.stored_as or self.identity,
-        )  # fmt: skip
+            self.host_blocks,
+            self.share,
+            self.config.parallel.world_size,
+            self.host_blocks * sizes[-1] // max(1, self.chunks_of(sizes[-1])),
+            " and ".join(map(str, sizes)),
+            ", ".join(self.stores) or "none",
+            self.stored_as or self.identity,
+        )
         longest = self._deployment.config.model_config.max_model_len if self._deployment is not None else 0
         if self.chunks_of(longest) > self.host_blocks:
             least = self.chunks_of(longest) * self.share * self.config.parallel.world_size
             log.warning(
                 "kvpool: host_memory=%r: one request of max_model_len=%d takes %d host blocks, and there are %d. What "
                 "does not fit is not kept. Give %.1f GiB or more",
-                self.extra_config["host_memory"], longest, self.chunks_of(longest), self.host_blocks, least / (1 << 30),
-            )  # fmt: skip
+                self.extra_config["host_memory"],
+                longest,
+                self.chunks_of(longest),
+                self.host_blocks,
+                least / (1 << 30),
+            )
 
     def get_manager(self) -> base.OffloadingManager:
         events = self.kv_events_config.enable_kv_cache_events
@@ -288,7 +299,9 @@ class KVPoolOffloadingSpec(base.OffloadingSpec):
         )
         VLLM.show_warnings()
         self._say()
-        return KVPoolOffloadingManager(cache, self.options, events=events)
+        chunk = max(group.tokens_per_block for group in self.config.groups) * self.blocks_per_chunk
+        tokens = max(1, chunk // max(1, self.chunks_of(chunk)))
+        return KVPoolOffloadingManager(cache, self.options, events=events, tokens_per_block=tokens)
 
     def get_worker(self, kv_caches: base.CanonicalKVCaches) -> base.OffloadingWorker:
         from kvpool.engines.transfers import Transfers, paged
@@ -370,9 +383,16 @@ class KVPoolOffloadingConnector(OffloadingConnector):
         found = super().build_connector_worker_meta()
         return None if found is None else self._worker.take_report(found)
 
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> connectors.KVConnectorMetadata:
+        manager = self.scheduler.manager
+        if isinstance(manager, KVPoolOffloadingManager):
+            manager.prefill.begin(scheduler_output.total_num_scheduled_tokens)
+        return super().build_connector_meta(scheduler_output)
+
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         manager = self.scheduler.manager
         if isinstance(manager, KVPoolOffloadingManager):
+            manager.prefill.end()
             report = connector_output.kv_connector_worker_meta
             if isinstance(report, WorkerReport):
                 manager.report(report)

@@ -1,15 +1,16 @@
-"""The scheduler's side of the host tier for vLLM: which chunk is in which host block, and what the scheduler and the
-workers say to each other. Only vLLM imports this module."""
+"""The scheduler's side of the host tier for vLLM: which chunk is in which host block, what the scheduler and the
+workers say to each other, and metrics. Only vLLM imports this module."""
 
 from __future__ import annotations
 
+import math
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import kvpool
-from kvpool.engines import vllm_metrics as metrics
 from kvpool.engines.options import VLLM, EngineOptions
 
 with VLLM.imports():
@@ -19,6 +20,8 @@ with VLLM.imports():
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 if TYPE_CHECKING:
+    from kvpool.hostcache.host_cache import HostUsage
+    from kvpool.keepers.choice import LoadOrCompute
     from kvpool.keepers.hostkeeper import HostKeeper
 
 log = VLLM.log
@@ -26,11 +29,61 @@ log = VLLM.log
 _NONE = -1
 _DRAIN_SECONDS = 5.0
 """How long an engine that is shut down saves what it has begun to save."""
+_PREFILL_TOKENS = 64
+"""A step with fewer tokens says nothing of prompts."""
+_UNKNOWN = 1e9
+"""Tokens a second of an engine that nobody has measured yet."""
 _SOURCES = {
-    "disk": CacheHitSource.DISK, "memory": CacheHitSource.HOST, "mooncake": CacheHitSource.P2P,
+    "disk": CacheHitSource.DISK,
+    "memory": CacheHitSource.HOST,
+    "mooncake": CacheHitSource.P2P,
     "peer": CacheHitSource.P2P,
-}  # fmt: skip
+}
 """Where vLLM counts what came from a kind of store."""
+
+
+STORED, LOADED = "vllm:kvpool_stored_chunks", "vllm:kvpool_loaded_chunks"
+EVICTED, REFUSED = "vllm:kvpool_evicted_chunks", "vllm:kvpool_refused_stores"
+FAILED_LOADS, FAILED_STORES = "vllm:kvpool_failed_loads", "vllm:kvpool_failed_stores"
+_TOTALS = (
+    "vllm:kvpool_store_loaded_chunks",
+    "vllm:kvpool_store_missed_chunks",
+    "vllm:kvpool_store_saved_chunks",
+    "vllm:kvpool_store_unsaved_chunks",
+)
+_MISSED, _UNSAVED = "vllm:kvpool_store_missed_reasons", "vllm:kvpool_store_unsaved_reasons"
+_ANSWERS, _BYTES, _SECONDS = "vllm:kvpool_store_answers", "vllm:kvpool_store_bytes", "vllm:kvpool_store_seconds"
+_BLOCKS, _FIGURES, _SUSPENDED = "vllm:kvpool_host_blocks", "vllm:kvpool_store_figures", "vllm:kvpool_store_suspended"
+_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    STORED: ("Chunks that were copied to host memory and can be found there.", ()),
+    LOADED: ("Chunks that were copied from host memory for a request.", ()),
+    EVICTED: ("Chunks that were dropped for others.", ()),
+    REFUSED: ("Times that chunks could not be stored, as too much of the host tier is in use.", ()),
+    FAILED_LOADS: ("Loads whose bytes did not come; their requests computed them.", ()),
+    FAILED_STORES: ("Chunks whose copy to host memory failed.", ()),
+    _TOTALS[0]: ("Chunks that came from a store to host memory.", ()),
+    _TOTALS[1]: ("Chunks that a store was asked for and that did not come.", ()),
+    _TOTALS[2]: ("Chunks that a store has kept.", ()),
+    _TOTALS[3]: ("Chunks that a store was to keep and has not kept.", ()),
+    _MISSED: ("Chunks that did not come from the stores.", ("reason",)),
+    _UNSAVED: ("Chunks that a store has not kept.", ("reason",)),
+    _ANSWERS: ("What a store has said of chunks that were looked for, loaded or saved.", ("store", "kind", "reason")),
+    _BYTES: ("Bytes that were loaded from a store, and saved to it.", ("store", "kind")),
+    _SECONDS: ("Time in calls of a store, of all threads.", ("store", "kind")),
+}
+_GAUGES = {
+    _BLOCKS: (
+        "Host blocks: empty, evictable (with a chunk, not in use), pinned (being loaded), pending (being stored).",
+        ("state",),
+    ),
+    _FIGURES: ("What a store says of itself, such as its blocks and its capacity in blocks.", ("store", "figure")),
+    _SUSPENDED: ("1 while a store has failed and is not asked for a while.", ("store",)),
+}
+_EVERY_SECONDS = 1.0
+"""How often the figures of stores are read."""
+_KINDS = {_MISSED: "load", _UNSAVED: "save"}
+_OWN = ("busy", "crowded")
+"""Why the host tier asks no store for a chunk, or has no room for it. Of what stores do wrong, the keeper warns."""
 
 
 class HostBlocks(base.LoadStoreSpec):
@@ -93,6 +146,109 @@ class _KnownRequest:
     finished: bool = False
 
 
+def metric_definitions() -> dict[str, base.OffloadingMetricMetadata]:
+    """All metrics, by name."""
+    counters = {name: base.OffloadingCounterMetadata(*about) for name, about in _COUNTERS.items()}
+    return counters | {name: base.OffloadingGaugeMetadata(*about) for name, about in _GAUGES.items()}
+
+
+class HostTierMetrics:
+    """Counts since they were read the last time, gauges now, and warnings where the host tier is too small."""
+
+    def __init__(self, cache: kvpool.HostCache, clock: Callable[[], float] = time.monotonic) -> None:
+        from kvpool.stores.store_health import TroubleLog  # imports Numba, which vLLM must not meet when it starts
+
+        self._cache, self._clock = cache, clock
+        self.counts: Counter[str] = Counter()
+        """by name"""
+        self._totals = (0, 0, 0, 0)
+        self._usage: HostUsage | None = None
+        self._read_at = clock()
+        self._known: dict[tuple[str, tuple[str, ...]], float] = {}
+        self._troubles = TroubleLog("behind the host tier", clock, VLLM.log)
+
+    def take(self, keeper: HostKeeper | None) -> OffloadingConnectorStats | None:
+        """What has happened since the last call, or None if nothing has."""
+        counts = +self.counts
+        self.counts.clear()
+        if keeper is not None:
+            totals = keeper.totals
+            if totals != self._totals:
+                changes = zip(_TOTALS, totals, self._totals, strict=True)
+                counts.update({name: now - old for name, now, old in changes if now != old})
+                self._totals = totals
+        due = keeper is not None and self._clock() - self._read_at >= _EVERY_SECONDS
+        if not counts and not due:
+            return None
+        found = OffloadingConnectorStats()
+        for name, count in counts.items():
+            found.increase_counter(name, count)
+        if counts:
+            usage, before = self._cache.usage(), self._usage
+            self._usage = usage
+            for state, blocks in usage._asdict().items() if usage != before else ():
+                found.set_gauge(_BLOCKS, blocks, (state,))
+        if keeper is not None and due:
+            self._read_at = self._clock()
+            self._read(keeper, found)
+        return found
+
+    def _read(self, keeper: HostKeeper, found: OffloadingConnectorStats) -> None:
+        """The figures of the stores, and of the keeper, by reason."""
+        stats = keeper.stats()
+        now: dict[tuple[str, tuple[str, ...]], float] = {}
+        for name, reasons in ((_MISSED, stats.missed), (_UNSAVED, stats.unsaved)):
+            now.update({(name, (reason,)): count for reason, count in reasons.items()})
+        for store in stats.stores:
+            now.update({(_ANSWERS, (store.name, *answer)): count for answer, count in store.blocks.items()})
+            now.update({(_BYTES, (store.name, kind)): nbytes for kind, nbytes in store.nbytes.items()})
+            now.update({(_SECONDS, (store.name, kind)): seconds for kind, seconds in store.seconds.items()})
+            for figure, value in store.store.items():
+                found.set_gauge(_FIGURES, value, (store.name, figure))
+            found.set_gauge(_SUSPENDED, int(store.name in stats.suspended), (store.name,))
+        for (name, labels), total in now.items():
+            change = total - self._known.get((name, labels), 0)
+            if change:
+                found.increase_counter(name, change, labels)
+                if name in _KINDS and labels[0] in _OWN:
+                    self._troubles.note(_KINDS[name], labels[0], int(change))
+        self._known = now
+
+
+class _Prefill:
+    """Measures how long the engine computes a prompt token, and tells those who weigh loads against it. Steps end in
+    the order in which they begin, and may overlap."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        from kvpool.keepers.choice import Speed
+
+        self._clock, self._speed = clock, Speed()
+        self._under_way: deque[tuple[float, int]] = deque(maxlen=64)
+        self._ended, self._most = -math.inf, 0
+        self.policies: list[LoadOrCompute] = []
+        self.tokens_per_block = 1
+
+    def begin(self, tokens: int) -> None:
+        """The engine begins a step with so many tokens."""
+        if tokens and self.policies:
+            self._under_way.append((self._clock(), tokens))
+
+    def end(self) -> None:
+        """The step has ended that began first."""
+        if not self._under_way:
+            return
+        began, tokens = self._under_way.popleft()
+        began, self._ended = max(began, self._ended), self._clock()
+        if tokens < _PREFILL_TOKENS:
+            return
+        if not self._speed.loads:
+            log.info("kvpool: the engine's speed is known: %d tokens in %.3f s", tokens, self._ended - began)
+        self._speed.observe(tokens, self._ended - began)
+        self._most = max(self._most, tokens)
+        for policy in self.policies:
+            policy.block_seconds = self._speed.seconds(self._most) / self._most * self.tokens_per_block
+
+
 class KVPoolOffloadingManager(base.OffloadingManager):
     """The index of the host tier, for vLLM's scheduler. All calls come from the scheduler's thread.
 
@@ -105,7 +261,9 @@ class KVPoolOffloadingManager(base.OffloadingManager):
     events
         Whether vLLM takes the events of the cache.
     clock
-        () -> float, monotonic seconds, for metrics.
+        () -> float, monotonic seconds.
+    tokens_per_block
+        Of a host block, for ``load="faster"``. ``prefill`` is to be told of the engine's steps then.
 
     Notes
     -----
@@ -116,10 +274,17 @@ class KVPoolOffloadingManager(base.OffloadingManager):
     """
 
     def __init__(
-        self, cache: kvpool.HostCache, options: EngineOptions | None = None, *, events: bool = True,
+        self,
+        cache: kvpool.HostCache,
+        options: EngineOptions | None = None,
+        *,
+        events: bool = True,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
-        self._cache, self._events = cache, events
+        tokens_per_block: int = 1,
+    ) -> None:
+        self._cache, self._events, self._clock = cache, events, clock
+        self.prefill = _Prefill(clock)
+        self.prefill.tokens_per_block = tokens_per_block
         self.options = options or EngineOptions()
         self._tier: kvpool.HostTier | None = None
         self._keeper: HostKeeper | None = None
@@ -129,22 +294,36 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         self._sources: list[CacheHitSource] = []
         self._requests: dict[str, _KnownRequest] = {}
         self._chunks: dict[bytes, _KnownChunk] = {}
-        self._metrics = metrics.HostTierMetrics(cache, clock)
+        self._metrics = HostTierMetrics(cache, clock)
         self._counts = self._metrics.counts
 
     def open_stores(self, description: kvpool.HostTierDescription, identity: kvpool.ModelIdentity) -> None:
         """Attach the workers' memory, and open the stores. Raises what a store raises that cannot be opened."""
+        from kvpool.keepers.choice import LoadOrCompute
         from kvpool.keepers.hostkeeper import PUBLISH, REUSE, HostKeeper
         from kvpool.stores.urls import open_store
 
         options = self.options
         stores = [open_store(text) for text in options.stores]
+        if options.load == "faster":
+            # Until the first prompt was computed, the engine seems so fast that no load is waited for.
+            prefill, size = self.prefill, self._cache.block_bytes
+            prefill.policies = [LoadOrCompute(_UNKNOWN, size, prefill.tokens_per_block) for _ in stores]
         self._tier = kvpool.HostTier.attach(description)
         self._keeper = self._front = HostKeeper(
-            self._cache, self._tier, stores, identity=identity, save=REUSE if options.save == "reuse" else PUBLISH,
-            load_share=options.load_share, save_share=options.save_share, load_seconds=options.load_seconds,
-            save_seconds=options.save_seconds, retry_seconds=options.retry_seconds,
-        )  # fmt: skip
+            self._cache,
+            self._tier,
+            stores,
+            identity=identity,
+            save=REUSE if options.save == "reuse" else PUBLISH,
+            load_share=options.load_share,
+            save_share=options.save_share,
+            load_seconds=options.load_seconds,
+            save_seconds=options.save_seconds,
+            retry_seconds=options.retry_seconds,
+            clock=self._clock,
+            policies=self.prefill.policies or None,
+        )
         kinds = (text.partition(":")[0] for text in options.stores)
         self._sources = [_SOURCES.get(kind, CacheHitSource.EXTERNAL_UNSPECIFIED) for kind in kinds]
         log.info("kvpool: stores %s, for KV of %s", ", ".join(store.name for store in stores), identity)
@@ -192,7 +371,8 @@ class KVPoolOffloadingManager(base.OffloadingManager):
     # -- loads ---------------------------------------------------------------------------------------
 
     def lookup(self, key: base.OffloadKey, req_context: base.ReqContext) -> base.LookupResult:
-        found = self._front.find(key)
+        keeper = self._keeper
+        found = self._cache.find(key) if keeper is None else keeper.find(key, req_context.req_id)
         if found == self._cache.HERE:
             return base.LookupResult.HIT
         chunk = self._chunks.get(key)
@@ -230,8 +410,8 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         request.lease, request.failed = None, False
         request.pieces += 1
         lease.close()
-        self._counts[metrics.FAILED_LOADS] += failed
-        self._counts[metrics.LOADED] += 0 if failed else len(keys)
+        self._counts[FAILED_LOADS] += failed
+        self._counts[LOADED] += 0 if failed else len(keys)
         self._settle(req_context, request)
 
     def load_failed(self, req_id: str) -> None:
@@ -253,14 +433,14 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         try:
             reserved = self._cache.reserve(_in_order(keys, req_context))
         except kvpool.OutOfBlocks:
-            self._counts[metrics.REFUSED] += 1
+            self._counts[REFUSED] += 1
             return None
         block_of = dict(zip(reserved.keys, reserved.blocks.tolist(), strict=True))
         new = [key for key in keys if key in block_of]
         self._chunks.update({key: _KnownChunk(block) for key, block in block_of.items()})
         request.stores += bool(new)
         request.pieces += len(new) < len(keys)
-        self._counts[metrics.EVICTED] += len(reserved.evicted)
+        self._counts[EVICTED] += len(reserved.evicted)
         return base.PrepareStoreOutput(new, HostBlocks(tuple(map(block_of.__getitem__, new))), reserved.evicted)
 
     def complete_store(
@@ -283,11 +463,11 @@ class KVPoolOffloadingManager(base.OffloadingManager):
                 del self._chunks[key]
         if lost:
             self._cache.abort(lost)
-            self._counts[metrics.FAILED_STORES] += len(lost)
+            self._counts[FAILED_STORES] += len(lost)
         if ended and self._keeper is not None:
-            self._counts[metrics.STORED] += self._keeper.publish(ended, unsaved=partial)
+            self._counts[STORED] += self._keeper.publish(ended, unsaved=partial)
         elif ended:
-            self._counts[metrics.STORED] += self._cache.publish(ended)
+            self._counts[STORED] += self._cache.publish(ended)
         if partial:
             self._tidy()
         request = self._requests.get(req_context.req_id)
@@ -313,9 +493,19 @@ class KVPoolOffloadingManager(base.OffloadingManager):
     # -- the cache as a whole ------------------------------------------------------------------------
 
     def take_events(self) -> Iterable[base.OffloadingEvent]:
+        """What the host tier has, and what stores have, by their kind and place in ``stores``."""
         for event in self._cache.events() if self._events else ():
             if event.kind in ("stored", "removed"):
                 yield base.OffloadingEvent(list(event.keys), base.Medium.CPU, removed=event.kind == "removed")
+        for number, keys, stored in self._keeper.changes() if self._events and self._keeper is not None else ():
+            local = self._sources[number] in (CacheHitSource.DISK, CacheHitSource.HOST)
+            yield base.OffloadingEvent(
+                list(keys),
+                base.Medium.STORAGE,
+                removed=not stored,
+                ownership=f"{VLLM.module} {number}",
+                locality=base.Locality.LOCAL if local else base.Locality.REMOTE,
+            )
 
     def reset_cache(self) -> None:
         """Drop everything. vLLM's workers wait for all copies before they begin new ones, and vLLM reports nothing more

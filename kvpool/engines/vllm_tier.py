@@ -67,9 +67,13 @@ class KVPoolSecondaryTier(SecondaryTierManager):
     medium: ClassVar[Medium] = Medium.STORAGE
 
     def __init__(
-        self, offloading_spec: OffloadingSpec, primary_kv_view: memoryview, tier_type: str,
-        backpressure_detector: BackpressureDetector | None = None, **given: Any,
-    ) -> None:  # fmt: skip
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: BackpressureDetector | None = None,
+        **given: Any,
+    ) -> None:
         from kvpool.stores.store import OK
         from kvpool.stores.store_client import StoreClient
         from kvpool.stores.urls import open_store
@@ -114,8 +118,9 @@ class KVPoolSecondaryTier(SecondaryTierManager):
                 log.warning(
                     "kvpool: the keys of vLLM's blocks begin with a random seed, so that nothing will be found in %s "
                     "after a restart. Take prefix_caching_hash_algo='sha256', or set the environment variable %s",
-                    self._client.name, SEED,
-                )  # fmt: skip
+                    self._client.name,
+                    SEED,
+                )
         return RequestOffloadingContext()
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
@@ -190,8 +195,10 @@ class KVPoolSecondaryTier(SecondaryTierManager):
             log.warning("kvpool: a reset waits for the store %r", client.name)
         client.poll()
         if not client.wait(client.reset(), CLEAR_SECONDS):
-            log.warning("kvpool: the store %r has not dropped what was saved before, and saves nothing until it has",
-                        client.name)  # fmt: skip
+            log.warning(
+                "kvpool: the store %r has not dropped what was saved before, and saves nothing until it has",
+                client.name,
+            )
         self._known.clear()
 
     def shutdown(self) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress, islice
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +43,7 @@ from kvpool.keepers.choice import LoadAttempt, LoadPolicy
 from kvpool.stores.jobs import Job, Lend
 from kvpool.stores.queue import NO_LIMIT, StoreStats
 from kvpool.stores.seals import BlockNames
-from kvpool.stores.store import CODES, OK, Rows, Store
+from kvpool.stores.store import ABSENT, CODES, DAMAGED, OK, Rows, Store
 from kvpool.stores.store_client import PATIENCE_SECONDS, StoreClient
 from kvpool.stores.store_health import HealthStats, seconds_argument
 
@@ -67,6 +67,14 @@ Line: TypeAlias = dict[tuple[int, str], list[bytes]]
 """Keys by the number of a store, and by the hit that they are of."""
 
 
+class StoreChange(NamedTuple):
+    """A store, by its number, has these keys now, or has them no more."""
+
+    store: int
+    keys: tuple[bytes, ...]
+    stored: bool
+
+
 class HostCacheTier:
     """A ``HostCache`` as a bridge to stores sees it. Stores read and write its own rows.
 
@@ -85,6 +93,10 @@ class HostCacheTier:
         self._prompts: list[dict[bytes, Sequence[bytes]]] = [{} for _ in clients]
         # So many blocks are saved by one call, under one lease.
         self._in_one = min(client.queue.piece_blocks for client in clients)
+        # What is told of stores, and by store the keys that were told to be there.
+        self.changes: deque[StoreChange] = deque(maxlen=ASKED_MAX)
+        self._told: list[dict[bytes, None]] = [{} for _ in clients]
+        self.tells = False
         self._at_once = max(1, min(AT_ONCE, room // sum(client.queue.savers for client in clients)))
 
     def names(self, blocks: Sequence[bytes], *, sealed: bool) -> BlockNames:
@@ -155,10 +167,24 @@ class HostCacheTier:
         end of the prompt would be evicted last."""
         waiting = self._prompts[number]
         prompts = {id(prompt): prompt for prompt in (waiting.pop(block, ()) for block in blocks)}.values()
+        here = list(compress(blocks, kept)) if self.tells else []
+        if here:
+            told = self._told[number]
+            told.update(dict.fromkeys(here))
+            while len(told) > ASKED_MAX:
+                del told[next(iter(told))]
+            self.changes.append(StoreChange(number, tuple(here), True))
         for prompt in prompts:
             at_once = len(prompt) <= len(blocks) <= self._in_one
             if not at_once and waiting.keys().isdisjoint(prompt):
                 self.cache.touch(prompt)
+
+    def gone(self, number: int, blocks: Iterable[bytes]) -> None:
+        """A store does not have these blocks."""
+        told = self._told[number]
+        lost = tuple(block for block in blocks if told.pop(block, 0) is None) if told else ()
+        if lost:
+            self.changes.append(StoreChange(number, lost, False))
 
     def to_save(self, blocks: Sequence[bytes], prompt: Sequence[bytes]) -> None:
         """Blocks of a prompt are to be saved."""
@@ -332,6 +358,7 @@ class HostLoads:
             there = (codes == OK).tolist()
             self._line_up(self._there, number, compress(left, there), hit)
             left = [key for key, ok in zip(left, there, strict=True) if not ok]
+            self._tier.gone(number, left)
         self._line_up(self._new, 0, later, hit)
         if left:
             self.missed["absent"] += len(left)
@@ -350,6 +377,7 @@ class HostLoads:
         # A key that is not looked for any more was dropped by ``clear``.
         found = [(key, ok) for key, ok in zip(keys, (job.codes == OK).tolist(), strict=True) if key in self.searching]
         there, others = [key for key, ok in found if ok], [key for key, ok in found if not ok]
+        self._tier.gone(number, compress(keys, (job.codes == ABSENT).tolist()))
         if there:
             self._load(number, there)
         if number + 1 < len(self._policies):
@@ -423,6 +451,7 @@ class HostLoads:
         job, now, ok = loading.job, self._clock(), loading.job.codes == OK
         here = list(compress(loading.blocks, ok.tolist()))
         self._tier.publish(self._bridge.clients[loading.number], here, loading.rows[ok])
+        self._tier.gone(loading.number, compress(loading.blocks, np.isin(job.codes, (ABSENT, DAMAGED)).tolist()))
         self.reserved.update(dict.fromkeys(loading.blocks, True))
         for key in here:
             del self.reserved[key]
@@ -666,6 +695,14 @@ class HostKeeper:
     def origin(self, key: bytes) -> int | None:
         """The number of the store that has brought this key to the cache, until somebody pins it. None otherwise."""
         return self._loads.origin(key)
+
+    def changes(self) -> list[StoreChange]:
+        """What the stores have got and lost since the last call, as far as this keeper knows, in order: what it has
+        saved, and of that what they did not have when they were asked for it. The first call begins it."""
+        self._tier.tells = True
+        found = list(self._tier.changes)
+        self._tier.changes.clear()
+        return found
 
     @property
     def totals(self) -> tuple[int, int, int, int]:

@@ -19,6 +19,8 @@ _KINDS = {
 }
 _SIZES = ("capacity", "segment")
 """options in bytes"""
+_PARTS = ("open", "find", "load", "save", "forget", "close")
+"""what the class of a store has"""
 _COUNTS = ("connections", "threads", "timeout_ms")
 """options that are numbers"""
 
@@ -26,13 +28,14 @@ _COUNTS = ("connections", "threads", "timeout_ms")
 def open_store(text: object) -> Store:
     """The store that a text names: ``kind:place?option=value&...``.
 
-    ``disk:PATH``, ``mooncake:HOST:PORT``, ``peer:tcp://HOST:PORT`` and ``memory:``. Options are the keyword arguments
-    of that class, as texts; ``capacity`` and ``segment`` are bytes, such as ``64GiB``. Raises TypeError, ValueError,
-    and ImportError, which names the extra.
+    ``disk:PATH``, ``mooncake:HOST:PORT``, ``peer:tcp://HOST:PORT`` and ``memory:``; and ``package.module.Class:PLACE``
+    for a class of your own, which is imported. Options are the keyword arguments of that class, as texts; ``capacity``
+    and ``segment`` are bytes, such as ``64GiB``. Raises TypeError, ValueError, and ImportError, which names the extra
+    or the module.
     """
     kind, colon, rest = text_argument("store", text).partition(":")
-    if not colon or kind not in _KINDS:
-        accepted = ", ".join(f"{name}:..." for name in _KINDS)
+    if not colon or (kind not in _KINDS and not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", kind)):
+        accepted = ", ".join(f"{name}:..." for name in (*_KINDS, "package.module.Class"))
         raise ValueError(f"store={text!r:.80}: accepted are {accepted}")
     place, _, query = rest.partition("?")
     try:
@@ -48,12 +51,27 @@ def open_store(text: object) -> Store:
         if not re.fullmatch("[0-9]{1,20}", options[name]):
             raise ValueError(f"store={text!r:.80}: {name}={options[name]!r:.80}: accepted is a number")
         options[name] = int(options[name])
-    module, name = _KINDS[kind]
-    make = getattr(import_module(module), name)
+    make = _class_of(kind)
     try:
         found: Store = make(*([place] if place else []), **options)
     except TypeError as error:
         raise ValueError(f"store={text!r:.80}: {error}") from None
+    return found
+
+
+def _class_of(kind: str) -> Any:
+    """The class of a kind of stores. One that comes from elsewhere must have what a Store has."""
+    if kind in _KINDS:
+        module, name = _KINDS[kind]
+        return getattr(import_module(module), name)
+    module, _, name = kind.rpartition(".")
+    try:
+        found = getattr(import_module(module), name, None)
+    except ImportError as error:
+        raise ImportError(f"store={kind!r:.80}: {error}") from error
+    missing = [part for part in _PARTS if not hasattr(found, part)]
+    if not isinstance(found, type) or missing:
+        raise ValueError(f"store={kind!r:.80}: accepted is a class with {', '.join(_PARTS)}, not {found!r:.80}")
     return found
 
 

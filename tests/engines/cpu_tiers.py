@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadingWorker
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 import kvpool
@@ -26,10 +27,25 @@ class _Worker(KVPoolOffloadingWorker):
         return super().submit_load(job_id, whole, dst_spec, expedited)
 
 
+def _worker(spec: Any, kv_caches: Any, tier: kvpool.HostTier) -> OffloadingWorker:
+    from kvpool.engines.transfers import Transfers, paged
+
+    groups = [paged(tensors) for tensors in tensors_of(kv_caches)]
+    first = spec.config.parallel.rank * spec.cpu_page_size_per_worker
+    copies = kvpool.HostCopies(tier, groups, blocks_per_host_block=spec.blocks_per_chunk, first_byte=first)
+    return _Worker(Transfers(copies, spec.num_chunks, spec.blocks_per_chunk), False)
+
+
+class CpuSpec(CPUOffloadingSpec):
+    """vLLM's CPU tier alone."""
+
+    def get_worker(self, kv_caches: Any) -> OffloadingWorker:
+        own = identity(self.config, VLLM.version())
+        return _worker(self, kv_caches, kvpool.HostTier(self.num_chunks, self.kv_bytes_per_chunk, identity=own))
+
+
 class CpuTieringSpec(TieringOffloadingSpec):
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
-        from kvpool.engines.transfers import Transfers, paged
-
         self.region = SharedOffloadRegion(
             engine_id=self._engine_id,
             num_chunks=self.num_chunks,
@@ -39,7 +55,4 @@ class CpuTieringSpec(TieringOffloadingSpec):
         )
         rows = np.asarray(self.region.create_kv_memoryview()).view(np.uint8)
         tier = kvpool.HostTier(*rows.shape, identity=identity(self.config, VLLM.version()), memory=rows)
-        groups = [paged(tensors) for tensors in tensors_of(kv_caches)]
-        first = self.config.parallel.rank * self.cpu_page_size_per_worker
-        copies = kvpool.HostCopies(tier, groups, blocks_per_host_block=self.blocks_per_chunk, first_byte=first)
-        return _Worker(Transfers(copies, self.num_chunks, self.blocks_per_chunk), False)
+        return _worker(self, kv_caches, tier)

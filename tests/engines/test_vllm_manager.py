@@ -490,7 +490,8 @@ def test_the_settings_of_the_bridge_are_those_of_the_options(monkeypatch: pytest
     wanted = {"load_share": 0.1, "save_share": 0.2, "load_seconds": 3.0, "save_seconds": 4.0, "retry_seconds": 5.0}
     with pytest.raises(InterruptedError):
         Stored(4, save="reuse", **wanted)
-    assert made == {"identity": IDENTITY, "save": "reuse", **wanted}
+    del made["clock"]
+    assert made == {"identity": IDENTITY, "save": "reuse", "policies": None, **wanted}
 
 
 @pytest.mark.parametrize(
@@ -514,6 +515,70 @@ def test_what_a_store_has_brought_is_told_as_such_to_the_first_who_loads_it(
     manager.load("b", 1)
     assert manager.real.get_load_source(*keys(1), request("b")).name == "HOST", "it is on the host now"
     manager.complete_load("b", 1)
+    manager.real.shutdown()
+
+
+@pytest.mark.parametrize("seconds", [0.001, 100.0])
+def test_a_hit_is_loaded_only_where_that_is_faster_than_to_compute_it(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk takes the engine 10 ms. Before that is known, no load is waited for."""
+    slow = Wrong(MemoryStore(1 << 20))
+    monkeypatch.setattr(urls, "open_store", lambda text: slow)
+    manager = Stored(64, load="faster", load_seconds=1000.0, retry_seconds=0.001)
+    manager.fill(*range(32))
+    manager.wait_saved(32)
+    slow.before["load"] = lambda: setattr(manager, "now", manager.now + seconds)
+
+    def hits(rounds: int) -> int:
+        count = 0
+        for _ in range(rounds):
+            manager.cache.forget(keys(*range(32)))
+            manager.now += 1.0
+            found = manager.found(*range(16))
+            count += found == [HIT] * 16
+        return count
+
+    assert hits(3) <= 1, "one load tries the store, as long as nobody waits for it"
+    manager.real.prefill.begin(8)
+    manager.now += 1000.0
+    manager.real.prefill.end()
+    assert manager.real.prefill.policies[0].block_seconds < 1e-6, "a step without a prompt says nothing"
+    manager.real.prefill.begin(100)
+    manager.real.prefill.begin(100)
+    for _ in range(2):
+        manager.now += 1.0
+        manager.real.prefill.end()
+    manager.real.prefill.end()
+    assert manager.real.prefill.policies[0].block_seconds == pytest.approx(0.01)
+    assert (hits(40) > 20) == (seconds < 1.0)
+    for tokens, took in ((200, 0.5), (400, 0.1)):
+        manager.real.prefill.begin(tokens)
+        manager.now += took
+        manager.real.prefill.end()
+    assert manager.real.prefill.policies[0].block_seconds > 0.0, "of larger steps that were faster, too"
+    manager.real.shutdown()
+
+
+def test_routers_are_told_what_a_store_has_and_what_it_has_lost(tmp_path: Path) -> None:
+    manager = Stored(8, stores=("memory:?capacity=128", f"disk:{tmp_path}/s?capacity=1MiB"))
+    list(manager.real.take_events())
+    for number in (1, 2, 3):
+        manager.fill(number)
+        manager.wait_saved(2)
+    manager.cache.forget(keys(1, 2, 3))
+    assert manager.found(1, 2, 3) == [HIT, HIT, HIT], "the disk has all, and the memory two"
+    found = [
+        (event.ownership, event.locality.name, event.removed, manager.numbers(event.keys))
+        for event in manager.real.take_events()
+        if event.medium is Medium.STORAGE
+    ]
+    owners = {owner for owner, *_ in found}
+    assert len(owners) == 2 and {locality for _, locality, *_ in found} == {"LOCAL"}
+    stored = {owner: sorted(sum((keys for name, _, gone, keys in found if name == owner and not gone), []))
+              for owner in owners}  # fmt: skip
+    assert list(stored.values()) == [[1, 2, 3]] * 2
+    assert [keys for *_, gone, keys in found if gone] == [[1]]
     manager.real.shutdown()
 
 

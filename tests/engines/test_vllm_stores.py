@@ -43,6 +43,14 @@ def test_what_the_host_has_evicted_comes_back_from_a_store(runs: Runs, processes
     assert [answers(loaded)[f"again-{n}"]["cached"] for n in range(3)] == [15 * BLOCK] * 3
 
 
+def test_where_loads_are_weighed_against_computing_tokens_are_the_same(runs: Runs) -> None:
+    options = {"host_memory": LITTLE, "stores": ["memory:?capacity=64MiB"], "weights": "random 0", "load": "faster"}
+    loaded = runs.run("tiny", options, waves=LONG)
+    assert differing(runs.run("tiny", None, waves=LONG), loaded) == {}
+    assert counted(loaded, "failed_loads") == 0
+    assert counted(loaded, "store_loaded_chunks") + counted(loaded, "store_missed_chunks") > 0, "it was decided"
+
+
 def test_an_engine_that_was_killed_is_warm_when_it_is_started_again(runs: Runs, tmp_path: Path) -> None:
     again = [wave for wave in SHORT if "first" in wave[0]["name"]]
     dies = [{**SHORT[0][0], "name": "dies", "new": 40, "die": 20}]

@@ -275,6 +275,16 @@ MUTATIONS = (
         ("tests/stores/test_hostkeeper_policies.py::test_a_prompt_that_was_saved_loses_its_end_first",),
     ),
     Mutation(
+        "all_hits_of_a_step_are_judged_as_one",
+        "HostLoads._line_up",
+        "line.setdefault((number, hit), [])",
+        'line.setdefault((number, ""), [])',
+        "A short hit is loaded though it comes sooner computed, because a long one came in the same step.",
+        (
+            "tests/stores/test_hostkeeper_policies.py::test_the_keys_of_each_hit_are_judged_together_and_apart_from_others",
+        ),
+    ),
+    Mutation(
         "a_save_of_nothing_is_an_answer",
         "_failed",
         '"absent" if job.kind == jobs.SAVE else ""',

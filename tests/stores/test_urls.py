@@ -16,6 +16,21 @@ def test_a_text_opens_a_store() -> None:
     assert isinstance(store, MemoryStore) and repr(store)
 
 
+def test_a_text_names_a_store_of_another_package() -> None:
+    found = open_store("kvpool.stores.memory.MemoryStore:?capacity=1MiB")
+    assert isinstance(found, MemoryStore)
+
+
+@pytest.mark.parametrize(
+    "text", ["pathlib.Path:/a", "kvpool.stores.memory.Nothing:", "kvpool.stores:", ".memory:", "a..b:", "os.system:a"]
+)
+def test_a_text_that_names_no_store_of_another_package_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="store="):
+        open_store(text)
+    with pytest.raises(ImportError, match=r"store='no_such_package.Store'"):
+        open_store("no_such_package.Store:")
+
+
 @pytest.mark.parametrize(
     "text", ["", "disk", "floppy:/a", "memory:?capacity=2XB", "memory:?capacity=-1", "memory:?capacity", "memory:?a=1"]
 )
