@@ -28,7 +28,7 @@ from kvpool.device.launches import cuda_sources
 place = pathlib.Path(kvpool.__file__).resolve()
 assert sys.argv[1] in str(place), place
 assert (place.parent / "py.typed").is_file() and (place.parent / "dashboards" / "grafana.json").is_file()
-sources = [path.name for path in cuda_sources().iterdir() if path.suffix in (".md", ".cu", ".cuh")]
+sources = [path.name for path in cuda_sources().iterdir() if path.suffix in (".md", ".cu", ".cuh", ".json")]
 assert sorted(sources) == sys.argv[2].split()
 layout = kvpool.BlockLayout.of_block_bytes(4096, 16)
 with kvpool.KVCacheManager(layout, device_blocks=4, host_blocks=4, device="cpu") as cache:

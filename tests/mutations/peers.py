@@ -8,6 +8,8 @@ from tests.mutations.mutation import Mutation
 PEER, DOORS = "tests/stores/test_peer.py", "tests/stores/test_peer_doors.py"
 IMPOSTORS = "tests/remote/test_remote_impostors.py"
 
+_CACHE = "tests/house/test_jit_cache.py::test_folder_that_others_can_write_or_replace_is_passed_over_with_a_warning"
+
 MUTATIONS = (
     Mutation(
         "a_client_believes_whoever_answers_its_greeting",
@@ -157,10 +159,10 @@ MUTATIONS = (
     ),
     Mutation(
         "the_folders_around_compiled_code_may_be_renamed_by_others",
-        "_stays",
-        "return all(_keeps_entries(folder) for folder in {*path.parents, *path.resolve().parents})",
-        "return _keeps_entries(path.parent)",
+        "_is_trusted",
+        "around = {*folder.parents, *folder.resolve().parents}",
+        "around = {folder.parent}",
         "Another user of the machine runs code in an engine, by putting a folder in the place of its cache.",
-        ("tests/house/test_jit_cache.py::test_a_folder_inside_one_that_others_can_rename_is_refused",),
+        (f"{_CACHE}[inside]", f"{_CACHE}[behind a link]"),
     ),
 )
