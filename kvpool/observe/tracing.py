@@ -53,7 +53,7 @@ def trace(tracer: Any = None) -> None:
         try:
             from opentelemetry.trace import get_tracer
         except ModuleNotFoundError as error:
-            raise ImportError("tracing needs opentelemetry-api: pip install 'kvpool[otel]'") from error
+            raise ImportError('tracing needs opentelemetry-api: pip install ".[otel]"') from error
         tracer = get_tracer("kvpool")
     open_jobs: WeakKeyDictionary[Job, Any] = WeakKeyDictionary()
     for owner, names in _CALLS.items():

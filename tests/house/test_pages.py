@@ -69,7 +69,9 @@ def test_no_page_is_wider_than_its_window(built: Path, tmp_path: Path) -> None:
     skipped = {"genindex.html", "search.html", "py-modindex.html"}
     pages = sorted(str(path.relative_to(built)) for path in built.rglob("*.html") if path.name not in skipped)
     wanted = [(page, width) for page in pages for width in (1300, 390)]
-    (built / "measure.html").write_text(MEASURE.replace("WANTED", json.dumps(wanted)).replace("COLUMNS", str(COLUMNS)), encoding="utf-8")
+    (built / "measure.html").write_text(
+        MEASURE.replace("WANTED", json.dumps(wanted)).replace("COLUMNS", str(COLUMNS)), encoding="utf-8"
+    )
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *args: object) -> None:
