@@ -189,6 +189,7 @@ class Hosted:
         self.cache.publish(self.cache.reserve(_named("a", "b", "c")).keys)
         self.cache.reserve(_named("p", "q"))
         self.lease = self.cache.pin(_named("c"))
+        self.saver = self.cache.open_saver(owed=False)
 
     def picture(self) -> object:
         return [debug.dump(state) for state in self.cache._states], len(self.cache.leases)
@@ -607,10 +608,25 @@ CASES = [
             ("reserve", "xy", "xz"),
             ("publish", "pq", "px"),
             ("in_order", "pq", "px"),
-            ("tell_saver", "ab", "ax"),
             ("abort", "pq", "px"),
             ("forget", "ab", "ax"),
         )
+    ),
+    Case(
+        "HostKeeper.publish",
+        Kept,
+        lambda scene, given: scene.keeper.publish(_named("p", "q"), **given),
+        {"unsaved": (_named("p"), _named("x"))},
+        {},
+        LIST,
+    ),
+    Case(
+        "HostCache.tell_saver",
+        Hosted,
+        lambda scene, given: scene.cache.tell_saver(scene.saver, **given),
+        {"keys": (_named(*"ab"), _named(*"ax"))},
+        {},
+        LIST,
     ),
     *(
         Case(f"HostKeeper.{name}", Kept, _opaque("keeper", name), {"keys": (before, after)}, {}, LIST)
@@ -618,6 +634,7 @@ CASES = [
             ("lookup", _named("here", "stored"), _named("here", "x")),
             ("pin", _named("here", "there"), _named("here", "x")),
             ("publish", _named("p", "q"), _named("p", "x")),
+            ("touch", _named("here", "there"), _named("here", "x")),
             ("forget", _named("here", "there"), _named("here", "x")),
         )
     ),

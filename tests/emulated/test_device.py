@@ -38,7 +38,7 @@ def test_a_path_that_is_asked_for_is_taken(driver: Driver, path: str) -> None:
     expected = images(pools)
     with driver.counting("copies", "batches", "launches") as grown:
         device.copy_blocks(OFFLOADS, stream)
-    wanted = {"plain": (FRAGMENTS, 0, 0), "batched": (FRAGMENTS, 1, 0), "kernel": (0, 0, 1)}
+    wanted = {"plain": (FRAGMENTS, 0, 0), "batched": (FRAGMENTS, 1, 0), "kernel": (0, 0, 1), "bulk": (0, 0, 1)}
     assert tuple(grown.values()) == wanted[path]
     device.synchronize()
     for block in (0, 2, 4):

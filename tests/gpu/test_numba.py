@@ -100,7 +100,7 @@ def test_without_numba_cuda_the_error_says_what_to_install(
 
     monkeypatch.setitem(sys.modules, "kvpool.device.cuda.step_kernel", None)
     sequence = cache.add_sequence([1])
-    with pytest.raises(DeviceError, match=r"numba-cuda.*kvpool\[cuda12\]"):
+    with pytest.raises(DeviceError, match=r"numba-cuda.*\[cuda12\]"):
         cache.copy_step_tables(arrays(1, 1, 1, 1, put=put), sequence)
     cache.copy_batch_block_offsets(cupy.zeros((1, 4), np.int32), sequence)
     cache.release(sequence)

@@ -135,14 +135,14 @@ def move(kind: Callable[[View], np.ndarray], target: int) -> Corrupt:
 
     def corrupt(state: State) -> None:
         b = number(state, kind)
-        slab.unlink(state.blocks, state.lists, b)
-        slab.push_back(state.blocks, state.lists, b, target)
+        slab.unlink(state.blocks.view(np.recarray), state.lists, b)
+        slab.push_back(state.blocks.view(np.recarray), state.lists, b, target)
 
     return corrupt
 
 
 def unlisted(state: State) -> None:
-    slab.unlink(state.blocks, state.lists, number(state, lambda v: v.empty))
+    slab.unlink(state.blocks.view(np.recarray), state.lists, number(state, lambda v: v.empty))
 
 
 def head_of(name: str, value: int) -> Corrupt:

@@ -385,7 +385,7 @@ def test_a_client_that_does_not_begin_is_an_error(library: Library, name: str, c
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (ModuleNotFoundError("No module named 'mooncake'"), r"pip install 'kvpool\[mooncake\]'"),
+        (ModuleNotFoundError("No module named 'mooncake'"), r"pip install .\.\[mooncake\]"),
         (ImportError("libibverbs.so.1: cannot open shared object file"), "apt-get install libibverbs1"),
         (ImportError("libcurl.so.4: cannot open shared object file"), "apt-get install libcurl4"),
         (ImportError("libnuma.so.1: cannot open shared object file"), "apt-get install libnuma1"),
