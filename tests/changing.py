@@ -433,6 +433,14 @@ def _opaque(owner: str, name: str) -> Callable[[Any, dict[str, Any]], Any]:
     return lambda scene, given: getattr(getattr(scene, owner), name)(**given)
 
 
+def _publish(scene: Any, given: dict[str, Any]) -> int:
+    return scene.keeper.publish(_named("p", "q"), **given)
+
+
+def _tell_saver(scene: Any, given: dict[str, Any]) -> list[bytes]:
+    return scene.cache.tell_saver(scene.saver, **given)
+
+
 def _jobs(part: str, name: str) -> Callable[[Any, dict[str, Any]], Job]:
     """A job of two blocks, in rows that lie behind those that were saved."""
     others = {"rows": [6, 7]} if name in ("load", "save") else {}
@@ -612,22 +620,8 @@ CASES = [
             ("forget", "ab", "ax"),
         )
     ),
-    Case(
-        "HostKeeper.publish",
-        Kept,
-        lambda scene, given: scene.keeper.publish(_named("p", "q"), **given),
-        {"unsaved": (_named("p"), _named("x"))},
-        {},
-        LIST,
-    ),
-    Case(
-        "HostCache.tell_saver",
-        Hosted,
-        lambda scene, given: scene.cache.tell_saver(scene.saver, **given),
-        {"keys": (_named(*"ab"), _named(*"ax"))},
-        {},
-        LIST,
-    ),
+    Case("HostKeeper.publish", Kept, _publish, {"unsaved": (_named("p"), _named("x"))}, {}, LIST),
+    Case("HostCache.tell_saver", Hosted, _tell_saver, {"keys": (_named(*"ab"), _named(*"ax"))}, {}, LIST),
     *(
         Case(f"HostKeeper.{name}", Kept, _opaque("keeper", name), {"keys": (before, after)}, {}, LIST)
         for name, before, after in (

@@ -40,6 +40,8 @@ FORMAT = "kvpool 1"
 PIECE_BYTES_MIN = 16 << 10
 """A block has at least so many bytes, so that a snapshot is not in too many of them."""
 _SIZE_BYTES = 8
+_SETTINGS = ("group_size", "bits", "max_size", "keep", "chunk_size")
+"""What the bytes of a cache depend on, besides shapes and types."""
 _DTYPES = {
     str(dtype): dtype
     for dtype in (
@@ -86,7 +88,10 @@ class _CacheLayout:
         self.make, self.tokens = make, tokens
         self.parts: list[_Part] = []
         self._classes = [type(leaf) for leaf in _leaves(filled)]
-        self.block_bytes, names = 0, []
+        self.block_bytes = 0
+        self.states = 0
+        """how many layers have a state for a whole prompt only"""
+        names = []
         for number, leaf in enumerate(_leaves(filled)):
             arrays = _arrays(leaf)
             for place, array in enumerate(arrays):
@@ -94,9 +99,10 @@ class _CacheLayout:
                 nbytes = heads * tokens * width * array.itemsize
                 self.parts.append(_Part(number, place, heads, width, array.dtype, self.block_bytes, nbytes))
                 self.block_bytes += nbytes
-            settings = [getattr(leaf, name, None) for name in ("group_size", "bits", "max_size", "keep", "chunk_size")]
-            names.append((type(leaf).__name__, settings, [(a.shape[1], a.shape[3], str(a.dtype)) for a in arrays]))
-        self.states = sum(not arrays for _, _, arrays in names)
+            self.states += not arrays
+            settings = [getattr(leaf, name, None) for name in _SETTINGS]
+            shapes = [(array.shape[1], array.shape[3], str(array.dtype)) for array in arrays]
+            names.append((type(leaf).__name__, settings, shapes))
         self.has_states = self.states > 0
         if self.has_states:
             self.block_bytes = max(self.block_bytes, PIECE_BYTES_MIN)
@@ -108,7 +114,8 @@ class _CacheLayout:
 
     def write(self, caches: list[Any], places: Places, memory: Bytes, rows: Places) -> None:
         """Copy the blocks at ``places`` of the prompt to rows of the memory."""
-        leaves, low, high = list(_leaves(caches)), int(places.min()), int(places.max()) + 1
+        leaves = list(_leaves(caches))
+        low, high = int(places.min()), int(places.max()) + 1
         for part in self.parts:
             tokens = _arrays(leaves[part.leaf])[part.place][0, :, low * self.tokens : high * self.tokens]
             blocks = tokens.reshape(part.heads, high - low, self.tokens, part.width).transpose(1, 0, 2, 3)
@@ -201,7 +208,8 @@ class _Shelf(NamedTuple):
 
     def insert(self, tokens: list[int], caches: list[Any]) -> None:
         """Keep the caches of a prompt, as far as they are not here yet."""
-        leaves, step, blocks = list(_leaves(caches)), self.layout.tokens, self.blocks
+        leaves = list(_leaves(caches))
+        step, blocks = self.layout.tokens, self.blocks
         held = min([leaf.offset for leaf in leaves if hasattr(leaf, "offset")], default=len(tokens))
         if not held or not tokens:
             return

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import functools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,9 @@ SOME = 3
 @functools.cache
 def defined_in(path: Path) -> frozenset[str]:
     return frozenset(
-        node.name for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)
+        node.name
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef))
     )
 
 
@@ -42,7 +45,7 @@ def test_a_mutation_fits_its_function_and_names_tests_that_exist(mutation: Mutat
     assert mutation.tests and mutation.harm.endswith(".")
     for test in mutation.tests:
         file, _, name = test.partition("::")
-        assert name.partition("[")[0] in defined_in(ROOT / file), f"there is no {test}"
+        assert re.split(r"::|\[", name)[0] in defined_in(ROOT / file), f"there is no {test}"
 
 
 def test_names_of_mutations_are_their_own() -> None:

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,7 @@ class Bench:
             else:
                 shutil.copy(ROOT / name, folder / name)
         self._package = Package(folder / "kvpool")
+        self._patience = SECONDS
 
     def check(self, mutations: Iterable[Mutation]) -> None:
         """Raise RuntimeError where a test of these fails with no mutation made: it would kill any. The files are
@@ -52,10 +54,15 @@ class Bench:
         for mutation in mutations:
             for test in mutation.tests:
                 files.setdefault(test.partition("::")[0], set()).add(test)
+        longest = 0.0
         for tests in files.values():
+            began = time.monotonic()
             failed, said = self.failed(sorted(tests))
+            longest = max(longest, time.monotonic() - began)
             if failed:
                 raise RuntimeError(f"without a mutation fail {', '.join(failed)}:\n{said}")
+        # What takes that much longer with a mutation hangs.
+        self._patience = min(SECONDS, 60 + 10 * longest)
 
     def run(self, mutation: Mutation) -> Verdict:
         """Make a mutation, run its tests, take it back. Raises ValueError for one that fits its function no more,
@@ -85,10 +92,10 @@ class Bench:
         command = [sys.executable, "-m", "pytest", *options, *tests]
         try:
             done = subprocess.run(
-                command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=SECONDS
+                command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=self._patience
             )
         except subprocess.TimeoutExpired:
-            return [*tests], f"did not end within {SECONDS:.0f} s"
+            return [*tests], f"did not end within {self._patience:.0f} s"
         said = done.stdout + done.stderr
         if done.returncode < 0:
             return [*tests], f"{said}\nended by signal {-done.returncode}"
