@@ -258,7 +258,8 @@ def test_with_evict_what_goes_before_it_was_told_is_counted(make: Callable[..., 
     for first in range(0, 32, 8):
         engine.write(8, first)
     assert engine.keeper.stats().unsaved == {"evicted": 24}
-    assert engine.keeper.drain(600) and engine.keeper.stats().saved == 4
+    # How many are next when the leases of those that were saved have ended is up to the threads of the store.
+    assert engine.keeper.drain(600) and 4 <= engine.keeper.stats().saved <= 8
 
 
 def test_saving_what_goes_next_changes_no_order_of_eviction(make: Callable[..., Engine]) -> None:
