@@ -78,7 +78,7 @@ def test_a_job_of_a_store_has_a_span_until_its_result_is_read(tracer: Tracer) ->
     with open_queue(MemoryStore(1 << 20)) as queue:
         with tracing.request("r-8"):
             job = queue.find(BlockNames(names(3)))
-        assert queue.wait(600) and not tracer.spans[0].ended
+        assert queue.drain(600) and not tracer.spans[0].ended
         assert queue.finished() == [job]
     (span,) = tracer.spans
     assert (span.name, span.ended) == ("kvpool.store.find", True)
