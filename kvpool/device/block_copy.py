@@ -337,6 +337,8 @@ class HostPool:
     def planned(self, moves: Int64s, layers: Layers) -> list[tuple[Int64s, Int64s]]:
         """The moves of each part of each region, and the vector of its plan, for ``copy_moves``."""
         plans = self._plans(layers)
+        if len(plans) == 1:
+            return [(moves, plan) for plan in plans[0]]
         return [(rows, plan) for region, rows in self.regions.split(moves) for plan in plans[region]]
 
     def copy_blocks(self, moves: Int64s, layers: Layers = ALL_LAYERS) -> None:
