@@ -74,7 +74,7 @@ DENSITY = {"kvpool": 10.2, "tests": 11.2}
 FILES = 193
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
-COMMANDS = {"plan.py", "replay.py", "stress.py"}
+COMMANDS = {"plan.py", "replay.py", "store.py", "stress.py"}
 """Modules of commands are named by their command."""
 
 
