@@ -1,5 +1,5 @@
-"""An engine that shares a store with others, in a process of its own. It saves blocks, says which are kept, and looks at
-every byte that it loads. ``python -m tests.stores.service_engine STORE NUMBER SECONDS``."""
+"""An engine that shares a store with others, in a process of its own. It saves blocks, says which are kept, and looks
+at every byte that it loads. ``python -m tests.stores.service_engine STORE NUMBER SECONDS``."""
 
 from __future__ import annotations
 
