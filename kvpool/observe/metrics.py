@@ -388,7 +388,7 @@ def served(port: int, host: str = "127.0.0.1", *, health: Callable[[], str] = st
             server, thread = start_http_server(port, host, registry)
         except OSError as error:
             raise OSError(f"metrics at {host}, port {port}: {error}") from error
-        all_pages = server.get_app()
+        all_pages: Any = server.get_app()
 
         def pages(request: dict[str, Any], respond: Any) -> Any:
             if request["PATH_INFO"] != "/health":

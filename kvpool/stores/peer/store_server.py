@@ -421,8 +421,8 @@ class _Calls:
                 raise ConnectionError("the blocks do not fit their seal")
             saved = False
             try:
-                answer = self._store.save(keys, rows, request.seals, request.tag, message.limit, stop)
-                codes = codes_of(answer, len(keys))
+                said = self._store.save(keys, rows, request.seals, request.tag, message.limit, stop)
+                codes = codes_of(said, len(keys))
                 saved = FAILED not in codes
             finally:
                 self.unsaved = not saved
