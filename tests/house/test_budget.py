@@ -28,7 +28,7 @@ LINES = {
     "kvpool/entry": 420,
     "kvpool/hostcache": 920,
     "kvpool/jit": 600,
-    "kvpool/keepers": 1900,
+    "kvpool/keepers": 1890,
     "kvpool/memory": 910,
     "kvpool/observe": 380,
     "kvpool/planner": 1400,
@@ -71,7 +71,7 @@ LINES = {
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.2, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 193
+FILES = 195
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "stress.py"}
