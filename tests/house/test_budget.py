@@ -28,9 +28,9 @@ LINES = {
     "kvpool/entry": 420,
     "kvpool/hostcache": 920,
     "kvpool/jit": 600,
-    "kvpool/keepers": 1900,
+    "kvpool/keepers": 1890,
     "kvpool/memory": 910,
-    "kvpool/observe": 410,
+    "kvpool/observe": 420,
     "kvpool/planner": 1400,
     "kvpool/pool": 3140,
     "kvpool/publish": 670,
@@ -65,13 +65,13 @@ LINES = {
     "tests/sequences": 3280,
     "tests/share": 680,
     "tests/state": 2000,
-    "tests/stores": 9480,
+    "tests/stores": 9490,
     "tests/tables": 860,
 }
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.2, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 194
+FILES = 196
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "store.py", "stress.py"}
