@@ -448,7 +448,8 @@ class Transfer:
     def _load(self, moves: Moves, loads: LayerEvents) -> bool:
         """Enqueue loads that do not depend on each other, one part of the layers after the other. Returns whether the
         device has taken all; if not, none counts as enqueued."""
-        order, device, events = self.order, self._device, []
+        order, device = self.order, self._device
+        events: list[Event] = []
         if order is None or self._lost or self.broken is not None:
             return False
         on, begun = order.stream(records.ONBOARD), perf_counter_ns()

@@ -182,11 +182,13 @@ class HostCopies:
             if not self._open:
                 raise PoolClosed("the copies are closed")
             events = self._enqueue(found, after, self._streams[into_host]) if count else [NULL_EVENT]
-        return HostCopy(self, events, pages.cache.layers, sum(int(one[:, BYTES].sum()) for one in found), count)
+        nbytes = sum(int(fragments[:, BYTES].sum()) for fragments in found)
+        return HostCopy(self, events, pages.cache.layers, nbytes, count)
 
     def _enqueue(self, parts: list[Int64s], after: Any, stream: Any) -> list[Event]:
         """Enqueue the fragments of each part after ``after``, with an event behind each. The caller holds the lock."""
-        device, events = self._device, []
+        device = self._device
+        events = []
         device.wait(stream, device.record(after))
         for fragments in parts:
             device.enqueue(Fragments(fragments), stream)
