@@ -27,9 +27,10 @@ from kvpool.stores.store import MODEL_BYTES
 from tests.remote.workers import Fake, packed
 from tests.stores.contract import LastingContract
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, Gate, Wrong, content, fill, memory, names, open_queue, saved
-from tests.stores.peering import KEY, ROOT, SEAL, SPACE, TAG, WIRE_KEY, Raw, Serve, call, client, until
+from tests.stores.peering import KEY, ROOT, SEAL, SPACE, TAG, WIRE_KEY, Raw, Serve, call, client
 from tests.stores.peering import serve as serve
 from tests.stores.peering import servers as servers
+from tests.waiting import until
 
 
 class TestPeerStore(LastingContract):

@@ -20,9 +20,10 @@ from kvpool.stores.peer.store_server import StoreServer
 from kvpool.stores.seals import SharedSecret
 from kvpool.stores.urls import open_store
 from tests.stores.lab import BLOCK_BYTES, names, open_queue, saved
-from tests.stores.peering import KEY, ROOT, SEAL, SECRET, TAG, WIRE_KEY, Raw, Serve, call, client, until
+from tests.stores.peering import KEY, ROOT, SEAL, SECRET, TAG, WIRE_KEY, Raw, Serve, call, client
 from tests.stores.peering import serve as serve
 from tests.stores.peering import servers as servers
+from tests.waiting import until
 
 
 def test_a_client_that_reads_nothing_holds_few_answers(serve: Serve) -> None:
