@@ -21,36 +21,36 @@ LINES = {
     "examples": 1120,
     "kvpool": 380,
     "kvpool/arrays": 780,
-    "kvpool/commands": 1130,
-    "kvpool/copying": 510,
-    "kvpool/device": 4160,
+    "kvpool/commands": 1170,
+    "kvpool/copying": 550,
+    "kvpool/device": 4250,
     "kvpool/engines": 2780,
     "kvpool/entry": 420,
-    "kvpool/hostcache": 920,
+    "kvpool/hostcache": 940,
     "kvpool/jit": 600,
-    "kvpool/keepers": 1900,
+    "kvpool/keepers": 1890,
     "kvpool/memory": 910,
-    "kvpool/observe": 380,
+    "kvpool/observe": 420,
     "kvpool/planner": 1400,
-    "kvpool/pool": 3140,
+    "kvpool/pool": 3180,
     "kvpool/publish": 670,
     "kvpool/remote": 1670,
     "kvpool/replay": 2030,
     "kvpool/state": 5400,
-    "kvpool/stores": 3530,
+    "kvpool/stores": 3580,
     "kvpool/tables": 600,
     "tests": 1690,
     "tests/arrays": 840,
     "tests/commands": 800,
-    "tests/copying": 1370,
-    "tests/device": 2650,
+    "tests/copying": 1550,
+    "tests/device": 2670,
     "tests/emulated": 2760,
     "tests/engines": 3970,
     "tests/examples": 340,
     "tests/golden": 670,
     "tests/gpu": 1140,
     "tests/holders": 1150,
-    "tests/hostcache": 1650,
+    "tests/hostcache": 1680,
     "tests/house": 1580,
     "tests/interop": 970,
     "tests/kernels": 1420,
@@ -59,22 +59,22 @@ LINES = {
     "tests/observe": 1050,
     "tests/planner": 740,
     "tests/publish": 1580,
-    "tests/race": 2770,
+    "tests/race": 2790,
     "tests/remote": 2160,
     "tests/replay": 1290,
     "tests/sequences": 3280,
     "tests/share": 680,
     "tests/state": 2000,
-    "tests/stores": 9300,
+    "tests/stores": 9490,
     "tests/tables": 860,
 }
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.2, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 193
+FILES = 197
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
-COMMANDS = {"plan.py", "replay.py", "stress.py"}
+COMMANDS = {"plan.py", "replay.py", "store.py", "stress.py"}
 """Modules of commands are named by their command."""
 
 
