@@ -28,11 +28,11 @@ LINES = {
     "kvpool/entry": 420,
     "kvpool/hostcache": 940,
     "kvpool/jit": 630,
-    "kvpool/keepers": 1890,
+    "kvpool/keepers": 1930,
     "kvpool/memory": 910,
     "kvpool/observe": 420,
     "kvpool/planner": 1400,
-    "kvpool/pool": 3180,
+    "kvpool/pool": 3200,
     "kvpool/publish": 670,
     "kvpool/remote": 1670,
     "kvpool/replay": 2030,
@@ -65,7 +65,7 @@ LINES = {
     "tests/sequences": 3280,
     "tests/share": 680,
     "tests/state": 2000,
-    "tests/stores": 9490,
+    "tests/stores": 9570,
     "tests/tables": 860,
 }
 """The most net lines of each folder."""
