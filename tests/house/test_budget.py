@@ -28,7 +28,7 @@ LINES = {
     "kvpool/entry": 420,
     "kvpool/hostcache": 920,
     "kvpool/jit": 630,
-    "kvpool/keepers": 1910,
+    "kvpool/keepers": 1920,
     "kvpool/memory": 850,
     "kvpool/observe": 410,
     "kvpool/planner": 1410,
