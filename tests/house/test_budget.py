@@ -39,7 +39,7 @@ LINES = {
     "kvpool/state": 5400,
     "kvpool/stores": 3550,
     "kvpool/tables": 590,
-    "tests": 1680,
+    "tests": 1690,
     "tests/arrays": 800,
     "tests/commands": 800,
     "tests/copying": 1560,
@@ -65,7 +65,7 @@ LINES = {
     "tests/sequences": 3260,
     "tests/share": 680,
     "tests/state": 2000,
-    "tests/stores": 9490,
+    "tests/stores": 9440,
     "tests/tables": 860,
 }
 """The most net lines of each folder."""
