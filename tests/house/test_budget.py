@@ -45,7 +45,7 @@ LINES = {
     "tests/copying": 1560,
     "tests/device": 2670,
     "tests/emulated": 2760,
-    "tests/engines": 4030,
+    "tests/engines": 4020,
     "tests/examples": 340,
     "tests/golden": 670,
     "tests/gpu": 1140,
