@@ -14,7 +14,7 @@ from tests.house.counter import ROOT, report, sizes, totals
 PACKAGE = ROOT / "kvpool"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 LINES = {
-    "asv_bench": 1190,
+    "asv_bench": 1390,
     "asv_bench/benchmarks": 1630,
     "cuda": 340,
     "docs": 220,
@@ -24,7 +24,7 @@ LINES = {
     "kvpool/commands": 1180,
     "kvpool/copying": 550,
     "kvpool/device": 4250,
-    "kvpool/engines": 2760,
+    "kvpool/engines": 2800,
     "kvpool/entry": 420,
     "kvpool/hostcache": 920,
     "kvpool/jit": 630,
@@ -32,11 +32,11 @@ LINES = {
     "kvpool/memory": 850,
     "kvpool/observe": 410,
     "kvpool/planner": 1410,
-    "kvpool/pool": 3180,
+    "kvpool/pool": 3210,
     "kvpool/publish": 660,
     "kvpool/remote": 1640,
     "kvpool/replay": 1990,
-    "kvpool/state": 5400,
+    "kvpool/state": 5420,
     "kvpool/stores": 3550,
     "kvpool/tables": 590,
     "tests": 1680,
@@ -45,12 +45,12 @@ LINES = {
     "tests/copying": 1560,
     "tests/device": 2670,
     "tests/emulated": 2760,
-    "tests/engines": 3970,
+    "tests/engines": 4030,
     "tests/examples": 340,
     "tests/golden": 670,
     "tests/gpu": 1140,
     "tests/holders": 1150,
-    "tests/hostcache": 1680,
+    "tests/hostcache": 1700,
     "tests/house": 1670,
     "tests/interop": 970,
     "tests/kernels": 1420,
@@ -71,7 +71,7 @@ LINES = {
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.2, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 199
+FILES = 200
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "store.py", "stress.py"}
