@@ -42,6 +42,13 @@ def expect(h, key0):
 
 
 @jit(forceinline=True)
+def expect_block(h, b):
+    """Begin to load the record of a block. Any number may stand for ``b``."""
+    prefetch(blocks_of(h), b)
+    prefetch(blocks_of(h)["parent0"], b)
+
+
+@jit(forceinline=True)
 def find_key(h, key0, key1):
     """The representative of a key, or NONE."""
     blocks = blocks_of(h)

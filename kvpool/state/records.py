@@ -166,7 +166,7 @@ HEAD = _numbers(
     "secret1 guards"
     " generation event_capacity removals has_extra clocks window sinks kind group block_tokens device_first "
     "host_first snapshot"
-    " gone_capacity detail bound detail_group overflow stop returns savers owed unsaved"
+    " gone_capacity detail bound detail_group overflow stop returns savers owed unsaved near far"
 )
 # `detail` says what an error is about, mostly a place among the arguments, and `bound` the bound that it broke. In the
 # first header, `detail_group` is the group of the error. `overflow` is how many contents the present admission still

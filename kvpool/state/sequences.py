@@ -11,7 +11,7 @@ import numpy as np
 from kvpool.jit import jit
 from kvpool.state.effects import ACCESSED, FOLLOWS, STORED, WROTE, emit, emit_access
 from kvpool.state.hashing import key_in
-from kvpool.state.index import device_copy, expect, expect_child, find_key, has_content, rival_child
+from kvpool.state.index import device_copy, expect, expect_block, expect_child, find_key, has_content, rival_child
 from kvpool.state.kinds import has_states, keeps_state, kept_from, state_at
 from kvpool.state.policy import BACK, nth_released, on_begin_release, on_change, on_end_release, on_insert, on_release
 from kvpool.state.records import (
@@ -215,6 +215,7 @@ def publish_range(h, slot, first, last):
     waiting = 0
     for i in range(first, last):
         b = np.int64(row[i])
+        expect_block(h, row[min(i + 2 * AHEAD, last - 1)])
         if i + AHEAD < last:
             expect(h, blocks[row[i + AHEAD]].key0)  # a guess, if it has no key yet
             expect_child(h, np.int64(row[i + AHEAD]))
@@ -364,6 +365,7 @@ def _release(h, slot, store):
     for n in range(sequence.blocks):
         i = nth_released(n, sequence.blocks)
         b = np.int64(row[i])
+        expect_block(h, row[nth_released(min(n + 2 * AHEAD, sequence.blocks - 1), sequence.blocks)])
         if b == NONE:
             continue
         row[i] = NONE
