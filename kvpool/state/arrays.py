@@ -133,8 +133,8 @@ class Settings(NamedTuple):
 
 
 def buckets(count: int) -> int:
-    """How many buckets the index, and the index of children, have for ``count`` blocks: four for each block."""
-    return min(4 * count, BUCKETS_MAX)
+    """How many buckets the index, and the index of children, have for ``count`` blocks: three for each block."""
+    return min(3 * count, BUCKETS_MAX)
 
 
 def state_bytes(
@@ -145,7 +145,7 @@ def state_bytes(
     count = sum(group.device_blocks + group.host_blocks for group in groups)
     rows = len(groups) * sequences * (SEQUENCE.itemsize + 4 + 8 * columns)
     rows += 4 * sum(group.kind == RECURRENT for group in groups) * sequences * columns * width
-    own = BLOCK.itemsize + 36 + 4 * width + (0 if policy == LRU else BOOK_BYTES)
+    own = BLOCK.itemsize + 28 + 4 * width + (0 if policy == LRU else BOOK_BYTES)
     return count * own + rows + events * (EVENT.itemsize + 4 * width) + 32 * gone
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import address_of, array_at, call, prefetch
 from kvpool.state.chains import book_of, owners_of
-from kvpool.state.index import expect, expect_block, expect_child
+from kvpool.state.index import expect, expect_child, expect_found
 from kvpool.state.records import (
     CLEAN,
     DEFAULT_PRIORITY,
@@ -437,7 +437,7 @@ def take_victim(h, tier, priority):
     return b, stop_clock(h, b)
 
 
-NEAR, FAR = 4, 10  # how many evictions ahead the index is loaded, and the block
+NEAR, FAR = 6, 12  # how many evictions ahead the index is loaded, and the block
 
 
 @jit(forceinline=True)
@@ -456,6 +456,7 @@ def _expect_victims(h, b):
     if h.near != NONE:
         expect(h, blocks[h.near].key0)
         expect_child(h, h.near)
+        expect_found(h, blocks[blocks[blocks[b].next].next].key0)
 
 
 @jit(forceinline=True)
@@ -464,7 +465,8 @@ def _expect_block(h):
     blocks = blocks_of(h)
     if h.far != NONE:
         h.far = np.int64(blocks[h.far].next)
-        expect_block(h, h.far)
+        prefetch(blocks, h.far)
+        prefetch(blocks["parent0"], h.far)
         prefetch(array_at(h.tokens_at, (h.blocks * h.width,), np.int32), h.far * h.width)
 
 
