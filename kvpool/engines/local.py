@@ -77,7 +77,7 @@ class LocalBlocks:
         if options.stores:
             from kvpool.keepers import HostKeeper
 
-            stores = [open_store(text.replace("{part}", identity.fingerprint)) for text in options.stores]
+            stores = [open_store(text, part=identity.fingerprint) for text in options.stores]
             if not all(getattr(store, "indexed", False) for store in stores):
                 self.at_a_time = _AFAR
             self._index = self._keeper = HostKeeper(

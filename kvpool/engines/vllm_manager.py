@@ -197,7 +197,7 @@ class HostTierMetrics:
         """The figures of the stores, and of the keeper, by reason."""
         stats = keeper.stats()
         now: dict[tuple[str, tuple[str, ...]], float] = {}
-        for name, reasons in ((_MISSED, stats.missed), (_UNSAVED, stats.unsaved)):
+        for name, reasons in ((_MISSED, stats.missed | {"refused": stats.refused}), (_UNSAVED, stats.unsaved)):
             now.update({(name, (reason,)): count for reason, count in reasons.items()})
         for store in stats.stores:
             now.update({(_ANSWERS, (store.name, *answer)): count for answer, count in store.blocks.items()})
@@ -264,6 +264,8 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         () -> float, monotonic seconds.
     tokens_per_block
         Of a host block, for ``load="faster"``. ``prefill`` is to be told of the engine's steps then.
+    dp_rank
+        Which of the engine's replicas this is, for ``{dp_rank}`` in ``stores``.
 
     Notes
     -----
@@ -281,8 +283,9 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         events: bool = True,
         clock: Callable[[], float] = time.monotonic,
         tokens_per_block: int = 1,
+        dp_rank: int = 0,
     ) -> None:
-        self._cache, self._events, self._clock = cache, events, clock
+        self._cache, self._events, self._clock, self._dp_rank = cache, events, clock, dp_rank
         self.prefill = _Prefill(clock)
         self.prefill.tokens_per_block = tokens_per_block
         self.options = options or EngineOptions()
@@ -300,11 +303,11 @@ class KVPoolOffloadingManager(base.OffloadingManager):
     def open_stores(self, description: kvpool.HostTierDescription, identity: kvpool.ModelIdentity) -> None:
         """Attach the workers' memory, and open the stores. Raises what a store raises that cannot be opened."""
         from kvpool.keepers.choice import LoadOrCompute
-        from kvpool.keepers.hostkeeper import PUBLISH, REUSE, HostKeeper
+        from kvpool.keepers.hostkeeper import HostKeeper
         from kvpool.stores.urls import open_store
 
         options = self.options
-        stores = [open_store(text) for text in options.stores]
+        stores = [open_store(text, dp_rank=self._dp_rank) for text in options.stores]
         if options.load == "faster":
             # Until the first prompt was computed, the engine seems so fast that no load is waited for.
             prefill, size = self.prefill, self._cache.block_bytes
@@ -315,7 +318,7 @@ class KVPoolOffloadingManager(base.OffloadingManager):
             self._tier,
             stores,
             identity=identity,
-            save=REUSE if options.save == "reuse" else PUBLISH,
+            save=options.save,
             load_share=options.load_share,
             save_share=options.save_share,
             load_seconds=options.load_seconds,
