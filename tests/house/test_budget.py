@@ -36,7 +36,7 @@ LINES = {
     "kvpool/publish": 670,
     "kvpool/remote": 1670,
     "kvpool/replay": 2030,
-    "kvpool/state": 5400,
+    "kvpool/state": 5440,
     "kvpool/stores": 3580,
     "kvpool/tables": 600,
     "tests": 1700,
