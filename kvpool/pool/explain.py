@@ -1,4 +1,9 @@
-"""Explain: why a prompt reuses no more than it does. Counts, times and names of reasons; no tokens and no salts."""
+"""Explain: why a prompt reuses no more than it does. Counts, times and names of reasons; no tokens and no salts.
+
+The answer is for whoever runs the engine, and never for who has sent the prompt: "other namespace" says that somebody
+else has sent the same tokens, which a salt is there to hide, and the counts say how far. All else is of the prompt's
+own namespace, as the keys of another one differ.
+"""
 
 from __future__ import annotations
 
