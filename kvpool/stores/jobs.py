@@ -109,6 +109,11 @@ class Job:
         return dict(self._counted)
 
     @property
+    def reasons(self) -> list[str]:
+        """The codes of a job that is done, in words: "ok", or what is wrong."""
+        return [CODES[code] for code in self._codes.tolist()]
+
+    @property
     def leading(self) -> int:
         """How many blocks are OK before the first that is not: what a prefix can use."""
         wrong = np.flatnonzero(self._codes != OK)
