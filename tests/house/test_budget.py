@@ -14,7 +14,7 @@ from tests.house.counter import ROOT, report, sizes, totals
 PACKAGE = ROOT / "kvpool"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 LINES = {
-    "asv_bench": 1390,
+    "asv_bench": 1400,
     "asv_bench/benchmarks": 1630,
     "cuda": 340,
     "docs": 220,
