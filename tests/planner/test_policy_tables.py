@@ -22,7 +22,9 @@ def test_a_table_has_a_row_for_each_capacity(table: str, tmp_path: Path, capsys:
     trace = tmp_path / "chats.jsonl"
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     names = ["lru"] if table == "hostcache" else ["lru", "adaptive"]
-    policies.main([table, str(trace), "--blocks", "256", "4000", "--host", "8", "--store", "4000", "--policies", *names])
+    policies.main(
+        [table, str(trace), "--blocks", "256", "4000", "--host", "8", "--store", "4000", "--policies", *names]
+    )
     header, little, much = capsys.readouterr().out.splitlines()
     hits = [[float(cell) for cell in row.split("|")[3:-1]] for row in (little, much)]
     assert header.count("`") == 2 * len(names) and len(set(hits[1])) == 1
