@@ -20,8 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,14 +28,12 @@ import numpy.typing as npt
 from kvpool.arrays.layout import integer_argument
 from kvpool.engines.local import LocalBlocks, state_keys
 from kvpool.engines.options import LLAMACPP, files_digest
+from kvpool.entry.closing import Closing
 from kvpool.errors import PoolClosed
 from kvpool.hostcache.identity import ModelIdentity
 
 with LLAMACPP.imports():
     import xllamacpp
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 log = LLAMACPP.log
 
@@ -78,7 +75,7 @@ class _Kept(NamedTuple):
     key: bytes
 
 
-class PrefixCache:
+class PrefixCache(Closing):
     """llama.cpp, with the states of its prompts in host memory and stores.
 
     Parameters
@@ -194,14 +191,6 @@ class PrefixCache:
             self._blocks.close()
         shutil.rmtree(self._folder)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     # -- slots ---------------------------------------------------------------------------------------
 
     @contextmanager
@@ -236,14 +225,16 @@ class PrefixCache:
             found, key = repeats, recent[shared.index(repeats)].key
         if key and not self._restore(slot, key):
             found = held
-        is_kept = place == most - repeats or any(
-            len(one.tokens) == repeats == count for one, count in zip(recent, shared, strict=True)
-        )
-        if repeats >= max(self._least, found) and not is_kept:
+        if repeats >= max(self._least, found) and not self._has(tokens[:repeats]):
             self._compute(slot, tokens[:repeats], {"n_predict": 0})
             self._keep(slot, tokens[:repeats])
             found = repeats
         return found
+
+    def _has(self, tokens: Tokens) -> bool:
+        """Whether the state of just these tokens is kept."""
+        with self._lock:
+            return self._blocks.longest_state([_key_of(tokens)]) is not None
 
     def _restore(self, slot: int, key: bytes) -> bool:
         with self._lock:
@@ -281,7 +272,7 @@ class PrefixCache:
         # A slot with more tokens than are known, or with another end, stands for no prompt.
         if count > len(tokens) or count < self._least:
             return
-        (key,) = state_keys(own.tolist(), _STEP, range(count, count + 1))
+        key = _key_of(own)
         with self._lock:
             self._blocks.put_state(key, state)
             self._blocks.poll()
@@ -316,6 +307,11 @@ def _identity(params: Any, weights: str | None) -> ModelIdentity:
         kv_dtype=f"{params.cache_type_k} {params.cache_type_v}", layout=repr((context, scales)),
         hash_version=f"{FORMAT}, xllamacpp {LLAMACPP.checked_version()}",
     )  # fmt: skip
+
+
+def _key_of(tokens: Tokens) -> bytes:
+    """The key of the state of all of these tokens."""
+    return state_keys(tokens.tolist(), _STEP, range(len(tokens), len(tokens) + 1))[0]
 
 
 def _common(one: Tokens, other: Tokens) -> int:

@@ -15,14 +15,14 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvpool.arrays.layout import integer_argument
-from kvpool.engines.local import Bytes, LocalBlocks, Places, prefix_keys, state_keys
+from kvpool.engines.local import SIZE_BYTES, Bytes, LocalBlocks, Places, prefix_keys, state_keys
 from kvpool.engines.options import MLX, files_digest
+from kvpool.entry.closing import Closing
 from kvpool.errors import BlockNotFound, PoolClosed
 from kvpool.hostcache.identity import ModelIdentity
 
@@ -31,15 +31,11 @@ with MLX.imports():
     from mlx.utils import tree_flatten, tree_unflatten
     from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, make_prompt_cache
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 log = MLX.log
 
 FORMAT = "kvpool 1"
 PIECE_BYTES_MIN = 16 << 10
 """A block has at least so many bytes, so that a snapshot is not in too many of them."""
-_SIZE_BYTES = 8
 _SETTINGS = ("group_size", "bits", "max_size", "keep", "chunk_size")
 """What the bytes of a cache depend on, besides shapes and types."""
 _DTYPES = {
@@ -154,13 +150,13 @@ class _CacheLayout:
         described = [(path, str(array.dtype), array.shape) for path, array in arrays]
         header = json.dumps({"plain": plain, "arrays": described}).encode()
         data = [_bytes_of(array).tobytes() for _, array in arrays]
-        return b"".join([len(header).to_bytes(_SIZE_BYTES, "little"), header, *data])
+        return b"".join([len(header).to_bytes(SIZE_BYTES, "little"), header, *data])
 
     def opened(self, data: bytes) -> dict[str, Any]:
         """The snapshot that ``snapshot`` has put into bytes. Raises ValueError for anything else."""
-        place = _SIZE_BYTES + int.from_bytes(data[:_SIZE_BYTES], "little")
+        place = SIZE_BYTES + int.from_bytes(data[:SIZE_BYTES], "little")
         try:
-            header = json.loads(data[_SIZE_BYTES:place])
+            header = json.loads(data[SIZE_BYTES:place])
             flat = list(header["plain"].items())
             for path, name, shape in header["arrays"]:
                 dtype, begin = _DTYPES[name], place
@@ -229,7 +225,7 @@ class _Shelf(NamedTuple):
         blocks.poll()
 
 
-class PromptCache:
+class PromptCache(Closing):
     """Keeps prompts of mlx-lm in host memory and in stores, in blocks. It has the interface of ``LRUPromptCache``.
 
     Parameters
@@ -348,14 +344,6 @@ class PromptCache:
         with self._lock:
             self._closed = True
             self._drop()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # -- models --------------------------------------------------------------------------------------
 

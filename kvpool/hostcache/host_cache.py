@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress, groupby, repeat
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from kvpool.arrays.layout import BlockLayout, choice_argument, integer_argument
 from kvpool.device.main_memory import available_ram
 from kvpool.device.regions import BLOCKS_MAX
 from kvpool.entry.arguments import bool_argument, clock_argument, priority_argument, text_argument, ttl_argument
+from kvpool.entry.closing import Closing
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.entry.process import Process
 from kvpool.errors import BlockNotFound, InsufficientMemory, LeaseExpired, OutOfBlocks, PoolBusy, PoolClosed
@@ -35,9 +36,6 @@ from kvpool.state.arrays import GroupSizes, Settings, States, state_bytes
 from kvpool.state.effects import CLEARED, CREATED
 from kvpool.state.hashing import namespace_root
 from kvpool.state.verify import verify_states
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 Keys = Iterable[bytes]
 Ids = npt.NDArray[np.int64]
@@ -169,7 +167,7 @@ class HostCacheStats:
     """from the last use to the next"""
 
 
-class HostCache:
+class HostCache(Closing):
     """A pool of host blocks under opaque keys, for engines that keep their own device blocks.
 
     Parameters
@@ -512,14 +510,6 @@ class HostCache:
         with self._lock:
             self._closed = True
             self._open.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # -- what the verbs share --------------------------------------------------------------------------
 

@@ -11,14 +11,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress, islice
-from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool.arrays.layout import integer_argument
 from kvpool.entry.arguments import list_argument
+from kvpool.entry.closing import Closing
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.entry.process import Process
 from kvpool.errors import BlockNotFound, ForkedProcess, KVPoolError, OutOfBlocks, PoolClosed, StoreBusy
@@ -46,9 +46,6 @@ from kvpool.stores.seals import BlockNames
 from kvpool.stores.store import ABSENT, CODES, DAMAGED, OK, Rows, Store
 from kvpool.stores.store_client import PATIENCE_SECONDS, StoreClient
 from kvpool.stores.store_health import HealthStats, seconds_argument
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 Keys = Iterable[bytes]
 PUBLISH = "publish"
@@ -506,7 +503,7 @@ class HostKeeperStats:
     health: dict[str, HealthStats] = field(default_factory=dict)
 
 
-class HostKeeper:
+class HostKeeper(Closing):
     """Stands between a ``HostCache`` and the stores behind it.
 
     Parameters
@@ -777,14 +774,6 @@ class HostKeeper:
         if over:
             self._tier.close()
         return over
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _settle(self) -> None:
         """Note what the stores have done since the last step, before the first answer of this one. Later in the step

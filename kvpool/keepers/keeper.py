@@ -12,8 +12,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +20,7 @@ import numpy.typing as npt
 from kvpool.arrays.layout import integer_argument
 from kvpool.arrays.strided import in_numpy
 from kvpool.entry.arguments import adapter_argument, bool_argument, list_argument, salt_argument, token_array
+from kvpool.entry.closing import Closing
 from kvpool.entry.interrupt import Bell
 from kvpool.entry.process import Process
 from kvpool.errors import PoolClosed
@@ -46,9 +46,6 @@ from kvpool.stores.queue import StoreStats
 from kvpool.stores.store import MODEL_BYTES, TAG_BYTES, Store
 from kvpool.stores.store_client import StoreClient, staging_rows
 from kvpool.stores.store_health import HealthStats, StoreHealth, seconds_argument
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 BLOCKS_PER_TURN = 64
 """Blocks that are copied for a store before the keeper looks at its prefetches again."""
@@ -89,7 +86,7 @@ class KeeperStats:
     health: dict[str, HealthStats]
 
 
-class Keeper:
+class Keeper(Closing):
     """Keeps the content of a pool in stores. A context manager.
 
     Parameters
@@ -333,14 +330,6 @@ class Keeper:
         self._thread.join(max(0.0, end - time.monotonic()))
         over = not self._thread.is_alive()
         return self._bridge.close(max(0.0, end - time.monotonic()), tell=over) and over
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # -- the thread ----------------------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +19,7 @@ from kvpool.device.base import TIERS, Device
 from kvpool.device.cuda import close_unused, open_gpu_memory
 from kvpool.device.main_memory import GpuMemory, MainMemory, SharedMemory, is_there, open_shared
 from kvpool.device.regions import BLOCKS_MAX
+from kvpool.entry.closing import Closing
 from kvpool.errors import PoolClosed
 from kvpool.memory.pools import MemoryPools
 
@@ -208,7 +208,7 @@ class Sharing:
                 self._sign.close()
 
 
-class Attachment:
+class Attachment(Closing):
     """A tier of a pool of another process, in place. Made by ``attach``. It is a context manager that closes itself.
 
     ``description`` is the ``SharedTier``. ``pools[group][part]`` are arrays with the shapes and types that
@@ -270,14 +270,6 @@ class Attachment:
         """
         self._pools = None
         close_unused()
-
-    def __enter__(self) -> Attachment:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"Attachment({self.description!r}, closed={self.closed})"

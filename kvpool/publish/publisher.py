@@ -9,13 +9,13 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import zmq
 
 from kvpool.arrays.layout import integer_argument
 from kvpool.entry.arguments import bool_argument
+from kvpool.entry.closing import Closing
 from kvpool.entry.interrupt import Bell, DeferSignals
 from kvpool.entry.process import Process
 from kvpool.errors import PoolClosed
@@ -26,9 +26,6 @@ from kvpool.publish.messages import BLOCKS_PER_MESSAGE, HASHES, Encoder, Spec
 from kvpool.publish.replay_server import History, ReplayServer
 from kvpool.remote.connections import Connections, end, new_context
 from kvpool.remote.endpoints import endpoint_argument
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 SNAPSHOT_MESSAGES = 1024
 SUBSCRIPTION_BYTES_MAX, SAID_BYTES_MAX = 256, 64 << 10
@@ -96,7 +93,7 @@ class _Sent:
             self.nbytes -= self._messages.popleft()[1]
 
 
-class KVEventPublisher:
+class KVEventPublisher(Closing):
     """Publishes what a pool has cached, on both tiers, to routers that read the events of vLLM. A context manager.
 
     A message is ``[topic, number, payload]``. The number counts messages, as 8 bytes big-endian. The payload is
@@ -260,14 +257,6 @@ class KVEventPublisher:
         with DeferSignals():
             self._stopping.set()
         self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # -- the thread ------------------------------------------------------------------------------
 

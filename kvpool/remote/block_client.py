@@ -8,8 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +16,7 @@ import zmq
 
 from kvpool.arrays.layout import integer_argument
 from kvpool.entry.arguments import priority_argument
+from kvpool.entry.closing import Closing
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.entry.process import Process
 from kvpool.pool.keys import BlockKeys, key_rows
@@ -27,10 +27,6 @@ from kvpool.remote.link import Link, RemoteError, RemoteTimeout
 from kvpool.remote.session import BLOCKS_MAX, KEY_BYTES, Blocks, Find, Found, Get, Hello, Malformed, Received, Welcome
 from kvpool.remote.transport import Arrival, Buffer, ClientTransport, InlineClient, served
 from kvpool.state.hashing import remote_password
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 
 ARRIVAL_POLL_MS = 1
 
@@ -145,7 +141,7 @@ def find(link: Link, keys: bytes, groups: int) -> npt.NDArray[np.bool_]:
     return np.concatenate(found, axis=1)
 
 
-class BlockClient:
+class BlockClient(Closing):
     """Fetches blocks from one server. A context manager.
 
     It connects at its first call, and again after every error. So a late answer from before an error is never taken
@@ -282,14 +278,6 @@ class BlockClient:
             context, self._context = self._context, None
             if context is not None:
                 end(context)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # -- the connection --------------------------------------------------------------------------
 

@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool.arrays.layout import integer_argument
+from kvpool.entry.closing import Closing
 from kvpool.errors import BlockNotFound, KVPoolError, PoolClosed
 from kvpool.pool.leases import Lease
 from kvpool.pool.manager import KVCacheManager
@@ -24,9 +24,6 @@ from kvpool.remote.session import BLOCKS_MAX, KEY_BYTES, Blocks, Find, Found, Ge
 from kvpool.remote.transport import InlineServer, ServerTransport, host_bytes, served
 from kvpool.state import records
 from kvpool.state.hashing import remote_password
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 POLL_MS, POLL_MS_STALLED, STALLED_TURNS = 1, 32, 100
 """How often the thread checks blocks that it has sent. The second is used after so many checks that found nothing.
@@ -109,7 +106,7 @@ def fitting(limits: Limits, sizes: Sequence[tuple[int, int]]) -> Limits:
     return replace(limits, blocks_per_request=blocks, bytes_per_client=each, bytes_in_total=total)
 
 
-class BlockServer:
+class BlockServer(Closing):
     """Serves the host tier of a pool to clients that share its hash secret and its block layouts. A context manager.
 
     The server's own thread finds, pins and sends blocks. It unpins them when the transport no longer reads them. No
@@ -179,14 +176,6 @@ class BlockServer:
             self._blocks.linger_ms = linger
         self._server.close()
         self._blocks.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class Waiting(NamedTuple):

@@ -16,6 +16,7 @@ from kvpool.arrays.layout import BlockLayout
 from kvpool.device import get_device
 from kvpool.device.base import Stream
 from kvpool.device.sim import SimDevice
+from kvpool.entry.closing import Closing
 from kvpool.pool.keys import BlockKeys
 from kvpool.pool.manager import KVCacheManager
 from kvpool.replay.content import Request, States, ranges, token_states
@@ -182,7 +183,7 @@ class _Running:
     stream: Stream
 
 
-class Replay:
+class Replay(Closing):
     """One run of a trace through a new pool.
 
     `run` replays everything and checks that no block is still held. `summary` gives the figures so far, at any time,
@@ -244,12 +245,6 @@ class Replay:
         self._skipped: list[str] = []
         self._admitted = self._prompt_tokens = self._output_tokens = self._peak_active = 0
         self._begin = self._end = perf_counter()
-
-    def __enter__(self) -> Replay:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the store, the pool and its device. A second call does nothing."""

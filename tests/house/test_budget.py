@@ -24,20 +24,20 @@ LINES = {
     "kvpool/commands": 1130,
     "kvpool/copying": 510,
     "kvpool/device": 4160,
-    "kvpool/engines": 2780,
-    "kvpool/entry": 420,
-    "kvpool/hostcache": 920,
+    "kvpool/engines": 2770,
+    "kvpool/entry": 430,
+    "kvpool/hostcache": 900,
     "kvpool/jit": 600,
-    "kvpool/keepers": 1900,
+    "kvpool/keepers": 1880,
     "kvpool/memory": 910,
-    "kvpool/observe": 380,
+    "kvpool/observe": 370,
     "kvpool/planner": 1400,
     "kvpool/pool": 3140,
-    "kvpool/publish": 670,
-    "kvpool/remote": 1670,
+    "kvpool/publish": 660,
+    "kvpool/remote": 1650,
     "kvpool/replay": 2030,
     "kvpool/state": 5400,
-    "kvpool/stores": 3530,
+    "kvpool/stores": 3520,
     "kvpool/tables": 600,
     "tests": 1690,
     "tests/arrays": 840,
@@ -45,7 +45,7 @@ LINES = {
     "tests/copying": 1370,
     "tests/device": 2650,
     "tests/emulated": 2760,
-    "tests/engines": 3970,
+    "tests/engines": 4090,
     "tests/examples": 340,
     "tests/golden": 670,
     "tests/gpu": 1140,
@@ -71,7 +71,7 @@ LINES = {
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.2, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 193
+FILES = 194
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "stress.py"}

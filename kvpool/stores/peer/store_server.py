@@ -11,8 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +21,7 @@ except ModuleNotFoundError as error:
     raise ImportError('StoreServer needs pyzmq: pip install ".[remote]"') from error
 
 from kvpool.arrays.layout import integer_argument
+from kvpool.entry.closing import Closing
 from kvpool.remote.endpoints import ServerKeys, ServerSecret, check_endpoint
 from kvpool.remote.session import UNSEALED, Failed, Malformed, Message, Received, frames_argument
 from kvpool.stores.peer.wire import (
@@ -40,9 +40,6 @@ from kvpool.stores.peer.wire import (
 )
 from kvpool.stores.seals import SharedSecret
 from kvpool.stores.store import CANCELLED, KEY_BYTES, MODEL_BYTES, OK, SEAL_BYTES, TAG_BYTES, Bytes, Space, Store
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 WAIT_MS_MAX = 600_000
 _SESSIONS_MAX = 4096
@@ -73,7 +70,7 @@ class ServedStats:
     connections_refused: int = 0
 
 
-class StoreServer:
+class StoreServer(Closing):
     """Serves one store to each ``PeerStore`` of other processes, over ZeroMQ. A context manager.
 
     Parameters
@@ -166,14 +163,6 @@ class StoreServer:
         self._server.check(self)
         self._server.close()
         return self._calls.join(end)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class _Request(NamedTuple):
