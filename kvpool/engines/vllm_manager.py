@@ -197,7 +197,7 @@ class HostTierMetrics:
         """The figures of the stores, and of the keeper, by reason."""
         stats = keeper.stats()
         now: dict[tuple[str, tuple[str, ...]], float] = {}
-        for name, reasons in ((_MISSED, stats.missed), (_UNSAVED, stats.unsaved)):
+        for name, reasons in ((_MISSED, stats.missed | {"refused": stats.refused}), (_UNSAVED, stats.unsaved)):
             now.update({(name, (reason,)): count for reason, count in reasons.items()})
         for store in stats.stores:
             now.update({(_ANSWERS, (store.name, *answer)): count for answer, count in store.blocks.items()})
@@ -300,7 +300,7 @@ class KVPoolOffloadingManager(base.OffloadingManager):
     def open_stores(self, description: kvpool.HostTierDescription, identity: kvpool.ModelIdentity) -> None:
         """Attach the workers' memory, and open the stores. Raises what a store raises that cannot be opened."""
         from kvpool.keepers.choice import LoadOrCompute
-        from kvpool.keepers.hostkeeper import PUBLISH, REUSE, HostKeeper
+        from kvpool.keepers.hostkeeper import HostKeeper
         from kvpool.stores.urls import open_store
 
         options = self.options
@@ -315,7 +315,7 @@ class KVPoolOffloadingManager(base.OffloadingManager):
             self._tier,
             stores,
             identity=identity,
-            save=REUSE if options.save == "reuse" else PUBLISH,
+            save=options.save,
             load_share=options.load_share,
             save_share=options.save_share,
             load_seconds=options.load_seconds,

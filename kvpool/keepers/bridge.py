@@ -41,6 +41,9 @@ class CacheTier(Protocol[Block]):
     def space(self, client: StoreClient, block: Block) -> tuple[bytes | None, int]:
         """Its namespace in the store: the tag, if it has one, and how many blocks the store may have of it."""
 
+    def said(self, number: int, blocks: Sequence[Block], codes: Bytes) -> None:
+        """The store with this number has said what it has of these blocks, or has loaded them."""
+
     def reserve(self, client: StoreClient, blocks: Sequence[Block]) -> tuple[Sequence[Block], Rows]:
         """Take a row that the store may write for each of the first blocks that have room."""
 
@@ -162,6 +165,7 @@ class Bridge(Generic[Block]):
 
     def _searched(self, search: Search[Block], number: int, blocks: Sequence[Block], job: Job) -> None:
         search.job = None
+        self._tier.said(number, blocks, job.codes)
         self.search(search, search.found(number, blocks, job), number + 1)
 
     def find_now(self, number: int, blocks: Sequence[Block]) -> Bytes | None:
@@ -169,7 +173,10 @@ class Bridge(Generic[Block]):
         client = self.clients[number]
         if not client.queue.indexed or client.health.suspended():
             return None
-        return client.queue.find_now(self._tier.names(blocks, sealed=False))
+        codes = client.queue.find_now(self._tier.names(blocks, sealed=False))
+        if codes is not None:
+            self._tier.said(number, blocks, codes)
+        return codes
 
     def load(
         self, number: int, blocks: Sequence[Block], deadline: float, done: Callable[[Loading[Block]], None],
@@ -184,8 +191,13 @@ class Bridge(Generic[Block]):
         names, (tag, _) = self._tier.names(own, sealed=True), self._tier.space(client, own[0])
         loading = Loading(number, own, rows)
         over = None if returned is None else lambda _: returned(loading)
+
+        def ended(job: Job) -> None:
+            self._tier.said(number, own, job.codes)
+            done(loading)
+
         try:
-            loading.job = client.load(names, rows, lambda _: done(loading), over, tag=tag, deadline=deadline, hold=hold)
+            loading.job = client.load(names, rows, ended, over, tag=tag, deadline=deadline, hold=hold)
         except StoreBusy:
             self._tier.abort(client, own, rows)
             raise
@@ -267,6 +279,11 @@ class Bridge(Generic[Block]):
             reason = "quota" if limited else "evicted" if code == "absent" else code
             self.dropped[self.clients[number].name, reason] += count
         self._tier.ended(number, blocks, (job.codes == OK).tolist())
+
+    def not_saved(self, lost: int) -> Counter[tuple[str, str]]:
+        """``dropped``, with so many blocks that the tier has lost before any store could take them."""
+        evicted = {(client.name, "evicted"): lost for client in self.clients if lost}
+        return Counter(dict(self.dropped)) + Counter(evicted)
 
     def give_up(self, reason: str, concerns: Callable[[Block], bool] = lambda _: True) -> None:
         """Give up what waits of these blocks."""

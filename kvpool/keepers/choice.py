@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvpool.arrays.layout import integer_argument
+from kvpool.stores.store_health import seconds_argument
 
 BUDGET = 0.01
 """Loads may lose this share of the time that computing all hits would take."""
@@ -113,6 +114,13 @@ class LoadAttempt:
     came: int = 0
     began: float = math.inf
 
+    @classmethod
+    def of(cls, policy: LoadPolicy, there: int, ahead_bytes: int, now: float, items: int = 0) -> LoadAttempt:
+        """What a policy says of so many leading blocks that a store has. ``items``: those of all groups of layers, if
+        there are several."""
+        load = policy.choose(there, ahead_bytes)
+        return cls(policy, load, items or max(1, load.blocks), now)
+
     @property
     def places(self) -> int:
         """Blocks of the prompt that have come, in all groups of layers."""
@@ -170,11 +178,12 @@ class LoadOrCompute:
     def __init__(
         self, prefill_tokens_per_s: float, block_bytes: int, tokens_per_block: int, *, piece_bytes: int = _PIECE_BYTES
     ) -> None:
-        _seconds_argument("prefill_tokens_per_s", prefill_tokens_per_s, positive=True)
+        if not (speed := seconds_argument("prefill_tokens_per_s", prefill_tokens_per_s)):
+            raise ValueError("prefill_tokens_per_s=0: accepted are numbers above 0")
         self.block_bytes = integer_argument("block_bytes", block_bytes, 1, 1 << 40)
         tokens = integer_argument("tokens_per_block", tokens_per_block, 1, 1 << 31)
         self._piece = max(1, integer_argument("piece_bytes", piece_bytes, 1, 1 << 40) // self.block_bytes)
-        self.block_seconds = tokens / float(prefill_tokens_per_s)
+        self.block_seconds = tokens / speed
         self._lock = threading.Lock()
         self._speed = Speed()
         self._budget = self._since = self._mean = self._longest = self._worse = 0.0
@@ -188,7 +197,7 @@ class LoadOrCompute:
         """
         there = integer_argument("there", there, 0, 1 << 40)
         ahead_bytes = integer_argument("ahead_bytes", ahead_bytes, 0, 1 << 62)
-        _seconds_argument("spare", spare)
+        seconds_argument("spare", spare)
         if not there:
             return Load(0)
         with self._lock:
@@ -206,7 +215,7 @@ class LoadOrCompute:
     def late(self, load: Load, came: int, elapsed: float) -> bool:
         """Whether to give the load up, now that its first ``came`` blocks are there."""
         came = integer_argument("came", came, 0, load.blocks)
-        _seconds_argument("elapsed", elapsed)
+        seconds_argument("elapsed", elapsed)
         with self._lock:
             self._look(load, came, elapsed)
             load.late = load.late or (came < load.blocks and elapsed >= load.until)
@@ -216,8 +225,8 @@ class LoadOrCompute:
         """The load has ended or was given up after ``seconds``, of which it was queued for ``queued``. Its first
         ``came`` blocks are there."""
         came = integer_argument("came", came, 0, load.blocks)
-        _seconds_argument("seconds", seconds)
-        _seconds_argument("queued", queued)
+        seconds_argument("seconds", seconds)
+        seconds_argument("queued", queued)
         with self._lock:
             gain = came * self.block_seconds - max(seconds - load.spare, 0.0)
             self._budget += load.risk + gain
@@ -302,10 +311,3 @@ class LoadOrCompute:
         silent = max(load.at, load.spare) + 2 * expected + _SLACK * rest * self.block_seconds
         worth = load.spare + load.risk + load.came * self.block_seconds
         load.until = min(worth, silent) if self._speed.loads else worth
-
-
-def _seconds_argument(name: str, value: object, positive: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ValueError(f"{name}={value!r:.80}: accepted are finite numbers of at least 0")
-    if positive and not value:
-        raise ValueError(f"{name}={value!r:.80}: accepted are numbers above 0")

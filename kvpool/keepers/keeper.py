@@ -174,7 +174,7 @@ class Keeper(Closing):
             else LoadOrCompute(prefill_tokens_per_s, kinds * client.queue.block_bytes, pool.tokens_per_block)
             for client in self._clients
         ]  # fmt: skip
-        self._prefetches = Prefetches(pool, self._tier, self._stored, self._bridge, policies, promotions, clock)
+        self._prefetches = Prefetches(pool, self._tier, self._bridge, policies, promotions, clock)
         self._orders: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
         self._asked: deque[Prefetch] = deque()
@@ -304,10 +304,8 @@ class Keeper(Closing):
         self._process.check(self)
         tier, bridge, prefetches = self._tier, self._bridge, self._prefetches
         dropped: Counter[tuple[str, str]] = Counter()
-        for (name, reason), count in dict(bridge.dropped).items():
+        for (name, reason), count in bridge.not_saved(self._unsaved.lost).items():
             dropped[name, "queue_full" if reason in ("busy", "crowded") else reason] += count
-        if lost := self._unsaved.lost:
-            dropped.update({(client.name, "evicted"): lost for client in self._clients})
         return KeeperStats(
             bridge.saved_blocks, tier.saved_bytes, tier.loaded_blocks, tier.loaded_bytes, prefetches.found_blocks,
             dict(dropped), dict(prefetches.ended), self._stored.dropped + self._unsaved.missed, bridge.waiting,

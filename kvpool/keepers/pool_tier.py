@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
-from itertools import groupby, islice
+from itertools import compress, groupby, islice
 from typing import TypeVar
 
 import numpy as np
@@ -26,7 +26,7 @@ from kvpool.state.records import EVENT, EXTRA, NONE, H, N
 from kvpool.stores.jobs import LOAD, SAVE
 from kvpool.stores.queue import NO_LIMIT
 from kvpool.stores.seals import BlockNames, block_context
-from kvpool.stores.store import Bytes
+from kvpool.stores.store import ABSENT, DAMAGED, OK, Bytes
 from kvpool.stores.store_client import StoreClient
 
 OWNER = "kvpool keeper"
@@ -176,6 +176,10 @@ class PoolTier:
 
     def lacking(self, number: int, blocks: Sequence[Content]) -> list[Content]:
         return [content for content in blocks if not self._stored.has(content, number)]
+
+    def said(self, number: int, blocks: Sequence[Content], codes: Bytes) -> None:
+        self._stored.note(number, compress(blocks, (codes == OK).tolist()), True)
+        self._stored.note(number, compress(blocks, np.isin(codes, (ABSENT, DAMAGED)).tolist()), False)
 
     def here(self, contents: Sequence[Content], tier: str | None = None) -> list[bool]:
         """Which contents the pool has now. Raises PoolClosed."""

@@ -17,12 +17,12 @@ from kvpool.entry.process import Process
 from kvpool.errors import DeviceError, StoreBusy
 from kvpool.keepers.bridge import Bridge, Loading, Search
 from kvpool.keepers.choice import LoadAttempt, LoadPolicy
-from kvpool.keepers.pool_tier import Content, PoolTier, StoredContent
+from kvpool.keepers.pool_tier import Content, PoolTier
 from kvpool.pool.keys import BlockKeys
 from kvpool.pool.manager import KVCacheManager
 from kvpool.state.records import H
 from kvpool.stores.jobs import Job
-from kvpool.stores.store import ABSENT, DAMAGED, LATE, OK
+from kvpool.stores.store import LATE, OK
 
 CHUNK_BYTES = 4 << 20
 CHUNKS_UNDER_WAY = 4
@@ -37,66 +37,48 @@ ASKED = 256
 """Blocks that the pool is asked for at once."""
 
 
-@dataclass(eq=False)
-class _Progress:
-    blocks: int = 0
-    ended: str = ""
-    over: bool = False
-    cancelled: bool = False
-    process: Process = field(default_factory=Process)
-    bell: Bell = field(default_factory=Bell)
-
-
 @dataclass(frozen=True, eq=False)
 class Prefetch:
-    """What became of ``Keeper.prefetch``. Thread-safe.
+    """What became of ``Keeper.prefetch``. Thread-safe. The keeper changes it, and nobody else.
 
     ``prompt``: the BlockKeys. ``deadline``: in seconds on the keeper's clock. ``blocks``: blocks that have entered the
     host tier so far, in all groups of layers. ``ended``: why there is no more to come: "" while it goes on, "loaded",
     "cached" (the pool has all), "absent" (no store has more), "declined" (to compute is faster), "late", "full" (no
     room before the deadline, or no more than what has come), "failed", "cancelled", "forgotten", "reset" or "closed".
+    ``done``: whether nothing more will come. ``cancelled``: whether ``cancel`` was called.
     """
 
     prompt: BlockKeys
     deadline: float
-    _progress: _Progress = field(default_factory=_Progress)
-
-    @property
-    def blocks(self) -> int:
-        return self._progress.blocks
-
-    @property
-    def ended(self) -> str:
-        return self._progress.ended
-
-    @property
-    def done(self) -> bool:
-        """Whether nothing more will come."""
-        return self._progress.over
+    blocks: int = field(default=0, init=False)
+    ended: str = field(default="", init=False)
+    done: bool = field(default=False, init=False)
+    cancelled: bool = field(default=False, init=False)
+    _process: Process = field(default_factory=Process, init=False)
+    _bell: Bell = field(default_factory=Bell, init=False)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is done, at most ``timeout`` seconds. Returns whether it is. Raises ForkedProcess in a child of
         ``os.fork()``."""
-        self._progress.process.check(self)
-        return self._progress.bell.wait_for(lambda: self.done, timeout)
+        self._process.check(self)
+        return self._bell.wait_for(lambda: self.done, timeout)
 
     def cancel(self) -> None:
         """Bring no more. What has come stays."""
-        self._progress.cancelled = True
-
-    @property
-    def cancelled(self) -> bool:
-        return self._progress.cancelled
+        self._note(cancelled=True)
 
     def came(self, blocks: int) -> None:
         """Called by the keeper: so many more blocks have entered the host tier."""
-        self._progress.blocks += blocks
+        self._note(blocks=self.blocks + blocks)
 
     def end(self, why: str) -> None:
         """Called by the keeper."""
-        progress = self._progress
-        progress.ended, progress.over = progress.ended or why, True
-        progress.bell.ring()
+        self._note(ended=self.ended or why, done=True)
+        self._bell.ring()
+
+    def _note(self, **changes: object) -> None:
+        """Nobody else can set a field, as the class is frozen."""
+        vars(self).update(changes)
 
     def __repr__(self) -> str:
         return f"Prefetch(blocks={self.blocks}, ended={self.ended!r})"
@@ -127,11 +109,10 @@ class Prefetches:
     """
 
     def __init__(
-        self, pool: KVCacheManager, tier: PoolTier, stored: StoredContent, bridge: Bridge[Content],
-        policies: Sequence[LoadPolicy | None], promotion_blocks: int, clock: Callable[[], float],
+        self, pool: KVCacheManager, tier: PoolTier, bridge: Bridge[Content], policies: Sequence[LoadPolicy | None],
+        promotion_blocks: int, clock: Callable[[], float],
     ) -> None:  # fmt: skip
-        self._pool, self._tier, self._stored = pool, tier, stored
-        self._bridge, self._clock = bridge, clock
+        self._pool, self._tier, self._bridge, self._clock = pool, tier, bridge, clock
         self._policies, self._most = policies, promotion_blocks
         self._fetches: list[_Fetch] = []
         # Blocks on their way. And since when a block has waited for its request.
@@ -183,10 +164,7 @@ class Prefetches:
 
     def _found(self, fetch: _Fetch, number: int, asked: Sequence[Content], job: Job) -> list[Content]:
         """A store has said which blocks it has. Returns what is left for the next one."""
-        codes = dict(zip(asked, job.codes.tolist(), strict=True))
-        there = [one for one, code in codes.items() if code == OK]
-        self._stored.note(number, there, True)
-        self._stored.note(number, [one for one, code in codes.items() if code == ABSENT], False)
+        there = list(compress(asked, (job.codes == OK).tolist()))
         self.found_blocks += len(there)
         fetch.source.update(dict.fromkeys(there, number))
         if fetch not in self._fetches:
@@ -231,10 +209,11 @@ class Prefetches:
             ahead += sum(len(loading.blocks) for other in self._fetches for loading in other.loadings
                          if loading.number == number)  # fmt: skip
             places = len({one.place for one in own})
-            load = policy.choose(places, ahead * self._bridge.clients[number].queue.block_bytes)
-            if not load.blocks:
+            ahead_bytes = ahead * self._bridge.clients[number].queue.block_bytes
+            attempt = LoadAttempt.of(policy, places, ahead_bytes, self._clock(), len(own))
+            if not attempt.load.blocks:
                 return own[0].place
-            fetch.attempts[number] = LoadAttempt(policy, load, len(own), self._clock())
+            fetch.attempts[number] = attempt
         return None
 
     # -- loading -------------------------------------------------------------------------------------
@@ -291,8 +270,6 @@ class Prefetches:
 
     def _loaded(self, fetch: _Fetch, loading: Loading[Content]) -> None:
         """A job is done. Blocks enter the pool in the order of the prompt."""
-        codes = zip(loading.blocks, loading.job.codes.tolist(), strict=True)
-        self._stored.note(loading.number, [one for one, code in codes if code in (ABSENT, DAMAGED)], False)
         while fetch in self._fetches and fetch.loadings and fetch.loadings[0].job.done:
             self._enter(fetch, fetch.loadings[0])
 

@@ -239,8 +239,9 @@ KEEPER_DEFINITIONS = (
 
 HOST_KEEPER_DEFINITIONS = (
     _pool(COUNTER, "kvpool_host_keeper_blocks",
-        "Keys that stores were asked for, and blocks that came from them (loaded) and that they have kept (saved).",
-        "kind", {"asked": "asked", "loaded": "loaded", "saved": "saved"}),
+        "Keys that stores were asked for, or were not as there was no room (refused), and blocks that came from them "
+        "(loaded) and that they have kept (saved).",
+        "kind", {name: name for name in ("asked", "refused", "loaded", "saved")}),
     _pool(COUNTER, "kvpool_host_keeper_missed",
         "Keys that did not come, by reason: absent, damaged, failed, late, crowded (no room in the cache), suspended, "
         "busy, taken, declined, cancelled.",

@@ -72,9 +72,9 @@ MUTATIONS = (
     ),
     Mutation(
         "what_was_loaded_counts_as_gone",
-        "Prefetches._loaded",
+        "PoolTier.said",
         "(ABSENT, DAMAGED)",
-        "range(7)",
+        "list(range(7))",
         "Routers are told that a store has lost what it gave a moment ago, and it is saved once more.",
         ("tests/stores/test_keeper_events.py::test_what_was_loaded_is_still_in_its_store",),
     ),

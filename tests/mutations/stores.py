@@ -228,9 +228,9 @@ MUTATIONS = (
     ),
     Mutation(
         "stores_are_asked_for_what_has_no_room",
-        "HostLoads.ask",
-        "list(dict.fromkeys(wanted)) if self._free else []",
-        "list(dict.fromkeys(wanted))",
+        "HostLoads._ask",
+        "max(0, ASKED_MAX - len(self.searching)) if self._free and not self._stopped else 0",
+        "max(0, ASKED_MAX - len(self.searching)) if not self._stopped else 0",
         "A request whose end has no room waits for its stores in every step, and never begins.",
         (f"{_POLICIES}test_while_there_is_no_room_no_store_is_asked",),
     ),
@@ -277,8 +277,8 @@ MUTATIONS = (
     Mutation(
         "all_hits_of_a_step_are_judged_as_one",
         "HostLoads._line_up",
-        "line.setdefault((number, hit), [])",
-        'line.setdefault((number, ""), [])',
+        "self._lines.setdefault((number, there, hit), [])",
+        'self._lines.setdefault((number, there, ""), [])',
         "A short hit is loaded though it comes sooner computed, because a long one came in the same step.",
         (
             "tests/stores/test_hostkeeper_policies.py::test_the_keys_of_each_hit_are_judged_together_and_apart_from_others",

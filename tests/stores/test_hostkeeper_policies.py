@@ -179,11 +179,14 @@ def test_a_prompt_of_any_length_comes_through_a_small_host(
 
 def test_while_there_is_no_room_no_store_is_asked(small: Engine, store: Wrong) -> None:
     assert small.ask(100) == [HERE] * 6 + [ABSENT] * 94
-    asked = store.calls.count("find")
+    asked, refused = store.calls.count("find"), small.keeper.stats().refused
     for _ in range(20):
         assert small.keeper.lookup(names(100)).tolist() == [HERE] * 6 + [ABSENT] * 94
         small.keeper.poll()
     assert store.calls.count("find") == asked
+    stats = small.keeper.stats()
+    assert stats.refused == refused + 20 * 94, "each answer that no store was asked for is counted"
+    assert stats.loaded + sum(stats.missed.values()) == stats.asked
     small.read(2)
     assert small.ask(100) == [HERE] * 8 + [ABSENT] * 92
 
