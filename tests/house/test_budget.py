@@ -24,7 +24,7 @@ LINES = {
     "kvpool/commands": 1130,
     "kvpool/copying": 510,
     "kvpool/device": 4160,
-    "kvpool/engines": 2770,
+    "kvpool/engines": 2820,
     "kvpool/entry": 430,
     "kvpool/hostcache": 900,
     "kvpool/jit": 600,
