@@ -87,7 +87,7 @@ class LocalBlocks:
     def _open(self, options: EngineOptions, identity: ModelIdentity) -> HostKeeper:
         from kvpool.keepers import HostKeeper
 
-        stores = [open_store(text.replace("{part}", identity.fingerprint)) for text in options.stores]
+        stores = [open_store(text, part=identity.fingerprint) for text in options.stores]
         if not all(getattr(store, "indexed", False) for store in stores):
             self.at_a_time = _AFAR
         return HostKeeper(

@@ -8,7 +8,6 @@ import hashlib
 import importlib.metadata
 import logging
 import os
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,7 +50,8 @@ class EngineOptions:
 
     stores: tuple[str, ...] = ()
     """As ``open_store`` takes them, the nearest first. In a plug-in that has one store for each part of the KV,
-    ``{part}`` is the name of the part."""
+    ``{part}`` is the name of the part. Where the engine tells them, ``{rank}`` and ``{dp_rank}`` are the numbers of the
+    worker and of the replica."""
     weights: str | None = None
     """What tells the model's weights from others, such as a revision or a digest."""
     kv_dtype: str = ""
@@ -90,10 +90,6 @@ class EngineOptions:
     def separate(self) -> bool:
         """Whether several parts can have stores at a time."""
         return PART in self.stores[0] or self.kind in ("memory", *SHARED)
-
-    def store_of(self, part: str) -> str:
-        """The text of the store of a part."""
-        return self.stores[0].replace(PART, re.sub(r"[^\w.-]", "-", part))
 
     def check_dtypes(self, dtypes: Iterable[ElementType]) -> None:
         """Raises ValueError where the types of memory do not say what its elements are, and nobody has said it.

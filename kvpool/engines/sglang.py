@@ -86,7 +86,8 @@ class KVPoolHiCacheStorage(HiCacheStorage):
         SGLANG.checked_version()
         self._config = storage_config
         self._options = SGLANG.read(storage_config.extra_config or {})
-        check_store(self._options)
+        self._ranks = {"rank": storage_config.tp_rank, "dp_rank": storage_config.dp_rank}
+        check_store(self._options, **self._ranks)
         one_writer = storage_config.is_mla_model and storage_config.tp_size > 1
         if one_writer and self._options.kind not in SHARED:
             raise ValueError(
@@ -130,6 +131,7 @@ class KVPoolHiCacheStorage(HiCacheStorage):
             model=self._config.model_name or "unnamed",
             elements=str(page.dtype),
             layout=f"{name}, {rank}, {host_pool.layout}, {host_pool.page_size} tokens, {size} bytes a page, {layers}",
+            **self._ranks,
         )  # fmt: skip
         self._pools[name] = _Pool(host_pool, blocks, page.dtype, _views(host_pool))
 

@@ -32,9 +32,9 @@ _NO_ROWS = np.empty(0, np.int64)
 Copy = Callable[[int, Bytes], None]
 
 
-def check_store(options: EngineOptions) -> None:
+def check_store(options: EngineOptions, **names: object) -> None:
     """Raises what ``open_store`` raises for the store that the options name."""
-    open_store(options.store_of("check"))
+    open_store(options.stores[0], part="check", **names)
 
 
 class StagedBlocks:
@@ -86,10 +86,11 @@ class StagedBlocks:
     @classmethod
     def open(
         cls, plugin: EnginePlugin, options: EngineOptions, part: str, block_bytes: int, *, model: str, elements: str,
-        layout: str,
+        layout: str, **names: object,
     ) -> StagedBlocks:  # fmt: skip
         """The blocks of one part of an engine's KV, in the store that the options have for it. ``elements`` is the type
-        of the elements by the engine's word. Raises what ``open_store`` and the constructor raise."""
+        of the elements by the engine's word; ``names`` are for ``open_store``. Raises what that and the constructor
+        raise."""
         identity = ModelIdentity(
             model=model,
             revision=str(options.weights),
@@ -97,7 +98,7 @@ class StagedBlocks:
             layout=layout,
             hash_version=f"{plugin.packages[0]} {plugin.version()}",
         )
-        store = open_store(options.store_of(part))
+        store = open_store(options.stores[0], part=part, **names)
         plugin.show_warnings()
         plugin.log.info("kvpool: %s: blocks of %d bytes are kept in the store %s", part, block_bytes, store.name)
         return cls(store, block_bytes, identity, options)

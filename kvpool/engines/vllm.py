@@ -301,7 +301,8 @@ class KVPoolOffloadingSpec(base.OffloadingSpec):
         self._say()
         chunk = max(group.tokens_per_block for group in self.config.groups) * self.blocks_per_chunk
         tokens = max(1, chunk // max(1, self.chunks_of(chunk)))
-        return KVPoolOffloadingManager(cache, self.options, events=events, tokens_per_block=tokens)
+        replica = self.config.parallel.data_parallel_index
+        return KVPoolOffloadingManager(cache, self.options, events=events, tokens_per_block=tokens, dp_rank=replica)
 
     def get_worker(self, kv_caches: base.CanonicalKVCaches) -> base.OffloadingWorker:
         from kvpool.engines.transfers import Transfers, paged

@@ -264,6 +264,8 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         () -> float, monotonic seconds.
     tokens_per_block
         Of a host block, for ``load="faster"``. ``prefill`` is to be told of the engine's steps then.
+    dp_rank
+        Which of the engine's replicas this is, for ``{dp_rank}`` in ``stores``.
 
     Notes
     -----
@@ -281,8 +283,9 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         events: bool = True,
         clock: Callable[[], float] = time.monotonic,
         tokens_per_block: int = 1,
+        dp_rank: int = 0,
     ) -> None:
-        self._cache, self._events, self._clock = cache, events, clock
+        self._cache, self._events, self._clock, self._dp_rank = cache, events, clock, dp_rank
         self.prefill = _Prefill(clock)
         self.prefill.tokens_per_block = tokens_per_block
         self.options = options or EngineOptions()
@@ -304,7 +307,7 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         from kvpool.stores.urls import open_store
 
         options = self.options
-        stores = [open_store(text) for text in options.stores]
+        stores = [open_store(text, dp_rank=self._dp_rank) for text in options.stores]
         if options.load == "faster":
             # Until the first prompt was computed, the engine seems so fast that no load is waited for.
             prefill, size = self.prefill, self._cache.block_bytes

@@ -88,7 +88,8 @@ class KVPoolSecondaryTier(SecondaryTierManager):
         if options.weights is not None:
             own = lasting_identity(own, options.weights, "of the weights", "vLLM's")
         self._ok = OK
-        self._client = StoreClient(open_store(options.stores[0]), _rows(primary_kv_view), own, patience=0.0, warns=True)
+        store = open_store(options.stores[0], dp_rank=offloading_spec.config.parallel.data_parallel_index)
+        self._client = StoreClient(store, _rows(primary_kv_view), own, patience=0.0, warns=True)
         VLLM_TIER.show_warnings()
         # Keys that the store is asked for, those of them that it will be asked for, and what it has said, until when.
         self._asked: set[OffloadKey] = set()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from kvpool.arrays.layout import integer_argument
 from kvpool.entry.closing import Closing
@@ -25,6 +25,13 @@ from kvpool.pool.manager import KVCacheManager
 from kvpool.pool.stats import GroupStats, Histogram, Stats
 from kvpool.stores.queue import StoreStats
 
+try:
+    from kvpool.stores.peer import ServedStats, StoreServer
+
+    SERVERS: tuple[type, ...] = (StoreServer,)
+    SERVED: tuple[type, ...] = (ServedStats,)
+except ImportError:  # Without pyzmq nobody has one.
+    SERVERS = SERVED = ()
 try:
     from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -40,7 +47,7 @@ Value = float | Histogram | None
 Read = Callable[[Any], Mapping[tuple[str, ...], Value]]
 Figures = str | dict[str, str] | Read
 Kind = type[CounterMetricFamily] | type[GaugeMetricFamily] | type[HistogramMetricFamily]
-Cache = KVCacheManager | HostCache | Keeper | HostKeeper
+Cache: TypeAlias = "KVCacheManager | HostCache | Keeper | HostKeeper | StoreServer"
 COUNTER, GAUGE, HISTOGRAM = CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 
@@ -252,6 +259,27 @@ HOST_KEEPER_DEFINITIONS = (
         "kind", {name: name for name in ("searching", "loading", "hung", "saving", "waiting")}),
 )
 """The metrics of a ``HostKeeper``."""
+
+SERVER_DEFINITIONS = (
+    _pool(COUNTER, "kvpool_store_server_calls",
+        "Calls of clients, by outcome: answered, failed (an error, or its client had stopped waiting).",
+        "outcome", {"answered": "calls", "failed": "failed"}),
+    _pool(COUNTER, "kvpool_store_server_blocks",
+        "Blocks that the store has found, saved and loaded for clients, and those of which it has failed to.",
+        "kind", {kind: f"{kind}_blocks" for kind in ("found", "saved", "loaded", "failed")}),
+    _pool(COUNTER, "kvpool_store_server_refused",
+        "What was refused: messages that no client sends (malformed), clients with blocks of another size (size), "
+        "clients beyond the number of connections; and answers that nobody took (answers).",
+        "what", {"malformed": "malformed", "size": "refused", "connections": "connections_refused",
+                 "answers": "dropped"}),
+    _pool(GAUGE, "kvpool_store_server_calls_now",
+        "Calls now: that wait for the store or are made (under_way), of these too late and not ended (hanging).",
+        "state", {"under_way": "under_way", "hanging": "hanging"}),
+    _pool(GAUGE, "kvpool_store_server_connections", "Connections of clients now.", "", "connections"),
+    _pool(GAUGE, "kvpool_store_server_figure", "Figures that the store tells of itself, such as capacity and blocks.",
+        "figure", lambda s: {(figure,): value for figure, value in s.store.items()}),
+)
+"""The metrics of a ``StoreServer``."""
 # fmt: on
 
 
@@ -280,8 +308,8 @@ class PoolMetrics(Closing):
         self._registry.register(self)
 
     def add(self, pool: str, cache: Cache) -> None:
-        """Show a pool, a host cache or a keeper of one from now on, with ``pool`` as its label. A keeper may have the
-        label of its pool or cache.
+        """Show a pool, a host cache, a keeper of one or a StoreServer from now on, with ``pool`` as its label. A keeper
+        may have the label of its pool or cache.
 
         Raises TypeError and PoolClosed. Raises ValueError if an open pool has that name, if the name is not valid text,
         and if the collector is closed.
@@ -292,8 +320,9 @@ class PoolMetrics(Closing):
             pool.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"pool={pool!a:.80}: accepted is what UTF-8 can say ({error.reason})") from None
-        if not isinstance(cache, (KVCacheManager, HostCache, Keeper, HostKeeper)):
-            raise TypeError(f"cache={cache!r:.80}: accepted are a KVCacheManager, a HostCache and their keepers")
+        if not isinstance(cache, (KVCacheManager, HostCache, Keeper, HostKeeper, *SERVERS)):
+            accepted = "a KVCacheManager, a HostCache and their keepers, and a StoreServer"
+            raise TypeError(f"cache={cache!r:.80}: accepted are {accepted}")
         if cache.closed:
             raise PoolClosed(f"pool={pool!r:.80}: it is closed, and would never be shown")
         with self._lock:
@@ -334,12 +363,13 @@ class PoolMetrics(Closing):
 
 
 @contextmanager
-def served(port: int, host: str = "127.0.0.1") -> Iterator[tuple[PoolMetrics, str]]:
+def served(port: int, host: str = "127.0.0.1", *, health: Callable[[], str] = str) -> Iterator[tuple[PoolMetrics, str]]:
     """Serve a collector over HTTP while the context is open. Gives the collector, which has a registry of its own, and
     the address.
 
-    A thread serves. Anybody who reaches ``host`` can read the metrics; by default, that is this machine. Port 0 is any
-    free port. Raises TypeError, ValueError, OSError.
+    The page ``/health`` has the status 200, or 503 with what ``health()`` says is wrong, if that is not "". A thread
+    serves. Anybody who reaches ``host`` can read both; by default, that is this machine. Port 0 is any free port.
+    Raises TypeError, ValueError, OSError.
     """
     port = integer_argument("port", port, 0, 65535)
     registry = CollectorRegistry()
@@ -348,6 +378,16 @@ def served(port: int, host: str = "127.0.0.1") -> Iterator[tuple[PoolMetrics, st
             server, thread = start_http_server(port, host, registry)
         except OSError as error:
             raise OSError(f"metrics at {host}, port {port}: {error}") from error
+        all_pages: Any = server.get_app()
+
+        def pages(request: dict[str, Any], respond: Any) -> Any:
+            if request["PATH_INFO"] != "/health":
+                return all_pages(request, respond)
+            wrong = health()
+            respond("503 Service Unavailable" if wrong else "200 OK", [("Content-Type", "text/plain; charset=utf-8")])
+            return [f"{wrong or 'ok'}\n".encode()]
+
+        server.set_app(pages)
         try:
             yield metrics, f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}/metrics"
         finally:
@@ -361,13 +401,16 @@ def _open(known: weakref.ref[Cache] | None) -> Cache | None:
     return None if cache is None or cache.closed else cache
 
 
-def _families(pools: list[tuple[str, Stats | HostCacheStats | KeeperStats | HostKeeperStats]]) -> Iterator[Metric]:
+def _families(
+    pools: list[tuple[str, Stats | HostCacheStats | KeeperStats | HostKeeperStats | ServedStats]],
+) -> Iterator[Metric]:
     kinds: list[tuple[tuple[Definition, ...], Any]] = [
         (DEFINITIONS, Stats),
         (HOST_DEFINITIONS, HostCacheStats),
         (STORE_DEFINITIONS, (KeeperStats, HostKeeperStats)),
         (KEEPER_DEFINITIONS, KeeperStats),
         (HOST_KEEPER_DEFINITIONS, HostKeeperStats),
+        *((SERVER_DEFINITIONS, kind) for kind in SERVED),
     ]
     for definitions, of in kinds:
         for kind, name, text, labels, read in definitions:

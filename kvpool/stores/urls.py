@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 from importlib import import_module
 from typing import Any
@@ -25,19 +26,20 @@ _COUNTS = ("connections", "threads", "timeout_ms")
 """options that are numbers"""
 
 
-def open_store(text: object) -> Store:
+def open_store(text: object, **names: object) -> Store:
     """The store that a text names: ``kind:place?option=value&...``.
 
     ``disk:PATH``, ``mooncake:HOST:PORT``, ``peer:tcp://HOST:PORT`` and ``memory:``; and ``package.module.Class:PLACE``
     for a class of your own, which is imported. Options are the keyword arguments of that class, as texts; ``capacity``
-    and ``segment`` are bytes, such as ``64GiB``. Raises TypeError, ValueError, and ImportError, which names the extra
-    or the module.
+    and ``segment`` are bytes, such as ``64GiB``. ``{host}`` stands for the name of this machine, and ``{name}`` for the
+    value of that one of ``names``, with "-" in the place of what files are not named by. Raises TypeError, ValueError,
+    and ImportError, which names the extra or the module.
     """
     kind, colon, rest = text_argument("store", text).partition(":")
     if not colon or (kind not in _KINDS and not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", kind)):
         accepted = ", ".join(f"{name}:..." for name in (*_KINDS, "package.module.Class"))
         raise ValueError(f"store={text!r:.80}: accepted are {accepted}")
-    place, _, query = rest.partition("?")
+    place, _, query = _filled(rest, {"host": platform.node(), **names}).partition("?")
     try:
         options: dict[str, Any] = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
     except ValueError:
@@ -57,6 +59,18 @@ def open_store(text: object) -> Store:
     except TypeError as error:
         raise ValueError(f"store={text!r:.80}: {error}") from None
     return found
+
+
+def _filled(text: str, names: dict[str, object]) -> str:
+    """A text with the values of the names in braces. Raises ValueError for a name that has none."""
+
+    def value(found: re.Match[str]) -> str:
+        if names.get(found[1]) in (None, ""):
+            accepted = ", ".join(f"{{{name}}}" for name in names)
+            raise ValueError(f"store={text!r:.80}: {found[0]:.80} is not known here; accepted are {accepted}")
+        return re.sub(r"[^\w.-]", "-", str(names[found[1]]))
+
+    return re.sub(r"\{(.*?)\}", value, text)
 
 
 def _class_of(kind: str) -> Any:

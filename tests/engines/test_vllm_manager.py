@@ -524,7 +524,7 @@ def test_a_hit_is_loaded_only_where_that_is_faster_than_to_compute_it(
 ) -> None:
     """A chunk takes the engine 10 ms. Before that is known, no load is waited for."""
     slow = Wrong(MemoryStore(1 << 20))
-    monkeypatch.setattr(urls, "open_store", lambda text: slow)
+    monkeypatch.setattr(urls, "open_store", lambda text, **names: slow)
     manager = Stored(64, load="faster", load_seconds=1000.0, retry_seconds=0.001)
     manager.fill(*range(32))
     manager.wait_saved(32)
@@ -584,7 +584,7 @@ def test_routers_are_told_what_a_store_has_and_what_it_has_lost(tmp_path: Path) 
 
 def test_figures_of_stores_are_read_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = Wrong(MemoryStore(1 << 20))
-    monkeypatch.setattr(urls, "open_store", lambda text: wrong)
+    monkeypatch.setattr(urls, "open_store", lambda text, **names: wrong)
 
     def flip(answer: Any) -> Any:
         wrong.memory[:] ^= 1

@@ -85,7 +85,7 @@ def keys(*numbers: int) -> list[Any]:
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Wrong:
     found = Wrong(MemoryStore(1 << 20))
-    monkeypatch.setattr(urls, "open_store", lambda text: found)
+    monkeypatch.setattr(urls, "open_store", lambda text, **names: found)
     return found
 
 

@@ -21,7 +21,7 @@ LINES = {
     "examples": 1120,
     "kvpool": 380,
     "kvpool/arrays": 780,
-    "kvpool/commands": 1130,
+    "kvpool/commands": 1170,
     "kvpool/copying": 510,
     "kvpool/device": 4160,
     "kvpool/engines": 2820,
@@ -30,14 +30,14 @@ LINES = {
     "kvpool/jit": 600,
     "kvpool/keepers": 1880,
     "kvpool/memory": 910,
-    "kvpool/observe": 370,
+    "kvpool/observe": 410,
     "kvpool/planner": 1400,
     "kvpool/pool": 3140,
     "kvpool/publish": 660,
     "kvpool/remote": 1650,
     "kvpool/replay": 2030,
     "kvpool/state": 5400,
-    "kvpool/stores": 3520,
+    "kvpool/stores": 3560,
     "kvpool/tables": 600,
     "tests": 1690,
     "tests/arrays": 840,
@@ -45,7 +45,7 @@ LINES = {
     "tests/copying": 1370,
     "tests/device": 2650,
     "tests/emulated": 2760,
-    "tests/engines": 4090,
+    "tests/engines": 4100,
     "tests/examples": 340,
     "tests/golden": 670,
     "tests/gpu": 1140,
@@ -65,16 +65,16 @@ LINES = {
     "tests/sequences": 3280,
     "tests/share": 680,
     "tests/state": 2000,
-    "tests/stores": 9300,
+    "tests/stores": 9490,
     "tests/tables": 860,
 }
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.2, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 196
+FILES = 197
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
-COMMANDS = {"plan.py", "replay.py", "stress.py"}
+COMMANDS = {"plan.py", "replay.py", "store.py", "stress.py"}
 """Modules of commands are named by their command."""
 
 

@@ -100,7 +100,9 @@ def test_wrong_pools_and_names_are_refused_and_change_nothing() -> None:
             metrics.remove("c")
         with pytest.raises(TypeError, match="pool=1: accepted is a string"):
             metrics.add(1, b)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="cache=None: accepted are a KVCacheManager, a HostCache and their keepers"):
+        with pytest.raises(
+            TypeError, match="cache=None: accepted are a KVCacheManager, a HostCache and their keepers, and a"
+        ):
             metrics.add("b", None)  # type: ignore[arg-type]
         assert pools(registry) == {"a"}
 

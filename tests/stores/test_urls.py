@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+import re
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,18 @@ def test_a_text_that_names_no_store_of_another_package_is_refused(text: str) -> 
 def test_a_wrong_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"store=|capacity="):
         open_store(text)
+
+
+def test_names_in_a_text_are_those_of_the_machine_and_of_the_engine(tmp_path: Path) -> None:
+    text = f"disk:{tmp_path}/{{host}}-{{dp_rank}}-{{part}}"
+    found = open_store(text, dp_rank=3, part="kv/../a b")
+    assert repr(found).startswith(f"DiskStore('{tmp_path}/{platform.node()}-3-kv-..-a-b'")
+
+
+@pytest.mark.parametrize("name", ["{rank}", "{dp}", "{}", "{part}", "{dp_rank!r}"])
+def test_a_name_that_nobody_knows_is_refused_with_those_that_are_known(name: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{name} is not known here; accepted are {{host}}, {{dp_rank}}")):
+        open_store(f"disk:/a/{name}", dp_rank=0, part="")
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 import os
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,7 +40,18 @@ from kvpool.stores.peer.wire import (
     wire_key,
 )
 from kvpool.stores.seals import SharedSecret
-from kvpool.stores.store import CANCELLED, KEY_BYTES, MODEL_BYTES, OK, SEAL_BYTES, TAG_BYTES, Bytes, Space, Store
+from kvpool.stores.store import (
+    CANCELLED,
+    FAILED,
+    KEY_BYTES,
+    MODEL_BYTES,
+    OK,
+    SEAL_BYTES,
+    TAG_BYTES,
+    Bytes,
+    Space,
+    Store,
+)
 
 WAIT_MS_MAX = 600_000
 _SESSIONS_MAX = 4096
@@ -59,6 +71,8 @@ class ServedStats:
     found_blocks: int = 0
     saved_blocks: int = 0
     loaded_blocks: int = 0
+    failed_blocks: int = 0
+    """Blocks that the store could not look for, keep or bring: it failed."""
     malformed: int = 0
     """Messages that no client sends."""
     refused: int = 0
@@ -67,7 +81,13 @@ class ServedStats:
     """Answers that could not be sent, because the client has gone or reads nothing."""
     under_way: int = 0
     """Calls that wait for the store, or are made now."""
+    hanging: int = 0
+    """Of those the calls that the store has not ended, though nobody waits for them any longer."""
+    connections: int = 0
+    """Of clients, now."""
     connections_refused: int = 0
+    store: Mapping[str, int] = field(default_factory=dict)
+    """What the store has said of itself when it last answered a call."""
 
 
 class StoreServer(Closing):
@@ -145,13 +165,23 @@ class StoreServer(Closing):
         counts, calls = self._server.counts, self._calls
         return replace(
             calls.stats, malformed=counts.malformed, refused=counts.failed - counts.malformed, dropped=counts.dropped,
-            under_way=calls.under_way, connections_refused=self._server.connections.refused,
+            under_way=calls.under_way, hanging=calls.hanging(), connections=len(self._server.connections),
+            connections_refused=self._server.connections.refused, store=calls.figures,
         )  # fmt: skip
 
+    def trouble(self) -> str:
+        """Why the service is not healthy, or "": it has ended, calls hang in the store, or the last save failed. Never
+        waits for the store."""
+        hanging = self.stats().hanging
+        if self.closed:
+            return "closed"
+        if hanging:
+            return f"{hanging} calls hang in the store"
+        return "the last save failed" if self._calls.unsaved else ""
+
     @property
-    def connections(self) -> int:
-        """How many connections clients have now."""
-        return len(self._server.connections)
+    def closed(self) -> bool:
+        return self._server.stopping.is_set()
 
     def close(self, timeout: float = 10.0) -> bool:
         """Disconnect all clients, ask calls under way to stop, wait for them, and close the store.
@@ -204,13 +234,16 @@ class _Calls:
         self._memory = np.frombuffer(raw, np.uint8, slots * block_bytes).reshape(slots, block_bytes)
         self._lock, self._waiting, self._saves = threading.Lock(), deque[_Request](), 0
         self._changed, self._eras = threading.Condition(self._lock), OrderedDict[str, int]()
-        self.stats, self.under_way = ServedStats(), 0
+        self.stats, self.under_way, self.unsaved = ServedStats(), 0, False
+        # Until when somebody waits for the call that each thread makes.
+        self._deadlines = [math.inf] * store.threads
         self._threads = [
             threading.Thread(target=self._work, args=(number,), name=f"kvpool-store-server-{number}", daemon=True)
             for number in range(store.threads)
         ]
         self._running = len(self._threads)
         store.open(Space(_FINGERPRINT, self._memory))
+        self.figures: Mapping[str, int] = store.stats()
 
     def start(self) -> None:
         for thread in self._threads:
@@ -221,6 +254,11 @@ class _Calls:
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
+
+    def hanging(self) -> int:
+        """How many calls the store should have ended."""
+        now = time.monotonic()
+        return sum(deadline < now for deadline in self._deadlines)
 
     # -- on the server's thread --------------------------------------------------------------------
 
@@ -284,11 +322,13 @@ class _Calls:
 
     def _work(self, number: int) -> None:
         while (request := self._next()) is not None:
+            self._deadlines[number] = request.deadline
             try:
                 answer = self._answer(request, number)
             except Exception as error:  # A store that fails in any way must not end the thread.
                 self._count(failed=1)
                 answer = _Answer(Failed(request.message.id, "store", f"{type(error).__name__}: {error}"[:1000]))
+            self._deadlines[number] = math.inf
             if request.message.call == "save":
                 with self._lock:
                     self._saves -= 1
@@ -368,8 +408,14 @@ class _Calls:
             self._memory[rows] = request.blocks
             if not session.is_sealed([self._memory[rows[0] : rows[-1] + 1]], request.seal):
                 raise ConnectionError("the blocks do not fit their seal")
-            codes = self._store.save(keys, rows, request.seals, request.tag, message.limit, stop)
-            return self._codes(message, "saved", codes_of(codes, len(keys)))
+            saved = False
+            try:
+                said = self._store.save(keys, rows, request.seals, request.tag, message.limit, stop)
+                codes = codes_of(said, len(keys))
+                saved = FAILED not in codes
+            finally:
+                self.unsaved = not saved
+            return self._codes(message, "saved", codes)
         # The store gets a copy, which it may write to: other rows are those of other threads.
         found, sealed = self._store.load(keys, rows.copy(), stop)
         codes = codes_of(found, len(keys))
@@ -389,13 +435,14 @@ class _Calls:
 
     def _codes(self, message: StoreCall, kind: str, codes: Any) -> _Answer:
         own = codes_of(codes, len(codes))
-        self._count(**{f"{kind}_blocks": int(np.count_nonzero(own == OK))})
+        counts = {f"{kind}_blocks": int(np.count_nonzero(own == OK)), "failed_blocks": int((own == FAILED).sum())}
+        self._count(**counts)
         return self._done(message, 0, [own])
 
     def _done(self, message: StoreCall, count: int, frames: Sequence[Any] = ()) -> _Answer:
         self._count(calls=1)
-        figures = self._store.stats()
-        holds, capacity = (int(figures.get(name, 0)) for name in ("blocks", "capacity"))
+        self.figures = self._store.stats()
+        holds, capacity = (int(self.figures.get(name, 0)) for name in ("blocks", "capacity"))
         return _Answer(StoreDone(message.id, int(count), holds, capacity), frames)
 
     def _count(self, **more: int) -> None:

@@ -16,9 +16,9 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> dict[str, Wrong]:
     """The stores that are opened, by their texts: each text is one store, as a path is."""
     found: dict[str, Wrong] = {}
 
-    def open_store(text: str) -> Any:
+    def open_store(text: str, **names: Any) -> Any:
         store = Wrong(MemoryStore(1 << 22))
-        return store if text.endswith("/check") else found.setdefault(text, store)
+        return store if names["part"] == "check" else found.setdefault(text.format(**names), store)
 
     monkeypatch.setattr(staged, "open_store", open_store)
     return found

@@ -219,7 +219,8 @@ def test_a_dead_store_gives_results_without_objects(
     adapter = make()
     own = keys(3)
     if broken == "open":
-        monkeypatch.setattr(staged, "open_store", lambda text: (_ for _ in ()).throw(OSError("no such device")))
+        no_device = OSError("no such device")
+        monkeypatch.setattr(staged, "open_store", lambda text, **names: (_ for _ in ()).throw(no_device))
     else:
         lab.store(adapter, own, objects(3, first=0))
         (store,) = stores.values()

@@ -162,13 +162,14 @@ def test_pages_come_back_from_a_disk_after_a_restart(tmp_path: Path) -> None:
     assert came == len(TOKENS) and lab.same(lab.read(fresh, indices), pages)
 
 
-def test_replicas_of_attention_have_a_folder_each(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", ["{part}", "{rank}-{dp_rank}"])
+def test_replicas_of_attention_have_a_folder_each(names: str, tmp_path: Path) -> None:
     pytest.importorskip("kvpool.stores.disk")
     from kvpool.engines.sglang import KVPoolHiCacheStorage
 
     opened = []
     for dp_rank in (0, 1):
-        options = lab.config(stores=f"disk:{tmp_path}/{{part}}?capacity=1MiB", weights="r", dp_rank=dp_rank)
+        options = lab.config(stores=f"disk:{tmp_path}/{names}?capacity=1MiB", weights="r", dp_rank=dp_rank)
         opened.append(KVPoolHiCacheStorage(options))
         opened[-1].register_mem_pool_host(host_pool("page_first"))
     assert len(list(tmp_path.iterdir())) == 2
