@@ -169,7 +169,7 @@ class HostTierMetrics:
 
     def take(self, keeper: HostKeeper | None) -> OffloadingConnectorStats | None:
         """What has happened since the last call, or None if nothing has."""
-        counts = +self.counts
+        counts = {name: count for name, count in self.counts.items() if count}
         self.counts.clear()
         if keeper is not None:
             totals = keeper.totals

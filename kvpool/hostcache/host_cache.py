@@ -470,8 +470,9 @@ class HostCache(Closing):
     def usage(self) -> HostUsage:
         """What the blocks are used for; also of a closed cache. Changes nothing. Fast, for every step."""
         with self._lock:
-            lengths = self._states[0].lists[records.LISTS_PER_TIER : 2 * records.LISTS_PER_TIER, 2]
-            free, empty = int(lengths.sum()), int(lengths[records.EMPTY])
+            # Few numbers: a list of them takes a third of the time of NumPy's.
+            lengths = self._states[0].lists[records.LISTS_PER_TIER : 2 * records.LISTS_PER_TIER, 2].tolist()
+            free, empty = sum(lengths), lengths[records.EMPTY]
             # Leases are few and short: a set of them takes a tenth of the time of NumPy's.
             pinned = len({block for blocks in self._pinned() for block in blocks.tolist()})
         return HostUsage(empty, free - empty, pinned, self.host_blocks - free - pinned)

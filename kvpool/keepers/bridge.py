@@ -312,9 +312,14 @@ class Bridge(Generic[Block]):
         """Whether some job has not returned."""
         return any(client.under_way for client in self.clients)
 
+    @property
+    def news(self) -> bool:
+        """Whether ``poll`` has something to note."""
+        return any(client.news for client in self.clients)
+
     def poll(self) -> bool:
         """Note what the stores have done. Returns whether they had."""
-        return sum([client.poll() for client in self.clients]) > 0
+        return sum([client.poll() for client in self.clients if client.news]) > 0
 
     def close(self, timeout: float, *, tell: bool = True) -> bool:
         """Close the stores. Returns False if a call hangs still after ``timeout`` seconds. ``tell``: whoever waits for

@@ -340,8 +340,10 @@ class HostKeeper(Closing):
     def _settle(self) -> None:
         """Note what the stores have done since the last step, before the first answer of this one. Later in the step
         nothing may be evicted that was found."""
+        self._step_begins = False
+        if not self._bridge.news:
+            return
         with suppress(ForkedProcess), DeferSignals():
-            self._step_begins = False
             self._process.check(self)
             self._bridge.poll()
 

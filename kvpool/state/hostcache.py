@@ -109,7 +109,7 @@ def _answer(h, b):
     return HERE
 
 
-@jit
+@jit(nogil=False)
 def lookup(heads, identity, data, sizes, words, found, answers):
     """Write ABSENT, HERE or WAITING for each key into ``answers`` uint8[n]. Changes nothing else."""
     h = head(heads, 0)
@@ -118,7 +118,7 @@ def lookup(heads, identity, data, sizes, words, found, answers):
         answers[i] = _answer(h, found[i, 2])
 
 
-@jit
+@jit(nogil=False)
 def look(heads, identity, data, sizes, words, found):
     """The answer for one key. Changes nothing."""
     h = head(heads, 0)
@@ -154,7 +154,7 @@ def _take(h, identity, words, found, i, priority, ttl, evicted, count):
     return count
 
 
-@jit
+@jit(nogil=False)
 def reserve(heads, identity, data, sizes, words, found, priority, ttl, now, evicted):
     """Take a pending block for each key that has no block. Column 2 of ``found`` gets it, and NONE for other keys.
 
@@ -264,14 +264,14 @@ def _end(heads, identity, data, sizes, words, found, publishes, now):
     return np.int64(published)
 
 
-@jit
+@jit(nogil=False)
 def publish(heads, identity, data, sizes, words, found, now):
     """Make pending blocks HERE. A block that was forgotten while it was pending becomes empty. Returns the number of
     published blocks. If a key is not pending, returns ``~i`` for the first such key ``i``, and changes nothing."""
     return _end(heads, identity, data, sizes, words, found, True, now)
 
 
-@jit
+@jit(nogil=False)
 def abort(heads, identity, data, sizes, words, found, now):
     """Empty pending blocks and release them. Returns their number. If a key is not pending, returns ``~i`` for the
     first such key ``i``, and changes nothing."""
@@ -288,7 +288,7 @@ def _use(h, b):
     on_hit(h, b)
 
 
-@jit
+@jit(nogil=False)
 def pin(heads, identity, data, sizes, words, found, now):
     """Pin the block of each key, and write it into column 2 of ``found``. Returns 0. If a key is not HERE, returns
     ``~i`` for the first such key ``i``, and changes nothing."""
@@ -305,7 +305,7 @@ def pin(heads, identity, data, sizes, words, found, now):
     return np.int64(0)
 
 
-@jit
+@jit(nogil=False)
 def touch(heads, identity, data, sizes, words, found, now):
     """Record a use of each key that is HERE, from the last key to the first. Returns their number."""
     h = head(heads, 0)
@@ -333,7 +333,7 @@ def _forget(h, b):
     return True
 
 
-@jit
+@jit(nogil=False)
 def forget_keys(heads, identity, data, sizes, words, found, now):
     """Drop keys that are HERE at once, and pending keys when their writer publishes them. Returns their number."""
     h = head(heads, 0)

@@ -187,6 +187,7 @@ class StoreQueue(Closing):
         self._queue, self._deadlines = _Pieces(), _Pieces()
         self._waiting = dict.fromkeys(_BOUND.values(), 0)
         self._running: dict[int, tuple[Job, Rows]] = {}
+        self._wakes_at = -math.inf  # when the thread that waits for a deadline looks again, if nobody wakes it
         self._finished: deque[Job] = deque()
         self._blocks = {(kind, code): 0 for kind in jobs.KINDS for code in CODES}
         self._nbytes, self._seconds = dict.fromkeys(jobs.KINDS, 0), dict.fromkeys(jobs.KINDS, 0.0)
@@ -219,15 +220,11 @@ class StoreQueue(Closing):
                     return None
                 # One more who uses the store, which is not closed meanwhile.
                 self._workers += 1
-            began = time.perf_counter()
+            began, codes = time.perf_counter(), None
             try:
                 codes = self._calls.find(own)
             finally:
-                self._end()
-            with self._lock:
-                self._seconds[jobs.FIND] += time.perf_counter() - began
-                for code in () if codes is None else codes.tolist():
-                    self._blocks[jobs.FIND, CODES[code]] += 1
+                self._end(codes, time.perf_counter() - began)
             return codes
 
     def load(self, keys: Keys, rows: Rows, *, tag: bytes | None = None, deadline: float = math.inf) -> Job:
@@ -319,6 +316,11 @@ class StoreQueue(Closing):
                 os.eventfd_read(self._signal)
             return found
 
+    @property
+    def news(self) -> bool:
+        """Whether ``finished`` has something."""
+        return bool(self._finished)
+
     def _put_back(self, found: list[Job]) -> None:
         """Nobody has learned of these jobs."""
         with self._lock:
@@ -406,7 +408,7 @@ class StoreQueue(Closing):
                 if job.deadline != math.inf:
                     self._deadlines.put(job.deadline, job)
                     first = self._deadlines.first()
-                    if first is not None and (first.job is job or first.order <= self._clock()):
+                    if first is not None and (first.order < self._wakes_at or first.order <= self._clock()):
                         self._alarm.notify()
                 if len(self._drops):
                     self._screen(job)
@@ -528,7 +530,9 @@ class StoreQueue(Closing):
                     if left > 0:
                         break
                     self._settle(piece.job, LATE)
-                self._alarm.wait(min(left, 3600.0) if piece is not None else 3600.0)
+                left = min(left, 3600.0) if piece is not None else 3600.0
+                self._wakes_at = self._clock() + left
+                self._alarm.wait(left)
 
     def _settle(self, job: Job, code: int) -> None:
         """Decide a job that is not done. The lock is held."""
@@ -556,10 +560,13 @@ class StoreQueue(Closing):
                 os.eventfd_write(self._signal, 1)
             self._finished.append(job)
 
-    def _end(self) -> None:
-        """A thread ends. The last one closes the store."""
+    def _end(self, codes: Bytes | None = None, seconds: float = 0.0) -> None:
+        """A thread ends, or a ``find_now`` with these codes. The last one closes the store."""
         with self._lock:
             self._workers -= 1
+            self._seconds[jobs.FIND] += seconds
+            for code in () if codes is None else codes.tolist():
+                self._blocks[jobs.FIND, CODES[code]] += 1
             if self._workers:
                 return
         try:
