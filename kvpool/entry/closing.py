@@ -1,26 +1,22 @@
-"""What is closed at the end of a ``with`` statement."""
+"""Closing: what is closed when its ``with`` block ends."""
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+Own = TypeVar("Own", bound="Closing")
 
 
 class Closing:
-    """A context manager whose end is ``close``, whatever has happened."""
+    """A context manager. Leaving it calls ``close``, also after an error."""
 
     __slots__ = ()
 
     def close(self) -> object:
         raise NotImplementedError
 
-    def __enter__(self) -> Self:
+    def __enter__(self: Own) -> Own:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

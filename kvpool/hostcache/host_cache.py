@@ -363,6 +363,15 @@ class HostCache(Closing):
         """
         return self._end(hostcache.abort, keys_argument(keys), self._now())
 
+    def set_priority(self, keys: Keys, priority: int, *, ttl_ms: int | None = None) -> int:
+        """Give keys that are HERE this priority (0 to 100) from now on; after ``ttl_ms`` without a use it falls to the
+        default. Returns how many. Emits "updated" events. Changes the cache. Raises TypeError, ValueError."""
+        priority, ttl = priority_argument("priority", priority), ttl_argument("ttl_ms", ttl_ms)
+        wanted, now = packed(keys), self._now()
+        with self._lock:
+            self._check_open()
+            return int(hostcache.set_priority(self._heads, self._root, *wanted[1:], priority, ttl, now))
+
     # -- keys that go ----------------------------------------------------------------------------------
 
     def forget(self, keys: Keys) -> int:

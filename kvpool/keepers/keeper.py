@@ -35,9 +35,11 @@ from kvpool.keepers.pool_tier import (
     Unsaved,
     cached_groups,
     namespace_bytes,
+    split,
 )
 from kvpool.keepers.prefetches import Prefetch, Prefetches
 from kvpool.pool.events import Events
+from kvpool.pool.explain import Explanation, InStores
 from kvpool.pool.keys import BlockKeys, Match, is_keys, key_rows
 from kvpool.pool.manager import KVCacheManager
 from kvpool.state.records import H
@@ -220,6 +222,25 @@ class Keeper(Closing):
         if not keys.reuse or not there.any():
             return match
         return match._replace(store_tokens=max(0, self._pool.lacking(keys, there).tokens - match.full_tokens))
+
+    def explain(self, prompt: object) -> Explanation:
+        """What ``KVCacheManager.explain`` says, and of what the pool lacks, which stores are known to have it, and what
+        was last wrong with it there: see ``Missed``. For people, not for every request. Asks no store; thread-safe;
+        changes nothing. Raises TypeError, ValueError, PoolClosed."""
+        self._process.check(self)
+        keys = self._keys(prompt)
+        chain, groups = split(keys.keys.tobytes(), 16), cached_groups(self._pool)
+
+        def of_stores(place: int) -> InStores:
+            blocks, stores, trouble = [Content(group, chain[place]) for group in groups], [], []
+            for number, client in enumerate(self._clients):
+                if all(self._stored.has(block, number) for block in blocks):
+                    stores.append(client.name)
+                said = [self._bridge.trouble(number, block) for block in blocks]
+                trouble += [(client.name, what) for what in dict.fromkeys(said) if what]
+            return tuple(stores), tuple(trouble)
+
+        return self._pool.explain(keys).with_stores(self._pool.tokens_per_block, of_stores)
 
     def _keys(self, prompt: object) -> BlockKeys:
         return self._pool.block_keys(prompt if isinstance(prompt, BlockKeys) else token_array("prompt", prompt))

@@ -21,7 +21,7 @@ from kvpool.device.main_memory import GpuMemory, MainMemory, SharedMemory, is_th
 from kvpool.device.regions import BLOCKS_MAX
 from kvpool.entry.closing import Closing
 from kvpool.errors import PoolClosed
-from kvpool.memory.pools import MemoryPools
+from kvpool.memory.pools import MemoryPools, shaped
 
 VERSION = 1
 TEXT_BYTES_MAX = 1 << 20
@@ -224,11 +224,11 @@ class Attachment(Closing):
 
     def __init__(self, description: SharedTier, memory: list[list[Any]]) -> None:
         self.description = description
-        shaped = []
+        pools = []
         for arrays, (blocks, parts) in zip(memory, description.groups, strict=True):
             each = zip(arrays, parts, strict=True)
-            shaped.append(tuple(_shaped(array, part.layout, blocks, description.tier) for array, part in each))
-        self._pools: tuple[tuple[Any, ...], ...] | None = tuple(shaped)
+            pools.append(tuple(shaped(array, part.layout, description.tier, blocks) for array, part in each))
+        self._pools: tuple[tuple[Any, ...], ...] | None = tuple(pools)
 
     @property
     def pools(self) -> tuple[tuple[Any, ...], ...]:
@@ -273,11 +273,6 @@ class Attachment(Closing):
 
     def __repr__(self) -> str:
         return f"Attachment({self.description!r}, closed={self.closed})"
-
-
-def _shaped(array: Any, layout: BlockLayout, blocks: int, tier: str) -> Any:
-    shape = layout.device_shape(blocks) if tier == "device" else layout.host_shape(blocks)
-    return array.view(layout.storage_dtype).reshape(shape)
 
 
 def attach(description: SharedTier | str) -> Attachment:

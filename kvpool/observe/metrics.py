@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from kvpool.arrays.layout import integer_argument
+from kvpool.entry.arguments import text_argument
 from kvpool.entry.closing import Closing
 from kvpool.errors import PoolClosed
 from kvpool.hostcache.host_cache import HostCache, HostCacheStats
@@ -314,8 +315,7 @@ class PoolMetrics(Closing):
         Raises TypeError and PoolClosed. Raises ValueError if an open pool has that name, if the name is not valid text,
         and if the collector is closed.
         """
-        if not isinstance(pool, str):
-            raise TypeError(f"pool={pool!r:.80}: accepted is a string")
+        pool = text_argument("pool", pool)
         try:
             pool.encode()
         except UnicodeEncodeError as error:

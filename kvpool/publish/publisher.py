@@ -13,8 +13,8 @@ from typing import Any
 
 import zmq
 
-from kvpool.arrays.layout import integer_argument
-from kvpool.entry.arguments import bool_argument
+from kvpool.arrays.layout import choice_argument, integer_argument
+from kvpool.entry.arguments import bool_argument, text_argument
 from kvpool.entry.closing import Closing
 from kvpool.entry.interrupt import Bell, DeferSignals
 from kvpool.entry.process import Process
@@ -166,10 +166,7 @@ class KVEventPublisher(Closing):
             raise TypeError(f"cache={cache!r:.80}: accepted is a KVCacheManager")
         if keeper is not None and (not isinstance(keeper, Keeper) or keeper.pool is not cache):
             raise ValueError(f"keeper={keeper!r:.80}: accepted is the Keeper of this pool, or None")
-        if not isinstance(topic, str):
-            raise TypeError(f"topic={topic!r:.80}: accepted is a string")
-        if block_hashes not in HASHES:
-            raise ValueError(f"block_hashes={block_hashes!r:.80}: accepted are {', '.join(HASHES)}")
+        topic, hashes = text_argument("topic", topic), choice_argument("block_hashes", block_hashes, HASHES)
         needs = "" if bool_argument("allow_remote", allow_remote) else "allow_remote=True"
         endpoint_argument("endpoint", endpoint, needs)
         if replay_endpoint is not None:
@@ -184,7 +181,7 @@ class KVEventPublisher(Closing):
         self._queue_bytes = integer_argument("queue_bytes", queue_bytes, 1, 1 << 50)
         peers = integer_argument("connections", connections, 1, 1 << 16)
         self._source, self._topic = keeper or cache, topic.encode()
-        self._encoder = Encoder(cache.tokens_per_block, block_hashes, rank, _specs(cache, group))
+        self._encoder = Encoder(cache.tokens_per_block, hashes, rank, _specs(cache, group))
         self._stats, self._process = PublisherStats(), Process()
         self._lock, self._asked, self._answered, self._bell = threading.Lock(), 0, 0, Bell()
         self._stopping, self._ended, self._linger_ms = threading.Event(), False, 0

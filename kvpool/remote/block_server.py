@@ -11,8 +11,8 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Bools, Uint64s
 from kvpool.arrays.layout import integer_argument
 from kvpool.entry.closing import Closing
 from kvpool.errors import BlockNotFound, KVPoolError, PoolClosed
@@ -185,7 +185,7 @@ class Waiting(NamedTuple):
     client: LetIn
     id: int
     group: int
-    keys: npt.NDArray[np.uint64]
+    keys: Uint64s
     owner: str
     nbytes: int
 
@@ -346,7 +346,7 @@ class _HostTier:
             reason = f"transport {hello.transport!r:.40}: this server sends {self._transport.name!r}"
             raise Refused(hello.id, "transport", reason)
 
-    def _accept(self, client: LetIn, request: Get, keys: npt.NDArray[np.uint64]) -> None:
+    def _accept(self, client: LetIn, request: Get, keys: Uint64s) -> None:
         sizes = self._welcome.block_bytes
         if request.group >= len(sizes) or not sizes[request.group]:
             groups = [group for group, size in enumerate(sizes) if size]
@@ -355,7 +355,7 @@ class _HostTier:
         self._under_way.accept(Waiting(client, request.id, request.group, keys, owner, nbytes), len(keys))
         self._serve()
 
-    def _find(self, client: LetIn, request: Find, keys: npt.NDArray[np.uint64]) -> None:
+    def _find(self, client: LetIn, request: Find, keys: Uint64s) -> None:
         """Answer which blocks are there. The pool is asked in pieces, so that nobody waits long for its lock.
 
         The socket accepts no message of more than BLOCKS_MAX keys.
@@ -365,7 +365,7 @@ class _HostTier:
         if self.server.send(client, Found(request.id), [np.packbits(found).tobytes()]):
             self.stats.questions += 1
 
-    def _of_pool(self, id: int, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+    def _of_pool(self, id: int, keys: Uint64s) -> Bools:
         try:
             return self._cache.cached_blocks(keys, tier="host")
         except PoolClosed as error:
@@ -378,7 +378,7 @@ class _HostTier:
         while (request := self._under_way.take()) is not None:
             self.server.guard(request.client, request.id, partial(self._send_blocks, request))
 
-    def _pin(self, request: Waiting) -> tuple[list[Lease], npt.NDArray[np.bool_]]:
+    def _pin(self, request: Waiting) -> tuple[list[Lease], Bools]:
         """Leases of the blocks that are there, in the order of their keys, and which keys those are."""
         keys, group, owner = request.keys, request.group, request.owner
         try:
@@ -452,7 +452,7 @@ class _HostTier:
         self.stats.transfers, self.stats.transfer_bytes = len(self._under_way.transfers), self._under_way.nbytes
 
 
-def _keys(received: Received) -> npt.NDArray[np.uint64]:
+def _keys(received: Received) -> Uint64s:
     """The keys that a request names, uint64[n, 2]. Raises Malformed."""
     frames = [*received.frames, *received.blocks]
     if len(frames) != 1 or not frames[0].nbytes or frames[0].nbytes % KEY_BYTES:

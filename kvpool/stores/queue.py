@@ -18,8 +18,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Uint8s
 from kvpool.arrays.layout import integer_argument
 from kvpool.entry.arguments import bool_argument
 from kvpool.entry.closing import Closing
@@ -144,7 +144,7 @@ class StoreQueue(Closing):
     """
 
     def __init__(
-        self, store: Store, memory: npt.NDArray[np.uint8], identity: ModelIdentity, *, secret: bytes | None = None,
+        self, store: Store, memory: Uint8s, identity: ModelIdentity, *, secret: bytes | None = None,
         queued_blocks: int = 65_536, piece_bytes: int = 4 << 20, report: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
@@ -155,8 +155,6 @@ class StoreQueue(Closing):
         size = integer_argument("piece_bytes", piece_bytes, 1, 1 << 40)
         self.piece_blocks = max(1, size // self.block_bytes)
         """The most blocks of one call."""
-        if secret is not None and (not isinstance(secret, bytes) or len(secret) != 32):
-            raise ValueError("secret: accepted are 32 bytes")
         self._report = bool_argument("report", report)
         # Asked once: a store may say something else later.
         self.name = _name_argument(store.name)

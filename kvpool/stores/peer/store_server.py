@@ -426,11 +426,8 @@ class _Calls:
         return answer._replace(frames=[codes, seals], blocks=[blocks], seal=session.seal([blocks]))
 
     def _epoch(self, message: StoreCall, model: bytes) -> _Answer:
-        try:
-            ask = getattr(self._store, "epoch", None)
-            found = ask(model, message.call == "renew") if ask else None
-        except NotImplementedError:
-            found = None
+        ask = getattr(self._store, "epoch", None)
+        found = ask(model, message.call == "renew") if ask else None
         return self._done(message, int(found is not None), [found or b""])
 
     def _codes(self, message: StoreCall, kind: str, codes: Any) -> _Answer:
