@@ -6,7 +6,6 @@ import importlib
 import inspect
 import pkgutil
 import threading
-import time
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from zmq.utils.garbage import GarbageCollectorThread
 
 from kvpool.memory.pools import MemoryPools
 from kvpool.pool.manager import KVCacheManager
+from tests.waiting import until
 
 PACKAGE = "asv_bench.benchmarks"
 KINDS = {"mem", "peakmem", "time", "timeraw", "track"}
@@ -77,7 +77,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[MemoryPools]:
 
 
 def thread_count() -> int:
-    """All threads but the one that pyzmq keeps for memory that is sent from its place."""
+    """All threads but the one that pyzmq keeps for memory that is sent from its place. Those of a store that was closed
+    have nothing left to do, and end when the interpreter comes to them."""
     return sum(not isinstance(thread, GarbageCollectorThread) for thread in threading.enumerate())
 
 
@@ -108,10 +109,7 @@ def test_benchmark_runs_at_its_smallest_size_and_closes_what_it_opens(
         pytest.skip(f"{benchmark}: {error}")
     finally:
         assert all(pools.closed for pools in opened)
-        end = time.monotonic() + 600
-        while thread_count() > threads and time.monotonic() < end:  # those of a closed queue are about to end
-            time.sleep(0.001)
-        assert thread_count() == threads
+        until(lambda: thread_count() == threads, "end of threads")
     without = ("disk", "hostcache", "kv_copies", "peers", "signals", "start")
     assert opened or benchmark.module in without, "a pool was expected, and none was seen"
 

@@ -14,17 +14,17 @@ from tests.house.counter import ROOT, report, sizes, totals
 PACKAGE = ROOT / "kvpool"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 LINES = {
-    "asv_bench": 1390,
+    "asv_bench": 1400,
     "asv_bench/benchmarks": 1630,
     "cuda": 340,
     "docs": 220,
-    "examples": 1120,
+    "examples": 1180,
     "kvpool": 480,
     "kvpool/arrays": 750,
     "kvpool/commands": 1180,
     "kvpool/copying": 550,
     "kvpool/device": 4250,
-    "kvpool/engines": 2800,
+    "kvpool/engines": 2810,
     "kvpool/entry": 420,
     "kvpool/hostcache": 920,
     "kvpool/jit": 630,
@@ -45,8 +45,8 @@ LINES = {
     "tests/copying": 1560,
     "tests/device": 2670,
     "tests/emulated": 2760,
-    "tests/engines": 4020,
-    "tests/examples": 340,
+    "tests/engines": 4150,
+    "tests/examples": 400,
     "tests/golden": 670,
     "tests/gpu": 1140,
     "tests/holders": 1150,
@@ -65,7 +65,7 @@ LINES = {
     "tests/sequences": 3260,
     "tests/share": 680,
     "tests/state": 2000,
-    "tests/stores": 9530,
+    "tests/stores": 9500,
     "tests/tables": 860,
 }
 """The most net lines of each folder."""
