@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpool.copying.transfer import COPIES_THREAD
 from kvpool.device.base import ALL_LAYERS, NULL_STREAM, Event, Layers, Stream
 from kvpool.device.cpu import CpuDevice
 from kvpool.device.wrapper import WrappedDevice
@@ -109,6 +110,9 @@ class Submission(Once):
     def teardown(self, call: str) -> None:
         super().teardown(call)
         self.device.close()
+        for thread in threading.enumerate():
+            if thread.name == COPIES_THREAD:
+                thread.join()
 
 
 class OwnLock(TimedLock):

@@ -39,6 +39,7 @@ NO_IDS: npt.NDArray[np.int64] = np.empty(0, np.int64)
 Moves = npt.NDArray[np.int64]
 Ids = npt.NDArray[np.int64]
 DROPPED = -1
+COPIES_THREAD = "kvpool copies"
 _LIVE, _DEAD = 1, 2
 
 
@@ -588,7 +589,7 @@ class Transfer:
 
 
 def _start(call: Callable[[], None]) -> None:
-    threading.Thread(target=call, name="kvpool copies").start()
+    threading.Thread(target=call, name=COPIES_THREAD).start()
 
 
 def _states_of(states: States) -> npt.NDArray[np.int64]:

@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvpool import BlockLayout, DeviceError, KVCacheManager
+from kvpool.copying.transfer import COPIES_THREAD
 from kvpool.device.base import ALL_LAYERS, NULL_STREAM, Layers, Stream
 from kvpool.device.sim import SimDevice
 from kvpool.device.wrapper import WrappedDevice
@@ -60,7 +61,7 @@ def made() -> Any:
 
 def wait_for_threads() -> None:
     for thread in threading.enumerate():
-        if thread.name == "kvpool copies":
+        if thread.name == COPIES_THREAD:
             thread.join(600)
 
 
