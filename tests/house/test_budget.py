@@ -19,15 +19,15 @@ LINES = {
     "cuda": 340,
     "docs": 220,
     "examples": 1120,
-    "kvpool": 380,
+    "kvpool": 480,
     "kvpool/arrays": 780,
-    "kvpool/commands": 1170,
+    "kvpool/commands": 1190,
     "kvpool/copying": 550,
     "kvpool/device": 4250,
     "kvpool/engines": 2780,
     "kvpool/entry": 420,
     "kvpool/hostcache": 940,
-    "kvpool/jit": 600,
+    "kvpool/jit": 630,
     "kvpool/keepers": 1890,
     "kvpool/memory": 910,
     "kvpool/observe": 420,
@@ -51,7 +51,7 @@ LINES = {
     "tests/gpu": 1140,
     "tests/holders": 1150,
     "tests/hostcache": 1680,
-    "tests/house": 1580,
+    "tests/house": 1670,
     "tests/interop": 970,
     "tests/kernels": 1420,
     "tests/model": 2740,
@@ -71,7 +71,7 @@ LINES = {
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.2, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 197
+FILES = 198
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "store.py", "stress.py"}
