@@ -20,6 +20,7 @@ from router import Router, cached
 from engine import Engine
 from kvpool.publish import KVEventPublisher
 from kvpool.publish.replay_server import History
+from tests.waiting import until
 
 Make = Callable[..., Engine]
 Publish = Callable[..., KVEventPublisher]
@@ -27,13 +28,6 @@ Route = Callable[..., Router]
 REQUEST = frame(b"", 1) + frame(bytes(8))
 FIRST = bytes(8)
 """The number of the first message."""
-
-
-def until(condition: Callable[[], Any], what: str) -> None:
-    end = time.monotonic() + 600
-    while not condition():
-        assert time.monotonic() < end, f"no {what} within 600 s"
-        time.sleep(0.002)
 
 
 def replayed(peer: socket.socket) -> list[bytes]:
@@ -185,7 +179,7 @@ def test_a_client_that_asks_whether_anybody_is_there_gets_an_answer(
     # Who asks and does not read is not told more. The request behind shows that all have been read.
     assert goes_on(peer, 1000 * command(b"PING", b"\x00\x64" + bytes(16)), 200)
     peer.sendall(REQUEST)
-    until(lambda: publisher._replays.asking, "request")
+    until(lambda: any(peer.asked.is_set() for peer in list(publisher._replays._peers)), "request")
     publisher.flush()
     assert publisher.stats().queued_bytes < 1000
     peer.close()
