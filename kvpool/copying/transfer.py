@@ -354,7 +354,17 @@ class Transfer:
                 try:
                     if self._begun is None and not self._begin():
                         return  # The thread that decided it will enqueue it.
-                    self._advance()
+                    batch = self._begun
+                    assert batch is not None
+                    while self._pieces:
+                        some, direction = self._pieces.popleft()
+                        if direction != records.ONBOARD or not self._load(some, batch.loads):
+                            self._copy(some, batch.ticket, direction)
+                        if self._pieces and self.at_once is not None:
+                            break
+                    else:
+                        self._begun = None
+                        self._end(batch, self._loaded)
                     leaving, self._exit = self._exit, None
                     if leaving is not None:
                         raise leaving
@@ -380,22 +390,6 @@ class Transfer:
             self._pieces.extend((some[first : first + step], direction) for first in range(0, len(some), step))
         self._begun = batch
         return True
-
-    def _advance(self) -> None:
-        """Enqueue the next moves of the batch that was begun, and behind the last ones what comes after them."""
-        batch = self._begun
-        assert batch is not None
-        while self._pieces:
-            some, direction = self._pieces.popleft()
-            by_layers = batch.loads if self._loaded is not None and direction == records.ONBOARD else None
-            if by_layers is None or not self._load(some, by_layers):
-                # After a refusal, the caller's streams wait for all.
-                self._loaded = None if by_layers is not None else self._loaded
-                self._copy(some, batch.ticket, direction)
-            if self._pieces and self.at_once is not None:
-                return
-        self._begun = None
-        self._end(batch, self._loaded)
 
     def pending(self, ids: Int64s, *, writes: bool = False) -> list[Event]:
         """The events to wait for before the host reads blocks whose copies are enqueued, or, with ``writes``, before it
@@ -494,12 +488,14 @@ class Transfer:
             if not self._queue:
                 self._lost.clear()
 
-    def _load(self, moves: Int64s, loads: LayerEvents) -> bool:
-        """Enqueue loads that do not depend on each other, one part of the layers after the other. Returns whether the
-        device has taken all; if not, none counts as enqueued."""
-        order, device = self.order, self._device
+    def _load(self, moves: Int64s, loads: LayerEvents | None) -> bool:
+        """Enqueue loads that do not depend on each other, one part of the layers after the other, if the batch wants
+        that. Returns whether the device has taken all; if not, none counts as enqueued, and the caller's streams wait
+        for all loads of the batch."""
+        order, device, loaded = self.order, self._device, self._loaded
         events: list[Event] = []
-        if order is None or self._lost or self.broken is not None:
+        self._loaded = None
+        if order is None or loads is None or loaded is None or self._lost or self.broken is not None:
             return False
         on, begun = order.stream(records.ONBOARD), perf_counter_ns()
         rows = np.ascontiguousarray(moves[:, :DIRECTION])
@@ -512,7 +508,7 @@ class Transfer:
         except BaseException as error:
             self._failed(error)
             return False
-        loads.events = events
+        loads.events, self._loaded = events, loaded
         self.moved.add(moves, perf_counter_ns() - begun)
         return True
 

@@ -99,8 +99,8 @@ def test_a_call_that_follows_has_everything_enqueued_when_it_returns(made: Any, 
 def test_the_lock_is_free_between_the_parts_of_a_large_batch(made: Any) -> None:
     cache, device = made
     transfer, seen = cache.core.transfer, []
-    advance = transfer._advance
-    transfer._advance = lambda: (seen.append(transfer.lock.locked()), advance())  # type: ignore[method-assign]
+    copy = transfer._copy
+    transfer._copy = lambda *args: (seen.append(transfer.lock.locked()), copy(*args))  # type: ignore[method-assign]
     found = cache.add_sequence_batch([PROMPT])
     assert [moves for moves, _ in device.calls] == [3, 3, 2] and seen == [True] * 3
     cache.release(found.ids)
