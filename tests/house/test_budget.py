@@ -23,7 +23,7 @@ LINES = {
     "kvpool/arrays": 750,
     "kvpool/commands": 1180,
     "kvpool/copying": 550,
-    "kvpool/device": 4250,
+    "kvpool/device": 4260,
     "kvpool/engines": 2850,
     "kvpool/entry": 420,
     "kvpool/hostcache": 920,
