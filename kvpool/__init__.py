@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from kvpool.pool.keys import Lacking as Lacking
     from kvpool.pool.keys import Match as Match
     from kvpool.pool.keys import Plan as Plan
+    from kvpool.pool.layer_loads import LayerLoads as LayerLoads
     from kvpool.pool.leases import Lease as Lease
     from kvpool.pool.manager import KVCacheManager as KVCacheManager
     from kvpool.pool.reservations import Loadable as Loadable
@@ -87,6 +88,7 @@ _NAMES = {
         "UnknownSequence"
     ),
     "kvpool.pool.hints": "HintAnswer",
+    "kvpool.pool.layer_loads": "LayerLoads",
     "kvpool.pool.leases": "Lease",
     "kvpool.pool.reservations": "Loadable Reservation",
     "kvpool.hostcache.host_copies": "HostCopies HostCopy",

@@ -6,11 +6,13 @@ import numpy as np
 
 from kvpool.arrays.layout import BlockLayout
 from kvpool.arrays.paged import PagedKV
-from kvpool.entry.arguments import first_outside
+from kvpool.entry.arguments import first_outside, integer_argument
+from kvpool.helpers import Helpers, cores
 from kvpool.hostcache.host_cache import HostCache
 from kvpool.hostcache.host_copies import HostCopies
 from kvpool.hostcache.identity import ModelIdentity
 from kvpool.hostcache.tier import HostTier
+from kvpool.jit.announcer import WARM_UP, announcer
 from kvpool.memory.kv_copy import load_kernel
 from kvpool.pool.config import LayerGroup
 from kvpool.pool.keys import key_rows
@@ -20,16 +22,27 @@ from kvpool.state import control, saving
 _WIDTH = 4
 
 
-def warm_up(*caches: PagedKV) -> None:
+def warm_up(*caches: PagedKV, processes: int | None = 1) -> None:
     """Make every kind of call once on small pools of its own, on the ``cpu`` and the ``sim`` device.
 
+    ``processes``: how many processes compile, this one among them; None: as many as there are cores. They share what is
+    kept on disk. One that fails is named in the log, and this one does its work.
+
     When this returns, all jitted code is ready. Otherwise a serving process compiles it at its first request (about
-    30 s of CPU, once per version) or loads it (tens of milliseconds for each verb). Of ``caches`` on a GPU, the kernels
+    24 s of CPU, once per version) or loads it (tens of milliseconds for each verb). Of ``caches`` on a GPU, the kernels
     of ``gather_kv`` and ``scatter_kv`` are ready too, for staging without gaps. Touches no other GPU, and no other
     pool. Raises DeviceError for a kernel that cannot be compiled. Thread-safe.
     """
+    count = cores() if processes is None else integer_argument("processes", processes, 1, 256)
     for paged in caches:
         load_kernel(paged)
+    with Helpers("from kvpool.warming import run_all; run_all()", count) as helpers:
+        with announcer.expecting(WARM_UP, helpers.start):
+            run_all()
+
+
+def run_all() -> None:
+    """Every kind of call."""
     from kvpool.device.sim import SimDevice  # only tests need it, so the package does not import it
 
     layout = BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=_WIDTH, dtype="uint8")

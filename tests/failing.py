@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from engine import Clock, Engine, EventReplay, Item, Request, small_layout
 from kvpool import DeviceError, KVCacheManager
-from kvpool.device.base import NULL_STREAM, Stream
+from kvpool.device.base import ALL_LAYERS, NULL_STREAM, Layers, Stream
 from kvpool.device.cpu import CpuDevice
 from kvpool.state import records as fields
 from kvpool.state.verify import verify as verify_state
@@ -40,12 +40,12 @@ class Armed(FaultyDevice):
     def _refuse(self, call: int, index: int, move: NDArray[np.int64]) -> bool:
         return self.refuses is not None and self.refuses(self._place + index)
 
-    def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
+    def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
         self.seen.append(moves.copy())
         if self.before is not None:
             self.before()
         try:
-            super().copy_blocks(moves, stream)
+            super().copy_blocks(moves, stream, layers)
         except DeviceError as error:
             self._place += error.completed + 1
             raise

@@ -40,7 +40,6 @@ def look_at_jit() -> dict[str, Any] | None:
 
         from kvpool.jit import keeps
         from kvpool.jit.cache import cache_root
-        from kvpool.state.tiers import begin
     except Exception:
         return None
     root = cache_root()
@@ -49,7 +48,7 @@ def look_at_jit() -> dict[str, Any] | None:
         "root": None if root is None else str(root),
         "used": None if root is None else _compiled(root),
         "free": None if root is None else shutil.disk_usage(root).free,
-        "in_use": keeps(begin),
+        "in_use": keeps(),
     }
 
 

@@ -23,6 +23,8 @@ _TRACE_BLOCKS = 50_000
 # The sim device makes each copy in steps. So it gets a small pool and few requests, cut so short that many fit into
 # the pool at once.
 _SIM_BLOCKS, _SIM_REQUESTS, _SIM_SHARE = 2_000, 1_000, 32
+_SMALL = "--limit 12 --cut 64 --device-blocks 24 --host-blocks 24 --active 4"
+"""Options of a replay that calls what others call, on the CPU, and takes a moment in the interpreter."""
 
 
 def add_parser(subparsers: terminal.Subparsers) -> None:
@@ -82,7 +84,9 @@ def run(options: argparse.Namespace) -> int:
     terminal.announce_compilation()
     sim = options.device == "sim"
     config = _config(options, sim)
+    small = ["replay", *_SMALL.split(), "--policy", options.policy]
     with ExitStack() as stack:
+        stack.enter_context(terminal.compiling_together(f"from kvpool.__main__ import main; main({small})"))
         with blaming_the_user(ImportError, OSError):
             show = stack.enter_context(_served(options.metrics_port))
         trace = terminal.trace_of(options, options.limit or (_SIM_REQUESTS if sim else None))

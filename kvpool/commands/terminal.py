@@ -62,6 +62,21 @@ def announce_compilation() -> None:
     announcer.speaks = True
 
 
+@contextmanager
+def compiling_together(program: str) -> Iterator[None]:
+    """A context in which all cores compile what the program needs, on a terminal. Elsewhere this process alone does."""
+    from kvpool.helpers import Helpers, cores
+    from kvpool.jit.announcer import REPLAY, announcer
+    from kvpool.jit.cache import cache_root
+
+    root = cache_root()
+    with Helpers(program, cores() if sys.stderr.isatty() else 1) as helpers:
+        if root is not None and not any(root.glob("*.nbc")):
+            helpers.start()
+        with announcer.expecting(REPLAY, helpers.start):
+            yield
+
+
 # -- traces and sizes ----------------------------------------------------------------------------
 
 

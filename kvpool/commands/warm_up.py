@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from kvpool.commands.terminal import FAILED, OK, Subparsers, announce_compilation, declare
+from kvpool.commands.terminal import FAILED, OK, Subparsers, announce_compilation, count_argument, declare
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -16,6 +16,8 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = declare(subparsers, "warm-up", "compile all that a pool runs, for example while an image is built", run)
     place = "keep the machine code in this folder; name it in KVPOOL_CACHE_DIR where it is to be used"
     parser.add_argument("--into", metavar="FOLDER", type=Path, help=place)
+    count = "how many processes compile (default: as many as there are cores)"
+    parser.add_argument("--processes", type=count_argument(1, 256), metavar="N", help=count)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -37,12 +39,12 @@ def run(options: argparse.Namespace) -> int:
         print(f"{options.into} cannot be written, or others can write or rename it", file=sys.stderr)
         return FAILED
     announce_compilation()
-    begin = time.process_time()
-    warm_up()
+    begin = time.monotonic()
+    warm_up(processes=options.processes)
     if into is not None and not _let_everybody_read(into, missing):
         print("nothing is kept: without NUMBA_DISABLE_JIT, ask doctor about compiled code", file=sys.stderr)
         return FAILED
-    print(f"{time.process_time() - begin:.1f} s of CPU; compiled code is in {root or 'no folder'}")
+    print(f"{time.monotonic() - begin:.1f} s; compiled code is in {root or 'no folder'}")
     return OK
 
 

@@ -17,13 +17,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from time import perf_counter_ns
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool.copying.waits import Order
-from kvpool.device.base import NULL_STREAM, SOURCE, TARGET, TICKET, TOKENS, Device, Event, Stream
+from kvpool.device.base import NULL_STREAM, SOURCE, TARGET, TICKET, TOKENS, Device, Event, Layers, Stream
 from kvpool.device.work import TokenMoves
 from kvpool.entry.process import Process
 from kvpool.errors import DeviceError
@@ -159,11 +159,20 @@ class Traffic:
         return self._totals[1].tolist()
 
 
+class LayerEvents(Protocol):
+    """What has an event for each part of the layers that a decision loads: ``parts`` of them, or none if nothing is
+    loaded by layers."""
+
+    parts: int
+    events: list[Event]
+
+
 class Decision(NamedTuple):
     """One decision: moves int64[n, 5] (source, target, tokens, ticket of the source's content, direction), token moves
     int64[k, 4] and accesses int64[m, 3], as in the state. Tokens move on the engine's streams, after the moves.
 
-    ``behind`` is called when all of these are enqueued, with the transfer lock held.
+    ``behind`` is called when all of these are enqueued, with the transfer lock held. ``loads`` gets the events of what
+    is loaded by layers.
     """
 
     ticket: int
@@ -171,6 +180,7 @@ class Decision(NamedTuple):
     token_moves: Moves
     accesses: npt.NDArray[np.int64]
     behind: Callable[[], object] | None
+    loads: LayerEvents | None
 
 
 class Transfer:
@@ -207,6 +217,7 @@ class Transfer:
         self.forks = Process("pool")
         self.forks.guard(self, "_lock", "_state_lock")
         self._behind: Callable[[], object] | None = None
+        self._loads: LayerEvents | None = None
 
     @property
     def guards(self) -> int:
@@ -221,6 +232,11 @@ class Transfer:
         """Have ``call`` enqueue more work after the decision that is being made. If it raises DeviceError, the device
         counts as broken. The caller holds the state lock."""
         self._behind = call
+
+    def put_layers(self, loads: LayerEvents) -> None:
+        """Load layer by layer what the decision that is being made loads. The caller holds the state lock, and lets its
+        streams wait for the events."""
+        self._loads, loads.events = loads, []
 
     def note(self, accesses: npt.NDArray[np.int64]) -> None:
         """Add accesses, int64[n, 3], to the next decision. Safe in a destructor that runs inside any call."""
@@ -246,8 +262,8 @@ class Transfer:
             shifted = np.empty((shifts, 4), np.int64) if shifts else NO_TOKEN_MOVES
             ticket = int(collect(self._states.heads, moves, shifted, own))
             if ticket >= 0:
-                behind, self._behind = self._behind, None
-                batch = Decision(ticket, moves, shifted, self._with_notes(own), behind)
+                behind, self._behind, loads, self._loads = self._behind, None, self._loads, None
+                batch = Decision(ticket, moves, shifted, self._with_notes(own), behind, loads)
                 if self._held_back is not None:
                     self._held_back[ticket] = batch
                 else:
@@ -317,9 +333,15 @@ class Transfer:
                         return  # The thread that decided it will enqueue it.
                     if len(batch.accesses) and self.order is not None:
                         self._attempt_order(self.order.accessed, batch.accesses)
+                    loads = batch.loads if self.order is not None else None
+                    loaded = self.order.loaded if self.order is not None and loads is not None else None
                     for some, direction in self._independent(batch.moves) if len(batch.moves) else ():
+                        if loads is not None and direction == records.ONBOARD:
+                            if self._load(some, loads):
+                                continue
+                            loads = loaded = None  # the caller's streams wait for all
                         self._copy(some, batch.ticket, direction)
-                    self._end(batch)
+                    self._end(batch, loaded)
                     leaving, self._exit = self._exit, None
                     if leaving is not None:
                         raise leaving
@@ -333,6 +355,13 @@ class Transfer:
             return []
         with self._lock:
             return self.order.pending(ids, writes)
+
+    def wait_for(self, stream: Stream, event: Event) -> None:
+        """Have all work that is enqueued on ``stream`` from now on wait for an event. Takes the transfer lock. Raises
+        DeviceError."""
+        if self.guards & records.ENGINE_READS_LAYER_AFTER_COPY:
+            with self._lock:
+                self._device.wait(stream, event)
 
     def follow(self, stream: Stream) -> None:
         """Have all work that is enqueued on ``stream`` from now on wait for all copies enqueued so far. Takes the
@@ -398,11 +427,11 @@ class Transfer:
                 if which.any():
                     yield level if which.all() else level[which], direction
 
-    def _end(self, batch: Decision) -> None:
+    def _end(self, batch: Decision, loaded: int | None = None) -> None:
         """Enqueue what comes after the moves of a batch, and count it as enqueued. Targets whose moves were not
-        enqueued lose their content."""
+        enqueued lose their content. ``loaded`` is as in ``Order.hold_back``."""
         if len(batch.accesses) and self.order is not None:
-            self._attempt_order(self.order.hold_back, batch.accesses, self.guards)
+            self._attempt_order(self.order.hold_back, batch.accesses, self.guards, loaded)
         if len(batch.token_moves):
             self._move_tokens(batch.token_moves, batch.ticket)
         if batch.behind is not None:
@@ -415,6 +444,28 @@ class Transfer:
             self._enqueued += 1
             if not self._queue:
                 self._lost.clear()
+
+    def _load(self, moves: Moves, loads: LayerEvents) -> bool:
+        """Enqueue loads that do not depend on each other, one part of the layers after the other. Returns whether the
+        device has taken all; if not, none counts as enqueued."""
+        order, device = self.order, self._device
+        events: list[Event] = []
+        if order is None or self._lost or self.broken is not None:
+            return False
+        on, begun = order.stream(records.ONBOARD), perf_counter_ns()
+        rows = np.ascontiguousarray(moves[:, :DIRECTION])
+        try:
+            order.before_copies(moves, records.ONBOARD, self.guards)
+            for part in range(loads.parts):
+                device.copy_blocks(rows, on, Layers(part, loads.parts))
+                events.append(device.record(on))
+            order.after_copies(moves, records.ONBOARD)
+        except BaseException as error:
+            self._failed(error)
+            return False
+        loads.events = events
+        self.moved.add(moves, perf_counter_ns() - begun)
+        return True
 
     def _copy(self, moves: Moves, ticket: int, stream: int) -> None:
         """Enqueue copies that do not depend on each other. After one has failed, in this batch or before, the others

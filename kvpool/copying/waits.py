@@ -19,7 +19,7 @@ from kvpool.device.base import NULL_EVENT, SOURCE, TARGET, Device, Event, Stream
 from kvpool.jit import jit
 from kvpool.state import records as g
 from kvpool.state.effects import ACCESSED, FOLLOWS, WILL_READ, WILL_WRITE, WROTE
-from kvpool.state.records import DIRECTIONS
+from kvpool.state.records import DIRECTIONS, ONBOARD
 
 _OWN = DIRECTIONS
 """The pool's own streams, one for each direction of moves."""
@@ -124,6 +124,8 @@ class Order:
         self._events: list[deque[Event]] = [deque() for _ in range(_OWN)]
         # [a, b]: the last point of stream b that stream a has waited for.
         self._waited: npt.NDArray[np.int64] = np.zeros((_OWN, _OWN), np.int64)
+        # By stream: the last point of loads for which it waits layer by layer.
+        self._by_layer: dict[int, int] = {}
 
     def stream(self, slot: int) -> Stream:
         """The stream that has this number."""
@@ -183,11 +185,19 @@ class Order:
         """Note copies that were enqueued. If some of them were not, that costs a needless wait at most."""
         _mark_copies(self._write, self._read, moves, stream, self._record(stream))
 
-    def hold_back(self, rows: Rows, guards: int) -> None:
-        """After a batch: have streams wait for the blocks that they will use."""
+    @property
+    def loaded(self) -> int:
+        """The last point of loads."""
+        return int(self._points[ONBOARD])
+
+    def hold_back(self, rows: Rows, guards: int, loaded: int | None = None) -> None:
+        """After a batch: have streams wait for the blocks that they will use. With ``loaded``, their callers say when
+        they wait for loads after this point."""
         waits, need = np.zeros(len(self._points), np.bool_), np.zeros((len(self._points), len(self._points)), np.int64)
         _need_of_accesses(self._write, self._read, rows, guards, need, waits)
         for stream in np.flatnonzero(waits).tolist():
+            if loaded is not None and need[stream, ONBOARD] > loaded:
+                self._by_layer[stream], need[stream, ONBOARD] = int(need[stream, ONBOARD]), loaded
             self._wait_all(stream, need[stream])
 
     def follow_copies(self, stream: Stream) -> None:
@@ -212,6 +222,8 @@ class Order:
 
     def _record(self, stream: int) -> int:
         """Record a new point of a stream. Forgets the events that have completed meanwhile."""
+        # Who comes after this point comes after the loads of all layers.
+        self._wait(stream, ONBOARD, self._by_layer.pop(stream, 0))
         events = self._events[stream]
         events.append(self._event_behind(self._streams[stream]))
         self._points[stream] += 1

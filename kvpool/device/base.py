@@ -162,6 +162,25 @@ class Retired(Generic[Item]):
         self._streams.clear()
 
 
+class Layers(NamedTuple):
+    """Some layers: of so many ``parts``, which follow each other and are about equal, number ``part``."""
+
+    part: int
+    parts: int
+
+    def of(self, total: int) -> range:
+        """Which of ``total`` layers."""
+        return range(total * self.part // self.parts, total * (self.part + 1) // self.parts)
+
+    @staticmethod
+    def that_has(layer: int, total: int, parts: int) -> int:
+        """The part that has this one of ``total`` layers."""
+        return ((layer + 1) * parts - 1) // total
+
+
+ALL_LAYERS = Layers(0, 1)
+
+
 class Part(NamedTuple):
     """Memory of some layers of a region. Both tiers have the same ``layout`` and are given as flat bytes."""
 
@@ -188,6 +207,20 @@ class Region(NamedTuple):
     @property
     def tokens_per_block(self) -> int:
         return self.parts[0].layout.tokens_per_block
+
+    @property
+    def layers(self) -> int:
+        """Of all parts together."""
+        return sum(part.layout.layers for part in self.parts)
+
+    def parts_of(self, layers: Layers) -> Iterator[tuple[Part, range]]:
+        """The parts that have some of these layers, and which of its own layers each has."""
+        wanted, first = layers.of(self.layers), 0
+        for part in self.parts:
+            own = range(max(wanted.start - first, 0), min(wanted.stop - first, part.layout.layers))
+            first += part.layout.layers
+            if own:
+                yield part, own
 
 
 class HostViews:
@@ -312,8 +345,8 @@ class Device(ABC):
         is freed. Raises ValueError for a device that is bound already, DeviceError."""
 
     @abstractmethod
-    def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
-        """Enqueue copies of blocks on ``stream``.
+    def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
+        """Enqueue copies of blocks on ``stream``, of some ``layers`` of each region.
 
         ``moves`` is int64[n, 4] with rows (source id, target id, tokens, ticket). A row copies from any tier to any
         tier inside one region; different rows may be of different regions. The caller ensures that the rows are

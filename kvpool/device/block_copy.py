@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvpool.arrays.layout import BlockLayout
 from kvpool.arrays.strided import as_strided
-from kvpool.device.base import BYTES, FROM, SOURCE, TARGET, TO, TOKENS
+from kvpool.device.base import ALL_LAYERS, BYTES, FROM, SOURCE, TARGET, TO, TOKENS, Layers
 from kvpool.device.regions import Regions
 from kvpool.device.work import TokenMoves
 from kvpool.jit import intrinsic, jit
@@ -88,18 +88,27 @@ def cuda_plan() -> str:
 
 
 def make_plan(
-    layout: BlockLayout, device_pool: Any, host_pool: NDArray[np.uint8], device_blocks: int, host_blocks: int
+    layout: BlockLayout,
+    device_pool: Any,
+    host_pool: NDArray[np.uint8],
+    device_blocks: int,
+    host_blocks: int,
+    layers: range | None = None,
 ) -> CopyPlan:
-    """Merge the contiguous dimensions of a block, and choose how to copy. Done once."""
+    """Merge the contiguous dimensions of some layers of a block, and choose how to copy. Done once."""
+    layers = range(layout.layers) if layers is None else layers
     strides = [layout.device_strides(device_blocks), layout.host_strides(host_blocks)]
-    layers_planes = [(layout.layers, *(s.layer for s in strides)), (layout.planes, *(s.plane for s in strides))]
+    layers_planes = [(len(layers), *(s.layer for s in strides)), (layout.planes, *(s.plane for s in strides))]
     whole, run_bytes = _merge(layers_planes, layout.segment_bytes)
     ((runs, *run_strides),) = whole or [(1, 0, 0)]
     heads = [(layout.kv_heads, *(s.head for s in strides))] if layout.tokens == "HND" else []
     # The run grows with the number of tokens, so no dimension can be merged into it.
     part, _ = _merge(layers_planes + heads, 0)
     (outer, *outer_strides), (inner, *inner_strides) = [(1, 0, 0)] * (2 - len(part)) + part
-    bases = [as_strided("pool", pool).address for pool in (device_pool, host_pool)]
+    bases = [
+        as_strided("pool", pool).address + layers.start * s.layer
+        for pool, s in zip((device_pool, host_pool), strides, strict=True)
+    ]
     device, host = (
         Tier(bases[i], strides[i].block, run_strides[i], outer_strides[i], inner_strides[i]) for i in range(2)
     )
@@ -310,22 +319,31 @@ class HostPool:
 
     def __init__(self, regions: Regions) -> None:
         self.regions = regions
-        self._plans = [
-            [make_plan(*part, region.device_blocks, region.host_blocks).vector() for part in region.parts]
-            for region in regions.all
-        ]
+        self._known: dict[Layers, list[list[Int64s]]] = {}
         self._streaming = sum(pool.nbytes for pool in regions.pools) > CACHED_BYTES_MAX
-        self._only = self._plans[0][0] if len(self._plans) == len(self._plans[0]) == 1 else None
 
-    def planned(self, moves: Int64s) -> list[tuple[Int64s, Int64s]]:
+    def _plans(self, layers: Layers = ALL_LAYERS) -> list[list[Int64s]]:
+        """The vectors of the plans of each region's parts."""
+        if layers not in self._known:
+            self._known[layers] = [
+                [
+                    make_plan(*part, region.device_blocks, region.host_blocks, own).vector()
+                    for part, own in region.parts_of(layers)
+                ]
+                for region in self.regions.all
+            ]
+        return self._known[layers]
+
+    def planned(self, moves: Int64s, layers: Layers) -> list[tuple[Int64s, Int64s]]:
         """The moves of each part of each region, and the vector of its plan, for ``copy_moves``."""
-        if self._only is not None:
-            return [(moves, self._only)]
-        return [(rows, plan) for region, rows in self.regions.split(moves) for plan in self._plans[region]]
+        plans = self._plans(layers)
+        if len(plans) == 1:
+            return [(moves, plan) for plan in plans[0]]
+        return [(rows, plan) for region, rows in self.regions.split(moves) for plan in plans[region]]
 
-    def copy_blocks(self, moves: Int64s) -> None:
+    def copy_blocks(self, moves: Int64s, layers: Layers = ALL_LAYERS) -> None:
         """Make moves, as in ``Device.copy_blocks``."""
-        for rows, plan in self.planned(moves):
+        for rows, plan in self.planned(moves, layers):
             copy_moves(rows, plan)
 
     def copy_fragments(self, rows: Int64s) -> None:
@@ -333,5 +351,5 @@ class HostPool:
 
     def move_tokens(self, work: TokenMoves) -> None:
         for region, found in work.by_region(self.regions):
-            for plan in self._plans[region]:
+            for plan in self._plans()[region]:
                 move_tokens(found.moves, plan)

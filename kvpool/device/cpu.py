@@ -10,12 +10,14 @@ from numpy.typing import NDArray
 
 from kvpool.arrays.strided import StridedArray
 from kvpool.device.base import (
+    ALL_LAYERS,
     BOUND_ALREADY,
     NOT_BOUND,
     NULL_EVENT,
     NULL_STREAM,
     Device,
     Event,
+    Layers,
     Region,
     Stream,
     stream_argument,
@@ -75,8 +77,8 @@ class CpuDevice(Device):
             raise ValueError(NOT_BOUND)
         return self._bound
 
-    def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
-        for rows, plan in self._pool().planned(moves):
+    def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
+        for rows, plan in self._pool().planned(moves, layers):
             copy_moves(rows, plan)
 
     def enqueue(self, work: Work, stream: Stream = NULL_STREAM) -> None:

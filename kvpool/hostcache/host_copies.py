@@ -16,7 +16,7 @@ from kvpool.arrays.layout import integer_argument
 from kvpool.arrays.paged import PagedKV, Plane, span_of
 from kvpool.arrays.strided import as_strided
 from kvpool.device import get_device
-from kvpool.device.base import BYTES, FROM, NULL_EVENT, TO, Device, Event, Region
+from kvpool.device.base import ALL_LAYERS, BYTES, FROM, NULL_EVENT, TO, Device, Event, Layers, Region
 from kvpool.device.cuda import device_at
 from kvpool.device.work import Fragments
 from kvpool.entry.arguments import id_array
@@ -32,27 +32,29 @@ Int64s = npt.NDArray[np.int64]
 
 
 class HostCopy:
-    """One copy that was enqueued. ``nbytes`` and ``fragments`` are its bytes, and the number of pieces. Thread-safe."""
+    """One copy that was enqueued. ``nbytes`` and ``fragments`` are its bytes, and the number of pieces; ``layers`` are
+    those of its group. Thread-safe."""
 
-    __slots__ = ("_copies", "_event", "fragments", "nbytes")
+    __slots__ = ("_copies", "_events", "fragments", "layers", "nbytes")
 
-    def __init__(self, copies: HostCopies, event: Event, nbytes: int, fragments: int) -> None:
-        self._copies, self._event = copies, event
-        self.nbytes, self.fragments = nbytes, fragments
+    def __init__(self, copies: HostCopies, events: list[Event], layers: int, nbytes: int, fragments: int) -> None:
+        self._copies, self._events = copies, events
+        self.layers, self.nbytes, self.fragments = layers, nbytes, fragments
 
     @property
     def done(self) -> bool:
         """Whether the copy is done. Does not wait. Raises DeviceError."""
-        return self._copies.query(self._event)
+        return self._copies.query(self._events[-1])
 
     def wait(self) -> None:
         """Wait until the copy is done. Raises DeviceError."""
-        self._copies.synchronize(self._event)
+        self._copies.synchronize(self._events[-1])
 
-    def follow(self, stream: object) -> None:
-        """Have work that is enqueued on ``stream`` from now on wait for the copy. The caller does not wait. Raises
-        TypeError, ValueError, DeviceError, PoolClosed."""
-        self._copies.hold_back(stream, self._event)
+    def follow(self, stream: object, layer: int | None = None) -> None:
+        """Have work that is enqueued on ``stream`` from now on wait for the copy, or for the part of it that has a
+        ``layer`` of the group. The caller does not wait. Raises TypeError, ValueError, DeviceError, PoolClosed."""
+        last = self.layers - 1 if layer is None else integer_argument("layer", layer, 0, self.layers - 1)
+        self._copies.hold_back(stream, self._events[Layers.that_has(last, self.layers, len(self._events))])
 
 
 class HostPlace(NamedTuple):
@@ -140,7 +142,7 @@ class HostCopies:
 
     def copy_in(
         self, blocks: object, host_blocks: object, *, skip_prefix_n_tokens: int = 0, n_tokens: int | None = None,
-        stream: object = None, group: int = 0,
+        stream: object = None, group: int = 0, layer_parts: int = 1,
     ) -> HostCopy:  # fmt: skip
         """Copy KV of the engine's blocks into host blocks.
 
@@ -159,6 +161,9 @@ class HostCopies:
             caller, without the interpreter's lock, and is done when the call returns.
         group
             Index of the group of layers.
+        layer_parts
+            In how many parts of the layers the copy is made, one after the other. ``HostCopy.follow`` waits for one, so
+            that the engine computes with the first layers while the others come.
 
         Raises
         ------
@@ -167,18 +172,18 @@ class HostCopies:
         DeviceError, PoolClosed
             Where the device fails; any byte of the targets may have been written then. After ``close``.
         """
-        return self._copy(True, blocks, host_blocks, skip_prefix_n_tokens, n_tokens, stream, group)
+        return self._copy(True, blocks, host_blocks, skip_prefix_n_tokens, n_tokens, stream, group, layer_parts)
 
     def copy_out(
         self, blocks: object, host_blocks: object, *, skip_prefix_n_tokens: int = 0, n_tokens: int | None = None,
-        stream: object = None, group: int = 0,
+        stream: object = None, group: int = 0, layer_parts: int = 1,
     ) -> HostCopy:  # fmt: skip
         """Copy KV of host blocks into the engine's blocks. Everything else is as in ``copy_in``."""
-        return self._copy(False, blocks, host_blocks, skip_prefix_n_tokens, n_tokens, stream, group)
+        return self._copy(False, blocks, host_blocks, skip_prefix_n_tokens, n_tokens, stream, group, layer_parts)
 
     def _copy(
         self, into_host: bool, blocks: object, host_blocks: object, skip: object, n_tokens: object, stream: object,
-        group: object,
+        group: object, layer_parts: object,
     ) -> HostCopy:  # fmt: skip
         pages = self._groups[integer_argument("group", group, 0, len(self._groups) - 1)]
         if not into_host and not pages.cache.writable:
@@ -186,21 +191,28 @@ class HostCopies:
         own, hosts = id_array("blocks", blocks), self._host_blocks(host_blocks)
         first, end = _tokens(skip, n_tokens, len(own) * pages.cache.tokens_per_block)
         _check_blocks(own, hosts, pages, self.tier.host_blocks, first, end, into_host)
+        parts = min(integer_argument("layer_parts", layer_parts, 1, 1 << 16), pages.cache.layers)
         after = self._device.as_stream(stream)
         place = self.tier.flat.ctypes.data + pages.first_byte
-        fragments = pages.fragments(own, hosts, first, end, place, self.tier.block_bytes, into_host)
+        span = first, end, place, self.tier.block_bytes, into_host
+        found = [pages.fragments(own, hosts, *span, Layers(part, parts)) for part in range(parts)]
+        count = sum(map(len, found))
         with self._lock:
             if not self._open:
                 raise PoolClosed("the copies are closed")
-            event = self._enqueue(fragments, after, self._streams[into_host]) if len(fragments) else NULL_EVENT
-        return HostCopy(self, event, int(fragments[:, BYTES].sum()), len(fragments))
+            events = self._enqueue(found, after, self._streams[into_host]) if count else [NULL_EVENT]
+        nbytes = sum(int(fragments[:, BYTES].sum()) for fragments in found)
+        return HostCopy(self, events, pages.cache.layers, nbytes, count)
 
-    def _enqueue(self, fragments: Int64s, after: Any, stream: Any) -> Event:
-        """Enqueue fragments after ``after``. The caller holds the lock."""
+    def _enqueue(self, parts: list[Int64s], after: Any, stream: Any) -> list[Event]:
+        """Enqueue the fragments of each part after ``after``, with an event behind each. The caller holds the lock."""
         device = self._device
+        events = []
         device.wait(stream, device.record(after))
-        device.enqueue(Fragments(fragments), stream)
-        return device.record(stream)
+        for fragments in parts:
+            device.enqueue(Fragments(fragments), stream)
+            events.append(device.record(stream))
+        return events
 
     def _host_blocks(self, host_blocks: object) -> Int64s:
         if not isinstance(host_blocks, HostSlots):
@@ -386,18 +398,27 @@ class Pages:
         )
 
     def fragments(
-        self, blocks: Int64s, host_blocks: Int64s, first: int, end: int, host: int, host_stride: int, into_host: bool
+        self,
+        blocks: Int64s,
+        host_blocks: Int64s,
+        first: int,
+        end: int,
+        host: int,
+        host_stride: int,
+        into_host: bool,
+        layers: Layers = ALL_LAYERS,
     ) -> Int64s:
-        """Fragments int64[n, 3] of the tokens [first, end), as few as possible.
+        """Fragments int64[n, 3] of the tokens [first, end) in some layers, as few as possible.
 
         Engine block i, of ``blocks``, is in ``host_blocks[i // blocks_per_host_block]``. A block below zero is left
         out. ``host`` is the address of the first byte of the group in the first host block. All ids have been checked.
         """
-        span = Span(
-            self.cache.tokens_per_block, self.blocks, first, end, host, host_stride, self._layer_bytes, into_host
-        )
+        own, step = layers.of(self.cache.layers), self._layer_bytes
+        bases = np.ascontiguousarray(self.cache.bases[:, own.start : own.stop])
+        place = host + own.start * step
+        span = Span(self.cache.tokens_per_block, self.blocks, first, end, place, host_stride, step, into_host)
         out, cursor = np.empty((len(blocks) * self._pieces, 3), np.int64), np.zeros(3, np.int64)
-        return out[: _cut(self.cache.bases, self._planes, blocks, host_blocks, span, out, cursor)]
+        return out[: _cut(bases, self._planes, blocks, host_blocks, span, out, cursor)]
 
 
 def _pieces_of(plane: Plane, tokens: int, host_token: int, host_head: int) -> int:

@@ -24,6 +24,9 @@ except (ImportError, AttributeError, TypeError):  # a release of Numba that has 
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+interpreted: Callable[[Any], Any] = np.errstate(over="ignore")
+"""What a function becomes under NUMBA_DISABLE_JIT: integers wrap as silently as they do in machine code."""
+
 
 @overload
 def jit(function: F, /) -> F: ...
@@ -44,20 +47,20 @@ def jit(function: Any = None, /, *, forceinline: bool = False) -> Any:
     closure cells, as they are when it is compiled. Thread-safe where Numba is. Raises ForkedProcess if it must be
     compiled in a process that was forked while another thread compiled.
 
-    Under NUMBA_DISABLE_JIT the function runs in the interpreter; integers wrap as silently as they do in machine code.
+    Under NUMBA_DISABLE_JIT the function is ``interpreted``.
     """
     if function is None:
         return functools.partial(jit, forceinline=forceinline)
     if config.DISABLE_JIT:
-        return np.errstate(over="ignore")(function)
+        return interpreted(function)
     if Dispatcher is None:
         return numba.njit(nogil=True, forceinline=forceinline)(function)
     return Dispatcher(function, forceinline)
 
 
-def keeps(function: Any) -> bool:
-    """Whether the machine code of a jitted function is kept on disk."""
-    return Dispatcher is not None and isinstance(function, Dispatcher) and cache_root() is not None
+def keeps() -> bool:
+    """Whether the machine code of jitted functions is kept on disk."""
+    return Dispatcher is not None and not config.DISABLE_JIT and cache_root() is not None
 
 
 def intrinsic(plain: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from kvpool.jit.cache import PACKAGE, cache_root
 
-_FUNCTIONS, _LOOPS = 269, 3000
-"""What a first replay compiles, and how often the loop of ``_seconds`` runs meanwhile, as measured."""
+REPLAY, WARM_UP = 270, 588
+"""How many functions a first replay and a warm-up compile."""
+_LOOPS = 15
+"""How often the loop of ``_seconds`` runs in the time that a function takes, as measured."""
 
 
 class _Announcer:
@@ -24,6 +26,19 @@ class _Announcer:
     compiled = 0
     _depth = 0
     _bar: Any = None
+    _expected = REPLAY
+    _helpers: Callable[[], int] = staticmethod(lambda: 1)
+
+    @contextmanager
+    def expecting(self, functions: int, helpers: Callable[[], int]) -> Iterator[None]:
+        """A context in which about so many functions are compiled, if none is kept. ``helpers`` lets other processes
+        help, when the first one is compiled, and says how many processes compile then."""
+        before = self._expected, self._helpers
+        self._expected, self._helpers = functions, helpers
+        try:
+            yield
+        finally:
+            self._expected, self._helpers = before
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
@@ -44,9 +59,10 @@ class _Announcer:
 
     def _begin(self) -> None:
         terminal, root = sys.stderr is not None and sys.stderr.isatty(), cache_root()
+        share = self._expected // self._helpers()
         if not self.compiled:
             kept = "in this process: no folder can keep it" if root is None else f"once; it is kept in {root}"
-            line = f"{PACKAGE}: compiling, about {_seconds()} s, {kept}"
+            line = f"{PACKAGE}: compiling, about {_seconds(share)} s, {kept}"
             if sys.stderr is not None and (terminal or self.speaks):
                 print(line, file=sys.stderr, flush=True)
             else:
@@ -54,16 +70,16 @@ class _Announcer:
         with suppress(ImportError):
             from tqdm import tqdm
 
-            total = max(_FUNCTIONS, self.compiled + 1)
+            total = max(share, self.compiled + 1)
             self._bar = tqdm(total=total, initial=self.compiled, unit=" functions", leave=False, disable=not terminal)
 
 
-def _seconds() -> int:
-    """About how long this processor needs for what a first replay compiles, from how long it needs for a short loop."""
+def _seconds(functions: int) -> int:
+    """About how long this processor needs for so many functions, from how long it needs for a short loop."""
     begin = time.thread_time()
     for number in range(20_000):
         hash((number, str(number)))
-    return max(1, round((time.thread_time() - begin) * _LOOPS))
+    return max(1, round((time.thread_time() - begin) * _LOOPS * functions))
 
 
 announcer = _Announcer()

@@ -16,6 +16,7 @@ import os
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,6 +32,8 @@ _VERSIONED = {"numba", "numpy", "llvmlite", *sys.stdlib_module_names}
 """Packages that code depends on by their versions. The sources of all others are looked at."""
 _KEPT = 5000
 """How many files are kept: those that were used last. A pool needs about 600."""
+_patience = 120.0
+"""How many seconds a process waits for what another one compiles. After it has done so once, it waits no more."""
 _log = logging.getLogger(__name__)
 
 
@@ -200,18 +203,33 @@ def write(name: str, content: bytes) -> None:
 
 @contextmanager
 def claimed(name: str) -> Iterator[None]:
-    """A context in which no other process compiles the code with this name, as far as locks work there. It may wait.
+    """A context in which no other process compiles the code with this name, as far as locks work there.
 
-    Callees are compiled inside their callers, so two processes can wait for each other only if functions are recursive.
+    It may wait, but not for ever: a process that was stopped keeps its locks. Callees are compiled inside their
+    callers, so two processes can wait for each other only if functions are recursive.
     """
-    place = int(digest(name.encode())[:15], 16)
+    global _patience
+    place, begin = int(digest(name.encode())[:15], 16), time.monotonic()
     with suppress(OSError):
-        fcntl.lockf(_lock(), fcntl.LOCK_EX, 1, place)
+        while not _locks(place) and _patience:
+            if time.monotonic() - begin > _patience:
+                _log.warning("no other process is waited for any more: one compiles %s for %.0f s", name, _patience)
+                _patience = 0
+            time.sleep(0.005)
     try:
         yield
     finally:
         with suppress(OSError):
             fcntl.lockf(_lock(), fcntl.LOCK_UN, 1, place)
+
+
+def _locks(place: int) -> bool:
+    """Take the lock at this place, unless another process has it. OSError where locks do not work."""
+    try:
+        fcntl.lockf(_lock(), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
 
 
 @functools.cache

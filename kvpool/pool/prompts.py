@@ -34,6 +34,7 @@ from kvpool.entry.interrupt import DeferSignals, Door
 from kvpool.pool.config import Group
 from kvpool.pool.core import Core, refusal
 from kvpool.pool.keys import Admission, BlockKeys, Match, Plan, Prompt, Scope, check_origin, request_of, requests_of
+from kvpool.pool.layer_loads import PARTS_MAX, LayerLoads, loads_argument
 from kvpool.state import admit, hashing, kinds, lookup, records, requests, verbs
 from kvpool.state.arrays import State
 
@@ -291,7 +292,7 @@ class Prompts:
     def add_sequence_batch(
         self, prompts: Sequence[Prompt], *, retention: Sequence[Retention | None] | None = None, decode_priority: int =
         records.DEFAULT_PRIORITY, decode_ttl_ms: int | None = None, stream: StreamLike = None, allow_partial_batch:
-        bool = False, encoder_tokens: Integers | None = None,
+        bool = False, encoder_tokens: Integers | None = None, loads: LayerLoads | None = None,
     ) -> Admission:  # fmt: skip
         """Admit prompts: reuse what is cached on either tier, take blocks for the rest. Changes the pool.
 
@@ -301,14 +302,24 @@ class Prompts:
 
         ``retention`` has one list of ranges, or None, per prompt. ``stream``: the engine's, which will use the blocks.
         ``encoder_tokens``: int64[n], the encoder's tokens of each prompt, given exactly where there is a group for
-        cross attention.
+        cross attention. ``loads``: for an engine that computes with the first layers while the others come from the
+        host. The stream, which is the one of ``layer_loads``, then waits for no layer before ``LayerLoads.wait``.
 
         Raises OutOfBlocks and OutOfSequences, after which the batch may fit later. Raises ValueError for a prompt that
         can never fit, and ValueError or TypeError for a wrong argument.
         """
         own = self._arrivals(prompts, retention, decode_priority, decode_ttl_ms, allow_partial_batch, encoder_tokens)
+        on = stream if loads is None else loads_argument(self.core, loads, stream)
         with DeferSignals() as door:
-            return as_admission(*self._admit(door, own, stream))
+            return as_admission(*self._admit(door, own, on, loads=loads))
+
+    def layer_loads(self, stream: StreamLike = None, *, parts: int = 8) -> LayerLoads:
+        """What an admission brings from the host, in so many parts of the layers: see ``LayerLoads``.
+
+        ``stream``: the engine's. ``parts``: more than there are layers are of no use. Each is a copy of its
+        own, so let it have a megabyte. Thread-safe; changes nothing. Raises TypeError, ValueError, PoolClosed.
+        """
+        return LayerLoads(self.core, self.core.as_stream(stream), integer_argument("parts", parts, 1, PARTS_MAX))
 
     def _arrivals(
         self, prompts: object, retention: object, decode_priority: object, decode_ttl_ms: object, allow_partial: object,
@@ -334,7 +345,12 @@ class Prompts:
         return Arrivals(keys, rows, ranges, some)
 
     def _admit(
-        self, door: Door, arrivals: Arrivals, stream: Stream | Any, now: int | None = None
+        self,
+        door: Door,
+        arrivals: Arrivals,
+        stream: Stream | Any,
+        now: int | None = None,
+        loads: LayerLoads | None = None,
     ) -> tuple[Rows, dict[int, str]]:
         """Admit a batch. Returns the outcome rows (see ``state.records``) of the first requests, with the groups
         joined, and which requests of the batch can never fit, and why: their rows have the id -1.
@@ -353,7 +369,7 @@ class Prompts:
         door.undo = lambda: core.release_unseen(out[0, :, records.OUT.id])
         on = NULL_STREAM if stream is None else stream
         now = core.now() if now is None else now
-        n = core.decide(on, self._admit_named, rows, out, now, some, keys)
+        n = core.decide(on, self._admit_named, rows, out, now, some, keys, loads)
         found = out[0, :n] if len(out) == 1 else self._joined(out[:, :n])
         return found if kept is None else _spread(found, kept, len(kept) + len(refused)), refused
 
@@ -375,11 +391,21 @@ class Prompts:
         return found
 
     def _admit_named(
-        self, heads: Rows, rows: Rows, out: Rows, now: int, allow_partial: bool, keys: list[BlockKeys]
+        self,
+        heads: Rows,
+        rows: Rows,
+        out: Rows,
+        now: int,
+        allow_partial: bool,
+        keys: list[BlockKeys],
+        loads: LayerLoads | None,
     ) -> int:
         """Note the namespaces that events will name, then call the verb. The caller holds the state lock."""
         self.core.names.learn(keys)
-        return int(admit.admit(heads, rows, out, now, allow_partial))
+        admitted = int(admit.admit(heads, rows, out, now, allow_partial))
+        if loads is not None and admitted >= 0:
+            self.core.transfer.put_layers(loads)
+        return admitted
 
     # -- what a pool has room for if nothing else lives in it ------------------------------------
 

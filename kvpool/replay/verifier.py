@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.arrays.layout import BlockLayout
-from kvpool.device.base import NULL_STREAM, SOURCE, TARGET, TOKENS, Device, Region, Stream
+from kvpool.device.base import ALL_LAYERS, NULL_STREAM, SOURCE, TARGET, TOKENS, Device, Layers, Region, Stream
 from kvpool.device.sim import SimDevice
 from kvpool.device.wrapper import WrappedDevice
 from kvpool.errors import DeviceError, KVPoolError
@@ -315,11 +315,13 @@ class WatchedDevice(WrappedDevice):
         self._image = None if isinstance(device_pool, np.ndarray) else Image(layout, device_pool, self._device_blocks)
         self.inner.bind(regions)
 
-    def copy_blocks(self, moves: npt.NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
+    def copy_blocks(
+        self, moves: npt.NDArray[np.int64], stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS
+    ) -> None:
         begin = perf_counter_ns()
         completed = 0
         try:
-            self.inner.copy_blocks(moves, stream)
+            self.inner.copy_blocks(moves, stream, layers)
             completed = len(moves)
         except DeviceError as error:
             completed = error.completed

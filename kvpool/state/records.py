@@ -44,6 +44,7 @@ PARENT_IN_KEY, NAMESPACE_IN_KEY = 1 << 15, 1 << 16
 NAMESPACE_AT_HIT, TOKENS_AT_HIT = 1 << 17, 1 << 18
 TICKET_AT_LOSS = 1 << 19
 
+ENGINE_READS_LAYER_AFTER_COPY = 1 << 21  # who waits for a layer that is loaded waits for all of its copies
 UNPIN_AFTER_RELEASE = 1 << 20  # blocks that travel to another worker stay pinned until the transport has read them
 
 GUARDS = {name.lower(): value for name, value in dict(globals()).items() if name.isupper() and isinstance(value, int)}

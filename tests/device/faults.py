@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.device.base import NULL_STREAM, Device, Stream
+from kvpool.device.base import ALL_LAYERS, NULL_STREAM, Device, Layers, Stream
 from kvpool.device.wrapper import WrappedDevice
 from kvpool.errors import DeviceError
 
@@ -31,14 +31,14 @@ class FaultyDevice(WrappedDevice):
         self.sticky = sticky
         self.calls = self.failures = 0
 
-    def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
+    def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
         call, self.calls = self.calls, self.calls + 1
         broken = self.sticky and self.failures > 0
         completed = 0 if broken else self._first_fault(call, moves)
         if completed is None:
-            self.inner.copy_blocks(moves, stream)
+            self.inner.copy_blocks(moves, stream, layers)
             return
-        self.inner.copy_blocks(moves[:completed], stream)
+        self.inner.copy_blocks(moves[:completed], stream, layers)
         self.failures += 1
         raise DeviceError(f"call {call} was told to fail at move {completed}", completed=completed, sticky=self.sticky)
 

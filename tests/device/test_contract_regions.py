@@ -10,7 +10,7 @@ import pytest
 
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device import CpuDevice
-from kvpool.device.base import Device, Region
+from kvpool.device.base import Device, Layers, Region
 from kvpool.device.cuda.calibration import OFFLOAD, ONBOARD, WITHIN
 from kvpool.device.regions import BLOCKS_MAX, Regions
 from kvpool.device.work import TokenMoves
@@ -61,6 +61,36 @@ def test_a_copy_copies_a_block_in_every_part_and_no_other_block(device: Device) 
     for group in (1, 2, 3):
         np.testing.assert_array_equal(pools.host_pools[group][0].view(np.uint8), before[group][0].view(np.uint8))
     pools.close()
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 5])
+def test_copies_of_all_parts_of_the_layers_are_a_copy_and_each_copies_its_own_layers(
+    device: Device, parts: int
+) -> None:
+    pools = make_regions(device)
+    for seed in range(4):
+        moves, expected = random_region_moves(np.random.default_rng(seed)), images(pools)
+        reference.copy_region_blocks(expected, moves)
+        for part in np.random.default_rng(seed).permutation(parts).tolist():
+            before = images(pools)
+            device.copy_blocks(moves, layers=Layers(part, parts))
+            device.synchronize()
+            for region, found in enumerate(images(pools)):
+                first = 0
+                for one, other, wanted in zip(found.parts, before[region].parts, expected[region].parts, strict=True):
+                    own = Layers(part, parts).of(sum(layout.layers for layout in LAYOUTS[region]))
+                    for layer in range(one.layout.layers):
+                        should = wanted if first + layer in own else other
+                        axis = 0 if one.layout.order == "layer_first" else 1
+                        assert_same(one.device_pool.take(layer, axis), should.device_pool.take(layer, axis))
+                        assert_same(one.host_pool.take(layer, 1), should.host_pool.take(layer, 1))
+                    first += one.layout.layers
+        assert_equal(pools, expected)
+    pools.close()
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    np.testing.assert_array_equal(found.view(np.uint8), wanted.view(np.uint8))
 
 
 def test_copies_on_one_stream_are_made_in_the_order_of_the_calls_in_every_region(device: Device) -> None:

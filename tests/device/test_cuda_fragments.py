@@ -27,7 +27,7 @@ LAYOUTS = [
 
 def cutter_of(pools: MemoryPools, chunk: int) -> Cutter:
     plan = make_plan(pools.layout, pools.device_bytes, pools.host_bytes, DEVICE_BLOCKS, HOST_BLOCKS)
-    return Cutter(plan, pools.host_bytes.nbytes, chunk)
+    return Cutter(plan, (plan.host.base, plan.host.base + pools.host_bytes.nbytes), chunk)
 
 
 def cut(pools: MemoryPools, moves: np.ndarray, chunk: int = 1 << 30) -> np.ndarray:

@@ -394,7 +394,7 @@ def test_the_pieces_of_a_move_make_the_move(layout: BlockLayout, chunk_bytes: in
             reference.copy_blocks(layout, *expected, as_moves((source, target, tokens)))
             part = Part(layout, *pools)
             mirror = Mirror(part, Part(layout, *(pool.copy() for pool in pools)), (range(3), range(3, 5)))
-            pieces = mirror.pieces(tokens, chunk_bytes, 1000)
+            pieces = mirror.pieces(tokens, chunk_bytes, 1000, range(layout.layers))
             total = layout.token_bytes * tokens
             assert len(pieces) >= total / max(chunk_bytes, 1) and (chunk_bytes < total or len(pieces) == 1)
             for piece in pieces:

@@ -333,7 +333,7 @@ def test_memory_is_given_back_only_after_waiting(progress: float, wait: bool, en
 
 def test_an_order_forgets_accesses_that_no_token_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpool.device.sim.order._KEPT", 10)
-    order = AccessOrder(np.full(4, T))
+    order = AccessOrder(np.full(4, T), np.ones(4, np.int64))
     none, rows = np.empty((0, 3), np.int64), np.array([[2, 0, T]])
     clock = new_clock(2)
     for number in range(1, 1000):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +21,7 @@ from vllm.v1.kv_offload.tiering.base import TransferJob  # noqa: E402
 from kvpool.stores import MemoryStore, urls  # noqa: E402
 from tests.engines.test_vllm_spec import config  # noqa: E402
 from tests.stores.lab import Gate, Wrong, content  # noqa: E402
+from tests.waiting import until  # noqa: E402
 
 BYTES = 4096
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
@@ -69,13 +69,6 @@ class Tier:
         until(resolved)
         assert not self.real.has_pending_work()
         return self.lookup(*numbers)
-
-
-def until(right: Callable[[], bool]) -> None:
-    end = time.monotonic() + 600
-    while not right():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def keys(*numbers: int) -> list[Any]:

@@ -75,7 +75,7 @@ def record_batches(cache: KVCacheManager, recorder: Recorder) -> None:
     transfer: Any = cache.core.transfer
     end = transfer._end
 
-    def noted(batch: Any) -> Any:
+    def noted(batch: Any, loaded: int | None) -> Any:
         moves, shifts = batch.moves.tolist(), batch.token_moves.tolist()
         for *move, direction in moves:
             recorder.line(DIRECTIONS[direction], batch.ticket, move)
@@ -83,6 +83,6 @@ def record_batches(cache: KVCacheManager, recorder: Recorder) -> None:
             recorder.line("token moves", batch.ticket, shifts)
         if not moves and not shifts:
             recorder.line("ticket", batch.ticket)
-        return end(batch)
+        return end(batch, loaded)
 
     transfer._end = noted

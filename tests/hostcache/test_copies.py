@@ -168,6 +168,19 @@ def test_workers_have_their_own_bytes_of_a_host_block() -> None:
             copies.close()
 
 
+@pytest.mark.parametrize("parts", [2, 3, 100])
+def test_a_copy_in_parts_of_the_layers_copies_the_same_bytes(open_copies: Open, parts: int) -> None:
+    whole, cut = (open_copies(filled("L | P B T H D"), per_host=2) for _ in range(2))
+    for copies, parts_of in ((whole, 1), (cut, parts)):
+        copies.copy_in([3, 1, 0], [2, 0], skip_prefix_n_tokens=1, layer_parts=parts_of).wait()
+    np.testing.assert_array_equal(whole.tier.blocks, cut.tier.blocks)
+    assert whole.tier.blocks.any()
+    with pytest.raises(ValueError, match="layer="):
+        cut.copy_out([3], [2], layer_parts=parts).follow(None, 99)
+    with pytest.raises(ValueError, match="layer_parts"):
+        cut.copy_out([3], [2], layer_parts=0)
+
+
 def test_neighbours_are_copied_together(open_copies: Open) -> None:
     """As few fragments as can be: a page at a time, and pages that follow each other on both sides at once."""
     pages = filled("L | B D")

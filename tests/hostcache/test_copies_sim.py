@@ -115,6 +115,34 @@ def race(one: Engine, does: Callable[[Engine], None]) -> bool:
     return False
 
 
+def load_by_layers(one: Engine, waits: Callable[[int], bool]) -> None:
+    """A kernel for each layer of a block that is loaded in two parts. Some wait for their layer."""
+    one.write(0, 5)
+    one.store(b"k", 0)
+    with one.cache.pin([b"k"]) as lease:
+        done = one.copies.copy_out([1], lease.slots, stream=one.stream, layer_parts=2)
+        for layer in range(LAYERS):
+            if waits(layer):
+                done.follow(one.stream, layer)
+            row = one.pages[layer][1]
+            one.sim.launch(one.stream, lambda row=row: one.read.append(int(row.min())), loads=[row])
+        done.wait()
+        assert done.done
+
+
+@pytest.mark.parametrize(("seed", "progress"), RUNS)
+def test_a_layer_is_there_once_its_part_is_waited_for(lab: Callable[..., Engine], seed: int, progress: float) -> None:
+    one = lab(seed, progress)
+    load_by_layers(one, lambda layer: True)
+    one.sim.synchronize()
+    assert one.read == [5, 5]
+
+
+@pytest.mark.parametrize("only", [None, 0])
+def test_a_layer_that_is_read_before_its_part_is_a_race(lab: Callable[..., Engine], only: int | None) -> None:
+    assert race(lab(), lambda one: load_by_layers(one, lambda layer: layer == only))
+
+
 def overwrite_without_waiting(one: Engine) -> None:
     one.write(0, 1)
     one.copies.copy_in([0], one.cache.reserve([b"k"]).slots, stream=one.stream)

@@ -23,6 +23,7 @@ LAYERS = [
     "errors",
     "sizes",
     "jit",
+    "helpers",
     "arrays",
     "state",
     "entry",

@@ -170,6 +170,28 @@ def test_of_two_processes_at_once_one_compiles(sample: Path) -> None:
     assert sum(sum(report["compiled"]) for report in reports) == sum(FIRST)
 
 
+def test_a_process_that_is_stopped_while_it_compiles_holds_no_other_for_ever(sample: Path) -> None:
+    shutil.rmtree(cache_of(sample))
+    stop = """
+import os, signal
+from sample.jit import compiler
+def stop(*unused):
+    os.kill(os.getpid(), signal.SIGSTOP)
+compiler._translate = stop
+"""
+    holder = subprocess.Popen([sys.executable, "-c", stop + REPORT], env=environment_of(sample))
+    try:
+        os.waitpid(holder.pid, os.WUNTRACED)
+        listen = "import logging\nlogging.basicConfig()\nfrom sample.jit import cache\ncache._patience = 0.5\n"
+        found = report_of(sample, before=listen)
+    finally:
+        holder.kill()
+        holder.wait()
+    assert (found["values"], found["compiled"]) == (VALUES, FIRST)
+    assert found["said"].count("no other process is waited for any more") == 1
+    assert report_of(sample)["compiled"] == NOTHING, "it keeps what it has compiled without the lock"
+
+
 def test_damaged_code_is_compiled_anew(sample: Path) -> None:
     for path in cache_of(sample).glob("*.nbc"):
         content = bytearray(path.read_bytes())

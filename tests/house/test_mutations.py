@@ -39,7 +39,7 @@ def package() -> Package:
 
 @pytest.mark.parametrize("mutation", MUTATIONS.values(), ids=lambda mutation: mutation.name)
 def test_a_mutation_fits_its_function_and_names_tests_that_exist(mutation: Mutation) -> None:
-    ast.parse(package().applied(mutation)[1])
+    package().place(mutation)
     before, after = ([ast.dump(node) for node in nodes] for nodes in mutation.code())
     assert before != after, "it changes nothing"
     assert mutation.tests and mutation.harm.endswith(".")
@@ -61,7 +61,7 @@ def test_every_rule_with_a_switch_has_a_mutation() -> None:
 
 def test_some_mutations_are_killed() -> None:
     """``KVPOOL_MUTATIONS_SEED`` draws others."""
-    seed = int(os.environ.get("KVPOOL_MUTATIONS_SEED", "0"))
+    seed = int(os.environ.get("KVPOOL_MUTATIONS_SEED", "2"))
     print(f"seed {seed}: python -m tests.mutations --sample {SOME} --seed {seed}")
     assert main(["--sample", str(SOME), "--seed", str(seed)]) == 0
 

@@ -118,7 +118,7 @@ import sys
 import kvpool.warming
 from kvpool.__main__ import main
 from kvpool.device.work import numbers_bytes
-kvpool.warming.warm_up = lambda: numbers_bytes(3)
+kvpool.warming.warm_up = lambda processes: numbers_bytes(3)
 sys.exit(main(["warm-up", "--into", sys.argv[1]]))
 """
     into = tmp_path / "new" / "code"

@@ -97,10 +97,9 @@ MUTATIONS = (
         "done_before_it_is_enqueued",
         "HostCopies._enqueue",
         "device.enqueue(Fragments(fragments), stream)\n"
-        "return device.record(stream)",
-        "event = device.record(stream)\n"
-        "device.enqueue(Fragments(fragments), stream)\n"
-        "return event",
+        "events.append(device.record(stream))",
+        "events.append(device.record(stream))\n"
+        "device.enqueue(Fragments(fragments), stream)",
         "A key is published, and a block reused, while its bytes are on their way.",
         ("tests/hostcache/test_copies_sim.py::test_a_prompt_goes_down_and_comes_back[0-0.0]",),
     ),

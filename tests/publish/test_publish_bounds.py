@@ -18,6 +18,7 @@ from engine import Engine
 from kvpool.publish import KVEventPublisher
 from kvpool.publish.publisher import MESSAGE_BYTES
 from kvpool.replay.summary import peak_memory_bytes
+from tests.waiting import until
 
 Make = Callable[..., Engine]
 Publish = Callable[..., KVEventPublisher]
@@ -25,13 +26,6 @@ Route = Callable[..., Router]
 BLOCKS, WIDTH = 1024, 64
 MESSAGE = 1 << 19
 """More than one message of ``publish_much`` has."""
-
-
-def until(condition: Callable[[], Any], what: str) -> None:
-    end = time.monotonic() + 600
-    while not condition():
-        assert time.monotonic() < end, f"no {what} within 600 s"
-        time.sleep(0.002)
 
 
 def publish_much(engine: Engine, publisher: KVEventPublisher, count: int, start: int = 0) -> None:

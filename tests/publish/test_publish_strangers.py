@@ -20,6 +20,7 @@ from router import Router, cached
 from engine import Engine
 from kvpool.publish import KVEventPublisher
 from kvpool.publish.replay_server import History
+from tests.waiting import until
 
 Make = Callable[..., Engine]
 Publish = Callable[..., KVEventPublisher]
@@ -27,13 +28,6 @@ Route = Callable[..., Router]
 REQUEST = frame(b"", 1) + frame(bytes(8))
 FIRST = bytes(8)
 """The number of the first message."""
-
-
-def until(condition: Callable[[], Any], what: str) -> None:
-    end = time.monotonic() + 600
-    while not condition():
-        assert time.monotonic() < end, f"no {what} within 600 s"
-        time.sleep(0.002)
 
 
 def replayed(peer: socket.socket) -> list[bytes]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from engine import Clock, Engine, Request, small_layout
 from kvpool import IntegrityError, KVCacheManager, KVPoolError, Lease
-from kvpool.device.base import Device, Stream
+from kvpool.device.base import Device, Layers, Stream
 from kvpool.device.sim import SimDevice
 
 Wrap = Callable[[SimDevice], Device]
@@ -119,6 +119,20 @@ class Lab(Engine):
             kernel()
         else:
             self.sim.launch(stream, kernel, reads=self.rows([block], 0, self.T))
+
+    def read_layers(self, sequence: int, tokens: Sequence[int], layers: Sequence[int]) -> None:
+        """A kernel for each of these layers, on stream ``a``, which compares what it has of ``tokens``."""
+        table = [int(b) for b in self.cache.block_table(sequence).dense()[0]]
+        expected = self.expected.of((None, None), [(token, 0) for token in tokens])
+        for layer in layers:
+
+            def kernel(layer: int = layer) -> None:
+                for i, one in enumerate(expected):
+                    if not np.array_equal(self.block(table[i // self.T])[layer, :, i % self.T], one[layer]):
+                        self.wrong.append(f"layer {layer} of token {i} of {tokens} has not come")
+
+            rows = self.rows(table, 0, len(expected))
+            self.sim.launch(self.a, kernel, reads=rows, layers=Layers(layer, self.cache.layout.layers))
 
     # -- the end -----------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -461,7 +462,8 @@ BUILDS: dict[str, tuple[Build, int | None]] = {
 """Name of a scene -> how to build it without one guard, and how many preemptions to try; None is all interleavings."""
 
 
-def main() -> None:
+def said(arguments: Sequence[str] | None = None) -> str:
+    """What one command says."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("scene", choices=sorted(BUILDS))
     parser.add_argument("--without", help="the guard to take out")
@@ -469,18 +471,29 @@ def main() -> None:
     parser.add_argument("--most", type=int, help="end after so many schedules, of all")
     parser.add_argument("--seed", type=int, default=0, help="draws their order")
     parser.add_argument("--schedule", help="run this one only")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if not config.DISABLE_JIT:
         parser.error("set NUMBA_DISABLE_JIT=1: machine code has no lines to switch between")
     build, bound = BUILDS[args.scene]
     scene = build(args.without)
     if args.schedule:
-        _, failure = run(scene, read_schedule(args.schedule))
-        print(failure or "right")
-    else:
-        preemptions = bound if args.preemptions is None else args.preemptions
-        print(json.dumps(explore(scene, preemptions, args.most, args.seed)._asdict()))
+        return run(scene, read_schedule(args.schedule))[1] or "right"
+    preemptions = bound if args.preemptions is None else args.preemptions
+    return json.dumps(explore(scene, preemptions, args.most, args.seed)._asdict())
+
+
+def serve() -> None:
+    """Answer commands, each a line of JSON, by such lines. Each runs in a fork, as if it were alone."""
+    for line in sys.stdin:
+        if os.fork() == 0:
+            print(json.dumps(said(json.loads(line))), flush=True)
+            os._exit(0)
+        if os.wait()[1]:
+            sys.exit("a command has failed")
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == ["serve"]:
+        serve()
+    else:
+        print(said())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.race.lab import Lab
-from tests.race.test_races import RUNS, Scenario, X, cached, run
+from tests.race.test_races import Scenario, X, cached, is_right, needs
 from tests.sequences.test_drafts import fork
 
 
@@ -74,17 +74,11 @@ RACES: dict[Scenario, tuple[str | None, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("scenario", RACES, ids=lambda scenario: scenario.__name__)
 def test_nothing_races(scenario: Scenario) -> None:
-    for seed, progress in RUNS:
-        found = run(scenario, RACES[scenario][1], seed, progress)
-        assert not found, f"seed {seed}, progress {progress}: {found}"
+    is_right(scenario, RACES[scenario][1])
 
 
 @pytest.mark.parametrize(
     "scenario", [one for one, (guard, _) in RACES.items() if guard], ids=lambda scenario: scenario.__name__
 )
 def test_the_race_is_found_without_its_guard(scenario: Scenario) -> None:
-    guard, options = RACES[scenario]
-    for seed, progress in RUNS:
-        assert run(scenario, options, seed, progress, guard), (
-            f"seed {seed}, progress {progress}: nothing was found without {guard}"
-        )
+    needs(RACES[scenario][0], scenario, RACES[scenario][1])

@@ -10,7 +10,7 @@ import pytest
 from engine import Request
 from kvpool.device.base import Stream
 from tests.race.lab import Lab
-from tests.race.test_races import RUNS, Scenario, X, cached, run
+from tests.race.test_races import Scenario, X, cached, is_right, needs
 
 
 def fork(lab: Lab, parent: Request, stream: Stream | None = None) -> Request:
@@ -138,15 +138,9 @@ ALWAYS = [
 @pytest.mark.parametrize("scenario", [*RACES, *ALWAYS], ids=lambda scenario: scenario.__name__)
 def test_nothing_races(scenario: Scenario) -> None:
     options = RACES[scenario][1] if scenario in RACES else {"P": 2, "S": 0, "T": 4}
-    for seed, progress in RUNS:
-        found = run(scenario, options, seed, progress)
-        assert not found, f"seed {seed}, progress {progress}: {found}"
+    is_right(scenario, options)
 
 
 @pytest.mark.parametrize("scenario", RACES, ids=lambda scenario: scenario.__name__)
 def test_the_race_is_found_without_its_guard(scenario: Scenario) -> None:
-    guard, options = RACES[scenario]
-    for seed, progress in RUNS:
-        assert run(scenario, options, seed, progress, guard), (
-            f"seed {seed}, progress {progress}: nothing was found without {guard}"
-        )
+    needs(RACES[scenario][0], scenario, RACES[scenario][1])

@@ -4,6 +4,7 @@ one that does not. The suite runs some, drawn anew each time. ``KVPOOL_RACE_SCHE
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -54,18 +55,32 @@ PROMISES = [
 ]
 
 
-def explored(scene: str, *arguments: str) -> str:
-    """What the explorer prints; it needs a process without machine code."""
+@functools.cache
+def explorer() -> subprocess.Popen[str]:
+    """One process without machine code for all scenes; it ends with this one."""
     environment = {
         **os.environ,
         "NUMBA_DISABLE_JIT": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
     }
-    command = [sys.executable, "-m", "tests.race.scenes", scene, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    command = [sys.executable, "-m", "tests.race.scenes", "serve"]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+
+
+def explored(scene: str, *arguments: str) -> str:
+    """What the explorer says."""
+    process = explorer()
+    assert process.stdin and process.stdout
+    process.stdin.write(json.dumps([scene, *arguments]) + "\n")
+    process.stdin.flush()
+    answer = process.stdout.readline()
+    if not answer:
+        explorer.cache_clear()
+        raise AssertionError("the explorer has ended; its standard error says why")
+    return json.loads(answer)
 
 
 def report_of(scene: str, *arguments: str) -> Any:

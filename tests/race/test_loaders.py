@@ -11,7 +11,7 @@ import pytest
 from kvpool import Loadable, Reservation
 from kvpool.device.base import Stream
 from tests.race.lab import Lab
-from tests.race.test_races import RUNS, Scenario, X, Y, Z, cached, run
+from tests.race.test_races import RUNS, Scenario, X, Y, Z, cached, is_right, needs, run
 
 
 def load(lab: Lab, reservation: Reservation | Loadable, tokens: Sequence[int], stream: Stream) -> None:
@@ -171,18 +171,12 @@ RACES: dict[Scenario, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("scenario", RACES, ids=lambda scenario: scenario.__name__)
 def test_a_loader_races_with_nobody(scenario: Scenario) -> None:
-    for seed, progress in RUNS:
-        found = run(scenario, RACES[scenario][1], seed, progress)
-        assert not found, f"seed {seed}, progress {progress}: {found}"
+    is_right(scenario, RACES[scenario][1])
 
 
 @pytest.mark.parametrize("scenario", RACES, ids=lambda scenario: scenario.__name__)
 def test_the_race_is_found_without_its_guard(scenario: Scenario) -> None:
-    guard, options = RACES[scenario]
-    for seed, progress in RUNS:
-        assert run(scenario, options, seed, progress, guard), (
-            f"seed {seed}, progress {progress}: nothing was found without {guard}"
-        )
+    needs(RACES[scenario][0], scenario, RACES[scenario][1])
 
 
 def a_loader_that_forgets_its_stream(lab: Lab) -> None:

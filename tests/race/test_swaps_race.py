@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.race.lab import Lab
-from tests.race.test_races import RUNS, Scenario, X, cached, run
+from tests.race.test_races import Scenario, X, cached, is_right, needs
 
 
 def a_sequence_leaves_while_the_engine_still_writes_it(lab: Lab) -> None:
@@ -95,15 +95,9 @@ ALWAYS = [a_sequence_comes_back_on_another_stream, a_shared_prefix_stays_while_a
 @pytest.mark.parametrize("scenario", [*RACES, *ALWAYS], ids=lambda scenario: scenario.__name__)
 def test_nothing_races(scenario: Scenario) -> None:
     options = RACES[scenario][1] if scenario in RACES else {"P": 4, "S": 4}
-    for seed, progress in RUNS:
-        found = run(scenario, options, seed, progress)
-        assert not found, f"seed {seed}, progress {progress}: {found}"
+    is_right(scenario, options)
 
 
 @pytest.mark.parametrize("scenario", RACES, ids=lambda scenario: scenario.__name__)
 def test_the_race_is_found_without_its_guard(scenario: Scenario) -> None:
-    guard, options = RACES[scenario]
-    for seed, progress in RUNS:
-        assert run(scenario, options, seed, progress, guard), (
-            f"seed {seed}, progress {progress}: nothing was found without {guard}"
-        )
+    needs(RACES[scenario][0], scenario, RACES[scenario][1])

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 from relay import Relay
-from workers import HUGE, LARGE, Fake, Make, expected, packed, stored, until, wire_key, worker
+from workers import HUGE, LARGE, Fake, Make, expected, packed, stored, wire_key, worker
 
 from engine import Engine
 from kvpool.remote import BlockClient, BlockServer, RemoteError, RemoteTimeout
 from kvpool.remote.connections import _received as received
 from kvpool.remote.session import Blocks, Failed, Find, Found, Get, Hello, Received, Session, Welcome
+from tests.waiting import until
 
 Script = Callable[[Any, list[bytes]], list[Any]]
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from workers import LARGE, SMALL, Make, expected, stored, until, worker
+from workers import LARGE, SMALL, Make, expected, stored, worker
 
 from kvpool.remote import BlockClient, BlockServer, Limits
+from tests.waiting import until
 
 
 @pytest.mark.parametrize("names", [{}, {"salt": "a"}, {"adapter_id": 3}], ids=str)

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from workers import SECRET, Raw, until
+from workers import SECRET, Raw
 
 from group_engine import GroupsEngine
 from kvpool.remote import BlockClient, BlockServer, Limits, RemoteError
 from kvpool.remote.nixl import NixlClient, NixlServer, available
 from kvpool.remote.session import BLOCKS_MAX, Blocks, Find, Found, Get, Malformed
 from kvpool.remote.transport import InlineClient, InlineServer
+from tests.waiting import until
 
 Open = Callable[..., GroupsEngine]
 FULL: dict[str, Any] = {}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import zmq
 from relay import Relay
-from workers import SECRET, Fake, Make, Raw, expected, packed, stored, until, wire_key, worker
+from workers import SECRET, Fake, Make, Raw, expected, packed, stored, wire_key, worker
 
 from kvpool.remote import BlockClient, BlockServer, RemoteError, RemoteTimeout
 from kvpool.remote.endpoints import ClientSecret, ServerSecret
@@ -19,6 +19,7 @@ from kvpool.remote.session import MAGIC, VERSION, Blocks, Find, Get, Hello, Rece
 from kvpool.stores import MemoryStore
 from kvpool.stores.peer import PeerStore, StoreServer
 from kvpool.stores.store import OK, Space
+from tests.waiting import until
 
 KINDS = (Hello, Get, Find)
 MOST = 192 << 20

@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 from relay import Relay
-from workers import HUGE, LARGE, SECRET, Make, Raw, expected, stored, until, worker
+from workers import HUGE, LARGE, SECRET, Make, Raw, expected, stored, worker
 
 from engine import Engine
 from kvpool.remote import BlockClient, BlockServer, Limits, RemoteError, RemoteTimeout
 from kvpool.remote.session import Get
 from kvpool.remote.transport import InlineServer
+from tests.waiting import until
 
 BLOCKS = 16
 ALL = Limits(bytes_in_total=BLOCKS << 20, bytes_per_client=1 << 40)

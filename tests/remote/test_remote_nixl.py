@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import zmq
-from workers import LARGE, SECRET, SMALL, Make, Raw, expected, stored, until, worker
+from workers import LARGE, SECRET, SMALL, Make, Raw, expected, stored, worker
 
 from kvpool.remote import BlockClient, BlockServer, RemoteError
 from kvpool.remote.nixl import INSTALL, NixlClient, NixlServer, available, new_agent
 from kvpool.remote.session import Blocks, Get
+from tests.waiting import until
 
 needs_nixl = pytest.mark.skipif(bool(available()), reason=available())
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import zmq
 from relay import Relay
-from workers import HUGE, LARGE, SECRET, Make, Raw, expected, stored, until, worker
+from workers import HUGE, LARGE, SECRET, Make, Raw, expected, stored, worker
 
 from kvpool.remote import BlockClient, BlockServer, Limits, RemoteError
 from kvpool.remote.block_server import Sending, UnderWay, Waiting
@@ -20,6 +20,7 @@ from kvpool.remote.endpoints import ClientSecret
 from kvpool.remote.link import Link
 from kvpool.remote.server import LetIn
 from kvpool.remote.session import Blocks, Failed, Found, Get, Hello, Session, Welcome, encode, greeting
+from tests.waiting import until
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ server."""
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,14 +48,6 @@ def expected(engine: Engine, tokens: Sequence[int]) -> list[bytes]:
     each = engine.expected.of((None, None), [(token, 0) for token in tokens])
     stacked = [np.stack(each[at : at + size], axis=2) for at in range(0, len(tokens) - size + 1, size)]
     return [block.tobytes() for block in stacked]
-
-
-def until(condition: Callable[[], Any], what: str) -> None:
-    """Wait for another thread or the network; fails when ``what`` does not come."""
-    end = time.monotonic() + 600
-    while not condition():
-        assert time.monotonic() < end, f"no {what} within 600 s"
-        time.sleep(0.002)
 
 
 class Raw:

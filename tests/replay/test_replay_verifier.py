@@ -10,7 +10,7 @@ import pytest
 
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device import CpuDevice
-from kvpool.device.base import NULL_STREAM, Stream
+from kvpool.device.base import ALL_LAYERS, NULL_STREAM, Layers, Stream
 from kvpool.errors import DeviceError
 from kvpool.memory.pools import MemoryPools
 from kvpool.replay.content import ranges, token_states
@@ -153,8 +153,8 @@ def test_a_device_that_stops_half_way_is_followed_half_way() -> None:
     class Failing(CpuDevice):
         fails = False
 
-        def copy_blocks(self, moves: Any, stream: Stream = NULL_STREAM) -> None:
-            super().copy_blocks(moves[:1] if self.fails else moves, stream)
+        def copy_blocks(self, moves: Any, stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
+            super().copy_blocks(moves[:1] if self.fails else moves, stream, layers)
             if self.fails:
                 raise DeviceError("out of order", completed=1)
 

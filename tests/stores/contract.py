@@ -10,7 +10,20 @@ import pytest
 from kvpool.stores import ABSENT, CANCELLED, DAMAGED, OK, REFUSED
 from kvpool.stores.seals import BlockNames, Secret
 from kvpool.stores.store import TAG_BYTES, Store
-from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Gate, Wrong, content, fill, names, open_queue, saved
+from tests.stores.lab import (
+    BLOCK_BYTES,
+    IDENTITY,
+    OTHER,
+    Gate,
+    Wrong,
+    content,
+    done,
+    fill,
+    names,
+    open_queue,
+    returned,
+    saved,
+)
 
 Open = Callable[[int], Store]
 """Opens a new, empty store with room for this many blocks of BLOCK_BYTES."""
@@ -24,29 +37,25 @@ class StoreContract:
     def test_what_was_saved_is_found_and_loaded_byte_for_byte(self, make: Open) -> None:
         with open_queue(make(32)) as queue:
             keys = saved(queue, 20)
-            found = queue.find(queue.secret.opaque(names(24)))
-            assert found.wait(600) and found.codes.tolist() == [OK] * 20 + [ABSENT] * 4
-            loaded = queue.load(keys, np.arange(30, 50))
-            assert loaded.wait(60, returned=True) and loaded.ok == 20, loaded.error
+            assert done(queue.find(queue.secret.opaque(names(24)))).codes.tolist() == [OK] * 20 + [ABSENT] * 4
+            assert returned(queue.load(keys, np.arange(30, 50))).ok == 20
             for number in range(20):
                 assert np.array_equal(queue.memory[30 + number], content(number))
 
     def test_a_block_that_is_not_there_is_absent(self, make: Open) -> None:
         with open_queue(make(8)) as queue:
-            job = queue.load(queue.secret.opaque(names(3)), np.arange(3))
-            assert job.wait(600) and job.codes.tolist() == [ABSENT] * 3
+            assert done(queue.load(queue.secret.opaque(names(3)), np.arange(3))).codes.tolist() == [ABSENT] * 3
 
     def test_a_prefix_of_a_load_can_be_used(self, make: Open) -> None:
         with open_queue(make(8)) as queue:
             saved(queue, 3)
-            job = queue.load(queue.secret.opaque(names(5)), np.arange(10, 15))
-            assert job.wait(600) and job.leading == 3
+            assert done(queue.load(queue.secret.opaque(names(5)), np.arange(10, 15))).leading == 3
 
     def test_saving_twice_changes_nothing(self, make: Open) -> None:
         with open_queue(make(8)) as queue:
             keys = saved(queue, 4)
             assert np.array_equal(keys, saved(queue, 4))
-            assert queue.load(keys, np.arange(4)).wait(600)
+            done(queue.load(keys, np.arange(4)))
             assert np.array_equal(queue.memory[3], content(3))
 
     def test_other_bytes_under_a_key_that_is_there_are_not_an_error(self, make: Open) -> None:
@@ -54,9 +63,8 @@ class StoreContract:
         with open_queue(make(8)) as queue:
             keys = saved(queue, 1)
             fill(queue.memory, 1, first=100)
-            assert queue.save(keys, np.arange(1)).wait(60, returned=True)
-            job = queue.load(keys, np.arange(1, 2))
-            assert job.wait(60, returned=True) and job.ok == 1
+            returned(queue.save(keys, np.arange(1)))
+            assert returned(queue.load(keys, np.arange(1, 2))).ok == 1
             assert any(np.array_equal(queue.memory[1], content(number)) for number in (0, 100))
 
     def test_a_key_that_two_contents_share_is_a_miss_for_the_second(self, make: Open) -> None:
@@ -64,14 +72,11 @@ class StoreContract:
         with open_queue(make(8)) as queue:
             fill(queue.memory, 3)
             one, other = (BlockNames(names(3), contexts=[b"same", context, b"same"]) for context in (b"one", b"two"))
-            assert queue.save(one, np.arange(3)).wait(60, returned=True)
-            job = queue.load(one, np.arange(10, 13))
-            assert job.wait(60, returned=True) and job.ok == 3, job.error
-            job = queue.load(other, np.arange(10, 13))
-            assert job.wait(60, returned=True) and job.codes.tolist() == [OK, DAMAGED, OK]
+            returned(queue.save(one, np.arange(3)))
+            assert returned(queue.load(one, np.arange(10, 13))).ok == 3
+            assert returned(queue.load(other, np.arange(10, 13))).codes.tolist() == [OK, DAMAGED, OK]
             assert queue.stats().blocks["load", "damaged"] == 1
-            job = queue.load(one, np.arange(10, 13))
-            assert job.wait(60, returned=True) and job.codes.tolist() == [OK, ABSENT, OK], "it is dropped"
+            assert returned(queue.load(one, np.arange(10, 13))).codes.tolist() == [OK, ABSENT, OK], "it is dropped"
 
     def test_the_secret_is_known_before_the_store_is_opened(self, make: Open) -> None:
         store = make(8)
@@ -83,22 +88,19 @@ class StoreContract:
     def test_what_is_forgotten_is_absent(self, make: Open) -> None:
         with open_queue(make(8)) as queue:
             keys = saved(queue, 4)
-            dropped = queue.forget(keys[:2])
-            assert dropped.wait(600) and dropped.ok == 2 and dropped.dropped == 2
-            job = queue.load(keys, np.arange(4))
-            assert job.wait(600) and job.codes.tolist() == [ABSENT, ABSENT, OK, OK]
+            dropped = done(queue.forget(keys[:2]))
+            assert dropped.ok == 2 and dropped.dropped == 2
+            assert done(queue.load(keys, np.arange(4))).codes.tolist() == [ABSENT, ABSENT, OK, OK]
 
     def test_what_was_saved_is_absent_after_a_clear_and_can_be_saved_again(self, make: Open) -> None:
         with open_queue(make(16)) as queue:
             saved(queue, 2, tag=queue.secret.tag(b"tenant"))
             keys = saved(queue, 4)
-            dropped = queue.clear()
-            assert dropped.wait(600) and dropped.ok == 1 and dropped.dropped == 4, dropped.error
-            job = queue.load(keys, np.arange(4))
-            assert job.wait(600) and job.codes.tolist() == [ABSENT] * 4
+            dropped = done(queue.clear())
+            assert dropped.ok == 1 and dropped.dropped == 4, dropped.error
+            assert done(queue.load(keys, np.arange(4))).codes.tolist() == [ABSENT] * 4
             saved(queue, 4)
-            job = queue.load(keys, np.arange(4))
-            assert job.wait(600) and job.ok == 4
+            assert done(queue.load(keys, np.arange(4))).ok == 4
 
     def test_after_a_reset_nothing_is_found_from_before_also_if_the_store_drops_nothing(self, make: Open) -> None:
         for clears in (True, False):
@@ -107,15 +109,13 @@ class StoreContract:
             with open_queue(wrong) as queue:
                 fill(queue.memory, 2)
                 keys, other = BlockNames(names(2)), BlockNames(names(2, 10))
-                assert queue.save(keys, np.arange(2)).wait(60, returned=True)
-                assert queue.reset().wait(600)
+                returned(queue.save(keys, np.arange(2)))
+                done(queue.reset())
                 for _ in range(2):
-                    job = queue.load(keys, np.arange(4, 6))
-                    assert job.wait(60, returned=True) and job.codes.tolist() == [ABSENT] * 2
-                    assert queue.save(other, np.arange(2)).wait(60, returned=True)
-                    job = queue.load(other, np.arange(4, 6))
-                    assert job.wait(60, returned=True) and job.ok == 2
-                    assert queue.reset().wait(600)
+                    assert returned(queue.load(keys, np.arange(4, 6))).codes.tolist() == [ABSENT] * 2
+                    returned(queue.save(other, np.arange(2)))
+                    assert returned(queue.load(other, np.arange(4, 6))).ok == 2
+                    done(queue.reset())
                     keys, other = other, keys
 
     def test_a_clear_of_a_namespace_drops_nothing_else(self, make: Open) -> None:
@@ -127,10 +127,9 @@ class StoreContract:
                 with pytest.raises(ValueError, match="cannot drop the blocks of a namespace"):
                     queue.clear(tags[0])
                 return
-            dropped = queue.clear(tags[0])
-            assert dropped.wait(600) and dropped.ok == 1 and dropped.dropped == 2, dropped.error
-            job = queue.load(keys, np.arange(4))
-            assert job.wait(600) and job.codes.tolist() == [ABSENT, ABSENT, OK, OK]
+            dropped = done(queue.clear(tags[0]))
+            assert dropped.ok == 1 and dropped.dropped == 2, dropped.error
+            assert done(queue.load(keys, np.arange(4))).codes.tolist() == [ABSENT, ABSENT, OK, OK]
 
     @pytest.mark.parametrize("clears", [False, True])
     def test_a_save_under_way_leaves_nothing_that_was_dropped_meanwhile(self, make: Open, clears: bool) -> None:
@@ -144,8 +143,7 @@ class StoreContract:
             assert saving.codes.tolist() == [CANCELLED] * 4
             gate.open()
             assert dropped.wait(600) and dropped.ok == len(dropped.codes), dropped.error
-            found = queue.find(keys)
-            assert found.wait(600) and found.codes.tolist() == [ABSENT] * 4
+            assert done(queue.find(keys)).codes.tolist() == [ABSENT] * 4
 
     def test_nothing_of_another_model_is_found(self, make: Open) -> None:
         with open_queue(make(8)) as queue:
@@ -158,12 +156,10 @@ class StoreContract:
             codes = []
             for first in range(0, 48, 8):
                 fill(queue.memory, 8, first)
-                job = queue.save(queue.secret.opaque(names(8, first)), np.arange(8))
-                assert job.wait(60, returned=True)
+                job = returned(queue.save(queue.secret.opaque(names(8, first)), np.arange(8)))
                 codes += job.codes.tolist()
             assert set(codes) <= {OK, REFUSED}
-            job = queue.load(queue.secret.opaque(names(48)), np.arange(48))
-            assert job.wait(60, returned=True)
+            job = returned(queue.load(queue.secret.opaque(names(48)), np.arange(48)))
             for number in np.flatnonzero(job.codes == OK).tolist():
                 assert np.array_equal(queue.memory[number], content(number))
 
@@ -172,10 +168,8 @@ class StoreContract:
             fill(queue.memory, 20)
             keys, tag = queue.secret.opaque(names(20)), queue.secret.tag(b"tenant")
             for first in range(0, 20, 4):
-                job = queue.save(keys[first : first + 4], np.arange(first, first + 4), tag=tag, limit=6)
-                assert job.wait(60, returned=True)
-            found = queue.find(keys)
-            assert found.wait(600) and found.ok <= 6
+                returned(queue.save(keys[first : first + 4], np.arange(first, first + 4), tag=tag, limit=6))
+            assert done(queue.find(keys)).ok <= 6
 
     def test_many_threads_save_and_load_at_once(self, make: Open) -> None:
         with open_queue(make(64), piece_bytes=4 * BLOCK_BYTES) as queue:
@@ -210,8 +204,7 @@ class LastingContract(StoreContract):
             keys = saved(queue, 20)
         with open_queue(again()) as queue:
             assert np.array_equal(queue.secret.opaque(names(20)), keys)
-            job = queue.load(keys, np.arange(20))
-            assert job.wait(60, returned=True) and job.ok == 20, job.error
+            assert returned(queue.load(keys, np.arange(20))).ok == 20
             for number in range(20):
                 assert np.array_equal(queue.memory[number], content(number))
 
@@ -233,14 +226,13 @@ class LastingContract(StoreContract):
             wrong.clears *= clears
             with open_queue(wrong) as queue:
                 saved(queue, 4)
-                assert queue.reset().wait(600)
+                done(queue.reset())
                 saved(queue, 2)
                 saved(queue, 1, 10)
                 lasts = hasattr(wrong.inner, "epoch")
             for _ in range(2):
                 with open_queue(again()) as queue:
-                    job = queue.load(queue.secret.opaque(names(11)), np.arange(11))
-                    assert job.wait(60, returned=True), job.error
+                    job = returned(queue.load(queue.secret.opaque(names(11)), np.arange(11)))
                     if lasts:
                         assert job.codes.tolist() == [OK] * 2 + [ABSENT] * 8 + [OK]
                         assert np.array_equal(queue.memory[1], content(1))
@@ -249,25 +241,21 @@ class LastingContract(StoreContract):
         with open_queue(make(32)) as queue:
             keys = saved(queue, 4)
         with open_queue(again(), OTHER) as queue:
-            assert queue.reset().wait(600)
+            done(queue.reset())
         with open_queue(again()) as queue:
-            job = queue.load(keys, np.arange(4))
-            assert job.wait(600) and job.ok == 4
+            assert done(queue.load(keys, np.arange(4))).ok == 4
 
     def test_a_clear_drops_nothing_of_another_model(self, make: Open, again: Callable[[], Store]) -> None:
         with open_queue(make(32)) as queue:
             keys = saved(queue, 4)
         with open_queue(again(), OTHER) as queue:
             saved(queue, 2)
-            dropped = queue.clear()
-            assert dropped.wait(600) and dropped.dropped == 2, dropped.error
+            assert done(queue.clear()).dropped == 2
         with open_queue(again()) as queue:
-            job = queue.load(keys, np.arange(4))
-            assert job.wait(600) and job.ok == 4
+            assert done(queue.load(keys, np.arange(4))).ok == 4
 
     def test_another_model_finds_nothing_in_it(self, make: Open, again: Callable[[], Store]) -> None:
         with open_queue(make(32)) as queue:
             saved(queue, 4)
         with open_queue(again(), OTHER) as queue:
-            job = queue.load(queue.secret.opaque(names(4)), np.arange(4))
-            assert job.wait(600) and job.codes.tolist() == [ABSENT] * 4
+            assert done(queue.load(queue.secret.opaque(names(4)), np.arange(4))).codes.tolist() == [ABSENT] * 4

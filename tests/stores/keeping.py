@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,14 +61,6 @@ def seed(of: Engine, kept: Keeper, prompts: Iterable[Sequence[int]], **names: An
     for prompt in prompts:
         of.seed(prompt, len(prompt), **names)
         assert kept.drain(600)
-
-
-def wait(condition: Callable[[], bool]) -> None:
-    """Wait until something is so. It fails if that takes a minute."""
-    end = time.monotonic() + 600
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 def fetch(of: Engine, kept: Keeper, prompt: Sequence[int], **names: Any) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvpool import ModelIdentity
-from kvpool.stores import OK, StoreQueue
+from kvpool.stores import OK, Job, StoreQueue
 from kvpool.stores.store import Bytes, Rows, Space, Stop, Store
 
 BLOCK_BYTES = 4096
@@ -115,10 +115,21 @@ class Gate:
         self._open.set()
 
 
+def done(job: Job) -> Job:
+    """The job, when it is done. What its store was asked may still be under way."""
+    assert job.wait(600), job.error
+    return job
+
+
+def returned(job: Job) -> Job:
+    """The job, when all calls of it have returned."""
+    assert job.wait(600, returned=True), job.error
+    return job
+
+
 def saved(queue: StoreQueue, count: int, first: int = 0, **options: Any) -> Bytes:
     """Save blocks of known content from the first rows. Returns their keys."""
     keys = queue.secret.opaque(names(count, first))
     fill(queue.memory, count, first)
-    job = queue.save(keys, np.arange(count), **options)
-    assert job.wait(60, returned=True) and (job.codes == OK).all(), (job.codes, job.error)
+    assert (returned(queue.save(keys, np.arange(count), **options)).codes == OK).all()
     return keys

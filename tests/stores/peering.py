@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -49,13 +48,6 @@ def serve(servers: list[StoreServer]) -> Serve:
 
 def client(server: StoreServer | str, **options: Any) -> PeerStore:
     return PeerStore(server if isinstance(server, str) else server.endpoint, **{"secret": SECRET, **options})
-
-
-def until(condition: Callable[[], Any], what: str) -> None:
-    end = time.monotonic() + 600
-    while not condition():
-        assert time.monotonic() < end, f"no {what} within 600 s"
-        time.sleep(0.002)
 
 
 class Raw(workers.Raw):

@@ -14,7 +14,7 @@ from kvpool.stores import ABSENT, CANCELLED, OK, REFUSED, StoreQueue
 from kvpool.stores.disk import DiskStore
 from kvpool.stores.disk.slot_index import PER_PAGE, Index, SlotTable
 from tests.stores.disk_lab import Faulty, crash
-from tests.stores.lab import BLOCK_BYTES, OTHER, Gate, content, fill, names, open_queue, saved
+from tests.stores.lab import BLOCK_BYTES, OTHER, Gate, content, done, fill, names, open_queue, returned, saved
 
 
 @pytest.fixture
@@ -28,15 +28,13 @@ def store_of(tmp_path: Path, blocks: int, faulty: Faulty | None = None, name: st
 
 def here(queue: StoreQueue, count: int, first: int = 0) -> list[int]:
     """The numbers of the blocks that are found."""
-    job = queue.find(queue.secret.opaque(names(count, first)))
-    assert job.wait(600)
+    job = done(queue.find(queue.secret.opaque(names(count, first))))
     return [first + place for place in np.flatnonzero(job.codes == OK).tolist()]
 
 
 def load(queue: StoreQueue, *numbers: int) -> None:
     keys = queue.secret.opaque([b"block %d" % number for number in numbers])
-    job = queue.load(keys, np.arange(40, 40 + len(numbers)))
-    assert job.wait(60, returned=True) and job.ok == len(numbers), (job.codes, job.error)
+    assert returned(queue.load(keys, np.arange(40, 40 + len(numbers)))).ok == len(numbers)
     for place, number in enumerate(numbers):
         assert np.array_equal(queue.memory[40 + place], content(number))
 
@@ -146,7 +144,7 @@ def test_a_block_that_is_read_is_not_overwritten(tmp_path: Path, faulty: Faulty)
         faulty.before["preadv"] = gate
         reading = queue.load(keys[:2], np.arange(50, 52))
         assert gate.reached.wait(600)
-        assert queue.forget(keys[:1]).wait(600)
+        done(queue.forget(keys[:1]))
         fill(queue.memory, 4, first=10)
         job = queue.save(queue.secret.opaque(names(4, 10)), np.arange(4))
         assert job.wait(60, returned=True) and job.codes.tolist() == [OK, OK, REFUSED, REFUSED]
@@ -163,8 +161,7 @@ def test_a_block_that_is_read_is_not_overwritten(tmp_path: Path, faulty: Faulty)
 def save_as(queue: StoreQueue, name: bytes, limit: int, count: int, first: int) -> list[int]:
     fill(queue.memory, count, first)
     tag = queue.secret.tag(name)
-    job = queue.save(queue.secret.opaque(names(count, first)), np.arange(count), tag=tag, limit=limit)
-    assert job.wait(60, returned=True)
+    job = returned(queue.save(queue.secret.opaque(names(count, first)), np.arange(count), tag=tag, limit=limit))
     return job.codes.tolist()
 
 
@@ -337,8 +334,7 @@ def test_a_key_twice_in_one_call_is_saved_once(tmp_path: Path) -> None:
         key = queue.secret.opaque(names(1))
         job = queue.save(np.concatenate([key, key]), np.array([0, 0]))
         assert job.wait(60, returned=True) and job.ok == 2 and queue.stats().store["blocks"] == 1
-        job = queue.load(np.concatenate([key, key]), np.array([3, 4]))
-        assert job.wait(60, returned=True) and job.ok == 2
+        assert returned(queue.load(np.concatenate([key, key]), np.array([3, 4]))).ok == 2
 
 
 def test_another_call_takes_over_when_a_save_of_the_same_key_fails(tmp_path: Path, faulty: Faulty) -> None:

@@ -22,7 +22,7 @@ from kvpool.stores.disk import DiskStore, disk_store
 from kvpool.stores.disk.folder import Folder
 from kvpool.stores.disk.slot_index import PAGE_BYTES
 from tests.stores.disk_lab import Faulty, crash, raising
-from tests.stores.lab import BLOCK_BYTES, Gate, content, fill, names, open_queue, saved
+from tests.stores.lab import BLOCK_BYTES, Gate, content, done, fill, names, open_queue, returned, saved
 
 BLOCKS = 60
 CAPACITY = 64 * BLOCK_BYTES
@@ -44,17 +44,14 @@ def check(folder: Path) -> tuple[int, dict[str, int]]:
     right."""
     with open_queue(DiskStore(folder, CAPACITY)) as queue:
         stats = queue.stats().store
-        job = queue.load(queue.secret.opaque(names(BLOCKS)), np.arange(BLOCKS))
-        assert job.wait(60, returned=True)
+        job = returned(queue.load(queue.secret.opaque(names(BLOCKS)), np.arange(BLOCKS)))
         assert set(job.codes.tolist()) <= {OK, ABSENT, DAMAGED}, (job.codes, job.error)
         for number in np.flatnonzero(job.codes == OK).tolist():
             assert np.array_equal(queue.memory[number], content(number))
         keys = saved(queue, 4, first=1000)
-        job2 = queue.load(keys, np.arange(4))
-        assert job2.wait(60, returned=True) and job2.ok == 4
+        assert returned(queue.load(keys, np.arange(4))).ok == 4
     with open_queue(DiskStore(folder)) as queue:
-        again = queue.find(keys)
-        assert again.wait(600) and again.ok == 4
+        assert done(queue.find(keys)).ok == 4
     return job.ok, stats
 
 
@@ -203,7 +200,7 @@ print("opened")
 @pytest.mark.parametrize("content", [b"", b"x" * 25, None], ids=["empty", "damaged", "missing"])
 def test_without_its_epochs_a_store_finds_nothing_that_was_saved_before(folder: Path, content: bytes | None) -> None:
     with open_queue(DiskStore(folder)) as queue:
-        assert queue.reset().wait(600)
+        done(queue.reset())
         saved(queue, BLOCKS)
     (folder / "epochs").unlink() if content is None else (folder / "epochs").write_bytes(content)
     ok, stats = check(folder)
@@ -298,8 +295,7 @@ def test_a_block_that_was_there_at_a_crash_is_made_durable_once(tmp_path: Path, 
         for _ in range(2):
             assert np.array_equal(saved(queue, 1), old)
             assert queue.stats().store["commits"] == 1
-        job = queue.load(old, np.arange(1, 2))
-        assert job.wait(60, returned=True) and job.ok == 1 and np.array_equal(queue.memory[1], content(0))
+        assert returned(queue.load(old, np.arange(1, 2))).ok == 1 and np.array_equal(queue.memory[1], content(0))
 
 
 @pytest.fixture
@@ -313,8 +309,7 @@ def doubtful(tmp_path: Path) -> Path:
 def loaded(folder: Path, count: int = 4) -> list[int]:
     """Which content the first blocks have after a crash. All of them are there."""
     with open_queue(DiskStore(folder)) as queue:
-        job = queue.load(queue.secret.opaque(names(count)), np.arange(count))
-        assert job.wait(60, returned=True) and job.ok == count, (job.codes, job.error)
+        assert returned(queue.load(queue.secret.opaque(names(count)), np.arange(count))).ok == count
         return [n for row in range(count) for n in range(8) if np.array_equal(queue.memory[row], content(n))]
 
 
@@ -345,8 +340,7 @@ def test_a_commit_that_fails_takes_neither_the_old_bytes_nor_the_new(
     with open_queue(DiskStore(doubtful, system=faulty.system)) as queue:
         fill(queue.memory, 4, 4)
         (faulty.after if durable else faulty.before)["COMMIT"] = raising(sqlite3.OperationalError("disk I/O error"))
-        job = queue.save(queue.secret.opaque(names(4)), np.arange(4))
-        assert job.wait(60, returned=True) and not job.ok
+        assert not returned(queue.save(queue.secret.opaque(names(4)), np.arange(4))).ok
         faulty.after, faulty.before = {}, {"fdatasync": gate}
         fill(queue.memory, 4, 100)
         other = queue.save(queue.secret.opaque(names(4, first=100)), np.arange(4))
@@ -436,8 +430,7 @@ def test_a_save_that_does_not_write_a_block_again_drops_nothing(doubtful: Path, 
             gate.open()
         assert job.wait(60, returned=True) and not job.ok
         del faulty.before["pwritev"]
-        load = queue.load(keys, np.arange(4, 8))
-        assert load.wait(60, returned=True) and load.ok == 4
+        assert returned(queue.load(keys, np.arange(4, 8))).ok == 4
         commits = queue.stats().store["commits"]
         saved(queue, 4)
         assert (queue.stats().store["commits"] > commits) == failing, "what was not written is still in doubt"
@@ -451,8 +444,7 @@ def test_a_block_that_gets_other_bytes_while_it_is_read_keeps_its_slot(doubtful:
         load = queue.load(keys, np.arange(20, 21))
         assert gate.reached.wait(600)
         fill(queue.memory, 1, 4)
-        job = queue.save(keys, np.arange(1))
-        assert job.wait(60, returned=True) and job.ok
+        assert returned(queue.save(keys, np.arange(1))).ok
         saved(queue, 8, first=100)  # all that there is room for
         gate.open()
         assert load.wait(60, returned=True) and load.ok == 1
@@ -465,8 +457,7 @@ def test_a_block_that_gets_other_bytes_while_it_is_read_keeps_its_slot(doubtful:
 def test_where_no_other_slot_is_free_other_bytes_are_refused(doubtful: Path) -> None:
     with open_queue(DiskStore(doubtful, 4 * BLOCK_BYTES)) as queue:
         fill(queue.memory, 4, 4)
-        job = queue.save(queue.secret.opaque(names(4)), np.arange(4))
-        assert job.wait(60, returned=True) and set(job.codes.tolist()) == {REFUSED}
+        assert set(returned(queue.save(queue.secret.opaque(names(4)), np.arange(4))).codes.tolist()) == {REFUSED}
     assert loaded(doubtful) == [0, 1, 2, 3]
 
 

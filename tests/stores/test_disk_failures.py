@@ -21,7 +21,19 @@ from kvpool.stores.disk import DiskStore
 from kvpool.stores.disk.slab import System
 from kvpool.stores.store import KEY_BYTES, SEAL_BYTES, Space
 from tests.stores.disk_lab import Faulty, raising
-from tests.stores.lab import BLOCK_BYTES, IDENTITY, Gate, content, fill, memory, names, open_queue, saved
+from tests.stores.lab import (
+    BLOCK_BYTES,
+    IDENTITY,
+    Gate,
+    content,
+    done,
+    fill,
+    memory,
+    names,
+    open_queue,
+    returned,
+    saved,
+)
 
 CAPACITY = 32 * BLOCK_BYTES
 ERRORS = [errno.ENOSPC, errno.EROFS, errno.EIO]
@@ -50,20 +62,17 @@ def test_a_save_that_fails_loses_nothing_and_later_ones_go_on(
         keys = saved(queue, 4)
         faulty.before[name] = raising(error)
         fill(queue.memory, 4, first=4)
-        job = queue.save(queue.secret.opaque(names(4, 4)), np.arange(4))
-        assert job.wait(60, returned=True) and job.codes.tolist() == [FAILED] * 4
+        job = returned(queue.save(queue.secret.opaque(names(4, 4)), np.arange(4)))
+        assert job.codes.tolist() == [FAILED] * 4
         text = "database" if error is FULL else "disk I/O" if error is BROKEN else os.strerror(error.errno)  # type: ignore
         assert text in job.error
         assert queue.stats().store["io_errors"] == 1 and queue.stats().store["blocks"] == 4
         del faulty.before[name]
-        found = queue.find(queue.secret.opaque(names(8)))
-        assert found.wait(600) and found.ok == 4
-        load = queue.load(keys, np.arange(10, 14))
-        assert load.wait(60, returned=True) and load.ok == 4
+        assert done(queue.find(queue.secret.opaque(names(8)))).ok == 4
+        assert returned(queue.load(keys, np.arange(10, 14))).ok == 4
         saved(queue, 20, first=8)
     with open_queue(DiskStore(tmp_path / "store")) as queue:
-        job = queue.load(queue.secret.opaque([*names(4), *names(20, 8)]), np.arange(24))
-        assert job.wait(60, returned=True) and job.ok == 24
+        assert returned(queue.load(queue.secret.opaque([*names(4), *names(20, 8)]), np.arange(24))).ok == 24
         assert np.array_equal(queue.memory[0], content(0)) and np.array_equal(queue.memory[4], content(8))
 
 
@@ -72,8 +81,7 @@ def test_slots_of_saves_that_failed_are_used_again(store: DiskStore, faulty: Fau
     with open_queue(store) as queue:
         faulty.before[name] = raising(FULL if name == "COMMIT" else OSError(errno.EIO, "I/O error"))
         for first in range(0, 320, 32):
-            job = queue.save(queue.secret.opaque(names(32, first)), np.arange(32))
-            assert job.wait(60, returned=True) and not job.ok
+            assert not returned(queue.save(queue.secret.opaque(names(32, first)), np.arange(32))).ok
         del faulty.before[name]
         saved(queue, 32, first=1000)
         assert queue.stats().store["blocks"] == 32 and queue.stats().store["evicted"] == 0
@@ -95,13 +103,11 @@ def test_a_drop_that_is_not_durable_is_not_confirmed_and_tried_again(
         faulty.before["COMMIT"] = refuse
         job = queue.clear(tag) if clears else queue.forget(keys[:2])
         assert tried.acquire(timeout=600) and tried.acquire(timeout=600) and not job.done
-        found = queue.find(keys)
-        assert found.wait(600) and found.ok == 2, "they are forgotten all the same"
+        assert done(queue.find(keys)).ok == 2, "they are forgotten all the same"
         del faulty.before["COMMIT"]
         assert job.wait(600) and job.ok == len(job.codes)
     with open_queue(DiskStore(tmp_path / "store")) as queue:
-        found = queue.find(keys)
-        assert found.wait(600) and found.ok == 2
+        assert done(queue.find(keys)).ok == 2
 
 
 def test_what_was_evicted_for_a_save_that_failed_and_is_forgotten_stays_gone_after_a_crash(
@@ -111,16 +117,14 @@ def test_what_was_evicted_for_a_save_that_failed_and_is_forgotten_stays_gone_aft
     with open_queue(store) as queue:
         keys = saved(queue, 32)
         faulty.before["pwritev"] = raising(OSError(errno.EIO, "I/O error"))
-        job = queue.save(queue.secret.opaque(names(4, 100)), np.arange(4))
-        assert job.wait(60, returned=True) and not job.ok
-        found = queue.find(keys)
-        assert found.wait(600) and found.codes.tolist().count(ABSENT) == 4
-        dropped = queue.forget(keys[found.codes == ABSENT])
-        assert dropped.wait(600) and dropped.ok == 4 and dropped.dropped == 0
+        assert not returned(queue.save(queue.secret.opaque(names(4, 100)), np.arange(4))).ok
+        found = done(queue.find(keys))
+        assert found.codes.tolist().count(ABSENT) == 4
+        dropped = done(queue.forget(keys[found.codes == ABSENT]))
+        assert dropped.ok == 4 and dropped.dropped == 0
         shutil.copytree(tmp_path / "store", tmp_path / "crashed")
     with open_queue(DiskStore(tmp_path / "crashed")) as queue:
-        again = queue.find(keys)
-        assert again.wait(600) and again.codes.tolist() == found.codes.tolist()
+        assert done(queue.find(keys)).codes.tolist() == found.codes.tolist()
 
 
 def test_a_block_that_cannot_be_read_fails_alone(store: DiskStore, faulty: Faulty) -> None:
@@ -134,12 +138,10 @@ def test_a_block_that_cannot_be_read_fails_alone(store: DiskStore, faulty: Fault
                 raise error
 
         faulty.before["preadv"] = second
-        job = queue.load(keys, np.arange(20, 24))
-        assert job.wait(60, returned=True) and job.codes.tolist() == [OK, FAILED, OK, OK]
+        assert returned(queue.load(keys, np.arange(20, 24))).codes.tolist() == [OK, FAILED, OK, OK]
         assert queue.stats().store["io_errors"] == 1
         del faulty.before["preadv"]
-        job = queue.load(keys, np.arange(20, 24))
-        assert job.wait(60, returned=True) and job.ok == 4
+        assert returned(queue.load(keys, np.arange(20, 24))).ok == 4
 
 
 def test_a_call_that_does_a_part_is_made_again(tmp_path: Path) -> None:
@@ -156,8 +158,7 @@ def test_a_call_that_does_a_part_is_made_again(tmp_path: Path) -> None:
     small = type(system)(preadv=part(os.preadv), pwritev=part(os.pwritev))  # type: ignore[arg-type]
     with open_queue(DiskStore(tmp_path / "store", CAPACITY, system=small)) as queue:
         keys = saved(queue, 5)
-        job = queue.load(keys, np.arange(20, 25))
-        assert job.wait(60, returned=True) and job.ok == 5
+        assert returned(queue.load(keys, np.arange(20, 25))).ok == 5
         assert np.array_equal(queue.memory[24], content(4))
 
 
@@ -165,8 +166,8 @@ def test_a_slab_that_was_cut_while_it_is_used_fails_and_does_not_hang(store: Dis
     with open_queue(store) as queue:
         keys = saved(queue, 8)
         os.truncate(tmp_path / "store" / "slab", 4 * BLOCK_BYTES)
-        job = queue.load(keys[4:], np.arange(4))
-        assert job.wait(60, returned=True) and job.codes.tolist() == [FAILED] * 4 and "ends early" in job.error
+        job = returned(queue.load(keys[4:], np.arange(4)))
+        assert job.codes.tolist() == [FAILED] * 4 and "ends early" in job.error
 
 
 @pytest.mark.parametrize("number", ERRORS)
@@ -194,20 +195,18 @@ def test_a_database_that_cannot_be_opened_is_not_thrown_away(
             open_queue(store)
     faulty.before.clear()
     with open_queue(store) as queue:
-        found = queue.find(keys)
-        assert found.wait(600) and found.ok == 4 and not queue.stats().store["damaged_files"]
+        assert done(queue.find(keys)).ok == 4 and (not queue.stats().store["damaged_files"])
 
 
 def test_a_close_that_fails_is_counted_and_lets_go(store: DiskStore, faulty: Faulty, tmp_path: Path) -> None:
     queue = open_queue(store)
     keys = saved(queue, 4)
-    assert queue.load(keys, np.arange(4)).wait(60, returned=True)
+    returned(queue.load(keys, np.arange(4)))
     faulty.before["COMMIT"] = raising(FULL)
     assert queue.close(600)
     assert store.stats()["io_errors"] == 1
     with open_queue(DiskStore(tmp_path / "store")) as queue:
-        found = queue.find(keys)
-        assert found.wait(600) and found.ok == 4
+        assert done(queue.find(keys)).ok == 4
 
 
 @pytest.fixture
@@ -232,8 +231,7 @@ def test_a_read_only_file_system_is_named(small: Path) -> None:
         assert str(path) in str(caught.value)
     subprocess.run(["mount", "-o", "remount,rw", small], check=True)
     with open_queue(store) as queue:
-        found = queue.find(keys)
-        assert found.wait(600) and found.ok == 4
+        assert done(queue.find(keys)).ok == 4
 
 
 def test_a_file_system_that_becomes_full(small: Path) -> None:
@@ -249,16 +247,14 @@ def test_a_file_system_that_becomes_full(small: Path) -> None:
                 rest.flush()
         for first in range(0, 1280, 64):
             fill(queue.memory, 64, first)
-            job = queue.save(queue.secret.opaque(names(64, first)), np.arange(64))
-            assert job.wait(60, returned=True)
+            job = returned(queue.save(queue.secret.opaque(names(64, first)), np.arange(64)))
             failed += int(np.count_nonzero(job.codes == FAILED))
             kept += [first + place for place in np.flatnonzero(job.codes == OK).tolist()]
         assert failed and queue.stats().store["io_errors"]
     (small / "rest").unlink()
     with open_queue(DiskStore(small / "store")) as queue:
         keys = queue.secret.opaque([b"block %d" % number for number in kept])
-        found = queue.find(keys)
-        assert found.wait(600) and found.ok == len(kept)
+        assert done(queue.find(keys)).ok == len(kept)
 
 
 def test_rows_of_any_address_and_size_are_kept(tmp_path: Path) -> None:
@@ -267,8 +263,7 @@ def test_rows_of_any_address_and_size_are_kept(tmp_path: Path) -> None:
     with StoreQueue(DiskStore(tmp_path / "store", 16 * 8192), rows, IDENTITY) as queue:
         keys = saved(queue, 4)
         rows[:] = 0
-        job = queue.load(keys, np.arange(4, 8))
-        assert job.wait(60, returned=True) and job.ok == 4
+        assert returned(queue.load(keys, np.arange(4, 8))).ok == 4
         assert np.array_equal(rows[7], content(3, 5001))
         assert queue.stats().store["capacity"] == 16
 

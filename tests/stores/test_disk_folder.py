@@ -25,7 +25,7 @@ from kvpool.stores import ABSENT, FAILED, OK
 from kvpool.stores.disk import DiskStore
 from kvpool.stores.disk.slab import System
 from kvpool.stores.store import Space
-from tests.stores.lab import BLOCK_BYTES, IDENTITY, fill, memory, names, open_queue, saved
+from tests.stores.lab import BLOCK_BYTES, IDENTITY, done, fill, memory, names, open_queue, returned, saved
 
 SPACE = Space(bytes(16), memory(4))
 CAPACITY = 8 * BLOCK_BYTES
@@ -244,8 +244,7 @@ def test_a_folder_that_goes_while_a_save_is_under_way_has_not_saved_it(tmp_path:
         (folder / "slab").unlink()
 
     with open_queue(DiskStore(folder, CAPACITY, system=System(fdatasync=gone))) as queue:
-        job = queue.save(queue.secret.opaque(names(2)), np.arange(2))
-        assert job.wait(60, returned=True) and job.codes.tolist() == [FAILED, FAILED]
+        assert returned(queue.save(queue.secret.opaque(names(2)), np.arange(2))).codes.tolist() == [FAILED, FAILED]
 
 
 def test_a_child_gets_an_error(tmp_path: Path) -> None:
@@ -383,8 +382,7 @@ def test_blocks_of_the_old_format_are_counted_once_and_never_served(tmp_path: Pa
     with open_queue(DiskStore(folder)) as queue:
         stats = queue.stats().store
         assert (stats["old_format"], stats["blocks"], stats["dropped_rows"]) == (5, 0, 0)
-        found = queue.find(queue.secret.opaque(names(5)))
-        assert found.wait(600) and found.codes.tolist() == [ABSENT] * 5
+        assert done(queue.find(queue.secret.opaque(names(5)))).codes.tolist() == [ABSENT] * 5
         saved(queue, 8)
         assert queue.stats().store["evicted"] == 0, "their room is given back"
     with open_queue(DiskStore(folder)) as queue:

@@ -16,7 +16,7 @@ from kvpool.keepers.hostkeeper import HostKeeper
 from kvpool.stores import OK, MemoryStore, StoreQueue
 from tests.exact import At
 from tests.hostcache.conftest import IDENTITY, keys
-from tests.stores.lab import memory, saved
+from tests.stores.lab import done, memory, saved
 
 pytestmark = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other instructions look for signals there")
 KEYS = keys("a", "b", "c")
@@ -129,8 +129,7 @@ def test_a_handler_that_raises_in_a_call_of_a_queue_keeps_no_thread_waiting() ->
                 at.run(lambda queue=queue, found=found, call=call: call(queue, found))
                 reached = at.reached
                 assert queue.drain(600), at.where
-            job = queue.load(found, np.arange(2))
-            assert job.wait(600) and (job.codes == OK).all()
+            assert (done(queue.load(found, np.arange(2))).codes == OK).all()
 
 
 def test_jobs_that_a_handler_has_kept_from_the_caller_are_told_again() -> None:
@@ -139,8 +138,7 @@ def test_jobs_that_a_handler_has_kept_from_the_caller_are_told_again() -> None:
         queue.finished()
         while reached:
             k += 1
-            job = queue.find(found)
-            assert job.wait(600)
+            job = done(queue.find(found))
             at = At(k)
             raised = at.run(queue.finished)
             reached = at.reached

@@ -25,9 +25,9 @@ from tests.stores.keeping import (
     seed,
     store,
     tokens,
-    wait,
     write_all,
 )
+from tests.waiting import until
 
 
 def test_what_one_pool_has_saved_another_finds_after_a_restart() -> None:
@@ -121,7 +121,7 @@ def test_what_is_used_twice_is_saved() -> None:
         seed(one, kept, [tokens(17), tokens(17, 100)])
         assert kept.stats().saved_blocks == 0
         assert one.seed(tokens(18), 18) == 17
-        wait(lambda: kept.stats().saved_blocks == 4)
+        until(lambda: kept.stats().saved_blocks == 4)
         assert kept.match_prefix(tokens(18)).store_tokens == 0
         one.cache.reset()
         assert kept.drain(600) and fetch(one, kept, tokens(18)) == 4

@@ -16,8 +16,9 @@ from kvpool.observe.metrics import PoolMetrics
 from kvpool.pool.core import Names
 from kvpool.publish import KVEventPublisher
 from tests.engine import Engine, EventReplay
-from tests.stores.keeping import engine, fetch, keeper, seed, store, tokens, wait
+from tests.stores.keeping import engine, fetch, keeper, seed, store, tokens
 from tests.stores.lab import Wrong
+from tests.waiting import until
 
 PROMPT = tokens(41)
 
@@ -125,7 +126,7 @@ def test_a_keeper_that_has_missed_events_learns_what_there_is() -> None:
     """Its thread is held while the pool overwrites what it did not read."""
     made = engine(P=64, S=64, event_capacity=8)
     with made.cache, keeper(made, store(), interval_ms=60_000) as kept:
-        wait(lambda: kept.stats().prefetching == 0)
+        until(lambda: kept.stats().prefetching == 0)
         for first in range(0, 3000, 1000):
             made.seed(tokens(41, first), 41)
         seed(made, kept, [tokens(41, 5000)])

@@ -19,8 +19,9 @@ from kvpool.stores import ABSENT, FAILED, OK, REFUSED, MemoryStore
 from kvpool.stores.disk import DiskStore
 from kvpool.stores.store import Bytes, Rows, Stop
 from tests.engine import Engine
-from tests.stores.keeping import IDENTITY, Clock, engine, fetch, grouped, keeper, room, seed, store, tokens, wait
+from tests.stores.keeping import IDENTITY, Clock, engine, fetch, grouped, keeper, room, seed, store, tokens
 from tests.stores.lab import Gate, Wrong
+from tests.waiting import until
 
 PROMPT = tokens(41)
 NUMBERS = itertools.count(2000, 100)
@@ -123,11 +124,11 @@ def test_rows_of_a_call_that_hangs_are_given_to_nobody(one: Engine, wrong: Wrong
     recorder.threads, recorder.before["load"] = 4, gate
     with keeper(one, recorder, staging_blocks=64, clock=clock) as kept:
         handle = kept.prefetch(one.prompt(PROMPT), 5.0)
-        wait(lambda: kept.stats().stores["wrong"].running_calls == 2)
+        until(lambda: kept.stats().stores["wrong"].running_calls == 2)
         clock.pass_(5.0)
         assert handle.wait(600) and handle.blocks == 0
         one.seed(tokens(41, 1000), 41)
-        wait(lambda: kept.stats().saved_blocks == 10)
+        until(lambda: kept.stats().saved_blocks == 10)
         assert recorder.loading and not recorder.loading & recorder.saving
         gate.open()
         assert kept.drain(600)
@@ -145,8 +146,8 @@ def test_a_failing_store_is_suspended_probed_and_used_again(one: Engine, wrong: 
         dropped = kept.stats().dropped
         assert dropped["wrong", "failed"] >= 2 and dropped["wrong", "suspended"] >= 1
         wrong.before.clear()
-        wait(lambda: fetch(one, kept, PROMPT) == 10)
-        wait(lambda: saves(one, kept))
+        until(lambda: fetch(one, kept, PROMPT) == 10)
+        until(lambda: saves(one, kept))
         assert not kept.stats().health["wrong"].writes_suspended
 
 
@@ -196,7 +197,7 @@ def test_saves_that_find_no_place_are_dropped_and_counted(one: Engine) -> None:
         sequence = one.add(tokens(129))
         one.finish(sequence)
         assert gate.reached.wait(600)
-        wait(lambda: ("wrong", "queue_full") in kept.stats().dropped)
+        until(lambda: ("wrong", "queue_full") in kept.stats().dropped)
         gate.open()
         assert kept.drain(600)
         stats = kept.stats()
@@ -362,7 +363,7 @@ def test_what_several_requests_wait_for_is_loaded_once(one: Engine, wrong: Wrong
     wrong.before["find"] = gate
     with keeper(one, wrong) as kept:
         handles = [kept.prefetch(one.prompt([*PROMPT[:37], *tokens(4, first)]), 60.0) for first in range(5)]
-        wait(lambda: kept.stats().prefetching == 5)
+        until(lambda: kept.stats().prefetching == 5)
         gate.open()
         assert all(handle.wait(600) and handle.ended in ("loaded", "cached") for handle in handles), handles
         assert sum(handle.blocks for handle in handles) == 9
@@ -376,7 +377,7 @@ def test_a_prefetch_that_waits_for_a_block_of_another_loads_it_if_that_fails(one
         first = kept.prefetch(one.prompt(PROMPT), 60.0)
         assert gate.reached.wait(600)
         second = kept.prefetch(one.prompt(PROMPT), 60.0)
-        wait(lambda: kept.stats().found_blocks == 20)
+        until(lambda: kept.stats().found_blocks == 20)
         first.cancel()
         assert first.wait(600) and first.blocks == 0
         gate.open()
@@ -418,7 +419,7 @@ def test_a_keeper_ends_with_its_pool() -> None:
     handle = kept.prefetch(made.prompt(PROMPT), 60.0)
     assert gate.reached.wait(600)
     made.cache.close()
-    wait(lambda: kept.closed)
+    until(lambda: kept.closed)
     assert handle.wait(600) and handle.ended == "closed" and not kept.drain(0.01)
     with pytest.raises(PoolClosed):
         kept.prefetch(PROMPT)
@@ -445,7 +446,7 @@ def test_closing_counts_what_it_gives_up(one: Engine, wrong: Wrong) -> None:
     kept = keeper(one, wrong, staging_blocks=8)
     one.seed(tokens(81), 80)
     assert gate.reached.wait(600)
-    wait(lambda: kept.stats().waiting_blocks == 16)
+    until(lambda: kept.stats().waiting_blocks == 16)
     assert not kept.close(0.05)
     gate.open()
     assert kept.close(600)

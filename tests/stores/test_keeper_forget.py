@@ -30,11 +30,11 @@ from tests.stores.keeping import (
     seed,
     store,
     tokens,
-    wait,
     write_all,
 )
 from tests.stores.lab import Gate, Wrong
 from tests.stores.test_drops import Down
+from tests.waiting import until
 
 PROMPT, OTHER = tokens(41), tokens(41, 1000)
 BLOCKS = 10
@@ -197,7 +197,7 @@ def test_a_prefetch_of_which_a_part_has_come_brings_no_more(one: Engine, wrong: 
     with keeper(one, wrong, staging_blocks=8) as kept:
         handle = kept.prefetch(one.prompt(PROMPT), 60.0)
         assert gate.reached.wait(600)
-        wait(lambda: kept.stats().stores["wrong"].blocks["load", "ok"] >= 3)
+        until(lambda: kept.stats().stores["wrong"].blocks["load", "ok"] >= 3)
         forgotten = drop(one, kept)
         assert handle.wait(600) and handle.ended in ("forgotten", "reset")
         came = handle.blocks
@@ -246,11 +246,11 @@ def test_a_save_that_is_over_and_not_noted_is_taken_back(one: Engine, wrong: Wro
         assert gate.reached.wait(600)
         with clock.held():
             gate.open()
-            wait(lambda: kept.stats().stores["wrong"].blocks["save", "ok"] == BLOCKS)
+            until(lambda: kept.stats().stores["wrong"].blocks["save", "ok"] == BLOCKS)
             found: list[Forgotten] = []
             caller = threading.Thread(target=lambda: found.append(drop(one, kept)))
             caller.start()
-            wait(lambda: len(kept._orders) == 1)
+            until(lambda: len(kept._orders) == 1)
         caller.join(600)
         assert found[0].wait(600) and found[0].stores == {"wrong": BLOCKS} and kept.drain(600)
         assert kept.match_prefix(one.prompt(PROMPT)).store_tokens == 0 and not wrong.inner._blocks
@@ -285,7 +285,7 @@ def test_what_waits_to_be_saved_is_given_up_and_counted(one: Engine, wrong: Wron
     with keeper(one, wrong, staging_blocks=2) as kept:
         one.seed(PROMPT, len(PROMPT))
         assert gate.reached.wait(600)
-        wait(lambda: kept.stats().waiting_blocks == BLOCKS - 1)
+        until(lambda: kept.stats().waiting_blocks == BLOCKS - 1)
         forgotten = drop(one, kept)
         assert kept.stats().dropped["wrong", "forgotten"] == BLOCKS - 1
         gate.open()
@@ -337,7 +337,7 @@ def test_of_two_stores_one_confirms_while_the_other_is_down(one: Engine, wrong: 
         seed(one, kept, [PROMPT])
         down = Down(wrong)
         forgotten = drop(one, kept)
-        wait(lambda: forgotten.stores == {"memory": BLOCKS, "wrong": None})
+        until(lambda: forgotten.stores == {"memory": BLOCKS, "wrong": None})
         assert fetch(one, kept, PROMPT) == 0, "the far store does not bring it"
         down.up()
         assert forgotten.wait(600) and forgotten.stores == {"memory": BLOCKS, "wrong": BLOCKS}

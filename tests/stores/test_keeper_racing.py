@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.stores.keeping import Clock, engine, fetch, keeper, seed, store, tokens, wait
+from tests.stores.keeping import Clock, engine, fetch, keeper, seed, store, tokens
 from tests.stores.lab import Gate, Wrong
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -68,5 +69,5 @@ def test_without_a_stated_speed_everything_is_loaded(memory: Wrong, clock: Clock
     with one.cache, keeper(one, memory, clock=clock, deadline_ms=10**6) as kept:
         for i in range(3):
             handle = kept.prefetch(one.prompt(tokens(41, 1000 * i)), 1e5)
-            wait(lambda handle=handle: handle.done)  # type: ignore[misc]
+            until(lambda handle=handle: handle.done)  # type: ignore[misc]
             assert handle.blocks == 10

@@ -26,10 +26,24 @@ from kvpool.stores.peer.wire import StoreCall, StoreDone, StoreHello, StoreWelco
 from kvpool.stores.store import MODEL_BYTES
 from tests.remote.workers import Fake, packed
 from tests.stores.contract import LastingContract
-from tests.stores.lab import BLOCK_BYTES, IDENTITY, Gate, Wrong, content, fill, memory, names, open_queue, saved
-from tests.stores.peering import KEY, ROOT, SEAL, SPACE, TAG, WIRE_KEY, Raw, Serve, call, client, until
+from tests.stores.lab import (
+    BLOCK_BYTES,
+    IDENTITY,
+    Gate,
+    Wrong,
+    content,
+    done,
+    fill,
+    memory,
+    names,
+    open_queue,
+    returned,
+    saved,
+)
+from tests.stores.peering import KEY, ROOT, SEAL, SPACE, TAG, WIRE_KEY, Raw, Serve, call, client
 from tests.stores.peering import serve as serve
 from tests.stores.peering import servers as servers
+from tests.waiting import until
 
 
 class TestPeerStore(LastingContract):
@@ -53,8 +67,7 @@ def test_what_one_client_saves_another_finds_and_names_do_not_mix(serve: Serve) 
             keys, rows = one.secret.opaque(names(4, 4 * group)), np.arange(4) + 4 * group
             assert one.save(keys, rows).wait(60, returned=True)
         for group in (1, 0):
-            job = other.load(other.secret.opaque(names(4, 4 * group)), np.arange(4))
-            assert job.wait(60, returned=True) and job.ok == 4
+            assert returned(other.load(other.secret.opaque(names(4, 4 * group)), np.arange(4))).ok == 4
             assert all(np.array_equal(other.memory[i], content(4 * group + i)) for i in range(4))
 
 
@@ -65,8 +78,7 @@ def test_many_clients_at_once_get_every_byte(serve: Serve) -> None:
         with open_queue(client(server)) as queue:
             keys = saved(queue, 16, first=100 * number)
             for _ in range(4):
-                job = queue.load(keys, np.arange(16, 32))
-                assert job.wait(60, returned=True) and job.ok == 16, job.error
+                assert returned(queue.load(keys, np.arange(16, 32))).ok == 16
                 assert all(np.array_equal(queue.memory[16 + i], content(100 * number + i)) for i in range(16))
             done.append(number)
 
@@ -107,8 +119,7 @@ def test_saves_that_were_given_up_take_no_place(serve: Serve) -> None:
     with open_queue(writer, piece_bytes=BLOCK_BYTES) as saving, open_queue(reader) as loading:
         keys = saving.secret.opaque(names(16))
         assert saving.save(keys, np.arange(16)).wait(60, returned=True)
-        job = loading.load(keys, np.arange(16))
-        assert job.wait(600) and job.codes.tolist() == [ABSENT] * 16, job.error
+        assert done(loading.load(keys, np.arange(16))).codes.tolist() == [ABSENT] * 16
         gate.open()
 
 
@@ -119,15 +130,13 @@ def test_a_save_that_its_client_gave_up_leaves_nothing_that_was_dropped_later(se
     wrong.threads, wrong.before["save"], wrong.deaf = 4, gate, True
     with open_queue(client(serve(wrong), timeout_ms=200)) as queue:
         keys = queue.secret.opaque(names(4))
-        saving = queue.save(keys, np.arange(4))
-        assert saving.wait(60, returned=True) and saving.ok == 0 and gate.reached.is_set()
+        assert returned(queue.save(keys, np.arange(4))).ok == 0 and gate.reached.is_set()
         dropped = queue.clear() if clears else queue.forget(keys)
         until(lambda: dropped.error, "call that waited in vain")
         assert not {"forget", "clear"} & set(wrong.calls) and not dropped.done
         gate.open()
         assert dropped.wait(600) and dropped.dropped == 4 and not wrong.inner.stats()["blocks"]
-        found = queue.find(keys)
-        assert found.wait(600) and found.ok == 0
+        assert done(queue.find(keys)).ok == 0
 
 
 def test_a_save_that_arrives_after_a_drop_of_its_client_is_not_kept(serve: Serve) -> None:
@@ -242,15 +251,12 @@ def test_a_server_killed_in_the_middle_of_a_load_is_a_miss_and_is_used_again_onc
         assert job.wait(20, returned=True), "noticed long before the call's own time is over"
         assert job.codes.tolist() == [FAILED] * 4 and "connection has ended" in job.error
         assert (queue.memory[8:12] == 7).all(), "rows of a load that failed"
-        job = queue.find(keys)
-        assert job.wait(20, returned=True) and job.codes.tolist() == [FAILED] * 4
+        assert returned(queue.find(keys)).codes.tolist() == [FAILED] * 4
     with other_process(endpoint, 0) as (_, where), queue:
         assert where == endpoint, "the same port"
-        job = queue.load(keys, np.arange(8, 12))
-        assert job.wait(20, returned=True) and job.codes.tolist() == [ABSENT] * 4
+        assert returned(queue.load(keys, np.arange(8, 12))).codes.tolist() == [ABSENT] * 4
         assert np.array_equal(saved(queue, 4), keys), "the secret is the clients', so the keys are the same"
-        job = queue.load(keys, np.arange(8, 12))
-        assert job.wait(20, returned=True) and job.ok == 4
+        assert returned(queue.load(keys, np.arange(8, 12))).ok == 4
         assert queue.stats().store["failed_calls"] == 2
 
 
@@ -260,8 +266,7 @@ def test_a_store_opens_without_its_server_and_says_so(caplog: pytest.LogCaptureF
     assert server.close()
     with caplog.at_level(logging.WARNING), open_queue(client(endpoint)) as queue:
         assert "the store is not there" in caplog.text and "nobody listens" in caplog.text
-        job = queue.find(queue.secret.opaque(names(1)))
-        assert job.wait(600) and job.codes.tolist() == [FAILED]
+        assert done(queue.find(queue.secret.opaque(names(1)))).codes.tolist() == [FAILED]
         serve(endpoint=endpoint)
         saved(queue, 4)
 
@@ -273,14 +278,14 @@ def test_a_slow_server_is_late_at_the_deadline_and_its_late_answer_reaches_no_ro
         keys = saved(queue, 4)
         store.before["load"] = gate
         queue.memory[8:12] = 7
-        job = queue.load(keys, np.arange(8, 12), deadline=queue.now() + 0.05)
-        assert job.wait(600) and job.codes.tolist() == [LATE] * 4
+        job = done(queue.load(keys, np.arange(8, 12), deadline=queue.now() + 0.05))
+        assert job.codes.tolist() == [LATE] * 4
         assert job.wait(5, returned=True), "the client waits no longer, although the server still hangs"
         gate.open()
         del store.before["load"]
         until(lambda: server.stats().under_way == 0, "end of the call")
         assert (queue.memory[8:12] == 7).all()
-        assert queue.load(keys, np.arange(4)).wait(600)
+        done(queue.load(keys, np.arange(4)))
 
 
 def test_a_call_ends_after_its_time_and_the_server_stops_too(serve: Serve) -> None:
@@ -294,8 +299,8 @@ def test_a_call_ends_after_its_time_and_the_server_stops_too(serve: Serve) -> No
             return np.full(len(keys), CANCELLED, np.uint8), np.zeros((len(keys), 16), np.uint8)
 
     with open_queue(client(serve(Endless(1 << 20)), timeout_ms=200)) as queue:
-        job = queue.load(queue.secret.opaque(names(2)), np.arange(2))
-        assert job.wait(20, returned=True) and job.codes.tolist() == [FAILED] * 2
+        job = returned(queue.load(queue.secret.opaque(names(2)), np.arange(2)))
+        assert job.codes.tolist() == [FAILED] * 2
         assert "did not answer for 200 ms" in job.error and stopped.wait(600)
 
 
@@ -325,11 +330,9 @@ def test_bytes_that_the_server_changes_are_damaged_and_forgotten(serve: Serve) -
             return answer
 
         store.after["load"] = change
-        job = queue.load(keys, np.arange(8, 12))
-        assert job.wait(20, returned=True) and job.codes.tolist() == [DAMAGED] * 4
+        assert returned(queue.load(keys, np.arange(8, 12))).codes.tolist() == [DAMAGED] * 4
         del store.after["load"]
-        job = queue.load(keys, np.arange(8, 12))
-        assert job.wait(20, returned=True) and job.codes.tolist() == [ABSENT] * 4
+        assert returned(queue.load(keys, np.arange(8, 12))).codes.tolist() == [ABSENT] * 4
 
 
 @contextmanager

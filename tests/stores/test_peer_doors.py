@@ -19,10 +19,11 @@ from kvpool.stores.peer.peer_store import PeerStore
 from kvpool.stores.peer.store_server import StoreServer
 from kvpool.stores.seals import SharedSecret
 from kvpool.stores.urls import open_store
-from tests.stores.lab import BLOCK_BYTES, names, open_queue, saved
-from tests.stores.peering import KEY, ROOT, SEAL, SECRET, TAG, WIRE_KEY, Raw, Serve, call, client, until
+from tests.stores.lab import BLOCK_BYTES, done, names, open_queue, returned, saved
+from tests.stores.peering import KEY, ROOT, SEAL, SECRET, TAG, WIRE_KEY, Raw, Serve, call, client
 from tests.stores.peering import serve as serve
 from tests.stores.peering import servers as servers
+from tests.waiting import until
 
 
 def test_a_client_that_reads_nothing_holds_few_answers(serve: Serve) -> None:
@@ -57,8 +58,7 @@ def test_with_keys_the_server_needs_no_secret_and_strangers_are_not_let_in(serve
     server = serve(keys=ServerKeys(public, private, [own]))
     with open_queue(client(server, keys=ClientKeys(own, mine, public))) as queue:
         keys = saved(queue, 4)
-        job = queue.load(keys, np.arange(4))
-        assert job.wait(20, returned=True) and job.ok == 4
+        assert returned(queue.load(keys, np.arange(4))).ok == 4
     stranger = zmq.curve_keypair()
     with pytest.raises(PermissionError, match="does not accept"):
         open_queue(client(server, keys=ClientKeys(*stranger, public)))
@@ -69,8 +69,7 @@ def test_clients_with_another_secret_behind_keys_find_nothing_of_each_other(serv
     server, keys = serve(keys=ServerKeys(public, private, [own])), ClientKeys(own, mine, public)
     with open_queue(client(server, keys=keys)) as one, open_queue(client(server, keys=keys, secret=bytes(32))) as other:
         saved(one, 4)
-        job = other.find(other.secret.opaque(names(4)))
-        assert job.wait(600) and job.codes.tolist() == [ABSENT] * 4
+        assert done(other.find(other.secret.opaque(names(4)))).codes.tolist() == [ABSENT] * 4
 
 
 def test_only_this_machine_without_keys() -> None:

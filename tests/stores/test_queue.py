@@ -24,10 +24,12 @@ from tests.stores.lab import (
     Gate,
     Wrong,
     content,
+    done,
     fill,
     memory,
     names,
     open_queue,
+    returned,
     saved,
 )
 
@@ -59,11 +61,9 @@ def test_a_changed_byte_is_damaged_and_forgotten(store: Wrong, queue: StoreQueue
         return answer
 
     store.after["load"] = flip
-    job = queue.load(keys, np.arange(10, 14))
-    assert job.wait(60, returned=True) and job.codes.tolist() == [OK, DAMAGED, OK, OK]
+    assert returned(queue.load(keys, np.arange(10, 14))).codes.tolist() == [OK, DAMAGED, OK, OK]
     del store.after["load"]
-    job = queue.load(keys, np.arange(10, 14))
-    assert job.wait(600) and job.codes.tolist() == [OK, ABSENT, OK, OK]
+    assert done(queue.load(keys, np.arange(10, 14))).codes.tolist() == [OK, ABSENT, OK, OK]
     assert queue.stats().blocks["load", "damaged"] == 1
 
 
@@ -76,8 +76,7 @@ def test_the_blocks_of_other_keys_are_damaged(store: Wrong, queue: StoreQueue) -
         return answer[0], answer[1][::-1]
 
     store.after["load"] = swap
-    job = queue.load(keys, np.arange(10, 12))
-    assert job.wait(60, returned=True) and job.codes.tolist() == [DAMAGED] * 2
+    assert returned(queue.load(keys, np.arange(10, 12))).codes.tolist() == [DAMAGED] * 2
 
 
 def test_a_block_that_another_model_has_saved_is_damaged(queue: StoreQueue) -> None:
@@ -117,8 +116,7 @@ def test_codes_that_are_none_are_failures(store: Wrong, queue: StoreQueue, answe
 def test_seals_that_are_none_or_wrong_make_no_block_valid(store: Wrong, queue: StoreQueue, seals: Any) -> None:
     keys = saved(queue, 2)
     store.after["load"] = lambda given: (given[0], seals)
-    job = queue.load(keys, [10, 11])
-    assert job.wait(60, returned=True) and job.ok == 0
+    assert returned(queue.load(keys, [10, 11])).ok == 0
 
 
 # -- blocks that an engine names itself ----------------------------------------------------------------
@@ -126,8 +124,7 @@ def test_seals_that_are_none_or_wrong_make_no_block_valid(store: Wrong, queue: S
 
 def test_names_are_blocks_of_the_keys_that_the_secret_makes(queue: StoreQueue) -> None:
     keys = saved(queue, 10)
-    found = queue.find(BlockNames(names(12)))
-    assert found.wait(600) and found.codes.tolist() == [OK] * 10 + [ABSENT] * 2
+    assert done(queue.find(BlockNames(names(12)))).codes.tolist() == [OK] * 10 + [ABSENT] * 2
     assert np.array_equal(queue.secret.opaque(BlockNames(names(10))), keys)
     assert queue.load(BlockNames(names(10)), np.arange(20, 30)).wait(600)
     assert np.array_equal(queue.memory[29], content(9))
@@ -138,15 +135,14 @@ def test_names_are_blocks_of_the_keys_that_the_secret_makes(queue: StoreQueue) -
 def test_a_store_that_is_not_there_at_first_is_asked_for_its_epoch_later(store: Wrong) -> None:
     """What is in the epoch before is not taken for it meanwhile."""
     with open_queue(store.inner) as queue:
-        assert queue.reset().wait(600)
+        done(queue.reset())
         keys = saved(queue, 2)
     store.before["epoch"] = raising(ConnectionError("not there yet"))
     with open_queue(store) as queue:
         for job in (queue.find(keys), queue.load(keys, np.arange(2)), queue.save(keys, np.arange(2))):
             assert job.wait(60, returned=True) and job.codes.tolist() == [FAILED] * 2 and "not there" in job.error
         del store.before["epoch"]
-        job = queue.load(keys, np.arange(2))
-        assert job.wait(60, returned=True) and job.ok == 2
+        assert returned(queue.load(keys, np.arange(2))).ok == 2
 
 
 def test_a_reset_that_the_store_does_not_note_keeps_everything_back_until_it_does(store: Wrong) -> None:
@@ -155,8 +151,7 @@ def test_a_reset_that_the_store_does_not_note_keeps_everything_back_until_it_doe
         store.before["epoch"] = raising(OSError("no room"))
         job = queue.reset()
         assert not job.wait(0.05)
-        found = queue.find(keys)
-        assert found.wait(600) and found.codes.tolist() == [CANCELLED] * 2
+        assert done(queue.find(keys)).codes.tolist() == [CANCELLED] * 2
         del store.before["epoch"]
         assert job.wait(600) and job.ok and job.dropped == 2
 
@@ -165,8 +160,8 @@ def test_an_epoch_that_no_store_draws_is_not_taken(store: Wrong) -> None:
     with open_queue(store) as queue:
         for answer in (b"short", "text", None, 7):
             store.after["epoch"] = lambda _, answer=answer: answer
-            job = queue.find(BlockNames(names(1)))
-            assert job.wait(600) and job.codes.tolist() == [FAILED] and "16 bytes or none" in job.error
+            job = done(queue.find(BlockNames(names(1))))
+            assert job.codes.tolist() == [FAILED] and "16 bytes or none" in job.error
 
 
 def test_a_reset_beside_a_clear_begins_an_epoch(store: Wrong) -> None:
@@ -202,11 +197,10 @@ class Lender:
 def test_rows_are_lent_for_each_call_and_what_has_gone_is_absent(store: Wrong, queue: StoreQueue) -> None:
     fill(queue.memory, 10)
     lender = Lender({name: row for row, name in enumerate(names(10)) if row % 3})
-    job = queue.save(BlockNames(names(10)), lender)
-    assert job.wait(60, returned=True) and job.counts == {"absent": 4, "ok": 6}
+    job = returned(queue.save(BlockNames(names(10)), lender))
+    assert job.counts == {"absent": 4, "ok": 6}
     assert sorted(map(len, lender.lent)) == [2, 4, 4] and lender.given_back == 3
-    loaded = queue.load(BlockNames(names(10)), np.arange(20, 30))
-    assert loaded.wait(600) and loaded.codes.tolist() == job.codes.tolist()
+    assert done(queue.load(BlockNames(names(10)), np.arange(20, 30))).codes.tolist() == job.codes.tolist()
     assert np.array_equal(queue.memory[28], content(8))
 
 
@@ -224,8 +218,8 @@ def test_nothing_is_lent_to_a_save_that_was_given_up_before_its_call(store: Wron
 
 @pytest.mark.parametrize("rows", [[0, SLOTS], [0, 1, 2], ["a", "b"], None])
 def test_wrong_rows_of_a_lender_fail_its_blocks(queue: StoreQueue, rows: Any) -> None:
-    job = queue.save(BlockNames(names(2)), lambda _: nullcontext(rows))
-    assert job.wait(60, returned=True) and job.counts == {"failed": 2} and job.error
+    job = returned(queue.save(BlockNames(names(2)), lambda _: nullcontext(rows)))
+    assert job.counts == {"failed": 2} and job.error
 
 
 def test_rows_are_lent_for_names_only(queue: StoreQueue) -> None:
@@ -240,8 +234,8 @@ def test_a_hanging_load_is_late_at_its_deadline_and_its_rows_come_back_later(sto
     keys, gate = saved(queue, 4), Gate()
     queue.finished()
     store.before["load"] = gate
-    job = queue.load(keys, np.arange(4), deadline=queue.now() + 0.05)
-    assert job.wait(600) and job.codes.tolist() == [LATE] * 4
+    job = done(queue.load(keys, np.arange(4), deadline=queue.now() + 0.05))
+    assert job.codes.tolist() == [LATE] * 4
     assert not job.returned and queue.finished() == [job]
     gate.open()
     assert job.wait(60, returned=True) and job.codes.tolist() == [LATE] * 4
@@ -253,7 +247,7 @@ def test_a_hanging_save_keeps_no_load_waiting(store: Wrong, queue: StoreQueue) -
     store.before["save"] = gate
     saves = [queue.save(queue.secret.opaque(names(4, 4)), np.arange(4)) for _ in range(8)]
     assert gate.reached.wait(600)
-    assert queue.load(keys, np.arange(10, 14)).wait(600)
+    done(queue.load(keys, np.arange(10, 14)))
     gate.open()
     assert all(job.wait(60, returned=True) for job in saves)
 
@@ -275,14 +269,12 @@ def test_loads_go_before_saves_that_came_earlier(store: Wrong) -> None:
 def test_an_error_of_the_store_fails_the_blocks_of_that_call_only(store: Wrong, queue: StoreQueue) -> None:
     keys = saved(queue, 8)
     store.before["load"] = lambda: fail() if store.calls.count("load") == 1 else None
-    job = queue.load(keys, np.arange(8))
-    assert job.wait(60, returned=True)
+    job = returned(queue.load(keys, np.arange(8)))
     assert sorted(job.codes.tolist()) == [OK] * 4 + [FAILED] * 4 and "I/O error" in job.error
 
 
 def test_a_deadline_that_has_passed_reaches_no_store(store: Wrong, queue: StoreQueue) -> None:
-    job = queue.find(queue.secret.opaque(names(4)), deadline=queue.now() - 1)
-    assert job.wait(60, returned=True) and job.codes.tolist() == [LATE] * 4
+    assert returned(queue.find(queue.secret.opaque(names(4)), deadline=queue.now() - 1)).codes.tolist() == [LATE] * 4
     assert "find" not in store.calls
 
 
@@ -399,7 +391,7 @@ def test_memory_stays_bounded_when_nobody_asks(store: Wrong) -> None:
     with open_queue(store, report=False) as queue:
         keys = queue.secret.opaque(names(1))
         for _ in range(3000):
-            assert queue.find(keys, deadline=queue.now() + 1000).wait(600)
+            done(queue.find(keys, deadline=queue.now() + 1000))
         assert queue.finished() == [] and not queue.wait(0)
 
 
@@ -483,15 +475,15 @@ def _writing(store: Wrong, number: int, value: Any) -> None:
 def test_a_block_in_another_row_than_its_own_is_damaged(store: Wrong, queue: StoreQueue) -> None:
     keys = saved(queue, 2)
     _writing(store, 1, 30)
-    job = queue.load(keys[:1], [10])
-    assert job.wait(60, returned=True) and job.codes.tolist() == [DAMAGED] and job.rows.tolist() == [10]
+    job = returned(queue.load(keys[:1], [10]))
+    assert job.codes.tolist() == [DAMAGED] and job.rows.tolist() == [10]
 
 
 def test_a_block_under_another_key_than_its_own_is_damaged(store: Wrong, queue: StoreQueue) -> None:
     keys = saved(queue, 2)
     _writing(store, 0, keys[1])
-    job = queue.load(keys[:1], [10])
-    assert job.wait(60, returned=True) and job.codes.tolist() == [DAMAGED]
+    job = returned(queue.load(keys[:1], [10]))
+    assert job.codes.tolist() == [DAMAGED]
     assert (job.keys == keys[:1]).all(), "the job forgets its own key, and no other"
 
 
@@ -510,8 +502,7 @@ def test_keys_are_asked_for_nothing(queue: StoreQueue) -> None:
             return np.zeros((1 << 20, 1), np.uint8)
 
     keys = saved(queue, 2)
-    job = queue.load(keys.view(Lying), [10, 11])
-    assert job.wait(60, returned=True) and job.codes.tolist() == [OK] * 2
+    assert returned(queue.load(keys.view(Lying), [10, 11])).codes.tolist() == [OK] * 2
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,11 @@ from kvpool.__main__ import main
 from kvpool.stores import MemoryStore
 from kvpool.stores.urls import open_store
 from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, content, names, open_queue, saved
-from tests.stores.peering import ROOT, Serve, client, until
+from tests.stores.peering import ROOT, Serve, client
 from tests.stores.peering import serve as serve
 from tests.stores.peering import servers as servers
 from tests.stores.service_engine import OF_ALL
+from tests.waiting import until
 
 Process = subprocess.Popen[str]
 

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.arrays.layout import integer_argument
-from kvpool.arrays.strided import StridedArray
+from kvpool.arrays.strided import StridedArray, as_strided
 from kvpool.device.base import (
+    ALL_LAYERS,
     BOUND_ALREADY,
     BYTES,
     FROM,
@@ -27,6 +28,7 @@ from kvpool.device.base import (
     TOKENS,
     Device,
     Event,
+    Layers,
     Part,
     Region,
     Stream,
@@ -94,10 +96,11 @@ COPY_PATH = "KVPOOL_COPY_PATH"
 
 
 class _CutPool(NamedTuple):
-    """The pool that the device is bound to. A part has the cutter ``cutters[region][part]``."""
+    """The pool that the device is bound to. Of some layers, a part of a region has the cutter
+    ``cutters[layers][region][part]``."""
 
     regions: Regions
-    cutters: list[list[Cutter]]
+    cutters: dict[Layers, list[list[Cutter]]]
 
 
 def _cupy() -> Any:
@@ -268,33 +271,39 @@ class CudaDevice(Device):
         if self._bound is not None:
             raise ValueError(BOUND_ALREADY)
         found = Regions(regions)
-        cutters = [[self._cutter(part, region) for part in region.parts] for region in found.all]
+        cutters = self._cut_layers(found, ALL_LAYERS)
         # Compiled now, since a decision that has been made cannot be enqueued without them.
         plans = [cutter.plan for of_region in cutters for cutter in of_region]
         for plan in plans:
             for source, kernel in needed_kernels(plan):
                 self._launcher.load(source, kernel)
         self._loaded = self._load_kernels()
-        self._bound = _CutPool(found, cutters)
+        self._bound = _CutPool(found, {ALL_LAYERS: cutters})
 
-    def _cutter(self, part: Part, region: Region) -> Cutter:
+    def _cut_layers(self, regions: Regions, layers: Layers) -> list[list[Cutter]]:
+        return [[self._cutter(region, *found) for found in region.parts_of(layers)] for region in regions.all]
+
+    def _cutter(self, region: Region, part: Part, layers: range) -> Cutter:
         _, memory = self._owned.get(id(part.host_pool), (None, None))
         if memory is None:
             raise ValueError("host_pool: what allocate gave for the host tier is needed")
-        return Cutter(
-            make_plan(*part, region.device_blocks, region.host_blocks), part.host_pool.nbytes, memory.chunk_bytes
-        )
+        plan = make_plan(*part, region.device_blocks, region.host_blocks, layers)
+        start = as_strided("pool", part.host_pool).address
+        return Cutter(plan, (start, start + part.host_pool.nbytes), memory.chunk_bytes)
 
     # -- copies ----------------------------------------------------------------------------------
 
-    def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
+    def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
         self._check_open()
         bound = self._pool()
+        if layers not in bound.cutters:
+            bound.cutters[layers] = self._cut_layers(bound.regions, layers)
+        cutters = bound.cutters[layers]
         try:
             with self._streams.work(stream) as handle:
                 for region, rows in bound.regions.split(moves):
                     for direction, some in by_direction(rows, bound.regions.all[region].device_blocks):
-                        for cutter in bound.cutters[region]:
+                        for cutter in cutters[region]:
                             self._copy(cutter, direction, some, handle)
         except MemoryError as error:
             raise DeviceError(str(error)) from error
@@ -318,7 +327,7 @@ class CudaDevice(Device):
         """Copy fragments of the caller, which all go one way."""
         if not len(fragments):
             return
-        cutters = [cutter for of_region in bound.cutters for cutter in of_region]
+        cutters = [cutter for of_region in bound.cutters[ALL_LAYERS] for cutter in of_region]
         source, target = (any(cutter.has(int(fragments[0, end])) for cutter in cutters) for end in (FROM, TO))
         direction = OFFLOAD if target else ONBOARD if source else WITHIN
         nbytes = int(fragments[:, BYTES].mean())
@@ -365,7 +374,8 @@ class CudaDevice(Device):
         elif isinstance(work, TokenMoves):
             by_region = work.by_region(bound.regions)
             self._launch_all(
-                (token_moves(c.plan, found, grid) for r, found in by_region for c in bound.cutters[r]), stream
+                (token_moves(c.plan, found, grid) for r, found in by_region for c in bound.cutters[ALL_LAYERS][r]),
+                stream,
             )
         elif isinstance(work, StagedRows):
             self._launch_all([stage_rows(work, self._launcher.own_address(work.address), grid)], stream)

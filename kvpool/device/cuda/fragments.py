@@ -186,13 +186,13 @@ def _tabulate_blocks(moves: Any, v: Any, rows: Any) -> Any:
 
 
 class Cutter:
-    """Cuts batches of moves for one part. Host memory is registered in chunks of ``chunk_bytes``, and no fragment
-    crosses a chunk.
+    """Cuts batches of moves for one part. Its host memory, the addresses ``host`` from and to, is registered in chunks
+    of ``chunk_bytes``, and no fragment crosses a chunk.
 
     ``plan`` is that of the part, ``token_bytes`` are all bytes of a token.
     """
 
-    def __init__(self, plan: CopyPlan, host_bytes: int, chunk_bytes: int) -> None:
+    def __init__(self, plan: CopyPlan, host: tuple[int, int], chunk_bytes: int) -> None:
         self.plan, self._vector = plan, plan.vector()
         self.token_bytes = plan.outer * plan.inner * plan.token_bytes
         distances = [*plan.device[1:], *plan.host[1:]]
@@ -200,7 +200,7 @@ class Cutter:
         words = max(plan.runs * plan.run_bytes, plan.inner * plan.block_tokens * plan.token_bytes) // _UNIT
         self._in_words = words <= _WORDS_MAX and min(_distance(0, n) for n in distances) >= 0
         self._in_words &= not any(n % _UNIT for n in lengths)
-        self._host = np.array([plan.host.base, plan.host.base + host_bytes, chunk_bytes], np.int64)
+        self._host = np.array([*host, chunk_bytes], np.int64)
 
     def has(self, address: int) -> bool:
         """Whether an address lies in the host memory of the part."""

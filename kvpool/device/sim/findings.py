@@ -45,7 +45,8 @@ class Bound(NamedTuple):
 
     @classmethod
     def of(cls, regions: Regions) -> Bound:
-        return cls(regions, Mirrors(regions), AccessOrder(regions.lengths), Arrays(regions.blocks, regions.width))
+        order = AccessOrder(regions.lengths, regions.layers)
+        return cls(regions, Mirrors(regions), order, Arrays(regions.blocks, regions.width))
 
     def rows(self, names: tuple[str, str], rows: Any, arrays: Sequence[NDArray[Any]]) -> Rows:
         """Rows of blocks and the places of arrays, from two arguments with these names. Raises TypeError,

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.device.base import SOURCE, TARGET, TOKENS
+from kvpool.device.base import ALL_LAYERS, SOURCE, TARGET, TOKENS, Layers
 from kvpool.errors import KVPoolError
 
 _SIM = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -219,11 +219,13 @@ class HostAccess:
 
 class AccessOrder:
     """The last write, and the last read of each lane, of every token. Blocks have ``lengths`` tokens. Arrays have ids
-    after those of the blocks, and count as blocks of the most tokens."""
+    after those of the blocks, and count as blocks of the most tokens. A block has so many ``layers``, which are told
+    apart from the first access on that is to some of them."""
 
-    def __init__(self, lengths: NDArray[np.int64]) -> None:
+    def __init__(self, lengths: NDArray[np.int64], layers: NDArray[np.int64]) -> None:
         blocks, tokens = len(lengths), int(lengths.max(initial=1))
         self._blocks, self._tokens, self._lengths = blocks, tokens, lengths
+        self._layers_of, self._layers = layers, 1
         self._writer = np.zeros(blocks * tokens, np.int64)
         self._readers: dict[int, NDArray[np.int64]] = {}
         self._accesses: dict[int, Access] = {}
@@ -231,9 +233,13 @@ class AccessOrder:
         self._owner = np.zeros(blocks, np.int64)
         self.open: list[HostAccess] = []
 
-    def enqueue(self, access: Access, key: int, clock: Clock, reads: Rows, writes: Rows) -> list[Race]:
+    def enqueue(
+        self, access: Access, key: int, clock: Clock, reads: Rows, writes: Rows, layers: Layers = ALL_LAYERS
+    ) -> list[Race]:
         """Note an access of a stream that comes after ``clock``. Returns its races with all earlier accesses."""
-        read, written = self._cells(reads), self._cells(writes)
+        if layers != ALL_LAYERS and self._layers == 1:
+            self._split(int(self._layers_of.max(initial=1)))
+        read, written = self._cells(reads, layers), self._cells(writes, layers)
         races = self._unordered(access, clock, read, written) + self._with_open(access, read, written)
         self._writer[written] = key
         if len(read):
@@ -265,7 +271,7 @@ class AccessOrder:
     def not_open(self, cells: NDArray[np.int64]) -> NDArray[np.int64]:
         """The rows (block, token) of ``cells`` that no open access of the host writes."""
         for opened in self.open:
-            cells = cells[~opened.written[cells[:, 0] * self._tokens + cells[:, 1]]]
+            cells = cells[~opened.written[(cells[:, 0] * self._tokens + cells[:, 1]) * self._layers]]
         return cells
 
     def dependent_rows(self, access: Access, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> list[Race]:
@@ -283,20 +289,33 @@ class AccessOrder:
         """Make room for arrays that were named after this object was made."""
         more = places - len(self._owner)
         if more > 0:
-            cells = (0, more * self._tokens)
+            cells = (0, more * self._tokens * self._layers)
             self._owner, self._writer = np.pad(self._owner, (0, more)), np.pad(self._writer, cells)
             self._readers = {lane: np.pad(reader, cells) for lane, reader in self._readers.items()}
             for opened in self.open:
                 opened.touched, opened.written = np.pad(opened.touched, cells), np.pad(opened.written, cells)
 
-    def _cells(self, rows: Rows) -> NDArray[np.int64]:
-        """The numbers of the tokens in rows."""
+    def _split(self, layers: int) -> None:
+        """Tell so many layers of each token apart."""
+        self._layers = layers
+        self._writer = self._writer.repeat(layers)
+        self._readers = {lane: reader.repeat(layers) for lane, reader in self._readers.items()}
+        for opened in self.open:
+            opened.touched, opened.written = opened.touched.repeat(layers), opened.written.repeat(layers)
+
+    def _cells(self, rows: Rows, layers: Layers = ALL_LAYERS) -> NDArray[np.int64]:
+        """The numbers of the tokens in rows, in each of these layers."""
         if len(rows):
             self._fit(int(rows[:, 0].max()) + 1)
         tokens = np.arange(self._tokens)
         inside = (tokens >= rows[:, 1:2]) & (tokens < rows[:, 2:3])
         cells: NDArray[np.int64] = (rows[:, :1] * self._tokens + tokens)[inside]
-        return cells
+        if self._layers == 1:
+            return cells
+        blocks, each = np.repeat(rows[:, 0], inside.sum(axis=1)), np.arange(self._layers)
+        total = np.append(self._layers_of, self._layers)[np.minimum(blocks, self._blocks)][:, None]
+        first, end = total * layers.part // layers.parts, total * (layers.part + 1) // layers.parts
+        return (cells[:, None] * self._layers + each)[(each >= first) & (each < end)]
 
     def _unordered(
         self, access: Access, clock: Clock, read: NDArray[np.int64], written: NDArray[np.int64]
@@ -335,6 +354,7 @@ class AccessOrder:
 
     def _rows(self, cells: NDArray[np.int64]) -> tuple[tuple[int, int, int], ...]:
         """Sorted cells as rows of neighbours in one block. Arrays have the ids -1, -2, ..."""
+        cells = np.unique(cells // self._layers)
         breaks = np.flatnonzero((np.diff(cells) > 1) | (cells[1:] % self._tokens == 0)) + 1
         found = []
         for part in np.split(cells, breaks):

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.device.base import NULL_STREAM, Event, Stream
+from kvpool.device.base import NULL_STREAM, Event, Layers, Stream
 from kvpool.device.sim.order import LANES, Access, Clock, Rows, Site, new_clock
 from kvpool.device.sim.shadow import Mirrors
 
@@ -93,10 +93,16 @@ class Copy(Task):
     are made in groups."""
 
     def __init__(
-        self, access: Access, writes: Rows, moves: NDArray[np.int64], mirrors: Mirrors, chunk_bytes: int
+        self,
+        access: Access,
+        writes: Rows,
+        moves: NDArray[np.int64],
+        mirrors: Mirrors,
+        chunk_bytes: int,
+        layers: Layers,
     ) -> None:
         super().__init__(access, writes)
-        self._moves, self._mirrors, self._chunk_bytes = moves, mirrors, chunk_bytes
+        self._moves, self._mirrors, self._chunk_bytes, self._layers = moves, mirrors, chunk_bytes, layers
         self._units: list[Callable[[], None]] | None = None
 
     def advance(self, choices: Choices) -> bool:
@@ -112,10 +118,10 @@ class Copy(Task):
         moves, torn = self._moves, min(len(self._moves), _TORN)
         if len(moves) > torn:
             moves = moves[choices.permutation(len(moves))]
-        units = [unit for move in moves[:torn] for unit in self._mirrors.torn(move, self._chunk_bytes, _PIECES // torn)]
-        return units + [
-            partial(self._mirrors.copy, group) for group in np.array_split(moves[torn:], _GROUPS) if len(group)
-        ]
+        cut = self._mirrors.torn
+        units = [unit for move in moves[:torn] for unit in cut(move, self._chunk_bytes, _PIECES // torn, self._layers)]
+        groups = np.array_split(moves[torn:], _GROUPS)
+        return units + [partial(self._mirrors.copy, group, self._layers) for group in groups if len(group)]
 
 
 class Function(Task):

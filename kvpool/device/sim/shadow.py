@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.device.base import Part
+from kvpool.device.base import Layers, Part
 from kvpool.device.block_copy import HostPool
 from kvpool.device.regions import Regions
 from kvpool.device.sim.order import Rows
@@ -61,20 +61,20 @@ class Mirror:
             if which.any():
                 yield tier, blocks[which] - ids.start, which
 
-    def pieces(self, tokens: int, chunk_bytes: int, pieces_max: int) -> list[Piece]:
-        """Cut the first ``tokens`` tokens of a block into pieces of about ``chunk_bytes`` each, or larger ones where
-        there would be too many."""
-        run = tokens * self._unit
-        segment = self._runs * run
-        chunk = max(chunk_bytes, -(-self._segments * segment // pieces_max))
+    def pieces(self, tokens: int, chunk_bytes: int, pieces_max: int, layers: range) -> list[Piece]:
+        """Cut the first ``tokens`` tokens of some layers of a block into pieces of about ``chunk_bytes`` each, or
+        larger ones where there would be too many."""
+        run, planes = tokens * self._unit, self._layout.planes
+        segment, segments = self._runs * run, range(layers.start * planes, layers.stop * planes)
+        chunk = max(chunk_bytes, -(-len(segments) * segment // pieces_max))
         if chunk >= segment:
-            step = chunk // segment
-            return [(slice(s, s + step), slice(None), slice(0, run)) for s in range(0, self._segments, step)]
+            step, end = chunk // segment, segments.stop
+            return [(slice(s, min(s + step, end)), slice(None), slice(0, run)) for s in segments[::step]]
         # A run that does not fit in a chunk is cut. Otherwise a chunk takes as many runs as fit.
         runs, length = max(1, chunk // run), min(chunk, run)
         return [
             (slice(s, s + 1), slice(r, r + runs), slice(at, min(at + length, run)))
-            for s in range(self._segments)
+            for s in segments
             for r in range(0, self._runs, runs)
             for at in range(0, run, length)
         ]
@@ -135,21 +135,26 @@ class Mirrors:
             self._mirrors.append([Mirror(*parts, ids) for parts in pairs])
         self._all = [mirror for mirrors in self._mirrors for mirror in mirrors]
 
-    def copy(self, moves: NDArray[np.int64]) -> None:
-        """Make whole moves, on both sides."""
-        self.real.copy_blocks(moves)
-        self._shadow.copy_blocks(moves)
+    def copy(self, moves: NDArray[np.int64], layers: Layers) -> None:
+        """Make whole moves of some layers, on both sides."""
+        self.real.copy_blocks(moves, layers)
+        self._shadow.copy_blocks(moves, layers)
 
-    def torn(self, move: NDArray[np.int64], chunk_bytes: int, pieces_max: int) -> list[Callable[[], None]]:
+    def torn(
+        self, move: NDArray[np.int64], chunk_bytes: int, pieces_max: int, layers: Layers
+    ) -> list[Callable[[], None]]:
         """The pieces of a move, of about ``chunk_bytes`` or larger where there would be too many. They can be made in
         any order."""
         source, target, tokens, _ = move.tolist()
-        mirrors = self._mirrors[int(self.regions.pool_ids.place(move[:1])[0][0])]
+        number = int(self.regions.pool_ids.place(move[:1])[0][0])
+        region, mirrors = self.regions.all[number], self._mirrors[number]
         pieces_max = max(1, pieces_max // len(mirrors))
         return [
             partial(mirror.copy_piece, source, target, piece)
+            for part, own in region.parts_of(layers)
             for mirror in mirrors
-            for piece in mirror.pieces(tokens, chunk_bytes, pieces_max)
+            if mirror.pools[0] is part.device_pool
+            for piece in mirror.pieces(tokens, chunk_bytes, pieces_max, own)
         ]
 
     def adopt(self, rows: NDArray[np.int64]) -> None:

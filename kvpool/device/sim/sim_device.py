@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from kvpool.arrays.layout import integer_argument
 from kvpool.arrays.strided import StridedArray
 from kvpool.device.base import (
+    ALL_LAYERS,
     BOUND_ALREADY,
     BYTES,
     FROM,
@@ -26,6 +27,7 @@ from kvpool.device.base import (
     TO,
     Device,
     Event,
+    Layers,
     Region,
     Stream,
     stream_argument,
@@ -308,7 +310,7 @@ class SimDevice(Device):
         queue.clock = joined(queue.clock, self._waits.of_any)
         return queue
 
-    def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM) -> None:
+    def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
         with self._entered():
             _, mirrors, order, _ = self._pool()
             moves, queue = moves.copy(), self._queue(stream)  # The caller may use its array again at once.
@@ -316,7 +318,7 @@ class SimDevice(Device):
                 access = Access("copy_blocks", queue.name, call_site())
                 reads, writes = rows_of_moves(moves)
                 self._findings.note(order.dependent_rows(access, reads[:, 0], writes[:, 0]))
-                self._submit(queue, Copy(access, writes, moves, mirrors, self._chunk_bytes), reads)
+                self._submit(queue, Copy(access, writes, moves, mirrors, self._chunk_bytes, layers), reads, layers)
             self._scheduler.poll()
 
     def enqueue(self, work: Work, stream: Stream = NULL_STREAM) -> None:
@@ -343,27 +345,38 @@ class SimDevice(Device):
         writes: Any = None,
         loads: Memory = (),
         stores: Memory = (),
+        layers: Layers = ALL_LAYERS,
     ) -> None:
         """Enqueue an engine's kernel: ``function()`` is called when its turn comes, and reads and writes pool memory
         directly.
 
         ``stream`` is anything that ``as_stream`` accepts. ``reads`` and ``writes`` are int64[n, 3] rows (block id,
         first token, last token exclusive) that it may touch. ``loads`` and ``stores`` are arrays outside the pools,
-        such as block tables. If the function writes anywhere else in the pools or these arrays, or raises, that is a
+        such as block tables. Of the blocks it touches these ``layers`` alone: the kernel of layer 3 of 32 those of
+        ``Layers(3, 32)``. If the function writes anywhere else in the pools or these arrays, or raises, that is a
         failure. Changes no pool before it runs. Raises TypeError or ValueError for bad arguments, and ValueError for
         rows without a bound pool.
         """
         if not callable(function):
             raise TypeError(f"function={function!r}: a callable without arguments is needed")
         with self._entered():
-            self._launch("launch", stream, function, *self._rows(reads, writes, loads, stores))
+            self._launch("launch", stream, function, *self._rows(reads, writes, loads, stores), layers)
 
-    def _launch(self, kind: str, stream: Any, function: Callable[[], object], read: Rows, written: Rows) -> None:
+    def _launch(
+        self,
+        kind: str,
+        stream: Any,
+        function: Callable[[], object],
+        read: Rows,
+        written: Rows,
+        layers: Layers = ALL_LAYERS,
+    ) -> None:
         queue = self._queue(stream)
         self._submit(
             queue,
             Function(Access(kind, queue.name, call_site()), written, function, bool(len(read) or len(written))),
             read,
+            layers,
         )
         self._scheduler.poll()
 
@@ -374,11 +387,12 @@ class SimDevice(Device):
             ("writes", "stores"), writes, stores
         )
 
-    def _submit(self, queue: Queue, work: Task, reads: Rows) -> None:
+    def _submit(self, queue: Queue, work: Task, reads: Rows, layers: Layers) -> None:
         self._accesses += 1
         key = (self._accesses << LANE_BITS) | queue.lane
         if self._bound is not None:
-            self._findings.note(self._bound.order.enqueue(work.access, key, queue.clock, reads, work.writes))
+            order = self._bound.order
+            self._findings.note(order.enqueue(work.access, key, queue.clock, reads, work.writes, layers))
         queue.clock[queue.lane] = key
         self._scheduler.add(queue, work)
 

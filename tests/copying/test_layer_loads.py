@@ -1,0 +1,220 @@
+"""An engine computes with the first layers of a prefix while the others come from the host: when each layer may be
+read, how early the first token comes, and what becomes of it when a copy is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvpool import BlockLayout, DeviceError, KVCacheManager, LayerGroup, OutOfBlocks, PoolClosed
+from kvpool.device.base import ALL_LAYERS, NULL_STREAM, Event, Layers, Stream
+from kvpool.device.sim import SimDevice
+from kvpool.device.wrapper import WrappedDevice
+from tests.race.lab import Lab
+from tests.race.test_races import X, Y, failing_lab, on_the_host
+
+LAYERS, BLOCKS, WIDTH = 32, 64, 4
+PROMPT = list(range(BLOCKS * WIDTH)) + [999]
+
+
+class Timed(WrappedDevice):
+    """Adds up when each stream would be done: a copy takes so many seconds a byte, and events hold streams back."""
+
+    def __init__(self, inner: SimDevice) -> None:
+        super().__init__(inner)
+        self.done: dict[int, float] = {}
+        self.times: dict[Event, float] = {}
+        self.seconds_per_byte = 0.0
+        self.block_bytes = 0
+
+    def work(self, stream: Stream, seconds: float) -> float:
+        """Enqueue work that takes so long. Returns when it is done."""
+        self.done[stream.handle] = self.done.get(stream.handle, 0.0) + seconds
+        return self.done[stream.handle]
+
+    def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
+        super().copy_blocks(moves, stream, layers)
+        nbytes = len(moves) * self.block_bytes * len(layers.of(LAYERS)) / LAYERS
+        self.work(stream, nbytes * self.seconds_per_byte)
+
+    def record(self, stream: Stream) -> Event:
+        event: Event = super().record(stream)
+        self.times[event] = self.done.get(stream.handle, 0.0)
+        return event
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        super().wait(stream, event)
+        self.done[stream.handle] = max(self.done.get(stream.handle, 0.0), self.times.get(event, 0.0))
+
+
+def first_token(parts: int | None) -> float:
+    """When the first token of a long hit on the host comes, if copying all of it takes 1 s and computing takes 1 s."""
+    device = Timed(SimDevice(0, progress=0.0))
+    layout = BlockLayout(LAYERS, 1, 2, WIDTH)
+    with KVCacheManager(layout, device_blocks=BLOCKS + 1, host_blocks=BLOCKS, device=device) as cache:
+        one = cache.add_sequence(PROMPT)
+        cache.commit(one)
+        cache.release(one)
+        cache.release(cache.add_sequence([7] * len(PROMPT)), store=False)  # the prompt goes to the host
+        device.synchronize()
+        device.done.clear()
+        device.times.clear()
+        device.block_bytes = layout.block_bytes
+        device.seconds_per_byte = 1.0 / (BLOCKS * layout.block_bytes)
+        stream = device.create_stream("engine")
+        loads = None if parts is None else cache.layer_loads(stream, parts=parts)
+        found = cache.add_sequence_batch([PROMPT], **({"stream": stream} if loads is None else {"loads": loads}))
+        assert found.host_tokens.tolist() == [BLOCKS * WIDTH]
+        for layer in range(LAYERS):
+            if loads is not None:
+                loads.wait(layer)
+            device.work(stream, 1.0 / LAYERS)
+        done = device.done[stream.handle]
+        cache.release(found.ids)
+    device.inner.close()
+    return done
+
+
+def test_the_first_token_of_a_long_hit_comes_after_the_longer_of_copy_and_compute() -> None:
+    together, layered, coarse = (first_token(parts) for parts in (None, LAYERS, 8))
+    print(f"copy 1 s, compute 1 s: {together:.3f} s as a whole, {layered:.3f} s by layers, {coarse:.3f} s in 8 parts")
+    assert together == pytest.approx(2.0)
+    assert layered <= 1.1 * 1.0 + 1 / LAYERS
+    assert coarse == pytest.approx(1 + 1 / 8)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_a_layer_that_is_read_before_its_event_is_a_race(parts: int, waits: bool) -> None:
+    for seed in range(3):
+        lab = Lab(3, 2, seed=seed)
+        on_the_host(lab)
+        loads = lab.cache.layer_loads(lab.a, parts=parts)
+        found = lab.cache.add_sequence_batch([lab.prompt(X)], loads=loads)
+        assert found.host_tokens.tolist() == [2]
+        for layer in range(2):
+            if waits:
+                loads.wait(layer)
+            lab.read_layers(int(found.ids[0]), X[:2], [layer])
+        lab.cache.release(found.ids)
+        races = lab.findings()
+        assert bool(races) != waits, f"seed {seed}: {races}"
+
+
+def test_only_the_layers_that_have_come_may_be_read() -> None:
+    lab = Lab(3, 2)
+    on_the_host(lab)
+    loads = lab.cache.layer_loads(lab.a, parts=2)
+    ids = lab.cache.add_sequence_batch([lab.prompt(X)], loads=loads).ids
+    loads.wait(0)
+    lab.read_layers(int(ids[0]), X[:2], [0])
+    assert not lab.sim.races
+    lab.read_layers(int(ids[0]), X[:2], [1])
+    assert len(lab.sim.races) == 1
+    lab.cache.release(ids)
+    assert lab.findings()
+
+
+@pytest.mark.parametrize("then", ["commit", "release", "another stream"])
+def test_who_comes_after_an_engine_that_waited_for_no_layer_waits_for_all(then: str) -> None:
+    lab = Lab(3, 2)
+    on_the_host(lab)
+    ids = lab.cache.add_sequence_batch([lab.prompt(X)], loads=lab.cache.layer_loads(lab.a, parts=2)).ids
+    if then == "commit":
+        lab.cache.commit(ids)
+        lab.cache.block_table(ids, lab.b)
+    elif then == "release":
+        lab.cache.release(ids)
+        ids = lab.cache.add_sequence_batch([lab.prompt(X)], stream=lab.b).ids
+    else:
+        lab.cache.block_table(ids, lab.b)
+    table = lab.cache.block_table(ids).dense()[0]
+    lab.sim.launch(lab.b, lambda: None, reads=[(int(table[0]), 0, 2)])
+    lab.cache.release(ids)
+    assert not lab.findings()
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_a_refused_part_is_copied_again_as_a_whole_and_what_is_refused_then_is_lost(place: int) -> None:
+    lab, device = failing_lab(3, 2)
+    on_the_host(lab)
+    loads = lab.cache.layer_loads(lab.a, parts=2)
+    device.place = place  # of the moves: a part each, then (after a refusal) the whole
+    ids = lab.cache.add_sequence_batch([lab.prompt(X)], loads=loads).ids
+    refused, device.place = device.place < 0, None
+    for layer in range(2):
+        loads.wait(layer)
+        lab.read_layers(int(ids[0]), X[:2], [layer])
+    assert refused == (place < 2)
+    assert lab.cache.stats().lost_blocks == 0
+    lab.cache.release(ids)
+    assert not lab.findings()
+
+
+def test_a_load_that_is_refused_twice_raises_at_the_next_call_that_names_it() -> None:
+    lab, device = failing_lab(3, 2)
+    on_the_host(lab)
+    device.fail_at = lambda call, index, move: True
+    ids = lab.cache.add_sequence_batch([lab.prompt(X)], loads=lab.cache.layer_loads(lab.a, parts=2)).ids
+    device.fail_at = ()
+    assert lab.cache.stats().lost_blocks == 1
+    with pytest.raises(DeviceError, match="lost a block"):
+        lab.cache.append_tokens(ids, [1])
+    lab.cache.release(ids)
+    assert not lab.findings()
+
+
+def test_all_groups_of_layers_come_in_parts_of_their_own() -> None:
+    sim = SimDevice(0, progress=0.3)
+    groups = [LayerGroup(BlockLayout(layers, 1, 2, 2)) for layers in (3, 2)]
+    with KVCacheManager(groups=groups, device_blocks=[3, 3], host_blocks=[2, 2], device=sim) as cache:
+        one = cache.add_sequence(X)
+        cache.commit(one)
+        cache.release(one)
+        cache.release(cache.add_sequence(Y), store=False)
+        loads = cache.layer_loads(parts=3)
+        found = cache.add_sequence_batch([X], loads=loads)
+        assert found.host_tokens.tolist() == [2]
+        for group, layers in ((0, 3), (1, 2)):
+            block = (
+                int(cache.block_table(found.ids, group=group).dense()[0, 0]) + cache.groups[group].first_device_block
+            )
+            for layer in range(layers):
+                loads.wait(layer, group=group)
+                sim.launch(None, lambda: None, reads=[(block, 0, 2)], layers=Layers(layer, layers))
+        with pytest.raises(ValueError, match=r"layer=2.* 1"):
+            loads.wait(2, group=1)
+        with pytest.raises(ValueError, match="group"):
+            loads.wait(0)
+        cache.release(found.ids)
+        sim.synchronize()
+    assert not sim.races
+    sim.close()
+
+
+def test_wrong_arguments_are_named_and_nothing_is_admitted() -> None:
+    layout = BlockLayout(2, 1, 2, 2)
+    caches = [KVCacheManager(layout, device_blocks=4, device="cpu") for _ in range(2)]
+    with caches[0] as cache, caches[1] as other:
+        for wrong, error in ((0, ValueError), ("2", TypeError), (True, TypeError)):
+            with pytest.raises(error, match="parts"):
+                cache.layer_loads(parts=wrong)
+        loads: Any
+        for loads, stream in ((other.layer_loads(), None), (cache.layer_loads(), 0), (8, None)):
+            with pytest.raises((TypeError, ValueError), match="loads"):
+                cache.add_sequence_batch([X], loads=loads, stream=stream)
+        loads = cache.layer_loads()
+        for layer in (-1, 2):
+            with pytest.raises(ValueError, match="layer="):
+                loads.wait(layer)
+        with pytest.raises(OutOfBlocks):
+            cache.add_sequence_batch([[1] * 5, [2] * 5], loads=loads)
+        assert cache.stats().device.used == 0 and loads.events == []
+        loads.wait(1)
+    with pytest.raises(PoolClosed):
+        loads.wait(0)
+    with pytest.raises(PoolClosed):
+        cache.layer_loads()
