@@ -31,14 +31,15 @@ interpreted: Callable[[Any], Any] = np.errstate(over="ignore")
 @overload
 def jit(function: F, /) -> F: ...
 @overload
-def jit(*, forceinline: bool = False) -> Callable[[F], F]: ...
+def jit(*, forceinline: bool = False, nogil: bool = True) -> Callable[[F], F]: ...
 
 
-def jit(function: Any = None, /, *, forceinline: bool = False) -> Any:
-    """Compile a function as ``numba.njit(nogil=True, forceinline=forceinline)`` does, and keep it on disk.
+def jit(function: Any = None, /, *, forceinline: bool = False, nogil: bool = True) -> Any:
+    """Compile a function as ``numba.njit(nogil=nogil, forceinline=forceinline)`` does, and keep it on disk.
 
     When jitted code calls the function, constants are passed as variables and signed integers as int64. The garbage
-    collector is off during a compilation.
+    collector is off during a compilation. With ``nogil=False`` a call from Python keeps the interpreter's lock: for
+    calls of some microseconds, in which another thread would take the lock, and keep it for milliseconds.
 
     Reference counting is off, since counts are atomic and cost more than most of these functions. So a jitted function
     can neither create nor return an array, and the owner of the memory keeps it alive during the call.
@@ -50,12 +51,12 @@ def jit(function: Any = None, /, *, forceinline: bool = False) -> Any:
     Under NUMBA_DISABLE_JIT the function is ``interpreted``.
     """
     if function is None:
-        return functools.partial(jit, forceinline=forceinline)
+        return functools.partial(jit, forceinline=forceinline, nogil=nogil)
     if config.DISABLE_JIT:
         return interpreted(function)
     if Dispatcher is None:
-        return numba.njit(nogil=True, forceinline=forceinline)(function)
-    return Dispatcher(function, forceinline)
+        return numba.njit(nogil=nogil, forceinline=forceinline)(function)
+    return Dispatcher(function, forceinline, nogil)
 
 
 def keeps() -> bool:

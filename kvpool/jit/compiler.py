@@ -243,12 +243,12 @@ def _translate(library: Library, dispatcher: Dispatcher, kinds: tuple[Any, ...])
     library.finish(machine_code=library.lines > _ROUTINE_LINES and not dispatcher.inline)
 
 
-def _wrap(library: Library, function: Library) -> None:
+def _wrap(library: Library, function: Library, nogil: bool) -> None:
     """Compile the entry of a function."""
     library.description, library.signature = function.description, function.signature
     library.environments = [lowering.Environment.from_fndesc(function.description), *function.environments]
     library.add_linking_library(function)
-    _context.create_cpython_wrapper(library, function.description, library.environments[0], None, release_gil=True)
+    _context.create_cpython_wrapper(library, function.description, library.environments[0], None, release_gil=nogil)
     library.finish(machine_code=True)
 
 
@@ -260,9 +260,9 @@ def _short_name(name: str, kinds: Any, abi_tags: Any = (), uid: Any = None) -> s
 class Dispatcher(registry.CPUDispatcher):
     """A jitted function, as Python and as jitted code call it."""
 
-    def __init__(self, function: Callable[..., Any], inline: bool = False) -> None:
+    def __init__(self, function: Callable[..., Any], inline: bool = False, nogil: bool = True) -> None:
         super().__init__(function, targetoptions={"nopython": True})
-        self.inline = inline
+        self.inline, self.nogil = inline, nogil
         self.libraries: dict[tuple[Any, ...], Library] = {}
 
     def compile(self, kinds: Any) -> Any:
@@ -271,7 +271,8 @@ class Dispatcher(registry.CPUDispatcher):
             if kinds not in self.overloads:
                 _target.refresh()
                 function = self.library(kinds)
-                library = _made(function.name and f"{function.name}-entry", lambda library: _wrap(library, function))
+                name = function.name and f"{function.name}-{'entry' if self.nogil else 'locked'}"
+                library = _made(name, lambda library: _wrap(library, function, self.nogil))
                 point = _target.get_executable(library, library.description, library.environments[0])
                 about = {"signature": library.signature, "fndesc": library.description, "library": library}
                 self.add_overload(compiler.compile_result(entry_point=point, objectmode=False, **about))

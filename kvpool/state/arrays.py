@@ -13,8 +13,9 @@ import numpy.typing as npt
 from kvpool.arrays.pool_ids import PoolIds
 from kvpool.jit.intrinsics import entry_of
 from kvpool.state import adaptive, agent, records
-from kvpool.state.chains import BOOK, CHAIN, CHAINS_MAX, EXPERTS, PAUSE_BINS, ROWS, TABLES
+from kvpool.state.chains import BOOK, CHAIN, CHAINS_MAX, EXPERTS
 from kvpool.state.hashing import block_secret, fingerprint
+from kvpool.state.pauses import PAUSE_BINS, ROWS, TABLES
 from kvpool.state.records import (
     ATTENTION,
     BINS,
@@ -46,10 +47,10 @@ _GHOST_BLOCKS = 1 << 15
 """So many blocks, or up to twice as many, are enough to compare policies by."""
 POLICIES = (LRU, "reuse", "agent", "adaptive")
 BOOK_BYTES = 16
-"""Bytes for each block, at most; a pool of few blocks has some more."""
-_BLOCKS_PER_CHAIN, _BLOCKS_PER_NAME, _LEAST, _MOST = 12, 2, 16, 1024
-"""A chain for so many blocks of the device, and a name for so many. With the owners that is 16 bytes a block. A pool of
-few blocks has as many chains as blocks, up to so many."""
+"""Bytes for each block, at most. What pauses teach takes some 90 KB besides."""
+_BLOCKS_PER_CHAIN, _BLOCKS_PER_NAME, _LEAST = 6.75, 2, 16
+"""A chain for so many blocks of the device, and a name for so many; so many chains at least. With the owners that is 16
+bytes a block."""
 
 
 class ChainBook:
@@ -57,14 +58,13 @@ class ChainBook:
     it."""
 
     def __init__(self, policy: str, head_at: int, device_blocks: int, blocks: int, rows: int) -> None:
-        few = max(min(device_blocks, _MOST), _LEAST)
-        chains = min(max(device_blocks // _BLOCKS_PER_CHAIN, few), CHAINS_MAX)
-        names = 1 << max(device_blocks // _BLOCKS_PER_NAME, 4 * few).bit_length() - 1
+        chains = min(max(int(device_blocks / _BLOCKS_PER_CHAIN), _LEAST), CHAINS_MAX)
+        names = 1 << max(device_blocks // _BLOCKS_PER_NAME, 4 * _LEAST).bit_length() - 1
         self.book = np.zeros(1, BOOK)
         self.owners, self.turns = np.full(blocks, NONE, np.int32), np.full(rows, NONE, np.int32)
         self.chains, self.names = np.zeros(chains, CHAIN), np.full(names, NONE, np.int64)
         self.order, self.rates = np.arange(chains, dtype=np.int32), np.zeros((2, TABLES, ROWS, PAUSE_BINS))
-        self.ghosts, self.scores = np.zeros((chains, EXPERTS), np.int32), np.zeros((2, EXPERTS), np.int64)
+        self.ghosts, self.scores = np.zeros((chains, EXPERTS), np.uint16), np.zeros((3, EXPERTS))
         self.chains["first"] = self.chains["rest"] = NONE
         self.chains["place"] = self.chains["after"] = self.chains["before"] = self.order
         book: Any = self.book.view(np.recarray)[0]

@@ -16,7 +16,7 @@ import numpy as np
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import address_of, array_at, memcpy
 from kvpool.state.control import pin_block
-from kvpool.state.effects import STORED, emit, emit_cleared
+from kvpool.state.effects import STORED, UPDATED, emit, emit_cleared
 from kvpool.state.hashing import key_in
 from kvpool.state.index import expect, find, link, unlink_content
 from kvpool.state.policy import (
@@ -29,6 +29,7 @@ from kvpool.state.policy import (
     on_hit,
     on_insert,
     on_release,
+    set_retention,
     victim,
 )
 from kvpool.state.records import (
@@ -109,7 +110,7 @@ def _answer(h, b):
     return HERE
 
 
-@jit
+@jit(nogil=False)
 def lookup(heads, identity, data, sizes, words, found, answers):
     """Write ABSENT, HERE or WAITING for each key into ``answers`` uint8[n]. Changes nothing else."""
     h = head(heads, 0)
@@ -118,12 +119,27 @@ def lookup(heads, identity, data, sizes, words, found, answers):
         answers[i] = _answer(h, found[i, 2])
 
 
-@jit
+@jit(nogil=False)
 def look(heads, identity, data, sizes, words, found):
     """The answer for one key. Changes nothing."""
     h = head(heads, 0)
     locate(h, identity, data, sizes, words, found)
     return _answer(h, found[0, 2])
+
+
+@jit
+def set_priority(heads, identity, data, sizes, words, found, priority, ttl, now):
+    """Give the keys that are HERE this priority and ttl from now on. Returns how many."""
+    h, done = head(heads, 0), 0
+    locate(h, identity, data, sizes, words, found)
+    begin(h, now)
+    for i in range(words.shape[0]):
+        b = found[i, 2]
+        if _answer(h, b) == HERE:
+            if set_retention(h, b, priority, ttl):
+                emit(h, UPDATED, b)
+            done += 1
+    return np.int64(done)
 
 
 # -- pending ------------------------------------------------------------------------------------------
@@ -154,7 +170,7 @@ def _take(h, identity, words, found, i, priority, ttl, evicted, count):
     return count
 
 
-@jit
+@jit(nogil=False)
 def reserve(heads, identity, data, sizes, words, found, priority, ttl, now, evicted):
     """Take a pending block for each key that has no block. Column 2 of ``found`` gets it, and NONE for other keys.
 
@@ -264,14 +280,14 @@ def _end(heads, identity, data, sizes, words, found, publishes, now):
     return np.int64(published)
 
 
-@jit
+@jit(nogil=False)
 def publish(heads, identity, data, sizes, words, found, now):
     """Make pending blocks HERE. A block that was forgotten while it was pending becomes empty. Returns the number of
     published blocks. If a key is not pending, returns ``~i`` for the first such key ``i``, and changes nothing."""
     return _end(heads, identity, data, sizes, words, found, True, now)
 
 
-@jit
+@jit(nogil=False)
 def abort(heads, identity, data, sizes, words, found, now):
     """Empty pending blocks and release them. Returns their number. If a key is not pending, returns ``~i`` for the
     first such key ``i``, and changes nothing."""
@@ -288,7 +304,7 @@ def _use(h, b):
     on_hit(h, b)
 
 
-@jit
+@jit(nogil=False)
 def pin(heads, identity, data, sizes, words, found, now):
     """Pin the block of each key, and write it into column 2 of ``found``. Returns 0. If a key is not HERE, returns
     ``~i`` for the first such key ``i``, and changes nothing."""
@@ -305,7 +321,7 @@ def pin(heads, identity, data, sizes, words, found, now):
     return np.int64(0)
 
 
-@jit
+@jit(nogil=False)
 def touch(heads, identity, data, sizes, words, found, now):
     """Record a use of each key that is HERE, from the last key to the first. Returns their number."""
     h = head(heads, 0)
@@ -333,7 +349,7 @@ def _forget(h, b):
     return True
 
 
-@jit
+@jit(nogil=False)
 def forget_keys(heads, identity, data, sizes, words, found, now):
     """Drop keys that are HERE at once, and pending keys when their writer publishes them. Returns their number."""
     h = head(heads, 0)

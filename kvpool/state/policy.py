@@ -42,6 +42,9 @@ from kvpool.state.records import (
 # -- lists, and the heap of deadlines: they know nothing of KV -------------------------------------------
 
 
+FRONT, BACK = np.bool_(True), np.bool_(False)  # of a list
+
+
 @jit(forceinline=True)
 def unlink(blocks, lists, b):
     """Take a block out of its list."""
@@ -94,17 +97,10 @@ def _lower(lists, which):
 
 
 @jit(forceinline=True)
-def push_back(blocks, lists, b, which):
-    last = lists[which, 1]
-    blocks[b].prev, blocks[b].next = last, NONE
-    _link(blocks, lists, b, which)
-    _lower(lists, which)
-
-
-@jit(forceinline=True)
-def push_front(blocks, lists, b, which):
-    first = lists[which, 0]
-    blocks[b].prev, blocks[b].next = NONE, first
+def push(blocks, lists, b, which, front):
+    """Put a block that is in no list at an end of one."""
+    blocks[b].prev = NONE if front else lists[which, 1]
+    blocks[b].next = lists[which, 0] if front else NONE
     _link(blocks, lists, b, which)
     _lower(lists, which)
 
@@ -179,9 +175,6 @@ def _heap_remove(blocks, heap, b):
         _sift_down(blocks, heap, blocks[last].heap)
 
 
-FRONT, BACK = np.bool_(True), np.bool_(False)  # of a list
-
-
 @jit(forceinline=True)
 def nth_released(n, count):
     """Which of ``count`` blocks that one prompt covers is released as number ``n``: the last block first, so that
@@ -241,7 +234,7 @@ def stop_clock(h, b):
 @jit(forceinline=True)
 def place(h, b, deadline):
     """Put a block that is in no list at the back of the list of its content, with its ``deadline`` or a new one."""
-    push_back(blocks_of(h), lists_of(h), b, list_of(h, b))
+    push(blocks_of(h), lists_of(h), b, list_of(h, b), BACK)
     _start_clock(h, b, deadline)
 
 
@@ -269,7 +262,7 @@ def expired(h):
     heap_remove(blocks, heap, b)
     unlink(blocks, lists_of(h), b)
     blocks[b].priority, blocks[b].ttl = DEFAULT_PRIORITY, NONE
-    push_back(blocks, lists_of(h), b, list_of(h, b))
+    push(blocks, lists_of(h), b, list_of(h, b), BACK)
     return b
 
 
@@ -305,10 +298,7 @@ def on_release(h, b, front):
         _start_clock(h, b, NONE)
     else:
         blocks[b].flags = blocks[b].filled = 0
-    if front:
-        push_front(blocks, lists, b, list_of(h, b))
-    else:
-        push_back(blocks, lists, b, list_of(h, b))
+    push(blocks, lists, b, list_of(h, b), front)
 
 
 @jit(forceinline=True)
@@ -365,7 +355,7 @@ def set_retention(h, b, priority, ttl):
         unlink(blocks, lists, b)
     blocks[b].priority, blocks[b].ttl = priority, ttl
     if listed and changed:
-        push_back(blocks, lists, b, list_of(h, b))
+        push(blocks, lists, b, list_of(h, b), BACK)
     if listed:
         _start_clock(h, b, NONE)
     return changed
@@ -378,7 +368,7 @@ def evict_next(h, b):
     if which < 0:
         return False
     unlink(blocks_of(h), lists_of(h), b)
-    push_front(blocks_of(h), lists_of(h), b, which)
+    push(blocks_of(h), lists_of(h), b, which, FRONT)
     return True
 
 
@@ -390,7 +380,7 @@ def on_reset(h):
             stop_clock(h, b)
             unlink(blocks_of(h), lists_of(h), b)
             blocks_of(h)[b].filled = 0
-            push_back(blocks_of(h), lists_of(h), b, list_of(h, b))
+            push(blocks_of(h), lists_of(h), b, list_of(h, b), BACK)
 
 
 # -- victims -------------------------------------------------------------------------------------------

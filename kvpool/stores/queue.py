@@ -15,14 +15,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Uint8s
 from kvpool.arrays.layout import integer_argument
 from kvpool.entry.arguments import bool_argument
+from kvpool.entry.closing import Closing
 from kvpool.entry.interrupt import Bell, DeferSignals
 from kvpool.entry.process import Process
 from kvpool.errors import PoolClosed, StoreBusy
@@ -32,9 +32,6 @@ from kvpool.stores.calls import NO_CODES, NO_ROWS, CheckedCalls
 from kvpool.stores.jobs import Drops, Job, Keys, Lend, keys_argument, rows_argument
 from kvpool.stores.seals import BlockNames, Secret, check_library
 from kvpool.stores.store import CANCELLED, CODES, KEY_BYTES, LATE, MODEL_BYTES, OK, TAG_BYTES, Bytes, Rows, Space, Store
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 NO_LIMIT = (1 << 63) - 1
 _PRIORITY = {jobs.FIND: 0, jobs.LOAD: 1, jobs.SAVE: 2}
@@ -102,7 +99,7 @@ class StoreStats:
     """figures of the store itself"""
 
 
-class StoreQueue:
+class StoreQueue(Closing):
     """The jobs of one store, and the threads that do them.
 
     Parameters
@@ -147,7 +144,7 @@ class StoreQueue:
     """
 
     def __init__(
-        self, store: Store, memory: npt.NDArray[np.uint8], identity: ModelIdentity, *, secret: bytes | None = None,
+        self, store: Store, memory: Uint8s, identity: ModelIdentity, *, secret: bytes | None = None,
         queued_blocks: int = 65_536, piece_bytes: int = 4 << 20, report: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
@@ -158,8 +155,6 @@ class StoreQueue:
         size = integer_argument("piece_bytes", piece_bytes, 1, 1 << 40)
         self.piece_blocks = max(1, size // self.block_bytes)
         """The most blocks of one call."""
-        if secret is not None and (not isinstance(secret, bytes) or len(secret) != 32):
-            raise ValueError("secret: accepted are 32 bytes")
         self._report = bool_argument("report", report)
         # Asked once: a store may say something else later.
         self.name = _name_argument(store.name)
@@ -190,6 +185,7 @@ class StoreQueue:
         self._queue, self._deadlines = _Pieces(), _Pieces()
         self._waiting = dict.fromkeys(_BOUND.values(), 0)
         self._running: dict[int, tuple[Job, Rows]] = {}
+        self._wakes_at = -math.inf  # when the thread that waits for a deadline looks again, if nobody wakes it
         self._finished: deque[Job] = deque()
         self._blocks = {(kind, code): 0 for kind in jobs.KINDS for code in CODES}
         self._nbytes, self._seconds = dict.fromkeys(jobs.KINDS, 0), dict.fromkeys(jobs.KINDS, 0.0)
@@ -222,15 +218,11 @@ class StoreQueue:
                     return None
                 # One more who uses the store, which is not closed meanwhile.
                 self._workers += 1
-            began = time.perf_counter()
+            began, codes = time.perf_counter(), None
             try:
                 codes = self._calls.find(own)
             finally:
-                self._end()
-            with self._lock:
-                self._seconds[jobs.FIND] += time.perf_counter() - began
-                for code in () if codes is None else codes.tolist():
-                    self._blocks[jobs.FIND, CODES[code]] += 1
+                self._end(codes, time.perf_counter() - began)
             return codes
 
     def load(self, keys: Keys, rows: Rows, *, tag: bytes | None = None, deadline: float = math.inf) -> Job:
@@ -322,6 +314,11 @@ class StoreQueue:
                 os.eventfd_read(self._signal)
             return found
 
+    @property
+    def news(self) -> bool:
+        """Whether ``finished`` has something."""
+        return bool(self._finished)
+
     def _put_back(self, found: list[Job]) -> None:
         """Nobody has learned of these jobs."""
         with self._lock:
@@ -371,14 +368,6 @@ class StoreQueue:
             self._bell.ring()
         return self.wait_until(lambda: self._store_closed, timeout)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     # -- inside --------------------------------------------------------------------------------------
 
     def _begin(
@@ -417,7 +406,7 @@ class StoreQueue:
                 if job.deadline != math.inf:
                     self._deadlines.put(job.deadline, job)
                     first = self._deadlines.first()
-                    if first is not None and (first.job is job or first.order <= self._clock()):
+                    if first is not None and (first.order < self._wakes_at or first.order <= self._clock()):
                         self._alarm.notify()
                 if len(self._drops):
                     self._screen(job)
@@ -539,7 +528,9 @@ class StoreQueue:
                     if left > 0:
                         break
                     self._settle(piece.job, LATE)
-                self._alarm.wait(min(left, 3600.0) if piece is not None else 3600.0)
+                left = min(left, 3600.0) if piece is not None else 3600.0
+                self._wakes_at = self._clock() + left
+                self._alarm.wait(left)
 
     def _settle(self, job: Job, code: int) -> None:
         """Decide a job that is not done. The lock is held."""
@@ -567,10 +558,13 @@ class StoreQueue:
                 os.eventfd_write(self._signal, 1)
             self._finished.append(job)
 
-    def _end(self) -> None:
-        """A thread ends. The last one closes the store."""
+    def _end(self, codes: Bytes | None = None, seconds: float = 0.0) -> None:
+        """A thread ends, or a ``find_now`` with these codes. The last one closes the store."""
         with self._lock:
             self._workers -= 1
+            self._seconds[jobs.FIND] += seconds
+            for code in () if codes is None else codes.tolist():
+                self._blocks[jobs.FIND, CODES[code]] += 1
             if self._workers:
                 return
         try:

@@ -170,6 +170,11 @@ class StoreClient:
                 self._news.append(job)
             return job
 
+    @property
+    def news(self) -> bool:
+        """Whether ``poll`` has a call to make."""
+        return bool(self._news) or self.queue.news
+
     def poll(self) -> bool:
         """Make the calls of jobs that are done or returned. Never waits. Returns whether there were such jobs."""
         with DeferSignals():
