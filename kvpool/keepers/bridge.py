@@ -211,7 +211,9 @@ class Bridge(Generic[Block]):
 
     def note(self, number: int, blocks: Sequence[Block], reasons: Sequence[str]) -> None:
         """Remember why a store did not take or bring blocks: "ok" where it did. Who cancels has said why before."""
-        for block, reason in zip(blocks, reasons, strict=True) if self._trouble or {*reasons} != {"ok"} else ():
+        if not self._trouble and {*reasons} == {"ok"}:
+            return
+        for block, reason in zip(blocks, reasons, strict=True):
             if reason == "cancelled":
                 continue
             self._trouble.pop((number, hash(block)), None)

@@ -187,8 +187,9 @@ class Prefetches:
         refused = self._attempt(fetch, wanted)
         if refused is not None:
             # The engine computes from there on.
-            for one in [one for one in wanted if one.place >= refused]:
-                self._bridge.note(fetch.source[one], [one], ["not worth loading"])
+            for one in wanted:
+                if one.place >= refused:
+                    self._bridge.note(fetch.source[one], [one], ["not worth loading"])
             there[:, refused:] = False
             wanted = self._wanted(fetch, there)
         if not wanted:

@@ -81,7 +81,8 @@ class Explanation(NamedTuple):
                 after = (max(same) + 1) * width
                 missed.append(one._replace(first=first, tokens=after - first, stores=stores, trouble=trouble))
                 first = after
-            missed += [one._replace(first=first, tokens=end - first)] if first < end else []
+            if first < end:
+                missed.append(one._replace(first=first, tokens=end - first))
         return self._replace(missed=tuple(missed))
 
 
