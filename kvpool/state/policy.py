@@ -19,7 +19,7 @@ import numpy as np
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import address_of, array_at, call, prefetch
 from kvpool.state.chains import book_of, owners_of
-from kvpool.state.index import expect, expect_child
+from kvpool.state.index import expect, expect_child, expect_found
 from kvpool.state.records import (
     CLEAN,
     DEFAULT_PRIORITY,
@@ -427,22 +427,37 @@ def take_victim(h, tier, priority):
     return b, stop_clock(h, b)
 
 
+NEAR, FAR = 6, 12  # how many evictions ahead the index is loaded, and the block
+
+
 @jit(forceinline=True)
 def _expect_victims(h, b):
-    """Begin to load what the evictions after that of ``b`` will touch: the index two ahead, the block itself three
-    ahead."""
+    """Begin to load what the evictions after that of ``b`` will touch: the index first, and further ahead the blocks.
+    ``near`` and ``far`` go along the list with the evictions of a call."""
     blocks = blocks_of(h)
-    for _ in range(2):
-        b = np.int64(blocks[b].next)
-        if b == NONE:
-            return
-    expect(h, blocks[b].key0)
-    expect_child(h, b)
-    b = np.int64(blocks[b].next)
-    if b != NONE:
-        prefetch(blocks, b)
-        prefetch(blocks["parent0"], b)
-        prefetch(array_at(h.tokens_at, (h.blocks * h.width,), np.int32), b * h.width)
+    if h.far == NONE:
+        h.near = h.far = b
+        for i in range(FAR):
+            h.near = h.far if i == NEAR else h.near
+            _expect_block(h)
+    else:
+        h.near = np.int64(blocks[h.near].next)
+        _expect_block(h)
+    if h.near != NONE:
+        expect(h, blocks[h.near].key0)
+        expect_child(h, h.near)
+        expect_found(h, blocks[blocks[blocks[b].next].next].key0)
+
+
+@jit(forceinline=True)
+def _expect_block(h):
+    """Go one block further along the list, and begin to load it."""
+    blocks = blocks_of(h)
+    if h.far != NONE:
+        h.far = np.int64(blocks[h.far].next)
+        prefetch(blocks, h.far)
+        prefetch(blocks["parent0"], h.far)
+        prefetch(array_at(h.tokens_at, (h.blocks * h.width,), np.int32), h.far * h.width)
 
 
 @jit(forceinline=True)

@@ -36,7 +36,7 @@ LINES = {
     "kvpool/publish": 660,
     "kvpool/remote": 1640,
     "kvpool/replay": 1990,
-    "kvpool/state": 5420,
+    "kvpool/state": 5460,
     "kvpool/stores": 3560,
     "kvpool/tables": 590,
     "tests": 1690,
