@@ -10,17 +10,24 @@ committed and released at once. ``sessions`` is a trace of agents, as ``replay``
 from __future__ import annotations
 
 import argparse
-import time
 from random import Random
 
 import numpy as np
 
-import kvpool
-from kvpool.planner.policies import hints
+from kvpool.planner import Use
+from kvpool.planner.policies import through_pool
+from kvpool.replay import Request
 from kvpool.replay.sessions import AgentSession, play
 from kvpool.replay.traces import read_sessions
 
 VARIES = 0.5
+
+
+def used(request: Request) -> Use:
+    """The full blocks of a prompt. All may be found: the pool keeps one more token back."""
+    assert request.hash_ids is not None
+    count = request.input_length // request.tokens_per_id
+    return Use(request, request.hash_ids[:count].astype(np.int32), count, count, 0)
 
 
 def measure(
@@ -28,28 +35,11 @@ def measure(
 ) -> dict[str, float]:
     """Play all sessions through a pool. Returns the per cent of blocks that were hits, and microseconds of CPU for each
     block."""
-    layout = kvpool.BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=1, dtype="uint8", planes=1)
-    now, hits, asked, spent = [0], 0, 0, 0.0
-    longest = max(turn.input_length // session.tokens_per_id for session in sessions for turn in session.turns) + 1
-    with kvpool.KVCacheManager(
-        layout, device_blocks=blocks + 1, host_blocks=host, device="cpu", max_sequences=4, max_sequence_tokens=longest,
-        policy=policy, partial_reuse=False, clock=lambda: now[0], secret=bytes(32),
-    ) as cache:  # fmt: skip
-        for request in play(sessions, users, cap, varies):
-            assert request.hash_ids is not None and request.timestamp is not None
-            count, now[0] = request.input_length // request.tokens_per_id, int(request.timestamp * 1000)
-            # A full block is one token here, and the last token of a prompt is never reused.
-            keys = cache.block_keys(np.append(request.hash_ids[:count].astype(np.int32) + 1, np.int32(0)))
-            begin = time.process_time()
-            admitted = cache.add_sequence_batch([keys])
-            cache.commit(admitted.ids, np.array([count]))
-            cache.rewind(admitted.ids, np.array([1]))
-            cache.release(admitted.ids, **hints(request, say))
-            spent += time.process_time() - begin
-            hits += int(admitted.cached_tokens[0])
-            asked += count
-        evicted = cache.stats().forgotten_device_blocks
-    return {"hits": 100 * hits / asked, "us": 1e6 * spent / asked, "us_evicted": 1e6 * spent / max(evicted, 1)}
+    uses = [used(request) for request in play(sessions, users, cap, varies)]
+    longest, asked = max(use.prompt for use in uses), sum(use.prompt for use in uses)
+    found, nanoseconds, evicted = through_pool(uses, longest, blocks, policy, say, host)
+    spent = nanoseconds / 1e3
+    return {"hits": 100 * found / asked, "us": spent / asked, "us_evicted": spent / max(evicted, 1)}
 
 
 def main() -> None:

@@ -338,7 +338,6 @@ KEY = (lambda scene: scene.keys.keys[0].tolist()), (lambda scene: [1, 2])
 SLOTS = {"slot_mapping": ([0, 1, 2, 5, -1, 15], [0, 1, 2, 5, -1, 31])}
 STORED = (lambda scene: scene.keys(0, 1).tolist()), (lambda scene: scene.keys(2, 9).tolist())
 KEEPER_VERBS = "prefetch", "match_prefix"
-PAGED_EXTENTS = "planes", "blocks", "tokens_per_block", "memory", "writable"
 INT32, UINT64, ARRAYS, ARRAY, LIST = np.int32, np.uint64, ("array", "interface"), ("array",), ("list",)
 TOKENS = {"prompt": INT32}
 
@@ -450,11 +449,6 @@ def _jobs(part: str, name: str) -> Callable[[Any, dict[str, Any]], Job]:
 def _block_keys(scene: Any, given: dict[str, Any]) -> BlockKeys:
     own = scene.keys
     return BlockKeys(**given, salt=None, adapter_id=None, root=(own.namespace, *own.root), origin=own.origin)
-
-
-def _paged(scene: Any, given: dict[str, Any]) -> Any:
-    found = PagedKV(**given, **{name: getattr(scene.paged, name) for name in PAGED_EXTENTS})
-    return found.bases, found.extent
 
 
 def _strided(scene: Any, given: dict[str, Any]) -> Any:
@@ -676,14 +670,6 @@ CASES = [
         {"tokens": PROMPT, "keys": KEYS, "extra_ids": ([0] * 8 + [5], [0] * 8 + [6])},
         {"tokens": INT32, "keys": UINT64},
         ARRAY,
-    ),
-    Case(
-        "PagedKV",
-        Nothing,
-        _paged,
-        {"bases": ([[1 << 20, 2 << 20]] * 2, [[1 << 20, 3 << 20]] * 2)},
-        {},
-        ("array", "list"),
     ),
     Case("StridedArray", Nothing, _strided, {"shape": ([3, 2], [2, 2]), "strides": ([8, 2], [16, 4])}, {}, LIST),
     Case("StackDistances.record", Nothing, _record, {"hash_ids": ([1, 2, 3], [1, 2, 4])}, {"hash_ids": UINT64}, ARRAY),

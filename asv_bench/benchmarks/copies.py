@@ -31,15 +31,15 @@ class BlockCopies:
         layout = BlockLayout.of_block_bytes(block_bytes, TOKENS, order=order)
         self.pools = MemoryPools(CpuDevice(), layout, blocks, blocks)
         # The first write, not the allocation, is what gives memory its pages.
-        self.pools.device_bytes[:] = 1
-        self.pools.host_bytes[:] = 2
+        self.pools.flat("device")[:] = 1
+        self.pools.flat("host")[:] = 2
         random = np.random.default_rng(0)
         device, host = random.permutation(blocks), blocks + random.permutation(blocks)
         source, target = (host, device) if direction == "onboard" else (device, host)
         every = np.stack([source, target, np.full(blocks, TOKENS), np.zeros(blocks, int)], axis=1).astype(np.int64)
         self.batches = np.split(every, 16)
         self.batch_bytes = TIER_BYTES // 16
-        source_bytes, target_bytes = (self.pools.host_bytes, self.pools.device_bytes)[
+        source_bytes, target_bytes = (self.pools.flat("host"), self.pools.flat("device"))[
             :: 1 if direction == "onboard" else -1
         ]
         places = [int(place) * self.batch_bytes for place in random.permutation(16)]
@@ -81,8 +81,8 @@ class CallCost:
     def setup(self, moves: int) -> None:
         layout = BlockLayout.of_block_bytes(4096, TOKENS)
         self.pools = MemoryPools(CpuDevice(), layout, 1024, 1024)
-        self.pools.device_bytes[:] = 1
-        self.pools.host_bytes[:] = 2
+        self.pools.flat("device")[:] = 1
+        self.pools.flat("host")[:] = 2
         self.moves = np.array([(i, 1024 + i, TOKENS, 0) for i in range(moves)], dtype=np.int64)
         self.pools.device.copy_blocks(self.moves)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -149,9 +149,6 @@ class BlockLayout:
     order: str = "layer_first"
     tokens: str = "NHD"
 
-    def __init_subclass__(cls) -> None:
-        raise TypeError("BlockLayout has no subclasses: one could answer with other extents than were checked")
-
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "head_dim", "tokens_per_block"):
             object.__setattr__(self, name, integer_argument(name, getattr(self, name), 1, _EXTENT_MAX))
@@ -159,12 +156,6 @@ class BlockLayout:
         object.__setattr__(self, "dtype", _dtype_name(self.dtype))
         object.__setattr__(self, "order", choice_argument("order", self.order, _ORDERS))
         object.__setattr__(self, "tokens", choice_argument("tokens", self.tokens, _TOKEN_ORDERS))
-
-    def __setstate__(self, state: Any) -> None:
-        raise TypeError("a BlockLayout has no state to set: a pickle brings its fields, which are checked")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return BlockLayout, tuple(getattr(self, one.name) for one in fields(self))
 
     @classmethod
     def for_model(
@@ -252,6 +243,10 @@ class BlockLayout:
         """Shape of a host tier of ``blocks`` blocks (0 or more), elements."""
         blocks = integer_argument("blocks", blocks, 0, _EXTENT_MAX)
         return (blocks, self.layers, self.planes, *self._inner_shape())
+
+    def tier_shape(self, tier: str, blocks: int) -> tuple[int, ...]:
+        """``device_shape`` or ``host_shape``, by the name of the tier."""
+        return self.device_shape(blocks) if tier == "device" else self.host_shape(blocks)
 
     def device_strides(self, blocks: int) -> BlockStrides:
         """Strides of a device tier of ``blocks`` blocks (0 or more), bytes."""

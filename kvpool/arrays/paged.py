@@ -10,9 +10,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from kvpool.arrays.layout import BlockLayout, integer_argument
+from kvpool.arrays import Array, Int64s
+from kvpool.arrays.layout import BlockLayout
 from kvpool.arrays.strided import StridedArray, as_strided, read_only
 
 LAYOUTS: Mapping[str, str] = MappingProxyType(
@@ -72,7 +72,7 @@ class Plane(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PagedKV:
-    """The memory of a paged KV cache that kvpool or anybody else owns. Made by ``of`` and ``of_pool``.
+    """The memory of a paged KV cache that kvpool or anybody else owns. Made by ``of`` and ``of_pool``, which check it.
 
     The byte ``i`` of a head lies at ``bases[plane, layer] + block * block_stride + token * token_stride + head *
     head_stride + i``, with the strides of its plane.
@@ -106,30 +106,13 @@ class PagedKV:
     (3, 8, 4, 256)
     """
 
-    bases: npt.NDArray[np.int64]
+    bases: Int64s
     planes: tuple[Plane, ...]
     blocks: int
     tokens_per_block: int
     memory: str
     writable: bool
     owner: Any = field(default=None, repr=False)
-
-    def __init_subclass__(cls) -> None:
-        raise TypeError("PagedKV has no subclasses: one could answer with other extents than were checked")
-
-    def __post_init__(self) -> None:
-        # Copies use these addresses long after they were checked.
-        bases, extents = _addresses(self.bases), {}
-        for name in ("blocks", "tokens_per_block"):
-            extents[name] = integer_argument(name, getattr(self, name), 1, 1 << 62)
-        if bases.ndim != 2 or len(bases) != len(self.planes):
-            raise ValueError(
-                f"bases has shape {list(bases.shape)}: accepted is [planes, layers], for {len(self.planes)} planes"
-            )
-        object.__setattr__(self, "bases", read_only(bases))
-        object.__setattr__(self, "planes", tuple(_plane(i, plane) for i, plane in enumerate(self.planes)))
-        for name, value in extents.items():
-            object.__setattr__(self, name, value)
 
     def __copy__(self) -> PagedKV:
         return self
@@ -193,7 +176,7 @@ class PagedKV:
         bases = np.array([[flat[p, i].base for i in range(layers)] for p in range(planes)], dtype=np.int64)
         _check_apart(bases, strides, blocks, tokens)
         owner = tuple(leaves.values())
-        return cls(bases, strides, blocks, tokens, memory, all(leaf.writable for leaf in owner), owner)
+        return cls(read_only(bases), strides, blocks, tokens, memory, all(leaf.writable for leaf in owner), owner)
 
     @classmethod
     def of_pool(cls, layout: BlockLayout, pool: Any, tier: str = "device") -> PagedKV:
@@ -207,7 +190,7 @@ class PagedKV:
         array = as_strided("pool", pool)
         layer_first = tier == "device" and layout.order == "layer_first"
         blocks = array.shape[2 if layer_first else 0] if len(array.shape) == 6 else 0
-        shape = layout.device_shape(blocks) if tier == "device" else layout.host_shape(blocks)
+        shape = layout.tier_shape(tier, blocks)
         if array.shape != shape or array.itemsize != layout.itemsize:
             raise ValueError(
                 f"pool: shape {shape} with items of {layout.itemsize} bytes is needed, not {array.shape} with "
@@ -216,28 +199,6 @@ class PagedKV:
         return cls.of(
             array, ("| L P B " if layer_first else "| B L P ") + ("T H D" if layout.tokens == "NHD" else "H T D")
         )
-
-
-def _addresses(bases: Any) -> npt.NDArray[np.int64]:
-    """A private copy. Raises TypeError, ValueError."""
-    try:
-        found = np.array(bases)
-    except ValueError:
-        raise ValueError(f"bases={bases!r:.80}: accepted is int64[planes, layers]") from None
-    if found.dtype.kind not in "iu":
-        raise TypeError(f"bases has dtype {found.dtype}: accepted are integers of 64 bits")
-    if found.size and int(found.max()) > 2**63 - 1:
-        raise ValueError(f"bases: {int(found.max())} is no address: accepted are up to {2**63 - 1}")
-    return found.astype(np.int64)
-
-
-def _plane(index: int, plane: Any) -> Plane:
-    """A plane of exact integers. Raises TypeError, ValueError."""
-    if not isinstance(plane, tuple) or len(plane) != len(Plane._fields):
-        raise TypeError(f"planes[{index}]={plane!r:.80}: accepted is a Plane")
-    low = 0, 0, 0, 1, 1
-    values = zip(Plane._fields, plane, low, strict=True)
-    return Plane(*(integer_argument(f"planes[{index}].{name}", value, least, 1 << 62) for name, value, least in values))
 
 
 class _Component(NamedTuple):
@@ -353,7 +314,7 @@ def _same(name: str, values: dict[str, Any]) -> Any:
     return first
 
 
-def _check_apart(bases: npt.NDArray[np.int64], planes: tuple[Plane, ...], blocks: int, tokens: int) -> None:
+def _check_apart(bases: Int64s, planes: tuple[Plane, ...], blocks: int, tokens: int) -> None:
     """Raise ValueError if two layers or planes share bytes. Each has been checked alone."""
     ranges = []
     for row, plane in zip(bases, planes, strict=True):
@@ -399,9 +360,7 @@ def _dimensions(plane: Plane, blocks: int, tokens: int) -> list[tuple[int, int]]
     return sorted((axis for axis in axes if axis[1] > 1), reverse=True)
 
 
-def _meet(
-    rest: npt.NDArray[Any], one: list[tuple[int, int]], other: list[tuple[int, int]], run: int, other_run: int
-) -> bool:
+def _meet(rest: Array, one: list[tuple[int, int]], other: list[tuple[int, int]], run: int, other_run: int) -> bool:
     """Whether two components share a byte, for any of the distances ``rest`` [1, n] between their bases.
 
     Each stride is at least the size of the axes inside it. So along an axis that both have, two elements can meet only

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from kvpool.arrays import dlpack
+from kvpool.arrays import Array, dlpack
 from kvpool.arrays.layout import integer_argument
 
 MEMORIES = ("host", "device")
@@ -103,11 +103,19 @@ class StridedArray:
     def __reduce__(self) -> Any:
         raise TypeError("a StridedArray cannot be pickled: its address means nothing elsewhere")
 
-    def host_view(self) -> npt.NDArray[Any]:
+    def host_view(self) -> Array:
         """The same elements as a NumPy array, which keeps ``owner`` alive. Raises ValueError for GPU memory."""
         if self.memory != "host":
             raise ValueError("memory of a GPU has no view in NumPy")
-        return np.asarray(_Interface(self))
+        order = "|" if self.itemsize == 1 or self.kind == "V" else "="
+        interface = {
+            "version": 3,
+            "shape": self.shape,
+            "strides": self.strides,
+            "typestr": np.dtype(f"{order}{self.kind}{self.itemsize}").str,
+            "data": (self.address, not self.writable),
+        }
+        return np.asarray(SimpleNamespace(__array_interface__=interface, array=self))
 
 
 def _items(name: str, value: Any) -> tuple[Any, ...]:
@@ -119,25 +127,6 @@ def _items(name: str, value: Any) -> tuple[Any, ...]:
     if len(found) > _AXES_MAX:
         raise ValueError(f"{name} has more than {_AXES_MAX} entries: accepted are so many axes as NumPy has")
     return found
-
-
-class _Interface:
-    """What ``np.asarray`` needs for memory that NumPy does not own."""
-
-    def __init__(self, array: StridedArray) -> None:
-        self.array = array
-        typestr = (
-            f"|{array.kind}{array.itemsize}"
-            if array.itemsize == 1 or array.kind == "V"
-            else f"={array.kind}{array.itemsize}"
-        )
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": array.shape,
-            "strides": array.strides,
-            "typestr": np.dtype(typestr).str,
-            "data": (array.address, not array.writable),
-        }
 
 
 def as_strided(name: str, array: Any) -> StridedArray:
@@ -235,7 +224,7 @@ def _capsule(array: Any, options: dict[str, Any]) -> Any:
         return array.__dlpack__(**options)
 
 
-def read_only(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def read_only(values: Array) -> Array:
     """A view of contiguous memory that cannot be written. Nobody can make it writable: NumPy asks the buffer, which
     refuses."""
     return np.asarray(values.data.toreadonly())

@@ -137,7 +137,7 @@ def fetch(options: argparse.Namespace) -> int:
     # Speed does not decide the result: on a busy machine, fetches are slow and correct.
     passed = ours.passed and theirs.passed
     values = {"passed": passed, "failure": failure, "seconds": seconds, "fetch": ours.as_dict()["figures"]}
-    values |= {"server": served["figures"], "throughput": [one.as_dict() for one in speeds]}
+    values |= {"server": served["figures"], "throughput": [one._asdict() for one in speeds]}
     shown = [ours, theirs] if theirs.figures else [ours]
     terminal.print_result(options, values, "\n".join([*(one.text() for one in shown), *map(_speed_text, speeds)]))
     return OK if passed else FAILED

@@ -6,11 +6,10 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from operator import truediv
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import zmq
@@ -25,8 +24,7 @@ _SECRET = bytes(32)
 _WIDTH, _IN_FLIGHT = 16, 16
 
 
-@dataclass(frozen=True)
-class Throughput:
+class Throughput(NamedTuple):
     """Bytes per second, as medians over the rounds.
 
     ``fetch`` ends with the blocks in the pool, and ``fetch_blocks`` with the blocks in buffers. ``bare_copied`` is a
@@ -45,9 +43,6 @@ class Throughput:
     bare: float
     ratio: float
     ratio_in_buffers: float
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def measure(

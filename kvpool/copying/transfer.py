@@ -20,8 +20,8 @@ from time import perf_counter_ns
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Bools, Int64s
 from kvpool.copying.waits import Order
 from kvpool.device.base import NULL_STREAM, SOURCE, TARGET, TICKET, TOKENS, Device, Event, Layers, Stream
 from kvpool.device.work import TokenMoves
@@ -33,11 +33,9 @@ from kvpool.state.arrays import States
 from kvpool.state.effects import ACCESSED, collect
 from kvpool.state.records import DIRECTION, DIRECTIONS, H, place_of
 
-NO_RANGES: npt.NDArray[np.int64] = np.zeros((0, 2), np.int64)
-NO_TOKEN_MOVES: npt.NDArray[np.int64] = np.zeros((0, 4), np.int64)
-NO_IDS: npt.NDArray[np.int64] = np.empty(0, np.int64)
-Moves = npt.NDArray[np.int64]
-Ids = npt.NDArray[np.int64]
+NO_RANGES: Int64s = np.zeros((0, 2), np.int64)
+NO_TOKEN_MOVES: Int64s = np.zeros((0, 4), np.int64)
+NO_IDS: Int64s = np.empty(0, np.int64)
 DROPPED = -1
 _LIVE, _DEAD = 1, 2
 
@@ -95,11 +93,11 @@ class Levels:
     """Cuts batches for one pool of ``blocks`` blocks of ``width`` tokens. Blocks in the ranges ``states`` int64[n, 2]
     are always copied whole. Not thread-safe: the transfer lock guards it."""
 
-    def __init__(self, blocks: int, width: int, states: npt.NDArray[np.int64] = NO_RANGES) -> None:
+    def __init__(self, blocks: int, width: int, states: Int64s = NO_RANGES) -> None:
         self._scratch = np.zeros((blocks, 2), np.int32)
         self._width, self._states = width, states
 
-    def cut(self, moves: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
+    def cut(self, moves: Int64s) -> Iterator[Int64s]:
         """The levels of a batch int64[n, 5], first to last. A move whose target is overwritten before it is read is in
         none."""
         level = np.zeros(len(moves), np.int32)
@@ -139,11 +137,11 @@ class Traffic:
     token in each group.
     """
 
-    def __init__(self, heads: npt.NDArray[np.int64], token_bytes: Sequence[int]) -> None:
+    def __init__(self, heads: Int64s, token_bytes: Sequence[int]) -> None:
         self._heads, self._token_bytes = heads, np.array(token_bytes, np.int64)
-        self._totals: npt.NDArray[np.int64] = np.zeros((3, len(heads), DIRECTIONS), np.int64)
+        self._totals: Int64s = np.zeros((3, len(heads), DIRECTIONS), np.int64)
 
-    def add(self, moves: npt.NDArray[np.int64], nanoseconds: int) -> None:
+    def add(self, moves: Int64s, nanoseconds: int) -> None:
         """Count moves int64[n, 5] that were made, or enqueued, together. Groups and directions share the time by their
         bytes."""
         _count(moves, self._heads, self._token_bytes, nanoseconds, self._totals)
@@ -176,9 +174,9 @@ class Decision(NamedTuple):
     """
 
     ticket: int
-    moves: Moves
-    token_moves: Moves
-    accesses: npt.NDArray[np.int64]
+    moves: Int64s
+    token_moves: Int64s
+    accesses: Int64s
     behind: Callable[[], object] | None
     loads: LayerEvents | None
 
@@ -201,7 +199,7 @@ class Transfer:
         self._lock = threading.Lock()
         self._queue: dict[int, Decision] = {}
         self._held_back: dict[int, Decision] | None = None
-        self._notes: deque[npt.NDArray[np.int64]] = deque()
+        self._notes: deque[Int64s] = deque()
         self._draining = 0
         self._lost: dict[int, int] = {}
         self._decided = self._enqueued = -1
@@ -238,7 +236,7 @@ class Transfer:
         streams wait for the events."""
         self._loads, loads.events = loads, []
 
-    def note(self, accesses: npt.NDArray[np.int64]) -> None:
+    def note(self, accesses: Int64s) -> None:
         """Add accesses, int64[n, 3], to the next decision. Safe in a destructor that runs inside any call."""
         self._notes.append(accesses)
 
@@ -297,7 +295,7 @@ class Transfer:
         """Whether decisions are being made together. The caller holds the state lock."""
         return self._held_back is not None
 
-    def _with_notes(self, accesses: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def _with_notes(self, accesses: Int64s) -> Int64s:
         while self._notes:
             with suppress(IndexError):
                 accesses = np.concatenate([self._notes.popleft(), accesses])
@@ -348,7 +346,7 @@ class Transfer:
                 finally:
                     self._draining = 0
 
-    def pending(self, ids: npt.NDArray[np.int64], *, writes: bool = False) -> list[Event]:
+    def pending(self, ids: Int64s, *, writes: bool = False) -> list[Event]:
         """The events to wait for before the host reads blocks whose copies are enqueued, or, with ``writes``, before it
         writes them. Takes the transfer lock."""
         if self.order is None or not self.guards & records.READER_WAITS:
@@ -370,7 +368,7 @@ class Transfer:
             with self._lock:
                 self.order.follow_copies(stream)
 
-    def decide(self, stream: Stream | None, ids: Ids | None, verb: Callable[..., Any], *args: Any) -> Any:
+    def decide(self, stream: Stream | None, ids: Int64s | None, verb: Callable[..., Any], *args: Any) -> Any:
         """Run a verb on a device that is not synchronous. ``stream`` is the one that the call names, if any.
 
         ``ids`` are the sequences of the call, None for all live ones. The caller holds the state lock. Raises
@@ -386,7 +384,7 @@ class Transfer:
         finally:
             heads[:, records.H.stream] = before
 
-    def check_streams(self, ids: npt.NDArray[np.int64]) -> None:
+    def check_streams(self, ids: Int64s) -> None:
         """Raise ValueError if a sequence was last used on a stream on which no work can be enqueued now. The caller has
         to name another stream."""
         if self.order is None:
@@ -409,14 +407,14 @@ class Transfer:
         assert self.order is not None
         return self.order.slot(stream, self._idle)
 
-    def _idle(self) -> npt.NDArray[np.bool_]:
+    def _idle(self) -> Bools:
         """Which streams no sequence uses and no batch names. While there are batches, none is idle."""
         sequences = self._states[0].sequences
         idle = np.full(1 << 16, not self._queue and not self._notes)
         idle[sequences["stream"][sequences["live"] != 0]] = False
         return idle
 
-    def _independent(self, moves: Moves) -> Iterator[tuple[Moves, int]]:
+    def _independent(self, moves: Int64s) -> Iterator[tuple[Int64s, int]]:
         """Moves that may be made in any order, one level after the other, and the stream of each part."""
         for level in self._levels.cut(moves) if self.guards & records.LEVELS else [moves]:
             if self.order is None:
@@ -445,7 +443,7 @@ class Transfer:
             if not self._queue:
                 self._lost.clear()
 
-    def _load(self, moves: Moves, loads: LayerEvents) -> bool:
+    def _load(self, moves: Int64s, loads: LayerEvents) -> bool:
         """Enqueue loads that do not depend on each other, one part of the layers after the other. Returns whether the
         device has taken all; if not, none counts as enqueued."""
         order, device = self.order, self._device
@@ -467,7 +465,7 @@ class Transfer:
         self.moved.add(moves, perf_counter_ns() - begun)
         return True
 
-    def _copy(self, moves: Moves, ticket: int, stream: int) -> None:
+    def _copy(self, moves: Int64s, ticket: int, stream: int) -> None:
         """Enqueue copies that do not depend on each other. After one has failed, in this batch or before, the others
         are enqueued one by one, except those that read a lost block."""
         order, first = self.order, 0
@@ -494,7 +492,7 @@ class Transfer:
                 completed += 1
             first += completed
 
-    def _move_tokens(self, moves: Moves, ticket: int) -> None:
+    def _move_tokens(self, moves: Int64s, ticket: int) -> None:
         """Enqueue token moves, each on the stream of its sequence. If some fail, the blocks that they should have
         written are lost."""
         order, width = self.order, self._width
@@ -537,7 +535,7 @@ class Transfer:
         return found
 
 
-def _states_of(states: States) -> npt.NDArray[np.int64]:
+def _states_of(states: States) -> Int64s:
     """The ranges of pool ids whose blocks hold states, int64[n, 2]."""
     held = np.tile(states.heads[:, H.kind] == records.RECURRENT, 2)
     edges = states.pool_ids.edges

@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Bools, Int64s
 from kvpool.device.base import NULL_EVENT, SOURCE, TARGET, Device, Event, Stream, StreamGone
 from kvpool.jit import jit
 from kvpool.state import records as g
@@ -27,13 +27,10 @@ _SLOT_BITS = 16
 STREAMS_KEPT = 16
 """This many streams keep their numbers. If there are more, a new stream takes the number of one whose work is done."""
 
-Rows = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
-
 
 @jit
 def _need(
-    write: Rows, read: Rows, b: int, stream: int, writes: bool, after_copies: bool, after_engine: bool, need: Rows
+    write: Int64s, read: Int64s, b: int, stream: int, writes: bool, after_copies: bool, after_engine: bool, need: Int64s
 ) -> None:
     """Raise ``need`` int64[streams] to the points for which ``stream`` waits before it accesses block ``b``."""
     slot, point = write[b] & ((1 << _SLOT_BITS) - 1), write[b] >> _SLOT_BITS
@@ -46,7 +43,7 @@ def _need(
 
 
 @jit
-def _need_of_copies(write: Rows, read: Rows, moves: Rows, stream: int, guards: int, need: Rows) -> None:
+def _need_of_copies(write: Int64s, read: Int64s, moves: Int64s, stream: int, guards: int, need: Int64s) -> None:
     for i in range(moves.shape[0]):
         copies, engine = guards & g.COPY_READS_AFTER_COPIES != 0, guards & g.COPY_READS_AFTER_ENGINE != 0
         _need(write, read, moves[i, SOURCE], stream, False, copies, engine, need)
@@ -55,7 +52,7 @@ def _need_of_copies(write: Rows, read: Rows, moves: Rows, stream: int, guards: i
 
 
 @jit
-def _need_of_accesses(write: Rows, read: Rows, rows: Rows, guards: int, need: Rows, waits: Flags) -> None:
+def _need_of_accesses(write: Int64s, read: Int64s, rows: Int64s, guards: int, need: Int64s, waits: Bools) -> None:
     """Fill ``need`` int64[streams, streams], by the stream that waits. ``waits`` bool[streams] says which streams
     wait."""
     for i in range(rows.shape[0]):
@@ -70,20 +67,20 @@ def _need_of_accesses(write: Rows, read: Rows, rows: Rows, guards: int, need: Ro
 
 
 @jit
-def _need_of_host(write: Rows, read: Rows, ids: Rows, writes: bool, need: Rows) -> None:
+def _need_of_host(write: Int64s, read: Int64s, ids: Int64s, writes: bool, need: Int64s) -> None:
     for i in range(ids.shape[0]):
         _need(write, read, ids[i], -1, writes, True, True, need)
 
 
 @jit
-def _mark_copies(write: Rows, read: Rows, moves: Rows, stream: int, point: int) -> None:
+def _mark_copies(write: Int64s, read: Int64s, moves: Int64s, stream: int, point: int) -> None:
     for i in range(moves.shape[0]):
         read[moves[i, SOURCE], stream] = point
         write[moves[i, TARGET]] = (point << _SLOT_BITS) | stream
 
 
 @jit
-def _survey(rows: Rows, done: Flags) -> bool:
+def _survey(rows: Int64s, done: Bools) -> bool:
     """Mark the streams that have used blocks in ``done`` bool[streams]. Returns whether a stream follows another
     one."""
     follows = False
@@ -96,7 +93,7 @@ def _survey(rows: Rows, done: Flags) -> bool:
 
 
 @jit
-def _mark_accesses(write: Rows, read: Rows, rows: Rows, points: Rows) -> None:
+def _mark_accesses(write: Int64s, read: Int64s, rows: Int64s, points: Int64s) -> None:
     for i in range(rows.shape[0]):
         stream = rows[i, 1]
         if rows[i, 0] == WROTE:
@@ -119,11 +116,11 @@ class Order:
         self._read = np.zeros((blocks, _OWN), np.int64)
         # For each stream: its number of points, the last point known to be complete, and the events of the points after
         # it.
-        self._points: npt.NDArray[np.int64] = np.zeros(_OWN, np.int64)
-        self._complete: npt.NDArray[np.int64] = np.zeros(_OWN, np.int64)
+        self._points: Int64s = np.zeros(_OWN, np.int64)
+        self._complete: Int64s = np.zeros(_OWN, np.int64)
         self._events: list[deque[Event]] = [deque() for _ in range(_OWN)]
         # [a, b]: the last point of stream b that stream a has waited for.
-        self._waited: npt.NDArray[np.int64] = np.zeros((_OWN, _OWN), np.int64)
+        self._waited: Int64s = np.zeros((_OWN, _OWN), np.int64)
         # By stream: the last point of loads for which it waits layer by layer.
         self._by_layer: dict[int, int] = {}
 
@@ -131,7 +128,7 @@ class Order:
         """The stream that has this number."""
         return self._streams[slot]
 
-    def slot(self, stream: Stream, idle: Callable[[], npt.NDArray[np.bool_]]) -> int:
+    def slot(self, stream: Stream, idle: Callable[[], Bools]) -> int:
         """The small number of a stream. If there are many streams, a new one takes the number of an old one whose work
         is done.
 
@@ -150,7 +147,7 @@ class Order:
             self._slots[stream.handle] = found
         return found
 
-    def _reusable(self, idle: Callable[[], npt.NDArray[np.bool_]]) -> int:
+    def _reusable(self, idle: Callable[[], Bools]) -> int:
         """A number to reuse, or a new one. Points keep counting when a number changes hands, so old points stay
         complete."""
         known = len(self._points)
@@ -158,7 +155,7 @@ class Order:
         free = free[free >= _OWN]
         return int(free[0]) if len(free) else len(self._streams)
 
-    def accessed(self, rows: Rows) -> None:
+    def accessed(self, rows: Int64s) -> None:
         """Before a batch: record points after the work that streams are said to have enqueued, and let streams follow
         each other."""
         self._grow()
@@ -175,13 +172,13 @@ class Order:
         if streams:
             _mark_accesses(self._write, self._read, rows, self._points)
 
-    def before_copies(self, moves: Rows, stream: int, guards: int) -> None:
+    def before_copies(self, moves: Int64s, stream: int, guards: int) -> None:
         """Have one of the pool's own streams wait for every access that must come before independent copies on it."""
         need = np.zeros(len(self._points), np.int64)
         _need_of_copies(self._write, self._read, moves, stream, guards, need)
         self._wait_all(stream, need)
 
-    def after_copies(self, moves: Rows, stream: int) -> None:
+    def after_copies(self, moves: Int64s, stream: int) -> None:
         """Note copies that were enqueued. If some of them were not, that costs a needless wait at most."""
         _mark_copies(self._write, self._read, moves, stream, self._record(stream))
 
@@ -190,7 +187,7 @@ class Order:
         """The last point of loads."""
         return int(self._points[ONBOARD])
 
-    def hold_back(self, rows: Rows, guards: int, loaded: int | None = None) -> None:
+    def hold_back(self, rows: Int64s, guards: int, loaded: int | None = None) -> None:
         """After a batch: have streams wait for the blocks that they will use. With ``loaded``, their callers say when
         they wait for loads after this point."""
         waits, need = np.zeros(len(self._points), np.bool_), np.zeros((len(self._points), len(self._points)), np.int64)
@@ -205,7 +202,7 @@ class Order:
         for own in self._streams[:_OWN]:
             self._device.wait(stream, self._device.record(own))
 
-    def pending(self, ids: npt.NDArray[np.int64], writes: bool) -> list[Event]:
+    def pending(self, ids: Int64s, writes: bool) -> list[Event]:
         """The events for which the host waits before it reads the bytes of blocks, or, with ``writes``, before it
         writes them."""
         need = np.zeros(len(self._points), np.int64)
@@ -248,7 +245,7 @@ class Order:
     def _event(self, stream: int, point: int) -> Event:
         return self._events[stream][point - int(self._complete[stream]) - 1]
 
-    def _wait_all(self, stream: int, need: npt.NDArray[np.int64]) -> None:
+    def _wait_all(self, stream: int, need: Int64s) -> None:
         for other in np.flatnonzero(need > np.maximum(self._complete, self._waited[stream])).tolist():
             self._wait(stream, other, int(need[other]))
 

@@ -20,8 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,14 +28,12 @@ import numpy.typing as npt
 from kvpool.arrays.layout import integer_argument
 from kvpool.engines.local import LocalBlocks, state_keys
 from kvpool.engines.options import LLAMACPP, files_digest
+from kvpool.entry.closing import Closing
 from kvpool.errors import PoolClosed
 from kvpool.hostcache.identity import ModelIdentity
 
 with LLAMACPP.imports():
     import xllamacpp
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 log = LLAMACPP.log
 
@@ -78,7 +75,7 @@ class _Kept(NamedTuple):
     key: bytes
 
 
-class PrefixCache:
+class PrefixCache(Closing):
     """llama.cpp, with the states of its prompts in host memory and stores.
 
     Parameters
@@ -193,14 +190,6 @@ class PrefixCache:
         with self._lock:
             self._blocks.close()
         shutil.rmtree(self._folder)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # -- slots ---------------------------------------------------------------------------------------
 

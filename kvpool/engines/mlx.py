@@ -15,14 +15,14 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvpool.arrays.layout import integer_argument
 from kvpool.engines.local import Bytes, LocalBlocks, Places, prefix_keys, state_keys
 from kvpool.engines.options import MLX, files_digest
+from kvpool.entry.closing import Closing
 from kvpool.errors import BlockNotFound, PoolClosed
 from kvpool.hostcache.identity import ModelIdentity
 
@@ -30,9 +30,6 @@ with MLX.imports():
     import mlx.core as mx
     from mlx.utils import tree_flatten, tree_unflatten
     from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, make_prompt_cache
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 log = MLX.log
 
@@ -229,7 +226,7 @@ class _Shelf(NamedTuple):
         blocks.poll()
 
 
-class PromptCache:
+class PromptCache(Closing):
     """Keeps prompts of mlx-lm in host memory and in stores, in blocks. It has the interface of ``LRUPromptCache``.
 
     Parameters
@@ -348,14 +345,6 @@ class PromptCache:
         with self._lock:
             self._closed = True
             self._drop()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # -- models --------------------------------------------------------------------------------------
 

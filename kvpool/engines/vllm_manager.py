@@ -14,6 +14,7 @@ import kvpool
 from kvpool.engines.options import VLLM, EngineOptions
 
 with VLLM.imports():
+    import msgspec
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
     from vllm.v1.kv_offload import base
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from kvpool.hostcache.host_cache import HostUsage
     from kvpool.keepers.choice import LoadOrCompute
     from kvpool.keepers.hostkeeper import HostKeeper
+    from kvpool.pool.hints import Action
 
 log = VLLM.log
 
@@ -43,6 +45,7 @@ _SOURCES = {
 
 
 STORED, LOADED = "vllm:kvpool_stored_chunks", "vllm:kvpool_loaded_chunks"
+_HINTED = "vllm:kvpool_hint_actions"
 EVICTED, REFUSED = "vllm:kvpool_evicted_chunks", "vllm:kvpool_refused_stores"
 FAILED_LOADS, FAILED_STORES = "vllm:kvpool_failed_loads", "vllm:kvpool_failed_stores"
 _TOTALS = (
@@ -65,6 +68,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     _TOTALS[1]: ("Chunks that a store was asked for and that did not come.", ()),
     _TOTALS[2]: ("Chunks that a store has kept.", ()),
     _TOTALS[3]: ("Chunks that a store was to keep and has not kept.", ()),
+    _HINTED: ("Actions of hints, by what became of them.", ("action", "outcome")),
     _MISSED: ("Chunks that did not come from the stores.", ("reason",)),
     _UNSAVED: ("Chunks that a store has not kept.", ("reason",)),
     _ANSWERS: ("What a store has said of chunks that were looked for, loaded or saved.", ("store", "kind", "reason")),
@@ -144,6 +148,8 @@ class _KnownRequest:
     ordered: int = 0
     """how many of its chunks were put in order"""
     finished: bool = False
+    hints: list[Action] = field(default_factory=list)
+    """what its client wishes for its chunks"""
 
 
 def metric_definitions() -> dict[str, base.OffloadingMetricMetadata]:
@@ -161,11 +167,16 @@ class HostTierMetrics:
         self._cache, self._clock = cache, clock
         self.counts: Counter[str] = Counter()
         """by name"""
+        self._hints: Counter[tuple[str, str]] = Counter()
         self._totals = (0, 0, 0, 0)
         self._usage: HostUsage | None = None
         self._read_at = clock()
         self._known: dict[tuple[str, tuple[str, ...]], float] = {}
         self._troubles = TroubleLog("behind the host tier", clock, VLLM.log)
+
+    def hint(self, kind: str, outcome: str) -> None:
+        """Count an action of a hint."""
+        self._hints[kind, outcome] += 1
 
     def take(self, keeper: HostKeeper | None) -> OffloadingConnectorStats | None:
         """What has happened since the last call, or None if nothing has."""
@@ -178,11 +189,14 @@ class HostTierMetrics:
                 counts.update({name: now - old for name, now, old in changes if now != old})
                 self._totals = totals
         due = keeper is not None and self._clock() - self._read_at >= _EVERY_SECONDS
-        if not counts and not due:
+        if not counts and not due and not self._hints:
             return None
         found = OffloadingConnectorStats()
         for name, count in counts.items():
             found.increase_counter(name, count)
+        for labels, count in self._hints.items():
+            found.increase_counter(_HINTED, count, labels)
+        self._hints.clear()
         if counts:
             usage, before = self._cache.usage(), self._usage
             self._usage = usage
@@ -285,6 +299,8 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         tokens_per_block: int = 1,
         dp_rank: int = 0,
     ) -> None:
+        from kvpool.pool.hints import Budget
+
         self._cache, self._events, self._clock, self._dp_rank = cache, events, clock, dp_rank
         self.prefill = _Prefill(clock)
         self.prefill.tokens_per_block = tokens_per_block
@@ -298,6 +314,7 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         self._requests: dict[str, _KnownRequest] = {}
         self._chunks: dict[bytes, _KnownChunk] = {}
         self._metrics = HostTierMetrics(cache, clock)
+        self._budget = Budget(cache.host_blocks)
         self._counts = self._metrics.counts
 
     def open_stores(self, description: kvpool.HostTierDescription, identity: kvpool.ModelIdentity) -> None:
@@ -336,6 +353,9 @@ class KVPoolOffloadingManager(base.OffloadingManager):
     def on_new_request(self, req_context: base.ReqContext) -> base.RequestOffloadingContext:
         if self.options.stores and self._keeper is None:
             raise RuntimeError("kvpool's stores were not opened: vLLM has not said where the workers' memory is")
+        message = req_context.kv_hints or (req_context.kv_transfer_params or {}).get("kv_hints")
+        if message is not None:
+            self._hear(message, req_context)
         return base.RequestOffloadingContext()
 
     def on_request_finished(self, req_context: base.ReqContext) -> None:
@@ -370,6 +390,39 @@ class KVPoolOffloadingManager(base.OffloadingManager):
             request.pieces, request.ordered = 1, len(request.keys)
         if request.finished:
             del self._requests[context.req_id]
+            for action in request.hints:
+                self._metrics.hint(*self._do(action, request))
+
+    # -- hints ---------------------------------------------------------------------------------------
+
+    def _hear(self, message: object, context: base.ReqContext) -> None:
+        """Remember what the client of a request wishes. What is wrong is counted, and the request goes on."""
+        from kvpool.pool.hints import actions_of
+
+        try:
+            self._request(context, ()).hints = actions_of(msgspec.to_builtins(message))
+        except (TypeError, ValueError) as error:
+            self._metrics.hint("none", "refused")
+            log.debug("kvpool: hints of request %s: %s", context.req_id, error)
+
+    def _do(self, action: Action, request: _KnownRequest) -> tuple[str, str]:
+        """Do what the client of a finished request wishes for its chunks, as far as the budget goes. Returns the type
+        of the action, and what became of it."""
+        from kvpool.pool.hints import outcome
+
+        try:
+            kind, _, lease, priority = action.read(set())
+        except (TypeError, ValueError) as error:
+            log.debug("kvpool: action %s of a hint: %s", action.action_id, error)
+            return "none", "refused"
+        keys = [key for key in request.keys if self._cache.find(key) == self._cache.HERE]
+        done = 0
+        if kind == "drop":
+            done = self._front.forget(keys)
+        elif kind != "prefetch":
+            own = keys[: self._budget.take(0, len(keys), int(self._clock() * 1e3), lease)]
+            done = self._cache.set_priority(own, priority, ttl_ms=lease)
+        return kind, outcome(done, len(request.keys)) if done else "refused"
 
     # -- loads ---------------------------------------------------------------------------------------
 

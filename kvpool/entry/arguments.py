@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.arrays import Array, Int32s, Int64s
 from kvpool.arrays.layout import choice_argument, integer_argument
 from kvpool.arrays.strided import in_numpy
 from kvpool.jit import jit
@@ -40,11 +41,11 @@ OPEN_END = 1 << 62
 TOKENS, INTEGERS = np.dtype(np.int32), np.dtype(np.int64)
 
 
-def address(values: npt.NDArray[Any]) -> int:
+def address(values: Array) -> int:
     return int(values.__array_interface__["data"][0])
 
 
-def _integers(name: str, values: object) -> npt.NDArray[Any]:
+def _integers(name: str, values: object) -> Array:
     """A private copy of any one-dimensional integer buffer or sequence, contiguous, aligned and writable."""
     values = in_numpy(name, values)
     if isinstance(values, (list, tuple)):
@@ -63,7 +64,7 @@ def _integers(name: str, values: object) -> npt.NDArray[Any]:
     return found.copy()
 
 
-def _numbers(name: str, values: list[Any] | tuple[Any, ...]) -> npt.NDArray[np.int64]:
+def _numbers(name: str, values: list[Any] | tuple[Any, ...]) -> Int64s:
     # An ``__index__`` of an item may change the list, so it is copied first.
     items = tuple(values)
     try:
@@ -75,7 +76,7 @@ def _numbers(name: str, values: list[Any] | tuple[Any, ...]) -> npt.NDArray[np.i
         raise TypeError(f"{name}={values!r:.80}: accepted are integers") from None
 
 
-def token_array(name: str, tokens: object, *, empty: bool = False) -> npt.NDArray[np.int32]:
+def token_array(name: str, tokens: object, *, empty: bool = False) -> Int32s:
     """Token ids as private int32[n].
 
     Raises TypeError for items that are not integers. Raises ValueError for other shapes, for ids outside int32 and,
@@ -101,7 +102,7 @@ def token_array(name: str, tokens: object, *, empty: bool = False) -> npt.NDArra
     return found.astype(np.int32, copy=False)
 
 
-def int64_array(name: str, values: object) -> npt.NDArray[np.int64]:
+def int64_array(name: str, values: object) -> Int64s:
     """Integers as private int64[n]. Raises TypeError for items that are not integers. Raises ValueError for other
     shapes and for numbers outside int64."""
     if type(values) is np.ndarray and values.dtype is INTEGERS:
@@ -118,9 +119,7 @@ def int64_array(name: str, values: object) -> npt.NDArray[np.int64]:
     return found.astype(np.int64, copy=False)
 
 
-def each_argument(
-    name: str, values: object, count: int, of: str = "ids", highest: int | None = INT32_MAX
-) -> npt.NDArray[np.int64]:
+def each_argument(name: str, values: object, count: int, of: str = "ids", highest: int | None = INT32_MAX) -> Int64s:
     """One number for each of ``count`` things, from 0 to ``highest`` (None: any), as private int64[count]. A single
     number is that of a single thing. Raises TypeError, ValueError."""
     found = id_array(name, values)
@@ -132,7 +131,7 @@ def each_argument(
     return found
 
 
-def count_array(name: str, counts: object, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def count_array(name: str, counts: object, ids: Int64s) -> Int64s:
     """One count for each id, as private int64[n]. No count is negative."""
     return each_argument(name, counts, len(ids))
 
@@ -152,9 +151,7 @@ def returns_argument(ends: object, returns_in_ms: object) -> int:
     return 0 if returns_in_ms is None else 1 + integer_argument("returns_in_ms", returns_in_ms, 0, INT32_MAX - 1)
 
 
-def split_argument(
-    counts: object, ids: npt.NDArray[np.int64], name: str, values: npt.NDArray[Any]
-) -> npt.NDArray[np.int64]:
+def split_argument(counts: object, ids: Int64s, name: str, values: Array) -> Int64s:
     """How many of ``values`` are for each id, int64[n]; all of them by default, if there is one id. Raises TypeError,
     ValueError."""
     if counts is None and len(ids) != 1:
@@ -165,7 +162,7 @@ def split_argument(
     return each
 
 
-def encoder_argument(name: str, tokens: object, count: int, needed: bool) -> npt.NDArray[np.int64]:
+def encoder_argument(name: str, tokens: object, count: int, needed: bool) -> Int64s:
     """Lengths of the encoder's inputs as private int64[count], one for each prompt. They are needed only where a group
     is for cross attention (``needed``), and are zeros elsewhere. Raises TypeError, ValueError."""
     if (tokens is not None) != needed:
@@ -199,7 +196,7 @@ def is_integer(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
-def id_array(name: str, ids: object) -> npt.NDArray[np.int64]:
+def id_array(name: str, ids: object) -> Int64s:
     """One id or several ids as private int64[n]."""
     if type(ids) is int and -(1 << 63) <= ids < 1 << 63:
         return np.array([ids], np.int64)
@@ -209,7 +206,7 @@ def id_array(name: str, ids: object) -> npt.NDArray[np.int64]:
 
 
 @jit
-def first_outside(values: npt.NDArray[np.int64], highest: int) -> int:
+def first_outside(values: Int64s, highest: int) -> int:
     """The index of the first value below 0 or above ``highest``, or -1 if there is none."""
     for i in range(values.shape[0]):
         if values[i] < 0 or values[i] > highest:
@@ -231,7 +228,7 @@ def adapter_argument(adapter_id: Any) -> int | str | None:
     raise TypeError(f"adapter_id={adapter_id!r:.80}: accepted are None, int and str")
 
 
-def extra_array(extra_ids: object, count: int) -> npt.NDArray[np.int64] | None:
+def extra_array(extra_ids: object, count: int) -> Int64s | None:
     """Extra ids as a private int64[count], or None if there are none or all are zero."""
     if extra_ids is None:
         return None
@@ -273,7 +270,7 @@ def ttl_argument(name: str, value: object) -> int:
     return -1 if value is None else integer_argument(name, value, 1, INT32_MAX)
 
 
-def retention_rows(ranges: Sequence[RetentionRange | tuple[int | None, ...]]) -> npt.NDArray[np.int64]:
+def retention_rows(ranges: Sequence[RetentionRange | tuple[int | None, ...]]) -> Int64s:
     """Ranges as int64[n, 4] rows (start, end, priority, ttl), sorted by start.
 
     Raises ValueError for a negative index, an empty range, an overlap, or an open end before the last range; TypeError

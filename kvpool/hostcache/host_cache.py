@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress, groupby, repeat
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from kvpool.arrays.layout import BlockLayout, choice_argument, integer_argument
 from kvpool.device.main_memory import available_ram
 from kvpool.device.regions import BLOCKS_MAX
 from kvpool.entry.arguments import bool_argument, clock_argument, priority_argument, text_argument, ttl_argument
+from kvpool.entry.closing import Closing
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.entry.process import Process
 from kvpool.errors import BlockNotFound, InsufficientMemory, LeaseExpired, OutOfBlocks, PoolBusy, PoolClosed
@@ -35,9 +36,6 @@ from kvpool.state.arrays import GroupSizes, Settings, States, state_bytes
 from kvpool.state.effects import CLEARED, CREATED
 from kvpool.state.hashing import namespace_root
 from kvpool.state.verify import verify_states
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 Keys = Iterable[bytes]
 Ids = npt.NDArray[np.int64]
@@ -169,7 +167,7 @@ class HostCacheStats:
     """from the last use to the next"""
 
 
-class HostCache:
+class HostCache(Closing):
     """A pool of host blocks under opaque keys, for engines that keep their own device blocks.
 
     Parameters
@@ -365,6 +363,15 @@ class HostCache:
         """
         return self._end(hostcache.abort, keys_argument(keys), self._now())
 
+    def set_priority(self, keys: Keys, priority: int, *, ttl_ms: int | None = None) -> int:
+        """Give keys that are HERE this priority (0 to 100) from now on; after ``ttl_ms`` without a use it falls to the
+        default. Returns how many. Emits "updated" events. Changes the cache. Raises TypeError, ValueError."""
+        priority, ttl = priority_argument("priority", priority), ttl_argument("ttl_ms", ttl_ms)
+        wanted, now = packed(keys), self._now()
+        with self._lock:
+            self._check_open()
+            return int(hostcache.set_priority(self._heads, self._root, *wanted[1:], priority, ttl, now))
+
     # -- keys that go ----------------------------------------------------------------------------------
 
     def forget(self, keys: Keys) -> int:
@@ -513,14 +520,6 @@ class HostCache:
         with self._lock:
             self._closed = True
             self._open.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # -- what the verbs share --------------------------------------------------------------------------
 

@@ -6,8 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +19,11 @@ from kvpool.device.base import ALL_LAYERS, BYTES, FROM, NULL_EVENT, TO, Device, 
 from kvpool.device.cuda import device_at
 from kvpool.device.work import Fragments
 from kvpool.entry.arguments import id_array
+from kvpool.entry.closing import Closing
 from kvpool.entry.process import Process
 from kvpool.errors import PoolClosed
 from kvpool.hostcache.tier import HostSlots, HostTier, layout_of
 from kvpool.jit import jit
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 Int64s = npt.NDArray[np.int64]
 
@@ -57,7 +54,7 @@ class HostCopy:
         self._copies.hold_back(stream, self._events[Layers.that_has(last, self.layers, len(self._events))])
 
 
-class HostCopies:
+class HostCopies(Closing):
     """Copies between an engine's paged memory and the blocks of a ``HostTier``. Each worker has one.
 
     Parameters
@@ -247,14 +244,6 @@ class HostCopies:
                 self._device.free(memory)
         if self._owned:
             self._device.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _caches(caches: object) -> list[PagedKV]:

@@ -7,8 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,13 +16,11 @@ from kvpool.arrays.layout import BlockLayout, integer_argument
 from kvpool.arrays.strided import as_strided
 from kvpool.device.main_memory import MainMemory, SharedMemory, available_ram
 from kvpool.device.regions import BLOCKS_MAX
+from kvpool.entry.closing import Closing
 from kvpool.entry.process import Process
 from kvpool.errors import InsufficientMemory, PoolClosed
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
 from kvpool.memory.attachments import SharedGroup, SharedPart, SharedTier, attach, machine, namespace
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 VERSION = 1
 BLOCK_BYTES_MAX = 2**31 - 1
@@ -129,7 +126,7 @@ class HostTierDescription:
         return HostTierDescription.from_json, (self.to_json(),)
 
 
-class HostTier:
+class HostTier(Closing):
     """The memory of the host blocks of a ``HostCache``: ``blocks`` uint8[host_blocks, block_bytes].
 
     Parameters
@@ -231,14 +228,6 @@ class HostTier:
         self._flat, shared, self._shared = None, self._shared, None
         if shared is not None:
             shared.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"HostTier(host_blocks={self.host_blocks}, block_bytes={self.block_bytes}, closed={self._flat is None})"

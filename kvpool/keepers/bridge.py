@@ -121,6 +121,10 @@ def victims_margin(blocks: int, least: int) -> int:
     return max(1, min(max(least, min(blocks // 4, VICTIMS)), blocks // 2))
 
 
+NOTED = 4096
+"""Blocks of which a bridge remembers what was wrong with them in a store, the latest. About 400 KB at the most."""
+
+
 class Bridge(Generic[Block]):
     """Moves blocks between a host tier and its stores, the nearest first. Whoever polls owns it. Nothing waits.
 
@@ -141,6 +145,7 @@ class Bridge(Generic[Block]):
         self.saved_blocks = 0
         self.dropped: Counter[tuple[str, str]] = Counter()
         """saves that were given up, by store and reason"""
+        self._trouble: dict[tuple[int, int], str] = {}
 
     # -- what stores have ----------------------------------------------------------------------------
 
@@ -194,6 +199,7 @@ class Bridge(Generic[Block]):
 
         def ended(job: Job) -> None:
             self._tier.said(number, own, job.codes)
+            self.note(number, own, job.reasons)
             done(loading)
 
         try:
@@ -202,6 +208,23 @@ class Bridge(Generic[Block]):
             self._tier.abort(client, own, rows)
             raise
         return loading
+
+    def note(self, number: int, blocks: Sequence[Block], reasons: Sequence[str]) -> None:
+        """Remember why a store did not take or bring blocks: "ok" where it did. Who cancels has said why before."""
+        if not self._trouble and {*reasons} == {"ok"}:
+            return
+        for block, reason in zip(blocks, reasons, strict=True):
+            if reason == "cancelled":
+                continue
+            self._trouble.pop((number, hash(block)), None)
+            if reason != "ok":
+                self._trouble[number, hash(block)] = reason
+        while len(self._trouble) > NOTED:
+            del self._trouble[next(iter(self._trouble))]
+
+    def trouble(self, number: int, block: Block) -> str:
+        """What was last noted of a block; "" if nothing is remembered. Any thread may ask."""
+        return self._trouble.get((number, hash(block)), "")
 
     # -- what stores are to have ---------------------------------------------------------------------
 
@@ -271,6 +294,7 @@ class Bridge(Generic[Block]):
 
     def _saved(self, number: int, blocks: Sequence[Block], job: Job) -> None:
         """A save is done."""
+        self.note(number, blocks, job.reasons)
         for code, count in job.counts.items():
             if code == "ok":
                 self.saved_blocks += count
@@ -300,6 +324,7 @@ class Bridge(Generic[Block]):
         """Blocks leave the line, if they are in it, and are not saved. Returns how many they are."""
         if blocks:
             self.dropped[self.clients[number].name, reason] += len(blocks)
+            self.note(number, blocks, [reason] * len(blocks))
             self._tier.ended(number, blocks, [False] * len(blocks))
         for block in blocks:
             self._lines[number].pop(block, None)

@@ -7,14 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool.arrays.layout import integer_argument
 from kvpool.entry.arguments import list_argument
+from kvpool.entry.closing import Closing
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.entry.process import Process
 from kvpool.errors import ForkedProcess, PoolClosed
@@ -30,9 +29,6 @@ from kvpool.stores.queue import NO_LIMIT, StoreStats
 from kvpool.stores.store import Store
 from kvpool.stores.store_client import PATIENCE_SECONDS, StoreClient
 from kvpool.stores.store_health import HealthStats, seconds_argument
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 Keys = Iterable[bytes]
 PUBLISH = "publish"
@@ -78,7 +74,7 @@ class HostKeeperStats:
     and a key that is looked for in each step counts in each."""
 
 
-class HostKeeper:
+class HostKeeper(Closing):
     """Stands between a ``HostCache`` and the stores behind it.
 
     Parameters
@@ -340,14 +336,6 @@ class HostKeeper:
         if over:
             self._tier.close()
         return over
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _settle(self) -> None:
         """Note what the stores have done since the last step, before the first answer of this one. Later in the step

@@ -12,8 +12,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +20,7 @@ import numpy.typing as npt
 from kvpool.arrays.layout import integer_argument
 from kvpool.arrays.strided import in_numpy
 from kvpool.entry.arguments import adapter_argument, bool_argument, list_argument, salt_argument, token_array
+from kvpool.entry.closing import Closing
 from kvpool.entry.interrupt import Bell
 from kvpool.entry.process import Process
 from kvpool.errors import PoolClosed
@@ -35,9 +35,11 @@ from kvpool.keepers.pool_tier import (
     Unsaved,
     cached_groups,
     namespace_bytes,
+    split,
 )
 from kvpool.keepers.prefetches import Prefetch, Prefetches
 from kvpool.pool.events import Events
+from kvpool.pool.explain import Explanation, InStores
 from kvpool.pool.keys import BlockKeys, Match, is_keys, key_rows
 from kvpool.pool.manager import KVCacheManager
 from kvpool.state.records import H
@@ -46,9 +48,6 @@ from kvpool.stores.queue import StoreStats
 from kvpool.stores.store import MODEL_BYTES, TAG_BYTES, Store
 from kvpool.stores.store_client import StoreClient, staging_rows
 from kvpool.stores.store_health import HealthStats, StoreHealth, seconds_argument
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 BLOCKS_PER_TURN = 64
 """Blocks that are copied for a store before the keeper looks at its prefetches again."""
@@ -89,7 +88,7 @@ class KeeperStats:
     health: dict[str, HealthStats]
 
 
-class Keeper:
+class Keeper(Closing):
     """Keeps the content of a pool in stores. A context manager.
 
     Parameters
@@ -224,6 +223,25 @@ class Keeper:
             return match
         return match._replace(store_tokens=max(0, self._pool.lacking(keys, there).tokens - match.full_tokens))
 
+    def explain(self, prompt: object) -> Explanation:
+        """What ``KVCacheManager.explain`` says, and of what the pool lacks, which stores are known to have it, and what
+        was last wrong with it there: see ``Missed``. For people, not for every request. Asks no store; thread-safe;
+        changes nothing. Raises TypeError, ValueError, PoolClosed."""
+        self._process.check(self)
+        keys = self._keys(prompt)
+        chain, groups = split(keys.keys.tobytes(), 16), cached_groups(self._pool)
+
+        def of_stores(place: int) -> InStores:
+            blocks, stores, trouble = [Content(group, chain[place]) for group in groups], [], []
+            for number, client in enumerate(self._clients):
+                if all(self._stored.has(block, number) for block in blocks):
+                    stores.append(client.name)
+                said = [self._bridge.trouble(number, block) for block in blocks]
+                trouble += [(client.name, what) for what in dict.fromkeys(said) if what]
+            return tuple(stores), tuple(trouble)
+
+        return self._pool.explain(keys).with_stores(self._pool.tokens_per_block, of_stores)
+
     def _keys(self, prompt: object) -> BlockKeys:
         return self._pool.block_keys(prompt if isinstance(prompt, BlockKeys) else token_array("prompt", prompt))
 
@@ -331,14 +349,6 @@ class Keeper:
         self._thread.join(max(0.0, end - time.monotonic()))
         over = not self._thread.is_alive()
         return self._bridge.close(max(0.0, end - time.monotonic()), tell=over) and over
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # -- the thread ----------------------------------------------------------------------------------
 

@@ -187,6 +187,9 @@ class Prefetches:
         refused = self._attempt(fetch, wanted)
         if refused is not None:
             # The engine computes from there on.
+            for one in wanted:
+                if one.place >= refused:
+                    self._bridge.note(fetch.source[one], [one], ["not worth loading"])
             there[:, refused:] = False
             wanted = self._wanted(fetch, there)
         if not wanted:
@@ -325,6 +328,9 @@ class Prefetches:
         if fetch not in self._fetches:
             return
         self._fetches.remove(fetch)
+        under_way = [one for loading in fetch.loadings for one in loading.blocks]
+        for one in [*under_way, *fetch.wanted] if why in ("late", "full") else ():
+            self._bridge.note(fetch.source[one], [one], [why])
         for loading in fetch.loadings:
             loading.job.cancel()
             self._bridge.clients[loading.number].release(loading.job)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,8 +19,9 @@ from kvpool.device.base import TIERS, Device
 from kvpool.device.cuda import close_unused, open_gpu_memory
 from kvpool.device.main_memory import GpuMemory, MainMemory, SharedMemory, is_there, open_shared
 from kvpool.device.regions import BLOCKS_MAX
+from kvpool.entry.closing import Closing
 from kvpool.errors import PoolClosed
-from kvpool.memory.pools import MemoryPools
+from kvpool.memory.pools import MemoryPools, shaped
 
 VERSION = 1
 TEXT_BYTES_MAX = 1 << 20
@@ -208,7 +208,7 @@ class Sharing:
                 self._sign.close()
 
 
-class Attachment:
+class Attachment(Closing):
     """A tier of a pool of another process, in place. Made by ``attach``. It is a context manager that closes itself.
 
     ``description`` is the ``SharedTier``. ``pools[group][part]`` are arrays with the shapes and types that
@@ -224,11 +224,11 @@ class Attachment:
 
     def __init__(self, description: SharedTier, memory: list[list[Any]]) -> None:
         self.description = description
-        shaped = []
+        pools = []
         for arrays, (blocks, parts) in zip(memory, description.groups, strict=True):
             each = zip(arrays, parts, strict=True)
-            shaped.append(tuple(_shaped(array, part.layout, blocks, description.tier) for array, part in each))
-        self._pools: tuple[tuple[Any, ...], ...] | None = tuple(shaped)
+            pools.append(tuple(shaped(array, part.layout, description.tier, blocks) for array, part in each))
+        self._pools: tuple[tuple[Any, ...], ...] | None = tuple(pools)
 
     @property
     def pools(self) -> tuple[tuple[Any, ...], ...]:
@@ -271,21 +271,8 @@ class Attachment:
         self._pools = None
         close_unused()
 
-    def __enter__(self) -> Attachment:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         return f"Attachment({self.description!r}, closed={self.closed})"
-
-
-def _shaped(array: Any, layout: BlockLayout, blocks: int, tier: str) -> Any:
-    shape = layout.device_shape(blocks) if tier == "device" else layout.host_shape(blocks)
-    return array.view(layout.storage_dtype).reshape(shape)
 
 
 def attach(description: SharedTier | str) -> Attachment:

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import numpy as np
-import numpy.typing as npt
 
-from kvpool.arrays import dlpack
+from kvpool.arrays import Array, dlpack
 from kvpool.arrays.strided import StridedArray
 from kvpool.device.base import Device
 from kvpool.memory.pools import MemoryPools
@@ -83,7 +82,7 @@ class Export:
 
     __slots__ = ("__weakref__", "_lending", "_loan", "_place", "_view", "dtype", "writable")
 
-    def __init__(self, lending: Lending, place: TierPlace, view: npt.NDArray[Any], dtype: str, writable: bool) -> None:
+    def __init__(self, lending: Lending, place: TierPlace, view: Array, dtype: str, writable: bool) -> None:
         # The view is an array of the right shape and strides that is never read. An index of it says where a part lies.
         self._lending, self._place, self._view = lending, place, view
         self._loan: Loan | None = None
@@ -94,8 +93,7 @@ class Export:
         """The export of a whole place. Raises PoolClosed."""
         pools = lending.pools
         layout, address, size = pools.layouts[place.group][place.part], pools.address(*place), pools.flat(*place).nbytes
-        blocks = size // layout.block_bytes
-        shape = layout.device_shape(blocks) if place.tier == "device" else layout.host_shape(blocks)
+        shape = layout.tier_shape(place.tier, size // layout.block_bytes)
         storage = layout.storage_dtype
         view = StridedArray(address, shape, storage.itemsize, kind=storage.kind).host_view()
         return cls(lending, place, view, storage.name if raw else layout.dtype_name, writable)
@@ -168,7 +166,7 @@ class Export:
             copy=copy,
         )
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         """Main memory as a NumPy array of the storage type, for ``numpy.asarray``."""
         if self._memory != "host":
             raise TypeError(

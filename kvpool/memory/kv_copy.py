@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Array, Int64s
 from kvpool.arrays.layout import integer_argument
 from kvpool.arrays.paged import PagedKV, Plane, check_strides, share_bytes, span_of
 from kvpool.arrays.strided import StridedArray, as_strided
@@ -171,11 +170,11 @@ def _stagings_argument(name: str, staging: Any, cache: PagedKV, gather: bool) ->
     ]
     for own, one in zip(names, found, strict=True):
         if one.tokens:
-            _check_apart(own, one, cache, gather)
+            _check_outside(own, one, cache)
     if len({one.memory for one in found}) > 1:
         raise ValueError(f"{name}: all stagings must be in one memory")
-    if gather and several:
-        _check_stagings_apart(name, found, cache)
+    if gather:
+        _check_apart(names, found, cache)
     return found
 
 
@@ -215,14 +214,10 @@ def _staging_argument(name: str, staging: Any, cache: PagedKV, gather: bool) -> 
     return _Staging(rows, tokens, arrays[0].memory)
 
 
-def _check_apart(name: str, staging: _Staging, cache: PagedKV, gather: bool) -> None:
-    """Raise ValueError if planes that are written share bytes, or if staging shares bytes with the cache."""
+def _check_outside(name: str, staging: _Staging, cache: PagedKV) -> None:
+    """Raise ValueError if staging shares bytes with the cache."""
     extents, (begin, end) = (cache.layers, staging.tokens), cache.extent
-    planes, bases = staging.planes(cache), [row[0] for row in staging.rows]
-    for p, q in combinations(range(len(planes)), 2) if gather else ():
-        if share_bytes(bases[p], planes[p], extents, bases[q], planes[q], extents):
-            raise ValueError(f"{name}: planes {p} and {q} share bytes")
-    for base, plane in zip(bases, planes, strict=True):
+    for (base, *_), plane in zip(staging.rows, staging.planes(cache), strict=True):
         if base < end and begin < base + span_of(plane, *extents):
             layers, inside = base + plane.block_stride * np.arange(cache.layers), (1, staging.tokens)
             paged = cache.blocks, cache.tokens_per_block
@@ -233,20 +228,20 @@ def _check_apart(name: str, staging: _Staging, cache: PagedKV, gather: bool) -> 
                 raise ValueError(f"{name}: it shares bytes with the cache")
 
 
-def _check_stagings_apart(name: str, stagings: list[_Staging], cache: PagedKV) -> None:
-    """Raise ValueError where two stagings that are written share bytes."""
+def _check_apart(names: list[str], stagings: list[_Staging], cache: PagedKV) -> None:
+    """Raise ValueError where two planes that are written share bytes."""
     spans = []
-    for i, one in enumerate(stagings):
-        for row, plane in zip(one.rows, one.planes(cache) if one.tokens else (), strict=False):
-            extents = (cache.layers, one.tokens)
-            spans.append((row[0], row[0] + span_of(plane, *extents), i, plane, extents))
+    for name, one in zip(names, stagings, strict=True):
+        extents = (cache.layers, one.tokens)
+        for p, (row, plane) in enumerate(zip(one.rows, one.planes(cache) if one.tokens else (), strict=False)):
+            spans.append((row[0], row[0] + span_of(plane, *extents), f"{name}, plane {p}", plane, extents))
     spans.sort(key=lambda span: span[0])
     near: list[Any] = []
     for span in spans:
         near = [other for other in near if other[1] > span[0]]
         for other in near:
-            if other[2] != span[2] and share_bytes(other[0], other[3], other[4], span[0], span[3], span[4]):
-                raise ValueError(f"{name}: stagings {min(other[2], span[2])} and {max(other[2], span[2])} share bytes")
+            if share_bytes(other[0], other[3], other[4], span[0], span[3], span[4]):
+                raise ValueError(" and ".join(sorted((other[2], span[2]))) + " share bytes")
         near.append(span)
 
 
@@ -269,12 +264,12 @@ def _slots_argument(slot_mapping: Any, tokens: int) -> StridedArray:
     return slots
 
 
-def _private_slots(slots: StridedArray, first: int, end: int, dtype: np.dtype[Any] | None) -> npt.NDArray[Any]:
+def _private_slots(slots: StridedArray, first: int, end: int, dtype: np.dtype[Any] | None) -> Array:
     """A copy of some slots, so that nobody can change them between their check and the copy of the KV."""
     return np.array(slots.host_view()[first:end], dtype)
 
 
-def _check_slots(slots: npt.NDArray[np.int64], skip: int, end: int) -> None:
+def _check_slots(slots: Int64s, skip: int, end: int) -> None:
     if slots.max() >= end:
         bad = int(np.argmax(slots >= end))
         raise ValueError(f"slot_mapping[{skip + bad}]={slots[bad]}: the cache has slots 0 to {end - 1}")

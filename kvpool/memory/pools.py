@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvpool.arrays import dlpack
-from kvpool.arrays.layout import BlockLayout, integer_argument
+from kvpool.arrays import Array, Int64s, dlpack
+from kvpool.arrays.layout import BlockLayout
 from kvpool.arrays.pool_ids import PoolIds
 from kvpool.arrays.strided import StridedArray, as_strided
 from kvpool.device.base import TIERS, Device, Part, Region
@@ -50,11 +48,10 @@ class MemoryPools:
         Shape of a block. Or, for groups of blocks that differ, a sequence with one entry for each group: its layout, or
         a sequence with the layouts of its parts, which share the ids of the group and have equal ``tokens_per_block``.
     device_blocks, host_blocks
-        Capacities: at least 1 and at least 0, together below 2**31. For groups, a sequence with one number for each
-        group. 0 for the host tier means 0 for each group.
+        Capacities. For groups, a sequence with one number for each. ``PoolConfig`` has checked them and the layouts.
     device_memory, host_memory
         None, an array, or a function (nbytes, alignment) that returns one: see ``KVCacheManager``. If there are several
-        parts, a sequence with one of these for each part, group after group. A single function is called for each part.
+        parts, a list with one of these for each part, group after group. A single function is called for each part.
     shared
         Whether other processes can open the memory that the device allocates.
 
@@ -70,9 +67,6 @@ class MemoryPools:
         ``layout.host_shape(blocks)`` for the blocks of the group.
     device_pool, host_pool
         The same arrays, for a pool with only one part.
-    device_bytes, host_bytes
-        The same memory as flat uint8 arrays: NumPy arrays for the host tier, arrays of the device's own package for the
-        device tier.
 
     After ``close``, all of these attributes raise PoolClosed. Earlier views stay readable, and keep the memory until
     they are gone. ``device_pool`` and ``host_pool`` raise ValueError if there are several parts.
@@ -80,7 +74,7 @@ class MemoryPools:
     Raises
     ------
     TypeError, ValueError
-        For an argument of the wrong type or value; the message names it.
+        For memory of the caller that does not fit, and more blocks than there are ids; the message names it.
     InsufficientMemory
         When the tiers do not fit; nothing stays allocated.
     """
@@ -89,14 +83,9 @@ class MemoryPools:
         self, device: Device, layout: Any, device_blocks: Any, host_blocks: Any = 0, device_memory: Any = None,
         host_memory: Any = None, shared: bool = False,
     ) -> None:  # fmt: skip
-        if not isinstance(device, Device):
-            raise TypeError(f"device={device!r}: a Device is needed, not {type(device).__name__}")
-        self.device, self.layouts, self.shared = device, _layouts(layout), shared
-        single = isinstance(layout, BlockLayout)
-        counts = [
-            _counts(name, blocks, low, len(self.layouts), single)
-            for name, blocks, low in (("device_blocks", device_blocks, 1), ("host_blocks", host_blocks, 0))
-        ]
+        self.device, self.shared = device, shared
+        self.layouts: Layouts = tuple(map(_each, _each(layout)))
+        counts = [_each(device_blocks), _each(host_blocks)]
         self.device_blocks, self.host_blocks = (sum(of_tier) for of_tier in counts)
         if self.device_blocks + self.host_blocks > BLOCKS_MAX:
             capacities = f"device_blocks={self.device_blocks} and host_blocks={self.host_blocks}"
@@ -123,34 +112,19 @@ class MemoryPools:
 
     @property
     def device_pools(self) -> tuple[tuple[Any, ...], ...]:
-        return tuple(
-            tuple(
-                part.device_pool.view(part.layout.storage_dtype).reshape(part.layout.device_shape(region.device_blocks))
-                for part in region.parts
-            )
-            for region in self._open()
-        )
+        return self._shaped("device")
 
     @property
-    def host_pools(self) -> tuple[tuple[NDArray[Any], ...], ...]:
-        return tuple(
-            tuple(
-                part.host_pool.view(part.layout.storage_dtype).reshape(part.layout.host_shape(region.host_blocks))
-                for part in region.parts
-            )
-            for region in self._open()
-        )
+    def host_pools(self) -> tuple[tuple[Array, ...], ...]:
+        return self._shaped("host")
 
-    @property
-    def device_bytes(self) -> Any:
-        self._only("device_bytes", "flat")
-        return self.flat("device")
-
-    @property
-    def host_bytes(self) -> NDArray[np.uint8]:
-        self._only("host_bytes", "flat")
-        found: NDArray[np.uint8] = self.flat("host")
-        return found
+    def _shaped(self, tier: str) -> tuple[tuple[Any, ...], ...]:
+        found = []
+        for group, (parts, *blocks) in enumerate(self._open()):
+            each = (self.flat(tier, group, part) for part in range(len(parts)))
+            own = zip(each, self.layouts[group], strict=True)
+            found.append(tuple(shaped(flat, layout, tier, blocks[TIERS.index(tier)]) for flat, layout in own))
+        return tuple(found)
 
     @property
     def device_pool(self) -> Any:
@@ -158,7 +132,7 @@ class MemoryPools:
         return self.device_pools[0][0]
 
     @property
-    def host_pool(self) -> NDArray[Any]:
+    def host_pool(self) -> Array:
         self._only("host_pool", "host_pools[group][part]")
         return self.host_pools[0][0]
 
@@ -171,7 +145,7 @@ class MemoryPools:
         self._open()
         return self._bases[TIERS.index(tier)][group][part]
 
-    def addresses(self, ids: NDArray[np.int64], part: int = 0) -> NDArray[np.int64]:
+    def addresses(self, ids: Int64s, part: int = 0) -> Int64s:
         """The address of the first byte of each block by id, in one part of its group. The bytes of a host block are
         contiguous.
 
@@ -180,7 +154,7 @@ class MemoryPools:
         self._open()
         first, end, base, step = self._places[part]
         place = np.searchsorted(end, ids, "right")
-        found: NDArray[np.int64] = base[place] + (ids - first[place]) * step[place]
+        found: Int64s = base[place] + (ids - first[place]) * step[place]
         return found
 
     @property
@@ -211,45 +185,16 @@ class MemoryPools:
             )
 
 
-def _layouts(layout: Any) -> Layouts:
-    """The layouts of each group."""
-    if isinstance(layout, BlockLayout):
-        return ((layout,),)
-    groups = [_parts(one) for one in layout] if isinstance(layout, (list, tuple)) else []
-    if not groups or not all(parts and all(isinstance(part, BlockLayout) for part in parts) for parts in groups):
-        raise TypeError(
-            f"layout={layout!r:.200}: a BlockLayout, or a sequence with that of each group, or those of its parts, is "
-            "needed"
-        )
-    for group, parts in enumerate(groups):
-        tokens = [part.tokens_per_block for part in parts]
-        if len(set(tokens)) > 1:
-            raise ValueError(f"layout[{group}]: tokens_per_block of its parts must be equal, not {tokens}")
-    return tuple(groups)
+def shaped(array: Any, layout: BlockLayout, tier: str, blocks: int) -> Any:
+    """Flat memory of a tier as an array with the shape and the storage type of a layout."""
+    return array.view(layout.storage_dtype).reshape(layout.tier_shape(tier, blocks))
 
 
-def _parts(given: Any) -> tuple[Any, ...]:
-    """The layouts of one group, as a private tuple."""
-    if isinstance(given, BlockLayout):
-        return (given,)
-    return tuple(given) if isinstance(given, (list, tuple)) else ()
+def _each(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
-def _counts(name: str, blocks: Any, low: int, groups: int, single: bool) -> list[int]:
-    """The blocks of each group in a tier."""
-    if single:
-        return [integer_argument(name, blocks, low, BLOCKS_MAX)]
-    if low == 0 and type(blocks) is int and blocks == 0:
-        return [0] * groups
-    if not isinstance(blocks, (Sequence, np.ndarray)) or isinstance(blocks, str):
-        raise TypeError(f"{name}={blocks!r}: a sequence with the blocks of each of the {groups} groups is needed")
-    each = list(blocks)
-    if len(each) != groups:
-        raise ValueError(f"{name}={blocks!r}: {groups} numbers are needed, one for each group")
-    return [integer_argument(f"{name}[{group}]", one, low, BLOCKS_MAX) for group, one in enumerate(each)]
-
-
-def _needs(layouts: Layouts, counts: list[list[int]], memory: tuple[Any, Any]) -> list[_Need]:
+def _needs(layouts: Layouts, counts: list[tuple[int, ...]], memory: tuple[Any, Any]) -> list[_Need]:
     """The allocations: first the device tier of every part, then the host tier of every part."""
     needs = []
     parts = sum(map(len, layouts))
@@ -271,7 +216,7 @@ def _needs(layouts: Layouts, counts: list[list[int]], memory: tuple[Any, Any]) -
     return needs
 
 
-def _regions(layouts: Layouts, counts: list[list[int]], pools: list[Any]) -> tuple[Region, ...]:
+def _regions(layouts: Layouts, counts: list[tuple[int, ...]], pools: list[Any]) -> tuple[Region, ...]:
     """The regions to which a device is bound. ``pools`` are in the order of ``_needs``."""
     device_pools, host_pools = iter(pools[: len(pools) // 2]), iter(pools[len(pools) // 2 :])
     return tuple(
@@ -282,7 +227,7 @@ def _regions(layouts: Layouts, counts: list[list[int]], pools: list[Any]) -> tup
     )
 
 
-def _places(regions: tuple[Region, ...], bases: list[list[list[int]]], part: int) -> NDArray[np.int64]:
+def _places(regions: tuple[Region, ...], bases: list[list[list[int]]], part: int) -> Int64s:
     """int64[4, 2 * groups]: first id, end of ids, address and step, of the device blocks of one part of each group,
     then of the host blocks.
 

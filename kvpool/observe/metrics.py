@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from kvpool.arrays.layout import integer_argument
+from kvpool.entry.arguments import text_argument
+from kvpool.entry.closing import Closing
 from kvpool.errors import PoolClosed
 from kvpool.hostcache.host_cache import HostCache, HostCacheStats
 from kvpool.keepers.hostkeeper import HostKeeper, HostKeeperStats
@@ -39,9 +40,6 @@ except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] != "prometheus_client":
         raise
     raise ImportError('kvpool.observe.metrics needs prometheus-client: pip install ".[metrics]"') from error
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 DASHBOARD = Path(__file__).parents[1] / "dashboards" / "grafana.json"
 """A dashboard to import into Grafana. It asks for the Prometheus data source."""
@@ -294,7 +292,7 @@ def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
     return [(repr(2**i / 1e3), count) for i, count in enumerate(counts[:-1])] + [("+Inf", counts[-1])]
 
 
-class PoolMetrics:
+class PoolMetrics(Closing):
     """A collector of the pools that were added. It is registered in ``registry`` (default: that of the process) until
     ``close``.
 
@@ -317,8 +315,7 @@ class PoolMetrics:
         Raises TypeError and PoolClosed. Raises ValueError if an open pool has that name, if the name is not valid text,
         and if the collector is closed.
         """
-        if not isinstance(pool, str):
-            raise TypeError(f"pool={pool!r:.80}: accepted is a string")
+        pool = text_argument("pool", pool)
         try:
             pool.encode()
         except UnicodeEncodeError as error:
@@ -351,14 +348,6 @@ class PoolMetrics:
             self._pools.clear()
         if registered:
             self._registry.unregister(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def describe(self) -> Iterator[Metric]:
         """All metrics without values, for a registry."""

@@ -4,11 +4,12 @@ Belady's rule finds of them."""
 from __future__ import annotations
 
 from math import nan
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.arrays import Array, Int32s, Int64s, Uint64s
 from kvpool.jit import jit
 from kvpool.replay.content import Request, namespace_digest
 from kvpool.state.policy import nth_released
@@ -45,40 +46,40 @@ class StackTables(NamedTuple):
     set bits of words.
     """
 
-    slots: npt.NDArray[np.int32]
+    slots: Int32s
     """A hash table by key with open addressing, a power of two long. It has block numbers, -1 for an empty slot."""
-    keys: npt.NDArray[np.uint64]
-    last: npt.NDArray[np.int64]
+    keys: Uint64s
+    last: Int64s
     """Time of the last use, by number."""
-    seen: npt.NDArray[np.int32]
+    seen: Int32s
     """Request of the last use."""
-    hits: npt.NDArray[np.int32]
+    hits: Int32s
     """How often it would have been reused with unbounded memory."""
-    parent: npt.NDArray[np.int32]
+    parent: Int32s
     """The sampled block before it, or -1."""
-    bits: npt.NDArray[np.uint64]
-    tree: npt.NDArray[np.int32]
-    distances: npt.NDArray[np.int64]
+    bits: Uint64s
+    tree: Int32s
+    distances: Int64s
     """[distance]: lookups that hit if the capacity is at least `distance` blocks."""
-    again: npt.NDArray[np.int64]
+    again: Int64s
     """[distance]: the same for blocks that were used before but are not looked up, since their tokens are computed."""
-    runs: npt.NDArray[np.int64]
+    runs: Int64s
     """[runs, 3]: a request, a distance, and how many of its lookups one after another were found at that distance and
     the ones that follow it."""
-    groups: npt.NDArray[np.int64]
+    groups: Int64s
     """[groups, bucket of `bucket_of`]: the same for each group. A group is a part of the sampled blocks, by key."""
-    cold: npt.NDArray[np.int64]
+    cold: Int64s
     """[groups]: lookups of blocks never seen before."""
-    coarse: npt.NDArray[np.int64]
+    coarse: Int64s
     """[tenants, bucket of `bucket_of`]: the same for each tenant."""
-    gaps: npt.NDArray[np.int64]
+    gaps: Int64s
     """[2, 16]: reuses by the number of requests since the last use, with a place for each of `REQUEST_EDGES` and one
     beyond them, and by the seconds."""
     times: npt.NDArray[np.float64]
     """Seconds, by request. NaN if the trace has no times."""
-    found: npt.NDArray[np.int32]
+    found: Int32s
     """Scratch: the numbers of one request's blocks."""
-    counts: npt.NDArray[np.int64]
+    counts: Int64s
 
 
 class UsedBlocks(NamedTuple):
@@ -495,7 +496,7 @@ class StackDistances:
         self.requests += 1
         return int(self.tables.counts[LOOKUPS])
 
-    def last_blocks(self) -> npt.NDArray[np.int32]:
+    def last_blocks(self) -> Int32s:
         """The numbers of the sampled blocks of the last request that another one can repeat."""
         return self.tables.found[: self._found].copy()
 
@@ -533,7 +534,7 @@ class StackDistances:
             self.tables = tables._replace(bits=bits, tree=tree)
 
 
-def _content(request: Request) -> tuple[npt.NDArray[np.uint64], int, int]:
+def _content(request: Request) -> tuple[Uint64s, int, int]:
     """The ids of a request's content, the tokens that each id covers, and the number of tokens that another request can
     repeat."""
     if request.hash_ids is not None:
@@ -554,7 +555,7 @@ def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def _longer(array: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:
+def _longer(array: Array, length: int) -> Array:
     result = np.zeros((max(length, 2 * len(array)), *array.shape[1:]), array.dtype)
     result[: len(array)] = array
     return result

@@ -9,8 +9,8 @@ from math import hypot, nan
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Int32s, Int64s
 from kvpool.arrays.layout import integer_argument
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.planner.stack import (
@@ -26,7 +26,6 @@ from kvpool.planner.stack import (
 )
 from kvpool.replay.content import Request
 
-Counts = npt.NDArray[np.int64]
 TENANTS_MAX = 64
 """How many tenants have a curve of their own. Later ones share one curve."""
 OTHERS, NOBODY = "(others)", "(none)"
@@ -44,16 +43,16 @@ class Curve:
     about once.
     """
 
-    cumulative: Counts
+    cumulative: Int64s
     """[n]: sampled lookups found at a distance up to ``limits[i]``, or up to i if there are no limits."""
     followed: int
     """Sampled lookups."""
     lookups: int
     """All lookups of blocks, sampled or not."""
     sample: float = 1.0
-    limits: Counts | None = None
+    limits: Int64s | None = None
     """The largest distance of each place, ascending."""
-    missed: Counts | None = None
+    missed: Int64s | None = None
     """[groups, len(coarse_limits)]: the sampled lookups of each part of the sample that miss at that capacity."""
 
     @property
@@ -189,7 +188,7 @@ class Survey:
     uses: Curve
     """Of all blocks that requests use: those looked up, and those that are computed whether they are found or not. Its
     misses are the blocks that a cache of that capacity takes in."""
-    runs: npt.NDArray[np.int64]
+    runs: Int64s
     """int64[n, 3]: a request, a distance, and how many of its lookups one after another were found at that distance and
     the ones that follow it. Of the sample."""
     seconds: float | None
@@ -209,7 +208,7 @@ class Use(NamedTuple):
     """One request, by the numbers of its blocks."""
 
     request: Request
-    blocks: npt.NDArray[np.int32]
+    blocks: Int32s
     """Those that another request can repeat."""
     prompt: int
     """How many of them, from the first on, are of the prompt. The rest is of the answer."""
@@ -360,13 +359,13 @@ def survey_of(
     return surveyor.survey()
 
 
-def _rows(counts: npt.NDArray[np.int64], edges: Sequence[float]) -> list[tuple[float | None, int]]:
+def _rows(counts: Int64s, edges: Sequence[float]) -> list[tuple[float | None, int]]:
     """The bars of a histogram, without the empty ones at its end."""
     used = int(np.max(np.nonzero(counts)[0], initial=-1)) + 1
     return list(zip((*edges, None), counts[:used].tolist(), strict=False))
 
 
-def coarse_limits(buckets: int) -> Counts:
+def coarse_limits(buckets: int) -> Int64s:
     """The largest distance of each bucket of ``stack.bucket_of``."""
     number = np.arange(buckets, dtype=np.int64)
     shift = np.maximum(number // STEPS - 1, 0)
@@ -374,9 +373,9 @@ def coarse_limits(buckets: int) -> Counts:
 
 
 def find_prefixes(
-    hits: npt.NDArray[np.int32],
-    parent: npt.NDArray[np.int32],
-    blocks_before: npt.NDArray[np.int64],
+    hits: Int32s,
+    parent: Int32s,
+    blocks_before: Int64s,
     tokens_per_block: int,
     sample: float,
     count: int = 10,

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.arrays import Int64s
 from kvpool.arrays.layout import integer_argument
 from kvpool.arrays.strided import read_only
-from kvpool.copying.transfer import NO_IDS, Ids, Transfer
+from kvpool.copying.transfer import NO_IDS, Transfer
 from kvpool.device.base import Device, Event, Stream
 from kvpool.entry.interrupt import DeferSignals, deliver
 from kvpool.errors import (
@@ -102,7 +103,7 @@ class Core:
         self.closed = False
         kv_events.announce(states)
 
-    def decide(self, stream: Any, verb: Callable[..., Any], *args: Any, ids: Ids | None = NO_IDS) -> Any:
+    def decide(self, stream: Any, verb: Callable[..., Any], *args: Any, ids: Int64s | None = NO_IDS) -> Any:
         """Run a jitted verb under the state lock, queue its moves, and enqueue everything queued before it.
 
         Decisions of other threads are enqueued too, since a block that this call returns may wait for them. ``ids`` are
@@ -131,7 +132,7 @@ class Core:
                 transfer.drain()
         return result
 
-    def release_unseen(self, ids: Ids) -> None:
+    def release_unseen(self, ids: Int64s) -> None:
         """Release sequences whose ids nobody gets, where there are any."""
         made = ids[ids != records.NONE]
         if len(made) and not self.closed:

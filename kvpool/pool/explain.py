@@ -1,10 +1,15 @@
-"""Explain: why a prompt reuses no more than it does. Counts, times and names of reasons; no tokens and no salts."""
+"""Explain: why a prompt reuses no more than it does. Counts, times and names of reasons; no tokens and no salts.
+
+The answer is for whoever runs the engine, and never for who has sent the prompt: "other namespace" says that somebody
+else has sent the same tokens, which a salt is there to hide, and the counts say how far. All else is of the prompt's
+own namespace, as the keys of another one differ.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +21,11 @@ from kvpool.state import control
 from kvpool.state.effects import EVICTED, EXPIRED, FORGOTTEN, LOSS
 from kvpool.state.records import N
 
+InStores: TypeAlias = "tuple[tuple[str, ...], tuple[tuple[str, str], ...]]"
+"""The fields of ``Missed`` that are of stores."""
 NAMESPACES_MOST = 64
 """At most so many other namespaces are tried."""
-_UNKNOWN = "not known any more"
+_UNKNOWN, _COMPUTED, _BYPASSED = "not known any more", "always computed", "bypassed"
 _WHY = {int(EVICTED): "evicted", int(FORGOTTEN): "forgotten", int(EXPIRED): _UNKNOWN, int(LOSS): "lost"}
 
 
@@ -29,6 +36,10 @@ class Missed(NamedTuple):
     other content took its place), "lost" (a copy failed), "other namespace" (cached there), "behind a miss" (cached,
     but what comes before is not), "never seen", "not known any more", "always computed" (the last token, and a last
     block that is not full), "bypassed" (``reuse=False``). ``ago_ms``: how long ago the last of them left, or None.
+
+    Of ``Keeper.explain`` alone: ``stores``, those that are known to have all of these tokens, and ``trouble``, what was
+    last wrong with them, by store: why a load did not bring them, such as ``("disk", "damaged")``, "late" or "not worth
+    loading", or why they were not saved, such as "evicted", "crowded" or "suspended".
     """
 
     first: int
@@ -36,6 +47,8 @@ class Missed(NamedTuple):
     why: str
     ago_ms: int | None = None
     policy: str | None = None
+    stores: tuple[str, ...] = ()
+    trouble: tuple[tuple[str, str], ...] = ()
 
 
 class Explanation(NamedTuple):
@@ -53,8 +66,24 @@ class Explanation(NamedTuple):
         found = f"{self.tokens} tokens: {where}"
         for one in self.missed:
             ago = "" if one.ago_ms is None else f" {one.ago_ms} ms ago"
+            stores = [f"in {store}" for store in one.stores] + [f"{store}: {what}" for store, what in one.trouble]
             found += f"; {one.tokens} {one.why}{ago}{f' by {one.policy}' if one.policy else ''}"
+            found += f" ({', '.join(stores)})" if stores else ""
         return found
+
+    def with_stores(self, width: int, of: Callable[[int], InStores]) -> Explanation:
+        """The same, with what is so in stores of each block that is missed. ``width``: tokens of a block."""
+        missed = list[Missed]()
+        for one in self.missed:
+            first, end = one.first, one.first + one.tokens
+            places = range(first // width, end // width) if one.why not in (_COMPUTED, _BYPASSED) else range(0)
+            for (stores, trouble), same in groupby(places, of):
+                after = (max(same) + 1) * width
+                missed.append(one._replace(first=first, tokens=after - first, stores=stores, trouble=trouble))
+                first = after
+            if first < end:
+                missed.append(one._replace(first=first, tokens=end - first))
+        return self._replace(missed=tuple(missed))
 
 
 def explained(core: Core, keys: BlockKeys, found: Match, lacks: npt.NDArray[np.bool_]) -> Explanation:
@@ -70,7 +99,7 @@ def explained(core: Core, keys: BlockKeys, found: Match, lacks: npt.NDArray[np.b
         missed.append(Missed(place, first * width - place, why, ago, policy))
         place = first * width
     if place < len(keys):
-        missed.append(Missed(place, len(keys) - place, "always computed" if keys.reuse else "bypassed"))
+        missed.append(Missed(place, len(keys) - place, _COMPUTED if keys.reuse else _BYPASSED))
     return Explanation(len(keys), found.device_tokens, found.host_tokens, found.partial_tokens, tuple(missed))
 
 

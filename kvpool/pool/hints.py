@@ -6,7 +6,7 @@ a while, and goes last. So no hint makes a request fail, and the worst hints kee
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +32,9 @@ _PAYLOADS = {
     "prefetch": {"lease_ms"},
     "drop": set[str](),
 }
+_FIELDS_MAX = 16
+_NAMED = {"keys", "tokens", "session"}
+SPENT = "the budget of the namespace is used up"
 Rows = npt.NDArray[np.int64]
 
 
@@ -45,12 +48,77 @@ class HintAnswer(NamedTuple):
     why: str = ""
 
 
+class Action(NamedTuple):
+    """What a client wishes, of which only the form was checked. ``action_type`` and so on may be anything."""
+
+    action_id: str
+    action_type: object
+    action_version: object
+    payload: object
+
+    def read(self, named: Set[str]) -> tuple[str, dict[str, Any], int, int]:
+        """The type, the payload, the lease in ms and the priority. ``named``: names of content, of which the payload
+        has one, if there are any. Raises TypeError, ValueError."""
+        kind = self.action_type
+        if not isinstance(kind, str) or kind not in _PAYLOADS:
+            raise ValueError(f"action_type={kind!r:.80}: accepted are {', '.join(_PAYLOADS)}")
+        _version("action_version", self.action_version)
+        payload, others = _mapping("payload", self.payload), _PAYLOADS[kind]
+        if len(payload) > _FIELDS_MAX:
+            raise ValueError(f"payload has {len(payload)} entries: accepted are {_FIELDS_MAX}")
+        unknown = [repr(one)[:80] for one in payload if one not in named | others]
+        if unknown or len(named & payload.keys()) != bool(named):
+            told = f"accepted is one of {', '.join(sorted(named))}" if named else "accepted is no name of content"
+            told += "".join(f", and {one}" for one in sorted(others))
+            raise ValueError(f"payload has {', '.join(unknown or sorted(map(str, payload)))}: {told}")
+        lease = integer_argument("lease_ms", payload.get("lease_ms", LEASE_MS), 1, LEASE_MS_MAX)
+        value = integer_argument("priority", payload.get("priority", RETAINED), DEFAULT_PRIORITY + 1, PRIORITY_MAX - 1)
+        return kind, payload, lease, PRIORITY_MAX if kind == "pin" else value
+
+
+def actions_of(message: object) -> list[Action]:
+    """The actions of an envelope, at most ``ACTIONS_MAX``. Raises TypeError, ValueError."""
+    envelope = _record("message", message, {"protocol_version", "message_id", "actions"})
+    _version("protocol_version", envelope["protocol_version"])
+    name_argument("message_id", envelope["message_id"])
+    actions = list_argument("actions", envelope["actions"])
+    if len(actions) > ACTIONS_MAX:
+        raise ValueError(f"actions: {len(actions)} of them, accepted are {ACTIONS_MAX}")
+    known = [_record(f"actions[{i}]", one, set(Action._fields)) for i, one in enumerate(actions)]
+    for i, one in enumerate(known):
+        name_argument(f"actions[{i}].action_id", one["action_id"])
+    return [Action(**one) for one in known]
+
+
+class Budget:
+    """How many of ``blocks`` each namespace keeps by hints. Not thread-safe."""
+
+    def __init__(self, blocks: int) -> None:
+        self._blocks = blocks
+        self._leases: dict[int, list[tuple[int, int]]] = {}
+
+    def take(self, namespace: int, wanted: int, now: int, lease: int) -> int:
+        """How many of the wanted blocks a namespace may keep for ``lease`` ms. They count until then."""
+        for one, leases in list(self._leases.items()):
+            live = [lease for lease in leases if lease[0] > now]
+            if live:
+                self._leases[one] = live
+            else:
+                del self._leases[one]
+        used = {one: sum(count for _, count in leases) for one, leases in self._leases.items()}
+        left = self._blocks // _SHARE - used.get(namespace, 0), self._blocks // _SHARE_OF_ALL - sum(used.values())
+        taken = min(wanted, max(min(left), 0))
+        if taken:
+            self._leases.setdefault(namespace, []).append((now + lease, taken))
+        return taken
+
+
 class Hints(Together):
     """The call of a pool that takes hints. The state lock guards the budgets of namespaces, and what sessions have."""
 
     def __init__(self, core: Core, leases: Leases) -> None:
         super().__init__(core, leases)
-        self._hinted: dict[int, list[tuple[int, int]]] = {}
+        self._budget = Budget(core.states.blocks)
         self._sessions: dict[tuple[int, str], BlockKeys] = {}
         self._remembered = 0
 
@@ -59,10 +127,10 @@ class Hints(Together):
     ) -> list[HintAnswer]:
         """Do what a client wishes for its content, as far as its budget goes. Returns a ``HintAnswer`` for each action.
 
-        ``message``: a mapping as vLLM's ``KvHintsEnvelope``: ``protocol_version`` (1), ``message_id``, and ``actions``
-        (at most 64), mappings with ``action_id``, ``action_type``, ``action_version`` (1) and ``payload``. A payload
-        has one of ``tokens`` (ids), ``session`` (a name that ``release`` was given) and ``keys`` (rows of two numbers,
-        or texts of 32 hexadecimal digits), and may have ``lease_ms`` (default 60,000, at most 600,000):
+        ``message``: a mapping as vLLM's ``KvHintsEnvelope``: ``protocol_version`` (1 or "1"), ``message_id``, and
+        ``actions`` (at most 64), mappings with ``action_id``, ``action_type``, ``action_version`` and ``payload``.
+        A payload has one of ``tokens`` (ids), ``session`` (a name that ``release`` was given) and ``keys`` (rows of two
+        numbers, or texts of 32 hexadecimal digits), and may have ``lease_ms`` (default 60,000, at most 600,000):
 
         - "pin" and "retain" (``priority``, 36 to 99, default 60) have the cached blocks go after all others of a lower
           priority until the lease is over. No block is held: a request that needs all blocks gets them.
@@ -74,18 +142,9 @@ class Hints(Together):
         half of them in all namespaces. An action that is wrong is refused; the others are done. Changes the pool;
         thread-safe. Raises TypeError or ValueError for a wrong envelope, with nothing changed; PoolClosed.
         """
-        envelope = _record("message", message, {"protocol_version", "message_id", "actions"})
-        integer_argument("protocol_version", envelope["protocol_version"], VERSION, VERSION)
-        name_argument("message_id", envelope["message_id"])
-        actions = list_argument("actions", envelope["actions"])
-        if len(actions) > ACTIONS_MAX:
-            raise ValueError(f"actions: {len(actions)} of them, accepted are {ACTIONS_MAX}")
-        fields = {"action_id", "action_type", "action_version", "payload"}
-        known = [_record(f"actions[{i}]", one, fields) for i, one in enumerate(actions)]
-        names = [name_argument(f"actions[{i}].action_id", one["action_id"]) for i, one in enumerate(known)]
-        scope = self.block_keys([0], salt=salt, adapter_id=adapter_id)
+        actions, scope = actions_of(message), self.block_keys([0], salt=salt, adapter_id=adapter_id)
         self.core.check_open()
-        return [self._answer(name, one, scope) for name, one in zip(names, known, strict=True)]
+        return [self._answer(one, scope) for one in actions]
 
     def _remember(self, session: str, keys: BlockKeys) -> None:
         """A session has come so far. The oldest sessions are forgotten if all have more blocks than the pool."""
@@ -100,27 +159,17 @@ class Hints(Together):
         gone = self._sessions.pop(name, None)
         return 0 if gone is None else len(gone.keys)
 
-    def _answer(self, name: str, action: dict[str, Any], scope: BlockKeys) -> HintAnswer:
+    def _answer(self, action: Action, scope: BlockKeys) -> HintAnswer:
         try:
-            kind = action["action_type"]
-            if not isinstance(kind, str) or kind not in _PAYLOADS:
-                raise ValueError(f"action_type={kind!r:.80}: accepted are {', '.join(_PAYLOADS)}")
-            integer_argument("action_version", action["action_version"], VERSION, VERSION)
-            payload = _mapping("payload", action["payload"])
-            rows, prompt = self._content(payload, scope, _PAYLOADS[kind])
-            lease = integer_argument("lease_ms", payload.get("lease_ms", LEASE_MS), 1, LEASE_MS_MAX)
-            done, why = self._do(kind, payload, rows, prompt, scope.namespace, lease)
+            kind, payload, lease, value = action.read(_NAMED)
+            rows, prompt = self._content(payload, scope)
+            done, why = self._do(kind, value, rows, prompt, scope.namespace, lease)
         except (TypeError, ValueError) as error:
-            return HintAnswer(name, "refused", 0, str(error)[:TEXT_MAX])
-        return HintAnswer(name, "done" if done == len(rows) else "partly" if done else "refused", done, why)
+            return HintAnswer(action.action_id, "refused", 0, str(error)[:TEXT_MAX])
+        return HintAnswer(action.action_id, outcome(done, len(rows)), done, why)
 
-    def _content(self, payload: dict[str, Any], scope: BlockKeys, others: set[str]) -> tuple[Rows, BlockKeys | None]:
+    def _content(self, payload: dict[str, Any], scope: BlockKeys) -> tuple[Rows, BlockKeys | None]:
         """The keys that an action names, and the prompt if it names one."""
-        named = {"keys", "tokens", "session"}
-        unknown = [repr(one)[:80] for one in payload if one not in named | others]
-        if unknown or len(named & payload.keys()) != 1:
-            told = f"accepted is one of {', '.join(sorted(named))}" + "".join(f", and {one}" for one in sorted(others))
-            raise ValueError(f"payload has {', '.join(unknown or sorted(map(str, payload)))}: {told}")
         if "keys" in payload:
             keys = payload["keys"]
             if isinstance(keys, list) and all(isinstance(one, str) for one in keys):
@@ -141,11 +190,10 @@ class Hints(Together):
         return rows, prompt
 
     def _do(
-        self, kind: str, payload: dict[str, Any], rows: Rows, prompt: BlockKeys | None, namespace: int, lease: int
+        self, kind: str, value: int, rows: Rows, prompt: BlockKeys | None, namespace: int, lease: int
     ) -> tuple[int, str]:
         """Do an action for as many blocks as are cached, of this namespace, and within its budget."""
         core, now = self.core, self.core.now()
-        value = integer_argument("priority", payload.get("priority", RETAINED), DEFAULT_PRIORITY + 1, PRIORITY_MAX - 1)
         if kind == "prefetch" and prompt is None:
             raise ValueError("keys: accepted by prefetch are tokens and session")
         cached = np.empty(len(rows), np.bool_)
@@ -153,11 +201,9 @@ class Hints(Together):
             control.cached_in(core.states.heads, rows, np.int64(namespace), cached)
             own, why = np.flatnonzero(cached), "" if cached.all() else "not all is cached in this namespace"
             if kind != "drop":
-                left = self._budget(namespace, now)
+                left = self._budget.take(namespace, len(own), now, lease)
                 if left < len(own):
-                    own, why = own[:left], "the budget of the namespace is used up"
-                if len(own):
-                    self._hinted.setdefault(namespace, []).append((now + lease, len(own)))
+                    own, why = own[:left], SPENT
         if not len(own):
             return 0, why
         keys = np.ascontiguousarray(rows[own])
@@ -169,21 +215,19 @@ class Hints(Together):
             ids = np.empty((len(core.states), len(key_rows(part))), np.int32)
             core.decide(None, verbs.prefetch, request_of(part), ids, now)
         else:
-            core.decide(None, control.set_priority, keys, PRIORITY_MAX if kind == "pin" else value, lease, now)
+            core.decide(None, control.set_priority, keys, value, lease, now)
         return len(own), why
 
-    def _budget(self, namespace: int, now: int) -> int:
-        """How many more blocks the namespace may keep. The state lock is held."""
-        for one, leases in list(self._hinted.items()):
-            live = [lease for lease in leases if lease[0] > now]
-            if live:
-                self._hinted[one] = live
-            else:
-                del self._hinted[one]
-        used = {one: sum(count for _, count in leases) for one, leases in self._hinted.items()}
-        blocks = self.core.states.blocks
-        left = blocks // _SHARE - used.get(namespace, 0), blocks // _SHARE_OF_ALL - sum(used.values())
-        return max(min(left), 0)
+
+def outcome(done: int, wanted: int) -> str:
+    """What became of an action that was to reach ``wanted`` blocks."""
+    return "done" if done == wanted else "partly" if done else "refused"
+
+
+def _version(name: str, value: object) -> None:
+    """vLLM writes versions as texts."""
+    if value != str(VERSION):
+        integer_argument(name, value, VERSION, VERSION)
 
 
 def _record(name: str, value: object, fields: set[str]) -> dict[str, Any]:

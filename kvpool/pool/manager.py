@@ -612,7 +612,9 @@ class KVCacheManager(Hints, BlockTables):
         for the rest why not. See ``Explanation``.
 
         Looks at every block of the prompt, and hashes it again for other namespaces that have or had sequences: for
-        people, not for every request. Thread-safe; changes nothing. Raises TypeError, ValueError, PoolClosed.
+        people, not for every request. And for those who run the engine, not for those who send prompts: "other
+        namespace" tells them what others have sent. Thread-safe; changes nothing. Raises TypeError, ValueError,
+        PoolClosed.
         """
         keys = self._keys_of(prompt)
         found = self._match(keys)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Int64s, Uint64s
 from kvpool.pool.config import Group
 from kvpool.pool.events import Events, Name
 from kvpool.state.effects import CLEARED, REMOVED, STORED
@@ -209,11 +209,11 @@ def medium(tier: str) -> str:
     return MEDIA.get(tier, tier.upper())
 
 
-def _numbers(keys: npt.NDArray[np.uint64]) -> Any:
+def _numbers(keys: Uint64s) -> Any:
     return keys[:, 0].tolist()
 
 
-def _strings(keys: npt.NDArray[np.uint64]) -> Any:
+def _strings(keys: Uint64s) -> Any:
     data = keys.tobytes()
     return [data[i : i + 16] for i in range(0, len(data), 16)]
 
@@ -235,7 +235,7 @@ def _extra_keys(events: Events, start: int, end: int, labels: Labels, begins: bo
     return found
 
 
-def _extra_pairs(extra: npt.NDArray[np.int64]) -> list[tuple[str, int]]:
+def _extra_pairs(extra: Int64s) -> list[tuple[str, int]]:
     """Each extra id once, with the place of its first token. An id is 64 bits, written as the 64 hexadecimal digits
     that routers expect."""
     ids, places = np.unique(extra, return_index=True)

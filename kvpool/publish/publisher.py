@@ -9,13 +9,13 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import zmq
 
-from kvpool.arrays.layout import integer_argument
-from kvpool.entry.arguments import bool_argument
+from kvpool.arrays.layout import choice_argument, integer_argument
+from kvpool.entry.arguments import bool_argument, text_argument
+from kvpool.entry.closing import Closing
 from kvpool.entry.interrupt import Bell, DeferSignals
 from kvpool.entry.process import Process
 from kvpool.errors import PoolClosed
@@ -26,9 +26,6 @@ from kvpool.publish.messages import BLOCKS_PER_MESSAGE, HASHES, Encoder, Spec
 from kvpool.publish.replay_server import History, ReplayServer
 from kvpool.remote.connections import Connections, end, new_context
 from kvpool.remote.endpoints import endpoint_argument
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 SNAPSHOT_MESSAGES = 1024
 SUBSCRIPTION_BYTES_MAX, SAID_BYTES_MAX = 256, 64 << 10
@@ -96,7 +93,7 @@ class _Sent:
             self.nbytes -= self._messages.popleft()[1]
 
 
-class KVEventPublisher:
+class KVEventPublisher(Closing):
     """Publishes what a pool has cached, on both tiers, to routers that read the events of vLLM. A context manager.
 
     A message is ``[topic, number, payload]``. The number counts messages, as 8 bytes big-endian. The payload is
@@ -169,10 +166,7 @@ class KVEventPublisher:
             raise TypeError(f"cache={cache!r:.80}: accepted is a KVCacheManager")
         if keeper is not None and (not isinstance(keeper, Keeper) or keeper.pool is not cache):
             raise ValueError(f"keeper={keeper!r:.80}: accepted is the Keeper of this pool, or None")
-        if not isinstance(topic, str):
-            raise TypeError(f"topic={topic!r:.80}: accepted is a string")
-        if block_hashes not in HASHES:
-            raise ValueError(f"block_hashes={block_hashes!r:.80}: accepted are {', '.join(HASHES)}")
+        topic, hashes = text_argument("topic", topic), choice_argument("block_hashes", block_hashes, HASHES)
         needs = "" if bool_argument("allow_remote", allow_remote) else "allow_remote=True"
         endpoint_argument("endpoint", endpoint, needs)
         if replay_endpoint is not None:
@@ -187,7 +181,7 @@ class KVEventPublisher:
         self._queue_bytes = integer_argument("queue_bytes", queue_bytes, 1, 1 << 50)
         peers = integer_argument("connections", connections, 1, 1 << 16)
         self._source, self._topic = keeper or cache, topic.encode()
-        self._encoder = Encoder(cache.tokens_per_block, block_hashes, rank, _specs(cache, group))
+        self._encoder = Encoder(cache.tokens_per_block, hashes, rank, _specs(cache, group))
         self._stats, self._process = PublisherStats(), Process()
         self._lock, self._asked, self._answered, self._bell = threading.Lock(), 0, 0, Bell()
         self._stopping, self._ended, self._linger_ms = threading.Event(), False, 0
@@ -260,14 +254,6 @@ class KVEventPublisher:
         with DeferSignals():
             self._stopping.set()
         self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # -- the thread ------------------------------------------------------------------------------
 

@@ -146,11 +146,6 @@ class ReplayServer:
         """Bytes that wait until peers read. For the loop's thread."""
         return sum(peer.unsent() for peer in self._peers)
 
-    @property
-    def asking(self) -> int:
-        """How many peers have not been sent everything that they have asked for."""
-        return sum(peer.asked.is_set() for peer in list(self._peers))
-
     async def listen(self) -> None:
         """Serve from now on, until the loop ends."""
         if self._listener is not None:

@@ -8,15 +8,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 import zmq
 
+from kvpool.arrays import Bools, Int64s
 from kvpool.arrays.layout import integer_argument
-from kvpool.entry.arguments import priority_argument
+from kvpool.entry.arguments import priority_argument, text_argument
+from kvpool.entry.closing import Closing
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.entry.process import Process
 from kvpool.pool.keys import BlockKeys, key_rows
@@ -27,10 +27,6 @@ from kvpool.remote.link import Link, RemoteError, RemoteTimeout
 from kvpool.remote.session import BLOCKS_MAX, KEY_BYTES, Blocks, Find, Found, Get, Hello, Malformed, Received, Welcome
 from kvpool.remote.transport import Arrival, Buffer, ClientTransport, InlineClient, served
 from kvpool.state.hashing import remote_password
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 
 ARRIVAL_POLL_MS = 1
 
@@ -127,7 +123,7 @@ class Exchange:
         return [next(blocks) if one == "1" else None for one in request.found or ""]
 
 
-def find(link: Link, keys: bytes, groups: int) -> npt.NDArray[np.bool_]:
+def find(link: Link, keys: bytes, groups: int) -> Bools:
     """Which groups of layers of a server have the blocks of some keys, of 16 bytes each, on the host: bool[groups,
     keys].
 
@@ -145,7 +141,7 @@ def find(link: Link, keys: bytes, groups: int) -> npt.NDArray[np.bool_]:
     return np.concatenate(found, axis=1)
 
 
-class BlockClient:
+class BlockClient(Closing):
     """Fetches blocks from one server. A context manager.
 
     It connects at its first call, and again after every error. So a late answer from before an error is never taken
@@ -180,8 +176,7 @@ class BlockClient:
         messages_in_flight: int = 4,
     ) -> None:
         self._endpoint, what = check_endpoint(endpoint, keys), served(cache)
-        if not isinstance(name, str):
-            raise TypeError(f"name={name!r:.80}: accepted is a string")
+        name = text_argument("name", name)
         if len(name) > 64 or not name.isprintable():
             raise ValueError(f"name={name!r:.80}: accepted are up to 64 printable characters")
         self._timeout_ms = integer_argument("timeout_ms", timeout_ms, 1, 1 << 31)
@@ -228,7 +223,7 @@ class BlockClient:
                 raise
         return entered
 
-    def _wanted(self, keys: BlockKeys) -> list[tuple[int, npt.NDArray[np.int64]]]:
+    def _wanted(self, keys: BlockKeys) -> list[tuple[int, Int64s]]:
         """The groups of layers that lack something of a prompt, and which of its full blocks they lack."""
         # The last token of a prompt is never reused.
         full, last = len(keys) // self._cache.tokens_per_block, (len(keys) - 1) // self._cache.tokens_per_block
@@ -243,9 +238,7 @@ class BlockClient:
         lacking = self._cache.lacking(keys, there).blocks
         return [(group.index, lacking[group.index]) for group in groups if len(lacking[group.index])]
 
-    def _import(
-        self, keys: BlockKeys, group: int, places: npt.NDArray[np.int64], blocks: list[Buffer | None], priority: int
-    ) -> int:
+    def _import(self, keys: BlockKeys, group: int, places: Int64s, blocks: list[Buffer | None], priority: int) -> int:
         """Store the first blocks of an answer, which are those of the prompt at ``places``. Returns how many
         entered."""
         entered = 0
@@ -282,14 +275,6 @@ class BlockClient:
             context, self._context = self._context, None
             if context is not None:
                 end(context)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # -- the connection --------------------------------------------------------------------------
 

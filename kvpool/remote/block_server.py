@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Bools, Uint64s
 from kvpool.arrays.layout import integer_argument
+from kvpool.entry.closing import Closing
 from kvpool.errors import BlockNotFound, KVPoolError, PoolClosed
 from kvpool.pool.leases import Lease
 from kvpool.pool.manager import KVCacheManager
@@ -24,9 +24,6 @@ from kvpool.remote.session import BLOCKS_MAX, KEY_BYTES, Blocks, Find, Found, Ge
 from kvpool.remote.transport import InlineServer, ServerTransport, host_bytes, served
 from kvpool.state import records
 from kvpool.state.hashing import remote_password
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 POLL_MS, POLL_MS_STALLED, STALLED_TURNS = 1, 32, 100
 """How often the thread checks blocks that it has sent. The second is used after so many checks that found nothing.
@@ -109,7 +106,7 @@ def fitting(limits: Limits, sizes: Sequence[tuple[int, int]]) -> Limits:
     return replace(limits, blocks_per_request=blocks, bytes_per_client=each, bytes_in_total=total)
 
 
-class BlockServer:
+class BlockServer(Closing):
     """Serves the host tier of a pool to clients that share its hash secret and its block layouts. A context manager.
 
     The server's own thread finds, pins and sends blocks. It unpins them when the transport no longer reads them. No
@@ -180,14 +177,6 @@ class BlockServer:
         self._server.close()
         self._blocks.release()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 class Waiting(NamedTuple):
     """An accepted request for blocks of one group of layers. ``keys`` uint64[n, 2], ``owner`` the owner of its
@@ -196,7 +185,7 @@ class Waiting(NamedTuple):
     client: LetIn
     id: int
     group: int
-    keys: npt.NDArray[np.uint64]
+    keys: Uint64s
     owner: str
     nbytes: int
 
@@ -357,7 +346,7 @@ class _HostTier:
             reason = f"transport {hello.transport!r:.40}: this server sends {self._transport.name!r}"
             raise Refused(hello.id, "transport", reason)
 
-    def _accept(self, client: LetIn, request: Get, keys: npt.NDArray[np.uint64]) -> None:
+    def _accept(self, client: LetIn, request: Get, keys: Uint64s) -> None:
         sizes = self._welcome.block_bytes
         if request.group >= len(sizes) or not sizes[request.group]:
             groups = [group for group, size in enumerate(sizes) if size]
@@ -366,7 +355,7 @@ class _HostTier:
         self._under_way.accept(Waiting(client, request.id, request.group, keys, owner, nbytes), len(keys))
         self._serve()
 
-    def _find(self, client: LetIn, request: Find, keys: npt.NDArray[np.uint64]) -> None:
+    def _find(self, client: LetIn, request: Find, keys: Uint64s) -> None:
         """Answer which blocks are there. The pool is asked in pieces, so that nobody waits long for its lock.
 
         The socket accepts no message of more than BLOCKS_MAX keys.
@@ -376,7 +365,7 @@ class _HostTier:
         if self.server.send(client, Found(request.id), [np.packbits(found).tobytes()]):
             self.stats.questions += 1
 
-    def _of_pool(self, id: int, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+    def _of_pool(self, id: int, keys: Uint64s) -> Bools:
         try:
             return self._cache.cached_blocks(keys, tier="host")
         except PoolClosed as error:
@@ -389,7 +378,7 @@ class _HostTier:
         while (request := self._under_way.take()) is not None:
             self.server.guard(request.client, request.id, partial(self._send_blocks, request))
 
-    def _pin(self, request: Waiting) -> tuple[list[Lease], npt.NDArray[np.bool_]]:
+    def _pin(self, request: Waiting) -> tuple[list[Lease], Bools]:
         """Leases of the blocks that are there, in the order of their keys, and which keys those are."""
         keys, group, owner = request.keys, request.group, request.owner
         try:
@@ -463,7 +452,7 @@ class _HostTier:
         self.stats.transfers, self.stats.transfer_bytes = len(self._under_way.transfers), self._under_way.nbytes
 
 
-def _keys(received: Received) -> npt.NDArray[np.uint64]:
+def _keys(received: Received) -> Uint64s:
     """The keys that a request names, uint64[n, 2]. Raises Malformed."""
     frames = [*received.frames, *received.blocks]
     if len(frames) != 1 or not frames[0].nbytes or frames[0].nbytes % KEY_BYTES:

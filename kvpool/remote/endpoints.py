@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 import zmq
 from zmq.utils import z85
 
+from kvpool.entry.arguments import text_argument
+
 _Z85_KEY = 40
 _PASS_NS = 60_000_000_000
 """How old the pass of a client may be."""
@@ -126,8 +128,7 @@ def check_endpoint(endpoint: Any, keys: ServerKeys | ClientKeys | None) -> str:
 def endpoint_argument(name: str, endpoint: object, needs: str = "") -> str:
     """An endpoint of ZeroMQ. ``needs``: the argument without which only this machine may connect. Raises TypeError,
     ValueError."""
-    if not isinstance(endpoint, str):
-        raise TypeError(f"{name}={endpoint!r:.80}: accepted is a string")
+    endpoint = text_argument(name, endpoint)
     scheme, _, rest = endpoint.partition("://")
     if scheme not in ("tcp", "ipc") or not rest or "\0" in rest:
         raise ValueError(f"{name}={endpoint!r:.80}: accepted are tcp://HOST:PORT and ipc://PATH")

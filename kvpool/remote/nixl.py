@@ -8,8 +8,8 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Array, Int64s, Uint8s, Uint64s
 from kvpool.remote.session import Malformed, Received
 from kvpool.remote.transport import Arrival, Buffer, ClientTransport, Host, Offer, Parts, ServerTransport
 
@@ -81,7 +81,7 @@ class NixlServer(ServerTransport):
     def welcome(self) -> list[bytes]:
         return [self._agent.get_agent_metadata()]
 
-    def offer(self, group: int, rows: npt.NDArray[np.int64]) -> Offer:
+    def offer(self, group: int, rows: Int64s) -> Offer:
         tag, reading = secrets.token_bytes(_TAG_BYTES), _Reading()
         self._reading[tag] = reading
         addresses = np.concatenate([base + rows * nbytes for base, nbytes in self._parts[group]]).astype(_ADDRESS)
@@ -178,9 +178,7 @@ class NixlClient(ClientTransport):
             agent.deregister_memory(self._memory)
 
 
-def _pieces(
-    first: int, places: npt.NDArray[Any], parts: Sequence[int], count: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any], npt.NDArray[np.int64]]:
+def _pieces(first: int, places: Array, parts: Sequence[int], count: int) -> tuple[Int64s, Array, Int64s]:
     """Where the bytes of blocks come from: addresses here and there, and lengths. Here, the blocks follow each other
     from ``first`` on.
 
@@ -198,13 +196,13 @@ _abandoned: list[tuple[Any, Any, Any]] = []
 """Reads that could not be stopped, with the memory that they may still write."""
 
 
-def regions(firsts: Any, nbytes: Any) -> npt.NDArray[np.uint64]:
+def regions(firsts: Any, nbytes: Any) -> Uint64s:
     """Regions of memory in NIXL's form: rows of (address, bytes, device). ``nbytes`` is one length, or one for each."""
     rows = np.zeros((len(firsts), 3), np.uint64)
     rows[:, 0], rows[:, 1] = firsts, nbytes
     return rows
 
 
-def address(array: npt.NDArray[np.uint8]) -> int:
+def address(array: Uint8s) -> int:
     """The address of the first byte."""
     return int(array.__array_interface__["data"][0])

@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import zmq
 
+from kvpool.arrays import Int64s, Uint8s
 from kvpool.pool.manager import KVCacheManager
 from kvpool.remote.session import NUMBERS_MAX, Malformed, Received
 
-Host = Sequence[Sequence[npt.NDArray[np.uint8]]]
+Host = Sequence[Sequence[Uint8s]]
 """The host tier: for each group of layers, and each part of its blocks, uint8[host_blocks, bytes]."""
 Parts = Sequence[Sequence[int]]
 """The bytes of each part of a block of each group."""
@@ -76,7 +76,7 @@ class Offer(NamedTuple):
     """What the reader needs to read them itself."""
     blocks: list[Any]
     """Or the blocks. While anybody refers to one of these frames, its memory is not released."""
-    content: list[npt.NDArray[np.uint8]]
+    content: list[Uint8s]
     """The bytes of the blocks, one after the other, for their seal."""
     copied: bool
     """The pool's own memory is not read any more, so it may be unpinned at once."""
@@ -109,20 +109,18 @@ class ServerTransport(ABC):
     def start(self, host: Host) -> None:
         """Learn what memory will be served. Called before anything else. May raise what the transport raises."""
 
-    @abstractmethod
     def welcome(self) -> list[bytes]:
         """The frames that a reader needs before its first request. They are sent after the Welcome."""
+        return []
 
     @abstractmethod
-    def offer(self, group: int, rows: npt.NDArray[np.int64]) -> Offer:
+    def offer(self, group: int, rows: Int64s) -> Offer:
         """Begin to send these rows of a group's host tier, which are pinned."""
 
-    @abstractmethod
-    def poll(self) -> None:
+    def poll(self) -> None:  # noqa: B027
         """Note what readers have finished. Does not wait."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Let go of the host tier. A second call does nothing."""
 
 
@@ -145,8 +143,7 @@ class ClientTransport(ABC):
     def receive(self, received: Received, group: int, count: int) -> Arrival:
         """Receive ``count`` blocks of a group that a server has offered with a message. Raises Malformed."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Abandon what is on its way, and let go of the server. ``connect`` may be called again."""
 
 
@@ -159,10 +156,7 @@ class InlineServer(ServerTransport):
     def start(self, host: Host) -> None:
         self._host = host
 
-    def welcome(self) -> list[bytes]:
-        return []
-
-    def offer(self, group: int, rows: npt.NDArray[np.int64]) -> Offer:
+    def offer(self, group: int, rows: Int64s) -> Offer:
         parts = self._host[group]
         copied = len(parts) > 1 or parts[0].shape[1] < GATHER_BELOW
         if copied:
@@ -172,12 +166,6 @@ class InlineServer(ServerTransport):
         frames = [zmq.Frame(one, track=True, copy=False) for one in sent]
         tracker = zmq.MessageTracker(*(frame.tracker for frame in frames))
         return Offer([], frames, sent, copied, lambda: tracker.done)
-
-    def poll(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class InlineClient(ClientTransport):
@@ -199,11 +187,8 @@ class InlineClient(ClientTransport):
         blocks = [frame[at : at + size] for frame in received.blocks for at in range(0, frame.nbytes, size)]
         return Arrival(blocks, received.blocks, lambda: True, lambda: None)
 
-    def close(self) -> None:
-        pass
 
-
-def _runs(rows: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+def _runs(rows: Int64s) -> list[tuple[int, int]]:
     """Rows as ranges [first, end) of rows that follow each other."""
     cuts = np.flatnonzero(np.diff(rows) != 1) + 1
     firsts, lasts = rows[np.concatenate([[0], cuts])], rows[np.concatenate([cuts, [len(rows)]]) - 1]

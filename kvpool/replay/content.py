@@ -7,11 +7,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.arrays import Array, Int32s, Int64s, Uint64s
 from kvpool.arrays.layout import BlockLayout, BlockStrides
 
 VOCABULARY = 128_000
@@ -19,16 +20,14 @@ OUTPUT_ORIGIN = 1 << 50
 OUTPUT_STRIDE = 1 << 20
 """The distance between the counters of two requests' outputs. Longer outputs would repeat those of other requests."""
 
-Ids = npt.NDArray[np.int64]
 
-
-def ranges(starts: Ids, counts: Ids) -> Ids:
+def ranges(starts: Int64s, counts: Int64s) -> Int64s:
     """Return ``[starts[0], starts[0] + counts[0])``, then the next range, and so on, as one array."""
     ends = np.cumsum(counts)
     return np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(starts - ends + counts, counts)
 
 
-def mix(counters: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def mix(counters: Uint64s) -> Uint64s:
     """Return the splitmix64 value of each counter (uint64, any shape). The argument is not changed."""
     x = counters + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -36,11 +35,11 @@ def mix(counters: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def _tokens_at(counters: npt.NDArray[np.uint64]) -> npt.NDArray[np.int32]:
+def _tokens_at(counters: Uint64s) -> Int32s:
     return (mix(counters) % np.uint64(VOCABULARY)).astype(np.int32)
 
 
-def expand_ids(hash_ids: npt.ArrayLike, length: int, tokens_per_id: int) -> npt.NDArray[np.int32]:
+def expand_ids(hash_ids: npt.ArrayLike, length: int, tokens_per_id: int) -> Int32s:
     """Return the ``int32[length]`` prompt that ``hash_ids`` stand for, `tokens_per_id` tokens each.
 
     Raises
@@ -48,7 +47,7 @@ def expand_ids(hash_ids: npt.ArrayLike, length: int, tokens_per_id: int) -> npt.
     ValueError
         The ids cover fewer than `length` tokens.
     """
-    ids: npt.NDArray[np.uint64] = np.asarray(hash_ids, dtype=np.uint64)
+    ids: Uint64s = np.asarray(hash_ids, dtype=np.uint64)
     if ids.size * tokens_per_id < length:
         raise ValueError(f"{ids.size} ids of {tokens_per_id} tokens do not cover {length} tokens")
     ids = ids[: -(-length // tokens_per_id)]
@@ -56,7 +55,7 @@ def expand_ids(hash_ids: npt.ArrayLike, length: int, tokens_per_id: int) -> npt.
     return np.ascontiguousarray(_tokens_at(counters.reshape(-1)[:length]))
 
 
-def expand_output(index: int, length: int) -> npt.NDArray[np.int32]:
+def expand_output(index: int, length: int) -> Int32s:
     """Return the ``int32[length]`` output of request `index`. Each request has a different output."""
     origin = OUTPUT_ORIGIN + index * OUTPUT_STRIDE
     return _tokens_at(np.arange(origin, origin + length, dtype=np.uint64))
@@ -74,10 +73,10 @@ class Request:
     line: int
     input_length: int
     output_length: int
-    hash_ids: npt.NDArray[np.uint64] | None = None
+    hash_ids: Uint64s | None = None
     tokens_per_id: int = 0
-    tokens: npt.NDArray[np.int32] | None = None
-    outputs: npt.NDArray[np.int32] | None = None
+    tokens: Int32s | None = None
+    outputs: Int32s | None = None
     salt: str | None = None
     adapter_id: int | str | None = None
     tenant: str | None = None
@@ -115,14 +114,14 @@ class Request:
             outputs=None if self.outputs is None else self.outputs[:output_length],
         )
 
-    def prompt(self) -> npt.NDArray[np.int32]:
+    def prompt(self) -> Int32s:
         """Return the prompt, ``int32[input_length]``."""
         if self.tokens is not None:
             return self.tokens
         assert self.hash_ids is not None
         return expand_ids(self.hash_ids, self.input_length, self.tokens_per_id)
 
-    def output(self) -> npt.NDArray[np.int32]:
+    def output(self) -> Int32s:
         """Return the answer, ``int32[output_length]``."""
         if self.outputs is not None:
             return self.outputs
@@ -135,7 +134,7 @@ _DIGEST_BYTES = 16
 _CHUNK_BYTES = 1 << 18
 """What is read or written of a plane at once: little enough to stay in a core's cache."""
 
-States = npt.NDArray[np.uint64]
+States = Uint64s
 
 
 def namespace_digest(salt: str | bytes | None = None, adapter_id: int | str | None = None) -> bytes:
@@ -177,7 +176,7 @@ def token_states(
     return grid.reshape(-1)[: len(stream)]
 
 
-def names_of(keys: npt.NDArray[np.uint64]) -> list[bytes]:
+def names_of(keys: Uint64s) -> list[bytes]:
     """Keys uint64[n, 2] as 16 bytes each."""
     return [key.tobytes() for key in keys]
 
@@ -214,16 +213,14 @@ class KVBytes:
         Blocks in the tier. Ids in the methods count from 0 inside the tier.
     """
 
-    def __init__(self, layout: BlockLayout, pool: npt.NDArray[Any], strides: BlockStrides, blocks: int) -> None:
+    def __init__(self, layout: BlockLayout, pool: Array, strides: BlockStrides, blocks: int) -> None:
         head_bytes = layout.head_dim * layout.itemsize
         lane = np.dtype(f"u{next(width for width in (8, 4, 2, 1) if head_bytes % width == 0)}")
         raw = pool.reshape(-1).view(np.uint8).view(lane)
-        if not np.may_share_memory(raw, pool):
-            raise ValueError("pool is not contiguous, a view of its bytes is needed")
         tokens, heads, lanes = layout.tokens_per_block, layout.kv_heads, head_bytes // lane.itemsize
         steps = strides.block, strides.token, strides.head, lane.itemsize
         self._lane, self._planes_per_layer = lane, layout.planes
-        self._planes: list[npt.NDArray[Any]] = []
+        self._planes: list[Array] = []
         """[layers * planes] of [blocks, tokens, heads, lanes]."""
         for number in range(layout.layers * layout.planes):
             layer, plane = divmod(number, layout.planes)
@@ -234,23 +231,6 @@ class KVBytes:
         self._tokens = max(1, _CHUNK_BYTES // (heads * head_bytes))
         """How many tokens of a plane are read or written at once."""
 
-    def write_blocks(self, blocks: Ids, states: States) -> None:
-        """Write full blocks: ``states[i]`` are the token states of ``blocks[i]``. No block may be named twice."""
-        self._write(states, blocks)
-
-    def check_blocks(self, blocks: Ids, states: States) -> Difference | None:
-        """Compare full blocks with ``states[i]``, the token states that ``blocks[i]`` should hold."""
-        return self._check(states, blocks)
-
-    def write_tokens(self, blocks: Ids, tokens: Ids, states: States) -> None:
-        """Write token ``tokens[i]`` of ``blocks[i]``, whose state is ``states[i]``. No token may be named twice."""
-        self._write(states, blocks, tokens)
-
-    def check_tokens(self, blocks: Ids, tokens: Ids, states: States) -> Difference | None:
-        """Compare token ``tokens[i]`` of ``blocks[i]`` with ``states[i]``."""
-        found = self._check(states, blocks, tokens)
-        return found and found._replace(token=int(tokens[found.row]))
-
     def first_lanes(self, states: States) -> bytes:
         """The first lane of each token of a block with these token states, uint64[tokens_per_block]."""
         return (states.astype(self._lane) ^ self._constants[0, 0, 0]).tobytes()
@@ -259,21 +239,22 @@ class KVBytes:
         """The first lane of each token of a block, as it is."""
         return self._planes[0][block, :, 0, 0].tobytes()
 
-    def _chunks(
-        self, states: States, places: tuple[Ids, ...]
-    ) -> Iterator[tuple[int, tuple[Ids, ...], npt.NDArray[Any]]]:
+    def _chunks(self, states: States, places: tuple[Int64s, ...]) -> Iterator[tuple[int, tuple[Int64s, ...], Array]]:
         """Cut places into parts of a bounded size: the first row of each, the places, and their states as lanes."""
         rows = max(1, self._tokens // states[:1].size) if len(states) else 1
         for start in range(0, len(states), rows):
             part = slice(start, start + rows)
             yield start, tuple(axis[part] for axis in places), states[part].astype(self._lane)[..., None, None]
 
-    def _write(self, states: States, *places: Ids) -> None:
+    def write(self, states: States, *places: Int64s) -> None:
+        """Write full blocks: ``states[i]`` are the token states of block ``places[0][i]``. Or tokens: ``states[i]`` is
+        that of token ``places[1][i]`` of the block. No place may be named twice."""
         for _, part, values in self._chunks(states, places):
             for plane, constants in zip(self._planes, self._constants, strict=True):
                 plane[part] = values ^ constants
 
-    def _check(self, states: States, *places: Ids) -> Difference | None:
+    def check(self, states: States, *places: Int64s) -> Difference | None:
+        """Compare full blocks, or tokens, with their states, as ``write`` takes them."""
         for start, part, values in self._chunks(states, places):
             for number, (plane, constants) in enumerate(zip(self._planes, self._constants, strict=True)):
                 found, expected = plane[part], values ^ constants
@@ -281,5 +262,7 @@ class KVBytes:
                     at = tuple(np.argwhere(found != expected)[0].tolist())
                     layer, of_layer = divmod(number, self._planes_per_layer)
                     values_there = int(found[at]), int(expected[at])
-                    return Difference(start + at[0], at[1], layer, of_layer, at[-2], *values_there)
+                    row = start + at[0]
+                    token = int(places[1][row]) if len(places) > 1 else at[1]
+                    return Difference(row, token, layer, of_layer, at[-2], *values_there)
         return None

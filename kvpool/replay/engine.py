@@ -4,18 +4,20 @@ verified."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from math import inf
 from time import perf_counter, perf_counter_ns
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Int32s, Int64s
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device import get_device
 from kvpool.device.base import Stream
 from kvpool.device.sim import SimDevice
+from kvpool.entry.closing import Closing
 from kvpool.pool.keys import BlockKeys
 from kvpool.pool.manager import KVCacheManager
 from kvpool.replay.content import Request, States, ranges, token_states
@@ -177,12 +179,12 @@ class _Running:
 
     id: int
     length: int
-    output: npt.NDArray[np.int32]
+    output: Int32s
     states: States | None
     stream: Stream
 
 
-class Replay:
+class Replay(Closing):
     """One run of a trace through a new pool.
 
     `run` replays everything and checks that no block is still held. `summary` gives the figures so far, at any time,
@@ -245,23 +247,14 @@ class Replay:
         self._admitted = self._prompt_tokens = self._output_tokens = self._peak_active = 0
         self._begin = self._end = perf_counter()
 
-    def __enter__(self) -> Replay:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Close the store, the pool and its device. A second call does nothing."""
-        try:
+        with ExitStack() as stack:
+            stack.callback(self._device.close)
+            if not self.cache.closed:
+                stack.callback(self.cache.close)
             if self._storing is not None:
-                self._storing.close()
-        finally:
-            try:
-                if not self.cache.closed:
-                    self.cache.close()
-            finally:
-                self._device.close()
+                stack.callback(self._storing.close)
 
     def run(self) -> Summary:
         """Replay all requests and return the summary.
@@ -372,7 +365,8 @@ class Replay:
             cached, blocks = int(admission.cached_tokens[0]), self._blocks(running)
             if cached != sum(found):
                 raise AssertionError(f"{request.name}: {cached} cached tokens, but {found} by kind")
-            self._verifier.check_reuse(blocks, states[:cached], stream)
+            self._verifier.check(blocks, states[:cached], "was handed out as cached", stream)
+            self._verifier.verified.reused_tokens += cached
             self._verifier.write(blocks, cached, states[cached : request.input_length], stream)
         self._timed("commit", cache.commit, running.id)
 
@@ -410,7 +404,8 @@ class Replay:
         running = self._running[request.index]
         if self._verifier is not None and running.states is not None:
             self._verifier.context = request.name
-            self._verifier.check_release(self._blocks(running), running.states, running.stream)
+            self._verifier.check(self._blocks(running), running.states, "was overwritten while in use", running.stream)
+            self._verifier.verified.released_tokens += len(running.states)
         if self._storing is not None:
             everything = np.concatenate([request.prompt(), running.output])
             self._storing.computed(self.cache.block_keys(everything, salt=request.salt, adapter_id=request.adapter_id))
@@ -419,7 +414,7 @@ class Replay:
         if self._verifier is not None:
             self._device.check()
 
-    def _blocks(self, running: _Running) -> npt.NDArray[np.int64]:
+    def _blocks(self, running: _Running) -> Int64s:
         view = self.cache.block_table(running.id)
         return view.table[view.rows[0], : -(-running.length // self._size)].astype(np.int64)
 

@@ -11,9 +11,10 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Array, Int64s
 from kvpool.arrays.layout import BlockLayout
+from kvpool.entry.closing import Closing
 from kvpool.errors import BlockNotFound
 from kvpool.pool.keys import BlockKeys
 from kvpool.pool.manager import KVCacheManager
@@ -39,12 +40,9 @@ class FetchConfig:
     host_blocks: int
     secret: bytes = field(repr=False)
     seed: int = 0
-    blocks_per_message: int = 64
-    messages_in_flight: int = 4
-    timeout_ms: int = 30_000
 
 
-class Fetching:
+class Fetching(Closing):
     """One run against one server. A context manager: leaving it closes client and pool. Errors of the pool and the
     client propagate."""
 
@@ -57,24 +55,14 @@ class Fetching:
         self.cache = KVCacheManager(
             config.layout, device_blocks=1, host_blocks=config.host_blocks, device="cpu", secret=config.secret
         )
-        self._client = BlockClient(
-            endpoint,
-            self.cache,
-            name="fetch",
-            timeout_ms=config.timeout_ms,
-            blocks_per_message=config.blocks_per_message,
-            messages_in_flight=config.messages_in_flight,
-        )
+        self._client = BlockClient(endpoint, self.cache, name="fetch", timeout_ms=30_000, blocks_per_message=64)
         self._host = self._reader(self.cache.host_pool, config.host_blocks)
         self._prompt = lru_cache(maxsize=1024)(self._read_prompt)
         self.calls = self.fetched = self.entered = self.compared = self.missing = self.wrong = 0
         self.first_wrong = ""
         self.seconds = 0.0
 
-    def __enter__(self) -> Fetching:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
         self._client.close()
         self.cache.close()
 
@@ -129,7 +117,7 @@ class Fetching:
         buffers = [block for block in found if block is not None]
         page = np.stack([np.frombuffer(buffer, np.uint8) for buffer in buffers])
         self._note(
-            self._reader(page, len(there)).check_blocks(np.arange(len(there)), grid[there]),
+            self._reader(page, len(there)).check(grid[there], np.arange(len(there))),
             f"request {index}, as it came",
         )
         for run in np.split(np.arange(len(there)), np.flatnonzero(np.diff(there) != 1) + 1):
@@ -137,7 +125,7 @@ class Fetching:
             self.entered += self.cache.import_blocks(prompt, buffers[run[0] : run[-1] + 1], first=first)
         self._compare_pool(index, prompt, grid, there)
 
-    def _compare_pool(self, index: int, prompt: BlockKeys, grid: States, places: npt.NDArray[np.int64]) -> None:
+    def _compare_pool(self, index: int, prompt: BlockKeys, grid: States, places: Int64s) -> None:
         """Compare the bytes of some blocks of a prompt in this pool, if it still has all of them."""
         try:
             lease = self.cache.pin(prompt.keys[places], owner="fetch", tier="host")
@@ -145,7 +133,7 @@ class Fetching:
             return
         with lease:
             self._note(
-                self._host.check_blocks(lease.blocks - self.cache.device_blocks, grid[places]),
+                self._host.check(grid[places], lease.blocks - self.cache.device_blocks),
                 f"request {index}, in the pool",
             )
             self.compared += len(places)
@@ -155,11 +143,11 @@ class Fetching:
             self.wrong += 1
             self.first_wrong = self.first_wrong or f"{where}: {difference}"
 
-    def _reader(self, pool: npt.NDArray[Any], blocks: int) -> KVBytes:
+    def _reader(self, pool: Array, blocks: int) -> KVBytes:
         return KVBytes(self._config.layout, pool, self._config.layout.host_strides(blocks), blocks)
 
 
-class Serving:
+class Serving(Closing):
     """Replays a trace again and again until it is stopped, and serves meanwhile. A context manager: leaving it closes
     server and pool.
 
@@ -177,10 +165,7 @@ class Serving:
             self.replay.close()
             raise
 
-    def __enter__(self) -> Serving:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
         self.server.close()
         self.replay.close()
 

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpool.replay.content import Ids, Request, ranges
+from kvpool.arrays import Int64s
+from kvpool.replay.content import Request, ranges
 
 USERS, PAUSE_MAX = 32, 60.0
 """How many users play, and the longest pause that they make, in seconds."""
@@ -39,7 +40,7 @@ class Turn(NamedTuple):
     """Why the model stopped; empty if nothing is said."""
     source: int
     keep: int
-    runs: Ids
+    runs: Int64s
     """int64[n, 2]: the first id, and how many follow each other."""
 
 
@@ -53,10 +54,10 @@ class AgentSession:
     ids: int
     """All ids are below this."""
 
-    def prompts(self, first: int) -> Iterator[tuple[Turn, Ids]]:
+    def prompts(self, first: int) -> Iterator[tuple[Turn, Int64s]]:
         """Each turn and its ids, which count from ``first``. The end of a prompt that no id covers gets one that no
         other has."""
-        made: list[Ids] = []
+        made: list[Int64s] = []
         for place, turn in enumerate(self.turns):
             kept = made[turn.source][: turn.keep] if turn.keep else np.empty(0, np.int64)
             made.append(np.concatenate([kept, ranges(turn.runs[:, 0], turn.runs[:, 1])]))
@@ -81,7 +82,7 @@ def play(
     waiting = [session for session in sessions if session.turns]
     random.shuffle(waiting)
     waiting.reverse()
-    due: list[tuple[float, int, int, AgentSession, Iterator[tuple[Turn, Ids]], tuple[Turn, Ids]]] = []
+    due: list[tuple[float, int, int, AgentSession, Iterator[tuple[Turn, Int64s]], tuple[Turn, Int64s]]] = []
     """When each user goes on, its number, and the number and the rest of its session."""
     total = len(waiting)
 

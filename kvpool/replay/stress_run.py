@@ -13,8 +13,9 @@ from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Array, Int64s
+from kvpool.entry.closing import Closing
 from kvpool.errors import BlockNotFound
 from kvpool.jit import jit
 from kvpool.pool.leases import Lease
@@ -63,8 +64,6 @@ class StressConfig:
     shielded: int
     """The number of host evictions whose victim would have been a pinned block."""
     seed: int = 0
-    hold: bool = True
-    """If False, each lease is closed before its second check, so the run must find wrong bytes."""
 
 
 class ExpectedContents:
@@ -97,7 +96,7 @@ class ExpectedContents:
         names = names_of(self._cache.block_keys(tokens, salt=request.salt, adapter_id=request.adapter_id).keys)
         states = token_states(tokens, self._width, salt=request.salt, adapter_id=request.adapter_id)
         grid = states[: len(names) * self._width].reshape(len(names), self._width)
-        self._writer.write_blocks(np.arange(len(names)), grid)
+        self._writer.write(grid, np.arange(len(names)))
         for place, name in enumerate(names):
             if name not in self._bytes:
                 self._bytes[name] = self._page[place].tobytes()
@@ -144,7 +143,7 @@ class Reader:
 
     def __init__(self, replay: Replay, contents: ExpectedContents, config: StressConfig) -> None:
         self._cache, self._contents = replay.cache, contents
-        self._random, self._hold = Random(config.seed), config.hold
+        self._random = Random(config.seed)
         self._state, self._block_bytes = replay.cache.core.tokens, config.replay.layout.block_bytes
         self._most = max(1, config.replay.host_blocks // 3)
         self._open: list[_Open] = []
@@ -206,8 +205,6 @@ class Reader:
         self._pinned += len(expected)
         self._known.extend(lease.blocks.tolist())
         self._check(lease, expected)
-        if not self._hold:
-            lease.close()
         turns = _LONG_TURNS if self._random.random() < _LONG else 0
         self._open.append(_Open(lease, expected, self._turn + turns))
 
@@ -225,14 +222,13 @@ class Reader:
 
     def _end(self, entry: _Open) -> None:
         self._check(entry.lease, entry.expected)
-        if self._hold:
-            entry.lease.close()
+        entry.lease.close()
         self._pinned -= len(entry.expected)
         self.reads += 1
 
 
 @jit
-def _count(h: Any, places: npt.NDArray[Any], totals: npt.NDArray[np.int64]) -> None:
+def _count(h: Any, places: Array, totals: Int64s) -> None:
     """Count the pinned blocks that the evictions since the last look would have reached."""
     counters = counters_of(h)
     copied = counters.copied_blocks != totals[COPIED]
@@ -253,7 +249,7 @@ def _count(h: Any, places: npt.NDArray[Any], totals: npt.NDArray[np.int64]) -> N
 
 
 @jit
-def look(heads: npt.NDArray[Any], places: npt.NDArray[Any], totals: npt.NDArray[np.int64]) -> None:
+def look(heads: Array, places: Array, totals: Int64s) -> None:
     """Record one lock holder's changes in ``places`` PLACE[host blocks] and ``totals`` int64[TOTALS]."""
     h = head(heads, 0)
     lists = lists_of(h)
@@ -331,7 +327,7 @@ class WatchedLock:
         self.release()
 
 
-class Stress:
+class Stress(Closing):
     """One run. A context manager: leaving it closes the pool. ``run`` does the work once and returns the report."""
 
     def __init__(self, trace: Trace, config: StressConfig, *, progress: Callable[[int], Any] | None = None) -> None:
@@ -345,10 +341,7 @@ class Stress:
         self._progress = progress or (lambda count: None)
         self._shown = self._verified = self._evictions_then = self._reads_then = 0
 
-    def __enter__(self) -> Stress:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
         self.replay.close()
 
     def run(self) -> Report:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -221,16 +221,8 @@ def format_bytes(count: int) -> str:
 
 def peak_memory_bytes() -> int | None:
     """Return the largest resident size of this process so far, or None where the system does not say."""
-    try:
-        with open("/proc/self/status", encoding="ascii") as status:
-            for line in status:
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    try:
-        import resource
-    except ImportError:
-        return None
-    # The unit is KiB, except on macOS, where it is bytes.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    with suppress(OSError), open("/proc/self/status", encoding="ascii") as status:
+        for line in status:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return None

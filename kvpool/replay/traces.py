@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 
-from kvpool.replay.content import OUTPUT_STRIDE, Ids, Request
+from kvpool.arrays import Array, Int64s
+from kvpool.replay.content import OUTPUT_STRIDE, Request
 from kvpool.replay.sessions import PAUSE_MAX, USERS, AgentSession, Turn, play
 
 INT32_MAX = 2**31 - 1
@@ -96,7 +96,7 @@ class Row:
             raise self.error(f"column {column!r} must be within {lowest}..{highest}, found {value}")
         return value
 
-    def integers(self, column: str, highest: int, dtype: type) -> npt.NDArray[Any]:
+    def integers(self, column: str, highest: int, dtype: type) -> Array:
         values = self._value(column, REQUIRED)
         if type(values) is not list:
             raise self.error(f"column {column!r} must be a list of integers, found {_kind(values)}")
@@ -365,7 +365,7 @@ def read_session(row: Row) -> AgentSession:
     return AgentSession(row.line, tokens_per_id, turns, highest)
 
 
-def _turn(part: Row, source: int, keep: int, runs: Ids) -> Turn:
+def _turn(part: Row, source: int, keep: int, runs: Int64s) -> Turn:
     asked, paused = part.seconds("api_time", None), part.seconds("think_time", None)
     return Turn(
         begin=part.seconds("t", REQUIRED) or 0.0,
@@ -385,7 +385,7 @@ def _packed(row: Row) -> Iterator[Row]:
         yield row.part(f"request {place}", dict(zip(_PACKED, values, strict=True)))
 
 
-def _shared(part: Row, counts: list[int]) -> tuple[int, int, Ids]:
+def _shared(part: Row, counts: list[int]) -> tuple[int, int, Int64s]:
     """Which ids a packed request shares with an earlier one, and the runs that follow."""
     source = part.integer("from", -1, len(counts) - 1)
     keep = part.integer("keep", 0, counts[source] if source >= 0 else 0)
@@ -407,7 +407,7 @@ def _recorded(row: Row) -> list[Row]:
     return sorted(found, key=lambda part: part.seconds("t", REQUIRED) or 0.0)
 
 
-def _runs(part: Row) -> Ids:
+def _runs(part: Row) -> Int64s:
     """The ids of a recorded request as runs."""
     ids = part.integers("hash_ids", INT32_MAX, np.int64)
     firsts = np.flatnonzero(np.diff(ids, prepend=-2) != 1)

@@ -11,22 +11,22 @@ from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Array, Int64s
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device.base import ALL_LAYERS, NULL_STREAM, SOURCE, TARGET, TOKENS, Device, Layers, Region, Stream
 from kvpool.device.sim import SimDevice
 from kvpool.device.wrapper import WrappedDevice
 from kvpool.errors import DeviceError, KVPoolError
-from kvpool.replay.content import Difference, Ids, KVBytes, States, ranges
+from kvpool.replay.content import Difference, KVBytes, States, ranges
 from kvpool.replay.summary import Verified
 
-Enqueue = Callable[[Stream, Callable[[], None], Ids, Ids], None]
+Enqueue = Callable[[Stream, Callable[[], None], Int64s, Int64s], None]
 """Enqueues a function on a stream. It reads and writes the tokens that are given in two arrays of rows
 (block, first, end)."""
 
 
-_NONE: Ids = np.empty((0, 3), np.int64)
+_NONE: Int64s = np.empty((0, 3), np.int64)
 
 
 class VerificationError(KVPoolError, AssertionError):
@@ -59,8 +59,8 @@ class Verifier:
     def __init__(
         self,
         layout: BlockLayout,
-        device_pool: npt.NDArray[Any],
-        host_pool: npt.NDArray[Any],
+        device_pool: Array,
+        host_pool: Array,
         device_blocks: int,
         host_blocks: int,
         enqueue: Enqueue | None = None,
@@ -78,25 +78,22 @@ class Verifier:
         self._states = np.zeros((device_blocks + host_blocks, layout.tokens_per_block), dtype=np.uint64)
         self._written = np.zeros(self._states.shape, dtype=np.bool_)
 
-    def write(self, blocks: Ids, start: int, states: States, stream: Stream = NULL_STREAM) -> None:
+    def write(self, blocks: Int64s, start: int, states: States, stream: Stream = NULL_STREAM) -> None:
         """Write tokens ``[start, start + len(states))`` of a sequence whose device blocks are `blocks`."""
         self._write(self._rows(blocks, start, start + len(states)), states, stream)
 
-    def write_tokens(self, blocks: Ids, tokens: Ids, states: States, stream: Stream = NULL_STREAM) -> None:
+    def write_tokens(self, blocks: Int64s, tokens: Int64s, states: States, stream: Stream = NULL_STREAM) -> None:
         """Write token ``tokens[i]`` of device block ``blocks[i]``, whose state is ``states[i]``."""
         self._write(np.stack([blocks, tokens, tokens + 1], axis=1), states, stream)
 
-    def check_reuse(self, blocks: Ids, states: States, stream: Stream = NULL_STREAM) -> None:
-        """Raise `VerificationError` unless the first ``len(states)`` tokens of a sequence are in `blocks`."""
-        self._check_sequence(blocks, states, "was handed out as cached", stream)
-        self.verified.reused_tokens += len(states)
+    def check(self, blocks: Int64s, states: States, complaint: str, stream: Stream = NULL_STREAM) -> None:
+        """Raise `VerificationError`, with this complaint, unless the first ``len(states)`` tokens of a sequence are in
+        `blocks`."""
+        rows = self._rows(blocks, 0, len(states))
+        with self._lock:
+            self._launch(stream, self._check(rows, states, lambda block: complaint), reads=rows)
 
-    def check_release(self, blocks: Ids, states: States, stream: Stream = NULL_STREAM) -> None:
-        """Raise `VerificationError` unless a sequence that is about to be released still has all its bytes."""
-        self._check_sequence(blocks, states, "was overwritten while in use", stream)
-        self.verified.released_tokens += len(states)
-
-    def copied(self, moves: Ids, stream: Stream = NULL_STREAM) -> None:
+    def copied(self, moves: Int64s, stream: Stream = NULL_STREAM) -> None:
         """Record copies that the device has just enqueued, and compare every target with its source's expected bytes.
 
         `moves` is ``int64[n, >=3]`` of source, target, tokens, as if made one after the other. A difference is kept in
@@ -123,7 +120,7 @@ class Verifier:
             _, _, host = self._tiers[-1]
             self._expected = {host.first_lanes(row): row for row in grid}
 
-    def loaded(self, blocks: Ids) -> None:
+    def loaded(self, blocks: Int64s) -> None:
         """Compare host blocks that have come from outside with what is expected, if `expect` was ever called. A
         difference is kept in `failure`."""
         tier, origin, host = self._tiers[-1]
@@ -133,7 +130,7 @@ class Verifier:
                 return
             for block in blocks.tolist():
                 states = expected.get(host.read_first_lanes(block - origin))
-                found = None if states is None else host.check_blocks(np.array([block - origin]), states[None])
+                found = None if states is None else host.check(states[None], np.array([block - origin]))
                 self._written[block] = states is not None and found is None
                 if states is None or found is not None:
                     token = 0 if found is None else found.token
@@ -147,7 +144,9 @@ class Verifier:
         if self.failure is not None:
             raise self.failure
 
-    def _launch(self, stream: Stream, function: Callable[[], None], reads: Ids = _NONE, writes: Ids = _NONE) -> None:
+    def _launch(
+        self, stream: Stream, function: Callable[[], None], reads: Int64s = _NONE, writes: Int64s = _NONE
+    ) -> None:
         if not len(reads) and not len(writes):
             return
         if self._enqueue is None:
@@ -162,26 +161,21 @@ class Verifier:
         except VerificationError as failure:
             self.failure = self.failure or failure
 
-    def _rows(self, blocks: Ids, start: int, stop: int) -> Ids:
+    def _rows(self, blocks: Int64s, start: int, stop: int) -> Int64s:
         """Tokens ``[start, stop)`` of a sequence in `blocks`, as rows (block, first, end)."""
         size = self._tokens_per_block
         places = np.arange(start // size, -(-stop // size)) if start < stop else np.empty(0, np.int64)
         first, end = np.maximum(start - places * size, 0), np.minimum(stop - places * size, size)
         return np.stack([blocks[places], first, end], axis=1)
 
-    def _write(self, rows: Ids, states: States, stream: Stream) -> None:
+    def _write(self, rows: Int64s, states: States, stream: Stream) -> None:
         blocks, tokens = _tokens_of(rows)
         _, _, memory = self._tiers[0]
         with self._lock:
             self._states[blocks, tokens], self._written[blocks, tokens] = states, True
-            self._launch(stream, lambda: memory.write_tokens(blocks, tokens, states), writes=rows)
+            self._launch(stream, lambda: memory.write(states, blocks, tokens), writes=rows)
 
-    def _check_sequence(self, blocks: Ids, states: States, complaint: str, stream: Stream) -> None:
-        rows = self._rows(blocks, 0, len(states))
-        with self._lock:
-            self._launch(stream, self._check(rows, states, lambda block: complaint), reads=rows)
-
-    def _check(self, rows: Ids, states: States, complaint: Callable[[int], str]) -> Callable[[], None]:
+    def _check(self, rows: Int64s, states: States, complaint: Callable[[int], str]) -> Callable[[], None]:
         """A function that raises the first difference of tokens from their states, which it blames on the block."""
         context = self.context
         blocks, tokens = _tokens_of(rows)
@@ -189,7 +183,7 @@ class Verifier:
         def check() -> None:
             for tier, origin, memory in self._tiers:
                 (mine,) = np.nonzero((blocks < self._device_blocks) == (tier == "device"))
-                found = memory.check_tokens(blocks[mine] - origin, tokens[mine], states[mine])
+                found = memory.check(states[mine], blocks[mine] - origin, tokens[mine])
                 if found is not None:
                     block = int(blocks[mine[found.row]])
                     raise self._error(tier, block, found, complaint(block), context)
@@ -224,7 +218,7 @@ class Verifier:
         )
 
 
-def _tokens_of(rows: Ids) -> tuple[Ids, Ids]:
+def _tokens_of(rows: Int64s) -> tuple[Int64s, Int64s]:
     """The block of each token of some rows (block, first, end), and its place in it."""
     counts = rows[:, 2] - rows[:, 1]
     return np.repeat(rows[:, 0], counts), ranges(rows[:, 1], counts)
@@ -247,18 +241,18 @@ class Image:
             for plane in range(layout.planes)
         ]
 
-    def _spans(self, blocks: Ids) -> Iterator[slice]:
+    def _spans(self, blocks: Int64s) -> Iterator[slice]:
         for block in np.unique(blocks[blocks < self._blocks]).tolist():
             for offset in self._offsets:
                 start = offset + block * self._step
                 yield slice(start, start + self._segment)
 
-    def fetch(self, blocks: Ids) -> None:
+    def fetch(self, blocks: Int64s) -> None:
         """Copy blocks of the device tier into the image. Ids of the host tier are ignored."""
         for span in self._spans(blocks):
             self._bytes[span] = self._pool[span].get()
 
-    def store(self, blocks: Ids) -> None:
+    def store(self, blocks: Int64s) -> None:
         """Copy blocks of the image to the device tier. Returns when the GPU has finished."""
         for span in self._spans(blocks):
             self._pool[span].set(self._bytes[span])
@@ -281,7 +275,7 @@ class WatchedDevice(WrappedDevice):
         self._device_blocks = self._token_bytes = 0
         self._image: Image | None = None
 
-    def launch(self, stream: Stream, function: Callable[[], None], reads: Ids, writes: Ids) -> None:
+    def launch(self, stream: Stream, function: Callable[[], None], reads: Int64s, writes: Int64s) -> None:
         """Have the engine call ``function`` after all work that is enqueued on ``stream``. ``reads`` and ``writes`` are
         the tokens that it may touch, as rows (block, first, end)."""
         if isinstance(self.inner, SimDevice):
@@ -294,7 +288,7 @@ class WatchedDevice(WrappedDevice):
         self._image.store(writes[:, 0])
         self.inner.synchronize()
 
-    def engine_pool(self, pool: Any) -> npt.NDArray[Any]:
+    def engine_pool(self, pool: Any) -> Array:
         """The device tier for an engine that runs on the CPU: the pool itself, or an image of it that ``launch``
         updates."""
         return pool if self._image is None else self._image.array
@@ -305,19 +299,13 @@ class WatchedDevice(WrappedDevice):
             self.inner.check()
 
     def bind(self, regions: Sequence[Region]) -> None:
-        """Bind one region of one part, as every device does. Raises ValueError for more than one."""
-        if len(regions) != 1 or len(regions[0].parts) != 1:
-            raise ValueError(
-                f"regions: {[len(region.parts) for region in regions]} parts; accepted is one region of one"
-            )
+        """Bind one region of one part, as every device does."""
         ((layout, device_pool, _),), self._device_blocks, _ = regions[0]
         self._token_bytes = layout.token_bytes
         self._image = None if isinstance(device_pool, np.ndarray) else Image(layout, device_pool, self._device_blocks)
         self.inner.bind(regions)
 
-    def copy_blocks(
-        self, moves: npt.NDArray[np.int64], stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS
-    ) -> None:
+    def copy_blocks(self, moves: Int64s, stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
         begin = perf_counter_ns()
         completed = 0
         try:
@@ -333,7 +321,7 @@ class WatchedDevice(WrappedDevice):
                 self.verifier.copied(moves[:completed], stream)
             self.away_ns += perf_counter_ns() - begin
 
-    def _count(self, moves: npt.NDArray[np.int64]) -> None:
+    def _count(self, moves: Int64s) -> None:
         from_device = moves[:, SOURCE] < self._device_blocks
         to_device = moves[:, TARGET] < self._device_blocks
         nbytes = moves[:, TOKENS] * self._token_bytes
@@ -349,8 +337,8 @@ class WatchedDevice(WrappedDevice):
         *,
         reads: Any = None,
         writes: Any = None,
-        loads: Sequence[npt.NDArray[Any]] = (),
-        stores: Sequence[npt.NDArray[Any]] = (),
+        loads: Sequence[Array] = (),
+        stores: Sequence[Array] = (),
         outside: bool = False,
     ) -> Iterator[Any]:
         with self.inner.host_access(reads=reads, writes=writes, loads=loads, stores=stores, outside=outside) as access:

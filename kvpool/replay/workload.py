@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from random import Random
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Int32s
 from kvpool.replay.content import Request, expand_output
 from kvpool.replay.traces import Trace
 
@@ -29,9 +29,9 @@ _SYSTEM_STREAM, _USER_STREAM, _ANSWER_STREAM = 1 << 22, 2 << 22, 3 << 22
 class _Chat:
     salt: str | None
     adapter_id: int | None
-    history: npt.NDArray[np.int32]
+    history: Int32s
     """All tokens before the next question."""
-    last: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]] | None = None
+    last: tuple[Int32s, Int32s] | None = None
     """The tokens before the last question, and that question."""
 
 
@@ -80,7 +80,7 @@ def _new_chat(random: Random, base: int) -> _Chat:
     return _Chat(salt, adapter_id, expand_output(base | _SYSTEM_STREAM | system, _SYSTEM_PROMPTS[system]))
 
 
-def _ask(chat: _Chat, random: Random, stream: int) -> npt.NDArray[np.int32]:
+def _ask(chat: _Chat, random: Random, stream: int) -> Int32s:
     """Return the chat's next prompt: a new question, or the last one again with another ending."""
     if chat.last is not None and random.random() < _RETRIES:
         before, question = chat.last

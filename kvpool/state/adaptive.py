@@ -7,18 +7,20 @@ block.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import record_at
 from kvpool.state import agent
 from kvpool.state.agent import ALL, SOME, worth_now
-from kvpool.state.chains import EXPERTS, LRU, book_of, chains_of, draw, ghosts_of, order_of, scores_of
+from kvpool.state.chains import EXPERTS, LRU, age_of, book_of, chains_of, draw, ghosts_of, order_of, scores_of
 from kvpool.state.records import HEAD, NONE
 
-_MEMORY, _MARGIN = 9, 5
-"""Hits count half after some 2**9 * 0.7 requests. Another expert than LRU is followed once it would have 1/32 hits
-more than the one that is followed now."""
+_MEMORY, _SURE = 2048.0, 1.0
+"""Hits count half after some 0.7 * 2048 requests. Another expert than LRU is followed once it leads by so many standard
+deviations of a sum of so many hits."""
 _TRIES = 2 * ALL
 
 
@@ -35,19 +37,19 @@ def on_admit(at, asked, slot):
 @jit
 def _compare(h, book, c):
     """Count what each ghost would have hit of the last prompt. All get its blocks."""
-    chain, ghost, used, hits = chains_of(book)[c], ghosts_of(book)[c], scores_of(book)[0], scores_of(book)[1]
-    shared, own, length = (
-        min(chain.base, book.depth),
-        max(book.depth - chain.base, 0),
-        max(chain.length - chain.base, 0),
-    )
+    chain, ghost = chains_of(book)[c], ghosts_of(book)[c]
+    used, lead, noise = scores_of(book)[0], scores_of(book)[1], scores_of(book)[2]
+    own, length = max(book.depth - chain.base, 0), max(np.int64(chain.length) - chain.base, 0)
+    of_lru = min(own, np.int64(ghost[LRU]))
     for expert in range(EXPERTS):
-        hits[expert] += ((shared + min(own, ghost[expert])) << _MEMORY) - (hits[expert] >> _MEMORY)
-        used[expert] += length - ghost[expert]
+        more = np.float64(min(own, np.int64(ghost[expert])) - of_lru)
+        lead[expert] += more - lead[expert] / _MEMORY
+        noise[expert] += more * more - noise[expert] / _MEMORY
+        used[expert] += np.float64(length - np.int64(ghost[expert]))
         ghost[expert] = length
     for expert in range(EXPERTS):
-        most = hits[book.follows]
-        if hits[expert] >= most + (0 if expert == LRU else 1 + (most >> _MARGIN)):
+        ahead = lead[expert] - lead[book.follows] - _SURE * math.sqrt(noise[expert])
+        if ahead > 0.0 or (expert == LRU and ahead == 0.0):
             book.follows = expert
     for expert in range(EXPERTS):
         _evict(h, book, c, expert)
@@ -68,10 +70,10 @@ def _evict(h, book, running, expert):
                 c = np.int64(order_of(book)[at if book.known <= ALL else draw(book, book.known)])
             if c == running or chains[c].turns > 0 or ghosts[c, expert] == 0:
                 continue
-            worth = np.float64(chains[c].released) if expert == LRU else worth_now(h, book, c, expert)
+            worth = np.float64(-age_of(h, chains[c])) if expert == LRU else worth_now(h, book, c, expert)
             if least == NONE or worth < low:
                 least, low = c, worth
         if least != NONE:
-            gone = min(used[expert] - room, ghosts[least, expert])
+            gone = min(np.int64(used[expert]) - room, np.int64(ghosts[least, expert]))
             ghosts[least, expert] -= gone
             used[expert] -= gone

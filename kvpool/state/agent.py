@@ -17,7 +17,7 @@ from kvpool.state import reuse
 from kvpool.state.chains import (
     LIST,
     LRU,
-    MEMBERS,
+    age_of,
     begin_release,
     begin_turn,
     book_of,
@@ -35,6 +35,7 @@ from kvpool.state.chains import (
     turns_of,
     worth_of,
 )
+from kvpool.state.pauses import MEMBERS
 from kvpool.state.records import ENDS, HEAD, KEYED, NONE, REQUEST, blocks_of, lists_of, sequences_of, table_of
 from kvpool.state.requests import request_keys
 
@@ -146,7 +147,7 @@ def choose(at, nothing, none):
             break
         chain = chains_of(book)[c]
         # Of a chain that has left something over, only that goes, whatever it is worth otherwise.
-        book.pick, book.left = c, min(RUN, max(chain.size - chain.stem, 1)) - 1
+        book.pick, book.left = c, min(RUN, max(np.int64(chain.size) - chain.stem, 1)) - 1
         if chain.rest != NONE or chain.turns > 0:
             book.left = 0
         b = take_first(h, book, c)
@@ -158,7 +159,7 @@ def _is_stray(h, book, b):
     """Whether no chain has listed a block at its last turn, or the chain has lost its first block to somebody else, and
     so all. ``choose`` finds it by no chain."""
     c = np.int64(owners_of(h, book)[b])
-    if c == NONE or blocks_of(h)[b].used_at != np.uint32(chains_of(book)[c].released):
+    if c == NONE or blocks_of(h)[b].used_at != chains_of(book)[c].released:
         return True
     return chains_of(book)[c].place >= book.cached or not has_blocks(h, book, c)
 
@@ -167,11 +168,12 @@ def _is_stray(h, book, b):
 def worth_now(h, book, c, expert):
     """The worth of the blocks of a chain: what its pauses say, or the engine, until that turns out to be wrong."""
     chain = chains_of(book)[c]
-    if chain.due == ENDS:
+    age = age_of(h, chain)
+    if chain.returns == ENDS:
         return -0.5
-    if chain.due >= h.now:
-        return 1000.0 / (chain.due - h.now + 1)
-    return worth_of(book, expert, chain, h.now - chain.released)
+    if chain.returns > 0 and chain.returns >= age:
+        return 1000.0 / (chain.returns - age + 1)
+    return worth_of(book, expert, chain, age)
 
 
 @jit
@@ -211,7 +213,7 @@ def _least(h, book):
         if not has_blocks(h, book, c):
             continue
         worth = _first_worth(h, book, c)
-        if found == NONE or worth < least or (worth == least and chains[c].released < chains[found].released):
+        if found == NONE or worth < least or (worth == least and age_of(h, chains[c]) > age_of(h, chains[found])):
             found, least = c, worth
         at += 1 if book.cached <= ALL else ALL // SOME
     return found

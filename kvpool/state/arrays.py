@@ -4,7 +4,9 @@ They can be copied, and restored to the byte."""
 from __future__ import annotations
 
 import itertools
+import mmap
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,8 +15,9 @@ import numpy.typing as npt
 from kvpool.arrays.pool_ids import PoolIds
 from kvpool.jit.intrinsics import entry_of
 from kvpool.state import adaptive, agent, records
-from kvpool.state.chains import BOOK, CHAIN, CHAINS_MAX, EXPERTS, PAUSE_BINS, ROWS, TABLES
+from kvpool.state.chains import BOOK, CHAIN, CHAINS_MAX, EXPERTS
 from kvpool.state.hashing import block_secret, fingerprint
+from kvpool.state.pauses import PAUSE_BINS, ROWS, TABLES
 from kvpool.state.records import (
     ATTENTION,
     BINS,
@@ -46,10 +49,10 @@ _GHOST_BLOCKS = 1 << 15
 """So many blocks, or up to twice as many, are enough to compare policies by."""
 POLICIES = (LRU, "reuse", "agent", "adaptive")
 BOOK_BYTES = 16
-"""Bytes for each block, at most; a pool of few blocks has some more."""
-_BLOCKS_PER_CHAIN, _BLOCKS_PER_NAME, _LEAST, _MOST = 12, 2, 16, 1024
-"""A chain for so many blocks of the device, and a name for so many. With the owners that is 16 bytes a block. A pool of
-few blocks has as many chains as blocks, up to so many."""
+"""Bytes for each block, at most. What pauses teach takes some 90 KB besides."""
+_BLOCKS_PER_CHAIN, _BLOCKS_PER_NAME, _LEAST = 6.75, 2, 16
+"""A chain for so many blocks of the device, and a name for so many; so many chains at least. With the owners that is 16
+bytes a block."""
 
 
 class ChainBook:
@@ -57,14 +60,13 @@ class ChainBook:
     it."""
 
     def __init__(self, policy: str, head_at: int, device_blocks: int, blocks: int, rows: int) -> None:
-        few = max(min(device_blocks, _MOST), _LEAST)
-        chains = min(max(device_blocks // _BLOCKS_PER_CHAIN, few), CHAINS_MAX)
-        names = 1 << max(device_blocks // _BLOCKS_PER_NAME, 4 * few).bit_length() - 1
+        chains = min(max(int(device_blocks / _BLOCKS_PER_CHAIN), _LEAST), CHAINS_MAX)
+        names = 1 << max(device_blocks // _BLOCKS_PER_NAME, 4 * _LEAST).bit_length() - 1
         self.book = np.zeros(1, BOOK)
         self.owners, self.turns = np.full(blocks, NONE, np.int32), np.full(rows, NONE, np.int32)
         self.chains, self.names = np.zeros(chains, CHAIN), np.full(names, NONE, np.int64)
         self.order, self.rates = np.arange(chains, dtype=np.int32), np.zeros((2, TABLES, ROWS, PAUSE_BINS))
-        self.ghosts, self.scores = np.zeros((chains, EXPERTS), np.int32), np.zeros((2, EXPERTS), np.int64)
+        self.ghosts, self.scores = np.zeros((chains, EXPERTS), np.uint16), np.zeros((3, EXPERTS))
         self.chains["first"] = self.chains["rest"] = NONE
         self.chains["place"] = self.chains["after"] = self.chains["before"] = self.order
         book: Any = self.book.view(np.recarray)[0]
@@ -94,6 +96,7 @@ class ChainBook:
 
 
 _POOLS = itertools.count(1)
+_HUGE_PAGE = 1 << 21
 _OWN = (
     "blocks tokens extra lists index children heap sequences rows table moves counters histograms accesses token_moves "
     "row_tokens row_extra swapped"
@@ -130,8 +133,8 @@ class Settings(NamedTuple):
 
 
 def buckets(count: int) -> int:
-    """How many buckets the index, and the index of children, have for ``count`` blocks: four for each block."""
-    return min(4 * count, BUCKETS_MAX)
+    """How many buckets the index, and the index of children, have for ``count`` blocks: three for each block."""
+    return min(3 * count, BUCKETS_MAX)
 
 
 def state_bytes(
@@ -142,14 +145,28 @@ def state_bytes(
     count = sum(group.device_blocks + group.host_blocks for group in groups)
     rows = len(groups) * sequences * (SEQUENCE.itemsize + 4 + 8 * columns)
     rows += 4 * sum(group.kind == RECURRENT for group in groups) * sequences * columns * width
-    own = BLOCK.itemsize + 36 + 4 * width + (0 if policy == LRU else BOOK_BYTES)
+    own = BLOCK.itemsize + 28 + 4 * width + (0 if policy == LRU else BOOK_BYTES)
     return count * own + rows + events * (EVENT.itemsize + 4 * width) + 32 * gone
 
 
-def _aligned(count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Zeros that start at a cache line."""
-    memory = np.zeros(count * dtype.itemsize + 64, np.uint8)
-    return memory[-memory.ctypes.data % 64 :][: count * dtype.itemsize].view(dtype)
+def _zeros(*parts: tuple[int, Any]) -> list[npt.NDArray[Any]]:
+    """Zeros, so many of each dtype, in one piece of memory. Each array starts at a cache line.
+
+    The memory is in huge pages if it fills one. Else most uses of a block would also wait until the processor has
+    looked up its page.
+    """
+    sizes = [-(-count * np.dtype(dtype).itemsize // 64) * 64 for count, dtype in parts]
+    page = _HUGE_PAGE if sum(sizes) >= _HUGE_PAGE else 64
+    pages = mmap.mmap(-1, sum(sizes) + page, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if page == _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = np.frombuffer(pages, np.uint8)
+    ends = np.cumsum([-memory.ctypes.data % page, *sizes])
+    return [
+        memory[end : end + count * np.dtype(dtype).itemsize].view(dtype)
+        for end, (count, dtype) in zip(ends, parts, strict=False)
+    ]
 
 
 class Ring:
@@ -183,14 +200,19 @@ class State:
         count, width = sizes.device_blocks + sizes.host_blocks, settings.width
         self.heads, self.group, self.ring = heads, group, ring
         self.head: Any = heads[group].view(HEAD).view(np.recarray)[0]
-        self.blocks = np.zeros(count, BLOCK)
-        self.tokens = np.zeros((count, width), np.int32)
+        children = buckets(count) if settings.partial_reuse else 0
+        self.blocks, tokens, self.index, self.children, self.heap, self.sequences = _zeros(
+            (count, BLOCK),
+            (count * width, np.int32),
+            (buckets(count), np.int32),
+            (children, np.int32),
+            (count + 1, np.int32),
+            (settings.sequences, SEQUENCE),
+        )
+        self.tokens = tokens.reshape(count, width)
+        self.index[:] = self.children[:] = NONE
         self.extra = np.zeros((1, 1), np.int64)
         self.lists = np.full((LOWEST + 2, 3), NONE, np.int32)
-        self.index = np.full(buckets(count), NONE, np.int32)
-        self.children = np.full(buckets(count) if settings.partial_reuse else 0, NONE, np.int32)
-        self.heap = np.zeros(count + 1, np.int32)
-        self.sequences = _aligned(settings.sequences, SEQUENCE)
         self.rows = np.arange(settings.sequences - 1, -1, -1, dtype=np.int32)
         self.table = table
         self.table.fill(NONE)

@@ -1,5 +1,4 @@
-"""Chains: the records of the policies that look at conversations instead of blocks, and what
-their pauses teach.
+"""Chains: the records of the policies that look at conversations instead of blocks.
 
 A *chain* is a cached prefix that requests extend: the next turn of a conversation comes back to it. A record is kept
 for each. Its blocks lie side by side in the list of their priority, the deepest first, since one release has put them
@@ -16,166 +15,76 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.jit.intrinsics import array_at, bit_length, record_at
+from kvpool.jit.intrinsics import array_at, record_at
+from kvpool.state.pauses import PAUSE_BINS, ROWS, TABLES, learn, octaves, worth
 from kvpool.state.records import DEFAULT_PRIORITY, NONE, blocks_of
 
-# -- pauses ----------------------------------------------------------------------------------------------
-
-
-PAUSE_BINS = 30
-KINDS, MEMBERS = 3, 11
-CLASSES = KINDS * MEMBERS
-"""So many classes has an expert, in so many kinds."""
-ROWS = CLASSES + KINDS + 1
-"""Rows of a table: the classes, then their kinds, then all together."""
 EXPERTS = 3
 LRU, REUSE, AGENT = range(EXPERTS)
-AWAY, BACK, WORTH, CHANCE = range(TABLES := 4)
-"""The tables of an expert: chains that were still away when a bin began, and that came back in it; what follows from
-them. LRU has none."""
-
-_FIRST = 9 << 8
-"""The logarithm at which the second bin begins: 512 ms, in 256ths of an octave."""
-_LEAN, _PRIOR, _MOST, _REFRESH, _REFRESH_ALL = 16.0, 0.05, 512.0, 4, 256
-"""How many pauses the wider class counts for; the chance to come back in a bin that nobody has seen; at how many
-pauses the old ones begin to count half; after how many pauses the worth of a class
-is computed anew, and that of all."""
+_OWN = 3
+"""So many pauses of a chain are as good as the last ones."""
 
 
 @jit(forceinline=True)
 def rates_of(book, expert):
-    """The tables of an expert, float64[TABLES, ROWS, PAUSE_BINS]."""
+    """What an expert has learnt from pauses, float64[TABLES, ROWS, PAUSE_BINS]. LRU learns nothing."""
     return array_at(book.rates_at, (EXPERTS - REUSE, TABLES, ROWS, PAUSE_BINS), np.float64)[expert - REUSE]
 
 
-@jit
-def octaves(ms):
-    """The logarithm of a time, in 256ths of an octave."""
-    value = max(np.int64(ms), np.int64(1))
-    whole = bit_length(value) - 1
-    return np.int64((whole << 8) + ((value << 8) >> whole) - 256)
+@jit(forceinline=True)
+def age_of(h, chain):
+    """The ms since the last turn of a chain ended."""
+    return (h.now - np.int64(chain.released)) & 0xFFFFFFFF
 
 
 @jit
-def bin_of(ms):
-    return min(max((octaves(ms) - _FIRST) >> 7, -1) + 1, PAUSE_BINS - 1)
-
-
-@jit
-def width_of(at):
-    """The seconds of a bin."""
-    if at == 0:
-        return 0.512
-    return 0.256 * np.float64(np.int64(1) << ((at - 1) >> 1))
-
-
-@jit
-def _wider(row):
-    """The row that a row leans on; the last row leans on none."""
-    return CLASSES + row // MEMBERS if row < CLASSES else ROWS - 1
-
-
-@jit
-def learn(book, chain, ms, came):
-    """Count a pause of a chain that ended, or that was seen for so long only."""
-    book.learnt += 1
-    _learn(book.learnt, rates_of(book, REUSE), chain.alike, ms, came)
-    _learn(book.learnt, rates_of(book, AGENT), chain.row, ms, came)
-
-
-@jit
-def _learn(count, rates, row, ms, came):
-    last, learnt = bin_of(ms), row
-    while True:
-        if rates[AWAY, row, 0] > _MOST:
-            for at in range(PAUSE_BINS):
-                rates[AWAY, row, at] *= 0.5
-                rates[BACK, row, at] *= 0.5
-        for at in range(last):
-            rates[AWAY, row, at] += 1.0
-        rates[AWAY, row, last] += 1.0 if came else 0.5
-        rates[BACK, row, last] += 1.0 if came else 0.0
-        if row == ROWS - 1:
-            break
-        row = _wider(row)
-    if count % _REFRESH_ALL == 1:
-        for other in range(CLASSES):
-            _refresh(rates, other)
-    elif count % _REFRESH == 0:
-        _refresh(rates, learnt)
-
-
-@jit
-def _chance(rates, row, at):
-    """The chance that a chain that is away when a bin begins comes back in it."""
-    chance = (rates[BACK, ROWS - 1, at] + _PRIOR) / (rates[AWAY, ROWS - 1, at] + 1.0)
-    if row < ROWS - 1:
-        wider = row if row >= CLASSES else _wider(row)
-        chance = (rates[BACK, wider, at] + _LEAN * chance) / (rates[AWAY, wider, at] + _LEAN)
-    if row < CLASSES:
-        chance = (rates[BACK, row, at] + _LEAN * chance) / (rates[AWAY, row, at] + _LEAN)
-    return chance
-
-
-@jit
-def _refresh(rates, row):
-    """Compute the worth of a class in all bins anew."""
-    for at in range(PAUSE_BINS):
-        rates[CHANCE, row, at] = min(_chance(rates, row, at), 1.0)
-    for begin in range(PAUSE_BINS):
-        away, back, time, best = 1.0, 0.0, 0.0, 0.0
-        for at in range(begin, PAUSE_BINS):
-            # A chain is in the middle of its first bin on average.
-            part = 0.5 if at == begin else 1.0
-            chance, width = rates[CHANCE, row, at] * part, width_of(at) * part
-            back += away * chance
-            time += away * width * (1.0 - 0.5 * chance)
-            away *= 1.0 - chance
-            best = max(best, back / time)
-        rates[WORTH, row, begin] = best
+def _learn(h, book, chain, came):
+    """Count the pause of a chain, which ends now or is seen for so long only."""
+    learn(rates_of(book, REUSE), np.int64(chain.alike), age_of(h, chain), came)
+    learn(rates_of(book, AGENT), np.int64(chain.row), age_of(h, chain), came)
 
 
 @jit(forceinline=True)
 def worth_of(book, expert, chain, ms):
-    row = chain.row if expert == AGENT else chain.alike
-    return rates_of(book, expert)[WORTH, row, bin_of(ms)]
+    return worth(rates_of(book, expert), np.int64(chain.row if expert == AGENT else chain.alike), ms)
 
 
 CHAIN = np.dtype(
     [
-        ("released", "i8"),  # ms, the end of its last turn
-        ("due", "i8"),  # ms, when its next turn comes, as the engine says; 0 = it says nothing; ENDS = never
+        ("released", "u4"),  # ms, the end of its last turn; its lower half, as in a block
+        ("returns", "i4"),  # as the header's, of its last turn
         ("first", "i4"),  # the deepest listed block of its last turn; NONE = none is left
         ("rest", "i4"),  # the same of what its last turn has left over
-        ("size", "i4"),  # blocks from ``first`` on
-        ("length", "i4"),  # blocks of its last prompt
-        ("stem", "i4"),  # how many of them it shares with another chain
-        ("base", "i4"),  # how many of them it has begun with, as a fork
-        ("turns", "i4"),  # requests that run
-        ("pauses", "i4"),  # how many it has made
-        ("mean", "i4"),  # the mean of their logarithms
-        ("row", "i2"),  # its class, as ``agent`` sees it, and as ``reuse`` does
-        ("alike", "i2"),
         ("after", "i4"),  # the next chain of its ring, and the one before
         ("before", "i4"),
         ("place", "i4"),  # its place in ``order``
-        ("age", "i4"),  # how often the record was used anew
+        ("size", "u2"),  # blocks from ``first`` on; this and the next three count up to BLOCKS_MAX
+        ("length", "u2"),  # blocks of its last prompt
+        ("stem", "u2"),  # how many of them it shares with another chain
+        ("base", "u2"),  # how many of them it has begun with, as a fork
+        ("mean", "i2"),  # of the logarithms of its pauses
+        ("pauses", "u1"),  # how many it has made, at most PAUSES_MAX
+        ("turns", "u1"),  # requests that run: 1 or none
+        ("row", "u1"),  # its class, as ``agent`` sees it, and as ``reuse`` does
+        ("alike", "u1"),
+        ("age", "u1"),  # how often the record was used anew
     ],
     align=True,
 )
+PAUSES_MAX, BLOCKS_MAX = 255, 65535
 BOOK = np.dtype(
     [
         (name, "i8")
         for name in (
             "head_at on_admit on_begin_release on_end_release choose"
             " owners_at chains_at order_at names_at turns_at rates_at ghosts_at scores_at chains names rows cached"
-            " known draws pick left learnt mark capacity follows depth shift"
+            " known draws pick left mark capacity follows depth shift"
         ).split()
     ]
 )
 """The address of the group's header, and the hooks that ``policy`` calls. Addresses and lengths of arrays. ``cached``
 chains, the first ones in ``order``, have blocks on the device; those up to ``known`` are remembered. The chain that
-loses blocks now, and how many more; the pauses that were learnt; the end of the list before a release. Then which
+loses blocks now, and how many more; the end of the list before a release. Then which
 expert is followed; how many blocks of its chain the last prompt has found; how many chains one stands for."""
 LIST = DEFAULT_PRIORITY
 """The list whose blocks chains are about: the device's of the default priority."""
@@ -210,20 +119,21 @@ def order_of(book):
 
 @jit(forceinline=True)
 def names_of(book):
-    """A hash table of names, int64: the upper half of a key, a chain, and the low byte of the chain's age."""
+    """A hash table of names, int64: the upper half of a key, a chain, and the chain's age."""
     return array_at(book.names_at, (book.names,), np.int64)
 
 
 @jit(forceinline=True)
 def ghosts_of(book):
-    """Of each chain, the own blocks that each expert would have kept: int32[chains, EXPERTS]."""
-    return array_at(book.ghosts_at, (book.chains, EXPERTS), np.int32)
+    """Of each chain, the own blocks that each expert would have kept: uint16[chains, EXPERTS]."""
+    return array_at(book.ghosts_at, (book.chains, EXPERTS), np.uint16)
 
 
 @jit(forceinline=True)
 def scores_of(book):
-    """The blocks in the ghost of each expert, and its hits: int64[2, EXPERTS]."""
-    return array_at(book.scores_at, (2, EXPERTS), np.int64)
+    """Of each expert: the blocks in its ghost, how many hits more than LRU it would have had lately, and the squares of
+    these numbers: float64[3, EXPERTS]."""
+    return array_at(book.scores_at, (3, EXPERTS), np.float64)
 
 
 @jit(forceinline=True)
@@ -278,7 +188,7 @@ def take(h, book, b):
         chains_of(book)[c].rest = _next(h, book, c, b)
     elif c != NONE and chains_of(book)[c].first == b:
         chains_of(book)[c].first = _next(h, book, c, b)
-        chains_of(book)[c].size -= 1
+        chains_of(book)[c].size = max(np.int64(chains_of(book)[c].size) - 1, 0)
     return b
 
 
@@ -320,7 +230,7 @@ def _forget(book, c):
     for expert in range(EXPERTS):
         scores_of(book)[0, expert] -= ghosts_of(book)[c, expert]
         ghosts_of(book)[c, expert] = 0
-    chain.age += 1
+    chain.age = (chain.age + 1) & 0xFF
 
 
 @jit
@@ -335,18 +245,18 @@ def new_chain(h, book):
         for _ in range(_LOOK):
             other = np.int64(order[draw(book, book.chains)])
             empty = chains[other].place >= book.cached or not has_blocks(h, book, other)
-            older = c == NONE or chains[other].released < chains[c].released
+            older = c == NONE or age_of(h, chains[other]) > age_of(h, chains[c])
             if chains[other].turns == 0 and (empty > emptied or (empty == emptied and older)):
                 c, emptied = other, empty
         if c == NONE:
             return c
-        learn(book, chains[c], h.now - chains[c].released, False)
+        _learn(h, book, chains[c], False)
         _forget(book, c)
         if chains[c].place < book.cached:
             book.cached -= 1
             move(book, c, book.cached)
     chain = chains[c]
-    chain.released, chain.row, chain.alike, chain.due = h.now, 0, 0, 0
+    chain.released, chain.returns, chain.row, chain.alike = np.uint32(h.now & 0xFFFFFFFF), 0, 0, 0
     chain.first = chain.rest = NONE
     chain.size = chain.length = chain.stem = chain.base = chain.turns = chain.pauses = chain.mean = 0
     chain.after = chain.before = c
@@ -374,7 +284,7 @@ def find_name(book, key):
     for at in range(first, first + _WAYS):
         if names[at] >> 32 == key >> 32 and names[at] != NONE:
             c = (names[at] >> 8) & (CHAINS_MAX - 1)
-            return c if chains_of(book)[c].age & 0xFF == names[at] & 0xFF else np.int64(NONE)
+            return c if chains_of(book)[c].age == names[at] & 0xFF else np.int64(NONE)
     return np.int64(NONE)
 
 
@@ -389,7 +299,7 @@ def put_name(book, key, c):
             break
         if names[at] == NONE:
             place = at
-    names[place] = (key >> 32 << 32) | (c << 8) | (chains_of(book)[c].age & 0xFF)
+    names[place] = (key >> 32 << 32) | (c << 8) | chains_of(book)[c].age
 
 
 # -- turns -----------------------------------------------------------------------------------------------
@@ -403,11 +313,10 @@ def begin_turn(h, book, c, depth, length):
     if c != NONE and (chains[c].turns > 0 or 2 * depth < chains[c].length):
         c, parent = np.int64(NONE), c
     if c != NONE:
-        pause = h.now - chains[c].released
-        learn(book, chains[c], pause, True)
         chain = chains[c]
-        chain.pauses += 1
-        chain.mean += (octaves(pause) - chain.mean) // min(chain.pauses, 3)
+        _learn(h, book, chain, True)
+        chain.pauses = min(chain.pauses + 1, PAUSES_MAX)
+        chain.mean += (octaves(age_of(h, chain)) - chain.mean) // min(chain.pauses, _OWN)
     else:
         age = chains[parent].age if parent != NONE else 0
         c = new_chain(h, book)
@@ -416,7 +325,7 @@ def begin_turn(h, book, c, depth, length):
         if parent != NONE and parent != c and chains[parent].age == age:
             _join(chains, c, parent, depth)
     chains[c].turns += 1
-    chains[c].length = length
+    chains[c].length = min(length, BLOCKS_MAX)
     return c
 
 
@@ -424,6 +333,7 @@ def begin_turn(h, book, c, depth, length):
 def _join(chains, c, parent, depth):
     """A new chain is a fork of another one: it needs the same first blocks."""
     chain, other = chains[c], chains[parent]
+    depth = min(depth, BLOCKS_MAX)
     chain.base, chain.stem, other.stem = depth, depth, max(other.stem, depth)
     after = other.after
     chain.after, chain.before = after, parent
@@ -442,12 +352,13 @@ def begin_release(h, book, c):
 def end_turn(h, book, c, first):
     """The blocks from ``first`` on to the end of the list are what the turn has left in the cache."""
     chain, owners, blocks = chains_of(book)[c], owners_of(h, book), blocks_of(h)
-    chain.first, b = first, first
+    chain.first, b, size = first, first, 0
     while b != NONE:
         owners[b] = c
-        chain.size += 1
+        size += 1
         b = np.int64(blocks[b].next)
-    chain.released, chain.due = h.now, h.now + h.returns if h.returns > 0 else h.returns
+    chain.size = min(size, BLOCKS_MAX)
+    chain.released, chain.returns = np.uint32(h.now & 0xFFFFFFFF), h.returns
     chain.turns -= 1
     if chain.place >= book.cached and first != NONE:
         move(book, c, book.cached)

@@ -16,7 +16,7 @@ import numpy as np
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import address_of, array_at, memcpy
 from kvpool.state.control import pin_block
-from kvpool.state.effects import STORED, emit, emit_cleared
+from kvpool.state.effects import STORED, UPDATED, emit, emit_cleared
 from kvpool.state.hashing import key_in
 from kvpool.state.index import expect, find, link, unlink_content
 from kvpool.state.policy import (
@@ -29,6 +29,7 @@ from kvpool.state.policy import (
     on_hit,
     on_insert,
     on_release,
+    set_retention,
     victim,
 )
 from kvpool.state.records import (
@@ -124,6 +125,21 @@ def look(heads, identity, data, sizes, words, found):
     h = head(heads, 0)
     locate(h, identity, data, sizes, words, found)
     return _answer(h, found[0, 2])
+
+
+@jit
+def set_priority(heads, identity, data, sizes, words, found, priority, ttl, now):
+    """Give the keys that are HERE this priority and ttl from now on. Returns how many."""
+    h, done = head(heads, 0), 0
+    locate(h, identity, data, sizes, words, found)
+    begin(h, now)
+    for i in range(words.shape[0]):
+        b = found[i, 2]
+        if _answer(h, b) == HERE:
+            if set_retention(h, b, priority, ttl):
+                emit(h, UPDATED, b)
+            done += 1
+    return np.int64(done)
 
 
 # -- pending ------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The index of cached content: full blocks by key, and the children of a key for partial matches. It has bucket heads,
 and links inside the blocks.
 
-There are four buckets for each block, so most lookups end at the head. One block represents a cached content in both
+There are three buckets for each block, so most lookups end at the head. One block represents a cached content in both
 structures: its device copy or its host copy. That block is marked LINKED; ``other_copy`` leads to the other copy.
 """
 
@@ -39,6 +39,12 @@ def bucket(key, count):
 def expect(h, key0):
     """Begin to load what a lookup or change of this key will read first."""
     prefetch(index_of(h), bucket(key0, h.buckets))
+
+
+@jit(forceinline=True)
+def expect_found(h, key0):
+    """Begin to load what stands where a key is looked for. ``expect`` was called some time ago."""
+    prefetch(blocks_of(h), np.int64(index_of(h)[bucket(key0, h.buckets)]))
 
 
 @jit(forceinline=True)

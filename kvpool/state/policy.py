@@ -19,7 +19,7 @@ import numpy as np
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import address_of, array_at, call, prefetch
 from kvpool.state.chains import book_of, owners_of
-from kvpool.state.index import expect, expect_child
+from kvpool.state.index import expect, expect_child, expect_found
 from kvpool.state.records import (
     CLEAN,
     DEFAULT_PRIORITY,
@@ -40,6 +40,9 @@ from kvpool.state.records import (
 )
 
 # -- lists, and the heap of deadlines: they know nothing of KV -------------------------------------------
+
+
+FRONT, BACK = np.bool_(True), np.bool_(False)  # of a list
 
 
 @jit(forceinline=True)
@@ -94,17 +97,10 @@ def _lower(lists, which):
 
 
 @jit(forceinline=True)
-def push_back(blocks, lists, b, which):
-    last = lists[which, 1]
-    blocks[b].prev, blocks[b].next = last, NONE
-    _link(blocks, lists, b, which)
-    _lower(lists, which)
-
-
-@jit(forceinline=True)
-def push_front(blocks, lists, b, which):
-    first = lists[which, 0]
-    blocks[b].prev, blocks[b].next = NONE, first
+def push(blocks, lists, b, which, front):
+    """Put a block that is in no list at an end of one."""
+    blocks[b].prev = NONE if front else lists[which, 1]
+    blocks[b].next = lists[which, 0] if front else NONE
     _link(blocks, lists, b, which)
     _lower(lists, which)
 
@@ -179,9 +175,6 @@ def _heap_remove(blocks, heap, b):
         _sift_down(blocks, heap, blocks[last].heap)
 
 
-FRONT, BACK = np.bool_(True), np.bool_(False)  # of a list
-
-
 @jit(forceinline=True)
 def nth_released(n, count):
     """Which of ``count`` blocks that one prompt covers is released as number ``n``: the last block first, so that
@@ -241,7 +234,7 @@ def stop_clock(h, b):
 @jit(forceinline=True)
 def place(h, b, deadline):
     """Put a block that is in no list at the back of the list of its content, with its ``deadline`` or a new one."""
-    push_back(blocks_of(h), lists_of(h), b, list_of(h, b))
+    push(blocks_of(h), lists_of(h), b, list_of(h, b), BACK)
     _start_clock(h, b, deadline)
 
 
@@ -269,7 +262,7 @@ def expired(h):
     heap_remove(blocks, heap, b)
     unlink(blocks, lists_of(h), b)
     blocks[b].priority, blocks[b].ttl = DEFAULT_PRIORITY, NONE
-    push_back(blocks, lists_of(h), b, list_of(h, b))
+    push(blocks, lists_of(h), b, list_of(h, b), BACK)
     return b
 
 
@@ -305,10 +298,7 @@ def on_release(h, b, front):
         _start_clock(h, b, NONE)
     else:
         blocks[b].flags = blocks[b].filled = 0
-    if front:
-        push_front(blocks, lists, b, list_of(h, b))
-    else:
-        push_back(blocks, lists, b, list_of(h, b))
+    push(blocks, lists, b, list_of(h, b), front)
 
 
 @jit(forceinline=True)
@@ -365,7 +355,7 @@ def set_retention(h, b, priority, ttl):
         unlink(blocks, lists, b)
     blocks[b].priority, blocks[b].ttl = priority, ttl
     if listed and changed:
-        push_back(blocks, lists, b, list_of(h, b))
+        push(blocks, lists, b, list_of(h, b), BACK)
     if listed:
         _start_clock(h, b, NONE)
     return changed
@@ -378,7 +368,7 @@ def evict_next(h, b):
     if which < 0:
         return False
     unlink(blocks_of(h), lists_of(h), b)
-    push_front(blocks_of(h), lists_of(h), b, which)
+    push(blocks_of(h), lists_of(h), b, which, FRONT)
     return True
 
 
@@ -390,7 +380,7 @@ def on_reset(h):
             stop_clock(h, b)
             unlink(blocks_of(h), lists_of(h), b)
             blocks_of(h)[b].filled = 0
-            push_back(blocks_of(h), lists_of(h), b, list_of(h, b))
+            push(blocks_of(h), lists_of(h), b, list_of(h, b), BACK)
 
 
 # -- victims -------------------------------------------------------------------------------------------
@@ -437,22 +427,37 @@ def take_victim(h, tier, priority):
     return b, stop_clock(h, b)
 
 
+NEAR, FAR = 6, 12  # how many evictions ahead the index is loaded, and the block
+
+
 @jit(forceinline=True)
 def _expect_victims(h, b):
-    """Begin to load what the evictions after that of ``b`` will touch: the index two ahead, the block itself three
-    ahead."""
+    """Begin to load what the evictions after that of ``b`` will touch: the index first, and further ahead the blocks.
+    ``near`` and ``far`` go along the list with the evictions of a call."""
     blocks = blocks_of(h)
-    for _ in range(2):
-        b = np.int64(blocks[b].next)
-        if b == NONE:
-            return
-    expect(h, blocks[b].key0)
-    expect_child(h, b)
-    b = np.int64(blocks[b].next)
-    if b != NONE:
-        prefetch(blocks, b)
-        prefetch(blocks["parent0"], b)
-        prefetch(array_at(h.tokens_at, (h.blocks * h.width,), np.int32), b * h.width)
+    if h.far == NONE:
+        h.near = h.far = b
+        for i in range(FAR):
+            h.near = h.far if i == NEAR else h.near
+            _expect_block(h)
+    else:
+        h.near = np.int64(blocks[h.near].next)
+        _expect_block(h)
+    if h.near != NONE:
+        expect(h, blocks[h.near].key0)
+        expect_child(h, h.near)
+        expect_found(h, blocks[blocks[blocks[b].next].next].key0)
+
+
+@jit(forceinline=True)
+def _expect_block(h):
+    """Go one block further along the list, and begin to load it."""
+    blocks = blocks_of(h)
+    if h.far != NONE:
+        h.far = np.int64(blocks[h.far].next)
+        prefetch(blocks, h.far)
+        prefetch(blocks["parent0"], h.far)
+        prefetch(array_at(h.tokens_at, (h.blocks * h.width,), np.int32), h.far * h.width)
 
 
 @jit(forceinline=True)

@@ -74,10 +74,10 @@ TIE_BITS = 20
 # links it to the other one.
 BLOCK = np.dtype(
     [
+        # What a release and an eviction read comes first: one cache line.
         ("word", "i8"),  # references in the low half, pins in the high half; first, since atomics address it
         ("key0", "i8"),
         ("key1", "i8"),
-        ("namespace", "i8"),
         ("prev", "i4"),
         ("next", "i4"),
         ("chain", "i4"),  # next block in the same bucket of the index
@@ -87,17 +87,19 @@ BLOCK = np.dtype(
         ("uses", "u2"),  # sequences that computed or reused the content, saturating
         ("priority", "i1"),
         ("flags", "u1"),
+        ("ttl", "i4"),  # ms from release, NONE = for ever
+        ("heap", "i4"),  # place in the expiry heap, NONE = not in it
+        ("stored_at", "u4"),  # ms, modulo 2**32
+        ("used_at", "u4"),
+        ("namespace", "i8"),
         ("ticket", "i8"),  # of the last move that wrote it, NONE = no move has since it was taken
         ("parent0", "i8"),
         ("parent1", "i8"),
         ("deadline", "i8"),  # ms << TIE_BITS, and the order of arrival in the low bits; valid while `heap` is set
         ("child_prev", "i4"),
         ("child_next", "i4"),
-        ("ttl", "i4"),  # ms from release, NONE = for ever
-        ("heap", "i4"),  # place in the expiry heap, NONE = not in it
-        ("stored_at", "u4"),  # ms, modulo 2**32
-        ("used_at", "u4"),
         ("saved", "i8"),  # who has been told to save the content, as bits; the same of both copies
+        ("spare", "i8"),  # fills the second cache line
     ],
     align=True,
 )
@@ -167,7 +169,7 @@ HEAD = _numbers(
     "secret1 guards"
     " generation event_capacity removals has_extra clocks window sinks kind group block_tokens device_first "
     "host_first snapshot"
-    " gone_capacity detail bound detail_group overflow stop returns savers owed unsaved"
+    " gone_capacity detail bound detail_group overflow stop returns savers owed unsaved near far"
 )
 # `detail` says what an error is about, mostly a place among the arguments, and `bound` the bound that it broke. In the
 # first header, `detail_group` is the group of the error. `overflow` is how many contents the present admission still

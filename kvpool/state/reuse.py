@@ -7,7 +7,7 @@ import numpy as np
 
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import bit_length
-from kvpool.state.chains import KINDS, MEMBERS
+from kvpool.state.pauses import KINDS, MEMBERS
 
 
 @jit

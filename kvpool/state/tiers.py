@@ -56,6 +56,7 @@ EXPIRIES_PER_CALL = 64
 def begin(h, now):
     """Start the part of a call that changes the pool."""
     h.now = now
+    h.near = h.far = NONE
     ring = ring_of(h)
     ring.call = ring.next
 

@@ -12,10 +12,11 @@ import numpy.typing as npt
 from kvpool.errors import IntegrityError
 from kvpool.jit import jit
 from kvpool.state.arrays import State, States
-from kvpool.state.chains import CHAINS_MAX, CLASSES
+from kvpool.state.chains import CHAINS_MAX
 from kvpool.state.hashing import key_in
 from kvpool.state.index import bucket, child_bucket
 from kvpool.state.kinds import kept_from
+from kvpool.state.pauses import CLASSES
 from kvpool.state.records import (
     ATTENTION,
     CLEAN,
@@ -396,7 +397,6 @@ def _chains(state: State) -> Iterator[Check]:
         yield "turns", np.bincount(running, minlength=count) != chains["turns"], "chain {}: its turns are no rows"
     yield "turns", (own.turns != NONE) & (state.sequences["live"] == 0), "row {} has a chain and no sequence"
     yield "ghosts", own.ghosts.sum(axis=0) != own.scores[0], "the ghost of expert {} has other blocks than it counts"
-    yield "ghosts", (own.ghosts < 0).any(axis=1), "chain {} has less than no block in a ghost"
 
 
 def findings(state: State, leased: IntArray) -> list[Finding]:

@@ -84,9 +84,9 @@ class CheckedCalls:
 
     def _asked(self, new: bool = False) -> bytes:
         """The epoch that the store remembers; b"" if it remembers none."""
-        try:
-            found = self._store.epoch(self._secret.model, new) if hasattr(self._store, "epoch") else b""
-        except NotImplementedError:
+        ask = getattr(self._store, "epoch", None)
+        found = ask(self._secret.model, new) if ask else None
+        if found is None:
             return b""
         if not isinstance(found, bytes) or len(found) not in (0, EPOCH_BYTES):
             raise ValueError(f"the store has answered {found!r:.80}: accepted are {EPOCH_BYTES} bytes or none")

@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Bools
 from kvpool.arrays.strided import read_only
 from kvpool.entry.arguments import first_outside, id_array
 from kvpool.stores.seals import BlockNames
@@ -51,8 +51,8 @@ class Job:
     """
 
     __slots__ = (
-        "__weakref__", "_calls", "_codes", "_counted", "_hashed", "_keys", "_queue", "_queued", "_rows", "_settled",
-        "began", "deadline", "dropped", "error", "kind", "lend", "limit", "renews", "seconds", "tag",
+        "__weakref__", "_calls", "_codes", "_counted", "_hashed", "_keys", "_queue", "_rows", "_settled",
+        "began", "deadline", "dropped", "error", "kind", "lend", "limit", "queued", "renews", "seconds", "tag",
     )  # fmt: skip
 
     def __init__(
@@ -67,7 +67,9 @@ class Job:
         self.renews = renews
         """Whether it begins an epoch: of a clear."""
         self.error, self.began, self.seconds, self.dropped = "", math.nan, 0.0, 0
-        self._calls, self._queued, self._settled = 0, count, not count
+        self._calls, self._settled = 0, not count
+        self.queued = count
+        """How many blocks no call of the store has begun with, and one will."""
         self._counted: dict[str, int] | None = None
         self._hashed: tuple[list[bytes], frozenset[bytes]] | None = None
 
@@ -94,11 +96,6 @@ class Job:
         return self._settled and not self._calls
 
     @property
-    def queued(self) -> int:
-        """How many blocks no call of the store has begun with, and one will."""
-        return self._queued
-
-    @property
     def ok(self) -> int:
         """How many blocks are OK."""
         return int(np.count_nonzero(self._codes == OK))
@@ -110,6 +107,11 @@ class Job:
             counted = enumerate(np.bincount(self._codes).tolist())
             self._counted = {CODES[code]: count for code, count in counted if count}
         return dict(self._counted)
+
+    @property
+    def reasons(self) -> list[str]:
+        """The codes of a job that is done, in words: "ok", or what is wrong."""
+        return [CODES[code] for code in self._codes.tolist()]
 
     @property
     def leading(self) -> int:
@@ -149,7 +151,7 @@ class Job:
 
     def call_begins(self, part: slice, now: float) -> Rows:
         """A call of the store begins with these blocks. Returns the places of those that are not decided yet."""
-        self._queued -= part.stop - part.start
+        self.queued -= part.stop - part.start
         self._calls += 1
         if math.isnan(self.began):
             self.began = now
@@ -163,7 +165,7 @@ class Job:
         self._calls -= 1
         self._settled = self._settled or not (self._codes == WAITING).any()
 
-    def decide(self, which: npt.NDArray[np.bool_], code: int) -> bool:
+    def decide(self, which: Bools, code: int) -> bool:
         """Give this code to those of these blocks that have none. Returns whether all blocks have one now."""
         self._codes[which & (self._codes == WAITING)] = code
         return not (self._codes == WAITING).any()
@@ -171,7 +173,7 @@ class Job:
     def settle(self, code: int) -> None:
         """Give this code to all blocks that have none. No further call begins."""
         self._codes[self._codes == WAITING] = code
-        self._queued, self._settled = 0, True
+        self.queued, self._settled = 0, True
 
 
 def keys_argument(keys: object) -> Keys:

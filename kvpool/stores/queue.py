@@ -15,14 +15,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Uint8s
 from kvpool.arrays.layout import integer_argument
 from kvpool.entry.arguments import bool_argument
+from kvpool.entry.closing import Closing
 from kvpool.entry.interrupt import Bell, DeferSignals
 from kvpool.entry.process import Process
 from kvpool.errors import PoolClosed, StoreBusy
@@ -32,9 +32,6 @@ from kvpool.stores.calls import NO_CODES, NO_ROWS, CheckedCalls
 from kvpool.stores.jobs import Drops, Job, Keys, Lend, keys_argument, rows_argument
 from kvpool.stores.seals import BlockNames, Secret, check_library
 from kvpool.stores.store import CANCELLED, CODES, KEY_BYTES, LATE, MODEL_BYTES, OK, TAG_BYTES, Bytes, Rows, Space, Store
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 NO_LIMIT = (1 << 63) - 1
 _PRIORITY = {jobs.FIND: 0, jobs.LOAD: 1, jobs.SAVE: 2}
@@ -102,7 +99,7 @@ class StoreStats:
     """figures of the store itself"""
 
 
-class StoreQueue:
+class StoreQueue(Closing):
     """The jobs of one store, and the threads that do them.
 
     Parameters
@@ -147,7 +144,7 @@ class StoreQueue:
     """
 
     def __init__(
-        self, store: Store, memory: npt.NDArray[np.uint8], identity: ModelIdentity, *, secret: bytes | None = None,
+        self, store: Store, memory: Uint8s, identity: ModelIdentity, *, secret: bytes | None = None,
         queued_blocks: int = 65_536, piece_bytes: int = 4 << 20, report: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
@@ -158,8 +155,6 @@ class StoreQueue:
         size = integer_argument("piece_bytes", piece_bytes, 1, 1 << 40)
         self.piece_blocks = max(1, size // self.block_bytes)
         """The most blocks of one call."""
-        if secret is not None and (not isinstance(secret, bytes) or len(secret) != 32):
-            raise ValueError("secret: accepted are 32 bytes")
         self._report = bool_argument("report", report)
         # Asked once: a store may say something else later.
         self.name = _name_argument(store.name)
@@ -372,14 +367,6 @@ class StoreQueue:
             self._alarm.notify_all()
             self._bell.ring()
         return self.wait_until(lambda: self._store_closed, timeout)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # -- inside --------------------------------------------------------------------------------------
 

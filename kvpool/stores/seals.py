@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Int32s, Int64s
 from kvpool.hostcache.identity import ModelIdentity
 from kvpool.stores.store import KEY_BYTES, MODEL_BYTES, SEAL_BYTES, TAG_BYTES, Bytes, Rows
 
@@ -59,7 +59,7 @@ class Secret:
     __slots__ = ("_identity", "_opaque", "_seals", "_tags", "model")
 
     def __init__(self, secret: bytes, identity: ModelIdentity) -> None:
-        if len(secret) != SECRET_BYTES:
+        if not isinstance(secret, bytes) or len(secret) != SECRET_BYTES:
             raise ValueError(f"secret: accepted are {SECRET_BYTES} bytes")
         self._identity = bytes.fromhex(identity.fingerprint)
         self._opaque, self._seals, self._tags = (
@@ -120,9 +120,7 @@ class Secret:
         return out
 
 
-def block_context(
-    parent: bytes, tokens: npt.NDArray[np.int32], extra: npt.NDArray[np.int64] | None, namespace: bytes, group: int
-) -> bytes:
+def block_context(parent: bytes, tokens: Int32s, extra: Int64s | None, namespace: bytes, group: int) -> bytes:
     """What a block of a prompt depends on, for ``BlockNames``: no two blocks have the same bytes.
 
     ``parent``: the pool's key of the block before it, or b"". ``tokens`` int32[n] and ``extra`` int64[n]: its tokens

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
+from kvpool.arrays import Int64s, Uint8s
 
 KEY_BYTES, SEAL_BYTES, TAG_BYTES, EPOCH_BYTES = 32, 16, 16, 16
 EPOCHS_MAX = 4096
@@ -33,8 +32,8 @@ REFUSED = 6
 CODES = ("absent", "ok", "failed", "damaged", "late", "cancelled", "refused")
 """The names of the codes, in the order of their numbers."""
 
-Bytes = npt.NDArray[np.uint8]
-Rows = npt.NDArray[np.int64]
+Bytes = Uint8s
+Rows = Int64s
 Stop = Callable[[], bool]
 
 
@@ -87,11 +86,11 @@ class Store(Protocol):
         """What ``open`` returns, also before that: for a pool whose keys shall last as long as the store. Raises
         OSError. A store need not have it."""
 
-    def epoch(self, model: bytes, new: bool) -> bytes:
+    def epoch(self, model: bytes, new: bool) -> bytes | None:
         """Since when blocks of a model (MODEL_BYTES of a tag) count: b"" until it was ``new`` for the first time, and
         EPOCH_BYTES random bytes from then on, others each time. Kept as durably as a block, and never evicted. A block
-        has another key in each epoch: nobody asks for it here. A store need not have it, and then a reset is forgotten
-        with the process. Raises OSError, and NotImplementedError where this cannot be kept."""
+        has another key in each epoch: nobody asks for it here. A store need not have it, or gives None where this
+        cannot be kept; then a reset is forgotten with the process. Raises OSError."""
 
     def open(self, space: Space) -> bytes:
         """Begin. Returns the store's secret, 32 bytes: the same for all who share its content, and known to nobody

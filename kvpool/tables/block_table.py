@@ -7,8 +7,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Bools, Int32s, Int64s
 from kvpool.arrays.dlpack import CPU, check_no_stream, make_capsule
 from kvpool.arrays.layout import integer_argument
 from kvpool.device.work import Table
@@ -25,9 +25,9 @@ class Csr(NamedTuple):
     passed are left out: attention that counts a window back from the last token does not notice.
     """
 
-    indptr: npt.NDArray[np.int32]
-    indices: npt.NDArray[np.int32]
-    last_page_len: npt.NDArray[np.int32]
+    indptr: Int32s
+    indices: Int32s
+    last_page_len: Int32s
 
 
 class BlockTable(NamedTuple):
@@ -53,9 +53,9 @@ class BlockTable(NamedTuple):
     [0 2 5] [0 1 2 3 4] [2 1]
     """
 
-    table: npt.NDArray[np.int32]
-    rows: npt.NDArray[np.int64]
-    lengths: npt.NDArray[np.int64]
+    table: Int32s
+    rows: Int64s
+    lengths: Int64s
     tokens_per_block: int
 
     def __dlpack__(
@@ -73,11 +73,11 @@ class BlockTable(NamedTuple):
         return CPU, 0
 
     @property
-    def blocks(self) -> npt.NDArray[np.int64]:
+    def blocks(self) -> Int64s:
         """Blocks of each sequence, int64[n]."""
         return -(-self.lengths // self.tokens_per_block)
 
-    def dense(self, width: int | None = None) -> npt.NDArray[np.int32]:
+    def dense(self, width: int | None = None) -> Int32s:
         """A private copy int32[n, width] of the rows, with -1 after the end of each. By default it is as wide as the
         longest row.
 
@@ -105,7 +105,7 @@ class BlockTable(NamedTuple):
         return Csr(indptr.astype(np.int32), indices, last.astype(np.int32))
 
 
-def planes_argument(table: Table, scale: object, v_offset: object, ids: int) -> npt.NDArray[np.int64]:
+def planes_argument(table: Table, scale: object, v_offset: object, ids: int) -> Int64s:
     """For each plane of a target its first byte, scale and offset, int64[planes, 3], if the target has the right shape.
 
     The shape is [rows, columns]. If ``v_offset`` is given, [2] for K and V comes before it. If ``scale`` is a list,
@@ -124,9 +124,7 @@ def _integers(name: str, value: Any, low: int) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _planes(
-    shape: tuple[int, ...], strides: tuple[int, ...], scale: Any, v_offset: Any, ids: int
-) -> npt.NDArray[np.int64]:
+def _planes(shape: tuple[int, ...], strides: tuple[int, ...], scale: Any, v_offset: Any, ids: int) -> Int64s:
     """Cached, since an engine hands over to the same few targets at every step. Nobody writes to it."""
     pooled, listed = isinstance(scale, tuple), isinstance(v_offset, tuple)
     scales = scale if pooled else (integer_argument("scale", scale, 1, _INT32_MAX),)
@@ -155,7 +153,7 @@ def _is_list(value: object) -> bool:
     return isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.ndim == 1)
 
 
-def rows_argument(rows: npt.NDArray[np.int64] | None, count: int, available: int) -> npt.NDArray[np.int64]:
+def rows_argument(rows: Int64s | None, count: int, available: int) -> Int64s:
     """The row of a target for each of ``count`` sequences, int64[count]; by default the first rows. Raises
     ValueError."""
     if rows is None:
@@ -171,7 +169,7 @@ def rows_argument(rows: npt.NDArray[np.int64] | None, count: int, available: int
 
 
 @jit
-def _first_bad(rows: npt.NDArray[np.int64], available: int, seen: npt.NDArray[np.bool_]) -> int:
+def _first_bad(rows: Int64s, available: int, seen: Bools) -> int:
     """The place of a row that does not exist or is named twice, else -1."""
     for i in range(rows.shape[0]):
         if rows[i] < 0 or rows[i] >= available or seen[rows[i]]:
@@ -180,7 +178,7 @@ def _first_bad(rows: npt.NDArray[np.int64], available: int, seen: npt.NDArray[np
     return -1
 
 
-def own_table(table: object, groups: int, sequences: int, columns: int) -> npt.NDArray[np.int32] | None:
+def own_table(table: object, groups: int, sequences: int, columns: int) -> Int32s | None:
     """The caller's memory for a persistent table, or None without one. Raises TypeError or ValueError."""
     if table is None:
         return None

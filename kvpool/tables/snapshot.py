@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Int64s
 from kvpool.device.base import Device, Stream
 from kvpool.device.work import StagedRows, StagedVectors, Table, staged_bytes, staged_views
 from kvpool.errors import DeviceError
@@ -21,8 +21,6 @@ from kvpool.state.sequences import check, stream_of
 from kvpool.tables.staging import Buffer, Staging
 
 _INT32_MAX = 2**31 - 1
-
-Ids = npt.NDArray[np.int64]
 
 
 @jit
@@ -161,11 +159,11 @@ class HandOver(ABC):
         self.retained = False
 
     @abstractmethod
-    def room(self, heads: Ids, g: int, ids: Ids) -> int:
+    def room(self, heads: Int64s, g: int, ids: Int64s) -> int:
         """The bytes of a buffer that is likely to be large enough. Needs no lock."""
 
     @abstractmethod
-    def stage(self, heads: Ids, g: int, ids: Ids, buffer: Buffer) -> int:
+    def stage(self, heads: Int64s, g: int, ids: Int64s, buffer: Buffer) -> int:
         """Snapshot the tables into ``buffer``. Returns the argument of ``send``, or an error of the jitted function.
 
         The caller holds the state lock. Raises ValueError, with nothing changed, for sequences for which the targets
@@ -198,14 +196,14 @@ class DenseHandOver(HandOver):
     A longer sequence is ``cut``, or is an error.
     """
 
-    def __init__(self, table: Table, planes: Ids, rows: Ids, columns: int, cut: bool) -> None:
+    def __init__(self, table: Table, planes: Int64s, rows: Int64s, columns: int, cut: bool) -> None:
         super().__init__([table])
         self.planes, self.rows, self.columns, self.cut = planes, rows, columns, cut
 
-    def room(self, heads: Ids, g: int, ids: Ids) -> int:
+    def room(self, heads: Int64s, g: int, ids: Int64s) -> int:
         return int(dense_room(heads, g, ids, len(self.planes), self.columns))
 
-    def stage(self, heads: Ids, g: int, ids: Ids, buffer: Buffer) -> int:
+    def stage(self, heads: Int64s, g: int, ids: Int64s, buffer: Buffer) -> int:
         width = int(
             stage_dense(
                 heads, g, ids, self.rows, self.planes, buffer.address, buffer.array.nbytes, self.columns, self.cut
@@ -231,10 +229,10 @@ class CsrHandOver(HandOver):
         super().__init__(vectors)
         self.count = count
 
-    def room(self, heads: Ids, g: int, ids: Ids) -> int:
+    def room(self, heads: Int64s, g: int, ids: Int64s) -> int:
         return int(csr_room(heads, g, ids))
 
-    def stage(self, heads: Ids, g: int, ids: Ids, buffer: Buffer) -> int:
+    def stage(self, heads: Int64s, g: int, ids: Int64s, buffer: Buffer) -> int:
         available = self.targets[1].shape[0]
         total = int(stage_csr(heads, g, ids, buffer.address, buffer.array.nbytes, min(available, _INT32_MAX)))
         if total == TOO_LARGE:
@@ -268,7 +266,7 @@ def vectors_argument(vectors: dict[str, Table], count: int) -> None:
             raise ValueError(f"{name} and {other} share memory: accepted are arrays that lie apart")
 
 
-def stream_error(heads: Any, g: int, ids: Ids) -> ValueError:
+def stream_error(heads: Any, g: int, ids: Int64s) -> ValueError:
     """The exception for SEVERAL_STREAMS."""
     return ValueError(
         f"stream=None: sequence {ids[heads[g, H.detail]]} was used on another stream than {ids[0]}: name one"

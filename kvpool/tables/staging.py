@@ -12,9 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from kvpool.arrays import Uint8s
 from kvpool.copying.transfer import Transfer
 from kvpool.device.base import STAGING, Device, Event, Retired, Stream
 from kvpool.device.work import Table
@@ -30,7 +28,7 @@ class Buffer:
 
     __slots__ = ("address", "array", "event", "tables")
 
-    def __init__(self, array: npt.NDArray[np.uint8]) -> None:
+    def __init__(self, array: Uint8s) -> None:
         self.array, self.address = array, array.ctypes.data
         self.event: Event | None = None
         self.tables: Sequence[Table] = ()

@@ -3,12 +3,12 @@ handed over to a device."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Array, Int64s
 from kvpool.device.base import Device, Stream
 from kvpool.device.work import (
     HOLES,
@@ -32,8 +32,6 @@ from kvpool.tables.staging import Buffer
 
 TOKENS, PAGES, BLOCKS = range(3)
 """The limits of a step, as ``detail`` of TOO_LARGE names them."""
-
-Ids = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -84,9 +82,9 @@ class StepTables:
     indices: Any = None
     _known: dict[AsTable, StepTargets] = field(default_factory=dict, init=False, repr=False)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __getstate__(self) -> dict[str, Any]:
         # What is known of the arrays is not that of their copies, which lie elsewhere.
-        return _step_tables, tuple(getattr(self, one.name) for one in fields(self) if one.init)
+        return {**vars(self), "_known": {}}
 
     def targets(self, as_table: AsTable) -> StepTargets:
         """Where the arrays lie. They are checked only once, since that costs more than most steps. Raises TypeError,
@@ -95,11 +93,6 @@ class StepTables:
         if found is None:
             found = self._known[as_table] = StepTargets.of(self, as_table)
         return found
-
-
-def _step_tables(*arrays: Any) -> StepTables:
-    """What a copy or a pickle brings."""
-    return StepTables(**dict(zip((one.name for one in fields(StepTables) if one.init), arrays, strict=True)))
 
 
 def step_argument(name: str, given: object) -> StepTables:
@@ -208,16 +201,16 @@ class StepHandOver(HandOver):
     and ``sinks`` are those of the group."""
 
     def __init__(
-        self, targets: StepTargets, count: int, first: Ids, counts: Ids, tokens_per_block: int, sinks: int
+        self, targets: StepTargets, count: int, first: Int64s, counts: Int64s, tokens_per_block: int, sinks: int
     ) -> None:
         super().__init__(list(targets.tables.values()))
         self.step, self.count, self.first, self.counts = targets, count, first, counts
         self.tokens_per_block, self.sinks = tokens_per_block, sinks
 
-    def room(self, heads: Ids, g: int, ids: Ids) -> int:
+    def room(self, heads: Int64s, g: int, ids: Int64s) -> int:
         return int(step_room(heads, g, ids))
 
-    def stage(self, heads: Ids, g: int, ids: Ids, buffer: Buffer) -> int:
+    def stage(self, heads: Int64s, g: int, ids: Int64s, buffer: Buffer) -> int:
         most = int(
             stage_step(heads, g, ids, self.first, self.counts, self.step.limits, buffer.address, buffer.array.nbytes)
         )
@@ -229,7 +222,7 @@ class StepHandOver(HandOver):
         device.enqueue(StagedStep(self.step, buffer.array, buffer.address, *shape), stream)
 
 
-def refuse_step(heads: Ids, g: int, ids: Ids, error: int) -> None:
+def refuse_step(heads: Int64s, g: int, ids: Int64s, error: int) -> None:
     """Raise ValueError for an error of ``_number``. The caller holds the state lock."""
     detail, bound = int(heads[g, H.detail]), int(heads[g, H.bound])
     if error == BAD_COUNT:
@@ -245,11 +238,11 @@ def refuse_step(heads: Ids, g: int, ids: Ids, error: int) -> None:
 class HostStep:
     """The tables of a step on the host, in ``out`` or in new arrays. ``written`` has them afterwards."""
 
-    def __init__(self, out: StepTables | None, first: Ids, counts: Ids) -> None:
+    def __init__(self, out: StepTables | None, first: Int64s, counts: Int64s) -> None:
         self.written, self._first, self._counts = out or _NOTHING, first, counts
         self._targets, self._new = self.written.targets(host_table), out is None
 
-    def write(self, heads: Ids, ids: Ids, g: int, follow: bool) -> int:
+    def write(self, heads: Int64s, ids: Int64s, g: int, follow: bool) -> int:
         """Write the tables. With ``follow``, the sequences are used on the call's stream from now on. The caller holds
         the state lock.
 
@@ -272,10 +265,10 @@ class HostStep:
 _NOTHING = StepTables()
 
 
-def _new_tables(numbers: Ids, columns: int) -> tuple[StepTables, StepTargets]:
+def _new_tables(numbers: Int64s, columns: int) -> tuple[StepTables, StepTargets]:
     """Arrays for a step with these numbers, and the addresses of those that are not empty."""
     n, blocks, tokens = len(numbers) - 1, int(numbers[-1, STORED]), int(numbers[-1, QUERY])
-    arrays: dict[str, npt.NDArray[Any]] = {
+    arrays: dict[str, Array] = {
         "slot_mapping": np.empty(tokens, np.int64),
         "seq_lens": np.empty(n, np.int32),
         "query_start_loc": np.empty(n + 1, np.int32),

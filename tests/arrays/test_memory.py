@@ -59,8 +59,8 @@ def test_pools_are_arrays_of_the_shape_and_type_of_the_layout(order: str, dtype:
     assert pools.host_pool.shape == layout.host_shape(5)
     assert pools.device_pool.dtype == pools.host_pool.dtype == layout.storage_dtype
     assert not pools.device_pool.any() and not pools.host_pool.any()
-    assert pools.device_bytes.nbytes == 6 * layout.block_bytes
-    assert pools.host_bytes.nbytes == 5 * layout.block_bytes
+    assert pools.flat("device").nbytes == 6 * layout.block_bytes
+    assert pools.flat("host").nbytes == 5 * layout.block_bytes
 
 
 def test_views_are_of_the_memory_that_the_device_copies() -> None:
@@ -69,13 +69,13 @@ def test_views_are_of_the_memory_that_the_device_copies() -> None:
     pools.device.copy_blocks(np.array([[2, 6 + 4, 4, 0]]))
     assert (pools.host_pool[4] == 7).all()
     assert not pools.host_pool[:4].any()
-    assert np.shares_memory(pools.device_pool, pools.device_bytes)
+    assert np.shares_memory(pools.device_pool, pools.flat("device"))
 
 
 def test_without_a_host_tier_its_arrays_are_empty() -> None:
     pools = make(host_blocks=0)
     assert pools.host_pool.shape == LAYOUT.host_shape(0)
-    assert pools.host_bytes.size == 0
+    assert pools.flat("host").size == 0
 
 
 # Giving it back
@@ -85,7 +85,7 @@ def test_views_outlive_the_pools_and_memory_goes_with_the_last_one() -> None:
     pools = make()
     pools.device_pool[...] = 3
     view = pools.device_pool[0]
-    memory = [weakref.ref(pools.device_bytes.base), weakref.ref(pools.host_bytes.base)]
+    memory = [weakref.ref(pools.flat("device").base), weakref.ref(pools.flat("host").base)]
     pools.close()
     gc.collect()
     assert (view == 3).all()
@@ -101,7 +101,7 @@ def test_closed_pools_say_so_and_close_again() -> None:
     pools.close()
     pools.close()
     assert pools.closed
-    for name in ("device_pool", "host_pool", "device_bytes", "host_bytes"):
+    for name in ("device_pool", "host_pool"):
         with pytest.raises(PoolClosed):
             getattr(pools, name)
 
@@ -171,33 +171,9 @@ def test_more_than_any_machine_has_is_refused_before_it_is_allocated() -> None:
 # Bad input
 
 
-@pytest.mark.parametrize("name", ["device_blocks", "host_blocks"])
-@pytest.mark.parametrize(
-    ("value", "error"),
-    [(-1, ValueError), (2**31, ValueError), (2**70, ValueError)]
-    + [(value, TypeError) for value in (True, 1.0, "1", None, [1])],
-)
-def test_bad_block_count_is_named(name: str, value: Any, error: type[Exception]) -> None:
-    counts = {"device_blocks": 1, "host_blocks": 1} | {name: value}
-    with pytest.raises(error, match=f"{name}="):
-        MemoryPools(get_device("cpu"), LAYOUT, **counts)
-
-
-def test_a_pool_without_device_blocks_is_refused() -> None:
-    with pytest.raises(ValueError, match="device_blocks=0: must be 1 to"):
-        make(device_blocks=0)
-
-
 def test_ids_of_both_tiers_together_are_int32() -> None:
     with pytest.raises(ValueError, match="device_blocks=.* host_blocks=.* at most 2147483647"):
         make(2**30, 2**30)
-
-
-def test_device_and_layout_are_named_when_they_are_something_else() -> None:
-    with pytest.raises(TypeError, match="device="):
-        MemoryPools("cpu", LAYOUT, 1)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="layout="):
-        MemoryPools(get_device("cpu"), (2, 2, 4, 4), 1)  # type: ignore[arg-type]
 
 
 # How much there is

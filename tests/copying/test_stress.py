@@ -17,7 +17,7 @@ from kvpool import BlockLayout, BlockNotFound, KVCacheManager, Lease
 from kvpool.__main__ import main
 from kvpool.replay import ReplayConfig, synthetic
 from kvpool.replay.rounds import Report
-from kvpool.replay.stress_run import EVENTS, ExpectedContents, Stress, StressConfig, VictimWatch
+from kvpool.replay.stress_run import EVENTS, ExpectedContents, Reader, Stress, StressConfig, VictimWatch
 
 T = 4
 REPLAY = ReplayConfig(BlockLayout.of_block_bytes(512, 16), 1024, 64, verify=True, events=EVENTS)
@@ -48,8 +48,17 @@ def test_a_trace_starts_again_until_there_are_enough_reads(tmp_path: Path, capsy
     assert values["pinned reads"] >= 500 and values["host evictions"] >= 50
 
 
-def test_a_pin_that_does_not_hold_is_found() -> None:
-    report, failed = stress(replace(CONFIG, hold=False))
+def test_a_pin_that_does_not_hold_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each lease is closed behind its first check."""
+    check, close = Reader._check, Lease.close
+
+    def checked(self: Reader, lease: Lease, expected: list[bytes | None]) -> None:
+        check(self, lease, expected)
+        lease.close()
+
+    monkeypatch.setattr(Reader, "_check", checked)
+    monkeypatch.setattr(Lease, "close", lambda self: None if self.closed else close(self))
+    report, failed = stress(CONFIG)
     # Evictions that met no pin are not counted as if they had.
     assert (
         failed == {"blocks with wrong bytes", "... where a pinned block would have been the victim"}

@@ -50,7 +50,7 @@ def make_pools(device: Device, layout: BlockLayout, seed: int = 0) -> MemoryPool
     pools = MemoryPools(device, layout, DEVICE_BLOCKS, HOST_BLOCKS)
     random = np.random.default_rng(seed)
     with host_writes(pools):
-        for tier in (pools.device_bytes, pools.host_bytes):
+        for tier in (pools.flat("device"), pools.flat("host")):
             put(tier, random.integers(0, 256, tier.size, dtype=np.uint8))
     return pools
 

@@ -177,7 +177,7 @@ def test_nothing_is_copied_before_bind_or_after_free(device: Device, layout: Blo
 
 def test_a_closed_device_says_so_and_closes_again(device: Device, layout: BlockLayout) -> None:
     pools = make_pools(device, layout)
-    view = pools.device_bytes
+    view = pools.flat("device")
     expected = seen(view).copy()
     device.close()
     device.close()

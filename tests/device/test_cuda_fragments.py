@@ -26,8 +26,8 @@ LAYOUTS = [
 
 
 def cutter_of(pools: MemoryPools, chunk: int) -> Cutter:
-    plan = make_plan(pools.layout, pools.device_bytes, pools.host_bytes, DEVICE_BLOCKS, HOST_BLOCKS)
-    return Cutter(plan, (plan.host.base, plan.host.base + pools.host_bytes.nbytes), chunk)
+    plan = make_plan(pools.layout, pools.flat("device"), pools.flat("host"), DEVICE_BLOCKS, HOST_BLOCKS)
+    return Cutter(plan, (plan.host.base, plan.host.base + pools.flat("host").nbytes), chunk)
 
 
 def cut(pools: MemoryPools, moves: np.ndarray, chunk: int = 1 << 30) -> np.ndarray:
@@ -40,7 +40,7 @@ def cut(pools: MemoryPools, moves: np.ndarray, chunk: int = 1 << 30) -> np.ndarr
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_fragments_copy_what_the_moves_say(layout: BlockLayout, chunk: int) -> None:
     pools = make_pools(CpuDevice(), layout)
-    start, end = pools.host_bytes.ctypes.data, pools.host_bytes.ctypes.data + pools.host_bytes.nbytes
+    start, end = pools.flat("host").ctypes.data, pools.flat("host").ctypes.data + pools.flat("host").nbytes
     for seed in range(8):
         moves = random_moves(layout, np.random.default_rng(seed))
         expected = [pools.device_pool.copy(), pools.host_pool.copy()]
@@ -60,7 +60,7 @@ def test_neighbours_that_are_whole_blocks_in_both_tiers_are_one_fragment() -> No
     moves = as_moves(*((block, DEVICE_BLOCKS + place, tokens) for block, place in ((2, 2), (0, 0), (1, 1), (5, 3))))
     found = cut(pools, moves)
     assert found[:, BYTES].tolist() == [3 * size, size]
-    assert found[0, FROM] == pools.device_bytes.ctypes.data and found[0, TO] == pools.host_bytes.ctypes.data
+    assert found[0, FROM] == pools.flat("device").ctypes.data and found[0, TO] == pools.flat("host").ctypes.data
 
 
 def test_neighbours_are_one_fragment_per_layer_and_plane_inside_a_layer_first_tier() -> None:
@@ -89,7 +89,7 @@ def test_a_part_of_a_block_is_no_neighbour_and_a_move_inside_the_host_is_one_fra
 def test_the_last_device_block_and_the_first_host_block_are_no_neighbours() -> None:
     pools = make_pools(CpuDevice(), BlockLayout(1, 1, 16, 4, order="block_first"))
     found = cut(pools, as_moves((DEVICE_BLOCKS - 1, 0, 4), (DEVICE_BLOCKS, 1, 4)))
-    assert len(found) == 2 and found[1, FROM] == pools.host_bytes.ctypes.data
+    assert len(found) == 2 and found[1, FROM] == pools.flat("host").ctypes.data
 
 
 def test_no_moves_are_no_fragments() -> None:

@@ -131,7 +131,7 @@ def test_pools_are_small_up_to_a_size() -> None:
     for blocks, whole in ((4, True), (400, False)):
         device = SimDevice(progress=1.0)
         pools = MemoryPools(device, BlockLayout.of_block_bytes(1024, T), blocks, 0)
-        pools.device_bytes[0] = 1
+        pools.flat("device")[0] = 1
         device.record(NULL_STREAM)
         assert bool(device._findings._failures) == whole
         with pytest.raises(UndeclaredWrite):
@@ -201,7 +201,7 @@ def test_an_undeclared_write_is_found_when_memory_is_given_back(sim: Open) -> No
 
 def test_freed_memory_is_poison_and_stays_it(sim: Open) -> None:
     device, pools = sim()
-    views = pools.device_bytes, pools.host_bytes
+    views = pools.flat("device"), pools.flat("host")
     pools.close()
     assert all((view == POISON).all() for view in views)
     device.check()

@@ -152,12 +152,12 @@ def test_the_moves_of_a_long_call_are_mixed() -> None:
         device = SimDevice(seed, progress=0, chunk_bytes=1 << 20)
         pools = MemoryPools(device, LAYOUT, 20, 20)
         with device.host_access(writes=[(number, 0, 4) for number in range(20)]):
-            pools.device_bytes[:] = 1
+            pools.flat("device")[:] = 1
         device.copy_blocks(as_moves(*((number, 20 + number, 4) for number in range(20))))
         device.run(1)
         made = set(np.flatnonzero(pools.host_pool.reshape(20, -1).any(axis=1)).tolist())
         device.synchronize()
-        assert pools.host_bytes.all()
+        assert pools.flat("host").all()
         device.close()
         return made
 
@@ -170,7 +170,7 @@ def test_equal_seeds_give_equal_schedules_and_others_do_not(sim: Open) -> None:
         device, pools = sim(seed, progress=0.5)
         ran: list[object] = []
         for i in range(6):
-            device.launch(i % 3, lambda i=i: ran.append((i, pools.host_bytes.tobytes())))
+            device.launch(i % 3, lambda i=i: ran.append((i, pools.flat("host").tobytes())))
             device.copy_blocks(as_moves((i % 3, 6 + i % 3, 4)), device.as_stream(i % 3))
             ran.append(device.query(device.record(device.as_stream(i % 3))))
         device.synchronize()

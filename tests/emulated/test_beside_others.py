@@ -95,11 +95,11 @@ def test_work_on_a_stream_that_was_destroyed_is_over_before_memory_is_given_back
     """Also where nobody recorded an event behind it."""
     device, stream = CudaDevice(calibration="plain"), Stream(driver.stream())
     pools = make_pools(device, LAYOUT)
-    pools.device_bytes[:] = 5
+    pools.flat("device")[:] = 5
     device.synchronize()
     driver.hold(stream.handle)
     device.copy_blocks(np.array([[0, 6, 4, 0]]), stream)
-    host = pools.host_bytes
+    host = pools.flat("host")
     driver.cuStreamDestroy_v2(stream.handle)  # type: ignore[operator]
     with driver.counting("cuCtxSynchronize") as whole:
         device.synchronize()
@@ -299,10 +299,10 @@ def test_fragments_are_copied_in_the_way_that_was_measured(
     )
     device = CudaDevice(calibration=Calibration("any", 0, rows))
     pools, stream = make_pools(device, LAYOUT), device.create_stream("engine")
-    ends = [pools.device_bytes.data.ptr, pools.host_bytes.ctypes.data]
+    ends = [pools.flat("device").data.ptr, pools.flat("host").ctypes.data]
     source, target = ends if direction == "offload" else reversed(ends)
     places, sizes = 64 * np.arange(16), 1 + np.arange(16)
-    before = pools.device_bytes.get(), pools.host_bytes.copy()
+    before = pools.flat("device").get(), pools.flat("host").copy()
     with driver.counting(*CALLS[best]) as grown:
         device.enqueue(Fragments(np.stack([source + places, target + places, sizes], axis=1)), stream)
     assert grown == CALLS[best]
@@ -310,8 +310,8 @@ def test_fragments_are_copied_in_the_way_that_was_measured(
     written, given = (1, 0) if direction == "offload" else (0, 1)
     for place, size in zip(places, sizes, strict=True):
         before[written][place : place + size] = before[given][place : place + size]
-    np.testing.assert_array_equal(pools.device_bytes.get(), before[0])
-    np.testing.assert_array_equal(pools.host_bytes, before[1])
+    np.testing.assert_array_equal(pools.flat("device").get(), before[0])
+    np.testing.assert_array_equal(pools.flat("host"), before[1])
     device.close()
 
 

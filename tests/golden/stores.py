@@ -152,7 +152,7 @@ def drive_keeper(save: str, seed: int) -> Recorder:
                 recorder.line("seed", of.seed(tokens, salt=salt))
             elif draw < 0.85:
                 handle = kept.prefetch(prompt, deadline=600.0)
-                assert handle.wait(60) and kept.drain(60), kept.stats()
+                assert handle.wait(600) and kept.drain(600), kept.stats()
                 recorder.line(f"prefetch {handle.ended}", handle.blocks, of.seed(tokens, salt=salt))
             elif draw < 0.94:
                 _forgotten(recorder, lambda own=prompt: kept.forget(own))

@@ -127,6 +127,22 @@ def test_content_of_a_higher_priority_stays(make: Make) -> None:
     assert look(cache, "a", "c") == [HERE, HERE]
 
 
+def test_what_gets_a_higher_priority_stays_until_its_time_is_over(make: Make) -> None:
+    clock = [0]
+    cache = make(2, clock=lambda: clock[0], event_capacity=16)
+    store(cache, "a"), store(cache, "b")
+    cache.reserve(keys("p"))  # a goes, and p is pending
+    assert cache.set_priority(keys("a", "b", "p"), 60, ttl_ms=10) == 1
+    with pytest.raises(OutOfBlocks):
+        cache.reserve(keys("c"))
+    for wrong in ({"priority": 101}, {"priority": 5, "ttl_ms": -1}):
+        with pytest.raises(ValueError, match=r"priority|ttl_ms"):
+            cache.set_priority(keys("b"), **wrong)
+    clock[0] = 10
+    assert cache.reserve(keys("c")).evicted == [b"b"]
+    assert [event.priority for event in cache.events() if event.kind == "updated"] == [60, 35]
+
+
 def test_a_priority_falls_when_its_time_is_over(make: Make) -> None:
     clock = [0]
     cache = make(2, clock=lambda: clock[0], event_capacity=16)

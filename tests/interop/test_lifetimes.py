@@ -235,7 +235,7 @@ def test_a_pool_that_nobody_holds_gives_its_memory_back_at_once() -> None:
         cache = open_pool()
         export = cache.export("host")
         view = np.asarray(export)
-        memory = [weakref.ref(cache._pools.device_bytes), weakref.ref(cache._pools.host_bytes)]
+        memory = [weakref.ref(cache._pools.flat("device")), weakref.ref(cache._pools.flat("host"))]
         del cache, export
         assert memory[0]() is None and memory[1]() is not None, "the view keeps what it is made of"
         del view

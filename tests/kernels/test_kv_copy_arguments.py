@@ -226,7 +226,7 @@ def test_planes_that_share_bytes_are_refused_where_they_are_written() -> None:
     for good in ([apart[0], apart[1]], [interleaved[:, :, 0], interleaved[:, :, 1]]):
         gather_kv(cache, SLOTS, good)
     for bad in ([apart[0], apart[0]], [row[:, :4], row[:, 1:]]):
-        with pytest.raises(ValueError, match="out: planes 0 and 1 share bytes"):
+        with pytest.raises(ValueError, match="out, plane 0 and out, plane 1 share bytes"):
             gather_kv(cache, SLOTS, bad)
         assert not row.any()
         scatter_kv(cache, SLOTS, bad)

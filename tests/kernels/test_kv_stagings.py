@@ -94,6 +94,6 @@ def test_stagings_that_are_written_share_no_bytes() -> None:
     views, slots = [whole[:, :, :5], whole[:, :, 5:]], np.arange(8)
     gather_kv(cache.paged("host"), slots, Stagings(views))
     overlapping = Stagings([whole[:, :, :5], whole[:, :, 4:7]])
-    with pytest.raises(ValueError, match="out: stagings 0 and 1 share bytes"):
+    with pytest.raises(ValueError, match=r"out\[0\], plane . and out\[1\], plane . share bytes"):
         gather_kv(cache.paged("host"), slots, overlapping)
     scatter_kv(cache.paged("host"), slots, overlapping)

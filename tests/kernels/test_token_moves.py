@@ -22,7 +22,7 @@ from tests.kernels.shim import ShimLauncher
 def check(pools: MemoryPools, moves: np.ndarray, starts: np.ndarray, launcher: ShimLauncher) -> None:
     expected, host = pools.device_pool.copy(), pools.host_pool.copy()
     reference.move_tokens(pools.layout, expected, moves)
-    plan = make_plan(pools.layout, pools.device_bytes, pools.host_bytes, DEVICE_BLOCKS, HOST_BLOCKS)
+    plan = make_plan(pools.layout, pools.flat("device"), pools.flat("host"), DEVICE_BLOCKS, HOST_BLOCKS)
     for launch in token_moves(plan, TokenMoves(moves, starts), launcher.grid):
         launcher.launch(launch, 0)
     np.testing.assert_array_equal(pools.device_pool.view(np.uint8), expected.view(np.uint8))

@@ -484,7 +484,7 @@ class GroupsMachine(PoolMachine):
     several = True
 
 
-EXAMPLES = int(os.environ.get("KVPOOL_MODEL_EXAMPLES", "60"))
+EXAMPLES = int(os.environ.get("KVPOOL_MODEL_EXAMPLES", "30"))
 PoolMachine.TestCase.settings = settings(
     max_examples=EXAMPLES,
     stateful_step_count=int(os.environ.get("KVPOOL_MODEL_STEPS", "50")),

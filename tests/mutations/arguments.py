@@ -91,13 +91,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a_copy_of_step_tables_knows_the_places_of_the_first",
-        "StepTables.__reduce__",
-        "def __reduce__(self) -> tuple[Any, ...]:\n"
-        "    # What is known of the arrays is not that of their copies, which lie elsewhere.\n"
-        "    return _step_tables, tuple(getattr(self, one.name) for one in fields(self) if one.init)",
-        "def _reduce(self) -> tuple[Any, ...]:\n"
-        "    # What is known of the arrays is not that of their copies, which lie elsewhere.\n"
-        "    return _step_tables, tuple(getattr(self, one.name) for one in fields(self) if one.init)",
+        "StepTables.__getstate__",
+        'return {**vars(self), "_known": {}}',
+        "return dict(vars(self))",
         "A step writes to arrays that may have been freed.",
         (f"{_LYING}::test_the_tables_of_a_copy_are_written_and_no_others[deepcopy]",),
     ),

@@ -244,7 +244,7 @@ MUTATIONS = (
         "a_settled_copy_is_not_timed",
         "on_only_copy",
         "place(h, b, deadline)",
-        "push_back(blocks_of(h), lists_of(h), b, list_of(h, b))",
+        "push(blocks_of(h), lists_of(h), b, list_of(h, b), BACK)",
         "A priority that should end never does.",
         (_TTL[0],),
     ),

@@ -17,7 +17,7 @@ MUTATIONS = (
     ),
     Mutation(
         "pauses_teach_nothing",
-        "_learn",
+        "pauses.learn",
         "rates[BACK, row, last] += 1.0 if came else 0.0",
         "",
         "The policy cannot tell a conversation that comes back soon from one that does not.",
@@ -42,7 +42,7 @@ MUTATIONS = (
     Mutation(
         "the_end_of_a_conversation_is_not_heard",
         "worth_now",
-        "chain.due == ENDS",
+        "chain.returns == ENDS",
         "False",
         "An engine that says ends=True gains nothing.",
         (f"{_TESTS}test_what_the_engine_says_goes_before_what_was_learnt",),
@@ -58,8 +58,8 @@ MUTATIONS = (
     Mutation(
         "adaptive_follows_who_would_have_hit_less",
         "_compare",
-        "hits[expert] >= most + (0 if expert == LRU else 1 + (most >> _MARGIN))",
-        "hits[expert] < most",
+        "ahead > 0.0",
+        "ahead < 0.0",
         "The pool follows the worse of its policies.",
         (f"{_TESTS}test_adaptive_follows_who_would_have_hit_more_and_a_switch_moves_no_block",),
     ),

@@ -88,7 +88,10 @@ def test_a_job_of_a_store_has_a_span_until_its_result_is_read(tracer: Tracer) ->
 def test_without_tracing_nothing_stands_between_a_caller_and_a_call() -> None:
     before = KVCacheManager.add_sequence, KVCacheManager.prefetch, StoreQueue.load, vars(KVCacheManager).copy()
     tracing.trace(Tracer())
-    assert KVCacheManager.add_sequence is not before[0]
+    assert (traced := KVCacheManager.add_sequence) is not before[0]
+    tracing.trace(Tracer())
+    assert KVCacheManager.add_sequence is traced, "a second call does nothing"
+    tracing.untrace()
     tracing.untrace()
     assert before == (
         KVCacheManager.add_sequence, KVCacheManager.prefetch, StoreQueue.load, vars(KVCacheManager).copy()

@@ -16,7 +16,7 @@ from kvpool.state.records import PUBLISHED
 
 MEDIA = {"device": "GPU", "host": "CPU"}
 END = 2**64 - 1
-WAIT_MS = 20_000
+WAIT_MS = 600_000
 
 Decode = Callable[[bytes], list[dict[str, Any]]]
 Hash = int | bytes

@@ -95,7 +95,7 @@ def test_many_clients_that_never_read_cost_a_message_each(make: Make, publish: P
     with peers(zmq.DEALER, publisher.replay_endpoint, 20) as stuck:
         for one in stuck:
             one.send_multipart([b"", bytes(8)])
-        until(lambda: publisher._replays.asking == 20, "20 replays")
+        until(lambda: sum(peer.asked.is_set() for peer in list(publisher._replays._peers)) == 20, "20 replays")
         publisher.flush()
         assert publisher.stats().queued_bytes <= 20 * MESSAGE
         late = route(publisher)
@@ -146,7 +146,9 @@ def test_a_slow_reader_whose_messages_are_gone_goes_on_with_a_snapshot(
         *_, number, payload = router.ask.recv_multipart()
         if not payload:
             break
-        router.apply(int.from_bytes(number, "big"), payload)
+        told = int.from_bytes(number, "big")
+        if told >= router.next:  # a request that was made anew begins at 0 again
+            router.apply(told, payload)
     assert publisher.stats().snapshots >= 1
     # How much the system's buffers had taken by then decides where it ended.
     router.catch_up()

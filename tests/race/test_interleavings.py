@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SCHEDULES = os.environ.get("KVPOOL_RACE_SCHEDULES", "60")
+SCHEDULES = os.environ.get("KVPOOL_RACE_SCHEDULES", "30")
 MOST = [] if SCHEDULES == "all" else ["--most", SCHEDULES]
 SEED = os.environ.get("KVPOOL_RACE_SEED", str(random.randrange(1 << 32)))
 

@@ -234,7 +234,9 @@ def test_clients_that_never_read_do_not_keep_a_new_client_waiting(make: Make, sc
             for _ in range(3):
                 found = client.fetch_blocks(there.keys(tokens)[:4])
                 assert [bytes(one or b"") for one in found] == expected(there, tokens)[:4]
-        assert server.stats().transfers >= 6 and server.stats().transfer_bytes <= 32 << 20
+            # Whoever's blocks the system has taken meanwhile gets its next ones.
+            until(lambda: server.stats().transfers >= 6, "transfers of all who do not read")
+        assert server.stats().transfer_bytes <= 32 << 20
 
 
 def test_who_has_blocks_under_way_leaves_room_for_who_has_none() -> None:

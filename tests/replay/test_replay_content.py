@@ -88,9 +88,9 @@ def test_no_tokens_have_no_states() -> None:
 def test_bytes_of_a_token_are_the_same_in_every_block_tier_and_way_of_writing(layout: BlockLayout, tier: str) -> None:
     pools, memory = open_tier(layout, tier)
     states = states_of(layout, 3)
-    memory.write_blocks(np.array([4, 0, 2]), states)
+    memory.write(states, np.array([4, 0, 2]))
     rows, tokens = (axis.reshape(-1) for axis in np.indices(states.shape))
-    memory.write_tokens(np.array([1, 5, 3])[rows], tokens, states.reshape(-1))
+    memory.write(states.reshape(-1), np.array([1, 5, 3])[rows], tokens)
     whole = [view_of(pools, layout, tier, block) for block in (4, 0, 2)]
     pieces = [view_of(pools, layout, tier, block) for block in (1, 5, 3)]
     # As bytes: floats that are no numbers differ from themselves.
@@ -99,7 +99,7 @@ def test_bytes_of_a_token_are_the_same_in_every_block_tier_and_way_of_writing(la
     shape = (layout.layers, layout.kv_heads, layout.head_dim, layout.tokens_per_block)
     plain = BlockLayout(*shape, layout.dtype, layout.planes)
     others, other_memory = open_tier(plain, "host")
-    other_memory.write_blocks(np.array([4, 0, 2]), states)
+    other_memory.write(states, np.array([4, 0, 2]))
     other = [np.ascontiguousarray(view_of(others, plain, "host", block)).view(np.uint8) for block in (4, 0, 2)]
     assert np.array_equal(raw, other)
 
@@ -110,8 +110,8 @@ def test_every_single_changed_byte_is_found_and_placed(layout: BlockLayout, tier
     pools, memory = open_tier(layout, tier)
     states = states_of(layout, 3)
     blocks = np.array([5, 1, 2])
-    memory.write_blocks(blocks, states)
-    assert memory.check_blocks(blocks, states) is None
+    memory.write(states, blocks)
+    assert memory.check(states, blocks) is None
     rows, tokens = (axis.reshape(-1) for axis in np.indices(states.shape))
     view = view_of(pools, layout, tier, 1)
     for place in np.ndindex(view.shape[:-1]):
@@ -119,13 +119,13 @@ def test_every_single_changed_byte_is_found_and_placed(layout: BlockLayout, tier
         for byte in (0, len(element) - 1):
             element[byte] ^= 1
             layer, plane, token, head = place
-            whole = memory.check_blocks(blocks, states)
-            for found in (whole, memory.check_tokens(blocks[rows], tokens, states.reshape(-1))):
+            whole = memory.check(states, blocks)
+            for found in (whole, memory.check(states.reshape(-1), blocks[rows], tokens)):
                 assert found is not None and found.found != found.expected
                 assert (found.token, found.layer, found.plane, found.head) == (token, layer, plane, head)
             assert whole is not None and whole.row == 1
             element[byte] ^= 1
-    assert memory.check_blocks(blocks, states) is None
+    assert memory.check(states, blocks) is None
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[:4], ids=names)
@@ -135,12 +135,12 @@ def test_content_in_the_wrong_place_is_found(layout: BlockLayout) -> None:
     block = np.array([3])
     view = view_of(pools, layout, "device", 3)
     for axis in range(4):
-        memory.write_blocks(block, states)
-        assert memory.check_blocks(block, states) is None
+        memory.write(states, block)
+        assert memory.check(states, block) is None
         view[...] = np.roll(view, 1, axis=axis)
-        assert memory.check_blocks(block, states) is not None, f"axis {axis} rolled unseen"
-    memory.write_blocks(block, states_of(layout, 1, first=1))
-    assert memory.check_blocks(block, states) is not None
+        assert memory.check(states, block) is not None, f"axis {axis} rolled unseen"
+    memory.write(states_of(layout, 1, first=1), block)
+    assert memory.check(states, block) is not None
 
 
 def test_more_blocks_than_one_step_holds_are_written_and_checked() -> None:
@@ -150,10 +150,10 @@ def test_more_blocks_than_one_step_holds_are_written_and_checked() -> None:
     memory = KVBytes(layout, pools.device_pool, layout.device_strides(blocks), blocks)
     order = np.random.default_rng(0).permutation(blocks)
     states = states_of(layout, blocks)
-    memory.write_blocks(order, states)
-    assert memory.check_blocks(order, states) is None
+    memory.write(states, order)
+    assert memory.check(states, order) is None
     pools.device_pool[-1, -1, order[77], 3] ^= 1
-    found = memory.check_blocks(order, states)
+    found = memory.check(states, order)
     assert found is not None and (found.row, found.token, found.layer, found.plane) == (77, 3, 1, 1)
 
 
@@ -161,14 +161,7 @@ def test_writing_tokens_leaves_all_others_as_they_are() -> None:
     layout = LAYOUTS[1]
     pools, memory = open_tier(layout, "device")
     states = states_of(layout, 1)[0]
-    memory.write_tokens(np.array([2, 2]), np.array([1, 3]), states[[1, 3]])
+    memory.write(states[[1, 3]], np.array([2, 2]), np.array([1, 3]))
     view = view_of(pools, layout, "device", 2)
     assert not view[:, :, [0, 2]].any() and view[:, :, [1, 3]].any()
     assert not any(view_of(pools, layout, "device", block).any() for block in (0, 1, 3, 4, 5))
-
-
-def test_a_pool_that_is_not_contiguous_is_refused() -> None:
-    layout = LAYOUTS[0]
-    pool = np.zeros((2 * BLOCKS, *layout.host_shape(1)[1:]), np.float16)[::2]
-    with pytest.raises(ValueError, match="not contiguous"):
-        KVBytes(layout, pool, layout.host_strides(BLOCKS), BLOCKS)

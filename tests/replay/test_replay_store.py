@@ -119,7 +119,7 @@ def test_content_that_is_not_the_prompts_fails_the_verification(
 def test_a_block_with_one_wrong_byte_is_no_block_of_the_prompt() -> None:
     device, host = (np.zeros(4 * LAYOUT.block_bytes, np.uint8) for _ in range(2))
     verifier, states = Verifier(LAYOUT, device, host, 4, 4), token_states(np.arange(32), 16)
-    KVBytes(LAYOUT, host, LAYOUT.host_strides(4), 4).write_blocks(np.array([0, 1]), states.reshape(2, 16))
+    KVBytes(LAYOUT, host, LAYOUT.host_strides(4), 4).write(states.reshape(2, 16), np.array([0, 1]))
     verifier.expect(states)
     verifier.loaded(np.array([4, 5]))
     assert verifier.failure is None and verifier.verified.loaded_blocks == 2

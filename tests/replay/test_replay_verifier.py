@@ -54,8 +54,11 @@ def test_what_was_written_in_pieces_is_found_whole(start: int, length: int) -> N
     sequence = blocks(5, 0, 3, 1, 4)
     rig.verifier.write(sequence, 0, everything[:start])
     rig.verifier.write(sequence, start, everything[start:])
-    rig.verifier.check_reuse(sequence, everything)
-    assert rig.verifier.verified.reused_tokens == start + length
+    rig.verifier.check(sequence, everything, "was handed out as cached")
+    if length:
+        rig.corrupt(int(sequence[(start + length - 1) // 4]), (start + length - 1) % 4, layer=0, plane=0)
+        with pytest.raises(VerificationError):
+            rig.verifier.check(sequence, everything, "was handed out as cached")
 
 
 def test_other_bytes_at_a_reuse_are_a_failure_that_names_the_place() -> None:
@@ -63,21 +66,21 @@ def test_other_bytes_at_a_reuse_are_a_failure_that_names_the_place() -> None:
     rig.verifier.context = "request 7"
     rig.verifier.write(blocks(2, 4), 0, states(7))
     rig.corrupt(4, 1, layer=1, plane=0)
-    rig.verifier.check_reuse(blocks(2, 4), states(5))
+    rig.verifier.check(blocks(2, 4), states(5), "was handed out as cached")
     message = r"device block 4, token 1, request 7: was handed out as cached \(layer 1, plane 0"
     with pytest.raises(VerificationError, match=message) as caught:
-        rig.verifier.check_reuse(blocks(2, 4), states(6))
+        rig.verifier.check(blocks(2, 4), states(6), "was handed out as cached")
     error = caught.value
     assert (error.block, error.tier, error.token, error.layer, error.plane) == (4, "device", 1, 1, 0)
     with pytest.raises(VerificationError, match="device block 4, token 1, .*was overwritten while in use"):
-        rig.verifier.check_release(blocks(2, 4), states(7))
+        rig.verifier.check(blocks(2, 4), states(7), "was overwritten while in use")
 
 
 def test_a_full_block_of_another_namespace_is_a_failure() -> None:
     rig = Rig()
     rig.verifier.write(blocks(2, 4), 0, states(8, salt="a"))
     with pytest.raises(VerificationError, match="device block 2, token 0"):
-        rig.verifier.check_reuse(blocks(2, 4), states(8, salt="b"))
+        rig.verifier.check(blocks(2, 4), states(8, salt="b"), "was handed out as cached")
 
 
 def test_copies_carry_content_through_both_tiers() -> None:
@@ -87,7 +90,7 @@ def test_copies_carry_content_through_both_tiers() -> None:
     rig.verifier.write(blocks(0, 1), 0, states(8, salt="other"))
     rig.copy((DEVICE, 2, T), (DEVICE + 1, 3, 3))
     rig.verifier.raise_failure()
-    rig.verifier.check_reuse(blocks(2, 3), states(7))
+    rig.verifier.check(blocks(2, 3), states(7), "was handed out as cached")
     found = rig.verifier.verified
     assert (found.offloaded_blocks, found.onboarded_blocks, found.partial_copies) == (2, 1, 1)
     token = LAYOUT.token_bytes
@@ -168,7 +171,7 @@ def test_a_device_that_stops_half_way_is_followed_half_way() -> None:
     assert rig.verifier.verified.partial_copies == 1
     rig.copy((2, 4, T))
     rig.verifier.raise_failure()
-    rig.verifier.check_reuse(blocks(4), states(4))
+    rig.verifier.check(blocks(4), states(4), "was handed out as cached")
 
 
 def test_metered_device_counts_copies_and_changes_nothing() -> None:

@@ -17,7 +17,6 @@ import pytest
 from engine import Engine, small_layout
 from kvpool import (
     BlockKeys,
-    BlockLayout,
     Lease,
     ModelIdentity,
     OutOfSequences,
@@ -180,27 +179,6 @@ def test_what_has_addresses_is_no_pickle_and_its_copy_keeps_the_memory(kind: str
         pickle.dumps(one)
 
 
-def test_the_numbers_of_a_paged_cache_are_checked_and_its_own() -> None:
-    class Number:
-        def __index__(self) -> int:
-            return next(numbers)
-
-    numbers = iter([4, 1 << 40, 1 << 40])
-    paged = PagedKV.of(np.zeros((2, 2, 4, 4, 2, 3), np.uint16), "| L P B T H D")
-    given = [paged.bases, paged.planes, Number(), paged.tokens_per_block, paged.memory, paged.writable]
-    own = PagedKV(*given)  # type: ignore[arg-type]
-    assert (own.blocks, own.slots, own.extent) == (4, 16, paged.extent)
-    for place, value, name in (
-        (2, 0, "blocks"), (2, 1.5, "blocks"), (3, 1 << 63, "tokens_per_block"), (1, [paged.planes[0]] * 2, ""),
-        (1, [(1, 2)] * 2, r"planes\[0\]"), (1, [paged.planes[0]._replace(heads=0)] * 2, r"planes\[0\].heads"),
-    ):  # fmt: skip
-        wrong = [*given[:2], 4, *given[3:]]
-        wrong[place] = value
-        if name:
-            with pytest.raises((TypeError, ValueError), match=name):
-                PagedKV(*wrong)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("interface", [5, {}, {"typestr": "<i8", "shape": (1,)}, {"typestr": "x", "data": (1, 0),
                                        "shape": (1,)}, {"typestr": "<i8", "data": None, "shape": (1,)}])  # fmt: skip
 def test_an_array_interface_that_is_none_is_a_type_error(interface: Any) -> None:
@@ -215,22 +193,20 @@ def test_an_array_interface_that_is_none_is_a_type_error(interface: Any) -> None
         )
 
 
-@pytest.mark.parametrize("owner", [BlockLayout, ModelIdentity, PagedKV])
-def test_what_is_believed_later_has_no_subclasses(owner: type) -> None:
-    with pytest.raises(TypeError, match=f"{owner.__name__} has no subclasses"):
-        type("Other", (owner,), {"block_bytes": property(lambda self: 1)})
+def test_what_is_believed_later_has_no_subclasses() -> None:
+    with pytest.raises(TypeError, match="ModelIdentity has no subclasses"):
+        type("Other", (ModelIdentity,), {"fingerprint": property(lambda self: "")})
 
 
 def test_what_is_checked_when_it_is_made_is_checked_when_it_is_unpickled() -> None:
     identity, layout = ModelIdentity("a", "b", "c", "d", "e"), small_layout(4)
     assert identity.fingerprint and pickle.loads(pickle.dumps(identity)) == identity
     assert pickle.loads(pickle.dumps(layout)) == copy.deepcopy(layout) == layout
-    for one, state in (identity, {"fingerprint": "0" * 32}), (layout, {"layers": 1 << 40}):
-        with pytest.raises(TypeError, match="no state"):
-            one.__setstate__(state)
-        function, fields = one.__reduce__()  # type: ignore[misc]
-        with pytest.raises((TypeError, ValueError)):
-            function(*fields[:1], 5.5, *fields[2:])
+    with pytest.raises(TypeError, match="no state"):
+        identity.__setstate__({"fingerprint": "0" * 32})
+    function, fields = identity.__reduce__()
+    with pytest.raises((TypeError, ValueError)):
+        function(*fields[:1], 5.5, *fields[2:])
 
 
 # -- objects that lie --------------------------------------------------------------------------------
@@ -378,12 +354,6 @@ def test_addresses_of_a_paged_cache_cannot_be_changed() -> None:
     paged = PagedKV.of(np.zeros((2, 2, 4, 4, 2, 3), np.uint16), "| L P B T H D")
     with pytest.raises(ValueError, match="WRITEABLE"):
         paged.bases.flags.writeable = True
-    given = np.array(paged.bases)
-    other = PagedKV(given, paged.planes, paged.blocks, paged.tokens_per_block, paged.memory, paged.writable)
-    given[:] = 0
-    assert other.bases.tolist() == paged.bases.tolist()
-    with pytest.raises(ValueError, match="bases"):
-        PagedKV(given[:1], paged.planes, paged.blocks, paged.tokens_per_block, paged.memory, paged.writable)
 
 
 def test_a_lease_is_settled_by_blocks_of_the_pools_own(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,7 +194,7 @@ IN_PLACE = {
     *("StoreQueue.memory", "StoreClient.memory"),
     *(f"StepTables.{name}" for name in NAMES),
     "KVCacheManager.operations",  # a list, whose arrays are walked by operation
-    "PagedKV.planes",  # tuples, read into tuples of ints
+    *("PagedKV.planes", "PagedKV.bases"),  # of ``PagedKV.of``, which has made and checked them
 }
 """Memory of the caller's that is meant to be used in place, and what is read at once and looked at elsewhere."""
 VERBS = (

@@ -32,8 +32,8 @@ def records(state: State) -> Any:
     [
         lambda s: policy.unlink(records(s), s.lists, 1),
         lambda s: policy.relink(records(s), s.lists, 0),
-        lambda s: policy.push_back(records(s), s.lists, 0, 35),
-        lambda s: policy.push_front(records(s), s.lists, 5, 35),
+        lambda s: policy.push(records(s), s.lists, 0, 35, policy.BACK),
+        lambda s: policy.push(records(s), s.lists, 5, 35, policy.FRONT),
         lambda s: (policy.heap_push(records(s), s.heap, 2, 7), policy.heap_push(records(s), s.heap, 2, 8)),
     ],
     ids=["unlink", "relink", "push_back", "push_front", "heap_push"],

@@ -136,7 +136,7 @@ def move(kind: Callable[[View], np.ndarray], target: int) -> Corrupt:
     def corrupt(state: State) -> None:
         b = number(state, kind)
         slab.unlink(state.blocks.view(np.recarray), state.lists, b)
-        slab.push_back(state.blocks.view(np.recarray), state.lists, b, target)
+        slab.push(state.blocks.view(np.recarray), state.lists, b, target, slab.BACK)
 
     return corrupt
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvpool import HostCache, HostTier
 from kvpool.keepers.hostkeeper import HostKeeper
-from tests.stores.lab import BLOCK_BYTES, IDENTITY, Wrong, content, names
+from tests.stores.lab import BLOCK_BYTES, IDENTITY, Gate, Wrong, content, names
 
 ABSENT, HERE = HostCache.ABSENT, HostCache.HERE
 
@@ -50,6 +50,11 @@ class Engine:
         self.until(lambda: not self.keeper.stats().searching)
         here = self.keeper.lookup(names(count, first)) == HERE
         return np.where(here, HERE, ABSENT).tolist()
+
+    def held(self, gate: Gate, count: int) -> None:
+        """A call of the store for these keys hangs at the gate."""
+        self.keeper.lookup(names(count))
+        self.until(gate.reached.is_set)
 
     def take(self, count: int) -> int:
         """Read a prompt as its blocks come, window by window. Returns how many came."""

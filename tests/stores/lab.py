@@ -73,9 +73,9 @@ class Wrong:
         self.memory = space.memory
         return self._do("open", lambda: self.inner.open(space))
 
-    def epoch(self, model: bytes, new: bool) -> bytes:
+    def epoch(self, model: bytes, new: bool) -> bytes | None:
         if not hasattr(self.inner, "epoch"):
-            raise NotImplementedError
+            return None
         return self._do("epoch", lambda: self.inner.epoch(model, new))
 
     def find(self, keys: Bytes) -> Bytes:

@@ -15,6 +15,7 @@ from kvpool.keepers.hostkeeper import HostKeeper
 from kvpool.stores import REFUSED, MemoryStore, StoreQueue
 from tests.stores.hostkeeping import Engine
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Gate, Wrong, content, names
+from tests.waiting import until
 
 ABSENT, HERE, PENDING = HostCache.ABSENT, HostCache.HERE, HostCache.PENDING
 
@@ -163,8 +164,7 @@ def test_nobody_gets_the_blocks_of_a_load_that_hangs(make: Callable[..., Engine]
     engine, gate = make(blocks=8, save_share=1.0), Gate()
     engine.saved(3)
     store.before["load"] = gate
-    engine.keeper.lookup(names(3))
-    engine.until(gate.reached.is_set)
+    engine.held(gate, 3)
     engine.later(3)
     engine.until(lambda: engine.keeper.lookup(names(3)).tolist() == [ABSENT] * 3)
     stats = engine.keeper.stats()
@@ -348,13 +348,13 @@ def test_a_block_that_comes_after_clear_is_not_loaded_and_cancelled_both(
     engine, gate = make(), Gate()
     engine.saved(4)
     store.before["load"] = gate
-    engine.keeper.lookup(names(4))
-    engine.until(gate.reached.is_set)
+    engine.held(gate, 4)
     engine.keeper.clear()
     gate.open()
     assert engine.keeper.drain(600)
     stats = engine.keeper.stats()
     assert stats.missed == {"cancelled": 4} and (stats.loaded, stats.loading) == (0, 0)
+    assert engine.ask(4) == [ABSENT] * 4 and engine.cache.stats().used == 0
 
 
 def test_what_a_suspended_store_does_not_get_is_counted(make: Callable[..., Engine], store: Wrong) -> None:
@@ -492,15 +492,6 @@ def test_blocks_that_are_read_or_written_make_no_room_for_others(make: Callable[
     engine.read(4, first=100)
 
 
-def test_with_no_block_free_nothing_comes(make: Callable[..., Engine]) -> None:
-    engine = make(blocks=4)
-    engine.saved(2)
-    engine.write(4, first=10)
-    with engine.keeper.pin(names(4, 10)):
-        assert engine.ask(2) == [ABSENT] * 2
-    assert engine.keeper.stats().missed == {"crowded": 2}
-
-
 # -- arguments, closing ----------------------------------------------------------------------------------
 
 
@@ -542,8 +533,7 @@ def test_closing_while_a_load_hangs_says_so_and_keeps_its_blocks(make: Callable[
     engine, gate = make(), Gate()
     engine.saved(3)
     store.before["load"] = gate
-    engine.keeper.lookup(names(3))
-    engine.until(gate.reached.is_set)
+    engine.held(gate, 3)
     assert not engine.keeper.close(0.05)
     assert engine.cache.stats().pending == 3
     with pytest.raises(PoolClosed):
@@ -560,10 +550,7 @@ def test_closing_begins_nothing(make: Callable[..., Engine], store: Wrong) -> No
     engine.saved(2)
     engine.keeper.lookup(names(2))
     engine.keeper.poll()
-    end = time.monotonic() + 600
-    while engine.keeper.stats().stores[0].blocks["find", "ok"] < 2:
-        assert time.monotonic() < end
-        time.sleep(0.001)
+    until(lambda: engine.keeper.stats().stores[0].blocks["find", "ok"] == 2)
     assert engine.keeper.close(600)
     assert engine.cache.stats().pending == 0 and "load" not in store.calls
 

@@ -32,7 +32,7 @@ def test_after_clear_nothing_is_found_that_was_saved_before(
     assert engine.ask(4) == [ABSENT] * 4
     gate.open()
     engine.until(lambda: not engine.keeper.stats().stores[0].unconfirmed_drops)
-    assert engine.ask(4) == [ABSENT] * 4
+    assert engine.ask(4) == [ABSENT] * 4 and store.calls.count("clear") == clears
     engine.saved(4)
     assert engine.ask(4) == [HERE] * 4
     engine.read(4)
@@ -89,31 +89,6 @@ def test_a_process_that_ends_in_a_clear_leaves_what_was_before_to_nobody(
     assert make(DiskStore(left)).ask(4) == [ABSENT] * 4
 
 
-def test_a_clear_of_a_store_that_cannot_drop_hides_what_was_saved(make: Callable[..., Engine], store: Wrong) -> None:
-    store.clears = 0
-    engine = make(retry_seconds=0.0)
-    engine.saved(4)
-    engine.keeper.clear()
-    assert engine.ask(4) == [ABSENT] * 4 and "clear" not in store.calls
-    engine.until(lambda: not engine.keeper.stats().stores[0].unconfirmed_drops)
-    assert engine.ask(4) == [ABSENT] * 4
-    engine.saved(4)
-    assert engine.ask(4) == [HERE] * 4
-
-
-def test_a_clear_while_blocks_come_leaves_none_of_them(make: Callable[..., Engine], store: Wrong) -> None:
-    engine, gate = make(retry_seconds=0.0), Gate()
-    engine.saved(4)
-    store.before["load"] = gate
-    engine.keeper.lookup(names(4))
-    engine.until(gate.reached.is_set)
-    engine.keeper.clear()
-    gate.open()
-    assert engine.keeper.drain(600)
-    assert engine.ask(4) == [ABSENT] * 4
-    assert engine.cache.stats().used == 0
-
-
 def test_a_key_that_is_forgotten_while_its_load_hangs_is_a_miss_and_not_pending_for_ever(
     make: Callable[..., Engine], store: Wrong
 ) -> None:
@@ -121,8 +96,7 @@ def test_a_key_that_is_forgotten_while_its_load_hangs_is_a_miss_and_not_pending_
     engine, gate = make(retry_seconds=0.5), Gate()
     engine.saved(3)
     store.before["load"] = gate
-    engine.keeper.lookup(names(3))
-    engine.until(gate.reached.is_set)
+    engine.held(gate, 3)
     engine.later(3)
     engine.until(lambda: engine.keeper.stats().hung == 3)
     engine.keeper.forget(names(3))

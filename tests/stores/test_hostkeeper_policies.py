@@ -69,8 +69,7 @@ def test_a_load_ends_when_its_policy_has_no_more_time(make: Callable[..., Engine
     engine = make(policies=[policy], load_seconds=60.0)
     engine.saved(2)
     store.before["load"] = gate
-    engine.keeper.lookup(names(2))
-    engine.until(gate.reached.is_set)
+    engine.held(gate, 2)
     engine.later(1)
     engine.until(lambda: engine.keeper.lookup(names(2)).tolist() == [ABSENT] * 2)
     assert engine.keeper.stats().missed["late"] == 2 and policy.told == [(0, 1.0)]

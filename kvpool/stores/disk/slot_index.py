@@ -9,8 +9,8 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Int64s
 from kvpool.stores.store import KEY_BYTES, SEAL_BYTES, TAG_BYTES
 
 ENTRY = np.dtype(
@@ -43,7 +43,7 @@ class SlotTable:
         pages = -(-slots // PER_PAGE)
         self._all = np.zeros(pages * PER_PAGE, ENTRY)
         self.entries = self._all[:slots]
-        self.used: npt.NDArray[np.int64] = self.entries["used"]
+        self.used: Int64s = self.entries["used"]
         self._changed: set[int] = set()
         self._touched: dict[int, None] = {}
         self._now = 0
@@ -161,12 +161,11 @@ class Index:
 
     def _drop_duplicates(self, taken: np.ndarray) -> int:
         """Of two slots with one key, the one that was used last counts. Only damage makes them."""
-        count = len(taken) - len(self._here) - len(self._others)
+        count = len(taken) - len(self)
         if count:
-            entries = self._table.entries
-            taken = taken[np.argsort(entries["used"][taken])]
             for where in (self._here, self._others):
-                where.update((key, slot) for key, slot in self._by_key(taken).items() if key in where)
+                newest = self._by_key(taken[np.argsort(self._table.used[taken])])
+                where.update((key, newest[key]) for key in where)
             for slot in set(taken.tolist()) - {*self._here.values(), *self._others.values()}:
                 self._table.clear(slot)
         return count

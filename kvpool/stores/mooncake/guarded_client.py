@@ -16,9 +16,7 @@ from contextlib import suppress
 from importlib import metadata
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from kvpool.arrays import Uint8s
 from kvpool.entry.process import Process
 from kvpool.errors import ForkedProcess, PoolClosed
 
@@ -160,7 +158,7 @@ class Client:
         """Raise ForkedProcess in a child of ``os.fork()``."""
         self._process.check(self)
 
-    def register(self, memory: npt.NDArray[np.uint8]) -> None:
+    def register(self, memory: Uint8s) -> None:
         """Tell the library of memory that calls read and write. It is kept until ``close`` has returned."""
         code = self._call("register_buffer", memory.ctypes.data, memory.nbytes)
         if code:

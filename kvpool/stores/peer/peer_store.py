@@ -118,17 +118,15 @@ class PeerStore:
             _log.warning("the store is not there, and is asked again by each call: %s", error)
         return self.secret
 
-    def epoch(self, model: bytes, new: bool) -> bytes:
-        """What the server's store remembers. Raises NotImplementedError if it remembers none."""
+    def epoch(self, model: bytes, new: bool) -> bytes | None:
+        """What the server's store remembers; None if it remembers none."""
         with self._connection() as link:
             answer = self._call(link, "renew" if new else "epoch", tag=model.hex())
             frames_argument([*answer.frames, *answer.blocks], 1)
             found = bytes(answer.frames[0])
             if len(found) not in (0, EPOCH_BYTES):
                 raise Malformed(f"an epoch of {len(found)} bytes")
-            if not answer.message.count:
-                raise NotImplementedError("the server's store has no epochs")
-            return found
+            return found if answer.message.count else None
 
     def find(self, keys: Bytes) -> Bytes:
         codes = np.full(len(keys), ABSENT, np.uint8)

@@ -12,8 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +22,7 @@ except ModuleNotFoundError as error:
     raise ImportError('StoreServer needs pyzmq: pip install ".[remote]"') from error
 
 from kvpool.arrays.layout import integer_argument
+from kvpool.entry.closing import Closing
 from kvpool.remote.endpoints import ServerKeys, ServerSecret, check_endpoint
 from kvpool.remote.session import UNSEALED, Failed, Malformed, Message, Received, frames_argument
 from kvpool.stores.peer.wire import (
@@ -52,9 +52,6 @@ from kvpool.stores.store import (
     Space,
     Store,
 )
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 WAIT_MS_MAX = 600_000
 _SESSIONS_MAX = 4096
@@ -93,7 +90,7 @@ class ServedStats:
     """What the store has said of itself when it last answered a call."""
 
 
-class StoreServer:
+class StoreServer(Closing):
     """Serves one store to each ``PeerStore`` of other processes, over ZeroMQ. A context manager.
 
     Parameters
@@ -196,14 +193,6 @@ class StoreServer:
         self._server.check(self)
         self._server.close()
         return self._calls.join(end)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class _Request(NamedTuple):
@@ -437,11 +426,8 @@ class _Calls:
         return answer._replace(frames=[codes, seals], blocks=[blocks], seal=session.seal([blocks]))
 
     def _epoch(self, message: StoreCall, model: bytes) -> _Answer:
-        try:
-            ask = getattr(self._store, "epoch", None)
-            found = ask(model, message.call == "renew") if ask else None
-        except NotImplementedError:
-            found = None
+        ask = getattr(self._store, "epoch", None)
+        found = ask(model, message.call == "renew") if ask else None
         return self._done(message, int(found is not None), [found or b""])
 
     def _codes(self, message: StoreCall, kind: str, codes: Any) -> _Answer:

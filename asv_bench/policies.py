@@ -1,0 +1,268 @@
+"""Tables of what policies of eviction hit, in per cent of all blocks of all prompts.
+
+Sessions of agents are played in a closed loop: a number of users each work on one session after the other. A request
+ends ``api`` seconds after it began, and the next one of its session comes after its pause, at most ``--cap`` seconds.
+Chats come at their own times. Requests are instantaneous: admitted, committed and released at once. A block of the
+trace is a block of one token here. ``trace`` is what ``replay`` takes::
+
+    python asv_bench/policies.py pool sessions.jsonl.xz --blocks 25000 --cap 60 600 --half 1 --policies lru adaptive
+    python asv_bench/policies.py constants chats.jsonl --blocks 3000 10000 --half 1 --seeds 3
+
+Tables: ``pool`` (the device alone, or two tiers with ``--host``); ``recurrent`` (a second group keeps a state at every
+32nd block); ``store`` (a store of ``--store`` blocks behind both tiers); ``flood`` (with each request, another tenant
+asks for 200 blocks that nobody asks for again, and a third time with a low priority); ``hints`` (the client pins,
+retains and prefetches sessions at random); ``hostcache`` (a HostCache instead of a pool); ``constants`` (``pool`` with
+each constant of the policies halved and doubled).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from random import Random
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import kvpool
+from kvpool.keepers import Keeper
+from kvpool.planner.policies import SAYINGS, hints
+from kvpool.replay.content import Ids, Request
+from kvpool.replay.sessions import play
+from kvpool.replay.traces import read_sessions, read_trace
+from kvpool.stores.memory import MemoryStore
+
+VARIES, SNAPSHOT, FLOOD, FLOODED, FLOOD_PRIORITY = 0.5, 32, 200, 1 << 30, 10
+HALF, SAID, HINTED = 5, 11, 13
+"""Seeds: of the halves of the sessions, of what is said and hinted at random."""
+TABLES = ("pool", "recurrent", "store", "flood", "hints", "hostcache", "constants")
+LAYOUT = kvpool.BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=1, dtype="uint8", planes=1)
+MODEL = kvpool.ModelIdentity("trace", "none", LAYOUT.dtype_name, LAYOUT, "policies 1")
+CONSTANTS = {
+    "kvpool.state.chains": ("_LEAN", "_PRIOR", "_MOST", "_REFRESH", "_REFRESH_ALL", "_OWN", "SAMPLE"),
+    "kvpool.state.agent": ("SOME", "RUN", "_RING", "_LEVEL"),
+    "kvpool.state.adaptive": ("_MEMORY", "_SURE"),
+    "kvpool.state.arrays": ("_BLOCKS_PER_CHAIN", "_BLOCKS_PER_NAME", "_GHOST_BLOCKS"),
+}
+EXPONENTS = {"_MEMORY", "_MARGIN"}
+"""Of these, half and double are one less and one more."""
+
+
+class Asked(NamedTuple):
+    """A request: its ids, one for each block; of sessions for each full one."""
+
+    request: Request
+    ids: Ids
+
+    @property
+    def ms(self) -> int:
+        return int(1000 * (self.request.timestamp or 0))
+
+
+class Score(NamedTuple):
+    hits: int
+    blocks: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        return 100 * self.hits / self.blocks
+
+
+def asked(options: argparse.Namespace, cap: float) -> Iterator[Asked]:
+    """The requests of a trace, in order: of a random half of its sessions, or of half of its hour."""
+    if ".jsonl.xz" in options.trace or options.sessions:
+        sessions, random = read_sessions(options.trace), Random(HALF)
+        sessions = [one for one in sessions if options.half is None or (random.random() < 0.5) == (options.half == 0)]
+        requests = play(sessions, options.users, cap, VARIES if options.jitter else 0.0)
+    else:
+        chats = read_trace(options.trace).requests
+        middle = len(chats) // 2
+        requests = iter(chats if options.half is None else chats[middle:] if options.half else chats[:middle])
+    for request in requests:
+        assert request.hash_ids is not None
+        whole = request.input_length // request.tokens_per_id if request.session is not None else None
+        yield Asked(request, request.hash_ids[:whole].astype(np.int32) + 1)
+
+
+class Played:
+    """A pool with a policy that requests are played through, and what a table adds to each."""
+
+    def __init__(self, options: argparse.Namespace, blocks: int, policy: str, seed: int) -> None:
+        self.options, self.now, self.open = options, 0, ExitStack()
+        self.said, self.hinted, self.sessions = Random(SAID), Random(HINTED), list[str]()
+        self.fresh = FLOODED
+        groups: dict[str, Any] = {"layout": LAYOUT, "device_blocks": blocks + 1, "host_blocks": options.host}
+        if options.table == "recurrent":
+            state = kvpool.LayerGroup(LAYOUT, kind="recurrent", snapshot_tokens=SNAPSHOT)
+            counts = [blocks + 1, blocks // SNAPSHOT * 2]
+            groups = {"groups": [kvpool.LayerGroup(LAYOUT), state], "device_blocks": counts}
+        self.cache = self.open.enter_context(
+            kvpool.KVCacheManager(
+                **groups, device="cpu", max_sequences=4, max_sequence_tokens=options.longest + 1, policy=policy,
+                partial_reuse=False, clock=lambda: self.now, secret=bytes(32),
+                event_capacity=1 << 20 if options.table == "store" else 0,
+            )
+        )  # fmt: skip
+        for state in self.cache.core.states:
+            if state.book is not None:
+                state.book.book["draws"] = seed
+        if options.table == "store":
+            store = MemoryStore(options.store * LAYOUT.block_bytes)
+            store.secret = bytes(32)
+            self.keeper = self.open.enter_context(
+                Keeper(
+                    self.cache, [store], identity=MODEL, queued_blocks=1 << 20, staging_blocks=1 << 15, interval_ms=1
+                )
+            )
+
+    def ask(self, one: Asked) -> int:
+        """Play a request. Returns how many of its blocks are hits."""
+        self.now = max(self.now, one.ms)
+        # The last token of a prompt is never reused.
+        keys = self.cache.block_keys(np.append(one.ids, np.int32(0)))
+        if self.options.table == "store":
+            assert self.keeper.drain(60) and self.keeper.prefetch(keys, 60).wait(60)
+        if self.options.table == "flood":
+            self._flood()
+        if self.options.table == "hints":
+            self._hint(one)
+        return self._turn(keys, len(one.ids), **self._say(one.request))
+
+    def _turn(self, keys: Any, count: int, retention: Any = None, **said: Any) -> int:
+        admitted = self.cache.add_sequence_batch([keys], retention=None if retention is None else [retention])
+        self.cache.commit(admitted.ids, np.array([count]))
+        self.cache.rewind(admitted.ids, np.array([1]))
+        self.cache.release(admitted.ids, **said)
+        return int(admitted.cached_tokens[0])
+
+    def _say(self, request: Request) -> dict[str, Any]:
+        own = {"session": str(request.session)} if self.options.table == "hints" else {}
+        if self.options.say != "random":
+            return own | hints(request, self.options.say)
+        said: list[dict[str, Any]] = [{"ends": True}, {"stop": "tool_use"}, {"stop": "end_turn"}, {}]
+        return own | self.said.choice([*said, {"returns_in_ms": self.said.randrange(1, 600_000)}])
+
+    def _flood(self) -> None:
+        self.fresh += FLOOD
+        keys = self.cache.block_keys(np.append(np.arange(self.fresh, self.fresh + FLOOD), 0), salt="flood")
+        low = [kvpool.RetentionRange(0, None, FLOOD_PRIORITY)] if self.options.low else None
+        self._turn(keys, FLOOD, low)
+
+    def _hint(self, one: Asked) -> None:
+        """A hint about some session, also about one that has ended."""
+        self.sessions.append(str(one.request.session))
+        kind = self.hinted.choice(("pin", "retain", "prefetch"))
+        payload = {"session": self.hinted.choice(self.sessions), "lease_ms": self.hinted.randrange(1, 600_000)}
+        action = {"action_id": "1", "action_type": kind, "action_version": 1, "payload": payload}
+        self.cache.hints({"protocol_version": 1, "message_id": "1", "actions": [action]})
+
+
+class PlayedHost:
+    """A HostCache that requests are played through. It has no policy but LRU."""
+
+    def __init__(self, options: argparse.Namespace, blocks: int, policy: str, seed: int) -> None:
+        self.open, self.now = ExitStack(), 0
+        cache = kvpool.HostCache(blocks, 8, identity=MODEL, secret=bytes(32), clock=lambda: self.now, policy=policy)
+        self.cache = self.open.enter_context(cache)
+
+    def ask(self, one: Asked) -> int:
+        self.now = max(self.now, one.ms)
+        keys = [bytes(row) for row in one.ids[:, None].view(np.uint8)]
+        found = int(np.append(self.cache.lookup(keys) == self.cache.HERE, False).argmin())
+        self.cache.touch(keys[:found])
+        self.cache.publish(self.cache.reserve(keys[found:]).keys)
+        return found
+
+
+def measure(options: argparse.Namespace, blocks: int, cap: float, policy: str, seed: int) -> Score:
+    """Play all requests through a pool of its own."""
+    kind: Callable[..., Any] = PlayedHost if options.table == "hostcache" else Played
+    played, hits, blocks_asked, begin = kind(options, blocks, policy, seed), 0, 0, time.process_time()
+    with played.open:
+        for one in asked(options, cap):
+            hits += played.ask(one)
+            blocks_asked += len(one.ids)
+    return Score(hits, blocks_asked, time.process_time() - begin)
+
+
+def cells(options: argparse.Namespace) -> None:
+    """Print a row for each capacity and cap, with a column for each policy: the mean of the seeds, and their span."""
+    print("| blocks | cap | " + " | ".join(f"`{policy}`" for policy in options.policies) + " |")
+    for blocks in options.blocks:
+        for cap in options.cap:
+            found = []
+            for policy in options.policies:
+                seeds = range(1 if policy == "lru" else options.seeds)
+                rates = [measure(options, blocks, cap, policy, seed).rate for seed in seeds]
+                span = f" ({min(rates):.2f} to {max(rates):.2f})" if len(rates) > 1 else ""
+                found.append(f"{np.mean(rates):.2f}{span}")
+            print(f"| {blocks:,} | {cap:.0f} s | " + " | ".join(found) + " |", flush=True)
+
+
+def constants(given: list[str]) -> None:
+    """Print the table ``pool`` with each constant as it is, halved, and doubled: each in a process of its own, which
+    compiles the policies with it."""
+    runs = [("as it is", "")]
+    for module, names in CONSTANTS.items():
+        for name in names:
+            value, last = getattr(importlib.import_module(module), name), module.rpartition(".")[2]
+            for factor in (0.5, 2):
+                other = value + (1 if factor == 2 else -1) if name in EXPONENTS else type(value)(value * factor)
+                runs.append((f"{last}.{name.strip('_')} {value} as {other}", f"{module}:{name}={other}"))
+    for words, change in runs:
+        command = [sys.executable, __file__, "pool", *given, *(["--set", change] if change else [])]
+        rows = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[1:]
+        print(f"| {words} | " + " | ".join(row.split("|")[3].strip() for row in rows) + " |", flush=True)
+
+
+def change(text: str) -> None:
+    """Set a constant before anything is compiled: MODULE:NAME=VALUE. Public names also where they were imported."""
+    place, value = text.split("=")
+    module, name = place.split(":")
+    old = getattr(importlib.import_module(module), name)
+    for one in [one for path, one in sys.modules.items() if path.startswith("kvpool.state")]:
+        if one.__name__ == module or (name[0] != "_" and hasattr(one, name)):
+            setattr(one, name, type(old)(float(value)))
+
+
+def parser() -> argparse.ArgumentParser:
+    own = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = own.add_argument
+    add("table", choices=TABLES)
+    add("trace", help="a file or a folder, as replay takes it")
+    add("--sessions", action="store_true", help="it has sessions of agents (default: if its name ends in .jsonl.xz)")
+    add("--half", type=int, choices=(0, 1), help="play a random half of the sessions, or half of the hour")
+    add("--blocks", type=int, nargs="+", default=[25_000])
+    add("--host", type=int, default=0, help="blocks of the host tier")
+    add("--store", type=int, default=0, help="blocks of the store")
+    add("--cap", type=float, nargs="+", default=[60.0], help="longest pause, seconds")
+    add("--users", type=int, default=32)
+    add("--jitter", action="store_true", help="draw the longest pause anew each time, x 0.5 to 1.5")
+    add("--low", action="store_true", help=f"the flood has the priority {FLOOD_PRIORITY}")
+    add("--policies", nargs="+", default=["lru", "adaptive"])
+    add("--seeds", type=int, default=1, help="how often each policy draws other samples")
+    add("--say", choices=(*SAYINGS, "random"), default="nothing", help="with each release")
+    add("--set", help=argparse.SUPPRESS)
+    return own
+
+
+def main() -> None:
+    """Print a table."""
+    options = parser().parse_args()
+    if options.table == "constants":
+        constants(sys.argv[2:])
+        return
+    if options.set:
+        change(options.set)
+    options.longest = max(len(one.ids) for one in asked(options, options.cap[0]))
+    cells(options)
+
+
+if __name__ == "__main__":
+    main()
