@@ -14,7 +14,7 @@ from tests.house.counter import ROOT, report, sizes, totals
 PACKAGE = ROOT / "kvpool"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 LINES = {
-    "asv_bench": 1390,
+    "asv_bench": 1440,
     "asv_bench/benchmarks": 1630,
     "cuda": 340,
     "docs": 220,
@@ -24,7 +24,7 @@ LINES = {
     "kvpool/commands": 1180,
     "kvpool/copying": 550,
     "kvpool/device": 4250,
-    "kvpool/engines": 2800,
+    "kvpool/engines": 2860,
     "kvpool/entry": 420,
     "kvpool/hostcache": 920,
     "kvpool/jit": 630,
@@ -45,7 +45,7 @@ LINES = {
     "tests/copying": 1560,
     "tests/device": 2670,
     "tests/emulated": 2760,
-    "tests/engines": 4020,
+    "tests/engines": 4060,
     "tests/examples": 340,
     "tests/golden": 670,
     "tests/gpu": 1140,
@@ -65,7 +65,7 @@ LINES = {
     "tests/sequences": 3260,
     "tests/share": 680,
     "tests/state": 2000,
-    "tests/stores": 9500,
+    "tests/stores": 9510,
     "tests/tables": 860,
 }
 """The most net lines of each folder."""
