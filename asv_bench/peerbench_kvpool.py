@@ -5,7 +5,8 @@ Run it from anywhere with the path of the harness, followed by the harness's own
     python asv_bench/peerbench_kvpool.py --harness PATH --limit 1000 --capacity 50000 --reps 3 --micro
 
 or copy it to ``adapters/kvpool.py`` of a copy of the harness and pass ``--adapter kvpool[:VARIANT]``. A variant is
-a comma-separated list of ``partial`` (reuse parts of blocks, off by default) and ``host=N`` (N host blocks).
+a comma-separated list of ``partial`` (reuse parts of blocks, off by default), ``host=N`` (N host blocks) and
+``policy=NAME``.
 Blocks are a few bytes, as the harness moves no KV.
 """
 
@@ -21,17 +22,19 @@ import numpy as np
 MAX_TOKENS = 1 << 18
 
 
-def _parse(variant: str) -> tuple[bool, int]:
-    partial, host_blocks = False, 0
+def _parse(variant: str) -> tuple[bool, int, str]:
+    partial, host_blocks, policy = False, 0, "lru"
     for part in filter(None, variant.split(",")):
         name, _, value = part.partition("=")
         if name == "partial" and not value:
             partial = True
         elif name == "host" and value.isdecimal():
             host_blocks = int(value)
+        elif name == "policy":
+            policy = value
         else:
-            raise ValueError(f"variant {variant!r}: {part!r} is neither partial nor host=N")
-    return partial, host_blocks
+            raise ValueError(f"variant {variant!r}: {part!r} is neither partial nor host=N nor policy=NAME")
+    return partial, host_blocks, policy
 
 
 class KVPoolAdapter:
@@ -41,7 +44,7 @@ class KVPoolAdapter:
 
     def __init__(self, variant: str) -> None:
         self.name = f"kvpool:{variant}" if variant else "kvpool"
-        self.partial, self.host_blocks = _parse(variant)
+        self.partial, self.host_blocks, self.policy = _parse(variant)
 
     def _manager(self, device_blocks: int, host_blocks: int, max_active: int) -> Any:
         # Not at the top: `main` may first have to put the package on the path.
@@ -56,6 +59,7 @@ class KVPoolAdapter:
             max_sequences=max_active,
             max_sequence_tokens=MAX_TOKENS,
             partial_reuse=self.partial,
+            policy=self.policy,
         )
 
     def start(self, capacity_blocks: int, block_size: int, max_active: int) -> None:

@@ -28,11 +28,12 @@ from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 import kvpool
 from kvpool.keepers import Keeper
 from kvpool.planner.policies import SAYINGS, hints
-from kvpool.replay.content import Ids, Request
+from kvpool.replay.content import Request
 from kvpool.replay.sessions import play
 from kvpool.replay.traces import read_sessions, read_trace
 from kvpool.stores.memory import MemoryStore
@@ -44,20 +45,19 @@ TABLES = ("pool", "recurrent", "store", "flood", "hints", "hostcache", "constant
 LAYOUT = kvpool.BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=1, dtype="uint8", planes=1)
 MODEL = kvpool.ModelIdentity("trace", "none", LAYOUT.dtype_name, LAYOUT, "policies 1")
 CONSTANTS = {
-    "kvpool.state.chains": ("_LEAN", "_PRIOR", "_MOST", "_REFRESH", "_REFRESH_ALL", "_OWN", "SAMPLE"),
+    "kvpool.state.pauses": ("_LEAN", "_PRIOR", "_MOST", "_REFRESH"),
+    "kvpool.state.chains": ("_OWN", "SAMPLE"),
     "kvpool.state.agent": ("SOME", "RUN", "_RING", "_LEVEL"),
     "kvpool.state.adaptive": ("_MEMORY", "_SURE"),
     "kvpool.state.arrays": ("_BLOCKS_PER_CHAIN", "_BLOCKS_PER_NAME", "_GHOST_BLOCKS"),
 }
-EXPONENTS = {"_MEMORY", "_MARGIN"}
-"""Of these, half and double are one less and one more."""
 
 
 class Asked(NamedTuple):
     """A request: its ids, one for each block; of sessions for each full one."""
 
     request: Request
-    ids: Ids
+    ids: npt.NDArray[np.int32]
 
     @property
     def ms(self) -> int:
@@ -104,8 +104,8 @@ class Played:
             groups = {"groups": [kvpool.LayerGroup(LAYOUT), state], "device_blocks": counts}
         self.cache = self.open.enter_context(
             kvpool.KVCacheManager(
-                **groups, device="cpu", max_sequences=4, max_sequence_tokens=options.longest + 1, policy=policy,
-                partial_reuse=False, clock=lambda: self.now, secret=bytes(32),
+                **groups, device="cpu", max_sequences=4, policy=policy, partial_reuse=False,
+                max_sequence_tokens=max(options.longest, FLOOD) + 1, clock=lambda: self.now, secret=bytes(32),
                 event_capacity=1 << 20 if options.table == "store" else 0,
             )
         )  # fmt: skip
@@ -213,7 +213,7 @@ def constants(given: list[str]) -> None:
         for name in names:
             value, last = getattr(importlib.import_module(module), name), module.rpartition(".")[2]
             for factor in (0.5, 2):
-                other = value + (1 if factor == 2 else -1) if name in EXPONENTS else type(value)(value * factor)
+                other = type(value)(value * factor)
                 runs.append((f"{last}.{name.strip('_')} {value} as {other}", f"{module}:{name}={other}"))
     for words, change in runs:
         command = [sys.executable, __file__, "pool", *given, *(["--set", change] if change else [])]
@@ -252,11 +252,11 @@ def parser() -> argparse.ArgumentParser:
     return own
 
 
-def main() -> None:
+def main(given: list[str]) -> None:
     """Print a table."""
-    options = parser().parse_args()
+    options = parser().parse_args(given)
     if options.table == "constants":
-        constants(sys.argv[2:])
+        constants(given[1:])
         return
     if options.set:
         change(options.set)
@@ -265,4 +265,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,16 +1,17 @@
-"""The engine of engine_numpy.py with its model in JAX, which reads the pool in place through DLPack: on the CPU, and on
-a GPU where one is.
+"""The engine of engine_numpy.py with its model in JAX. The pool's device tier is a JAX array: each step gets it as a
+donated argument, writes K and V where they belong, and gives it back at the same address.
 
-    python examples/engine_jax.py [--device auto|cpu|cuda]
+    python examples/engine_jax.py [--device auto|cpu|cuda] [--store disk:/var/kv?capacity=1GiB]
 
-JAX takes arrays to be immutable, and a pool is not. So a step is one pure function, (pool, new tokens) -> (logits, new
-K and V); what it returns is written into the pool by ``kvpool.scatter_kv`` when JAX is done reading. The next step
-takes a new view.
+Read it in this order: `step` (the model with paged attention), `DeviceTier` (the array that is a tier), `KeptEngine`
+(a store behind the pool: run it twice). `BesideTier` is for devices whose memory no pool can have, such as TPUs:
+docs/jax.md.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -21,80 +22,175 @@ import kvpool
 from kvpool.device import get_device
 from kvpool.device.base import Device, Stream
 from kvpool.device.cuda import unusable
+from kvpool.keepers import Keeper
+from kvpool.stores import Store
+from kvpool.stores.urls import open_store
 
 try:
     import jax
     import jax.numpy as jnp
 except ImportError as error:
-    sys.exit(f"engine_jax.py needs JAX (pip install jax): {error}")
+    sys.exit(f'engine_jax.py needs JAX (pip install ".[jax]"): {error}')
 
 jax.config.update("jax_enable_x64", True)
 
 COLUMNS = 16
 """Blocks of the longest sequence: one shape for all tables, so that JAX compiles once for each number of tokens."""
+BLOCKS = 26
+MODEL = kvpool.ModelIdentity("tiny", "random", LAYOUT.dtype, LAYOUT, "engine_jax 1")
 
 
-@jax.jit
-def step(weights: Any, pool: Any, tokens: Any, positions: Any, owner: Any, table: Any) -> tuple[Any, Any]:
-    """Logits [n, vocabulary], and the K and V of all layers [2, layers, n, kv_heads, head_dim]."""
-    new = []
+@partial(jax.jit, donate_argnums=0)
+def step(kv: Any, weights: Any, tokens: Any, positions: Any, owner: Any, slots: Any, table: Any) -> tuple[Any, Any]:
+    """The KV of all blocks with that of these tokens, and logits [n, vocabulary]. A slot behind the last block is
+    written nowhere."""
+    held = [kv]
+    blocks, places = jnp.divmod(slots, LAYOUT.tokens_per_block)
 
     def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
+        own = held[0] = held[0].at[layer, :, blocks, places].set(jnp.stack([k, v], 1), mode="drop")
         # K and V, sequences, positions, ...
-        paged = pool[layer][:, table].reshape(2, len(table), -1, KV_HEADS, HEAD_DIM)
-        new.append(jnp.stack([k, v]))
-        # The pool does not have the new tokens yet: they take their places in what was gathered from it.
-        keys, values = paged.at[:, owner, positions].set(new[-1], mode="drop")[:, owner]
+        paged = own[layer][:, table].reshape(2, len(table), -1, KV_HEADS, HEAD_DIM)
+        keys, values = paged[:, owner]
         grouped = q.reshape(-1, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
         scores = jnp.einsum("nkgd,nmkd->nkgm", grouped, keys) / np.sqrt(HEAD_DIM)
         future = jnp.arange(keys.shape[1]) > positions[:, None, None, None]
+        # What is masked out may be memory that nobody has written.
+        values = jnp.where(jnp.isfinite(values), values, 0)
         return jnp.einsum("nkgm,nmkd->nkgd", jax.nn.softmax(jnp.where(future, -jnp.inf, scores)), values)
 
-    return forward(weights, tokens, positions, attend, jnp), jnp.stack(new, axis=1)
+    logits = forward(weights, tokens, positions, attend, jnp)
+    return held[0], logits
+
+
+def padded(batch: Batch, blocks: int) -> tuple[Any, ...]:
+    """A batch for ``step``. JAX compiles for shapes: tokens are padded to 32 and its doubles, by some that no sequence
+    has and that are stored nowhere."""
+    n = len(batch.tokens)
+    more = max(32, 1 << (n - 1).bit_length()) - n
+    fillers = ((batch.tokens, 0), (batch.positions, 0), (batch.owner, 0))
+    tokens, positions, owner = (np.pad(values, (0, more), constant_values=filler) for values, filler in fillers)
+    slots = np.pad(batch.slots, (0, more), constant_values=blocks * LAYOUT.tokens_per_block)
+    table = np.zeros((Engine.running_max, COLUMNS), np.int64)
+    table[: len(batch.table), : batch.table.shape[1]] = np.maximum(batch.table, 0)
+    return tokens, positions, owner, slots, table
+
+
+class DeviceTier:
+    """The KV of all blocks as a JAX array that stays where it is, so that a pool can have its memory as device tier.
+
+    A donated array is reused only if nobody else holds its memory: so the pool gets its address, and no view by DLPack.
+    Raises RuntimeError if JAX gives a donated array back elsewhere.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+        self.kv = jax.block_until_ready(jnp.zeros(LAYOUT.device_shape(blocks), LAYOUT.dtype))
+        self.address = self.kv.unsafe_buffer_pointer()
+        # Before anybody relies on it.
+        self.replace(jax.jit(lambda kv: kv.at[0].set(0), donate_argnums=0)(self.kv))
+        place = {"version": 3, "data": (self.address, False), "shape": (self.kv.nbytes,), "typestr": "|u1"}
+        name = "__cuda_array_interface__" if jax.default_backend() == "gpu" else "__array_interface__"
+        setattr(self, name, place)
+
+    def replace(self, kv: Any) -> None:
+        """Take what a call has given back for the array that was donated to it."""
+        self.kv = jax.block_until_ready(kv)
+        if self.kv.unsafe_buffer_pointer() != self.address:
+            raise RuntimeError(
+                f"JAX {jax.__version__} on {jax.default_backend()} moves donated arrays: no pool can have this one as "
+                "its tier. Keep a HostCache beside it: docs/jax.md"
+            )
 
 
 class JaxModel:
     """What ``Engine`` runs: see ``PagedModel``."""
 
-    def __init__(self, weights: dict[str, Any], cache: kvpool.KVCacheManager, stream: Stream, device: Device) -> None:
-        self.weights, self.cache, self.stream, self.device = jax.tree.map(jnp.asarray, weights), cache, stream, device
-        self.paged = kvpool.PagedKV.of_pool(LAYOUT, cache.device_pool)
+    def __init__(
+        self, weights: Any, cache: kvpool.KVCacheManager, stream: Stream, device: Device, tier: DeviceTier
+    ) -> None:
+        self.weights, self.stream, self.device, self.tier = jax.tree.map(jnp.asarray, weights), stream, device, tier
 
     def run(self, batch: Batch) -> Floats:
         """Logits [n, vocabulary]."""
-        n = len(batch.tokens)
-        # JAX compiles for shapes: tokens are padded to 32 and its doubles, by some that no sequence has and that are
-        # stored nowhere.
-        more, nowhere = max(32, 1 << (n - 1).bit_length()) - n, COLUMNS * LAYOUT.tokens_per_block
-        fillers = ((batch.tokens, 0), (batch.owner, 0), (batch.positions, nowhere), (batch.slots, -1))
-        tokens, owner, positions, slots = (
-            np.pad(values, (0, more), constant_values=filler) for values, filler in fillers
-        )
-        table = np.full((Engine.running_max, COLUMNS), -1)
-        table[: len(batch.table), : batch.table.shape[1]] = batch.table
-        # JAX does not show its streams, so the host waits where they meet the pool's: for onboards, for JAX, and for
-        # the scatter.
+        # JAX does not show its streams, so the host waits where they meet the pool's: for onboards, and for JAX.
         self.device.synchronize(self.device.record(self.stream))
-        pool = jax.dlpack.from_dlpack(self.cache.device_pool)
-        logits, new = jax.block_until_ready(step(self.weights, pool, tokens, positions, owner, table))
-        kvpool.scatter_kv(self.paged, slots, new, stream=self.stream)
-        self.device.synchronize(self.device.record(self.stream))
-        return np.asarray(logits)[:n]
+        kv, logits = step(self.tier.kv, self.weights, *padded(batch, self.tier.blocks))
+        self.tier.replace(kv)
+        return np.asarray(logits)[: len(batch.tokens)]
+
+
+class KeptEngine(Engine):
+    """Prompts come from a store before they are admitted, and all blocks are saved there."""
+
+    store: Store
+
+    def run(self, check: bool = False) -> None:
+        with Keeper(self.cache, [self.store], identity=MODEL) as self.keeper:
+            super().run(check)
+            self.keeper.drain(60)
+            loaded = self.keeper.stats().loaded_blocks
+        if loaded:
+            self.happened["blocks that came from the store"] = loaded
+
+    def admit(self) -> None:
+        for chat in list(self.waiting)[: self.running_max - len(self.running)]:
+            self.keeper.prefetch(self.cache.block_keys(chat.tokens), deadline=60).wait()
+        super().admit()
+
+
+class BesideTier:
+    """A host tier beside KV that is JAX's alone: blocks go there and come back as arrays, by keys of the engine's."""
+
+    def __init__(self, host_blocks: int) -> None:
+        self.cache = kvpool.HostCache(host_blocks, LAYOUT.block_bytes, identity=MODEL)
+        self.tier = kvpool.HostTier.of(self.cache)
+
+    def save(self, kv: Any, keys: Sequence[bytes], blocks: Sequence[int]) -> int:
+        """Keep those blocks that are not here yet. Returns how many."""
+        taken, places = self.cache.reserve(keys), dict(zip(keys, blocks, strict=True))
+        wanted = np.array([places[key] for key in taken.keys], np.int64)
+        found = np.asarray(jnp.moveaxis(kv[:, :, wanted], 2, 0))
+        self.tier.blocks[taken.blocks] = found.reshape(len(wanted), -1).view(np.uint8)
+        return self.cache.publish(taken.keys)
+
+    def load(self, kv: Any, keys: Sequence[bytes], blocks: Sequence[int]) -> Any:
+        """The KV with these blocks filled. ``kv`` is donated. Raises BlockNotFound."""
+        with self.cache.pin(keys) as lease:
+            shape = (len(keys), *np.delete(kv.shape, 2))
+            found = self.tier.blocks[lease.blocks].view(kv.dtype).reshape(shape)
+        return _filled(kv, np.array(blocks), np.moveaxis(found, 0, 2))
+
+    def close(self) -> None:
+        self.tier.close()
+        self.cache.close()
+
+
+@partial(jax.jit, donate_argnums=0)
+def _filled(kv: Any, blocks: Any, found: Any) -> Any:
+    return kv.at[:, :, blocks].set(found)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    given = options(("auto", "cpu", "cuda")).parse_args(arguments)
+    parser = options(("auto", "cpu", "cuda"))
+    parser.add_argument("--store", help="keep blocks here too, such as disk:/var/kv?capacity=1GiB")
+    given = parser.parse_args(arguments)
     missing = unusable() or (
         None if jax.default_backend() == "gpu" else "this JAX sees no GPU (pip install 'jax[cuda13]')"
     )
     if given.device == "cuda" and missing:
         sys.exit(f"engine_jax.py cannot run on a GPU here: {missing}")
     if given.device == "cpu" or missing:
-        jax.config.update("jax_default_device", jax.devices("cpu")[0])
-        device = get_device("cpu")
-    else:
-        device = get_device("cuda")
-    return serve(device, partial(JaxModel, device=device), chats=given.chats, seed=given.seed, check=given.check)
+        jax.config.update("jax_platforms", "cpu")
+    device, tier = get_device("cpu" if given.device == "cpu" or missing else "cuda"), DeviceTier(BLOCKS)
+    pool: dict[str, Any] = {"device_memory": tier}
+    if given.store:
+        KeptEngine.store = open_store(given.store)
+        pool |= {"event_capacity": 4096, "secret": KeptEngine.store.secret}
+    model, engine = partial(JaxModel, device=device, tier=tier), KeptEngine if given.store else Engine
+    return serve(
+        device, model, chats=given.chats, seed=given.seed, check=given.check, engine=engine, blocks=BLOCKS, **pool
+    )
 
 
 if __name__ == "__main__":

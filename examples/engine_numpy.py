@@ -449,12 +449,13 @@ def serve(
     check: bool = False,
     engine: Any = Engine,
     blocks: int = 26,
+    **pool: Any,
 ) -> int:
     """Chat on a pool that is far too small for it, compare, and close everything; the exit code. ``make_model(weights,
-    cache, stream)``."""
+    cache, stream)``. ``pool``: more arguments of the pool."""
     weights, talks = make_weights(seed), make_chats(chats, seed)
     with kvpool.KVCacheManager(
-        LAYOUT, device_blocks=blocks, host_blocks=30, device=device, max_sequences=Engine.running_max
+        LAYOUT, device_blocks=blocks, host_blocks=30, device=device, max_sequences=Engine.running_max, **pool
     ) as cache:
         stream = device.create_stream("engine")
         serving = engine(cache, device, stream, make_model(weights, cache, stream), talks)

@@ -72,7 +72,8 @@ class CopyPlan(NamedTuple):
 @jit(forceinline=True)
 def plan_of(v):  # type: ignore[no-untyped-def]
     """The plan that has this vector."""
-    device, host = Tier(v[0], v[1], v[2], v[3], v[4]), Tier(v[5], v[6], v[7], v[8], v[9])
+    device = Tier(v[0], v[1], v[2], v[3], v[4])
+    host = Tier(v[5], v[6], v[7], v[8], v[9])
     return CopyPlan(device, host, v[10], v[11], v[12], v[13], v[14], v[15], v[16], v[17], v[18])
 
 

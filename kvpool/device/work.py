@@ -323,8 +323,10 @@ class StagedStep(NamedTuple):
         counts, blocks = np.diff(query), np.diff(stored)
         fits = (counts >= 0) & (counts <= length[:-1]) & (gone >= 0) & (gone <= np.maximum(used - self.sinks, 0))
         fits &= (blocks == used - gone) & ((gone == 0) | (length[:-1] - counts >= (self.sinks + gone) * width))
-        ends, room = (query[-1], used.max(initial=0), stored[-1]), (len(self.buffer) - begin) // 4
-        if query[0] or stored[0] or not fits.all() or stored[-1] > room or (np.array(ends) > limits).any():
+        ends = query[-1], used.max(initial=0), stored[-1]
+        room = (len(self.buffer) - begin) // 4
+        begins = query[0] == stored[0] == 0
+        if not begins or not fits.all() or stored[-1] > room or (np.array(ends) > limits).any():
             raise ValueError(f"staged: a step of {ends} tokens, columns and blocks is none for {limits}")
 
 

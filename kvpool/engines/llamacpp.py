@@ -225,14 +225,16 @@ class PrefixCache(Closing):
             found, key = repeats, recent[shared.index(repeats)].key
         if key and not self._restore(slot, key):
             found = held
-        is_kept = place == most - repeats or any(
-            len(one.tokens) == repeats == count for one, count in zip(recent, shared, strict=True)
-        )
-        if repeats >= max(self._least, found) and not is_kept:
+        if repeats >= max(self._least, found) and not self._has(tokens[:repeats]):
             self._compute(slot, tokens[:repeats], {"n_predict": 0})
             self._keep(slot, tokens[:repeats])
             found = repeats
         return found
+
+    def _has(self, tokens: Tokens) -> bool:
+        """Whether the state of just these tokens is kept."""
+        with self._lock:
+            return self._blocks.longest_state([_key_of(tokens)]) is not None
 
     def _restore(self, slot: int, key: bytes) -> bool:
         with self._lock:
@@ -270,7 +272,7 @@ class PrefixCache(Closing):
         # A slot with more tokens than are known, or with another end, stands for no prompt.
         if count > len(tokens) or count < self._least:
             return
-        (key,) = state_keys(own.tolist(), _STEP, range(count, count + 1))
+        key = _key_of(own)
         with self._lock:
             self._blocks.put_state(key, state)
             self._blocks.poll()
@@ -305,6 +307,11 @@ def _identity(params: Any, weights: str | None) -> ModelIdentity:
         kv_dtype=f"{params.cache_type_k} {params.cache_type_v}", layout=repr((context, scales)),
         hash_version=f"{FORMAT}, xllamacpp {LLAMACPP.checked_version()}",
     )  # fmt: skip
+
+
+def _key_of(tokens: Tokens) -> bytes:
+    """The key of the state of all of these tokens."""
+    return state_keys(tokens.tolist(), _STEP, range(len(tokens), len(tokens) + 1))[0]
 
 
 def _common(one: Tokens, other: Tokens) -> int:

@@ -12,7 +12,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,10 +29,12 @@ from kvpool.warming import warm_host_cache
 
 if TYPE_CHECKING:
     from kvpool.hostcache.host_cache import HostLease
+    from kvpool.keepers import HostKeeper
 
 _TURN_SECONDS, _POLL_SECONDS = 0.001, 0.05
 _INDEXED, _AFAR = 64, 1024
-_SIZE_BYTES = 8
+SIZE_BYTES = 8
+"""What comes before bytes that say how many they are."""
 Bytes = npt.NDArray[np.uint8]
 Places = npt.NDArray[np.int64]
 
@@ -43,7 +46,6 @@ class _Index(Protocol):
     def pin(self, keys: Sequence[bytes]) -> HostLease: ...
     def publish(self, keys: Sequence[bytes]) -> int: ...
     def clear(self) -> None: ...
-    def close(self) -> Any: ...
 
 
 class LocalBlocks:
@@ -66,27 +68,39 @@ class LocalBlocks:
             raise ValueError(f"host_memory: {memory} bytes for blocks of {block_bytes}: accepted is one block at least")
         warm_host_cache()
         self.block_bytes, self._patience = block_bytes, options.load_seconds
-        self._cache = HostCache(memory // block_bytes, block_bytes, identity=identity)
-        self._tier = HostTier.of(self._cache)
-        self._index: _Index = self._cache
-        self._keeper: Any = None
+        self._keeper: HostKeeper | None = None
         self.at_a_time = _INDEXED
         """how many keys can be looked up at once at little cost"""
         self.skipped = Counter[str]()
         """what was not kept as a whole, or not found as a whole, by reason: "crowded", "gone" """
-        if options.stores:
-            from kvpool.keepers import HostKeeper
+        with ExitStack() as ends:
+            self._cache = ends.enter_context(HostCache(memory // block_bytes, block_bytes, identity=identity))
+            self._tier = ends.enter_context(HostTier.of(self._cache))
+            if options.stores:
+                self._keeper = ends.enter_context(self._open(options, identity))
+                self._lock, self._closing = lock, threading.Event()
+                ends.callback(self._closing.set)
+                threading.Thread(target=self._poll, name="kvpool-local", daemon=True).start()
+            self._ends = ends.pop_all()
+        self._index: _Index = self._keeper or self._cache
 
-            stores = [open_store(text, part=identity.fingerprint) for text in options.stores]
-            if not all(getattr(store, "indexed", False) for store in stores):
-                self.at_a_time = _AFAR
-            self._index = self._keeper = HostKeeper(
-                self._cache, self._tier, stores, save="publish" if options.save == "commit" else options.save,
-                load_share=options.load_share, save_share=options.save_share, load_seconds=options.load_seconds,
-                save_seconds=options.save_seconds, retry_seconds=options.retry_seconds,
-            )  # fmt: skip
-            self._lock, self._closing = lock, threading.Event()
-            threading.Thread(target=self._poll, name="kvpool-local", daemon=True).start()
+    def _open(self, options: EngineOptions, identity: ModelIdentity) -> HostKeeper:
+        from kvpool.keepers import HostKeeper
+
+        stores = [open_store(text, part=identity.fingerprint) for text in options.stores]
+        if not all(getattr(store, "indexed", False) for store in stores):
+            self.at_a_time = _AFAR
+        return HostKeeper(
+            self._cache,
+            self._tier,
+            stores,
+            save="publish" if options.save == "commit" else options.save,
+            load_share=options.load_share,
+            save_share=options.save_share,
+            load_seconds=options.load_seconds,
+            save_seconds=options.save_seconds,
+            retry_seconds=options.retry_seconds,
+        )
 
     @property
     def memory(self) -> Bytes:
@@ -131,10 +145,11 @@ class LocalBlocks:
             wanted = wanted[: error.free]
             taken = self._cache.reserve(wanted)
         self.skipped["crowded"] += len(wanted) < len(keys)
-        places = {key: place for place, key in enumerate(wanted)}
+        if not taken.keys:
+            return
         try:
-            if len(taken.keys):
-                write(np.array([places[key] for key in taken.keys], np.int64), taken.blocks)
+            places = {key: place for place, key in enumerate(wanted)}
+            write(np.array([places[key] for key in taken.keys], np.int64), taken.blocks)
         except BaseException:
             self._cache.abort(taken.keys)
             raise
@@ -144,7 +159,7 @@ class LocalBlocks:
 
     def put_state(self, key: bytes, state: bytes) -> None:
         """Keep a state, if there is room for all of it."""
-        data = np.frombuffer(len(state).to_bytes(_SIZE_BYTES, "little") + state, np.uint8)
+        data = np.frombuffer(len(state).to_bytes(SIZE_BYTES, "little") + state, np.uint8)
         pieces = [data[piece] for piece in parts(len(data), self.block_bytes)]
         if len(pieces) > self._cache.host_blocks:
             self.skipped["crowded"] += 1
@@ -168,12 +183,12 @@ class LocalBlocks:
     def state(self, key: bytes) -> bytes | None:
         """A copy of the state of a key. None if not all of it is here; what has lost a part is counted as "gone"."""
         first = self._read(_pieces_of(key, 1))
-        size = _SIZE_BYTES + int.from_bytes(first[:_SIZE_BYTES], "little")
+        size = SIZE_BYTES + int.from_bytes(first[:SIZE_BYTES], "little")
         count = -(-size // self.block_bytes)
         if first and count <= self._cache.host_blocks:
             pieces = _pieces_of(key, count)
             if self.here(pieces) == count and (data := self._read(pieces)):
-                return data[_SIZE_BYTES:size]
+                return data[SIZE_BYTES:size]
         self.skipped["gone"] += bool(first)
         return None
 
@@ -200,18 +215,14 @@ class LocalBlocks:
 
     def drain(self, timeout: float) -> bool:
         """Wait until all is saved, at most ``timeout`` seconds. Returns whether it is."""
-        return self._keeper is None or bool(self._keeper.drain(timeout))
+        return self._keeper is None or self._keeper.drain(timeout)
 
     def clear(self) -> None:
         """Drop everything, in stores too."""
         self._index.clear()
 
     def close(self) -> None:
-        if self._keeper is not None:
-            self._closing.set()
-        self._index.close()
-        self._cache.close()
-        self._tier.close()
+        self._ends.close()
 
 
 def prefix_keys(tokens: Sequence[int], step: int) -> list[bytes]:

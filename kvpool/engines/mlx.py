@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvpool.arrays.layout import integer_argument
-from kvpool.engines.local import Bytes, LocalBlocks, Places, prefix_keys, state_keys
+from kvpool.engines.local import SIZE_BYTES, Bytes, LocalBlocks, Places, prefix_keys, state_keys
 from kvpool.engines.options import MLX, files_digest
 from kvpool.entry.closing import Closing
 from kvpool.errors import BlockNotFound, PoolClosed
@@ -36,7 +36,6 @@ log = MLX.log
 FORMAT = "kvpool 1"
 PIECE_BYTES_MIN = 16 << 10
 """A block has at least so many bytes, so that a snapshot is not in too many of them."""
-_SIZE_BYTES = 8
 _SETTINGS = ("group_size", "bits", "max_size", "keep", "chunk_size")
 """What the bytes of a cache depend on, besides shapes and types."""
 _DTYPES = {
@@ -151,13 +150,13 @@ class _CacheLayout:
         described = [(path, str(array.dtype), array.shape) for path, array in arrays]
         header = json.dumps({"plain": plain, "arrays": described}).encode()
         data = [_bytes_of(array).tobytes() for _, array in arrays]
-        return b"".join([len(header).to_bytes(_SIZE_BYTES, "little"), header, *data])
+        return b"".join([len(header).to_bytes(SIZE_BYTES, "little"), header, *data])
 
     def opened(self, data: bytes) -> dict[str, Any]:
         """The snapshot that ``snapshot`` has put into bytes. Raises ValueError for anything else."""
-        place = _SIZE_BYTES + int.from_bytes(data[:_SIZE_BYTES], "little")
+        place = SIZE_BYTES + int.from_bytes(data[:SIZE_BYTES], "little")
         try:
-            header = json.loads(data[_SIZE_BYTES:place])
+            header = json.loads(data[SIZE_BYTES:place])
             flat = list(header["plain"].items())
             for path, name, shape in header["arrays"]:
                 dtype, begin = _DTYPES[name], place

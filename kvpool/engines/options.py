@@ -282,16 +282,29 @@ VLLM = EnginePlugin(
     tested=("0.32.0",),
     place="kv_connector_extra_config",
     options={
-        "host_memory": 0, "stores": (), "weights": None, "save": "commit", "load": "always", "load_share": 0.5,
-        "save_share": 0.25, "load_seconds": 2.0, "save_seconds": 60.0, "retry_seconds": 1.0,
+        "host_memory": 0,
+        "stores": (),
+        "weights": None,
+        "save": "commit",
+        "load": "always",
+        "load_share": 0.5,
+        "save_share": 0.25,
+        "load_seconds": 2.0,
+        "save_seconds": 60.0,
+        "retry_seconds": 1.0,
     },
     needs=("host_memory",),
     others=(
-        "spec_name", "spec_module_path", "blocks_per_chunk", "block_size", "offload_prompt_only", "canonical_layout",
+        "spec_name",
+        "spec_module_path",
+        "blocks_per_chunk",
+        "block_size",
+        "offload_prompt_only",
+        "canonical_layout",
         "self_describing_kv_events",
     ),
     strict=False,
-)  # fmt: skip
+)
 """vLLM's interface is experimental, and may change with each version."""
 VLLM_TIER = EnginePlugin(
     module="vllm_tier",
@@ -300,12 +313,16 @@ VLLM_TIER = EnginePlugin(
     tested=VLLM.tested,
     place="secondary_tiers",
     options={
-        "stores": (), "weights": None, "find_seconds": 1.0, "load_seconds": 10.0, "save_seconds": 60.0,
+        "stores": (),
+        "weights": None,
+        "find_seconds": 1.0,
+        "load_seconds": 10.0,
+        "save_seconds": 60.0,
         "remember_seconds": 1.0,
     },
     needs=("stores",),
     one_store=True,
-)  # fmt: skip
+)
 
 
 def _staged(package: str, engine: str, tested: str, place: str, *others: str) -> EnginePlugin:
@@ -325,9 +342,16 @@ def _staged(package: str, engine: str, tested: str, place: str, *others: str) ->
 
 
 SGLANG = _staged(
-    "sglang", "SGLang", "0.5.23", "the extra config of the storage backend",
-    "backend_name", "module_path", "class_name", "interface_v1", "allocator",
-)  # fmt: skip
+    "sglang",
+    "SGLang",
+    "0.5.23",
+    "the extra config of the storage backend",
+    "backend_name",
+    "module_path",
+    "class_name",
+    "interface_v1",
+    "allocator",
+)
 LMCACHE = _staged("lmcache", "LMCache", "0.5.6", "adapter_params")
 
 
@@ -335,9 +359,14 @@ def _local(module: str, package: str, tested: str, place: str) -> EnginePlugin:
     """A plug-in that keeps its prompts by ``LocalBlocks``."""
     options = {name: default for name, default in VLLM.options.items() if name != "load"} | {"load_seconds": 5.0}
     return EnginePlugin(
-        module=module, engine=package, packages=(package,), tested=(tested,), place=place, options=options,
+        module=module,
+        engine=package,
+        packages=(package,),
+        tested=(tested,),
+        place=place,
+        options=options,
         needs=("host_memory",),
-    )  # fmt: skip
+    )
 
 
 MLX = _local("mlx", "mlx-lm", "0.32.2", "the options of PromptCache")
@@ -345,9 +374,12 @@ LLAMACPP = _local("llamacpp", "xllamacpp", "2026.10.11549", "the options of Pref
 
 
 def lasting_identity(
-    passing: kvpool.ModelIdentity, weights: str | None, settings: str, hash_algorithm: str,
+    passing: kvpool.ModelIdentity,
+    weights: str | None,
+    settings: str,
+    hash_algorithm: str,
     environment: Mapping[str, str] = os.environ,
-) -> kvpool.ModelIdentity:  # fmt: skip
+) -> kvpool.ModelIdentity:
     """The identity of KV that outlives its engine.
 
     ``passing`` is that of the engine's host tier, whose revision names the engine. Here ``weights`` takes its place, or

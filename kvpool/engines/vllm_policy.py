@@ -8,7 +8,6 @@ chance to come back for the time until then, learnt from the pauses so far (see 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,55 +22,32 @@ with VLLM.imports():
     from vllm.v1.kv_offload.base import OffloadKey, ReqContext
     from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 
-_BINS, _LEVELS, _FIRST_S = 30, 8, 0.5
-"""Pauses are counted in bins of half an octave, the first one up to half a second, by the level of a chain's own."""
-_LEAN, _PRIOR, _MOST, _REFRESH = 8.0, 0.05, 512.0, 8
-"""How many pauses those of all chains count for beside those of a level; the chance to come back in a bin that nobody
-has seen; at how many pauses the old ones begin to count half; after how many the worth is computed anew."""
 _COMPARED, _NAMES = 256, 4
 """The most chains that are compared for a victim; and chunks, for each in the tier, whose chain is known."""
-_WIDTHS = np.concatenate([[_FIRST_S], _FIRST_S / 2 * 2.0 ** (np.arange(_BINS - 1) // 2)])
 
 
 class _Pauses:
-    """How long chains were away: what a chain is worth that has been for some time."""
+    """How long chains were away: what a chain is worth that has been for some time. As the policy ``agent`` of a pool
+    sees it."""
 
     def __init__(self) -> None:
-        self._away, self._back = np.zeros((_LEVELS + 1, _BINS)), np.zeros((_LEVELS + 1, _BINS))
-        self._worth: dict[int, list[float]] = {}
-        self._learnt = 0
+        # These import Numba, which vLLM must not meet when it starts.
+        from kvpool.state import agent, pauses
 
-    def learn(self, level: int, seconds: float, came: bool) -> None:
+        self._table = np.zeros((pauses.TABLES, pauses.ROWS, pauses.PAUSE_BINS))
+        self._learn, self._worth = pauses.learn, pauses.worth
+        self.octaves, self._class_of = pauses.octaves, agent.class_of
+
+    def _row(self, chain: _Chain) -> int:
+        return int(self._class_of(0, chain.pauses, chain.mean, chain.length))
+
+    def learn(self, chain: _Chain, seconds: float, came: bool) -> None:
         """A chain has come back after a pause, or was seen to be away for so long."""
-        last = _bin(seconds)
-        for row in (level, _LEVELS):
-            if self._away[row, 0] > _MOST:
-                self._away[row] /= 2
-                self._back[row] /= 2
-            self._away[row, : last + came] += 1.0
-            self._back[row, last] += came
-        self._learnt += 1
-        if self._learnt % _REFRESH == 1:
-            self._worth.clear()
+        self._learn(self._table, self._row(chain), int(1000 * seconds), came)
 
-    def worth(self, level: int, seconds: float) -> float:
+    def worth(self, chain: _Chain, seconds: float) -> float:
         """The best ratio of the chance to come back to the time until then, over all times to wait."""
-        if level not in self._worth:
-            self._worth[level] = self._compute(level)
-        return self._worth[level][_bin(seconds)]
-
-    def _compute(self, level: int) -> list[float]:
-        chance = (self._back[_LEVELS] + _PRIOR) / (self._away[_LEVELS] + 1.0)
-        chance = np.minimum((self._back[level] + _LEAN * chance) / (self._away[level] + _LEAN), 1.0)
-        found = []
-        for begin in range(_BINS):
-            part, width = chance[begin:].copy(), _WIDTHS[begin:].copy()
-            # A chain is in the middle of its first bin on average.
-            part[0], width[0] = part[0] / 2, width[0] / 2
-            away = np.concatenate([[1.0], np.cumprod(1.0 - part)[:-1]])
-            spent = np.cumsum(away * width * (1.0 - part / 2))
-            found.append(float((np.cumsum(away * part) / spent).max()))
-        return found
+        return float(self._worth(self._table, self._row(chain), int(1000 * seconds)))
 
 
 @dataclass(slots=True, eq=False)
@@ -83,12 +59,8 @@ class _Chain:
     """how many chunks its last turn had"""
     used: float = 0.0
     pauses: int = 0
-    mean: float = 0.0
+    mean: int = 0
     """of the logarithms of its pauses"""
-
-    @property
-    def level(self) -> int:
-        return 0 if not self.pauses else min(max(int(self.mean / 1.2) + 1, 1), _LEVELS - 1)
 
 
 @dataclass(slots=True)
@@ -197,10 +169,10 @@ class AgentCachePolicy(CachePolicy):
         for key in reversed(known):
             chain = known[key]
             if 2 * sum(other is chain for other in known.values()) > len(chain.keys) or len(known) == len(keys):
-                pause = max(now - chain.used, 1e-3)
-                self._pauses.learn(chain.level, pause, True)
+                pause = now - chain.used
+                self._pauses.learn(chain, pause, True)
                 chain.pauses += 1
-                chain.mean += (math.log(pause) - chain.mean) / min(chain.pauses, 8)
+                chain.mean += (int(self._pauses.octaves(int(1000 * pause))) - chain.mean) // min(chain.pauses, 3)
                 return chain
         return _Chain()
 
@@ -210,7 +182,7 @@ class AgentCachePolicy(CachePolicy):
         if chain is not None and chain is not but:
             chain.keys.pop(key, None)
             if not chain.keys and self._chains.pop(chain, False) is None:
-                self._pauses.learn(chain.level, self.clock() - chain.used, False)
+                self._pauses.learn(chain, self.clock() - chain.used, False)
 
     # -- victims -------------------------------------------------------------------------------------
 
@@ -222,13 +194,9 @@ class AgentCachePolicy(CachePolicy):
         now, chains = self.clock(), list(self._chains)
         while len(victims) < n:
             compared = chains if len(chains) <= _COMPARED else self._random.sample(chains, _COMPARED)
-            least = min(compared, key=lambda chain: self._pauses.worth(chain.level, now - chain.used))
+            least = min(compared, key=lambda chain: self._pauses.worth(chain, now - chain.used))
             chains.remove(least)
             ends = sorted((key for key in least.keys if key in free), key=least.keys.__getitem__, reverse=True)
             victims += ends[: n - len(victims)]
         self._evictable.difference_update(victims)
         return [(key, self._chunks.pop(key)) for key in victims]
-
-
-def _bin(seconds: float) -> int:
-    return 0 if seconds < _FIRST_S else min(int(2 * math.log2(seconds / _FIRST_S)) + 1, _BINS - 1)

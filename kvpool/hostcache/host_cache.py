@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Int64s, Uint8s
 from kvpool.arrays.layout import BlockLayout, choice_argument, integer_argument
 from kvpool.device.main_memory import available_ram
 from kvpool.device.regions import BLOCKS_MAX
@@ -38,7 +38,7 @@ from kvpool.state.hashing import namespace_root
 from kvpool.state.verify import verify_states
 
 Keys = Iterable[bytes]
-Ids = npt.NDArray[np.int64]
+Ids = Int64s
 
 
 class Reserved(NamedTuple):
@@ -46,7 +46,7 @@ class Reserved(NamedTuple):
 
     keys: tuple[bytes, ...]
     """the reserved keys, in the order of the call"""
-    blocks: npt.NDArray[np.int64]
+    blocks: Int64s
     """the host block of each"""
     evicted: list[bytes]
     """keys that the call has evicted"""
@@ -251,7 +251,7 @@ class HostCache(Closing):
 
     # -- keys that are looked for --------------------------------------------------------------------
 
-    def lookup(self, keys: Keys) -> npt.NDArray[np.uint8]:
+    def lookup(self, keys: Keys) -> Uint8s:
         """ABSENT, HERE or PENDING for each key: uint8[n]. Does not change the cache."""
         wanted = packed(keys)
         answers = np.empty(len(wanted.keys), np.uint8)
@@ -552,7 +552,7 @@ class HostCache(Closing):
         """The blocks of each open lease. The caller holds the lock."""
         return [ids for _, ids in list(self._open.values())]
 
-    def _pending(self) -> npt.NDArray[np.int64]:
+    def _pending(self) -> Int64s:
         """Blocks that wait for their bytes. The caller holds the lock."""
         return np.flatnonzero(self._states[0].blocks["flags"] & records.PENDING)
 

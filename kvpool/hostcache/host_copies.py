@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Int64s
 from kvpool.arrays.layout import integer_argument
 from kvpool.arrays.paged import PagedKV, Plane, span_of
 from kvpool.arrays.strided import as_strided
@@ -25,7 +25,7 @@ from kvpool.errors import PoolClosed
 from kvpool.hostcache.tier import HostSlots, HostTier, layout_of
 from kvpool.jit import jit
 
-Int64s = npt.NDArray[np.int64]
+Int64s = Int64s
 
 
 class HostCopy:

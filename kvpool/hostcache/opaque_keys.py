@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Int32s, Int64s, Uint8s
 from kvpool.state.hostcache import KEY_BYTES, KEY_WORDS
 
 # Read-only, like the data of keys: so the verbs are compiled once.
@@ -24,10 +24,10 @@ class Packed(NamedTuple):
     """Keys in memory of the call's own: see ``state.hostcache``. ``keys`` has them as exact builtins."""
 
     keys: tuple[bytes, ...]
-    data: npt.NDArray[np.uint8]
-    sizes: npt.NDArray[np.int64]
-    words: npt.NDArray[np.int32]
-    found: npt.NDArray[np.int64]
+    data: Uint8s
+    sizes: Int64s
+    words: Int32s
+    found: Int64s
 
 
 def packed(keys: Iterable[bytes]) -> Packed:
@@ -79,7 +79,7 @@ def _rows(size: int, count: int) -> struct.Struct:
     return struct.Struct(f"4x{size}s{KEY_BYTES - size}x" * count)
 
 
-def unpacked(words: npt.NDArray[np.int32]) -> list[bytes]:
+def unpacked(words: Int32s) -> list[bytes]:
     """The keys of int32[n, 17]."""
     sizes = words[:, 0].tolist()
     if sizes and sizes.count(sizes[0]) == len(sizes):

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Uint8s
 from kvpool.arrays.layout import BlockLayout, integer_argument
 from kvpool.arrays.strided import as_strided
 from kvpool.device.main_memory import MainMemory, SharedMemory, available_ram
@@ -167,8 +167,8 @@ class HostTier(Closing):
             flat = _given(memory, nbytes)
         self._fill(flat)
 
-    def _fill(self, flat: npt.NDArray[np.uint8]) -> None:
-        self._flat: npt.NDArray[np.uint8] | None = flat
+    def _fill(self, flat: Uint8s) -> None:
+        self._flat: Uint8s | None = flat
         self._process = Process()
         self.fingerprint = fingerprint_of(self.identity, self.host_blocks, self.block_bytes)
 
@@ -196,7 +196,7 @@ class HostTier(Closing):
         return self
 
     @property
-    def flat(self) -> npt.NDArray[np.uint8]:
+    def flat(self) -> Uint8s:
         """All bytes, block after block. Raises PoolClosed, and ForkedProcess in a child of the process that made them,
         which attaches them."""
         if self._flat is None:
@@ -206,7 +206,7 @@ class HostTier(Closing):
         return self._flat
 
     @property
-    def blocks(self) -> npt.NDArray[np.uint8]:
+    def blocks(self) -> Uint8s:
         """uint8[host_blocks, block_bytes], in place. Raises PoolClosed."""
         return self.flat.reshape(self.host_blocks, self.block_bytes)
 
@@ -246,7 +246,7 @@ def _allocate(nbytes: int) -> SharedMemory:
         raise InsufficientMemory("host", nbytes, available or 0, str(error)) from error
 
 
-def _given(memory: object, nbytes: int) -> npt.NDArray[np.uint8]:
+def _given(memory: object, nbytes: int) -> Uint8s:
     """The caller's memory as flat bytes, in place."""
     found = as_strided("memory", memory)
     if found.memory != "host":

@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Uint8s
 from kvpool.arrays.layout import integer_argument
 from kvpool.entry.arguments import list_argument
 from kvpool.entry.closing import Closing
@@ -181,7 +181,7 @@ class HostKeeper(Closing):
         self._process.check(self)
         return self._loads.answers((own,), (found,), hit)[0]
 
-    def lookup(self, keys: Keys, hit: str = "") -> npt.NDArray[np.uint8]:
+    def lookup(self, keys: Keys, hit: str = "") -> Uint8s:
         """``find`` for each key: uint8[n]."""
         own = keys_argument(keys)
         if self._step_begins:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Int64s
 from kvpool.arrays.layout import integer_argument
 from kvpool.arrays.strided import in_numpy
 from kvpool.entry.arguments import adapter_argument, bool_argument, list_argument, salt_argument, token_array
@@ -439,7 +439,7 @@ class Keeper(Closing):
 
     # -- what must go: between two turns, so that nothing is half imported or copied -----------------
 
-    def _forget_blocks(self, prompt: BlockKeys | npt.NDArray[np.int64]) -> Forgotten:
+    def _forget_blocks(self, prompt: BlockKeys | Int64s) -> Forgotten:
         """Forget the full blocks of a prompt, and its stored tail; or contents by keys of the pool, int64[n, 2]."""
         contents = self._tier.of_keys(key_rows(prompt) if isinstance(prompt, BlockKeys) else prompt)
         for client in self._clients:

@@ -14,6 +14,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.arrays import Bools, Int32s, Uint64s
 from kvpool.errors import KVPoolError, PoolClosed
 from kvpool.keepers.bridge import EVICT, REUSE, TOLD_AT_ONCE, pin_those_here, victims_margin
 from kvpool.pool.events import NAMELESS, TIERS, Events, Name, Rows, Rows3, joined, parents_first
@@ -261,7 +262,7 @@ class PoolTier:
         self.saved_bytes += sum(self._pool.groups[content.group].block_bytes for content in own)
         self._stored.note(number, own, True)
 
-    def copy(self, contents: Sequence[Content], memory: Bytes, rows: Sequence[int]) -> npt.NDArray[np.bool_]:
+    def copy(self, contents: Sequence[Content], memory: Bytes, rows: Sequence[int]) -> Bools:
         """Copy contents of one group of layers into rows, and note what they say. Returns which of them were there:
         bool[n].
 
@@ -296,7 +297,7 @@ class PoolTier:
             copied[:] = False
         return copied
 
-    def _read(self, contents: Sequence[Content], blocks: Rows) -> npt.NDArray[np.bool_]:
+    def _read(self, contents: Sequence[Content], blocks: Rows) -> Bools:
         """Note what pinned blocks say. Returns which of them are of the namespace in which the content was stored:
         bool[n]. Of two prompts with one key, it is the one that the pool has now."""
         state = self._pool.core.states[contents[0].group]
@@ -339,7 +340,7 @@ class StoredContent:
         known = self._known.get(content.id)
         return known is not None and known[1] & 1 << number != 0
 
-    def known(self, prompt: BlockKeys, count: int) -> npt.NDArray[np.bool_]:
+    def known(self, prompt: BlockKeys, count: int) -> Bools:
         """Which of the first full blocks of a prompt some store is known to have: bool[groups, count]."""
         keys, groups = split(prompt.keys[:count].tobytes(), 16), range(len(self._pool.groups))
         found = [[(group, key) in self._known for key in keys] for group in groups]
@@ -430,7 +431,7 @@ def cached_groups(pool: KVCacheManager) -> list[int]:
     return [group.index for group in pool.groups if group.kind != "cross"]
 
 
-def note_said(contents: Sequence[Content], parents: Rows, tokens: npt.NDArray[np.int32], extra: Rows | None) -> None:
+def note_said(contents: Sequence[Content], parents: Rows, tokens: Int32s, extra: Rows | None) -> None:
     """Note what blocks say: ``parents`` int64[n, 2], ``tokens`` int32[n, T], ``extra`` int64[n, T]."""
     size = tokens.shape[1]
     extras = [b""] * len(contents) if extra is None else split(extra.tobytes(), 8 * size)
@@ -448,7 +449,7 @@ def _cut(events: Events, first: int, last: int) -> Rows3:
     return events.records[first:last], np.asarray(events.tokens[first:last]), extra
 
 
-def _keys(contents: Iterable[Content]) -> npt.NDArray[np.uint64]:
+def _keys(contents: Iterable[Content]) -> Uint64s:
     return _rows((one.key for one in contents), np.uint64, 2)
 
 

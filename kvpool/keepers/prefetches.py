@@ -10,8 +10,8 @@ from functools import partial
 from itertools import compress, islice, takewhile
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Bools
 from kvpool.entry.interrupt import Bell
 from kvpool.entry.process import Process
 from kvpool.errors import DeviceError, StoreBusy
@@ -196,7 +196,7 @@ class Prefetches:
             return self._stop(fetch, "declined")
         fetch.wanted.extend(wanted)
 
-    def _wanted(self, fetch: _Fetch, there: npt.NDArray[np.bool_]) -> list[Content]:
+    def _wanted(self, fetch: _Fetch, there: Bools) -> list[Content]:
         """What to load of what is there, in the order of the prompt."""
         lacking = self._pool.lacking(fetch.handle.prompt, there)
         found = [fetch.chains[group][i] for group, places in enumerate(lacking.blocks) for i in places.tolist()]

@@ -192,13 +192,15 @@ def _staging_argument(name: str, staging: Any, cache: PagedKV, gather: bool) -> 
         plane, shape, steps = cache.planes[p], array.shape, array.steps
         split = len(shape) == 4
         inner = (plane.heads, plane.run_bytes) if split else (plane.heads * plane.run_bytes,)
-        if len(shape) not in (3, 4) or shape[0] != cache.layers or (*shape[2:-1], shape[-1] * array.itemsize) != inner:
+        own = *shape[2:-1], shape[-1] * array.itemsize
+        if len(shape) not in (3, 4) or shape[0] != cache.layers or own != inner:
             break
         if shape[-1] > 1 and steps[-1] != array.itemsize:
             raise ValueError(f"{name}: the elements of a head must be contiguous, not {steps[-1]} bytes apart")
         head_stride = steps[2] if split else plane.run_bytes
         rows.append((array.address, steps[0], steps[1], head_stride if plane.heads > 1 else 0))
-    if len(rows) != len(cache.planes) or len(arrays) != len(rows) or len({array.shape[1] for array in arrays}) != 1:
+    lengths = {array.shape[1] for array in arrays}
+    if len(rows) != len(cache.planes) or len(arrays) != len(rows) or len(lengths) != 1:
         needed = (
             f"[{len(cache.planes)}, {cache.layers}, tokens, heads * head_dim] or [..., heads, head_dim] with rows of "
             + ", ".join(f"{plane.heads} * {plane.run_bytes} bytes" for plane in cache.planes)

@@ -316,7 +316,8 @@ def _parents_first(blocks: npt.NDArray[np.void], ids: Rows, twins: npt.NDArray[n
     """
     place = np.full(int(ids[-1]) + 1 if len(ids) else 0, NONE)
     place[ids] = np.arange(len(ids))
-    content = np.where((twins == NONE) | (twins > ids), np.arange(len(ids)), place[np.where(twins > ids, ids, twins)])
+    first = (twins == NONE) | (twins > ids)
+    content = np.where(first, np.arange(len(ids)), place[np.where(first, ids, twins)])
     own = np.unique(content)
     by_key = own[np.argsort(blocks["key0"][own], kind="stable")]
     keys = blocks["key0"][by_key]

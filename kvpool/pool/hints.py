@@ -24,8 +24,8 @@ from kvpool.state.records import DEFAULT_PRIORITY, PRIORITY_MAX
 VERSION = 1
 ACTIONS_MAX, KEYS_MAX, TEXT_MAX, SESSIONS_MAX = 64, 1 << 16, 256, 4096
 LEASE_MS, LEASE_MS_MAX, RETAINED = 60_000, 600_000, 60
-_SHARE, _SHARE_OF_ALL = 8, 2
-"""A namespace may keep an eighth of all blocks by hints, and all namespaces together a half."""
+_SHARE, _SHARE_OF_ALL = 16, 2
+"""A namespace may keep a sixteenth of all blocks by hints, and all namespaces together a half."""
 _PAYLOADS = {
     "pin": {"lease_ms"},
     "retain": {"lease_ms", "priority"},
@@ -138,8 +138,8 @@ class Hints(Together):
         - "drop" forgets cached blocks.
 
         Content of another namespace than that of ``salt`` and ``adapter_id``, which you set and not the client, counts
-        as not cached. Leases and prefetches of a namespace are for at most an eighth of the blocks at a time, and for a
-        half of them in all namespaces. An action that is wrong is refused; the others are done. Changes the pool;
+        as not cached. Leases and prefetches of a namespace are for at most a sixteenth of the blocks at a time, and
+        for a half of them in all namespaces. An action that is wrong is refused; the others are done. Changes the pool;
         thread-safe. Raises TypeError or ValueError for a wrong envelope, with nothing changed; PoolClosed.
         """
         actions, scope = actions_of(message), self.block_keys([0], salt=salt, adapter_id=adapter_id)

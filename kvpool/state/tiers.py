@@ -68,8 +68,8 @@ def emit_move(h, source, target, tokens, direction):
     if n >= h.moves_capacity:
         raise RuntimeError("more moves than one call can make")
     moves, blocks = moves_of(h), blocks_of(h)
-    moves[n, 0], moves[n, 1], moves[n, 2], moves[n, 3] = source, target, tokens, blocks[source].ticket
-    moves[n, 4] = direction
+    moves[n, 0], moves[n, 1], moves[n, 2] = source, target, tokens
+    moves[n, 3], moves[n, 4] = blocks[source].ticket, direction
     h.moves = n + 1
     blocks[target].ticket = h.ticket
 
@@ -104,8 +104,10 @@ def copy_content(h, source, target):
     """Give ``target`` the identity of the published ``source``: key, tokens, priority, uses and times."""
     blocks = blocks_of(h)
     s, t = blocks[source], blocks[target]
-    t.key0, t.key1, t.parent0, t.parent1, t.namespace = s.key0, s.key1, s.parent0, s.parent1, s.namespace
-    t.priority, t.ttl, t.uses, t.stored_at, t.used_at = s.priority, s.ttl, s.uses, s.stored_at, s.used_at
+    t.key0, t.key1, t.namespace = s.key0, s.key1, s.namespace
+    t.parent0, t.parent1 = s.parent0, s.parent1
+    t.priority, t.ttl, t.uses = s.priority, s.ttl, s.uses
+    t.stored_at, t.used_at = s.stored_at, s.used_at
     t.saved = s.saved
     t.flags = KEYED | PUBLISHED
     copy_tokens(h, source, target, h.width)

@@ -266,7 +266,9 @@ def _sequences(state: State) -> Iterator[Check]:
         wrong = live & (sequences["first"] > seen)
         yield "window", wrong, "sequence {} has given back what its next token sees"
     ids = table[used]
-    if ids.size and (ids.min() < 0 or ids.max() >= len(blocks) or ((table >= device) != away[:, None])[used].any()):
+    outside = (ids < 0) | (ids >= len(blocks))
+    misplaced = ((table >= device) != away[:, None])[used]
+    if outside.any() or misplaced.any():
         yield "table", True, "a live sequence names a block that is not on the device, or a swapped one a block that is"
         return
     refs = np.bincount(ids, minlength=len(blocks))

@@ -245,7 +245,11 @@ class CsrHandOver(HandOver):
     def send(self, device: Device, buffer: Buffer, staged: int, stream: Stream) -> None:
         indptr, indices, last = self.targets
         n = self.count
-        pieces = [(indptr, 0, 4 * (n + 1)), (last, 4 * (n + 1), 4 * n), (indices, 4 * (2 * n + 1), 4 * staged)]
+        pieces = [
+            (indptr, 0, 4 * (n + 1)),
+            (last, 4 * (n + 1), 4 * n),
+            (indices, 4 * (2 * n + 1), 4 * staged),
+        ]
         wanted = [piece for piece in pieces if piece[2]]
         device.enqueue(StagedVectors(buffer.array, buffer.address, wanted), stream)
 

@@ -697,7 +697,7 @@ def test_a_wrong_hint_is_counted_and_its_request_goes_on(message: object) -> Non
         assert not manager.real._requests
 
 
-def test_whatever_requests_wish_they_keep_an_eighth_of_the_tier() -> None:
+def test_whatever_requests_wish_they_keep_a_sixteenth_of_the_tier() -> None:
     seed = random.randrange(1 << 16)
     print(f"seed {seed}")
     draw, manager = random.Random(seed), Manager(64, 0)
@@ -707,5 +707,5 @@ def test_whatever_requests_wish_they_keep_an_eighth_of_the_tier() -> None:
             payload = {} if kind == "drop" else {"lease_ms": draw.randrange(1, 600_000)}
             message = envelope(kind, payload, draw.randrange(1, 5))
             hinted(manager, f"r{i}", range(first, first + length), message)
-            assert sum(cache._states[0].blocks["priority"] > 35) <= 64 // 8
+            assert sum(cache._states[0].blocks["priority"] > 35) <= 64 // 16
             cache.verify()

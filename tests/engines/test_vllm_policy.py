@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from random import Random
 from typing import Any
@@ -133,7 +132,7 @@ def test_the_hooks_of_a_later_vllm_tell_it_the_same(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(vllm_policy.AgentCachePolicy, "clock", staticmethod(lambda: now[0]))
     policy = vllm_policy.AgentCachePolicy(8)
     for at, (session, length) in enumerate([(1, 4), (2, 4)]):
-        now[0], context = float(at), ReqContext(str(session))
+        now[0], context = float(10 * at), ReqContext(str(session))
         for place, key in enumerate(keys(session, length)):
             context.set_offload_key_position(key, place)
             chunk = ChunkStatus(4 * at + place)
@@ -145,9 +144,9 @@ def test_the_hooks_of_a_later_vllm_tell_it_the_same(monkeypatch: pytest.MonkeyPa
 
 def test_a_chain_is_worth_more_the_sooner_its_kind_comes_back() -> None:
     pauses = vllm_policy._Pauses()
+    kinds = [vllm_policy._Chain(pauses=1, mean=int(pauses.octaves(1000 * seconds))) for seconds in (2, 200)]
     for _ in range(40):
-        pauses.learn(1, 2.0, True)
-        pauses.learn(5, 200.0, True)
-    assert pauses.worth(1, 1.0) > 10 * pauses.worth(5, 1.0)
-    assert pauses.worth(1, 60.0) < pauses.worth(1, 1.0), "it has most probably gone"
-    assert all(math.isfinite(pauses.worth(level, 0.0)) for level in range(8))
+        pauses.learn(kinds[0], 2.0, True)
+        pauses.learn(kinds[1], 200.0, True)
+    assert pauses.worth(kinds[0], 1.0) > 5 * pauses.worth(kinds[1], 1.0)
+    assert pauses.worth(kinds[0], 60.0) < pauses.worth(kinds[0], 1.0), "it has most probably gone"

@@ -171,22 +171,6 @@ def test_the_engine_needs_the_order_of_copies(engine: ModuleType, rule: str, mon
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def test_the_jax_engine_reads_the_pool_in_place() -> None:
-    if importlib.util.find_spec("jax") is None:
-        pytest.skip("jax is not installed")
-    script = """
-import sys, engine_jax
-view = engine_jax.jax.dlpack.from_dlpack
-def in_place(array):
-    found = view(array)
-    assert found.unsafe_buffer_pointer() == array.__array_interface__["data"][0], "a copy"
-    return found
-engine_jax.jax.dlpack.from_dlpack = in_place
-sys.exit(engine_jax.main(["--chats", "16", "--device", "cpu", "--check"]))
-"""
-    assert_everything_happened(run("-c", script))
-
-
 def test_the_torch_example_reuses_what_it_wrote() -> None:
     if importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed")

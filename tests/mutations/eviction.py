@@ -259,8 +259,8 @@ MUTATIONS = (
     Mutation(
         "a_copy_has_no_ttl",
         "copy_content",
-        "s.priority, s.ttl, s.uses, s.stored_at, s.used_at",
-        "s.priority, NONE, s.uses, s.stored_at, s.used_at",
+        "s.priority, s.ttl, s.uses",
+        "s.priority, NONE, s.uses",
         "A ttl is lost on the way to the host, and on the way back.",
         (_TTL[1], "tests/state/test_scenarios_eviction.py::test_a_ttl_comes_back_from_the_host"),
     ),

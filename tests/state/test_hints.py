@@ -111,7 +111,7 @@ def test_a_namespace_keeps_its_share_and_no_more_whatever_it_asks_for(tenants: T
     for i in range(6):
         text = tenants.serve(1_000 * i, 8, "greedy")
         answer = tenants.hint("pin", "greedy", tokens=text, lease_ms=600_000)
-        assert answer.blocks == (8 if i < total // 8 // 8 else 0)
+        assert answer.blocks == (8 if i < total // 16 // 8 else 0)
     assert answer == HintAnswer("a0", "refused", 0, "the budget of the namespace is used up")
     neighbour = tenants.serve(50_000, 8, "neighbour")
     assert tenants.hint("retain", "neighbour", tokens=neighbour).outcome == "done"

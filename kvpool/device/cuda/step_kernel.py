@@ -38,7 +38,8 @@ def step_tables(
             indptr[sequences] = numbers[4 * sequences]
     while unit < sequences * chunks:
         i, chunk = unit // chunks, unit % chunks
-        stored, holes, length, query = numbers[4 * i], numbers[4 * i + 1], numbers[4 * i + 2], numbers[4 * i + 3]
+        stored, holes = numbers[4 * i], numbers[4 * i + 1]
+        length, query = numbers[4 * i + 2], numbers[4 * i + 3]
         first, used = length - (numbers[4 * i + 7] - query), (length + width - 1) // width
         if chunk == 0 and cuda.threadIdx.x == 0:
             if wanted & 2:

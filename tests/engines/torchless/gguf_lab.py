@@ -16,7 +16,10 @@ TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "
 KINDS = ["full attention", "recurrent"]
 
 
-def save(path: Path, kind: str = "full attention", seed: int = 0, layers: int = 2, width: int = 64) -> Path:
+def save(
+    path: Path, kind: str = "full attention", seed: int = 0, layers: int = 2, width: int = 64, inner: int = 128
+) -> Path:
+    """``width``: of the residual stream. ``inner``: of the layers between attention."""
     random = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, "llama" if kind == "full attention" else "mamba")
 
@@ -39,7 +42,10 @@ def save(path: Path, kind: str = "full attention", seed: int = 0, layers: int = 
     for name in ("token_embd", "output"):
         add(f"{name}.weight", len(TOKENS), width)
     add("output_norm.weight", width, value=1.0)
-    (_attention if kind == "full attention" else _recurrent)(writer, add, layers, width)
+    if kind == "full attention":
+        _attention(writer, add, layers, width, inner)
+    else:
+        _recurrent(writer, add, layers, width)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -47,8 +53,7 @@ def save(path: Path, kind: str = "full attention", seed: int = 0, layers: int = 
     return path
 
 
-def _attention(writer: gguf.GGUFWriter, add: Any, layers: int, width: int) -> None:
-    inner = 128
+def _attention(writer: gguf.GGUFWriter, add: Any, layers: int, width: int, inner: int) -> None:
     writer.add_feed_forward_length(inner)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(HEADS // 2)

@@ -64,6 +64,19 @@ def test_a_system_prompt_that_repeats_is_kept_by_itself(model: Path) -> None:
     assert known[0] == 0 and min(known[2:]) >= 199
 
 
+def test_a_repeated_prefix_that_a_store_has_is_not_kept_again_after_a_restart(model: Path, tmp_path: Path) -> None:
+    store, system = f"disk:{tmp_path}/kv?capacity=64MiB", prompt(200, 1)
+    with prefix_cache(model, stores=store) as cache:
+        for seed in (2, 3):
+            answer(cache, system + prompt(50, seed)[1:])
+        assert cache.stats().kept == 3
+        assert cache.drain(600)
+    with prefix_cache(model, stores=store) as cache:
+        known = [answer(cache, system + prompt(50, seed)[1:])[1] for seed in (4, 5, 6)]
+        assert cache.stats().kept == 3
+    assert min(known) >= 199
+
+
 RUNS = """
 import sys, time
 from pathlib import Path

@@ -42,7 +42,7 @@ def test_logits_are_those_of_the_engines_own_kv(kind: str, memory: str) -> None:
     with mlx_lab.prompt_cache(kind, model, host_memory=memory) as cache:
         engine = mlx_lab.Engine(kind, model, cache)
         mlx_lab.converse(engine, int(os.environ.get("KVPOOL_CONVERSATIONS", "12")), np.random.default_rng(seed))
-        print(f"{engine.hits} hits, {engine.reused} tokens, {cache.stats()}")
+        print(f"{engine.hits} hits, {engine.reused} tokens, {cache.stats()}; {engine.against_uncut()}")
         assert engine.hits > 5
         assert cache.nbytes <= {"4MiB": 4 << 20, "128KiB": 128 << 10}[memory]
 

@@ -1,0 +1,146 @@
+"""What the plug-ins of local engines keep their prompts by, without an engine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvpool
+from kvpool.engines.local import Bytes, LocalBlocks, Places
+from kvpool.engines.options import MLX
+from kvpool.stores import MemoryStore, Space
+from tests.waiting import until
+
+BLOCK = 64
+IDENTITY = kvpool.ModelIdentity("tiny", "rev 1", "float16", "2 layers", "mine 1")
+OPENED: list[WatchedStore] = []
+
+
+class WatchedStore(MemoryStore):
+    """Remembers whether it is open."""
+
+    is_open = False
+
+    def __init__(self, capacity: int = 1 << 20) -> None:
+        super().__init__(capacity)
+        OPENED.append(self)
+
+    def open(self, space: Space) -> bytes:
+        self.is_open = True
+        return super().open(space)
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+class ClosedDoor(WatchedStore):
+    def open(self, space: Space) -> bytes:
+        raise OSError("no way in")
+
+
+def local_blocks(blocks: int = 4, **options: Any) -> LocalBlocks:
+    read = MLX.read({"host_memory": blocks * BLOCK, **options})
+    return LocalBlocks(BLOCK, IDENTITY, blocks * BLOCK, read, threading.RLock())
+
+
+@pytest.fixture
+def held() -> Iterator[LocalBlocks]:
+    blocks = local_blocks()
+    yield blocks
+    blocks._cache.verify()
+    blocks.close()
+
+
+def fill(memory: Bytes) -> Any:
+    def write(places: Places, rows: Places) -> None:
+        memory[rows] = places[:, None]
+
+    return write
+
+
+@pytest.mark.parametrize("error", [OSError("no"), KeyboardInterrupt()])
+def test_a_write_that_fails_keeps_nothing_and_its_keys_can_be_put_again(held: LocalBlocks, error: Exception) -> None:
+    def write(places: Places, rows: Places) -> None:
+        raise error
+
+    held.put([b"a"], fill(held.memory))
+    with pytest.raises(type(error)):
+        held.put([b"a", b"b", b"c"], write)
+    assert held.lookup([b"a", b"b", b"c"]).tolist() == [True, False, False]
+    assert held._cache.usage().pending == 0
+    held.put([b"a", b"b", b"c"], fill(held.memory))
+    with held.pin([b"a", b"b", b"c"]) as lease:
+        assert held.memory[lease.blocks][:, 0].tolist() == [0, 1, 2]
+
+
+def test_nothing_is_written_or_published_if_all_is_here(held: LocalBlocks) -> None:
+    def write(places: Places, rows: Places) -> None:
+        raise AssertionError(f"{places}")
+
+    held.put([b"a", b"b"], fill(held.memory))
+    before = held._cache.stats()
+    held.put([b"a", b"b"], write)
+    held.put([], write)
+    assert held._cache.stats().published_blocks == before.published_blocks == 2
+    assert not +held.skipped
+
+
+def test_what_has_no_room_is_counted_and_nothing_is_written(held: LocalBlocks) -> None:
+    held.put([b"a", b"b", b"c", b"d"], fill(held.memory))
+    with held.pin([b"a", b"b", b"c", b"d"]):
+        held.put([b"e"], fill(held.memory))
+    assert held.skipped == {"crowded": 1}
+    assert held.here([b"a", b"b", b"c", b"d", b"e"]) == 4
+
+
+def test_a_state_comes_back_whole_or_not_at_all(held: LocalBlocks) -> None:
+    state = np.random.default_rng(0).bytes(3 * BLOCK - 8)
+    held.put_state(b"s", state)
+    assert held.state(b"s") == state
+    held.put([b"other"], fill(held.memory))
+    held.put([b"another"], fill(held.memory))
+    assert held.state(b"s") is None
+    held.put_state(b"t", bytes(4 * BLOCK))
+    assert held.state(b"t") is None
+    assert held.skipped["crowded"] == 1
+
+
+@pytest.mark.parametrize("second", ["ClosedDoor:", "WatchedStore:64?color=red", "Absent:"])
+def test_a_store_that_does_not_open_leaves_none_open(second: str) -> None:
+    OPENED.clear()
+    with pytest.raises((OSError, TypeError, ValueError, ImportError)):
+        local_blocks(stores=[f"{__name__}.WatchedStore:", f"{__name__}.{second}"])
+    assert OPENED
+    until(lambda: not any(store.is_open for store in OPENED))
+
+
+def test_a_thread_that_does_not_start_leaves_no_store_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    OPENED.clear()
+
+    class Refused(threading.Thread):
+        def start(self) -> None:
+            if self.name == "kvpool-local":
+                raise RuntimeError("can't start new thread")
+            super().start()
+
+    monkeypatch.setattr(threading, "Thread", Refused)
+    with pytest.raises(RuntimeError, match="start"):
+        local_blocks(stores=[f"{__name__}.WatchedStore:"])
+    assert len(OPENED) == 1
+    until(lambda: not OPENED[0].is_open)
+
+
+def test_stores_are_closed_with_the_blocks() -> None:
+    OPENED.clear()
+    blocks = local_blocks(stores=[f"{__name__}.WatchedStore:"])
+    blocks.put([b"a"], fill(blocks.memory))
+    assert blocks.drain(600)
+    assert OPENED[0].is_open
+    assert OPENED[0].stats()["blocks"] == 1
+    blocks.close()
+    until(lambda: not OPENED[0].is_open)
+    assert blocks._cache.closed
