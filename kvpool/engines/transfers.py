@@ -3,6 +3,7 @@ it has ended."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -10,25 +11,71 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.arrays.paged import PagedKV
-from kvpool.arrays.strided import as_strided
+from kvpool.arrays.paged import PagedKV, Plane, check_strides
+from kvpool.arrays.strided import StridedArray, as_strided
 from kvpool.errors import DeviceError
-from kvpool.hostcache.host_copies import HostCopies, HostCopy
+from kvpool.hostcache.host_copies import HostCopies, HostCopy, HostPlace
 
 
-def paged(tensors: Sequence[Any]) -> PagedKV:
-    """The memory of a group as ``PagedKV``. Its layers lie in one or more tensors [blocks, bytes] of any package.
+class Run(NamedTuple):
+    """Bytes of a block of one layer: fragments at equal distances, here and in the layer's page in a host block."""
 
-    Raises
-    ------
-    ValueError
-        If their blocks differ in size or stride.
-    """
-    arrays = [as_strided(f"tensors[{index}]", tensor) for index, tensor in enumerate(tensors)]
-    blocks = sorted({(array.shape, array.steps) for array in arrays})
-    if len(blocks) != 1 or len(blocks[0][0]) != 2:
-        raise ValueError(f"tensors: blocks of one size are needed, [blocks, bytes], not shapes and strides {blocks}")
-    return PagedKV.of(arrays, "L | B D")
+    offset: int
+    host_offset: int
+    nbytes: int
+    """of a fragment"""
+    fragments: int
+    stride: int
+    host_stride: int
+
+
+class LayerPages(NamedTuple):
+    """The blocks of one layer, and the page that each takes in a host block, of which others may fill the rest."""
+
+    tensor: Any
+    """[blocks, bytes], of any package"""
+    page_bytes: int
+    runs: tuple[Run, ...]
+    """all with one number of fragments"""
+    writes: bool = True
+    """whether this worker stores them; another one has the same bytes if not"""
+
+    @classmethod
+    def whole(cls, tensor: Any) -> LayerPages:
+        """Pages that are the blocks themselves."""
+        width = as_strided("tensor", tensor).shape[-1]
+        return cls(tensor, width, (Run(0, 0, width, 1, width, width),))
+
+
+class Piece(NamedTuple):
+    """Layers of a group that lie alike, and where they lie in a host block."""
+
+    cache: PagedKV
+    place: HostPlace
+    writes: bool
+
+
+def pieces(layers: Sequence[LayerPages], blocks_per_host_block: int, first_byte: int = 0) -> list[Piece]:
+    """The memory of a group, whose layers lie one after the other in a host block from ``first_byte`` on: those that
+    lie alike together. Raises TypeError, ValueError for tensors that are none, or not [blocks, bytes]."""
+    alike: dict[Any, list[StridedArray]] = {}
+    for index, layer in enumerate(layers):
+        array = as_strided(f"tensors[{index}]", layer.tensor)
+        check_strides(f"tensors[{index}]", array)
+        if len(array.shape) != 2 or array.steps[1] != 1 or len({run.fragments for run in layer.runs}) != 1:
+            raise ValueError(f"tensors[{index}]: accepted are [blocks, bytes], in fragments of one number")
+        alike.setdefault((array.shape[0], array.steps, *layer[1:]), []).append(array)
+    found = []
+    for (blocks, steps, page, runs, writes), arrays in alike.items():
+        bases = np.array([[array.address + run.offset for array in arrays] for run in runs], np.int64)
+        planes = tuple(Plane(steps[0], run.stride, 0, 1, run.nbytes) for run in runs)
+        writable = all(array.writable for array in arrays)
+        cache = PagedKV(bases, planes, blocks, runs[0].fragments, arrays[0].memory, writable, tuple(arrays))
+        layer_bytes = page * blocks_per_host_block
+        place = HostPlace(first_byte, layer_bytes, tuple((run.host_offset, page, run.host_stride) for run in runs))
+        found.append(Piece(cache, place, writes))
+        first_byte += len(arrays) * layer_bytes
+    return found
 
 
 class GroupBlocks(NamedTuple):
@@ -78,14 +125,22 @@ class Transfers:
         The worker's copy engine. ``close`` closes it.
     host_blocks, blocks_per_host_block
         The number of host blocks in the tier, and of the engine's blocks in a host block.
+    groups
+        The pieces of each group, which are the caches of ``copies`` in this order. None: one cache is one group.
 
     Notes
     -----
     Not thread-safe: an engine's worker calls it from one thread.
     """
 
-    def __init__(self, copies: HostCopies, host_blocks: int, blocks_per_host_block: int) -> None:
+    def __init__(
+        self, copies: HostCopies, host_blocks: int, blocks_per_host_block: int,
+        groups: Sequence[Sequence[Piece]] | None = None,
+    ) -> None:  # fmt: skip
         self._copies = copies
+        numbers = itertools.count()
+        # The caches of each group, and those that this worker stores.
+        self._caches = None if groups is None else [[(next(numbers), one.writes) for one in group] for group in groups]
         self._written = np.zeros((host_blocks, blocks_per_host_block), bool)
         self._jobs: dict[int, _Job] = {}
 
@@ -94,8 +149,12 @@ class Transfers:
         has written either. Raises DeviceError."""
         blocks, hosts = np.zeros(1, np.int64), np.zeros(1, np.int64)
         for group in range(groups):
-            self._copies.copy_in(blocks, hosts, group=group).wait()
-            self._copies.copy_out(blocks, hosts, group=group).wait()
+            for cache, _ in self._caches_of(group):
+                self._copies.copy_in(blocks, hosts, group=cache).wait()
+                self._copies.copy_out(blocks, hosts, group=cache).wait()
+
+    def _caches_of(self, group: int) -> Sequence[tuple[int, bool]]:
+        return [(group, True)] if self._caches is None else self._caches[group]
 
     def parts(
         self,
@@ -195,7 +254,9 @@ class Transfers:
         copy = self._copies.copy_in if store else self._copies.copy_out
         try:
             for part in parts:
-                copies.append(copy(part.blocks, part.host_blocks, stream=stream, group=part.group))
+                for cache, writes in self._caches_of(part.group):
+                    if writes or not store:
+                        copies.append(copy(part.blocks, part.host_blocks, stream=stream, group=cache))
         except DeviceError as failed:
             error = str(failed)
         self._jobs[job] = _Job(copies, store, parts, error, began)

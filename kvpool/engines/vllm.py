@@ -27,6 +27,7 @@ from kvpool.engines.options import SEED, VLLM, lasting_identity
 
 with VLLM.imports():
     from vllm.distributed.kv_transfer.kv_connector.v1 import base as connectors
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import canonical_format_id
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import get_sliding_window_size_in_chunks
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
     from vllm.platforms import current_platform
@@ -41,9 +42,9 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
     from vllm.v1.core.sched.output import KVConnectorOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.kv_offload.config import OffloadingConfig
+    from vllm.v1.kv_offload.config import OffloadingConfig, OffloadingParallelConfig
 
-    from kvpool.engines.transfers import GroupBlocks, Transfers
+    from kvpool.engines.transfers import GroupBlocks, LayerPages, Piece, Transfers
 
 __all__ = [
     "HostBlocks",
@@ -212,11 +213,11 @@ class KVPoolOffloadingSpec(base.OffloadingSpec):
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
         installed, parallel, self._deployment = VLLM.checked_version(), config.parallel, _deployment.get()
-        if parallel.pp_size > 1:
-            raise ValueError(f"pipeline_parallel_size={parallel.pp_size}: kvpool's host tier supports 1")
-        if config.canonical_layout:
+        self.replicated_layout = config.replicated_layout
+        if config.canonical_layout and not parallel.is_parallelism_agnostic:
             raise ValueError(
-                "canonical_layout=True in kv_connector_extra_config: kvpool's host tier does not support it"
+                "canonical_layout=True in kv_connector_extra_config: vLLM does not certify that this model's blocks "
+                "are the same with any number of workers"
             )
         self.share = config.worker_kv_bytes_per_block * self.blocks_per_chunk
         """Bytes of one host block of one worker."""
@@ -224,7 +225,7 @@ class KVPoolOffloadingSpec(base.OffloadingSpec):
             raise ValueError("vLLM says that a block has no bytes: kvpool's host tier does not support this model")
         in_worker = self._deployment is not None and not self._deployment.scheduler
         self.options = VLLM.read(self.extra_config, quiet=in_worker)
-        chunk = self.share * parallel.world_size
+        chunk = self.share * (1 if self.replicated_layout else parallel.world_size)
         self.host_blocks = self.options.host_memory // chunk
         if not self.host_blocks:
             raise ValueError(f"host_memory={self.extra_config['host_memory']!r}: a chunk takes {chunk} bytes")
@@ -232,18 +233,18 @@ class KVPoolOffloadingSpec(base.OffloadingSpec):
         self.stores = self.options.stores
         self.stored_as = self._identity_in_stores() if self.stores else None
         """Whose KV the stores have."""
-        self.block_bytes = chunk if self.stores else self.share
-        """Bytes of a host block: with stores those of all workers."""
+        self.shared = bool(self.stores) or config.canonical_layout or self.replicated_layout
+        """Whether all workers have one host memory."""
+        self.block_bytes = chunk if self.shared else self.share
+        """Bytes of a host block: in one memory those of all workers."""
         self.description: kvpool.HostTierDescription | None = None
-        """where the host memory is that all workers share, in a worker and with stores"""
+        """where the host memory is that all workers share, in a worker"""
 
     def _identity_in_stores(self) -> kvpool.ModelIdentity:
         """Raises ValueError for what cannot have stores."""
         parallel, stores = self.config.parallel, list(self.stores)
-        if self.config.replicated_layout or parallel.world_size != parallel.tp_size:
-            raise ValueError(
-                f"stores={stores}: supported are workers that each have a part of the KV, by tensor parallelism only"
-            )
+        if parallel.world_size != parallel.tp_size * parallel.pp_size:
+            raise ValueError(f"stores={stores}: supported are tensor and pipeline parallelism, and no other")
         if self._deployment is None:
             raise ValueError(
                 f"stores={stores} in kv_connector_extra_config need the connector of kvpool: "
@@ -302,32 +303,44 @@ class KVPoolOffloadingSpec(base.OffloadingSpec):
         chunk = max(group.tokens_per_block for group in self.config.groups) * self.blocks_per_chunk
         tokens = max(1, chunk // max(1, self.chunks_of(chunk)))
         replica = self.config.parallel.data_parallel_index
-        return KVPoolOffloadingManager(cache, self.options, events=events, tokens_per_block=tokens, dp_rank=replica)
+        return KVPoolOffloadingManager(
+            cache, self.options, events=events, tokens_per_block=tokens, dp_rank=replica, shared=self.shared
+        )
 
     def get_worker(self, kv_caches: base.CanonicalKVCaches) -> base.OffloadingWorker:
-        from kvpool.engines.transfers import Transfers, paged
+        from kvpool.engines.transfers import Transfers, pieces
 
-        groups = [paged(tensors) for tensors in tensors_of(kv_caches)]
-        transfers = Transfers(self.get_copies(groups), self.host_blocks, self.blocks_per_chunk)
+        canonical = self.config.canonical_layout
+        own = self.shared and not (canonical or self.replicated_layout)
+        first = self.config.parallel.rank * self.share if own else 0
+        groups = [pieces(layers, self.blocks_per_chunk, first) for layers in layers_of(kv_caches, canonical)]
+        copies = self.get_copies([one for group in groups for one in group])
+        transfers = Transfers(copies, self.host_blocks, self.blocks_per_chunk, groups)
         with compiling("the copies of the host tier"):
             transfers.warm_up(len(groups))
-        return KVPoolOffloadingWorker(transfers, groups[0].memory == "device")
+        return KVPoolOffloadingWorker(transfers, groups[0][0].cache.memory == "device")
 
-    def get_copies(self, groups: list[kvpool.PagedKV]) -> kvpool.HostCopies:
+    def get_copies(self, found: list[Piece]) -> kvpool.HostCopies:
         """A copy engine over this worker's part of the host memory."""
-        first = self.config.parallel.rank * self.share if self.stores else 0
-        return kvpool.HostCopies(self.get_tier(), groups, blocks_per_host_block=self.blocks_per_chunk, first_byte=first)
+        caches, places = [one.cache for one in found], [one.place for one in found]
+        return kvpool.HostCopies(self.get_tier(), caches, blocks_per_host_block=self.blocks_per_chunk, places=places)
 
     def get_tier(self) -> kvpool.HostTier:
-        """This worker's own host memory, or with stores that of all workers, which the first one makes."""
-        parallel = self.config.parallel
-        if self.stores and parallel.rank > 0:
-            self.description = from_first_worker(None, parallel.world_size)
-            return kvpool.HostTier.attach(self.description)
-        tier = kvpool.HostTier(self.host_blocks, self.block_bytes, identity=self.identity)
-        if self.stores:
-            self.description = from_first_worker(tier.share(), parallel.world_size)
-        return tier
+        """This worker's own host memory, or that of all workers, which the first one makes. As many blocks as the first
+        worker has: the scheduler counts by its layers."""
+        parallel, tier = self.config.parallel, None
+        if parallel.rank == 0 and self.shared:
+            tier = kvpool.HostTier(self.host_blocks, self.block_bytes, identity=self.identity)
+        ours = self.share, self.host_blocks, self.stored_as, tier and tier.share()
+        share, self.host_blocks, self.stored_as, self.description = from_first_worker(ours, parallel)
+        if not self.shared:
+            return kvpool.HostTier(self.host_blocks, self.block_bytes, identity=self.identity)
+        if share != self.share:
+            raise ValueError(
+                f"pipeline_parallel_size={parallel.pp_size}: with stores all stages need as many layers, and worker "
+                f"{parallel.rank} has chunks of {self.share} bytes, the first one of {share}"
+            )
+        return tier or kvpool.HostTier.attach(self.description)
 
 
 class KVPoolOffloadingConnector(OffloadingConnector):
@@ -362,9 +375,11 @@ class KVPoolOffloadingConnector(OffloadingConnector):
             return None
         return HostMemory(spec.description, spec.stored_as)
 
-    def set_xfer_handshake_metadata(self, metadata: dict[int, connectors.KVConnectorHandshakeMetadata]) -> None:
-        """In the scheduler's process, before the first request: open the stores."""
-        manager, memory = self.scheduler.manager, metadata.get(0)
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], connectors.KVConnectorHandshakeMetadata]
+    ) -> None:
+        """In the scheduler's process, before the first request: open the stores. By stage and rank in it."""
+        manager, memory = self.scheduler.manager, metadata.get((0, 0))
         if isinstance(manager, KVPoolOffloadingManager) and isinstance(memory, HostMemory):
             manager.open_stores(memory.description, memory.stored_as)
 
@@ -411,13 +426,15 @@ def compiling(what: str) -> Iterator[None]:
     log.info("kvpool: %s is ready after %.1f s", what, time.perf_counter() - began)
 
 
-def from_first_worker(description: Any, workers: int) -> Any:
-    """What the first worker has given, in all workers."""
-    if workers == 1:
-        return description
-    from vllm.distributed.parallel_state import get_tp_group
+def from_first_worker(given: Any, parallel: OffloadingParallelConfig) -> Any:
+    """What the first worker of the first stage has given, in all workers."""
+    if parallel.world_size > 1:
+        from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-    return get_tp_group().broadcast_object(description, src=0)
+        if parallel.pp_size > 1:
+            given = get_pp_group().broadcast_object(given, src=0)
+        given = get_tp_group().broadcast_object(given, src=0)
+    return given
 
 
 def identity(config: OffloadingConfig, version: str) -> kvpool.ModelIdentity:
@@ -428,6 +445,12 @@ def identity(config: OffloadingConfig, version: str) -> kvpool.ModelIdentity:
     parallel = config.parallel
     block = f"{config.worker_kv_bytes_per_block} bytes a block, {config.cache.blocks_per_chunk} a chunk"
     workers = f"tp {parallel.tp_size} pcp {parallel.pcp_size} dcp {parallel.dcp_size}"
+    workers += f" pp {parallel.pp_size}" if parallel.pp_size > 1 else ""
+    if config.canonical_layout:
+        # The same bytes with any number of workers.
+        copies = 1 if config.replicated_layout else parallel.world_size
+        block = f"{config.worker_kv_bytes_per_block * copies} bytes a block, {config.cache.blocks_per_chunk} a chunk"
+        workers = f"canonical {canonical_format_id(str(config.kv_cache_layout))}"
     return kvpool.ModelIdentity(
         model=config.model.name,
         revision=f"engine {config.engine_id}",
@@ -437,9 +460,27 @@ def identity(config: OffloadingConfig, version: str) -> kvpool.ModelIdentity:
     )
 
 
-def tensors_of(kv_caches: base.CanonicalKVCaches) -> list[list[Any]]:
-    """The tensors [blocks, bytes] that hold each group's layers. A tensor that several layers share is listed once."""
+def layers_of(kv_caches: base.CanonicalKVCaches, canonical: bool) -> list[list[LayerPages]]:
+    """The memory of each group's layers. A tensor that several layers share is listed once. ``canonical``: where each
+    worker has its place in a page that is the same for any number of them. Raises ValueError where vLLM does not say
+    that of a layer."""
+    from kvpool.engines.transfers import LayerPages, Run
+
+    def layer(ref: base.CanonicalKVCacheRef) -> LayerPages:
+        tensor, mapping = kv_caches.tensors[ref.tensor_idx].tensor, ref.mapping
+        if not canonical:
+            return LayerPages.whole(tensor)
+        if mapping is None or not mapping.parallelism_agnostic:
+            raise ValueError(
+                "canonical_layout=True in kv_connector_extra_config: vLLM does not certify the layout of all layers"
+            )
+        runs = tuple(
+            Run(one.local_offset, one.canonical_offset, one.fragment_size, one.num_fragments, one.local_stride,
+                one.canonical_stride)
+            for one in mapping.runs
+        )  # fmt: skip
+        return LayerPages(tensor, mapping.canonical_page_size_bytes, runs, mapping.writer_index == 0)
+
     return [
-        [kv_caches.tensors[index].tensor for index in dict.fromkeys(ref.tensor_idx for ref in refs)]
-        for refs in kv_caches.group_data_refs
+        [layer(ref) for ref in {ref.tensor_idx: ref for ref in refs}.values()] for refs in kv_caches.group_data_refs
     ]

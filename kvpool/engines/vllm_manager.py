@@ -93,7 +93,7 @@ _OWN = ("busy", "crowded")
 class HostBlocks(base.LoadStoreSpec):
     """The host blocks of a job, one for each key, group after group. It is pickled and sent to the workers.
 
-    ``partial``: with stores, those of a load that are filled in part only. None without stores.
+    ``partial``: where workers share the memory, those of a load that are filled in part only. None elsewhere.
     """
 
     def __init__(self, blocks: tuple[int, ...], partial: tuple[int, ...] | None = None) -> None:
@@ -280,6 +280,8 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         Of a host block, for ``load="faster"``. ``prefill`` is to be told of the engine's steps then.
     dp_rank
         Which of the engine's replicas this is, for ``{dp_rank}`` in ``stores``.
+    shared
+        Whether the workers have one host memory, as they have with stores.
 
     Notes
     -----
@@ -298,10 +300,12 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         clock: Callable[[], float] = time.monotonic,
         tokens_per_block: int = 1,
         dp_rank: int = 0,
+        shared: bool = False,
     ) -> None:
         from kvpool.pool.hints import Budget
 
         self._cache, self._events, self._clock, self._dp_rank = cache, events, clock, dp_rank
+        self._shared = shared or bool(options and options.stores)
         self.prefill = _Prefill(clock)
         self.prefill.tokens_per_block = tokens_per_block
         self.options = options or EngineOptions()
@@ -453,7 +457,7 @@ class KVPoolOffloadingManager(base.OffloadingManager):
             request.brought = {key: store for key, store in origins if store is not None}
         request.lease = lease = self._front.pin(keys, owner=req_context.req_id)
         blocks = lease.slots.blocks
-        if keeper is None:
+        if not self._shared:
             return HostBlocks(blocks)
         known = map(self._chunks.get, lease.keys)
         found = zip(known, blocks, strict=True)
@@ -513,7 +517,7 @@ class KVPoolOffloadingManager(base.OffloadingManager):
                 lost.append(key)
             else:
                 ended.append(key)
-            if chunk.partial and self._keeper is not None and not chunk.lost and success:
+            if chunk.partial and self._shared and not chunk.lost and success:
                 partial.append(key)
             else:
                 del self._chunks[key]

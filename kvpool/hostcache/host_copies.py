@@ -54,6 +54,16 @@ class HostCopy:
         self._copies.hold_back(stream, self._events[Layers.that_has(last, self.layers, len(self._events))])
 
 
+class HostPlace(NamedTuple):
+    """Where the bytes of a cache lie in a host block, if others have bytes between them. Strides are bytes."""
+
+    first_byte: int
+    layer_stride: int
+    planes: tuple[tuple[int, int, int], ...]
+    """Of each plane: the offset in the layer, the stride of the engine's blocks, and that of tokens. Heads follow each
+    other."""
+
+
 class HostCopies(Closing):
     """Copies between an engine's paged memory and the blocks of a ``HostTier``. Each worker has one.
 
@@ -67,6 +77,9 @@ class HostCopies(Closing):
         How many blocks of one group a host block holds, one after the other in the prompt.
     first_byte
         Where in a host block this worker's bytes begin. Workers that share a tier have ranges of their own.
+    places
+        Of each cache a HostPlace, in the place of ``first_byte``, or None. Who gives one answers for bytes that two
+        have.
     device
         "auto": the GPU that has the memory of the caches, or "cpu". Or "cpu", "cuda", "sim", or a
         ``kvpool.device.base.Device`` that serves nobody else.
@@ -90,15 +103,21 @@ class HostCopies(Closing):
 
     def __init__(
         self, tier: HostTier, caches: PagedKV | Sequence[PagedKV], *, blocks_per_host_block: int = 1,
-        first_byte: int = 0, device: str | Device = "auto",
+        first_byte: int = 0, places: Sequence[HostPlace | None] = (), device: str | Device = "auto",
     ) -> None:  # fmt: skip
         if not isinstance(tier, HostTier):
             raise TypeError(f"tier={tier!r:.80}: accepted is a HostTier")
         self.blocks_per_host_block = integer_argument("blocks_per_host_block", blocks_per_host_block, 1, 1 << 20)
         self.first_byte = integer_argument("first_byte", first_byte, 0, tier.block_bytes - 1)
-        self.tier, self._groups = tier, [Pages(one, self.blocks_per_host_block) for one in _caches(caches)]
+        found = _caches(caches)
+        if len(places) not in (0, len(found)):
+            raise ValueError(f"places={places!r:.80}: accepted is one for each of {len(found)} caches, or none")
+        self.tier, self._groups = tier, [
+            Pages(one, self.blocks_per_host_block, self.first_byte, place)
+            for one, place in zip(found, places or [None] * len(found), strict=True)
+        ]  # fmt: skip
         self.group_bytes = tuple(pages.nbytes for pages in self._groups)
-        _check_room(self.group_bytes, tier, self.first_byte)
+        _check_room(self._groups, tier)
         _check_apart(self._groups, tier)
         self._device, self._owned = _device(device, self._groups), not isinstance(device, Device)
         self._lock: AbstractContextManager[Any] = nullcontext() if self._device.synchronous else threading.Lock()
@@ -171,7 +190,7 @@ class HostCopies(Closing):
         _check_blocks(own, hosts, pages, self.tier.host_blocks, first, end, into_host)
         parts = min(integer_argument("layer_parts", layer_parts, 1, 1 << 16), pages.cache.layers)
         after = self._device.as_stream(stream)
-        place = self.tier.flat.ctypes.data + self.first_byte
+        place = self.tier.flat.ctypes.data + pages.first_byte
         span = first, end, place, self.tier.block_bytes, into_host
         found = [pages.fragments(own, hosts, *span, Layers(part, parts)) for part in range(parts)]
         count = sum(map(len, found))
@@ -255,11 +274,11 @@ def _caches(caches: object) -> list[PagedKV]:
     return list(found)
 
 
-def _check_room(sizes: tuple[int, ...], tier: HostTier, first_byte: int) -> None:
-    for group, nbytes in enumerate(sizes):
-        if first_byte + nbytes > tier.block_bytes:
-            room = f"first_byte={first_byte}, and a host block has {tier.block_bytes} bytes"
-            raise ValueError(f"caches[{group}] takes {nbytes} bytes of a host block: {room}")
+def _check_room(groups: list[Pages], tier: HostTier) -> None:
+    for group, pages in enumerate(groups):
+        if pages.first_byte + pages.nbytes > tier.block_bytes:
+            room = f"first_byte={pages.first_byte}, and a host block has {tier.block_bytes} bytes"
+            raise ValueError(f"caches[{group}] takes {pages.nbytes} bytes of a host block: {room}")
 
 
 def _check_apart(groups: list[Pages], tier: HostTier) -> None:
@@ -341,22 +360,29 @@ class Pages:
     """One group of layers of an engine. A host block has ``blocks_per_host_block`` of its blocks.
 
     They lie there without gaps: [layers, planes, blocks, tokens, heads, bytes], or heads before tokens if the engine
-    has that order. ``nbytes`` is their size.
+    has that order; or as ``place`` says. ``nbytes`` is the size of all that is between the first and the last byte.
     """
 
-    def __init__(self, cache: PagedKV, blocks_per_host_block: int) -> None:
+    def __init__(self, cache: PagedKV, blocks_per_host_block: int, first_byte: int, place: HostPlace | None) -> None:
         self.cache, self.blocks = cache, blocks_per_host_block
         rows, offset = [], 0
-        for plane in cache.planes:
+        for index, plane in enumerate(cache.planes):
             tokens, heads, run = cache.tokens_per_block, plane.heads, plane.run_bytes
             inner = (heads * run, run) if plane.token_stride >= plane.head_stride else (run, tokens * run)
-            strides = (plane.block_stride, plane.token_stride, plane.head_stride)
-            rows.append((*strides, heads, run, offset, tokens * heads * run, *inner))
+            host = offset, tokens * heads * run, *inner
+            if place is not None:
+                host = *place.planes[index], run
+            rows.append((plane.block_stride, plane.token_stride, plane.head_stride, heads, run, *host))
             offset += blocks_per_host_block * tokens * heads * run
         self._planes = np.array(rows, np.int64)
-        self._layer_bytes, self.nbytes = offset, cache.layers * offset
+        self.first_byte, self._layer_bytes, self.nbytes = first_byte, offset, cache.layers * offset
+        if place is not None:
+            self.first_byte, self._layer_bytes = place.first_byte, place.layer_stride
+            last = self._planes[:, [_OFFSET, _HOST_BLOCK, _HOST_TOKEN]] @ [1, self.blocks - 1, tokens - 1]
+            ends = last + self._planes[:, _HEADS] * self._planes[:, _RUN]
+            self.nbytes = (cache.layers - 1) * self._layer_bytes + int(ends.max())
         self._pieces = cache.layers * sum(
-            _pieces_of(plane, cache.tokens_per_block, row[-1] > row[-2])
+            _pieces_of(plane, cache.tokens_per_block, row[_HOST_TOKEN], row[_HOST_HEAD])
             for plane, row in zip(cache.planes, rows, strict=True)
         )
 
@@ -384,13 +410,13 @@ class Pages:
         return out[: _cut(bases, self._planes, blocks, host_blocks, span, out, cursor)]
 
 
-def _pieces_of(plane: Plane, tokens: int, heads_first: bool) -> int:
+def _pieces_of(plane: Plane, tokens: int, host_token: int, host_head: int) -> int:
     """The most fragments of one plane of a block, as ``_add_block`` adds them."""
-    if heads_first:
+    if host_head > host_token:
         return plane.heads if plane.token_stride == plane.run_bytes else plane.heads * tokens
     if plane.heads > 1 and plane.head_stride != plane.run_bytes:
         return tokens * plane.heads
-    return 1 if plane.token_stride == plane.heads * plane.run_bytes else tokens
+    return 1 if plane.token_stride == host_token == plane.heads * plane.run_bytes else tokens
 
 
 @jit
@@ -444,7 +470,7 @@ def _add_block(out: Any, cursor: Any, engine: int, host: int, plane: Any, tokens
                 _add(out, cursor, engine + h * head + t * token, host + h * host_head + t * host_token, run, into_host)
         return
     joined = heads == 1 or head == run
-    if joined and token == host_token:
+    if joined and token == host_token == heads * run:
         _add(out, cursor, engine + first * token, host + first * token, (end - first) * token, into_host)
         return
     for t in range(first, end):

@@ -46,5 +46,5 @@ class FaultyCopies:
 class FaultySpec(KVPoolOffloadingSpec):
     """The option ``fault`` names the fault."""
 
-    def get_copies(self, groups: list[kvpool.PagedKV]) -> Any:
+    def get_copies(self, groups: Any) -> Any:
         return FaultyCopies(super().get_copies(groups), self.extra_config["fault"])

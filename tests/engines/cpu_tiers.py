@@ -13,7 +13,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 import kvpool
 from kvpool.engines.options import VLLM
-from kvpool.engines.vllm import HostBlocks, KVPoolOffloadingWorker, identity, tensors_of
+from kvpool.engines.vllm import HostBlocks, KVPoolOffloadingWorker, identity, layers_of
 
 
 class _Worker(KVPoolOffloadingWorker):
@@ -28,12 +28,13 @@ class _Worker(KVPoolOffloadingWorker):
 
 
 def _worker(spec: Any, kv_caches: Any, tier: kvpool.HostTier) -> OffloadingWorker:
-    from kvpool.engines.transfers import Transfers, paged
+    from kvpool.engines.transfers import Transfers, pieces
 
-    groups = [paged(tensors) for tensors in tensors_of(kv_caches)]
     first = spec.config.parallel.rank * spec.cpu_page_size_per_worker
-    copies = kvpool.HostCopies(tier, groups, blocks_per_host_block=spec.blocks_per_chunk, first_byte=first)
-    return _Worker(Transfers(copies, spec.num_chunks, spec.blocks_per_chunk), False)
+    groups = [pieces(layers, spec.blocks_per_chunk, first) for layers in layers_of(kv_caches, False)]
+    caches, places = zip(*((one.cache, one.place) for group in groups for one in group), strict=True)
+    copies = kvpool.HostCopies(tier, caches, blocks_per_host_block=spec.blocks_per_chunk, places=places)
+    return _Worker(Transfers(copies, spec.num_chunks, spec.blocks_per_chunk, groups), False)
 
 
 class CpuSpec(CPUOffloadingSpec):

@@ -14,7 +14,8 @@ import pytest
 import kvpool
 from kvpool.device.cuda import unusable
 from kvpool.device.sim import SimDevice
-from kvpool.engines.transfers import Ended, Transfers, paged
+from kvpool.engines.transfers import Ended, LayerPages, Run, Transfers, pieces
+from kvpool.hostcache.host_copies import HostPlace
 
 IDENTITY = kvpool.ModelIdentity("toy", "r1", "uint8", "pages", "tests 1")
 HOST_BLOCKS, BLOCKS, LAYERS = 10, 24, (3, 2)
@@ -37,8 +38,9 @@ class Worker:
         self.tensors = [memory[layer, :, : PAGES[0]] for layer in range(max(LAYERS))]
         self.groups = [self.tensors[:count] for count in LAYERS]
         self.tier = kvpool.HostTier(HOST_BLOCKS, max(LAYERS) * PAGES[0] * per, identity=IDENTITY)
-        pages = [paged(group) for group in self.groups]
-        self.copies = kvpool.HostCopies(self.tier, pages, blocks_per_host_block=per, device=self.device)
+        found = [one for group in self.groups for one in pieces([*map(LayerPages.whole, group)], per)]
+        caches, places = [one.cache for one in found], [one.place for one in found]
+        self.copies = kvpool.HostCopies(self.tier, caches, blocks_per_host_block=per, places=places, device=self.device)
         self.transfers = Transfers(self.copies, HOST_BLOCKS, per)
 
     def write(self, group: int, blocks: Sequence[int]) -> np.ndarray:
@@ -225,9 +227,41 @@ def test_jobs_whose_parts_do_not_fit_are_refused(
         worker.store(1, [0, 1], counts, (0, 0), hosts)
 
 
-def test_layers_with_blocks_of_different_sizes_are_refused() -> None:
-    with pytest.raises(ValueError, match="blocks of one size"):
-        paged([np.zeros((4, 8), np.int8), np.zeros((4, 16), np.int8)])
+def test_layers_with_blocks_of_different_sizes_have_places_of_their_own() -> None:
+    """As attention beside states or indices. What is behind another worker's first byte stays as it is."""
+    random, widths, per = np.random.default_rng(4), [8, 48, 8, 16], 2
+    tensors = [random.integers(-128, 128, (6, width), np.int8) for width in widths]
+    tier = kvpool.HostTier(3, 16 + per * sum(widths), identity=IDENTITY)
+    tier.blocks[...] = 99
+    group = pieces([*map(LayerPages.whole, tensors)], per, first_byte=16)
+    assert [(len(one.cache.bases[0]), one.place.first_byte) for one in group] == [(2, 16), (1, 48), (1, 144)]
+    caches, places = [one.cache for one in group], [one.place for one in group]
+    copies = kvpool.HostCopies(tier, caches, blocks_per_host_block=per, places=places)
+    transfers = Transfers(copies, 3, per, [group])
+    transfers.store(1, transfers.parts([5, 1, 3], (3,), (0,), [2, 0]))
+    assert [one.nbytes for one in transfers.finished()] == [3 * sum(widths)]
+    assert (tier.blocks[:, :16] == 99).all() and (tier.blocks[1] == 99).all()
+    before = [tensor.copy() for tensor in tensors]
+    for tensor in tensors:
+        tensor[...] = 0
+    transfers.load(2, transfers.parts([0, 2, 4], (3,), (0,), [2, 0]))
+    assert [one.error for one in transfers.finished()] == [None]
+    for tensor, old in zip(tensors, before, strict=True):
+        np.testing.assert_array_equal(tensor[[0, 2, 4]], old[[5, 1, 3]])
+        assert not tensor[[1, 3, 5]].any()
+    transfers.close()
+
+
+def test_what_is_no_memory_of_blocks_is_refused() -> None:
+    for tensor in (np.zeros(8, np.int8), np.zeros((4, 8), np.int8)[:, ::2], np.zeros((4, 8, 2), np.int8)):
+        with pytest.raises(ValueError, match="tensors"):
+            pieces([LayerPages(tensor, 8, (Run(0, 0, 8, 1, 8, 8),))], 1)
+    cache = pieces([LayerPages.whole(np.zeros((4, 8), np.int8))], 1)[0].cache
+    with pytest.raises(ValueError, match="places"):
+        kvpool.HostCopies(kvpool.HostTier(2, 8, identity=IDENTITY), cache, places=[None, None])
+    with pytest.raises(ValueError, match=r"caches\[0\] takes 8 bytes of a host block: first_byte=4"):
+        place = HostPlace(4, 8, ((0, 8, 8),))
+        kvpool.HostCopies(kvpool.HostTier(2, 8, identity=IDENTITY), cache, places=[place])
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,11 @@ WAYS = {
         {},
         {"processes": True, "engine": {"tensor_parallel_size": 2}, "waves": waves(prompts=2, more=False)},
     ),
+    "canonical layout, two workers": (
+        "tiny",
+        {"canonical_layout": True},
+        {"processes": True, "engine": {"tensor_parallel_size": 2}, "waves": waves(prompts=2, more=False)},
+    ),
     "two blocks a chunk, little host memory": (
         "tiny",
         {"blocks_per_chunk": 2, "host_memory": "1300KiB"},

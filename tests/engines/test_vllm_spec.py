@@ -23,6 +23,9 @@ vllm = pytest.importorskip(
 import torch  # noqa: E402
 from vllm.config import KVTransferConfig  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import (  # noqa: E402
+    derive_canonical_mappings,
+)
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec  # noqa: E402
@@ -35,14 +38,19 @@ from vllm.v1.kv_offload.config import (  # noqa: E402
     OffloadingParallelConfig,
 )
 
+import kvpool  # noqa: E402
 from kvpool.engines.options import VLLM, EnginePlugin  # noqa: E402
 from tests.engines import serve  # noqa: E402
 
 BLOCK_BYTES = 4096
 
 
-def config(extra: dict[str, Any], *, workers: int = 1, stages: int = 1, per_chunk: int = 1, **more: Any) -> Any:
-    parallel = OffloadingParallelConfig(0, workers * stages, workers, stages, 1, 1, 0, 1, None, False)
+def config(
+    extra: dict[str, Any], *, workers: int = 1, stages: int = 1, context: int = 1, per_chunk: int = 1, rank: int = 0,
+    agnostic: bool = False, **more: Any,
+) -> Any:  # fmt: skip
+    world = workers * stages * context
+    parallel = OffloadingParallelConfig(rank, world, workers, stages, context, 1, 0, 1, None, agnostic)
     groups = (OffloadingGroupConfig(16, ("layer.0", "layer.1"), 0),)
     found = OffloadingConfig(
         groups, BLOCK_BYTES, False, extra, "engine", OffloadingModelConfig("toy", "float16"),
@@ -80,10 +88,9 @@ def test_host_memory_is_that_of_all_workers(workers: int, per_chunk: int, blocks
     [
         (config({}), "host_memory"),
         (config({"host_memory": 4095}), "4096 bytes"),
-        (config({"host_memory": "1GiB"}, stages=2), "pipeline_parallel_size=2"),
-        (config({"host_memory": "1GiB"}, canonical_layout=True), "canonical_layout"),
+        (config({"host_memory": "1GiB"}, canonical_layout=True), "canonical_layout=True.*does not certify"),
         (config({"host_memory": "1GiB"}, worker_kv_bytes_per_block=0), "no bytes"),
-        (config({"host_memory": "1GiB", "stores": ["memory:"]}, workers=2, replicated_layout=True), "tensor parallel"),
+        (config({"host_memory": "1GiB", "stores": ["memory:"]}, context=2), "supported are tensor and pipeline"),
         (config({"host_memory": "1GiB", "stores": [1]}), r"stores=\[1\]"),
         (config({"host_memory": "1GiB", "stores": ["memory:"]}), '"kv_connector": "KVPoolOffloadingConnector"'),
         (config({"host_memory": "1GiB", "weigths": "1"}), "is weights meant"),
@@ -282,6 +289,178 @@ def test_a_worker_stores_and_loads_what_vllm_names() -> None:
         np.testing.assert_array_equal(tensor[[11, 10]], before[[9, 8]])
         assert not tensor[[0, 1, 2, 3, 4, 8, 9]].any()
     worker.shutdown()
+
+
+# -- several workers ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def first_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers of one engine are made in this process, the first one first."""
+    said: list[Any] = []
+
+    def from_first_worker(given: Any, parallel: Any) -> Any:
+        if parallel.rank == 0:
+            said[:] = [given]
+        return said[0]
+
+    monkeypatch.setattr(vllm, "from_first_worker", from_first_worker)
+
+
+def workers_of(caches: list[base.CanonicalKVCaches], extra: dict[str, Any], **more: Any) -> tuple[list[Any], list[Any]]:
+    """The specs of all workers, and the workers with these caches."""
+    specs = [vllm.KVPoolOffloadingSpec(config(extra, rank=rank, **more)) for rank in range(len(caches))]
+    return specs, [spec.get_worker(one) for spec, one in zip(specs, caches, strict=True)]
+
+
+def caches_of(tensors: list[Any], mappings: list[Any] | None = None) -> base.CanonicalKVCaches:
+    """One group of layers, each with a tensor."""
+    pages = [tensor.shape[1] for tensor in tensors]
+    refs = [
+        base.CanonicalKVCacheRef(index, page, mapping)
+        for index, (page, mapping) in enumerate(zip(pages, mappings or [None] * len(pages), strict=True))
+    ]
+    found = [base.CanonicalKVCacheTensor(tensor, page) for tensor, page in zip(tensors, pages, strict=True)]
+    return base.CanonicalKVCaches(found, [refs])
+
+
+def moved(worker: Any, job: int, blocks: list[int], hosts: tuple[int, ...], *, load: bool, partial: Any = ()) -> bool:
+    """Whether a store or a load has succeeded."""
+    device = base.GPULoadStoreSpec(blocks, (len(blocks),), (0,))
+    if load:
+        worker.submit_load(job, vllm.HostBlocks(hosts, partial), device)
+    else:
+        worker.submit_store(job, device, vllm.HostBlocks(hosts))
+    worker.wait({job})
+    return all(one.success for one in worker.get_finished())
+
+
+def noise(seed: int, layers: int, *shape: int) -> list[Any]:
+    random = np.random.default_rng(seed)
+    return [torch.from_numpy(random.integers(-128, 128, shape, dtype=np.int8)) for _ in range(layers)]
+
+
+def test_what_all_workers_have_alike_is_kept_once(first_says: None) -> None:
+    """Latent attention: vLLM has the first worker store, and all load."""
+    own = [noise(seed, 2, 12, BLOCK_BYTES // 2) for seed in (1, 2)]
+    more = {"workers": 2, "replicated_layout": True}
+    specs, workers = workers_of([caches_of(one) for one in own], {"host_memory": "64KiB"}, **more)
+    assert [spec.host_blocks for spec in specs] == [16, 16] and all(spec.replicated_layout for spec in specs)
+    assert moved(workers[0], 1, [1, 2], (3, 0), load=False)
+    assert moved(workers[1], 2, [7, 8], (3, 0), load=True), "it attaches what the first one has"
+    for first, second in zip(*own, strict=True):
+        np.testing.assert_array_equal(second[[7, 8]], first[[1, 2]])
+    assert not moved(workers[1], 3, [7], (3,), load=True, partial=(3,)), "it has not seen what is missing there"
+    for worker in workers:
+        worker.shutdown()
+
+
+@pytest.mark.parametrize("stores", [False, True])
+def test_stages_have_their_own_layers(first_says: None, stores: bool) -> None:
+    own = [noise(seed, layers, 12, 512) for seed, layers in ((1, 2), (2, 2 if stores else 3))]
+    extra = {"host_memory": "64KiB"} | ({"stores": ["memory:"], "weights": "1"} if stores else {})
+    specs, workers = [], []
+    with serving():
+        for rank, tensors in enumerate(own):
+            nbytes = 512 * len(tensors)
+            made = config(extra, stages=2, rank=rank, worker_kv_bytes_per_block=nbytes, engine_id="e")
+            specs.append(vllm.KVPoolOffloadingSpec(made))
+            workers.append(specs[-1].get_worker(caches_of(tensors)))
+    assert {spec.host_blocks for spec in specs} == {32}
+    before = [[tensor.clone() for tensor in tensors] for tensors in own]
+    for worker, tensors in zip(workers, own, strict=True):
+        assert moved(worker, 1, [4, 5], (31, 2), load=False)
+        for tensor in tensors:
+            tensor.zero_()
+    for worker, tensors, old in zip(workers, own, before, strict=True):
+        assert moved(worker, 2, [9, 8], (31, 2), load=True)
+        for tensor, values in zip(tensors, old, strict=True):
+            np.testing.assert_array_equal(tensor[[9, 8]], values[[4, 5]])
+        worker.shutdown()
+    if stores:
+        assert specs[0].stored_as == specs[1].stored_as is not None
+        with serving(), pytest.raises(ValueError, match="pipeline_parallel_size=2.*as many layers"):
+            vllm.KVPoolOffloadingSpec(config(extra, stages=2, rank=1, worker_kv_bytes_per_block=1536)).get_tier()
+
+
+HEADS, TOKENS, HEAD = 4, 8, 16
+LAYOUTS = {
+    "packed NHD": ("b t h kd", "b h t kd"), "packed HND": ("b h t kd", "b h t kd"),
+    "split NHD": ("b k t h d", "b k t h d"), "split HND": ("b k h t d", "b k t h d"),
+}  # fmt: skip
+
+
+def shard(layout: str, values: np.ndarray, rank: int, workers: int) -> tuple[Any, Any]:
+    """A worker's memory of a layer, as vLLM sees it, and as [blocks, bytes]. ``values`` [b, k, t, h, d]: of all
+    heads."""
+    memory, seen = LAYOUTS[layout]
+    part = values[:, :, :, rank * HEADS // workers : (rank + 1) * HEADS // workers]
+    order = memory.replace("kd", "k d").split()
+    lain = np.ascontiguousarray(part.transpose([*map("b k t h d".split().index, order)]))
+    if "kd" in memory:
+        lain = lain.reshape(*lain.shape[:3], -1)
+    tensor = torch.from_numpy(lain)
+    view = tensor.permute([*map(memory.split().index, seen.split())])
+    return view, tensor.view(torch.int8).reshape(len(lain), -1)
+
+
+def certified(layout: str, values: list[np.ndarray], rank: int, workers: int) -> base.CanonicalKVCaches:
+    """A worker's caches, with what vLLM says of their layout."""
+    spec = FullAttentionSpec(block_size=TOKENS, num_kv_heads=HEADS // workers, head_size=HEAD, dtype=torch.float16)
+    names = [f"layer.{index}" for index in range(len(values))]
+    both = [shard(layout, one, rank, workers) for one in values]
+    parallel = SimpleNamespace(
+        tensor_parallel_size=workers, prefill_context_parallel_size=1, decode_context_parallel_size=1,
+        world_size=workers, rank=rank, cp_kv_cache_interleave_size=1,
+    )  # fmt: skip
+    model = SimpleNamespace(get_total_num_kv_heads=lambda: HEADS)
+    groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=names)]
+    found = derive_canonical_mappings(
+        SimpleNamespace(parallel_config=parallel, model_config=model),
+        SimpleNamespace(num_blocks=len(values[0]), kv_cache_groups=groups),
+        {name: view for name, (view, _) in zip(names, both, strict=True)},
+    )
+    return caches_of([flat for _, flat in both], [found[name] for name in names])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("per_chunk", [1, 2])
+def test_a_host_block_is_the_same_with_any_number_of_workers(layout: str, per_chunk: int, first_says: None) -> None:
+    """In the canonical layout: what one number of workers has stored, another loads."""
+    random, blocks = np.random.default_rng(6), 6
+    shape = (blocks, 2, TOKENS, HEADS, HEAD)
+    values = [random.integers(0, 1 << 15, shape).astype(np.uint16).view(np.float16) for _ in range(3)]
+    page, nothing = 2 * TOKENS * HEADS * HEAD * 2, [np.zeros_like(one) for one in values]
+    tiers, identities = {}, set()
+    for workers in (1, 2, 4):
+        more = {
+            "workers": workers, "canonical_layout": True, "agnostic": True, "per_chunk": per_chunk,
+            "worker_kv_bytes_per_block": 3 * page // workers, "kv_cache_layout": "LBNHC",
+        }  # fmt: skip
+        full = [certified(layout, values, rank, workers) for rank in range(workers)]
+        empty = [certified(layout, nothing, rank, workers) for rank in range(workers)]
+        specs, storing = workers_of(full, {"host_memory": 8 * 3 * page * per_chunk}, **more)
+        identities.add(specs[0].identity)
+        hosts = (5, 1)[: 4 // per_chunk // 2]
+        stored = [4, 1, 5, 2][: len(hosts) * per_chunk]
+        assert all(moved(worker, 1, stored, hosts, load=False) for worker in storing)
+        tier = tiers[workers] = kvpool.HostTier.attach(specs[0].description)
+        assert (tier.blocks[list(hosts)] == tiers[1].blocks[list(hosts)]).all(), "the bytes of one worker"
+        others, loading = workers_of(empty, {"host_memory": 8 * 3 * page * per_chunk}, **more)
+        kvpool.HostTier.attach(others[0].description).blocks[...] = tiers[1].blocks
+        assert all(moved(worker, 1, stored, hosts, load=True) for worker in loading)
+        for one, other in zip(full, empty, strict=True):
+            for a, b in zip(one.tensors, other.tensors, strict=True):
+                np.testing.assert_array_equal(b.tensor[stored], a.tensor[stored])
+        for worker in (*storing, *loading):
+            worker.shutdown()
+    assert len(identities) == 1
+
+
+def test_a_layer_that_vllm_does_not_certify_is_refused_in_the_canonical_layout(first_says: None) -> None:
+    made = config({"host_memory": "64KiB"}, canonical_layout=True, agnostic=True, kv_cache_layout="LBNHC")
+    with pytest.raises(ValueError, match="does not certify the layout of all layers"):
+        vllm.KVPoolOffloadingSpec(made).get_worker(caches_of(noise(1, 2, 12, 512)))
 
 
 def test_the_plug_in_is_imported_without_numba() -> None:

@@ -74,6 +74,22 @@ def test_two_workers_share_a_store(runs: Runs, tmp_path: Path) -> None:
     assert answers(warm)["first-0"]["cached"] == 15 * BLOCK
 
 
+@pytest.mark.parametrize("workers", [(1, 2), (2, 1)])
+def test_what_some_workers_have_saved_others_load_in_the_canonical_layout(
+    runs: Runs, tmp_path: Path, workers: tuple[int, int]
+) -> None:
+    extra, folder = disk(tmp_path) | {"canonical_layout": True}, str(tmp_path)
+    found = [
+        runs.run(
+            "tiny", extra, waves=SHORT[:1], processes=True, environment=SEED, folder=folder,
+            engine={"tensor_parallel_size": count},
+        )
+        for count in workers
+    ]  # fmt: skip
+    assert [answers(run)["first-0"]["cached"] for run in found] == [0, 15 * BLOCK]
+    assert differing(runs.run("tiny", None, waves=LONG), found[1]) == {}
+
+
 def test_a_prompt_that_no_store_has_does_not_wait_for_other_requests(runs: Runs) -> None:
     """The answer of the stores holds for the request that asked, also where it is older than ``retry_seconds`` when the
     request is looked at again."""
