@@ -30,8 +30,17 @@ __device__ __forceinline__ void wait_for(Barrier* barrier, unsigned parity) {
             : "memory");
 }
 
+// The target is this thread block's own memory. Where PTX cannot say so (before CUDA 12.8), it is memory of a cluster, and
+// sm_120, whose copy units reach no other thread block, gets a branch to __cuda_syscall_cp_async_bulk_unicast for
+// addresses of another one. It is never taken: there are no clusters here.
+#if __CUDACC_VER_MAJOR__ > 12 || (__CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ >= 8)
+#define STAGE_SPACE "shared::cta"
+#else
+#define STAGE_SPACE "shared::cluster"
+#endif
+
 __device__ __forceinline__ void bulk_load(void* target, Int source, unsigned bytes, Barrier* barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+    asm volatile("cp.async.bulk." STAGE_SPACE ".global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      place(target)),
                  "l"(source), "r"(bytes), "r"(place(barrier))
                  : "memory");

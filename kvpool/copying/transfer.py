@@ -37,6 +37,7 @@ NO_RANGES: Int64s = np.zeros((0, 2), np.int64)
 NO_TOKEN_MOVES: Int64s = np.zeros((0, 4), np.int64)
 NO_IDS: Int64s = np.empty(0, np.int64)
 DROPPED = -1
+COPIES_THREAD = "kvpool copies"
 _LIVE, _DEAD = 1, 2
 
 
@@ -185,7 +186,8 @@ class Transfer:
     """The queue of decided batches. ``token_bytes`` are the bytes of a token in each group of layers.
 
     ``broken`` is the permanent error of the device, or None. ``order`` is None on a synchronous device. ``moved``
-    counts what the device has accepted.
+    counts what the device has accepted. ``lock`` is the transfer lock. ``at_once`` is that of the device. ``start``
+    runs a call in a thread of its own.
     """
 
     def __init__(
@@ -196,7 +198,7 @@ class Transfer:
         self._numbers = states.heads.reshape(-1).data
         bases = range(0, states.heads.size, records.HEADER)
         self._left = [(base + H.moves, base + H.accesses, base + H.token_moves) for base in bases]
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._queue: dict[int, Decision] = {}
         self._held_back: dict[int, Decision] | None = None
         self._notes: deque[Int64s] = deque()
@@ -211,9 +213,15 @@ class Transfer:
         self.moved = Traffic(states.heads, token_bytes)
         self.broken: DeviceError | None = None
         self._exit: BaseException | None = None
+        # The batch that is being enqueued, what is left of its moves, and ``loaded`` of ``Order.hold_back`` for it.
+        self._begun: Decision | None = None
+        self._pieces: deque[tuple[Int64s, int]] = deque()
+        self._loaded: int | None = None
+        self.at_once = device.at_once
+        self.start: Callable[[Callable[[], None]], object] = _start
         # Parts with locks of their own add them.
         self.forks = Process("pool")
-        self.forks.guard(self, "_lock", "_state_lock")
+        self.forks.guard(self, "lock", "_state_lock")
         self._behind: Callable[[], object] | None = None
         self._loads: LayerEvents | None = None
 
@@ -312,9 +320,28 @@ class Transfer:
         """Whether a batch of any thread is decided and perhaps not enqueued yet."""
         return self._enqueued < self._decided and bool(self.guards & records.OTHERS_BATCHES_TOO)
 
+    def may_lag(self) -> bool:
+        """Whether all that is queued may be enqueued behind the call that decided it: many moves, and nothing that a
+        stream of a caller has to wait for, or has to have done. The caller holds the state lock."""
+        most = self.at_once
+        if most is None or self.order is None or sum(len(batch.moves) for batch in self._queue.values()) < most:
+            return False
+        if not self.guards & records.HANDED_OUT_IS_ENQUEUED:
+            return True
+        return not any(
+            len(batch.accesses) or len(batch.token_moves) or batch.behind is not None for batch in self._queue.values()
+        )
+
+    def drain_later(self) -> None:
+        """``drain`` in a thread of its own. All calls but those whose decisions may lag too wait for it."""
+        try:
+            self.start(self.drain)
+        except RuntimeError:  # The system, or an interpreter that ends, gives no more threads.
+            self.drain()
+
     def drain(self) -> None:
-        """Enqueue every batch decided before this call, oldest first. Takes the transfer lock. The caller holds no
-        lock.
+        """Enqueue every batch decided before this call, oldest first. Takes the transfer lock, for a part of a large
+        batch at a time. The caller holds no lock.
 
         Does nothing in a destructor or signal handler that runs inside it: the interrupted call enqueues everything
         that is queued.
@@ -322,50 +349,68 @@ class Transfer:
         if self.enqueuing:
             return
         while self._enqueued < self._decided:
-            with self._lock:
+            with self.lock:
                 self._draining = threading.get_ident()
                 try:
-                    in_order = self.guards & records.TICKET_ORDER
-                    batch = self._queue.get(self._enqueued + 1 if in_order else max(self._queue, default=-1))
-                    if batch is None:
+                    if self._begun is None and not self._begin():
                         return  # The thread that decided it will enqueue it.
-                    if len(batch.accesses) and self.order is not None:
-                        self._attempt_order(self.order.accessed, batch.accesses)
-                    loads = batch.loads if self.order is not None else None
-                    loaded = self.order.loaded if self.order is not None and loads is not None else None
-                    for some, direction in self._independent(batch.moves) if len(batch.moves) else ():
-                        if loads is not None and direction == records.ONBOARD:
-                            if self._load(some, loads):
-                                continue
-                            loads = loaded = None  # the caller's streams wait for all
-                        self._copy(some, batch.ticket, direction)
-                    self._end(batch, loaded)
+                    batch = self._begun
+                    assert batch is not None
+                    while self._pieces:
+                        some, direction = self._pieces.popleft()
+                        if direction != records.ONBOARD or not self._load(some, batch.loads):
+                            self._copy(some, batch.ticket, direction)
+                        if self._pieces and self.at_once is not None:
+                            break
+                    else:
+                        self._begun = None
+                        self._end(batch, self._loaded)
                     leaving, self._exit = self._exit, None
                     if leaving is not None:
                         raise leaving
+                except BaseException:
+                    self._begun = None  # it begins again
+                    raise
                 finally:
                     self._draining = 0
+
+    def _begin(self) -> bool:
+        """Begin with the next batch. Returns whether there is one."""
+        in_order = self.guards & records.TICKET_ORDER
+        batch = self._queue.get(self._enqueued + 1 if in_order else max(self._queue, default=-1))
+        if batch is None:
+            return False
+        order = self.order
+        if len(batch.accesses) and order is not None:
+            self._attempt_order(order.accessed, batch.accesses)
+        self._loaded = None if batch.loads is None or order is None else order.loaded
+        self._pieces.clear()
+        for some, direction in self._independent(batch.moves) if len(batch.moves) else ():
+            step = len(some) if self.at_once is None or self._loaded is not None else self.at_once
+            self._pieces.extend((some[first : first + step], direction) for first in range(0, len(some), step))
+        self._begun = batch
+        return True
 
     def pending(self, ids: Int64s, *, writes: bool = False) -> list[Event]:
         """The events to wait for before the host reads blocks whose copies are enqueued, or, with ``writes``, before it
         writes them. Takes the transfer lock."""
         if self.order is None or not self.guards & records.READER_WAITS:
             return []
-        with self._lock:
+        with self.lock:
             return self.order.pending(ids, writes)
 
     def wait_for(self, stream: Stream, event: Event) -> None:
         """Have all work that is enqueued on ``stream`` from now on wait for an event. Takes the transfer lock. Raises
         DeviceError."""
         if self.guards & records.ENGINE_READS_LAYER_AFTER_COPY:
-            with self._lock:
+            with self.lock:
                 self._device.wait(stream, event)
 
     def follow(self, stream: Stream) -> None:
         """Have all work that is enqueued on ``stream`` from now on wait for all copies enqueued so far. Takes the
         transfer lock. Raises DeviceError."""
         if self.order is not None:
-            with self._lock:
+            with self.lock:
                 self.order.follow_copies(stream)
 
     def decide(self, stream: Stream | None, ids: Int64s | None, verb: Callable[..., Any], *args: Any) -> Any:
@@ -415,7 +460,7 @@ class Transfer:
         return idle
 
     def _independent(self, moves: Int64s) -> Iterator[tuple[Int64s, int]]:
-        """Moves that may be made in any order, one level after the other, and the stream of each part."""
+        """Int64s that may be made in any order, one level after the other, and the stream of each part."""
         for level in self._levels.cut(moves) if self.guards & records.LEVELS else [moves]:
             if self.order is None:
                 yield level, records.ONBOARD
@@ -443,12 +488,14 @@ class Transfer:
             if not self._queue:
                 self._lost.clear()
 
-    def _load(self, moves: Int64s, loads: LayerEvents) -> bool:
-        """Enqueue loads that do not depend on each other, one part of the layers after the other. Returns whether the
-        device has taken all; if not, none counts as enqueued."""
-        order, device = self.order, self._device
+    def _load(self, moves: Int64s, loads: LayerEvents | None) -> bool:
+        """Enqueue loads that do not depend on each other, one part of the layers after the other, if the batch wants
+        that. Returns whether the device has taken all; if not, none counts as enqueued, and the caller's streams wait
+        for all loads of the batch."""
+        order, device, loaded = self.order, self._device, self._loaded
         events: list[Event] = []
-        if order is None or self._lost or self.broken is not None:
+        self._loaded = None
+        if order is None or loads is None or loaded is None or self._lost or self.broken is not None:
             return False
         on, begun = order.stream(records.ONBOARD), perf_counter_ns()
         rows = np.ascontiguousarray(moves[:, :DIRECTION])
@@ -461,7 +508,7 @@ class Transfer:
         except BaseException as error:
             self._failed(error)
             return False
-        loads.events = events
+        loads.events, self._loaded = events, loaded
         self.moved.add(moves, perf_counter_ns() - begun)
         return True
 
@@ -533,6 +580,10 @@ class Transfer:
         if found.sticky:
             self.broken = found
         return found
+
+
+def _start(call: Callable[[], None]) -> None:
+    threading.Thread(target=call, name=COPIES_THREAD).start()
 
 
 def _states_of(states: States) -> Int64s:

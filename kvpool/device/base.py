@@ -289,6 +289,9 @@ class Device(ABC):
     """Whether everything is done when the call returns."""
     one_memory: bool
     """Whether both tiers are taken from the same memory. Then only their sum has to fit."""
+    at_once: int | None = None
+    """How many moves ``copy_blocks`` enqueues in about 100 us, once the device is bound; None where nobody waits for
+    that."""
     views: HostViews = HostViews()
     """Arrays on the memory of this device, and of arrays the memory that it can write."""
 

@@ -22,6 +22,10 @@ class WrappedDevice(Device):
         self.name, self.synchronous, self.one_memory = inner.name, inner.synchronous, inner.one_memory
         self.views = inner.views
 
+    @property
+    def at_once(self) -> int | None:  # type: ignore[override]
+        return self.inner.at_once
+
     allocate, adopt, free = (_forwarded(name) for name in ("allocate", "adopt", "free"))
     available_bytes, as_stream, create_stream = (
         _forwarded(name) for name in ("available_bytes", "as_stream", "create_stream")

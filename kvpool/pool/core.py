@@ -128,7 +128,10 @@ class Core:
                 if result < 0:
                     raise refusal(heads, result, args[0], self.tokens.sequences, verb)
                 mine = transfer.collect()
-            if (mine or transfer.waiting) and not inside:
+                later = mine and transfer.may_lag()
+            if later and not inside:
+                transfer.drain_later()
+            elif (mine or transfer.waiting) and not inside:
                 transfer.drain()
         return result
 

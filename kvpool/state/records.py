@@ -44,6 +44,9 @@ PARENT_IN_KEY, NAMESPACE_IN_KEY = 1 << 15, 1 << 16
 NAMESPACE_AT_HIT, TOKENS_AT_HIT = 1 << 17, 1 << 18
 TICKET_AT_LOSS = 1 << 19
 
+HANDED_OUT_IS_ENQUEUED = (
+    1 << 22
+)  # only what no stream of a caller waits for is enqueued behind the call that decides it
 ENGINE_READS_LAYER_AFTER_COPY = 1 << 21  # who waits for a layer that is loaded waits for all of its copies
 UNPIN_AFTER_RELEASE = 1 << 20  # blocks that travel to another worker stay pinned until the transport has read them
 

@@ -22,7 +22,7 @@ BENCHMARKS_MIN = 60
 SUBJECTS = set(
     (
         "admission control copies disk events gpu groups growth hashing hostcache keeping kv_copies "
-        "peers pins pool_size replay signals staging start steps swaps tiers together "
+        "peers pins pool_size replay signals staging start steps submission swaps tiers together "
     ).split()
 )
 

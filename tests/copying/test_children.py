@@ -66,7 +66,7 @@ def cache() -> Iterator[KVCacheManager]:
 
 LOCKS: dict[str, Callable[[KVCacheManager], Any]] = {
     "state": lambda cache: cache.core.lock,
-    "transfer": lambda cache: cache.core.transfer._lock,
+    "transfer": lambda cache: cache.core.transfer.lock,
     "staging": lambda cache: cache._staging._lock,
     "import": lambda cache: cache._imports._one,
 }

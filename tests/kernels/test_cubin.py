@@ -14,7 +14,7 @@ from kvpool.device.launches import (
     kernel_source,
     kernels,
 )
-from tests.kernels.cubins import ARCHITECTURES, BULK, dump, scoreboards
+from tests.kernels.cubins import ARCHITECTURES, BULK, cubin, dump, scoreboards
 
 SOURCES = sorted(path.name for path in cuda_sources().glob("*.cu"))
 IN_FLIGHT = {"kv_copy": 4, "copy_fragments": 8, "move_tokens": 4}
@@ -88,14 +88,19 @@ def test_bulk_copies_hold_no_data_in_registers(architecture: str) -> None:
 
 @pytest.mark.parametrize("architecture", BULK)
 def test_bulk_copies_wait_for_no_rows_before_they_are_needed(architecture: str) -> None:
-    """The rows of 32 later turns are under way while pieces are copied: no copy waits for them. For sm_120 the compiler
-    adds a call, which a branch goes round."""
+    """The rows of 32 later turns are under way while pieces are copied: no copy waits for them."""
     code = scoreboards(dump("bulk_fragments.cu", architecture, "sass")["bulk_fragments"])
     later = [i for i, one in enumerate(code) if re.search(TABLE_LOADS, one.text)][2:]
     raised = sum({1 << code[i].raises for i in later})
     (load,) = [i for i, one in enumerate(code) if "UBLKCP.S.G" in one.text]
-    early = [one.text for one in code[later[-1] + 1 : load + 1] if one.waits & raised]
-    assert not [text for text in early if not text.startswith("CALL.")], early
+    assert not [one.text for one in code[later[-1] + 1 : load + 1] if one.waits & raised]
+
+
+@pytest.mark.parametrize("architecture", BULK)
+def test_bulk_copies_call_nothing(architecture: str) -> None:
+    """For a stage in the memory of a cluster, sm_120 would get a branch to ``__cuda_syscall_cp_async_bulk_unicast``."""
+    assert "CALL" not in dump("bulk_fragments.cu", architecture, "sass")["bulk_fragments"]
+    assert b"__cuda_syscall" not in cubin("bulk_fragments.cu", architecture)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

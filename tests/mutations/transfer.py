@@ -94,11 +94,33 @@ MUTATIONS = (
     ),
     Mutation(
         "batches_in_any_order",
-        "Transfer.drain",
+        "Transfer._begin",
         "in_order = self.guards & records.TICKET_ORDER",
         "in_order = False",
         "A copy is enqueued before an earlier decision's copy that fills its source.",
         (_race("a_second_admission_between_decision_and_enqueue"),),
+    ),
+    Mutation(
+        "what_is_handed_out_lags",
+        "Transfer.may_lag",
+        "len(batch.accesses) or len(batch.token_moves) or batch.behind is not None",
+        "False",
+        "A kernel is enqueued before its stream waits for the load of its block, and reads other bytes.",
+        (
+            _race("a_kernel_launched_before_the_wait_for_a_load"),
+            _race("a_kernel_launched_before_the_save_of_its_block"),
+        ),
+    ),
+    Mutation(
+        "a_later_point_forgets_the_layers",
+        "Order._record",
+        "self._wait(stream, ONBOARD, self._by_layer.pop(stream, 0))",
+        "self._by_layer.pop(stream, 0)",
+        "A reader on another stream reads blocks whose layers are still on their way.",
+        (
+            "tests/copying/test_layer_loads.py::"
+            "test_who_comes_after_an_engine_that_waited_for_no_layer_waits_for_all[another stream]",
+        ),
     ),
     Mutation(
         "a_reader_does_not_wait",

@@ -62,7 +62,7 @@ class Cast(Engine):
         super().__init__(cache)
         state = contextlib.nullcontext() if without == "state_lock" else Lock(reentrant=True)
         cache.core.use_lock(state)
-        cache.core.transfer._lock = contextlib.nullcontext() if without == "transfer_lock" else Lock(reentrant=False)  # type: ignore[assignment]
+        cache.core.transfer.lock = contextlib.nullcontext() if without == "transfer_lock" else Lock(reentrant=False)  # type: ignore[assignment]
         if without in records.GUARDS:
             cache.core.disable_guard(without)
         self.contents: dict[bytes, list[tuple[int, int]]] = {}

@@ -228,6 +228,40 @@ def between_decision_and_enqueue(lab: Lab, act: Callable[[], None]) -> None:
     lab.cache.core.transfer.drain = interrupted  # type: ignore[method-assign]
 
 
+def lagging(lab: Lab) -> list[Callable[[], None]]:
+    """What may lag is enqueued when the calls that this returns are made."""
+    transfer, later = lab.cache.core.transfer, list[Callable[[], None]]()
+    transfer.at_once, transfer.start = 1, later.append
+    return later
+
+
+def a_kernel_launched_before_the_wait_for_a_load(lab: Lab) -> None:
+    on_the_host(lab)
+    later = lagging(lab)
+    lab.add(X)
+    for enqueue in later:
+        enqueue()
+
+
+def a_kernel_launched_before_the_save_of_its_block(lab: Lab) -> None:
+    cached(lab, X)
+    lab.sim.synchronize()
+    later = lagging(lab)
+    lab.add(Y, stream=lab.b)
+    for enqueue in later:
+        enqueue()
+
+
+def a_hit_on_what_a_lagging_prefetch_brings(lab: Lab) -> None:
+    on_the_host(lab)
+    later = lagging(lab)
+    assert lab.cache.prefetch(X) == 1
+    assert later
+    lab.add(X, stream=lab.b)
+    for enqueue in later:
+        enqueue()
+
+
 def a_pin_between_decision_and_enqueue(lab: Lab) -> None:
     cached(lab, X)
     lab.sim.synchronize()
@@ -270,6 +304,9 @@ RACES: dict[Scenario, tuple[str, dict[str, Any]]] = {
     growth_into_a_block_that_is_being_offloaded: ("engine_writes_after_copies", {"P": 3, "S": 2}),
     a_reader_on_a_stream_of_a_block_that_is_being_onboarded: ("engine_reads_after_copies", {"P": 3, "S": 2}),
     an_import_into_a_block_that_is_being_onboarded: ("reader_waits", {"P": 3, "S": 1}),
+    a_kernel_launched_before_the_wait_for_a_load: ("handed_out_is_enqueued", {"P": 3, "S": 2}),
+    a_kernel_launched_before_the_save_of_its_block: ("handed_out_is_enqueued", {"P": 3, "S": 2}),
+    a_hit_on_what_a_lagging_prefetch_brings: ("engine_reads_after_copies", {"P": 3, "S": 2}),
     a_layer_read_while_it_is_loaded: ("engine_reads_layer_after_copy", {"P": 3, "S": 2}),
     a_pin_between_decision_and_enqueue: ("others_batches_too", {"P": 3, "S": 2}),
     a_second_admission_between_decision_and_enqueue: ("ticket_order", {"P": 3, "S": 2}),

@@ -93,6 +93,7 @@ if TYPE_CHECKING:
 
 _INSTALL = 'pip install ".[cuda12]" or ".[cuda13]", by the CUDA version of the driver'
 COPY_PATH = "KVPOOL_COPY_PATH"
+_FRAGMENTS_AT_ONCE, _ROWS_AT_ONCE = 128, 1024
 
 
 class _CutPool(NamedTuple):
@@ -279,6 +280,9 @@ class CudaDevice(Device):
                 self._launcher.load(source, kernel)
         self._loaded = self._load_kernels()
         self._bound = _CutPool(found, {ALL_LAYERS: cutters})
+        # Of a kernel's copies a block is a row or a few. A driver takes about half a microsecond for a fragment.
+        fragments = 1 if self._loaded else max(sum(cutter.plan.runs for cutter in of_region) for of_region in cutters)
+        self.at_once = max(1, (_ROWS_AT_ONCE if self._loaded else _FRAGMENTS_AT_ONCE) // fragments)
 
     def _cut_layers(self, regions: Regions, layers: Layers) -> list[list[Cutter]]:
         return [[self._cutter(region, *found) for found in region.parts_of(layers)] for region in regions.all]

@@ -1,0 +1,129 @@
+"""What a large batch of copies costs the thread that decides it: how long it holds the transfer lock, how long its call
+takes, and how long the next call is blocked by the thread that enqueues the batch."""
+
+from __future__ import annotations
+
+import threading
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.copying.transfer import COPIES_THREAD
+from kvpool.device.base import ALL_LAYERS, NULL_STREAM, Event, Layers, Stream
+from kvpool.device.cpu import CpuDevice
+from kvpool.device.wrapper import WrappedDevice
+from kvpool.jit import jit
+
+from .admission import TimedLock
+from .pools import Once, blocks_of, make_pool, make_prompts, store
+
+PROMPT_TOKENS = 2_048
+FRAGMENTS_PER_BLOCK = 64
+SECONDS_PER_FRAGMENT = 0.5e-6
+"""What drivers take for one descriptor of a batch."""
+
+
+@jit
+def _spin(rounds: int) -> int:
+    found = np.int64(rounds)
+    for _ in range(rounds):
+        found = found * 6364136223846793005 + 1442695040888963407
+    return found
+
+
+def _seconds_per_round(rounds: int) -> float:
+    began = perf_counter()
+    _spin(rounds)
+    return (perf_counter() - began) / rounds
+
+
+class Submitting(WrappedDevice):
+    """Copies nothing. To enqueue a fragment takes so long, without the interpreter's lock."""
+
+    synchronous = False
+
+    def __init__(self) -> None:
+        super().__init__(CpuDevice())
+        self.synchronous, self._streams = False, 1
+        self._rounds = SECONDS_PER_FRAGMENT / min(map(_seconds_per_round, [1_000_000] * 20))
+
+    @property
+    def at_once(self) -> int:
+        return 128 // FRAGMENTS_PER_BLOCK
+
+    def create_stream(self, name: str, urgent: bool = False) -> Stream:
+        self._streams += 1
+        return Stream(self._streams)
+
+    def record(self, stream: Stream) -> Event:
+        return Event()
+
+    def query(self, event: Event) -> bool:
+        return True
+
+    def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
+        _spin(int(len(moves) * FRAGMENTS_PER_BLOCK * self._rounds))
+
+
+class Submission(Once):
+    """128 blocks of 64 fragments come from the host: for nobody yet ("prefetch"), or for a request ("admission")."""
+
+    params = ["prefetch", "admission"]
+    param_names = ["call"]
+
+    def setup(self, call: str) -> None:
+        self.device = Submitting()
+        blocks = blocks_of(PROMPT_TOKENS)
+        self.cache = make_pool(2 * blocks, 4 * blocks, device=self.device)
+        (prompt,) = make_prompts(1, PROMPT_TOKENS, seed=1)
+        self.keys = self.cache.block_keys(prompt)
+        store(self.cache, [self.keys, *make_prompts(2, PROMPT_TOKENS, seed=2)])
+        self.running = self.cache.add_sequence([1, 2, 3])
+
+    def _measured(self, call: str) -> tuple[float, float, float]:
+        """The longest hold of the transfer lock by this thread, the time of the call, and of a commit right behind
+        it: seconds."""
+        transfer = self.cache.core.transfer
+        lock = OwnLock(transfer.lock)
+        transfer.lock = lock  # type: ignore[assignment]
+        began = perf_counter()
+        (self.cache.prefetch if call == "prefetch" else self.cache.add_sequence)(self.keys)
+        between = perf_counter()
+        self.cache.commit(self.running)
+        ended = perf_counter()
+        transfer.lock = lock.inner
+        return max(lock.held), between - began, ended - between
+
+    def track_held(self, call: str) -> float:
+        return 1e6 * self._measured(call)[0]
+
+    def track_call(self, call: str) -> float:
+        return 1e6 * self._measured(call)[1]
+
+    def track_next_call(self, call: str) -> float:
+        return 1e6 * self._measured(call)[2]
+
+    track_held.unit = track_call.unit = track_next_call.unit = "us"  # type: ignore[attr-defined]
+
+    def teardown(self, call: str) -> None:
+        super().teardown(call)
+        self.device.close()
+        for thread in threading.enumerate():
+            if thread.name == COPIES_THREAD:
+                thread.join()
+
+
+class OwnLock(TimedLock):
+    """The transfer lock of a pool, which notes for how long the thread that made this held it."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self._owner, self.held = threading.get_ident(), [0.0]
+
+    def __exit__(self, *exception: object) -> None:
+        if threading.get_ident() == self._owner:
+            super().__exit__(*exception)
+        else:
+            self.inner.release()

@@ -1,0 +1,185 @@
+"""Large batches that no stream of a caller waits for are enqueued behind the call that decided them, part by part; all
+others before it returns."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvpool import BlockLayout, DeviceError, KVCacheManager
+from kvpool.copying.transfer import COPIES_THREAD
+from kvpool.device.base import ALL_LAYERS, NULL_STREAM, Layers, Stream
+from kvpool.device.sim import SimDevice
+from kvpool.device.wrapper import WrappedDevice
+
+BLOCKS, WIDTH = 8, 2
+PROMPT = list(range(BLOCKS * WIDTH)) + [99]
+
+
+class Counted(WrappedDevice):
+    """Notes how many moves each call copies, and in which thread. Waits before each one until it may go on."""
+
+    def __init__(self, inner: SimDevice) -> None:
+        super().__init__(inner)
+        self.calls: list[tuple[int, int]] = []
+        self.may = threading.Event()
+        self.may.set()
+        self.refused = -1
+
+    def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
+        self.may.wait()
+        self.calls.append((len(moves), threading.get_ident()))
+        if self.refused in moves[:, 1]:
+            raise DeviceError("told to fail")
+        super().copy_blocks(moves, stream, layers)
+
+
+@pytest.fixture
+def made() -> Any:
+    """A pool whose device takes 3 moves at once, with the prompt on the host alone."""
+    sim = SimDevice(0, progress=0.3)
+    sim.at_once = 3
+    device = Counted(sim)
+    cache = KVCacheManager(BlockLayout(2, 1, 2, WIDTH), device_blocks=BLOCKS + 2, host_blocks=BLOCKS, device=device)
+    one = cache.add_sequence(PROMPT)
+    cache.commit(one)
+    cache.release(one)
+    cache.release(cache.add_sequence([7] * (BLOCKS + 2) * WIDTH), store=False)
+    device.calls.clear()
+    yield cache, device
+    device.may.set()
+    device.refused = -1
+    cache.close()
+    sim.close()
+    assert not sim.races
+
+
+def wait_for_threads() -> None:
+    for thread in threading.enumerate():
+        if thread.name == COPIES_THREAD:
+            thread.join(600)
+
+
+def test_a_prefetch_returns_before_its_copies_are_enqueued(made: Any) -> None:
+    cache, device = made
+    device.may.clear()
+    assert cache.prefetch(PROMPT) == BLOCKS
+    assert not device.calls
+    device.may.set()
+    wait_for_threads()
+    assert [moves for moves, _ in device.calls] == [3, 3, 2]
+    assert threading.get_ident() not in {thread for _, thread in device.calls}
+    found = cache.add_sequence_batch([PROMPT])
+    assert found.device_tokens.tolist() == [BLOCKS * WIDTH]
+    cache.release(found.ids)
+
+
+@pytest.mark.parametrize("call", ["add", "pin", "commit", "close"])
+def test_a_call_that_follows_has_everything_enqueued_when_it_returns(made: Any, call: str) -> None:
+    cache, device = made
+    running = cache.add_sequence([5])
+    cache.core.transfer.start = lambda call: None  # the thread never comes
+    assert cache.prefetch(PROMPT) == BLOCKS
+    calls: dict[str, Callable[[], Any]] = {
+        "add": lambda: cache.release(cache.add_sequence(PROMPT)),
+        "pin": lambda: cache.pin(cache.block_keys(PROMPT).keys, tier="device").close(),
+        "commit": lambda: cache.commit(running),
+        "close": cache.close,
+    }
+    calls[call]()
+    assert sum(moves for moves, _ in device.calls) == BLOCKS
+    assert {thread for _, thread in device.calls} == {threading.get_ident()}
+
+
+def test_the_lock_is_free_between_the_parts_of_a_large_batch(made: Any) -> None:
+    cache, device = made
+    transfer, seen = cache.core.transfer, []
+    copy = transfer._copy
+    transfer._copy = lambda *args: (seen.append(transfer.lock.locked()), copy(*args))  # type: ignore[method-assign]
+    found = cache.add_sequence_batch([PROMPT])
+    assert [moves for moves, _ in device.calls] == [3, 3, 2] and seen == [True] * 3
+    cache.release(found.ids)
+
+
+def test_a_copy_that_is_refused_behind_the_call_raises_at_the_next_one_that_names_it(made: Any) -> None:
+    cache, device = made
+    cache.core.transfer.start = lambda call: None
+    cache.prefetch(PROMPT)
+    device.refused = 4
+    one = cache.add_sequence(PROMPT)  # names none of its own yet; its hits include what is refused now
+    device.refused = -1
+    with pytest.raises(DeviceError, match="lost a block"):
+        cache.append_tokens(one, [1])
+    assert cache.stats().lost_blocks >= 1
+    cache.release(one)
+
+
+def test_a_device_error_that_is_no_refusal_begins_the_batch_again(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, device = made
+    transfer, fails = cache.core.transfer, [True]
+    copy = transfer._copy
+
+    def once(*args: Any) -> None:
+        if len(device.calls) == 1 and fails.pop():
+            fails.append(False)
+            raise MemoryError("an array of the host")
+        copy(*args)
+
+    monkeypatch.setattr(transfer, "_copy", once)
+    with pytest.raises(MemoryError):
+        cache.add_sequence(PROMPT)
+    monkeypatch.undo()
+    found = cache.add_sequence_batch([PROMPT])
+    assert [moves for moves, _ in device.calls] == [3, 3, 3, 2]
+    cache.verify()
+    cache.release(found.ids)
+
+
+def test_without_a_thread_the_caller_enqueues(made: Any) -> None:
+    cache, device = made
+
+    def none(call: Callable[[], None]) -> None:
+        raise RuntimeError("can't start new thread")
+
+    cache.core.transfer.start = none
+    cache.prefetch(PROMPT)
+    assert {thread for _, thread in device.calls} == {threading.get_ident()}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_threads_that_lag_and_threads_that_admit_agree(seed: int) -> None:
+    print(f"seed {seed}")
+    sim = SimDevice(seed, progress=0.5)
+    sim.at_once = 1
+    prompts = [[10 * i + k for k in range(7)] for i in range(8)]
+    with KVCacheManager(BlockLayout(2, 1, 2, WIDTH), device_blocks=20, host_blocks=16, device=sim) as cache:
+
+        def work(own: int) -> None:
+            random = np.random.default_rng([seed, own])
+            for _ in range(40):
+                prompt = prompts[int(random.integers(len(prompts)))]
+                if random.random() < 0.5:
+                    (cache.prefetch if random.random() < 0.5 else cache.offload)(prompt)
+                    continue
+                one = cache.add_sequence(prompt, stream=sim_streams[own])
+                rows = [(int(block), 0, 1) for block in cache.block_table(one).dense()[0] if block >= 0]
+                sim.launch(sim_streams[own], lambda: None, reads=rows)
+                cache.commit(one)
+                cache.release(one)
+
+        sim_streams = [sim.create_stream(str(own)) for own in range(3)]
+        threads = [threading.Thread(target=work, args=(own,)) for own in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(600)
+        wait_for_threads()
+        cache.verify()
+        sim.synchronize()
+    sim.close()
+    assert not sim.races
