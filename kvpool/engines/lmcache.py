@@ -251,7 +251,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
             given[group] if (group := key.object_group_id) in given else self._known(key) for key in keys
         ]  # fmt: skip
         self._remember(keys, layouts)
-        found = [part.chosen(part.blocks.find(part.names)) for part in self._by_size(keys, layouts)]
+        found = [part.chosen(part.blocks.find_hit(part.names)) for part in self._by_size(keys, layouts)]
         return _bitmap(len(keys), itertools.chain(*found))
 
     def _load(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> Bitmap:

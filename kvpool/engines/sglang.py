@@ -260,7 +260,10 @@ class KVPoolHiCacheStorage(HiCacheStorage):
 
     def _find(self, name: str, keys: Sequence[str]) -> list[bool]:
         pool = self._pools.get(str(name))
-        return [False] * len(keys) if pool is None else pool.blocks.find(_names(keys))
+        if pool is None:
+            return [False] * len(keys)
+        # What the other pools need is judged with the pages of ``kv``.
+        return (pool.blocks.find_hit if name == PoolName.KV else pool.blocks.find)(_names(keys))
 
     def _transfer(self, kind: str, transfer: PoolTransfer) -> list[bool]:
         """Load or save pages of a host pool, whose indices are those of tokens."""

@@ -7,8 +7,9 @@ load then. So a load ends in a row of ours, and is copied to the engine only aft
 from __future__ import annotations
 
 import logging
+import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 
@@ -17,6 +18,7 @@ import numpy as np
 from kvpool.arrays.layout import integer_argument
 from kvpool.engines.options import EngineOptions, EnginePlugin
 from kvpool.hostcache.identity import ModelIdentity
+from kvpool.keepers.choice import LoadAttempt, LoadOrCompute, LoadPolicy
 from kvpool.stores import jobs
 from kvpool.stores.jobs import Job
 from kvpool.stores.seals import BlockNames
@@ -37,6 +39,49 @@ def check_store(options: EngineOptions, **names: object) -> None:
     open_store(options.stores[0], part="check", **names)
 
 
+class _Hits:
+    """Blocks that were found and are worth a load, until they have been loaded or nobody wants them any more.
+
+    A load may lose only what the policy allows it, so that a hit does not lose to the engine. Thread-safe.
+    """
+
+    def __init__(self, policy: LoadPolicy, block_bytes: int, seconds: float) -> None:
+        self._policy, self._block_bytes, self._seconds = policy, block_bytes, seconds
+        self._open: dict[bytes, LoadAttempt] = {}
+        self._lock = threading.Lock()
+
+    def worth(self, names: Sequence[bytes], now: float) -> int:
+        """How many of these blocks, which a store has, are to be loaded."""
+        with self._lock:
+            again = {self._open[name] for name in names if name in self._open}
+            gone = {one for one in self._open.values() if one.at + self._seconds < now}
+            self._end(again | gone, now, told=False)
+            attempt = LoadAttempt.of(self._policy, len(names), len(self._open) * self._block_bytes, now)
+            self._open.update(dict.fromkeys(names[: attempt.load.blocks], attempt))
+            return attempt.load.blocks
+
+    def until(self, names: Sequence[bytes]) -> float:
+        """When a load of these blocks is given up."""
+        with self._lock:
+            return min([self._open[name].until for name in names if name in self._open], default=math.inf)
+
+    def loaded(self, came: Mapping[bytes, bool], began: float, now: float) -> None:
+        """Which blocks have come, by a load that began then."""
+        with self._lock:
+            own = {attempt for name in came if (attempt := self._open.get(name)) is not None}
+            for attempt in own:
+                mine = [ok for name, ok in came.items() if self._open.get(name) is attempt]
+                attempt.note(sum(mine), began, now)
+                if not all(mine) or attempt.came == attempt.items:
+                    self._end({attempt}, now, told=True)
+
+    def _end(self, attempts: Set[LoadAttempt], now: float, told: bool) -> None:
+        for attempt in attempts:
+            attempt.end(now, told=told)
+        for name in [name for name, attempt in self._open.items() if attempt in attempts] if attempts else ():
+            del self._open[name]
+
+
 class StagedBlocks:
     """Blocks of one size in one store. Thread-safe.
 
@@ -51,7 +96,8 @@ class StagedBlocks:
     options
         ``staging``: bytes of memory for rows, at least two blocks. Half of them are kept for loads. ``find_seconds``,
         ``load_seconds`` and ``save_seconds``: how long such a call may take, and a drop as long as a save. Copies to
-        and from the engine come on top of it.
+        and from the engine come on top of it. ``load``, ``compute_seconds``: whether hits are weighed against the
+        engine, see ``find_hit``.
 
     Notes
     -----
@@ -71,13 +117,20 @@ class StagedBlocks:
         rows = max(2, options.staging // size)
         memory = staging_rows(1, rows * size)[0, : rows * size].reshape(rows, size)
         health = StoreHealth(1, _FIRST_PAUSE_S, probe_seconds_max=_LONGEST_PAUSE_S)
-        self.client = StoreClient(store, memory, identity, health=health, patience=0.0, staging=True)
+        weighs = options.load == "faster"
+        # A load that the engine overtakes says nothing against its store.
+        patience = options.load_seconds if weighs else 0.0
+        self.client = StoreClient(store, memory, identity, health=health, patience=patience, staging=True)
         """Whether the store is asked, and its figures: ``client.suspended``, ``client.queue.stats()``."""
         self.block_bytes = size
         self.seconds = {
             jobs.FIND: options.find_seconds, jobs.LOAD: options.load_seconds, jobs.SAVE: options.save_seconds,
         }  # fmt: skip
         """How long a call may take, by kind. It may be changed."""
+        policy = LoadOrCompute(1 / options.compute_seconds, size, 1) if weighs else None
+        self._hits = None if policy is None else _Hits(policy, size, options.load_seconds)
+        self.declined = 0
+        """Blocks that were found by ``find_hit``, and not told, since the engine computes them sooner."""
         self._resets, self._lock = 0, threading.Lock()
         self._troubles = TroubleLog(store.name, log=log)
         self.troubles = self._troubles.counts
@@ -112,10 +165,26 @@ class StagedBlocks:
                 found[:] = (self._codes(job) == OK).tolist()
         return found
 
+    def find_hit(self, names: Sequence[bytes]) -> list[bool]:
+        """Which blocks of a prompt, in its order, are there and worth a load: with ``load="faster"``, those of its
+        beginning that are expected sooner than the engine computes them."""
+        found = self.find(names)
+        if self._hits is None or not any(found):
+            return found
+        leading = found.index(False) if False in found else len(found)
+        worth = self._hits.worth(names[:leading], self.client.queue.now())
+        self.declined += leading - worth
+        return found if worth == leading else [True] * worth + [False] * (len(names) - worth)
+
     def load(self, names: Sequence[bytes], put: Copy) -> list[bool]:
         """Load blocks. ``put(place, row)`` gets the bytes uint8[block_bytes] of each block that came, and copies them:
         the row is used again. Returns which blocks came."""
-        return self._staged(jobs.LOAD, names, put)
+        hits, began = self._hits, self.client.queue.now()
+        if hits is None:
+            return self._staged(jobs.LOAD, names, put)
+        done = self._staged(jobs.LOAD, names, put, hits.until(names))
+        hits.loaded(dict(zip(names, done, strict=True)), began, self.client.queue.now())
+        return done
 
     def save(self, names: Sequence[bytes], fill: Copy) -> list[bool]:
         """Save blocks. ``fill(place, row)`` writes the bytes of a block to a row. Returns which blocks the store now
@@ -163,11 +232,11 @@ class StagedBlocks:
     def _deadline(self, kind: str) -> float:
         return self.client.queue.now() + self.seconds[kind]
 
-    def _staged(self, kind: str, names: Sequence[bytes], copy: Copy) -> list[bool]:
-        """Load or save, as many blocks at a time as there are rows."""
+    def _staged(self, kind: str, names: Sequence[bytes], copy: Copy, until: float = math.inf) -> list[bool]:
+        """Load or save, as many blocks at a time as there are rows. What has not come ``until`` then does not."""
         done, start = [False] * len(names), 0
         with self._watched(kind, len(names)) as usable:
-            keys, deadline = self._keys(names if usable else ()), self._deadline(kind)
+            keys, deadline = self._keys(names if usable else ()), min(self._deadline(kind), until)
             while start < len(keys):
                 left = deadline - self.client.queue.now()
                 rows = self.client.take(kind, len(keys) - start, left) if left > 0 else _NO_ROWS

@@ -22,11 +22,12 @@ _SLACK = 0.25
 """A load may take twice its time, and this share of the time that it saves."""
 _FORGET, _WORSE = 1 / 8, 1 / 4
 """How much of the fit, and of the mean of what loads gain less than expected, the last load makes."""
-_PAUSE = 8
-"""Mean hits without a load before a probe."""
-_PROBE, _FREE, _DEAREST = 1 / 8, 1 / 4, 1 / 2
-"""Shares of the time to compute a hit: what a probe risks at least, what it may risk unpaid while no load has succeeded
-yet, and what it may risk at all."""
+_PAUSE, _RARELY = 8, 104
+"""Mean hits without a load before a probe, and before one that is not cheap. So fewer than one hit in a hundred is late
+by more than a cheap probe risks."""
+_PROBE, _CHEAP, _FREE, _DEAREST = 0.09, 0.095, 1 / 4, 1 / 2
+"""Shares of the time to compute a hit: what a probe risks at least, what a cheap one risks, what it may risk unpaid
+while no load has succeeded yet, and what it may risk at all."""
 
 
 class Speed:
@@ -294,9 +295,10 @@ class LoadOrCompute:
         if 2 * self._tried > _DEAREST * self._longest:
             self._tried, self._fresh = 0.0, False
         risk = max(_PROBE * saved, 2 * self._tried, least)
-        if self._fresh and risk <= _FREE * saved:
-            self._budget += risk
-        elif risk > min(paid, _DEAREST * saved) or self._since < _PAUSE * self._mean:
+        free = self._fresh and risk <= _FREE * saved
+        self._budget += risk if free else 0.0
+        pause = _PAUSE if risk <= _CHEAP * saved else _RARELY
+        if not free and (risk > min(paid, _DEAREST * saved) or self._since < pause * self._mean):
             return 0.0
         self._tried = risk
         return risk

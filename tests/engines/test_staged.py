@@ -30,8 +30,9 @@ def store() -> Wrong:
 def make(store: Wrong) -> Iterator[Open]:
     opened = []
 
-    def make(rows: int = 8) -> StagedBlocks:
-        options = EngineOptions(staging=rows * BLOCK_BYTES, find_seconds=60.0, load_seconds=60.0, save_seconds=60.0)
+    def make(rows: int = 8, **more: Any) -> StagedBlocks:
+        seconds = dict.fromkeys(("find_seconds", "load_seconds", "save_seconds"), 60.0)
+        options = EngineOptions(staging=rows * BLOCK_BYTES, **seconds, **more)
         blocks = StagedBlocks(store, BLOCK_BYTES, IDENTITY, options)
         opened.append(blocks)
         return blocks
@@ -288,3 +289,58 @@ def test_a_closed_store_answers_without_errors(make: Open) -> None:
     save(blocks, 1)
     blocks.close()
     assert blocks.find(names(1)) == [False] and load(blocks, 1) == {} and save(blocks, 1) == [False]
+
+
+# -- hits against the engine -----------------------------------------------------------------------------
+
+
+def test_a_hit_that_the_engine_computes_sooner_is_not_found(make: Open, store: Wrong) -> None:
+    """A block takes a microsecond to compute. Some probes at most find a store that is slower."""
+    blocks = make(load="faster", compute_seconds=1e-6)
+    assert all(save(blocks, 6))
+    told = 0
+    for _ in range(200):
+        there = blocks.find_hit(names(6))
+        assert there in ([True] * 6, [False] * 6)
+        told += there[0]
+        if there[0]:
+            assert not load(blocks, 6), "it is given up when the engine would have computed it"
+    assert told < 20 and blocks.declined == 6 * (200 - told)
+    assert not blocks.client.suspended and blocks.find(names(6)) == [True] * 6
+
+
+def test_a_hit_that_the_store_brings_sooner_is_loaded(make: Open) -> None:
+    blocks = make(load="faster", compute_seconds=60.0)
+    assert all(save(blocks, 6))
+    for _ in range(20):
+        assert blocks.find_hit(names(8)) == [True] * 6 + [False] * 2
+        # As engines do: in several calls.
+        found = load(blocks, 4) | load(blocks, 2, first=4)
+        assert sorted(found) == list(range(6))
+        assert_right(found)
+    assert blocks.declined == 0 and not blocks.troubles
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_a_store_that_fails_under_a_hit_costs_no_more_than_the_engine(make: Open, store: Wrong, how: str) -> None:
+    """Its first load is given up at half of what the engine takes, and rows of the call that hangs are lent to nobody
+    meanwhile."""
+    blocks, gate = make(load="faster", compute_seconds=0.02), Gate()
+    assert all(save(blocks, 8))
+    store.before["load"] = gate if how == "hangs" else fail
+    assert blocks.find_hit(names(8)) == [True] * 8
+    assert load(blocks, 8) == {}
+    free = len(blocks.client.take("load", 8, 0.0))
+    assert free == (0 if how == "hangs" else 8)
+    gate.open()
+
+
+def test_a_hit_that_nobody_loads_is_dropped_and_asked_for_again(make: Open) -> None:
+    """As that of a request that was aborted: it says nothing of the store, and its risk comes back."""
+    blocks = make(load="faster", compute_seconds=60.0)
+    assert all(save(blocks, 6))
+    for _ in range(2):
+        assert blocks.find_hit(names(6)) == [True] * 6 and len(load(blocks, 6)) == 6
+    for _ in range(200):
+        assert blocks.find_hit(names(6)) == [True] * 6
+    assert len(load(blocks, 6)) == 6

@@ -14,7 +14,7 @@ from tests.house.counter import ROOT, report, sizes, totals
 PACKAGE = ROOT / "kvpool"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 LINES = {
-    "asv_bench": 1400,
+    "asv_bench": 1450,
     "asv_bench/benchmarks": 1710,
     "cuda": 340,
     "docs": 220,
@@ -24,7 +24,7 @@ LINES = {
     "kvpool/commands": 1180,
     "kvpool/copying": 590,
     "kvpool/device": 4260,
-    "kvpool/engines": 2900,
+    "kvpool/engines": 2950,
     "kvpool/entry": 420,
     "kvpool/hostcache": 940,
     "kvpool/jit": 630,
@@ -45,7 +45,7 @@ LINES = {
     "tests/copying": 1710,
     "tests/device": 2670,
     "tests/emulated": 2770,
-    "tests/engines": 4340,
+    "tests/engines": 4380,
     "tests/examples": 400,
     "tests/golden": 670,
     "tests/gpu": 1140,
@@ -65,7 +65,7 @@ LINES = {
     "tests/sequences": 3260,
     "tests/share": 680,
     "tests/state": 2000,
-    "tests/stores": 9500,
+    "tests/stores": 9510,
     "tests/tables": 860,
 }
 """The most net lines of each folder."""

@@ -50,6 +50,8 @@ class World:
     """Requests with hits until the bandwidth is back."""
     alone: bool = True
     """Each request comes when the one before has its first token. Otherwise it comes at its time."""
+    users: int = 1
+    """If alone: so many such rows of requests at a time."""
     engine: bool = False
     """The engine computes one prompt after another. Otherwise each prompt is computed when it is loaded."""
     seed: int = 1
@@ -113,7 +115,8 @@ class Simulation:
     def run(self) -> np.ndarray:
         if self.world.alone:
             self.rest = iter(self.requests)
-            self._next()
+            for _ in range(self.world.users):
+                self._next()
         else:
             for request in self.requests:
                 self._at(request.time, lambda request=request: self._arrive(request))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from asv_bench.load_grid import cell
 from kvpool.keepers.choice import BUDGET, Load, LoadOrCompute, Speed
 from tests.stores.choice_grid import SCENARIOS
 from tests.stores.clock import Simulation, World, arrivals, grid, made_arrivals, means
@@ -72,6 +73,14 @@ def test_a_store_that_is_back_is_used_again() -> None:
     saved = plain["none"] - float(collapsed.run().mean())
     assert collapsed.late > 4
     assert saved > 0.25 * (plain["none"] - plain["choice"])
+
+
+@pytest.mark.parametrize(("users", "bandwidth"), [(1, 0.5e9), (1, 1e9), (1, 4e9), (4, 1e9), (16, 2e9)])
+def test_neither_the_mean_nor_the_tail_loses_to_what_is_fixed(users: int, bandwidth: float) -> None:
+    """Some cells of the grid, of prompts of 2,048 tokens."""
+    found = cell(2_048, users, bandwidth, requests=400)
+    assert found.mean <= 1.02 and found.tail <= 1.10, found
+    assert found.lost <= 0.5, found
 
 
 # -- the bound -----------------------------------------------------------------------------------------

@@ -1,0 +1,82 @@
+"""Loading against computing: ``python -m asv_bench.load_grid``. A throttled store on a simulated clock.
+
+The grid is prompt length x concurrency x bandwidth of the store. In each cell some users ask for whole hits, one after
+the other, and one engine computes them in the order in which they came. For each cell: the mean and the 99th percentile
+of the time to the first token under ``LoadOrCompute``, as a share of the better of "always load" and "never load",
+after a warm-up of ``--warm-up`` requests; and what the warm-up has lost against that, in hits that are computed. The
+worst cells come last, each with what the two fixed ways take, which is the reason: near the store's break-even, or at
+one where requests wait for each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+
+from tests.stores.clock import BLOCK_BYTES, TOKENS, Arrival, Simulation, World
+
+LENGTHS, USERS = (512, 2_048, 8_192, 32_768), (1, 4, 16)
+BANDWIDTHS = (0.1e9, 0.5e9, 1e9, 1.5e9, 2e9, 4e9, 20e9)
+LATENCY, WARM_UP, REQUESTS = 1e-3, 64, 1_000
+MEAN_MOST, TAIL_MOST = 1.02, 1.10
+
+
+class Cell(NamedTuple):
+    """One point of the grid. Times in seconds."""
+
+    tokens: int
+    users: int
+    bandwidth: float
+    mean: float
+    """of ``LoadOrCompute``, as a share of the better fixed way"""
+    tail: float
+    """the 99th percentile, likewise"""
+    lost: float
+    """by the warm-up, in hits that are computed; the better way loses nothing"""
+    never: float
+    always: float
+    """mean times to the first token of the fixed ways"""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tokens:7,} tokens {self.users:3} users {self.bandwidth / 1e9:5.1f} GB/s  mean {self.mean:.3f}  "
+            f"p99 {self.tail:.3f}  warm-up {self.lost:6.2f}  never {self.never:.3f} s  always {self.always:.3f} s"
+        )
+
+
+def cell(tokens: int, users: int, bandwidth: float, warm_up: int = WARM_UP, requests: int = REQUESTS) -> Cell:
+    """Run the three ways."""
+    world = World(LATENCY, bandwidth, engine=True, users=users)
+    asked = [Arrival(0.0, tokens, (tokens - 1) // TOKENS)] * (warm_up + requests)
+    found = {way: Simulation(world, asked, way).run() for way in ("none", "all", "choice")}
+    means = {way: float(times[warm_up:].mean()) for way, times in found.items()}
+    tails = {way: float(np.quantile(times[warm_up:], 0.99)) for way, times in found.items()}
+    best = min(means["none"], means["all"])
+    lost = max(0.0, float(found["choice"][:warm_up].sum() - warm_up * best) / (tokens / world.prefill))
+    tail = tails["choice"] / min(tails["none"], tails["all"])
+    return Cell(tokens, users, bandwidth, means["choice"] / best, tail, lost, means["none"], means["all"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="requests of a cell that are not counted")
+    parser.add_argument("--requests", type=int, default=REQUESTS, help="requests of a cell that are counted")
+    parser.add_argument("--worst", type=int, default=10, help="cells that are listed again")
+    options = parser.parse_args()
+    print(f"break-even at {12_000 / TOKENS * BLOCK_BYTES / 1e9:.2f} GB/s, latency {LATENCY * 1e3:.0f} ms")
+    cells = []
+    for point in itertools.product(LENGTHS, USERS, BANDWIDTHS):
+        cells.append(cell(*point, options.warm_up, options.requests))
+        print(cells[-1], flush=True)
+    kept = [one for one in cells if one.mean <= MEAN_MOST and one.tail <= TAIL_MOST]
+    print(f"{len(kept)} of {len(cells)} cells within {MEAN_MOST} and {TAIL_MOST}; the worst:")
+    for one in sorted(cells, key=lambda one: -max(one.mean / MEAN_MOST, one.tail / TAIL_MOST))[: options.worst]:
+        print(one)
+    print(f"the warm-up of {options.warm_up} requests lost at most {max(one.lost for one in cells):.2f} computed hits")
+
+
+if __name__ == "__main__":
+    main()
