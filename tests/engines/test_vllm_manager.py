@@ -665,12 +665,12 @@ def envelope(kind: object, payload: object, count: int = 1) -> dict[str, Any]:
 @pytest.mark.parametrize("as_params", [True, False])
 @pytest.mark.parametrize("kind", ["pin", "retain"])
 def test_what_a_request_wishes_for_its_chunks_outlives_others(kind: str, as_params: bool) -> None:
-    manager, message = Manager(32, 0), envelope(kind, {"lease_ms": 60_000})
+    manager, message = Manager(64, 0), envelope(kind, {"lease_ms": 60_000})
     if not as_params:
         message = msgspec.convert(message, KvHintsEnvelope)  # type: ignore[assignment]
     with manager.cache as cache:
         hinted(manager, "r", range(4), message, as_params=as_params)
-        for first in range(100, 200, 4):
+        for first in range(100, 400, 4):
             hinted(manager, f"r{first}", range(first, first + 4), None)
         assert manager.lookup(0, 3, 100, 103) == [HIT, HIT, MISS, MISS]
         assert manager.counted()[f"vllm:kvpool_hint_actions:('{kind}', 'done')"] == 1
