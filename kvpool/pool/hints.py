@@ -147,8 +147,8 @@ class Hints(Together):
 
         ``message``: a mapping as vLLM's ``KvHintsEnvelope``: ``protocol_version`` (1 or "1"), ``message_id``, and
         ``actions`` (at most 64), mappings with ``action_id``, ``action_type``, ``action_version`` and ``payload``.
-        A payload has one of ``tokens`` (ids), ``session`` (a name that ``release`` was given) and ``keys`` (uint64[n, 2],
-        or texts of 32 hexadecimal digits), and may have ``lease_ms`` (default 60,000, at most 600,000):
+        A payload has one of ``tokens`` (ids), ``session`` (a name that ``release`` was given) and ``keys``
+        (uint64[n, 2], or texts of 32 hexadecimal digits), and may have ``lease_ms`` (default 60,000, at most 600,000):
 
         - "pin" and "retain" (``priority``, 36 to 99, default 60) have the cached blocks go after all others of a lower
           priority until the lease is over. No block is held: a request that needs all blocks gets them.

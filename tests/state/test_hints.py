@@ -134,7 +134,7 @@ def test_a_namespace_keeps_its_share_and_no_more_whatever_it_asks_for(tenants: T
     ("retain", {"tokens": [1] * 4, "priority": 100}, "priority"), ("pin", {"keys": ["zz"]}, "hexadecimal"),
     ("pin", {"keys": ["ab"]}, ""), ("prefetch", {"keys": ["ab" * 16]}, "tokens and session"), ("pin", 5, "mapping"),
     (["pin"], {}, "action_type"), ("pin", {"session": "x" * 300}, "characters"), (DEEP, {}, "deep"),
-    ("pin", {"tokens": DEEP}, "deep"), ("pin", {"keys": ["ab" * 8, "ab" * 24]}, "32 hexadecimal"), ("pin", DEEP, "deep"),
+    ("pin", {"tokens": DEEP}, "deep"), ("pin", {"keys": ["ab" * 8, "ab" * 24]}, "32 hex"), ("pin", DEEP, "deep"),
 ])  # fmt: skip
 def test_a_wrong_action_is_refused_with_the_reason_and_the_others_are_done(
     tenants: Tenants, kind: Any, payload: Any, told: str
