@@ -42,7 +42,7 @@ LINES = {
     "tests": 1690,
     "tests/arrays": 800,
     "tests/commands": 800,
-    "tests/copying": 1710,
+    "tests/copying": 1720,
     "tests/device": 2670,
     "tests/emulated": 2770,
     "tests/engines": 4380,
