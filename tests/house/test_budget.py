@@ -24,7 +24,7 @@ LINES = {
     "kvpool/commands": 1180,
     "kvpool/copying": 590,
     "kvpool/device": 4250,
-    "kvpool/engines": 2950,
+    "kvpool/engines": 2930,
     "kvpool/entry": 420,
     "kvpool/hostcache": 940,
     "kvpool/jit": 630,
