@@ -287,8 +287,8 @@ class Device(ABC):
     one_memory: bool
     """Whether both tiers are taken from the same memory. Then only their sum has to fit."""
     at_once: int | None = None
-    """How many moves ``copy_blocks`` is meant to enqueue in about 100 us, once the device is bound; None where nobody waits for
-    that."""
+    """How many moves ``copy_blocks`` is meant to enqueue in about 100 us, once the device is bound; None where nobody
+    waits for that."""
     views: HostViews = HostViews()
     """Arrays on the memory of this device, and of arrays the memory that it can write."""
 
