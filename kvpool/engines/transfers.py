@@ -64,6 +64,8 @@ def pieces(layers: Sequence[LayerPages], blocks_per_host_block: int, first_byte:
         check_strides(f"tensors[{index}]", array)
         if len(array.shape) != 2 or array.steps[1] != 1 or len({run.fragments for run in layer.runs}) != 1:
             raise ValueError(f"tensors[{index}]: accepted are [blocks, bytes], in fragments of one number")
+        if not all(_is_within(run, array.shape[1], layer.page_bytes) for run in layer.runs):
+            raise ValueError(f"tensors[{index}]: accepted are runs within its blocks and within the page")
         alike.setdefault((array.shape[0], array.steps, *layer[1:]), []).append(array)
     found = []
     for (blocks, steps, page, runs, writes), arrays in alike.items():
@@ -76,6 +78,13 @@ def pieces(layers: Sequence[LayerPages], blocks_per_host_block: int, first_byte:
         found.append(Piece(cache, place, writes))
         first_byte += len(arrays) * layer_bytes
     return found
+
+
+def _is_within(run: Run, width: int, page_bytes: int) -> bool:
+    """Whether all fragments lie in a block of ``width`` bytes, and in a page."""
+    last = run.fragments - 1
+    ends = run.offset + last * run.stride + run.nbytes, run.host_offset + last * run.host_stride + run.nbytes
+    return min(run) >= 0 and ends[0] <= width and ends[1] <= page_bytes
 
 
 class GroupBlocks(NamedTuple):

@@ -3,6 +3,7 @@ copied."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +19,7 @@ from kvpool.device import get_device
 from kvpool.device.base import ALL_LAYERS, BYTES, FROM, NULL_EVENT, TO, Device, Event, Layers, Region
 from kvpool.device.cuda import device_at
 from kvpool.device.work import Fragments
-from kvpool.entry.arguments import id_array
+from kvpool.entry.arguments import id_array, list_argument
 from kvpool.entry.closing import Closing
 from kvpool.entry.process import Process
 from kvpool.errors import PoolClosed
@@ -108,11 +109,10 @@ class HostCopies(Closing):
         self.blocks_per_host_block = integer_argument("blocks_per_host_block", blocks_per_host_block, 1, 1 << 20)
         self.first_byte = integer_argument("first_byte", first_byte, 0, tier.block_bytes - 1)
         found = _caches(caches)
-        if len(places) not in (0, len(found)):
-            raise ValueError(f"places={places!r:.80}: accepted is one for each of {len(found)} caches, or none")
+        own = _places(places, found)
         self.tier, self._groups = tier, [
             Pages(one, self.blocks_per_host_block, self.first_byte, place)
-            for one, place in zip(found, places or [None] * len(found), strict=True)
+            for one, place in zip(found, own, strict=True)
         ]  # fmt: skip
         self.group_bytes = tuple(pages.nbytes for pages in self._groups)
         _check_room(self._groups, tier)
@@ -270,6 +270,27 @@ def _caches(caches: object) -> list[PagedKV]:
     if len({one.memory for one in found}) > 1:
         raise ValueError("caches: accepted are caches in one memory")
     return list(found)
+
+
+def _places(places: object, caches: list[PagedKV]) -> Sequence[HostPlace | None]:
+    """The place of each cache. No number in them is negative, so that all bytes are before the ends that are checked
+    later. Raises TypeError, ValueError."""
+    given = list_argument("places", places)
+    if len(given) not in (0, len(caches)):
+        raise ValueError(f"places={places!r:.80}: accepted is one for each of {len(caches)} caches, or none")
+    for place, cache in zip(given, caches, strict=False):
+        if place is None:
+            continue
+        if not isinstance(place, HostPlace):
+            raise TypeError(f"places: {place!r:.80}: accepted are HostPlace and None")
+        planes = list_argument("places", place.planes)
+        if [len(plane) for plane in planes] != [3] * len(cache.planes):
+            raise ValueError(
+                f"places: {place!r:.80}: accepted are three numbers for each of {len(cache.planes)} planes"
+            )
+        for number in itertools.chain(place[:2], *planes):
+            integer_argument("places", number, 0, 1 << 40)
+    return given or [None] * len(caches)
 
 
 def _check_room(groups: list[Pages], tier: HostTier) -> None:

@@ -256,11 +256,27 @@ def test_what_is_no_memory_of_blocks_is_refused() -> None:
     for tensor in (np.zeros(8, np.int8), np.zeros((4, 8), np.int8)[:, ::2], np.zeros((4, 8, 2), np.int8)):
         with pytest.raises(ValueError, match="tensors"):
             pieces([LayerPages(tensor, 8, (Run(0, 0, 8, 1, 8, 8),))], 1)
+    for run in (Run(1, 0, 8, 1, 8, 8), Run(0, 1, 8, 1, 8, 8), Run(0, 0, 4, 2, 5, 4), Run(4, 0, 4, 2, -4, 4)):
+        with pytest.raises(ValueError, match="within"):
+            pieces([LayerPages(np.zeros((4, 8), np.int8), 8, (run,))], 1)
     cache = pieces([LayerPages.whole(np.zeros((4, 8), np.int8))], 1)[0].cache
     with pytest.raises(ValueError, match="places"):
         kvpool.HostCopies(kvpool.HostTier(2, 8, identity=IDENTITY), cache, places=[None, None])
     with pytest.raises(ValueError, match=r"caches\[0\] takes 8 bytes of a host block: first_byte=4"):
         place = HostPlace(4, 8, ((0, 8, 8),))
+        kvpool.HostCopies(kvpool.HostTier(2, 8, identity=IDENTITY), cache, places=[place])
+
+
+WRONG_PLACES: list[Any] = [
+    HostPlace(-8, 8, ((0, 8, 8),)), HostPlace(0, -8, ((0, 8, 8),)), HostPlace(0, 8, ((-1, 8, 8),)), HostPlace(0, 8, ()),
+    HostPlace(0, 8, ((0, 8, 8),) * 2), HostPlace(0, 8, ((0, 8),)), HostPlace(1 << 62, 8, ((0, 8, 8),)), (0, 8, ()), 5,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", WRONG_PLACES)
+def test_a_place_outside_of_the_host_blocks_is_refused(place: Any) -> None:
+    cache = pieces([LayerPages.whole(np.zeros((4, 8), np.int8))], 1)[0].cache
+    with pytest.raises((TypeError, ValueError), match="places"):
         kvpool.HostCopies(kvpool.HostTier(2, 8, identity=IDENTITY), cache, places=[place])
 
 
