@@ -1,0 +1,1 @@
+"""Blocks as objects of a bucket."""
