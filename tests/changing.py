@@ -29,6 +29,7 @@ from kvpool import operations as op
 from kvpool.device.base import Region
 from kvpool.device.cpu import CpuDevice
 from kvpool.device.launches import Grid, Launch
+from kvpool.hostcache.host_copies import HostPlace
 from kvpool.keepers import HostKeeper, Keeper
 from kvpool.planner.stack import StackDistances
 from kvpool.replay.content import Request
@@ -337,7 +338,7 @@ OWN_KEYS = (lambda scene: scene.cache.block_keys(np.arange(100, 106)).keys.tolis
 KEY = (lambda scene: scene.keys.keys[0].tolist()), (lambda scene: [1, 2])
 SLOTS = {"slot_mapping": ([0, 1, 2, 5, -1, 15], [0, 1, 2, 5, -1, 31])}
 STORED = (lambda scene: scene.keys(0, 1).tolist()), (lambda scene: scene.keys(2, 9).tolist())
-KEEPER_VERBS = "prefetch", "match_prefix"
+KEEPER_VERBS = "prefetch", "match_prefix", "explain"
 INT32, UINT64, ARRAYS, ARRAY, LIST = np.int32, np.uint64, ("array", "interface"), ("array",), ("list",)
 TOKENS = {"prompt": INT32}
 
@@ -420,6 +421,16 @@ def _host_copy(name: str) -> Callable[[Any, dict[str, Any]], Any]:
         return done.nbytes, done.fragments
 
     return call
+
+
+def _places(scene: Any, given: dict[str, Any]) -> Any:
+    with HostCopies(scene.copies.tier, [scene.paged] * 2, device="cpu", **given) as copies:
+        return copies.group_bytes
+
+
+def _place(first: int, stride: int) -> HostPlace:
+    """Of one of two groups, whose layers lie ``stride`` bytes apart."""
+    return HostPlace(first, stride, ((0, 48, 12), (48, 48, 12)))
 
 
 def _uploads(scene: Any, given: dict[str, Any]) -> Any:
@@ -600,6 +611,22 @@ CASES = [
             {"blocks": ([2, -1, 1], [2, -1, FAR]), "host_blocks": ([3, 0], [3, FAR])},
         )
         for name in ("copy_in", "copy_out")
+    ),
+    Case(
+        "HostCopies",
+        Paged,
+        _places,
+        {"places": ([_place(0, 192), _place(96, 192)], [_place(0, 96), _place(192, 96)])},
+        {},
+        LIST,
+    ),
+    Case(
+        "HostCache.set_priority",
+        Hosted,
+        lambda scene, given: scene.cache.set_priority(**given, priority=80),
+        {"keys": (_named(*"ab"), _named(*"ax"))},
+        {},
+        LIST,
     ),
     *(
         Case(f"HostCache.{name}", Hosted, _opaque("cache", name), {"keys": (_named(*before), _named(*after))}, {}, LIST)
