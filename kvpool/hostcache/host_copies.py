@@ -113,10 +113,10 @@ class HostCopies(Closing):
         placed = tuple(places) or (None,) * len(found)
         if len(placed) != len(found):
             raise ValueError(f"places={placed!r:.80}: accepted is one for each of {len(found)} caches, or none")
-        self.tier, self._groups = (
-            tier,
-            [Pages(one, self.blocks_per_host_block, self.first_byte, place) for one, place in zip(found, placed)],
-        )
+        self.tier, self._groups = tier, [
+            Pages(one, self.blocks_per_host_block, self.first_byte, place)
+            for one, place in zip(found, placed, strict=True)
+        ]  # fmt: skip
         self.group_bytes = tuple(pages.nbytes for pages in self._groups)
         _check_room(self._groups, tier)
         _check_apart(self._groups, tier)
