@@ -10,8 +10,8 @@ from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Int64s
 from kvpool.arrays.layout import integer_argument
 from kvpool.entry.arguments import list_argument, text_argument
 from kvpool.pool.core import Core
@@ -35,7 +35,7 @@ _PAYLOADS = {
 _FIELDS_MAX = 16
 _NAMED = {"keys", "tokens", "session"}
 SPENT = "the budget of the namespace is used up"
-Rows = npt.NDArray[np.int64]
+Rows = Int64s
 
 
 class HintAnswer(NamedTuple):
