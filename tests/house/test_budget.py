@@ -32,9 +32,9 @@ LINES = {
     "kvpool/memory": 850,
     "kvpool/observe": 410,
     "kvpool/planner": 1410,
-    "kvpool/pool": 3220,
+    "kvpool/pool": 3240,
     "kvpool/publish": 660,
-    "kvpool/remote": 1640,
+    "kvpool/remote": 1660,
     "kvpool/replay": 1990,
     "kvpool/state": 5460,
     "kvpool/stores": 3560,
@@ -65,7 +65,7 @@ LINES = {
     "tests/sequences": 3270,
     "tests/share": 680,
     "tests/state": 2000,
-    "tests/stores": 9510,
+    "tests/stores": 9520,
     "tests/tables": 860,
 }
 """The most net lines of each folder."""
