@@ -428,9 +428,8 @@ def _places(scene: Any, given: dict[str, Any]) -> Any:
         return copies.group_bytes
 
 
-def _place(first: int, stride: int) -> HostPlace:
-    """Of one of two groups, whose layers lie ``stride`` bytes apart."""
-    return HostPlace(first, stride, ((0, 48, 12), (48, 48, 12)))
+def _two(step: int, *at: int) -> list[HostPlace]:
+    return [HostPlace(first, step, ((0, 48, 12), (48, 48, 12))) for first in at]
 
 
 def _uploads(scene: Any, given: dict[str, Any]) -> Any:
@@ -440,7 +439,8 @@ def _uploads(scene: Any, given: dict[str, Any]) -> Any:
 
 
 def _opaque(owner: str, name: str) -> Callable[[Any, dict[str, Any]], Any]:
-    return lambda scene, given: getattr(getattr(scene, owner), name)(**given)
+    others = {"priority": 80} if name == "set_priority" else {}
+    return lambda scene, given: getattr(getattr(scene, owner), name)(**others, **given)
 
 
 def _publish(scene: Any, given: dict[str, Any]) -> int:
@@ -612,22 +612,7 @@ CASES = [
         )
         for name in ("copy_in", "copy_out")
     ),
-    Case(
-        "HostCopies",
-        Paged,
-        _places,
-        {"places": ([_place(0, 192), _place(96, 192)], [_place(0, 96), _place(192, 96)])},
-        {},
-        LIST,
-    ),
-    Case(
-        "HostCache.set_priority",
-        Hosted,
-        lambda scene, given: scene.cache.set_priority(**given, priority=80),
-        {"keys": (_named(*"ab"), _named(*"ax"))},
-        {},
-        LIST,
-    ),
+    Case("HostCopies", Paged, _places, {"places": (_two(192, 0, 96), _two(96, 0, 192))}, {}, LIST),
     *(
         Case(f"HostCache.{name}", Hosted, _opaque("cache", name), {"keys": (_named(*before), _named(*after))}, {}, LIST)
         for name, before, after in (
@@ -639,6 +624,7 @@ CASES = [
             ("in_order", "pq", "px"),
             ("abort", "pq", "px"),
             ("forget", "ab", "ax"),
+            ("set_priority", "ab", "ax"),
         )
     ),
     Case("HostKeeper.publish", Kept, _publish, {"unsaved": (_named("p"), _named("x"))}, {}, LIST),

@@ -39,7 +39,7 @@ LINES = {
     "kvpool/state": 5460,
     "kvpool/stores": 3560,
     "kvpool/tables": 590,
-    "tests": 1710,
+    "tests": 1700,
     "tests/arrays": 800,
     "tests/commands": 800,
     "tests/copying": 1720,
