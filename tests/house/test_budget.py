@@ -26,7 +26,7 @@ LINES = {
     "kvpool/device": 4250,
     "kvpool/engines": 2930,
     "kvpool/entry": 420,
-    "kvpool/hostcache": 940,
+    "kvpool/hostcache": 950,
     "kvpool/jit": 630,
     "kvpool/keepers": 1920,
     "kvpool/memory": 850,
@@ -37,15 +37,15 @@ LINES = {
     "kvpool/remote": 1660,
     "kvpool/replay": 1990,
     "kvpool/state": 5460,
-    "kvpool/stores": 3560,
+    "kvpool/stores": 3850,
     "kvpool/tables": 590,
-    "tests": 1690,
+    "tests": 1700,
     "tests/arrays": 800,
     "tests/commands": 800,
     "tests/copying": 1720,
     "tests/device": 2670,
     "tests/emulated": 2770,
-    "tests/engines": 4380,
+    "tests/engines": 4390,
     "tests/examples": 400,
     "tests/golden": 670,
     "tests/gpu": 1140,
@@ -55,23 +55,23 @@ LINES = {
     "tests/interop": 970,
     "tests/kernels": 1430,
     "tests/model": 2740,
-    "tests/mutations": 3900,
+    "tests/mutations": 3920,
     "tests/observe": 1060,
     "tests/planner": 770,
     "tests/publish": 1580,
     "tests/race": 2820,
     "tests/remote": 2160,
     "tests/replay": 1290,
-    "tests/sequences": 3260,
+    "tests/sequences": 3270,
     "tests/share": 680,
     "tests/state": 2000,
-    "tests/stores": 9520,
+    "tests/stores": 9830,
     "tests/tables": 860,
 }
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.2, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 200
+FILES = 203
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "store.py", "stress.py"}
