@@ -48,7 +48,7 @@ LINES = {
     "tests/engines": 4380,
     "tests/examples": 400,
     "tests/golden": 670,
-    "tests/gpu": 1140,
+    "tests/gpu": 1170,
     "tests/holders": 1150,
     "tests/hostcache": 1700,
     "tests/house": 1690,
