@@ -273,8 +273,8 @@ def _policy(policy: str, recurrent: bool) -> str:
     """The policy that a pool follows. The other experts of ``adaptive`` have no say over states."""
     if recurrent and policy not in (LRU, "adaptive"):
         raise ValueError(
-            f"policy={policy!r}: accepted with a recurrent group are {LRU} and adaptive. A conversation would lose its end "
-            "first, and with it the state that its next hit needs"
+            f"policy={policy!r}: accepted with a recurrent group are {LRU} and adaptive. A conversation would lose its "
+            "end first, and with it the state that its next hit needs"
         )
     return LRU if recurrent else policy
 

@@ -273,7 +273,7 @@ def test_adaptive_is_lru_where_nothing_is_gained() -> None:
 
 
 def served(policy: str) -> tuple[int, str | None]:
-    """The tokens that are hits, of conversations of four tokens a turn, in a pool that also keeps states, and who evicted the first."""
+    """Conversations in a pool that also keeps states: the tokens that are hits, and the policies that evicted."""
     random, clock, hits = Random(5), Clock(), 0
     texts = [list(range(100 * n, 100 * n + 8)) for n in range(12)]
     state = LayerGroup(LAYOUT, kind="recurrent", snapshot_tokens=8)
