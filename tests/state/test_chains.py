@@ -300,7 +300,7 @@ def test_beside_states_the_oldest_go_since_a_hit_needs_the_end_of_a_conversation
 
 @pytest.mark.parametrize("policy", ["reuse", "agent"])
 def test_a_policy_that_takes_ends_first_is_refused_beside_states(policy: str) -> None:
-    with pytest.raises(ValueError, match="policy='.*recurrent.*state that its next hit needs"):
+    with pytest.raises(ValueError, match="policy='.*recurrent group needs the ends.* lru, adaptive"):
         served(policy)
 
 
