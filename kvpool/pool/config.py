@@ -272,7 +272,7 @@ def _kept_blocks(groups: tuple[LayerGroup, ...], tokens: int, width: int) -> Ite
 def _policy(policy: str, recurrent: bool) -> str:
     """The policy that a pool follows. The other experts of ``adaptive`` have no say over states."""
     if recurrent and policy not in (LRU, "adaptive"):
-        raise ValueError(f"policy={policy!r}: a recurrent group needs the ends that it evicts; accepted are lru, adaptive")
+        raise ValueError(f"policy={policy!r}: a recurrent group needs the ends it evicts; accepted are lru, adaptive")
     return LRU if recurrent else policy
 
 
