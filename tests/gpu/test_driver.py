@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import KVCacheManager
+from kvpool import KVCacheManager, StepTables
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device.base import Stream
 from kvpool.device.cuda import cuda_device as cuda
@@ -87,6 +87,8 @@ def test_a_pool_is_used_while_a_stream_is_captured_and_refuses_that_stream(cupy:
     with KVCacheManager(LAYOUT, device_blocks=6, host_blocks=90, device="cuda", max_sequences=4) as cache:
         captured, other = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
         out, table = cupy.zeros(4, np.int32), cupy.full((1, 8), -7, np.int32)
+        vectors = [cupy.full(size, -7, np.int32) for size in (2, 8, 1)]
+        step = StepTables(seq_lens=cupy.full(1, -7, np.int32))
         held = cache.add_sequence([1, 2, 3], stream=captured)
         cupy.cuda.Device().synchronize()
         errors: list[BaseException] = []
@@ -105,6 +107,8 @@ def test_a_pool_is_used_while_a_stream_is_captured_and_refuses_that_stream(cupy:
             lambda: cache.add_sequence([9] * 4, stream=captured),
             lambda: cache.append_tokens(held, [4]),
             lambda: cache.copy_batch_block_offsets(table, held),
+            lambda: cache.copy_batch_block_csr(*vectors, held),
+            lambda: cache.copy_step_tables(step, held, stream=captured),
             lambda: cache.commit(held),
         ):
             with pytest.raises(ValueError, match="it is being captured; call before the capture begins"):
@@ -118,11 +122,35 @@ def test_a_pool_is_used_while_a_stream_is_captured_and_refuses_that_stream(cupy:
         graph.launch(captured)
         captured.synchronize()
         assert (out.get() == 0x01010101).all()
+        assert all((one.get() == -7).all() for one in (table, *vectors, step.seq_lens))
         cache.copy_batch_block_offsets(table, held)
         cache.commit(held)
         cache.release(held)
         cupy.cuda.Device().synchronize()
         cache.verify()
+
+
+def test_a_graph_is_replayed_with_the_tables_that_were_handed_over_before_it(cupy: Any) -> None:
+    with KVCacheManager(LAYOUT, device_blocks=6, host_blocks=40, device="cuda", max_sequences=4) as cache:
+        stream = cupy.cuda.Stream(non_blocking=True)
+        table, lengths, read = cupy.full((1, 6), -7, np.int32), cupy.full(1, -7, np.int32), cupy.zeros(7, np.int32)
+        sequence = cache.add_sequence([1, 2, 3], stream=stream)
+        cupy.cuda.Device().synchronize()
+        stream.begin_capture()
+        for source, first in ((table, 0), (lengths, table.nbytes)):
+            kind = cupy.cuda.runtime.memcpyDeviceToDevice
+            cupy.cuda.runtime.memcpyAsync(read.data.ptr + first, source.data.ptr, source.nbytes, kind, stream.ptr)
+        graph = stream.end_capture()
+        for tokens in (3, 7, 11):
+            cache.copy_batch_block_offsets(table, sequence, stream=stream)
+            cache.copy_step_tables(StepTables(seq_lens=lengths), sequence, stream=stream)
+            graph.launch(stream)
+            wanted = [*cache.block_table(sequence).dense()[0].tolist(), *[-1] * 6][:6]
+            cache.append_tokens(sequence, [0] * 4)
+            cache.commit(sequence, stream=stream)
+            stream.synchronize()
+            assert read.get().tolist() == [*wanted, tokens]
+        cache.release(sequence)
 
 
 def test_pools_that_nobody_closed_leave_no_memory_pinned(cupy: Any) -> None:
