@@ -112,8 +112,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a_file_in_the_way_of_a_socket_is_removed",
-        "replay_server._listen",
-        "stat.S_ISSOCK(os.stat(place, follow_symlinks=False).st_mode)",
+        "endpoints.check_free",
+        "stat.S_ISSOCK(os.lstat(path).st_mode)",
         "True",
         "A wrong endpoint deletes a file.",
         (f"{STRANGERS}::test_a_file_that_is_in_the_way_is_not_removed",),

@@ -143,6 +143,9 @@ class MooncakeStore:
     def __repr__(self) -> str:
         return f"MooncakeStore({self._master!r}, segment={self._segment})"
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a MooncakeStore is not pickled: its secret would travel with the pickle")
+
     def open(self, space: Space) -> bytes:
         if self._client is not None:
             raise ValueError("this MooncakeStore is open: each queue needs one of its own")
