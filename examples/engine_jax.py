@@ -135,7 +135,8 @@ class KeptEngine(Engine):
 
     def admit(self) -> None:
         for chat in list(self.waiting)[: self.running_max - len(self.running)]:
-            self.keeper.prefetch(self.cache.block_keys(chat.tokens), deadline=60).wait()
+            # Not long: what was brought for others may have to be used before there is room.
+            self.keeper.prefetch(self.cache.block_keys(chat.tokens), deadline=0.2).wait()
         super().admit()
 
 

@@ -263,6 +263,7 @@ class Transfer:
                 noted += numbers[accesses_at]
                 shifts += numbers[token_moves_at]
             if not (moved or noted or shifts or self._notes or self._behind is not None):
+                self._loads = None  # An admission of nothing loads nothing, and the next decision may be anybody's.
                 return False
             moves, own = np.empty((moved, 5), np.int64), np.empty((noted, 3), np.int64)
             shifted = np.empty((shifts, 4), np.int64) if shifts else NO_TOKEN_MOVES

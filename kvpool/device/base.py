@@ -9,10 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from kvpool.arrays import dlpack
+from kvpool.arrays import Array, Int64s, dlpack
 from kvpool.arrays.layout import BlockLayout, integer_argument
 from kvpool.arrays.strided import StridedArray
 from kvpool.device.main_memory import GpuMemory, MainMemory, handle_of
@@ -290,8 +287,8 @@ class Device(ABC):
     one_memory: bool
     """Whether both tiers are taken from the same memory. Then only their sum has to fit."""
     at_once: int | None = None
-    """How many moves ``copy_blocks`` enqueues in about 100 us, once the device is bound; None where nobody waits for
-    that."""
+    """How many moves ``copy_blocks`` is meant to enqueue in about 100 us, once the device is bound; None where nobody
+    waits for that."""
     views: HostViews = HostViews()
     """Arrays on the memory of this device, and of arrays the memory that it can write."""
 
@@ -348,7 +345,7 @@ class Device(ABC):
         is freed. Raises ValueError for a device that is bound already, DeviceError."""
 
     @abstractmethod
-    def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
+    def copy_blocks(self, moves: Int64s, stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
         """Enqueue copies of blocks on ``stream``, of some ``layers`` of each region.
 
         ``moves`` is int64[n, 4] with rows (source id, target id, tokens, ticket). A row copies from any tier to any
@@ -401,8 +398,8 @@ class Device(ABC):
         return None
 
     def host_access(
-        self, *, reads: Any = None, writes: Any = None, loads: Sequence[NDArray[Any]] = (),
-        stores: Sequence[NDArray[Any]] = (), outside: bool = False,
+        self, *, reads: Any = None, writes: Any = None, loads: Sequence[Array] = (),
+        stores: Sequence[Array] = (), outside: bool = False,
     ) -> AbstractContextManager[Any]:  # fmt: skip
         """Declare what the calling thread reads and writes itself while the context is open. Devices that look for
         races check it; for others it does nothing.

@@ -13,8 +13,8 @@ from numba import types
 from numba.core import cgutils
 from numba.core.base import BaseContext
 from numba.core.typing import Context, Signature
-from numpy.typing import NDArray
 
+from kvpool.arrays import Int64s, Uint8s
 from kvpool.arrays.layout import BlockLayout
 from kvpool.arrays.strided import as_strided
 from kvpool.device.base import ALL_LAYERS, BYTES, FROM, SOURCE, TARGET, TO, TOKENS, Layers
@@ -64,7 +64,7 @@ class CopyPlan(NamedTuple):
     inner: int
     token_bytes: int
 
-    def vector(self) -> NDArray[np.int64]:
+    def vector(self) -> Int64s:
         """All fields in order. One array is the cheapest argument of a jitted call."""
         return np.array([*self.device, *self.host, *self[2:]], dtype=np.int64)
 
@@ -91,7 +91,7 @@ def cuda_plan() -> str:
 def make_plan(
     layout: BlockLayout,
     device_pool: Any,
-    host_pool: NDArray[np.uint8],
+    host_pool: Uint8s,
     device_blocks: int,
     host_blocks: int,
     layers: range | None = None,
@@ -310,9 +310,6 @@ def _token(slot, plan):  # type: ignore[no-untyped-def]
     """The address of a token of the device tier."""
     block, token = slot // plan.block_tokens, slot % plan.block_tokens
     return plan.device.base + block * plan.device.block_stride + token * plan.token_bytes
-
-
-Int64s = NDArray[np.int64]
 
 
 class HostPool:

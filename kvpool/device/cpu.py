@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from kvpool.arrays import Int64s, Uint8s
 from kvpool.arrays.strided import StridedArray
 from kvpool.device.base import (
     ALL_LAYERS,
@@ -40,17 +38,17 @@ class CpuDevice(Device):
         self._bound: HostPool | None = None
         self._closed = False
 
-    def allocate(self, nbytes: int, tier: str, shared: bool = False) -> NDArray[np.uint8]:
+    def allocate(self, nbytes: int, tier: str, shared: bool = False) -> Uint8s:
         self._check_open()
         return (allocate_shared if shared else allocate_ram)(nbytes)
 
-    def free(self, array: NDArray[np.uint8]) -> None:
+    def free(self, array: Uint8s) -> None:
         # The memory itself is freed with the last view of it.
         free_shared(array)
         if self._bound is not None and any(array is pool for pool in self._bound.regions.pools):
             self._bound = None
 
-    def adopt(self, memory: StridedArray, tier: str, pin: bool = False) -> NDArray[np.uint8]:
+    def adopt(self, memory: StridedArray, tier: str, pin: bool = False) -> Uint8s:
         self._check_open()
         return memory.host_view()
 
@@ -77,7 +75,7 @@ class CpuDevice(Device):
             raise ValueError(NOT_BOUND)
         return self._bound
 
-    def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
+    def copy_blocks(self, moves: Int64s, stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
         for rows, plan in self._pool().planned(moves, layers):
             copy_moves(rows, plan)
 

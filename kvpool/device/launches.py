@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Array, Int64s
 from kvpool.device.block_copy import PLAN_FIELDS, CopyPlan, cuda_plan
 from kvpool.device.work import OFFSET, SCALE, START, StagedRows, TokenMoves, staged_arrays
 
@@ -50,7 +50,7 @@ class Launch(NamedTuple):
     kernel: str
     thread_blocks: int
     threads: int
-    record: npt.NDArray[Any]
+    record: Array
 
 
 class Launcher(Protocol):
@@ -71,11 +71,11 @@ class Launcher(Protocol):
     def launch(self, launch: Launch, stream: int) -> None:
         """Enqueue a launch on the stream. When this returns, the record may be changed."""
 
-    def device_addresses(self, addresses: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def device_addresses(self, addresses: Int64s) -> Int64s:
         """The addresses by which kernels reach memory of the device or pinned memory. Raises ValueError for any other
         memory."""
 
-    def uploaded(self, array: npt.NDArray[Any], stream: int, *, host: bool) -> AbstractContextManager[int]:
+    def uploaded(self, array: Array, stream: int, *, host: bool) -> AbstractContextManager[int]:
         """A context manager that gives the address, a multiple of 16, of a copy of a contiguous array. It is for
         kernels that are enqueued on ``stream`` inside the context.
 
@@ -137,8 +137,6 @@ def word_bytes(*numbers: Any) -> int:
     )
     return together & -together
 
-
-Int64s = npt.NDArray[np.int64]
 
 _KV_IN_FLIGHT, _WARP = 4, 32
 # With so many units for each thread, nobody waits long for threads that get one more.

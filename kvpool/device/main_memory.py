@@ -13,15 +13,15 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvpool.arrays import Uint8s
 from kvpool.errors import PoolClosed
 
 ALIGNMENT = 4096
 """In bytes. Every allocation starts at a multiple of it, so that a block of whole pages lies on whole pages."""
 
 
-def allocate_ram(nbytes: int) -> NDArray[np.uint8]:
+def allocate_ram(nbytes: int) -> Uint8s:
     """Allocate zeroed uint8[nbytes] that starts at a multiple of ``ALIGNMENT``. Its pages are not touched. Raises
     MemoryError."""
     try:
@@ -153,7 +153,7 @@ _given: dict[int, tuple[MainMemory, Callable[[], object]]] = {}
 """By the identity of its array: the shared memory that devices have allocated and not freed."""
 
 
-def allocate_shared(nbytes: int) -> NDArray[np.uint8]:
+def allocate_shared(nbytes: int) -> Uint8s:
     """Allocate zeroed uint8[nbytes], whose handle ``handle_of`` knows. Its pages are not touched. Raises
     MemoryError."""
     if nbytes == 0:
@@ -165,7 +165,7 @@ def allocate_shared(nbytes: int) -> NDArray[np.uint8]:
     return memory.array
 
 
-def handle_of(array: NDArray[np.uint8]) -> MainMemory:
+def handle_of(array: Uint8s) -> MainMemory:
     """Where other processes find an array of ``allocate_shared``. Raises ValueError for any other."""
     if id(array) not in _given:
         raise ValueError("this memory cannot be shared: accepted is what a pool with shared=True took itself")
@@ -186,7 +186,7 @@ def is_there(pid: int, handle: MainMemory) -> bool:
         return False
 
 
-def open_shared(pid: int, handle: MainMemory, nbytes: int) -> NDArray[np.uint8]:
+def open_shared(pid: int, handle: MainMemory, nbytes: int) -> Uint8s:
     """Map shared memory of a process: uint8[nbytes], which exists until the last view is gone.
 
     Raises PoolClosed where the memory is gone, PermissionError for a process of another user, ValueError for another
@@ -219,7 +219,7 @@ def _link(handle: MainMemory) -> str:
     return f"/memfd:{handle.name} (deleted)"
 
 
-def _map(fd: int, nbytes: int, *, inherited: bool = True) -> NDArray[np.uint8]:
+def _map(fd: int, nbytes: int, *, inherited: bool = True) -> Uint8s:
     mapping = mmap.mmap(fd, nbytes)
     if not inherited:
         _not_inherited[mapping] = nbytes

@@ -8,14 +8,12 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvpool.arrays import Int64s
 from kvpool.arrays.pool_ids import PoolIds
 from kvpool.arrays.strided import as_strided
 from kvpool.device.base import SOURCE, TARGET, TICKET, TOKENS, Region
 from kvpool.jit import jit
-
-Int64s = NDArray[np.int64]
 
 BLOCKS_MAX = 2**31 - 1
 """The most blocks of all regions and tiers together. Ids are int32."""

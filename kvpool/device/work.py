@@ -10,8 +10,8 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvpool.arrays import Int32s, Int64s, Uint8s
 from kvpool.arrays.strided import in_numpy
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import array_at
@@ -60,7 +60,7 @@ class StagedRows(NamedTuple):
     """
 
     table: Table
-    buffer: NDArray[np.uint8]
+    buffer: Uint8s
     address: int
     planes: int
     rows: int
@@ -104,7 +104,7 @@ def staged_bytes(planes: int, rows: int, width: int) -> int:
     return (4 * rows * width + 7) // 8 * 8 + 8 * rows + 24 * planes
 
 
-def staged_arrays(staged: StagedRows) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+def staged_arrays(staged: StagedRows) -> tuple[Int32s, Int64s, Int64s]:
     """Ids, rows and planes of a hand-over, as views of its buffer."""
     ids = 4 * staged.rows * staged.width
     numbers = staged.buffer[(ids + 7) // 8 * 8 : staged_bytes(*staged[3:6])].view(np.int64)
@@ -136,7 +136,7 @@ class StagedVectors(NamedTuple):
     is written to the start of its vector; none is empty.
     """
 
-    buffer: NDArray[np.uint8]
+    buffer: Uint8s
     address: int
     pieces: list[tuple[Table, int, int]]
 
@@ -226,9 +226,9 @@ class StepTargets:
 
     tables: dict[str, Table]
     """The wanted tables by name."""
-    places: NDArray[np.int64]
+    places: Int64s
     """Where they lie, for ``write_step``: int64[9]."""
-    limits: NDArray[np.int64]
+    limits: Int64s
     """The most tokens, columns and blocks that fit: int64[3]."""
     rows: int
     """The most sequences that fit."""
@@ -298,7 +298,7 @@ class StagedStep(NamedTuple):
     """
 
     targets: StepTargets
-    buffer: NDArray[np.uint8]
+    buffer: Uint8s
     address: int
     sequences: int
     columns: int
@@ -380,9 +380,7 @@ def _write_row(at: int, columns: int, begin: int, row: int, used: int, sinks: in
 
 
 @jit
-def write_step(
-    numbers_at: int, count: int, ids_at: int, packed: bool, width: int, sinks: int, places: NDArray[np.int64]
-) -> None:
+def write_step(numbers_at: int, count: int, ids_at: int, packed: bool, width: int, sinks: int, places: Int64s) -> None:
     """Write the tables of a step, from numbers as in ``StagedStep`` and from block ids. ``places`` are those of
     ``StepTargets``.
 
@@ -421,9 +419,6 @@ def write_step(
         elif indices:
             _run(begin, indices + 4 * blocks, used)
         blocks += used - holes
-
-
-Int64s = NDArray[np.int64]
 
 
 class Fragments(NamedTuple):

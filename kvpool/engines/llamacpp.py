@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Int64s
 from kvpool.arrays.layout import integer_argument
 from kvpool.engines.local import LocalBlocks, state_keys
 from kvpool.engines.options import LLAMACPP, files_digest
@@ -47,7 +47,7 @@ _CONTEXT = (
     "swa_full", "kv_unified", "grp_attn_n", "grp_attn_w", "attention_type",
 )  # fmt: skip
 """Parameters that a state depends on."""
-Tokens = npt.NDArray[np.int64]
+Tokens = Int64s
 
 
 @dataclass(frozen=True)

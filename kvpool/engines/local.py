@@ -16,8 +16,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Bools, Int64s, Uint8s
 from kvpool.engines.options import EngineOptions
 from kvpool.errors import BlockNotFound, OutOfBlocks
 from kvpool.hostcache.host_cache import HostCache
@@ -35,14 +35,14 @@ _TURN_SECONDS, _POLL_SECONDS = 0.001, 0.05
 _INDEXED, _AFAR = 64, 1024
 SIZE_BYTES = 8
 """What comes before bytes that say how many they are."""
-Bytes = npt.NDArray[np.uint8]
-Places = npt.NDArray[np.int64]
+Bytes = Uint8s
+Places = Int64s
 
 
 class _Index(Protocol):
     """What a HostCache and a HostKeeper have in common."""
 
-    def lookup(self, keys: Sequence[bytes]) -> npt.NDArray[np.uint8]: ...
+    def lookup(self, keys: Sequence[bytes]) -> Uint8s: ...
     def pin(self, keys: Sequence[bytes]) -> HostLease: ...
     def publish(self, keys: Sequence[bytes]) -> int: ...
     def clear(self) -> None: ...
@@ -115,7 +115,7 @@ class LocalBlocks:
 
     # -- blocks --------------------------------------------------------------------------------------
 
-    def lookup(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+    def lookup(self, keys: Sequence[bytes]) -> Bools:
         """Whether the block of each key is here, once the loads of all have ended."""
         answers = self._index.lookup(keys)
         end = time.monotonic() + self._patience

@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Array, Int64s
 from kvpool.arrays.paged import PagedKV, Plane, check_strides
 from kvpool.arrays.strided import StridedArray, as_strided
 from kvpool.errors import DeviceError
@@ -82,10 +82,10 @@ class GroupBlocks(NamedTuple):
     """The blocks of one group that a job copies."""
 
     group: int
-    blocks: npt.NDArray[np.int64]
+    blocks: Int64s
     """int64[n]: ids of the engine's blocks, beginning with the first place of the first host block. A negative id says
     that the job has no block for this place."""
-    host_blocks: npt.NDArray[np.int64]
+    host_blocks: Int64s
     """int64[ceil(n / blocks_per_host_block)]."""
 
 
@@ -158,7 +158,7 @@ class Transfers:
 
     def parts(
         self,
-        blocks: Sequence[int] | npt.NDArray[Any],
+        blocks: Sequence[int] | Array,
         counts: Sequence[int],
         firsts: Sequence[int],
         host_blocks: Sequence[int],
@@ -237,14 +237,14 @@ class Transfers:
         self._jobs.clear()
         self._copies.close()
 
-    def _has(self, part: GroupBlocks, checked: npt.NDArray[np.int64] | None) -> bool:
+    def _has(self, part: GroupBlocks, checked: Int64s | None) -> bool:
         """Whether stores of this worker have written what a part has blocks for, in the host blocks that are checked,
         or in all."""
         hosts, places = self._places(part)
         written = self._written[hosts, places]
         return bool((written if checked is None else written | ~np.isin(hosts, checked)).all())
 
-    def _places(self, part: GroupBlocks) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _places(self, part: GroupBlocks) -> tuple[Int64s, Int64s]:
         """Indices into ``_written`` of the places that a part has blocks for."""
         index = np.flatnonzero(part.blocks >= 0)
         return part.host_blocks[index // self._written.shape[1]], index % self._written.shape[1]

@@ -405,7 +405,7 @@ class KVPoolOffloadingManager(base.OffloadingManager):
 
         try:
             self._request(context, ()).hints = actions_of(msgspec.to_builtins(message))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             self._metrics.hint("none", "refused")
             log.debug("kvpool: hints of request %s: %s", context.req_id, error)
 

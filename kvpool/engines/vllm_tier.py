@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Uint8s
 from kvpool.engines.options import SEED, VLLM_TIER, lasting_identity
 from kvpool.engines.vllm import identity
 from kvpool.errors import StoreBusy
@@ -232,7 +232,7 @@ class KVPoolSecondaryTier(SecondaryTierManager):
         return self._client.queue.now()
 
 
-def _rows(view: memoryview) -> npt.NDArray[np.uint8]:
+def _rows(view: memoryview) -> Uint8s:
     """The rows of vLLM's host memory uint8[chunks, bytes], in place. They hold its array and not the view, which vLLM
     releases."""
     rows = np.asarray(view.obj if isinstance(view.obj, np.ndarray) and view.obj.shape == view.shape else view)

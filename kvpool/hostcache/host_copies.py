@@ -25,8 +25,6 @@ from kvpool.errors import PoolClosed
 from kvpool.hostcache.tier import HostSlots, HostTier, layout_of
 from kvpool.jit import jit
 
-Int64s = Int64s
-
 
 class HostCopy:
     """One copy that was enqueued. ``nbytes`` and ``fragments`` are its bytes, and the number of pieces; ``layers`` are

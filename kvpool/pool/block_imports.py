@@ -6,8 +6,8 @@ import threading
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Int64s, Uint8s
 from kvpool.arrays.strided import in_numpy
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.memory.pools import MemoryPools
@@ -16,7 +16,7 @@ from kvpool.pool.core import Core
 from kvpool.pool.keys import BlockKeys, request_of
 from kvpool.state import control, records
 
-Ids = npt.NDArray[np.int64]
+Ids = Int64s
 NO_IDS: Ids = np.empty(0, np.int64)
 
 
@@ -30,9 +30,7 @@ class Imports:
         core.transfer.forks.guard(self, "_one")
         self._pinned = NO_IDS
 
-    def store(
-        self, into: Group, keys: BlockKeys, first: int, priority: int, buffers: list[npt.NDArray[np.uint8]]
-    ) -> int:
+    def store(self, into: Group, keys: BlockKeys, first: int, priority: int, buffers: list[Uint8s]) -> int:
         self._core.refuse_inside("import_blocks")
         now = self._core.now()
         with self._one, DeferSignals():
@@ -70,7 +68,7 @@ class Imports:
 
         return int(self._core.decide(None, take, request_of(keys)))
 
-    def _fill(self, into: Group, ids: Ids, buffers: list[npt.NDArray[np.uint8]]) -> None:
+    def _fill(self, into: Group, ids: Ids, buffers: list[Uint8s]) -> None:
         taken = self._core.states.pool_ids.of(into.index, _named(ids))
         self._core.wait_for(self._core.transfer.pending(taken, writes=True))
         rows = [
@@ -103,7 +101,7 @@ class Imports:
             self._pinned = NO_IDS
 
 
-def block_buffer(place: int, buffer: Any, size: int) -> npt.NDArray[np.uint8]:
+def block_buffer(place: int, buffer: Any, size: int) -> Uint8s:
     """The bytes of one block from the caller, in place. Raises TypeError or ValueError, which name ``data[place]``."""
     buffer = in_numpy(f"data[{place}]", buffer)
     try:

@@ -6,8 +6,8 @@ from __future__ import annotations
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Int32s, Int64s
 from kvpool.arrays.layout import integer_argument
 from kvpool.copying.transfer import NO_IDS
 from kvpool.device.base import NULL_STREAM, Stream, StreamLike
@@ -23,7 +23,7 @@ from kvpool.tables.snapshot import CsrHandOver, DenseHandOver, HandOver, stream_
 from kvpool.tables.staging import Buffer, Staging
 from kvpool.tables.step_tables import HostStep, StepHandOver, StepTables, step_argument
 
-Rows = npt.NDArray[np.int64]
+Rows = Int64s
 
 
 class BlockTables:
@@ -48,7 +48,7 @@ class BlockTables:
             lengths = core.states[g].sequences["length"][rows].astype(np.int64)
             return BlockTable(core.tables[g], rows, lengths, core.config.tokens_per_block)
 
-    def state_blocks(self, ids: Ids, stream: StreamLike = None, group: int | None = None) -> npt.NDArray[np.int32]:
+    def state_blocks(self, ids: Ids, stream: StreamLike = None, group: int | None = None) -> Int32s:
         """Device blocks of the states of these sequences in a recurrent group, int32[n, 2]: where a step reads, and
         where it writes.
 

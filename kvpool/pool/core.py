@@ -11,9 +11,8 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
-from kvpool.arrays import Int64s
+from kvpool.arrays import Array, Int64s
 from kvpool.arrays.layout import integer_argument
 from kvpool.arrays.strided import read_only
 from kvpool.copying.transfer import NO_IDS, Transfer
@@ -169,7 +168,7 @@ class Core:
 
     # -- what a part reads or says under the state lock ---------------------------------------------
 
-    def rows(self, which: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def rows(self, which: Int64s) -> Int64s:
         """Rows of live sequences. The caller holds the state lock. Raises UnknownSequence, DeviceError, ValueError,
         PoolClosed."""
         self.check_open()
@@ -178,7 +177,7 @@ class Core:
             raise refusal(self.states.heads, error, which, self.tokens.sequences)
         return which & 0xFFFFFFFF
 
-    def live(self, kind: int = records.LIVE) -> npt.NDArray[np.int64]:
+    def live(self, kind: int = records.LIVE) -> Int64s:
         """Ids of all rows of a kind, or of several (LIVE | SWAPPED). The caller holds the state lock."""
         sequences = self.tokens.sequences
         rows = np.flatnonzero(sequences["live"] & kind)
@@ -189,7 +188,7 @@ class Core:
         with DeferSignals(), self.lock:
             self.states.enable_extra()
 
-    def note(self, kind: int, stream: Stream | None, ids: npt.NDArray[np.int64]) -> None:
+    def note(self, kind: int, stream: Stream | None, ids: Int64s) -> None:
         """Have the next decision note what a stream does to blocks, if there is a stream. The caller holds the state
         lock."""
         if stream is not None and self.transfer.order is not None:
@@ -259,10 +258,10 @@ def pool_states(config: PoolConfig, device: Device, table: object) -> States:
 
 
 def refusal(
-    heads: npt.NDArray[np.int64],
+    heads: Int64s,
     code: int,
-    ids: npt.NDArray[np.int64],
-    sequences: npt.NDArray[Any],
+    ids: Int64s,
+    sequences: Array,
     verb: object = None,
 ) -> Exception:
     """What to raise for the result below zero of a ``verb``. ``ids`` are the sequences that the call named,

@@ -9,14 +9,15 @@ from typing import NamedTuple, overload
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.arrays import Bools, Int32s, Int64s, Uint64s
 from kvpool.state.arrays import State, States
 from kvpool.state.effects import CLEARED, CREATED, STORED
 from kvpool.state.records import COUNTERS, DEVICE, EVENT, EXTRA, HOST, NONE, PUBLISHED, H, N
 
 KINDS = ("created", "stored", "removed", "updated", "cleared")
 TIERS = ("device", "host")
-Rows = npt.NDArray[np.int64]
-Rows3 = tuple[npt.NDArray[np.void], npt.NDArray[np.int32], Rows | None]
+Rows = Int64s
+Rows3 = tuple[npt.NDArray[np.void], Int32s, Rows | None]
 """Records, tokens, and extra ids if some block has any."""
 Capacities = tuple[tuple[int, int], ...]
 """(device blocks, host blocks) of each group of layers."""
@@ -39,10 +40,10 @@ class Event:
     kind: str
     number: int
     tier: str | None = None
-    keys: npt.NDArray[np.uint64] | None = None
-    parent: npt.NDArray[np.uint64] | None = None
-    tokens: npt.NDArray[np.int32] | None = None
-    extra_ids: npt.NDArray[np.int64] | None = None
+    keys: Uint64s | None = None
+    parent: Uint64s | None = None
+    tokens: Int32s | None = None
+    extra_ids: Int64s | None = None
     namespace: int = 0
     salt: bytes | str | None = None
     adapter_id: int | str | None = None
@@ -82,7 +83,7 @@ class Events(Sequence[Event]):
     def __init__(
         self,
         records: npt.NDArray[np.void],
-        tokens: npt.NDArray[np.int32],
+        tokens: Int32s,
         extra: Rows | None,
         number: int,
         names: dict[int, Name],
@@ -172,7 +173,7 @@ class Cached(NamedTuple):
 
     blocks: npt.NDArray[np.void]
     """rows of ``State.blocks``"""
-    tokens: npt.NDArray[np.int32]
+    tokens: Int32s
     extra: Rows | None
     ids: Rows
 
@@ -253,7 +254,7 @@ def _whole(table: npt.NDArray[np.void], which: Rows) -> npt.NDArray[np.void]:
     return table.view(f"V{table.dtype.itemsize}").take(which).view(table.dtype)
 
 
-def _extra_rows(extra: Rows, places: Rows, has: npt.NDArray[np.bool_]) -> Rows | None:
+def _extra_rows(extra: Rows, places: Rows, has: Bools) -> Rows | None:
     """Extra ids of the rows that have some, zeros elsewhere; None if none has."""
     if not has.any():
         return None
@@ -302,12 +303,12 @@ def _stored(group: int, cached: Cached, device_blocks: int) -> Rows3:
     return blocks, cached.tokens.take(order, axis=0), None if cached.extra is None else cached.extra[order]
 
 
-def _continues(after: npt.NDArray[np.void], before: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+def _continues(after: npt.NDArray[np.void], before: npt.NDArray[np.void]) -> Bools:
     same = (after["tier"] == before["tier"]) & (after["priority"] == before["priority"])
     return same & (after["parent0"] == before["key0"]) & (after["parent1"] == before["key1"])
 
 
-def _parents_first(blocks: npt.NDArray[np.void], ids: Rows, twins: npt.NDArray[np.int32]) -> Rows:
+def _parents_first(blocks: npt.NDArray[np.void], ids: Rows, twins: Int32s) -> Rows:
     """An order of cached blocks, within each tier. The children of a block come after it, its first child right after
     it.
 

@@ -12,8 +12,8 @@ from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Bools
 from kvpool.pool.core import Core
 from kvpool.pool.keys import BlockKeys, Match, Scope, key_rows
 from kvpool.pool.prompts import NO_KEYS
@@ -86,7 +86,7 @@ class Explanation(NamedTuple):
         return self._replace(missed=tuple(missed))
 
 
-def explained(core: Core, keys: BlockKeys, found: Match, lacks: npt.NDArray[np.bool_]) -> Explanation:
+def explained(core: Core, keys: BlockKeys, found: Match, lacks: Bools) -> Explanation:
     """Why a prompt that reuses ``found`` reuses no more. ``lacks`` bool[full blocks]: what is not cached."""
     width, place, missed = core.config.tokens_per_block, found.tokens, list[Missed]()
     first, end = place // width, (len(keys) - 1) // width if keys.reuse else 0
@@ -103,7 +103,7 @@ def explained(core: Core, keys: BlockKeys, found: Match, lacks: npt.NDArray[np.b
     return Explanation(len(keys), found.device_tokens, found.host_tokens, found.partial_tokens, tuple(missed))
 
 
-def _reasons(core: Core, keys: BlockKeys, first: int, lacks: npt.NDArray[np.bool_]) -> Iterator[tuple[str, int | None]]:
+def _reasons(core: Core, keys: BlockKeys, first: int, lacks: Bools) -> Iterator[tuple[str, int | None]]:
     """Why each of the blocks from ``first`` on is not reused, and how many ms ago it left."""
     now = core.now()
     with core.lock:

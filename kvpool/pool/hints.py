@@ -6,12 +6,15 @@ a while, and goes last. So no hint makes a request fail, and the worst hints kee
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections import Counter
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
+from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Int64s
 from kvpool.arrays.layout import integer_argument
 from kvpool.entry.arguments import list_argument, text_argument
 from kvpool.pool.core import Core
@@ -35,7 +38,7 @@ _PAYLOADS = {
 _FIELDS_MAX = 16
 _NAMED = {"keys", "tokens", "session"}
 SPENT = "the budget of the namespace is used up"
-Rows = npt.NDArray[np.int64]
+Rows = Int64s
 
 
 class HintAnswer(NamedTuple):
@@ -48,6 +51,15 @@ class HintAnswer(NamedTuple):
     why: str = ""
 
 
+@contextmanager
+def _not_too_deep() -> Iterator[None]:
+    """What is nested without end, and cannot even be shown, is a ValueError too."""
+    try:
+        yield
+    except RecursionError:
+        raise ValueError("message: its values are nested too deeply") from None
+
+
 class Action(NamedTuple):
     """What a client wishes, of which only the form was checked. ``action_type`` and so on may be anything."""
 
@@ -56,6 +68,7 @@ class Action(NamedTuple):
     action_version: object
     payload: object
 
+    @_not_too_deep()
     def read(self, named: Set[str]) -> tuple[str, dict[str, Any], int, int]:
         """The type, the payload, the lease in ms and the priority. ``named``: names of content, of which the payload
         has one, if there are any. Raises TypeError, ValueError."""
@@ -76,6 +89,7 @@ class Action(NamedTuple):
         return kind, payload, lease, PRIORITY_MAX if kind == "pin" else value
 
 
+@_not_too_deep()
 def actions_of(message: object) -> list[Action]:
     """The actions of an envelope, at most ``ACTIONS_MAX``. Raises TypeError, ValueError."""
     envelope = _record("message", message, {"protocol_version", "message_id", "actions"})
@@ -94,23 +108,27 @@ class Budget:
     """How many of ``blocks`` each namespace keeps by hints. Not thread-safe."""
 
     def __init__(self, blocks: int) -> None:
-        self._blocks = blocks
-        self._leases: dict[int, list[tuple[int, int]]] = {}
+        self._blocks, self._all = blocks, 0
+        self._used = Counter[int]()
+        self._ends: list[tuple[int, int, int]] = []
 
     def take(self, namespace: int, wanted: int, now: int, lease: int) -> int:
         """How many of the wanted blocks a namespace may keep for ``lease`` ms. They count until then."""
-        for one, leases in list(self._leases.items()):
-            live = [lease for lease in leases if lease[0] > now]
-            if live:
-                self._leases[one] = live
-            else:
-                del self._leases[one]
-        used = {one: sum(count for _, count in leases) for one, leases in self._leases.items()}
-        left = self._blocks // _SHARE - used.get(namespace, 0), self._blocks // _SHARE_OF_ALL - sum(used.values())
+        while self._ends and self._ends[0][0] <= now:
+            _, one, count = heappop(self._ends)
+            self._count(one, -count)
+        left = self._blocks // _SHARE - self._used[namespace], self._blocks // _SHARE_OF_ALL - self._all
         taken = min(wanted, max(min(left), 0))
         if taken:
-            self._leases.setdefault(namespace, []).append((now + lease, taken))
+            heappush(self._ends, (now + lease, namespace, taken))
+            self._count(namespace, taken)
         return taken
+
+    def _count(self, namespace: int, more: int) -> None:
+        self._all += more
+        self._used[namespace] += more
+        if not self._used[namespace]:
+            del self._used[namespace]
 
 
 class Hints(Together):
@@ -129,8 +147,8 @@ class Hints(Together):
 
         ``message``: a mapping as vLLM's ``KvHintsEnvelope``: ``protocol_version`` (1 or "1"), ``message_id``, and
         ``actions`` (at most 64), mappings with ``action_id``, ``action_type``, ``action_version`` and ``payload``.
-        A payload has one of ``tokens`` (ids), ``session`` (a name that ``release`` was given) and ``keys`` (rows of two
-        numbers, or texts of 32 hexadecimal digits), and may have ``lease_ms`` (default 60,000, at most 600,000):
+        A payload has one of ``tokens`` (ids), ``session`` (a name that ``release`` was given) and ``keys``
+        (uint64[n, 2], or texts of 32 hexadecimal digits), and may have ``lease_ms`` (default 60,000, at most 600,000):
 
         - "pin" and "retain" (``priority``, 36 to 99, default 60) have the cached blocks go after all others of a lower
           priority until the lease is over. No block is held: a request that needs all blocks gets them.
@@ -168,11 +186,14 @@ class Hints(Together):
             return HintAnswer(action.action_id, "refused", 0, str(error)[:TEXT_MAX])
         return HintAnswer(action.action_id, outcome(done, len(rows)), done, why)
 
+    @_not_too_deep()
     def _content(self, payload: dict[str, Any], scope: BlockKeys) -> tuple[Rows, BlockKeys | None]:
         """The keys that an action names, and the prompt if it names one."""
         if "keys" in payload:
             keys = payload["keys"]
             if isinstance(keys, list) and all(isinstance(one, str) for one in keys):
+                if any(len(one) != 32 for one in keys):
+                    raise ValueError("keys: accepted are texts of 32 hexadecimal digits")
                 keys = np.frombuffer(bytes.fromhex("".join(keys)), np.uint64).reshape(len(keys), 2)
             rows, prompt = key_rows(keys), None
         else:

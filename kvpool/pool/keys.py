@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Int32s, Int64s, Uint64s
 from kvpool.arrays.layout import integer_argument
 from kvpool.arrays.strided import in_numpy, read_only
 from kvpool.entry.arguments import (
@@ -25,7 +25,7 @@ from kvpool.entry.arguments import (
 from kvpool.state import control, records, requests
 
 NO_EXTRA = np.empty(0, np.int64)
-NO_REQUESTS: npt.NDArray[np.int64] = np.empty((0, records.REQUEST_COLUMNS), np.int64)
+NO_REQUESTS: Int64s = np.empty((0, records.REQUEST_COLUMNS), np.int64)
 
 
 class Scope(NamedTuple):
@@ -82,11 +82,11 @@ class BlockKeys:
     @classmethod
     def of_private(
         cls,
-        tokens: npt.NDArray[np.int32],
-        known: npt.NDArray[np.uint64],
-        extra_ids: npt.NDArray[np.int64] | None,
+        tokens: Int32s,
+        known: Uint64s,
+        extra_ids: Int64s | None,
         scope: Scope,
-        heads: npt.NDArray[np.int64],
+        heads: Int64s,
     ) -> BlockKeys:
         """Of arguments that have been checked, and of arrays that nobody else can write.
 
@@ -105,11 +105,11 @@ class BlockKeys:
 
     def _fill(
         self,
-        tokens: npt.NDArray[np.int32],
-        keys: npt.NDArray[np.uint64],
-        extra_ids: npt.NDArray[np.int64] | None,
+        tokens: Int32s,
+        keys: Uint64s,
+        extra_ids: Int64s | None,
         scope: Scope,
-        heads: npt.NDArray[np.int64] | None,
+        heads: Int64s | None,
     ) -> None:
         # What the request points to lives as long as this object, and nobody else can reach it to write to it.
         self._tokens, self._keys, self._extra_ids, self._scope, self._heads = tokens, keys, extra_ids, scope, heads
@@ -153,13 +153,13 @@ class BlockKeys:
         )
         return part
 
-    def bound(self, heads: npt.NDArray[np.int64]) -> BlockKeys:
+    def bound(self, heads: Int64s) -> BlockKeys:
         """The same, which can be extended, for the pool with these headers; it shares the arrays."""
         own = object.__new__(BlockKeys)
         own._fill(self._tokens, self._keys, self._extra_ids, self._scope, heads)
         return own
 
-    def prove(self, root: tuple[int, int, int], heads: npt.NDArray[np.int64]) -> None:
+    def prove(self, root: tuple[int, int, int], heads: Int64s) -> None:
         """Raise ValueError unless the pool with these headers, in which the namespace has this root, would give the
         same keys. Of what a copy or a pickle has brought, it hashes all, once."""
         if not self._proven:
@@ -179,15 +179,15 @@ class BlockKeys:
         return self._proven
 
     @property
-    def tokens(self) -> npt.NDArray[np.int32]:
+    def tokens(self) -> Int32s:
         return read_only(self._tokens)
 
     @property
-    def keys(self) -> npt.NDArray[np.uint64]:
+    def keys(self) -> Uint64s:
         return read_only(self._keys)
 
     @property
-    def extra_ids(self) -> npt.NDArray[np.int64] | None:
+    def extra_ids(self) -> Int64s | None:
         return None if self._extra_ids is None else read_only(self._extra_ids)
 
     @property
@@ -234,12 +234,12 @@ class BlockKeys:
 
 Prompt: TypeAlias = "BlockKeys | Integers"
 """What calls with prompts take: tokens, or what was hashed of them."""
-Key: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[np.uint64]
-Keys: TypeAlias = "BlockKeys | npt.NDArray[np.uint64] | Sequence[Key] | ForeignArray"
+Key: TypeAlias = bytes | bytearray | memoryview | Uint64s
+Keys: TypeAlias = "BlockKeys | Uint64s | Sequence[Key] | ForeignArray"
 """What calls with keys take: 16 bytes for each, or uint64[n, 2]."""
 
 
-def request_of(prompt: BlockKeys) -> npt.NDArray[np.int64]:
+def request_of(prompt: BlockKeys) -> Int64s:
     """A prompt as jitted code sees it: int64[1, REQUEST_COLUMNS], see ``state.records``.
 
     It holds addresses of the prompt's own memory: for calls that keep the prompt, and do not write to it.
@@ -247,7 +247,7 @@ def request_of(prompt: BlockKeys) -> npt.NDArray[np.int64]:
     return prompt._request
 
 
-def requests_of(prompts: Sequence[BlockKeys]) -> npt.NDArray[np.int64]:
+def requests_of(prompts: Sequence[BlockKeys]) -> Int64s:
     """The same of several prompts, private: int64[n, REQUEST], in which the call notes what it asks for."""
     return np.concatenate([prompt._request for prompt in prompts] or [NO_REQUESTS])
 
@@ -313,12 +313,12 @@ class Admission(NamedTuple):
     group that has the most on the host; blocks to be computed are the same in all.
     """
 
-    ids: npt.NDArray[np.int64]
-    cached_tokens: npt.NDArray[np.int32]
-    device_tokens: npt.NDArray[np.int32]
-    host_tokens: npt.NDArray[np.int32]
-    partial_tokens: npt.NDArray[np.int32]
-    missed_blocks: npt.NDArray[np.int32]
+    ids: Int64s
+    cached_tokens: Int32s
+    device_tokens: Int32s
+    host_tokens: Int32s
+    partial_tokens: Int32s
+    missed_blocks: Int32s
     refused: dict[int, str]
 
     @property
@@ -340,18 +340,18 @@ class Plan(NamedTuple):
     blocks; 0 if there is none.
     """
 
-    cached_tokens: npt.NDArray[np.int32]
-    device_tokens: npt.NDArray[np.int32]
-    host_tokens: npt.NDArray[np.int32]
-    partial_tokens: npt.NDArray[np.int32]
-    missed_blocks: npt.NDArray[np.int32]
-    blocks: int | npt.NDArray[np.int64]
-    computing: npt.NDArray[np.int64]
-    computing_tokens: npt.NDArray[np.int32]
+    cached_tokens: Int32s
+    device_tokens: Int32s
+    host_tokens: Int32s
+    partial_tokens: Int32s
+    missed_blocks: Int32s
+    blocks: int | Int64s
+    computing: Int64s
+    computing_tokens: Int32s
     refused: dict[int, str]
 
     @property
-    def full_tokens(self) -> npt.NDArray[np.int32]:
+    def full_tokens(self) -> Int32s:
         """Reused tokens in full blocks, int32[m]."""
         return self.device_tokens + self.host_tokens
 
@@ -366,7 +366,7 @@ class Lacking(NamedTuple):
     layers, the places of the full blocks that it lacks for that, int64[m] in rising order."""
 
     tokens: int
-    blocks: tuple[npt.NDArray[np.int64], ...]
+    blocks: tuple[Int64s, ...]
 
 
 def tier_number(tier: object) -> int:
@@ -377,7 +377,7 @@ def tier_number(tier: object) -> int:
     return numbers[tier]
 
 
-def key_rows(keys: object) -> npt.NDArray[np.int64]:
+def key_rows(keys: object) -> Int64s:
     """Keys as private int64[n, 2]: BlockKeys, uint64[n, 2], or a sequence of 16-byte strings."""
     if isinstance(keys, BlockKeys):
         return keys._keys.view(np.int64)
@@ -393,7 +393,7 @@ def key_rows(keys: object) -> npt.NDArray[np.int64]:
     return np.concatenate(rows) if rows else np.empty((0, 2), np.int64)
 
 
-def key_row(key: object) -> npt.NDArray[np.int64]:
+def key_row(key: object) -> Int64s:
     """One key as private int64[1, 2]: 16 bytes or uint64[2]."""
     if isinstance(key, (bytes, bytearray, memoryview)):
         data = bytes(key)

@@ -68,9 +68,10 @@ class LayerLoads:
         layers = sum(layout.layers for layout in config.groups[config.group(group)].layouts)
         layer = integer_argument("layer", layer, 0, layers - 1)
         on = self.core.as_stream(self.stream if stream is None else stream)
-        if self.events:
+        events = self.events  # another admission may begin meanwhile
+        if events:
             with DeferSignals():
-                self.core.transfer.wait_for(on, self.events[Layers.that_has(layer, layers, self.parts)])
+                self.core.transfer.wait_for(on, events[Layers.that_has(layer, layers, self.parts)])
 
 
 def loads_argument(core: Core, loads: object, stream: object) -> Stream:

@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Int64s, Uint64s
 from kvpool.arrays.layout import integer_argument
 from kvpool.device.base import Stream, StreamLike
 from kvpool.entry.arguments import id_array, text_argument
@@ -23,7 +23,7 @@ from kvpool.pool.keys import key_row, key_rows, tier_number
 from kvpool.state import control, records
 from kvpool.state.effects import ACCESSED, WILL_READ
 
-Ids = npt.NDArray[np.int64]
+Ids = Int64s
 Answer = TypeVar("Answer")
 
 
@@ -50,11 +50,11 @@ class Lease:
     since: int
     blocks: Ids
     groups: Ids
-    keys: npt.NDArray[np.uint64] | None
+    keys: Uint64s | None
     addresses: Ids
     stream: Stream | None
 
-    def addresses_of(self, part: int) -> npt.NDArray[np.int64]:
+    def addresses_of(self, part: int) -> Int64s:
         """``addresses`` in another part of each block's group, 0 where there is none. Raises PoolClosed, TypeError,
         ValueError."""
         return self._leases.addresses(self.blocks, part)
@@ -224,7 +224,7 @@ class Leases:
         self._core.check_open()
         raise LeaseExpired(f"lease {lease.id} of {lease.owner!r} was revoked while it waited")
 
-    def _filled(self, ids: Ids) -> npt.NDArray[np.int64]:
+    def _filled(self, ids: Ids) -> Int64s:
         """The tokens that blocks have, as rows (block, first, end). The engine may write after them in an unfull
         block."""
         states = self._core.states

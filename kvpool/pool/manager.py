@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 from weakref import WeakSet
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Array, Bools, Int32s, Int64s
 from kvpool.arrays.layout import BlockLayout, integer_argument
 from kvpool.arrays.strided import in_numpy
 from kvpool.device import get_device
@@ -70,7 +70,7 @@ from kvpool.state.verify import verify_states
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-NO_COUNTS: npt.NDArray[np.int64] = np.empty(0, np.int64)
+NO_COUNTS: Int64s = np.empty(0, np.int64)
 
 
 class CloseReport(NamedTuple):
@@ -310,7 +310,7 @@ class KVCacheManager(Hints, BlockTables):
             found, times = np.unique(named[named != records.NONE], return_counts=True)
             return int(np.count_nonzero(self.core.states[g].blocks["word"][found] == times))
 
-    def fork(self, ids: Ids, n: int = 1, *, stream: StreamLike = None) -> npt.NDArray[np.int64]:
+    def fork(self, ids: Ids, n: int = 1, *, stream: StreamLike = None) -> Int64s:
         """Make sequences that continue a live one, ``n`` of each: int64[n] ids, or int64[m, n] for m ids.
 
         Changes the pool. Takes no blocks: all are shared, also a last block that is not full. A sequence that appends
@@ -377,24 +377,24 @@ class KVCacheManager(Hints, BlockTables):
     @overload
     def cached_tokens(self, ids: int | np.integer[Any]) -> int: ...
     @overload
-    def cached_tokens(self, ids: Integers) -> npt.NDArray[np.int32]: ...
-    def cached_tokens(self, ids: Ids) -> int | npt.NDArray[np.int32]:
+    def cached_tokens(self, ids: Integers) -> Int32s: ...
+    def cached_tokens(self, ids: Ids) -> int | Int32s:
         """Tokens that each sequence reused when it was added: int for one id, int32[n] for several."""
         return self._field("cached", ids)
 
     @overload
     def sequence_length(self, ids: int | np.integer[Any]) -> int: ...
     @overload
-    def sequence_length(self, ids: Integers) -> npt.NDArray[np.int32]: ...
-    def sequence_length(self, ids: Ids) -> int | npt.NDArray[np.int32]:
+    def sequence_length(self, ids: Integers) -> Int32s: ...
+    def sequence_length(self, ids: Ids) -> int | Int32s:
         """Tokens of each sequence."""
         return self._field("length", ids)
 
     @overload
     def committed_tokens(self, ids: int | np.integer[Any]) -> int: ...
     @overload
-    def committed_tokens(self, ids: Integers) -> npt.NDArray[np.int32]: ...
-    def committed_tokens(self, ids: Ids) -> int | npt.NDArray[np.int32]:
+    def committed_tokens(self, ids: Integers) -> Int32s: ...
+    def committed_tokens(self, ids: Ids) -> int | Int32s:
         """Leading tokens of each sequence whose KV is written."""
         return self._field("committed", ids)
 
@@ -574,7 +574,7 @@ class KVCacheManager(Hints, BlockTables):
 
     # -- cached content by name ------------------------------------------------------------------
 
-    def cached_blocks(self, prompt: Prompt | Keys, *, tier: str | None = None) -> npt.NDArray[np.bool_]:
+    def cached_blocks(self, prompt: Prompt | Keys, *, tier: str | None = None) -> Bools:
         """Which blocks of a prompt, or of keys, are cached: bool[groups, n], for each group of layers and each key.
 
         ``tier``: "device" or "host", None for any. The answer may be outdated when the call returns. Thread-safe;
@@ -668,7 +668,7 @@ class KVCacheManager(Hints, BlockTables):
         value, ttl = priority_argument("priority", priority), ttl_argument("ttl_ms", ttl_ms)
         return int(self.core.decide(None, control.set_priority, self._named(prompt)[1], value, ttl, self.core.now()))
 
-    def _named(self, prompt: object) -> tuple[BlockKeys | None, npt.NDArray[np.int64]]:
+    def _named(self, prompt: object) -> tuple[BlockKeys | None, Int64s]:
         """A prompt and its keys, or keys alone. Raises TypeError, ValueError."""
         prompt = in_numpy("prompt", prompt)
         if not isinstance(prompt, BlockKeys) and is_keys(prompt):
@@ -694,7 +694,7 @@ class KVCacheManager(Hints, BlockTables):
         return self._pools.device_pools
 
     @property
-    def host_pools(self) -> tuple[tuple[npt.NDArray[Any], ...], ...]:
+    def host_pools(self) -> tuple[tuple[Array, ...], ...]:
         """The host tier of each group, and of each of its layouts: see ``host_pool``."""
         return self._pools.host_pools
 
@@ -705,7 +705,7 @@ class KVCacheManager(Hints, BlockTables):
         return self._pools.device_pool
 
     @property
-    def host_pool(self) -> npt.NDArray[Any]:
+    def host_pool(self) -> Array:
         """The host tier, shaped ``layout.host_shape(host_blocks)``; every block is contiguous."""
         return self._pools.host_pool
 
@@ -824,7 +824,7 @@ class KVCacheManager(Hints, BlockTables):
                 wrong = "the rows that are reserved are not those of the open reservations"
                 raise IntegrityError("reservations", wrong)
 
-    def _pinned(self) -> npt.NDArray[np.int64]:
+    def _pinned(self) -> Int64s:
         """The blocks that leases and imports hold, once for each pin. The caller holds the state lock."""
         return np.concatenate([self._imports.pinned(), *self._leases.pinned()])
 
@@ -836,7 +836,7 @@ class KVCacheManager(Hints, BlockTables):
         """
         self.core.decide(None, self._reset, bool_argument("force", force), self.core.now(), ids=None)
 
-    def _reset(self, heads: npt.NDArray[np.int64], force: bool, now: int) -> int:
+    def _reset(self, heads: Int64s, force: bool, now: int) -> int:
         ids, reserved = self.core.live(records.LIVE | records.SWAPPED), self.core.live(records.RESERVED)
         if len(reserved) and not force:
             raise PoolBusy(
@@ -916,7 +916,7 @@ class KVCacheManager(Hints, BlockTables):
             )
 
 
-def _refuse_forks(heads: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], wanted: int) -> int:
+def _refuse_forks(heads: Int64s, ids: Int64s, wanted: int) -> int:
     """Refuse a call for more forks than the pool has rows for: return the error of an id, or raise OutOfSequences. The
     caller holds the state lock."""
     error = int(check_ids(heads, ids, True))
@@ -932,7 +932,7 @@ def _namespace_argument(namespace: object) -> tuple[bytes | str | None, int | st
     return salt_argument(salt), adapter_argument(adapter_id)
 
 
-def _flags(there: object, shape: tuple[int, int]) -> npt.NDArray[np.bool_]:
+def _flags(there: object, shape: tuple[int, int]) -> Bools:
     """Private bool[groups, full blocks]."""
     given = in_numpy("there", there)
     if isinstance(given, (list, tuple)):

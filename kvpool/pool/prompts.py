@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, overload
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Int32s, Int64s, Uint64s
 from kvpool.arrays.layout import integer_argument
 from kvpool.device.base import NULL_STREAM, Stream, StreamLike
 from kvpool.entry.arguments import (
@@ -38,8 +38,8 @@ from kvpool.pool.layer_loads import PARTS_MAX, LayerLoads, loads_argument
 from kvpool.state import admit, hashing, kinds, lookup, records, requests, verbs
 from kvpool.state.arrays import State
 
-Rows = npt.NDArray[np.int64]
-NO_KEYS: npt.NDArray[np.uint64] = np.empty((0, 2), np.uint64)
+Rows = Int64s
+NO_KEYS: Uint64s = np.empty((0, 2), np.uint64)
 Retention = Sequence[RetentionRange | tuple[int | None, ...]]
 
 
@@ -132,9 +132,7 @@ class Prompts:
             )
         return (whole or windowed)[0]
 
-    def _read(
-        self, state: State, row: int
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64], npt.NDArray[np.int64] | None, Scope]:
+    def _read(self, state: State, row: int) -> tuple[Int32s, Uint64s, Int64s | None, Scope]:
         """What is known of a live row. The state lock is held by the caller."""
         own, width = state.sequences[row], self.core.config.tokens_per_block
         length = int(own["length"])
@@ -193,7 +191,7 @@ class Prompts:
         full, host, partial = self._look_up(request_of(keys))[0][-1, :3].tolist()
         return Match(full - host, host, partial)
 
-    def _look_up(self, request: Rows) -> tuple[Rows, npt.NDArray[np.int32]]:
+    def _look_up(self, request: Rows) -> tuple[Rows, Int32s]:
         """What a prompt would reuse now, int64[groups + 1, 6], as ``state.lookup.match`` returns it; the last row is
         for all groups. And the blocks of each group, int32[groups, n]."""
         heads, full = self.core.states.heads, int(request[0, records.R.length]) // self._width
@@ -473,6 +471,6 @@ def _spread(found: Rows, kept: list[int], count: int) -> Rows:
     return rows
 
 
-def as_admission(out: npt.NDArray[np.int64], refused: dict[int, str]) -> Admission:
+def as_admission(out: Int64s, refused: dict[int, str]) -> Admission:
     cached, device, host, part, missed = out[:, records.OUT.cached : records.OUT.missed + 1].T.astype(np.int32)
     return Admission(out[:, records.OUT.id].copy(), cached, device, host, part, missed, refused)

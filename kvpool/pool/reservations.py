@@ -8,8 +8,8 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Int32s, Int64s
 from kvpool.arrays.layout import integer_argument
 from kvpool.arrays.strided import read_only
 from kvpool.device.base import Stream, StreamLike
@@ -23,14 +23,14 @@ from kvpool.pool.prompts import Arrivals
 from kvpool.state import admit, records, verbs
 from kvpool.state.sequences import use
 
-Ids = npt.NDArray[np.int64]
+Ids = Int64s
 
 
 class Share(NamedTuple):
     """The part of a prompt in one group of layers: the blocks of its row, -1 if there is none, and how its tokens lie
     in them."""
 
-    blocks: npt.NDArray[np.int32]
+    blocks: Int32s
     kind: str
     width: int
     tokens: int
@@ -59,7 +59,7 @@ class Share(NamedTuple):
         slots[: self.skip] = -1  # a window passes no other blocks
         return slots
 
-    def to_fill(self) -> npt.NDArray[np.int32]:
+    def to_fill(self) -> Int32s:
         """The blocks that a loader writes to."""
         behind = self.blocks[self.skip // self.width :]
         return behind[behind >= 0]
@@ -85,14 +85,14 @@ class Loadable:
         return self._shares
 
     @property
-    def blocks(self) -> npt.NDArray[np.int32]:
+    def blocks(self) -> Int32s:
         return self.blocks_of()
 
     @property
     def slot_mapping(self) -> Ids:
         return self.slot_mapping_of()
 
-    def blocks_of(self, group: int | None = None) -> npt.NDArray[np.int32]:
+    def blocks_of(self, group: int | None = None) -> Int32s:
         """The blocks of the whole prompt in its order, int32[n]: device block ids of a group, -1 where there is none.
 
         In a group for cross attention they are those of the encoder's tokens. ``group`` is required where there are

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Int64s
 from kvpool.copying.transfer import Transfer
 from kvpool.pool.core import Core
 from kvpool.state.arrays import State, States
@@ -55,7 +55,7 @@ class Histogram:
     """Times on the pool's clock. ``bins`` int64[33] counts them: bin 0 is below 1 ms, bin i is [2**(i-1), 2**i) ms.
     ``total_ms`` is the sum of the times."""
 
-    bins: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(BINS, np.int64))
+    bins: Int64s = field(default_factory=lambda: np.zeros(BINS, np.int64))
     total_ms: int = 0
 
     @property
@@ -222,9 +222,7 @@ def _tier(state: State, tier: int, capacity: int, pinned: int) -> TierStats:
     return TierStats(capacity, free, capacity - free, free - empty, pinned, empty, int(lengths[CLEAN]))
 
 
-def _group(
-    state: State, pinned: npt.NDArray[np.int64], nbytes: list[int], seconds: Sequence[float | None]
-) -> GroupStats:
+def _group(state: State, pinned: Int64s, nbytes: list[int], seconds: Sequence[float | None]) -> GroupStats:
     """The figures of one group. ``pinned`` has the id of a block once for each pin of it. The index of ``nbytes`` and
     ``seconds`` is the direction."""
     device, pinned = int(state.head.device_blocks), np.unique(pinned)
@@ -265,7 +263,7 @@ def snapshot(
     states: States,
     lead: State,
     transfer: Transfer,
-    pinned: npt.NDArray[np.int64],
+    pinned: Int64s,
     lease_ages: list[int],
     hand_overs: tuple[int, int],
 ) -> Stats:
@@ -304,7 +302,7 @@ def snapshot(
     )
 
 
-def requests(core: Core, rows: npt.NDArray[np.int64]) -> RequestStats:
+def requests(core: Core, rows: Int64s) -> RequestStats:
     """The figures of live rows. The caller holds the state lock."""
     own = core.tokens.sequences[rows]
     host = np.max([state.sequences["from_host"][rows] for state in core.states], axis=0)

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Int64s
 from kvpool.device.base import Stream, StreamLike
 from kvpool.entry.arguments import (
     bool_argument,
@@ -35,7 +35,7 @@ from kvpool.state.arrays import Undo
 from kvpool.state.records import LIVE, SWAPPED
 from kvpool.state.sequences import check_kinds
 
-Ids = npt.NDArray[np.int64]
+Ids = Int64s
 NO_IDS: Ids = np.empty(0, np.int64)
 
 

@@ -16,7 +16,6 @@ import errno
 import logging
 import os
 import socket
-import stat
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -27,6 +26,7 @@ import zmq
 
 from kvpool.errors import PoolClosed
 from kvpool.remote import connections
+from kvpool.remote.endpoints import check_free
 
 FRAMES_MAX, FRAME_BYTES_MAX, COMMAND_BYTES_MAX = 8, 64, 1024
 """The most that a peer may send in one message, in one frame of it, and in one command of the protocol."""
@@ -222,11 +222,11 @@ class ReplayServer:
 def _listen(endpoint: str) -> socket.socket:
     """A socket that listens. What it is told of buffers holds for the connections to it."""
     scheme, _, place = endpoint.partition("://")
+    check_free(endpoint)
     if scheme == "ipc":
         listener = socket.socket(socket.AF_UNIX)
         with suppress(OSError):  # What a process that was killed has left would be in the way.
-            if stat.S_ISSOCK(os.stat(place, follow_symlinks=False).st_mode):
-                os.unlink(place)
+            os.unlink(place)
         try:
             listener.bind(place if place[0] != "@" else "\0" + place[1:])
             listener.listen(100)

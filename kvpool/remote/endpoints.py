@@ -5,10 +5,15 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import os
 import secrets
+import stat
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from errno import EADDRINUSE
+from socket import AF_UNIX, socket
 from typing import Any, ClassVar
 
 import zmq
@@ -138,6 +143,22 @@ def endpoint_argument(name: str, endpoint: object, needs: str = "") -> str:
             "tcp://127.0.0.1:5555"
         )
     return endpoint
+
+
+def check_free(endpoint: str) -> None:
+    """Raise zmq.ZMQError if somebody listens at an ``ipc`` endpoint, or a file is there: ZeroMQ would take its place
+    without a word. A socket at which nobody listens was left by a process that was killed."""
+    path = endpoint.removeprefix("ipc://")
+    if path == endpoint or not os.path.lexists(path):
+        return
+    if stat.S_ISSOCK(os.lstat(path).st_mode):
+        with socket(AF_UNIX) as probe, suppress(BlockingIOError, PermissionError):
+            probe.setblocking(False)
+            try:
+                probe.connect(path)
+            except ConnectionRefusedError:
+                return
+    raise zmq.ZMQError(EADDRINUSE, f"{path}: a server listens there, or it is no socket")
 
 
 def is_loopback(host: str) -> bool:

@@ -16,7 +16,7 @@ import zmq
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.entry.process import Process
 from kvpool.remote.connections import Connections, end, new_context
-from kvpool.remote.endpoints import ServerDoor
+from kvpool.remote.endpoints import ServerDoor, check_free
 from kvpool.remote.session import (
     HEAD_BYTES_MAX,
     UNSEALED,
@@ -126,6 +126,7 @@ class Server:
         bytes_most = (messages + 1) * (frame_bytes + HEAD_BYTES_MAX) + 2 * _BUFFER_BYTES
         self.connections = Connections(socket, connections, bytes_most, guarded=True)
         try:
+            check_free(endpoint)
             socket.bind(endpoint)
         except BaseException:
             self.close()

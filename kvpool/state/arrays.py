@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.arrays import Array, Int32s, Int64s, Uint8s
 from kvpool.arrays.pool_ids import PoolIds
 from kvpool.jit.intrinsics import entry_of
 from kvpool.state import adaptive, agent, records
@@ -85,7 +86,7 @@ class ChainBook:
         return int(self.book.ctypes.data)
 
     @property
-    def arrays(self) -> list[npt.NDArray[Any]]:
+    def arrays(self) -> list[Array]:
         own = [self.book, self.owners, self.turns, self.chains, self.names, self.order]
         return [*own, self.rates, self.ghosts, self.scores]
 
@@ -102,7 +103,7 @@ _OWN = (
     "row_tokens row_extra swapped"
 ).split()
 """The arrays of a group whose addresses are in its header."""
-Ids = npt.NDArray[np.int64]
+Ids = Int64s
 
 
 class GroupSizes(NamedTuple):
@@ -149,7 +150,7 @@ def state_bytes(
     return count * own + rows + events * (EVENT.itemsize + 4 * width) + 32 * gone
 
 
-def _zeros(*parts: tuple[int, Any]) -> list[npt.NDArray[Any]]:
+def _zeros(*parts: tuple[int, Any]) -> list[Array]:
     """Zeros, so many of each dtype, in one piece of memory. Each array starts at a cache line.
 
     The memory is in huge pages if it fills one. Else most uses of a block would also wait until the processor has
@@ -194,7 +195,7 @@ class State:
         sizes: GroupSizes,
         settings: Settings,
         ring: Ring,
-        table: npt.NDArray[np.int32],
+        table: Int32s,
         generation: int,
     ) -> None:
         count, width = sizes.device_blocks + sizes.host_blocks, settings.width
@@ -303,9 +304,7 @@ class States:
     A sequence has the same row in all groups. Not thread-safe: the state lock guards it.
     """
 
-    def __init__(
-        self, groups: Sequence[GroupSizes], settings: Settings, table: npt.NDArray[np.int32] | None = None
-    ) -> None:
+    def __init__(self, groups: Sequence[GroupSizes], settings: Settings, table: Int32s | None = None) -> None:
         self.secret, self.fingerprint = settings.secret, fingerprint(settings.secret)
         self.namespace_in_key = True
         self.heads = np.zeros((len(groups), HEADER), np.int64)
@@ -342,7 +341,7 @@ class States:
         places = ((state, np.flatnonzero(groups == state.group)) for state in self.groups)
         return [(state, mine, own[mine]) for state, mine in places if len(mine)]
 
-    def gather(self, field: str, ids: Ids) -> npt.NDArray[Any]:
+    def gather(self, field: str, ids: Ids) -> Array:
         """A field of blocks, given by pool ids."""
         found = np.zeros(len(ids), BLOCK[field])
         for state, places, own in self.split(ids):
@@ -376,7 +375,7 @@ class States:
 # -- undo ------------------------------------------------------------------------------------------------
 
 
-Rows = npt.NDArray[np.int64]
+Rows = Int64s
 
 
 class Undo:
@@ -388,8 +387,8 @@ class Undo:
 
     def __init__(self, states: States) -> None:
         self._states = states
-        self._copies: list[npt.NDArray[Any]] = []
-        self._rows: list[tuple[npt.NDArray[Any], Rows, npt.NDArray[Any]]] = []
+        self._copies: list[Array] = []
+        self._rows: list[tuple[Array, Rows, Array]] = []
 
     def take(self, rows: Rows, columns: int) -> None:
         """Copy everything except the table, and of the table the first ``columns`` of these rows. Nothing else of it
@@ -409,11 +408,11 @@ class Undo:
         for view, rows, kept in self._rows:
             view[rows] = kept
 
-    def _arrays(self) -> Iterator[npt.NDArray[np.uint8]]:
+    def _arrays(self) -> Iterator[Uint8s]:
         """The arrays as bytes: NumPy copies records field by field."""
         ring = self._states.ring
         shared = (self._states.heads, ring.numbers, ring.events, ring.tokens, ring.extra, ring.gone)
-        found: list[npt.NDArray[Any]] = [*shared]
+        found: list[Array] = [*shared]
         for state in self._states:
             found += [state.blocks, state.tokens, state.extra, state.lists, state.index, state.children, state.heap]
             found += [state.sequences, state.rows, state.counters, state.histograms]
@@ -421,7 +420,7 @@ class Undo:
         return (one.reshape(-1).view(np.uint8) for one in found)
 
 
-def _of_rows(state: State, columns: int) -> Iterator[npt.NDArray[Any]]:
+def _of_rows(state: State, columns: int) -> Iterator[Array]:
     yield from (state.table[:, :columns], state.swapped[:, :columns])
     for noted in (state.row_tokens, state.row_extra):
         if noted.shape[1] > 1:

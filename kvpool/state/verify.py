@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.arrays import Bools, Int32s, Int64s
 from kvpool.errors import IntegrityError
 from kvpool.jit import jit
 from kvpool.state.arrays import State, States
@@ -302,7 +303,7 @@ def _sequences(state: State) -> Iterator[Check]:
     )
 
 
-def _rows(state: State, away: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
+def _rows(state: State, away: Bools) -> Int32s:
     """The blocks of all sequences: those of the table, and those of sequences that are swapped out."""
     if not away.any():
         return state.table
@@ -312,7 +313,7 @@ def _rows(state: State, away: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
     return rows
 
 
-def _recurrent(state: State, table: npt.NDArray[np.int32], length: IntArray) -> Iterator[Check]:
+def _recurrent(state: State, table: Int32s, length: IntArray) -> Iterator[Check]:
     """Which columns of a recurrent group have a state: the last one, snapshots that are not passed, and perhaps some
     between."""
     sequences, place = state.sequences, np.arange(table.shape[1])
@@ -440,7 +441,7 @@ def together(states: States) -> list[Finding]:
     return found
 
 
-def verify_states(states: States, leased: npt.NDArray[np.int64]) -> None:
+def verify_states(states: States, leased: Int64s) -> None:
     """Raise IntegrityError for the first invariant that does not hold. If there are several groups, the message names
     the group.
 

@@ -195,6 +195,19 @@ def test_all_groups_of_layers_come_in_parts_of_their_own() -> None:
     sim.close()
 
 
+@pytest.mark.parametrize("prompts", [[], [[7] * 6]])
+def test_an_admission_of_nothing_leaves_its_loads_to_no_later_one(prompts: list[list[int]]) -> None:
+    lab = Lab(3, 2)
+    on_the_host(lab)
+    held = lab.cache.add_sequence_batch([[500]], stream=lab.b).ids
+    loads = lab.cache.layer_loads(lab.a, parts=2)
+    assert not len(lab.cache.add_sequence_batch(prompts, loads=loads, allow_partial_batch=True).ids)
+    ids = lab.cache.add_sequence_batch([X[:3]], stream=lab.a).ids
+    lab.read_layers(int(ids[0]), X[:2], [0, 1])
+    lab.cache.release([*ids, *held])
+    assert not loads.events and not lab.findings()
+
+
 def test_wrong_arguments_are_named_and_nothing_is_admitted() -> None:
     layout = BlockLayout(2, 1, 2, 2)
     caches = [KVCacheManager(layout, device_blocks=4, device="cpu") for _ in range(2)]

@@ -681,12 +681,16 @@ def test_what_a_request_wishes_for_its_chunks_outlives_others(kind: str, as_para
 
 HINTS = ("pin", "retain", "prefetch", "drop")
 PIN = envelope("pin", {})
+DEEP: object = []
+for _ in range(50_000):
+    DEEP = [DEEP]
 
 
 @pytest.mark.parametrize("message", [
     5, [], {}, "x" * 10_000, envelope("pin", {}, 65), envelope("steal", {}), envelope("pin", 3),
     envelope("pin", {"lease_ms": -1}), envelope("pin", {"lease_ms": 1 << 40}), envelope("drop", {"tokens": [1]}),
     envelope("pin", {str(i): i for i in range(50)}), {**PIN, "protocol_version": "2"}, {**PIN, "message_id": "x" * 300},
+    DEEP, {**PIN, "message_id": DEEP}, envelope("pin", DEEP),
 ])  # fmt: skip
 def test_a_wrong_hint_is_counted_and_its_request_goes_on(message: object) -> None:
     manager = Manager(8, 0)

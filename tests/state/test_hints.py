@@ -16,6 +16,11 @@ BLOCKS = 64
 LAYOUT = BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=4, dtype="uint8", planes=1)
 
 
+DEEP: list[Any] = []
+for _ in range(50_000):
+    DEEP = [DEEP]
+
+
 class Tenants:
     """A pool whose prompts have a salt each; four tokens a block."""
 
@@ -128,7 +133,8 @@ def test_a_namespace_keeps_its_share_and_no_more_whatever_it_asks_for(tenants: T
     "accepted is one of"), ("pin", {"tokens": [1] * 4, "lease_ms": 0}, "lease_ms"), ("pin", {"tokens": [1]}, "full"),
     ("retain", {"tokens": [1] * 4, "priority": 100}, "priority"), ("pin", {"keys": ["zz"]}, "hexadecimal"),
     ("pin", {"keys": ["ab"]}, ""), ("prefetch", {"keys": ["ab" * 16]}, "tokens and session"), ("pin", 5, "mapping"),
-    (["pin"], {}, "action_type"), ("pin", {"session": "x" * 300}, "characters"),
+    (["pin"], {}, "action_type"), ("pin", {"session": "x" * 300}, "characters"), (DEEP, {}, "deep"),
+    ("pin", {"tokens": DEEP}, "deep"), ("pin", {"keys": ["ab" * 8, "ab" * 24]}, "32 hex"), ("pin", DEEP, "deep"),
 ])  # fmt: skip
 def test_a_wrong_action_is_refused_with_the_reason_and_the_others_are_done(
     tenants: Tenants, kind: Any, payload: Any, told: str
@@ -141,7 +147,7 @@ def test_a_wrong_action_is_refused_with_the_reason_and_the_others_are_done(
 
 @pytest.mark.parametrize("wrong", [
     5, {}, {**message(), "protocol_version": 2}, {**message(), "more": 1}, {**message(), "actions": [5]},
-    message(*[("drop", {"tokens": [1]})] * 65),
+    message(*[("drop", {"tokens": [1]})] * 65), DEEP, {**message(), "protocol_version": DEEP},
 ])  # fmt: skip
 def test_a_wrong_envelope_changes_nothing(tenants: Tenants, wrong: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=r"message|protocol_version|actions"):

@@ -182,3 +182,22 @@ def test_what_cannot_be_served_is_wrong_usage(
     options = [f"--listen=ipc://{tmp_path}/s", "--block-bytes=4096", f"--secret-file={secret}"]
     assert main(["store", store, *options, *more]) == 2
     assert words in capsys.readouterr().err and signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+
+
+@pytest.mark.parametrize("place", ["a server", "a file"])
+def test_nobody_loses_its_place_to_a_second_service(service: Service, tmp_path: Path, place: str) -> None:
+    service.start()
+    if place == "a file":
+        (tmp_path / "s").unlink()
+        (tmp_path / "s").write_text("mine")
+    options = [f"--listen={service.endpoint}", f"--block-bytes={BLOCK_BYTES}", f"--secret-file={service.secret}"]
+    other = start("kvpool", "store", f"disk:{tmp_path}/other?capacity=1MiB", *options)
+    service.running.append(other)
+    assert other.wait(600) == 2
+    assert service.process.poll() is None
+    if place == "a file":
+        assert (tmp_path / "s").read_text() == "mine"
+    else:
+        with open_queue(open_store(service.store)) as queue:
+            saved(queue, 1)
+    assert service.end(signal.SIGTERM) == 0

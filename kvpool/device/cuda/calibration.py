@@ -17,8 +17,8 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvpool.arrays import Int64s
 from kvpool.arrays.layout import BlockLayout
 from kvpool.arrays.strided import as_strided
 from kvpool.device.base import BYTES, FROM, TO, Device, Region, Stream
@@ -294,7 +294,7 @@ def difference(device: Device, stream: Stream, path: str) -> str | None:
     return None
 
 
-def _by(path: str, device: Device, stream: Stream, rows: NDArray[np.int64]) -> None:
+def _by(path: str, device: Device, stream: Stream, rows: Int64s) -> None:
     """Copy moves, or fragments, by a path, and wait until they are done."""
     device.calibration = always(path)  # type: ignore[attr-defined]
     if rows.shape[1] == 4:
@@ -304,14 +304,14 @@ def _by(path: str, device: Device, stream: Stream, rows: NDArray[np.int64]) -> N
     device.synchronize(device.record(stream))
 
 
-def _moves(random: np.random.Generator, source: int, target: int) -> NDArray[np.int64]:
+def _moves(random: np.random.Generator, source: int, target: int) -> Int64s:
     """From a half of the blocks of a tier to the other half of one, every third of a few tokens only."""
     ids, half = np.arange(_BLOCKS // 2), _BLOCKS // 2
     tokens = np.where(ids % 3, _LAYOUT.tokens_per_block, 3)
     return np.stack([source * _BLOCKS + random.permutation(ids), target * _BLOCKS + half + ids, tokens, ids], axis=1)
 
 
-def _fragments(nbytes: int) -> NDArray[np.int64]:
+def _fragments(nbytes: int) -> Int64s:
     """Fragments of each size at each pair of odd places, from the first half of so many bytes to the second."""
     rows, at = [], 64
     for size, (source, target) in product(_CHECKED_BYTES, _CROOKED):
@@ -340,7 +340,7 @@ def _measure_size(device: Device, stream: Stream, nbytes: int, counts: list[int]
             device.free(pool)
 
 
-def _seconds(device: Device, stream: Stream, moves: NDArray[np.int64]) -> tuple[float, float]:
+def _seconds(device: Device, stream: Stream, moves: Int64s) -> tuple[float, float]:
     """The median times of a batch: from the call until it is done, and of the call. The first run warms up."""
     times: list[tuple[float, float]] = []
     while len(times) <= _REPEATS_MIN or sum(seconds for seconds, _ in times) < _SECONDS:

@@ -11,8 +11,8 @@ from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvpool.arrays import Int64s, Uint8s
 from kvpool.arrays.layout import integer_argument
 from kvpool.arrays.strided import StridedArray, as_strided
 from kvpool.device.base import (
@@ -229,7 +229,7 @@ class CudaDevice(Device):
         self._owned[id(array)] = array, None
         return array
 
-    def _allocate_host(self, nbytes: int, take: Any = None, kept: bool = False) -> NDArray[np.uint8]:
+    def _allocate_host(self, nbytes: int, take: Any = None, kept: bool = False) -> Uint8s:
         memory = pinned_memory(self._calls, nbytes, take, kept, partial(self._streams.synchronize, closing=True))
         self._owned[id(memory.array)] = memory.array, memory
         return memory.array
@@ -297,7 +297,7 @@ class CudaDevice(Device):
 
     # -- copies ----------------------------------------------------------------------------------
 
-    def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
+    def copy_blocks(self, moves: Int64s, stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
         self._check_open()
         bound = self._pool()
         if layers not in bound.cutters:
@@ -312,7 +312,7 @@ class CudaDevice(Device):
         except MemoryError as error:
             raise DeviceError(str(error)) from error
 
-    def _copy(self, cutter: Cutter, direction: str, moves: NDArray[np.int64], stream: int) -> None:
+    def _copy(self, cutter: Cutter, direction: str, moves: Int64s, stream: int) -> None:
         """Copy moves of one direction, by the fastest path for this number and size of fragments."""
         moves = cutter.order(moves)
         count = cutter.count(moves)
@@ -327,7 +327,7 @@ class CudaDevice(Device):
         else:
             self._copy_fragments(cutter.cut(moves, count), path, stream)
 
-    def _copy_given(self, fragments: NDArray[np.int64], bound: _CutPool, stream: int) -> None:
+    def _copy_given(self, fragments: Int64s, bound: _CutPool, stream: int) -> None:
         """Copy fragments of the caller, which all go one way."""
         if not len(fragments):
             return
@@ -394,7 +394,7 @@ class CudaDevice(Device):
         for launch in [launch for some in launches for launch in some]:
             self._launcher.launch(launch, stream)
 
-    def _copy_fragments(self, fragments: NDArray[np.int64], path: str, stream: int) -> None:
+    def _copy_fragments(self, fragments: Int64s, path: str, stream: int) -> None:
         """Copies by copy engines."""
         if path == BATCHED:
             assert self._batch is not None

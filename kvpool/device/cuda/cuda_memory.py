@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvpool.arrays import dlpack
+from kvpool.arrays import Uint8s, dlpack
 from kvpool.arrays.strided import StridedArray, as_strided
 from kvpool.device.base import HostViews
 from kvpool.device.cuda.runtime import Driver, RuntimeCalls
@@ -47,7 +46,7 @@ class _Registered:
     """A mapping, and the addresses of its registered chunks. The module refers to it until no chunk is registered: if
     the system gave memory that a driver believes to be pinned to another use, copies would miss that."""
 
-    def __init__(self, array: NDArray[np.uint8], registrar: Registrar) -> None:
+    def __init__(self, array: Uint8s, registrar: Registrar) -> None:
         self.array, self.addresses = array, list[int]()
         self._registrar = registrar
         _registered.add(self)
@@ -106,7 +105,7 @@ class PinnedMemory:
         *,
         chunk_bytes: int | None = None,
         processors: Collection[int] | None = None,
-        take: Callable[[int], NDArray[np.uint8]] | None = None,
+        take: Callable[[int], Uint8s] | None = None,
         kept: bool = False,
         idle: Callable[[], None] = lambda: None,
     ) -> None:
@@ -158,7 +157,7 @@ class PinnedMemory:
             ) from error
 
 
-def _map(nbytes: int) -> NDArray[np.uint8]:
+def _map(nbytes: int) -> Uint8s:
     if nbytes == 0:
         return np.zeros(0, np.uint8)
     try:
@@ -174,12 +173,12 @@ def _map(nbytes: int) -> NDArray[np.uint8]:
     return np.frombuffer(mapping, np.uint8)
 
 
-def _touch(array: NDArray[np.uint8], start: int) -> None:
+def _touch(array: Uint8s, start: int) -> None:
     """Have the system allocate the pages now, by several threads here instead of one by one inside the driver."""
     array[start : start + _TOUCHED_BYTES : mmap.PAGESIZE] = 0
 
 
-def _read(array: NDArray[np.uint8], start: int) -> None:
+def _read(array: Uint8s, start: int) -> None:
     """``_touch`` of memory that others may be using."""
     array[start : start + _TOUCHED_BYTES : mmap.PAGESIZE].max(initial=0)
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Int64s
 from kvpool.device.base import BYTES, FROM, SOURCE, TARGET, TO, TOKENS
 from kvpool.device.block_copy import CopyPlan, locate, plan_of
 from kvpool.device.cuda.calibration import OFFLOAD, ONBOARD, WITHIN
@@ -86,8 +86,6 @@ def _cut(moves: Any, v: Any, host: Any, out: Any, cursor: Any) -> int:
         i += together
     return cursor[0]
 
-
-Int64s = npt.NDArray[np.int64]
 
 _LOW = (1 << 32) - 1
 _UNIT = 16
@@ -206,22 +204,22 @@ class Cutter:
         """Whether an address lies in the host memory of the part."""
         return bool(self._host[0] <= address < self._host[1])
 
-    def order(self, moves: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def order(self, moves: Int64s) -> Int64s:
         """The same moves, sorted so that neighbours follow each other."""
         return moves[np.argsort(moves[:, SOURCE], kind="stable")]
 
-    def count(self, moves: npt.NDArray[np.int64]) -> int:
+    def count(self, moves: Int64s) -> int:
         """How many fragments ``cut`` returns for ordered moves."""
         return int(_cut(moves, self._vector, self._host, np.empty((0, 3), np.int64), np.zeros(3, np.int64)))
 
-    def cut(self, moves: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
+    def cut(self, moves: Int64s, count: int) -> Int64s:
         """Fragments int64[count, 3] (source address, target address, bytes) of ordered moves. The moves have been
         checked."""
         out = np.empty((count, 3), np.int64)
         _cut(moves, self._vector, self._host, out, np.zeros(3, np.int64))
         return out
 
-    def tabulate(self, moves: npt.NDArray[np.int64]) -> FragmentTable:
+    def tabulate(self, moves: Int64s) -> FragmentTable:
         """The rows of ordered moves, for kernels."""
         if not self._in_words:
             return tabulate(self.cut(moves, self.count(moves)))
@@ -229,7 +227,7 @@ class Cutter:
         count, most = _tabulate_blocks(moves, self._vector, rows)
         return FragmentTable(rows[:count], int(most))
 
-    def split(self, fragments: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def split(self, fragments: Int64s) -> Int64s:
         """The same bytes in fragments that cross no chunk, as few as can be."""
         count = _split(fragments, self._host, np.empty((0, 3), np.int64), np.zeros(3, np.int64))
         out = np.empty((count, 3), np.int64)
@@ -245,7 +243,7 @@ def _split(fragments: Any, host: Any, out: Any, cursor: Any) -> int:
     return cursor[0]
 
 
-def by_direction(moves: npt.NDArray[np.int64], device_blocks: int) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
+def by_direction(moves: Int64s, device_blocks: int) -> Iterator[tuple[str, Int64s]]:
     """The moves of each direction that has any."""
     source, target = moves[:, SOURCE] >= device_blocks, moves[:, TARGET] >= device_blocks
     sides = (

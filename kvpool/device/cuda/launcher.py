@@ -11,9 +11,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-from numpy.typing import NDArray
 
+from kvpool.arrays import Array, Int64s, Uint8s
 from kvpool.device.base import Retired, Stream, stream_argument
 from kvpool.device.cuda.runtime import EventPool, RuntimeCalls, own_name, usable_stream
 from kvpool.device.launches import BUS_THREAD_BLOCKS, CHIP_THREAD_BLOCKS, OPTIONS, Grid, Launch, kernel_source
@@ -38,7 +37,7 @@ class Buffers:
         self._free = weakref.finalize(self, _free, calls, self._pinned, self._near)
         self._free.atexit = False
 
-    def pinned(self, nbytes: int) -> NDArray[np.uint8]:
+    def pinned(self, nbytes: int) -> Uint8s:
         """uint8[nbytes] of main memory with any content. It returns to the pool with its last reference. Raises
         DeviceError, MemoryError."""
         with self._calls("cudaHostAlloc", unsafe=True):
@@ -73,7 +72,7 @@ class Uploads:
         self._kept: list[Any] = []
 
     @contextmanager
-    def uploaded(self, array: NDArray[Any], stream: int, host: bool) -> Iterator[int]:
+    def uploaded(self, array: Array, stream: int, host: bool) -> Iterator[int]:
         """Upload an array, as the ``Launcher`` protocol says. If too many uploads to this stream are unread, waits for
         the oldest.
 
@@ -216,7 +215,7 @@ class CudaLauncher:
             return False
         return True
 
-    def device_addresses(self, addresses: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def device_addresses(self, addresses: Int64s) -> Int64s:
         """See ``launches.Launcher``."""
         found = np.empty_like(addresses)
         with self._calls("cudaPointerGetAttributes") as runtime:
@@ -234,7 +233,7 @@ class CudaLauncher:
         call."""
         return address if self.same_addresses else int(self.device_addresses(np.array([address]))[0])
 
-    def uploaded(self, array: npt.NDArray[Any], stream: int, *, host: bool) -> AbstractContextManager[int]:
+    def uploaded(self, array: Array, stream: int, *, host: bool) -> AbstractContextManager[int]:
         """See ``launches.Launcher``. If too many uploads to this stream are unread, waits for the oldest. Raises
         DeviceError, MemoryError."""
         return self.uploads.uploaded(array, stream, host)

@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.arrays import Int64s
 from kvpool.device.base import BYTES, FROM, NULL_STREAM, TO, Event, Stream, StreamGone, stream_argument
 from kvpool.errors import DeviceError
 
@@ -33,7 +33,7 @@ _DEVICE_ORDINAL, _RANGE_START = 9, 11  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, CU
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _pointer, _int = ctypes.c_void_p, ctypes.c_int
 
-Batch = Callable[[npt.NDArray[np.int64], int], int]
+Batch = Callable[[Int64s, int], int]
 
 
 class _Attributes(ctypes.Structure):
@@ -66,7 +66,7 @@ def find_batch(library: Callable[[str], Any] = ctypes.CDLL) -> Batch | None:
     function = ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(address.value)
     attributes = _Attributes(source_order=_SOURCE_IN_STREAM_ORDER)
 
-    def batch(fragments: npt.NDArray[np.int64], stream: int) -> int:
+    def batch(fragments: Int64s, stream: int) -> int:
         columns = np.ascontiguousarray(fragments.T)
         first, failed = size(0), size(0)
         targets, sources, sizes = (columns[column].ctypes.data for column in (TO, FROM, BYTES))

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvpool.arrays import Array, Int64s, Uint8s
 from kvpool.arrays.strided import StridedArray
 from kvpool.device.regions import Regions
 from kvpool.device.sim.order import (
@@ -48,7 +48,7 @@ class Bound(NamedTuple):
         order = AccessOrder(regions.lengths, regions.layers)
         return cls(regions, Mirrors(regions), order, Arrays(regions.blocks, regions.width))
 
-    def rows(self, names: tuple[str, str], rows: Any, arrays: Sequence[NDArray[Any]]) -> Rows:
+    def rows(self, names: tuple[str, str], rows: Any, arrays: Sequence[Array]) -> Rows:
         """Rows of blocks and the places of arrays, from two arguments with these names. Raises TypeError,
         ValueError."""
         found = rows_argument(names[0], rows, self.regions.lengths)
@@ -88,25 +88,25 @@ class Findings:
         self._mode, self._schedule = mode, schedule
         self._failures: list[Race | Exception] = []
         self._random = np.random.default_rng(seed)
-        self._freed: list[tuple[NDArray[np.uint8], Access]] = []
+        self._freed: list[tuple[Uint8s, Access]] = []
         self._last: Access | None = None
-        self._lent: list[NDArray[np.uint8]] = []
+        self._lent: list[Uint8s] = []
 
     def note(self, found: Sequence[Race | Exception]) -> None:
         self._failures += found
         self.races += [race for race in found if isinstance(race, Race)]
 
-    def freed(self, array: NDArray[np.uint8], access: Access) -> None:
+    def freed(self, array: Uint8s, access: Access) -> None:
         """Fill memory that nobody may write any more with poison."""
         if self.poison(array):
             self._freed.append((array, access))
 
-    def lent(self, array: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    def lent(self, array: Uint8s) -> Uint8s:
         """Note that the array is the caller's memory, which keeps its content when it is freed. Returns it."""
         self._lent.append(array)
         return array
 
-    def poison(self, array: NDArray[np.uint8]) -> bool:
+    def poison(self, array: Uint8s) -> bool:
         """Overwrite memory that is freed. Returns False for memory of the caller."""
         kept = [other for other in self._lent if other is not array]
         if len(kept) == len(self._lent):
@@ -167,7 +167,7 @@ class Findings:
     def _whole(self, bound: Bound) -> bool:
         return self._mode == "all" or (self._mode == "auto" and bound.mirrors.nbytes <= _WHOLE_BYTES)
 
-    def _compare(self, bound: Bound, access: Access | None, differences: Callable[[], NDArray[np.int64]]) -> None:
+    def _compare(self, bound: Bound, access: Access | None, differences: Callable[[], Int64s]) -> None:
         self._adopt_open(bound)
         # Declared writes may have followed.
         cells = bound.order.not_open(differences())

@@ -17,8 +17,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvpool.arrays import Bools, Int64s
 from kvpool.device.base import ALL_LAYERS, SOURCE, TARGET, TOKENS, Layers
 from kvpool.errors import KVPoolError
 
@@ -119,8 +119,8 @@ class Deadlock(KVPoolError, AssertionError):
 
 LANE_BITS = 16
 LANES = (1 << LANE_BITS) - 1
-Clock = NDArray[np.int64]
-Rows = NDArray[np.int64]
+Clock = Int64s
+Rows = Int64s
 _KEPT = 1 << 16
 NO_ROWS: Rows = np.empty((0, 3), np.int64)
 
@@ -174,7 +174,7 @@ class Waits:
         self._of_all = self.of_any
 
 
-def rows_argument(name: str, rows: Any, lengths: NDArray[np.int64]) -> Rows:
+def rows_argument(name: str, rows: Any, lengths: Int64s) -> Rows:
     """``rows`` as int64[n, 3] of (block id, first token, last token exclusive). ``lengths`` are the tokens of each
     block. None means no rows.
 
@@ -213,8 +213,8 @@ class HostAccess:
     reads: Rows
     writes: Rows
     thread: int = 0
-    touched: NDArray[np.bool_] = field(init=False)
-    written: NDArray[np.bool_] = field(init=False)
+    touched: Bools = field(init=False)
+    written: Bools = field(init=False)
 
 
 class AccessOrder:
@@ -222,12 +222,12 @@ class AccessOrder:
     after those of the blocks, and count as blocks of the most tokens. A block has so many ``layers``, which are told
     apart from the first access on that is to some of them."""
 
-    def __init__(self, lengths: NDArray[np.int64], layers: NDArray[np.int64]) -> None:
+    def __init__(self, lengths: Int64s, layers: Int64s) -> None:
         blocks, tokens = len(lengths), int(lengths.max(initial=1))
         self._blocks, self._tokens, self._lengths = blocks, tokens, lengths
         self._layers_of, self._layers = layers, 1
         self._writer = np.zeros(blocks * tokens, np.int64)
-        self._readers: dict[int, NDArray[np.int64]] = {}
+        self._readers: dict[int, Int64s] = {}
         self._accesses: dict[int, Access] = {}
         self._kept = _KEPT
         self._owner = np.zeros(blocks, np.int64)
@@ -268,13 +268,13 @@ class AccessOrder:
         """End an access: whatever is enqueued from now on comes after it."""
         self.open.remove(opened)
 
-    def not_open(self, cells: NDArray[np.int64]) -> NDArray[np.int64]:
+    def not_open(self, cells: Int64s) -> Int64s:
         """The rows (block, token) of ``cells`` that no open access of the host writes."""
         for opened in self.open:
             cells = cells[~opened.written[(cells[:, 0] * self._tokens + cells[:, 1]) * self._layers]]
         return cells
 
-    def dependent_rows(self, access: Access, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> list[Race]:
+    def dependent_rows(self, access: Access, sources: Int64s, targets: Int64s) -> list[Race]:
         """The race of an access with itself, if one of its moves writes a block that another one reads or writes."""
         places = np.arange(1, len(targets) + 1)
         self._owner[targets] = places
@@ -303,13 +303,13 @@ class AccessOrder:
         for opened in self.open:
             opened.touched, opened.written = opened.touched.repeat(layers), opened.written.repeat(layers)
 
-    def _cells(self, rows: Rows, layers: Layers = ALL_LAYERS) -> NDArray[np.int64]:
+    def _cells(self, rows: Rows, layers: Layers = ALL_LAYERS) -> Int64s:
         """The numbers of the tokens in rows, in each of these layers."""
         if len(rows):
             self._fit(int(rows[:, 0].max()) + 1)
         tokens = np.arange(self._tokens)
         inside = (tokens >= rows[:, 1:2]) & (tokens < rows[:, 2:3])
-        cells: NDArray[np.int64] = (rows[:, :1] * self._tokens + tokens)[inside]
+        cells: Int64s = (rows[:, :1] * self._tokens + tokens)[inside]
         if self._layers == 1:
             return cells
         blocks, each = np.repeat(rows[:, 0], inside.sum(axis=1)), np.arange(self._layers)
@@ -317,13 +317,11 @@ class AccessOrder:
         first, end = total * layers.part // layers.parts, total * (layers.part + 1) // layers.parts
         return (cells[:, None] * self._layers + each)[(each >= first) & (each < end)]
 
-    def _unordered(
-        self, access: Access, clock: Clock, read: NDArray[np.int64], written: NDArray[np.int64]
-    ) -> list[Race]:
+    def _unordered(self, access: Access, clock: Clock, read: Int64s, written: Int64s) -> list[Race]:
         """The races with enqueued accesses that ``clock`` does not include: one for each access."""
         suspects = [(self._writer, written, ("a write", "a write")), (self._writer, read, ("a write", "a read"))]
         suspects += [(reader, written, ("a read", "a write")) for reader in self._readers.values()]
-        found: dict[int, tuple[tuple[str, str], list[NDArray[np.int64]]]] = {}
+        found: dict[int, tuple[tuple[str, str], list[Int64s]]] = {}
         for last, cells, does in suspects:
             if len(cells):
                 keys = last[cells]
@@ -337,9 +335,7 @@ class AccessOrder:
             for key, (does, cells) in sorted(found.items())
         ]
 
-    def _with_open(
-        self, access: Access, read: NDArray[np.int64], written: NDArray[np.int64], thread: int = 0
-    ) -> list[Race]:
+    def _with_open(self, access: Access, read: Int64s, written: Int64s, thread: int = 0) -> list[Race]:
         """The races with accesses of the host that have not ended. Those of ``thread`` itself are left out, since a
         thread does one thing after another."""
         races = []
@@ -352,7 +348,7 @@ class AccessOrder:
                 races.append(Race(other.access, access, does, self._rows(np.unique(both))))
         return races
 
-    def _rows(self, cells: NDArray[np.int64]) -> tuple[tuple[int, int, int], ...]:
+    def _rows(self, cells: Int64s) -> tuple[tuple[int, int, int], ...]:
         """Sorted cells as rows of neighbours in one block. Arrays have the ids -1, -2, ..."""
         cells = np.unique(cells // self._layers)
         breaks = np.flatnonzero((np.diff(cells) > 1) | (cells[1:] % self._tokens == 0)) + 1

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvpool.arrays import Int64s
 from kvpool.device.base import NULL_STREAM, Event, Layers, Stream
 from kvpool.device.sim.order import LANES, Access, Clock, Rows, Site, new_clock
 from kvpool.device.sim.shadow import Mirrors
@@ -28,7 +28,7 @@ class Choices(ABC):
         """At a call that forces no step, choose which of ``n`` streams takes a step now, or -1 for none."""
         return self.choose(n + 1) - 1
 
-    def permutation(self, n: int) -> NDArray[np.int64]:
+    def permutation(self, n: int) -> Int64s:
         """An order of ``n`` things."""
         left = list(range(n))
         return np.array([left.pop(self.choose(len(left))) for _ in range(n)], np.int64)
@@ -51,7 +51,7 @@ class SeededChoices(Choices):
     def early(self, n: int) -> int:
         return self.choose(n) if self._random.random() < self._progress else -1
 
-    def permutation(self, n: int) -> NDArray[np.int64]:
+    def permutation(self, n: int) -> Int64s:
         return self._array_random.permutation(n)
 
     def __repr__(self) -> str:
@@ -96,7 +96,7 @@ class Copy(Task):
         self,
         access: Access,
         writes: Rows,
-        moves: NDArray[np.int64],
+        moves: Int64s,
         mirrors: Mirrors,
         chunk_bytes: int,
         layers: Layers,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvpool.arrays import Array, Bools, Int64s, Uint8s
 from kvpool.device.base import Layers, Part
 from kvpool.device.block_copy import HostPool
 from kvpool.device.regions import Regions
@@ -40,7 +40,7 @@ class Mirror:
         self._real = self._view(self.pools)
         self._shadow = self._view(self._shadows)
 
-    def _view(self, pools: tuple[NDArray[np.uint8], NDArray[np.uint8]]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    def _view(self, pools: tuple[Uint8s, Uint8s]) -> tuple[Uint8s, Uint8s]:
         (device, host), (device_blocks, host_blocks) = pools, map(len, self._ids)
         inner = (self._runs, self.tokens * self._unit)
         if self._layout.order == "layer_first":
@@ -54,7 +54,7 @@ class Mirror:
         tier = int(block >= self._ids[1].start)
         return tier, block - self._ids[tier].start
 
-    def _mine(self, blocks: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.bool_]]]:
+    def _mine(self, blocks: Int64s) -> Iterator[tuple[int, Int64s, Bools]]:
         """Of each tier that has some of these blocks: its number, their numbers in it, and which they are."""
         for tier, ids in enumerate(self._ids):
             which = (blocks >= ids.start) & (blocks < ids.stop)
@@ -85,7 +85,7 @@ class Mirror:
         for side in (self._real, self._shadow):
             side[target_tier][t][piece] = side[source_tier][s][piece]
 
-    def adopt(self, rows: NDArray[np.int64]) -> None:
+    def adopt(self, rows: Int64s) -> None:
         """Accept the present content of the pools in these rows (block, first token, last token exclusive)."""
         for tier, blocks, which in self._mine(rows[:, 0]):
             ranges = rows[which, 1] * (self.tokens + 1) + rows[which, 2]
@@ -94,7 +94,7 @@ class Mirror:
                 touched, ids = slice(first * self._unit, last * self._unit), blocks[ranges == part]
                 self._shadow[tier][ids, :, :, touched] = self._real[tier][ids, :, :, touched]
 
-    def differences(self) -> list[NDArray[np.int64]]:
+    def differences(self) -> list[Int64s]:
         """Rows (block, token) of everything that differs."""
         found = []
         for tier, (real, shadow) in enumerate(zip(self.pools, self._shadows, strict=True)):
@@ -104,11 +104,11 @@ class Mirror:
                 found += [self._different(tier, places[b : b + step]) for b in range(0, len(places), step)]
         return found
 
-    def differences_in(self, blocks: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    def differences_in(self, blocks: Int64s) -> list[Int64s]:
         """Rows (block, token) of what differs in some blocks."""
         return [self._different(tier, places) for tier, places, _ in self._mine(blocks)]
 
-    def _different(self, tier: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _different(self, tier: int, places: Int64s) -> Int64s:
         changed = (self._real[tier][places] != self._shadow[tier][places]).any(axis=(1, 2))
         found = np.argwhere(changed.reshape(len(changed), self.tokens, self._unit).any(axis=2))
         found[:, 0] = places[found[:, 0]] + self._ids[tier].start
@@ -135,14 +135,12 @@ class Mirrors:
             self._mirrors.append([Mirror(*parts, ids) for parts in pairs])
         self._all = [mirror for mirrors in self._mirrors for mirror in mirrors]
 
-    def copy(self, moves: NDArray[np.int64], layers: Layers) -> None:
+    def copy(self, moves: Int64s, layers: Layers) -> None:
         """Make whole moves of some layers, on both sides."""
         self.real.copy_blocks(moves, layers)
         self._shadow.copy_blocks(moves, layers)
 
-    def torn(
-        self, move: NDArray[np.int64], chunk_bytes: int, pieces_max: int, layers: Layers
-    ) -> list[Callable[[], None]]:
+    def torn(self, move: Int64s, chunk_bytes: int, pieces_max: int, layers: Layers) -> list[Callable[[], None]]:
         """The pieces of a move, of about ``chunk_bytes`` or larger where there would be too many. They can be made in
         any order."""
         source, target, tokens, _ = move.tolist()
@@ -157,16 +155,16 @@ class Mirrors:
             for piece in mirror.pieces(tokens, chunk_bytes, pieces_max, own)
         ]
 
-    def adopt(self, rows: NDArray[np.int64]) -> None:
+    def adopt(self, rows: Int64s) -> None:
         """Accept the present content of the pools in these rows (block, first token, last token exclusive)."""
         for mirror in self._all:
             mirror.adopt(rows)
 
-    def differences(self) -> NDArray[np.int64]:
+    def differences(self) -> Int64s:
         """Rows (block, token) of everything that differs."""
         return np.concatenate([_NONE, *(rows for mirror in self._all for rows in mirror.differences())])
 
-    def differences_in(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+    def differences_in(self, blocks: Int64s) -> Int64s:
         """Rows (block, token) of what differs in some blocks."""
         return np.concatenate([_NONE, *(rows for mirror in self._all for rows in mirror.differences_in(blocks))])
 
@@ -174,8 +172,8 @@ class Mirrors:
 class _Watched(NamedTuple):
     """An array, the content that it should have, and the range of its addresses."""
 
-    array: NDArray[Any]
-    shadow: NDArray[Any]
+    array: Array
+    shadow: Array
     begin: int
     end: int
 
@@ -192,7 +190,7 @@ class Arrays:
         self._blocks, self._tokens = blocks, tokens
         self._watched: list[_Watched | None] = []
 
-    def rows(self, name: str, arrays: Sequence[NDArray[Any]]) -> Rows:
+    def rows(self, name: str, arrays: Sequence[Array]) -> Rows:
         """The places of arrays, which are watched from now on. Raises TypeError."""
         found: set[int] = set()
         for array in arrays:
@@ -215,18 +213,18 @@ class Arrays:
     def _rows(self, numbers: Sequence[int]) -> Rows:
         return np.array([(self._blocks + i, 0, self._tokens) for i in numbers], np.int64).reshape(-1, 3)
 
-    def _watch(self, array: NDArray[Any], begin: int, end: int) -> None:
+    def _watch(self, array: Array, begin: int, end: int) -> None:
         if not any(other is not None and _same(other.array, array) for other in self._watched):
             self._watched.append(_Watched(array, array.copy(), begin, end))
 
-    def forget(self, array: NDArray[Any]) -> None:
+    def forget(self, array: Array) -> None:
         """Stop watching memory. Its place stays, for accesses that were made before."""
         begin, end = _extent(array)
         for i, other in enumerate(self._watched):
             if other is not None and begin <= other.begin and other.end <= end:
                 self._watched[i] = None
 
-    def adopt(self, places: NDArray[np.int64]) -> None:
+    def adopt(self, places: Int64s) -> None:
         """Accept the present content of these arrays, and of the arrays that share bytes with them, which may have been
         named later."""
         named = [self._watched[i] for i in (places - self._blocks).tolist()]
@@ -243,7 +241,7 @@ class Arrays:
         return wrong
 
 
-def _extent(array: NDArray[Any]) -> tuple[int, int]:
+def _extent(array: Array) -> tuple[int, int]:
     """The address of the first byte, and of the first byte after the array."""
     address = array.ctypes.data
     if array.size == 0:
@@ -254,5 +252,5 @@ def _extent(array: NDArray[Any]) -> tuple[int, int]:
     ) + array.itemsize
 
 
-def _same(a: NDArray[Any], b: NDArray[Any]) -> bool:
+def _same(a: Array, b: Array) -> bool:
     return a.ctypes.data == b.ctypes.data and a.shape == b.shape and a.strides == b.strides and a.dtype == b.dtype

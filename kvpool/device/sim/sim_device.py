@@ -11,9 +11,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from kvpool.arrays import Array, Int64s, Uint8s
 from kvpool.arrays.layout import integer_argument
 from kvpool.arrays.strided import StridedArray
 from kvpool.device.base import (
@@ -72,7 +70,7 @@ _KINDS: dict[type, str] = {
     StagedStep: "stage_step",
 }  # fmt: skip
 """The names of work in reports."""
-Memory = Sequence[NDArray[Any]]
+Memory = Sequence[Array]
 # Of the queries of one event, every so many-th takes a step toward it, so that a loop over ``query`` ends.
 _FAIR_QUERIES = 16
 # If so many queries follow each other, while nothing can run and nothing else is called, they are a loop that cannot
@@ -204,7 +202,7 @@ class SimDevice(Device):
         self._scheduler = Scheduler(self._choices, self._finished)
         self._streams = Streams()
         self._bound: Bound | None = None
-        self._allocated: dict[int, NDArray[np.uint8]] = {}
+        self._allocated: dict[int, Uint8s] = {}
         self._accesses = self._vain = 0
         self._ended: deque[HostAccess] = deque()
         self._closed = False
@@ -230,13 +228,13 @@ class SimDevice(Device):
 
     # -- memory ----------------------------------------------------------------------------------
 
-    def allocate(self, nbytes: int, tier: str, shared: bool = False) -> NDArray[np.uint8]:
+    def allocate(self, nbytes: int, tier: str, shared: bool = False) -> Uint8s:
         with self._entered():
             array = (allocate_shared if shared else allocate_ram)(nbytes)
             self._allocated[id(array)] = array
             return array
 
-    def free(self, array: NDArray[np.uint8]) -> None:
+    def free(self, array: Uint8s) -> None:
         """See ``Device.free``. The memory is filled with poison, and kept until the device closes, so that later writes
         to it are found.
 
@@ -259,7 +257,7 @@ class SimDevice(Device):
             del self._allocated[id(array)]
             self._findings.freed(array, access)
 
-    def adopt(self, memory: StridedArray, tier: str, pin: bool = False) -> NDArray[np.uint8]:
+    def adopt(self, memory: StridedArray, tier: str, pin: bool = False) -> Uint8s:
         with self._entered():
             array = self._findings.lent(memory.host_view())
             self._allocated[id(array)] = array
@@ -310,7 +308,7 @@ class SimDevice(Device):
         queue.clock = joined(queue.clock, self._waits.of_any)
         return queue
 
-    def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
+    def copy_blocks(self, moves: Int64s, stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
         with self._entered():
             _, mirrors, order, _ = self._pool()
             moves, queue = moves.copy(), self._queue(stream)  # The caller may use its array again at once.
