@@ -46,12 +46,20 @@ class Helpers:
 
     def start(self) -> int:
         """Let them begin, if they have not. Returns how many processes compile now, with this one."""
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
-        for place in range(self._count if jit.keeps() and not self._running else 0):
-            said = tempfile.TemporaryFile()
+        # Isolated, and with our path: what is in the working directory must not be imported unless we would.
+        path = f"import sys; sys.path[:] = {list(map(os.path.abspath, sys.path))}"
+        some = self._count if jit.keeps() and sys.executable and not self._running else 0
+        for place in range(some):
             call = f"compile_ahead({self._program!r}, {place}, {self._count}, {os.getpid()})"
-            command = [sys.executable, "-c", f"from kvpool.helpers import compile_ahead; {call}"]
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment)
+            command = [sys.executable, "-Ic", f"{path}; from kvpool.helpers import compile_ahead; {call}"]
+            said = tempfile.TemporaryFile()
+            try:
+                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+            except OSError as error:
+                said.close()
+                self._count = 0
+                _log.warning("no other process compiles ahead: %s", error)
+                break
             self._running.append((process, said))
         return 1 + len(self._running)
 

@@ -51,7 +51,7 @@ LINES = {
     "tests/gpu": 1140,
     "tests/holders": 1150,
     "tests/hostcache": 1700,
-    "tests/house": 1670,
+    "tests/house": 1690,
     "tests/interop": 970,
     "tests/kernels": 1430,
     "tests/model": 2740,
