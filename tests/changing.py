@@ -29,6 +29,7 @@ from kvpool import operations as op
 from kvpool.device.base import Region
 from kvpool.device.cpu import CpuDevice
 from kvpool.device.launches import Grid, Launch
+from kvpool.hostcache.host_copies import HostPlace
 from kvpool.keepers import HostKeeper, Keeper
 from kvpool.planner.stack import StackDistances
 from kvpool.replay.content import Request
@@ -337,7 +338,7 @@ OWN_KEYS = (lambda scene: scene.cache.block_keys(np.arange(100, 106)).keys.tolis
 KEY = (lambda scene: scene.keys.keys[0].tolist()), (lambda scene: [1, 2])
 SLOTS = {"slot_mapping": ([0, 1, 2, 5, -1, 15], [0, 1, 2, 5, -1, 31])}
 STORED = (lambda scene: scene.keys(0, 1).tolist()), (lambda scene: scene.keys(2, 9).tolist())
-KEEPER_VERBS = "prefetch", "match_prefix"
+KEEPER_VERBS = "prefetch", "match_prefix", "explain"
 INT32, UINT64, ARRAYS, ARRAY, LIST = np.int32, np.uint64, ("array", "interface"), ("array",), ("list",)
 TOKENS = {"prompt": INT32}
 
@@ -422,6 +423,15 @@ def _host_copy(name: str) -> Callable[[Any, dict[str, Any]], Any]:
     return call
 
 
+def _places(scene: Any, given: dict[str, Any]) -> Any:
+    with HostCopies(scene.copies.tier, [scene.paged] * 2, device="cpu", **given) as copies:
+        return copies.group_bytes
+
+
+def _two(step: int, *at: int) -> list[HostPlace]:
+    return [HostPlace(first, step, ((0, 48, 12), (48, 48, 12))) for first in at]
+
+
 def _uploads(scene: Any, given: dict[str, Any]) -> Any:
     launcher, device = Uploads(), StridedArray(1 << 20, scene.staging.shape, 2, memory="device", kind="u")
     scatter_kv(scene.paged, given["slot_mapping"], device, launcher=launcher)
@@ -429,7 +439,8 @@ def _uploads(scene: Any, given: dict[str, Any]) -> Any:
 
 
 def _opaque(owner: str, name: str) -> Callable[[Any, dict[str, Any]], Any]:
-    return lambda scene, given: getattr(getattr(scene, owner), name)(**given)
+    others = {"priority": 80} if name == "set_priority" else {}
+    return lambda scene, given: getattr(getattr(scene, owner), name)(**others, **given)
 
 
 def _publish(scene: Any, given: dict[str, Any]) -> int:
@@ -601,6 +612,7 @@ CASES = [
         )
         for name in ("copy_in", "copy_out")
     ),
+    Case("HostCopies", Paged, _places, {"places": (_two(192, 0, 96), _two(96, 0, 192))}, {}, LIST),
     *(
         Case(f"HostCache.{name}", Hosted, _opaque("cache", name), {"keys": (_named(*before), _named(*after))}, {}, LIST)
         for name, before, after in (
@@ -612,6 +624,7 @@ CASES = [
             ("in_order", "pq", "px"),
             ("abort", "pq", "px"),
             ("forget", "ab", "ax"),
+            ("set_priority", "ab", "ax"),
         )
     ),
     Case("HostKeeper.publish", Kept, _publish, {"unsaved": (_named("p"), _named("x"))}, {}, LIST),

@@ -108,11 +108,12 @@ class HostCopies(Closing):
         self.blocks_per_host_block = integer_argument("blocks_per_host_block", blocks_per_host_block, 1, 1 << 20)
         self.first_byte = integer_argument("first_byte", first_byte, 0, tier.block_bytes - 1)
         found = _caches(caches)
-        if len(places) not in (0, len(found)):
-            raise ValueError(f"places={places!r:.80}: accepted is one for each of {len(found)} caches, or none")
+        placed = tuple(places) or (None,) * len(found)
+        if len(placed) != len(found):
+            raise ValueError(f"places={placed!r:.80}: accepted is one for each of {len(found)} caches, or none")
         self.tier, self._groups = tier, [
             Pages(one, self.blocks_per_host_block, self.first_byte, place)
-            for one, place in zip(found, places or [None] * len(found), strict=True)
+            for one, place in zip(found, placed, strict=True)
         ]  # fmt: skip
         self.group_bytes = tuple(pages.nbytes for pages in self._groups)
         _check_room(self._groups, tier)

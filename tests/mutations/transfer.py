@@ -150,6 +150,25 @@ MUTATIONS = (
         ("tests/race/test_drafts_race.py::test_nothing_races",),
     ),
     Mutation(
+        "a_layer_is_read_before_it_came",
+        "Transfer.wait_for",
+        "self.guards & records.ENGINE_READS_LAYER_AFTER_COPY",
+        "False",
+        "A kernel reads a layer whose load is still on its way.",
+        (_race("a_layer_read_while_it_is_loaded"),),
+    ),
+    Mutation(
+        "what_a_stream_waits_for_is_enqueued_later",
+        "Transfer.may_lag",
+        "not self.guards & records.HANDED_OUT_IS_ENQUEUED",
+        "True",
+        "A kernel runs before the copies of its blocks: nothing has told its stream to wait.",
+        (
+            _race("a_kernel_launched_before_the_wait_for_a_load"),
+            _race("a_kernel_launched_before_the_save_of_its_block"),
+        ),
+    ),
+    Mutation(
         "staged_buffers_are_taken_at_once",
         "Staging.retain",
         "not self._transfer.guards & records.STAGED_BUFFERS_RETIRE_BY_EVENT",

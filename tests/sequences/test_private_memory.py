@@ -164,13 +164,16 @@ def walk(case: Case, name: str, form: str) -> None:
 
 PLAIN = re.compile(
     r"(int|str|bool|float|bytes|None|slice|Callable\[.*\]|BaseException|TracebackType|Path|os\.PathLike\[str\]"
-    r"|KVCacheManager|HostCache|HostTier|ModelIdentity|BlockLayout|Store|StoreHealth|Call|Job|Keeper|Device|Stream|Launcher|SharedTier"
+    r"|KVCacheManager|HostCache|HostTier|ModelIdentity|BlockLayout|Store|StoreHealth|Call|Job|Keeper|Device|Stream|Launcher|SharedTier|LayerLoads"
     r"|HostTierDescription|StepTables|Operation|type\[.*\]|[\s|])*"
 )
 """Types that are neither arrays nor sequences: an argument of such a type is not walked."""
 NO_ARRAYS = {
     # of any package's, but each stands for one thing
-    *(f"{owner}.stream" for owner in ("KVCacheManager", "HostCopies", "HostCopy", "Lease", "Reservation")),
+    *(
+        f"{owner}.stream"
+        for owner in ("KVCacheManager", "HostCopies", "HostCopy", "LayerLoads", "Lease", "Reservation")
+    ),
     *("gather_kv.stream", "scatter_kv.stream", "BlockLayout.dtype", "PagedKV.owner", "StridedArray.owner"),
     *("KVCacheManager.namespace", "Keeper.namespace"),  # a pair of texts
     "ModelIdentity.layout",  # a text, or layouts, which are immutable
@@ -209,6 +212,7 @@ VERBS = (
     kvpool.BlockLayout,
     kvpool.Export,
     kvpool.LayerGroup,
+    kvpool.LayerLoads,
     kvpool.Lease,
     kvpool.Loadable,
     kvpool.ModelIdentity,
@@ -255,7 +259,15 @@ MADE_BY_THE_POOL = {
     # Interfaces, and what is called by a queue or a keeper, and by nobody else.
     *("Store", "MemoryStore", "StoreHealth", "LoadOrCompute", "LoadPolicy"),
 }
-BUILT = {kvpool.Lease, kvpool.Loadable, kvpool.Reservation, kvpool.HostLease, kvpool.HostCopy, kvpool.Export}
+BUILT = {
+    kvpool.LayerLoads,
+    kvpool.Lease,
+    kvpool.Loadable,
+    kvpool.Reservation,
+    kvpool.HostLease,
+    kvpool.HostCopy,
+    kvpool.Export,
+}
 """Classes that only the pool makes."""
 OF_THE_POOL = {("BlockKeys", "of_private"), ("BlockKeys", "prove"), ("BlockKeys", "bound"), ("Export", "of_place"),
                ("HostCopies", "query"), ("HostCopies", "synchronize"), ("HostCopies", "hold_back"),
