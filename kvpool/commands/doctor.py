@@ -49,6 +49,7 @@ _PARTS = (
     _extra("opentelemetry", "opentelemetry-api", "spans", "[otel]", "1.20"),
     _extra("blake3", "blake3", "stores behind the host", "[stores]", "1"),
     _extra("mooncake", _MOONCAKE, "a store in a cluster", "[mooncake]", "0.3.13"),
+    _extra("obstore", "obstore", "a store in a bucket", "[s3]", "0.12"),
     Package("nixl", "nixl", "serving them through NIXL", "pip install --no-deps nixl nixl-cu13"),
 )
 _CUPY_PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "cupy")

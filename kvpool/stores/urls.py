@@ -17,6 +17,7 @@ _KINDS = {
     "memory": ("kvpool.stores.memory", "MemoryStore"),
     "mooncake": ("kvpool.stores.mooncake.mooncake_store", "MooncakeStore"),
     "peer": ("kvpool.stores.peer.peer_store", "PeerStore"),
+    "s3": ("kvpool.stores.s3", "S3Store"),
 }
 _SIZES = ("capacity", "segment")
 """options in bytes"""
@@ -29,11 +30,11 @@ _COUNTS = ("connections", "threads", "timeout_ms")
 def open_store(text: object, **names: object) -> Store:
     """The store that a text names: ``kind:place?option=value&...``.
 
-    ``disk:PATH``, ``mooncake:HOST:PORT``, ``peer:tcp://HOST:PORT`` and ``memory:``; and ``package.module.Class:PLACE``
-    for a class of your own, which is imported. Options are the keyword arguments of that class, as texts; ``capacity``
-    and ``segment`` are bytes, such as ``64GiB``. ``{host}`` stands for the name of this machine, and ``{name}`` for the
-    value of that one of ``names``, with "-" in the place of what files are not named by. Raises TypeError, ValueError,
-    and ImportError, which names the extra or the module.
+    ``disk:PATH``, ``mooncake:HOST:PORT``, ``peer:tcp://HOST:PORT``, ``s3://BUCKET/PREFIX`` and ``memory:``; and
+    ``package.module.Class:PLACE`` for a class of your own, which is imported. Options are the keyword arguments of that
+    class, as texts; ``capacity`` and ``segment`` are bytes, such as ``64GiB``. ``{host}`` stands for the name of this
+    machine, and ``{name}`` for the value of that one of ``names``, with "-" in the place of what files are not named
+    by. Raises TypeError, ValueError, and ImportError, which names the extra or the module.
     """
     kind, colon, rest = text_argument("store", text).partition(":")
     if not colon or (kind not in _KINDS and not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", kind)):
@@ -45,7 +46,7 @@ def open_store(text: object, **names: object) -> Store:
     except ValueError:
         raise ValueError(f"store={text!r:.80}: accepted after '?' are option=value, joined by '&'") from None
     # A secret would be in logs and in lists of processes. The message does not have the text.
-    if any("secret" in name.lower() and name != "secret_file" for name in options):
+    if any(re.search("secret|token|password", name.lower()) and name != "secret_file" for name in options):
         raise ValueError("secret: accepted is secret_file=, the path of a file that has it")
     for name in set(options) & set(_SIZES):
         options[name] = bytes_argument(name, options[name])

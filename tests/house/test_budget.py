@@ -37,7 +37,7 @@ LINES = {
     "kvpool/remote": 1660,
     "kvpool/replay": 1990,
     "kvpool/state": 5460,
-    "kvpool/stores": 3560,
+    "kvpool/stores": 3850,
     "kvpool/tables": 590,
     "tests": 1700,
     "tests/arrays": 800,
@@ -65,13 +65,13 @@ LINES = {
     "tests/sequences": 3270,
     "tests/share": 680,
     "tests/state": 2000,
-    "tests/stores": 9520,
+    "tests/stores": 9830,
     "tests/tables": 860,
 }
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.2, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 200
+FILES = 203
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "store.py", "stress.py"}

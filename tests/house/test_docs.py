@@ -36,6 +36,7 @@ PUBLIC = (
     "kvpool.stores.disk",
     "kvpool.stores.mooncake",
     "kvpool.stores.peer",
+    "kvpool.stores.s3",
 )
 MADE = {"asv_bench/RESULTS.md"}
 """Files that a command makes, on a machine with a GPU."""

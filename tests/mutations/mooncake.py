@@ -53,8 +53,8 @@ MUTATIONS = (
     ),
     Mutation(
         "room_is_not_made_below_a_limit",
-        "MooncakeStore._save_limited",
-        "self._drop(tag, added.gone)",
+        "TagLimits.save",
+        'drop(np.frombuffer(b"".join(added.gone), np.uint8).reshape(-1, KEY_BYTES))',
         "pass",
         "A tenant has more blocks in the cluster than its limit.",
         _client("test_a_limit_counts_what_was_saved_and_room_is_made_first"),

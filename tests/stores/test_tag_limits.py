@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpool.stores.mooncake.mooncake_store import TagLimits
+from kvpool.stores.tag_limits import TagLimits
 
 A, B = b"a" * 16, b"b" * 16
 

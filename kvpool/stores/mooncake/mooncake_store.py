@@ -10,10 +10,10 @@ import os
 import queue
 import re
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -22,14 +22,12 @@ from kvpool.entry.arguments import text_argument
 from kvpool.errors import PoolClosed
 from kvpool.stores.mooncake import guarded_client as client
 from kvpool.stores.mooncake.guarded_client import Client
-from kvpool.stores.queue import NO_LIMIT
 from kvpool.stores.seals import default_place, read_or_make_secret, secret_argument
 from kvpool.stores.store import (
     ABSENT,
     CANCELLED,
     DAMAGED,
     FAILED,
-    KEY_BYTES,
     MODEL_BYTES,
     OK,
     REFUSED,
@@ -40,6 +38,7 @@ from kvpool.stores.store import (
     Stop,
     parts,
 )
+from kvpool.stores.tag_limits import Bools, TagLimits
 
 SECRET_FILE = "KVPOOL_MOONCAKE_SECRET_FILE"
 """Names the file of the secret where no argument does."""
@@ -275,30 +274,13 @@ class MooncakeStore:
         return [[block, end] for block, end in zip(blocks, ends, strict=True)], [[self._block_bytes, width]] * len(rows)
 
     def _save_limited(self, keys: Bytes, rows: Rows, seals: Bytes, tag: bytes, limit: int, area: Bytes) -> Bytes:
-        if limit >= NO_LIMIT:
-            return self._save(keys, rows, seals, area)
-        named = [key.tobytes() for key in keys]
-        added = self._limits.add(tag, named, limit)
-        codes = np.full(len(keys), REFUSED, np.uint8)
-        try:
-            self._drop(tag, added.gone)
-            may = np.array(added.accepted)
-            codes[may] = self._save(keys[may], rows[may], seals[may], area)
-        finally:
-            saved = {key for key, code in zip(named, codes.tolist(), strict=True) if code == OK}
-            self._limits.discard(tag, [key for key in added.new if key not in saved])
-        return codes
+        def save(may: Bools) -> Bytes:
+            return self._save(keys[may], rows[may], seals[may], area)
 
-    def _drop(self, tag: bytes, keys: list[bytes]) -> None:
-        """Make room below a limit. Raises OSError if that cannot be done: then nothing may be saved."""
-        if not keys:
-            return
-        try:
-            dropped = self._remove(np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), KEY_BYTES))
-        except BaseException:
-            self._limits.restore(tag, keys)
-            raise
-        self._count("dropped", dropped)
+        return self._limits.save(tag, keys, limit, save, self._drop)
+
+    def _drop(self, keys: Bytes) -> None:
+        self._count("dropped", self._remove(keys))
 
     def _save(self, keys: Bytes, rows: Rows, seals: Bytes, area: Bytes) -> Bytes:
         if not len(keys):
@@ -426,84 +408,3 @@ def _on_this_machine(master: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-class Added(NamedTuple):
-    """What became of keys: which may be saved; which of them were not counted before; and which keys, of any, have to
-    leave the store first."""
-
-    accepted: list[bool]
-    new: list[bytes]
-    gone: list[bytes]
-
-
-TRACKED_MAX = 1 << 18
-"""How many keys are kept in mind: about 50 MB."""
-
-
-class TagLimits:
-    """The keys that were saved under each tag, the oldest first. Thread-safe.
-
-    Only tags with a limit are added. If there are more than ``most`` keys of all tags, the oldest go, and have to leave
-    the store too, so that every key that counts is known.
-    """
-
-    def __init__(self, most: int = TRACKED_MAX) -> None:
-        self._most, self._count = most, 0
-        self._keys: OrderedDict[bytes, OrderedDict[bytes, None]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return self._count
-
-    def add(self, tag: bytes, keys: list[bytes], limit: int) -> Added:
-        """Add keys that are about to be saved. Those that are not saved then have to be discarded."""
-        accepted, added, gone, own_keys = list[bool](), list[bytes](), list[bytes](), set(keys)
-        with self._lock:
-            for key in keys:
-                own = self._keys.setdefault(tag, OrderedDict())
-                known = key in own
-                if not known and 0 < limit <= len(own) and next(iter(own)) not in own_keys:
-                    gone += self._drop_oldest(tag, len(own) - limit + 1)
-                accepted.append(known or len(own) < limit)
-                if accepted[-1]:
-                    self._put(tag, key, last=True)
-                    added += [] if known else [key]
-            if self._keys.get(tag):
-                self._keys.move_to_end(tag)
-            else:
-                self._keys.pop(tag, None)
-            while self._count > self._most:
-                gone += self._drop_oldest(next(iter(self._keys)), 1)
-        return Added(accepted, added, gone)
-
-    def discard(self, tag: bytes, keys: list[bytes]) -> None:
-        """These keys are not in the store any more, or never came there."""
-        with self._lock:
-            own = self._keys.get(tag, OrderedDict())
-            for key in keys:
-                if key in own:
-                    del own[key]
-                    self._count -= 1
-            if not own:
-                self._keys.pop(tag, None)
-
-    def restore(self, tag: bytes, keys: list[bytes]) -> None:
-        """These keys could not leave the store: they count as the oldest."""
-        with self._lock:
-            for key in reversed(keys):
-                self._put(tag, key, last=False)
-
-    def _put(self, tag: bytes, key: bytes, last: bool) -> None:
-        own = self._keys.setdefault(tag, OrderedDict())
-        self._count += key not in own
-        own[key] = None
-        own.move_to_end(key, last=last)
-
-    def _drop_oldest(self, tag: bytes, count: int) -> list[bytes]:
-        own = self._keys[tag]
-        gone = [own.popitem(last=False)[0] for _ in range(min(count, len(own)))]
-        self._count -= len(gone)
-        if not own:
-            del self._keys[tag]
-        return gone
