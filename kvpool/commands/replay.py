@@ -48,8 +48,8 @@ def add_parser(subparsers: terminal.Subparsers) -> None:
     add("--progress", type=terminal.fraction_argument, metavar="P", help=early)
     add = replay.add_argument_group("store").add_argument
     store = (
-        "keep blocks in disk:PATH, mooncake:HOST:PORT, peer:tcp://HOST:PORT or memory:, with ?option=value&... "
-        "(extra `stores`); what an earlier run has left there is used, and the summary says how much"
+        "keep blocks in disk:PATH, mooncake:HOST:PORT, peer:tcp://HOST:PORT, s3://BUCKET/PREFIX or memory:, with "
+        "?option=value&... (extra `stores`); what an earlier run has left there is used, and the summary says how much"
     )
     add("--store", metavar="STORE", help=store)
     wait = "how long to wait for saves, and for loads, before each request and at the end (default: 10)"
