@@ -22,7 +22,7 @@ from numba.np.arrayobj import populate_array
 from kvpool.jit import intrinsic
 
 
-class _Record(np.void):
+class _Record(np.void):  # type: ignore[misc]  # final for type checkers only
     """One element of a structured array as jitted code sees it: its attributes are its fields, which are read as int64,
     as machine code widens them, and written in place."""
 
