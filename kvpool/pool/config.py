@@ -13,7 +13,7 @@ import numpy as np
 from kvpool.arrays.layout import BlockLayout, choice_argument, integer_argument
 from kvpool.arrays.pool_ids import PoolIds
 from kvpool.entry.arguments import bool_argument, clock_argument, priority_argument
-from kvpool.state.arrays import POLICIES, GroupSizes, Settings
+from kvpool.state.arrays import LRU, POLICIES, GroupSizes, Settings
 
 HISTORY_ROW = 16
 """Bytes by which a pool remembers a content that is gone."""
@@ -269,6 +269,13 @@ def _kept_blocks(groups: tuple[LayerGroup, ...], tokens: int, width: int) -> Ite
             yield -(-seen // width)
 
 
+def _policy(policy: str, recurrent: bool) -> str:
+    """The policy that a pool follows. The other experts of ``adaptive`` have no say over states."""
+    if recurrent and policy not in (LRU, "adaptive"):
+        raise ValueError(f"policy={policy!r}: a recurrent group needs the ends it evicts; accepted are lru, adaptive")
+    return LRU if recurrent else policy
+
+
 # -- the pool -------------------------------------------------------------------------------------
 
 
@@ -307,7 +314,7 @@ class PoolConfig:
             priority_argument("offload_min_priority", offload_min_priority),
             integer_argument("offload_min_reuse", offload_min_reuse, 1, 65535),
             integer_argument("event_capacity", event_capacity, 0, 1 << 31),
-            choice_argument("policy", policy, POLICIES),
+            _policy(choice_argument("policy", policy, POLICIES), recurrent),
             _power_of_two(integer_argument("history_bytes", history_bytes, 0, 1 << 31) // HISTORY_ROW),
         )
         depth = integer_argument("staging_depth", staging_depth, 1, 1 << 16)

@@ -64,7 +64,7 @@ LINES = {
     "tests/replay": 1290,
     "tests/sequences": 3270,
     "tests/share": 680,
-    "tests/state": 2000,
+    "tests/state": 2060,
     "tests/stores": 9830,
     "tests/tables": 860,
 }

@@ -54,7 +54,9 @@ GROUPS = [
     kvpool.LayerGroup(layout(), kind="cross"),
 ]
 prompt = list(range(9))
-for device, policy in (("cpu", "agent"), ("sim", "adaptive")):
+for policy in ("reuse", "agent", "adaptive"):
+    kvpool.KVCacheManager(layout(), device_blocks=8, device="cpu", policy=policy).close()
+for device in ("cpu", "sim"):
     with kvpool.KVCacheManager(
         groups=GROUPS,
         device_blocks=[8] * 4,
@@ -62,7 +64,6 @@ for device, policy in (("cpu", "agent"), ("sim", "adaptive")):
         device=device,
         event_capacity=64,
         max_sequence_tokens=64,
-        policy=policy,
     ) as cache:
         a = cache.add_sequence(prompt, encoder_tokens=5)
         cache.match_prefix(prompt)

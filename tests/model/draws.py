@@ -54,6 +54,7 @@ def pool_options(random: Random, several: bool) -> dict[str, Any]:
     for group in groups:
         if len(groups) > 1 and random.random() < 0.2:
             group["parts"].append({"kv_heads": 1, **random.choice(LAYOUTS)})
+    chained = () if "recurrent" in kinds else ("reuse", "agent")
     return {
         "groups": groups,
         "tokens_per_block": width,
@@ -61,7 +62,7 @@ def pool_options(random: Random, several: bool) -> dict[str, Any]:
         "partial_reuse": random.random() < 0.8,
         "offload_min_priority": random.choice((30, 30, 30, 0, 36)),
         "offload_min_reuse": random.choice((1, 1, 2)),
-        "policy": random.choice(("lru", "lru", "reuse", "agent", "adaptive")),
+        "policy": random.choice(("lru", "lru", *chained, "adaptive")),
     }
 
 

@@ -126,7 +126,7 @@ class Pair:
             policy=policy,
             **options,
         )
-        self.choices = None if policy == "lru" else Choices(self.engine.states())
+        self.choices = Choices(self.engine.states()) if self.engine.cache.core.states[0].book is not None else None
         self.cache, self.sides = self.engine.cache, self.engine.sides
         self.requests: dict[int, Request] = {}
         self.away: dict[int, Request] = {}

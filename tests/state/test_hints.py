@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from heapq import heappop, heappush
+from itertools import count
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -182,3 +185,38 @@ def test_random_hints_break_nothing(tenants: Tenants) -> None:
         kind = str(random.choice(["pin", "retain", "prefetch", "drop"]))
         tenants.hint(kind, salt, tokens=text)
         tenants.clock.now += int(random.integers(30_000))
+
+
+def closed_loop(policy: str, seed: int, hinted: bool) -> float:
+    """Users who each work on one session after the other. Returns the hits in per cent of the tokens of all prompts."""
+    random, hints, clock, hits, asked = Random(seed), Random(seed + 1), Clock(), 0, 0
+    cache = KVCacheManager(LAYOUT, device_blocks=512, device="cpu", clock=clock, policy=policy, secret=SECRET)
+    users = [(random.randrange(10_000), n, 0, list[int]()) for n in range(24)]
+    names = count(len(users))
+    with cache:
+        for _ in range(1_500):
+            clock.now, name, left, text = heappop(users)
+            if left == 0:
+                name, left, text = next(names), random.randrange(4, 16), []
+            text += [name << 16 | len(text) + i for i in range(4 * random.randrange(1, 7))]
+            admitted = cache.add_sequence_batch([text])
+            hits, asked = hits + int(admitted.cached_tokens[0]), asked + len(text)
+            cache.commit(admitted.ids, np.array([len(text)]))
+            cache.release(admitted.ids, session=f"{name}")
+            pause = random.expovariate(1 / 8_000 if random.random() < 0.8 else 1 / 120_000)
+            heappush(users, (clock.now + int(pause), name, left - 1, text))
+            if hinted:
+                wish = {"session": f"{hints.randrange(name + 1)}", "lease_ms": hints.randrange(1, 600_000)}
+                cache.hints(message((hints.choice(("pin", "retain", "prefetch")), wish)))
+        cache.verify()
+        assert cache.stats().evicted_by_rule_blocks > 1_000
+    return 100 * hits / asked
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_hints_cost_at_most_a_point_of_hits(seed: int) -> None:
+    """As a share of blocks, the namespace's budget is six of a hundred."""
+    plain = closed_loop("lru", seed, False)
+    found = {policy: closed_loop(policy, seed, True) for policy in ("lru", "adaptive")}
+    print(seed, plain, found)
+    assert 20 < plain < 90 and min(found.values()) >= plain - 1
