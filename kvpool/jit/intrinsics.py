@@ -22,40 +22,15 @@ from numba.np.arrayobj import populate_array
 from kvpool.jit import intrinsic
 
 
-class _Record:
-    """One element of a structured array. Fields are read as int64, as machine code widens them, and written in
-    place."""
+class _Record(np.void):  # type: ignore[misc]  # final for type checkers only
+    """One element of a structured array as jitted code sees it: its attributes are its fields, which are read as int64,
+    as machine code widens them, and written in place."""
 
-    __slots__ = ("_fields", "_place")
-    _fields: dict[str, Any]
-    _place: int
-
-    def __init__(self, fields: dict[str, Any], place: int) -> None:
-        object.__setattr__(self, "_fields", fields)
-        object.__setattr__(self, "_place", place)
-
-    def __getattr__(self, name: str) -> np.int64:
-        return np.int64(self._fields[name][self._place])
+    def __getattribute__(self, name: str) -> Any:
+        return np.int64(self[name])
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._fields[name][self._place] = value
-
-
-class _Records:
-    """A structured array as jitted code sees it: ``[i]`` is a reference to an element, ``["name"]`` the array of one
-    field."""
-
-    __slots__ = ("_fields", "shape")
-
-    def __init__(self, array: Any) -> None:
-        self.shape, self._fields = array.shape, {name: array[name] for name in array.dtype.names}
-
-    def __getitem__(self, place: Any) -> Any:
-        return self._fields[place] if isinstance(place, str) else _Record(self._fields, place)
-
-    def __setitem__(self, place: int, record: Any) -> None:
-        for name, values in self._fields.items():
-            values[place] = getattr(record, name)
+        self[name] = value
 
 
 class _Code(NamedTuple):
@@ -93,9 +68,9 @@ def _primitive(plain: Callable[..., Any], result: Callable[..., Any]) -> Callabl
 
             return result(*kinds)(*kinds), codegen
 
-        own = inspect.signature(plain)
         first = inspect.Parameter("typingctx", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        definition.__signature__ = own.replace(parameters=[first, *own.parameters.values()])  # type: ignore[attr-defined]
+        parameters = [first, *inspect.signature(plain).parameters.values()]
+        definition.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         definition.__name__, definition.__doc__ = emit.__name__, emit.__doc__
         return intrinsic(plain)(definition)
 
@@ -139,8 +114,7 @@ def _plain_array_at(address: int, shape: tuple[int, ...], dtype: Any) -> Any:
     found = np.dtype(dtype)
     nbytes = int(np.prod(shape)) * found.itemsize
     memory = (ctypes.c_char * nbytes).from_address(int(address)) if nbytes else b""
-    array: Any = np.ndarray(shape, found, memory)
-    return array if found.names is None else _Records(array)
+    return np.ndarray(shape, found if found.names is None else np.dtype((_Record, found)), memory)
 
 
 @_primitive(_plain_array_at, lambda address, shape, dtype: types.Array(dtype.dtype, shape.count, "C"))

@@ -15,7 +15,7 @@ from kvpool.arrays.pool_ids import PoolIds
 from kvpool.entry.arguments import bool_argument, clock_argument, priority_argument
 from kvpool.state.arrays import LRU, POLICIES, GroupSizes, Settings
 
-HISTORY_ROW = 32
+HISTORY_ROW = 16
 """Bytes by which a pool remembers a content that is gone."""
 KINDS = ("attention", "recurrent", "cross")
 MAX_TOKENS = 262_144

@@ -110,11 +110,12 @@ def _reasons(core: Core, keys: BlockKeys, first: int, lacks: Bools) -> Iterator[
         core.check_open()
         ring, count = core.states.ring.gone.copy(), int(core.states.ring.numbers[N.gone])
         names = list(core.names.known.items())[:NAMESPACES_MOST]
-    gone: dict[tuple[int, int], tuple[str, int]] = {}
+    gone: dict[int, tuple[str, int]] = {}
     for place in range(max(0, count - len(ring)), count) if len(ring) else ():
-        key0, key1, when, why = ring[place % len(ring)].tolist()
-        late = why == EVICTED and gone.get((key0, key1), ("", 0))[0] == _UNKNOWN
-        gone[key0, key1] = "expired" if late else _WHY[why], max(0, now - when)
+        half, noted = ring[place % len(ring)].tolist()
+        when, why = noted >> 2, noted & 3
+        late = why == EVICTED and gone.get(half, ("", 0))[0] == _UNKNOWN
+        gone[half] = "expired" if late else _WHY[why], max(0, now - when)
     elsewhere = np.zeros((len(core.states), len(keys) // core.config.tokens_per_block), np.bool_)
     for tag, name in names:
         if tag != keys.namespace:
@@ -124,12 +125,12 @@ def _reasons(core: Core, keys: BlockKeys, first: int, lacks: Bools) -> Iterator[
             with core.lock:
                 control.cached(core.states.heads, key_rows(other), control.ANY_TIER, here)
             elsewhere |= here
-    rows = [(key0, key1) for key0, key1 in key_rows(keys).tolist()]
+    halves = key_rows(keys)[:, 0].tolist()
     for i in range(first, len(lacks)):
         if not lacks[i]:
             yield "behind a miss", None
-        elif rows[i] in gone:
-            yield gone[rows[i]]
+        elif halves[i] in gone:
+            yield gone[halves[i]]
         elif elsewhere[:, i].any():
             yield "other namespace", None
         else:

@@ -116,7 +116,7 @@ class KVCacheManager(Hints, BlockTables):
         and as many turns do; its end goes first. ``"agent"``: the same, by the pauses that the conversation itself has
         made, and by what ``release`` is told. ``"adaptive"``: one of these, whichever would have hit more lately.
         With a recurrent group, ``"reuse"`` and ``"agent"`` are refused, and ``"adaptive"`` is ``"lru"``.
-    history_bytes : memory in which a pool notes what is gone and why, for ``explain``: 32 bytes for each of the last
+    history_bytes : memory in which a pool notes what is gone and why, for ``explain``: 16 bytes for each of the last
         contents, whose number is a power of two. 0: none.
     staging_depth : block tables that may be on their way to the device on one stream. One more waits for the oldest on
         that stream.

@@ -174,7 +174,7 @@ class Ring:
     """The events of all groups, and their numbers."""
 
     def __init__(self, capacity: int, width: int, gone: int) -> None:
-        self.gone = np.zeros((gone, 4), np.int64)
+        self.gone = np.zeros((gone, 2), np.int64)
         self.numbers = np.zeros(RING.itemsize // 8, np.int64)
         self.events = np.zeros(capacity, EVENT)
         self.tokens = np.zeros((capacity, width), np.int32)

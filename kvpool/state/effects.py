@@ -190,9 +190,9 @@ EVICTED, FORGOTTEN, EXPIRED, LOSS = constants(*range(4))
 def note_gone(h, b, why):
     """Remember why the content of block ``b`` leaves. Costs one comparison if the pool remembers nothing."""
     if h.gone_capacity != 0:
-        ring, block, gone = ring_of(h), blocks_of(h)[b], gone_of(h)
+        ring, gone = ring_of(h), gone_of(h)
         i = ring.gone & (h.gone_capacity - 1)  # a power of two
-        gone[i, 0], gone[i, 1], gone[i, 2], gone[i, 3] = block.key0, block.key1, h.now, why
+        gone[i, 0], gone[i, 1] = blocks_of(h)[b].key0, h.now << 2 | why
         ring.gone += 1
 
 

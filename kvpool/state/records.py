@@ -189,7 +189,8 @@ ATTENTION, RECURRENT, CROSS = range(3)
 # All groups share the ring of events. It has the number of the next event, of the oldest one that was not read, of the
 # first one of this call, and of the first one that nobody has read; and the rows of all snapshots for the one reader
 # without a cursor, whose numbers are larger by so many.
-# `gone` counts the contents that have left, the last of which `gone_of` has: key, ms, and why.
+# `gone` counts the contents that have left, the last of which `gone_of` has: half of its key, and the ms
+# with the reason in the two lowest bits.
 RING = _numbers("next read call seen snapshots gone")
 
 # A request: addresses of its tokens (int32), keys (int64[full blocks, 2]), extra ids (int64, 0 = none) and retention
@@ -356,7 +357,7 @@ def events_of(h):
 
 @jit(forceinline=True)
 def gone_of(h):
-    return array_at(h.gone_at, (h.gone_capacity, 4), np.int64)
+    return array_at(h.gone_at, (h.gone_capacity, 2), np.int64)
 
 
 @jit(forceinline=True)

@@ -27,7 +27,7 @@ LINES = {
     "kvpool/engines": 2930,
     "kvpool/entry": 420,
     "kvpool/hostcache": 950,
-    "kvpool/jit": 630,
+    "kvpool/jit": 610,
     "kvpool/keepers": 1920,
     "kvpool/memory": 850,
     "kvpool/observe": 410,

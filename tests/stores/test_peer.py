@@ -105,7 +105,7 @@ def test_saves_that_hang_keep_no_load_of_another_client_waiting(serve: Serve) ->
         held = [queue.save(queue.secret.opaque(names(4, 4)), np.arange(4)) for queue in (one, two)]
         until(lambda: server.stats().under_way == 2, "save")
         assert gate.reached.wait(600)
-        assert other.load(keys, np.arange(4)).wait(3)
+        assert other.load(keys, np.arange(4)).wait(600)
         gate.open()
         assert all(job.wait(60, returned=True) and job.ok == 4 for job in held)
 
