@@ -147,7 +147,7 @@ def state_bytes(
     rows = len(groups) * sequences * (SEQUENCE.itemsize + 4 + 8 * columns)
     rows += 4 * sum(group.kind == RECURRENT for group in groups) * sequences * columns * width
     own = BLOCK.itemsize + 28 + 4 * width + (0 if policy == LRU else BOOK_BYTES)
-    return count * own + rows + events * (EVENT.itemsize + 4 * width) + 32 * gone
+    return count * own + rows + events * (EVENT.itemsize + 4 * width) + 16 * gone
 
 
 def _zeros(*parts: tuple[int, Any]) -> list[Array]:
