@@ -182,7 +182,8 @@ HEAD = _numbers(
 # no blocks. `book_at` is 0 where the policy needs no records of its own. `stop` and `returns` are what the engine says
 # about the sequences that it releases: why they stopped, and ENDS or in how many ms and one their next turn comes.
 # `savers` are those who save content, as bits; to those in `owed` all of it is owed, and `unsaved` counts what the host
-# has evicted before one of them was told to save it.
+# has evicted before one of them was told to save it. `near` and `far` are blocks that a call's evictions
+# will come to: see `policy`. They are only loaded ahead.
 ENDS = np.int64(-1)
 ATTENTION, RECURRENT, CROSS = range(3)
 
