@@ -37,7 +37,7 @@ LINES = {
     "kvpool/remote": 1660,
     "kvpool/replay": 1990,
     "kvpool/state": 5460,
-    "kvpool/stores": 3850,
+    "kvpool/stores": 4060,
     "kvpool/tables": 590,
     "tests": 1700,
     "tests/arrays": 800,
@@ -45,7 +45,7 @@ LINES = {
     "tests/copying": 1720,
     "tests/device": 2670,
     "tests/emulated": 2770,
-    "tests/engines": 4390,
+    "tests/engines": 4460,
     "tests/examples": 400,
     "tests/golden": 670,
     "tests/gpu": 1170,
@@ -65,13 +65,13 @@ LINES = {
     "tests/sequences": 3270,
     "tests/share": 680,
     "tests/state": 2060,
-    "tests/stores": 9830,
+    "tests/stores": 10040,
     "tests/tables": 860,
 }
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.2, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 203
+FILES = 204
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "store.py", "stress.py"}
