@@ -70,10 +70,7 @@ WRONG: dict[str, Script] = {
 @pytest.mark.parametrize("script", WRONG.values(), ids=WRONG)
 def test_what_no_server_sends_is_an_error_and_nothing_enters_the_pool(make: Make, script: Script) -> None:
     here = worker(make)
-    with (
-        fake_server(here, script) as endpoint,
-        BlockClient(endpoint, here.cache, timeout_ms=600_000, messages_in_flight=1) as client,
-    ):
+    with fake_server(here, script) as endpoint, BlockClient(endpoint, here.cache, messages_in_flight=1) as client:
         with pytest.raises(RemoteError, match="malformed: .* sent"):
             client.fetch(TOKENS)
             # What comes behind a complete answer is met by the next call, as an answer to nobody.
