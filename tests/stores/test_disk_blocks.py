@@ -309,7 +309,9 @@ def test_a_sync_that_fails_is_not_made_up_for_by_the_next_one(tmp_path: Path, fa
         jobs.append(queue.save(keys[1:], np.arange(1, 2)))
         assert written.wait(600)
         gate.open()
-        assert all(job.wait(600, returned=True) and not job.ok for job in jobs), "the second was synced without an error"
+        assert all(job.wait(600, returned=True) and not job.ok for job in jobs), (
+            "the second was synced without an error"
+        )
         assert here(queue, 2) == []
         saved(queue, 2)
 
