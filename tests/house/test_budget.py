@@ -28,7 +28,7 @@ LINES = {
     "kvpool/entry": 420,
     "kvpool/hostcache": 950,
     "kvpool/jit": 610,
-    "kvpool/keepers": 1920,
+    "kvpool/keepers": 1930,
     "kvpool/memory": 850,
     "kvpool/observe": 410,
     "kvpool/planner": 1410,
@@ -71,7 +71,7 @@ LINES = {
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.2, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 203
+FILES = 202
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "store.py", "stress.py"}
