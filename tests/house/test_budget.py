@@ -23,7 +23,7 @@ LINES = {
     "kvpool/arrays": 750,
     "kvpool/commands": 1180,
     "kvpool/copying": 590,
-    "kvpool/device": 4250,
+    "kvpool/device": 4240,
     "kvpool/engines": 2930,
     "kvpool/entry": 420,
     "kvpool/hostcache": 950,
@@ -32,11 +32,11 @@ LINES = {
     "kvpool/memory": 850,
     "kvpool/observe": 410,
     "kvpool/planner": 1410,
-    "kvpool/pool": 3240,
+    "kvpool/pool": 3250,
     "kvpool/publish": 660,
     "kvpool/remote": 1660,
     "kvpool/replay": 1990,
-    "kvpool/state": 5460,
+    "kvpool/state": 5470,
     "kvpool/stores": 3850,
     "kvpool/tables": 590,
     "tests": 1700,
@@ -71,7 +71,7 @@ LINES = {
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.2, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 202
+FILES = 197
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "store.py", "stress.py"}

@@ -14,9 +14,8 @@ import pytest
 from engine import small_layout
 from kvpool import IntegrityError, KVCacheManager
 from kvpool.device import CpuDevice
-from kvpool.device.base import Event, Stream
+from kvpool.device.base import Event, Stream, WrappedDevice
 from kvpool.device.sim import SimDevice
-from kvpool.device.wrapper import WrappedDevice
 from tests.race.lab import Lab
 
 GUARD = "staged_buffers_retire_by_event"

@@ -30,8 +30,8 @@ from kvpool.device.base import (
     Stream,
     stream_argument,
 )
+from kvpool.device.copy_plan import Regions
 from kvpool.device.main_memory import allocate_ram, allocate_shared, available_ram, free_shared
-from kvpool.device.regions import Regions
 from kvpool.device.sim.findings import COMPARE, Bound, Findings
 from kvpool.device.sim.order import (
     LANE_BITS,
