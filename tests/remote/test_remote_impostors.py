@@ -223,7 +223,7 @@ def test_a_server_cannot_fill_the_memory_of_a_client(make: Make, content: bytes,
     there, here = worker(make), worker(make)
     tokens = stored(there, 4)
     with BlockServer(there.cache) as server, Injecting(server.endpoint, content) as relay:
-        with BlockClient(relay.endpoint, here.cache, timeout_ms=20_000) as client:
+        with BlockClient(relay.endpoint, here.cache) as client:
             if "nothing" in state:
                 assert client.fetch(tokens) == 4
                 relay.most = 4 << 20  # less than a client takes that waits for something

@@ -230,7 +230,7 @@ def test_clients_that_never_read_do_not_keep_a_new_client_waiting(make: Make, sc
             for number in range(2, 8):
                 one.send(Get(number, 0), b"".join(there.keys(tokens)[:4]))
         until(lambda: server.stats().transfers >= 6 or server.stats().transfer_bytes == 32 << 20, "transfers")
-        with BlockClient(server.endpoint, there.cache, timeout_ms=5000) as client:
+        with BlockClient(server.endpoint, there.cache) as client:
             for _ in range(3):
                 found = client.fetch_blocks(there.keys(tokens)[:4])
                 assert [bytes(one or b"") for one in found] == expected(there, tokens)[:4]

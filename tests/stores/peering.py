@@ -47,7 +47,9 @@ def serve(servers: list[StoreServer]) -> Serve:
 
 
 def client(server: StoreServer | str, **options: Any) -> PeerStore:
-    return PeerStore(server if isinstance(server, str) else server.endpoint, **{"secret": SECRET, **options})
+    return PeerStore(
+        server if isinstance(server, str) else server.endpoint, **{"secret": SECRET, "timeout_ms": 600_000, **options}
+    )
 
 
 class Raw(workers.Raw):

@@ -128,7 +128,7 @@ def test_what_a_store_answers_after_a_drop_counts_no_more(
     assert codes(asked) == [CANCELLED] * 4, "it is decided at once"
     assert asked.returned is False, "its rows may still be written"
     gate.open()
-    assert asked.wait(60, returned=True) and asked.codes.tolist() == [CANCELLED] * 4
+    assert asked.wait(600, returned=True) and asked.codes.tolist() == [CANCELLED] * 4
     assert codes(dropped) == [OK] * len(dropped.codes)
 
 

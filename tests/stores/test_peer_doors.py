@@ -103,7 +103,7 @@ def test_a_secret_comes_from_a_file_that_only_its_owner_may_read(tmp_path: Path,
         PeerStore("tcp://127.0.0.1:1", secret_file=path)
     path.write_text(SECRET.hex() + "\n")
     server = serve()
-    store = open_store(f"peer:{server.endpoint}?secret_file={path}&timeout_ms=2000&connections=1")
+    store = open_store(f"peer:{server.endpoint}?secret_file={path}&timeout_ms=600000&connections=1")
     assert isinstance(store, PeerStore) and store.threads == 1
     with open_queue(store) as queue, open_queue(client(server)) as other:
         assert np.array_equal(saved(queue, 1), other.secret.opaque(names(1)))

@@ -108,7 +108,7 @@ def test_codes_that_are_none_are_failures(store: Wrong, queue: StoreQueue, answe
     keys = saved(queue, 2)
     store.after[kind] = lambda given: (answer, given[1]) if kind == "load" else answer
     job = jobs_of(queue, keys)[kind]()
-    assert job.wait(60, returned=True) and job.codes.tolist() == [FAILED] * 2 and job.error
+    assert job.wait(600, returned=True) and job.codes.tolist() == [FAILED] * 2 and job.error
 
 
 @pytest.mark.parametrize("seals", [None, np.zeros((2, 15), np.uint8), np.zeros((1, 16), np.uint8),
@@ -140,7 +140,7 @@ def test_a_store_that_is_not_there_at_first_is_asked_for_its_epoch_later(store: 
     store.before["epoch"] = raising(ConnectionError("not there yet"))
     with open_queue(store) as queue:
         for job in (queue.find(keys), queue.load(keys, np.arange(2)), queue.save(keys, np.arange(2))):
-            assert job.wait(60, returned=True) and job.codes.tolist() == [FAILED] * 2 and "not there" in job.error
+            assert job.wait(600, returned=True) and job.codes.tolist() == [FAILED] * 2 and "not there" in job.error
         del store.before["epoch"]
         assert returned(queue.load(keys, np.arange(2))).ok == 2
 
@@ -212,7 +212,7 @@ def test_nothing_is_lent_to_a_save_that_was_given_up_before_its_call(store: Wron
     second = queue.save(BlockNames(names(4, 4)), lender)
     second.cancel()
     gate.open()
-    assert first.wait(60, returned=True) and second.wait(60, returned=True)
+    assert first.wait(600, returned=True) and second.wait(600, returned=True)
     assert lender.lent == [tuple(names(4))] and second.counts == {"cancelled": 4}
 
 
@@ -238,8 +238,8 @@ def test_a_hanging_load_is_late_at_its_deadline_and_its_rows_come_back_later(sto
     assert job.codes.tolist() == [LATE] * 4
     assert not job.returned and queue.finished() == [job]
     gate.open()
-    assert job.wait(60, returned=True) and job.codes.tolist() == [LATE] * 4
-    assert queue.wait(60) and queue.finished() == [job] and not queue.wait(0)
+    assert job.wait(600, returned=True) and job.codes.tolist() == [LATE] * 4
+    assert queue.wait(600) and queue.finished() == [job] and not queue.wait(0)
 
 
 def test_a_hanging_save_keeps_no_load_waiting(store: Wrong, queue: StoreQueue) -> None:
@@ -249,7 +249,7 @@ def test_a_hanging_save_keeps_no_load_waiting(store: Wrong, queue: StoreQueue) -
     assert gate.reached.wait(600)
     done(queue.load(keys, np.arange(10, 14)))
     gate.open()
-    assert all(job.wait(60, returned=True) for job in saves)
+    assert all(job.wait(600, returned=True) for job in saves)
 
 
 def test_loads_go_before_saves_that_came_earlier(store: Wrong) -> None:
@@ -288,7 +288,7 @@ def test_cancelling_gives_up_what_is_queued_and_stops_what_runs(store: Wrong, qu
         assert job.done and job.codes.tolist() == [CANCELLED] * 4
     assert sum(job.returned for job in jobs) >= 2
     gate.open()
-    assert all(job.wait(60, returned=True) for job in jobs)
+    assert all(job.wait(600, returned=True) for job in jobs)
     assert queue.stats().blocks["load", "cancelled"] == 16
 
 
@@ -359,7 +359,7 @@ def test_no_error_of_a_store_ends_a_thread(store: Wrong, queue: StoreQueue, erro
     store.before[kind] = end
     for _ in range(2 * store.threads):
         job = jobs_of(queue, keys)[kind]()
-        assert job.wait(60, returned=True) and job.codes.tolist() == [FAILED] * 2
+        assert job.wait(600, returned=True) and job.codes.tolist() == [FAILED] * 2
         assert job.error.startswith(type(error).__name__)
     assert queue.stats().running_calls == 0
 
@@ -436,7 +436,7 @@ def test_arguments_can_change_after_a_call(store: Wrong, queue: StoreQueue) -> N
     job = queue.load(keys, rows)
     rows[:], keys[:] = 10_000, 0
     gate.open()
-    assert job.wait(60, returned=True) and job.ok == 4
+    assert job.wait(600, returned=True) and job.ok == 4
     assert np.array_equal(queue.memory[13], content(3))
 
 
