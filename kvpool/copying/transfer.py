@@ -400,6 +400,12 @@ class Transfer:
         with self.lock:
             return self.order.pending(ids, writes)
 
+    def event_behind(self, stream: Stream) -> Event:
+        """An event behind all that is enqueued on ``stream``. Takes the transfer lock. Raises DeviceError, and
+        ValueError for a stream on which no work can be enqueued now."""
+        with self.lock:
+            return self._device.record(self.as_stream(stream))
+
     def wait_for(self, stream: Stream, event: Event) -> None:
         """Have all work that is enqueued on ``stream`` from now on wait for an event. Takes the transfer lock. Raises
         DeviceError."""

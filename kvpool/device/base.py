@@ -362,13 +362,17 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def enqueue(self, work: Work, stream: Stream = NULL_STREAM) -> None:
+    def enqueue(self, work: Work, stream: Stream = NULL_STREAM, captured: bool = False) -> None:
         """Enqueue anything but copies of blocks on ``stream``. Its effect is that of ``work.run``.
 
         The arrays of ``work.Fragments`` and ``work.TokenMoves`` may be changed when this returns. A staging buffer is
         read when the work is done, not before. Until then the caller does not change the buffer, and keeps alive the
         buffer and what is written. Raises DeviceError where the device fails: any part of the work may have been done.
         Raises ValueError for a device that is not bound.
+
+        ``captured``: the stream is being captured, and each replay of the graph does the work, with what the buffer has
+        then. That is for staged rows and steps. Raises ValueError, with nothing enqueued, for a stream that is not
+        being captured, and for a device without graphs.
         """
 
     @abstractmethod

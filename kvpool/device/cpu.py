@@ -323,7 +323,9 @@ class CpuDevice(Device):
         for rows, plan in self._pool().planned(moves, layers):
             copy_moves(rows, plan)
 
-    def enqueue(self, work: Work, stream: Stream = NULL_STREAM) -> None:
+    def enqueue(self, work: Work, stream: Stream = NULL_STREAM, captured: bool = False) -> None:
+        if captured:
+            raise ValueError("stream: the cpu device has no graphs, so that none is being captured")
         work.run(self._pool())
 
     def record(self, stream: Stream) -> Event:

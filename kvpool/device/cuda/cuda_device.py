@@ -69,6 +69,7 @@ from kvpool.device.cuda.runtime import (
     Gpu,
     RuntimeCalls,
     UsedStreams,
+    captured_stream,
     find_batch,
     gpus,
     own_name,
@@ -364,9 +365,13 @@ class CudaDevice(Device):
             for launch in fragment_copies(rows, len(table.rows), table.words, host=host, grid=grid, bulk=bulk):
                 self._launcher.launch(launch, stream)
 
-    def enqueue(self, work: Work, stream: Stream = NULL_STREAM) -> None:
+    def enqueue(self, work: Work, stream: Stream = NULL_STREAM, captured: bool = False) -> None:
         self._check_open()
         bound = self._pool()
+        if captured:
+            # No event behind it: nobody could ask for that.
+            self._enqueue(work, bound, captured_stream(self._calls, stream))
+            return
         with self._streams.work(stream) as handle:
             self._enqueue(work, bound, handle)
 
