@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from kvpool.memory.kv_copy import Stagings as Stagings
     from kvpool.memory.kv_copy import gather_kv as gather_kv
     from kvpool.memory.kv_copy import scatter_kv as scatter_kv
+    from kvpool.pool.block_tables import CapturedTables as CapturedTables
     from kvpool.pool.config import LayerGroup as LayerGroup
     from kvpool.pool.config import split_blocks as split_blocks
     from kvpool.pool.events import Event as Event
@@ -81,6 +82,7 @@ _NAMES = {
     "kvpool.arrays.layout": "BlockLayout",
     "kvpool.arrays.paged": "PagedKV",
     "kvpool.arrays.strided": "StridedArray",
+    "kvpool.pool.block_tables": "CapturedTables",
     "kvpool.pool.config": "LayerGroup split_blocks",
     "kvpool.errors": (
         "BlockNotFound DeviceError ForkedProcess InsufficientMemory IntegrityError KVPoolError "

@@ -25,7 +25,7 @@ from kvpool.entry.interrupt import Bell
 from kvpool.entry.process import Process
 from kvpool.errors import PoolClosed
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
-from kvpool.keepers.bridge import EVICT, SAVES, Bridge, open_clients
+from kvpool.keepers.bridge import EVICT, SAVES, Bridge, Loader, open_clients
 from kvpool.keepers.choice import LoadOrCompute
 from kvpool.keepers.pool_tier import (
     Content,
@@ -37,7 +37,7 @@ from kvpool.keepers.pool_tier import (
     namespace_bytes,
     split,
 )
-from kvpool.keepers.prefetches import Prefetch, Prefetches
+from kvpool.keepers.prefetches import UNUSED_SECONDS, Prefetch, Prefetches
 from kvpool.pool.events import Events
 from kvpool.pool.explain import Explanation, InStores
 from kvpool.pool.keys import BlockKeys, Match, is_keys, key_rows
@@ -176,7 +176,8 @@ class Keeper(Closing):
             else LoadOrCompute(prefill_tokens_per_s, kinds * client.queue.block_bytes, pool.tokens_per_block)
             for client in self._clients
         ]  # fmt: skip
-        self._prefetches = Prefetches(pool, self._tier, self._bridge, policies, promotions, clock)
+        self._loader = Loader(self._tier, self._bridge, policies, promotions, UNUSED_SECONDS, clock)
+        self._prefetches = Prefetches(pool, self._tier, self._bridge, self._loader, clock)
         self._orders: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
         self._asked: deque[Prefetch] = deque()
@@ -330,7 +331,7 @@ class Keeper(Closing):
         return KeeperStats(
             bridge.saved_blocks, tier.saved_bytes, tier.loaded_blocks, tier.loaded_bytes, prefetches.found_blocks,
             dict(dropped), dict(prefetches.ended), self._stored.dropped + self._unsaved.missed, bridge.waiting,
-            prefetches.promoted, prefetches.under_way,
+            len(self._loader.unread), prefetches.under_way,
             {client.name: client.queue.stats() for client in self._clients},
             {client.name: client.health.stats() for client in self._clients},
         )  # fmt: skip

@@ -63,7 +63,7 @@ from kvpool.pool.keys import (
 from kvpool.pool.leases import Lease, Leases
 from kvpool.pool.prompts import Retention
 from kvpool.pool.reservations import Loadable, Reservation, Reservations
-from kvpool.state import control, lookup, records, swaps, verbs
+from kvpool.state import control, index, records, swaps, verbs
 from kvpool.state.sequences import check_ids
 from kvpool.state.verify import verify_states
 
@@ -605,7 +605,7 @@ class KVCacheManager(Hints, BlockTables):
             self.core.check_open()
             control.cached(heads, rows, control.ANY_TIER, here)
             lacks = brought | here
-            most = int(lookup.lacking(heads, request_of(keys), here, lacks))
+            most = int(index.lacking(heads, request_of(keys), here, lacks))
         return Lacking(most * self.tokens_per_block, tuple(np.flatnonzero(own) for own in lacks))
 
     def explain(self, prompt: Prompt) -> Explanation:

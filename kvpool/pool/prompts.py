@@ -35,7 +35,7 @@ from kvpool.pool.config import Group
 from kvpool.pool.core import Core, refusal
 from kvpool.pool.keys import Admission, BlockKeys, Match, Plan, Prompt, Scope, check_origin, request_of, requests_of
 from kvpool.pool.layer_loads import PARTS_MAX, LayerLoads, loads_argument
-from kvpool.state import admit, hashing, kinds, lookup, records, requests, verbs
+from kvpool.state import admit, hashing, index, records, requests, verbs
 from kvpool.state.arrays import State
 
 Rows = Int64s
@@ -124,8 +124,8 @@ class Prompts:
 
     def _whole(self) -> State:
         """The group whose rows have most of their tokens: all, unless it has a window. Raises ValueError."""
-        whole = [state for state in self.core.states if kinds.has_all(state.heads, state.group)]
-        windowed = [state for state in self.core.states if kinds.has_windows(state.heads, state.group)]
+        whole = [state for state in self.core.states if requests.has_all(state.heads, state.group)]
+        windowed = [state for state in self.core.states if requests.has_windows(state.heads, state.group)]
         if not whole and not windowed:
             raise ValueError(
                 "keys_of: the states of recurrent layers have no tokens: extend the BlockKeys that were added"
@@ -198,7 +198,7 @@ class Prompts:
         out, ids = np.empty((len(heads) + 1, 6), np.int64), np.empty((len(heads), full), np.int32)
         with self.core.lock:
             self.core.check_open()
-            lookup.match(heads, request, ids, out)
+            index.match(heads, request, ids, out)
         return out, ids
 
     def blocks_needed(
@@ -242,7 +242,7 @@ class Prompts:
             tokens = int(encoder_argument("encoder_tokens", encoder_tokens, 1, crosses)[0])
         columns, found = -(-tokens // self._width), self._look_up(request_of(keys))[0][which]
         if config.groups[which].kind == "recurrent":
-            columns = found[3] + kinds.fresh_of(self.core.states.heads, which, request_of(keys), found[3], columns)
+            columns = found[3] + requests.fresh_of(self.core.states.heads, which, request_of(keys), found[3], columns)
         return int(columns - found[4])
 
     def plan_batch(self, prompts: Sequence[Prompt], *, encoder_tokens: Integers | None = None) -> Plan:
@@ -422,7 +422,8 @@ class Prompts:
     def _why_never(self, row: Rows) -> str | None:
         columns, encoder = (-(-int(row[0, i]) // self._width) for i in (records.R.length, records.R.encoder))
         groups, heads = self.core.config.groups, self.core.states.heads
-        needs = [encoder if g.kind == "cross" else int(kinds.fresh_of(heads, g.index, row, 0, columns)) for g in groups]
+        fresh = requests.fresh_of
+        needs = [encoder if g.kind == "cross" else int(fresh(heads, g.index, row, 0, columns)) for g in groups]
         short = [g for g in groups if needs[g.index] > g.device_blocks]
         # Groups for cross attention or full attention need all of their blocks at once. The others need what the next
         # token sees.
@@ -439,7 +440,7 @@ class Prompts:
         cached = self._cached(row) if short else []
         for group in short:
             matched, held = cached[group.index]
-            needed = min(needs[group.index], held + int(kinds.fresh_of(heads, group.index, row, matched, columns)))
+            needed = min(needs[group.index], held + int(fresh(heads, group.index, row, matched, columns)))
             if needed > group.device_blocks:
                 return (
                     f"{self._lack(group, needed)}: it can never fit as a whole; add its first tokens, commit them, "

@@ -197,7 +197,7 @@ def test_neighbours_are_copied_together(open_copies: Open) -> None:
 
 
 def test_large_copies_go_around_the_caches_and_are_the_same(open_copies: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool.device.block_copy.CACHED_BYTES_MAX", 0)
+    monkeypatch.setattr("kvpool.device.copy_plan.CACHED_BYTES_MAX", 0)
     for layout, size in (("L | P B T H D", 65), ("L | B D", 1300)):
         one = filled(layout, D=size) if size > 100 else filled(layout, D=size, P=1)
         copies, image = open_copies(one), one.image()

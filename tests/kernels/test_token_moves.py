@@ -9,7 +9,7 @@ import pytest
 
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device import CpuDevice
-from kvpool.device.block_copy import CopyPlan, Tier, make_plan
+from kvpool.device.copy_plan import CopyPlan, Tier, make_plan
 from kvpool.device.launches import MOVES, TOKEN_MOVES, Grid, token_moves
 from kvpool.device.work import TokenMoves
 from kvpool.memory.pools import MemoryPools

@@ -211,9 +211,9 @@ MUTATIONS = (
     ),
     Mutation(
         "what_nobody_reads_takes_room_for_ever",
-        "HostLoads._free",
-        "while self._unread and next(iter(self._unread.values()))[0] <= now:\n"
-        "    del self._unread[next(iter(self._unread))]",
+        "Loader.free",
+        "while self.unread and next(iter(self.unread.values())).until <= now:\n"
+        "    del self.unread[next(iter(self.unread))]",
         "",
         "After some requests that were aborted, nothing comes from a store any more.",
         ("tests/stores/test_hostkeeper_policies.py::test_what_came_and_nobody_reads_makes_room_after_a_while",),
@@ -229,7 +229,7 @@ MUTATIONS = (
     Mutation(
         "stores_are_asked_for_what_has_no_room",
         "HostLoads._ask",
-        "max(0, ASKED_MAX - len(self.searching)) if self._free and not self._stopped else 0",
+        "max(0, ASKED_MAX - len(self.searching)) if self._loader.free and not self._stopped else 0",
         "max(0, ASKED_MAX - len(self.searching)) if not self._stopped else 0",
         "A request whose end has no room waits for its stores in every step, and never begins.",
         (f"{_POLICIES}test_while_there_is_no_room_no_store_is_asked",),

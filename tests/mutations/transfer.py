@@ -177,6 +177,14 @@ MUTATIONS = (
         ("tests/race/test_handovers.py::test_what_was_staged_arrives_whatever_happens_to_the_sequences_meanwhile",),
     ),
     Mutation(
+        "a_graph_is_staged_for_while_its_replay_reads",
+        "Staging.await_replay",
+        "buffer.replays is None",
+        "True",
+        "A replay hands over the tables of the step behind it.",
+        ("tests/race/test_handovers.py::test_each_replay_hands_over_what_was_staged_for_it",),
+    ),
+    Mutation(
         "what_was_copied_from_a_lost_block_counts_as_there",
         "Transfer._copy",
         "stale = bool(self._lost) and self._lost.get(int(some[0, SOURCE])) == some[0, TICKET]",

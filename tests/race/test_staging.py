@@ -15,10 +15,9 @@ import pytest
 from engine import small_layout
 from kvpool import DeviceError, IntegrityError, KVCacheManager, PoolClosed, StepTables
 from kvpool.device import CpuDevice
-from kvpool.device.base import NULL_STREAM, Event, Stream
+from kvpool.device.base import NULL_STREAM, Event, Stream, WrappedDevice
 from kvpool.device.sim import RaceError, SimDevice, UndeclaredWrite
 from kvpool.device.work import StagedRows, Work
-from kvpool.device.wrapper import WrappedDevice
 from kvpool.tables.staging import Buffer
 from steps import NAMES, arrays, check, expected
 from tests.race.lab import Lab

@@ -11,9 +11,8 @@ import pytest
 from engine import Engine, open_engine, small_layout
 from kvpool import DeviceError, KVCacheManager, PoolClosed
 from kvpool.device import CpuDevice
-from kvpool.device.base import NULL_STREAM, STAGING, Stream
+from kvpool.device.base import NULL_STREAM, STAGING, Stream, WrappedDevice
 from kvpool.device.work import StagedRows, Work
-from kvpool.device.wrapper import WrappedDevice
 from tests.tables.hand_overs import picture
 
 Make = Callable[..., Engine]

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvpool.arrays import Array, Int64s, Uint8s
 from kvpool.arrays.strided import StridedArray
-from kvpool.device.regions import Regions
+from kvpool.device.copy_plan import Regions
 from kvpool.device.sim.order import (
     Access,
     AccessOrder,

@@ -10,8 +10,8 @@ import numpy as np
 
 from kvpool.arrays import Array, Bools, Int64s, Uint8s
 from kvpool.device.base import Layers, Part
-from kvpool.device.block_copy import HostPool
-from kvpool.device.regions import Regions
+from kvpool.device.copy_plan import Regions
+from kvpool.device.cpu import HostPool
 from kvpool.device.sim.order import Rows
 
 Piece = tuple[slice, slice, slice]

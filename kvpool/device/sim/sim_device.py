@@ -30,8 +30,8 @@ from kvpool.device.base import (
     Stream,
     stream_argument,
 )
+from kvpool.device.copy_plan import Regions
 from kvpool.device.main_memory import allocate_ram, allocate_shared, available_ram, free_shared
-from kvpool.device.regions import Regions
 from kvpool.device.sim.findings import COMPARE, Bound, Findings
 from kvpool.device.sim.order import (
     LANE_BITS,
@@ -71,6 +71,12 @@ _KINDS: dict[type, str] = {
 }  # fmt: skip
 """The names of work in reports."""
 Memory = Sequence[Array]
+
+
+class Graph(list[Callable[[Any], None]]):
+    """What was captured: calls that take the stream on which it is replayed."""
+
+
 # Of the queries of one event, every so many-th takes a step toward it, so that a loop over ``query`` ends.
 _FAIR_QUERIES = 16
 # If so many queries follow each other, while nothing can run and nothing else is called, they are a loop that cannot
@@ -201,6 +207,7 @@ class SimDevice(Device):
         self.races = self._findings.races
         self._scheduler = Scheduler(self._choices, self._finished)
         self._streams = Streams()
+        self._graphs: dict[int, Graph] = {}
         self._bound: Bound | None = None
         self._allocated: dict[int, Uint8s] = {}
         self._accesses = self._vain = 0
@@ -296,7 +303,26 @@ class SimDevice(Device):
     # -- streams ---------------------------------------------------------------------------------
 
     def as_stream(self, stream: Any) -> Stream:
-        return stream_argument(stream)
+        found = stream_argument(stream)
+        if found.handle in self._graphs:
+            raise ValueError(f"stream={stream!r}: it is being captured; call before that or behind it")
+        return found
+
+    @contextmanager
+    def capture(self, stream: Any) -> Iterator[Graph]:
+        """Capture a stream while the context is open, as CUDA does: what ``launch`` enqueues there, and what a pool
+        captures, is recorded instead. ``replay`` does it as often as wanted. Other calls refuse the stream."""
+        handle, graph = self.as_stream(stream).handle, Graph()
+        self._graphs[handle] = graph
+        try:
+            yield graph
+        finally:
+            del self._graphs[handle]
+
+    def replay(self, graph: Graph, stream: Any) -> None:
+        """Enqueue all that a graph has."""
+        for call in graph:
+            call(stream)
 
     def create_stream(self, name: str, urgent: bool = False) -> Stream:
         with self._entered():
@@ -319,7 +345,12 @@ class SimDevice(Device):
                 self._submit(queue, Copy(access, writes, moves, mirrors, self._chunk_bytes, layers), reads, layers)
             self._scheduler.poll()
 
-    def enqueue(self, work: Work, stream: Stream = NULL_STREAM) -> None:
+    def enqueue(self, work: Work, stream: Stream = NULL_STREAM, captured: bool = False) -> None:
+        if captured:
+            if stream.handle not in self._graphs:
+                raise ValueError(f"stream={stream!r}: it is not being captured; call while it is")
+            self._graphs[stream.handle].append(partial(self.enqueue, work))
+            return
         with self._entered():
             bound = self._pool()
             if isinstance(work, Fragments):
@@ -357,6 +388,11 @@ class SimDevice(Device):
         """
         if not callable(function):
             raise TypeError(f"function={function!r}: a callable without arguments is needed")
+        graph = self._graphs.get(stream_argument(stream).handle)
+        if graph is not None:
+            named = {"reads": reads, "writes": writes, "loads": loads, "stores": stores, "layers": layers}
+            graph.append(lambda on: self.launch(on, function, **named))
+            return
         with self._entered():
             self._launch("launch", stream, function, *self._rows(reads, writes, loads, stores), layers)
 
