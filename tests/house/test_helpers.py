@@ -24,7 +24,7 @@ while os.getppid() == helper:
 SCRIPT = """
 import json, os, sys
 from kvpool.helpers import Helpers
-from kvpool.jit.announcer import announcer
+from kvpool.jit.cache import announcer
 program, processes = sys.argv[1], int(sys.argv[2])
 with Helpers(program, processes) as helpers:
     if processes > 1:

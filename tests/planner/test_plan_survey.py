@@ -15,7 +15,7 @@ from kvpool.planner import stack as stack_module
 from kvpool.planner.stack import BUCKETS, bucket_of
 from kvpool.planner.survey import NOBODY, OTHERS, TENANTS_MAX, Surveyor, coarse_limits
 from kvpool.replay.content import Request
-from kvpool.replay.workload import synthetic
+from kvpool.replay.traces import synthetic
 
 Chain = tuple[Any, ...]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvpool.replay.content import Request
-from kvpool.replay.workload import DEVICE_BLOCKS, synthetic
+from kvpool.replay.traces import DEVICE_BLOCKS, synthetic
 
 
 def content(request: Request) -> tuple[object, ...]:

@@ -20,9 +20,8 @@ import pytest
 from kvpool import ForkedProcess
 from kvpool.remote.session import Failed, Message, Received, Session
 from kvpool.stores import ABSENT, CANCELLED, DAMAGED, FAILED, LATE, OK, MemoryStore, StoreQueue
-from kvpool.stores.peer.peer_store import PeerStore
+from kvpool.stores.peer.peer_store import PeerStore, StoreCall, StoreDone, StoreHello, StoreWelcome
 from kvpool.stores.peer.store_server import StoreServer
-from kvpool.stores.peer.wire import StoreCall, StoreDone, StoreHello, StoreWelcome
 from kvpool.stores.store import MODEL_BYTES
 from tests.remote.workers import Fake, packed
 from tests.stores.contract import LastingContract

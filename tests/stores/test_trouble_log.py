@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvpool.stores.store_health import TroubleLog
+from kvpool.stores.store_client import TroubleLog
 
 LOG = logging.getLogger("kvpool.stores.test")
 
