@@ -62,7 +62,7 @@ def other(x):
 REPORT = """
 import json
 from sample import entry, other
-from sample.jit.announcer import announcer
+from sample.jit.cache import announcer
 from sample.jit.cache import cache_root
 functions = entry.plus_ten, entry.plus_twenty, entry.entry, other.other
 report = []
