@@ -60,7 +60,7 @@ LINES = {
     "tests/planner": 770,
     "tests/publish": 1570,
     "tests/race": 2890,
-    "tests/remote": 2160,
+    "tests/remote": 2165,
     "tests/replay": 1290,
     "tests/sequences": 3210,
     "tests/share": 680,
