@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvpool.arrays.layout import BlockLayout
-from kvpool.entry.arguments import parse_size
+from kvpool.sizes import parse_size
 
 if TYPE_CHECKING:
     from kvpool.replay import Trace

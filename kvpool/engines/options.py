@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import kvpool
-from kvpool.entry.arguments import parse_size
+from kvpool.sizes import parse_size
 
 SEED = "PYTHONHASHSEED"
 PART = "{part}"

@@ -8,7 +8,8 @@ from importlib import import_module
 from typing import Any
 from urllib.parse import parse_qsl
 
-from kvpool.entry.arguments import parse_size, text_argument
+from kvpool.entry.arguments import text_argument
+from kvpool.sizes import parse_size
 from kvpool.stores.store import Store
 
 _KINDS = {

@@ -19,13 +19,13 @@ LINES = {
     "cuda": 340,
     "docs": 220,
     "examples": 1180,
-    "kvpool": 465,
+    "kvpool": 481,
     "kvpool/arrays": 740,
     "kvpool/commands": 1180,
     "kvpool/copying": 592,
     "kvpool/device": 4260,
     "kvpool/engines": 2930,
-    "kvpool/entry": 435,
+    "kvpool/entry": 420,
     "kvpool/hostcache": 950,
     "kvpool/jit": 600,
     "kvpool/keepers": 1925,
@@ -69,9 +69,9 @@ LINES = {
     "tests/tables": 850,
 }
 """The most net lines of each folder."""
-DENSITY = {"kvpool": 465.2, "tests": 11.2}
+DENSITY = {"kvpool": 481.2, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 184
+FILES = 185
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "store.py", "stress.py"}

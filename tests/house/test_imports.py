@@ -21,6 +21,7 @@ SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("
 # A folder is a layer: each may import from the lines above it. The files at the top of the package are layers too.
 LAYERS = [
     "errors",
+    "sizes",
     "jit",
     "helpers",
     "arrays",

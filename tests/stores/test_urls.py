@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.entry.arguments import parse_size
+from kvpool.sizes import parse_size
 from kvpool.stores import MemoryStore
 from kvpool.stores.urls import bytes_argument, open_store
 
