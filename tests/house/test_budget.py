@@ -20,22 +20,22 @@ LINES = {
     "docs": 220,
     "examples": 1180,
     "kvpool": 481,
-    "kvpool/arrays": 750,
+    "kvpool/arrays": 740,
     "kvpool/commands": 1180,
     "kvpool/copying": 592,
-    "kvpool/device": 4275,
+    "kvpool/device": 4260,
     "kvpool/engines": 2930,
     "kvpool/entry": 420,
     "kvpool/hostcache": 950,
-    "kvpool/jit": 610,
-    "kvpool/keepers": 1930,
+    "kvpool/jit": 600,
+    "kvpool/keepers": 1925,
     "kvpool/memory": 850,
     "kvpool/observe": 410,
     "kvpool/planner": 1410,
-    "kvpool/pool": 3305,
+    "kvpool/pool": 3285,
     "kvpool/publish": 660,
-    "kvpool/remote": 1660,
-    "kvpool/replay": 1995,
+    "kvpool/remote": 1675,
+    "kvpool/replay": 1980,
     "kvpool/state": 5475,
     "kvpool/stores": 3850,
     "kvpool/tables": 615,
@@ -60,7 +60,7 @@ LINES = {
     "tests/planner": 770,
     "tests/publish": 1570,
     "tests/race": 2890,
-    "tests/remote": 2160,
+    "tests/remote": 2165,
     "tests/replay": 1290,
     "tests/sequences": 3210,
     "tests/share": 680,
@@ -69,9 +69,9 @@ LINES = {
     "tests/tables": 850,
 }
 """The most net lines of each folder."""
-DENSITY = {"kvpool": 10.2, "tests": 11.2}
+DENSITY = {"kvpool": 481.2, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 197
+FILES = 185
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "store.py", "stress.py"}

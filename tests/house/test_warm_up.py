@@ -152,7 +152,7 @@ while os.getppid() == helper:
 HELPED = """
 import json, os, sys
 from kvpool.helpers import Helpers
-from kvpool.jit.announcer import announcer
+from kvpool.jit.cache import announcer
 program, processes = sys.argv[1], int(sys.argv[2])
 with Helpers(program, processes) as helpers:
     if processes > 1:

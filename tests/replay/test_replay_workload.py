@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvpool.replay.content import Request, expand_ids, expand_output
-from kvpool.replay.workload import DEVICE_BLOCKS, synthetic
+from kvpool.replay.traces import DEVICE_BLOCKS, synthetic
 
 
 def content(request: Request) -> tuple[object, ...]:

@@ -9,7 +9,7 @@ import pytest
 
 from kvpool.stores import ABSENT, CANCELLED, DAMAGED, FAILED, LATE, OK, REFUSED
 from kvpool.stores.jobs import FORGET, Job
-from kvpool.stores.store_health import StoreHealth
+from kvpool.stores.store_client import StoreHealth
 from tests.stores.lab import Clock
 
 

@@ -24,9 +24,8 @@ from kvpool import ForkedProcess
 from kvpool.remote import ClientKeys, ServerKeys
 from kvpool.remote.session import Failed, Message, Received, Session
 from kvpool.stores import ABSENT, CANCELLED, DAMAGED, FAILED, LATE, OK, MemoryStore, StoreQueue
-from kvpool.stores.peer.peer_store import PeerStore
+from kvpool.stores.peer.peer_store import PeerStore, StoreCall, StoreDone, StoreHello, StoreWelcome
 from kvpool.stores.peer.store_server import StoreServer
-from kvpool.stores.peer.wire import StoreCall, StoreDone, StoreHello, StoreWelcome
 from kvpool.stores.seals import SharedSecret
 from kvpool.stores.store import MODEL_BYTES
 from kvpool.stores.urls import open_store

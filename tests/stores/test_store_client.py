@@ -11,7 +11,7 @@ import pytest
 
 from kvpool import StoreBusy
 from kvpool.stores import CANCELLED, DAMAGED, LATE, OK, BlockNames, Job, StoreClient, staging_rows
-from kvpool.stores.store_health import StoreHealth
+from kvpool.stores.store_client import StoreHealth
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, Clock, Gate, Wrong, content, names
 
 ROWS = 8

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from kvpool.observe.metrics import PoolMetrics
 from kvpool.stores import REFUSED
-from kvpool.stores.store_health import REPEAT_SECONDS, TroubleLog
+from kvpool.stores.store_client import REPEAT_SECONDS, TroubleLog
 from tests.stores.hostkeeping import Engine
 from tests.stores.keeping import engine, fetch, keeper, seed, tokens
 from tests.stores.lab import BLOCK_BYTES, Wrong

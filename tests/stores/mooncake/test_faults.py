@@ -266,10 +266,6 @@ queue.load(queue.secret.opaque([b"a"]), np.arange(1))
 # A replay in a process that joins a cluster finds what the process of an earlier replay has left there.
 
 
-pytest.importorskip("blake3")
-
-from tests.stores.mooncake.cluster import Cluster
-
 SMALL = "--limit 40 --seed 3 --device-blocks 400 --host-blocks 64 --active 4 --store-wait 60 --device cpu".split()
 
 
