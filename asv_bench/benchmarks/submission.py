@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.device.base import ALL_LAYERS, NULL_STREAM, Event, Layers, Stream
+from kvpool.device.base import ALL_LAYERS, NULL_STREAM, Event, Layers, Stream, WrappedDevice
 from kvpool.device.cpu import CpuDevice
-from kvpool.device.wrapper import WrappedDevice
 from kvpool.jit import jit
 
 from .pools import Once, blocks_of, make_pool, make_prompts, store

@@ -31,8 +31,8 @@ from kvpool.errors import DeviceError
 from kvpool.jit import jit
 from kvpool.state import records, verbs
 from kvpool.state.arrays import States
-from kvpool.state.effects import ACCESSED, collect
 from kvpool.state.records import DIRECTION, DIRECTIONS, H, place_of
+from kvpool.state.tiers import ACCESSED, collect
 
 NO_RANGES: Int64s = np.zeros((0, 2), np.int64)
 NO_TOKEN_MOVES: Int64s = np.zeros((0, 4), np.int64)

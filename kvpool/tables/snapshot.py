@@ -15,8 +15,8 @@ from kvpool.device.work import StagedRows, StagedVectors, Table, Work, staged_by
 from kvpool.errors import DeviceError
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import array_at, memcpy
-from kvpool.state.kinds import holes
 from kvpool.state.records import NONE, SEVERAL_STREAMS, TOO_LARGE, TOO_SMALL, H, head, sequences_of
+from kvpool.state.requests import holes
 from kvpool.state.sequences import check, stream_of
 from kvpool.tables.staging import Buffer, Staging
 

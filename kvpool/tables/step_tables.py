@@ -24,8 +24,8 @@ from kvpool.device.work import (
 )
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import address_of, memcpy
-from kvpool.state.kinds import holes
 from kvpool.state.records import BAD_COUNT, PASSED, TOO_LARGE, TOO_SMALL, H, head, sequences_of
+from kvpool.state.requests import holes
 from kvpool.state.sequences import check, stream_of, use
 from kvpool.tables.snapshot import HandOver, check_streams, used_blocks
 from kvpool.tables.staging import Buffer

@@ -34,7 +34,7 @@ from kvpool.device.base import (
     Stream,
     StreamGone,
 )
-from kvpool.device.block_copy import make_plan
+from kvpool.device.copy_plan import Regions, make_plan
 from kvpool.device.cuda import calibration as calibrations
 from kvpool.device.cuda.calibration import (
     BATCHED,
@@ -85,7 +85,6 @@ from kvpool.device.launches import (
     token_moves,
 )
 from kvpool.device.main_memory import GpuMemory, allocate_shared, available_ram, free_shared
-from kvpool.device.regions import Regions
 from kvpool.device.work import Fragments, StagedRows, StagedStep, StagedVectors, TokenMoves, Work
 from kvpool.errors import DeviceError, PoolClosed
 
