@@ -34,6 +34,7 @@ from tests.stores.contract import LastingContract
 from tests.stores.lab import (
     BLOCK_BYTES,
     IDENTITY,
+    Clock,
     Gate,
     Wrong,
     content,
@@ -276,15 +277,19 @@ def test_a_store_opens_without_its_server_and_says_so(caplog: pytest.LogCaptureF
         saved(queue, 4)
 
 
-def test_a_slow_server_is_late_at_the_deadline_and_its_late_answer_reaches_no_row(serve: Serve) -> None:
-    store, gate = Wrong(MemoryStore(64 * BLOCK_BYTES)), Gate()
+def test_a_slow_server_is_late_at_the_deadline_and_its_late_answer_reaches_no_row(
+    serve: Serve, store: Wrong, clock: Clock
+) -> None:
+    gate = Gate()
     server = serve(store)
-    with open_queue(client(server)) as queue:
+    with open_queue(client(server), clock=clock) as queue:
         keys = saved(queue, 4)
         store.before["load"] = gate
         queue.memory[8:12] = 7
-        job = done(queue.load(keys, np.arange(8, 12), deadline=queue.now() + 0.05))
-        assert job.codes.tolist() == [LATE] * 4
+        job = queue.load(keys, np.arange(8, 12), deadline=clock.soon())
+        assert gate.reached.wait(600)
+        clock.pass_(1.0)
+        assert done(job).codes.tolist() == [LATE] * 4
         assert job.wait(60, returned=True), "the client waits no longer, although the server still hangs"
         gate.open()
         del store.before["load"]
