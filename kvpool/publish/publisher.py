@@ -24,7 +24,7 @@ from kvpool.pool.manager import KVCacheManager
 from kvpool.publish.messages import BLOCKS_PER_MESSAGE, HASHES, Encoder, Spec
 from kvpool.publish.replay_server import History, ReplayServer
 from kvpool.remote.connections import Connections, end, new_context
-from kvpool.remote.session import check_free, endpoint_argument
+from kvpool.remote.session import binding, endpoint_argument
 
 SNAPSHOT_MESSAGES = 1024
 SUBSCRIPTION_BYTES_MAX, SAID_BYTES_MAX = 256, 64 << 10
@@ -213,8 +213,8 @@ class KVEventPublisher(Closing):
         self._pub.immediate = True
         self._subscribers = Connections(self._pub, peers, SAID_BYTES_MAX + len(self._topic))
         if bind:
-            check_free(endpoint)
-            self._pub.bind(endpoint)
+            with binding(endpoint):
+                self._pub.bind(endpoint)
         else:
             self._pub.connect(endpoint)
         self.endpoint = str(self._pub.getsockopt_string(zmq.LAST_ENDPOINT))

@@ -26,7 +26,7 @@ import zmq
 
 from kvpool.errors import PoolClosed
 from kvpool.remote import connections
-from kvpool.remote.session import check_free
+from kvpool.remote.session import binding
 
 FRAMES_MAX, FRAME_BYTES_MAX, COMMAND_BYTES_MAX = 8, 64, 1024
 """The most that a peer may send in one message, in one frame of it, and in one command of the protocol."""
@@ -222,14 +222,14 @@ class ReplayServer:
 def _listen(endpoint: str) -> socket.socket:
     """A socket that listens. What it is told of buffers holds for the connections to it."""
     scheme, _, place = endpoint.partition("://")
-    check_free(endpoint)
     if scheme == "ipc":
         listener = socket.socket(socket.AF_UNIX)
-        with suppress(OSError):  # What a process that was killed has left would be in the way.
-            os.unlink(place)
         try:
-            listener.bind(place if place[0] != "@" else "\0" + place[1:])
-            listener.listen(100)
+            with binding(endpoint):
+                with suppress(OSError):  # What a process that was killed has left would be in the way.
+                    os.unlink(place)
+                listener.bind(place if place[0] != "@" else "\0" + place[1:])
+                listener.listen(100)
         except BaseException:
             listener.close()
             raise

@@ -26,7 +26,7 @@ from kvpool.remote.session import (
     ServerDoor,
     Session,
     answered,
-    check_free,
+    binding,
     check_library,
     encode,
 )
@@ -127,8 +127,8 @@ class Server:
         bytes_most = (messages + 1) * (frame_bytes + HEAD_BYTES_MAX) + 2 * _BUFFER_BYTES
         self.connections = Connections(socket, connections, bytes_most, guarded=True)
         try:
-            check_free(endpoint)
-            socket.bind(endpoint)
+            with binding(endpoint):
+                socket.bind(endpoint)
         except BaseException:
             self.close()
             raise

@@ -11,6 +11,7 @@ library. The seal is under the tag.
 
 from __future__ import annotations
 
+import fcntl
 import hmac
 import ipaddress
 import json
@@ -18,8 +19,8 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from errno import EADDRINUSE
 from socket import AF_UNIX, socket
@@ -33,6 +34,8 @@ from kvpool.entry.arguments import text_argument
 _Z85_KEY = 40
 _PASS_NS = 60_000_000_000
 """How old the pass of a client may be."""
+_LOCK_TRIES = 200
+"""Of 10 ms. Who holds the lock of a folder for longer does not begin to listen there."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,24 @@ def endpoint_argument(name: str, endpoint: object, needs: str = "") -> str:
             "tcp://127.0.0.1:5555"
         )
     return endpoint
+
+
+@contextmanager
+def binding(endpoint: str) -> Iterator[None]:
+    """While this process begins to listen at an endpoint that is free: ``check_free``. Of two that take one ``ipc``
+    path at the same instant, the second waits until the first listens: each locks the folder."""
+    path = endpoint.removeprefix("ipc://")
+    with ExitStack() as stack:
+        with suppress(OSError):  # A folder that is not there: the bind says so.
+            folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_CLOEXEC)
+            stack.callback(os.close, folder)
+            for _ in range(0 if path == endpoint else _LOCK_TRIES):
+                with suppress(BlockingIOError):
+                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                time.sleep(0.01)
+        check_free(endpoint)
+        yield
 
 
 def check_free(endpoint: str) -> None:

@@ -83,6 +83,7 @@ class Shape:
                 "architectures": ["DeepseekV2ForCausalLM"],
                 "model_type": "deepseek_v2",
                 "kv_lora_rank": self.latent,
+                "q_lora_rank": None,
                 "qk_nope_head_dim": self.head_dim,
                 "qk_rope_head_dim": ROTATED,
                 "v_head_dim": self.head_dim,

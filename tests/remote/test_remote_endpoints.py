@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +14,7 @@ import pytest
 import zmq
 from workers import LARGE, SECRET, Make, stored, worker
 
-from kvpool.remote import BlockClient, BlockServer, ClientKeys, RemoteError, RemoteTimeout, ServerKeys
+from kvpool.remote import BlockClient, BlockServer, ClientKeys, RemoteError, RemoteTimeout, ServerKeys, session
 from kvpool.remote.block_server import Limits, UnderWay, Waiting, fitting
 from kvpool.remote.server import LetIn, Refused
 from kvpool.remote.session import Session
@@ -58,6 +61,38 @@ def test_loopback_needs_none(make: Make, endpoint: str) -> None:
     tokens = stored(there, 2)
     with BlockServer(there.cache, endpoint) as server, BlockClient(server.endpoint, here.cache) as client:
         assert client.fetch(tokens) == 2
+
+
+def test_of_two_servers_that_start_on_one_path_at_the_same_instant_one_does(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has looked whether the path is free before the other listens, unless it waits for it."""
+    looked, endpoint, began = threading.Barrier(2), f"ipc://{tmp_path}/s", list[object]()
+    check = session.check_free
+
+    def check_and_wait(endpoint: str) -> None:
+        check(endpoint)
+        with suppress(threading.BrokenBarrierError):
+            looked.wait(0.5)
+
+    monkeypatch.setattr(session, "check_free", check_and_wait)
+
+    def start(cache: Any) -> None:
+        try:
+            began.append(BlockServer(cache, endpoint))
+        except zmq.ZMQError as error:
+            assert error.errno == errno.EADDRINUSE
+            began.append(None)
+
+    caches = [worker(make).cache for _ in range(2)]
+    threads = [threading.Thread(target=start, args=(cache,)) for cache in caches]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(600)
+    servers = [one for one in began if isinstance(one, BlockServer)]
+    assert len(began) == 2 and len(servers) == 1
+    servers[0].close()
 
 
 def test_an_endpoint_that_is_taken_is_an_error_that_leaves_nothing_behind(make: Make) -> None:
