@@ -90,17 +90,7 @@ class LocalBlocks:
         stores = [open_store(text, part=identity.fingerprint) for text in options.stores]
         if not all(getattr(store, "indexed", False) for store in stores):
             self.at_a_time = _AFAR
-        return HostKeeper(
-            self._cache,
-            self._tier,
-            stores,
-            save="publish" if options.save == "commit" else options.save,
-            load_share=options.load_share,
-            save_share=options.save_share,
-            load_seconds=options.load_seconds,
-            save_seconds=options.save_seconds,
-            retry_seconds=options.retry_seconds,
-        )
+        return HostKeeper(self._cache, self._tier, stores, **options.keeping)
 
     @property
     def memory(self) -> Bytes:

@@ -29,6 +29,7 @@ _OLD_WORDS = {
     "deadline": ("find_seconds", "load_seconds", "save_seconds"),
 }
 """Options by words that are accepted for one release more, and the words that take their place."""
+_KEEPING = ("save", "load_share", "save_share", "load_seconds", "save_seconds", "retry_seconds")
 _OLD_VALUES = {("save", "publish"): "commit"}
 _NEAR = 0.75
 """How much alike a word and a name must be for one to be a slip of the other."""
@@ -82,6 +83,11 @@ class EngineOptions:
     def lasting(self) -> list[str]:
         """The stores that outlive the process, or are shared with others."""
         return [text for text in self.stores if not text.startswith("memory:")]
+
+    @property
+    def keeping(self) -> dict[str, Any]:
+        """What a ``HostKeeper`` is told of its stores."""
+        return {name: getattr(self, name) for name in _KEEPING}
 
     @property
     def kind(self) -> str:

@@ -160,7 +160,7 @@ class StagedBlocks:
         found = [False] * len(names)
         with self._watched(jobs.FIND, len(names)) as usable:
             if usable:
-                job = self.client.find(self._keys(names), deadline=self._deadline(jobs.FIND))
+                job = self.client.find(BlockNames(names), deadline=self._deadline(jobs.FIND))
                 found[:] = (self._codes(job) == OK).tolist()
         return found
 
@@ -194,7 +194,7 @@ class StagedBlocks:
         """Drop blocks. A store that is too slow does so after this has returned."""
         with self._watched(jobs.FORGET, len(names)) as usable:
             if usable:
-                self.client.wait(self.client.forget(self._keys(names)), self.seconds[jobs.SAVE])
+                self.client.wait(self.client.forget(BlockNames(names)), self.seconds[jobs.SAVE])
 
     def clear(self) -> bool:
         """Find no block any more that was saved until now, and have the store drop all blocks of this identity. Returns
@@ -225,9 +225,6 @@ class StagedBlocks:
 
     # -- inside --------------------------------------------------------------------------------------
 
-    def _keys(self, names: Sequence[bytes]) -> BlockNames:
-        return BlockNames(names)
-
     def _deadline(self, kind: str) -> float:
         return self.client.queue.now() + self.seconds[kind]
 
@@ -235,7 +232,7 @@ class StagedBlocks:
         """Load or save, as many blocks at a time as there are rows. What has not come ``until`` then does not."""
         done, start = [False] * len(names), 0
         with self._watched(kind, len(names)) as usable:
-            keys, deadline = self._keys(names if usable else ()), min(self._deadline(kind), until)
+            keys, deadline = BlockNames(names if usable else ()), min(self._deadline(kind), until)
             while start < len(keys):
                 left = deadline - self.client.queue.now()
                 rows = self.client.take(kind, len(keys) - start, left) if left > 0 else _NO_ROWS

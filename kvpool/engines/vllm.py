@@ -88,6 +88,13 @@ class Deployment(NamedTuple):
                 f"variable {SEED} to one number for all engines that use this store, such as {SEED}=0"
             )
 
+    def check_latent(self) -> None:
+        """Raises ValueError where vLLM computes other tokens behind a prefix that was loaded."""
+        latent, cached = self.config.model_config.use_mla, self.config.cache_config.enable_prefix_caching
+        if latent and not cached and current_platform.is_cpu():
+            raise ValueError("latent attention on this CPU: vLLM switches prefix caching off, since it computes other "
+                             "tokens behind a prefix. Supported are GPUs, and CPUs with AMX")  # fmt: skip
+
     def lasting(self, passing: kvpool.ModelIdentity, weights: str | None) -> kvpool.ModelIdentity:
         """The identity of the KV in stores. Raises ValueError if nothing tells its weights from others."""
         algorithm = self.config.cache_config.prefix_caching_hash_algo
@@ -223,6 +230,8 @@ class KVPoolOffloadingSpec(base.OffloadingSpec):
         """Bytes of one host block of one worker."""
         if not self.share:
             raise ValueError("vLLM says that a block has no bytes: kvpool's host tier does not support this model")
+        if self._deployment is not None:
+            self._deployment.check_latent()
         in_worker = self._deployment is not None and not self._deployment.scheduler
         self.options = VLLM.read(self.extra_config, quiet=in_worker)
         chunk = self.share * (1 if self.replicated_layout else parallel.world_size)

@@ -334,19 +334,9 @@ class KVPoolOffloadingManager(base.OffloadingManager):
             prefill, size = self.prefill, self._cache.block_bytes
             prefill.policies = [LoadOrCompute(_UNKNOWN, size, prefill.tokens_per_block) for _ in stores]
         self._tier = kvpool.HostTier.attach(description)
+        policies = self.prefill.policies or None
         self._keeper = self._front = HostKeeper(
-            self._cache,
-            self._tier,
-            stores,
-            identity=identity,
-            save=options.save,
-            load_share=options.load_share,
-            save_share=options.save_share,
-            load_seconds=options.load_seconds,
-            save_seconds=options.save_seconds,
-            retry_seconds=options.retry_seconds,
-            clock=self._clock,
-            policies=self.prefill.policies or None,
+            self._cache, self._tier, stores, identity=identity, clock=self._clock, policies=policies, **options.keeping
         )
         kinds = (text.partition(":")[0] for text in options.stores)
         self._sources = [_SOURCES.get(kind, CacheHitSource.EXTERNAL_UNSPECIFIED) for kind in kinds]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 
     from kvpool.stores.jobs import Job
-    from kvpool.stores.seals import BlockNames
 
 log = VLLM_TIER.log
 
@@ -127,19 +127,12 @@ class KVPoolSecondaryTier(SecondaryTierManager):
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Ask the store for what this step has looked up."""
         keys, self._new = self._new, []
-        if not keys:
-            return
-        try:
-            if self._client.usable("find"):
-                self._client.find(
-                    self._names(keys),
-                    lambda job: self._answer(keys, (job.codes == self._ok).tolist()),
-                    deadline=self._now() + self._options.find_seconds,
-                )
-                return
-        except StoreBusy:
-            pass
-        self._answer(keys, [False] * len(keys))
+
+        def answer(job: Job) -> None:
+            self._answer(keys, (job.codes == self._ok).tolist())
+
+        if keys and not self._begin("find", keys, answer, seconds=self._options.find_seconds):
+            self._answer(keys, [False] * len(keys))
 
     def has_pending_work(self) -> bool:
         """Whether requests wait for answers of the store."""
@@ -157,15 +150,19 @@ class KVPoolSecondaryTier(SecondaryTierManager):
 
     def _submit(self, kind: str, asked: TransferJob, seconds: float) -> None:
         """Begin a job. vLLM is told of its end when nothing reads or writes its rows any more."""
-        begin = self._client.save if kind == "save" else self._client.load
-        keys, rows = self._names(asked.keys), np.asarray(asked.chunk_ids, np.int64)
-        try:
+        rows = np.asarray(asked.chunk_ids, np.int64)
+        if not self._begin(kind, asked.keys, rows, seconds=seconds, returned=lambda job: self._end(asked, job)):
+            self._results.append(JobResult(job_id=asked.job_id, success=False))
+
+    def _begin(self, kind: str, keys: Iterable[OffloadKey], *given: Any, seconds: float, **more: Any) -> bool:
+        """Have the store find, save or load. Returns False if it takes nothing now."""
+        from kvpool.stores.seals import BlockNames
+
+        with suppress(StoreBusy):
             if self._client.usable(kind):
-                begin(keys, rows, returned=lambda job: self._end(asked, job), deadline=self._now() + seconds)
-                return
-        except StoreBusy:
-            pass
-        self._results.append(JobResult(job_id=asked.job_id, success=False))
+                getattr(self._client, kind)(BlockNames(keys), *given, deadline=self._now() + seconds, **more)
+                return True
+        return False
 
     def _end(self, asked: TransferJob, job: Job) -> None:
         ok = (job.codes == self._ok).tolist()
@@ -222,11 +219,6 @@ class KVPoolSecondaryTier(SecondaryTierManager):
             self._known[key] = here, until
         while len(self._known) > KNOWN_MAX:
             del self._known[next(iter(self._known))]
-
-    def _names(self, keys: Iterable[OffloadKey]) -> BlockNames:
-        from kvpool.stores.seals import BlockNames
-
-        return BlockNames(keys)
 
     def _now(self) -> float:
         return self._client.queue.now()

@@ -178,8 +178,6 @@ WAYS = {
         {"events": True},
     ),
     "sliding windows": ("windowed", {}, {}),
-    "attention and states": ("hybrid", {}, {}),
-    "latent attention": ("latent", {}, {}),
     "sliding windows, little host memory": ("windowed", {"host_memory": "1300KiB"}, {}),
 }
 
@@ -194,6 +192,24 @@ def test_tokens_and_logprobs_are_those_of_a_run_without_offload(runs: Runs, way:
     assert counted(loaded, "failed_loads") == 0
     assert (counted(loaded, "evicted_chunks") > 0) == ("little" in way)
     assert loaded["compiled"] == [], "a request has compiled something"
+
+
+def test_a_hybrid_says_and_finds_what_it_does_with_a_large_cache_of_vllms_own(runs: Runs) -> None:
+    """What it says depends on where vLLM has cut a prompt, by some hundredths: so it is cut alike in all runs."""
+    cut = {"enable_prefix_caching": True, "max_num_batched_tokens": 5 * BLOCK}
+    prompts = waves(prompts=2, more=False)
+    own = runs.run("hybrid", None, engine=cut, waves=prompts)
+    loaded = runs.run("hybrid", {}, waves=prompts)
+    assert differing(own, loaded) == {} and counted(loaded, "loaded_chunks") > 0
+    found = [{name: answer["cached"] for name, answer in answers(run).items()} for run in (own, loaded)]
+    assert found[0] == found[1] and found[1]["again-0"] == found[1]["again-1"] == 14 * BLOCK
+    faulty = runs.run("hybrid", {}, waves=prompts, transfer=transfer({"fault": "swapped"}, faulty=True))
+    assert differing(own, faulty) != {}
+
+
+def test_latent_attention_is_refused_where_vllm_computes_other_tokens_behind_a_prefix(runs: Runs) -> None:
+    """With a tier that is not kvpool's, vLLM says other tokens too."""
+    assert "ValueError: latent attention on this CPU" in runs.run("latent", {}).get("failed", "")
 
 
 def test_repeated_prompts_are_loaded_whole(runs: Runs) -> None:

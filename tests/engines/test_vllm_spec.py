@@ -61,8 +61,10 @@ def config(
 
 def serving(algorithm: str = "sha256", longest: int = 64, window: int = 0) -> Any:
     """What kvpool's connector says to its spec in the scheduler's process."""
-    model = SimpleNamespace(compute_hash=lambda: "settings", max_model_len=longest)
-    settings = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo=algorithm), model_config=model)
+    model = SimpleNamespace(compute_hash=lambda: "settings", max_model_len=longest, use_mla=False)
+    settings = SimpleNamespace(
+        cache_config=SimpleNamespace(prefix_caching_hash_algo=algorithm, enable_prefix_caching=True), model_config=model
+    )
     sizes = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float16}
     kind = SlidingWindowSpec(**sizes, sliding_window=window) if window else FullAttentionSpec(**sizes)
     group = SimpleNamespace(kv_cache_spec=kind)
