@@ -19,16 +19,16 @@ LINES = {
     "cuda": 340,
     "docs": 220,
     "examples": 1180,
-    "kvpool": 481,
+    "kvpool": 482,
     "kvpool/arrays": 740,
     "kvpool/commands": 1180,
     "kvpool/copying": 592,
     "kvpool/device": 4260,
     "kvpool/engines": 2930,
     "kvpool/entry": 420,
-    "kvpool/hostcache": 950,
+    "kvpool/hostcache": 945,
     "kvpool/jit": 600,
-    "kvpool/keepers": 1925,
+    "kvpool/keepers": 1930,
     "kvpool/memory": 850,
     "kvpool/observe": 410,
     "kvpool/planner": 1410,
@@ -36,7 +36,7 @@ LINES = {
     "kvpool/publish": 660,
     "kvpool/remote": 1675,
     "kvpool/replay": 1980,
-    "kvpool/state": 5475,
+    "kvpool/state": 5500,
     "kvpool/stores": 3850,
     "kvpool/tables": 615,
     "tests": 1700,
@@ -65,11 +65,11 @@ LINES = {
     "tests/sequences": 3210,
     "tests/share": 680,
     "tests/state": 2060,
-    "tests/stores": 9830,
+    "tests/stores": 9845,
     "tests/tables": 850,
 }
 """The most net lines of each folder."""
-DENSITY = {"kvpool": 481.2, "tests": 11.2}
+DENSITY = {"kvpool": 482.2, "tests": 11.2}
 """The most tokens of a line, over all of them."""
 FILES = 185
 ANY = 0.08
