@@ -37,7 +37,7 @@ LINES = {
     "kvpool/remote": 1675,
     "kvpool/replay": 1980,
     "kvpool/state": 5475,
-    "kvpool/stores": 3850,
+    "kvpool/stores": 4055,
     "kvpool/tables": 615,
     "tests": 1700,
     "tests/arrays": 790,
@@ -45,7 +45,7 @@ LINES = {
     "tests/copying": 1745,
     "tests/device": 2630,
     "tests/emulated": 2800,
-    "tests/engines": 4390,
+    "tests/engines": 4460,
     "tests/examples": 400,
     "tests/golden": 670,
     "tests/gpu": 1370,
@@ -65,13 +65,13 @@ LINES = {
     "tests/sequences": 3210,
     "tests/share": 680,
     "tests/state": 2060,
-    "tests/stores": 9830,
+    "tests/stores": 10040,
     "tests/tables": 850,
 }
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 481.2, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 185
+FILES = 186
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "store.py", "stress.py"}
