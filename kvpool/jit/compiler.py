@@ -269,7 +269,6 @@ class Dispatcher(registry.CPUDispatcher):
         """The entry for arguments of some types."""
         with _compiling():
             if kinds not in self.overloads:
-                _target.refresh()
                 function = self.library(kinds)
                 name = function.name and f"{function.name}-{'entry' if self.nogil else 'locked'}"
                 library = _made(name, lambda library: _wrap(library, function, self.nogil))
@@ -277,6 +276,11 @@ class Dispatcher(registry.CPUDispatcher):
                 about = {"signature": library.signature, "fndesc": library.description, "library": library}
                 self.add_overload(compiler.compile_result(entry_point=point, objectmode=False, **about))
         return self.overloads[kinds].entry_point
+
+    def prepare(self, kinds: tuple[Any, ...]) -> None:
+        """Compile the function for calls by jitted code with arguments of these types."""
+        with _compiling():
+            self.get_call_template(kinds, {})
 
     def library(self, kinds: tuple[Any, ...]) -> Library:
         """The function for arguments of some types."""
@@ -315,6 +319,7 @@ def _compiling() -> Iterator[None]:
         collects = gc.isenabled()
         gc.disable()
         try:
+            _target.refresh()
             yield
         finally:
             if collects:
