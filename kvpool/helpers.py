@@ -7,6 +7,7 @@ which types, also by each other. Then it compiles them, the last one first, sinc
 from __future__ import annotations
 
 import functools
+import gc
 import io
 import logging
 import os
@@ -102,6 +103,7 @@ def compile_ahead(program: str, place: int, count: int, parent: int) -> None:
     if not content:
         sys.exit(1)  # the program failed, and its error is the last line that was said
     calls = pickle.loads(content)[::-1]
+    gc.disable()  # this process ends soon
     for module, name, by, kinds in [*calls[place::count], *calls]:
         if os.getppid() != parent:
             return
