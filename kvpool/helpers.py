@@ -23,7 +23,6 @@ from typing import IO, Any
 
 import numba
 import numpy as np
-from numba import types
 from numba.core import config
 
 from kvpool import jit
@@ -141,15 +140,10 @@ def _calls_of(program: str) -> list[tuple[str, str, str, tuple[Any, ...]]]:
 
 
 def _type_of(argument: Any) -> Any:
-    """The type of an argument in jitted code, where arrays are C-ordered, and a record has no attributes of its own."""
+    """The type of an argument in jitted code. A record has no attributes but its fields."""
     if isinstance(argument, np.void):
-        return _type_of_array(np.void.dtype.__get__(argument), 0)
-    if isinstance(argument, np.ndarray):
-        return _type_of_array(argument.dtype, argument.ndim)
+        return _type_of_record(np.void.dtype.__get__(argument))
     return numba.typeof(argument)
 
 
-@functools.cache
-def _type_of_array(dtype: np.dtype[Any], ndim: int) -> Any:
-    element = numba.from_dtype(dtype)
-    return types.Array(element, ndim, "C") if ndim else element
+_type_of_record = functools.cache(numba.from_dtype)

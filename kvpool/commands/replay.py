@@ -154,7 +154,7 @@ def _replay(trace: Trace, config: ReplayConfig, show: Callable[[KVCacheManager],
     with terminal.progress_bar(len(trace.requests), "requests") as progress:
         with blaming_the_user(DeviceError, InsufficientMemory, ValueError, ImportError, OSError):
             replay = Replay(trace, config, progress=progress)
-        # The trace, and what compilation has left, live until the end: the collector need not scan them in a timed call.
+        # What lives until the end, the trace and what compilation has left, need not be scanned during a timed call.
         gc.freeze()
         gc.enable()
         show(replay.cache)

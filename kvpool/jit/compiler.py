@@ -341,8 +341,8 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _passed(kind: Any) -> Any:
-    """The type of an argument in a call between jitted functions. A signed integer is passed as int64 and a constant as
-    a variable, so a function is compiled once and not for each kind of integer."""
+    """The type of an argument in a call between jitted functions. An integer that fits is passed as int64 and a
+    constant as a variable, so a function is compiled once and not for each kind of integer."""
     if isinstance(kind, (types.IntegerLiteral, types.BooleanLiteral)):
         kind = types.unliteral(kind)
-    return types.int64 if kind in (types.int8, types.int16, types.int32) else kind
+    return types.int64 if isinstance(kind, types.Integer) and kind.bitwidth < 64 else kind
