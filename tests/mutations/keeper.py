@@ -104,9 +104,9 @@ MUTATIONS = (
     ),
     Mutation(
         "promotions_are_not_bounded",
-        "Prefetches._room",
-        "return self._most - len(self._coming) - len(self._promoted)",
-        "return self._most",
+        "Loader.free",
+        "return max(0, self._room - len(self.unread) - len(self.coming))",
+        "return self._room",
         "A long queue of requests displaces what running ones need.",
         (
             f"{_FAILURES}test_promotions_never_displace_more_than_their_room",
@@ -129,7 +129,7 @@ MUTATIONS = (
         "Every request waits for a store that is dead.",
         (
             "tests/stores/test_health.py::test_one_job_probes_it_after_a_while",
-            f"{_FAILURES}test_a_failing_store_is_suspended_probed_and_used_again",
+            "tests/stores/test_both_hosts.py::test_a_store_that_fails_is_left_alone_and_used_again",
         ),
     ),
     Mutation(
