@@ -19,7 +19,7 @@ LINES = {
     "cuda": 340,
     "docs": 220,
     "examples": 1180,
-    "kvpool": 491,
+    "kvpool": 492,
     "kvpool/arrays": 740,
     "kvpool/commands": 1180,
     "kvpool/copying": 612,
