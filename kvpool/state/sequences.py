@@ -173,7 +173,7 @@ def give_columns(h, slot, first, last, front):
 
 
 STORE, DROP = np.bool_(True), np.bool_(False)  # the content that a sequence leaves stays in the cache, or is dropped
-AHEAD, FAR = 12, 24  # how many blocks ahead the place in the index is loaded, and the block
+NEAR, AHEAD, FAR = 10, 20, 30  # how many blocks ahead the place in the index is loaded, and the block
 
 
 @jit
@@ -221,7 +221,7 @@ def publish_range(h, slot, first, last):
         if i + AHEAD < last:
             expect(h, blocks[row[i + AHEAD]].key0)  # a guess, if it has no key yet
             expect_child(h, np.int64(row[i + AHEAD]))
-            expect_found(h, blocks[row[i + AHEAD // 2 + 2]].key0)
+            expect_found(h, blocks[row[i + NEAR]].key0)
         if b == NONE or blocks[b].flags & (PUBLISHED | LOST):
             continue
         if has_states(h) and not (blocks[b].flags & KEYED and keeps_state(h, i, sequence.kept)):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.jit.intrinsics import bit_length
+from kvpool.jit.intrinsics import bit_length, memcpy
 from kvpool.state.effects import EVICTED, EXPIRED, FORGOTTEN, REMOVED, STORED, UPDATED, emit, note_gone
 from kvpool.state.index import link, rival_child, unlink_content
 from kvpool.state.policy import (
@@ -46,7 +46,6 @@ from kvpool.state.records import (
     histograms_of,
     moves_of,
     ring_of,
-    tokens_of,
 )
 
 EXPIRIES_PER_CALL = 64
@@ -56,7 +55,6 @@ EXPIRIES_PER_CALL = 64
 def begin(h, now):
     """Start the part of a call that changes the pool."""
     h.now = now
-    h.near = h.far = NONE
     ring = ring_of(h)
     ring.call = ring.next
 
@@ -88,9 +86,8 @@ def record(h, which, since):
 @jit
 def copy_tokens(h, source, target, count):
     """Copy the token ids of a block. Moves carry its bytes."""
-    blocks, tokens = blocks_of(h), tokens_of(h)
-    for i in range(count):
-        tokens[target, i] = tokens[source, i]
+    blocks = blocks_of(h)
+    memcpy(h.tokens_at + 4 * target * h.width, h.tokens_at + 4 * source * h.width, 4 * count)
     blocks[target].filled = count
     if blocks[source].flags & EXTRA:
         extra = extra_of(h)
