@@ -10,7 +10,7 @@ import numpy as np
 
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import address_of, array_at
-from kvpool.state.hashing import key_in
+from kvpool.state.hashing import LANES, key_in, keys_in_lanes
 from kvpool.state.records import (
     DEFAULT_PRIORITY,
     EXTRA,
@@ -97,10 +97,19 @@ def hash_request(heads, requests, first):
     h, request = head(heads, 0), request_at(requests, 0)
     tokens, keys, extra, width = request_tokens(request), request_keys(h, request), request_extra(request), h.width
     parent0, parent1 = parent_of(h, request, first)
-    for i in range(first, keys.shape[0]):
+    i, plain = first, extra.shape[0] == 0 and width % 2 == 0
+    while i < keys.shape[0]:
+        if plain and i + 4 * LANES <= keys.shape[0]:
+            words = array_at(request.tokens_at + 4 * i * width, (LANES, width >> 1), np.uint64)
+            # Scratch, where later keys will be.
+            states = array_at(request.keys_at + 16 * (i + LANES), (5, LANES), np.uint64)
+            parent0, parent1 = keys_in_lanes(h, words, parent0, parent1, keys[i:], states)
+            i += LANES
+            continue
         own = extra[i * width : (i + 1) * width] if extra.shape[0] > 0 else extra
         parent0, parent1 = key_in(h, tokens[i * width : (i + 1) * width], own, parent0, parent1)
         keys[i, 0], keys[i, 1] = parent0, parent1
+        i += 1
     return max(keys.shape[0] - first, 0)
 
 
