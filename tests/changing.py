@@ -206,7 +206,7 @@ class Stored:
         self.store.secret = bytes(32)
         self.client = StoreClient(self.store, self.memory, WALKED)
         self.queue = self.client.queue
-        assert self.queue.save(self.keys(0, 1, 2, 3), [0, 1, 2, 3]).wait(60, returned=True)
+        assert self.queue.save(self.keys(0, 1, 2, 3), [0, 1, 2, 3]).wait(600, returned=True)
 
     def keys(self, *numbers: int) -> Any:
         return self.queue.secret.opaque(bytes([number]) for number in numbers)

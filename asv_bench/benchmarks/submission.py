@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.copying.transfer import COPIES_THREAD
-from kvpool.device.base import ALL_LAYERS, NULL_STREAM, Event, Layers, Stream
+from kvpool.device.base import ALL_LAYERS, NULL_STREAM, Event, Layers, Stream, WrappedDevice
 from kvpool.device.cpu import CpuDevice
-from kvpool.device.wrapper import WrappedDevice
 from kvpool.jit import jit
 
 from .admission import TimedLock

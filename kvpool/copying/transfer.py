@@ -30,8 +30,8 @@ from kvpool.errors import DeviceError
 from kvpool.jit import jit
 from kvpool.state import records, verbs
 from kvpool.state.arrays import States
-from kvpool.state.effects import ACCESSED, collect
 from kvpool.state.records import DIRECTION, DIRECTIONS, H, place_of
+from kvpool.state.tiers import ACCESSED, collect
 
 NO_RANGES: Int64s = np.zeros((0, 2), np.int64)
 NO_TOKEN_MOVES: Int64s = np.zeros((0, 4), np.int64)
@@ -399,6 +399,12 @@ class Transfer:
             return []
         with self.lock:
             return self.order.pending(ids, writes)
+
+    def event_behind(self, stream: Stream) -> Event:
+        """An event behind all that is enqueued on ``stream``. Takes the transfer lock. Raises DeviceError, and
+        ValueError for a stream on which no work can be enqueued now."""
+        with self.lock:
+            return self._device.record(self.as_stream(stream))
 
     def wait_for(self, stream: Stream, event: Event) -> None:
         """Have all work that is enqueued on ``stream`` from now on wait for an event. Takes the transfer lock. Raises

@@ -17,12 +17,11 @@ import numpy as np
 
 from kvpool.arrays import Int64s, Uint8s
 from kvpool.arrays.layout import BlockLayout, choice_argument, integer_argument
+from kvpool.device.copy_plan import BLOCKS_MAX
 from kvpool.device.main_memory import available_ram
-from kvpool.device.regions import BLOCKS_MAX
 from kvpool.entry.arguments import bool_argument, clock_argument, priority_argument, text_argument, ttl_argument
-from kvpool.entry.closing import Closing
 from kvpool.entry.interrupt import DeferSignals
-from kvpool.entry.process import Process
+from kvpool.entry.process import Closing, Process
 from kvpool.errors import BlockNotFound, InsufficientMemory, LeaseExpired, OutOfBlocks, PoolBusy, PoolClosed
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
 from kvpool.hostcache.opaque_keys import Packed, key_argument, keys_argument, packed, unpacked
@@ -33,8 +32,8 @@ from kvpool.pool.core import MAX_MS, Names
 from kvpool.pool.stats import Histogram
 from kvpool.state import control, hostcache, records, saving, verbs
 from kvpool.state.arrays import GroupSizes, Settings, States, state_bytes
-from kvpool.state.effects import CLEARED, CREATED
 from kvpool.state.hashing import namespace_root
+from kvpool.state.tiers import CLEARED, CREATED
 from kvpool.state.verify import verify_states
 
 Keys = Iterable[bytes]

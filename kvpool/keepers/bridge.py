@@ -1,5 +1,6 @@
-"""Bridge: what stands between any host tier and the stores behind it. It asks stores for blocks, loads them, and saves
-blocks. What a pool's host tier and a ``HostCache`` do in their own ways is behind ``CacheTier``."""
+"""Bridge: what stands between any host tier and the stores behind it. ``Bridge`` asks stores for blocks, and saves
+blocks. ``Loader`` brings blocks, as many as the tier has room for, and as long as that is sooner than to compute them.
+What a pool's host tier and a ``HostCache`` do in their own ways is behind ``CacheTier``."""
 
 from __future__ import annotations
 
@@ -9,13 +10,16 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from itertools import compress
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.arrays import Bools
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.errors import BlockNotFound, StoreBusy
+from kvpool.keepers.choice import LoadAttempt, LoadPolicy
 from kvpool.stores.jobs import FIND, SAVE, Job, Lend
 from kvpool.stores.queue import NO_LIMIT
 from kvpool.stores.seals import BlockNames
@@ -78,16 +82,6 @@ class Search(Generic[Block]):
     found: Callable[[int, Sequence[Block], Job], Sequence[Block]]
     over: Callable[[Sequence[Block], str], None]
     job: Job | None = None
-
-
-@dataclass(eq=False)
-class Loading(Generic[Block]):
-    """Blocks on their way from the store with this number into rows of the tier."""
-
-    number: int
-    blocks: Sequence[Block]
-    rows: Rows
-    job: Job = field(init=False)
 
 
 def open_clients(stores: Sequence[Store], client_of: Callable[[Store], StoreClient]) -> list[StoreClient]:
@@ -182,32 +176,6 @@ class Bridge(Generic[Block]):
         if codes is not None:
             self._tier.said(number, blocks, codes)
         return codes
-
-    def load(
-        self, number: int, blocks: Sequence[Block], deadline: float, done: Callable[[Loading[Block]], None],
-        returned: Callable[[Loading[Block]], None] | None = None, *, hold: bool = False,
-    ) -> Loading[Block] | None:  # fmt: skip
-        """Load the first of these blocks, as many as have room in the tier; None if there is no room for one. What has
-        come is published by the caller. ``hold``: the rows are its own until it releases the job. Raises StoreBusy."""
-        client = self.clients[number]
-        own, rows = self._tier.reserve(client, blocks)
-        if not len(own):
-            return None
-        names, (tag, _) = self._tier.names(own, sealed=True), self._tier.space(client, own[0])
-        loading = Loading(number, own, rows)
-        over = None if returned is None else lambda _: returned(loading)
-
-        def ended(job: Job) -> None:
-            self._tier.said(number, own, job.codes)
-            self.note(number, own, job.reasons)
-            done(loading)
-
-        try:
-            loading.job = client.load(names, rows, ended, over, tag=tag, deadline=deadline, hold=hold)
-        except StoreBusy:
-            self._tier.abort(client, own, rows)
-            raise
-        return loading
 
     def note(self, number: int, blocks: Sequence[Block], reasons: Sequence[str]) -> None:
         """Remember why a store did not take or bring blocks: "ok" where it did. Who cancels has said why before."""
@@ -359,3 +327,113 @@ class Bridge(Generic[Block]):
                 with DeferSignals():
                     client.poll()
         return over
+
+
+class Unread(NamedTuple):
+    """Of a block that waits for its reader: for how long it takes room from others, and the number of its store."""
+
+    until: float
+    number: int
+
+
+@dataclass(eq=False)
+class Loading(Generic[Block]):
+    """Blocks on their way from the store with this number into rows of the tier. ``over``: its end was noted."""
+
+    number: int
+    blocks: Sequence[Block]
+    rows: Rows
+    attempt: LoadAttempt | None
+    job: Job = field(init=False)
+    over: bool = False
+
+
+class Loader(Generic[Block]):
+    """Blocks that come from the stores of a bridge to its tier. Whoever polls the bridge owns it. Nothing waits.
+
+    ``policies``: of each store, how much of a hit is loaded from it; None loads all that is there. ``room``: the most
+    blocks that are on their way or wait for their reader. So loads displace no more than that of what the tier has,
+    however many requests wait. ``unread_seconds``: so long a block that has come, and that nobody reads, takes room.
+    """
+
+    def __init__(
+        self, tier: CacheTier[Block], bridge: Bridge[Block], policies: Sequence[LoadPolicy | None], room: int,
+        unread_seconds: float, clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self._tier, self._bridge, self._policies, self._clock = tier, bridge, policies, clock
+        self._room, self._unread_seconds = room, unread_seconds
+        self._under_way: set[Loading[Block]] = set()
+        self.coming: dict[Block, Loading[Block]] = {}
+        self.unread: dict[Block, Unread] = {}
+
+    @property
+    def free(self) -> int:
+        """How many blocks may be loaded now."""
+        now = self._clock()
+        while self.unread and next(iter(self.unread.values())).until <= now:
+            del self.unread[next(iter(self.unread))]
+        return max(0, self._room - len(self.unread) - len(self.coming))
+
+    def attempt(self, number: int, places: int, items: int = 0, before: int = 0) -> LoadAttempt | None:
+        """What the policy of a store says of so many leading places of a hit, which it has. None if it has no policy.
+        ``items``: their blocks in all groups of layers, if there are several. ``before``: blocks that wait to be loaded
+        from it."""
+        policy = self._policies[number]
+        if policy is None:
+            return None
+        ahead = before + sum(len(one.blocks) for one in self._under_way if one.number == number)
+        nbytes = ahead * self._bridge.clients[number].queue.block_bytes
+        return LoadAttempt.of(policy, places, nbytes, self._clock(), items)
+
+    def load(
+        self, number: int, blocks: Sequence[Block], deadline: float, attempt: LoadAttempt | None,
+        done: Callable[[Loading[Block]], None], returned: Callable[[Loading[Block]], None] | None = None,
+    ) -> Loading[Block] | None:  # fmt: skip
+        """Load the first of these blocks, as many as have rows in the tier; None if there is no row for one. Who is
+        told that it is done calls ``enter``, and ``end`` when its blocks are not on their way any more: the rows are
+        kept until then. Raises StoreBusy."""
+        client = self._bridge.clients[number]
+        own, rows = self._tier.reserve(client, blocks)
+        if not len(own):
+            return None
+        names, (tag, _) = self._tier.names(own, sealed=True), self._tier.space(client, own[0])
+        loading = Loading(number, own, rows, attempt)
+        over = None if returned is None else lambda _: returned(loading)
+
+        def ended(job: Job) -> None:
+            self._tier.said(number, own, job.codes)
+            self._bridge.note(number, own, job.reasons)
+            done(loading)
+
+        try:
+            loading.job = client.load(names, rows, ended, over, tag=tag, deadline=deadline, hold=True)
+        except StoreBusy:
+            self._tier.abort(client, own, rows)
+            raise
+        self._under_way.add(loading)
+        self.coming.update(dict.fromkeys(own, loading))
+        return loading
+
+    def enter(self, loading: Loading[Block], ok: Bools) -> list[Block]:
+        """Publish blocks of a load that is done, bool[n] of them. Returns those that the tier has now, which wait for
+        their reader. Raises what ``CacheTier.publish`` raises."""
+        chosen, now = list(compress(loading.blocks, ok.tolist())), self._clock()
+        loading.over = True
+        there = self._tier.publish(self._bridge.clients[loading.number], chosen, loading.rows[ok])
+        here = list(compress(chosen, there))
+        for block in here:
+            del self.coming[block]
+        self.unread.update(dict.fromkeys(here, Unread(now + self._unread_seconds, loading.number)))
+        if loading.attempt is not None:
+            loading.attempt.note(len(here), loading.job.began, now)
+        return here
+
+    def end(self, loading: Loading[Block]) -> list[Block]:
+        """A load has ended, or is given up. Returns its blocks that did not come."""
+        loading.job.cancel()
+        self._bridge.clients[loading.number].release(loading.job)
+        self._under_way.discard(loading)
+        left = [block for block in loading.blocks if self.coming.get(block) is loading]
+        for block in left:
+            del self.coming[block]
+        return left

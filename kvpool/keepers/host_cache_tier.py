@@ -1,22 +1,34 @@
-"""HostCacheTier: a HostCache as a bridge to stores sees it. Which of its blocks are saved, and what stores have got of
-them."""
+"""A HostCache in front of stores. HostCacheTier: the cache as a bridge sees it; which of its blocks are saved, and what
+stores have got of them. HostLoads: keys that the cache does not have, which stores are asked for."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import compress, islice
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from kvpool.errors import BlockNotFound, KVPoolError, OutOfBlocks
+from kvpool.errors import BlockNotFound, KVPoolError, OutOfBlocks, StoreBusy
 from kvpool.hostcache.host_cache import HostCache, HostLease
-from kvpool.keepers.bridge import COMMIT, EVICT, REUSE, TOLD_AT_ONCE, pin_those_here, victims_margin
-from kvpool.stores.jobs import Lend
+from kvpool.keepers.bridge import (
+    COMMIT,
+    EVICT,
+    REUSE,
+    TOLD_AT_ONCE,
+    Bridge,
+    Loader,
+    Loading,
+    Search,
+    pin_those_here,
+    victims_margin,
+)
+from kvpool.stores.jobs import Job, Lend
 from kvpool.stores.seals import BlockNames
-from kvpool.stores.store import ABSENT, DAMAGED, Bytes, Rows
+from kvpool.stores.store import ABSENT, CODES, DAMAGED, OK, Bytes, Rows
 from kvpool.stores.store_client import StoreClient
 
 AT_ONCE = 64
@@ -25,6 +37,12 @@ TOLD_MAX = 65_536
 """Changes that nobody has asked for, and keys of each store that were told, are forgotten beyond so many."""
 OWNER = "kvpool stores"
 """Of the leases under which blocks are saved."""
+ASKED_MAX = 65_536
+"""Keys that are asked for at once, and keys that are remembered as absent."""
+NOW_MAX = 64
+"""Keys that are asked for at once, on the thread of the scheduler."""
+Lines: TypeAlias = dict[tuple[int, bool, str], list[bytes]]
+"""Keys by the number of a store, whether it is known to have them, and the hit that they are of."""
 
 
 class StoreChange(NamedTuple):
@@ -182,3 +200,216 @@ class HostCacheTier:
                 raise BlockNotFound("others have closed the lease under which the blocks were saved")
             with suppress(KVPoolError):
                 lease.close(used=self._save != EVICT)
+
+
+class _Absence:
+    """That no store had keys that were asked for together.
+
+    ``until``: when they may be asked for again. It is unknown until one of them is read: whoever asked learns of it,
+    however long that takes, as it would otherwise ask for ever.
+    """
+
+    def __init__(self, unread: Iterable[bytes], until: float = math.inf) -> None:
+        self._unread, self._until = set(unread), until
+
+    def read(self, key: bytes, now: float, retry_seconds: float) -> bool:
+        """Whether the key counts as absent."""
+        self._until = min(self._until, now + retry_seconds)
+        if key in self._unread:
+            self._unread.remove(key)
+            return now <= self._until
+        return now < self._until
+
+
+class HostLoads:
+    """Keys that a host cache does not have, and what becomes of them. The thread of the scheduler owns it.
+
+    ``seconds``: time for a key from ``find`` until it is HERE. ``retry_seconds``: so long a key that did not come is
+    not asked for again.
+    """
+
+    def __init__(
+        self, tier: HostCacheTier, bridge: Bridge[bytes], loader: Loader[bytes], seconds: float, retry_seconds: float,
+        clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self._tier, self._bridge, self._loader, self._clock = tier, bridge, loader, clock
+        self._seconds, self._retry_seconds = seconds, retry_seconds
+        # Keys that are looked for, with their deadlines, and what the next ``turn`` is to do for them.
+        self.searching: dict[bytes, float] = {}
+        self._lines: Lines = {}
+        # Keys that did not come, and what was learned of them.
+        self._absent: dict[bytes, _Absence] = {}
+        self.asked = self.loaded = self.refused = 0
+        self.missed: Counter[str] = Counter()
+        self._stopped = False
+
+    def answers(self, keys: Sequence[bytes], found: Sequence[int], hit: str) -> list[int]:
+        """What ``HostKeeper.find`` says of keys of a hit that are not HERE. ``found``: what the cache says. Stores are
+        asked for what is not known yet."""
+        said = list(map(self._known, keys, found))
+        if None in said:
+            self._ask(dict.fromkeys(key for key, one in zip(keys, said, strict=True) if one is None), hit)
+        return [one if one is not None else HostCache.PENDING if key in self.searching else HostCache.ABSENT
+                for key, one in zip(keys, said, strict=True)]  # fmt: skip
+
+    def _known(self, key: bytes, found: int) -> int | None:
+        """What is said of a key; None if the stores are to be asked."""
+        if found == HostCache.PENDING:
+            loading = self._loader.coming.get(key)
+            return HostCache.ABSENT if loading is not None and loading.over else found
+        if key in self.searching:
+            return HostCache.PENDING
+        absence = self._absent.get(key)
+        if absence is not None and absence.read(key, self._clock(), self._retry_seconds):
+            return HostCache.ABSENT
+        return None
+
+    def read(self, keys: Iterable[bytes]) -> None:
+        """Keys have a reader."""
+        if unread := self._loader.unread:
+            for key in keys:
+                unread.pop(key, None)
+
+    def published(self, keys: Iterable[bytes]) -> None:
+        """The engine has written blocks itself. A store may have them soon."""
+        if self._absent:
+            for key in keys:
+                self._absent.pop(key, None)
+
+    def leave(self, keys: Iterable[bytes]) -> None:
+        """Do not ask for these keys for a while, nor bring those that are on their way."""
+        self._miss(keys, "cancelled")
+        self._remember(keys, _Absence((), self._clock() + self._retry_seconds))
+
+    def _remember(self, keys: Iterable[bytes], absence: _Absence) -> None:
+        for key in keys:
+            self._absent.pop(key, None)
+            self._absent[key] = absence
+        while len(self._absent) > ASKED_MAX:
+            del self._absent[next(iter(self._absent))]
+
+    def stop(self) -> None:
+        """Give up the keys that are looked for, and look for no others."""
+        self._stopped = True
+        self._cancel()
+
+    def _cancel(self) -> None:
+        self.missed["cancelled"] += len(self.searching)
+        self.searching.clear()
+        self._lines.clear()
+
+    def clear(self) -> None:
+        """Give up the keys that are looked for, and know nothing of others."""
+        self._cancel()
+        self._absent.clear()
+        self._loader.unread.clear()
+
+    def turn(self) -> None:
+        """Load keys that stores are known to have, and ask them for others."""
+        lines, self._lines = self._lines, {}
+        for (number, there, _), keys in sorted(lines.items(), key=lambda line: not line[0][1]):
+            # A load from before a ``clear`` may have brought one of them.
+            left = [key for key in keys if key in self.searching]
+            if left and there:
+                self._load(number, left)
+            elif left:
+                self._bridge.search(Search(self._deadline(left), self._found, self._miss), left, number)
+
+    def _ask(self, wanted: Iterable[bytes], hit: str) -> None:
+        """Ask the stores for keys of a hit. Of a store with an index in memory, the first keys are asked at once: who
+        needs a prefix learns that it is not there. While there is no room, nobody is asked."""
+        keys = list(wanted)
+        room = max(0, ASKED_MAX - len(self.searching)) if self._loader.free and not self._stopped else 0
+        self.refused += len(keys[room:])
+        self.asked += len(keys[:room])
+        left, later = keys[: min(room, NOW_MAX)], keys[NOW_MAX:room]
+        for number in range(len(self._bridge.clients)):
+            codes = self._bridge.find_now(number, left) if left else None
+            if codes is None:
+                self._line_up(number, False, left, hit)
+                left = []
+                break
+            there = (codes == OK).tolist()
+            self._line_up(number, True, compress(left, there), hit)
+            left = [key for key, ok in zip(left, there, strict=True) if not ok]
+        self._line_up(0, False, later, hit)
+        if left:
+            self.missed["absent"] += len(left)
+            self._remember(left, _Absence((), self._clock() + self._retry_seconds))
+
+    def _line_up(self, number: int, there: bool, keys: Iterable[bytes], hit: str) -> None:
+        """Have the next ``turn`` ask a store for keys, or load them."""
+        own = list(keys)
+        if own:
+            self._lines.setdefault((number, there, hit), []).extend(own)
+            self.searching.update(dict.fromkeys(own, self._clock() + self._seconds))
+
+    def _found(self, number: int, keys: Sequence[bytes], job: Job) -> list[bytes]:
+        """A store has said which keys it has. Returns those that the next one is asked for."""
+        # A key that is not looked for any more was dropped by ``clear``.
+        found = [(key, ok) for key, ok in zip(keys, (job.codes == OK).tolist(), strict=True) if key in self.searching]
+        there, others = [key for key, ok in found if ok], [key for key, ok in found if not ok]
+        if there:
+            self._load(number, there)
+        if number + 1 < len(self._bridge.clients):
+            return others
+        self._miss_by_code(keys, job)
+        return []
+
+    def _miss(self, keys: Iterable[bytes], reason: str, remember: bool = True) -> None:
+        """These keys do not come."""
+        missed = [key for key in keys if self.searching.pop(key, None) is not None]
+        self.missed[reason] += len(missed)
+        self._remember(missed if remember else (), _Absence(missed))
+
+    def _miss_by_code(self, keys: Iterable[bytes], job: Job) -> None:
+        """Those of the keys of a job that the store has not given do not come."""
+        for code in job.counts.keys() - {CODES[OK]}:
+            self._miss(compress(keys, (job.codes == CODES.index(code)).tolist()), code)
+
+    def _deadline(self, keys: Iterable[bytes]) -> float:
+        return min(self.searching[key] for key in keys)
+
+    # -- blocks that come ----------------------------------------------------------------------------
+
+    def _load(self, number: int, keys: Sequence[bytes]) -> None:
+        """Load keys that a store has, as many as its policy takes. What has no room is missed. It may be asked for as
+        soon as what has come was read: so a prompt that is longer than the room comes window by window."""
+        end, room = self._deadline(keys), keys[: self._loader.free]
+        self._miss(keys[len(room) :], "crowded", remember=False)
+        attempt = self._loader.attempt(number, len(room)) if room else None
+        if attempt is not None:
+            self._miss(room[attempt.load.blocks :], "declined")
+            room, end = room[: attempt.load.blocks], min(end, attempt.until)
+        try:
+            loading = self._loader.load(number, room, end, attempt, self._came, self._returned)
+        except StoreBusy:
+            loading = None
+            self._miss(room, "busy")
+        if loading is None and attempt is not None and attempt.load.blocks:
+            attempt.end(self._clock(), told=False)
+        # Keys of an older load may be on their way, and end with this one all the same.
+        for key in self.searching.keys() & set(keys).difference(() if loading is None else loading.blocks):
+            if self._tier.cache.find(key) == HostCache.ABSENT:
+                self._miss([key], "crowded")
+            else:
+                # It may be asked for as soon as it is gone again.
+                del self.searching[key]
+                self.missed["taken"] += 1
+
+    def _came(self, loading: Loading[bytes]) -> None:
+        """A load is done. What has come can be found."""
+        job = loading.job
+        for key in self._loader.enter(loading, job.codes == OK):
+            # ``clear`` drops a block that comes after it.
+            if self.searching.pop(key, None) is None:
+                del self._loader.unread[key]
+            else:
+                self.loaded += 1
+        self._miss_by_code(loading.blocks, job)
+        if loading.attempt is not None:
+            loading.attempt.end(self._clock(), told="cancelled" not in job.counts)
+
+    def _returned(self, loading: Loading[bytes]) -> None:
+        """No call can write to the blocks of a load any more. Those that have not come are given back."""
+        self._tier.abort(self._bridge.clients[loading.number], self._loader.end(loading), loading.rows)

@@ -13,26 +13,25 @@ import numpy as np
 from kvpool.arrays import Uint8s
 from kvpool.arrays.layout import integer_argument
 from kvpool.entry.arguments import list_argument
-from kvpool.entry.closing import Closing
 from kvpool.entry.interrupt import DeferSignals
-from kvpool.entry.process import Process
+from kvpool.entry.process import Closing, Process
 from kvpool.errors import ForkedProcess, PoolClosed
 from kvpool.hostcache.host_cache import HostCache, HostLease
 from kvpool.hostcache.identity import ModelIdentity
 from kvpool.hostcache.opaque_keys import key_argument, keys_argument
 from kvpool.hostcache.tier import HostTier
-from kvpool.keepers.bridge import COMMIT, SAVES, Bridge, open_clients
+from kvpool.keepers.bridge import COMMIT, SAVES, Bridge, Loader, open_clients
 from kvpool.keepers.choice import LoadPolicy
-from kvpool.keepers.host_cache_tier import HostCacheTier, StoreChange
-from kvpool.keepers.host_loads import HostLoads
+from kvpool.keepers.host_cache_tier import HostCacheTier, HostLoads, StoreChange
 from kvpool.stores.queue import NO_LIMIT, StoreStats
 from kvpool.stores.store import Store
-from kvpool.stores.store_client import PATIENCE_SECONDS, StoreClient
-from kvpool.stores.store_health import HealthStats, seconds_argument
+from kvpool.stores.store_client import PATIENCE_SECONDS, HealthStats, StoreClient, seconds_argument
 
 Keys = Iterable[bytes]
 PUBLISH = "publish"
 """The same as COMMIT."""
+UNREAD_SECONDS = 10.0
+"""For so long a block that has come, and that nobody reads, takes room from others."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,8 @@ class HostKeeper(Closing):
         )
         self._tier = HostCacheTier(cache, self._clients, save, save_room, limit)
         self._bridge = Bridge[bytes](self._tier, self._clients, cache.host_blocks, save_seconds, clock)
-        self._loads = HostLoads(self._tier, self._bridge, chosen, load_room, load_seconds, retry_seconds, clock)
+        self._loader = Loader(self._tier, self._bridge, chosen, load_room, UNREAD_SECONDS, clock)
+        self._loads = HostLoads(self._tier, self._bridge, self._loader, load_seconds, retry_seconds, clock)
         # Whether nothing was looked for since the last ``poll``.
         self._step_begins = True
 
@@ -255,7 +255,8 @@ class HostKeeper(Closing):
 
     def origin(self, key: bytes) -> int | None:
         """The number of the store that has brought this key to the cache, until somebody pins it. None otherwise."""
-        return self._loads.origin(key)
+        arrival = self._loader.unread.get(key)
+        return None if arrival is None else arrival.number
 
     def changes(self) -> list[StoreChange]:
         """What the stores have got and lost since the last call, as far as this keeper knows, in order: what it has
@@ -297,7 +298,7 @@ class HostKeeper(Closing):
     def stats(self) -> HostKeeperStats:
         """A snapshot. Not for every step."""
         self._process.check(self)
-        loads, bridge = self._loads, self._bridge
+        loads, bridge, coming = self._loads, self._bridge, self._loader.coming
         unsaved: Counter[str] = Counter()
         dropped = bridge.not_saved(self._tier.lost)
         for (_, reason), count in dropped.items():
@@ -305,7 +306,7 @@ class HostKeeper(Closing):
         missed = {reason: count for reason, count in dict(loads.missed).items() if count}
         return HostKeeperStats(
             loads.asked, loads.loaded, missed, bridge.saved_blocks, dict(unsaved), len(loads.searching),
-            len(loads.reserved), sum(loads.reserved.values()), self._tier.pinned, bridge.waiting,
+            len(coming), sum(loading.over for loading in coming.values()), self._tier.pinned, bridge.waiting,
             tuple(client.name for client in self._clients if client.suspended),
             tuple(client.queue.stats() for client in self._clients), dict(dropped),
             {client.name: client.health.stats() for client in self._clients}, loads.refused,

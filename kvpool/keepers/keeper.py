@@ -20,12 +20,11 @@ from kvpool.arrays import Int64s
 from kvpool.arrays.layout import integer_argument
 from kvpool.arrays.strided import in_numpy
 from kvpool.entry.arguments import adapter_argument, bool_argument, list_argument, salt_argument, token_array
-from kvpool.entry.closing import Closing
 from kvpool.entry.interrupt import Bell
-from kvpool.entry.process import Process
+from kvpool.entry.process import Closing, Process
 from kvpool.errors import PoolClosed
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
-from kvpool.keepers.bridge import EVICT, SAVES, Bridge, open_clients
+from kvpool.keepers.bridge import EVICT, SAVES, Bridge, Loader, open_clients
 from kvpool.keepers.choice import LoadOrCompute
 from kvpool.keepers.pool_tier import (
     Content,
@@ -37,7 +36,7 @@ from kvpool.keepers.pool_tier import (
     namespace_bytes,
     split,
 )
-from kvpool.keepers.prefetches import Prefetch, Prefetches
+from kvpool.keepers.prefetches import UNUSED_SECONDS, Prefetch, Prefetches
 from kvpool.pool.events import Events
 from kvpool.pool.explain import Explanation, InStores
 from kvpool.pool.keys import BlockKeys, Match, is_keys, key_rows
@@ -46,8 +45,7 @@ from kvpool.state.records import H
 from kvpool.stores.jobs import Job
 from kvpool.stores.queue import StoreStats
 from kvpool.stores.store import MODEL_BYTES, TAG_BYTES, Store
-from kvpool.stores.store_client import StoreClient, staging_rows
-from kvpool.stores.store_health import HealthStats, StoreHealth, seconds_argument
+from kvpool.stores.store_client import HealthStats, StoreClient, StoreHealth, seconds_argument, staging_rows
 
 BLOCKS_PER_TURN = 64
 """Blocks that are copied for a store before the keeper looks at its prefetches again."""
@@ -176,7 +174,8 @@ class Keeper(Closing):
             else LoadOrCompute(prefill_tokens_per_s, kinds * client.queue.block_bytes, pool.tokens_per_block)
             for client in self._clients
         ]  # fmt: skip
-        self._prefetches = Prefetches(pool, self._tier, self._bridge, policies, promotions, clock)
+        self._loader = Loader(self._tier, self._bridge, policies, promotions, UNUSED_SECONDS, clock)
+        self._prefetches = Prefetches(pool, self._tier, self._bridge, self._loader, clock)
         self._orders: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
         self._asked: deque[Prefetch] = deque()
@@ -330,7 +329,7 @@ class Keeper(Closing):
         return KeeperStats(
             bridge.saved_blocks, tier.saved_bytes, tier.loaded_blocks, tier.loaded_bytes, prefetches.found_blocks,
             dict(dropped), dict(prefetches.ended), self._stored.dropped + self._unsaved.missed, bridge.waiting,
-            prefetches.promoted, prefetches.under_way,
+            len(self._loader.unread), prefetches.under_way,
             {client.name: client.queue.stats() for client in self._clients},
             {client.name: client.health.stats() for client in self._clients},
         )  # fmt: skip

@@ -22,8 +22,8 @@ from kvpool.pool.keys import BlockKeys
 from kvpool.pool.leases import Lease
 from kvpool.pool.manager import KVCacheManager
 from kvpool.state import control, saving
-from kvpool.state.effects import REMOVED, STORED
 from kvpool.state.records import EVENT, EXTRA, NONE, H, N
+from kvpool.state.tiers import REMOVED, STORED
 from kvpool.stores.jobs import LOAD, SAVE
 from kvpool.stores.queue import NO_LIMIT
 from kvpool.stores.seals import BlockNames, block_context

@@ -15,8 +15,8 @@ from kvpool.arrays import Bools
 from kvpool.entry.interrupt import Bell
 from kvpool.entry.process import Process
 from kvpool.errors import DeviceError, StoreBusy
-from kvpool.keepers.bridge import Bridge, Loading, Search
-from kvpool.keepers.choice import LoadAttempt, LoadPolicy
+from kvpool.keepers.bridge import TOLD_AT_ONCE, Bridge, Loader, Loading, Search
+from kvpool.keepers.choice import LoadAttempt
 from kvpool.keepers.pool_tier import Content, PoolTier
 from kvpool.pool.keys import BlockKeys
 from kvpool.pool.manager import KVCacheManager
@@ -33,8 +33,6 @@ PREFETCHES = 1024
 """under way at once; more get nothing"""
 UNUSED_SECONDS = 60.0
 """After this time a promoted block that nobody used counts as any other cached block."""
-ASKED = 256
-"""Blocks that the pool is asked for at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,23 +99,14 @@ class _Fetch:
 
 
 class Prefetches:
-    """The prefetches of a keeper. The keeper's thread owns it.
-
-    ``promotion_blocks``: the most blocks that wait on the host for their requests, or are on their way there. So
-    prefetches displace no more than that of what the host has, however many requests wait. ``policies``: of each store,
-    whether to load from it; None loads all that is there.
-    """
+    """The prefetches of a keeper. The keeper's thread owns it."""
 
     def __init__(
-        self, pool: KVCacheManager, tier: PoolTier, bridge: Bridge[Content], policies: Sequence[LoadPolicy | None],
-        promotion_blocks: int, clock: Callable[[], float],
+        self, pool: KVCacheManager, tier: PoolTier, bridge: Bridge[Content], loader: Loader[Content],
+        clock: Callable[[], float],
     ) -> None:  # fmt: skip
-        self._pool, self._tier, self._bridge, self._clock = pool, tier, bridge, clock
-        self._policies, self._most = policies, promotion_blocks
+        self._pool, self._tier, self._bridge, self._loader, self._clock = pool, tier, bridge, loader, clock
         self._fetches: list[_Fetch] = []
-        # Blocks on their way. And since when a block has waited for its request.
-        self._coming: set[Content] = set()
-        self._promoted: dict[Content, float] = {}
         self.ended: Counter[str] = Counter()
         self.found_blocks = 0
 
@@ -125,16 +114,6 @@ class Prefetches:
     def under_way(self) -> int:
         """Prefetches that have not ended."""
         return len(self._fetches)
-
-    @property
-    def promoted(self) -> int:
-        """Blocks that were brought and not used yet."""
-        return len(self._promoted)
-
-    @property
-    def _room(self) -> int:
-        """Blocks that may still be brought now."""
-        return self._most - len(self._coming) - len(self._promoted)
 
     def next_deadline(self) -> float | None:
         ends = [fetch.handle.deadline for fetch in self._fetches]
@@ -205,18 +184,13 @@ class Prefetches:
     def _attempt(self, fetch: _Fetch, wanted: list[Content]) -> int | None:
         """Choose for each store whether to load from it. Returns the first place that is not worth it, or None."""
         for number in dict.fromkeys(fetch.source[one] for one in wanted):
-            policy, own = self._policies[number], [one for one in wanted if fetch.source[one] == number]
-            if policy is None:
-                continue
-            ahead = sum(other.source[one] == number for other in self._fetches for one in other.wanted)
-            ahead += sum(len(loading.blocks) for other in self._fetches for loading in other.loadings
-                         if loading.number == number)  # fmt: skip
-            places = len({one.place for one in own})
-            ahead_bytes = ahead * self._bridge.clients[number].queue.block_bytes
-            attempt = LoadAttempt.of(policy, places, ahead_bytes, self._clock(), len(own))
-            if not attempt.load.blocks:
+            own = [one for one in wanted if fetch.source[one] == number]
+            before = sum(other.source[one] == number for other in self._fetches for one in other.wanted)
+            attempt = self._loader.attempt(number, len({one.place for one in own}), len(own), before)
+            if attempt is not None and not attempt.load.blocks:
                 return own[0].place
-            fetch.attempts[number] = attempt
+            if attempt is not None:
+                fetch.attempts[number] = attempt
         return None
 
     # -- loading -------------------------------------------------------------------------------------
@@ -224,7 +198,7 @@ class Prefetches:
     def turn(self) -> None:
         """Begin the loads for which there is room, and end what is over."""
         now = self._clock()
-        self._note_used(now)
+        self._look(list(islice(self._loader.unread, TOLD_AT_ONCE)))
         for fetch in list(self._fetches):
             if fetch.handle.cancelled:
                 self._stop(fetch, "cancelled")
@@ -235,39 +209,40 @@ class Prefetches:
             else:
                 while fetch.wanted and len(fetch.loadings) < CHUNKS_UNDER_WAY and self._load(fetch):
                     pass
-                if fetch.handle.blocks and not fetch.loadings and self._room < 1:
+                if fetch.handle.blocks and not fetch.loadings and not self._loader.free:
                     # It has its share. Others may be waiting for theirs.
                     self._stop(fetch, "full")
 
     def _load(self, fetch: _Fetch) -> bool:
         """Begin to load the next blocks. Returns False if there is no room now."""
-        ahead = list(islice(fetch.wanted, ASKED))
+        ahead = list(islice(fetch.wanted, TOLD_AT_ONCE))
         here = set(compress(ahead, self._tier.here(ahead)))
         while fetch.wanted and fetch.wanted[0] in here:
             # Another prompt has brought it, or a request has computed it.
-            self._came(fetch, fetch.source[fetch.wanted.popleft()], 1, self._clock())
+            attempt, now = fetch.attempts.get(fetch.source[fetch.wanted.popleft()]), self._clock()
+            if attempt is not None:
+                attempt.note(1, now, now)
         if not fetch.wanted:
             if not fetch.loadings:
                 self._stop(fetch, "loaded")
             return False
         number, deadline = fetch.source[fetch.wanted[0]], fetch.handle.deadline
         queue = self._bridge.clients[number].queue
-        most = min(max(1, CHUNK_BYTES // queue.block_bytes), max(1, queue.slots // (2 * CHUNKS_UNDER_WAY)), self._room)
+        share = queue.slots // (2 * CHUNKS_UNDER_WAY)
+        most = min(max(1, CHUNK_BYTES // queue.block_bytes), max(1, share), self._loader.free)
         # What is on its way for another prompt is not loaded twice.
         ours = takewhile(
-            lambda one: fetch.source[one] == number and one not in self._coming and one not in here, fetch.wanted
+            lambda one: fetch.source[one] == number and one not in self._loader.coming and one not in here, fetch.wanted
         )
-        chosen = list(islice(ours, max(0, most)))
+        chosen, attempt, done = list(islice(ours, most)), fetch.attempts.get(number), partial(self._loaded, fetch)
         try:
-            done = partial(self._loaded, fetch)
-            loading = self._bridge.load(number, chosen, deadline, done, hold=True) if chosen else None
+            loading = self._loader.load(number, chosen, deadline, attempt, done) if chosen else None
         except StoreBusy:
             return False
         if loading is None:
             return False
-        for content in loading.blocks:
+        for _ in loading.blocks:
             fetch.wanted.popleft()
-            self._coming.add(content)
         fetch.loadings.append(loading)
         return True
 
@@ -281,40 +256,29 @@ class Prefetches:
         if fetch.generation != self._generation():
             return self._stop(fetch, "reset")
         leading, before = loading.job.leading, self._tier.loaded_blocks
-        client, here = self._bridge.clients[loading.number], list[bool]()
         try:
-            here = self._tier.publish(client, loading.blocks[:leading], loading.rows[:leading])
+            here = self._loader.enter(loading, np.arange(len(loading.blocks)) < leading)
         except DeviceError:
-            leading = 0
+            leading, here = 0, []
         fetch.handle.came(self._tier.loaded_blocks - before)
-        self._coming.difference_update(loading.blocks)
-        came = [content for content, there in zip(loading.blocks, here, strict=False) if there]
-        self._promoted.update(dict.fromkeys(came, self._clock()))
-        self._note_used(self._clock(), came)
-        if not all(here):
+        self._look(here)
+        if len(here) < leading:
             # The host is full of what must stay, such as the blocks before these.
             return self._stop(fetch, "full")
-        self._came(fetch, loading.number, leading, loading.job.began)
         if leading < len(loading.blocks):
             return self._stop(fetch, "late" if loading.job.codes[leading] == LATE else "failed")
-        client.release(fetch.loadings.popleft().job)
+        self._loader.end(fetch.loadings.popleft())
         if not fetch.wanted and not fetch.loadings:
             self._stop(fetch, "loaded")
 
-    def _note_used(self, now: float, contents: Sequence[Content] | None = None) -> None:
-        """Blocks that are on the device, or gone, do not wait for a request any more. ``contents``: which are looked
-        at; by default those that were looked at least recently."""
-        asked = list(islice(self._promoted, ASKED)) if contents is None else contents
-        there = zip(asked, self._tier.here(asked, "host"), self._tier.here(asked, "device"), strict=True)
+    def _look(self, brought: Sequence[Content]) -> None:
+        """Blocks that are on the device, or gone, do not wait for a request any more. Others are looked at again when
+        the rest was."""
+        there = zip(brought, self._tier.here(brought, "host"), self._tier.here(brought, "device"), strict=True)
         for one, host, device in there:
-            since = self._promoted.pop(one)
-            if host and not device and since > now - UNUSED_SECONDS:
-                self._promoted[one] = since
-
-    def _came(self, fetch: _Fetch, number: int, items: int, began: float) -> None:
-        """So many blocks of an attempt are in the pool, by a job that began then."""
-        if number in fetch.attempts:
-            fetch.attempts[number].note(items, began, self._clock())
+            arrival = self._loader.unread.pop(one)
+            if host and not device and arrival.until > self._clock():
+                self._loader.unread[one] = arrival
 
     # -- ending --------------------------------------------------------------------------------------
 
@@ -332,9 +296,7 @@ class Prefetches:
         for one in [*under_way, *fetch.wanted] if why in ("late", "full") else ():
             self._bridge.note(fetch.source[one], [one], [why])
         for loading in fetch.loadings:
-            loading.job.cancel()
-            self._bridge.clients[loading.number].release(loading.job)
-            self._coming.difference_update(loading.blocks)
+            self._loader.end(loading)
         if fetch.search is not None and fetch.search.job is not None:
             fetch.search.job.cancel()
         for attempt in fetch.attempts.values():

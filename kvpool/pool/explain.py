@@ -18,8 +18,8 @@ from kvpool.pool.core import Core
 from kvpool.pool.keys import BlockKeys, Match, Scope, key_rows
 from kvpool.pool.prompts import NO_KEYS
 from kvpool.state import control
-from kvpool.state.effects import EVICTED, EXPIRED, FORGOTTEN, LOSS
 from kvpool.state.records import N
+from kvpool.state.tiers import EVICTED, EXPIRED, FORGOTTEN, LOSS
 
 InStores: TypeAlias = "tuple[tuple[str, ...], tuple[tuple[str, str], ...]]"
 """The fields of ``Missed`` that are of stores."""

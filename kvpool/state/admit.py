@@ -10,19 +10,7 @@ import numpy as np
 
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import address_of, memcpy
-from kvpool.state.effects import STORED, UPDATED, WILL_READ, WILL_WRITE, emit, emit_access
-from kvpool.state.index import device_copy, same_tokens
-from kvpool.state.kinds import (
-    columns_for,
-    finds,
-    fresh_blocks,
-    has_block,
-    has_states,
-    keeps_state,
-    kept_column,
-    kept_from,
-)
-from kvpool.state.lookup import agree, look, partial_match
+from kvpool.state.index import agree, device_copy, look, partial_match, same_tokens
 from kvpool.state.policy import foresee, free_blocks, on_admit, on_hit, overflow, stop_clock
 from kvpool.state.records import (
     DEFAULT_PRIORITY,
@@ -53,7 +41,15 @@ from kvpool.state.records import (
     table_of,
 )
 from kvpool.state.requests import (
+    columns_for,
     findable,
+    finds,
+    fresh_blocks,
+    has_block,
+    has_states,
+    keeps_state,
+    kept_column,
+    kept_from,
     note_prompt,
     parent_of,
     request_extra,
@@ -65,8 +61,14 @@ from kvpool.state.requests import (
 from kvpool.state.sequences import refuse
 from kvpool.state.tiers import (
     EXPIRIES_PER_CALL,
+    STORED,
+    UPDATED,
+    WILL_READ,
+    WILL_WRITE,
     begin,
     copy_content,
+    emit,
+    emit_access,
     emit_move,
     expire,
     forget,

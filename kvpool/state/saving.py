@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.state.effects import STORED
 from kvpool.state.index import find_key
 from kvpool.state.policy import evict_next
 from kvpool.state.records import (
@@ -26,6 +25,7 @@ from kvpool.state.records import (
     lists_of,
     ring_of,
 )
+from kvpool.state.tiers import STORED
 
 SAVERS = 62
 FOUND = 5

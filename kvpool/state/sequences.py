@@ -10,10 +10,8 @@ import numpy as np
 
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import prefetch
-from kvpool.state.effects import ACCESSED, FOLLOWS, STORED, WROTE, emit, emit_access
 from kvpool.state.hashing import key_in
 from kvpool.state.index import device_copy, expect, expect_child, expect_found, find_key, has_content, rival_child
-from kvpool.state.kinds import has_states, keeps_state, kept_from, state_at
 from kvpool.state.policy import BACK, nth_released, on_begin_release, on_change, on_end_release, on_insert, on_release
 from kvpool.state.records import (
     BAD_COUNT,
@@ -41,8 +39,8 @@ from kvpool.state.records import (
     table_of,
     tokens_of,
 )
-from kvpool.state.requests import blocks_for, name
-from kvpool.state.tiers import enter, forget_both
+from kvpool.state.requests import blocks_for, has_states, keeps_state, kept_from, name, state_at
+from kvpool.state.tiers import ACCESSED, FOLLOWS, STORED, WROTE, emit, emit_access, enter, forget_both
 
 
 @jit(forceinline=True)

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from kvpool import BlockLayout, DeviceError, KVCacheManager
 from kvpool.copying.transfer import COPIES_THREAD
-from kvpool.device.base import ALL_LAYERS, NULL_STREAM, Layers, Stream
+from kvpool.device.base import ALL_LAYERS, NULL_STREAM, Layers, Stream, WrappedDevice
 from kvpool.device.sim import SimDevice
-from kvpool.device.wrapper import WrappedDevice
 
 BLOCKS, WIDTH = 8, 2
 PROMPT = list(range(BLOCKS * WIDTH)) + [99]

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from kvpool.arrays.layout import BlockLayout
-from kvpool.device.base import NULL_STREAM, Device
+from kvpool.device.base import NULL_STREAM, Device, WrappedDevice
 from kvpool.device.sim import RaceError, SimDevice
 from kvpool.device.sim.order import Access, AccessOrder, new_clock
-from kvpool.device.wrapper import WrappedDevice
 from tests.device.pools import as_moves, make_pools
 
 LAYOUT = BlockLayout(2, 1, 16, 4, dtype="uint8")

@@ -104,9 +104,9 @@ MUTATIONS = (
     ),
     Mutation(
         "promotions_are_not_bounded",
-        "Prefetches._room",
-        "return self._most - len(self._coming) - len(self._promoted)",
-        "return self._most",
+        "Loader.free",
+        "return max(0, self._room - len(self.unread) - len(self.coming))",
+        "return self._room",
         "A long queue of requests displaces what running ones need.",
         (
             f"{_FAILURES}test_promotions_never_displace_more_than_their_room",

@@ -20,7 +20,7 @@ def _choice(test: str) -> str:
 
 
 def _seal(test: str) -> tuple[str]:
-    return (f"tests/stores/test_seals.py::{test}",)
+    return (f"tests/stores/test_secrets.py::{test}",)
 
 
 MUTATIONS = (
@@ -153,7 +153,7 @@ MUTATIONS = (
         'b""',
         "What was saved after the weights were replaced is not found after a restart.",
         (
-            "tests/stores/test_disk.py::TestDiskStore::test_what_is_saved_after_a_reset_is_there_after_it_was_closed",
+            "tests/stores/test_disk_blocks.py::TestDiskStore::test_what_is_saved_after_a_reset_is_there_after_it_was_closed",
             "tests/stores/test_hostkeeper_clear.py::"
             "test_what_is_saved_after_a_clear_is_found_by_a_later_process[killed]",
         ),
@@ -211,9 +211,9 @@ MUTATIONS = (
     ),
     Mutation(
         "what_nobody_reads_takes_room_for_ever",
-        "HostLoads._free",
-        "while self._unread and next(iter(self._unread.values()))[0] <= now:\n"
-        "    del self._unread[next(iter(self._unread))]",
+        "Loader.free",
+        "while self.unread and next(iter(self.unread.values())).until <= now:\n"
+        "    del self.unread[next(iter(self.unread))]",
         "",
         "After some requests that were aborted, nothing comes from a store any more.",
         ("tests/stores/test_hostkeeper_policies.py::test_what_came_and_nobody_reads_makes_room_after_a_while",),
@@ -229,7 +229,7 @@ MUTATIONS = (
     Mutation(
         "stores_are_asked_for_what_has_no_room",
         "HostLoads._ask",
-        "max(0, ASKED_MAX - len(self.searching)) if self._free and not self._stopped else 0",
+        "max(0, ASKED_MAX - len(self.searching)) if self._loader.free and not self._stopped else 0",
         "max(0, ASKED_MAX - len(self.searching)) if not self._stopped else 0",
         "A request whose end has no room waits for its stores in every step, and never begins.",
         (f"{_POLICIES}test_while_there_is_no_room_no_store_is_asked",),

@@ -72,7 +72,7 @@ def is_ended(peer: socket.socket) -> bool:
 
 def goes_on(peer: socket.socket, content: bytes, times: int) -> bool:
     """Whether all of this can be sent."""
-    peer.settimeout(2)
+    peer.settimeout(600)
     try:
         for _ in range(times):
             peer.sendall(content)

@@ -30,7 +30,7 @@ from kvpool.errors import KVPoolError
 
 VISITS = 2
 LINES_MAX = 200_000
-SECONDS_MAX = 60
+SECONDS_MAX = 600
 
 Turn = tuple[int, int | None]
 """A thread and how many steps it takes; None = as many as it can."""

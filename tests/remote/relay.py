@@ -71,7 +71,7 @@ class Relay:
         self.cut()
         self._open.set()
         for thread in list(self._threads):
-            thread.join(5)
+            thread.join(600)
         for one in [self._listener, *self._sockets]:
             one.close()
 

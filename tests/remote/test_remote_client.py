@@ -70,10 +70,7 @@ WRONG: dict[str, Script] = {
 @pytest.mark.parametrize("script", WRONG.values(), ids=WRONG)
 def test_what_no_server_sends_is_an_error_and_nothing_enters_the_pool(make: Make, script: Script) -> None:
     here = worker(make)
-    with (
-        fake_server(here, script) as endpoint,
-        BlockClient(endpoint, here.cache, timeout_ms=20_000, messages_in_flight=1) as client,
-    ):
+    with fake_server(here, script) as endpoint, BlockClient(endpoint, here.cache, messages_in_flight=1) as client:
         with pytest.raises(RemoteError, match="malformed: .* sent"):
             client.fetch(TOKENS)
             # What comes behind a complete answer is met by the next call, as an answer to nobody.
@@ -231,7 +228,7 @@ def test_a_late_answer_is_not_taken_for_the_next_request(make: Make) -> None:
             with pytest.raises(RemoteTimeout):
                 client.fetch(first)
             relay.pass_on()
-            client._timeout_ms = 20_000
+            client._timeout_ms = 600_000
             assert client.fetch(second) == 6
             assert client.fetch(first) == 6
     assert here.add(second).cached == 24 and here.add(first).cached == 24
@@ -268,7 +265,7 @@ def test_a_server_that_starts_again_is_found_again(make: Make) -> None:
         with pytest.raises(RemoteTimeout):
             client.fetch(tokens)
         with BlockServer(there.cache, server.endpoint):
-            client._timeout_ms = 20_000
+            client._timeout_ms = 600_000
             assert client.fetch(tokens) == 6
 
 

@@ -14,8 +14,19 @@ from relay import Relay
 from workers import SECRET, Fake, Make, Raw, expected, packed, stored, wire_key, worker
 
 from kvpool.remote import BlockClient, BlockServer, RemoteError, RemoteTimeout
-from kvpool.remote.endpoints import ClientSecret, ServerSecret
-from kvpool.remote.session import MAGIC, VERSION, Blocks, Find, Get, Hello, Received, Session, Welcome
+from kvpool.remote.session import (
+    MAGIC,
+    VERSION,
+    Blocks,
+    ClientSecret,
+    Find,
+    Get,
+    Hello,
+    Received,
+    ServerSecret,
+    Session,
+    Welcome,
+)
 from kvpool.stores import MemoryStore
 from kvpool.stores.peer import PeerStore, StoreServer
 from kvpool.stores.store import OK, Space
@@ -223,7 +234,7 @@ def test_a_server_cannot_fill_the_memory_of_a_client(make: Make, content: bytes,
     there, here = worker(make), worker(make)
     tokens = stored(there, 4)
     with BlockServer(there.cache) as server, Injecting(server.endpoint, content) as relay:
-        with BlockClient(relay.endpoint, here.cache, timeout_ms=20_000) as client:
+        with BlockClient(relay.endpoint, here.cache) as client:
             if "nothing" in state:
                 assert client.fetch(tokens) == 4
                 relay.most = 4 << 20  # less than a client takes that waits for something
@@ -270,7 +281,7 @@ class Injecting(Relay):
 
 def test_a_store_server_bounds_a_message_that_never_ends() -> None:
     secret, memory = bytes(range(32)), np.zeros((4, 4096), np.uint8)
-    from kvpool.stores.peer.wire import wire_key as store_key
+    from kvpool.stores.peer.peer_store import wire_key as store_key
     from kvpool.stores.seals import SharedSecret
 
     with StoreServer(MemoryStore(1 << 20), block_bytes=4096, secret=secret) as server:

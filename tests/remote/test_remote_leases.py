@@ -49,7 +49,7 @@ class Fetch(threading.Thread):
 
 @contextmanager
 def stalled(
-    make: Make, *, timeout_ms: int = 25_000, guarded: bool = True, **options: Any
+    make: Make, *, timeout_ms: int = 600_000, guarded: bool = True, **options: Any
 ) -> Iterator[tuple[Engine, list[int], BlockServer, Relay, Fetch]]:
     """A server whose whole host tier is on its way to a client that reads nothing."""
     there = worker(make, BLOCKS + 1, BLOCKS, layout=HUGE)
@@ -134,7 +134,7 @@ def test_a_lost_connection_releases_what_was_on_its_way(make: Make) -> None:
 
 
 def test_a_client_that_takes_nothing_for_too_long_is_disconnected(make: Make) -> None:
-    with stalled(make, stall_ms=300, timeout_ms=5000) as (there, tokens, server, relay, fetch):
+    with stalled(make, stall_ms=300) as (there, tokens, server, relay, fetch):
         until(lambda: not there.cache.leases, "end of the lease")
         assert fetch.is_alive(), "the client gave up first"
         assert overwrite(there) == BLOCKS

@@ -16,10 +16,9 @@ from workers import HUGE, LARGE, SECRET, Make, Raw, expected, stored, worker
 
 from kvpool.remote import BlockClient, BlockServer, Limits, RemoteError
 from kvpool.remote.block_server import Sending, UnderWay, Waiting
-from kvpool.remote.endpoints import ClientSecret
 from kvpool.remote.link import Link
 from kvpool.remote.server import LetIn
-from kvpool.remote.session import Blocks, Failed, Found, Get, Hello, Session, Welcome, encode, greeting
+from kvpool.remote.session import Blocks, ClientSecret, Failed, Found, Get, Hello, Session, Welcome, encode, greeting
 from tests.waiting import until
 
 
@@ -230,7 +229,7 @@ def test_clients_that_never_read_do_not_keep_a_new_client_waiting(make: Make, sc
             for number in range(2, 8):
                 one.send(Get(number, 0), b"".join(there.keys(tokens)[:4]))
         until(lambda: server.stats().transfers >= 6 or server.stats().transfer_bytes == 32 << 20, "transfers")
-        with BlockClient(server.endpoint, there.cache, timeout_ms=5000) as client:
+        with BlockClient(server.endpoint, there.cache) as client:
             for _ in range(3):
                 found = client.fetch_blocks(there.keys(tokens)[:4])
                 assert [bytes(one or b"") for one in found] == expected(there, tokens)[:4]

@@ -107,7 +107,7 @@ def _described(value: Any) -> object:
     if isinstance(value, Loadable):
         return [(share.blocks.tolist(), share.slots().tolist()) for share in value._shares]
     if isinstance(value, Job):
-        assert value.wait(60, returned=True)
+        assert value.wait(600, returned=True)
         return value.codes.tolist(), value.error
     if isinstance(value, Forgotten):
         assert value.wait(600)

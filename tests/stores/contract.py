@@ -176,9 +176,9 @@ class StoreContract:
             keys = queue.secret.opaque(names(16))
             fill(queue.memory, 16)
             saves = [queue.save(keys, np.arange(16)) for _ in range(4)]
-            assert all(job.wait(60, returned=True) for job in saves)
+            assert all(job.wait(600, returned=True) for job in saves)
             loads = [queue.load(keys, np.arange(16 * i, 16 * i + 16)) for i in (1, 2, 3)]
-            assert all(job.wait(60, returned=True) and job.ok == 16 for job in loads), [job.error for job in loads]
+            assert all(job.wait(600, returned=True) and job.ok == 16 for job in loads), [job.error for job in loads]
             for number in range(48):
                 assert np.array_equal(queue.memory[16 + number], content(number % 16))
 

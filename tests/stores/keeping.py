@@ -20,19 +20,6 @@ SECRET = b"the secret of all pools here"
 """Pools that have it find what others have saved, as after a restart."""
 
 
-class Clock:
-    """Seconds that a test sets."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def pass_(self, seconds: float) -> None:
-        self.now += seconds
-
-
 def room(blocks: int) -> int:
     """Bytes of so many blocks of a store: each takes a page here."""
     return blocks * 4096
@@ -45,7 +32,7 @@ def engine(P: int = 32, S: int = 32, **options: Any) -> Engine:
 
 def keeper(of: Engine, stores: Store | Sequence[Store], **options: Any) -> Keeper:
     chosen = list(stores) if isinstance(stores, (list, tuple)) else [stores]
-    return Keeper(of.cache, chosen, **({"identity": IDENTITY, "deadline_ms": 30_000} | options))
+    return Keeper(of.cache, chosen, **({"identity": IDENTITY, "deadline_ms": 600_000} | options))
 
 
 def store(blocks: int = 256) -> MemoryStore:
@@ -65,7 +52,7 @@ def seed(of: Engine, kept: Keeper, prompts: Iterable[Sequence[int]], **names: An
 
 def fetch(of: Engine, kept: Keeper, prompt: Sequence[int], **names: Any) -> int:
     """Prefetch a prompt. Returns the blocks that came."""
-    handle = kept.prefetch(of.prompt(prompt, **names), deadline=60.0)
+    handle = kept.prefetch(of.prompt(prompt, **names), deadline=600.0)
     assert handle.wait(600), kept.stats()
     return handle.blocks
 

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import zmq
 
-from kvpool.remote.endpoints import ClientSecret
+from kvpool.remote.session import ClientSecret
 from kvpool.stores import MemoryStore
-from kvpool.stores.peer.peer_store import PeerStore
+from kvpool.stores.peer.peer_store import PeerStore, StoreCall, wire_key
 from kvpool.stores.peer.store_server import StoreServer
-from kvpool.stores.peer.wire import StoreCall, wire_key
 from kvpool.stores.seals import SharedSecret
 from kvpool.stores.store import Space, Store
 from tests.remote import workers
@@ -47,7 +46,9 @@ def serve(servers: list[StoreServer]) -> Serve:
 
 
 def client(server: StoreServer | str, **options: Any) -> PeerStore:
-    return PeerStore(server if isinstance(server, str) else server.endpoint, **{"secret": SECRET, **options})
+    return PeerStore(
+        server if isinstance(server, str) else server.endpoint, **{"secret": SECRET, "timeout_ms": 600_000, **options}
+    )
 
 
 class Raw(workers.Raw):

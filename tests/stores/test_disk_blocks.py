@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from kvpool.stores import ABSENT, CANCELLED, OK, REFUSED, StoreQueue
 from kvpool.stores.disk import DiskStore
 from kvpool.stores.disk.slot_index import PER_PAGE, Index, SlotTable
+from tests.stores.contract import LastingContract
 from tests.stores.disk_lab import Faulty, crash
 from tests.stores.lab import BLOCK_BYTES, OTHER, Gate, content, done, fill, names, open_queue, returned, saved
 
@@ -134,7 +136,7 @@ def test_a_call_larger_than_the_store_keeps_its_beginning(tmp_path: Path) -> Non
         saved(queue, 8, first=100)
         fill(queue.memory, 20)
         job = queue.save(queue.secret.opaque(names(20)), np.arange(20))
-        assert job.wait(60, returned=True) and job.codes.tolist() == [OK] * 8 + [REFUSED] * 12
+        assert job.wait(600, returned=True) and job.codes.tolist() == [OK] * 8 + [REFUSED] * 12
         assert here(queue, 20) == list(range(8))
 
 
@@ -147,9 +149,9 @@ def test_a_block_that_is_read_is_not_overwritten(tmp_path: Path, faulty: Faulty)
         done(queue.forget(keys[:1]))
         fill(queue.memory, 4, first=10)
         job = queue.save(queue.secret.opaque(names(4, 10)), np.arange(4))
-        assert job.wait(60, returned=True) and job.codes.tolist() == [OK, OK, REFUSED, REFUSED]
+        assert job.wait(600, returned=True) and job.codes.tolist() == [OK, OK, REFUSED, REFUSED]
         gate.open()
-        assert reading.wait(60, returned=True) and reading.codes.tolist() == [CANCELLED, OK], "it is forgotten"
+        assert reading.wait(600, returned=True) and reading.codes.tolist() == [CANCELLED, OK], "it is forgotten"
         assert np.array_equal(queue.memory[50], content(0)) and np.array_equal(queue.memory[51], content(1))
         saved(queue, 4, first=20)
         assert here(queue, 4, first=20) == [20, 21, 22, 23], "no slot is lost"
@@ -282,7 +284,7 @@ def test_a_failed_commit_fails_all_who_share_it_and_nobody_else(tmp_path: Path, 
         jobs = [queue.save(keys[i : i + 1], np.arange(i, i + 1)) for i in range(8)]
         assert gate.reached.wait(600)
         gate.open()
-        assert all(job.wait(60, returned=True) and not job.ok and "No space" in job.error for job in jobs)
+        assert all(job.wait(600, returned=True) and not job.ok and "No space" in job.error for job in jobs)
         del faulty.before["fdatasync"]
         saved(queue, 8)
         assert here(queue, 8) == list(range(8)) and queue.find(before).wait(600)
@@ -309,7 +311,9 @@ def test_a_sync_that_fails_is_not_made_up_for_by_the_next_one(tmp_path: Path, fa
         jobs.append(queue.save(keys[1:], np.arange(1, 2)))
         assert written.wait(600)
         gate.open()
-        assert all(job.wait(60, returned=True) and not job.ok for job in jobs), "the second was synced without an error"
+        assert all(job.wait(600, returned=True) and not job.ok for job in jobs), (
+            "the second was synced without an error"
+        )
         assert here(queue, 2) == []
         saved(queue, 2)
 
@@ -333,7 +337,7 @@ def test_a_key_twice_in_one_call_is_saved_once(tmp_path: Path) -> None:
         fill(queue.memory, 1)
         key = queue.secret.opaque(names(1))
         job = queue.save(np.concatenate([key, key]), np.array([0, 0]))
-        assert job.wait(60, returned=True) and job.ok == 2 and queue.stats().store["blocks"] == 1
+        assert job.wait(600, returned=True) and job.ok == 2 and queue.stats().store["blocks"] == 1
         assert returned(queue.load(np.concatenate([key, key]), np.array([3, 4]))).ok == 2
 
 
@@ -352,7 +356,7 @@ def test_another_call_takes_over_when_a_save_of_the_same_key_fails(tmp_path: Pat
         jobs = [queue.save(keys, np.arange(1)) for _ in range(2)]
         assert gate.reached.wait(600)
         gate.open()
-        assert all(job.wait(60, returned=True) for job in jobs)
+        assert all(job.wait(600, returned=True) for job in jobs)
         assert sorted(job.ok for job in jobs) == [0, 1] and here(queue, 1) == [0]
 
 
@@ -365,7 +369,7 @@ def test_a_call_that_nobody_waits_for_stops_between_blocks(tmp_path: Path, fault
         assert gate.reached.wait(600)
         job.cancel()
         gate.open()
-        assert job.wait(60, returned=True) and job.codes.tolist() == [CANCELLED] * 4
+        assert job.wait(600, returned=True) and job.codes.tolist() == [CANCELLED] * 4
         assert faulty.count["preadv"] == 1
 
 
@@ -436,8 +440,8 @@ def test_many_threads_on_few_slots_lose_no_slot_and_mix_no_bytes(tmp_path: Path,
             else:
                 jobs.append(queue.forget(keys[:1]))
             # Of too many at a time, drops cancel most before they have begun.
-            assert jobs[max(0, len(jobs) - 8)].wait(60, returned=True)
-        assert all(job.wait(60, returned=True) for job in jobs)
+            assert jobs[max(0, len(jobs) - 8)].wait(600, returned=True)
+        assert all(job.wait(600, returned=True) for job in jobs)
         faulty.before.clear()
         assert queue.stats().store["blocks"] == len(here(queue, 40)) <= 12
         load(queue, *here(queue, 40))
@@ -447,3 +451,17 @@ def test_many_threads_on_few_slots_lose_no_slot_and_mix_no_bytes(tmp_path: Path,
         saved(queue, 12, first=100)
         assert here(queue, 12, 100) == list(range(100, 112)), "no slot is lost"
         assert queue.stats().store["blocks"] == 12
+
+
+# ----------------------------------------
+# DiskStore keeps the contract.
+
+
+class TestDiskStore(LastingContract):
+    @pytest.fixture
+    def make(self, tmp_path: Path) -> Callable[[int], DiskStore]:
+        return lambda blocks: DiskStore(tmp_path / "store", blocks * BLOCK_BYTES)
+
+    @pytest.fixture
+    def again(self, tmp_path: Path) -> Callable[[], DiskStore]:
+        return lambda: DiskStore(tmp_path / "store")

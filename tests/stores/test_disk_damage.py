@@ -260,16 +260,16 @@ def test_a_crash_while_a_slot_gets_other_bytes(tmp_path: Path, at: str) -> None:
         assert gate.reached.wait(600)
         before = crash(tmp_path / "store", tmp_path / "before")
         gate.open()
-        assert job.wait(60, returned=True) and job.ok == 1
+        assert job.wait(600, returned=True) and job.ok == 1
         after = crash(tmp_path / "store", tmp_path / "after")
     with open_queue(DiskStore(before)) as queue:
         jobs = [queue.load(old, np.arange(1)), queue.load(new, np.arange(1, 2))]
-        assert all(job.wait(60, returned=True) for job in jobs)
+        assert all(job.wait(600, returned=True) for job in jobs)
         assert jobs[0].codes.tolist() == [OK if at == "pwritev" else DAMAGED]
         assert jobs[1].codes.tolist() == [ABSENT], "nobody was told that it was saved"
     with open_queue(DiskStore(after)) as queue:
         jobs = [queue.load(old, np.arange(1)), queue.load(new, np.arange(1, 2))]
-        assert all(job.wait(60, returned=True) for job in jobs)
+        assert all(job.wait(600, returned=True) for job in jobs)
         assert [job.codes.tolist() for job in jobs] == [[ABSENT], [OK]]
         assert np.array_equal(queue.memory[1], content(7))
 
@@ -288,7 +288,7 @@ def test_a_block_that_was_there_at_a_crash_is_made_durable_once(tmp_path: Path, 
         assert gate.reached.wait(600)
         left = crash(tmp_path / "store", tmp_path / "left")
         gate.open()
-        assert job.wait(60, returned=True)
+        assert job.wait(600, returned=True)
     for _ in range(closings):
         open_queue(DiskStore(left)).close()
     with open_queue(DiskStore(left)) as queue:
@@ -325,7 +325,7 @@ def test_a_crash_while_a_block_gets_other_bytes_leaves_the_old_or_the_new(
         assert gate.reached.wait(600)
         left = crash(doubtful, tmp_path / "again")
         gate.open()
-        assert job.wait(60, returned=True) and job.ok == 4
+        assert job.wait(600, returned=True) and job.ok == 4
         later = crash(doubtful, tmp_path / "later")
     assert (loaded(left), loaded(later)) == ([0, 1, 2, 3], [4, 5, 6, 7])
 
@@ -347,7 +347,7 @@ def test_a_commit_that_fails_takes_neither_the_old_bytes_nor_the_new(
         assert gate.reached.wait(600)
         left = crash(doubtful, tmp_path / "again")
         gate.open()
-        assert other.wait(60, returned=True)
+        assert other.wait(600, returned=True)
         saved(queue, 4, first=200)
         later = crash(doubtful, tmp_path / "later")
     assert loaded(left) == ([4, 5, 6, 7] if durable else [0, 1, 2, 3])
@@ -428,7 +428,7 @@ def test_a_save_that_does_not_write_a_block_again_drops_nothing(doubtful: Path, 
             assert gate.reached.wait(600)
             job.cancel()
             gate.open()
-        assert job.wait(60, returned=True) and not job.ok
+        assert job.wait(600, returned=True) and not job.ok
         del faulty.before["pwritev"]
         assert returned(queue.load(keys, np.arange(4, 8))).ok == 4
         commits = queue.stats().store["commits"]
@@ -447,7 +447,7 @@ def test_a_block_that_gets_other_bytes_while_it_is_read_keeps_its_slot(doubtful:
         assert returned(queue.save(keys, np.arange(1))).ok
         saved(queue, 8, first=100)  # all that there is room for
         gate.open()
-        assert load.wait(60, returned=True) and load.ok == 1
+        assert load.wait(600, returned=True) and load.ok == 1
         assert np.array_equal(queue.memory[20], content(0))
         evicted = queue.stats().store["evicted"]
         saved(queue, 1, first=200)
@@ -480,4 +480,4 @@ def test_of_two_rows_with_one_key_the_last_counts(tmp_path: Path) -> None:
         stats = queue.stats().store
         assert stats["opened_blocks"] == 40 and stats["dropped_rows"] == 40
         job = queue.load(queue.secret.opaque(names(40)), np.arange(40))
-        assert job.wait(60, returned=True) and set(job.codes.tolist()) <= {OK, DAMAGED}
+        assert job.wait(600, returned=True) and set(job.codes.tolist()) <= {OK, DAMAGED}

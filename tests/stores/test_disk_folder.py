@@ -226,14 +226,14 @@ def test_a_folder_that_has_gone_is_said_once_counted_and_not_saved_into(
         GONE[kind](folder)
         for count in (1, 2):
             job = queue.save(queue.secret.opaque(names(2, 10)), np.arange(2))
-            assert job.wait(60, returned=True) and job.codes.tolist() == [FAILED, FAILED]
+            assert job.wait(600, returned=True) and job.codes.tolist() == [FAILED, FAILED]
             assert queue.stats().store["folder_gone"] == count
         told = [
             one for one in caplog.records if "removed or replaced" in one.message and one.name.endswith("disk_store")
         ]
         assert len(told) == 1 and told[0].levelname == "WARNING"
         job = queue.load(queue.secret.opaque(names(2)), np.array([4, 5]))
-        assert job.wait(60, returned=True) and job.ok == 2, "what was saved before is still read"
+        assert job.wait(600, returned=True) and job.ok == 2, "what was saved before is still read"
 
 
 def test_a_folder_that_goes_while_a_save_is_under_way_has_not_saved_it(tmp_path: Path) -> None:

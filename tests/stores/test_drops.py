@@ -15,7 +15,7 @@ from kvpool import StoreBusy
 from kvpool.stores import ABSENT, CANCELLED, FAILED, OK, Job, MemoryStore, StoreQueue
 from kvpool.stores.jobs import Drops
 from kvpool.stores.store import TAG_BYTES
-from kvpool.stores.store_health import StoreHealth
+from kvpool.stores.store_client import StoreHealth
 from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, fill, names, open_queue, saved
 
 Drop = Callable[[StoreQueue, Any], Job]
@@ -128,7 +128,7 @@ def test_what_a_store_answers_after_a_drop_counts_no_more(
     assert codes(asked) == [CANCELLED] * 4, "it is decided at once"
     assert asked.returned is False, "its rows may still be written"
     gate.open()
-    assert asked.wait(60, returned=True) and asked.codes.tolist() == [CANCELLED] * 4
+    assert asked.wait(600, returned=True) and asked.codes.tolist() == [CANCELLED] * 4
     assert codes(dropped) == [OK] * len(dropped.codes)
 
 

@@ -19,8 +19,8 @@ from kvpool.stores import ABSENT, FAILED, OK, REFUSED, MemoryStore
 from kvpool.stores.disk import DiskStore
 from kvpool.stores.store import Bytes, Rows, Stop
 from tests.engine import Engine
-from tests.stores.keeping import IDENTITY, Clock, engine, fetch, grouped, keeper, room, seed, store, tokens
-from tests.stores.lab import Gate, Wrong
+from tests.stores.keeping import IDENTITY, engine, fetch, grouped, keeper, room, seed, store, tokens
+from tests.stores.lab import Clock, Gate, Wrong
 from tests.waiting import until
 
 PROMPT = tokens(41)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.stores.keeping import Clock, engine, fetch, keeper, seed, store, tokens
-from tests.stores.lab import Gate, Wrong
+from tests.stores.keeping import engine, fetch, keeper, seed, store, tokens
+from tests.stores.lab import Clock, Gate, Wrong
 from tests.waiting import until
 
 

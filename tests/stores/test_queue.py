@@ -21,6 +21,7 @@ from tests.stores.lab import (
     IDENTITY,
     OTHER,
     SLOTS,
+    Clock,
     Gate,
     Wrong,
     content,
@@ -32,11 +33,6 @@ from tests.stores.lab import (
     returned,
     saved,
 )
-
-
-@pytest.fixture
-def store() -> Wrong:
-    return Wrong(MemoryStore(64 * BLOCK_BYTES))
 
 
 @pytest.fixture
@@ -108,7 +104,7 @@ def test_codes_that_are_none_are_failures(store: Wrong, queue: StoreQueue, answe
     keys = saved(queue, 2)
     store.after[kind] = lambda given: (answer, given[1]) if kind == "load" else answer
     job = jobs_of(queue, keys)[kind]()
-    assert job.wait(60, returned=True) and job.codes.tolist() == [FAILED] * 2 and job.error
+    assert job.wait(600, returned=True) and job.codes.tolist() == [FAILED] * 2 and job.error
 
 
 @pytest.mark.parametrize("seals", [None, np.zeros((2, 15), np.uint8), np.zeros((1, 16), np.uint8),
@@ -140,7 +136,7 @@ def test_a_store_that_is_not_there_at_first_is_asked_for_its_epoch_later(store: 
     store.before["epoch"] = raising(ConnectionError("not there yet"))
     with open_queue(store) as queue:
         for job in (queue.find(keys), queue.load(keys, np.arange(2)), queue.save(keys, np.arange(2))):
-            assert job.wait(60, returned=True) and job.codes.tolist() == [FAILED] * 2 and "not there" in job.error
+            assert job.wait(600, returned=True) and job.codes.tolist() == [FAILED] * 2 and "not there" in job.error
         del store.before["epoch"]
         assert returned(queue.load(keys, np.arange(2))).ok == 2
 
@@ -212,7 +208,7 @@ def test_nothing_is_lent_to_a_save_that_was_given_up_before_its_call(store: Wron
     second = queue.save(BlockNames(names(4, 4)), lender)
     second.cancel()
     gate.open()
-    assert first.wait(60, returned=True) and second.wait(60, returned=True)
+    assert first.wait(600, returned=True) and second.wait(600, returned=True)
     assert lender.lent == [tuple(names(4))] and second.counts == {"cancelled": 4}
 
 
@@ -230,16 +226,20 @@ def test_rows_are_lent_for_names_only(queue: StoreQueue) -> None:
 # -- a store that is late, hangs or is dead ------------------------------------------------------------
 
 
-def test_a_hanging_load_is_late_at_its_deadline_and_its_rows_come_back_later(store: Wrong, queue: StoreQueue) -> None:
-    keys, gate = saved(queue, 4), Gate()
-    queue.finished()
-    store.before["load"] = gate
-    job = done(queue.load(keys, np.arange(4), deadline=queue.now() + 0.05))
-    assert job.codes.tolist() == [LATE] * 4
-    assert not job.returned and queue.finished() == [job]
-    gate.open()
-    assert job.wait(60, returned=True) and job.codes.tolist() == [LATE] * 4
-    assert queue.wait(60) and queue.finished() == [job] and not queue.wait(0)
+def test_a_hanging_load_is_late_at_its_deadline_and_its_rows_come_back_later(store: Wrong, clock: Clock) -> None:
+    gate = Gate()
+    with open_queue(store, clock=clock) as queue:
+        keys = saved(queue, 4)
+        queue.finished()
+        store.before["load"] = gate
+        job = queue.load(keys, np.arange(4), deadline=clock.soon())
+        assert gate.reached.wait(600)
+        clock.pass_(1.0)
+        assert done(job).codes.tolist() == [LATE] * 4
+        assert not job.returned and queue.finished() == [job]
+        gate.open()
+        assert job.wait(600, returned=True) and job.codes.tolist() == [LATE] * 4
+        assert queue.wait(600) and queue.finished() == [job] and not queue.wait(0)
 
 
 def test_a_hanging_save_keeps_no_load_waiting(store: Wrong, queue: StoreQueue) -> None:
@@ -249,7 +249,7 @@ def test_a_hanging_save_keeps_no_load_waiting(store: Wrong, queue: StoreQueue) -
     assert gate.reached.wait(600)
     done(queue.load(keys, np.arange(10, 14)))
     gate.open()
-    assert all(job.wait(60, returned=True) for job in saves)
+    assert all(job.wait(600, returned=True) for job in saves)
 
 
 def test_loads_go_before_saves_that_came_earlier(store: Wrong) -> None:
@@ -288,7 +288,7 @@ def test_cancelling_gives_up_what_is_queued_and_stops_what_runs(store: Wrong, qu
         assert job.done and job.codes.tolist() == [CANCELLED] * 4
     assert sum(job.returned for job in jobs) >= 2
     gate.open()
-    assert all(job.wait(60, returned=True) for job in jobs)
+    assert all(job.wait(600, returned=True) for job in jobs)
     assert queue.stats().blocks["load", "cancelled"] == 16
 
 
@@ -323,12 +323,15 @@ def test_closing_cancels_waits_and_closes_the_store_once(store: Wrong) -> None:
         queue.find(queue.secret.opaque(names(1)))
 
 
-def test_a_job_is_counted_once(store: Wrong) -> None:
+def test_a_job_is_counted_once(store: Wrong, clock: Clock) -> None:
     """It is late, then the queue is closed, then its call returns."""
-    queue, gate = open_queue(store, piece_bytes=BLOCK_BYTES), Gate()
+    gate = Gate()
+    queue = open_queue(store, piece_bytes=BLOCK_BYTES, clock=clock)
     keys = saved(queue, 4)
     store.before["load"] = gate
-    late, cancelled = queue.load(keys, np.arange(4), deadline=queue.now() + 0.01), queue.load(keys, np.arange(4, 8))
+    late, cancelled = queue.load(keys, np.arange(4), deadline=clock.soon()), queue.load(keys, np.arange(4, 8))
+    assert gate.reached.wait(600)
+    clock.pass_(1.0)
     assert late.wait(600)
     cancelled.cancel()
     queue.close(0)
@@ -359,7 +362,7 @@ def test_no_error_of_a_store_ends_a_thread(store: Wrong, queue: StoreQueue, erro
     store.before[kind] = end
     for _ in range(2 * store.threads):
         job = jobs_of(queue, keys)[kind]()
-        assert job.wait(60, returned=True) and job.codes.tolist() == [FAILED] * 2
+        assert job.wait(600, returned=True) and job.codes.tolist() == [FAILED] * 2
         assert job.error.startswith(type(error).__name__)
     assert queue.stats().running_calls == 0
 
@@ -436,7 +439,7 @@ def test_arguments_can_change_after_a_call(store: Wrong, queue: StoreQueue) -> N
     job = queue.load(keys, rows)
     rows[:], keys[:] = 10_000, 0
     gate.open()
-    assert job.wait(60, returned=True) and job.ok == 4
+    assert job.wait(600, returned=True) and job.ok == 4
     assert np.array_equal(queue.memory[13], content(3))
 
 

@@ -41,7 +41,7 @@ class Service:
         self.secret.write_text("ab" * 32)
         self.secret.chmod(0o600)
         self.endpoint, self.text = f"ipc://{folder}/s", f"disk:{folder}/kv?capacity=16MiB"
-        self.store = f"peer:{self.endpoint}?secret_file={self.secret}&timeout_ms=60000"
+        self.store = f"peer:{self.endpoint}?secret_file={self.secret}&timeout_ms=600000"
         self.said: list[list[list[str]]] = []
         self.running: list[Process] = []
 

@@ -19,7 +19,7 @@ from lmcache.v1.distributed.storage_manager import StorageManager
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 from lmcache.v1.platform import consume_fd
 
-WAIT_S = 60
+WAIT_S = 600
 SLOW = dict.fromkeys(("find_seconds", "load_seconds", "save_seconds"), 60)
 """Deadlines against hanging."""
 SMALL = MemoryLayoutDesc([torch.Size([2, 2, 16, 8])], [torch.bfloat16])

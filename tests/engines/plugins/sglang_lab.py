@@ -32,7 +32,7 @@ from sglang.srt.runtime_context import get_parallel  # noqa: E402
 
 PLAIN, HYBRID = cache_controller.HiCacheController, hybrid_cache_controller.HybridCacheController
 LAYERS, HEADS, WIDTH, PAGE, TOKENS = 2, 2, 8, 4, 64
-WAIT_S = 60
+WAIT_S = 600
 RANKS = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_dcp_size": 1, "attn_dcp_rank": 0}
 NAMES = {
     "backend_name": "kvpool", "module_path": "kvpool.engines.sglang", "class_name": "KVPoolHiCacheStorage",

@@ -94,5 +94,5 @@ def _confirmed(job: Job) -> bool:
 
 
 def _codes(job: Job) -> list[int]:
-    assert job.wait(60, returned=True), "a job hangs"
+    assert job.wait(600, returned=True), "a job hangs"
     return job.codes.tolist()

@@ -21,7 +21,7 @@ from kvpool.stores.mooncake import guarded_client as mooncake_client
 from tests.stores.lab import IDENTITY
 
 ROOT = Path(__file__).resolve().parents[3]
-READY_SECONDS = 30.0
+READY_SECONDS = 600.0
 
 
 def missing() -> str:
@@ -80,10 +80,10 @@ class Part:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
         try:
-            self.process.wait(10)
+            self.process.wait(600)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait(10)
+            self.process.wait(600)
         self.process.stdout.close()
 
 
@@ -110,7 +110,7 @@ class Master(Part):
 
     def _ready(self) -> bool:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[1]}/health", timeout=1) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[1]}/health", timeout=600) as answer:
                 return b'"service_ready":true' in answer.read()
         except OSError:
             return False

@@ -69,7 +69,7 @@ class Load:
         done = job.wait(DEADLINE + 300.0)
         if not done or (verb != "forget" and queue.now() - began > DEADLINE + LATE_BY):
             self.soak.wrong(f"{verb} took {queue.now() - began:.1f} s")
-        if not job.wait(300.0, returned=True):
+        if not job.wait(600.0, returned=True):
             self.soak.wrong(f"{verb} has not returned its rows")
         self.check(verb, first, job)
 
@@ -143,7 +143,7 @@ class Soak:
                 print(f"{end - said:5.0f} s left, {resident() >> 20} MiB, last fault: {what}", flush=True)
         self.over.set()
         for load in loads:
-            load.thread.join(400)
+            load.thread.join(600)
         if base and resident() - base > GROWTH_MAX:
             self.wrong(f"memory grew from {base >> 20} to {resident() >> 20} MiB")
         print(f"memory: {base >> 20} MiB when warm, {resident() >> 20} MiB at the end")

@@ -233,7 +233,7 @@ def test_each_code_has_one_meaning_and_is_counted(
         library.answers[name] = code
     keys = queue.secret.opaque(names(2))
     jobs = [queue.find(keys), queue.save(keys, np.arange(2)), queue.load(keys, np.arange(2))]
-    assert all(job.wait(60, returned=True) for job in jobs)
+    assert all(job.wait(600, returned=True) for job in jobs)
     assert [job.codes.tolist() for job in jobs] == [[found] * 2, [saved] * 2, [loaded] * 2]
     assert queue.stats().store[reason] == 6
     if found == FAILED:
@@ -244,7 +244,7 @@ def test_a_put_that_stored_nothing_is_refused(queue: StoreQueue, library: Librar
     """It says 0 if another client has begun with the key, and will never end."""
     library.answers["batch_is_exist"] = lambda keys: [1, 0, -900]
     job = queue.save(queue.secret.opaque(names(3)), np.arange(3))
-    assert job.wait(60, returned=True) and job.codes.tolist() == [OK, REFUSED, FAILED]
+    assert job.wait(600, returned=True) and job.codes.tolist() == [OK, REFUSED, FAILED]
     assert queue.stats().store["not_stored"] == 1
 
 
@@ -252,7 +252,7 @@ def test_a_put_that_stored_nothing_is_refused(queue: StoreQueue, library: Librar
 def test_an_object_of_another_size_is_damaged_and_removed(queue: StoreQueue, library: Library, size: int) -> None:
     library.answers["batch_get_into_multi_buffers"] = size
     job = queue.load(queue.secret.opaque(names(1)), np.arange(1))
-    assert job.wait(60, returned=True) and job.codes.tolist() == [DAMAGED]
+    assert job.wait(600, returned=True) and job.codes.tolist() == [DAMAGED]
     assert library.calls.count("batch_remove") == 1 and queue.stats().store["wrong_size"] == 1
 
 
@@ -261,7 +261,7 @@ def test_what_cannot_be_forgotten_is_an_error_and_what_is_gone_is_none(queue: St
     answers = iter([[-900] * 3, [0, -703, -704], [0, -704, -704]])
     library.answers["batch_remove"] = lambda *_: next(answers)
     job = queue.forget(keys)
-    assert job.wait(60, returned=True) and job.ok == 3 and job.dropped == 1
+    assert job.wait(600, returned=True) and job.ok == 3 and job.dropped == 1
     assert next(answers, None) is None and "unfinished" in job.error
     stats = queue.stats().store
     assert stats["not_there"] == 0 and stats["master_unreachable"] == 3 and stats["unfinished"] == 1
@@ -277,7 +277,7 @@ def test_a_clear_names_the_objects_of_this_model_and_secret(queue: StoreQueue, l
 
     library.answers["remove_by_regex"] = remove
     job = queue.clear()
-    assert job.wait(60, returned=True) and job.ok == 1 and job.dropped == 7
+    assert job.wait(600, returned=True) and job.ok == 1 and job.dropped == 7
     mine, others = (object_prefix(secret, identity) for secret, identity in ((bytes(32), IDENTITY), (bytes(32), OTHER)))
     assert asked == [(f"^{mine}", True)] * 2 and mine != others
 
@@ -300,14 +300,14 @@ def test_a_namespace_is_nothing_that_can_be_cleared(queue: StoreQueue) -> None:
 def test_a_damaged_block_that_cannot_be_removed_is_still_damaged(queue: StoreQueue, library: Library) -> None:
     library.answers |= {"batch_get_into_multi_buffers": 1, "batch_remove": -900}
     job = queue.load(queue.secret.opaque(names(2)), np.arange(2))
-    assert job.wait(60, returned=True) and job.codes.tolist() == [DAMAGED] * 2
+    assert job.wait(600, returned=True) and job.codes.tolist() == [DAMAGED] * 2
 
 
 @pytest.mark.parametrize("answer", [None, "text", [0], [0] * 5])
 def test_an_answer_of_another_form_fails_the_blocks(queue: StoreQueue, library: Library, answer: Any) -> None:
     library.answers["batch_get_into_multi_buffers"] = lambda *arguments: answer
     job = queue.load(queue.secret.opaque(names(4)), np.arange(4))
-    assert job.wait(60, returned=True) and job.codes.tolist() == [FAILED] * 4 and "has answered" in job.error
+    assert job.wait(600, returned=True) and job.codes.tolist() == [FAILED] * 4 and "has answered" in job.error
 
 
 def test_rows_of_a_load_that_the_library_gave_up_are_not_returned_before_it_has_let_go(
@@ -348,13 +348,13 @@ def test_a_limit_counts_what_was_saved_and_room_is_made_first(queue: StoreQueue,
     tag = queue.secret.tag(b"tenant")
     for first in (0, 4):
         job = queue.save(queue.secret.opaque(names(4, first)), np.arange(4), tag=tag, limit=6)
-        assert job.wait(60, returned=True) and job.ok == 4
+        assert job.wait(600, returned=True) and job.ok == 4
     assert removed == [2] and queue.stats().store["dropped"] == 2
     library.answers["batch_remove"] = -900
     job = queue.save(queue.secret.opaque(names(4, 8)), np.arange(4), tag=tag, limit=6)
-    assert job.wait(60, returned=True) and job.codes.tolist() == [FAILED] * 4, "what cannot be dropped still counts"
+    assert job.wait(600, returned=True) and job.codes.tolist() == [FAILED] * 4, "what cannot be dropped still counts"
     job = queue.save(queue.secret.opaque(names(1, 20)), np.arange(1), tag=tag, limit=0)
-    assert job.wait(60, returned=True) and job.codes.tolist() == [REFUSED]
+    assert job.wait(600, returned=True) and job.codes.tolist() == [REFUSED]
 
 
 # -- beginning -----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,21 +25,21 @@ Start = Callable[..., Cluster]
 OpenAt = Callable[..., StoreQueue]
 
 
-def load(queue: StoreQueue, count: int, first: int = 0, seconds: float = 60.0) -> Job:
+def load(queue: StoreQueue, count: int, first: int = 0, seconds: float = 600.0) -> Job:
     """Load blocks, and compare those that are OK."""
     job = queue.load(queue.secret.opaque(names(count, first)), np.arange(count), deadline=queue.now() + seconds)
-    assert job.wait(seconds + 5), "a job ends at its deadline"
-    assert job.wait(150, returned=True)
+    assert job.wait(600), "a job ends at its deadline"
+    assert job.wait(600, returned=True)
     for place in np.flatnonzero(job.codes == OK).tolist():
         assert np.array_equal(queue.memory[place], content(first + place, queue.block_bytes)), "a wrong byte"
     return job
 
 
-def save(queue: StoreQueue, count: int, first: int = 0, seconds: float = 60.0) -> Job:
+def save(queue: StoreQueue, count: int, first: int = 0, seconds: float = 600.0) -> Job:
     fill(queue.memory, count, first)
     job = queue.save(queue.secret.opaque(names(count, first)), np.arange(count), deadline=queue.now() + seconds)
-    assert job.wait(seconds + 5), "a job ends at its deadline"
-    assert job.wait(150, returned=True)
+    assert job.wait(600), "a job ends at its deadline"
+    assert job.wait(600, returned=True)
     return job
 
 
@@ -77,7 +79,7 @@ def test_two_workers_that_save_one_key_leave_one_whole_block(cluster: Cluster, o
     other.tell(do="save", first=0, count=40, shift=1000)
     job = queue.save(queue.secret.opaque(names(40)), np.arange(40))
     codes = other.answer()["codes"]
-    assert job.wait(60, returned=True) and {*codes, *job.codes.tolist()} <= {OK, REFUSED}
+    assert job.wait(600, returned=True) and {*codes, *job.codes.tolist()} <= {OK, REFUSED}
     assert all(OK in pair for pair in zip(codes, job.codes.tolist(), strict=True)), "one of them has stored it"
     assert other.do(do="load", first=0, count=40, shifts=[0, 1000]) == {"codes": [OK] * 40, "wrong": 0, "error": ""}
 
@@ -215,7 +217,7 @@ def test_a_worker_that_hangs_and_resumes_with_the_bytes_of_another_save(
     late = other.save(other.secret.opaque(names(4, 200)), np.arange(4), deadline=other.now() + 60)
     until(lambda: other.stats().running_calls == 1 or late.done)
     holder.resume()
-    assert late.wait(150, returned=True)
+    assert late.wait(600, returned=True)
     for first, count in ((0, 4), (50, 2), (100, 4), (200, 4)):
         for queue in (one, other):
             assert set(load(queue, count, first).codes.tolist()) <= {OK, ABSENT, FAILED, DAMAGED}
@@ -258,3 +260,33 @@ queue.load(queue.secret.opaque([b"a"]), np.arange(1))
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr
+
+
+# ----------------------------------------
+# A replay in a process that joins a cluster finds what the process of an earlier replay has left there.
+
+
+SMALL = "--limit 40 --seed 3 --device-blocks 400 --host-blocks 64 --active 4 --store-wait 60 --device cpu".split()
+
+
+def replay(store: str) -> dict[str, Any]:
+    """What ``python -m kvpool replay --verify`` says of a store. Every byte is compared."""
+    command = [sys.executable, "-m", "kvpool", "replay", *SMALL, "--verify", "--json", "--store", store]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said: dict[str, Any] = json.loads(done.stdout)
+    assert said["failure"] is None
+    return said
+
+
+def test_the_second_of_two_processes_starts_warm_and_every_byte_is_right(
+    cluster: Cluster, secret: bytes, tmp_path: Path
+) -> None:
+    file = tmp_path / "secret"
+    file.write_text(secret.hex())
+    file.chmod(0o600)
+    store = f"mooncake:{cluster.address}?secret_file={file}"  # it lends no memory: another process's keeps the blocks
+    cold, warm = replay(store), replay(store)
+    assert cold["stored"]["earlier_tokens"] == 0 and cold["stored"]["saved_blocks"] > 100
+    assert warm["stored"]["earlier_tokens"] > 0 and warm["hits"]["tokens"] > cold["hits"]["tokens"]
+    assert warm["verified"]["loaded_blocks"] == warm["stored"]["loaded_blocks"] > 0

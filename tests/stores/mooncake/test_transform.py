@@ -49,7 +49,7 @@ class Counted:
 
 def load(queue: StoreQueue, count: int) -> list[int]:
     job = queue.load(queue.secret.opaque(names(count)), np.arange(30, 30 + count))
-    assert job.wait(60, returned=True)
+    assert job.wait(600, returned=True)
     for place in np.flatnonzero(job.codes == OK).tolist():
         assert np.array_equal(queue.memory[30 + place], content(place))
     return [int(code) for code in job.codes]
@@ -94,7 +94,7 @@ def test_who_transforms_and_who_does_not_find_nothing_of_each_other(cluster: Clu
 def test_a_transform_that_gives_another_size_fails_the_save(cluster: Cluster, open_at: OpenAt) -> None:
     queue = open_at(cluster.address, transform=Counted(long=4))
     job = queue.save(queue.secret.opaque(names(1)), np.arange(1))
-    assert job.wait(60, returned=True) and job.codes.tolist() == [FAILED]
+    assert job.wait(600, returned=True) and job.codes.tolist() == [FAILED]
     assert f"accepted are {BLOCK_BYTES + 3}" in job.error
 
 
@@ -109,4 +109,4 @@ def test_a_transform_that_raises_gives_damaged_blocks(cluster: Cluster, open_at:
 def test_the_memory_for_copies_is_bounded(cluster: Cluster, open_at: OpenAt) -> None:
     queue = open_at(cluster.address, transform=Counted(), slots=40, block_bytes=1 << 10)
     job = queue.save(queue.secret.opaque(names(40)), np.arange(40))
-    assert job.wait(60, returned=True) and job.ok == 40
+    assert job.wait(600, returned=True) and job.ok == 40

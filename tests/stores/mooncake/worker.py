@@ -19,7 +19,7 @@ from tests.stores.lab import IDENTITY, content, fill, memory, names
 SLOTS = 64
 
 
-def save(queue: StoreQueue, first: int, count: int, shift: int = 0, seconds: float = 60.0) -> dict[str, Any]:
+def save(queue: StoreQueue, first: int, count: int, shift: int = 0, seconds: float = 600.0) -> dict[str, Any]:
     """Save blocks whose bytes are those of the numbers ``shift`` further on."""
     fill(queue.memory, count, first + shift)
     job = queue.save(queue.secret.opaque(names(count, first)), np.arange(count), deadline=queue.now() + seconds)
@@ -27,7 +27,7 @@ def save(queue: StoreQueue, first: int, count: int, shift: int = 0, seconds: flo
     return {"codes": job.codes.tolist(), "error": job.error}
 
 
-def load(queue: StoreQueue, first: int, count: int, shifts: tuple[int, ...] = (0,), seconds: float = 60.0) -> Any:
+def load(queue: StoreQueue, first: int, count: int, shifts: tuple[int, ...] = (0,), seconds: float = 600.0) -> Any:
     """``wrong``: how many blocks were OK with bytes of none of these shifts."""
     queue.memory[:count] = 0
     job = queue.load(queue.secret.opaque(names(count, first)), np.arange(count), deadline=queue.now() + seconds)
