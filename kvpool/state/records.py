@@ -363,17 +363,6 @@ def gone_of(h):
 
 
 @jit(forceinline=True)
-def event_tokens_of(h):
-    return array_at(h.event_tokens_at, (h.event_capacity, h.width), np.int32)
-
-
-@jit(forceinline=True)
-def event_extra_of(h):
-    """Extra ids of events. See ``extra_of``."""
-    return array_at(h.event_extra_at, (h.event_capacity, h.width), np.int64)
-
-
-@jit(forceinline=True)
 def ring_of(h):
     return record_at(h.ring_at, RING)
 
