@@ -17,17 +17,6 @@ MUTATIONS = (
         ("tests/state/test_scenarios_reuse.py::test_the_same_tokens_behind_another_beginning_are_other_content",),
     ),
     Mutation(
-        "a_lane_absorbs_the_tokens_of_another",
-        "keys_in_lanes",
-        "words[j, i]",
-        "words[j & 7, i]",
-        "A long prompt has other keys than its turns, so nothing of it is found again.",
-        (
-            "tests/sequences/test_keys.py::"
-            "test_keys_that_are_hashed_side_by_side_are_those_of_one_block_after_the_other[16]",
-        ),
-    ),
-    Mutation(
         "the_namespace_is_not_in_the_key",
         "namespace_root",
         'fields if in_key else b""',

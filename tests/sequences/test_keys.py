@@ -56,24 +56,12 @@ def test_extended_keys_are_those_of_the_whole_prompt(make: Make, names: dict[str
     print(f"seed={seed}")
     random, cache = Random(seed), make(T=4).cache
     for _ in range(100):
-        tokens = [random.randrange(1000) for _ in range(random.randint(2, 40))]
+        tokens = [random.randrange(1000) for _ in range(random.choice((20, 40, 700)))]
         extra = [random.choice((0, 0, 7)) for _ in tokens] if random.random() < 0.5 else None
         cut = random.randint(1, len(tokens) - 1)
         parts = [None, None] if extra is None else [extra[:cut], extra[cut:]]
         grown = cache.block_keys(tokens[:cut], extra_ids=parts[0], **names).extend(tokens[cut:], extra_ids=parts[1])
         assert same(grown, cache.block_keys(tokens, extra_ids=extra, **names))
-
-
-@pytest.mark.parametrize("width", [4, 5, 16])
-def test_keys_that_are_hashed_side_by_side_are_those_of_one_block_after_the_other(make: Make, width: int) -> None:
-    seed = Random().getrandbits(32)
-    print(f"seed={seed}")
-    random, cache = Random(seed), make(T=width).cache
-    tokens = [random.randint(-(2**31), 2**31 - 1) for _ in range(150 * width + 3)]
-    grown = cache.block_keys(tokens[:width])
-    for start in range(width, len(tokens), width):
-        grown = grown.extend(tokens[start : start + width])
-    assert same(grown, cache.block_keys(tokens))
 
 
 def test_a_next_turn_hashes_the_blocks_that_it_fills_and_no_others(make: Make, hashed: list[int]) -> None:
