@@ -113,7 +113,7 @@ def compare_exchange(code: _Code) -> Any:
 def _plain_array_at(address: int, shape: tuple[int, ...], dtype: Any) -> Any:
     found = np.dtype(dtype)
     nbytes = int(np.prod(shape)) * found.itemsize
-    memory = (ctypes.c_char * nbytes).from_address(int(address)) if nbytes else b""
+    memory = (ctypes.c_char * nbytes).from_address(int(address)) if nbytes else bytearray()
     return np.ndarray(shape, found if found.names is None else np.dtype((_Record, found)), memory)
 
 

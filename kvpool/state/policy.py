@@ -105,6 +105,16 @@ def push(blocks, lists, b, which, front):
     _lower(lists, which)
 
 
+@jit
+def push_behind(blocks, lists, b, which, behind):
+    """Put a block that is in no list into one: behind another block if that is in it, else in front."""
+    if behind == NONE or blocks[behind].list != which:
+        push(blocks, lists, b, which, FRONT)
+        return
+    blocks[b].prev, blocks[b].next = behind, blocks[behind].next
+    _link(blocks, lists, b, which)
+
+
 @jit(forceinline=True)
 def lowest(lists, tier):
     """The first block of the lowest priority that has one, or NONE. Changes only where the search starts."""

@@ -14,21 +14,21 @@ from tests.house.counter import ROOT, report, sizes, totals
 PACKAGE = ROOT / "kvpool"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 LINES = {
-    "asv_bench": 1436,
+    "asv_bench": 1465,
     "asv_bench/benchmarks": 1710,
     "cuda": 340,
     "docs": 220,
     "examples": 1180,
-    "kvpool": 481,
+    "kvpool": 492,
     "kvpool/arrays": 740,
     "kvpool/commands": 1180,
-    "kvpool/copying": 592,
+    "kvpool/copying": 612,
     "kvpool/device": 4260,
     "kvpool/engines": 2930,
     "kvpool/entry": 420,
     "kvpool/hostcache": 950,
-    "kvpool/jit": 600,
-    "kvpool/keepers": 1925,
+    "kvpool/jit": 601,
+    "kvpool/keepers": 1930,
     "kvpool/memory": 850,
     "kvpool/observe": 410,
     "kvpool/planner": 1410,
@@ -36,26 +36,26 @@ LINES = {
     "kvpool/publish": 660,
     "kvpool/remote": 1675,
     "kvpool/replay": 1980,
-    "kvpool/state": 5475,
-    "kvpool/stores": 3850,
+    "kvpool/state": 5500,
+    "kvpool/stores": 4055,
     "kvpool/tables": 615,
     "tests": 1700,
     "tests/arrays": 790,
     "tests/commands": 790,
-    "tests/copying": 1710,
+    "tests/copying": 1745,
     "tests/device": 2630,
     "tests/emulated": 2800,
-    "tests/engines": 4390,
+    "tests/engines": 4460,
     "tests/examples": 400,
     "tests/golden": 670,
-    "tests/gpu": 1325,
+    "tests/gpu": 1370,
     "tests/holders": 1140,
     "tests/hostcache": 1680,
-    "tests/house": 1660,
+    "tests/house": 1670,
     "tests/interop": 970,
     "tests/kernels": 1430,
     "tests/model": 2740,
-    "tests/mutations": 3925,
+    "tests/mutations": 3935,
     "tests/observe": 1050,
     "tests/planner": 770,
     "tests/publish": 1570,
@@ -65,13 +65,13 @@ LINES = {
     "tests/sequences": 3210,
     "tests/share": 680,
     "tests/state": 2060,
-    "tests/stores": 9810,
+    "tests/stores": 10050,
     "tests/tables": 850,
 }
 """The most net lines of each folder."""
-DENSITY = {"kvpool": 481.2, "tests": 11.2}
+DENSITY = {"kvpool": 482.2, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 185
+FILES = 186
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "store.py", "stress.py"}
