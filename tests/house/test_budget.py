@@ -14,12 +14,12 @@ from tests.house.counter import ROOT, report, sizes, totals
 PACKAGE = ROOT / "kvpool"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 LINES = {
-    "asv_bench": 1436,
+    "asv_bench": 1465,
     "asv_bench/benchmarks": 1710,
     "cuda": 340,
     "docs": 220,
     "examples": 1180,
-    "kvpool": 481,
+    "kvpool": 492,
     "kvpool/arrays": 740,
     "kvpool/commands": 1180,
     "kvpool/copying": 612,
@@ -27,8 +27,8 @@ LINES = {
     "kvpool/engines": 2930,
     "kvpool/entry": 420,
     "kvpool/hostcache": 950,
-    "kvpool/jit": 600,
-    "kvpool/keepers": 1925,
+    "kvpool/jit": 601,
+    "kvpool/keepers": 1930,
     "kvpool/memory": 850,
     "kvpool/observe": 410,
     "kvpool/planner": 1410,
@@ -36,10 +36,10 @@ LINES = {
     "kvpool/publish": 660,
     "kvpool/remote": 1690,
     "kvpool/replay": 1980,
-    "kvpool/state": 5475,
+    "kvpool/state": 5500,
     "kvpool/stores": 4055,
     "kvpool/tables": 615,
-    "tests": 1700,
+    "tests": 1690,
     "tests/arrays": 790,
     "tests/commands": 790,
     "tests/copying": 1745,
@@ -48,28 +48,28 @@ LINES = {
     "tests/engines": 4470,
     "tests/examples": 400,
     "tests/golden": 670,
-    "tests/gpu": 1325,
+    "tests/gpu": 1370,
     "tests/holders": 1140,
     "tests/hostcache": 1680,
-    "tests/house": 1660,
+    "tests/house": 1670,
     "tests/interop": 970,
     "tests/kernels": 1430,
     "tests/model": 2740,
-    "tests/mutations": 3925,
+    "tests/mutations": 3935,
     "tests/observe": 1050,
     "tests/planner": 770,
     "tests/publish": 1570,
     "tests/race": 2890,
     "tests/remote": 2195,
     "tests/replay": 1290,
-    "tests/sequences": 3210,
+    "tests/sequences": 3200,
     "tests/share": 680,
     "tests/state": 2060,
-    "tests/stores": 10040,
+    "tests/stores": 10050,
     "tests/tables": 850,
 }
 """The most net lines of each folder."""
-DENSITY = {"kvpool": 481.2, "tests": 11.2}
+DENSITY = {"kvpool": 482.2, "tests": 11.2}
 """The most tokens of a line, over all of them."""
 FILES = 186
 ANY = 0.08
