@@ -24,7 +24,7 @@ LINES = {
     "kvpool/commands": 1180,
     "kvpool/copying": 612,
     "kvpool/device": 4260,
-    "kvpool/engines": 2930,
+    "kvpool/engines": 2910,
     "kvpool/entry": 420,
     "kvpool/hostcache": 950,
     "kvpool/jit": 601,
@@ -69,7 +69,7 @@ LINES = {
     "tests/tables": 850,
 }
 """The most net lines of each folder."""
-DENSITY = {"kvpool": 482.2, "tests": 11.2}
+DENSITY = {"kvpool": 10.2, "tests": 11.2}
 """The most tokens of a line, over all of them."""
 FILES = 186
 ANY = 0.08
