@@ -203,7 +203,7 @@ def test_a_hybrid_says_and_finds_what_it_does_with_a_large_cache_of_vllms_own(ru
     assert differing(own, loaded) == {} and counted(loaded, "loaded_chunks") > 0
     found = [{name: answer["cached"] for name, answer in answers(run).items()} for run in (own, loaded)]
     assert found[0] == found[1] and found[1]["again-0"] == found[1]["again-1"] == 14 * BLOCK
-    faulty = runs.run("hybrid", {}, waves=prompts, transfer=transfer({"fault": "swapped"}, faulty=True))
+    faulty = runs.run("hybrid", {}, waves=prompts, transfer=transfer({"fault": "stale"}, faulty=True))
     assert differing(own, faulty) != {}
 
 
