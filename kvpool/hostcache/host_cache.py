@@ -85,8 +85,8 @@ class HostLease:
         return self.id not in self._cache._open
 
     def close(self, *, used: bool = True) -> None:
-        """Unpin the blocks, which nobody reads any more. If they were not ``used``, they are the next victims of their
-        priority, the first one first. Raises LeaseExpired if the lease was closed before."""
+        """Unpin the blocks, which nobody reads any more. If they were not ``used``, they are where they were among
+        the victims of their priority. Raises LeaseExpired if the lease was closed before."""
         if not self._cache._end_lease(self.id, self._cache._now(), used):
             raise LeaseExpired(f"lease {self.id} of {self.owner!r} was closed or revoked")
 
@@ -429,7 +429,7 @@ class HostCache(Closing):
         """A number for somebody who saves keys, and who was told of none. ``owed``: ``unsaved_blocks`` counts what is
         evicted before it was told. At most SAVERS of ``state.saving`` at once. Changes the cache."""
         with self._lock:
-            return int(saving.open_saver(self._heads, bool_argument("owed", owed)))
+            return int(saving.open_saver(self._heads, owed))
 
     def close_saver(self, saver: int) -> None:
         """Somebody saves no more. Changes the cache."""
@@ -480,9 +480,10 @@ class HostCache(Closing):
         with DeferSignals(), self._lock:
             _, ids = self._open.pop(lease, (None, None))
             if ids is not None:
+                before = saving.places(self._states[0].blocks[ids])
                 control.unpin(self._heads, ids, now)
                 if not used:
-                    saving.released_unused(self._heads, ids)
+                    saving.put_back(self._heads, 0, ids, before)
         return ids is not None
 
     def revoke(self, owner: str) -> int:

@@ -19,7 +19,7 @@ LINES = {
     "cuda": 340,
     "docs": 220,
     "examples": 1180,
-    "kvpool": 491,
+    "kvpool": 492,
     "kvpool/arrays": 740,
     "kvpool/commands": 1180,
     "kvpool/copying": 612,
@@ -36,10 +36,10 @@ LINES = {
     "kvpool/publish": 660,
     "kvpool/remote": 1675,
     "kvpool/replay": 1980,
-    "kvpool/state": 5475,
+    "kvpool/state": 5500,
     "kvpool/stores": 4055,
     "kvpool/tables": 615,
-    "tests": 1700,
+    "tests": 1690,
     "tests/arrays": 790,
     "tests/commands": 790,
     "tests/copying": 1745,
@@ -55,21 +55,21 @@ LINES = {
     "tests/interop": 970,
     "tests/kernels": 1430,
     "tests/model": 2740,
-    "tests/mutations": 3925,
+    "tests/mutations": 3935,
     "tests/observe": 1050,
     "tests/planner": 770,
     "tests/publish": 1570,
-    "tests/race": 2890,
+    "tests/race": 2850,
     "tests/remote": 2165,
     "tests/replay": 1290,
-    "tests/sequences": 3210,
+    "tests/sequences": 3200,
     "tests/share": 680,
     "tests/state": 2060,
-    "tests/stores": 10055,
+    "tests/stores": 10065,
     "tests/tables": 850,
 }
 """The most net lines of each folder."""
-DENSITY = {"kvpool": 481.2, "tests": 11.2}
+DENSITY = {"kvpool": 482.2, "tests": 11.2}
 """The most tokens of a line, over all of them."""
 FILES = 186
 ANY = 0.08
