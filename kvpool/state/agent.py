@@ -12,11 +12,10 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.jit.intrinsics import bit_length, record_at
+from kvpool.jit.intrinsics import bit_length, prefetch, record_at
 from kvpool.state import reuse
 from kvpool.state.chains import (
     LIST,
-    LRU,
     age_of,
     begin_release,
     begin_turn,
@@ -44,7 +43,7 @@ ALL, SOME, _RING = 48, 24, 16
 stem."""
 RUN = 32
 """How many blocks of a chain are evicted before chains are compared again."""
-_HUGE = 1e30
+_HUGE, _FAR = 1e30, 24
 
 
 _LEVELS, _LEVEL, _LEVEL_FIRST = 7, 307, 11 << 8
@@ -102,12 +101,16 @@ def on_begin_release(at, slot, nothing):
     c = np.int64(turns_of(book)[slot])
     if c == NONE:
         return np.int64(0)
-    full = sequences_of(h)[slot].committed // h.width
-    for i in range(full):
-        if row[i] != NONE and is_name(blocks[row[i]].key0, full - i) and blocks[row[i]].flags & KEYED:
+    sequence, owners = sequences_of(h)[slot], owners_of(h, book)
+    full = sequence.committed // h.width
+    for i in range(sequence.blocks):
+        prefetch(blocks, row[min(i + _FAR, sequence.blocks - 1)])
+        if row[i] == NONE:
+            continue
+        owners[row[i]] = c
+        if i < full and is_name(blocks[row[i]].key0, full - i) and blocks[row[i]].flags & KEYED:
             put_name(book, blocks[row[i]].key0, c)
     begin_release(h, book, c)
-    book.mark = lists_of(h)[LIST, 1]
     return np.int64(0)
 
 
@@ -115,15 +118,12 @@ def on_begin_release(at, slot, nothing):
 def on_end_release(at, slot, stop):
     """The blocks of a row are listed, behind what was listed before."""
     h = record_at(at, HEAD)
-    book, blocks = book_of(h), blocks_of(h)
+    book = book_of(h)
     c = np.int64(turns_of(book)[slot])
     if c == NONE:
         return np.int64(0)
     turns_of(book)[slot] = NONE
-    first = np.int64(lists_of(h)[LIST, 0])
-    if book.mark != NONE:
-        first = np.int64(blocks[book.mark].next) if blocks[book.mark].list == LIST else np.int64(NONE)
-    end_turn(h, book, c, first)
+    end_turn(h, book, c)
     chain = chains_of(book)[c]
     chain.row = class_of(stop, chain.pauses, chain.mean, chain.length)
     chain.alike = reuse.class_of(chain.pauses, chain.length)
@@ -133,10 +133,11 @@ def on_end_release(at, slot, stop):
 
 @jit
 def choose(at, nothing, none):
-    """The next victim among the device's blocks of the default priority, of which there is one."""
+    """The next victim among the device's blocks of the default priority, of which there is one. Not asked while LRU is
+    followed."""
     h = record_at(at, HEAD)
     book, oldest = book_of(h), np.int64(lists_of(h)[LIST, 0])
-    if book.follows == LRU or _is_stray(h, book, oldest):
+    if _is_stray(h, book, oldest):
         return take(h, book, oldest)
     b = np.int64(NONE)
     if book.left > 0:
