@@ -15,19 +15,7 @@ from kvpool.jit import jit
 from kvpool.jit.intrinsics import record_at
 from kvpool.state import agent
 from kvpool.state.agent import ALL, SOME, worth_now
-from kvpool.state.chains import (
-    AGENT,
-    EXPERTS,
-    LRU,
-    REUSE,
-    age_of,
-    book_of,
-    chains_of,
-    draw,
-    ghosts_of,
-    order_of,
-    scores_of,
-)
+from kvpool.state.chains import EXPERTS, LRU, age_of, book_of, chains_of, draw, ghosts_of, order_of, scores_of
 from kvpool.state.records import HEAD, NONE
 
 _MEMORY, _SURE = 2048.0, 1.0
@@ -72,7 +60,7 @@ def _evict(h, book, running):
     least, of some that have blocks in a ghost. Most chains may have none."""
     ghosts, used, least, room = ghosts_of(book), scores_of(book)[0], scores_of(book)[3], book.capacity >> book.shift
     for _ in range(_TRIES):
-        if max(used[LRU], used[REUSE], used[AGENT]) <= room:
+        if max(used[0], used[1], used[2]) <= room:
             return
         _find_least(h, book, running)
         for expert in range(EXPERTS):
@@ -94,7 +82,7 @@ def _find_least(h, book, running):
             c = draw(book, book.chains >> book.shift) << book.shift
         else:
             c = np.int64(order_of(book)[at if book.known <= ALL else draw(book, book.known)])
-        if max(ghosts[c, LRU], ghosts[c, REUSE], ghosts[c, AGENT]) == 0 or c == running or chains[c].turns > 0:
+        if max(ghosts[c, 0], ghosts[c, 1], ghosts[c, 2]) == 0 or c == running or chains[c].turns > 0:
             continue
         for expert in range(EXPERTS):
             if ghosts[c, expert] > 0:

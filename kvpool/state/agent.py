@@ -29,7 +29,6 @@ from kvpool.state.chains import (
     order_of,
     owners_of,
     put_name,
-    take,
     take_first,
     turns_of,
     worth_of,
@@ -138,7 +137,7 @@ def choose(at, nothing, none):
     h = record_at(at, HEAD)
     book, oldest = book_of(h), np.int64(lists_of(h)[LIST, 0])
     if _is_stray(h, book, oldest):
-        return take(h, book, oldest)
+        return oldest
     b = np.int64(NONE)
     if book.left > 0:
         book.left -= 1
@@ -153,17 +152,15 @@ def choose(at, nothing, none):
         if chain.rest != NONE or chain.turns > 0:
             book.left = 0
         b = take_first(h, book, c)
-    return b if b != NONE else take(h, book, oldest)
+    return b if b != NONE else oldest
 
 
 @jit
 def _is_stray(h, book, b):
-    """Whether no chain has listed a block at its last turn, or the chain has lost its first block to somebody else, and
-    so all. ``choose`` finds it by no chain."""
+    """Whether no chain with blocks has listed a block at its last turn. ``choose`` finds it by no chain."""
     c = np.int64(owners_of(h, book)[b])
-    if c == NONE or blocks_of(h)[b].used_at != chains_of(book)[c].released:
-        return True
-    return chains_of(book)[c].place >= book.cached or not has_blocks(h, book, c)
+    old = c == NONE or blocks_of(h)[b].used_at != chains_of(book)[c].released
+    return old or chains_of(book)[c].place >= book.cached
 
 
 @jit

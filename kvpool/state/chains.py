@@ -199,18 +199,11 @@ def take_first(h, book, c):
     if not find_first(h, book, c):
         return np.int64(NONE)
     chain = chains_of(book)[c]
-    return take(h, book, np.int64(chain.first if chain.rest == NONE else chain.rest))
-
-
-@jit
-def take(h, book, b):
-    """A listed block is evicted now: its chain goes on with the next one. Returns the block."""
-    c = np.int64(owners_of(h, book)[b])
-    if c != NONE and chains_of(book)[c].rest == b:
-        chains_of(book)[c].rest = _next(h, book, c, b)
-    elif c != NONE and chains_of(book)[c].first == b:
-        chains_of(book)[c].first = _next(h, book, c, b)
-        chains_of(book)[c].size = max(np.int64(chains_of(book)[c].size) - 1, 0)
+    b = np.int64(chain.first if chain.rest == NONE else chain.rest)
+    if chain.rest != NONE:
+        chain.rest = _next(h, book, c, b)
+    else:
+        chain.first, chain.size = _next(h, book, c, b), max(np.int64(chain.size) - 1, 0)
     return b
 
 

@@ -164,6 +164,16 @@ def test_a_conversation_without_its_end_still_goes_when_it_is_the_oldest() -> No
         assert opened.cached("new") == 50 and opened.cached("old") < 20
 
 
+def test_what_is_of_no_conversation_goes_when_it_is_the_oldest() -> None:
+    with talks(100) as opened:
+        alone = opened.cache.add_sequence(opened.cache.block_keys(range(40), reuse=False))
+        opened.cache.commit(alone)
+        opened.cache.release(alone)
+        opened.turn("new", 50, at=2, ends=True)
+        opened.fill(40)
+        assert opened.cached("new") == 50 and opened.cache.match_prefix(range(41)).tokens < 20
+
+
 def test_what_lru_has_left_of_a_conversation_is_still_known() -> None:
     with talks(100, "adaptive") as opened:
         opened.turn("old", 40, at=1)
