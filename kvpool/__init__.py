@@ -59,9 +59,9 @@ if TYPE_CHECKING:
     from kvpool.pool.keys import Lacking as Lacking
     from kvpool.pool.keys import Match as Match
     from kvpool.pool.keys import Plan as Plan
-    from kvpool.pool.layer_loads import LayerLoads as LayerLoads
     from kvpool.pool.leases import Lease as Lease
     from kvpool.pool.manager import KVCacheManager as KVCacheManager
+    from kvpool.pool.prompts import LayerLoads as LayerLoads
     from kvpool.pool.reservations import Loadable as Loadable
     from kvpool.pool.reservations import Reservation as Reservation
     from kvpool.pool.stats import GroupStats as GroupStats
@@ -90,7 +90,7 @@ _NAMES = {
         "UnknownSequence"
     ),
     "kvpool.pool.hints": "HintAnswer",
-    "kvpool.pool.layer_loads": "LayerLoads",
+    "kvpool.pool.prompts": "LayerLoads",
     "kvpool.pool.leases": "Lease",
     "kvpool.pool.reservations": "Loadable Reservation",
     "kvpool.hostcache.host_copies": "HostCopies HostCopy",

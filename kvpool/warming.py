@@ -12,7 +12,7 @@ from kvpool.hostcache.host_cache import HostCache
 from kvpool.hostcache.host_copies import HostCopies
 from kvpool.hostcache.identity import ModelIdentity
 from kvpool.hostcache.tier import HostTier
-from kvpool.jit.announcer import WARM_UP, announcer
+from kvpool.jit.cache import WARM_UP, announcer
 from kvpool.memory.kv_copy import load_kernel
 from kvpool.pool.config import LayerGroup
 from kvpool.pool.keys import key_rows

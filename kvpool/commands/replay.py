@@ -107,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
 def _config(options: argparse.Namespace, sim: bool) -> ReplayConfig:
     """What is replayed how. Exits with a message if options do not fit each other."""
     from kvpool.replay import ReplayConfig
-    from kvpool.replay.workload import DEVICE_BLOCKS, HOST_BLOCKS
+    from kvpool.replay.traces import DEVICE_BLOCKS, HOST_BLOCKS
 
     terminal.reading_of(options)
     if options.progress is not None and not sim:

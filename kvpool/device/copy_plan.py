@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvpool.arrays import Int64s, Uint8s
-from kvpool.arrays.layout import BlockLayout
-from kvpool.arrays.pool_ids import PoolIds
+from kvpool.arrays.layout import BlockLayout, PoolIds
 from kvpool.arrays.strided import as_strided
 from kvpool.device.base import SOURCE, TARGET, TICKET, TOKENS, Region
 from kvpool.jit import jit

@@ -28,7 +28,7 @@ from kvpool.arrays import Int64s
 from kvpool.arrays.layout import integer_argument
 from kvpool.engines.local import LocalBlocks, state_keys
 from kvpool.engines.options import LLAMACPP, files_digest
-from kvpool.entry.closing import Closing
+from kvpool.entry.process import Closing
 from kvpool.errors import PoolClosed
 from kvpool.hostcache.identity import ModelIdentity
 

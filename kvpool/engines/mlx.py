@@ -22,7 +22,7 @@ import numpy as np
 from kvpool.arrays.layout import integer_argument
 from kvpool.engines.local import SIZE_BYTES, Bytes, LocalBlocks, Places, prefix_keys, state_keys
 from kvpool.engines.options import MLX, files_digest
-from kvpool.entry.closing import Closing
+from kvpool.entry.process import Closing
 from kvpool.errors import BlockNotFound, PoolClosed
 from kvpool.hostcache.identity import ModelIdentity
 

@@ -42,7 +42,7 @@ from numba.core.untyped_passes import ReconstructSSA
 
 from kvpool.errors import ForkedProcess
 from kvpool.jit import cache
-from kvpool.jit.announcer import announcer
+from kvpool.jit.cache import announcer
 
 _ROUTINE_LINES = 250
 """From this many lines of LLVM's text on, a function is a routine. LLVM would not inline it anyway."""

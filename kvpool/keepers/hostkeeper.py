@@ -13,9 +13,8 @@ import numpy as np
 from kvpool.arrays import Uint8s
 from kvpool.arrays.layout import integer_argument
 from kvpool.entry.arguments import list_argument
-from kvpool.entry.closing import Closing
 from kvpool.entry.interrupt import DeferSignals
-from kvpool.entry.process import Process
+from kvpool.entry.process import Closing, Process
 from kvpool.errors import ForkedProcess, PoolClosed
 from kvpool.hostcache.host_cache import HostCache, HostLease
 from kvpool.hostcache.identity import ModelIdentity
@@ -26,8 +25,7 @@ from kvpool.keepers.choice import LoadPolicy
 from kvpool.keepers.host_cache_tier import HostCacheTier, HostLoads, StoreChange
 from kvpool.stores.queue import NO_LIMIT, StoreStats
 from kvpool.stores.store import Store
-from kvpool.stores.store_client import PATIENCE_SECONDS, StoreClient
-from kvpool.stores.store_health import HealthStats, seconds_argument
+from kvpool.stores.store_client import PATIENCE_SECONDS, HealthStats, StoreClient, seconds_argument
 
 Keys = Iterable[bytes]
 PUBLISH = "publish"

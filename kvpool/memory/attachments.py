@@ -19,7 +19,7 @@ from kvpool.device.base import TIERS, Device
 from kvpool.device.copy_plan import BLOCKS_MAX
 from kvpool.device.cuda import close_unused, open_gpu_memory
 from kvpool.device.main_memory import GpuMemory, MainMemory, SharedMemory, is_there, open_shared
-from kvpool.entry.closing import Closing
+from kvpool.entry.process import Closing
 from kvpool.errors import PoolClosed
 from kvpool.memory.pools import MemoryPools, shaped
 

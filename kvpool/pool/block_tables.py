@@ -13,8 +13,8 @@ from kvpool.copying.transfer import NO_IDS
 from kvpool.device.base import NULL_STREAM, Stream, StreamLike, stream_argument
 from kvpool.device.work import Table
 from kvpool.entry.arguments import Ids, each_argument, id_array
-from kvpool.entry.closing import Closing
 from kvpool.entry.interrupt import DeferSignals
+from kvpool.entry.process import Closing
 from kvpool.errors import DeviceError
 from kvpool.pool.core import Core, refusal
 from kvpool.state import recurrent

@@ -43,7 +43,6 @@ from kvpool.memory.attachments import SharedTier, Sharing
 from kvpool.memory.export import Export, Lending, Loan, TierPlace
 from kvpool.pool import events as kv_events
 from kvpool.pool import stats as statistics
-from kvpool.pool.block_imports import Imports, block_buffer
 from kvpool.pool.block_tables import BlockTables
 from kvpool.pool.config import Group, LayerGroup, PoolConfig
 from kvpool.pool.core import MAX_MS, Core, pool_memory, pool_states
@@ -62,7 +61,7 @@ from kvpool.pool.keys import (
 )  # fmt: skip
 from kvpool.pool.leases import Lease, Leases
 from kvpool.pool.prompts import Retention
-from kvpool.pool.reservations import Loadable, Reservation, Reservations
+from kvpool.pool.reservations import Imports, Loadable, Reservation, Reservations, block_buffer
 from kvpool.state import control, index, records, swaps, verbs
 from kvpool.state.sequences import check_ids
 from kvpool.state.verify import verify_states

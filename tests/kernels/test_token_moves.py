@@ -15,7 +15,8 @@ from kvpool.device.work import TokenMoves
 from kvpool.memory.pools import MemoryPools
 from tests.device import reference
 from tests.device.pools import DEVICE_BLOCKS, HOST_BLOCKS, make_pools
-from tests.device.test_contract_tokens import SHAPES, random_token_moves
+from tests.device.test_contract import TOKEN_SHAPES as SHAPES
+from tests.device.test_contract import random_token_moves
 from tests.kernels.shim import ShimLauncher
 
 

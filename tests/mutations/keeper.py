@@ -129,7 +129,7 @@ MUTATIONS = (
         "Every request waits for a store that is dead.",
         (
             "tests/stores/test_health.py::test_one_job_probes_it_after_a_while",
-            f"{_FAILURES}test_a_failing_store_is_suspended_probed_and_used_again",
+            "tests/stores/test_both_hosts.py::test_a_store_that_fails_is_left_alone_and_used_again",
         ),
     ),
     Mutation(

@@ -216,7 +216,7 @@ MUTATIONS = (
         "_is_whole(moves[i], width, states)",
         "True",
         "A move is dropped whose target a later one overwrites only in part.",
-        ("tests/state/test_levels.py::test_levels_in_any_order_leave_what_the_sequence_leaves",),
+        ("tests/state/test_lists.py::test_levels_in_any_order_leave_what_the_sequence_leaves",),
     ),
     Mutation(
         "a_target_that_is_read_counts_as_unread",
@@ -224,7 +224,7 @@ MUTATIONS = (
         "scratch[source, 0] = _LIVE",
         "",
         "A move is dropped though another of its batch reads what it writes.",
-        ("tests/state/test_levels.py::test_levels_in_any_order_leave_what_the_sequence_leaves",),
+        ("tests/state/test_lists.py::test_levels_in_any_order_leave_what_the_sequence_leaves",),
     ),
     Mutation(
         "levels_forget_reads",
@@ -232,6 +232,6 @@ MUTATIONS = (
         "max(scratch[source, 0], scratch[target, 0], scratch[target, 1])",
         "max(scratch[source, 0], scratch[target, 0])",
         "A block is overwritten in the level in which it is read.",
-        ("tests/state/test_levels.py::test_moves_of_one_level_do_not_depend_on_each_other",),
+        ("tests/state/test_lists.py::test_moves_of_one_level_do_not_depend_on_each_other",),
     ),
 )

@@ -115,6 +115,23 @@ class Gate:
         self._open.set()
 
 
+class Clock:
+    """Seconds that a test sets. A thread that waits for a deadline looks at them again and again."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_(self, seconds: float) -> None:
+        self.now += seconds
+
+    def soon(self) -> float:
+        """A deadline that passes when a test says so."""
+        return self.now + 0.05
+
+
 def done(job: Job) -> Job:
     """The job, when it is done. What its store was asked may still be under way."""
     assert job.wait(600), job.error
