@@ -18,7 +18,7 @@ from kvpool.state.agent import ALL, SOME, worth_now
 from kvpool.state.chains import EXPERTS, LRU, age_of, book_of, chains_of, draw, ghosts_of, order_of, scores_of
 from kvpool.state.records import HEAD, NONE
 
-_MEMORY, _SURE = 2048.0, 1.0
+_MEMORY, _SURE = 2048.0, 1.5
 """Hits count half after some 0.7 * 2048 requests. Another expert than LRU is followed once it leads by so many standard
 deviations of a sum of so many hits."""
 _TRIES, _DRAWS = 2 * ALL, 8 * SOME

@@ -42,7 +42,7 @@ ALL, SOME, _RING = 48, 24, 16
 stem."""
 RUN = 32
 """How many blocks of a chain are evicted before chains are compared again."""
-_HUGE, _FAR = 1e30, 24
+_HUGE, _FAR, _FEW = 1e30, 24, 64
 
 
 _LEVELS, _LEVEL, _LEVEL_FIRST = 7, 307, 11 << 8
@@ -83,9 +83,12 @@ def on_admit(at, asked, slot):
 @jit
 def _named(book, keys, depth, least):
     """The chain that the deepest of the keys in [least, depth) names, and how deep that is. NONE and ``least`` if none
-    does."""
+    does. Of many keys, only those are asked of which all are names, wherever their chain ended."""
+    few = depth - least <= _FEW
     while depth > least:
-        c = find_name(book, keys[depth - 1, 0])
+        c = np.int64(NONE)
+        if few or is_name(keys[depth - 1, 0], _FEW):
+            c = find_name(book, keys[depth - 1, 0])
         if c != NONE:
             return np.int64(c), np.int64(depth)
         depth -= 1

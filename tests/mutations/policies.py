@@ -89,8 +89,8 @@ MUTATIONS = (
     ),
     Mutation(
         "what_no_chain_finds_stays",
-        "_is_stray",
-        "c == NONE",
+        "choose",
+        "_is_stray(h, book, oldest)",
         "False",
         "Content of requests that reuse nothing fills the pool, however old it is.",
         (f"{_TESTS}test_what_is_of_no_conversation_goes_when_it_is_the_oldest",),
