@@ -26,8 +26,8 @@ MUTATIONS = (
     Mutation(
         "what_a_turn_leaves_over_stays",
         "begin_release",
-        "chain.first if is_listed(h, book, c, np.int64(chain.first)) else np.int64(NONE)",
-        "np.int64(NONE)",
+        "chain.first, NONE, 0",
+        "NONE, NONE, 0",
         "Blocks that no prompt continues any more push others out.",
         (f"{_TESTS}test_what_a_turn_has_left_over_goes_before_everything_else",),
     ),
