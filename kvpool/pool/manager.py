@@ -888,7 +888,7 @@ class KVCacheManager(Hints, BlockTables):
                 self._reservations.clear()
             try:
                 # Nothing is decided any more. Once everything decided is enqueued, no thread is inside a copy.
-                self.core.transfer.drain()
+                self.core.transfer.close()
                 self.core.device.synchronize()
             except DeviceError as error:
                 if not error.sticky and self.core.transfer.broken is None:

@@ -103,7 +103,7 @@ def test_levels_in_any_order_leave_what_the_sequence_leaves(seed: int) -> None:
         for level in levels.cut(moves):
             memory = make(memory, random.permutation(level))
         np.testing.assert_array_equal(memory, expected, f"seed {seed}: {moves.tolist()}")
-        assert not levels._scratch.any()
+        assert not any(scratch.any() for scratch in levels._free)
 
 
 @pytest.mark.parametrize("seed", range(20))

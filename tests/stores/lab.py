@@ -148,5 +148,6 @@ def saved(queue: StoreQueue, count: int, first: int = 0, **options: Any) -> Byte
     """Save blocks of known content from the first rows. Returns their keys."""
     keys = queue.secret.opaque(names(count, first))
     fill(queue.memory, count, first)
-    assert (returned(queue.save(keys, np.arange(count), **options)).codes == OK).all()
+    job = returned(queue.save(keys, np.arange(count), **options))
+    assert (job.codes == OK).all(), job.error
     return keys
