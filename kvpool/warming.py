@@ -153,6 +153,7 @@ def _between_requests(cache: KVCacheManager) -> None:
     cache.core.decide(None, saving.sweep, saver, 1, at, told)
     cache.core.decide(None, saving.victims, saver, np.ones(1, np.int64), told)
     cache.core.decide(None, saving.close_saver, saver)
+    cache.core.decide(None, saving.put_back, 0, np.zeros(0, np.int64), np.zeros((0, 3), np.int64))
     cache.core.decide(None, control.evict_first, 0, rows, True, cache.now())
     cache.pin(keys.keys[:1]).close()
     found = cache.find_and_pin_host(keys.keys[0])

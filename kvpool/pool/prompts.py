@@ -439,7 +439,8 @@ class Prompts:
         kept = [i for i in range(len(keys)) if i not in refused] if refused else None
         if kept is not None:
             rows, keys = rows[kept], [keys[i] for i in kept]
-        out = np.full((len(core.tables), len(keys), records.OUTCOME_COLUMNS), records.NONE, np.int64)
+        out = np.empty((len(core.tables), len(keys), records.OUTCOME_COLUMNS), np.int64)
+        out.fill(records.NONE)
         door.undo = lambda: core.release_unseen(out[0, :, records.OUT.id])
         on = NULL_STREAM if stream is None else stream
         now = core.now() if now is None else now

@@ -11,7 +11,7 @@ import numpy as np
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import array_at
 from kvpool.state.admit import write_tokens
-from kvpool.state.policy import FRONT, free_blocks
+from kvpool.state.policy import FRONT, foresee, free_blocks
 from kvpool.state.records import (
     BAD_ACCEPTED,
     BAD_COUNT,
@@ -257,6 +257,7 @@ def _append(h, slot, tokens, start, count):
         if at == 0:
             b = take_for(h, sequence)
             row[sequence.blocks] = b
+            foresee(h, row, sequence.blocks)
             emit_access(h, WILL_WRITE, stream, b)
             sequence.blocks += 1
         n = min(count - done, h.width - at)

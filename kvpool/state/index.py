@@ -75,11 +75,17 @@ def find_key(h, key0, key1):
 
 @jit(forceinline=True)
 def enter_key(h, b):
-    """Make ``b`` the representative of its key. There must be none."""
+    """Make ``b`` the representative of its key. There must be none. It comes last in its bucket, since older content
+    is removed first, and is found first then."""
     blocks, heads = blocks_of(h), index_of(h)
     at = bucket(blocks[b].key0, h.buckets)
-    blocks[b].chain = heads[at]
-    heads[at] = b
+    blocks[b].chain, last = NONE, heads[at]
+    if last == NONE:
+        heads[at] = b
+        return
+    while blocks[last].chain != NONE:
+        last = blocks[last].chain
+    blocks[last].chain = b
 
 
 @jit(forceinline=True)

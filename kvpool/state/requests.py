@@ -13,8 +13,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.jit.intrinsics import address_of, array_at
-from kvpool.state.hashing import key_in
+from kvpool.jit.intrinsics import address_of, array_at, memcpy
+from kvpool.state.hashing import LANES, key_in, keys_in_lanes
 from kvpool.state.records import (
     ATTENTION,
     CROSS,
@@ -104,10 +104,19 @@ def hash_request(heads, requests, first):
     h, request = head(heads, 0), request_at(requests, 0)
     tokens, keys, extra, width = request_tokens(request), request_keys(h, request), request_extra(request), h.width
     parent0, parent1 = parent_of(h, request, first)
-    for i in range(first, keys.shape[0]):
+    i, plain = first, extra.shape[0] == 0 and width % 2 == 0
+    while i < keys.shape[0]:
+        if plain and i + 4 * LANES <= keys.shape[0]:
+            words = array_at(request.tokens_at + 4 * i * width, (LANES, width >> 1), np.uint64)
+            # Scratch, where later keys will be.
+            states = array_at(request.keys_at + 16 * (i + LANES), (5, LANES), np.uint64)
+            parent0, parent1 = keys_in_lanes(h, words, parent0, parent1, keys[i:], states)
+            i += LANES
+            continue
         own = extra[i * width : (i + 1) * width] if extra.shape[0] > 0 else extra
         parent0, parent1 = key_in(h, tokens[i * width : (i + 1) * width], own, parent0, parent1)
         keys[i, 0], keys[i, 1] = parent0, parent1
+        i += 1
     return max(keys.shape[0] - first, 0)
 
 
@@ -127,9 +136,7 @@ def retention_at(request, position):
 @jit
 def note(h, slot, at, tokens, extra, start, count):
     """Note ``count`` tokens of a sequence from its position ``at`` on. An empty ``extra`` stands for zeros."""
-    own = row_tokens_of(h)[slot]
-    for i in range(count):
-        own[at + i] = tokens[start + i]
+    memcpy(address_of(row_tokens_of(h)[slot]) + 4 * at, address_of(tokens) + 4 * start, 4 * count)
     if h.has_extra:
         mine = row_extra_of(h)[slot]
         for i in range(count):
@@ -156,10 +163,7 @@ def _noted(h, slot):
 def copy_row(h, source, target):
     """Copy the notes of a sequence to its fork."""
     first, last = _noted(h, source)
-    for i in range(first, last):
-        row_tokens_of(h)[target, i] = row_tokens_of(h)[source, i]
-        if h.has_extra:
-            row_extra_of(h)[target, i] = row_extra_of(h)[source, i]
+    note(h, target, first, row_tokens_of(h)[source], row_extra_of(h)[source], first, last - first)
 
 
 @jit
@@ -193,9 +197,8 @@ def column_key(h, slot, i, parent0, parent1):
 @jit
 def _write_ids(h, slot, i, b):
     """Give a block the ids of the tokens of its column."""
-    blocks, own, noted, at = blocks_of(h), tokens_of(h)[b], row_tokens_of(h)[slot], i * h.width
-    for j in range(h.width):
-        own[j] = noted[at + j]
+    blocks, at = blocks_of(h), i * h.width
+    memcpy(address_of(tokens_of(h)[b]), address_of(row_tokens_of(h)[slot]) + 4 * at, 4 * h.width)
     blocks[b].filled = h.width
     blocks[b].flags &= ~EXTRA
     if h.has_extra:
@@ -245,12 +248,10 @@ def read_row(heads, g, slot, tokens, extra, keys):
         b = row[i]
         if b == NONE:
             return NONE
-        own = tokens_of(h)[b]
-        for j in range(min(width, tokens.shape[0] - i * width)):
-            tokens[i * width + j] = own[j]
+        at, count = i * width, min(width, tokens.shape[0] - i * width)
+        memcpy(address_of(tokens) + 4 * at, address_of(tokens_of(h)[b]), 4 * count)
         if extra.shape[0] and blocks[b].flags & EXTRA:
-            for j in range(min(width, tokens.shape[0] - i * width)):
-                extra[i * width + j] = extra_of(h)[b, j]
+            memcpy(address_of(extra) + 8 * at, address_of(extra_of(h)[b]), 8 * count)
         if known == i and i < keys.shape[0] and blocks[b].flags & KEYED:
             keys[i, 0], keys[i, 1] = blocks[b].key0, blocks[b].key1
             known += 1

@@ -171,7 +171,7 @@ def give_columns(h, slot, first, last, front):
 
 
 STORE, DROP = np.bool_(True), np.bool_(False)  # the content that a sequence leaves stays in the cache, or is dropped
-AHEAD, FAR = 12, 24  # how many blocks ahead the place in the index is loaded, and the block
+NEAR, AHEAD, FAR = 10, 20, 24  # how many blocks ahead what has a key is loaded, its place in the index, and the block
 
 
 @jit
@@ -214,12 +214,10 @@ def publish_range(h, slot, first, last):
     waiting = 0
     for i in range(first, last):
         b = np.int64(row[i])
-        prefetch(blocks, row[min(i + FAR, last - 1)])
-        prefetch(blocks["parent0"], row[min(i + FAR, last - 1)])
         if i + AHEAD < last:
             expect(h, blocks[row[i + AHEAD]].key0)  # a guess, if it has no key yet
             expect_child(h, np.int64(row[i + AHEAD]))
-            expect_found(h, blocks[row[i + AHEAD // 2 + 2]].key0)
+            expect_found(h, blocks[row[i + NEAR]].key0)
         if b == NONE or blocks[b].flags & (PUBLISHED | LOST):
             continue
         if has_states(h) and not (blocks[b].flags & KEYED and keeps_state(h, i, sequence.kept)):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.jit.intrinsics import bit_length
+from kvpool.jit.intrinsics import bit_length, memcpy
 from kvpool.state.index import link, rival_child, unlink_content
 from kvpool.state.policy import (
     BACK,
@@ -48,10 +48,7 @@ from kvpool.state.records import (
     constants,
     counters_of,
     drop_reference,
-    event_extra_of,
-    event_tokens_of,
     events_of,
-    extra_of,
     gone_of,
     head,
     histograms_of,
@@ -59,7 +56,6 @@ from kvpool.state.records import (
     pool_id,
     ring_of,
     token_moves_of,
-    tokens_of,
 )
 
 # -- accesses --------------------------------------------------------------------------------------------
@@ -190,26 +186,16 @@ def _record(h, kind, b):
         and events[before].key0 == blocks[b].parent0
         and events[before].key1 == blocks[b].parent1
     )
-    events[i].kind, events[i].tier, events[i].priority, events[i].joined = (
-        kind,
-        tier,
-        blocks[b].priority,
-        1 if joins else 0,
-    )
-    events[i].group = h.group
-    events[i].key0, events[i].key1 = blocks[b].key0, blocks[b].key1
-    events[i].parent0, events[i].parent1 = blocks[b].parent0, blocks[b].parent1
-    events[i].namespace = blocks[b].namespace
-    events[i].extra = 1 if kind == STORED and blocks[b].flags & EXTRA else 0
+    event, block = events[i], blocks[b]
+    event.kind, event.tier, event.priority, event.joined = kind, tier, block.priority, 1 if joins else 0
+    event.group, event.namespace = h.group, block.namespace
+    event.key0, event.key1, event.parent0, event.parent1 = block.key0, block.key1, block.parent0, block.parent1
+    event.extra = 1 if kind == STORED and block.flags & EXTRA else 0
     # In a pool of host blocks only they are a key of the caller's, which every event tells.
     if kind == STORED or h.device_blocks == 0:
-        copied, tokens = event_tokens_of(h), tokens_of(h)
-        for t in range(h.width):
-            copied[i, t] = tokens[b, t]
-    if events[i].extra:
-        told, own = event_extra_of(h), extra_of(h)
-        for t in range(h.width):
-            told[i, t] = own[b, t]
+        memcpy(h.event_tokens_at + 4 * i * h.width, h.tokens_at + 4 * b * h.width, 4 * h.width)
+    if event.extra:
+        memcpy(h.event_extra_at + 8 * i * h.width, h.extra_at + 8 * b * h.width, 8 * h.width)
 
 
 EVICTED, FORGOTTEN, EXPIRED, LOSS = constants(*range(4))
@@ -246,7 +232,6 @@ EXPIRIES_PER_CALL = 64
 def begin(h, now):
     """Start the part of a call that changes the pool."""
     h.now = now
-    h.near = h.far = NONE
     ring = ring_of(h)
     ring.call = ring.next
 
@@ -278,14 +263,11 @@ def record(h, which, since):
 @jit
 def copy_tokens(h, source, target, count):
     """Copy the token ids of a block. Moves carry its bytes."""
-    blocks, tokens = blocks_of(h), tokens_of(h)
-    for i in range(count):
-        tokens[target, i] = tokens[source, i]
+    blocks = blocks_of(h)
+    memcpy(h.tokens_at + 4 * target * h.width, h.tokens_at + 4 * source * h.width, 4 * count)
     blocks[target].filled = count
     if blocks[source].flags & EXTRA:
-        extra = extra_of(h)
-        for i in range(count):
-            extra[target, i] = extra[source, i]
+        memcpy(h.extra_at + 8 * target * h.width, h.extra_at + 8 * source * h.width, 8 * count)
         blocks[target].flags |= EXTRA
 
 
@@ -372,11 +354,8 @@ def take_host(h, priority):
 
 @jit
 def _offload(h, b, deadline):
-    """Move the content of an evicted device block to the host tier, if the rules allow it."""
+    """Move the content of an evicted device block to the host tier, if there is room."""
     blocks = blocks_of(h)
-    if not should_offload(h, b):
-        counters_of(h).evicted_by_rule_blocks += 1
-        return False
     g = take_host(h, np.int64(blocks[b].priority))
     if g == NONE:
         counters_of(h).evicted_host_full_blocks += 1
@@ -401,8 +380,11 @@ def _evict(h, b, deadline):
     if blocks[b].other_copy != NONE:
         counters_of(h).offloads_saved += 1
         unpublish(h, b, deadline)
-    elif not _offload(h, b, deadline):
-        drop(h, b, NONE, EVICTED)
+    else:
+        wanted = should_offload(h, b)
+        counters_of(h).evicted_by_rule_blocks += 0 if wanted else 1
+        if not wanted or not _offload(h, b, deadline):
+            drop(h, b, NONE, EVICTED)
 
 
 @jit

@@ -16,14 +16,14 @@ from kvpool import DeviceError, KVCacheManager, KVPoolError
 from kvpool.device.base import Stream
 from kvpool.device.cuda import CudaDevice
 from tests.emulated import lab
-from tests.race import test_drafts_race as drafts
 from tests.race import test_races as races
+from tests.race import test_sequence_races as drafts
 from tests.race.lab import Lab
 from tests.race.test_races import Scenario, Unasked
 
 pytestmark = pytest.mark.gpu
 SEEDS, COPY_PATHS = range(12), ("plain", "batched", "kernel", "bulk")
-RACES = {**races.RACES, **{scenario: race for scenario, race in drafts.RACES.items() if race[0]}}
+RACES = {**races.RACES, **{scenario: race for scenario, race in drafts.DRAFTS.items() if race[0]}}
 # These are no races of streams: a lease that the host gets, and calls of other threads.
 STREAMS = {
     scenario: guard

@@ -179,6 +179,25 @@ def test_helpers_compile_what_one_process_compiles_and_nothing_else(tmp_path: Pa
     assert alone and (left, shared) == (0, kept)
 
 
+INNER = """
+import os, sys
+from kvpool.helpers import compile_ahead
+from kvpool.jit.compiler import Dispatcher
+Dispatcher.compile = lambda function, kinds: None
+compile_ahead(sys.argv[1], 0, 1, os.getppid())
+"""
+
+
+def test_helpers_share_the_functions_inside_of_one_call_too(tmp_path: Path) -> None:
+    """Half of a first replay is one call. Whoever compiles it finds the functions that it calls."""
+    environment = {**os.environ, "KVPOOL_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(kvpool.__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", INNER, PROGRAM], env=environment, check=True)
+    ahead = {path.name for path in tmp_path.glob("*.nbc")}
+    compiled, kept = compiled_by(tmp_path, 1)
+    assert ahead and ahead < kept and not any("-entry" in name or "-locked" in name for name in ahead)
+    assert compiled == len(kept) - len(ahead) < len(kept) / 2
+
+
 def test_a_helper_that_fails_or_is_killed_is_named_and_its_work_is_left_to_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -10,7 +10,7 @@ MUTATIONS = (
     # -- keys, and each of kvpool.state.records about it, taken out of the code and not by its switch --------
     Mutation(
         "the_parent_is_not_in_the_key",
-        "block_key",
+        "_end",
         "guards & PARENT_IN_KEY",
         "False",
         "The same tokens behind another beginning hit: KV that attended to another prompt.",

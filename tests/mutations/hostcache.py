@@ -143,13 +143,15 @@ MUTATIONS = (
         "with DeferSignals(), self._lock:\n"
         "    _, ids = self._open.pop(lease, (None, None))\n"
         "    if ids is not None:\n"
+        "        before = saving.places(self._states[0].blocks[ids])\n"
         "        control.unpin(self._heads, ids, now)\n"
-        "        if not used:\n            saving.released_unused(self._heads, ids)",
+        "        if not used:\n            saving.put_back(self._heads, 0, ids, before)",
         "with self._lock:\n"
         "    _, ids = self._open.pop(lease, (None, None))\n"
         "    if ids is not None:\n"
+        "        before = saving.places(self._states[0].blocks[ids])\n"
         "        control.unpin(self._heads, ids, now)\n"
-        "        if not used:\n            saving.released_unused(self._heads, ids)",
+        "        if not used:\n            saving.put_back(self._heads, 0, ids, before)",
         "An interrupt leaves blocks pinned that no lease names: they are never free again.",
         ("tests/hostcache/test_interrupted.py::test_an_interrupt_at_any_line_leaves_the_cache_whole[close]",),
     ),

@@ -12,7 +12,7 @@ import pytest
 from kvpool.keepers import HealthStats, LoadOrCompute
 from kvpool.stores import OK, REFUSED, MemoryStore
 from tests.stores import hostkeeping, keeping
-from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Gate, Wrong, names
+from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Clock, Gate, Wrong, names
 from tests.waiting import until
 
 BLOCKS = 8
@@ -26,7 +26,7 @@ class PoolHost:
 
     def __init__(self, *stores: Any, blocks: int = 256, quota: int | None = None, speed: float | None = None,
                  **options: Any) -> None:  # fmt: skip
-        self.of, self.clock = keeping.engine(P=BLOCKS + 4, S=blocks), keeping.Clock()
+        self.of, self.clock = keeping.engine(P=BLOCKS + 4, S=blocks), Clock()
         quotas = None if quota is None else {(None, None): quota}
         self.kept = keeping.keeper(self.of, list(stores), quotas=quotas, prefill_tokens_per_s=speed, clock=self.clock,
                                    **options)  # fmt: skip
@@ -49,6 +49,9 @@ class PoolHost:
 
     def ended(self, number: int) -> bool:
         return bool(self.fetches[number].done)
+
+    def cached(self, number: int) -> int:
+        return self.of.reusable(self.document(number)) // keeping.T
 
     def here(self, number: int) -> int:
         sequence = self.of.add(self.document(number))
@@ -100,6 +103,9 @@ class CacheHost:
     def ended(self, number: int) -> bool:
         self.kept.poll()
         return not self.kept.stats().searching
+
+    def cached(self, number: int) -> int:
+        return int((self.of.cache.lookup(names(BLOCKS, BLOCKS * number)) == hostkeeping.HERE).sum())
 
     def here(self, number: int) -> int:
         said = [*self.kept.lookup(names(BLOCKS, BLOCKS * number)).tolist(), hostkeeping.ABSENT]
@@ -205,6 +211,19 @@ def test_what_the_host_evicts_was_saved_before(made: Callable[..., Host], store:
         host.write(number)
     assert 9 * BLOCKS <= host.saved < 12 * BLOCKS and not host.kept.stats().dropped
     assert host.here(0) == 0 and bring(host, 0) == BLOCKS
+
+
+def test_what_is_saved_before_it_goes_goes_in_its_order(made: Callable[..., Host], store: Wrong) -> None:
+    """A quarter of a host, or half of a small one, is saved before it goes: more than one document. Where blocks are
+    saved that are used again, none is saved here."""
+    left = []
+    for save in ("evict", "reuse"):
+        host = made(Wrong(MemoryStore(256 * BLOCK_BYTES)), blocks=8 * BLOCKS, save=save)
+        for number in range(20):
+            host.write(number)
+        assert host.saved >= 12 * BLOCKS if save == "evict" else not host.saved
+        left.append([host.cached(number) for number in range(20)])
+    assert left[0] == left[1] and 0 in left[0]
 
 
 def test_nothing_from_before_a_clear_is_found(made: Callable[..., Host], store: Wrong) -> None:
