@@ -23,6 +23,7 @@ from kvpool.hostcache.tier import HostTier
 from kvpool.keepers.bridge import COMMIT, SAVES, Bridge, Loader, open_clients
 from kvpool.keepers.choice import LoadPolicy
 from kvpool.keepers.host_cache_tier import HostCacheTier, HostLoads, StoreChange
+from kvpool.pool.explain import Missed
 from kvpool.stores.queue import NO_LIMIT, StoreStats
 from kvpool.stores.store import Store
 from kvpool.stores.store_client import PATIENCE_SECONDS, HealthStats, StoreClient, seconds_argument
@@ -257,6 +258,11 @@ class HostKeeper(Closing):
         """The number of the store that has brought this key to the cache, until somebody pins it. None otherwise."""
         arrival = self._loader.unread.get(key)
         return None if arrival is None else arrival.number
+
+    def explain(self, key: bytes, tokens: int = 1) -> Missed:
+        """What ``HostCache.explain`` says, and why no store has brought the key, as ``trouble``."""
+        trouble = self._loads.trouble(key)
+        return self._cache.explain(key, tokens)._replace(trouble=(("stores", trouble),) if trouble else ())
 
     def changes(self) -> list[StoreChange]:
         """What the stores have got and lost since the last call, as far as this keeper knows, in order: what it has

@@ -44,6 +44,29 @@ def look(cache: HostCache, *names: str) -> list[int]:
     return found
 
 
+def test_why_a_key_is_not_here_is_known_of_as_many_as_are_to_be_remembered() -> None:
+    now = 0
+    with HostCache(2, 64, identity=IDENTITY, history=2, clock=lambda: now) as cache:
+        for name in "abc":
+            cache.publish(cache.reserve(keys(name)).keys)
+        now = 10
+        cache.forget(keys("b", "never"))
+        assert str(cache.explain(b"a", 16)) == "16 not known any more", "two have gone after it"
+        assert str(cache.explain(b"b", 16)) == "16 forgotten 0 ms ago"
+        now = 15
+        assert str(cache.explain(b"b")) == "1 forgotten 5 ms ago"
+    with HostCache(2, 64, identity=IDENTITY, history=2, clock=lambda: now) as cache:
+        for name in "abc":
+            cache.publish(cache.reserve(keys(name)).keys)
+        now = 22
+        assert str(cache.explain(b"a", 16)) == "16 evicted 7 ms ago by lru"
+        assert str(cache.explain(b"x", 16)) == "16 never seen"
+        cache.clear()
+        assert str(cache.explain(b"x", 16)) == "16 not known any more"
+    with HostCache(2, 64, identity=IDENTITY) as cache:
+        assert str(cache.explain(b"x")) == "1 not known any more", "by default nothing is remembered"
+
+
 def test_a_key_is_pending_until_its_bytes_are_published(make: Make) -> None:
     cache = make()
     taken = cache.reserve(keys("a", "b"))

@@ -54,6 +54,22 @@ def test_the_identity_of_the_stores_can_outlive_the_caches(make: Callable[..., E
         assert keeper.find(b"block 0") == HERE
 
 
+def test_why_stores_have_not_brought_a_key_is_said(make: Callable[..., Engine], store: Wrong) -> None:
+    engine = make(blocks=8)
+    engine.saved(2)
+    engine.write(8, first=100)
+    assert engine.keeper.drain(600)
+    assert engine.ask(3) == [HERE, HERE, ABSENT]
+    assert str(engine.keeper.explain(b"block 2", 16)) == "16 not known any more (stores: absent)"
+    engine.keeper.forget(names(1))
+    assert str(engine.keeper.explain(b"block 0", 16)) == "16 not known any more (stores: forgotten)"
+    store.before["load"] = fail
+    engine.cache.forget(names(2))
+    engine.now += 100
+    assert engine.ask(2) == [ABSENT, ABSENT]
+    assert str(engine.keeper.explain(b"block 1", 16)) == "16 not known any more (stores: failed)"
+
+
 def test_a_key_is_pending_until_its_bytes_are_checked(make: Callable[..., Engine], store: Wrong) -> None:
     engine, gates = make(), {"find": Gate(), "load": Gate()}
     engine.saved(2)
