@@ -24,7 +24,6 @@ from kvpool.stores import StoreQueue, staging_rows
 from kvpool.stores.disk import DiskStore
 
 IDENTITY = ModelIdentity("benchmark", "1", "float16", "pages", "1")
-FIO = ("READ", "WRITE", "WRITE+SYNC")
 
 
 def rows(blocks: int, block_bytes: int) -> np.ndarray:
@@ -95,10 +94,10 @@ def measure(arguments: argparse.Namespace, block_bytes: int, folder: str) -> Ite
     # Four jobs of fio, each of which syncs after this many blocks.
     kinds.append(("write, fio syncs", "save", "randwrite", max(1, (16 << 20) // block_bytes)))
     for what, kind, rw, sync in kinds:
-        pairs = []
-        for _ in range(arguments.runs):
-            theirs = fio(folder, rw, block_bytes, nbytes, seconds, sync)
-            pairs.append((theirs, subject.run(kind, seconds=seconds)))
+        pairs = [
+            (fio(folder, rw, block_bytes, nbytes, seconds, sync), subject.run(kind, seconds=seconds))
+            for _ in range(arguments.runs)
+        ]
         medians = [statistics.median(values) for values in zip(*pairs, strict=True)]
         yield what, *medians, statistics.median(ours / theirs for theirs, ours in pairs)
     subject.queue.close(60)
