@@ -5,14 +5,18 @@ ends ``api`` seconds after it began, and the next one of its session comes after
 Chats come at their own times. Requests are instantaneous: admitted, committed and released at once. A block of the
 trace is a block of one token here. ``trace`` is what ``replay`` takes::
 
-    python asv_bench/policies.py pool sessions.jsonl.xz --blocks 25000 --cap 60 600 --half 1 --policies lru adaptive
+    python asv_bench/policies.py pool sessions.jsonl.xz --cap 60 600 --half 1 --policies lru adaptive:stop oracle MIN
     python asv_bench/policies.py constants chats.jsonl --blocks 3000 10000 --half 1 --seeds 3
 
-Tables: ``pool`` (the device alone, or two tiers with ``--host``); ``recurrent`` (a second group keeps a state at every
-32nd block); ``store`` (a store of ``--store`` blocks behind both tiers); ``flood`` (with each request, another tenant
-asks for 200 blocks that nobody asks for again, and a third time with a low priority); ``hints`` (the client pins,
-retains and prefetches sessions at random); ``hostcache`` (a HostCache instead of a pool); ``constants`` (``pool`` with
-each constant of the policies halved and doubled).
+A policy may be followed by what the engine says with each release (``adaptive:future``). ``MIN`` and ``oracle``, the
+session oracle, are the ceilings that ``kvpool plan --policies`` has.
+
+Tables: ``pool`` (the device alone, or two tiers with ``--host``); ``held`` (a request holds its blocks for ``api``
+seconds, and one that finds too few free blocks waits for others to end, and all after it wait too); ``recurrent`` (a
+second group keeps a state at every 32nd block); ``store`` (a store of ``--store`` blocks behind both tiers); ``flood``
+(with each request, another tenant asks for 200 blocks that nobody asks for again); ``hints`` (the client pins, retains
+and prefetches sessions at random); ``hostcache`` (a HostCache instead of a pool); ``constants`` (``pool`` with each
+constant of the policies halved and doubled).
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from heapq import heappop, heappush
 from random import Random
 from typing import Any, NamedTuple
 
@@ -32,7 +37,8 @@ import numpy.typing as npt
 
 import kvpool
 from kvpool.keepers import Keeper
-from kvpool.planner.policies import SAYINGS, hints
+from kvpool.planner import Use
+from kvpool.planner.policies import MIN, SessionOracle, hints, min_hits, next_uses
 from kvpool.replay.content import Request
 from kvpool.replay.sessions import play
 from kvpool.replay.traces import read_sessions, read_trace
@@ -41,7 +47,8 @@ from kvpool.stores.memory import MemoryStore
 VARIES, SNAPSHOT, FLOOD, FLOODED, FLOOD_PRIORITY = 0.5, 32, 200, 1 << 30, 10
 HALF, SAID, HINTED = 5, 11, 13
 """Seeds: of the halves of the sessions, of what is said and hinted at random."""
-TABLES = ("pool", "recurrent", "store", "flood", "hints", "hostcache", "constants")
+TABLES = ("pool", "held", "recurrent", "store", "flood", "hints", "hostcache", "constants")
+CEILINGS = ("oracle", MIN)
 LAYOUT = kvpool.BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=1, dtype="uint8", planes=1)
 MODEL = kvpool.ModelIdentity("trace", "none", LAYOUT.dtype_name, LAYOUT, "policies 1")
 CONSTANTS = {
@@ -74,12 +81,13 @@ class Score(NamedTuple):
         return 100 * self.hits / self.blocks
 
 
-def asked(options: argparse.Namespace, cap: float) -> Iterator[Asked]:
-    """The requests of a trace, in order: of a random half of its sessions, or of half of its hour."""
+def asked(options: argparse.Namespace, cap: float, waited: Callable[[], float] = float) -> Iterator[Asked]:
+    """The requests of a trace, in order: of a random half of its sessions, or of half of its hour. ``waited``: see
+    ``play``."""
     if ".jsonl.xz" in options.trace or options.sessions:
         sessions, random = read_sessions(options.trace), Random(HALF)
         sessions = [one for one in sessions if options.half is None or (random.random() < 0.5) == (options.half == 0)]
-        requests = play(sessions, options.users, cap, VARIES if options.jitter else 0.0)
+        requests = play(sessions, options.users, cap, VARIES if options.jitter else 0.0, waited)
     else:
         chats = read_trace(options.trace).requests
         middle = len(chats) // 2
@@ -95,6 +103,8 @@ class Played:
 
     def __init__(self, options: argparse.Namespace, blocks: int, policy: str, seed: int) -> None:
         self.options, self.now, self.open = options, 0, ExitStack()
+        self.held, self.waited = list[tuple[int, int, Any, dict[str, Any]]](), 0.0
+        self.policy, _, self.saying = policy.partition(":")
         self.said, self.hinted, self.sessions = Random(SAID), Random(HINTED), list[str]()
         self.fresh = FLOODED
         groups: dict[str, Any] = {"layout": LAYOUT, "device_blocks": blocks + 1, "host_blocks": options.host}
@@ -104,11 +114,12 @@ class Played:
             groups = {"groups": [kvpool.LayerGroup(LAYOUT), state], "device_blocks": counts}
         self.cache = self.open.enter_context(
             kvpool.KVCacheManager(
-                **groups, device="cpu", max_sequences=4, policy=policy, partial_reuse=False,
+                **groups, device="cpu", max_sequences=options.users + 4, policy=self.policy, partial_reuse=False,
                 max_sequence_tokens=max(options.longest, FLOOD) + 1, clock=lambda: self.now, secret=bytes(32),
                 event_capacity=1 << 20 if options.table == "store" else 0,
             )
         )  # fmt: skip
+        self.open.callback(self._end)
         for state in self.cache.core.states:
             if state.book is not None:
                 state.book.book["draws"] = seed
@@ -132,19 +143,42 @@ class Played:
             self._flood()
         if self.options.table == "hints":
             self._hint(one)
-        return self._turn(keys, len(one.ids), **self._say(one.request))
+        admitted = self._admit(keys, len(one.ids))
+        self.waited = (self.now - one.ms) / 1000
+        seconds = one.request.seconds or 0.0 if self.options.table == "held" else 0.0
+        end = self.now + int(1000 * seconds)
+        heappush(self.held, (end, one.request.index, admitted.ids, self._say(one.request)))
+        if seconds == 0:
+            self._release()
+        return int(admitted.cached_tokens[0])
 
-    def _turn(self, keys: Any, count: int, retention: Any = None, **said: Any) -> int:
-        admitted = self.cache.add_sequence_batch([keys], retention=None if retention is None else [retention])
+    def _admit(self, keys: Any, count: int, retention: Any = None) -> Any:
+        """Admit and commit a prompt, once enough of the requests that came before have ended."""
+        while self.held and self.held[0][0] <= self.now:
+            self._release()
+        while True:
+            try:
+                admitted = self.cache.add_sequence_batch([keys], retention=None if retention is None else [retention])
+                break
+            except kvpool.OutOfBlocks:
+                self.now = max(self.now, self.held[0][0])
+                self._release()
         self.cache.commit(admitted.ids, np.array([count]))
         self.cache.rewind(admitted.ids, np.array([1]))
-        self.cache.release(admitted.ids, **said)
-        return int(admitted.cached_tokens[0])
+        return admitted
+
+    def _end(self) -> None:
+        while self.held:
+            self._release()
+
+    def _release(self) -> None:
+        *_, ids, said = heappop(self.held)
+        self.cache.release(ids, **said)
 
     def _say(self, request: Request) -> dict[str, Any]:
         own = {"session": str(request.session)} if self.options.table == "hints" else {}
-        if self.options.say != "random":
-            return own | hints(request, self.options.say)
+        if self.saying != "random":
+            return own | hints(request, self.saying or "nothing")
         said: list[dict[str, Any]] = [{"ends": True}, {"stop": "tool_use"}, {"stop": "end_turn"}, {}]
         return own | self.said.choice([*said, {"returns_in_ms": self.said.randrange(1, 600_000)}])
 
@@ -152,7 +186,7 @@ class Played:
         self.fresh += FLOOD
         keys = self.cache.block_keys(np.append(np.arange(self.fresh, self.fresh + FLOOD), 0), salt="flood")
         low = [kvpool.RetentionRange(0, None, FLOOD_PRIORITY)] if self.options.low else None
-        self._turn(keys, FLOOD, low)
+        self.cache.release(self._admit(keys, FLOOD, low).ids)
 
     def _hint(self, one: Asked) -> None:
         """A hint about some session, also about one that has ended."""
@@ -167,7 +201,7 @@ class PlayedHost:
     """A HostCache that requests are played through. It has no policy but LRU."""
 
     def __init__(self, options: argparse.Namespace, blocks: int, policy: str, seed: int) -> None:
-        self.open, self.now = ExitStack(), 0
+        self.open, self.now, self.waited = ExitStack(), 0, 0.0
         cache = kvpool.HostCache(blocks, 8, identity=MODEL, secret=bytes(32), clock=lambda: self.now, policy=policy)
         self.cache = self.open.enter_context(cache)
 
@@ -180,12 +214,24 @@ class PlayedHost:
         return found
 
 
+def ceiling(options: argparse.Namespace, blocks: int, cap: float, name: str) -> Score:
+    """What who knows the future would hit."""
+    uses = [Use(one.request, one.ids, len(one.ids), len(one.ids), 0) for one in asked(options, cap)]
+    if name == MIN:
+        hits = min_hits(*next_uses(uses), blocks)
+    else:
+        hits = sum(map(SessionOracle(uses, blocks).find, uses))
+    return Score(hits, sum(use.lookups for use in uses), 0.0)
+
+
 def measure(options: argparse.Namespace, blocks: int, cap: float, policy: str, seed: int) -> Score:
-    """Play all requests through a pool of its own."""
+    """Play all requests through a pool of its own, or through a ceiling."""
+    if policy in CEILINGS:
+        return ceiling(options, blocks, cap, policy)
     kind: Callable[..., Any] = PlayedHost if options.table == "hostcache" else Played
     played, hits, blocks_asked, begin = kind(options, blocks, policy, seed), 0, 0, time.process_time()
     with played.open:
-        for one in asked(options, cap):
+        for one in asked(options, cap, lambda: played.waited):
             hits += played.ask(one)
             blocks_asked += len(one.ids)
     return Score(hits, blocks_asked, time.process_time() - begin)
@@ -247,7 +293,6 @@ def parser() -> argparse.ArgumentParser:
     add("--low", action="store_true", help=f"the flood has the priority {FLOOD_PRIORITY}")
     add("--policies", nargs="+", default=["lru", "adaptive"])
     add("--seeds", type=int, default=1, help="how often each policy draws other samples")
-    add("--say", choices=(*SAYINGS, "random"), default="nothing", help="with each release")
     add("--set", help=argparse.SUPPRESS)
     return own
 

@@ -5,7 +5,7 @@
 // token, in one run of a block, and makes all moves of a group for it: what it overwrites, it alone has read. The moves
 // are part of the argument, so that nothing of the caller's is read later.
 #include "copy.cuh"
-#include "plan.cuh"  // made of kvpool.device.block_copy.CopyPlan
+#include "plan.cuh"  // made of kvpool.device.copy_plan.CopyPlan
 
 constexpr int MOVES = 320;
 constexpr int IN_FLIGHT = 4;

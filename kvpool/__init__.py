@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from kvpool.memory.kv_copy import Stagings as Stagings
     from kvpool.memory.kv_copy import gather_kv as gather_kv
     from kvpool.memory.kv_copy import scatter_kv as scatter_kv
+    from kvpool.pool.block_tables import CapturedTables as CapturedTables
     from kvpool.pool.config import LayerGroup as LayerGroup
     from kvpool.pool.config import split_blocks as split_blocks
     from kvpool.pool.events import Event as Event
@@ -58,9 +59,9 @@ if TYPE_CHECKING:
     from kvpool.pool.keys import Lacking as Lacking
     from kvpool.pool.keys import Match as Match
     from kvpool.pool.keys import Plan as Plan
-    from kvpool.pool.layer_loads import LayerLoads as LayerLoads
     from kvpool.pool.leases import Lease as Lease
     from kvpool.pool.manager import KVCacheManager as KVCacheManager
+    from kvpool.pool.prompts import LayerLoads as LayerLoads
     from kvpool.pool.reservations import Loadable as Loadable
     from kvpool.pool.reservations import Reservation as Reservation
     from kvpool.pool.stats import GroupStats as GroupStats
@@ -81,6 +82,7 @@ _NAMES = {
     "kvpool.arrays.layout": "BlockLayout",
     "kvpool.arrays.paged": "PagedKV",
     "kvpool.arrays.strided": "StridedArray",
+    "kvpool.pool.block_tables": "CapturedTables",
     "kvpool.pool.config": "LayerGroup split_blocks",
     "kvpool.errors": (
         "BlockNotFound DeviceError ForkedProcess InsufficientMemory IntegrityError KVPoolError "
@@ -88,7 +90,7 @@ _NAMES = {
         "UnknownSequence"
     ),
     "kvpool.pool.hints": "HintAnswer",
-    "kvpool.pool.layer_loads": "LayerLoads",
+    "kvpool.pool.prompts": "LayerLoads",
     "kvpool.pool.leases": "Lease",
     "kvpool.pool.reservations": "Loadable Reservation",
     "kvpool.hostcache.host_copies": "HostCopies HostCopy",

@@ -1,12 +1,13 @@
 """Helpers: processes that compile what a program will need, while the program compiles too. They share what is kept.
 
 A helper runs the program in the interpreter first, which takes a second, and so learns which functions are called with
-which types. Then it compiles them, the last one first, since the program begins with the first one.
+which types, also by each other. Then it compiles them, the last one first, since the program begins with the first one.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import io
 import logging
 import os
@@ -21,6 +22,7 @@ from operator import attrgetter
 from typing import IO, Any
 
 import numba
+import numpy as np
 from numba.core import config
 
 from kvpool import jit
@@ -100,15 +102,18 @@ def compile_ahead(program: str, place: int, count: int, parent: int) -> None:
     if not content:
         sys.exit(1)  # the program failed, and its error is the last line that was said
     calls = pickle.loads(content)[::-1]
-    for module, name, kinds in [*calls[place::count], *calls]:
+    gc.disable()  # this process ends soon
+    for module, name, by, kinds in [*calls[place::count], *calls]:
         if os.getppid() != parent:
             return
-        attrgetter(name)(import_module(module)).compile(kinds)
+        function = attrgetter(name)(import_module(module))
+        (function.compile if by == "Python" else function.prepare)(kinds)
 
 
-def _calls_of(program: str) -> list[tuple[str, str, tuple[Any, ...]]]:
-    """The jitted functions that a program calls, and with which types. It runs in the interpreter."""
-    calls: dict[tuple[str, str, tuple[Any, ...]], None] = {}
+def _calls_of(program: str) -> list[tuple[str, str, str, tuple[Any, ...]]]:
+    """The jitted functions that a program calls, by whom (Python, or jitted code), and with which types, in the order
+    of their first calls. The program runs in the interpreter."""
+    calls: dict[tuple[str, str, str, tuple[Any, ...]], None] = {}
     depth, plainly = 0, jit.interpreted
 
     def interpreted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,8 +122,9 @@ def _calls_of(program: str) -> list[tuple[str, str, tuple[Any, ...]]]:
         @functools.wraps(function)
         def call(*args: Any) -> Any:
             nonlocal depth
-            if not depth and "<" not in function.__qualname__:
-                calls[function.__module__, function.__qualname__, tuple(map(numba.typeof, args))] = None
+            if "<" not in function.__qualname__:
+                by = "jitted code" if depth else "Python"
+                calls[function.__module__, function.__qualname__, by, tuple(map(_type_of, args))] = None
             depth += 1
             try:
                 return plain(*args)
@@ -131,3 +137,13 @@ def _calls_of(program: str) -> list[tuple[str, str, tuple[Any, ...]]]:
     with redirect_stdout(io.StringIO()):
         exec(program, {})
     return [*calls]
+
+
+def _type_of(argument: Any) -> Any:
+    """The type of an argument in jitted code. A record has no attributes but its fields."""
+    if isinstance(argument, np.void):
+        return _type_of_record(np.void.dtype.__get__(argument))
+    return numba.typeof(argument)
+
+
+_type_of_record = functools.cache(numba.from_dtype)

@@ -12,7 +12,7 @@ from kvpool.hostcache.host_cache import HostCache
 from kvpool.hostcache.host_copies import HostCopies
 from kvpool.hostcache.identity import ModelIdentity
 from kvpool.hostcache.tier import HostTier
-from kvpool.jit.announcer import WARM_UP, announcer
+from kvpool.jit.cache import WARM_UP, announcer
 from kvpool.memory.kv_copy import load_kernel
 from kvpool.pool.config import LayerGroup
 from kvpool.pool.keys import key_rows
@@ -153,6 +153,7 @@ def _between_requests(cache: KVCacheManager) -> None:
     cache.core.decide(None, saving.sweep, saver, 1, at, told)
     cache.core.decide(None, saving.victims, saver, np.ones(1, np.int64), told)
     cache.core.decide(None, saving.close_saver, saver)
+    cache.core.decide(None, saving.put_back, 0, np.zeros(0, np.int64), np.zeros((0, 3), np.int64))
     cache.core.decide(None, control.evict_first, 0, rows, True, cache.now())
     cache.pin(keys.keys[:1]).close()
     found = cache.find_and_pin_host(keys.keys[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from engine import Clock, small_layout
 from kvpool import (
     BlockKeys,
+    CapturedTables,
     HostCache,
     HostCopies,
     HostTier,
@@ -29,6 +31,7 @@ from kvpool import operations as op
 from kvpool.device.base import Region
 from kvpool.device.cpu import CpuDevice
 from kvpool.device.launches import Grid, Launch
+from kvpool.device.sim import SimDevice
 from kvpool.hostcache.host_copies import HostPlace
 from kvpool.keepers import HostKeeper, Keeper
 from kvpool.planner.stack import StackDistances
@@ -87,8 +90,8 @@ class Scene:
 class Plain(Scene):
     """Two sequences that run, a prompt that is cached on both tiers, and one on the host alone."""
 
-    def __init__(self) -> None:
-        super().__init__(event_capacity=16)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(event_capacity=16, **options)
         cache = self.cache
         cache.release(self._committed(cache.add_sequence(np.arange(9))))
         cache.offload(np.arange(9))
@@ -115,6 +118,25 @@ class Away(Plain):
     def __init__(self) -> None:
         super().__init__()
         self.cache.swap_out(self.ids)
+
+
+class Graph(Plain):
+    """The same on a device whose streams can be captured."""
+
+    def __init__(self) -> None:
+        self.device = SimDevice(0, progress=0.0)
+        super().__init__(device=self.device)
+        self.stream, self.out = self.device.create_stream("graph"), arrays(2, 5, 2, 4)
+        self.captured, self.graph = self.capture(self.cache.capture_step_tables, self.out)
+
+    def capture(self, call: Callable[..., CapturedTables], target: Any) -> tuple[CapturedTables, Any]:
+        with self.device.capture(self.stream) as graph:
+            return call(target, 2, stream=self.stream), graph
+
+    def replay(self, captured: CapturedTables, graph: Any, staged: dict[str, Any]) -> None:
+        captured.stage(**staged, stream=self.stream)
+        self.device.replay(graph, self.stream)
+        self.device.synchronize()
 
 
 class Grouped(Scene):
@@ -330,6 +352,8 @@ def of_both(numbers: Callable[[Any], list[int]], place: int, value: int) -> tupl
 FAR, MANY = 1 << 40, 2_000_000
 BOTH = of_both(lambda scene: scene.ids, -1, FAR)
 ONE = of_both(lambda scene: [scene.one], -1, FAR)
+APPENDED = {"ids": BOTH, "tokens": ([1, 2, 3], [1, 2, 9]), "counts": ([1, 2], [1, MANY])}
+STEP = {"ids": BOTH, "first": ([4, 1], [4, FAR]), "counts": ([2, 3], [2, MANY])}
 PROMPT = list(range(9)), [*range(5), 70, 71, 72, 73]
 KEYS = (lambda scene: scene.keys.keys.tolist()), (lambda scene: [[1, 2], [3, 4]])
 RUNNING = list(range(100, 106)), [1, *range(101, 106)]
@@ -365,10 +389,35 @@ def _step(name: str) -> Callable[[Any, dict[str, Any]], Any]:
     return call
 
 
+def _captured(scene: Any, given: dict[str, Any]) -> Any:
+    target = _table(4)
+    captured, graph = scene.capture(partial(scene.cache.capture_block_offsets, **given), target)
+    scene.replay(captured, graph, {"ids": scene.ids})
+    captured.close()
+    return target
+
+
+def _staged(scene: Any, given: dict[str, Any]) -> Any:
+    scene.replay(scene.captured, scene.graph, given)
+    return [getattr(scene.out, name).copy() for name in NAMES]
+
+
 def _csr(scene: Any, given: dict[str, Any]) -> Any:
     vectors = np.full(3, -7, np.int32), np.full(12, -7, np.int32), np.full(2, -7, np.int32)
     scene.cache.copy_batch_block_csr(*vectors, **given)
     return vectors
+
+
+def _applied(operation: Callable[..., Any], **options: Any) -> Callable[[Any, dict[str, Any]], Any]:
+    return lambda scene, given: scene.cache.apply([operation(**given)], **options)
+
+
+def _add(prompts: Any) -> Any:
+    return op.add([prompts, [1, 2]])
+
+
+def _batch(name: str) -> Callable[[Any, dict[str, Any]], Any]:
+    return lambda scene, given: getattr(scene.cache, name)([given["prompts"], [1, 2]])
 
 
 def _reserve(scene: Any, given: dict[str, Any]) -> Any:
@@ -495,44 +544,21 @@ CASES = [
         {"tokens": INT32},
     ),
     verb("blocks_needed", Plain, {}, sequences=BOTH, new_tokens=([1, 4], [1, MANY])),
-    Case(
-        "add_sequence_batch",
-        Plain,
-        lambda s, given: s.cache.add_sequence_batch([given["prompts"], [1, 2]]),
-        {"prompts": PROMPT},
-        {"prompts": INT32},
-    ),
-    Case(
-        "plan_batch",
-        Plain,
-        lambda s, given: s.cache.plan_batch([given["prompts"], [1, 2]]),
-        {"prompts": PROMPT},
-        {"prompts": INT32},
+    *(
+        Case(name, Plain, _batch(name), {"prompts": PROMPT}, {"prompts": INT32})
+        for name in ("add_sequence_batch", "plan_batch")
     ),
     *(
         Case(name, Grouped, _cross(name), {"encoder_tokens": ([5], [9])})
         for name in ("add_sequence", "add_sequence_batch", "plan_batch", "reserve", "blocks_needed")
     ),
-    verb(
-        "append_tokens", Plain, {"tokens": INT32}, ids=BOTH, tokens=([1, 2, 3], [1, 2, 9]), counts=([1, 2], [1, MANY])
-    ),
+    verb("append_tokens", Plain, {"tokens": INT32}, **APPENDED),
     verb("commit", Plain, {}, ids=BOTH, counts=([6, 5], [6, MANY])),
     verb("rewind", Plain, {}, ids=of_both(lambda scene: scene.ids, 0, FAR), counts=([1, 2], [1, MANY])),
     *(
         verb(name, Plain, {}, ids=BOTH)
-        for name in (
-            "release",
-            "swap_out",
-            "evictable_if_released",
-            "keys_of",
-            "request_stats",
-            "block_table",
-            "cached_tokens",
-            "sequence_length",
-            "committed_tokens",
-            "loadable",
-            "fork",
-        )
+        for name in "release swap_out evictable_if_released keys_of request_stats block_table cached_tokens "
+        "sequence_length committed_tokens loadable fork".split()
     ),
     verb("block_table", Plain, {}, {"stream": 0}, ids=BOTH),
     verb("reorder", Plain, {}, ids=BOTH, parents=([1, 0], [1, FAR])),
@@ -549,45 +575,21 @@ CASES = [
         counts=([2], [MANY]),
     ),
     verb("resume", Away, {}, ids=BOTH),
-    Case(
-        "apply",
-        Plain,
-        lambda s, given: s.cache.apply([op.append(**given)]),
-        {"ids": BOTH, "tokens": ([1, 2, 3], [1, 2, 9]), "counts": ([1, 2], [1, MANY])},
-    ),
-    Case(
-        "apply",
-        Plain,
-        lambda s, given: s.cache.apply([op.commit(**given)]),
-        {"ids": BOTH, "counts": ([6, 5], [6, MANY])},
-    ),
-    Case("apply", Plain, lambda s, given: s.cache.apply([op.release(**given)]), {"ids": BOTH}),
+    Case("apply", Plain, _applied(op.append), APPENDED),
+    Case("apply", Plain, _applied(op.commit), {"ids": BOTH, "counts": ([6, 5], [6, MANY])}),
+    Case("apply", Plain, _applied(op.release), {"ids": BOTH}),
     Case(
         "hints", Plain, lambda s, given: s.cache.hints(_hint(**given)), {"message": KEYS}, {"message": UINT64}, ARRAYS
     ),
-    Case("apply", Plain, lambda s, given: s.cache.apply([op.match(**given)]), {"prompt": PROMPT}, TOKENS),
-    Case(
-        "apply",
-        Plain,
-        lambda s, given: s.cache.apply([op.add([given["prompts"], [1, 2]])]),
-        {"prompts": PROMPT},
-        {"prompts": INT32},
-    ),
-    Case(
-        "apply",
-        Plain,
-        lambda s, given: s.cache.apply([op.pin(**given)], stream=0),
-        {"keys": KEYS},
-        {"keys": UINT64},
-        ARRAYS,
-    ),
+    Case("apply", Plain, _applied(op.match), {"prompt": PROMPT}, TOKENS),
+    Case("apply", Plain, _applied(_add), {"prompts": PROMPT}, {"prompts": INT32}),
+    Case("apply", Plain, _applied(op.pin, stream=0), {"keys": KEYS}, {"keys": UINT64}, ARRAYS),
     verb("state_blocks", Grouped, {}, {"group": 1}, ids=ONE),
     Case("copy_batch_block_offsets", Plain, _offsets, {"ids": BOTH, "rows": ([3, 1], [3, FAR])}),
     Case("copy_batch_block_csr", Plain, _csr, {"ids": BOTH}),
-    *(
-        Case(name, Plain, _step(name), {"ids": BOTH, "first": ([4, 1], [4, FAR]), "counts": ([2, 3], [2, MANY])})
-        for name in ("step_tables", "copy_step_tables")
-    ),
+    *(Case(name, Plain, _step(name), STEP) for name in ("step_tables", "copy_step_tables")),
+    Case("capture_block_offsets", Graph, _captured, {"rows": ([3, 1], [3, FAR])}),
+    Case("CapturedTables.stage", Graph, _staged, STEP),
     verb("pin", Plain, {"keys": UINT64}, keys=KEYS)._replace(forms=ARRAYS),
     Case(
         "find_and_pin_host",

@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.arrays.layout import BlockLayout
+from kvpool.arrays.layout import BlockLayout, PoolIds
 from kvpool.arrays.paged import PagedKV
-from kvpool.arrays.pool_ids import PoolIds
 from kvpool.arrays.strided import as_strided
 from kvpool.device.base import Region, Stream
 from kvpool.device.cuda.calibration import DIRECTIONS, KERNELS, OFFLOAD, ONBOARD, PATHS, always

@@ -6,7 +6,7 @@ import os
 
 from kvpool.arrays.layout import BlockLayout
 from kvpool.replay import Replay, ReplayConfig, Summary, Trace, read_trace, synthetic
-from kvpool.replay.workload import DEVICE_BLOCKS, HOST_BLOCKS
+from kvpool.replay.traces import DEVICE_BLOCKS, HOST_BLOCKS
 
 
 class SyntheticReplay:

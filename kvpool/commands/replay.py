@@ -83,20 +83,19 @@ def run(options: argparse.Namespace) -> int:
     """
     terminal.announce_compilation()
     sim = options.device == "sim"
-    config = _config(options, sim)
     small = ["replay", *_SMALL.split(), "--policy", options.policy]
     with ExitStack() as stack:
         stack.enter_context(terminal.compiling_together(f"from kvpool.__main__ import main; main({small})"))
+        config = _config(options, sim)
         with blaming_the_user(ImportError, OSError):
             show = stack.enter_context(_served(options.metrics_port))
         trace = terminal.trace_of(options, options.limit or (_SIM_REQUESTS if sim else None))
         if options.cut or sim:
             tokens = config.device_blocks * config.layout.tokens_per_block
             trace = trace.cut(options.cut or max(2, tokens // _SIM_SHARE))
-        # The trace lives until the end, so the collector need not scan it during a timed call.
-        gc.collect()
-        gc.freeze()
+        stack.callback(gc.enable)
         stack.callback(gc.unfreeze)
+        gc.disable()
         status, summary = _replay(trace, config, show)
     if summary.failure is not None:
         terminal.complain(AssertionError(summary.failure))
@@ -107,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
 def _config(options: argparse.Namespace, sim: bool) -> ReplayConfig:
     """What is replayed how. Exits with a message if options do not fit each other."""
     from kvpool.replay import ReplayConfig
-    from kvpool.replay.workload import DEVICE_BLOCKS, HOST_BLOCKS
+    from kvpool.replay.traces import DEVICE_BLOCKS, HOST_BLOCKS
 
     terminal.reading_of(options)
     if options.progress is not None and not sim:
@@ -155,6 +154,9 @@ def _replay(trace: Trace, config: ReplayConfig, show: Callable[[KVCacheManager],
     with terminal.progress_bar(len(trace.requests), "requests") as progress:
         with blaming_the_user(DeviceError, InsufficientMemory, ValueError, ImportError, OSError):
             replay = Replay(trace, config, progress=progress)
+        # What lives until the end, the trace and what compilation has left, need not be scanned during a timed call.
+        gc.freeze()
+        gc.enable()
         show(replay.cache)
         try:
             replay.run()

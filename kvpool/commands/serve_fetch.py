@@ -104,7 +104,7 @@ def fetch(options: argparse.Namespace) -> int:
     """
     with blaming_the_user(ImportError):
         from kvpool.replay.serving import FetchConfig, Fetching
-    from kvpool.replay.rounds import Figure, Report
+    from kvpool.replay.engine import Figure, Report
 
     if options.trace == "-":
         options.error("TRACE: the server reads it too, and standard input can be read once")

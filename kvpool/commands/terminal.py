@@ -18,7 +18,7 @@ from kvpool.sizes import parse_size
 
 if TYPE_CHECKING:
     from kvpool.replay import Trace
-    from kvpool.replay.rounds import Report
+    from kvpool.replay.engine import Report
 
 Group: TypeAlias = "argparse._ArgumentGroup"
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -57,7 +57,7 @@ def near(name: str, known: Iterable[str]) -> str:
 
 def announce_compilation() -> None:
     """Let standard error say that functions are compiled, also where it is no terminal."""
-    from kvpool.jit.announcer import announcer
+    from kvpool.jit.cache import announcer
 
     announcer.speaks = True
 
@@ -66,8 +66,7 @@ def announce_compilation() -> None:
 def compiling_together(program: str) -> Iterator[None]:
     """A context in which all cores compile what the program needs, on a terminal. Elsewhere this process alone does."""
     from kvpool.helpers import Helpers, cores
-    from kvpool.jit.announcer import REPLAY, announcer
-    from kvpool.jit.cache import cache_root
+    from kvpool.jit.cache import REPLAY, announcer, cache_root
 
     root = cache_root()
     with Helpers(program, cores() if sys.stderr.isatty() else 1) as helpers:
@@ -105,7 +104,7 @@ def reading_of(options: argparse.Namespace, limit: int | None = None) -> dict[st
 def trace_of(options: argparse.Namespace, limit: int | None = None) -> Trace:
     """The given trace, or the synthetic workload of the seed."""
     from kvpool.replay import TraceError, read_trace, synthetic
-    from kvpool.replay.workload import REQUESTS
+    from kvpool.replay.traces import REQUESTS
 
     reading = reading_of(options, limit)
     if options.trace is None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from time import perf_counter_ns
 from typing import Any, NamedTuple, Protocol
@@ -30,8 +31,8 @@ from kvpool.errors import DeviceError
 from kvpool.jit import jit
 from kvpool.state import records, verbs
 from kvpool.state.arrays import States
-from kvpool.state.effects import ACCESSED, collect
 from kvpool.state.records import DIRECTION, DIRECTIONS, H, place_of
+from kvpool.state.tiers import ACCESSED, collect
 
 NO_RANGES: Int64s = np.zeros((0, 2), np.int64)
 NO_TOKEN_MOVES: Int64s = np.zeros((0, 4), np.int64)
@@ -92,18 +93,23 @@ def _assign(moves: Any, scratch: Any, level: Any) -> int:
 
 class Levels:
     """Cuts batches for one pool of ``blocks`` blocks of ``width`` tokens. Blocks in the ranges ``states`` int64[n, 2]
-    are always copied whole. Not thread-safe: the transfer lock guards it."""
+    are always copied whole. Thread-safe: threads that cut at a time have scratches of their own."""
 
     def __init__(self, blocks: int, width: int, states: Int64s = NO_RANGES) -> None:
-        self._scratch = np.zeros((blocks, 2), np.int32)
-        self._width, self._states = width, states
+        self._free = deque([np.zeros((blocks, 2), np.int32)])
+        self._shape, self._width, self._states = (blocks, 2), width, states
 
     def cut(self, moves: Int64s) -> Iterator[Int64s]:
         """The levels of a batch int64[n, 5], first to last. A move whose target is overwritten before it is read is in
         none."""
         level = np.zeros(len(moves), np.int32)
-        dropped = _drop_overwritten(moves, self._width, self._states, self._scratch, level)
-        count = _assign(moves, self._scratch, level)
+        try:
+            scratch = self._free.pop()
+        except IndexError:
+            scratch = np.zeros(self._shape, np.int32)
+        dropped = _drop_overwritten(moves, self._width, self._states, scratch, level)
+        count = _assign(moves, scratch, level)
+        self._free.append(scratch)
         if count == 1 and not dropped:
             yield moves
             return
@@ -171,7 +177,7 @@ class Decision(NamedTuple):
     int64[k, 4] and accesses int64[m, 3], as in the state. Tokens move on the engine's streams, after the moves.
 
     ``behind`` is called when all of these are enqueued, with the transfer lock held. ``loads`` gets the events of what
-    is loaded by layers.
+    is loaded by layers. ``levels`` are the moves, cut, once somebody has cut them.
     """
 
     ticket: int
@@ -180,6 +186,7 @@ class Decision(NamedTuple):
     accesses: Int64s
     behind: Callable[[], object] | None
     loads: LayerEvents | None
+    levels: list[tuple[Int64s, int]]
 
 
 class Transfer:
@@ -187,7 +194,7 @@ class Transfer:
 
     ``broken`` is the permanent error of the device, or None. ``order`` is None on a synchronous device. ``moved``
     counts what the device has accepted. ``lock`` is the transfer lock. ``at_once`` is that of the device. ``start``
-    runs a call in a thread of its own.
+    runs a call in the thread of this pool.
     """
 
     def __init__(
@@ -215,10 +222,12 @@ class Transfer:
         self._exit: BaseException | None = None
         # The batch that is being enqueued, what is left of its moves, and ``loaded`` of ``Order.hold_back`` for it.
         self._begun: Decision | None = None
-        self._pieces: deque[tuple[Int64s, int]] = deque()
+        self._pieces: Iterator[tuple[Int64s, int]] = iter(())
         self._loaded: int | None = None
         self.at_once = device.at_once
-        self.start: Callable[[Callable[[], None]], object] = _start
+        # Its only thread begins with the first call, and ends with this object or with ``close``.
+        self._worker = ThreadPoolExecutor(1, COPIES_THREAD)
+        self.start: Callable[[Callable[[], None]], object] = self._worker.submit
         # Parts with locks of their own add them.
         self.forks = Process("pool")
         self.forks.guard(self, "lock", "_state_lock")
@@ -270,7 +279,7 @@ class Transfer:
             ticket = int(collect(self._states.heads, moves, shifted, own))
             if ticket >= 0:
                 behind, self._behind, loads, self._loads = self._behind, None, self._loads, None
-                batch = Decision(ticket, moves, shifted, self._with_notes(own), behind, loads)
+                batch = Decision(ticket, moves, shifted, self._with_notes(own), behind, loads, [])
                 if self._held_back is not None:
                     self._held_back[ticket] = batch
                 else:
@@ -334,11 +343,29 @@ class Transfer:
         )
 
     def drain_later(self) -> None:
-        """``drain`` in a thread of its own. All calls but those whose decisions may lag too wait for it."""
+        """``drain`` in the thread of this pool. All calls but those whose decisions may lag too wait for it. In a child
+        of a fork there is no such thread, and the next call enqueues."""
         try:
             self.start(self.drain)
         except RuntimeError:  # The system, or an interpreter that ends, gives no more threads.
             self.drain()
+
+    def close(self) -> None:
+        """Wait until everything decided is enqueued and the thread has ended. Nobody decides any more. The caller holds
+        no lock."""
+        try:
+            self.drain()
+        finally:
+            self._worker.shutdown()
+
+    def _is_large(self, batch: Decision) -> bool:
+        return self.at_once is not None and len(batch.moves) > self.at_once
+
+    def _cut_large(self) -> None:
+        """Cut large batches before anybody holds the transfer lock for them. Who comes to one first has to cut it."""
+        for batch in list(self._queue.values()) if self.at_once is not None else ():
+            if self._is_large(batch) and not batch.levels:
+                batch.levels[:] = self._independent(batch.moves)
 
     def drain(self) -> None:
         """Enqueue every batch decided before this call, oldest first. Takes the transfer lock, for a part of a large
@@ -349,19 +376,22 @@ class Transfer:
         """
         if self.enqueuing:
             return
+        self._cut_large()
         while self._enqueued < self._decided:
             with self.lock:
                 self._draining = threading.get_ident()
                 try:
-                    if self._begun is None and not self._begin():
-                        return  # The thread that decided it will enqueue it.
                     batch = self._begun
-                    assert batch is not None
-                    while self._pieces:
-                        some, direction = self._pieces.popleft()
+                    if batch is None:
+                        batch = self._begin()
+                        if batch is None:
+                            return  # The thread that decided it will enqueue it.
+                        if self._is_large(batch):
+                            continue
+                    for some, direction in self._pieces:
                         if direction != records.ONBOARD or not self._load(some, batch.loads):
                             self._copy(some, batch.ticket, direction)
-                        if self._pieces and self.at_once is not None:
+                        if self._is_large(batch):
                             break
                     else:
                         self._begun = None
@@ -375,22 +405,26 @@ class Transfer:
                 finally:
                     self._draining = 0
 
-    def _begin(self) -> bool:
-        """Begin with the next batch. Returns whether there is one."""
+    def _begin(self) -> Decision | None:
+        """Begin with the next batch, if there is one."""
         in_order = self.guards & records.TICKET_ORDER
         batch = self._queue.get(self._enqueued + 1 if in_order else max(self._queue, default=-1))
         if batch is None:
-            return False
+            return None
         order = self.order
         if len(batch.accesses) and order is not None:
             self._attempt_order(order.accessed, batch.accesses)
         self._loaded = None if batch.loads is None or order is None else order.loaded
-        self._pieces.clear()
-        for some, direction in self._independent(batch.moves) if len(batch.moves) else ():
-            step = len(some) if self.at_once is None or self._loaded is not None else self.at_once
-            self._pieces.extend((some[first : first + step], direction) for first in range(0, len(some), step))
+        self._pieces = self._cut(batch)
         self._begun = batch
-        return True
+        return batch
+
+    def _cut(self, batch: Decision) -> Iterator[tuple[Int64s, int]]:
+        """The batch that begins in pieces that are enqueued one after the other, each in one hold of the lock."""
+        for some, direction in batch.levels or (self._independent(batch.moves) if len(batch.moves) else ()):
+            step = len(some) if self.at_once is None or self._loaded is not None else self.at_once
+            for first in range(0, len(some), step):
+                yield some[first : first + step], direction
 
     def pending(self, ids: Int64s, *, writes: bool = False) -> list[Event]:
         """The events to wait for before the host reads blocks whose copies are enqueued, or, with ``writes``, before it
@@ -399,6 +433,12 @@ class Transfer:
             return []
         with self.lock:
             return self.order.pending(ids, writes)
+
+    def event_behind(self, stream: Stream) -> Event:
+        """An event behind all that is enqueued on ``stream``. Takes the transfer lock. Raises DeviceError, and
+        ValueError for a stream on which no work can be enqueued now."""
+        with self.lock:
+            return self._device.record(self.as_stream(stream))
 
     def wait_for(self, stream: Stream, event: Event) -> None:
         """Have all work that is enqueued on ``stream`` from now on wait for an event. Takes the transfer lock. Raises
@@ -581,10 +621,6 @@ class Transfer:
         if found.sticky:
             self.broken = found
         return found
-
-
-def _start(call: Callable[[], None]) -> None:
-    threading.Thread(target=call, name=COPIES_THREAD).start()
 
 
 def _states_of(states: States) -> Int64s:

@@ -18,8 +18,8 @@ from kvpool.arrays import Bools, Int64s
 from kvpool.device.base import NULL_EVENT, SOURCE, TARGET, Device, Event, Stream, StreamGone
 from kvpool.jit import jit
 from kvpool.state import records as g
-from kvpool.state.effects import ACCESSED, FOLLOWS, WILL_READ, WILL_WRITE, WROTE
 from kvpool.state.records import DIRECTIONS, ONBOARD
+from kvpool.state.tiers import ACCESSED, FOLLOWS, WILL_READ, WILL_WRITE, WROTE
 
 _OWN = DIRECTIONS
 """The pool's own streams, one for each direction of moves."""

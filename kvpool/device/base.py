@@ -362,13 +362,17 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def enqueue(self, work: Work, stream: Stream = NULL_STREAM) -> None:
+    def enqueue(self, work: Work, stream: Stream = NULL_STREAM, captured: bool = False) -> None:
         """Enqueue anything but copies of blocks on ``stream``. Its effect is that of ``work.run``.
 
         The arrays of ``work.Fragments`` and ``work.TokenMoves`` may be changed when this returns. A staging buffer is
         read when the work is done, not before. Until then the caller does not change the buffer, and keeps alive the
         buffer and what is written. Raises DeviceError where the device fails: any part of the work may have been done.
         Raises ValueError for a device that is not bound.
+
+        ``captured``: the stream is being captured, and each replay of the graph does the work, with what the buffer has
+        then. That is for staged rows and steps. Raises ValueError, with nothing enqueued, for a stream that is not
+        being captured, and for a device without graphs.
         """
 
     @abstractmethod
@@ -450,3 +454,32 @@ def tier_argument(tier: Any) -> None:
     """Raise ValueError unless ``tier`` names one."""
     if tier not in TIERS:
         raise ValueError(f"tier={tier!r}: must be 'device' or 'host'")
+
+
+def _forwarded(name: str) -> Any:
+    def call(self: WrappedDevice, *args: Any, **named: Any) -> Any:
+        return getattr(self.inner, name)(*args, **named)
+
+    return call
+
+
+class WrappedDevice(Device):
+    """Forwards to ``inner``, under the name of that device. Subclasses override what they change."""
+
+    def __init__(self, inner: Device) -> None:
+        self.inner = inner
+        self.name, self.synchronous, self.one_memory = inner.name, inner.synchronous, inner.one_memory
+        self.views = inner.views
+
+    @property
+    def at_once(self) -> int | None:  # type: ignore[override]
+        return self.inner.at_once
+
+    allocate, adopt, free = (_forwarded(name) for name in ("allocate", "adopt", "free"))
+    available_bytes, as_stream, create_stream = (
+        _forwarded(name) for name in ("available_bytes", "as_stream", "create_stream")
+    )
+    bind, copy_blocks, enqueue = (_forwarded(name) for name in ("bind", "copy_blocks", "enqueue"))
+    record, wait, query = (_forwarded(name) for name in ("record", "wait", "query"))
+    synchronize, calibrate = (_forwarded(name) for name in ("synchronize", "calibrate"))
+    host_access, close = (_forwarded(name) for name in ("host_access", "close"))

@@ -1,18 +1,33 @@
-"""CpuDevice: both tiers in NumPy memory. The calling thread copies, without the GIL."""
+"""CpuDevice: both tiers in NumPy memory. The calling thread copies, without the GIL, by jitted functions that carry out
+batches of moves."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.base import BaseContext
+from numba.core.typing import Context, Signature
+
 from kvpool.arrays import Int64s, Uint8s
 from kvpool.arrays.strided import StridedArray
+from kvpool.device import copy_plan
 from kvpool.device.base import (
     ALL_LAYERS,
     BOUND_ALREADY,
+    BYTES,
+    FROM,
     NOT_BOUND,
     NULL_EVENT,
     NULL_STREAM,
+    SOURCE,
+    TARGET,
+    TO,
+    TOKENS,
     Device,
     Event,
     Layers,
@@ -20,11 +35,240 @@ from kvpool.device.base import (
     Stream,
     stream_argument,
 )
-from kvpool.device.block_copy import HostPool, copy_moves
+from kvpool.device.copy_plan import LINE, CopyPlan, Regions, Tier, make_plan
 from kvpool.device.main_memory import allocate_ram, allocate_shared, available_ram, free_shared
-from kvpool.device.regions import Regions
-from kvpool.device.work import Work
+from kvpool.device.work import TokenMoves, Work
 from kvpool.errors import PoolClosed
+from kvpool.jit import intrinsic, jit
+from kvpool.jit.intrinsics import memcpy
+
+_CHUNK = 16 * LINE
+# How many bytes ahead of the copy the source is fetched. Blocks lie at random, so the hardware cannot guess the next.
+AHEAD = 4096
+
+
+@jit(forceinline=True)
+def plan_of(v):  # type: ignore[no-untyped-def]
+    """The plan that has this vector."""
+    device = Tier(v[0], v[1], v[2], v[3], v[4])
+    host = Tier(v[5], v[6], v[7], v[8], v[9])
+    return CopyPlan(device, host, v[10], v[11], v[12], v[13], v[14], v[15], v[16], v[17], v[18])
+
+
+@intrinsic(lambda address: None)
+def _prefetch(typingctx: Context, address: types.Type) -> Any:
+    """Fetch a cache line. An address that is not mapped does no harm."""
+
+    def codegen(context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]) -> Any:
+        i32 = ir.IntType(32)
+        function_type = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, i32, i32, i32])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [cgutils.voidptr_t], function_type)
+        # Fetch data, for reading, into the second-level cache. The first level is too small for all that is fetched at
+        # a time.
+        read, level_two, data = i32(0), i32(2), i32(1)
+        builder.call(function, [builder.inttoptr(args[0], cgutils.voidptr_t), read, level_two, data])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic(lambda target, source: ctypes.memmove(int(target), int(source), LINE))
+def _stream_line(typingctx: Context, target: types.Type, source: types.Type) -> Any:
+    """Copy one cache line with a store that bypasses the caches. The target is a multiple of the line's size."""
+
+    def codegen(context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]) -> Any:
+        line = ir.VectorType(ir.IntType(64), LINE // 8).as_pointer()
+        value = builder.load(builder.inttoptr(args[1], line), align=1)
+        store = builder.store(value, builder.inttoptr(args[0], line), align=LINE)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic(lambda: None)
+def fence(typingctx: Context) -> Any:
+    """Make streamed lines visible to other threads before any later write."""
+
+    def codegen(context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@jit
+def copy_moves(moves, plan_vector):  # type: ignore[no-untyped-def]
+    """Copy moves in order."""
+    plan, count = plan_of(plan_vector), moves.shape[0]
+    # Fetching starts `AHEAD` bytes before the copy: that is so many runs, and so many whole blocks.
+    runs_ahead = max(1, AHEAD // plan.run_bytes)
+    blocks_ahead, first_run_ahead = runs_ahead // plan.runs, runs_ahead % plan.runs
+    for i in range(count):
+        source, target, tokens = moves[i, SOURCE], moves[i, TARGET], moves[i, TOKENS]
+        whole = tokens >= plan.block_tokens
+        if whole and plan.streaming:
+            near = moves[min(i + blocks_ahead, count - 1), SOURCE]
+            far = moves[min(i + blocks_ahead + 1, count - 1), SOURCE]
+            _stream_full(source, target, near, far, first_run_ahead, plan)
+            continue
+        source, source_tier = locate(source, plan)
+        target, target_tier = locate(target, plan)
+        # Of a part, only the first tokens are copied. The rest of the target keeps its content.
+        outer, inner, nbytes = plan.outer, plan.inner, tokens * plan.token_bytes
+        source_step, target_step = source_tier.inner_stride, target_tier.inner_stride
+        if whole:
+            outer, inner, nbytes = 1, plan.runs, plan.run_bytes
+            source_step, target_step = source_tier.run_stride, target_tier.run_stride
+        for o in range(outer):
+            for r in range(inner):
+                memcpy(
+                    target + o * target_tier.outer_stride + r * target_step,
+                    source + o * source_tier.outer_stride + r * source_step,
+                    nbytes,
+                )
+    if plan.streaming:
+        fence()
+
+
+@jit
+def locate(block, plan):  # type: ignore[no-untyped-def]
+    """The address of a block, and its tier."""
+    if block < plan.device_blocks:
+        return plan.device.base + block * plan.device.block_stride, plan.device
+    return plan.host.base + (block - plan.device_blocks) * plan.host.block_stride, plan.host
+
+
+@jit
+def _stream_full(source_block, target_block, near, far, first_run_ahead, plan):  # type: ignore[no-untyped-def]
+    """Copy a whole block past the caches. At the same pace, fetch bytes that will be copied later.
+
+    The bytes that are fetched are the runs of block `near` from `first_run_ahead` on, then the first runs of
+    block `far`. A block of which only a part is copied is fetched as if it were whole. That costs little and changes
+    nothing.
+    """
+    source, source_tier = locate(source_block, plan)
+    target, target_tier = locate(target_block, plan)
+    ahead, ahead_tier = locate(near, plan)
+    ahead += first_run_ahead * ahead_tier.run_stride
+    # A long run fetches ahead inside itself. Only near its end does it fetch from another run.
+    within = max(0, plan.run_bytes - AHEAD)
+    for run in range(plan.runs):
+        if run == plan.runs - first_run_ahead:
+            ahead, ahead_tier = locate(far, plan)
+        if within > 0:
+            stream_run(target, source, source + AHEAD, within)
+        stream_run(target + within, source + within, ahead, plan.run_bytes - within)
+        source += source_tier.run_stride
+        target += target_tier.run_stride
+        ahead += ahead_tier.run_stride
+
+
+@jit
+def stream_run(target, source, ahead, nbytes):  # type: ignore[no-untyped-def]
+    """Copy `nbytes` past the caches, and fetch as many bytes at `ahead`. `nbytes` is a number of whole lines, and the
+    target starts at a line. The caller calls `fence` after the last run."""
+    done = 0
+    while nbytes - done >= _CHUNK:
+        for line in range(0, _CHUNK, LINE):
+            _prefetch(ahead + done + line)
+        for line in range(0, _CHUNK, LINE):
+            _stream_line(target + done + line, source + done + line)
+        done += _CHUNK
+    for line in range(done, nbytes, LINE):
+        _prefetch(ahead + line)
+        _stream_line(target + line, source + line)
+
+
+@jit
+def stream_bytes(target, source, ahead, nbytes):  # type: ignore[no-untyped-def]
+    """Copy around the caches, but for the lines at both ends of the target that are not its own."""
+    head = min(-target % LINE, nbytes)
+    lines = (nbytes - head) // LINE * LINE
+    memcpy(target, source, head)
+    # A long run looks ahead inside itself, and only from its end into another one.
+    within = max(0, lines - AHEAD)
+    stream_run(target + head, source + head, source + head + AHEAD, within)
+    stream_run(target + head + within, source + head + within, ahead, lines - within)
+    memcpy(target + head + lines, source + head + lines, nbytes - head - lines)
+
+
+@jit
+def copy_fragments(fragments, streaming):  # type: ignore[no-untyped-def]
+    """Copy ``work.Fragments``, with ``streaming`` around the caches."""
+    count, total = fragments.shape[0], 0
+    if not streaming:
+        for i in range(count):
+            memcpy(fragments[i, TO], fragments[i, FROM], fragments[i, BYTES])
+        return
+    for i in range(count):
+        total += fragments[i, BYTES]
+    # So many fragments later is what is fetched meanwhile.
+    later = max(1, AHEAD * count // max(total, 1))
+    for i in range(count):
+        ahead = fragments[min(i + later, count - 1), FROM]
+        stream_bytes(fragments[i, TO], fragments[i, FROM], ahead, fragments[i, BYTES])
+    fence()
+
+
+@jit
+def move_tokens(moves, plan_vector):  # type: ignore[no-untyped-def]
+    """Move tokens as in ``work.TokenMoves``, in all layers, planes and heads, one after the other."""
+    plan = plan_of(plan_vector)
+    for i in range(moves.shape[0]):
+        source, target = _token(moves[i, 0], plan), _token(moves[i, 1], plan)
+        for outer in range(plan.outer):
+            for inner in range(plan.inner):
+                place = outer * plan.device.outer_stride + inner * plan.device.inner_stride
+                memcpy(target + place, source + place, plan.token_bytes)
+
+
+@jit
+def _token(slot, plan):  # type: ignore[no-untyped-def]
+    """The address of a token of the device tier."""
+    block, token = slot // plan.block_tokens, slot % plan.block_tokens
+    return plan.device.base + block * plan.device.block_stride + token * plan.token_bytes
+
+
+class HostPool:
+    """The memory of ``regions``, which this keeps alive: a copy gets addresses only. Several threads may copy."""
+
+    def __init__(self, regions: Regions) -> None:
+        self.regions = regions
+        self._known: dict[Layers, list[list[Int64s]]] = {}
+        self._streaming = sum(pool.nbytes for pool in regions.pools) > copy_plan.CACHED_BYTES_MAX
+
+    def _plans(self, layers: Layers = ALL_LAYERS) -> list[list[Int64s]]:
+        """The vectors of the plans of each region's parts."""
+        if layers not in self._known:
+            self._known[layers] = [
+                [
+                    make_plan(*part, region.device_blocks, region.host_blocks, own).vector()
+                    for part, own in region.parts_of(layers)
+                ]
+                for region in self.regions.all
+            ]
+        return self._known[layers]
+
+    def planned(self, moves: Int64s, layers: Layers) -> list[tuple[Int64s, Int64s]]:
+        """The moves of each part of each region, and the vector of its plan, for ``copy_moves``."""
+        plans = self._plans(layers)
+        if len(plans) == 1:
+            return [(moves, plan) for plan in plans[0]]
+        return [(rows, plan) for region, rows in self.regions.split(moves) for plan in plans[region]]
+
+    def copy_blocks(self, moves: Int64s, layers: Layers = ALL_LAYERS) -> None:
+        """Make moves, as in ``Device.copy_blocks``."""
+        for rows, plan in self.planned(moves, layers):
+            copy_moves(rows, plan)
+
+    def copy_fragments(self, rows: Int64s) -> None:
+        copy_fragments(rows, self._streaming)
+
+    def move_tokens(self, work: TokenMoves) -> None:
+        for region, found in work.by_region(self.regions):
+            for plan in self._plans()[region]:
+                move_tokens(found.moves, plan)
 
 
 class CpuDevice(Device):
@@ -79,7 +323,9 @@ class CpuDevice(Device):
         for rows, plan in self._pool().planned(moves, layers):
             copy_moves(rows, plan)
 
-    def enqueue(self, work: Work, stream: Stream = NULL_STREAM) -> None:
+    def enqueue(self, work: Work, stream: Stream = NULL_STREAM, captured: bool = False) -> None:
+        if captured:
+            raise ValueError("stream: the cpu device has no graphs, so that none is being captured")
         work.run(self._pool())
 
     def record(self, stream: Stream) -> Event:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from kvpool.arrays import Array, Int64s
-from kvpool.device.block_copy import PLAN_FIELDS, CopyPlan, cuda_plan
+from kvpool.device.copy_plan import PLAN_FIELDS, CopyPlan, cuda_plan
 from kvpool.device.work import OFFSET, SCALE, START, StagedRows, TokenMoves, staged_arrays
 
 OPTIONS = ("-std=c++17",)
@@ -103,7 +103,7 @@ def cuda_sources() -> Path:
 
 def cuda_source(name: str) -> str:
     """A file of the CUDA sources with its own includes inserted: the whole text that a compiler, or a cache of compiled
-    code, has to see. ``plan.cuh`` is no file: it is what ``block_copy.CopyPlan`` says."""
+    code, has to see. ``plan.cuh`` is no file: it is what ``copy_plan.CopyPlan`` says."""
     text = cuda_plan() if name == "plan.cuh" else (cuda_sources() / name).read_text(encoding="utf-8")
     return re.sub(
         r'^#include "(.*)".*$',

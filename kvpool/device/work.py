@@ -17,8 +17,8 @@ from kvpool.jit import jit
 from kvpool.jit.intrinsics import array_at
 
 if TYPE_CHECKING:
-    from kvpool.device.block_copy import HostPool
-    from kvpool.device.regions import Regions
+    from kvpool.device.copy_plan import Regions
+    from kvpool.device.cpu import HostPool
 
 
 START, SCALE, OFFSET = range(3)

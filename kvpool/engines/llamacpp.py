@@ -27,8 +27,8 @@ import numpy as np
 from kvpool.arrays import Int64s
 from kvpool.arrays.layout import integer_argument
 from kvpool.engines.local import LocalBlocks, state_keys
-from kvpool.engines.options import LLAMACPP, files_digest
-from kvpool.entry.closing import Closing
+from kvpool.engines.options import LLAMACPP, UNNAMED, files_digest
+from kvpool.entry.process import Closing
 from kvpool.errors import PoolClosed
 from kvpool.hostcache.identity import ModelIdentity
 
@@ -113,7 +113,9 @@ class PrefixCache(Closing):
         self._lock, self._secret, self._closed = threading.RLock(), secrets.token_urlsafe(32), False
         self._folder = Path(tempfile.mkdtemp(prefix="kvpool-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
         try:
-            self._blocks = LocalBlocks(piece, _identity(params, own.weights), own.host_memory, own, self._lock)
+            self._blocks = LocalBlocks(
+                piece, _identity(params, own.weights), own.host_memory, own, self._lock, LLAMACPP.history()
+            )
         except BaseException:
             shutil.rmtree(self._folder)
             raise
@@ -142,12 +144,15 @@ class PrefixCache(Closing):
         ``n_predict=100``. Raises OSError with what llama.cpp says, and PoolClosed."""
         tokens = np.array(self.tokens(prompt) if isinstance(prompt, str) else prompt, np.int64)
         with self._slot() as slot:
-            known = self._warm(slot, tokens)
+            known, came = self._warm(slot, tokens)
             answer = self._compute(slot, tokens, settings)
             reused = int(answer["timings"]["cache_n"])
             with self._lock:
                 self._asked, self._reused = self._asked + len(tokens), self._reused + reused
                 self._cuts = self._cuts and reused >= known - 1
+                if LLAMACPP.tells():
+                    missed = self._blocks.explain_state(_key_of(tokens), len(tokens) - sum(came.values()))
+                    LLAMACPP.tell(UNNAMED, came, [missed])
             self._keep(slot, np.concatenate([tokens, np.array(answer["tokens"], np.int64)]))
             return answer
 
@@ -209,8 +214,9 @@ class PrefixCache(Closing):
         if self._closed:
             raise PoolClosed("the prefix cache is closed")
 
-    def _warm(self, slot: int, tokens: Tokens) -> int:
-        """Put the state into a slot that has most of a prompt. Returns how many tokens of it the slot has then."""
+    def _warm(self, slot: int, tokens: Tokens) -> tuple[int, dict[str, int]]:
+        """Put the state into a slot that has most of a prompt. Returns how many tokens of it the slot has then, and how
+        many came from where."""
         found, most, key = _common(self._held[slot], tokens), len(tokens) - 1, b""
         with self._lock:
             recent = list(self._recent)
@@ -225,11 +231,12 @@ class PrefixCache(Closing):
             found, key = repeats, recent[shared.index(repeats)].key
         if key and not self._restore(slot, key):
             found = held
+        came = {"device" if found == held else "host": found}
         if repeats >= max(self._least, found) and not self._has(tokens[:repeats]):
             self._compute(slot, tokens[:repeats], {"n_predict": 0})
             self._keep(slot, tokens[:repeats])
             found = repeats
-        return found
+        return found, came
 
     def _has(self, tokens: Tokens) -> bool:
         """Whether the state of just these tokens is kept."""

@@ -30,6 +30,7 @@ from kvpool.warming import warm_host_cache
 if TYPE_CHECKING:
     from kvpool.hostcache.host_cache import HostLease
     from kvpool.keepers import HostKeeper
+    from kvpool.pool.explain import Missed
 
 _TURN_SECONDS, _POLL_SECONDS = 0.001, 0.05
 _INDEXED, _AFAR = 64, 1024
@@ -46,14 +47,16 @@ class _Index(Protocol):
     def pin(self, keys: Sequence[bytes]) -> HostLease: ...
     def publish(self, keys: Sequence[bytes]) -> int: ...
     def clear(self) -> None: ...
+    def explain(self, key: bytes, tokens: int) -> Missed: ...
 
 
 class LocalBlocks:
     """Blocks of one model: an index, its memory, and the stores behind it.
 
     ``memory`` in bytes is for as many blocks of ``block_bytes`` as fit. ``{part}`` in the text of a store stands for a
-    name of the identity. Raises ValueError if no block fits, and what opening a store raises. Calls wait for stores,
-    for at most ``options.load_seconds`` a question. Who calls holds ``lock``: a thread takes it to begin saves.
+    name of the identity. ``history`` is that of the HostCache. Raises ValueError if no block fits, and what opening a
+    store raises. Calls wait for stores, for at most ``options.load_seconds`` a question. Who calls holds ``lock``: a
+    thread takes it to begin saves.
     """
 
     def __init__(
@@ -63,18 +66,21 @@ class LocalBlocks:
         memory: int,
         options: EngineOptions,
         lock: threading.RLock,
+        history: int = 0,
     ) -> None:
         if memory < block_bytes:
             raise ValueError(f"host_memory: {memory} bytes for blocks of {block_bytes}: accepted is one block at least")
         warm_host_cache()
         self.block_bytes, self._patience = block_bytes, options.load_seconds
         self._keeper: HostKeeper | None = None
+        self._names: list[str] = []
         self.at_a_time = _INDEXED
         """how many keys can be looked up at once at little cost"""
         self.skipped = Counter[str]()
         """what was not kept as a whole, or not found as a whole, by reason: "crowded", "gone" """
         with ExitStack() as ends:
-            self._cache = ends.enter_context(HostCache(memory // block_bytes, block_bytes, identity=identity))
+            blocks = memory // block_bytes
+            self._cache = ends.enter_context(HostCache(blocks, block_bytes, identity=identity, history=history))
             self._tier = ends.enter_context(HostTier.of(self._cache))
             if options.stores:
                 self._keeper = ends.enter_context(self._open(options, identity))
@@ -88,6 +94,7 @@ class LocalBlocks:
         from kvpool.keepers import HostKeeper
 
         stores = [open_store(text, part=identity.fingerprint) for text in options.stores]
+        self._names = [store.name for store in stores]
         if not all(getattr(store, "indexed", False) for store in stores):
             self.at_a_time = _AFAR
         return HostKeeper(
@@ -129,6 +136,15 @@ class LocalBlocks:
         """How many of the first keys are here."""
         away = np.flatnonzero(~self.lookup(keys))
         return int(away[0]) if len(away) else len(keys)
+
+    def story(self, keys: Sequence[bytes], here: int, width: int) -> tuple[Counter[str], list[Missed]]:
+        """For the log, before they are pinned: from where the first keys have come that are ``here``, in tokens, and
+        why the others are not. ``width``: tokens of a block."""
+        came = Counter[str]()
+        for key in keys[:here]:
+            store = None if self._keeper is None else self._keeper.origin(key)
+            came["host" if store is None else self._names[store]] += width
+        return came, [self._index.explain(key, width) for key in keys[here:]]
 
     def pin(self, keys: Sequence[bytes]) -> HostLease:
         """Hold blocks while they are read. Raises BlockNotFound."""
@@ -191,6 +207,10 @@ class LocalBlocks:
                 return data[SIZE_BYTES:size]
         self.skipped["gone"] += bool(first)
         return None
+
+    def explain_state(self, key: bytes, tokens: int) -> Missed:
+        """For the log: why so many tokens do not come from the state of a key."""
+        return self._index.explain(_pieces_of(key, 1)[0], tokens)
 
     def _read(self, keys: Sequence[bytes]) -> bytes:
         try:

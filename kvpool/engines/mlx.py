@@ -13,7 +13,7 @@ import json
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,10 +21,11 @@ import numpy as np
 
 from kvpool.arrays.layout import integer_argument
 from kvpool.engines.local import SIZE_BYTES, Bytes, LocalBlocks, Places, prefix_keys, state_keys
-from kvpool.engines.options import MLX, files_digest
-from kvpool.entry.closing import Closing
+from kvpool.engines.options import MLX, UNNAMED, files_digest
+from kvpool.entry.process import Closing
 from kvpool.errors import BlockNotFound, PoolClosed
 from kvpool.hostcache.identity import ModelIdentity
+from kvpool.pool.explain import Missed
 
 with MLX.imports():
     import mlx.core as mx
@@ -184,6 +185,14 @@ class _Shelf(NamedTuple):
         place = self.blocks.longest_state(state_keys(tokens, step, range(most, 0, -1)))
         return 0 if place is None else most - place
 
+    def story(self, tokens: list[int], found: int) -> tuple[Mapping[str, int], Sequence[Missed]]:
+        """For the log, before it is restored: from where the first tokens come that are ``found``, and why others do
+        not, as far as they fill blocks."""
+        step = self.layout.tokens
+        came, missed = self.blocks.story(prefix_keys(tokens[:-1], step)[1:], found // step, step)
+        came["host"] += found % step
+        return came, missed
+
     def restore(self, tokens: list[int]) -> list[Any] | None:
         """Caches of these tokens. None if they have left, or what is there is no snapshot of these layers."""
         step, snapshot = self.layout.tokens, None
@@ -284,10 +293,15 @@ class PromptCache(Closing):
             self._asked += len(tokens)
             hits = [(shelf.find(tokens), shelf) for shelf in self._shelves] if len(tokens) > 1 else []
             for count, shelf in sorted(hits, key=lambda hit: -hit[0]):
+                story = shelf.story(tokens, count) if MLX.tells() else None
                 caches = shelf.restore(tokens[:count]) if count else None
+                if story is not None and caches is not None:
+                    MLX.tell(UNNAMED, *story)
                 if caches is not None:
                     self._reused += count
                     return caches, tokens[count:]
+            if MLX.tells() and hits:
+                MLX.tell(UNNAMED, *hits[0][1].story(tokens, 0))
             return None, tokens
 
     def insert_cache(
@@ -370,7 +384,7 @@ class PromptCache(Closing):
             for make in makers:
                 layout = _CacheLayout(make, _filled(models, make()), self._tokens)
                 identity, memory = self._identity(model, layout), self._options.host_memory // len(makers)
-                blocks = LocalBlocks(layout.block_bytes, identity, memory, self._options, self._lock)
+                blocks = LocalBlocks(layout.block_bytes, identity, memory, self._options, self._lock, MLX.history())
                 self._shelves.append(_Shelf(layout, blocks))
         except BaseException:
             self._drop()

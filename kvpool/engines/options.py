@@ -12,10 +12,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import kvpool
 from kvpool.sizes import parse_size
+
+if TYPE_CHECKING:
+    from kvpool.pool.explain import Missed
 
 SEED = "PYTHONHASHSEED"
 PART = "{part}"
@@ -23,6 +26,9 @@ SHARED = ("mooncake", "peer")
 """Kinds of stores that several processes can have open at a time."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _SECONDS_MAX = 3600.0
+_HISTORY = 16_384
+UNNAMED = "without a name"
+"""How a line calls a request that its engine does not name."""
 _OLD_WORDS = {
     "store": ("stores",),
     "revision": ("weights",),
@@ -189,6 +195,21 @@ class EnginePlugin:
         own = logging.getLogger("kvpool")
         for handler in () if own.hasHandlers() else logging.getLogger(self.packages[0]).handlers:
             own.addHandler(handler)
+
+    def tells(self) -> bool:
+        """Whether somebody reads a line for each request. Otherwise nothing is collected for it."""
+        return self.log.isEnabledFor(logging.DEBUG)
+
+    def history(self) -> int:
+        """How many keys that have gone a host cache remembers for these lines."""
+        return _HISTORY if self.tells() else 0
+
+    def tell(self, request: str, came: Mapping[str, int], missed: Iterable[Missed]) -> None:
+        """Write the line of a request: how many tokens came from the "device", the "host" and each store, and why
+        others did not. It has no tokens, no keys and no salts."""
+        from kvpool.pool.explain import Explanation  # imports Numba, which vLLM must not meet when it starts
+
+        self.log.debug("kvpool: request %.80r: %s", request, Explanation.of_request(came, missed))
 
     def version(self) -> str:
         """The version of the engine that is installed."""

@@ -23,8 +23,7 @@ from kvpool.stores import jobs
 from kvpool.stores.jobs import Job
 from kvpool.stores.seals import BlockNames
 from kvpool.stores.store import OK, Bytes, Rows, Store
-from kvpool.stores.store_client import StoreClient, staging_rows
-from kvpool.stores.store_health import StoreHealth, TroubleLog
+from kvpool.stores.store_client import StoreClient, StoreHealth, TroubleLog, staging_rows
 from kvpool.stores.urls import open_store
 
 log = logging.getLogger("kvpool.engines")

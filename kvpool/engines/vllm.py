@@ -296,7 +296,11 @@ class KVPoolOffloadingSpec(base.OffloadingSpec):
 
             warm_host_cache()
         cache = kvpool.HostCache(
-            self.host_blocks, self.block_bytes, identity=self.identity, event_capacity=_EVENTS if events else 0
+            self.host_blocks,
+            self.block_bytes,
+            identity=self.identity,
+            event_capacity=_EVENTS if events else 0,
+            history=VLLM.history(),
         )
         VLLM.show_warnings()
         self._say()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvpool.hostcache.host_cache import HostUsage
     from kvpool.keepers.choice import LoadOrCompute
     from kvpool.keepers.hostkeeper import HostKeeper
+    from kvpool.pool.explain import Missed
     from kvpool.pool.hints import Action
 
 log = VLLM.log
@@ -152,6 +153,16 @@ class _KnownRequest:
     """what its client wishes for its chunks"""
 
 
+@dataclass(slots=True)
+class _Story:
+    """What the log is told of a request when it has finished."""
+
+    came: Counter[str] = field(default_factory=Counter)
+    """tokens, by where they came from"""
+    missed: dict[bytes, Missed] = field(default_factory=dict)
+    """of chunks that were looked for, and were not there the last time"""
+
+
 def metric_definitions() -> dict[str, base.OffloadingMetricMetadata]:
     """All metrics, by name."""
     counters = {name: base.OffloadingCounterMetadata(*about) for name, about in _COUNTERS.items()}
@@ -162,7 +173,7 @@ class HostTierMetrics:
     """Counts since they were read the last time, gauges now, and warnings where the host tier is too small."""
 
     def __init__(self, cache: kvpool.HostCache, clock: Callable[[], float] = time.monotonic) -> None:
-        from kvpool.stores.store_health import TroubleLog  # imports Numba, which vLLM must not meet when it starts
+        from kvpool.stores.store_client import TroubleLog  # imports Numba, which vLLM must not meet when it starts
 
         self._cache, self._clock = cache, clock
         self.counts: Counter[str] = Counter()
@@ -315,8 +326,11 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         self._front: kvpool.HostCache | HostKeeper = cache
         # Where vLLM counts what a store has brought, by the number of the store.
         self._sources: list[CacheHitSource] = []
+        self._names: list[str] = []
         self._requests: dict[str, _KnownRequest] = {}
         self._chunks: dict[bytes, _KnownChunk] = {}
+        # By request, while the log is read.
+        self._stories: dict[str, _Story] = {}
         self._metrics = HostTierMetrics(cache, clock)
         self._budget = Budget(cache.host_blocks)
         self._counts = self._metrics.counts
@@ -349,6 +363,7 @@ class KVPoolOffloadingManager(base.OffloadingManager):
             policies=self.prefill.policies or None,
         )
         kinds = (text.partition(":")[0] for text in options.stores)
+        self._names = [store.name for store in stores]
         self._sources = [_SOURCES.get(kind, CacheHitSource.EXTERNAL_UNSPECIFIED) for kind in kinds]
         log.info("kvpool: stores %s, for KV of %s", ", ".join(store.name for store in stores), identity)
 
@@ -357,12 +372,16 @@ class KVPoolOffloadingManager(base.OffloadingManager):
     def on_new_request(self, req_context: base.ReqContext) -> base.RequestOffloadingContext:
         if self.options.stores and self._keeper is None:
             raise RuntimeError("kvpool's stores were not opened: vLLM has not said where the workers' memory is")
+        if VLLM.tells():
+            self._stories[req_context.req_id] = _Story()
         message = req_context.kv_hints or (req_context.kv_transfer_params or {}).get("kv_hints")
         if message is not None:
             self._hear(message, req_context)
         return base.RequestOffloadingContext()
 
     def on_request_finished(self, req_context: base.ReqContext) -> None:
+        if (story := self._stories.pop(req_context.req_id, None)) is not None:
+            VLLM.tell(req_context.req_id, story.came, story.missed.values())
         request = self._requests.get(req_context.req_id)
         if request is not None:
             request.finished = True
@@ -433,6 +452,8 @@ class KVPoolOffloadingManager(base.OffloadingManager):
     def lookup(self, key: base.OffloadKey, req_context: base.ReqContext) -> base.LookupResult:
         keeper = self._keeper
         found = self._cache.find(key) if keeper is None else keeper.find(key, req_context.req_id)
+        if self._stories:
+            self._note(key, found, req_context)
         if found == self._cache.HERE:
             return base.LookupResult.HIT
         chunk = self._chunks.get(key)
@@ -440,6 +461,20 @@ class KVPoolOffloadingManager(base.OffloadingManager):
             # It has left the cache. A store may bring it whole.
             del self._chunks[key]
         return base.LookupResult.MISS if found == self._cache.ABSENT else base.LookupResult.HIT_PENDING
+
+    def _note(self, key: bytes, found: int, context: base.ReqContext) -> None:
+        """Remember for the log what was found of a chunk. The first that vLLM looks for follows what it has itself."""
+        story = self._stories.get(context.req_id)
+        if story is None:
+            return
+        width = self.prefill.tokens_per_block
+        if "device" not in story.came:
+            end = context.get_offload_key_position(key)
+            story.came["device"] = 0 if end is None else max(0, end - width)
+        if found == self._cache.ABSENT:
+            story.missed[key] = self._front.explain(key, width)
+        else:
+            story.missed.pop(key, None)
 
     def get_load_source(self, key: base.OffloadKey, req_context: base.ReqContext) -> CacheHitSource:
         request = self._requests.get(req_context.req_id)
@@ -472,6 +507,14 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         lease.close()
         self._counts[FAILED_LOADS] += failed
         self._counts[LOADED] += 0 if failed else len(keys)
+        if (story := self._stories.get(req_context.req_id)) is not None:
+            width = self.prefill.tokens_per_block
+            for key in keys:
+                store = request.brought.get(key)
+                if failed:
+                    story.missed[key] = self._front.explain(key, width)._replace(why="lost")
+                else:
+                    story.came["host" if store is None else self._names[store]] += width
         self._settle(req_context, request)
 
     def load_failed(self, req_id: str) -> None:
@@ -576,6 +619,7 @@ class KVPoolOffloadingManager(base.OffloadingManager):
                 request.lease.close()
         self._cache.abort([key for key, chunk in self._chunks.items() if chunk.block != _NONE])
         self._requests.clear()
+        self._stories.clear()
         self._chunks.clear()
         self._front.clear()
 

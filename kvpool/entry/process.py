@@ -1,13 +1,33 @@
 """Objects with threads and sockets belong to the process that made them. After a fork, the child's copies have no
-threads, although they look alive. A lock that another thread held at the fork stays locked there."""
+threads, although they look alive. A lock that another thread held at the fork stays locked there.
+
+``Closing``: what is closed when its ``with`` block ends.
+"""
 
 from __future__ import annotations
 
 import os
 import weakref
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from kvpool.errors import ForkedProcess
+
+Own = TypeVar("Own", bound="Closing")
+
+
+class Closing:
+    """A context manager. Leaving it calls ``close``, also after an error."""
+
+    __slots__ = ()
+
+    def close(self) -> object:
+        raise NotImplementedError
+
+    def __enter__(self: Own) -> Own:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 class Process:

@@ -17,12 +17,11 @@ import numpy as np
 
 from kvpool.arrays import Int64s, Uint8s
 from kvpool.arrays.layout import BlockLayout, choice_argument, integer_argument
+from kvpool.device.copy_plan import BLOCKS_MAX
 from kvpool.device.main_memory import available_ram
-from kvpool.device.regions import BLOCKS_MAX
 from kvpool.entry.arguments import bool_argument, clock_argument, priority_argument, text_argument, ttl_argument
-from kvpool.entry.closing import Closing
 from kvpool.entry.interrupt import DeferSignals
-from kvpool.entry.process import Process
+from kvpool.entry.process import Closing, Process
 from kvpool.errors import BlockNotFound, InsufficientMemory, LeaseExpired, OutOfBlocks, PoolBusy, PoolClosed
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
 from kvpool.hostcache.opaque_keys import Packed, key_argument, keys_argument, packed, unpacked
@@ -30,11 +29,12 @@ from kvpool.hostcache.tier import HostSlots, block_bytes_argument, fingerprint_o
 from kvpool.pool import events as kv_events
 from kvpool.pool.config import secret_argument
 from kvpool.pool.core import MAX_MS, Names
+from kvpool.pool.explain import NOT_KNOWN, Missed
 from kvpool.pool.stats import Histogram
 from kvpool.state import control, hostcache, records, saving, verbs
 from kvpool.state.arrays import GroupSizes, Settings, States, state_bytes
-from kvpool.state.effects import CLEARED, CREATED
 from kvpool.state.hashing import namespace_root
+from kvpool.state.tiers import CLEARED, CREATED
 from kvpool.state.verify import verify_states
 
 Keys = Iterable[bytes]
@@ -85,8 +85,8 @@ class HostLease:
         return self.id not in self._cache._open
 
     def close(self, *, used: bool = True) -> None:
-        """Unpin the blocks, which nobody reads any more. If they were not ``used``, they are the next victims of their
-        priority, the first one first. Raises LeaseExpired if the lease was closed before."""
+        """Unpin the blocks, which nobody reads any more. If they were not ``used``, they are where they were among
+        the victims of their priority. Raises LeaseExpired if the lease was closed before."""
         if not self._cache._end_lease(self.id, self._cache._now(), used):
             raise LeaseExpired(f"lease {self.id} of {self.owner!r} was closed or revoked")
 
@@ -186,6 +186,9 @@ class HostCache(Closing):
         () -> int, monotonic milliseconds from 0 to 2**42.
     policy
         Which key is evicted next. Accepted is "lru": an opaque key does not say which other one it continues.
+    history
+        How many keys that have gone are remembered, with the reason, for ``explain``: some 200 bytes for each. 0
+        (default) remembers none, and costs nothing.
 
     Notes
     -----
@@ -220,7 +223,7 @@ class HostCache(Closing):
     def __init__(
         self, host_blocks: int, block_bytes: int | BlockLayout | list[BlockLayout], *, identity: ModelIdentity,
         secret: bytes | None = None, event_capacity: int = 0, clock: Callable[[], int] | None = None,
-        policy: str = "lru",
+        policy: str = "lru", history: int = 0,
     ) -> None:  # fmt: skip
         choice_argument("policy", policy, ("lru",))
         self.host_blocks = integer_argument("host_blocks", host_blocks, 1, BLOCKS_MAX)
@@ -247,6 +250,9 @@ class HostCache(Closing):
         # The order in which pending keys were reserved. Engines end them as a set.
         self._order: dict[bytes, int] = {}
         self._reserved = 0
+        # The last keys that have gone, with the reason and the time, and whether others had gone before.
+        self._history, self._gone_before = integer_argument("history", history, 0, 1 << 24), False
+        self._gone: dict[bytes, tuple[str, int | None]] = {}
         self._closed = False
 
     # -- keys that are looked for --------------------------------------------------------------------
@@ -333,6 +339,7 @@ class HostCache(Closing):
             signals.undo = partial(self._undo, found.keys, now)
             self._order.update(zip(found.keys, range(self._reserved, self._reserved + taken), strict=True))
             self._reserved += taken
+            self._note_gone(found.evicted, "evicted", now)
             return found
 
     def publish(self, keys: Keys) -> int:
@@ -380,7 +387,10 @@ class HostCache(Closing):
         A pinned block keeps its bytes until it is unpinned. A pending key stays with its writer, and nobody finds it.
         It is dropped when the writer publishes it.
         """
-        return self._run(hostcache.forget_keys, packed(keys), self._now())
+        wanted, now = packed(keys), self._now()
+        count = self._run(hostcache.forget_keys, wanted, now)
+        self._note_gone(wanted.keys if count else (), "forgotten", now)
+        return count
 
     def clear(self, force: bool = False) -> None:
         """Drop all keys. Raises PoolBusy while leases are open or keys are pending. With ``force``, these are treated
@@ -392,6 +402,26 @@ class HostCache(Closing):
             if (leases or pending) and not force:
                 raise PoolBusy(f"{leases} leases are open and {pending} keys pending: end them, or clear(force=True)")
             hostcache.clear(self._heads, now)
+            self._gone_before = True
+
+    def explain(self, key: bytes, tokens: int = 1) -> Missed:
+        """Why a key is not HERE: "evicted", "forgotten", "never seen" or "not known any more". ``history`` says how
+        many keys that have gone are remembered. ``tokens``: of its block. Does not change the cache."""
+        with self._lock:
+            unknown = self._gone_before or not self._history
+            why, left = self._gone.get(key, (NOT_KNOWN if unknown else "never seen", None))
+        ago = None if left is None else max(0, self._now() - left)
+        return Missed(0, tokens, why, ago, "lru" if why == "evicted" else None)
+
+    def _note_gone(self, keys: Iterable[bytes], why: str, now: int) -> None:
+        """Remember why keys have gone, if ``history`` says so."""
+        with self._lock:
+            for key in keys if self._history else ():
+                self._gone.pop(key, None)
+                self._gone[key] = why, now
+            while len(self._gone) > self._history:
+                del self._gone[next(iter(self._gone))]
+                self._gone_before = True
 
     # -- keys that are saved ---------------------------------------------------------------------------
 
@@ -399,7 +429,7 @@ class HostCache(Closing):
         """A number for somebody who saves keys, and who was told of none. ``owed``: ``unsaved_blocks`` counts what is
         evicted before it was told. At most SAVERS of ``state.saving`` at once. Changes the cache."""
         with self._lock:
-            return int(saving.open_saver(self._heads, bool_argument("owed", owed)))
+            return int(saving.open_saver(self._heads, owed))
 
     def close_saver(self, saver: int) -> None:
         """Somebody saves no more. Changes the cache."""
@@ -450,9 +480,10 @@ class HostCache(Closing):
         with DeferSignals(), self._lock:
             _, ids = self._open.pop(lease, (None, None))
             if ids is not None:
+                before = saving.places(self._states[0].blocks[ids])
                 control.unpin(self._heads, ids, now)
                 if not used:
-                    saving.released_unused(self._heads, ids)
+                    saving.put_back(self._heads, 0, ids, before)
         return ids is not None
 
     def revoke(self, owner: str) -> int:

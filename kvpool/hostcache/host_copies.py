@@ -20,8 +20,7 @@ from kvpool.device.base import ALL_LAYERS, BYTES, FROM, NULL_EVENT, TO, Device, 
 from kvpool.device.cuda import device_at
 from kvpool.device.work import Fragments
 from kvpool.entry.arguments import id_array, list_argument
-from kvpool.entry.closing import Closing
-from kvpool.entry.process import Process
+from kvpool.entry.process import Closing, Process
 from kvpool.errors import PoolClosed
 from kvpool.hostcache.tier import HostSlots, HostTier, layout_of
 from kvpool.jit import jit

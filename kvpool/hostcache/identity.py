@@ -50,9 +50,6 @@ class ModelIdentity:
     hash_version: str
     kv_scales: str = ""
 
-    def __init_subclass__(cls) -> None:
-        raise TypeError("ModelIdentity has no subclasses: one could answer with another fingerprint than its own")
-
     def __post_init__(self) -> None:
         object.__setattr__(self, "layout", _layout_text(self.layout))
         for name in (field.name for field in fields(self)):
@@ -62,9 +59,6 @@ class ModelIdentity:
             if len(text) > TEXT_MAX:
                 raise ValueError(f"{name} has {len(text)} characters: accepted are up to {TEXT_MAX}")
             object.__setattr__(self, name, text)
-
-    def __setstate__(self, state: object) -> None:
-        raise TypeError("a ModelIdentity has no state to set: a pickle brings its fields, which are checked")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ModelIdentity, tuple(getattr(self, field.name) for field in fields(self))

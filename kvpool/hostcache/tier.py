@@ -14,10 +14,9 @@ import numpy as np
 from kvpool.arrays import Uint8s
 from kvpool.arrays.layout import BlockLayout, integer_argument
 from kvpool.arrays.strided import as_strided
+from kvpool.device.copy_plan import BLOCKS_MAX
 from kvpool.device.main_memory import MainMemory, SharedMemory, available_ram
-from kvpool.device.regions import BLOCKS_MAX
-from kvpool.entry.closing import Closing
-from kvpool.entry.process import Process
+from kvpool.entry.process import Closing, Process
 from kvpool.errors import InsufficientMemory, PoolClosed
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
 from kvpool.memory.attachments import SharedGroup, SharedPart, SharedTier, attach, machine, namespace

@@ -37,9 +37,9 @@ def jit(*, forceinline: bool = False, nogil: bool = True) -> Callable[[F], F]: .
 def jit(function: Any = None, /, *, forceinline: bool = False, nogil: bool = True) -> Any:
     """Compile a function as ``numba.njit(nogil=nogil, forceinline=forceinline)`` does, and keep it on disk.
 
-    When jitted code calls the function, constants are passed as variables and signed integers as int64. The garbage
-    collector is off during a compilation. With ``nogil=False`` a call from Python keeps the interpreter's lock: for
-    calls of some microseconds, in which another thread would take the lock, and keep it for milliseconds.
+    When jitted code calls the function, constants are passed as variables, and integers but uint64 as int64. The
+    garbage collector is off during a compilation. With ``nogil=False`` a call from Python keeps the interpreter's lock:
+    for calls of some microseconds, in which another thread would take the lock, and keep it for milliseconds.
 
     Reference counting is off, since counts are atomic and cost more than most of these functions. So a jitted function
     can neither create nor return an array, and the owner of the memory keeps it alive during the call.

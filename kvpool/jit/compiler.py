@@ -42,7 +42,7 @@ from numba.core.untyped_passes import ReconstructSSA
 
 from kvpool.errors import ForkedProcess
 from kvpool.jit import cache
-from kvpool.jit.announcer import announcer
+from kvpool.jit.cache import announcer
 
 _ROUTINE_LINES = 250
 """From this many lines of LLVM's text on, a function is a routine. LLVM would not inline it anyway."""
@@ -269,7 +269,6 @@ class Dispatcher(registry.CPUDispatcher):
         """The entry for arguments of some types."""
         with _compiling():
             if kinds not in self.overloads:
-                _target.refresh()
                 function = self.library(kinds)
                 name = function.name and f"{function.name}-{'entry' if self.nogil else 'locked'}"
                 library = _made(name, lambda library: _wrap(library, function, self.nogil))
@@ -277,6 +276,11 @@ class Dispatcher(registry.CPUDispatcher):
                 about = {"signature": library.signature, "fndesc": library.description, "library": library}
                 self.add_overload(compiler.compile_result(entry_point=point, objectmode=False, **about))
         return self.overloads[kinds].entry_point
+
+    def prepare(self, kinds: tuple[Any, ...]) -> None:
+        """Compile the function for calls by jitted code with arguments of these types."""
+        with _compiling():
+            self.get_call_template(kinds, {})
 
     def library(self, kinds: tuple[Any, ...]) -> Library:
         """The function for arguments of some types."""
@@ -315,6 +319,7 @@ def _compiling() -> Iterator[None]:
         collects = gc.isenabled()
         gc.disable()
         try:
+            _target.refresh()
             yield
         finally:
             if collects:
@@ -336,8 +341,8 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _passed(kind: Any) -> Any:
-    """The type of an argument in a call between jitted functions. A signed integer is passed as int64 and a constant as
-    a variable, so a function is compiled once and not for each kind of integer."""
+    """The type of an argument in a call between jitted functions. An integer that fits is passed as int64 and a
+    constant as a variable, so a function is compiled once and not for each kind of integer."""
     if isinstance(kind, (types.IntegerLiteral, types.BooleanLiteral)):
         kind = types.unliteral(kind)
-    return types.int64 if kind in (types.int8, types.int16, types.int32) else kind
+    return types.int64 if isinstance(kind, types.Integer) and kind.bitwidth < 64 else kind

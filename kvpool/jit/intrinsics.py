@@ -113,7 +113,7 @@ def compare_exchange(code: _Code) -> Any:
 def _plain_array_at(address: int, shape: tuple[int, ...], dtype: Any) -> Any:
     found = np.dtype(dtype)
     nbytes = int(np.prod(shape)) * found.itemsize
-    memory = (ctypes.c_char * nbytes).from_address(int(address)) if nbytes else b""
+    memory = (ctypes.c_char * nbytes).from_address(int(address)) if nbytes else bytearray()
     return np.ndarray(shape, found if found.names is None else np.dtype((_Record, found)), memory)
 
 
@@ -204,8 +204,7 @@ def bit_length(code: _Code) -> Any:
 @_primitive(lambda array, index: None, lambda array, index: types.none)
 def prefetch(code: _Code) -> None:
     """Begin to load the cache line of ``array[index]``. The index may be any integer: a prefetch cannot fault."""
-    data = code.array().data
-    place = code.builder.bitcast(code.builder.gep(data, [code.word(1)]), cgutils.voidptr_t)
+    place = code.builder.bitcast(code.element(), cgutils.voidptr_t)
     word = ir.IntType(32)
     declared = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, word, word, word])
     function = code.builder.module.declare_intrinsic("llvm.prefetch", [cgutils.voidptr_t], declared)

@@ -9,5 +9,5 @@ from kvpool.keepers.keeper import Forgotten as Forgotten
 from kvpool.keepers.keeper import Keeper as Keeper
 from kvpool.keepers.keeper import KeeperStats as KeeperStats
 from kvpool.keepers.prefetches import Prefetch as Prefetch
-from kvpool.stores.store_health import HealthStats as HealthStats
-from kvpool.stores.store_health import StoreHealth as StoreHealth
+from kvpool.stores.store_client import HealthStats as HealthStats
+from kvpool.stores.store_client import StoreHealth as StoreHealth

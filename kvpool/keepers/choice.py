@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvpool.arrays.layout import integer_argument
-from kvpool.stores.store_health import seconds_argument
+from kvpool.stores.store_client import seconds_argument
 
 BUDGET = 0.01
 """Loads may lose this share of the time that computing all hits would take."""

@@ -202,6 +202,9 @@ class HostCacheTier:
                 lease.close(used=self._save != EVICT)
 
 
+_WORDS = {"declined": "not worth loading", "cancelled": "given up"}
+
+
 class _Absence:
     """That no store had keys that were asked for together.
 
@@ -209,8 +212,8 @@ class _Absence:
     however long that takes, as it would otherwise ask for ever.
     """
 
-    def __init__(self, unread: Iterable[bytes], until: float = math.inf) -> None:
-        self._unread, self._until = set(unread), until
+    def __init__(self, reason: str, unread: Iterable[bytes] = (), until: float = math.inf) -> None:
+        self.reason, self._unread, self._until = reason, set(unread), until
 
     def read(self, key: bytes, now: float, retry_seconds: float) -> bool:
         """Whether the key counts as absent."""
@@ -279,7 +282,12 @@ class HostLoads:
     def leave(self, keys: Iterable[bytes]) -> None:
         """Do not ask for these keys for a while, nor bring those that are on their way."""
         self._miss(keys, "cancelled")
-        self._remember(keys, _Absence((), self._clock() + self._retry_seconds))
+        self._remember(keys, _Absence("forgotten", until=self._clock() + self._retry_seconds))
+
+    def trouble(self, key: bytes) -> str:
+        """Why a key did not come, if it is remembered."""
+        absence = self._absent.get(key)
+        return "" if absence is None else _WORDS.get(absence.reason, absence.reason)
 
     def _remember(self, keys: Iterable[bytes], absence: _Absence) -> None:
         for key in keys:
@@ -335,7 +343,7 @@ class HostLoads:
         self._line_up(0, False, later, hit)
         if left:
             self.missed["absent"] += len(left)
-            self._remember(left, _Absence((), self._clock() + self._retry_seconds))
+            self._remember(left, _Absence("absent", until=self._clock() + self._retry_seconds))
 
     def _line_up(self, number: int, there: bool, keys: Iterable[bytes], hit: str) -> None:
         """Have the next ``turn`` ask a store for keys, or load them."""
@@ -360,7 +368,7 @@ class HostLoads:
         """These keys do not come."""
         missed = [key for key in keys if self.searching.pop(key, None) is not None]
         self.missed[reason] += len(missed)
-        self._remember(missed if remember else (), _Absence(missed))
+        self._remember(missed if remember else (), _Absence(reason, missed))
 
     def _miss_by_code(self, keys: Iterable[bytes], job: Job) -> None:
         """Those of the keys of a job that the store has not given do not come."""

@@ -13,9 +13,8 @@ import numpy as np
 from kvpool.arrays import Uint8s
 from kvpool.arrays.layout import integer_argument
 from kvpool.entry.arguments import list_argument
-from kvpool.entry.closing import Closing
 from kvpool.entry.interrupt import DeferSignals
-from kvpool.entry.process import Process
+from kvpool.entry.process import Closing, Process
 from kvpool.errors import ForkedProcess, PoolClosed
 from kvpool.hostcache.host_cache import HostCache, HostLease
 from kvpool.hostcache.identity import ModelIdentity
@@ -24,10 +23,10 @@ from kvpool.hostcache.tier import HostTier
 from kvpool.keepers.bridge import COMMIT, SAVES, Bridge, Loader, open_clients
 from kvpool.keepers.choice import LoadPolicy
 from kvpool.keepers.host_cache_tier import HostCacheTier, HostLoads, StoreChange
+from kvpool.pool.explain import Missed
 from kvpool.stores.queue import NO_LIMIT, StoreStats
 from kvpool.stores.store import Store
-from kvpool.stores.store_client import PATIENCE_SECONDS, StoreClient
-from kvpool.stores.store_health import HealthStats, seconds_argument
+from kvpool.stores.store_client import PATIENCE_SECONDS, HealthStats, StoreClient, seconds_argument
 
 Keys = Iterable[bytes]
 PUBLISH = "publish"
@@ -259,6 +258,11 @@ class HostKeeper(Closing):
         """The number of the store that has brought this key to the cache, until somebody pins it. None otherwise."""
         arrival = self._loader.unread.get(key)
         return None if arrival is None else arrival.number
+
+    def explain(self, key: bytes, tokens: int = 1) -> Missed:
+        """What ``HostCache.explain`` says, and why no store has brought the key, as ``trouble``."""
+        trouble = self._loads.trouble(key)
+        return self._cache.explain(key, tokens)._replace(trouble=(("stores", trouble),) if trouble else ())
 
     def changes(self) -> list[StoreChange]:
         """What the stores have got and lost since the last call, as far as this keeper knows, in order: what it has

@@ -20,9 +20,8 @@ from kvpool.arrays import Int64s
 from kvpool.arrays.layout import integer_argument
 from kvpool.arrays.strided import in_numpy
 from kvpool.entry.arguments import adapter_argument, bool_argument, list_argument, salt_argument, token_array
-from kvpool.entry.closing import Closing
 from kvpool.entry.interrupt import Bell
-from kvpool.entry.process import Process
+from kvpool.entry.process import Closing, Process
 from kvpool.errors import PoolClosed
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
 from kvpool.keepers.bridge import EVICT, SAVES, Bridge, Loader, open_clients
@@ -46,8 +45,7 @@ from kvpool.state.records import H
 from kvpool.stores.jobs import Job
 from kvpool.stores.queue import StoreStats
 from kvpool.stores.store import MODEL_BYTES, TAG_BYTES, Store
-from kvpool.stores.store_client import StoreClient, staging_rows
-from kvpool.stores.store_health import HealthStats, StoreHealth, seconds_argument
+from kvpool.stores.store_client import HealthStats, StoreClient, StoreHealth, seconds_argument, staging_rows
 
 BLOCKS_PER_TURN = 64
 """Blocks that are copied for a store before the keeper looks at its prefetches again."""

@@ -22,8 +22,8 @@ from kvpool.pool.keys import BlockKeys
 from kvpool.pool.leases import Lease
 from kvpool.pool.manager import KVCacheManager
 from kvpool.state import control, saving
-from kvpool.state.effects import REMOVED, STORED
 from kvpool.state.records import EVENT, EXTRA, NONE, H, N
+from kvpool.state.tiers import REMOVED, STORED
 from kvpool.stores.jobs import LOAD, SAVE
 from kvpool.stores.queue import NO_LIMIT
 from kvpool.stores.seals import BlockNames, block_context
@@ -284,12 +284,16 @@ class PoolTier:
                 blocks = lease.blocks - group.first_host_block
                 for place, block in zip(places.tolist(), blocks.tolist(), strict=True):
                     self._copy(group.index, block, memory[rows[place]])
-                same = self._read([contents[place] for place in places.tolist()], blocks + group.device_blocks)
+                ids = blocks + group.device_blocks
+                same, before = self._read([contents[place] for place in places.tolist()], ids)
                 # Of a lease that somebody has revoked, the rows may have other bytes.
                 copied[places] = same & _ended(lease)
-            # A lease that ends makes its blocks the last victims. But to be copied for a store is no use of them.
-            core, own = pool.core, keys.view(np.int64)
-            core.decide(None, control.evict_first, group.index, own, self._victims, core.now())
+                # A lease that ends makes its blocks the last victims. But to be copied for a store is no use of them.
+                if self._victims:
+                    pool.core.decide(None, saving.put_back, group.index, ids, before)
+            if not self._victims:
+                own, now = keys.view(np.int64), pool.core.now()
+                pool.core.decide(None, control.evict_first, group.index, own, False, now)
         except PoolClosed:
             raise
         except KVPoolError:
@@ -297,16 +301,16 @@ class PoolTier:
             copied[:] = False
         return copied
 
-    def _read(self, contents: Sequence[Content], blocks: Rows) -> Bools:
+    def _read(self, contents: Sequence[Content], blocks: Rows) -> tuple[Bools, Rows]:
         """Note what pinned blocks say. Returns which of them are of the namespace in which the content was stored:
-        bool[n]. Of two prompts with one key, it is the one that the pool has now."""
+        bool[n], and their ``saving.places``. Of two prompts with one key, it is the one that the pool has now."""
         state = self._pool.core.states[contents[0].group]
         with self._pool.core.lock:
             found, tokens = state.blocks[blocks], state.tokens[blocks]
             has = found["flags"] & EXTRA != 0
             extra = state.extra[np.where(has, blocks, 0)] * has[:, None] if has.any() else None
         note_said(contents, np.stack([found["parent0"], found["parent1"]], axis=1), tokens, extra)
-        return found["namespace"] == contents[0].namespace
+        return found["namespace"] == contents[0].namespace, saving.places(found)
 
     def _copy(self, group: int, block: int, row: Bytes) -> None:
         at = 0

@@ -16,10 +16,10 @@ import numpy as np
 
 from kvpool.arrays.layout import BlockLayout, integer_argument
 from kvpool.device.base import TIERS, Device
+from kvpool.device.copy_plan import BLOCKS_MAX
 from kvpool.device.cuda import close_unused, open_gpu_memory
 from kvpool.device.main_memory import GpuMemory, MainMemory, SharedMemory, is_there, open_shared
-from kvpool.device.regions import BLOCKS_MAX
-from kvpool.entry.closing import Closing
+from kvpool.entry.process import Closing
 from kvpool.errors import PoolClosed
 from kvpool.memory.pools import MemoryPools, shaped
 

@@ -14,7 +14,8 @@ from kvpool.arrays.layout import integer_argument
 from kvpool.arrays.paged import PagedKV, Plane, check_strides, share_bytes, span_of
 from kvpool.arrays.strided import StridedArray, as_strided
 from kvpool.device.base import stream_argument
-from kvpool.device.block_copy import AHEAD, CACHED_BYTES_MAX, fence, stream_bytes
+from kvpool.device.copy_plan import CACHED_BYTES_MAX
+from kvpool.device.cpu import AHEAD, fence, stream_bytes
 from kvpool.device.cuda import launcher_at
 from kvpool.device.launches import KvPlane, KvTokens, Launcher, kv_copy, kv_kernel
 from kvpool.jit import jit

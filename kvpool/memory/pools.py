@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvpool.arrays import Array, Int64s, dlpack
-from kvpool.arrays.layout import BlockLayout
-from kvpool.arrays.pool_ids import PoolIds
+from kvpool.arrays.layout import BlockLayout, PoolIds
 from kvpool.arrays.strided import StridedArray, as_strided
 from kvpool.device.base import TIERS, Device, Part, Region
-from kvpool.device.regions import BLOCKS_MAX
+from kvpool.device.copy_plan import BLOCKS_MAX
 from kvpool.errors import InsufficientMemory, PoolClosed
 
 ADDRESSABLE_BYTES = sys.maxsize // 2

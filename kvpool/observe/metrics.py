@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from kvpool.arrays.layout import integer_argument
 from kvpool.entry.arguments import text_argument
-from kvpool.entry.closing import Closing
+from kvpool.entry.process import Closing
 from kvpool.errors import PoolClosed
 from kvpool.hostcache.host_cache import HostCache, HostCacheStats
 from kvpool.keepers.hostkeeper import HostKeeper, HostKeeperStats

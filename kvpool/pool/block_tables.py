@@ -10,9 +10,11 @@ import numpy as np
 from kvpool.arrays import Int32s, Int64s
 from kvpool.arrays.layout import integer_argument
 from kvpool.copying.transfer import NO_IDS
-from kvpool.device.base import NULL_STREAM, Stream, StreamLike
+from kvpool.device.base import NULL_STREAM, Stream, StreamLike, stream_argument
+from kvpool.device.work import Table
 from kvpool.entry.arguments import Ids, each_argument, id_array
 from kvpool.entry.interrupt import DeferSignals
+from kvpool.entry.process import Closing
 from kvpool.errors import DeviceError
 from kvpool.pool.core import Core, refusal
 from kvpool.state import recurrent
@@ -130,19 +132,25 @@ class BlockTables:
         sequences. Raises UnknownSequence, DeviceError, TypeError, ValueError.
         """
         which, table = id_array("ids", ids), self.core.device.views.table(target)
-        g = self.core.config.group(group)
-        planes = planes_argument(table, scale, v_offset, self.core.config.groups[g].device_blocks)
-        places = rows_argument(None if rows is None else id_array("rows", rows), len(which), table.shape[-2])
-        columns = (
-            table.shape[-1] if max_blocks is None else integer_argument("max_blocks", max_blocks, 1, table.shape[-1])
-        )
+        hand_over, g = self._dense(table, len(which), rows, max_blocks, scale, v_offset, group)
         on = None if stream is None else self.core.as_stream(stream)
         if len(which):
-            hand_over = DenseHandOver(table, planes, places, columns, cut=max_blocks is not None)
             self._hand_over("copy_batch_block_offsets", hand_over, which, on, g)
         else:
             with self.core.lock:
                 self.core.check_open()
+
+    def _dense(
+        self, table: Table, count: int, rows: Ids | None, max_blocks: int | None, scale: Ids, v_offset: Ids | None,
+        group: int | None,
+    ) -> tuple[DenseHandOver, int]:  # fmt: skip
+        """The hand-over of ``count`` sequences, and the group. Raises TypeError, ValueError."""
+        g = self.core.config.group(group)
+        planes = planes_argument(table, scale, v_offset, self.core.config.groups[g].device_blocks)
+        places = rows_argument(None if rows is None else id_array("rows", rows), count, table.shape[-2])
+        most = table.shape[-1]
+        columns = most if max_blocks is None else integer_argument("max_blocks", max_blocks, 1, most)
+        return DenseHandOver(table, planes, places, columns, cut=max_blocks is not None), g
 
     def copy_batch_block_csr(
         self,
@@ -200,6 +208,60 @@ class BlockTables:
             "copy_step_tables", StepHandOver(targets, len(which), begins, each, *self._rows_of(g)), which, on, g
         )
 
+    def capture_block_offsets(
+        self, target: object, sequences: int, *, rows: Ids | None = None, max_blocks: int | None = None, scale: Ids = 1,
+        v_offset: Ids | None = None, stream: StreamLike, group: int | None = None,
+    ) -> CapturedTables:  # fmt: skip
+        """Have a CUDA graph hand over block tables of up to ``sequences`` sequences: each replay writes those that were
+        staged last. Before the first ``stage`` of what this returns, there are none.
+
+        ``stream`` is being captured into the graph. What is written is what ``copy_batch_block_offsets`` writes with
+        the same arguments, and -1 into the rows behind the last sequence. The whole width of the target, or
+        ``max_blocks``, crosses the link at each replay. Thread-safe; changes nothing. Raises TypeError, ValueError,
+        with nothing captured: also for a stream that is not being captured, and on a device without graphs. Raises
+        DeviceError, MemoryError.
+        """
+        count, table = self._sequences_argument(sequences), self.core.device.views.table(target)
+        hand_over, g = self._dense(table, count, rows, max_blocks, scale, v_offset, group)
+        return self._capture("capture_block_offsets", hand_over, count, stream, g)
+
+    def capture_step_tables(
+        self, target: StepTables, sequences: int, *, stream: StreamLike, group: int | None = None
+    ) -> CapturedTables:
+        """Have a CUDA graph hand over the tables of a step of up to ``sequences`` sequences: each replay writes those
+        that were staged last.
+
+        Behind the last sequence come sequences without tokens, up to ``sequences``: their lengths are 0, and their rows
+        of ``table`` -1. A replay reads only what is in use. Everything else is as in ``capture_block_offsets`` and
+        ``copy_step_tables``.
+        """
+        count, g = self._sequences_argument(sequences), attention_group(self.core, group)
+        targets = self.core.device.views.step(step_argument("target", target))
+        targets.check_rows(count)
+        hand_over = StepHandOver(targets, count, NO_IDS, NO_IDS, *self._rows_of(g))
+        return self._capture("capture_step_tables", hand_over, count, stream, g)
+
+    def _sequences_argument(self, sequences: int) -> int:
+        return integer_argument("sequences", sequences, 1, self.core.config.settings.sequences)
+
+    def _capture(self, call: str, hand_over: HandOver, count: int, stream: object, g: int) -> CapturedTables:
+        """Record a hand-over in a graph. It has a buffer of its own, in which are no sequences yet."""
+        core, on = self.core, stream_argument(stream)
+        core.refuse_inside(call)
+        hand_over.capture(core.tables[g].shape[1])
+        with DeferSignals():
+            buffer = self._staging.allocate(hand_over.room(core.states.heads, g, NO_IDS))
+            try:
+                with core.transfer.lock:
+                    with core.lock, core.device.host_access(stores=[buffer.array]):
+                        core.check_open()
+                        staged = hand_over.stage(core.states.heads, g, NO_IDS, buffer)
+                    core.device.enqueue(hand_over.work(buffer, staged), on, captured=True)
+            except BaseException:
+                self._staging.give_back(buffer)
+                raise
+        return CapturedTables(core, self._staging, hand_over, buffer, count, g)
+
     def _rows_of(self, g: int) -> tuple[int, int]:
         """The tokens of a block of a group, and how many first columns no window passes."""
         numbers = self.core.states.heads[g]
@@ -214,7 +276,8 @@ class BlockTables:
             while not decided:
                 buffer = self._staging.take(hand_over.room(self.core.states.heads, g, which), behind)
                 try:
-                    decided = self.core.decide(stream, self._stage, which, hand_over, buffer, stream, g)
+                    staged = self.core, self._staging, hand_over, buffer, stream, g
+                    decided = self.core.decide(stream, _stage, which, *staged)
                 finally:
                     if not hand_over.retained:
                         self._staging.give_back(buffer)
@@ -230,43 +293,105 @@ class BlockTables:
             return NULL_STREAM
         return order.stream(int(used[(which[0] & 0xFFFFFFFF) % len(used)]))
 
-    def _stage(
-        self,
-        heads: Rows,
-        which: Rows,
-        hand_over: HandOver,
-        buffer: Buffer,
-        stream: Stream | None,
-        g: int,
-    ) -> int:
-        """Snapshot the tables. Returns whether the buffer was large enough. The caller holds the state lock."""
-        order = self.core.transfer.order
-        with self.core.device.host_access(stores=[buffer.array]):
-            staged = hand_over.stage(heads, g, which, buffer)
-        if staged == SEVERAL_STREAMS:
-            raise stream_error(heads, g, which)
-        if staged < 0:
-            heads[0, H.detail], heads[0, H.bound] = heads[g, H.detail], heads[g, H.bound]
-            return 0 if staged == TOO_SMALL else staged
-        if len(heads) > 1:
-            use(heads, which)
-        if stream is None and order is not None and len(which):
-            stream = order.stream(int(self.core.tokens.sequences["stream"][which[0] & 0xFFFFFFFF]))
-        self.core.transfer.put_behind(
-            partial(hand_over.enqueue, self._staging, self.core.device, buffer, staged, stream or NULL_STREAM)
-        )
-        return 1
+
+class CapturedTables(Closing):
+    """A hand-over in a CUDA graph. ``capture_block_offsets`` and ``capture_step_tables`` make it.
+
+    Before each replay, ``stage`` puts the tables of that step into a buffer that only this graph reads. Nothing is
+    launched for it: the replay reads the buffer and writes the targets. The buffer is one, so ``stage`` waits until the
+    replay before has ended. An engine that prepares a step while another one runs captures two graphs, and takes them
+    in turn.
+
+    ``close`` gives the buffer back: the graph must not be replayed any more then, nor when the pool is closed. One
+    thread at a time.
+
+    Attributes
+    ----------
+    sequences
+        The most sequences that it takes.
+    """
+
+    def __init__(
+        self, core: Core, staging: Staging, hand_over: HandOver, buffer: Buffer, sequences: int, g: int
+    ) -> None:
+        self._core, self._staging, self.sequences, self._group = core, staging, sequences, g
+        self._hand_over: HandOver = hand_over
+        self._buffer: Buffer | None = buffer
+
+    def stage(
+        self, ids: Ids, first: Ids | None = None, counts: Ids | None = None, *, stream: StreamLike = None
+    ) -> None:
+        """Stage the tables of sequences, as they are now, for the replays that are launched on ``stream`` from now on.
+
+        ``first``, ``counts``: for the tables of a step, as in ``step_tables``. ``stream`` is that of the replay, and
+        waits for the streams that used the sequences before; None is the default stream. You may change or release the
+        sequences as soon as the call returns, and launch the graph several times.
+
+        Waits, with no lock held, until the replays before are done: on the stream that was named for them. After an
+        error, a replay writes what it wrote before. Changes nothing but the stream of the sequences. Raises
+        UnknownSequence, DeviceError, PoolClosed, TypeError, ValueError: also for more than ``sequences``, after
+        ``close``, and while one of both streams is being captured.
+        """
+        core, which = self._core, id_array("ids", ids)
+        if self._buffer is None:
+            raise ValueError("this hand-over is closed: capture another one")
+        if len(which) > self.sequences:
+            raise ValueError(f"ids: {len(which)} sequences; accepted are the {self.sequences} of the capture")
+        self._hand_over.choose(*(tokens_argument(*one, len(which)) for one in (("first", first), ("counts", counts))))
+        on = core.as_stream(stream)
+        core.refuse_inside("stage")
+        with DeferSignals():
+            self._staging.await_replay(self._buffer)
+            core.decide(on, _stage, which, core, self._staging, self._hand_over, self._buffer, on, self._group)
+            core.check_open()
+
+    def close(self) -> None:
+        """Give the buffer back once the replays so far are done; does not wait. A second call does nothing. Raises
+        ValueError, with nothing changed, while the stream of the replays is being captured; DeviceError."""
+        buffer = self._buffer
+        if buffer is not None and not self._core.closed:
+            with DeferSignals():
+                self._staging.retain_replay(buffer)
+                self._buffer = None
+
+
+def _stage(
+    heads: Rows, which: Rows, core: Core, staging: Staging, hand_over: HandOver, buffer: Buffer, stream: Stream | None,
+    g: int,
+) -> int:  # fmt: skip
+    """Snapshot the tables. Returns whether the buffer was large enough. The caller holds the state lock."""
+    order = core.transfer.order
+    with core.device.host_access(stores=[buffer.array]):
+        staged = hand_over.stage(heads, g, which, buffer)
+    if staged == SEVERAL_STREAMS:
+        raise stream_error(heads, g, which)
+    if staged < 0:
+        heads[0, H.detail], heads[0, H.bound] = heads[g, H.detail], heads[g, H.bound]
+        return 0 if staged == TOO_SMALL else staged
+    if len(heads) > 1:
+        use(heads, which)
+    if stream is None and order is not None and len(which):
+        stream = order.stream(int(core.tokens.sequences["stream"][which[0] & 0xFFFFFFFF]))
+    core.transfer.put_behind(partial(hand_over.enqueue, staging, core.device, buffer, staged, stream or NULL_STREAM))
+    return 1
 
 
 def step_arguments(
-    core: Core, ids: object, first: object, counts: object, group: int | None
+    core: Core, ids: Ids, first: Ids | None, counts: Ids | None, group: int | None
 ) -> tuple[Rows, Rows, Rows, int]:
     """Sequences, first tokens and counts of a step, each as private int64[n], and the group. None becomes int64[0]."""
-    which, g = id_array("ids", ids), core.config.group(group)
+    which, g = id_array("ids", ids), attention_group(core, group)
+    return which, tokens_argument("first", first, len(which)), tokens_argument("counts", counts, len(which)), g
+
+
+def attention_group(core: Core, group: int | None) -> int:
+    """A group that has tables of a step. Raises ValueError for a recurrent one."""
+    g = core.config.group(group)
     if core.config.groups[g].kind == "recurrent":
         raise ValueError(f"group={g}: accepted are groups for attention; states are where state_blocks says")
-    begins, each = (
-        NO_IDS if given is None else each_argument(name, given, len(which), highest=None)  # the state checks the values
-        for name, given in (("first", first), ("counts", counts))
-    )
-    return which, begins, each, g
+    return g
+
+
+def tokens_argument(name: str, given: Ids | None, count: int) -> Rows:
+    """A number for each sequence, as private int64[n], or int64[0] for None. The state checks the values."""
+    return NO_IDS if given is None else each_argument(name, given, count, highest=None)

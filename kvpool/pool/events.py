@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from kvpool.arrays import Bools, Int32s, Int64s, Uint64s
 from kvpool.state.arrays import State, States
-from kvpool.state.effects import CLEARED, CREATED, STORED
 from kvpool.state.records import COUNTERS, DEVICE, EVENT, EXTRA, HOST, NONE, PUBLISHED, H, N
+from kvpool.state.tiers import CLEARED, CREATED, STORED
 
 KINDS = ("created", "stored", "removed", "updated", "cleared")
 TIERS = ("device", "host")

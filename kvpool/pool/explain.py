@@ -7,7 +7,7 @@ own namespace, as the keys of another one differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
@@ -18,15 +18,15 @@ from kvpool.pool.core import Core
 from kvpool.pool.keys import BlockKeys, Match, Scope, key_rows
 from kvpool.pool.prompts import NO_KEYS
 from kvpool.state import control
-from kvpool.state.effects import EVICTED, EXPIRED, FORGOTTEN, LOSS
 from kvpool.state.records import N
+from kvpool.state.tiers import EVICTED, EXPIRED, FORGOTTEN, LOSS
 
 InStores: TypeAlias = "tuple[tuple[str, ...], tuple[tuple[str, str], ...]]"
 """The fields of ``Missed`` that are of stores."""
 NAMESPACES_MOST = 64
 """At most so many other namespaces are tried."""
-_UNKNOWN, _COMPUTED, _BYPASSED = "not known any more", "always computed", "bypassed"
-_WHY = {int(EVICTED): "evicted", int(FORGOTTEN): "forgotten", int(EXPIRED): _UNKNOWN, int(LOSS): "lost"}
+NOT_KNOWN, _COMPUTED, _BYPASSED = "not known any more", "always computed", "bypassed"
+_WHY = {int(EVICTED): "evicted", int(FORGOTTEN): "forgotten", int(EXPIRED): NOT_KNOWN, int(LOSS): "lost"}
 
 
 class Missed(NamedTuple):
@@ -50,6 +50,12 @@ class Missed(NamedTuple):
     stores: tuple[str, ...] = ()
     trouble: tuple[tuple[str, str], ...] = ()
 
+    def __str__(self) -> str:
+        ago = "" if self.ago_ms is None else f" {self.ago_ms} ms ago"
+        stores = [f"in {store}" for store in self.stores] + [f"{store}: {what}" for store, what in self.trouble]
+        found = f"{self.tokens} {self.why}{ago}{f' by {self.policy}' if self.policy else ''}"
+        return f"{found} ({', '.join(stores)})" if stores else found
+
 
 class Explanation(NamedTuple):
     """Where the tokens of a prompt come from: the device, the host, a copy of a part of a block; and the others.
@@ -60,16 +66,26 @@ class Explanation(NamedTuple):
     host_tokens: int
     partial_tokens: int
     missed: tuple[Missed, ...]
+    store_tokens: tuple[tuple[str, int], ...] = ()
+    """What came from each store; of plug-ins alone."""
+
+    @classmethod
+    def of_request(cls, came: Mapping[str, int], missed: Iterable[Missed]) -> Explanation:
+        """What a plug-in knows of a request: the tokens that came from the "device", the "host" and stores, by name,
+        and blocks that did not come. Blocks with one reason are one."""
+        reasons = dict[object, Missed]()
+        for one in missed:
+            same = reasons.get(one[2:3] + one[4:], one._replace(tokens=0))
+            ago = min((ago for ago in (same.ago_ms, one.ago_ms) if ago is not None), default=None)
+            reasons[one[2:3] + one[4:]] = same._replace(tokens=same.tokens + one.tokens, ago_ms=ago)
+        tokens = sum(came.values()) + sum(one.tokens for one in reasons.values())
+        stores = tuple((name, count) for name, count in came.items() if name not in ("device", "host"))
+        return cls(tokens, came.get("device", 0), came.get("host", 0), 0, tuple(reasons.values()), stores)
 
     def __str__(self) -> str:
         where = f"{self.device_tokens} device, {self.host_tokens} host, {self.partial_tokens} in part"
-        found = f"{self.tokens} tokens: {where}"
-        for one in self.missed:
-            ago = "" if one.ago_ms is None else f" {one.ago_ms} ms ago"
-            stores = [f"in {store}" for store in one.stores] + [f"{store}: {what}" for store, what in one.trouble]
-            found += f"; {one.tokens} {one.why}{ago}{f' by {one.policy}' if one.policy else ''}"
-            found += f" ({', '.join(stores)})" if stores else ""
-        return found
+        stores = [f"{count} {name}" for name, count in self.store_tokens]
+        return "; ".join([f"{self.tokens} tokens: {', '.join([where, *stores])}", *map(str, self.missed)])
 
     def with_stores(self, width: int, of: Callable[[int], InStores]) -> Explanation:
         """The same, with what is so in stores of each block that is missed. ``width``: tokens of a block."""
@@ -114,7 +130,7 @@ def _reasons(core: Core, keys: BlockKeys, first: int, lacks: Bools) -> Iterator[
     for place in range(max(0, count - len(ring)), count) if len(ring) else ():
         half, noted = ring[place % len(ring)].tolist()
         when, why = noted >> 2, noted & 3
-        late = why == EVICTED and gone.get(half, ("", 0))[0] == _UNKNOWN
+        late = why == EVICTED and gone.get(half, ("", 0))[0] == NOT_KNOWN
         gone[half] = "expired" if late else _WHY[why], max(0, now - when)
     elsewhere = np.zeros((len(core.states), len(keys) // core.config.tokens_per_block), np.bool_)
     for tag, name in names:
@@ -134,4 +150,4 @@ def _reasons(core: Core, keys: BlockKeys, first: int, lacks: Bools) -> Iterator[
         elif elsewhere[:, i].any():
             yield "other namespace", None
         else:
-            yield ("never seen" if count < len(ring) else _UNKNOWN), None
+            yield ("never seen" if count < len(ring) else NOT_KNOWN), None

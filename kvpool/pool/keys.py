@@ -249,7 +249,8 @@ def request_of(prompt: BlockKeys) -> Int64s:
 
 def requests_of(prompts: Sequence[BlockKeys]) -> Int64s:
     """The same of several prompts, private: int64[n, REQUEST], in which the call notes what it asks for."""
-    return np.concatenate([prompt._request for prompt in prompts] or [NO_REQUESTS])
+    rows = [prompt._request for prompt in prompts]
+    return rows[0].copy() if len(rows) == 1 else np.concatenate(rows or [NO_REQUESTS])
 
 
 def check_origin(prompts: Sequence[BlockKeys], origin: tuple[str, int]) -> None:

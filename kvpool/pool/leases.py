@@ -21,7 +21,7 @@ from kvpool.memory.pools import MemoryPools
 from kvpool.pool.core import Core
 from kvpool.pool.keys import key_row, key_rows, tier_number
 from kvpool.state import control, records
-from kvpool.state.effects import ACCESSED, WILL_READ
+from kvpool.state.tiers import ACCESSED, WILL_READ
 
 Ids = Int64s
 Answer = TypeVar("Answer")

@@ -43,7 +43,6 @@ from kvpool.memory.attachments import SharedTier, Sharing
 from kvpool.memory.export import Export, Lending, Loan, TierPlace
 from kvpool.pool import events as kv_events
 from kvpool.pool import stats as statistics
-from kvpool.pool.block_imports import Imports, block_buffer
 from kvpool.pool.block_tables import BlockTables
 from kvpool.pool.config import Group, LayerGroup, PoolConfig
 from kvpool.pool.core import MAX_MS, Core, pool_memory, pool_states
@@ -62,8 +61,8 @@ from kvpool.pool.keys import (
 )  # fmt: skip
 from kvpool.pool.leases import Lease, Leases
 from kvpool.pool.prompts import Retention
-from kvpool.pool.reservations import Loadable, Reservation, Reservations
-from kvpool.state import control, lookup, records, swaps, verbs
+from kvpool.pool.reservations import Imports, Loadable, Reservation, Reservations, block_buffer
+from kvpool.state import control, index, records, swaps, verbs
 from kvpool.state.sequences import check_ids
 from kvpool.state.verify import verify_states
 
@@ -605,7 +604,7 @@ class KVCacheManager(Hints, BlockTables):
             self.core.check_open()
             control.cached(heads, rows, control.ANY_TIER, here)
             lacks = brought | here
-            most = int(lookup.lacking(heads, request_of(keys), here, lacks))
+            most = int(index.lacking(heads, request_of(keys), here, lacks))
         return Lacking(most * self.tokens_per_block, tuple(np.flatnonzero(own) for own in lacks))
 
     def explain(self, prompt: Prompt) -> Explanation:
@@ -889,7 +888,7 @@ class KVCacheManager(Hints, BlockTables):
                 self._reservations.clear()
             try:
                 # Nothing is decided any more. Once everything decided is enqueued, no thread is inside a copy.
-                self.core.transfer.drain()
+                self.core.transfer.close()
                 self.core.device.synchronize()
             except DeviceError as error:
                 if not error.sticky and self.core.transfer.broken is None:

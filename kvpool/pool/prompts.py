@@ -1,5 +1,6 @@
 """Prompts: calls that take them. What a prompt is hashed to, what it would reuse and need, sequences for a batch of
-prompts, and which prompts a pool can never admit, however long they wait."""
+prompts, and which prompts a pool can never admit, however long they wait. LayerLoads: what one
+admission brings from the host, some layers after the others."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from kvpool.arrays import Int32s, Int64s, Uint64s
 from kvpool.arrays.layout import integer_argument
-from kvpool.device.base import NULL_STREAM, Stream, StreamLike
+from kvpool.device.base import NULL_STREAM, Event, Layers, Stream, StreamLike
 from kvpool.entry.arguments import (
     Ids,
     Integers,
@@ -34,9 +35,84 @@ from kvpool.entry.interrupt import DeferSignals, Door
 from kvpool.pool.config import Group
 from kvpool.pool.core import Core, refusal
 from kvpool.pool.keys import Admission, BlockKeys, Match, Plan, Prompt, Scope, check_origin, request_of, requests_of
-from kvpool.pool.layer_loads import PARTS_MAX, LayerLoads, loads_argument
-from kvpool.state import admit, hashing, kinds, lookup, records, requests, verbs
+from kvpool.state import admit, hashing, index, records, requests, verbs
 from kvpool.state.arrays import State
+
+PARTS_MAX = 1 << 16
+
+
+class LayerLoads:
+    """What an admission with ``loads=`` brings from the host, part after part of the layers. ``layer_loads`` makes it.
+    Thread-safe; one admission at a time.
+
+    Call ``wait`` for each layer before its kernel is enqueued: until then, its blocks may hold anything. If another
+    call says what was done on the stream, as ``commit`` and ``release`` do, the stream waits for all layers first. So
+    make such calls before the admission, or behind the last layer.
+
+    Attributes
+    ----------
+    stream
+        That of the admission.
+    parts
+        In how many parts of the layers it comes.
+    events
+        One for each part, or none where nothing is on its way.
+
+    Examples
+    --------
+    >>> import kvpool
+    >>> layout = kvpool.BlockLayout(layers=4, kv_heads=2, head_dim=8, tokens_per_block=4)
+    >>> with kvpool.KVCacheManager(layout, device_blocks=8, host_blocks=8, device="cpu") as cache:
+    ...     loads = cache.layer_loads(parts=2)
+    ...     found = cache.add_sequence_batch([[1, 2, 3, 4, 5]], loads=loads)
+    ...     for layer in range(4):
+    ...         loads.wait(layer)  # then enqueue the kernels of that layer
+    ...     cache.commit(found.ids)
+    ...     cache.release(found.ids)
+    """
+
+    def __init__(self, core: Core, stream: Stream, parts: int) -> None:
+        self.core, self.stream, self.parts = core, stream, parts
+        self.events: list[Event] = []
+
+    def wait(self, layer: int, *, stream: StreamLike = None, group: int | None = None) -> None:
+        """Have work that is enqueued from now on wait for a layer. The caller does not wait.
+
+        Parameters
+        ----------
+        layer
+            Counted in its group, over all layouts of the group.
+        stream
+            Which stream waits: that of the admission by default.
+        group
+            The index of a group of layers, required where there are several.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For a layer or a group that the pool does not have, and for a stream on which no work can be enqueued.
+        DeviceError, PoolClosed
+            Where the device fails; after ``close``.
+        """
+        config = self.core.config
+        layers = sum(layout.layers for layout in config.groups[config.group(group)].layouts)
+        layer = integer_argument("layer", layer, 0, layers - 1)
+        on = self.core.as_stream(self.stream if stream is None else stream)
+        events = self.events  # another admission may begin meanwhile
+        if events:
+            with DeferSignals():
+                self.core.transfer.wait_for(on, events[Layers.that_has(layer, layers, self.parts)])
+
+
+def loads_argument(core: Core, loads: object, stream: object) -> Stream:
+    """The stream of an admission with ``loads``. Raises TypeError, ValueError: for those of another pool, and for a
+    ``stream`` beside them."""
+    if not isinstance(loads, LayerLoads):
+        raise TypeError(f"loads={loads!r:.80}: accepted is what layer_loads gave")
+    if loads.core is not core or stream is not None:
+        raise ValueError("loads: accepted is what layer_loads of this pool gave; it has the stream, so stream= is None")
+    return loads.stream
+
 
 Rows = Int64s
 NO_KEYS: Uint64s = np.empty((0, 2), np.uint64)
@@ -124,8 +200,8 @@ class Prompts:
 
     def _whole(self) -> State:
         """The group whose rows have most of their tokens: all, unless it has a window. Raises ValueError."""
-        whole = [state for state in self.core.states if kinds.has_all(state.heads, state.group)]
-        windowed = [state for state in self.core.states if kinds.has_windows(state.heads, state.group)]
+        whole = [state for state in self.core.states if requests.has_all(state.heads, state.group)]
+        windowed = [state for state in self.core.states if requests.has_windows(state.heads, state.group)]
         if not whole and not windowed:
             raise ValueError(
                 "keys_of: the states of recurrent layers have no tokens: extend the BlockKeys that were added"
@@ -198,7 +274,7 @@ class Prompts:
         out, ids = np.empty((len(heads) + 1, 6), np.int64), np.empty((len(heads), full), np.int32)
         with self.core.lock:
             self.core.check_open()
-            lookup.match(heads, request, ids, out)
+            index.match(heads, request, ids, out)
         return out, ids
 
     def blocks_needed(
@@ -242,7 +318,7 @@ class Prompts:
             tokens = int(encoder_argument("encoder_tokens", encoder_tokens, 1, crosses)[0])
         columns, found = -(-tokens // self._width), self._look_up(request_of(keys))[0][which]
         if config.groups[which].kind == "recurrent":
-            columns = found[3] + kinds.fresh_of(self.core.states.heads, which, request_of(keys), found[3], columns)
+            columns = found[3] + requests.fresh_of(self.core.states.heads, which, request_of(keys), found[3], columns)
         return int(columns - found[4])
 
     def plan_batch(self, prompts: Sequence[Prompt], *, encoder_tokens: Integers | None = None) -> Plan:
@@ -363,7 +439,8 @@ class Prompts:
         kept = [i for i in range(len(keys)) if i not in refused] if refused else None
         if kept is not None:
             rows, keys = rows[kept], [keys[i] for i in kept]
-        out = np.full((len(core.tables), len(keys), records.OUTCOME_COLUMNS), records.NONE, np.int64)
+        out = np.empty((len(core.tables), len(keys), records.OUTCOME_COLUMNS), np.int64)
+        out.fill(records.NONE)
         door.undo = lambda: core.release_unseen(out[0, :, records.OUT.id])
         on = NULL_STREAM if stream is None else stream
         now = core.now() if now is None else now
@@ -422,7 +499,8 @@ class Prompts:
     def _why_never(self, row: Rows) -> str | None:
         columns, encoder = (-(-int(row[0, i]) // self._width) for i in (records.R.length, records.R.encoder))
         groups, heads = self.core.config.groups, self.core.states.heads
-        needs = [encoder if g.kind == "cross" else int(kinds.fresh_of(heads, g.index, row, 0, columns)) for g in groups]
+        fresh = requests.fresh_of
+        needs = [encoder if g.kind == "cross" else int(fresh(heads, g.index, row, 0, columns)) for g in groups]
         short = [g for g in groups if needs[g.index] > g.device_blocks]
         # Groups for cross attention or full attention need all of their blocks at once. The others need what the next
         # token sees.
@@ -439,7 +517,7 @@ class Prompts:
         cached = self._cached(row) if short else []
         for group in short:
             matched, held = cached[group.index]
-            needed = min(needs[group.index], held + int(kinds.fresh_of(heads, group.index, row, matched, columns)))
+            needed = min(needs[group.index], held + int(fresh(heads, group.index, row, matched, columns)))
             if needed > group.device_blocks:
                 return (
                     f"{self._lack(group, needed)}: it can never fit as a whole; add its first tokens, commit them, "

@@ -13,7 +13,7 @@ import numpy as np
 from kvpool.arrays import Int64s, Uint64s
 from kvpool.pool.config import Group
 from kvpool.pool.events import Events, Name
-from kvpool.state.effects import CLEARED, REMOVED, STORED
+from kvpool.state.tiers import CLEARED, REMOVED, STORED
 
 MEDIA = {"device": "GPU", "host": "CPU"}
 """The routers' names for the tiers of a pool, whatever memory these are. A store has its own name, in capitals."""

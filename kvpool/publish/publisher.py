@@ -15,9 +15,8 @@ import zmq
 
 from kvpool.arrays.layout import choice_argument, integer_argument
 from kvpool.entry.arguments import bool_argument, text_argument
-from kvpool.entry.closing import Closing
 from kvpool.entry.interrupt import Bell, DeferSignals
-from kvpool.entry.process import Process
+from kvpool.entry.process import Closing, Process
 from kvpool.errors import PoolClosed
 from kvpool.keepers.keeper import Keeper
 from kvpool.pool.events import Events
@@ -25,7 +24,7 @@ from kvpool.pool.manager import KVCacheManager
 from kvpool.publish.messages import BLOCKS_PER_MESSAGE, HASHES, Encoder, Spec
 from kvpool.publish.replay_server import History, ReplayServer
 from kvpool.remote.connections import Connections, end, new_context
-from kvpool.remote.endpoints import check_free, endpoint_argument
+from kvpool.remote.session import check_free, endpoint_argument
 
 SNAPSHOT_MESSAGES = 1024
 SUBSCRIPTION_BYTES_MAX, SAID_BYTES_MAX = 256, 64 << 10

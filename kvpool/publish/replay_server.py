@@ -26,7 +26,7 @@ import zmq
 
 from kvpool.errors import PoolClosed
 from kvpool.remote import connections
-from kvpool.remote.endpoints import check_free
+from kvpool.remote.session import check_free
 
 FRAMES_MAX, FRAME_BYTES_MAX, COMMAND_BYTES_MAX = 8, 64, 1024
 """The most that a peer may send in one message, in one frame of it, and in one command of the protocol."""

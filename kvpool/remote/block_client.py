@@ -16,15 +16,27 @@ import zmq
 from kvpool.arrays import Bools, Int64s
 from kvpool.arrays.layout import integer_argument
 from kvpool.entry.arguments import priority_argument, text_argument
-from kvpool.entry.closing import Closing
 from kvpool.entry.interrupt import DeferSignals
-from kvpool.entry.process import Process
+from kvpool.entry.process import Closing, Process
 from kvpool.pool.keys import BlockKeys, key_rows
 from kvpool.pool.manager import KVCacheManager
 from kvpool.remote.connections import end, new_context
-from kvpool.remote.endpoints import ClientKeys, ClientSecret, check_endpoint
 from kvpool.remote.link import Link, RemoteError, RemoteTimeout
-from kvpool.remote.session import BLOCKS_MAX, KEY_BYTES, Blocks, Find, Found, Get, Hello, Malformed, Received, Welcome
+from kvpool.remote.session import (
+    BLOCKS_MAX,
+    KEY_BYTES,
+    Blocks,
+    ClientKeys,
+    ClientSecret,
+    Find,
+    Found,
+    Get,
+    Hello,
+    Malformed,
+    Received,
+    Welcome,
+    check_endpoint,
+)
 from kvpool.remote.transport import Arrival, Buffer, ClientTransport, InlineClient, served
 from kvpool.state.hashing import remote_password
 

@@ -14,13 +14,26 @@ import numpy as np
 
 from kvpool.arrays import Bools, Uint64s
 from kvpool.arrays.layout import integer_argument
-from kvpool.entry.closing import Closing
+from kvpool.entry.process import Closing
 from kvpool.errors import BlockNotFound, KVPoolError, PoolClosed
 from kvpool.pool.leases import Lease
 from kvpool.pool.manager import KVCacheManager
-from kvpool.remote.endpoints import ServerKeys, ServerSecret, check_endpoint
 from kvpool.remote.server import LetIn, Refused, Server
-from kvpool.remote.session import BLOCKS_MAX, KEY_BYTES, Blocks, Find, Found, Get, Hello, Malformed, Received, Welcome
+from kvpool.remote.session import (
+    BLOCKS_MAX,
+    KEY_BYTES,
+    Blocks,
+    Find,
+    Found,
+    Get,
+    Hello,
+    Malformed,
+    Received,
+    ServerKeys,
+    ServerSecret,
+    Welcome,
+    check_endpoint,
+)
 from kvpool.remote.transport import InlineServer, ServerTransport, host_bytes, served
 from kvpool.state import records
 from kvpool.state.hashing import remote_password

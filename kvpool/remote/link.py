@@ -15,10 +15,10 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvpool.errors import KVPoolError
 from kvpool.remote.connections import Flow
-from kvpool.remote.endpoints import ClientDoor
 from kvpool.remote.session import (
     HEAD_BYTES_MAX,
     UNSEALED,
+    ClientDoor,
     Failed,
     Malformed,
     Message,

@@ -16,7 +16,6 @@ import zmq
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.entry.process import Process
 from kvpool.remote.connections import Connections, end, new_context
-from kvpool.remote.endpoints import ServerDoor, check_free
 from kvpool.remote.session import (
     HEAD_BYTES_MAX,
     UNSEALED,
@@ -24,8 +23,10 @@ from kvpool.remote.session import (
     Malformed,
     Message,
     Received,
+    ServerDoor,
     Session,
     answered,
+    check_free,
     check_library,
     encode,
 )

@@ -8,5 +8,5 @@ from kvpool.replay.traces import Trace as Trace
 from kvpool.replay.traces import TraceError as TraceError
 from kvpool.replay.traces import read_trace as read_trace
 from kvpool.replay.traces import stream_trace as stream_trace
+from kvpool.replay.traces import synthetic as synthetic
 from kvpool.replay.verifier import VerificationError as VerificationError
-from kvpool.replay.workload import synthetic as synthetic

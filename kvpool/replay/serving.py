@@ -14,14 +14,13 @@ import numpy as np
 
 from kvpool.arrays import Array, Int64s
 from kvpool.arrays.layout import BlockLayout
-from kvpool.entry.closing import Closing
+from kvpool.entry.process import Closing
 from kvpool.errors import BlockNotFound
 from kvpool.pool.keys import BlockKeys
 from kvpool.pool.manager import KVCacheManager
 from kvpool.remote import BlockClient, BlockServer, Limits
 from kvpool.replay.content import KVBytes, Request, States, token_states
-from kvpool.replay.engine import ReplayConfig
-from kvpool.replay.rounds import Figure, Report, Rounds, at_least, equal
+from kvpool.replay.engine import Figure, ReplayConfig, Report, Rounds, at_least, equal
 from kvpool.replay.traces import Trace
 
 _PREFIX_EVERY = 8

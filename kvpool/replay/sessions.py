@@ -6,7 +6,7 @@ differs; the prompts are made while the session is played.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
@@ -66,13 +66,15 @@ class AgentSession:
 
 
 def play(
-    sessions: list[AgentSession], users: int = USERS, pause_max: float = PAUSE_MAX, varies: float = 0.0
-) -> Iterator[Request]:
+    sessions: list[AgentSession], users: int = USERS, pause_max: float = PAUSE_MAX, varies: float = 0.0,
+    waited: Callable[[], float] = float,
+) -> Iterator[Request]:  # fmt: skip
     """Yield the requests in the order in which ``users`` users make them, who wait for each answer.
 
     The sessions come in an order of chance, always the same. A user begins within a minute, waits after each answer as
     long as the session did, but at most ``pause_max`` seconds, and after the end of a session takes the next one. With
     ``varies``, the longest pause inside a session is drawn anew each time, up to this part of it shorter or longer.
+    ``waited`` says how many seconds the last request waited before it began, which its user goes on later.
     """
     if users < 1 or not 0 <= pause_max < inf:
         raise ValueError(f"users {users}, pause_max {pause_max}: accepted are 1 user or more, and seconds from 0 on")
@@ -101,7 +103,6 @@ def play(
         following, end, returns = next(prompts, None), now + turn.seconds, inf
         if following is not None:
             returns = end + min(following[0].pause, pause_max * varied.uniform(1 - varies, 1 + varies))
-            heappush(due, (returns, user, number, session, prompts, following))
         yield Request(
             index,
             session.line,
@@ -117,4 +118,6 @@ def play(
         )
         index += 1
         if following is None:
-            begin(user, end + random.random() * pause_max)
+            begin(user, end + waited() + random.random() * pause_max)
+        else:
+            heappush(due, (returns + waited(), user, number, session, prompts, following))

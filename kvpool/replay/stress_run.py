@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvpool.arrays import Array, Int64s
-from kvpool.entry.closing import Closing
+from kvpool.entry.process import Closing
 from kvpool.errors import BlockNotFound
 from kvpool.jit import jit
 from kvpool.pool.leases import Lease
 from kvpool.pool.manager import KVCacheManager
 from kvpool.replay.content import KVBytes, Request, names_of, token_states
-from kvpool.replay.engine import Replay, ReplayConfig
-from kvpool.replay.rounds import Figure, Report, Rounds, at_least, equal
+from kvpool.replay.engine import Figure, Replay, ReplayConfig, Report, Rounds, at_least, equal
 from kvpool.replay.traces import Trace
 from kvpool.state.arrays import State
 from kvpool.state.records import (

@@ -14,9 +14,19 @@ import numpy as np
 
 from kvpool.arrays import Array, Int64s
 from kvpool.arrays.layout import BlockLayout
-from kvpool.device.base import ALL_LAYERS, NULL_STREAM, SOURCE, TARGET, TOKENS, Device, Layers, Region, Stream
+from kvpool.device.base import (
+    ALL_LAYERS,
+    NULL_STREAM,
+    SOURCE,
+    TARGET,
+    TOKENS,
+    Device,
+    Layers,
+    Region,
+    Stream,
+    WrappedDevice,
+)
 from kvpool.device.sim import SimDevice
-from kvpool.device.wrapper import WrappedDevice
 from kvpool.errors import DeviceError, KVPoolError
 from kvpool.replay.content import Difference, KVBytes, States, ranges
 from kvpool.replay.summary import Verified

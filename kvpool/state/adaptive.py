@@ -57,19 +57,23 @@ def _compare(h, book, c):
 
 @jit
 def _evict(h, book, running, expert):
-    """Have the ghost of an expert lose blocks of other chains until it fits."""
+    """Have the ghost of an expert lose blocks of other chains until it fits. Of many chains, most may have none: those
+    that have some are compared."""
     chains, ghosts, used, room = chains_of(book), ghosts_of(book), scores_of(book)[0], book.capacity >> book.shift
     for _ in range(_TRIES):
         if used[expert] <= room:
             return
-        least, low = np.int64(NONE), 0.0
-        for at in range(book.known if book.known <= ALL else SOME):
+        least, low, some = np.int64(NONE), 0.0, 0
+        for at in range(book.known if book.known <= ALL else 8 * SOME):
+            if some == SOME:
+                break
             if book.shift:
                 c = draw(book, book.chains >> book.shift) << book.shift
             else:
                 c = np.int64(order_of(book)[at if book.known <= ALL else draw(book, book.known)])
             if c == running or chains[c].turns > 0 or ghosts[c, expert] == 0:
                 continue
+            some += 1
             worth = np.float64(-age_of(h, chains[c])) if expert == LRU else worth_now(h, book, c, expert)
             if least == NONE or worth < low:
                 least, low = c, worth

@@ -9,20 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.state.effects import STORED, UPDATED, WILL_READ, WILL_WRITE, emit, emit_access
-from kvpool.state.index import device_copy, same_tokens
-from kvpool.state.kinds import (
-    columns_for,
-    finds,
-    fresh_blocks,
-    has_block,
-    has_states,
-    keeps_state,
-    kept_column,
-    kept_from,
-)
-from kvpool.state.lookup import agree, look, partial_match
-from kvpool.state.policy import free_blocks, on_admit, on_hit, overflow, stop_clock
+from kvpool.jit.intrinsics import address_of, memcpy
+from kvpool.state.index import agree, device_copy, look, partial_match, same_tokens
+from kvpool.state.policy import foresee, free_blocks, on_admit, on_hit, overflow, stop_clock
 from kvpool.state.records import (
     DEFAULT_PRIORITY,
     DEVICE,
@@ -50,10 +39,17 @@ from kvpool.state.records import (
     row_tokens_of,
     sequences_of,
     table_of,
-    tokens_of,
 )
 from kvpool.state.requests import (
+    columns_for,
     findable,
+    finds,
+    fresh_blocks,
+    has_block,
+    has_states,
+    keeps_state,
+    kept_column,
+    kept_from,
     note_prompt,
     parent_of,
     request_extra,
@@ -65,8 +61,14 @@ from kvpool.state.requests import (
 from kvpool.state.sequences import refuse
 from kvpool.state.tiers import (
     EXPIRIES_PER_CALL,
+    STORED,
+    UPDATED,
+    WILL_READ,
+    WILL_WRITE,
     begin,
     copy_content,
+    emit,
+    emit_access,
     emit_move,
     expire,
     forget,
@@ -84,9 +86,8 @@ from kvpool.state.tiers import (
 @jit(forceinline=True)
 def write_tokens(h, b, at, tokens, extra, start, count):
     """Note the ids of ``count`` tokens of block ``b``, from its position ``at`` on. The engine writes the bytes."""
-    blocks, own = blocks_of(h), tokens_of(h)
-    for i in range(count):
-        own[b, at + i] = tokens[start + i]
+    blocks = blocks_of(h)
+    memcpy(h.tokens_at + 4 * (b * h.width + at), address_of(tokens) + 4 * start, 4 * count)
     if h.has_extra and (extra.shape[0] > 0 or blocks[b].flags & EXTRA):
         mine, some = extra_of(h), False
         for i in range(at + count):
@@ -240,6 +241,7 @@ def _fill_prompt(h, request, slot, batch, n, r):
     for i in range(out.matched, total):
         if has_block(h, request, i, total):
             row[i] = _fill_new(h, request, tokens, keys, extra, width, i, out)
+            foresee(h, row, i)
     for i in range(total if h.accesses_capacity else 0):
         if row[i] != NONE:
             emit_access(h, WILL_READ if i < out.matched else WILL_WRITE, h.stream, np.int64(row[i]))

@@ -37,7 +37,7 @@ from kvpool.state.chains import (
 )
 from kvpool.state.pauses import MEMBERS
 from kvpool.state.records import ENDS, HEAD, KEYED, NONE, REQUEST, blocks_of, lists_of, sequences_of, table_of
-from kvpool.state.requests import request_keys
+from kvpool.state.requests import request_keys, retention_at
 
 ALL, SOME, _RING = 48, 24, 16
 """Up to so many chains, all are compared; else a sample of some. And so many chains of a ring are asked about its
@@ -63,13 +63,14 @@ def class_of(stop, count, mean, length):
 @jit
 def on_admit(at, asked, slot):
     """A prompt has got the row ``slot``: find its chain, by the last block that it has reused, or by a deeper one that
-    is gone and still names it. Returns it, or NONE."""
+    is gone and still names it. Returns it, or NONE, as for a prompt whose end has another priority than the default."""
     h, request = record_at(at, HEAD), record_at(asked, REQUEST)
     book = book_of(h)
     turns_of(book)[slot] = NONE
-    if request.reserves or request.private or request.fresh:
-        return np.int64(NONE)
     keys, reused = request_keys(h, request), np.int64(sequences_of(h)[slot].reused)
+    _, priority, _ = retention_at(request, keys.shape[0] * h.width - 1)
+    if request.reserves or request.private or request.fresh or priority != LIST:
+        return np.int64(NONE)
     c, depth = _named(book, keys, keys.shape[0], reused)
     if c == NONE and reused > 0 and table_of(h)[slot, reused - 1] != NONE:
         c = np.int64(owners_of(h, book)[table_of(h)[slot, reused - 1]])

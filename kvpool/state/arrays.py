@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.arrays import Array, Int32s, Int64s, Uint8s
-from kvpool.arrays.pool_ids import PoolIds
+from kvpool.arrays.layout import PoolIds
 from kvpool.jit.intrinsics import entry_of
 from kvpool.state import adaptive, agent, records
 from kvpool.state.chains import BOOK, CHAIN, CHAINS_MAX, EXPERTS

@@ -11,9 +11,7 @@ import numpy as np
 
 from kvpool.jit import jit
 from kvpool.state.admit import write_tokens
-from kvpool.state.effects import UPDATED, emit
 from kvpool.state.index import begun_tail, device_copy, find_key, host_copy
-from kvpool.state.kinds import finds, finds_parts, needs_all
 from kvpool.state.policy import BACK, empty_blocks, evict_next, on_change, on_release, set_retention, stop_clock, unlist
 from kvpool.state.records import (
     DEVICE,
@@ -36,8 +34,8 @@ from kvpool.state.records import (
     swapped_of,
     table_of,
 )
-from kvpool.state.requests import parent_of, request_extra, request_keys, request_tokens
-from kvpool.state.tiers import EXPIRIES_PER_CALL, begin, enter, expire, forget, forget_both, take_host
+from kvpool.state.requests import finds, finds_parts, needs_all, parent_of, request_extra, request_keys, request_tokens
+from kvpool.state.tiers import EXPIRIES_PER_CALL, UPDATED, begin, emit, enter, expire, forget, forget_both, take_host
 
 
 @jit

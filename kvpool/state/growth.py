@@ -11,9 +11,7 @@ import numpy as np
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import array_at
 from kvpool.state.admit import write_tokens
-from kvpool.state.effects import ACCESSED, FOLLOWS, WILL_WRITE, WROTE, emit_access
-from kvpool.state.kinds import has_states, least
-from kvpool.state.policy import FRONT, free_blocks
+from kvpool.state.policy import FRONT, foresee, free_blocks
 from kvpool.state.records import (
     BAD_ACCEPTED,
     BAD_COUNT,
@@ -40,9 +38,19 @@ from kvpool.state.records import (
     token_moves_of,
     tokens_of,
 )
-from kvpool.state.requests import blocks_for, copy_row, reorder_rows
+from kvpool.state.requests import blocks_for, copy_row, has_states, least, reorder_rows
 from kvpool.state.sequences import give_back, give_columns, retry_duplicates, slot_of, stored_tail, stream_of, within
-from kvpool.state.tiers import copy_tokens, emit_move, forget, take_for
+from kvpool.state.tiers import (
+    ACCESSED,
+    FOLLOWS,
+    WILL_WRITE,
+    WROTE,
+    copy_tokens,
+    emit_access,
+    emit_move,
+    forget,
+    take_for,
+)
 
 # -- blocks that several sequences hold ------------------------------------------------------------------
 
@@ -249,6 +257,7 @@ def _append(h, slot, tokens, start, count):
         if at == 0:
             b = take_for(h, sequence)
             row[sequence.blocks] = b
+            foresee(h, row, sequence.blocks)
             emit_access(h, WILL_WRITE, stream, b)
             sequence.blocks += 1
         n = min(count - done, h.width - at)

@@ -51,6 +51,24 @@ def _four_rounds(v0, v1, v2, v3):
 
 
 @jit(forceinline=True)
+def _begin(secret0, secret1):
+    return V0 ^ U(secret0), V1 ^ U(secret1) ^ U(0xEE), V2 ^ U(secret0), V3 ^ U(secret1)
+
+
+@jit(forceinline=True)
+def _end(v0, v1, v2, v3, tail, parent0, parent1, guards):
+    """The key of a block whose tokens have been absorbed."""
+    if guards & PARENT_IN_KEY:
+        v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, U(parent0))
+        v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, U(parent1))
+    v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, tail)
+    v0, v1, v2, v3 = _four_rounds(v0, v1, v2 ^ U(0xEE), v3)
+    low = v0 ^ v1 ^ v2 ^ v3
+    v0, v1, v2, v3 = _four_rounds(v0, v1 ^ U(0xDD), v2, v3)
+    return np.int64(low), np.int64(v0 ^ v1 ^ v2 ^ v3)
+
+
+@jit(forceinline=True)
 def block_key(tokens, extra, secret0, secret1, parent0, parent1, guards):
     """The key of one full block.
 
@@ -58,10 +76,7 @@ def block_key(tokens, extra, secret0, secret1, parent0, parent1, guards):
     results are int64 that stand for 64 bits. A block whose extra ids are all zero has the same key as one without extra
     ids.
     """
-    v0, v1 = V0 ^ U(secret0), V1 ^ U(secret1) ^ U(0xEE)
-    v2, v3 = V2 ^ U(secret0), V3 ^ U(secret1)
-    # The parent comes last. So a processor can absorb the tokens of later blocks before the keys of earlier ones are
-    # known.
+    v0, v1, v2, v3 = _begin(secret0, secret1)
     n = tokens.shape[0]
     for i in range(n >> 1):
         word = U(np.uint32(tokens[2 * i])) | (U(np.uint32(tokens[2 * i + 1])) << U(32))
@@ -75,14 +90,38 @@ def block_key(tokens, extra, secret0, secret1, parent0, parent1, guards):
     if some:
         for i in range(extra.shape[0]):
             v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, U(extra[i]))
-    if guards & PARENT_IN_KEY:
-        v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, U(parent0))
-        v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, U(parent1))
-    v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, tail)
-    v0, v1, v2, v3 = _four_rounds(v0, v1, v2 ^ U(0xEE), v3)
-    low = v0 ^ v1 ^ v2 ^ v3
-    v0, v1, v2, v3 = _four_rounds(v0, v1 ^ U(0xDD), v2, v3)
-    return np.int64(low), np.int64(v0 ^ v1 ^ v2 ^ v3)
+    return _end(v0, v1, v2, v3, tail, parent0, parent1, guards)
+
+
+LANES = 16
+
+
+@jit(forceinline=True)
+def _absorb_lanes(v):
+    for j in range(LANES):
+        v[0, j], v[1, j], v[2, j], v[3, j] = _absorb(v[0, j], v[1, j], v[2, j], v[3, j], v[4, j])
+
+
+@jit(forceinline=True)
+def keys_in_lanes(h, words, parent0, parent1, out, v):
+    """Write the keys of LANES blocks to ``out`` int64[LANES, 2], given that of the block before. They have no extra
+    ids.
+
+    The parent comes last in a key. So the tokens of several blocks, ``words`` uint64[LANES, T / 2], are absorbed side
+    by side, in the lanes of vectors, before the key of the first is known. ``v`` uint64[5, LANES] is scratch. Returns
+    the last key.
+    """
+    for j in range(LANES):
+        v[0, j], v[1, j], v[2, j], v[3, j] = _begin(h.secret0, h.secret1)
+    for i in range(words.shape[1]):
+        for j in range(LANES):
+            v[4, j] = words[j, i]
+        _absorb_lanes(v)
+    tail = U(16 + 8 * words.shape[1]) << U(56)
+    for j in range(LANES):
+        parent0, parent1 = _end(v[0, j], v[1, j], v[2, j], v[3, j], tail, parent0, parent1, h.guards)
+        out[j, 0], out[j, 1] = parent0, parent1
+    return parent0, parent1
 
 
 @jit(forceinline=True)

@@ -16,7 +16,6 @@ import numpy as np
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import address_of, array_at, memcpy
 from kvpool.state.control import pin_block
-from kvpool.state.effects import STORED, UPDATED, emit, emit_cleared
 from kvpool.state.hashing import key_in
 from kvpool.state.index import expect, find, link, unlink_content
 from kvpool.state.policy import (
@@ -50,7 +49,18 @@ from kvpool.state.records import (
     no_extra,
     tokens_of,
 )
-from kvpool.state.tiers import EXPIRIES_PER_CALL, begin, expire, forget, record, take_host
+from kvpool.state.tiers import (
+    EXPIRIES_PER_CALL,
+    STORED,
+    UPDATED,
+    begin,
+    emit,
+    emit_cleared,
+    expire,
+    forget,
+    record,
+    take_host,
+)
 
 KEY_BYTES = 64
 KEY_WORDS = 1 + KEY_BYTES // 4

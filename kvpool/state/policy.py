@@ -19,7 +19,7 @@ import numpy as np
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import address_of, array_at, call, prefetch
 from kvpool.state.chains import book_of, owners_of
-from kvpool.state.index import expect, expect_child, expect_found
+from kvpool.state.index import expect, expect_child
 from kvpool.state.records import (
     CLEAN,
     DEFAULT_PRIORITY,
@@ -103,6 +103,16 @@ def push(blocks, lists, b, which, front):
     blocks[b].next = lists[which, 0] if front else NONE
     _link(blocks, lists, b, which)
     _lower(lists, which)
+
+
+@jit
+def push_behind(blocks, lists, b, which, behind):
+    """Put a block that is in no list into one: behind another block if that is in it, else in front."""
+    if behind == NONE or blocks[behind].list != which:
+        push(blocks, lists, b, which, FRONT)
+        return
+    blocks[b].prev, blocks[b].next = behind, blocks[behind].next
+    _link(blocks, lists, b, which)
 
 
 @jit(forceinline=True)
@@ -427,37 +437,26 @@ def take_victim(h, tier, priority):
     return b, stop_clock(h, b)
 
 
-NEAR, FAR = 6, 12  # how many evictions ahead the index is loaded, and the block
+SOON, LATER = 10, 20  # how many evictions ahead the index is loaded, and the block
+
+
+@jit(forceinline=True)
+def foresee(h, row, i):
+    """Note the blocks that a release of this row gives back some places behind its block ``i``."""
+    block = blocks_of(h)[row[i]]
+    block.soon, block.later = row[max(i - SOON, 0)], row[max(i - LATER, 0)]
 
 
 @jit(forceinline=True)
 def _expect_victims(h, b):
-    """Begin to load what the evictions after that of ``b`` will touch: the index first, and further ahead the blocks.
-    ``near`` and ``far`` go along the list with the evictions of a call."""
-    blocks = blocks_of(h)
-    if h.far == NONE:
-        h.near = h.far = b
-        for i in range(FAR):
-            h.near = h.far if i == NEAR else h.near
-            _expect_block(h)
-    else:
-        h.near = np.int64(blocks[h.near].next)
-        _expect_block(h)
-    if h.near != NONE:
-        expect(h, blocks[h.near].key0)
-        expect_child(h, h.near)
-        expect_found(h, blocks[blocks[blocks[b].next].next].key0)
-
-
-@jit(forceinline=True)
-def _expect_block(h):
-    """Go one block further along the list, and begin to load it."""
-    blocks = blocks_of(h)
-    if h.far != NONE:
-        h.far = np.int64(blocks[h.far].next)
-        prefetch(blocks, h.far)
-        prefetch(blocks["parent0"], h.far)
-        prefetch(array_at(h.tokens_at, (h.blocks * h.width,), np.int32), h.far * h.width)
+    """Begin to load what the evictions after that of ``b`` will touch. What was foreseen may be wrong, or NONE, which
+    is the last block: nothing depends on it."""
+    blocks, soon, later = blocks_of(h), np.int64(blocks_of(h)[b].soon), np.int64(blocks_of(h)[b].later)
+    prefetch(blocks, later)
+    prefetch(blocks["parent0"], later)
+    prefetch(array_at(h.tokens_at, (h.blocks * h.width,), np.int32), later * h.width)
+    expect(h, blocks[soon].key0)
+    expect_child(h, soon)
 
 
 @jit(forceinline=True)

@@ -102,7 +102,9 @@ BLOCK = np.dtype(
         ("child_prev", "i4"),
         ("child_next", "i4"),
         ("saved", "i8"),  # who has been told to save the content, as bits; the same of both copies
-        ("spare", "i8"),  # fills the second cache line
+        # Blocks that a release gives back some places behind this one, so that they are loaded ahead of their eviction.
+        ("soon", "i4"),
+        ("later", "i4"),
     ],
     align=True,
 )
@@ -172,7 +174,7 @@ HEAD = _numbers(
     "secret1 guards"
     " generation event_capacity removals has_extra clocks window sinks kind group block_tokens device_first "
     "host_first snapshot"
-    " gone_capacity detail bound detail_group overflow stop returns savers owed unsaved near far"
+    " gone_capacity detail bound detail_group overflow stop returns savers owed unsaved"
 )
 # `detail` says what an error is about, mostly a place among the arguments, and `bound` the bound that it broke. In the
 # first header, `detail_group` is the group of the error. `overflow` is how many contents the present admission still
@@ -182,8 +184,7 @@ HEAD = _numbers(
 # no blocks. `book_at` is 0 where the policy needs no records of its own. `stop` and `returns` are what the engine says
 # about the sequences that it releases: why they stopped, and ENDS or in how many ms and one their next turn comes.
 # `savers` are those who save content, as bits; to those in `owed` all of it is owed, and `unsaved` counts what the host
-# has evicted before one of them was told to save it. `near` and `far` are blocks that a call's evictions
-# will come to: see `policy`. They are only loaded ahead.
+# has evicted before one of them was told to save it.
 ENDS = np.int64(-1)
 ATTENTION, RECURRENT, CROSS = range(3)
 
@@ -359,17 +360,6 @@ def events_of(h):
 @jit(forceinline=True)
 def gone_of(h):
     return array_at(h.gone_at, (h.gone_capacity, 2), np.int64)
-
-
-@jit(forceinline=True)
-def event_tokens_of(h):
-    return array_at(h.event_tokens_at, (h.event_capacity, h.width), np.int32)
-
-
-@jit(forceinline=True)
-def event_extra_of(h):
-    """Extra ids of events. See ``extra_of``."""
-    return array_at(h.event_extra_at, (h.event_capacity, h.width), np.int64)
 
 
 @jit(forceinline=True)

@@ -12,9 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.state.effects import WILL_WRITE, WROTE, emit_access
 from kvpool.state.growth import gap_of, make_writable, note_dropped, private_copy, restore_marked, rewinding, unfull
-from kvpool.state.kinds import keeps_state, state_at
 from kvpool.state.policy import FRONT, free_blocks
 from kvpool.state.records import (
     BAD_COUNT,
@@ -33,9 +31,9 @@ from kvpool.state.records import (
     sequences_of,
     table_of,
 )
-from kvpool.state.requests import blocks_for, note
+from kvpool.state.requests import blocks_for, keeps_state, note, state_at
 from kvpool.state.sequences import give_columns, slot_of, stream_of, within
-from kvpool.state.tiers import forget, take_for
+from kvpool.state.tiers import WILL_WRITE, WROTE, emit_access, forget, take_for
 
 # -- growth ------------------------------------------------------------------------------------------
 

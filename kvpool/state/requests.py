@@ -2,6 +2,10 @@
 
 A recurrent group has no blocks for most columns of a row, so it has notes beside it: for each sequence the key of its
 full committed columns, and the ids of all tokens after these.
+
+All differences between the kinds of groups stand here, at the end. No other module asks for a kind. A group with
+attention has a block for each column of a row, found by its prefix. A recurrent group has states: blocks after some of
+the columns. A group for cross attention has the encoder's content: nobody finds it, and nothing changes it.
 """
 
 from __future__ import annotations
@@ -9,13 +13,16 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.jit.intrinsics import address_of, array_at
-from kvpool.state.hashing import key_in
+from kvpool.jit.intrinsics import address_of, array_at, memcpy
+from kvpool.state.hashing import LANES, key_in, keys_in_lanes
 from kvpool.state.records import (
+    ATTENTION,
+    CROSS,
     DEFAULT_PRIORITY,
     EXTRA,
     KEYED,
     NONE,
+    RECURRENT,
     blocks_of,
     extra_of,
     head,
@@ -97,10 +104,19 @@ def hash_request(heads, requests, first):
     h, request = head(heads, 0), request_at(requests, 0)
     tokens, keys, extra, width = request_tokens(request), request_keys(h, request), request_extra(request), h.width
     parent0, parent1 = parent_of(h, request, first)
-    for i in range(first, keys.shape[0]):
+    i, plain = first, extra.shape[0] == 0 and width % 2 == 0
+    while i < keys.shape[0]:
+        if plain and i + 4 * LANES <= keys.shape[0]:
+            words = array_at(request.tokens_at + 4 * i * width, (LANES, width >> 1), np.uint64)
+            # Scratch, where later keys will be.
+            states = array_at(request.keys_at + 16 * (i + LANES), (5, LANES), np.uint64)
+            parent0, parent1 = keys_in_lanes(h, words, parent0, parent1, keys[i:], states)
+            i += LANES
+            continue
         own = extra[i * width : (i + 1) * width] if extra.shape[0] > 0 else extra
         parent0, parent1 = key_in(h, tokens[i * width : (i + 1) * width], own, parent0, parent1)
         keys[i, 0], keys[i, 1] = parent0, parent1
+        i += 1
     return max(keys.shape[0] - first, 0)
 
 
@@ -120,9 +136,7 @@ def retention_at(request, position):
 @jit
 def note(h, slot, at, tokens, extra, start, count):
     """Note ``count`` tokens of a sequence from its position ``at`` on. An empty ``extra`` stands for zeros."""
-    own = row_tokens_of(h)[slot]
-    for i in range(count):
-        own[at + i] = tokens[start + i]
+    memcpy(address_of(row_tokens_of(h)[slot]) + 4 * at, address_of(tokens) + 4 * start, 4 * count)
     if h.has_extra:
         mine = row_extra_of(h)[slot]
         for i in range(count):
@@ -149,10 +163,7 @@ def _noted(h, slot):
 def copy_row(h, source, target):
     """Copy the notes of a sequence to its fork."""
     first, last = _noted(h, source)
-    for i in range(first, last):
-        row_tokens_of(h)[target, i] = row_tokens_of(h)[source, i]
-        if h.has_extra:
-            row_extra_of(h)[target, i] = row_extra_of(h)[source, i]
+    note(h, target, first, row_tokens_of(h)[source], row_extra_of(h)[source], first, last - first)
 
 
 @jit
@@ -186,9 +197,8 @@ def column_key(h, slot, i, parent0, parent1):
 @jit
 def _write_ids(h, slot, i, b):
     """Give a block the ids of the tokens of its column."""
-    blocks, own, noted, at = blocks_of(h), tokens_of(h)[b], row_tokens_of(h)[slot], i * h.width
-    for j in range(h.width):
-        own[j] = noted[at + j]
+    blocks, at = blocks_of(h), i * h.width
+    memcpy(address_of(tokens_of(h)[b]), address_of(row_tokens_of(h)[slot]) + 4 * at, 4 * h.width)
     blocks[b].filled = h.width
     blocks[b].flags &= ~EXTRA
     if h.has_extra:
@@ -238,13 +248,138 @@ def read_row(heads, g, slot, tokens, extra, keys):
         b = row[i]
         if b == NONE:
             return NONE
-        own = tokens_of(h)[b]
-        for j in range(min(width, tokens.shape[0] - i * width)):
-            tokens[i * width + j] = own[j]
+        at, count = i * width, min(width, tokens.shape[0] - i * width)
+        memcpy(address_of(tokens) + 4 * at, address_of(tokens_of(h)[b]), 4 * count)
         if extra.shape[0] and blocks[b].flags & EXTRA:
-            for j in range(min(width, tokens.shape[0] - i * width)):
-                extra[i * width + j] = extra_of(h)[b, j]
+            memcpy(address_of(extra) + 8 * at, address_of(extra_of(h)[b]), 8 * count)
         if known == i and i < keys.shape[0] and blocks[b].flags & KEYED:
             keys[i, 0], keys[i, 1] = blocks[b].key0, blocks[b].key1
             known += 1
     return known
+
+
+# -- kinds of groups ------------------------------------------------------------------------------------
+
+
+@jit(forceinline=True)
+def finds(h):
+    """Whether prompts find content in this group. Then its rows have the tokens of their sequences."""
+    return h.kind != CROSS
+
+
+@jit(forceinline=True)
+def has_states(h):
+    """Whether its blocks are states, which are written as a whole."""
+    return h.kind == RECURRENT
+
+
+@jit(forceinline=True)
+def needs_all(h):
+    """Whether all blocks of a prefix are needed to reuse it."""
+    return h.kind == ATTENTION and h.window == 0
+
+
+@jit(forceinline=True)
+def finds_parts(h):
+    """Whether prompts can reuse the first tokens of a block."""
+    return h.kind == ATTENTION and h.child_buckets != 0
+
+
+@jit(forceinline=True)
+def columns_for(h, request):
+    """How many columns of a row a prompt takes in this group."""
+    return blocks_for(h, request.length if finds(h) else request.encoder)
+
+
+@jit(forceinline=True)
+def has_block(h, request, i, columns):
+    """Whether column ``i`` of the first ``columns``, which begin with a prompt, has a block if it is not reused.
+
+    In a recurrent group, the columns whose state is kept have one, and the last column.
+    """
+    if not has_states(h):
+        return True
+    return i == columns - 1 or keeps_state(h, i, kept_column(h, request))
+
+
+@jit(forceinline=True)
+def kept_column(h, request):
+    """The last column of a prompt whose state the same prompt could reuse."""
+    return reusable(request) // h.width - 1
+
+
+@jit(forceinline=True)
+def keeps_state(h, i, kept):
+    """Whether the state after column ``i`` of a sequence is kept for others to find. ``kept`` is that column of its
+    prompt."""
+    return i == kept or (h.snapshot != 0 and (i + 1) % h.snapshot == 0)
+
+
+@jit(forceinline=True)
+def state_at(h, slot, count):
+    """The column of the state after ``count`` tokens of a sequence. NONE for 0 tokens."""
+    i = (count - 1) // h.width
+    while i >= 0 and table_of(h)[slot, i] == NONE:
+        i += 1
+    return i
+
+
+@jit
+def fresh_blocks(h, request, matched, columns):
+    """How many blocks a prompt takes after ``matched`` columns, until it has ``columns``."""
+    if not has_states(h):
+        return columns - matched
+    count = 0
+    for i in range(matched, columns):
+        count += 1 if has_block(h, request, i, columns) else 0
+    return count
+
+
+@jit
+def fresh_of(heads, g, requests, matched, columns):
+    """``fresh_blocks`` of the first of ``requests`` in group ``g``."""
+    return fresh_blocks(head(heads, g), request_at(requests, 0), matched, columns)
+
+
+@jit
+def has_all(heads, g):
+    """Whether the rows of a group have blocks for all of their tokens."""
+    return needs_all(head(heads, g))
+
+
+@jit
+def has_windows(heads, g):
+    """Whether the rows of a group have blocks for all tokens that a window has not passed."""
+    h = head(heads, g)
+    return finds(h) and not has_states(h) and not needs_all(h)
+
+
+# -- windows -------------------------------------------------------------------------------------------
+#
+# A token at position p sees the tokens [p - WINDOW + 1, p] and those of the first SINKS blocks. The window has passed
+# the blocks [SINKS, first) of a sequence: its row has NONE there. Without a window, WINDOW and ``first`` are 0.
+
+
+@jit(forceinline=True)
+def kept_from(h, count):
+    """The first block after the sinks that is needed once ``count`` tokens are computed.
+
+    It is the first block that the next token sees, or the last full block if that comes before. The key of the last
+    full block is the parent of the next key, and a hit compares its tokens.
+    """
+    return max(h.sinks, min((count - h.window + 1) // h.width, count // h.width - 1))
+
+
+@jit(forceinline=True)
+def holes(h, slot):
+    """How many blocks a sequence has given back because its window has passed them."""
+    return max(sequences_of(h)[slot].first - h.sinks, 0)
+
+
+@jit(forceinline=True)
+def least(h, slot):
+    """How many tokens a sequence must keep, so that everything its next token sees is still there."""
+    if holes(h, slot) == 0:
+        return 0
+    first = sequences_of(h)[slot].first * h.width
+    return first + max(h.window - 1, h.width)

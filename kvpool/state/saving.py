@@ -6,12 +6,15 @@ Content is told as a row of ``found`` int64[n, 5]: group, both halves of the key
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.arrays import Int64s
 from kvpool.jit import jit
-from kvpool.state.effects import STORED
 from kvpool.state.index import find_key
-from kvpool.state.policy import evict_next
+from kvpool.state.policy import push_behind, unlink
 from kvpool.state.records import (
     CLEAN,
     EMPTY,
@@ -26,6 +29,7 @@ from kvpool.state.records import (
     lists_of,
     ring_of,
 )
+from kvpool.state.tiers import STORED
 
 SAVERS = 62
 FOUND = 5
@@ -139,7 +143,33 @@ def held(heads, saver, ids, found):
 
 
 @jit
-def released_unused(heads, ids):
-    """Put blocks that nobody holds any more in front of the lists that they are in, the last of ``ids`` in front."""
+def put_back(heads, g, ids, before):
+    """Put blocks that nobody holds any more where they were in their lists, since to be saved is no use. ``before``
+    int64[n, 3] has of each its ``prev``, ``used_at`` and ``key0`` while it was held.
+
+    They come behind the block that was before them, if it is there and was not used since; else they are the next
+    victims. The last of ``ids`` comes first. What has other content now, or is held by others, stays as it is.
+    """
+    h, behind = head(heads, g), np.int64(NONE)
+    blocks, lists = blocks_of(h), lists_of(h)
     for i in range(ids.shape[0]):
-        evict_next(head(heads, 0), np.int64(ids[i]))
+        b = ids[i]
+        if blocks[b].list < 0 or np.int64(blocks[b].key0) != before[i, 2]:
+            before[i, 1] = NONE
+            continue
+        unlink(blocks, lists, b)
+        blocks[b].used_at = np.uint32(before[i, 1])
+    for i in range(ids.shape[0]):
+        prev = before[i, 0]
+        if behind == NONE and before[i, 1] != NONE and prev != NONE and blocks[prev].list >= 0:
+            later = (np.int64(blocks[prev].used_at) - before[i, 1]) & 0xFFFFFFFF  # a clock of 32 bits
+            behind = prev if later == 0 or later >> 31 else behind
+    for i in range(ids.shape[0]):
+        if before[i, 1] != NONE:
+            push_behind(blocks, lists, ids[i], ~np.int64(blocks[ids[i]].list), behind)
+    return np.int64(0)
+
+
+def places(blocks: npt.NDArray[Any]) -> Int64s:
+    """What ``put_back`` is to know of blocks that are held."""
+    return np.stack([blocks["prev"], blocks["used_at"], blocks["key0"]], axis=1, dtype=np.int64)

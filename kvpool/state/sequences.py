@@ -10,10 +10,8 @@ import numpy as np
 
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import prefetch
-from kvpool.state.effects import ACCESSED, FOLLOWS, STORED, WROTE, emit, emit_access
 from kvpool.state.hashing import key_in
 from kvpool.state.index import device_copy, expect, expect_child, expect_found, find_key, has_content, rival_child
-from kvpool.state.kinds import has_states, keeps_state, kept_from, state_at
 from kvpool.state.policy import BACK, nth_released, on_begin_release, on_change, on_end_release, on_insert, on_release
 from kvpool.state.records import (
     BAD_COUNT,
@@ -41,8 +39,8 @@ from kvpool.state.records import (
     table_of,
     tokens_of,
 )
-from kvpool.state.requests import blocks_for, name
-from kvpool.state.tiers import enter, forget_both
+from kvpool.state.requests import blocks_for, has_states, keeps_state, kept_from, name, state_at
+from kvpool.state.tiers import ACCESSED, FOLLOWS, STORED, WROTE, emit, emit_access, enter, forget_both
 
 
 @jit(forceinline=True)
@@ -173,7 +171,7 @@ def give_columns(h, slot, first, last, front):
 
 
 STORE, DROP = np.bool_(True), np.bool_(False)  # the content that a sequence leaves stays in the cache, or is dropped
-AHEAD, FAR = 12, 24  # how many blocks ahead the place in the index is loaded, and the block
+NEAR, AHEAD, FAR = 10, 20, 24  # how many blocks ahead what has a key is loaded, its place in the index, and the block
 
 
 @jit
@@ -216,12 +214,10 @@ def publish_range(h, slot, first, last):
     waiting = 0
     for i in range(first, last):
         b = np.int64(row[i])
-        prefetch(blocks, row[min(i + FAR, last - 1)])
-        prefetch(blocks["parent0"], row[min(i + FAR, last - 1)])
         if i + AHEAD < last:
             expect(h, blocks[row[i + AHEAD]].key0)  # a guess, if it has no key yet
             expect_child(h, np.int64(row[i + AHEAD]))
-            expect_found(h, blocks[row[i + AHEAD // 2 + 2]].key0)
+            expect_found(h, blocks[row[i + NEAR]].key0)
         if b == NONE or blocks[b].flags & (PUBLISHED | LOST):
             continue
         if has_states(h) and not (blocks[b].flags & KEYED and keeps_state(h, i, sequence.kept)):

@@ -13,9 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.state.effects import ACCESSED, STORED, WILL_READ, WILL_WRITE, WROTE, emit, emit_access
 from kvpool.state.index import find_key
-from kvpool.state.kinds import has_states, keeps_state
 from kvpool.state.policy import free_blocks, nth_released, stop_clock
 from kvpool.state.records import (
     DEVICE,
@@ -40,11 +38,19 @@ from kvpool.state.records import (
     swapped_of,
     table_of,
 )
+from kvpool.state.requests import has_states, keeps_state
 from kvpool.state.sequences import check_kinds, give_back, refuse, slot_of, stream_of
 from kvpool.state.tiers import (
+    ACCESSED,
     EXPIRIES_PER_CALL,
+    STORED,
+    WILL_READ,
+    WILL_WRITE,
+    WROTE,
     begin,
     copy_content,
+    emit,
+    emit_access,
     emit_move,
     enter,
     expire,

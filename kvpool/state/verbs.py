@@ -12,10 +12,7 @@ from kvpool.jit import jit
 from kvpool.jit.intrinsics import address_of
 from kvpool.state import growth, recurrent
 from kvpool.state.admit import onboard
-from kvpool.state.effects import LOSS, STORED, emit, emit_cleared, note_gone
-from kvpool.state.index import device_copy, find_key, host_copy
-from kvpool.state.kinds import finds, has_states, needs_all
-from kvpool.state.lookup import look
+from kvpool.state.index import device_copy, find_key, host_copy, look
 from kvpool.state.policy import free_blocks, on_change, on_reset, stop_clock
 from kvpool.state.records import (
     BAD_TOTAL,
@@ -43,7 +40,7 @@ from kvpool.state.records import (
     swapped_of,
     table_of,
 )
-from kvpool.state.requests import findable
+from kvpool.state.requests import findable, finds, has_states, needs_all
 from kvpool.state.sequences import (
     DROP,
     STORE,
@@ -60,12 +57,17 @@ from kvpool.state.sequences import (
 from kvpool.state.swaps import give_up
 from kvpool.state.tiers import (
     EXPIRIES_PER_CALL,
+    LOSS,
+    STORED,
     begin,
     copy_content,
+    emit,
+    emit_cleared,
     emit_move,
     expire,
     hold,
     let_go,
+    note_gone,
     take_host,
     unpublish,
 )

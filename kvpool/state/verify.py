@@ -16,7 +16,6 @@ from kvpool.state.arrays import State, States
 from kvpool.state.chains import CHAINS_MAX
 from kvpool.state.hashing import key_in
 from kvpool.state.index import bucket, child_bucket
-from kvpool.state.kinds import kept_from
 from kvpool.state.pauses import CLASSES
 from kvpool.state.records import (
     ATTENTION,
@@ -49,7 +48,7 @@ from kvpool.state.records import (
     table_of,
     tokens_of,
 )
-from kvpool.state.requests import column_key
+from kvpool.state.requests import column_key, kept_from
 
 IntArray = npt.NDArray[np.integer]
 

@@ -22,9 +22,8 @@ import numpy as np
 from kvpool.arrays import Uint8s
 from kvpool.arrays.layout import integer_argument
 from kvpool.entry.arguments import bool_argument
-from kvpool.entry.closing import Closing
 from kvpool.entry.interrupt import Bell, DeferSignals
-from kvpool.entry.process import Process
+from kvpool.entry.process import Closing, Process
 from kvpool.errors import PoolClosed, StoreBusy
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
 from kvpool.stores import jobs

@@ -23,7 +23,7 @@ _SIZES = ("capacity", "segment")
 """options in bytes"""
 _PARTS = ("open", "find", "load", "save", "forget", "close")
 """what the class of a store has"""
-_COUNTS = ("connections", "threads", "timeout_ms")
+_COUNTS = ("connections", "index_blocks", "threads", "timeout_ms")
 """options that are numbers"""
 
 

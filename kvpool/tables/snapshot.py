@@ -11,12 +11,12 @@ import numpy as np
 
 from kvpool.arrays import Int64s
 from kvpool.device.base import Device, Stream
-from kvpool.device.work import StagedRows, StagedVectors, Table, staged_bytes, staged_views
+from kvpool.device.work import StagedRows, StagedVectors, Table, Work, staged_bytes, staged_views
 from kvpool.errors import DeviceError
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import array_at, memcpy
-from kvpool.state.kinds import holes
 from kvpool.state.records import NONE, SEVERAL_STREAMS, TOO_LARGE, TOO_SMALL, H, head, sequences_of
+from kvpool.state.requests import holes
 from kvpool.state.sequences import check, stream_of
 from kvpool.tables.staging import Buffer, Staging
 
@@ -37,9 +37,9 @@ def used_blocks(h, ids):  # type: ignore[no-untyped-def]
 
 
 @jit
-def dense_room(heads, g, ids, planes, columns):  # type: ignore[no-untyped-def]
+def dense_room(heads, g, ids, planes, rows, columns, least):  # type: ignore[no-untyped-def]
     """Bytes of the buffer that ``stage_dense`` is likely to need."""
-    return staged_bytes(planes, ids.shape[0], min(used_blocks(head(heads, g), ids)[0], columns))
+    return staged_bytes(planes, rows, max(least, min(used_blocks(head(heads, g), ids)[0], columns)))
 
 
 @jit
@@ -71,8 +71,9 @@ def _copy_rows(h, slot, first, address, columns):  # type: ignore[no-untyped-def
 
 
 @jit
-def stage_dense(heads, g, ids, rows, planes, address, nbytes, columns, cut):  # type: ignore[no-untyped-def]
-    """Write a hand-over of at most ``columns`` columns into the buffer at ``address``. Returns the columns in use.
+def stage_dense(heads, g, ids, rows, planes, address, nbytes, columns, least, cut):  # type: ignore[no-untyped-def]
+    """Write a hand-over of ``least`` to ``columns`` columns into the buffer at ``address``. Returns how many. Rows
+    behind the sequences have no blocks.
 
     The sequences are used on the call's stream from now on. Errors, with nothing changed: those of ``check_streams``;
     TOO_LARGE, unless ``cut``, if the sequence at ``detail`` has ``bound`` columns; TOO_SMALL for the buffer.
@@ -81,7 +82,7 @@ def stage_dense(heads, g, ids, rows, planes, address, nbytes, columns, cut):  # 
     error = check_streams(h, ids)
     if error:
         return error
-    sequences, width = sequences_of(h), 0
+    sequences, width = sequences_of(h), least
     for i in range(ids.shape[0]):
         used = sequences[ids[i] & 0xFFFFFFFF].blocks
         if used > columns and not cut:
@@ -90,7 +91,7 @@ def stage_dense(heads, g, ids, rows, planes, address, nbytes, columns, cut):  # 
         width = max(width, min(used, columns))
     if staged_bytes(planes.shape[0], rows.shape[0], width) > nbytes:
         return TOO_SMALL
-    _, to_rows, to_planes = staged_views(address, planes.shape[0], rows.shape[0], width)
+    to_ids, to_rows, to_planes = staged_views(address, planes.shape[0], rows.shape[0], width)
     for p in range(planes.shape[0]):
         for k in range(3):
             to_planes[p, k] = planes[p, k]
@@ -98,11 +99,14 @@ def stage_dense(heads, g, ids, rows, planes, address, nbytes, columns, cut):  # 
     for i in range(ids.shape[0]):
         slot = ids[i] & 0xFFFFFFFF
         stream_of(h, slot)
-        to_rows[i] = rows[i]
         # Rows that follow each other are copied together: short copies cost more than their bytes.
         if i + 1 == ids.shape[0] or width < h.columns or ids[i + 1] & 0xFFFFFFFF != slot + 1:
             _copy_rows(h, slot - (i - first), 0, address + 4 * first * width, (i + 1 - first) * width)
             first = i + 1
+    for i in range(rows.shape[0]):
+        to_rows[i] = rows[i]
+        if i >= ids.shape[0]:
+            to_ids[i] = -1
     return width
 
 
@@ -150,13 +154,25 @@ class HandOver(ABC):
     """Block tables on their way into ``targets``. After the decision, ``enqueue`` has the device read them.
 
     ``retained`` says that the buffer no longer belongs to the call. ``error`` says why the device did not accept all of
-    it.
+    it. What is ``captured`` belongs to a graph, which writes the targets. Its shape does not change: ``least`` columns
+    are staged of every sequence.
     """
+
+    captured, least = False, 0
 
     def __init__(self, targets: Sequence[Table]) -> None:
         self.targets = targets
         self.error: DeviceError | None = None
         self.retained = False
+
+    def capture(self, columns: int) -> None:
+        """Make it that of a graph, in a pool whose sequences have up to ``columns`` columns."""
+        self.captured, self.least = True, columns
+
+    def choose(self, first: Int64s, counts: Int64s) -> None:
+        """Choose tokens of a step. Raises ValueError where there are none to choose."""
+        if len(first) or len(counts):
+            raise ValueError("first, counts: accepted is None, since block offsets are of all tokens")
 
     @abstractmethod
     def room(self, heads: Int64s, g: int, ids: Int64s) -> int:
@@ -164,29 +180,34 @@ class HandOver(ABC):
 
     @abstractmethod
     def stage(self, heads: Int64s, g: int, ids: Int64s, buffer: Buffer) -> int:
-        """Snapshot the tables into ``buffer``. Returns the argument of ``send``, or an error of the jitted function.
+        """Snapshot the tables into ``buffer``. Returns the argument of ``work``, or an error of the jitted function.
 
         The caller holds the state lock. Raises ValueError, with nothing changed, for sequences for which the targets
         have no room.
         """
 
     @abstractmethod
-    def send(self, device: Device, buffer: Buffer, staged: int, stream: Stream) -> None:
-        """Enqueue it. Raises DeviceError."""
+    def work(self, buffer: Buffer, staged: int) -> Work:
+        """What the device has to do."""
 
     def enqueue(self, staging: Staging, device: Device, buffer: Buffer, staged: int, stream: Stream) -> None:
-        """Have the device write the targets. The caller holds the transfer lock. Raises DeviceError if the device can
-        order no more work."""
+        """Have the device write the targets; those of a graph are written when it is replayed. The caller holds the
+        transfer lock. Raises DeviceError if the device can order no more work."""
         try:
-            self.send(device, buffer, staged, stream)
+            if not self.captured:
+                device.enqueue(self.work(buffer, staged), stream)
         except DeviceError as error:
             if error.sticky:
                 raise
             # Some of it may be enqueued, and read the buffer.
             self.error = error
+        # Behind this comes the replay: from now on the device waits for this stream when it closes.
         event = device.record(stream)
         self.retained = True
-        staging.retain(buffer, stream, event, self.targets)
+        if self.captured:
+            buffer.replays = stream
+        else:
+            staging.retain(buffer, stream, event, self.targets)
 
 
 class DenseHandOver(HandOver):
@@ -200,15 +221,15 @@ class DenseHandOver(HandOver):
         super().__init__([table])
         self.planes, self.rows, self.columns, self.cut = planes, rows, columns, cut
 
+    def capture(self, columns: int) -> None:
+        super().capture(min(columns, self.columns))
+
     def room(self, heads: Int64s, g: int, ids: Int64s) -> int:
-        return int(dense_room(heads, g, ids, len(self.planes), self.columns))
+        return int(dense_room(heads, g, ids, len(self.planes), len(self.rows), self.columns, self.least))
 
     def stage(self, heads: Int64s, g: int, ids: Int64s, buffer: Buffer) -> int:
-        width = int(
-            stage_dense(
-                heads, g, ids, self.rows, self.planes, buffer.address, buffer.array.nbytes, self.columns, self.cut
-            )
-        )
+        room = buffer.address, buffer.array.nbytes
+        width = int(stage_dense(heads, g, ids, self.rows, self.planes, *room, self.columns, self.least, self.cut))
         if width == TOO_LARGE:
             raise ValueError(
                 f"target has {self.columns} columns: sequence {ids[heads[g, H.detail]]} has {heads[g, H.bound]} "
@@ -217,9 +238,9 @@ class DenseHandOver(HandOver):
             )
         return width
 
-    def send(self, device: Device, buffer: Buffer, staged: int, stream: Stream) -> None:
+    def work(self, buffer: Buffer, staged: int) -> Work:
         shape = len(self.planes), len(self.rows), staged, self.columns
-        device.enqueue(StagedRows(self.targets[0], buffer.array, buffer.address, *shape), stream)
+        return StagedRows(self.targets[0], buffer.array, buffer.address, *shape)
 
 
 class CsrHandOver(HandOver):
@@ -242,7 +263,7 @@ class CsrHandOver(HandOver):
             )
         return total
 
-    def send(self, device: Device, buffer: Buffer, staged: int, stream: Stream) -> None:
+    def work(self, buffer: Buffer, staged: int) -> Work:
         indptr, indices, last = self.targets
         n = self.count
         pieces = [
@@ -250,8 +271,7 @@ class CsrHandOver(HandOver):
             (last, 4 * (n + 1), 4 * n),
             (indices, 4 * (2 * n + 1), 4 * staged),
         ]
-        wanted = [piece for piece in pieces if piece[2]]
-        device.enqueue(StagedVectors(buffer.array, buffer.address, wanted), stream)
+        return StagedVectors(buffer.array, buffer.address, [piece for piece in pieces if piece[2]])
 
 
 def vectors_argument(vectors: dict[str, Table], count: int) -> None:

@@ -24,13 +24,15 @@ SMALLEST_BYTES = 4096
 
 
 class Buffer:
-    """Memory of the host tier. ``event`` comes after the last work that reads it, which is for ``tables``."""
+    """Memory of the host tier. ``event`` comes after the last work that reads it, which is for ``tables``. ``replays``
+    is the stream of the graph that reads it, if one does."""
 
-    __slots__ = ("address", "array", "event", "tables")
+    __slots__ = ("address", "array", "event", "replays", "tables")
 
     def __init__(self, array: Uint8s) -> None:
         self.array, self.address = array, array.ctypes.data
         self.event: Event | None = None
+        self.replays: Stream | None = None
         self.tables: Sequence[Table] = ()
 
 
@@ -73,7 +75,7 @@ class Staging:
             raise
         if spare is not None:
             self._device.free(spare.array)
-        return found or self._allocate(nbytes)
+        return found or self.allocate(nbytes)
 
     def _choose(self, nbytes: int) -> tuple[Buffer | None, Buffer | None]:
         """The smallest free buffer that is large enough. If there is none: None, and a buffer that is too small and may
@@ -91,7 +93,8 @@ class Staging:
         self._buffers.remove(spare)
         return None, spare
 
-    def _allocate(self, nbytes: int) -> Buffer:
+    def allocate(self, nbytes: int) -> Buffer:
+        """A new buffer of at least ``nbytes``. Raises DeviceError, MemoryError, PoolClosed."""
         buffer = Buffer(self._device.allocate(max(SMALLEST_BYTES, 1 << (nbytes - 1).bit_length()), STAGING))
         with self._lock:
             if not self._closed:
@@ -117,6 +120,26 @@ class Staging:
             if len(self._retained) > self._most:
                 self._retire()
                 self._most = max(self._most, len(self._retained))
+
+    def await_replay(self, buffer: Buffer) -> None:
+        """Wait, with no lock held, until the graph of a buffer has been replayed for the last time. Raises DeviceError,
+        and ValueError while no work can be enqueued on the stream of the replays."""
+        if buffer.replays is None or not self._transfer.guards & records.STAGED_BUFFERS_RETIRE_BY_EVENT:
+            return
+        try:
+            deliver(self._device.synchronize, self._transfer.event_behind(buffer.replays))
+        except DeviceError as error:
+            self._transfer.broken = self._transfer.broken or error
+            raise
+
+    def retain_replay(self, buffer: Buffer) -> None:
+        """Keep the buffer of a graph until its last replay is done. Raises as ``await_replay``, with nothing
+        changed."""
+        if buffer.replays is None:
+            self.give_back(buffer)
+        else:
+            self.retain(buffer, buffer.replays, self._transfer.event_behind(buffer.replays), ())
+            buffer.replays = None
 
     def _retire(self) -> None:
         for buffer in self._retained.reclaim():

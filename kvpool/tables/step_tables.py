@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from kvpool.arrays import Array, Int64s
-from kvpool.device.base import Device, Stream
 from kvpool.device.work import (
     HOLES,
     LENGTH,
@@ -18,14 +17,15 @@ from kvpool.device.work import (
     AsTable,
     StagedStep,
     StepTargets,
+    Work,
     host_table,
     numbers_bytes,
     write_step,
 )
 from kvpool.jit import jit
-from kvpool.jit.intrinsics import address_of, array_at, memcpy
-from kvpool.state.kinds import holes
+from kvpool.jit.intrinsics import address_of, memcpy
 from kvpool.state.records import BAD_COUNT, PASSED, TOO_LARGE, TOO_SMALL, H, head, sequences_of
+from kvpool.state.requests import holes
 from kvpool.state.sequences import check, stream_of, use
 from kvpool.tables.snapshot import HandOver, check_streams, used_blocks
 from kvpool.tables.staging import Buffer
@@ -104,7 +104,8 @@ def step_argument(name: str, given: object) -> StepTables:
 
 @jit
 def _number(h, ids, first, counts, packed, limits, numbers):  # type: ignore[no-untyped-def]
-    """Write the numbers of a step as in ``StagedStep``. Block ids that are not ``packed`` are the persistent table.
+    """Write the numbers of a step as in ``StagedStep``. Block ids that are not ``packed`` are the persistent table. The
+    numbers behind those of the sequences are for sequences without tokens.
 
     ``first`` int64[0] means the committed tokens, ``counts`` int64[0] means up to the end. Returns the columns of the
     longest sequence. Errors: BAD_COUNT if the sequence at ``detail`` has ``bound`` tokens; PASSED if its first
@@ -128,8 +129,8 @@ def _number(h, ids, first, counts, packed, limits, numbers):  # type: ignore[no-
         numbers[i, STORED] = blocks if packed else slot * h.columns
         numbers[i, HOLES], numbers[i, LENGTH], numbers[i, QUERY] = gone, end, tokens
         most, tokens, blocks = max(most, used), tokens + count, blocks + used - gone
-    n = ids.shape[0]
-    numbers[n, STORED], numbers[n, HOLES], numbers[n, LENGTH], numbers[n, QUERY] = blocks, 0, 0, tokens
+    for n in range(ids.shape[0], numbers.shape[0]):
+        numbers[n, STORED], numbers[n, HOLES], numbers[n, LENGTH], numbers[n, QUERY] = blocks, 0, 0, tokens
     for limit in range(3):
         needed = tokens if limit == TOKENS else most if limit == PAGES else blocks
         if needed > limits[limit]:
@@ -157,14 +158,15 @@ def write_host_step(heads, g, ids, first, counts, limits, numbers, places):  # t
 
 
 @jit
-def step_room(heads, g, ids):  # type: ignore[no-untyped-def]
-    """Bytes of the buffer that ``stage_step`` is likely to need."""
-    return numbers_bytes(ids.shape[0]) + 4 * used_blocks(head(heads, g), ids)[1]
+def step_room(heads, g, ids, count, least):  # type: ignore[no-untyped-def]
+    """Bytes of the buffer that ``stage_step`` is likely to need for ``count`` sequences."""
+    return numbers_bytes(count) + 4 * max(count * least, used_blocks(head(heads, g), ids)[1])
 
 
 @jit
-def stage_step(heads, g, ids, first, counts, limits, address, nbytes):  # type: ignore[no-untyped-def]
-    """Write a ``StagedStep`` into the buffer at ``address``. Returns the columns of the longest sequence.
+def stage_step(heads, g, ids, first, counts, limits, numbers, address, nbytes):  # type: ignore[no-untyped-def]
+    """Write a ``StagedStep`` into the buffer at ``address``. Returns the columns of the longest sequence. ``numbers``
+    int64[n + 1, 4] is scratch: what a buffer of a graph has stays there after an error.
 
     The sequences are used on the call's stream from now on. Errors, with nothing changed: those of ``check_streams``
     and ``_number``; TOO_SMALL for the buffer.
@@ -173,17 +175,14 @@ def stage_step(heads, g, ids, first, counts, limits, address, nbytes):  # type: 
     error = check_streams(h, ids)
     if error:
         return np.int64(error)
-    n = ids.shape[0]
-    behind = numbers_bytes(n)
-    if behind > nbytes:
-        return np.int64(TOO_SMALL)
-    numbers = array_at(address, (n + 1, 4), np.int64)
+    behind = numbers_bytes(numbers.shape[0] - 1)
     most = _number(h, ids, first, counts, True, limits, numbers)
     if most < 0:
         return most
-    if behind + 4 * numbers[n, STORED] > nbytes:
+    if behind + 4 * numbers[-1, STORED] > nbytes:
         return np.int64(TOO_SMALL)
-    for i in range(n):
+    memcpy(address, address_of(numbers), behind)
+    for i in range(ids.shape[0]):
         slot = ids[i] & 0xFFFFFFFF
         stream_of(h, slot)
         row, place = h.table_at + 4 * slot * h.columns, address + behind + 4 * numbers[i, STORED]
@@ -207,19 +206,21 @@ class StepHandOver(HandOver):
         self.step, self.count, self.first, self.counts = targets, count, first, counts
         self.tokens_per_block, self.sinks = tokens_per_block, sinks
 
+    def choose(self, first: Int64s, counts: Int64s) -> None:
+        self.first, self.counts = first, counts
+
     def room(self, heads: Int64s, g: int, ids: Int64s) -> int:
-        return int(step_room(heads, g, ids))
+        return int(step_room(heads, g, ids, self.count, self.least))
 
     def stage(self, heads: Int64s, g: int, ids: Int64s, buffer: Buffer) -> int:
-        most = int(
-            stage_step(heads, g, ids, self.first, self.counts, self.step.limits, buffer.address, buffer.array.nbytes)
-        )
+        numbers, room = np.empty((self.count + 1, 4), np.int64), (buffer.address, buffer.array.nbytes)
+        most = int(stage_step(heads, g, ids, self.first, self.counts, self.step.limits, numbers, *room))
         refuse_step(heads, g, ids, most)
         return most
 
-    def send(self, device: Device, buffer: Buffer, staged: int, stream: Stream) -> None:
-        shape = self.count, staged, self.tokens_per_block, self.sinks
-        device.enqueue(StagedStep(self.step, buffer.array, buffer.address, *shape), stream)
+    def work(self, buffer: Buffer, staged: int) -> Work:
+        shape = self.count, max(staged, self.least), self.tokens_per_block, self.sinks
+        return StagedStep(self.step, buffer.array, buffer.address, *shape)
 
 
 def refuse_step(heads: Int64s, g: int, ids: Int64s, error: int) -> None:

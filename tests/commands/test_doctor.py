@@ -3,15 +3,22 @@ used."""
 
 from __future__ import annotations
 
+import configparser
+import copy
 import json
+import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from kvpool.__main__ import main
-from kvpool.commands import doctor
+from kvpool.commands import checks, doctor
+from kvpool.commands.checks import ABSENT, FAILED, OK, WARNING
+from kvpool.jit import cache
 
 
 @pytest.fixture(autouse=True)
@@ -87,3 +94,149 @@ def test_numbas_own_cuda_in_the_place_of_numba_cuda_is_said(monkeypatch: pytest.
         doctor.importlib, "import_module", lambda name: SimpleNamespace(__file__="/site/numba/cuda/__init__.py")
     )
     assert doctor._numba_cuda(None)["error"] is None
+
+
+# ----------------------------------------
+# The doctor's verdicts: what is wrong is found, has a remedy, and only what has to be mended fails.
+
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 1 << 30
+
+
+def part(**changes: Any) -> dict[str, Any]:
+    known = {"version": "2.0", "error": None, "use": "plots", "install": "pip install x", "minimum": "1.5"}
+    return known | {"required": False} | changes
+
+
+# A machine on which everything is right.
+WELL: dict[str, Any] = {
+    "packages": {"numpy": part(required=True), "numba-cuda": part(), "cupy": part()},
+    "numba.cuda": {"place": "/numba_cuda", "error": None},
+    "jit": {"disabled": False, "root": "/cache", "used": 5, "free": GIB, "in_use": True},
+    "driver": {"version": 13000, "error": None, "kernel_module": True, "gpu_files": 1},
+    "cupy_packages": ["cupy-cuda13x"],
+    "gpus": [{"number": 0, "name": "GPU", "memory": 80 * GIB, "driver": 13000}],
+    "memory": {"locked_limit": None, "available": 64 * GIB},
+}
+NO_LIBRARY = "libcuda.so.1: cannot open shared object file"
+NOT_THERE = {"version": None, "error": NO_LIBRARY, "kernel_module": False, "gpu_files": 0}
+LACKING = {"version": None, "error": "not installed"}
+LEFT = "memory left by the system and its control groups"
+
+
+def test_a_machine_on_which_everything_is_right_needs_no_remedy() -> None:
+    assert {(check.status, check.remedy) for check in checks.judge(WELL)} == {(OK, "")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "status", "remedy"),
+    [
+        ({"packages": {"cupy": part(**LACKING)}}, "cupy", ABSENT, "pip install x"),
+        ({"packages": {"numpy": part(**LACKING, required=True)}}, "numpy", FAILED, "pip install x"),
+        ({"packages": {"cupy": part(error="OSError: libcudart.so")}}, "cupy", WARNING, "pip install x"),
+        ({"packages": {"numpy": part(error="OSError: no", required=True)}}, "numpy", FAILED, "pip install x"),
+        ({"packages": {"cupy": part(version="1.4.9")}}, "cupy", WARNING, "pip install x"),
+        ({"packages": {"numpy": part(version="1.4.9", required=True)}}, "numpy", FAILED, "pip install x"),
+        ({"packages": {"cupy": part(version="1.5.0rc1")}}, "cupy", OK, ""),
+        ({"packages": {"cupy": part(version="1.10")}}, "cupy", OK, ""),
+        ({"packages": {"cupy": part(version=None)}}, "cupy", OK, ""),
+        ({"numba.cuda": {"error": "is Numba's own"}}, "numba.cuda", WARNING, "PYTHONPATH"),
+        ({"jit": {"disabled": True}}, "compiled code", WARNING, "unset NUMBA_DISABLE_JIT"),
+        ({"jit": {"root": None, "used": None, "free": None}}, "compiled code", WARNING, "NUMBA_CACHE_DIR"),
+        ({"jit": {"in_use": False}}, "compiled code", WARNING, "pip install -U"),
+        ({"jit": {"free": 1 << 20}}, "compiled code", WARNING, "make room"),
+        ({"gpus": [], "driver": NOT_THERE}, "NVIDIA driver", ABSENT, "install NVIDIA's driver"),
+        ({"gpus": [], "driver": NOT_THERE | {"kernel_module": True}}, "NVIDIA driver", WARNING, "--gpus all"),
+        ({"gpus": [], "driver": {"gpu_files": 0}}, "NVIDIA driver", WARNING, "--gpus all"),
+        ({"gpus": [], "cupy_packages": []}, "NVIDIA driver", WARNING, ".[cuda13]"),
+        ({"gpus": [], "cupy_packages": [], "driver": {"version": 12080}}, "NVIDIA driver", WARNING, ".[cuda12]"),
+        ({"gpus": [], "driver": {"version": 12080}}, "NVIDIA driver", WARNING, "pip uninstall cupy-cuda13x"),
+        ({"gpus": [], "driver": {"version": 11080}}, "NVIDIA driver", WARNING, "update the driver"),
+        ({"cupy_packages": ["cupy-cuda13x", "cupy"]}, "NVIDIA driver", WARNING, "pip uninstall cupy-cuda13x cupy"),
+        ({"memory": {"available": None}}, LEFT, WARNING, "host_blocks"),
+        ({"memory": {"available": 1 << 20}}, LEFT, WARNING, "raise the limit"),
+    ],
+)
+def test_what_is_wrong_is_found_and_has_a_remedy(changes: dict[str, Any], name: str, status: str, remedy: str) -> None:
+    found = copy.deepcopy(WELL)
+    for key, value in changes.items():
+        found[key] = found[key] | value if isinstance(value, dict) else value
+    other = [check for check in checks.judge(found) if check.name != name]
+    (check,) = [check for check in checks.judge(found) if check.name == name]
+    assert check.status == status and remedy in check.remedy
+    assert {check.status for check in other} == {OK}, "nothing else is wrong"
+
+
+@pytest.mark.parametrize(
+    ("user", "limit", "gpus", "status"),
+    [(1000, GIB, True, WARNING), (0, GIB, True, OK), (1000, 64 * GIB, True, OK), (1000, GIB, False, OK)],
+)
+def test_a_limit_of_locked_memory_matters_where_memory_is_pinned(
+    monkeypatch: pytest.MonkeyPatch, user: int, limit: int, gpus: bool, status: str
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    found = WELL | {"memory": {"locked_limit": limit, "available": 64 * GIB}, "gpus": WELL["gpus"] if gpus else []}
+    check = checks.locked_memory(found)
+    assert check.status == status and ("ulimit -l unlimited" in check.remedy) == (status == WARNING)
+
+
+def test_a_verdict_that_failed_is_the_exit_status(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = doctor.Package("nothing_of_this_name", "nothing-of-this-name", "everything", "pip install it")
+    monkeypatch.setattr(doctor, "_PARTS", (*doctor._PARTS, broken))
+    assert main(["doctor", "--device", "cpu", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)["checks"]
+    verdict = {"status": "failed", "found": "not installed (everything)", "remedy": "pip install it"}
+    assert {"name": "nothing-of-this-name"} | verdict in found
+    assert main(["doctor", "--device", "cpu"]) == 1
+    line = r"^failed +nothing-of-this-name: not installed.*\n +-> pip install it$"
+    assert re.search(line, capsys.readouterr().out, re.MULTILINE)
+
+
+def test_the_cache_that_is_looked_at_is_the_one_in_use() -> None:
+    found = checks.look_at_jit()
+    assert found["root"] == str(cache.cache_root()) and found["free"] > 0
+    assert found["disabled"] or (found["in_use"] and found["used"] > 0)
+
+
+def test_compiled_code_that_another_process_removes_meanwhile_is_no_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kept.nbc").write_bytes(bytes(100))
+    (tmp_path / "gone.nbc").symlink_to(tmp_path / "nowhere")
+    going = tmp_path / "going"
+    going.mkdir()
+    listed = os.scandir
+
+    def scandir(path: str | Path) -> Any:
+        if Path(path) == going:
+            going.rmdir()
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    monkeypatch.setattr(cache, "cache_root", lambda: tmp_path)
+    found = checks.look_at_jit()
+    assert found is not None and found["used"] == 100 and not going.exists()
+
+
+def test_a_driver_is_seen_by_its_files(tmp_path: Path) -> None:
+    assert not checks.look_at_driver(tmp_path)["kernel_module"] and checks.look_at_driver(tmp_path)["gpu_files"] == 0
+    for name in ("dev/nvidia0", "dev/nvidia1", "dev/nvidiactl", "proc/driver/nvidia/version"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    found = checks.look_at_driver(tmp_path)
+    assert found["kernel_module"] and found["gpu_files"] == 2
+    assert (found["version"] is None) == (found["error"] is not None)
+
+
+def test_oldest_versions_are_those_of_the_package() -> None:
+    settings = configparser.ConfigParser(interpolation=None)
+    settings.read(ROOT / "setup.cfg", encoding="utf-8")
+    own = ("test", "bench", "docs", "dev")
+    extras = "\n".join(text for name, text in settings["options.extras_require"].items() if name not in own)
+    lines = f"{settings['options']['install_requires']}\n{extras}"
+    required = dict(re.findall(r"^([\w-]+?)(?:-cuda\d+x)?(?:\[\w+\])?>=([\d.]+)", lines, re.MULTILINE))
+    known = {known.package: known.minimum for known in doctor._PARTS if known.minimum}
+    assert known == required, "every package that an extra asks for is looked at"

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from kvpool import BlockLayout, DeviceError, KVCacheManager
 from kvpool.copying.transfer import COPIES_THREAD
-from kvpool.device.base import ALL_LAYERS, NULL_STREAM, Layers, Stream
+from kvpool.device.base import ALL_LAYERS, NULL_STREAM, Layers, Stream, WrappedDevice
 from kvpool.device.sim import SimDevice
-from kvpool.device.wrapper import WrappedDevice
+from tests.children import in_child
 
 BLOCKS, WIDTH = 8, 2
 PROMPT = list(range(BLOCKS * WIDTH)) + [99]
@@ -59,10 +59,13 @@ def made() -> Any:
     assert not sim.races
 
 
-def wait_for_threads() -> None:
-    for thread in threading.enumerate():
-        if thread.name == COPIES_THREAD:
-            thread.join(600)
+def copy_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith(COPIES_THREAD)]
+
+
+def wait_for_thread(cache: KVCacheManager) -> None:
+    """Until all that it was given so far is enqueued."""
+    cache.core.transfer.start(lambda: None).result(600)  # type: ignore[attr-defined]
 
 
 def test_a_prefetch_returns_before_its_copies_are_enqueued(made: Any) -> None:
@@ -71,7 +74,7 @@ def test_a_prefetch_returns_before_its_copies_are_enqueued(made: Any) -> None:
     assert cache.prefetch(PROMPT) == BLOCKS
     assert not device.calls
     device.may.set()
-    wait_for_threads()
+    wait_for_thread(cache)
     assert [moves for moves, _ in device.calls] == [3, 3, 2]
     assert threading.get_ident() not in {thread for _, thread in device.calls}
     found = cache.add_sequence_batch([PROMPT])
@@ -140,6 +143,53 @@ def test_a_device_error_that_is_no_refusal_begins_the_batch_again(made: Any, mon
     cache.release(found.ids)
 
 
+def test_one_thread_serves_all_decisions_and_ends_with_the_pool(made: Any) -> None:
+    cache, device = made
+    assert not copy_threads(), "none where nothing has lagged"
+    for _ in range(3):
+        assert cache.prefetch(PROMPT) == BLOCKS
+        wait_for_thread(cache)
+        cache.release(cache.add_sequence([7] * (BLOCKS + 2) * WIDTH), store=False)
+    (thread,) = copy_threads()
+    assert {one for _, one in device.calls if one != threading.get_ident()} == {thread.ident}
+    device.may.clear()
+    assert cache.prefetch(PROMPT) == BLOCKS
+    closer = threading.Thread(target=cache.close)
+    closer.start()
+    device.may.set()
+    closer.join(600)
+    assert not closer.is_alive() and not thread.is_alive() and not copy_threads()
+
+
+def test_the_thread_of_a_pool_that_nobody_closed_ends_with_it() -> None:
+    sim = SimDevice(0)
+    sim.at_once = 1
+    cache = KVCacheManager(BlockLayout(2, 1, 2, WIDTH), device_blocks=BLOCKS + 2, host_blocks=BLOCKS, device=sim)
+    cache.release(cache.add_sequence(PROMPT))
+    wait_for_thread(cache)
+    (thread,) = copy_threads()
+    del cache
+    thread.join(600)
+    assert not thread.is_alive()
+    sim.close()
+
+
+def test_a_child_enqueues_itself_what_the_thread_of_its_parent_would(made: Any) -> None:
+    cache, device = made
+    cache.prefetch(PROMPT)
+    wait_for_thread(cache)
+    cache.release(cache.add_sequence([7] * (BLOCKS + 2) * WIDTH), store=False)
+
+    def child() -> None:
+        device.calls.clear()
+        assert cache.prefetch(PROMPT) == BLOCKS
+        cache.release(cache.add_sequence(PROMPT))
+        assert sum(moves for moves, _ in device.calls) == BLOCKS
+        cache.close()
+
+    in_child(child)
+
+
 def test_without_a_thread_the_caller_enqueues(made: Any) -> None:
     cache, device = made
 
@@ -178,7 +228,8 @@ def test_threads_that_lag_and_threads_that_admit_agree(seed: int) -> None:
             thread.start()
         for thread in threads:
             thread.join(600)
-        wait_for_threads()
+        wait_for_thread(cache)
+        assert len(copy_threads()) == 1
         cache.verify()
         sim.synchronize()
     sim.close()

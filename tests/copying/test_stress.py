@@ -16,7 +16,7 @@ import pytest
 from kvpool import BlockLayout, BlockNotFound, KVCacheManager, Lease
 from kvpool.__main__ import main
 from kvpool.replay import ReplayConfig, synthetic
-from kvpool.replay.rounds import Report
+from kvpool.replay.engine import Report
 from kvpool.replay.stress_run import EVENTS, ExpectedContents, Reader, Stress, StressConfig, VictimWatch
 
 T = 4

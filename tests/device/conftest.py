@@ -41,7 +41,7 @@ def gpu_device(path: str | None = None) -> CudaDevice:
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     if request.param == "cpu around the caches":
         # Large pools are copied in another way; here, all of them.
-        monkeypatch.setattr("kvpool.device.block_copy.CACHED_BYTES_MAX", 0)
+        monkeypatch.setattr("kvpool.device.copy_plan.CACHED_BYTES_MAX", 0)
     made: Device = CpuDevice()
     if request.param in SIMS:
         seed, progress = SIMS[request.param]

@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.device.base import ALL_LAYERS, NULL_STREAM, Device, Layers, Stream
-from kvpool.device.wrapper import WrappedDevice
+from kvpool.device.base import ALL_LAYERS, NULL_STREAM, Device, Layers, Stream, WrappedDevice
 from kvpool.errors import DeviceError
 
 Predicate = Callable[[int, int, NDArray[np.int64]], bool]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,9 +14,10 @@ import pytest
 from kvpool.arrays.layout import BlockLayout
 from kvpool.arrays.strided import as_strided
 from kvpool.device import CpuDevice, get_device
-from kvpool.device.base import Device
-from kvpool.device.main_memory import ALIGNMENT
+from kvpool.device.base import NULL_EVENT, NULL_STREAM, Device, Region, Stream
+from kvpool.device.main_memory import ALIGNMENT, SharedMemory
 from kvpool.device.sim import SimDevice
+from kvpool.device.work import Fragments, TokenMoves
 from kvpool.errors import DeviceError, PoolClosed
 from kvpool.memory.pools import MemoryPools
 from tests.device import reference
@@ -26,6 +29,7 @@ from tests.device.pools import (
     host_writes,
     images,
     make_pools,
+    on_device,
     put,
     random_moves,
     seen,
@@ -239,3 +243,287 @@ def test_faulty_device_takes_a_predicate(layout: BlockLayout) -> None:
         device.copy_blocks(as_moves((0, 7, 4), (1, 9, 4)))
     assert caught.value.completed == 1
     assert (device.calls, device.failures) == (1, 1)
+
+
+# ----------------------------------------
+# What every device promises of token moves, against the plain NumPy reference.
+
+
+TOKEN_SHAPES = [(2, 2, 16, 8), (3, 1, 8, 7), (2, 3, 5, 3), (1, 3, 448, 5)]
+
+
+def random_token_moves(layout: BlockLayout, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Groups as ``keep`` makes them: in each, a rising choice of the slots of a few blocks of its own moves to its
+    begin, in order."""
+    width, blocks, moves, starts = layout.tokens_per_block, random.permutation(DEVICE_BLOCKS), [], [0]
+    for own in np.split(blocks, np.sort(random.integers(0, DEVICE_BLOCKS + 1, 2))):
+        slots = (own[:, None] * width + np.arange(width)).ravel()
+        chosen = np.sort(random.choice(len(slots), int(random.integers(0, len(slots) + 1)), replace=False))
+        moves += [(slots[place], slots[to]) for to, place in enumerate(chosen) if place != to]
+        starts.append(len(moves))
+    return np.array(moves, np.int64).reshape(-1, 2), np.array(starts, np.int64)
+
+
+def assert_moves_as_the_reference(pools: MemoryPools, moves: np.ndarray, starts: np.ndarray) -> None:
+    device, host = images(pools)
+    reference.move_tokens(pools.layout, device, moves)
+    pools.device.enqueue(TokenMoves(moves, starts))
+    pools.device.synchronize()
+    for found, wanted in zip(images(pools), (device, host), strict=True):
+        np.testing.assert_array_equal(found.view(np.uint8), wanted.view(np.uint8))
+
+
+@pytest.mark.parametrize("shape", TOKEN_SHAPES)
+@pytest.mark.parametrize(
+    ("order", "tokens", "planes"), list(product(["layer_first", "block_first"], ["NHD", "HND"], [1, 2]))
+)
+def test_token_moves_are_those_of_the_reference(
+    device: Device, shape: tuple[int, int, int, int], order: str, tokens: str, planes: int
+) -> None:
+    layout = BlockLayout(*shape, dtype="float16", planes=planes, order=order, tokens=tokens)
+    pools = make_pools(device, layout)
+    for seed in range(4):
+        assert_moves_as_the_reference(pools, *random_token_moves(layout, np.random.default_rng(seed)))
+    pools.close()
+
+
+def test_a_token_may_move_to_where_another_of_its_group_came_from(device: Device, layout: BlockLayout) -> None:
+    pools = make_pools(device, layout)
+    chain = np.array([(slot + 1, slot) for slot in range(4 * DEVICE_BLOCKS - 1)], np.int64)
+    assert_moves_as_the_reference(pools, chain, np.array([0, len(chain)]))
+    pools.close()
+
+
+def test_token_moves_come_behind_what_is_on_their_stream_and_belong_to_their_call(
+    device: Device, layout: BlockLayout
+) -> None:
+    pools, stream = make_pools(device, layout), device.create_stream("own")
+    expected, _ = images(pools)
+    moves, starts = np.array([(5, 4), (6, 5)], np.int64), np.array([0, 2])
+    reference.copy_blocks(layout, expected, pools.host_pool.copy(), np.array([(0, 1, 4, 0)]))
+    reference.move_tokens(layout, expected, moves)
+    device.copy_blocks(np.array([(0, 1, 4, 0)], np.int64), stream)
+    device.enqueue(TokenMoves(moves, starts), stream)
+    moves[...], starts[...] = 0, 0
+    device.synchronize()
+    np.testing.assert_array_equal(images(pools)[0].view(np.uint8), expected.view(np.uint8))
+    pools.close()
+
+
+def test_token_moves_need_a_pool() -> None:
+    device, nothing = CpuDevice(), TokenMoves(np.zeros((0, 2), np.int64), np.zeros(1, np.int64))
+    with pytest.raises(ValueError, match="not bound"):
+        device.enqueue(nothing)
+    device.close()
+    with pytest.raises(PoolClosed):
+        device.enqueue(nothing)
+
+
+# ----------------------------------------
+# What every device promises of fragments: exactly those bytes go from one address to another, behind the stream.
+
+
+HOST_BLOCKS, BLOCK_BYTES = 5, 3000
+LAYOUT = BlockLayout(1, 1, BLOCK_BYTES, 1, dtype="uint8", planes=1)
+
+
+def bound(device: Device) -> np.ndarray:
+    """A host tier of random bytes that was there before the device, which is bound to it and has no blocks itself."""
+    memory = SharedMemory(HOST_BLOCKS * BLOCK_BYTES)
+    memory.array[...] = np.random.default_rng(0).integers(0, 256, memory.array.size, dtype=np.uint8)
+    host = device.adopt(as_strided("memory", memory.array), "host", pin=True)
+    device.bind([Region.of(LAYOUT, device.allocate(0, "device"), host, 0, HOST_BLOCKS)])
+    return host
+
+
+def fragments(*rows: tuple[int, int, int]) -> Fragments:
+    return Fragments(np.array(rows, np.int64).reshape(-1, 3))
+
+
+def address(array: Any) -> int:
+    return as_strided("array", array).address
+
+
+def test_memory_that_is_there_keeps_its_content_when_it_is_pinned_and_given_back(device: Device) -> None:
+    memory = SharedMemory(2 * BLOCK_BYTES)
+    memory.array[...] = 7
+    host = device.adopt(as_strided("memory", memory.array), "host", pin=True)
+    assert host.ctypes.data == memory.array.ctypes.data and (memory.array == 7).all()
+    device.free(host)
+    assert (memory.array == 7).all()
+
+
+@pytest.mark.parametrize("into_host", [True, False])
+def test_bytes_go_where_the_fragments_say_and_nowhere_else(device: Device, into_host: bool) -> None:
+    """Of any length and alignment, in either direction, across the ends of what is registered at once."""
+    host = bound(device)
+    engine = on_device(device, np.random.default_rng(1).integers(0, 256, 12_000, dtype=np.uint8))
+    random = np.random.default_rng(2)
+    lengths = np.array([1, 63, 64, 65, 2999, 4100, 17, 1024])
+    starts = np.cumsum([0, *lengths[:-1] + random.integers(0, 40, len(lengths) - 1)])
+    places = np.sort(random.choice(300, len(lengths), replace=False)) + np.cumsum([0, *lengths[:-1]])
+    here, there = address(engine) + starts, host.ctypes.data + places
+    order = random.permutation(len(lengths))
+    source, target = (here, there) if into_host else (there, here)
+    before, expected = (seen(engine).copy(), host.copy()), [seen(engine).copy(), host.copy()]
+    for start, place, length in zip(starts, places, lengths, strict=True):
+        if into_host:
+            expected[1][place : place + length] = before[0][start : start + length]
+        else:
+            expected[0][start : start + length] = before[1][place : place + length]
+    rows = np.stack([source, target, lengths], axis=1)[order]
+    device.enqueue(Fragments(rows))
+    rows[...] = -1  # the caller's again
+    device.synchronize()
+    np.testing.assert_array_equal(seen(engine), expected[0])
+    np.testing.assert_array_equal(host, expected[1])
+    device.free(host)
+
+
+def test_no_fragments_are_no_work(device: Device) -> None:
+    host = bound(device)
+    before = host.copy()
+    device.enqueue(fragments())
+    device.synchronize()
+    np.testing.assert_array_equal(host, before)
+
+
+def test_fragments_come_in_the_order_of_their_stream(device: Device) -> None:
+    host = bound(device)
+    engine = on_device(device, np.zeros(BLOCK_BYTES, np.uint8))
+    put(engine, np.full(BLOCK_BYTES, 9, np.uint8))
+    stream, first = device.create_stream("copies"), host.ctypes.data
+    device.wait(stream, device.record(device.as_stream(None)))
+    device.enqueue(fragments((address(engine), first, BLOCK_BYTES)), stream)
+    device.enqueue(fragments((first, first + BLOCK_BYTES, BLOCK_BYTES)), stream)
+    device.synchronize(device.record(stream))
+    assert (host[: 2 * BLOCK_BYTES] == 9).all()
+    device.free(host)
+
+
+def test_a_device_that_is_not_bound_copies_nothing(device: Device) -> None:
+    memory = np.zeros(16, np.uint8)
+    with pytest.raises(ValueError, match="not bound"):
+        device.enqueue(fragments((memory.ctypes.data, memory.ctypes.data + 8, 8)))
+    assert not memory.any()
+
+
+# ----------------------------------------
+# What every device promises about streams and events.
+
+
+FORMS: dict[str, Callable[[int], Any]] = {
+    "None": lambda handle: None,
+    "0": lambda handle: 0,
+    "an int": int,
+    "a NumPy int": np.int64,
+    "the null stream": lambda handle: NULL_STREAM,
+    "a Stream": Stream,
+    "the protocol": lambda handle: SimpleNamespace(__cuda_stream__=lambda: (0, handle)),
+    "the protocol as an attribute": lambda handle: SimpleNamespace(__cuda_stream__=(0, handle)),
+    "cuda_stream": lambda handle: SimpleNamespace(cuda_stream=handle),
+    "ptr": lambda handle: SimpleNamespace(ptr=handle),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_streams_of_every_form_are_accepted_by_as_stream_and_copies(
+    device: Device, layout: BlockLayout, form: str
+) -> None:
+    make_pools(device, layout)
+    # CUDA knows only streams that somebody has made.
+    handle = device.create_stream("any").handle if device.name == "cuda" else 7
+    found = device.as_stream(FORMS[form](handle))
+    assert isinstance(found, Stream) and found.handle in (0, handle)
+    assert device.as_stream(found) == found
+    device.copy_blocks(as_moves((0, 1, 4)), found)
+    device.synchronize()
+
+
+@pytest.mark.parametrize(
+    ("stream", "error"),
+    [
+        (True, TypeError),
+        (np.True_, TypeError),
+        (1.0, TypeError),
+        ("0", TypeError),
+        (object(), TypeError),
+        (SimpleNamespace(ptr=None), TypeError),
+        (SimpleNamespace(cuda_stream=True), TypeError),
+        (SimpleNamespace(__cuda_stream__=7), TypeError),
+        (SimpleNamespace(__cuda_stream__=lambda: (0, 1, 2)), TypeError),
+        (-1, ValueError),
+        (2**64, ValueError),
+        (SimpleNamespace(ptr=-1), ValueError),
+    ],
+)
+def test_what_is_no_stream_is_refused_by_name(device: Device, stream: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="stream="):
+        device.as_stream(stream)
+
+
+def test_work_on_one_stream_is_done_in_the_order_of_the_calls(device: Device, layout: BlockLayout) -> None:
+    pools = make_pools(device, layout)
+    expected = images(pools)
+    random, stream = np.random.default_rng(5), device.create_stream("copies")
+    for _ in range(30):
+        moves = random_moves(layout, random)
+        reference.copy_blocks(layout, *expected, moves)
+        device.copy_blocks(moves, stream)
+    device.synchronize()
+    np.testing.assert_array_equal(seen(pools.device_pool), expected[0])
+    np.testing.assert_array_equal(pools.host_pool, expected[1])
+
+
+def test_work_behind_a_wait_comes_after_what_the_event_was_recorded_behind(device: Device, layout: BlockLayout) -> None:
+    pools = make_pools(device, layout)
+    expected = images(pools)
+    random, streams = np.random.default_rng(6), [device.create_stream(name) for name in "abc"]
+    event = NULL_EVENT
+    for i in range(30):
+        moves = random_moves(layout, random)
+        reference.copy_blocks(layout, *expected, moves)
+        device.wait(streams[i % 3], event)
+        device.copy_blocks(moves, streams[i % 3])
+        event = device.record(streams[i % 3])
+    device.synchronize()
+    np.testing.assert_array_equal(seen(pools.device_pool), expected[0])
+    np.testing.assert_array_equal(pools.host_pool, expected[1])
+
+
+def test_what_is_before_an_event_is_done_when_synchronize_returns_or_query_says_so(
+    device: Device, layout: BlockLayout
+) -> None:
+    pools = make_pools(device, layout)
+    first, second = (seen(pools.device_pool)[:, :, block].copy() for block in (0, 1))
+    stream = device.create_stream("copies")
+    device.copy_blocks(as_moves((0, 8, 4)), stream)
+    event = device.record(stream)
+    device.synchronize(event)
+    assert device.query(event)
+    np.testing.assert_array_equal(reference.block_view(layout, *images(pools), 8), first)
+    device.copy_blocks(as_moves((1, 9, 4)), stream)
+    event = device.record(stream)
+    while not device.query(event):
+        pass
+    np.testing.assert_array_equal(reference.block_view(layout, *images(pools), 9), second)
+    device.synchronize()
+
+
+def test_the_null_event_is_complete_and_holds_nothing_back(device: Device, layout: BlockLayout) -> None:
+    make_pools(device, layout)
+    assert device.query(NULL_EVENT)
+    device.synchronize(NULL_EVENT)
+    device.wait(NULL_STREAM, NULL_EVENT)
+    device.copy_blocks(as_moves((0, 8, 4)))
+    device.synchronize()
+
+
+def test_the_caller_may_use_its_moves_again_at_once(device: Device, layout: BlockLayout) -> None:
+    pools = make_pools(device, layout)
+    first = seen(pools.device_pool)[:, :, 0].copy()
+    moves = as_moves((0, 8, 4))
+    device.copy_blocks(moves)
+    moves[0] = (1, 9, 1, 0)
+    device.synchronize()
+    np.testing.assert_array_equal(reference.block_view(layout, *images(pools), 8), first)

@@ -11,8 +11,8 @@ import pytest
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device import CpuDevice
 from kvpool.device.base import Device, Layers, Region
+from kvpool.device.copy_plan import BLOCKS_MAX, Regions
 from kvpool.device.cuda.calibration import OFFLOAD, ONBOARD, WITHIN
-from kvpool.device.regions import BLOCKS_MAX, Regions
 from kvpool.device.work import TokenMoves
 from kvpool.errors import DeviceError
 from tests.device import reference

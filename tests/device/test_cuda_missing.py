@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import sys
 from collections import deque
 from pathlib import Path
@@ -23,6 +24,14 @@ from kvpool.errors import DeviceError
 def cupy_of(count: Any) -> SimpleNamespace:
     """As much of CuPy as counts GPUs."""
     return SimpleNamespace(cuda=SimpleNamespace(runtime=SimpleNamespace(getDeviceCount=count)))
+
+
+def test_the_extras_bring_the_libraries_that_cupy_loads_late() -> None:
+    """Such as cuBLAS: without them, a wheel of CuPy multiplies no matrices."""
+    options = configparser.ConfigParser()
+    options.read(Path(__file__).resolve().parents[2] / "setup.cfg")
+    for version in ("12", "13"):
+        assert f"cupy-cuda{version}x[ctk]" in options["options.extras_require"][f"cuda{version}"]
 
 
 def test_a_missing_package_or_driver_is_named_with_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from kvpool.arrays.layout import BlockLayout
-from kvpool.device.base import NULL_STREAM, Device
+from kvpool.device.base import NULL_STREAM, Device, WrappedDevice
 from kvpool.device.sim import RaceError, SimDevice
 from kvpool.device.sim.order import Access, AccessOrder, new_clock
-from kvpool.device.wrapper import WrappedDevice
 from tests.device.pools import as_moves, make_pools
 
 LAYOUT = BlockLayout(2, 1, 16, 4, dtype="uint8")
@@ -161,7 +160,7 @@ def test_both_calls_are_named_with_their_lines_and_the_library_lines_between(sim
     launched = next(i for i, line in enumerate(here, 1) if "reads=[(8, 1, 3)]" in line)
     copied = next(i for i, line in enumerate(here, 1) if "device.copy_blocks(as_moves((source" in line)
     assert f"{__file__}:{launched} test_both_calls" in text and f"{__file__}:{copied} copy" in text
-    assert "wrapper.py:" in text and "kvpool/device/sim" not in text
+    assert "base.py:" in text and "kvpool/device/sim" not in text
     assert "block 8 tokens 1..2" in text and "stream 'offload'" in text and "the null stream" in text
     assert "SimDevice(seed=1, progress=" in text
 

@@ -85,6 +85,10 @@ class Driver:
     def pinned(self, nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
         return (ctypes.c_uint8 * nbytes).from_address(self.made("cuMemHostAlloc", nbytes, 0))
 
+    def near(self, nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
+        """Memory of the GPU, which a test of the emulation may look into."""
+        return (ctypes.c_uint8 * nbytes).from_address(self.allocate(nbytes))
+
     def stream(self, flags: int = NON_BLOCKING) -> int:
         return self.made("cuStreamCreate", flags)
 

@@ -181,7 +181,7 @@ def test_a_batch_needs_a_stream_of_its_own_and_at_least_one_copy(driver: Driver)
 
 
 def test_a_batch_is_not_captured(driver: Driver) -> None:
-    """cuMemcpyBatchAsync is no node of a graph."""
+    """CUgraphNodeType has no kind of node for cuMemcpyBatchAsync."""
     source, target, capture = driver.pinned(4), driver.allocate(4), Capturing(driver)
     assert batch(driver, [(target, ctypes.addressof(source), 4)], capture.stream)[0] == lab.CAPTURE_UNSUPPORTED
     assert capture.end()[0] == lab.CAPTURE_INVALIDATED
@@ -204,7 +204,7 @@ def test_sources_of_a_batch_are_read_when_its_attributes_say(driver: Driver) -> 
         for seed in range(30):
             driver.quiet(seed)
             first, source, memory, out, stream = (
-                filled(driver.pinned(8), 2),
+                filled(driver.near(8), 2),
                 filled(driver.pinned(8), 1),
                 driver.allocate(8),
                 driver.pinned(8),

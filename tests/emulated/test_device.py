@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
 LAYOUT = BlockLayout(2, 2, 16, 4)
 OFFLOADS = as_moves(*((block, DEVICE_BLOCKS + block, 4) for block in (0, 2, 4)))
 FRAGMENTS = 3 * LAYOUT.layers * LAYOUT.planes
-HOST_NATIVE_ATOMICS, SAME_ADDRESSES = 86, 91
+MAX_REGISTERS_PER_BLOCK, HOST_NATIVE_ATOMICS, SAME_ADDRESSES = 12, 86, 91
 
 
 # Ways of copying
@@ -107,6 +107,26 @@ def test_a_link_from_chip_to_chip_has_more_thread_blocks_than_a_bus(driver: Driv
 
 
 # Streams and events
+
+
+def test_a_launch_that_fails_for_resources_is_an_error_that_goes_away(driver: Driver) -> None:
+    """Documentation of CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES: more threads than the registers of a kernel allow. The
+    launch did not occur, and the context lives."""
+    device = CudaDevice()
+    table = on_device(device, np.zeros((1, 64), np.int32))
+    with KVCacheManager(LAYOUT, device_blocks=8, device=device) as cache:
+        sequence = cache.add_sequence([1, 2, 3])
+        with (
+            driver.attribute(MAX_REGISTERS_PER_BLOCK, 63 * 32),
+            pytest.raises(DeviceError, match="stage_rows: .*LAUNCH_OUT_OF_RESOURCES"),
+        ):
+            cache.copy_batch_block_offsets(table, sequence)
+        cache.copy_batch_block_offsets(table, sequence)
+        cache.verify()
+        device.synchronize()
+        assert seen(table).tolist() == cache.block_table(sequence).dense(64).tolist()
+        cache.release(sequence)
+    device.close()
 
 
 def test_the_legacy_stream_has_one_name_and_the_per_thread_stream_none() -> None:

@@ -16,14 +16,14 @@ from kvpool import DeviceError, KVCacheManager, KVPoolError
 from kvpool.device.base import Stream
 from kvpool.device.cuda import CudaDevice
 from tests.emulated import lab
-from tests.race import test_drafts_race as drafts
 from tests.race import test_races as races
+from tests.race import test_sequence_races as drafts
 from tests.race.lab import Lab
 from tests.race.test_races import Scenario, Unasked
 
 pytestmark = pytest.mark.gpu
 SEEDS, COPY_PATHS = range(12), ("plain", "batched", "kernel", "bulk")
-RACES = {**races.RACES, **{scenario: race for scenario, race in drafts.RACES.items() if race[0]}}
+RACES = {**races.RACES, **{scenario: race for scenario, race in drafts.DRAFTS.items() if race[0]}}
 # These are no races of streams: a lease that the host gets, and calls of other threads.
 STREAMS = {
     scenario: guard
@@ -229,3 +229,44 @@ def test_a_staged_table_is_not_overwritten_before_it_has_been_read() -> None:
 def test_a_staged_table_is_overwritten_in_every_run_without_its_guard() -> None:
     for seed in SEEDS:
         assert not hand_overs(seed, "staged_buffers_retire_by_event"), f"seed {seed}"
+
+
+def replays(seed: int, guard: str | None) -> bool:
+    """Whether each replay of a graph, on a stream that is late, hands over what was staged for it."""
+    driver, runtime = lab.driver(), pytest.importorskip("cupy").cuda.runtime
+    driver.quiet(seed)
+    try:
+        gpu = EmulatedGpu("kernel")
+        cache = KVCacheManager(small_layout(2), device_blocks=40, device=gpu, max_sequences=4)
+        if guard is not None:
+            cache.core.disable_guard(guard)
+        stream = gpu.create_stream("a")
+        sequences = [cache.add_sequence([10 * number, 1, 2], stream=stream) for number in range(3)]
+        table, seen = (gpu.allocate(4 * 8 * rows, "device").view(np.int32).reshape(rows, 8) for rows in (1, 3))
+        gpu.synchronize()
+        runtime.streamBeginCapture(stream.handle, runtime.streamCaptureModeRelaxed)
+        captured = cache.capture_block_offsets(table, 1, stream=stream)
+        graph = runtime.graphInstantiate(runtime.streamEndCapture(stream.handle))
+        gpu.hold("a")
+        for row, sequence in zip(seen, sequences, strict=True):
+            captured.stage(sequence, stream=stream)
+            runtime.graphLaunch(graph, stream.handle)
+            runtime.memcpyAsync(row.data.ptr, table.data.ptr, row.nbytes, runtime.memcpyDefault, stream.handle)
+        gpu.synchronize()
+        wanted = cache.block_table(sequences).dense(8).tolist()
+        found = seen.get().tolist()
+        cache.close(force=True)
+        gpu.close()
+        return bool(found == wanted)
+    finally:
+        driver.quiet(seed, 0.3, 100)
+
+
+def test_a_buffer_of_a_graph_is_not_staged_again_before_the_replay_has_read_it() -> None:
+    for seed in SEEDS:
+        assert replays(seed, None), f"seed {seed}"
+
+
+def test_a_replay_hands_over_what_was_staged_for_the_next_in_every_run_without_its_guard() -> None:
+    for seed in SEEDS:
+        assert not replays(seed, "staged_buffers_retire_by_event"), f"seed {seed}"

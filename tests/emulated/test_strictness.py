@@ -38,7 +38,7 @@ def test_streams_run_in_any_order_and_events_bind_them(driver: Driver) -> None:
         for seed in range(30):
             driver.quiet(seed)
             target, sources, streams, event = (
-                driver.pinned(1),
+                driver.near(1),
                 [filled(driver.pinned(1), i) for i in (1, 2)],
                 [driver.stream() for _ in "ab"],
                 driver.event(),
@@ -81,7 +81,7 @@ def test_copies_are_torn_and_end_whole(driver: Driver) -> None:
     seen = set()
     for seed in range(40):
         driver.quiet(seed)
-        target, streams = filled(driver.pinned(64), 0), [driver.stream() for _ in "ab"]
+        target, streams = filled(driver.near(64), 0), [driver.stream() for _ in "ab"]
         kept = []
         for i, stream in enumerate(streams, start=1):
             kept.append(filled(driver.pinned(64), i))
@@ -94,7 +94,7 @@ def test_copies_are_torn_and_end_whole(driver: Driver) -> None:
 def test_the_same_seed_gives_the_same_order(driver: Driver) -> None:
     def run(seed: int) -> bytes:
         driver.quiet(seed)
-        target, kept = filled(driver.pinned(64), 0), []
+        target, kept = filled(driver.near(64), 0), []
         for i in range(5):
             kept.append(filled(driver.pinned(64), i))
             driver.copy(target, kept[-1], 64, driver.stream())
@@ -124,7 +124,7 @@ def test_the_legacy_stream_waits_for_blocking_streams_only_and_they_for_it(drive
         for seed in range(30):
             driver.quiet(seed)
             target, values, stream = (
-                driver.pinned(1),
+                driver.near(1),
                 [filled(driver.pinned(1), i) for i in (1, 2, 3)],
                 driver.stream(flags),
             )
@@ -249,6 +249,18 @@ def test_pageable_memory_is_read_at_the_call_and_arrives_late(driver: Driver) ->
     assert set(out) == {7}
 
 
+def test_a_copy_from_host_to_host_is_done_when_the_call_returns(driver: Driver) -> None:
+    """CUDA's "API synchronization behavior": it is fully synchronous with respect to the host. Other work of the stream
+    is done then."""
+    stream, near, source = driver.stream(), filled(driver.near(8), 0), filled(driver.pinned(8), 5)
+    for target in (driver.pinned(8), (ctypes.c_uint8 * 8)()):
+        driver.copy(near, source, 8, stream)
+        assert driver.status("cuStreamQuery", stream) == lab.NOT_READY
+        driver.copy(target, source, 8, stream)
+        assert set(target) == set(near) == {5} and driver.status("cuStreamQuery", stream) == lab.SUCCESS
+        filled(near, 0)
+
+
 # -- streams, events, contexts ---------------------------------------------------------------------------------
 
 
@@ -275,8 +287,9 @@ def test_a_destroyed_stream_or_event_is_an_error(driver: Driver) -> None:
 
 
 def test_the_handle_of_a_destroyed_stream_becomes_that_of_another(driver: Driver) -> None:
-    """What names it then means the other one, but events of the old one stay its own."""
-    event, target, source = driver.event(), filled(driver.pinned(8), 0), filled(driver.pinned(8), 5)
+    """By the documentation of cudaStreamDestroy, use of the handle after that call is undefined. What names it then
+    means the other stream, but events of the old one stay its own."""
+    event, target, source = driver.event(), filled(driver.near(8), 0), filled(driver.pinned(8), 5)
     gone = driver.stream()
     driver.cuEventRecord(event, gone)
     driver.cuStreamSynchronize(gone)

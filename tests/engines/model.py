@@ -1,5 +1,5 @@
-"""Writes a Llama with random weights for vLLM: small, and such that what it says depends on every block of its KV
-cache.
+"""Writes a model with random weights for vLLM: a Llama, one with latent attention, or a hybrid with states. It is
+small, and what it says depends on every block of its KV cache.
 
 Random weights of the usual size would do: attention over them is an average, which hides a wrong block. Queries and
 keys have a gain here, so that each token looks at few others.
@@ -18,11 +18,13 @@ import numpy.typing as npt
 from safetensors.numpy import save_file
 
 GAIN = 2.0
+ROTATED = 64
+"""Sizes of a head's part with a position, where attention is latent."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Llama. vLLM's attention on CPUs wants a ``head_dim`` of 32 or more."""
+    """Sizes of a model. vLLM's attention on CPUs wants a ``head_dim`` of 32 or more."""
 
     layers: int = 2
     hidden: int = 128
@@ -33,6 +35,10 @@ class Shape:
     vocabulary: int = 512
     window: int = 0
     """If not 0, every second layer sees so many tokens only."""
+    states: int = 0
+    """If not 0, every second layer is a convolution over so many tokens, whose state vLLM keeps: an LFM2."""
+    latent: int = 0
+    """If not 0, attention is latent (MLA), with a latent of this size: a DeepSeek without experts."""
 
     def config(self) -> dict[str, Any]:
         found = {
@@ -57,12 +63,49 @@ class Shape:
         if self.window:
             kinds = ("full_attention", "sliding_attention")
             found |= {"sliding_window": self.window, "layer_types": [kinds[layer % 2] for layer in range(self.layers)]}
+        if self.states:
+            kinds = ("conv", "full_attention")
+            found |= {
+                "architectures": ["Lfm2ForCausalLM"],
+                "model_type": "lfm2",
+                "layer_types": [kinds[layer % 2] for layer in range(self.layers)],
+                "conv_L_cache": self.states,
+                "conv_bias": False,
+                "conv_dim": self.hidden,
+                "block_dim": self.hidden,
+                "block_multiple_of": 32,
+                "block_auto_adjust_ff_dim": False,
+                "block_ffn_dim_multiplier": 1.0,
+                "norm_eps": 1e-6,
+            }
+        if self.latent:
+            found |= {
+                "architectures": ["DeepseekV2ForCausalLM"],
+                "model_type": "deepseek_v2",
+                "kv_lora_rank": self.latent,
+                "qk_nope_head_dim": self.head_dim,
+                "qk_rope_head_dim": ROTATED,
+                "v_head_dim": self.head_dim,
+                "first_k_dense_replace": self.layers,
+                "moe_layer_freq": 1,
+                "moe_intermediate_size": 64,
+                "num_experts_per_tok": 2,
+                "n_group": 1,
+                "topk_group": 1,
+                "routed_scaling_factor": 1.0,
+                "topk_method": "greedy",
+                "scoring_func": "softmax",
+                "norm_topk_prob": False,
+            }
+            del found["head_dim"]
         return found
 
 
 SHAPES = {
     "tiny": Shape(),
     "windowed": Shape(layers=4, window=96),
+    "hybrid": Shape(layers=4, states=3),
+    "latent": Shape(kv_heads=4, head_dim=128, latent=512),
     "small": Shape(layers=12, hidden=512, heads=8, kv_heads=4, head_dim=64, inner=1536, vocabulary=2048),
 }
 
@@ -76,23 +119,54 @@ def weights(shape: Shape, seed: int) -> Iterator[tuple[str, npt.NDArray[np.float
             np.float32
         )
 
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     yield "model.embed_tokens.weight", matrix(shape.vocabulary, shape.hidden, shape.hidden**0.5)
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}"
-        for name, rows in (("q", queries), ("k", keys), ("v", keys)):
-            yield f"{prefix}.self_attn.{name}_proj.weight", matrix(rows, shape.hidden, GAIN)
-        yield f"{prefix}.self_attn.o_proj.weight", matrix(shape.hidden, queries, GAIN)
-        for name, rows, columns in (
-            ("gate", shape.inner, shape.hidden),
-            ("up", shape.inner, shape.hidden),
-            ("down", shape.hidden, shape.inner),
-        ):
-            yield f"{prefix}.mlp.{name}_proj.weight", matrix(rows, columns)
-        for name in ("input", "post_attention"):
-            yield f"{prefix}.{name}_layernorm.weight", np.ones(shape.hidden, np.float32)
-    yield "model.norm.weight", np.ones(shape.hidden, np.float32)
-    yield "lm_head.weight", matrix(shape.vocabulary, shape.hidden, 2 * GAIN)
+        for name, rows, columns, gain in _matrices(shape, layer):
+            yield f"{prefix}.{name}.weight", matrix(rows, columns, gain)
+        for name, size in _norms(shape, layer):
+            yield f"{prefix}.{name}.weight", np.ones(size, np.float32)
+        if shape.states and layer % 2 == 0:
+            yield f"{prefix}.conv.conv.weight", matrix(shape.hidden, shape.states, GAIN)[:, None]
+    yield f"model.{'embedding_norm' if shape.states else 'norm'}.weight", np.ones(shape.hidden, np.float32)
+    if not shape.states:
+        yield "lm_head.weight", matrix(shape.vocabulary, shape.hidden, 2 * GAIN)
+
+
+def _matrices(shape: Shape, layer: int) -> Iterator[tuple[str, int, int, float]]:
+    """Names, rows, columns and gain of the matrices of a layer."""
+    hidden, heads, head = shape.hidden, shape.heads, shape.head_dim
+    mlp = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj", "out": "self_attn.o_proj"}
+    if shape.states:
+        mlp = {
+            "gate": "feed_forward.w1",
+            "up": "feed_forward.w3",
+            "down": "feed_forward.w2",
+            "out": "self_attn.out_proj",
+        }
+    if shape.states and layer % 2 == 0:
+        yield from (("conv.in_proj", 3 * hidden, hidden, GAIN), ("conv.out_proj", hidden, hidden, GAIN))
+    else:
+        if shape.latent:
+            yield "self_attn.q_proj", heads * (head + ROTATED), hidden, GAIN
+            yield "self_attn.kv_a_proj_with_mqa", shape.latent + ROTATED, hidden, GAIN
+            yield "self_attn.kv_b_proj", heads * 2 * head, shape.latent, GAIN
+        else:
+            for name, count in (("q", heads), ("k", shape.kv_heads), ("v", shape.kv_heads)):
+                yield f"self_attn.{name}_proj", count * head, hidden, GAIN
+        yield mlp["out"], hidden, heads * head, GAIN
+    yield from ((mlp[name], shape.inner, hidden, 1.0) for name in ("gate", "up"))
+    yield mlp["down"], hidden, shape.inner, 1.0
+
+
+def _norms(shape: Shape, layer: int) -> Iterator[tuple[str, int]]:
+    """Names and sizes of the norms of a layer."""
+    names = ("operator_norm", "ffn_norm") if shape.states else ("input_layernorm", "post_attention_layernorm")
+    yield from ((name, shape.hidden) for name in names)
+    if shape.latent:
+        yield "self_attn.kv_a_layernorm", shape.latent
+    if shape.states and layer % 2:
+        yield from ((f"self_attn.{name}_layernorm", shape.head_dim) for name in "qk")
 
 
 def write(folder: Path, shape: Shape, seed: int = 0) -> Path:

@@ -325,7 +325,7 @@ def test_a_hit_that_the_store_brings_sooner_is_loaded(make: Open) -> None:
 def test_a_store_that_fails_under_a_hit_costs_no_more_than_the_engine(make: Open, store: Wrong, how: str) -> None:
     """Its first load is given up at half of what the engine takes, and rows of the call that hangs are lent to nobody
     meanwhile."""
-    blocks, gate = make(load="faster", compute_seconds=0.02), Gate()
+    blocks, gate = make(load="faster", compute_seconds=2.0), Gate()
     assert all(save(blocks, 8))
     store.before["load"] = gate if how == "hangs" else fail
     assert blocks.find_hit(names(8)) == [True] * 8

@@ -24,7 +24,7 @@ from tests.engines.serve import BLOCK, transfer
 FAR = 1e-3
 """Logprobs of two runs that are further apart than this come from other bytes: rounding alone moves them by 1e-5."""
 VOCABULARY = 512
-OWN_BLOCKS = {"tiny": 20, "windowed": 44}
+OWN_BLOCKS = {"tiny": 20, "windowed": 44, "hybrid": 44, "latent": 40}
 TURN, PROMPTS = 7 * BLOCK + 5, 3
 
 
@@ -178,6 +178,8 @@ WAYS = {
         {"events": True},
     ),
     "sliding windows": ("windowed", {}, {}),
+    "attention and states": ("hybrid", {}, {}),
+    "latent attention": ("latent", {}, {}),
     "sliding windows, little host memory": ("windowed", {"host_memory": "1300KiB"}, {}),
 }
 

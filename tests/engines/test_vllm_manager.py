@@ -309,7 +309,7 @@ class Stored(Manager):
     """A manager whose chunks are in memory and are saved to a store."""
 
     def __init__(self, chunks: int, **options: Any) -> None:
-        self.cache = kvpool.HostCache(chunks, 64, identity=IDENTITY)
+        self.cache = kvpool.HostCache(chunks, 64, identity=IDENTITY, history=8)
         self.tier, self.now = kvpool.HostTier.of(self.cache), 0.0
         given = EngineOptions(**{"stores": ("memory:?capacity=1MiB",), **options})
         self.real = vllm.KVPoolOffloadingManager(self.cache, given, clock=lambda: self.now)
@@ -386,6 +386,35 @@ def test_of_a_prompt_that_is_longer_than_the_host_its_beginning_is_loaded_and_th
     assert not manager.real.has_pending_work()
     # What is computed has room: a pinned chunk would not go.
     assert len(manager.store(*range(101, 109))) == 8
+    manager.real.shutdown()
+
+
+def test_the_log_has_a_line_for_each_request_while_somebody_reads_it(caplog: pytest.LogCaptureFixture) -> None:
+    manager, own = Stored(4), request("a secret of nobody\n")
+    manager.real.prefill.tokens_per_block = 16
+
+    def serve() -> str:
+        caplog.clear()
+        manager.real.on_new_request(own)
+        for number, key in enumerate(keys(1, 5, 9), 3):
+            own.set_offload_key_position(key, 16 * number)
+            while manager.real.lookup(key, own) == PENDING:
+                manager.step()
+        manager.real.prepare_load(keys(1, 5), own)
+        manager.real.complete_load(set(keys(1, 5)), own)
+        manager.real.on_request_finished(own)
+        return caplog.text
+
+    manager.fill(1, 5)
+    manager.wait_saved(2)
+    manager.cache.forget(keys(1))
+    with caplog.at_level("DEBUG", "vllm.kvpool"):
+        said = serve()
+        assert "request 'a secret of nobody\\n': 80 tokens: 32 device, 16 host, 0 in part, 16 memory; " in said
+        assert "; 16 never seen (stores: absent)" in said and "nobody\n'" not in said
+        assert "80 tokens: 32 device, 32 host, 0 in part; " in serve(), "what has come stays in the host"
+    with caplog.at_level("INFO", "vllm.kvpool"):
+        assert "tokens:" not in serve() and not manager.real._stories
     manager.real.shutdown()
 
 

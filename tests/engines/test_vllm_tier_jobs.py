@@ -124,7 +124,7 @@ def test_a_changed_byte_is_a_failed_load(tier: Tier, store: Wrong) -> None:
 
 
 def test_a_load_that_hangs_is_reported_when_its_rows_are_free(store: Wrong) -> None:
-    tier, gate = Tier(store, load_seconds=0.01), Gate()
+    tier, gate = Tier(store, load_seconds=2.0), Gate()
     tier.save(1)
     store.before["load"] = gate
     tier.submit(True, [1], [9])

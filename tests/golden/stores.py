@@ -16,8 +16,8 @@ from kvpool.stores import MemoryStore
 from kvpool.stores.store import CODES, Bytes, Rows, Space, Stop
 from tests.golden.recorder import Recorder
 from tests.stores.hostkeeping import Engine as HostEngine
-from tests.stores.keeping import Clock, engine, keeper, room
-from tests.stores.lab import IDENTITY, Gate, names, open_queue
+from tests.stores.keeping import engine, keeper, room
+from tests.stores.lab import IDENTITY, Clock, Gate, names, open_queue
 
 STEPS = 60
 HOST_SAVES = ("publish", "reuse")

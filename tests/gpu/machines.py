@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-_STALL_SECONDS_MAX = 60
+_STALL_SECONDS_MAX = 600
 
 
 class Machine:

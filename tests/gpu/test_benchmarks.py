@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from asv_bench import gpu_table
+from asv_bench import gpu_peers, gpu_table
 from asv_bench.benchmarks import gpu
+from asv_bench.gpu_peers import PEERS, fragments, sglang
 from kvpool.device.cuda import calibration, describe_gpus
 from kvpool.device.cuda.calibration import DIRECTIONS, KERNELS, PATHS, Calibration
 
@@ -101,6 +104,59 @@ def test_every_byte_of_a_scene_is_copied_by_its_path(cupy: Any, parameters: tupl
     assert min(tracked[name] for name in ("speed", "p99", "call")) > 0
 
 
+class Tensor:
+    """What is used of PyTorch's, over an array of either tier."""
+
+    def __init__(self, array: Any, device: str = "") -> None:
+        self.array = array
+
+    def view(self, *shape: int) -> Tensor:
+        return Tensor(self.array.reshape(shape))
+
+    def cuda(self) -> Tensor:
+        return self
+
+
+@pytest.mark.parametrize("way", [gpu.LOAD, gpu.SAVE])
+def test_a_kernel_that_takes_numbers_of_items_copies_what_the_path_beside_it_copies(
+    cupy: Any, monkeypatch: pytest.MonkeyPatch, way: int
+) -> None:
+    def copy(src: Tensor, dst: Tensor, src_indices: Tensor, dst_indices: Tensor, item_size: int) -> None:
+        assert src.array.shape[1] == item_size
+        rows = cupy.asnumpy(src.array)[src_indices.array]
+        dst.array[dst_indices.array] = rows if isinstance(dst.array, np.ndarray) else cupy.asarray(rows)
+
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_numpy=Tensor, as_tensor=Tensor))
+    monkeypatch.setitem(sys.modules, "sgl_kernel", ModuleType("sgl_kernel"))
+    monkeypatch.setitem(sys.modules, "sgl_kernel.kvcacheio", SimpleNamespace(transfer_kv_per_layer_mla=copy))
+    made = gpu.Scenes()
+    made.setup(("engine, load", "engine, save")[way], "plain", NBYTES)
+    assert made.tiers is not None
+    source, target = made.tiers.memory[:: 1 if way == gpu.SAVE else -1]
+    of = np if isinstance(source, np.ndarray) else cupy
+    source[:] = of.arange(source.size) % 251
+    ((_, kernel),) = sglang(made, way)
+    found = []
+    for call in (kernel, made._batch):
+        target[:] = 0
+        cupy.cuda.Device().synchronize()
+        call()
+        cupy.cuda.Device().synchronize()
+        found.append(cupy.asnumpy(target).tobytes())
+    made.teardown()
+    assert found[0] == found[1] and any(found[0])
+
+
+def test_a_peer_is_measured_in_turn_with_each_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[str] = []
+    monkeypatch.setattr(gpu.Scenes, "_batch", lambda made: turns.append("kvpool"))
+    lines = list(fragments(lambda made, way: iter([("a peer", lambda: turns.append("peer"))])))
+    assert len(lines) == 2 * 3 * len(PATHS)
+    measured = [line for line in lines if "a peer" in line]
+    assert measured and turns == ["kvpool", "peer"] * (len(measured) * (gpu_peers.REPEATS + 1))
+    assert lines[0].startswith("engine, load, 4,096 bytes: plain ")
+
+
 def test_tables_are_staged() -> None:
     found = run_tracks(gpu.StagedTables, (2,))
     assert set(found) == {"cpu_time", "cpu_time_of_memcpy", "gpu_time", "gpu_time_of_memcpy_async"}
@@ -125,7 +181,7 @@ def test_the_table_names_the_machine_and_every_case(
         assert f"### {direction}, {placement}" in text
     for scene in gpu.Scenes.params[0]:
         assert text.count(f"| {scene} |") == len(gpu.Tiers.run_sizes) * len(PATHS)
-    assert "## Peers" in text and "vLLM is not measured: " in text
+    assert "## Peers" in text and all(f"{peer} is not measured: ModuleNotFoundError: " in text for peer in PEERS)
     rows = [line for line in text.splitlines() if line.startswith(tuple(f"| {path} |" for path in PATHS))]
     # The largest case does not fit into the tiers, and stays empty.
     assert len(rows) == 6 * len(PATHS) * 2 and all(row.count(" %)") == (2 if "| 2 |" in row else 1) for row in rows)

@@ -4,6 +4,7 @@ happens between."""
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from groups_lab import GroupEngine, T, pins
 from kvpool import BlockNotFound, KVPoolError, Lease, LeaseExpired, PoolClosed
 from kvpool.device.cpu import CpuDevice
 from tests.device.faults import FaultyDevice
+from tests.race.lab import Lab
 
 A = list(range(100, 140))
 Make = Callable[..., GroupEngine]
@@ -259,3 +261,30 @@ def test_a_block_that_a_reader_on_a_stream_still_reads_is_overwritten_behind_it(
         engine.compare(group, (mine[:, None] * T + np.arange(T)).reshape(-1), A[:16], engine.b)
     engine.release(engine.add(A[20:36]))
     assert (engine.findings() == []) == orders
+
+
+# ----------------------------------------
+# A pool that is closed by force while another thread pins: the reader never touches memory that is gone.
+
+
+def test_a_pin_begins_to_read_only_while_the_pool_cannot_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab(P=4, S=4, progress=1.0)
+    sequence = lab.cache.add_sequence([1, 2, 3])
+    lab.cache.commit(sequence)
+    keys = lab.cache.block_keys([1, 2, 3])
+    begin, closer = lab.cache.core.device.host_access, threading.Thread(target=lab.cache.close, args=(True,))
+
+    def beside_close(*args: Any, **options: Any) -> Any:
+        access = begin(*args, **options)
+        # Here nobody may get the memory: without the state lock, the pool is closed before this goes on.
+        closer.start()
+        closer.join(0.2)
+        return access
+
+    monkeypatch.setattr(lab.cache.core.device, "host_access", beside_close)
+    try:
+        lab.cache.pin(keys.keys)
+    except (LeaseExpired, PoolClosed):
+        pass
+    closer.join()
+    assert lab.cache.closed and not lab.sim.races

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,15 +16,22 @@ import pytest
 from kvpool import (
     BlockNotFound,
     HostCache,
+    HostLease,
     HostSlots,
+    HostTier,
     LeaseExpired,
     ModelIdentity,
     OutOfBlocks,
     PoolBusy,
     PoolClosed,
 )
+from kvpool.errors import IntegrityError
 from kvpool.state.hashing import block_key
+from kvpool.state.records import LINKED, PUBLISHED
+from kvpool.state.records import PENDING as STILL_PENDING
+from kvpool.state.verify import findings
 from tests.hostcache.conftest import IDENTITY, keys, store
+from tests.hostcache.model import Entry, Model
 
 ABSENT, HERE, PENDING = HostCache.ABSENT, HostCache.HERE, HostCache.PENDING
 Make = Callable[..., HostCache]
@@ -32,6 +42,29 @@ def look(cache: HostCache, *names: str) -> list[int]:
     found = cache.lookup(keys(*names)).tolist()
     assert found == [cache.find(key) for key in keys(*names)]
     return found
+
+
+def test_why_a_key_is_not_here_is_known_of_as_many_as_are_to_be_remembered() -> None:
+    now = 0
+    with HostCache(2, 64, identity=IDENTITY, history=2, clock=lambda: now) as cache:
+        for name in "abc":
+            cache.publish(cache.reserve(keys(name)).keys)
+        now = 10
+        cache.forget(keys("b", "never"))
+        assert str(cache.explain(b"a", 16)) == "16 not known any more", "two have gone after it"
+        assert str(cache.explain(b"b", 16)) == "16 forgotten 0 ms ago"
+        now = 15
+        assert str(cache.explain(b"b")) == "1 forgotten 5 ms ago"
+    with HostCache(2, 64, identity=IDENTITY, history=2, clock=lambda: now) as cache:
+        for name in "abc":
+            cache.publish(cache.reserve(keys(name)).keys)
+        now = 22
+        assert str(cache.explain(b"a", 16)) == "16 evicted 7 ms ago by lru"
+        assert str(cache.explain(b"x", 16)) == "16 never seen"
+        cache.clear()
+        assert str(cache.explain(b"x", 16)) == "16 not known any more"
+    with HostCache(2, 64, identity=IDENTITY) as cache:
+        assert str(cache.explain(b"x")) == "1 not known any more", "by default nothing is remembered"
 
 
 def test_a_key_is_pending_until_its_bytes_are_published(make: Make) -> None:
@@ -410,3 +443,237 @@ def test_no_keys_are_fine(make: Make) -> None:
     assert cache.publish([]) == cache.abort([]) == cache.forget([]) == 0
     with cache.pin([]) as lease:
         assert len(lease.blocks) == 0
+
+
+# ----------------------------------------
+# Threads that use one cache at the same time: one writer a key, one content a block.
+
+
+FEW_NAMES = [f"key {i}".encode() for i in range(40)]
+
+
+def test_a_block_is_written_by_one_and_read_with_its_content(make: Callable[..., HostCache]) -> None:
+    """Six threads reserve, write, publish, pin and read; a byte of another key, or one that changes, is a failure."""
+    cache = make(16, 64)
+    tier = HostTier(16, 64, identity=IDENTITY)
+    seen = [0, 0]
+
+    def content(key: bytes) -> int:
+        return 1 + FEW_NAMES.index(key)
+
+    def store(random: np.random.Generator) -> None:
+        taken = cache.reserve([FEW_NAMES[i] for i in random.integers(0, len(FEW_NAMES), 3)])
+        for key, block in zip(taken.keys, taken.blocks.tolist(), strict=True):
+            tier.blocks[block] = content(key)
+        if random.random() < 0.2:
+            cache.abort(taken.keys)
+        else:
+            seen[0] += cache.publish(taken.keys)
+
+    def load(random: np.random.Generator) -> None:
+        here = [key for key in FEW_NAMES if cache.find(key) == cache.HERE][:4]
+        with cache.pin(here) as lease:
+            for key, block in zip(lease.keys, lease.blocks.tolist(), strict=True):
+                assert (tier.blocks[block] == content(key)).all(), key
+                seen[1] += 1
+
+    def work(seed: int) -> None:
+        random = np.random.default_rng(seed)
+        barrier.wait()
+        for _ in range(150):
+            try:
+                (store if random.random() < 0.5 else load)(random)
+            except (OutOfBlocks, BlockNotFound):
+                pass  # Others hold too much, or have evicted it since.
+            if random.random() < 0.05:
+                cache.forget([FEW_NAMES[int(random.integers(len(FEW_NAMES)))]])
+
+    barrier = threading.Barrier(6)
+    with ThreadPoolExecutor(6) as threads:
+        for future in [threads.submit(work, seed) for seed in range(6)]:
+            future.result()
+    assert cache.stats().used == 0 and seen[0] and seen[1]
+
+
+def test_nobody_reserves_a_key_before_its_old_order_is_forgotten(make: Callable[..., HostCache]) -> None:
+    """Else the order of the new reservation would be lost, and the beginning of a prompt evicted before its end."""
+    cache, seen = make(4, 64), list[bool]()
+
+    class Order(dict[bytes, int]):
+        def pop(self, key: bytes, *default: object) -> object:
+            other = threading.Thread(target=lambda: seen.append(cache._lock.acquire(blocking=False)))
+            other.start()
+            other.join()
+            return super().pop(key, *default)
+
+    cache.reserve(FEW_NAMES[:2])
+    cache._order = Order(cache._order)
+    cache.abort(FEW_NAMES[:2])
+    assert seen == [False, False] and not cache._order
+
+
+# ----------------------------------------
+# What ``verify`` checks of a host cache: each field is corrupted, and the right check must see it.
+
+
+PENDING_BLOCK, CACHED, PINNED = 0, 1, 2
+
+
+def put(field: str, value: Any, block: int = PENDING_BLOCK) -> Callable[[np.ndarray, np.ndarray], None]:
+    def corrupt(blocks: np.ndarray, words: np.ndarray) -> None:
+        blocks[field][block] = value
+
+    return corrupt
+
+
+def flip(flag: int, block: int = PENDING_BLOCK) -> Callable[[np.ndarray, np.ndarray], None]:
+    def corrupt(blocks: np.ndarray, words: np.ndarray) -> None:
+        blocks["flags"][block] ^= flag
+
+    return corrupt
+
+
+def other_key(blocks: np.ndarray, words: np.ndarray) -> None:
+    words[PENDING_BLOCK, 1] ^= 1
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "check"),
+    [
+        (put("word", 2 << 32), "pins"),
+        (put("uses", 1), "pending"),
+        (flip(PUBLISHED), "pending"),
+        (flip(LINKED), "index"),
+        (flip(STILL_PENDING), "representative"),
+        (flip(STILL_PENDING, CACHED), "pending"),
+        (put("word", 1 << 32, CACHED), "listed or held"),
+        (put("word", 2 << 32, PINNED), "pins"),
+        (put("key0", 7), "index"),
+        (other_key, "key"),
+    ],
+)
+def test_what_is_wrong_is_found(make: Callable[..., HostCache], corrupt: Any, check: str) -> None:
+    cache = make(4, secret=bytes(16))  # with some secrets, another key is in the same bucket of the index
+    assert cache.reserve(keys("pending")).blocks.tolist() == [PENDING_BLOCK]
+    store(cache, "cached"), store(cache, "pinned")
+    cache.pin(keys("pinned"))
+    cache.verify()
+    state = cache._states[0]
+    corrupt(state.blocks, state.tokens)
+    with pytest.raises(IntegrityError) as found:
+        cache.verify()
+    assert check in {found.value.check, *_all(cache)}
+    cache.close()
+
+
+def _all(cache: HostCache) -> set[str]:
+    """Every check that fails."""
+    return {check for check, _ in findings(cache._states[0], np.array([PENDING_BLOCK, PINNED]))}
+
+
+# ----------------------------------------
+# Random calls do in a host cache what they do in a model of dictionaries, order of eviction included.
+
+
+VERBS = ["reserve", "publish", "abort", "pin", "unpin", "touch", "forget", "clear", "wait"]
+OFTEN = [6, 8, 1, 2, 5, 3, 0.3, 0.05, 1]
+FEW_NAMES = [bytes([i]) * (1 + 7 * i % 64) for i in range(1, 30)]
+
+
+class Pair:
+    """A cache and its model. Each call is made on both, and must answer alike."""
+
+    def __init__(self, cache: HostCache, clock: list[int], random: np.random.Generator) -> None:
+        self.cache, self.clock, self.random, self.model = cache, clock, random, Model(cache.host_blocks)
+        self.leases: list[tuple[HostLease, list[Entry]]] = []
+
+    def some(self, names: list[bytes], least: int = 0) -> list[bytes]:
+        """A few of these, some of them twice."""
+        most = int(self.random.integers(least, 5))
+        return [names[int(i)] for i in self.random.integers(0, len(names), most)] if names else []
+
+    def step(self, verb: str) -> None:
+        getattr(self, verb)()
+        for name in FEW_NAMES:
+            assert self.cache.find(name) == self.model.look(name), (verb, name)
+        found = self.cache.stats()
+        held = [entry for entry, pins in self.model.pins.items() if pins]
+        pending = sum(entry.pending for entry in self.model.entries.values())
+        assert (found.pending, found.pinned, found.empty) == (pending, len(held), self.model.empty), verb
+
+    def reserve(self) -> None:
+        keys, priority = self.some(FEW_NAMES), int(self.random.choice([35, 35, 10, 80]))
+        ttl = None if self.random.random() < 0.5 else int(self.random.integers(1, 20))
+        expected = self.model.reserve(keys, priority, ttl)
+        if expected is None:
+            with pytest.raises(OutOfBlocks):
+                self.cache.reserve(keys, priority=priority, ttl_ms=ttl)
+            return
+        found = self.cache.reserve(keys, priority=priority, ttl_ms=ttl)
+        assert (found.keys, found.evicted) == expected
+        assert len(set(found.blocks.tolist())) == len(found.keys)
+
+    def _end(self, verb: str) -> None:
+        pending = [key for key, entry in self.model.entries.items() if entry.pending]
+        keys = self.some(pending) + self.some(FEW_NAMES, 0)[: int(self.random.random() < 0.1)]
+        expected = getattr(self.model, verb)(keys)
+        if expected is None:
+            with pytest.raises(BlockNotFound):
+                getattr(self.cache, verb)(keys)
+        else:
+            assert getattr(self.cache, verb)(keys) == expected
+
+    def publish(self) -> None:
+        self._end("publish")
+
+    def abort(self) -> None:
+        self._end("abort")
+
+    def pin(self) -> None:
+        keys = self.here()
+        held = self.model.pin(keys)
+        if held is None:
+            with pytest.raises(BlockNotFound):
+                self.cache.pin(keys)
+        else:
+            self.leases.append((self.cache.pin(keys), held))
+
+    def unpin(self) -> None:
+        if self.leases:
+            lease, held = self.leases.pop(int(self.random.integers(len(self.leases))))
+            lease.close()
+            self.model.unpin(held)
+
+    def here(self) -> list[bytes]:
+        """Keys that are here, and now and then another."""
+        here = [key for key in FEW_NAMES if self.model.look(key) == self.cache.HERE]
+        return self.some(here) + self.some(FEW_NAMES, 0)[: int(self.random.random() < 0.1)]
+
+    def touch(self) -> None:
+        keys = self.here()
+        assert self.cache.touch(keys) == self.model.touch(keys)
+
+    def forget(self) -> None:
+        keys = self.some(FEW_NAMES)
+        assert self.cache.forget(keys) == self.model.forget(keys)
+
+    def clear(self) -> None:
+        self.cache.clear(force=True)
+        self.model.clear()
+
+    def wait(self) -> None:
+        self.clock[0] = self.model.now = self.clock[0] + int(self.random.integers(1, 8))
+        if self.random.random() < 0.5:
+            assert self.cache.refresh() == self.model.refresh()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_cache_does_what_its_model_does(make: Make, seed: int) -> None:
+    random, clock = np.random.default_rng(seed), [0]
+    pair = Pair(make(int(random.integers(2, 12)), clock=lambda: clock[0], event_capacity=64), clock, random)
+    chances = np.array(OFTEN) / sum(OFTEN)
+    for step in range(400):
+        pair.step(str(random.choice(VERBS, p=chances)))
+        if step % 8 == 0:
+            pair.cache.verify()
+    print(f"seed {seed}: {pair.cache.stats()}")

@@ -39,6 +39,6 @@ def test_scenarios_hold_in_the_interpreter() -> None:
         "-p",
         "no:cacheprovider",
         "tests/state/test_scenarios_tiers.py",
-        "tests/sequences/test_beams.py",
+        "tests/sequences/test_forks.py",
         jit=False,
     )

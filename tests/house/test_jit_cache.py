@@ -62,7 +62,7 @@ def other(x):
 REPORT = """
 import json
 from sample import entry, other
-from sample.jit.announcer import announcer
+from sample.jit.cache import announcer
 from sample.jit.cache import cache_root
 functions = entry.plus_ten, entry.plus_twenty, entry.entry, other.other
 report = []
@@ -288,7 +288,7 @@ LIFE = """
 import numpy as np
 from kvpool import KVCacheManager
 from kvpool.arrays.layout import BlockLayout
-from kvpool.jit.announcer import announcer
+from kvpool.jit.cache import announcer
 layout = BlockLayout.of_block_bytes(4096, 16)
 with KVCacheManager(layout, device_blocks=8, host_blocks=8, device="cpu") as cache:
     for start in (0, 1000, 0):

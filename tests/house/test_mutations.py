@@ -67,13 +67,13 @@ def test_some_mutations_are_killed() -> None:
 
 
 def test_a_mutation_that_no_test_notices_lives_and_the_tree_is_as_it_was() -> None:
-    test = "tests/state/test_index.py::test_every_key_has_a_bucket"
+    test = "tests/state/test_lists.py::test_every_key_has_a_bucket"
     harmless = Mutation("harmless", "LEVELS", "LEVELS = 1 << 8", "LEVELS = (1 << 8)", "None.", (test,))
     before = (ROOT / "kvpool" / "state" / "records.py").read_bytes()
     with bench() as copy:
         assert copy.run(harmless).lived == (test,)
         with pytest.raises(RuntimeError, match="did not run"):
-            copy.run(harmless._replace(tests=("tests/state/test_index.py::test_of_nothing",)))
+            copy.run(harmless._replace(tests=("tests/state/test_lists.py::test_of_nothing",)))
         with pytest.raises(ValueError, match="harmless: LEVELS has 0 times"):
             copy.run(harmless._replace(before="what is not there"))
         assert (copy.folder / "kvpool" / "state" / "records.py").read_bytes() == before
@@ -81,14 +81,14 @@ def test_a_mutation_that_no_test_notices_lives_and_the_tree_is_as_it_was() -> No
 
 
 def test_a_test_that_fails_without_a_mutation_kills_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    test = "tests/state/test_index.py::test_every_key_has_a_bucket"
+    test = "tests/state/test_lists.py::test_every_key_has_a_bucket"
     harmless = Mutation("harmless", "LEVELS", "LEVELS = 1 << 8", "LEVELS = (1 << 8)", "None.", (test,))
     with bench() as copy:
         copy.check([harmless])
         path = copy.folder / "tests" / "state" / "test_index.py"
         text = path.read_text(encoding="utf-8")
         path.write_text(text.replace("    count = buckets(blocks)\n", "    count = 0\n"), encoding="utf-8")
-        with pytest.raises(RuntimeError, match="without a mutation fail tests/state/test_index.py"):
+        with pytest.raises(RuntimeError, match="without a mutation fail tests/state/test_lists.py"):
             copy.check([harmless])
 
 

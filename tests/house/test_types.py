@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -88,3 +89,16 @@ def test_public_names_are_listed_and_others_are_not() -> None:
     import kvpool
 
     assert sorted(name for name in listed if not name.startswith("__")) == sorted(set(kvpool.__all__) - {"__version__"})
+
+
+# ----------------------------------------
+# The tree passes mypy and ruff with the project's settings.
+
+
+@pytest.mark.parametrize("command", ["mypy kvpool", "ruff check .", "ruff format --check ."])
+def test_tool_finds_nothing(command: str) -> None:
+    tool = command.split()[0]
+    if importlib.util.find_spec(tool) is None:
+        pytest.skip(f"{tool} is not installed; it comes with the extra 'test'")
+    done = subprocess.run([sys.executable, "-m", *command.split()], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -11,7 +11,7 @@ from kvpool.arrays.layout import BlockLayout
 from kvpool.device import CpuDevice
 from kvpool.device import launches as copies
 from kvpool.device.base import BYTES, FROM, TO, TOKENS
-from kvpool.device.block_copy import make_plan
+from kvpool.device.copy_plan import make_plan
 from kvpool.device.cuda.fragments import Cutter, FragmentTable, tabulate
 from kvpool.memory.pools import MemoryPools
 from tests.device import reference

@@ -10,7 +10,7 @@ MUTATIONS = (
     # -- keys, and each of kvpool.state.records about it, taken out of the code and not by its switch --------
     Mutation(
         "the_parent_is_not_in_the_key",
-        "block_key",
+        "_end",
         "guards & PARENT_IN_KEY",
         "False",
         "The same tokens behind another beginning hit: KV that attended to another prompt.",
@@ -175,7 +175,7 @@ MUTATIONS = (
         "b == NONE",
         "False",
         "A block that a sequence does not hold gets a key of it: who hits it reads another prompt's KV.",
-        ("tests/sequences/test_windows.py::test_a_duplicate_that_its_window_has_passed_is_not_published",),
+        ("tests/sequences/test_groups.py::test_a_duplicate_that_its_window_has_passed_is_not_published",),
     ),
     Mutation(
         "an_eviction_that_offloads_is_no_removal",
@@ -237,7 +237,7 @@ MUTATIONS = (
         "word & REFS == 0",
         "True",
         "A request that is not to be stored takes a block of a running one out of the cache.",
-        ("tests/sequences/test_beams.py::test_what_others_go_on_from_is_not_forgotten_with_a_beam",),
+        ("tests/sequences/test_forks.py::test_what_others_go_on_from_is_not_forgotten_with_a_beam",),
     ),
     Mutation(
         "not_storing_forgets_what_was_reused",
@@ -330,6 +330,6 @@ MUTATIONS = (
         "counters_of(h).events_dropped += 1",
         "",
         "A router that was late never learns that it believes in blocks that are gone.",
-        ("tests/observe/test_groups_stats.py::test_events_that_any_group_dropped_are_counted",),
+        ("tests/observe/test_metrics.py::test_events_that_any_group_dropped_are_counted",),
     ),
 )

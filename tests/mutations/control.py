@@ -90,7 +90,7 @@ MUTATIONS = (
         "",
         "A scheduler does not see that requests compute the same prefix at the same time.",
         (
-            "tests/sequences/test_request_stats.py::"
+            "tests/sequences/test_explain.py::"
             "test_tokens_that_two_requests_compute_at_the_same_time_are_recomputed_by_the_second",
         ),
     ),

@@ -205,7 +205,7 @@ MUTATIONS = (
         "theirs.source == host",
         "False",
         "A call forgets content though a copy that nobody needs lies on the host.",
-        ("tests/state/test_scenarios_sum.py::test_a_part_of_what_another_request_onboards_frees_its_host_block",),
+        ("tests/state/test_scenarios_tiers.py::test_a_part_of_what_another_request_onboards_frees_its_host_block",),
     ),
     Mutation(
         "what_goes_in_any_case_goes_last",
@@ -213,7 +213,7 @@ MUTATIONS = (
         "h.overflow = _overflow(h, requests, out[g], n)",
         "",
         "Each eviction of a call waits for the onboard before it: copies go one by one.",
-        ("tests/state/test_scenarios_sum.py::test_what_goes_in_any_case_goes_first",),
+        ("tests/state/test_scenarios_tiers.py::test_what_goes_in_any_case_goes_first",),
     ),
     Mutation(
         "more_is_forgotten_than_has_to_be",
@@ -221,7 +221,7 @@ MUTATIONS = (
         "count += 1 if blocks[b].other_copy == NONE and should_offload(h, b) else 0",
         "count += 2",
         "A call forgets content that both tiers have room for.",
-        ("tests/state/test_scenarios_sum.py::test_evictions_go_where_the_onboards_of_the_same_call_came_from",),
+        ("tests/state/test_scenarios_tiers.py::test_evictions_go_where_the_onboards_of_the_same_call_came_from",),
     ),
     # -- time ------------------------------------------------------------------------------------------------
     Mutation(

@@ -10,7 +10,7 @@ def _index(test: str) -> str:
     return f"tests/hostcache/test_index.py::{test}"
 
 
-_MODEL = ("tests/hostcache/test_model.py::test_a_cache_does_what_its_model_does[0]",)
+_MODEL = ("tests/hostcache/test_index.py::test_a_cache_does_what_its_model_does[0]",)
 
 MUTATIONS = (
     Mutation(
@@ -88,9 +88,9 @@ MUTATIONS = (
         "",
         "The host keeps what stood in the block before the engine's kernel wrote it.",
         (
-            "tests/hostcache/test_copies_sim.py::"
+            "tests/hostcache/test_copies.py::"
             "test_a_copy_comes_after_the_work_on_the_stream_that_is_named[0-0.0]",
-            "tests/hostcache/test_copies_sim.py::test_a_prompt_goes_down_and_comes_back[1-0.5]",
+            "tests/hostcache/test_copies.py::test_a_prompt_goes_down_and_comes_back[1-0.5]",
         ),
     ),
     Mutation(
@@ -101,7 +101,7 @@ MUTATIONS = (
         "events.append(device.record(stream))\n"
         "device.enqueue(Fragments(fragments), stream)",
         "A key is published, and a block reused, while its bytes are on their way.",
-        ("tests/hostcache/test_copies_sim.py::test_a_prompt_goes_down_and_comes_back[0-0.0]",),
+        ("tests/hostcache/test_copies.py::test_a_prompt_goes_down_and_comes_back[0-0.0]",),
     ),
     Mutation(
         "a_skip_is_cut_to_whole_blocks",
@@ -143,13 +143,15 @@ MUTATIONS = (
         "with DeferSignals(), self._lock:\n"
         "    _, ids = self._open.pop(lease, (None, None))\n"
         "    if ids is not None:\n"
+        "        before = saving.places(self._states[0].blocks[ids])\n"
         "        control.unpin(self._heads, ids, now)\n"
-        "        if not used:\n            saving.released_unused(self._heads, ids)",
+        "        if not used:\n            saving.put_back(self._heads, 0, ids, before)",
         "with self._lock:\n"
         "    _, ids = self._open.pop(lease, (None, None))\n"
         "    if ids is not None:\n"
+        "        before = saving.places(self._states[0].blocks[ids])\n"
         "        control.unpin(self._heads, ids, now)\n"
-        "        if not used:\n            saving.released_unused(self._heads, ids)",
+        "        if not used:\n            saving.put_back(self._heads, 0, ids, before)",
         "An interrupt leaves blocks pinned that no lease names: they are never free again.",
         ("tests/hostcache/test_interrupted.py::test_an_interrupt_at_any_line_leaves_the_cache_whole[close]",),
     ),

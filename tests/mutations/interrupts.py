@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-_EXACT, _CHILDREN = "tests/copying/test_signals_exact.py::", "tests/copying/test_children.py::"
+_EXACT, _CHILDREN = "tests/copying/test_signals.py::", "tests/copying/test_children.py::"
 
 MUTATIONS = (
     Mutation(

@@ -129,7 +129,7 @@ MUTATIONS = (
         "Every request waits for a store that is dead.",
         (
             "tests/stores/test_health.py::test_one_job_probes_it_after_a_while",
-            f"{_FAILURES}test_a_failing_store_is_suspended_probed_and_used_again",
+            "tests/stores/test_both_hosts.py::test_a_store_that_fails_is_left_alone_and_used_again",
         ),
     ),
     Mutation(
@@ -178,7 +178,7 @@ MUTATIONS = (
     Mutation(
         "to_be_saved_is_a_use",
         "PoolTier.copy",
-        "core.decide(None, control.evict_first, group.index, own, self._victims, core.now())",
+        "pool.core.decide(None, saving.put_back, group.index, ids, before)",
         "",
         "What a store got is kept on the host longer than what is used: hits are lost.",
         (f"{_KEEPER}test_saving_changes_no_order_of_eviction",),
@@ -222,5 +222,16 @@ MUTATIONS = (
         "margins[g] - lists[first + EMPTY, 2]",
         "Content is written that the host still keeps long.",
         (f"{_SAVING}test_what_the_host_evicts_next_is_told_in_that_order",),
+    ),
+    Mutation(
+        "what_was_saved_first_goes_last",
+        "saving.put_back",
+        "behind = prev if later == 0 or later >> 31 else behind",
+        "pass",
+        "A quarter of the host is taken by what nobody has used for longest.",
+        tuple(
+            f"tests/stores/test_both_hosts.py::test_what_is_saved_before_it_goes_goes_in_its_order[{host}]"
+            for host in ("pool", "cache")
+        ),
     ),
 )

@@ -20,8 +20,8 @@ MUTATIONS = (
         "True",
         "A reader, or a fork, has the state of a longer prefix than it was promised.",
         (
-            "tests/sequences/test_recurrent.py::test_a_state_that_a_reader_pins_is_not_moved",
-            "tests/sequences/test_recurrent.py::test_a_fork_at_the_end_of_a_column_leaves_the_state_to_both",
+            "tests/sequences/test_groups.py::test_a_state_that_a_reader_pins_is_not_moved",
+            "tests/sequences/test_groups.py::test_a_fork_at_the_end_of_a_column_leaves_the_state_to_both",
         ),
     ),
     Mutation(
@@ -30,7 +30,7 @@ MUTATIONS = (
         "sequence.length % h.width != 0 and blocks_of(h)[b].word != 1",
         "False",
         "A reader's state changes under it.",
-        ("tests/sequences/test_recurrent.py::test_a_state_that_a_reader_pins_is_not_overwritten",),
+        ("tests/sequences/test_groups.py::test_a_state_that_a_reader_pins_is_not_overwritten",),
     ),
     Mutation(
         "a_shared_state_is_written_again",
@@ -56,7 +56,7 @@ MUTATIONS = (
         "counts[k] > sequence.length - sequence.committed",
         "counts[k] > sequence.length",
         "A sequence goes on from a state that is gone.",
-        ("tests/sequences/test_recurrent.py::test_a_rewind_never_passes_what_is_committed",),
+        ("tests/sequences/test_groups.py::test_a_rewind_never_passes_what_is_committed",),
     ),
     Mutation(
         "states_that_nobody_goes_on_from_stay",
@@ -64,7 +64,7 @@ MUTATIONS = (
         "counters_of(h).passed_blocks += give_columns(h, slot, first, last, BACK)",
         "if not has_states(h):\n    counters_of(h).passed_blocks += give_columns(h, slot, first, last, BACK)",
         "Every commit costs a block for good.",
-        ("tests/sequences/test_recurrent.py::test_a_state_goes_back_once_what_is_behind_it_is_committed",),
+        ("tests/sequences/test_groups.py::test_a_state_goes_back_once_what_is_behind_it_is_committed",),
     ),
     Mutation(
         "states_that_others_hold_need_no_room",
@@ -72,6 +72,6 @@ MUTATIONS = (
         "shared += 1 if row[i] != NONE and blocks_of(h)[row[i]].word != 1 else 0",
         "shared += 0",
         "A path of drafts is kept by half, since there is no block for the copy of a state.",
-        ("tests/sequences/test_recurrent.py::test_a_path_is_not_kept_without_room_for_the_states_that_others_hold",),
+        ("tests/sequences/test_groups.py::test_a_path_is_not_kept_without_room_for_the_states_that_others_hold",),
     ),
 )

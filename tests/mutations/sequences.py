@@ -164,7 +164,7 @@ MUTATIONS = (
         "sequence.live & (LIVE | SWAPPED)",
         "sequence.live",
         "An engine appends to blocks that a loader is filling.",
-        ("tests/holders/test_reservation_ends.py::test_a_reservation_is_no_sequence",),
+        ("tests/holders/test_reservations.py::test_a_reservation_is_no_sequence",),
     ),
     Mutation(
         "an_id_may_come_twice",
@@ -246,7 +246,7 @@ MUTATIONS = (
         "children[parents[i]] > 1",
         "False",
         "Beams that go on from one beam write into one block.",
-        ("tests/sequences/test_beams.py::test_a_reorder_takes_no_block_and_frees_what_nobody_goes_on_from",),
+        ("tests/sequences/test_forks.py::test_a_reorder_takes_no_block_and_frees_what_nobody_goes_on_from",),
     ),
     Mutation(
         "a_fork_writes_where_all_can_see",
@@ -271,8 +271,8 @@ MUTATIONS = (
         "sequences[row].generation = generation\nsequences[row].duplicates = -1",
         "Content that a beam has computed is lost when somebody else's copy of it goes.",
         (
-            "tests/sequences/test_beams.py::test_a_fork_publishes_what_its_parent_had_to_leave_to_another",
-            "tests/sequences/test_beams.py::test_a_beam_publishes_what_its_new_parent_had_to_leave_to_another",
+            "tests/sequences/test_forks.py::test_a_fork_publishes_what_its_parent_had_to_leave_to_another",
+            "tests/sequences/test_forks.py::test_a_beam_publishes_what_its_new_parent_had_to_leave_to_another",
         ),
     ),
     Mutation(
@@ -298,7 +298,7 @@ MUTATIONS = (
         "h.window and length - counts[i] < least(h, slot)",
         "False",
         "A sequence goes on without blocks that its next token attends to.",
-        ("tests/sequences/test_windows.py::test_a_rewind_keeps_all_that_the_next_token_sees_or_is_refused",),
+        ("tests/sequences/test_groups.py::test_a_rewind_keeps_all_that_the_next_token_sees_or_is_refused",),
     ),
     Mutation(
         "what_is_cached_behind_a_gap_stays_in_the_row",
@@ -306,7 +306,7 @@ MUTATIONS = (
         "not is_needed(h, i, count)",
         "i < count and not is_needed(h, i, count)",
         "After a plan, or a batch that had no room, a free row names blocks of others.",
-        ("tests/sequences/test_windows.py::test_what_is_cached_behind_a_gap_is_not_claimed",),
+        ("tests/sequences/test_groups.py::test_what_is_cached_behind_a_gap_is_not_claimed",),
     ),
     Mutation(
         "a_missing_sink_does_not_matter",
@@ -314,7 +314,7 @@ MUTATIONS = (
         "not there(h, np.int64(i), *args)",
         "not there(h, np.int64(i), *args) and h.window == 0",
         "A prefix is reused though the first tokens, which all others see, are gone.",
-        ("tests/sequences/test_windows.py::test_a_missing_sink_ends_what_can_be_reused",),
+        ("tests/sequences/test_groups.py::test_a_missing_sink_ends_what_can_be_reused",),
     ),
     Mutation(
         "sinks_are_given_back",
@@ -322,7 +322,7 @@ MUTATIONS = (
         "max(h.sinks, min((count - h.window + 1) // h.width, count // h.width - 1))",
         "max(0, min((count - h.window + 1) // h.width, count // h.width - 1))",
         "Later tokens attend to blocks of somebody else in place of the sinks.",
-        ("tests/sequences/test_windows.py::test_after_a_commit_what_the_next_token_sees_is_there_and_nothing_else",),
+        ("tests/sequences/test_groups.py::test_after_a_commit_what_the_next_token_sees_is_there_and_nothing_else",),
     ),
     Mutation(
         "a_window_is_a_token_short",
@@ -330,7 +330,7 @@ MUTATIONS = (
         "(count - h.window + 1) // h.width",
         "(count - h.window + 2) // h.width",
         "A block is given back whose last token the next one still sees.",
-        ("tests/sequences/test_windows.py::test_after_a_commit_what_the_next_token_sees_is_there_and_nothing_else",),
+        ("tests/sequences/test_groups.py::test_after_a_commit_what_the_next_token_sees_is_there_and_nothing_else",),
     ),
     Mutation(
         "a_passed_block_is_given_back_without_a_word",
@@ -338,6 +338,6 @@ MUTATIONS = (
         "emit_access(h, ACCESSED, stream, b)",
         "",
         "A block is overwritten under the last kernel that attends to it.",
-        ("tests/race/test_window_races.py::test_nothing_races",),
+        ("tests/race/test_sequence_races.py::test_nothing_races",),
     ),
 )

@@ -84,7 +84,7 @@ MUTATIONS = (
         "return 0",
         "Kernels on the stream that was named read what another stream has not written yet.",
         (
-            "tests/race/test_staging_steps.py::"
+            "tests/race/test_staging.py::"
             "test_the_stream_that_is_named_follows_the_one_that_the_sequences_were_used_on[False]",
         ),
     ),
@@ -94,6 +94,6 @@ MUTATIONS = (
         "found[g] = free_blocks(head(heads, g), DEVICE)",
         "found[g] = free_blocks(head(heads, 0), DEVICE)",
         "A scheduler admits what one group has no room for.",
-        ("tests/sequences/test_free_blocks.py::test_each_group_has_its_own",),
+        ("tests/sequences/test_plan.py::test_each_group_has_its_own",),
     ),
 )

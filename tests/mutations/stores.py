@@ -20,7 +20,7 @@ def _choice(test: str) -> str:
 
 
 def _seal(test: str) -> tuple[str]:
-    return (f"tests/stores/test_seals.py::{test}",)
+    return (f"tests/stores/test_secrets.py::{test}",)
 
 
 MUTATIONS = (
@@ -153,7 +153,7 @@ MUTATIONS = (
         'b""',
         "What was saved after the weights were replaced is not found after a restart.",
         (
-            "tests/stores/test_disk.py::TestDiskStore::test_what_is_saved_after_a_reset_is_there_after_it_was_closed",
+            "tests/stores/test_disk_blocks.py::TestDiskStore::test_what_is_saved_after_a_reset_is_there_after_it_was_closed",
             "tests/stores/test_hostkeeper_clear.py::"
             "test_what_is_saved_after_a_clear_is_found_by_a_later_process[killed]",
         ),

@@ -60,7 +60,7 @@ MUTATIONS = (
         "emit_access(h, WROTE, stream, np.int64(row[i]))",
         "pass",
         "A sequence comes back with KV that was still being computed when it left.",
-        ("tests/race/test_swaps_race.py::test_nothing_races[a_sequence_leaves_while_the_engine_still_writes_it]",),
+        ("tests/race/test_sequence_races.py::test_nothing_races[a_sequence_leaves_while_the_engine_still_writes_it]",),
     ),
     Mutation(
         "what_waits_on_the_host_is_not_forgotten",

@@ -43,7 +43,7 @@ MUTATIONS = (
         "load(words, b)",
         "load(words, b) & REFS",
         "A block that a reader has pinned is evicted when its sequence ends.",
-        ("tests/holders/test_reservation_ends.py::test_a_pin_by_id_outlives_an_abort",),
+        ("tests/holders/test_reservations.py::test_a_pin_by_id_outlives_an_abort",),
     ),
     Mutation(
         "the_first_reference_drops_the_pins",

@@ -147,7 +147,7 @@ MUTATIONS = (
         "self.guards & records.TOKENS_MOVE_BEFORE_REUSE",
         "False",
         "A block that accepted drafts are moved out of is another's before they were read.",
-        ("tests/race/test_drafts_race.py::test_nothing_races",),
+        ("tests/race/test_sequence_races.py::test_nothing_races",),
     ),
     Mutation(
         "a_layer_is_read_before_it_came",
@@ -175,6 +175,14 @@ MUTATIONS = (
         "True",
         "A sequence's table on the device has the rows of another.",
         ("tests/race/test_handovers.py::test_what_was_staged_arrives_whatever_happens_to_the_sequences_meanwhile",),
+    ),
+    Mutation(
+        "a_graph_is_staged_for_while_its_replay_reads",
+        "Staging.await_replay",
+        "buffer.replays is None",
+        "True",
+        "A replay hands over the tables of the step behind it.",
+        ("tests/race/test_handovers.py::test_each_replay_hands_over_what_was_staged_for_it",),
     ),
     Mutation(
         "what_was_copied_from_a_lost_block_counts_as_there",
@@ -208,7 +216,7 @@ MUTATIONS = (
         "_is_whole(moves[i], width, states)",
         "True",
         "A move is dropped whose target a later one overwrites only in part.",
-        ("tests/state/test_levels.py::test_levels_in_any_order_leave_what_the_sequence_leaves",),
+        ("tests/state/test_lists.py::test_levels_in_any_order_leave_what_the_sequence_leaves",),
     ),
     Mutation(
         "a_target_that_is_read_counts_as_unread",
@@ -216,7 +224,7 @@ MUTATIONS = (
         "scratch[source, 0] = _LIVE",
         "",
         "A move is dropped though another of its batch reads what it writes.",
-        ("tests/state/test_levels.py::test_levels_in_any_order_leave_what_the_sequence_leaves",),
+        ("tests/state/test_lists.py::test_levels_in_any_order_leave_what_the_sequence_leaves",),
     ),
     Mutation(
         "levels_forget_reads",
@@ -224,6 +232,6 @@ MUTATIONS = (
         "max(scratch[source, 0], scratch[target, 0], scratch[target, 1])",
         "max(scratch[source, 0], scratch[target, 0])",
         "A block is overwritten in the level in which it is read.",
-        ("tests/state/test_levels.py::test_moves_of_one_level_do_not_depend_on_each_other",),
+        ("tests/state/test_lists.py::test_moves_of_one_level_do_not_depend_on_each_other",),
     ),
 )

@@ -14,7 +14,7 @@ from kvpool.__main__ import main
 from kvpool.arrays.layout import BlockLayout
 from kvpool.planner import Machine, Plan, StorePlan, StoreTier, survey_of
 from kvpool.replay.content import Request
-from kvpool.replay.workload import synthetic
+from kvpool.replay.traces import synthetic
 from tests.planner.test_plan_survey import Chain, by_ids, chains, native
 
 Lru = OrderedDict[Chain, None]

@@ -3,6 +3,7 @@ is what arrives, and no buffer is taken before it was read."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 
 from engine import small_layout
-from kvpool import KVCacheManager
-from kvpool.device.sim import ScheduleFailed, SimDevice, explore
+from kvpool import CapturedTables, KVCacheManager, PoolClosed
+from kvpool.device.base import NULL_STREAM, Stream
+from kvpool.device.sim import RaceError, ScheduleFailed, SimDevice, explore
 from steps import GARBAGE, NAMES, arrays, check, expected
 from tests.race.lab import Lab
 
@@ -29,6 +31,9 @@ class Rows:
 
     def send(self, cache: KVCacheManager, sequence: Any, **stream: Any) -> None:
         cache.copy_batch_block_offsets(self.arrays[0], sequence, **stream)
+
+    def capture(self, cache: KVCacheManager, stream: Stream) -> CapturedTables:
+        return cache.capture_block_offsets(self.arrays[0], 1, stream=stream)
 
     def wanted(self, cache: KVCacheManager, sequence: int) -> Any:
         return cache.block_table(sequence).dense(6).tolist()
@@ -62,6 +67,9 @@ class Steps(Rows):
 
     def send(self, cache: KVCacheManager, sequence: Any, **stream: Any) -> None:
         cache.copy_step_tables(self.tables, sequence, **stream)
+
+    def capture(self, cache: KVCacheManager, stream: Stream) -> CapturedTables:
+        return cache.capture_step_tables(self.tables, 1, stream=stream)
 
     def wanted(self, cache: KVCacheManager, sequence: int) -> Any:
         return expected(cache, sequence, [0], [int(cache.sequence_length(sequence))])
@@ -180,3 +188,101 @@ def test_the_stream_that_is_named_follows_the_one_that_the_sequence_was_used_on(
         lab.check(a)  # reads on b what was written on a
         lab.sim.launch(lab.b, lambda: None, loads=given.arrays)
         assert not lab.findings(), f"seed {seed}, progress {progress}"
+
+
+CAPTURED = pytest.mark.parametrize("kind", [Rows, Steps])
+
+
+def replay_twice(kind: type[Rows], device: SimDevice, cache: KVCacheManager) -> None:
+    """A graph hands over and reads, twice, each time another sequence."""
+    engine, given, wanted, seen = device.create_stream("engine"), kind(), list[Any](), list[bool]()
+
+    def read() -> None:
+        seen.append(given.is_right(wanted[len(seen)]))
+        for array in given.arrays:
+            array.fill(GARBAGE)
+
+    with device.capture(engine) as graph:
+        captured = given.capture(cache, engine)
+        device.launch(engine, read, loads=given.arrays, stores=given.arrays)
+    for prompt in ([1, 2, 3], [4]):
+        sequence = cache.add_sequence(prompt, stream=engine)
+        wanted.append(given.wanted(cache, sequence))
+        captured.stage(sequence, stream=engine)
+        device.replay(graph, engine)
+    captured.close()
+    device.synchronize()
+    assert seen == [True, True]
+    cache.verify()
+
+
+@CAPTURED
+def test_each_replay_hands_over_what_was_staged_for_it(kind: type[Rows]) -> None:
+    for seed, progress in RUNS:
+        lab = Lab(3, 0, seed=seed, progress=progress)
+        replay_twice(kind, lab.sim, lab.cache)
+        assert not lab.findings(), f"seed {seed}, progress {progress}"
+
+
+@CAPTURED
+def test_what_is_staged_before_the_replay_before_has_read_is_a_race(kind: type[Rows]) -> None:
+    """The proof bites: in every run, whether or not the bytes were right by luck."""
+    for seed, progress in RUNS:
+        lab = Lab(3, 0, seed=seed, progress=progress, guard=GUARD)
+        with contextlib.suppress(AssertionError, RaceError):
+            replay_twice(kind, lab.sim, lab.cache)
+        assert any(kind.launch in str(one) for one in lab.sim.races), f"seed {seed}, progress {progress}"
+
+
+@CAPTURED
+def test_what_no_graph_can_have_is_refused_before_anything_happens(kind: type[Rows]) -> None:
+    lab, given = Lab(4, 0), kind()
+    cache, sim, a = lab.cache, lab.sim, lab.add([1, 2, 3]).id
+    with pytest.raises(ValueError, match="it is not being captured"):
+        given.capture(cache, lab.b)
+    with sim.capture(lab.b) as graph:
+        for call in (lambda: Csr().send(cache, a, stream=lab.b), lambda: cache.commit(a, stream=lab.b)):
+            with pytest.raises(ValueError, match="it is being captured"):
+                call()
+        assert not graph
+        captured = given.capture(cache, lab.b)
+        with pytest.raises(ValueError, match="it is being captured"):
+            captured.stage(a, stream=lab.b)
+    captured.stage(a, stream=lab.b)
+    wanted = given.wanted(cache, a)
+    with pytest.raises(ValueError, match="2 sequences; accepted are the 1"):
+        captured.stage([a, a], stream=lab.b)
+    with pytest.raises(ValueError, match="first, counts"):
+        captured.stage(a, [2], [2], stream=lab.b)
+    sim.replay(graph, lab.b)
+    with sim.capture(lab.b), pytest.raises(ValueError, match="it is being captured"):
+        captured.close()  # nobody can ask now when its replays are done
+    sim.synchronize()
+    assert given.is_right(wanted), "what was refused has left what was staged before"
+    captured.close()
+    captured.close()
+    with pytest.raises(ValueError, match="closed"):
+        captured.stage(a, stream=lab.b)
+    assert not lab.findings()
+    with KVCacheManager(small_layout(1), device_blocks=2, device="cpu") as plain:
+        with pytest.raises(ValueError, match="the cpu device has no graphs"):
+            given.capture(plain, NULL_STREAM)
+        plain.verify()
+
+
+@CAPTURED
+def test_a_pool_that_closes_waits_for_the_replays_and_keeps_no_buffer(kind: type[Rows]) -> None:
+    for seed, progress in RUNS:
+        lab, given = Lab(3, 0, seed=seed, progress=progress), kind()
+        with lab.sim.capture(lab.b) as graph:
+            captured = given.capture(lab.cache, lab.b)
+        a = lab.add([1, 2, 3]).id
+        captured.stage(a, stream=lab.b)
+        wanted = given.wanted(lab.cache, a)
+        lab.sim.replay(graph, lab.b)
+        lab.cache.close()
+        assert given.is_right(wanted)
+        captured.close()
+        with pytest.raises(PoolClosed):
+            given.capture(lab.cache, lab.b)
+        assert not lab.sim.races

@@ -10,9 +10,8 @@ import pytest
 
 from engine import small_layout
 from kvpool import DeviceError, KVCacheManager, LayerGroup, LeaseExpired, PoolClosed
-from kvpool.device.base import Device, Event, Stream
+from kvpool.device.base import Device, Event, Stream, WrappedDevice
 from kvpool.device.sim import SimDevice, explore
-from kvpool.device.wrapper import WrappedDevice
 from tests.race.lab import Lab
 
 

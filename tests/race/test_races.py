@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from kvpool import DeviceError
-from kvpool.device.base import Device, Event
-from kvpool.device.wrapper import WrappedDevice
+from kvpool.device.base import Device, Event, WrappedDevice
 from kvpool.state import records
 from tests.device.faults import FaultyDevice
 from tests.race.lab import Lab

@@ -6,17 +6,20 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from engine import small_layout
-from kvpool import IntegrityError, KVCacheManager
+from kvpool import DeviceError, IntegrityError, KVCacheManager, PoolClosed, StepTables
 from kvpool.device import CpuDevice
-from kvpool.device.base import Event, Stream
-from kvpool.device.sim import SimDevice
-from kvpool.device.wrapper import WrappedDevice
+from kvpool.device.base import NULL_STREAM, Event, Stream, WrappedDevice
+from kvpool.device.sim import RaceError, SimDevice, UndeclaredWrite
+from kvpool.device.work import StagedRows, Work
+from kvpool.tables.staging import Buffer
+from steps import NAMES, arrays, check, expected
 from tests.race.lab import Lab
 
 GUARD = "staged_buffers_retire_by_event"
@@ -255,3 +258,201 @@ def test_threads_hand_over_at_once(seed: int, progress: float) -> None:
     cache.verify()
     cache.close()
     device.close()
+
+
+# ----------------------------------------
+# Hand-overs of step tables on streams that run late: what was staged is what arrives, and no buffer is taken before
+# it was read.
+
+
+def out() -> StepTables:
+    return arrays(1, 6, 5, 5)
+
+
+def all_of(found: StepTables) -> list[np.ndarray]:
+    return [getattr(found, name) for name in NAMES]
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_the_stream_that_is_named_follows_the_one_that_the_sequences_were_used_on(staged: bool) -> None:
+    for seed, progress in RUNS:
+        lab = Lab(8, 0, seed=seed, progress=progress)
+        a, given = lab.add([1, 2, 3]), out()
+        both = [a.id, lab.add([4], stream=lab.b).id]
+        with pytest.raises(ValueError, match="stream=None"):
+            lab.cache.copy_step_tables(arrays(2, 9, 9, 9), both)
+        with pytest.raises(ValueError, match="which has 3"):
+            step(lab, given, staged, a.id, first=4)  # and nothing has changed
+        lab.write(a, 0)
+        step(lab, given, staged, a.id)
+        lab._streams[a.id] = lab.b
+        lab.check(a)  # reads on b what was written on a
+        lab.sim.launch(lab.b, lambda given=given: None, loads=all_of(given) if staged else [])
+        assert not lab.findings(), f"seed {seed}, progress {progress}"
+
+
+def step(lab: Lab, given: StepTables, staged: bool, *args: Any, **more: Any) -> None:
+    if staged:
+        lab.cache.copy_step_tables(given, *args, stream=lab.b, **more)
+    else:
+        lab.cache.step_tables(*args, stream=lab.b, **more)
+
+
+def test_step_tables_on_the_host_read_what_no_stream_writes() -> None:
+    """They are there at once, whatever is still to be done on the streams."""
+    for seed, progress in RUNS:
+        lab = Lab(8, 4, seed=seed, progress=progress)
+        gate = lab.sim.stall(lab.a)
+        a, given = lab.add([1, 2, 3]), out()
+        lab.cache.step_tables(a.id, out=given)
+        check(given, expected(lab.cache, a.id, [0], [3]))
+        gate.open()
+        assert not lab.findings(), f"seed {seed}, progress {progress}"
+
+
+# ----------------------------------------
+# What is found when staging goes wrong: by the sim device, by verify, and by callers of devices that fail.
+
+
+def declared_target(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.int32)
+
+
+# -- what the sim device watches --------------------------------------------------------------------------------
+
+
+def test_a_write_that_nobody_declared_is_found_in_tables_and_buffers() -> None:
+    for which in ("table", "buffer"):
+        lab = Lab(8, 0)
+        sequence, out = lab.add([1]), declared_target(2, 4)
+        lab.cache.copy_batch_block_offsets(out, sequence.id)
+        array = out if which == "table" else lab.cache._staging._buffers[0].array
+        array[0] += 1
+        with pytest.raises(UndeclaredWrite, match="array"):
+            lab.sim.check()
+        lab.sim.synchronize()
+        with lab.sim.host_access(stores=[array]):
+            array[0] += 1
+        assert not lab.findings()
+
+
+def test_memory_that_is_freed_before_it_was_read_is_a_race() -> None:
+    device = SimDevice(progress=0.0)
+    cache = KVCacheManager(small_layout(2), device_blocks=4, host_blocks=0, device=device)
+    sequence = cache.add_sequence([1])
+    cache.copy_batch_block_offsets(declared_target(1, 2), sequence)
+    buffer = cache._staging._buffers[0]
+    device.free(buffer.array)
+    cache._staging._buffers.clear()
+    with pytest.raises(RaceError, match=r"(?s)array.*stage_rows.*free"):
+        device.check()
+    with pytest.raises(ValueError, match="staged: rows"):
+        device.synchronize()  # it read poison
+    with pytest.raises(ValueError, match="staged: a buffer"):
+        device.enqueue(StagedRows(device.views.table(declared_target(1, 2)), buffer.array, buffer.address, 1, 1, 1, 2))
+    cache.release(sequence)
+    cache.close()
+    device.close()
+
+
+def test_memory_outside_the_pools_is_named_by_arrays() -> None:
+    lab = Lab(4, 0)
+    for call in (
+        lambda bad: lab.sim.launch(lab.a, lambda: None, loads=bad),
+        lambda bad: lab.sim.host_access(stores=bad),
+    ):
+        with pytest.raises(TypeError, match="loads|stores"):
+            call([[1, 2]])
+    lab.sim.launch(lab.a, lambda: None, stores=[np.zeros((0, 3))])
+    assert not lab.findings()
+
+
+# -- invariants ---------------------------------------------------------------------------------------------------
+
+
+def without_event(cache: KVCacheManager) -> None:
+    cache._staging._retained.add(0, None, Buffer(np.zeros(1, np.uint8)))
+
+
+def free_too_early(cache: KVCacheManager) -> None:
+    cache._staging._free.append(next(buffer for _, buffer in cache._staging._retained))
+    cache._staging._retained.clear()
+
+
+def listed_twice(cache: KVCacheManager) -> None:
+    event, buffer = next(iter(cache._staging._retained))
+    cache._staging._retained.add(0, event, buffer)
+
+
+def stranger(cache: KVCacheManager) -> None:
+    cache._staging._buffers.pop()
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "check"),
+    [
+        (without_event, "staging retained"), (free_too_early, "staging free"), (listed_twice, "staging buffers"),
+        (stranger, "staging buffers"),
+    ],
+)  # fmt: skip
+def test_verify_finds_broken_staging(corrupt: Callable[[KVCacheManager], None], check: str) -> None:
+    device = SimDevice(progress=0.0)
+    cache = KVCacheManager(small_layout(2), device_blocks=4, host_blocks=0, device=device)
+    sequence = cache.add_sequence([1])
+    for _ in range(2):
+        cache.copy_batch_block_offsets(declared_target(1, 2), sequence)
+    cache.verify()
+    corrupt(cache)
+    with pytest.raises(IntegrityError, match=check):
+        cache.verify()
+    cache.release(sequence)
+    cache.close()
+
+
+# -- devices that fail ----------------------------------------------------------------------------------------------
+
+
+class Failing(WrappedDevice):
+    """Fails at the next call of one kind."""
+
+    refuses = ""
+
+    def _may(self, call: str) -> None:
+        if self.refuses == call:
+            self.refuses = ""
+            raise DeviceError(f"{call} refused")
+
+    def enqueue(self, work: Work, stream: Stream = NULL_STREAM) -> None:
+        self._may("enqueue")
+        super().enqueue(work, stream)
+
+    def record(self, stream: Stream) -> Event:
+        self._may("record")
+        return super().record(stream)
+
+    def query(self, event: Event) -> bool:
+        self._may("query")
+        return super().query(event)
+
+    def synchronize(self, event: Event | None = None) -> None:
+        self._may("synchronize")
+        super().synchronize(event)
+
+
+@pytest.mark.parametrize("call", ["enqueue", "record", "query", "synchronize"])
+def test_a_device_that_fails_while_staging_is_reported(call: str) -> None:
+    lab = Lab(8, 0, wrap=Failing, staging_depth=1)
+    sequence, out = lab.add([1]), declared_target(1, 4)
+    lab.cache.copy_batch_block_offsets(out, sequence.id)
+    assert isinstance(lab.cache.core.device, Failing)
+    lab.cache.core.device.refuses = call
+    with pytest.raises(DeviceError, match=f"{call} refused"):
+        lab.cache.copy_batch_block_offsets(out, sequence.id)
+    lab.cache.core.device.refuses = ""
+    if call == "enqueue":
+        lab.cache.copy_batch_block_offsets(out, sequence.id)
+        assert not lab.findings()
+    else:
+        with pytest.raises(PoolClosed, match="refused"):
+            lab.cache.copy_batch_block_offsets(out, sequence.id)
+        lab.cache.close()

@@ -14,8 +14,19 @@ from relay import Relay
 from workers import SECRET, Fake, Make, Raw, expected, packed, stored, wire_key, worker
 
 from kvpool.remote import BlockClient, BlockServer, RemoteError, RemoteTimeout
-from kvpool.remote.endpoints import ClientSecret, ServerSecret
-from kvpool.remote.session import MAGIC, VERSION, Blocks, Find, Get, Hello, Received, Session, Welcome
+from kvpool.remote.session import (
+    MAGIC,
+    VERSION,
+    Blocks,
+    ClientSecret,
+    Find,
+    Get,
+    Hello,
+    Received,
+    ServerSecret,
+    Session,
+    Welcome,
+)
 from kvpool.stores import MemoryStore
 from kvpool.stores.peer import PeerStore, StoreServer
 from kvpool.stores.store import OK, Space
@@ -270,7 +281,7 @@ class Injecting(Relay):
 
 def test_a_store_server_bounds_a_message_that_never_ends() -> None:
     secret, memory = bytes(range(32)), np.zeros((4, 4096), np.uint8)
-    from kvpool.stores.peer.wire import wire_key as store_key
+    from kvpool.stores.peer.peer_store import wire_key as store_key
     from kvpool.stores.seals import SharedSecret
 
     with StoreServer(MemoryStore(1 << 20), block_bytes=4096, secret=secret) as server:

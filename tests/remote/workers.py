@@ -12,11 +12,10 @@ import zmq
 
 from engine import Engine
 from kvpool.remote import session as wire
-from kvpool.remote.endpoints import ClientSecret
-from kvpool.remote.session import Blocks, Failed, Found, Hello, Message, Received, Session, Welcome
+from kvpool.remote.session import Blocks, ClientSecret, Failed, Found, Hello, Message, Received, Session, Welcome
 from kvpool.remote.transport import served
 from kvpool.state.hashing import remote_password
-from kvpool.stores.peer.wire import StoreDone, StoreWelcome
+from kvpool.stores.peer.peer_store import StoreDone, StoreWelcome
 
 SECRET = bytes(range(32))
 SMALL = {"head_dim": 3}

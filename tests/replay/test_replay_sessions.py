@@ -80,6 +80,14 @@ def test_a_user_waits_for_its_answer_and_pauses_no_longer_than_said(tmp_path: Pa
     assert (first.stop, second.stop, third.stop) == ("tool_use", "tool_use", "end_turn")
 
 
+def test_who_waited_before_a_request_began_comes_so_much_later(tmp_path: Path) -> None:
+    (tmp_path / "trace.jsonl").write_text(json.dumps(PACKED) + "\n")
+    waits = iter((7.0, 0.5, 0.0))
+    played = list(play(read_sessions(str(tmp_path / "trace.jsonl")), 1, 10.0, waited=lambda: next(waits)))
+    times = [(one.timestamp or 0.0) - (played[0].timestamp or 0.0) for one in played]
+    assert times == pytest.approx([0.0, 5.0 + 7.0, 12.0 + 16.5 + 0.5])
+
+
 def test_the_longest_pause_may_vary_and_is_the_same_in_each_run(tmp_path: Path) -> None:
     (tmp_path / "trace.jsonl").write_text("".join(json.dumps(PACKED) + "\n" for _ in range(20)))
     sessions = read_sessions(str(tmp_path / "trace.jsonl"))

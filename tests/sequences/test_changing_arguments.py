@@ -193,17 +193,10 @@ def test_an_array_interface_that_is_none_is_a_type_error(interface: Any) -> None
         )
 
 
-def test_what_is_believed_later_has_no_subclasses() -> None:
-    with pytest.raises(TypeError, match="ModelIdentity has no subclasses"):
-        type("Other", (ModelIdentity,), {"fingerprint": property(lambda self: "")})
-
-
 def test_what_is_checked_when_it_is_made_is_checked_when_it_is_unpickled() -> None:
     identity, layout = ModelIdentity("a", "b", "c", "d", "e"), small_layout(4)
     assert identity.fingerprint and pickle.loads(pickle.dumps(identity)) == identity
     assert pickle.loads(pickle.dumps(layout)) == copy.deepcopy(layout) == layout
-    with pytest.raises(TypeError, match="no state"):
-        identity.__setstate__({"fingerprint": "0" * 32})
     function, fields = identity.__reduce__()
     with pytest.raises((TypeError, ValueError)):
         function(*fields[:1], 5.5, *fields[2:])

@@ -11,9 +11,8 @@ import pytest
 from engine import Engine, Request, small_layout
 from kvpool import DeviceError, KVCacheManager, OutOfBlocks, PoolClosed, UnknownSequence
 from kvpool.device import CpuDevice
-from kvpool.device.base import NULL_STREAM, Stream
+from kvpool.device.base import NULL_STREAM, Stream, WrappedDevice
 from kvpool.device.work import Work
-from kvpool.device.wrapper import WrappedDevice
 from tests import debug
 
 Make = Callable[..., Engine]

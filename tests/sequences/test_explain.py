@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine import Engine
-from kvpool import BlockLayout, KVCacheManager, LayerGroup, Missed
+from kvpool import BlockLayout, KVCacheManager, LayerGroup, Missed, UnknownSequence
 
 Make = Callable[..., Engine]
 A, B = list(range(17)), list(range(100, 117))
@@ -91,3 +91,39 @@ def test_a_window_needs_only_what_the_next_token_sees() -> None:
         assert cache.explain(A).missed == (Missed(16, 1, "always computed"),)
         cache.forget(cache.block_keys(A).keys[2:3])
         assert [found.why for found in cache.explain(A).missed][0] == "forgotten"
+
+
+# ----------------------------------------
+# What one request has reused, decoded, dropped and computed in vain, and the same in total.
+
+
+FIRST = list(range(13))
+
+
+def test_tokens_that_two_requests_compute_at_the_same_time_are_recomputed_by_the_second(make: Make) -> None:
+    engine = make(T=4, P=16)
+    one, two, three = engine.add(FIRST), engine.add(FIRST), engine.add(FIRST)
+    for request in (one, two):
+        engine.commit(request)
+    engine.release(one)
+    engine.commit(three, 9)
+    assert engine.cache.request_stats([two.id, three.id]).recomputed.tolist() == [12, 8]
+    engine.commit(three)
+    assert engine.cache.request_stats(three.id).recomputed == 12
+    assert engine.cache.stats().recomputed_tokens == 24
+    engine.commit(two)
+    engine.release(two)
+    engine.release(three)
+    assert engine.cache.stats().recomputed_tokens == 24, "what waits is counted once"
+
+
+def test_one_id_gives_numbers_and_several_give_arrays(make: Make) -> None:
+    engine = make(T=4, P=8)
+    request = engine.add(FIRST)
+    assert all(type(field) is int for field in engine.cache.request_stats(request.id))
+    several = engine.cache.request_stats([request.id])
+    assert all(field.dtype == np.int32 and field.shape == (1,) for field in several)
+    several.prompt[:] = 0
+    assert engine.cache.request_stats(request.id).prompt == 13
+    with pytest.raises(UnknownSequence):
+        engine.cache.request_stats([request.id, 77 << 32])

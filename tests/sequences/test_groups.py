@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 
-from engine import small_layout
+from engine import Engine, small_layout
 from group_engine import GroupsEngine
-from kvpool import DeviceError, KVCacheManager, LayerGroup
+from kvpool import BlockLayout, DeviceError, IntegrityError, KVCacheManager, LayerGroup, OutOfBlocks
 from kvpool.device.cpu import CpuDevice
-from kvpool.device.sim import SimDevice
+from kvpool.device.sim import RaceError, SimDevice
 from kvpool.state import records
+from kvpool.state.verify import verify
+from tests import debug
 from tests.device.faults import FaultyDevice
+from tests.failing import Rig
 
 Open = Callable[..., GroupsEngine]
 A = list(range(100, 148))
@@ -138,3 +142,442 @@ def test_the_group_that_can_never_hold_a_prompt_is_the_one_that_is_named(open_: 
     engine = open_(other, {"device_blocks": 6}, max_sequence_tokens=24)
     with pytest.raises(ValueError, match="7 device blocks of group 1 are needed at once, of 6: it can never fit"):
         engine.cache.add_sequence(A[:28])
+
+
+# ----------------------------------------
+# Groups for cross attention: blocks for what an encoder gives, taken once, shared by beams, cached for nobody.
+
+
+def everything(engine: GroupsEngine) -> list[bytes]:
+    """Every byte that a decision depends on, in each group."""
+    return [debug.dump(state) for state in engine.states()]
+
+
+def test_who_asks_for_blocks_names_the_encoder_exactly_where_it_counts(open_: Open) -> None:
+    engine = open_({}, CROSS)
+    sequence = engine.add(A[:6], encoder_tokens=1)
+    for options in ({"group": 1}, {"group": 0, "encoder_tokens": 3}, {"group": 1, "encoder_tokens": -1}):
+        with pytest.raises(ValueError, match="encoder_tokens"):
+            engine.cache.blocks_needed(A[:6], **options)
+    with pytest.raises(ValueError, match="encoder_tokens=3: accepted is None for sequences"):
+        engine.cache.blocks_needed(sequences=sequence.id, group=1, encoder_tokens=3)
+
+
+def test_a_batch_that_its_encoders_have_no_room_for_changes_nothing(open_: Open) -> None:
+    engine = open_({"device_blocks": 30}, CROSS | {"device_blocks": 4}, RECURRENT | {"device_blocks": 30})
+    engine.add(A[:6], encoder_tokens=4)
+    before = everything(engine)
+    with pytest.raises(OutOfBlocks) as raised:
+        engine.cache.add_sequence_batch([A[:6], A[6:12]], encoder_tokens=[8, 8])
+    assert (raised.value.group, raised.value.needed, raised.value.free) == (1, 4, 3)
+    with pytest.raises(ValueError, match="250 device blocks of group 1 are needed at once, of 4: it can never fit"):
+        engine.cache.add_sequence(A[:6], encoder_tokens=999)
+    assert everything(engine) == before
+    assert (
+        engine.cache.add_sequence_batch([A[:6], A[6:12]], encoder_tokens=[8, 8], allow_partial_batch=True).admitted == 1
+    )
+
+
+def test_by_default_a_row_has_room_for_all_that_the_device_has_of_an_encoder(open_: Open) -> None:
+    engine = open_({"device_blocks": 4}, CROSS | {"device_blocks": 40}, max_sequence_tokens=None)
+    assert engine.cache.blocks_needed(A[:6], encoder_tokens=160, group=1) == 40
+    sequence = engine.add(A[:6], encoder_tokens=160)
+    assert engine.table(sequence, 1) == list(range(40))
+
+
+def test_an_encoder_that_fits_on_the_device_but_into_no_row_is_refused_by_its_bound(open_: Open) -> None:
+    engine = open_({"device_blocks": 30}, CROSS | {"device_blocks": 30}, max_sequence_tokens=16)
+    before = everything(engine)
+    for call in (engine.cache.add_sequence, engine.cache.reserve):
+        with pytest.raises(ValueError, match="encoder_tokens=17 passes max_sequence_tokens=16"):
+            call(A[:6], encoder_tokens=17)
+    with pytest.raises(ValueError, match="encoder_tokens=99 passes max_sequence_tokens=16"):
+        engine.cache.add_sequence_batch([A[:6], A[:6]], encoder_tokens=[16, 99])
+    assert everything(engine) == before
+    admission = engine.cache.add_sequence_batch([A[:6], A[:6]], encoder_tokens=[99, 16], allow_partial_batch=True)
+    assert list(admission.refused) == [0] and admission.ids[0] == -1 and admission.admitted == 1
+    engine.add(A[:6], encoder_tokens=16)
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [([1], ValueError), ([1, -1], ValueError), ([1, 1 << 31], ValueError), ([1, 2.5], TypeError), ("ab", TypeError)],
+)
+def test_wrong_lengths_of_encoders_are_refused_by_name(open_: Open, value: Any, error: type[Exception]) -> None:
+    engine = open_({}, CROSS)
+    before = everything(engine)
+    with pytest.raises(error, match="encoder_tokens"):
+        engine.cache.add_sequence_batch([A[:6], A[:7]], encoder_tokens=value)
+    with pytest.raises(error, match="encoder_tokens"):
+        engine.cache.plan_batch([A[:6], A[:7]], encoder_tokens=value)
+    assert everything(engine) == before
+
+
+def test_tables_of_an_encoder_are_handed_over_with_its_own_lengths(open_: Open) -> None:
+    engine = open_({}, CROSS)
+    pair = [engine.add(A[:6], encoder_tokens=9), engine.add(A[:30], encoder_tokens=4)]
+    ids = [one.id for one in pair]
+    rows = [engine.table(one, 1) for one in pair]
+    target = np.zeros((2, 5), np.int32)
+    engine.cache.copy_batch_block_offsets(target, ids, group=1)
+    assert target.tolist() == [[*row, *[-1] * (5 - len(row))] for row in rows]
+    indptr, indices, last = np.zeros(3, np.int32), np.zeros(4, np.int32), np.zeros(2, np.int32)
+    engine.cache.copy_batch_block_csr(indptr, indices, last, ids, group=1)
+    assert (indptr.tolist(), indices.tolist(), last.tolist()) == ([0, 3, 4], rows[0] + rows[1], [1, 4])
+
+
+@pytest.mark.parametrize(
+    ("check", "corrupt"),
+    [
+        ("cross", lambda s, row, b: s.blocks["flags"].__setitem__(b, records.KEYED)),
+        ("cross", lambda s, row, b: s.sequences["committed"].__setitem__(row, 1)),
+        ("length", lambda s, row, b: s.sequences["length"].__setitem__(row, 4)),
+    ],
+)
+def test_verify_sees_what_an_encoder_may_not_have(open_: Open, check: str, corrupt: Callable[..., object]) -> None:
+    engine = open_({}, CROSS)
+    sequence = engine.add(A[:6], encoder_tokens=9)
+    state = engine.states()[1]
+    saved = state.blocks.copy(), state.sequences.copy()
+    corrupt(state, sequence.id & 0xFFFFFFFF, engine.table(sequence, 1)[0])
+    with pytest.raises(IntegrityError) as raised:
+        verify(state, np.empty(0, np.int64))
+    assert raised.value.check == check
+    state.blocks[:], state.sequences[:] = saved
+
+
+# ----------------------------------------
+# Recurrent groups: which states are kept, moved, shared, published and given back, and what is refused.
+
+"""Twelve blocks of four tokens."""
+
+
+def state_columns(engine: GroupsEngine, sequence: Any, group: int = 0) -> list[int]:
+    """Columns of a sequence's row that have a state."""
+    return [i for i, block in enumerate(engine.table(sequence, group)) if block >= 0]
+
+
+# -- what is kept --------------------------------------------------------------------------------------
+
+
+def test_a_state_that_a_reader_pins_is_not_moved(open_: Open) -> None:
+    engine = open_(RECURRENT)
+    sequence = engine.add(A[:4])
+    with engine.cache.pin_blocks(engine.table(sequence)):
+        engine.append(sequence, A[4:6])
+        assert state_columns(engine, sequence) == [0, 1]
+
+
+def test_a_state_that_a_reader_pins_is_not_overwritten(open_: Open) -> None:
+    """A token is added behind those of a block, but a state is another one then."""
+    engine = open_(RECURRENT)
+    sequence = engine.commit(engine.add(A[:6]))
+    (_, block) = engine.cache.state_blocks(sequence.id)[0]
+    with engine.cache.pin_blocks([block]):
+        promised = engine.block(block).copy()
+        assert engine.cache.blocks_needed(sequences=sequence.id, new_tokens=1) == 1
+        engine.append(sequence, A[6:7])
+        assert (engine.block(block) == promised).all()
+        engine.append(sequence, A[7:10])
+        assert (engine.block(block) == promised).all()
+    engine.finish(sequence)
+
+
+def test_a_state_goes_back_once_what_is_behind_it_is_committed(open_: Open) -> None:
+    engine = open_(RECURRENT | {"snapshot_tokens": 4})
+    sequence = engine.add(A[:14])
+    assert state_columns(engine, sequence) == [0, 1, 2, 3]
+    for committed, expected in ((4, [0, 1, 2, 3]), (5, [1, 2, 3]), (8, [1, 2, 3]), (14, [3])):
+        engine.commit(sequence, committed)
+        assert state_columns(engine, sequence) == expected
+    assert engine.cache.stats().passed_blocks == 3
+
+
+# -- counting ------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_and_what_it_will_decode_are_counted_together(open_: Open) -> None:
+    engine = open_(RECURRENT | {"snapshot_tokens": 8})
+    assert [engine.cache.blocks_needed(A[:6], new_tokens=n) for n in (0, 2, 3, 11, 26)] == [2, 2, 3, 4, 5]
+
+
+def test_a_sequence_may_not_pass_the_end_of_its_row(open_: Open) -> None:
+    engine = open_(RECURRENT, max_sequence_tokens=16)
+    sequence = engine.add(A[:15])
+    before = everything(engine)
+    with pytest.raises(ValueError, match="would pass max_sequence_tokens=16"):
+        engine.cache.append_tokens(sequence.id, [1, 2])
+    assert everything(engine) == before
+    engine.append(sequence, [1])
+
+
+# -- shortening ----------------------------------------------------------------------------------------
+
+
+def test_a_rewind_never_passes_what_is_committed(open_: Open) -> None:
+    engine = open_({}, RECURRENT)
+    sequence = engine.commit(engine.add(A[:10]), 7)
+    before = everything(engine)
+    with pytest.raises(ValueError, match=r"what was committed has no state before; accepted are up to 3 tokens"):
+        engine.cache.rewind(sequence.id, [4])
+    with pytest.raises(ValueError, match="accepted are 0 to 10 tokens"):
+        engine.cache.rewind(sequence.id, [11])
+    assert everything(engine) == before
+    engine.rewind(sequence, 3)
+    assert len(sequence) == 7
+
+
+def test_a_path_is_not_kept_without_room_for_the_states_that_others_hold(open_: Open) -> None:
+    engine = open_({"device_blocks": 24}, RECURRENT | {"snapshot_tokens": 4, "device_blocks": 12})
+    sequence = engine.commit(engine.add(A[:6]))
+    engine.draft(sequence, [1, 2, 3, 4, 5, 6, 7, 8], [-1, -1, 1, 2, 2, 4, 5, 6])
+    engine.fork(sequence)
+    while engine.cache.free_blocks[1] > 1:
+        engine.add([int(engine.cache.free_blocks[1])])
+    before = everything(engine)
+    with pytest.raises(OutOfBlocks):
+        engine.cache.keep(sequence.id, 8, [1, 2, 4, 5, 6, 7])
+    assert everything(engine) == before
+
+
+# -- beams -----------------------------------------------------------------------------------------------
+
+
+def test_a_fork_at_the_end_of_a_column_leaves_the_state_to_both(open_: Open) -> None:
+    engine = open_(RECURRENT)
+    first = engine.commit(engine.add(A[:7]))
+    engine.append(first, A[7:8])
+    (second,) = engine.fork(first)
+    source = engine.table(first)[1]
+    engine.append(first, [1])
+    engine.append(second, [2])
+    for one in (first, second):
+        assert engine.cache.state_blocks(one.id).tolist() == [[source, engine.table(one)[2]]]
+        engine.commit(one)
+        assert state_columns(engine, one) == [2]
+
+
+# -- bytes -------------------------------------------------------------------------------------------------
+
+
+# -- loaders ---------------------------------------------------------------------------------------------
+
+
+# -- what engines ask --------------------------------------------------------------------------------------
+
+
+def test_an_engine_is_told_where_states_are(open_: Open) -> None:
+    engine = open_({}, RECURRENT | {"snapshot_tokens": 8})
+    first = engine.add(A[:14])
+    row = engine.table(first, 1)
+    assert row[0] == -1 and min(row[1:]) >= 0
+    assert engine.cache.state_blocks([first.id], group=1).tolist() == [[-1, row[3]]]
+    for committed, at in ((3, 1), (8, 1), (9, 2), (12, 2), (13, 3)):
+        engine.commit(first, committed)
+        assert engine.cache.state_blocks(first.id, group=1).tolist() == [[row[at], row[3]]]
+    second = engine.commit(engine.add(A[:3]))
+    (block,) = engine.table(second, 1)
+    found = engine.cache.state_blocks([second.id, first.id], group=1)
+    assert found.dtype == np.int32 and found.tolist() == [[block, block], [row[3], row[3]]]
+    for group, text in ((0, "group=0: accepted are recurrent groups"), (None, "group=None"), (2, "group=2")):
+        with pytest.raises(ValueError, match=text):
+            engine.cache.state_blocks(first.id, group=group)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_state_is_read_behind_what_wrote_it_on_the_stream_that_asked(named: bool) -> None:
+    device = SimDevice(0, progress=0.0)
+    writer, reader = device.create_stream("writer"), device.create_stream("reader")
+    layout = BlockLayout(layers=1, kv_heads=1, head_dim=4, tokens_per_block=1)
+    groups = [LayerGroup(layout, kind="recurrent")]
+    cache = KVCacheManager(groups=groups, tokens_per_block=4, device_blocks=[4], device=device, max_sequences=2)
+    sequence = cache.add_sequence(A[:3], stream=writer)
+    block = int(cache.state_blocks(sequence)[0, 1])
+    device.launch(writer, lambda: cache.device_pool.__setitem__((0, 0, block), 1), writes=[(block, 0, 1)])
+    cache.commit(sequence, stream=writer)
+    assert cache.state_blocks(sequence, stream=reader if named else None).tolist() == [[block, block]]
+    with nullcontext() if named else pytest.raises(RaceError, match="nothing orders two accesses"):
+        device.launch(reader, lambda: None, reads=[(block, 0, 1)])
+        device.synchronize()
+    if named:
+        cache.release(sequence)
+    cache.close()
+    device.close()
+
+
+# ----------------------------------------
+# Sliding windows: what goes back and when, what a prefix needs to be reused, and what is refused.
+
+
+Make = Callable[..., Engine]
+"""Ten blocks of four tokens."""
+
+
+def present(engine: Engine, sequence: Any) -> list[int]:
+    """Columns of a sequence's row that have a block."""
+    return [i for i, block in enumerate(engine.table(sequence)) if block >= 0]
+
+
+@pytest.mark.parametrize(
+    ("window", "sinks", "expected"),
+    [
+        (None, 0, [0, 1, 2, 3, 4]),
+        (1, 0, [3, 4]),  # sees the 18th token only, in block 4; block 3 is the last full one
+        (3, 0, [3, 4]),
+        (4, 0, [3, 4]),
+        (7, 0, [3, 4]),  # token 18 sees 12 and later
+        (8, 0, [2, 3, 4]),
+        (8, 1, [0, 2, 3, 4]),
+        (8, 5, [0, 1, 2, 3, 4]),
+        (18, 0, [0, 1, 2, 3, 4]),
+        (1 << 30, 0, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_after_a_commit_what_the_next_token_sees_is_there_and_nothing_else(
+    make: Make, window: int | None, sinks: int, expected: list[int]
+) -> None:
+    engine = make(T=4, P=5, window=window, sinks=sinks)
+    sequence = engine.add(A[:18])
+    assert present(engine, sequence) == [0, 1, 2, 3, 4]
+    engine.commit(sequence)
+    assert present(engine, sequence) == expected
+    assert engine.cache.stats().passed_blocks == engine.free() == 5 - len(expected)
+
+
+def test_a_prompt_that_has_no_place_in_a_row_is_refused_as_such(make: Make) -> None:
+    engine = make(T=4, P=6, window=8, max_sequence_tokens=400)
+    with pytest.raises(ValueError, match="max_sequence_tokens=400"):
+        engine.add(range(401))
+
+
+# -- reuse -----------------------------------------------------------------------------------------
+
+
+def evict(engine: Engine, block: int) -> None:
+    """Have another sequence take blocks until this one's content is gone."""
+    taken = []
+    while block in engine.cached().values():
+        taken.append(engine.add([7000 + len(taken)]))
+    engine.release(*taken, store=False)
+
+
+def test_a_missing_sink_ends_what_can_be_reused(make: Make) -> None:
+    engine = make(T=4, P=10, window=8, sinks=6)
+    engine.seed(A[:32], committed=32, retention=[(4, 8, 10, None)])
+    assert engine.reusable(A[:34]) == 32
+    evict(engine, engine.cached()[engine.keys(A[:32])[1]])
+    assert engine.reusable(A[:34]) == 4
+
+
+# -- rewind ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [1, 3, 4, 5, 8, 11])
+def test_a_rewind_keeps_all_that_the_next_token_sees_or_is_refused(make: Make, window: int) -> None:
+    engine = make(T=4, P=10, window=window)
+    sequence = engine.commit(engine.add(A[:30]))
+    engine.append(sequence, A[30:38])
+    before = debug.dump(engine.cache.core.tokens)
+    first = present(engine, sequence)[0]
+    fewest = max(4 * first + window - 1, 4 * first + 4)
+    with pytest.raises(ValueError, match=f"its window has passed; accepted are up to {38 - fewest} tokens"):
+        engine.cache.rewind(sequence.id, [39 - fewest])
+    assert debug.dump(engine.cache.core.tokens) == before
+    engine.rewind(sequence, 8)  # what was not committed can always go
+    engine.rewind(sequence, 30 - fewest)
+    engine.release(engine.commit(engine.append(sequence, range(9))))
+
+
+# -- tables, loaders, failures ---------------------------------------------------------------------
+
+
+def test_a_dense_table_keeps_its_columns_and_csr_leaves_holes_out(make: Make) -> None:
+    engine = make(T=4, P=24, window=8, sinks=3)
+    sequences = [engine.commit(engine.add([i, *A[:n]])) for i, n in enumerate((29, 2, 20))]
+    ids = [one.id for one in sequences]
+    table = engine.cache.block_table(ids)
+    dense, csr = table.dense(), table.csr()
+    assert (dense[0] >= 0).tolist() == [True] + [False] * 4 + [True] * 3
+    assert csr.indptr.tolist() == [0, 4, 5, 9] and csr.last_page_len.tolist() == [2, 3, 1]
+    assert csr.indices.tolist() == dense[dense >= 0].tolist()
+    given = [np.full(len(part), 77, np.int32) for part in csr]
+    engine.cache.copy_batch_block_csr(*given, ids)
+    for found, part in zip(given, csr, strict=True):
+        np.testing.assert_array_equal(found, part)
+    target = np.full((3, 9), 77, np.int32)
+    engine.cache.copy_batch_block_offsets(target, ids, scale=10)
+    np.testing.assert_array_equal(target[:, :8], np.where(dense < 0, -1, dense * 10))
+    assert (target[:, 8] == -1).all()
+
+
+def test_a_lost_block_fails_the_sequences_that_hold_it_and_no_others() -> None:
+    rig = Rig(8, 8, window=4)
+    rig.seed(A[:8], committed=8)
+    other = rig.commit(rig.add(range(24)))
+    assert present(rig, other) == [5]
+    rig.release(rig.add(range(500, 527)), store=False)  # all but the window of the other goes to the host
+    rig.device.arm(lambda place: True)
+    with pytest.raises(Exception, match="lost a block"):
+        rig.cache.block_table(rig.cache.add_sequence(rig.prompt(A[:9])))
+    rig.device.arm()
+    rig.append(other, [1, 2])
+    rig.cache.release([int(i) for i in rig.cache.core.live()])
+    rig.cache.verify()
+    rig.cache.close()
+
+
+# -- what is checked -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"window": 0}, ValueError, "window=0"),
+        ({"window": -4}, ValueError, "window=-4"),
+        ({"window": 4.0}, TypeError, "window=4.0"),
+        ({"window": True}, TypeError, "window=True"),
+        ({"window": 8, "sinks": -1}, ValueError, "sinks=-1"),
+        ({"sinks": 3}, ValueError, "sinks=3: accepted is 0 without a window"),
+    ],
+)
+def test_windows_that_make_no_sense_are_refused(
+    make: Make, options: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        KVCacheManager(make().cache.layout, device_blocks=4, device="cpu", **options)
+
+
+def test_verify_finds_a_window_that_has_passed_too_much(make: Make) -> None:
+    engine = make(T=4, P=24, window=6)
+    sequence = engine.commit(engine.add(A[:20]))
+    row, state = sequence.id & 0xFFFFFFFF, engine.cache.core.tokens
+    kept, first = state.table[row, 3], state.sequences["first"][row]
+    state.table[row, 3] = -1
+    with pytest.raises(IntegrityError, match="table: row"):
+        engine.cache.verify()
+    state.sequences["first"][row] = 4
+    with pytest.raises(IntegrityError, match="window: sequence"):
+        engine.cache.verify()
+    state.table[row, 3], state.sequences["first"][row] = kept, first
+
+
+def test_a_duplicate_that_its_window_has_passed_is_not_published(make: Make) -> None:
+    engine = make(P=24, window=8)
+    one, two = engine.add(A[:20]), engine.add(A[:20])
+    engine.commit(one)
+    engine.commit(two)
+    assert present(engine, two) == [3, 4]
+    engine.release(one, store=False)
+    assert engine.reusable(A[:21]) == 12
+    engine.append(two, A[20:24])
+    engine.commit(two)
+    assert engine.reusable(A[:25]) == 24 and len(engine.cached()) == 6
+
+
+def test_what_is_cached_behind_a_gap_is_not_claimed(make: Make) -> None:
+    engine = make(P=12, window=8)
+    engine.seed(A[:24], committed=24)
+    engine.cache.forget(engine.prompt(A[:24]).keys[4:5])
+    planned = engine.cache.plan_batch([A[:25]])
+    engine.cache.verify()
+    assert planned.admitted == 1 and engine.add(A[:25]).cached == 16

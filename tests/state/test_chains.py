@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -52,12 +53,13 @@ class Talks:
         text += range(start := 1 + sum(map(len, self.texts.values())) + 1000 * len(self.texts), start + more)
         return self.ask(text, retention, **said)
 
-    def ask(self, text: list[int], retention: Any = None, **said: Any) -> int:
+    def ask(self, text: list[int], retention: Any = None, check: bool = True, **said: Any) -> int:
         admitted = self.cache.add_sequence_batch([[*text, 0]], retention=None if retention is None else [retention])
         self.cache.commit(admitted.ids, np.array([len(text)]))
         self.cache.rewind(admitted.ids, np.array([1]))
         self.cache.release(admitted.ids, **said)
-        self.cache.verify()
+        if check:
+            self.cache.verify()
         return int(admitted.cached_tokens[0])
 
     def cached(self, name: str) -> int:
@@ -262,6 +264,25 @@ def test_adaptive_follows_who_would_have_hit_more_and_a_switch_moves_no_block() 
         opened.book.book["follows"] = LRU
         opened.cache.verify()
         assert np.array_equal(lists, opened.cache.core.states[0].lists)
+
+
+def test_beside_a_flood_adaptive_still_sees_what_others_than_lru_would_hit() -> None:
+    hits, fresh = 0, itertools.count(1 << 24, 10)
+    with talks(1_500, "adaptive") as opened:
+        for i in range(20 * 15):
+            for _ in range(4):
+                opened.ask(list(range(first := next(fresh), first + 10)), check=False)
+            name = f"talk {i % 15 if i % 15 < 10 else 10 + i // 15 * 5 % 50 + i % 5}"
+            hits += opened.turn(name, 200 if name not in opened.texts else 0, at=i, check=i % 15 == 0)
+        # LRU would have hit nothing.
+        assert opened.book.scores[1, AGENT] > 0.4 * hits > 0
+
+
+def test_what_has_a_low_priority_is_no_conversation() -> None:
+    with talks(100) as opened:
+        opened.turn("flood", 40, at=1, retention=[(0, None, 10, None)])
+        opened.turn("part", 40, at=2, retention=[(0, 20, 80, None)])
+        assert opened.book.book["known"][0] == 1
 
 
 def test_adaptive_is_lru_where_nothing_is_gained() -> None:

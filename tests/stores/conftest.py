@@ -9,7 +9,7 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.stores.hostkeeping import Engine
-    from tests.stores.lab import Wrong
+    from tests.stores.lab import Clock, Wrong
 
 
 @pytest.fixture
@@ -19,6 +19,13 @@ def store() -> Wrong:
     from tests.stores.lab import BLOCK_BYTES, Wrong
 
     return Wrong(MemoryStore(256 * BLOCK_BYTES))
+
+
+@pytest.fixture
+def clock() -> Clock:
+    from tests.stores.lab import Clock
+
+    return Clock()
 
 
 @pytest.fixture

@@ -20,19 +20,6 @@ SECRET = b"the secret of all pools here"
 """Pools that have it find what others have saved, as after a restart."""
 
 
-class Clock:
-    """Seconds that a test sets."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def pass_(self, seconds: float) -> None:
-        self.now += seconds
-
-
 def room(blocks: int) -> int:
     """Bytes of so many blocks of a store: each takes a page here."""
     return blocks * 4096

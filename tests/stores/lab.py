@@ -115,6 +115,23 @@ class Gate:
         self._open.set()
 
 
+class Clock:
+    """Seconds that a test sets. A thread that waits for a deadline looks at them again and again."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_(self, seconds: float) -> None:
+        self.now += seconds
+
+    def soon(self) -> float:
+        """A deadline that passes when a test says so."""
+        return self.now + 0.05
+
+
 def done(job: Job) -> Job:
     """The job, when it is done. What its store was asked may still be under way."""
     assert job.wait(600), job.error
@@ -131,5 +148,6 @@ def saved(queue: StoreQueue, count: int, first: int = 0, **options: Any) -> Byte
     """Save blocks of known content from the first rows. Returns their keys."""
     keys = queue.secret.opaque(names(count, first))
     fill(queue.memory, count, first)
-    assert (returned(queue.save(keys, np.arange(count), **options)).codes == OK).all()
+    job = returned(queue.save(keys, np.arange(count), **options))
+    assert (job.codes == OK).all(), job.error
     return keys

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import zmq
 
-from kvpool.remote.endpoints import ClientSecret
+from kvpool.remote.session import ClientSecret
 from kvpool.stores import MemoryStore
-from kvpool.stores.peer.peer_store import PeerStore
+from kvpool.stores.peer.peer_store import PeerStore, StoreCall, wire_key
 from kvpool.stores.peer.store_server import StoreServer
-from kvpool.stores.peer.wire import StoreCall, wire_key
 from kvpool.stores.seals import SharedSecret
 from kvpool.stores.store import Space, Store
 from tests.remote import workers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from kvpool.stores import ABSENT, CANCELLED, OK, REFUSED, StoreQueue
 from kvpool.stores.disk import DiskStore
 from kvpool.stores.disk.slot_index import PER_PAGE, Index, SlotTable
+from tests.stores.contract import LastingContract
 from tests.stores.disk_lab import Faulty, crash
 from tests.stores.lab import BLOCK_BYTES, OTHER, Gate, content, done, fill, names, open_queue, returned, saved
 
@@ -449,3 +451,17 @@ def test_many_threads_on_few_slots_lose_no_slot_and_mix_no_bytes(tmp_path: Path,
         saved(queue, 12, first=100)
         assert here(queue, 12, 100) == list(range(100, 112)), "no slot is lost"
         assert queue.stats().store["blocks"] == 12
+
+
+# ----------------------------------------
+# DiskStore keeps the contract.
+
+
+class TestDiskStore(LastingContract):
+    @pytest.fixture
+    def make(self, tmp_path: Path) -> Callable[[int], DiskStore]:
+        return lambda blocks: DiskStore(tmp_path / "store", blocks * BLOCK_BYTES)
+
+    @pytest.fixture
+    def again(self, tmp_path: Path) -> Callable[[], DiskStore]:
+        return lambda: DiskStore(tmp_path / "store")

@@ -15,7 +15,7 @@ from kvpool import StoreBusy
 from kvpool.stores import ABSENT, CANCELLED, FAILED, OK, Job, MemoryStore, StoreQueue
 from kvpool.stores.jobs import Drops
 from kvpool.stores.store import TAG_BYTES
-from kvpool.stores.store_health import StoreHealth
+from kvpool.stores.store_client import StoreHealth
 from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, fill, names, open_queue, saved
 
 Drop = Callable[[StoreQueue, Any], Job]

@@ -9,14 +9,8 @@ import pytest
 
 from kvpool.stores import ABSENT, CANCELLED, DAMAGED, FAILED, LATE, OK, REFUSED
 from kvpool.stores.jobs import FORGET, Job
-from kvpool.stores.store_health import StoreHealth
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from kvpool.stores.store_client import StoreHealth
+from tests.stores.lab import Clock
 
 
 def job(*codes: int, kind: str = "load") -> Any:
@@ -25,11 +19,6 @@ def job(*codes: int, kind: str = "load") -> Any:
     made = object.__new__(Job)
     made.kind, made._codes, made._counted, made._settled = kind, np.array(codes, np.uint8), None, True
     return made
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture

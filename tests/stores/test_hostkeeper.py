@@ -12,7 +12,7 @@ import pytest
 
 from kvpool import HostCache, HostTier, OutOfBlocks, PoolClosed
 from kvpool.keepers.hostkeeper import HostKeeper
-from kvpool.stores import REFUSED, MemoryStore, StoreQueue
+from kvpool.stores import MemoryStore, StoreQueue
 from tests.stores.hostkeeping import Engine
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Gate, Wrong, content, names
 from tests.waiting import until
@@ -40,24 +40,6 @@ def test_what_was_evicted_comes_back_byte_for_byte(make: Callable[..., Engine]) 
     assert (stats.saved, stats.loaded, stats.asked) == (12, 4, 4) and not stats.missed
 
 
-def test_a_new_engine_over_the_same_store_is_warm(make: Callable[..., Engine], store: Wrong) -> None:
-    first = make()
-    first.write(6)
-    assert first.keeper.drain(600)
-    first.close()
-    again = make(store)
-    assert again.ask(8) == [HERE] * 6 + [ABSENT] * 2
-    again.read(6)
-    assert again.keeper.stats().missed == {"absent": 2}
-
-
-def test_another_model_finds_nothing(make: Callable[..., Engine], store: Wrong) -> None:
-    first = make()
-    first.saved(4)
-    first.close()
-    assert make(store, identity=OTHER).ask(4) == [ABSENT] * 4
-
-
 def test_the_identity_of_the_stores_can_outlive_the_caches(make: Callable[..., Engine], store: Wrong) -> None:
     """The cache's may name the engine that runs."""
     first = make()
@@ -70,6 +52,22 @@ def test_the_identity_of_the_stores_can_outlive_the_caches(make: Callable[..., E
         assert keeper.find(b"block 0") == PENDING
         assert keeper.drain(600)
         assert keeper.find(b"block 0") == HERE
+
+
+def test_why_stores_have_not_brought_a_key_is_said(make: Callable[..., Engine], store: Wrong) -> None:
+    engine = make(blocks=8)
+    engine.saved(2)
+    engine.write(8, first=100)
+    assert engine.keeper.drain(600)
+    assert engine.ask(3) == [HERE, HERE, ABSENT]
+    assert str(engine.keeper.explain(b"block 2", 16)) == "16 not known any more (stores: absent)"
+    engine.keeper.forget(names(1))
+    assert str(engine.keeper.explain(b"block 0", 16)) == "16 not known any more (stores: forgotten)"
+    store.before["load"] = fail
+    engine.cache.forget(names(2))
+    engine.now += 100
+    assert engine.ask(2) == [ABSENT, ABSENT]
+    assert str(engine.keeper.explain(b"block 1", 16)) == "16 not known any more (stores: failed)"
 
 
 def test_a_key_is_pending_until_its_bytes_are_checked(make: Callable[..., Engine], store: Wrong) -> None:
@@ -96,18 +94,6 @@ def test_an_absent_key_is_not_asked_for_in_every_step(make: Callable[..., Engine
     assert engine.keeper.drain(600)
     engine.cache.forget(names(3))
     assert engine.ask(3) == [HERE] * 3, "what was published since may be asked for at once"
-
-
-def test_with_reuse_a_block_is_saved_when_it_has_a_reader(make: Callable[..., Engine]) -> None:
-    engine = make(save="reuse")
-    engine.write(4)
-    assert engine.keeper.drain(600) and engine.keeper.stats().saved == 0
-    engine.read(2)
-    assert engine.keeper.drain(600) and engine.keeper.stats().saved == 2
-    engine.read(2)
-    assert engine.keeper.drain(600) and engine.keeper.stats().saved == 2
-    engine.cache.forget(names(4))
-    assert engine.ask(4) == [HERE, HERE, ABSENT, ABSENT]
 
 
 def test_what_came_from_a_store_is_not_saved_to_it_again(make: Callable[..., Engine]) -> None:
@@ -199,58 +185,6 @@ def test_what_has_come_before_the_deadline_is_used(make: Callable[..., Engine]) 
     gate.open()
     assert engine.keeper.drain(600) and engine.cache.stats().pending == 0
     engine.read(sum(here), first=0 if here[0] else 1024)
-
-
-def test_a_changed_byte_is_never_found(make: Callable[..., Engine], store: Wrong) -> None:
-    engine = make()
-    engine.saved(3)
-
-    def damage(answer: Any) -> Any:
-        store.memory[:, :8] = 0xEE  # calls on two threads damage the same rows twice
-        return answer
-
-    store.after["load"] = damage
-    assert engine.ask(3) == [ABSENT] * 3
-    assert engine.keeper.stats().missed == {"damaged": 3}
-    assert engine.cache.stats().pending == 0 and store.stats()["blocks"] == 0
-
-
-def test_a_dead_store_is_left_alone_and_the_cache_goes_on(make: Callable[..., Engine], store: Wrong) -> None:
-    engine = make(retry_seconds=0.0)
-    for kind in ("find", "save", "load"):
-        store.before[kind] = fail
-    for first in range(0, 40, 4):
-        assert engine.ask(4, first) == [ABSENT] * 4
-        engine.write(4, first)
-        assert engine.keeper.drain(600)
-        engine.read(4, first)
-    stats = engine.keeper.stats()
-    assert store.calls.count("find") == store.calls.count("save") == 3
-    assert stats.missed == {"failed": 12, "suspended": 28} and stats.suspended == ("wrong",)
-    assert stats.unsaved["failed"] == 12 and stats.unsaved["suspended"] == 28
-    assert engine.cache.stats().pinned == 0
-
-
-def test_a_store_that_is_back_is_used_again(make: Callable[..., Engine], store: Wrong) -> None:
-    engine = make(retry_seconds=0.0)
-    engine.saved(1)
-    store.before["find"] = fail
-    for _ in range(4):
-        assert engine.ask(1) == [ABSENT]
-    del store.before["find"]
-    assert engine.ask(1) == [ABSENT], "it is suspended"
-    engine.now += 6
-    assert engine.ask(1) == [HERE]
-    assert engine.keeper.stats().suspended == ()
-
-
-def test_a_full_store_refuses_and_it_is_counted(make: Callable[..., Engine], store: Wrong) -> None:
-    engine = make()
-    store.after["save"] = lambda codes: np.full(len(codes), REFUSED, np.uint8)
-    engine.write(5)
-    assert engine.keeper.drain(600)
-    assert engine.keeper.stats().unsaved["refused"] == 5 and engine.keeper.stats().saved == 0
-    assert engine.cache.stats().pinned == 0
 
 
 def test_a_store_that_finds_and_loads_nothing_is_suspended(make: Callable[..., Engine], store: Wrong) -> None:
@@ -519,14 +453,6 @@ def test_the_memory_of_another_cache_is_refused(store: Wrong) -> None:
             HostKeeper(cache, tier, [store])
         with HostTier.of(cache) as tier, pytest.raises(ValueError, match="stores="):
             HostKeeper(cache, tier, [])
-
-
-def test_a_store_that_does_not_open_closes_the_others(store: Wrong) -> None:
-    broken = Wrong(MemoryStore(1 << 20))
-    broken.before["open"] = fail
-    with pytest.raises(OSError, match="I/O error"):
-        Engine(store, broken)
-    assert store.calls == ["open", "close"]
 
 
 def test_closing_while_a_load_hangs_says_so_and_keeps_its_blocks(make: Callable[..., Engine], store: Wrong) -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from kvpool import HostCache
-from kvpool.keepers import LoadOrCompute
 from kvpool.keepers.choice import Load
 from kvpool.stores import REFUSED, MemoryStore
 from tests.stores.hostkeeping import Engine
@@ -100,18 +99,6 @@ def test_a_policy_is_asked_about_what_has_room_and_nothing_else_counts_against_t
     assert engine.keeper.stats().missed == {"crowded": 2}
 
 
-def test_a_store_that_loses_to_the_engine_is_left_alone(make: Callable[..., Engine], store: Wrong) -> None:
-    """A load takes 100 s, and to compute a key 10 ms."""
-    engine = make(blocks=64, policies=[LoadOrCompute(100.0, BLOCK_BYTES, 1)], load_seconds=1e6, retry_seconds=0.0)
-    engine.saved(32)
-    store.before["load"] = lambda: setattr(engine, "now", engine.now + 100.0)
-    for first in range(0, 32, 4):
-        engine.keeper.lookup(names(4, first))
-        assert engine.keeper.drain(1e6)
-        engine.cache.forget(names(4, first))
-    assert engine.keeper.stats().missed["declined"] >= 24
-
-
 @pytest.mark.parametrize("two_stores", [False, True])
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_a_prompt_that_was_saved_loses_its_end_first(
@@ -127,17 +114,6 @@ def test_a_prompt_that_was_saved_loses_its_end_first(
     assert engine.keeper.drain(600) and engine.keeper.stats().saved == 12 * len(stores)
     assert engine.cache.reserve(names(4, 100)).evicted == names(4, 8)[::-1]
     engine.cache.abort(names(4, 100))
-
-
-def test_a_cache_has_no_more_than_its_quota_in_a_store(make: Callable[..., Engine], store: Wrong) -> None:
-    engine = make(quota=4 * BLOCK_BYTES)
-    engine.write(10)
-    assert engine.keeper.drain(600) and store.stats()["blocks"] == 4
-    stats = engine.keeper.stats()
-    assert stats.saved + stats.unsaved.get("quota", 0) == 10
-    nothing = make(Wrong(MemoryStore(64 * BLOCK_BYTES)), quota=1)
-    nothing.write(3)
-    assert nothing.keeper.drain(600) and nothing.keeper.stats().unsaved == {"quota": 3}
 
 
 def test_what_came_and_nobody_reads_makes_room_after_a_while(make: Callable[..., Engine]) -> None:
@@ -238,17 +214,6 @@ def test_a_store_that_fails_in_a_window_ends_the_prompt_there(small: Engine, sto
 
 
 # -- what is evicted next --------------------------------------------------------------------------------
-
-
-def test_with_evict_what_goes_was_saved_before(make: Callable[..., Engine]) -> None:
-    engine = make(blocks=16, save="evict", save_share=1.0)
-    engine.write(8)
-    assert engine.keeper.drain(600) and engine.keeper.stats().saved == 0, "there is room yet"
-    for first in range(8, 100, 4):
-        engine.write(4, first)
-        assert engine.keeper.drain(600)
-    stats = engine.keeper.stats()
-    assert stats.saved == 100 - 8 and not stats.unsaved, "those before the last half of the cache"
 
 
 def test_what_came_from_a_store_is_not_saved_before_it_goes(small: Engine, make: Callable[..., Engine]) -> None:

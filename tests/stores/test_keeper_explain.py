@@ -10,8 +10,8 @@ import pytest
 from kvpool.keepers import bridge
 from kvpool.stores import FAILED, OK
 from tests.engine import Engine
-from tests.stores.keeping import Clock, engine, fetch, keeper, seed, store, tokens
-from tests.stores.lab import Gate, Wrong
+from tests.stores.keeping import engine, fetch, keeper, seed, store, tokens
+from tests.stores.lab import Clock, Gate, Wrong
 
 PROMPT = tokens(17)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,17 +14,15 @@ import pytest
 from kvpool import ForkedProcess, PoolClosed
 from kvpool.keepers import Keeper, Prefetch
 from kvpool.keepers.pool_tier import Content, PoolTier, StoredContent
-from kvpool.stores import ABSENT, FAILED, OK, REFUSED, MemoryStore
+from kvpool.stores import ABSENT, FAILED, MemoryStore
 from kvpool.stores.disk import DiskStore
 from kvpool.stores.store import Bytes, Rows, Stop
 from tests.engine import Engine
-from tests.stores.keeping import IDENTITY, Clock, engine, fetch, grouped, keeper, room, seed, store, tokens
-from tests.stores.lab import Gate, Wrong
+from tests.stores.keeping import IDENTITY, engine, fetch, grouped, keeper, room, seed, store, tokens
+from tests.stores.lab import Clock, Gate, Wrong
 from tests.waiting import until
 
 PROMPT = tokens(41)
-NUMBERS = itertools.count(2000, 100)
-"""First tokens of prompts that nobody has seen."""
 
 
 @pytest.fixture
@@ -83,30 +80,6 @@ def test_what_came_before_a_failure_is_used(one: Engine, wrong: Wrong) -> None:
         one.release(sequence)
 
 
-def test_a_store_that_says_it_has_everything_harms_nothing(one: Engine) -> None:
-    liar = Wrong(store())
-    liar.after["find"] = lambda answer: np.full(len(answer), OK, np.uint8)
-    with keeper(one, liar) as kept:
-        handle = kept.prefetch(one.prompt(PROMPT), 60.0)
-        assert handle.wait(600) and handle.ended == "failed" and handle.blocks == 0
-        assert kept.match_prefix(one.prompt(PROMPT)).store_tokens == 0
-
-
-def test_a_hanging_store_costs_no_more_than_the_deadline(one: Engine, wrong: Wrong) -> None:
-    gate, clock = Gate(), Clock()
-    wrong.before["load"] = gate
-    with keeper(one, wrong, staging_blocks=16, clock=clock) as kept:
-        handle = kept.prefetch(one.prompt(PROMPT), 5.0)
-        assert gate.reached.wait(600) and not handle.done
-        clock.pass_(5.0)
-        assert handle.wait(600) and handle.ended == "late" and handle.blocks == 0
-        assert one.reusable(PROMPT) == 0
-        sequence = one.add(PROMPT)
-        gate.open()
-        assert kept.drain(600)
-        one.finish(sequence)
-
-
 class Recorder(Wrong):
     """Notes which rows its loads and saves use."""
 
@@ -132,39 +105,6 @@ def test_rows_of_a_call_that_hangs_are_given_to_nobody(one: Engine, wrong: Wrong
         assert recorder.loading and not recorder.loading & recorder.saving
         gate.open()
         assert kept.drain(600)
-
-
-def test_a_failing_store_is_suspended_probed_and_used_again(one: Engine, wrong: Wrong) -> None:
-    wrong.before["find"] = wrong.before["save"] = fail
-    with keeper(one, wrong, failures=2, probe_seconds=0.05) as kept:
-        for _ in range(3):
-            fetch(one, kept, PROMPT)
-        assert kept.stats().health["wrong"].reads_suspended
-        for first in range(1000, 1600, 100):
-            seed(one, kept, [tokens(9, first)])
-        assert kept.stats().health["wrong"].writes_suspended
-        dropped = kept.stats().dropped
-        assert dropped["wrong", "failed"] >= 2 and dropped["wrong", "suspended"] >= 1
-        wrong.before.clear()
-        until(lambda: fetch(one, kept, PROMPT) == 10)
-        until(lambda: saves(one, kept))
-        assert not kept.stats().health["wrong"].writes_suspended
-
-
-def saves(one: Engine, kept: Keeper) -> bool:
-    """Whether new content is saved now."""
-    before = kept.stats().saved_blocks
-    seed(one, kept, [tokens(9, next(NUMBERS))])
-    return kept.stats().saved_blocks > before
-
-
-def test_behind_a_dead_store_the_next_one_serves(one: Engine, wrong: Wrong) -> None:
-    dead = Wrong(store())
-    dead.name = "dead"
-    for kind in ("find", "save", "load", "forget"):
-        dead.before[kind] = fail
-    with keeper(one, [dead, wrong]) as kept:
-        assert fetch(one, kept, PROMPT) == 10
 
 
 def test_what_comes_from_a_far_store_is_kept_in_the_near_one(one: Engine, wrong: Wrong) -> None:
@@ -330,15 +270,6 @@ def test_a_namespace_has_its_own_quota_and_not_that_of_its_neighbour(one: Engine
         one.seed(PROMPT, 40, salt=salt)
     with keeper(one, memory, quotas={("tenant", None): room(2)}) as kept:
         assert kept.drain(600) and memory.stats()["blocks"] == 2 + 10
-
-
-def test_a_store_that_is_full_refuses_and_that_is_counted(one: Engine) -> None:
-    full = Wrong(store())
-    full.after["save"] = lambda answer: np.full(len(answer), REFUSED, np.uint8)
-    with keeper(one, full) as kept:
-        seed(one, kept, [PROMPT])
-        assert kept.stats().dropped == {("wrong", "refused"): 10}
-        assert not kept.stats().health["wrong"].writes_suspended
 
 
 def test_promotions_never_displace_more_than_their_room(one: Engine) -> None:
@@ -536,15 +467,6 @@ def test_pools_without_events_or_a_host_tier_are_refused() -> None:
             keeper(made, store())
     with grouped(host_blocks=0) as cache, pytest.raises(ValueError, match="host tier for all groups"):
         Keeper(cache, [store()], identity=IDENTITY)
-
-
-def test_a_store_that_does_not_open_leaves_no_thread(one: Engine) -> None:
-    bad = Wrong(store())
-    bad.name, bad.before["open"] = "bad", fail
-    first = Wrong(store())
-    with pytest.raises(OSError, match="I/O error"):
-        keeper(one, [first, bad])
-    assert first.calls == ["open", "close"]
 
 
 def test_absent_is_no_failure(one: Engine) -> None:

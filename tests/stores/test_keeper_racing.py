@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.stores.keeping import Clock, engine, fetch, keeper, seed, store, tokens
-from tests.stores.lab import Gate, Wrong
+from tests.stores.keeping import engine, fetch, keeper, seed, store, tokens
+from tests.stores.lab import Clock, Gate, Wrong
 from tests.waiting import until
 
 
@@ -23,18 +23,6 @@ def memory() -> Any:
     with made.cache, keeper(made, kept_in) as kept:
         seed(made, kept, [tokens(41, 1000 * i) for i in range(40)])
     return kept_in
-
-
-def test_a_store_that_is_slower_than_the_engine_is_left_alone(memory: Wrong, clock: Clock) -> None:
-    """A load takes 100 s, and the engine computes a prompt in 0.4 s."""
-    one = engine(P=64, S=256)
-    memory.before["load"] = lambda: clock.pass_(100.0)
-    with one.cache, keeper(one, memory, prefill_tokens_per_s=100.0, clock=clock, deadline_ms=10**6) as kept:
-        for i in range(30):
-            handle = kept.prefetch(one.prompt(tokens(41, 1000 * i)), 1e5)
-            assert handle.wait(600)
-        ended = kept.stats().prefetches
-        assert ended["declined"] >= 20 and sum(ended.values()) == 30
 
 
 def test_a_store_that_is_faster_is_used_for_all(memory: Wrong, clock: Clock) -> None:

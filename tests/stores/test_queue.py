@@ -21,6 +21,7 @@ from tests.stores.lab import (
     IDENTITY,
     OTHER,
     SLOTS,
+    Clock,
     Gate,
     Wrong,
     content,
@@ -32,11 +33,6 @@ from tests.stores.lab import (
     returned,
     saved,
 )
-
-
-@pytest.fixture
-def store() -> Wrong:
-    return Wrong(MemoryStore(64 * BLOCK_BYTES))
 
 
 @pytest.fixture
@@ -230,16 +226,20 @@ def test_rows_are_lent_for_names_only(queue: StoreQueue) -> None:
 # -- a store that is late, hangs or is dead ------------------------------------------------------------
 
 
-def test_a_hanging_load_is_late_at_its_deadline_and_its_rows_come_back_later(store: Wrong, queue: StoreQueue) -> None:
-    keys, gate = saved(queue, 4), Gate()
-    queue.finished()
-    store.before["load"] = gate
-    job = done(queue.load(keys, np.arange(4), deadline=queue.now() + 0.05))
-    assert job.codes.tolist() == [LATE] * 4
-    assert not job.returned and queue.finished() == [job]
-    gate.open()
-    assert job.wait(600, returned=True) and job.codes.tolist() == [LATE] * 4
-    assert queue.wait(600) and queue.finished() == [job] and not queue.wait(0)
+def test_a_hanging_load_is_late_at_its_deadline_and_its_rows_come_back_later(store: Wrong, clock: Clock) -> None:
+    gate = Gate()
+    with open_queue(store, clock=clock) as queue:
+        keys = saved(queue, 4)
+        queue.finished()
+        store.before["load"] = gate
+        job = queue.load(keys, np.arange(4), deadline=clock.soon())
+        assert gate.reached.wait(600)
+        clock.pass_(1.0)
+        assert done(job).codes.tolist() == [LATE] * 4
+        assert not job.returned and queue.finished() == [job]
+        gate.open()
+        assert job.wait(600, returned=True) and job.codes.tolist() == [LATE] * 4
+        assert queue.wait(600) and queue.finished() == [job] and not queue.wait(0)
 
 
 def test_a_hanging_save_keeps_no_load_waiting(store: Wrong, queue: StoreQueue) -> None:
@@ -323,12 +323,15 @@ def test_closing_cancels_waits_and_closes_the_store_once(store: Wrong) -> None:
         queue.find(queue.secret.opaque(names(1)))
 
 
-def test_a_job_is_counted_once(store: Wrong) -> None:
+def test_a_job_is_counted_once(store: Wrong, clock: Clock) -> None:
     """It is late, then the queue is closed, then its call returns."""
-    queue, gate = open_queue(store, piece_bytes=BLOCK_BYTES), Gate()
+    gate = Gate()
+    queue = open_queue(store, piece_bytes=BLOCK_BYTES, clock=clock)
     keys = saved(queue, 4)
     store.before["load"] = gate
-    late, cancelled = queue.load(keys, np.arange(4), deadline=queue.now() + 0.01), queue.load(keys, np.arange(4, 8))
+    late, cancelled = queue.load(keys, np.arange(4), deadline=clock.soon()), queue.load(keys, np.arange(4, 8))
+    assert gate.reached.wait(600)
+    clock.pass_(1.0)
     assert late.wait(600)
     cancelled.cancel()
     queue.close(0)

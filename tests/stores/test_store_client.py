@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from kvpool import StoreBusy
-from kvpool.stores import CANCELLED, DAMAGED, LATE, OK, BlockNames, Job, MemoryStore, StoreClient, staging_rows
-from kvpool.stores.store_health import StoreHealth
-from tests.stores.lab import BLOCK_BYTES, IDENTITY, Gate, Wrong, content, names
+from kvpool.stores import CANCELLED, DAMAGED, LATE, OK, BlockNames, Job, StoreClient, staging_rows
+from kvpool.stores.store_client import StoreHealth
+from tests.stores.lab import BLOCK_BYTES, IDENTITY, Clock, Gate, Wrong, content, names
 
 ROWS = 8
 
@@ -31,22 +31,12 @@ class Told:
 
 
 @pytest.fixture
-def store() -> Wrong:
-    return Wrong(MemoryStore(64 * BLOCK_BYTES))
-
-
-@pytest.fixture
-def client(store: Wrong) -> Iterator[StoreClient]:
-    made = StoreClient(
-        store, staging_rows(ROWS, BLOCK_BYTES), IDENTITY, health=StoreHealth(1, 3600.0), staging=True, patience=0.0
-    )
+def client(store: Wrong, clock: Clock) -> Iterator[StoreClient]:
+    options = {"health": StoreHealth(1, 3600.0), "staging": True, "patience": 0.0, "clock": clock}
+    made = StoreClient(store, staging_rows(ROWS, BLOCK_BYTES), IDENTITY, **options)
     yield made
     assert made.close()
     assert not made.under_way and made.free("load") == ROWS
-
-
-def soon(client: StoreClient) -> float:
-    return client.queue.now() + 0.05
 
 
 def until(client: StoreClient, condition: Callable[[], bool]) -> None:
@@ -77,10 +67,14 @@ def test_a_job_is_told_once_when_it_is_done_and_once_when_it_has_returned(client
     assert [kind for kind, _ in told.calls] == ["done", "returned"] and job.ok == 3
 
 
-def test_the_rows_of_a_load_that_hangs_come_back_when_it_has_returned(store: Wrong, client: StoreClient) -> None:
+def test_the_rows_of_a_load_that_hangs_come_back_when_it_has_returned(
+    store: Wrong, client: StoreClient, clock: Clock
+) -> None:
     keys, told, gate = save(client, 3), Told(), Gate()
     store.before["load"] = gate
-    job = client.load(keys, client.take("load", 3), told.done, told.returned, deadline=soon(client))
+    job = client.load(keys, client.take("load", 3), told.done, told.returned, deadline=clock.soon())
+    assert gate.reached.wait(600)
+    clock.pass_(1.0)
     until(client, lambda: bool(told.calls))
     assert told.calls == [("done", False)] and (job.codes == LATE).all()
     assert client.free("load") == ROWS - 3 and client.under_way == 1
@@ -129,12 +123,14 @@ def test_who_waits_for_a_row_gets_that_of_a_job_that_returns(store: Wrong, clien
     client.give_back(rows)
 
 
-def test_nobody_waits_for_rows_that_hang(store: Wrong, client: StoreClient) -> None:
+def test_nobody_waits_for_rows_that_hang(store: Wrong, client: StoreClient, clock: Clock) -> None:
     keys, gate = save(client, 4), Gate()
     store.before["load"] = gate
     gone = client.take("load", ROWS - 4)
-    hung = [client.load(BlockNames(names(4)), gone, deadline=soon(client))]
-    hung.append(client.load(keys, client.take("load", 4), deadline=soon(client)))
+    hung = [client.load(BlockNames(names(4)), gone, deadline=clock.soon())]
+    hung.append(client.load(keys, client.take("load", 4), deadline=clock.soon()))
+    until(client, lambda: store.calls.count("load") == 2)
+    clock.pass_(1.0)
     assert all(client.wait(job, 600) for job in hung)
     assert not len(client.take("load", 1, 600.0))
     gate.open()
@@ -153,9 +149,12 @@ def test_a_store_that_fails_lies_or_is_late_is_suspended_until_a_probe(store: Wr
 
 def test_a_job_that_had_no_time_says_nothing_of_its_store(store: Wrong) -> None:
     for patience, suspended in ((3600.0, False), (0.0, True)):
-        gate = store.before["find"] = Gate()
-        client = StoreClient(store, staging_rows(2, BLOCK_BYTES), IDENTITY, health=StoreHealth(1), patience=patience)
-        job = client.find(BlockNames(names(1)), deadline=soon(client))
+        gate, clock = Gate(), Clock()
+        store.before["find"], options = gate, {"health": StoreHealth(1), "patience": patience, "clock": clock}
+        client = StoreClient(store, staging_rows(2, BLOCK_BYTES), IDENTITY, **options)
+        job = client.find(BlockNames(names(1)), deadline=clock.soon())
+        assert gate.reached.wait(600)
+        clock.pass_(1.0)
         assert client.wait(job, 600) and job.codes.tolist() == [LATE] and client.suspended == suspended
         gate.open()
         assert client.close()

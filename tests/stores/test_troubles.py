@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from kvpool.observe.metrics import PoolMetrics
 from kvpool.stores import REFUSED
-from kvpool.stores.store_health import REPEAT_SECONDS
+from kvpool.stores.store_client import REPEAT_SECONDS, TroubleLog
 from tests.stores.hostkeeping import Engine
 from tests.stores.keeping import engine, fetch, keeper, seed, tokens
 from tests.stores.lab import BLOCK_BYTES, Wrong
@@ -103,3 +104,58 @@ def test_metrics_of_a_host_keeper_say_why_blocks_did_not_come_or_go(behind: Engi
     }
     assert {name: found.get(name) for name in expected} == expected
     assert found['kvpool_store_seconds_total{kind="load",pool="a",store="wrong"}'] > 0
+
+
+# ----------------------------------------
+# What is told of stores that fail: the first of each kind at once, then numbers, and no flood.
+
+
+LOG = logging.getLogger("kvpool.stores.test")
+
+
+class Told:
+    """What was logged since the last look, under a clock of the test's."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        self.now, self._caplog = 0.0, caplog
+        self.troubles = TroubleLog("the disk", lambda: self.now, LOG)
+        self._seen = 0
+
+    def lines(self) -> list[str]:
+        found = [record.getMessage() for record in self._caplog.records[self._seen :]]
+        self._seen = len(self._caplog.records)
+        return found
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Told:
+    caplog.set_level(logging.INFO, LOG.name)
+    return Told(caplog)
+
+
+def test_the_first_trouble_of_each_kind_is_a_warning_with_its_meaning(said: Told) -> None:
+    said.troubles.note("load", "damaged", 3)
+    said.troubles.note("save", "failed", 2, "No space left on device")
+    damaged, failed = said.lines()
+    assert "store the disk: load of 3 blocks: damaged (the bytes were not those that were saved)" in damaged
+    assert "save of 2 blocks: failed No space left on device" in failed
+
+
+def test_trouble_that_goes_on_is_counted_and_told_once_a_minute(said: Told) -> None:
+    said.troubles.note("load", "late", 1)
+    assert len(said.lines()) == 1
+    for second in range(1, 60):
+        said.now = float(second)
+        said.troubles.note("load", "late", 2)
+    assert said.lines() == []
+    said.now = 60.0
+    said.troubles.note("load", "late", 2)
+    (line,) = said.lines()
+    assert "load of 120 blocks more: late" in line
+    assert said.troubles.counts["load", "late"] == 121
+
+
+def test_what_follows_from_trouble_that_was_told_is_counted_only(said: Told) -> None:
+    note: Callable[..., None] = said.troubles.note
+    note("load", "suspended", 5, quiet=True)
+    assert said.lines() == [] and said.troubles.counts["load", "suspended"] == 5

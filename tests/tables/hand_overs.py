@@ -10,9 +10,8 @@ import numpy as np
 from engine import Engine
 from kvpool import DeviceError, KVCacheManager
 from kvpool.device import CpuDevice
-from kvpool.device.base import NULL_STREAM, Event, Stream
+from kvpool.device.base import NULL_STREAM, Event, Stream, WrappedDevice
 from kvpool.device.work import StagedVectors, Work
-from kvpool.device.wrapper import WrappedDevice
 from steps import GARBAGE, arrays, check, expected
 from tests import debug
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine import Engine, open_engine, small_layout
 from kvpool import DeviceError, KVCacheManager, PoolClosed, UnknownSequence
 from kvpool.device.base import Stream
-from tests.tables.hand_overs import FORMS, Form, Late, picture
+from tests.tables.hand_overs import FORMS, Form, Late, picture, vectors
 
 Make = Callable[..., Engine]
 
@@ -86,3 +87,125 @@ def test_a_buffer_that_a_failed_hand_over_may_still_read_waits_for_its_event(for
     assert len(cache._staging._buffers) == 2
     cache.release(sequence)
     cache.close()
+
+
+# ----------------------------------------
+# Block tables that are handed over as CSR: what arrives, what is refused, and how many hand-overs the statistics see.
+
+
+GARBAGE = 1234567
+
+
+def test_what_arrives_is_the_csr_form_and_the_rest_is_left_alone(make: Make) -> None:
+    for seed in range(30):
+        print("seed", seed)
+        rng = np.random.default_rng(seed)
+        engine = make(T=int(rng.integers(1, 4)), P=80, max_sequences=6)
+        sequences = [engine.add(rng.integers(0, 99, rng.integers(1, 12)).tolist()) for _ in range(rng.integers(1, 6))]
+        engine.rewind(sequences[0], len(engine.cache.block_table(sequences[0].id).lengths) - 1)
+        ids = rng.permutation([one.id for one in sequences])[: rng.integers(0, len(sequences) + 1)]
+        expected = engine.cache.block_table(ids).csr()
+        spare = int(rng.integers(0, 3))
+        given = vectors(*(len(part) + spare for part in expected))
+        engine.cache.copy_batch_block_csr(*given, ids)
+        for found, part in zip(given, expected, strict=True):
+            np.testing.assert_array_equal(found[: len(part)], part)
+            assert (found[len(part) :] == GARBAGE).all()
+
+
+def test_a_sequence_without_tokens_has_no_blocks_and_no_last_page(make: Make) -> None:
+    engine = make(T=2, P=8)
+    empty = engine.rewind(engine.add([7, 7]), 2)
+    indptr, indices, last = vectors(2, 0, 1)
+    engine.cache.copy_batch_block_csr(indptr, indices, last, empty.id)
+    assert indptr.tolist() == [0, 0] and last.tolist() == [0]
+
+
+def test_parts_of_one_buffer_are_accepted_where_they_lie_apart(make: Make) -> None:
+    engine = make(T=2, P=8)
+    sequence, (buffer,) = engine.add(range(5)), vectors(8)
+    engine.cache.copy_batch_block_csr(buffer[:2], buffer[3:6], buffer[2:3], sequence.id)
+    blocks = engine.cache.block_table(sequence.id).dense()[0]
+    assert buffer.tolist() == [0, 3, 1, *blocks, GARBAGE, GARBAGE]
+
+
+I32 = np.int32
+REFUSED: list[tuple[tuple[Any, Any, Any], type[Exception], str]] = [
+    ((None, 4, 2), TypeError, "indptr.*NoneType"),
+    ((3, [1], 2), TypeError, "indices.*list"),
+    ((3, 4, np.zeros(2, np.int64)), TypeError, "last_page_len.*int64"),
+    ((np.zeros((1, 3), I32), 4, 2), ValueError, r"indptr has shape \(1, 3\).*one dimension"),
+    ((3, np.zeros(8, I32)[::2], 2), ValueError, r"indices has strides.*elements"),
+    ((3, 4, np.zeros(2, I32)[::-1]), ValueError, r"last_page_len has strides"),
+    ((np.broadcast_to(np.zeros(3, I32), 3), 4, 2), ValueError, "indptr is read-only"),
+    ((3, np.frombuffer(bytearray(17), np.uint8)[1:].view(I32), 2), ValueError, "indices.*multiple of 4"),
+    ((2, 4, 2), ValueError, "indptr has 2 entries: accepted are 3 or more"),
+    ((3, 3, 2), ValueError, "indices has 3 entries: accepted are 4 or more"),
+    ((3, 0, 2), ValueError, "indices has 0 entries: accepted are 4 or more"),
+    ((3, 4, 1), ValueError, "last_page_len has 1 entries: accepted are 2 or more"),
+]
+
+
+@pytest.mark.parametrize(("given", "error", "message"), REFUSED, ids=[message for _, _, message in REFUSED])
+def test_bad_vectors_are_named_and_nothing_is_changed(
+    make: Make, given: Any, error: type[Exception], message: str
+) -> None:
+    engine = make(T=2, P=16)
+    ids = [engine.add([1]).id, engine.add(range(5)).id]
+    arrays = [vectors(one)[0] if isinstance(one, int) else one for one in given]
+    before, written = picture(engine), [np.array(one) for one in arrays]
+    with pytest.raises(error, match=message):
+        engine.cache.copy_batch_block_csr(*arrays, ids)
+    assert picture(engine) == before
+    for array, was in zip(arrays, written, strict=True):
+        np.testing.assert_array_equal(array, was)
+
+
+def test_vectors_that_share_memory_are_refused(make: Make) -> None:
+    engine = make(T=2, P=16)
+    sequence, (buffer, other) = engine.add(range(5)), vectors(8, 8)
+    parts = {"indptr": buffer[:2], "indices": other, "last_page_len": buffer[2:]}
+    for one, two in (("indptr", "indices"), ("indices", "last_page_len"), ("indptr", "last_page_len")):
+        before = picture(engine)
+        with pytest.raises(ValueError, match="share memory"):
+            engine.cache.copy_batch_block_csr(**{**parts, one: other[:4], two: other[3:]}, ids=sequence.id)
+        assert picture(engine) == before and (buffer == GARBAGE).all() and (other == GARBAGE).all()
+
+
+# -- devices that run behind, or fail ------------------------------------------------------------------------
+
+
+def late(**options: Any) -> tuple[KVCacheManager, Late, int]:
+    device = Late()
+    cache = KVCacheManager(small_layout(2), device_blocks=16, host_blocks=0, device=device, **options)
+    return cache, device, cache.add_sequence(range(5))
+
+
+def test_statistics_count_the_hand_overs_under_way_and_the_most_there_were() -> None:
+    cache, device, sequence = late()
+    seen = []
+    for step in (1, 1, 1, -2, 1, -1, 1, 1, -1, -1, -1):
+        if step > 0:
+            cache.copy_batch_block_csr(*vectors(2, 3, 1), sequence)
+        else:
+            device.done.update(event for event, _ in list(cache._staging._retained)[:-step])
+        stats = cache.stats()
+        seen.append((stats.hand_overs, stats.most_hand_overs))
+    # What stats has seen complete is retired by the next hand-over, from which the count of buffers goes on.
+    assert seen[:5] == [(1, 1), (2, 2), (3, 3), (1, 3), (2, 3)]
+    assert seen[5:8] == [(1, 3), (2, 3), (3, 3)] and seen[-1][1] == 3
+    cache.verify()
+    device.done.update(event for event, _ in cache._staging._retained)
+    assert cache.stats().hand_overs == 0
+    cache.copy_batch_block_offsets(np.zeros((1, 4), np.int32), sequence)
+    assert cache.stats().hand_overs == 1
+    cache.release(sequence)
+    cache.close()
+    assert (cache.stats().hand_overs, cache.stats().most_hand_overs) == (0, 3)
+
+
+def test_a_device_that_does_everything_at_once_has_nothing_under_way(make: Make) -> None:
+    engine = make(T=2, P=8)
+    engine.cache.copy_batch_block_csr(*vectors(2, 3, 1), engine.add(range(5)).id)
+    stats = engine.cache.stats()
+    assert (stats.hand_overs, stats.most_hand_overs) == (0, 0)

@@ -34,7 +34,7 @@ from kvpool.device.base import (
     Stream,
     StreamGone,
 )
-from kvpool.device.block_copy import make_plan
+from kvpool.device.copy_plan import Regions, make_plan
 from kvpool.device.cuda import calibration as calibrations
 from kvpool.device.cuda.calibration import (
     BATCHED,
@@ -69,6 +69,7 @@ from kvpool.device.cuda.runtime import (
     Gpu,
     RuntimeCalls,
     UsedStreams,
+    captured_stream,
     find_batch,
     gpus,
     own_name,
@@ -84,7 +85,6 @@ from kvpool.device.launches import (
     token_moves,
 )
 from kvpool.device.main_memory import GpuMemory, allocate_shared, available_ram, free_shared
-from kvpool.device.regions import Regions
 from kvpool.device.work import Fragments, StagedRows, StagedStep, StagedVectors, TokenMoves, Work
 from kvpool.errors import DeviceError, PoolClosed
 
@@ -365,9 +365,13 @@ class CudaDevice(Device):
             for launch in fragment_copies(rows, len(table.rows), table.words, host=host, grid=grid, bulk=bulk):
                 self._launcher.launch(launch, stream)
 
-    def enqueue(self, work: Work, stream: Stream = NULL_STREAM) -> None:
+    def enqueue(self, work: Work, stream: Stream = NULL_STREAM, captured: bool = False) -> None:
         self._check_open()
         bound = self._pool()
+        if captured:
+            # No event behind it: nobody could ask for that.
+            self._enqueue(work, bound, captured_stream(self._calls, stream))
+            return
         with self._streams.work(stream) as handle:
             self._enqueue(work, bound, handle)
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from kvpool.arrays import Int64s
 from kvpool.device.base import BYTES, FROM, SOURCE, TARGET, TO, TOKENS
-from kvpool.device.block_copy import CopyPlan, locate, plan_of
+from kvpool.device.copy_plan import CopyPlan
+from kvpool.device.cpu import locate, plan_of
 from kvpool.device.cuda.calibration import OFFLOAD, ONBOARD, WITHIN
 from kvpool.device.launches import PIECE_WORDS
 from kvpool.jit import jit

@@ -400,10 +400,17 @@ def usable_stream(calls: RuntimeCalls, stream: Any) -> Stream:
         raise ValueError(f"stream={stream!r}: it has been destroyed; accepted is a stream that lives")
     if state == CAPTURED:
         raise ValueError(
-            f"stream={stream!r}: it is being captured; call before the capture begins or behind its end, "
-            "and capture what reads block tables, not what hands them over"
+            f"stream={stream!r}: it is being captured; call before the capture begins or behind its end; "
+            "capture_block_offsets and capture_step_tables hand over in a graph"
         )
     return found
+
+
+def captured_stream(calls: RuntimeCalls, stream: Stream) -> int:
+    """The handle of a stream that is being captured. Raises ValueError for any other."""
+    if state_of(calls, own_name(stream)) != CAPTURED:
+        raise ValueError(f"stream={stream!r}: it is not being captured; call while it is")
+    return stream.handle
 
 
 class CudaEvent(Event):

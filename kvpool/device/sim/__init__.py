@@ -1,10 +1,9 @@
 """The sim device: its streams run late and in any order. It tests the pool, and engines that use it."""
 
-from kvpool.device.sim.explore import ListedChoices, ScheduleFailed, explore
-from kvpool.device.sim.findings import POISON
 from kvpool.device.sim.order import Access, Deadlock, Race, RaceError, UndeclaredWrite
 from kvpool.device.sim.scheduler import Choices, SeededChoices
-from kvpool.device.sim.sim_device import Gate, SimDevice
+from kvpool.device.sim.shadow import POISON
+from kvpool.device.sim.sim_device import Gate, ListedChoices, ScheduleFailed, SimDevice, explore
 
 __all__ = [
     "POISON",

@@ -1,5 +1,5 @@
 """SimDevice: a device whose streams run late, in any order that streams and events allow. It reports accesses that
-nothing orders."""
+nothing orders. ``explore`` runs a small piece of code under every schedule that is possible on it."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ from kvpool.device.base import (
     Stream,
     stream_argument,
 )
+from kvpool.device.copy_plan import Regions
 from kvpool.device.main_memory import allocate_ram, allocate_shared, available_ram, free_shared
-from kvpool.device.regions import Regions
-from kvpool.device.sim.findings import COMPARE, Bound, Findings
 from kvpool.device.sim.order import (
     LANE_BITS,
     NO_ROWS,
@@ -61,9 +60,10 @@ from kvpool.device.sim.scheduler import (
     Wait,
     describe,
 )
+from kvpool.device.sim.shadow import COMPARE, Bound, Findings
 from kvpool.device.work import Fragments, StagedRows, StagedStep, StagedVectors, TokenMoves, Work
 from kvpool.entry.interrupt import DeferSignals
-from kvpool.errors import PoolClosed
+from kvpool.errors import KVPoolError, PoolClosed
 
 _KINDS: dict[type, str] = {
     Fragments: "copy_fragments", TokenMoves: "move_tokens", StagedRows: "stage_rows", StagedVectors: "stage_vectors",
@@ -71,6 +71,12 @@ _KINDS: dict[type, str] = {
 }  # fmt: skip
 """The names of work in reports."""
 Memory = Sequence[Array]
+
+
+class Graph(list[Callable[[Any], None]]):
+    """What was captured: calls that take the stream on which it is replayed."""
+
+
 # Of the queries of one event, every so many-th takes a step toward it, so that a loop over ``query`` ends.
 _FAIR_QUERIES = 16
 # If so many queries follow each other, while nothing can run and nothing else is called, they are a loop that cannot
@@ -201,6 +207,7 @@ class SimDevice(Device):
         self.races = self._findings.races
         self._scheduler = Scheduler(self._choices, self._finished)
         self._streams = Streams()
+        self._graphs: dict[int, Graph] = {}
         self._bound: Bound | None = None
         self._allocated: dict[int, Uint8s] = {}
         self._accesses = self._vain = 0
@@ -296,7 +303,26 @@ class SimDevice(Device):
     # -- streams ---------------------------------------------------------------------------------
 
     def as_stream(self, stream: Any) -> Stream:
-        return stream_argument(stream)
+        found = stream_argument(stream)
+        if found.handle in self._graphs:
+            raise ValueError(f"stream={stream!r}: it is being captured; call before that or behind it")
+        return found
+
+    @contextmanager
+    def capture(self, stream: Any) -> Iterator[Graph]:
+        """Capture a stream while the context is open, as CUDA does: what ``launch`` enqueues there, and what a pool
+        captures, is recorded instead. ``replay`` does it as often as wanted. Other calls refuse the stream."""
+        handle, graph = self.as_stream(stream).handle, Graph()
+        self._graphs[handle] = graph
+        try:
+            yield graph
+        finally:
+            del self._graphs[handle]
+
+    def replay(self, graph: Graph, stream: Any) -> None:
+        """Enqueue all that a graph has."""
+        for call in graph:
+            call(stream)
 
     def create_stream(self, name: str, urgent: bool = False) -> Stream:
         with self._entered():
@@ -319,7 +345,12 @@ class SimDevice(Device):
                 self._submit(queue, Copy(access, writes, moves, mirrors, self._chunk_bytes, layers), reads, layers)
             self._scheduler.poll()
 
-    def enqueue(self, work: Work, stream: Stream = NULL_STREAM) -> None:
+    def enqueue(self, work: Work, stream: Stream = NULL_STREAM, captured: bool = False) -> None:
+        if captured:
+            if stream.handle not in self._graphs:
+                raise ValueError(f"stream={stream!r}: it is not being captured; call while it is")
+            self._graphs[stream.handle].append(partial(self.enqueue, work))
+            return
         with self._entered():
             bound = self._pool()
             if isinstance(work, Fragments):
@@ -357,6 +388,11 @@ class SimDevice(Device):
         """
         if not callable(function):
             raise TypeError(f"function={function!r}: a callable without arguments is needed")
+        graph = self._graphs.get(stream_argument(stream).handle)
+        if graph is not None:
+            named = {"reads": reads, "writes": writes, "loads": loads, "stores": stores, "layers": layers}
+            graph.append(lambda on: self.launch(on, function, **named))
+            return
         with self._entered():
             self._launch("launch", stream, function, *self._rows(reads, writes, loads, stores), layers)
 
@@ -555,3 +591,76 @@ def _run(work: Work, bound: Bound) -> None:
     if not isinstance(work, Fragments | TokenMoves):
         work.check()
     work.run(bound.mirrors.real)
+
+
+_WHOLE_MOVE = 2**62
+
+
+class ListedChoices(Choices):
+    """The listed choices, then always the first way. ``made`` has every choice so far, with its number of ways."""
+
+    def __init__(self, listed: Sequence[int] = ()) -> None:
+        self._listed = tuple(listed)
+        self.made: list[tuple[int, int]] = []
+
+    def choose(self, n: int) -> int:
+        if n == 1:
+            return 0
+        at = len(self.made)
+        choice = self._listed[at] if at < len(self._listed) else 0
+        if not 0 <= choice < n:
+            raise ValueError(
+                f"listed[{at}]={choice}: there are {n} ways here; the calls are not those that the list was made for"
+            )
+        self.made.append((choice, n))
+        return choice
+
+    def following(self) -> list[int] | None:
+        """The list of the next schedule, depth first, or None after the last."""
+        made = list(self.made)
+        while made:
+            choice, n = made.pop()
+            if choice + 1 < n:
+                return [earlier for earlier, _ in made] + [choice + 1]
+        return None
+
+    def __repr__(self) -> str:
+        return f"choices=ListedChoices({[choice for choice, _ in self.made]})"
+
+
+class ScheduleFailed(KVPoolError, AssertionError):
+    """``body`` failed under one schedule. ``SimDevice(choices=ListedChoices(choices), ...)`` runs that schedule
+    again."""
+
+    def __init__(self, number: int, choices: list[int], error: Exception, device: SimDevice) -> None:
+        super().__init__(
+            f"schedule {number} failed with {type(error).__name__}: {error}\n[run it again with {device!r}]"
+        )
+        self.choices = choices
+
+
+def explore(body: Callable[[SimDevice], object], *, limit: int = 10_000, chunk_bytes: int = _WHOLE_MOVE) -> int:
+    """Call ``body(device)`` with a new device for every possible schedule, depth first. Returns how many there are.
+
+    At every call that forces no step, a schedule either goes on or takes one more step, of any of the streams. After
+    ``body`` the rest runs, and the device is checked and closed. ``body`` must do the same in every call, except where
+    it follows answers of the device. A move is copied in one step, or with ``chunk_bytes`` in several. Raises
+    ScheduleFailed from the error of the first schedule that fails. Raises ValueError if there are more than ``limit``
+    schedules.
+    """
+    limit = integer_argument("limit", limit, 1, 2**62)
+    listed: list[int] | None = []
+    for number in range(1, limit + 1):
+        choices = ListedChoices(listed or ())
+        device = SimDevice(choices=choices, chunk_bytes=chunk_bytes)
+        try:
+            body(device)
+            if not device.closed:
+                device.synchronize()
+                device.close()
+        except Exception as error:
+            raise ScheduleFailed(number, [choice for choice, _ in choices.made], error, device) from error
+        listed = choices.following()
+        if listed is None:
+            return number
+    raise ValueError(f"limit={limit}: there are more schedules; allow more, enqueue less, or copy in larger chunks")

@@ -22,10 +22,19 @@ except ModuleNotFoundError as error:
     raise ImportError('StoreServer needs pyzmq: pip install ".[remote]"') from error
 
 from kvpool.arrays.layout import integer_argument
-from kvpool.entry.closing import Closing
-from kvpool.remote.endpoints import ServerKeys, ServerSecret, check_endpoint
-from kvpool.remote.session import UNSEALED, Failed, Malformed, Message, Received, frames_argument
-from kvpool.stores.peer.wire import (
+from kvpool.entry.process import Closing
+from kvpool.remote.session import (
+    UNSEALED,
+    Failed,
+    Malformed,
+    Message,
+    Received,
+    ServerKeys,
+    ServerSecret,
+    check_endpoint,
+    frames_argument,
+)
+from kvpool.stores.peer.peer_store import (
     CALLS,
     DROPS,
     EPOCHS,

@@ -148,9 +148,11 @@ API CUresult cuLibraryGetKernelCount(unsigned* count, CUlibrary library) {
     return CUDA_SUCCESS;
 }
 
+enum { REGISTERS = 32 };  // of a thread, of any kernel
+
 static CUresult attribute(int* value, CUfunction_attribute which) {
     *value = which == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024
-             : which == CU_FUNC_ATTRIBUTE_NUM_REGS            ? 32
+             : which == CU_FUNC_ATTRIBUTE_NUM_REGS            ? REGISTERS
              : which == CU_FUNC_ATTRIBUTE_PTX_VERSION         ? 80
                                                               : 0;
     return CUDA_SUCCESS;
@@ -192,6 +194,10 @@ static CUresult launch(Function* function, const unsigned grid[3], const unsigne
     if (!function || !function->module->alive || stream->context != context) return leave(CUDA_ERROR_INVALID_HANDLE);
     unsigned threads = block[0] * block[1] * block[2], blocks = grid[0] * grid[1] * grid[2];
     if (!threads || threads > 1024 || !blocks) return leave(CUDA_ERROR_INVALID_VALUE);
+    int registers;
+    cuDeviceGetAttribute(&registers, CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_BLOCK, context->device);
+    // "too many threads for the kernel's register count"
+    if (threads * REGISTERS > (unsigned)registers) return leave(CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES);
     Twin* twin = function->twin;
     if (!twin) {
         fprintf(stderr, "emulated driver: kernel %s has no twin for the CPU\n", function->name);

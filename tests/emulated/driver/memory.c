@@ -336,14 +336,16 @@ void cut(Op* op, uint8_t* target, uint8_t* source, size_t bytes) {
 // "For transfers from pageable host memory to device memory, a stream sync is performed before the copy is initiated.
 // The function will return once the pageable buffer has been copied to the staging memory ... but the DMA to final
 // destination may not have completed." "For transfers from device to pageable host memory, the function will return
-// only once the copy has completed." Copies from device to device do not hold the host up, synchronous ones neither.
+// only once the copy has completed." "For transfers from any host memory to any host memory, the function is fully
+// synchronous with respect to the host." Copies from device to device do not hold the host up, synchronous ones neither.
 CUresult copy(CUdeviceptr target, CUdeviceptr source, size_t bytes, Stream* stream, bool synchronous) {
     Range *to, *from;
     CUresult result;
     if (!bytes) return CUDA_SUCCESS;
     if ((result = resolve(target, bytes, &to)) || (result = resolve(source, bytes, &from))) return result;
     if (synchronous && (result = unsafe_call())) return result;
-    bool wait = !to || (synchronous && (to->kind > IMPORTED || (from && from->kind > IMPORTED)));
+    bool to_host = !to || to->kind > IMPORTED, from_host = !from || from->kind > IMPORTED;
+    bool wait = !to || (to_host && from_host) || (synchronous && (to_host || (from && from_host)));
     bool stage = !from && to;
     if (stage && !stream->capture && (result = wait_for(tail_of(stream)))) return result;
     if (stream->capture && (!from || !to)) {

@@ -20,6 +20,7 @@ pytest.importorskip("xllamacpp", reason="needs xllamacpp: python -m tests.engine
 
 from kvpool import PoolClosed
 from kvpool.engines.local import state_keys
+from kvpool.engines.options import LLAMACPP
 from tests.engines.torchless import gguf_lab
 from tests.engines.torchless.gguf_lab import answer, prefix_cache, prompt
 
@@ -62,6 +63,21 @@ def test_a_system_prompt_that_repeats_is_kept_by_itself(model: Path) -> None:
         cache._held[0] = cache._held[0][:0]
         known.append(answer(cache, system + prompt(50, 6)[1:])[1])
     assert known[0] == 0 and min(known[2:]) >= 199
+
+
+def test_the_log_has_a_line_for_each_request_while_somebody_reads_it(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = prompt(200, 1), prompt(150, 2)
+    with caplog.at_level("DEBUG", LLAMACPP.log.name), prefix_cache(model) as cache:
+        for tokens in (first, second, first + prompt(100, 3)):
+            answer(cache, tokens)
+            cache._post("/slots/0?action=erase", {})
+            cache._held[0] = cache._held[0][:0]
+    said = [record.getMessage() for record in caplog.records if "request" in record.getMessage()]
+    assert "200 tokens: 0 device, 0 host, 0 in part; 200 never seen" in said[0] and len(said) == 3
+    assert " 149 never seen" in said[1] or " 150 never seen" in said[1], said
+    assert "300 tokens: 0 device, 200 host, 0 in part; 100 never seen" in said[2]
 
 
 def test_a_repeated_prefix_that_a_store_has_is_not_kept_again_after_a_restart(model: Path, tmp_path: Path) -> None:

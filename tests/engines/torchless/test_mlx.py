@@ -23,6 +23,7 @@ import mlx.core as mx
 
 from kvpool import PoolClosed
 from kvpool.engines.local import state_keys
+from kvpool.engines.options import MLX
 from tests.engines.torchless import mlx_lab
 
 DEADLINE_S = 600
@@ -45,6 +46,20 @@ def test_logits_are_those_of_the_engines_own_kv(kind: str, memory: str) -> None:
         print(f"{engine.hits} hits, {engine.reused} tokens, {cache.stats()}; {engine.against_uncut()}")
         assert engine.hits > 5
         assert cache.nbytes <= {"4MiB": 4 << 20, "128KiB": 128 << 10}[memory]
+
+
+def test_the_log_has_a_line_for_each_request_while_somebody_reads_it(caplog: pytest.LogCaptureFixture) -> None:
+    kind = mlx_lab.KINDS[0]
+    model, tokens = mlx_lab.model_of(kind), prompt(100)
+    with caplog.at_level("DEBUG", MLX.log.name), mlx_lab.prompt_cache(kind, model) as cache:
+        caches = mlx_lab.empty(kind, model)
+        mlx_lab.compute(model, tokens[:70], caches)
+        cache.fetch_nearest_cache("model", tokens)
+        cache.insert_cache("model", tokens[:70], caches)
+        cache.fetch_nearest_cache("model", tokens)
+    said = [record.getMessage() for record in caplog.records if "request" in record.getMessage()]
+    assert "96 tokens: 0 device, 0 host, 0 in part; 96 never seen" in said[0]
+    assert "96 tokens: 0 device, 64 host, 0 in part; 32 never seen" in said[1] and len(said) == 2
 
 
 @pytest.mark.parametrize("kind", mlx_lab.KINDS)

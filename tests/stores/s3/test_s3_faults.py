@@ -2,76 +2,138 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvpool.stores import ABSENT, DAMAGED, FAILED, OK
+from kvpool.stores import ABSENT, DAMAGED, FAILED, OK, StoreQueue
 from kvpool.stores.urls import open_store
-from tests.stores.lab import content, done, fill, names, open_queue, returned, saved
+from tests.stores.lab import IDENTITY, content, done, fill, memory, names, open_queue, returned, saved
 from tests.stores.s3.weed import BUCKET, Door, Weed
 
 Again = Callable[..., Any]
 
 
-def objects(weed: Weed, place: str) -> list[str]:
-    """The names of the blocks below the prefix of a test."""
-    prefix = place.removeprefix(f"//{BUCKET}/") + "/kvpool3-blocks"
+def objects(weed: Weed, place: str, kind: str = "packs") -> list[str]:
+    """The names of the packs, or of the logs, below the prefix of a test."""
+    prefix = place.removeprefix(f"//{BUCKET}/") + f"/kvpool4-{kind}"
     return [one["path"] for found in weed.client().list(prefix) for one in found]
 
 
-@pytest.mark.parametrize("over_a_mark", [False, True])
-@pytest.mark.parametrize("clears", [False, True])
+@pytest.fixture(autouse=True)
+def listed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others have saved is looked for whenever something is missing."""
+    monkeypatch.setattr("kvpool.stores.s3.s3_store._LISTED_SECONDS", 0.0)
+
+
+@pytest.mark.parametrize("drop", ["forget", "clear", "clear a namespace"])
+@pytest.mark.parametrize("by_another", [False, True])
 def test_a_save_that_arrives_after_a_drop_changes_nothing(
-    again: Again, door: Door, clears: bool, over_a_mark: bool
+    again: Again, door: Door, weed: Weed, place: str, drop: str, by_another: bool
 ) -> None:
-    with open_queue(again(endpoint=door.address, timeout_ms=500)) as queue:
-        fill(queue.memory, 2)
-        keys = queue.secret.opaque(names(2))
-        if over_a_mark:
-            saved(queue, 2)
-            assert done(queue.forget(keys)).dropped == 2
-        door.hold = "If-Match" if over_a_mark else "PUT"
-        assert returned(queue.save(keys, np.arange(2))).codes.tolist() == [FAILED] * 2
-        assert all(door.held.acquire(timeout=600) for _ in range(2))
-        door.hold = ""
-        dropped = queue.clear() if clears else queue.forget(keys)
-        assert dropped.wait(600) and dropped.ok == len(dropped.codes), dropped.error
-        assert set(door.release(2)) <= {412, 409}, "the server has refused what was late"
-        assert done(queue.find(keys)).codes.tolist() == [ABSENT] * 2
-        saved(queue, 2)
-        assert returned(queue.load(keys, np.arange(10, 12))).ok == 2
-
-
-def test_what_was_forgotten_saved_again_and_cleared_is_not_brought_back(again: Again, door: Door) -> None:
-    """The clear may not delete what was saved over a mark: the save from before the mark would find nothing there."""
-    with open_queue(again(endpoint=door.address, timeout_ms=500)) as queue:
-        fill(queue.memory, 1)
-        keys, door.hold = queue.secret.opaque(names(1)), "PUT"
-        assert returned(queue.save(keys, np.arange(1))).codes.tolist() == [FAILED]
+    """Whoever has sent it, and whoever looks."""
+    with open_queue(again(endpoint=door.address, timeout_ms=500)) as saving, open_queue(again()) as other:
+        dropping = other if by_another else saving
+        keys, tag = saving.secret.opaque(names(6)), saving.secret.tag(b"tenant")
+        fill(saving.memory, 6)
+        door.hold = "PUT kvpool4-packs"
+        assert returned(saving.save(keys, np.arange(6), tag=tag)).codes.tolist() == [FAILED] * 6
         assert door.held.acquire(timeout=600)
         door.hold = ""
-        done(queue.forget(keys))
-        saved(queue, 1)
-        cleared = done(queue.clear())
-        assert cleared.ok == 1 and cleared.dropped == 1
-        assert door.release(1)[0] in (412, 409)
-        assert done(queue.find(keys)).codes.tolist() == [ABSENT]
+        begun = {"forget": lambda: dropping.forget(keys), "clear": dropping.clear}.get(
+            drop, lambda: dropping.clear(tag)
+        )()
+        assert begun.wait(600) and begun.ok == len(begun.codes), begun.error
+        assert set(door.release(1)) == {200}, "the server has taken what was late"
+        assert objects(weed, place)
+        for queue in (other, saving):
+            assert done(queue.find(keys)).codes.tolist() == [ABSENT] * 6
+            assert returned(queue.load(keys, np.arange(20, 26))).codes.tolist() == [ABSENT] * 6
+        with open_queue(again()) as later:
+            assert done(later.find(keys)).codes.tolist() == [ABSENT] * 6
+        assert not objects(weed, place), "whoever has found it has deleted it"
+        saved(saving, 6, tag=tag)
+        assert returned(other.load(keys, np.arange(20, 26))).ok == 6
+
+
+def test_a_drop_counts_for_other_workers_when_it_has_returned(again: Again) -> None:
+    with open_queue(again()) as one, open_queue(again()) as other:
+        keys = saved(one, 8)
+        assert done(other.find(keys)).ok == 8
+        assert done(one.forget(keys[:2])).dropped == 2
+        assert returned(other.load(keys, np.arange(20, 28))).codes.tolist() == [ABSENT] * 2 + [OK] * 6
+        assert done(other.forget(keys[7:])).dropped == 1
+        assert done(one.find(keys)).codes.tolist() == [ABSENT] * 2 + [OK] * 5 + [ABSENT]
+        # What is saved anew counts again, and the drop of others of its pack stays.
+        saved(one, 1)
+        assert done(other.find(keys)).codes.tolist() == [OK, ABSENT] + [OK] * 5 + [ABSENT]
+        assert done(one.clear()).dropped == 6
+        assert returned(other.load(keys, np.arange(20, 28))).codes.tolist() == [ABSENT] * 8
+
+
+def test_drops_of_many_workers_at_a_time_are_all_kept(again: Again) -> None:
+    with ExitStack() as opened:
+        queues = [opened.enter_context(open_queue(again())) for _ in range(4)]
+        keys = saved(queues[0], 8)
+        jobs = [queue.forget(keys[2 * i : 2 * i + 2]) for i, queue in enumerate(queues)]
+        assert all(job.wait(600) and job.ok == 2 for job in jobs), [job.error for job in jobs]
+        assert done(queues[0].find(keys)).codes.tolist() == [ABSENT] * 8
+    with open_queue(again()) as later:
+        assert done(later.find(keys)).codes.tolist() == [ABSENT] * 8
+
+
+def test_blocks_of_one_save_are_one_request_and_one_more_asks_for_drops(again: Again, door: Door) -> None:
+    with open_queue(again(endpoint=door.address)) as queue:
+        keys = queue.secret.opaque(names(32))
+        fill(queue.memory, 32)
+        done(queue.find(keys))
+        for call in (
+            lambda: queue.save(keys, np.arange(32)),
+            lambda: queue.find(keys),
+            lambda: queue.load(keys, np.arange(32)),
+        ):
+            door.seen.clear()
+            assert returned(call()).ok == 32
+            asked = [line for line in door.seen if "kvpool4-drops" not in line]
+            assert len(asked) <= 1 and len(door.seen) <= 2, door.seen
+
+
+def test_a_block_larger_than_a_part_is_sent_in_parts(again: Again, weed: Weed, place: str) -> None:
+    with StoreQueue(again(), memory(2, 9 << 20), IDENTITY) as queue:
+        fill(queue.memory, 1)
+        keys = queue.secret.opaque(names(1))
+        assert returned(queue.save(keys, np.arange(1))).ok == 1
+        assert returned(queue.load(keys, np.arange(1, 2))).ok == 1
+        assert np.array_equal(queue.memory[1], queue.memory[0])
+        assert weed.client().head(objects(weed, place)[0])["e_tag"].endswith('-2"')
 
 
 def test_a_slow_server_costs_no_more_than_the_timeout_and_writes_nothing_later(again: Again, door: Door) -> None:
     with open_queue(again(endpoint=door.address, timeout_ms=300)) as queue:
-        keys, door.hold = saved(queue, 2), "GET"
+        keys, door.hold = saved(queue, 2), "GET kvpool4-packs"
         assert returned(queue.load(keys, np.arange(10, 12))).codes.tolist() == [FAILED] * 2
         queue.memory[10:12] = 7
-        door.release(2)
+        door.release(1)
         assert (queue.memory[10:12] == 7).all()
         assert returned(queue.load(keys, np.arange(10, 12))).ok == 2
+
+
+@pytest.mark.parametrize("kind", ["find", "load", "save"])
+def test_nothing_is_believed_while_nobody_knows_what_was_dropped(again: Again, door: Door, kind: str) -> None:
+    with open_queue(again(endpoint=door.address, timeout_ms=300)) as queue:
+        keys, door.hold = saved(queue, 2), "GET kvpool4-drops"
+        rows = () if kind == "find" else (np.arange(2),)
+        assert returned(getattr(queue, kind)(keys, *rows)).codes.tolist() == [FAILED] * 2
+        door.release(1)
+        assert returned(getattr(queue, kind)(keys, *rows)).ok == 2
 
 
 @pytest.mark.parametrize("status", [500, 503, 507, 403])
@@ -104,42 +166,133 @@ def test_a_server_that_was_killed_half_way_has_what_it_had_acknowledged(again: A
         assert set(codes.tolist()) <= {OK, FAILED} and (codes == OK).sum() >= 4
         assert returned(queue.load(keys[:1], np.arange(50, 51))).codes.tolist() == [FAILED]
         weed.start()
-        found = returned(queue.load(keys, np.arange(48)))
-        assert (found.codes[codes == OK] == OK).all() and set(found.codes.tolist()) <= {OK, ABSENT}
-        for number in np.flatnonzero(found.codes == OK).tolist():
-            assert np.array_equal(queue.memory[number], content(number))
+        with open_queue(again()) as later:
+            found = returned(later.load(keys, np.arange(48)))
+            assert (found.codes[codes == OK] == OK).all() and set(found.codes.tolist()) <= {OK, ABSENT}
+            for number in np.flatnonzero(found.codes == OK).tolist():
+                assert np.array_equal(later.memory[number], content(number))
         assert done(queue.forget(keys)).dropped == found.ok
         assert done(queue.find(keys)).codes.tolist() == [ABSENT] * 48
 
 
-def test_wrong_bytes_are_served_to_nobody_and_can_be_saved_anew(again: Again, weed: Weed, place: str) -> None:
-    with open_queue(again()) as queue:
-        keys = saved(queue, 3)
-        for name, size in zip(sorted(objects(weed, place)), (4096 + 16, 1 << 20, 1), strict=True):
-            weed.client().put(name, bytes(size))
-        codes = returned(queue.load(keys, np.arange(10, 13))).codes.tolist()
-        assert sorted(codes) == sorted([DAMAGED, ABSENT, ABSENT])
-        saved(queue, 3)
-        assert returned(queue.load(keys, np.arange(10, 13))).ok == 3
+def test_a_save_that_was_killed_half_way_leaves_nothing_or_whole_packs(again: Again, weed: Weed, place: str) -> None:
+    """The process that saves is killed at its work, ten times."""
+    program = f"""
+import numpy as np, sys
+from kvpool.stores.s3 import S3Store
+from tests.stores.lab import fill, names, open_queue
+with open_queue(S3Store({place!r}, endpoint={weed.address!r}, secret=bytes([1]) * 32), piece_bytes=1 << 15) as queue:
+    fill(queue.memory, 48)
+    jobs = [queue.save(queue.secret.opaque(names(48)), np.arange(48)) for _ in range(3)]
+    print("begun", flush=True)
+    sys.stdin.read()
+"""
+    kept = 0
+    for pause in (0.0, 0.002, 0.01, 0.05):
+        with subprocess.Popen([sys.executable, "-c", program], stdin=-1, stdout=-1) as saving:
+            assert saving.stdout is not None and saving.stdout.readline() == b"begun\n"
+            time.sleep(pause)
+            saving.kill()
+        with open_queue(again()) as queue:
+            keys = queue.secret.opaque(names(48))
+            found = returned(queue.load(keys, np.arange(48)))
+            assert set(found.codes.tolist()) <= {OK, ABSENT}
+            for number in np.flatnonzero(found.codes == OK).tolist():
+                assert np.array_equal(queue.memory[number], content(number))
+            kept += found.ok
+            assert done(queue.clear()).dropped == found.ok
+    assert kept
 
 
-def test_saves_without_an_answer_are_bounded_and_counted(
-    again: Again, door: Door, monkeypatch: pytest.MonkeyPatch
+def test_a_process_that_ends_right_after_a_call_ends_well(again: Again, weed: Weed, place: str) -> None:
+    """Also if nobody has closed the store. The library's coroutines aborted one of four such processes."""
+    program = f"""
+import numpy as np
+from kvpool.stores.s3 import S3Store
+from kvpool.stores.store import Space
+store = S3Store({place!r}, endpoint={weed.address!r}, secret=bytes([1]) * 32)
+store.open(Space(bytes(16), np.ones((6, 1 << 20), np.uint8)))
+keys = np.random.default_rng().integers(0, 256, (6, 32), np.uint8)
+for first in range(0, 6, 2):
+    part, rows = keys[first : first + 2], np.arange(first, first + 2)
+    assert store.save(part, rows, np.zeros((2, 16), np.uint8), bytes(16), 1 << 62, lambda: False).all()
+assert store.load(keys, np.arange(6), lambda: False)[0].all()
+"""
+    for _ in range(6):
+        assert subprocess.run([sys.executable, "-c", program], timeout=600).returncode == 0
+
+
+def test_of_a_pack_with_a_wrong_byte_one_block_is_damaged(again: Again, weed: Weed, place: str) -> None:
+    with open_queue(again()) as queue, open_queue(again()) as other:
+        keys = saved(queue, 8)
+        (name,) = objects(weed, place)
+        data = bytearray(weed.client().get(name).bytes())
+        data[8 * 16 + 2 * (16 + 4096) + 100] ^= 1
+        weed.client().put(name, bytes(data))
+        assert returned(queue.load(keys, np.arange(10, 18))).codes.tolist() == [OK] * 2 + [DAMAGED] + [OK] * 5
+        assert done(other.find(keys)).codes.tolist() == [OK] * 2 + [ABSENT] + [OK] * 5
+        saved(other, 8)
+        assert returned(queue.load(keys, np.arange(10, 18))).ok == 8
+
+
+def test_packs_that_are_cut_or_replaced_are_served_to_nobody_and_saved_anew(
+    again: Again, weed: Weed, place: str
 ) -> None:
-    monkeypatch.setattr("kvpool.stores.s3.s3_store._UNSURE_MAX", 3)
-    with open_queue(again(endpoint=door.address, timeout_ms=300)) as queue:
-        keys = queue.secret.opaque(names(5))
-        done(queue.find(keys))
-        door.status = 503
-        returned(queue.save(keys[:4], np.arange(4)))
-        assert queue.stats().store["unsure"] == 4
-        door.status = 0
-        assert returned(queue.save(keys[4:], np.arange(1))).ok == 1
-        assert queue.stats().store["unsure"] == 0
+    with open_queue(again()) as queue:
+        keys = np.concatenate([saved(queue, 1, first) for first in range(4)])
+        found = sorted(objects(weed, place))
+        for name, size in zip(found, (4096 + 16, 1 << 20, 1, 0), strict=True):
+            weed.client().put(name, bytes(size))
+        assert returned(queue.load(keys, np.arange(10, 14))).codes.tolist() == [DAMAGED] * 4
+        saved(queue, 4)
+        assert returned(queue.load(keys, np.arange(10, 14))).ok == 4
 
 
-def test_of_many_that_save_one_block_at_a_time_the_server_takes_one(weed: Weed, place: str) -> None:
-    """What forget counts on."""
+def test_a_pack_that_has_expired_is_absent_and_can_be_saved_anew(again: Again, weed: Weed, place: str) -> None:
+    with open_queue(again()) as queue:
+        keys = saved(queue, 6)
+        weed.client().delete(objects(weed, place))
+        assert returned(queue.load(keys, np.arange(10, 16))).codes.tolist() == [ABSENT] * 6
+        saved(queue, 6)
+        assert returned(queue.load(keys, np.arange(10, 16))).ok == 6
+
+
+@pytest.mark.parametrize("size", [0, 50, 4 << 20])
+def test_a_log_with_wrong_bytes_drops_all_that_was_saved_before(
+    again: Again, weed: Weed, place: str, size: int
+) -> None:
+    with open_queue(again()) as queue, open_queue(again()) as other:
+        keys = saved(queue, 6)
+        done(queue.forget(keys[:1]))
+        weed.client().put(objects(weed, place, "drops")[0], bytes(size))
+        assert returned(other.load(keys, np.arange(10, 16))).codes.tolist() == [ABSENT] * 6
+        saved(other, 6)
+        assert returned(queue.load(keys, np.arange(10, 16))).ok == 6
+
+
+def test_a_drop_counts_after_the_log_was_lost(again: Again, weed: Weed, place: str) -> None:
+    with open_queue(again()) as queue, open_queue(again()) as other:
+        keys = saved(queue, 6)
+        done(queue.forget(keys[:1]))
+        weed.client().delete(objects(weed, place, "drops"))
+        assert done(other.forget(keys[1:2])).dropped == 1
+        assert done(queue.find(keys)).codes.tolist() == [ABSENT] * 2 + [OK] * 4
+        assert done(queue.forget(keys[2:3])).dropped == 1
+        assert done(other.find(keys)).codes.tolist()[1:] == [ABSENT] * 2 + [OK] * 3
+
+
+def test_the_youngest_blocks_are_known_where_the_index_is_small(again: Again) -> None:
+    with open_queue(again()) as queue:
+        keys = np.concatenate([saved(queue, 5, first) for first in (0, 10, 20)])
+    with open_queue(again(index_blocks=11)) as queue:
+        assert done(queue.find(keys)).codes.tolist() == [ABSENT] * 5 + [OK] * 10
+        saved(queue, 5, 30)
+        assert done(queue.find(keys)).codes.tolist() == [ABSENT] * 10 + [OK] * 5
+        assert queue.stats().store["blocks"] == 10
+
+
+def test_of_many_that_write_one_object_at_a_time_the_server_takes_one(weed: Weed, place: str) -> None:
+    """What drops count on."""
     import obstore
 
     client, taken, together = weed.client(), list[str](), threading.Barrier(8)
@@ -161,12 +314,15 @@ def test_of_many_that_save_one_block_at_a_time_the_server_takes_one(weed: Weed, 
     assert sorted(taken) == [str(turn) for turn in range(2)]
 
 
-def test_an_error_names_no_credential(again: Again, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_and_a_log_name_no_credential(
+    again: Again, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "WRONGKEY")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-and-private")
     with pytest.raises(OSError, match="cannot be used") as caught:
         open_queue(again())
-    shown = str(caught.value) + repr(again())
+    shown = str(caught.value) + repr(again()) + caplog.text
     assert "wrong-and-private" not in shown and "WRONGKEY" not in shown and "\n" not in shown
 
 

@@ -68,12 +68,13 @@ class Weed:
 
 
 class Door:
-    """Passes requests on to a server. ``status``: this answer instead. ``hold``: requests of this method, or with this
-    header, wait until ``release``, and are passed on then, also if the client has gone. ``late``: how these were
-    answered."""
+    """Passes requests on to a server. ``status``: this answer instead. ``hold``: requests that have these words in
+    their method and path wait until ``release``, and are passed on then, also if the client has gone. ``late``: how
+    these were answered. ``seen``: method and path of each request."""
 
     def __init__(self, port: int) -> None:
         self.status, self.hold, self.held, self.late = 0, "", threading.Semaphore(0), list[int]()
+        self.seen: list[str] = []
         self._release, door = threading.Event(), self
 
         class Handler(BaseHTTPRequestHandler):
@@ -81,7 +82,9 @@ class Door:
 
             def _pass(self) -> None:
                 body = self.rfile.read(int(self.headers.get("content-length") or 0))
-                held = bool(door.hold) and (self.command == door.hold or door.hold in self.headers)
+                line = f"{self.command} {self.path}"
+                held = bool(door.hold) and all(word in line for word in door.hold.split())
+                door.seen.append(line)
                 if held:
                     door.held.release()
                     door._release.wait(600)

@@ -1,0 +1,348 @@
+"""What a pool's keeper and a HostCache's promise alike: what is saved comes back, and whatever a store does, nothing
+wrong comes in, nobody waits for it, and what is given up is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool.keepers import HealthStats, LoadOrCompute
+from kvpool.stores import OK, REFUSED, MemoryStore
+from tests.stores import hostkeeping, keeping
+from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Clock, Gate, Wrong, names
+from tests.waiting import until
+
+BLOCKS = 8
+"""of a document"""
+SECONDS = 5.0
+"""Time to bring a document."""
+
+
+class PoolHost:
+    """Documents are prompts, and the host is the host tier of a pool."""
+
+    def __init__(self, *stores: Any, blocks: int = 256, quota: int | None = None, speed: float | None = None,
+                 **options: Any) -> None:  # fmt: skip
+        self.of, self.clock = keeping.engine(P=BLOCKS + 4, S=blocks), Clock()
+        quotas = None if quota is None else {(None, None): quota}
+        self.kept = keeping.keeper(self.of, list(stores), quotas=quotas, prefill_tokens_per_s=speed, clock=self.clock,
+                                   **options)  # fmt: skip
+        self.fetches: dict[int, Any] = {}
+
+    def document(self, number: int) -> list[int]:
+        return keeping.tokens(BLOCKS * keeping.T + 1, 1000 * number)
+
+    def use(self, number: int) -> None:
+        self.of.seed(self.document(number))
+        assert self.kept.drain(600)
+
+    write = use
+
+    def drop(self, number: int) -> None:
+        self.of.cache.forget(self.of.prompt(self.document(number)))
+
+    def ask(self, number: int) -> None:
+        self.fetches[number] = self.kept.prefetch(self.of.prompt(self.document(number)), SECONDS)
+
+    def ended(self, number: int) -> bool:
+        return bool(self.fetches[number].done)
+
+    def cached(self, number: int) -> int:
+        return self.of.reusable(self.document(number)) // keeping.T
+
+    def here(self, number: int) -> int:
+        sequence = self.of.add(self.document(number))
+        self.of.release(sequence, store=False)
+        return sequence.cached // keeping.T
+
+    def clear(self) -> None:
+        assert self.kept.clear(force=True).wait(600)
+
+    @property
+    def saved(self) -> int:
+        return self.kept.stats().saved_blocks
+
+    @property
+    def declined(self) -> int:
+        return BLOCKS * self.kept.stats().prefetches.get("declined", 0)
+
+    def close(self) -> None:
+        if not self.of.cache.closed:
+            assert self.kept.close(600)
+            self.of.cache.close()
+
+
+class CacheHost:
+    """Documents are keys, and the host is a HostCache."""
+
+    def __init__(self, *stores: Any, blocks: int = 256, quota: int | None = None, speed: float | None = None,
+                 **options: Any) -> None:  # fmt: skip
+        policies = None if speed is None else [LoadOrCompute(speed, BLOCK_BYTES, keeping.T) for _ in stores]
+        self.of = hostkeeping.Engine(*stores, blocks=blocks, quota=quota, policies=policies, load_seconds=SECONDS,
+                                     retry_seconds=0.0, save_share=1.0, **options)  # fmt: skip
+        self.kept = self.of.keeper
+
+    def write(self, number: int) -> None:
+        self.of.write(BLOCKS, BLOCKS * number)
+        assert self.kept.drain(600)
+
+    def use(self, number: int) -> None:
+        self.of.read(BLOCKS, BLOCKS * number)
+        assert self.kept.drain(600)
+
+    def drop(self, number: int) -> None:
+        self.of.cache.forget(names(BLOCKS, BLOCKS * number))
+
+    def ask(self, number: int) -> None:
+        self.kept.lookup(names(BLOCKS, BLOCKS * number))
+        self.kept.poll()
+
+    def ended(self, number: int) -> bool:
+        self.kept.poll()
+        return not self.kept.stats().searching
+
+    def cached(self, number: int) -> int:
+        return int((self.of.cache.lookup(names(BLOCKS, BLOCKS * number)) == hostkeeping.HERE).sum())
+
+    def here(self, number: int) -> int:
+        said = [*self.kept.lookup(names(BLOCKS, BLOCKS * number)).tolist(), hostkeeping.ABSENT]
+        count = next(place for place, answer in enumerate(said) if answer != hostkeeping.HERE)
+        self.of.read(count, BLOCKS * number)
+        return count
+
+    def clear(self) -> None:
+        self.kept.clear()
+        self.of.until(lambda: not any(one.unconfirmed_drops for one in self.kept.stats().stores))
+
+    @property
+    def saved(self) -> int:
+        return self.kept.stats().saved
+
+    @property
+    def declined(self) -> int:
+        return self.kept.stats().missed.get("declined", 0)
+
+    def close(self) -> None:
+        if not self.of.cache.closed:
+            self.of.close()
+
+
+Host = PoolHost | CacheHost
+
+
+def later(host: Host, seconds: float) -> None:
+    if isinstance(host, PoolHost):
+        host.clock.pass_(seconds)
+    else:
+        host.of.now += seconds
+
+
+def bring(host: Host, number: int) -> int:
+    """How many blocks of a document are there when its stores were asked, the first ones. Their bytes are right."""
+    host.ask(number)
+    until(lambda: host.ended(number))
+    return host.here(number)
+
+
+def health(host: Host) -> HealthStats:
+    return host.kept.stats().health["wrong"]
+
+
+@pytest.fixture(params=[PoolHost, CacheHost], ids=["pool", "cache"])
+def made(request: pytest.FixtureRequest) -> Iterator[Callable[..., Host]]:
+    """Makes hosts with keepers over some stores, and closes them."""
+    hosts: list[Host] = []
+
+    def make(*stores: Any, **options: Any) -> Host:
+        hosts.append(request.param(*stores, **{"identity": IDENTITY} | options))
+        return hosts[-1]
+
+    yield make
+    for host in hosts:
+        host.close()
+
+
+def fail(*_: Any) -> Any:
+    raise OSError(5, "I/O error")
+
+
+def saved_documents(made: Callable[..., Host], store: Wrong, count: int) -> None:
+    """Another process has saved documents in this store."""
+    first = made(store)
+    for number in range(count):
+        first.write(number)
+    assert first.saved == count * BLOCKS
+    first.close()
+
+
+def test_what_one_has_saved_the_next_one_finds(made: Callable[..., Host], store: Wrong) -> None:
+    saved_documents(made, store, 2)
+    host = made(store)
+    assert host.here(0) == 0
+    assert bring(host, 0) == bring(host, 1) == BLOCKS and bring(host, 2) == 0
+    assert made(Wrong(store.inner), identity=OTHER).saved == 0
+
+
+def test_another_model_finds_nothing(made: Callable[..., Host], store: Wrong) -> None:
+    saved_documents(made, store, 1)
+    assert bring(made(store, identity=OTHER), 0) == 0
+
+
+@pytest.mark.parametrize("save", ["evict", "reuse"])
+def test_what_was_not_evicted_or_used_again_is_not_saved(made: Callable[..., Host], store: Wrong, save: str) -> None:
+    host = made(store, save=save)
+    for number in range(2):
+        host.write(number)
+    assert host.saved == 0
+    for _ in range(2):
+        host.use(0)
+        assert host.saved == (BLOCKS if save == "reuse" else 0)
+    for number in range(2):
+        host.drop(number)
+    assert [bring(host, number) for number in range(2)] == [host.saved, 0]
+
+
+def test_what_the_host_evicts_was_saved_before(made: Callable[..., Host], store: Wrong) -> None:
+    host = made(store, blocks=2 * BLOCKS, save="evict")
+    for number in range(12):
+        host.write(number)
+    assert 9 * BLOCKS <= host.saved < 12 * BLOCKS and not host.kept.stats().dropped
+    assert host.here(0) == 0 and bring(host, 0) == BLOCKS
+
+
+def test_what_is_saved_before_it_goes_goes_in_its_order(made: Callable[..., Host], store: Wrong) -> None:
+    """A quarter of a host, or half of a small one, is saved before it goes: more than one document. Where blocks are
+    saved that are used again, none is saved here."""
+    left = []
+    for save in ("evict", "reuse"):
+        host = made(Wrong(MemoryStore(256 * BLOCK_BYTES)), blocks=8 * BLOCKS, save=save)
+        for number in range(20):
+            host.write(number)
+        assert host.saved >= 12 * BLOCKS if save == "evict" else not host.saved
+        left.append([host.cached(number) for number in range(20)])
+    assert left[0] == left[1] and 0 in left[0]
+
+
+def test_nothing_from_before_a_clear_is_found(made: Callable[..., Host], store: Wrong) -> None:
+    host = made(store)
+    for number in range(2):
+        host.write(number)
+    host.clear()
+    assert bring(host, 0) == bring(host, 1) == 0
+    host.write(0)
+    host.drop(0)
+    assert bring(host, 0) == BLOCKS and bring(host, 1) == 0
+
+
+# -- stores that lie, fail, hang -------------------------------------------------------------------------
+
+
+def test_a_changed_byte_never_comes_in(made: Callable[..., Host], store: Wrong) -> None:
+    saved_documents(made, store, 1)
+
+    def damage(answer: Any) -> Any:
+        store.memory[:, :8] = 0xEE
+        return answer
+
+    host, store.after["load"] = made(store), damage
+    assert bring(host, 0) == 0
+    host.kept.drain(600)
+    assert store.stats()["blocks"] == 0, "the store was told to forget what was damaged"
+
+
+def test_a_store_that_says_it_has_everything_harms_nothing(made: Callable[..., Host], store: Wrong) -> None:
+    store.after["find"] = lambda answer: np.full(len(answer), OK, np.uint8)
+    host = made(store)
+    host.ask(0)
+    until(lambda: host.ended(0))
+    assert host.here(0) == 0
+
+
+def test_a_load_that_hangs_costs_no_more_than_its_deadline(made: Callable[..., Host], store: Wrong) -> None:
+    saved_documents(made, store, 1)
+    host, gate = made(store), Gate()
+    store.before["load"] = gate
+    host.ask(0)
+    until(lambda: host.ended(0) or gate.reached.is_set())
+    assert not host.ended(0)
+    later(host, SECONDS + 1)
+    host.ask(2)  # The threads that watch deadlines look at the clock when a job begins.
+    until(lambda: host.ended(0))
+    assert host.here(0) == 0
+    if isinstance(host, PoolHost):
+        host.of.seed(host.document(1))
+    else:
+        host.of.write(BLOCKS, BLOCKS)
+    gate.open()
+    assert host.kept.drain(600)
+    assert host.here(0) == 0 and host.here(1) == BLOCKS, "late bytes get nowhere"
+
+
+def test_a_store_that_fails_is_left_alone_and_used_again(made: Callable[..., Host], store: Wrong) -> None:
+    saved_documents(made, store, 1)
+    host = made(store)
+    store.before["find"] = store.before["save"] = fail
+    calls = len(store.calls)
+    for number in range(1, 7):
+        assert bring(host, 0) == 0
+        host.write(number)
+    assert health(host).reads_suspended and health(host).writes_suspended
+    assert [store.calls[calls:].count(kind) for kind in ("find", "save", "load")] == [3, 3, 0]
+    assert host.kept.stats().dropped == {("wrong", "failed"): 3 * BLOCKS, ("wrong", "suspended"): 3 * BLOCKS}
+    if isinstance(host, CacheHost):
+        assert host.kept.stats().missed == {"failed": 3 * BLOCKS, "suspended": 3 * BLOCKS}
+        assert host.of.cache.stats().pinned == 0
+    store.before.clear()
+    assert bring(host, 0) == 0, "it is suspended"
+    later(host, 6)
+    assert bring(host, 0) == BLOCKS
+    host.write(7)
+    assert host.saved == BLOCKS and not (health(host).reads_suspended or health(host).writes_suspended)
+
+
+def test_behind_a_dead_store_the_next_one_serves(made: Callable[..., Host], store: Wrong) -> None:
+    saved_documents(made, store, 1)
+    dead = Wrong(MemoryStore(64 * BLOCK_BYTES))
+    dead.name = "dead"
+    dead.before.update(dict.fromkeys(("find", "save", "load", "forget"), fail))
+    assert bring(made(dead, store), 0) == BLOCKS
+
+
+def test_a_full_store_refuses_and_that_is_counted(made: Callable[..., Host], store: Wrong) -> None:
+    host, store.after["save"] = made(store), lambda answer: np.full(len(answer), REFUSED, np.uint8)
+    host.write(0)
+    assert host.saved == 0 and host.kept.stats().dropped == {("wrong", "refused"): BLOCKS}
+    assert not health(host).writes_suspended
+
+
+def test_a_store_gets_no_more_than_the_quota(made: Callable[..., Host], store: Wrong) -> None:
+    host = made(store, quota=4 * BLOCK_BYTES)
+    for number in range(3):
+        host.write(number)
+    dropped = host.kept.stats().dropped
+    assert store.stats()["blocks"] == 4 and {*dropped} <= {("wrong", "quota")}
+    assert host.saved + sum(dropped.values()) == 3 * BLOCKS
+    nothing = made(Wrong(MemoryStore(64 * BLOCK_BYTES)), quota=1)
+    nothing.write(0)
+    assert nothing.kept.stats().dropped == {("wrong", "quota"): BLOCKS}
+
+
+def test_a_store_that_loses_to_the_engine_is_left_alone(made: Callable[..., Host], store: Wrong) -> None:
+    """A load takes 4 s, and to compute a document 0.32 s."""
+    saved_documents(made, store, 30)
+    host = made(store, speed=100.0)
+    store.before["load"] = lambda: later(host, 4.0)
+    for number in range(30):
+        bring(host, number)
+    assert host.declined >= 20 * BLOCKS
+
+
+def test_a_store_that_does_not_open_closes_the_others(made: Callable[..., Host], store: Wrong) -> None:
+    broken = Wrong(MemoryStore(1 << 20))
+    broken.name, broken.before["open"] = "broken", fail
+    with pytest.raises(OSError, match="I/O error"):
+        made(store, broken)
+    assert store.calls == ["open", "close"]
