@@ -18,10 +18,10 @@ from kvpool.state.agent import ALL, SOME, worth_now
 from kvpool.state.chains import EXPERTS, LRU, age_of, book_of, chains_of, draw, ghosts_of, order_of, scores_of
 from kvpool.state.records import HEAD, NONE
 
-_MEMORY, _SURE = 2048.0, 1.0
+_MEMORY, _SURE = 2048.0, 1.5
 """Hits count half after some 0.7 * 2048 requests. Another expert than LRU is followed once it leads by so many standard
 deviations of a sum of so many hits."""
-_TRIES = 2 * ALL
+_TRIES, _DRAWS = 2 * ALL, 8 * SOME
 
 
 @jit
@@ -51,33 +51,44 @@ def _compare(h, book, c):
         ahead = lead[expert] - lead[book.follows] - _SURE * math.sqrt(noise[expert])
         if ahead > 0.0 or (expert == LRU and ahead == 0.0):
             book.follows = expert
-    for expert in range(EXPERTS):
-        _evict(h, book, c, expert)
+    _evict(h, book, c)
 
 
 @jit
-def _evict(h, book, running, expert):
-    """Have the ghost of an expert lose blocks of other chains until it fits. Of many chains, most may have none: those
-    that have some are compared."""
-    chains, ghosts, used, room = chains_of(book), ghosts_of(book), scores_of(book)[0], book.capacity >> book.shift
+def _evict(h, book, running):
+    """Have the ghosts lose blocks of other chains until they fit: each those of the chain that its expert finds worth
+    least, of some that have blocks in a ghost. Most chains may have none."""
+    ghosts, used, least, room = ghosts_of(book), scores_of(book)[0], scores_of(book)[3], book.capacity >> book.shift
     for _ in range(_TRIES):
-        if used[expert] <= room:
+        if max(used[0], used[1], used[2]) <= room:
             return
-        least, low, some = np.int64(NONE), 0.0, 0
-        for at in range(book.known if book.known <= ALL else 8 * SOME):
-            if some == SOME:
-                break
-            if book.shift:
-                c = draw(book, book.chains >> book.shift) << book.shift
-            else:
-                c = np.int64(order_of(book)[at if book.known <= ALL else draw(book, book.known)])
-            if c == running or chains[c].turns > 0 or ghosts[c, expert] == 0:
-                continue
-            some += 1
-            worth = np.float64(-age_of(h, chains[c])) if expert == LRU else worth_now(h, book, c, expert)
-            if least == NONE or worth < low:
-                least, low = c, worth
-        if least != NONE:
-            gone = min(np.int64(used[expert]) - room, np.int64(ghosts[least, expert]))
-            ghosts[least, expert] -= gone
-            used[expert] -= gone
+        _find_least(h, book, running)
+        for expert in range(EXPERTS):
+            if used[expert] > room and least[expert] != NONE:
+                c = np.int64(least[expert])
+                gone = min(np.int64(used[expert]) - room, np.int64(ghosts[c, expert]))
+                ghosts[c, expert] -= gone
+                used[expert] -= gone
+
+
+@jit
+def _find_least(h, book, running):
+    """Note for each expert which chain is worth least to it, or NONE."""
+    chains, ghosts, least, low = chains_of(book), ghosts_of(book), scores_of(book)[3], scores_of(book)[4]
+    some = 0
+    least[:] = NONE
+    for at in range(book.known if book.known <= ALL else _DRAWS):
+        if book.shift:
+            c = draw(book, book.chains >> book.shift) << book.shift
+        else:
+            c = np.int64(order_of(book)[at if book.known <= ALL else draw(book, book.known)])
+        if max(ghosts[c, 0], ghosts[c, 1], ghosts[c, 2]) == 0 or c == running or chains[c].turns > 0:
+            continue
+        for expert in range(EXPERTS):
+            if ghosts[c, expert] > 0:
+                worth = np.float64(-age_of(h, chains[c])) if expert == LRU else worth_now(h, book, c, expert)
+                if least[expert] == NONE or worth < low[expert]:
+                    least[expert], low[expert] = c, worth
+        some += 1
+        if some == SOME and book.known > ALL:
+            return

@@ -12,11 +12,10 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.jit.intrinsics import bit_length, record_at
+from kvpool.jit.intrinsics import bit_length, prefetch, record_at
 from kvpool.state import reuse
 from kvpool.state.chains import (
     LIST,
-    LRU,
     age_of,
     begin_release,
     begin_turn,
@@ -30,7 +29,6 @@ from kvpool.state.chains import (
     order_of,
     owners_of,
     put_name,
-    take,
     take_first,
     turns_of,
     worth_of,
@@ -44,7 +42,7 @@ ALL, SOME, _RING = 48, 24, 16
 stem."""
 RUN = 32
 """How many blocks of a chain are evicted before chains are compared again."""
-_HUGE = 1e30
+_HUGE, _FAR, _FEW = 1e30, 24, 64
 
 
 _LEVELS, _LEVEL, _LEVEL_FIRST = 7, 307, 11 << 8
@@ -85,9 +83,12 @@ def on_admit(at, asked, slot):
 @jit
 def _named(book, keys, depth, least):
     """The chain that the deepest of the keys in [least, depth) names, and how deep that is. NONE and ``least`` if none
-    does."""
+    does. Of many keys, only those are asked of which all are names, wherever their chain ended."""
+    few = depth - least <= _FEW
     while depth > least:
-        c = find_name(book, keys[depth - 1, 0])
+        c = np.int64(NONE)
+        if few or is_name(keys[depth - 1, 0], _FEW):
+            c = find_name(book, keys[depth - 1, 0])
         if c != NONE:
             return np.int64(c), np.int64(depth)
         depth -= 1
@@ -102,12 +103,16 @@ def on_begin_release(at, slot, nothing):
     c = np.int64(turns_of(book)[slot])
     if c == NONE:
         return np.int64(0)
-    full = sequences_of(h)[slot].committed // h.width
-    for i in range(full):
-        if row[i] != NONE and is_name(blocks[row[i]].key0, full - i) and blocks[row[i]].flags & KEYED:
+    sequence, owners = sequences_of(h)[slot], owners_of(h, book)
+    full = sequence.committed // h.width
+    for i in range(sequence.blocks):
+        prefetch(blocks, row[min(i + _FAR, sequence.blocks - 1)])
+        if row[i] == NONE:
+            continue
+        owners[row[i]] = c
+        if i < full and is_name(blocks[row[i]].key0, full - i) and blocks[row[i]].flags & KEYED:
             put_name(book, blocks[row[i]].key0, c)
     begin_release(h, book, c)
-    book.mark = lists_of(h)[LIST, 1]
     return np.int64(0)
 
 
@@ -115,15 +120,12 @@ def on_begin_release(at, slot, nothing):
 def on_end_release(at, slot, stop):
     """The blocks of a row are listed, behind what was listed before."""
     h = record_at(at, HEAD)
-    book, blocks = book_of(h), blocks_of(h)
+    book = book_of(h)
     c = np.int64(turns_of(book)[slot])
     if c == NONE:
         return np.int64(0)
     turns_of(book)[slot] = NONE
-    first = np.int64(lists_of(h)[LIST, 0])
-    if book.mark != NONE:
-        first = np.int64(blocks[book.mark].next) if blocks[book.mark].list == LIST else np.int64(NONE)
-    end_turn(h, book, c, first)
+    end_turn(h, book, c)
     chain = chains_of(book)[c]
     chain.row = class_of(stop, chain.pauses, chain.mean, chain.length)
     chain.alike = reuse.class_of(chain.pauses, chain.length)
@@ -133,11 +135,12 @@ def on_end_release(at, slot, stop):
 
 @jit
 def choose(at, nothing, none):
-    """The next victim among the device's blocks of the default priority, of which there is one."""
+    """The next victim among the device's blocks of the default priority, of which there is one. Not asked while LRU is
+    followed."""
     h = record_at(at, HEAD)
     book, oldest = book_of(h), np.int64(lists_of(h)[LIST, 0])
-    if book.follows == LRU or _is_stray(h, book, oldest):
-        return take(h, book, oldest)
+    if _is_stray(h, book, oldest):
+        return oldest
     b = np.int64(NONE)
     if book.left > 0:
         book.left -= 1
@@ -152,17 +155,15 @@ def choose(at, nothing, none):
         if chain.rest != NONE or chain.turns > 0:
             book.left = 0
         b = take_first(h, book, c)
-    return b if b != NONE else take(h, book, oldest)
+    return b if b != NONE else oldest
 
 
 @jit
 def _is_stray(h, book, b):
-    """Whether no chain has listed a block at its last turn, or the chain has lost its first block to somebody else, and
-    so all. ``choose`` finds it by no chain."""
+    """Whether no chain with blocks has listed a block at its last turn. ``choose`` finds it by no chain."""
     c = np.int64(owners_of(h, book)[b])
-    if c == NONE or blocks_of(h)[b].used_at != chains_of(book)[c].released:
-        return True
-    return chains_of(book)[c].place >= book.cached or not has_blocks(h, book, c)
+    old = c == NONE or blocks_of(h)[b].used_at != chains_of(book)[c].released
+    return old or chains_of(book)[c].place >= book.cached
 
 
 @jit

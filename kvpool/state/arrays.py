@@ -67,7 +67,7 @@ class ChainBook:
         self.owners, self.turns = np.full(blocks, NONE, np.int32), np.full(rows, NONE, np.int32)
         self.chains, self.names = np.zeros(chains, CHAIN), np.full(names, NONE, np.int64)
         self.order, self.rates = np.arange(chains, dtype=np.int32), np.zeros((2, TABLES, ROWS, PAUSE_BINS))
-        self.ghosts, self.scores = np.zeros((chains, EXPERTS), np.uint16), np.zeros((3, EXPERTS))
+        self.ghosts, self.scores = np.zeros((chains, EXPERTS), np.uint16), np.zeros((5, EXPERTS))
         self.chains["first"] = self.chains["rest"] = NONE
         self.chains["place"] = self.chains["after"] = self.chains["before"] = self.order
         book: Any = self.book.view(np.recarray)[0]

@@ -17,7 +17,7 @@ import numpy as np
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import array_at, record_at
 from kvpool.state.pauses import PAUSE_BINS, ROWS, TABLES, learn, octaves, worth
-from kvpool.state.records import DEFAULT_PRIORITY, NONE, blocks_of
+from kvpool.state.records import DEFAULT_PRIORITY, NONE, blocks_of, lists_of
 
 EXPERTS = 3
 LRU, REUSE, AGENT = range(EXPERTS)
@@ -78,13 +78,13 @@ BOOK = np.dtype(
         for name in (
             "head_at on_admit on_begin_release on_end_release choose"
             " owners_at chains_at order_at names_at turns_at rates_at ghosts_at scores_at chains names rows cached"
-            " known draws pick left mark capacity follows depth shift"
+            " known draws pick left last listed capacity follows depth shift"
         ).split()
     ]
 )
 """The address of the group's header, and the hooks that ``policy`` calls. Addresses and lengths of arrays. ``cached``
 chains, the first ones in ``order``, have blocks on the device; those up to ``known`` are remembered. The chain that
-loses blocks now, and how many more; the end of the list before a release. Then which
+loses blocks now, and how many more; the end and the length of the list before a release. Then which
 expert is followed; how many blocks of its chain the last prompt has found; how many chains one stands for."""
 LIST = DEFAULT_PRIORITY
 """The list whose blocks chains are about: the device's of the default priority."""
@@ -132,8 +132,8 @@ def ghosts_of(book):
 @jit(forceinline=True)
 def scores_of(book):
     """Of each expert: the blocks in its ghost, how many hits more than LRU it would have had lately, and the squares of
-    these numbers: float64[3, EXPERTS]."""
-    return array_at(book.scores_at, (3, EXPERTS), np.float64)
+    these numbers. And the chain that its ghost loses next, and its worth. float64[5, EXPERTS]."""
+    return array_at(book.scores_at, (5, EXPERTS), np.float64)
 
 
 @jit(forceinline=True)
@@ -168,42 +168,53 @@ def is_listed(h, book, c, b):
 
 
 @jit
-def take_first(h, book, c):
-    """The deepest block that a chain has listed, which is evicted now, or NONE. What a turn has left over, because the
-    prompt went on elsewhere, comes first."""
-    chain = chains_of(book)[c]
-    if not is_listed(h, book, c, np.int64(chain.rest)):
-        chain.rest = NONE
-        if not is_listed(h, book, c, np.int64(chain.first)):
-            chain.first, chain.size = NONE, 0
-            return np.int64(NONE)
-    return take(h, book, np.int64(chain.first if chain.rest == NONE else chain.rest))
+def find_first(h, book, c):
+    """Have a chain name its deepest listed block. Returns whether it has one.
+
+    LRU takes blocks and tells no chain. What it has left of one is in front of the list.
+    """
+    chain, front = chains_of(book)[c], np.int64(lists_of(h)[LIST, 0])
+    chain.rest = chain.rest if is_listed(h, book, c, np.int64(chain.rest)) else NONE
+    if not is_listed(h, book, c, np.int64(chain.first)):
+        chain.first, chain.size = NONE, 0
+        if chain.rest == NONE and is_listed(h, book, c, front):
+            chain.first, chain.size = front, _count(h, book, c, front)
+    return chain.rest != NONE or chain.first != NONE
 
 
 @jit
-def take(h, book, b):
-    """A listed block is evicted now: its chain goes on with the next one. Returns the block."""
-    c = np.int64(owners_of(h, book)[b])
-    if c != NONE and chains_of(book)[c].rest == b:
-        chains_of(book)[c].rest = _next(h, book, c, b)
-    elif c != NONE and chains_of(book)[c].first == b:
-        chains_of(book)[c].first = _next(h, book, c, b)
-        chains_of(book)[c].size = max(np.int64(chains_of(book)[c].size) - 1, 0)
+def _count(h, book, c, b):
+    """How many blocks of a chain lie side by side in the list, from block ``b`` on."""
+    count = 0
+    while b != NONE and count < BLOCKS_MAX:
+        count += 1
+        b = _next(h, book, c, b)
+    return count
+
+
+@jit
+def take_first(h, book, c):
+    """The deepest block that a chain has listed, which is evicted now, or NONE. What a turn has left over, because the
+    prompt went on elsewhere, comes first."""
+    if not find_first(h, book, c):
+        return np.int64(NONE)
+    chain = chains_of(book)[c]
+    b = np.int64(chain.first if chain.rest == NONE else chain.rest)
+    if chain.rest != NONE:
+        chain.rest = _next(h, book, c, b)
+    else:
+        chain.first, chain.size = _next(h, book, c, b), max(np.int64(chain.size) - 1, 0)
     return b
 
 
 @jit
 def has_blocks(h, book, c):
     """Whether a chain has listed blocks. If not, it is no longer one of those that have."""
-    chain = chains_of(book)[c]
-    if not is_listed(h, book, c, np.int64(chain.rest)):
-        chain.rest = NONE
-        if not is_listed(h, book, c, np.int64(chain.first)):
-            chain.first, chain.size = NONE, 0
-            book.cached -= 1
-            move(book, c, book.cached)
-            return False
-    return True
+    if find_first(h, book, c):
+        return True
+    book.cached -= 1
+    move(book, c, book.cached)
+    return False
 
 
 @jit(forceinline=True)
@@ -344,20 +355,18 @@ def _join(chains, c, parent, depth):
 def begin_release(h, book, c):
     """A turn of a chain is over, and its blocks are listed next. What the chain has listed now is left over."""
     chain = chains_of(book)[c]
-    chain.rest = chain.first if is_listed(h, book, c, np.int64(chain.first)) else np.int64(NONE)
-    chain.first, chain.size = NONE, 0
+    find_first(h, book, c)
+    chain.rest, chain.first, chain.size = chain.first, NONE, 0
+    book.last, book.listed = lists_of(h)[LIST, 1], lists_of(h)[LIST, 2]
 
 
 @jit
-def end_turn(h, book, c, first):
-    """The blocks from ``first`` on to the end of the list are what the turn has left in the cache."""
-    chain, owners, blocks = chains_of(book)[c], owners_of(h, book), blocks_of(h)
-    chain.first, b, size = first, first, 0
-    while b != NONE:
-        owners[b] = c
-        size += 1
-        b = np.int64(blocks[b].next)
-    chain.size = min(size, BLOCKS_MAX)
+def end_turn(h, book, c):
+    """What is behind the former end of the list is what the turn has left in the cache."""
+    chain, first = chains_of(book)[c], np.int64(lists_of(h)[LIST, 0])
+    if book.last != NONE:
+        first = np.int64(blocks_of(h)[book.last].next) if blocks_of(h)[book.last].list == LIST else np.int64(NONE)
+    chain.first, chain.size = first, min(max(np.int64(lists_of(h)[LIST, 2]) - book.listed, 0), BLOCKS_MAX)
     chain.released, chain.returns = np.uint32(h.now & 0xFFFFFFFF), h.returns
     chain.turns -= 1
     if chain.place >= book.cached and first != NONE:

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import address_of, array_at, call, prefetch
-from kvpool.state.chains import book_of, owners_of
+from kvpool.state.chains import LRU, book_of, owners_of
 from kvpool.state.index import expect, expect_child
 from kvpool.state.records import (
     CLEAN,
@@ -415,7 +415,8 @@ def victim(h, tier, priority):
     b = np.int64(lowest(lists, tier))
     if b == NONE or blocks_of(h)[b].priority > priority:
         return np.int64(NONE)
-    if h.book_at and tier == DEVICE and blocks_of(h)[b].priority == DEFAULT_PRIORITY:
+    others = h.book_at and tier == DEVICE and book_of(h).follows != LRU
+    if others and blocks_of(h)[b].priority == DEFAULT_PRIORITY:
         b = call(book_of(h).choose, book_of(h).head_at, np.int64(0), np.int64(0))
     return b
 

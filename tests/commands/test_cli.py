@@ -18,6 +18,7 @@ import pytest
 import kvpool
 from kvpool.__main__ import main
 from kvpool.replay import Replay, VerificationError
+from kvpool.state.arrays import POLICIES
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = [{"timestamp": n, "input_length": 600, "output_length": 20, "hash_ids": [0, n % 3]} for n in range(6)]
@@ -120,6 +121,8 @@ def test_sizes_become_blocks(
         (["replay", "--model", "gpt-5"], "invalid choice: 'gpt-5'"),
         (["replay", "--model", "lama-3-8b"], "did you mean llama-3-8b?"),
         (["plan", "--model", "lama-3-8b"], "neither a config.json nor one of .*; did you mean llama-3-8b?"),
+        (["replay", "--policy", "agnt"], "did you mean agent?"),
+        (["replay", "--policy", "no"], ", ".join(map(repr, POLICIES))),
         (["replya"], "did you mean replay?"),
         (["replay", "--model", "llama-3-8b"], "--model needs --device-memory or --device-blocks"),
         (["replay", "--model", "llama-3-8b", "--block-bytes", "64"], "leave out --block-bytes"),

@@ -158,10 +158,20 @@ def test_what_comes_from_the_host_belongs_to_its_own_conversation() -> None:
 def test_a_conversation_without_its_end_still_goes_when_it_is_the_oldest() -> None:
     with talks(100) as opened:
         opened.turn("old", 40, at=1)
-        opened.turn("new", 50, at=2)
+        opened.turn("new", 50, at=2, returns_in_ms=100)
         opened.cache.forget(opened.cache.block_keys(opened.texts["old"]).keys[-1:])
         opened.fill(40)
         assert opened.cached("new") == 50 and opened.cached("old") < 20
+
+
+def test_what_is_of_no_conversation_goes_when_it_is_the_oldest() -> None:
+    with talks(100) as opened:
+        alone = opened.cache.add_sequence(opened.cache.block_keys(range(40), reuse=False))
+        opened.cache.commit(alone)
+        opened.cache.release(alone)
+        opened.turn("new", 50, at=2, ends=True)
+        opened.fill(40)
+        assert opened.cached("new") == 50 and opened.cache.match_prefix(range(41)).tokens < 20
 
 
 def test_what_lru_has_left_of_a_conversation_is_still_known() -> None:
@@ -170,12 +180,12 @@ def test_what_lru_has_left_of_a_conversation_is_still_known() -> None:
         opened.turn("new", 50, at=2)
         opened.book.book["follows"] = LRU
         opened.fill(40)
-        assert opened.book.chains["size"][0] == opened.cached("old") < 20
+        kept = opened.cached("old")
+        assert kept < 20
         opened.turn("new", 0, at=3, ends=True)
         opened.book.book["follows"] = AGENT
-        kept = opened.cached("old")
         opened.fill(20)
-        assert opened.cached("old") == kept and opened.cached("new") < 50
+        assert opened.book.chains["size"][0] == opened.cached("old") == kept and opened.cached("new") < 50
 
 
 def test_what_the_engine_says_goes_before_what_was_learnt() -> None:
