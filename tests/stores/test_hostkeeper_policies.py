@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvpool import HostCache
-from kvpool.keepers.choice import Load
+from kvpool.keepers.choice import Load, LoadOrCompute
 from kvpool.stores import REFUSED, MemoryStore
 from tests.stores.hostkeeping import Engine
 from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, content, names
