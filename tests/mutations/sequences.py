@@ -338,6 +338,6 @@ MUTATIONS = (
         "emit_access(h, ACCESSED, stream, b)",
         "",
         "A block is overwritten under the last kernel that attends to it.",
-        ("tests/race/test_sequence_races.py::test_nothing_races",),
+        ("tests/race/test_sequence_races.py::test_nothing_races[another_sequence_writes]",),
     ),
 )

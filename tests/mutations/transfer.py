@@ -147,7 +147,7 @@ MUTATIONS = (
         "self.guards & records.TOKENS_MOVE_BEFORE_REUSE",
         "False",
         "A block that accepted drafts are moved out of is another's before they were read.",
-        ("tests/race/test_sequence_races.py::test_nothing_races",),
+        ("tests/race/test_sequence_races.py::test_nothing_races[dropped_drafts_reused_on_another_stream]",),
     ),
     Mutation(
         "a_layer_is_read_before_it_came",

@@ -33,7 +33,7 @@ from tests.race.interleave import Lock, Scene, explore, read_schedule, run
 _PACKAGE = Path(kvpool.__file__).parent
 # All that decides or hands over, except what reads no state (hashing), or only judges (verify).
 _STATE = {path for path in (_PACKAGE / "state").glob("*.py") if path.stem not in ("hashing", "verify")}
-_VERBS = ("block_imports", "block_tables", "core", "leases", "manager", "prompts", "reservations")
+_VERBS = ("block_tables", "core", "leases", "manager", "prompts", "reservations")
 FILES = {
     *map(str, _STATE),
     *(str(_PACKAGE / "pool" / f"{name}.py") for name in _VERBS),

@@ -136,9 +136,11 @@ def test_a_server_that_is_silent_is_a_timeout(make: Make) -> None:
             with pytest.raises(RemoteTimeout, match="did not answer for 100 ms") as caught:
                 client.fetch(TOKENS)
             assert caught.value.blocks == 0 and caught.value.code == "timeout"
-    with BlockClient(endpoint, here.cache, timeout_ms=100) as client:
-        with pytest.raises(TimeoutError, match="nobody listens there"):
-            client.fetch(TOKENS)
+    with (
+        BlockClient(endpoint, here.cache, timeout_ms=100) as client,
+        pytest.raises(TimeoutError, match="nobody listens"),
+    ):
+        client.fetch(TOKENS)
     assert here.reusable(TOKENS) == 0
 
 
@@ -221,10 +223,11 @@ def test_a_late_answer_is_not_taken_for_the_next_request(make: Make) -> None:
     there, here = worker(make, layout=LARGE), worker(make, layout=LARGE)
     first, second = stored(there, 6), stored(there, 6, 1000)
     with BlockServer(there.cache) as server, Relay(server.endpoint) as relay:
-        with BlockClient(relay.endpoint, here.cache, timeout_ms=300) as client:
+        with BlockClient(relay.endpoint, here.cache) as client:
             assert client.fetch([1]) == 0
             assert client.fetch_blocks([bytes(16)]) == [None]
             relay.hold()
+            client._timeout_ms = 300
             with pytest.raises(RemoteTimeout):
                 client.fetch(first)
             relay.pass_on()
@@ -239,11 +242,10 @@ def test_a_server_that_dies_in_mid_transfer_leaves_nothing_half_written(make: Ma
     tokens = stored(there, 16)
     server = BlockServer(there.cache)
     with server, Relay(server.endpoint) as relay:
-        with BlockClient(
-            relay.endpoint, here.cache, timeout_ms=500, blocks_per_message=4, messages_in_flight=2
-        ) as client:
+        with BlockClient(relay.endpoint, here.cache, blocks_per_message=4, messages_in_flight=2) as client:
             assert client.fetch(tokens[:9]) == 2
             relay.hold()
+            client._timeout_ms = 500
             with pytest.raises(RemoteTimeout) as caught:
                 client.fetch(tokens)
             relay.cut()
@@ -259,8 +261,9 @@ def test_a_server_that_starts_again_is_found_again(make: Make) -> None:
     there, here = worker(make), worker(make)
     tokens = stored(there, 8)
     with BlockServer(there.cache) as server:
-        client = BlockClient(server.endpoint, here.cache, timeout_ms=300)
+        client = BlockClient(server.endpoint, here.cache)
         assert client.fetch(tokens[:9]) == 2
+        client._timeout_ms = 300
     with client:
         with pytest.raises(RemoteTimeout):
             client.fetch(tokens)

@@ -172,9 +172,8 @@ def test_an_impostor_in_the_place_of_a_store_serves_nothing(make: Make) -> None:
 
 
 def frame(content: bytes, flags: int) -> bytes:
-    return (
-        bytes([flags, len(content)]) if len(content) < 256 else struct.pack(">BQ", flags | 2, len(content))
-    ) + content
+    head = bytes([flags, len(content)]) if len(content) < 256 else struct.pack(">BQ", flags | 2, len(content))
+    return head + content
 
 
 ENDLESS = {"empty": 32_768 * frame(b"", 1), "full": frame(bytes(10_000), 1)}

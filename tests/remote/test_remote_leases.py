@@ -57,8 +57,9 @@ def stalled(
     if not guarded:
         there.cache.core.disable_guard("unpin_after_release")
     with BlockServer(there.cache, limits=ALL, **options) as server, Relay(server.endpoint) as relay:
-        with BlockClient(relay.endpoint, there.cache, name="slow", timeout_ms=timeout_ms) as client:
+        with BlockClient(relay.endpoint, there.cache, name="slow") as client:
             assert client.fetch_blocks([bytes(16)]) == [None]  # is connected
+            client._timeout_ms = timeout_ms
             relay.hold()
             fetch = Fetch(client, there.keys(tokens))
             until(lambda: server.stats().transfers == 1, "transfer")
