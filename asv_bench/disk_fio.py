@@ -20,18 +20,17 @@ from pathlib import Path
 import numpy as np
 
 from kvpool import ModelIdentity
-from kvpool.stores import StoreQueue
+from kvpool.stores import StoreQueue, staging_rows
 from kvpool.stores.disk import DiskStore
 
 IDENTITY = ModelIdentity("benchmark", "1", "float16", "pages", "1")
-FIO = ("READ", "WRITE", "WRITE+SYNC")
 
 
-def memory(blocks: int, block_bytes: int) -> np.ndarray:
-    """Random bytes in page-aligned rows."""
-    raw = np.frombuffer(bytearray(os.urandom(1 << 20)) * (blocks * block_bytes // (1 << 20) + 1), np.uint8)
-    start = -raw.ctypes.data % 4096
-    return raw[start : start + blocks * block_bytes].reshape(blocks, block_bytes)
+def rows(blocks: int, block_bytes: int) -> np.ndarray:
+    """Random bytes in rows such as a keeper has."""
+    found = staging_rows(blocks, block_bytes)
+    found[:] = np.frombuffer(os.urandom(block_bytes), np.uint8)
+    return found
 
 
 class Subject:
@@ -41,7 +40,7 @@ class Subject:
         self.block_bytes, self.job_blocks, self.jobs = block_bytes, job_blocks, jobs
         self.blocks = nbytes // block_bytes
         self.store = DiskStore(folder, nbytes, threads=threads)
-        self.queue = StoreQueue(self.store, memory(jobs * job_blocks, block_bytes), IDENTITY, report=False)
+        self.queue = StoreQueue(self.store, rows(jobs * job_blocks, block_bytes), IDENTITY, report=False)
         self.random, self.count = np.random.default_rng(1), 0
         self.run("save", self.blocks // job_blocks)
 
@@ -73,11 +72,12 @@ class Subject:
 
 
 def fio(folder: str, rw: str, block_bytes: int, nbytes: int, seconds: float, sync: int) -> float:
-    """Bytes per second of fio."""
+    """Bytes per second of fio, in so many seconds. 0: until the file is whole."""
     command = [
         *("fio", "--name=x", f"--filename={folder}/fio", f"--size={nbytes}", "--ioengine=psync", "--direct=1"),
-        *("--numjobs=4", f"--rw={rw}", f"--bs={block_bytes}", f"--runtime={seconds}", "--time_based"),
-        *("--group_reporting", "--output-format=json", *([f"--fdatasync={sync}"] if sync else [])),
+        *("--numjobs=4", f"--rw={rw}", f"--bs={block_bytes}", "--group_reporting", "--output-format=json"),
+        *([f"--runtime={seconds}", "--time_based"] if seconds else []),
+        *([f"--fdatasync={sync}"] if sync else []),
     ]
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return float(found["jobs"][0]["read" if rw == "randread" else "write"]["bw_bytes"])
@@ -88,15 +88,16 @@ def measure(arguments: argparse.Namespace, block_bytes: int, folder: str) -> Ite
     nbytes, seconds = arguments.gib << 30, arguments.seconds
     job_blocks = max(1, arguments.job_mib * (1 << 20) // block_bytes)
     subject = Subject(f"{folder}/store", block_bytes, nbytes, arguments.threads, job_blocks, arguments.jobs)
-    fio(folder, "randwrite", block_bytes, nbytes, 1, 0)
+    # What was only allocated would be read as zeros, without the disk.
+    fio(folder, "write", block_bytes, nbytes, 0, 0)
     kinds = [("read", "load", "randread", 0), ("write", "save", "randwrite", 0)]
     # Four jobs of fio, each of which syncs after this many blocks.
     kinds.append(("write, fio syncs", "save", "randwrite", max(1, (16 << 20) // block_bytes)))
     for what, kind, rw, sync in kinds:
-        pairs = []
-        for _ in range(arguments.runs):
-            theirs = fio(folder, rw, block_bytes, nbytes, seconds, sync)
-            pairs.append((theirs, subject.run(kind, seconds=seconds)))
+        pairs = [
+            (fio(folder, rw, block_bytes, nbytes, seconds, sync), subject.run(kind, seconds=seconds))
+            for _ in range(arguments.runs)
+        ]
         medians = [statistics.median(values) for values in zip(*pairs, strict=True)]
         yield what, *medians, statistics.median(ours / theirs for theirs, ours in pairs)
     subject.queue.close(60)
@@ -110,7 +111,7 @@ def main() -> None:
     parser.add_argument("--gib", type=int, default=2, help="GiB of blocks (%(default)s)")
     parser.add_argument("--seconds", type=float, default=3, help="of one run (%(default)s)")
     parser.add_argument("--runs", type=int, default=7, help="of each, alternating (%(default)s)")
-    parser.add_argument("--threads", type=int, default=8, help="of the store (%(default)s)")
+    parser.add_argument("--threads", type=int, default=16, help="of the store (%(default)s)")
     parser.add_argument("--job-mib", type=int, default=32, help="MiB of one job (%(default)s)")
     parser.add_argument("--jobs", type=int, default=4, help="jobs under way (%(default)s)")
     arguments = parser.parse_args()

@@ -246,8 +246,7 @@ class LoadOrCompute:
     def drop(self, load: Load) -> None:
         """Instead of ``end``, for a load that nobody waits for any more. Nothing is learned from it."""
         with self._lock:
-            self._budget += load.risk
-            load.risk = 0.0
+            self._budget, load.risk = self._budget + load.risk, 0.0
 
     def expected(self) -> tuple[float, float]:
         """The latency in seconds, and the bandwidth in bytes per second (infinity before it is known)."""
@@ -277,18 +276,21 @@ class LoadOrCompute:
     def _risk(self, load: Load, saved: float) -> float:
         """What a load of all its blocks may lose. 0 if there shall be no load."""
         speed = self._speed
-        takes = max(2 * load.ahead + speed.seconds(load.blocks * self.block_bytes) - load.spare, 0.0)
         first = max(load.ahead + speed.seconds(min(load.blocks, self._piece) * self.block_bytes) - load.spare, 0.0)
-        load.promise = 1 - takes / saved
+        load.promise = 1 - max(load.ahead + speed.seconds(load.blocks * self.block_bytes) - load.spare, 0.0) / saved
+        if not speed.loads and load.spare >= saved:
+            # Whatever the store is like: it is given up before the engine could have begun.
+            load.promise, load.spare = 0.0, load.spare - 2 * _PROBE * saved
+            return _PROBE * saved
         if not speed.loads or load.promise < _MARGIN:
-            return self._probe(saved, 0.0)
+            return self._probe(load, saved, 0.0)
         if load.promise - self._worse < _MARGIN:
-            return self._probe(saved, 2 * first)
+            return self._probe(load, saved, 2 * first)
         risk = min(2 * first + _SLACK * saved, self._budget)
         # With less it would be late before its first blocks can come.
         return risk if risk >= 1.25 * first else 0.0
 
-    def _probe(self, saved: float, least: float) -> float:
+    def _probe(self, load: Load, saved: float, least: float) -> float:
         """What a load from a store that seems too slow, or is not known, may lose. Each probe risks twice what the one
         before has lost, since a long latency shows only to those who wait."""
         paid = min(self._budget, PROBES * self._since)
@@ -300,7 +302,7 @@ class LoadOrCompute:
         pause = _PAUSE if risk <= _CHEAP * saved else _RARELY
         if not free and (risk > min(paid, _DEAREST * saved) or self._since < pause * self._mean):
             return 0.0
-        self._tried = risk
+        self._tried, load.spare = risk, max(0.0, load.spare - 2 * risk)
         return risk
 
     def _look(self, load: Load, came: int, elapsed: float) -> None:

@@ -109,15 +109,15 @@ class Secret:
         interpreter is not held while a row is hashed."""
         from blake3 import blake3
 
-        length = int(memory.shape[1]).to_bytes(8, "little")
-        out = np.empty((len(keys), SEAL_BYTES), np.uint8)
-        for place, (key, row) in enumerate(zip(keys, rows.tolist(), strict=True)):
+        fixed = int(memory.shape[1]).to_bytes(8, "little") + self._identity
+        whole, out = keys.tobytes(), []
+        for place, row in enumerate(rows.tolist()):
             context = contexts[place] if contexts else b""
-            fixed = key.tobytes() + length + self._identity + len(context).to_bytes(8, "little")
-            hashed = blake3(fixed + context, key=self._seals)
+            begun = whole[place * KEY_BYTES : (place + 1) * KEY_BYTES] + fixed + len(context).to_bytes(8, "little")
+            hashed = blake3(begun + context, key=self._seals)
             hashed.update(memory[row])
-            out[place] = np.frombuffer(hashed.digest(SEAL_BYTES), np.uint8)
-        return out
+            out.append(hashed.digest(SEAL_BYTES))
+        return np.frombuffer(b"".join(out), np.uint8).reshape(-1, SEAL_BYTES)
 
 
 def block_context(parent: bytes, tokens: Int32s, extra: Int64s | None, namespace: bytes, group: int) -> bytes:

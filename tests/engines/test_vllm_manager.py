@@ -369,6 +369,24 @@ def test_a_chunk_that_was_evicted_is_loaded_from_the_store() -> None:
     manager.real.shutdown()
 
 
+def test_of_a_prompt_that_is_longer_than_the_host_its_beginning_is_loaded_and_the_rest_is_computed() -> None:
+    """vLLM asks once for a request that has loaded something. Nothing is left waiting, and nothing stays pinned."""
+    manager = Stored(8)
+    for number in (prompt := tuple(range(1, 21))):
+        manager.fill(number)
+        manager.wait_saved(1)
+    manager.cache.forget(keys(*prompt))
+    found = manager.found(*prompt)
+    came = prompt[: found.index(MISS)]
+    assert found == [HIT] * len(came) + [MISS] * (20 - len(came)) and 0 < len(came) <= 4, "half of the tier"
+    assert [manager.tier.blocks[block, 0] for block in manager.load("long", *came)] == [*came]
+    manager.complete_load("long", *came)
+    assert not manager.real.has_pending_work()
+    # What is computed has room: a pinned chunk would not go.
+    assert len(manager.store(*range(101, 109))) == 8
+    manager.real.shutdown()
+
+
 def test_the_log_has_a_line_for_each_request_while_somebody_reads_it(caplog: pytest.LogCaptureFixture) -> None:
     manager, own = Stored(4), request("a secret of nobody\n")
     manager.real.prefill.tokens_per_block = 16

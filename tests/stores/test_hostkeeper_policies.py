@@ -4,12 +4,14 @@ what is evicted next."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 
 from kvpool import HostCache
-from kvpool.keepers.choice import Load
-from kvpool.stores import MemoryStore
+from kvpool.keepers.choice import Load, LoadOrCompute
+from kvpool.stores import REFUSED, MemoryStore
 from tests.stores.hostkeeping import Engine
 from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, content, names
 
@@ -258,3 +260,58 @@ def test_what_is_published_as_unsaved_reaches_no_store(make: Callable[..., Engin
     engine.cache.forget(names(8))
     assert engine.ask(4) == [ABSENT, ABSENT, HERE, HERE]
     engine.read(2, first=2)
+
+
+def test_a_store_that_slows_down_a_hundred_times_in_a_window_costs_no_more_than_its_policy_risks(
+    make: Callable[..., Engine], small: Engine, store: Wrong
+) -> None:
+    """The engine computes a window in 6 s. The first come in 0.1 s, the next one would in 10 s."""
+    policy, gate = LoadOrCompute(1.0, BLOCK_BYTES, 1), Gate()
+    engine = make(store, blocks=12, policies=[policy], load_seconds=1e6)
+    took = lambda: setattr(engine, "now", engine.now + 0.1)  # noqa: E731
+    store.before["load"] = took
+    for first in range(0, 60, 6):
+        assert engine.ask(6, first) == [HERE] * 6
+        engine.read(6, first)
+    store.before["load"] = gate
+    engine.keeper.lookup(names(40, 60))
+    engine.until(gate.reached.is_set)
+    engine.later(1.5 + 0.3)  # a quarter of what it was to save, and twice its time
+    engine.until(lambda: engine.keeper.lookup(names(6, 60)).tolist() == [ABSENT] * 6)
+    assert engine.keeper.stats().hung == 6, "a call may still write these rows"
+    engine.write(6, first=500)
+    engine.read(6, first=500)
+    gate.open()
+    assert engine.keeper.drain(600) and engine.keeper.stats().loading == 0
+    engine.read(6, first=500)
+
+
+def test_a_store_that_answers_out_of_order_brings_each_block_to_its_place(small: Engine, store: Wrong) -> None:
+    gate = Gate()
+    held = iter([gate])
+    store.before["load"] = lambda: next(held, lambda: None)()
+    small.keeper.lookup(names(3))
+    small.until(gate.reached.is_set)
+    small.keeper.lookup(names(3, 3))
+    small.until(lambda: small.keeper.lookup(names(3, 3)).tolist() == [HERE] * 3)
+    assert HERE not in small.keeper.lookup(names(3)).tolist(), "what was asked for first comes last"
+    small.read(3, 3)
+    gate.open()
+    small.until(lambda: small.keeper.lookup(names(3)).tolist() == [HERE] * 3)
+    small.read(6)
+
+
+def test_a_store_that_is_full_drops_saves_and_still_gives_every_window(make: Callable[..., Engine]) -> None:
+    class Full(MemoryStore):
+        full = False
+
+        def save(self, keys: Any, *arguments: Any) -> Any:
+            return np.full(len(keys), REFUSED, np.uint8) if self.full else super().save(keys, *arguments)
+
+    store = Full(128 * BLOCK_BYTES)
+    make(store, blocks=64).saved(30)
+    store.full = True
+    engine = make(store, blocks=12)
+    engine.write(6, first=500)
+    assert engine.take(30) == 30
+    assert engine.keeper.drain(600) and engine.keeper.stats().unsaved["refused"] == 6

@@ -42,6 +42,7 @@ from kvpool.stores.store import (
 
 DEFAULT_CAPACITY = 64 << 30
 _FORGOTTEN_AT_ONCE = 4096
+_COUNTS = "io_errors opened_blocks other_model_blocks dropped_rows old_format damaged_files folder_gone commits"
 _log = logging.getLogger(__name__)
 
 
@@ -94,19 +95,7 @@ class DiskStore:
         # Taken by itself: ``stats`` is for any thread, see ``kvpool.entry.interrupt.Bell``.
         self._lock, self._opened = threading.Lock(), False
         self._changed = threading.Condition(self._lock)
-        self._counts = dict.fromkeys(
-            (
-                "io_errors",
-                "opened_blocks",
-                "other_model_blocks",
-                "dropped_rows",
-                "old_format",
-                "damaged_files",
-                "folder_gone",
-                "commits",
-            ),
-            0,
-        )
+        self._counts = dict.fromkeys(_COUNTS.split(), 0)
         self._slots = self._failed_syncs = 0
         self._epochs, self._renewing = dict[bytes, bytes](), threading.Lock()
 
@@ -229,7 +218,8 @@ class DiskStore:
             seals[places] = self._table.entries["seal"][[slots[place] for place in places]]
         try:
             codes[[place for place, slot in enumerate(slots) if slot < 0]] = ABSENT
-            self._transfer(self._slab.read, places, [slots[place] for place in places], rows, codes, stop)
+            own = [(place, slots[place]) for place in places]
+            self._transfer(self._slab.read, own, rows, codes, stop)
         finally:
             with self._lock:
                 self._index.unpin(slots)
@@ -258,7 +248,7 @@ class DiskStore:
         own = [(place, slot) for place, slot in zip(places, answers, strict=True) if slot >= 0]
         new = [(place, slot) for place, slot in own if codes[place] != OK]
         try:
-            self._transfer(self._slab.write, [place for place, _ in new], [slot for _, slot in new], rows, codes, stop)
+            self._transfer(self._slab.write, new, rows, codes, stop)
             self._finish(own, names, seals, codes, failed_syncs)
         except BaseException:
             with self._lock:
@@ -362,10 +352,11 @@ class DiskStore:
             _log.warning("%s, or a file in it, was removed or replaced: nothing is saved there any more", self._path)
         raise OSError(errno.ESTALE, "the folder or a file in it was removed or replaced", self._path)
 
-    def _transfer(self, call: Callable[[list[int], list[int]], None], places: list[int], slots: list[int], rows: Rows,
+    def _transfer(self, call: Callable[[list[int], list[int]], None], own: list[tuple[int, int]], rows: Rows,
                   codes: Bytes, stop: Stop) -> None:  # fmt: skip
-        """Read or write slots, and set the codes of their places. Raises the last error if there was nothing else."""
+        """Read or write the slots of places, and set their codes. Raises the last error if there was nothing else."""
         failed: OSError | None = None
+        places, slots = [place for place, _ in own], [slot for _, slot in own]
         for run in self._slab.runs(slots):
             if stop():
                 break

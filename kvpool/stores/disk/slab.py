@@ -73,18 +73,14 @@ class Slab:
     def read(self, slots: list[int], rows: list[int]) -> None:
         """Copy a run of slots into rows of the memory. Raises OSError."""
         if self._in_place:
-            self._all(self._system.preadv, [self._row(row) for row in rows], slots[0])
-            return
+            return self._all(self._system.preadv, [memoryview(self._memory[row]) for row in rows], slots[0])
         for slot, row in zip(slots, rows, strict=True):
-            buffer = self._buffer()
-            self._all(self._system.preadv, [memoryview(buffer)], slot)
-            self._memory[row] = np.frombuffer(buffer, np.uint8, self.block_bytes)
+            self._memory[row] = self._content(slot)
 
     def write(self, slots: list[int], rows: list[int]) -> None:
         """Copy rows of the memory into a run of slots. Raises OSError."""
         if self._in_place:
-            self._all(self._system.pwritev, [self._row(row) for row in rows], slots[0])
-            return
+            return self._all(self._system.pwritev, [memoryview(self._memory[row]) for row in rows], slots[0])
         for slot, row in zip(slots, rows, strict=True):
             buffer = self._buffer()
             buffer[: self.block_bytes] = self._memory[row].data
@@ -95,12 +91,10 @@ class Slab:
         failed, the page cache may have what the device has not."""
         if not self.direct:
             return False
-        buffer = self._buffer()
         try:
-            self._all(self._system.preadv, [memoryview(buffer)], slot)
+            return np.array_equal(self._content(slot), self._memory[row])
         except OSError:
             return False
-        return np.array_equal(np.frombuffer(buffer, np.uint8, self.block_bytes), self._memory[row])
 
     def sync(self) -> None:
         """Make all that was written durable. Raises OSError."""
@@ -111,8 +105,11 @@ class Slab:
             os.close(self._fd)
         self._fd = -1
 
-    def _row(self, row: int) -> memoryview:
-        return memoryview(self._memory[row])
+    def _content(self, slot: int) -> Bytes:
+        """What a slot has, until the next call of this thread."""
+        buffer = self._buffer()
+        self._all(self._system.preadv, [memoryview(buffer)], slot)
+        return np.frombuffer(buffer, np.uint8, self.block_bytes)
 
     def _buffer(self) -> mmap.mmap:
         """Aligned memory of this thread, for rows that direct I/O does not take."""
