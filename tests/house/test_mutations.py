@@ -85,7 +85,7 @@ def test_a_test_that_fails_without_a_mutation_kills_none(monkeypatch: pytest.Mon
     harmless = Mutation("harmless", "LEVELS", "LEVELS = 1 << 8", "LEVELS = (1 << 8)", "None.", (test,))
     with bench() as copy:
         copy.check([harmless])
-        path = copy.folder / "tests" / "state" / "test_index.py"
+        path = copy.folder / "tests" / "state" / "test_lists.py"
         text = path.read_text(encoding="utf-8")
         path.write_text(text.replace("    count = buckets(blocks)\n", "    count = 0\n"), encoding="utf-8")
         with pytest.raises(RuntimeError, match="without a mutation fail tests/state/test_lists.py"):

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from tests.mutations.anchors import Package
 from tests.mutations.mutation import ROOT, Mutation
 
-_COPIED = ("kvpool", "tests", "cuda", "examples", "setup.cfg")
+_COPIED = ("kvpool", "tests", "asv_bench", "cuda", "examples", "setup.cfg")
 SECONDS = 600.0
 
 

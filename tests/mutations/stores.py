@@ -36,8 +36,8 @@ MUTATIONS = (
     Mutation(
         "a_seal_is_of_bytes_alone",
         "Secret.seal",
-        "key.tobytes() + length + self._identity",
-        "length + self._identity",
+        "whole[place * KEY_BYTES : (place + 1) * KEY_BYTES] + fixed",
+        "fixed",
         "Who can write to a store gives a prompt the KV of another one.",
         _seal("test_a_seal_is_of_key_model_secret_and_every_byte"),
     ),
@@ -60,8 +60,8 @@ MUTATIONS = (
     Mutation(
         "a_seal_leaves_out_what_the_block_depends_on",
         "Secret.seal",
-        "fixed + context",
-        "fixed",
+        "begun + context",
+        "begun",
         "Who finds two prompts with one key of 16 bytes gets the KV of the other one.",
         _seal("test_a_seal_is_of_key_model_secret_and_every_byte"),
     ),
@@ -101,8 +101,8 @@ MUTATIONS = (
     Mutation(
         "what_is_queued_before_a_load_is_free",
         "LoadOrCompute._risk",
-        "2 * load.ahead",
-        "0 * load.ahead",
+        "load.ahead + speed.seconds(load.blocks * self.block_bytes)",
+        "speed.seconds(load.blocks * self.block_bytes)",
         "Prompts wait behind each other at the store, longer than it takes to compute them.",
         (_choice("test_a_hit_behind_a_long_queue_is_computed"),),
     ),
