@@ -79,6 +79,10 @@ class DropLog(NamedTuple):
         tags = pack.tag, whole(pack.tag[:MODEL_BYTES])
         return pack.number < max(self.floor, *(self.names.get(tag, 0) for tag in tags))
 
+    def dropped(self, name: bytes, pack: Pack) -> bool:
+        """Whether this block of a pack is dropped."""
+        return self.drops(pack) or pack.number < self.names.get(name, 0)
+
     def then(self, names: Iterable[bytes], now: int, oldest: int) -> DropLog:
         """The log with one more drop. ``now``: unix seconds, so that numbers grow also after a log was lost.
         ``oldest``: no pack is there, or may still come, with a smaller number."""

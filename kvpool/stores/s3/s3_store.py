@@ -191,11 +191,14 @@ class S3Store:
         return np.array([ABSENT if place is None else OK for place in self._index.find(names)], np.uint8)
 
     def save(self, keys: Bytes, rows: Rows, seals: Bytes, tag: bytes, limit: int, stop: Stop) -> Bytes:
-        codes = np.full(len(keys), CANCELLED, np.uint8)
+        if self._sync() != OK:
+            return np.full(len(keys), FAILED, np.uint8)
+        # Of all packs of the save, so that what is dropped from now on counts in none.
+        number, codes = self._index.log.number, np.full(len(keys), CANCELLED, np.uint8)
         for part in parts(len(keys), max(1, _PACK_BYTES // self._size)):
             if stop():
                 break
-            codes[part] = self._save(keys[part], rows[part], seals[part], tag, limit)
+            codes[part] = self._save(keys[part], rows[part], seals[part], tag, limit, number)
         return codes
 
     def load(self, keys: Bytes, rows: Rows, stop: Stop) -> tuple[Bytes, Bytes]:
@@ -214,8 +217,10 @@ class S3Store:
             synced, *answers = self._together(calls)
             for (_, places), code in zip(packs, answers, strict=True):
                 codes[[which for which, _ in places]] = code if synced == OK else FAILED
-        gone = [place is None for place in self._index.find(names)]
-        codes[np.array(gone, bool) & (codes == OK)] = ABSENT
+        for pack, places in wanted.items():
+            for which, _ in places:
+                if codes[which] == OK and self._index.log.dropped(names[which], pack):
+                    codes[which] = ABSENT
         return codes, seals
 
     def forget(self, keys: Bytes) -> int:
@@ -279,9 +284,9 @@ class S3Store:
         with self._lock:
             self._counts[name] += count
 
-    def _save(self, keys: Bytes, rows: Rows, seals: Bytes, tag: bytes, limit: int) -> Bytes:
+    def _save(self, keys: Bytes, rows: Rows, seals: Bytes, tag: bytes, limit: int, number: int) -> Bytes:
         def save(may: Bools) -> Bytes:
-            return self._put(_names(keys[may]), rows[may], seals[may], tag)
+            return self._put(_names(keys[may]), rows[may], seals[may], tag, number)
 
         return self._limits.save(tag, keys, limit, save, self._make_room)
 
@@ -427,15 +432,13 @@ class S3Store:
                 seals[which], self._memory[rows[which]] = got[:SEAL_BYTES], got[SEAL_BYTES:]
         return code
 
-    def _put(self, names: Sequence[bytes], rows: Rows, seals: Bytes, tag: bytes) -> Bytes:
-        """Save the blocks that are not there in a pack."""
-        if self._sync() != OK:
-            return np.full(len(names), FAILED, np.uint8)
+    def _put(self, names: Sequence[bytes], rows: Rows, seals: Bytes, tag: bytes, number: int) -> Bytes:
+        """Save the blocks that are not there in a pack. ``number``: of the log when the save began."""
         new = np.array([place is None for place in self._index.find(names)], bool)
         if not new.any():
             return np.full(len(names), OK, np.uint8)
         own = [name for name, is_new in zip(names, new.tolist(), strict=True) if is_new]
-        pack = Pack.new(int(1e3 * time.time()), self._index.log.number, tag, own)
+        pack = Pack.new(int(1e3 * time.time()), number, tag, own)
         data = np.empty(pack.begins + len(own) * self._size, np.uint8)
         data[: pack.begins] = np.frombuffer(b"".join(own), np.uint8)[: pack.begins]
         blocks = data[pack.begins :].reshape(len(own), self._size)

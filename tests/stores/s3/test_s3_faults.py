@@ -79,6 +79,35 @@ def test_a_drop_counts_for_other_workers_when_it_has_returned(again: Again) -> N
         assert returned(other.load(keys, np.arange(20, 28))).codes.tolist() == [ABSENT] * 8
 
 
+def test_a_drop_counts_for_all_packs_of_a_save_that_was_begun_before(
+    again: Again, door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool.stores.s3.s3_store._PACK_BYTES", 5 * (4096 + 16) + 100)
+    with open_queue(again(endpoint=door.address, timeout_ms=600_000)) as saving, open_queue(again()) as other:
+        keys = saving.secret.opaque(names(10))
+        fill(saving.memory, 10)
+        door.hold = "PUT kvpool4-packs"
+        job = saving.save(keys, np.arange(10))
+        assert door.held.acquire(timeout=600)
+        assert other.forget(keys[5:]).wait(600)
+        door.release(1)
+        assert returned(job).ok == 10
+        assert done(other.find(keys)).codes.tolist() == [OK] * 5 + [ABSENT] * 5
+
+
+def test_what_was_read_of_a_dropped_pack_is_not_taken_for_what_was_saved_anew(again: Again, door: Door) -> None:
+    with open_queue(again(endpoint=door.address, timeout_ms=600_000)) as queue, open_queue(again()) as other:
+        keys = saved(queue, 2)
+        # The pack stays, as one of its blocks does.
+        assert done(other.forget(keys[:1])).dropped == 1
+        door.hold = "GET kvpool4-packs"
+        job = queue.load(keys, np.arange(20, 22))
+        assert door.held.acquire(timeout=600)
+        saved(queue, 1)
+        door.release(1)
+        assert returned(job).codes.tolist() == [ABSENT, OK]
+
+
 def test_drops_of_many_workers_at_a_time_are_all_kept(again: Again) -> None:
     with ExitStack() as opened:
         queues = [opened.enter_context(open_queue(again())) for _ in range(4)]
