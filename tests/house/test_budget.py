@@ -59,7 +59,7 @@ LINES = {
     "tests/observe": 1050,
     "tests/planner": 770,
     "tests/publish": 1570,
-    "tests/race": 2850,
+    "tests/race": 2851,
     "tests/remote": 2195,
     "tests/replay": 1290,
     "tests/sequences": 3200,
