@@ -44,7 +44,7 @@ LINES = {
     "tests/commands": 790,
     "tests/copying": 1745,
     "tests/device": 2630,
-    "tests/emulated": 2826,
+    "tests/emulated": 2832,
     "tests/engines": 4535,
     "tests/examples": 400,
     "tests/golden": 670,
