@@ -163,8 +163,8 @@ class BesideTier:
         return _filled(kv, np.array(blocks), np.moveaxis(found, 0, 2))
 
     def close(self) -> None:
-        self.tier.close()
         self.cache.close()
+        self.tier.close()
 
 
 @partial(jax.jit, donate_argnums=0)

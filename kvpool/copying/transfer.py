@@ -205,11 +205,11 @@ class Transfer:
         self._numbers = states.heads.reshape(-1).data
         bases = range(0, states.heads.size, records.HEADER)
         self._left = [(base + H.moves, base + H.accesses, base + H.token_moves) for base in bases]
-        self.lock = threading.Lock()
+        # Reentrant, so that it knows its owner: nobody takes it twice.
+        self.lock = threading.RLock()
         self._queue: dict[int, Decision] = {}
         self._held_back: dict[int, Decision] | None = None
         self._notes: deque[Int64s] = deque()
-        self._draining = 0
         self._lost: dict[int, int] = {}
         self._decided = self._enqueued = -1
         self._width = int(states.heads[0, records.H.width])
@@ -323,7 +323,7 @@ class Transfer:
     def enqueuing(self) -> bool:
         """Whether this thread has the transfer lock. Then it runs a destructor or signal handler, inside the call that
         took the lock."""
-        return self._draining == threading.get_ident()
+        return bool(getattr(self.lock, "_is_owned", bool)())
 
     @property
     def waiting(self) -> bool:
@@ -379,7 +379,6 @@ class Transfer:
         self._cut_large()
         while self._enqueued < self._decided:
             with self.lock:
-                self._draining = threading.get_ident()
                 try:
                     batch = self._begun
                     if batch is None:
@@ -402,8 +401,6 @@ class Transfer:
                 except BaseException:
                     self._begun = None  # it begins again
                     raise
-                finally:
-                    self._draining = 0
 
     def _begin(self) -> Decision | None:
         """Begin with the next batch, if there is one."""

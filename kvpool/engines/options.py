@@ -1,5 +1,5 @@
 """EngineOptions: what an engine's configuration says of kvpool, in the same words for each plug-in; and EnginePlugin:
-which engine a plug-in is for, and which of the options it takes. All plug-ins are here."""
+which engine a plug-in is for, and which of the options it takes. The declarations of all plug-ins are here."""
 
 from __future__ import annotations
 
@@ -57,14 +57,15 @@ class EngineOptions:
 
     stores: tuple[str, ...] = ()
     """As ``open_store`` takes them, the nearest first. In a plug-in that has one store for each part of the KV,
-    ``{part}`` is the name of the part. Where the engine tells them, ``{rank}`` and ``{dp_rank}`` are the numbers of the
-    worker and of the replica."""
+    ``{part}`` is the name of the part; in ``LocalBlocks``, it is the fingerprint of the identity. Where the engine
+    tells them, ``{rank}`` and ``{dp_rank}`` are the numbers of the worker and of the replica."""
     weights: str | None = None
     """What tells the model's weights from others, such as a revision or a digest."""
     kv_dtype: str = ""
     """The type of the elements, where that of the engine's memory does not name it."""
     save: str = "commit"
-    """Which blocks are saved: each when it has its content ("commit"), or when it is used again ("reuse")."""
+    """Which blocks are saved: each when it has its content ("commit"), or when it is used again ("reuse"). Only keepers
+    take "evict"."""
     load: str = "always"
     """Which hits are loaded: each ("always"), or what comes sooner than the engine computes it ("faster")."""
     compute_seconds: float = 0.0
@@ -388,7 +389,7 @@ def lasting_identity(
     ``passing`` is that of the engine's host tier, whose revision names the engine. Here ``weights`` takes its place, or
     the digest of names, sizes and times of the model's files. ``settings`` stands for all else that the model computes
     with. How keys are hashed and the seed are part of it too. Raises ValueError if nothing tells these weights from
-    others.
+    others. It names the place of vLLM's options: no other engine comes without ``weights``.
     """
     seed = hashlib.sha256(environment.get(SEED, "").encode()).hexdigest()[:16]
     return kvpool.ModelIdentity(

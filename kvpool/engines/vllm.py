@@ -204,7 +204,7 @@ class KVPoolOffloadingSpec(base.OffloadingSpec):
     Its options are in ``kv_connector_extra_config``: those that ``options.VLLM`` takes. ``host_memory``
     is the memory of all workers together, in bytes or as text such as ``"8GiB"``. ``stores`` are the stores behind it,
     such as ``["disk:/path?capacity=100GiB"]``, with ``save`` ("commit" or "reuse"), ``weights``, a text that tells the
-    model's weights from others, and ``load_seconds``. vLLM's own options that belong to no backend work too
+    model's weights from others, ``load_seconds`` and more. vLLM's own options that belong to no backend work too
     (``blocks_per_chunk``, ``block_size``, ``offload_prompt_only``, ``self_describing_kv_events``).
 
     Raises

@@ -30,7 +30,7 @@ from kvpool.stores.store_client import PATIENCE_SECONDS, HealthStats, StoreClien
 
 Keys = Iterable[bytes]
 PUBLISH = "publish"
-"""The same as COMMIT."""
+"""The older word for COMMIT. Plug-ins take it from users for one release more."""
 UNREAD_SECONDS = 10.0
 """For so long a block that has come, and that nobody reads, takes room from others."""
 
@@ -87,9 +87,9 @@ class HostKeeper(Closing):
     identity
         Whose KV the stores have. None: that of the cache. Name another where the cache's identity ends with the engine.
     save
-        "commit", or "publish": every published block is saved. "reuse": a block is saved when it is pinned for a
-        reader. "evict": what the cache evicts next is saved before: a quarter of its blocks, at least 64 and at most
-        1,024 of them, but never more than half.
+        "commit", or "publish", the older word for it: every published block is saved. "reuse": a block is saved when it
+        is pinned for a reader. "evict": what the cache evicts next is saved before: a quarter of its blocks, at least
+        64 and at most 1,024 of them, but never more than half.
     load_share, save_share
         How much of the cache blocks may take that have come and wait for their reader, and those that stores read to
         save them, but one for each such call.
@@ -115,10 +115,10 @@ class HostKeeper(Closing):
 
     Notes
     -----
-    Use ``find``, ``lookup``, ``pin``, ``publish``, ``touch``, ``forget`` and ``clear`` of the keeper in the place of
-    the cache's. ``reserve`` and ``abort`` are the cache's own. Not thread-safe: the thread of the scheduler calls it.
-    Calls never wait for a store, except ``drain`` and ``close``. In a child of ``os.fork()`` they raise ForkedProcess;
-    ``find`` and ``lookup`` only for a key that is not HERE.
+    Use ``find``, ``lookup``, ``pin``, ``publish``, ``touch``, ``forget``, ``clear`` and ``explain`` of the keeper in
+    the place of the cache's. ``reserve`` and ``abort`` are the cache's own. Not thread-safe: the thread of the
+    scheduler calls it. Calls never wait for a store, except ``drain`` and ``close``. In a child of ``os.fork()`` they
+    raise ForkedProcess; ``find`` and ``lookup`` only for a key that is not HERE.
 
     Call ``poll`` in each step of the scheduler. It begins jobs and notes what has become of others: a store's I/O, its
     keys, checks and deadlines are on threads of the store's ``StoreQueue``. A key is PENDING only for as long as
@@ -206,7 +206,7 @@ class HostKeeper(Closing):
             return lease
 
     def publish(self, keys: Keys, *, unsaved: Keys = ()) -> int:
-        """What ``HostCache.publish`` does. With ``save="publish"``, the blocks are saved after it, but those of
+        """What ``HostCache.publish`` does. With ``save="commit"``, the blocks are saved after it, but those of
         ``unsaved``, which no store gets."""
         self._process.check(self)
         own = self._cache.in_order(keys)

@@ -327,10 +327,10 @@ class CapturedTables(Closing):
         waits for the streams that used the sequences before; None is the default stream. You may change or release the
         sequences as soon as the call returns, and launch the graph several times.
 
-        Waits, with no lock held, until the replays before are done: on the stream that was named for them. After an
-        error, a replay writes what it wrote before. Changes nothing but the stream of the sequences. Raises
-        UnknownSequence, DeviceError, PoolClosed, TypeError, ValueError: also for more than ``sequences``, after
-        ``close``, and while one of both streams is being captured.
+        Waits, with no lock held, until the replays before are done: on the stream that was named for them, or on this
+        one if there was none. After an error, a replay writes what it wrote before. Changes nothing but the stream of
+        the sequences. Raises UnknownSequence, DeviceError, PoolClosed, TypeError, ValueError: also for more than
+        ``sequences``, after ``close``, and while one of both streams is being captured.
         """
         core, which = self._core, id_array("ids", ids)
         if self._buffer is None:
@@ -341,7 +341,7 @@ class CapturedTables(Closing):
         on = core.as_stream(stream)
         core.refuse_inside("stage")
         with DeferSignals():
-            self._staging.await_replay(self._buffer)
+            self._staging.await_replay(self._buffer, on)
             core.decide(on, _stage, which, core, self._staging, self._hand_over, self._buffer, on, self._group)
             core.check_open()
 

@@ -113,8 +113,9 @@ class KVCacheManager(Hints, BlockTables):
     policy : which cached block is evicted next, among those of the default priority on the device. ``"lru"``: the one
         that was not used for longest. ``"reuse"``: of the conversation that comes back least, as those of its length
         and as many turns do; its end goes first. ``"agent"``: the same, by the pauses that the conversation itself has
-        made, and by what ``release`` is told. ``"adaptive"``: one of these, whichever would have hit more lately.
-        With a recurrent group, ``"reuse"`` and ``"agent"`` are refused, and ``"adaptive"`` is ``"lru"``.
+        made, and by the ``stop`` that ``release`` is told. ``"adaptive"``: one of these, whichever would have hit more
+        lately. All but ``"lru"`` heed ``ends`` and ``returns_in_ms`` of ``release``. With a recurrent group,
+        ``"reuse"`` and ``"agent"`` are refused, and ``"adaptive"`` is ``"lru"``.
     history_bytes : memory in which a pool notes what is gone and why, for ``explain``: 16 bytes for each of the last
         contents, whose number is a power of two. 0: none.
     staging_depth : block tables that may be on their way to the device on one stream. One more waits for the oldest on

@@ -1,10 +1,13 @@
-"""The policy ``agent``: the chain whose blocks are worth least goes, its deepest block first.
+"""How ``reuse``, ``agent`` and ``adaptive`` choose: the chain whose blocks are worth least goes, its deepest block
+first. And what tells chains apart for ``agent``.
 
-It looks at chains with blocks on the device (all, or a sample), and evicts from the one that is worth least (see
-``chains``), also if that has just run: where contexts do not fit, whoever just ran must not push out who comes back
-sooner. Blocks that no chain has left there go when they are the oldest. What a turn has left over goes first.
+``choose`` looks at chains with blocks on the device (all, or a sample), and evicts from the one that is worth least
+(see ``chains``), also if that has just run: where contexts do not fit, whoever just ran must not push out who comes
+back sooner. A *stray* is a block that no chain with blocks has listed at its last turn. It goes before all others,
+once it is the oldest block of the list.
 
-The functions without an underscore are the hooks that ``policy`` calls. They change only the records of chains.
+The hooks that ``policy`` calls are ``on_admit``, ``on_begin_release``, ``on_end_release`` and ``choose``. They change
+only the records of chains.
 """
 
 from __future__ import annotations
@@ -136,7 +139,14 @@ def on_end_release(at, slot, stop):
 @jit
 def choose(at, nothing, none):
     """The next victim among the device's blocks of the default priority, of which there is one. Not asked while LRU is
-    followed."""
+    followed. The first of these that there is:
+
+    1. the oldest block, if it is a stray;
+    2. the next block of the chain that was picked last, of which up to ``RUN`` go in a row;
+    3. the deepest block of the chain that is worth least, which is picked now. What a turn has left over is worth least
+       of all;
+    4. the oldest block.
+    """
     h = record_at(at, HEAD)
     book, oldest = book_of(h), np.int64(lists_of(h)[LIST, 0])
     if _is_stray(h, book, oldest):

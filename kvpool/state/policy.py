@@ -4,12 +4,13 @@ offloaded.
 The state tells this module what happens (``on_insert``, ``on_hit``, ``on_release``, ``on_change``, ``on_only_copy``),
 and asks it for a ``victim``. No other module touches the lists of evictable blocks, or the heap of deadlines.
 
-The order is LRU by priority. Each tier has a list of empty blocks, one of clean host copies (the device has the content
-too), and one for each priority. A block that nobody holds is in one of them. ``verify`` has its own version of
-``list_of``, to check this one.
+The order is that of ``victim``: by priority, and within one LRU, but for what ``choose`` says. Each tier has a list of
+empty blocks, one of clean host copies (the device has the content too), and one for each priority. A block that nobody
+holds is in one of them. ``verify`` has its own version of ``list_of``, to check this one.
 
-A pool with ``policy="agent"`` or ``"adaptive"`` has records of chains. Then ``on_admit``, ``on_begin_release`` and
-``on_end_release`` keep them, and ``agent.choose`` says which of the device's blocks of the default priority is next.
+A pool with another policy than LRU (``policy=``) has records of chains. Then ``on_admit``, ``on_begin_release`` and
+``on_end_release`` keep them, and ``agent.choose`` says which of the device's blocks of the default priority is next,
+unless ``adaptive`` follows LRU.
 """
 
 from __future__ import annotations
@@ -398,13 +399,17 @@ def on_reset(h):
 
 @jit(forceinline=True)
 def victim(h, tier, priority):
-    """The block of a tier that is taken next, its *victim*: an empty block, else on the host a clean copy, else the
-    oldest block of the lowest priority.
+    """The block of a tier that is taken next, its *victim*. The first of these that there is:
 
-    Returns NONE if that priority is above ``priority``: then the host keeps its content. While an admission still has
-    to forget content on the host (``overflow``), it takes that content before clean copies. The blocks that it onboards
-    become clean copies, and could be overwritten only after their own copies; each such wait would add to a chain.
-    Changes only where the search starts. A policy of its own also notes that the block goes, so the caller takes it.
+    1. an empty block;
+    2. on the host a clean copy, unless an admission still has to forget content there (``overflow``);
+    3. a block of the lowest priority. It is the oldest one, or on the device, if that priority is the default, the one
+       that ``choose`` of the pool's policy names, where that does not follow LRU.
+
+    Returns NONE if that priority is above ``priority``: then the host keeps its content. Clean copies wait behind what
+    an admission has to forget, since the blocks that it onboards become such: they could be overwritten only after
+    their own copies, and each such wait would add to a chain. Changes only where the search starts. ``choose`` also
+    notes that the block goes, so the caller takes it.
     """
     lists, first = lists_of(h), tier * LISTS_PER_TIER
     b = np.int64(lists[first + EMPTY, 0])

@@ -121,13 +121,13 @@ class Staging:
                 self._retire()
                 self._most = max(self._most, len(self._retained))
 
-    def await_replay(self, buffer: Buffer) -> None:
-        """Wait, with no lock held, until the graph of a buffer has been replayed for the last time. Raises DeviceError,
-        and ValueError while no work can be enqueued on the stream of the replays."""
-        if buffer.replays is None or not self._transfer.guards & records.STAGED_BUFFERS_RETIRE_BY_EVENT:
+    def await_replay(self, buffer: Buffer, stream: Stream) -> None:
+        """Wait, with no lock held, until the graph of a buffer has been replayed for the last time: on ``stream``, if
+        none was named for it before. Raises DeviceError, and ValueError while no work can be enqueued there."""
+        if not self._transfer.guards & records.STAGED_BUFFERS_RETIRE_BY_EVENT:
             return
         try:
-            deliver(self._device.synchronize, self._transfer.event_behind(buffer.replays))
+            deliver(self._device.synchronize, self._transfer.event_behind(buffer.replays or stream))
         except DeviceError as error:
             self._transfer.broken = self._transfer.broken or error
             raise

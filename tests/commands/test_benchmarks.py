@@ -109,7 +109,7 @@ def test_benchmark_runs_at_its_smallest_size_and_closes_what_it_opens(
         pytest.skip(f"{benchmark}: {error}")
     finally:
         assert all(pools.closed for pools in opened)
-        until(lambda: thread_count() == threads, "end of threads")
+        until(lambda: thread_count() <= threads, "end of threads")
     without = ("disk", "hostcache", "kv_copies", "peers", "signals", "start")
     assert opened or benchmark.module in without, "a pool was expected, and none was seen"
 

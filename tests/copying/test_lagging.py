@@ -103,7 +103,7 @@ def test_the_lock_is_free_between_the_parts_of_a_large_batch(made: Any) -> None:
     cache, device = made
     transfer, seen = cache.core.transfer, []
     copy = transfer._copy
-    transfer._copy = lambda *args: (seen.append(transfer.lock.locked()), copy(*args))  # type: ignore[method-assign]
+    transfer._copy = lambda *args: (seen.append(transfer.enqueuing), copy(*args))  # type: ignore[method-assign]
     found = cache.add_sequence_batch([PROMPT])
     assert [moves for moves, _ in device.calls] == [3, 3, 2] and seen == [True] * 3
     cache.release(found.ids)

@@ -91,9 +91,7 @@ class Desk:
     def check(self, where: str) -> None:
         """Invariants; no lock is held, nothing is queued or lost."""
         cache, staging = self.cache, self.cache._staging
-        assert not cache.core._owned() and not cache.core.transfer.lock.locked() and not cache._imports._one.locked(), (
-            where
-        )
+        assert not cache.core._owned() and not cache.core.transfer.enqueuing and not cache._imports._one.locked(), where
         assert not staging._lock.locked() and not cache.core.transfer._queue and cache.core.transfer.broken is None, (
             where
         )

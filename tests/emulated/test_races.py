@@ -193,6 +193,16 @@ def test_the_race_shows_in_every_run_without_its_guard(scenario: Scenario) -> No
         )
 
 
+def test_the_race_shows_however_long_a_kernel_takes_on_a_loaded_machine() -> None:
+    scenario, library = races.read_of_a_block_that_is_being_onboarded, lab.driver().library
+    library.emu_set_patience_ms(0)
+    try:
+        for seed in SEEDS:
+            assert run(scenario, seed, "plain", STREAMS[scenario], late=LATE[scenario]), f"seed {seed}"
+    finally:
+        library.emu_set_patience_ms(20)
+
+
 def hand_overs(seed: int, guard: str | None) -> bool:
     """Whether each of some tables, handed over to a stream that is late, has the blocks of its sequence."""
     driver = lab.driver()

@@ -179,7 +179,7 @@ MUTATIONS = (
     Mutation(
         "a_graph_is_staged_for_while_its_replay_reads",
         "Staging.await_replay",
-        "buffer.replays is None",
+        "not self._transfer.guards & records.STAGED_BUFFERS_RETIRE_BY_EVENT",
         "True",
         "A replay hands over the tables of the step behind it.",
         ("tests/race/test_handovers.py::test_each_replay_hands_over_what_was_staged_for_it",),

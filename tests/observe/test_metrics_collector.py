@@ -296,7 +296,7 @@ def test_replay_serves_its_pool_while_it_runs(
     assert main(["replay", trace, *SMALL, "--metrics-port", "0"]) == 0
     address, text = seen
     assert 'kvpool_query_tokens_total{pool="replay",tier="device"} 160.0' in text
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
     with pytest.raises(URLError):
         urlopen(address, timeout=600)
 

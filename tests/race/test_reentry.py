@@ -88,6 +88,21 @@ def test_a_lease_that_a_destructor_closes_inside_a_call_of_the_device_is_unpinne
     assert not lab.findings()
 
 
+def test_a_release_while_its_own_thread_has_the_transfer_lock_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab(6, 2)
+    order, other = lab.cache.core.transfer.order, [lab.cache.add_sequence([1, 2, 3], stream=lab.b)]
+    assert order is not None
+    follow = order.follow_copies
+
+    def meanwhile(stream: Stream) -> None:
+        lab.cache.release(other.pop())
+        follow(stream)
+
+    monkeypatch.setattr(order, "follow_copies", meanwhile)
+    lab.cache.core.follow(lab.a)
+    assert not other and not lab.findings()
+
+
 def test_a_release_inside_the_copies_of_another_call_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     with KVCacheManager(small_layout(2), device_blocks=4, host_blocks=4, device="cpu") as cache:
         first = cache.add_sequence([1, 2, 3, 4, 5])

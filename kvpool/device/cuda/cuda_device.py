@@ -93,7 +93,7 @@ if TYPE_CHECKING:
 
 _INSTALL = 'pip install ".[cuda12]" or ".[cuda13]", by the CUDA version of the driver'
 COPY_PATH = "KVPOOL_COPY_PATH"
-_FRAGMENTS_AT_ONCE, _ROWS_AT_ONCE = 128, 1024
+_FRAGMENTS_AT_ONCE, _ROWS_AT_ONCE = 64, 1024
 
 
 class _CutPool(NamedTuple):

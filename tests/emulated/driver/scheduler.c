@@ -29,6 +29,7 @@ static bool closure_only;     // of this wait: nothing runs that is not waited f
 static uint64_t state;
 static double progress;
 static int idle_ms = 100;
+static int patience_ms = 20;  // for a host function, until other streams get on
 
 // -- random numbers --------------------------------------------------------------------------------
 
@@ -55,7 +56,7 @@ API void emu_set_seed(uint64_t value) {
     pthread_mutex_unlock(&lock);
 }
 API void emu_set_progress(double probability) { progress = probability; }
-// A stream that is held back runs nothing while any other stream can.
+// A stream that is held back runs nothing while any other stream can, or does.
 static int held_count;
 API void emu_hold(CUstream handle, int held) {
     pthread_mutex_lock(&lock);
@@ -66,6 +67,7 @@ API void emu_hold(CUstream handle, int held) {
     }
     pthread_mutex_unlock(&lock);
 }
+API void emu_set_patience_ms(int milliseconds) { patience_ms = milliseconds; }
 API void emu_set_idle_ms(int milliseconds) {
     idle_ms = milliseconds;
     pthread_cond_signal(&work);
@@ -485,7 +487,7 @@ static bool ready(Op* op) {
 
 // One that does not wait for anything is over before the next step: with it, a seed gives the same order again.
 static void wait_a_little(Stream* stream, uint64_t index) {
-    struct timespec until = after_ms(20);
+    struct timespec until = after_ms(patience_ms);
     while (stream->completed < index && !pthread_cond_timedwait(&done, &lock, &until)) continue;
 }
 
@@ -549,11 +551,19 @@ static Op* first_ready(bool held) {
     return best;
 }
 
+// Whether a host function of a stream that is not held back is under way: on a loaded machine it takes its time.
+static bool others_run(void) {
+    for (int i = 0; i < busy_count; ++i) {
+        if (!busy[i]->held && busy[i]->head && busy[i]->head->running) return true;
+    }
+    return false;
+}
+
 static Op* any_ready(void) {
     if (!any_is_ready()) return NULL;
     if (chance(0.05)) draw_ranks();
     Op* op = first_ready(false);
-    return op || !held_count ? op : first_ready(true);
+    return op || !held_count || others_run() ? op : first_ready(true);
 }
 
 // What to run for those who wait: what they wait for, or anything. Draws no number where there is nothing to choose, so that a seed
