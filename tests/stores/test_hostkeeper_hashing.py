@@ -51,7 +51,7 @@ def test_what_is_published_after_clear_is_not_saved_for_what_was_before(
     other_content(engine, 4)
     hashing.open()
     assert engine.keeper.drain(600)
-    assert engine.keeper.stats().unsaved == {"cancelled": 4}
+    assert (engine.keeper.stats().unsaved, store.stats()["blocks"]) == ({"cancelled": 4}, 0)
     engine.close()
     again = make(store)
     assert again.ask(4) == [ABSENT] * 4
