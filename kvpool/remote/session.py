@@ -169,6 +169,8 @@ def binding(endpoint: str) -> Iterator[None]:
             for _ in range(0 if path == endpoint else _LOCK_TRIES):
                 with suppress(BlockingIOError):
                     fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    # A child that is forked meanwhile has the folder open too, and closing it would not end the lock.
+                    stack.callback(fcntl.flock, folder, fcntl.LOCK_UN)
                     break
                 time.sleep(0.01)
         check_free(endpoint)

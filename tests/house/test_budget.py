@@ -60,7 +60,7 @@ LINES = {
     "tests/planner": 770,
     "tests/publish": 1570,
     "tests/race": 2862,
-    "tests/remote": 2195,
+    "tests/remote": 2205,
     "tests/replay": 1290,
     "tests/sequences": 3200,
     "tests/share": 680,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
+import os
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -61,6 +63,18 @@ def test_loopback_needs_none(make: Make, endpoint: str) -> None:
     tokens = stored(there, 2)
     with BlockServer(there.cache, endpoint) as server, BlockClient(server.endpoint, here.cache) as client:
         assert client.fetch(tokens) == 2
+
+
+def test_a_child_that_is_forked_while_a_server_starts_keeps_no_lock(tmp_path: Path) -> None:
+    with session.binding(f"ipc://{tmp_path}/s"):
+        # What a child has open is the same description of the folder, as with a copy of its number.
+        links = [Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+        kept = [os.dup(int(link.name)) for link in links if link.is_dir() and link.resolve() == tmp_path]
+        assert kept
+    folder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    for number in (folder, *kept):
+        os.close(number)
 
 
 def test_of_two_servers_that_start_on_one_path_at_the_same_instant_one_does(
