@@ -46,8 +46,8 @@ def open_store(text: object, **names: object) -> Store:
     except ValueError:
         raise ValueError(f"store={text!r:.80}: accepted after '?' are option=value, joined by '&'") from None
     # A secret would be in logs and in lists of processes. The message does not have the text.
-    if any(re.search("secret|token|password", name.lower()) and name != "secret_file" for name in options):
-        raise ValueError("secret: accepted is secret_file=, the path of a file that has it")
+    if any(re.search("secret|token|password", name.lower()) and not name.endswith("_file") for name in options):
+        raise ValueError("secret: accepted is secret_file=, or another ..._file=: the path of a file that has it")
     for name in set(options) & set(_SIZES):
         options[name] = bytes_argument(name, options[name])
     for name in set(options) & set(_COUNTS):

@@ -31,8 +31,7 @@ Open = Callable[[int], Store]
 
 class StoreContract:
     """Inherit it in a test class with a fixture ``make``: Callable[[int], Store], a new and empty store for that many
-    blocks, and, for stores that outlive a process, a fixture ``again``: Callable[[], Store], the same store once more
-    after it was closed."""
+    blocks. Stores that outlive a process inherit ``LastingContract``."""
 
     def test_what_was_saved_is_found_and_loaded_byte_for_byte(self, make: Open) -> None:
         with open_queue(make(32)) as queue:
@@ -197,7 +196,8 @@ class StoreContract:
 
 
 class LastingContract(StoreContract):
-    """Of a store that outlives a process."""
+    """Of a store that outlives a process. Needs also a fixture ``again``: Callable[[], Store], the same store once more
+    after it was closed."""
 
     def test_what_was_saved_is_there_after_it_was_closed(self, make: Open, again: Callable[[], Store]) -> None:
         with open_queue(make(32)) as queue:

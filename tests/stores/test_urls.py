@@ -13,6 +13,12 @@ from kvpool.stores import MemoryStore
 from kvpool.stores.urls import bytes_argument, open_store
 
 
+class GuardedStore(MemoryStore):
+    def __init__(self, password_file: str) -> None:
+        super().__init__(1 << 20)
+        self.password_file = password_file
+
+
 def test_a_text_opens_a_store() -> None:
     store = open_store("memory:?capacity=2MiB")
     assert isinstance(store, MemoryStore) and repr(store)
@@ -21,6 +27,8 @@ def test_a_text_opens_a_store() -> None:
 def test_a_text_names_a_store_of_another_package() -> None:
     found = open_store("kvpool.stores.memory.MemoryStore:?capacity=1MiB")
     assert isinstance(found, MemoryStore)
+    guarded = open_store(f"{__name__}.GuardedStore:?password_file=/a/b")
+    assert isinstance(guarded, GuardedStore) and guarded.password_file == "/a/b"
 
 
 @pytest.mark.parametrize(
