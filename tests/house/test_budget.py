@@ -52,7 +52,7 @@ LINES = {
     "tests/holders": 1140,
     "tests/hostcache": 1695,
     "tests/house": 1670,
-    "tests/interop": 970,
+    "tests/interop": 978,
     "tests/kernels": 1430,
     "tests/model": 2740,
     "tests/mutations": 3943,

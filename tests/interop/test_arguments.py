@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from kvpool import BlockLayout, PagedKV, PoolBusy, StridedArray, gather_kv
 from kvpool.arrays.strided import as_strided
 from kvpool.device.sim import SimDevice
 from tests.interop.arrays import FOREIGN, LAYOUT, DLPackOnly, GpuOnly, OldDLPack, aligned, open_pool
+from tests.waiting import until
 
 Wrap = Callable[[np.ndarray], Any]
 TOKENS = np.arange(17, dtype=np.int32)
@@ -179,8 +181,15 @@ def test_jax_reads_the_pool_in_place_under_its_own_name_of_the_type(jax: Any, ti
     with pytest.raises(PoolBusy):
         cache.close()
     del view, doubled
-    gc.collect()
-    cache.close()
+
+    def closed() -> bool:
+        gc.collect()
+        with suppress(PoolBusy):
+            cache.close()
+            return True
+        return False
+
+    until(closed, "end of the threads with which JAX reads the pool")
 
 
 def test_jax_says_what_it_cannot_take_in_place(jax: Any) -> None:
