@@ -246,7 +246,8 @@ class LoadOrCompute:
     def drop(self, load: Load) -> None:
         """Instead of ``end``, for a load that nobody waits for any more. Nothing is learned from it."""
         with self._lock:
-            self._budget, load.risk = self._budget + load.risk, 0.0
+            self._budget += load.risk
+            load.risk = 0.0
 
     def expected(self) -> tuple[float, float]:
         """The latency in seconds, and the bandwidth in bytes per second (infinity before it is known)."""

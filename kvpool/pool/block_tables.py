@@ -346,8 +346,9 @@ class CapturedTables(Closing):
             core.check_open()
 
     def close(self) -> None:
-        """Give the buffer back once the replays so far are done; does not wait. A second call does nothing. Raises
-        ValueError, with nothing changed, while the stream of the replays is being captured; DeviceError."""
+        """Give the buffer back once the replays so far are done, or with the pool if ``stage`` was never called; does
+        not wait. A second call does nothing. Raises ValueError, with nothing changed, while the stream of the replays
+        is being captured; DeviceError."""
         buffer = self._buffer
         if buffer is not None and not self._core.closed:
             with DeferSignals():

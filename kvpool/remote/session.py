@@ -35,7 +35,7 @@ _Z85_KEY = 40
 _PASS_NS = 60_000_000_000
 """How old the pass of a client may be."""
 _LOCK_TRIES = 200
-"""Of 10 ms. Who holds the lock of a folder for longer does not begin to listen there."""
+"""Of 10 ms. Who waits longer for the lock of a folder goes on without it."""
 
 
 @dataclass(frozen=True)

@@ -133,11 +133,9 @@ class Staging:
             raise
 
     def retain_replay(self, buffer: Buffer) -> None:
-        """Keep the buffer of a graph until its last replay is done. Raises as ``await_replay``, with nothing
-        changed."""
-        if buffer.replays is None:
-            self.give_back(buffer)
-        else:
+        """Keep the buffer of a graph until its last replay is done; until ``close``, if no stream was named for its
+        replays. Raises as ``await_replay``, with nothing changed."""
+        if buffer.replays is not None:
             self.retain(buffer, buffer.replays, self._transfer.event_behind(buffer.replays), ())
             buffer.replays = None
 

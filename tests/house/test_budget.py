@@ -23,12 +23,12 @@ LINES = {
     "kvpool/arrays": 740,
     "kvpool/commands": 1180,
     "kvpool/copying": 608,
-    "kvpool/device": 4260,
+    "kvpool/device": 4262,
     "kvpool/engines": 2990,
     "kvpool/entry": 420,
     "kvpool/hostcache": 970,
     "kvpool/jit": 601,
-    "kvpool/keepers": 1935,
+    "kvpool/keepers": 1936,
     "kvpool/memory": 850,
     "kvpool/observe": 410,
     "kvpool/planner": 1410,
@@ -59,7 +59,7 @@ LINES = {
     "tests/observe": 1050,
     "tests/planner": 770,
     "tests/publish": 1570,
-    "tests/race": 2862,
+    "tests/race": 2872,
     "tests/remote": 2205,
     "tests/replay": 1290,
     "tests/sequences": 3200,
@@ -71,7 +71,7 @@ LINES = {
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.2, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 186
+FILES = 187
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "store.py", "stress.py"}

@@ -236,6 +236,18 @@ def test_what_is_staged_first_waits_for_the_replays_of_nothing(kind: type[Rows])
 
 
 @CAPTURED
+def test_a_buffer_that_was_never_staged_is_no_others_while_a_replay_may_read_it(kind: type[Rows]) -> None:
+    for seed, progress in RUNS:
+        lab = Lab(3, 0, seed=seed, progress=progress)
+        with lab.sim.capture(lab.b) as graph:
+            captured = kind().capture(lab.cache, lab.b)
+        lab.sim.replay(graph, lab.b)
+        captured.close()
+        kind().send(lab.cache, lab.add([1, 2, 3]).id, stream=lab.a)
+        assert not lab.findings(), f"seed {seed}, progress {progress}"
+
+
+@CAPTURED
 def test_what_is_staged_before_the_replay_before_has_read_is_a_race(kind: type[Rows]) -> None:
     """The proof bites: in every run, whether or not the bytes were right by luck."""
     for seed, progress in RUNS:

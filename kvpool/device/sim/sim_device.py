@@ -1,5 +1,5 @@
 """SimDevice: a device whose streams run late, in any order that streams and events allow. It reports accesses that
-nothing orders. ``explore`` runs a small piece of code under every schedule that is possible on it."""
+nothing orders."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ from kvpool.device.sim.scheduler import (
 from kvpool.device.sim.shadow import COMPARE, Bound, Findings
 from kvpool.device.work import Fragments, StagedRows, StagedStep, StagedVectors, TokenMoves, Work
 from kvpool.entry.interrupt import DeferSignals
-from kvpool.errors import KVPoolError, PoolClosed
+from kvpool.errors import PoolClosed
 
 _KINDS: dict[type, str] = {
     Fragments: "copy_fragments", TokenMoves: "move_tokens", StagedRows: "stage_rows", StagedVectors: "stage_vectors",
@@ -591,76 +591,3 @@ def _run(work: Work, bound: Bound) -> None:
     if not isinstance(work, Fragments | TokenMoves):
         work.check()
     work.run(bound.mirrors.real)
-
-
-_WHOLE_MOVE = 2**62
-
-
-class ListedChoices(Choices):
-    """The listed choices, then always the first way. ``made`` has every choice so far, with its number of ways."""
-
-    def __init__(self, listed: Sequence[int] = ()) -> None:
-        self._listed = tuple(listed)
-        self.made: list[tuple[int, int]] = []
-
-    def choose(self, n: int) -> int:
-        if n == 1:
-            return 0
-        at = len(self.made)
-        choice = self._listed[at] if at < len(self._listed) else 0
-        if not 0 <= choice < n:
-            raise ValueError(
-                f"listed[{at}]={choice}: there are {n} ways here; the calls are not those that the list was made for"
-            )
-        self.made.append((choice, n))
-        return choice
-
-    def following(self) -> list[int] | None:
-        """The list of the next schedule, depth first, or None after the last."""
-        made = list(self.made)
-        while made:
-            choice, n = made.pop()
-            if choice + 1 < n:
-                return [earlier for earlier, _ in made] + [choice + 1]
-        return None
-
-    def __repr__(self) -> str:
-        return f"choices=ListedChoices({[choice for choice, _ in self.made]})"
-
-
-class ScheduleFailed(KVPoolError, AssertionError):
-    """``body`` failed under one schedule. ``SimDevice(choices=ListedChoices(choices), ...)`` runs that schedule
-    again."""
-
-    def __init__(self, number: int, choices: list[int], error: Exception, device: SimDevice) -> None:
-        super().__init__(
-            f"schedule {number} failed with {type(error).__name__}: {error}\n[run it again with {device!r}]"
-        )
-        self.choices = choices
-
-
-def explore(body: Callable[[SimDevice], object], *, limit: int = 10_000, chunk_bytes: int = _WHOLE_MOVE) -> int:
-    """Call ``body(device)`` with a new device for every possible schedule, depth first. Returns how many there are.
-
-    At every call that forces no step, a schedule either goes on or takes one more step, of any of the streams. After
-    ``body`` the rest runs, and the device is checked and closed. ``body`` must do the same in every call, except where
-    it follows answers of the device. A move is copied in one step, or with ``chunk_bytes`` in several. Raises
-    ScheduleFailed from the error of the first schedule that fails. Raises ValueError if there are more than ``limit``
-    schedules.
-    """
-    limit = integer_argument("limit", limit, 1, 2**62)
-    listed: list[int] | None = []
-    for number in range(1, limit + 1):
-        choices = ListedChoices(listed or ())
-        device = SimDevice(choices=choices, chunk_bytes=chunk_bytes)
-        try:
-            body(device)
-            if not device.closed:
-                device.synchronize()
-                device.close()
-        except Exception as error:
-            raise ScheduleFailed(number, [choice for choice, _ in choices.made], error, device) from error
-        listed = choices.following()
-        if listed is None:
-            return number
-    raise ValueError(f"limit={limit}: there are more schedules; allow more, enqueue less, or copy in larger chunks")
