@@ -28,9 +28,9 @@ Ids = Int64s
 class Lease:
     """Blocks that are neither moved, overwritten nor evicted until the lease is closed. A context manager.
 
-    ``blocks`` int64[n]: pool ids, read-only. ``groups`` int64[n]: the group of layers that each block belongs to. ``keys``
-    uint64[n, 2], or None for a lease by block id. With several groups, each group that has a key has a block for it,
-    group after group.
+    ``blocks`` int64[n]: pool ids, read-only. ``groups`` int64[n]: the group of layers that each block belongs to.
+    ``keys`` uint64[n, 2], or None for a lease by block id. With several groups, each group that has a key has a block
+    for it, group after group.
 
     ``addresses`` int64[n]: the first byte of each block in the first part of its group; of a device block, the first
     byte of its first segment. ``generation`` counts the resets of the pool before this lease. ``since`` is when it was
