@@ -21,7 +21,7 @@ MUTATIONS = (
         "rates[BACK, row, last] += 1.0 if came else 0.0",
         "",
         "The policy cannot tell a conversation that comes back soon from one that does not.",
-        (f"{_TESTS}test_the_conversation_that_is_away_for_longer_goes_though_it_was_used_later",),
+        (f"{_TESTS}test_who_has_come_back_is_worth_more_than_who_was_seen_as_long_and_has_not",),
     ),
     Mutation(
         "what_a_turn_leaves_over_stays",

@@ -18,7 +18,7 @@ from kvpool import BlockLayout, KVCacheManager, LayerGroup, OutOfBlocks, operati
 from kvpool.errors import IntegrityError
 from kvpool.state.arrays import BOOK_BYTES, ChainBook
 from kvpool.state.chains import AGENT, LRU
-from kvpool.state.pauses import CLASSES, worth
+from kvpool.state.pauses import CLASSES, PAUSE_BINS, ROWS, TABLES, learn, worth
 from kvpool.state.pauses import KINDS as KINDS_OF_PAUSES
 from tests.engine import Clock
 from tests.golden.pools import KINDS, SECRET, Driver
@@ -116,6 +116,16 @@ def test_whoever_has_come_back_stays_where_most_never_do() -> None:
                 opened.clock.now += 1_000
             found[policy] = opened.cached("talk")
     assert found == {"lru": 0, "reuse": 40}
+
+
+def test_who_has_come_back_is_worth_more_than_who_was_seen_as_long_and_has_not() -> None:
+    found = []
+    for came in (True, False):
+        rates = np.zeros((TABLES, ROWS, PAUSE_BINS))
+        for _ in range(20):
+            learn(rates, 0, 5_000, came)
+        found.append(worth(rates, 0, 1_000))
+    assert found[0] > 4 * found[1]
 
 
 def test_a_conversation_loses_its_end_first() -> None:
