@@ -401,10 +401,10 @@ def test_a_loader_that_is_revoked_while_it_leaves_is_told_nothing_new(
     def late(*args: Any) -> None:
         monkeypatch.undo()
         assert engine.cache.revoke("loader") == 1
-        engine.cache._reservations.abort(*args)
+        engine.cache._reservations.end(*args)
 
     with engine.cache.reserve([1, 2, 3], owner="loader"):
-        monkeypatch.setattr(engine.cache._reservations, "abort", late)
+        monkeypatch.setattr(engine.cache._reservations, "end", late)
     assert engine.cache.reservations == [] and engine.free() == 4
 
 
