@@ -36,8 +36,8 @@ LINES = {
     "kvpool/publish": 660,
     "kvpool/remote": 1690,
     "kvpool/replay": 1980,
-    "kvpool/state": 5605,
-    "kvpool/stores": 4055,
+    "kvpool/state": 5608,
+    "kvpool/stores": 4099,
     "kvpool/tables": 615,
     "tests": 1687,
     "tests/arrays": 790,
@@ -55,7 +55,7 @@ LINES = {
     "tests/interop": 977,
     "tests/kernels": 1430,
     "tests/model": 2740,
-    "tests/mutations": 3967,
+    "tests/mutations": 3975,
     "tests/observe": 1050,
     "tests/planner": 770,
     "tests/publish": 1570,
@@ -65,7 +65,7 @@ LINES = {
     "tests/sequences": 3115,
     "tests/share": 672,
     "tests/state": 2065,
-    "tests/stores": 9849,
+    "tests/stores": 9894,
     "tests/tables": 850,
 }
 """The most net lines of each folder."""
