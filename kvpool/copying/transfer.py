@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from kvpool.arrays import Bools, Int64s
-from kvpool.copying.waits import Order
-from kvpool.device.base import NULL_STREAM, SOURCE, TARGET, TICKET, TOKENS, Device, Event, Layers, Stream
+from kvpool.copying.waits import Order, event_behind
+from kvpool.device.base import NULL_STREAM, SOURCE, TARGET, TICKET, TOKENS, Device, Event, Layers, Stream, StreamGone
 from kvpool.device.work import TokenMoves
 from kvpool.entry.process import Process
 from kvpool.errors import DeviceError
@@ -205,8 +205,9 @@ class Transfer:
         self._numbers = states.heads.reshape(-1).data
         bases = range(0, states.heads.size, records.HEADER)
         self._left = [(base + H.moves, base + H.accesses, base + H.token_moves) for base in bases]
-        # Reentrant, so that it knows its owner: nobody takes it twice.
+        # Reentrant, for what a destructor does inside: it asks ``enqueuing`` before it takes it.
         self.lock = threading.RLock()
+        self._holder = 0
         self._queue: dict[int, Decision] = {}
         self._held_back: dict[int, Decision] | None = None
         self._notes: deque[Int64s] = deque()
@@ -323,7 +324,17 @@ class Transfer:
     def enqueuing(self) -> bool:
         """Whether this thread has the transfer lock. Then it runs a destructor or signal handler, inside the call that
         took the lock."""
-        return bool(getattr(self.lock, "_is_owned", bool)())
+        return self._holder == threading.get_ident()
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """The transfer lock."""
+        with self.lock:
+            before, self._holder = self._holder, threading.get_ident()
+            try:
+                yield
+            finally:
+                self._holder = before
 
     @property
     def waiting(self) -> bool:
@@ -380,6 +391,7 @@ class Transfer:
         while self._enqueued < self._decided:
             with self.lock:
                 try:
+                    self._holder = threading.get_ident()
                     batch = self._begun
                     if batch is None:
                         batch = self._begin()
@@ -401,6 +413,8 @@ class Transfer:
                 except BaseException:
                     self._begun = None  # it begins again
                     raise
+                finally:
+                    self._holder = 0
 
     def _begin(self) -> Decision | None:
         """Begin with the next batch, if there is one."""
@@ -428,27 +442,29 @@ class Transfer:
         writes them. Takes the transfer lock."""
         if self.order is None or not self.guards & records.READER_WAITS:
             return []
-        with self.lock:
+        with self.hold():
             return self.order.pending(ids, writes)
 
     def event_behind(self, stream: Stream) -> Event:
-        """An event behind all that is enqueued on ``stream``. Takes the transfer lock. Raises DeviceError, and
-        ValueError for a stream on which no work can be enqueued now."""
-        with self.lock:
-            return self._device.record(self.as_stream(stream))
+        """An event behind all that is enqueued on ``stream``. Takes the transfer lock. Waits for the device where the
+        stream was destroyed. Raises DeviceError, and ValueError for a stream that is being captured."""
+        with self.hold():
+            with suppress(StreamGone):
+                self.as_stream(stream)
+            return event_behind(self._device, stream)
 
     def wait_for(self, stream: Stream, event: Event) -> None:
         """Have all work that is enqueued on ``stream`` from now on wait for an event. Takes the transfer lock. Raises
         DeviceError."""
         if self.guards & records.ENGINE_READS_LAYER_AFTER_COPY:
-            with self.lock:
+            with self.hold():
                 self._device.wait(stream, event)
 
     def follow(self, stream: Stream) -> None:
         """Have all work that is enqueued on ``stream`` from now on wait for all copies enqueued so far. Takes the
         transfer lock. Raises DeviceError."""
         if self.order is not None:
-            with self.lock:
+            with self.hold():
                 self.order.follow_copies(stream)
 
     def decide(self, stream: Stream | None, ids: Int64s | None, verb: Callable[..., Any], *args: Any) -> Any:
