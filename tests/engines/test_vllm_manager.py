@@ -36,6 +36,7 @@ from vllm.v1.kv_offload.base import (  # noqa: E402
 from kvpool.engines.options import EngineOptions  # noqa: E402
 from kvpool.keepers import hostkeeper  # noqa: E402
 from kvpool.stores import MemoryStore, urls  # noqa: E402
+from tests.engine import Clock  # noqa: E402
 from tests.stores.lab import Wrong  # noqa: E402
 
 IDENTITY = kvpool.ModelIdentity("toy", "r1", "uint8", "chunks", "tests 1")
@@ -53,8 +54,8 @@ def request(name: str = "r") -> Any:
 class Manager:
     """A manager, and what it says in numbers of chunks."""
 
-    def __init__(self, chunks: int, events: int) -> None:
-        self.cache = kvpool.HostCache(chunks, 64, identity=IDENTITY, event_capacity=events)
+    def __init__(self, chunks: int, events: int, **options: Any) -> None:
+        self.cache = kvpool.HostCache(chunks, 64, identity=IDENTITY, event_capacity=events, **options)
         self.real = vllm.KVPoolOffloadingManager(self.cache)
 
     def lookup(self, *numbers: int) -> list[Any]:
@@ -690,11 +691,49 @@ def test_a_request_before_the_stores_are_open_is_refused() -> None:
     real.shutdown()
 
 
+# -- policies --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("policy", "left"), [("lru", (2, 10)), ("agent", (10, 2))])
+def test_a_request_that_has_finished_is_a_turn_of_its_conversation(policy: str, left: tuple[int, int]) -> None:
+    """One comes back every ten seconds, another one every two hundred. There is room for both, and for four more."""
+    clock = Clock()
+    manager = Manager(24, 0, policy=policy, clock=clock)
+
+    def turn(first: int, at: int, count: int = 10) -> None:
+        clock.now, wanted, context = 1000 * at, keys(*range(first, first + count)), ReqContext(req_id=f"{first} {at}")
+        for place, key in enumerate(wanted):
+            context.set_offload_key_position(key, 16 * (place + 1))
+        manager.real.on_new_request(context)
+        hits = [key for key in wanted if manager.real.lookup(key, context) is HIT]
+        if hits:
+            manager.real.prepare_load(hits, context)
+            manager.real.complete_load(hits, context)
+        for some in (wanted[len(hits) : 5], wanted[max(len(hits), 5) :]):
+            found = manager.real.prepare_store(some, context)
+            manager.real.complete_store(set(found.keys_to_store), context)
+        manager.real.on_request_finished(context)
+
+    with manager.cache as cache:
+        for at in range(0, 2_000, 10):
+            turn(0, at)
+            if at % 200 == 0:
+                turn(100, at)
+        turn(0, 2_000)
+        turn(100, 2_001)
+        turn(200, 2_002, 12)
+        assert tuple(sum(cache.lookup(keys(*range(first, first + 10))) == cache.HERE) for first in (0, 100)) == left
+        cache.verify()
+
+
 # -- hints -----------------------------------------------------------------------------------------------
 
 
-def hinted(manager: Manager, name: str, numbers: range, message: object, *, as_params: bool = True) -> None:
+def hinted(
+    manager: Manager, name: str, numbers: range, message: object, *, as_params: bool = True, salt: str = ""
+) -> None:
     """Serve a request that carries a message."""
+    manager.real.salt = salt
     told = {"kv_transfer_params": {"kv_hints": message}} if as_params else {"kv_hints": message}
     context = ReqContext(req_id=name, **told)
     manager.real.on_new_request(context)
@@ -760,3 +799,16 @@ def test_whatever_requests_wish_they_keep_a_sixteenth_of_the_tier() -> None:
             hinted(manager, f"r{i}", range(first, first + length), message)
             assert sum(cache._states[0].blocks["priority"] > 35) <= 64 // 16
             cache.verify()
+
+
+def test_a_namespace_pays_for_its_hints_with_its_own_budget() -> None:
+    manager = Manager(64, 0)
+    with manager.cache as cache:
+        for i in range(20):
+            first = 10 * i
+            hinted(manager, f"r{i}", range(first, first + 3), envelope("pin", {}), salt="greedy")
+        assert manager.counted()["vllm:kvpool_hint_actions:('pin', 'done')"] == 1
+        hinted(manager, "s", range(1000, 1004), envelope("pin", {}), salt="other")
+        hinted(manager, "t", range(2000, 2004), envelope("pin", {}))
+        assert manager.counted()["vllm:kvpool_hint_actions:('pin', 'done')"] == 2
+        assert (cache._states[0].blocks["priority"] > 35).sum() == 3 * (64 // 16)
