@@ -45,7 +45,7 @@ LINES = {
     "tests/copying": 1745,
     "tests/device": 2630,
     "tests/emulated": 2832,
-    "tests/engines": 4588,
+    "tests/engines": 4597,
     "tests/examples": 400,
     "tests/golden": 670,
     "tests/gpu": 1390,
