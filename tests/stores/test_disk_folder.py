@@ -299,12 +299,6 @@ def test_bad_arguments_are_named(arguments: tuple[object, ...], message: str) ->
         DiskStore(*arguments)  # type: ignore[arg-type]
 
 
-def test_a_capacity_below_one_block_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="at least one block"):
-        DiskStore(tmp_path / "store", 4095).open(SPACE)
-    opened(tmp_path / "store").close()
-
-
 def test_blocks_of_another_size_are_refused_with_both_sizes(tmp_path: Path) -> None:
     opened(tmp_path / "store").close()
     with pytest.raises(ValueError, match="4096 bytes, and this engine's have 8192"):
