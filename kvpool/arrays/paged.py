@@ -13,7 +13,7 @@ import numpy as np
 
 from kvpool.arrays import Array, Int64s
 from kvpool.arrays.layout import BlockLayout
-from kvpool.arrays.strided import StridedArray, as_strided, read_only
+from kvpool.arrays.strided import Placed, StridedArray, as_strided, read_only
 
 LAYOUTS: Mapping[str, str] = MappingProxyType(
     {
@@ -85,7 +85,7 @@ class Plane(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class PagedKV:
+class PagedKV(Placed):
     """The memory of a paged KV cache that kvpool or anybody else owns. Made by ``of`` and ``of_pool``, which check it.
 
     The byte ``i`` of a head lies at ``bases[plane, layer] + block * block_stride + token * token_stride + head *
@@ -127,16 +127,6 @@ class PagedKV:
     memory: str
     writable: bool
     owner: Any = field(default=None, repr=False)
-
-    def __copy__(self) -> PagedKV:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PagedKV:
-        """Itself: a copy of the owner would lie at other addresses."""
-        return self
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a PagedKV cannot be pickled: its addresses mean nothing elsewhere")
 
     @property
     def layers(self) -> int:
@@ -203,17 +193,14 @@ class PagedKV:
         if tier not in ("device", "host"):
             raise ValueError(f"tier={tier!r}: must be 'device' or 'host'")
         array = as_strided("pool", pool)
-        layer_first = tier == "device" and layout.order == "layer_first"
-        blocks = array.shape[2 if layer_first else 0] if len(array.shape) == 6 else 0
+        blocks = array.shape[layout.axes(tier).index("B")] if len(array.shape) == 6 else 0
         shape = layout.tier_shape(tier, blocks)
         if array.shape != shape or array.itemsize != layout.itemsize:
             raise ValueError(
                 f"pool: shape {shape} with items of {layout.itemsize} bytes is needed, not {array.shape} with "
                 f"{array.itemsize} bytes"
             )
-        return cls.of(
-            array, ("| L P B " if layer_first else "| B L P ") + ("T H D" if layout.tokens == "NHD" else "H T D")
-        )
+        return cls.of(array, f"| {' '.join(layout.axes(tier))}")
 
 
 class _Component(NamedTuple):

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from kvpool.arrays import Array, dlpack
 from kvpool.arrays.layout import integer_argument
 
+Own = TypeVar("Own")
 MEMORIES = ("host", "device")
 _AXES_MAX = 64
 _HOST_DEVICE_TYPES, _GPU_DEVICE_TYPES = (dlpack.CPU, dlpack.CUDA_HOST), (dlpack.CUDA, dlpack.CUDA_MANAGED)
@@ -19,8 +20,21 @@ _PROTOCOLS = ("__dlpack__", "__cuda_array_interface__", "__array_interface__")
 _KINDS = {0: "i", 1: "u", 2: "f", 4: "f", 6: "b"}  # of DLPack's type codes
 
 
+class Placed:
+    """What says where memory lies."""
+
+    def __deepcopy__(self: Own, memo: dict[int, Any] | None = None) -> Own:
+        """Itself: a copy of the owner would lie at other addresses."""
+        return self
+
+    __copy__ = __deepcopy__
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"a {type(self).__name__} cannot be pickled: its addresses mean nothing elsewhere")
+
+
 @dataclass(frozen=True)
-class StridedArray:
+class StridedArray(Placed):
     """An array as an address, a shape and strides. Made by ``as_strided``, or directly from a raw pointer.
 
     Parameters
@@ -92,16 +106,6 @@ class StridedArray:
         """The strides. They are never None once the array is made."""
         assert self.strides is not None
         return self.strides
-
-    def __copy__(self) -> StridedArray:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> StridedArray:
-        """Itself: a copy of the owner would lie at another address."""
-        return self
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a StridedArray cannot be pickled: its address means nothing elsewhere")
 
     def host_view(self) -> Array:
         """The same elements as a NumPy array, which keeps ``owner`` alive. Raises ValueError for GPU memory."""

@@ -68,9 +68,8 @@ class Watched(NamedTuple):
 
 def _by_token(memory: Uint8s, layout: BlockLayout, tier: str, blocks: int) -> Uint8s:
     """A tier of a part as uint8[blocks, tokens, ...]."""
-    shape = *layout.tier_shape(tier, blocks), layout.itemsize
-    block = 2 if tier == "device" and layout.order == "layer_first" else 0
-    return np.moveaxis(memory.reshape(shape), (block, 3 if layout.tokens == "NHD" else 4), (0, 1))
+    array, axes = memory.reshape(*layout.tier_shape(tier, blocks), layout.itemsize), layout.axes(tier)
+    return np.moveaxis(array, (axes.index("B"), axes.index("T")), (0, 1))
 
 
 class Shadow:
