@@ -19,22 +19,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvpool.arrays import Int64s
+from kvpool.arrays.dlpack import TYPE_CODES
 
 _ORDERS = ("layer_first", "block_first")
 _TOKEN_ORDERS = ("NHD", "HND")
 _EXTENT_MAX = 2**31 - 1
 
 # Types that NumPy has no name for are stored as integers of the same width. Only their bytes matter here.
-_STORED_AS: Mapping[str, str] = MappingProxyType(
-    {
-        "bfloat16": "uint16",
-        "float8_e4m3fn": "uint8",
-        "float8_e4m3fnuz": "uint8",
-        "float8_e5m2": "uint8",
-        "float8_e5m2fnuz": "uint8",
-        "float8_e8m0fnu": "uint8",
-    }
-)
+_STORED_AS = {name: "uint16" if name == "bfloat16" else "uint8" for name in TYPE_CODES}
 
 
 class BlockStrides(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from types import SimpleNamespace
@@ -82,23 +83,16 @@ class StridedArray(Placed):
         shape = tuple(integer_argument("shape", extent, 0, 2**62) for extent in _items("shape", self.shape))
         itemsize = integer_argument("itemsize", self.itemsize, 1, 2**31)
         if self.strides is None:
-            strides = [itemsize]
-            for extent in shape[:0:-1]:
-                strides.insert(0, strides[0] * extent)
-            strides = strides[: len(shape)]
+            strides = tuple(itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
         else:
-            given_strides = _items("strides", self.strides)
-            strides = [integer_argument("strides", stride, -(2**62), 2**62) for stride in given_strides]
+            strides = tuple(integer_argument("strides", s, -(2**62), 2**62) for s in _items("strides", self.strides))
         if len(strides) != len(shape):
             raise ValueError(f"strides={self.strides}: {len(shape)} are needed, one for each axis of shape {shape}")
         if self.memory not in MEMORIES:
             raise ValueError(f"memory={self.memory!r}: must be 'host' or 'device'")
-        given = {
-            "address": integer_argument("address", self.address, 0, 2**63 - 1),
-            "shape": shape,
-            "itemsize": itemsize,
-        }
-        for name, value in {**given, "strides": tuple(strides)}.items():
+        address = integer_argument("address", self.address, 0, 2**63 - 1)
+        given = {"address": address, "shape": shape, "itemsize": itemsize, "strides": strides}
+        for name, value in given.items():
             object.__setattr__(self, name, value)
 
     @property
@@ -179,16 +173,8 @@ def _from_interface(name: str, array: Any, interface: Any, memory: str) -> Strid
     if not dtype.isnative:
         raise ValueError(f"{name}: native byte order is needed, not {dtype.str}")
     strides = interface.get("strides")
-    return StridedArray(
-        int(address or 0),
-        tuple(interface["shape"]),
-        dtype.itemsize,
-        strides,
-        memory,
-        dtype.kind,
-        not read_only,
-        owner=array,
-    )
+    shape, address = tuple(interface["shape"]), int(address or 0)
+    return StridedArray(address, shape, dtype.itemsize, strides, memory, dtype.kind, not read_only, owner=array)
 
 
 def _from_dlpack(name: str, array: Any) -> StridedArray:
