@@ -22,7 +22,7 @@ LINES = {
     "kvpool": 495,
     "kvpool/arrays": 675,
     "kvpool/commands": 1180,
-    "kvpool/copying": 610,
+    "kvpool/copying": 605,
     "kvpool/device": 4107,
     "kvpool/engines": 3018,
     "kvpool/entry": 420,
