@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpool.arrays import Int64s
+from kvpool.arrays import Array, Int64s
 from kvpool.arrays.dlpack import TYPE_CODES
 
 _ORDERS = ("layer_first", "block_first")
@@ -344,6 +344,10 @@ class PoolIds:
         host = blocks >= self.edges[group + 1] - self.edges[group]
         found: Int64s = blocks - self.shifts[group + host * self.groups]
         return found
+
+    def each(self, of_groups: Any) -> Array:
+        """For each block what its group has, [blocks], of one number for each group."""
+        return np.tile(of_groups, 2).repeat(np.diff(self.edges))
 
     def first(self, group: int) -> tuple[int, int]:
         """The pool ids of the first device block and of the first host block of a group."""
