@@ -32,7 +32,7 @@ LINES = {
     "kvpool/memory": 850,
     "kvpool/observe": 410,
     "kvpool/planner": 1410,
-    "kvpool/pool": 3240,
+    "kvpool/pool": 3185,
     "kvpool/publish": 660,
     "kvpool/remote": 1690,
     "kvpool/replay": 1980,
