@@ -226,7 +226,7 @@ class Core:
     def use_lock(self, lock: AbstractContextManager[Any]) -> None:
         """Use another state lock, for a tool that watches it. No call may be running."""
         self._hold_lock(lock)
-        self.transfer.use_lock(lock)
+        self.transfer.state_lock = lock
 
     def _hold_lock(self, lock: Any) -> None:
         self.lock = lock
@@ -257,43 +257,58 @@ def pool_states(config: PoolConfig, device: Device, table: object) -> States:
     return States(sizes, settings, own_table(table, len(sizes), sequences, columns))
 
 
-_REFUSALS = {
-    records.BAD_TOTAL: "counts add up to {detail}, tokens has {more} entries",
-    records.BAD_ACCEPTED: "accepted[{detail}] is out of range or order: accepted are indices in rising order, below "
-    "the {more} drafts",
-    records.UNKNOWN: "{which} is not a live sequence of this pool",
-    records.IS_SWAPPED: "sequence {which} is swapped out: accepted by resume and release",
-    records.NOT_SWAPPED: "sequence {which} is not swapped out: resume accepts those that are",
-    records.DUPLICATE: "sequence {which} is named twice",
-    records.FAILED: "sequence {which} lost a block to a failed copy: release it",
-    records.BAD_DRAFTS: "drafts: sequence {which} has {more} tokens that are not committed, and no more can be drafts",
-    records.TOO_LONG: "sequence {which} would pass max_sequence_tokens={tokens}",
-    records.PASSED: "the count of sequence {which} is out of range: {gone}; accepted are up to {more} tokens",
-    records.BAD_COUNT: "counts: the count of sequence {which} is out of range: accepted are {least} to {length} tokens",
-}
-_ERRORS: dict[int, type[Exception]] = {records.UNKNOWN: UnknownSequence, records.FAILED: DeviceError}
-"""What is raised for those that are no ValueError."""
-
-
-def refusal(heads: Int64s, code: int, ids: Int64s, sequences: Array, verb: object = None) -> Exception:
+def refusal(
+    heads: Int64s,
+    code: int,
+    ids: Int64s,
+    sequences: Array,
+    verb: object = None,
+) -> Exception:
     """What to raise for the result below zero of a ``verb``. ``ids`` are the sequences that the call named,
     ``sequences`` their rows.
 
     The state lock is still held.
     """
-    detail, more, group = (int(heads[0, field]) for field in (H.detail, H.bound, H.detail_group))
-    if code in (records.SHORT_OF_BLOCKS, records.SHORT_OF_HOST_BLOCKS):
-        tier = "device" if code == records.SHORT_OF_BLOCKS else "host"
-        return OutOfBlocks(tier, detail, more, group if len(heads) > 1 else None)
+    detail, more = int(heads[0, H.detail]), int(heads[0, H.bound])
+    if code == records.SHORT_OF_BLOCKS:
+        return OutOfBlocks("device", detail, more, int(heads[0, H.detail_group]) if len(heads) > 1 else None)
+    if code == records.SHORT_OF_HOST_BLOCKS:
+        return OutOfBlocks("host", detail, more, int(heads[0, H.detail_group]) if len(heads) > 1 else None)
     if code == records.SHORT_OF_SEQUENCES:
         return OutOfSequences(detail, more)
-    words: dict[str, object] = {"detail": detail, "more": more, "tokens": heads[0, H.columns] * heads[0, H.width]}
-    if code not in (records.BAD_TOTAL, records.BAD_ACCEPTED):
-        words["which"] = int(ids[detail])
+    if code == records.BAD_TOTAL:
+        return ValueError(f"counts add up to {detail}, tokens has {more} entries")
+    if code == records.BAD_ACCEPTED:
+        return ValueError(
+            f"accepted[{detail}] is out of range or order: accepted are indices in rising order, below the {more} "
+            "drafts"
+        )
+    which = int(ids[detail])
+    if code == records.UNKNOWN:
+        return UnknownSequence(f"{which} is not a live sequence of this pool")
+    if code == records.IS_SWAPPED:
+        return ValueError(f"sequence {which} is swapped out: accepted by resume and release")
+    if code == records.NOT_SWAPPED:
+        return ValueError(f"sequence {which} is not swapped out: resume accepts those that are")
+    if code == records.DUPLICATE:
+        return ValueError(f"sequence {which} is named twice")
+    if code == records.FAILED:
+        return DeviceError(f"sequence {which} lost a block to a failed copy: release it")
+    if code == records.BAD_DRAFTS:
+        return ValueError(
+            f"drafts: sequence {which} has {more} tokens that are not committed, and no more can be drafts"
+        )
+    if code == records.TOO_LONG:
+        return ValueError(f"sequence {which} would pass max_sequence_tokens={heads[0, H.columns] * heads[0, H.width]}")
     if code == records.PASSED:
-        recurrent = heads[group, H.kind] == RECURRENT
-        words["gone"] = "what was committed has no state before" if recurrent else "its window has passed"
-    if code == records.BAD_COUNT:
-        sequence = sequences[int(ids[detail]) & 0xFFFFFFFF]
-        words |= {"least": sequence["committed"] if verb is verbs.commit else 0, "length": sequence["length"]}
-    return _ERRORS.get(code, ValueError)(_REFUSALS[code].format(**words))
+        gone = (
+            "what was committed has no state before"
+            if heads[heads[0, H.detail_group], H.kind] == RECURRENT
+            else "its window has passed"
+        )
+        return ValueError(f"the count of sequence {which} is out of range: {gone}; accepted are up to {more} tokens")
+    sequence = sequences[which & 0xFFFFFFFF]
+    lowest, length = int(sequence["committed"]) if verb is verbs.commit else 0, int(sequence["length"])
+    return ValueError(
+        f"counts: the count of sequence {which} is out of range: accepted are {lowest} to {length} tokens"
+    )

@@ -817,8 +817,8 @@ class KVCacheManager(Hints, BlockTables):
         """A snapshot; also of a closed pool. Thread-safe; changes nothing."""
         now, hand_overs = self.core.now() if self._leases.all else 0, self._staging.under_way()
         with self.core.lock:
-            ages = [now - lease.since for lease in self._leases.all]
-            return statistics.snapshot(self.core, self._pinned(), ages, hand_overs)
+            ages, core = [now - lease.since for lease in self._leases.all], self.core
+            return statistics.snapshot(core.states, core.tokens, core.transfer, self._pinned(), ages, hand_overs)
 
     def verify(self) -> None:
         """Check every invariant of the state; raises IntegrityError that names the one that does not hold. Slow."""

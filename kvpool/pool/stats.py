@@ -9,10 +9,27 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvpool.arrays import Int64s
+from kvpool.copying.transfer import Transfer
 from kvpool.pool.core import Core
-from kvpool.state import records
-from kvpool.state.arrays import State
-from kvpool.state.records import BINS, COUNTERS
+from kvpool.state.arrays import State, States
+from kvpool.state.records import (
+    BINS,
+    CLEAN,
+    COUNTERS,
+    EMPTY,
+    HOST_IDLE,
+    HOST_LIFETIME,
+    IDLE,
+    LIFETIME,
+    LISTS_PER_TIER,
+    LIVE,
+    OFFLOAD,
+    ONBOARD,
+    RESERVED,
+    REUSE_GAP,
+    SWAPPED,
+    WITHIN,
+)
 
 
 @dataclass(frozen=True)
@@ -197,36 +214,40 @@ class RequestStats(NamedTuple):
 
 _OF_GROUPS = [one.name for one in fields(GroupStats) if one.name in COUNTERS]
 _OF_PROMPTS = [name for name in COUNTERS if name not in (*_OF_GROUPS, "events_dropped")]
-_TIMES = ("lifetime_ms", "idle_ms", "host_lifetime_ms", "host_idle_ms", "reuse_gap_ms")
-"""The fields with the histograms of a state, in its order."""
-_BYTES = ("offloaded_bytes", "onboarded_bytes", "within_bytes")
-_SECONDS = ("offload_seconds", "onboard_seconds", "within_seconds")
-"""What was copied, by direction."""
 
 
 def _tier(state: State, tier: int, capacity: int, pinned: int) -> TierStats:
-    count = records.LISTS_PER_TIER
-    lengths = state.lists[tier * count : (tier + 1) * count, 2]
-    free, empty = int(lengths.sum()), int(lengths[records.EMPTY])
-    return TierStats(capacity, free, capacity - free, free - empty, pinned, empty, int(lengths[records.CLEAN]))
+    lengths = state.lists[tier * LISTS_PER_TIER : (tier + 1) * LISTS_PER_TIER, 2]
+    free, empty = int(lengths.sum()), int(lengths[EMPTY])
+    return TierStats(capacity, free, capacity - free, free - empty, pinned, empty, int(lengths[CLEAN]))
 
 
-def _group(state: State, pinned: Int64s, nbytes: Sequence[int], seconds: Sequence[float | None]) -> GroupStats:
+def _group(state: State, pinned: Int64s, nbytes: list[int], seconds: Sequence[float | None]) -> GroupStats:
     """The figures of one group. ``pinned`` has the id of a block once for each pin of it. The index of ``nbytes`` and
     ``seconds`` is the direction."""
     device, pinned = int(state.head.device_blocks), np.unique(pinned)
     pinned_device = int(np.searchsorted(pinned, device))
     counters = dict(zip(COUNTERS, state.counters.tolist(), strict=True))
-    times = [Histogram(row[:BINS], int(row[BINS])) for row in state.histograms.copy()]
+    histograms = [Histogram(row[:BINS], int(row[BINS])) for row in state.histograms.copy()]
+    evicted = histograms[LIFETIME].count
     kept = counters["offloads_saved"] + counters["evicted_by_rule_blocks"] + counters["evicted_host_full_blocks"]
-    found: dict[str, Any] = {name: counters[name] for name in _OF_GROUPS}
-    found |= zip((*_TIMES, *_BYTES, *_SECONDS), (*times, *nbytes, *seconds), strict=True)
     return GroupStats(
         device=_tier(state, 0, device, pinned_device),
         host=_tier(state, 1, len(state.blocks) - device, len(pinned) - pinned_device),
-        evicted_offloaded_blocks=times[records.LIFETIME].count - kept,
-        evicted_host_blocks=times[records.HOST_LIFETIME].count,
-        **found,
+        evicted_offloaded_blocks=evicted - kept,
+        evicted_host_blocks=histograms[HOST_LIFETIME].count,
+        offloaded_bytes=nbytes[OFFLOAD],
+        onboarded_bytes=nbytes[ONBOARD],
+        within_bytes=nbytes[WITHIN],
+        offload_seconds=seconds[OFFLOAD],
+        onboard_seconds=seconds[ONBOARD],
+        within_seconds=seconds[WITHIN],
+        lifetime_ms=histograms[LIFETIME],
+        idle_ms=histograms[IDLE],
+        host_lifetime_ms=histograms[HOST_LIFETIME],
+        host_idle_ms=histograms[HOST_IDLE],
+        reuse_gap_ms=histograms[REUSE_GAP],
+        **{name: counters[name] for name in _OF_GROUPS},
     )
 
 
@@ -238,31 +259,41 @@ def _sum(parts: Sequence[Any]) -> Any:
     return None if first is None else sum(parts[1:], first)
 
 
-def snapshot(core: Core, pinned: Int64s, lease_ages: list[int], hand_overs: tuple[int, int]) -> Stats:
-    """The figures of a pool now. Prompts are counted in the first group that is not for cross attention.
+def snapshot(
+    states: States,
+    lead: State,
+    transfer: Transfer,
+    pinned: Int64s,
+    lease_ages: list[int],
+    hand_overs: tuple[int, int],
+) -> Stats:
+    """The figures of a pool now. ``lead`` is the first group that is not for cross attention.
 
     ``pinned`` has the pool id of a block once for each pin of it. ``hand_overs`` is the number now under way, and the
     most that there ever were at once. The caller holds the state lock, so nothing here loops over all blocks.
     """
-    states, lead, moved = core.states, core.tokens, core.transfer.moved
     pins = {int(state.group): ids for state, _, ids in states.split(pinned)}
-    unknown = core.transfer.order is not None
+    times = transfer.moved.nanoseconds
     groups = tuple(
-        _group(state, pins.get(g, pinned[:0]), nbytes, [None if unknown else ns / 1e9 for ns in spent])
-        for g, (state, nbytes, spent) in enumerate(zip(states, moved.nbytes, moved.nanoseconds, strict=True))
+        _group(
+            state,
+            pins.get(g, pinned[:0]),
+            nbytes,
+            [None] * 3 if transfer.order is not None else [ns / 1e9 for ns in times[g]],
+        )
+        for g, (state, nbytes) in enumerate(zip(states, transfer.moved.nbytes, strict=True))
     )
     counters = dict(zip(COUNTERS, lead.counters.tolist(), strict=True))
     sums = dict(vars(groups[0]))
     for name in sums if len(groups) > 1 else ():
         sums[name] = _sum([getattr(group, name) for group in groups])
-    live = lead.sequences["live"]
     return Stats(
         **sums | {name: counters[name] for name in _OF_PROMPTS},
         # A lost event is counted in the group whose event took its place.
         events_dropped=sum(int(state.counters[COUNTERS.index("events_dropped")]) for state in states),
-        sequences=int(np.count_nonzero(live == records.LIVE)),
-        swapped=int(np.count_nonzero(live == records.SWAPPED)),
-        reservations=int(np.count_nonzero(live == records.RESERVED)),
+        sequences=int(np.count_nonzero(lead.sequences["live"] == LIVE)),
+        swapped=int(np.count_nonzero(lead.sequences["live"] == SWAPPED)),
+        reservations=int(np.count_nonzero(lead.sequences["live"] == RESERVED)),
         leases=len(lease_ages),
         oldest_lease_ms=max([0, *lease_ages]),
         hand_overs=hand_overs[0],
