@@ -372,6 +372,11 @@ class PromptCache(Closing):
         try:
             for make in makers:
                 layout = _CacheLayout(make, _filled(models, make()), self._tokens)
+                if layout.has_states and self._options.policy != "lru":
+                    raise ValueError(
+                        f"policy={self._options.policy!r} in {MLX.place}: this model needs the states at the ends that "
+                        "it evicts; accepted is 'lru'"
+                    )
                 identity, memory = self._identity(model, layout), self._options.host_memory // len(makers)
                 blocks = LocalBlocks(layout.block_bytes, identity, memory, self._options, self._lock, MLX.history())
                 self._shelves.append(_Shelf(layout, blocks))

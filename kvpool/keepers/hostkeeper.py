@@ -219,11 +219,11 @@ class HostKeeper(Closing):
                 self._tier.leave_unsaved([key for key in own if key in private])
         return count
 
-    def touch(self, keys: Keys) -> None:
+    def touch(self, keys: Keys, *, turn: bool = False) -> None:
         """What ``HostCache.touch`` does, for the keys of one prompt. They keep this order also when those that are to
         be saved have been."""
         self._process.check(self)
-        self._tier.touch(keys_argument(keys))
+        self._tier.touch(keys_argument(keys), turn)
 
     def forget(self, keys: Keys) -> int:
         """What ``HostCache.forget`` does, also to keys that are on their way from a store. The stores keep the blocks,
