@@ -354,30 +354,20 @@ def follow(blocks, later, following):
 @jit
 def belady(following, counted, capacity, held, heap):
     """The hits of ``min_hits``. A block that is held is known by the place of its next use, in ``held`` and in
-    ``heap``, the last use first."""
+    ``heap``, the last use first. Places that have passed stay below all others."""
     size, blocks, found = 0, 0, 0
     for place in range(len(following)):
         if held[place]:
             found += counted[place]
             blocks -= 1
-        if following[place] == len(following):
-            continue
-        if size == len(heap):
-            size = 0
-            for at in range(len(heap)):
-                # Other places have passed.
-                if heap[at] > place:
-                    push(heap, size, heap[at])
-                    size += 1
-        held[following[place]] = 1
-        blocks += 1
-        push(heap, size, following[place])
-        size += 1
-        if blocks > capacity:
-            held[heap[0]] = 0
-            blocks -= 1
-            size -= 1
-            pop(heap, size)
+        if following[place] < len(following):
+            held[following[place]] = 1
+            push(heap, size, following[place])
+            size, blocks = size + 1, blocks + 1
+            if blocks > capacity:
+                held[heap[0]] = 0
+                size, blocks = size - 1, blocks - 1
+                pop(heap, size)
     return found
 
 
