@@ -24,7 +24,7 @@ from kvpool.pool.manager import KVCacheManager
 from kvpool.publish.messages import BLOCKS_PER_MESSAGE, HASHES, Encoder, Spec
 from kvpool.publish.replay_server import History, ReplayServer
 from kvpool.remote.connections import Connections, end, new_context
-from kvpool.remote.session import binding, endpoint_argument
+from kvpool.remote.doors import binding, endpoint_argument
 
 SNAPSHOT_MESSAGES = 1024
 SUBSCRIPTION_BYTES_MAX, SAID_BYTES_MAX = 256, 64 << 10
