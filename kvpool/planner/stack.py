@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvpool.arrays import Array, Int32s, Int64s, Uint64s
 from kvpool.jit import jit
-from kvpool.replay.content import Request, namespace_digest
+from kvpool.replay.content import Request, mix, namespace_digest
 from kvpool.state.policy import nth_released
 
 BLOCKS, NOW, LIVE, LOOKUPS, RUNS, USED, COUNTS = range(7)
@@ -34,8 +34,7 @@ SECOND_EDGES = (1.0, 3.0, 10.0, 30.0, 60.0, 180.0, 600.0, 1_800.0, 3_600.0, 10_8
 _ONE, _ALL = np.uint64(1), np.uint64(2**64 - 1)
 _M1, _M2 = np.uint64(0x5555555555555555), np.uint64(0x3333333333333333)
 _M4, _MUL = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(0x0101010101010101)
-_GOLDEN, _MIX1, _MIX2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_S2, _S4, _S27, _S30, _S31, _S32, _S56 = (np.uint64(n) for n in (2, 4, 27, 30, 31, 32, 56))
+_S2, _S4, _S32, _S56 = (np.uint64(n) for n in (2, 4, 32, 56))
 _LOW = np.uint64(63)
 
 
@@ -102,13 +101,8 @@ class UsedBlocks(NamedTuple):
     tenant: int
 
 
-@jit
-def mixed(x):
-    """A 64-bit number scrambled, one to one."""
-    x = x + _GOLDEN
-    x = (x ^ (x >> _S30)) * _MIX1
-    x = (x ^ (x >> _S27)) * _MIX2
-    return x ^ (x >> _S31)
+mixed = jit(mix)
+"""A 64-bit number scrambled, one to one."""
 
 
 @jit

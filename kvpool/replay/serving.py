@@ -56,7 +56,7 @@ class Fetching(Closing):
     ) -> None:
         self._trace, self._config, self._random = trace, config, Random(config.seed)
         self._progress = progress or (lambda count: None)
-        self._width, self._size = config.layout.tokens_per_block, config.layout.block_bytes
+        self._width = config.layout.tokens_per_block
         self.cache = KVCacheManager(
             config.layout, device_blocks=1, host_blocks=config.host_blocks, device="cpu", secret=config.secret
         )
@@ -73,22 +73,18 @@ class Fetching(Closing):
 
     def run(self) -> list[Figure]:
         """Fetch until there are enough blocks, and return the figures. Raises RemoteError."""
-        begin, last = perf_counter(), 0
-        while self.fetched < self._config.blocks and self.calls - last < _STALL_AFTER:
+        begin, wanted, idle = perf_counter(), self._config.blocks, 0
+        while self.fetched < wanted and idle < _STALL_AFTER:
             before = self.fetched
-            index = self._random.randrange(len(self._trace.requests))
-            prompt, grid = self._prompt(index)
-            if len(prompt.keys):
-                (self._fetch_prefix if self.calls % _PREFIX_EVERY == 0 else self._fetch_any)(index, prompt, grid)
+            self._fetch(self._random.randrange(len(self._trace.requests)))
             self.calls += 1
-            if self.fetched > before:
-                last = self.calls
-                self._progress(min(self.fetched, self._config.blocks) - min(before, self._config.blocks))
+            idle = 0 if self.fetched > before else idle + 1
+            self._progress(min(self.fetched, wanted) - min(before, wanted))
         self.seconds = perf_counter() - begin
         self.cache.verify()
         stats = self.cache.stats()
         return [
-            at_least("blocks fetched", self.fetched, self._config.blocks),
+            at_least("blocks fetched", self.fetched, wanted),
             equal("blocks with wrong bytes", self.wrong),
             at_least("blocks that entered the pool", self.entered, 1),
             at_least("... compared there again", self.compared, 1),
@@ -106,38 +102,41 @@ class Fetching(Closing):
         states = token_states(tokens, self._width, salt=request.salt, adapter_id=request.adapter_id)
         return keys, states[: len(keys.keys) * self._width].reshape(-1, self._width)
 
-    def _fetch_prefix(self, index: int, prompt: BlockKeys, grid: States) -> None:
-        entered = self._client.fetch(prompt)
-        self.fetched += entered
-        self.entered += entered
-        self._compare_pool(index, prompt, grid, np.arange(self.cache.match_prefix(prompt).full_tokens // self._width))
-
-    def _fetch_any(self, index: int, prompt: BlockKeys, grid: States) -> None:
-        found = self._client.fetch_blocks(prompt)
-        there = np.flatnonzero([block is not None for block in found])
-        self.missing += len(found) - len(there)
-        if len(there) == 0:
-            return
-        self.fetched += len(there)
-        buffers = [block for block in found if block is not None]
-        page = np.stack([np.frombuffer(buffer, np.uint8) for buffer in buffers])
-        found_wrong = self._reader(page, len(there)).check(grid[there], np.arange(len(there)))
-        self._note(found_wrong, f"request {index}, as it came")
-        for run in np.split(np.arange(len(there)), np.flatnonzero(np.diff(there) != 1) + 1):
-            first = int(there[run[0]])
-            self.entered += self.cache.import_blocks(prompt, buffers[run[0] : run[-1] + 1], first=first)
-        self._compare_pool(index, prompt, grid, there)
-
-    def _compare_pool(self, index: int, prompt: BlockKeys, grid: States, places: Int64s) -> None:
-        """Compare the bytes of some blocks of a prompt in this pool, if it still has all of them."""
+    def _fetch(self, index: int) -> None:
+        prompt, grid = self._prompt(index)
+        if self.calls % _PREFIX_EVERY == 0:
+            entered = self._client.fetch(prompt)
+            self.fetched += entered
+            self.entered += entered
+            places = np.arange(self.cache.match_prefix(prompt).full_tokens // self._width)
+        else:
+            places = self._fetch_any(index, prompt, grid)
         try:
             lease = self.cache.pin(prompt.keys[places], owner="fetch", tier="host")
-        except BlockNotFound:
+        except BlockNotFound:  # some have been evicted
             return
         with lease:
-            found_wrong = self._host.check(grid[places], lease.blocks - self.cache.device_blocks)
-            self._note(found_wrong, f"request {index}, in the pool")
+            difference = self._host.check(grid[places], lease.blocks - self.cache.device_blocks)
+            self._note(difference, f"request {index}, in the pool")
             self.compared += len(places)
+
+    def _fetch_any(self, index: int, prompt: BlockKeys, grid: States) -> Int64s:
+        """Fetch what the server has of a prompt, compare it as it came, and import it. Which blocks these are."""
+        found = dict(enumerate(self._client.fetch_blocks(prompt)))
+        buffers = {place: block for place, block in found.items() if block is not None}
+        places = np.array([*buffers], np.int64)
+        self.missing += len(found) - len(places)
+        self.fetched += len(places)
+        page = np.frombuffer(b"".join(buffers.values()), np.uint8)
+        self._note(
+            self._reader(page, len(places)).check(grid[places], np.arange(len(places))), f"request {index}, as it came"
+        )
+        for run in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1):
+            if len(run):
+                self.entered += self.cache.import_blocks(
+                    prompt, [buffers[place] for place in run.tolist()], first=int(run[0])
+                )
+        return places
 
     def _note(self, difference: Any, where: str) -> None:
         if difference is not None:
