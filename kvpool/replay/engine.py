@@ -23,7 +23,7 @@ from kvpool.device.sim import SimDevice
 from kvpool.entry.process import Closing
 from kvpool.errors import KVPoolError
 from kvpool.pool.manager import KVCacheManager
-from kvpool.replay.content import Request, States, ranges, token_states
+from kvpool.replay.content import Request, States, token_states
 from kvpool.replay.storing import Storing
 from kvpool.replay.summary import PHASES, CopiedBytes, Hits, MovedBlocks, Summary, peak_memory_bytes
 from kvpool.replay.traces import Trace
@@ -385,16 +385,11 @@ class Replay(Closing):
         tokens = np.concatenate([r.output[at : at + count] for r, (_, at, count) in zip(batch, items, strict=True)])
         self._timed("append", self.cache.append_tokens, ids, tokens, counts, stream=self._decode)
         self._output_tokens += len(tokens)
-        if self._verifier is not None:
-            starts = np.array([running.length for running in batch], dtype=np.int64)
-            positions = ranges(starts, counts)
-            view = self.cache.block_table(ids)
-            blocks = view.table[np.repeat(view.rows, counts), positions // self._size].astype(np.int64)
-            states = np.concatenate([r.states[r.length : r.length + n] for r, n in zip(batch, counts, strict=True)])
-            self._verifier.write_tokens(blocks, positions % self._size, states, self._decode)
         for running, (_, _, count) in zip(batch, items, strict=True):
-            running.length += count
-            running.stream = self._decode
+            start, running.length, running.stream = running.length, running.length + count, self._decode
+            if self._verifier is not None:
+                written = running.states[start : running.length]
+                self._verifier.write(self._blocks(running), start, written, self._decode)
         self._timed("commit", self.cache.commit, ids)
 
     def _finish(self, request: Request) -> None:

@@ -57,7 +57,7 @@ class Verifier:
 
     A sequence's bytes follow from its own tokens. The bytes of a copy follow from the bytes that were written to its
     source. The verifier never asks kvpool for a block's content. Its state is ``uint64[blocks, tokens_per_block]``.
-    Only `write` and `write_tokens` change bytes of the pool. Thread-safe, for copies that other threads cause; only one
+    Only `write` changes bytes of the pool. Thread-safe, for copies that other threads cause; only one
     thread may write and check sequences.
 
     Blocks that come from outside are compared as soon as they are on the host: `expect` says beforehand which content
@@ -91,14 +91,11 @@ class Verifier:
 
     def write(self, blocks: Int64s, start: int, states: States, stream: Stream = NULL_STREAM) -> None:
         """Write tokens ``[start, start + len(states))`` of a sequence whose device blocks are `blocks`."""
-        self.write_tokens(*self._places(blocks, start, start + len(states)), states, stream)
-
-    def write_tokens(self, blocks: Int64s, tokens: Int64s, states: States, stream: Stream = NULL_STREAM) -> None:
-        """Write token ``tokens[i]`` of device block ``blocks[i]``, whose state is ``states[i]``."""
+        blocks, tokens = places = self._places(blocks, start, start + len(states))
         _, _, memory = self._tiers[0]
         with self._lock:
-            self._states[blocks, tokens], self._written[blocks, tokens] = states, True
-            self._launch(stream, lambda: memory.write(states, blocks, tokens), (blocks, tokens), writes=True)
+            self._states[places], self._written[places] = states, True
+            self._launch(stream, lambda: memory.write(states, blocks, tokens), places, writes=True)
 
     def check(self, blocks: Int64s, states: States, complaint: str, stream: Stream = NULL_STREAM) -> None:
         """Raise `VerificationError`, with this complaint, unless the first ``len(states)`` tokens of a sequence are in
