@@ -453,9 +453,9 @@ def test_many_threads_on_few_slots_lose_no_slot_and_mix_no_bytes(tmp_path: Path,
 
 
 class TestDiskStore(LastingContract):
-    @pytest.fixture
-    def make(self, tmp_path: Path) -> Callable[[int], DiskStore]:
-        return lambda blocks: DiskStore(tmp_path / "store", blocks * BLOCK_BYTES)
+    @pytest.fixture(params=["lru", "agent"])
+    def make(self, request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[int], DiskStore]:
+        return lambda blocks: DiskStore(tmp_path / "store", blocks * BLOCK_BYTES, policy=request.param)
 
     @pytest.fixture
     def again(self, tmp_path: Path) -> Callable[[], DiskStore]:
