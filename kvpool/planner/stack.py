@@ -25,6 +25,13 @@ BUCKETS = STEPS * 36
 GROUPS = 32
 """The sample has so many parts. Their differences give its error."""
 _START = 1 << 12
+_LISTS = {
+    **dict.fromkeys(("seen", "hits", "parent", "found"), np.int32),
+    **dict.fromkeys(("last", "distances", "again"), np.int64),
+    **dict.fromkeys(("keys", "bits"), np.uint64),
+    "times": np.float64,
+}
+"""The types of the tables of one dimension that begin with this length."""
 _BLOCKS_MAX = 2**31 - 1
 
 REQUEST_EDGES = (2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 100_000, 1_000_000)
@@ -414,23 +421,14 @@ class StackDistances:
         groups = 1 if sample == 1 else GROUPS
         self.tables = StackTables(
             slots=np.full(2 * _START, -1, np.int32),
-            keys=np.empty(_START, np.uint64),
-            last=np.empty(_START, np.int64),
-            seen=np.empty(_START, np.int32),
-            hits=np.empty(_START, np.int32),
-            parent=np.empty(_START, np.int32),
-            bits=np.zeros(_START, np.uint64),
             tree=np.zeros(_START + 1, np.int32),
-            distances=np.zeros(_START, np.int64),
-            again=np.zeros(_START, np.int64),
-            runs=np.empty((_START, 3), np.int64),
+            runs=np.zeros((_START, 3), np.int64),
             groups=np.zeros((groups, BUCKETS), np.int64),
             cold=np.zeros(groups, np.int64),
             coarse=np.zeros((1, BUCKETS), np.int64),
             gaps=np.zeros((2, 16), np.int64),
-            times=np.empty(_START, np.float64),
-            found=np.empty(_START, np.int32),
             counts=np.zeros(COUNTS, np.int64),
+            **{name: np.zeros(_START, dtype) for name, dtype in _LISTS.items()},
         )
         self._found = 0
         self._seeds: dict[tuple[str | bytes | None, int | str | None], np.uint64] = {}

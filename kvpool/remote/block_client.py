@@ -20,11 +20,11 @@ from kvpool.entry.interrupt import DeferSignals
 from kvpool.entry.process import Closing, Process
 from kvpool.pool.keys import BlockKeys, key_rows
 from kvpool.pool.manager import KVCacheManager
-from kvpool.remote import session as wire
 from kvpool.remote.connections import end, new_context
 from kvpool.remote.doors import ClientKeys, ClientSecret, check_endpoint
 from kvpool.remote.link import Link, RemoteError, RemoteTimeout
-from kvpool.remote.transport import Arrival, Buffer, ClientTransport, InlineClient, served
+from kvpool.remote.session import BLOCKS_MAX, KEY_BYTES, Blocks, Find, Found, Get, Hello, Malformed, Received, Welcome
+from kvpool.remote.transport import Arrival, Buffer, ClientTransport, InlineClient, neighbours, served
 from kvpool.state.hashing import remote_password
 
 ARRIVAL_POLL_MS = 1
@@ -57,7 +57,7 @@ class Exchange:
     ) -> None:
         self._link, self._transport, self._keys, self._group = link, transport, keys, group
         self._blocks, self._messages = blocks, messages
-        self._sent, self._end = 0, len(keys) // wire.KEY_BYTES
+        self._sent, self._end = 0, len(keys) // KEY_BYTES
         self._waiting: dict[int, _Asked] = {}
         self.stopped = False
 
@@ -77,40 +77,40 @@ class Exchange:
                     yield request.first, self._in_place(request)
                 if request.arrival is not None:
                     request.arrival.done()
-        except wire.Malformed as error:
+        except Malformed as error:
             raise RemoteError("malformed", f"the server sent {error}") from None
         self._link.rest()
 
     def _ask(self) -> None:
-        request, first = wire.Get(self._link.number(), self._group), self._sent
+        request, first = Get(self._link.number(), self._group), self._sent
         self._sent = min(first + self._blocks, self._end)
         self._waiting[request.id] = _Asked(first, self._sent - first)
-        self._link.send(request, [self._keys[first * wire.KEY_BYTES : self._sent * wire.KEY_BYTES]])
+        self._link.send(request, [self._keys[first * KEY_BYTES : self._sent * KEY_BYTES]])
 
     def _wait(self, request: _Asked) -> None:
         """Wait until a request is complete. Raises RemoteTimeout."""
         silent = time.monotonic()
         while not request.complete():
             # What is read in other ways than by messages is looked at often.
-            received = self._link.receive((wire.Blocks,), wait_ms=None if request.found is None else ARRIVAL_POLL_MS)
+            received = self._link.receive((Blocks,), wait_ms=None if request.found is None else ARRIVAL_POLL_MS)
             if received is not None:
                 self._take(received)
                 silent = time.monotonic()
             elif time.monotonic() - silent > self._link.timeout_ms / 1e3:
                 raise RemoteTimeout(f"blocks did not arrive for {self._link.timeout_ms} ms")
 
-    def _take(self, received: wire.Received) -> None:
+    def _take(self, received: Received) -> None:
         message = received.message
         request = self._waiting.get(message.id)
         if request is None or request.found is not None:
-            raise wire.Malformed(f"an answer to request {message.id}, which does not wait for one")
+            raise Malformed(f"an answer to request {message.id}, which does not wait for one")
         if len(message.found) != request.count or message.found.strip("01"):
-            raise wire.Malformed(f"{message.found!r:.40} for the {request.count} keys of a request")
+            raise Malformed(f"{message.found!r:.40} for the {request.count} keys of a request")
         count = message.found.count("1")
         if count:
             request.arrival, request.seal = self._transport.receive(received, self._group, count), received.seal
         elif received.frames or received.blocks:
-            raise wire.Malformed("frames without blocks")
+            raise Malformed("frames without blocks")
         request.found = message.found
 
     def _in_place(self, request: _Asked) -> list[Buffer | None]:
@@ -128,10 +128,10 @@ def find(link: Link, keys: bytes, groups: int) -> Bools:
 
     Raises RemoteTimeout, RemoteError.
     """
-    found, step = [np.empty((groups, 0), np.bool_)], wire.KEY_BYTES * wire.BLOCKS_MAX
+    found, step = [np.empty((groups, 0), np.bool_)], KEY_BYTES * BLOCKS_MAX
     for piece in (keys[first : first + step] for first in range(0, len(keys), step)):
-        count = len(piece) // wire.KEY_BYTES
-        received = link.ask(wire.Find(link.number()), [piece], wire.Found)
+        count = len(piece) // KEY_BYTES
+        received = link.ask(Find(link.number()), [piece], Found)
         sizes = [frame.nbytes for frame in received.frames]
         if sizes != [-(-groups * count // 8)] or received.blocks:
             raise RemoteError("malformed", f"the server sent {sizes!r:.80} bytes for {groups} x {count} bits")
@@ -184,7 +184,7 @@ class BlockClient(Closing):
         self._cache, self._keys = cache, keys
         self._transport = InlineClient() if transport is None else transport
         self._sizes, self._parts = what.block_bytes, what.parts
-        self._hello = wire.Hello(0, name, what.fingerprint, cache.block_keys([0]).origin[0], self._transport.name)
+        self._hello = Hello(0, name, what.fingerprint, cache.block_keys([0]).origin[0], self._transport.name)
         self._busy, self._process = threading.Lock(), Process()
         self._context: zmq.Context[Any] | None = new_context()
         self._link: Link | None = None
@@ -240,12 +240,11 @@ class BlockClient(Closing):
     def _import(self, keys: BlockKeys, group: int, places: Int64s, blocks: list[Buffer | None], priority: int) -> int:
         """Store the first blocks of an answer, which are those of the prompt at ``places``. Returns how many
         entered."""
-        entered = 0
-        cuts = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), len(places)]
-        for begin, after in zip(cuts, cuts[1:], strict=False):
-            if begin < after:
-                first, own = int(places[begin]), blocks[begin:after]
-                entered += self._cache.import_blocks(keys, own, first=first, priority=priority, group=group)
+        entered = begin = 0
+        for run in neighbours(places):
+            own = blocks[begin : begin + len(run)]
+            entered += self._cache.import_blocks(keys, own, first=int(run[0]), priority=priority, group=group)
+            begin += len(run)
         return entered
 
     def fetch_blocks(self, keys: Any, *, group: int | None = None) -> list[Buffer | None]:
@@ -320,7 +319,7 @@ class BlockClient(Closing):
         messages = min(self._messages, link.welcome.requests, link.welcome.bytes // (blocks * self._sizes[group]))
         return Exchange(link, self._transport, keys, group, blocks, messages)
 
-    def _blocks_of(self, welcome: wire.Welcome, size: int) -> int:
+    def _blocks_of(self, welcome: Welcome, size: int) -> int:
         """How many blocks of this size one message may have."""
         return min(self._blocks, welcome.blocks_per_request, welcome.bytes // size)
 
@@ -328,21 +327,21 @@ class BlockClient(Closing):
         """Learn the server's limits. Raises RemoteError if the two pools do not fit together."""
         assert self._context is not None
         door = self._keys or ClientSecret(remote_password(self._cache.core.states.secret).encode())
-        answer = len(self._sizes) * wire.BLOCKS_MAX // 8 + 1
+        answer = len(self._sizes) * BLOCKS_MAX // 8 + 1
         link = self._link = Link(
             self._context, self._endpoint, door, timeout_ms=self._timeout_ms,
             # A server that sends more answers than it owes is not read from until the next call.
             frame_bytes=max(answer, self._blocks * max(self._sizes)), messages=self._messages,
         )  # fmt: skip
         try:
-            received = link.greet(self._hello, wire.Welcome)
+            received = link.greet(self._hello, Welcome)
         except RemoteError as error:
             self._explain(error)
         try:
             self._check(received.message)
             nbytes = max(size * self._blocks_of(received.message, size) for size in self._sizes if size)
             self._transport.connect(received.frames, self._parts, nbytes, self._messages)
-        except wire.Malformed as error:
+        except Malformed as error:
             raise RemoteError("malformed", f"{self._endpoint} sent {error}") from None
 
     def _explain(self, error: RemoteError) -> NoReturn:
@@ -357,8 +356,8 @@ class BlockClient(Closing):
             ) from None
         raise error
 
-    def _check(self, welcome: wire.Welcome) -> None:
+    def _check(self, welcome: Welcome) -> None:
         if welcome.block_bytes != self._sizes:
-            raise wire.Malformed(f"blocks of {welcome.block_bytes!r:.80} bytes: expected are {self._sizes!r:.80}")
+            raise Malformed(f"blocks of {welcome.block_bytes!r:.80} bytes: expected are {self._sizes!r:.80}")
         if min(welcome.blocks_per_request, welcome.requests) < 1 or welcome.bytes < max(self._sizes):
-            raise wire.Malformed("limits under which no block can be asked for")
+            raise Malformed("limits under which no block can be asked for")

@@ -18,9 +18,9 @@ from kvpool.entry.process import Closing
 from kvpool.errors import BlockNotFound, KVPoolError, PoolClosed
 from kvpool.pool.leases import Lease
 from kvpool.pool.manager import KVCacheManager
-from kvpool.remote import session as wire
 from kvpool.remote.doors import ServerKeys, ServerSecret, check_endpoint
 from kvpool.remote.server import LetIn, Refused, Server
+from kvpool.remote.session import BLOCKS_MAX, KEY_BYTES, Blocks, Find, Found, Get, Hello, Malformed, Received, Welcome
 from kvpool.remote.transport import InlineServer, ServerTransport, host_bytes, served
 from kvpool.state import records
 from kvpool.state.hashing import remote_password
@@ -54,7 +54,7 @@ class Limits:
     """Peers, with or without the password. Others are refused."""
 
     def __post_init__(self) -> None:
-        integer_argument("blocks_per_request", self.blocks_per_request, 1, wire.BLOCKS_MAX)
+        integer_argument("blocks_per_request", self.blocks_per_request, 1, BLOCKS_MAX)
         integer_argument("requests_per_client", self.requests_per_client, 1, 1 << 16)
         integer_argument("requests_waiting", self.requests_waiting, 1, 1 << 24)
         integer_argument("connections", self.connections, 1, 1 << 16)
@@ -143,7 +143,7 @@ class BlockServer(Closing):
         try:
             self._server = self._blocks.server = Server(
                 self._blocks, endpoint, door, connections=own.connections, stall_ms=stall,
-                frame_bytes=wire.KEY_BYTES * wire.BLOCKS_MAX, messages=waiting, answers=waiting,
+                frame_bytes=KEY_BYTES * BLOCKS_MAX, messages=waiting, answers=waiting,
             )  # fmt: skip
         except BaseException:
             self._blocks.release()
@@ -257,7 +257,7 @@ class UnderWay:
 class _HostTier:
     """What a ``Server`` serves of a pool. ``server`` must be set before its thread is started."""
 
-    accepted = (wire.Hello, wire.Get, wire.Find)
+    accepted = (Hello, Get, Find)
     server: Server
 
     def __init__(self, cache: KVCacheManager, transport: ServerTransport, limits: Limits) -> None:
@@ -267,7 +267,7 @@ class _HostTier:
         sizes = [(size, group.host_blocks) for size, group in zip(what.block_bytes, cache.groups, strict=True) if size]
         fits = fitting(limits, sizes)
         each = fits.bytes_per_client or 0
-        self._welcome = wire.Welcome(0, what.block_bytes, fits.blocks_per_request, fits.requests_per_client, each)
+        self._welcome = Welcome(0, what.block_bytes, fits.blocks_per_request, fits.requests_per_client, each)
         self._under_way, self.stats, self.linger_ms, self._idle_turns = UnderWay(fits), ServerStats(), 0, 0
         if transport.serving:
             raise ValueError("transport: it is that of another server; each needs one of its own")
@@ -312,28 +312,28 @@ class _HostTier:
 
     # -- requests ----------------------------------------------------------------------------------
 
-    def take(self, client: LetIn, received: wire.Received) -> None:
+    def take(self, client: LetIn, received: Received) -> None:
         request = received.message
         self._idle_turns = 0
-        if isinstance(request, wire.Hello):
+        if isinstance(request, Hello):
             self._check(request, received)
             client.hello = request
             self.server.send(client, replace(self._welcome, id=request.id), self._transport.welcome())
             return
         if client.hello is None:
-            raise wire.Malformed("a request before hello")
+            raise Malformed("a request before hello")
         keys = _keys(received)
-        if isinstance(request, wire.Get):
+        if isinstance(request, Get):
             self._accept(client, request, keys)
         else:
             self._find(client, request, keys)
 
-    def _check(self, hello: wire.Hello, received: wire.Received) -> None:
+    def _check(self, hello: Hello, received: Received) -> None:
         """Raise unless the client may read blocks here at all."""
         if received.frames or received.blocks:
-            raise wire.Malformed("frames behind hello: accepted are none")
+            raise Malformed("frames behind hello: accepted are none")
         if len(hello.client) > _NAME_MAX or not hello.client.isprintable():
-            raise wire.Malformed(f"client: accepted is a name of up to {_NAME_MAX} printable characters")
+            raise Malformed(f"client: accepted is a name of up to {_NAME_MAX} printable characters")
         if hello.layout != self._layout:
             reason = (
                 f"layout {hello.layout:.40} cannot read blocks of layout {self._layout}: both pools need one "
@@ -346,23 +346,23 @@ class _HostTier:
             reason = f"transport {hello.transport!r:.40}: this server sends {self._transport.name!r}"
             raise Refused(hello.id, "transport", reason)
 
-    def _accept(self, client: LetIn, request: wire.Get, keys: Uint64s) -> None:
+    def _accept(self, client: LetIn, request: Get, keys: Uint64s) -> None:
         sizes = self._welcome.block_bytes
         if request.group >= len(sizes) or not sizes[request.group]:
             groups = [group for group, size in enumerate(sizes) if size]
-            raise wire.Malformed(f"group={request.group}: accepted are {groups!r:.80}")
+            raise Malformed(f"group={request.group}: accepted are {groups!r:.80}")
         owner, nbytes = f"remote {client.hello.client} {client.id.hex()}", len(keys) * sizes[request.group]
         self._under_way.accept(Waiting(client, request.id, request.group, keys, owner, nbytes), len(keys))
         self._serve()
 
-    def _find(self, client: LetIn, request: wire.Find, keys: Uint64s) -> None:
+    def _find(self, client: LetIn, request: Find, keys: Uint64s) -> None:
         """Answer which blocks are there. The pool is asked in pieces, so that nobody waits long for its lock.
 
         The socket accepts no message of more than BLOCKS_MAX keys.
         """
         pieces = [keys[first : first + KEYS_PER_LOOK] for first in range(0, len(keys), KEYS_PER_LOOK)]
         found = np.concatenate([self._of_pool(request.id, piece) for piece in pieces], axis=1)
-        if self.server.send(client, wire.Found(request.id), [np.packbits(found).tobytes()]):
+        if self.server.send(client, Found(request.id), [np.packbits(found).tobytes()]):
             self.stats.questions += 1
 
     def _of_pool(self, id: int, keys: Uint64s) -> Bools:
@@ -392,7 +392,7 @@ class _HostTier:
     def _send_blocks(self, request: Waiting) -> None:
         leases, found = self._pin(request)
         count = int(found.sum())
-        reply, nbytes = wire.Blocks(request.id, "".join("01"[one] for one in found.tolist())), request.nbytes
+        reply, nbytes = Blocks(request.id, "".join("01"[one] for one in found.tolist())), request.nbytes
         try:
             if not count:
                 self.server.send(request.client, reply)
@@ -452,12 +452,12 @@ class _HostTier:
         self.stats.transfers, self.stats.transfer_bytes = len(self._under_way.transfers), self._under_way.nbytes
 
 
-def _keys(received: wire.Received) -> Uint64s:
+def _keys(received: Received) -> Uint64s:
     """The keys that a request names, uint64[n, 2]. Raises Malformed."""
     frames = [*received.frames, *received.blocks]
-    if len(frames) != 1 or not frames[0].nbytes or frames[0].nbytes % wire.KEY_BYTES:
+    if len(frames) != 1 or not frames[0].nbytes or frames[0].nbytes % KEY_BYTES:
         sizes, kind = [frame.nbytes for frame in frames], type(received.message).__name__.lower()
-        raise wire.Malformed(
-            f"frames of {sizes!r:.80} bytes behind {kind}: accepted is one, of {wire.KEY_BYTES} bytes for each key"
+        raise Malformed(
+            f"frames of {sizes!r:.80} bytes behind {kind}: accepted is one, of {KEY_BYTES} bytes for each key"
         )
     return np.frombuffer(bytes(frames[0]), np.uint64).reshape(-1, 2)

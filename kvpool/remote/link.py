@@ -14,9 +14,21 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from kvpool.errors import KVPoolError
-from kvpool.remote import session as wire
 from kvpool.remote.connections import Flow
 from kvpool.remote.doors import ClientDoor
+from kvpool.remote.session import (
+    HEAD_BYTES_MAX,
+    UNSEALED,
+    Failed,
+    Malformed,
+    Message,
+    Received,
+    Session,
+    begun,
+    check_library,
+    encode,
+    greeting,
+)
 
 STOP_POLL_MS = 50
 """How often a call that waits asks whether it should stop."""
@@ -83,29 +95,29 @@ class Link:
         self, context: zmq.Context[Any], endpoint: str, door: ClientDoor, *, timeout_ms: int, frame_bytes: int,
         messages: int,
     ) -> None:  # fmt: skip
-        wire.check_library()
+        check_library()
         self._endpoint, self._key, self.timeout_ms, self._messages = endpoint, door.wire_key, timeout_ms, messages
-        self._most = (messages + 1) * (frame_bytes + wire.HEAD_BYTES_MAX) + _BUFFER_BYTES
+        self._most = (messages + 1) * (frame_bytes + HEAD_BYTES_MAX) + _BUFFER_BYTES
         self._number = 0
         self.welcome: Any = None
         self._flow: Flow | None = None
-        self._session: wire.Session | None = None
+        self._session: Session | None = None
         self._socket = socket = context.socket(zmq.DEALER)
         # Another connection could not know what was under way on this one.
         socket.linger, socket.ipv6, socket.reconnect_ivl = 0, "[" in endpoint, -1
-        socket.rcvhwm, socket.maxmsgsize = messages, max(wire.HEAD_BYTES_MAX, frame_bytes)
+        socket.rcvhwm, socket.maxmsgsize = messages, max(HEAD_BYTES_MAX, frame_bytes)
         door.apply(socket)
         self._monitor = socket.get_monitor_socket(functools.reduce(operator.or_, [zmq.EVENT_CONNECTED, *_ENDED]))
         socket.connect(endpoint)
 
-    def greet(self, hello: wire.Message, kind: type[wire.Message], stop: Stop = never) -> wire.Received:
+    def greet(self, hello: Message, kind: type[Message], stop: Stop = never) -> Received:
         """Have the server prove that it knows the secret, and say what this client wants, under a number of its own.
         Returns the answer, whose message is ``welcome`` from then on."""
-        greeted = wire.greeting()
+        greeted = greeting()
         self._send([greeted])
         answer = self._receive(self.timeout_ms, stop) or []
         with self._malformed():
-            self._session = wire.begun(self._key, greeted, bytes(answer[0]) if len(answer) == 1 else b"")
+            self._session = begun(self._key, greeted, bytes(answer[0]) if len(answer) == 1 else b"")
         if self._session is None:
             reason = f"{self._endpoint} does not prove that it knows the secret: it is another program, or has another"
             raise RemoteError("impostor", reason)
@@ -118,40 +130,40 @@ class Link:
         self._number += 1
         return self._number
 
-    def send(self, message: wire.Message, frames: Sequence[Any] = (), blocks: Sequence[Any] = ()) -> None:
+    def send(self, message: Message, frames: Sequence[Any] = (), blocks: Sequence[Any] = ()) -> None:
         """Send a message, after ``greet``. Blocks are sealed."""
         assert self._session is not None
-        seal = self._session.seal(blocks) if blocks else wire.UNSEALED
+        seal = self._session.seal(blocks) if blocks else UNSEALED
         if self._flow is not None:
             self._flow.most = self._most
-        if self._send(self._session.pack(wire.encode(message), frames, blocks, seal)):
+        if self._send(self._session.pack(encode(message), frames, blocks, seal)):
             self._session.sent()
 
     def receive(
-        self, accepted: tuple[type[wire.Message], ...], stop: Stop = never, wait_ms: float | None = None
-    ) -> wire.Received | None:
+        self, accepted: tuple[type[Message], ...], stop: Stop = never, wait_ms: float | None = None
+    ) -> Received | None:
         """The next message, or None if there is none within ``wait_ms``, if that is given."""
         assert self._session is not None
         frames = self._receive(self.timeout_ms if wait_ms is None else wait_ms, stop, wait_ms is None)
         if frames is None:
             return None
         with self._malformed():
-            received = self._session.unpack(frames, (*accepted, wire.Failed))
-        if isinstance(received.message, wire.Failed):
+            received = self._session.unpack(frames, (*accepted, Failed))
+        if isinstance(received.message, Failed):
             raise RemoteError(received.message.code, received.message.reason)
         return received
 
     def ask(
-        self, message: wire.Message, frames: Sequence[Any], kind: type[wire.Message], stop: Stop = never,
+        self, message: Message, frames: Sequence[Any], kind: type[Message], stop: Stop = never,
         blocks: Sequence[Any] = (),
-    ) -> wire.Received:  # fmt: skip
+    ) -> Received:  # fmt: skip
         """Send a message and wait for its answer, if no other is under way."""
         self.send(message, frames, blocks)
         received = self.receive((kind,), stop)
         assert received is not None
         with self._malformed():
             if received.message.id != message.id:
-                raise wire.Malformed(f"an answer to message {received.message.id}, which does not wait for one")
+                raise Malformed(f"an answer to message {received.message.id}, which does not wait for one")
         self.rest()
         return received
 
@@ -216,5 +228,5 @@ class Link:
     def _malformed(self) -> Iterator[None]:
         try:
             yield
-        except wire.Malformed as error:
+        except Malformed as error:
             raise RemoteError("malformed", f"{self._endpoint} sent {error}") from None

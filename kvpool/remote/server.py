@@ -15,9 +15,20 @@ import zmq
 
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.entry.process import Process
-from kvpool.remote import session as wire
 from kvpool.remote.connections import Connections, end, new_context
 from kvpool.remote.doors import ServerDoor, binding
+from kvpool.remote.session import (
+    HEAD_BYTES_MAX,
+    UNSEALED,
+    Failed,
+    Malformed,
+    Message,
+    Received,
+    Session,
+    answered,
+    check_library,
+    encode,
+)
 
 MESSAGES_PER_TURN = 16
 _DOMAIN = b"kvpool"
@@ -40,7 +51,7 @@ class LetIn:
     """A peer that was let in, and has greeted. ``hello``: what it has said of itself first, if it has."""
 
     id: bytes
-    session: wire.Session
+    session: Session
     descriptor: int
     hello: Any = None
 
@@ -49,10 +60,10 @@ class Backend(Protocol):
     """What is served. All calls come on the server's thread, and do not wait."""
 
     @property
-    def accepted(self) -> tuple[type[wire.Message], ...]:
+    def accepted(self) -> tuple[type[Message], ...]:
         """The kinds of messages that clients may send."""
 
-    def take(self, client: LetIn, received: wire.Received) -> None:
+    def take(self, client: LetIn, received: Received) -> None:
         """Begin what a message asks for. Raises Malformed, Refused."""
 
     def has_room(self) -> bool:
@@ -91,7 +102,7 @@ class Server:
         self, backend: Backend, endpoint: str, door: ServerDoor, *, connections: int, stall_ms: int, frame_bytes: int,
         messages: int, answers: int,
     ) -> None:  # fmt: skip
-        wire.check_library()
+        check_library()
         self._backend, self._door, self._process = backend, door, Process()
         self._clients: dict[bytes, LetIn] = {}
         self._posted = deque[Callable[[], object]]()
@@ -107,12 +118,12 @@ class Server:
         # silence.
         socket.router_mandatory = True
         socket.sndhwm, socket.rcvhwm, socket.rcvbuf = answers, messages, _BUFFER_BYTES
-        socket.maxmsgsize = max(wire.HEAD_BYTES_MAX, frame_bytes)
+        socket.maxmsgsize = max(HEAD_BYTES_MAX, frame_bytes)
         if stall_ms and endpoint.startswith("tcp:"):
             socket.tcp_maxrt = stall_ms
         socket.zap_domain, socket.zap_enforce_domain = _DOMAIN, True
         door.apply(socket)
-        bytes_most = (messages + 1) * (frame_bytes + wire.HEAD_BYTES_MAX) + 2 * _BUFFER_BYTES
+        bytes_most = (messages + 1) * (frame_bytes + HEAD_BYTES_MAX) + 2 * _BUFFER_BYTES
         self.connections = Connections(socket, connections, bytes_most, guarded=True)
         try:
             with binding(endpoint):
@@ -156,12 +167,12 @@ class Server:
     # -- for the thread ----------------------------------------------------------------------------
 
     def send(
-        self, client: LetIn, message: wire.Message, frames: Sequence[Any] = (), blocks: Sequence[Any] = (),
-        seal: bytes = wire.UNSEALED,
+        self, client: LetIn, message: Message, frames: Sequence[Any] = (), blocks: Sequence[Any] = (),
+        seal: bytes = UNSEALED,
     ) -> bool:  # fmt: skip
         """Queue a message for a client. Returns False, and counts that, if it has gone or has too many unread. Does not
         wait."""
-        if not self._send(client.id, client.session.pack(wire.encode(message), frames, blocks, seal)):
+        if not self._send(client.id, client.session.pack(encode(message), frames, blocks, seal)):
             return False
         client.session.sent()
         return True
@@ -169,14 +180,14 @@ class Server:
     def fail(self, client: LetIn, id: int, code: str, reason: str) -> None:
         """Answer a request with an error."""
         self.counts.failed += 1
-        self.send(client, wire.Failed(id, code, reason))
+        self.send(client, Failed(id, code, reason))
 
     def guard(self, client: LetIn, id: int, call: Callable[[], object]) -> None:
         """Do something for a request of a client, and answer it with the error that it raises, which so does not end
         the service for all others."""
         try:
             call()
-        except wire.Malformed as error:
+        except Malformed as error:
             self.counts.malformed += 1
             self.fail(client, error.id or id, "malformed", str(error))
         except Refused as error:
@@ -240,18 +251,18 @@ class Server:
 
     def _greet(self, sender: bytes, descriptor: int, frames: list[Any]) -> None:
         self._note_ends(self.connections.poll())  # it may have come in this turn
-        session, answer = wire.answered(self._door.wire_key, frames[0].bytes if len(frames) == 1 else b"")
+        session, answer = answered(self._door.wire_key, frames[0].bytes if len(frames) == 1 else b"")
         self.counts.malformed += session is None
         if self._send(sender, [answer]) and session is not None and descriptor in self.connections:
             self._clients[sender] = LetIn(sender, session, descriptor)
 
     def _take(self, client: LetIn, frames: list[Any]) -> None:
         if not frames:
-            raise wire.Malformed("a message without frames")
+            raise Malformed("a message without frames")
         received = client.session.unpack([frame.buffer for frame in frames], self._backend.accepted)
         id = received.message.id
         if id == 0:
-            raise wire.Malformed("id=0: accepted are 1 and more")
+            raise Malformed("id=0: accepted are 1 and more")
         self.guard(client, id, lambda: self._backend.take(client, received))
 
     def _send(self, client: bytes, frames: list[Any]) -> bool:

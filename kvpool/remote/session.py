@@ -113,12 +113,11 @@ def _is_int(value: Any) -> bool:
     return type(value) is int and 0 <= value <= _INTEGER_MAX
 
 
-_INTEGER = f"an integer from 0 to {_INTEGER_MAX}"
 _ACCEPTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "int": (_INTEGER, _is_int),
-    "str": (f"a string of up to {_TEXT_MAX} characters", lambda value: type(value) is str and len(value) <= _TEXT_MAX),
+    "int": ("an integer of 63 bits", _is_int),
+    "str": (f"up to {_TEXT_MAX} characters", lambda value: type(value) is str and len(value) <= _TEXT_MAX),
     "tuple[int, ...]": (
-        f"up to {NUMBERS_MAX} times {_INTEGER}",
+        f"up to {NUMBERS_MAX} integers of 63 bits",
         lambda value: type(value) is tuple and len(value) <= NUMBERS_MAX and all(map(_is_int, value)),
     ),
 }

@@ -422,18 +422,21 @@ class Replay(Closing):
 
     def _resolved(self) -> dict[str, Any]:
         config, layout = self.config, self.config.layout
-        shape = ("layers", "planes", "kv_heads", "head_dim")
-        return {
-            "trace": self.trace.name,
-            "format": self.trace.format,
-            "device": self._device.name,
-            **{name: getattr(config, name) for name in ("device_blocks", "host_blocks")},
-            **{name: getattr(layout, name) for name in ("tokens_per_block", "block_bytes", *shape)},
+        of_config, of_pool = ("device_blocks", "host_blocks"), ("active", "partial", "policy", "verify")
+        shape = ("tokens_per_block", "block_bytes", "layers", "planes", "kv_heads", "head_dim")
+        names = {"trace": self.trace.name, "format": self.trace.format, "device": self._device.name}
+        found = {
+            **names,
+            **{name: getattr(config, name) for name in of_config},
+            **{name: getattr(layout, name) for name in shape},
             "dtype": layout.dtype_name,
-            **{name: getattr(config, name) for name in ("active", "partial", "policy", "verify")},
-            **({} if config.store is None else {"store": config.store.name, "store_wait": config.store_wait}),
-            **({"seed": config.seed, "progress": config.progress} if config.device == "sim" else {}),
+            **{name: getattr(config, name) for name in of_pool},
         }
+        if config.store is not None:
+            found |= {"store": config.store.name, "store_wait": config.store_wait}
+        if config.device == "sim":
+            found |= {"seed": config.seed, "progress": config.progress}
+        return found
 
 
 def warm_up(tokens_per_block: int, config: ReplayConfig) -> None:

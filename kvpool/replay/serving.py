@@ -25,6 +25,7 @@ from kvpool.errors import BlockNotFound
 from kvpool.pool.keys import BlockKeys
 from kvpool.pool.manager import KVCacheManager
 from kvpool.remote import BlockClient, BlockServer, Limits
+from kvpool.remote.transport import neighbours
 from kvpool.replay.content import KVBytes, Request, States, token_states
 from kvpool.replay.engine import Figure, ReplayConfig, Report, Rounds, at_least, equal
 from kvpool.replay.traces import Trace
@@ -131,11 +132,9 @@ class Fetching(Closing):
         self._note(
             self._reader(page, len(places)).check(grid[places], np.arange(len(places))), f"request {index}, as it came"
         )
-        for run in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1):
-            if len(run):
-                self.entered += self.cache.import_blocks(
-                    prompt, [buffers[place] for place in run.tolist()], first=int(run[0])
-                )
+        for run in neighbours(places):
+            own = [buffers[place] for place in run.tolist()]
+            self.entered += self.cache.import_blocks(prompt, own, first=int(run[0]))
         return places
 
     def _note(self, difference: Any, where: str) -> None:

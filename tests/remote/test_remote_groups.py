@@ -224,7 +224,7 @@ def test_prompts_of_more_keys_than_a_question_has_room_for_are_asked_for_in_seve
     there, here = worker(open_, [FULL, WINDOWED]), worker(open_, [FULL, WINDOWED])
     stored(there)
     with BlockServer(there.cache) as server, BlockClient(server.endpoint, here.cache) as client:
-        monkeypatch.setattr("kvpool.remote.session.BLOCKS_MAX", 3)
+        monkeypatch.setattr("kvpool.remote.block_client.BLOCKS_MAX", 3)
         assert client.fetch(TOKENS) == 8 + 3
         until(lambda: server.stats().questions == 3, "count of questions")
     assert here.add(TOKENS).cached == 32
