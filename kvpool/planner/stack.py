@@ -212,7 +212,11 @@ def look_up(tables, access, ids):
 
     All distances are from the time before the request: a request claims what it finds before it takes new blocks.
     """
-    counts, key, number, distance, count = tables.counts, access.seed, np.int64(-1), np.int64(0), 0
+    counts = tables.counts
+    key = access.seed
+    number = np.int64(-1)
+    distance = np.int64(0)
+    count = 0
     groups = np.uint64(len(tables.cold))
     counts[LOOKUPS] = 0
     for block in range(access.keyed):

@@ -131,7 +131,10 @@ class ReplayServer:
     def __init__(
         self, endpoint: str | None, most: int, history: History, snapshot: Callable[[int], None], topic: bytes | None
     ) -> None:
-        self._most, self._history, self._snapshot, self._topic = most, history, snapshot, topic
+        self._most = most
+        self._history = history
+        self._snapshot = snapshot
+        self._topic = topic
         self._peers: dict[_Peer, None] = {}
         self._listener: socket.socket | None = None
         self.endpoint = endpoint

@@ -55,7 +55,10 @@ class Exchange:
     def __init__(
         self, link: Link, transport: ClientTransport, keys: bytes, group: int, blocks: int, messages: int
     ) -> None:
-        self._link, self._transport, self._keys, self._group = link, transport, keys, group
+        self._link = link
+        self._transport = transport
+        self._keys = keys
+        self._group = group
         self._blocks, self._messages = blocks, messages
         self._sent, self._end = 0, len(keys) // KEY_BYTES
         self._waiting: dict[int, _Asked] = {}

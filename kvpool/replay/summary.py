@@ -117,7 +117,10 @@ class Summary:
 
     def text(self) -> str:
         """Return the figures as a few aligned lines."""
-        hits, blocks, moved, stored = self.hits, self.blocks, self.moved, self.stored
+        hits = self.hits
+        blocks = self.blocks
+        moved = self.moved
+        stored = self.stored
         nbytes = moved.offloaded_bytes + moved.onboarded_bytes + moved.within_tier_bytes
         speed = f", {moved.gigabytes_per_second:.2f} GB/s" if moved.gigabytes_per_second else ""
         control = self.control_us_per_request

@@ -49,7 +49,11 @@ class VerificationError(KVPoolError, AssertionError):
 
     def __init__(self, message: str, *, block: int, tier: str, token: int, layer: int | None, plane: int | None):
         super().__init__(message)
-        self.block, self.tier, self.token, self.layer, self.plane = block, tier, token, layer, plane
+        self.block = block
+        self.tier = tier
+        self.token = token
+        self.layer = layer
+        self.plane = plane
 
 
 class Verifier:
