@@ -134,7 +134,9 @@ def _tabulate(fragments: Any, words_max: int, rows: Any) -> Any:
     steps = (0, 0)
     source_before = target_before = 0
     for i in range(fragments.shape[0]):
-        source, target, left = fragments[i, FROM], fragments[i, TO], fragments[i, BYTES]
+        source = fragments[i, FROM]
+        target = fragments[i, TO]
+        left = fragments[i, BYTES]
         while left > 0:
             part = left
             if (source - target) % _UNIT == 0:

@@ -401,7 +401,10 @@ def write_step(numbers_at: int, count: int, ids_at: int, packed: bool, width: in
     )
     blocks = np.int64(0)
     for i in range(count + 1):
-        stored, holes, length, query = numbers[i, STORED], numbers[i, HOLES], numbers[i, LENGTH], numbers[i, QUERY]
+        stored = numbers[i, STORED]
+        holes = numbers[i, HOLES]
+        length = numbers[i, LENGTH]
+        query = numbers[i, QUERY]
         if places[QUERY_START_LOC]:
             starts[i] = query
         if places[INDPTR]:
