@@ -234,8 +234,9 @@ def _translate(library: Library, dispatcher: Dispatcher, kinds: tuple[Any, ...])
     rewrite_registry.apply("before-inference", state)
     ReconstructSSA().run_pass(state)
     state.typemap, result, calls, _ = type_inference_stage(_calls, _context, read, kinds, None)
-    for item in [item for item in calls if isinstance(item, ir.SetItem) or getattr(item, "op", "") == "getitem"]:
-        calls[item] = _unsigned(calls.pop(item))
+    for item in list(calls):
+        if isinstance(item, ir.SetItem) or getattr(item, "op", "") == "getitem":
+            calls[item] = _unsigned(calls.pop(item))
     PreLowerStripPhis().run_pass(state)
     description = PythonFunctionDescriptor.from_specialized_function(
         state.func_ir, state.typemap, result, calls, _short_name, dispatcher.inline, noalias=False, abi_tags=()
@@ -252,7 +253,8 @@ def _translate(library: Library, dispatcher: Dispatcher, kinds: tuple[Any, ...])
 def _unsigned(call: Any) -> Any:
     """What reads or writes elements of an array, with an unsigned index: it does not count from the end."""
     array, index, *value = call.args
-    if isinstance(index, types.BaseTuple) and all(isinstance(kind, types.Integer) for kind in index):
+    several = isinstance(index, types.BaseTuple)
+    if several and all(isinstance(kind, types.Integer) for kind in index):
         index = types.UniTuple(types.uint64, len(index))
     elif isinstance(index, types.Integer):
         index = types.uint64

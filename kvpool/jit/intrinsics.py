@@ -44,9 +44,10 @@ class _Array(np.ndarray[Any, Any]):
 
 
 def _counted(index: Any) -> Any:
-    for one in index if isinstance(index, tuple) else (index,):
-        if isinstance(one, (int, np.integer)) and one < 0:
-            raise IndexError(f"{index} is below 0: compiled code would reach what is before the array")
+    places = index if isinstance(index, tuple) else (index,)
+    for place in places:
+        if isinstance(place, (int, np.integer)) and place < 0:
+            raise IndexError(f"{place} is below 0")
     return index
 
 
@@ -195,7 +196,8 @@ def call(code: _Code) -> Any:
     """
     convention, builder = code.context.call_conv, code.builder
     entry, *numbers = map(code.word, range(4))
-    called = builder.inttoptr(entry, convention.get_function_type(types.int64, _CALLED).as_pointer())
+    kind = convention.get_function_type(types.int64, _CALLED)
+    called = builder.inttoptr(entry, kind.as_pointer())
     status, answer = convention.call_function(builder, called, types.int64, _CALLED, numbers)
     with cgutils.if_unlikely(builder, status.is_error):
         convention.return_status_propagate(builder, status)
