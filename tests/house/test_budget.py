@@ -43,7 +43,7 @@ LINES = {
     "tests/arrays": 790,
     "tests/commands": 790,
     "tests/copying": 1730,
-    "tests/device": 2611,
+    "tests/device": 2520,
     "tests/emulated": 2832,
     "tests/engines": 4492,
     "tests/examples": 400,
