@@ -200,7 +200,9 @@ def count_run(tables, access, distance, goes_on):
     """Add one found block to the last run, or begin another."""
     if not goes_on:
         run = tables.runs[tables.counts[RUNS]]
-        run[0], run[1], run[2] = access.request, distance, 0
+        run[0] = access.request
+        run[1] = distance
+        run[2] = 0
         tables.counts[RUNS] += 1
     tables.runs[tables.counts[RUNS] - 1, 2] += 1
 
@@ -255,7 +257,9 @@ def look_up(tables, access, ids):
 @jit
 def touch(tables, access, count):
     """Make the request's blocks the last used ones, in the order in which a release gives them to the policy."""
-    bits, tree, counts = tables.bits, tables.tree, tables.counts
+    bits = tables.bits
+    tree = tables.tree
+    counts = tables.counts
     word, removed = np.int64(-1), 0
     for at in range(count - 1, -1, -1):
         last = tables.last[tables.found[at]]
@@ -359,7 +363,9 @@ def follow(blocks, later, following):
 def belady(following, counted, capacity, held, heap):
     """The hits of ``min_hits``. A block that is held is known by the place of its next use, in ``held`` and in
     ``heap``, the last use first. Places that have passed stay below all others."""
-    size, blocks, found = 0, 0, 0
+    size = 0
+    blocks = 0
+    found = 0
     for place in range(len(following)):
         if held[place]:
             found += counted[place]

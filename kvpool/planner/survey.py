@@ -264,7 +264,9 @@ class Surveyor:
             raise ValueError(f"{request.name} has {covered}: accepted are ids for all, and numbers from 0 on")
         name = request.salt if request.tenant is None else request.tenant
         tenant = self._tenants.setdefault(name, min(len(self._tenants), TENANTS_MAX))
-        full, keyed, lookups = request.length // size, keyed_tokens // size, (request.input_length - 1) // size
+        full = request.length // size
+        keyed = keyed_tokens // size
+        lookups = (request.input_length - 1) // size
         self.tables = stack.with_room(self.tables, full, self.requests, tenant)
         self.tables.times[self.requests] = nan if request.timestamp is None else request.timestamp
         self._blocks_before.append(counts[stack.BLOCKS])
