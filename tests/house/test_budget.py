@@ -64,7 +64,7 @@ LINES = {
     "tests/replay": 1280,
     "tests/sequences": 3100,
     "tests/share": 672,
-    "tests/state": 1982,
+    "tests/state": 1994,
     "tests/stores": 9651,
     "tests/tables": 850,
 }
