@@ -55,7 +55,9 @@ class _Hits:
             again = {self._open[name] for name in names if name in self._open}
             gone = {one for one in self._open.values() if one.at + self._seconds < now}
             self._end(again | gone, now, told=False)
-            attempt = LoadAttempt.of(self._policy, len(names), len(self._open) * self._block_bytes, now)
+            since = min((one.at for one in self._open.values()), default=math.inf)
+            ahead = len(self._open) * self._block_bytes
+            attempt = LoadAttempt.of(self._policy, len(names), ahead, now, since=since)
             self._open.update(dict.fromkeys(names[: attempt.load.blocks], attempt))
             return attempt.load.blocks
 

@@ -4,6 +4,7 @@ What a pool's host tier and a ``HostCache`` do in their own ways is behind ``Cac
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import Counter
@@ -374,16 +375,20 @@ class Loader(Generic[Block]):
             del self.unread[next(iter(self.unread))]
         return max(0, self._room - len(self.unread) - len(self.coming))
 
-    def attempt(self, number: int, places: int, items: int = 0, before: int = 0) -> LoadAttempt | None:
+    def attempt(
+        self, number: int, places: int, items: int = 0, before: int = 0, spare: float = 0.0
+    ) -> LoadAttempt | None:
         """What the policy of a store says of so many leading places of a hit, which it has. None if it has no policy.
         ``items``: their blocks in all groups of layers, if there are several. ``before``: blocks that wait to be loaded
-        from it."""
+        from it. ``spare``: seconds that the request waits for the engine in any case."""
         policy = self._policies[number]
         if policy is None:
             return None
-        ahead = before + sum(len(one.blocks) for one in self._under_way if one.number == number)
+        others = [one for one in self._under_way if one.number == number]
+        ahead = before + sum(len(one.blocks) for one in others)
         nbytes = ahead * self._bridge.clients[number].queue.block_bytes
-        return LoadAttempt.of(policy, places, nbytes, self._clock(), items)
+        since = min((one.attempt.at for one in others if one.attempt is not None and not one.over), default=math.inf)
+        return LoadAttempt.of(policy, places, nbytes, self._clock(), items, spare=spare, since=since)
 
     def load(
         self, number: int, blocks: Sequence[Block], deadline: float, attempt: LoadAttempt | None,

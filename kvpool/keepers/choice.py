@@ -76,6 +76,11 @@ class Load:
     risk: float = 0.0
     """The most seconds that it may lose."""
     spare: float = 0.0
+    """Seconds that the request waits for the engine in any case."""
+    crowd: float = 0.0
+    """Seconds by which it may be slower than the engine, so that others do not wait for the engine."""
+    grace: float = 0.0
+    """Seconds that it may take at no risk: ``spare`` and ``crowd``; less in a probe."""
     came: int = 0
     at: float = 0.0
     """When the last block came."""
@@ -90,8 +95,8 @@ class Load:
 class LoadPolicy(Protocol):
     """Says how many blocks of a hit are loaded, and when a load is given up. ``LoadOrCompute`` is one."""
 
-    def choose(self, there: int, ahead_bytes: int = 0, spare: float = 0.0) -> Load:
-        """How many of the ``there`` leading blocks that a store has are loaded."""
+    def choose(self, there: int, ahead_bytes: int = 0, spare: float = 0.0, waited: float = 0.0) -> Load:
+        """How many of the ``there`` leading blocks that a store has are loaded. See ``LoadOrCompute.choose``."""
 
     def late(self, load: Load, came: int, elapsed: float) -> bool:
         """Whether to give the load up."""
@@ -116,10 +121,14 @@ class LoadAttempt:
     began: float = math.inf
 
     @classmethod
-    def of(cls, policy: LoadPolicy, there: int, ahead_bytes: int, now: float, items: int = 0) -> LoadAttempt:
+    def of(
+        cls, policy: LoadPolicy, there: int, ahead_bytes: int, now: float, items: int = 0, *, spare: float = 0.0,
+        since: float = math.inf,
+    ) -> LoadAttempt:  # fmt: skip
         """What a policy says of so many leading blocks that a store has. ``items``: those of all groups of layers, if
-        there are several."""
-        load = policy.choose(there, ahead_bytes)
+        there are several. ``spare``: seconds that the request waits for the engine in any case. ``since``: when the
+        oldest load under way was chosen."""
+        load = policy.choose(there, ahead_bytes, spare, max(0.0, now - since))
         return cls(policy, load, items or max(1, load.blocks), now)
 
     @property
@@ -171,7 +180,8 @@ class LoadOrCompute:
 
     The sum over all hits of (time until the load ended, beyond what was spare + time to compute what did not come) is
     at most 1 + ``BUDGET`` times what computing all hits takes, plus half of the longest, whatever the store does. It
-    holds as far as loads are given up when ``late`` says so.
+    holds as far as loads are given up when ``late`` says so. Not in the sum is what whole loads have waited so that
+    others need not wait for the engine: each at most as long as the oldest load had ``waited`` then.
 
     Thread-safe. Nothing blocks. There is no clock.
     """
@@ -190,25 +200,27 @@ class LoadOrCompute:
         self._budget = self._since = self._mean = self._longest = self._worse = 0.0
         self._tried, self._fresh, self._hits = 0.0, True, 0
 
-    def choose(self, there: int, ahead_bytes: int = 0, spare: float = 0.0) -> Load:
+    def choose(self, there: int, ahead_bytes: int = 0, spare: float = 0.0, waited: float = 0.0) -> Load:
         """Choose how many of the ``there`` leading blocks that the store has are loaded now.
 
         ``ahead_bytes``: what the store loads before. ``spare``: seconds that the request will wait for the engine in
-        any case; a load costs nothing meanwhile.
+        any case; a load costs nothing meanwhile. ``waited``: for how many seconds the oldest load under way has been
+        waited for, whose request then needs the same engine.
         """
         there = integer_argument("there", there, 0, 1 << 40)
         ahead_bytes = integer_argument("ahead_bytes", ahead_bytes, 0, 1 << 62)
         seconds_argument("spare", spare)
+        seconds_argument("waited", waited)
         if not there:
             return Load(0)
         with self._lock:
             saved = there * self.block_seconds
             self._count(saved)
-            load = Load(there, spare=spare, ahead=ahead_bytes * self._speed.per_byte)
-            load.risk = self._risk(load, saved)
+            load = Load(there, spare=spare, grace=spare, ahead=ahead_bytes * self._speed.per_byte)
+            load.risk = self._risk(load, saved, waited)
             if not load.risk:
                 return Load(0)
-            self._budget -= load.risk
+            self._budget -= load.risk + load.crowd
             self._since = 0.0
             self._look(load, 0, 0.0)
             return load
@@ -229,9 +241,10 @@ class LoadOrCompute:
         seconds_argument("seconds", seconds)
         seconds_argument("queued", queued)
         with self._lock:
-            gain = came * self.block_seconds - max(seconds - load.spare, 0.0)
-            self._budget += load.risk + gain
-            load.risk = 0.0
+            free = load.spare + (load.crowd if came == load.blocks else 0.0)
+            gain = came * self.block_seconds - max(seconds - free, 0.0)
+            self._give_back(load)
+            self._budget += gain
             if load.first and load.first[0] < came:
                 # The latency shows in what came first.
                 self._learn(load.first[0], max(load.first[1] - queued, 0.0))
@@ -246,8 +259,7 @@ class LoadOrCompute:
     def drop(self, load: Load) -> None:
         """Instead of ``end``, for a load that nobody waits for any more. Nothing is learned from it."""
         with self._lock:
-            self._budget += load.risk
-            load.risk = 0.0
+            self._give_back(load)
 
     def expected(self) -> tuple[float, float]:
         """The latency in seconds, and the bandwidth in bytes per second (infinity before it is known)."""
@@ -256,6 +268,11 @@ class LoadOrCompute:
             return self._speed.latency, 1 / per_byte if per_byte else math.inf
 
     # -- inside; the lock is held --------------------------------------------------------------------
+
+    def _give_back(self, load: Load) -> None:
+        """A load is over. What it might have lost is there again."""
+        self._budget += load.risk + load.crowd
+        load.risk = load.crowd = 0.0
 
     def _learn(self, came: int, seconds: float) -> None:
         """So many blocks took so long."""
@@ -274,22 +291,32 @@ class LoadOrCompute:
         # What was gained long ago is no reason to lose it now.
         self._budget = min(self._budget, 64 * self._mean) + BUDGET * saved
 
-    def _risk(self, load: Load, saved: float) -> float:
+    def _risk(self, load: Load, saved: float, waited: float) -> float:
         """What a load of all its blocks may lose. 0 if there shall be no load."""
-        speed = self._speed
+        speed, own = self._speed, self._speed.seconds(load.blocks * self.block_bytes)
         first = max(load.ahead + speed.seconds(min(load.blocks, self._piece) * self.block_bytes) - load.spare, 0.0)
-        load.promise = 1 - max(load.ahead + speed.seconds(load.blocks * self.block_bytes) - load.spare, 0.0) / saved
+        load.promise = 1 - max(load.ahead + own - load.spare, 0.0) / saved
         if not speed.loads and load.spare >= saved:
             # Whatever the store is like: it is given up before the engine could have begun.
-            load.promise, load.spare = 0.0, load.spare - 2 * _PROBE * saved
+            load.promise, load.grace = 0.0, load.spare - 2 * _PROBE * saved
             return _PROBE * saved
+        if waited and load.promise - self._worse < _MARGIN and waited + saved > load.ahead + own:
+            self._spare_others(load, own, saved)
         if not speed.loads or load.promise < _MARGIN:
             return self._probe(load, saved, 0.0)
         if load.promise - self._worse < _MARGIN:
             return self._probe(load, saved, 2 * first)
-        risk = min(2 * first + _SLACK * saved, self._budget)
+        first = max(first - load.crowd, 0.0)
+        risk = min(2 * first + _SLACK * saved, self._budget - load.crowd)
         # With less it would be late before its first blocks can come.
         return risk if risk >= 1.25 * first else 0.0
+
+    def _spare_others(self, load: Load, own: float, saved: float) -> None:
+        """If this hit were computed, the load that has waited longest could wait for the engine, and longer in all than
+        this one for its queue. So it waits for the queue, if the store is faster than the engine without one."""
+        crowd = (1.01 * _MARGIN + self._worse - load.promise) * saved
+        if own <= (1 - _MARGIN - self._worse) * saved and crowd + _SLACK * saved <= self._budget:
+            load.crowd, load.grace, load.promise = crowd, load.spare + crowd, load.promise + crowd / saved
 
     def _probe(self, load: Load, saved: float, least: float) -> float:
         """What a load from a store that seems too slow, or is not known, may lose. Each probe risks twice what the one
@@ -303,7 +330,7 @@ class LoadOrCompute:
         pause = _PAUSE if risk <= _CHEAP * saved else _RARELY
         if not free and (risk > min(paid, _DEAREST * saved) or self._since < pause * self._mean):
             return 0.0
-        self._tried, load.spare = risk, max(0.0, load.spare - 2 * risk)
+        self._tried, load.grace, load.crowd = risk, max(0.0, load.spare - 2 * risk), 0.0
         return risk
 
     def _look(self, load: Load, came: int, elapsed: float) -> None:
@@ -313,6 +340,6 @@ class LoadOrCompute:
             load.came, load.at = came, elapsed
         rest = load.blocks - load.came
         expected = self._speed.seconds(rest * self.block_bytes) + (0.0 if load.came else load.ahead)
-        silent = max(load.at, load.spare) + 2 * expected + _SLACK * rest * self.block_seconds
-        worth = load.spare + load.risk + load.came * self.block_seconds
+        silent = max(load.at, load.grace) + 2 * expected + _SLACK * rest * self.block_seconds
+        worth = load.grace + load.risk + load.came * self.block_seconds
         load.until = min(worth, silent) if self._speed.loads else worth

@@ -103,6 +103,8 @@ class HostKeeper(Closing):
     policies
         For each store what says how many blocks of a hit are loaded, such as a ``LoadOrCompute``. The others are
         missed, as "declined". None in the place of one: all that there is room for.
+    spare
+        () -> float, for how many seconds the engine is busy with what it has. Policies let a load take so long.
     clock
         () -> float, monotonic seconds.
 
@@ -132,7 +134,8 @@ class HostKeeper(Closing):
         self, cache: HostCache, tier: HostTier, stores: Sequence[Store], *, identity: ModelIdentity | None = None,
         save: str = PUBLISH, load_share: float = 0.5, save_share: float = 0.25, load_seconds: float = 2.0,
         save_seconds: float = 60.0, retry_seconds: float = 1.0, quota: int | None = None,
-        policies: Sequence[LoadPolicy | None] | None = None, clock: Callable[[], float] = time.monotonic,
+        policies: Sequence[LoadPolicy | None] | None = None, spare: Callable[[], float] = float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         if not isinstance(cache, HostCache) or not isinstance(tier, HostTier):
             raise TypeError(f"cache={cache!r:.80}, tier={tier!r:.80}: accepted are a HostCache and its HostTier")
@@ -163,7 +166,7 @@ class HostKeeper(Closing):
         self._tier = HostCacheTier(cache, self._clients, save, save_room, limit)
         self._bridge = Bridge[bytes](self._tier, self._clients, cache.host_blocks, save_seconds, clock)
         self._loader = Loader(self._tier, self._bridge, chosen, load_room, UNREAD_SECONDS, clock)
-        self._loads = HostLoads(self._tier, self._bridge, self._loader, load_seconds, retry_seconds, clock)
+        self._loads = HostLoads(self._tier, self._bridge, self._loader, load_seconds, retry_seconds, clock, spare)
         # Whether nothing was looked for since the last ``poll``.
         self._step_begins = True
 

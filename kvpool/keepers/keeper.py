@@ -188,17 +188,19 @@ class Keeper(Closing):
 
     # -- for the scheduler ---------------------------------------------------------------------------
 
-    def prefetch(self, prompt: object, deadline: float | None = None) -> Prefetch:
+    def prefetch(self, prompt: object, deadline: float | None = None, *, spare: float = 0.0) -> Prefetch:
         """Bring what stores have of a prompt, after its cached prefix, to the host tier. Returns at once.
 
         ``prompt``: as for the pool; BlockKeys cost least. ``deadline``: in seconds from now (default: ``deadline_ms``);
-        after it nothing more is brought. The next admission uses what has come by then. Changes the pool: blocks enter
-        its host tier. Raises TypeError, ValueError, PoolClosed.
+        after it nothing more is brought. The next admission uses what has come by then. ``spare``: for so many seconds
+        the request waits for the engine in any case, so that a load which takes no longer loses nothing. Changes the
+        pool: blocks enter its host tier. Raises TypeError, ValueError, PoolClosed.
         """
         self._process.check(self)
         keys = self._keys(prompt)
         seconds = self._deadline if deadline is None else seconds_argument("deadline", deadline)
-        handle = Prefetch(keys, self._clock() + seconds)
+        now = self._clock()
+        handle = Prefetch(keys, now + seconds, now + seconds_argument("spare", spare))
         with self._lock:
             if self._ended or self._closing:
                 raise PoolClosed(_ENDED)

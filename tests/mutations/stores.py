@@ -93,7 +93,7 @@ MUTATIONS = (
     Mutation(
         "a_load_takes_nothing_from_the_budget",
         "LoadOrCompute.choose",
-        "self._budget -= load.risk",
+        "self._budget -= load.risk + load.crowd",
         "",
         "A store that dies while many loads are on their way delays every one of their prompts.",
         (_choice("test_many_loads_at_once_share_what_may_be_lost"),),
@@ -101,10 +101,18 @@ MUTATIONS = (
     Mutation(
         "what_is_queued_before_a_load_is_free",
         "LoadOrCompute._risk",
-        "load.ahead + speed.seconds(load.blocks * self.block_bytes)",
-        "speed.seconds(load.blocks * self.block_bytes)",
+        "max(load.ahead + own - load.spare, 0.0) / saved",
+        "max(own - load.spare, 0.0) / saved",
         "Prompts wait behind each other at the store, longer than it takes to compute them.",
         (_choice("test_a_hit_behind_a_long_queue_is_computed"),),
+    ),
+    Mutation(
+        "a_hit_is_computed_whoever_waits_for_the_engine_then",
+        "LoadOrCompute._risk",
+        "waited + saved > load.ahead + own",
+        "False",
+        "A load that has waited long waits for the engine too: the slowest prompts take 1.7 times as long.",
+        (_choice("test_a_hit_that_would_make_an_older_load_wait_for_the_engine_waits_for_the_store"),),
     ),
     Mutation(
         "free_probes_grow_without_end",

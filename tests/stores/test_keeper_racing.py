@@ -51,6 +51,19 @@ def test_a_load_that_hangs_is_given_up_long_before_its_deadline(memory: Wrong, c
         one.release(sequence)
 
 
+def test_a_prefetch_may_take_as_long_as_its_request_waits_for_the_engine(memory: Wrong, clock: Clock) -> None:
+    """The engine computes a prompt in 0.4 s, and a load takes 5 s."""
+    one = engine(P=64, S=1024)
+    memory.before["load"] = lambda: clock.pass_(5.0)
+    with one.cache, keeper(one, memory, prefill_tokens_per_s=100.0, clock=clock, deadline_ms=10**6) as kept:
+        for i in range(30):
+            handle = kept.prefetch(one.prompt(tokens(41, 1000 * i)), 1e5, spare=60.0)
+            assert handle.wait(600) and handle.ended == "loaded"
+        with pytest.raises(ValueError, match="spare=-1"):
+            kept.prefetch(one.prompt(tokens(41, 30_000)), spare=-1.0)
+        assert sum(kept.stats().prefetches.values()) == 30
+
+
 def test_without_a_stated_speed_everything_is_loaded(memory: Wrong, clock: Clock) -> None:
     one = engine(P=64, S=256)
     memory.before["load"] = lambda: clock.pass_(100.0)
