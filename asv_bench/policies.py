@@ -198,7 +198,7 @@ class Played:
 
 
 class PlayedHost:
-    """A HostCache that requests are played through. It has no policy but LRU."""
+    """A HostCache that requests are played through, as an engine does that keeps each of them until it has ended."""
 
     def __init__(self, options: argparse.Namespace, blocks: int, policy: str, seed: int) -> None:
         self.open, self.now, self.waited = ExitStack(), 0, 0.0
@@ -209,8 +209,9 @@ class PlayedHost:
         self.now = max(self.now, one.ms)
         keys = [bytes(row) for row in one.ids[:, None].view(np.uint8)]
         found = int(np.append(self.cache.lookup(keys) == self.cache.HERE, False).argmin())
-        self.cache.touch(keys[:found])
+        self.cache.pin(keys[:found]).close()
         self.cache.publish(self.cache.reserve(keys[found:]).keys)
+        self.cache.touch(keys, turn=True)
         return found
 
 

@@ -84,6 +84,8 @@ def warm_host_cache() -> None:
         cache.abort(keys)
         cache.refresh()
         cache.clear()
+    for policy in ("agent", "adaptive"):
+        HostCache(3, 16, identity=identity, policy=policy).close()
     first_outside(np.zeros(1, np.int64), 0)
 
 

@@ -32,7 +32,7 @@ from kvpool.pool.core import MAX_MS, Names
 from kvpool.pool.explain import NOT_KNOWN, Missed
 from kvpool.pool.stats import Histogram
 from kvpool.state import control, hostcache, records, saving, verbs
-from kvpool.state.arrays import GroupSizes, Settings, States, state_bytes
+from kvpool.state.arrays import POLICIES, GroupSizes, Settings, States, state_bytes
 from kvpool.state.hashing import namespace_root
 from kvpool.state.tiers import CLEARED, CREATED
 from kvpool.state.verify import verify_states
@@ -185,7 +185,8 @@ class HostCache(Closing):
     clock
         () -> int, monotonic milliseconds from 0 to 2**42.
     policy
-        Which key is evicted next. Accepted is "lru": an opaque key does not say which other one it continues.
+        Which key is evicted next: "lru", "reuse", "agent" or "adaptive". All but "lru" look at conversations, and see
+        them by ``touch(keys, turn=True)`` alone.
     history
         How many keys that have gone are remembered, with the reason, for ``explain``: some 200 bytes for each. 0
         (default) remembers none, and costs nothing.
@@ -225,13 +226,13 @@ class HostCache(Closing):
         secret: bytes | None = None, event_capacity: int = 0, clock: Callable[[], int] | None = None,
         policy: str = "lru", history: int = 0,
     ) -> None:  # fmt: skip
-        choice_argument("policy", policy, ("lru",))
+        self.policy = choice_argument("policy", policy, POLICIES)
         self.host_blocks = integer_argument("host_blocks", host_blocks, 1, BLOCKS_MAX)
         self.block_bytes, self.identity = block_bytes_argument(block_bytes), identity_argument(identity)
         self.fingerprint = fingerprint_of(self.identity, self.host_blocks, self.block_bytes)
         own, self._clock = secret_argument(secret), clock_argument(clock)
         events = integer_argument("event_capacity", event_capacity, 0, 1 << 31)
-        self._states = _states(self.host_blocks, own, events)
+        self._states = _states(self.host_blocks, own, events, self.policy)
         self._heads = self._states.heads
         # The root of all keys, like that of a namespace with the identity as its name.
         self._root = np.array(namespace_root(own, self.identity.content, None), np.int64)
@@ -303,13 +304,15 @@ class HostCache(Closing):
             signals.undo = partial(self._end_lease, lease.id, now)
             return lease
 
-    def touch(self, keys: Keys) -> int:
+    def touch(self, keys: Keys, *, turn: bool = False) -> int:
         """Note that the keys which are HERE are used now. Returns how many.
 
         They are evicted after all that was used before. Of these keys, the last one is evicted first, since the end of
-        a prompt is worth less than its beginning. Changes the cache.
+        a prompt is worth less than its beginning. ``turn``: a request has ended, and these are all its keys, in the
+        order of its prompt; say so once for each, for all policies but "lru". Changes the cache.
         """
-        return self._run(hostcache.touch, packed(keys), self._now())
+        wanted, turn = packed(keys), bool_argument("turn", turn)
+        return self._run(hostcache.touch, wanted, turn, self._now())
 
     # -- keys to come ----------------------------------------------------------------------------------
 
@@ -411,7 +414,7 @@ class HostCache(Closing):
             unknown = self._gone_before or not self._history
             why, left = self._gone.get(key, (NOT_KNOWN if unknown else "never seen", None))
         ago = None if left is None else max(0, self._now() - left)
-        return Missed(0, tokens, why, ago, "lru" if why == "evicted" else None)
+        return Missed(0, tokens, why, ago, self.policy if why == "evicted" else None)
 
     def _note_gone(self, keys: Iterable[bytes], why: str, now: int) -> None:
         """Remember why keys have gone, if ``history`` says so."""
@@ -449,7 +452,7 @@ class HostCache(Closing):
 
     def next_victims(self, saver: int, blocks: int, most: int) -> list[bytes]:
         """Of the keys that are evicted when so many more ``blocks`` are reserved, those that a saver was not told of,
-        the first one first, at most so many. It is told now. Changes the cache."""
+        the first one first, at most so many. It is told now. All of them for -1, who is no saver. Changes the cache."""
         found = np.empty((most, saving.FOUND), np.int64)
         with DeferSignals(), self._lock:
             self._check_open()
@@ -554,12 +557,12 @@ class HostCache(Closing):
 
     # -- what the verbs share --------------------------------------------------------------------------
 
-    def _run(self, verb: Callable[..., Any], wanted: Packed, now: int, needed: str = "") -> int:
-        """Run a jitted verb over packed keys. ``needed`` is the state that all keys must have, if the verb refuses
-        others."""
+    def _run(self, verb: Callable[..., Any], wanted: Packed, *more: int, needed: str = "") -> int:
+        """Run a jitted verb over packed keys. ``more``: its last arguments. ``needed`` is the state that all keys must
+        have, if the verb refuses others."""
         with self._lock:
             self._check_open()
-            count = int(verb(self._heads, self._root, *wanted[1:], now))
+            count = int(verb(self._heads, self._root, *wanted[1:], *more))
             if count < 0:
                 raise _missing(wanted, ~count, needed)
         return count
@@ -569,7 +572,7 @@ class HostCache(Closing):
         wanted = packed(keys)
         # Once the verb has ended, another thread may reserve the keys anew: their order then is not to be dropped.
         with self._lock:
-            count = self._run(verb, wanted, now, "pending")
+            count = self._run(verb, wanted, now, needed="pending")
             deque(map(self._order.pop, keys, repeat(None)), maxlen=0)
         return count
 
@@ -595,13 +598,15 @@ class HostCache(Closing):
             raise PoolClosed("the cache is closed")
 
 
-def _states(host_blocks: int, secret: bytes, event_capacity: int) -> States:
+def _states(host_blocks: int, secret: bytes, event_capacity: int, policy: str) -> States:
     """The state of a pool that has host blocks only, and no sequences."""
     groups = [GroupSizes(0, host_blocks)]
-    needed, available = state_bytes(groups, hostcache.KEY_WORDS, 0, 0, event_capacity), available_ram()
+    needed, available = state_bytes(groups, hostcache.KEY_WORDS, 0, 0, event_capacity, policy), available_ram()
     if available is not None and needed > available:
         raise InsufficientMemory("state: the host", needed, available)
-    settings = Settings(hostcache.KEY_WORDS, 0, 0, secret, partial_reuse=False, event_capacity=event_capacity)
+    settings = Settings(
+        hostcache.KEY_WORDS, 0, 0, secret, partial_reuse=False, event_capacity=event_capacity, policy=policy
+    )
     return States(groups, settings)
 
 

@@ -38,7 +38,7 @@ from kvpool.entry.arguments import (
     ttl_argument,
 )  # fmt: skip
 from kvpool.entry.interrupt import DeferSignals
-from kvpool.errors import DeviceError, IntegrityError, KVPoolError, OutOfSequences, PoolBusy
+from kvpool.errors import BlockNotFound, DeviceError, IntegrityError, KVPoolError, OutOfSequences, PoolBusy
 from kvpool.memory.attachments import SharedTier, Sharing
 from kvpool.memory.export import Export, Lending, Loan, TierPlace
 from kvpool.pool import events as kv_events
@@ -55,6 +55,7 @@ from kvpool.pool.keys import (
     Lacking,
     Prompt,
     is_keys,
+    key_row,
     key_rows,
     request_of,
     tier_number,
@@ -437,7 +438,8 @@ class KVCacheManager(Hints, BlockTables):
         the host can read the bytes. With a ``stream`` it returns at once, and work that is enqueued there later waits.
         Raises BlockNotFound, naming the first key that is missing, with nothing pinned; DeviceError.
         """
-        return self._leases.pin(keys, owner, tier, stream, group)
+        which = tier_number(tier)
+        return self._leases.pin(key_rows(keys), None, which, owner, stream, group)
 
     def find_and_pin_host(
         self, key: Key, *, owner: str = "", stream: StreamLike = None, group: int | None = None
@@ -447,7 +449,11 @@ class KVCacheManager(Hints, BlockTables):
 
         Readiness and ``group`` are as for ``pin``.
         """
-        return self._leases.find_and_pin_host(key, owner, stream, group)
+        row = key_row(key)
+        try:
+            return self._leases.pin(row, None, records.HOST, owner, stream, group)
+        except BlockNotFound:
+            return None
 
     def pin_blocks(self, ids: Ids, *, owner: str = "", stream: StreamLike = None) -> Lease:
         """Pin blocks by id; each must hold content or be held. Raises BlockNotFound with nothing pinned.
@@ -457,7 +463,7 @@ class KVCacheManager(Hints, BlockTables):
         writing after them. Of a running state, which the next token overwrites, the lease keeps the block, and the
         sequence continues in a copy.
         """
-        return self._leases.pin_blocks(ids, owner, stream)
+        return self._leases.pin(None, id_array("ids", ids), control.ANY_TIER, owner, stream)
 
     @property
     def leases(self) -> list[Lease]:
@@ -827,7 +833,7 @@ class KVCacheManager(Hints, BlockTables):
 
     def _pinned(self) -> Int64s:
         """The blocks that leases and imports hold, once for each pin. The caller holds the state lock."""
-        return np.concatenate([self._imports.pinned(), *self._leases.pinned()])
+        return np.concatenate([self._imports.pinned, *self._leases.pinned()])
 
     def reset(self, force: bool = False) -> None:
         """Forget all content. Pinned blocks stay readable.

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -67,6 +68,7 @@ class Share(NamedTuple):
         return behind[behind >= 0]
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Loadable:
     """Where a store may write a prompt's KV: of a live sequence (``KVCacheManager.loadable``), or of a ``Reservation``.
 
@@ -76,15 +78,10 @@ class Loadable:
     thread-safe.
     """
 
-    __slots__ = ("_shares", "skip_prefix_n_tokens", "tokens")
-
-    def __init__(self, shares: Sequence[Share], tokens: int, skip: int) -> None:
-        self._shares, self.tokens, self.skip_prefix_n_tokens = tuple(shares), tokens, skip
-
-    @property
-    def shares(self) -> tuple[Share, ...]:
-        """What the prompt has in each group of layers."""
-        return self._shares
+    shares: tuple[Share, ...]
+    """What the prompt has in each group of layers."""
+    tokens: int
+    skip_prefix_n_tokens: int
 
     @property
     def blocks(self) -> Int32s:
@@ -100,7 +97,7 @@ class Loadable:
         In a group for cross attention they are those of the encoder's tokens. ``group`` is required where there are
         several. Raises TypeError, ValueError.
         """
-        return self._shares[group_argument(group, len(self._shares))].blocks
+        return self.shares[group_argument(group, len(self.shares))].blocks
 
     def slot_mapping_of(self, group: int | None = None) -> Ids:
         """Where each token is to be written in a group of layers: int64[tokens], a new array each time.
@@ -114,15 +111,16 @@ class Loadable:
         commit then gives back blocks that no later token sees. ``group`` is required where there are several. Raises
         TypeError, ValueError.
         """
-        return self._shares[group_argument(group, len(self._shares))].slots()
+        return self.shares[group_argument(group, len(self.shares))].slots()
 
     def __repr__(self) -> str:
         return (
             f"Loadable(tokens={self.tokens}, skip_prefix_n_tokens={self.skip_prefix_n_tokens}, "
-            f"groups={len(self._shares)})"
+            f"groups={len(self.shares)})"
         )
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Reservation(Loadable):
     """Device blocks for a prompt, which a loader fills and then commits or aborts. A context manager that aborts what
     was not committed.
@@ -131,27 +129,18 @@ class Reservation(Loadable):
     ``owner`` names the loader, ``since`` is in ms on the pool's clock, ``stream`` is the loader's or None. Thread-safe.
     """
 
-    __slots__ = ("_reservations", "id", "owner", "prompt", "since", "stream", "writing")
-
-    def __init__(
-        self,
-        reservations: Reservations,
-        number: int,
-        owner: str,
-        since: int,
-        prompt: BlockKeys,
-        shares: Sequence[Share],
-        skip: int,
-        stream: Stream | None,
-    ) -> None:
-        super().__init__(shares, len(prompt), skip)
-        self._reservations, self.id, self.owner, self.since = reservations, number, owner, since
-        self.prompt, self.stream = prompt, stream
-        self.writing: AbstractContextManager[Any] = nullcontext()
+    id: int
+    owner: str
+    since: int
+    prompt: BlockKeys
+    stream: Stream | None
+    _reservations: Reservations
+    writing: ExitStack = field(default_factory=ExitStack, init=False)
+    """What a device that looks for races was told of the loader."""
 
     @property
     def age_ms(self) -> int:
-        return self._reservations.now() - self.since
+        return self._reservations.core.now() - self.since
 
     @property
     def closed(self) -> bool:
@@ -171,7 +160,10 @@ class Reservation(Loadable):
         Raises ReservationExpired; ValueError and TypeError for tokens below ``skip_prefix_n_tokens`` or above the
         prompt's; DeviceError if a copy of the cached prefix failed: then the reservation can only be aborted.
         """
-        self._reservations.commit(self, tokens, stream)
+        count = self.tokens
+        if tokens is not None:
+            count = integer_argument("tokens", tokens, self.skip_prefix_n_tokens, self.tokens)
+        self._reservations.end(self, verbs.publish_reserved, count, stream)
 
     def abort(self, stream: StreamLike = None) -> None:
         """Give the blocks back.
@@ -182,7 +174,7 @@ class Reservation(Loadable):
         waits for it. Without a stream, the loader must have stopped writing. Changes the pool. Raises
         ReservationExpired.
         """
-        self._reservations.abort(self, stream)
+        self._reservations.end(self, verbs.abort_reserved, 0, stream)
 
     def __enter__(self) -> Reservation:
         return self
@@ -201,7 +193,7 @@ class Reservation(Loadable):
 
     def __repr__(self) -> str:
         return (
-            f"Reservation(owner={self.owner!r}, blocks={sum(len(share.blocks) for share in self._shares)}, "
+            f"Reservation(owner={self.owner!r}, blocks={sum(len(share.blocks) for share in self.shares)}, "
             f"tokens={self.tokens}, "
             f"skip_prefix_n_tokens={self.skip_prefix_n_tokens}, age_ms={self.age_ms}, closed={self.closed})"
         )
@@ -211,12 +203,12 @@ class Reservations:
     """The open reservations of one pool, and the places of live sequences that a loader may fill. Thread-safe."""
 
     def __init__(self, core: Core, pools: MemoryPools) -> None:
-        self._core, self._pools = core, pools
+        self.core, self._pools = core, pools
         self._open: dict[int, Reservation] = {}
 
     def take(self, arrivals: Arrivals, owner: str, stream: StreamLike) -> Reservation:
         """Reserve the blocks of one prompt."""
-        core, (prompt,), row = self._core, arrivals.keys, arrivals.rows
+        core, (prompt,), row = self.core, arrivals.keys, arrivals.rows
         now, on = core.now(), None if stream is None else core.as_stream(stream)
         core.refuse_inside("reserve")
         new: list[Reservation] = []
@@ -227,9 +219,8 @@ class Reservations:
             result = int(admit.admit(heads, rows, out, now, False))
             if result == 1:
                 number, skip = int(out[0, 0, records.OUT.id]), int(out[int(core.tokens.group), 0, records.OUT.cached])
-                new.append(
-                    Reservation(self, number, owner, now, prompt, self._shares(number & 0xFFFFFFFF, skip), skip, on)
-                )
+                shares = self._shares(number & 0xFFFFFFFF, skip)
+                new.append(Reservation(shares, len(prompt), skip, number, owner, now, prompt, on, self))
                 self._open[number] = new[0]
             return result
 
@@ -237,7 +228,7 @@ class Reservations:
             # Nobody gets the reservation. The error may have broken the device, too.
             if new and self.is_open(new[0]):
                 with suppress(KVPoolError):
-                    self.abort(new[0])
+                    new[0].abort()
 
         with DeferSignals() as signals:
             signals.undo = abort
@@ -248,7 +239,7 @@ class Reservations:
             return new[0]
 
     def loadable(self, which: Ids, stream: StreamLike) -> list[Loadable]:
-        core = self._core
+        core = self.core
         core.refuse_inside("loadable")
         core.decide(stream, use, which, ids=which)
         with core.lock:
@@ -261,31 +252,25 @@ class Reservations:
             self._wait_until_free(found)
         return found
 
-    def _shares(self, row: int, skip: int) -> list[Share]:
+    def _shares(self, row: int, skip: int) -> tuple[Share, ...]:
         """The parts of a sequence in each group. The KV of its first ``skip`` tokens is there. The caller holds the
         state lock."""
-        core, found = self._core, []
+        core, found = self.core, []
         for group, state, table in zip(core.config.groups, core.states, core.tables, strict=True):
-            own, length = table[row, : state.sequences["blocks"][row]].copy(), int(state.sequences["length"][row])
-            found.append(
-                Share(
-                    read_only(own),
-                    group.kind,
-                    core.config.tokens_per_block,
-                    length,
-                    0 if group.kind == "cross" else skip,
-                )
-            )
-        return found
+            blocks, length = (int(state.sequences[name][row]) for name in ("blocks", "length"))
+            there = 0 if group.kind == "cross" else skip
+            own = read_only(table[row, :blocks].copy())
+            found.append(Share(own, group.kind, core.config.tokens_per_block, length, there))
+        return tuple(found)
 
     def _wait_until_free(self, loadable: Sequence[Loadable]) -> None:
         """Wait, with no lock held, until no enqueued work touches the blocks to be filled."""
         free = [np.empty(0, np.int64)]
         for one in loadable:
-            for group, share in zip(self._core.config.groups, one.shares, strict=True):
+            for group, share in zip(self.core.config.groups, one.shares, strict=True):
                 free.append(group.first_device_block + share.to_fill().astype(np.int64))
-        self._core.wait_for(self._core.transfer.pending(np.concatenate(free), writes=True))
-        self._core.check_open()
+        self.core.wait_for(self.core.transfer.pending(np.concatenate(free), writes=True))
+        self.core.check_open()
 
     def _expect_writes(self, reservation: Reservation) -> None:
         """If the loader is in another process, tell a device that looks for races what it writes until the reservation
@@ -295,20 +280,19 @@ class Reservations:
         """
         access: AbstractContextManager[Any] = nullcontext()
         if self._pools.shared:
-            each = zip(self._core.config.groups, reservation.shares, strict=True)
+            each = zip(self.core.config.groups, reservation.shares, strict=True)
             rows = [share.writes(group.first_device_block) for group, share in each]
-            access = self._core.device.host_access(writes=np.concatenate(rows), outside=True)
-        with self._core.lock:
+            access = self.core.device.host_access(writes=np.concatenate(rows), outside=True)
+        with self.core.lock:
             self._check_open(reservation)
-            access.__enter__()
-            reservation.writing = access
+            reservation.writing.enter_context(access)
 
     # -- open reservations --------------------------------------------------------------------------
 
     @property
     def all(self) -> list[Reservation]:
         """Oldest first."""
-        with self._core.lock:
+        with self.core.lock:
             return list(self._open.values())
 
     def is_open(self, reservation: Reservation) -> bool:
@@ -318,19 +302,7 @@ class Reservations:
         """The reserved rows, as sequence ids. The caller holds the state lock."""
         return set(self._open)
 
-    def now(self) -> int:
-        return self._core.now()
-
     # -- ending -------------------------------------------------------------------------------------
-
-    def commit(self, reservation: Reservation, tokens: int | None = None, stream: StreamLike = None) -> None:
-        count = reservation.tokens
-        if tokens is not None:
-            count = integer_argument("tokens", tokens, reservation.skip_prefix_n_tokens, reservation.tokens)
-        self._end(reservation, verbs.publish_reserved, count, stream)
-
-    def abort(self, reservation: Reservation, stream: StreamLike = None) -> None:
-        self._end(reservation, verbs.abort_reserved, 0, stream)
 
     def revoke(self, owner: str) -> int:
         """Abort all reservations of an owner; returns how many."""
@@ -339,7 +311,7 @@ class Reservations:
             # Its loader may end one meanwhile.
             with suppress(ReservationExpired):
                 if reservation.owner == owner:
-                    self.abort(reservation)
+                    reservation.abort()
                     count += 1
         return count
 
@@ -347,7 +319,7 @@ class Reservations:
         """Forget all reservations: their rows are given back, or the pool is closed. The caller holds the state
         lock."""
         while self._open:
-            self._open.popitem()[1].writing.__exit__(None, None, None)
+            self._open.popitem()[1].writing.close()
 
     def _check_open(self, reservation: Reservation) -> None:
         if not self.is_open(reservation):
@@ -355,7 +327,9 @@ class Reservations:
                 f"reservation {reservation.id} of {reservation.owner!r} was committed, aborted or revoked"
             )
 
-    def _end(self, reservation: Reservation, verb: Any, count: int, stream: Any) -> None:
+    def end(self, reservation: Reservation, verb: Any, count: int, stream: Any) -> None:
+        """Commit or abort a reservation by this verb."""
+
         def end(heads: Ids, ids: Ids, counts: Ids, now: int) -> int:
             self._check_open(reservation)
             result = int(verb(heads, ids, counts, now))
@@ -364,12 +338,12 @@ class Reservations:
                     f"reservation {reservation.id} of {reservation.owner!r} lost a block to a failed copy: abort it"
                 )
             if result == 0:
-                reservation.writing.__exit__(None, None, None)
+                reservation.writing.close()
                 del self._open[reservation.id]
             return result
 
         which = np.array([reservation.id], np.int64)
-        self._core.decide(stream, end, which, np.array([count], np.int64), self.now(), ids=which)
+        self.core.decide(stream, end, which, np.array([count], np.int64), self.core.now(), ids=which)
 
 
 NO_IDS: Ids = np.empty(0, np.int64)
@@ -383,7 +357,8 @@ class Imports:
         self._core, self._pools = core, pools
         self._one = threading.Lock()
         core.transfer.forks.guard(self, "_one")
-        self._pinned = NO_IDS
+        self.pinned = NO_IDS
+        """The blocks that the present import holds. The state lock guards it."""
 
     def store(self, into: Group, keys: BlockKeys, first: int, priority: int, buffers: list[Uint8s]) -> int:
         self._core.refuse_inside("import_blocks")
@@ -397,10 +372,6 @@ class Imports:
                 return int(self._core.decide(None, self._publish, into, keys, first, priority, ids, generation, now))
             finally:
                 self._give_back(now)
-
-    def pinned(self) -> Ids:
-        """The blocks that the present import holds. The caller holds the state lock."""
-        return self._pinned
 
     def close(self) -> None:
         """Free the pool's memory, once no import writes to it any more."""
@@ -418,7 +389,7 @@ class Imports:
             # They are given back in this order: the last block first, so that leaves age first, and what was cached
             # before last.
             taken = np.concatenate([_named(ids)[::-1], _named(held)[::-1]])
-            self._pinned = self._core.states.pool_ids.of(into.index, taken)
+            self.pinned = self._core.states.pool_ids.of(into.index, taken)
             return int(heads[0, records.H.generation])
 
         return int(self._core.decide(None, take, request_of(keys)))
@@ -452,8 +423,8 @@ class Imports:
         """Unpin the blocks that an import has pinned."""
         with self._core.lock:
             if not self._core.closed:
-                control.unpin(self._core.states.heads, self._pinned, now)
-            self._pinned = NO_IDS
+                control.unpin(self._core.states.heads, self.pinned, now)
+            self.pinned = NO_IDS
 
 
 def block_buffer(place: int, buffer: Any, size: int) -> Uint8s:

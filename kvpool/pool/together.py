@@ -22,12 +22,13 @@ from kvpool.entry.arguments import (
     returns_argument,
     split_argument,
     stop_argument,
+    text_argument,
     token_array,
 )
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.errors import KVPoolError
 from kvpool.pool.core import Core
-from kvpool.pool.keys import Admission
+from kvpool.pool.keys import Admission, key_rows, tier_number
 from kvpool.pool.leases import Lease, Leases
 from kvpool.pool.prompts import Prompts, as_admission
 from kvpool.state import records, verbs
@@ -102,7 +103,7 @@ class Together(Prompts):
                 accesses = self._decide(steps, results, now)
             core.transfer.drain()
             for access in accesses:
-                access.__exit__(None, None, None)
+                access.close()
             for i, found in enumerate(results):
                 if isinstance(found, Lease) and not self._leases.settle(found, now):
                     results[i] = None
@@ -153,8 +154,8 @@ class Together(Prompts):
     def _pin_step(self, on: Stream | None, keys: object, owner: object, tier: object) -> Step:
         if on is None:
             raise ValueError("stream=None: a pin would wait for the host; accepted is the stream that reads it")
-        rows, owner, which = self._leases.prepare(keys, owner, tier)
-        return Step("pin", lambda now: self._leases.take(rows, owner, which, now, on), keys=len(rows))
+        rows, name, which, only = key_rows(keys), text_argument("owner", owner), tier_number(tier), int(records.NONE)
+        return Step("pin", lambda now: self._leases.take(rows, None, which, name, only, now, on), keys=len(rows))
 
     def _unpin_step(self, on: Stream | None, lease: object) -> Step:
         if not isinstance(lease, Lease):

@@ -27,7 +27,17 @@ _TRIES, _DRAWS = 2 * ALL, 8 * SOME
 @jit
 def on_admit(at, asked, slot):
     """What ``agent`` does; and all ghosts see the prompt."""
-    c = np.int64(agent.on_admit(at, asked, slot))
+    return _compared(at, np.int64(agent.on_admit(at, asked, slot)))
+
+
+@jit
+def on_touch(at, found, count):
+    return _compared(at, np.int64(agent.on_touch(at, found, count)))
+
+
+@jit
+def _compared(at, c):
+    """Have the ghosts see a prompt of a chain, or of none."""
     if c != NONE and c & ((1 << book_of(record_at(at, HEAD)).shift) - 1) == 0:
         h = record_at(at, HEAD)
         _compare(h, book_of(h), c)

@@ -6,8 +6,8 @@ first. And what tells chains apart for ``agent``.
 back sooner. A *stray* is a block that no chain with blocks has listed at its last turn. It goes before all others,
 once it is the oldest block of the list.
 
-The hooks that ``policy`` calls are ``on_admit``, ``on_begin_release``, ``on_end_release`` and ``choose``. They change
-only the records of chains.
+The hooks that ``policy`` calls are ``on_admit``, ``on_begin_release``, ``on_end_release`` and ``choose``; those of a
+HostCache ``on_touch``, ``on_touched`` and ``choose``. They change only the records of chains.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.jit.intrinsics import bit_length, prefetch, record_at
+from kvpool.jit.intrinsics import array_at, bit_length, prefetch, record_at
 from kvpool.state import reuse
 from kvpool.state.chains import (
-    LIST,
     age_of,
     begin_release,
     begin_turn,
@@ -26,8 +25,10 @@ from kvpool.state.chains import (
     chains_of,
     draw,
     end_turn,
+    find_first,
     find_name,
     has_blocks,
+    is_listed,
     is_name,
     order_of,
     owners_of,
@@ -37,7 +38,18 @@ from kvpool.state.chains import (
     worth_of,
 )
 from kvpool.state.pauses import MEMBERS
-from kvpool.state.records import ENDS, HEAD, KEYED, NONE, REQUEST, blocks_of, lists_of, sequences_of, table_of
+from kvpool.state.records import (
+    DEFAULT_PRIORITY,
+    ENDS,
+    HEAD,
+    KEYED,
+    NONE,
+    REQUEST,
+    blocks_of,
+    lists_of,
+    sequences_of,
+    table_of,
+)
 from kvpool.state.requests import request_keys, retention_at
 
 ALL, SOME, _RING = 48, 24, 16
@@ -70,7 +82,7 @@ def on_admit(at, asked, slot):
     turns_of(book)[slot] = NONE
     keys, reused = request_keys(h, request), np.int64(sequences_of(h)[slot].reused)
     _, priority, _ = retention_at(request, keys.shape[0] * h.width - 1)
-    if request.reserves or request.private or request.fresh or priority != LIST:
+    if request.reserves or request.private or request.fresh or priority != DEFAULT_PRIORITY:
         return np.int64(NONE)
     c, depth = _named(book, keys, keys.shape[0], reused)
     if c == NONE and reused > 0 and table_of(h)[slot, reused - 1] != NONE:
@@ -137,9 +149,66 @@ def on_end_release(at, slot, stop):
 
 
 @jit
+def on_touch(at, found, count):
+    """Keys of a HostCache are used, whose blocks nobody lists now: rows (hash, block) of ``found`` int64[count, 3].
+
+    They are the keys of a request that has ended, and it is a turn of the chain that it continues, which is returned.
+    With ``count`` below zero, they are used and no turn, and NONE is returned: their chain is as its last turn has left
+    it, though others have held its blocks meanwhile.
+    """
+    h, turn, count = record_at(at, HEAD), count > 0, abs(count)
+    book, keys, c = book_of(h), array_at(found, (count, 3), np.int64), np.int64(NONE)
+    owners, chains = owners_of(h, book), chains_of(book)
+    if turn:
+        c, depth = _named(book, keys, count, np.int64(0))
+        before = np.int64(0)
+        if c != NONE and chains[c].first != NONE and blocks_of(h)[chains[c].first].list < 0:
+            # Its end is used, so it goes on, though its beginning may not be named.
+            before = max(np.int64(chains[c].length) - depth, 0)
+        book.depth = depth + before
+        c = begin_turn(h, book, c, book.depth, count + before)
+    else:
+        last = keys[count - 1, 2]
+        c = np.int64(owners[last]) if last != NONE else c
+        if c == NONE or find_first(h, book, c):
+            return np.int64(NONE)
+        chains[c].turns += 1
+    turns_of(book)[0] = c
+    if c == NONE:
+        return c
+    for i in range(count if turn else 0):
+        if keys[i, 2] != NONE:
+            owners[keys[i, 2]] = c
+            if is_name(keys[i, 0], count - i):
+                put_name(book, keys[i, 0], c)
+    begin_release(h, book, c)
+    return c if turn else np.int64(NONE)
+
+
+@jit
+def on_touched(at, found, count):
+    """They are listed, behind what was listed before."""
+    h = record_at(at, HEAD)
+    book = book_of(h)
+    c = np.int64(turns_of(book)[0])
+    if c == NONE:
+        return c
+    chain = chains_of(book)[c]
+    since, returns = chain.released, chain.returns
+    on_end_release(at, np.int64(0), np.int64(0))
+    if count < 0:
+        chain.released, chain.returns = since, returns
+        keys = array_at(found, (-count, 3), np.int64)
+        for i in range(-count):
+            if is_listed(h, book, c, keys[i, 2]):
+                blocks_of(h)[keys[i, 2]].used_at = since
+    return c
+
+
+@jit
 def choose(at, nothing, none):
-    """The next victim among the device's blocks of the default priority, of which there is one. Not asked while LRU is
-    followed. The first of these that there is:
+    """The next victim in the book's list, which is not empty. Not asked while LRU is followed. The first of these that
+    there is:
 
     1. the oldest block, if it is a stray;
     2. the next block of the chain that was picked last, of which up to ``RUN`` go in a row;
@@ -148,7 +217,8 @@ def choose(at, nothing, none):
     4. the oldest block.
     """
     h = record_at(at, HEAD)
-    book, oldest = book_of(h), np.int64(lists_of(h)[LIST, 0])
+    book = book_of(h)
+    oldest = np.int64(lists_of(h)[book.list, 0])
     if _is_stray(h, book, oldest):
         return oldest
     b = np.int64(NONE)

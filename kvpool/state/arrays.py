@@ -57,14 +57,15 @@ bytes a block."""
 
 
 class ChainBook:
-    """The records of one group. ``arrays`` are all of them, ``address`` is that of the BOOK. The state lock guards
-    it."""
+    """The records of one group, about its device blocks, or those of a HostCache. ``arrays`` are all of them,
+    ``address`` is that of the BOOK. The state lock guards it."""
 
     def __init__(self, policy: str, head_at: int, device_blocks: int, blocks: int, rows: int) -> None:
-        chains = min(max(int(device_blocks / _BLOCKS_PER_CHAIN), _LEAST), CHAINS_MAX)
-        names = 1 << max(device_blocks // _BLOCKS_PER_NAME, 4 * _LEAST).bit_length() - 1
+        capacity = device_blocks or blocks
+        chains = min(max(int(capacity / _BLOCKS_PER_CHAIN), _LEAST), CHAINS_MAX)
+        names = 1 << max(capacity // _BLOCKS_PER_NAME, 4 * _LEAST).bit_length() - 1
         self.book = np.zeros(1, BOOK)
-        self.owners, self.turns = np.full(blocks, NONE, np.int32), np.full(rows, NONE, np.int32)
+        self.owners, self.turns = np.full(blocks, NONE, np.int32), np.full(max(rows, 1), NONE, np.int32)
         self.chains, self.names = np.zeros(chains, CHAIN), np.full(names, NONE, np.int64)
         self.order, self.rates = np.arange(chains, dtype=np.int32), np.zeros((2, TABLES, ROWS, PAUSE_BINS))
         self.ghosts, self.scores = np.zeros((chains, EXPERTS), np.uint16), np.zeros((5, EXPERTS))
@@ -73,12 +74,14 @@ class ChainBook:
         book: Any = self.book.view(np.recarray)[0]
         for name in ("owners", "chains", "order", "names", "turns", "rates", "ghosts", "scores"):
             book[f"{name}_at"] = getattr(self, name).ctypes.data
-        admit = adaptive.on_admit if policy == "adaptive" else agent.on_admit
-        for hook in (admit, agent.on_begin_release, agent.on_end_release, agent.choose):
+        begins = adaptive if policy == "adaptive" else agent
+        hooks = begins.on_admit, agent.on_begin_release, agent.on_end_release
+        for hook in (*(hooks if device_blocks else (begins.on_touch, agent.on_touched)), agent.choose):
             book[hook.__name__] = entry_of(hook)
-        book.head_at, book.chains, book.names, book.rows = head_at, chains, names, rows
-        book.capacity, book.pick = device_blocks, NONE
-        book.shift = max((device_blocks // _GHOST_BLOCKS).bit_length() - 1, 0)
+        book.list = (DEVICE if device_blocks else HOST) * LISTS_PER_TIER + DEFAULT_PRIORITY
+        book.head_at, book.chains, book.names, book.rows = head_at, chains, names, len(self.turns)
+        book.capacity, book.pick = capacity, NONE
+        book.shift = max((capacity // _GHOST_BLOCKS).bit_length() - 1, 0)
         book.follows = POLICIES.index(policy) % EXPERTS
 
     @property

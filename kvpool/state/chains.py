@@ -17,7 +17,7 @@ import numpy as np
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import array_at, record_at
 from kvpool.state.pauses import PAUSE_BINS, ROWS, TABLES, learn, octaves, worth
-from kvpool.state.records import DEFAULT_PRIORITY, NONE, blocks_of, lists_of
+from kvpool.state.records import NONE, blocks_of, lists_of
 
 EXPERTS = 3
 LRU, REUSE, AGENT = range(EXPERTS)
@@ -76,18 +76,17 @@ BOOK = np.dtype(
     [
         (name, "i8")
         for name in (
-            "head_at on_admit on_begin_release on_end_release choose"
+            "head_at on_admit on_begin_release on_end_release on_touch on_touched choose list"
             " owners_at chains_at order_at names_at turns_at rates_at ghosts_at scores_at chains names rows cached"
             " known draws pick left last listed capacity follows depth shift"
         ).split()
     ]
 )
-"""The address of the group's header, and the hooks that ``policy`` calls. Addresses and lengths of arrays. ``cached``
-chains, the first ones in ``order``, have blocks on the device; those up to ``known`` are remembered. The chain that
-loses blocks now, and how many more; the end and the length of the list before a release. Then which
-expert is followed; how many blocks of its chain the last prompt has found; how many chains one stands for."""
-LIST = DEFAULT_PRIORITY
-"""The list whose blocks chains are about: the device's of the default priority."""
+"""The address of the group's header, and the hooks that ``policy`` calls. ``list``: whose blocks chains are about, that
+of the default priority: the device's, or in a HostCache the host's. Addresses and lengths of arrays. ``cached`` chains,
+the first ones in ``order``, have blocks there; those up to ``known`` are remembered. The chain that loses blocks now,
+and how many more; the end and the length of the list before a release. Then which expert is followed; how many blocks
+of its chain the last prompt has found; how many chains one stands for."""
 CHAINS_MAX = 1 << 24
 """So many chains can be named."""
 SAMPLE = 16
@@ -164,7 +163,7 @@ def draw(book, count):
 @jit(forceinline=True)
 def is_listed(h, book, c, b):
     """Whether a block, or NONE, lies in the list as a block of a chain."""
-    return b != NONE and owners_of(h, book)[b] == c and blocks_of(h)[b].list == LIST
+    return b != NONE and owners_of(h, book)[b] == c and blocks_of(h)[b].list == book.list
 
 
 @jit
@@ -173,7 +172,7 @@ def find_first(h, book, c):
 
     LRU takes blocks and tells no chain. What it has left of one is in front of the list.
     """
-    chain, front = chains_of(book)[c], np.int64(lists_of(h)[LIST, 0])
+    chain, front = chains_of(book)[c], np.int64(lists_of(h)[book.list, 0])
     chain.rest = chain.rest if is_listed(h, book, c, np.int64(chain.rest)) else NONE
     if not is_listed(h, book, c, np.int64(chain.first)):
         chain.first, chain.size = NONE, 0
@@ -357,16 +356,17 @@ def begin_release(h, book, c):
     chain = chains_of(book)[c]
     find_first(h, book, c)
     chain.rest, chain.first, chain.size = chain.first, NONE, 0
-    book.last, book.listed = lists_of(h)[LIST, 1], lists_of(h)[LIST, 2]
+    book.last, book.listed = lists_of(h)[book.list, 1], lists_of(h)[book.list, 2]
 
 
 @jit
 def end_turn(h, book, c):
     """What is behind the former end of the list is what the turn has left in the cache."""
-    chain, first = chains_of(book)[c], np.int64(lists_of(h)[LIST, 0])
+    chain, first = chains_of(book)[c], np.int64(lists_of(h)[book.list, 0])
     if book.last != NONE:
-        first = np.int64(blocks_of(h)[book.last].next) if blocks_of(h)[book.last].list == LIST else np.int64(NONE)
-    chain.first, chain.size = first, min(max(np.int64(lists_of(h)[LIST, 2]) - book.listed, 0), BLOCKS_MAX)
+        behind = np.int64(blocks_of(h)[book.last].next)
+        first = behind if blocks_of(h)[book.last].list == book.list else np.int64(NONE)
+    chain.first, chain.size = first, min(max(np.int64(lists_of(h)[book.list, 2]) - book.listed, 0), BLOCKS_MAX)
     chain.released, chain.returns = np.uint32(h.now & 0xFFFFFFFF), h.returns
     chain.turns -= 1
     if chain.place >= book.cached and first != NONE:

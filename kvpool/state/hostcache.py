@@ -28,11 +28,11 @@ from kvpool.state.policy import (
     on_hit,
     on_insert,
     on_release,
+    on_touch,
+    on_touched,
     set_retention,
-    victim,
 )
 from kvpool.state.records import (
-    HOST,
     INDEXED,
     KEYED,
     LOST,
@@ -158,15 +158,14 @@ def set_priority(heads, identity, data, sizes, words, found, priority, ttl, now)
 @jit
 def _take(h, identity, words, found, i, priority, ttl, evicted, count):
     """Take a pending block for key ``i``. Returns the number of rows of ``evicted`` int32[n, 17] that are filled."""
-    blocks, tokens = blocks_of(h), tokens_of(h)
-    b = victim(h, np.int64(HOST), priority)
+    blocks, tokens, before = blocks_of(h), tokens_of(h), counters_of(h).forgotten_host_blocks
+    b = take_host(h, priority)
     if b == NONE:
         raise RuntimeError("a block was taken that was not counted")
-    if blocks[b].flags & INDEXED:
+    if counters_of(h).forgotten_host_blocks != before:
         for k in range(KEY_WORDS):
             evicted[count, k] = tokens[b, k]
         count += 1
-    take_host(h, priority)
     for k in range(KEY_WORDS):
         tokens[b, k] = words[i, k]
     block = blocks[b]
@@ -332,17 +331,32 @@ def pin(heads, identity, data, sizes, words, found, now):
 
 
 @jit(nogil=False)
-def touch(heads, identity, data, sizes, words, found, now):
-    """Record a use of each key that is HERE, from the last key to the first. Returns their number."""
+def touch(heads, identity, data, sizes, words, found, turn, now):
+    """Record a use of each key that is HERE, from the last key to the first. ``turn``: they are all keys of a request
+    that has ended, in the order of its prompt. Returns their number."""
     h = head(heads, 0)
     locate(h, identity, data, sizes, words, found)
     begin(h, now)
     here = 0
-    for i in range(words.shape[0] - 1, -1, -1):
+    for i in range(words.shape[0]):
         if _answer(h, found[i, 2]) == HERE:
-            _use(h, found[i, 2])
-            on_change(h, found[i, 2])
             here += 1
+            if h.book_at:
+                pin_block(h, found[i, 2])
+        else:
+            found[i, 2] = NONE
+    if here > 0:
+        on_touch(h, found, turn)
+    for i in range(words.shape[0] - 1, -1, -1):
+        b = found[i, 2]
+        if b != NONE:
+            _use(h, b)
+            if h.book_at:
+                _unpin(h, b, BACK)
+            else:
+                on_change(h, b)
+    if here > 0:
+        on_touched(h, found, turn)
     return np.int64(here)
 
 

@@ -10,7 +10,7 @@ holds is in one of them. ``verify`` has its own version of ``list_of``, to check
 
 A pool with another policy than LRU (``policy=``) has records of chains. Then ``on_admit``, ``on_begin_release`` and
 ``on_end_release`` keep them, and ``agent.choose`` says which of the device's blocks of the default priority is next,
-unless ``adaptive`` follows LRU.
+unless ``adaptive`` follows LRU. In a HostCache ``on_touch`` and ``on_touched`` keep them, and its blocks are meant.
 """
 
 from __future__ import annotations
@@ -333,6 +333,20 @@ def on_end_release(h, slot):
         call(book_of(h).on_end_release, book_of(h).head_at, slot, np.int64(h.stop))
 
 
+@jit(forceinline=True)
+def on_touch(h, found, turn):
+    """Keys of a HostCache are used, the ``turn`` of a request or not. Their blocks are given back next."""
+    if h.book_at:
+        call(book_of(h).on_touch, book_of(h).head_at, address_of(found), found.shape[0] * (1 if turn else -1))
+
+
+@jit(forceinline=True)
+def on_touched(h, found, turn):
+    """They were."""
+    if h.book_at:
+        call(book_of(h).on_touched, book_of(h).head_at, address_of(found), found.shape[0] * (1 if turn else -1))
+
+
 @jit
 def on_change(h, b):
     """The content of a block has changed. If nobody holds it, it goes to the back of its present list."""
@@ -403,8 +417,8 @@ def victim(h, tier, priority):
 
     1. an empty block;
     2. on the host a clean copy, unless an admission still has to forget content there (``overflow``);
-    3. a block of the lowest priority. It is the oldest one, or on the device, if that priority is the default, the one
-       that ``choose`` of the pool's policy names, where that does not follow LRU.
+    3. a block of the lowest priority. It is the oldest one, or in the list that the policy has a say in, the one that
+       its ``choose`` names, where that does not follow LRU.
 
     Returns NONE if that priority is above ``priority``: then the host keeps its content. Clean copies wait behind what
     an admission has to forget, since the blocks that it onboards become such: they could be overwritten only after
@@ -420,10 +434,31 @@ def victim(h, tier, priority):
     b = np.int64(lowest(lists, tier))
     if b == NONE or blocks_of(h)[b].priority > priority:
         return np.int64(NONE)
-    others = h.book_at and tier == DEVICE and book_of(h).follows != LRU
-    if others and blocks_of(h)[b].priority == DEFAULT_PRIORITY:
+    if h.book_at and book_of(h).follows != LRU and blocks_of(h)[b].list == book_of(h).list:
         b = call(book_of(h).choose, book_of(h).head_at, np.int64(0), np.int64(0))
     return b
+
+
+@jit
+def expect_victims(h, tier, count):
+    """Have the lists of a tier begin with the blocks that the next ``count`` victims with content are, in this order.
+
+    LRU's do. What another policy chooses is put in front, and is of no chain any more. So it stays there until it is
+    used.
+    """
+    blocks, lists, last = blocks_of(h), lists_of(h), np.int64(NONE)
+    if not h.book_at or book_of(h).follows == LRU or book_of(h).list // LISTS_PER_TIER != tier:
+        return
+    for which in range(tier * LISTS_PER_TIER, book_of(h).list):
+        count -= lists[which, 2]
+    for _ in range(min(count, lists[book_of(h).list, 2])):
+        b = call(book_of(h).choose, book_of(h).head_at, np.int64(0), np.int64(0))
+        unlink(blocks, lists, b)
+        owners_of(h, book_of(h))[b] = NONE
+        blocks[b].prev, last = last, b
+    while last != NONE:
+        b, last = last, np.int64(blocks[last].prev)
+        push(blocks, lists, b, book_of(h).list, FRONT)
 
 
 @jit(forceinline=True)
@@ -436,7 +471,7 @@ def take_victim(h, tier, priority):
     if b == NONE:
         return b, np.int64(NONE)
     unlink(blocks_of(h), lists_of(h), b)
-    if h.book_at and tier == DEVICE:
+    if h.book_at:
         owners_of(h, book_of(h))[b] = NONE
     if tier == DEVICE and cached:
         _expect_victims(h, b)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvpool.arrays import Int64s
 from kvpool.jit import jit
 from kvpool.state.index import find_key
-from kvpool.state.policy import push_behind, unlink
+from kvpool.state.policy import expect_victims, push_behind, unlink
 from kvpool.state.records import (
     CLEAN,
     EMPTY,
@@ -65,9 +65,9 @@ def close_saver(heads, saver):
 
 @jit
 def _tell(h, b, saver, uses, found, count):
-    """Tell a saver of block ``b``, if it is cached, was used so often, and the saver was not told. Returns how many
-    rows of ``found`` are filled now."""
-    blocks, bit = blocks_of(h), np.int64(1) << saver
+    """Tell a saver of block ``b``, if it is cached, was used so often, and the saver was not told. NONE is a saver who
+    is told of everything. Returns how many rows of ``found`` are filled now."""
+    blocks, bit = blocks_of(h), np.int64(1) << saver if saver != NONE else np.int64(0)
     if b == NONE or not blocks[b].flags & PUBLISHED or blocks[b].saved & bit or blocks[b].uses < uses:
         return count
     blocks[b].saved |= bit
@@ -124,6 +124,7 @@ def victims(heads, saver, margins, found):
         h = head(heads, g)
         lists, first = lists_of(h), HOST * LISTS_PER_TIER
         left = margins[g] - lists[first + EMPTY, 2] - lists[first + CLEAN, 2]
+        expect_victims(h, np.int64(HOST), left)
         for which in range(lists[LOWEST + HOST, 0], EMPTY):
             b = np.int64(lists[first + which, 0])
             while b != NONE and left > 0 and count < found.shape[0]:

@@ -99,7 +99,7 @@ class Desk:
             assert not self.sim._lock._lock.locked(), where
             self.sim.synchronize()
         assert staging.retained + len(staging._free) == len(staging._buffers), f"a buffer was lost {where}"
-        assert len(cache._imports.pinned()) == 0, where
+        assert len(cache._imports.pinned) == 0, where
         cache.verify()
         events = cache.events()
         assert events.number == (self.told if self.got is None else self.got.next), f"events were lost {where}"

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from kvpool.arrays.layout import BlockLayout
-from kvpool.device.base import NULL_STREAM, Event, Part
+from kvpool.device.base import ALL_LAYERS, NULL_STREAM, Event, Region
+from kvpool.device.copy_plan import Regions
 from kvpool.device.sim import POISON, Choices, RaceError, SeededChoices, SimDevice, UndeclaredWrite
-from kvpool.device.sim.shadow import Mirror
+from kvpool.device.sim.shadow import Shadow
 from kvpool.errors import PoolClosed
 from kvpool.memory.pools import MemoryPools
 from tests.device import reference
@@ -404,15 +405,14 @@ def test_the_pieces_of_a_move_make_the_move(layout: BlockLayout, chunk_bytes: in
             views = [pool.view(layout.storage_dtype).reshape(shape) for pool, shape in zip(pools, shapes, strict=True)]
             expected = [view.copy() for view in views]
             reference.copy_blocks(layout, *expected, as_moves((source, target, tokens)))
-            part = Part(layout, *pools)
-            mirror = Mirror(part, Part(layout, *(pool.copy() for pool in pools)), (range(3), range(3, 5)))
-            pieces = mirror.pieces(tokens, chunk_bytes, 1000, range(layout.layers))
+            shadow = Shadow(Regions([Region.of(layout, *pools, 3, 2)]))
+            pieces = shadow.torn(as_moves((source, target, tokens))[0], chunk_bytes, 1000, ALL_LAYERS)
             total = layout.token_bytes * tokens
-            assert len(pieces) >= total / max(chunk_bytes, 1) and (chunk_bytes < total or len(pieces) == 1)
-            for piece in pieces:
-                mirror.copy_piece(source, target, piece)
+            assert len(pieces) >= min(1000, total / chunk_bytes) and (chunk_bytes < total or len(pieces) == 1)
+            for piece in random.permutation(np.array(pieces, object)):
+                piece()
             assert all(np.array_equal(*pair) for pair in zip(views, expected, strict=True))
-            assert not len(mirror.differences())
+            assert not len(shadow.differences())
 
 
 # ----------------------------------------

@@ -16,7 +16,7 @@ from kvpool.engines import staged
 from kvpool.engines.options import EngineOptions
 from kvpool.engines.staged import StagedBlocks
 from kvpool.stores import MemoryStore
-from tests.stores.lab import BLOCK_BYTES, IDENTITY, Gate, Wrong, content, names
+from tests.stores.lab import BLOCK_BYTES, IDENTITY, Gate, Wrong, content, fail, names
 
 Open = Callable[..., StagedBlocks]
 
@@ -55,10 +55,6 @@ def load(blocks: StagedBlocks, count: int, first: int = 0) -> dict[int, np.ndarr
     came = blocks.load(names(count, first), lambda place, row: found.update({first + place: row.copy()}))
     assert sorted(found) == [first + place for place, ok in enumerate(came) if ok]
     return found
-
-
-def fail() -> None:
-    raise OSError(5, "I/O error")
 
 
 def assert_right(found: dict[int, np.ndarray]) -> None:

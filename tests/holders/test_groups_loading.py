@@ -81,7 +81,7 @@ def test_the_copy_of_a_store_goes_where_the_slots_of_each_part_say(make: Make) -
     engine.release(engine.add(A[:15], cached=14))
 
 
-@pytest.mark.parametrize("filled", [4, 9, 16, 21])
+@pytest.mark.parametrize("filled", [4, 8, 9, 11, 12, 21])
 def test_what_a_part_of_a_load_publishes_every_group_has(make: Make, filled: int) -> None:
     engine = make([12, 12])
     with engine.cache.reserve(A[:22]) as reservation:

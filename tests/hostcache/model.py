@@ -28,6 +28,8 @@ class Model:
         self.entries: dict[bytes, Entry] = {}
         self.pins: Counter[Entry] = Counter()
         self.evicted = 0
+        # What a policy has chosen of all that it may. None: LRU.
+        self.chosen: list[bytes] | None = None
         self._order = count()
 
     # -- blocks ----------------------------------------------------------------------------------------
@@ -85,6 +87,11 @@ class Model:
             if not self.empty:
                 victims = [(e.priority, e.listed, k) for k, e in self.entries.items() if e.listed is not None]
                 victim = min(victims)[2]
+                if self.chosen is not None:
+                    chosen, lowest = self.chosen.pop(0), self.entries[victim].priority
+                    found = self.entries[chosen]
+                    assert found.listed is not None and found.priority == lowest, chosen
+                    victim = chosen if lowest == DEFAULT_PRIORITY else victim
                 del self.entries[victim]
                 evicted.append(victim)
             self.entries[key] = Entry(priority, ttl)

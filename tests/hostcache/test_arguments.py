@@ -126,7 +126,7 @@ def test_an_iterable_that_fails_leaves_the_cache_alone(make: Make) -> None:
         ({"identity": "llama"}, TypeError, "identity='llama'"),
         ({"secret": b"short"}, ValueError, "secret"),
         ({"event_capacity": -1}, ValueError, "event_capacity=-1"),
-        ({"policy": "agent"}, ValueError, "policy='agent': must be one of lru"),
+        ({"policy": "fifo"}, ValueError, "policy='fifo': must be one of lru, reuse, agent, adaptive"),
         ({"clock": 5}, TypeError, "clock=5"),
     ],
 )

@@ -26,6 +26,7 @@ from kvpool import (
     PoolClosed,
 )
 from kvpool.errors import IntegrityError
+from kvpool.state.arrays import POLICIES
 from kvpool.state.hashing import block_key
 from kvpool.state.records import LINKED, PUBLISHED
 from kvpool.state.records import PENDING as STILL_PENDING
@@ -572,6 +573,77 @@ def _all(cache: HostCache) -> set[str]:
 
 
 # ----------------------------------------
+# Policies that look at conversations.
+
+
+def keys_of(name: str, count: int) -> list[bytes]:
+    return [f"{name} {place}".encode() for place in range(count)]
+
+
+class Talks:
+    """Conversations of 10 keys in a cache of 24: "soon" comes back every ten seconds, "late" every two hundred."""
+
+    def __init__(self, make: Make, policy: str) -> None:
+        self.now = 0
+        self.cache = make(24, clock=lambda: self.now, policy=policy)
+        for at in range(0, 3_000, 10):
+            self.turn("soon", 10, at)
+            if at % 200 == 0:
+                self.turn("late", 10, at)
+        self.turn("soon", 10, 3_000)
+        self.turn("late", 10, 3_001)
+
+    def turn(self, name: str, count: int, at: float) -> list[bytes]:
+        """A request with so many keys. Returns what has gone for it."""
+        self.now = int(at * 1000)
+        keys = keys_of(name, count)
+        taken = self.cache.reserve(keys)
+        self.cache.publish(taken.keys)
+        self.cache.touch(keys, turn=True)
+        return taken.evicted
+
+    @property
+    def here(self) -> tuple[int, int]:
+        """How much there is of "soon" and of "late"."""
+        self.cache.verify()
+        soon, late = (self.cache.lookup(keys_of(name, 10)) == self.cache.HERE for name in ("soon", "late"))
+        return int(soon.sum()), int(late.sum())
+
+
+@pytest.mark.parametrize(("policy", "left"), [("lru", (2, 10)), ("agent", (10, 2))])
+def test_the_conversation_that_is_away_for_longer_goes_its_end_first(
+    make: Make, policy: str, left: tuple[int, int]
+) -> None:
+    talks = Talks(make, policy)
+    gone = talks.turn("other", 12, 3_002)
+    assert talks.here == left and gone == keys_of("soon" if policy == "lru" else "late", 10)[:1:-1]
+
+
+def test_what_readers_have_held_since_its_turn_is_still_of_its_conversation_and_teaches_no_pause(make: Make) -> None:
+    talks = Talks(make, "agent")
+    book = talks.cache._states[0].book
+    assert book is not None
+    before = book.rates.copy()
+    for name in ("soon", "late"):
+        talks.now += 100
+        with talks.cache.pin(keys_of(name, 10)):
+            pass
+        assert talks.cache.touch(keys_of(name, 10)) == 10 and talks.here == (10, 10)
+    assert np.array_equal(book.rates, before)
+    gone = talks.turn("other", 12, 3_002)
+    assert talks.here == (10, 2) and gone == keys_of("late", 10)[:1:-1]
+
+
+@pytest.mark.parametrize("policy", ["lru", "agent"])
+def test_what_is_named_as_the_next_victims_goes_in_this_order(make: Make, policy: str) -> None:
+    talks = Talks(make, policy)
+    talks.cache.set_priority(keys_of("soon", 2), 10)
+    told = talks.cache.next_victims(talks.cache.open_saver(owed=True), 4 + 8, 20)
+    assert len(told) == 8 and told[:2] == keys_of("soon", 2) and talks.here == (10, 10)
+    assert talks.turn("other", 12, 3_002) == told and talks.cache.unsaved_blocks == 0
+
+
+# ----------------------------------------
 # Random calls do in a host cache what they do in a model of dictionaries, order of eviction included.
 
 
@@ -604,13 +676,13 @@ class Pair:
     def reserve(self) -> None:
         keys, priority = self.some(FEW_NAMES), int(self.random.choice([35, 35, 10, 80]))
         ttl = None if self.random.random() < 0.5 else int(self.random.integers(1, 20))
-        expected = self.model.reserve(keys, priority, ttl)
-        if expected is None:
-            with pytest.raises(OutOfBlocks):
-                self.cache.reserve(keys, priority=priority, ttl_ms=ttl)
+        try:
+            found = self.cache.reserve(keys, priority=priority, ttl_ms=ttl)
+        except OutOfBlocks:
+            assert self.model.reserve(keys, priority, ttl) is None
             return
-        found = self.cache.reserve(keys, priority=priority, ttl_ms=ttl)
-        assert (found.keys, found.evicted) == expected
+        self.model.chosen = None if self.cache.policy == "lru" else list(found.evicted)
+        assert (found.keys, found.evicted) == self.model.reserve(keys, priority, ttl)
         assert len(set(found.blocks.tolist())) == len(found.keys)
 
     def _end(self, verb: str) -> None:
@@ -651,7 +723,7 @@ class Pair:
 
     def touch(self) -> None:
         keys = self.here()
-        assert self.cache.touch(keys) == self.model.touch(keys)
+        assert self.cache.touch(keys, turn=self.random.random() < 0.7) == self.model.touch(keys)
 
     def forget(self) -> None:
         keys = self.some(FEW_NAMES)
@@ -670,7 +742,8 @@ class Pair:
 @pytest.mark.parametrize("seed", range(20))
 def test_a_cache_does_what_its_model_does(make: Make, seed: int) -> None:
     random, clock = np.random.default_rng(seed), [0]
-    pair = Pair(make(int(random.integers(2, 12)), clock=lambda: clock[0], event_capacity=64), clock, random)
+    options: dict[str, Any] = {"clock": lambda: clock[0], "event_capacity": 64, "policy": POLICIES[seed % 4]}
+    pair = Pair(make(int(random.integers(2, 12)), **options), clock, random)
     chances = np.array(OFTEN) / sum(OFTEN)
     for step in range(400):
         pair.step(str(random.choice(VERBS, p=chances)))

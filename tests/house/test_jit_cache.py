@@ -512,8 +512,9 @@ def test_folder_that_others_can_write_or_replace_is_passed_over_with_a_warning(
         chosen = chosen / "deeper"
         chosen.mkdir(mode=0o700)
     elif danger == "behind a link":
+        (chosen / "deeper").mkdir(mode=0o700)
         (places / "link").symlink_to(chosen)
-        chosen = places / "link"
+        chosen = places / "link" / "deeper"
     choose(monkeypatch, chosen)
     with caplog.at_level(logging.WARNING):
         assert cache.cache_root() == places / "temporary" / f"kvpool-{os.getuid()}"

@@ -60,6 +60,7 @@ GROUPS = [
 prompt = list(range(9))
 for policy in ("reuse", "agent", "adaptive"):
     kvpool.KVCacheManager(layout(), device_blocks=8, device="cpu", policy=policy).close()
+    kvpool.HostCache(8, 16, identity=kvpool.ModelIdentity(*"abcde"), policy=policy).close()
 for device in ("cpu", "sim"):
     with kvpool.KVCacheManager(
         groups=GROUPS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-_TESTS = "tests/state/test_chains.py::"
+_TESTS, _HOST = "tests/state/test_chains.py::", "tests/hostcache/test_index.py::"
 
 MUTATIONS = (
     Mutation(
@@ -50,7 +50,7 @@ MUTATIONS = (
     Mutation(
         "the_policy_chooses_among_all_priorities",
         "victim",
-        "blocks_of(h)[b].priority == DEFAULT_PRIORITY",
+        "blocks_of(h)[b].list == book_of(h).list",
         "True",
         "A priority that a caller gave does not decide any more.",
         (f"{_TESTS}test_priorities_stand_above_the_policy",),
@@ -104,9 +104,41 @@ MUTATIONS = (
         (f"{_TESTS}test_what_lru_has_left_of_a_conversation_is_still_known",),
     ),
     Mutation(
+        "a_use_is_a_turn",
+        "agent.on_touch",
+        "count > 0",
+        "True",
+        "Each time that readers have held a conversation, the policy learns a pause that was none.",
+        (f"{_HOST}test_what_readers_have_held_since_its_turn_is_still_of_its_conversation_and_teaches_no_pause",),
+    ),
+    Mutation(
+        "what_readers_have_held_is_of_no_conversation",
+        "on_touched",
+        "blocks_of(h)[keys[i, 2]].used_at = since",
+        "pass",
+        "A conversation that a store has read goes as if nobody continued it.",
+        (f"{_HOST}test_what_readers_have_held_since_its_turn_is_still_of_its_conversation_and_teaches_no_pause",),
+    ),
+    Mutation(
+        "the_next_victims_are_those_of_lru",
+        "expect_victims",
+        "book_of(h).follows == LRU",
+        "True",
+        "What is evicted next was not saved, and what was saved is not evicted.",
+        (f"{_HOST}test_what_is_named_as_the_next_victims_goes_in_this_order[agent]",),
+    ),
+    Mutation(
+        "what_a_store_loads_is_no_turn",
+        "Victims.use",
+        "self._cache.touch(keys, turn=True)",
+        "pass",
+        "A store with another policy evicts what was saved first.",
+        ("tests/stores/test_memory.py::test_the_conversation_that_is_away_for_longer_goes_from_a_store",),
+    ),
+    Mutation(
         "a_flood_of_low_priority_is_learnt_from",
         "on_admit",
-        "priority != LIST",
+        "priority != DEFAULT_PRIORITY",
         "False",
         "Prompts of a tenant that was given a low priority teach the policy that nobody comes back.",
         (f"{_TESTS}test_what_has_a_low_priority_is_no_conversation",),

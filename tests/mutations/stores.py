@@ -54,7 +54,7 @@ MUTATIONS = (
         "Secret.tag",
         "self._identity + namespace",
         "namespace",
-        "A tenant of one model has less room in a store by what a tenant of another one has there.",
+        "Who sees the names of namespaces in a store learns that two models have one tenant.",
         _seal("test_two_models_share_no_key_and_no_namespace"),
     ),
     Mutation(

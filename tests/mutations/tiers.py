@@ -88,15 +88,15 @@ MUTATIONS = (
     # -- leases ------------------------------------------------------------------------------------------
     Mutation(
         "a_lease_shows_what_it_unpins",
-        "Leases._take_lease",
-        "ids.copy()",
+        "Leases.take",
+        "read_only(ids)",
         "ids",
         "Whoever writes into what a lease shows unpins the blocks of others.",
         ("tests/state/test_safety.py::test_what_a_lease_shows_is_not_what_it_unpins",),
     ),
     Mutation(
         "a_lease_is_closed_twice",
-        "Leases.close",
+        "Leases.give_back",
         "not self.is_open(lease)",
         "False",
         "The second close takes somebody else's pin.",
@@ -113,14 +113,14 @@ MUTATIONS = (
     Mutation(
         "a_revoke_closes_the_leases_of_all",
         "Leases.revoke",
-        "held.lease.owner == owner",
+        "lease.owner == owner",
         "True",
         "Readers lose their pins since another one was revoked.",
         ("tests/state/test_scenarios_tiers.py::test_a_revoked_lease_takes_nobody_elses_pin",),
     ),
     Mutation(
         "a_lease_of_bytes_that_never_came",
-        "Leases._pin",
+        "Leases.pin",
         "lost is not None",
         "False",
         "A reader copies whatever stood in a block that a failed device did not fill.",
@@ -131,8 +131,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a_closed_lease_says_nothing_of_its_stream",
-        "Leases._end",
-        "self._core.note(ACCESSED, stream, held.ids)",
+        "Leases.give_back",
+        "self.core.note(ACCESSED, lease.stream if stream is None else stream, lease.blocks)",
         "",
         "A block is overwritten while a copy that its reader enqueued is still reading it.",
         ("tests/race/test_races.py::test_nothing_races[a_host_block_reused_while_a_copy_of_its_reader_is_pending]",),

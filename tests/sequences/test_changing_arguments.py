@@ -354,7 +354,8 @@ def test_a_lease_is_settled_by_blocks_of_the_pools_own(make: Make, monkeypatch: 
     settle = Leases.settle
 
     def change_and_settle(self: Leases, lease: Lease, now: int) -> bool:
-        lease.blocks[:] = 1 << 40
+        with pytest.raises(ValueError, match="read-only"):
+            lease.blocks[:] = 1 << 40
         return settle(self, lease, now)
 
     cache = make().cache

@@ -102,18 +102,19 @@ def test_the_conversation_that_is_away_for_longer_goes_though_it_was_used_later(
 
 
 def test_whoever_has_come_back_stays_where_most_never_do() -> None:
+    """All prompts are of one length, and new ones of every age: only how often it came back tells a talk from them."""
     found = {}
     for policy in ("lru", "reuse"):
-        with talks(120, policy) as opened:
-            for i in range(150):
-                opened.fill(10)
+        with talks(480, policy) as opened:
+            for i in range(200):
+                opened.fill(40)
                 opened.clock.now += 1_000
-                if i % 3 == 0:
-                    opened.turn(f"talk {i // 30}", 0 if i % 30 else 40)
-            opened.clock.now += 1_000
-            for _ in range(10):
-                opened.fill(10)
-            found[policy] = opened.cached("talk 4")
+                if i % 27 in (0, 3, 12):  # pauses of 3, 9 and 15 seconds
+                    opened.turn("talk", 0 if i else 40)
+            for _ in range(12):
+                opened.fill(40)
+                opened.clock.now += 1_000
+            found[policy] = opened.cached("talk")
     assert found == {"lru": 0, "reuse": 40}
 
 

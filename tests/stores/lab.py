@@ -101,6 +101,18 @@ class Wrong:
         self._do("close", self.inner.close)
 
 
+def raising(error: BaseException) -> Callable[..., Any]:
+    """What raises this, whatever it is given."""
+
+    def call(*_: Any) -> None:
+        raise error
+
+    return call
+
+
+fail = raising(OSError(5, "I/O error"))
+
+
 class Gate:
     """Holds the calls that come to it until it is opened."""
 

@@ -21,8 +21,8 @@ from kvpool.stores import ABSENT, DAMAGED, OK, REFUSED
 from kvpool.stores.disk import DiskStore, disk_store
 from kvpool.stores.disk.folder import Folder
 from kvpool.stores.disk.slot_index import PAGE_BYTES
-from tests.stores.disk_lab import Faulty, crash, raising
-from tests.stores.lab import BLOCK_BYTES, Gate, content, done, fill, names, open_queue, returned, saved
+from tests.stores.disk_lab import Faulty, crash
+from tests.stores.lab import BLOCK_BYTES, Gate, content, done, fill, names, open_queue, raising, returned, saved
 
 BLOCKS = 60
 CAPACITY = 64 * BLOCK_BYTES

@@ -20,7 +20,7 @@ from kvpool.stores import ABSENT, FAILED, OK, StoreQueue
 from kvpool.stores.disk import DiskStore
 from kvpool.stores.disk.slab import System
 from kvpool.stores.store import KEY_BYTES, SEAL_BYTES, Space
-from tests.stores.disk_lab import Faulty, raising
+from tests.stores.disk_lab import Faulty
 from tests.stores.lab import (
     BLOCK_BYTES,
     IDENTITY,
@@ -31,6 +31,7 @@ from tests.stores.lab import (
     memory,
     names,
     open_queue,
+    raising,
     returned,
     saved,
 )

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
-from kvpool import ForkedProcess, PoolClosed
+from kvpool import PoolClosed
 from kvpool.stores import ABSENT, FAILED, OK
 from kvpool.stores.disk import DiskStore
 from kvpool.stores.disk.slab import System
@@ -245,30 +245,6 @@ def test_a_folder_that_goes_while_a_save_is_under_way_has_not_saved_it(tmp_path:
 
     with open_queue(DiskStore(folder, CAPACITY, system=System(fdatasync=gone))) as queue:
         assert returned(queue.save(queue.secret.opaque(names(2)), np.arange(2))).codes.tolist() == [FAILED, FAILED]
-
-
-def test_a_child_gets_an_error(tmp_path: Path) -> None:
-    store = DiskStore(tmp_path / "store", CAPACITY)
-    with open_queue(store) as queue:
-        keys = saved(queue, 3)
-        pid = os.fork()
-        if not pid:
-            wrong = 0
-            for call in (
-                lambda: store.find(keys),
-                lambda: store.load(keys, np.arange(3), lambda: False),
-                lambda: store.forget(keys),
-                lambda: store.open(SPACE),
-                store.close,
-            ):
-                try:
-                    call()
-                    wrong = 1
-                except ForkedProcess:
-                    pass
-            os._exit(wrong)
-        assert os.waitpid(pid, 0)[1] == 0
-        saved(queue, 3)
 
 
 PARENT = """

@@ -16,7 +16,7 @@ from kvpool.stores import ABSENT, CANCELLED, FAILED, OK, Job, MemoryStore, Store
 from kvpool.stores.jobs import Drops
 from kvpool.stores.store import TAG_BYTES
 from kvpool.stores.store_client import StoreHealth
-from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, fill, names, open_queue, saved
+from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, fail, fill, names, open_queue, saved
 
 Drop = Callable[[StoreQueue, Any], Job]
 DROPS: dict[str, Drop] = {
@@ -164,10 +164,6 @@ def test_what_is_to_be_dropped_says_nothing_of_the_health_of_a_store(store: Wron
         health.note(job)
     assert health.suspended()
     down.up()
-
-
-def fail() -> None:
-    raise OSError(5, "I/O error")
 
 
 def test_others_are_served_while_a_drop_is_not_confirmed(store: Wrong, queue: StoreQueue) -> None:

@@ -14,30 +14,13 @@ from kvpool import HostCache, HostTier, OutOfBlocks, PoolClosed
 from kvpool.keepers.hostkeeper import HostKeeper
 from kvpool.stores import MemoryStore, StoreQueue
 from tests.stores.hostkeeping import Engine
-from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Gate, Wrong, content, names
+from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Gate, Wrong, content, fail, names
 from tests.waiting import until
 
 ABSENT, HERE, PENDING = HostCache.ABSENT, HostCache.HERE, HostCache.PENDING
 
 
-def fail(*_: Any) -> Any:
-    raise OSError(5, "I/O error")
-
-
 # -- what it is for --------------------------------------------------------------------------------------
-
-
-def test_what_was_evicted_comes_back_byte_for_byte(make: Callable[..., Engine]) -> None:
-    engine = make(blocks=8)
-    engine.write(4)
-    assert engine.keeper.drain(600)
-    engine.write(8, first=100)
-    assert engine.keeper.drain(600)
-    assert engine.cache.lookup(names(4)).tolist() == [ABSENT] * 4
-    assert engine.ask(4) == [HERE] * 4
-    engine.read(4)
-    stats = engine.keeper.stats()
-    assert (stats.saved, stats.loaded, stats.asked) == (12, 4, 4) and not stats.missed
 
 
 def test_the_identity_of_the_stores_can_outlive_the_caches(make: Callable[..., Engine], store: Wrong) -> None:
@@ -289,18 +272,6 @@ def test_a_block_that_comes_after_clear_is_not_loaded_and_cancelled_both(
     stats = engine.keeper.stats()
     assert stats.missed == {"cancelled": 4} and (stats.loaded, stats.loading) == (0, 0)
     assert engine.ask(4) == [ABSENT] * 4 and engine.cache.stats().used == 0
-
-
-def test_what_a_suspended_store_does_not_get_is_counted(make: Callable[..., Engine], store: Wrong) -> None:
-    broken = Wrong(MemoryStore(256 * BLOCK_BYTES))
-    broken.name, broken.before["save"] = "broken", fail
-    engine = make(broken, store)
-    for number in range(10):
-        engine.write(1, number)
-        assert engine.keeper.drain(600)
-    stats = engine.keeper.stats()
-    assert stats.suspended == ("broken",) and stats.saved == 10
-    assert stats.unsaved == {"failed": 3, "suspended": 7}
 
 
 def test_what_no_store_gets_is_counted_for_each(make: Callable[..., Engine], store: Wrong) -> None:
@@ -573,6 +544,8 @@ def test_keys_that_are_none_are_named(make: Callable[..., Engine], verb: str, gi
     engine = make()
     with pytest.raises((TypeError, ValueError), match="keys"):
         getattr(engine.keeper, verb)(given)
+    with pytest.raises(TypeError, match="key"):
+        engine.keeper.find("text")  # type: ignore[arg-type]
     stats = engine.keeper.stats()
     assert (stats.asked, stats.searching, stats.waiting) == (0, 0, 0)
 

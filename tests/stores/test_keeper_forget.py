@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ import pytest
 from kvpool import PoolBusy, PoolClosed, StoreBusy
 from kvpool.keepers import Forgotten, Keeper
 from kvpool.stores import MemoryStore
-from kvpool.stores.disk import DiskStore
 from tests.engine import Engine
 from tests.stores.keeping import (
     IDENTITY,
@@ -26,13 +24,12 @@ from tests.stores.keeping import (
     grouped,
     keeper,
     read_all,
-    room,
     seed,
     store,
     tokens,
     write_all,
 )
-from tests.stores.lab import Gate, Wrong
+from tests.stores.lab import Gate, Wrong, fail
 from tests.stores.test_drops import Down
 from tests.waiting import until
 
@@ -127,15 +124,6 @@ def seed_elsewhere(memory: MemoryStore, prompt: list[int], **names: Any) -> None
     memory._memory = opened
 
 
-def test_a_prompt_that_the_pool_does_not_have_leaves_the_store_too(one: Engine) -> None:
-    memory = store()
-    seed_first(memory)
-    with keeper(one, memory) as kept:
-        forgotten = kept.forget(PROMPT)
-        assert forgotten.wait(600) and forgotten.blocks == 0 and forgotten.stores == {"memory": BLOCKS}
-    assert restarted(memory) == 0
-
-
 def seed_first(memory: Any) -> None:
     other = engine(P=64, S=64)
     with other.cache, keeper(other, memory) as kept:
@@ -155,16 +143,6 @@ def test_all_groups_of_layers_are_dropped(clears: bool) -> None:
         assert not memory._blocks and not read_all(cache, cache.block_keys(prompt))
         handle = kept.prefetch(prompt)
         assert handle.wait(600) and handle.blocks == 0
-
-
-def test_a_disk_that_has_confirmed_has_nothing_for_the_next_process(one: Engine, drop: Drop, tmp_path: Path) -> None:
-    def disk() -> DiskStore:
-        return DiskStore(tmp_path / "store", room(256))
-
-    with keeper(one, disk()) as kept:
-        seed(one, kept, [PROMPT])
-        assert drop(one, kept).wait(600)
-    assert restarted(disk()) == 0
 
 
 def test_what_is_computed_again_is_saved_and_found_again(one: Engine, drop: Drop) -> None:
@@ -317,9 +295,6 @@ def test_a_store_that_is_down_blocks_nobody_and_brings_nothing_back(one: Engine,
 def test_a_suspended_store_is_told_too(one: Engine, wrong: Wrong, drop: Drop) -> None:
     with keeper(one, wrong, failures=1, probe_seconds=3600.0) as kept:
         seed(one, kept, [PROMPT])
-
-        def fail() -> None:
-            raise OSError(5, "I/O error")
 
         wrong.before["find"] = wrong.before["save"] = fail
         assert fetch(one, kept, OTHER) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,24 +11,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import ForkedProcess, PoolClosed, StoreBusy
+from kvpool import PoolClosed, StoreBusy
 from kvpool.stores import ABSENT, CANCELLED, DAMAGED, FAILED, LATE, OK, Job, MemoryStore, StoreQueue
-from kvpool.stores.seals import BlockNames, Secret
-from tests.stores.disk_lab import raising
+from kvpool.stores.seals import BlockNames
 from tests.stores.lab import (
     BLOCK_BYTES,
     IDENTITY,
-    OTHER,
     SLOTS,
     Clock,
     Gate,
     Wrong,
     content,
     done,
+    fail,
     fill,
     memory,
     names,
     open_queue,
+    raising,
     returned,
     saved,
 )
@@ -40,10 +39,6 @@ def queue(store: Wrong) -> Iterator[StoreQueue]:
     with open_queue(store, piece_bytes=4 * BLOCK_BYTES) as made:
         yield made
     assert made.close(600)
-
-
-def fail(*_: Any) -> Any:
-    raise OSError(5, "I/O error")
 
 
 # -- a store that lies ---------------------------------------------------------------------------------
@@ -61,26 +56,6 @@ def test_a_changed_byte_is_damaged_and_forgotten(store: Wrong, queue: StoreQueue
     del store.after["load"]
     assert done(queue.load(keys, np.arange(10, 14))).codes.tolist() == [OK, ABSENT, OK, OK]
     assert queue.stats().blocks["load", "damaged"] == 1
-
-
-def test_the_blocks_of_other_keys_are_damaged(store: Wrong, queue: StoreQueue) -> None:
-    """Whole blocks with valid seals, under each other's keys."""
-    keys = saved(queue, 2)
-
-    def swap(answer: Any) -> Any:
-        queue.memory[10:12] = queue.memory[[11, 10]]
-        return answer[0], answer[1][::-1]
-
-    store.after["load"] = swap
-    assert returned(queue.load(keys, np.arange(10, 12))).codes.tolist() == [DAMAGED] * 2
-
-
-def test_a_block_that_another_model_has_saved_is_damaged(queue: StoreQueue) -> None:
-    """The same secret, key and bytes, but another identity."""
-
-    keys = queue.secret.opaque(names(1))
-    one, other = (Secret(bytes(32), identity).seal(keys, np.arange(1), queue.memory) for identity in (IDENTITY, OTHER))
-    assert not np.array_equal(one, other)
 
 
 def jobs_of(queue: StoreQueue, keys: Any) -> dict[str, Callable[[], Job]]:
@@ -396,17 +371,6 @@ def test_memory_stays_bounded_when_nobody_asks(store: Wrong) -> None:
         for _ in range(3000):
             done(queue.find(keys, deadline=queue.now() + 1000))
         assert queue.finished() == [] and not queue.wait(0)
-
-
-def test_a_child_gets_an_error_and_does_not_hang(queue: StoreQueue) -> None:
-    pid = os.fork()
-    if not pid:
-        try:
-            queue.find(queue.secret.opaque(names(1)))
-        except ForkedProcess:
-            os._exit(0)
-        os._exit(1)
-    assert os.waitpid(pid, 0)[1] == 0
 
 
 @pytest.mark.parametrize(

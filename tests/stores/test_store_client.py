@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import StoreBusy
 from kvpool.stores import CANCELLED, DAMAGED, LATE, OK, BlockNames, Job, StoreClient, staging_rows
 from kvpool.stores.store_client import StoreHealth
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, Clock, Gate, Wrong, content, names
@@ -230,9 +229,3 @@ def test_threads_that_wait_share_rows_and_get_their_own_bytes(client: StoreClien
         thread.join(600)
     assert not wrong
     until(client, lambda: not client.under_way)
-
-
-def test_a_full_queue_refuses_and_nothing_is_followed(store: Wrong, client: StoreClient) -> None:
-    with pytest.raises(StoreBusy):
-        client.find(BlockNames([b""] * 65_537))
-    assert not client.under_way

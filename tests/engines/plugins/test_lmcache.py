@@ -27,7 +27,7 @@ from kvpool.engines import staged  # noqa: E402
 from kvpool.engines.options import EnginePlugin  # noqa: E402
 from tests.engines.plugins import lmcache_lab as lab  # noqa: E402
 from tests.engines.plugins.lmcache_lab import LARGE, SMALL, keys, memory_object  # noqa: E402
-from tests.stores.lab import Gate, Wrong  # noqa: E402
+from tests.stores.lab import Gate, Wrong, fail  # noqa: E402
 
 SIZE = 4096
 LAYOUT = lab.MemoryLayoutDesc([torch.Size([SIZE])], [torch.uint8])
@@ -224,9 +224,6 @@ def test_a_dead_store_gives_results_without_objects(
     else:
         lab.store(adapter, own, objects(3, first=0))
         (store,) = stores.values()
-
-        def fail() -> None:
-            raise OSError("no such device")
 
         store.before[broken] = fail
     results = {

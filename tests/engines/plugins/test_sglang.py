@@ -25,7 +25,7 @@ from kvpool.engines import staged  # noqa: E402
 from kvpool.engines.options import EnginePlugin  # noqa: E402
 from tests.engines.plugins import sglang_lab as lab  # noqa: E402
 from tests.engines.plugins.sglang_lab import PAGE, SLOW, PoolName, PoolTransfer, back_up, fetch, host_pool  # noqa: E402
-from tests.stores.lab import Gate, Wrong  # noqa: E402
+from tests.stores.lab import Gate, Wrong, fail  # noqa: E402
 
 TOKENS = list(range(1000, 1000 + 10 * PAGE))
 LAYOUTS = ["layer_first", "page_first", "page_first_direct", "page_head"]
@@ -131,9 +131,6 @@ def test_a_dead_store_is_a_miss_and_no_thread_of_sglang_ends(
     pages = lab.write(pool, kept, seed=5)
     back_up(controller, kept, TOKENS)
     (store,) = stores.values()
-
-    def fail() -> None:
-        raise OSError("no such device")
 
     store.before.update(dict.fromkeys(["find", "load", "save"] if broken == "all" else [broken], fail))
     other = list(range(10 * PAGE))
