@@ -283,12 +283,6 @@ class Bridge(Generic[Block]):
         for number, line in enumerate(self._lines):
             self._leave(number, [block for block in line if concerns(block)], reason)
 
-    def cancel(self) -> None:
-        """Give up all saves, also those that have begun."""
-        self.give_up("cancelled")
-        for job in self._saves:
-            job.cancel()
-
     def _leave(self, number: int, blocks: Sequence[Block], reason: str) -> int:
         """Blocks leave the line, if they are in it, and are not saved. Returns how many they are."""
         if blocks:

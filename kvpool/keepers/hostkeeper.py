@@ -298,10 +298,11 @@ class HostKeeper(Closing):
         self._process.check(self)
         with DeferSignals():
             self._loads.clear()
-            self._bridge.cancel()
-            self._bridge.poll()
+            self._bridge.give_up("cancelled")
             for client in self._clients:
+                # Saves that have begun end with it.
                 client.queue.reset()
+            self._bridge.poll()
             self._cache.clear(force=True)
 
     def stats(self) -> HostKeeperStats:
@@ -341,7 +342,7 @@ class HostKeeper(Closing):
         with DeferSignals():
             self._closed = True
             self._loads.stop()
-            self._bridge.cancel()
+            self._bridge.give_up("cancelled")
         over = self._bridge.close(timeout, tell=not self._cache.closed)
         if over:
             self._tier.close()

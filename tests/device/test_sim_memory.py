@@ -3,7 +3,6 @@ are wrong."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,6 +30,7 @@ from tests.device.regions import (
     whole,
 )
 from tests.device.regions import LAYOUTS as GROUP_LAYOUTS
+from tests.waiting import at_once
 
 T = 4
 LAYOUTS = [
@@ -275,29 +275,20 @@ def test_a_launched_function_may_not_call_the_device_and_says_so(sim: Open) -> N
 
 def test_threads_enqueue_query_and_wait_at_once(sim: Open) -> None:
     device, pools = sim(chunk_bytes=16)
-    errors: list[BaseException] = []
 
     def work(number: int) -> None:
-        try:
-            stream = device.create_stream(f"thread {number}")
-            for _ in range(30):
-                device.copy_blocks(as_moves((number, 6 + number, T)), stream)
-                event = device.record(stream)
-                if number % 2:
-                    device.synchronize(event)
-                while not device.query(event):
-                    pass
-                with device.host_access(reads=[(6 + number, 0, T)], writes=[(number, 0, T)]):
-                    write(pools, number, 0)
-        except BaseException as error:
-            errors.append(error)
+        stream = device.create_stream(f"thread {number}")
+        for _ in range(30):
+            device.copy_blocks(as_moves((number, 6 + number, T)), stream)
+            event = device.record(stream)
+            if number % 2:
+                device.synchronize(event)
+            while not device.query(event):
+                pass
+            with device.host_access(reads=[(6 + number, 0, T)], writes=[(number, 0, T)]):
+                write(pools, number, 0)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    at_once(work, range(4))
     device.synchronize()
 
 

@@ -125,6 +125,17 @@ def test_what_nobody_knows_is_ignored_with_one_warning(caplog: pytest.LogCapture
     assert record.getMessage().endswith("ignored in its file: cpu_bytes_to_use, eviction_policy")
 
 
+@pytest.mark.parametrize("plugin", [options.VLLM, options.SGLANG, options.LMCACHE], ids=lambda one: one.engine)
+def test_a_version_that_was_not_tested_is_named_in_the_log_of_the_engine(
+    plugin: EnginePlugin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(EnginePlugin, "version", lambda self: "9.9.9")
+    monkeypatch.setattr(logging.getLogger(plugin.log.name.partition(".")[0]), "propagate", True)
+    with caplog.at_level(logging.WARNING, plugin.log.name):
+        plugin.checked_version()
+    assert f"tested with {plugin.engine} {plugin.tested[0]}; this is 9.9.9" in caplog.text
+
+
 def test_warnings_of_stores_are_shown_where_the_engine_shows_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     own, engine, seen = logging.getLogger("kvpool"), logging.getLogger("toy"), logging.Handler()
     records: list[logging.LogRecord] = []

@@ -203,12 +203,6 @@ def test_a_reset_drops_everything_while_copies_are_under_way(make: Callable[...,
     assert len(manager.prepare_store(4, 5, 6, 7)[0]) == 4
 
 
-def test_without_events_none_are_kept(make: Callable[..., Manager]) -> None:
-    manager = make(events=0)
-    manager.store(1)
-    assert manager.events() == []
-
-
 PROMPT = range(20)
 
 

@@ -147,14 +147,6 @@ MUTATIONS = (
         (_HASHED,),
     ),
     Mutation(
-        "clear_lets_saves_go_on",
-        "Bridge.cancel",
-        "for job in self._saves:\n    job.cancel()",
-        "",
-        "The KV of new weights is found by an engine that has the old ones.",
-        (_HASHED,),
-    ),
-    Mutation(
         "the_store_is_not_told_of_an_epoch",
         "CheckedCalls._clear",
         'self._asked(new=True) if job.renews else b""',

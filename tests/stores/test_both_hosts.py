@@ -182,11 +182,6 @@ def test_what_one_has_saved_the_next_one_finds(made: Callable[..., Host], store:
     assert made(Wrong(store.inner), identity=OTHER).saved == 0
 
 
-def test_another_model_finds_nothing(made: Callable[..., Host], store: Wrong) -> None:
-    saved_documents(made, store, 1)
-    assert bring(made(store, identity=OTHER), 0) == 0
-
-
 @pytest.mark.parametrize("save", ["evict", "reuse"])
 def test_what_was_not_evicted_or_used_again_is_not_saved(made: Callable[..., Host], store: Wrong, save: str) -> None:
     host = made(store, save=save)

@@ -38,22 +38,6 @@ def test_after_clear_nothing_is_found_that_was_saved_before(
     engine.read(4)
 
 
-def test_what_was_saved_before_a_clear_is_found_by_no_later_process(make: Callable[..., Engine], store: Wrong) -> None:
-    """Also if a save was under way."""
-    engine, gate = make(), Gate()
-    engine.saved(4)
-    store.before["save"], store.deaf = gate, True
-    engine.write(2, first=10)
-    engine.keeper.poll()
-    assert gate.reached.wait(600)
-    engine.keeper.clear()
-    gate.open()
-    engine.until(lambda: not engine.keeper.stats().stores[0].unconfirmed_drops)
-    engine.close()
-    assert not store.inner.stats()["blocks"]
-    assert make().ask(4) == [ABSENT] * 4
-
-
 @pytest.mark.parametrize("killed", [False, True], ids=["closed", "killed"])
 def test_what_is_saved_after_a_clear_is_found_by_a_later_process(
     make: Callable[..., Engine], tmp_path: Path, killed: bool

@@ -83,18 +83,6 @@ def test_a_policy_learns_what_is_under_way_and_how_long_the_engine_is_busy(
     engine.until(lambda: engine.keeper.stats().loaded == 4)
 
 
-def test_a_load_ends_when_its_policy_has_no_more_time(make: Callable[..., Engine], store: Wrong) -> None:
-    policy, gate = Some(2, seconds=0.5), Gate()
-    engine = make(policies=[policy], load_seconds=60.0)
-    engine.saved(2)
-    store.before["load"] = gate
-    engine.held(gate, 2)
-    engine.later(1)
-    engine.until(lambda: engine.keeper.lookup(names(2)).tolist() == [ABSENT] * 2)
-    assert engine.keeper.stats().missed["late"] == 2 and policy.told == [(0, 1.0)]
-    gate.open()
-
-
 def test_what_has_no_room_tells_its_policy_nothing_of_the_store(make: Callable[..., Engine]) -> None:
     policy = Some(9)
     engine = make(blocks=4, policies=[policy])

@@ -52,17 +52,6 @@ def test_what_came_before_a_failure_is_used(one: Engine, wrong: Wrong) -> None:
         one.release(sequence)
 
 
-def test_a_hanging_save_keeps_no_prefetch_waiting(one: Engine, wrong: Wrong) -> None:
-    gate = wrong.before["save"] = Gate()
-    with keeper(one, wrong, staging_blocks=8) as kept:
-        for first in range(1000, 1400, 100):
-            one.seed(tokens(17, first), 17)
-        assert gate.reached.wait(600)
-        assert fetch(one, kept, PROMPT) == 10
-        gate.open()
-        assert kept.drain(600)
-
-
 # -- bounds --------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ import pytest
 from kvpool.stores import CANCELLED, DAMAGED, LATE, OK, BlockNames, Job, StoreClient, staging_rows
 from kvpool.stores.store_client import StoreHealth
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, Clock, Gate, Wrong, content, names
+from tests.waiting import at_once
 
 ROWS = 8
 
@@ -204,8 +205,6 @@ def test_closing_tells_that_jobs_were_cancelled(store: Wrong, client: StoreClien
 
 
 def test_threads_that_wait_share_rows_and_get_their_own_bytes(client: StoreClient) -> None:
-    wrong = list[Any]()
-
     def work(first: int) -> None:
         for turn in range(20):
             own = BlockNames(names(2, first + 2 * turn))
@@ -216,16 +215,9 @@ def test_threads_that_wait_share_rows_and_get_their_own_bytes(client: StoreClien
                 begin = client.save if kind == "save" else client.load
                 options = {} if kind == "save" else {"hold": True}
                 job = begin(own[: len(rows)], rows, **options)
-                ended = client.wait(job, 600)
-                mixed = kind == "load" and (client.memory[rows] != first + turn).any()
-                if not ended or not (job.codes == OK).all() or mixed:
-                    wrong.append((kind, first, turn, job))
+                assert client.wait(job, 600) and (job.codes == OK).all(), job
+                assert kind == "save" or (client.memory[rows] == first + turn).all()
                 client.release(job)
 
-    threads = [threading.Thread(target=work, args=(100 * i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(600)
-    assert not wrong
+    at_once(work, (0, 100))
     until(client, lambda: not client.under_way)
