@@ -4,7 +4,6 @@ What a pool's host tier and a ``HostCache`` do in their own ways is behind ``Cac
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections import Counter
@@ -381,8 +380,10 @@ class Loader(Generic[Block]):
         others = [one for one in self._under_way if one.number == number]
         ahead = before + sum(len(one.blocks) for one in others)
         nbytes = ahead * self._bridge.clients[number].queue.block_bytes
-        since = min((one.attempt.at for one in others if one.attempt is not None and not one.over), default=math.inf)
-        return LoadAttempt.of(policy, places, nbytes, self._clock(), items, spare=spare, since=since)
+        now = self._clock()
+        waited = now - min([one.attempt.at for one in others if one.attempt and not one.over], default=now)
+        load = policy.choose(places, nbytes, spare, waited)
+        return LoadAttempt(policy, load, items or max(1, load.blocks), now)
 
     def load(
         self, number: int, blocks: Sequence[Block], deadline: float, attempt: LoadAttempt | None,

@@ -95,13 +95,13 @@ class Load:
 class LoadPolicy(Protocol):
     """Says how many blocks of a hit are loaded, and when a load is given up. ``LoadOrCompute`` is one."""
 
-    def choose(self, there: int, ahead_bytes: int = 0, spare: float = 0.0, waited: float = 0.0) -> Load:
+    def choose(self, there: int, ahead_bytes: int, spare: float, waited: float) -> Load:
         """How many of the ``there`` leading blocks that a store has are loaded. See ``LoadOrCompute.choose``."""
 
     def late(self, load: Load, came: int, elapsed: float) -> bool:
         """Whether to give the load up."""
 
-    def end(self, load: Load, came: int, seconds: float, queued: float = 0.0) -> None:
+    def end(self, load: Load, came: int, seconds: float, queued: float) -> None:
         """The load has ended, and so many blocks came."""
 
     def drop(self, load: Load) -> None:
@@ -111,7 +111,8 @@ class LoadPolicy(Protocol):
 @dataclass(eq=False)
 class LoadAttempt:
     """What is loaded from one store against the engine, which may compute it sooner. ``items``: blocks to load in all
-    groups of layers, of which so many ``came``. ``at``: when it was chosen; ``began``: when its first job did."""
+    groups of layers, at least 1, of which so many ``came``. ``at``: when it was chosen; ``began``: when its first job
+    did."""
 
     policy: LoadPolicy
     load: Load
@@ -119,17 +120,6 @@ class LoadAttempt:
     at: float
     came: int = 0
     began: float = math.inf
-
-    @classmethod
-    def of(
-        cls, policy: LoadPolicy, there: int, ahead_bytes: int, now: float, items: int = 0, *, spare: float = 0.0,
-        since: float = math.inf,
-    ) -> LoadAttempt:  # fmt: skip
-        """What a policy says of so many leading blocks that a store has. ``items``: those of all groups of layers, if
-        there are several. ``spare``: seconds that the request waits for the engine in any case. ``since``: when the
-        oldest load under way was chosen."""
-        load = policy.choose(there, ahead_bytes, spare, max(0.0, now - since))
-        return cls(policy, load, items or max(1, load.blocks), now)
 
     @property
     def places(self) -> int:

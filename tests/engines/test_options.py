@@ -15,7 +15,17 @@ import pytest
 
 import kvpool
 from kvpool.engines import options
-from kvpool.engines.options import EngineOptions, EnginePlugin, lasting_identity
+from kvpool.engines.options import (
+    LLAMACPP,
+    LMCACHE,
+    MLX,
+    SGLANG,
+    VLLM,
+    EngineOptions,
+    EnginePlugin,
+    lasting_identity,
+)
+from kvpool.state.arrays import POLICIES
 
 PASSING = kvpool.ModelIdentity("/models/tiny", "engine 1", "float16", "LBHNC, tp 1", "vllm 0.32.0, 16 tokens")
 ONE_STORE = replace(options.LMCACHE, packages=("toy",), place="its file", others=("module_path",))
@@ -115,6 +125,19 @@ def test_memory_of_bytes_needs_the_type_of_its_elements(options: dict[str, str],
 def test_a_slip_of_an_option_is_refused_with_the_name_that_is_meant(slip: str, meant: str) -> None:
     with pytest.raises(ValueError, match=rf"unknown options {slip} \(is {meant} meant\?\)"):
         HOST_TIER.read({"host_memory": 1, slip: "1"})
+
+
+@pytest.mark.parametrize("plugin", [LLAMACPP, SGLANG, LMCACHE])
+def test_a_policy_is_refused_where_there_is_nothing_that_it_could_choose_from(plugin: EnginePlugin) -> None:
+    with pytest.raises(ValueError, match=f"unknown options .*policy in {plugin.place}: accepted are .*stores"):
+        plugin.read({"policy": "agent", "host_memory": 1, "stores": "memory:?capacity=1MiB", "weights": "a"})
+
+
+@pytest.mark.parametrize("plugin", [VLLM, MLX])
+def test_a_host_tier_of_kvpool_takes_a_policy(plugin: EnginePlugin) -> None:
+    assert [plugin.read({"host_memory": 1, "policy": name}).policy for name in POLICIES] == list(POLICIES)
+    with pytest.raises(ValueError, match="policy='fifo' in .*: accepted is 'lru', 'reuse', 'agent', 'adaptive'"):
+        plugin.read({"host_memory": 1, "policy": "fifo"})
 
 
 def test_what_nobody_knows_is_ignored_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
