@@ -132,8 +132,11 @@ class Bridge(Generic[Block]):
         self, tier: CacheTier[Block], clients: Sequence[StoreClient], queued_blocks: int, save_seconds: float,
         clock: Callable[[], float],
     ) -> None:  # fmt: skip
-        self._tier, self.clients, self._clock = tier, clients, clock
-        self._queued_blocks, self._save_seconds = queued_blocks, save_seconds
+        self._tier = tier
+        self.clients = clients
+        self._clock = clock
+        self._queued_blocks = queued_blocks
+        self._save_seconds = save_seconds
         self._lines: list[dict[Block, None]] = [{} for _ in clients]
         self._saves: set[Job] = set()
         self.saved_blocks = 0

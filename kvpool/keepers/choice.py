@@ -77,10 +77,11 @@ class Load:
     """The most seconds that it may lose."""
     spare: float = 0.0
     """Seconds that the request waits for the engine in any case."""
-    crowd: float = 0.0
-    """Seconds by which it may be slower than the engine, so that others do not wait for the engine."""
     grace: float = 0.0
-    """Seconds that it may take at no risk: ``spare`` and ``crowd``; less in a probe."""
+    """Seconds that it may take at no risk: what is spare, and less in a probe."""
+    for_others: bool = False
+    """It may be slower than the engine, so that others do not wait for the engine. If it comes whole, nothing is
+    lost."""
     came: int = 0
     at: float = 0.0
     """When the last block came."""
@@ -188,7 +189,9 @@ class LoadOrCompute:
         self._lock = threading.Lock()
         self._speed = Speed()
         self._budget = self._since = self._mean = self._longest = self._worse = 0.0
-        self._tried, self._fresh, self._hits = 0.0, True, 0
+        self._tried = 0.0
+        self._fresh = True
+        self._hits = 0
 
     def choose(self, there: int, ahead_bytes: int = 0, spare: float = 0.0, waited: float = 0.0) -> Load:
         """Choose how many of the ``there`` leading blocks that the store has are loaded now.
@@ -210,7 +213,7 @@ class LoadOrCompute:
             load.risk = self._risk(load, saved, waited)
             if not load.risk:
                 return Load(0)
-            self._budget -= load.risk + load.crowd
+            self._budget -= load.risk
             self._since = 0.0
             self._look(load, 0, 0.0)
             return load
@@ -231,10 +234,11 @@ class LoadOrCompute:
         seconds_argument("seconds", seconds)
         seconds_argument("queued", queued)
         with self._lock:
-            free = load.spare + (load.crowd if came == load.blocks else 0.0)
-            gain = came * self.block_seconds - max(seconds - free, 0.0)
-            self._give_back(load)
-            self._budget += gain
+            gain = came * self.block_seconds - max(seconds - load.spare, 0.0)
+            if load.for_others and came == load.blocks:
+                gain = max(gain, 0.0)
+            self._budget += load.risk + gain
+            load.risk = 0.0
             if load.first and load.first[0] < came:
                 # The latency shows in what came first.
                 self._learn(load.first[0], max(load.first[1] - queued, 0.0))
@@ -249,7 +253,8 @@ class LoadOrCompute:
     def drop(self, load: Load) -> None:
         """Instead of ``end``, for a load that nobody waits for any more. Nothing is learned from it."""
         with self._lock:
-            self._give_back(load)
+            self._budget += load.risk
+            load.risk = 0.0
 
     def expected(self) -> tuple[float, float]:
         """The latency in seconds, and the bandwidth in bytes per second (infinity before it is known)."""
@@ -258,11 +263,6 @@ class LoadOrCompute:
             return self._speed.latency, 1 / per_byte if per_byte else math.inf
 
     # -- inside; the lock is held --------------------------------------------------------------------
-
-    def _give_back(self, load: Load) -> None:
-        """A load is over. What it might have lost is there again."""
-        self._budget += load.risk + load.crowd
-        load.risk = load.crowd = 0.0
 
     def _learn(self, came: int, seconds: float) -> None:
         """So many blocks took so long."""
@@ -290,23 +290,15 @@ class LoadOrCompute:
             # Whatever the store is like: it is given up before the engine could have begun.
             load.promise, load.grace = 0.0, load.spare - 2 * _PROBE * saved
             return _PROBE * saved
-        if waited and load.promise - self._worse < _MARGIN and waited + saved > load.ahead + own:
-            self._spare_others(load, own, saved)
-        if not speed.loads or load.promise < _MARGIN:
-            return self._probe(load, saved, 0.0)
-        if load.promise - self._worse < _MARGIN:
-            return self._probe(load, saved, 2 * first)
-        first = max(first - load.crowd, 0.0)
-        risk = min(2 * first + _SLACK * saved, self._budget - load.crowd)
+        short = not speed.loads or load.promise - self._worse < _MARGIN
+        # Else the load that has waited longest could wait for the engine too, and longer in all than this one here.
+        spares = 0 < waited > load.ahead + own - saved
+        load.for_others = short and spares and 0 < own <= (1 - _MARGIN - self._worse) * saved
+        if short and not load.for_others:
+            return self._probe(load, saved, 2 * first if load.promise >= _MARGIN else 0.0)
+        risk = min(2 * first + _SLACK * saved, self._budget)
         # With less it would be late before its first blocks can come.
         return risk if risk >= 1.25 * first else 0.0
-
-    def _spare_others(self, load: Load, own: float, saved: float) -> None:
-        """If this hit were computed, the load that has waited longest could wait for the engine, and longer in all than
-        this one for its queue. So it waits for the queue, if the store is faster than the engine without one."""
-        crowd = (1.01 * _MARGIN + self._worse - load.promise) * saved
-        if own <= (1 - _MARGIN - self._worse) * saved and crowd + _SLACK * saved <= self._budget:
-            load.crowd, load.grace, load.promise = crowd, load.spare + crowd, load.promise + crowd / saved
 
     def _probe(self, load: Load, saved: float, least: float) -> float:
         """What a load from a store that seems too slow, or is not known, may lose. Each probe risks twice what the one
@@ -320,7 +312,7 @@ class LoadOrCompute:
         pause = _PAUSE if risk <= _CHEAP * saved else _RARELY
         if not free and (risk > min(paid, _DEAREST * saved) or self._since < pause * self._mean):
             return 0.0
-        self._tried, load.grace, load.crowd = risk, max(0.0, load.spare - 2 * risk), 0.0
+        self._tried, load.grace = risk, max(0.0, load.spare - 2 * risk)
         return risk
 
     def _look(self, load: Load, came: int, elapsed: float) -> None:

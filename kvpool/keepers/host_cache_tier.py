@@ -213,7 +213,9 @@ class _Absence:
     """
 
     def __init__(self, reason: str, unread: Iterable[bytes] = (), until: float = math.inf) -> None:
-        self.reason, self._unread, self._until = reason, set(unread), until
+        self.reason = reason
+        self._unread = set(unread)
+        self._until = until
 
     def read(self, key: bytes, now: float, retry_seconds: float) -> bool:
         """Whether the key counts as absent."""

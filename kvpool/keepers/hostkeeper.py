@@ -156,8 +156,11 @@ class HostKeeper(Closing):
             raise ValueError(f"policies has {len(chosen)} elements: accepted is one for each of {len(own)} stores")
         # Half of the least time of a find: it is a job that has time enough.
         patience = min(PATIENCE_SECONDS, load_seconds / 2 ** len(own), save_seconds / 2)
-        self._cache, self._clock, self._on_publish = cache, clock, save == COMMIT
-        self._process, self._closed = Process(), False
+        self._cache = cache
+        self._clock = clock
+        self._on_publish = save == COMMIT
+        self._process = Process()
+        self._closed = False
         self._clients = open_clients(
             own, lambda store: StoreClient(store, tier.blocks, whose, patience=patience, warns=True, clock=clock)
         )

@@ -152,7 +152,9 @@ class Keeper(Closing):
         self._interval = integer_argument("interval_ms", interval_ms, 1, 60_000) / 1e3
         if prefill_tokens_per_s is not None and seconds_argument("prefill_tokens_per_s", prefill_tokens_per_s) == 0:
             raise ValueError("prefill_tokens_per_s=0: accepted are numbers above 0, and None")
-        self._pool, self._clock, self._process = pool, clock, Process()
+        self._pool = pool
+        self._clock = clock
+        self._process = Process()
         nbytes = max(group.block_bytes for group in pool.groups)
 
         def client_of(store: Store) -> StoreClient:

@@ -93,7 +93,7 @@ MUTATIONS = (
     Mutation(
         "a_load_takes_nothing_from_the_budget",
         "LoadOrCompute.choose",
-        "self._budget -= load.risk + load.crowd",
+        "self._budget -= load.risk",
         "",
         "A store that dies while many loads are on their way delays every one of their prompts.",
         (_choice("test_many_loads_at_once_share_what_may_be_lost"),),
@@ -109,7 +109,7 @@ MUTATIONS = (
     Mutation(
         "a_hit_is_computed_whoever_waits_for_the_engine_then",
         "LoadOrCompute._risk",
-        "waited + saved > load.ahead + own",
+        "0 < waited > load.ahead + own - saved",
         "False",
         "A load that has waited long waits for the engine too: the slowest prompts take 1.7 times as long.",
         (_choice("test_a_hit_that_would_make_an_older_load_wait_for_the_engine_waits_for_the_store"),),
