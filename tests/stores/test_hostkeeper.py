@@ -119,8 +119,7 @@ def test_a_block_that_the_engine_writes_itself_is_not_loaded_over(make: Callable
 
 
 def test_a_find_that_hangs_is_a_miss_at_its_deadline(make: Callable[..., Engine], store: Wrong) -> None:
-    engine, gate = make(), Gate()
-    store.before["find"] = gate
+    engine, gate = make(), store.hold("find")
     assert engine.keeper.lookup(names(3)).tolist() == [HostCache.PENDING] * 3
     engine.until(gate.reached.is_set)
     engine.later(3)
@@ -177,8 +176,7 @@ def test_a_reader_that_looks_late_learns_that_a_key_is_absent(make: Callable[...
 
 def test_a_store_that_was_given_no_time_is_not_blamed(make: Callable[..., Engine], store: Wrong) -> None:
     """Nobody has polled until shortly before the deadline."""
-    engine, gate = make(load_seconds=2.0, retry_seconds=1000.0), Gate()
-    store.before["find"] = gate
+    engine, gate = make(load_seconds=2.0, retry_seconds=1000.0), store.hold("find")
     for key in names(4):
         engine.keeper.find(key)
         engine.now += 1.95
@@ -191,8 +189,7 @@ def test_a_store_that_was_given_no_time_is_not_blamed(make: Callable[..., Engine
 
 @pytest.mark.parametrize("end", ["clear", "close"])
 def test_what_is_given_up_is_counted(make: Callable[..., Engine], store: Wrong, end: str) -> None:
-    engine, gate = make(blocks=16, save_share=0.25), Gate()
-    store.before["save"] = gate
+    engine, gate = make(blocks=16, save_share=0.25), store.hold("save")
     engine.write(10)
     engine.keeper.lookup(names(3, 50))
     engine.keeper.poll()
@@ -213,8 +210,7 @@ def test_what_is_given_up_is_counted(make: Callable[..., Engine], store: Wrong, 
 
 
 def test_a_call_that_hangs_is_told_whichever_store_it_is_of(make: Callable[..., Engine], store: Wrong) -> None:
-    engine, gate = make(store, MemoryStore(256 * BLOCK_BYTES)), Gate()
-    store.before["save"] = gate
+    engine, gate = make(store, MemoryStore(256 * BLOCK_BYTES)), store.hold("save")
     engine.write(2)
     engine.until(gate.reached.is_set)
     assert not engine.keeper.close(0.05)
@@ -236,8 +232,7 @@ def test_a_block_of_a_save_that_was_given_up_stays_until_the_call_returns(
     make: Callable[..., Engine], store: Wrong
 ) -> None:
     """Its bytes are still read."""
-    engine, gate = make(blocks=4, save_share=1.0), Gate()
-    store.before["save"] = gate
+    engine, gate = make(blocks=4, save_share=1.0), store.hold("save")
     engine.write(3)
     engine.until(gate.reached.is_set)
     engine.later(61)
@@ -250,8 +245,7 @@ def test_a_block_of_a_save_that_was_given_up_stays_until_the_call_returns(
 
 
 def test_saves_that_hang_leave_most_of_the_cache(make: Callable[..., Engine], store: Wrong) -> None:
-    engine, gate = make(blocks=16, save_share=0.25), Gate()
-    store.before["save"] = gate
+    engine, gate = make(blocks=16, save_share=0.25), store.hold("save")
     for first in range(0, 160, 4):
         engine.write(4, first)
         engine.keeper.poll()
@@ -469,8 +463,7 @@ def test_keys_that_are_none_are_named(make: Callable[..., Engine], verb: str, gi
 
 def test_a_block_whose_lease_others_closed_is_not_kept(make: Callable[..., Engine], store: Wrong) -> None:
     """Its bytes may have become those of another block while it was saved, and its seal would be right for them."""
-    engine, gate = make(), Gate()
-    store.before["save"] = gate
+    engine, gate = make(), store.hold("save")
     engine.write(2)
     engine.keeper.poll()
     assert gate.reached.wait(600)

@@ -21,7 +21,7 @@ def test_after_clear_nothing_is_found_that_was_saved_before(
     make: Callable[..., Engine], store: Wrong, clears: bool
 ) -> None:
     """As with weights that were replaced while the engine runs. Not every store can drop what a model has saved."""
-    gate = store.before["clear"] = Gate()
+    gate = store.hold("clear")
     store.clears *= clears
     engine = make(retry_seconds=0.0)
     engine.saved(4)

@@ -178,7 +178,7 @@ def test_a_request_that_ends_in_a_window_keeps_room_no_longer_than_it_is_unread(
     """It was aborted while its second window came."""
     small.ask(100)
     small.read(6)
-    gate = store.before["load"] = Gate()
+    gate = store.hold("load")
     small.keeper.lookup(names(94, 6))
     small.until(gate.reached.is_set)
     assert small.keeper.lookup(names(4, first=100)).tolist() == [ABSENT] * 4

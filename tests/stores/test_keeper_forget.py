@@ -46,13 +46,6 @@ DROPS: dict[str, Drop] = {
 
 
 @pytest.fixture
-def one() -> Iterator[Engine]:
-    made = engine(P=64, S=64)
-    with made.cache:
-        yield made
-
-
-@pytest.fixture
 def wrong() -> Wrong:
     """An empty store of four threads."""
     made = Wrong(store())
@@ -186,8 +179,7 @@ def test_a_prefetch_of_which_a_part_has_come_brings_no_more(one: Engine, wrong: 
 
 def test_a_save_that_is_over_and_not_noted_is_taken_back(one: Engine, wrong: Wrong, drop: Drop) -> None:
     """The keeper's thread waits for its clock while the save ends. Then it is told to forget."""
-    clock, gate = HeldClock(), Gate()
-    wrong.before["save"] = gate
+    clock, gate = HeldClock(), wrong.hold("save")
     with keeper(one, wrong, clock=clock) as kept:
         one.seed(PROMPT, len(PROMPT))
         assert gate.reached.wait(600)
@@ -228,7 +220,7 @@ class HeldClock:
 
 def test_what_waits_to_be_saved_is_given_up_and_counted(one: Engine, wrong: Wrong, drop: Drop) -> None:
     """All staging rows are taken by a save that hangs."""
-    gate = wrong.before["save"] = Gate()
+    gate = wrong.hold("save")
     with keeper(one, wrong, staging_blocks=2) as kept:
         one.seed(PROMPT, len(PROMPT))
         assert gate.reached.wait(600)
