@@ -11,7 +11,7 @@ from kvpool.arrays import Int32s, Int64s
 from kvpool.arrays.layout import integer_argument
 from kvpool.copying.transfer import NO_IDS
 from kvpool.device.base import NULL_STREAM, Stream, StreamLike, stream_argument
-from kvpool.device.work import Table
+from kvpool.device.work import Table, check_apart, check_entries
 from kvpool.entry.arguments import Ids, each_argument, id_array
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.entry.process import Closing
@@ -21,7 +21,7 @@ from kvpool.state import recurrent
 from kvpool.state.records import SEVERAL_STREAMS, TOO_SMALL, H
 from kvpool.state.sequences import use
 from kvpool.tables.block_table import BlockTable, planes_argument, rows_argument
-from kvpool.tables.snapshot import CsrHandOver, DenseHandOver, HandOver, stream_error, vectors_argument
+from kvpool.tables.snapshot import CsrHandOver, DenseHandOver, HandOver, stream_error
 from kvpool.tables.staging import Buffer, Staging
 from kvpool.tables.step_tables import HostStep, StepHandOver, StepTables, step_argument
 
@@ -171,7 +171,8 @@ class BlockTables:
         which, g = id_array("ids", ids), attention_group(self.core, group)
         named = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}
         vectors = {name: self.core.device.views.table(vector, name, vector=True) for name, vector in named.items()}
-        vectors_argument(vectors, len(which))
+        check_entries(vectors, len(which))
+        check_apart(vectors)
         self._hand_over("copy_batch_block_csr", CsrHandOver(list(vectors.values()), len(which)), which, stream, g)
 
     def copy_step_tables(
