@@ -32,7 +32,7 @@ LINES = {
     "kvpool/memory": 825,
     "kvpool/observe": 403,
     "kvpool/planner": 1335,
-    "kvpool/pool": 3180,
+    "kvpool/pool": 3160,
     "kvpool/publish": 662,
     "kvpool/remote": 1681,
     "kvpool/replay": 2005,
