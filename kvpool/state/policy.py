@@ -9,8 +9,8 @@ empty blocks, one of clean host copies (the device has the content too), and one
 holds is in one of them. ``verify`` has its own version of ``list_of``, to check this one.
 
 A pool with another policy than LRU (``policy=``) has records of chains. Then ``on_admit``, ``on_begin_release`` and
-``on_end_release`` keep them, and ``agent.choose`` says which of the device's blocks of the default priority is next,
-unless ``adaptive`` follows LRU. In a HostCache ``on_touch`` and ``on_touched`` keep them, and its blocks are meant.
+``on_end_release`` keep them, and ``agent.choose`` says which block of the default priority is next on a tier, unless
+``adaptive`` follows LRU. In a HostCache ``on_touch`` and ``on_touched`` keep them.
 """
 
 from __future__ import annotations
