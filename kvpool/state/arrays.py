@@ -100,7 +100,7 @@ class ChainBook:
 
 
 _POOLS = itertools.count(1)
-_HUGE_PAGE = 1 << 21
+_HUGE_PAGE, _GAP = 1 << 21, 128
 _OWN = (
     "blocks tokens extra lists index children heap sequences rows table moves counters histograms accesses token_moves "
     "row_tokens row_extra swapped"
@@ -154,12 +154,13 @@ def state_bytes(
 
 
 def _zeros(*parts: tuple[int, Any]) -> list[Array]:
-    """Zeros, so many of each dtype, in one piece of memory. Each array starts at a cache line.
+    """Zeros, so many of each dtype, in one piece of memory. Each array starts at a cache line, behind two that are
+    nobody's: what is no block (NONE) would be there.
 
     The memory is in huge pages if it fills one. Else most uses of a block would also wait until the processor has
     looked up its page.
     """
-    sizes = [-(-count * np.dtype(dtype).itemsize // 64) * 64 for count, dtype in parts]
+    sizes = [_GAP - (-count * np.dtype(dtype).itemsize // 64) * 64 for count, dtype in parts]
     page = _HUGE_PAGE if sum(sizes) >= _HUGE_PAGE else 64
     pages = mmap.mmap(-1, sum(sizes) + page, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if page == _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -168,7 +169,7 @@ def _zeros(*parts: tuple[int, Any]) -> list[Array]:
     memory = np.frombuffer(pages, np.uint8)
     ends = np.cumsum([-memory.ctypes.data % page, *sizes])
     return [
-        memory[end : end + count * np.dtype(dtype).itemsize].view(dtype)
+        memory[end + _GAP : end + _GAP + count * np.dtype(dtype).itemsize].view(dtype)
         for end, (count, dtype) in zip(ends, parts, strict=False)
     ]
 

@@ -485,13 +485,13 @@ SOON, LATER = 10, 20  # how many evictions ahead the index is loaded, and the bl
 def foresee(h, row, i):
     """Note the blocks that a release of this row gives back some places behind its block ``i``."""
     block = blocks_of(h)[row[i]]
-    block.soon, block.later = row[max(i - SOON, 0)], row[max(i - LATER, 0)]
+    block.soon, block.later = max(row[max(i - SOON, 0)], 0), max(row[max(i - LATER, 0)], 0)
 
 
 @jit(forceinline=True)
 def _expect_victims(h, b):
-    """Begin to load what the evictions after that of ``b`` will touch. What was foreseen may be wrong, or NONE, which
-    is the last block: nothing depends on it."""
+    """Begin to load what the evictions after that of ``b`` will touch. What was foreseen may be wrong: nothing depends
+    on it."""
     blocks, soon, later = blocks_of(h), np.int64(blocks_of(h)[b].soon), np.int64(blocks_of(h)[b].later)
     prefetch(blocks, later)
     prefetch(blocks["parent0"], later)
