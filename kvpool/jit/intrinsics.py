@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import from_dtype, typeof, types
 from numba.core import cgutils
 from numba.np.arrayobj import populate_array
 
@@ -153,33 +153,47 @@ def address_of(code: _Code) -> Any:
 
 _functions: dict[int, Callable[..., Any]] = {}
 """What ``call`` calls in the interpreter."""
-_CALLED = (types.int64,) * 3
 
 
-def entry_of(function: Any) -> int:
-    """The number by which ``call`` calls a jitted function of three int64 that returns an int64. It is compiled now."""
+def type_of(argument: Any) -> Any:
+    """The type of an argument in jitted code. A record has no attributes but its fields; its dtype can stand for it."""
+    dtype = np.void.dtype.__get__(argument) if isinstance(argument, np.void) else argument
+    return _type_of_record(dtype) if isinstance(dtype, np.dtype) else typeof(argument)
+
+
+_type_of_record = functools.cache(from_dtype)
+
+
+def entry_of(function: Any, *arguments: Any) -> int:
+    """The number by which ``call`` calls a jitted function that returns an int64, or nothing. It is compiled now, for
+    arguments like these, by ``type_of``."""
     if hasattr(function, "overloads"):
-        function.compile(_CALLED)
-        compiled = function.overloads[_CALLED]
+        function.compile(kinds := (*map(type_of, arguments),))
+        compiled = function.overloads[kinds]
         return int(compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name))
     _functions[id(function)] = function
     return id(function)
 
 
-def _plain_call(entry: int, first: int, second: int, third: int) -> np.int64:
-    return np.int64(_functions[int(entry)](*map(np.int64, (first, second, third))))
+def _plain_call(entry: int, args: tuple[Any, ...]) -> np.int64:
+    own = [np.int64(one) if issubclass(type(one), (int, np.integer)) else one for one in args]
+    return np.int64(_functions[int(entry)](*own) or 0)
 
 
-@_primitive(_plain_call, lambda entry, first, second, third: types.int64)
+@_primitive(_plain_call, lambda entry, args: types.int64)
 def call(code: _Code) -> Any:
-    """Call a jitted function by the number that ``entry_of`` has given. It must not raise.
+    """Call a jitted function with a tuple of arguments, by the number that ``entry_of`` has given. It must not raise.
 
     What is called by its number is compiled only where somebody asks for the number.
     """
-    kind = code.context.call_conv.get_function_type(types.int64, _CALLED)
+    given = code._replace(kinds=(*code.kinds[1],), values=cgutils.unpack_tuple(code.builder, code.values[1]))
+    whole = [isinstance(kind, types.Integer) for kind in given.kinds]
+    values = [given.word(i) if whole[i] else value for i, value in enumerate(given.values)]
+    kinds = [types.int64 if whole[i] else kind for i, kind in enumerate(given.kinds)]
+    kind = code.context.call_conv.get_function_type(types.int64, kinds)
     places = [cgutils.alloca_once(code.builder, pointer.pointee) for pointer in kind.args[:2]]
-    entry, *numbers = map(code.word, range(4))
-    code.builder.call(code.builder.inttoptr(entry, kind.as_pointer()), [*places, *numbers])
+    packed = code.context.get_arg_packer(kinds).as_arguments(code.builder, values)
+    code.builder.call(code.builder.inttoptr(code.word(0), kind.as_pointer()), [*places, *packed])
     return code.builder.load(places[0])
 
 
