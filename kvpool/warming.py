@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from kvpool.arrays.layout import BlockLayout
@@ -55,11 +57,12 @@ def run_all() -> None:
         if device is not None:
             device.close()
     _groups(layout)
-    warm_host_cache()
+    warm_host_cache(("agent", "adaptive"))
 
 
-def warm_host_cache() -> None:
-    """All calls of a host cache on a few keys, its copies on the CPU, and the rows of jobs of stores."""
+def warm_host_cache(policies: Iterable[str] = ()) -> None:
+    """All calls of a host cache on a few keys, its copies on the CPU, and the rows of jobs of stores. And what
+    these ``policies`` add."""
     keys, pages = [b"a", b"b"], np.zeros((4, 16), np.uint8)
     identity = ModelIdentity("warm", "up", "uint8", "pages", "1")
     with HostCache(3, 16, identity=identity, event_capacity=8) as cache, HostTier.of(cache) as tier:
@@ -84,7 +87,7 @@ def warm_host_cache() -> None:
         cache.abort(keys)
         cache.refresh()
         cache.clear()
-    for policy in ("agent", "adaptive"):
+    for policy in policies:
         HostCache(3, 16, identity=identity, policy=policy).close()
     first_outside(np.zeros(1, np.int64), 0)
 

@@ -102,6 +102,17 @@ def _mark_accesses(write: Int64s, read: Int64s, rows: Int64s, points: Int64s) ->
             read[rows[i, 2], stream] = points[stream]
 
 
+def event_behind(device: Device, stream: Stream) -> Event:
+    """An event behind all that is enqueued on a stream. The caller holds the transfer lock. Raises DeviceError."""
+    try:
+        return device.record(stream)
+    except StreamGone:
+        # Its work goes on. Only a wait for the whole device shows its end. This is the one wait that holds the
+        # transfer lock.
+        device.synchronize()
+        return NULL_EVENT
+
+
 class Order:
     """The last accesses of the blocks of one pool on a device that is not synchronous.
 
@@ -222,19 +233,10 @@ class Order:
         # Who comes after this point comes after the loads of all layers.
         self._wait(stream, ONBOARD, self._by_layer.pop(stream, 0))
         events = self._events[stream]
-        events.append(self._event_behind(self._streams[stream]))
+        events.append(event_behind(self._device, self._streams[stream]))
         self._points[stream] += 1
         self._forget_complete(stream)
         return int(self._points[stream])
-
-    def _event_behind(self, stream: Stream) -> Event:
-        try:
-            return self._device.record(stream)
-        except StreamGone:
-            # Its work goes on. Only a wait for the whole device shows its end. This is the one wait that holds the
-            # transfer lock.
-            self._device.synchronize()
-            return NULL_EVENT
 
     def _forget_complete(self, stream: int) -> None:
         events = self._events[stream]

@@ -101,8 +101,8 @@ NULL_EVENT = Event()
 """Complete from the start, on every device."""
 
 
-class StreamGone(DeviceError):
-    """A stream was destroyed by its owner. Its work goes on; no more comes on it."""
+class StreamGone(DeviceError, ValueError):
+    """A stream was destroyed by its owner. Its work goes on; no more comes on it. As an argument it is a wrong one."""
 
 
 class Retired(Generic[Item]):

@@ -307,7 +307,7 @@ def fragment_copies(
     Parameters
     ----------
     rows
-        Address of so many rows of ``cuda.fragments.FragmentTable``, at a multiple of 16, that kernels can read.
+        Address of so many rows of ``fragments.FragmentTable``, at a multiple of 16, that kernels can read.
     words
         Of the longest.
     host, chosen

@@ -452,7 +452,7 @@ class HostCache(Closing):
 
     def next_victims(self, saver: int, blocks: int, most: int) -> list[bytes]:
         """Of the keys that are evicted when so many more ``blocks`` are reserved, those that a saver was not told of,
-        the first one first, at most so many. It is told now. Changes the cache."""
+        the first one first, at most so many. It is told now. All of them for -1, who is no saver. Changes the cache."""
         found = np.empty((most, saving.FOUND), np.int64)
         with DeferSignals(), self._lock:
             self._check_open()

@@ -169,9 +169,9 @@ class HostCacheTier:
         for waiting in self._prompts:
             waiting.update(dict.fromkeys(blocks, prompt))
 
-    def touch(self, prompt: Sequence[bytes]) -> None:
+    def touch(self, prompt: Sequence[bytes], turn: bool) -> None:
         """What ``HostKeeper.touch`` does."""
-        self.cache.touch(prompt)
+        self.cache.touch(prompt, turn=turn)
         for waiting in self._prompts:
             waiting.update(dict.fromkeys(waiting.keys() & set(prompt), prompt))
 

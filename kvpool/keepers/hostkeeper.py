@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvpool.arrays import Uint8s
-from kvpool.arrays.layout import integer_argument
+from kvpool.arrays.layout import choice_argument, integer_argument
 from kvpool.entry.arguments import list_argument
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.entry.process import Closing, Process
@@ -138,9 +138,7 @@ class HostKeeper(Closing):
             raise TypeError(f"cache={cache!r:.80}, tier={tier!r:.80}: accepted are a HostCache and its HostTier")
         if tier.fingerprint != cache.fingerprint:
             raise ValueError("tier: accepted is the memory of this cache, of the same model and sizes")
-        save = COMMIT if save == PUBLISH else save
-        if save not in SAVES:
-            raise ValueError(f"save={save!r:.80}: accepted are {', '.join(map(repr, SAVES))}")
+        save = choice_argument("save", COMMIT if save == PUBLISH else save, SAVES)
         load_room = _share("load_share", load_share, cache.host_blocks)
         save_room = _share("save_share", save_share, cache.host_blocks)
         load_seconds = seconds_argument("load_seconds", load_seconds)
@@ -221,11 +219,11 @@ class HostKeeper(Closing):
                 self._tier.leave_unsaved([key for key in own if key in private])
         return count
 
-    def touch(self, keys: Keys) -> None:
+    def touch(self, keys: Keys, *, turn: bool = False) -> None:
         """What ``HostCache.touch`` does, for the keys of one prompt. They keep this order also when those that are to
         be saved have been."""
         self._process.check(self)
-        self._tier.touch(keys_argument(keys))
+        self._tier.touch(keys_argument(keys), turn)
 
     def forget(self, keys: Keys) -> int:
         """What ``HostCache.forget`` does, also to keys that are on their way from a store. The stores keep the blocks,

@@ -85,28 +85,13 @@ def _curve(plan: Plan, axes: Axes, title: str, model: str) -> None:
     for row in plan.reach() if survey.ceiling_tokens else []:
         if row["of_ceiling"] in _MARKERS:
             gib = f"{row['gib']:,.0f}" if row["gib"] >= 10 else f"{row['gib']:.2g}"
-            axes.plot(
-                row["gib"],
-                100 * row["token_rate"],
-                _MARKERS[row["of_ceiling"]],
-                color=_BLUE,
-                zorder=4,
-                label=f"{row['of_ceiling']:.0%} of the ceiling: {gib} GiB",
-            )
-    device, host = machine.device_blocks, machine.host_blocks
-    tiers = [("device", device, "right")] if device else []
-    tiers += [("device + host", device + host, "left")] if device and host else []
-    for name, blocks, side in tiers:
-        axes.axvline(plan.gib(blocks), color=_ORANGE, linewidth=1)
-        axes.annotate(
-            name,
-            (plan.gib(blocks), 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(0, 4),
-            textcoords="offset points",
-            color=_ORANGE,
-            horizontalalignment=side,
-        )
+            label = f"{row['of_ceiling']:.0%} of the ceiling: {gib} GiB"
+            marker = _MARKERS[row["of_ceiling"]]
+            axes.plot(row["gib"], 100 * row["token_rate"], marker, color=_BLUE, zorder=4, label=label)
+    device, host = machine.device_blocks or 0, machine.host_blocks
+    for name, blocks, style in (("device", device, ":"), ("device + host", device + host if host else 0, "-")):
+        if blocks:
+            axes.axvline(plan.gib(blocks), color=_ORANGE, linewidth=1, linestyle=style, label=name)
     axes.set(xlabel=f"KV memory, device and host together, GiB ({model})", ylabel="prompt tokens found in the cache, %")
     axes.set_title(f"What more KV memory buys\n{title}", loc="left", pad=20)
     _over_memory(axes)
@@ -140,21 +125,13 @@ def _store(plan: Plan, store: StorePlan, axes: Axes) -> None:
     capacities = np.unique(np.geomspace(max(table[0] // 2, 1), table[-1] + 1, 128).astype(np.int64)).tolist()
     memory = [plan.gib(capacity) for capacity in capacities]
     axes.plot(memory, [tiers + 100 * store.hits(capacity) * size / tokens for capacity in capacities], color=_BLUE)
-    for rate, name, line in ((tiers, "tiers alone", "-"), (ceiling, "unbounded", "--")):
-        axes.axhline(rate, color=_GREY, linestyle=line, linewidth=1)
-        axes.annotate(
-            name,
-            (1, rate),
-            xycoords=("axes fraction", "data"),
-            xytext=(4, 0),
-            textcoords="offset points",
-            color=_GREY,
-            verticalalignment="center",
-        )
+    axes.axhline(tiers, color=_GREY, linewidth=1, label="tiers alone")
+    axes.axhline(ceiling, color=_GREY, linewidth=1, linestyle="--", label="unbounded")
     if store.store.capacity:
         axes.axvline(plan.gib(store.store.capacity), color=_ORANGE, linewidth=1)
     axes.set(xlabel="store, GiB", ylabel="found in tiers or store, %")
     axes.set_title(f"What a store behind the tiers adds (save={store.store.save})", loc="left")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     _over_memory(axes)
 
 

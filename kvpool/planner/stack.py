@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvpool.arrays import Array, Int32s, Int64s, Uint64s
 from kvpool.jit import jit
-from kvpool.replay.content import Request, namespace_digest
+from kvpool.replay.content import Request, mix, namespace_digest
 from kvpool.state.policy import nth_released
 
 BLOCKS, NOW, LIVE, LOOKUPS, RUNS, USED, COUNTS = range(7)
@@ -25,6 +25,13 @@ BUCKETS = STEPS * 36
 GROUPS = 32
 """The sample has so many parts. Their differences give its error."""
 _START = 1 << 12
+_LISTS = {
+    **dict.fromkeys(("seen", "hits", "parent", "found"), np.int32),
+    **dict.fromkeys(("last", "distances", "again"), np.int64),
+    **dict.fromkeys(("keys", "bits"), np.uint64),
+    "times": np.float64,
+}
+"""The types of the tables of one dimension that begin with this length."""
 _BLOCKS_MAX = 2**31 - 1
 
 REQUEST_EDGES = (2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 100_000, 1_000_000)
@@ -34,8 +41,7 @@ SECOND_EDGES = (1.0, 3.0, 10.0, 30.0, 60.0, 180.0, 600.0, 1_800.0, 3_600.0, 10_8
 _ONE, _ALL = np.uint64(1), np.uint64(2**64 - 1)
 _M1, _M2 = np.uint64(0x5555555555555555), np.uint64(0x3333333333333333)
 _M4, _MUL = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(0x0101010101010101)
-_GOLDEN, _MIX1, _MIX2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_S2, _S4, _S27, _S30, _S31, _S32, _S56 = (np.uint64(n) for n in (2, 4, 27, 30, 31, 32, 56))
+_S2, _S4, _S32, _S56 = (np.uint64(n) for n in (2, 4, 32, 56))
 _LOW = np.uint64(63)
 
 
@@ -102,13 +108,8 @@ class UsedBlocks(NamedTuple):
     tenant: int
 
 
-@jit
-def mixed(x):
-    """A 64-bit number scrambled, one to one."""
-    x = x + _GOLDEN
-    x = (x ^ (x >> _S30)) * _MIX1
-    x = (x ^ (x >> _S27)) * _MIX2
-    return x ^ (x >> _S31)
+mixed = jit(mix)
+"""A 64-bit number scrambled, one to one."""
 
 
 @jit
@@ -211,7 +212,11 @@ def look_up(tables, access, ids):
 
     All distances are from the time before the request: a request claims what it finds before it takes new blocks.
     """
-    counts, key, number, distance, count = tables.counts, access.seed, np.int64(-1), np.int64(0), 0
+    counts = tables.counts
+    key = access.seed
+    number = np.int64(-1)
+    distance = np.int64(0)
+    count = 0
     groups = np.uint64(len(tables.cold))
     counts[LOOKUPS] = 0
     for block in range(access.keyed):
@@ -354,30 +359,20 @@ def follow(blocks, later, following):
 @jit
 def belady(following, counted, capacity, held, heap):
     """The hits of ``min_hits``. A block that is held is known by the place of its next use, in ``held`` and in
-    ``heap``, the last use first."""
+    ``heap``, the last use first. Places that have passed stay below all others."""
     size, blocks, found = 0, 0, 0
     for place in range(len(following)):
         if held[place]:
             found += counted[place]
             blocks -= 1
-        if following[place] == len(following):
-            continue
-        if size == len(heap):
-            size = 0
-            for at in range(len(heap)):
-                # Other places have passed.
-                if heap[at] > place:
-                    push(heap, size, heap[at])
-                    size += 1
-        held[following[place]] = 1
-        blocks += 1
-        push(heap, size, following[place])
-        size += 1
-        if blocks > capacity:
-            held[heap[0]] = 0
-            blocks -= 1
-            size -= 1
-            pop(heap, size)
+        if following[place] < len(following):
+            held[following[place]] = 1
+            push(heap, size, following[place])
+            size, blocks = size + 1, blocks + 1
+            if blocks > capacity:
+                held[heap[0]] = 0
+                size, blocks = size - 1, blocks - 1
+                pop(heap, size)
     return found
 
 
@@ -430,23 +425,14 @@ class StackDistances:
         groups = 1 if sample == 1 else GROUPS
         self.tables = StackTables(
             slots=np.full(2 * _START, -1, np.int32),
-            keys=np.empty(_START, np.uint64),
-            last=np.empty(_START, np.int64),
-            seen=np.empty(_START, np.int32),
-            hits=np.empty(_START, np.int32),
-            parent=np.empty(_START, np.int32),
-            bits=np.zeros(_START, np.uint64),
             tree=np.zeros(_START + 1, np.int32),
-            distances=np.zeros(_START, np.int64),
-            again=np.zeros(_START, np.int64),
-            runs=np.empty((_START, 3), np.int64),
+            runs=np.zeros((_START, 3), np.int64),
             groups=np.zeros((groups, BUCKETS), np.int64),
             cold=np.zeros(groups, np.int64),
             coarse=np.zeros((1, BUCKETS), np.int64),
             gaps=np.zeros((2, 16), np.int64),
-            times=np.empty(_START, np.float64),
-            found=np.empty(_START, np.int32),
             counts=np.zeros(COUNTS, np.int64),
+            **{name: np.zeros(_START, dtype) for name, dtype in _LISTS.items()},
         )
         self._found = 0
         self._seeds: dict[tuple[str | bytes | None, int | str | None], np.uint64] = {}

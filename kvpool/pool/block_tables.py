@@ -252,7 +252,7 @@ class BlockTables:
         with DeferSignals():
             buffer = self._staging.allocate(hand_over.room(core.states.heads, g, NO_IDS))
             try:
-                with core.transfer.lock:
+                with core.transfer.hold():
                     with core.lock, core.device.host_access(stores=[buffer.array]):
                         core.check_open()
                         staged = hand_over.stage(core.states.heads, g, NO_IDS, buffer)

@@ -78,10 +78,7 @@ class LayerGroup:
         widths = sorted({part.tokens_per_block for part in parts})
         if len(widths) > 1:
             raise ValueError(f"layout: tokens_per_block={widths}: accepted are parts with the same")
-        if not isinstance(self.kind, str):
-            raise TypeError(f"kind={self.kind!r:.80}: a string is needed, one of {', '.join(KINDS)}")
-        if self.kind not in KINDS:
-            raise ValueError(f"kind={self.kind!r:.80}: must be one of {', '.join(KINDS)}")
+        choice_argument("kind", self.kind, KINDS)
         window = None if self.window is None else integer_argument("window", self.window, 1, _TOKENS_MAX)
         sinks = integer_argument("sinks", self.sinks, 0, _TOKENS_MAX)
         if sinks and not window:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import Any, NamedTuple, overload
 from weakref import WeakSet
 
 import numpy as np
@@ -19,7 +18,7 @@ from kvpool.device.base import Device, DeviceArray, StreamLike, tier_argument
 from kvpool.entry.arguments import (
     Ids,
     Integers,
-    adapter_argument,
+    Namespace,
     address,
     bool_argument,
     count_array,
@@ -28,16 +27,15 @@ from kvpool.entry.arguments import (
     int64_array,
     is_integer,
     list_argument,
+    namespace_argument,
     priority_argument,
-    returns_argument,
-    salt_argument,
     split_argument,
-    stop_argument,
     text_argument,
     token_array,
     ttl_argument,
 )  # fmt: skip
 from kvpool.entry.interrupt import DeferSignals
+from kvpool.entry.process import Closing
 from kvpool.errors import BlockNotFound, DeviceError, IntegrityError, KVPoolError, OutOfSequences, PoolBusy
 from kvpool.memory.attachments import SharedTier, Sharing
 from kvpool.memory.export import Export, Lending, Loan, TierPlace
@@ -63,12 +61,10 @@ from kvpool.pool.keys import (
 from kvpool.pool.leases import Lease, Leases
 from kvpool.pool.prompts import Retention
 from kvpool.pool.reservations import Imports, Loadable, Reservation, Reservations, block_buffer
+from kvpool.pool.together import release_arguments
 from kvpool.state import control, index, records, swaps, verbs
 from kvpool.state.sequences import check_ids
 from kvpool.state.verify import verify_states
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 NO_COUNTS: Int64s = np.empty(0, np.int64)
 
@@ -82,7 +78,7 @@ class CloseReport(NamedTuple):
     reservations: list[tuple[str, int]]
 
 
-class KVCacheManager(Hints, BlockTables):
+class KVCacheManager(Hints, BlockTables, Closing):
     """A paged KV cache in two tiers: device blocks, and host blocks that take what leaves the device.
 
     Parameters
@@ -257,16 +253,12 @@ class KVCacheManager(Hints, BlockTables):
         of 1 to 256 characters by which ``hints`` finds what the one sequence has now. It is remembered as ``keys_of``
         gives it, and raises what that raises; sessions that were named long ago are forgotten.
         """
-        which, keep = id_array("ids", ids), bool_argument("store", store)
-        said = stop_argument(stop), returns_argument(ends, returns_in_ms)
+        which, verb, how = release_arguments(ids, store, stop, ends, returns_in_ms)
         name = None if session is None else name_argument("session", session)
         if name is not None and len(which) != 1:
             raise ValueError(f"session={name!r:.80}: accepted with one sequence, not {len(which)}")
         left = None if name is None else self.keys_of(which)[0]
-        if any(said):
-            self.core.decide(stream, verbs.release_saying, which, keep, *said, self.core.now(), ids=which)
-        else:
-            self.core.decide(stream, verbs.release, which, keep, self.core.now(), ids=which)
+        self.core.decide(stream, verb, which, *how, self.core.now(), ids=which)
         if name is not None and left is not None:
             self._remember(name, left)
 
@@ -635,7 +627,7 @@ class KVCacheManager(Hints, BlockTables):
         self,
         prompt: Prompt | Keys | None = None,
         *,
-        namespace: tuple[bytes | str | None, int | str | None] | None = None,
+        namespace: Namespace | None = None,
     ) -> int:
         """Remove cached content from the index, on both tiers and in all groups of layers. Returns how many contents.
 
@@ -655,7 +647,7 @@ class KVCacheManager(Hints, BlockTables):
         if (prompt is None) == (namespace is None):
             raise TypeError(f"prompt={prompt!r:.80}, namespace={namespace!r:.80}: accepted is exactly one of them")
         if namespace is not None:
-            tag = self._root(*_namespace_argument(namespace))[0]
+            tag = self._root(*namespace_argument("namespace", namespace))[0]
             return int(self.core.decide(None, control.forget_namespace, tag, self.core.now()))
         keys, rows = self._named(prompt)
         ordered, now = rows[np.lexsort((rows[:, 1], rows[:, 0]))], self.core.now()
@@ -908,12 +900,7 @@ class KVCacheManager(Hints, BlockTables):
                     self.core.device.close()
         return self._report
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object = None, *error: object) -> None:
         report = self.close(force=True)
         views = len(self._loans)
         if kind is None and (any(report) or views):
@@ -930,13 +917,6 @@ def _refuse_forks(heads: Int64s, ids: Int64s, wanted: int) -> int:
     if error:
         return error
     raise OutOfSequences(wanted, int(heads[0, records.H.free_rows]))
-
-
-def _namespace_argument(namespace: object) -> tuple[bytes | str | None, int | str | None]:
-    if not isinstance(namespace, (list, tuple)) or len(namespace) != 2:
-        raise TypeError(f"namespace={namespace!r:.80}: accepted is a pair (salt, adapter_id)")
-    salt, adapter_id = tuple(namespace)
-    return salt_argument(salt), adapter_argument(adapter_id)
 
 
 def _flags(there: object, shape: tuple[int, int]) -> Bools:

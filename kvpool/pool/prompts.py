@@ -170,7 +170,7 @@ class Prompts:
         if isinstance(tokens, BlockKeys):
             if any(one is not None for one in (salt, adapter_id, extra_ids)) or not all(switches):
                 raise TypeError("tokens are BlockKeys, which have all other arguments: accepted is none")
-            return self._own([tokens])[0].bound(self.core.states.heads)
+            return self._own([tokens])[0]
         names = salt_argument(salt), adapter_argument(adapter_id)
         scope = Scope(*names, self._root(*names), self._origin, *switches)
         found = token_array("tokens", tokens)

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -179,9 +178,7 @@ class Reservation(Loadable):
     def __enter__(self) -> Reservation:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object = None, *error: object) -> None:
         if not self.closed:
             try:
                 # Somebody may revoke it meanwhile.
@@ -361,38 +358,43 @@ class Imports:
         """The blocks that the present import holds. The state lock guards it."""
 
     def store(self, into: Group, keys: BlockKeys, first: int, priority: int, buffers: list[Uint8s]) -> int:
-        self._core.refuse_inside("import_blocks")
-        now = self._core.now()
+        core, full = self._core, len(keys) // self._core.config.tokens_per_block
+        core.refuse_inside("import_blocks")
+        now, ids = core.now(), np.full(len(buffers), records.NONE, np.int64)
+        if keys.has_extra:
+            core.enable_extra()
+
+        def take(heads: Ids, request: Ids) -> int:
+            held = np.full(full, records.NONE, np.int64)
+            control.take_missing(heads, into.index, request, first, priority, ids, held, now)
+            # They are given back in this order: the last block first, so that leaves age first, and what was cached
+            # before last.
+            taken = np.concatenate([_named(ids)[::-1], _named(held)[::-1]])
+            self.pinned = core.states.pool_ids.of(into.index, taken)
+            return int(heads[0, records.H.generation])
+
+        def publish(heads: Ids, request: Ids, generation: int) -> int:
+            # Not if the pool was reset since they were taken.
+            if generation != heads[0, records.H.generation]:
+                return 0
+            core.names.learn([keys])
+            return int(control.publish_taken(heads, into.index, request, first, priority, ids, now))
+
         with self._one, DeferSignals():
-            full = len(keys) // self._core.config.tokens_per_block
-            ids, held = np.full(len(buffers), records.NONE, np.int64), np.full(full, records.NONE, np.int64)
             try:
-                generation = self._take(into, keys, first, priority, ids, held, now)
+                generation = core.decide(None, take, request_of(keys))
                 self._fill(into, ids, buffers)
-                return int(self._core.decide(None, self._publish, into, keys, first, priority, ids, generation, now))
+                return int(core.decide(None, publish, request_of(keys), generation))
             finally:
-                self._give_back(now)
+                with core.lock:
+                    if not core.closed:
+                        control.unpin(core.states.heads, self.pinned, now)
+                    self.pinned = NO_IDS
 
     def close(self) -> None:
         """Free the pool's memory, once no import writes to it any more."""
         with self._one:
             self._pools.close()
-
-    def _take(self, into: Group, keys: BlockKeys, first: int, priority: int, ids: Ids, held: Ids, now: int) -> int:
-        """Take blocks: their ids in the group go into ``ids`` and ``held``. Returns the generation in which they were
-        taken."""
-        if keys.extra_ids is not None:
-            self._core.enable_extra()
-
-        def take(heads: Ids, request: Ids) -> int:
-            control.take_missing(heads, into.index, request, first, priority, ids, held, now)
-            # They are given back in this order: the last block first, so that leaves age first, and what was cached
-            # before last.
-            taken = np.concatenate([_named(ids)[::-1], _named(held)[::-1]])
-            self.pinned = self._core.states.pool_ids.of(into.index, taken)
-            return int(heads[0, records.H.generation])
-
-        return int(self._core.decide(None, take, request_of(keys)))
 
     def _fill(self, into: Group, ids: Ids, buffers: list[Uint8s]) -> None:
         taken = self._core.states.pool_ids.of(into.index, _named(ids))
@@ -408,23 +410,6 @@ class Imports:
             for block, buffer in zip(ids.tolist(), buffers, strict=True):
                 for part, own in zip(rows, np.split(buffer, ends) if block != records.NONE else (), strict=False):
                     part[block - into.device_blocks] = own
-
-    def _publish(
-        self, heads: Ids, into: Group, keys: BlockKeys, first: int, priority: int, ids: Ids, generation: int, now: int
-    ) -> int:
-        """Publish the blocks, unless the pool was reset since they were taken. Returns how many. The caller holds the
-        state lock."""
-        if generation != heads[0, records.H.generation]:
-            return 0
-        self._core.names.learn([keys])
-        return int(control.publish_taken(heads, into.index, request_of(keys), first, priority, ids, now))
-
-    def _give_back(self, now: int) -> None:
-        """Unpin the blocks that an import has pinned."""
-        with self._core.lock:
-            if not self._core.closed:
-                control.unpin(self._core.states.heads, self.pinned, now)
-            self.pinned = NO_IDS
 
 
 def block_buffer(place: int, buffer: Any, size: int) -> Uint8s:

@@ -194,11 +194,8 @@ class Together(Prompts):
     def _release_step(
         self, on: Stream | None, ids: object, store: object, stop: object, ends: object, returns: object
     ) -> Step:
-        which, keep = id_array("ids", ids), bool_argument("store", store)
-        said = stop_argument(stop), returns_argument(ends, returns)
-        verb = verbs.release_saying if any(said) else verbs.release
-        run = self._verb(on, verb, which, keep, *(said if any(said) else ()))
-        return Step("release", run, which, int(LIVE | SWAPPED))
+        which, verb, how = release_arguments(ids, store, stop, ends, returns)
+        return Step("release", self._verb(on, verb, which, *how), which, int(LIVE | SWAPPED))
 
     def _verb(self, on: Stream | None, verb: Any, which: Ids, *args: Any) -> Callable[[int], None]:
         def run(now: int) -> None:
@@ -276,6 +273,14 @@ class Together(Prompts):
         grown = sum(int(self._blocks_of(step.counts).sum()) + 1 for step in steps if step.verb == "append")
         added = max((int(self._blocks_of(step.prompts).max(initial=0)) for step in steps), default=0)
         return rows, min(self.core.config.columns, max(max(columns) + grown, added + grown) + 1)
+
+
+def release_arguments(ids: object, store: object, stop: object, ends: object, returns: object) -> tuple[Ids, Any, Any]:
+    """The sequences that a call releases, the verb for it, and its arguments behind them. Raises TypeError,
+    ValueError."""
+    which, keep = id_array("ids", ids), bool_argument("store", store)
+    said = stop_argument(stop), returns_argument(ends, returns)
+    return (which, verbs.release_saying, (keep, *said)) if any(said) else (which, verbs.release, (keep,))
 
 
 class _Collector:

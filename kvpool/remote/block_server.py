@@ -18,22 +18,9 @@ from kvpool.entry.process import Closing
 from kvpool.errors import BlockNotFound, KVPoolError, PoolClosed
 from kvpool.pool.leases import Lease
 from kvpool.pool.manager import KVCacheManager
+from kvpool.remote.doors import ServerKeys, ServerSecret, check_endpoint
 from kvpool.remote.server import LetIn, Refused, Server
-from kvpool.remote.session import (
-    BLOCKS_MAX,
-    KEY_BYTES,
-    Blocks,
-    Find,
-    Found,
-    Get,
-    Hello,
-    Malformed,
-    Received,
-    ServerKeys,
-    ServerSecret,
-    Welcome,
-    check_endpoint,
-)
+from kvpool.remote.session import BLOCKS_MAX, KEY_BYTES, Blocks, Find, Found, Get, Hello, Malformed, Received, Welcome
 from kvpool.remote.transport import InlineServer, ServerTransport, host_bytes, served
 from kvpool.state import records
 from kvpool.state.hashing import remote_password
@@ -281,7 +268,10 @@ class _HostTier:
         fits = fitting(limits, sizes)
         each = fits.bytes_per_client or 0
         self._welcome = Welcome(0, what.block_bytes, fits.blocks_per_request, fits.requests_per_client, each)
-        self._under_way, self.stats, self.linger_ms, self._idle_turns = UnderWay(fits), ServerStats(), 0, 0
+        self._under_way = UnderWay(fits)
+        self.stats = ServerStats()
+        self.linger_ms = 0
+        self._idle_turns = 0
         if transport.serving:
             raise ValueError("transport: it is that of another server; each needs one of its own")
         transport.serving = True

@@ -152,7 +152,7 @@ def on_end_release(at, slot, stop):
 def on_touch(at, found, count):
     """Keys of a HostCache are used, whose blocks nobody lists now: rows (hash, block) of ``found`` int64[count, 3].
 
-    They are all keys of a request that has ended, and it is a turn of the chain that it continues, which is returned.
+    They are the keys of a request that has ended, and it is a turn of the chain that it continues, which is returned.
     With ``count`` below zero, they are used and no turn, and NONE is returned: their chain is as its last turn has left
     it, though others have held its blocks meanwhile.
     """
@@ -161,8 +161,12 @@ def on_touch(at, found, count):
     owners, chains = owners_of(h, book), chains_of(book)
     if turn:
         c, depth = _named(book, keys, count, np.int64(0))
-        c = begin_turn(h, book, c, depth, count)
-        book.depth = depth
+        before = np.int64(0)
+        if c != NONE and chains[c].first != NONE and blocks_of(h)[chains[c].first].list < 0:
+            # Its end is used, so it goes on, though its beginning may not be named.
+            before = max(np.int64(chains[c].length) - depth, 0)
+        book.depth = depth + before
+        c = begin_turn(h, book, c, book.depth, count + before)
     else:
         last = keys[count - 1, 2]
         c = np.int64(owners[last]) if last != NONE else c

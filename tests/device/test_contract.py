@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
@@ -34,6 +33,7 @@ from tests.device.pools import (
     random_moves,
     seen,
 )
+from tests.waiting import at_once
 
 TYPES = ["uint8", "bfloat16", "float32", "int64"]
 ORDERS = list(product(["layer_first", "block_first"], ["NHD", "HND"], [1, 2]))
@@ -123,25 +123,16 @@ def test_moves_may_be_read_only_or_strided(device: Device, layout: BlockLayout) 
 
 @pytest.mark.parametrize("name", ["cpu", "sim"])
 def test_two_pools_are_copied_at_once_by_two_threads(layout: BlockLayout, name: str) -> None:
-    errors: list[BaseException] = []
 
     def work(seed: int) -> None:
-        try:
-            device = get_device(name)
-            pools = make_pools(device, layout, seed)
-            random = np.random.default_rng(seed)
-            for _ in range(20):
-                assert_same_as_reference(pools, random_moves(layout, random))
-            device.close()
-        except BaseException as error:
-            errors.append(error)
+        device = get_device(name)
+        pools = make_pools(device, layout, seed)
+        random = np.random.default_rng(seed)
+        for _ in range(20):
+            assert_same_as_reference(pools, random_moves(layout, random))
+        device.close()
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    at_once(work, range(2))
 
 
 # Memory

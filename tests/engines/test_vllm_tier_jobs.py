@@ -158,8 +158,7 @@ def test_draining_waits_for_calls_and_what_was_saved_before_is_not_found(tier: T
 
 
 def test_shutting_down_while_a_call_hangs_keeps_the_memory(store: Wrong, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier, gate = Tier(store), Gate()
-    store.before["save"] = gate
+    tier, gate = Tier(store), store.hold("save")
     tier.submit(False, [1], [0])
     assert gate.reached.wait(600)
     queue = tier.real._client.queue

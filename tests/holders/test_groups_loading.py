@@ -3,13 +3,14 @@ it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from groups_lab import CROSS, FULL, NARROW, RECURRENT, WIDE, WINDOWED, GroupEngine, T, pins
+from groups_lab import make as make
 from kvpool import DeviceError, KVCacheManager, OutOfBlocks, PagedKV, scatter_kv
 from kvpool.device.cpu import CpuDevice
 from kvpool.pool.reservations import Share
@@ -17,20 +18,6 @@ from tests.device.faults import FaultyDevice
 
 A = list(range(100, 140))
 Make = Callable[..., GroupEngine]
-
-
-@pytest.fixture
-def make() -> Iterator[Make]:
-    """Engines on pools of several groups; nothing may be wrong at their end."""
-    opened: list[GroupEngine] = []
-
-    def build(*args: Any, **options: Any) -> GroupEngine:
-        opened.append(GroupEngine(*args, **options))
-        return opened[-1]
-
-    yield build
-    for engine in opened:
-        assert engine.findings() == []
 
 
 # -- reservations ------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from kvpool.device.base import Event
 from kvpool.device.cpu import CpuDevice
 from kvpool.device.sim import SimDevice
 from loading import kv, load, picture
+from tests.sequences.test_arguments import ID_CALLS
 
 Make = Callable[..., Engine]
 LAYOUTS: list[dict[str, Any]] = [
@@ -238,19 +239,9 @@ def test_a_reservation_is_no_sequence(make: Make) -> None:
     engine = make(T=4, P=8)
     reservation, cache = engine.cache.reserve(list(range(6))), engine.cache
     before = picture(engine)
-    for call in (
-        lambda: cache.append_tokens(reservation.id, [1]),
-        lambda: cache.commit(reservation.id),
-        lambda: cache.rewind(reservation.id, 1),
-        lambda: cache.release(reservation.id),
-        lambda: cache.block_table(reservation.id),
-        lambda: cache.cached_tokens(reservation.id),
-        lambda: cache.evictable_if_released(reservation.id),
-        lambda: cache.blocks_needed(sequences=reservation.id, new_tokens=1),
-        lambda: cache.copy_batch_block_offsets(np.zeros((1, 8), np.int32), reservation.id),
-    ):
+    for call in ID_CALLS.values():
         with pytest.raises(UnknownSequence):
-            call()
+            call(cache, reservation.id)
     assert picture(engine) == before
     assert cache.stats().sequences == 0 and cache.stats().reservations == 1
     reservation.abort()

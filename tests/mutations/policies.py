@@ -128,6 +128,14 @@ MUTATIONS = (
         (f"{_HOST}test_what_is_named_as_the_next_victims_goes_in_this_order[agent]",),
     ),
     Mutation(
+        "what_a_store_loads_is_no_turn",
+        "Victims.use",
+        "self._cache.touch(keys, turn=True)",
+        "pass",
+        "A store with another policy evicts what was saved first.",
+        ("tests/stores/test_memory.py::test_the_conversation_that_is_away_for_longer_goes_from_a_store",),
+    ),
+    Mutation(
         "a_flood_of_low_priority_is_learnt_from",
         "on_admit",
         "priority != DEFAULT_PRIORITY",

@@ -213,7 +213,7 @@ MUTATIONS = (
     Mutation(
         "a_partial_copy_counts_as_the_whole_block",
         "_drop_overwritten",
-        "_is_whole(moves[i], width, states)",
+        "moves[i, TOKENS] >= whole[target]",
         "True",
         "A move is dropped whose target a later one overwrites only in part.",
         ("tests/state/test_lists.py::test_levels_in_any_order_leave_what_the_sequence_leaves",),

@@ -162,7 +162,7 @@ def random_call(engine: Engine, rng: random.Random, ids: list[int]) -> Callable[
 
 def test_no_call_that_raises_changes_a_byte() -> None:
     raised: dict[str, int] = {}
-    for seed in range(150):
+    for seed in range(50):
         print("seed", seed)
         rng = random.Random(seed)
         engine = open_engine(
@@ -188,6 +188,6 @@ def test_no_call_that_raises_changes_a_byte() -> None:
                 ids += done.ids.tolist() if hasattr(done, "ids") else []
             engine.cache.verify()
         engine.cache.close()
-    assert (
-        min(raised.get(error.__name__, 0) for error in (OutOfBlocks, OutOfSequences, UnknownSequence, ValueError)) > 40
-    ), raised
+    assert all(raised[error.__name__] > 12 for error in (OutOfBlocks, OutOfSequences, UnknownSequence, ValueError)), (
+        raised
+    )

@@ -148,8 +148,8 @@ def test_keys_are_made_once(make: Make) -> None:
     keys.__init__(*other.__reduce__()[1])  # type: ignore[misc]
     with pytest.raises(TypeError, match="no state"):
         keys.__setstate__((None, {"_tokens": other.tokens}))
-    # A pickle that sets a state, as nobody's does: BUILD of (None, {"_proven": True}) on what REDUCE has made.
-    forged = pickle.dumps(keys)[:-1] + b"N}\x8c\x07_proven\x88s\x86b."
+    # A pickle that sets a state, as nobody's does: BUILD of (None, {"_tokens": True}) on what REDUCE has made.
+    forged = pickle.dumps(keys)[:-1] + b"N}\x8c\x07_tokens\x88s\x86b."
     with pytest.raises(TypeError, match="no state"):
         pickle.loads(forged)
     assert all(np.array_equal(one, another) for one, another in zip(keys.__reduce__()[1], before, strict=True))

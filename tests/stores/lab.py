@@ -55,6 +55,11 @@ class Wrong:
         self.calls: list[str] = []
         self.deaf = False
 
+    def hold(self, kind: str) -> Gate:
+        """Calls of this kind wait from now on, until the gate is opened."""
+        gate = self.before[kind] = Gate()
+        return gate
+
     @property
     def lasting(self) -> bool:
         return self.inner.lasting

@@ -12,7 +12,7 @@ import pytest
 from kvpool.keepers import HealthStats, LoadOrCompute
 from kvpool.stores import OK, REFUSED, MemoryStore
 from tests.stores import hostkeeping, keeping
-from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Clock, Gate, Wrong, fail, names
+from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Clock, Wrong, fail, names
 from tests.waiting import until
 
 BLOCKS = 8
@@ -182,11 +182,6 @@ def test_what_one_has_saved_the_next_one_finds(made: Callable[..., Host], store:
     assert made(Wrong(store.inner), identity=OTHER).saved == 0
 
 
-def test_another_model_finds_nothing(made: Callable[..., Host], store: Wrong) -> None:
-    saved_documents(made, store, 1)
-    assert bring(made(store, identity=OTHER), 0) == 0
-
-
 @pytest.mark.parametrize("save", ["evict", "reuse"])
 def test_what_was_not_evicted_or_used_again_is_not_saved(made: Callable[..., Host], store: Wrong, save: str) -> None:
     host = made(store, save=save)
@@ -259,8 +254,7 @@ def test_a_store_that_says_it_has_everything_harms_nothing(made: Callable[..., H
 
 def test_a_load_that_hangs_costs_no_more_than_its_deadline(made: Callable[..., Host], store: Wrong) -> None:
     saved_documents(made, store, 1)
-    host, gate = made(store), Gate()
-    store.before["load"] = gate
+    host, gate = made(store), store.hold("load")
     host.ask(0)
     until(lambda: host.ended(0) or gate.reached.is_set())
     assert not host.ended(0)
@@ -344,7 +338,7 @@ def test_a_load_that_hangs_ends_when_the_engine_would_have_computed_it(made: Cal
     host = made(store, speed=100.0)
     store.before["load"] = lambda: later(host, 0.001)
     assert [bring(host, number) for number in range(9)] == [BLOCKS] * 9
-    gate = store.before["load"] = Gate()
+    gate = store.hold("load")
     host.ask(9)
     until(lambda: host.ended(9) or gate.reached.is_set())
     assert not host.ended(9)

@@ -265,28 +265,6 @@ def test_saves_that_wait_share_one_commit(tmp_path: Path, faulty: Faulty) -> Non
         assert 2 <= queue.stats().store["commits"] <= 3 and faulty.count["fdatasync"] == faulty.count["COMMIT"] - 1
 
 
-def test_a_failed_commit_fails_all_who_share_it_and_nobody_else(tmp_path: Path, faulty: Faulty) -> None:
-    with open_queue(store_of(tmp_path, 64, faulty), piece_bytes=BLOCK_BYTES) as queue:
-        before = saved(queue, 2, first=50)
-        gate = Gate()
-
-        def fail() -> None:
-            gate()
-            raise OSError(28, "No space left on device")
-
-        faulty.before["fdatasync"] = fail
-        fill(queue.memory, 8)
-        keys = queue.secret.opaque(names(8))
-        jobs = [queue.save(keys[i : i + 1], np.arange(i, i + 1)) for i in range(8)]
-        assert gate.reached.wait(600)
-        gate.open()
-        assert all(job.wait(600, returned=True) and not job.ok and "No space" in job.error for job in jobs)
-        del faulty.before["fdatasync"]
-        saved(queue, 8)
-        assert here(queue, 8) == list(range(8)) and queue.find(before).wait(600)
-        assert here(queue, 2, 50) == [50, 51]
-
-
 def test_a_sync_that_fails_is_not_made_up_for_by_the_next_one(tmp_path: Path, faulty: Faulty) -> None:
     """The kernel tells of a failure once. What was written before it may be lost, and the next sync says nothing."""
     with open_queue(store_of(tmp_path, 64, faulty)) as queue:
@@ -453,9 +431,9 @@ def test_many_threads_on_few_slots_lose_no_slot_and_mix_no_bytes(tmp_path: Path,
 
 
 class TestDiskStore(LastingContract):
-    @pytest.fixture
-    def make(self, tmp_path: Path) -> Callable[[int], DiskStore]:
-        return lambda blocks: DiskStore(tmp_path / "store", blocks * BLOCK_BYTES)
+    @pytest.fixture(params=["lru", "agent"])
+    def make(self, request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[int], DiskStore]:
+        return lambda blocks: DiskStore(tmp_path / "store", blocks * BLOCK_BYTES, policy=request.param)
 
     @pytest.fixture
     def again(self, tmp_path: Path) -> Callable[[], DiskStore]:

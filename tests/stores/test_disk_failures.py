@@ -171,19 +171,6 @@ def test_a_slab_that_was_cut_while_it_is_used_fails_and_does_not_hang(store: Dis
         assert job.codes.tolist() == [FAILED] * 4 and "ends early" in job.error
 
 
-@pytest.mark.parametrize("number", ERRORS)
-def test_a_store_that_finds_no_room_says_how_much_it_wants(
-    store: DiskStore, faulty: Faulty, tmp_path: Path, number: int
-) -> None:
-    space = Space(bytes(16), memory(4))
-    faulty.before["posix_fallocate"] = raising(OSError(number, os.strerror(number)))
-    with pytest.raises(OSError, match=f"{os.strerror(number)}.*takes {CAPACITY} bytes"):
-        store.open(space)
-    del faulty.before["posix_fallocate"]
-    store.open(space)
-    store.close()
-
-
 @pytest.mark.parametrize("name", ["PRAGMA", "SELECT", "BEGIN", "INSERT"])
 def test_a_database_that_cannot_be_opened_is_not_thrown_away(
     store: DiskStore, faulty: Faulty, tmp_path: Path, name: str

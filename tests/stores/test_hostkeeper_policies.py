@@ -65,18 +65,6 @@ def test_the_keys_of_each_hit_are_judged_together_and_apart_from_others(make: Ca
     assert policy.asked == [4, 2]
 
 
-def test_a_load_ends_when_its_policy_has_no_more_time(make: Callable[..., Engine], store: Wrong) -> None:
-    policy, gate = Some(2, seconds=0.5), Gate()
-    engine = make(policies=[policy], load_seconds=60.0)
-    engine.saved(2)
-    store.before["load"] = gate
-    engine.held(gate, 2)
-    engine.later(1)
-    engine.until(lambda: engine.keeper.lookup(names(2)).tolist() == [ABSENT] * 2)
-    assert engine.keeper.stats().missed["late"] == 2 and policy.told == [(0, 1.0)]
-    gate.open()
-
-
 def test_what_has_no_room_tells_its_policy_nothing_of_the_store(make: Callable[..., Engine]) -> None:
     policy = Some(9)
     engine = make(blocks=4, policies=[policy])
@@ -172,7 +160,7 @@ def test_a_request_that_ends_in_a_window_keeps_room_no_longer_than_it_is_unread(
     """It was aborted while its second window came."""
     small.ask(100)
     small.read(6)
-    gate = store.before["load"] = Gate()
+    gate = store.hold("load")
     small.keeper.lookup(names(94, 6))
     small.until(gate.reached.is_set)
     assert small.keeper.lookup(names(4, first=100)).tolist() == [ABSENT] * 4

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -11,16 +9,9 @@ from kvpool.keepers import bridge
 from kvpool.stores import FAILED, OK
 from tests.engine import Engine
 from tests.stores.keeping import engine, fetch, keeper, seed, store, tokens
-from tests.stores.lab import Clock, Gate, Wrong
+from tests.stores.lab import Clock, Wrong
 
 PROMPT = tokens(17)
-
-
-@pytest.fixture
-def one() -> Iterator[Engine]:
-    made = engine(P=64, S=64)
-    with made.cache:
-        yield made
 
 
 @pytest.fixture
@@ -70,8 +61,7 @@ def test_seals_that_do_not_fit_are_called_damaged(one: Engine, wrong: Wrong) -> 
 
 
 def test_what_came_too_late_is_told(one: Engine, wrong: Wrong) -> None:
-    gate, clock = Gate(), Clock()
-    wrong.before["load"] = gate
+    gate, clock = wrong.hold("load"), Clock()
     with keeper(one, wrong, clock=clock) as kept:
         handle = kept.prefetch(one.prompt(PROMPT), 5.0)
         assert gate.reached.wait(600)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,13 +24,6 @@ PROMPT = tokens(41)
 
 
 @pytest.fixture
-def one() -> Iterator[Engine]:
-    made = engine(P=64, S=64)
-    with made.cache:
-        yield made
-
-
-@pytest.fixture
 def wrong() -> Wrong:
     """A store that has the prompt."""
     made, memory = engine(P=64, S=64), store()
@@ -50,17 +42,6 @@ def test_what_came_before_a_failure_is_used(one: Engine, wrong: Wrong) -> None:
         sequence = one.add(PROMPT)
         assert sequence.cached == 12
         one.release(sequence)
-
-
-def test_a_hanging_save_keeps_no_prefetch_waiting(one: Engine, wrong: Wrong) -> None:
-    gate = wrong.before["save"] = Gate()
-    with keeper(one, wrong, staging_blocks=8) as kept:
-        for first in range(1000, 1400, 100):
-            one.seed(tokens(17, first), 17)
-        assert gate.reached.wait(600)
-        assert fetch(one, kept, PROMPT) == 10
-        gate.open()
-        assert kept.drain(600)
 
 
 # -- bounds --------------------------------------------------------------------------------------------
@@ -226,7 +207,7 @@ def test_promotions_never_displace_more_than_their_room(one: Engine) -> None:
 
 
 def test_what_several_requests_wait_for_is_loaded_once(one: Engine, wrong: Wrong) -> None:
-    gate = wrong.before["find"] = Gate()
+    gate = wrong.hold("find")
     with keeper(one, wrong) as kept:
         handles = [kept.prefetch(one.prompt([*PROMPT[:37], *tokens(4, first)]), 60.0) for first in range(5)]
         until(lambda: kept.stats().prefetching == 5)
@@ -251,7 +232,7 @@ def test_a_prefetch_that_waits_for_a_block_of_another_loads_it_if_that_fails(one
 
 
 def test_a_cancelled_prefetch_brings_nothing_more(one: Engine, wrong: Wrong) -> None:
-    gate = wrong.before["find"] = Gate()
+    gate = wrong.hold("find")
     with keeper(one, wrong) as kept:
         handle = kept.prefetch(one.prompt(PROMPT), 60.0)
         assert gate.reached.wait(600)
@@ -265,7 +246,7 @@ def test_a_cancelled_prefetch_brings_nothing_more(one: Engine, wrong: Wrong) -> 
 
 
 def test_nothing_that_was_asked_before_a_reset_enters_after_it(one: Engine, wrong: Wrong) -> None:
-    gate = wrong.before["load"] = Gate()
+    gate = wrong.hold("load")
     with keeper(one, wrong) as kept:
         handle = kept.prefetch(one.prompt(PROMPT), 60.0)
         assert gate.reached.wait(600)
@@ -292,7 +273,7 @@ def test_a_keeper_ends_with_its_pool() -> None:
 
 
 def test_closing_counts_what_it_gives_up(one: Engine, wrong: Wrong) -> None:
-    gate = wrong.before["save"] = Gate()
+    gate = wrong.hold("save")
     kept = keeper(one, wrong, staging_blocks=8)
     one.seed(tokens(81), 80)
     assert gate.reached.wait(600)

@@ -46,13 +46,6 @@ DROPS: dict[str, Drop] = {
 
 
 @pytest.fixture
-def one() -> Iterator[Engine]:
-    made = engine(P=64, S=64)
-    with made.cache:
-        yield made
-
-
-@pytest.fixture
 def wrong() -> Wrong:
     """An empty store of four threads."""
     made = Wrong(store())
@@ -184,41 +177,9 @@ def test_a_prefetch_of_which_a_part_has_come_brings_no_more(one: Engine, wrong: 
         assert one.reusable(PROMPT) == 0 and handle.blocks == kept.stats().loaded_blocks == came < 4
 
 
-def test_a_find_under_way_says_nothing_of_it(one: Engine, wrong: Wrong, drop: Drop) -> None:
-    """It had found all blocks."""
-    seed_first(wrong.inner)
-    gate = Gate()
-    wrong.after["find"] = lambda answer: (gate(), answer)[1]
-    with keeper(one, wrong) as kept:
-        handle = kept.prefetch(one.prompt(PROMPT), 60.0)
-        assert gate.reached.wait(600)
-        forgotten = drop(one, kept)
-        gate.open()
-        assert handle.wait(600) and handle.ended in ("forgotten", "reset")
-        assert forgotten.wait(600) and kept.drain(600)
-        assert kept.match_prefix(one.prompt(PROMPT)).store_tokens == 0 and one.reusable(PROMPT) == 0
-
-
-def test_a_save_under_way_leaves_nothing_in_the_store(one: Engine, wrong: Wrong, drop: Drop) -> None:
-    gate, wrong.deaf = Gate(), True
-    wrong.before["save"] = gate
-    with keeper(one, wrong) as kept:
-        one.seed(PROMPT, len(PROMPT))
-        assert gate.reached.wait(600)
-        forgotten = drop(one, kept)
-        assert forgotten.stores == {"wrong": None} and not forgotten.done
-        gate.open()
-        assert forgotten.wait(600) and kept.drain(600)
-        stats = kept.stats()
-        assert stats.saved_blocks == 0 and stats.waiting_blocks == 0 and sum(stats.dropped.values()) == BLOCKS
-        assert kept.match_prefix(one.prompt(PROMPT)).store_tokens == 0
-    assert restarted(wrong.inner) == 0
-
-
 def test_a_save_that_is_over_and_not_noted_is_taken_back(one: Engine, wrong: Wrong, drop: Drop) -> None:
     """The keeper's thread waits for its clock while the save ends. Then it is told to forget."""
-    clock, gate = HeldClock(), Gate()
-    wrong.before["save"] = gate
+    clock, gate = HeldClock(), wrong.hold("save")
     with keeper(one, wrong, clock=clock) as kept:
         one.seed(PROMPT, len(PROMPT))
         assert gate.reached.wait(600)
@@ -259,7 +220,7 @@ class HeldClock:
 
 def test_what_waits_to_be_saved_is_given_up_and_counted(one: Engine, wrong: Wrong, drop: Drop) -> None:
     """All staging rows are taken by a save that hangs."""
-    gate = wrong.before["save"] = Gate()
+    gate = wrong.hold("save")
     with keeper(one, wrong, staging_blocks=2) as kept:
         one.seed(PROMPT, len(PROMPT))
         assert gate.reached.wait(600)

@@ -50,7 +50,7 @@ from tests.stores.lab import (
 from tests.stores.peering import KEY, ROOT, SEAL, SECRET, SPACE, TAG, WIRE_KEY, Raw, Serve, call, client
 from tests.stores.peering import serve as serve
 from tests.stores.peering import servers as servers
-from tests.waiting import until
+from tests.waiting import at_once, until
 
 
 class TestPeerStore(LastingContract):
@@ -87,15 +87,8 @@ def test_many_clients_at_once_get_every_byte(serve: Serve) -> None:
             for _ in range(4):
                 assert returned(queue.load(keys, np.arange(16, 32))).ok == 16
                 assert all(np.array_equal(queue.memory[16 + i], content(100 * number + i)) for i in range(16))
-            done.append(number)
 
-    done: list[int] = []
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(600)
-    assert sorted(done) == list(range(6))
+    at_once(work, range(6))
     assert server.stats().saved_blocks == 96 and server.stats().loaded_blocks == 4 * 96
 
 

@@ -118,3 +118,11 @@ def test_a_size_that_is_none_is_refused(size: object) -> None:
 @pytest.mark.parametrize("size", [0, (1 << 53) + 1, (1 << 63) - 1])
 def test_a_size_in_bytes_is_exact(size: int) -> None:
     assert bytes_argument("staging", size) == size
+
+
+@pytest.mark.parametrize("text", ["s3://bucket?policy=agent", "peer:tcp://a:1?policy=lru", "mooncake:a:1?policy=agent"])
+def test_a_policy_is_refused_where_others_choose_what_goes(text: str) -> None:
+    with pytest.raises(ValueError, match="policy= is accepted in disk:..., memory:..."):
+        open_store(text)
+    with pytest.raises(ValueError, match="must be one of lru, reuse, agent, adaptive"):
+        open_store("memory:?capacity=1MiB&policy=fifo")

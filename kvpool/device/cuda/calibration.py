@@ -23,6 +23,7 @@ from kvpool.arrays.layout import BlockLayout
 from kvpool.arrays.strided import as_strided
 from kvpool.device.base import BYTES, FROM, TO, Device, Region, Stream
 from kvpool.device.cpu import CpuDevice
+from kvpool.device.fragments import OFFLOAD, ONBOARD, WITHIN
 from kvpool.device.launches import BULK_FRAGMENTS, COPY_FRAGMENTS, cuda_source, cuda_sources
 from kvpool.device.work import Fragments
 from kvpool.errors import DeviceError
@@ -32,7 +33,7 @@ PLAIN, BATCHED, KERNEL, BULK = PATHS = ("plain", "batched", "kernel", "bulk")
 kernel that reads and writes both memories. Bulk: a kernel that has copy units of multiprocessors do it."""
 KERNELS = {KERNEL: COPY_FRAGMENTS, BULK: BULK_FRAGMENTS}
 """The paths that are kernels: source and name. Nobody chooses one that is not asked for, unless it is proven."""
-OFFLOAD, ONBOARD, WITHIN = DIRECTIONS = ("offload", "onboard", "within")
+DIRECTIONS = (OFFLOAD, ONBOARD, WITHIN)
 
 FRAGMENT_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
 FRAGMENTS = (4, 64, 1024)

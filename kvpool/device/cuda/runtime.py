@@ -397,7 +397,7 @@ def usable_stream(calls: RuntimeCalls, stream: Any) -> Stream:
     found = own_name(stream_argument(stream))
     state = state_of(calls, found)
     if state == GONE:
-        raise ValueError(f"stream={stream!r}: it has been destroyed; accepted is a stream that lives")
+        raise StreamGone(f"stream={stream!r}: it has been destroyed; accepted is a stream that lives")
     if state == CAPTURED:
         raise ValueError(
             f"stream={stream!r}: it is being captured; call before the capture begins or behind its end; "

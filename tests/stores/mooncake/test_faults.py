@@ -79,12 +79,6 @@ def test_two_workers_that_save_one_key_leave_one_whole_block(cluster: Cluster, o
     assert other.do(do="load", first=0, count=40, shifts=[0, 1000]) == {"codes": [OK] * 40, "wrong": 0, "error": ""}
 
 
-def test_who_has_another_secret_finds_nothing(cluster: Cluster, open_at: OpenAt, secret: bytes) -> None:
-    queue = open_at(cluster.address)
-    saved(queue, 4)
-    assert load(open_at(cluster.address, secret=os.urandom(32)), 4).codes.tolist() == [ABSENT] * 4
-
-
 # -- what a cluster says and does not do ---------------------------------------------------------------
 
 
@@ -118,16 +112,6 @@ def test_a_save_that_another_has_begun_and_never_ends_is_refused(
 def test_a_cluster_without_memory_refuses(own_cluster: Start, open_at: OpenAt) -> None:
     queue = open_at(own_cluster().address)
     assert save(queue, 4).codes.tolist() == [REFUSED] * 4 and queue.stats().store["no_space"] == 4
-
-
-def test_a_full_segment_drops_or_refuses(own_cluster: Start, open_at: OpenAt, secret: bytes) -> None:
-    cluster = own_cluster("--default_kv_lease_ttl=200")
-    cluster.worker(secret, 16 * MIB)
-    queue = open_at(cluster.address, slots=8, block_bytes=MIB)
-    codes = [code for first in range(0, 64, 8) for code in save(queue, 8, first).codes.tolist()]
-    assert set(codes) == {OK, REFUSED}
-    found = [code for first in range(0, 64, 8) for code in load(queue, 8, first).codes.tolist()]
-    assert 0 < found.count(OK) <= 16 and set(found) <= {OK, ABSENT}
 
 
 def test_leases_that_end_during_a_load_give_misses(own_cluster: Start, open_at: OpenAt, secret: bytes) -> None:

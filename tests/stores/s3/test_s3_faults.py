@@ -18,6 +18,7 @@ from kvpool.stores import ABSENT, DAMAGED, FAILED, OK, StoreQueue
 from kvpool.stores.urls import open_store
 from tests.stores.lab import IDENTITY, content, done, fill, memory, names, open_queue, returned, saved
 from tests.stores.s3.weed import BUCKET, Door, Weed
+from tests.waiting import at_once
 
 Again = Callable[..., Any]
 
@@ -335,11 +336,7 @@ def test_of_many_that_write_one_object_at_a_time_the_server_takes_one(weed: Weed
             except obstore.exceptions.AlreadyExistsError:
                 pass
 
-    threads = [threading.Thread(target=put, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(600)
+    at_once(put, range(8))
     assert sorted(taken) == [str(turn) for turn in range(2)]
 
 

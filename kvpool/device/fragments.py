@@ -12,11 +12,12 @@ from kvpool.arrays import Int64s
 from kvpool.device.base import BYTES, FROM, SOURCE, TARGET, TO, TOKENS
 from kvpool.device.copy_plan import CopyPlan
 from kvpool.device.cpu import locate, plan_of
-from kvpool.device.cuda.calibration import OFFLOAD, ONBOARD, WITHIN
 from kvpool.device.launches import PIECE_WORDS
 from kvpool.jit import jit
 
-INSIDE_HOST = "inside the host"
+OFFLOAD, ONBOARD, WITHIN, INSIDE_HOST = "offload", "onboard", "within", "inside the host"
+"""The directions of copies."""
+_NO_CHUNKS = np.array([0, 0, 1 << 62])
 
 
 @jit
@@ -88,7 +89,16 @@ def _cut(moves: Any, v: Any, host: Any, out: Any, cursor: Any) -> int:
     return cursor[0]
 
 
-_LOW = (1 << 32) - 1
+def cut(moves: Int64s, plan: Int64s, host: Int64s = _NO_CHUNKS, count: int | None = None) -> Int64s:
+    """The fragments int64[n, 3] of moves, by the vector of a plan. None crosses a chunk of the memory ``host``: its
+    start, its end, and the bytes of a chunk. ``count``: how many they are, where that is known."""
+    if count is None:
+        count = _cut(moves, plan, host, np.empty((0, 3), np.int64), np.zeros(3, np.int64))
+    out = np.empty((count, 3), np.int64)
+    _cut(moves, plan, host, out, np.zeros(3, np.int64))
+    return out
+
+
 _UNIT = 16
 """The widest word, and the unit of the distances between runs, in bytes."""
 _DISTANCE_MAX = 1 << 32
@@ -216,9 +226,7 @@ class Cutter:
     def cut(self, moves: Int64s, count: int) -> Int64s:
         """Fragments int64[count, 3] (source address, target address, bytes) of ordered moves. The moves have been
         checked."""
-        out = np.empty((count, 3), np.int64)
-        _cut(moves, self._vector, self._host, out, np.zeros(3, np.int64))
-        return out
+        return cut(moves, self._vector, self._host, count)
 
     def tabulate(self, moves: Int64s) -> FragmentTable:
         """The rows of ordered moves, for kernels."""
