@@ -112,12 +112,16 @@ def _calls_of(program: str) -> list[tuple[str, str, str, tuple[Any, ...]]]:
     """The jitted functions that a program calls, by whom (Python, or jitted code), and with which types, in the order
     of their first calls. The program runs in the interpreter."""
     calls: dict[tuple[str, str, str, tuple[Any, ...]], None] = {}
-    depth, plainly, config.DISABLE_JIT = 0, jit.interpreted, 1
-    entry_of = (intrinsics := import_module("kvpool.jit.intrinsics")).entry_of  # as the interpreter has it
+    config.DISABLE_JIT = 1
+    intrinsics = import_module("kvpool.jit.intrinsics")  # as the interpreter has it
+    entry_of = intrinsics.entry_of
+    plainly = jit.interpreted
+    depth = 0
 
     def noted(function: Callable[..., Any], by: str, arguments: tuple[Any, ...]) -> None:
+        kinds = tuple(map(intrinsics.type_of, arguments))
         if "<" not in function.__qualname__:
-            calls[function.__module__, function.__qualname__, by, tuple(map(intrinsics.type_of, arguments))] = None
+            calls[function.__module__, function.__qualname__, by, kinds] = None
 
     def asked(function: Callable[..., Any], *arguments: Any) -> int:
         noted(function, "Python", arguments)

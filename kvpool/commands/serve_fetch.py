@@ -110,7 +110,7 @@ def fetch(options: argparse.Namespace) -> int:
         options.error("TRACE: the server reads it too, and standard input can be read once")
     layout = terminal.layout_of(options, options.block_bytes, options.tokens_per_block)
     secret = secrets.token_bytes(32) if options.endpoint is None else _secret_of(options)
-    config = serving.FetchConfig(layout, options.blocks, options.host_blocks, secret, options.seed)
+    how = {"blocks": options.blocks, "host_blocks": options.host_blocks, "secret": secret, "seed": options.seed}
     trace = terminal.trace_of(options)
     served: dict[str, Any] = {"figures": [], "failure": None}
     failure, figures, seconds = None, [], 0.0
@@ -120,7 +120,7 @@ def fetch(options: argparse.Namespace) -> int:
             with (
                 _server(options, secret, served) as endpoint,
                 bar as progress,
-                serving.Fetching(trace, config, endpoint, progress=progress) as fetching,
+                serving.Fetching(trace, layout, endpoint, **how, progress=progress) as fetching,
             ):
                 figures, seconds = fetching.run(), fetching.seconds
                 failure = f"wrong bytes, first in {fetching.first_wrong}" if fetching.first_wrong else None

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -38,17 +38,6 @@ SIZE_BYTES = 8
 """What comes before bytes that say how many they are."""
 Bytes = Uint8s
 Places = Int64s
-
-
-class _Index(Protocol):
-    """What a HostCache and a HostKeeper have in common."""
-
-    def lookup(self, keys: Sequence[bytes]) -> Uint8s: ...
-    def pin(self, keys: Sequence[bytes]) -> HostLease: ...
-    def publish(self, keys: Sequence[bytes]) -> int: ...
-    def touch(self, keys: Sequence[bytes], *, turn: bool = False) -> object: ...
-    def clear(self) -> None: ...
-    def explain(self, key: bytes, tokens: int) -> Missed: ...
 
 
 class LocalBlocks:
@@ -91,7 +80,7 @@ class LocalBlocks:
                 ends.callback(self._closing.set)
                 threading.Thread(target=self._poll, name="kvpool-local", daemon=True).start()
             self._ends = ends.pop_all()
-        self._index: _Index = self._keeper or self._cache
+        self._index: HostCache | HostKeeper = self._keeper or self._cache
 
     def _open(self, options: EngineOptions, identity: ModelIdentity) -> HostKeeper:
         from kvpool.keepers import HostKeeper

@@ -46,7 +46,8 @@ class Process:
 
     def check(self, what: object) -> None:
         """Raise ForkedProcess in any other process, where a wait would never end."""
-        if self._id != (here := os.getpid()):
+        here = os.getpid()
+        if here != self._id:
             whose = f"this {type(what).__name__} belongs to process {self._id}, and this is process {here}"
             raise ForkedProcess(f"{whose}: make one of its own after os.fork()")
 

@@ -157,8 +157,11 @@ _functions: dict[int, Callable[..., Any]] = {}
 
 def type_of(argument: Any) -> Any:
     """The type of an argument in jitted code. A record has no attributes but its fields; its dtype can stand for it."""
-    dtype = np.void.dtype.__get__(argument) if isinstance(argument, np.void) else argument
-    return _type_of_record(dtype) if isinstance(dtype, np.dtype) else typeof(argument)
+    if isinstance(argument, np.void):
+        argument = np.void.dtype.__get__(argument)
+    if isinstance(argument, np.dtype):
+        return _type_of_record(argument)
+    return typeof(argument)
 
 
 _type_of_record = functools.cache(from_dtype)
@@ -168,7 +171,8 @@ def entry_of(function: Any, *arguments: Any) -> int:
     """The number by which ``call`` calls a jitted function that returns an int64, or nothing. It is compiled now, for
     arguments like these, by ``type_of``."""
     if hasattr(function, "overloads"):
-        function.compile(kinds := (*map(type_of, arguments),))
+        kinds = tuple(map(type_of, arguments))
+        function.compile(kinds)
         compiled = function.overloads[kinds]
         return int(compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name))
     _functions[id(function)] = function
@@ -176,25 +180,25 @@ def entry_of(function: Any, *arguments: Any) -> int:
 
 
 def _plain_call(entry: int, args: tuple[Any, ...]) -> np.int64:
-    own = [np.int64(one) if issubclass(type(one), (int, np.integer)) else one for one in args]
-    return np.int64(_functions[int(entry)](*own) or 0)
+    return np.int64(_functions[int(entry)](*args) or 0)
 
 
 @_primitive(_plain_call, lambda entry, args: types.int64)
 def call(code: _Code) -> Any:
-    """Call a jitted function with a tuple of arguments, by the number that ``entry_of`` has given. It must not raise.
+    """Call a jitted function with a tuple of arguments, by the number that ``entry_of`` has given. Integers must be
+    int64. The function must not raise.
 
     What is called by its number is compiled only where somebody asks for the number.
     """
-    given = code._replace(kinds=(*code.kinds[1],), values=cgutils.unpack_tuple(code.builder, code.values[1]))
-    whole = [isinstance(kind, types.Integer) for kind in given.kinds]
-    values = [given.word(i) if whole[i] else value for i, value in enumerate(given.values)]
-    kinds = [types.int64 if whole[i] else kind for i, kind in enumerate(given.kinds)]
-    kind = code.context.call_conv.get_function_type(types.int64, kinds)
-    places = [cgutils.alloca_once(code.builder, pointer.pointee) for pointer in kind.args[:2]]
-    packed = code.context.get_arg_packer(kinds).as_arguments(code.builder, values)
-    code.builder.call(code.builder.inttoptr(code.word(0), kind.as_pointer()), [*places, *packed])
-    return code.builder.load(places[0])
+    conv = code.context.call_conv
+    kinds = tuple(code.kinds[1])
+    for kind in kinds:
+        assert kind == types.int64 or not isinstance(kind, types.Integer), kind
+    values = cgutils.unpack_tuple(code.builder, code.values[1])
+    function = conv.get_function_type(types.int64, kinds).as_pointer()
+    place = code.builder.inttoptr(code.word(0), function)
+    _, found = conv.call_function(code.builder, place, types.int64, kinds, values)
+    return found
 
 
 def _plain_memcpy(target: int, source: int, nbytes: int) -> None:

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 _TENANTS = 5
 _MARKERS = {0.5: "o", 0.9: "s"}
 """The shares of the ceiling that the curve marks."""
-_BLUE, _ORANGE, _GREY = "#1f5fa8", "#c8641e", "#6b6b6b"
+_BLUE = "#1f5fa8"
+_ORANGE = "#c8641e"
+_GREY = "#6b6b6b"
 
 
 def tenant_label(name: str) -> str:

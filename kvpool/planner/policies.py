@@ -28,7 +28,9 @@ from kvpool.planner.survey import Survey, Use
 from kvpool.pool.manager import KVCacheManager
 from kvpool.replay.content import Request
 
-LRU, MIN, ORACLE = "lru", "MIN", "session oracle"
+LRU = "lru"
+MIN = "MIN"
+ORACLE = "session oracle"
 SAYINGS = ("nothing", "stop", "future")
 """What an engine says with each release: nothing, why the model stopped, or when the next request comes."""
 _STOPS = ("tool_use", "end_turn")
@@ -131,7 +133,9 @@ def through_pool(uses: Iterable[Use], longest: int, capacity: int, policy: str, 
     ``capacity`` device blocks."""
     # A block is one token here. One more is for the last token of a prompt, which is never found.
     layout = BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=1, dtype="uint8", planes=1)
-    now, found, fresh = [0], 0, _FRESH
+    now = [0]
+    found = 0
+    fresh = _FRESH
     with KVCacheManager(
         layout,
         device_blocks=capacity + 1,

@@ -133,12 +133,10 @@ class BlockTables:
         """
         which, table = id_array("ids", ids), self.core.device.views.table(target)
         hand_over, g = self._dense(table, len(which), rows, max_blocks, scale, v_offset, group)
-        on = None if stream is None else self.core.as_stream(stream)
         if len(which):
-            self._hand_over("copy_batch_block_offsets", hand_over, which, on, g)
+            self._hand_over("copy_batch_block_offsets", hand_over, which, stream, g)
         else:
-            with self.core.lock:
-                self.core.check_open()
+            self.core.as_stream(stream)
 
     def _dense(
         self, table: Table, count: int, rows: Ids | None, max_blocks: int | None, scale: Ids, v_offset: Ids | None,
@@ -172,16 +170,11 @@ class BlockTables:
 
         Everything else is as in ``copy_batch_block_offsets``.
         """
-        which, g = id_array("ids", ids), self.core.config.group(group)
-        if self.core.config.groups[g].kind == "recurrent":
-            raise ValueError(
-                f"group={g}: accepted are groups for attention; states are where copy_batch_block_offsets says"
-            )
+        which, g = id_array("ids", ids), attention_group(self.core, group)
         named = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}
         vectors = {name: self.core.device.views.table(vector, name, vector=True) for name, vector in named.items()}
         vectors_argument(vectors, len(which))
-        on = None if stream is None else self.core.as_stream(stream)
-        self._hand_over("copy_batch_block_csr", CsrHandOver(list(vectors.values()), len(which)), which, on, g)
+        self._hand_over("copy_batch_block_csr", CsrHandOver(list(vectors.values()), len(which)), which, stream, g)
 
     def copy_step_tables(
         self,
@@ -203,10 +196,8 @@ class BlockTables:
         which, begins, each, g = step_arguments(self.core, ids, first, counts, group)
         targets = self.core.device.views.step(step_argument("target", target))
         targets.check_rows(len(which))
-        on = None if stream is None else self.core.device.as_stream(stream)
-        self._hand_over(
-            "copy_step_tables", StepHandOver(targets, len(which), begins, each, *self._rows_of(g)), which, on, g
-        )
+        hand_over = StepHandOver(targets, len(which), begins, each, *self._rows_of(g))
+        self._hand_over("copy_step_tables", hand_over, which, stream, g)
 
     def capture_block_offsets(
         self, target: object, sequences: int, *, rows: Ids | None = None, max_blocks: int | None = None, scale: Ids = 1,
@@ -267,17 +258,18 @@ class BlockTables:
         numbers = self.core.states.heads[g]
         return int(numbers[H.width]), int(numbers[H.sinks])
 
-    def _hand_over(self, call: str, hand_over: HandOver, which: Rows, stream: Stream | None, g: int) -> None:
+    def _hand_over(self, call: str, hand_over: HandOver, which: Rows, stream: StreamLike, g: int) -> None:
         """Stage and enqueue a hand-over. Starts again if a sequence has outgrown the buffer meanwhile. If the device
         refuses it, raises DeviceError; no block is lost."""
+        decided, on = 0, None if stream is None else self.core.as_stream(stream)
         self.core.refuse_inside(call)
-        decided, behind = 0, stream or self.core.as_stream(self._stream_of(which))
+        behind = on or self.core.as_stream(self._stream_of(which))
         with DeferSignals():
             while not decided:
                 buffer = self._staging.take(hand_over.room(self.core.states.heads, g, which), behind)
                 try:
-                    staged = self.core, self._staging, hand_over, buffer, stream, g
-                    decided = self.core.decide(stream, _stage, which, *staged)
+                    staged = self.core, self._staging, hand_over, buffer, on, g
+                    decided = self.core.decide(on, _stage, which, *staged)
                 finally:
                     if not hand_over.retained:
                         self._staging.give_back(buffer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple, overload
 from weakref import WeakSet
@@ -169,17 +170,13 @@ class KVCacheManager(Hints, BlockTables, Closing):
             history_bytes=history_bytes,
         )  # fmt: skip
         used, owned = get_device(device), not isinstance(device, Device)
-        try:
-            self._pools = pool_memory(config, used, device_memory, host_memory, bool_argument("shared", shared))
-            try:
-                core = Core(config, used, pool_states(config, used, table))
-            except BaseException:
-                self._pools.close()
-                raise
-        except BaseException:
+        with ExitStack() as ends:
             if owned:
-                used.close()
-            raise
+                ends.callback(used.close)
+            self._pools = pool_memory(config, used, device_memory, host_memory, bool_argument("shared", shared))
+            ends.callback(self._pools.close)
+            core = Core(config, used, pool_states(config, used, table))
+            ends.pop_all()
         self._owns_device = owned
         if self._pools.shared:
             core.transfer.forks.lost = "the shared memory of this pool is not in a child of os.fork()"

@@ -514,9 +514,10 @@ class Prompts:
                 else f"encoder_tokens={int(row[0, records.R.encoder])}"
             )
             return f"{what} passes max_sequence_tokens={self._columns * self._width}: it can never fit"
-        cached = self._cached(row) if short else []
         for group in short:
-            matched, held = cached[group.index]
+            out, ids = self._look_up(row)
+            matched = int(out[group.index, 3])
+            held = int(np.count_nonzero(ids[group.index, :matched] != records.NONE))
             needed = min(needs[group.index], held + int(fresh(heads, group.index, row, matched, columns)))
             if needed > group.device_blocks:
                 return (
@@ -528,15 +529,6 @@ class Prompts:
     def _lack(self, group: Group, needed: int) -> str:
         where = f" of group {group.index}" if len(self.core.config.groups) > 1 else ""
         return f"{needed} device blocks{where} are needed at once, of {group.device_blocks}"
-
-    def _cached(self, row: Rows) -> list[tuple[int, int]]:
-        """For each group: the longest prefix of a prompt, in blocks, that all groups can reuse now, and how many of
-        these blocks the group would hold."""
-        out, ids = self._look_up(row)
-        counts = [int(one[3]) for one in out[:-1]]
-        return [
-            (count, int(np.count_nonzero(own[:count] != records.NONE))) for count, own in zip(counts, ids, strict=True)
-        ]
 
 
 def _spread(found: Rows, kept: list[int], count: int) -> Rows:

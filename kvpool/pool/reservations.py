@@ -26,6 +26,7 @@ from kvpool.state import admit, control, records, verbs
 from kvpool.state.sequences import use
 
 Ids = Int64s
+NO_IDS: Ids = np.empty(0, np.int64)
 
 
 class Share(NamedTuple):
@@ -60,11 +61,6 @@ class Share(NamedTuple):
             ]
         slots[: self.skip] = -1  # a window passes no other blocks
         return slots
-
-    def to_fill(self) -> Int32s:
-        """The blocks that a loader writes to."""
-        behind = self.blocks[self.skip // self.width :]
-        return behind[behind >= 0]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -262,12 +258,14 @@ class Reservations:
 
     def _wait_until_free(self, loadable: Sequence[Loadable]) -> None:
         """Wait, with no lock held, until no enqueued work touches the blocks to be filled."""
-        free = [np.empty(0, np.int64)]
-        for one in loadable:
-            for group, share in zip(self.core.config.groups, one.shares, strict=True):
-                free.append(group.first_device_block + share.to_fill().astype(np.int64))
-        self.core.wait_for(self.core.transfer.pending(np.concatenate(free), writes=True))
+        written = [self._writes(one)[:, 0] for one in loadable]
+        self.core.wait_for(self.core.transfer.pending(np.concatenate([NO_IDS, *written]), writes=True))
         self.core.check_open()
+
+    def _writes(self, loadable: Loadable) -> Ids:
+        """Rows (block, first token, end of tokens) that a loader writes in all groups."""
+        each = zip(self.core.config.groups, loadable.shares, strict=True)
+        return np.concatenate([share.writes(group.first_device_block) for group, share in each])
 
     def _expect_writes(self, reservation: Reservation) -> None:
         """If the loader is in another process, tell a device that looks for races what it writes until the reservation
@@ -277,9 +275,7 @@ class Reservations:
         """
         access: AbstractContextManager[Any] = nullcontext()
         if self._pools.shared:
-            each = zip(self.core.config.groups, reservation.shares, strict=True)
-            rows = [share.writes(group.first_device_block) for group, share in each]
-            access = self.core.device.host_access(writes=np.concatenate(rows), outside=True)
+            access = self.core.device.host_access(writes=self._writes(reservation), outside=True)
         with self.core.lock:
             self._check_open(reservation)
             reservation.writing.enter_context(access)
@@ -341,9 +337,6 @@ class Reservations:
 
         which = np.array([reservation.id], np.int64)
         self.core.decide(stream, end, which, np.array([count], np.int64), self.core.now(), ids=which)
-
-
-NO_IDS: Ids = np.empty(0, np.int64)
 
 
 class Imports:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import truediv
 from random import Random
@@ -37,32 +36,24 @@ _STALL_AFTER = 5_000
 """The run ends after so many calls in a row that fetch nothing."""
 
 
-@dataclass(frozen=True)
-class FetchConfig:
-    """What is fetched: ``blocks`` blocks of ``layout``, into a pool of ``host_blocks``, with keys under ``secret``."""
-
-    layout: BlockLayout
-    blocks: int
-    host_blocks: int
-    secret: bytes = field(repr=False)
-    seed: int = 0
-
-
 class Fetching(Closing):
-    """One run against one server. A context manager: leaving it closes client and pool. Errors of the pool and the
-    client propagate."""
+    """One run against one server: fetches ``blocks`` blocks of ``layout`` into a pool of ``host_blocks``, with keys
+    under ``secret``. A context manager: leaving it closes client and pool. Errors of the pool and the client
+    propagate."""
 
     def __init__(
-        self, trace: Trace, config: FetchConfig, endpoint: str, *, progress: Callable[[int], Any] | None = None
-    ) -> None:
-        self._trace, self._config, self._random = trace, config, Random(config.seed)
-        self._progress = progress or (lambda count: None)
-        self._width = config.layout.tokens_per_block
-        self.cache = KVCacheManager(
-            config.layout, device_blocks=1, host_blocks=config.host_blocks, device="cpu", secret=config.secret
-        )
+        self, trace: Trace, layout: BlockLayout, endpoint: str, *, blocks: int, host_blocks: int, secret: bytes,
+        seed: int = 0, progress: Callable[[int], Any] = lambda count: None,
+    ) -> None:  # fmt: skip
+        self._trace = trace
+        self._layout = layout
+        self._blocks = blocks
+        self._random = Random(seed)
+        self._progress = progress
+        self._width = layout.tokens_per_block
+        self.cache = KVCacheManager(layout, device_blocks=1, host_blocks=host_blocks, device="cpu", secret=secret)
         self._client = BlockClient(endpoint, self.cache, name="fetch", timeout_ms=30_000, blocks_per_message=64)
-        self._host = self._reader(self.cache.host_pool, config.host_blocks)
+        self._host = self._reader(self.cache.host_pool, host_blocks)
         self._prompt = lru_cache(maxsize=1024)(self._read_prompt)
         self.calls = self.fetched = self.entered = self.compared = self.missing = self.wrong = 0
         self.first_wrong = ""
@@ -74,7 +65,9 @@ class Fetching(Closing):
 
     def run(self) -> list[Figure]:
         """Fetch until there are enough blocks, and return the figures. Raises RemoteError."""
-        begin, wanted, idle = perf_counter(), self._config.blocks, 0
+        begin = perf_counter()
+        wanted = self._blocks
+        idle = 0
         while self.fetched < wanted and idle < _STALL_AFTER:
             before = self.fetched
             self._fetch(self._random.randrange(len(self._trace.requests)))
@@ -143,7 +136,7 @@ class Fetching(Closing):
             self.first_wrong = self.first_wrong or f"{where}: {difference}"
 
     def _reader(self, pool: Array, blocks: int) -> KVBytes:
-        return KVBytes(self._config.layout, pool, self._config.layout.host_strides(blocks), blocks)
+        return KVBytes(self._layout, pool, self._layout.host_strides(blocks), blocks)
 
 
 class Serving(Closing):

@@ -103,7 +103,8 @@ def write_tokens(h, b, at, tokens, extra, start, count):
 @jit
 def fill(h, requests, out, n, r):
     """Phase 2 of request ``r`` of ``n`` in one group. ``out`` is int64[n, OUTCOME]. Nothing here can fail."""
-    request, slot = request_at(requests, r), slot_for(h, r)
+    request = request_at(requests, r)
+    slot = np.int64(slot_for(h, r))
     if not finds(h):
         call(h.fill_encoded, (h, request, slot, outcome_at(out, r)))
     else:

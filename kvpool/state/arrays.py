@@ -102,7 +102,8 @@ class ChainBook:
         return sum(one.nbytes for one in (self.owners, self.chains, self.names, self.order, self.ghosts))
 
 
-_IDS, _TOKENS = np.zeros(0, np.int64), np.zeros(0, np.int32)
+_IDS = np.zeros(0, np.int64)
+_TOKENS = np.zeros(0, np.int32)
 _WINDOWS: list[Any] = [(sequences.give_passed, 0, 0)]
 _HOOKS: dict[int, list[Any]] = {
     ATTENTION: [],
@@ -281,7 +282,10 @@ class State:
         h.window, h.sinks = sizes.window, -(-sizes.sinks // settings.width)
         h.kind, h.snapshot = sizes.kind, sizes.snapshot
         h.block_tokens = 1 if sizes.kind == RECURRENT else settings.width
-        for hook, *like in [*_HOOKS[sizes.kind], *(_WINDOWS if sizes.window else ())]:
+        hooks = _HOOKS[sizes.kind]
+        if sizes.window:
+            hooks = hooks + _WINDOWS
+        for hook, *like in hooks:
             h[hook.__name__] = entry_of(hook, HEAD, *like)
 
     def _fill_lists(self, device_blocks: int, count: int) -> None:

@@ -130,7 +130,9 @@ def _fits(h, args):
 
 @jit(forceinline=True)
 def _tokens_need(h, ids, counts):
-    return call(h.append_need, (h, ids, counts)) if has_states(h) else growth.append_need(h, ids, counts)
+    if has_states(h):
+        return call(h.append_need, (h, ids, counts))
+    return growth.append_need(h, ids, counts)
 
 
 @jit

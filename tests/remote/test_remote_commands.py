@@ -19,7 +19,7 @@ from kvpool.commands.serve_fetch import SECRET
 from kvpool.pool.manager import KVCacheManager
 from kvpool.remote import BlockServer
 from kvpool.replay import synthetic
-from kvpool.replay.serving import FetchConfig, Fetching, Throughput, measure
+from kvpool.replay.serving import Fetching, Throughput, measure
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--device-blocks", "600", "--host-blocks", "300", "--block-bytes", "512"]
@@ -74,7 +74,7 @@ def test_wrong_bytes_are_found() -> None:
         for calls, where in ((0, "in the pool"), (1, "as it came")):
             with (
                 BlockServer(cache) as server,
-                Fetching(trace, FetchConfig(layout, 20, 1000, KEY), server.endpoint) as fetching,
+                Fetching(trace, layout, server.endpoint, blocks=20, host_blocks=1000, secret=KEY) as fetching,
             ):
                 fetching.calls = calls
                 figures = {figure.name: figure for figure in fetching.run()}
