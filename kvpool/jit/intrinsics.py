@@ -33,6 +33,24 @@ class _Record(np.void):  # type: ignore[misc]  # final for type checkers only
         self[name] = value
 
 
+class _Array(np.ndarray[Any, Any]):
+    """An array of records, or its view, as jitted code sees it: no index counts from its end."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(_counted(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(_counted(index), value)
+
+
+def _counted(index: Any) -> Any:
+    places = index if isinstance(index, tuple) else (index,)
+    for place in places:
+        if isinstance(place, (int, np.integer)) and place < 0:
+            raise IndexError(f"{place} is below 0")
+    return index
+
+
 class _Code(NamedTuple):
     """Where the code of an intrinsic goes, and the types and values of its arguments."""
 
@@ -114,7 +132,7 @@ def _plain_array_at(address: int, shape: tuple[int, ...], dtype: Any) -> Any:
     found = np.dtype(dtype)
     nbytes = int(np.prod(shape)) * found.itemsize
     memory = (ctypes.c_char * nbytes).from_address(int(address)) if nbytes else bytearray()
-    return np.ndarray(shape, found if found.names is None else np.dtype((_Record, found)), memory)
+    return _Array(shape, found if found.names is None else np.dtype((_Record, found)), memory)
 
 
 @_primitive(_plain_array_at, lambda address, shape, dtype: types.Array(dtype.dtype, shape.count, "C"))
@@ -186,19 +204,21 @@ def _plain_call(entry: int, args: tuple[Any, ...]) -> np.int64:
 @_primitive(_plain_call, lambda entry, args: types.int64)
 def call(code: _Code) -> Any:
     """Call a jitted function with a tuple of arguments, by the number that ``entry_of`` has given. Integers must be
-    int64. The function must not raise.
+    int64.
 
     What is called by its number is compiled only where somebody asks for the number.
     """
-    conv = code.context.call_conv
+    convention, builder = code.context.call_conv, code.builder
     kinds = tuple(code.kinds[1])
     for kind in kinds:
         assert kind == types.int64 or not isinstance(kind, types.Integer), kind
-    values = cgutils.unpack_tuple(code.builder, code.values[1])
-    function = conv.get_function_type(types.int64, kinds).as_pointer()
-    place = code.builder.inttoptr(code.word(0), function)
-    _, found = conv.call_function(code.builder, place, types.int64, kinds, values)
-    return found
+    values = cgutils.unpack_tuple(builder, code.values[1])
+    pointer = convention.get_function_type(types.int64, kinds).as_pointer()
+    called = builder.inttoptr(code.word(0), pointer)
+    status, answer = convention.call_function(builder, called, types.int64, kinds, values)
+    with cgutils.if_unlikely(builder, status.is_error):
+        convention.return_status_propagate(builder, status)
+    return answer
 
 
 def _plain_memcpy(target: int, source: int, nbytes: int) -> None:
