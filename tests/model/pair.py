@@ -83,7 +83,7 @@ class Choices:
         for state, book in zip(states, self._books, strict=True):
             own = book[:-NOTES].view(BOOK)
             own[:] = state.book.book
-            own["choose"] = entry_of(choose_noting)
+            own["choose"] = entry_of(choose_noting, 0, 0, 0)
             state.book.book, state.head.book_at = own, book.ctypes.data
 
     def read(self) -> list[list[int]]:
