@@ -33,6 +33,24 @@ class _Record(np.void):  # type: ignore[misc]  # final for type checkers only
         self[name] = value
 
 
+class _Array(np.ndarray[Any, Any]):
+    """An array of records, or its view, as jitted code sees it: no index counts from its end."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(_counted(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(_counted(index), value)
+
+
+def _counted(index: Any) -> Any:
+    places = index if isinstance(index, tuple) else (index,)
+    for place in places:
+        if isinstance(place, (int, np.integer)) and place < 0:
+            raise IndexError(f"{place} is below 0")
+    return index
+
+
 class _Code(NamedTuple):
     """Where the code of an intrinsic goes, and the types and values of its arguments."""
 
@@ -114,7 +132,7 @@ def _plain_array_at(address: int, shape: tuple[int, ...], dtype: Any) -> Any:
     found = np.dtype(dtype)
     nbytes = int(np.prod(shape)) * found.itemsize
     memory = (ctypes.c_char * nbytes).from_address(int(address)) if nbytes else bytearray()
-    return np.ndarray(shape, found if found.names is None else np.dtype((_Record, found)), memory)
+    return _Array(shape, found if found.names is None else np.dtype((_Record, found)), memory)
 
 
 @_primitive(_plain_array_at, lambda address, shape, dtype: types.Array(dtype.dtype, shape.count, "C"))
@@ -172,15 +190,18 @@ def _plain_call(entry: int, first: int, second: int, third: int) -> np.int64:
 
 @_primitive(_plain_call, lambda entry, first, second, third: types.int64)
 def call(code: _Code) -> Any:
-    """Call a jitted function by the number that ``entry_of`` has given. It must not raise.
+    """Call a jitted function by the number that ``entry_of`` has given.
 
     What is called by its number is compiled only where somebody asks for the number.
     """
-    kind = code.context.call_conv.get_function_type(types.int64, _CALLED)
-    places = [cgutils.alloca_once(code.builder, pointer.pointee) for pointer in kind.args[:2]]
+    convention, builder = code.context.call_conv, code.builder
     entry, *numbers = map(code.word, range(4))
-    code.builder.call(code.builder.inttoptr(entry, kind.as_pointer()), [*places, *numbers])
-    return code.builder.load(places[0])
+    kind = convention.get_function_type(types.int64, _CALLED)
+    called = builder.inttoptr(entry, kind.as_pointer())
+    status, answer = convention.call_function(builder, called, types.int64, _CALLED, numbers)
+    with cgutils.if_unlikely(builder, status.is_error):
+        convention.return_status_propagate(builder, status)
+    return answer
 
 
 def _plain_memcpy(target: int, source: int, nbytes: int) -> None:

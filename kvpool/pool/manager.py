@@ -66,6 +66,7 @@ from kvpool.pool.together import release_arguments
 from kvpool.state import control, index, records, swaps, verbs
 from kvpool.state.sequences import check_ids
 from kvpool.state.verify import verify_states
+from kvpool.tables.staging import Staging
 
 NO_COUNTS: Int64s = np.empty(0, np.int64)
 
@@ -181,7 +182,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
         if self._pools.shared:
             core.transfer.forks.lost = "the shared memory of this pool is not in a child of os.fork()"
         super().__init__(core, Leases(core, self._pools))
-        self._begin_tables()
+        self._staging = Staging(used, core.transfer, config.staging_depth)
         self._imports, self._reservations = Imports(core, self._pools), Reservations(core, self._pools)
         self._loans: WeakSet[Loan] = WeakSet()
         self._sharing = Sharing(used, self._pools)

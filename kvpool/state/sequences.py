@@ -39,7 +39,7 @@ from kvpool.state.records import (
     table_of,
     tokens_of,
 )
-from kvpool.state.requests import blocks_for, has_states, keeps_state, kept_from, name, state_at
+from kvpool.state.requests import blocks_for, has_states, keeps_state, kept_from, name, needs_all, state_at
 from kvpool.state.tiers import ACCESSED, FOLLOWS, STORED, WROTE, emit, emit_access, enter, forget_both
 
 
@@ -214,7 +214,7 @@ def publish_range(h, slot, first, last):
     waiting = 0
     for i in range(first, last):
         b = np.int64(row[i])
-        if i + AHEAD < last:
+        if i + AHEAD < last and needs_all(h):
             expect(h, blocks[row[i + AHEAD]].key0)  # a guess, if it has no key yet
             expect_child(h, np.int64(row[i + AHEAD]))
             expect_found(h, blocks[row[i + NEAR]].key0)

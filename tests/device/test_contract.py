@@ -78,37 +78,6 @@ def test_partial_copy_takes_the_first_tokens_of_every_layer_plane_and_head_and_l
     assert (seen(pools.device_pool)[:, :, 1] == 0).all()
 
 
-def test_a_copy_sees_what_the_copies_before_it_wrote(device: Device, layout: BlockLayout) -> None:
-    pools = make_pools(device, layout)
-    first = seen(pools.device_pool)[:, :, 0].copy()
-    for row in ((0, 7, 4), (7, 2, 4), (2, 3, 4), (3, 10, 4)):
-        device.copy_blocks(as_moves(row))
-    device.synchronize()
-    for block in (7, 2, 3, 10):
-        np.testing.assert_array_equal(reference.block_view(layout, *images(pools), block), first)
-
-
-def test_of_two_copies_into_one_target_the_later_one_stays(device: Device, layout: BlockLayout) -> None:
-    pools = make_pools(device, layout)
-    early, late = (seen(pools.device_pool)[:, :, block].copy() for block in (0, 1))
-    device.copy_blocks(as_moves((0, 8, 4)))
-    device.copy_blocks(as_moves((1, 8, 3)))
-    device.synchronize()
-    target = pools.host_pool[8 - DEVICE_BLOCKS]
-    np.testing.assert_array_equal(target[:, :, :3], late[:, :, :3])
-    np.testing.assert_array_equal(target[:, :, 3:], early[:, :, 3:])
-
-
-def test_blocks_can_change_places(device: Device, layout: BlockLayout) -> None:
-    pools = make_pools(device, layout)
-    a, b = seen(pools.device_pool)[:, :, 0].copy(), pools.host_pool[0].copy()
-    for row in ((0, 1, 4), (6, 0, 4), (1, 6, 4)):
-        device.copy_blocks(as_moves(row))
-    device.synchronize()
-    np.testing.assert_array_equal(seen(pools.device_pool)[:, :, 0], b)
-    np.testing.assert_array_equal(pools.host_pool[0], a)
-
-
 def test_an_empty_batch_copies_nothing(device: Device, layout: BlockLayout) -> None:
     assert_same_as_reference(make_pools(device, layout), as_moves())
 
@@ -275,13 +244,6 @@ def test_token_moves_are_those_of_the_reference(
     pools = make_pools(device, layout)
     for seed in range(4):
         assert_moves_as_the_reference(pools, *random_token_moves(layout, np.random.default_rng(seed)))
-    pools.close()
-
-
-def test_a_token_may_move_to_where_another_of_its_group_came_from(device: Device, layout: BlockLayout) -> None:
-    pools = make_pools(device, layout)
-    chain = np.array([(slot + 1, slot) for slot in range(4 * DEVICE_BLOCKS - 1)], np.int64)
-    assert_moves_as_the_reference(pools, chain, np.array([0, len(chain)]))
     pools.close()
 
 

@@ -518,19 +518,6 @@ def test_rows_of_more_tokens_than_a_block_of_the_region_has_are_refused(
                 call(**{name: [(0, 0, WIDTH), row]})
 
 
-def test_a_launch_may_write_what_it_declares_in_every_part(pools: MemoryPools) -> None:
-    sim = sim_of(pools)
-
-    def kernel() -> None:
-        for group, part in PARTS:
-            reference.block_view(*part_of(pools, group, part), 0)[...] = 7
-
-    sim.launch(None, kernel, writes=[whole(ids_of(region)[0]) for region in REGIONS])
-    sim.synchronize()
-    for group, part in PARTS:
-        assert (reference.block_view(*part_of(pools, group, part), 0) == 7).all()
-
-
 def test_closing_under_a_read_of_the_last_token_of_any_region_is_a_race() -> None:
     for region in REGIONS:
         sim = SimDevice(progress=0.0)
