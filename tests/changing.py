@@ -163,7 +163,7 @@ class Nothing:
             both[-2 * 2 * 6 * 6 :].reshape(2, 2, 6, 6),
         )
         self.paged = PagedKV.of(self.memory[:, :, :4], "| L P B T H D")
-        assert self.paged.extent  # worked out once, so that every call comes to as many lines
+        assert self.paged.extent.nbytes  # worked out once, so that every call comes to as many lines
         self.staging[:] = np.arange(self.staging.size).reshape(self.staging.shape)
         self.layout = small_layout(T)
         self.device = CpuDevice()

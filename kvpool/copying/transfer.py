@@ -204,7 +204,9 @@ class Transfer:
         self._lost: dict[int, int] = {}
         self._decided = self._enqueued = -1
         self._width = int(states.heads[0, records.H.width])
-        self._levels = Levels(_whole_tokens(states))
+        # Blocks that hold states are always copied whole.
+        whole = np.where(states.heads[:, H.kind] == records.RECURRENT, 0, states.heads[:, H.width])
+        self._levels = Levels(states.pool_ids.each(whole))
         self.order = None if device.synchronous else Order(device, states.blocks)
         if self.order is not None:
             states.note_accesses()
@@ -620,9 +622,3 @@ class Transfer:
         if found.sticky:
             self.broken = found
         return found
-
-
-def _whole_tokens(states: States) -> Int64s:
-    """The tokens of each block, int64[blocks]; 0 for blocks that hold states."""
-    tokens = np.where(states.heads[:, H.kind] == records.RECURRENT, 0, states.heads[:, H.width])
-    return np.tile(tokens, 2).repeat(np.diff(states.pool_ids.edges))

@@ -256,6 +256,13 @@ class _Prefill:
         self.policies: list[LoadOrCompute] = []
         self.tokens_per_block = 1
 
+    def spare(self) -> float:
+        """For how many seconds the engine is busy with the steps that it has begun, as far as its speed is known."""
+        if not (self._under_way and self._speed.loads):
+            return 0.0
+        began = max(self._under_way[0][0], self._ended)
+        return max(0.0, began + sum(self._speed.seconds(tokens) for _, tokens in self._under_way) - self._clock())
+
     def begin(self, tokens: int) -> None:
         """The engine begins a step with so many tokens."""
         if tokens and self.policies:
@@ -346,17 +353,18 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         from kvpool.keepers.hostkeeper import HostKeeper
         from kvpool.stores.urls import open_store
 
-        options = self.options
+        options, prefill = self.options, self.prefill
         stores = [open_store(text, dp_rank=self._dp_rank) for text in options.stores]
         if options.load == "faster":
             # Until the first prompt was computed, the engine seems so fast that no load is waited for.
-            prefill, size = self.prefill, self._cache.block_bytes
+            size = self._cache.block_bytes
             prefill.policies = [LoadOrCompute(_UNKNOWN, size, prefill.tokens_per_block) for _ in stores]
         self._tier = kvpool.HostTier.attach(description)
-        policies = self.prefill.policies or None
+        policies = prefill.policies or None
         self._keeper = self._front = HostKeeper(
-            self._cache, self._tier, stores, identity=identity, clock=self._clock, policies=policies, **options.keeping
-        )
+            self._cache, self._tier, stores, identity=identity, clock=self._clock, policies=policies,
+            spare=prefill.spare, **options.keeping,
+        )  # fmt: skip
         kinds = (text.partition(":")[0] for text in options.stores)
         self._names = [store.name for store in stores]
         self._sources = [_SOURCES.get(kind, CacheHitSource.EXTERNAL_UNSPECIFIED) for kind in kinds]

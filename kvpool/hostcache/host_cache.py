@@ -391,8 +391,9 @@ class HostCache(Closing):
         It is dropped when the writer publishes it.
         """
         wanted, now = packed(keys), self._now()
+        there = list(compress(wanted.keys, self.lookup(wanted.keys))) if self._history else []
         count = self._run(hostcache.forget_keys, wanted, now)
-        self._note_gone(wanted.keys if count else (), "forgotten", now)
+        self._note_gone(there, "forgotten", now)
         return count
 
     def clear(self, force: bool = False) -> None:

@@ -152,7 +152,9 @@ class Keeper(Closing):
         self._interval = integer_argument("interval_ms", interval_ms, 1, 60_000) / 1e3
         if prefill_tokens_per_s is not None and seconds_argument("prefill_tokens_per_s", prefill_tokens_per_s) == 0:
             raise ValueError("prefill_tokens_per_s=0: accepted are numbers above 0, and None")
-        self._pool, self._clock, self._process = pool, clock, Process()
+        self._pool = pool
+        self._clock = clock
+        self._process = Process()
         nbytes = max(group.block_bytes for group in pool.groups)
 
         def client_of(store: Store) -> StoreClient:
@@ -186,17 +188,19 @@ class Keeper(Closing):
 
     # -- for the scheduler ---------------------------------------------------------------------------
 
-    def prefetch(self, prompt: object, deadline: float | None = None) -> Prefetch:
+    def prefetch(self, prompt: object, deadline: float | None = None, *, spare: float = 0.0) -> Prefetch:
         """Bring what stores have of a prompt, after its cached prefix, to the host tier. Returns at once.
 
         ``prompt``: as for the pool; BlockKeys cost least. ``deadline``: in seconds from now (default: ``deadline_ms``);
-        after it nothing more is brought. The next admission uses what has come by then. Changes the pool: blocks enter
-        its host tier. Raises TypeError, ValueError, PoolClosed.
+        after it nothing more is brought. The next admission uses what has come by then. ``spare``: for so many seconds
+        the request waits for the engine in any case, so that a load which takes no longer loses nothing. Changes the
+        pool: blocks enter its host tier. Raises TypeError, ValueError, PoolClosed.
         """
         self._process.check(self)
         keys = self._keys(prompt)
         seconds = self._deadline if deadline is None else seconds_argument("deadline", deadline)
-        handle = Prefetch(keys, self._clock() + seconds)
+        now = self._clock()
+        handle = Prefetch(keys, now + seconds, now + seconds_argument("spare", spare))
         with self._lock:
             if self._ended or self._closing:
                 raise PoolClosed(_ENDED)

@@ -23,8 +23,8 @@ _EVICTING = ("disk", "memory")
 """what evicts by itself, and takes a policy"""
 _SIZES = ("capacity", "segment")
 """options in bytes"""
-_PARTS = ("open", "find", "load", "save", "forget", "close")
-"""what the class of a store has"""
+_PARTS = ("open", "find", "load", "save", "forget", "stats", "close")
+"""what the class of a store has, beside ``name`` and ``threads``, which may be of each store alone"""
 _COUNTS = ("connections", "index_blocks", "threads", "timeout_ms")
 """options that are numbers"""
 
@@ -64,6 +64,8 @@ def open_store(text: object, **names: object) -> Store:
         found: Store = make(*([place] if place else []), **options)
     except TypeError as error:
         raise ValueError(f"store={text!r:.80}: {error}") from None
+    if not (hasattr(found, "name") and hasattr(found, "threads")):
+        raise ValueError(f"store={text!r:.80}: accepted is a store with name and threads, not {found!r:.80}")
     return found
 
 

@@ -531,7 +531,7 @@ def test_the_settings_of_the_bridge_are_those_of_the_options(monkeypatch: pytest
     wanted = {"load_share": 0.1, "save_share": 0.2, "load_seconds": 3.0, "save_seconds": 4.0, "retry_seconds": 5.0}
     with pytest.raises(InterruptedError):
         Stored(4, save="reuse", **wanted)
-    del made["clock"]
+    del made["clock"], made["spare"]
     assert made == {"identity": IDENTITY, "save": "reuse", "policies": None, **wanted}
 
 
@@ -587,12 +587,20 @@ def test_a_hit_is_loaded_only_where_that_is_faster_than_to_compute_it(
     assert manager.real.prefill.policies[0].block_seconds < 1e-6, "a step without a prompt says nothing"
     manager.real.prefill.begin(100)
     manager.real.prefill.begin(100)
+    assert manager.real.prefill.spare() == 0.0, "nobody knows"
     for _ in range(2):
         manager.now += 1.0
         manager.real.prefill.end()
     manager.real.prefill.end()
     assert manager.real.prefill.policies[0].block_seconds == pytest.approx(0.01)
     assert (hits(40) > 20) == (seconds < 1.0)
+    manager.real.prefill.begin(100)
+    manager.real.prefill.begin(100)
+    manager.now += 0.5
+    assert manager.real.prefill.spare() == pytest.approx(1.5), "of the two steps that have begun"
+    for _ in range(2):
+        manager.now += 0.75
+        manager.real.prefill.end()
     for tokens, took in ((200, 0.5), (400, 0.1)):
         manager.real.prefill.begin(tokens)
         manager.now += took

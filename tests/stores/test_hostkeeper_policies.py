@@ -23,9 +23,11 @@ class Some:
 
     def __init__(self, blocks: int, seconds: float = 1000.0) -> None:
         self.blocks, self.seconds, self.asked, self.told = blocks, seconds, list[int](), list[tuple[int, float]]()
+        self.busy: list[tuple[int, float, float]] = []
 
-    def choose(self, there: int, ahead_bytes: int = 0, spare: float = 0.0) -> Load:
+    def choose(self, there: int, ahead_bytes: int = 0, spare: float = 0.0, waited: float = 0.0) -> Load:
         self.asked.append(there)
+        self.busy.append((ahead_bytes, spare, waited))
         return Load(min(self.blocks, there), until=self.seconds)
 
     def late(self, load: Load, came: int, elapsed: float) -> bool:
@@ -63,6 +65,22 @@ def test_the_keys_of_each_hit_are_judged_together_and_apart_from_others(make: Ca
     engine.keeper.lookup(names(2, 4), "short")
     assert engine.ask(6) == [HERE] * 6
     assert policy.asked == [4, 2]
+
+
+def test_a_policy_learns_what_is_under_way_and_how_long_the_engine_is_busy(
+    make: Callable[..., Engine], store: Wrong
+) -> None:
+    policy, gate = Some(2), Gate()
+    engine = make(policies=[policy], load_seconds=60.0, spare=lambda: 7.0)
+    engine.saved(4)
+    store.before["load"] = gate
+    engine.held(gate, 2)
+    engine.now += 3.0
+    engine.keeper.lookup(names(2, 2))
+    engine.until(lambda: len(policy.busy) == 2)
+    gate.open()
+    assert policy.busy == [(0, 7.0, 0.0), (2 * BLOCK_BYTES, 7.0, 3.0)]
+    engine.until(lambda: engine.keeper.stats().loaded == 4)
 
 
 def test_what_has_no_room_tells_its_policy_nothing_of_the_store(make: Callable[..., Engine]) -> None:

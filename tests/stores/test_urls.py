@@ -19,6 +19,11 @@ class GuardedStore(MemoryStore):
         self.password_file = password_file
 
 
+class NamelessStore:
+    threads = 1
+    open = find = load = save = forget = stats = close = print
+
+
 def test_a_text_opens_a_store() -> None:
     store = open_store("memory:?capacity=2MiB")
     assert isinstance(store, MemoryStore) and repr(store)
@@ -29,6 +34,8 @@ def test_a_text_names_a_store_of_another_package() -> None:
     assert isinstance(found, MemoryStore)
     guarded = open_store(f"{__name__}.GuardedStore:?password_file=/a/b")
     assert isinstance(guarded, GuardedStore) and guarded.password_file == "/a/b"
+    with pytest.raises(ValueError, match="accepted is a store with name and threads"):
+        open_store(f"{__name__}.NamelessStore:")
 
 
 @pytest.mark.parametrize(

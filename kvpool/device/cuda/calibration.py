@@ -112,19 +112,19 @@ class Calibration:
             if found["version"] != _VERSION:
                 raise ValueError(f"version {found['version']} is not {_VERSION}")
             return cls(
-                str(found["device"]), int(found["driver"]), tuple(_measurement(*row) for row in found["measurements"])
+                str(found["device"]), int(found["driver"]), tuple(_measurement(row) for row in found["measurements"])
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"no calibration: {error}") from None
 
 
-def _measurement(
-    direction: str, nbytes: int, count: int, path: str, speed: float, call: float, share: float
-) -> Measurement:
-    known = direction in DIRECTIONS and path in PATHS
-    if not known or not (nbytes > 0 and count > 0 and speed > 0 and call >= 0 and 0 <= share <= 1):
-        raise ValueError(f"{[direction, nbytes, count, path, speed, call, share]} is no measurement")
-    return Measurement(direction, int(nbytes), int(count), path, float(speed), float(call), float(share))
+def _measurement(row: list[Any]) -> Measurement:
+    found = Measurement(*row)
+    known = len(row) == len(found) and found.direction in DIRECTIONS and found.path in PATHS
+    positive = min(found.nbytes, found.fragments, found.gigabytes_per_second) > 0 <= found.call_microseconds
+    if not (known and positive and 0 <= found.multiprocessors <= 1):
+        raise ValueError(f"{list(found)} is no measurement")
+    return found
 
 
 def _rule(direction: str, nbytes: int, count: int, paths: Collection[str]) -> str:

@@ -68,9 +68,8 @@ class Watched(NamedTuple):
 
 def _by_token(memory: Uint8s, layout: BlockLayout, tier: str, blocks: int) -> Uint8s:
     """A tier of a part as uint8[blocks, tokens, ...]."""
-    shape = *layout.tier_shape(tier, blocks), layout.itemsize
-    block = 2 if tier == "device" and layout.order == "layer_first" else 0
-    return np.moveaxis(memory.reshape(shape), (block, 3 if layout.tokens == "NHD" else 4), (0, 1))
+    array, axes = memory.reshape(*layout.tier_shape(tier, blocks), layout.itemsize), layout.axes(tier)
+    return np.moveaxis(array, (axes.index("B"), axes.index("T")), (0, 1))
 
 
 class Shadow:
@@ -228,36 +227,13 @@ class Findings:
         self._mode, self._schedule = mode, schedule
         self._failures: list[Race | Exception] = []
         self._random = np.random.default_rng(seed)
-        self._freed: list[tuple[Uint8s, Access]] = []
+        self.freed: list[tuple[Uint8s, Access]] = []
+        """Memory that was given back, full of poison, and by what."""
         self._last: Access | None = None
-        self._lent: list[Uint8s] = []
 
     def note(self, found: Sequence[Race | Exception]) -> None:
         self._failures += found
         self.races += [race for race in found if isinstance(race, Race)]
-
-    def freed(self, array: Uint8s, access: Access) -> None:
-        """Fill memory that nobody may write any more with poison."""
-        if self.poison(array):
-            self._freed.append((array, access))
-
-    def lent(self, array: Uint8s) -> Uint8s:
-        """Note that the array is the caller's memory, which keeps its content when it is freed. Returns it."""
-        self._lent.append(array)
-        return array
-
-    def poison(self, array: Uint8s) -> bool:
-        """Overwrite memory that is freed. Returns False for memory of the caller."""
-        kept = [other for other in self._lent if other is not array]
-        if len(kept) == len(self._lent):
-            array.fill(POISON)
-            return True
-        self._lent = kept
-        return False
-
-    def forget_freed(self) -> None:
-        """Let go of the memory that was freed."""
-        self._freed.clear()
 
     def entered(self, bound: Shadow | None) -> None:
         """Called at the start of each call of the device, before it changes anything."""
@@ -287,9 +263,9 @@ class Findings:
         """Compare everything, right after ``access``, or (None) at the start of the current call."""
         if bound is not None:
             self._compare(bound, access, bound.differences)
-        for array, freed in list(self._freed):
+        for array, freed in list(self.freed):
             if (array != POISON).any():
-                self._freed = [kept for kept in self._freed if kept[0] is not array]
+                self.freed = [kept for kept in self.freed if kept[0] is not array]
                 self._undeclared(f"memory given back by {freed}", access)
 
     def _undeclared(

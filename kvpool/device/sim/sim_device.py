@@ -56,7 +56,7 @@ from kvpool.device.sim.scheduler import (
     copying,
     describe,
 )
-from kvpool.device.sim.shadow import COMPARE, Findings, Shadow
+from kvpool.device.sim.shadow import COMPARE, POISON, Findings, Shadow
 from kvpool.device.work import Fragments, StagedRows, StagedStep, StagedVectors, TokenMoves, Work
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.errors import PoolClosed
@@ -204,7 +204,8 @@ class SimDevice(Device):
         self._scheduler = Scheduler(self._choices, self._finished)
         self._graphs: dict[int, Graph] = {}
         self._bound: Shadow | None = None
-        self._allocated: dict[int, Uint8s] = {}
+        self._allocated: dict[int, tuple[Uint8s, bool]] = {}
+        """By identity: memory, and whether it is the caller's, which keeps its content when it is freed."""
         self._accesses = self._vain = 0
         self._ended: deque[HostAccess] = deque()
         self._closed = False
@@ -233,7 +234,7 @@ class SimDevice(Device):
     def allocate(self, nbytes: int, tier: str, shared: bool = False) -> Uint8s:
         with self._entered():
             array = (allocate_shared if shared else allocate_ram)(nbytes)
-            self._allocated[id(array)] = array
+            self._allocated[id(array)] = array, False
             return array
 
     def free(self, array: Uint8s) -> None:
@@ -245,10 +246,12 @@ class SimDevice(Device):
         """
         with self._lock:
             free_shared(array)
+            _, lent = self._allocated.pop(id(array), (None, None))
             if self._closed:
-                self._findings.poison(array)
+                if not lent:
+                    array.fill(POISON)
                 return
-            if id(array) not in self._allocated:
+            if lent is None:
                 raise ValueError("array: what allocate gave, and what was not freed before, is needed")
             access = host_call("free")
             if self._bound is not None and any(array is pool for pool in self._bound.regions.pools):
@@ -256,13 +259,14 @@ class SimDevice(Device):
             elif self._bound is not None:
                 self._overwrite(self._bound, access, self._bound.rows(("", "array"), None, [array]))
                 self._bound.forget(array)
-            del self._allocated[id(array)]
-            self._findings.freed(array, access)
+            if not lent:
+                array.fill(POISON)
+                self._findings.freed.append((array, access))
 
     def adopt(self, memory: StridedArray, tier: str, pin: bool = False) -> Uint8s:
         with self._entered():
-            array = self._findings.lent(memory.host_view())
-            self._allocated[id(array)] = array
+            array = memory.host_view()
+            self._allocated[id(array)] = array, True
             return array
 
     def available_bytes(self, tier: str) -> int | None:
@@ -579,8 +583,8 @@ class SimDevice(Device):
                 self._unbind(self._bound, host_call("close"))
             else:
                 self._findings.compare(None, None)
-            self._allocated.clear()
-            self._findings.forget_freed()
+            self._allocated = {key: found for key, found in self._allocated.items() if found[1]}
+            self._findings.freed.clear()
             self._findings.raise_first()
 
 
