@@ -109,7 +109,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
         then be longer than the device has room for, up to ``max_sequence_tokens``. None: a token sees all tokens before
         it.
     clock : () -> int, monotonic milliseconds from 0 to 2**42.
-    policy : which cached block is evicted next, among those of the default priority on the device. ``"lru"``: the one
+    policy : which cached block is evicted next, among those of the default priority. ``"lru"``: the one
         that was not used for longest. ``"reuse"``: of the conversation that comes back least, as those of its length
         and as many turns do; its end goes first. ``"agent"``: the same, by the pauses that the conversation itself has
         made, and by the ``stop`` that ``release`` is told. ``"adaptive"``: one of these, whichever would have hit more

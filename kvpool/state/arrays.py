@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvpool.arrays import Array, Int32s, Int64s, Uint8s
 from kvpool.arrays.layout import PoolIds
 from kvpool.jit.intrinsics import entry_of
-from kvpool.state import adaptive, agent, records
+from kvpool.state import adaptive, admit, agent, records, recurrent, requests, sequences
 from kvpool.state.chains import BOOK, CHAIN, CHAINS_MAX, EXPERTS, SHELF
 from kvpool.state.hashing import block_secret, fingerprint
 from kvpool.state.pauses import PAUSE_BINS, ROWS, TABLES
@@ -25,6 +25,7 @@ from kvpool.state.records import (
     BLOCK,
     BUCKETS_MAX,
     COUNTERS,
+    CROSS,
     DEFAULT_PRIORITY,
     DEVICE,
     EMPTY,
@@ -36,7 +37,9 @@ from kvpool.state.records import (
     LISTS_PER_TIER,
     LOWEST,
     NONE,
+    OUTCOME,
     RECURRENT,
+    REQUEST,
     RING,
     SEQUENCE,
     H,
@@ -84,7 +87,7 @@ class ChainBook:
         begins = adaptive if policy == "adaptive" else agent
         hooks = begins.on_admit, agent.on_begin_release, agent.on_end_release
         for hook in (*(hooks if device_blocks else (begins.on_touch, agent.on_touched)), agent.choose):
-            book[hook.__name__] = entry_of(hook)
+            book[hook.__name__] = entry_of(hook, 0, 0, 0)
         book.list = (DEVICE if device_blocks else HOST) * LISTS_PER_TIER + DEFAULT_PRIORITY
         book.head_at, book.chains, book.names, book.rows = head_at, chains, names, len(self.turns)
         book.shelves_at, book.shelf_bytes = book.chains_at, CHAIN.itemsize
@@ -113,6 +116,22 @@ class ChainBook:
         return sum(one.nbytes for one in own)
 
 
+_IDS = np.zeros(0, np.int64)
+_TOKENS = np.zeros(0, np.int32)
+_WINDOWS: list[Any] = [(sequences.give_passed, 0, 0)]
+_HOOKS: dict[int, list[Any]] = {
+    ATTENTION: [],
+    CROSS: [(admit.fill_encoded, REQUEST, 0, OUTCOME)],
+    RECURRENT: [
+        (recurrent.append_need, _IDS, _IDS),
+        (recurrent.append, _IDS, _IDS, _TOKENS),
+        (requests.note_prompt, REQUEST, 0),
+        (requests.name, 0, 0, 0),
+        *_WINDOWS,
+    ],
+}
+"""The functions that only groups of a kind need, and what they are called with after the header. They are compiled for
+the first pool with such a group."""
 _POOLS = itertools.count(1)
 _HUGE_PAGE, _GAP = 1 << 21, 128
 _OWN = (
@@ -278,6 +297,11 @@ class State:
         h.window, h.sinks = sizes.window, -(-sizes.sinks // settings.width)
         h.kind, h.snapshot = sizes.kind, sizes.snapshot
         h.block_tokens = 1 if sizes.kind == RECURRENT else settings.width
+        hooks = _HOOKS[sizes.kind]
+        if sizes.window:
+            hooks = hooks + _WINDOWS
+        for hook, *like in hooks:
+            h[hook.__name__] = entry_of(hook, HEAD, *like)
 
     def _fill_lists(self, device_blocks: int, count: int) -> None:
         blocks, lists = self.blocks, self.lists

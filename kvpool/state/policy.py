@@ -9,8 +9,8 @@ empty blocks, one of clean host copies (the device has the content too), and one
 holds is in one of them. ``verify`` has its own version of ``list_of``, to check this one.
 
 A pool with another policy than LRU (``policy=``) has records of chains. Then ``on_admit``, ``on_begin_release`` and
-``on_end_release`` keep them, and ``agent.choose`` says which of the device's blocks of the default priority is next,
-unless ``adaptive`` follows LRU. In a HostCache ``on_touch`` and ``on_touched`` keep them, and its blocks are meant.
+``on_end_release`` keep them, and ``agent.choose`` says which block of the default priority is next on a tier, unless
+``adaptive`` follows LRU. In a HostCache ``on_touch`` and ``on_touched`` keep them.
 """
 
 from __future__ import annotations
@@ -316,35 +316,35 @@ def on_release(h, b, front):
 def on_admit(h, requests, r, slot):
     """Request ``r`` has got its blocks, in the row ``slot``."""
     if h.book_at:
-        call(book_of(h).on_admit, book_of(h).head_at, address_of(requests) + r * REQUEST_BYTES, slot)
+        call(book_of(h).on_admit, (book_of(h).head_at, address_of(requests) + r * REQUEST_BYTES, slot))
 
 
 @jit(forceinline=True)
 def on_begin_release(h, slot):
     """All blocks of a row are given back next."""
     if h.book_at:
-        call(book_of(h).on_begin_release, book_of(h).head_at, slot, np.int64(0))
+        call(book_of(h).on_begin_release, (book_of(h).head_at, slot, np.int64(0)))
 
 
 @jit(forceinline=True)
 def on_end_release(h, slot):
     """They were."""
     if h.book_at:
-        call(book_of(h).on_end_release, book_of(h).head_at, slot, np.int64(h.stop))
+        call(book_of(h).on_end_release, (book_of(h).head_at, slot, np.int64(h.stop)))
 
 
 @jit(forceinline=True)
 def on_touch(h, found, turn):
     """Keys of a HostCache are used, the ``turn`` of a request or not. Their blocks are given back next."""
     if h.book_at:
-        call(book_of(h).on_touch, book_of(h).head_at, address_of(found), found.shape[0] * (1 if turn else -1))
+        call(book_of(h).on_touch, (book_of(h).head_at, address_of(found), found.shape[0] * (1 if turn else -1)))
 
 
 @jit(forceinline=True)
 def on_touched(h, found, turn):
     """They were."""
     if h.book_at:
-        call(book_of(h).on_touched, book_of(h).head_at, address_of(found), found.shape[0] * (1 if turn else -1))
+        call(book_of(h).on_touched, (book_of(h).head_at, address_of(found), found.shape[0] * (1 if turn else -1)))
 
 
 @jit
@@ -455,7 +455,7 @@ def victim(h, tier, priority):
     if h.book_at:
         book, which = book_of(h), blocks_of(h)[b].list
         if book.follows != LRU and (which == book.list or which == host_book_of(h).list):
-            b = call(book.choose, book.head_at, np.int64(which != book.list), np.int64(0))
+            b = call(book.choose, (book.head_at, np.int64(which != book.list), np.int64(0)))
     return b
 
 
@@ -473,7 +473,7 @@ def expect_victims(h, tier, count):
     for which in range(tier * LISTS_PER_TIER, own):
         count -= lists[which, 2]
     for _ in range(min(count, lists[own, 2])):
-        b = call(book_of(h).choose, book_of(h).head_at, np.int64(own != book_of(h).list), np.int64(0))
+        b = call(book_of(h).choose, (book_of(h).head_at, np.int64(own != book_of(h).list), np.int64(0)))
         unlink(blocks, lists, b)
         owners_of(h, book_of(h))[b] = NONE
         blocks[b].prev, last = last, b
