@@ -35,7 +35,7 @@ LINES = {
     "kvpool/pool": 3160,
     "kvpool/publish": 662,
     "kvpool/remote": 1676,
-    "kvpool/replay": 2005,
+    "kvpool/replay": 2008,
     "kvpool/state": 5734,
     "kvpool/stores": 4099,
     "kvpool/tables": 599,
