@@ -151,6 +151,7 @@ def _gaps(plan: Plan) -> list[str]:
     lines, shown = [f"reused blocks, by the {unit} since their last use"], 0.0
     for label, share in bars:
         shown += share
+        label += " requests" if unit == "requests" and label.startswith("below") else ""
         lines.append(f"{label:>24}  {_bar(share)} {share:>6.1%}, {shown:>6.1%} in all")
     return lines if bars else []
 

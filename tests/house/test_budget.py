@@ -31,7 +31,7 @@ LINES = {
     "kvpool/keepers": 1948,
     "kvpool/memory": 825,
     "kvpool/observe": 403,
-    "kvpool/planner": 1336,
+    "kvpool/planner": 1337,
     "kvpool/pool": 3160,
     "kvpool/publish": 662,
     "kvpool/remote": 1676,
