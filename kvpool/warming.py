@@ -93,8 +93,11 @@ def warm_host_cache(policies: Iterable[str] = ()) -> None:
 
 
 def _groups(layout: BlockLayout) -> None:
-    """Run the code that only pools of several groups use: recurrent states, and copies in more than one region."""
+    """Run the code that only pools of several groups use: recurrent states, and copies in more than one region. What is
+    for windows and encoders is compiled for a pool that has them."""
     state = BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=1, dtype="uint8")
+    groups = [LayerGroup(layout, window=_WIDTH), LayerGroup(layout, kind="cross")]
+    KVCacheManager(groups=groups, device_blocks=[4, 4], device="cpu").close()
     groups = [LayerGroup(layout), LayerGroup(state, kind="recurrent")]
     with KVCacheManager(groups=groups, device_blocks=[4, 4], host_blocks=[4, 4], device="cpu") as cache:
         tokens = np.arange(_WIDTH + 1, dtype=np.int32)

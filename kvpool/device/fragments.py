@@ -3,7 +3,7 @@ Kernels take them as rows of a table."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,10 +94,15 @@ def _cut(moves: Any, v: Any, host: Any, out: Any, cursor: Any) -> int:
 def cut(moves: Int64s, plan: Int64s, host: Int64s = _NO_CHUNKS, count: int | None = None) -> Int64s:
     """The fragments int64[n, 3] of moves, by the vector of a plan. None crosses a chunk of the memory ``host``: its
     start, its end, and the bytes of a chunk. ``count``: how many they are, where that is known."""
+    return _written(_cut, moves, plan, host, count=count)
+
+
+def _written(fill: Callable[..., int], *given: Any, count: int | None = None) -> Int64s:
+    """The fragments that a jitted function writes. Without their number, it is asked for that first."""
     if count is None:
-        count = _cut(moves, plan, host, np.empty((0, 3), np.int64), np.zeros(3, np.int64))
+        count = fill(*given, np.empty((0, 3), np.int64), np.zeros(3, np.int64))
     out = np.empty((count, 3), np.int64)
-    _cut(moves, plan, host, out, np.zeros(3, np.int64))
+    fill(*given, out, np.zeros(3, np.int64))
     return out
 
 
@@ -253,10 +258,7 @@ class Cutter:
 
     def split(self, fragments: Int64s) -> Int64s:
         """The same bytes in fragments that cross no chunk, as few as can be."""
-        count = _split(fragments, self._host, np.empty((0, 3), np.int64), np.zeros(3, np.int64))
-        out = np.empty((count, 3), np.int64)
-        _split(fragments, self._host, out, np.zeros(3, np.int64))
-        return out
+        return _written(_split, fragments, self._host)
 
 
 @jit

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -43,7 +42,6 @@ from numba.core.targetconfig import ConfigStack
 from numba.core.typed_passes import PreLowerStripPhis, type_inference_stage
 from numba.core.untyped_passes import ReconstructSSA
 
-from kvpool.errors import ForkedProcess
 from kvpool.jit import cache
 from kvpool.jit.cache import announcer
 
@@ -62,6 +60,8 @@ attrgetter("_create_empty_module", "_data_layout", "_engine._ee", "_module_pass_
 attrgetter("_tm.emit_object", "magic_tuple", "set_env")(_codegen)
 attrgetter("call_conv", "create_cpython_wrapper", "get_executable", "insert_user_function", "subtarget")(_target)
 attrgetter("_lock.acquire")(global_compiler_lock)
+LOCK = global_compiler_lock, "_lock"
+"""What has the lock of all compilations, and its name there."""
 attrgetter("from_specialized_function", "llvm_cpython_wrapper_name")(PythonFunctionDescriptor)
 
 
@@ -330,9 +330,6 @@ class Dispatcher(registry.CPUDispatcher):
 def _compiling() -> Iterator[None]:
     """Keep other threads from compiling, and the garbage collector off: it would find nothing, and take a tenth of the
     time."""
-    if _lost_compiler:
-        whose = f"another thread was compiling when process {os.getppid()} forked this one"
-        raise ForkedProcess(f"{whose}: compile first (kvpool.warm_up()), or fork before")
     with global_compiler_lock:
         collects = gc.isenabled()
         gc.disable()
@@ -342,20 +339,6 @@ def _compiling() -> Iterator[None]:
         finally:
             if collects:
                 gc.enable()
-
-
-_lost_compiler = False
-"""Whether another thread was compiling when this process was forked. A compilation would wait for it for ever."""
-
-
-def _after_fork() -> None:
-    global _lost_compiler
-    _lost_compiler = not global_compiler_lock._lock.acquire(False)
-    if not _lost_compiler:
-        global_compiler_lock._lock.release()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 def _passed(kind: Any) -> Any:

@@ -32,9 +32,7 @@ class BlockTables:
     """The calls of a pool that give out block tables. Thread-safe."""
 
     core: Core
-
-    def _begin_tables(self) -> None:
-        self._staging = Staging(self.core.device, self.core.transfer, self.core.config.staging_depth)
+    _staging: Staging
 
     def block_table(self, ids: Ids, stream: StreamLike = None, group: int | None = None) -> BlockTable:
         """The block ids of these sequences, in the persistent host table.
@@ -197,7 +195,7 @@ class BlockTables:
         which, begins, each, g = step_arguments(self.core, ids, first, counts, group)
         targets = self.core.device.views.step(step_argument("target", target))
         targets.check_rows(len(which))
-        hand_over = StepHandOver(targets, len(which), begins, each, *self._rows_of(g))
+        hand_over = StepHandOver(targets, len(which), begins, each)
         self._hand_over("copy_step_tables", hand_over, which, stream, g)
 
     def capture_block_offsets(
@@ -230,8 +228,7 @@ class BlockTables:
         count, g = self._sequences_argument(sequences), attention_group(self.core, group)
         targets = self.core.device.views.step(step_argument("target", target))
         targets.check_rows(count)
-        hand_over = StepHandOver(targets, count, NO_IDS, NO_IDS, *self._rows_of(g))
-        return self._capture("capture_step_tables", hand_over, count, stream, g)
+        return self._capture("capture_step_tables", StepHandOver(targets, count, NO_IDS, NO_IDS), count, stream, g)
 
     def _sequences_argument(self, sequences: int) -> int:
         return integer_argument("sequences", sequences, 1, self.core.config.settings.sequences)
@@ -253,11 +250,6 @@ class BlockTables:
                 self._staging.give_back(buffer)
                 raise
         return CapturedTables(core, self._staging, hand_over, buffer, count, g)
-
-    def _rows_of(self, g: int) -> tuple[int, int]:
-        """The tokens of a block of a group, and how many first columns no window passes."""
-        numbers = self.core.states.heads[g]
-        return int(numbers[H.width]), int(numbers[H.sinks])
 
     def _hand_over(self, call: str, hand_over: HandOver, which: Rows, stream: StreamLike, g: int) -> None:
         """Stage and enqueue a hand-over. Starts again if a sequence has outgrown the buffer meanwhile. If the device
@@ -321,7 +313,8 @@ class CapturedTables(Closing):
         sequences as soon as the call returns, and launch the graph several times.
 
         Waits, with no lock held, until the replays before are done: on the stream that was named for them, or on this
-        one if there was none. After an error, a replay writes what it wrote before. Changes nothing but the stream of
+        one if there was none. Where that stream was destroyed, waits for the whole device. After an error, a replay
+        writes what it wrote before. Changes nothing but the stream of
         the sequences. Raises UnknownSequence, DeviceError, PoolClosed, TypeError, ValueError: also for more than
         ``sequences``, after ``close``, and while one of both streams is being captured.
         """
@@ -339,9 +332,9 @@ class CapturedTables(Closing):
             core.check_open()
 
     def close(self) -> None:
-        """Give the buffer back once the replays so far are done, or with the pool if ``stage`` was never called; does
-        not wait. A second call does nothing. Raises ValueError, with nothing changed, while the stream of the replays
-        is being captured; DeviceError."""
+        """Give the buffer back once the replays so far are done, or with the pool if ``stage`` was never called; waits
+        for the device only where the stream of the replays was destroyed. A second call does nothing. Raises
+        ValueError, with nothing changed, while the stream of the replays is being captured; DeviceError."""
         buffer = self._buffer
         if buffer is not None and not self._core.closed:
             with DeferSignals():

@@ -135,17 +135,6 @@ class Group:
         return sum(layout.block_bytes for layout in self.layouts)
 
 
-def describe(
-    groups: Sequence[LayerGroup], device_blocks: Sequence[int], host_blocks: Sequence[int]
-) -> tuple[Group, ...]:
-    """The groups of a pool with these capacities, in blocks. The caller has checked the arguments."""
-    ids, found = PoolIds(device_blocks, host_blocks), list[Group]()
-    for index, (group, at_device, at_host) in enumerate(zip(groups, device_blocks, host_blocks, strict=True)):
-        rule = (group.kind, group.window, group.sinks, group.snapshot_tokens)
-        found.append(Group(index, group.layouts, *rule, at_device, at_host, *ids.first(index)))
-    return tuple(found)
-
-
 def groups_argument(groups: object, tokens_per_block: object = None) -> tuple[tuple[LayerGroup, ...], int]:
     """The groups of one pool, and the tokens of a block in all of them. Raises TypeError or ValueError.
 
@@ -375,7 +364,11 @@ def _pool_groups(
         raise ValueError(f"tokens_per_block={width}: accepted are up to {np.iinfo(np.int16).max}")
     device = capacities_argument("device_blocks", device_blocks, checked)
     host = capacities_argument("host_blocks", host_blocks, checked)
-    return describe(checked, device, host), width
+    ids, found = PoolIds(device, host), list[Group]()
+    for index, (group, at_device, at_host) in enumerate(zip(checked, device, host, strict=True)):
+        rule = (group.kind, group.window, group.sinks, group.snapshot_tokens)
+        found.append(Group(index, group.layouts, *rule, at_device, at_host, *ids.first(index)))
+    return tuple(found), width
 
 
 def _power_of_two(count: int) -> int:

@@ -66,6 +66,7 @@ from kvpool.pool.together import release_arguments
 from kvpool.state import control, index, records, swaps, verbs
 from kvpool.state.sequences import check_ids
 from kvpool.state.verify import verify_states
+from kvpool.tables.staging import Staging
 
 NO_COUNTS: Int64s = np.empty(0, np.int64)
 
@@ -108,7 +109,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
         then be longer than the device has room for, up to ``max_sequence_tokens``. None: a token sees all tokens before
         it.
     clock : () -> int, monotonic milliseconds from 0 to 2**42.
-    policy : which cached block is evicted next, among those of the default priority on the device. ``"lru"``: the one
+    policy : which cached block is evicted next, among those of the default priority. ``"lru"``: the one
         that was not used for longest. ``"reuse"``: of the conversation that comes back least, as those of its length
         and as many turns do; its end goes first. ``"agent"``: the same, by the pauses that the conversation itself has
         made, and by the ``stop`` that ``release`` is told. ``"adaptive"``: one of these, whichever would have hit more
@@ -181,7 +182,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
         if self._pools.shared:
             core.transfer.forks.lost = "the shared memory of this pool is not in a child of os.fork()"
         super().__init__(core, Leases(core, self._pools))
-        self._begin_tables()
+        self._staging = Staging(used, core.transfer, config.staging_depth)
         self._imports, self._reservations = Imports(core, self._pools), Reservations(core, self._pools)
         self._loans: WeakSet[Loan] = WeakSet()
         self._sharing = Sharing(used, self._pools)

@@ -444,7 +444,16 @@ class Prompts:
         door.undo = lambda: core.release_unseen(out[0, :, records.OUT.id])
         on = NULL_STREAM if stream is None else stream
         now = core.now() if now is None else now
-        n = core.decide(on, self._admit_named, rows, out, now, some, keys, loads)
+
+        def admit_named(heads: Rows, rows: Rows) -> int:
+            # Events will name the namespaces.
+            core.names.learn(keys)
+            admitted = int(admit.admit(heads, rows, out, now, some))
+            if loads is not None and admitted >= 0:
+                core.transfer.put_layers(loads)
+            return admitted
+
+        n = core.decide(on, admit_named, rows)
         found = out[0, :n] if len(out) == 1 else self._joined(out[:, :n])
         return found if kept is None else _spread(found, kept, len(kept) + len(refused)), refused
 
@@ -464,23 +473,6 @@ class Prompts:
         )
         found[:, records.OUT.device_tokens], found[:, records.OUT.host_tokens] = full - host, host
         return found
-
-    def _admit_named(
-        self,
-        heads: Rows,
-        rows: Rows,
-        out: Rows,
-        now: int,
-        allow_partial: bool,
-        keys: list[BlockKeys],
-        loads: LayerLoads | None,
-    ) -> int:
-        """Note the namespaces that events will name, then call the verb. The caller holds the state lock."""
-        self.core.names.learn(keys)
-        admitted = int(admit.admit(heads, rows, out, now, allow_partial))
-        if loads is not None and admitted >= 0:
-            self.core.transfer.put_layers(loads)
-        return admitted
 
     # -- what a pool has room for if nothing else lives in it ------------------------------------
 
