@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from typing import NamedTuple
+import time
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvpool.stores import MemoryStore
 from tests.stores.clock import BLOCK_BYTES, TOKENS, Arrival, Simulation, World
 
 LENGTHS, USERS = (512, 2_048, 8_192, 32_768), (1, 4, 16)
@@ -46,6 +48,20 @@ class Cell(NamedTuple):
             f"{self.tokens:7,} tokens {self.users:3} users {self.bandwidth / 1e9:5.1f} GB/s  mean {self.mean:.3f}  "
             f"p99 {self.tail:.3f}  warm-up {self.lost:6.2f}  never {self.never:.3f} s  always {self.always:.3f} s"
         )
+
+
+class Throttled(MemoryStore):
+    """A store in memory that gives so many bytes in a second. ``vllm_host_tier`` has it behind a real vLLM."""
+
+    def __init__(self, bytes_per_s: str, *, capacity: int) -> None:
+        super().__init__(capacity)
+        self._bytes_per_s = float(bytes_per_s)
+
+    def load(self, keys: Any, rows: Any, stop: Any) -> Any:
+        end = time.monotonic() + len(keys) * self._memory.shape[1] / self._bytes_per_s
+        while time.monotonic() < end and not stop():
+            time.sleep(0.001)
+        return super().load(keys, rows, stop)
 
 
 def lost_most(users: int) -> float:

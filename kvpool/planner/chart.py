@@ -11,7 +11,6 @@ import numpy as np
 
 from kvpool.planner.capacity_plan import Plan, StorePlan
 from kvpool.planner.policies import MIN, ORACLE, PolicyTable
-from kvpool.planner.report import duration
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -108,14 +107,11 @@ def _over_memory(axes: Axes) -> None:
 
 
 def _gaps(plan: Plan, axes: Axes) -> None:
-    gaps = plan.survey.gaps
-    rows, name = (gaps.seconds, duration) if gaps.seconds else (gaps.requests, "{:,}".format)
-    total = max(sum(count for _, count in rows), 1)
-    labels = ["longer" if edge is None else f"< {name(edge)}" for edge, _ in rows]
-    bars = axes.bar(labels, [100 * count / total for _, count in rows], color=_BLUE)
+    unit, shown = plan.survey.gaps.bars()
+    bars = axes.bar([label for label, _ in shown], [100 * share for _, share in shown], color=_BLUE)
     axes.bar_label(bars, fmt="%.0f %%", color=_GREY)
     axes.margins(y=0.15)
-    axes.set(xlabel=f"{'time' if gaps.seconds else 'requests'} since a block was last used", ylabel="reused blocks, %")
+    axes.set(xlabel=f"{unit} since a block was last used", ylabel="reused blocks, %")
     axes.set_title("When reused blocks come back", loc="left")
     axes.grid(alpha=0.25, axis="y")
 

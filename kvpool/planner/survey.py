@@ -156,6 +156,16 @@ class Gaps:
     seconds: list[tuple[float | None, int]]
     """Empty if the trace has no times."""
 
+    def bars(self) -> tuple[str, list[tuple[str, float]]]:
+        """The histogram to show: what it counts, and for each bar its label and its share of all."""
+        rows, unit, name = (
+            (self.seconds, "time", duration) if self.seconds else (self.requests, "requests", "{:,}".format)
+        )
+        total = sum(count for _, count in rows)
+        return unit, [
+            ("longer" if edge is None else f"below {name(edge)}", count / total) for edge, count in rows if total
+        ]
+
 
 @dataclass(frozen=True)
 class Survey:
@@ -383,6 +393,14 @@ def _content(request: Request) -> tuple[Uint64s, int, int]:
     if request.outputs is None:
         return request.tokens.astype(np.uint64), 1, request.input_length
     return np.concatenate([request.tokens, request.outputs]).astype(np.uint64), 1, request.length
+
+
+def duration(seconds: float) -> str:
+    """A round time in its largest unit."""
+    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:g} {unit}"
+    return f"{seconds:g} s"
 
 
 def _rows(counts: Int64s, edges: Sequence[float]) -> list[tuple[float | None, int]]:

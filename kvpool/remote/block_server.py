@@ -216,21 +216,16 @@ class UnderWay:
 
     def accept(self, request: Waiting, blocks: int) -> None:
         """Queue a request. Raises Refused if its client exceeds its limits with this request, or with all of them."""
-        limits = self._limits
-        if blocks > limits.blocks_per_request:
-            raise Refused(
-                request.id, "limit", f"{blocks} blocks in one request: accepted are up to {limits.blocks_per_request}"
-            )
-        if limits.bytes_per_client is not None and request.nbytes > limits.bytes_per_client:
-            reason = f"{request.nbytes} bytes in one request: accepted are up to {limits.bytes_per_client}"
-            raise Refused(request.id, "limit", reason)
-        mine = sum(other.client == request.client for other in self._waiting)
-        if mine >= limits.requests_per_client:
-            reason = f"{mine} requests wait for those before them: accepted are up to {limits.requests_per_client}"
-            raise Refused(request.id, "limit", reason)
-        if len(self._waiting) >= limits.requests_waiting:
-            reason = f"{len(self._waiting)} requests of all clients wait: accepted are up to {limits.requests_waiting}"
-            raise Refused(request.id, "limit", reason)
+        limits, mine = self._limits, sum(other.client == request.client for other in self._waiting)
+        bounds = (
+            (blocks, limits.blocks_per_request, "blocks in one request"),
+            (request.nbytes, limits.bytes_per_client, "bytes in one request"),
+            (mine + 1, limits.requests_per_client, "requests wait for those before them"),
+            (len(self._waiting) + 1, limits.requests_waiting, "requests of all clients wait"),
+        )
+        for count, most, what in bounds:
+            if most is not None and count > most:
+                raise Refused(request.id, "limit", f"{count} {what}: accepted are up to {most}")
         self._waiting.append(request)
 
     def take(self) -> Waiting | None:

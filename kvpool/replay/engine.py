@@ -545,8 +545,9 @@ class Rounds:
 
     def _rounds(self) -> Iterator[Request]:
         cache = self.replay.cache
-        for request in cycle(self._requests):
-            yield replace(request, index=self.done)
+        for given in cycle(self._requests):
+            request = replace(given, index=self.done)
+            yield request
             self.done += 1
             fits = worst_blocks(request, cache.tokens_per_block) <= cache.device_blocks
             self._admitted(request if fits else None)

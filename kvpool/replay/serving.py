@@ -15,7 +15,6 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
-import zmq
 
 from kvpool.arrays import Array, Int64s
 from kvpool.arrays.layout import BlockLayout
@@ -230,6 +229,8 @@ def measure(
 
     Raises ValueError for sizes that make no message, RemoteError if the other process fails.
     """
+    import zmq
+
     blocks = round_bytes // block_bytes // blocks_per_message * blocks_per_message
     if blocks == 0 or rounds < 1:
         raise ValueError(f"round_bytes={round_bytes}, rounds={rounds}: accepted is at least one message, once")
@@ -316,6 +317,8 @@ def _other_process(*size: int) -> Iterator[tuple[str, str]]:
 
 def _serve(connection: Any, block_bytes: int, blocks: int, blocks_per_message: int) -> None:
     """What the other process does until the pipe is closed."""
+    import zmq
+
     limits = Limits(blocks_per_message, _IN_FLIGHT, 1 << 40, 1 << 40)
     with _pool(block_bytes, blocks) as cache, zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         content = np.random.default_rng(0).integers(0, 256, (blocks, block_bytes), np.uint8)

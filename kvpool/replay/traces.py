@@ -223,7 +223,8 @@ def _lines(path: str) -> Iterator[Row]:
     folder = os.path.isdir(path)
     names = sorted(map(str, Path(path).glob("*.json"))) if folder else [path]
     if not names or "\0" in path:
-        raise TraceError(path, 0, f"cannot be read: {'it is a folder without *.json' if folder else 'it has a NUL'}")
+        reason = "it is a folder without *.json" if folder else "a path cannot have a NUL character"
+        raise TraceError(path, 0, f"cannot be read: {reason}")
     for place in names:
         name, line = _name(place), 0
         try:

@@ -260,7 +260,7 @@ def test_what_waits_is_bounded_over_all_clients() -> None:
     for number in range(2):
         client = LetIn(bytes([number]), session, 0)
         under_way.accept(Waiting(client, number, 0, np.empty((1, 2), np.uint64), "", 4096), 1)
-    with pytest.raises(Refused, match="2 requests of all clients wait"):
+    with pytest.raises(Refused, match="3 requests of all clients wait"):
         under_way.accept(Waiting(LetIn(b"9", session, 0), 1, 0, np.empty((1, 2), np.uint64), "", 4096), 1)
 
 
