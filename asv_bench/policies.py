@@ -13,10 +13,10 @@ session oracle, are the ceilings that ``kvpool plan --policies`` has.
 
 Tables: ``pool`` (the device alone, or two tiers with ``--host``); ``held`` (a request holds its blocks for ``api``
 seconds, and one that finds too few free blocks waits for others to end, and all after it wait too); ``recurrent`` (a
-second group keeps a state at every 32nd block); ``store`` (a store of ``--store`` blocks behind both tiers); ``flood``
-(with each request, another tenant asks for 200 blocks that nobody asks for again); ``hints`` (the client pins, retains
-and prefetches sessions at random); ``hostcache`` (a HostCache instead of a pool); ``constants`` (``pool`` with each
-constant of the policies halved and doubled).
+second group keeps a state at every 32nd block); ``store`` (a store of ``--store`` blocks behind both tiers, with their
+policy); ``flood`` (with each request, another tenant asks for 200 blocks that nobody asks for again); ``hints`` (the
+client pins, retains and prefetches sessions at random); ``hostcache`` (a HostCache instead of a pool); ``constants``
+(``pool`` with each constant of the policies halved and doubled).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ CONSTANTS = {
     "kvpool.state.chains": ("_OWN", "SAMPLE"),
     "kvpool.state.agent": ("SOME", "RUN", "_RING", "_LEVEL"),
     "kvpool.state.adaptive": ("_MEMORY", "_SURE"),
-    "kvpool.state.arrays": ("_BLOCKS_PER_CHAIN", "_BLOCKS_PER_NAME", "_GHOST_BLOCKS"),
+    "kvpool.state.arrays": ("_BLOCKS_PER_CHAIN", "_BLOCKS_PER_CHAIN_OF_TWO", "_BLOCKS_PER_NAME", "_GHOST_BLOCKS"),
 }
 
 
@@ -124,7 +124,7 @@ class Played:
             if state.book is not None:
                 state.book.book["draws"] = seed
         if options.table == "store":
-            store = MemoryStore(options.store * LAYOUT.block_bytes)
+            store = MemoryStore(options.store * LAYOUT.block_bytes, policy=self.policy)
             store.secret = bytes(32)
             self.keeper = self.open.enter_context(
                 Keeper(

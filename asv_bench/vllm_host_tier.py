@@ -2,13 +2,16 @@
 
     python -m tests.engines run python -m asv_bench.vllm_host_tier scheduler
     python -m tests.engines run python -m asv_bench.vllm_host_tier first-token
+    python -m tests.engines run python -m asv_bench.vllm_host_tier worth --tokens 480
     python -m tests.engines run python -m asv_bench.vllm_host_tier steps
     python -m tests.engines run python -m asv_bench.vllm_host_tier no-reuse
     python -m tests.engines run python -m asv_bench.vllm_host_tier policies --trace sessions.jsonl.xz
 
 ``scheduler`` times what vLLM's scheduler asks of its manager of host blocks for requests of 60 chunks, of vLLM's own
 manager and of kvpool's in turn. ``first-token`` serves prompts that are new and prompts that are in the host tier in
-turn, and says how long the first token takes. ``steps`` says what a step costs the scheduler's thread in which a new
+turn, and says how long the first token takes. ``worth`` asks again and again for prompts that only a store has, one
+that is throttled and one that is not, with ``"load"`` "always" and "faster", and counts those that were loaded, the
+first dozen apart. ``steps`` says what a step costs the scheduler's thread in which a new
 prompt of 8 chunks comes that nobody has: of vLLM's manager, of kvpool's, and of kvpool's with a disk. ``no-reuse``
 serves new prompts only, by an engine without a host tier, one with, and one with a disk, in turn, and says how much
 more CPU time the process takes. All print medians. ``policies`` plays sessions of agents, scaled down, through an
@@ -30,6 +33,8 @@ from pathlib import Path
 from typing import Any
 
 CHUNKS, CAPACITY, ROUNDS = 60, 6000, 300
+BLOCK_BYTES = 12 * 2 * 4 * 64 * 32 * 4
+"""Of a block of the small model, in float32."""
 NEW_TOKENS = 4
 
 
@@ -238,6 +243,53 @@ def first_token(rounds: int, tokens: int) -> None:
     print(f"{medians['computed'] / medians['loaded']:.1f} times")
 
 
+def _serve_all(script: dict[str, Any], prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """The answers of an engine, which a process of its own has: one prompt after the other."""
+    from tests.engines import serve
+
+    os.environ.update(serve.SETTINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+    with tempfile.TemporaryDirectory() as folder:
+        engine, answers = serve.open_engine(script, Path(folder)), []
+        for number, prompt in enumerate(prompts):
+            answers += serve.serve_wave(
+                engine, [{"name": str(number), "tokens": prompt, "new": NEW_TOKENS}], {}
+            ).values()
+        engine.engine_core.shutdown()
+    return answers
+
+
+def worth(rounds: int, tokens: int) -> None:
+    from tests.engines import serve
+
+    processes = multiprocessing.get_context("spawn")
+    blocks, warm_up, draw = tokens // serve.BLOCK, 12, random.Random(3)
+    prompts = [[draw.randrange(2, 2048) for _ in range(tokens)] for _ in range(4)]
+    print(f"{rounds} hits of {tokens} tokens in a store, first token in ms, mean and worst")
+    for bytes_per_s, load in ((1e7, "always"), (1e7, "faster"), (1e10, "always"), (1e10, "faster")):
+        extra = {
+            "stores": [f"asv_bench.load_grid.Throttled:{bytes_per_s}?capacity=1GiB"],
+            "weights": "random 0",
+            "host_memory": (blocks + 2) * BLOCK_BYTES,
+            "load": load,
+            "load_share": 1.0,
+            "load_seconds": 60.0,
+            "retry_seconds": 0.001,
+        }
+        script: dict[str, Any] = {
+            "shape": "small",
+            "processes": False,
+            "transfer": serve.transfer(extra),
+            "engine": {"max_model_len": tokens + 2 * serve.BLOCK, "num_gpu_blocks_override": blocks + 4},
+        }
+        asked = [prompts[number % len(prompts)] for number in range(len(prompts) + warm_up + rounds)]
+        with processes.Pool(1) as pool:
+            found = pool.apply(_serve_all, (script, asked))[-rounds:]
+        times, loaded = [1e3 * one["first"] for one in found], sum(one["cached"] >= serve.BLOCK for one in found)
+        print(
+            f"{bytes_per_s / 1e6:8.0f} MB/s {load:7} loaded {loaded:3} {statistics.mean(times):8.1f} {max(times):8.1f}"
+        )
+
+
 POLICIES = ("lru", "arc", "AgentCachePolicy")
 USERS, PAUSE_MAX, TOKENS_MAX, TIER_CHUNKS = 16, 60.0, 1024, 100
 SCALE = 100
@@ -314,7 +366,7 @@ def policies(rounds: int, trace: str) -> None:
 
 def main() -> None:
     parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parse.add_argument("what", choices=["scheduler", "steps", "no-reuse", "first-token", "policies"])
+    parse.add_argument("what", choices=["scheduler", "steps", "no-reuse", "first-token", "worth", "policies"])
     parse.add_argument("--rounds", type=int, default=0, help="of each side (default: 300, or 20 or 8 prompts)")
     parse.add_argument("--tokens", type=int, default=1984)
     parse.add_argument("--trace", help="sessions of agents, for policies")
@@ -325,6 +377,8 @@ def main() -> None:
         steps(given.rounds or ROUNDS)
     elif given.what == "policies":
         policies(given.rounds or 220, given.trace)
+    elif given.what == "worth":
+        worth(given.rounds or 20, given.tokens)
     elif given.what == "no-reuse":
         no_reuse(given.rounds or 20, given.tokens)
     else:

@@ -21,8 +21,6 @@ from importlib import import_module
 from operator import attrgetter
 from typing import IO, Any
 
-import numba
-import numpy as np
 from numba.core import config
 
 from kvpool import jit
@@ -114,7 +112,20 @@ def _calls_of(program: str) -> list[tuple[str, str, str, tuple[Any, ...]]]:
     """The jitted functions that a program calls, by whom (Python, or jitted code), and with which types, in the order
     of their first calls. The program runs in the interpreter."""
     calls: dict[tuple[str, str, str, tuple[Any, ...]], None] = {}
-    depth, plainly = 0, jit.interpreted
+    config.DISABLE_JIT = 1
+    intrinsics = import_module("kvpool.jit.intrinsics")  # as the interpreter has it
+    entry_of = intrinsics.entry_of
+    plainly = jit.interpreted
+    depth = 0
+
+    def noted(function: Callable[..., Any], by: str, arguments: tuple[Any, ...]) -> None:
+        kinds = tuple(map(intrinsics.type_of, arguments))
+        if "<" not in function.__qualname__:
+            calls[function.__module__, function.__qualname__, by, kinds] = None
+
+    def asked(function: Callable[..., Any], *arguments: Any) -> int:
+        noted(function, "Python", arguments)
+        return int(entry_of(function, *arguments))
 
     def interpreted(function: Callable[..., Any]) -> Callable[..., Any]:
         plain = plainly(function)
@@ -122,9 +133,7 @@ def _calls_of(program: str) -> list[tuple[str, str, str, tuple[Any, ...]]]:
         @functools.wraps(function)
         def call(*args: Any) -> Any:
             nonlocal depth
-            if "<" not in function.__qualname__:
-                by = "jitted code" if depth else "Python"
-                calls[function.__module__, function.__qualname__, by, tuple(map(_type_of, args))] = None
+            noted(function, "jitted code" if depth else "Python", args)
             depth += 1
             try:
                 return plain(*args)
@@ -133,17 +142,7 @@ def _calls_of(program: str) -> list[tuple[str, str, str, tuple[Any, ...]]]:
 
         return call
 
-    config.DISABLE_JIT, jit.interpreted = 1, interpreted
+    jit.interpreted, vars(intrinsics)["entry_of"] = interpreted, asked
     with redirect_stdout(io.StringIO()):
         exec(program, {})
     return [*calls]
-
-
-def _type_of(argument: Any) -> Any:
-    """The type of an argument in jitted code. A record has no attributes but its fields."""
-    if isinstance(argument, np.void):
-        return _type_of_record(np.void.dtype.__get__(argument))
-    return numba.typeof(argument)
-
-
-_type_of_record = functools.cache(numba.from_dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from kvpool.arrays.layout import BlockLayout
@@ -55,11 +57,12 @@ def run_all() -> None:
         if device is not None:
             device.close()
     _groups(layout)
-    warm_host_cache()
+    warm_host_cache(("agent", "adaptive"))
 
 
-def warm_host_cache() -> None:
-    """All calls of a host cache on a few keys, its copies on the CPU, and the rows of jobs of stores."""
+def warm_host_cache(policies: Iterable[str] = ()) -> None:
+    """All calls of a host cache on a few keys, its copies on the CPU, and the rows of jobs of stores. And what
+    these ``policies`` add."""
     keys, pages = [b"a", b"b"], np.zeros((4, 16), np.uint8)
     identity = ModelIdentity("warm", "up", "uint8", "pages", "1")
     with HostCache(3, 16, identity=identity, event_capacity=8) as cache, HostTier.of(cache) as tier:
@@ -84,14 +87,17 @@ def warm_host_cache() -> None:
         cache.abort(keys)
         cache.refresh()
         cache.clear()
-    for policy in ("agent", "adaptive"):
+    for policy in policies:
         HostCache(3, 16, identity=identity, policy=policy).close()
     first_outside(np.zeros(1, np.int64), 0)
 
 
 def _groups(layout: BlockLayout) -> None:
-    """Run the code that only pools of several groups use: recurrent states, and copies in more than one region."""
+    """Run the code that only pools of several groups use: recurrent states, and copies in more than one region. What is
+    for windows and encoders is compiled for a pool that has them."""
     state = BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=1, dtype="uint8")
+    groups = [LayerGroup(layout, window=_WIDTH), LayerGroup(layout, kind="cross")]
+    KVCacheManager(groups=groups, device_blocks=[4, 4], device="cpu").close()
     groups = [LayerGroup(layout), LayerGroup(state, kind="recurrent")]
     with KVCacheManager(groups=groups, device_blocks=[4, 4], host_blocks=[4, 4], device="cpu") as cache:
         tokens = np.arange(_WIDTH + 1, dtype=np.int32)

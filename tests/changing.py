@@ -34,7 +34,7 @@ from kvpool.device.launches import Grid, Launch
 from kvpool.device.sim import SimDevice
 from kvpool.hostcache.host_copies import HostPlace
 from kvpool.keepers import HostKeeper, Keeper
-from kvpool.planner.stack import StackDistances
+from kvpool.planner import Surveyor
 from kvpool.replay.content import Request
 from kvpool.stores import BlockNames, Job, MemoryStore, StoreClient
 from steps import NAMES, arrays
@@ -163,16 +163,16 @@ class Nothing:
             both[-2 * 2 * 6 * 6 :].reshape(2, 2, 6, 6),
         )
         self.paged = PagedKV.of(self.memory[:, :, :4], "| L P B T H D")
-        assert self.paged.extent  # worked out once, so that every call comes to as many lines
+        assert self.paged.extent.nbytes  # worked out once, so that every call comes to as many lines
         self.staging[:] = np.arange(self.staging.size).reshape(self.staging.shape)
         self.layout = small_layout(T)
         self.device = CpuDevice()
         self.tiers = [np.arange(count * self.layout.block_bytes, dtype=np.uint32).astype(np.uint8) for count in (4, 2)]
         self.device.bind([Region.of(self.layout, *self.tiers, 4, 2)])
-        self.distances = StackDistances(T)
+        self.surveyor = Surveyor(T)
 
     def picture(self) -> object:
-        known, tables = self.distances.blocks, self.distances.tables._asdict()
+        known, tables = int(self.surveyor.tables.counts[0]), self.surveyor.tables._asdict()
         tables = [tables[name].tobytes() for name in ("slots", "distances", "counts")] + [
             tables["keys"][:known].tobytes()
         ]
@@ -517,7 +517,7 @@ def _strided(scene: Any, given: dict[str, Any]) -> Any:
 
 
 def _record(scene: Any, given: dict[str, Any]) -> Any:
-    scene.distances.record(Request(0, 0, 12, 0, hash_ids=given["hash_ids"], tokens_per_id=4))
+    scene.surveyor.record(Request(0, 0, 12, 0, hash_ids=given["hash_ids"], tokens_per_id=4))
 
 
 CASES = [
@@ -687,7 +687,7 @@ CASES = [
         ARRAY,
     ),
     Case("StridedArray", Nothing, _strided, {"shape": ([3, 2], [2, 2]), "strides": ([8, 2], [16, 4])}, {}, LIST),
-    Case("StackDistances.record", Nothing, _record, {"hash_ids": ([1, 2, 3], [1, 2, 4])}, {"hash_ids": UINT64}, ARRAY),
+    Case("Surveyor.record", Nothing, _record, {"hash_ids": ([1, 2, 3], [1, 2, 4])}, {"hash_ids": UINT64}, ARRAY),
 ]
 
 

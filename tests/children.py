@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 import pytest
 
+from kvpool import ForkedProcess
+
 
 def in_child(call: Callable[[], object]) -> None:
     """Run a function in a forked child, which must end by itself within 600 s."""
@@ -35,3 +37,10 @@ def in_child(call: Callable[[], object]) -> None:
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     pytest.fail("the child hangs")
+
+
+def refuses(*calls: Callable[[], object]) -> None:
+    """In a child: these raise ForkedProcess."""
+    for call in calls:
+        with pytest.raises(ForkedProcess):
+            call()

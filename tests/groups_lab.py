@@ -3,10 +3,11 @@ and part."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 from engine import Bytes, TokenBytes
 from kvpool import BlockLayout, KVCacheManager, KVPoolError, LayerGroup, Loadable
@@ -183,3 +184,18 @@ class GroupEngine:
         if self.sim is not None:
             self.sim.close()
         return found + self.wrong
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., GroupEngine]]:
+    """Engines on pools of several groups; nothing may be wrong, or pinned, at their end."""
+    opened: list[GroupEngine] = []
+
+    def build(*args: Any, **options: Any) -> GroupEngine:
+        opened.append(GroupEngine(*args, **options))
+        return opened[-1]
+
+    yield build
+    for engine in opened:
+        assert engine.cache.closed or (engine.cache.leases == [] and pins(engine.cache) == 0)
+        assert engine.findings() == []

@@ -1,9 +1,10 @@
-"""Waiting for what another thread, another process or the network does."""
+"""Waiting for what other threads, another process or the network do."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 
@@ -13,3 +14,10 @@ def until(condition: Callable[[], Any], what: str = "change") -> None:
     while not condition():
         assert time.monotonic() < end, f"no {what} within 600 s"
         time.sleep(0.002)
+
+
+def at_once(call: Callable[[Any], Any], arguments: Iterable[Any]) -> list[Any]:
+    """What a function returns for each argument, in threads of their own; raises what one of them has raised."""
+    given = [*arguments]
+    with ThreadPoolExecutor(len(given)) as pool:
+        return [*pool.map(call, given)]

@@ -9,6 +9,7 @@ device.
 from __future__ import annotations
 
 import hashlib
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,23 +18,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpool.arrays import Int64s
+from kvpool.arrays import Array, Int64s
+from kvpool.arrays.dlpack import TYPE_CODES
 
 _ORDERS = ("layer_first", "block_first")
 _TOKEN_ORDERS = ("NHD", "HND")
 _EXTENT_MAX = 2**31 - 1
 
 # Types that NumPy has no name for are stored as integers of the same width. Only their bytes matter here.
-_STORED_AS: Mapping[str, str] = MappingProxyType(
-    {
-        "bfloat16": "uint16",
-        "float8_e4m3fn": "uint8",
-        "float8_e4m3fnuz": "uint8",
-        "float8_e5m2": "uint8",
-        "float8_e5m2fnuz": "uint8",
-        "float8_e8m0fnu": "uint8",
-    }
-)
+_STORED_AS = {name: "uint16" if name == "bfloat16" else "uint8" for name in TYPE_CODES}
 
 
 class BlockStrides(NamedTuple):
@@ -171,17 +164,9 @@ class BlockLayout:
     ) -> BlockLayout:
         """The layout of a model of ``PRESETS``. Without ``dtype``, it is the type in which the model was published."""
         choice_argument("name", name, tuple(PRESETS))
-        shape = PRESETS[name]
-        return cls(
-            shape.layers,
-            shape.kv_heads,
-            shape.head_dim,
-            tokens_per_block,
-            dtype=shape.dtype if dtype is None else dtype,
-            planes=shape.planes,
-            order=order,
-            tokens=tokens,
-        )
+        layers, kv_heads, head_dim, planes, published = PRESETS[name]
+        own = published if dtype is None else dtype
+        return cls(layers, kv_heads, head_dim, tokens_per_block, own, planes, order, tokens)
 
     @classmethod
     def of_block_bytes(
@@ -240,63 +225,44 @@ class BlockLayout:
         """Bytes of one token, all layers and planes."""
         return self.block_bytes // self.tokens_per_block
 
+    def axes(self, tier: str) -> str:
+        """The axes of a tier, outermost first: L is layers, P planes, B blocks, T tokens, H heads, D elements."""
+        outer = "LPB" if tier == "device" and self.order == "layer_first" else "BLP"
+        return outer + ("THD" if self.tokens == "NHD" else "HTD")
+
     def device_shape(self, blocks: int) -> tuple[int, ...]:
         """Shape of a device tier of ``blocks`` blocks (0 or more), elements."""
-        blocks = integer_argument("blocks", blocks, 0, _EXTENT_MAX)
-        if self.order == "layer_first":
-            return (self.layers, self.planes, blocks, *self._inner_shape())
-        return self.host_shape(blocks)
+        return self.tier_shape("device", blocks)
 
     def host_shape(self, blocks: int) -> tuple[int, ...]:
         """Shape of a host tier of ``blocks`` blocks (0 or more), elements."""
-        blocks = integer_argument("blocks", blocks, 0, _EXTENT_MAX)
-        return (blocks, self.layers, self.planes, *self._inner_shape())
+        return self.tier_shape("host", blocks)
 
     def tier_shape(self, tier: str, blocks: int) -> tuple[int, ...]:
         """``device_shape`` or ``host_shape``, by the name of the tier."""
-        return self.device_shape(blocks) if tier == "device" else self.host_shape(blocks)
+        blocks = integer_argument("blocks", blocks, 0, _EXTENT_MAX)
+        extents = self.layers, self.planes, blocks, self.tokens_per_block, self.kv_heads, self.head_dim
+        return tuple(extents["LPBTHD".index(axis)] for axis in self.axes(tier))
 
     def device_strides(self, blocks: int) -> BlockStrides:
         """Strides of a device tier of ``blocks`` blocks (0 or more), bytes."""
-        blocks = integer_argument("blocks", blocks, 0, _EXTENT_MAX)
-        if self.order == "layer_first":
-            plane = blocks * self.segment_bytes
-            return BlockStrides(self.segment_bytes, self.planes * plane, plane, *self._inner_strides())
-        return self.host_strides(blocks)
+        return self._strides("device", blocks)
 
     def host_strides(self, blocks: int) -> BlockStrides:
         """Strides of a host tier of ``blocks`` blocks (0 or more), bytes."""
-        integer_argument("blocks", blocks, 0, _EXTENT_MAX)
-        return BlockStrides(
-            self.block_bytes, self.planes * self.segment_bytes, self.segment_bytes, *self._inner_strides()
-        )
+        return self._strides("host", blocks)
+
+    def _strides(self, tier: str, blocks: int) -> BlockStrides:
+        shape, axes = self.tier_shape(tier, blocks), self.axes(tier)
+        return BlockStrides(*(self.itemsize * math.prod(shape[axes.index(axis) + 1 :]) for axis in "BLPTH"))
 
     @property
     def fingerprint(self) -> str:
         """32 hex digits. They are equal for two layouts exactly if a host block of one can be read as a block of the
         other."""
-        parts = (
-            self.layers,
-            self.planes,
-            self.kv_heads,
-            self.head_dim,
-            self.tokens_per_block,
-            self.dtype_name,
-            self.tokens,
-        )
+        shape = self.layers, self.planes, self.kv_heads, self.head_dim, self.tokens_per_block
+        parts = *shape, self.dtype_name, self.tokens
         return hashlib.blake2b(repr(("kvpool host block", 1, *parts)).encode(), digest_size=16).hexdigest()
-
-    def _inner_shape(self) -> tuple[int, int, int]:
-        if self.tokens == "NHD":
-            return (self.tokens_per_block, self.kv_heads, self.head_dim)
-        return (self.kv_heads, self.tokens_per_block, self.head_dim)
-
-    def _inner_strides(self) -> tuple[int, int]:
-        """Strides of a token and of a head."""
-        row = self.head_dim * self.itemsize
-        if self.tokens == "NHD":
-            return (self.kv_heads * row, row)
-        return (row, self.tokens_per_block * row)
 
 
 def integer_argument(name: str, value: Any, low: int, high: int) -> int:
@@ -378,6 +344,10 @@ class PoolIds:
         host = blocks >= self.edges[group + 1] - self.edges[group]
         found: Int64s = blocks - self.shifts[group + host * self.groups]
         return found
+
+    def each(self, of_groups: Any) -> Array:
+        """For each block what its group has, [blocks], of one number for each group."""
+        return np.tile(of_groups, 2).repeat(np.diff(self.edges))
 
     def first(self, group: int) -> tuple[int, int]:
         """The pool ids of the first device block and of the first host block of a group."""

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import combinations_with_replacement
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from operator import itemgetter
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from kvpool.arrays import Array, Int64s
 from kvpool.arrays.layout import BlockLayout
-from kvpool.arrays.strided import StridedArray, as_strided, read_only
+from kvpool.arrays.strided import Placed, StridedArray, as_strided, read_only
 
 LAYOUTS: Mapping[str, str] = MappingProxyType(
     {
@@ -57,6 +57,8 @@ _NOT_AFFINE: Mapping[str, str] = MappingProxyType(
     }
 )
 PLANES_MAX = 4
+_SEARCHED = 10_000
+Name = TypeVar("Name")
 
 
 class Plane(NamedTuple):
@@ -69,9 +71,21 @@ class Plane(NamedTuple):
     run_bytes: int
     """Contiguous bytes of one head of one token."""
 
+    def span(self, blocks: int, tokens: int) -> int:
+        """The bytes from the first byte of so many blocks to the end of the last block."""
+        steps = zip(self[:3], (blocks, tokens, self.heads), strict=True)
+        return sum(step * (extent - 1) for step, extent in steps) + self.run_bytes
+
+    def at(self, address: int, blocks: int, tokens: int) -> Array:
+        """The bytes of so many blocks, the first of which is at an address. It says where they lie, and is not
+        read."""
+        shape = blocks, tokens, self.heads, self.run_bytes
+        where = {"version": 3, "shape": shape, "strides": (*self[:3], 1), "typestr": "|u1", "data": (address, True)}
+        return np.asarray(SimpleNamespace(__array_interface__=where))
+
 
 @dataclass(frozen=True, eq=False)
-class PagedKV:
+class PagedKV(Placed):
     """The memory of a paged KV cache that kvpool or anybody else owns. Made by ``of`` and ``of_pool``, which check it.
 
     The byte ``i`` of a head lies at ``bases[plane, layer] + block * block_stride + token * token_stride + head *
@@ -114,16 +128,6 @@ class PagedKV:
     writable: bool
     owner: Any = field(default=None, repr=False)
 
-    def __copy__(self) -> PagedKV:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PagedKV:
-        """Itself: a copy of the owner would lie at other addresses."""
-        return self
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a PagedKV cannot be pickled: its addresses mean nothing elsewhere")
-
     @property
     def layers(self) -> int:
         return int(self.bases.shape[1])
@@ -134,10 +138,11 @@ class PagedKV:
         return self.blocks * self.tokens_per_block
 
     @cached_property
-    def extent(self) -> tuple[int, int]:
-        """Address of the first byte, and of the first byte after the last."""
-        spans = [span_of(plane, self.blocks, self.tokens_per_block) for plane in self.planes]
-        return int(self.bases.min()), int((self.bases.max(axis=1) + spans).max())
+    def extent(self) -> Array:
+        """All bytes from the first one to the last one, as an array that is not read."""
+        spans = [plane.span(self.blocks, self.tokens_per_block) for plane in self.planes]
+        begin, end = int(self.bases.min()), int((self.bases.max(axis=1) + spans).max())
+        return Plane(0, 0, 0, 1, end - begin).at(begin, 1, 1)
 
     @classmethod
     def of(cls, arrays: Any, layout: str) -> PagedKV:
@@ -188,17 +193,14 @@ class PagedKV:
         if tier not in ("device", "host"):
             raise ValueError(f"tier={tier!r}: must be 'device' or 'host'")
         array = as_strided("pool", pool)
-        layer_first = tier == "device" and layout.order == "layer_first"
-        blocks = array.shape[2 if layer_first else 0] if len(array.shape) == 6 else 0
+        blocks = array.shape[layout.axes(tier).index("B")] if len(array.shape) == 6 else 0
         shape = layout.tier_shape(tier, blocks)
         if array.shape != shape or array.itemsize != layout.itemsize:
             raise ValueError(
                 f"pool: shape {shape} with items of {layout.itemsize} bytes is needed, not {array.shape} with "
                 f"{array.itemsize} bytes"
             )
-        return cls.of(
-            array, ("| L P B " if layer_first else "| B L P ") + ("T H D" if layout.tokens == "NHD" else "H T D")
-        )
+        return cls.of(array, f"| {' '.join(layout.axes(tier))}")
 
 
 class _Component(NamedTuple):
@@ -316,62 +318,29 @@ def _same(name: str, values: dict[str, Any]) -> Any:
 
 def _check_apart(bases: Int64s, planes: tuple[Plane, ...], blocks: int, tokens: int) -> None:
     """Raise ValueError if two layers or planes share bytes. Each has been checked alone."""
-    ranges = []
-    for row, plane in zip(bases, planes, strict=True):
-        span = span_of(plane, blocks, tokens)
-        ranges += [(int(base), int(base) + span) for base in row]
-    ranges.sort()
-    if all(left[1] <= right[0] for left, right in zip(ranges, ranges[1:], strict=False)):
-        return
-    for p, q in combinations_with_replacement(range(len(planes)), 2):
-        rest = (bases[q][None, :] - bases[p][:, None])[None]
-        if p == q:
-            rest = rest[:, ~np.eye(len(bases[p]), dtype=bool)]
-        one, other = (_dimensions(planes[i], blocks, tokens) for i in (p, q))
-        if _meet(rest.reshape(1, -1), one, other, planes[p].run_bytes, planes[q].run_bytes):
-            raise ValueError(
-                f"arrays: two layers share bytes, in plane {p}" if p == q else f"arrays: planes {p} and {q} share bytes"
-            )
-
-
-def span_of(plane: Plane, blocks: int, tokens: int) -> int:
-    """The bytes from the first byte of so many blocks to the end of the last block."""
-    return sum(step * (extent - 1) for step, extent in _dimensions(plane, blocks, tokens)) + plane.run_bytes
-
-
-def share_bytes(
-    bases: Any, plane: Plane, extents: tuple[int, int], others: Any, other: Plane, other_extents: tuple[int, int]
-) -> bool:  # fmt: skip
-    """Whether a plane at any of the addresses ``bases`` shares a byte with another plane at any of ``others``. Extents
-    are (blocks, tokens).
-
-    Each stride of a plane is at least the size of the axes inside it. If the strides of the planes differ, a doubt
-    counts as sharing.
-    """
-    rest = np.subtract.outer(np.asarray(others), np.asarray(bases)).reshape(1, -1)
-    return _meet(
-        rest, _dimensions(plane, *extents), _dimensions(other, *other_extents), plane.run_bytes, other.run_bytes
+    found = sharing(
+        (base, p, planes[p].at(base, blocks, tokens)) for p, row in enumerate(bases.tolist()) for base in row
     )
+    if found is not None:
+        p, q = sorted(found)
+        raise ValueError(
+            f"arrays: two layers share bytes, in plane {p}" if p == q else f"arrays: planes {p} and {q} share bytes"
+        )
 
 
-def _dimensions(plane: Plane, blocks: int, tokens: int) -> list[tuple[int, int]]:
-    """The (stride, extent) of the axes with more than one element, largest stride first."""
-    axes = [(plane.block_stride, blocks), (plane.token_stride, tokens), (plane.head_stride, plane.heads)]
-    return sorted((axis for axis in axes if axis[1] > 1), reverse=True)
+def sharing(arrays: Iterable[tuple[int, Name, Array]]) -> tuple[Name, Name] | None:
+    """The names of two arrays that share a byte, if there are any. Each is given with its address, which is that of its
+    first byte."""
+    near: list[tuple[Name, Array]] = []
+    for _, name, array in sorted(arrays, key=itemgetter(0)):
+        near = [one for one in near if np.may_share_memory(one[1], array)]
+        for other, memory in near:
+            if share_bytes(memory, array):
+                return other, name
+        near.append((name, array))
+    return None
 
 
-def _meet(rest: Array, one: list[tuple[int, int]], other: list[tuple[int, int]], run: int, other_run: int) -> bool:
-    """Whether two components share a byte, for any of the distances ``rest`` [1, n] between their bases.
-
-    Each stride is at least the size of the axes inside it. So along an axis that both have, two elements can meet only
-    at the two distances next to ``rest``. The remaining axes of each component take one range. If these axes differ, a
-    doubt counts as sharing.
-    """
-    while one and other and one[0] == other[0]:
-        (step, extent), *one = one
-        other = other[1:]
-        near = np.floor_divide(rest, step)
-        candidates = np.concatenate([np.clip(near + i, 1 - extent, extent - 1) for i in (0, 1)])
-        rest = np.concatenate([rest, rest]) - candidates * step
-    span, other_span = (sum(s * (n - 1) for s, n in axes) + own for axes, own in ((one, run), (other, other_run)))
-    return bool(((rest < span) & (rest > -other_span)).any())
+def share_bytes(one: Array, other: Array) -> bool:
+    """Whether two arrays share a byte. A doubt, where NumPy would search for long, counts as sharing."""
+    return np.may_share_memory(one, other, max_work=_SEARCHED)  # type: ignore[arg-type]

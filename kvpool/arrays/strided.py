@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from kvpool.arrays import Array, dlpack
 from kvpool.arrays.layout import integer_argument
 
+Own = TypeVar("Own")
 MEMORIES = ("host", "device")
 _AXES_MAX = 64
 _HOST_DEVICE_TYPES, _GPU_DEVICE_TYPES = (dlpack.CPU, dlpack.CUDA_HOST), (dlpack.CUDA, dlpack.CUDA_MANAGED)
@@ -19,8 +21,21 @@ _PROTOCOLS = ("__dlpack__", "__cuda_array_interface__", "__array_interface__")
 _KINDS = {0: "i", 1: "u", 2: "f", 4: "f", 6: "b"}  # of DLPack's type codes
 
 
+class Placed:
+    """What says where memory lies."""
+
+    def __deepcopy__(self: Own, memo: dict[int, Any] | None = None) -> Own:
+        """Itself: a copy of the owner would lie at other addresses."""
+        return self
+
+    __copy__ = __deepcopy__
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"a {type(self).__name__} cannot be pickled: its addresses mean nothing elsewhere")
+
+
 @dataclass(frozen=True)
-class StridedArray:
+class StridedArray(Placed):
     """An array as an address, a shape and strides. Made by ``as_strided``, or directly from a raw pointer.
 
     Parameters
@@ -68,23 +83,16 @@ class StridedArray:
         shape = tuple(integer_argument("shape", extent, 0, 2**62) for extent in _items("shape", self.shape))
         itemsize = integer_argument("itemsize", self.itemsize, 1, 2**31)
         if self.strides is None:
-            strides = [itemsize]
-            for extent in shape[:0:-1]:
-                strides.insert(0, strides[0] * extent)
-            strides = strides[: len(shape)]
+            strides = tuple(itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
         else:
-            given_strides = _items("strides", self.strides)
-            strides = [integer_argument("strides", stride, -(2**62), 2**62) for stride in given_strides]
+            strides = tuple(integer_argument("strides", s, -(2**62), 2**62) for s in _items("strides", self.strides))
         if len(strides) != len(shape):
             raise ValueError(f"strides={self.strides}: {len(shape)} are needed, one for each axis of shape {shape}")
         if self.memory not in MEMORIES:
             raise ValueError(f"memory={self.memory!r}: must be 'host' or 'device'")
-        given = {
-            "address": integer_argument("address", self.address, 0, 2**63 - 1),
-            "shape": shape,
-            "itemsize": itemsize,
-        }
-        for name, value in {**given, "strides": tuple(strides)}.items():
+        address = integer_argument("address", self.address, 0, 2**63 - 1)
+        given = {"address": address, "shape": shape, "itemsize": itemsize, "strides": strides}
+        for name, value in given.items():
             object.__setattr__(self, name, value)
 
     @property
@@ -92,16 +100,6 @@ class StridedArray:
         """The strides. They are never None once the array is made."""
         assert self.strides is not None
         return self.strides
-
-    def __copy__(self) -> StridedArray:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> StridedArray:
-        """Itself: a copy of the owner would lie at another address."""
-        return self
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a StridedArray cannot be pickled: its address means nothing elsewhere")
 
     def host_view(self) -> Array:
         """The same elements as a NumPy array, which keeps ``owner`` alive. Raises ValueError for GPU memory."""
@@ -175,16 +173,8 @@ def _from_interface(name: str, array: Any, interface: Any, memory: str) -> Strid
     if not dtype.isnative:
         raise ValueError(f"{name}: native byte order is needed, not {dtype.str}")
     strides = interface.get("strides")
-    return StridedArray(
-        int(address or 0),
-        tuple(interface["shape"]),
-        dtype.itemsize,
-        strides,
-        memory,
-        dtype.kind,
-        not read_only,
-        owner=array,
-    )
+    shape, address = tuple(interface["shape"]), int(address or 0)
+    return StridedArray(address, shape, dtype.itemsize, strides, memory, dtype.kind, not read_only, owner=array)
 
 
 def _from_dlpack(name: str, array: Any) -> StridedArray:

@@ -13,7 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-OK, ABSENT, WARNING, FAILED = "ok", "absent", "warning", "failed"
+OK = "ok"
+ABSENT = "absent"
+WARNING = "warning"
+FAILED = "failed"
 _MIB, _GIB = 1 << 20, 1 << 30
 _CACHE_NEEDS = 200 * _MIB
 _CONTAINER = "in a container, start it with --gpus all"

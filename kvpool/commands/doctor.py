@@ -93,7 +93,11 @@ def examine(device: str = "auto", mooncake: str | None = None) -> dict[str, Any]
     except Exception as error:
         # No device can be imported if a package that all of kvpool needs is missing.
         because = f"kvpool's devices cannot be imported: {type(error).__name__}: {error}"
-        chosen, missing, gpus, available, broken = None, because, list[Any](), None, True
+        chosen = None
+        missing = because
+        gpus = list[Any]()
+        available = None
+        broken = True
     wanted = chosen if device == "auto" else device
     cluster = checks.look_at_mooncake(mooncake)
     found = {

@@ -103,14 +103,14 @@ def fetch(options: argparse.Namespace) -> int:
     cannot be read, 130 interrupted
     """
     with blaming_the_user(ImportError):
-        from kvpool.replay.serving import FetchConfig, Fetching
+        from kvpool.replay import serving
     from kvpool.replay.engine import Figure, Report
 
     if options.trace == "-":
         options.error("TRACE: the server reads it too, and standard input can be read once")
     layout = terminal.layout_of(options, options.block_bytes, options.tokens_per_block)
     secret = secrets.token_bytes(32) if options.endpoint is None else _secret_of(options)
-    config = FetchConfig(layout, options.blocks, options.host_blocks, secret, options.seed)
+    how = {"blocks": options.blocks, "host_blocks": options.host_blocks, "secret": secret, "seed": options.seed}
     trace = terminal.trace_of(options)
     served: dict[str, Any] = {"figures": [], "failure": None}
     failure, figures, seconds = None, [], 0.0
@@ -120,7 +120,7 @@ def fetch(options: argparse.Namespace) -> int:
             with (
                 _server(options, secret, served) as endpoint,
                 bar as progress,
-                Fetching(trace, config, endpoint, progress=progress) as fetching,
+                serving.Fetching(trace, layout, endpoint, **how, progress=progress) as fetching,
             ):
                 figures, seconds = fetching.run(), fetching.seconds
                 failure = f"wrong bytes, first in {fetching.first_wrong}" if fetching.first_wrong else None
@@ -133,7 +133,8 @@ def fetch(options: argparse.Namespace) -> int:
     failure = failure or served["failure"]
     ours = Report(f"fetch   {seconds:.1f} s", figures, failure)
     theirs = Report("server, in its own process", [Figure(**figure) for figure in served["figures"]])
-    speeds = _speeds(options) if options.endpoint is None and options.round_bytes and failure is None else []
+    sizes = (65_536, 4096) if options.endpoint is None and options.round_bytes and failure is None else ()
+    speeds = [serving.measure(size, round_bytes=options.round_bytes) for size in sizes]
     # Speed does not decide the result: on a busy machine, fetches are slow and correct.
     passed = ours.passed and theirs.passed
     values = {"passed": passed, "failure": failure, "seconds": seconds, "fetch": ours.as_dict()["figures"]}
@@ -141,12 +142,6 @@ def fetch(options: argparse.Namespace) -> int:
     shown = [ours, theirs] if theirs.figures else [ours]
     terminal.print_result(options, values, "\n".join([*(one.text() for one in shown), *map(_speed_text, speeds)]))
     return OK if passed else FAILED
-
-
-def _speeds(options: argparse.Namespace) -> list[Any]:
-    from kvpool.commands import throughput
-
-    return [throughput.measure(size, round_bytes=options.round_bytes) for size in (65_536, 4096)]
 
 
 def _speed_text(one: Any) -> str:

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 Group: TypeAlias = "argparse._ArgumentGroup"
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+OK = 0
+FAILED = 1
+USAGE = 2
+INTERRUPTED = 130
 
 
 class WrongUse(Exception):

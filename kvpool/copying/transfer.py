@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from kvpool.arrays import Bools, Int64s
-from kvpool.copying.waits import Order
-from kvpool.device.base import NULL_STREAM, SOURCE, TARGET, TICKET, TOKENS, Device, Event, Layers, Stream
+from kvpool.copying.waits import Order, event_behind
+from kvpool.device.base import NULL_STREAM, SOURCE, TARGET, TICKET, TOKENS, Device, Event, Layers, Stream, StreamGone
 from kvpool.device.work import TokenMoves
 from kvpool.entry.process import Process
 from kvpool.errors import DeviceError
@@ -34,7 +34,6 @@ from kvpool.state.arrays import States
 from kvpool.state.records import DIRECTION, DIRECTIONS, H, place_of
 from kvpool.state.tiers import ACCESSED, collect
 
-NO_RANGES: Int64s = np.zeros((0, 2), np.int64)
 NO_TOKEN_MOVES: Int64s = np.zeros((0, 4), np.int64)
 NO_IDS: Int64s = np.empty(0, np.int64)
 DROPPED = -1
@@ -43,16 +42,7 @@ _LIVE, _DEAD = 1, 2
 
 
 @jit
-def _is_whole(move: Any, width: int, states: Any) -> bool:
-    """Whether a move writes all of its target."""
-    whole = move[TOKENS] == width
-    for i in range(states.shape[0]):
-        whole |= states[i, 0] <= move[TARGET] < states[i, 1]
-    return whole
-
-
-@jit
-def _drop_overwritten(moves: Any, width: int, states: Any, scratch: Any, level: Any) -> int:
+def _drop_overwritten(moves: Any, whole: Any, scratch: Any, level: Any) -> int:
     """Mark moves whose whole target is overwritten before anything reads it. ``scratch`` int32[blocks, 2] is zero at
     the start and at the end."""
     dropped = 0
@@ -62,7 +52,7 @@ def _drop_overwritten(moves: Any, width: int, states: Any, scratch: Any, level: 
             level[i] = DROPPED
             dropped += 1
             continue
-        if _is_whole(moves[i], width, states):
+        if moves[i, TOKENS] >= whole[target]:
             scratch[target, 0] = _DEAD
         scratch[source, 0] = _LIVE
     for i in range(moves.shape[0]):
@@ -92,12 +82,11 @@ def _assign(moves: Any, scratch: Any, level: Any) -> int:
 
 
 class Levels:
-    """Cuts batches for one pool of ``blocks`` blocks of ``width`` tokens. Blocks in the ranges ``states`` int64[n, 2]
-    are always copied whole. Thread-safe: threads that cut at a time have scratches of their own."""
+    """Cuts batches for one pool. ``whole`` int64[blocks] says how many tokens are all of a block: 0 for blocks that are
+    always copied whole. Thread-safe: threads that cut at a time have scratches of their own."""
 
-    def __init__(self, blocks: int, width: int, states: Int64s = NO_RANGES) -> None:
-        self._free = deque([np.zeros((blocks, 2), np.int32)])
-        self._shape, self._width, self._states = (blocks, 2), width, states
+    def __init__(self, whole: Int64s) -> None:
+        self._free, self._whole = deque([np.zeros((len(whole), 2), np.int32)]), whole
 
     def cut(self, moves: Int64s) -> Iterator[Int64s]:
         """The levels of a batch int64[n, 5], first to last. A move whose target is overwritten before it is read is in
@@ -106,8 +95,8 @@ class Levels:
         try:
             scratch = self._free.pop()
         except IndexError:
-            scratch = np.zeros(self._shape, np.int32)
-        dropped = _drop_overwritten(moves, self._width, self._states, scratch, level)
+            scratch = np.zeros((len(self._whole), 2), np.int32)
+        dropped = _drop_overwritten(moves, self._whole, scratch, level)
         count = _assign(moves, scratch, level)
         self._free.append(scratch)
         if count == 1 and not dropped:
@@ -194,26 +183,30 @@ class Transfer:
 
     ``broken`` is the permanent error of the device, or None. ``order`` is None on a synchronous device. ``moved``
     counts what the device has accepted. ``lock`` is the transfer lock. ``at_once`` is that of the device. ``start``
-    runs a call in the thread of this pool.
+    runs a call in the thread of this pool. ``state_lock`` is
+    another lock in a test that takes the rule out.
     """
 
     def __init__(
         self, states: States, state_lock: AbstractContextManager[Any], device: Device, token_bytes: Sequence[int]
     ) -> None:
-        self._states, self._state_lock, self._device = states, state_lock, device
+        self._states, self.state_lock, self._device = states, state_lock, device
         # The headers as a flat buffer: every call asks twice what a decision has left there.
         self._numbers = states.heads.reshape(-1).data
         bases = range(0, states.heads.size, records.HEADER)
         self._left = [(base + H.moves, base + H.accesses, base + H.token_moves) for base in bases]
-        # Reentrant, so that it knows its owner: nobody takes it twice.
+        # Reentrant, for what a destructor does inside: it asks ``enqueuing`` before it takes it.
         self.lock = threading.RLock()
+        self._holder = 0
         self._queue: dict[int, Decision] = {}
         self._held_back: dict[int, Decision] | None = None
         self._notes: deque[Int64s] = deque()
         self._lost: dict[int, int] = {}
         self._decided = self._enqueued = -1
         self._width = int(states.heads[0, records.H.width])
-        self._levels = Levels(states.blocks, self._width, _states_of(states))
+        # Blocks that hold states are always copied whole.
+        whole = np.where(states.heads[:, H.kind] == records.RECURRENT, 0, states.heads[:, H.width])
+        self._levels = Levels(states.pool_ids.each(whole))
         self.order = None if device.synchronous else Order(device, states.blocks)
         if self.order is not None:
             states.note_accesses()
@@ -230,7 +223,7 @@ class Transfer:
         self.start: Callable[[Callable[[], None]], object] = self._worker.submit
         # Parts with locks of their own add them.
         self.forks = Process("pool")
-        self.forks.guard(self, "lock", "_state_lock")
+        self.forks.guard(self, "lock", "state_lock")
         self._behind: Callable[[], object] | None = None
         self._loads: LayerEvents | None = None
 
@@ -238,10 +231,6 @@ class Transfer:
     def guards(self) -> int:
         """The rules that are on, as ``kvpool.state.records`` names them. All are on, except in a test."""
         return self._numbers[H.guards]
-
-    def use_lock(self, state_lock: AbstractContextManager[Any]) -> None:
-        """Use another state lock, for a test that takes the rule out."""
-        self._state_lock = state_lock
 
     def put_behind(self, call: Callable[[], object]) -> None:
         """Have ``call`` enqueue more work after the decision that is being made. If it raises DeviceError, the device
@@ -323,7 +312,17 @@ class Transfer:
     def enqueuing(self) -> bool:
         """Whether this thread has the transfer lock. Then it runs a destructor or signal handler, inside the call that
         took the lock."""
-        return bool(getattr(self.lock, "_is_owned", bool)())
+        return self._holder == threading.get_ident()
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """The transfer lock."""
+        with self.lock:
+            before, self._holder = self._holder, threading.get_ident()
+            try:
+                yield
+            finally:
+                self._holder = before
 
     @property
     def waiting(self) -> bool:
@@ -380,6 +379,7 @@ class Transfer:
         while self._enqueued < self._decided:
             with self.lock:
                 try:
+                    self._holder = threading.get_ident()
                     batch = self._begun
                     if batch is None:
                         batch = self._begin()
@@ -401,6 +401,8 @@ class Transfer:
                 except BaseException:
                     self._begun = None  # it begins again
                     raise
+                finally:
+                    self._holder = 0
 
     def _begin(self) -> Decision | None:
         """Begin with the next batch, if there is one."""
@@ -428,27 +430,29 @@ class Transfer:
         writes them. Takes the transfer lock."""
         if self.order is None or not self.guards & records.READER_WAITS:
             return []
-        with self.lock:
+        with self.hold():
             return self.order.pending(ids, writes)
 
     def event_behind(self, stream: Stream) -> Event:
-        """An event behind all that is enqueued on ``stream``. Takes the transfer lock. Raises DeviceError, and
-        ValueError for a stream on which no work can be enqueued now."""
-        with self.lock:
-            return self._device.record(self.as_stream(stream))
+        """An event behind all that is enqueued on ``stream``. Takes the transfer lock. Waits for the device where the
+        stream was destroyed. Raises DeviceError, and ValueError for a stream that is being captured."""
+        with self.hold():
+            with suppress(StreamGone):
+                self.as_stream(stream)
+            return event_behind(self._device, stream)
 
     def wait_for(self, stream: Stream, event: Event) -> None:
         """Have all work that is enqueued on ``stream`` from now on wait for an event. Takes the transfer lock. Raises
         DeviceError."""
         if self.guards & records.ENGINE_READS_LAYER_AFTER_COPY:
-            with self.lock:
+            with self.hold():
                 self._device.wait(stream, event)
 
     def follow(self, stream: Stream) -> None:
         """Have all work that is enqueued on ``stream`` from now on wait for all copies enqueued so far. Takes the
         transfer lock. Raises DeviceError."""
         if self.order is not None:
-            with self.lock:
+            with self.hold():
                 self.order.follow_copies(stream)
 
     def decide(self, stream: Stream | None, ids: Int64s | None, verb: Callable[..., Any], *args: Any) -> Any:
@@ -517,7 +521,7 @@ class Transfer:
             self._move_tokens(batch.token_moves, batch.ticket)
         if batch.behind is not None:
             self._attempt_order(batch.behind)
-        with self._state_lock:
+        with self.state_lock:
             lost = [(target, ticket) for target, ticket in self._lost.items() if ticket == batch.ticket]
             if lost and self.guards & records.LOST_CONTENT_IS_FORGOTTEN:
                 verbs.lose(self._states.heads, np.array(lost, np.int64))
@@ -618,10 +622,3 @@ class Transfer:
         if found.sticky:
             self.broken = found
         return found
-
-
-def _states_of(states: States) -> Int64s:
-    """The ranges of pool ids whose blocks hold states, int64[n, 2]."""
-    held = np.tile(states.heads[:, H.kind] == records.RECURRENT, 2)
-    edges = states.pool_ids.edges
-    return np.stack([edges[:-1][held], edges[1:][held]], axis=1)

@@ -17,7 +17,6 @@ import numpy as np
 from kvpool.arrays import Bools, Int64s
 from kvpool.device.base import NULL_EVENT, SOURCE, TARGET, Device, Event, Stream, StreamGone
 from kvpool.jit import jit
-from kvpool.state import records as g
 from kvpool.state.records import DIRECTIONS, ONBOARD
 from kvpool.state.tiers import ACCESSED, FOLLOWS, WILL_READ, WILL_WRITE, WROTE
 
@@ -28,27 +27,28 @@ STREAMS_KEPT = 16
 """This many streams keep their numbers. If there are more, a new stream takes the number of one whose work is done."""
 
 
+COPY_READS, COPY_WRITES, ENGINE_READS, ENGINE_WRITES = 0, 2, 4, 6
+"""Where the two guards of an access begin among those of ``records``: its wait for copies, then that for engines."""
+
+
 @jit
-def _need(
-    write: Int64s, read: Int64s, b: int, stream: int, writes: bool, after_copies: bool, after_engine: bool, need: Int64s
-) -> None:
-    """Raise ``need`` int64[streams] to the points for which ``stream`` waits before it accesses block ``b``."""
+def _need(write: Int64s, read: Int64s, b: int, stream: int, writes: bool, guards: int, need: Int64s) -> None:
+    """Raise ``need`` int64[streams] to the points for which ``stream`` waits before it accesses block ``b``. ``guards``
+    begin with the two of this access."""
     slot, point = write[b] & ((1 << _SLOT_BITS) - 1), write[b] >> _SLOT_BITS
-    if slot != stream and point > need[slot] and (after_copies if slot < _OWN else after_engine):
+    if slot != stream and point > need[slot] and guards & (1 if slot < _OWN else 2):
         need[slot] = point
     if writes:
         for slot in range(read.shape[1]):
-            if slot != stream and read[b, slot] > need[slot] and (after_copies if slot < _OWN else after_engine):
+            if slot != stream and read[b, slot] > need[slot] and guards & (1 if slot < _OWN else 2):
                 need[slot] = read[b, slot]
 
 
 @jit
 def _need_of_copies(write: Int64s, read: Int64s, moves: Int64s, stream: int, guards: int, need: Int64s) -> None:
     for i in range(moves.shape[0]):
-        copies, engine = guards & g.COPY_READS_AFTER_COPIES != 0, guards & g.COPY_READS_AFTER_ENGINE != 0
-        _need(write, read, moves[i, SOURCE], stream, False, copies, engine, need)
-        copies, engine = guards & g.COPY_WRITES_AFTER_COPIES != 0, guards & g.COPY_WRITES_AFTER_ENGINE != 0
-        _need(write, read, moves[i, TARGET], stream, True, copies, engine, need)
+        _need(write, read, moves[i, SOURCE], stream, False, guards >> COPY_READS, need)
+        _need(write, read, moves[i, TARGET], stream, True, guards >> COPY_WRITES, need)
 
 
 @jit
@@ -56,20 +56,19 @@ def _need_of_accesses(write: Int64s, read: Int64s, rows: Int64s, guards: int, ne
     """Fill ``need`` int64[streams, streams], by the stream that waits. ``waits`` bool[streams] says which streams
     wait."""
     for i in range(rows.shape[0]):
-        if rows[i, 0] == WILL_READ or rows[i, 0] == WILL_WRITE:
-            waits[rows[i, 1]] = True
-        if rows[i, 0] == WILL_READ:
-            copies, engine = guards & g.ENGINE_READS_AFTER_COPIES != 0, guards & g.ENGINE_READS_AFTER_ENGINE != 0
-            _need(write, read, rows[i, 2], rows[i, 1], False, copies, engine, need[rows[i, 1]])
-        elif rows[i, 0] == WILL_WRITE:
-            copies, engine = guards & g.ENGINE_WRITES_AFTER_COPIES != 0, guards & g.ENGINE_WRITES_AFTER_ENGINE != 0
-            _need(write, read, rows[i, 2], rows[i, 1], True, copies, engine, need[rows[i, 1]])
+        kind, stream, block = rows[i, 0], rows[i, 1], rows[i, 2]
+        if kind == WILL_READ:
+            _need(write, read, block, stream, False, guards >> ENGINE_READS, need[stream])
+        elif kind == WILL_WRITE:
+            _need(write, read, block, stream, True, guards >> ENGINE_WRITES, need[stream])
+        if kind == WILL_READ or kind == WILL_WRITE:
+            waits[stream] = True
 
 
 @jit
 def _need_of_host(write: Int64s, read: Int64s, ids: Int64s, writes: bool, need: Int64s) -> None:
     for i in range(ids.shape[0]):
-        _need(write, read, ids[i], -1, writes, True, True, need)
+        _need(write, read, ids[i], -1, writes, 3, need)
 
 
 @jit
@@ -100,6 +99,17 @@ def _mark_accesses(write: Int64s, read: Int64s, rows: Int64s, points: Int64s) ->
             write[rows[i, 2]] = (points[stream] << _SLOT_BITS) | stream
         elif rows[i, 0] == ACCESSED:
             read[rows[i, 2], stream] = points[stream]
+
+
+def event_behind(device: Device, stream: Stream) -> Event:
+    """An event behind all that is enqueued on a stream. The caller holds the transfer lock. Raises DeviceError."""
+    try:
+        return device.record(stream)
+    except StreamGone:
+        # Its work goes on. Only a wait for the whole device shows its end. This is the one wait that holds the
+        # transfer lock.
+        device.synchronize()
+        return NULL_EVENT
 
 
 class Order:
@@ -222,19 +232,10 @@ class Order:
         # Who comes after this point comes after the loads of all layers.
         self._wait(stream, ONBOARD, self._by_layer.pop(stream, 0))
         events = self._events[stream]
-        events.append(self._event_behind(self._streams[stream]))
+        events.append(event_behind(self._device, self._streams[stream]))
         self._points[stream] += 1
         self._forget_complete(stream)
         return int(self._points[stream])
-
-    def _event_behind(self, stream: Stream) -> Event:
-        try:
-            return self._device.record(stream)
-        except StreamGone:
-            # Its work goes on. Only a wait for the whole device shows its end. This is the one wait that holds the
-            # transfer lock.
-            self._device.synchronize()
-            return NULL_EVENT
 
     def _forget_complete(self, stream: int) -> None:
         events = self._events[stream]

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import dropwhile
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from kvpool.arrays import Array, Int64s, dlpack
@@ -101,8 +102,8 @@ NULL_EVENT = Event()
 """Complete from the start, on every device."""
 
 
-class StreamGone(DeviceError):
-    """A stream was destroyed by its owner. Its work goes on; no more comes on it."""
+class StreamGone(DeviceError, ValueError):
+    """A stream was destroyed by its owner. Its work goes on; no more comes on it. As an argument it is a wrong one."""
 
 
 class Retired(Generic[Item]):
@@ -140,13 +141,8 @@ class Retired(Generic[Item]):
     def pending(self) -> int:
         """How many items are in use now. Changes nothing, so that a signal handler may ask in the middle of a
         change."""
-        found = 0
-        for items in list(self._streams.values()):
-            events = [event for event, _ in list(items)]
-            while events and self._query(events[0]):
-                del events[0]
-            found += len(events)
-        return found
+        streams = [list(items) for items in list(self._streams.values())]
+        return sum(len(list(dropwhile(lambda item: self._query(item[0]), items))) for items in streams)
 
     def __iter__(self) -> Iterator[tuple[Any, Item]]:
         for items in list(self._streams.values()):

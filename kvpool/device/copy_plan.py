@@ -59,12 +59,12 @@ class Regions:
     @cached_property
     def lengths(self) -> Int64s:
         """int64[blocks]: the tokens of each block, for devices that look for races."""
-        return np.repeat(np.tile(self._widths, 2), np.diff(self.pool_ids.edges))
+        return self.pool_ids.each(self._widths)
 
     @cached_property
     def layers(self) -> Int64s:
         """int64[blocks]: the layers of each block, likewise."""
-        return np.repeat(np.tile([region.layers for region in self.all], 2), np.diff(self.pool_ids.edges))
+        return self.pool_ids.each([region.layers for region in self.all])
 
     def host_blocks_at(self, address: int, nbytes: int) -> range | None:
         """The ids of the host blocks that have some of these bytes; None unless they begin in a host tier."""

@@ -105,7 +105,9 @@ def copy_moves(moves, plan_vector):  # type: ignore[no-untyped-def]
     runs_ahead = max(1, AHEAD // plan.run_bytes)
     blocks_ahead, first_run_ahead = runs_ahead // plan.runs, runs_ahead % plan.runs
     for i in range(count):
-        source, target, tokens = moves[i, SOURCE], moves[i, TARGET], moves[i, TOKENS]
+        source = moves[i, SOURCE]
+        target = moves[i, TARGET]
+        tokens = moves[i, TOKENS]
         whole = tokens >= plan.block_tokens
         if whole and plan.streaming:
             near = moves[min(i + blocks_ahead, count - 1), SOURCE]
@@ -118,7 +120,9 @@ def copy_moves(moves, plan_vector):  # type: ignore[no-untyped-def]
         outer, inner, nbytes = plan.outer, plan.inner, tokens * plan.token_bytes
         source_step, target_step = source_tier.inner_stride, target_tier.inner_stride
         if whole:
-            outer, inner, nbytes = 1, plan.runs, plan.run_bytes
+            outer = 1
+            inner = plan.runs
+            nbytes = plan.run_bytes
             source_step, target_step = source_tier.run_stride, target_tier.run_stride
         for o in range(outer):
             for r in range(inner):

@@ -121,14 +121,6 @@ def kernel_source(source: str, kernel: str) -> str:
     return re.sub(r"^FOR_EACH_WORD\((\w+)\)", lambda found: f"{found[1]}({word}, {types[word]})", text, flags=re.M)
 
 
-def kernels(source: str) -> dict[str, str]:
-    """The kernels in the text of a source, and the type of their argument. If there is a kernel for each word size, its
-    name ends in the bytes of the word."""
-    found = re.findall(r"__global__.* (\w+)(##bytes)?\(const __grid_constant__ (\w+) ", source)
-    words = re.findall(r"^[A-Z_]+\((\d+), ", source, flags=re.M) or (16, 8, 4, 2, 1)
-    return {f"{kernel}{word}": record for kernel, several, record in found for word in (words if several else ("",))}
-
-
 def word_bytes(*numbers: Any) -> int:
     """The widest machine word, of 16 to 1 bytes, that divides all numbers or arrays of numbers."""
     together = (
@@ -307,7 +299,7 @@ def fragment_copies(
     Parameters
     ----------
     rows
-        Address of so many rows of ``cuda.fragments.FragmentTable``, at a multiple of 16, that kernels can read.
+        Address of so many rows of ``fragments.FragmentTable``, at a multiple of 16, that kernels can read.
     words
         Of the longest.
     host, chosen

@@ -38,20 +38,17 @@ def available_ram(root: Path = Path("/")) -> int | None:
     This is the smaller of ``MemAvailable`` and what the limits of all control groups (v1 or v2) above this process
     leave. Linux only. ``root`` is where ``proc`` and ``sys`` are found.
     """
-    available = _meminfo(root / "proc/meminfo")
-    if available is None:
-        return None
-    return min([available, *_control_group_rooms(root)])
+    available = _number(root / "proc/meminfo", "MemAvailable:")
+    return None if available is None else min([available * 1024, *_control_group_rooms(root)])
 
 
-def _meminfo(path: Path) -> int | None:
+def _number(path: Path, name: str) -> int | None:
+    """The number behind a name in a file of the system, where a line begins with it."""
     try:
-        for line in path.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+        found = [line.split() for line in path.read_text().splitlines()]
+        return next((int(words[1]) for words in found if words[:1] == [name]), None)
     except (OSError, ValueError, IndexError):
-        pass
-    return None
+        return None
 
 
 def _control_group_rooms(root: Path) -> Iterator[int]:
@@ -82,22 +79,11 @@ def _rooms(mount: Path, group: str, limit_file: str, usage_file: str, cache_fiel
         try:
             limit = (directory / limit_file).read_text().strip()
             if limit != "max":
-                used = int((directory / usage_file).read_text()) - _reclaimable(directory / "memory.stat", cache_field)
-                yield max(0, int(limit) - used)
+                # The group can drop its cached files at once.
+                cached = _number(directory / "memory.stat", cache_field) or 0
+                yield max(0, int(limit) - int((directory / usage_file).read_text()) + cached)
         except (OSError, ValueError):
             continue
-
-
-def _reclaimable(path: Path, field: str) -> int:
-    """Bytes of file cache that the group can drop at once."""
-    try:
-        for line in path.read_text().splitlines():
-            name, _, value = line.partition(" ")
-            if name == field:
-                return int(value)
-    except (OSError, ValueError):
-        pass
-    return 0
 
 
 # A process that attaches the memory cannot shrink it. A page that is gone would end every process that reads it.

@@ -249,7 +249,7 @@ class StepTargets:
         table = tables.get("table")
         if table is not None and len(table.shape) != 2:
             raise ValueError(f"table has shape {list(table.shape)}: accepted is [rows, columns]")
-        _check_apart(tables)
+        check_apart(tables)
         row = (0, 0) if table is None else (table.strides[0], table.shape[1])
         addresses = (tables[name].address if name in tables else 0 for name in NAMES)
         most = ("slot_mapping", -1), ("table", 1), ("indices", -1)
@@ -259,19 +259,24 @@ class StepTargets:
 
     def check_rows(self, count: int) -> None:
         """Raise ValueError if ``count`` sequences do not fit."""
-        if count <= self.rows:
-            return
-        for name, more in _MORE.items():
-            if name in self.tables and self.tables[name].shape[0] < count + more:
-                what = "rows" if name == "table" else "entries"
-                raise ValueError(f"{name} has {self.tables[name].shape[0]} {what}: accepted are {count + more} or more")
+        if count > self.rows:
+            check_entries(self.tables, count)
+
+
+def check_entries(tables: dict[str, Table], count: int) -> None:
+    """Raise ValueError if a table of a step is too small for ``count`` sequences."""
+    for name, more in _MORE.items():
+        if name in tables and tables[name].shape[0] < count + more:
+            what = "rows" if name == "table" else "entries"
+            raise ValueError(f"{name} has {tables[name].shape[0]} {what}: accepted are {count + more} or more")
 
 
 def _itemsize(name: str) -> int:
     return 8 if name == "slot_mapping" else 4
 
 
-def _check_apart(tables: dict[str, Table]) -> None:
+def check_apart(tables: dict[str, Table]) -> None:
+    """Raise ValueError if tables of a step share memory."""
     ranges = []
     for name, table in tables.items():
         if 0 not in table.shape:
@@ -396,7 +401,10 @@ def write_step(numbers_at: int, count: int, ids_at: int, packed: bool, width: in
     )
     blocks = np.int64(0)
     for i in range(count + 1):
-        stored, holes, length, query = numbers[i, STORED], numbers[i, HOLES], numbers[i, LENGTH], numbers[i, QUERY]
+        stored = numbers[i, STORED]
+        holes = numbers[i, HOLES]
+        length = numbers[i, LENGTH]
+        query = numbers[i, QUERY]
         if places[QUERY_START_LOC]:
             starts[i] = query
         if places[INDPTR]:

@@ -75,7 +75,6 @@ class _TaskThread:
         self.event = create_event_notifier()
         self._tasks: queue.SimpleQueue[tuple[int, Callable[[], Any]] | None] = queue.SimpleQueue()
         self._results: dict[int, Any] = {}
-        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._work, name=f"kvpool-lmcache-{kind}", daemon=True)
         self._thread.start()
 
@@ -88,13 +87,10 @@ class _TaskThread:
 
     def take(self, number: int) -> Any:
         """The result of a task, once. None if there is none yet."""
-        with self._lock:
-            return self._results.pop(number, None)
+        return self._results.pop(number, None)
 
     def take_all(self) -> dict[int, Any]:
-        with self._lock:
-            found, self._results = self._results, {}
-        return found
+        return {number: self._results.pop(number) for number in list(self._results)}
 
     def close(self) -> bool:
         """End the thread after the tasks that it has. Returns whether it has ended."""
@@ -111,8 +107,7 @@ class _TaskThread:
             self._end(number, task())
 
     def _end(self, number: int, result: Any) -> None:
-        with self._lock:
-            self._results[number] = result
+        self._results[number] = result
         self.event.notify()
 
 

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from kvpool.stores.urls import open_store
 from kvpool.warming import warm_host_cache
 
 if TYPE_CHECKING:
-    from kvpool.hostcache.host_cache import HostLease
+    from kvpool.hostcache.host_cache import HostLease, Reserved
     from kvpool.keepers import HostKeeper
     from kvpool.pool.explain import Missed
 
@@ -38,16 +38,6 @@ SIZE_BYTES = 8
 """What comes before bytes that say how many they are."""
 Bytes = Uint8s
 Places = Int64s
-
-
-class _Index(Protocol):
-    """What a HostCache and a HostKeeper have in common."""
-
-    def lookup(self, keys: Sequence[bytes]) -> Uint8s: ...
-    def pin(self, keys: Sequence[bytes]) -> HostLease: ...
-    def publish(self, keys: Sequence[bytes]) -> int: ...
-    def clear(self) -> None: ...
-    def explain(self, key: bytes, tokens: int) -> Missed: ...
 
 
 class LocalBlocks:
@@ -70,7 +60,7 @@ class LocalBlocks:
     ) -> None:
         if memory < block_bytes:
             raise ValueError(f"host_memory: {memory} bytes for blocks of {block_bytes}: accepted is one block at least")
-        warm_host_cache()
+        warm_host_cache([options.policy] if options.policy != "lru" else [])
         self.block_bytes, self._patience = block_bytes, options.load_seconds
         self._keeper: HostKeeper | None = None
         self._names: list[str] = []
@@ -80,7 +70,9 @@ class LocalBlocks:
         """what was not kept as a whole, or not found as a whole, by reason: "crowded", "gone" """
         with ExitStack() as ends:
             blocks = memory // block_bytes
-            self._cache = ends.enter_context(HostCache(blocks, block_bytes, identity=identity, history=history))
+            self._cache = ends.enter_context(
+                HostCache(blocks, block_bytes, identity=identity, policy=options.policy, history=history)
+            )
             self._tier = ends.enter_context(HostTier.of(self._cache))
             if options.stores:
                 self._keeper = ends.enter_context(self._open(options, identity))
@@ -88,7 +80,7 @@ class LocalBlocks:
                 ends.callback(self._closing.set)
                 threading.Thread(target=self._poll, name="kvpool-local", daemon=True).start()
             self._ends = ends.pop_all()
-        self._index: _Index = self._keeper or self._cache
+        self._index: HostCache | HostKeeper = self._keeper or self._cache
 
     def _open(self, options: EngineOptions, identity: ModelIdentity) -> HostKeeper:
         from kvpool.keepers import HostKeeper
@@ -151,8 +143,12 @@ class LocalBlocks:
             wanted = wanted[: error.free]
             taken = self._cache.reserve(wanted)
         self.skipped["crowded"] += len(wanted) < len(keys)
-        if not taken.keys:
-            return
+        if taken.keys:
+            self._write(wanted, taken, write)
+        if self._cache.policy != "lru":
+            self._index.touch(wanted, turn=True)
+
+    def _write(self, wanted: Sequence[bytes], taken: Reserved, write: Callable[[Places, Places], None]) -> None:
         try:
             places = {key: place for place, key in enumerate(wanted)}
             write(np.array([places[key] for key in taken.keys], np.int64), taken.blocks)

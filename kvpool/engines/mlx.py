@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import io
 import json
 import sys
 import threading
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvpool.arrays.layout import integer_argument
-from kvpool.engines.local import SIZE_BYTES, Bytes, LocalBlocks, Places, prefix_keys, state_keys
+from kvpool.engines.local import Bytes, LocalBlocks, Places, prefix_keys, state_keys
 from kvpool.engines.options import MLX, UNNAMED, files_digest
 from kvpool.entry.process import Closing
 from kvpool.errors import BlockNotFound, PoolClosed
@@ -34,18 +35,11 @@ with MLX.imports():
 
 log = MLX.log
 
-FORMAT = "kvpool 1"
+FORMAT = "kvpool 2"
 PIECE_BYTES_MIN = 16 << 10
 """A block has at least so many bytes, so that a snapshot is not in too many of them."""
 _SETTINGS = ("group_size", "bits", "max_size", "keep", "chunk_size")
 """What the bytes of a cache depend on, besides shapes and types."""
-_DTYPES = {
-    str(dtype): dtype
-    for dtype in (
-        mx.bool_, mx.uint8, mx.uint16, mx.uint32, mx.uint64, mx.int8, mx.int16, mx.int32, mx.int64,
-        mx.float16, mx.bfloat16, mx.float32, mx.complex64,
-    )
-}  # fmt: skip
 Models = Callable[[], Sequence[Any]]
 
 
@@ -141,32 +135,27 @@ class _CacheLayout:
         return caches
 
     def snapshot(self, caches: list[Any], length: int) -> bytes:
-        """What belongs to the first ``length`` tokens and is in no block, as bytes: a header, then arrays."""
+        """What belongs to the first ``length`` tokens and is in no block, in MLX's own form of bytes."""
         leaves = list(_leaves(caches))
         begun = length - length % self.tokens
         tails = [_arrays(leaves[part.leaf])[part.place][:, :, begun:length] for part in self.parts]
         flat = tree_flatten({"states": [leaf.state for leaf in leaves if not _arrays(leaf)], "tails": tails})
-        arrays = [(path, value) for path, value in flat if isinstance(value, mx.array)]
-        plain = {path: value for path, value in flat if not isinstance(value, mx.array)}
-        described = [(path, str(array.dtype), array.shape) for path, array in arrays]
-        header = json.dumps({"plain": plain, "arrays": described}).encode()
-        data = [_bytes_of(array).tobytes() for _, array in arrays]
-        return b"".join([len(header).to_bytes(SIZE_BYTES, "little"), header, *data])
+        arrays = {path: value for path, value in flat if isinstance(value, mx.array)}
+        plain = {path: json.dumps(value) for path, value in flat if path not in arrays}
+        file = io.BytesIO()
+        mx.save_safetensors(file, arrays, plain)
+        return file.getvalue()
 
     def opened(self, data: bytes) -> dict[str, Any]:
         """The snapshot that ``snapshot`` has put into bytes. Raises ValueError for anything else."""
-        place = SIZE_BYTES + int.from_bytes(data[:SIZE_BYTES], "little")
         try:
-            header = json.loads(data[SIZE_BYTES:place])
-            flat = list(header["plain"].items())
-            for path, name, shape in header["arrays"]:
-                dtype, begin = _DTYPES[name], place
-                place += int(np.prod(shape, dtype=np.int64)) * dtype.size
-                flat.append((path, _array_of(np.frombuffer(data[begin:place], np.uint8), dtype, tuple(shape))))
+            arrays, plain = mx.load(io.BytesIO(data), format="safetensors", return_metadata=True)
+            flat = [*arrays.items(), *((path, json.loads(text)) for path, text in plain.items())]
             found: dict[str, Any] = tree_unflatten(flat)
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            counts = len(found.get("states", ())), len(found.get("tails", ()))
+        except (RuntimeError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"no snapshot: {error!r}") from None
-        if (len(found.get("states", ())), len(found.get("tails", ()))) != (self.states, len(self.parts)):
+        if counts != (self.states, len(self.parts)):
             raise ValueError("no snapshot of these layers")
         return found
 
@@ -383,6 +372,11 @@ class PromptCache(Closing):
         try:
             for make in makers:
                 layout = _CacheLayout(make, _filled(models, make()), self._tokens)
+                if layout.has_states and self._options.policy != "lru":
+                    raise ValueError(
+                        f"policy={self._options.policy!r} in {MLX.place}: this model needs the states at the ends that "
+                        "it evicts; accepted is 'lru'"
+                    )
                 identity, memory = self._identity(model, layout), self._options.host_memory // len(makers)
                 blocks = LocalBlocks(layout.block_bytes, identity, memory, self._options, self._lock, MLX.history())
                 self._shelves.append(_Shelf(layout, blocks))
@@ -449,9 +443,7 @@ def _bytes_of(array: mx.array) -> Bytes:
 
 
 def _array_of(data: Bytes, dtype: mx.Dtype, shape: tuple[int, ...]) -> mx.array:
-    """An array of these bytes, which are copied. Raises ValueError for another number of them."""
-    if data.size != int(np.prod(shape, dtype=np.int64)) * dtype.size:
-        raise ValueError(f"{data.size} bytes for {shape} of {dtype}")
+    """An array of these bytes, which are copied."""
     return mx.array(np.ascontiguousarray(data).reshape(-1)).view(dtype).reshape(shape)
 
 

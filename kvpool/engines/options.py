@@ -35,6 +35,8 @@ _OLD_WORDS = {
     "deadline": ("find_seconds", "load_seconds", "save_seconds"),
 }
 """Options by words that are accepted for one release more, and the words that take their place."""
+_POLICIES = ("lru", "reuse", "agent", "adaptive")
+"""``POLICIES`` of the state, which imports Numba."""
 _KEEPING = ("save", "load_share", "save_share", "load_seconds", "save_seconds", "retry_seconds")
 _OLD_VALUES = {("save", "publish"): "commit"}
 _NEAR = 0.75
@@ -70,6 +72,8 @@ class EngineOptions:
     """Which hits are loaded: each ("always"), or what comes sooner than the engine computes it ("faster")."""
     compute_seconds: float = 0.0
     """How long the engine computes the tokens of one block, for "faster" where the plug-in does not see it."""
+    policy: str = "lru"
+    """Which block of the host memory goes next, as in a pool."""
     host_memory: int = 0
     """Bytes of host memory of all workers together."""
     staging: int = 256 << 20
@@ -155,6 +159,7 @@ KINDS = {
     ),
     "save": Kind(lambda given: given if given in ("commit", "reuse") else None, "'commit' and 'reuse'"),
     "load": Kind(lambda given: given if given in ("always", "faster") else None, "'always' and 'faster'"),
+    "policy": Kind(lambda given: given if given in _POLICIES else None, ", ".join(map(repr, _POLICIES))),
     "host_memory": Kind(parse_size, "bytes, or text such as '8GiB'"),
     "staging": Kind(parse_size, "bytes, or text such as '256MiB'"),
     "load_share": _SHARE,
@@ -310,8 +315,8 @@ VLLM = EnginePlugin(
     tested=("0.32.0",),
     place="kv_connector_extra_config",
     options={
-        "host_memory": 0, "stores": (), "weights": None, "save": "commit", "load": "always", "load_share": 0.5,
-        "save_share": 0.25, "load_seconds": 2.0, "save_seconds": 60.0, "retry_seconds": 1.0,
+        "host_memory": 0, "policy": "lru", "stores": (), "weights": None, "save": "commit", "load": "always",
+        "load_share": 0.5, "save_share": 0.25, "load_seconds": 2.0, "save_seconds": 60.0, "retry_seconds": 1.0,
     },
     needs=("host_memory",),
     others=(
@@ -359,9 +364,10 @@ SGLANG = _staged(
 LMCACHE = _staged("lmcache", "LMCache", "0.5.6", "adapter_params")
 
 
-def _local(module: str, package: str, tested: str, place: str) -> EnginePlugin:
+def _local(module: str, package: str, tested: str, place: str, *without: str) -> EnginePlugin:
     """A plug-in that keeps its prompts by ``LocalBlocks``."""
-    options = {name: default for name, default in VLLM.options.items() if name != "load"} | {"load_seconds": 5.0}
+    options = {name: default for name, default in VLLM.options.items() if name not in ("load", *without)}
+    options["load_seconds"] = 5.0
     return EnginePlugin(
         module=module,
         engine=package,
@@ -374,7 +380,8 @@ def _local(module: str, package: str, tested: str, place: str) -> EnginePlugin:
 
 
 MLX = _local("mlx", "mlx-lm", "0.32.2", "the options of PromptCache")
-LLAMACPP = _local("llamacpp", "xllamacpp", "2026.10.11549", "the options of PrefixCache")
+LLAMACPP = _local("llamacpp", "xllamacpp", "2026.10.11549", "the options of PrefixCache", "policy")
+"""The next turn of a conversation saves a state of its own: nothing comes back that a policy could learn from."""
 
 
 def lasting_identity(

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import KVConnectorOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.kv_offload.config import OffloadingConfig, OffloadingParallelConfig
+    from vllm.v1.request import Request
 
     from kvpool.engines.transfers import GroupBlocks, LayerPages, Piece, Transfers
 
@@ -303,12 +304,13 @@ class KVPoolOffloadingSpec(base.OffloadingSpec):
         with compiling("the index of the host tier"):
             from kvpool.warming import warm_host_cache
 
-            warm_host_cache()
+            warm_host_cache([self.options.policy] if self.options.policy != "lru" else [])
         cache = kvpool.HostCache(
             self.host_blocks,
             self.block_bytes,
             identity=self.identity,
             event_capacity=_EVENTS if events else 0,
+            policy=self.options.policy,
             history=VLLM.history(),
         )
         VLLM.show_warnings()
@@ -369,6 +371,12 @@ class KVPoolOffloadingConnector(OffloadingConnector):
             super().__init__(vllm_config, role, kv_cache_config)
         self._requests: dict[int, str] = {}
         """By job, the requests whose loads have not ended."""
+
+    def on_new_request(self, request: Request) -> None:
+        manager = self.scheduler.manager
+        if isinstance(manager, KVPoolOffloadingManager):
+            manager.salt = request.cache_salt or ""
+        super().on_new_request(request)
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)

@@ -3,6 +3,7 @@ workers say to each other, and metrics. Only vLLM imports this module."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections import Counter, deque
@@ -151,6 +152,8 @@ class _KnownRequest:
     finished: bool = False
     hints: list[Action] = field(default_factory=list)
     """what its client wishes for its chunks"""
+    namespace: int = 0
+    """whose budget pays for that"""
 
 
 @dataclass(slots=True)
@@ -253,6 +256,13 @@ class _Prefill:
         self.policies: list[LoadOrCompute] = []
         self.tokens_per_block = 1
 
+    def spare(self) -> float:
+        """For how many seconds the engine is busy with the steps that it has begun, as far as its speed is known."""
+        if not (self._under_way and self._speed.loads):
+            return 0.0
+        began = max(self._under_way[0][0], self._ended)
+        return max(0.0, began + sum(self._speed.seconds(tokens) for _, tokens in self._under_way) - self._clock())
+
     def begin(self, tokens: int) -> None:
         """The engine begins a step with so many tokens."""
         if tokens and self.policies:
@@ -333,6 +343,8 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         self._stories: dict[str, _Story] = {}
         self._metrics = HostTierMetrics(cache, clock)
         self._budget = Budget(cache.host_blocks)
+        self.salt = ""
+        """of the request that vLLM begins next: the namespace whose budget pays for its hints"""
         self._counts = self._metrics.counts
 
     def open_stores(self, description: kvpool.HostTierDescription, identity: kvpool.ModelIdentity) -> None:
@@ -341,17 +353,18 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         from kvpool.keepers.hostkeeper import HostKeeper
         from kvpool.stores.urls import open_store
 
-        options = self.options
+        options, prefill = self.options, self.prefill
         stores = [open_store(text, dp_rank=self._dp_rank) for text in options.stores]
         if options.load == "faster":
             # Until the first prompt was computed, the engine seems so fast that no load is waited for.
-            prefill, size = self.prefill, self._cache.block_bytes
+            size = self._cache.block_bytes
             prefill.policies = [LoadOrCompute(_UNKNOWN, size, prefill.tokens_per_block) for _ in stores]
         self._tier = kvpool.HostTier.attach(description)
-        policies = self.prefill.policies or None
+        policies = prefill.policies or None
         self._keeper = self._front = HostKeeper(
-            self._cache, self._tier, stores, identity=identity, clock=self._clock, policies=policies, **options.keeping
-        )
+            self._cache, self._tier, stores, identity=identity, clock=self._clock, policies=policies,
+            spare=prefill.spare, **options.keeping,
+        )  # fmt: skip
         kinds = (text.partition(":")[0] for text in options.stores)
         self._names = [store.name for store in stores]
         self._sources = [_SOURCES.get(kind, CacheHitSource.EXTERNAL_UNSPECIFIED) for kind in kinds]
@@ -398,8 +411,9 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         if request.stores or request.lease is not None:
             return
         new = len(request.keys) - request.ordered
-        if request.pieces > 1 and (request.finished or 8 * new >= request.ordered):
-            self._front.touch(_in_order(request.keys, context))
+        turn = request.finished and self._cache.policy != "lru"
+        if turn or (request.pieces > 1 and (request.finished or 8 * new >= request.ordered)):
+            self._front.touch(_in_order(request.keys, context), turn=turn)
             request.pieces, request.ordered = 1, len(request.keys)
         if request.finished:
             del self._requests[context.req_id]
@@ -413,10 +427,14 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         from kvpool.pool.hints import actions_of
 
         try:
-            self._request(context, ()).hints = actions_of(msgspec.to_builtins(message))
+            actions = actions_of(msgspec.to_builtins(message))
         except (TypeError, ValueError, RecursionError) as error:
             self._metrics.hint("none", "refused")
             log.debug("kvpool: hints of request %s: %s", context.req_id, error)
+            return
+        request = self._request(context, ())
+        request.hints = actions
+        request.namespace = int.from_bytes(hashlib.blake2b(self.salt.encode(), digest_size=8).digest())
 
     def _do(self, action: Action, request: _KnownRequest) -> tuple[str, str]:
         """Do what the client of a finished request wishes for its chunks, as far as the budget goes. Returns the type
@@ -433,7 +451,7 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         if kind == "drop":
             done = self._front.forget(keys)
         elif kind != "prefetch":
-            own = keys[: self._budget.take(0, len(keys), int(self._clock() * 1e3), lease)]
+            own = keys[: self._budget.take(request.namespace, len(keys), int(self._clock() * 1e3), lease)]
             done = self._cache.set_priority(own, priority, ttl_ms=lease)
         return kind, outcome(done, len(request.keys)) if done else "refused"
 

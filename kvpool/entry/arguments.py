@@ -34,6 +34,8 @@ Integers: TypeAlias = "Sequence[int] | npt.NDArray[np.integer[Any]] | array.arra
 """Any buffer or sequence of integers."""
 Ids: TypeAlias = "int | np.integer[Any] | Integers"
 """One id, or several."""
+Namespace: TypeAlias = tuple["bytes | str | None", "int | str | None"]
+"""Salt and adapter."""
 
 INT32_MIN, INT32_MAX, INT64_MAX = -(1 << 31), (1 << 31) - 1, (1 << 63) - 1
 STOPS = ("tool_use", "end_turn")
@@ -226,6 +228,13 @@ def adapter_argument(adapter_id: Any) -> int | str | None:
     if is_integer(adapter_id):
         return operator.index(adapter_id)
     raise TypeError(f"adapter_id={adapter_id!r:.80}: accepted are None, int and str")
+
+
+def namespace_argument(name: str, namespace: object) -> Namespace:
+    if not isinstance(namespace, (list, tuple)) or len(namespace) != 2:
+        raise TypeError(f"{name}={namespace!r:.80}: accepted is a pair (salt, adapter_id)")
+    salt, adapter_id = tuple(namespace)
+    return salt_argument(salt), adapter_argument(adapter_id)
 
 
 def extra_array(extra_ids: object, count: int) -> Int64s | None:

@@ -11,6 +11,7 @@ import weakref
 from typing import Any, NoReturn, TypeVar
 
 from kvpool.errors import ForkedProcess
+from kvpool.jit import LOCK
 
 Own = TypeVar("Own", bound="Closing")
 
@@ -35,11 +36,12 @@ class Process:
 
     What has threads or sockets calls ``check`` at its door. What has none can serve a child, unless another thread held
     one of its locks at the fork: then it is in the middle of a change, and whoever takes one of them in the child gets
-    ForkedProcess at once. ``what`` names the object there. ``lost``: why no child can use it, if that is so.
+    ForkedProcess at once. ``what`` names the object there, ``remedy`` says what to do. ``lost``: why no child can use
+    it, if that is so. The compiler of jitted functions is guarded too.
     """
 
-    def __init__(self, what: str = "") -> None:
-        self._id, self._what, self.lost = os.getpid(), what, ""
+    def __init__(self, what: str = "", remedy: str = "make one of its own after os.fork()") -> None:
+        self._id, self._what, self._remedy, self.lost = os.getpid(), what, remedy, ""
         self._locks: list[tuple[weakref.ref[Any], str]] = []
 
     def check(self, what: object) -> None:
@@ -62,12 +64,15 @@ class Process:
         if not why and not all(map(_is_free, (lock for _, _, lock in found))):
             why = f"another thread was in a call of this {self._what} when process {os.getppid()} forked this one"
         if why:
-            lost = LostLock(f"{why}: make one of its own after os.fork()")
+            lost = LostLock(f"{why}: {self._remedy}")
             for part, name, _ in found:
                 setattr(part, name, lost)
 
 
 _guarded: weakref.WeakSet[Process] = weakref.WeakSet()
+_compiler = Process("compiler", "compile first (kvpool.warm_up()), or fork before")
+if LOCK is not None:
+    _compiler.guard(*LOCK)
 
 
 class LostLock:

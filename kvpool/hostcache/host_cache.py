@@ -391,8 +391,9 @@ class HostCache(Closing):
         It is dropped when the writer publishes it.
         """
         wanted, now = packed(keys), self._now()
+        there = list(compress(wanted.keys, self.lookup(wanted.keys))) if self._history else []
         count = self._run(hostcache.forget_keys, wanted, now)
-        self._note_gone(wanted.keys if count else (), "forgotten", now)
+        self._note_gone(there, "forgotten", now)
         return count
 
     def clear(self, force: bool = False) -> None:
@@ -452,7 +453,7 @@ class HostCache(Closing):
 
     def next_victims(self, saver: int, blocks: int, most: int) -> list[bytes]:
         """Of the keys that are evicted when so many more ``blocks`` are reserved, those that a saver was not told of,
-        the first one first, at most so many. It is told now. Changes the cache."""
+        the first one first, at most so many. It is told now. All of them for -1, who is no saver. Changes the cache."""
         found = np.empty((most, saving.FOUND), np.int64)
         with DeferSignals(), self._lock:
             self._check_open()

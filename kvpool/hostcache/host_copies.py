@@ -13,7 +13,7 @@ import numpy as np
 
 from kvpool.arrays import Int64s
 from kvpool.arrays.layout import integer_argument
-from kvpool.arrays.paged import PagedKV, Plane, span_of
+from kvpool.arrays.paged import PagedKV, Plane
 from kvpool.arrays.strided import as_strided
 from kvpool.device import get_device
 from kvpool.device.base import ALL_LAYERS, BYTES, FROM, NULL_EVENT, TO, Device, Event, Layers, Region
@@ -303,7 +303,7 @@ def _check_apart(groups: list[Pages], tier: HostTier) -> None:
     start, end = tier.flat.ctypes.data, tier.flat.ctypes.data + tier.flat.nbytes
     for group, pages in enumerate(groups):
         cache = pages.cache
-        spans = np.array([[span_of(plane, cache.blocks, cache.tokens_per_block)] for plane in cache.planes])
+        spans = np.array([[plane.span(cache.blocks, cache.tokens_per_block)] for plane in cache.planes])
         if cache.memory == "host" and ((cache.bases < end) & (start < cache.bases + spans)).any():
             raise ValueError(f"caches[{group}] and the tier share bytes: accepted is memory of its own for each")
 

@@ -18,9 +18,9 @@ from numba.core import config
 from kvpool.jit.cache import cache_root
 
 try:
-    from kvpool.jit.compiler import Dispatcher
+    from kvpool.jit.compiler import LOCK, Dispatcher
 except (ImportError, AttributeError, TypeError):  # a release of Numba that has not what the compiler builds on
-    Dispatcher = None  # type: ignore[assignment,misc]
+    Dispatcher = LOCK = None  # type: ignore[assignment,misc]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -45,8 +45,7 @@ def jit(function: Any = None, /, *, forceinline: bool = False, nogil: bool = Tru
     can neither create nor return an array, and the owner of the memory keeps it alive during the call.
 
     What is kept is used for the same bytecode of the function and of what it calls, the same constants, globals and
-    closure cells, as they are when it is compiled. Thread-safe where Numba is. Raises ForkedProcess if it must be
-    compiled in a process that was forked while another thread compiled.
+    closure cells, as they are when it is compiled. Thread-safe where Numba is.
 
     Under NUMBA_DISABLE_JIT the function is ``interpreted``.
     """

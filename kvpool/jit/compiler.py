@@ -10,13 +10,15 @@ A function that Python calls has an *entry* too: machine code that takes Python'
 
 What only serves things that this package does not use (reference counts, closures, generators, parallel loops) is left
 out. Functions cannot be recursive.
+
+A negative index does not count from the end of an array: it is an error that nothing notices, like one behind the end.
+With ``NUMBA_BOUNDSCHECK=1`` the compiled functions raise IndexError for both.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -28,7 +30,7 @@ import llvmlite.binding as llvm
 import numba
 import numpy as np
 from numba import types
-from numba.core import bytecode, compiler, config, interpreter, itanium_mangler, lowering, registry, typing
+from numba.core import bytecode, compiler, config, interpreter, ir, itanium_mangler, lowering, registry, typing
 from numba.core.analysis import dead_branch_prune, rewrite_semantic_constants
 from numba.core.callconv import create_error_model
 from numba.core.cgutils import normalize_ir_text
@@ -40,7 +42,6 @@ from numba.core.targetconfig import ConfigStack
 from numba.core.typed_passes import PreLowerStripPhis, type_inference_stage
 from numba.core.untyped_passes import ReconstructSSA
 
-from kvpool.errors import ForkedProcess
 from kvpool.jit import cache
 from kvpool.jit.cache import announcer
 
@@ -51,6 +52,7 @@ _CODE = sys._getframe().f_code
 _context = _target.subtarget(
     error_model=create_error_model("python", _target),
     get_abi_sizeof=functools.cache(_target.get_abi_sizeof),
+    enable_boundscheck=bool(config.BOUNDSCHECK),
 )
 _codegen = _target.codegen()
 # What is no part of Numba's interface is looked for now. Without it, this package uses Numba's own compiler.
@@ -58,6 +60,8 @@ attrgetter("_create_empty_module", "_data_layout", "_engine._ee", "_module_pass_
 attrgetter("_tm.emit_object", "magic_tuple", "set_env")(_codegen)
 attrgetter("call_conv", "create_cpython_wrapper", "get_executable", "insert_user_function", "subtarget")(_target)
 attrgetter("_lock.acquire")(global_compiler_lock)
+LOCK = global_compiler_lock, "_lock"
+"""What has the lock of all compilations, and its name there."""
 attrgetter("from_specialized_function", "llvm_cpython_wrapper_name")(PythonFunctionDescriptor)
 
 
@@ -224,12 +228,15 @@ def _translate(library: Library, dispatcher: Dispatcher, kinds: tuple[Any, ...])
     if library.name:  # for the linker too: it is the same in each process
         identity.unique_id = library.name.rpartition("-")[2]
     state = compiler.StateDict(func_id=identity, args=kinds, typemap=None, calltypes=None, flags=_flags)
-    ir = state.func_ir = interpreter.Interpreter(identity).interpret(bytecode.ByteCode(identity))
-    rewrite_semantic_constants(ir, kinds)
-    dead_branch_prune(ir, kinds)
+    read = state.func_ir = interpreter.Interpreter(identity).interpret(bytecode.ByteCode(identity))
+    rewrite_semantic_constants(read, kinds)
+    dead_branch_prune(read, kinds)
     rewrite_registry.apply("before-inference", state)
     ReconstructSSA().run_pass(state)
-    state.typemap, result, calls, _ = type_inference_stage(_calls, _context, ir, kinds, None)
+    state.typemap, result, calls, _ = type_inference_stage(_calls, _context, read, kinds, None)
+    for item in list(calls):
+        if isinstance(item, ir.SetItem) or getattr(item, "op", "") == "getitem":
+            calls[item] = _unsigned(calls.pop(item))
     PreLowerStripPhis().run_pass(state)
     description = PythonFunctionDescriptor.from_specialized_function(
         state.func_ir, state.typemap, result, calls, _short_name, dispatcher.inline, noalias=False, abi_tags=()
@@ -241,6 +248,17 @@ def _translate(library: Library, dispatcher: Dispatcher, kinds: tuple[Any, ...])
     library.description, library.signature = description, typing.signature(result, *kinds)
     library.environments = [lower.env] if lower.env.consts else []
     library.finish(machine_code=library.lines > _ROUTINE_LINES and not dispatcher.inline)
+
+
+def _unsigned(call: Any) -> Any:
+    """What reads or writes elements of an array, with an unsigned index: it does not count from the end."""
+    array, index, *value = call.args
+    several = isinstance(index, types.BaseTuple)
+    if several and all(isinstance(kind, types.Integer) for kind in index):
+        index = types.UniTuple(types.uint64, len(index))
+    elif isinstance(index, types.Integer):
+        index = types.uint64
+    return call.replace(args=(array, index, *value))
 
 
 def _wrap(library: Library, function: Library, nogil: bool) -> None:
@@ -312,9 +330,6 @@ class Dispatcher(registry.CPUDispatcher):
 def _compiling() -> Iterator[None]:
     """Keep other threads from compiling, and the garbage collector off: it would find nothing, and take a tenth of the
     time."""
-    if _lost_compiler:
-        whose = f"another thread was compiling when process {os.getppid()} forked this one"
-        raise ForkedProcess(f"{whose}: compile first (kvpool.warm_up()), or fork before")
     with global_compiler_lock:
         collects = gc.isenabled()
         gc.disable()
@@ -324,20 +339,6 @@ def _compiling() -> Iterator[None]:
         finally:
             if collects:
                 gc.enable()
-
-
-_lost_compiler = False
-"""Whether another thread was compiling when this process was forked. A compilation would wait for it for ever."""
-
-
-def _after_fork() -> None:
-    global _lost_compiler
-    _lost_compiler = not global_compiler_lock._lock.acquire(False)
-    if not _lost_compiler:
-        global_compiler_lock._lock.release()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 def _passed(kind: Any) -> Any:

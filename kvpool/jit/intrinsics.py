@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import from_dtype, typeof, types
 from numba.core import cgutils
 from numba.np.arrayobj import populate_array
 
@@ -31,6 +31,24 @@ class _Record(np.void):  # type: ignore[misc]  # final for type checkers only
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
+
+
+class _Array(np.ndarray[Any, Any]):
+    """An array of records, or its view, as jitted code sees it: no index counts from its end."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(_counted(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(_counted(index), value)
+
+
+def _counted(index: Any) -> Any:
+    places = index if isinstance(index, tuple) else (index,)
+    for place in places:
+        if isinstance(place, (int, np.integer)) and place < 0:
+            raise IndexError(f"{place} is below 0")
+    return index
 
 
 class _Code(NamedTuple):
@@ -114,7 +132,7 @@ def _plain_array_at(address: int, shape: tuple[int, ...], dtype: Any) -> Any:
     found = np.dtype(dtype)
     nbytes = int(np.prod(shape)) * found.itemsize
     memory = (ctypes.c_char * nbytes).from_address(int(address)) if nbytes else bytearray()
-    return np.ndarray(shape, found if found.names is None else np.dtype((_Record, found)), memory)
+    return _Array(shape, found if found.names is None else np.dtype((_Record, found)), memory)
 
 
 @_primitive(_plain_array_at, lambda address, shape, dtype: types.Array(dtype.dtype, shape.count, "C"))
@@ -153,34 +171,54 @@ def address_of(code: _Code) -> Any:
 
 _functions: dict[int, Callable[..., Any]] = {}
 """What ``call`` calls in the interpreter."""
-_CALLED = (types.int64,) * 3
 
 
-def entry_of(function: Any) -> int:
-    """The number by which ``call`` calls a jitted function of three int64 that returns an int64. It is compiled now."""
+def type_of(argument: Any) -> Any:
+    """The type of an argument in jitted code. A record has no attributes but its fields; its dtype can stand for it."""
+    if isinstance(argument, np.void):
+        argument = np.void.dtype.__get__(argument)
+    if isinstance(argument, np.dtype):
+        return _type_of_record(argument)
+    return typeof(argument)
+
+
+_type_of_record = functools.cache(from_dtype)
+
+
+def entry_of(function: Any, *arguments: Any) -> int:
+    """The number by which ``call`` calls a jitted function that returns an int64, or nothing. It is compiled now, for
+    arguments like these, by ``type_of``."""
     if hasattr(function, "overloads"):
-        function.compile(_CALLED)
-        compiled = function.overloads[_CALLED]
+        kinds = tuple(map(type_of, arguments))
+        function.compile(kinds)
+        compiled = function.overloads[kinds]
         return int(compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name))
     _functions[id(function)] = function
     return id(function)
 
 
-def _plain_call(entry: int, first: int, second: int, third: int) -> np.int64:
-    return np.int64(_functions[int(entry)](*map(np.int64, (first, second, third))))
+def _plain_call(entry: int, args: tuple[Any, ...]) -> np.int64:
+    return np.int64(_functions[int(entry)](*args) or 0)
 
 
-@_primitive(_plain_call, lambda entry, first, second, third: types.int64)
+@_primitive(_plain_call, lambda entry, args: types.int64)
 def call(code: _Code) -> Any:
-    """Call a jitted function by the number that ``entry_of`` has given. It must not raise.
+    """Call a jitted function with a tuple of arguments, by the number that ``entry_of`` has given. Integers must be
+    int64.
 
     What is called by its number is compiled only where somebody asks for the number.
     """
-    kind = code.context.call_conv.get_function_type(types.int64, _CALLED)
-    places = [cgutils.alloca_once(code.builder, pointer.pointee) for pointer in kind.args[:2]]
-    entry, *numbers = map(code.word, range(4))
-    code.builder.call(code.builder.inttoptr(entry, kind.as_pointer()), [*places, *numbers])
-    return code.builder.load(places[0])
+    convention, builder = code.context.call_conv, code.builder
+    kinds = tuple(code.kinds[1])
+    for kind in kinds:
+        assert kind == types.int64 or not isinstance(kind, types.Integer), kind
+    values = cgutils.unpack_tuple(builder, code.values[1])
+    pointer = convention.get_function_type(types.int64, kinds).as_pointer()
+    called = builder.inttoptr(code.word(0), pointer)
+    status, answer = convention.call_function(builder, called, types.int64, kinds, values)
+    with cgutils.if_unlikely(builder, status.is_error):
+        convention.return_status_propagate(builder, status)
+    return answer
 
 
 def _plain_memcpy(target: int, source: int, nbytes: int) -> None:

@@ -132,8 +132,11 @@ class Bridge(Generic[Block]):
         self, tier: CacheTier[Block], clients: Sequence[StoreClient], queued_blocks: int, save_seconds: float,
         clock: Callable[[], float],
     ) -> None:  # fmt: skip
-        self._tier, self.clients, self._clock = tier, clients, clock
-        self._queued_blocks, self._save_seconds = queued_blocks, save_seconds
+        self._tier = tier
+        self.clients = clients
+        self._clock = clock
+        self._queued_blocks = queued_blocks
+        self._save_seconds = save_seconds
         self._lines: list[dict[Block, None]] = [{} for _ in clients]
         self._saves: set[Job] = set()
         self.saved_blocks = 0
@@ -282,12 +285,6 @@ class Bridge(Generic[Block]):
         for number, line in enumerate(self._lines):
             self._leave(number, [block for block in line if concerns(block)], reason)
 
-    def cancel(self) -> None:
-        """Give up all saves, also those that have begun."""
-        self.give_up("cancelled")
-        for job in self._saves:
-            job.cancel()
-
     def _leave(self, number: int, blocks: Sequence[Block], reason: str) -> int:
         """Blocks leave the line, if they are in it, and are not saved. Returns how many they are."""
         if blocks:
@@ -374,16 +371,22 @@ class Loader(Generic[Block]):
             del self.unread[next(iter(self.unread))]
         return max(0, self._room - len(self.unread) - len(self.coming))
 
-    def attempt(self, number: int, places: int, items: int = 0, before: int = 0) -> LoadAttempt | None:
+    def attempt(
+        self, number: int, places: int, items: int = 0, before: int = 0, spare: float = 0.0
+    ) -> LoadAttempt | None:
         """What the policy of a store says of so many leading places of a hit, which it has. None if it has no policy.
         ``items``: their blocks in all groups of layers, if there are several. ``before``: blocks that wait to be loaded
-        from it."""
+        from it. ``spare``: seconds that the request waits for the engine in any case."""
         policy = self._policies[number]
         if policy is None:
             return None
-        ahead = before + sum(len(one.blocks) for one in self._under_way if one.number == number)
+        others = [one for one in self._under_way if one.number == number]
+        ahead = before + sum(len(one.blocks) for one in others)
         nbytes = ahead * self._bridge.clients[number].queue.block_bytes
-        return LoadAttempt.of(policy, places, nbytes, self._clock(), items)
+        now = self._clock()
+        waited = now - min([one.attempt.at for one in others if one.attempt and not one.over], default=now)
+        load = policy.choose(places, nbytes, spare, waited)
+        return LoadAttempt(policy, load, items or max(1, load.blocks), now)
 
     def load(
         self, number: int, blocks: Sequence[Block], deadline: float, attempt: LoadAttempt | None,

@@ -76,6 +76,12 @@ class Load:
     risk: float = 0.0
     """The most seconds that it may lose."""
     spare: float = 0.0
+    """Seconds that the request waits for the engine in any case."""
+    grace: float = 0.0
+    """Seconds that it may take at no risk: what is spare, and less in a probe."""
+    for_others: bool = False
+    """It may be slower than the engine, so that others do not wait for the engine. If it comes whole, nothing is
+    lost."""
     came: int = 0
     at: float = 0.0
     """When the last block came."""
@@ -90,13 +96,13 @@ class Load:
 class LoadPolicy(Protocol):
     """Says how many blocks of a hit are loaded, and when a load is given up. ``LoadOrCompute`` is one."""
 
-    def choose(self, there: int, ahead_bytes: int = 0, spare: float = 0.0) -> Load:
-        """How many of the ``there`` leading blocks that a store has are loaded."""
+    def choose(self, there: int, ahead_bytes: int, spare: float, waited: float) -> Load:
+        """How many of the ``there`` leading blocks that a store has are loaded. See ``LoadOrCompute.choose``."""
 
     def late(self, load: Load, came: int, elapsed: float) -> bool:
         """Whether to give the load up."""
 
-    def end(self, load: Load, came: int, seconds: float, queued: float = 0.0) -> None:
+    def end(self, load: Load, came: int, seconds: float, queued: float) -> None:
         """The load has ended, and so many blocks came."""
 
     def drop(self, load: Load) -> None:
@@ -106,7 +112,8 @@ class LoadPolicy(Protocol):
 @dataclass(eq=False)
 class LoadAttempt:
     """What is loaded from one store against the engine, which may compute it sooner. ``items``: blocks to load in all
-    groups of layers, of which so many ``came``. ``at``: when it was chosen; ``began``: when its first job did."""
+    groups of layers, at least 1, of which so many ``came``. ``at``: when it was chosen; ``began``: when its first job
+    did."""
 
     policy: LoadPolicy
     load: Load
@@ -114,13 +121,6 @@ class LoadAttempt:
     at: float
     came: int = 0
     began: float = math.inf
-
-    @classmethod
-    def of(cls, policy: LoadPolicy, there: int, ahead_bytes: int, now: float, items: int = 0) -> LoadAttempt:
-        """What a policy says of so many leading blocks that a store has. ``items``: those of all groups of layers, if
-        there are several."""
-        load = policy.choose(there, ahead_bytes)
-        return cls(policy, load, items or max(1, load.blocks), now)
 
     @property
     def places(self) -> int:
@@ -171,7 +171,8 @@ class LoadOrCompute:
 
     The sum over all hits of (time until the load ended, beyond what was spare + time to compute what did not come) is
     at most 1 + ``BUDGET`` times what computing all hits takes, plus half of the longest, whatever the store does. It
-    holds as far as loads are given up when ``late`` says so.
+    holds as far as loads are given up when ``late`` says so. Not in the sum is what whole loads have waited so that
+    others need not wait for the engine: each at most as long as the oldest load had ``waited`` then.
 
     Thread-safe. Nothing blocks. There is no clock.
     """
@@ -188,24 +189,28 @@ class LoadOrCompute:
         self._lock = threading.Lock()
         self._speed = Speed()
         self._budget = self._since = self._mean = self._longest = self._worse = 0.0
-        self._tried, self._fresh, self._hits = 0.0, True, 0
+        self._tried = 0.0
+        self._fresh = True
+        self._hits = 0
 
-    def choose(self, there: int, ahead_bytes: int = 0, spare: float = 0.0) -> Load:
+    def choose(self, there: int, ahead_bytes: int = 0, spare: float = 0.0, waited: float = 0.0) -> Load:
         """Choose how many of the ``there`` leading blocks that the store has are loaded now.
 
         ``ahead_bytes``: what the store loads before. ``spare``: seconds that the request will wait for the engine in
-        any case; a load costs nothing meanwhile.
+        any case; a load costs nothing meanwhile. ``waited``: for how many seconds the oldest load under way has been
+        waited for, whose request then needs the same engine.
         """
         there = integer_argument("there", there, 0, 1 << 40)
         ahead_bytes = integer_argument("ahead_bytes", ahead_bytes, 0, 1 << 62)
         seconds_argument("spare", spare)
+        seconds_argument("waited", waited)
         if not there:
             return Load(0)
         with self._lock:
             saved = there * self.block_seconds
             self._count(saved)
-            load = Load(there, spare=spare, ahead=ahead_bytes * self._speed.per_byte)
-            load.risk = self._risk(load, saved)
+            load = Load(there, spare=spare, grace=spare, ahead=ahead_bytes * self._speed.per_byte)
+            load.risk = self._risk(load, saved, waited)
             if not load.risk:
                 return Load(0)
             self._budget -= load.risk
@@ -230,6 +235,8 @@ class LoadOrCompute:
         seconds_argument("queued", queued)
         with self._lock:
             gain = came * self.block_seconds - max(seconds - load.spare, 0.0)
+            if load.for_others and came == load.blocks:
+                gain = max(gain, 0.0)
             self._budget += load.risk + gain
             load.risk = 0.0
             if load.first and load.first[0] < came:
@@ -274,19 +281,21 @@ class LoadOrCompute:
         # What was gained long ago is no reason to lose it now.
         self._budget = min(self._budget, 64 * self._mean) + BUDGET * saved
 
-    def _risk(self, load: Load, saved: float) -> float:
+    def _risk(self, load: Load, saved: float, waited: float) -> float:
         """What a load of all its blocks may lose. 0 if there shall be no load."""
-        speed = self._speed
+        speed, own = self._speed, self._speed.seconds(load.blocks * self.block_bytes)
         first = max(load.ahead + speed.seconds(min(load.blocks, self._piece) * self.block_bytes) - load.spare, 0.0)
-        load.promise = 1 - max(load.ahead + speed.seconds(load.blocks * self.block_bytes) - load.spare, 0.0) / saved
+        load.promise = 1 - max(load.ahead + own - load.spare, 0.0) / saved
         if not speed.loads and load.spare >= saved:
             # Whatever the store is like: it is given up before the engine could have begun.
-            load.promise, load.spare = 0.0, load.spare - 2 * _PROBE * saved
+            load.promise, load.grace = 0.0, load.spare - 2 * _PROBE * saved
             return _PROBE * saved
-        if not speed.loads or load.promise < _MARGIN:
-            return self._probe(load, saved, 0.0)
-        if load.promise - self._worse < _MARGIN:
-            return self._probe(load, saved, 2 * first)
+        short = not speed.loads or load.promise - self._worse < _MARGIN
+        # Else the load that has waited longest could wait for the engine too, and longer in all than this one here.
+        spares = 0 < waited > load.ahead + own - saved
+        load.for_others = short and spares and 0 < own <= (1 - _MARGIN - self._worse) * saved
+        if short and not load.for_others:
+            return self._probe(load, saved, 2 * first if load.promise >= _MARGIN else 0.0)
         risk = min(2 * first + _SLACK * saved, self._budget)
         # With less it would be late before its first blocks can come.
         return risk if risk >= 1.25 * first else 0.0
@@ -303,7 +312,7 @@ class LoadOrCompute:
         pause = _PAUSE if risk <= _CHEAP * saved else _RARELY
         if not free and (risk > min(paid, _DEAREST * saved) or self._since < pause * self._mean):
             return 0.0
-        self._tried, load.spare = risk, max(0.0, load.spare - 2 * risk)
+        self._tried, load.grace = risk, max(0.0, load.spare - 2 * risk)
         return risk
 
     def _look(self, load: Load, came: int, elapsed: float) -> None:
@@ -313,6 +322,6 @@ class LoadOrCompute:
             load.came, load.at = came, elapsed
         rest = load.blocks - load.came
         expected = self._speed.seconds(rest * self.block_bytes) + (0.0 if load.came else load.ahead)
-        silent = max(load.at, load.spare) + 2 * expected + _SLACK * rest * self.block_seconds
-        worth = load.spare + load.risk + load.came * self.block_seconds
+        silent = max(load.at, load.grace) + 2 * expected + _SLACK * rest * self.block_seconds
+        worth = load.grace + load.risk + load.came * self.block_seconds
         load.until = min(worth, silent) if self._speed.loads else worth

@@ -169,9 +169,9 @@ class HostCacheTier:
         for waiting in self._prompts:
             waiting.update(dict.fromkeys(blocks, prompt))
 
-    def touch(self, prompt: Sequence[bytes]) -> None:
+    def touch(self, prompt: Sequence[bytes], turn: bool) -> None:
         """What ``HostKeeper.touch`` does."""
-        self.cache.touch(prompt)
+        self.cache.touch(prompt, turn=turn)
         for waiting in self._prompts:
             waiting.update(dict.fromkeys(waiting.keys() & set(prompt), prompt))
 
@@ -213,7 +213,9 @@ class _Absence:
     """
 
     def __init__(self, reason: str, unread: Iterable[bytes] = (), until: float = math.inf) -> None:
-        self.reason, self._unread, self._until = reason, set(unread), until
+        self.reason = reason
+        self._unread = set(unread)
+        self._until = until
 
     def read(self, key: bytes, now: float, retry_seconds: float) -> bool:
         """Whether the key counts as absent."""
@@ -228,14 +230,14 @@ class HostLoads:
     """Keys that a host cache does not have, and what becomes of them. The thread of the scheduler owns it.
 
     ``seconds``: time for a key from ``find`` until it is HERE. ``retry_seconds``: so long a key that did not come is
-    not asked for again.
+    not asked for again. ``spare``: for how many seconds the engine is busy with what it has.
     """
 
     def __init__(
         self, tier: HostCacheTier, bridge: Bridge[bytes], loader: Loader[bytes], seconds: float, retry_seconds: float,
-        clock: Callable[[], float],
+        clock: Callable[[], float], spare: Callable[[], float],
     ) -> None:  # fmt: skip
-        self._tier, self._bridge, self._loader, self._clock = tier, bridge, loader, clock
+        self._tier, self._bridge, self._loader, self._clock, self._spare = tier, bridge, loader, clock, spare
         self._seconds, self._retry_seconds = seconds, retry_seconds
         # Keys that are looked for, with their deadlines, and what the next ``turn`` is to do for them.
         self.searching: dict[bytes, float] = {}
@@ -385,7 +387,7 @@ class HostLoads:
         soon as what has come was read: so a prompt that is longer than the room comes window by window."""
         end, room = self._deadline(keys), keys[: self._loader.free]
         self._miss(keys[len(room) :], "crowded", remember=False)
-        attempt = self._loader.attempt(number, len(room)) if room else None
+        attempt = self._loader.attempt(number, len(room), spare=self._spare()) if room else None
         if attempt is not None:
             self._miss(room[attempt.load.blocks :], "declined")
             room, end = room[: attempt.load.blocks], min(end, attempt.until)

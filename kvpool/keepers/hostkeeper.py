@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvpool.arrays import Uint8s
-from kvpool.arrays.layout import integer_argument
+from kvpool.arrays.layout import choice_argument, integer_argument
 from kvpool.entry.arguments import list_argument
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.entry.process import Closing, Process
@@ -103,6 +103,8 @@ class HostKeeper(Closing):
     policies
         For each store what says how many blocks of a hit are loaded, such as a ``LoadOrCompute``. The others are
         missed, as "declined". None in the place of one: all that there is room for.
+    spare
+        () -> float, for how many seconds the engine is busy with what it has. Policies let a load take so long.
     clock
         () -> float, monotonic seconds.
 
@@ -132,15 +134,14 @@ class HostKeeper(Closing):
         self, cache: HostCache, tier: HostTier, stores: Sequence[Store], *, identity: ModelIdentity | None = None,
         save: str = PUBLISH, load_share: float = 0.5, save_share: float = 0.25, load_seconds: float = 2.0,
         save_seconds: float = 60.0, retry_seconds: float = 1.0, quota: int | None = None,
-        policies: Sequence[LoadPolicy | None] | None = None, clock: Callable[[], float] = time.monotonic,
+        policies: Sequence[LoadPolicy | None] | None = None, spare: Callable[[], float] = float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         if not isinstance(cache, HostCache) or not isinstance(tier, HostTier):
             raise TypeError(f"cache={cache!r:.80}, tier={tier!r:.80}: accepted are a HostCache and its HostTier")
         if tier.fingerprint != cache.fingerprint:
             raise ValueError("tier: accepted is the memory of this cache, of the same model and sizes")
-        save = COMMIT if save == PUBLISH else save
-        if save not in SAVES:
-            raise ValueError(f"save={save!r:.80}: accepted are {', '.join(map(repr, SAVES))}")
+        save = choice_argument("save", COMMIT if save == PUBLISH else save, SAVES)
         load_room = _share("load_share", load_share, cache.host_blocks)
         save_room = _share("save_share", save_share, cache.host_blocks)
         load_seconds = seconds_argument("load_seconds", load_seconds)
@@ -155,15 +156,18 @@ class HostKeeper(Closing):
             raise ValueError(f"policies has {len(chosen)} elements: accepted is one for each of {len(own)} stores")
         # Half of the least time of a find: it is a job that has time enough.
         patience = min(PATIENCE_SECONDS, load_seconds / 2 ** len(own), save_seconds / 2)
-        self._cache, self._clock, self._on_publish = cache, clock, save == COMMIT
-        self._process, self._closed = Process(), False
+        self._cache = cache
+        self._clock = clock
+        self._on_publish = save == COMMIT
+        self._process = Process()
+        self._closed = False
         self._clients = open_clients(
             own, lambda store: StoreClient(store, tier.blocks, whose, patience=patience, warns=True, clock=clock)
         )
         self._tier = HostCacheTier(cache, self._clients, save, save_room, limit)
         self._bridge = Bridge[bytes](self._tier, self._clients, cache.host_blocks, save_seconds, clock)
         self._loader = Loader(self._tier, self._bridge, chosen, load_room, UNREAD_SECONDS, clock)
-        self._loads = HostLoads(self._tier, self._bridge, self._loader, load_seconds, retry_seconds, clock)
+        self._loads = HostLoads(self._tier, self._bridge, self._loader, load_seconds, retry_seconds, clock, spare)
         # Whether nothing was looked for since the last ``poll``.
         self._step_begins = True
 
@@ -221,11 +225,11 @@ class HostKeeper(Closing):
                 self._tier.leave_unsaved([key for key in own if key in private])
         return count
 
-    def touch(self, keys: Keys) -> None:
+    def touch(self, keys: Keys, *, turn: bool = False) -> None:
         """What ``HostCache.touch`` does, for the keys of one prompt. They keep this order also when those that are to
         be saved have been."""
         self._process.check(self)
-        self._tier.touch(keys_argument(keys))
+        self._tier.touch(keys_argument(keys), turn)
 
     def forget(self, keys: Keys) -> int:
         """What ``HostCache.forget`` does, also to keys that are on their way from a store. The stores keep the blocks,
@@ -295,10 +299,11 @@ class HostKeeper(Closing):
         self._process.check(self)
         with DeferSignals():
             self._loads.clear()
-            self._bridge.cancel()
-            self._bridge.poll()
+            self._bridge.give_up("cancelled")
             for client in self._clients:
+                # Saves that have begun end with it.
                 client.queue.reset()
+            self._bridge.poll()
             self._cache.clear(force=True)
 
     def stats(self) -> HostKeeperStats:
@@ -338,7 +343,7 @@ class HostKeeper(Closing):
         with DeferSignals():
             self._closed = True
             self._loads.stop()
-            self._bridge.cancel()
+            self._bridge.give_up("cancelled")
         over = self._bridge.close(timeout, tell=not self._cache.closed)
         if over:
             self._tier.close()

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from kvpool.arrays import Int64s
-from kvpool.arrays.layout import integer_argument
+from kvpool.arrays.layout import choice_argument, integer_argument
 from kvpool.arrays.strided import in_numpy
-from kvpool.entry.arguments import adapter_argument, bool_argument, list_argument, salt_argument, token_array
+from kvpool.entry.arguments import Namespace, bool_argument, list_argument, namespace_argument, token_array
 from kvpool.entry.interrupt import Bell
 from kvpool.entry.process import Closing, Process
 from kvpool.errors import PoolClosed
@@ -28,7 +28,6 @@ from kvpool.keepers.bridge import EVICT, SAVES, Bridge, Loader, open_clients
 from kvpool.keepers.choice import LoadOrCompute
 from kvpool.keepers.pool_tier import (
     Content,
-    Namespace,
     PoolTier,
     StoredContent,
     Unsaved,
@@ -143,8 +142,7 @@ class Keeper(Closing):
         host_blocks = _host_blocks(pool)
         identity, chosen = identity_argument(identity), _stores_argument(stores)
         _check_secret(pool, chosen)
-        if save not in SAVES:
-            raise ValueError(f"save={save!r:.80}: accepted are {', '.join(SAVES)}")
+        save = choice_argument("save", save, SAVES)
         limits = _quotas_argument(quotas)
         self._deadline = integer_argument("deadline_ms", deadline_ms, 1, 1 << 31) / 1e3
         rows = integer_argument("staging_blocks", staging_blocks, 2, 1 << 20)
@@ -154,7 +152,9 @@ class Keeper(Closing):
         self._interval = integer_argument("interval_ms", interval_ms, 1, 60_000) / 1e3
         if prefill_tokens_per_s is not None and seconds_argument("prefill_tokens_per_s", prefill_tokens_per_s) == 0:
             raise ValueError("prefill_tokens_per_s=0: accepted are numbers above 0, and None")
-        self._pool, self._clock, self._process = pool, clock, Process()
+        self._pool = pool
+        self._clock = clock
+        self._process = Process()
         nbytes = max(group.block_bytes for group in pool.groups)
 
         def client_of(store: Store) -> StoreClient:
@@ -188,17 +188,19 @@ class Keeper(Closing):
 
     # -- for the scheduler ---------------------------------------------------------------------------
 
-    def prefetch(self, prompt: object, deadline: float | None = None) -> Prefetch:
+    def prefetch(self, prompt: object, deadline: float | None = None, *, spare: float = 0.0) -> Prefetch:
         """Bring what stores have of a prompt, after its cached prefix, to the host tier. Returns at once.
 
         ``prompt``: as for the pool; BlockKeys cost least. ``deadline``: in seconds from now (default: ``deadline_ms``);
-        after it nothing more is brought. The next admission uses what has come by then. Changes the pool: blocks enter
-        its host tier. Raises TypeError, ValueError, PoolClosed.
+        after it nothing more is brought. The next admission uses what has come by then. ``spare``: for so many seconds
+        the request waits for the engine in any case, so that a load which takes no longer loses nothing. Changes the
+        pool: blocks enter its host tier. Raises TypeError, ValueError, PoolClosed.
         """
         self._process.check(self)
         keys = self._keys(prompt)
         seconds = self._deadline if deadline is None else seconds_argument("deadline", deadline)
-        handle = Prefetch(keys, self._clock() + seconds)
+        now = self._clock()
+        handle = Prefetch(keys, now + seconds, now + seconds_argument("spare", spare))
         with self._lock:
             if self._ended or self._closing:
                 raise PoolClosed(_ENDED)
@@ -271,7 +273,7 @@ class Keeper(Closing):
         if (prompt is None) == (namespace is None):
             raise TypeError(f"prompt={prompt!r:.80}, namespace={namespace!r:.80}: accepted is exactly one of them")
         if namespace is not None:
-            pair = _namespace_argument("namespace", namespace)
+            pair = namespace_argument("namespace", namespace)
             return self._ordered(lambda: self._forget_namespace(pair))
         given: Any = in_numpy("prompt", prompt)
         alone = is_keys(given) and not isinstance(given, BlockKeys)
@@ -566,13 +568,6 @@ def _quotas_argument(quotas: object) -> dict[Namespace, int]:
         raise TypeError(f"quotas={quotas!r:.80}: accepted are bytes by namespace")
     found: dict[Namespace, int] = {}
     for namespace, nbytes in (quotas or {}).items():
-        key = _namespace_argument("quotas", namespace)
+        key = namespace_argument("quotas", namespace)
         found[key] = integer_argument(f"quotas[{namespace!r:.80}]", nbytes, 0, 1 << 62)
     return found
-
-
-def _namespace_argument(name: str, namespace: object) -> Namespace:
-    if not isinstance(namespace, (list, tuple)) or len(namespace) != 2:
-        raise TypeError(f"{name}={namespace!r:.80}: accepted is a pair (salt, adapter_id)")
-    salt, adapter_id = tuple(namespace)
-    return salt_argument(salt), adapter_argument(adapter_id)

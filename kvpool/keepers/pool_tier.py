@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.arrays import Bools, Int32s, Uint64s
+from kvpool.entry.arguments import Namespace
 from kvpool.errors import KVPoolError, PoolClosed
 from kvpool.keepers.bridge import EVICT, REUSE, TOLD_AT_ONCE, pin_those_here, victims_margin
 from kvpool.pool.events import NAMELESS, TIERS, Events, Name, Rows, Rows3, joined, parents_first
@@ -35,8 +36,6 @@ OWNER = "kvpool keeper"
 SAVE_BYTES = 4 << 20
 """About what one save has."""
 T = TypeVar("T", np.int32, np.int64, np.uint64)
-Namespace = tuple[bytes | str | None, int | str | None]
-"""Salt and adapter."""
 
 
 class Content:

@@ -3,6 +3,7 @@ amounts."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -39,15 +40,17 @@ UNUSED_SECONDS = 60.0
 class Prefetch:
     """What became of ``Keeper.prefetch``. Thread-safe. The keeper changes it, and nobody else.
 
-    ``prompt``: the BlockKeys. ``deadline``: in seconds on the keeper's clock. ``blocks``: blocks that have entered the
-    host tier so far, in all groups of layers. ``ended``: why there is no more to come: "" while it goes on, "loaded",
-    "cached" (the pool has all), "absent" (no store has more), "declined" (to compute is faster), "late", "full" (no
-    room before the deadline, or no more than what has come), "failed", "cancelled", "forgotten", "reset" or "closed".
+    ``prompt``: the BlockKeys. ``deadline``: in seconds on the keeper's clock. ``engine_free``: until then the request
+    waits for the engine. ``blocks``: blocks that have entered the host tier so far, in all groups of layers.
+    ``ended``: why there is no more to come: "" while it goes on, "loaded", "cached" (the pool has all), "absent" (no
+    store has more), "declined" (to compute is faster), "late", "full" (no room before the deadline, or no more than
+    what has come), "failed", "cancelled", "forgotten", "reset" or "closed".
     ``done``: whether nothing more will come. ``cancelled``: whether ``cancel`` was called.
     """
 
     prompt: BlockKeys
     deadline: float
+    engine_free: float = -math.inf
     blocks: int = field(default=0, init=False)
     ended: str = field(default="", init=False)
     done: bool = field(default=False, init=False)
@@ -186,7 +189,8 @@ class Prefetches:
         for number in dict.fromkeys(fetch.source[one] for one in wanted):
             own = [one for one in wanted if fetch.source[one] == number]
             before = sum(other.source[one] == number for other in self._fetches for one in other.wanted)
-            attempt = self._loader.attempt(number, len({one.place for one in own}), len(own), before)
+            spare = max(0.0, fetch.handle.engine_free - self._clock())
+            attempt = self._loader.attempt(number, len({one.place for one in own}), len(own), before, spare)
             if attempt is not None and not attempt.load.blocks:
                 return own[0].place
             if attempt is not None:

@@ -80,11 +80,12 @@ class Export:
     copies are ordered by the ``stream`` of the pool's calls, and for the host by leases.
     """
 
-    __slots__ = ("__weakref__", "_lending", "_loan", "_place", "_view", "dtype", "writable")
+    __slots__ = ("__weakref__", "_lending", "_loan", "_place", "_view", "dtype", "group", "part", "tier", "writable")
 
     def __init__(self, lending: Lending, place: TierPlace, view: Array, dtype: str, writable: bool) -> None:
         # The view is an array of the right shape and strides that is never read. An index of it says where a part lies.
         self._lending, self._place, self._view = lending, place, view
+        self.tier, self.group, self.part = place
         self._loan: Loan | None = None
         self.dtype, self.writable = dtype, writable
 
@@ -97,18 +98,6 @@ class Export:
         storage = layout.storage_dtype
         view = StridedArray(address, shape, storage.itemsize, kind=storage.kind).host_view()
         return cls(lending, place, view, storage.name if raw else layout.dtype_name, writable)
-
-    @property
-    def tier(self) -> str:
-        return self._place.tier
-
-    @property
-    def group(self) -> int:
-        return self._place.group
-
-    @property
-    def part(self) -> int:
-        return self._place.part
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvpool.arrays import Array, Int64s
 from kvpool.arrays.layout import integer_argument
-from kvpool.arrays.paged import PagedKV, Plane, check_strides, share_bytes, span_of
+from kvpool.arrays.paged import PagedKV, check_strides, share_bytes, sharing
 from kvpool.arrays.strided import StridedArray, as_strided
 from kvpool.device.base import stream_argument
 from kvpool.device.copy_plan import CACHED_BYTES_MAX
@@ -92,12 +92,11 @@ class _Staging(NamedTuple):
     tokens: int
     memory: str
 
-    def planes(self, cache: PagedKV) -> list[Plane]:
-        """Its planes as those of paged memory: layers take the place of blocks."""
-        return [
-            Plane(layer, token, head, plane.heads, plane.run_bytes)
-            for (_, layer, token, head), plane in zip(self.rows, cache.planes, strict=True)
-        ]
+    def arrays(self, cache: PagedKV) -> Iterator[tuple[int, int, Array]]:
+        """The address, the number and the bytes of each plane. In these, layers take the place of blocks."""
+        for p, (address, layer, token, head) in enumerate(self.rows if self.tokens else ()):
+            layered = cache.planes[p]._replace(block_stride=layer, token_stride=token, head_stride=head)
+            yield address, p, layered.at(address, cache.layers, self.tokens)
 
 
 def _copy(
@@ -169,13 +168,19 @@ def _stagings_argument(name: str, staging: Any, cache: PagedKV, gather: bool) ->
         _staging_argument(own, one, cache, gather)
         for own, one in zip(names, staging if several else [staging], strict=True)
     ]
-    for own, one in zip(names, found, strict=True):
-        if one.tokens:
-            _check_outside(own, one, cache)
+    planes = [
+        (address, own, p, array)
+        for own, one in zip(names, found, strict=True)
+        for address, p, array in one.arrays(cache)
+    ]
+    for _, own, _, array in planes:
+        if _is_inside(array, cache):
+            raise ValueError(f"{own}: it shares bytes with the cache")
     if len({one.memory for one in found}) > 1:
         raise ValueError(f"{name}: all stagings must be in one memory")
-    if gather:
-        _check_apart(names, found, cache)
+    both = sharing((address, f"{own}, plane {p}", array) for address, own, p, array in planes) if gather else None
+    if both is not None:
+        raise ValueError(f"{' and '.join(sorted(both))} share bytes")
     return found
 
 
@@ -217,35 +222,13 @@ def _staging_argument(name: str, staging: Any, cache: PagedKV, gather: bool) -> 
     return _Staging(rows, tokens, arrays[0].memory)
 
 
-def _check_outside(name: str, staging: _Staging, cache: PagedKV) -> None:
-    """Raise ValueError if staging shares bytes with the cache."""
-    extents, (begin, end) = (cache.layers, staging.tokens), cache.extent
-    for (base, *_), plane in zip(staging.rows, staging.planes(cache), strict=True):
-        if base < end and begin < base + span_of(plane, *extents):
-            layers, inside = base + plane.block_stride * np.arange(cache.layers), (1, staging.tokens)
-            paged = cache.blocks, cache.tokens_per_block
-            if any(
-                share_bytes(layers, plane, inside, row, other, paged)
-                for row, other in zip(cache.bases, cache.planes, strict=True)
-            ):
-                raise ValueError(f"{name}: it shares bytes with the cache")
-
-
-def _check_apart(names: list[str], stagings: list[_Staging], cache: PagedKV) -> None:
-    """Raise ValueError where two planes that are written share bytes."""
-    spans = []
-    for name, one in zip(names, stagings, strict=True):
-        extents = (cache.layers, one.tokens)
-        for p, (row, plane) in enumerate(zip(one.rows, one.planes(cache) if one.tokens else (), strict=False)):
-            spans.append((row[0], row[0] + span_of(plane, *extents), f"{name}, plane {p}", plane, extents))
-    spans.sort(key=lambda span: span[0])
-    near: list[Any] = []
-    for span in spans:
-        near = [other for other in near if other[1] > span[0]]
-        for other in near:
-            if share_bytes(other[0], other[3], other[4], span[0], span[3], span[4]):
-                raise ValueError(" and ".join(sorted((other[2], span[2]))) + " share bytes")
-        near.append(span)
+def _is_inside(array: Array, cache: PagedKV) -> bool:
+    """Whether a plane of a staging shares bytes with the cache."""
+    return np.may_share_memory(array, cache.extent) and any(
+        share_bytes(array, plane.at(base, cache.blocks, cache.tokens_per_block))
+        for row, plane in zip(cache.bases.tolist(), cache.planes, strict=True)
+        for base in row
+    )
 
 
 def _index(array: StridedArray, index: int) -> StridedArray:

@@ -79,7 +79,9 @@ class StorePlan:
     def __init__(
         self, survey: Survey, layout: BlockLayout, store: StoreTier, tier_blocks: int, prefill: float | None
     ) -> None:
-        self.survey, self.layout, self.store = survey, layout, store
+        self.survey = survey
+        self.layout = layout
+        self.store = store
         self.tier_blocks, self.prefill = tier_blocks, prefill
 
     def row(self, capacity: int) -> dict[str, Any]:
@@ -143,7 +145,9 @@ class StorePlan:
 
     def _loads(self, capacity: int, found: int) -> tuple[int, int, float | None]:
         """Requests that load, blocks that they load, and the mean time that it saves each of all requests."""
-        survey, store, size = self.survey, self.store, self.layout.block_bytes
+        survey = self.survey
+        store = self.store
+        size = self.layout.block_bytes
         blocks = self._of_requests(capacity)
         if not survey.curve.exact and len(blocks):
             blocks = blocks * (found / blocks.sum())
@@ -214,7 +218,9 @@ class Plan:
         size = machine.layout.tokens_per_block
         if survey.tokens_per_block != size:
             raise ValueError(f"layout of {size} tokens per block, survey of {survey.tokens_per_block}")
-        self.survey, self.machine, self.policies = survey, machine, policies
+        self.survey = survey
+        self.machine = machine
+        self.policies = policies
 
     def gib(self, blocks: float) -> float:
         """The memory of some blocks, GiB."""
@@ -313,7 +319,9 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, as nested dictionaries, lists, numbers, strings and None only."""
-        survey, machine, store = self.survey, self.machine, self.store()
+        survey = self.survey
+        machine = self.machine
+        store = self.store()
         same = ("requests", "prompt_tokens", "output_tokens", "prompt_blocks", "tokens_per_block", "sample")
         return {
             **{name: getattr(survey, name) for name in same},

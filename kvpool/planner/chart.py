@@ -11,7 +11,6 @@ import numpy as np
 
 from kvpool.planner.capacity_plan import Plan, StorePlan
 from kvpool.planner.policies import MIN, ORACLE, PolicyTable
-from kvpool.planner.report import duration
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,7 +18,9 @@ if TYPE_CHECKING:
 _TENANTS = 5
 _MARKERS = {0.5: "o", 0.9: "s"}
 """The shares of the ceiling that the curve marks."""
-_BLUE, _ORANGE, _GREY = "#1f5fa8", "#c8641e", "#6b6b6b"
+_BLUE = "#1f5fa8"
+_ORANGE = "#c8641e"
+_GREY = "#6b6b6b"
 
 
 def tenant_label(name: str) -> str:
@@ -85,28 +86,13 @@ def _curve(plan: Plan, axes: Axes, title: str, model: str) -> None:
     for row in plan.reach() if survey.ceiling_tokens else []:
         if row["of_ceiling"] in _MARKERS:
             gib = f"{row['gib']:,.0f}" if row["gib"] >= 10 else f"{row['gib']:.2g}"
-            axes.plot(
-                row["gib"],
-                100 * row["token_rate"],
-                _MARKERS[row["of_ceiling"]],
-                color=_BLUE,
-                zorder=4,
-                label=f"{row['of_ceiling']:.0%} of the ceiling: {gib} GiB",
-            )
-    device, host = machine.device_blocks, machine.host_blocks
-    tiers = [("device", device, "right")] if device else []
-    tiers += [("device + host", device + host, "left")] if device and host else []
-    for name, blocks, side in tiers:
-        axes.axvline(plan.gib(blocks), color=_ORANGE, linewidth=1)
-        axes.annotate(
-            name,
-            (plan.gib(blocks), 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(0, 4),
-            textcoords="offset points",
-            color=_ORANGE,
-            horizontalalignment=side,
-        )
+            label = f"{row['of_ceiling']:.0%} of the ceiling: {gib} GiB"
+            marker = _MARKERS[row["of_ceiling"]]
+            axes.plot(row["gib"], 100 * row["token_rate"], marker, color=_BLUE, zorder=4, label=label)
+    device, host = machine.device_blocks or 0, machine.host_blocks
+    for name, blocks, style in (("device", device, ":"), ("device + host", device + host if host else 0, "-")):
+        if blocks:
+            axes.axvline(plan.gib(blocks), color=_ORANGE, linewidth=1, linestyle=style, label=name)
     axes.set(xlabel=f"KV memory, device and host together, GiB ({model})", ylabel="prompt tokens found in the cache, %")
     axes.set_title(f"What more KV memory buys\n{title}", loc="left", pad=20)
     _over_memory(axes)
@@ -121,14 +107,11 @@ def _over_memory(axes: Axes) -> None:
 
 
 def _gaps(plan: Plan, axes: Axes) -> None:
-    gaps = plan.survey.gaps
-    rows, name = (gaps.seconds, duration) if gaps.seconds else (gaps.requests, "{:,}".format)
-    total = max(sum(count for _, count in rows), 1)
-    labels = ["longer" if edge is None else f"< {name(edge)}" for edge, _ in rows]
-    bars = axes.bar(labels, [100 * count / total for _, count in rows], color=_BLUE)
+    unit, shown = plan.survey.gaps.bars()
+    bars = axes.bar([label for label, _ in shown], [100 * share for _, share in shown], color=_BLUE)
     axes.bar_label(bars, fmt="%.0f %%", color=_GREY)
     axes.margins(y=0.15)
-    axes.set(xlabel=f"{'time' if gaps.seconds else 'requests'} since a block was last used", ylabel="reused blocks, %")
+    axes.set(xlabel=f"{unit} since a block was last used", ylabel="reused blocks, %")
     axes.set_title("When reused blocks come back", loc="left")
     axes.grid(alpha=0.25, axis="y")
 
@@ -140,21 +123,13 @@ def _store(plan: Plan, store: StorePlan, axes: Axes) -> None:
     capacities = np.unique(np.geomspace(max(table[0] // 2, 1), table[-1] + 1, 128).astype(np.int64)).tolist()
     memory = [plan.gib(capacity) for capacity in capacities]
     axes.plot(memory, [tiers + 100 * store.hits(capacity) * size / tokens for capacity in capacities], color=_BLUE)
-    for rate, name, line in ((tiers, "tiers alone", "-"), (ceiling, "unbounded", "--")):
-        axes.axhline(rate, color=_GREY, linestyle=line, linewidth=1)
-        axes.annotate(
-            name,
-            (1, rate),
-            xycoords=("axes fraction", "data"),
-            xytext=(4, 0),
-            textcoords="offset points",
-            color=_GREY,
-            verticalalignment="center",
-        )
+    axes.axhline(tiers, color=_GREY, linewidth=1, label="tiers alone")
+    axes.axhline(ceiling, color=_GREY, linewidth=1, linestyle="--", label="unbounded")
     if store.store.capacity:
         axes.axvline(plan.gib(store.store.capacity), color=_ORANGE, linewidth=1)
     axes.set(xlabel="store, GiB", ylabel="found in tiers or store, %")
     axes.set_title(f"What a store behind the tiers adds (save={store.store.save})", loc="left")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     _over_memory(axes)
 
 

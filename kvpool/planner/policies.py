@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
-from time import process_time_ns
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +28,9 @@ from kvpool.planner.survey import Survey, Use
 from kvpool.pool.manager import KVCacheManager
 from kvpool.replay.content import Request
 
-LRU, MIN, ORACLE = "lru", "MIN", "session oracle"
+LRU = "lru"
+MIN = "MIN"
+ORACLE = "session oracle"
 SAYINGS = ("nothing", "stop", "future")
 """What an engine says with each release: nothing, why the model stopped, or when the next request comes."""
 _STOPS = ("tool_use", "end_turn")
@@ -92,11 +94,7 @@ def compare(
         raise ValueError(f"capacities={list(capacities)}: the longest request needs {survey.longest_blocks} blocks")
     runs: dict[str, Callable[[int], int]] = {LRU: lambda capacity: round(survey.curve.hits(capacity))}
     for policy in policies:
-        runs[policy] = lambda capacity, policy=policy: (
-            through_pool(  # type: ignore[misc]
-                uses, survey.longest_blocks, capacity, policy, said
-            ).found
-        )
+        runs[policy] = partial(through_pool, uses, survey.longest_blocks, policy=policy, said=said)
     if any(use.request.session is not None for use in uses):
         runs[ORACLE] = lambda capacity: sum(map(SessionOracle(uses, capacity).find, uses))
     following, counted = next_uses(uses)
@@ -120,15 +118,6 @@ def choose_capacities(survey: Survey) -> list[int]:
 # -- a pool --------------------------------------------------------------------------------------
 
 
-class Passed(NamedTuple):
-    """What a pool made of requests: prompt blocks found; nanoseconds of CPU in its calls, without hashing; device
-    blocks whose content was forgotten."""
-
-    found: int
-    nanoseconds: int
-    evicted: int
-
-
 def hints(request: Request, said: str) -> dict[str, Any]:
     """What an engine says when it releases a request, as arguments of ``release``."""
     if said == "stop" and request.stop in _STOPS:
@@ -139,17 +128,17 @@ def hints(request: Request, said: str) -> dict[str, Any]:
     return {}
 
 
-def through_pool(
-    uses: Iterable[Use], longest: int, capacity: int, policy: str, said: str = "nothing", host_blocks: int = 0
-) -> Passed:
-    """Play requests of up to ``longest`` blocks through a pool of ``capacity`` device blocks."""
+def through_pool(uses: Iterable[Use], longest: int, capacity: int, policy: str, said: str = "nothing") -> int:
+    """How many prompt blocks are found when requests of up to ``longest`` blocks are played through a pool of
+    ``capacity`` device blocks."""
     # A block is one token here. One more is for the last token of a prompt, which is never found.
     layout = BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=1, dtype="uint8", planes=1)
-    now, found, fresh, spent = [0], 0, _FRESH, 0
+    now = [0]
+    found = 0
+    fresh = _FRESH
     with KVCacheManager(
         layout,
         device_blocks=capacity + 1,
-        host_blocks=host_blocks,
         device="cpu",
         max_sequences=1,
         max_sequence_tokens=longest + 1,
@@ -160,8 +149,7 @@ def through_pool(
     ) as cache:
         for number, (request, blocks, prompt, lookups, private) in enumerate(uses):
             now[0] = int(1000 * (number if request.timestamp is None else request.timestamp))
-            keys, begin = cache.block_keys(np.append(blocks[:prompt] + 1, 0)), process_time_ns()
-            admitted = cache.add_sequence_batch([keys])
+            admitted = cache.add_sequence_batch([cache.block_keys(np.append(blocks[:prompt] + 1, 0))])
             found += min(int(admitted.cached_tokens[0]), lookups)
             cache.commit(admitted.ids, np.array([prompt]))
             cache.rewind(admitted.ids, np.array([1]))
@@ -171,8 +159,7 @@ def through_pool(
                 cache.commit(admitted.ids)
                 fresh += private
             cache.release(admitted.ids, **hints(request, said))
-            spent += process_time_ns() - begin
-        return Passed(found, spent, cache.stats().forgotten_device_blocks)
+    return found
 
 
 # -- ceilings ------------------------------------------------------------------------------------
@@ -195,7 +182,7 @@ def next_uses(uses: Sequence[Use]) -> tuple[Int64s, Uint8s]:
 
 def min_hits(following: Int64s, counted: Uint8s, capacity: int) -> int:
     """How many uses of blocks a cache finds that evicts the block whose next use is last."""
-    held, heap = np.zeros(len(following) + 1, np.uint8), np.empty(4 * capacity + 64, np.int64)
+    held, heap = np.zeros(len(following), np.uint8), np.empty(len(following), np.int64)
     return int(belady(following, counted, capacity, held, heap))
 
 

@@ -147,15 +147,13 @@ def _wide(name: str) -> int:
 
 
 def _gaps(plan: Plan) -> list[str]:
-    gaps = plan.survey.gaps
-    rows, name = (gaps.seconds, duration) if gaps.seconds else (gaps.requests, "{:,} requests".format)
-    total = sum(count for _, count in rows)
-    lines, shown = [f"reused blocks, by the {'time' if gaps.seconds else 'requests'} since their last use"], 0
-    for edge, count in rows:
-        shown += count
-        label = "longer" if edge is None else f"below {name(edge)}"
-        lines.append(f"{label:>24}  {_bar(count / total)} {count / total:>6.1%}, {shown / total:>6.1%} in all")
-    return lines if total else []
+    unit, bars = plan.survey.gaps.bars()
+    lines, shown = [f"reused blocks, by the {unit} since their last use"], 0.0
+    for label, share in bars:
+        shown += share
+        label += " requests" if unit == "requests" and label.startswith("below") else ""
+        lines.append(f"{label:>24}  {_bar(share)} {share:>6.1%}, {shown:>6.1%} in all")
+    return lines if bars else []
 
 
 def _prefixes(plan: Plan) -> list[str]:
@@ -205,11 +203,3 @@ def _size(value: float) -> str:
 
 def _time(seconds: float) -> str:
     return f"{seconds:,.2f} s" if abs(seconds) >= 1 else f"{1000 * seconds:.1f} ms"
-
-
-def duration(seconds: float) -> str:
-    """A round time in its largest unit."""
-    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:g} {unit}"
-    return f"{seconds:g} s"

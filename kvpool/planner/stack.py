@@ -3,7 +3,6 @@ Belady's rule finds of them."""
 
 from __future__ import annotations
 
-from math import nan
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy.typing as npt
 
 from kvpool.arrays import Array, Int32s, Int64s, Uint64s
 from kvpool.jit import jit
-from kvpool.replay.content import Request, namespace_digest
+from kvpool.replay.content import mix
 from kvpool.state.policy import nth_released
 
 BLOCKS, NOW, LIVE, LOOKUPS, RUNS, USED, COUNTS = range(7)
@@ -25,6 +24,13 @@ BUCKETS = STEPS * 36
 GROUPS = 32
 """The sample has so many parts. Their differences give its error."""
 _START = 1 << 12
+_LISTS = {
+    **dict.fromkeys(("seen", "hits", "parent", "found"), np.int32),
+    **dict.fromkeys(("last", "distances", "again"), np.int64),
+    **dict.fromkeys(("keys", "bits"), np.uint64),
+    "times": np.float64,
+}
+"""The types of the tables of one dimension that begin with this length."""
 _BLOCKS_MAX = 2**31 - 1
 
 REQUEST_EDGES = (2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 100_000, 1_000_000)
@@ -34,8 +40,7 @@ SECOND_EDGES = (1.0, 3.0, 10.0, 30.0, 60.0, 180.0, 600.0, 1_800.0, 3_600.0, 10_8
 _ONE, _ALL = np.uint64(1), np.uint64(2**64 - 1)
 _M1, _M2 = np.uint64(0x5555555555555555), np.uint64(0x3333333333333333)
 _M4, _MUL = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(0x0101010101010101)
-_GOLDEN, _MIX1, _MIX2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_S2, _S4, _S27, _S30, _S31, _S32, _S56 = (np.uint64(n) for n in (2, 4, 27, 30, 31, 32, 56))
+_S2, _S4, _S32, _S56 = (np.uint64(n) for n in (2, 4, 32, 56))
 _LOW = np.uint64(63)
 
 
@@ -102,13 +107,8 @@ class UsedBlocks(NamedTuple):
     tenant: int
 
 
-@jit
-def mixed(x):
-    """A 64-bit number scrambled, one to one."""
-    x = x + _GOLDEN
-    x = (x ^ (x >> _S30)) * _MIX1
-    x = (x ^ (x >> _S27)) * _MIX2
-    return x ^ (x >> _S31)
+mixed = jit(mix)
+"""A 64-bit number scrambled, one to one."""
 
 
 @jit
@@ -200,7 +200,9 @@ def count_run(tables, access, distance, goes_on):
     """Add one found block to the last run, or begin another."""
     if not goes_on:
         run = tables.runs[tables.counts[RUNS]]
-        run[0], run[1], run[2] = access.request, distance, 0
+        run[0] = access.request
+        run[1] = distance
+        run[2] = 0
         tables.counts[RUNS] += 1
     tables.runs[tables.counts[RUNS] - 1, 2] += 1
 
@@ -211,7 +213,11 @@ def look_up(tables, access, ids):
 
     All distances are from the time before the request: a request claims what it finds before it takes new blocks.
     """
-    counts, key, number, distance, count = tables.counts, access.seed, np.int64(-1), np.int64(0), 0
+    counts = tables.counts
+    key = access.seed
+    number = np.int64(-1)
+    distance = np.int64(0)
+    count = 0
     groups = np.uint64(len(tables.cold))
     counts[LOOKUPS] = 0
     for block in range(access.keyed):
@@ -251,7 +257,9 @@ def look_up(tables, access, ids):
 @jit
 def touch(tables, access, count):
     """Make the request's blocks the last used ones, in the order in which a release gives them to the policy."""
-    bits, tree, counts = tables.bits, tables.tree, tables.counts
+    bits = tables.bits
+    tree = tables.tree
+    counts = tables.counts
     word, removed = np.int64(-1), 0
     for at in range(count - 1, -1, -1):
         last = tables.last[tables.found[at]]
@@ -354,30 +362,22 @@ def follow(blocks, later, following):
 @jit
 def belady(following, counted, capacity, held, heap):
     """The hits of ``min_hits``. A block that is held is known by the place of its next use, in ``held`` and in
-    ``heap``, the last use first."""
-    size, blocks, found = 0, 0, 0
+    ``heap``, the last use first. Places that have passed stay below all others."""
+    size = 0
+    blocks = 0
+    found = 0
     for place in range(len(following)):
         if held[place]:
             found += counted[place]
             blocks -= 1
-        if following[place] == len(following):
-            continue
-        if size == len(heap):
-            size = 0
-            for at in range(len(heap)):
-                # Other places have passed.
-                if heap[at] > place:
-                    push(heap, size, heap[at])
-                    size += 1
-        held[following[place]] = 1
-        blocks += 1
-        push(heap, size, following[place])
-        size += 1
-        if blocks > capacity:
-            held[heap[0]] = 0
-            blocks -= 1
-            size -= 1
-            pop(heap, size)
+        if following[place] < len(following):
+            held[following[place]] = 1
+            push(heap, size, following[place])
+            size, blocks = size + 1, blocks + 1
+            if blocks > capacity:
+                held[heap[0]] = 0
+                size, blocks = size - 1, blocks - 1
+                pop(heap, size)
     return found
 
 
@@ -409,146 +409,49 @@ def pop(heap, size):
 # -- the tables ------------------------------------------------------------------------------------
 
 
-class StackDistances:
-    """For each block of each request, its place in an LRU list of all blocks.
-
-    Parameters
-    ----------
-    tokens_per_block
-        At least 1.
-    sample
-        Share of the blocks in the sample, chosen by key. With 1.0 everything is exact.
-
-    Memory grows by about 60 bytes for each distinct block in the sample, by 8 bytes for each request, and by 24 for
-    each run of blocks that it finds. Contents are
-    distinguished by 64-bit keys. Not thread-safe.
-    """
-
-    def __init__(self, tokens_per_block: int, sample: float = 1.0) -> None:
-        self.tokens_per_block, self.sample, self.requests = tokens_per_block, sample, 0
-        self._threshold = np.uint64(round(sample * 2**32))
-        groups = 1 if sample == 1 else GROUPS
-        self.tables = StackTables(
-            slots=np.full(2 * _START, -1, np.int32),
-            keys=np.empty(_START, np.uint64),
-            last=np.empty(_START, np.int64),
-            seen=np.empty(_START, np.int32),
-            hits=np.empty(_START, np.int32),
-            parent=np.empty(_START, np.int32),
-            bits=np.zeros(_START, np.uint64),
-            tree=np.zeros(_START + 1, np.int32),
-            distances=np.zeros(_START, np.int64),
-            again=np.zeros(_START, np.int64),
-            runs=np.empty((_START, 3), np.int64),
-            groups=np.zeros((groups, BUCKETS), np.int64),
-            cold=np.zeros(groups, np.int64),
-            coarse=np.zeros((1, BUCKETS), np.int64),
-            gaps=np.zeros((2, 16), np.int64),
-            times=np.empty(_START, np.float64),
-            found=np.empty(_START, np.int32),
-            counts=np.zeros(COUNTS, np.int64),
-        )
-        self._found = 0
-        self._seeds: dict[tuple[str | bytes | None, int | str | None], np.uint64] = {}
-
-    @property
-    def blocks(self) -> int:
-        """Distinct blocks with a key in the sample."""
-        return int(self.tables.counts[BLOCKS])
-
-    @property
-    def live(self) -> int:
-        """All distinct blocks in the sample."""
-        return int(self.tables.counts[LIVE])
-
-    @property
-    def used(self) -> int:
-        """Sampled blocks used by all requests."""
-        return int(self.tables.counts[USED])
-
-    def record(self, request: Request, tenant: int = 0) -> int:
-        """Look up, count and then touch the blocks of a request. ``tenant`` counts from 0.
-
-        Returns how many sampled blocks were looked up. Raises OverflowError beyond 2**31 - 1 blocks, and ValueError for
-        a request with fewer ids than tokens.
-        """
-        ids, tokens_per_id, keyed_tokens = _content(request)
-        if request.output_length < 0 or len(ids) * tokens_per_id < keyed_tokens or tenant < 0:
-            covered = f"{len(ids)} ids of {tokens_per_id} tokens for {keyed_tokens} and {request.output_length} tokens"
-            raise ValueError(
-                f"{request.name} of tenant {tenant} has {covered}: accepted are ids for all, and numbers from 0 on"
-            )
-        full = request.length // self.tokens_per_block
-        self._make_room(full, tenant)
-        self.tables.times[self.requests] = nan if request.timestamp is None else request.timestamp
-        access = UsedBlocks(
-            tokens_per_id,
-            self.tokens_per_block,
-            lookups=(request.input_length - 1) // self.tokens_per_block,
-            keyed=keyed_tokens // self.tokens_per_block,
-            full=full,
-            seed=self._seed(request),
-            threshold=self._threshold,
-            request=self.requests,
-            tenant=tenant,
-        )
-        self._found = record(self.tables, access, ids)
-        self.requests += 1
-        return int(self.tables.counts[LOOKUPS])
-
-    def last_blocks(self) -> Int32s:
-        """The numbers of the sampled blocks of the last request that another one can repeat."""
-        return self.tables.found[: self._found].copy()
-
-    def _seed(self, request: Request) -> np.uint64:
-        namespace = request.salt, request.adapter_id
-        if namespace not in self._seeds:
-            self._seeds[namespace] = np.frombuffer(namespace_digest(*namespace)[:8], np.uint64)[0]
-        return self._seeds[namespace]
-
-    def _make_room(self, full: int, tenant: int) -> None:
-        tables, counts = self.tables, self.tables.counts
-        blocks, live = int(counts[BLOCKS]) + full, int(counts[LIVE]) + full
-        if live > _BLOCKS_MAX:
-            raise OverflowError(f"more than {_BLOCKS_MAX} distinct blocks: follow a smaller share of them")
-        needed = {
-            **dict.fromkeys(("keys", "last", "seen", "hits", "parent"), blocks),
-            **dict.fromkeys(("distances", "again"), live + 1),
-            "runs": int(counts[RUNS]) + full,
-            "coarse": tenant + 1,
-            "times": self.requests + 1,
-            "found": full,
-        }
-        short = {name: length for name, length in needed.items() if length > len(getattr(tables, name))}
-        if short:
-            grown = {name: _longer(getattr(tables, name), length) for name, length in short.items()}
-            self.tables = tables = tables._replace(**grown)
-        if 2 * blocks > len(tables.slots):
-            slots = np.full(_power_of_two(4 * blocks), -1, np.int32)
-            fill_slots(slots, tables.keys, counts[BLOCKS])
-            self.tables = tables = tables._replace(slots=slots)
-        if int(counts[NOW]) + full > 64 * len(tables.bits):
-            words = max(len(tables.bits), _power_of_two(2 * live) // 64)
-            bits, tree = np.zeros(words, np.uint64), np.zeros(words + 1, np.int32)
-            compact(tables, bits, tree)
-            self.tables = tables._replace(bits=bits, tree=tree)
+def new_tables(groups: int) -> StackTables:
+    """Tables about nothing yet, of a sample in so many groups."""
+    return StackTables(
+        slots=np.full(2 * _START, -1, np.int32),
+        tree=np.zeros(_START + 1, np.int32),
+        runs=np.zeros((_START, 3), np.int64),
+        groups=np.zeros((groups, BUCKETS), np.int64),
+        cold=np.zeros(groups, np.int64),
+        coarse=np.zeros((1, BUCKETS), np.int64),
+        gaps=np.zeros((2, 16), np.int64),
+        counts=np.zeros(COUNTS, np.int64),
+        **{name: np.zeros(_START, dtype) for name, dtype in _LISTS.items()},
+    )
 
 
-def _content(request: Request) -> tuple[Uint64s, int, int]:
-    """The ids of a request's content, the tokens that each id covers, and the number of tokens that another request can
-    repeat."""
-    if request.hash_ids is not None:
-        try:
-            ids = np.array(request.hash_ids, np.uint64)
-        except OverflowError:
-            raise ValueError(f"hash_ids={request.hash_ids!r:.80}: accepted are numbers from 0 to 2**64 - 1") from None
-        if ids.ndim != 1:
-            raise ValueError(f"hash_ids has shape {ids.shape}: accepted is one dimension")
-        return ids, request.tokens_per_id, request.input_length
-    assert request.tokens is not None
-    if request.outputs is None:
-        return request.tokens.astype(np.uint64), 1, request.input_length
-    return np.concatenate([request.tokens, request.outputs]).astype(np.uint64), 1, request.length
+def with_room(tables: StackTables, full: int, request: int, tenant: int) -> StackTables:
+    """The tables with room for another request, of so many full blocks. Raises OverflowError beyond 2**31 - 1
+    blocks."""
+    counts = tables.counts
+    blocks, live = int(counts[BLOCKS]) + full, int(counts[LIVE]) + full
+    if live > _BLOCKS_MAX:
+        raise OverflowError(f"more than {_BLOCKS_MAX} distinct blocks: follow a smaller share of them")
+    needed = {
+        **dict.fromkeys(("keys", "last", "seen", "hits", "parent"), blocks),
+        **dict.fromkeys(("distances", "again"), live + 1),
+        "runs": int(counts[RUNS]) + full,
+        "coarse": tenant + 1,
+        "times": request + 1,
+        "found": full,
+    }
+    short = {name: length for name, length in needed.items() if length > len(getattr(tables, name))}
+    if short:
+        tables = tables._replace(**{name: _longer(getattr(tables, name), length) for name, length in short.items()})
+    if 2 * blocks > len(tables.slots):
+        slots = np.full(_power_of_two(4 * blocks), -1, np.int32)
+        fill_slots(slots, tables.keys, counts[BLOCKS])
+        tables = tables._replace(slots=slots)
+    if int(counts[NOW]) + full > 64 * len(tables.bits):
+        words = max(len(tables.bits), _power_of_two(2 * live) // 64)
+        bits, tree = np.zeros(words, np.uint64), np.zeros(words + 1, np.int32)
+        compact(tables, bits, tree)
+        tables = tables._replace(bits=bits, tree=tree)
+    return tables
 
 
 def _power_of_two(count: int) -> int:

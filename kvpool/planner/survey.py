@@ -10,21 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpool.arrays import Int32s, Int64s
+from kvpool.arrays import Int32s, Int64s, Uint64s
 from kvpool.arrays.layout import integer_argument
 from kvpool.entry.interrupt import DeferSignals
-from kvpool.planner.stack import (
-    BUCKETS,
-    GROUPS,
-    REQUEST_EDGES,
-    RUNS,
-    SECOND_EDGES,
-    STEPS,
-    StackDistances,
-    bucket_of,
-    trace_back,
-)
-from kvpool.replay.content import Request
+from kvpool.planner import stack
+from kvpool.planner.stack import BUCKETS, GROUPS, REQUEST_EDGES, SECOND_EDGES, STEPS, UsedBlocks
+from kvpool.replay.content import Request, namespace_digest
 
 TENANTS_MAX = 64
 """How many tenants have a curve of their own. Later ones share one curve."""
@@ -80,7 +71,7 @@ class Curve:
             return 0.0
         if self.missed is None:
             return nan
-        bucket = bucket_of(max(int(capacity * self.sample), 1))
+        bucket = stack.bucket_of(max(int(capacity * self.sample), 1))
         missed = self.missed[:, min(bucket, self.missed.shape[1] - 1)]
         followed = float(np.std(missed, ddof=1) * len(missed) ** 0.5 / self.sample)
         shift = round((capacity * (1 - self.sample) / self.sample) ** 0.5)
@@ -165,6 +156,16 @@ class Gaps:
     seconds: list[tuple[float | None, int]]
     """Empty if the trace has no times."""
 
+    def bars(self) -> tuple[str, list[tuple[str, float]]]:
+        """The histogram to show: what it counts, and for each bar its label and its share of all."""
+        rows, unit, name = (
+            (self.seconds, "time", duration) if self.seconds else (self.requests, "requests", "{:,}".format)
+        )
+        total = sum(count for _, count in rows)
+        return unit, [
+            ("longer" if edge is None else f"below {name(edge)}", count / total) for edge, count in rows if total
+        ]
+
 
 @dataclass(frozen=True)
 class Survey:
@@ -235,7 +236,8 @@ class Surveyor:
     keep
         Keep what each request uses, in ``uses``. This needs all blocks, and takes 4 bytes for each use of one.
 
-    Not thread-safe.
+    Memory grows by about 60 bytes for each distinct block in the sample, by 8 bytes for each request, and by 24 for
+    each run of blocks that it finds. Contents are distinguished by 64-bit keys. Not thread-safe.
     """
 
     def __init__(self, tokens_per_block: int, sample: float = 1.0, *, keep: bool = False) -> None:
@@ -244,43 +246,60 @@ class Surveyor:
             raise ValueError(f"sample={sample}: must be {SAMPLE_MIN} to 1")
         if keep and sample != 1:
             raise ValueError(f"sample={sample}: to keep what each request uses, it must be 1")
-        self.sample, self._keep = sample, keep
+        self.sample = sample
+        self.requests = 0
+        """Requests recorded so far."""
         self.uses: list[Use] = []
-        self._distances = StackDistances(tokens_per_block, sample)
+        self.tables = stack.new_tables(1 if sample == 1 else GROUPS)
+        self._keep = keep
+        self._threshold = np.uint64(round(sample * 2**32))
         self._blocks_before = array("q")
         self._tokens = np.zeros(2, np.int64)
         self._lookups = self._prompt_blocks = self._longest = self._used = 0
+        self._seeds: dict[tuple[str | bytes | None, int | str | None], np.uint64] = {}
         self._tenants: dict[str | None, int] = {}
         self._of_tenants = np.zeros((TENANTS_MAX + 1, 4), np.int64)
 
-    @property
-    def requests(self) -> int:
-        """Requests recorded so far."""
-        return self._distances.requests
-
     def record(self, request: Request) -> None:
         """Record the next request. Signal handlers wait until it is complete. Raises OverflowError for too many
-        distinct blocks."""
+        distinct blocks, and ValueError for a request with fewer ids than tokens."""
         with DeferSignals():
             self._record(request)
 
     def _record(self, request: Request) -> None:
-        size, before = self.tokens_per_block, self._distances.blocks
+        size, counts = self.tokens_per_block, self.tables.counts
+        ids, tokens_per_id, keyed_tokens = _content(request)
+        if request.output_length < 0 or len(ids) * tokens_per_id < keyed_tokens:
+            covered = f"{len(ids)} ids of {tokens_per_id} tokens for {keyed_tokens} and {request.output_length} tokens"
+            raise ValueError(f"{request.name} has {covered}: accepted are ids for all, and numbers from 0 on")
         name = request.salt if request.tenant is None else request.tenant
         tenant = self._tenants.setdefault(name, min(len(self._tenants), TENANTS_MAX))
+        full = request.length // size
+        keyed = keyed_tokens // size
         lookups = (request.input_length - 1) // size
-        followed = self._distances.record(request, tenant)
+        self.tables = stack.with_room(self.tables, full, self.requests, tenant)
+        self.tables.times[self.requests] = nan if request.timestamp is None else request.timestamp
+        self._blocks_before.append(counts[stack.BLOCKS])
+        access = UsedBlocks(
+            tokens_per_id, size, lookups, keyed, full, self._seed(request), self._threshold, self.requests, tenant
+        )
+        found = stack.record(self.tables, access, ids)
+        self.requests += 1
         if self._keep:
-            blocks, full = self._distances.last_blocks(), request.length // size
-            prompt = min(len(blocks), request.input_length // size)
-            self.uses.append(Use(request, blocks, prompt, lookups, full - len(blocks)))
-        self._blocks_before.append(before)
-        self._of_tenants[tenant] += (1, request.input_length, lookups, followed)
+            blocks = self.tables.found[:found].copy()
+            self.uses.append(Use(request, blocks, min(found, request.input_length // size), lookups, full - found))
+        self._of_tenants[tenant] += (1, request.input_length, lookups, counts[stack.LOOKUPS])
         self._tokens += (request.input_length, request.output_length)
         self._lookups += lookups
         self._prompt_blocks += -(-request.input_length // size)
         self._longest = max(self._longest, -(-request.length // size))
-        self._used += request.length // size
+        self._used += full
+
+    def _seed(self, request: Request) -> np.uint64:
+        namespace = request.salt, request.adapter_id
+        if namespace not in self._seeds:
+            self._seeds[namespace] = np.frombuffer(namespace_digest(*namespace)[:8], np.uint64)[0]
+        return self._seeds[namespace]
 
     def survey(self) -> Survey:
         """Return the figures of all requests so far. Call it once, as the last call: the result takes over the
@@ -288,14 +307,14 @@ class Surveyor:
 
         Raises ValueError if a sample has fewer than ``BLOCKS_MIN`` distinct blocks.
         """
-        distances, tables = self._distances, self._distances.tables
-        requests, blocks = distances.requests, distances.blocks
+        tables, requests = self.tables, self.requests
+        blocks, live, used, runs = tables.counts[[stack.BLOCKS, stack.LIVE, stack.USED, stack.RUNS]].tolist()
         if self.sample < 1 and self._lookups and blocks < BLOCKS_MIN:
             raise ValueError(
                 f"sample={self.sample} follows {blocks} distinct blocks of these prompts: at least {BLOCKS_MIN} are "
                 "needed"
             )
-        cumulative, again = tables.distances[: distances.live + 2], tables.again[: distances.live + 2]
+        cumulative, again = tables.distances[: live + 2], tables.again[: live + 2]
         np.cumsum(cumulative, out=cumulative)
         np.cumsum(again, out=again)
         again += cumulative
@@ -313,15 +332,15 @@ class Surveyor:
             output_tokens=int(self._tokens[1]),
             prompt_blocks=self._prompt_blocks,
             longest_blocks=self._longest,
-            distinct_blocks=round(distances.live / self.sample),
+            distinct_blocks=round(live / self.sample),
             curve=curve,
             tenants=self._tenant_curves(),
             gaps=Gaps(_rows(tables.gaps[0], REQUEST_EDGES), _rows(tables.gaps[1], SECOND_EDGES)),
             prefixes=find_prefixes(
                 tables.hits[:blocks], tables.parent[:blocks], before, self.tokens_per_block, self.sample
             ),
-            uses=Curve(again, distances.used, self._used, self.sample),
-            runs=tables.runs[: distances.tables.counts[RUNS]],
+            uses=Curve(again, used, self._used, self.sample),
+            runs=tables.runs[:runs],
             seconds=float(times.max() - times.min()) if requests and not np.isnan(times).any() else None,
         )
 
@@ -336,7 +355,7 @@ class Surveyor:
         result = []
         for number, name in names.items():
             requests, tokens, lookups, followed = (int(n) for n in self._of_tenants[number])
-            cumulative = np.cumsum(self._distances.tables.coarse[number])
+            cumulative = np.cumsum(self.tables.coarse[number])
             curve = Curve(cumulative, followed, lookups, self.sample, limits)
             result.append(Tenant(name, requests, tokens, curve))
         return sorted(result, key=lambda tenant: -tenant.prompt_tokens)
@@ -357,6 +376,31 @@ def survey_of(
         if progress is not None:
             progress(1)
     return surveyor.survey()
+
+
+def _content(request: Request) -> tuple[Uint64s, int, int]:
+    """The ids of a request's content, the tokens that each id covers, and the number of tokens that another request can
+    repeat."""
+    if request.hash_ids is not None:
+        try:
+            ids = np.array(request.hash_ids, np.uint64)
+        except OverflowError:
+            raise ValueError(f"hash_ids={request.hash_ids!r:.80}: accepted are numbers from 0 to 2**64 - 1") from None
+        if ids.ndim != 1:
+            raise ValueError(f"hash_ids has shape {ids.shape}: accepted is one dimension")
+        return ids, request.tokens_per_id, request.input_length
+    assert request.tokens is not None
+    if request.outputs is None:
+        return request.tokens.astype(np.uint64), 1, request.input_length
+    return np.concatenate([request.tokens, request.outputs]).astype(np.uint64), 1, request.length
+
+
+def duration(seconds: float) -> str:
+    """A round time in its largest unit."""
+    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:g} {unit}"
+    return f"{seconds:g} s"
 
 
 def _rows(counts: Int64s, edges: Sequence[float]) -> list[tuple[float | None, int]]:
@@ -386,7 +430,7 @@ def find_prefixes(
     request r.
     """
     head, depth = np.empty(len(hits), np.int32), np.empty(len(hits), np.int32)
-    trace_back(hits, parent, head, depth)
+    stack.trace_back(hits, parent, head, depth)
     (reused,) = np.nonzero(hits)
     heads, lengths = np.unique(head[reused], return_counts=True)
     carried = lengths * hits[heads].astype(np.int64)

@@ -11,7 +11,7 @@ from kvpool.arrays import Int32s, Int64s
 from kvpool.arrays.layout import integer_argument
 from kvpool.copying.transfer import NO_IDS
 from kvpool.device.base import NULL_STREAM, Stream, StreamLike, stream_argument
-from kvpool.device.work import Table
+from kvpool.device.work import Table, check_apart, check_entries
 from kvpool.entry.arguments import Ids, each_argument, id_array
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.entry.process import Closing
@@ -21,7 +21,7 @@ from kvpool.state import recurrent
 from kvpool.state.records import SEVERAL_STREAMS, TOO_SMALL, H
 from kvpool.state.sequences import use
 from kvpool.tables.block_table import BlockTable, planes_argument, rows_argument
-from kvpool.tables.snapshot import CsrHandOver, DenseHandOver, HandOver, stream_error, vectors_argument
+from kvpool.tables.snapshot import CsrHandOver, DenseHandOver, HandOver, stream_error
 from kvpool.tables.staging import Buffer, Staging
 from kvpool.tables.step_tables import HostStep, StepHandOver, StepTables, step_argument
 
@@ -32,9 +32,7 @@ class BlockTables:
     """The calls of a pool that give out block tables. Thread-safe."""
 
     core: Core
-
-    def _begin_tables(self) -> None:
-        self._staging = Staging(self.core.device, self.core.transfer, self.core.config.staging_depth)
+    _staging: Staging
 
     def block_table(self, ids: Ids, stream: StreamLike = None, group: int | None = None) -> BlockTable:
         """The block ids of these sequences, in the persistent host table.
@@ -133,12 +131,10 @@ class BlockTables:
         """
         which, table = id_array("ids", ids), self.core.device.views.table(target)
         hand_over, g = self._dense(table, len(which), rows, max_blocks, scale, v_offset, group)
-        on = None if stream is None else self.core.as_stream(stream)
         if len(which):
-            self._hand_over("copy_batch_block_offsets", hand_over, which, on, g)
+            self._hand_over("copy_batch_block_offsets", hand_over, which, stream, g)
         else:
-            with self.core.lock:
-                self.core.check_open()
+            self.core.as_stream(stream)
 
     def _dense(
         self, table: Table, count: int, rows: Ids | None, max_blocks: int | None, scale: Ids, v_offset: Ids | None,
@@ -172,16 +168,12 @@ class BlockTables:
 
         Everything else is as in ``copy_batch_block_offsets``.
         """
-        which, g = id_array("ids", ids), self.core.config.group(group)
-        if self.core.config.groups[g].kind == "recurrent":
-            raise ValueError(
-                f"group={g}: accepted are groups for attention; states are where copy_batch_block_offsets says"
-            )
+        which, g = id_array("ids", ids), attention_group(self.core, group)
         named = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}
         vectors = {name: self.core.device.views.table(vector, name, vector=True) for name, vector in named.items()}
-        vectors_argument(vectors, len(which))
-        on = None if stream is None else self.core.as_stream(stream)
-        self._hand_over("copy_batch_block_csr", CsrHandOver(list(vectors.values()), len(which)), which, on, g)
+        check_entries(vectors, len(which))
+        check_apart(vectors)
+        self._hand_over("copy_batch_block_csr", CsrHandOver(list(vectors.values()), len(which)), which, stream, g)
 
     def copy_step_tables(
         self,
@@ -203,10 +195,8 @@ class BlockTables:
         which, begins, each, g = step_arguments(self.core, ids, first, counts, group)
         targets = self.core.device.views.step(step_argument("target", target))
         targets.check_rows(len(which))
-        on = None if stream is None else self.core.device.as_stream(stream)
-        self._hand_over(
-            "copy_step_tables", StepHandOver(targets, len(which), begins, each, *self._rows_of(g)), which, on, g
-        )
+        hand_over = StepHandOver(targets, len(which), begins, each)
+        self._hand_over("copy_step_tables", hand_over, which, stream, g)
 
     def capture_block_offsets(
         self, target: object, sequences: int, *, rows: Ids | None = None, max_blocks: int | None = None, scale: Ids = 1,
@@ -238,8 +228,7 @@ class BlockTables:
         count, g = self._sequences_argument(sequences), attention_group(self.core, group)
         targets = self.core.device.views.step(step_argument("target", target))
         targets.check_rows(count)
-        hand_over = StepHandOver(targets, count, NO_IDS, NO_IDS, *self._rows_of(g))
-        return self._capture("capture_step_tables", hand_over, count, stream, g)
+        return self._capture("capture_step_tables", StepHandOver(targets, count, NO_IDS, NO_IDS), count, stream, g)
 
     def _sequences_argument(self, sequences: int) -> int:
         return integer_argument("sequences", sequences, 1, self.core.config.settings.sequences)
@@ -252,7 +241,7 @@ class BlockTables:
         with DeferSignals():
             buffer = self._staging.allocate(hand_over.room(core.states.heads, g, NO_IDS))
             try:
-                with core.transfer.lock:
+                with core.transfer.hold():
                     with core.lock, core.device.host_access(stores=[buffer.array]):
                         core.check_open()
                         staged = hand_over.stage(core.states.heads, g, NO_IDS, buffer)
@@ -262,22 +251,18 @@ class BlockTables:
                 raise
         return CapturedTables(core, self._staging, hand_over, buffer, count, g)
 
-    def _rows_of(self, g: int) -> tuple[int, int]:
-        """The tokens of a block of a group, and how many first columns no window passes."""
-        numbers = self.core.states.heads[g]
-        return int(numbers[H.width]), int(numbers[H.sinks])
-
-    def _hand_over(self, call: str, hand_over: HandOver, which: Rows, stream: Stream | None, g: int) -> None:
+    def _hand_over(self, call: str, hand_over: HandOver, which: Rows, stream: StreamLike, g: int) -> None:
         """Stage and enqueue a hand-over. Starts again if a sequence has outgrown the buffer meanwhile. If the device
         refuses it, raises DeviceError; no block is lost."""
+        decided, on = 0, None if stream is None else self.core.as_stream(stream)
         self.core.refuse_inside(call)
-        decided, behind = 0, stream or self.core.as_stream(self._stream_of(which))
+        behind = on or self.core.as_stream(self._stream_of(which))
         with DeferSignals():
             while not decided:
                 buffer = self._staging.take(hand_over.room(self.core.states.heads, g, which), behind)
                 try:
-                    staged = self.core, self._staging, hand_over, buffer, stream, g
-                    decided = self.core.decide(stream, _stage, which, *staged)
+                    staged = self.core, self._staging, hand_over, buffer, on, g
+                    decided = self.core.decide(on, _stage, which, *staged)
                 finally:
                     if not hand_over.retained:
                         self._staging.give_back(buffer)
@@ -328,7 +313,8 @@ class CapturedTables(Closing):
         sequences as soon as the call returns, and launch the graph several times.
 
         Waits, with no lock held, until the replays before are done: on the stream that was named for them, or on this
-        one if there was none. After an error, a replay writes what it wrote before. Changes nothing but the stream of
+        one if there was none. Where that stream was destroyed, waits for the whole device. After an error, a replay
+        writes what it wrote before. Changes nothing but the stream of
         the sequences. Raises UnknownSequence, DeviceError, PoolClosed, TypeError, ValueError: also for more than
         ``sequences``, after ``close``, and while one of both streams is being captured.
         """
@@ -346,9 +332,9 @@ class CapturedTables(Closing):
             core.check_open()
 
     def close(self) -> None:
-        """Give the buffer back once the replays so far are done, or with the pool if ``stage`` was never called; does
-        not wait. A second call does nothing. Raises ValueError, with nothing changed, while the stream of the replays
-        is being captured; DeviceError."""
+        """Give the buffer back once the replays so far are done, or with the pool if ``stage`` was never called; waits
+        for the device only where the stream of the replays was destroyed. A second call does nothing. Raises
+        ValueError, with nothing changed, while the stream of the replays is being captured; DeviceError."""
         buffer = self._buffer
         if buffer is not None and not self._core.closed:
             with DeferSignals():

@@ -78,10 +78,7 @@ class LayerGroup:
         widths = sorted({part.tokens_per_block for part in parts})
         if len(widths) > 1:
             raise ValueError(f"layout: tokens_per_block={widths}: accepted are parts with the same")
-        if not isinstance(self.kind, str):
-            raise TypeError(f"kind={self.kind!r:.80}: a string is needed, one of {', '.join(KINDS)}")
-        if self.kind not in KINDS:
-            raise ValueError(f"kind={self.kind!r:.80}: must be one of {', '.join(KINDS)}")
+        choice_argument("kind", self.kind, KINDS)
         window = None if self.window is None else integer_argument("window", self.window, 1, _TOKENS_MAX)
         sinks = integer_argument("sinks", self.sinks, 0, _TOKENS_MAX)
         if sinks and not window:
@@ -136,17 +133,6 @@ class Group:
     def block_bytes(self) -> int:
         """Bytes of one block, all parts."""
         return sum(layout.block_bytes for layout in self.layouts)
-
-
-def describe(
-    groups: Sequence[LayerGroup], device_blocks: Sequence[int], host_blocks: Sequence[int]
-) -> tuple[Group, ...]:
-    """The groups of a pool with these capacities, in blocks. The caller has checked the arguments."""
-    ids, found = PoolIds(device_blocks, host_blocks), list[Group]()
-    for index, (group, at_device, at_host) in enumerate(zip(groups, device_blocks, host_blocks, strict=True)):
-        rule = (group.kind, group.window, group.sinks, group.snapshot_tokens)
-        found.append(Group(index, group.layouts, *rule, at_device, at_host, *ids.first(index)))
-    return tuple(found)
 
 
 def groups_argument(groups: object, tokens_per_block: object = None) -> tuple[tuple[LayerGroup, ...], int]:
@@ -378,7 +364,11 @@ def _pool_groups(
         raise ValueError(f"tokens_per_block={width}: accepted are up to {np.iinfo(np.int16).max}")
     device = capacities_argument("device_blocks", device_blocks, checked)
     host = capacities_argument("host_blocks", host_blocks, checked)
-    return describe(checked, device, host), width
+    ids, found = PoolIds(device, host), list[Group]()
+    for index, (group, at_device, at_host) in enumerate(zip(checked, device, host, strict=True)):
+        rule = (group.kind, group.window, group.sinks, group.snapshot_tokens)
+        found.append(Group(index, group.layouts, *rule, at_device, at_host, *ids.first(index)))
+    return tuple(found), width
 
 
 def _power_of_two(count: int) -> int:

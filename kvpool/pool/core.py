@@ -226,7 +226,7 @@ class Core:
     def use_lock(self, lock: AbstractContextManager[Any]) -> None:
         """Use another state lock, for a tool that watches it. No call may be running."""
         self._hold_lock(lock)
-        self.transfer.use_lock(lock)
+        self.transfer.state_lock = lock
 
     def _hold_lock(self, lock: Any) -> None:
         self.lock = lock

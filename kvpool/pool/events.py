@@ -93,8 +93,13 @@ class Events(Sequence[Event]):
         cursor: int = 0,
         missed: int = 0,
     ) -> None:
-        self.tiers, self.names, self.cursor, self.missed = tiers, names, cursor, missed
-        self.records, self.tokens, self.extra, self.number, self.capacities = records, tokens, extra, number, capacities
+        self.records = records
+        self.tokens = tokens
+        self.extra = extra
+        self.number = number
+        self.capacities = capacities
+        self.tiers, self.names = tiers, names
+        self.cursor, self.missed = cursor, missed
         starts = records["joined"] == 0
         if len(records):
             starts[0] = True

@@ -54,7 +54,7 @@ class BlockKeys:
     not those of the tokens. ``KVCacheManager.block_keys`` takes a copy, for one that can be extended.
     """
 
-    __slots__ = ("_extra_ids", "_heads", "_keys", "_proven", "_request", "_scope", "_tokens")
+    __slots__ = ("_extra_ids", "_heads", "_keys", "_request", "_scope", "_tokens")
     __iter__ = None
 
     def __new__(
@@ -113,7 +113,6 @@ class BlockKeys:
     ) -> None:
         # What the request points to lives as long as this object, and nobody else can reach it to write to it.
         self._tokens, self._keys, self._extra_ids, self._scope, self._heads = tokens, keys, extra_ids, scope, heads
-        self._proven = heads is not None
         self._request = np.zeros((1, records.REQUEST_COLUMNS), np.int64)
         extra = NO_EXTRA if extra_ids is None else extra_ids
         requests.describe(self._request, tokens, keys, extra, *scope.root, not scope.reuse, not scope.publish)
@@ -153,20 +152,14 @@ class BlockKeys:
         )
         return part
 
-    def bound(self, heads: Int64s) -> BlockKeys:
-        """The same, which can be extended, for the pool with these headers; it shares the arrays."""
-        own = object.__new__(BlockKeys)
-        own._fill(self._tokens, self._keys, self._extra_ids, self._scope, heads)
-        return own
-
     def prove(self, root: tuple[int, int, int], heads: Int64s) -> None:
         """Raise ValueError unless the pool with these headers, in which the namespace has this root, would give the
-        same keys. Of what a copy or a pickle has brought, it hashes all, once."""
-        if not self._proven:
+        same keys. What a copy or a pickle has brought is hashed, once, and can be extended then."""
+        if not self.proven:
             own = BlockKeys.of_private(self._tokens, self._keys[:0], self._extra_ids, self._scope, heads)
             if root != self._scope.root or not np.array_equal(own._keys, self._keys):
                 raise ValueError("keys: they are not those of their tokens, extra_ids, salt and adapter_id")
-            self._proven = True
+            self._heads = heads
 
     @property
     def has_extra(self) -> bool:
@@ -176,7 +169,7 @@ class BlockKeys:
     @property
     def proven(self) -> bool:
         """Whether a pool has hashed these keys, or compared them with its own."""
-        return self._proven
+        return self._heads is not None
 
     @property
     def tokens(self) -> Int32s:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from kvpool.arrays.strided import read_only
 from kvpool.device.base import Stream, StreamLike
 from kvpool.entry.arguments import text_argument
 from kvpool.entry.interrupt import DeferSignals
+from kvpool.entry.process import Closing
 from kvpool.errors import BlockNotFound, LeaseExpired, PoolClosed
 from kvpool.memory.pools import MemoryPools
 from kvpool.pool.core import Core
@@ -25,7 +25,7 @@ Ids = Int64s
 
 
 @dataclass(eq=False, repr=False, slots=True)
-class Lease:
+class Lease(Closing):
     """Blocks that are neither moved, overwritten nor evicted until the lease is closed. A context manager.
 
     ``blocks`` int64[n]: pool ids, read-only. ``groups`` int64[n]: the group of layers that each block belongs to.
@@ -75,12 +75,7 @@ class Lease:
         """
         self._leases.close(self, stream)
 
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object = None, *error: object) -> None:
         if kind is None or not self.closed:
             self.close()
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import Any, NamedTuple, overload
 from weakref import WeakSet
 
 import numpy as np
@@ -19,7 +19,7 @@ from kvpool.device.base import Device, DeviceArray, StreamLike, tier_argument
 from kvpool.entry.arguments import (
     Ids,
     Integers,
-    adapter_argument,
+    Namespace,
     address,
     bool_argument,
     count_array,
@@ -28,16 +28,15 @@ from kvpool.entry.arguments import (
     int64_array,
     is_integer,
     list_argument,
+    namespace_argument,
     priority_argument,
-    returns_argument,
-    salt_argument,
     split_argument,
-    stop_argument,
     text_argument,
     token_array,
     ttl_argument,
 )  # fmt: skip
 from kvpool.entry.interrupt import DeferSignals
+from kvpool.entry.process import Closing
 from kvpool.errors import BlockNotFound, DeviceError, IntegrityError, KVPoolError, OutOfSequences, PoolBusy
 from kvpool.memory.attachments import SharedTier, Sharing
 from kvpool.memory.export import Export, Lending, Loan, TierPlace
@@ -63,12 +62,11 @@ from kvpool.pool.keys import (
 from kvpool.pool.leases import Lease, Leases
 from kvpool.pool.prompts import Retention
 from kvpool.pool.reservations import Imports, Loadable, Reservation, Reservations, block_buffer
+from kvpool.pool.together import release_arguments
 from kvpool.state import control, index, records, swaps, verbs
 from kvpool.state.sequences import check_ids
 from kvpool.state.verify import verify_states
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from kvpool.tables.staging import Staging
 
 NO_COUNTS: Int64s = np.empty(0, np.int64)
 
@@ -82,7 +80,7 @@ class CloseReport(NamedTuple):
     reservations: list[tuple[str, int]]
 
 
-class KVCacheManager(Hints, BlockTables):
+class KVCacheManager(Hints, BlockTables, Closing):
     """A paged KV cache in two tiers: device blocks, and host blocks that take what leaves the device.
 
     Parameters
@@ -111,7 +109,7 @@ class KVCacheManager(Hints, BlockTables):
         then be longer than the device has room for, up to ``max_sequence_tokens``. None: a token sees all tokens before
         it.
     clock : () -> int, monotonic milliseconds from 0 to 2**42.
-    policy : which cached block is evicted next, among those of the default priority on the device. ``"lru"``: the one
+    policy : which cached block is evicted next, among those of the default priority. ``"lru"``: the one
         that was not used for longest. ``"reuse"``: of the conversation that comes back least, as those of its length
         and as many turns do; its end goes first. ``"agent"``: the same, by the pauses that the conversation itself has
         made, and by the ``stop`` that ``release`` is told. ``"adaptive"``: one of these, whichever would have hit more
@@ -173,22 +171,18 @@ class KVCacheManager(Hints, BlockTables):
             history_bytes=history_bytes,
         )  # fmt: skip
         used, owned = get_device(device), not isinstance(device, Device)
-        try:
-            self._pools = pool_memory(config, used, device_memory, host_memory, bool_argument("shared", shared))
-            try:
-                core = Core(config, used, pool_states(config, used, table))
-            except BaseException:
-                self._pools.close()
-                raise
-        except BaseException:
+        with ExitStack() as ends:
             if owned:
-                used.close()
-            raise
+                ends.callback(used.close)
+            self._pools = pool_memory(config, used, device_memory, host_memory, bool_argument("shared", shared))
+            ends.callback(self._pools.close)
+            core = Core(config, used, pool_states(config, used, table))
+            ends.pop_all()
         self._owns_device = owned
         if self._pools.shared:
             core.transfer.forks.lost = "the shared memory of this pool is not in a child of os.fork()"
         super().__init__(core, Leases(core, self._pools))
-        self._begin_tables()
+        self._staging = Staging(used, core.transfer, config.staging_depth)
         self._imports, self._reservations = Imports(core, self._pools), Reservations(core, self._pools)
         self._loans: WeakSet[Loan] = WeakSet()
         self._sharing = Sharing(used, self._pools)
@@ -257,16 +251,12 @@ class KVCacheManager(Hints, BlockTables):
         of 1 to 256 characters by which ``hints`` finds what the one sequence has now. It is remembered as ``keys_of``
         gives it, and raises what that raises; sessions that were named long ago are forgotten.
         """
-        which, keep = id_array("ids", ids), bool_argument("store", store)
-        said = stop_argument(stop), returns_argument(ends, returns_in_ms)
+        which, verb, how = release_arguments(ids, store, stop, ends, returns_in_ms)
         name = None if session is None else name_argument("session", session)
         if name is not None and len(which) != 1:
             raise ValueError(f"session={name!r:.80}: accepted with one sequence, not {len(which)}")
         left = None if name is None else self.keys_of(which)[0]
-        if any(said):
-            self.core.decide(stream, verbs.release_saying, which, keep, *said, self.core.now(), ids=which)
-        else:
-            self.core.decide(stream, verbs.release, which, keep, self.core.now(), ids=which)
+        self.core.decide(stream, verb, which, *how, self.core.now(), ids=which)
         if name is not None and left is not None:
             self._remember(name, left)
 
@@ -635,7 +625,7 @@ class KVCacheManager(Hints, BlockTables):
         self,
         prompt: Prompt | Keys | None = None,
         *,
-        namespace: tuple[bytes | str | None, int | str | None] | None = None,
+        namespace: Namespace | None = None,
     ) -> int:
         """Remove cached content from the index, on both tiers and in all groups of layers. Returns how many contents.
 
@@ -655,7 +645,7 @@ class KVCacheManager(Hints, BlockTables):
         if (prompt is None) == (namespace is None):
             raise TypeError(f"prompt={prompt!r:.80}, namespace={namespace!r:.80}: accepted is exactly one of them")
         if namespace is not None:
-            tag = self._root(*_namespace_argument(namespace))[0]
+            tag = self._root(*namespace_argument("namespace", namespace))[0]
             return int(self.core.decide(None, control.forget_namespace, tag, self.core.now()))
         keys, rows = self._named(prompt)
         ordered, now = rows[np.lexsort((rows[:, 1], rows[:, 0]))], self.core.now()
@@ -908,12 +898,7 @@ class KVCacheManager(Hints, BlockTables):
                     self.core.device.close()
         return self._report
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object = None, *error: object) -> None:
         report = self.close(force=True)
         views = len(self._loans)
         if kind is None and (any(report) or views):
@@ -930,13 +915,6 @@ def _refuse_forks(heads: Int64s, ids: Int64s, wanted: int) -> int:
     if error:
         return error
     raise OutOfSequences(wanted, int(heads[0, records.H.free_rows]))
-
-
-def _namespace_argument(namespace: object) -> tuple[bytes | str | None, int | str | None]:
-    if not isinstance(namespace, (list, tuple)) or len(namespace) != 2:
-        raise TypeError(f"namespace={namespace!r:.80}: accepted is a pair (salt, adapter_id)")
-    salt, adapter_id = tuple(namespace)
-    return salt_argument(salt), adapter_argument(adapter_id)
 
 
 def _flags(there: object, shape: tuple[int, int]) -> Bools:

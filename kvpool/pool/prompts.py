@@ -170,7 +170,7 @@ class Prompts:
         if isinstance(tokens, BlockKeys):
             if any(one is not None for one in (salt, adapter_id, extra_ids)) or not all(switches):
                 raise TypeError("tokens are BlockKeys, which have all other arguments: accepted is none")
-            return self._own([tokens])[0].bound(self.core.states.heads)
+            return self._own([tokens])[0]
         names = salt_argument(salt), adapter_argument(adapter_id)
         scope = Scope(*names, self._root(*names), self._origin, *switches)
         found = token_array("tokens", tokens)
@@ -444,7 +444,16 @@ class Prompts:
         door.undo = lambda: core.release_unseen(out[0, :, records.OUT.id])
         on = NULL_STREAM if stream is None else stream
         now = core.now() if now is None else now
-        n = core.decide(on, self._admit_named, rows, out, now, some, keys, loads)
+
+        def admit_named(heads: Rows, rows: Rows) -> int:
+            # Events will name the namespaces.
+            core.names.learn(keys)
+            admitted = int(admit.admit(heads, rows, out, now, some))
+            if loads is not None and admitted >= 0:
+                core.transfer.put_layers(loads)
+            return admitted
+
+        n = core.decide(on, admit_named, rows)
         found = out[0, :n] if len(out) == 1 else self._joined(out[:, :n])
         return found if kept is None else _spread(found, kept, len(kept) + len(refused)), refused
 
@@ -464,23 +473,6 @@ class Prompts:
         )
         found[:, records.OUT.device_tokens], found[:, records.OUT.host_tokens] = full - host, host
         return found
-
-    def _admit_named(
-        self,
-        heads: Rows,
-        rows: Rows,
-        out: Rows,
-        now: int,
-        allow_partial: bool,
-        keys: list[BlockKeys],
-        loads: LayerLoads | None,
-    ) -> int:
-        """Note the namespaces that events will name, then call the verb. The caller holds the state lock."""
-        self.core.names.learn(keys)
-        admitted = int(admit.admit(heads, rows, out, now, allow_partial))
-        if loads is not None and admitted >= 0:
-            self.core.transfer.put_layers(loads)
-        return admitted
 
     # -- what a pool has room for if nothing else lives in it ------------------------------------
 
@@ -514,9 +506,10 @@ class Prompts:
                 else f"encoder_tokens={int(row[0, records.R.encoder])}"
             )
             return f"{what} passes max_sequence_tokens={self._columns * self._width}: it can never fit"
-        cached = self._cached(row) if short else []
         for group in short:
-            matched, held = cached[group.index]
+            out, ids = self._look_up(row)
+            matched = int(out[group.index, 3])
+            held = int(np.count_nonzero(ids[group.index, :matched] != records.NONE))
             needed = min(needs[group.index], held + int(fresh(heads, group.index, row, matched, columns)))
             if needed > group.device_blocks:
                 return (
@@ -528,15 +521,6 @@ class Prompts:
     def _lack(self, group: Group, needed: int) -> str:
         where = f" of group {group.index}" if len(self.core.config.groups) > 1 else ""
         return f"{needed} device blocks{where} are needed at once, of {group.device_blocks}"
-
-    def _cached(self, row: Rows) -> list[tuple[int, int]]:
-        """For each group: the longest prefix of a prompt, in blocks, that all groups can reuse now, and how many of
-        these blocks the group would hold."""
-        out, ids = self._look_up(row)
-        counts = [int(one[3]) for one in out[:-1]]
-        return [
-            (count, int(np.count_nonzero(own[:count] != records.NONE))) for count, own in zip(counts, ids, strict=True)
-        ]
 
 
 def _spread(found: Rows, kept: list[int], count: int) -> Rows:

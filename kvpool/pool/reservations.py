@@ -7,7 +7,6 @@ import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +26,7 @@ from kvpool.state import admit, control, records, verbs
 from kvpool.state.sequences import use
 
 Ids = Int64s
+NO_IDS: Ids = np.empty(0, np.int64)
 
 
 class Share(NamedTuple):
@@ -61,11 +61,6 @@ class Share(NamedTuple):
             ]
         slots[: self.skip] = -1  # a window passes no other blocks
         return slots
-
-    def to_fill(self) -> Int32s:
-        """The blocks that a loader writes to."""
-        behind = self.blocks[self.skip // self.width :]
-        return behind[behind >= 0]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -179,9 +174,7 @@ class Reservation(Loadable):
     def __enter__(self) -> Reservation:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object = None, *error: object) -> None:
         if not self.closed:
             try:
                 # Somebody may revoke it meanwhile.
@@ -265,12 +258,14 @@ class Reservations:
 
     def _wait_until_free(self, loadable: Sequence[Loadable]) -> None:
         """Wait, with no lock held, until no enqueued work touches the blocks to be filled."""
-        free = [np.empty(0, np.int64)]
-        for one in loadable:
-            for group, share in zip(self.core.config.groups, one.shares, strict=True):
-                free.append(group.first_device_block + share.to_fill().astype(np.int64))
-        self.core.wait_for(self.core.transfer.pending(np.concatenate(free), writes=True))
+        written = [self._writes(one)[:, 0] for one in loadable]
+        self.core.wait_for(self.core.transfer.pending(np.concatenate([NO_IDS, *written]), writes=True))
         self.core.check_open()
+
+    def _writes(self, loadable: Loadable) -> Ids:
+        """Rows (block, first token, end of tokens) that a loader writes in all groups."""
+        each = zip(self.core.config.groups, loadable.shares, strict=True)
+        return np.concatenate([share.writes(group.first_device_block) for group, share in each])
 
     def _expect_writes(self, reservation: Reservation) -> None:
         """If the loader is in another process, tell a device that looks for races what it writes until the reservation
@@ -280,9 +275,7 @@ class Reservations:
         """
         access: AbstractContextManager[Any] = nullcontext()
         if self._pools.shared:
-            each = zip(self.core.config.groups, reservation.shares, strict=True)
-            rows = [share.writes(group.first_device_block) for group, share in each]
-            access = self.core.device.host_access(writes=np.concatenate(rows), outside=True)
+            access = self.core.device.host_access(writes=self._writes(reservation), outside=True)
         with self.core.lock:
             self._check_open(reservation)
             reservation.writing.enter_context(access)
@@ -346,9 +339,6 @@ class Reservations:
         self.core.decide(stream, end, which, np.array([count], np.int64), self.core.now(), ids=which)
 
 
-NO_IDS: Ids = np.empty(0, np.int64)
-
-
 class Imports:
     """Stores blocks in the host tier. One import runs at a time. The memory stays while an import writes to it.
     Thread-safe."""
@@ -361,38 +351,43 @@ class Imports:
         """The blocks that the present import holds. The state lock guards it."""
 
     def store(self, into: Group, keys: BlockKeys, first: int, priority: int, buffers: list[Uint8s]) -> int:
-        self._core.refuse_inside("import_blocks")
-        now = self._core.now()
+        core, full = self._core, len(keys) // self._core.config.tokens_per_block
+        core.refuse_inside("import_blocks")
+        now, ids = core.now(), np.full(len(buffers), records.NONE, np.int64)
+        if keys.has_extra:
+            core.enable_extra()
+
+        def take(heads: Ids, request: Ids) -> int:
+            held = np.full(full, records.NONE, np.int64)
+            control.take_missing(heads, into.index, request, first, priority, ids, held, now)
+            # They are given back in this order: the last block first, so that leaves age first, and what was cached
+            # before last.
+            taken = np.concatenate([_named(ids)[::-1], _named(held)[::-1]])
+            self.pinned = core.states.pool_ids.of(into.index, taken)
+            return int(heads[0, records.H.generation])
+
+        def publish(heads: Ids, request: Ids, generation: int) -> int:
+            # Not if the pool was reset since they were taken.
+            if generation != heads[0, records.H.generation]:
+                return 0
+            core.names.learn([keys])
+            return int(control.publish_taken(heads, into.index, request, first, priority, ids, now))
+
         with self._one, DeferSignals():
-            full = len(keys) // self._core.config.tokens_per_block
-            ids, held = np.full(len(buffers), records.NONE, np.int64), np.full(full, records.NONE, np.int64)
             try:
-                generation = self._take(into, keys, first, priority, ids, held, now)
+                generation = core.decide(None, take, request_of(keys))
                 self._fill(into, ids, buffers)
-                return int(self._core.decide(None, self._publish, into, keys, first, priority, ids, generation, now))
+                return int(core.decide(None, publish, request_of(keys), generation))
             finally:
-                self._give_back(now)
+                with core.lock:
+                    if not core.closed:
+                        control.unpin(core.states.heads, self.pinned, now)
+                    self.pinned = NO_IDS
 
     def close(self) -> None:
         """Free the pool's memory, once no import writes to it any more."""
         with self._one:
             self._pools.close()
-
-    def _take(self, into: Group, keys: BlockKeys, first: int, priority: int, ids: Ids, held: Ids, now: int) -> int:
-        """Take blocks: their ids in the group go into ``ids`` and ``held``. Returns the generation in which they were
-        taken."""
-        if keys.extra_ids is not None:
-            self._core.enable_extra()
-
-        def take(heads: Ids, request: Ids) -> int:
-            control.take_missing(heads, into.index, request, first, priority, ids, held, now)
-            # They are given back in this order: the last block first, so that leaves age first, and what was cached
-            # before last.
-            taken = np.concatenate([_named(ids)[::-1], _named(held)[::-1]])
-            self.pinned = self._core.states.pool_ids.of(into.index, taken)
-            return int(heads[0, records.H.generation])
-
-        return int(self._core.decide(None, take, request_of(keys)))
 
     def _fill(self, into: Group, ids: Ids, buffers: list[Uint8s]) -> None:
         taken = self._core.states.pool_ids.of(into.index, _named(ids))
@@ -408,23 +403,6 @@ class Imports:
             for block, buffer in zip(ids.tolist(), buffers, strict=True):
                 for part, own in zip(rows, np.split(buffer, ends) if block != records.NONE else (), strict=False):
                     part[block - into.device_blocks] = own
-
-    def _publish(
-        self, heads: Ids, into: Group, keys: BlockKeys, first: int, priority: int, ids: Ids, generation: int, now: int
-    ) -> int:
-        """Publish the blocks, unless the pool was reset since they were taken. Returns how many. The caller holds the
-        state lock."""
-        if generation != heads[0, records.H.generation]:
-            return 0
-        self._core.names.learn([keys])
-        return int(control.publish_taken(heads, into.index, request_of(keys), first, priority, ids, now))
-
-    def _give_back(self, now: int) -> None:
-        """Unpin the blocks that an import has pinned."""
-        with self._core.lock:
-            if not self._core.closed:
-                control.unpin(self._core.states.heads, self.pinned, now)
-            self.pinned = NO_IDS
 
 
 def block_buffer(place: int, buffer: Any, size: int) -> Uint8s:

@@ -6,7 +6,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -100,24 +100,24 @@ class Together(Prompts):
                 core.check_open()
                 if on is None:
                     core.transfer.check_streams(np.concatenate([NO_IDS, *(step.ids for step in steps)]))
-                accesses = self._decide(steps, results, now)
+                self._decide(steps, results, now)
             core.transfer.drain()
-            for access in accesses:
-                access.close()
             for i, found in enumerate(results):
-                if isinstance(found, Lease) and not self._leases.settle(found, now):
+                if isinstance(found, ExitStack):
+                    found.close()
+                if isinstance(found, ExitStack) or isinstance(found, Lease) and not self._leases.settle(found, now):
                     results[i] = None
             return results
 
-    def _decide(self, steps: list[Step], results: list[Any], now: int) -> list[Any]:
-        """Do all steps, or none. Returns the host accesses of the leases that were closed. The state lock is held."""
+    def _decide(self, steps: list[Step], results: list[Any], now: int) -> None:
+        """Do all steps, or none. The result of a lease that is closed is its host access. The state lock is held."""
         core, leases, names = self.core, self._leases.picture(), self.core.names.picture()
         may_fail = self._may_fail_late(steps)
         with core.transfer.together() as forget:
             if may_fail:
                 self._undo.take(*self._touched(steps))
             try:
-                found = [step.run(now) for step in steps]
+                results += [step.run(now) for step in steps]
             except BaseException:
                 if may_fail:
                     self._undo.restore()
@@ -125,18 +125,15 @@ class Together(Prompts):
                     core.names.restore(names)
                     forget()
                 raise
-        results += [None if step.verb == "unpin" else one for step, one in zip(steps, found, strict=True)]
-        return [one for step, one in zip(steps, found, strict=True) if step.verb == "unpin"]
 
     def _give_back(self, results: list[Any]) -> None:
         """Undo results, since nobody gets them."""
         for found in results:
-            with suppress(KVPoolError):
-                if isinstance(found, Lease):
+            if isinstance(found, Admission):
+                self.core.release_unseen(found.ids)
+            elif isinstance(found, Lease):
+                with suppress(KVPoolError):
                     found.close()
-                elif isinstance(found, Admission):
-                    ids = found.ids[found.ids >= 0]
-                    self.core.decide(None, verbs.release, ids, True, self.core.now(), ids=ids)
 
     # -- arguments: nothing of the caller's is asked for under the lock -----------------------------------------
 
@@ -194,11 +191,8 @@ class Together(Prompts):
     def _release_step(
         self, on: Stream | None, ids: object, store: object, stop: object, ends: object, returns: object
     ) -> Step:
-        which, keep = id_array("ids", ids), bool_argument("store", store)
-        said = stop_argument(stop), returns_argument(ends, returns)
-        verb = verbs.release_saying if any(said) else verbs.release
-        run = self._verb(on, verb, which, keep, *(said if any(said) else ()))
-        return Step("release", run, which, int(LIVE | SWAPPED))
+        which, verb, how = release_arguments(ids, store, stop, ends, returns)
+        return Step("release", self._verb(on, verb, which, *how), which, int(LIVE | SWAPPED))
 
     def _verb(self, on: Stream | None, verb: Any, which: Ids, *args: Any) -> Callable[[int], None]:
         def run(now: int) -> None:
@@ -276,6 +270,14 @@ class Together(Prompts):
         grown = sum(int(self._blocks_of(step.counts).sum()) + 1 for step in steps if step.verb == "append")
         added = max((int(self._blocks_of(step.prompts).max(initial=0)) for step in steps), default=0)
         return rows, min(self.core.config.columns, max(max(columns) + grown, added + grown) + 1)
+
+
+def release_arguments(ids: object, store: object, stop: object, ends: object, returns: object) -> tuple[Ids, Any, Any]:
+    """The sequences that a call releases, the verb for it, and its arguments behind them. Raises TypeError,
+    ValueError."""
+    which, keep = id_array("ids", ids), bool_argument("store", store)
+    said = stop_argument(stop), returns_argument(ends, returns)
+    return (which, verbs.release_saying, (keep, *said)) if any(said) else (which, verbs.release, (keep,))
 
 
 class _Collector:

@@ -24,7 +24,7 @@ from kvpool.pool.manager import KVCacheManager
 from kvpool.publish.messages import BLOCKS_PER_MESSAGE, HASHES, Encoder, Spec
 from kvpool.publish.replay_server import History, ReplayServer
 from kvpool.remote.connections import Connections, end, new_context
-from kvpool.remote.session import binding, endpoint_argument
+from kvpool.remote.doors import binding, endpoint_argument
 
 SNAPSHOT_MESSAGES = 1024
 SUBSCRIPTION_BYTES_MAX, SAID_BYTES_MAX = 256, 64 << 10
@@ -182,9 +182,16 @@ class KVEventPublisher(Closing):
         self._source, self._topic = keeper or cache, topic.encode()
         self._encoder = Encoder(cache.tokens_per_block, hashes, rank, _specs(cache, group))
         self._stats, self._process = PublisherStats(), Process()
-        self._lock, self._asked, self._answered, self._bell = threading.Lock(), 0, 0, Bell()
-        self._stopping, self._ended, self._linger_ms = threading.Event(), False, 0
-        self._sent, self._unsent, self._may_end = _Sent(), 0, 0.0
+        self._lock = threading.Lock()
+        self._asked = 0
+        self._answered = 0
+        self._bell = Bell()
+        self._stopping = threading.Event()
+        self._ended = False
+        self._linger_ms = 0
+        self._sent = _Sent()
+        self._unsent = 0
+        self._may_end = 0.0
         named = self._topic if topics else None
         self._replays = ReplayServer(replay_endpoint, peers, self._history, self._snapshot, named)
         self.replay_endpoint = self._replays.endpoint

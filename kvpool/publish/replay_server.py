@@ -26,7 +26,7 @@ import zmq
 
 from kvpool.errors import PoolClosed
 from kvpool.remote import connections
-from kvpool.remote.session import binding
+from kvpool.remote.doors import binding
 
 FRAMES_MAX, FRAME_BYTES_MAX, COMMAND_BYTES_MAX = 8, 64, 1024
 """The most that a peer may send in one message, in one frame of it, and in one command of the protocol."""
@@ -45,15 +45,19 @@ class _Gone(Exception):
 
 
 class _Peer:
-    """One connection. ``place``: what it is sent next, if it has asked. ``unsent``: gives the bytes that wait until it
-    reads."""
+    """One connection. ``telling``: what sends it a replay. ``unsent``: gives the bytes that wait until it reads."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer, self.end = reader, writer, writer.transport.abort
         self.unsent = writer.transport.get_write_buffer_size
         writer.transport.set_write_buffer_limits(0)
         self.let_in, self.idle_since = False, 0.0
-        self.asked, self.place = asyncio.Event(), Place(0)
+        self.telling: asyncio.Future[None] | None = None
+
+    @property
+    def asks(self) -> bool:
+        """Whether a replay is under way."""
+        return self.telling is not None and not self.telling.done()
 
     async def greet(self) -> None:
         """The handshake. Raises _Gone."""
@@ -84,10 +88,10 @@ class _Peer:
             await asyncio.sleep(0)  # Another peer has its turn.
 
     async def send(self, frames: list[bytes]) -> None:
-        """Send a message, and wait until the system has all of it. Raises OSError."""
+        """Send a message, when the system has all of those before it. Raises OSError."""
         *others, last = frames
-        self._writer.writelines([*(_frame(one, _MORE) for one in others), _frame(last)])
         await self._writer.drain()
+        self._writer.writelines([*(_frame(one, _MORE) for one in others), _frame(last)])
         await asyncio.sleep(0)
 
     async def _read(self) -> tuple[int, bytes]:
@@ -127,7 +131,10 @@ class ReplayServer:
     def __init__(
         self, endpoint: str | None, most: int, history: History, snapshot: Callable[[int], None], topic: bytes | None
     ) -> None:
-        self._most, self._history, self._snapshot, self._topic = most, history, snapshot, topic
+        self._most = most
+        self._history = history
+        self._snapshot = snapshot
+        self._topic = topic
         self._peers: dict[_Peer, None] = {}
         self._listener: socket.socket | None = None
         self.endpoint = endpoint
@@ -171,51 +178,51 @@ class ReplayServer:
             self.displaced += last.let_in
             del self._peers[last]
             last.end()
-        telling = asyncio.ensure_future(self._tell(peer))
         try:
             await asyncio.wait_for(peer.greet(), connections.HANDSHAKE_MS / 1e3)
             async for request in peer.messages():
                 if len(request) != 2 or request[0] or len(request[1]) != 8:
                     self.malformed += 1
                     continue
-                self.cut += peer.asked.is_set()
-                peer.place = Place(int.from_bytes(request[1], "big"))
-                peer.asked.set()
+                self._cut(peer)
+                peer.telling = asyncio.ensure_future(self._tell(peer, Place(int.from_bytes(request[1], "big"))))
         except (_Gone, OSError, EOFError, asyncio.TimeoutError):
             pass
         finally:
-            self.cut += peer.asked.is_set()
+            self._cut(peer)
             self._peers.pop(peer, None)
-            telling.cancel()
             peer.end()
+
+    def _cut(self, peer: _Peer) -> None:
+        """End a replay that is under way."""
+        if peer.asks and peer.telling is not None:
+            self.cut += peer.telling.cancel()
 
     def _least(self) -> _Peer:
         """The peer that loses its place. The newest has not ended its handshake."""
         *others, newest = self._peers
-        idle = [peer for peer in others if not peer.asked.is_set()]
+        idle = [peer for peer in others if not peer.asks]
         return min(idle, key=lambda peer: (peer.let_in, peer.idle_since), default=newest)
 
-    async def _tell(self, peer: _Peer) -> None:
-        """Send a peer what it asks for, as fast as it reads."""
+    async def _tell(self, peer: _Peer, place: Place) -> None:
+        """Send a peer a replay, as fast as it reads."""
+        head = [b"", *([] if self._topic is None else [self._topic])]
         try:
-            while await peer.asked.wait():
-                if not self._history.covers(peer.place):
-                    self._snapshot(peer.place.next)
-                told = self._history.at(peer.place)
+            while True:
+                if not self._history.covers(place):
+                    self._snapshot(place.next)
+                told = self._history.at(place)
                 if told is None:
-                    self.done += 1
-                    peer.asked.clear()
-                    peer.idle_since = time.monotonic()
-                    number, payload, topic = END, b"", b""
-                else:
-                    peer.place.next += 1
-                    number, payload, topic = told[0].to_bytes(8, "big"), told[1], self._topic or b""
-                await peer.send([b"", *([] if self._topic is None else [topic]), number, payload])
+                    break
+                place.next += 1
+                await peer.send([*head, told[0].to_bytes(8, "big"), told[1]])
+            await peer.send([b""] * len(head) + [END, b""])
+            self.done += 1
+            peer.idle_since = time.monotonic()
         except (OSError, PoolClosed):
-            pass
+            peer.end()
         except Exception:
             _log.exception("a replay has ended")
-        finally:
             peer.end()
 
 

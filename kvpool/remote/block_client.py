@@ -21,23 +21,10 @@ from kvpool.entry.process import Closing, Process
 from kvpool.pool.keys import BlockKeys, key_rows
 from kvpool.pool.manager import KVCacheManager
 from kvpool.remote.connections import end, new_context
+from kvpool.remote.doors import ClientKeys, ClientSecret, check_endpoint
 from kvpool.remote.link import Link, RemoteError, RemoteTimeout
-from kvpool.remote.session import (
-    BLOCKS_MAX,
-    KEY_BYTES,
-    Blocks,
-    ClientKeys,
-    ClientSecret,
-    Find,
-    Found,
-    Get,
-    Hello,
-    Malformed,
-    Received,
-    Welcome,
-    check_endpoint,
-)
-from kvpool.remote.transport import Arrival, Buffer, ClientTransport, InlineClient, served
+from kvpool.remote.session import BLOCKS_MAX, KEY_BYTES, Blocks, Find, Found, Get, Hello, Malformed, Received, Welcome
+from kvpool.remote.transport import Arrival, Buffer, ClientTransport, InlineClient, neighbours, served
 from kvpool.state.hashing import remote_password
 
 ARRIVAL_POLL_MS = 1
@@ -68,7 +55,10 @@ class Exchange:
     def __init__(
         self, link: Link, transport: ClientTransport, keys: bytes, group: int, blocks: int, messages: int
     ) -> None:
-        self._link, self._transport, self._keys, self._group = link, transport, keys, group
+        self._link = link
+        self._transport = transport
+        self._keys = keys
+        self._group = group
         self._blocks, self._messages = blocks, messages
         self._sent, self._end = 0, len(keys) // KEY_BYTES
         self._waiting: dict[int, _Asked] = {}
@@ -253,12 +243,11 @@ class BlockClient(Closing):
     def _import(self, keys: BlockKeys, group: int, places: Int64s, blocks: list[Buffer | None], priority: int) -> int:
         """Store the first blocks of an answer, which are those of the prompt at ``places``. Returns how many
         entered."""
-        entered = 0
-        cuts = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), len(places)]
-        for begin, after in zip(cuts, cuts[1:], strict=False):
-            if begin < after:
-                first, own = int(places[begin]), blocks[begin:after]
-                entered += self._cache.import_blocks(keys, own, first=first, priority=priority, group=group)
+        entered = begin = 0
+        for run in neighbours(places):
+            own = blocks[begin : begin + len(run)]
+            entered += self._cache.import_blocks(keys, own, first=int(run[0]), priority=priority, group=group)
+            begin += len(run)
         return entered
 
     def fetch_blocks(self, keys: Any, *, group: int | None = None) -> list[Buffer | None]:

@@ -18,22 +18,9 @@ from kvpool.entry.process import Closing
 from kvpool.errors import BlockNotFound, KVPoolError, PoolClosed
 from kvpool.pool.leases import Lease
 from kvpool.pool.manager import KVCacheManager
+from kvpool.remote.doors import ServerKeys, ServerSecret, check_endpoint
 from kvpool.remote.server import LetIn, Refused, Server
-from kvpool.remote.session import (
-    BLOCKS_MAX,
-    KEY_BYTES,
-    Blocks,
-    Find,
-    Found,
-    Get,
-    Hello,
-    Malformed,
-    Received,
-    ServerKeys,
-    ServerSecret,
-    Welcome,
-    check_endpoint,
-)
+from kvpool.remote.session import BLOCKS_MAX, KEY_BYTES, Blocks, Find, Found, Get, Hello, Malformed, Received, Welcome
 from kvpool.remote.transport import InlineServer, ServerTransport, host_bytes, served
 from kvpool.state import records
 from kvpool.state.hashing import remote_password
@@ -229,21 +216,16 @@ class UnderWay:
 
     def accept(self, request: Waiting, blocks: int) -> None:
         """Queue a request. Raises Refused if its client exceeds its limits with this request, or with all of them."""
-        limits = self._limits
-        if blocks > limits.blocks_per_request:
-            raise Refused(
-                request.id, "limit", f"{blocks} blocks in one request: accepted are up to {limits.blocks_per_request}"
-            )
-        if limits.bytes_per_client is not None and request.nbytes > limits.bytes_per_client:
-            reason = f"{request.nbytes} bytes in one request: accepted are up to {limits.bytes_per_client}"
-            raise Refused(request.id, "limit", reason)
-        mine = sum(other.client == request.client for other in self._waiting)
-        if mine >= limits.requests_per_client:
-            reason = f"{mine} requests wait for those before them: accepted are up to {limits.requests_per_client}"
-            raise Refused(request.id, "limit", reason)
-        if len(self._waiting) >= limits.requests_waiting:
-            reason = f"{len(self._waiting)} requests of all clients wait: accepted are up to {limits.requests_waiting}"
-            raise Refused(request.id, "limit", reason)
+        limits, mine = self._limits, sum(other.client == request.client for other in self._waiting)
+        bounds = (
+            (blocks, limits.blocks_per_request, "blocks in one request"),
+            (request.nbytes, limits.bytes_per_client, "bytes in one request"),
+            (mine + 1, limits.requests_per_client, "requests wait for those before them"),
+            (len(self._waiting) + 1, limits.requests_waiting, "requests of all clients wait"),
+        )
+        for count, most, what in bounds:
+            if most is not None and count > most:
+                raise Refused(request.id, "limit", f"{count} {what}: accepted are up to {most}")
         self._waiting.append(request)
 
     def take(self) -> Waiting | None:
@@ -281,7 +263,10 @@ class _HostTier:
         fits = fitting(limits, sizes)
         each = fits.bytes_per_client or 0
         self._welcome = Welcome(0, what.block_bytes, fits.blocks_per_request, fits.requests_per_client, each)
-        self._under_way, self.stats, self.linger_ms, self._idle_turns = UnderWay(fits), ServerStats(), 0, 0
+        self._under_way = UnderWay(fits)
+        self.stats = ServerStats()
+        self.linger_ms = 0
+        self._idle_turns = 0
         if transport.serving:
             raise ValueError("transport: it is that of another server; each needs one of its own")
         transport.serving = True

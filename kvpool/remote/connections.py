@@ -47,7 +47,10 @@ class Flow:
     it was shut for more. Whoever has it counts whole ``messages``, and calls ``end``."""
 
     def __init__(self, descriptor: int, endpoint: str, most: int) -> None:
-        self.descriptor, self._endpoint, self.most, self.cut = descriptor, endpoint, most, False
+        self.descriptor = descriptor
+        self._endpoint = endpoint
+        self.most = most
+        self.cut = False
         self.messages = self._noted = self._base = 0
         if endpoint.startswith("tcp:"):
             _flows[self] = None
@@ -96,7 +99,10 @@ class Connections:
     def __init__(self, socket: zmq.Socket[bytes], most: int, bytes_most: int, guarded: bool = False) -> None:
         socket.handshake_ivl = HANDSHAKE_MS
         socket.tcp_keepalive, socket.tcp_keepalive_idle = 1, KEEPALIVE_S
-        self._socket, self._most, self._bytes_most, self._guarded = socket, most, bytes_most, guarded
+        self._socket = socket
+        self._most = most
+        self._bytes_most = bytes_most
+        self._guarded = guarded
         self._open: dict[int, Flow] = {}
         self._ending: set[int] = set()
         self._cut = self.refused = 0

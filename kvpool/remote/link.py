@@ -15,10 +15,10 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvpool.errors import KVPoolError
 from kvpool.remote.connections import Flow
+from kvpool.remote.doors import ClientDoor
 from kvpool.remote.session import (
     HEAD_BYTES_MAX,
     UNSEALED,
-    ClientDoor,
     Failed,
     Malformed,
     Message,
@@ -96,7 +96,9 @@ class Link:
         messages: int,
     ) -> None:  # fmt: skip
         check_library()
-        self._endpoint, self._key, self.timeout_ms, self._messages = endpoint, door.wire_key, timeout_ms, messages
+        self._endpoint = endpoint
+        self._key = door.wire_key
+        self.timeout_ms = timeout_ms
         self._most = (messages + 1) * (frame_bytes + HEAD_BYTES_MAX) + _BUFFER_BYTES
         self._number = 0
         self.welcome: Any = None

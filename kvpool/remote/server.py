@@ -16,6 +16,7 @@ import zmq
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.entry.process import Process
 from kvpool.remote.connections import Connections, end, new_context
+from kvpool.remote.doors import ServerDoor, binding
 from kvpool.remote.session import (
     HEAD_BYTES_MAX,
     UNSEALED,
@@ -23,10 +24,8 @@ from kvpool.remote.session import (
     Malformed,
     Message,
     Received,
-    ServerDoor,
     Session,
     answered,
-    binding,
     check_library,
     encode,
 )
@@ -104,10 +103,14 @@ class Server:
         messages: int, answers: int,
     ) -> None:  # fmt: skip
         check_library()
-        self._backend, self._door, self._process = backend, door, Process()
+        self._backend = backend
+        self._door = door
+        self._process = Process()
         self._clients: dict[bytes, LetIn] = {}
         self._posted = deque[Callable[[], object]]()
-        self.counts, self.stopping, self._closing = Counts(), threading.Event(), threading.Lock()
+        self.counts = Counts()
+        self.stopping = threading.Event()
+        self._closing = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="kvpool-server", daemon=True)
         self._context: zmq.Context[Any] | None = new_context()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

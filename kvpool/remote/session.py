@@ -1,5 +1,4 @@
-"""What is said on the wire, and how both ends know that the other one has said it. Before that: where a server may
-listen and a client may connect, and by what the door knows a client.
+"""What is said on the wire, and how both ends know that the other one has said it.
 
 A message is a small JSON header, whose fields are checked when it is written and when it is read, and binary frames
 behind it. A client greets with a nonce. The server answers with one of its own, and with a tag under a key that is
@@ -11,203 +10,12 @@ library. The seal is under the tag.
 
 from __future__ import annotations
 
-import fcntl
 import hmac
-import ipaddress
 import json
-import os
 import secrets
-import stat
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, fields
-from errno import EADDRINUSE
-from socket import AF_UNIX, socket
-from typing import Any, ClassVar, NamedTuple
-
-import zmq
-from zmq.utils import z85
-
-from kvpool.entry.arguments import text_argument
-
-_Z85_KEY = 40
-_PASS_NS = 60_000_000_000
-"""How old the pass of a client may be."""
-_LOCK_TRIES = 200
-"""Of 10 ms. Who waits longer for the lock of a folder goes on without it."""
-
-
-@dataclass(frozen=True)
-class ServerKeys:
-    """A server's CURVE key pair, and the public keys of the clients that it accepts, each 40 bytes of Z85
-    (``zmq.curve_keypair()``)."""
-
-    public: bytes
-    secret: bytes = field(repr=False)
-    clients: Sequence[bytes]
-    wire_key: ClassVar[bytes] = b""
-
-    def __post_init__(self) -> None:
-        _check_keys("ServerKeys", public=self.public, secret=self.secret)
-        # One key instead of a sequence of keys is a sequence of numbers. Numbers are no keys.
-        for key in self.clients:
-            _check_keys("ServerKeys", clients=key)
-
-    def apply(self, socket: zmq.Socket[bytes]) -> None:
-        """Make ``socket`` speak CURVE as the server."""
-        socket.curve_server = True
-        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
-
-    def admits(self, credentials: Sequence[bytes]) -> bool:
-        """Whether a peer with this public key may connect."""
-        return len(credentials) == 1 and z85.encode(credentials[0]) in self.clients
-
-
-@dataclass(frozen=True)
-class ClientKeys:
-    """A client's CURVE key pair, and the public key of the server that it trusts, each 40 bytes of Z85."""
-
-    public: bytes
-    secret: bytes = field(repr=False)
-    server: bytes
-    wire_key: ClassVar[bytes] = b""
-
-    def __post_init__(self) -> None:
-        _check_keys("ClientKeys", public=self.public, secret=self.secret, server=self.server)
-
-    def apply(self, socket: zmq.Socket[bytes]) -> None:
-        socket.curve_serverkey = self.server
-        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
-
-
-class ServerSecret:
-    """Used instead of CURVE keys on one machine: peers show a pass made from the secret before ZeroMQ takes a message
-    of theirs. Without it a peer could take the name that ZeroMQ gives to the next client, which ends the process.
-
-    A pass has the time of the machine, and is of use once. Whoever takes the port of a server that has ended, and so
-    sees the passes of its clients, gets in nowhere with them: they are older than the server that comes next.
-    """
-
-    def __init__(self, key: bytes) -> None:
-        self.wire_key, self._start = key, time.monotonic_ns()
-        self._seen: dict[bytes, int] = {}
-
-    def apply(self, socket: zmq.Socket[bytes]) -> None:
-        socket.plain_server = True
-
-    def admits(self, credentials: Sequence[bytes]) -> bool:
-        """Whether a peer with this pass may connect, now and not again."""
-        now = time.monotonic_ns()
-        self._seen = {name: made for name, made in self._seen.items() if made > now - _PASS_NS}
-        if len(credentials) != 2:
-            return False
-        name, proof = credentials
-        if not hmac.compare_digest(proof, _proof(self.wire_key, name)):
-            return False
-        made = int(name.partition(b" ")[0])
-        if not max(self._start, now - _PASS_NS) < made <= now or name in self._seen:
-            return False
-        self._seen[name] = made
-        return True
-
-
-class ClientSecret:
-    """The secret of a ``ServerSecret``."""
-
-    def __init__(self, key: bytes) -> None:
-        self.wire_key = key
-
-    def apply(self, socket: zmq.Socket[bytes]) -> None:
-        """Give ``socket`` a pass for one connection, which it makes now."""
-        name = f"{time.monotonic_ns()} {secrets.token_hex(16)}".encode()
-        socket.plain_username, socket.plain_password = name, _proof(self.wire_key, name)
-
-
-ServerDoor = ServerKeys | ServerSecret
-ClientDoor = ClientKeys | ClientSecret
-
-
-def _proof(key: bytes, name: bytes) -> bytes:
-    return hmac.new(key, b"pass " + name, "sha256").hexdigest().encode()
-
-
-def check_endpoint(endpoint: Any, keys: ServerKeys | ClientKeys | None) -> str:
-    """The endpoint, if it may be used with these keys. Raises TypeError or ValueError. Messages do not have the keys.
-
-    ``inproc`` is not accepted. It would hand the pool's own memory to the reader, who would decide when it is released.
-    """
-    if keys is not None and not isinstance(keys, (ServerKeys, ClientKeys)):
-        raise TypeError("keys: accepted are ServerKeys for a server, and ClientKeys for a client")
-    return endpoint_argument("endpoint", endpoint, "" if keys else "keys=")
-
-
-def endpoint_argument(name: str, endpoint: object, needs: str = "") -> str:
-    """An endpoint of ZeroMQ. ``needs``: the argument without which only this machine may connect. Raises TypeError,
-    ValueError."""
-    endpoint = text_argument(name, endpoint)
-    scheme, _, rest = endpoint.partition("://")
-    if scheme not in ("tcp", "ipc") or not rest or "\0" in rest:
-        raise ValueError(f"{name}={endpoint!r:.80}: accepted are tcp://HOST:PORT and ipc://PATH")
-    if scheme == "tcp" and needs and not is_loopback(rest.rpartition(":")[0]):
-        raise ValueError(
-            f"{name}={endpoint!r:.80}: without {needs}, accepted are addresses of this machine, such as "
-            "tcp://127.0.0.1:5555"
-        )
-    return endpoint
-
-
-@contextmanager
-def binding(endpoint: str) -> Iterator[None]:
-    """While this process begins to listen at an endpoint that is free: ``check_free``. Of two that take one ``ipc``
-    path at the same instant, the second waits until the first listens: each locks the folder."""
-    path = endpoint.removeprefix("ipc://")
-    with ExitStack() as stack:
-        with suppress(OSError):  # A folder that is not there: the bind says so.
-            folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_CLOEXEC)
-            stack.callback(os.close, folder)
-            for _ in range(0 if path == endpoint else _LOCK_TRIES):
-                with suppress(BlockingIOError):
-                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    # A child that is forked meanwhile has the folder open too, and closing it would not end the lock.
-                    stack.callback(fcntl.flock, folder, fcntl.LOCK_UN)
-                    break
-                time.sleep(0.01)
-        check_free(endpoint)
-        yield
-
-
-def check_free(endpoint: str) -> None:
-    """Raise zmq.ZMQError if somebody listens at an ``ipc`` endpoint, or a file is there: ZeroMQ would take its place
-    without a word. A socket at which nobody listens was left by a process that was killed."""
-    path = endpoint.removeprefix("ipc://")
-    if path == endpoint or not os.path.lexists(path):
-        return
-    if stat.S_ISSOCK(os.lstat(path).st_mode):
-        with socket(AF_UNIX) as probe, suppress(BlockingIOError, PermissionError):
-            probe.setblocking(False)
-            try:
-                probe.connect(path)
-            except ConnectionRefusedError:
-                return
-    raise zmq.ZMQError(EADDRINUSE, f"{path}: a server listens there, or it is no socket")
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
-def _check_keys(what: str, **keys: Any) -> None:
-    for name, key in keys.items():
-        # The message does not have the value, which may be a secret.
-        if not isinstance(key, bytes) or len(key) != _Z85_KEY:
-            raise ValueError(f"{what}: {name}: accepted are {_Z85_KEY} bytes of Z85, as zmq.curve_keypair() gives them")
-
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 VERSION = 4
 KEY_BYTES = 16
@@ -305,12 +113,11 @@ def _is_int(value: Any) -> bool:
     return type(value) is int and 0 <= value <= _INTEGER_MAX
 
 
-_INTEGER = f"an integer from 0 to {_INTEGER_MAX}"
 _ACCEPTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "int": (_INTEGER, _is_int),
-    "str": (f"a string of up to {_TEXT_MAX} characters", lambda value: type(value) is str and len(value) <= _TEXT_MAX),
+    "int": ("an integer of 63 bits", _is_int),
+    "str": (f"up to {_TEXT_MAX} characters", lambda value: type(value) is str and len(value) <= _TEXT_MAX),
     "tuple[int, ...]": (
-        f"up to {NUMBERS_MAX} times {_INTEGER}",
+        f"up to {NUMBERS_MAX} integers of 63 bits",
         lambda value: type(value) is tuple and len(value) <= NUMBERS_MAX and all(map(_is_int, value)),
     ),
 }

@@ -162,7 +162,7 @@ class InlineServer(ServerTransport):
         if copied:
             sent = [np.concatenate([part[rows] for part in parts], axis=1)]
         else:
-            sent = [parts[0][first:end] for first, end in _runs(rows)]
+            sent = [parts[0][run[0] : run[-1] + 1] for run in neighbours(rows)]
         frames = [zmq.Frame(one, track=True, copy=False) for one in sent]
         tracker = zmq.MessageTracker(*(frame.tracker for frame in frames))
         return Offer([], frames, sent, copied, lambda: tracker.done)
@@ -188,8 +188,6 @@ class InlineClient(ClientTransport):
         return Arrival(blocks, received.blocks, lambda: True, lambda: None)
 
 
-def _runs(rows: Int64s) -> list[tuple[int, int]]:
-    """Rows as ranges [first, end) of rows that follow each other."""
-    cuts = np.flatnonzero(np.diff(rows) != 1) + 1
-    firsts, lasts = rows[np.concatenate([[0], cuts])], rows[np.concatenate([cuts, [len(rows)]]) - 1]
-    return list(zip(firsts.tolist(), (lasts + 1).tolist(), strict=True))
+def neighbours(rows: Int64s) -> list[Int64s]:
+    """Rows, cut into runs of rows that follow each other."""
+    return np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1) if len(rows) else []

@@ -217,27 +217,24 @@ class KVBytes:
         head_bytes = layout.head_dim * layout.itemsize
         lane = np.dtype(f"u{next(width for width in (8, 4, 2, 1) if head_bytes % width == 0)}")
         raw = pool.reshape(-1).view(np.uint8).view(lane)
-        tokens, heads, lanes = layout.tokens_per_block, layout.kv_heads, head_bytes // lane.itemsize
-        steps = strides.block, strides.token, strides.head, lane.itemsize
-        self._lane, self._planes_per_layer = lane, layout.planes
-        self._planes: list[Array] = []
-        """[layers * planes] of [blocks, tokens, heads, lanes]."""
-        for number in range(layout.layers * layout.planes):
-            layer, plane = divmod(number, layout.planes)
-            base = raw[(layer * strides.layer + plane * strides.plane) // lane.itemsize :]
-            self._planes.append(np.lib.stride_tricks.as_strided(base, (blocks, tokens, heads, lanes), steps))
-        counters = np.arange(1, len(self._planes) * heads * lanes + 1, dtype=np.uint64)
-        self._constants = mix(counters * np.uint64(0x9FB21C651E98DF25)).astype(lane).reshape(-1, heads, lanes)
+        self._lane, heads, lanes = lane, layout.kv_heads, head_bytes // lane.itemsize
+        shape = layout.layers, layout.planes, blocks, layout.tokens_per_block, heads, lanes
+        steps = strides.layer, strides.plane, strides.block, strides.token, strides.head, lane.itemsize
+        self._planes = np.lib.stride_tricks.as_strided(raw, shape, steps)
+        """[layers, planes, blocks, tokens, heads, lanes]."""
+        counters = np.arange(1, layout.layers * layout.planes * heads * lanes + 1, dtype=np.uint64)
+        constants = mix(counters * np.uint64(0x9FB21C651E98DF25)).astype(lane)
+        self._constants = constants.reshape(layout.layers, layout.planes, heads, lanes)
         self._tokens = max(1, _CHUNK_BYTES // (heads * head_bytes))
         """How many tokens of a plane are read or written at once."""
 
     def first_lanes(self, states: States) -> bytes:
         """The first lane of each token of a block with these token states, uint64[tokens_per_block]."""
-        return (states.astype(self._lane) ^ self._constants[0, 0, 0]).tobytes()
+        return (states.astype(self._lane) ^ self._constants[0, 0, 0, 0]).tobytes()
 
     def read_first_lanes(self, block: int) -> bytes:
         """The first lane of each token of a block, as it is."""
-        return self._planes[0][block, :, 0, 0].tobytes()
+        return self._planes[0, 0, block, :, 0, 0].tobytes()
 
     def _chunks(self, states: States, places: tuple[Int64s, ...]) -> Iterator[tuple[int, tuple[Int64s, ...], Array]]:
         """Cut places into parts of a bounded size: the first row of each, the places, and their states as lanes."""
@@ -250,19 +247,17 @@ class KVBytes:
         """Write full blocks: ``states[i]`` are the token states of block ``places[0][i]``. Or tokens: ``states[i]`` is
         that of token ``places[1][i]`` of the block. No place may be named twice."""
         for _, part, values in self._chunks(states, places):
-            for plane, constants in zip(self._planes, self._constants, strict=True):
-                plane[part] = values ^ constants
+            for at in np.ndindex(self._planes.shape[:2]):
+                self._planes[at][part] = values ^ self._constants[at]
 
     def check(self, states: States, *places: Int64s) -> Difference | None:
         """Compare full blocks, or tokens, with their states, as ``write`` takes them."""
         for start, part, values in self._chunks(states, places):
-            for number, (plane, constants) in enumerate(zip(self._planes, self._constants, strict=True)):
-                found, expected = plane[part], values ^ constants
+            for layer, plane in np.ndindex(self._planes.shape[:2]):
+                found, expected = self._planes[layer, plane][part], values ^ self._constants[layer, plane]
                 if not np.array_equal(found, expected):
                     at = tuple(np.argwhere(found != expected)[0].tolist())
-                    layer, of_layer = divmod(number, self._planes_per_layer)
-                    values_there = int(found[at]), int(expected[at])
                     row = start + at[0]
                     token = int(places[1][row]) if len(places) > 1 else at[1]
-                    return Difference(row, token, layer, of_layer, at[-2], *values_there)
+                    return Difference(row, token, layer, plane, at[-2], int(found[at]), int(expected[at]))
         return None

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from itertools import cycle
 from math import inf
 from time import perf_counter, perf_counter_ns
 from typing import Any, NamedTuple
@@ -21,9 +22,8 @@ from kvpool.device.base import Stream
 from kvpool.device.sim import SimDevice
 from kvpool.entry.process import Closing
 from kvpool.errors import KVPoolError
-from kvpool.pool.keys import BlockKeys
 from kvpool.pool.manager import KVCacheManager
-from kvpool.replay.content import Request, States, ranges, token_states
+from kvpool.replay.content import Request, States, token_states
 from kvpool.replay.storing import Storing
 from kvpool.replay.summary import PHASES, CopiedBytes, Hits, MovedBlocks, Summary, peak_memory_bytes
 from kvpool.replay.traces import Trace
@@ -66,7 +66,7 @@ def worst_blocks(request: Request, tokens_per_block: int) -> int:
     return -(-request.length // tokens_per_block)
 
 
-def schedule(requests: Sequence[Request], *, device_blocks: int, active: int, tokens_per_block: int) -> Iterator[Step]:
+def schedule(requests: Iterable[Request], *, device_blocks: int, active: int, tokens_per_block: int) -> Iterator[Step]:
     """Yield the steps of a replay in file order.
 
     A request is admitted if fewer than `active` others run, and if its worst case and theirs, with nothing shared, fit
@@ -178,12 +178,12 @@ _STORE_EVENTS = 1 << 18
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A request between admission and release. `states` is None where nothing is verified."""
+    """A request between admission and release. `states` is empty where nothing is verified."""
 
     id: int
     length: int
     output: Int32s
-    states: States | None
+    states: States
     stream: Stream
 
 
@@ -259,8 +259,9 @@ class Replay(Closing):
             if self._storing is not None:
                 stack.callback(self._storing.close)
 
-    def run(self) -> Summary:
-        """Replay all requests and return the summary.
+    def run(self, requests: Iterable[Request] | None = None) -> Summary:
+        """Replay all requests and return the summary. ``requests`` come instead of those of the trace, while they are
+        made: the next one is asked for when the one before it is admitted or skipped.
 
         Raises
         ------
@@ -271,9 +272,9 @@ class Replay(Closing):
         KeyboardInterrupt
             The user interrupts the replay.
         """
-        config = self.config
-        blocks, active = config.device_blocks, config.active
-        steps = schedule(self.trace.requests, device_blocks=blocks, active=active, tokens_per_block=self._size)
+        blocks, active = self.config.device_blocks, self.config.active
+        given = self.trace.requests if requests is None else requests
+        steps = schedule(given, device_blocks=blocks, active=active, tokens_per_block=self._size)
         self._begin = perf_counter()
         try:
             for step in steps:
@@ -345,16 +346,20 @@ class Replay(Closing):
         return result
 
     def _admit(self, request: Request) -> None:
-        prompt, output = request.prompt(), request.output()
-        states = None
-        if self._verifier is not None:
-            self._verifier.context = request.name
+        prompt, output, cache = request.prompt(), request.output(), self.cache
+        states, verifier, storing = np.empty(0, np.uint64), self._verifier, self._storing
+        keys = self._timed("keys", cache.block_keys, prompt, salt=request.salt, adapter_id=request.adapter_id)
+        if verifier is not None:
+            verifier.context = request.name
             everything = np.concatenate([prompt, output])
             states = token_states(everything, self._size, salt=request.salt, adapter_id=request.adapter_id)
-        cache = self.cache
-        keys = self._timed("keys", cache.block_keys, prompt, salt=request.salt, adapter_id=request.adapter_id)
-        if self._storing is not None:
-            self._bring(self._storing, keys, states)
+        if storing is not None:
+            storing.settle()
+            if verifier is not None:
+                verifier.expect(states[: len(keys)])
+            storing.bring(keys)
+            if verifier is not None:
+                verifier.raise_failure()
         stream = self._prefill[request.index % 2]
         admission = self._timed("match_allocate", cache.add_sequence_batch, [keys], stream=stream)
         running = _Running(int(admission.ids[0]), request.input_length, output, states, stream)
@@ -364,24 +369,14 @@ class Replay(Closing):
         self._peak_active = max(self._peak_active, len(self._running))
         found = (admission.device_tokens[0], admission.host_tokens[0], admission.partial_tokens[0])
         self._hits += found
-        if self._verifier is not None and states is not None:
+        if verifier is not None:
             cached, blocks = int(admission.cached_tokens[0]), self._blocks(running)
             if cached != sum(found):
                 raise AssertionError(f"{request.name}: {cached} cached tokens, but {found} by kind")
-            self._verifier.check(blocks, states[:cached], "was handed out as cached", stream)
-            self._verifier.verified.reused_tokens += cached
-            self._verifier.write(blocks, cached, states[cached : request.input_length], stream)
+            verifier.check(blocks, states[:cached], "was handed out as cached", stream)
+            verifier.verified.reused_tokens += cached
+            verifier.write(blocks, cached, states[cached : request.input_length], stream)
         self._timed("commit", cache.commit, running.id)
-
-    def _bring(self, storing: Storing, keys: BlockKeys, states: States | None) -> None:
-        """Have the store bring what it has of a prompt."""
-        verifier = self._verifier
-        if verifier is None or states is None:
-            storing.bring(keys, lambda: None)
-        else:
-            storing.bring(keys, lambda: verifier.expect(states[: len(keys)]))
-            verifier.raise_failure()
-        storing.computed(keys)
 
     def _append(self, items: list[tuple[Request, int, int]]) -> None:
         batch = [self._running[request.index] for request, _, _ in items]
@@ -390,22 +385,16 @@ class Replay(Closing):
         tokens = np.concatenate([r.output[at : at + count] for r, (_, at, count) in zip(batch, items, strict=True)])
         self._timed("append", self.cache.append_tokens, ids, tokens, counts, stream=self._decode)
         self._output_tokens += len(tokens)
-        if self._verifier is not None:
-            starts = np.array([running.length for running in batch], dtype=np.int64)
-            positions = ranges(starts, counts)
-            view = self.cache.block_table(ids)
-            blocks = view.table[np.repeat(view.rows, counts), positions // self._size].astype(np.int64)
-            written = zip(batch, counts, strict=True)
-            states = np.concatenate([r.states[r.length : r.length + n] for r, n in written if r.states is not None])
-            self._verifier.write_tokens(blocks, positions % self._size, states, self._decode)
         for running, (_, _, count) in zip(batch, items, strict=True):
-            running.length += count
-            running.stream = self._decode
+            start, running.length, running.stream = running.length, running.length + count, self._decode
+            if self._verifier is not None:
+                written = running.states[start : running.length]
+                self._verifier.write(self._blocks(running), start, written, self._decode)
         self._timed("commit", self.cache.commit, ids)
 
     def _finish(self, request: Request) -> None:
         running = self._running[request.index]
-        if self._verifier is not None and running.states is not None:
+        if self._verifier is not None:
             self._verifier.context = request.name
             self._verifier.check(self._blocks(running), running.states, "was overwritten while in use", running.stream)
             self._verifier.verified.released_tokens += len(running.states)
@@ -433,18 +422,21 @@ class Replay(Closing):
 
     def _resolved(self) -> dict[str, Any]:
         config, layout = self.config, self.config.layout
-        shape = ("layers", "planes", "kv_heads", "head_dim")
-        return {
-            "trace": self.trace.name,
-            "format": self.trace.format,
-            "device": self._device.name,
-            **{name: getattr(config, name) for name in ("device_blocks", "host_blocks")},
-            **{name: getattr(layout, name) for name in ("tokens_per_block", "block_bytes", *shape)},
+        of_config, of_pool = ("device_blocks", "host_blocks"), ("active", "partial", "policy", "verify")
+        shape = ("tokens_per_block", "block_bytes", "layers", "planes", "kv_heads", "head_dim")
+        names = {"trace": self.trace.name, "format": self.trace.format, "device": self._device.name}
+        found = {
+            **names,
+            **{name: getattr(config, name) for name in of_config},
+            **{name: getattr(layout, name) for name in shape},
             "dtype": layout.dtype_name,
-            **{name: getattr(config, name) for name in ("active", "partial", "policy", "verify")},
-            **({} if config.store is None else {"store": config.store.name, "store_wait": config.store_wait}),
-            **({"seed": config.seed, "progress": config.progress} if config.device == "sim" else {}),
+            **{name: getattr(config, name) for name in of_pool},
         }
+        if config.store is not None:
+            found |= {"store": config.store.name, "store_wait": config.store_wait}
+        if config.device == "sim":
+            found |= {"seed": config.seed, "progress": config.progress}
+        return found
 
 
 def warm_up(tokens_per_block: int, config: ReplayConfig) -> None:
@@ -523,10 +515,8 @@ class Rounds:
     request, or with None if it was skipped. It may ``stop`` the replay; so may other threads."""
 
     def __init__(self, trace: Trace, config: ReplayConfig, admitted: Callable[[Request | None], Any]) -> None:
-        # The list grows by another round of the trace each time the replay comes to its end. To stop the replay, it is
-        # cut where the replay is.
-        self._requests, self._live, self._admitted = trace.requests, list(trace.requests), admitted
-        self.replay = Replay(Trace(trace.name, trace.format, self._live), config, progress=self._next)
+        self._requests, self._admitted = trace.requests, admitted
+        self.replay = Replay(trace, config)
         self.stop = threading.Event()
         self.done, self.interrupted = 0, False
 
@@ -536,7 +526,7 @@ class Rounds:
         before = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_SECONDS)
         try:
-            self.replay.run()
+            self.replay.run(self._rounds())
         except KeyboardInterrupt:
             self.interrupted = True
         except Exception as error:
@@ -553,12 +543,13 @@ class Rounds:
             return f"after the run: {type(error).__name__}: {error}"
         return None
 
-    def _next(self, count: int) -> None:
-        request, cache = self._live[self.done], self.replay.cache
-        self.done += count
-        fits = worst_blocks(request, cache.tokens_per_block) <= cache.device_blocks
-        self._admitted(request if fits else None)
-        if self.stop.is_set():
-            del self._live[self.done :]
-        elif self.done == len(self._live):
-            self._live += [replace(request, index=self.done + place) for place, request in enumerate(self._requests)]
+    def _rounds(self) -> Iterator[Request]:
+        cache = self.replay.cache
+        for given in cycle(self._requests):
+            request = replace(given, index=self.done)
+            yield request
+            self.done += 1
+            fits = worst_blocks(request, cache.tokens_per_block) <= cache.device_blocks
+            self._admitted(request if fits else None)
+            if self.stop.is_set():
+                return

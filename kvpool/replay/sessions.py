@@ -80,7 +80,10 @@ def play(
         raise ValueError(f"users {users}, pause_max {pause_max}: accepted are 1 user or more, and seconds from 0 on")
     if not 0 <= varies <= 1:
         raise ValueError(f"varies {varies}: accepted is 0 to 1")
-    random, varied, index, first = Random(_SEED), Random(_SEED_VARIED), 0, 0
+    random = Random(_SEED)
+    varied = Random(_SEED_VARIED)
+    index = 0
+    first = 0
     waiting = [session for session in sessions if session.turns]
     random.shuffle(waiting)
     waiting.reverse()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from time import perf_counter
-from typing import Any
 
 from kvpool.arrays.layout import BlockLayout
 from kvpool.hostcache.identity import ModelIdentity
@@ -51,19 +49,20 @@ class Storing:
         self._hit_tokens = self._earlier_tokens = 0
         self._waited = 0.0
 
-    def bring(self, keys: BlockKeys, expect: Callable[[], Any]) -> None:
-        """Bring what the store has of a prompt, as far as the host tier has room. ``expect`` is called before bytes may
-        come."""
-        self.settle()
+    def bring(self, keys: BlockKeys) -> None:
+        """Bring what the store has of a prompt, as far as the host tier has room. From then on this run has its
+        blocks."""
         begin = perf_counter()
-        before = self._cache.match_prefix(keys).full_tokens
-        expect()
+        before = self._cache.match_prefix(keys).full_tokens // self._width
         handle = self._keeper.prefetch(keys, self._wait)
         if not handle.wait(self._wait):
             handle.cancel()
             handle.wait(self._wait)
-        self._note(keys, before // self._width, self._cache.match_prefix(keys).full_tokens // self._width)
+        came = names_of(keys.keys[before : self._cache.match_prefix(keys).full_tokens // self._width])
+        self._hit_tokens += self._width * len(came)
+        self._earlier_tokens += self._width * sum(name not in self._seen for name in came)
         self._waited += perf_counter() - begin
+        self.computed(keys)
 
     def computed(self, keys: BlockKeys) -> None:
         """This run has the blocks of these tokens from now on."""
@@ -83,28 +82,18 @@ class Storing:
         """The figures so far, also of a closed store."""
         stats = self._keeper.stats()
         (queue,) = stats.stores.values()
-        lost = {code: count for (kind, code), count in queue.blocks.items() if kind == "load" and code != "ok"}
+        lost = Counter({code: count for (kind, code), count in queue.blocks.items() if kind == "load" and code != "ok"})
         return Stored(
-            queue.name,
-            stats.saved_blocks,
-            stats.loaded_blocks,
-            stats.found_blocks,
-            self._hit_tokens,
-            self._earlier_tokens,
-            _positive(Counter({reason: n for (_, reason), n in stats.dropped.items()})),
-            _positive(lost),
-            _positive(stats.prefetches),
-            dict(queue.seconds),
-            self._waited,
-            dict(queue.store),
+            name=queue.name,
+            saved_blocks=stats.saved_blocks,
+            loaded_blocks=stats.loaded_blocks,
+            found_blocks=stats.found_blocks,
+            hit_tokens=self._hit_tokens,
+            earlier_tokens=self._earlier_tokens,
+            dropped=dict(+Counter({reason: count for (_, reason), count in stats.dropped.items()})),
+            not_loaded=dict(+lost),
+            prefetches=dict(+Counter(stats.prefetches)),
+            call_seconds=dict(queue.seconds),
+            wait_seconds=self._waited,
+            store=dict(queue.store),
         )
-
-    def _note(self, keys: BlockKeys, first: int, last: int) -> None:
-        """Count the blocks of a prompt that came from the store."""
-        came = names_of(keys.keys[first:last])
-        self._hit_tokens += self._width * len(came)
-        self._earlier_tokens += self._width * sum(name not in self._seen for name in came)
-
-
-def _positive(counts: dict[str, int]) -> dict[str, int]:
-    return {name: count for name, count in counts.items() if count}

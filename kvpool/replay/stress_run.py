@@ -39,10 +39,14 @@ from kvpool.state.records import (
 
 EVENTS = 1 << 16
 """The number of events that the pool keeps. One request of a long trace causes fewer."""
-_PRUNE_EVERY, _VERIFY_EVERY, _STALL_AFTER = 64, 50, 1_000
+_PRUNE_EVERY = 64
+_VERIFY_EVERY = 50
+_STALL_AFTER = 1_000
 """The number of requests between two calls of ``prune``, between two calls of ``verify``, and between two checks that
 the run still makes progress."""
-_BURST, _LONG, _LONG_TURNS = 32, 0.03, 20
+_BURST = 32
+_LONG = 0.03
+_LONG_TURNS = 20
 """The number of pins that one turn of the reader opens, the share of long ones, and the turns that a long one lasts."""
 
 # One host block. ``ahead``: how many blocks of its list go before it, NONE where it is in none. ``rank`` is that list,
@@ -259,7 +263,10 @@ def look(heads: Array, places: Array, totals: Int64s) -> None:
         b, ahead = lists[HOST * LISTS_PER_TIER + (DEFAULT_PRIORITY if rank else CLEAN), 0], 0
         while b != NONE:
             place, block = places[b - h.device_blocks], blocks_of(h)[b]
-            place.rank, place.ahead, place.ticket, place.other_copy = rank, ahead, block.ticket, block.other_copy
+            place.rank = rank
+            place.ahead = ahead
+            place.ticket = block.ticket
+            place.other_copy = block.other_copy
             b, ahead = block.next, ahead + 1
 
 
@@ -304,7 +311,9 @@ class WatchedLock:
     """A reentrant lock that calls ``look`` before its outermost release."""
 
     def __init__(self, inner: Any, look: Callable[[], None]) -> None:
-        self.inner, self._look, self._depth = inner, look, 0
+        self.inner = inner
+        self._look = look
+        self._depth = 0
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         taken = bool(self.inner.acquire(blocking, timeout))
@@ -330,7 +339,9 @@ class Stress(Closing):
     """One run. A context manager: leaving it closes the pool. ``run`` does the work once and returns the report."""
 
     def __init__(self, trace: Trace, config: StressConfig, *, progress: Callable[[int], Any] | None = None) -> None:
-        self._config, self._name, self._round = config, trace.name, len(trace.requests)
+        self._config = config
+        self._name = trace.name
+        self._round = len(trace.requests)
         self.rounds = Rounds(trace, config.replay, self._admitted)
         self.replay = self.rounds.replay
         self.cache = self.replay.cache
@@ -397,7 +408,10 @@ class Stress(Closing):
 
     def _figures(self) -> list[Figure]:
         """All figures after both threads have ended."""
-        config, reader, watch, contents = self._config, self.reader, self.watch, self.contents
+        config = self._config
+        reader = self.reader
+        watch = self.watch
+        contents = self.contents
         stats, kept = self.cache.stats(), _cached(self.cache.core.tokens)
         differ = sum(len(contents.cached[tier] ^ kept[tier]) for tier in kept)
         forgotten = stats.forgotten_host_blocks + stats.redundant_dropped

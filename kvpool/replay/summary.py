@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from textwrap import wrap
 from typing import Any
 
 PHASES = ("keys", "match_allocate", "append", "commit", "release")
@@ -115,94 +117,77 @@ class Summary:
 
     def text(self) -> str:
         """Return the figures as a few aligned lines."""
-        lines = [f"{label:<9} {text}" if text else "" for label, text in self._lines()]
-        return "\n".join(line.rstrip() for line in lines)
-
-    def _lines(self) -> list[tuple[str, str]]:
-        hits, blocks = self.hits, self.blocks
-        rows = [("replay", f"{self.config['trace']} ({self.config['format']})")]
-        if self.interrupted:
-            rows.append(("", f"interrupted after {self.requests:,} of {self.planned:,} requests"))
-        rows.append(("requests", f"{self.requests:,} replayed, at most {self.peak_active:,} active"))
-        if self.skipped:
-            rows.append(("", f"{len(self.skipped):,} skipped, larger than the device tier:"))
-            rows += [("", f"  {name}") for name in self.skipped[:_NAMED_SKIPS]]
-            if len(self.skipped) > _NAMED_SKIPS:
-                rows.append(("", f"  and {len(self.skipped) - _NAMED_SKIPS:,} more (--json names all)"))
-        rows += [
-            ("tokens", f"{self.prompt_tokens:,} in prompts, {self.output_tokens:,} in answers"),
-            ("hits", f"{hits.tokens:,} prompt tokens, {hits.rate:.2%}"),
-            ("", f"full blocks: {hits.device_tokens:,} device, {hits.host_tokens:,} host"),
-            ("", f"partial blocks: {hits.partial_tokens:,}"),
-            ("blocks", f"{blocks.offloaded:,} offloaded, {blocks.onboarded:,} onboarded"),
-            ("", f"{blocks.offloads_saved:,} offloads saved: the host had kept its copy"),
-            ("", f"{blocks.forgotten_device:,} forgotten on the device, {blocks.forgotten_host:,} on the host"),
-            ("", f"{blocks.partial_copies:,} copied for partial reuse"),
-            *self._store_lines(),
-            ("moved", self._moved_text()),
-            ("control", self._control_text()),
-        ]
-        if self.verified is not None or self.failure is not None:
-            rows.append(("verified", self._verified_text()))
-        peak = "unknown" if self.peak_memory_bytes is None else format_bytes(self.peak_memory_bytes)
-        rows += [("memory", f"{peak} at the peak"), ("time", f"{self.wall_seconds:.1f} s in all")]
-        return rows + [("config" if not i else "", text) for i, text in enumerate(self._config_lines())]
-
-    def _store_lines(self) -> list[tuple[str, str]]:
-        stored = self.stored
-        if stored is None:
-            return []
-        share = stored.hit_tokens / max(self.hits.tokens, 1)
-        seconds = stored.call_seconds
-        return [
-            ("store", f"{stored.name}: {stored.saved_blocks:,} blocks saved, {stored.loaded_blocks:,} loaded"),
-            ("", f"{stored.hit_tokens:,} prompt tokens reused because of it, {share:.2%} of the hits"),
-            ("", f"{stored.earlier_tokens:,} of them from an earlier run: it started {_warm(stored)}"),
-            ("", f"not saved: {_counts(stored.dropped)}; not loaded: {_counts(stored.not_loaded)}"),
-            (
-                "",
-                f"calls took {seconds['save']:.1f} s to save, {seconds['load']:.1f} s to load, "
-                f"{seconds['find']:.1f} s to find; the replay waited {stored.wait_seconds:.1f} s",
-            ),
-        ]
-
-    def _moved_text(self) -> str:
+        hits = self.hits
+        blocks = self.blocks
         moved = self.moved
-        total = moved.offloaded_bytes + moved.onboarded_bytes + moved.within_tier_bytes
-        if not total:
-            return "nothing"
+        stored = self.stored
+        nbytes = moved.offloaded_bytes + moved.onboarded_bytes + moved.within_tier_bytes
         speed = f", {moved.gigabytes_per_second:.2f} GB/s" if moved.gigabytes_per_second else ""
-        return f"{format_bytes(total)} in {moved.seconds:.2f} s{speed}"
+        control = self.control_us_per_request
+        phases = ", ".join(f"{name.replace('_', ' + ')} {value:.1f}" for name, value in control.items())
+        settings = (f"{key} {value}" for key, value in self.config.items() if key not in ("trace", "format"))
+        rows = {
+            "replay": [f"{self.config['trace']} ({self.config['format']})"],
+            "requests": [f"{self.requests:,} replayed, at most {self.peak_active:,} active", *self._skipped()],
+            "tokens": [f"{self.prompt_tokens:,} in prompts, {self.output_tokens:,} in answers"],
+            "hits": [
+                f"{hits.tokens:,} prompt tokens, {hits.rate:.2%}",
+                f"full blocks: {hits.device_tokens:,} device, {hits.host_tokens:,} host",
+                f"partial blocks: {hits.partial_tokens:,}",
+            ],
+            "blocks": [
+                f"{blocks.offloaded:,} offloaded, {blocks.onboarded:,} onboarded",
+                f"{blocks.offloads_saved:,} offloads saved: the host had kept its copy",
+                f"{blocks.forgotten_device:,} forgotten on the device, {blocks.forgotten_host:,} on the host",
+                f"{blocks.partial_copies:,} copied for partial reuse",
+            ],
+            "store": [] if stored is None else _store_lines(stored, hits.tokens),
+            "moved": [f"{format_bytes(nbytes)} in {moved.seconds:.2f} s{speed}" if nbytes else "nothing"],
+            "control": [f"{sum(control.values()):.1f} µs per request: {phases}"],
+            "verified": self._verified(),
+            "memory": [f"{'unknown' if (peak := self.peak_memory_bytes) is None else format_bytes(peak)} at the peak"],
+            "time": [f"{self.wall_seconds:.1f} s in all"],
+            "config": wrap(", ".join(setting.replace(" ", "\xa0") for setting in settings), 90),
+        }
+        if self.interrupted:
+            rows["replay"].append(f"interrupted after {self.requests:,} of {self.planned:,} requests")
+        return aligned(rows).replace("\xa0", " ")
 
-    def _control_text(self) -> str:
-        total = sum(self.control_us_per_request.values())
-        parts = (f"{name.replace('_', ' + ')} {value:.1f}" for name, value in self.control_us_per_request.items())
-        return f"{total:.1f} µs per request: {', '.join(parts)}"
+    def _skipped(self) -> list[str]:
+        count = len(self.skipped)
+        lines = [f"  {name}" for name in self.skipped[:_NAMED_SKIPS]]
+        lines += [f"  and {count - _NAMED_SKIPS:,} more (--json names all)"] if count > _NAMED_SKIPS else []
+        return [f"{count:,} skipped, larger than the device tier:", *lines] if count else []
 
-    def _verified_text(self) -> str:
-        if self.failure is not None:
-            return f"FAILED: {self.failure}"
-        assert self.verified is not None
+    def _verified(self) -> list[str]:
         done = self.verified
-        return (
+        if self.failure is not None:
+            return [f"FAILED: {self.failure}"]
+        if done is None:
+            return []
+        return [
             f"every byte of {done.reused_tokens:,} reused and {done.released_tokens:,} released tokens, "
             f"{done.offloaded_blocks:,} offloads, {done.onboarded_blocks:,} onboards, {done.partial_copies:,} partial "
             "copies" + (f", {done.loaded_blocks:,} blocks of the store" if self.stored is not None else "")
-        )
-
-    def _config_lines(self) -> list[str]:
-        pairs = [f"{key} {value}" for key, value in self.config.items() if key not in ("trace", "format")]
-        lines = [""]
-        for pair in pairs:
-            if lines[-1] and len(lines[-1]) + len(pair) > 90:
-                lines[-1] += ","
-                lines.append("")
-            lines[-1] += f", {pair}" if lines[-1] else pair
-        return lines
+        ]
 
 
-def _warm(stored: Stored) -> str:
-    return "warm" if stored.earlier_tokens else "cold"
+def _store_lines(stored: Stored, hits: int) -> list[str]:
+    seconds, warm = stored.call_seconds, "warm" if stored.earlier_tokens else "cold"
+    return [
+        f"{stored.name}: {stored.saved_blocks:,} blocks saved, {stored.loaded_blocks:,} loaded",
+        f"{stored.hit_tokens:,} prompt tokens reused because of it, {stored.hit_tokens / max(hits, 1):.2%} of the hits",
+        f"{stored.earlier_tokens:,} of them from an earlier run: it started {warm}",
+        f"not saved: {_counts(stored.dropped)}; not loaded: {_counts(stored.not_loaded)}",
+        f"calls took {seconds['save']:.1f} s to save, {seconds['load']:.1f} s to load, {seconds['find']:.1f} s to "
+        f"find; the replay waited {stored.wait_seconds:.1f} s",
+    ]
+
+
+def aligned(rows: Mapping[str, Iterable[str]]) -> str:
+    """Lines of text, each behind what it is about, which is said once. What has no line is left out."""
+    lines = [("" if place else name, line) for name, own in rows.items() for place, line in enumerate(own)]
+    return "\n".join(f"{name:<9} {line}".rstrip() for name, line in lines)
 
 
 def _counts(counts: dict[str, int]) -> str:

@@ -3,14 +3,14 @@ requests; and a seeded synthetic workload: chats of several turns over a few sha
 
 from __future__ import annotations
 
-import errno
 import gzip
 import json
 import lzma
 import os
+import re
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,6 +28,7 @@ from kvpool.replay.sessions import PAUSE_MAX, USERS, AgentSession, Turn, play
 INT32_MAX = 2**31 - 1
 REQUIRED: Any = object()
 _NUMBER_MAX = 2.0**63
+_HALF = re.compile("[\ud800-\udfff]").search
 _CALL_SECONDS, _CALL_SECONDS_MAX = 6.5, 300.0
 """How long a request of a session takes if nothing is said, and at most."""
 _PROMPT_MAX, _IDS_MAX = 10_000_000, 1 << 24
@@ -35,9 +36,9 @@ _PROMPT_MAX, _IDS_MAX = 10_000_000, 1 << 24
 _PACKED = ("t", "in", "out", "stop", "api_time", "think_time", "agent", "from", "keep", "runs")
 """The columns of a request of a session that is written as a list."""
 FORMATS = ("mooncake", "qwen", "native", "agents")
-TOKENS_PER_ID = {"mooncake": 512, "qwen": 16}
+_IDS = {"mooncake": (512, 1000), "qwen": (16, 1)}
+"""How many tokens an id has, and how many units of its times a second has."""
 NATIVE_COLUMNS = ("tokens", "output_tokens", "output_length", "salt", "adapter_id", "tenant", "timestamp")
-_TICKS_PER_SECOND = {"mooncake": 1000, "qwen": 1}
 
 LINE_BYTES_MAX = 256 << 20
 """A request of some ten million tokens."""
@@ -82,74 +83,61 @@ class Row:
     def error(self, reason: str) -> TraceError:
         return TraceError(self.path, self.line, f"{self.place}{reason}")
 
-    def part(self, place: str, columns: Any) -> Row:
+    def part(self, name: str, columns: Any) -> Row:
         """The columns of an object inside this one."""
-        found = Row(self.path, self.line, columns, f"{place}: ")
+        found = Row(self.path, self.line, columns, f"{self.place}{name}: ")
         if type(columns) is not dict:
             raise found.error(f"a JSON object is expected, found {_kind(columns)}")
         return found
 
-    def integer(self, column: str, lowest: int, highest: int, *, default: Any = REQUIRED) -> int:
-        value = self._value(column, default)
-        if type(value) is not int:
-            raise self.error(f"column {column!r} must be an integer, found {_kind(value)}")
-        if not lowest <= value <= highest:
-            raise self.error(f"column {column!r} must be within {lowest}..{highest}, found {value}")
-        return value
-
-    def integers(self, column: str, highest: int, dtype: type) -> Array:
-        values = self._value(column, REQUIRED)
-        if type(values) is not list:
-            raise self.error(f"column {column!r} must be a list of integers, found {_kind(values)}")
-        if set(map(type, values)) - {int}:
-            at = next(i for i, value in enumerate(values) if type(value) is not int)
-            raise self.error(f"column {column!r} must hold integers, found {_kind(values[at])} at position {at}")
-        if values and not 0 <= min(values) <= max(values) <= highest:
-            at = next(i for i, value in enumerate(values) if not 0 <= value <= highest)
-            raise self.error(f"column {column!r} must hold 0..{highest}, found {values[at]} at position {at}")
-        return np.array(values, dtype=dtype)
-
-    def items(self, column: str, length: int | None = None) -> list[Any]:
-        """A list of anything, or of lists that are ``length`` long."""
-        values = self._value(column, REQUIRED)
-        accepted = "a list" if length is None else f"a list of lists of {length}"
-        if type(values) is not list or length and any(type(one) is not list or len(one) != length for one in values):
-            raise self.error(f"column {column!r} must be {accepted}, found {_kind(values)}")
-        return values
-
-    def text(self, column: str) -> str | None:
-        value = self.columns.get(column)
-        if value is not None and not isinstance(value, str):
-            raise self.error(f"column {column!r} must be a string, found {_kind(value)}")
-        if value is not None and not value.isascii() and any("\ud800" <= one <= "\udfff" for one in value):
-            raise self.error(f"column {column!r} must be Unicode text, found {_kind(value)}, with half a character")
-        return value
-
-    def seconds(self, column: str, default: Any) -> float | None:
-        """A time, in the unit of the trace. It may be null where the default is None."""
-        value = self._value(column, default)
-        if value is None and default is None:
-            return None
-        if type(value) not in (int, float):
-            raise self.error(f"column {column!r} must be a number, found {_kind(value)}")
-        if not 0 <= value <= _NUMBER_MAX:
-            raise self.error(f"column {column!r} must be finite and not negative, found {_kind(value)}")
-        return float(value)
-
-    def _value(self, column: str, default: Any) -> Any:
+    def value(self, column: str, accepted: str, fits: Callable[[Any], bool], default: Any = REQUIRED) -> Any:
+        """The value of a column: the default if it has none, else one that ``fits``, which are those ``accepted``."""
         value = self.columns.get(column, default)
         if value is REQUIRED:
             raise self.error(f"column {column!r} is missing")
+        if value is not default and not fits(value):
+            raise self.error(f"column {column!r} must be {accepted}, found {_kind(value)}")
         return value
+
+    def integer(self, column: str, lowest: int, highest: int, default: Any = REQUIRED) -> int:
+        accepted = f"an integer within {lowest}..{highest}"
+        return self.value(column, accepted, lambda value: type(value) is int and lowest <= value <= highest, default)
+
+    def integers(self, column: str, highest: int, dtype: type) -> Array:
+        values = self.items(column)
+        if values and not (set(map(type, values)) == {int} and 0 <= min(values) <= max(values) <= highest):
+            wrong = (at for at, value in enumerate(values) if type(value) is not int or not 0 <= value <= highest)
+            place = next(wrong)
+            found = f"found {_kind(values[place])} at position {place}"
+            raise self.error(f"column {column!r} must hold integers within 0..{highest}, {found}")
+        return np.array(values, dtype=dtype)
+
+    def items(self, column: str, length: int = 0) -> list[Any]:
+        """A list of anything, or of lists that are ``length`` long."""
+        accepted = f"a list of lists of {length}" if length else "a list"
+
+        def fits(values: Any) -> bool:
+            return type(values) is list and (
+                not length or all(type(one) is list and len(one) == length for one in values)
+            )
+
+        return self.value(column, accepted, fits)
+
+    def text(self, column: str) -> str | None:
+        return self.value(column, "Unicode text", lambda value: type(value) is str and not _HALF(value), None)
+
+    def seconds(self, column: str, default: Any = REQUIRED) -> Any:
+        """A time, in the unit of the trace. It may be null where the default is None."""
+        accepted = "a finite number of at least 0"
+        return self.value(
+            column, accepted, lambda value: type(value) in (int, float) and 0 <= value <= _NUMBER_MAX, default
+        )
 
 
 def _kind(value: Any) -> str:
-    """Describe a JSON value for a message: its kind, and the value if it is short."""
-    names = {bool: "the boolean", int: "the integer", float: "the number", str: "the string"}
-    if type(value) in names:
-        text = json.dumps(value)
-        return f"{names[type(value)]} {text if len(text) <= 40 else text[:37] + '...'}"
-    return "a list" if type(value) is list else "an object" if type(value) is dict else "null"
+    """A JSON value for a message, or what kind it is if it is long."""
+    text = json.dumps(value) if type(value) not in (list, dict) else "a list" if type(value) is list else "an object"
+    return text if len(text) <= 40 else text[:37] + "..."
 
 
 # -- files ---------------------------------------------------------------------------------------
@@ -234,8 +222,9 @@ def _lines(path: str) -> Iterator[Row]:
     """The objects of a trace: one a line, or one in each file of a folder."""
     folder = os.path.isdir(path)
     names = sorted(map(str, Path(path).glob("*.json"))) if folder else [path]
-    if not names:
-        raise TraceError(path, 0, "cannot be read: it is a folder without *.json")
+    if not names or "\0" in path:
+        reason = "it is a folder without *.json" if folder else "a path cannot have a NUL character"
+        raise TraceError(path, 0, f"cannot be read: {reason}")
     for place in names:
         name, line = _name(place), 0
         try:
@@ -255,14 +244,9 @@ def _lines(path: str) -> Iterator[Row]:
 @contextmanager
 def _open(path: str) -> Iterator[BinaryIO]:
     """Open a file for reading bytes, decompressed if its content is compressed. Standard input stays open."""
-    if "\0" in path:
-        # open() would raise a ValueError for it.
-        raise OSError(errno.EINVAL, "a path cannot have a NUL character")
     file: Any = nullcontext(sys.stdin.buffer) if path == "-" else open(path, "rb")
-    with file as stream:
-        unpack = _PACKERS.get(stream.peek(2)[:2], nullcontext)
-        with unpack(stream) as unpacked:
-            yield unpacked
+    with file as stream, _PACKERS.get(stream.peek(2)[:2], nullcontext)(stream) as unpacked:
+        yield unpacked
 
 
 # -- requests ------------------------------------------------------------------------------------
@@ -279,8 +263,8 @@ def _detect(row: Row) -> str:
 
 
 def _id_request(format: str, row: Row, index: int) -> Request:
-    tokens_per_id = TOKENS_PER_ID[format]
-    timestamp = row.seconds("timestamp", REQUIRED)
+    tokens_per_id, ticks = _IDS[format]
+    timestamp = row.seconds("timestamp") / ticks
     input_length = row.integer("input_length", 1, INT32_MAX)
     output_length = row.integer("output_length", 0, OUTPUT_STRIDE)
     if format == "qwen":
@@ -292,40 +276,23 @@ def _id_request(format: str, row: Row, index: int) -> Request:
     if len(ids) * tokens_per_id < input_length:
         covered = f"{len(ids)} ids of {tokens_per_id} tokens cover {len(ids) * tokens_per_id} tokens"
         raise row.error(f"column 'hash_ids' is too short: {covered}, input_length is {input_length}")
-    seconds = None if timestamp is None else timestamp / _TICKS_PER_SECOND[format]
-    return Request(
-        index,
-        row.line,
-        input_length,
-        output_length,
-        hash_ids=ids,
-        tokens_per_id=tokens_per_id,
-        tenant=row.text("tenant"),
-        timestamp=seconds,
-    )
+    request = Request(index, row.line, input_length, output_length, hash_ids=ids, tokens_per_id=tokens_per_id)
+    return replace(request, tenant=row.text("tenant"), timestamp=timestamp)
 
 
 def _native_request(row: Row, index: int) -> Request:
     unknown = sorted(row.columns.keys() - set(NATIVE_COLUMNS))
     if unknown:
         raise row.error(f"unknown column {unknown[0]!r}; the native format has {', '.join(NATIVE_COLUMNS)}")
-    timestamp = row.seconds("timestamp", None)
     tokens = row.integers("tokens", INT32_MAX, np.int32)
     if not len(tokens):
         raise row.error("column 'tokens' is empty")
-    outputs = None
-    if "output_tokens" in row.columns:
-        outputs = row.integers("output_tokens", INT32_MAX, np.int32)
-        output_length = row.integer("output_length", 0, OUTPUT_STRIDE, default=len(outputs))
-        if output_length != len(outputs):
-            raise row.error(f"output_length is {output_length}, but there are {len(outputs)} output_tokens")
-    else:
-        output_length = row.integer("output_length", 0, OUTPUT_STRIDE, default=0)
-    adapter_id = row.columns.get("adapter_id")
-    if isinstance(adapter_id, str):
-        adapter_id = row.text("adapter_id")
-    elif adapter_id is not None:
-        adapter_id = row.integer("adapter_id", 0, 2**63 - 1)
+    outputs = row.integers("output_tokens", INT32_MAX, np.int32) if "output_tokens" in row.columns else None
+    output_length = row.integer("output_length", 0, OUTPUT_STRIDE, default=0 if outputs is None else len(outputs))
+    if outputs is not None and output_length != len(outputs):
+        raise row.error(f"output_length is {output_length}, but there are {len(outputs)} output_tokens")
+    named = row.columns.get("adapter_id")
+    text = named is None or type(named) is str
     return Request(
         index,
         row.line,
@@ -334,9 +301,9 @@ def _native_request(row: Row, index: int) -> Request:
         tokens=tokens,
         outputs=outputs,
         salt=row.text("salt"),
-        adapter_id=adapter_id,
+        adapter_id=row.text("adapter_id") if text else row.integer("adapter_id", 0, 2**63 - 1),
         tenant=row.text("tenant"),
-        timestamp=timestamp,
+        timestamp=row.seconds("timestamp", None),
     )
 
 
@@ -345,8 +312,7 @@ def read_session(row: Row) -> AgentSession:
     ``block_size``). Raises TraceError."""
     packed = "session" in row.columns
     tokens_per_id = row.integer("block" if packed else "block_size", 1, 1 << 20)
-    if row.columns.get("hash_id_scope", "local") != "local":
-        raise row.error("column 'hash_id_scope' must be 'local': the ids of a session are its own")
+    row.value("hash_id_scope", "'local': the ids of a session are its own", "local".__eq__, "local")
     turns: list[Turn] = []
     counts: list[int] = []
     for part in _packed(row) if packed else _recorded(row):
@@ -367,13 +333,13 @@ def read_session(row: Row) -> AgentSession:
 
 
 def _turn(part: Row, source: int, keep: int, runs: Int64s) -> Turn:
-    asked, paused = part.seconds("api_time", None), part.seconds("think_time", None)
+    asked = part.seconds("api_time", None)
     return Turn(
-        begin=part.seconds("t", REQUIRED) or 0.0,
+        begin=part.seconds("t"),
         input_length=part.integer("in", 1, _PROMPT_MAX),
         output_length=part.integer("out", 0, OUTPUT_STRIDE),
         seconds=min(_CALL_SECONDS if asked is None else asked, _CALL_SECONDS_MAX),
-        pause=paused or 0.0,
+        pause=part.seconds("think_time", None) or 0.0,
         stop=part.text("stop") or "",
         source=source,
         keep=keep,
@@ -390,22 +356,21 @@ def _shared(part: Row, counts: list[int]) -> tuple[int, int, Int64s]:
     """Which ids a packed request shares with an earlier one, and the runs that follow."""
     source = part.integer("from", -1, len(counts) - 1)
     keep = part.integer("keep", 0, counts[source] if source >= 0 else 0)
-    flat = part.part("", {"runs": [number for run in part.items("runs", 2) for number in run]})
+    flat = replace(part, columns={"runs": [number for run in part.items("runs", 2) for number in run]})
     return source, keep, flat.integers("runs", INT32_MAX, np.int64).reshape(-1, 2)
 
 
 def _recorded(row: Row) -> list[Row]:
     """All requests, those of sub-agents too, in order of time."""
-    found: list[Row] = []
-    pending = [(str(place), one) for place, one in enumerate(row.items("requests"))][::-1]
+    found, pending = list[Row](), [row]
     while pending:
-        place, columns = pending.pop()
-        part = row.part(f"request {place}", columns)
-        if "requests" in part.columns:
-            pending += [(f"{place}.{inner}", one) for inner, one in enumerate(part.items("requests"))][::-1]
+        part = pending.pop()
+        if part is row or "requests" in part.columns:
+            inner = enumerate(part.items("requests"))
+            pending += [part.part(f"request {place}", columns) for place, columns in inner][::-1]
         else:
             found.append(part)
-    return sorted(found, key=lambda part: part.seconds("t", REQUIRED) or 0.0)
+    return sorted(found, key=lambda part: part.seconds("t"))
 
 
 def _runs(part: Row) -> Int64s:

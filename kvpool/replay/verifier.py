@@ -36,7 +36,8 @@ Enqueue = Callable[[Stream, Callable[[], None], Int64s, Int64s], None]
 (block, first, end)."""
 
 
-_NONE: Int64s = np.empty((0, 3), np.int64)
+Places = tuple[Int64s, Int64s]
+"""The block of each of some tokens, and its place in it."""
 
 
 class VerificationError(KVPoolError, AssertionError):
@@ -48,7 +49,11 @@ class VerificationError(KVPoolError, AssertionError):
 
     def __init__(self, message: str, *, block: int, tier: str, token: int, layer: int | None, plane: int | None):
         super().__init__(message)
-        self.block, self.tier, self.token, self.layer, self.plane = block, tier, token, layer, plane
+        self.block = block
+        self.tier = tier
+        self.token = token
+        self.layer = layer
+        self.plane = plane
 
 
 class Verifier:
@@ -56,7 +61,7 @@ class Verifier:
 
     A sequence's bytes follow from its own tokens. The bytes of a copy follow from the bytes that were written to its
     source. The verifier never asks kvpool for a block's content. Its state is ``uint64[blocks, tokens_per_block]``.
-    Only `write` and `write_tokens` change bytes of the pool. Thread-safe, for copies that other threads cause; only one
+    Only `write` changes bytes of the pool. Thread-safe, for copies that other threads cause; only one
     thread may write and check sequences.
 
     Blocks that come from outside are compared as soon as they are on the host: `expect` says beforehand which content
@@ -90,18 +95,18 @@ class Verifier:
 
     def write(self, blocks: Int64s, start: int, states: States, stream: Stream = NULL_STREAM) -> None:
         """Write tokens ``[start, start + len(states))`` of a sequence whose device blocks are `blocks`."""
-        self._write(self._rows(blocks, start, start + len(states)), states, stream)
-
-    def write_tokens(self, blocks: Int64s, tokens: Int64s, states: States, stream: Stream = NULL_STREAM) -> None:
-        """Write token ``tokens[i]`` of device block ``blocks[i]``, whose state is ``states[i]``."""
-        self._write(np.stack([blocks, tokens, tokens + 1], axis=1), states, stream)
+        blocks, tokens = places = self._places(blocks, start, start + len(states))
+        _, _, memory = self._tiers[0]
+        with self._lock:
+            self._states[places], self._written[places] = states, True
+            self._launch(stream, lambda: memory.write(states, blocks, tokens), places, writes=True)
 
     def check(self, blocks: Int64s, states: States, complaint: str, stream: Stream = NULL_STREAM) -> None:
         """Raise `VerificationError`, with this complaint, unless the first ``len(states)`` tokens of a sequence are in
         `blocks`."""
-        rows = self._rows(blocks, 0, len(states))
+        places = self._places(blocks, 0, len(states))
         with self._lock:
-            self._launch(stream, self._check(rows, states, lambda block: complaint), reads=rows)
+            self._launch(stream, self._check(places, states, lambda block: complaint), places)
 
     def copied(self, moves: Int64s, stream: Stream = NULL_STREAM) -> None:
         """Record copies that the device has just enqueued, and compare every target with its source's expected bytes.
@@ -115,11 +120,11 @@ class Verifier:
                 self._follow(*move)
             if self.failure is None:
                 last = {target: (source, count) for source, target, count in made}
-                rows = np.array([(target, 0, count) for target, (_, count) in last.items()], np.int64).reshape(-1, 3)
-                states = self._states[_tokens_of(rows)]
+                counts = np.array([count for _, count in last.values()], np.int64)
+                places = np.repeat(np.array([*last], np.int64), counts), ranges(np.zeros_like(counts), counts)
                 complaint = "is not what the copy from block {} should leave"
-                check = self._check(rows, states, lambda block: complaint.format(last[block][0]))
-                self._launch(stream, partial(self._keep, check), reads=rows)
+                check = self._check(places, self._states[places], lambda block: complaint.format(last[block][0]))
+                self._launch(stream, partial(self._keep, check), places)
 
     def expect(self, states: States) -> None:
         """From now on, the full blocks of a sequence with these token states may come to the host from outside, and
@@ -154,15 +159,16 @@ class Verifier:
         if self.failure is not None:
             raise self.failure
 
-    def _launch(
-        self, stream: Stream, function: Callable[[], None], reads: Int64s = _NONE, writes: Int64s = _NONE
-    ) -> None:
-        if not len(reads) and not len(writes):
-            return
-        if self._enqueue is None:
+    def _launch(self, stream: Stream, function: Callable[[], None], places: Places, writes: bool = False) -> None:
+        """Have a function called that writes these tokens, or reads them."""
+        blocks, tokens = places
+        if self._enqueue is None or not len(blocks):
             function()
-        else:
-            self._enqueue(stream, lambda: self._keep(function), reads, writes)
+            return
+        begins = np.append(True, (np.diff(blocks) != 0) | (np.diff(tokens) != 1))
+        rows = np.stack([blocks[begins], tokens[begins], tokens[np.roll(begins, -1)] + 1], axis=1)
+        reads, written = (rows[:0], rows) if writes else (rows, rows[:0])
+        self._enqueue(stream, lambda: self._keep(function), reads, written)
 
     def _keep(self, function: Callable[[], None]) -> None:
         """Call a function, and keep its error in `failure`, since no caller could handle it."""
@@ -171,24 +177,15 @@ class Verifier:
         except VerificationError as failure:
             self.failure = self.failure or failure
 
-    def _rows(self, blocks: Int64s, start: int, stop: int) -> Int64s:
-        """Tokens ``[start, stop)`` of a sequence in `blocks`, as rows (block, first, end)."""
-        size = self._tokens_per_block
-        places = np.arange(start // size, -(-stop // size)) if start < stop else np.empty(0, np.int64)
-        first, end = np.maximum(start - places * size, 0), np.minimum(stop - places * size, size)
-        return np.stack([blocks[places], first, end], axis=1)
+    def _places(self, blocks: Int64s, start: int, stop: int) -> Places:
+        """Tokens ``[start, stop)`` of a sequence in `blocks`."""
+        blocks_before, tokens = np.divmod(np.arange(start, stop), self._tokens_per_block)
+        return blocks[blocks_before], tokens
 
-    def _write(self, rows: Int64s, states: States, stream: Stream) -> None:
-        blocks, tokens = _tokens_of(rows)
-        _, _, memory = self._tiers[0]
-        with self._lock:
-            self._states[blocks, tokens], self._written[blocks, tokens] = states, True
-            self._launch(stream, lambda: memory.write(states, blocks, tokens), writes=rows)
-
-    def _check(self, rows: Int64s, states: States, complaint: Callable[[int], str]) -> Callable[[], None]:
+    def _check(self, places: Places, states: States, complaint: Callable[[int], str]) -> Callable[[], None]:
         """A function that raises the first difference of tokens from their states, which it blames on the block."""
         context = self.context
-        blocks, tokens = _tokens_of(rows)
+        blocks, tokens = places
 
         def check() -> None:
             for tier, origin, memory in self._tiers:
@@ -220,18 +217,10 @@ class Verifier:
         self.failure = self.failure or failure
 
     def _error(self, tier: str, block: int, found: Difference, complaint: str, context: str) -> VerificationError:
-        place = f"layer {found.layer}, plane {found.plane}, head {found.head}"
-        values = f"found {found.found:#x}, expected {found.expected:#x}"
-        message = f"{tier} block {block}, token {found.token}, {context}: {complaint} ({place}: {values})"
-        return VerificationError(
-            message, block=block, tier=tier, token=found.token, layer=found.layer, plane=found.plane
-        )
-
-
-def _tokens_of(rows: Int64s) -> tuple[Int64s, Int64s]:
-    """The block of each token of some rows (block, first, end), and its place in it."""
-    counts = rows[:, 2] - rows[:, 1]
-    return np.repeat(rows[:, 0], counts), ranges(rows[:, 1], counts)
+        _, token, layer, plane, head, there, expected = found
+        place = f"layer {layer}, plane {plane}, head {head}: found {there:#x}, expected {expected:#x}"
+        message = f"{tier} block {block}, token {token}, {context}: {complaint} ({place})"
+        return VerificationError(message, block=block, tier=tier, token=token, layer=layer, plane=plane)
 
 
 class Image:
@@ -332,14 +321,9 @@ class WatchedDevice(WrappedDevice):
             self.away_ns += perf_counter_ns() - begin
 
     def _count(self, moves: Int64s) -> None:
-        from_device = moves[:, SOURCE] < self._device_blocks
-        to_device = moves[:, TARGET] < self._device_blocks
-        nbytes = moves[:, TOKENS] * self._token_bytes
-        self.copied_bytes += (
-            int(nbytes[from_device & ~to_device].sum()),
-            int(nbytes[~from_device & to_device].sum()),
-            int(nbytes[from_device == to_device].sum()),
-        )
+        on_host = moves[:, [SOURCE, TARGET]] >= self._device_blocks
+        ways = np.where(on_host[:, 0] == on_host[:, 1], 2, on_host[:, 0])
+        np.add.at(self.copied_bytes, ways, moves[:, TOKENS] * self._token_bytes)
 
     @contextmanager
     def host_access(

@@ -15,7 +15,18 @@ from kvpool.jit import jit
 from kvpool.jit.intrinsics import record_at
 from kvpool.state import agent
 from kvpool.state.agent import ALL, SOME, worth_now
-from kvpool.state.chains import EXPERTS, LRU, age_of, book_of, chains_of, draw, ghosts_of, order_of, scores_of
+from kvpool.state.chains import (
+    EXPERTS,
+    LRU,
+    age_of,
+    book_of,
+    chains_of,
+    draw,
+    ghosts_of,
+    host_book_of,
+    order_of,
+    scores_of,
+)
 from kvpool.state.records import HEAD, NONE
 
 _MEMORY, _SURE = 2048.0, 1.5
@@ -60,7 +71,7 @@ def _compare(h, book, c):
     for expert in range(EXPERTS):
         ahead = lead[expert] - lead[book.follows] - _SURE * math.sqrt(noise[expert])
         if ahead > 0.0 or (expert == LRU and ahead == 0.0):
-            book.follows = expert
+            book.follows = host_book_of(h).follows = expert
     _evict(h, book, c)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.jit.intrinsics import address_of, memcpy
+from kvpool.jit.intrinsics import address_of, call, memcpy
 from kvpool.state.index import agree, device_copy, look, partial_match, same_tokens
 from kvpool.state.policy import foresee, free_blocks, on_admit, on_hit, overflow, stop_clock
 from kvpool.state.records import (
@@ -50,7 +50,6 @@ from kvpool.state.requests import (
     keeps_state,
     kept_column,
     kept_from,
-    note_prompt,
     parent_of,
     request_extra,
     request_keys,
@@ -104,18 +103,19 @@ def write_tokens(h, b, at, tokens, extra, start, count):
 @jit
 def fill(h, requests, out, n, r):
     """Phase 2 of request ``r`` of ``n`` in one group. ``out`` is int64[n, OUTCOME]. Nothing here can fail."""
-    request, slot = request_at(requests, r), slot_for(h, r)
+    request = request_at(requests, r)
+    slot = np.int64(slot_for(h, r))
     if not finds(h):
-        _fill_encoded(h, request, slot, outcome_at(out, r))
+        call(h.fill_encoded, (h, request, slot, outcome_at(out, r)))
     else:
         _fill_prompt(h, request, slot, out, n, r)
         if has_states(h):
-            note_prompt(h, request, slot)
+            call(h.note_prompt, (h, request, slot))
         on_admit(h, requests, r, slot)
 
 
 @jit
-def _fill_encoded(h, request, slot, out):
+def fill_encoded(h, request, slot, out):
     """Take blocks for the encoder's tokens. Nobody else has these blocks, and nothing changes them."""
     blocks, sequence, row = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot]
     total = columns_for(h, request)

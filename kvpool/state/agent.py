@@ -18,6 +18,8 @@ from kvpool.jit import jit
 from kvpool.jit.intrinsics import array_at, bit_length, prefetch, record_at
 from kvpool.state import reuse
 from kvpool.state.chains import (
+    BOOK,
+    BOOK_SIZE,
     age_of,
     begin_release,
     begin_turn,
@@ -28,11 +30,13 @@ from kvpool.state.chains import (
     find_first,
     find_name,
     has_blocks,
+    host_book_of,
     is_listed,
     is_name,
     order_of,
     owners_of,
     put_name,
+    shelf_of,
     take_first,
     turns_of,
     worth_of,
@@ -152,7 +156,7 @@ def on_end_release(at, slot, stop):
 def on_touch(at, found, count):
     """Keys of a HostCache are used, whose blocks nobody lists now: rows (hash, block) of ``found`` int64[count, 3].
 
-    They are all keys of a request that has ended, and it is a turn of the chain that it continues, which is returned.
+    They are the keys of a request that has ended, and it is a turn of the chain that it continues, which is returned.
     With ``count`` below zero, they are used and no turn, and NONE is returned: their chain is as its last turn has left
     it, though others have held its blocks meanwhile.
     """
@@ -161,8 +165,12 @@ def on_touch(at, found, count):
     owners, chains = owners_of(h, book), chains_of(book)
     if turn:
         c, depth = _named(book, keys, count, np.int64(0))
-        c = begin_turn(h, book, c, depth, count)
-        book.depth = depth
+        before = np.int64(0)
+        if c != NONE and chains[c].first != NONE and blocks_of(h)[chains[c].first].list < 0:
+            # Its end is used, so it goes on, though its beginning may not be named.
+            before = max(np.int64(chains[c].length) - depth, 0)
+        book.depth = depth + before
+        c = begin_turn(h, book, c, book.depth, count + before)
     else:
         last = keys[count - 1, 2]
         c = np.int64(owners[last]) if last != NONE else c
@@ -202,9 +210,9 @@ def on_touched(at, found, count):
 
 
 @jit
-def choose(at, nothing, none):
-    """The next victim in the book's list, which is not empty. Not asked while LRU is followed. The first of these that
-    there is:
+def choose(at, second, nothing):
+    """The next victim in the list of the first or the ``second`` book, which is not empty. Not asked while LRU is
+    followed. The first of these that there is:
 
     1. the oldest block, if it is a stray;
     2. the next block of the chain that was picked last, of which up to ``RUN`` go in a row;
@@ -213,7 +221,7 @@ def choose(at, nothing, none):
     4. the oldest block.
     """
     h = record_at(at, HEAD)
-    book = book_of(h)
+    book = record_at(h.book_at + second * BOOK_SIZE, BOOK)
     oldest = np.int64(lists_of(h)[book.list, 0])
     if _is_stray(h, book, oldest):
         return oldest
@@ -225,10 +233,9 @@ def choose(at, nothing, none):
         c = _least(h, book)
         if c == NONE:
             break
-        chain = chains_of(book)[c]
         # Of a chain that has left something over, only that goes, whatever it is worth otherwise.
-        book.pick, book.left = c, min(RUN, max(np.int64(chain.size) - chain.stem, 1)) - 1
-        if chain.rest != NONE or chain.turns > 0:
+        book.pick, book.left = c, min(RUN, max(_own_size(h, book, c), 1)) - 1
+        if shelf_of(book, c).rest != NONE or chains_of(book)[c].turns > 0:
             book.left = 0
         b = take_first(h, book, c)
     return b if b != NONE else oldest
@@ -239,7 +246,16 @@ def _is_stray(h, book, b):
     """Whether no chain with blocks has listed a block at its last turn. ``choose`` finds it by no chain."""
     c = np.int64(owners_of(h, book)[b])
     old = c == NONE or blocks_of(h)[b].used_at != chains_of(book)[c].released
-    return old or chains_of(book)[c].place >= book.cached
+    return old or shelf_of(book, c).place >= book.cached
+
+
+@jit
+def _own_size(h, book, c):
+    """How many blocks a chain has beside what it shares: on the device and in the host's list."""
+    size = np.int64(shelf_of(book, c).size)
+    if book.list == host_book_of(h).list:
+        size += np.int64(chains_of(book)[c].size)
+    return size - chains_of(book)[c].stem
 
 
 @jit
@@ -258,10 +274,10 @@ def worth_now(h, book, c, expert):
 def _first_worth(h, book, c):
     """The worth of the deepest block that a chain has listed."""
     chain = chains_of(book)[c]
-    if chain.turns > 0 or chain.rest != NONE:
+    if chain.turns > 0 or shelf_of(book, c).rest != NONE:
         return -1.0  # left over
     worth = worth_now(h, book, c, book.follows)
-    return worth if chain.size > chain.stem else _stem_worth(h, book, c, worth)
+    return worth if _own_size(h, book, c) > 0 else _stem_worth(h, book, c, worth)
 
 
 @jit
@@ -282,7 +298,7 @@ def _stem_worth(h, book, c, worth):
 def _least(h, book):
     """The chain whose first block is worth least, of all, or of some and the last one. NONE if no chain has blocks."""
     chains, order, found, least, at, tries = chains_of(book), order_of(book), np.int64(NONE), 0.0, 0, 0
-    if book.pick != NONE and chains[book.pick].place < book.cached and has_blocks(h, book, book.pick):
+    if book.pick != NONE and has_blocks(h, book, book.pick):
         found, least = np.int64(book.pick), _first_worth(h, book, book.pick)
     while at < book.cached and tries < ALL and least >= 0.0:
         place = at if book.cached <= ALL else draw(book, book.cached)

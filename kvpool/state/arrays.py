@@ -15,8 +15,8 @@ import numpy.typing as npt
 from kvpool.arrays import Array, Int32s, Int64s, Uint8s
 from kvpool.arrays.layout import PoolIds
 from kvpool.jit.intrinsics import entry_of
-from kvpool.state import adaptive, agent, records
-from kvpool.state.chains import BOOK, CHAIN, CHAINS_MAX, EXPERTS
+from kvpool.state import adaptive, admit, agent, records, recurrent, requests, sequences
+from kvpool.state.chains import BOOK, CHAIN, CHAINS_MAX, EXPERTS, SHELF
 from kvpool.state.hashing import block_secret, fingerprint
 from kvpool.state.pauses import PAUSE_BINS, ROWS, TABLES
 from kvpool.state.records import (
@@ -25,6 +25,7 @@ from kvpool.state.records import (
     BLOCK,
     BUCKETS_MAX,
     COUNTERS,
+    CROSS,
     DEFAULT_PRIORITY,
     DEVICE,
     EMPTY,
@@ -36,7 +37,9 @@ from kvpool.state.records import (
     LISTS_PER_TIER,
     LOWEST,
     NONE,
+    OUTCOME,
     RECURRENT,
+    REQUEST,
     RING,
     SEQUENCE,
     H,
@@ -51,9 +54,9 @@ _GHOST_BLOCKS = 1 << 15
 POLICIES = (LRU, "reuse", "agent", "adaptive")
 BOOK_BYTES = 16
 """Bytes for each block, at most. What pauses teach takes some 90 KB besides."""
-_BLOCKS_PER_CHAIN, _BLOCKS_PER_NAME, _LEAST = 6.75, 2, 16
-"""A chain for so many blocks of the device, and a name for so many; so many chains at least. With the owners that is 16
-bytes a block."""
+_BLOCKS_PER_CHAIN, _BLOCKS_PER_CHAIN_OF_TWO, _BLOCKS_PER_NAME, _LEAST = 6.75, 9.75, 2, 16
+"""A chain for so many blocks, in a pool of two tiers for so many, and a name for so many; so many chains at least. With
+the owners that is 16 bytes a block."""
 
 
 class ChainBook:
@@ -61,28 +64,41 @@ class ChainBook:
     ``address`` is that of the BOOK. The state lock guards it."""
 
     def __init__(self, policy: str, head_at: int, device_blocks: int, blocks: int, rows: int) -> None:
-        capacity = device_blocks or blocks
-        chains = min(max(int(capacity / _BLOCKS_PER_CHAIN), _LEAST), CHAINS_MAX)
-        names = 1 << max(capacity // _BLOCKS_PER_NAME, 4 * _LEAST).bit_length() - 1
-        self.book = np.zeros(1, BOOK)
+        both = 0 < device_blocks < blocks
+        per_chain = _BLOCKS_PER_CHAIN_OF_TWO if both else _BLOCKS_PER_CHAIN
+        chains = min(max(int(blocks / per_chain), _LEAST), CHAINS_MAX)
+        names = 1 << max(blocks // _BLOCKS_PER_NAME, 4 * _LEAST).bit_length() - 1
+        self.book = np.zeros(2, BOOK)
         self.owners, self.turns = np.full(blocks, NONE, np.int32), np.full(max(rows, 1), NONE, np.int32)
         self.chains, self.names = np.zeros(chains, CHAIN), np.full(names, NONE, np.int64)
         self.order, self.rates = np.arange(chains, dtype=np.int32), np.zeros((2, TABLES, ROWS, PAUSE_BINS))
         self.ghosts, self.scores = np.zeros((chains, EXPERTS), np.uint16), np.zeros((5, EXPERTS))
-        self.chains["first"] = self.chains["rest"] = NONE
-        self.chains["place"] = self.chains["after"] = self.chains["before"] = self.order
+        self.shelves, self.host_order = (
+            np.zeros(chains if both else 0, SHELF),
+            self.order[: chains if both else 0].copy(),
+        )
+        self.chains["after"] = self.chains["before"] = self.order
+        for shelves in (self.chains, self.shelves):
+            shelves["first"] = shelves["rest"] = NONE
+            shelves["place"] = self.order[: len(shelves)]
         book: Any = self.book.view(np.recarray)[0]
         for name in ("owners", "chains", "order", "names", "turns", "rates", "ghosts", "scores"):
             book[f"{name}_at"] = getattr(self, name).ctypes.data
         begins = adaptive if policy == "adaptive" else agent
         hooks = begins.on_admit, agent.on_begin_release, agent.on_end_release
         for hook in (*(hooks if device_blocks else (begins.on_touch, agent.on_touched)), agent.choose):
-            book[hook.__name__] = entry_of(hook)
+            book[hook.__name__] = entry_of(hook, 0, 0, 0)
         book.list = (DEVICE if device_blocks else HOST) * LISTS_PER_TIER + DEFAULT_PRIORITY
         book.head_at, book.chains, book.names, book.rows = head_at, chains, names, len(self.turns)
-        book.capacity, book.pick = capacity, NONE
-        book.shift = max((capacity // _GHOST_BLOCKS).bit_length() - 1, 0)
+        book.shelves_at, book.shelf_bytes = book.chains_at, CHAIN.itemsize
+        book.capacity, book.pick = blocks, NONE
+        book.shift = max((blocks // _GHOST_BLOCKS).bit_length() - 1, 0)
         book.follows = POLICIES.index(policy) % EXPERTS
+        self.book[1] = self.book[0]
+        host: Any = self.book.view(np.recarray)[1]
+        host.list = HOST * LISTS_PER_TIER + DEFAULT_PRIORITY if both else NONE
+        host.order_at, host.shelves_at = self.host_order.ctypes.data, self.shelves.ctypes.data
+        host.shelf_bytes = SHELF.itemsize
 
     @property
     def address(self) -> int:
@@ -91,16 +107,33 @@ class ChainBook:
     @property
     def arrays(self) -> list[Array]:
         own = [self.book, self.owners, self.turns, self.chains, self.names, self.order]
-        return [*own, self.rates, self.ghosts, self.scores]
+        return [*own, self.shelves, self.host_order, self.rates, self.ghosts, self.scores]
 
     @property
     def nbytes(self) -> int:
         """The bytes that grow with the number of blocks."""
-        return sum(one.nbytes for one in (self.owners, self.chains, self.names, self.order, self.ghosts))
+        own = self.owners, self.chains, self.names, self.order, self.shelves, self.host_order, self.ghosts
+        return sum(one.nbytes for one in own)
 
 
+_IDS = np.zeros(0, np.int64)
+_TOKENS = np.zeros(0, np.int32)
+_WINDOWS: list[Any] = [(sequences.give_passed, 0, 0)]
+_HOOKS: dict[int, list[Any]] = {
+    ATTENTION: [],
+    CROSS: [(admit.fill_encoded, REQUEST, 0, OUTCOME)],
+    RECURRENT: [
+        (recurrent.append_need, _IDS, _IDS),
+        (recurrent.append, _IDS, _IDS, _TOKENS),
+        (requests.note_prompt, REQUEST, 0),
+        (requests.name, 0, 0, 0),
+        *_WINDOWS,
+    ],
+}
+"""The functions that only groups of a kind need, and what they are called with after the header. They are compiled for
+the first pool with such a group."""
 _POOLS = itertools.count(1)
-_HUGE_PAGE = 1 << 21
+_HUGE_PAGE, _GAP = 1 << 21, 128
 _OWN = (
     "blocks tokens extra lists index children heap sequences rows table moves counters histograms accesses token_moves "
     "row_tokens row_extra swapped"
@@ -154,12 +187,13 @@ def state_bytes(
 
 
 def _zeros(*parts: tuple[int, Any]) -> list[Array]:
-    """Zeros, so many of each dtype, in one piece of memory. Each array starts at a cache line.
+    """Zeros, so many of each dtype, in one piece of memory. Each array starts at a cache line, behind two that are
+    nobody's: what is no block (NONE) would be there.
 
     The memory is in huge pages if it fills one. Else most uses of a block would also wait until the processor has
     looked up its page.
     """
-    sizes = [-(-count * np.dtype(dtype).itemsize // 64) * 64 for count, dtype in parts]
+    sizes = [_GAP - (-count * np.dtype(dtype).itemsize // 64) * 64 for count, dtype in parts]
     page = _HUGE_PAGE if sum(sizes) >= _HUGE_PAGE else 64
     pages = mmap.mmap(-1, sum(sizes) + page, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if page == _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -168,7 +202,7 @@ def _zeros(*parts: tuple[int, Any]) -> list[Array]:
     memory = np.frombuffer(pages, np.uint8)
     ends = np.cumsum([-memory.ctypes.data % page, *sizes])
     return [
-        memory[end : end + count * np.dtype(dtype).itemsize].view(dtype)
+        memory[end + _GAP : end + _GAP + count * np.dtype(dtype).itemsize].view(dtype)
         for end, (count, dtype) in zip(ends, parts, strict=False)
     ]
 
@@ -263,6 +297,11 @@ class State:
         h.window, h.sinks = sizes.window, -(-sizes.sinks // settings.width)
         h.kind, h.snapshot = sizes.kind, sizes.snapshot
         h.block_tokens = 1 if sizes.kind == RECURRENT else settings.width
+        hooks = _HOOKS[sizes.kind]
+        if sizes.window:
+            hooks = hooks + _WINDOWS
+        for hook, *like in hooks:
+            h[hook.__name__] = entry_of(hook, HEAD, *like)
 
     def _fill_lists(self, device_blocks: int, count: int) -> None:
         blocks, lists = self.blocks, self.lists

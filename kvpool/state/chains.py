@@ -49,17 +49,22 @@ def worth_of(book, expert, chain, ms):
     return worth(rates_of(book, expert), np.int64(chain.row if expert == AGENT else chain.alike), ms)
 
 
+_LISTED = [
+    ("first", "i4"),  # the deepest listed block of its last turn; NONE = none is left
+    ("rest", "i4"),  # the same of what its last turn has left over
+    ("place", "i4"),  # its place in ``order``
+    ("size", "u2"),  # blocks from ``first`` on; this and the next three count up to BLOCKS_MAX
+]
+SHELF = np.dtype([*_LISTED, ("last", "i4")], align=True)
+"""What a chain has in the list of a book. ``last``: the last block that the host has got of it."""
 CHAIN = np.dtype(
     [
+        *_LISTED,  # in the list of the first book
+        ("length", "u2"),  # blocks of its last prompt
         ("released", "u4"),  # ms, the end of its last turn; its lower half, as in a block
         ("returns", "i4"),  # as the header's, of its last turn
-        ("first", "i4"),  # the deepest listed block of its last turn; NONE = none is left
-        ("rest", "i4"),  # the same of what its last turn has left over
         ("after", "i4"),  # the next chain of its ring, and the one before
         ("before", "i4"),
-        ("place", "i4"),  # its place in ``order``
-        ("size", "u2"),  # blocks from ``first`` on; this and the next three count up to BLOCKS_MAX
-        ("length", "u2"),  # blocks of its last prompt
         ("stem", "u2"),  # how many of them it shares with another chain
         ("base", "u2"),  # how many of them it has begun with, as a fork
         ("mean", "i2"),  # of the logarithms of its pauses
@@ -78,7 +83,7 @@ BOOK = np.dtype(
         for name in (
             "head_at on_admit on_begin_release on_end_release on_touch on_touched choose list"
             " owners_at chains_at order_at names_at turns_at rates_at ghosts_at scores_at chains names rows cached"
-            " known draws pick left last listed capacity follows depth shift"
+            " known draws pick left last listed capacity follows depth shift shelves_at shelf_bytes"
         ).split()
     ]
 )
@@ -86,7 +91,8 @@ BOOK = np.dtype(
 of the default priority: the device's, or in a HostCache the host's. Addresses and lengths of arrays. ``cached`` chains,
 the first ones in ``order``, have blocks there; those up to ``known`` are remembered. The chain that loses blocks now,
 and how many more; the end and the length of the list before a release. Then which expert is followed; how many blocks
-of its chain the last prompt has found; how many chains one stands for."""
+of its chain the last prompt has found; how many chains one stands for. Where its shelves are, one behind the other."""
+BOOK_SIZE = BOOK.itemsize
 CHAINS_MAX = 1 << 24
 """So many chains can be named."""
 SAMPLE = 16
@@ -96,6 +102,18 @@ _WAYS, _LOOK = 4, 8
 @jit(forceinline=True)
 def book_of(h):
     return record_at(h.book_at, BOOK)
+
+
+@jit(forceinline=True)
+def host_book_of(h):
+    """The second book of a group: that of its host tier, about the same chains. Its ``list`` is NONE if there is none.
+    The first one has all that is not about a list."""
+    return record_at(h.book_at + BOOK_SIZE, BOOK)
+
+
+@jit(forceinline=True)
+def shelf_of(book, c):
+    return record_at(book.shelves_at + c * book.shelf_bytes, SHELF)
 
 
 @jit(forceinline=True)
@@ -147,10 +165,10 @@ def turns_of(book):
 @jit
 def move(book, c, place):
     """Exchange a chain with the one at a place of ``order``."""
-    chains, order = chains_of(book), order_of(book)
-    before, other = chains[c].place, order[place]
+    order, shelf = order_of(book), shelf_of(book, c)
+    before, other = shelf.place, np.int64(order[place])
     order[place], order[before] = c, other
-    chains[c].place, chains[other].place = place, before
+    shelf.place, shelf_of(book, other).place = place, before
 
 
 @jit
@@ -172,7 +190,7 @@ def find_first(h, book, c):
 
     LRU takes blocks and tells no chain. What it has left of one is in front of the list.
     """
-    chain, front = chains_of(book)[c], np.int64(lists_of(h)[book.list, 0])
+    chain, front = shelf_of(book, c), np.int64(lists_of(h)[book.list, 0])
     chain.rest = chain.rest if is_listed(h, book, c, np.int64(chain.rest)) else NONE
     if not is_listed(h, book, c, np.int64(chain.first)):
         chain.first, chain.size = NONE, 0
@@ -197,7 +215,7 @@ def take_first(h, book, c):
     prompt went on elsewhere, comes first."""
     if not find_first(h, book, c):
         return np.int64(NONE)
-    chain = chains_of(book)[c]
+    chain = shelf_of(book, c)
     b = np.int64(chain.first if chain.rest == NONE else chain.rest)
     if chain.rest != NONE:
         chain.rest = _next(h, book, c, b)
@@ -209,11 +227,40 @@ def take_first(h, book, c):
 @jit
 def has_blocks(h, book, c):
     """Whether a chain has listed blocks. If not, it is no longer one of those that have."""
+    if shelf_of(book, c).place >= book.cached:
+        return False
     if find_first(h, book, c):
         return True
-    book.cached -= 1
-    move(book, c, book.cached)
+    empty_shelf(book, c)
     return False
+
+
+@jit
+def empty_shelf(book, c):
+    """A chain has no blocks in a list any more."""
+    shelf = shelf_of(book, c)
+    shelf.first = shelf.rest = NONE
+    shelf.size = 0
+    if shelf.place < book.cached:
+        book.cached -= 1
+        move(book, c, book.cached)
+
+
+@jit
+def put_last(h, c, b):
+    """A host block of a chain is listed now. Returns the one behind which it has to be, so that the blocks of a chain
+    lie side by side, or NONE."""
+    book = host_book_of(h)
+    shelf, before = shelf_of(book, c), np.int64(NONE)
+    if shelf.place < book.cached and find_first(h, book, c) and is_listed(h, book, c, np.int64(shelf.last)):
+        before = np.int64(shelf.last)
+    if shelf.first == NONE:
+        shelf.first, shelf.size, before = b, 0, np.int64(NONE)
+    shelf.last, shelf.size = b, min(np.int64(shelf.size) + 1, BLOCKS_MAX)
+    if shelf.place >= book.cached:
+        move(book, c, book.cached)
+        book.cached += 1
+    return before
 
 
 @jit(forceinline=True)
@@ -254,7 +301,8 @@ def new_chain(h, book):
         emptied = False
         for _ in range(_LOOK):
             other = np.int64(order[draw(book, book.chains)])
-            empty = chains[other].place >= book.cached or not has_blocks(h, book, other)
+            host = host_book_of(h)
+            empty = not has_blocks(h, book, other) and (host.list == NONE or not has_blocks(h, host, other))
             older = c == NONE or age_of(h, chains[other]) > age_of(h, chains[c])
             if chains[other].turns == 0 and (empty > emptied or (empty == emptied and older)):
                 c, emptied = other, empty
@@ -262,13 +310,12 @@ def new_chain(h, book):
             return c
         _learn(h, book, chains[c], False)
         _forget(book, c)
-        if chains[c].place < book.cached:
-            book.cached -= 1
-            move(book, c, book.cached)
+        empty_shelf(book, c)
+        if host_book_of(h).list != NONE:
+            empty_shelf(host_book_of(h), c)
     chain = chains[c]
     chain.released, chain.returns, chain.row, chain.alike = np.uint32(h.now & 0xFFFFFFFF), 0, 0, 0
-    chain.first = chain.rest = NONE
-    chain.size = chain.length = chain.stem = chain.base = chain.turns = chain.pauses = chain.mean = 0
+    chain.length = chain.stem = chain.base = chain.turns = chain.pauses = chain.mean = 0
     chain.after = chain.before = c
     return c
 
@@ -353,10 +400,17 @@ def _join(chains, c, parent, depth):
 @jit
 def begin_release(h, book, c):
     """A turn of a chain is over, and its blocks are listed next. What the chain has listed now is left over."""
-    chain = chains_of(book)[c]
-    find_first(h, book, c)
-    chain.rest, chain.first, chain.size = chain.first, NONE, 0
+    _leave_over(h, book, c)
+    if host_book_of(h).list != NONE:
+        _leave_over(h, host_book_of(h), c)
     book.last, book.listed = lists_of(h)[book.list, 1], lists_of(h)[book.list, 2]
+
+
+@jit
+def _leave_over(h, book, c):
+    shelf = shelf_of(book, c)
+    find_first(h, book, c)
+    shelf.rest, shelf.first, shelf.size = shelf.first, NONE, 0
 
 
 @jit

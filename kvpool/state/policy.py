@@ -9,8 +9,8 @@ empty blocks, one of clean host copies (the device has the content too), and one
 holds is in one of them. ``verify`` has its own version of ``list_of``, to check this one.
 
 A pool with another policy than LRU (``policy=``) has records of chains. Then ``on_admit``, ``on_begin_release`` and
-``on_end_release`` keep them, and ``agent.choose`` says which of the device's blocks of the default priority is next,
-unless ``adaptive`` follows LRU. In a HostCache ``on_touch`` and ``on_touched`` keep them, and its blocks are meant.
+``on_end_release`` keep them, and ``agent.choose`` says which block of the default priority is next on a tier, unless
+``adaptive`` follows LRU. In a HostCache ``on_touch`` and ``on_touched`` keep them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import address_of, array_at, call, prefetch
-from kvpool.state.chains import LRU, book_of, owners_of
+from kvpool.state.chains import LRU, book_of, host_book_of, owners_of, put_last
 from kvpool.state.index import expect, expect_child
 from kvpool.state.records import (
     CLEAN,
@@ -316,35 +316,35 @@ def on_release(h, b, front):
 def on_admit(h, requests, r, slot):
     """Request ``r`` has got its blocks, in the row ``slot``."""
     if h.book_at:
-        call(book_of(h).on_admit, book_of(h).head_at, address_of(requests) + r * REQUEST_BYTES, slot)
+        call(book_of(h).on_admit, (book_of(h).head_at, address_of(requests) + r * REQUEST_BYTES, slot))
 
 
 @jit(forceinline=True)
 def on_begin_release(h, slot):
     """All blocks of a row are given back next."""
     if h.book_at:
-        call(book_of(h).on_begin_release, book_of(h).head_at, slot, np.int64(0))
+        call(book_of(h).on_begin_release, (book_of(h).head_at, slot, np.int64(0)))
 
 
 @jit(forceinline=True)
 def on_end_release(h, slot):
     """They were."""
     if h.book_at:
-        call(book_of(h).on_end_release, book_of(h).head_at, slot, np.int64(h.stop))
+        call(book_of(h).on_end_release, (book_of(h).head_at, slot, np.int64(h.stop)))
 
 
 @jit(forceinline=True)
 def on_touch(h, found, turn):
     """Keys of a HostCache are used, the ``turn`` of a request or not. Their blocks are given back next."""
     if h.book_at:
-        call(book_of(h).on_touch, book_of(h).head_at, address_of(found), found.shape[0] * (1 if turn else -1))
+        call(book_of(h).on_touch, (book_of(h).head_at, address_of(found), found.shape[0] * (1 if turn else -1)))
 
 
 @jit(forceinline=True)
 def on_touched(h, found, turn):
     """They were."""
     if h.book_at:
-        call(book_of(h).on_touched, book_of(h).head_at, address_of(found), found.shape[0] * (1 if turn else -1))
+        call(book_of(h).on_touched, (book_of(h).head_at, address_of(found), found.shape[0] * (1 if turn else -1)))
 
 
 @jit
@@ -365,8 +365,26 @@ def on_only_copy(h, b, device, deadline):
     block.priority, block.ttl, block.uses, block.used_at = other.priority, other.ttl, other.uses, other.used_at
     if block.list >= 0:
         unlink(blocks_of(h), lists_of(h), b)
-        place(h, b, deadline)
+        place_only_copy(h, b, device, deadline)
     return changed
+
+
+@jit(forceinline=True)
+def place_only_copy(h, b, device, deadline):
+    """``place`` a host block that has become the only copy of what a device block had. What the host has of one chain
+    lies side by side."""
+    place(h, b, deadline)
+    if h.book_at and host_book_of(h).list == blocks_of(h)[b].list:
+        _join_chain(h, b, np.int64(owners_of(h, book_of(h))[device]))
+
+
+@jit
+def _join_chain(h, b, c):
+    owners_of(h, book_of(h))[b] = c
+    behind = put_last(h, c, np.int64(b)) if c != NONE else np.int64(NONE)
+    if behind != NONE:
+        unlink(blocks_of(h), lists_of(h), b)
+        push_behind(blocks_of(h), lists_of(h), b, host_book_of(h).list, behind)
 
 
 @jit
@@ -434,8 +452,10 @@ def victim(h, tier, priority):
     b = np.int64(lowest(lists, tier))
     if b == NONE or blocks_of(h)[b].priority > priority:
         return np.int64(NONE)
-    if h.book_at and book_of(h).follows != LRU and blocks_of(h)[b].list == book_of(h).list:
-        b = call(book_of(h).choose, book_of(h).head_at, np.int64(0), np.int64(0))
+    if h.book_at:
+        book, which = book_of(h), blocks_of(h)[b].list
+        if book.follows != LRU and (which == book.list or which == host_book_of(h).list):
+            b = call(book.choose, (book.head_at, np.int64(which != book.list), np.int64(0)))
     return b
 
 
@@ -447,18 +467,19 @@ def expect_victims(h, tier, count):
     used.
     """
     blocks, lists, last = blocks_of(h), lists_of(h), np.int64(NONE)
-    if not h.book_at or book_of(h).follows == LRU or book_of(h).list // LISTS_PER_TIER != tier:
+    own = tier * LISTS_PER_TIER + DEFAULT_PRIORITY
+    if not h.book_at or book_of(h).follows == LRU or (own != book_of(h).list and own != host_book_of(h).list):
         return
-    for which in range(tier * LISTS_PER_TIER, book_of(h).list):
+    for which in range(tier * LISTS_PER_TIER, own):
         count -= lists[which, 2]
-    for _ in range(min(count, lists[book_of(h).list, 2])):
-        b = call(book_of(h).choose, book_of(h).head_at, np.int64(0), np.int64(0))
+    for _ in range(min(count, lists[own, 2])):
+        b = call(book_of(h).choose, (book_of(h).head_at, np.int64(own != book_of(h).list), np.int64(0)))
         unlink(blocks, lists, b)
         owners_of(h, book_of(h))[b] = NONE
         blocks[b].prev, last = last, b
     while last != NONE:
         b, last = last, np.int64(blocks[last].prev)
-        push(blocks, lists, b, book_of(h).list, FRONT)
+        push(blocks, lists, b, own, FRONT)
 
 
 @jit(forceinline=True)
@@ -471,11 +492,18 @@ def take_victim(h, tier, priority):
     if b == NONE:
         return b, np.int64(NONE)
     unlink(blocks_of(h), lists_of(h), b)
-    if h.book_at:
-        owners_of(h, book_of(h))[b] = NONE
+    if tier == HOST:
+        disown(h, b)
     if tier == DEVICE and cached:
         _expect_victims(h, b)
     return b, stop_clock(h, b)
+
+
+@jit(forceinline=True)
+def disown(h, b):
+    """The content of a block that was taken has gone where it goes: the block is of no chain any more."""
+    if h.book_at:
+        owners_of(h, book_of(h))[b] = NONE
 
 
 SOON, LATER = 10, 20  # how many evictions ahead the index is loaded, and the block
@@ -485,13 +513,13 @@ SOON, LATER = 10, 20  # how many evictions ahead the index is loaded, and the bl
 def foresee(h, row, i):
     """Note the blocks that a release of this row gives back some places behind its block ``i``."""
     block = blocks_of(h)[row[i]]
-    block.soon, block.later = row[max(i - SOON, 0)], row[max(i - LATER, 0)]
+    block.soon, block.later = max(row[max(i - SOON, 0)], 0), max(row[max(i - LATER, 0)], 0)
 
 
 @jit(forceinline=True)
 def _expect_victims(h, b):
-    """Begin to load what the evictions after that of ``b`` will touch. What was foreseen may be wrong, or NONE, which
-    is the last block: nothing depends on it."""
+    """Begin to load what the evictions after that of ``b`` will touch. What was foreseen may be wrong: nothing depends
+    on it."""
     blocks, soon, later = blocks_of(h), np.int64(blocks_of(h)[b].soon), np.int64(blocks_of(h)[b].later)
     prefetch(blocks, later)
     prefetch(blocks["parent0"], later)

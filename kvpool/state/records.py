@@ -175,6 +175,7 @@ HEAD = _numbers(
     " generation event_capacity removals has_extra clocks window sinks kind group block_tokens device_first "
     "host_first snapshot"
     " gone_capacity detail bound detail_group overflow stop returns savers owed unsaved"
+    " append_need append note_prompt name give_passed fill_encoded"
 )
 # `detail` says what an error is about, mostly a place among the arguments, and `bound` the bound that it broke. In the
 # first header, `detail_group` is the group of the error. `overflow` is how many contents the present admission still
@@ -184,7 +185,8 @@ HEAD = _numbers(
 # no blocks. `book_at` is 0 where the policy needs no records of its own. `stop` and `returns` are what the engine says
 # about the sequences that it releases: why they stopped, and ENDS or in how many ms and one their next turn comes.
 # `savers` are those who save content, as bits; to those in `owed` all of it is owed, and `unsaved` counts what the host
-# has evicted before one of them was told to save it.
+# has evicted before one of them was told to save it. The last six are numbers of functions for `call`, where the group
+# needs them.
 ENDS = np.int64(-1)
 ATTENTION, RECURRENT, CROSS = range(3)
 

@@ -65,9 +65,9 @@ def close_saver(heads, saver):
 
 @jit
 def _tell(h, b, saver, uses, found, count):
-    """Tell a saver of block ``b``, if it is cached, was used so often, and the saver was not told. Returns how many
-    rows of ``found`` are filled now."""
-    blocks, bit = blocks_of(h), np.int64(1) << saver
+    """Tell a saver of block ``b``, if it is cached, was used so often, and the saver was not told. NONE is a saver who
+    is told of everything. Returns how many rows of ``found`` are filled now."""
+    blocks, bit = blocks_of(h), np.int64(1) << saver if saver != NONE else np.int64(0)
     if b == NONE or not blocks[b].flags & PUBLISHED or blocks[b].saved & bit or blocks[b].uses < uses:
         return count
     blocks[b].saved |= bit

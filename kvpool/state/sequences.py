@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.jit.intrinsics import prefetch
+from kvpool.jit.intrinsics import call, prefetch
 from kvpool.state.hashing import key_in
 from kvpool.state.index import device_copy, expect, expect_child, expect_found, find_key, has_content, rival_child
 from kvpool.state.policy import BACK, nth_released, on_begin_release, on_change, on_end_release, on_insert, on_release
@@ -39,7 +39,7 @@ from kvpool.state.records import (
     table_of,
     tokens_of,
 )
-from kvpool.state.requests import blocks_for, has_states, keeps_state, kept_from, name, state_at
+from kvpool.state.requests import blocks_for, has_states, keeps_state, kept_from, needs_all, state_at
 from kvpool.state.tiers import ACCESSED, FOLLOWS, STORED, WROTE, emit, emit_access, enter, forget_both
 
 
@@ -214,7 +214,7 @@ def publish_range(h, slot, first, last):
     waiting = 0
     for i in range(first, last):
         b = np.int64(row[i])
-        if i + AHEAD < last:
+        if i + AHEAD < last and needs_all(h):
             expect(h, blocks[row[i + AHEAD]].key0)  # a guess, if it has no key yet
             expect_child(h, np.int64(row[i + AHEAD]))
             expect_found(h, blocks[row[i + NEAR]].key0)
@@ -257,7 +257,7 @@ def retry_duplicates(h, slot):
 
 
 @jit
-def _give_passed(h, slot, before):
+def give_passed(h, slot, before):
     """Give back the blocks that no token after the committed ones sees, or the states from which nobody continues any
     more. ``before`` tokens had been committed."""
     sequence = sequences_of(h)[slot]
@@ -300,10 +300,10 @@ def commit_rows(h, ids, counts):
         if sequence.duplicates == NONE:
             sequence.removals = h.removals
         if has_states(h):
-            name(h, slot, first, last)
+            call(h.name, (h, slot, first, last))
         publish_committed(h, slot, first, last)
         if h.window or has_states(h):
-            _give_passed(h, slot, before)
+            call(h.give_passed, (h, slot, before))
 
 
 @jit

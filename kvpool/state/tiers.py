@@ -15,12 +15,13 @@ from kvpool.jit.intrinsics import bit_length, memcpy
 from kvpool.state.index import link, rival_child, unlink_content
 from kvpool.state.policy import (
     BACK,
+    disown,
     expired,
     on_change,
     on_insert,
     on_only_copy,
     on_release,
-    place,
+    place_only_copy,
     relist,
     should_offload,
     take_victim,
@@ -366,7 +367,7 @@ def _offload(h, b, deadline):
     emit(h, STORED, g)
     emit(h, REMOVED, b)
     h.removals += 1
-    place(h, g, deadline)
+    place_only_copy(h, g, b, deadline)
     counters_of(h).offloaded_blocks += 1
     return True
 
@@ -397,6 +398,7 @@ def take_device(h):
         raise RuntimeError("a block was taken that was not counted")
     if blocks[b].flags & INDEXED:
         _evict(h, b, deadline)
+    disown(h, b)
     blocks[b].flags, blocks[b].filled, blocks[b].uses, blocks[b].ticket = 0, 0, 0, NONE
     return b
 

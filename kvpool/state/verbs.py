@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.jit.intrinsics import address_of
+from kvpool.jit.intrinsics import address_of, call
 from kvpool.state import growth, recurrent
 from kvpool.state.admit import onboard
 from kvpool.state.index import device_copy, find_key, host_copy, look
@@ -128,8 +128,11 @@ def _fits(h, args):
 # -- grow and shrink ------------------------------------------------------------------------------
 
 
-_tokens_need = _by_kind(growth.append_need, recurrent.append_need)
-_add_tokens = _by_kind(growth.append, recurrent.append)
+@jit(forceinline=True)
+def _tokens_need(h, ids, counts):
+    if has_states(h):
+        return call(h.append_need, (h, ids, counts))
+    return growth.append_need(h, ids, counts)
 
 
 @jit
@@ -151,7 +154,10 @@ def _append_fits(h, args):
 
 @jit
 def _append(h, ids, counts, tokens):
-    _add_tokens(h, ids, counts, tokens)
+    if has_states(h):
+        call(h.append, (h, ids, counts, tokens))
+    else:
+        growth.append(h, ids, counts, tokens)
     counters_of(h).appended_tokens += tokens.shape[0]
 
 

@@ -373,21 +373,25 @@ def _chains(state: State) -> Iterator[Check]:
     own = state.book
     if own is None:
         return
-    book, chains, order = own.book[0], own.chains, own.order
+    book, chains, blocks = own.book[0], own.chains, len(own.owners)
     sizes = (0, book["cached"], book["known"], len(chains))
     yield "chains", sizes != tuple(sorted(sizes)), "more chains have blocks than are known, or more than there are"
     numbers, count = np.arange(len(chains)), len(chains)
-    complete = np.array_equal(np.sort(order), numbers)
-    yield "chains", not complete, "the order of chains lacks one"
-    if complete:
-        yield "chains", chains["place"][order] != numbers, "the chain at place {} has another place"
-    outside, blocks = np.zeros(count, bool), len(own.owners)
-    ranges = (("first", NONE, blocks), ("rest", NONE, blocks), ("after", 0, count), ("before", 0, count))
-    for name, low, high in (*ranges, ("row", 0, CLASSES), ("alike", 0, CLASSES)):
-        outside |= (chains[name] < low) | (chains[name] >= high)
+    outside = np.zeros(count, bool)
+    lists = zip(own.book, (chains, own.shelves), (own.order, own.host_order), strict=True)
+    for listed, shelves, order in lists if len(own.shelves) else [next(lists)]:
+        complete = np.array_equal(np.sort(order), numbers)
+        yield "chains", not complete, "the order of chains lacks one"
+        if complete:
+            yield "chains", shelves["place"][order] != numbers, "the chain at place {} has another place"
+        for name in ("first", "rest"):
+            outside |= (shelves[name] < NONE) | (shelves[name] >= blocks)
+        wrong = not NONE <= listed["pick"] < count or not 0 <= listed["cached"] <= count
+        yield "chains", wrong, "no chain that there is loses blocks now"
+    for name, high in (("after", count), ("before", count), ("row", CLASSES), ("alike", CLASSES)):
+        outside |= (chains[name] < 0) | (chains[name] >= high)
     yield "chains", outside, "chain {} names a block, a chain or a class that there is not"
     yield "chains", (own.owners < NONE) | (own.owners >= count), "block {} is of no chain that there is"
-    yield "chains", not NONE <= book["pick"] < count, "no chain that there is loses blocks now"
     named = (own.names >> 8) & (CHAINS_MAX - 1)
     yield "names", (own.names != NONE) & (named >= count), "name {} is of no chain that there is"
     if not outside.any():

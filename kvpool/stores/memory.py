@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpool.arrays.layout import integer_argument
+from kvpool.arrays.layout import choice_argument, integer_argument
+from kvpool.state.arrays import LRU, POLICIES
 from kvpool.stores.store import (
     ABSENT,
     CANCELLED,
@@ -24,6 +25,7 @@ from kvpool.stores.store import (
     Space,
     Stop,
 )
+from kvpool.stores.tag_limits import Victims
 
 
 class _Block(NamedTuple):
@@ -33,7 +35,7 @@ class _Block(NamedTuple):
 
 
 class MemoryStore:
-    """A ``Store`` of up to ``capacity`` bytes. The least recently used block goes first. Thread-safe."""
+    """A ``Store`` of up to ``capacity`` bytes. ``policy`` says which block goes next, as in a pool. Thread-safe."""
 
     name = "memory"
     threads = 2
@@ -41,7 +43,9 @@ class MemoryStore:
     lasting = False
     indexed = True
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, *, policy: str = LRU) -> None:
+        self._policy = choice_argument("policy", policy, POLICIES)
+        self._victims: Victims | None = None
         self._capacity = integer_argument("capacity", capacity, 1, 1 << 62)
         self._blocks: OrderedDict[bytes, _Block] = OrderedDict()
         self._of_tag: Counter[bytes] = Counter()
@@ -51,6 +55,8 @@ class MemoryStore:
 
     def open(self, space: Space) -> bytes:
         self._memory, self._most = space.memory, self._capacity // space.block_bytes
+        if self._policy != LRU:
+            self._victims = Victims(self._policy, max(self._most, len(self._blocks), 1), self._blocks)
         return self.secret
 
     def epoch(self, model: bytes, new: bool) -> bytes:
@@ -73,6 +79,7 @@ class MemoryStore:
             content = self._memory[row].tobytes()
             with self._lock:
                 codes[place] = self._put(key.tobytes(), _Block(content, seal.tobytes(), tag), limit)
+        self._use(keys)
         return codes
 
     def load(self, keys: Bytes, rows: Rows, stop: Stop) -> tuple[Bytes, Bytes]:
@@ -88,6 +95,7 @@ class MemoryStore:
             if block is not None:
                 self._memory[row] = np.frombuffer(block.content, np.uint8)
                 seals[place] = np.frombuffer(block.seal, np.uint8)
+        self._use(keys)
         return codes, seals
 
     def forget(self, keys: Bytes) -> int:
@@ -104,6 +112,12 @@ class MemoryStore:
     def close(self) -> None:
         """Content stays for the next ``open`` of this object."""
 
+    def _use(self, keys: Bytes) -> None:
+        """Keys were saved or loaded together."""
+        if self._victims is not None:
+            with self._lock:
+                self._victims.use([key for key in map(bytes, keys) if key in self._blocks])
+
     def _put(self, key: bytes, block: _Block, limit: int) -> int:
         """Keep one block. The lock is held."""
         if key in self._blocks:
@@ -114,7 +128,9 @@ class MemoryStore:
         while self._of_tag[block.tag] >= limit:
             self._evict(next(key for key, other in self._blocks.items() if other.tag == block.tag))
         while len(self._blocks) >= self._most:
-            self._evict(next(iter(self._blocks)))
+            # Keys of this call are no victims yet.
+            victims = [] if self._victims is None else self._victims.first(1)
+            self._evict(victims[0] if victims else next(iter(self._blocks)))
         self._blocks[key] = block
         self._of_tag[block.tag] += 1
         return OK
@@ -126,4 +142,6 @@ class MemoryStore:
         block = self._blocks.pop(key, None)
         if block is not None:
             self._of_tag[block.tag] -= 1
+            if self._victims is not None:
+                self._victims.drop(key)
         return block is not None

@@ -74,7 +74,8 @@ class Store(Protocol):
     """how many calls it can use at a time, 1 to 256"""
     clears: int
     """by how many first bytes of their tags ``clear`` can drop blocks: TAG_BYTES (or fewer); MODEL_BYTES, for a store
-    that does not know namespaces; 0, as for a store without this attribute, if it has no ``clear``"""
+    that does not know namespaces; 0, as for a store without this attribute, if it has no ``clear``: then it cannot be
+    reset, and ``tests/stores/contract.py`` refuses it"""
     lasting: bool
     """whether what it keeps can outlive the process; a store without this attribute counts as one that does"""
     indexed: bool
@@ -84,13 +85,13 @@ class Store(Protocol):
     @property
     def secret(self) -> bytes:
         """What ``open`` returns, also before that: for a pool whose keys shall last as long as the store. Raises
-        OSError. A store need not have it."""
+        OSError. A store without it can only be behind a pool that was given the secret by other ways."""
 
     def epoch(self, model: bytes, new: bool) -> bytes | None:
         """Since when blocks of a model (MODEL_BYTES of a tag) count: b"" until it was ``new`` for the first time, and
         EPOCH_BYTES random bytes from then on, others each time. Kept as durably as a block, and never evicted. A block
-        has another key in each epoch: nobody asks for it here. A store need not have it, or gives None where this
-        cannot be kept; then a reset is forgotten with the process. Raises OSError."""
+        has another key in each epoch: nobody asks for it here. None where this cannot be kept: then, and with a store
+        without it, a reset is forgotten with the process. Raises OSError."""
 
     def open(self, space: Space) -> bytes:
         """Begin. Returns the store's secret, 32 bytes: the same for all who share its content, and known to nobody

@@ -1,15 +1,18 @@
-"""TagLimits: how many blocks each namespace may have in a store that does not know namespaces."""
+"""What goes from a store. TagLimits: how many blocks each namespace may have in one that does not know namespaces.
+Victims: which block is evicted next by another policy than LRU."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
 
 from kvpool.arrays import Bools
+from kvpool.hostcache.host_cache import HostCache
+from kvpool.hostcache.identity import ModelIdentity
 from kvpool.stores.queue import NO_LIMIT
 from kvpool.stores.store import KEY_BYTES, OK, REFUSED, Bytes
 
@@ -21,6 +24,36 @@ class Added(NamedTuple):
     accepted: list[bool]
     new: list[bytes]
     gone: list[bytes]
+
+
+_ANY = ModelIdentity("any", "any", "any", "any", "any")
+
+
+class Victims:
+    """The order in which a store evicts up to ``most`` keys, by a policy: that of a HostCache without memory.
+
+    ``oldest``: keys that are there, the oldest first; nobody knows any more which were used together. Not thread-safe.
+    """
+
+    def __init__(self, policy: str, most: int, oldest: Iterable[bytes]) -> None:
+        self._cache = HostCache(most, 1, identity=_ANY, policy=policy)
+        self._add([*oldest][::-1])
+
+    def _add(self, keys: list[bytes]) -> None:
+        self._cache.publish(self._cache.reserve(keys).keys)
+
+    def use(self, keys: list[bytes]) -> None:
+        """Keys that are in the store are saved or loaded together, in the order of a prompt: they are a turn."""
+        self._add(keys)
+        self._cache.touch(keys, turn=True)
+
+    def drop(self, key: bytes) -> None:
+        """A key has left the store."""
+        self._cache.forget([key])
+
+    def first(self, count: int) -> list[bytes]:
+        """The keys that are evicted next, the first one first."""
+        return self._cache.next_victims(-1, self._cache.usage().empty + count, count)
 
 
 TRACKED_MAX = 1 << 18

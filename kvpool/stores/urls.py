@@ -19,10 +19,12 @@ _KINDS = {
     "peer": ("kvpool.stores.peer.peer_store", "PeerStore"),
     "s3": ("kvpool.stores.s3", "S3Store"),
 }
+_EVICTING = ("disk", "memory")
+"""what evicts by itself, and takes a policy"""
 _SIZES = ("capacity", "segment")
 """options in bytes"""
-_PARTS = ("open", "find", "load", "save", "forget", "close")
-"""what the class of a store has"""
+_PARTS = ("open", "find", "load", "save", "forget", "stats", "close")
+"""what the class of a store has, beside ``name`` and ``threads``, which may be of each store alone"""
 _COUNTS = ("connections", "index_blocks", "threads", "timeout_ms")
 """options that are numbers"""
 
@@ -48,6 +50,9 @@ def open_store(text: object, **names: object) -> Store:
     # A secret would be in logs and in lists of processes. The message does not have the text.
     if any(re.search("secret|token|password", name.lower()) and not name.endswith("_file") for name in options):
         raise ValueError("secret: accepted is secret_file=, or another ..._file=: the path of a file that has it")
+    if "policy" in options and kind in _KINDS and kind not in _EVICTING:
+        accepted = ", ".join(f"{name}:..." for name in _EVICTING)
+        raise ValueError(f"store={text!r:.80}: others choose what goes from it; policy= is accepted in {accepted}")
     for name in set(options) & set(_SIZES):
         options[name] = bytes_argument(name, options[name])
     for name in set(options) & set(_COUNTS):
@@ -59,6 +64,8 @@ def open_store(text: object, **names: object) -> Store:
         found: Store = make(*([place] if place else []), **options)
     except TypeError as error:
         raise ValueError(f"store={text!r:.80}: {error}") from None
+    if not (hasattr(found, "name") and hasattr(found, "threads")):
+        raise ValueError(f"store={text!r:.80}: accepted is a store with name and threads, not {found!r:.80}")
     return found
 
 

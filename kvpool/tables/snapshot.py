@@ -274,22 +274,6 @@ class CsrHandOver(HandOver):
         return StagedVectors(buffer.array, buffer.address, [piece for piece in pieces if piece[2]])
 
 
-def vectors_argument(vectors: dict[str, Table], count: int) -> None:
-    """Raise ValueError unless ``indptr`` and ``last_page_len`` of ``count`` sequences fit, and no two vectors share
-    memory."""
-    for name, needed in (("indptr", count + 1), ("last_page_len", count)):
-        if vectors[name].shape[0] < needed:
-            raise ValueError(f"{name} has {vectors[name].shape[0]} entries: accepted are {needed} or more")
-    ranges = sorted(
-        (vector.address, vector.address + 4 * vector.shape[0], name)
-        for name, vector in vectors.items()
-        if vector.shape[0]
-    )
-    for (_, end, name), (begin, _, other) in zip(ranges, ranges[1:], strict=False):
-        if begin < end:
-            raise ValueError(f"{name} and {other} share memory: accepted are arrays that lie apart")
-
-
 def stream_error(heads: Any, g: int, ids: Int64s) -> ValueError:
     """The exception for SEVERAL_STREAMS."""
     return ValueError(

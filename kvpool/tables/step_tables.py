@@ -196,15 +196,13 @@ def stage_step(heads, g, ids, first, counts, limits, numbers, address, nbytes): 
 
 
 class StepHandOver(HandOver):
-    """The tables of a step of ``count`` sequences. ``first`` and ``counts`` are as in ``_number``. ``tokens_per_block``
-    and ``sinks`` are those of the group."""
+    """The tables of a step of ``count`` sequences. ``first`` and ``counts`` are as in ``_number``."""
 
-    def __init__(
-        self, targets: StepTargets, count: int, first: Int64s, counts: Int64s, tokens_per_block: int, sinks: int
-    ) -> None:
+    def __init__(self, targets: StepTargets, count: int, first: Int64s, counts: Int64s) -> None:
         super().__init__(list(targets.tables.values()))
-        self.step, self.count, self.first, self.counts = targets, count, first, counts
-        self.tokens_per_block, self.sinks = tokens_per_block, sinks
+        self.step, self.count = targets, count
+        self.first, self.counts = first, counts
+        self._group = 0, 0
 
     def choose(self, first: Int64s, counts: Int64s) -> None:
         self.first, self.counts = first, counts
@@ -216,10 +214,11 @@ class StepHandOver(HandOver):
         numbers, room = np.empty((self.count + 1, 4), np.int64), (buffer.address, buffer.array.nbytes)
         most = int(stage_step(heads, g, ids, self.first, self.counts, self.step.limits, numbers, *room))
         refuse_step(heads, g, ids, most)
+        self._group = int(heads[g, H.width]), int(heads[g, H.sinks])
         return most
 
     def work(self, buffer: Buffer, staged: int) -> Work:
-        shape = self.count, max(staged, self.least), self.tokens_per_block, self.sinks
+        shape = self.count, max(staged, self.least), *self._group
         return StagedStep(self.step, buffer.array, buffer.address, *shape)
 
 

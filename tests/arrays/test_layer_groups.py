@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import BlockLayout, LayerGroup, split_blocks
-from kvpool.pool.config import capacities_argument, describe, groups_argument
+from kvpool import BlockLayout, KVCacheManager, LayerGroup, split_blocks
+from kvpool.pool.config import capacities_argument, groups_argument
 
 
 def layout(tokens: int = 16, heads: int = 2, layers: int = 1) -> BlockLayout:
@@ -157,7 +157,9 @@ def test_wrong_capacities_are_refused_by_name(name: str, value: Any, error: type
 
 
 def test_global_ids_have_all_device_blocks_first() -> None:
-    found = describe((FULL, WINDOWED, CROSS), (5, 7, 2), (0, 3, 4))
+    groups = [FULL, WINDOWED, CROSS]
+    with KVCacheManager(groups=groups, device_blocks=[5, 7, 2], host_blocks=[0, 3, 4], device="cpu") as cache:
+        found = cache.groups
     assert [(g.index, g.kind, g.window, g.device_blocks, g.host_blocks) for g in found] == [
         (0, "attention", None, 5, 0), (1, "attention", 64, 7, 3), (2, "cross", None, 2, 4),
     ]  # fmt: skip

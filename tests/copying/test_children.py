@@ -22,7 +22,8 @@ from kvpool.keepers.hostkeeper import HostKeeper
 from kvpool.pool import together
 from kvpool.stores import MemoryStore, StoreQueue
 from kvpool.stores.disk import DiskStore
-from tests.children import in_child
+from kvpool.stores.store import Space
+from tests.children import in_child, refuses
 from tests.engine import small_layout
 from tests.hostcache.conftest import IDENTITY
 from tests.hostcache.conftest import store as kept
@@ -30,12 +31,6 @@ from tests.stores import keeping
 from tests.stores.lab import Gate, Wrong, memory, names
 
 T = 4
-
-
-def refuses(*calls: Callable[[], object]) -> None:
-    for call in calls:
-        with pytest.raises(ForkedProcess):
-            call()
 
 
 @contextmanager
@@ -184,7 +179,12 @@ def test_a_child_does_not_wait_for_jobs_and_prefetches_of_its_parent(tmp_path: A
             job = queue.find(queue.secret.opaque(names(1)))
             assert gate.reached.wait(600)
             prefetch = keeper.prefetch([*range(40)])
-            in_child(lambda: refuses(job.wait, job.cancel, prefetch.wait, queue.stats, other.stats, disk.stats))
+            key, row, space = queue.secret.opaque(names(1)), np.arange(1), Space(bytes(16), memory())
+            calls = [job.wait, job.cancel, prefetch.wait, queue.stats, other.stats, disk.stats, disk.close,
+                     lambda: queue.find(key), lambda: disk.find(key), lambda: disk.load(key, row, lambda: False),
+                     lambda: disk.forget(key), lambda: disk.open(space), lambda: keeper.prefetch([1]),
+                     lambda: keeper.match_prefix([1]), keeper.stats, keeper.events, keeper.close]  # fmt: skip
+            in_child(lambda: refuses(*calls))
             gate.open()
             assert job.wait(600) and prefetch.wait(600)
 

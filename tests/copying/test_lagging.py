@@ -16,6 +16,7 @@ from kvpool.copying.transfer import COPIES_THREAD
 from kvpool.device.base import ALL_LAYERS, NULL_STREAM, Layers, Stream, WrappedDevice
 from kvpool.device.sim import SimDevice
 from tests.children import in_child
+from tests.waiting import at_once
 
 BLOCKS, WIDTH = 8, 2
 PROMPT = list(range(BLOCKS * WIDTH)) + [99]
@@ -223,11 +224,7 @@ def test_threads_that_lag_and_threads_that_admit_agree(seed: int) -> None:
                 cache.release(one)
 
         sim_streams = [sim.create_stream(str(own)) for own in range(3)]
-        threads = [threading.Thread(target=work, args=(own,)) for own in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(600)
+        at_once(work, range(3))
         wait_for_thread(cache)
         assert len(copy_threads()) == 1
         cache.verify()

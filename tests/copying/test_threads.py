@@ -20,6 +20,7 @@ from kvpool.jit import jit
 from kvpool.jit.intrinsics import compare_exchange, load
 from kvpool.state import control, tiers
 from kvpool.state.records import BLOCK, change_word, head
+from tests.waiting import at_once
 
 T = 4
 LAYOUT = BlockLayout(1, 1, 8, T, dtype="uint8", planes=1, order="block_first")
@@ -27,21 +28,7 @@ LAYOUT = BlockLayout(1, 1, 8, T, dtype="uint8", planes=1, order="block_first")
 
 def run(*workers: Callable[[], object]) -> None:
     """Run all at once; what one of them raises is raised here."""
-    errors: list[BaseException] = []
-
-    def guarded(work: Callable[[], object]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(work,)) for work in workers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    at_once(lambda work: work(), workers)
 
 
 @jit

@@ -14,11 +14,9 @@ from kvpool.device.base import Device, Layers, Region
 from kvpool.device.copy_plan import BLOCKS_MAX, Regions
 from kvpool.device.cuda.calibration import OFFLOAD, ONBOARD, WITHIN
 from kvpool.device.work import TokenMoves
-from kvpool.errors import DeviceError
 from tests.device import reference
 from tests.device.conftest import gpu_device
-from tests.device.faults import FaultyDevice
-from tests.device.pools import as_moves, seen
+from tests.device.pools import as_moves
 from tests.device.regions import (
     BLOCKS,
     DEVICE_BLOCKS,
@@ -43,23 +41,6 @@ def test_copies_in_all_regions_at_once_are_those_of_the_reference(device: Device
     pools = make_regions(device)
     for seed in range(12):
         assert_copies_as_the_reference(pools, random_region_moves(np.random.default_rng(seed)))
-    pools.close()
-
-
-def test_a_copy_copies_a_block_in_every_part_and_no_other_block(device: Device) -> None:
-    pools = make_regions(device)
-    before = [[seen(part).copy() for part in parts] for parts in pools.host_pools]
-    device.copy_blocks(as_moves((1, sum(DEVICE_BLOCKS) + 2, WIDTH)))
-    device.synchronize()
-    for part, blocks_axis in ((0, 2), (1, 0)):
-        source = np.moveaxis(seen(pools.device_pools[0][part]), blocks_axis, 0)[1]
-        np.testing.assert_array_equal(pools.host_pools[0][part][2].view(np.uint8), source.view(np.uint8))
-        for other in (0, 1, 3):
-            np.testing.assert_array_equal(
-                pools.host_pools[0][part][other].view(np.uint8), before[0][part][other].view(np.uint8)
-            )
-    for group in (1, 2, 3):
-        np.testing.assert_array_equal(pools.host_pools[group][0].view(np.uint8), before[group][0].view(np.uint8))
     pools.close()
 
 
@@ -103,45 +84,6 @@ def test_copies_on_one_stream_are_made_in_the_order_of_the_calls_in_every_region
     device.synchronize()
     assert_equal(pools, expected)
     pools.close()
-
-
-def bad_rows() -> list[tuple[int, int, int]]:
-    firsts = [ids_of(region)[0] for region in range(4)]
-    hosts = [ids_of(region)[-1] for region in (0, 1, 3)]
-    return [
-        (firsts[0], firsts[3], WIDTH),
-        (firsts[0], hosts[2], WIDTH),
-        (hosts[1], firsts[0], 1),
-        (hosts[0], hosts[2], 1),
-        (ids_of(0)[-1], ids_of(1)[-1], 1),
-        (ids_of(0)[4], firsts[1], 1),
-        (firsts[1], firsts[1] + 1, 2),
-        (firsts[2], firsts[2] + 1, 3),
-        (firsts[0], firsts[0] + 1, 5),
-        (firsts[0], firsts[0] + 1, 0),
-        (firsts[1], firsts[1], 1),
-        (-1, 0, 1),
-        (0, -1, 1),
-        (BLOCKS, 0, 1),
-        (0, BLOCKS, 1),
-        (2**62, 0, 1),
-    ]
-
-
-def test_what_a_device_says_to_have_completed_are_the_first_rows_of_the_caller() -> None:
-    for completed in range(6):
-        device = FaultyDevice(CpuDevice(), fail_at={(0, completed)})
-        pools = make_regions(device)
-        moves = random_region_moves(np.random.default_rng(4))
-        assert len(moves) > 6
-        expected = images(pools)
-        reference.copy_region_blocks(expected, moves[:completed])
-        with pytest.raises(DeviceError) as caught:
-            device.copy_blocks(moves)
-        assert caught.value.completed == completed
-        assert_equal(pools, expected)
-        assert_copies_as_the_reference(pools, moves)
-        pools.close()
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from kvpool.arrays.layout import BlockLayout
 from kvpool.device import CpuDevice
 from kvpool.device.base import BYTES, FROM, TO
 from kvpool.device.copy_plan import make_plan
-from kvpool.device.cuda.fragments import Cutter
+from kvpool.device.fragments import Cutter
 from kvpool.memory.pools import MemoryPools
 from tests.device import reference
 from tests.device.pools import BLOCKS, DEVICE_BLOCKS, HOST_BLOCKS, as_moves, make_pools, random_moves

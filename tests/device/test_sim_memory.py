@@ -3,7 +3,6 @@ are wrong."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,9 +10,10 @@ import numpy as np
 import pytest
 
 from kvpool.arrays.layout import BlockLayout
-from kvpool.device.base import NULL_STREAM, Event, Part
+from kvpool.device.base import ALL_LAYERS, NULL_STREAM, Event, Region
+from kvpool.device.copy_plan import Regions
 from kvpool.device.sim import POISON, Choices, RaceError, SeededChoices, SimDevice, UndeclaredWrite
-from kvpool.device.sim.shadow import Mirror
+from kvpool.device.sim.shadow import Shadow
 from kvpool.errors import PoolClosed
 from kvpool.memory.pools import MemoryPools
 from tests.device import reference
@@ -30,6 +30,7 @@ from tests.device.regions import (
     whole,
 )
 from tests.device.regions import LAYOUTS as GROUP_LAYOUTS
+from tests.waiting import at_once
 
 T = 4
 LAYOUTS = [
@@ -274,29 +275,20 @@ def test_a_launched_function_may_not_call_the_device_and_says_so(sim: Open) -> N
 
 def test_threads_enqueue_query_and_wait_at_once(sim: Open) -> None:
     device, pools = sim(chunk_bytes=16)
-    errors: list[BaseException] = []
 
     def work(number: int) -> None:
-        try:
-            stream = device.create_stream(f"thread {number}")
-            for _ in range(30):
-                device.copy_blocks(as_moves((number, 6 + number, T)), stream)
-                event = device.record(stream)
-                if number % 2:
-                    device.synchronize(event)
-                while not device.query(event):
-                    pass
-                with device.host_access(reads=[(6 + number, 0, T)], writes=[(number, 0, T)]):
-                    write(pools, number, 0)
-        except BaseException as error:
-            errors.append(error)
+        stream = device.create_stream(f"thread {number}")
+        for _ in range(30):
+            device.copy_blocks(as_moves((number, 6 + number, T)), stream)
+            event = device.record(stream)
+            if number % 2:
+                device.synchronize(event)
+            while not device.query(event):
+                pass
+            with device.host_access(reads=[(6 + number, 0, T)], writes=[(number, 0, T)]):
+                write(pools, number, 0)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    at_once(work, range(4))
     device.synchronize()
 
 
@@ -404,15 +396,14 @@ def test_the_pieces_of_a_move_make_the_move(layout: BlockLayout, chunk_bytes: in
             views = [pool.view(layout.storage_dtype).reshape(shape) for pool, shape in zip(pools, shapes, strict=True)]
             expected = [view.copy() for view in views]
             reference.copy_blocks(layout, *expected, as_moves((source, target, tokens)))
-            part = Part(layout, *pools)
-            mirror = Mirror(part, Part(layout, *(pool.copy() for pool in pools)), (range(3), range(3, 5)))
-            pieces = mirror.pieces(tokens, chunk_bytes, 1000, range(layout.layers))
+            shadow = Shadow(Regions([Region.of(layout, *pools, 3, 2)]))
+            pieces = shadow.torn(as_moves((source, target, tokens))[0], chunk_bytes, 1000, ALL_LAYERS)
             total = layout.token_bytes * tokens
-            assert len(pieces) >= total / max(chunk_bytes, 1) and (chunk_bytes < total or len(pieces) == 1)
-            for piece in pieces:
-                mirror.copy_piece(source, target, piece)
+            assert len(pieces) >= min(1000, total / chunk_bytes) and (chunk_bytes < total or len(pieces) == 1)
+            for piece in random.permutation(np.array(pieces, object)):
+                piece()
             assert all(np.array_equal(*pair) for pair in zip(views, expected, strict=True))
-            assert not len(mirror.differences())
+            assert not len(shadow.differences())
 
 
 # ----------------------------------------
@@ -525,19 +516,6 @@ def test_rows_of_more_tokens_than_a_block_of_the_region_has_are_refused(
         for name in ("reads", "writes"):
             with pytest.raises(ValueError, match=rf"{name}\[1\]=.* are needed"):
                 call(**{name: [(0, 0, WIDTH), row]})
-
-
-def test_a_launch_may_write_what_it_declares_in_every_part(pools: MemoryPools) -> None:
-    sim = sim_of(pools)
-
-    def kernel() -> None:
-        for group, part in PARTS:
-            reference.block_view(*part_of(pools, group, part), 0)[...] = 7
-
-    sim.launch(None, kernel, writes=[whole(ids_of(region)[0]) for region in REGIONS])
-    sim.synchronize()
-    for group, part in PARTS:
-        assert (reference.block_view(*part_of(pools, group, part), 0) == 7).all()
 
 
 def test_closing_under_a_read_of_the_last_token_of_any_region_is_a_race() -> None:

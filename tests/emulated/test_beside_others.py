@@ -19,7 +19,6 @@ from kvpool.device.base import Stream
 from kvpool.device.cuda import CudaDevice
 from kvpool.device.cuda import cuda_device as cuda
 from kvpool.device.cuda.calibration import Calibration, Measurement
-from kvpool.device.launches import kernels
 from kvpool.device.work import Fragments
 from kvpool.memory.kv_copy import load_kernel
 from steps import arrays
@@ -27,6 +26,7 @@ from tests.device.pools import make_pools, on_device
 from tests.emulated import lab
 from tests.emulated.lab import ROOT, Driver
 from tests.emulated.test_capture_and_batches import Capturing
+from tests.kernels.shim import kernels
 
 pytestmark = pytest.mark.gpu
 LAYOUT = BlockLayout(2, 2, 16, 4)

@@ -10,8 +10,6 @@ import numpy as np
 import kvpool
 from kvpool.engines.vllm import KVPoolOffloadingSpec
 
-FAULTS = ("swapped", "doubled", "stale", "failing_loads", "failing_stores")
-
 
 class FaultyCopies:
     """A copy engine whose copies of two or more host blocks go wrong, as ``fault`` says."""

@@ -15,7 +15,17 @@ import pytest
 
 import kvpool
 from kvpool.engines import options
-from kvpool.engines.options import EngineOptions, EnginePlugin, lasting_identity
+from kvpool.engines.options import (
+    LLAMACPP,
+    LMCACHE,
+    MLX,
+    SGLANG,
+    VLLM,
+    EngineOptions,
+    EnginePlugin,
+    lasting_identity,
+)
+from kvpool.state.arrays import POLICIES
 
 PASSING = kvpool.ModelIdentity("/models/tiny", "engine 1", "float16", "LBHNC, tp 1", "vllm 0.32.0, 16 tokens")
 ONE_STORE = replace(options.LMCACHE, packages=("toy",), place="its file", others=("module_path",))
@@ -117,12 +127,36 @@ def test_a_slip_of_an_option_is_refused_with_the_name_that_is_meant(slip: str, m
         HOST_TIER.read({"host_memory": 1, slip: "1"})
 
 
+@pytest.mark.parametrize("plugin", [LLAMACPP, SGLANG, LMCACHE])
+def test_a_policy_is_refused_where_there_is_nothing_that_it_could_choose_from(plugin: EnginePlugin) -> None:
+    with pytest.raises(ValueError, match=f"unknown options .*policy in {plugin.place}: accepted are .*stores"):
+        plugin.read({"policy": "agent", "host_memory": 1, "stores": "memory:?capacity=1MiB", "weights": "a"})
+
+
+@pytest.mark.parametrize("plugin", [VLLM, MLX])
+def test_a_host_tier_of_kvpool_takes_a_policy(plugin: EnginePlugin) -> None:
+    assert [plugin.read({"host_memory": 1, "policy": name}).policy for name in POLICIES] == list(POLICIES)
+    with pytest.raises(ValueError, match="policy='fifo' in .*: accepted is 'lru', 'reuse', 'agent', 'adaptive'"):
+        plugin.read({"host_memory": 1, "policy": "fifo"})
+
+
 def test_what_nobody_knows_is_ignored_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     given = {"host_memory": 1, "eviction_policy": "arc", "cpu_bytes_to_use": 1, "offload_prompt_only": False}
     with caplog.at_level(logging.WARNING, "toy.kvpool"):
         assert HOST_TIER.read(given) == HOST_TIER.read({"host_memory": 1}) == HOST_TIER.read(given, quiet=True)
     (record,) = caplog.records
     assert record.getMessage().endswith("ignored in its file: cpu_bytes_to_use, eviction_policy")
+
+
+@pytest.mark.parametrize("plugin", [options.VLLM, options.SGLANG, options.LMCACHE], ids=lambda one: one.engine)
+def test_a_version_that_was_not_tested_is_named_in_the_log_of_the_engine(
+    plugin: EnginePlugin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(EnginePlugin, "version", lambda self: "9.9.9")
+    monkeypatch.setattr(logging.getLogger(plugin.log.name.partition(".")[0]), "propagate", True)
+    with caplog.at_level(logging.WARNING, plugin.log.name):
+        plugin.checked_version()
+    assert f"tested with {plugin.engine} {plugin.tested[0]}; this is 9.9.9" in caplog.text
 
 
 def test_warnings_of_stores_are_shown_where_the_engine_shows_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,10 @@ import pytest
 
 pytest.importorskip("blake3", reason="needs blake3: pip install '.[stores]'")
 
-from kvpool.engines import staged
 from kvpool.engines.options import EngineOptions
 from kvpool.engines.staged import StagedBlocks
 from kvpool.stores import MemoryStore
-from tests.stores.lab import BLOCK_BYTES, IDENTITY, Gate, Wrong, content, names
+from tests.stores.lab import BLOCK_BYTES, IDENTITY, Gate, Wrong, content, fail, names
 
 Open = Callable[..., StagedBlocks]
 
@@ -55,10 +54,6 @@ def load(blocks: StagedBlocks, count: int, first: int = 0) -> dict[int, np.ndarr
     came = blocks.load(names(count, first), lambda place, row: found.update({first + place: row.copy()}))
     assert sorted(found) == [first + place for place, ok in enumerate(came) if ok]
     return found
-
-
-def fail() -> None:
-    raise OSError(5, "I/O error")
 
 
 def assert_right(found: dict[int, np.ndarray]) -> None:
@@ -158,20 +153,6 @@ def test_a_store_that_finds_and_loads_nothing_is_asked_no_more_for_a_while(make:
     assert blocks.find(names(2)) == [True] * 2 and len(load(blocks, 2)) == 2 and not blocks.client.suspended
 
 
-def test_a_load_of_what_the_probe_has_found_ends_the_suspension(
-    make: Open, store: Wrong, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(staged, "_FIRST_PAUSE_S", 0.0)
-    blocks = make()
-    save(blocks, 2)
-
-    store.before["load"] = fail
-    assert load(blocks, 2) == {} and blocks.client.suspended
-    del store.before["load"]
-    assert blocks.find(names(2)) == [True] * 2 and blocks.client.suspended
-    assert len(load(blocks, 2)) == 2 and not blocks.client.suspended
-
-
 @pytest.mark.parametrize("when", ["fill", "put"])
 def test_an_error_of_a_copy_raises_nothing_and_gives_the_rows_back(when: str, make: Open) -> None:
     blocks = make(rows=2)
@@ -187,19 +168,15 @@ def test_an_error_of_a_copy_raises_nothing_and_gives_the_rows_back(when: str, ma
     assert [trouble for _, trouble in blocks.troubles] == ["RuntimeError"]
 
 
-def test_what_was_cleared_is_not_found(make: Open) -> None:
-    blocks = make()
-    save(blocks, 2)
-    blocks.clear()
-    assert blocks.find(names(2)) == [False, False] and load(blocks, 2) == {}
-    assert all(save(blocks, 2)) and len(load(blocks, 2)) == 2
-
-
-def test_what_was_cleared_has_left_the_store(make: Open, store: Wrong) -> None:
+def test_what_was_cleared_has_left_the_store_and_a_closed_one_answers_without_errors(make: Open, store: Wrong) -> None:
     """A process that opens it later finds nothing."""
     blocks = make()
     save(blocks, 2)
     assert blocks.clear() and not store.inner.stats()["blocks"] and not blocks.troubles
+    assert blocks.find(names(2)) == [False, False] and load(blocks, 2) == {}
+    assert all(save(blocks, 2)) and len(load(blocks, 2)) == 2
+    blocks.close()
+    assert blocks.find(names(1)) == [False] and load(blocks, 1) == {} and save(blocks, 1) == [False]
 
 
 def test_a_clear_says_if_the_store_has_not_dropped_the_blocks(make: Open, store: Wrong) -> None:
@@ -240,26 +217,6 @@ def test_what_is_saved_after_a_clear_is_found_after_a_restart(make: Open, store:
     assert_right(found)
 
 
-def test_threads_that_save_and_load_share_the_rows(make: Open) -> None:
-    blocks = make(rows=4)
-    wrong: list[Any] = []
-
-    def work(first: int) -> None:
-        for _ in range(5):
-            if not all(save(blocks, 5, first)) or len(found := load(blocks, 5, first)) != 5:
-                wrong.append("lost")
-            for number, row in found.items():
-                if not np.array_equal(row, content(number)):
-                    wrong.append(number)
-
-    threads = [threading.Thread(target=work, args=(100 * number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong and not blocks.troubles
-
-
 def test_blocks_for_which_no_time_is_left_are_not_copied(make: Open) -> None:
     blocks = make(rows=2)
     blocks.seconds["save"] = 0.01
@@ -282,13 +239,6 @@ def test_closing_says_how_much_went_wrong(make: Open, store: Wrong, caplog: pyte
     with caplog.at_level(logging.WARNING, "kvpool.engines"):
         blocks.close()
     assert "find failed 2, find suspended 3" in caplog.text
-
-
-def test_a_closed_store_answers_without_errors(make: Open) -> None:
-    blocks = make()
-    save(blocks, 1)
-    blocks.close()
-    assert blocks.find(names(1)) == [False] and load(blocks, 1) == {} and save(blocks, 1) == [False]
 
 
 # -- hits against the engine -----------------------------------------------------------------------------

@@ -7,7 +7,6 @@ backend. Which host block a chunk gets is nobody's business but the tier's, and 
 from __future__ import annotations
 
 import pickle
-import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,8 +22,6 @@ vllm = pytest.importorskip(
     exc_type=ImportError,
 )
 
-import msgspec  # noqa: E402
-from vllm.v1.kv_hints import KvHintsEnvelope  # noqa: E402
 from vllm.v1.kv_offload.base import (  # noqa: E402
     LookupResult,
     Medium,
@@ -53,8 +50,8 @@ def request(name: str = "r") -> Any:
 class Manager:
     """A manager, and what it says in numbers of chunks."""
 
-    def __init__(self, chunks: int, events: int) -> None:
-        self.cache = kvpool.HostCache(chunks, 64, identity=IDENTITY, event_capacity=events)
+    def __init__(self, chunks: int, events: int, **options: Any) -> None:
+        self.cache = kvpool.HostCache(chunks, 64, identity=IDENTITY, event_capacity=events, **options)
         self.real = vllm.KVPoolOffloadingManager(self.cache)
 
     def lookup(self, *numbers: int) -> list[Any]:
@@ -201,12 +198,6 @@ def test_a_reset_drops_everything_while_copies_are_under_way(make: Callable[...,
     assert manager.lookup(1, 2, 3) == [MISS, MISS, MISS]
     assert manager.cache.stats().used == 0
     assert len(manager.prepare_store(4, 5, 6, 7)[0]) == 4
-
-
-def test_without_events_none_are_kept(make: Callable[..., Manager]) -> None:
-    manager = make(events=0)
-    manager.store(1)
-    assert manager.events() == []
 
 
 PROMPT = range(20)
@@ -540,7 +531,7 @@ def test_the_settings_of_the_bridge_are_those_of_the_options(monkeypatch: pytest
     wanted = {"load_share": 0.1, "save_share": 0.2, "load_seconds": 3.0, "save_seconds": 4.0, "retry_seconds": 5.0}
     with pytest.raises(InterruptedError):
         Stored(4, save="reuse", **wanted)
-    del made["clock"]
+    del made["clock"], made["spare"]
     assert made == {"identity": IDENTITY, "save": "reuse", "policies": None, **wanted}
 
 
@@ -596,12 +587,20 @@ def test_a_hit_is_loaded_only_where_that_is_faster_than_to_compute_it(
     assert manager.real.prefill.policies[0].block_seconds < 1e-6, "a step without a prompt says nothing"
     manager.real.prefill.begin(100)
     manager.real.prefill.begin(100)
+    assert manager.real.prefill.spare() == 0.0, "nobody knows"
     for _ in range(2):
         manager.now += 1.0
         manager.real.prefill.end()
     manager.real.prefill.end()
     assert manager.real.prefill.policies[0].block_seconds == pytest.approx(0.01)
     assert (hits(40) > 20) == (seconds < 1.0)
+    manager.real.prefill.begin(100)
+    manager.real.prefill.begin(100)
+    manager.now += 0.5
+    assert manager.real.prefill.spare() == pytest.approx(1.5), "of the two steps that have begun"
+    for _ in range(2):
+        manager.now += 0.75
+        manager.real.prefill.end()
     for tokens, took in ((200, 0.5), (400, 0.1)):
         manager.real.prefill.begin(tokens)
         manager.now += took
@@ -688,75 +687,3 @@ def test_a_request_before_the_stores_are_open_is_refused() -> None:
     with pytest.raises(RuntimeError, match="stores were not opened"):
         real.on_new_request(request())
     real.shutdown()
-
-
-# -- hints -----------------------------------------------------------------------------------------------
-
-
-def hinted(manager: Manager, name: str, numbers: range, message: object, *, as_params: bool = True) -> None:
-    """Serve a request that carries a message."""
-    told = {"kv_transfer_params": {"kv_hints": message}} if as_params else {"kv_hints": message}
-    context = ReqContext(req_id=name, **told)
-    manager.real.on_new_request(context)
-    found = manager.real.prepare_store(keys(*numbers), context)
-    if found is not None:
-        manager.real.complete_store(found.keys_to_store, context)
-    manager.real.on_request_finished(context)
-
-
-def envelope(kind: object, payload: object, count: int = 1) -> dict[str, Any]:
-    action = {"action_id": "a", "action_type": kind, "action_version": "1", "payload": payload}
-    return {"protocol_version": "1", "message_id": "m", "actions": [action] * count}
-
-
-@pytest.mark.parametrize("as_params", [True, False])
-@pytest.mark.parametrize("kind", ["pin", "retain"])
-def test_what_a_request_wishes_for_its_chunks_outlives_others(kind: str, as_params: bool) -> None:
-    manager, message = Manager(64, 0), envelope(kind, {"lease_ms": 60_000})
-    if not as_params:
-        message = msgspec.convert(message, KvHintsEnvelope)  # type: ignore[assignment]
-    with manager.cache as cache:
-        hinted(manager, "r", range(4), message, as_params=as_params)
-        for first in range(100, 400, 4):
-            hinted(manager, f"r{first}", range(first, first + 4), None)
-        assert manager.lookup(0, 3, 100, 103) == [HIT, HIT, MISS, MISS]
-        assert manager.counted()[f"vllm:kvpool_hint_actions:('{kind}', 'done')"] == 1
-        hinted(manager, "s", range(4), envelope("drop", {}))
-        assert manager.lookup(0, 3) == [MISS, MISS]
-        cache.verify()
-
-
-HINTS = ("pin", "retain", "prefetch", "drop")
-PIN = envelope("pin", {})
-DEEP: object = []
-for _ in range(50_000):
-    DEEP = [DEEP]
-
-
-@pytest.mark.parametrize("message", [
-    5, [], {}, "x" * 10_000, envelope("pin", {}, 65), envelope("steal", {}), envelope("pin", 3),
-    envelope("pin", {"lease_ms": -1}), envelope("pin", {"lease_ms": 1 << 40}), envelope("drop", {"tokens": [1]}),
-    envelope("pin", {str(i): i for i in range(50)}), {**PIN, "protocol_version": "2"}, {**PIN, "message_id": "x" * 300},
-    DEEP, {**PIN, "message_id": DEEP}, envelope("pin", DEEP),
-])  # fmt: skip
-def test_a_wrong_hint_is_counted_and_its_request_goes_on(message: object) -> None:
-    manager = Manager(8, 0)
-    with manager.cache:
-        hinted(manager, "r", range(4), message)
-        assert manager.lookup(0, 3) == [HIT, HIT]
-        assert manager.counted()["vllm:kvpool_hint_actions:('none', 'refused')"] == 1
-        assert not manager.real._requests
-
-
-def test_whatever_requests_wish_they_keep_a_sixteenth_of_the_tier() -> None:
-    seed = random.randrange(1 << 16)
-    print(f"seed {seed}")
-    draw, manager = random.Random(seed), Manager(64, 0)
-    with manager.cache as cache:
-        for i in range(200):
-            first, length, kind = draw.randrange(400), draw.randrange(1, 12), draw.choice(HINTS)
-            payload = {} if kind == "drop" else {"lease_ms": draw.randrange(1, 600_000)}
-            message = envelope(kind, payload, draw.randrange(1, 5))
-            hinted(manager, f"r{i}", range(first, first + length), message)
-            assert sum(cache._states[0].blocks["priority"] > 35) <= 64 // 16
-            cache.verify()

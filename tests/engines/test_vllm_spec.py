@@ -39,7 +39,6 @@ from vllm.v1.kv_offload.config import (  # noqa: E402
 )
 
 import kvpool  # noqa: E402
-from kvpool.engines.options import VLLM, EnginePlugin  # noqa: E402
 from tests.engines import serve  # noqa: E402
 
 BLOCK_BYTES = 4096
@@ -101,13 +100,6 @@ def test_host_memory_is_that_of_all_workers(workers: int, per_chunk: int, blocks
 def test_what_is_not_supported_is_said_at_the_start(made: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         vllm.KVPoolOffloadingSpec(made)
-
-
-def test_another_version_gets_a_message(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(EnginePlugin, "version", lambda self: "9.9.9")
-    said(caplog, monkeypatch)
-    vllm.KVPoolOffloadingSpec(config({"host_memory": "1MiB"}))
-    assert f"tested with vLLM {VLLM.tested[0]}; this is 9.9.9" in caplog.text
 
 
 LASTING = {"host_memory": "1GiB", "stores": ["disk:/a"], "weights": "1"}

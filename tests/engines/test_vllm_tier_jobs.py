@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.tiering.base import TransferJob  # noqa: E402
 
 from kvpool.stores import MemoryStore, urls  # noqa: E402
 from tests.engines.test_vllm_spec import config  # noqa: E402
-from tests.stores.lab import Gate, Wrong, content  # noqa: E402
+from tests.stores.lab import Gate, Wrong, content, fail  # noqa: E402
 from tests.waiting import until  # noqa: E402
 
 BYTES = 4096
@@ -138,9 +138,6 @@ def test_a_load_that_hangs_is_reported_when_its_rows_are_free(store: Wrong) -> N
 
 
 def test_a_dead_store_fails_jobs_and_is_left_alone(tier: Tier, store: Wrong) -> None:
-    def fail() -> None:
-        raise OSError(5, "I/O error")
-
     store.before.update({"save": fail, "find": fail})
     for number in range(6):
         tier.submit(False, [number], [0])
@@ -161,8 +158,7 @@ def test_draining_waits_for_calls_and_what_was_saved_before_is_not_found(tier: T
 
 
 def test_shutting_down_while_a_call_hangs_keeps_the_memory(store: Wrong, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier, gate = Tier(store), Gate()
-    store.before["save"] = gate
+    tier, gate = Tier(store), store.hold("save")
     tier.submit(False, [1], [0])
     assert gate.reached.wait(600)
     queue = tier.real._client.queue

@@ -11,6 +11,7 @@ import pytest
 
 from kvpool import CapturedTables, DeviceError, KVCacheManager, PoolClosed, StepTables
 from kvpool.arrays.layout import BlockLayout
+from kvpool.device.base import Stream
 from kvpool.device.cuda import unusable
 from steps import GARBAGE, NAMES, arrays, check, expected
 from tests import emulated
@@ -187,3 +188,28 @@ def test_a_pool_closes_behind_its_replays_while_others_capture(cupy: Any) -> Non
         captured.stage(one)
     busy.end_capture()
     captured.check(*wanted)  # it was done before the buffers went
+
+
+@pytest.mark.parametrize("then", ["staged", "closed"])
+def test_a_hand_over_goes_on_when_the_stream_of_its_replays_was_destroyed(
+    cupy: Any, cache: KVCacheManager, then: str
+) -> None:
+    """A bare handle keeps no stream alive. What was launched there still reads the buffer."""
+    stream, runtime = cupy.cuda.Stream(non_blocking=True), cupy.cuda.runtime
+    captured, ids = Captured(cupy, cache, stream), cache.add_sequence_batch([[1, 2, 3, 4, 5], [6]], stream=stream).ids
+    bare = int(runtime.streamCreateWithFlags(runtime.streamNonBlocking))
+    wanted = as_it_is(cache, ids.tolist())
+    for one in captured.hand_overs:
+        one.stage(ids, stream=bare)
+    captured.graph.launch(cupy.cuda.Stream.from_external(Stream(bare)))
+    runtime.streamDestroy(bare)
+    if then == "staged":
+        captured.stage(ids[:0])
+        captured.check(*wanted)
+        captured.graph.launch(stream)
+        stream.synchronize()
+        captured.check(np.zeros((0, 0), np.int32), expected(cache, [], [], []))
+    for one in captured.hand_overs:
+        one.close()
+    cupy.cuda.Device().synchronize()
+    cache.verify()

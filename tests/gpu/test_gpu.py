@@ -18,7 +18,7 @@ from kvpool.device import get_device
 from kvpool.device.cuda import CudaDevice, calibration
 from kvpool.device.cuda import cuda_device as cuda
 from kvpool.device.cuda.calibration import DIRECTIONS, PATHS, measure
-from kvpool.device.cuda.fragments import Cutter
+from kvpool.device.fragments import Cutter
 from kvpool.device.work import StagedRows, staged_bytes, write_rows
 from kvpool.memory.pools import MemoryPools
 

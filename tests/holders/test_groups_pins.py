@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from groups_lab import GroupEngine, T, pins
+from groups_lab import make as make
 from kvpool import BlockNotFound, KVPoolError, Lease, LeaseExpired, PoolClosed
 from kvpool.device.cpu import CpuDevice
 from tests.device.faults import FaultyDevice
@@ -19,21 +20,6 @@ from tests.race.lab import Lab
 
 A = list(range(100, 140))
 Make = Callable[..., GroupEngine]
-
-
-@pytest.fixture
-def make() -> Iterator[Make]:
-    """Engines on pools of several groups; nothing may be wrong, or pinned, at their end."""
-    opened: list[GroupEngine] = []
-
-    def build(*args: Any, **options: Any) -> GroupEngine:
-        opened.append(GroupEngine(*args, **options))
-        return opened[-1]
-
-    yield build
-    for engine in opened:
-        assert engine.cache.closed or (engine.cache.leases == [] and pins(engine.cache) == 0)
-        assert engine.findings() == []
 
 
 def keys_of(engine: GroupEngine, tokens: list[int]) -> Any:

@@ -107,6 +107,7 @@ BAD = [
     (lambda e, p, d: e.cache.import_blocks(p, [d[0], d[1] + b"x"]), ValueError, r"data\[1\] has 193 bytes"),
     (lambda e, p, d: e.cache.import_blocks(p, [d[0], None]), TypeError, r"data\[1\] is a NoneType"),
     (lambda e, p, d: e.cache.import_blocks(p, [np.frombuffer(d[0] * 2, np.uint8)[::2]]), TypeError, "contiguous"),
+    (lambda e, p, d: e.cache.import_blocks(p, [np.array([None] * (len(d[0]) // 8))]), TypeError, r"data\[0\]"),
     (lambda e, p, d: e.cache.import_blocks(p, d, first=1), ValueError, "data has 3 blocks, first=1"),
     (lambda e, p, d: e.cache.import_blocks(p, d, first=-1), ValueError, "first=-1"),
     (lambda e, p, d: e.cache.import_blocks(p, d, priority=101), ValueError, "priority=101"),
@@ -209,10 +210,3 @@ def test_a_prompt_does_not_push_its_own_prefix_out(make: Make) -> None:
     assert engine.cache.import_blocks(prompt, data[:1]) == 1
     assert engine.cache.import_blocks(prompt, data[1:], first=1) == 1
     assert engine.cache.match_prefix(engine.prompt(range(13))).host_tokens == 8
-
-
-def test_objects_are_no_bytes(make: Make) -> None:
-    engine = make(4, 2, 2)
-    prompt, _ = prompt_of(engine, 4)
-    with pytest.raises(TypeError, match=r"data\[0\]"):
-        engine.cache.import_blocks(prompt, [np.array([None] * (engine.cache.layout.block_bytes // 8))])

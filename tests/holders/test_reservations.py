@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from engine import Engine
-from failing import Rig, on_host_only
 from kvpool import (
     BlockLayout,
     DeviceError,
@@ -29,9 +27,8 @@ from kvpool import (
 from kvpool.device.base import Event
 from kvpool.device.cpu import CpuDevice
 from kvpool.device.sim import SimDevice
-from kvpool.state import verbs
 from loading import kv, load, picture
-from tests import debug
+from tests.sequences.test_arguments import ID_CALLS
 
 Make = Callable[..., Engine]
 LAYOUTS: list[dict[str, Any]] = [
@@ -66,32 +63,6 @@ def test_a_loader_brings_what_the_pool_lacks_and_touches_nothing_else(
     engine.cache.verify()
     assert engine.reusable([*tokens, 77]) == length
     assert engine.add([*tokens, 77]).cached == length, "the engine compares every byte of it"
-
-
-@pytest.mark.parametrize("filled", [0, 3, 8, 11])
-def test_a_sequence_goes_on_the_same_whether_or_not_a_store_took_part(make: Make, filled: int) -> None:
-    tables = []
-    for store in (False, True):
-        engine = make(T=4, P=12, secret=bytes(32))
-        engine.seed([*range(6), 99], committed=6)
-        ids = engine.cache.add_sequence_batch([list(range(13)), list(range(50, 54))]).ids
-        parts = engine.cache.loadable(ids) if store else []
-        if store:
-            assert [(part.skip_prefix_n_tokens, part.tokens) for part in parts] == [(6, 13), (0, 4)]
-            assert parts[0].slot_mapping[:6].tolist() == [-1] * 6 and (parts[0].slot_mapping[6:] >= 0).all()
-            assert parts[0].blocks.tolist() == engine.cache.block_table(ids).dense()[0].tolist() and parts[
-                1
-            ].blocks.shape == (1,)
-            load(engine, parts[0], list(range(13)))
-            engine.cache.commit(ids, [max(6, filled), 0])
-            assert engine.reusable(range(13)) == max(6, filled // 4 * 4)
-        engine.cache.append_tokens(ids, [7, 8, 9], [1, 2])
-        engine.cache.commit(ids[:1], [13])
-        engine.cache.release(ids)
-        engine.cache.verify()
-        tables.append((engine.order(), engine.cached()))
-    assert tables[0] == tables[1]
-    assert engine.add(range(14)).cached == 13, "the engine compares every byte of it"
 
 
 def test_what_a_store_may_fill_is_asked_of_live_sequences(make: Make) -> None:
@@ -129,31 +100,6 @@ def test_nobody_finds_what_is_not_committed(make: Make) -> None:
         assert engine.add(tokens[:6]).cached == 0
         reservation.commit()
     assert engine.reusable(tokens) == 8 and len(engine.cached()) == 2
-
-
-@pytest.mark.parametrize("filled", range(8, 15))
-def test_only_what_was_filled_is_published(make: Make, filled: int) -> None:
-    engine, tokens = make(T=4, P=8), list(range(14))
-    engine.seed([*tokens[:8], 99], committed=8)
-    with engine.cache.reserve(tokens) as reservation:
-        load(engine, reservation, tokens)
-        reservation.commit(filled)
-    assert engine.reusable([*tokens, 77]) == filled and len(engine.cached()) == filled // 4
-    assert engine.free() == 8
-    assert engine.add([*tokens, 77]).cached == filled
-
-
-def test_an_abort_leaves_the_lists_as_they_were(make: Make) -> None:
-    engine = make(T=4, P=8)
-    engine.seed(range(9), committed=8)
-    order = engine.order()
-    reservation = engine.cache.reserve([*range(8), *range(50, 60)])
-    assert reservation.blocks[2:].tolist() == order[:3]
-    load(engine, reservation, [*range(8), *range(50, 60)])
-    reservation.abort()
-    assert engine.order() == order
-    assert engine.reusable([*range(8), *range(50, 60)]) == 8 and len(engine.cached()) == 2
-    assert reservation.closed and engine.cache.reservations == []
 
 
 def test_an_abort_takes_back_a_block_that_a_part_was_copied_into(make: Make) -> None:
@@ -273,22 +219,6 @@ def test_the_prompt_of_a_reservation_is_its_own(make: Make) -> None:
 # How reservations end, whoever ends them; and what is refused changes nothing.
 
 
-@pytest.fixture
-def rig() -> Iterator[Callable[..., Rig]]:
-    made: list[Rig] = []
-
-    def build(P: int, S: int) -> Rig:
-        made.append(Rig(P, S))
-        return made[-1]
-
-    yield build
-    for one in made:
-        if not one.cache.closed:
-            one.check_everything()
-            one.cache.verify()
-            one.cache.close()
-
-
 def test_a_pool_that_is_too_full_is_left_as_it_is(make: Make) -> None:
     engine = make(T=4, P=4, S=2, max_sequences=2)
     engine.seed(range(9), committed=8)
@@ -309,19 +239,9 @@ def test_a_reservation_is_no_sequence(make: Make) -> None:
     engine = make(T=4, P=8)
     reservation, cache = engine.cache.reserve(list(range(6))), engine.cache
     before = picture(engine)
-    for call in (
-        lambda: cache.append_tokens(reservation.id, [1]),
-        lambda: cache.commit(reservation.id),
-        lambda: cache.rewind(reservation.id, 1),
-        lambda: cache.release(reservation.id),
-        lambda: cache.block_table(reservation.id),
-        lambda: cache.cached_tokens(reservation.id),
-        lambda: cache.evictable_if_released(reservation.id),
-        lambda: cache.blocks_needed(sequences=reservation.id, new_tokens=1),
-        lambda: cache.copy_batch_block_offsets(np.zeros((1, 8), np.int32), reservation.id),
-    ):
+    for call in ID_CALLS.values():
         with pytest.raises(UnknownSequence):
-            call()
+            call(cache, reservation.id)
     assert picture(engine) == before
     assert cache.stats().sequences == 0 and cache.stats().reservations == 1
     reservation.abort()
@@ -432,42 +352,6 @@ def test_bad_arguments_are_refused(make: Make, name: str, bad: Any, error: type[
     with pytest.raises(ValueError, match="max_sequence_tokens=4"):
         make(T=4, P=8, max_sequence_tokens=4).cache.reserve([1] * 5)
     assert picture(engine) == before
-
-
-def test_a_reservation_that_lost_a_block_can_only_be_aborted(rig: Callable[..., Rig]) -> None:
-    one = rig(6, 6)
-    on_host_only(one, 0, 8)
-    one.device.arm(lambda place: place == 0)
-    reservation = one.cache.reserve(list(range(12)))
-    one.device.arm()
-    before = debug.dump(one.cache.core.tokens)
-    with pytest.raises(DeviceError, match="lost a block to a failed copy: abort it"):
-        reservation.commit()
-    assert debug.dump(one.cache.core.tokens) == before
-    reservation.abort()
-    assert one.free() == 6 and one.lost == 1
-
-
-def test_an_interrupt_leaves_no_reservation_half_way(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
-    one = rig(4, 4)
-    one.seed(range(100, 116), committed=16)
-    one.device.before = lambda: signal.raise_signal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        one.cache.reserve(list(range(6)))
-    one.device.before = None
-    assert one.cache.reservations == [] and one.free() == 4, "nobody got it"
-    for verb in ("publish_reserved", "abort_reserved"):
-        inner = getattr(verbs, verb)
-
-        def change(*args: Any, inner: Any = inner) -> Any:
-            signal.raise_signal(signal.SIGINT)
-            return inner(*args)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(verbs, verb, change)
-            with pytest.raises(KeyboardInterrupt), one.cache.reserve(list(range(5))) as reservation:
-                reservation.commit(0) if verb == "publish_reserved" else reservation.abort()
-        assert reservation.closed and one.free() == 4, "it was done whole"
 
 
 def test_a_device_that_broke_does_not_hide_what_went_wrong() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ from kvpool.device.base import Stream
 from kvpool.device.sim import RaceError, SimDevice
 from tests.hostcache.conftest import IDENTITY
 from tests.hostcache.engines import LAYOUTS, SIZES, Paged, host_image, paged
+from tests.waiting import at_once
 
 BLOCK_BYTES, FIRST, HOST = 4096, 128, 8
 Open = Callable[..., HostCopies]
@@ -216,11 +216,7 @@ def test_threads_copy_at_the_same_time(open_copies: Open) -> None:
             copies.copy_in([block], [block])
             copies.copy_out([block], [block])
 
-    threads = [threading.Thread(target=work, args=(block,)) for block in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(work, range(4))
     np.testing.assert_array_equal(one.image(), image)
 
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 KEYS = """
@@ -15,6 +17,20 @@ layout = kvpool.BlockLayout(layers=1, kv_heads=1, head_dim=1, tokens_per_block=5
 with kvpool.KVCacheManager(layout, device_blocks=4, device="cpu", secret=bytes(range(32))) as cache:
     for extra in (None, [0] * 20 + [-(2**63), 2**63 - 1]):
         print(cache.block_keys([2**31 - 1, -(2**31), *range(-10, 10)], salt="s", extra_ids=extra).keys.tolist())
+"""
+
+INDEXES = """
+import numpy as np
+from kvpool.jit import jit
+from kvpool.jit.intrinsics import address_of, array_at
+@jit
+def row(values, i):
+    return array_at(address_of(values), (2, 2), np.int64)[i, 1]
+for i in (0, 1, -1, 2):
+    try:
+        print(row(np.arange(4), np.int64(i)))
+    except IndexError:
+        print("refused")
 """
 
 
@@ -29,6 +45,12 @@ def python(*arguments: str, jit: bool) -> str:
 
 def test_interpreter_computes_the_keys_of_machine_code() -> None:
     assert python("-c", KEYS, jit=False) == python("-c", KEYS, jit=True)
+
+
+def test_no_index_counts_from_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMBA_BOUNDSCHECK", "1")
+    for jit in (False, True):
+        assert python("-c", INDEXES, jit=jit).split() == ["1", "3", "refused", "refused"]
 
 
 def test_scenarios_hold_in_the_interpreter() -> None:

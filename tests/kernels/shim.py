@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -16,11 +17,19 @@ import numpy as np
 import pytest
 
 from kvpool.device.base import stream_argument
-from kvpool.device.launches import Grid, Launch, cuda_source, kernels
+from kvpool.device.launches import Grid, Launch, cuda_source
 
 SANITIZE = "KVPOOL_SHIM_SANITIZE"
 """Environment variable: what to give to the compiler's -fsanitize. The address sanitizer has to be loaded before Python
 is."""
+
+
+def kernels(source: str) -> dict[str, str]:
+    """The kernels in the text of a source, and the type of their argument. If there is a kernel for each word size, its
+    name ends in the bytes of the word."""
+    found = re.findall(r"__global__.* (\w+)(##bytes)?\(const __grid_constant__ (\w+) ", source)
+    words = re.findall(r"^[A-Z_]+\((\d+), ", source, flags=re.M) or (16, 8, 4, 2, 1)
+    return {f"{kernel}{word}": record for kernel, several, record in found for word in (words if several else ("",))}
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from kvpool.device import CpuDevice
 from kvpool.device import launches as copies
 from kvpool.device.base import BYTES, FROM, TO, TOKENS
 from kvpool.device.copy_plan import make_plan
-from kvpool.device.cuda.fragments import Cutter, FragmentTable, tabulate
+from kvpool.device.fragments import Cutter, FragmentTable, tabulate
 from kvpool.memory.pools import MemoryPools
 from tests.device import reference
 from tests.device.pools import DEVICE_BLOCKS, HOST_BLOCKS, as_moves, make_pools, random_moves

@@ -12,9 +12,9 @@ from kvpool.device.launches import (
     cuda_source,
     cuda_sources,
     kernel_source,
-    kernels,
 )
 from tests.kernels.cubins import ARCHITECTURES, BULK, cubin, dump, scoreboards
+from tests.kernels.shim import kernels
 
 SOURCES = sorted(path.name for path in cuda_sources().glob("*.cu"))
 IN_FLIGHT = {"kv_copy": 4, "copy_fragments": 8, "move_tokens": 4}

@@ -79,11 +79,11 @@ class Choices:
     """Notes what the policies of a pool's groups choose, behind their records."""
 
     def __init__(self, states: Sequence[Any]) -> None:
-        self._books = [np.zeros(BOOK.itemsize // 8 + NOTES, np.int64) for _ in states]
+        self._books = [np.zeros(BOOK_BYTES // 8 + NOTES, np.int64) for _ in states]
         for state, book in zip(states, self._books, strict=True):
             own = book[:-NOTES].view(BOOK)
             own[:] = state.book.book
-            own["choose"] = entry_of(choose_noting)
+            own["choose"] = entry_of(choose_noting, 0, 0, 0)
             state.book.book, state.head.book_at = own, book.ctypes.data
 
     def read(self) -> list[list[int]]:
@@ -95,13 +95,13 @@ class Choices:
         return found
 
 
-NOTES, BOOK_BYTES = 4096, BOOK.itemsize
+NOTES, BOOK_BYTES = 4096, 2 * BOOK.itemsize
 
 
 @jit
-def choose_noting(at, nothing, none):
+def choose_noting(at, second, nothing):
     """A hook that chooses as the policy does, and notes it."""
-    b = agent.choose(at, nothing, none)
+    b = agent.choose(at, second, nothing)
     notes = array_at(record_at(at, HEAD).book_at + BOOK_BYTES, (NOTES,), np.int64)
     notes[0] += 1
     notes[notes[0]] = b

@@ -133,16 +133,20 @@ class Store:
 
     def take_device(self, priority: int, ttl: int | None) -> Block:
         """The next device victim, its content offloaded or forgotten, held once by a sequence."""
-        block = self.device.victims()[0]
-        if self.chosen and block not in self.device.empty and block.priority == DEFAULT_PRIORITY:
-            block = self.device.blocks[self.chosen.pop(0)]
-            assert block in self.device.by_priority[DEFAULT_PRIORITY], f"the policy has chosen {block}"
+        block = self._policy_of(self.device, self.device.victims()[0])
         deadline = block.deadline
         self.device.unlist(block)
         if block.indexed or block.tail:
             self._evict(block, deadline)
         block.blank()
         block.refs, block.priority, block.ttl = 1, priority, ttl
+        return block
+
+    def _policy_of(self, tier: Tier, block: Block) -> Block:
+        """The block that a policy of the pool's own has chosen in the place of this victim, if it may."""
+        if self.chosen and block in tier.by_priority[DEFAULT_PRIORITY]:
+            block = tier.blocks[self.chosen.pop(0)]
+            assert block in tier.by_priority[DEFAULT_PRIORITY], f"the policy has chosen {block}"
         return block
 
     def _evict(self, block: Block, deadline: int | None) -> None:
@@ -181,6 +185,7 @@ class Store:
 
     def take_host(self, target: Block) -> Block:
         """Take a host victim, whose content is forgotten; nobody holds it, and it is not listed."""
+        target = self._policy_of(self.host, target)
         self.host.unlist(target)
         if target.indexed:
             assert target.content is not None

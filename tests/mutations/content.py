@@ -274,7 +274,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an_import_after_a_reset_is_published",
-        "Imports._publish",
+        "Imports.store",
         "generation != heads[0, records.H.generation]",
         "False",
         "Blocks that a reset has given to others get the keys of an import.",

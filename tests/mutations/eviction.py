@@ -243,7 +243,7 @@ MUTATIONS = (
     Mutation(
         "a_settled_copy_is_not_timed",
         "on_only_copy",
-        "place(h, b, deadline)",
+        "place_only_copy(h, b, device, deadline)",
         "push(blocks_of(h), lists_of(h), b, list_of(h, b), BACK)",
         "A priority that should end never does.",
         (_TTL[0],),

@@ -50,7 +50,7 @@ MUTATIONS = (
         "len(loading.blocks)",
         "A changed byte in a store becomes a wrong token.",
         (
-            f"{_FAILURES}test_a_changed_byte_never_reaches_the_pool",
+            "tests/stores/test_both_hosts.py::test_a_changed_byte_never_comes_in[pool]",
             f"{_FAILURES}test_what_came_before_a_failure_is_used",
         ),
     ),
@@ -68,7 +68,7 @@ MUTATIONS = (
         "job.returned",
         "job.done",
         "A store that was late writes into the block of another prompt.",
-        (f"{_FAILURES}test_rows_of_a_call_that_hangs_are_given_to_nobody",),
+        ("tests/stores/test_store_client.py::test_the_rows_of_a_load_that_hangs_come_back_when_it_has_returned",),
     ),
     Mutation(
         "what_was_loaded_counts_as_gone",

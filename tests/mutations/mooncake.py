@@ -33,7 +33,7 @@ MUTATIONS = (
         "not self._calls",
         "True",
         "The process crashes when a call returns to a library that has ended.",
-        _client("test_close_waits_for_calls_under_way"),
+        _client("test_who_closes_waits_for_calls_under_way"),
     ),
     Mutation(
         "a_client_that_is_closed_is_called",

@@ -25,8 +25,8 @@ MUTATIONS = (
     ),
     Mutation(
         "what_a_turn_leaves_over_stays",
-        "begin_release",
-        "chain.first, NONE, 0",
+        "_leave_over",
+        "shelf.first, NONE, 0",
         "NONE, NONE, 0",
         "Blocks that no prompt continues any more push others out.",
         (f"{_TESTS}test_what_a_turn_has_left_over_goes_before_everything_else",),
@@ -50,7 +50,7 @@ MUTATIONS = (
     Mutation(
         "the_policy_chooses_among_all_priorities",
         "victim",
-        "blocks_of(h)[b].list == book_of(h).list",
+        "which == book.list or which == host_book_of(h).list",
         "True",
         "A priority that a caller gave does not decide any more.",
         (f"{_TESTS}test_priorities_stand_above_the_policy",),
@@ -73,7 +73,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_block_keeps_the_chain_of_its_former_content",
-        "take_victim",
+        "disown",
         "owners_of(h, book_of(h))[b] = NONE",
         "pass",
         "A prompt that comes back through the host counts as another conversation, whose blocks then go.",
@@ -104,6 +104,14 @@ MUTATIONS = (
         (f"{_TESTS}test_what_lru_has_left_of_a_conversation_is_still_known",),
     ),
     Mutation(
+        "what_the_host_gets_is_of_no_conversation",
+        "_join_chain",
+        "owners_of(h, book_of(h))[b] = c",
+        "pass",
+        "The host forgets what came to it first, whoever comes back sooner.",
+        (f"{_TESTS}test_the_host_too_loses_the_conversation_that_is_away_for_longer",),
+    ),
+    Mutation(
         "a_use_is_a_turn",
         "agent.on_touch",
         "count > 0",
@@ -126,6 +134,14 @@ MUTATIONS = (
         "True",
         "What is evicted next was not saved, and what was saved is not evicted.",
         (f"{_HOST}test_what_is_named_as_the_next_victims_goes_in_this_order[agent]",),
+    ),
+    Mutation(
+        "what_a_store_loads_is_no_turn",
+        "Victims.use",
+        "self._cache.touch(keys, turn=True)",
+        "pass",
+        "A store with another policy evicts what was saved first.",
+        ("tests/stores/test_memory.py::test_the_conversation_that_is_away_for_longer_goes_from_a_store",),
     ),
     Mutation(
         "a_flood_of_low_priority_is_learnt_from",

@@ -60,7 +60,7 @@ MUTATIONS = (
     ),
     Mutation(
         "states_that_nobody_goes_on_from_stay",
-        "_give_passed",
+        "give_passed",
         "counters_of(h).passed_blocks += give_columns(h, slot, first, last, BACK)",
         "if not has_states(h):\n    counters_of(h).passed_blocks += give_columns(h, slot, first, last, BACK)",
         "Every commit costs a block for good.",

@@ -112,7 +112,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_file_in_the_way_of_a_socket_is_removed",
-        "session.check_free",
+        "doors.check_free",
         "stat.S_ISSOCK(os.lstat(path).st_mode)",
         "True",
         "A wrong endpoint deletes a file.",

@@ -39,16 +39,6 @@ def busy(make: Make, seed: int, **options: Any) -> Engine:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_snapshot_is_what_is_cached(make: Make, seed: int) -> None:
-    engine = busy(make, seed)
-    events = engine.cache.events(snapshot=True)
-    assert rebuilt(events) == cached(engine), "all events and the snapshot behind them"
-    assert events[events.before_snapshot].kind == "cleared"
-    assert rebuilt(events[events.before_snapshot :]) == cached(engine), "the snapshot alone"
-    assert all(cached(engine).values()), "both tiers have something"
-
-
-@pytest.mark.parametrize("seed", range(5))
 def test_a_snapshot_tells_parents_before_their_children(make: Make, seed: int) -> None:
     events = busy(make, seed, S=0, P=24).cache.events(snapshot=True)
     stored = [event for event in events[events.before_snapshot :] if event.keys is not None]
@@ -154,13 +144,6 @@ def test_a_copy_that_becomes_the_only_one_says_the_priority_that_it_takes(make: 
     engine.add(range(100, 108))
     told = [(event.kind, event.tier, event.priority) for event in engine.cache.events() if event.kind == "updated"]
     assert told == [("updated", "host", 80)]
-
-
-def test_a_reader_that_lost_events_is_whole_after_a_snapshot(make: Make) -> None:
-    engine = busy(make, 1, event_capacity=3)
-    events = engine.cache.events(snapshot=True)
-    assert engine.cache.stats().events_dropped and events.number > 0
-    assert rebuilt(events[events.before_snapshot :]) == cached(engine)
 
 
 def test_an_empty_pool_has_a_snapshot(make: Make) -> None:

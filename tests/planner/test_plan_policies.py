@@ -67,7 +67,7 @@ def test_min_is_beladys_rule(capacity: int) -> None:
 def test_lru_of_a_pool_is_that_of_the_curve_and_min_bounds_every_policy(capacity: int) -> None:
     uses, survey = uses_of(synthetic(150, seed=SEED).requests)
     # The pool has one block more, for the last token of a prompt.
-    measured = through_pool(uses, survey.longest_blocks, capacity, "lru").found
+    measured = through_pool(uses, survey.longest_blocks, capacity, "lru")
     assert survey.curve.hits(capacity) <= measured <= survey.curve.hits(capacity + 1)
     table = compare(uses, survey, [capacity], ["agent", "adaptive"])
     assert table.hits["lru"] == [survey.curve.hits(capacity)] and ORACLE not in table.hits

@@ -95,7 +95,7 @@ def test_many_clients_that_never_read_cost_a_message_each(make: Make, publish: P
     with peers(zmq.DEALER, publisher.replay_endpoint, 20) as stuck:
         for one in stuck:
             one.send_multipart([b"", bytes(8)])
-        until(lambda: sum(peer.asked.is_set() for peer in list(publisher._replays._peers)) == 20, "20 replays")
+        until(lambda: sum(peer.asks for peer in list(publisher._replays._peers)) == 20, "20 replays")
         publisher.flush()
         assert publisher.stats().queued_bytes <= 20 * MESSAGE
         late = route(publisher)

@@ -179,7 +179,7 @@ def test_a_client_that_asks_whether_anybody_is_there_gets_an_answer(
     # Who asks and does not read is not told more. The request behind shows that all have been read.
     assert goes_on(peer, 1000 * command(b"PING", b"\x00\x64" + bytes(16)), 200)
     peer.sendall(REQUEST)
-    until(lambda: any(peer.asked.is_set() for peer in list(publisher._replays._peers)), "request")
+    until(lambda: any(peer.asks for peer in list(publisher._replays._peers)), "request")
     publisher.flush()
     assert publisher.stats().queued_bytes < 1000
     peer.close()

@@ -190,25 +190,6 @@ def test_what_waits_is_refused_inside_another_call(monkeypatch: pytest.MonkeyPat
 # -- ends at the worst moment ------------------------------------------------------------------------
 
 
-def test_ctrl_c_behind_the_decision_of_an_admission_takes_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    with KVCacheManager(small_layout(2), device_blocks=6, host_blocks=4, device="cpu") as cache:
-        drain = cache.core.transfer.drain
-
-        def interrupted() -> None:
-            drain()
-            raise KeyboardInterrupt
-
-        first = cache.add_sequence([1, 2, 3])
-        cache.commit(first)
-        cache.release(first)
-        monkeypatch.setattr(cache.core.transfer, "drain", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            cache.add_sequence_batch([[1, 5], [7, 7, 7, 7, 7]])
-        assert cache.stats().sequences == 0 and cache.stats().device.used == 0
-        monkeypatch.undo()
-        cache.verify()
-
-
 class Hooked(WrappedDevice):
     """Does something once, when a thread has waited for an event."""
 

@@ -21,6 +21,7 @@ from kvpool.device.work import StagedRows, Work
 from kvpool.tables.staging import Buffer
 from steps import NAMES, arrays, check, expected
 from tests.race.lab import Lab
+from tests.waiting import at_once
 
 GUARD = "staged_buffers_retire_by_event"
 RUNS = [(seed, progress) for progress in (0.0, 0.3, 0.9, 1.0) for seed in range(3)]
@@ -223,36 +224,27 @@ def test_threads_hand_over_at_once(seed: int, progress: float) -> None:
     print(f"seed {seed}, progress {progress}")
     device = SimDevice(seed, progress=progress)
     cache = KVCacheManager(small_layout(2), device_blocks=24, host_blocks=4, device=device, staging_depth=3)
-    errors: list[BaseException] = []
 
     def work(number: int) -> None:
-        try:
-            rng = np.random.default_rng([seed, number])
-            stream, kept, wrong = device.create_stream(f"engine {number}"), list[np.ndarray](), list[str]()
-            for turn in range(25):
-                out = target(1, 6)
-                sequence = cache.add_sequence(rng.integers(0, 1000, rng.integers(1, 10)), stream=stream)
-                expected = rows_of(cache, sequence, 6)
+        rng = np.random.default_rng([seed, number])
+        stream, kept, wrong = device.create_stream(f"engine {number}"), list[np.ndarray](), list[str]()
+        for turn in range(25):
+            out = target(1, 6)
+            sequence = cache.add_sequence(rng.integers(0, 1000, rng.integers(1, 10)), stream=stream)
+            expected = rows_of(cache, sequence, 6)
 
-                def read(out: np.ndarray = out, expected: np.ndarray = expected, turn: int = turn) -> None:
-                    if not np.array_equal(out, expected):
-                        wrong.append(f"turn {turn}: {out} and not {expected}")
+            def read(out: np.ndarray = out, expected: np.ndarray = expected, turn: int = turn) -> None:
+                if not np.array_equal(out, expected):
+                    wrong.append(f"turn {turn}: {out} and not {expected}")
 
-                cache.copy_batch_block_offsets(out, sequence)
-                device.launch(stream, read, loads=[out])
-                cache.release(sequence, store=False)
-                kept.append(out)
-            device.synchronize(device.record(stream))
-            assert not wrong
-        except BaseException as error:
-            errors.append(error)
+            cache.copy_batch_block_offsets(out, sequence)
+            device.launch(stream, read, loads=[out])
+            cache.release(sequence, store=False)
+            kept.append(out)
+        device.synchronize(device.record(stream))
+        assert not wrong
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(600)
-    assert not any(thread.is_alive() for thread in threads) and not errors, f"seed {seed}: {errors}"
+    at_once(work, range(3))
     device.synchronize()
     assert cache._staging.retained == 0
     cache.verify()

@@ -16,11 +16,10 @@ from kvpool.__main__ import main
 from kvpool.arrays.layout import BlockLayout
 from kvpool.commands import serve_fetch
 from kvpool.commands.serve_fetch import SECRET
-from kvpool.commands.throughput import Throughput, measure
 from kvpool.pool.manager import KVCacheManager
 from kvpool.remote import BlockServer
 from kvpool.replay import synthetic
-from kvpool.replay.serving import FetchConfig, Fetching
+from kvpool.replay.serving import Fetching, Throughput, measure
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--device-blocks", "600", "--host-blocks", "300", "--block-bytes", "512"]
@@ -75,7 +74,7 @@ def test_wrong_bytes_are_found() -> None:
         for calls, where in ((0, "in the pool"), (1, "as it came")):
             with (
                 BlockServer(cache) as server,
-                Fetching(trace, FetchConfig(layout, 20, 1000, KEY), server.endpoint) as fetching,
+                Fetching(trace, layout, server.endpoint, blocks=20, host_blocks=1000, secret=KEY) as fetching,
             ):
                 fetching.calls = calls
                 figures = {figure.name: figure for figure in fetching.run()}
@@ -129,7 +128,7 @@ def test_a_slow_transfer_is_shown_and_fails_nothing(monkeypatch: Any, capsys: An
     def slow(size: int, **options: Any) -> Throughput:
         return Throughput(size, 16, 1 << 20, 1, 1e9, 1e9, 2e9, 2e9, 0.5, 0.5)
 
-    monkeypatch.setattr("kvpool.commands.throughput.measure", slow)
+    monkeypatch.setattr("kvpool.replay.serving.measure", slow)
     assert main(["fetch", "--blocks", "100", "--round-bytes", "1MiB", *SMALL]) == 0
     out = capsys.readouterr().out
     assert re.search(r"65,536 bytes x 16: .* 0\.50", out) and "FAILED" not in out

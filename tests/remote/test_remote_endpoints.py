@@ -16,7 +16,7 @@ import pytest
 import zmq
 from workers import LARGE, SECRET, Make, stored, worker
 
-from kvpool.remote import BlockClient, BlockServer, ClientKeys, RemoteError, RemoteTimeout, ServerKeys, session
+from kvpool.remote import BlockClient, BlockServer, ClientKeys, RemoteError, RemoteTimeout, ServerKeys, doors
 from kvpool.remote.block_server import Limits, UnderWay, Waiting, fitting
 from kvpool.remote.server import LetIn, Refused
 from kvpool.remote.session import Session
@@ -66,7 +66,7 @@ def test_loopback_needs_none(make: Make, endpoint: str) -> None:
 
 
 def test_a_child_that_is_forked_while_a_server_starts_keeps_no_lock(tmp_path: Path) -> None:
-    with session.binding(f"ipc://{tmp_path}/s"):
+    with doors.binding(f"ipc://{tmp_path}/s"):
         # What a child has open is the same description of the folder, as with a copy of its number.
         links = [Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
         kept = [os.dup(int(link.name)) for link in links if link.is_dir() and link.resolve() == tmp_path]
@@ -82,14 +82,14 @@ def test_of_two_servers_that_start_on_one_path_at_the_same_instant_one_does(
 ) -> None:
     """Each has looked whether the path is free before the other listens, unless it waits for it."""
     looked, endpoint, began = threading.Barrier(2), f"ipc://{tmp_path}/s", list[object]()
-    check = session.check_free
+    check = doors.check_free
 
     def check_and_wait(endpoint: str) -> None:
         check(endpoint)
         with suppress(threading.BrokenBarrierError):
             looked.wait(0.5)
 
-    monkeypatch.setattr(session, "check_free", check_and_wait)
+    monkeypatch.setattr(doors, "check_free", check_and_wait)
 
     def start(cache: Any) -> None:
         try:
@@ -260,7 +260,7 @@ def test_what_waits_is_bounded_over_all_clients() -> None:
     for number in range(2):
         client = LetIn(bytes([number]), session, 0)
         under_way.accept(Waiting(client, number, 0, np.empty((1, 2), np.uint64), "", 4096), 1)
-    with pytest.raises(Refused, match="2 requests of all clients wait"):
+    with pytest.raises(Refused, match="3 requests of all clients wait"):
         under_way.accept(Waiting(LetIn(b"9", session, 0), 1, 0, np.empty((1, 2), np.uint64), "", 4096), 1)
 
 

@@ -221,10 +221,10 @@ def test_a_question_is_answered_for_each_group(open_: Open) -> None:
 def test_prompts_of_more_keys_than_a_question_has_room_for_are_asked_for_in_several(
     open_: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpool.remote.block_client.BLOCKS_MAX", 3)
     there, here = worker(open_, [FULL, WINDOWED]), worker(open_, [FULL, WINDOWED])
     stored(there)
     with BlockServer(there.cache) as server, BlockClient(server.endpoint, here.cache) as client:
+        monkeypatch.setattr("kvpool.remote.block_client.BLOCKS_MAX", 3)
         assert client.fetch(TOKENS) == 8 + 3
         until(lambda: server.stats().questions == 3, "count of questions")
     assert here.add(TOKENS).cached == 32

@@ -14,19 +14,8 @@ from relay import Relay
 from workers import SECRET, Fake, Make, Raw, expected, packed, stored, wire_key, worker
 
 from kvpool.remote import BlockClient, BlockServer, RemoteError, RemoteTimeout
-from kvpool.remote.session import (
-    MAGIC,
-    VERSION,
-    Blocks,
-    ClientSecret,
-    Find,
-    Get,
-    Hello,
-    Received,
-    ServerSecret,
-    Session,
-    Welcome,
-)
+from kvpool.remote.doors import ClientSecret, ServerSecret
+from kvpool.remote.session import MAGIC, VERSION, Blocks, Find, Get, Hello, Received, Session, Welcome
 from kvpool.stores import MemoryStore
 from kvpool.stores.peer import PeerStore, StoreServer
 from kvpool.stores.store import OK, Space

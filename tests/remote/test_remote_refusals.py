@@ -16,9 +16,10 @@ from workers import HUGE, LARGE, SECRET, Make, Raw, expected, stored, worker
 
 from kvpool.remote import BlockClient, BlockServer, Limits, RemoteError
 from kvpool.remote.block_server import Sending, UnderWay, Waiting
+from kvpool.remote.doors import ClientSecret
 from kvpool.remote.link import Link
 from kvpool.remote.server import LetIn
-from kvpool.remote.session import Blocks, ClientSecret, Failed, Found, Get, Hello, Session, Welcome, encode, greeting
+from kvpool.remote.session import Blocks, Failed, Found, Get, Hello, Session, Welcome, encode, greeting
 from tests.waiting import until
 
 

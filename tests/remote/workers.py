@@ -12,7 +12,8 @@ import zmq
 
 from engine import Engine
 from kvpool.remote import session as wire
-from kvpool.remote.session import Blocks, ClientSecret, Failed, Found, Hello, Message, Received, Session, Welcome
+from kvpool.remote.doors import ClientSecret
+from kvpool.remote.session import Blocks, Failed, Found, Hello, Message, Received, Session, Welcome
 from kvpool.remote.transport import served
 from kvpool.state.hashing import remote_password
 from kvpool.stores.peer.peer_store import StoreDone, StoreWelcome

@@ -20,7 +20,7 @@ from kvpool.replay.verifier import Verifier
 from kvpool.stores import MemoryStore
 from kvpool.stores.peer.store_server import StoreServer
 from kvpool.stores.store import Store
-from tests.stores.lab import Gate, Wrong
+from tests.stores.lab import Gate, Wrong, fail
 
 LAYOUT = BlockLayout.of_block_bytes(4096, 16)
 TINY: dict[str, Any] = {"device_blocks": 400, "host_blocks": 32, "active": 4, "device": "cpu", "store_wait": 60.0}
@@ -142,9 +142,6 @@ def test_a_configuration_that_cannot_have_a_store_is_refused(
 
 def test_a_store_that_cannot_be_opened_leaves_nothing_behind(store: MemoryStore) -> None:
     wrong = Wrong(store)
-
-    def fail() -> None:
-        raise OSError(5, "I/O error")
 
     wrong.before["open"] = fail
     with pytest.raises(OSError, match="I/O error"):

@@ -119,7 +119,7 @@ def test_bad_tokens_are_refused(busy: Busy, call: str, tokens: Any, error: type[
         *(({"adapter_id": bad}, TypeError, "adapter_id=") for bad in (True, np.bool_(True), 1.5, b"x", [1])),
         *(
             ({"extra_ids": bad}, TypeError, "extra_ids")
-            for bad in ("abc", [1, 2, 3.0], np.zeros(3), np.ones(3, bool), [None] * 3)
+            for bad in ("abc", [1, 2, 3.0], np.zeros(3), np.ones(3, bool), [True] * 3, [None] * 3)
         ),
         *(({"extra_ids": bad}, ValueError, "extra_ids.*[024]") for bad in ([], [1, 2], [1] * 4)),
         *(({"extra_ids": [1, 2, bad]}, ValueError, f"extra_ids.*{bad}") for bad in HUGE[1:]),
@@ -206,7 +206,7 @@ def test_bad_options_of_an_admission_are_refused(
 @pytest.mark.parametrize(
     ("prompts", "options", "error", "message"),
     [
-        (None, {}, TypeError, ""), (5, {}, TypeError, ""), ([5], {}, (TypeError, ValueError), "prompt"),
+        (None, {}, TypeError, ""), (5, {}, TypeError, "prompts=5"), ([5], {}, (TypeError, ValueError), "prompt"),
         ("ab", {}, TypeError, "prompt"), ([[1], []], {}, ValueError, "prompt.*empty"),
         ([[1], None], {}, TypeError, "prompt.*None"), ([1, 2], {}, (TypeError, ValueError), "prompt"),
         ([[1]], {"retention": []}, ValueError, "retention.* 0 .* 1 "),
@@ -261,6 +261,9 @@ ID_CALLS: dict[str, Callable[[KVCacheManager, Any], object]] = {
     "block_table": lambda cache, ids: cache.block_table(ids),
     "copy_batch_block_offsets": lambda cache, ids: cache.copy_batch_block_offsets(np.zeros((4, 16), np.int32), ids),
     "loadable": lambda cache, ids: cache.loadable(ids),
+    "fork": lambda cache, ids: cache.fork(ids),
+    "reorder": lambda cache, ids: cache.reorder(ids, [0] * np.size(ids)),
+    "swap_out": lambda cache, ids: cache.swap_out(ids),
     "cached_tokens": lambda cache, ids: cache.cached_tokens(ids),
     "sequence_length": lambda cache, ids: cache.sequence_length(ids),
     "committed_tokens": lambda cache, ids: cache.committed_tokens(ids),
@@ -327,6 +330,7 @@ COUNT_CALLS: dict[str, Callable[[Busy, Any], object]] = {
         ([], ValueError, "0"), ([1, -1], ValueError, "-1"), *(([1, n], ValueError, str(n)) for n in HUGE),
         ([2**62] * 2, ValueError, str(2**62)), ([2**63 - 1, 2**63 - 1], ValueError, ""),
         (1.5, (TypeError, ValueError), ""), (True, (TypeError, ValueError), ""), ({1}, (TypeError, ValueError), ""),
+        ([True, True], TypeError, "True"),
     ],
     ids=lambda v: f"{v!r:.30}",
 )  # fmt: skip
@@ -374,7 +378,8 @@ def test_counts_out_of_a_sequences_range_name_it(busy: Busy) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [None, "abc", b"x" * 15, 5, [5], [1.0, 2.0], np.zeros(3, np.uint64), [2**64, 1], Stranger(), ["x" * 16]],
+    "bad", [None, "abc", b"x" * 15, 5, [5], [1.0, 2.0], np.zeros(3, np.uint64), [2**64, 1], Stranger(), ["x" * 16],
+            [[1], [2, 3]], memoryview(np.zeros(16))],
     ids=lambda v: f"{v!r:.30}",
 )  # fmt: skip
 def test_bad_keys_are_refused(busy: Busy, bad: Any) -> None:
@@ -395,13 +400,14 @@ def test_pins_of_what_is_not_there_are_refused(busy: Busy) -> None:
     refused(cache, lambda: cache.pin(busy.engine.prompt(range(50, 54)), tier="device"), BlockNotFound, "on the device")
     for bad in (-1, 24, 15, 2**40, [0, 15]):
         refused(cache, lambda bad=bad: cache.pin_blocks(bad), BlockNotFound, f"block {np.ravel(bad)[-1]} ")
-    for bad in ("abc", [1.5], None, [[0]], [2**64]):
+    for bad in ("abc", [1.5], None, [[0]], [2**64], [True]):
         refused(cache, lambda bad=bad: cache.pin_blocks(bad), (TypeError, ValueError), "ids")
-    for tier in ("gpu", 0, 1, True, b"host"):
+    for tier in ("gpu", 0, 1, True, b"host", [1]):
         refused(cache, lambda tier=tier: cache.pin(key, tier=tier), (TypeError, ValueError), "tier=")
     for owner in (None, 5, b"reader"):
         for call, what in ((cache.pin, key), (cache.pin_blocks, 0), (cache.find_and_pin_host, key[0])):
             refused(cache, lambda call=call, what=what, owner=owner: call(what, owner=owner), TypeError, "owner=")
+        refused(cache, lambda owner=owner: cache.revoke(owner), TypeError, "owner=")
 
 
 @pytest.mark.parametrize("end", ["close", "with", "revoke"])
@@ -447,6 +453,9 @@ def test_bad_streams_are_refused(busy: Busy, call: str) -> None:
 def test_other_bad_arguments_are_refused(busy: Busy) -> None:
     for bad in (-1, 2**63, 1.5, True, "x"):
         refused(busy.cache, lambda bad=bad: busy.cache.refresh(bad), (TypeError, ValueError), f"now_ms={bad!r}")
+    for bad in ("no", None, 0, [1]):
+        refused(busy.cache, lambda bad=bad: busy.cache.reset(force=bad), TypeError, "force=")
+        refused(busy.cache, lambda bad=bad: busy.cache.release(busy.live, store=bad), TypeError, "store=")
     refused(busy.cache, busy.cache.reset, PoolBusy, "2 sequences")
     refused(busy.cache, lambda: busy.cache.reset(False), PoolBusy, "2 sequences")
 

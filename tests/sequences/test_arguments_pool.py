@@ -124,69 +124,6 @@ def test_a_clock_of_other_than_milliseconds_changes_nothing(value: Any) -> None:
         refused(cache, call, (TypeError, ValueError, OverflowError), "")
 
 
-BOOLS: dict[str, Callable[[Engine, int], object]] = {
-    "ids": lambda engine, live: engine.cache.pin_blocks([True]),
-    "counts": lambda engine, live: engine.cache.rewind(live, [True]),
-    "extra_ids": lambda engine, live: engine.cache.block_keys([1], extra_ids=[True]),
-}
-
-
-@pytest.mark.parametrize("what", BOOLS)
-def test_bools_in_a_list_are_no_integers(what: str) -> None:
-    engine = open_engine(4, 4, 0)
-    live = engine.add(range(8)).id
-    refused(engine.cache, lambda: BOOLS[what](engine, live), TypeError, "(?i)bool|True")
-
-
-SWITCHES: dict[str, Callable[[Engine, int, Any], object]] = {
-    "force": lambda engine, live, value: engine.cache.reset(force=value),
-    "store": lambda engine, live, value: engine.cache.release(live, store=value),
-    "allow_partial_batch": lambda engine, live, value: engine.cache.add_sequence_batch(
-        [[1]], allow_partial_batch=value
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ["allow_partial_batch", "force", "store"])
-@pytest.mark.parametrize("value", ["no", None, 0, [1]], ids=repr)
-def test_switches_are_bools(name: str, value: Any) -> None:
-    engine = open_engine(4, 4, 0)
-    live = engine.add([1]).id
-    refused(engine.cache, lambda: SWITCHES[name](engine, live, value), TypeError, f"{name}=")
-
-
-@pytest.mark.parametrize("owner", [None, 5, b"reader"])
-def test_revoke_takes_a_name(owner: Any) -> None:
-    cache = made()
-    refused(cache, lambda: cache.revoke(owner), TypeError, "owner=")
-
-
-@pytest.mark.parametrize("bad", [1.5, True, {1}], ids=repr)
-def test_what_is_no_list_of_tokens_is_a_type_error_that_shows_it(bad: Any) -> None:
-    cache = made()
-    refused(cache, lambda: cache.block_keys(bad), TypeError, "tokens")
-
-
-FOREIGN_MESSAGES: dict[str, Callable[[KVCacheManager], object]] = {
-    "retention": lambda cache: cache.add_sequence([1], retention=5),  # type: ignore[arg-type]
-    "prompts": lambda cache: cache.add_sequence_batch(5),  # type: ignore[arg-type]
-    "key": lambda cache: cache.find_and_pin_host([[1], [2, 3]]),
-    "keys": lambda cache: cache.pin([memoryview(np.zeros(16))]),
-    "tier": lambda cache: cache.pin([], tier=[1]),  # type: ignore[arg-type]
-}
-
-
-@pytest.mark.parametrize("name", FOREIGN_MESSAGES)
-def test_messages_name_the_argument(name: str) -> None:
-    cache = made()
-    refused(
-        cache,
-        lambda: FOREIGN_MESSAGES[name](cache),
-        (TypeError, ValueError),
-        f"{name.rstrip('s')}.*=|{name.rstrip('s')}.*has",
-    )
-
-
 # -- no call that raises changes anything ------------------------------------------------------------
 
 
@@ -225,7 +162,7 @@ def random_call(engine: Engine, rng: random.Random, ids: list[int]) -> Callable[
 
 def test_no_call_that_raises_changes_a_byte() -> None:
     raised: dict[str, int] = {}
-    for seed in range(150):
+    for seed in range(50):
         print("seed", seed)
         rng = random.Random(seed)
         engine = open_engine(
@@ -251,6 +188,6 @@ def test_no_call_that_raises_changes_a_byte() -> None:
                 ids += done.ids.tolist() if hasattr(done, "ids") else []
             engine.cache.verify()
         engine.cache.close()
-    assert (
-        min(raised.get(error.__name__, 0) for error in (OutOfBlocks, OutOfSequences, UnknownSequence, ValueError)) > 40
-    ), raised
+    assert all(raised[error.__name__] > 12 for error in (OutOfBlocks, OutOfSequences, UnknownSequence, ValueError)), (
+        raised
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 from engine import Engine, Request
 from failing import Rig, on_host_only
 from kvpool import DeviceError, OutOfBlocks, OutOfSequences, UnknownSequence
-from kvpool.state import verbs
 from tests import debug
 
 Make = Callable[..., Engine]
@@ -193,21 +191,6 @@ def test_a_lost_block_fails_all_that_share_it(monkeypatch: pytest.MonkeyPatch) -
     rig.cache.release(ids)
     rig.check_everything()
     rig.cache.close()
-
-
-def test_an_interrupted_fork_leaves_no_sequence_behind(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make()
-    (parent,) = beams(engine, [*range(6)], 1)
-    changed = verbs.fork
-
-    def fork(*args: Any) -> Any:
-        signal.raise_signal(signal.SIGINT)
-        return changed(*args)
-
-    monkeypatch.setattr(verbs, "fork", fork)
-    with pytest.raises(KeyboardInterrupt):
-        engine.cache.fork(parent.id, 3)
-    assert engine.cache.stats().sequences == 1 and engine.free() == 6
 
 
 # -- a fork that has committed more ----------------------------------------------------------------------

@@ -27,9 +27,9 @@ RECURRENT = {"kind": "recurrent"}
 CROSS = {"kind": "cross"}
 
 
-def columns(engine: GroupsEngine, sequence: Any) -> list[list[int]]:
-    """Columns of a sequence's row that have a block, in each group."""
-    return [[i for i, block in enumerate(engine.table(sequence, side.index)) if block >= 0] for side in engine.sides]
+def columns(engine: Any, sequence: Any) -> list[int]:
+    """Columns of a sequence's row, in the first group, that have a block or a state."""
+    return [i for i, block in enumerate(engine.table(sequence)) if block >= 0]
 
 
 def test_a_part_that_one_group_has_to_drop_is_reused_in_none(open_: Open) -> None:
@@ -69,10 +69,10 @@ def test_a_running_state_that_others_can_find_is_not_written_again(open_: Open, 
     sequence = engine.add(A[: full + 1])
     engine.rewind(sequence, 1)
     engine.commit(sequence)
-    (last,) = columns(engine, sequence)[0]
+    (last,) = columns(engine, sequence)
     assert engine.reusable(A[: full + 1]) == full
     engine.append(sequence, [1])
-    assert columns(engine, sequence) == [[last, last + 1]] and engine.reusable(A[: full + 1]) == full
+    assert columns(engine, sequence) == [last, last + 1] and engine.reusable(A[: full + 1]) == full
     assert engine.add(A[: full + 1]).cached == full, "and it is the state that it was"
 
 
@@ -249,14 +249,6 @@ def test_verify_sees_what_an_encoder_may_not_have(open_: Open, check: str, corru
 # ----------------------------------------
 # Recurrent groups: which states are kept, moved, shared, published and given back, and what is refused.
 
-"""Twelve blocks of four tokens."""
-
-
-def state_columns(engine: GroupsEngine, sequence: Any, group: int = 0) -> list[int]:
-    """Columns of a sequence's row that have a state."""
-    return [i for i, block in enumerate(engine.table(sequence, group)) if block >= 0]
-
-
 # -- what is kept --------------------------------------------------------------------------------------
 
 
@@ -265,7 +257,7 @@ def test_a_state_that_a_reader_pins_is_not_moved(open_: Open) -> None:
     sequence = engine.add(A[:4])
     with engine.cache.pin_blocks(engine.table(sequence)):
         engine.append(sequence, A[4:6])
-        assert state_columns(engine, sequence) == [0, 1]
+        assert columns(engine, sequence) == [0, 1]
 
 
 def test_a_state_that_a_reader_pins_is_not_overwritten(open_: Open) -> None:
@@ -286,10 +278,10 @@ def test_a_state_that_a_reader_pins_is_not_overwritten(open_: Open) -> None:
 def test_a_state_goes_back_once_what_is_behind_it_is_committed(open_: Open) -> None:
     engine = open_(RECURRENT | {"snapshot_tokens": 4})
     sequence = engine.add(A[:14])
-    assert state_columns(engine, sequence) == [0, 1, 2, 3]
+    assert columns(engine, sequence) == [0, 1, 2, 3]
     for committed, expected in ((4, [0, 1, 2, 3]), (5, [1, 2, 3]), (8, [1, 2, 3]), (14, [3])):
         engine.commit(sequence, committed)
-        assert state_columns(engine, sequence) == expected
+        assert columns(engine, sequence) == expected
     assert engine.cache.stats().passed_blocks == 3
 
 
@@ -354,13 +346,7 @@ def test_a_fork_at_the_end_of_a_column_leaves_the_state_to_both(open_: Open) -> 
     for one in (first, second):
         assert engine.cache.state_blocks(one.id).tolist() == [[source, engine.table(one)[2]]]
         engine.commit(one)
-        assert state_columns(engine, one) == [2]
-
-
-# -- bytes -------------------------------------------------------------------------------------------------
-
-
-# -- loaders ---------------------------------------------------------------------------------------------
+        assert columns(engine, one) == [2]
 
 
 # -- what engines ask --------------------------------------------------------------------------------------
@@ -410,12 +396,6 @@ def test_a_state_is_read_behind_what_wrote_it_on_the_stream_that_asked(named: bo
 
 
 Make = Callable[..., Engine]
-"""Ten blocks of four tokens."""
-
-
-def present(engine: Engine, sequence: Any) -> list[int]:
-    """Columns of a sequence's row that have a block."""
-    return [i for i, block in enumerate(engine.table(sequence)) if block >= 0]
 
 
 @pytest.mark.parametrize(
@@ -438,9 +418,9 @@ def test_after_a_commit_what_the_next_token_sees_is_there_and_nothing_else(
 ) -> None:
     engine = make(T=4, P=5, window=window, sinks=sinks)
     sequence = engine.add(A[:18])
-    assert present(engine, sequence) == [0, 1, 2, 3, 4]
+    assert columns(engine, sequence) == [0, 1, 2, 3, 4]
     engine.commit(sequence)
-    assert present(engine, sequence) == expected
+    assert columns(engine, sequence) == expected
     assert engine.cache.stats().passed_blocks == engine.free() == 5 - len(expected)
 
 
@@ -478,7 +458,7 @@ def test_a_rewind_keeps_all_that_the_next_token_sees_or_is_refused(make: Make, w
     sequence = engine.commit(engine.add(A[:30]))
     engine.append(sequence, A[30:38])
     before = debug.dump(engine.cache.core.tokens)
-    first = present(engine, sequence)[0]
+    first = columns(engine, sequence)[0]
     fewest = max(4 * first + window - 1, 4 * first + 4)
     with pytest.raises(ValueError, match=f"its window has passed; accepted are up to {38 - fewest} tokens"):
         engine.cache.rewind(sequence.id, [39 - fewest])
@@ -514,7 +494,7 @@ def test_a_lost_block_fails_the_sequences_that_hold_it_and_no_others() -> None:
     rig = Rig(8, 8, window=4)
     rig.seed(A[:8], committed=8)
     other = rig.commit(rig.add(range(24)))
-    assert present(rig, other) == [5]
+    assert columns(rig, other) == [5]
     rig.release(rig.add(range(500, 527)), store=False)  # all but the window of the other goes to the host
     rig.device.arm(lambda place: True)
     with pytest.raises(Exception, match="lost a block"):
@@ -566,7 +546,7 @@ def test_a_duplicate_that_its_window_has_passed_is_not_published(make: Make) -> 
     one, two = engine.add(A[:20]), engine.add(A[:20])
     engine.commit(one)
     engine.commit(two)
-    assert present(engine, two) == [3, 4]
+    assert columns(engine, two) == [3, 4]
     engine.release(one, store=False)
     assert engine.reusable(A[:21]) == 12
     engine.append(two, A[20:24])

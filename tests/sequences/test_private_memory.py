@@ -106,7 +106,7 @@ def _described(value: Any) -> object:
             value.namespace,
         )
     if isinstance(value, Loadable):
-        return [(share.blocks.tolist(), share.slots().tolist()) for share in value._shares]
+        return [(share.blocks.tolist(), share.slots().tolist()) for share in value.shares]
     if isinstance(value, Job):
         assert value.wait(600, returned=True)
         return value.codes.tolist(), value.error

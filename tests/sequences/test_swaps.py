@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 from engine import Engine, Request
@@ -14,6 +13,7 @@ from failing import Rig
 from group_engine import GroupsEngine
 from kvpool import DeviceError, OutOfBlocks, PoolBusy
 from tests import debug
+from tests.sequences.test_arguments import ID_CALLS
 
 Make = Callable[..., Engine]
 Open = Callable[..., GroupsEngine]
@@ -106,48 +106,28 @@ def test_without_a_host_tier_nothing_is_swapped_out(make: Make) -> None:
         engine.swap_out(sequence)
 
 
-VERBS: dict[str, Callable[[Any, int], object]] = {
-    "append_tokens": lambda cache, i: cache.append_tokens(i, [1]),
-    "commit": lambda cache, i: cache.commit(i),
-    "rewind": lambda cache, i: cache.rewind(i, 1),
-    "keep": lambda cache, i: cache.keep(i, 1, []),
-    "fork": lambda cache, i: cache.fork(i),
-    "reorder": lambda cache, i: cache.reorder(i, [0]),
-    "block_table": lambda cache, i: cache.block_table(i),
-    "block_table on a stream": lambda cache, i: cache.block_table(i, 0),
-    "copy_batch_block_offsets": lambda cache, i: cache.copy_batch_block_offsets(np.zeros((1, 8), np.int32), i),
-    "sequence_length": lambda cache, i: cache.sequence_length(i),
-    "blocks_needed": lambda cache, i: cache.blocks_needed(sequences=i, new_tokens=1),
-    "evictable_if_released": lambda cache, i: cache.evictable_if_released(i),
-    "loadable": lambda cache, i: cache.loadable(i),
-    "swap_out": lambda cache, i: cache.swap_out(i),
-}
-
-
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", sorted(ID_CALLS.keys() - {"release"}))
 def test_a_swapped_sequence_is_accepted_by_resume_and_release_alone(make: Make, verb: str) -> None:
     engine = make(S=8)
     sequence = engine.add(range(5))
     engine.swap_out(sequence)
     before = picture(engine)
     with pytest.raises(ValueError, match=f"sequence {sequence.id} is swapped out: accepted by resume and release"):
-        VERBS[verb](engine.cache, sequence.id)
+        ID_CALLS[verb](engine.cache, sequence.id)
     assert picture(engine) == before
 
 
-@pytest.mark.parametrize("verb", ["swap_out", "resume"])
 @pytest.mark.parametrize(
     ("bad", "says"),
     [(lambda i: [i, i], "named twice"), (lambda i: [i, -1], "-1 is not a live"), (lambda i: "x", "ids")],
 )
-def test_wrong_ids_change_nothing(make: Make, verb: str, bad: Callable[[int], Any], says: str) -> None:
+def test_wrong_ids_of_resume_change_nothing(make: Make, bad: Callable[[int], Any], says: str) -> None:
     engine = make(S=8)
     sequence = engine.add(range(5))
-    if verb == "resume":
-        engine.swap_out(sequence)
+    engine.swap_out(sequence)
     before = picture(engine)
     with pytest.raises((ValueError, TypeError, KeyError), match=says):
-        getattr(engine.cache, verb)(bad(sequence.id))
+        engine.cache.resume(bad(sequence.id))
     assert picture(engine) == before
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import signal
 import threading
 from collections.abc import Callable, Sequence
 from random import Random
@@ -344,33 +343,6 @@ def test_wrong_arguments_are_named(make: Make, operations: Any, error: type[Exce
     with pytest.raises(error, match=says):
         engine.cache.apply(operations)
     assert picture(engine.cache) == before
-
-
-def test_a_handler_that_raises_leaves_nobody_with_what_it_would_have_got(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make(P=6)
-    engine.seed(range(4), committed=4)
-    keys, transfer = engine.prompt(range(4)).keys, engine.cache.core.transfer
-    drain = transfer.drain
-
-    def interrupted() -> None:
-        signal.raise_signal(signal.SIGUSR1)
-        drain()
-
-    def handler(number: int, frame: object) -> None:
-        raise TimeoutError("late")
-
-    monkeypatch.setattr(transfer, "drain", interrupted)
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        with pytest.raises(TimeoutError, match="late"):
-            engine.cache.apply([op.add([[7, 8], [9]]), op.pin(keys)], stream=0)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    monkeypatch.undo()
-    assert not engine.cache.leases and engine.cache.stats().sequences == 0 and engine.free() == 6
-    engine.cache.verify()
 
 
 def test_not_inside_another_call(make: Make) -> None:

@@ -12,7 +12,7 @@ import pytest
 from groups_lab import CROSS, FULL, RECURRENT, WINDOWED
 from kvpool import KVCacheManager, PagedKV, Reservation, attach, scatter_kv
 from kvpool.device.sim import RaceError, SimDevice, UndeclaredWrite
-from kvpool.device.sim.shadow import Mirrors
+from kvpool.device.sim.shadow import Shadow
 from tests.race.lab import Lab
 from tests.race.test_races import RUNS, Scenario, X, Y, cached, run
 
@@ -212,13 +212,13 @@ def test_what_is_written_while_the_device_compares_is_not_taken_for_undeclared(
     one = lab(P=8)
     reservation = one.cache.reserve(one.prompt(Y))
     block, other = int(reservation.blocks[0]), one.add([40, 41])
-    compare, values = Mirrors.differences, iter(range(1, 1000))
+    compare, values = Shadow.differences, iter(range(1, 1000))
 
-    def writes_first(self: Mirrors) -> Any:
+    def writes_first(self: Shadow, *blocks: Any) -> Any:
         one.cache.device_pool[:, :, block] = next(values)
-        return compare(self)
+        return compare(self, *blocks)
 
-    monkeypatch.setattr(Mirrors, "differences", writes_first)
+    monkeypatch.setattr(Shadow, "differences", writes_first)
     serve(one, 100)
     one.sim.check()
     one.cache.device_pool[:, :, one.table(other)[0]] += 1

@@ -101,6 +101,20 @@ def test_the_conversation_that_is_away_for_longer_goes_though_it_was_used_later(
     assert found == {"lru": (10, 50), "agent": (50, 10)}
 
 
+def test_the_host_too_loses_the_conversation_that_is_away_for_longer() -> None:
+    found = {}
+    for policy in ("lru", "agent"):
+        with talks(70, policy, host_blocks=50) as opened:
+            taught(opened, 10)
+            opened.turn("soon", 0, at=2_000)
+            opened.turn("late", 0, at=2_001)
+            opened.fill(60)
+            opened.clock.now += 1_000
+            opened.fill(10)
+            found[policy] = opened.cached("soon"), opened.cached("late")
+    assert found == {"lru": (0, 50), "agent": (50, 0)}
+
+
 def test_whoever_has_come_back_stays_where_most_never_do() -> None:
     """All prompts are of one length, and new ones of every age: only how often it came back tells a talk from them."""
     found = {}

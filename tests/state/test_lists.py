@@ -95,7 +95,7 @@ def make(memory: np.ndarray, moves: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("seed", range(40))
 def test_levels_in_any_order_leave_what_the_sequence_leaves(seed: int) -> None:
     random = np.random.default_rng(seed)
-    levels = Levels(BLOCKS, WIDTH)
+    levels = Levels(np.full(BLOCKS, WIDTH))
     for _ in range(50):
         moves = random_moves(random)
         memory = np.arange(BLOCKS * WIDTH).reshape(BLOCKS, WIDTH)
@@ -109,7 +109,7 @@ def test_levels_in_any_order_leave_what_the_sequence_leaves(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_moves_of_one_level_do_not_depend_on_each_other(seed: int) -> None:
     random = np.random.default_rng(seed)
-    levels = Levels(BLOCKS, WIDTH)
+    levels = Levels(np.full(BLOCKS, WIDTH))
     for _ in range(50):
         for level in levels.cut(random_moves(random)):
             assert len(set(level[:, TARGET])) == len(level), f"seed {seed}"
@@ -117,7 +117,7 @@ def test_moves_of_one_level_do_not_depend_on_each_other(seed: int) -> None:
 
 
 def test_a_move_whose_target_is_overwritten_unread_is_not_made() -> None:
-    levels = Levels(BLOCKS, WIDTH)
+    levels = Levels(np.full(BLOCKS, WIDTH))
     overwritten = np.array([(0, 3, WIDTH, 0), (1, 3, WIDTH, 1)], np.int64)
     assert [level.tolist() for level in levels.cut(overwritten)] == [[[1, 3, WIDTH, 1]]]
     read_between = np.array([(0, 3, WIDTH, 0), (3, 4, 1, 1), (1, 3, WIDTH, 2)], np.int64)
@@ -128,5 +128,5 @@ def test_a_move_whose_target_is_overwritten_unread_is_not_made() -> None:
 
 def test_independent_moves_stay_one_batch() -> None:
     moves = np.array([(0, 3, WIDTH, 0), (1, 4, WIDTH, 1), (0, 5, 2, 2)], np.int64)
-    (only,) = Levels(BLOCKS, WIDTH).cut(moves)
+    (only,) = Levels(np.full(BLOCKS, WIDTH)).cut(moves)
     assert only is moves

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -159,14 +157,6 @@ def test_a_plain_hit_keeps_priority_and_ttl(make: Make) -> None:
     assert engine.cache.refresh(4) == 0 and engine.cache.refresh(5) == 1
 
 
-@pytest.mark.parametrize("ranges", [[(0, None), (4, 8)], [(4, 4)], [(5, 4)], [(0, 5), (4, 8)], [(-1, 4)]])
-def test_ranges_that_make_no_sense_are_refused(make: Make, ranges: list[tuple[int, int | None]]) -> None:
-    engine = make()
-    with pytest.raises(ValueError):
-        engine.cache.add_sequence([1, 2, 3], retention=[(*r, 80, None) for r in ranges])
-    assert engine.free() == 8
-
-
 def test_an_expired_priority_loses_to_one_that_lasts(make: Make) -> None:
     engine = make()
     engine.seed(range(12), retention=[(0, None, 80, 10)])
@@ -175,42 +165,6 @@ def test_an_expired_priority_loses_to_one_that_lasts(make: Make) -> None:
     engine.cache.refresh()
     engine.seed(range(40, 52))
     assert engine.add(range(20, 32)).cached == 11
-
-
-def test_two_threads_keep_every_invariant(make: Make) -> None:
-    engine = make(P=12, S=6, max_sequences=8)
-    cache, errors = engine.cache, []
-
-    def run(seed: int) -> None:
-        random_ = random.Random(seed)
-        live: list[int] = []
-        try:
-            for _ in range(1500):
-                tokens = [random_.randrange(2) for _ in range(random_.randrange(1, 13))]
-                verb = random_.randrange(6)
-                if verb < 2 and len(live) < 2:
-                    live += cache.add_sequence_batch([tokens], allow_partial_batch=True).ids.tolist()
-                elif verb == 2 and live:
-                    cache.commit(live[0])
-                elif verb == 3 and live:
-                    cache.release(live.pop(0), store=random_.random() < 0.8)
-                elif verb == 4:
-                    cache.prefetch(tokens)
-                else:
-                    cache.offload(tokens)
-            if live:
-                cache.release(live)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in (1, 2)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        cache.verify()
-        threads[0].join(0.01)
-    assert not errors
-    assert (engine.free(), engine.free("host")) == (12, 6)
 
 
 # ----------------------------------------
@@ -229,23 +183,6 @@ def test_the_first_poll_tells_the_capacities(make: Make) -> None:
     (created,) = engine.cache.events()
     assert (created.kind, created.device_blocks, created.host_blocks) == ("created", 8, 4)
     assert not engine.cache.events()
-
-
-def test_a_full_buffer_keeps_the_newest_and_counts_the_loss(make: Make) -> None:
-    engine = make(P=16, event_capacity=1)
-    engine.seed(range(5), committed=4)
-    engine.seed(range(10, 15), committed=4)
-    (event,) = engine.cache.events()
-    assert [key.tobytes() for key in event.keys] == engine.keys(range(10, 14))
-    assert engine.cache.stats().events_dropped == event.number > 0
-
-
-def test_reset_is_one_event(make: Make) -> None:
-    engine = make(event_capacity=16)
-    engine.seed(range(9))
-    engine.cache.events()
-    engine.cache.reset()
-    assert kinds(engine.cache.events()) == ["cleared"]
 
 
 def test_a_forced_reset_is_one_event_too(make: Make) -> None:

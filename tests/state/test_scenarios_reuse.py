@@ -5,35 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import pytest
 
 from engine import Engine
-from kvpool.errors import OutOfBlocks, UnknownSequence
 from kvpool.state.index import child_bucket
-from tests import debug
 
 Make = Callable[..., Engine]
-
-
-def test_a_call_that_raises_changes_nothing(make: Make) -> None:
-    engine = make()
-    engine.seed(range(9))
-    one, two = engine.add(range(9)), engine.add([7])
-    before, free = debug.dump(engine.cache.core.tokens), engine.free()
-    for call, error in (
-        (lambda: engine.cache.append_tokens([one.id, two.id, one.id], [1, 2, 3], [1, 1, 1]), ValueError),
-        (lambda: engine.cache.release([two.id, two.id]), ValueError),
-        (lambda: engine.cache.commit([one.id, 99]), UnknownSequence),
-        (lambda: engine.cache.commit([two.id, one.id], [1, 4]), ValueError),
-        (lambda: engine.cache.append_tokens([one.id, two.id], [1] * 40, [20, 20]), OutOfBlocks),
-        (lambda: engine.cache.rewind([one.id, two.id], [1, 2]), ValueError),
-        (lambda: engine.cache.add_sequence_batch([[5], list(range(100, 132))]), OutOfBlocks),
-        (lambda: engine.cache.add_sequence_batch([[5], list(range(100, 133))]), ValueError),
-    ):
-        with pytest.raises(error):
-            call()
-        engine.cache.verify()
-        assert debug.dump(engine.cache.core.tokens) == before and engine.free() == free
 
 
 def test_whole_blocks_are_reused_and_the_last_token_never(make: Make) -> None:

@@ -279,16 +279,6 @@ def test_reset_leaves_pinned_bytes_alone(make: Make) -> None:
     assert engine.free("host") == 2 and engine.cached("host") == stored
 
 
-def test_close_reports_what_was_still_held(make: Make) -> None:
-    engine = make(P=4)
-    seed_block(engine, 0)
-    engine.cache.pin(engine.prompt(range(4)).keys, owner="reader")
-    sequence = engine.add([7])
-    engine.live.clear()
-    report = engine.cache.close()
-    assert (report.sequences, report.leases) == ([sequence.id], [("reader", 0)])
-
-
 def test_a_revoked_lease_takes_nobody_elses_pin(make: Make) -> None:
     engine = make(P=4)
     seed_block(engine, 0)

@@ -106,6 +106,7 @@ class Simulation:
         self.now, self.events, self.number = 0.0, [], 0
         self.queue: deque[_Transfer] = deque()
         self.serving = False
+        self.waiting: dict[_Transfer, float] = {}
         self.factor, self.loads, self.hits_to_recovery = 1.0, 0, 0
         self.engine_free = self.backlog = 0.0
         self.ready: list[tuple[float, int, float, Callable[[], None]]] = []
@@ -153,6 +154,7 @@ class Simulation:
             late = self.policy == "choice" and self.choice.late(load, transfer.came, elapsed)
             if late or transfer.came == load.blocks:
                 transfer.over = True
+                del self.waiting[transfer]
                 self.late += late
                 if self.policy == "choice":
                     queued = transfer.began - arrived if transfer.began >= 0 else elapsed
@@ -168,7 +170,8 @@ class Simulation:
         if self.policy == "choice":
             ahead = BLOCK_BYTES * sum(transfer.left for transfer in self.queue if not transfer.over)
             spare = max(self.engine_free - self.now, 0.0) + max(self.backlog, 0.0)
-            return self.choice.choose(there, ahead, spare)
+            waited = self.now - min(self.waiting.values(), default=self.now) if self.world.engine else 0.0
+            return self.choice.choose(there, ahead, spare, waited)
         return Load({"none": 0, "half": there // 2, "all": there}[self.policy])
 
     def _compute(self, arrived: float, request: Arrival, came: int) -> None:
@@ -208,6 +211,7 @@ class Simulation:
         latency, slower = np.exp(self.random.normal(-sigma * sigma / 2, sigma, 2)).tolist() if sigma else (1.0, 1.0)
         transfer = _Transfer(blocks, latency * self.world.latency, slower, came)
         transfer.began = -1.0
+        self.waiting[transfer] = self.now
         self.loads += 1
         transfer.collapses = bool(self.world.every and self.loads % self.world.every == 0)
         self.queue.append(transfer)

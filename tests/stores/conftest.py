@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -34,3 +34,13 @@ def make(store: Wrong) -> Iterator[Callable[..., Engine]]:
     from tests.stores.hostkeeping import engines
 
     yield from engines(store)
+
+
+@pytest.fixture
+def one() -> Iterator[Any]:
+    """An engine on a pool of 64 blocks in each tier."""
+    from tests.stores.keeping import engine
+
+    made = engine(P=64, S=64)
+    with made.cache:
+        yield made

@@ -58,13 +58,6 @@ class Connection:
         return getattr(self._inner, name)
 
 
-def raising(error: BaseException) -> Callable[[], Any]:
-    def call() -> None:
-        raise error
-
-    return call
-
-
 def crash(folder: Path, to: Path) -> Path:
     """The files as a process leaves them that is killed now. Locks and shared memory end with it."""
     shutil.copytree(folder, to)

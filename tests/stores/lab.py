@@ -55,6 +55,11 @@ class Wrong:
         self.calls: list[str] = []
         self.deaf = False
 
+    def hold(self, kind: str) -> Gate:
+        """Calls of this kind wait from now on, until the gate is opened."""
+        gate = self.before[kind] = Gate()
+        return gate
+
     @property
     def lasting(self) -> bool:
         return self.inner.lasting
@@ -99,6 +104,18 @@ class Wrong:
 
     def close(self) -> None:
         self._do("close", self.inner.close)
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    """What raises this, whatever it is given."""
+
+    def call(*_: Any) -> None:
+        raise error
+
+    return call
+
+
+fail = raising(OSError(5, "I/O error"))
 
 
 class Gate:

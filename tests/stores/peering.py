@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import zmq
 
-from kvpool.remote.session import ClientSecret
+from kvpool.remote.doors import ClientSecret
 from kvpool.stores import MemoryStore
 from kvpool.stores.peer.peer_store import PeerStore, StoreCall, wire_key
 from kvpool.stores.peer.store_server import StoreServer

@@ -75,7 +75,9 @@ def test_a_store_that_is_back_is_used_again() -> None:
     assert saved > 0.25 * (plain["none"] - plain["choice"])
 
 
-@pytest.mark.parametrize(("users", "bandwidth"), [(1, 0.5e9), (1, 1e9), (1, 4e9), (4, 1e9), (16, 2e9)])
+@pytest.mark.parametrize(
+    ("users", "bandwidth"), [(1, 0.5e9), (1, 1e9), (1, 4e9), (4, 1e9), (4, 4e9), (16, 2e9), (16, 20e9)]
+)
 def test_neither_the_mean_nor_the_tail_loses_to_what_is_fixed(users: int, bandwidth: float) -> None:
     """Some cells of the grid, of prompts of 2,048 tokens."""
     found = cell(2_048, users, bandwidth, requests=400)
@@ -188,6 +190,32 @@ def test_while_the_engine_is_busy_a_load_may_take_longer() -> None:
     assert not choice.late(load, 0, 4.9)
 
 
+def test_a_hit_that_would_make_an_older_load_wait_for_the_engine_waits_for_the_store() -> None:
+    """A load takes 0.51 s, the engine 1 s, and the queue another 0.8 s."""
+    choice, queue = trained(latency=0.01, bandwidth=200e6), 150 * MIB
+    assert choice.choose(100, queue).blocks == choice.choose(100, queue, waited=0.2).blocks == 0
+    load = choice.choose(100, queue, waited=0.9)
+    assert load.blocks == 100 and not choice.late(load, 0, 1.2)
+    choice.end(load, 100, 1.3)
+    lost = trained(latency=0.01, bandwidth=200e6)
+    for _ in range(200):
+        other = lost.choose(100, queue, waited=0.9)
+        if not other.blocks:
+            break
+        assert lost.late(other, 0, other.until)
+        lost.end(other, 0, other.until)
+    assert not other.blocks, "a store that does not keep its promises is waited for no more"
+
+
+def test_a_probe_leaves_what_is_spare_as_it_was_given() -> None:
+    """It ends before the engine is free, so it has cost nothing."""
+    choice = LoadOrCompute(1_000.0, MIB, 16)
+    load = choice.choose(100, spare=2.0)
+    assert load.spare == 2.0 and load.until < 2.0
+    choice.end(load, 0, load.until)
+    assert choice.choose(100).blocks == 100
+
+
 def test_what_the_engine_would_have_waited_anyway_is_no_loss() -> None:
     choice = trained(latency=0.01, bandwidth=120e6)
     for _ in range(200):
@@ -298,6 +326,7 @@ def test_the_first_hit_is_loaded() -> None:
         lambda choice, load: choice.choose(-1),
         lambda choice, load: choice.choose(4, -1),
         lambda choice, load: choice.choose(4, 0, math.nan),
+        lambda choice, load: choice.choose(4, 0, 0.0, -1.0),
         lambda choice, load: choice.late(load, 101, 1.0),
         lambda choice, load: choice.late(load, 1, -1.0),
         lambda choice, load: choice.end(load, 1, math.inf),

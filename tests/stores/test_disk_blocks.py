@@ -16,7 +16,7 @@ from kvpool.stores.disk import DiskStore
 from kvpool.stores.disk.slot_index import PER_PAGE, Index, SlotTable
 from tests.stores.contract import LastingContract
 from tests.stores.disk_lab import Faulty, crash
-from tests.stores.lab import BLOCK_BYTES, OTHER, Gate, content, done, fill, names, open_queue, returned, saved
+from tests.stores.lab import BLOCK_BYTES, OTHER, Gate, content, done, fail, fill, names, open_queue, returned, saved
 
 
 @pytest.fixture
@@ -234,9 +234,6 @@ def test_forgotten_and_failed_blocks_do_not_count(tmp_path: Path, faulty: Faulty
         assert save_as(queue, b"a", 4, 4, 0) == [OK] * 4
         assert queue.forget(queue.secret.opaque(names(2))).wait(600)
 
-        def fail() -> None:
-            raise OSError(5, "I/O error")
-
         faulty.before["pwritev"] = fail
         save_as(queue, b"a", 4, 2, 10)
         del faulty.before["pwritev"]
@@ -250,8 +247,7 @@ def test_forgotten_and_failed_blocks_do_not_count(tmp_path: Path, faulty: Faulty
 
 def test_saves_that_wait_share_one_commit(tmp_path: Path, faulty: Faulty) -> None:
     with open_queue(store_of(tmp_path, 64, faulty), piece_bytes=BLOCK_BYTES) as queue:
-        gate = Gate()
-        faulty.before["fdatasync"] = gate
+        gate = faulty.before["fdatasync"] = Gate()
         fill(queue.memory, 8)
         keys = queue.secret.opaque(names(8))
         first = queue.save(keys[:1], np.arange(1))
@@ -267,28 +263,6 @@ def test_saves_that_wait_share_one_commit(tmp_path: Path, faulty: Faulty) -> Non
         assert all(job.wait(600) and job.ok == 1 for job in [first, *others])
         # A thread that has written but not begun to wait when the second commit begins takes part in a third.
         assert 2 <= queue.stats().store["commits"] <= 3 and faulty.count["fdatasync"] == faulty.count["COMMIT"] - 1
-
-
-def test_a_failed_commit_fails_all_who_share_it_and_nobody_else(tmp_path: Path, faulty: Faulty) -> None:
-    with open_queue(store_of(tmp_path, 64, faulty), piece_bytes=BLOCK_BYTES) as queue:
-        before = saved(queue, 2, first=50)
-        gate = Gate()
-
-        def fail() -> None:
-            gate()
-            raise OSError(28, "No space left on device")
-
-        faulty.before["fdatasync"] = fail
-        fill(queue.memory, 8)
-        keys = queue.secret.opaque(names(8))
-        jobs = [queue.save(keys[i : i + 1], np.arange(i, i + 1)) for i in range(8)]
-        assert gate.reached.wait(600)
-        gate.open()
-        assert all(job.wait(600, returned=True) and not job.ok and "No space" in job.error for job in jobs)
-        del faulty.before["fdatasync"]
-        saved(queue, 8)
-        assert here(queue, 8) == list(range(8)) and queue.find(before).wait(600)
-        assert here(queue, 2, 50) == [50, 51]
 
 
 def test_a_sync_that_fails_is_not_made_up_for_by_the_next_one(tmp_path: Path, faulty: Faulty) -> None:
@@ -320,8 +294,7 @@ def test_a_sync_that_fails_is_not_made_up_for_by_the_next_one(tmp_path: Path, fa
 
 def test_two_saves_of_one_key_write_once_and_both_wait_until_it_is_durable(tmp_path: Path, faulty: Faulty) -> None:
     with open_queue(store_of(tmp_path, 8, faulty)) as queue:
-        gate = Gate()
-        faulty.before["fdatasync"] = gate
+        gate = faulty.before["fdatasync"] = Gate()
         fill(queue.memory, 1)
         keys = queue.secret.opaque(names(1))
         jobs = [queue.save(keys, np.arange(1)) for _ in range(3)]
@@ -458,9 +431,9 @@ def test_many_threads_on_few_slots_lose_no_slot_and_mix_no_bytes(tmp_path: Path,
 
 
 class TestDiskStore(LastingContract):
-    @pytest.fixture
-    def make(self, tmp_path: Path) -> Callable[[int], DiskStore]:
-        return lambda blocks: DiskStore(tmp_path / "store", blocks * BLOCK_BYTES)
+    @pytest.fixture(params=["lru", "agent"])
+    def make(self, request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[int], DiskStore]:
+        return lambda blocks: DiskStore(tmp_path / "store", blocks * BLOCK_BYTES, policy=request.param)
 
     @pytest.fixture
     def again(self, tmp_path: Path) -> Callable[[], DiskStore]:

@@ -6,10 +6,9 @@ import errno
 import itertools
 import os
 import random
+import resource
 import shutil
 import sqlite3
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,10 @@ from kvpool.stores import ABSENT, DAMAGED, OK, REFUSED
 from kvpool.stores.disk import DiskStore, disk_store
 from kvpool.stores.disk.folder import Folder
 from kvpool.stores.disk.slot_index import PAGE_BYTES
-from tests.stores.disk_lab import Faulty, crash, raising
-from tests.stores.lab import BLOCK_BYTES, Gate, content, done, fill, names, open_queue, returned, saved
+from kvpool.stores.store import Space
+from tests.children import in_child
+from tests.stores.disk_lab import Faulty, crash
+from tests.stores.lab import BLOCK_BYTES, Gate, content, done, fill, memory, names, open_queue, raising, returned, saved
 
 BLOCKS = 60
 CAPACITY = 64 * BLOCK_BYTES
@@ -177,24 +178,15 @@ def test_tables_that_no_store_has_made_are_put_aside(folder: Path, commands: lis
 )
 def test_what_a_database_has_too_much_costs_no_memory(folder: Path, command: str) -> None:
     change(folder, command)
-    run = subprocess.run(
-        [sys.executable, "-c", _LITTLE_MEMORY, str(folder), str(BLOCK_BYTES)], capture_output=True, text=True
-    )
-    assert (run.returncode, run.stdout) == (0, "opened\n"), run.stderr
 
+    def opens() -> None:
+        store, space = DiskStore(folder, 1 << 20), Space(bytes(16), memory(4))
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + (50 << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        store.open(space)
 
-_LITTLE_MEMORY = """
-import resource, sys
-import numpy as np
-from kvpool.stores.store import Space
-from kvpool.stores.disk import DiskStore
-
-store, memory = DiskStore(sys.argv[1], 1 << 20), np.zeros((4, int(sys.argv[2])), np.uint8)
-has = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + (50 << 20)
-resource.setrlimit(resource.RLIMIT_AS, (has, has))
-store.open(Space(bytes(16), memory))
-print("opened")
-"""
+    in_child(opens)
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 25, None], ids=["empty", "damaged", "missing"])

@@ -20,7 +20,7 @@ from kvpool.stores import ABSENT, FAILED, OK, StoreQueue
 from kvpool.stores.disk import DiskStore
 from kvpool.stores.disk.slab import System
 from kvpool.stores.store import KEY_BYTES, SEAL_BYTES, Space
-from tests.stores.disk_lab import Faulty, raising
+from tests.stores.disk_lab import Faulty
 from tests.stores.lab import (
     BLOCK_BYTES,
     IDENTITY,
@@ -31,6 +31,7 @@ from tests.stores.lab import (
     memory,
     names,
     open_queue,
+    raising,
     returned,
     saved,
 )
@@ -168,19 +169,6 @@ def test_a_slab_that_was_cut_while_it_is_used_fails_and_does_not_hang(store: Dis
         os.truncate(tmp_path / "store" / "slab", 4 * BLOCK_BYTES)
         job = returned(queue.load(keys[4:], np.arange(4)))
         assert job.codes.tolist() == [FAILED] * 4 and "ends early" in job.error
-
-
-@pytest.mark.parametrize("number", ERRORS)
-def test_a_store_that_finds_no_room_says_how_much_it_wants(
-    store: DiskStore, faulty: Faulty, tmp_path: Path, number: int
-) -> None:
-    space = Space(bytes(16), memory(4))
-    faulty.before["posix_fallocate"] = raising(OSError(number, os.strerror(number)))
-    with pytest.raises(OSError, match=f"{os.strerror(number)}.*takes {CAPACITY} bytes"):
-        store.open(space)
-    del faulty.before["posix_fallocate"]
-    store.open(space)
-    store.close()
 
 
 @pytest.mark.parametrize("name", ["PRAGMA", "SELECT", "BEGIN", "INSERT"])

@@ -16,7 +16,7 @@ from kvpool.stores import ABSENT, CANCELLED, FAILED, OK, Job, MemoryStore, Store
 from kvpool.stores.jobs import Drops
 from kvpool.stores.store import TAG_BYTES
 from kvpool.stores.store_client import StoreHealth
-from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, fill, names, open_queue, saved
+from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, fail, fill, names, open_queue, saved
 
 Drop = Callable[[StoreQueue, Any], Job]
 DROPS: dict[str, Drop] = {
@@ -84,8 +84,7 @@ def test_a_drop_waits_for_the_saves_under_way_that_it_concerns(store: Wrong, que
 
 
 def test_a_forget_waits_for_no_other_save(store: Wrong, queue: StoreQueue) -> None:
-    keys, gate = saved(queue, 4), Gate()
-    store.before["save"] = gate
+    keys, gate = saved(queue, 4), store.hold("save")
     saving = queue.save(queue.secret.opaque(names(2, 10)), np.arange(10, 12))
     assert gate.reached.wait(600)
     assert codes(queue.forget(keys)) == [OK] * 4 and not saving.done
@@ -94,7 +93,7 @@ def test_a_forget_waits_for_no_other_save(store: Wrong, queue: StoreQueue) -> No
 
 
 def test_a_queued_save_leaves_out_what_is_dropped(store: Wrong, queue: StoreQueue) -> None:
-    gate = store.before["save"] = Gate()
+    gate = store.hold("save")
     blockers = [queue.save(queue.secret.opaque(names(1, 40 + i)), np.array([40 + i])) for i in range(3)]
     assert gate.reached.wait(600)
     fill(queue.memory, 12)
@@ -166,10 +165,6 @@ def test_what_is_to_be_dropped_says_nothing_of_the_health_of_a_store(store: Wron
     down.up()
 
 
-def fail() -> None:
-    raise OSError(5, "I/O error")
-
-
 def test_others_are_served_while_a_drop_is_not_confirmed(store: Wrong, queue: StoreQueue) -> None:
     tags = [queue.secret.tag(name) for name in (b"one", b"other")]
     first, second = saved(queue, 2, tag=tags[0]), saved(queue, 2, first=2, tag=tags[1])
@@ -211,7 +206,7 @@ def test_a_queue_that_is_closed_says_what_was_not_confirmed(store: Wrong, drop: 
 def test_a_queue_full_of_saves_takes_a_drop_and_too_many_drops_are_refused(store: Wrong) -> None:
     store.threads = 2  # One of them saves and drops.
     with open_queue(store, queued_blocks=4) as queue:
-        gate = store.before["save"] = Gate()
+        gate = store.hold("save")
         down = Down(store)
         queue.save(queue.secret.opaque(names(1)), np.arange(1))
         assert gate.reached.wait(600)

@@ -14,30 +14,13 @@ from kvpool import HostCache, HostTier, OutOfBlocks, PoolClosed
 from kvpool.keepers.hostkeeper import HostKeeper
 from kvpool.stores import MemoryStore, StoreQueue
 from tests.stores.hostkeeping import Engine
-from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Gate, Wrong, content, names
+from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Gate, Wrong, content, fail, names
 from tests.waiting import until
 
 ABSENT, HERE, PENDING = HostCache.ABSENT, HostCache.HERE, HostCache.PENDING
 
 
-def fail(*_: Any) -> Any:
-    raise OSError(5, "I/O error")
-
-
 # -- what it is for --------------------------------------------------------------------------------------
-
-
-def test_what_was_evicted_comes_back_byte_for_byte(make: Callable[..., Engine]) -> None:
-    engine = make(blocks=8)
-    engine.write(4)
-    assert engine.keeper.drain(600)
-    engine.write(8, first=100)
-    assert engine.keeper.drain(600)
-    assert engine.cache.lookup(names(4)).tolist() == [ABSENT] * 4
-    assert engine.ask(4) == [HERE] * 4
-    engine.read(4)
-    stats = engine.keeper.stats()
-    assert (stats.saved, stats.loaded, stats.asked) == (12, 4, 4) and not stats.missed
 
 
 def test_the_identity_of_the_stores_can_outlive_the_caches(make: Callable[..., Engine], store: Wrong) -> None:
@@ -136,36 +119,13 @@ def test_a_block_that_the_engine_writes_itself_is_not_loaded_over(make: Callable
 
 
 def test_a_find_that_hangs_is_a_miss_at_its_deadline(make: Callable[..., Engine], store: Wrong) -> None:
-    engine, gate = make(), Gate()
-    store.before["find"] = gate
+    engine, gate = make(), store.hold("find")
     assert engine.keeper.lookup(names(3)).tolist() == [HostCache.PENDING] * 3
     engine.until(gate.reached.is_set)
     engine.later(3)
     engine.until(lambda: engine.keeper.lookup(names(3)).tolist() == [ABSENT] * 3)
     assert engine.keeper.stats().missed == {"late": 3}
     gate.open()
-
-
-def test_nobody_gets_the_blocks_of_a_load_that_hangs(make: Callable[..., Engine], store: Wrong) -> None:
-    engine, gate = make(blocks=8, save_share=1.0), Gate()
-    engine.saved(3)
-    store.before["load"] = gate
-    engine.held(gate, 3)
-    engine.later(3)
-    engine.until(lambda: engine.keeper.lookup(names(3)).tolist() == [ABSENT] * 3)
-    stats = engine.keeper.stats()
-    assert (stats.missed["late"], stats.loading, stats.hung) == (3, 3, 3)
-    assert engine.cache.reserve(names(3)).keys == (), "they are pending"
-    with pytest.raises(OutOfBlocks):
-        engine.cache.reserve(names(6, 50))
-    engine.write(5, first=50)
-    gate.open()
-    assert engine.keeper.drain(600)
-    assert (engine.keeper.stats().loading, engine.keeper.stats().hung, engine.cache.stats().pending) == (0, 0, 0)
-    assert engine.keeper.lookup(names(3)).tolist() == [ABSENT] * 3
-    engine.read(5, first=50)
-    assert len(engine.cache.reserve(names(8, 70)).keys) == 8
-    engine.cache.abort(names(8, 70))
 
 
 def test_what_has_come_before_the_deadline_is_used(make: Callable[..., Engine]) -> None:
@@ -185,22 +145,6 @@ def test_what_has_come_before_the_deadline_is_used(make: Callable[..., Engine]) 
     gate.open()
     assert engine.keeper.drain(600) and engine.cache.stats().pending == 0
     engine.read(sum(here), first=0 if here[0] else 1024)
-
-
-def test_a_store_that_finds_and_loads_nothing_is_suspended(make: Callable[..., Engine], store: Wrong) -> None:
-    engine = make(retry_seconds=0.0)
-    engine.saved(2)
-    store.before["load"] = fail
-    for _ in range(6):
-        assert engine.ask(2) == [ABSENT] * 2
-    assert engine.keeper.stats().suspended == ("wrong",) and store.calls.count("load") == 3
-    assert engine.keeper.stats().missed == {"failed": 6, "suspended": 6}
-    del store.before["load"]
-    engine.now += 6
-    assert engine.ask(1, 90) == [ABSENT]
-    assert engine.keeper.stats().suspended == ("wrong",), "no load has followed"
-    assert engine.ask(2) == [HERE] * 2
-    assert engine.keeper.stats().suspended == ()
 
 
 def test_a_find_leaves_time_for_the_stores_behind_it(
@@ -232,8 +176,7 @@ def test_a_reader_that_looks_late_learns_that_a_key_is_absent(make: Callable[...
 
 def test_a_store_that_was_given_no_time_is_not_blamed(make: Callable[..., Engine], store: Wrong) -> None:
     """Nobody has polled until shortly before the deadline."""
-    engine, gate = make(load_seconds=2.0, retry_seconds=1000.0), Gate()
-    store.before["find"] = gate
+    engine, gate = make(load_seconds=2.0, retry_seconds=1000.0), store.hold("find")
     for key in names(4):
         engine.keeper.find(key)
         engine.now += 1.95
@@ -246,8 +189,7 @@ def test_a_store_that_was_given_no_time_is_not_blamed(make: Callable[..., Engine
 
 @pytest.mark.parametrize("end", ["clear", "close"])
 def test_what_is_given_up_is_counted(make: Callable[..., Engine], store: Wrong, end: str) -> None:
-    engine, gate = make(blocks=16, save_share=0.25), Gate()
-    store.before["save"] = gate
+    engine, gate = make(blocks=16, save_share=0.25), store.hold("save")
     engine.write(10)
     engine.keeper.lookup(names(3, 50))
     engine.keeper.poll()
@@ -268,39 +210,11 @@ def test_what_is_given_up_is_counted(make: Callable[..., Engine], store: Wrong, 
 
 
 def test_a_call_that_hangs_is_told_whichever_store_it_is_of(make: Callable[..., Engine], store: Wrong) -> None:
-    engine, gate = make(store, MemoryStore(256 * BLOCK_BYTES)), Gate()
-    store.before["save"] = gate
+    engine, gate = make(store, MemoryStore(256 * BLOCK_BYTES)), store.hold("save")
     engine.write(2)
     engine.until(gate.reached.is_set)
     assert not engine.keeper.close(0.05)
     gate.open()
-
-
-def test_a_block_that_comes_after_clear_is_not_loaded_and_cancelled_both(
-    make: Callable[..., Engine], store: Wrong
-) -> None:
-    engine, gate = make(), Gate()
-    engine.saved(4)
-    store.before["load"] = gate
-    engine.held(gate, 4)
-    engine.keeper.clear()
-    gate.open()
-    assert engine.keeper.drain(600)
-    stats = engine.keeper.stats()
-    assert stats.missed == {"cancelled": 4} and (stats.loaded, stats.loading) == (0, 0)
-    assert engine.ask(4) == [ABSENT] * 4 and engine.cache.stats().used == 0
-
-
-def test_what_a_suspended_store_does_not_get_is_counted(make: Callable[..., Engine], store: Wrong) -> None:
-    broken = Wrong(MemoryStore(256 * BLOCK_BYTES))
-    broken.name, broken.before["save"] = "broken", fail
-    engine = make(broken, store)
-    for number in range(10):
-        engine.write(1, number)
-        assert engine.keeper.drain(600)
-    stats = engine.keeper.stats()
-    assert stats.suspended == ("broken",) and stats.saved == 10
-    assert stats.unsaved == {"failed": 3, "suspended": 7}
 
 
 def test_what_no_store_gets_is_counted_for_each(make: Callable[..., Engine], store: Wrong) -> None:
@@ -311,45 +225,14 @@ def test_what_no_store_gets_is_counted_for_each(make: Callable[..., Engine], sto
     assert engine.keeper.stats().unsaved == {"evicted": 6}
 
 
-def test_a_probe_is_not_used_up_by_saves_that_do_not_begin(make: Callable[..., Engine], store: Wrong) -> None:
-    engine = make(retry_seconds=0.0)
-    store.before["save"] = fail
-    for number in range(3):
-        engine.write(1, number)
-        assert engine.keeper.drain(600)
-    del store.before["save"]
-    engine.now += 6
-    engine.write(1, 10)
-    engine.cache.forget(names(1, 10))
-    assert engine.keeper.drain(600) and engine.keeper.stats().unsaved["evicted"] == 1
-    engine.write(1, 11)
-    assert engine.keeper.drain(600)
-    assert engine.keeper.stats().saved == 1 and engine.keeper.stats().suspended == ()
-
-
 # -- bounds ----------------------------------------------------------------------------------------------
-
-
-def test_a_block_that_is_being_saved_is_not_evicted(make: Callable[..., Engine], store: Wrong) -> None:
-    engine, gate = make(blocks=8, save_share=1.0), Gate()
-    store.before["save"] = gate
-    engine.write(3)
-    engine.until(gate.reached.is_set)
-    with pytest.raises(OutOfBlocks):
-        engine.cache.reserve(names(6, 50))
-    engine.write(5, first=50)
-    gate.open()
-    assert engine.keeper.drain(600)
-    assert len(engine.cache.reserve(names(6, 70)).evicted) == 6
-    engine.cache.abort(names(6, 70))
 
 
 def test_a_block_of_a_save_that_was_given_up_stays_until_the_call_returns(
     make: Callable[..., Engine], store: Wrong
 ) -> None:
     """Its bytes are still read."""
-    engine, gate = make(blocks=4, save_share=1.0), Gate()
-    store.before["save"] = gate
+    engine, gate = make(blocks=4, save_share=1.0), store.hold("save")
     engine.write(3)
     engine.until(gate.reached.is_set)
     engine.later(61)
@@ -362,8 +245,7 @@ def test_a_block_of_a_save_that_was_given_up_stays_until_the_call_returns(
 
 
 def test_saves_that_hang_leave_most_of_the_cache(make: Callable[..., Engine], store: Wrong) -> None:
-    engine, gate = make(blocks=16, save_share=0.25), Gate()
-    store.before["save"] = gate
+    engine, gate = make(blocks=16, save_share=0.25), store.hold("save")
     for first in range(0, 160, 4):
         engine.write(4, first)
         engine.keeper.poll()
@@ -573,14 +455,15 @@ def test_keys_that_are_none_are_named(make: Callable[..., Engine], verb: str, gi
     engine = make()
     with pytest.raises((TypeError, ValueError), match="keys"):
         getattr(engine.keeper, verb)(given)
+    with pytest.raises(TypeError, match="key"):
+        engine.keeper.find("text")  # type: ignore[arg-type]
     stats = engine.keeper.stats()
     assert (stats.asked, stats.searching, stats.waiting) == (0, 0, 0)
 
 
 def test_a_block_whose_lease_others_closed_is_not_kept(make: Callable[..., Engine], store: Wrong) -> None:
     """Its bytes may have become those of another block while it was saved, and its seal would be right for them."""
-    engine, gate = make(), Gate()
-    store.before["save"] = gate
+    engine, gate = make(), store.hold("save")
     engine.write(2)
     engine.keeper.poll()
     assert gate.reached.wait(600)

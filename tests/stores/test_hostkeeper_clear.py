@@ -21,7 +21,7 @@ def test_after_clear_nothing_is_found_that_was_saved_before(
     make: Callable[..., Engine], store: Wrong, clears: bool
 ) -> None:
     """As with weights that were replaced while the engine runs. Not every store can drop what a model has saved."""
-    gate = store.before["clear"] = Gate()
+    gate = store.hold("clear")
     store.clears *= clears
     engine = make(retry_seconds=0.0)
     engine.saved(4)
@@ -36,22 +36,6 @@ def test_after_clear_nothing_is_found_that_was_saved_before(
     engine.saved(4)
     assert engine.ask(4) == [HERE] * 4
     engine.read(4)
-
-
-def test_what_was_saved_before_a_clear_is_found_by_no_later_process(make: Callable[..., Engine], store: Wrong) -> None:
-    """Also if a save was under way."""
-    engine, gate = make(), Gate()
-    engine.saved(4)
-    store.before["save"], store.deaf = gate, True
-    engine.write(2, first=10)
-    engine.keeper.poll()
-    assert gate.reached.wait(600)
-    engine.keeper.clear()
-    gate.open()
-    engine.until(lambda: not engine.keeper.stats().stores[0].unconfirmed_drops)
-    engine.close()
-    assert not store.inner.stats()["blocks"]
-    assert make().ask(4) == [ABSENT] * 4
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["closed", "killed"])

@@ -111,15 +111,6 @@ def test_the_thread_of_the_scheduler_hashes_nothing(
     assert hashed and threading.get_ident() not in hashed
 
 
-def test_bad_keys_are_refused_as_by_the_cache(make: Callable[..., Engine]) -> None:
-    engine = make()
-    with pytest.raises(TypeError):
-        engine.keeper.find("text")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="65 bytes"):
-        engine.keeper.lookup([bytes(65)])
-    assert engine.keeper.stats().asked == 0
-
-
 def test_no_key_or_secret_is_in_what_people_read(make: Callable[..., Engine]) -> None:
     engine = make()
     engine.saved(2)

@@ -23,9 +23,11 @@ class Some:
 
     def __init__(self, blocks: int, seconds: float = 1000.0) -> None:
         self.blocks, self.seconds, self.asked, self.told = blocks, seconds, list[int](), list[tuple[int, float]]()
+        self.busy: list[tuple[int, float, float]] = []
 
-    def choose(self, there: int, ahead_bytes: int = 0, spare: float = 0.0) -> Load:
+    def choose(self, there: int, ahead_bytes: int = 0, spare: float = 0.0, waited: float = 0.0) -> Load:
         self.asked.append(there)
+        self.busy.append((ahead_bytes, spare, waited))
         return Load(min(self.blocks, there), until=self.seconds)
 
     def late(self, load: Load, came: int, elapsed: float) -> bool:
@@ -65,16 +67,20 @@ def test_the_keys_of_each_hit_are_judged_together_and_apart_from_others(make: Ca
     assert policy.asked == [4, 2]
 
 
-def test_a_load_ends_when_its_policy_has_no_more_time(make: Callable[..., Engine], store: Wrong) -> None:
-    policy, gate = Some(2, seconds=0.5), Gate()
-    engine = make(policies=[policy], load_seconds=60.0)
-    engine.saved(2)
+def test_a_policy_learns_what_is_under_way_and_how_long_the_engine_is_busy(
+    make: Callable[..., Engine], store: Wrong
+) -> None:
+    policy, gate = Some(2), Gate()
+    engine = make(policies=[policy], load_seconds=60.0, spare=lambda: 7.0)
+    engine.saved(4)
     store.before["load"] = gate
     engine.held(gate, 2)
-    engine.later(1)
-    engine.until(lambda: engine.keeper.lookup(names(2)).tolist() == [ABSENT] * 2)
-    assert engine.keeper.stats().missed["late"] == 2 and policy.told == [(0, 1.0)]
+    engine.now += 3.0
+    engine.keeper.lookup(names(2, 2))
+    engine.until(lambda: len(policy.busy) == 2)
     gate.open()
+    assert policy.busy == [(0, 7.0, 0.0), (2 * BLOCK_BYTES, 7.0, 3.0)]
+    engine.until(lambda: engine.keeper.stats().loaded == 4)
 
 
 def test_what_has_no_room_tells_its_policy_nothing_of_the_store(make: Callable[..., Engine]) -> None:
@@ -172,7 +178,7 @@ def test_a_request_that_ends_in_a_window_keeps_room_no_longer_than_it_is_unread(
     """It was aborted while its second window came."""
     small.ask(100)
     small.read(6)
-    gate = store.before["load"] = Gate()
+    gate = store.hold("load")
     small.keeper.lookup(names(94, 6))
     small.until(gate.reached.is_set)
     assert small.keeper.lookup(names(4, first=100)).tolist() == [ABSENT] * 4

@@ -15,7 +15,7 @@ from kvpool import HostCache
 from kvpool.stores import MemoryStore
 from kvpool.stores.disk import DiskStore
 from tests.stores.hostkeeping import Engine, engines
-from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, names, open_queue
+from tests.stores.lab import BLOCK_BYTES, Wrong, names, open_queue
 
 ABSENT, HERE, PENDING = HostCache.ABSENT, HostCache.HERE, HostCache.PENDING
 STORES: dict[str, Callable[[Path], Any]] = {
@@ -81,7 +81,7 @@ def test_what_was_found_in_a_step_is_not_evicted_in_it(make: Callable[..., Engin
     engine.keeper.poll()
     assert engine.keeper.drain(600)
     assert engine.keeper.find(names(1, 50)[0]) == HERE
-    gate = store.before["find"] = Gate()
+    gate = store.hold("find")
     engine.keeper.lookup(names(4))
     engine.keeper.poll()
     assert gate.reached.wait(600) and engine.keeper.find(names(1, 50)[0]) == HERE
@@ -103,7 +103,7 @@ def test_an_answer_on_the_thread_of_the_scheduler_is_of_no_store_that_is_suspend
     here = threading.get_ident()
     assert engine.ask(1, first=9) == [ABSENT] and threads == {here}
     threads.clear()
-    gate = store.before["clear"] = Gate()
+    gate = store.hold("clear")
     engine.keeper.clear()
     assert engine.ask(2) == [ABSENT] * 2 and here not in threads
     gate.open()

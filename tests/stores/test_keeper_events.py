@@ -160,12 +160,6 @@ def test_others_follow_the_pool_beside_a_keeper(one: Engine) -> None:
         assert kept.stats().saved_blocks == 20
 
 
-def test_content_from_before_the_keeper_is_saved_too(one: Engine) -> None:
-    one.seed(PROMPT, 41)
-    with keeper(one, store()) as kept:
-        assert kept.drain(600) and kept.stats().saved_blocks == 10
-
-
 def test_a_publisher_names_the_store_as_medium(one: Engine) -> None:
     with keeper(one, store()) as kept, KVEventPublisher(one.cache, keeper=kept, interval_ms=2) as publisher:
         context = zmq.Context()

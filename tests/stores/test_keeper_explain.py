@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -11,16 +9,9 @@ from kvpool.keepers import bridge
 from kvpool.stores import FAILED, OK
 from tests.engine import Engine
 from tests.stores.keeping import engine, fetch, keeper, seed, store, tokens
-from tests.stores.lab import Clock, Gate, Wrong
+from tests.stores.lab import Clock, Wrong
 
 PROMPT = tokens(17)
-
-
-@pytest.fixture
-def one() -> Iterator[Engine]:
-    made = engine(P=64, S=64)
-    with made.cache:
-        yield made
 
 
 @pytest.fixture
@@ -70,8 +61,7 @@ def test_seals_that_do_not_fit_are_called_damaged(one: Engine, wrong: Wrong) -> 
 
 
 def test_what_came_too_late_is_told(one: Engine, wrong: Wrong) -> None:
-    gate, clock = Gate(), Clock()
-    wrong.before["load"] = gate
+    gate, clock = wrong.hold("load"), Clock()
     with keeper(one, wrong, clock=clock) as kept:
         handle = kept.prefetch(one.prompt(PROMPT), 5.0)
         assert gate.reached.wait(600)
@@ -96,6 +86,21 @@ def test_what_is_not_worth_loading_is_told(one: Engine) -> None:
                 break
         assert kept.explain(prompt).missed[0].trouble == (("wrong", "not worth loading"),)
         assert kept.explain(prompt).missed[0].stores == ("wrong",)
+
+
+def test_a_prefetch_may_take_as_long_as_its_request_waits_for_the_engine(one: Engine) -> None:
+    """The engine computes a prompt in 0.2 s, and a load takes 5 s."""
+    clock, slow = Clock(), Wrong(store(1024))
+    slow.before["load"] = lambda: clock.pass_(5.0)
+    with keeper(one, slow, prefill_tokens_per_s=100.0, clock=clock, deadline_ms=10**6) as kept:
+        for first in range(0, 700, 100):
+            seed(one, kept, [prompt := tokens(17, first)])
+            one.cache.forget(prompt)
+            handle = kept.prefetch(one.prompt(prompt), 1e5, spare=60.0)
+            assert handle.wait(600) and handle.ended == "loaded"
+        with pytest.raises(ValueError, match="spare=-1"):
+            kept.prefetch(one.prompt(PROMPT), spare=-1.0)
+        assert kept.stats().prefetches == {"loaded": 7}
 
 
 def test_why_blocks_were_not_saved_is_remembered_in_bounded_memory(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,25 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import ForkedProcess, PoolClosed
+from kvpool import PoolClosed
 from kvpool.keepers import Keeper, Prefetch
 from kvpool.keepers.pool_tier import Content, PoolTier, StoredContent
-from kvpool.stores import ABSENT, FAILED, MemoryStore
+from kvpool.stores import FAILED, MemoryStore
 from kvpool.stores.disk import DiskStore
 from kvpool.stores.store import Bytes, Rows, Stop
 from tests.engine import Engine
 from tests.stores.keeping import IDENTITY, engine, fetch, grouped, keeper, room, seed, store, tokens
-from tests.stores.lab import Clock, Gate, Wrong
+from tests.stores.lab import Gate, Wrong, fail
 from tests.waiting import until
 
 PROMPT = tokens(41)
-
-
-@pytest.fixture
-def one() -> Iterator[Engine]:
-    made = engine(P=64, S=64)
-    with made.cache:
-        yield made
 
 
 @pytest.fixture
@@ -41,34 +32,7 @@ def wrong() -> Wrong:
     return Wrong(memory)
 
 
-def fail(*_: Any) -> Any:
-    raise OSError(5, "I/O error")
-
-
 # -- stores that lie, fail, hang -----------------------------------------------------------------------
-
-
-class Flipping(Wrong):
-    """Changes a byte of each block that it gives, as long as it ``flips``."""
-
-    flips = True
-
-    def load(self, keys: Bytes, rows: Rows, stop: Stop) -> tuple[Bytes, Bytes]:
-        answer = super().load(keys, rows, stop)
-        self.memory[rows, 5] ^= self.flips
-        return answer
-
-
-def test_a_changed_byte_never_reaches_the_pool(one: Engine, wrong: Wrong) -> None:
-    flipping = Flipping(wrong.inner)
-    with keeper(one, flipping) as kept:
-        handle = kept.prefetch(one.prompt(PROMPT), 60.0)
-        assert handle.wait(600) and handle.ended == "failed" and handle.blocks == 0
-        assert one.reusable(PROMPT) == 0
-        # The store was told to forget what was damaged: the next request finds it absent, and computes.
-        flipping.flips = False
-        assert fetch(one, kept, PROMPT) == 0
-        one.release(one.add(PROMPT))
 
 
 def test_what_came_before_a_failure_is_used(one: Engine, wrong: Wrong) -> None:
@@ -78,53 +42,6 @@ def test_what_came_before_a_failure_is_used(one: Engine, wrong: Wrong) -> None:
         sequence = one.add(PROMPT)
         assert sequence.cached == 12
         one.release(sequence)
-
-
-class Recorder(Wrong):
-    """Notes which rows its loads and saves use."""
-
-    def load(self, keys: Bytes, rows: Rows, stop: Stop) -> tuple[Bytes, Bytes]:
-        self.loading = {*getattr(self, "loading", ()), *rows.tolist()}
-        return super().load(keys, rows, stop)
-
-    def save(self, keys: Bytes, rows: Rows, seals: Bytes, tag: bytes, limit: int, stop: Stop) -> Bytes:
-        self.saving = {*getattr(self, "saving", ()), *rows.tolist()}
-        return super().save(keys, rows, seals, tag, limit, stop)
-
-
-def test_rows_of_a_call_that_hangs_are_given_to_nobody(one: Engine, wrong: Wrong) -> None:
-    gate, clock, recorder = Gate(), Clock(), Recorder(wrong.inner)
-    recorder.threads, recorder.before["load"] = 4, gate
-    with keeper(one, recorder, staging_blocks=64, clock=clock) as kept:
-        handle = kept.prefetch(one.prompt(PROMPT), 5.0)
-        until(lambda: kept.stats().stores["wrong"].running_calls == 2)
-        clock.pass_(5.0)
-        assert handle.wait(600) and handle.blocks == 0
-        one.seed(tokens(41, 1000), 41)
-        until(lambda: kept.stats().saved_blocks == 10)
-        assert recorder.loading and not recorder.loading & recorder.saving
-        gate.open()
-        assert kept.drain(600)
-
-
-def test_what_comes_from_a_far_store_is_kept_in_the_near_one(one: Engine, wrong: Wrong) -> None:
-    near = store()
-    near.name = "near"
-    with keeper(one, [near, wrong]) as kept:
-        assert fetch(one, kept, PROMPT) == 10
-        assert kept.drain(600) and near.stats()["blocks"] == 10
-
-
-def test_a_hanging_save_keeps_no_prefetch_waiting(one: Engine, wrong: Wrong) -> None:
-    gate = Gate()
-    wrong.before["save"] = gate
-    with keeper(one, wrong, staging_blocks=8) as kept:
-        for first in range(1000, 1400, 100):
-            one.seed(tokens(17, first), 17)
-        assert gate.reached.wait(600)
-        assert fetch(one, kept, PROMPT) == 10
-        gate.open()
-        assert kept.drain(600)
 
 
 # -- bounds --------------------------------------------------------------------------------------------
@@ -290,8 +207,7 @@ def test_promotions_never_displace_more_than_their_room(one: Engine) -> None:
 
 
 def test_what_several_requests_wait_for_is_loaded_once(one: Engine, wrong: Wrong) -> None:
-    gate = Gate()
-    wrong.before["find"] = gate
+    gate = wrong.hold("find")
     with keeper(one, wrong) as kept:
         handles = [kept.prefetch(one.prompt([*PROMPT[:37], *tokens(4, first)]), 60.0) for first in range(5)]
         until(lambda: kept.stats().prefetching == 5)
@@ -316,8 +232,7 @@ def test_a_prefetch_that_waits_for_a_block_of_another_loads_it_if_that_fails(one
 
 
 def test_a_cancelled_prefetch_brings_nothing_more(one: Engine, wrong: Wrong) -> None:
-    gate = Gate()
-    wrong.before["find"] = gate
+    gate = wrong.hold("find")
     with keeper(one, wrong) as kept:
         handle = kept.prefetch(one.prompt(PROMPT), 60.0)
         assert gate.reached.wait(600)
@@ -331,8 +246,7 @@ def test_a_cancelled_prefetch_brings_nothing_more(one: Engine, wrong: Wrong) -> 
 
 
 def test_nothing_that_was_asked_before_a_reset_enters_after_it(one: Engine, wrong: Wrong) -> None:
-    gate = Gate()
-    wrong.before["load"] = gate
+    gate = wrong.hold("load")
     with keeper(one, wrong) as kept:
         handle = kept.prefetch(one.prompt(PROMPT), 60.0)
         assert gate.reached.wait(600)
@@ -358,22 +272,8 @@ def test_a_keeper_ends_with_its_pool() -> None:
     assert kept.close(600) and kept.stats().saved_blocks == 0
 
 
-def test_closing_waits_no_longer_than_it_was_told(one: Engine) -> None:
-    gate, slow = Gate(), Wrong(store())
-    slow.before["save"] = gate
-    kept = keeper(one, slow)
-    one.seed(PROMPT, 41)
-    assert gate.reached.wait(600)
-    assert not kept.close(0.05)
-    with pytest.raises(PoolClosed):
-        kept.prefetch(one.prompt(PROMPT))
-    gate.open()
-    assert kept.close(600)
-
-
 def test_closing_counts_what_it_gives_up(one: Engine, wrong: Wrong) -> None:
-    gate = Gate()
-    wrong.before["save"] = gate
+    gate = wrong.hold("save")
     kept = keeper(one, wrong, staging_blocks=8)
     one.seed(tokens(81), 80)
     assert gate.reached.wait(600)
@@ -411,22 +311,6 @@ def test_sequences_and_leases_of_others_are_left_alone(one: Engine, wrong: Wrong
         assert fetch(one, kept, PROMPT) == 10
         one.check_all()
         one.release(sequence)
-
-
-def test_a_child_gets_an_error(one: Engine) -> None:
-    with keeper(one, store()) as kept:
-        pid = os.fork()
-        if not pid:
-            wrong = 0
-            for call in (lambda: kept.prefetch([1]), lambda: kept.match_prefix([1]), kept.events,
-                         kept.stats, kept.close):  # fmt: skip
-                try:
-                    call()
-                except ForkedProcess:
-                    continue
-                wrong += 1
-            os._exit(wrong)
-        assert os.waitpid(pid, 0)[1] == 0
 
 
 @pytest.mark.parametrize(
@@ -467,13 +351,6 @@ def test_pools_without_events_or_a_host_tier_are_refused() -> None:
             keeper(made, store())
     with grouped(host_blocks=0) as cache, pytest.raises(ValueError, match="host tier for all groups"):
         Keeper(cache, [store()], identity=IDENTITY)
-
-
-def test_absent_is_no_failure(one: Engine) -> None:
-    with keeper(one, store(), failures=1) as kept:
-        for first in range(3):
-            assert fetch(one, kept, tokens(41, first)) == 0
-        assert not kept.stats().health["memory"].reads_suspended and ABSENT == 0
 
 
 class Liar(Wrong):

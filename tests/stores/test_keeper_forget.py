@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ import pytest
 from kvpool import PoolBusy, PoolClosed, StoreBusy
 from kvpool.keepers import Forgotten, Keeper
 from kvpool.stores import MemoryStore
-from kvpool.stores.disk import DiskStore
 from tests.engine import Engine
 from tests.stores.keeping import (
     IDENTITY,
@@ -26,13 +24,12 @@ from tests.stores.keeping import (
     grouped,
     keeper,
     read_all,
-    room,
     seed,
     store,
     tokens,
     write_all,
 )
-from tests.stores.lab import Gate, Wrong
+from tests.stores.lab import Gate, Wrong, fail
 from tests.stores.test_drops import Down
 from tests.waiting import until
 
@@ -46,13 +43,6 @@ DROPS: dict[str, Drop] = {
     "namespace": lambda one, kept: kept.forget(namespace=(None, None)),
     "clear": lambda one, kept: kept.clear(),
 }
-
-
-@pytest.fixture
-def one() -> Iterator[Engine]:
-    made = engine(P=64, S=64)
-    with made.cache:
-        yield made
 
 
 @pytest.fixture
@@ -127,15 +117,6 @@ def seed_elsewhere(memory: MemoryStore, prompt: list[int], **names: Any) -> None
     memory._memory = opened
 
 
-def test_a_prompt_that_the_pool_does_not_have_leaves_the_store_too(one: Engine) -> None:
-    memory = store()
-    seed_first(memory)
-    with keeper(one, memory) as kept:
-        forgotten = kept.forget(PROMPT)
-        assert forgotten.wait(600) and forgotten.blocks == 0 and forgotten.stores == {"memory": BLOCKS}
-    assert restarted(memory) == 0
-
-
 def seed_first(memory: Any) -> None:
     other = engine(P=64, S=64)
     with other.cache, keeper(other, memory) as kept:
@@ -155,16 +136,6 @@ def test_all_groups_of_layers_are_dropped(clears: bool) -> None:
         assert not memory._blocks and not read_all(cache, cache.block_keys(prompt))
         handle = kept.prefetch(prompt)
         assert handle.wait(600) and handle.blocks == 0
-
-
-def test_a_disk_that_has_confirmed_has_nothing_for_the_next_process(one: Engine, drop: Drop, tmp_path: Path) -> None:
-    def disk() -> DiskStore:
-        return DiskStore(tmp_path / "store", room(256))
-
-    with keeper(one, disk()) as kept:
-        seed(one, kept, [PROMPT])
-        assert drop(one, kept).wait(600)
-    assert restarted(disk()) == 0
 
 
 def test_what_is_computed_again_is_saved_and_found_again(one: Engine, drop: Drop) -> None:
@@ -206,41 +177,9 @@ def test_a_prefetch_of_which_a_part_has_come_brings_no_more(one: Engine, wrong: 
         assert one.reusable(PROMPT) == 0 and handle.blocks == kept.stats().loaded_blocks == came < 4
 
 
-def test_a_find_under_way_says_nothing_of_it(one: Engine, wrong: Wrong, drop: Drop) -> None:
-    """It had found all blocks."""
-    seed_first(wrong.inner)
-    gate = Gate()
-    wrong.after["find"] = lambda answer: (gate(), answer)[1]
-    with keeper(one, wrong) as kept:
-        handle = kept.prefetch(one.prompt(PROMPT), 60.0)
-        assert gate.reached.wait(600)
-        forgotten = drop(one, kept)
-        gate.open()
-        assert handle.wait(600) and handle.ended in ("forgotten", "reset")
-        assert forgotten.wait(600) and kept.drain(600)
-        assert kept.match_prefix(one.prompt(PROMPT)).store_tokens == 0 and one.reusable(PROMPT) == 0
-
-
-def test_a_save_under_way_leaves_nothing_in_the_store(one: Engine, wrong: Wrong, drop: Drop) -> None:
-    gate, wrong.deaf = Gate(), True
-    wrong.before["save"] = gate
-    with keeper(one, wrong) as kept:
-        one.seed(PROMPT, len(PROMPT))
-        assert gate.reached.wait(600)
-        forgotten = drop(one, kept)
-        assert forgotten.stores == {"wrong": None} and not forgotten.done
-        gate.open()
-        assert forgotten.wait(600) and kept.drain(600)
-        stats = kept.stats()
-        assert stats.saved_blocks == 0 and stats.waiting_blocks == 0 and sum(stats.dropped.values()) == BLOCKS
-        assert kept.match_prefix(one.prompt(PROMPT)).store_tokens == 0
-    assert restarted(wrong.inner) == 0
-
-
 def test_a_save_that_is_over_and_not_noted_is_taken_back(one: Engine, wrong: Wrong, drop: Drop) -> None:
     """The keeper's thread waits for its clock while the save ends. Then it is told to forget."""
-    clock, gate = HeldClock(), Gate()
-    wrong.before["save"] = gate
+    clock, gate = HeldClock(), wrong.hold("save")
     with keeper(one, wrong, clock=clock) as kept:
         one.seed(PROMPT, len(PROMPT))
         assert gate.reached.wait(600)
@@ -281,7 +220,7 @@ class HeldClock:
 
 def test_what_waits_to_be_saved_is_given_up_and_counted(one: Engine, wrong: Wrong, drop: Drop) -> None:
     """All staging rows are taken by a save that hangs."""
-    gate = wrong.before["save"] = Gate()
+    gate = wrong.hold("save")
     with keeper(one, wrong, staging_blocks=2) as kept:
         one.seed(PROMPT, len(PROMPT))
         assert gate.reached.wait(600)
@@ -317,9 +256,6 @@ def test_a_store_that_is_down_blocks_nobody_and_brings_nothing_back(one: Engine,
 def test_a_suspended_store_is_told_too(one: Engine, wrong: Wrong, drop: Drop) -> None:
     with keeper(one, wrong, failures=1, probe_seconds=3600.0) as kept:
         seed(one, kept, [PROMPT])
-
-        def fail() -> None:
-            raise OSError(5, "I/O error")
 
         wrong.before["find"] = wrong.before["save"] = fail
         assert fetch(one, kept, OTHER) == 0

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
-from kvpool.stores import MemoryStore
+from kvpool import HostCache
+from kvpool.stores import MemoryStore, tag_limits
+from kvpool.stores.store import OK, Space
 from kvpool.stores.tag_limits import TagLimits
+from kvpool.stores.urls import open_store
+from tests.engine import Clock
 from tests.stores.contract import LastingContract
-from tests.stores.lab import BLOCK_BYTES
+from tests.stores.lab import BLOCK_BYTES, memory
 
 
 class TestMemoryStore(LastingContract):
@@ -17,10 +25,10 @@ class TestMemoryStore(LastingContract):
     def made(self) -> list[MemoryStore]:
         return []
 
-    @pytest.fixture
-    def make(self, made: list[MemoryStore]) -> Callable[[int], MemoryStore]:
+    @pytest.fixture(params=["lru", "agent"])
+    def make(self, request: pytest.FixtureRequest, made: list[MemoryStore]) -> Callable[[int], MemoryStore]:
         def build(blocks: int) -> MemoryStore:
-            made.append(MemoryStore(blocks * BLOCK_BYTES))
+            made.append(MemoryStore(blocks * BLOCK_BYTES, policy=request.param))
             return made[-1]
 
         return build
@@ -28,6 +36,48 @@ class TestMemoryStore(LastingContract):
     @pytest.fixture
     def again(self, made: list[MemoryStore]) -> Callable[[], MemoryStore]:
         return lambda: made[-1]
+
+
+# ----------------------------------------
+# Another policy than LRU chooses in a store too.
+
+
+def blocks_of(name: str, count: int) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(b"".join(b"%-32s" % f"{name} {place}".encode() for place in range(count)), np.uint8).reshape(
+        -1, 32
+    )
+
+
+@pytest.mark.parametrize("kind", ["memory:?", "disk:{folder}?"])
+@pytest.mark.parametrize(("policy", "left"), [("lru", (2, 10)), ("agent", (10, 2))])
+def test_the_conversation_that_is_away_for_longer_goes_from_a_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, policy: str, left: tuple[int, int]
+) -> None:
+    """One comes back every ten seconds, another one every two hundred. There is room for both, and for four more."""
+    clock, rows = Clock(), np.arange(12)
+    monkeypatch.setattr(tag_limits, "HostCache", partial(HostCache, clock=clock))
+    capacity = f"capacity={24 * BLOCK_BYTES}&policy={policy}"
+    store = open_store(kind.replace("{folder}", f"{tmp_path}/store") + capacity)
+    store.open(Space(bytes(16), memory()))
+
+    def turn(name: str, at: int, count: int = 10) -> None:
+        clock.now = 1000 * at
+        wanted = blocks_of(name, count)
+        codes, _ = store.load(wanted, rows[:count], lambda: False)
+        new = wanted[codes != OK]
+        seals = np.zeros((len(new), 16), np.uint8)
+        assert (store.save(new, rows[: len(new)], seals, bytes(16), 1 << 40, lambda: False) == OK).all()
+
+    for at in range(0, 2_000, 10):
+        turn("soon", at)
+        if at % 200 == 0:
+            turn("late", at)
+    turn("soon", 2_000)
+    turn("late", 2_001)
+    turn("other", 2_002, 12)
+    assert tuple((store.find(blocks_of(name, 10)) == OK).sum() for name in ("soon", "late")) == left
+    assert store.find(blocks_of("other", 12)).all()
+    store.close()
 
 
 # ----------------------------------------

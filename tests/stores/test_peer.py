@@ -3,6 +3,7 @@ worst a miss."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -20,15 +21,15 @@ import numpy as np
 import pytest
 import zmq
 
-from kvpool import ForkedProcess
 from kvpool.remote import ClientKeys, ServerKeys
 from kvpool.remote.session import Failed, Message, Received, Session
-from kvpool.stores import ABSENT, CANCELLED, DAMAGED, FAILED, LATE, OK, MemoryStore, StoreQueue
+from kvpool.stores import ABSENT, CANCELLED, FAILED, LATE, OK, MemoryStore, StoreQueue
 from kvpool.stores.peer.peer_store import PeerStore, StoreCall, StoreDone, StoreHello, StoreWelcome
 from kvpool.stores.peer.store_server import StoreServer
 from kvpool.stores.seals import SharedSecret
 from kvpool.stores.store import MODEL_BYTES
 from kvpool.stores.urls import open_store
+from tests.children import in_child, refuses
 from tests.remote.workers import Fake, packed
 from tests.stores.contract import LastingContract
 from tests.stores.lab import (
@@ -49,7 +50,7 @@ from tests.stores.lab import (
 from tests.stores.peering import KEY, ROOT, SEAL, SECRET, SPACE, TAG, WIRE_KEY, Raw, Serve, call, client
 from tests.stores.peering import serve as serve
 from tests.stores.peering import servers as servers
-from tests.waiting import until
+from tests.waiting import at_once, until
 
 
 class TestPeerStore(LastingContract):
@@ -86,15 +87,8 @@ def test_many_clients_at_once_get_every_byte(serve: Serve) -> None:
             for _ in range(4):
                 assert returned(queue.load(keys, np.arange(16, 32))).ok == 16
                 assert all(np.array_equal(queue.memory[16 + i], content(100 * number + i)) for i in range(16))
-            done.append(number)
 
-    done: list[int] = []
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(600)
-    assert sorted(done) == list(range(6))
+    at_once(work, range(6))
     assert server.stats().saved_blocks == 96 and server.stats().loaded_blocks == 4 * 96
 
 
@@ -330,21 +324,6 @@ def test_a_server_with_a_call_that_hangs_closes_when_that_call_returns(serve: Se
 # -- servers and clients that lie ----------------------------------------------------------------------
 
 
-def test_bytes_that_the_server_changes_are_damaged_and_forgotten(serve: Serve) -> None:
-    store = Wrong(MemoryStore(64 * BLOCK_BYTES))
-    with open_queue(client(serve(store))) as queue:
-        keys = saved(queue, 4)
-
-        def change(answer: Any) -> Any:
-            store.memory[:, 5] ^= 1
-            return answer
-
-        store.after["load"] = change
-        assert returned(queue.load(keys, np.arange(8, 12))).codes.tolist() == [DAMAGED] * 4
-        del store.after["load"]
-        assert returned(queue.load(keys, np.arange(8, 12))).codes.tolist() == [ABSENT] * 4
-
-
 @contextmanager
 def liar(welcome: int, *frames: Any) -> Iterator[str]:
     """A server that answers a hello, and then the call 2 with the header and the frames that a test likes."""
@@ -509,16 +488,8 @@ def test_a_child_gets_an_error_and_does_not_hang(serve: Serve) -> None:
     store = client(server)
     with open_queue(store) as queue:
         saved(queue, 1)
-        pid = os.fork()
-        if not pid:
-            refused = 0
-            for call in (store.close, server.close, server.stats, lambda: store.find(np.zeros((1, 32), np.uint8))):
-                try:
-                    call()
-                except ForkedProcess:
-                    refused += 1
-            os._exit(refused)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 4
+        find = functools.partial(store.find, np.zeros((1, 32), np.uint8))
+        in_child(lambda: refuses(store.close, server.close, server.stats, find))
         saved(queue, 2)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,24 +11,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import ForkedProcess, PoolClosed, StoreBusy
+from kvpool import PoolClosed, StoreBusy
 from kvpool.stores import ABSENT, CANCELLED, DAMAGED, FAILED, LATE, OK, Job, MemoryStore, StoreQueue
-from kvpool.stores.seals import BlockNames, Secret
-from tests.stores.disk_lab import raising
+from kvpool.stores.seals import BlockNames
 from tests.stores.lab import (
     BLOCK_BYTES,
     IDENTITY,
-    OTHER,
     SLOTS,
     Clock,
     Gate,
     Wrong,
     content,
     done,
+    fail,
     fill,
     memory,
     names,
     open_queue,
+    raising,
     returned,
     saved,
 )
@@ -40,10 +39,6 @@ def queue(store: Wrong) -> Iterator[StoreQueue]:
     with open_queue(store, piece_bytes=4 * BLOCK_BYTES) as made:
         yield made
     assert made.close(600)
-
-
-def fail(*_: Any) -> Any:
-    raise OSError(5, "I/O error")
 
 
 # -- a store that lies ---------------------------------------------------------------------------------
@@ -61,26 +56,6 @@ def test_a_changed_byte_is_damaged_and_forgotten(store: Wrong, queue: StoreQueue
     del store.after["load"]
     assert done(queue.load(keys, np.arange(10, 14))).codes.tolist() == [OK, ABSENT, OK, OK]
     assert queue.stats().blocks["load", "damaged"] == 1
-
-
-def test_the_blocks_of_other_keys_are_damaged(store: Wrong, queue: StoreQueue) -> None:
-    """Whole blocks with valid seals, under each other's keys."""
-    keys = saved(queue, 2)
-
-    def swap(answer: Any) -> Any:
-        queue.memory[10:12] = queue.memory[[11, 10]]
-        return answer[0], answer[1][::-1]
-
-    store.after["load"] = swap
-    assert returned(queue.load(keys, np.arange(10, 12))).codes.tolist() == [DAMAGED] * 2
-
-
-def test_a_block_that_another_model_has_saved_is_damaged(queue: StoreQueue) -> None:
-    """The same secret, key and bytes, but another identity."""
-
-    keys = queue.secret.opaque(names(1))
-    one, other = (Secret(bytes(32), identity).seal(keys, np.arange(1), queue.memory) for identity in (IDENTITY, OTHER))
-    assert not np.array_equal(one, other)
 
 
 def jobs_of(queue: StoreQueue, keys: Any) -> dict[str, Callable[[], Job]]:
@@ -163,7 +138,7 @@ def test_an_epoch_that_no_store_draws_is_not_taken(store: Wrong) -> None:
 def test_a_reset_beside_a_clear_begins_an_epoch(store: Wrong) -> None:
     """And a second one waits with the first."""
     with open_queue(store) as queue:
-        gate = store.before["clear"] = Gate()
+        gate = store.hold("clear")
         jobs = [queue.clear(), queue.clear(), queue.reset(), queue.reset(), queue.clear()]
         assert jobs[0] is jobs[1] is jobs[4] and jobs[2] is jobs[3] and jobs[0] is not jobs[2]
         gate.open()
@@ -201,8 +176,7 @@ def test_rows_are_lent_for_each_call_and_what_has_gone_is_absent(store: Wrong, q
 
 
 def test_nothing_is_lent_to_a_save_that_was_given_up_before_its_call(store: Wrong, queue: StoreQueue) -> None:
-    gate, lender = Gate(), Lender(dict.fromkeys(names(8), 0))
-    store.before["save"] = gate
+    gate, lender = store.hold("save"), Lender(dict.fromkeys(names(8), 0))
     first = queue.save(BlockNames(names(4)), lender)
     assert gate.reached.wait(600)
     second = queue.save(BlockNames(names(4, 4)), lender)
@@ -243,8 +217,7 @@ def test_a_hanging_load_is_late_at_its_deadline_and_its_rows_come_back_later(sto
 
 
 def test_a_hanging_save_keeps_no_load_waiting(store: Wrong, queue: StoreQueue) -> None:
-    keys, gate = saved(queue, 4), Gate()
-    store.before["save"] = gate
+    keys, gate = saved(queue, 4), store.hold("save")
     saves = [queue.save(queue.secret.opaque(names(4, 4)), np.arange(4)) for _ in range(8)]
     assert gate.reached.wait(600)
     done(queue.load(keys, np.arange(10, 14)))
@@ -255,8 +228,7 @@ def test_a_hanging_save_keeps_no_load_waiting(store: Wrong, queue: StoreQueue) -
 def test_loads_go_before_saves_that_came_earlier(store: Wrong) -> None:
     store.threads = 1
     with open_queue(store) as queue:
-        keys, gate = saved(queue, 4), Gate()
-        store.before["find"] = gate
+        keys, gate = saved(queue, 4), store.hold("find")
         held = queue.find(keys)
         assert gate.reached.wait(600)
         jobs = [queue.save(keys, np.arange(4)), queue.load(keys, np.arange(10, 14))]
@@ -279,8 +251,7 @@ def test_a_deadline_that_has_passed_reaches_no_store(store: Wrong, queue: StoreQ
 
 
 def test_cancelling_gives_up_what_is_queued_and_stops_what_runs(store: Wrong, queue: StoreQueue) -> None:
-    keys, gate = saved(queue, 4), Gate()
-    store.before["load"] = gate
+    keys, gate = saved(queue, 4), store.hold("load")
     jobs = [queue.load(keys, np.arange(4 * i, 4 * i + 4)) for i in range(4)]
     assert gate.reached.wait(600)
     for job in jobs:
@@ -297,8 +268,7 @@ def test_cancelling_gives_up_what_is_queued_and_stops_what_runs(store: Wrong, qu
 
 def test_a_full_queue_refuses_and_counts(store: Wrong) -> None:
     with open_queue(store, queued_blocks=8) as queue:
-        gate, keys = Gate(), queue.secret.opaque(names(4))
-        store.before["save"] = gate
+        gate, keys = store.hold("save"), queue.secret.opaque(names(4))
         held = [queue.save(keys, np.arange(4))]
         assert gate.reached.wait(600)
         held += [queue.save(keys, np.arange(4)) for _ in range(2)]
@@ -311,8 +281,7 @@ def test_a_full_queue_refuses_and_counts(store: Wrong) -> None:
 
 
 def test_closing_cancels_waits_and_closes_the_store_once(store: Wrong) -> None:
-    queue, gate = open_queue(store), Gate()
-    store.before["save"] = gate
+    queue, gate = open_queue(store), store.hold("save")
     job = queue.save(queue.secret.opaque(names(4)), np.arange(4))
     assert gate.reached.wait(600)
     assert not queue.close(0.05) and job.codes.tolist() == [CANCELLED] * 4 and not job.returned
@@ -398,17 +367,6 @@ def test_memory_stays_bounded_when_nobody_asks(store: Wrong) -> None:
         assert queue.finished() == [] and not queue.wait(0)
 
 
-def test_a_child_gets_an_error_and_does_not_hang(queue: StoreQueue) -> None:
-    pid = os.fork()
-    if not pid:
-        try:
-            queue.find(queue.secret.opaque(names(1)))
-        except ForkedProcess:
-            os._exit(0)
-        os._exit(1)
-    assert os.waitpid(pid, 0)[1] == 0
-
-
 @pytest.mark.parametrize(
     ("kind", "arguments", "message"),
     [
@@ -434,8 +392,7 @@ def test_bad_memory_is_named(bad: Any) -> None:
 
 
 def test_arguments_can_change_after_a_call(store: Wrong, queue: StoreQueue) -> None:
-    keys, gate, rows = saved(queue, 4).copy(), Gate(), np.arange(10, 14)
-    store.before["load"] = gate
+    keys, gate, rows = saved(queue, 4).copy(), store.hold("load"), np.arange(10, 14)
     job = queue.load(keys, rows)
     rows[:], keys[:] = 10_000, 0
     gate.open()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ from kvpool.stores.mooncake.mooncake_store import SECRET_FILE, MooncakeStore
 from kvpool.stores.seals import BlockNames, Secret, block_context, default_place, read_or_make_secret, read_secret
 from kvpool.stores.store import MODEL_BYTES
 from tests.stores.lab import IDENTITY, OTHER, memory, names
+from tests.waiting import at_once
 
 GOOD = "0123456789abcdef" * 4
 
@@ -25,13 +25,9 @@ def written(path: Path, text: str = GOOD + "\n", mode: int = 0o600) -> Path:
 
 
 def test_a_secret_is_made_once_and_read_by_all(tmp_path: Path) -> None:
-    path, found = tmp_path / "new" / "mooncake.secret", list[bytes]()
-    threads = [threading.Thread(target=lambda: found.append(read_or_make_secret(path))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(600)
-    assert len(found) == 8 and set(found) == {read_secret(path)} and len(found[0]) == 32
+    path = tmp_path / "new" / "mooncake.secret"
+    found = at_once(read_or_make_secret, [path] * 8)
+    assert set(found) == {read_secret(path)} and len(found[0]) == 32
     assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 

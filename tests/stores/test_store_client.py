@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import StoreBusy
 from kvpool.stores import CANCELLED, DAMAGED, LATE, OK, BlockNames, Job, StoreClient, staging_rows
 from kvpool.stores.store_client import StoreHealth
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, Clock, Gate, Wrong, content, names
+from tests.waiting import at_once
 
 ROWS = 8
 
@@ -70,8 +70,7 @@ def test_a_job_is_told_once_when_it_is_done_and_once_when_it_has_returned(client
 def test_the_rows_of_a_load_that_hangs_come_back_when_it_has_returned(
     store: Wrong, client: StoreClient, clock: Clock
 ) -> None:
-    keys, told, gate = save(client, 3), Told(), Gate()
-    store.before["load"] = gate
+    keys, told, gate = save(client, 3), Told(), store.hold("load")
     job = client.load(keys, client.take("load", 3), told.done, told.returned, deadline=clock.soon())
     assert gate.reached.wait(600)
     clock.pass_(1.0)
@@ -94,8 +93,7 @@ def test_rows_that_are_held_come_back_when_they_are_released(client: StoreClient
 
 
 def test_rows_that_are_released_early_come_back_when_the_call_has(store: Wrong, client: StoreClient) -> None:
-    keys, told, gate = save(client, 2), Told(), Gate()
-    store.before["load"] = gate
+    keys, told, gate = save(client, 2), Told(), store.hold("load")
     job = client.load(keys, client.take("load", 2), returned=told.returned, hold=True)
     client.release(job)
     assert client.free("load") == ROWS - 2
@@ -114,8 +112,7 @@ def test_saves_leave_half_of_the_rows_to_loads(client: StoreClient) -> None:
 
 
 def test_who_waits_for_a_row_gets_that_of_a_job_that_returns(store: Wrong, client: StoreClient) -> None:
-    keys, gate = save(client, 1), Gate()
-    store.before["load"] = gate
+    keys, gate = save(client, 1), store.hold("load")
     rows = client.take("load", ROWS)
     client.load(keys, rows[:1])
     threading.Timer(0.05, gate.open).start()
@@ -124,8 +121,7 @@ def test_who_waits_for_a_row_gets_that_of_a_job_that_returns(store: Wrong, clien
 
 
 def test_nobody_waits_for_rows_that_hang(store: Wrong, client: StoreClient, clock: Clock) -> None:
-    keys, gate = save(client, 4), Gate()
-    store.before["load"] = gate
+    keys, gate = save(client, 4), store.hold("load")
     gone = client.take("load", ROWS - 4)
     hung = [client.load(BlockNames(names(4)), gone, deadline=clock.soon())]
     hung.append(client.load(keys, client.take("load", 4), deadline=clock.soon()))
@@ -162,8 +158,7 @@ def test_a_job_that_had_no_time_says_nothing_of_its_store(store: Wrong) -> None:
 
 def test_drops_are_told_and_say_nothing_of_health(store: Wrong, client: StoreClient) -> None:
     """Two clears of the same are one job, of which both are told."""
-    keys, told, gate = save(client, 2), list[str](), Gate()
-    store.before["clear"] = gate
+    keys, told, gate = save(client, 2), list[str](), store.hold("clear")
     jobs = [client.clear(done=lambda job, name=name: told.append(name)) for name in ("one", "other")]
     assert jobs[0] is jobs[1]
     gate.open()
@@ -195,8 +190,7 @@ def test_a_job_that_is_refused_leaves_its_rows_to_the_caller(store: Wrong, clien
 
 
 def test_closing_tells_that_jobs_were_cancelled(store: Wrong, client: StoreClient) -> None:
-    keys, told, gate = save(client, 1), list[int](), Gate()
-    store.before["find"] = gate
+    keys, told, gate = save(client, 1), list[int](), store.hold("find")
     for _ in range(3):
         client.find(keys, lambda job: told.append(int(job.codes[0])))
     assert gate.reached.wait(600) and not client.close(0.05)
@@ -205,8 +199,6 @@ def test_closing_tells_that_jobs_were_cancelled(store: Wrong, client: StoreClien
 
 
 def test_threads_that_wait_share_rows_and_get_their_own_bytes(client: StoreClient) -> None:
-    wrong = list[Any]()
-
     def work(first: int) -> None:
         for turn in range(20):
             own = BlockNames(names(2, first + 2 * turn))
@@ -217,22 +209,9 @@ def test_threads_that_wait_share_rows_and_get_their_own_bytes(client: StoreClien
                 begin = client.save if kind == "save" else client.load
                 options = {} if kind == "save" else {"hold": True}
                 job = begin(own[: len(rows)], rows, **options)
-                ended = client.wait(job, 600)
-                mixed = kind == "load" and (client.memory[rows] != first + turn).any()
-                if not ended or not (job.codes == OK).all() or mixed:
-                    wrong.append((kind, first, turn, job))
+                assert client.wait(job, 600) and (job.codes == OK).all(), job
+                assert kind == "save" or (client.memory[rows] == first + turn).all()
                 client.release(job)
 
-    threads = [threading.Thread(target=work, args=(100 * i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(600)
-    assert not wrong
+    at_once(work, (0, 100))
     until(client, lambda: not client.under_way)
-
-
-def test_a_full_queue_refuses_and_nothing_is_followed(store: Wrong, client: StoreClient) -> None:
-    with pytest.raises(StoreBusy):
-        client.find(BlockNames([b""] * 65_537))
-    assert not client.under_way

@@ -19,6 +19,11 @@ class GuardedStore(MemoryStore):
         self.password_file = password_file
 
 
+class NamelessStore:
+    threads = 1
+    open = find = load = save = forget = stats = close = print
+
+
 def test_a_text_opens_a_store() -> None:
     store = open_store("memory:?capacity=2MiB")
     assert isinstance(store, MemoryStore) and repr(store)
@@ -29,6 +34,8 @@ def test_a_text_names_a_store_of_another_package() -> None:
     assert isinstance(found, MemoryStore)
     guarded = open_store(f"{__name__}.GuardedStore:?password_file=/a/b")
     assert isinstance(guarded, GuardedStore) and guarded.password_file == "/a/b"
+    with pytest.raises(ValueError, match="accepted is a store with name and threads"):
+        open_store(f"{__name__}.NamelessStore:")
 
 
 @pytest.mark.parametrize(
@@ -118,3 +125,11 @@ def test_a_size_that_is_none_is_refused(size: object) -> None:
 @pytest.mark.parametrize("size", [0, (1 << 53) + 1, (1 << 63) - 1])
 def test_a_size_in_bytes_is_exact(size: int) -> None:
     assert bytes_argument("staging", size) == size
+
+
+@pytest.mark.parametrize("text", ["s3://bucket?policy=agent", "peer:tcp://a:1?policy=lru", "mooncake:a:1?policy=agent"])
+def test_a_policy_is_refused_where_others_choose_what_goes(text: str) -> None:
+    with pytest.raises(ValueError, match="policy= is accepted in disk:..., memory:..."):
+        open_store(text)
+    with pytest.raises(ValueError, match="must be one of lru, reuse, agent, adaptive"):
+        open_store("memory:?capacity=1MiB&policy=fifo")

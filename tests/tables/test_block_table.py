@@ -121,15 +121,6 @@ def test_sequences_go_to_the_rows_that_are_named(make: Make) -> None:
     np.testing.assert_array_equal(out[3], out[2])
 
 
-def test_max_blocks_leaves_the_other_columns_alone(make: Make) -> None:
-    engine = make(T=2, P=16)
-    ids = [engine.add(range(7)).id, engine.add([50]).id]
-    out = target(2, 3)
-    engine.cache.copy_batch_block_offsets(out, ids, max_blocks=2)
-    np.testing.assert_array_equal(out[:, :2], whole(engine, ids, 2))
-    assert (out[:, 2] == GARBAGE).all()
-
-
 @pytest.mark.parametrize(
     ("scale", "v_offset"),
     [(3, None), (3, 1000), ([2, 7], None), ((2, 7), 1000), (np.array([2, 7]), [1000, 5]), ([5], [1])],

@@ -23,6 +23,7 @@ from kvpool.arrays.layout import BlockLayout
 from kvpool.arrays.strided import as_strided
 from kvpool.device.base import BYTES, FROM, TO, Device, Region, Stream
 from kvpool.device.cpu import CpuDevice
+from kvpool.device.fragments import OFFLOAD, ONBOARD, WITHIN
 from kvpool.device.launches import BULK_FRAGMENTS, COPY_FRAGMENTS, cuda_source, cuda_sources
 from kvpool.device.work import Fragments
 from kvpool.errors import DeviceError
@@ -32,7 +33,7 @@ PLAIN, BATCHED, KERNEL, BULK = PATHS = ("plain", "batched", "kernel", "bulk")
 kernel that reads and writes both memories. Bulk: a kernel that has copy units of multiprocessors do it."""
 KERNELS = {KERNEL: COPY_FRAGMENTS, BULK: BULK_FRAGMENTS}
 """The paths that are kernels: source and name. Nobody chooses one that is not asked for, unless it is proven."""
-OFFLOAD, ONBOARD, WITHIN = DIRECTIONS = ("offload", "onboard", "within")
+DIRECTIONS = (OFFLOAD, ONBOARD, WITHIN)
 
 FRAGMENT_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
 FRAGMENTS = (4, 64, 1024)
@@ -111,19 +112,19 @@ class Calibration:
             if found["version"] != _VERSION:
                 raise ValueError(f"version {found['version']} is not {_VERSION}")
             return cls(
-                str(found["device"]), int(found["driver"]), tuple(_measurement(*row) for row in found["measurements"])
+                str(found["device"]), int(found["driver"]), tuple(_measurement(row) for row in found["measurements"])
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"no calibration: {error}") from None
 
 
-def _measurement(
-    direction: str, nbytes: int, count: int, path: str, speed: float, call: float, share: float
-) -> Measurement:
-    known = direction in DIRECTIONS and path in PATHS
-    if not known or not (nbytes > 0 and count > 0 and speed > 0 and call >= 0 and 0 <= share <= 1):
-        raise ValueError(f"{[direction, nbytes, count, path, speed, call, share]} is no measurement")
-    return Measurement(direction, int(nbytes), int(count), path, float(speed), float(call), float(share))
+def _measurement(row: list[Any]) -> Measurement:
+    found = Measurement(*row)
+    known = len(row) == len(found) and found.direction in DIRECTIONS and found.path in PATHS
+    positive = min(found.nbytes, found.fragments, found.gigabytes_per_second) > 0 <= found.call_microseconds
+    if not (known and positive and 0 <= found.multiprocessors <= 1):
+        raise ValueError(f"{list(found)} is no measurement")
+    return found
 
 
 def _rule(direction: str, nbytes: int, count: int, paths: Collection[str]) -> str:

@@ -41,10 +41,7 @@ from kvpool.device.cuda.calibration import (
     BULK,
     KERNEL,
     KERNELS,
-    OFFLOAD,
-    ONBOARD,
     PLAIN,
-    WITHIN,
     Calibration,
     measure,
     proven,
@@ -58,7 +55,6 @@ from kvpool.device.cuda.cuda_memory import (
     pinned_memory,
     zeroed_array,
 )
-from kvpool.device.cuda.fragments import INSIDE_HOST, Cutter, FragmentTable, by_direction, tabulate
 from kvpool.device.cuda.launcher import Buffers, CudaLauncher
 from kvpool.device.cuda.runtime import (
     GONE,
@@ -75,6 +71,16 @@ from kvpool.device.cuda.runtime import (
     own_name,
     state_of,
     usable_stream,
+)
+from kvpool.device.fragments import (
+    INSIDE_HOST,
+    OFFLOAD,
+    ONBOARD,
+    WITHIN,
+    Cutter,
+    FragmentTable,
+    by_direction,
+    tabulate,
 )
 from kvpool.device.launches import (
     BULK_CAPABILITY,

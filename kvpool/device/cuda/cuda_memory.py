@@ -9,10 +9,11 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
@@ -140,7 +141,8 @@ class PinnedMemory:
                 touched = [workers.submit(self._touch, self.array, start) for start in range(0, nbytes, _TOUCHED_BYTES)]
                 for start in range(0, nbytes, self.chunk_bytes):
                     size = min(self.chunk_bytes, nbytes - start)
-                    _wait(touched[start // _TOUCHED_BYTES : -(-(start + size) // _TOUCHED_BYTES)])
+                    for one in touched[start // _TOUCHED_BYTES : -(-(start + size) // _TOUCHED_BYTES)]:
+                        one.result()
                     self._register(base + start, size, nbytes)
                     if bar is not None:
                         bar.update(size)
@@ -181,11 +183,6 @@ def _touch(array: Uint8s, start: int) -> None:
 def _read(array: Uint8s, start: int) -> None:
     """``_touch`` of memory that others may be using."""
     array[start : start + _TOUCHED_BYTES : mmap.PAGESIZE].max(initial=0)
-
-
-def _wait(touched: list[Future[None]]) -> None:
-    for one in touched:
-        one.result()
 
 
 def limits() -> str:
@@ -266,14 +263,6 @@ def check_adopted(calls: RuntimeCalls, memory: StridedArray, tier: str, index: i
         )
 
 
-class PinnedLoan:
-    """Pinned memory of another owner, in the form that a ``PinnedMemoryPointer`` of CuPy needs: ``ptr``, ``size``, and
-    a reference to the owner."""
-
-    def __init__(self, memory: StridedArray) -> None:
-        self.ptr, self.size, self.owner = memory.address, memory.shape[0], memory.owner
-
-
 def gpu_array(cupy: Any, memory: StridedArray, index: int) -> Any:
     """The elements as a ``cupy.ndarray`` of integers or floats of that size. It keeps ``owner`` alive."""
     nbytes = (
@@ -334,21 +323,6 @@ def gpu_table(target: Any, name: str, vector: bool, itemsize: int) -> Table:
 def _uuid(runtime: Any, index: int) -> bytes:
     # CuPy cuts the UUID at a zero byte, in the same way in every process.
     return bytes(runtime.getDeviceProperties(index)["uuid"][:_UUID_BYTES])
-
-
-def gpu_handle(calls: RuntimeCalls, array: Any, own: bool) -> GpuMemory:
-    """The handle of an array that lies in an allocation of its own. CUDA's handle is that of the allocation; the array
-    begins inside it.
-
-    Raises ValueError for memory that the device did not allocate, since the handle might open other data too.
-    """
-    if not own:
-        raise ValueError(
-            "device_memory is the caller's and cannot be shared: accepted is memory that the pool took itself"
-        )
-    with calls("cudaIpcGetMemHandle") as runtime:
-        base = calls.driver.start_of(array.data.ptr)
-        return GpuMemory(_uuid(runtime, calls.index), bytes(runtime.ipcGetMemHandle(base)), array.data.ptr - base)
 
 
 def _gpu_with(runtime: Any, uuid: bytes) -> int:
@@ -418,12 +392,23 @@ class CudaViews(HostViews):
         return memory.host_view() if memory.memory == "host" else gpu_array(self._cupy, memory, self._calls.index)
 
     def pinned(self, memory: StridedArray) -> Any:
-        return self._cupy.cuda.PinnedMemoryPointer(PinnedLoan(memory), 0)
+        # As much of a block of CuPy's as the pointer asks for, and a reference to the owner.
+        block = SimpleNamespace(ptr=memory.address, size=memory.shape[0], owner=memory.owner)
+        return self._cupy.cuda.PinnedMemoryPointer(block, 0)
 
     def handle(self, array: Any, tier: str) -> MainMemory | GpuMemory:
         if tier == "host":
             return super().handle(array, tier)
-        return gpu_handle(self._calls, array, self._is_own(array))
+        # CUDA's handle is that of the allocation, and the array begins inside it. Of memory that is not the device's
+        # own it might open other data too.
+        if not self._is_own(array):
+            raise ValueError(
+                "device_memory is the caller's and cannot be shared: accepted is memory that the pool took itself"
+            )
+        with self._calls("cudaIpcGetMemHandle") as runtime:
+            base, address = self._calls.driver.start_of(array.data.ptr), array.data.ptr
+            handle = bytes(runtime.ipcGetMemHandle(base))
+            return GpuMemory(_uuid(runtime, self._calls.index), handle, address - base)
 
     def table(self, target: Any, name: str = "target", vector: bool = False, itemsize: int = 4) -> Table:
         return gpu_table(target, name, vector, itemsize)

@@ -36,17 +36,6 @@ _pointer, _int = ctypes.c_void_p, ctypes.c_int
 Batch = Callable[[Int64s, int], int]
 
 
-class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes_v1. The locations are hints for managed memory, and ignored for other memory."""
-
-    _fields_ = [
-        ("source_order", ctypes.c_int),
-        ("source_place", ctypes.c_int * 2),
-        ("target_place", ctypes.c_int * 2),
-        ("flags", ctypes.c_uint),
-    ]
-
-
 def find_batch(library: Callable[[str], Any] = ctypes.CDLL) -> Batch | None:
     """A function of (fragments int64[n, 3], stream) that enqueues all copies and returns the CUresult. None if the
     driver has no batched copy.
@@ -64,7 +53,8 @@ def find_batch(library: Callable[[str], Any] = ctypes.CDLL) -> Batch | None:
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     arguments = (pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
     function = ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(address.value)
-    attributes = _Attributes(source_order=_SOURCE_IN_STREAM_ORDER)
+    # CUmemcpyAttributes_v1: the order of sources, two hints for managed memory, and flags.
+    attributes = (ctypes.c_int * 6)(_SOURCE_IN_STREAM_ORDER)
 
     def batch(fragments: Int64s, stream: int) -> int:
         columns = np.ascontiguousarray(fragments.T)
@@ -397,7 +387,7 @@ def usable_stream(calls: RuntimeCalls, stream: Any) -> Stream:
     found = own_name(stream_argument(stream))
     state = state_of(calls, found)
     if state == GONE:
-        raise ValueError(f"stream={stream!r}: it has been destroyed; accepted is a stream that lives")
+        raise StreamGone(f"stream={stream!r}: it has been destroyed; accepted is a stream that lives")
     if state == CAPTURED:
         raise ValueError(
             f"stream={stream!r}: it is being captured; call before the capture begins or behind its end; "

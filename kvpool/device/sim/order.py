@@ -12,13 +12,13 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
 
-from kvpool.arrays import Bools, Int64s
+from kvpool.arrays import Int64s
 from kvpool.device.base import ALL_LAYERS, SOURCE, TARGET, TOKENS, Layers
 from kvpool.errors import KVPoolError
 
@@ -213,8 +213,6 @@ class HostAccess:
     reads: Rows
     writes: Rows
     thread: int = 0
-    touched: Bools = field(init=False)
-    written: Bools = field(init=False)
 
 
 class AccessOrder:
@@ -226,8 +224,8 @@ class AccessOrder:
         blocks, tokens = len(lengths), int(lengths.max(initial=1))
         self._blocks, self._tokens, self._lengths = blocks, tokens, lengths
         self._layers_of, self._layers = layers, 1
-        self._writer = np.zeros(blocks * tokens, np.int64)
-        self._readers: dict[int, Int64s] = {}
+        # The keys of the last writes at 0, those of the last reads of a lane at its number.
+        self._last = {0: np.zeros(blocks * tokens, np.int64)}
         self._accesses: dict[int, Access] = {}
         self._kept = _KEPT
         self._owner = np.zeros(blocks, np.int64)
@@ -238,15 +236,13 @@ class AccessOrder:
     ) -> list[Race]:
         """Note an access of a stream that comes after ``clock``. Returns its races with all earlier accesses."""
         if layers != ALL_LAYERS and self._layers == 1:
-            self._split(int(self._layers_of.max(initial=1)))
+            self._layers = int(self._layers_of.max(initial=1))
+            self._last = {lane: keys.repeat(self._layers) for lane, keys in self._last.items()}
         read, written = self._cells(reads, layers), self._cells(writes, layers)
         races = self._unordered(access, clock, read, written) + self._with_open(access, read, written)
-        self._writer[written] = key
+        self._last[0][written] = key
         if len(read):
-            lane = key & LANES
-            if lane not in self._readers:
-                self._readers[lane] = np.zeros(len(self._writer), np.int64)
-            self._readers[lane][read] = key
+            self._last.setdefault(key & LANES, np.zeros_like(self._last[0]))[read] = key
         self._accesses[key] = access
         if len(self._accesses) > self._kept:
             self._forget()
@@ -258,9 +254,6 @@ class AccessOrder:
         read, written = self._cells(opened.reads), self._cells(opened.writes)
         races = self._unordered(opened.access, clock, read, written)
         races += self._with_open(opened.access, read, written, opened.thread)
-        opened.touched, opened.written = np.zeros((2, len(self._writer)), np.bool_)
-        opened.written[written] = True
-        opened.touched[written] = opened.touched[read] = True
         self.open.append(opened)
         return races
 
@@ -271,7 +264,8 @@ class AccessOrder:
     def not_open(self, cells: Int64s) -> Int64s:
         """The rows (block, token) of ``cells`` that no open access of the host writes."""
         for opened in self.open:
-            cells = cells[~opened.written[(cells[:, 0] * self._tokens + cells[:, 1]) * self._layers]]
+            written = self._cells(opened.writes) // self._layers
+            cells = cells[~np.isin(cells[:, 0] * self._tokens + cells[:, 1], written)]
         return cells
 
     def dependent_rows(self, access: Access, sources: Int64s, targets: Int64s) -> list[Race]:
@@ -290,18 +284,8 @@ class AccessOrder:
         more = places - len(self._owner)
         if more > 0:
             cells = (0, more * self._tokens * self._layers)
-            self._owner, self._writer = np.pad(self._owner, (0, more)), np.pad(self._writer, cells)
-            self._readers = {lane: np.pad(reader, cells) for lane, reader in self._readers.items()}
-            for opened in self.open:
-                opened.touched, opened.written = np.pad(opened.touched, cells), np.pad(opened.written, cells)
-
-    def _split(self, layers: int) -> None:
-        """Tell so many layers of each token apart."""
-        self._layers = layers
-        self._writer = self._writer.repeat(layers)
-        self._readers = {lane: reader.repeat(layers) for lane, reader in self._readers.items()}
-        for opened in self.open:
-            opened.touched, opened.written = opened.touched.repeat(layers), opened.written.repeat(layers)
+            self._owner = np.pad(self._owner, (0, more))
+            self._last = {lane: np.pad(keys, cells) for lane, keys in self._last.items()}
 
     def _cells(self, rows: Rows, layers: Layers = ALL_LAYERS) -> Int64s:
         """The numbers of the tokens in rows, in each of these layers."""
@@ -319,8 +303,8 @@ class AccessOrder:
 
     def _unordered(self, access: Access, clock: Clock, read: Int64s, written: Int64s) -> list[Race]:
         """The races with enqueued accesses that ``clock`` does not include: one for each access."""
-        suspects = [(self._writer, written, ("a write", "a write")), (self._writer, read, ("a write", "a read"))]
-        suspects += [(reader, written, ("a read", "a write")) for reader in self._readers.values()]
+        suspects = [(self._last[0], read, ("a write", "a read"))]
+        suspects += [(last, written, ("a read" if lane else "a write", "a write")) for lane, last in self._last.items()]
         found: dict[int, tuple[tuple[str, str], list[Int64s]]] = {}
         for last, cells, does in suspects:
             if len(cells):
@@ -340,12 +324,13 @@ class AccessOrder:
         thread does one thing after another."""
         races = []
         for other in self.open if not thread else [other for other in self.open if other.thread != thread]:
-            both = written[other.touched[written]]
-            does = ("a write" if other.written[both].any() else "a read", "a write")
+            writes = self._cells(other.writes)
+            both = np.intersect1d(written, np.concatenate([writes, self._cells(other.reads)]))
+            does = ("a write" if np.isin(both, writes).any() else "a read", "a write")
             if not len(both):
-                both, does = read[other.written[read]], ("a write", "a read")
+                both, does = np.intersect1d(read, writes), ("a write", "a read")
             if len(both):
-                races.append(Race(other.access, access, does, self._rows(np.unique(both))))
+                races.append(Race(other.access, access, does, self._rows(both)))
         return races
 
     def _rows(self, cells: Int64s) -> tuple[tuple[int, int, int], ...]:
@@ -360,6 +345,6 @@ class AccessOrder:
 
     def _forget(self) -> None:
         """Drop accesses that are no token's last."""
-        live = np.unique(np.concatenate([self._writer, *self._readers.values()]))
+        live = np.unique(np.concatenate([*self._last.values()]))
         self._accesses = {int(key): self._accesses[int(key)] for key in live[live > 0]}
         self._kept = 2 * len(self._accesses) + _KEPT

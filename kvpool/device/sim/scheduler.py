@@ -3,18 +3,20 @@ Choices decide."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 
 from kvpool.arrays import Int64s
 from kvpool.device.base import NULL_STREAM, Event, Layers, Stream
 from kvpool.device.sim.order import LANES, Access, Clock, Rows, Site, new_clock
-from kvpool.device.sim.shadow import Mirrors
+from kvpool.device.sim.shadow import Shadow
 
 
 class Choices(ABC):
@@ -65,82 +67,35 @@ _GROUPS = 4
 _FIRST_CREATED = 1 << 63
 
 
-class Entry:
-    """Something in the queue of a stream."""
-
-    def passes(self) -> bool:
-        """Whether it needs no work, and is over once all before it is done."""
-        return False
-
-
-class Task(Entry):
-    """An entry that takes steps. ``bound`` says whether it touches blocks, ``writes`` (rows) which of them, ``error``
-    how it failed."""
-
-    bound = True
-    error: Exception | None = None
-
-    def __init__(self, access: Access, writes: Rows) -> None:
-        self.access, self.writes = access, writes
-
-    def advance(self, choices: Choices) -> bool:
-        """Take a step; returns whether it was the last one."""
-        raise NotImplementedError
-
-
-class Copy(Task):
-    """Moves, in random order. The first ones are made in pieces, between which other streams can take steps. The others
-    are made in groups."""
+class Task:
+    """Work in the queue of a stream. Each of its ``steps`` says whether it was the last one. ``writes`` (rows) are what
+    it writes, ``bound`` says whether it touches blocks, ``mirrored`` whether it is done on the shadow too."""
 
     def __init__(
-        self,
-        access: Access,
-        writes: Rows,
-        moves: Int64s,
-        mirrors: Mirrors,
-        chunk_bytes: int,
-        layers: Layers,
+        self, access: Access, writes: Rows, steps: Iterator[bool], bound: bool = True, mirrored: bool = False
     ) -> None:
-        super().__init__(access, writes)
-        self._moves, self._mirrors, self._chunk_bytes, self._layers = moves, mirrors, chunk_bytes, layers
-        self._units: list[Callable[[], None]] | None = None
-
-    def advance(self, choices: Choices) -> bool:
-        if self._units is None:
-            self._units = self._cut(choices)
-        if self._units:
-            at = choices.choose(len(self._units))
-            self._units[at], self._units[-1] = self._units[-1], self._units[at]
-            self._units.pop()()
-        return not self._units
-
-    def _cut(self, choices: Choices) -> list[Callable[[], None]]:
-        moves, torn = self._moves, min(len(self._moves), _TORN)
-        if len(moves) > torn:
-            moves = moves[choices.permutation(len(moves))]
-        cut = self._mirrors.torn
-        units = [unit for move in moves[:torn] for unit in cut(move, self._chunk_bytes, _PIECES // torn, self._layers)]
-        groups = np.array_split(moves[torn:], _GROUPS)
-        return units + [partial(self._mirrors.copy, group, self._layers) for group in groups if len(group)]
+        self.access, self.writes, self.steps = access, writes, steps
+        self.bound, self.mirrored = bound, mirrored
 
 
-class Function(Task):
-    """A function of the engine, in one step."""
-
-    def __init__(self, access: Access, writes: Rows, function: Callable[[], object], bound: bool) -> None:
-        super().__init__(access, writes)
-        self._function, self.bound = function, bound
-
-    def advance(self, choices: Choices) -> bool:
-        try:
-            self._function()
-        except Exception as error:
-            self.error = error
-        return True
+def copying(moves: Int64s, shadow: Shadow, chunk_bytes: int, layers: Layers, choices: Choices) -> Iterator[bool]:
+    """Moves, in random order. The first ones are made in pieces, between which other streams can take steps. The others
+    are made in groups."""
+    torn = min(len(moves), _TORN)
+    if len(moves) > torn:
+        moves = moves[choices.permutation(len(moves))]
+    units = [unit for move in moves[:torn] for unit in shadow.torn(move, chunk_bytes, _PIECES // torn, layers)]
+    groups = np.array_split(moves[torn:], _GROUPS)
+    units += [partial(shadow.copy, group, layers) for group in groups if len(group)]
+    while units:
+        at = choices.choose(len(units))
+        units[at], units[-1] = units[-1], units[at]
+        units.pop()()
+        yield not units
 
 
 class SimEvent(Event):
-    """A point on the stream ``queue``. At that point, everything of ``clock`` is done."""
+    """A point on the stream ``queue``, in whose entries it stands. At that point, everything of ``clock`` is done."""
 
     __slots__ = ("clock", "done", "queries", "queue", "site")
 
@@ -149,35 +104,15 @@ class SimEvent(Event):
         self.done, self.queries = False, 0
 
 
-class Record(Entry):
-    """Completes its event."""
+class Wait:
+    """Holds its stream until an event is complete, or without one until it is ``opened``."""
 
-    def __init__(self, event: SimEvent) -> None:
-        self.event = event
-
-    def passes(self) -> bool:
-        self.event.done = True
-        return True
+    def __init__(self, access: Access, event: SimEvent | None = None) -> None:
+        self.access, self.event, self.opened = access, event, False
 
 
-class Wait(Entry):
-    """Holds its stream until an event is complete."""
-
-    def __init__(self, event: SimEvent, access: Access) -> None:
-        self.event, self.access = event, access
-
-    def passes(self) -> bool:
-        return self.event.done
-
-
-class Stall(Entry):
-    """Holds its stream until the gate is opened."""
-
-    def __init__(self, access: Access) -> None:
-        self.access, self.opened = access, False
-
-    def passes(self) -> bool:
-        return self.opened
+Entry: TypeAlias = Task | SimEvent | Wait
+"""What stands in the queue of a stream."""
 
 
 class Queue:
@@ -188,43 +123,44 @@ class Queue:
         self.clock: Clock = new_clock(lane + 1)
         self.entries: deque[Entry] = deque()
 
+    def pass_entries(self) -> bool:
+        """Remove the entries that need no work and have nothing before them. Returns whether there were any."""
+        before = len(self.entries)
+        while self.entries:
+            head = self.entries[0]
+            if isinstance(head, SimEvent):
+                head.done = True
+            elif isinstance(head, Task) or not (head.opened or (head.event is not None and head.event.done)):
+                break
+            self.entries.popleft()
+        return len(self.entries) < before
 
-class Streams:
-    """The queues of all streams that were ever named, by handle."""
 
-    def __init__(self) -> None:
-        self._queues: dict[int, Queue] = {}
-        self._created = _FIRST_CREATED
+class Scheduler:
+    """Takes steps. It takes no lock; its owner does. ``finished`` is called after the last step of each work.
+    ``queues`` are those of all streams that were ever named, by handle."""
+
+    def __init__(self, choices: Choices, finished: Callable[[Task], None]) -> None:
+        self._choices, self._finished = choices, finished
+        self.queues: dict[int, Queue] = {}
+        self._created = itertools.count(_FIRST_CREATED)
+        self._busy: dict[int, Queue] = {}
 
     def create(self, name: str) -> Stream:
         """Create a stream. Its handle is no address that an engine's stream could have."""
-        stream, self._created = Stream(self._created), self._created + 1
+        stream = Stream(next(self._created))
         self.queue(stream, f"stream {name!r}")
         return stream
 
     def queue(self, stream: Stream, name: str = "") -> Queue:
         """The queue of ``stream``, which may be new. Raises ValueError if there are too many streams."""
-        if stream.handle not in self._queues:
-            if len(self._queues) >= LANES:
+        if stream.handle not in self.queues:
+            if len(self.queues) >= LANES:
                 raise ValueError(f"stream={stream!r}: there are {LANES} streams already")
             name = name or ("the null stream" if stream == NULL_STREAM else f"stream {stream.handle:#x}")
             # Lane 0 belongs to nobody.
-            self._queues[stream.handle] = Queue(name, stream.handle, len(self._queues) + 1)
-        return self._queues[stream.handle]
-
-    def __iter__(self) -> Iterator[Queue]:
-        return iter(self._queues.values())
-
-    def __contains__(self, queue: Queue) -> bool:
-        return self._queues.get(queue.handle) is queue
-
-
-class Scheduler:
-    """Takes steps. It takes no lock; its owner does. ``finished`` is called after the last step of each work."""
-
-    def __init__(self, choices: Choices, finished: Callable[[Task], None]) -> None:
-        self._choices, self._finished = choices, finished
-        self._busy: dict[int, Queue] = {}
+            self.queues[stream.handle] = Queue(name, stream.handle, len(self.queues) + 1)
+        return self.queues[stream.handle]
 
     def add(self, queue: Queue, entry: Entry) -> None:
         queue.entries.append(entry)
@@ -233,7 +169,7 @@ class Scheduler:
     def runnable(self) -> list[Queue]:
         """The streams that can take a step. A record on an idle stream takes one too, so an event is never complete at
         once."""
-        return [queue for queue in self._busy.values() if isinstance(queue.entries[0], Task | Record)]
+        return [queue for queue in self._busy.values() if isinstance(queue.entries[0], Task | SimEvent)]
 
     def poll(self) -> None:
         """Take as many early steps as the choices say."""
@@ -262,28 +198,20 @@ class Scheduler:
     def toward(self, event: SimEvent) -> None:
         """Take one step that is needed for ``event`` to be complete, unless a closed gate forbids it."""
         queue = event.queue
-        while isinstance(head := queue.entries[0], Wait):
+        while isinstance(head := queue.entries[0], Wait) and head.event is not None:
             queue = head.event.queue
         self._step(queue)
 
     def settle(self) -> None:
         """Remove the entries that need no work and have nothing before them."""
-        moved = True
-        while moved:
-            moved = False
-            for queue in list(self._busy.values()):
-                while queue.entries and queue.entries[0].passes():
-                    queue.entries.popleft()
-                    moved = True
-                if not queue.entries:
-                    del self._busy[queue.lane]
+        while any(queue.pass_entries() for queue in self._busy.values()):
+            pass
+        self._busy = {lane: queue for lane, queue in self._busy.items() if queue.entries}
 
     def drop_bound(self) -> None:
         """Forget all work that touches blocks."""
-        for queue in list(self._busy.values()):
+        for queue in self._busy.values():
             queue.entries = deque(entry for entry in queue.entries if not (isinstance(entry, Task) and entry.bound))
-            if not queue.entries:
-                del self._busy[queue.lane]
         self.settle()
 
     def stuck(self) -> str:
@@ -293,19 +221,17 @@ class Scheduler:
     def _step(self, queue: Queue) -> None:
         head = queue.entries[0]
         if isinstance(head, Task):
-            if not head.advance(self._choices):
+            if not next(head.steps):
                 return
             queue.entries.popleft()
             self._finished(head)
         self.settle()
 
 
-def describe(entry: Entry | SimEvent) -> str:
-    """An entry or event for people."""
+def describe(entry: Entry) -> str:
+    """An entry for people."""
     if isinstance(entry, SimEvent):
         return f"the event of {Access('record', entry.queue.name, entry.site)}"
-    if isinstance(entry, Wait):
-        return f"{entry.access}\n      for {describe(entry.event)}"
-    if isinstance(entry, Stall):
-        return f"a closed gate: {entry.access}"
-    return str(entry.access) if isinstance(entry, Task) else "a record"
+    if isinstance(entry, Task):
+        return str(entry.access)
+    return f"{entry.access}\n      for {describe(entry.event)}" if entry.event else f"a closed gate: {entry.access}"

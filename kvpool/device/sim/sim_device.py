@@ -47,20 +47,16 @@ from kvpool.device.sim.order import (
 )
 from kvpool.device.sim.scheduler import (
     Choices,
-    Copy,
-    Function,
     Queue,
-    Record,
     Scheduler,
     SeededChoices,
     SimEvent,
-    Stall,
-    Streams,
     Task,
     Wait,
+    copying,
     describe,
 )
-from kvpool.device.sim.shadow import COMPARE, Bound, Findings
+from kvpool.device.sim.shadow import COMPARE, POISON, Findings, Shadow
 from kvpool.device.work import Fragments, StagedRows, StagedStep, StagedVectors, TokenMoves, Work
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.errors import PoolClosed
@@ -206,10 +202,10 @@ class SimDevice(Device):
         self._findings = Findings(compare, seed, self.__repr__)
         self.races = self._findings.races
         self._scheduler = Scheduler(self._choices, self._finished)
-        self._streams = Streams()
         self._graphs: dict[int, Graph] = {}
-        self._bound: Bound | None = None
-        self._allocated: dict[int, Uint8s] = {}
+        self._bound: Shadow | None = None
+        self._allocated: dict[int, tuple[Uint8s, bool]] = {}
+        """By identity: memory, and whether it is the caller's, which keeps its content when it is freed."""
         self._accesses = self._vain = 0
         self._ended: deque[HostAccess] = deque()
         self._closed = False
@@ -238,7 +234,7 @@ class SimDevice(Device):
     def allocate(self, nbytes: int, tier: str, shared: bool = False) -> Uint8s:
         with self._entered():
             array = (allocate_shared if shared else allocate_ram)(nbytes)
-            self._allocated[id(array)] = array
+            self._allocated[id(array)] = array, False
             return array
 
     def free(self, array: Uint8s) -> None:
@@ -250,24 +246,27 @@ class SimDevice(Device):
         """
         with self._lock:
             free_shared(array)
+            _, lent = self._allocated.pop(id(array), (None, None))
             if self._closed:
-                self._findings.poison(array)
+                if not lent:
+                    array.fill(POISON)
                 return
-            if id(array) not in self._allocated:
+            if lent is None:
                 raise ValueError("array: what allocate gave, and what was not freed before, is needed")
             access = host_call("free")
             if self._bound is not None and any(array is pool for pool in self._bound.regions.pools):
                 self._unbind(self._bound, access)
             elif self._bound is not None:
-                self._overwrite(self._bound, access, self._bound.arrays.rows("array", [array]))
-                self._bound.arrays.forget(array)
-            del self._allocated[id(array)]
-            self._findings.freed(array, access)
+                self._overwrite(self._bound, access, self._bound.rows(("", "array"), None, [array]))
+                self._bound.forget(array)
+            if not lent:
+                array.fill(POISON)
+                self._findings.freed.append((array, access))
 
     def adopt(self, memory: StridedArray, tier: str, pin: bool = False) -> Uint8s:
         with self._entered():
-            array = self._findings.lent(memory.host_view())
-            self._allocated[id(array)] = array
+            array = memory.host_view()
+            self._allocated[id(array)] = array, True
             return array
 
     def available_bytes(self, tier: str) -> int | None:
@@ -279,14 +278,14 @@ class SimDevice(Device):
         with self._entered():
             if self._bound is not None:
                 raise ValueError(BOUND_ALREADY)
-            self._bound = Bound.of(Regions(regions))
+            self._bound = Shadow(Regions(regions))
 
-    def _pool(self) -> Bound:
+    def _pool(self) -> Shadow:
         if self._bound is None:
             raise ValueError(NOT_BOUND)
         return self._bound
 
-    def _unbind(self, bound: Bound, access: Access) -> None:
+    def _unbind(self, bound: Shadow, access: Access) -> None:
         """Let go of the pools. Nobody may use them any more: what is still enqueued on them is dropped, and reported as
         a race."""
         self._findings.compare(bound, access)
@@ -294,7 +293,7 @@ class SimDevice(Device):
         self._bound = None
         self._scheduler.drop_bound()
 
-    def _overwrite(self, bound: Bound, access: Access, rows: Rows) -> None:
+    def _overwrite(self, bound: Shadow, access: Access, rows: Rows) -> None:
         """The calling thread takes memory away."""
         opened = HostAccess(access, rows[:0], rows)
         self._findings.note(bound.order.begin(opened, self._waits.of_thread()))
@@ -326,23 +325,24 @@ class SimDevice(Device):
 
     def create_stream(self, name: str, urgent: bool = False) -> Stream:
         with self._entered():
-            return self._streams.create(name)
+            return self._scheduler.create(name)
 
     def _queue(self, stream: Any) -> Queue:
         """The queue of a stream, whose next work comes after all that any thread has waited for."""
-        queue = self._streams.queue(self.as_stream(stream))
+        queue = self._scheduler.queue(self.as_stream(stream))
         queue.clock = joined(queue.clock, self._waits.of_any)
         return queue
 
     def copy_blocks(self, moves: Int64s, stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
         with self._entered():
-            _, mirrors, order, _ = self._pool()
+            bound = self._pool()
             moves, queue = moves.copy(), self._queue(stream)  # The caller may use its array again at once.
             if len(moves):
                 access = Access("copy_blocks", queue.name, call_site())
                 reads, writes = rows_of_moves(moves)
-                self._findings.note(order.dependent_rows(access, reads[:, 0], writes[:, 0]))
-                self._submit(queue, Copy(access, writes, moves, mirrors, self._chunk_bytes, layers), reads, layers)
+                self._findings.note(bound.order.dependent_rows(access, reads[:, 0], writes[:, 0]))
+                steps = copying(moves, bound, self._chunk_bytes, layers, self._choices)
+                self._submit(queue, Task(access, writes, steps, mirrored=True), reads, layers)
             self._scheduler.poll()
 
     def enqueue(self, work: Work, stream: Stream = NULL_STREAM, captured: bool = False) -> None:
@@ -406,13 +406,17 @@ class SimDevice(Device):
         layers: Layers = ALL_LAYERS,
     ) -> None:
         queue = self._queue(stream)
-        self._submit(
-            queue,
-            Function(Access(kind, queue.name, call_site()), written, function, bool(len(read) or len(written))),
-            read,
-            layers,
-        )
+        access = Access(kind, queue.name, call_site())
+        self._submit(queue, Task(access, written, self._call(function), bool(len(read) or len(written))), read, layers)
         self._scheduler.poll()
+
+    def _call(self, function: Callable[[], object]) -> Iterator[bool]:
+        """A function in one step."""
+        try:
+            function()
+        except Exception as error:
+            self._findings.note([error])
+        yield True
 
     def _rows(self, reads: Any, writes: Any, loads: Memory, stores: Memory) -> tuple[Rows, Rows]:
         if reads is None and writes is None and not len(loads) and not len(stores):
@@ -431,12 +435,10 @@ class SimDevice(Device):
         self._scheduler.add(queue, work)
 
     def _finished(self, work: Task) -> None:
-        if work.error is not None:
-            self._findings.note([work.error])
         if self._bound is not None:
             # While a thread of the host writes, a copy may have read more of its bytes than the shadow's copy did. That
             # race has been noted.
-            if isinstance(work, Function) or self._bound.order.open:
+            if not work.mirrored or self._bound.order.open:
                 self._bound.adopt(work.writes)
             self._findings.finished(self._bound, work.access)
 
@@ -444,7 +446,7 @@ class SimDevice(Device):
         with self._entered():
             queue = self._queue(stream)
             event = SimEvent(queue, call_site())
-            self._scheduler.add(queue, Record(event))
+            self._scheduler.add(queue, event)
             self._scheduler.poll()
             return event
 
@@ -455,7 +457,7 @@ class SimDevice(Device):
             if found is not None:
                 queue.clock = joined(queue.clock, found.clock)
                 if not found.done:
-                    self._scheduler.add(queue, Wait(found, Access("wait", queue.name, call_site())))
+                    self._scheduler.add(queue, Wait(Access("wait", queue.name, call_site()), found))
             self._scheduler.poll()
 
     def stall(self, stream: Any) -> Gate:
@@ -463,12 +465,12 @@ class SimDevice(Device):
         stream were busy. Returns at once."""
         with self._entered():
             queue = self._queue(stream)
-            entry = Stall(Access("stall", queue.name, call_site()))
+            entry = Wait(Access("stall", queue.name, call_site()))
             self._scheduler.add(queue, entry)
             self._scheduler.poll()
             return Gate(lambda: self._open(entry))
 
-    def _open(self, entry: Stall) -> None:
+    def _open(self, entry: Wait) -> None:
         with self._lock:
             entry.opened = True
             if not self._closed:
@@ -505,7 +507,7 @@ class SimDevice(Device):
             if found is not None:
                 self._waits.add(found.clock)
             if event is None:
-                self._waits.add_for_all([queue.clock for queue in self._streams])
+                self._waits.add_for_all([queue.clock for queue in self._scheduler.queues.values()])
         if event is None:
             self.check()
 
@@ -523,7 +525,7 @@ class SimDevice(Device):
         """An event of this device, or None for the event that is complete from the start."""
         if event is NULL_EVENT:
             return None
-        if not isinstance(event, SimEvent) or event.queue not in self._streams:
+        if not isinstance(event, SimEvent) or event.queue is not self._scheduler.queues.get(event.queue.handle):
             raise TypeError(f"event={event!r}: an event that this device recorded is needed")
         return event
 
@@ -581,13 +583,13 @@ class SimDevice(Device):
                 self._unbind(self._bound, host_call("close"))
             else:
                 self._findings.compare(None, None)
-            self._allocated.clear()
-            self._findings.forget_freed()
+            self._allocated = {key: found for key, found in self._allocated.items() if found[1]}
+            self._findings.freed.clear()
             self._findings.raise_first()
 
 
-def _run(work: Work, bound: Bound) -> None:
+def _run(work: Work, bound: Shadow) -> None:
     """Do work on the pools alone, not on their shadow. A buffer may have been written too early."""
     if not isinstance(work, Fragments | TokenMoves):
         work.check()
-    work.run(bound.mirrors.real)
+    work.run(bound.real)

@@ -15,9 +15,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvpool.arrays.layout import integer_argument
+from kvpool.arrays.layout import choice_argument, integer_argument
 from kvpool.entry.process import Process
 from kvpool.errors import PoolClosed
+from kvpool.state.arrays import LRU, POLICIES
 from kvpool.stores.disk import slot_index
 from kvpool.stores.disk.database import BYTES_MAX, VERSION, Database, GroupCommit, Header
 from kvpool.stores.disk.folder import EPOCHS, Folder
@@ -58,6 +59,9 @@ class DiskStore:
         and for a new one half of what is free in the file system, up to 64 GiB.
     threads
         How many calls run at a time.
+    policy
+        Which block of the model is evicted next, as in a pool: keys that are loaded or saved by one call are a turn.
+        What others than "lru" learn ends with the process.
     system
         The calls of the operating system, for tests.
 
@@ -82,13 +86,14 @@ class DiskStore:
 
     def __init__(
         self, path: str | os.PathLike[str], capacity: int | None = None, *, threads: int = 16,
-        system: System | None = None,
+        policy: str = LRU, system: System | None = None,
     ) -> None:  # fmt: skip
         self._path = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
         if not isinstance(self._path, str) or not self._path:
             raise TypeError(f"path={path!r:.80}: accepted is the path of a folder")
         self._capacity = None if capacity is None else integer_argument("capacity", capacity, 1, BYTES_MAX)
         self.threads = integer_argument("threads", threads, 1, 256)
+        self._policy = choice_argument("policy", policy, POLICIES)
         if system is not None and not isinstance(system, System):
             raise TypeError(f"system={system!r:.80}: accepted is a System")
         self._system, self._process = system or System(), Process()
@@ -176,7 +181,7 @@ class DiskStore:
             table = SlotTable(self._slots)
         in_doubt = database.header is not None and not database.header.closed
         database.begin(header, count)
-        self._table, self._index = table, Index(table, model, in_doubt)
+        self._table, self._index = table, Index(table, model, in_doubt, self._policy)
         self._counts["dropped_rows"] += dropped + self._index.duplicates
         self._counts["opened_blocks"], self._counts["other_model_blocks"] = len(self._index), self._index.others
 

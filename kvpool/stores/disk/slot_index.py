@@ -11,7 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpool.arrays import Int64s
+from kvpool.state.arrays import LRU
 from kvpool.stores.store import KEY_BYTES, SEAL_BYTES, TAG_BYTES
+from kvpool.stores.tag_limits import Victims
 
 ENTRY = np.dtype(
     [
@@ -113,7 +115,7 @@ class SlotTable:
 
 HERE, PENDING, REFUSED = -1, -2, -3
 """Answers in the place of a slot. HERE: the key has one. PENDING: another call writes it."""
-_VICTIMS_MIN = 1024
+_VICTIMS_MIN, _CHOSEN_AT_ONCE = 1024, 64
 
 
 class _Pending(NamedTuple):
@@ -133,12 +135,12 @@ class Index:
     right before. So the first save of its key sees whether the slot has the right ones, and is not acknowledged before
     they are durable. Other bytes get another slot. The doubtful entry goes with the transaction that names the new one.
 
-    Victims are chosen as in a pool: the lowest priority first, and in it the least recently used. Of the keys of one
-    call the last one goes first, since the end of a prompt is worth less than its beginning. Blocks of other models
-    have the lowest priority. A block that is read is no victim.
+    Victims are chosen as in a pool: the lowest priority first, and in it as ``policy`` says, such as the least recently
+    used. Of the keys of one call the last one goes first, since the end of a prompt is worth less than its beginning.
+    Blocks of other models have the lowest priority, and go by LRU. A block that is read is no victim.
     """
 
-    def __init__(self, table: SlotTable, model: bytes, in_doubt: bool) -> None:
+    def __init__(self, table: SlotTable, model: bytes, in_doubt: bool, policy: str = LRU) -> None:
         self._table, self._model = table, model
         self._pending: dict[bytes, _Pending] = {}
         self._pins: Counter[int] = Counter()
@@ -152,6 +154,10 @@ class Index:
         own = entries["model"][taken] == np.void(model)
         self._here, self._others = (self._by_key(taken[which]) for which in (own, ~own))
         self.duplicates = self._drop_duplicates(taken)
+        self._victims: Victims | None = None
+        if policy != LRU:
+            oldest = sorted(self._here, key=lambda key: int(table.used[self._here[key]]))
+            self._victims = Victims(policy, len(entries), oldest)
         self._doubtful = (entries["used"] != 0) & in_doubt
         self._free: list[int] = []
         self._unused = iter(np.flatnonzero(entries["used"] == 0))  # since the opening
@@ -232,6 +238,8 @@ class Index:
             members = self._tags.get(tag)
             if members is not None:
                 members.move_to_end(key)
+        if self._victims is not None:
+            self._victims.use(keys)
 
     def abort(self, keys: list[bytes]) -> None:
         """The bytes of these keys will not come, and nobody writes to their slots."""
@@ -260,7 +268,10 @@ class Index:
 
     def pin(self, keys: list[bytes]) -> list[int]:
         """The slots of keys, -1 for those that are not there. They stay as they are until ``unpin``."""
-        self._use([key for key in keys if key in self._here])
+        here = [key for key in keys if key in self._here]
+        self._use(here)
+        if self._victims is not None:
+            self._victims.use(here)
         slots = [self._here.get(key, -1) for key in keys]
         self._pins.update(slot for slot in slots if slot >= 0)
         return slots
@@ -350,8 +361,16 @@ class Index:
                 if used == self._table.used[slot] and self._may_go(slot, keep):
                     return slot
             if not last_try:
-                self._oldest = self._list_oldest()
+                chosen = self._victims is not None and not self._others
+                self._oldest = self._list_chosen(len(keep)) if chosen else self._list_oldest()
         return None
+
+    def _list_chosen(self, kept: int) -> list[tuple[int, int]]:
+        """What the policy has go next, the first one last. Beside those that are read or kept there are some."""
+        assert self._victims is not None
+        chosen = self._victims.first(_CHOSEN_AT_ONCE + len(self._pins) + kept)
+        slots = [self._here[key] for key in reversed(chosen) if key in self._here]
+        return list(zip(slots, self._table.used[slots].tolist(), strict=True))
 
     def _list_oldest(self) -> list[tuple[int, int]]:
         """A part of the blocks, the oldest last. To sort them costs a part of a microsecond for each victim."""
@@ -377,6 +396,8 @@ class Index:
 
     def _drop(self, where: dict[bytes, int], key: bytes) -> None:
         slot = where.pop(key)
+        if self._victims is not None and where is self._here:
+            self._victims.drop(key)
         self._leaves(self._tag(slot), key)
         self._table.clear(slot)
         self._free_slot(slot)

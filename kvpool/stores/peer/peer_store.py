@@ -21,16 +21,9 @@ except ModuleNotFoundError as error:
 from kvpool.arrays.layout import integer_argument
 from kvpool.entry.process import Process
 from kvpool.remote.connections import end, new_context
+from kvpool.remote.doors import ClientKeys, ClientSecret, check_endpoint
 from kvpool.remote.link import Link, RemoteError, Stop, Stopped, never
-from kvpool.remote.session import (
-    ClientKeys,
-    ClientSecret,
-    Malformed,
-    Message,
-    Received,
-    check_endpoint,
-    frames_argument,
-)
+from kvpool.remote.session import Malformed, Message, Received, frames_argument
 from kvpool.stores.seals import SharedSecret
 from kvpool.stores.store import (
     ABSENT,

@@ -23,17 +23,8 @@ except ModuleNotFoundError as error:
 
 from kvpool.arrays.layout import integer_argument
 from kvpool.entry.process import Closing
-from kvpool.remote.session import (
-    UNSEALED,
-    Failed,
-    Malformed,
-    Message,
-    Received,
-    ServerKeys,
-    ServerSecret,
-    check_endpoint,
-    frames_argument,
-)
+from kvpool.remote.doors import ServerKeys, ServerSecret, check_endpoint
+from kvpool.remote.session import UNSEALED, Failed, Malformed, Message, Received, frames_argument
 from kvpool.stores.peer.peer_store import (
     CALLS,
     DROPS,

@@ -155,7 +155,8 @@ class PackIndex:
                     # Of two packs, the one that fewer drops concern.
                     if name not in self._places or self._places[name][0].number <= pack.number:
                         self._places[name] = pack, place
-            while len(self._places) > self.most:
+            # Those that arrive dropped have no places.
+            while max(len(self._places), len(self._packs)) > self.most:
                 left, oldest = self._packs.popitem(last=False)
                 self._left = max(self._left, left)
                 self._forget(oldest)

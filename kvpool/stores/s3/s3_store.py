@@ -252,11 +252,13 @@ class S3Store:
     def stats(self) -> dict[str, int]:
         """``requests``, and how many ``failed``. ``blocks`` and ``packs`` that are known; blocks ``dropped`` for a
         limit."""
+        self._process.check(self)
         with self._lock:
             found = {name: self._counts[name] for name in ("requests", "failed", "dropped")}
         return {**found, "blocks": len(self._index), "packs": self._index.packs}
 
     def close(self) -> None:
+        self._process.check(self)
         self._client = None
 
     # -- inside --------------------------------------------------------------------------------------
@@ -326,9 +328,9 @@ class S3Store:
         """Learn of all packs at first, and then of those that were begun lately."""
         with self._listing:
             now, first = time.time(), not self._listed
-            if now - self._listed < _LISTED_SECONDS:
+            if 0 <= now - self._listed < _LISTED_SECONDS:
                 return
-            since = max(0, int(1e3 * (self._listed - _CLOCK_SECONDS - self._timeout.total_seconds())))
+            since = max(0, int(1e3 * (min(now, self._listed) - _CLOCK_SECONDS - self._timeout.total_seconds())))
             with self._raising("has not been listed"):
                 pages = self._opened().list(self._folder, offset=f"{self._folder}{since:012x}", chunk_size=1000)
                 named = [Pack.parse(one["path"].rpartition("/")[2]) for page in pages for one in page]

@@ -9,7 +9,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,10 +23,9 @@ import torch  # noqa: E402
 from lmcache.v1.check.check_mode_test_l2_adapter import run_test_mode  # noqa: E402
 
 from kvpool.engines import staged  # noqa: E402
-from kvpool.engines.options import EnginePlugin  # noqa: E402
 from tests.engines.plugins import lmcache_lab as lab  # noqa: E402
 from tests.engines.plugins.lmcache_lab import LARGE, SMALL, keys, memory_object  # noqa: E402
-from tests.stores.lab import Gate, Wrong  # noqa: E402
+from tests.stores.lab import Gate, Wrong, fail  # noqa: E402
 
 SIZE = 4096
 LAYOUT = lab.MemoryLayoutDesc([torch.Size([SIZE])], [torch.uint8])
@@ -67,18 +65,6 @@ def test_objects_of_two_groups_come_back_byte_for_byte_after_a_restart(stores: d
         assert [row.popcount() for row in result.l2_hit_cells] == [6, 6]
         for (own, _), expected in zip(groups.values(), content, strict=True):
             assert same(lab.read(after, own), expected)
-
-
-def test_objects_come_back_from_a_disk_after_a_restart(tmp_path: Path) -> None:
-    pytest.importorskip("kvpool.stores.disk")
-    own, store = keys(6), f"disk:{tmp_path}/{{part}}?capacity=1MiB"
-    with closing(lab.manager(stores=store)) as before:
-        stored = lab.Stored(before)
-        content = lab.write(before, own, SMALL, seed=2)
-        assert stored.wait(own)
-    with closing(lab.manager(stores=store)) as after:
-        assert lab.fetch(after, {0: (own, SMALL)}).l2_hit_cells[0].popcount() == 6
-        assert same(lab.read(after, own), content)
 
 
 def test_lmcache_computes_what_the_store_has_damaged(stores: dict[str, Wrong]) -> None:
@@ -225,9 +211,6 @@ def test_a_dead_store_gives_results_without_objects(
         lab.store(adapter, own, objects(3, first=0))
         (store,) = stores.values()
 
-        def fail() -> None:
-            raise OSError("no such device")
-
         store.before[broken] = fail
     results = {
         "save": lambda: lab.store(adapter, own, objects(3, first=9)).is_successful(),
@@ -297,12 +280,3 @@ def test_closing_ends_tasks_that_wait(make: Any, stores: dict[str, Wrong]) -> No
 def test_bad_options_end_the_start_of_lmcache(params: dict[str, str], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         lab.adapter(**params)
-
-
-def test_another_version_of_lmcache_is_named_in_the_log(
-    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(EnginePlugin, "version", lambda self: "0.6.0")
-    with caplog.at_level(logging.WARNING, "lmcache.kvpool"):
-        make()
-    assert "tested with LMCache 0.5.6; this is 0.6.0" in caplog.text

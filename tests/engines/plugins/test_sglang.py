@@ -25,7 +25,7 @@ from kvpool.engines import staged  # noqa: E402
 from kvpool.engines.options import EnginePlugin  # noqa: E402
 from tests.engines.plugins import sglang_lab as lab  # noqa: E402
 from tests.engines.plugins.sglang_lab import PAGE, SLOW, PoolName, PoolTransfer, back_up, fetch, host_pool  # noqa: E402
-from tests.stores.lab import Gate, Wrong  # noqa: E402
+from tests.stores.lab import Wrong, fail  # noqa: E402
 
 TOKENS = list(range(1000, 1000 + 10 * PAGE))
 LAYOUTS = ["layer_first", "page_first", "page_first_direct", "page_head"]
@@ -94,29 +94,6 @@ def test_the_pages_after_a_wrong_one_are_computed_and_the_wrong_one_is_forgotten
     assert fetch(controller, TOKENS)[1] == 3 * PAGE
 
 
-def test_a_store_that_hangs_writes_nothing_that_the_engine_uses_again(
-    attach: Any, stores: dict[str, Wrong], opened: list[staged.StagedBlocks]
-) -> None:
-    pool = host_pool("page_first")
-    controller = attach(pool, interface_v1=1)
-    kept = pool.alloc(10 * PAGE)
-    lab.write(pool, kept, seed=3)
-    back_up(controller, kept, TOKENS)
-    (store,), (blocks,) = stores.values(), opened
-    gate = Gate()
-    store.before["load"], blocks.seconds["load"] = gate, 0.2
-    places = []
-    while not gate.reached.is_set():
-        blocks.client.health.resume()
-        indices, came, _ = fetch(controller, TOKENS)
-        assert came == 0
-        places += [] if indices is None else [indices]
-    pages = [lab.write(pool, indices, seed=4) for indices in places]
-    gate.open()
-    assert blocks.client.queue.drain(600)
-    assert all(lab.same(lab.read(pool, indices), own) for indices, own in zip(places, pages, strict=True))
-
-
 @pytest.mark.parametrize("broken", ["find", "load", "save", "all"])
 def test_a_dead_store_is_a_miss_and_no_thread_of_sglang_ends(
     broken: str,
@@ -132,9 +109,6 @@ def test_a_dead_store_is_a_miss_and_no_thread_of_sglang_ends(
     back_up(controller, kept, TOKENS)
     (store,) = stores.values()
 
-    def fail() -> None:
-        raise OSError("no such device")
-
     store.before.update(dict.fromkeys(["find", "load", "save"] if broken == "all" else [broken], fail))
     other = list(range(10 * PAGE))
     with caplog.at_level(logging.ERROR):
@@ -145,21 +119,6 @@ def test_a_dead_store_is_a_miss_and_no_thread_of_sglang_ends(
     opened[0].client.health.resume()
     indices, came, _ = fetch(controller, TOKENS)
     assert came == len(TOKENS) and lab.same(lab.read(pool, indices), pages)
-
-
-def test_pages_come_back_from_a_disk_after_a_restart(tmp_path: Path) -> None:
-    pytest.importorskip("kvpool.stores.disk")
-    options = {"stores": f"disk:{tmp_path}/{{part}}?capacity=1MiB", "interface_v1": 1}
-    first, fresh = host_pool("page_first"), host_pool("page_first")
-    before = lab.controller(first, **options)
-    kept = first.alloc(10 * PAGE)
-    pages = lab.write(first, kept, seed=9)
-    assert back_up(before, kept, TOKENS) == len(TOKENS)
-    before.detach_storage_backend()
-    after = lab.controller(fresh, **options)
-    indices, came, _ = fetch(after, TOKENS)
-    after.detach_storage_backend()
-    assert came == len(TOKENS) and lab.same(lab.read(fresh, indices), pages)
 
 
 @pytest.mark.parametrize("names", ["{part}", "{rank}-{dp_rank}"])
@@ -315,16 +274,6 @@ def test_a_second_pool_needs_a_store_of_its_own(attach: Any) -> None:
 def test_a_pool_without_bytes_is_refused_at_the_start(attach: Any) -> None:
     with pytest.raises(ValueError, match=r"kv \(LogicalHostPool\) gives no pages of bytes"):
         attach(lab.LogicalHostPool(16 * PAGE, PAGE))
-
-
-def test_another_version_of_sglang_is_named_in_the_log(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(EnginePlugin, "version", lambda self: "0.6.0")
-    config = lab.config(weights="1", stores="memory:?capacity=1MiB")
-    with caplog.at_level(logging.WARNING, "sglang.kvpool"):
-        StorageBackendFactory.create_backend("dynamic", config, None)
-    assert "tested with SGLang 0.5.23; this is 0.6.0" in caplog.text
 
 
 def test_sglangs_metrics_get_pages_and_speed_once(attach: Any) -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from tests.waiting import at_once
 
 pytest.importorskip("xllamacpp", reason="needs xllamacpp: python -m tests.engines torchless build")
 
@@ -164,17 +165,7 @@ def test_a_state_larger_than_the_memory_is_not_kept_and_counted(attention: Path)
 def test_threads_share_the_slots(attention: Path) -> None:
     with prefix_cache(attention, {"n_parallel": 2, "n_ctx": 2 * gguf_lab.CONTEXT}) as cache:
         expected = [answer(cache, prompt(120, seed))[0] for seed in range(6)]
-        found: list[Any] = [None] * 6
-
-        def run(seed: int) -> None:
-            found[seed] = answer(cache, prompt(120, seed))[0]
-
-        threads = [threading.Thread(target=run, args=(seed,)) for seed in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(600)
-        assert found == expected
+        assert at_once(lambda seed: answer(cache, prompt(120, seed))[0], range(6)) == expected
 
 
 def test_nobody_else_can_ask_the_server(attention: Path) -> None:

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import ForkedProcess, PoolClosed
+from kvpool import PoolClosed
 from kvpool.stores import ABSENT, DAMAGED, FAILED, OK, REFUSED, StoreQueue
 from kvpool.stores.mooncake import guarded_client as mooncake_client
 from kvpool.stores.mooncake.guarded_client import Client
 from kvpool.stores.mooncake.mooncake_store import MooncakeStore
+from tests.children import in_child, refuses
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Gate, memory, names
 from tests.stores.mooncake.cluster import object_prefix
 
@@ -71,6 +72,19 @@ def client() -> Client:
     return Client("127.0.0.1:1", 0, "", "P2PHANDSHAKE", "tcp", "")
 
 
+@pytest.fixture
+def hung(library: Library) -> Iterator[tuple[Client, Gate]]:
+    """A client of which a call is under way until the gate is opened."""
+    made, gate = client(), Gate()
+    library.answers["batch_is_exist"] = lambda keys: gate() or [1]
+    reader = threading.Thread(target=lambda: made.exist(["a"]))
+    reader.start()
+    assert gate.reached.wait(600) and made.calls == 1
+    yield made, gate
+    gate.open()
+    reader.join(600)
+
+
 # -- no call before, after, or in a child --------------------------------------------------------------
 
 
@@ -106,13 +120,11 @@ def test_a_client_that_is_closed_calls_nothing(library: Library) -> None:
     assert not library.calls
 
 
-def test_close_waits_for_calls_under_way(library: Library) -> None:
-    made, gate = client(), Gate()
-    library.answers["batch_is_exist"] = lambda keys: gate() or [1]
-    reader = threading.Thread(target=lambda: made.exist(["a"]))
-    reader.start()
-    assert gate.reached.wait(600) and made.calls == 1
-    closer = threading.Thread(target=made.close)
+@pytest.mark.parametrize("by", ["its owner", "the end of the interpreter"])
+def test_who_closes_waits_for_calls_under_way(library: Library, hung: tuple[Client, Gate], by: str) -> None:
+    """A thread that the interpreter ends inside a call crashes the process."""
+    made, gate = hung
+    closer = threading.Thread(target=made.close if by == "its owner" else mooncake_client.end_all)
     closer.start()
     while True:
         try:
@@ -121,42 +133,13 @@ def test_close_waits_for_calls_under_way(library: Library) -> None:
             break
     assert closer.is_alive() and "close" not in library.calls
     gate.open()
-    reader.join(600)
     closer.join(600)
     assert library.calls.count("close") == 1 and made.calls == 0
 
 
-def test_what_hangs_for_ever_is_left_to_the_end_of_the_process(library: Library) -> None:
-    made, gate = client(), Gate()
-    library.answers["batch_is_exist"] = lambda keys: gate() or [1]
-    reader = threading.Thread(target=lambda: made.exist(["a"]))
-    reader.start()
-    assert gate.reached.wait(600)
-    made.close(0.05)
+def test_what_hangs_for_ever_is_left_to_the_end_of_the_process(library: Library, hung: tuple[Client, Gate]) -> None:
+    hung[0].close(0.05)
     assert "close" not in library.calls
-    gate.open()
-    reader.join(600)
-
-
-def test_an_interpreter_that_ends_waits_for_calls_under_way(library: Library) -> None:
-    """A thread that it ends inside a call crashes the process."""
-    made, gate = client(), Gate()
-    library.answers["batch_is_exist"] = lambda keys: gate() or [1]
-    reader = threading.Thread(target=lambda: made.exist(["a"]))
-    reader.start()
-    assert gate.reached.wait(600)
-    ending = threading.Thread(target=mooncake_client.end_all)
-    ending.start()
-    while True:
-        try:
-            made.register(memory(1))
-        except PoolClosed:
-            break
-    assert ending.is_alive() and "close" not in library.calls
-    gate.open()
-    reader.join(600)
-    ending.join(600)
-    assert library.calls.count("close") == 1
 
 
 def test_memory_that_is_lent_is_not_taken_back_from_a_master_that_is_gone(
@@ -173,17 +156,12 @@ def test_memory_that_is_lent_is_not_taken_back_from_a_master_that_is_gone(
 def test_a_child_gets_an_error_and_destroys_nothing(queue: StoreQueue, library: Library) -> None:
     made = client()
     library.calls.clear()
-    pid = os.fork()
-    if not pid:
-        status = 1
-        try:
-            for call in (lambda: made.exist(["a"]), made.check, made.close, client):
-                with pytest.raises(ForkedProcess):
-                    call()
-            status = 0 if library in mooncake_client._KEPT and not library.calls else 2
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+    def child() -> None:
+        refuses(lambda: made.exist(["a"]), made.check, made.close, client)
+        assert library in mooncake_client._KEPT and not library.calls
+
+    in_child(child)
     made.close()
 
 
@@ -195,15 +173,7 @@ def test_a_child_does_not_wait_for_memory_that_calls_of_its_parent_had(queue: St
         reader = threading.Thread(target=lambda: store.load(keys, rows, lambda: False))
         reader.start()
         assert gate.reached.wait(600)
-        pid = os.fork()
-        if not pid:
-            try:
-                with pytest.raises(ForkedProcess):
-                    store.load(keys, rows, lambda: False)
-                os._exit(0)
-            finally:
-                os._exit(1)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        in_child(lambda: refuses(lambda: store.load(keys, rows, lambda: False)))
         gate.open()
         reader.join(600)
 

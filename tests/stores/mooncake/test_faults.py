@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 
 from kvpool.stores import ABSENT, DAMAGED, FAILED, LATE, OK, REFUSED, Job, StoreQueue
+from tests.children import in_child, refuses
 from tests.stores.lab import BLOCK_BYTES, content, fill, names, saved
 from tests.stores.mooncake.cluster import ROOT, Cluster, object_prefix
+from tests.waiting import until
 
 MIB = 1 << 20
 Start = Callable[..., Cluster]
@@ -41,13 +43,6 @@ def save(queue: StoreQueue, count: int, first: int = 0, seconds: float = 600.0) 
     assert job.wait(600), "a job ends at its deadline"
     assert job.wait(600, returned=True)
     return job
-
-
-def until(done: Callable[[], bool], seconds: float = 600.0) -> None:
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.1)
 
 
 @pytest.fixture
@@ -84,27 +79,11 @@ def test_two_workers_that_save_one_key_leave_one_whole_block(cluster: Cluster, o
     assert other.do(do="load", first=0, count=40, shifts=[0, 1000]) == {"codes": [OK] * 40, "wrong": 0, "error": ""}
 
 
-def test_who_has_another_secret_finds_nothing(cluster: Cluster, open_at: OpenAt, secret: bytes) -> None:
-    queue = open_at(cluster.address)
-    saved(queue, 4)
-    assert load(open_at(cluster.address, secret=os.urandom(32)), 4).codes.tolist() == [ABSENT] * 4
-
-
 # -- what a cluster says and does not do ---------------------------------------------------------------
 
 
 def object_name(queue: StoreQueue, secret: bytes, number: int) -> str:
     return object_prefix(secret) + queue.secret.opaque(names(1, number))[0].tobytes().hex()
-
-
-@pytest.mark.parametrize("size", [BLOCK_BYTES, 1, BLOCK_BYTES + 100])
-def test_an_object_of_another_size_is_a_miss(
-    cluster: Cluster, open_at: OpenAt, library: Any, secret: bytes, size: int
-) -> None:
-    queue = open_at(cluster.address)
-    saved(queue, 2)
-    assert library.upsert(object_name(queue, secret, 1), os.urandom(size)) == 0
-    assert load(queue, 2).codes.tolist()[0] == OK and load(queue, 2).codes.tolist()[1] in (FAILED, DAMAGED, ABSENT)
 
 
 def test_what_another_has_put_under_a_key_is_damaged_and_removed(
@@ -133,16 +112,6 @@ def test_a_save_that_another_has_begun_and_never_ends_is_refused(
 def test_a_cluster_without_memory_refuses(own_cluster: Start, open_at: OpenAt) -> None:
     queue = open_at(own_cluster().address)
     assert save(queue, 4).codes.tolist() == [REFUSED] * 4 and queue.stats().store["no_space"] == 4
-
-
-def test_a_full_segment_drops_or_refuses(own_cluster: Start, open_at: OpenAt, secret: bytes) -> None:
-    cluster = own_cluster("--default_kv_lease_ttl=200")
-    cluster.worker(secret, 16 * MIB)
-    queue = open_at(cluster.address, slots=8, block_bytes=MIB)
-    codes = [code for first in range(0, 64, 8) for code in save(queue, 8, first).codes.tolist()]
-    assert set(codes) == {OK, REFUSED}
-    found = [code for first in range(0, 64, 8) for code in load(queue, 8, first).codes.tolist()]
-    assert 0 < found.count(OK) <= 16 and set(found) <= {OK, ABSENT}
 
 
 def test_leases_that_end_during_a_load_give_misses(own_cluster: Start, open_at: OpenAt, secret: bytes) -> None:
@@ -229,19 +198,7 @@ def test_a_worker_that_hangs_and_resumes_with_the_bytes_of_another_save(
 def test_a_child_of_fork_harms_nobody(cluster: Cluster, open_at: OpenAt, secret: bytes) -> None:
     queue = open_at(cluster.address)
     keys = saved(queue, 4)
-    pid = os.fork()
-    if not pid:
-        from kvpool import ForkedProcess
-        from kvpool.stores.mooncake.mooncake_store import MooncakeStore
-
-        status = 1
-        try:
-            queue.find(keys)
-        except ForkedProcess:
-            status = 0
-        del queue, MooncakeStore
-        os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    in_child(lambda: refuses(lambda: queue.find(keys)))
     assert load(queue, 4).ok == 4
 
 

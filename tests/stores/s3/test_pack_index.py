@@ -94,3 +94,11 @@ def test_the_name_of_a_pack_says_what_is_in_it_and_others_are_left_alone() -> No
         assert made.begins == (0 if count <= 4 else 16 * count)
     for name in ("", "x", made.name + "0" * 9, made.name[1:], made.name.replace("-", "_"), "../" + made.name):
         assert Pack.parse(name) is None
+
+
+def test_packs_that_arrive_dropped_are_bounded_too() -> None:
+    index = PackIndex(4)
+    index.adopt(DropLog(9, 9))
+    packs = [Pack.new(now, 1, TAGS[0], [block(now)]) for now in range(20)]
+    assert not any(map(index.add, packs)) and index.packs <= 4 and len(index) == 0
+    assert all(pack.name in index for pack in packs), "none is read again"

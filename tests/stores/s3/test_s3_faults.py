@@ -16,8 +16,10 @@ import pytest
 
 from kvpool.stores import ABSENT, DAMAGED, FAILED, OK, StoreQueue
 from kvpool.stores.urls import open_store
+from tests.children import in_child, refuses
 from tests.stores.lab import IDENTITY, content, done, fill, memory, names, open_queue, returned, saved
 from tests.stores.s3.weed import BUCKET, Door, Weed
+from tests.waiting import at_once
 
 Again = Callable[..., Any]
 
@@ -310,6 +312,21 @@ def test_a_drop_counts_after_the_log_was_lost(again: Again, weed: Weed, place: s
         assert done(other.find(keys)).codes.tolist()[1:] == [ABSENT] * 2 + [OK] * 3
 
 
+def test_what_others_save_is_found_after_the_clock_was_set_back(again: Again, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_queue(again()) as queue, open_queue(again()) as other:
+        keys = saved(queue, 2)
+        assert done(other.find(keys)).codes.tolist() == [OK] * 2
+        now = time.time
+        monkeypatch.setattr(time, "time", lambda: now() - 300.0)
+        keys = saved(queue, 2, 10)
+        assert done(other.find(keys)).codes.tolist() == [OK] * 2
+
+
+def test_a_child_is_refused(again: Again) -> None:
+    with open_queue(store := again()):
+        in_child(lambda: refuses(store.stats, store.close))
+
+
 def test_the_youngest_blocks_are_known_where_the_index_is_small(again: Again) -> None:
     with open_queue(again()) as queue:
         keys = np.concatenate([saved(queue, 5, first) for first in (0, 10, 20)])
@@ -335,11 +352,7 @@ def test_of_many_that_write_one_object_at_a_time_the_server_takes_one(weed: Weed
             except obstore.exceptions.AlreadyExistsError:
                 pass
 
-    threads = [threading.Thread(target=put, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(600)
+    at_once(put, range(8))
     assert sorted(taken) == [str(turn) for turn in range(2)]
 
 

@@ -3,7 +3,7 @@ Kernels take them as rows of a table."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,11 +12,12 @@ from kvpool.arrays import Int64s
 from kvpool.device.base import BYTES, FROM, SOURCE, TARGET, TO, TOKENS
 from kvpool.device.copy_plan import CopyPlan
 from kvpool.device.cpu import locate, plan_of
-from kvpool.device.cuda.calibration import OFFLOAD, ONBOARD, WITHIN
 from kvpool.device.launches import PIECE_WORDS
 from kvpool.jit import jit
 
-INSIDE_HOST = "inside the host"
+OFFLOAD, ONBOARD, WITHIN, INSIDE_HOST = "offload", "onboard", "within", "inside the host"
+"""The directions of copies."""
+_NO_CHUNKS = np.array([0, 0, 1 << 62])
 
 
 @jit
@@ -56,7 +57,9 @@ def _cut(moves: Any, v: Any, host: Any, out: Any, cursor: Any) -> int:
     """Fill ``out`` as far as it goes. Returns how many fragments there are. ``v``: the vector of a plan."""
     plan, i = plan_of(v), 0
     while i < moves.shape[0]:
-        source, target, tokens = moves[i, SOURCE], moves[i, TARGET], moves[i, TOKENS]
+        source = moves[i, SOURCE]
+        target = moves[i, TARGET]
+        tokens = moves[i, TOKENS]
         from_address, s = locate(source, plan)
         to_address, t = locate(target, plan)
         from_host, to_host = source >= plan.device_blocks, target >= plan.device_blocks
@@ -72,11 +75,11 @@ def _cut(moves: Any, v: Any, host: Any, out: Any, cursor: Any) -> int:
             # runs of one block follow each other, they are cut block by block.
             while i + together < moves.shape[0] and not (from_host and to_host):
                 next_source, next_target = moves[i + together, SOURCE], moves[i + together, TARGET]
-                if next_source != source + together or next_target != target + together:
-                    break
-                if moves[i + together, TOKENS] != plan.block_tokens:
-                    break
-                if (next_source >= plan.device_blocks) != from_host or (next_target >= plan.device_blocks) != to_host:
+                in_row = next_source - source == next_target - target == together
+                in_tiers = (next_source >= plan.device_blocks) == from_host and (
+                    next_target >= plan.device_blocks
+                ) == to_host
+                if not (in_row and in_tiers and moves[i + together, TOKENS] == plan.block_tokens):
                     break
                 together += 1
             for run in range(plan.runs):
@@ -88,7 +91,21 @@ def _cut(moves: Any, v: Any, host: Any, out: Any, cursor: Any) -> int:
     return cursor[0]
 
 
-_LOW = (1 << 32) - 1
+def cut(moves: Int64s, plan: Int64s, host: Int64s = _NO_CHUNKS, count: int | None = None) -> Int64s:
+    """The fragments int64[n, 3] of moves, by the vector of a plan. None crosses a chunk of the memory ``host``: its
+    start, its end, and the bytes of a chunk. ``count``: how many they are, where that is known."""
+    return _written(_cut, moves, plan, host, count=count)
+
+
+def _written(fill: Callable[..., int], *given: Any, count: int | None = None) -> Int64s:
+    """The fragments that a jitted function writes. Without their number, it is asked for that first."""
+    if count is None:
+        count = fill(*given, np.empty((0, 3), np.int64), np.zeros(3, np.int64))
+    out = np.empty((count, 3), np.int64)
+    fill(*given, out, np.zeros(3, np.int64))
+    return out
+
+
 _UNIT = 16
 """The widest word, and the unit of the distances between runs, in bytes."""
 _DISTANCE_MAX = 1 << 32
@@ -116,10 +133,15 @@ def _tabulate(fragments: Any, words_max: int, rows: Any) -> Any:
     Where both ends are equally far behind the start of a word, the bytes before the first whole word and behind the
     last one are rows of their own, so that the others go in whole words. Runs of equal length and distance share one.
     """
-    count, most, words, runs, run = 0, 0, 0, 0, 0
-    source_before, target_before, steps = 0, 0, (0, 0)
+    count = most = 0
+    # Of the row that is being made: the words and the runs so far, the bytes of a run, and the steps between runs.
+    words = runs = run = 0
+    steps = (0, 0)
+    source_before = target_before = 0
     for i in range(fragments.shape[0]):
-        source, target, left = fragments[i, FROM], fragments[i, TO], fragments[i, BYTES]
+        source = fragments[i, FROM]
+        target = fragments[i, TO]
+        left = fragments[i, BYTES]
         while left > 0:
             part = left
             if (source - target) % _UNIT == 0:
@@ -133,14 +155,22 @@ def _tabulate(fragments: Any, words_max: int, rows: Any) -> Any:
             apart = _distance(part, source - source_before), _distance(part, target - target_before)
             joins = part == run and width == _UNIT and words + part // width <= words_max and min(apart) >= 0
             if joins and (runs == 1 or apart == steps):
-                runs, words, steps = runs + 1, words + part // width, apart
+                runs += 1
+                words += part // width
+                steps = apart
             else:
-                count, runs, run, words, steps = count + 1, 1, part, part // width, (0, 0)
+                count += 1
+                runs = 1
+                run = part
+                words = part // width
+                steps = (0, 0)
             first = source - (runs - 1) * steps[0] * _UNIT, target - (runs - 1) * steps[1] * _UNIT
             _put(rows, count - 1, first[0], first[1], run, runs, steps)
             most = max(most, words)
             source_before, target_before = source, target
-            source, target, left = source + part, target + part, left - part
+            source += part
+            target += part
+            left -= part
     return count, most
 
 
@@ -216,9 +246,7 @@ class Cutter:
     def cut(self, moves: Int64s, count: int) -> Int64s:
         """Fragments int64[count, 3] (source address, target address, bytes) of ordered moves. The moves have been
         checked."""
-        out = np.empty((count, 3), np.int64)
-        _cut(moves, self._vector, self._host, out, np.zeros(3, np.int64))
-        return out
+        return cut(moves, self._vector, self._host, count)
 
     def tabulate(self, moves: Int64s) -> FragmentTable:
         """The rows of ordered moves, for kernels."""
@@ -230,10 +258,7 @@ class Cutter:
 
     def split(self, fragments: Int64s) -> Int64s:
         """The same bytes in fragments that cross no chunk, as few as can be."""
-        count = _split(fragments, self._host, np.empty((0, 3), np.int64), np.zeros(3, np.int64))
-        out = np.empty((count, 3), np.int64)
-        _split(fragments, self._host, out, np.zeros(3, np.int64))
-        return out
+        return _written(_split, fragments, self._host)
 
 
 @jit
@@ -246,13 +271,6 @@ def _split(fragments: Any, host: Any, out: Any, cursor: Any) -> int:
 
 def by_direction(moves: Int64s, device_blocks: int) -> Iterator[tuple[str, Int64s]]:
     """The moves of each direction that has any."""
-    source, target = moves[:, SOURCE] >= device_blocks, moves[:, TARGET] >= device_blocks
-    sides = (
-        (OFFLOAD, ~source & target),
-        (ONBOARD, source & ~target),
-        (WITHIN, ~source & ~target),
-        (INSIDE_HOST, source & target),
-    )
-    for direction, which in sides:
-        if which.any():
-            yield direction, moves if which.all() else moves[which]
+    ways = 2 * (moves[:, SOURCE] >= device_blocks) + (moves[:, TARGET] >= device_blocks)
+    for way in np.unique(ways).tolist():
+        yield (WITHIN, OFFLOAD, ONBOARD, INSIDE_HOST)[way], moves[ways == way]
