@@ -27,11 +27,11 @@ MUTATIONS = (
         "a_lock_of_a_thread_that_is_gone_is_waited_for",
         "Process.after_fork",
         "if why:\n"
-        '    lost = LostLock(f"{why}: make one of its own after os.fork()")\n'
+        '    lost = LostLock(f"{why}: {self._remedy}")\n'
         "    for part, name, _ in found:\n"
         "        setattr(part, name, lost)",
         "if False:\n"
-        '    lost = LostLock(f"{why}: make one of its own after os.fork()")\n'
+        '    lost = LostLock(f"{why}: {self._remedy}")\n'
         "    for part, name, _ in found:\n"
         "        setattr(part, name, lost)",
         "A child that uses the pool hangs for ever.",

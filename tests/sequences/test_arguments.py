@@ -380,7 +380,7 @@ def test_counts_out_of_a_sequences_range_name_it(busy: Busy) -> None:
 @pytest.mark.parametrize(
     "bad", [None, "abc", b"x" * 15, 5, [5], [1.0, 2.0], np.zeros(3, np.uint64), [2**64, 1], Stranger(), ["x" * 16],
             [[1], [2, 3]], memoryview(np.zeros(16))],
-    ids=lambda v: f"{v!r:.30}",
+    ids=lambda v: f"{v!r:.30}".partition(" at 0x")[0],
 )  # fmt: skip
 def test_bad_keys_are_refused(busy: Busy, bad: Any) -> None:
     refused(busy.cache, lambda: busy.cache.find_and_pin_host(bad), (TypeError, ValueError), "key")
