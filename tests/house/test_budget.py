@@ -64,7 +64,7 @@ LINES = {
     "tests/replay": 1280,
     "tests/sequences": 3100,
     "tests/share": 672,
-    "tests/state": 1994,
+    "tests/state": 2002,
     "tests/stores": 9729,
     "tests/tables": 834,
 }
