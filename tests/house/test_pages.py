@@ -24,8 +24,8 @@ BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil
 COLUMNS = 80
 """What fits beside the sidebar of a page."""
 
-# A frame of some width loads one page after the other and says what is wider than it. Code may scroll inside its own
-# box where the window is narrow, or where a line has more columns than fit beside the sidebar.
+# A frame of some width loads one page after the other and says what is wider than it. Code and tables may scroll inside
+# their own boxes where the window is narrow, and code where a line has more columns than fit beside the sidebar.
 MEASURE = """<!doctype html><title>measure</title><pre id="found"></pre><script>
 async function measure() {
   const found = [];
@@ -38,8 +38,9 @@ async function measure() {
     await loaded;
     const doc = frame.contentDocument, wide = element => element.scrollWidth - element.clientWidth;
     const columns = box => Math.max(...box.textContent.split('\\n').map(line => line.length));
-    const fits = width < 600 ? [] : [...doc.querySelectorAll('.highlight pre')].filter(box => columns(box) <= COLUMNS);
-    const code = [...doc.querySelectorAll('.table-wrapper, dt.sig'), ...fits].map(wide);
+    const boxes = width < 600 ? 'dt.sig' : '.table-wrapper, dt.sig, .highlight pre';
+    const fits = [...doc.querySelectorAll(boxes)].filter(box => !box.matches('pre') || columns(box) <= COLUMNS);
+    const code = fits.map(wide);
     const beyond = image => image.getBoundingClientRect().right - doc.documentElement.clientWidth;
     const images = [...doc.querySelectorAll('article img')].map(beyond);
     found.push([page, width, wide(doc.documentElement), Math.max(0, ...code), Math.max(0, ...images)]);
