@@ -11,8 +11,12 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES_MOST, FRAMES_MOST = 14, 8
 
 MEASURE = """
+import os
 import sys
+import kvpool
 from kvpool import BlockLayout, KVCacheManager
+
+package = os.path.dirname(kvpool.__file__) + os.sep
 
 layout = BlockLayout(layers=2, kv_heads=2, head_dim=8, tokens_per_block=4)
 with KVCacheManager(layout, device_blocks=8, host_blocks=8, device="cpu") as cache:
@@ -29,7 +33,7 @@ with KVCacheManager(layout, device_blocks=8, host_blocks=8, device="cpu") as cac
         if event == "call":
             stack = []
             while frame is not None:
-                if "/kvpool/" in frame.f_code.co_filename:
+                if frame.f_code.co_filename.startswith(package):
                     stack.append(frame.f_code)
                 frame = frame.f_back
             files.update(code.co_filename for code in stack)
