@@ -57,7 +57,7 @@ _NOT_AFFINE: Mapping[str, str] = MappingProxyType(
     }
 )
 PLANES_MAX = 4
-_SEARCHED = 10_000
+_SEARCHED = 100_000
 Name = TypeVar("Name")
 
 

@@ -55,7 +55,7 @@ class _Hits:
             again = {self._open[name] for name in names if name in self._open}
             gone = {one for one in self._open.values() if one.at + self._seconds < now}
             self._end(again | gone, now, told=False)
-            waited = now - min([one.at for one in self._open.values()], default=now)
+            waited = max(0.0, now - min([one.at for one in self._open.values()], default=now))
             load = self._policy.choose(len(names), len(self._open) * self._block_bytes, 0.0, waited)
             attempt = LoadAttempt(self._policy, load, max(1, load.blocks), now)
             self._open.update(dict.fromkeys(names[: load.blocks], attempt))

@@ -434,7 +434,8 @@ class KVPoolOffloadingManager(base.OffloadingManager):
             return
         request = self._request(context, ())
         request.hints = actions
-        request.namespace = int.from_bytes(hashlib.blake2b(self.salt.encode(), digest_size=8).digest())
+        salt = self.salt.encode("utf-8", "surrogatepass")
+        request.namespace = int.from_bytes(hashlib.blake2b(salt, digest_size=8).digest(), "big")
 
     def _do(self, action: Action, request: _KnownRequest) -> tuple[str, str]:
         """Do what the client of a finished request wishes for its chunks, as far as the budget goes. Returns the type

@@ -384,7 +384,7 @@ class Loader(Generic[Block]):
         ahead = before + sum(len(one.blocks) for one in others)
         nbytes = ahead * self._bridge.clients[number].queue.block_bytes
         now = self._clock()
-        waited = now - min([one.attempt.at for one in others if one.attempt and not one.over], default=now)
+        waited = max(0.0, now - min([one.attempt.at for one in others if one.attempt and not one.over], default=now))
         load = policy.choose(places, nbytes, spare, waited)
         return LoadAttempt(policy, load, items or max(1, load.blocks), now)
 

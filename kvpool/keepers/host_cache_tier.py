@@ -387,7 +387,11 @@ class HostLoads:
         soon as what has come was read: so a prompt that is longer than the room comes window by window."""
         end, room = self._deadline(keys), keys[: self._loader.free]
         self._miss(keys[len(room) :], "crowded", remember=False)
-        attempt = self._loader.attempt(number, len(room), spare=self._spare()) if room else None
+        try:
+            attempt = self._loader.attempt(number, len(room), spare=self._spare()) if room else None
+        except BaseException:  # of a policy, or of what says how busy the engine is: others than the pool's own
+            self._miss(room, "failed")
+            raise
         if attempt is not None:
             self._miss(room[attempt.load.blocks :], "declined")
             room, end = room[: attempt.load.blocks], min(end, attempt.until)

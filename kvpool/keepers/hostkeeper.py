@@ -152,6 +152,8 @@ class HostKeeper(Closing):
         chosen = [None] * len(own) if policies is None else list_argument("policies", policies)
         if not own:
             raise ValueError("stores=[]: accepted are one or more")
+        if not callable(spare):
+            raise TypeError(f"spare={spare!r:.80}: accepted is a function that returns seconds")
         if len(chosen) != len(own):
             raise ValueError(f"policies has {len(chosen)} elements: accepted is one for each of {len(own)} stores")
         # Half of the least time of a find: it is a job that has time enough.

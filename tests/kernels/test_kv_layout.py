@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.lib.stride_tricks import as_strided
 
 from kvpool import BlockLayout, PagedKV, StridedArray
 from kvpool.arrays.paged import LAYOUTS
@@ -58,6 +59,14 @@ def test_views_of_one_array_that_interleave_are_accepted() -> None:
     # So are values and scales of one block, which lie apart by other strides.
     block = np.zeros((4, 8 * 132), np.uint8)
     PagedKV.of([[block[:, : 8 * 128].reshape(4, 8, 128)], [block[:, 8 * 128 :].reshape(4, 8, 4)]], "P L | B T D")
+
+
+def test_heads_with_padded_blocks_are_no_doubt() -> None:
+    blocks, tokens, heads, dim = 7, 8, 128, 256
+    step = tokens * heads * 2 * dim * 2 + 16
+    whole = np.zeros(blocks * step, np.uint8).view(np.float16)
+    strides = (step, heads * 4 * dim, 4 * dim, 2 * dim, 2)
+    PagedKV.of([as_strided(whole, (blocks, tokens, heads, 2, dim), strides)], "vllm_fused")
 
 
 def test_layers_and_planes_that_share_bytes_are_found_exactly() -> None:

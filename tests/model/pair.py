@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from kvpool.jit import jit
 from kvpool.jit.intrinsics import array_at, entry_of, record_at
 from kvpool.state import agent, records, saving
 from kvpool.state.chains import BOOK
-from kvpool.state.records import HEAD
+from kvpool.state.records import DEFAULT_PRIORITY, HEAD
 from tests import debug
 
 from .groups import GroupsModel
@@ -470,8 +471,20 @@ class Pair:
         self._check_swapped_bytes()
         self._check_events()
 
+    @staticmethod
+    def _follow_chains(group: Model, state: Any, order: list[int]) -> None:
+        """A host block that joins others of its chain lies behind them: there the model takes the pool's place."""
+        own, owners = group.host.by_priority[DEFAULT_PRIORITY], state.book.owners
+        ours = {block.id for block in own}
+        listed = [block for block in order if block in ours]
+        joined = {b for a, b in itertools.pairwise(listed) if owners[a] == owners[b] != records.NONE}
+        if [block for block in listed if block not in joined] == [b.id for b in own if b.id not in joined]:
+            own[:] = [group.host.blocks[block] for block in listed]
+
     def _check_tiers(self, side: Side, group: Model, state: Any) -> None:
         lists, cached, where = debug.lists(state), debug.cached(state), f"group {side.index}, "
+        if self.choices is not None:
+            self._follow_chains(group, state, lists["host"])
         for name in ("device", "host"):
             assert lists[name] == group.order(name), (
                 f"{where}{name}: eviction order {lists[name]}, the model's {group.order(name)}"

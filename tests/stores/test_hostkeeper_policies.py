@@ -13,7 +13,7 @@ from kvpool import HostCache
 from kvpool.keepers.choice import Load, LoadOrCompute
 from kvpool.stores import REFUSED, MemoryStore
 from tests.stores.hostkeeping import Engine
-from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, content, names
+from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, content, fail, names
 
 ABSENT, HERE = HostCache.ABSENT, HostCache.HERE
 
@@ -81,6 +81,23 @@ def test_a_policy_learns_what_is_under_way_and_how_long_the_engine_is_busy(
     gate.open()
     assert policy.busy == [(0, 7.0, 0.0), (2 * BLOCK_BYTES, 7.0, 3.0)]
     engine.until(lambda: engine.keeper.stats().loaded == 4)
+
+
+def test_what_a_policy_raises_ends_the_keys_that_it_was_asked_about(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = Some(2)
+    monkeypatch.setattr(policy, "choose", fail)
+    engine = make(policies=[policy])
+    engine.saved(3)
+    with pytest.raises(OSError, match="I/O"):
+        engine.ask(3)
+    assert engine.keeper.stats().missed == {"failed": 3}
+
+
+def test_what_is_no_function_does_not_say_how_busy_the_engine_is(make: Callable[..., Engine]) -> None:
+    with pytest.raises(TypeError, match=r"spare=0\.5: accepted is a function"):
+        make(spare=0.5)
 
 
 def test_what_has_no_room_tells_its_policy_nothing_of_the_store(make: Callable[..., Engine]) -> None:
