@@ -42,7 +42,7 @@ LINES = {
     "tests": 1703,
     "tests/arrays": 758,
     "tests/commands": 790,
-    "tests/copying": 1730,
+    "tests/copying": 1731,
     "tests/device": 2520,
     "tests/emulated": 2832,
     "tests/engines": 4500,
