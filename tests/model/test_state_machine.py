@@ -410,7 +410,7 @@ class PoolMachine(RuleBasedStateMachine):
             uses, pair.at[saving.PLACE] = random.choice((1, 2)), 0
             told = [group.tell_saver(group.every_block(), uses) for group in groups]
             pair.save(saving.sweep, [uses, pair.at], rows, told)
-        else:
+        elif pair.choices is None:  # another policy than LRU puts what it chooses in front, which the model cannot know
             margins = [random.randint(0, group.host.capacity) for group in groups]
             told = [group.tell_saver(group.soon_evicted(m)) for group, m in zip(groups, margins, strict=True)]
             pair.save(saving.victims, [np.array(margins)], rows, told)
