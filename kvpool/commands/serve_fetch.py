@@ -35,8 +35,15 @@ def add_parser(subparsers: terminal.Subparsers) -> None:
     add("--endpoint", help="of a server that runs already")
     add("--blocks", type=count_argument(1), default=100_000, metavar="N", help="blocks to fetch (default: 100000)")
     speed = "bytes of each of the rounds whose speed is measured, 0 for none (default: 128MiB)"
-    add("--round-bytes", type=terminal.size_argument, default=1 << 27, metavar="SIZE", help=speed)
+    add("--round-bytes", type=_round_argument, default=1 << 27, metavar="SIZE", help=speed)
     add_workload(fetching, host_blocks=2048, block_bytes=4096)
+
+
+def _round_argument(text: str) -> int:
+    found = terminal.size_argument(text)
+    if 0 < found < 1 << 20:
+        raise argparse.ArgumentTypeError(f"{text!r}: accepted are 0, and from 1MiB on, which is one message")
+    return found
 
 
 def _secret_of(options: argparse.Namespace) -> bytes:

@@ -204,7 +204,7 @@ def _plain_call(entry: int, args: tuple[Any, ...]) -> np.int64:
 @_primitive(_plain_call, lambda entry, args: types.int64)
 def call(code: _Code) -> Any:
     """Call a jitted function with a tuple of arguments, by the number that ``entry_of`` has given. Integers must be
-    int64.
+    int64, and arrays contiguous.
 
     What is called by its number is compiled only where somebody asks for the number.
     """
@@ -212,6 +212,7 @@ def call(code: _Code) -> Any:
     kinds = tuple(code.kinds[1])
     for kind in kinds:
         assert kind == types.int64 or not isinstance(kind, types.Integer), kind
+        assert not isinstance(kind, types.Array) or kind.layout == "C", kind
     values = cgutils.unpack_tuple(builder, code.values[1])
     pointer = convention.get_function_type(types.int64, kinds).as_pointer()
     called = builder.inttoptr(code.word(0), pointer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import msgspec
 from vllm.v1.kv_hints import KvHintsEnvelope
 from vllm.v1.kv_offload.base import ReqContext
 
+from kvpool.engines.vllm import KVPoolOffloadingConnector
 from tests.engine import Clock
 from tests.engines.test_vllm_manager import HIT, MISS, Manager, keys
 
@@ -141,3 +143,16 @@ def test_a_namespace_pays_for_its_hints_with_its_own_budget() -> None:
         hinted(manager, "t", range(2000, 2004), envelope("pin", {}))
         assert manager.counted()["vllm:kvpool_hint_actions:('pin', 'done')"] == 2
         assert (cache._states[0].blocks["priority"] > 35).sum() == 3 * (64 // 16)
+
+
+@pytest.mark.parametrize("salt", ["tenant", None])
+def test_the_connector_says_whose_the_request_is_that_begins(salt: str | None) -> None:
+    manager, salts = Manager(4, 0), list[str]()
+    connector = KVPoolOffloadingConnector.__new__(KVPoolOffloadingConnector)
+    connector.connector_scheduler = SimpleNamespace(
+        manager=manager.real, on_new_request=lambda request: salts.append(manager.real.salt)
+    )
+    with manager.cache:
+        manager.real.salt = "the one before"
+        connector.on_new_request(SimpleNamespace(cache_salt=salt))
+    assert salts == [salt or ""]

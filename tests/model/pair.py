@@ -135,6 +135,8 @@ class Pair:
         self.reservations: dict[int, Any] = {}
         self.released: list[tuple[int, int]] = []
         self.events = [EventReplay() for _ in groups]
+        self.listed = [list[int]() for _ in groups]
+        """Of each group, the host blocks of the default priority, as they were in order."""
         self.next_event = 0
         self.keys: dict[Content, bytes] = {}
         core = self.cache.core
@@ -393,9 +395,11 @@ class Pair:
             del self.engine.live[request.id]
         self.released.append((sequence, request.id))
 
-    def save(self, verb: Callable[..., int], args: Sequence[Any], rows: int, expected: Sequence[list[Content]]) -> None:
+    def save(
+        self, verb: Callable[..., int], args: Sequence[Any], rows: int, expected: Callable[[], Sequence[list[Content]]]
+    ) -> None:
         """Tell the saver of content, some rows at a time. ``expected``: what it is told by the model, for each group.
-        The events tell of all groups together, in another order."""
+        The events tell of all groups together, in another order. The next victims that a policy names go in front."""
         note(f"save({verb}, {args}, {rows})")
         found, told = np.empty((rows, saving.FOUND), np.int64), list[tuple[int, bytes]]()
         before: object = None
@@ -403,9 +407,14 @@ class Pair:
             before = now
             count = self.cache.core.decide(None, verb, self.saver, *args, found)
             told += [(int(row[0]), row[1:3].tobytes()) for row in found[:count]]
+            for group, chosen in zip(self.model.groups, self.choices.read() if self.choices else (), strict=False):
+                own = group.host.by_priority[DEFAULT_PRIORITY]
+                first = {block: group.host.blocks[block] for block in chosen}
+                assert first.keys() <= {block.id for block in own}, f"the policy has chosen {chosen}"
+                own[:] = [*first.values(), *(block for block in own if block.id not in first)]
             if verb is saving.sweep and self.at[saving.PLACE] == records.NONE:
                 break
-        ours = [(g, self.key_of(content)) for g, own in enumerate(expected) for content in own]
+        ours = [(g, self.key_of(content)) for g, own in enumerate(expected()) for content in own]
         if verb is saving.stored:
             told, ours = sorted(told), sorted(ours)
         assert told == ours, f"the saver is told {told}, by the model {ours}"
@@ -471,20 +480,22 @@ class Pair:
         self._check_swapped_bytes()
         self._check_events()
 
-    @staticmethod
-    def _follow_chains(group: Model, state: Any, order: list[int]) -> None:
-        """A host block that joins others of its chain lies behind them: there the model takes the pool's place."""
+    def _follow_chains(self, index: int, group: Model, state: Any, order: list[int]) -> None:
+        """A host block that joins others of its chain lies behind them: there the model takes the pool's place. They
+        may have gone since."""
         own, owners = group.host.by_priority[DEFAULT_PRIORITY], state.book.owners
         ours = {block.id for block in own}
-        listed = [block for block in order if block in ours]
+        listed, before = [block for block in order if block in ours], self.listed[index]
         joined = {b for a, b in itertools.pairwise(listed) if owners[a] == owners[b] != records.NONE}
+        joined |= {block for block in listed if block not in before and owners[block] != records.NONE}
+        self.listed[index] = listed
         if [block for block in listed if block not in joined] == [b.id for b in own if b.id not in joined]:
             own[:] = [group.host.blocks[block] for block in listed]
 
     def _check_tiers(self, side: Side, group: Model, state: Any) -> None:
         lists, cached, where = debug.lists(state), debug.cached(state), f"group {side.index}, "
         if self.choices is not None:
-            self._follow_chains(group, state, lists["host"])
+            self._follow_chains(side.index, group, state, lists["host"])
         for name in ("device", "host"):
             assert lists[name] == group.order(name), (
                 f"{where}{name}: eviction order {lists[name]}, the model's {group.order(name)}"

@@ -405,15 +405,21 @@ class PoolMachine(RuleBasedStateMachine):
         groups, pair, rows = self.model.groups, self.pair, random.choice((1, 3, 64))
         if how == "stored":
             # A sweep may come before some events.
-            pair.save(saving.stored, [pair.at], rows, [group.tell_saver(group.every_block()) for group in groups])
+            pair.save(
+                saving.stored, [pair.at], rows, lambda: [group.tell_saver(group.every_block()) for group in groups]
+            )
         elif how == "sweep":
             uses, pair.at[saving.PLACE] = random.choice((1, 2)), 0
-            told = [group.tell_saver(group.every_block(), uses) for group in groups]
-            pair.save(saving.sweep, [uses, pair.at], rows, told)
-        elif pair.choices is None:  # another policy than LRU puts what it chooses in front, which the model cannot know
+            pair.save(
+                saving.sweep, [uses, pair.at], rows,
+                lambda: [group.tell_saver(group.every_block(), uses) for group in groups],
+            )  # fmt: skip
+        else:
             margins = [random.randint(0, group.host.capacity) for group in groups]
-            told = [group.tell_saver(group.soon_evicted(m)) for group, m in zip(groups, margins, strict=True)]
-            pair.save(saving.victims, [np.array(margins)], rows, told)
+            pair.save(
+                saving.victims, [np.array(margins)], rows,
+                lambda: [group.tell_saver(group.soon_evicted(m)) for group, m in zip(groups, margins, strict=True)],
+            )  # fmt: skip
 
     @rule(step=st.integers(1, 40), refresh=st.booleans())
     def pass_time(self, step: int, refresh: bool) -> None:

@@ -90,6 +90,7 @@ def test_wrong_bytes_are_found() -> None:
         (["serve"], "00" * 65, SECRET),
         (["fetch", "--endpoint", "tcp://127.0.0.1:1"], "", SECRET),
         (["fetch", "-"], "00" * 16, "TRACE"),
+        (["fetch", "--round-bytes", "1"], "", "--round-bytes"),
         (["serve", "--block-bytes", "100"], "00" * 16, "--block-bytes"),
     ],
 )

@@ -141,3 +141,12 @@ def test_no_more_keys_are_kept_in_mind_than_the_bound() -> None:
     for number in range(100):
         limits.add(b"%d" % number, keys(number), 10)
     assert len(limits) == 4
+
+
+def test_a_store_that_has_blocks_of_another_size_is_not_opened() -> None:
+    store = MemoryStore(1 << 20)
+    store.open(Space(bytes(16), memory(2)))
+    key = np.zeros((1, 16), np.uint8)
+    assert store.save(key, np.array([0]), key, bytes(16), 1 << 40, lambda: False).tolist() == [OK]
+    with pytest.raises(ValueError, match=rf"blocks of {2 * BLOCK_BYTES} bytes: this store has blocks of {BLOCK_BYTES}"):
+        store.open(Space(bytes(16), memory(2, 2 * BLOCK_BYTES)))
