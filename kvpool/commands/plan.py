@@ -115,7 +115,7 @@ def _read(options: argparse.Namespace, surveyor: Surveyor) -> tuple[str, bool]:
     else:
         stream, total = stream_trace(options.trace, **reading), options.limit
         title = "<stdin>" if options.trace == "-" else Path(options.trace).name
-    with terminal.progress_bar(total, "requests") as progress:
+    with terminal.progress(total, "requests") as progress:
         try:
             for found in stream:
                 surveyor.record(found[1])
@@ -137,7 +137,7 @@ def _policies(options: argparse.Namespace, uses: list[Use], survey: Survey) -> P
 
     names = [name for name in options.policies or POLICIES if name != LRU]
     capacities = sorted(options.at or choose_capacities(survey))
-    with terminal.progress_bar(None, "runs") as progress:
+    with terminal.progress(None, "runs") as progress:
         return compare(uses, survey, capacities, names, said=options.say or "nothing", progress=progress)
 
 

@@ -151,7 +151,7 @@ def _replay(trace: Trace, config: ReplayConfig, show: Callable[[KVCacheManager],
 
     status, interrupted = OK, False
     failure: AssertionError | None = None
-    with terminal.progress_bar(len(trace.requests), "requests") as progress:
+    with terminal.progress(len(trace.requests), "requests") as progress:
         with blaming_the_user(DeviceError, InsufficientMemory, ValueError, ImportError, OSError):
             replay = Replay(trace, config, progress=progress)
         # What lives until the end, the trace and what compilation has left, need not be scanned during a timed call.

@@ -121,7 +121,7 @@ def fetch(options: argparse.Namespace) -> int:
     trace = terminal.trace_of(options)
     served: dict[str, Any] = {"figures": [], "failure": None}
     failure, figures, seconds = None, [], 0.0
-    bar = terminal.progress_bar(options.blocks, "blocks")
+    bar = terminal.progress(options.blocks, "blocks")
     with blaming_the_user(InsufficientMemory, ValueError):
         try:
             with (

@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     trace = terminal.trace_of(options)
     replay = ReplayConfig(layout, options.device_blocks, options.host_blocks, verify=True, events=EVENTS)
     config = StressConfig(replay, reads, evictions=reads // 10, shielded=reads // 100, seed=options.seed)
-    with terminal.progress_bar(reads, "reads") as progress:
+    with terminal.progress(reads, "reads") as progress:
         with blaming_the_user(InsufficientMemory, ValueError):
             stress = Stress(trace, config, progress=progress)
         with stress:

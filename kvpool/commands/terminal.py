@@ -9,11 +9,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvpool.arrays.layout import BlockLayout
+from kvpool.jit.cache import progress_bar
 from kvpool.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -147,26 +148,17 @@ def tier_blocks(options: argparse.Namespace, tier: str, layout: BlockLayout) -> 
 # -- what is printed -----------------------------------------------------------------------------
 
 
-def progress_bar(total: int | None, unit: str) -> Any:
-    """A context manager for a progress bar. It gives a function to call with the number of units just done. Nothing is
-    shown if standard error is no terminal or tqdm is absent.
+def progress(total: int | None, unit: str) -> AbstractContextManager[Callable[[int], Any]]:
+    """A context manager for a progress bar. It gives a function to call with the number of units just done. ``total``
+    is None if it is unknown."""
+    bar = progress_bar(total, " " + unit)
+    return nullcontext(lambda count: None) if bar is None else _shown(bar)
 
-    ``total`` is None if it is unknown.
-    """
-    silent = nullcontext(lambda count: None)
-    if not sys.stderr.isatty():
-        return silent
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return silent
 
-    @contextmanager
-    def bar() -> Any:
-        with tqdm(total=total, unit=" " + unit, leave=False, file=sys.stderr) as shown:
-            yield shown.update
-
-    return bar()
+@contextmanager
+def _shown(bar: Any) -> Iterator[Callable[[int], Any]]:
+    with bar:
+        yield bar.update
 
 
 def print_result(options: argparse.Namespace, values: Any, text: str) -> None:

@@ -61,6 +61,7 @@ def other(x):
 }
 REPORT = """
 import json
+import threading
 from sample import entry, other
 from sample.jit.cache import announcer
 from sample.jit.cache import cache_root
@@ -69,7 +70,8 @@ report = []
 for function in functions:
     before = announcer.compiled
     report.append((function(5), announcer.compiled - before))
-print(json.dumps({"values": [value for value, _ in report], "compiled": [n for _, n in report]}))
+found = {"values": [value for value, _ in report], "compiled": [n for _, n in report]}
+print(json.dumps({**found, "threads": threading.active_count()}))
 """
 VALUES = [26, 36, 16, 4]
 FIRST = [4, 2, 1, 2]
@@ -82,10 +84,9 @@ def make_sample(package: Path) -> Path:
     (package / "jit").mkdir(parents=True)
     for name, text in MODULE_TEXTS.items():
         (package / f"{name}.py").write_text(text, encoding="utf-8")
-    shutil.copy(PACKAGE / "errors.py", package)
-    for own in sorted((PACKAGE / "jit").glob("*.py")):
+    for own in [PACKAGE / "errors.py", *sorted((PACKAGE / "jit").glob("*.py"))]:
         text = own.read_text(encoding="utf-8").replace("from kvpool.", "from sample.")
-        (package / "jit" / own.name).write_text(text, encoding="utf-8")
+        (package / own.relative_to(PACKAGE)).write_text(text, encoding="utf-8")
     return package
 
 
@@ -95,6 +96,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("compiled")
     found = report_of(make_sample(folder / "code" / "sample"))
     assert (found["values"], found["compiled"]) == (VALUES, FIRST)
+    assert found["threads"] == 1, "who compiles without a terminal starts no thread"
     return folder
 
 

@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ from kvpool.device.cuda.runtime import Driver, RuntimeCalls
 from kvpool.device.main_memory import ALIGNMENT, GpuMemory, MainMemory, available_ram
 from kvpool.device.work import StepTargets, Table, make_table
 from kvpool.errors import DeviceError
+from kvpool.jit.cache import progress_bar
 
 SYSFS = Path("/sys")
 CHUNK_BYTES = 1 << 30
@@ -136,7 +137,8 @@ class PinnedMemory:
         # This sets the affinity of the calling thread, not of the process.
         stay = partial(os.sched_setaffinity, 0, near) if near else None
         workers = ThreadPoolExecutor(count, "kvpool-touch", initializer=stay)
-        with _progress(nbytes) as bar:
+        shown = progress_bar(nbytes, "B", desc="pinning host memory", unit_scale=True, delay=_QUIET_SECONDS)
+        with nullcontext() if shown is None else shown as bar:
             try:
                 touched = [workers.submit(self._touch, self.array, start) for start in range(0, nbytes, _TOUCHED_BYTES)]
                 for start in range(0, nbytes, self.chunk_bytes):
@@ -192,17 +194,6 @@ def limits() -> str:
     room = available_ram()
     left = "unknown" if room is None else f"{room} bytes"
     return f"locked memory (ulimit -l): {lockable}; left by the system and its control groups: {left}"
-
-
-def _progress(nbytes: int) -> AbstractContextManager[Any]:
-    """A bar of the bytes that are pinned, for who watches where it takes long. None without tqdm."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return nullcontext()
-    hidden = sys.stderr is None or sys.stderr.closed or not sys.stderr.isatty()
-    told = "pinning host memory"
-    return tqdm(total=nbytes, desc=told, unit="B", unit_scale=True, delay=_QUIET_SECONDS, leave=False, disable=hidden)
 
 
 def processors_near(pci: str, sysfs: Path = SYSFS) -> frozenset[int] | None:
