@@ -19,7 +19,7 @@ LINES = {
     "cuda": 340,
     "docs": 220,
     "examples": 1180,
-    "kvpool": 499,
+    "kvpool": 510,
     "kvpool/arrays": 677,
     "kvpool/commands": 1070,
     "kvpool/copying": 603,
@@ -27,7 +27,7 @@ LINES = {
     "kvpool/engines": 3002,
     "kvpool/entry": 427,
     "kvpool/hostcache": 970,
-    "kvpool/jit": 631,
+    "kvpool/jit": 624,
     "kvpool/keepers": 1954,
     "kvpool/memory": 825,
     "kvpool/observe": 403,
@@ -71,7 +71,7 @@ LINES = {
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.2, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 187
+FILES = 188
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "store.py", "stress.py"}
