@@ -14,7 +14,7 @@ from tests.house.counter import ROOT, report, sizes, totals
 PACKAGE = ROOT / "kvpool"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 LINES = {
-    "asv_bench": 1522,
+    "asv_bench": 1523,
     "asv_bench/benchmarks": 1707,
     "cuda": 340,
     "docs": 220,
