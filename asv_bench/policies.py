@@ -26,7 +26,6 @@ import argparse
 import importlib
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -78,7 +77,6 @@ class Asked(NamedTuple):
 class Score(NamedTuple):
     hits: int
     blocks: int
-    seconds: float
 
     @property
     def rate(self) -> float:
@@ -227,7 +225,7 @@ def ceiling(options: argparse.Namespace, blocks: int, cap: float, name: str) -> 
     else:
         oracle = SessionOracle(uses, blocks)
         hits = sum(map(oracle.find if name == "oracle" else partial(hold, oracle), uses))
-    return Score(hits, sum(use.lookups for use in uses), 0.0)
+    return Score(hits, sum(use.lookups for use in uses))
 
 
 def hold(oracle: SessionOracle, use: Use) -> int:
@@ -244,12 +242,12 @@ def measure(options: argparse.Namespace, blocks: int, cap: float, policy: str, s
     if policy in CEILINGS:
         return ceiling(options, blocks, cap, policy)
     kind: Callable[..., Any] = PlayedHost if options.table == "hostcache" else Played
-    played, hits, blocks_asked, begin = kind(options, blocks, policy, seed), 0, 0, time.process_time()
+    played, hits, blocks_asked = kind(options, blocks, policy, seed), 0, 0
     with played.open:
         for one in asked(options, cap, lambda: played.waited):
             hits += played.ask(one)
             blocks_asked += len(one.ids)
-    return Score(hits, blocks_asked, time.process_time() - begin)
+    return Score(hits, blocks_asked)
 
 
 def cells(options: argparse.Namespace) -> None:
