@@ -54,8 +54,9 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return [emulated.header()] if emulated.running() else []
 
 
-def pytest_collection_finish() -> None:
-    """What is there before the first test stays: the tests that collect garbage need not look through it."""
+@pytest.fixture(autouse=True, scope="module")
+def settled() -> None:
+    """What is there before a file of tests stays: its tests that collect garbage need not look through it."""
     gc.collect()
     gc.freeze()
 
