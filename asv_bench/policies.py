@@ -263,7 +263,8 @@ def constants(given: list[str]) -> None:
                 other = type(value)(value * factor)
                 runs.append((f"{last}.{name.strip('_')} {value} as {other}", f"{module}:{name}={other}"))
     for words, change in runs:
-        command = [sys.executable, __file__, "pool", *given, *(["--set", change] if change else [])]
+        own = ["--policies", "adaptive", *(["--set", change] if change else [])]
+        command = [sys.executable, __file__, "pool", *given, *own]
         rows = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[1:]
         print(f"| {words} | " + " | ".join(row.split("|")[3].strip() for row in rows) + " |", flush=True)
 

@@ -15,8 +15,8 @@ first dozen apart. ``steps`` says what a step costs the scheduler's thread in wh
 prompt of 8 chunks comes that nobody has: of vLLM's manager, of kvpool's, and of kvpool's with a disk. ``no-reuse``
 serves new prompts only, by an engine without a host tier, one with, and one with a disk, in turn, and says how much
 more CPU time the process takes. All print medians. ``policies`` plays sessions of agents, scaled down, through an
-engine with vLLM's own CPU tier, once for each policy of eviction, and prints the share of tokens that came from a
-cache. Answers must be the same. ``trace`` is a file of sessions as ``replay`` takes it.
+engine, once for each policy of eviction of vLLM's own CPU tier and of kvpool's, of as much memory, and prints the share
+of tokens that came from a cache. Answers must be the same. ``trace`` is a file of sessions as ``replay`` takes it.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 CHUNKS, CAPACITY, ROUNDS = 60, 6000, 300
@@ -69,8 +70,19 @@ class Calls:
         manager.on_request_finished(again)
 
 
-def scheduler(rounds: int) -> None:
+def _take_turns(sides: dict[str, Any], capacity: int, chunks: int, rounds: int) -> int:
+    """Requests of new keys, which each side serves. Returns how many of them came until the tiers were full."""
     from vllm.v1.kv_offload.base import make_offload_key
+
+    draw, warm = random.Random(3), capacity // chunks + 10
+    for number in range(warm + rounds):
+        keys = [make_offload_key(draw.randbytes(32), 0) for _ in range(chunks)]
+        for side in sides.values():
+            side.request(number, keys)
+    return warm
+
+
+def scheduler(rounds: int) -> None:
     from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
     import kvpool
@@ -79,12 +91,7 @@ def scheduler(rounds: int) -> None:
     identity = kvpool.ModelIdentity("toy", "r1", "float16", "chunks", "benchmark")
     cache = kvpool.HostCache(CAPACITY, 4096, identity=identity)
     sides = {"vLLM": Calls(CPUOffloadingManager(CAPACITY)), "kvpool": Calls(KVPoolOffloadingManager(cache))}
-    draw = random.Random(3)
-    warm = CAPACITY // CHUNKS + 10
-    for number in range(warm + rounds):
-        keys = [make_offload_key(draw.randbytes(32), 0) for _ in range(CHUNKS)]
-        for calls in sides.values():
-            calls.request(number, keys)
+    warm = _take_turns(sides, CAPACITY, CHUNKS, rounds)
     print(f"{CHUNKS} chunks, {CAPACITY} in the tier, medians of {rounds} requests in turn, microseconds")
     for side, calls in sides.items():
         medians = {name: statistics.median(found[warm:]) for name, found in calls.times.items()}
@@ -101,7 +108,7 @@ class Steps:
     def __init__(self, manager: Any) -> None:
         self.manager, self.times = manager, list[float]()
 
-    def step(self, number: int, keys: list[Any]) -> None:
+    def request(self, number: int, keys: list[Any]) -> None:
         from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 
         manager, context, ended = self.manager, ReqContext(req_id=str(number)), ScheduleEndContext((), ())
@@ -125,7 +132,6 @@ class Steps:
 
 
 def steps(rounds: int) -> None:
-    from vllm.v1.kv_offload.base import make_offload_key
     from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
     import kvpool
@@ -134,7 +140,6 @@ def steps(rounds: int) -> None:
 
     identity = kvpool.ModelIdentity("toy", "r1", "float16", "chunks", "benchmark")
     caches = [kvpool.HostCache(STEP_CAPACITY, 4096, identity=identity) for _ in range(2)]
-    draw = random.Random(3)
     with tempfile.TemporaryDirectory() as folder, kvpool.HostTier.of(caches[1]) as tier:
         disk = EngineOptions(stores=(f"disk:{folder}/store?capacity=256MiB",))
         sides = {
@@ -143,11 +148,7 @@ def steps(rounds: int) -> None:
             "kvpool with a disk": Steps(KVPoolOffloadingManager(caches[1], disk, events=False)),
         }
         sides["kvpool with a disk"].manager.open_stores(tier.share(), identity)
-        warm = STEP_CAPACITY // STEP_CHUNKS + 10
-        for number in range(warm + rounds):
-            keys = [make_offload_key(draw.randbytes(32), 0) for _ in range(STEP_CHUNKS)]
-            for side in sides.values():
-                side.step(number, keys)
+        warm = _take_turns(sides, STEP_CAPACITY, STEP_CHUNKS, rounds)
         print(f"a new prompt of {STEP_CHUNKS} chunks, medians of {rounds} steps in turn, microseconds of the thread")
         for name, side in sides.items():
             print(f"{name:20} {statistics.median(side.times[warm:]):6.1f}")
@@ -290,7 +291,7 @@ def worth(rounds: int, tokens: int) -> None:
         )
 
 
-POLICIES = ("lru", "arc", "AgentCachePolicy")
+POLICIES = {"vLLM": ("lru", "arc", "AgentCachePolicy"), "kvpool": ("lru", "agent", "adaptive")}
 USERS, PAUSE_MAX, TOKENS_MAX, TIER_CHUNKS = 16, 60.0, 1024, 100
 SCALE = 100
 """Blocks of 64 tokens of a session that are a chunk of 32 tokens here."""
@@ -307,39 +308,52 @@ def _scaled(trace: str, count: int) -> list[tuple[float, list[int]]]:
         assert request.hash_ids is not None and request.timestamp is not None
         ids = request.hash_ids[: request.input_length // request.tokens_per_id][SCALE - 1 :: SCALE].tolist()
         tokens = [random.Random(one * BLOCK + at).randrange(2, 512) for one in ids for at in range(BLOCK)]
-        if tokens and len(found) < count:
+        if tokens:
             found.append((request.timestamp, [*tokens[:TOKENS_MAX], 2]))
+        if len(found) == count:
+            break
     return found
 
 
-def _play(policy: str | None, requests: list[tuple[float, list[int]]], answers: Any) -> None:
+def _tier(side: str, policy: str) -> dict[str, Any]:
+    """The options of a host tier."""
+    from tests.engines import serve
+
+    if side == "kvpool":
+        return serve.transfer({"host_memory": TIER_CHUNKS << 15, "policy": policy}, recovers=False)
+    extra = {
+        "spec_name": "CpuSpec", "spec_module_path": "tests.engines.cpu_tiers", "cpu_bytes_to_use": TIER_CHUNKS << 15,
+        "eviction_policy": policy, "cache_policy_module_path": "kvpool.engines.vllm_policy",
+    }  # fmt: skip
+    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def _play(side: str, policy: str, requests: list[tuple[float, list[int]]], answers: Any) -> None:
     """A process with an engine that serves requests, one after the other, by the clock of the trace."""
     from tests.engines import serve
 
     os.environ.update(serve.SETTINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
     from kvpool.engines.vllm_policy import AgentCachePolicy
 
-    now = [0.0]
+    now = [began := time.monotonic()]
     AgentCachePolicy.clock = staticmethod(lambda: now[0])
     length = TOKENS_MAX + 2 * serve.BLOCK
-    extra = {
-        "spec_name": "CpuSpec", "spec_module_path": "tests.engines.cpu_tiers", "cpu_bytes_to_use": TIER_CHUNKS << 15,
-        "eviction_policy": policy, "cache_policy_module_path": "kvpool.engines.vllm_policy",
-    }  # fmt: skip
-    given = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     script: dict[str, Any] = {
         "shape": "tiny",
         "processes": False,
-        "transfer": None if policy is None else given,
+        "transfer": _tier(side, policy) if policy else None,
         "engine": {"max_model_len": length, "num_gpu_blocks_override": length // serve.BLOCK + 3},
     }
     with tempfile.TemporaryDirectory() as folder:
         engine = serve.open_engine(script, Path(folder))
-        if policy is not None:
+        if policy:
             config = engine.vllm_config.kv_transfer_config.kv_connector_extra_config
-            assert config["eviction_policy"] == policy
+            assert policy in (config.get("eviction_policy"), config.get("policy"))
+        from kvpool.entry import arguments  # imports Numba, which vLLM must not meet when it starts
+
+        arguments.time = SimpleNamespace(monotonic_ns=lambda: int(1e9 * now[0]))  # type: ignore[assignment]
         for at, tokens in requests:
-            now[0] = at
+            now[0] = began + at
             said = serve.serve_wave(engine, [{"name": str(at), "tokens": tokens, "new": NEW_TOKENS}], {})
             answers.send([(answer["tokens"], answer["cached"]) for answer in said.values()][0])
         engine.engine_core.shutdown()
@@ -351,16 +365,16 @@ def policies(rounds: int, trace: str) -> None:
     tokens = sum(len(prompt) for _, prompt in requests)
     print(f"{len(requests)} requests of {USERS} users, {tokens} tokens, {TIER_CHUNKS} chunks in the tier")
     right: list[list[int]] = []
-    for policy in (None, *POLICIES):
+    for side, policy in [("no tier", ""), *((side, policy) for side, names in POLICIES.items() for policy in names)]:
         here, there = processes.Pipe()
-        engine = processes.Process(target=_play, args=(policy, requests, there), daemon=True)
+        engine = processes.Process(target=_play, args=(side, policy, requests, there), daemon=True)
         engine.start()
         there.close()
         found = [here.recv() for _ in requests]
         engine.join()
         right = right or [said for said, _ in found]
         same = sum(said == one for (said, _), one in zip(found, right, strict=True))
-        print(f"{policy or 'no tier':20} {100 * sum(cached for _, cached in found) / tokens:6.2f} % of the tokens, "
+        print(f"{side + ' ' + policy:23} {100 * sum(cached for _, cached in found) / tokens:6.2f} % of the tokens, "
               f"{same} of {len(requests)} answers the same", flush=True)  # fmt: skip
 
 
@@ -371,18 +385,15 @@ def main() -> None:
     parse.add_argument("--tokens", type=int, default=1984)
     parse.add_argument("--trace", help="sessions of agents, for policies")
     given = parse.parse_args()
-    if given.what == "scheduler":
-        scheduler(given.rounds or ROUNDS)
-    elif given.what == "steps":
-        steps(given.rounds or ROUNDS)
-    elif given.what == "policies":
-        policies(given.rounds or 220, given.trace)
-    elif given.what == "worth":
-        worth(given.rounds or 20, given.tokens)
-    elif given.what == "no-reuse":
-        no_reuse(given.rounds or 20, given.tokens)
-    else:
-        first_token(given.rounds or 8, given.tokens)
+    kinds: dict[str, Callable[[], None]] = {
+        "scheduler": lambda: scheduler(given.rounds or ROUNDS),
+        "steps": lambda: steps(given.rounds or ROUNDS),
+        "policies": lambda: policies(given.rounds or 220, given.trace),
+        "worth": lambda: worth(given.rounds or 20, given.tokens),
+        "no-reuse": lambda: no_reuse(given.rounds or 20, given.tokens),
+        "first-token": lambda: first_token(given.rounds or 8, given.tokens),
+    }
+    kinds[given.what]()
 
 
 if __name__ == "__main__":

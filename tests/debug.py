@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from kvpool.state.arrays import State, States
 from kvpool.state.records import CLEAN, EMPTY, HOST, LISTS_PER_TIER, NONE, PUBLISHED, SWAPPED
 
@@ -50,6 +52,12 @@ def dump(state: State) -> bytes:
         b"".join(a.tobytes() for a in (*arrays, state.table, state.counters, state.histograms, state.ring.events))
         + extra
     )
+
+
+def book(state: State) -> list[bytes]:
+    """Every byte that a policy knows, if there is one: of all its arrays, however it names them."""
+    own = {} if state.book is None else vars(state.book)
+    return [one.tobytes() for one in own.values() if isinstance(one, np.ndarray)]
 
 
 def dump_all(states: States) -> bytes:

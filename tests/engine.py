@@ -265,10 +265,10 @@ class Engine:
         sequence.bytes = self.expected.of(sequence.namespace, sequence.items)
         return self._done(sequence)
 
-    def release(self, *sequences: Request, store: bool = True) -> None:
+    def release(self, *sequences: Request, store: bool = True, **said: Any) -> None:
         for sequence in sequences:
             self.check(self.live.pop(sequence.id))
-        self.cache.release([s.id for s in sequences], store=store)
+        self.cache.release([s.id for s in sequences], store=store, **said)
         self.cache.verify()
 
     def swap_out(self, *sequences: Request, **options: Any) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvpool.arrays.layout import BlockLayout
-from kvpool.jit.cache import progress_bar
+from kvpool.progress import progress_bar
 from kvpool.sizes import parse_size
 
 if TYPE_CHECKING:

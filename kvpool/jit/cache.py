@@ -4,8 +4,7 @@ The name of a file stands for all that the code depends on: the bytecode of the 
 constants that they see, the types of the arguments, the processor, the settings and versions of the compiler. So no
 edit is missed, and an edit of a comment compiles nothing.
 
-At the end, ``announcer``: it says that functions are being compiled, on standard error or in the log of a library; and
-the progress bar of this package.
+At the end, ``announcer``: it says that functions are being compiled, on standard error or in the log of a library.
 """
 
 from __future__ import annotations
@@ -29,6 +28,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 from numba.core import config
+
+from kvpool.progress import progress_bar
 
 PACKAGE = __name__.partition(".")[0]
 _VERSIONED = {"numba", "numpy", "llvmlite", *sys.stdlib_module_names}
@@ -314,18 +315,3 @@ def _seconds(functions: int) -> int:
 
 
 announcer = _Announcer()
-
-
-def progress_bar(total: int | None, unit: str, **look: Any) -> Any:
-    """A bar of tqdm on standard error, or None where that is no terminal, or where tqdm is absent.
-
-    ``total`` counts units, and is None if it is unknown; ``look`` is what else tqdm takes. A bar that is not shown is
-    not made at all: tqdm starts a thread with its first one, also with one that is disabled.
-    """
-    if sys.stderr is None or sys.stderr.closed or not sys.stderr.isatty():
-        return None
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return None
-    return tqdm(total=total, unit=unit, leave=False, file=sys.stderr, **look)

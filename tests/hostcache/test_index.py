@@ -31,6 +31,7 @@ from kvpool.state.hashing import block_key
 from kvpool.state.records import LINKED, PUBLISHED
 from kvpool.state.records import PENDING as STILL_PENDING
 from kvpool.state.verify import findings
+from tests import debug
 from tests.hostcache.conftest import IDENTITY, keys, store
 from tests.hostcache.model import Entry, Model
 
@@ -567,6 +568,30 @@ def test_what_readers_have_held_since_its_turn_is_still_of_its_conversation_and_
     assert np.array_equal(book.rates, before)
     gone = talks.turn("other", 12, 3_002)
     assert talks.here == (10, 2) and gone == keys_of("late", 10)[:1:-1]
+
+
+@pytest.mark.parametrize("policy", ["agent", "adaptive"])
+def test_what_is_refused_changes_no_byte_of_what_a_policy_knows(make: Make, policy: str) -> None:
+    talks = Talks(make, policy)
+    cache, late, state = talks.cache, keys_of("late", 10), talks.cache._states[0]
+    lease, more = cache.pin(keys_of("soon", 10)), keys_of("more", 15)
+    before = [debug.dump(state), *debug.book(state)]
+    for call, error in (
+        (lambda: cache.reserve(more), OutOfBlocks),
+        (lambda: cache.pin([*late, b"no"]), BlockNotFound),
+        (lambda: cache.publish([*late, b"no"]), BlockNotFound),
+        (lambda: cache.touch([*late, 7], turn=True), TypeError),
+        (lambda: cache.clear(), PoolBusy),
+    ):
+        with pytest.raises(error):
+            call()
+    now, talks.now = talks.now, -1  # a clock that fails
+    for verb in (cache.reserve, cache.pin, partial(cache.touch, turn=True)):
+        with pytest.raises(ValueError, match="clock"):
+            verb(late)
+    talks.now = now
+    assert [debug.dump(state), *debug.book(state)] == before
+    lease.close()
 
 
 @pytest.mark.parametrize("policy", ["lru", "agent"])

@@ -22,6 +22,7 @@ SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("
 LAYERS = [
     "errors",
     "sizes",
+    "progress",
     "jit",
     "helpers",
     "arrays",

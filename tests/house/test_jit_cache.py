@@ -84,7 +84,7 @@ def make_sample(package: Path) -> Path:
     (package / "jit").mkdir(parents=True)
     for name, text in MODULE_TEXTS.items():
         (package / f"{name}.py").write_text(text, encoding="utf-8")
-    for own in [PACKAGE / "errors.py", *sorted((PACKAGE / "jit").glob("*.py"))]:
+    for own in [PACKAGE / "errors.py", PACKAGE / "progress.py", *sorted((PACKAGE / "jit").glob("*.py"))]:
         text = own.read_text(encoding="utf-8").replace("from kvpool.", "from sample.")
         (package / own.relative_to(PACKAGE)).write_text(text, encoding="utf-8")
     return package

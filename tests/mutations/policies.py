@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 _TESTS, _HOST = "tests/state/test_chains.py::", "tests/hostcache/test_index.py::"
+_RACE = "tests/race/test_threads_on_sim.py::test_threads_race_nowhere"
 
 MUTATIONS = (
     Mutation(
@@ -102,6 +103,14 @@ MUTATIONS = (
         "False",
         "After a switch, the conversation that LRU was about to evict counts as gone.",
         (f"{_TESTS}test_what_lru_has_left_of_a_conversation_is_still_known",),
+    ),
+    Mutation(
+        "a_policy_takes_what_others_hold",
+        "is_listed",
+        "blocks_of(h)[b].list == book.list",
+        "True",
+        "A block is evicted that another thread reads or writes.",
+        (f"{_RACE}[3-0.0-reuse]", f"{_RACE}[4-0.4-agent]"),
     ),
     Mutation(
         "what_the_host_gets_is_of_no_conversation",

@@ -190,7 +190,7 @@ def test_clients_with_names_and_heartbeats_are_served(make: Make, publish: Publi
     context: zmq.Context[Any] = zmq.Context()
     for kind in (zmq.DEALER, zmq.REQ, zmq.ROUTER):
         client = context.socket(kind)
-        client.heartbeat_ivl, client.linger = 5, 0
+        client.heartbeat_ivl, client.heartbeat_timeout, client.linger = 5, 600_000, 0
         client.setsockopt(zmq.CONNECT_RID if kind == zmq.ROUTER else zmq.ROUTING_ID, b"there")
         client.connect(str(publisher.replay_endpoint))
         head = {zmq.DEALER: [b""], zmq.REQ: [], zmq.ROUTER: [b"there", b""]}[kind]

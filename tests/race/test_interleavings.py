@@ -23,6 +23,7 @@ SEED = os.environ.get("KVPOOL_RACE_SEED", str(random.randrange(1 << 32)))
 # What is promised, the scene that shows it, and the guards without which it does not hold.
 PROMISES = [
     ("two admissions never evict one victim", "victim", ["state_lock", "transfer_lock"]),
+    ("nor one that a policy has chosen", "victim_of_a_policy", ["state_lock", "transfer_lock"]),
     ("an admission and a growing sequence never evict one victim", "victim_of_growth", ["state_lock", "transfer_lock"]),
     ("a host block is pinned or evicted, not both", "host_pin", ["state_lock"]),
     ("a device block is pinned or evicted, not both", "device_pin", ["state_lock"]),

@@ -1,4 +1,5 @@
-"""Scheduler, readers and an importer at once on the sim device: nothing races, no byte is wrong, the pool verifies."""
+"""Scheduler, readers, an importer and a client that hints at once on the sim device, with each policy of eviction:
+nothing races, no byte is wrong, the pool verifies."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ import numpy as np
 import pytest
 
 from kvpool import BlockNotFound, OutOfBlocks
+from kvpool.state.chains import AGENT
 from tests.race.lab import Lab
 
-T, P, S = 2, 6, 4
+T, P, S = 2, 6, 12
+SAID: list[dict[str, Any]] = [{}, {"stop": "tool_use"}, {"ends": True}, {"returns_in_ms": 5}]
 
 
 def prompt(random: np.random.Generator) -> list[int]:
@@ -27,6 +30,7 @@ class Crew:
     def __init__(self, lab: Lab, seed: int) -> None:
         self.lab, self.seed, self.errors, self.done = lab, seed, [], threading.Event()
         self.turns: dict[str, int] = {}
+        self.chains, self.hinted = lab.cache.core.states[0].book is not None, 0
 
     def loop(
         self, name: str, turn: Callable[[np.random.Generator], None], turns: int | None = None
@@ -60,10 +64,20 @@ class Crew:
             lab.commit(sequence)
             if random.random() < 0.2 and len(sequence) > 2:
                 lab.rewind(sequence, 2)
-            lab.release(sequence, store=bool(random.random() < 0.8))
+            said = SAID[int(random.integers(len(SAID)))] if self.chains else {}
+            lab.clock.now += int(random.integers(20))
+            lab.release(sequence, store=bool(random.random() < 0.8), **said)
         except OutOfBlocks:
             for sequence in list(lab.live.values()):
                 lab.release(sequence)
+
+    def hint(self, random: np.random.Generator) -> None:
+        """A wish about some prompt."""
+        kind = ("pin", "retain", "prefetch", "drop")[int(random.integers(4))]
+        payload = {"tokens": prompt(random), "lease_ms": int(random.integers(1, 40))}
+        action = {"action_id": "1", "action_type": kind, "action_version": 1, "payload": payload}
+        (answer,) = self.lab.cache.hints({"protocol_version": 1, "message_id": "1", "actions": [action]})
+        self.hinted += answer.blocks
 
     def read(self, random: np.random.Generator) -> None:
         """Pin by key; read on the host, or enqueue a copy on a stream of the reader's."""
@@ -97,22 +111,30 @@ class Crew:
     reader: Any = None
 
 
-@pytest.mark.parametrize(("seed", "progress"), [(0, 0.0), (1, 0.4), (2, 1.0)])
-def test_threads_race_nowhere(seed: int, progress: float) -> None:
-    print(f"seed {seed}, progress {progress}")
-    lab = Lab(P, S, T=T, seed=seed, progress=progress, event_capacity=0)
+@pytest.mark.parametrize(
+    ("seed", "progress", "policy"),
+    [(0, 0.0, "lru"), (1, 0.4, "lru"), (2, 1.0, "lru"), (3, 0.0, "reuse"), (4, 0.4, "agent"), (5, 1.0, "adaptive")],
+)
+def test_threads_race_nowhere(seed: int, progress: float, policy: str) -> None:
+    print(f"seed {seed}, progress {progress}, {policy}")
+    lab = Lab(P, S, T=T, seed=seed, progress=progress, event_capacity=0, policy=policy)
     crew = Crew(lab, seed)
+    if policy == "adaptive":
+        lab.cache.core.states[0].book.book["follows"] = AGENT
     crew.reader = lab.sim.create_stream("reader")
     threads = [
         crew.loop("scheduler", crew.schedule, 100),
         crew.loop("reader", crew.read),
         crew.loop("importer!", crew.bring),
     ]
+    if crew.chains:
+        threads.append(crew.loop("client", crew.hint))
     for thread in threads:
         thread.join(600)
     assert not any(thread.is_alive() for thread in threads), f"stuck: {crew.turns}"
     assert not crew.errors, f"seed {seed}: {crew.errors}"
     assert not lab.findings(), f"seed {seed}"
     stats = lab.cache.stats()
-    print(crew.turns, stats.offloaded_blocks, stats.onboarded_blocks)
+    print(crew.turns, stats.offloaded_blocks, stats.onboarded_blocks, crew.hinted)
     assert stats.offloaded_blocks > 10 and stats.onboarded_blocks > 0
+    assert not crew.chains or crew.hinted > 0

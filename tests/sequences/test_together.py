@@ -30,10 +30,11 @@ Make = Callable[..., Engine]
 T = 4
 
 
-def picture(cache: KVCacheManager) -> tuple[bytes, list[int], list[int]]:
-    """Every byte of the state, open leases, and what waits to be enqueued."""
-    transfer = cache.core.transfer
-    return debug.dump_all(cache.core.states), [one.id for one in cache.leases], [transfer._decided, *transfer._queue]
+def picture(cache: KVCacheManager) -> tuple[bytes, list[bytes], list[int], list[int]]:
+    """Every byte of the state and of what its policy knows, open leases, and what waits to be enqueued."""
+    transfer, states = cache.core.transfer, cache.core.states
+    books = [one for state in states for one in debug.book(state)]
+    return debug.dump_all(states), books, [one.id for one in cache.leases], [transfer._decided, *transfer._queue]
 
 
 # -- the same as one after the other -----------------------------------------------------------------------------------
@@ -49,7 +50,7 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
 class Twin:
     """A pool whose ids and keys are those of any other of its kind. Its clock is not asked under the lock."""
 
-    def __init__(self, groups: str, device: str = "cpu") -> None:
+    def __init__(self, groups: str, device: str = "cpu", policy: str = "lru") -> None:
         kinds = GROUPS[groups]
         made = [LayerGroup(small_layout(1 if "kind" in rule else T), **rule) for rule in kinds]
         self.cache = KVCacheManager(
@@ -62,6 +63,7 @@ class Twin:
             clock=self.now,
             device=device,
             event_capacity=64,
+            policy=policy,
             **({"tokens_per_block": T} if kinds[0].get("kind") else {}),
         )
         for state in self.cache.core.states:
@@ -109,9 +111,9 @@ def told(found: Any) -> Any:
 class Drawn:
     """Random lists of operations, for a pool and its twin."""
 
-    def __init__(self, seed: int, groups: str) -> None:
-        self.random, self.groups = Random(seed), groups
-        self.pool = Twin(groups)
+    def __init__(self, seed: int, groups: str, policy: str) -> None:
+        self.random, self.groups, self.policy = Random(seed), groups, policy
+        self.pool = Twin(groups, policy=policy)
         self.history: list[Callable[[Twin], list[op.Operation]]] = []
 
     def draw(self) -> Callable[[Twin], list[op.Operation]]:
@@ -156,16 +158,18 @@ class Drawn:
 
     def again(self) -> Twin:
         """A twin in which the same has happened, one call after the other."""
-        twin = Twin(self.groups)
+        twin = Twin(self.groups, policy=self.policy)
         for make in self.history:
             self.note(twin, [twin.one(one) for one in make(twin)])
         return twin
 
 
-@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize(
+    ("groups", "policy"), [*((groups, "lru") for groups in GROUPS), ("full", "agent"), ("window", "adaptive")]
+)
 @pytest.mark.parametrize("seed", range(4))
-def test_a_list_does_what_its_verbs_do_or_nothing(groups: str, seed: int) -> None:
-    drawn, refused, done = Drawn(seed, groups), 0, 0
+def test_a_list_does_what_its_verbs_do_or_nothing(groups: str, policy: str, seed: int) -> None:
+    drawn, refused, done = Drawn(seed, groups, policy), 0, 0
     cache = drawn.pool.cache
     for _ in range(60):
         make = drawn.draw()
@@ -226,10 +230,11 @@ def test_copies_of_a_refused_list_are_never_made(make: Make) -> None:
     ids=["append", "add", "never fits", "rows", "pin", "counts", "twice", "unknown", "closed"],
 )
 @pytest.mark.parametrize("place", range(6))
+@pytest.mark.parametrize("policy", ["lru", "agent"])
 def test_a_refusal_at_any_place_leaves_every_byte(
-    make: Make, place: int, bad: Callable[[Any, int], op.Operation], error: type[Exception]
+    make: Make, policy: str, place: int, bad: Callable[[Any, int], op.Operation], error: type[Exception]
 ) -> None:
-    engine: Any = make(P=8, S=3, max_sequences=4, event_capacity=32)
+    engine: Any = make(P=8, S=3, max_sequences=4, event_capacity=32, policy=policy)
     engine.seed(range(50, 60), committed=10)
     one, two = engine.commit(engine.add(range(6))), engine.add(range(100, 105))
     keys = engine.prompt(range(50, 58)).keys

@@ -25,7 +25,7 @@ from kvpool.device.cuda.runtime import Driver, RuntimeCalls
 from kvpool.device.main_memory import ALIGNMENT, GpuMemory, MainMemory, available_ram
 from kvpool.device.work import StepTargets, Table, make_table
 from kvpool.errors import DeviceError
-from kvpool.jit.cache import progress_bar
+from kvpool.progress import progress_bar
 
 SYSFS = Path("/sys")
 CHUNK_BYTES = 1 << 30

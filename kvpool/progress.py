@@ -1,0 +1,21 @@
+"""The progress bar: one for commands, for what is compiled and for memory that is pinned."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def progress_bar(total: int | None, unit: str, **look: Any) -> Any:
+    """A bar of tqdm on standard error, or None where that is no terminal, or where tqdm is absent.
+
+    ``total`` counts units, and is None if it is unknown; ``look`` is what else tqdm takes. A bar that is not shown is
+    not made at all: tqdm starts a thread with its first one, also with one that is disabled.
+    """
+    if sys.stderr is None or sys.stderr.closed or not sys.stderr.isatty():
+        return None
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    return tqdm(total=total, unit=unit, leave=False, file=sys.stderr, **look)
