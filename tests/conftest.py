@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +76,15 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+def end(opened: Sequence[Engine | GroupsEngine]) -> None:
+    """Verify and close the pools that a test has left open."""
+    for engine in opened:
+        if not engine.cache.closed:
+            engine.check_all()
+            engine.cache.verify()
+            engine.cache.close()
+
+
 @pytest.fixture
 def make() -> Iterator[Callable[..., Engine]]:
     """Opens pools of T tokens per block, P device and S host blocks, each with a fake engine; all are verified and
@@ -89,12 +98,7 @@ def make() -> Iterator[Callable[..., Engine]]:
         return opened[-1]
 
     yield build
-    for engine in opened:
-        if engine.cache.closed:
-            continue
-        engine.check_all()
-        engine.cache.verify()
-        engine.cache.close()
+    end(opened)
 
 
 @pytest.fixture
@@ -110,7 +114,4 @@ def open_() -> Iterator[Callable[..., GroupsEngine]]:
         return opened[-1]
 
     yield build
-    for engine in opened:
-        engine.check_all()
-        engine.cache.verify()
-        engine.cache.close()
+    end(opened)
