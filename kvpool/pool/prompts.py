@@ -13,6 +13,7 @@ from kvpool.arrays import Int32s, Int64s, Uint64s
 from kvpool.arrays.layout import integer_argument
 from kvpool.device.base import NULL_STREAM, Event, Layers, Stream, StreamLike
 from kvpool.entry.arguments import (
+    TOKENS,
     Ids,
     Integers,
     RetentionRange,
@@ -403,8 +404,9 @@ class Prompts:
         some = bool_argument("allow_partial_batch", allow_partial)
         keys = self._all_keys(list_argument("prompts", prompts))
         rows = self._rows(keys, encoder_tokens)
-        rows[:, records.R.priority] = priority_argument("decode_priority", decode_priority)
-        rows[:, records.R.ttl] = ttl_argument("decode_ttl_ms", decode_ttl_ms)
+        how = priority_argument("decode_priority", decode_priority), ttl_argument("decode_ttl_ms", decode_ttl_ms)
+        if how != (records.DEFAULT_PRIORITY, records.NONE):
+            rows[:, records.R.priority], rows[:, records.R.ttl] = how
         given = [None] * len(keys) if retention is None else list_argument("retention", retention)
         ranges = [None if one is None else retention_rows(one) for one in given]
         if len(ranges) != len(keys):
@@ -534,5 +536,6 @@ def _spread(found: Rows, kept: list[int], count: int) -> Rows:
 
 
 def as_admission(out: Int64s, refused: dict[int, str]) -> Admission:
-    cached, device, host, part, missed = out[:, records.OUT.cached : records.OUT.missed + 1].T.astype(np.int32)
-    return Admission(out[:, records.OUT.id].copy(), cached, device, host, part, missed, refused)
+    columns = out.T
+    reused = columns[records.OUT.cached : records.OUT.missed + 1].astype(TOKENS)
+    return Admission(columns[records.OUT.id].copy(), reused[0], reused[1], reused[2], reused[3], reused[4], refused)

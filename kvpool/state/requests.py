@@ -79,7 +79,7 @@ def describe(requests, tokens, keys, extra, namespace, root0, root1, fresh, priv
     request.tokens_at, request.length, request.keys_at = address_of(tokens), tokens.shape[0], address_of(keys)
     request.extra_at = address_of(extra) if extra.shape[0] else 0
     request.namespace, request.root0, request.root1 = namespace, root0, root1
-    request.fresh, request.private = fresh, private
+    request.fresh, request.private, request.priority, request.ttl = fresh, private, DEFAULT_PRIORITY, NONE
 
 
 @jit(forceinline=True)
