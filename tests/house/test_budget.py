@@ -22,7 +22,7 @@ LINES = {
     "kvpool": 510,
     "kvpool/arrays": 677,
     "kvpool/commands": 1070,
-    "kvpool/copying": 605,
+    "kvpool/copying": 608,
     "kvpool/device": 4093,
     "kvpool/engines": 3002,
     "kvpool/entry": 427,
