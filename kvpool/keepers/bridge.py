@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import compress
+from itertools import compress, repeat
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -212,11 +212,12 @@ class Bridge(Generic[Block]):
 
     def want(self, blocks: Sequence[Block]) -> None:
         """Have blocks saved in every store that is not known to have them."""
-        for number, line in enumerate(self._lines):
+        for number, line in enumerate(self._lines if blocks else ()):
             new = self._tier.lacking(number, blocks)
             room = max(0, self._queued_blocks - len(line))
-            line.update(dict.fromkeys(new[:room]))
-            self._leave(number, [block for block in new[room:] if block not in line], "crowded")
+            line.update(zip(new[:room], repeat(None)))
+            if len(new) > room:
+                self._leave(number, [block for block in new[room:] if block not in line], "crowded")
 
     def save(self, most: int = sys.maxsize) -> bool:
         """Begin to save what waits, for each store at most about so many blocks. Returns whether more could begin
@@ -265,8 +266,10 @@ class Bridge(Generic[Block]):
 
     def _saved(self, number: int, blocks: Sequence[Block], job: Job) -> None:
         """A save is done."""
-        self.note(number, blocks, job.reasons)
-        for code, count in job.counts.items():
+        counts = job.counts
+        if self._trouble or counts.keys() != {"ok"}:
+            self.note(number, blocks, job.reasons)
+        for code, count in counts.items():
             if code == "ok":
                 self.saved_blocks += count
                 continue

@@ -7,7 +7,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import compress, islice
+from itertools import compress, groupby, islice, repeat
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -144,7 +144,7 @@ class HostCacheTier:
         """A prompt whose saves have ended comes back into its order. Each of its leases counted as a use, so that the
         end of the prompt would be evicted last."""
         waiting = self._prompts[number]
-        prompts = {id(prompt): prompt for prompt in (waiting.pop(block, ()) for block in blocks)}.values()
+        prompts = [prompt for prompt, _ in groupby(map(waiting.pop, blocks, repeat(())))]
         here = list(compress(blocks, kept)) if self.tells else []
         if here:
             told = self._told[number]
@@ -167,7 +167,7 @@ class HostCacheTier:
     def to_save(self, blocks: Sequence[bytes], prompt: Sequence[bytes]) -> None:
         """Blocks of a prompt are to be saved."""
         for waiting in self._prompts:
-            waiting.update(dict.fromkeys(blocks, prompt))
+            waiting.update(zip(blocks, repeat(prompt)))
 
     def touch(self, prompt: Sequence[bytes], turn: bool) -> None:
         """What ``HostKeeper.touch`` does."""

@@ -22,10 +22,18 @@ MUTATIONS = (
     Mutation(
         "a_sync_makes_up_for_one_that_failed",
         "DiskStore._finish",
-        "self._failed_syncs != failed_syncs",
+        "self._failed_commits != failed",
         "False",
         "A block that an engine was told of is gone after a power failure.",
         (f"{BLOCKS}test_a_sync_that_fails_is_not_made_up_for_by_the_next_one",),
+    ),
+    Mutation(
+        "a_commit_makes_up_for_the_one_before",
+        "DiskStore._end_commit",
+        "self._failed_commits != begun.failed",
+        "False",
+        "Blocks that a user had forgotten are back after a restart, and he was told that they are gone.",
+        (f"{FAILURES}test_who_waits_for_a_commit_learns_that_the_one_before_has_failed",),
     ),
     Mutation(
         "a_store_that_was_closed_after_a_crash_is_believed",
@@ -37,8 +45,8 @@ MUTATIONS = (
     ),
     Mutation(
         "pages_of_a_failed_commit_are_forgotten",
-        "DiskStore._write",
-        "self._table.give_back(() if durable else pages)",
+        "DiskStore._ending",
+        "self._table.give_back(begun.pages)",
         "",
         "Blocks that a user had forgotten are back after a restart.",
         (f"{FAILURES}test_a_drop_that_is_not_durable_is_not_confirmed_and_tried_again[False]",),

@@ -10,9 +10,9 @@ _STATES = ("tests/stores/crash/test_proof.py::test_in_hundreds_of_crash_states_n
 MUTATIONS = (
     Mutation(
         "rows_before_bytes_are_durable",
-        "DiskStore._write",
+        "DiskStore._begin_commit",
         "self._slab.sync()",
-        "",
+        "pass",
         "Power fails, and blocks that were acknowledged have lost their bytes.",
         _STATES,
     ),
@@ -34,17 +34,11 @@ MUTATIONS = (
     ),
     Mutation(
         "a_save_takes_part_in_a_commit_under_way",
-        "GroupCommit.wait",
+        "GroupCommit._run",
         """with self._lock:
     self._next, self._led = Future(), False
-try:
-    batch.set_result(self._commit())
-except BaseException as error:
-    batch.set_exception(error)""",
-        """try:
-    batch.set_result(self._commit())
-except BaseException as error:
-    batch.set_exception(error)
+begun = self._begin()""",
+        """begun = self._begin()
 with self._lock:
     self._next, self._led = Future(), False""",
         "A save is acknowledged by a commit that has begun before its bytes were written.",

@@ -186,6 +186,37 @@ def test_a_database_that_cannot_be_opened_is_not_thrown_away(
         assert done(queue.find(keys)).ok == 4 and (not queue.stats().store["damaged_files"])
 
 
+def test_who_waits_for_a_commit_learns_that_the_one_before_has_failed(tmp_path: Path, faulty: Faulty) -> None:
+    """A commit begins while the one before ends, which has the page of the key that both forget."""
+    store = DiskStore(tmp_path / "store", 64 * BLOCK_BYTES, system=faulty.system)
+    with open_queue(store) as queue:
+        own = queue.secret.keys(saved(queue, 60))
+        gate, begun, answers = Gate(), threading.Event(), list[object]()
+
+        def forget(keys: np.ndarray) -> None:
+            try:
+                answers.append(store.forget(keys))
+            except OSError as error:
+                answers.append(error)
+
+        def fail() -> None:
+            gate()
+            raise FULL
+
+        faulty.before["COMMIT"] = fail
+        threads = [threading.Thread(target=forget, args=(own[[0, *more]],)) for more in ([], [59])]
+        threads[0].start()
+        assert gate.reached.wait(600)
+        faulty.before["fdatasync"] = begun.set
+        threads[1].start()
+        assert begun.wait(600), "it begins before the other has ended"
+        del faulty.before["COMMIT"]
+        gate.open()
+        for thread in threads:
+            thread.join(600)
+        assert [type(answer) for answer in answers] == [OSError] * 2
+
+
 def test_a_close_that_fails_is_counted_and_lets_go(store: DiskStore, faulty: Faulty, tmp_path: Path) -> None:
     queue = open_queue(store)
     keys = saved(queue, 4)

@@ -9,12 +9,13 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from kvpool.stores.disk.folder import DATABASE, Folder, check_private
 from kvpool.stores.disk.slab import System
 from kvpool.stores.disk.slot_index import PAGE_BYTES, Page
 
+Begun = TypeVar("Begun")
 VERSION, BYTES_MAX = 2, 1 << 50
 """Version 1 has keys and seals of another format."""
 _LOGS = (f"{DATABASE}-wal", f"{DATABASE}-shm", f"{DATABASE}-journal")
@@ -173,15 +174,16 @@ def _check_file(path: str) -> None:
     check_private(path, found)
 
 
-class GroupCommit:
-    """Runs ``commit`` for all who wait for it. Thread-safe.
+class GroupCommit(Generic[Begun]):
+    """Runs commits for all who wait for them: ``begin()``, then ``end`` with what that returns. Thread-safe.
 
-    While one commit runs, others wait together for the next. So the number of commits follows the speed of the disk,
-    and not the number of calls.
+    While one commit begins, others wait together for the next, which begins while this one ends. They end in turn. So
+    the number of commits follows the speed of the disk, and not the number of calls.
     """
 
-    def __init__(self, commit: Callable[[], None]) -> None:
-        self._commit, self._lock, self._turn = commit, threading.Lock(), threading.Lock()
+    def __init__(self, begin: Callable[[], Begun], end: Callable[[Begun], None]) -> None:
+        self._begin, self._end, self._lock = begin, end, threading.Lock()
+        self._begins, self._ends = threading.Lock(), threading.Lock()
         self._next, self._led = Future[None](), False
 
     def wait(self) -> None:
@@ -189,13 +191,22 @@ class GroupCommit:
         with self._lock:
             batch, leads, self._led = self._next, not self._led, True
         if leads:
-            with self._turn:
-                with self._lock:
-                    self._next, self._led = Future(), False
-                try:
-                    batch.set_result(self._commit())
-                except BaseException as error:  # Whatever it is, all who wait are told.
-                    batch.set_exception(error)
+            try:
+                self._run()
+                batch.set_result(None)
+            except BaseException as error:  # Whatever it is, all who wait are told.
+                batch.set_exception(error)
         failed = batch.exception()
         if failed is not None:
             raise OSError(getattr(failed, "errno", None) or 0, f"the commit has failed: {failed}")
+
+    def _run(self) -> None:
+        with self._begins:
+            with self._lock:
+                self._next, self._led = Future(), False
+            begun = self._begin()
+            self._ends.acquire()
+        try:
+            self._end(begun)
+        finally:
+            self._ends.release()

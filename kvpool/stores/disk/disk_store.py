@@ -11,7 +11,10 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,7 +26,7 @@ from kvpool.stores.disk import slot_index
 from kvpool.stores.disk.database import BYTES_MAX, VERSION, Database, GroupCommit, Header
 from kvpool.stores.disk.folder import EPOCHS, Folder
 from kvpool.stores.disk.slab import Slab, System, stride_of
-from kvpool.stores.disk.slot_index import PER_PAGE, Index, SlotTable
+from kvpool.stores.disk.slot_index import PER_PAGE, Index, Page, SlotTable
 from kvpool.stores.store import (
     ABSENT,
     CANCELLED,
@@ -45,6 +48,14 @@ DEFAULT_CAPACITY = 64 << 30
 _FORGOTTEN_AT_ONCE = 4096
 _COUNTS = "io_errors opened_blocks other_model_blocks dropped_rows old_format damaged_files folder_gone commits"
 _log = logging.getLogger(__name__)
+
+
+class Commit(NamedTuple):
+    """Changed pages, slots that are free when it is durable, and how many commits had failed when it began."""
+
+    pages: list[Page]
+    unclear: list[int]
+    failed: int
 
 
 class DiskStore:
@@ -101,7 +112,7 @@ class DiskStore:
         self._lock, self._opened = threading.Lock(), False
         self._changed = threading.Condition(self._lock)
         self._counts = dict.fromkeys(_COUNTS.split(), 0)
-        self._slots = self._failed_syncs = 0
+        self._slots = self._failed_commits = 0
         self._epochs, self._renewing = dict[bytes, bytes](), threading.Lock()
 
     def __repr__(self) -> str:
@@ -148,7 +159,7 @@ class DiskStore:
                 close()
             raise
         self._folder, self._database, self._slab = folder, database, slab
-        self._commits, self._opened = GroupCommit(self._commit), True
+        self._commits, self._opened = GroupCommit(self._begin_commit, self._end_commit), True
         return secret
 
     def _size(self, folder: Folder, header: Header | None, block_bytes: int) -> int:
@@ -246,7 +257,7 @@ class DiskStore:
         same = self._same(places, names, rows)
         with self._lock:
             answers = self._index.reserve([names[place] for place in places], tag, limit, same)
-            failed_syncs = self._failed_syncs
+            failed = self._failed_commits
             for place, answer in zip(places, answers, strict=True):
                 there = answer == slot_index.HERE or answer >= 0 and self._index.is_written(names[place])
                 codes[place] = OK if there else REFUSED if answer == slot_index.REFUSED else CANCELLED
@@ -254,7 +265,7 @@ class DiskStore:
         new = [(place, slot) for place, slot in own if codes[place] != OK]
         try:
             self._transfer(self._slab.write, new, rows, codes, stop)
-            self._finish(own, names, seals, codes, failed_syncs)
+            self._finish(own, names, seals, codes, failed)
         except BaseException:
             with self._lock:
                 self._index.abort([names[place] for place, _ in own if self._index.is_pending(names[place])])
@@ -278,7 +289,7 @@ class DiskStore:
                 self._index.unpin(slots)
 
     def _finish(self, own: list[tuple[int, int]], names: list[bytes], seals: Bytes, codes: Bytes,
-                failed_syncs: int) -> None:  # fmt: skip
+                failed: int) -> None:  # fmt: skip
         """Make durable what was written, and give up what was not. The keys are still pending."""
         written = [place for place, _ in own if codes[place] == OK]
         with self._lock:
@@ -292,8 +303,8 @@ class DiskStore:
         self._check_folder()
         with self._lock:
             # A sync that fails is not made up for by the next one: what was written before it may be lost for good.
-            if self._failed_syncs != failed_syncs:
-                raise OSError(errno.EIO, "a sync has failed since the blocks were written", self._path)
+            if self._failed_commits != failed:
+                raise OSError(errno.EIO, "a commit has failed since the blocks were written", self._path)
             self._index.complete([names[place] for place in written])
             self._changed.notify_all()
 
@@ -361,6 +372,8 @@ class DiskStore:
                   codes: Bytes, stop: Stop) -> None:  # fmt: skip
         """Read or write the slots of places, and set their codes. Raises the last error if there was nothing else."""
         failed: OSError | None = None
+        # In the order of the file: neighbours are one call, whichever of them was reserved first.
+        own = sorted(own, key=itemgetter(1))
         places, slots = [place for place, _ in own], [slot for _, slot in own]
         for run in self._slab.runs(slots):
             if stop():
@@ -376,36 +389,44 @@ class DiskStore:
         if failed is not None and not (codes[places] == OK).any():
             raise failed
 
-    def _commit(self) -> None:
-        try:
-            self._write()
-        except OSError:
-            self._count_error()
-            raise
-
-    def _write(self, everything: bool = False) -> None:
-        """Make all content durable, and then the entries. One thread at a time."""
+    def _begin_commit(self, everything: bool = False) -> Commit:
+        """Make all content durable. Returns what the database is to get then. One thread at a time."""
         with self._lock:
             pages = self._table.take(everything)
-            unclear = self._index.take_unclear() if pages else []
-        if not pages:
-            return
-        synced = durable = False
+            begun = Commit(pages, self._index.take_unclear() if pages else [], self._failed_commits)
+        with self._ending(begun):
+            if pages:
+                self._slab.sync()
+        return begun
+
+    def _end_commit(self, begun: Commit) -> None:
+        """Make the entries durable. One thread at a time, in the order in which the commits began."""
+        with self._ending(begun):
+            # Who waits for this one may need pages that the one before had.
+            if self._failed_commits != begun.failed:
+                raise OSError(errno.EIO, "the commit before this one has failed", self._path)
+            if begun.pages:
+                self._database.write(begun.pages)
+        with self._lock:
+            self._counts["commits"] += bool(begun.pages)
+            self._index.committed(begun.unclear, durable=True)
+
+    @contextmanager
+    def _ending(self, begun: Commit) -> Iterator[None]:
+        """Take back what does not become durable."""
         try:
-            self._slab.sync()
-            synced = True
-            self._database.write(pages)
-            durable = True
-            self._counts["commits"] += 1
-        finally:
+            yield
+        except BaseException:
             with self._lock:
-                self._failed_syncs += not synced
-                self._table.give_back(() if durable else pages)
-                self._index.committed(unclear, durable)
+                self._counts["io_errors"] += self._opened  # ``close`` counts what fails in it
+                self._failed_commits += 1
+                self._table.give_back(begun.pages)
+                self._index.committed(begun.unclear, durable=False)
+            raise
 
     def _write_all(self) -> None:
         """Write what is not durable yet, and say that all rows name the bytes that are there, if that is known."""
-        self._write(everything=True)
+        self._end_commit(self._begin_commit(everything=True))
         header = self._database.header
         if header is not None and not self._index.in_doubt:
             self._database.begin(header._replace(closed=1))
