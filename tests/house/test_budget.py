@@ -14,7 +14,7 @@ from tests.house.counter import ROOT, report, sizes, totals
 PACKAGE = ROOT / "kvpool"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 LINES = {
-    "asv_bench": 1523,
+    "asv_bench": 1531,
     "asv_bench/benchmarks": 1707,
     "cuda": 340,
     "docs": 220,
@@ -22,7 +22,7 @@ LINES = {
     "kvpool": 510,
     "kvpool/arrays": 677,
     "kvpool/commands": 1070,
-    "kvpool/copying": 605,
+    "kvpool/copying": 608,
     "kvpool/device": 4093,
     "kvpool/engines": 3002,
     "kvpool/entry": 427,
@@ -36,7 +36,7 @@ LINES = {
     "kvpool/publish": 662,
     "kvpool/remote": 1676,
     "kvpool/replay": 2008,
-    "kvpool/state": 5734,
+    "kvpool/state": 5730,
     "kvpool/stores": 4112,
     "kvpool/tables": 599,
     "tests": 1706,
