@@ -270,20 +270,11 @@ def _next(h, book, c, b):
 
 
 @jit
-def _leave(book, c):
-    """Take a chain out of its ring."""
-    chains = chains_of(book)
-    after, before = chains[c].after, chains[c].before
-    chains[before].after, chains[after].before = after, before
-    chains[c].after = chains[c].before = c
-
-
-@jit
 def _forget(book, c):
-    """Make the record of a remembered chain free for another one."""
+    """Make the record of a remembered chain, which leaves its ring, free for another one."""
     chains = chains_of(book)
     chain = chains[c]
-    _leave(book, c)
+    chains[chain.before].after, chains[chain.after].before = chain.after, chain.before
     for expert in range(EXPERTS):
         scores_of(book)[0, expert] -= ghosts_of(book)[c, expert]
         ghosts_of(book)[c, expert] = 0

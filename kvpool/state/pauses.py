@@ -78,10 +78,15 @@ def learn(rates, row, ms, came):
 def worth(rates, row, ms):
     """What something of a class is worth that has been away for ``ms``: the chance to come back within some time, for
     that time in seconds; of all times the best."""
+    begin = bin_of(ms)
     if rates[LEARNT, row, 0] == 0.0 or rates[LEARNT, ROWS - 1, 0] >= rates[LEARNT, row, 0] + _REFRESH:
-        _refresh(rates, row)
+        for at in range(PAUSE_BINS):
+            rates[CHANCE, row, at] = min(_chance(rates, row, at), 1.0)
+            rates[WORTH, row, at] = -1.0  # until somebody asks
         rates[LEARNT, row, 0] = max(rates[LEARNT, ROWS - 1, 0], 1.0)
-    return rates[WORTH, row, bin_of(ms)]
+    if rates[WORTH, row, begin] < 0.0:
+        rates[WORTH, row, begin] = _worth_from(rates, row, begin)
+    return rates[WORTH, row, begin]
 
 
 @jit
@@ -97,18 +102,15 @@ def _chance(rates, row, at):
 
 
 @jit
-def _refresh(rates, row):
-    """Compute the worth of a class in all bins anew."""
-    for at in range(PAUSE_BINS):
-        rates[CHANCE, row, at] = min(_chance(rates, row, at), 1.0)
-    for begin in range(PAUSE_BINS):
-        away, back, time, best = 1.0, 0.0, 0.0, 0.0
-        for at in range(begin, PAUSE_BINS):
-            # It is in the middle of its first bin on average.
-            part = 0.5 if at == begin else 1.0
-            chance, width = rates[CHANCE, row, at] * part, width_of(at) * part
-            back += away * chance
-            time += away * width * (1.0 - 0.5 * chance)
-            away *= 1.0 - chance
-            best = max(best, back / time)
-        rates[WORTH, row, begin] = best
+def _worth_from(rates, row, begin):
+    """What something of a class is worth that has been away until some time in the bin ``begin``."""
+    away, back, time, best = 1.0, 0.0, 0.0, 0.0
+    for at in range(begin, PAUSE_BINS):
+        # It is in the middle of its first bin on average.
+        part = 0.5 if at == begin else 1.0
+        chance, width = rates[CHANCE, row, at] * part, width_of(at) * part
+        back += away * chance
+        time += away * width * (1.0 - 0.5 * chance)
+        away *= 1.0 - chance
+        best = max(best, back / time)
+    return best
