@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -54,8 +54,9 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return [emulated.header()] if emulated.running() else []
 
 
-def pytest_collection_finish() -> None:
-    """What is there before the first test stays: the tests that collect garbage need not look through it."""
+@pytest.fixture(autouse=True, scope="module")
+def settled() -> None:
+    """What is there before a file of tests stays: its tests that collect garbage need not look through it."""
     gc.collect()
     gc.freeze()
 
@@ -75,6 +76,15 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+def end(opened: Sequence[Engine | GroupsEngine]) -> None:
+    """Verify and close the pools that a test has left open."""
+    for engine in opened:
+        if not engine.cache.closed:
+            engine.check_all()
+            engine.cache.verify()
+            engine.cache.close()
+
+
 @pytest.fixture
 def make() -> Iterator[Callable[..., Engine]]:
     """Opens pools of T tokens per block, P device and S host blocks, each with a fake engine; all are verified and
@@ -88,12 +98,7 @@ def make() -> Iterator[Callable[..., Engine]]:
         return opened[-1]
 
     yield build
-    for engine in opened:
-        if engine.cache.closed:
-            continue
-        engine.check_all()
-        engine.cache.verify()
-        engine.cache.close()
+    end(opened)
 
 
 @pytest.fixture
@@ -109,7 +114,4 @@ def open_() -> Iterator[Callable[..., GroupsEngine]]:
         return opened[-1]
 
     yield build
-    for engine in opened:
-        engine.check_all()
-        engine.cache.verify()
-        engine.cache.close()
+    end(opened)

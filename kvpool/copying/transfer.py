@@ -236,9 +236,13 @@ class Transfer:
         return self._numbers[H.guards]
 
     def put_behind(self, call: Callable[[], object]) -> None:
-        """Have ``call`` enqueue more work after the decision that is being made. If it raises DeviceError, the device
-        counts as broken. The caller holds the state lock."""
-        self._behind = call
+        """Have ``call`` enqueue more work after the decision that is being made: at once on a synchronous device, if
+        there is nothing before it. If it raises DeviceError, the device counts as broken. The caller holds the state
+        lock."""
+        if self.order is None and not (self.is_together or self.waiting or any(self._left(self._numbers))):
+            self._attempt_order(call)
+        else:
+            self._behind = call
 
     def put_layers(self, loads: LayerEvents) -> None:
         """Load layer by layer what the decision that is being made loads. The caller holds the state lock, and lets its

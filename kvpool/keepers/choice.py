@@ -180,8 +180,8 @@ class LoadOrCompute:
     def __init__(
         self, prefill_tokens_per_s: float, block_bytes: int, tokens_per_block: int, *, piece_bytes: int = _PIECE_BYTES
     ) -> None:
-        if not (speed := seconds_argument("prefill_tokens_per_s", prefill_tokens_per_s)):
-            raise ValueError("prefill_tokens_per_s=0: accepted are numbers above 0")
+        if (speed := seconds_argument("prefill_tokens_per_s", prefill_tokens_per_s)) < 1e-6:
+            raise ValueError(f"prefill_tokens_per_s={prefill_tokens_per_s}: accepted are numbers from 1e-6")
         self.block_bytes = integer_argument("block_bytes", block_bytes, 1, 1 << 40)
         tokens = integer_argument("tokens_per_block", tokens_per_block, 1, 1 << 31)
         self._piece = max(1, integer_argument("piece_bytes", piece_bytes, 1, 1 << 40) // self.block_bytes)

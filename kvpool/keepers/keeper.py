@@ -150,8 +150,8 @@ class Keeper(Closing):
         promotions = integer_argument("promotion_blocks", most, 1, 1 << 31)
         queued = integer_argument("queued_blocks", queued_blocks, 1, 1 << 31)
         self._interval = integer_argument("interval_ms", interval_ms, 1, 60_000) / 1e3
-        if prefill_tokens_per_s is not None and seconds_argument("prefill_tokens_per_s", prefill_tokens_per_s) == 0:
-            raise ValueError("prefill_tokens_per_s=0: accepted are numbers above 0, and None")
+        if prefill_tokens_per_s is not None and seconds_argument("prefill_tokens_per_s", prefill_tokens_per_s) < 1e-6:
+            raise ValueError(f"prefill_tokens_per_s={prefill_tokens_per_s}: accepted are numbers from 1e-6, and None")
         self._pool = pool
         self._clock = clock
         self._process = Process()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -84,3 +85,19 @@ def assert_same_as_reference(pools: MemoryPools, moves: np.ndarray) -> None:
     pools.device.synchronize()
     for found, wanted in zip(images(pools), expected, strict=True):
         np.testing.assert_array_equal(found.view(np.uint8), wanted.view(np.uint8))
+
+
+def sims(layout: BlockLayout, **defaults: Any) -> Iterator[Callable[..., tuple[SimDevice, MemoryPools]]]:
+    """Opens sim devices with a pool of 6 + 5 blocks of random bytes; all are finished, checked and closed at the
+    end."""
+    opened = []
+
+    def build(own: BlockLayout = layout, **options: Any) -> tuple[SimDevice, MemoryPools]:
+        opened.append(SimDevice(**{**defaults, **options}))
+        return opened[-1], make_pools(opened[-1], own)
+
+    yield build
+    for device in opened:
+        if not device.closed:
+            device.synchronize()
+            device.close()

@@ -17,7 +17,7 @@ from kvpool.device.sim.shadow import Shadow
 from kvpool.errors import PoolClosed
 from kvpool.memory.pools import MemoryPools
 from tests.device import reference
-from tests.device.pools import as_moves, make_pools
+from tests.device.pools import as_moves, make_pools, sims
 from tests.device.regions import (
     BLOCKS,
     DEVICE_BLOCKS,
@@ -45,20 +45,7 @@ Open = Callable[..., tuple[SimDevice, MemoryPools]]
 
 @pytest.fixture
 def sim() -> Iterator[Open]:
-    """Opens sim devices with a pool of 6 + 5 blocks of random bytes; all are finished, checked and closed at the
-    end."""
-    opened = []
-
-    def build(layout: BlockLayout = LAYOUT, **options: Any) -> tuple[SimDevice, MemoryPools]:
-        device = SimDevice(**options)
-        opened.append(device)
-        return device, make_pools(device, layout)
-
-    yield build
-    for device in opened:
-        if not device.closed:
-            device.synchronize()
-            device.close()
+    yield from sims(LAYOUT)
 
 
 def write(pools: MemoryPools, block: int, token: int) -> None:

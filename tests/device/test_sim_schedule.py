@@ -13,7 +13,7 @@ from kvpool.device.base import NULL_STREAM
 from kvpool.device.sim import Deadlock, ListedChoices, RaceError, ScheduleFailed, SeededChoices, SimDevice, explore
 from kvpool.memory.pools import MemoryPools
 from tests.device import reference
-from tests.device.pools import as_moves, host_writes, make_pools
+from tests.device.pools import as_moves, host_writes, make_pools, sims
 
 # Four segments of 64 bytes: with chunks of 64, a move has four pieces.
 LAYOUT = BlockLayout(2, 1, 16, 4, dtype="uint8")
@@ -22,20 +22,7 @@ Open = Callable[..., tuple[SimDevice, MemoryPools]]
 
 @pytest.fixture
 def sim() -> Iterator[Open]:
-    """Opens sim devices with a pool of 6 + 5 blocks of random bytes; all are finished, checked and closed at the
-    end."""
-    opened = []
-
-    def build(seed: int = 0, **options: object) -> tuple[SimDevice, MemoryPools]:
-        device = SimDevice(seed, **{"progress": 0.0, "chunk_bytes": 64, **options})  # type: ignore[arg-type]
-        opened.append(device)
-        return device, make_pools(device, LAYOUT)
-
-    yield build
-    for device in opened:
-        if not device.closed:
-            device.synchronize()
-            device.close()
+    yield from sims(LAYOUT, progress=0.0, chunk_bytes=64)
 
 
 def block(pools: MemoryPools, number: int) -> np.ndarray:
@@ -137,7 +124,7 @@ def test_other_streams_see_copies_half_done_in_every_order_of_their_pieces() -> 
 
 def test_moves_of_one_call_are_made_in_any_order(sim: Open) -> None:
     def first_made(seed: int) -> int:
-        device, pools = sim(seed, chunk_bytes=1 << 20)
+        device, pools = sim(seed=seed, chunk_bytes=1 << 20)
         device.copy_blocks(as_moves((0, 6, 4), (1, 7, 4), (2, 8, 4)))
         device.run(1)
         made = [np.array_equal(block(pools, target), block(pools, target - 6)) for target in (6, 7, 8)]
@@ -167,7 +154,7 @@ def test_the_moves_of_a_long_call_are_mixed() -> None:
 
 def test_equal_seeds_give_equal_schedules_and_others_do_not(sim: Open) -> None:
     def trace(seed: int) -> tuple[object, ...]:
-        device, pools = sim(seed, progress=0.5)
+        device, pools = sim(seed=seed, progress=0.5)
         ran: list[object] = []
         for i in range(6):
             device.launch(i % 3, lambda i=i: ran.append((i, pools.flat("host").tobytes())))
@@ -198,7 +185,7 @@ def test_a_loop_over_query_ends_without_progress(sim: Open) -> None:
 
 def test_a_query_may_take_steps_early(sim: Open) -> None:
     def after_a_query(seed: int) -> tuple[bool, bool]:
-        device, _ = sim(seed, progress=0.5)
+        device, _ = sim(seed=seed, progress=0.5)
         ran: list[int] = []
         device.launch(1, lambda: ran.append(0))
         event = device.record(device.as_stream(2))

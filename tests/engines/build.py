@@ -3,16 +3,15 @@ llama.cpp: wheels at exact versions and hashes, in a folder outside of the tree,
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.emulated.build import BuildError, only_one
 
 HERE = Path(__file__).parent
 VERSION = "0.32.0"
@@ -61,10 +60,6 @@ KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "XDG_CACHE_HOME", CACHE)
 credentials."""
 
 
-class BuildError(Exception):
-    """What is missing, in words."""
-
-
 def cache() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get(CACHE) or Path(base) / "kvpool-engines")
@@ -88,15 +83,6 @@ def environment() -> dict[str, str]:
     """What the engine's processes get of this one's environment, and where they find the packages of the checkout."""
     kept = {name: os.environ[name] for name in KEPT if name in os.environ}
     return {**kept, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE.parent)])}
-
-
-@contextmanager
-def only_one(folder: Path) -> Iterator[None]:
-    """One process builds, and the others wait for it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def run(*command: object, environment: dict[str, str] | None = None) -> str:

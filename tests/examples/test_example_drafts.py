@@ -3,8 +3,7 @@ not move."""
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -24,9 +23,8 @@ HAPPENED = [
 
 
 @pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
-    return importlib.import_module("drafts_numpy")
+def example(load: Callable[[str], ModuleType]) -> ModuleType:
+    return load("drafts_numpy")
 
 
 @pytest.mark.parametrize(("device", "seed"), [("cpu", 0), ("cpu", 1), ("sim", 0), ("sim", 1)])

@@ -3,10 +3,8 @@ noticed."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,13 +13,10 @@ import pytest
 import kvpool
 from kvpool.device.sim import RaceError
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
 
 @pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    return importlib.import_module("groups_numpy")
+def example(load: Callable[[str], ModuleType]) -> ModuleType:
+    return load("groups_numpy")
 
 
 @pytest.mark.parametrize(("device", "seed"), [("cpu", 0), ("sim", 1)])
@@ -84,14 +79,8 @@ def test_drafts_that_do_not_move_are_noticed(
 
 @pytest.mark.parametrize("rule", ["copy_writes_after_copies", "copy_writes_after_engine", "engine_reads_after_copies"])
 def test_the_order_of_copies_is_needed_in_groups_too(
-    example: ModuleType, rule: str, monkeypatch: pytest.MonkeyPatch
+    example: ModuleType, rule: str, without: Callable[[str], None]
 ) -> None:
-    opened = kvpool.KVCacheManager.__init__
-
-    def without(self: kvpool.KVCacheManager, *arguments: Any, **options: Any) -> None:
-        opened(self, *arguments, **options)
-        self.core.disable_guard(rule)
-
-    monkeypatch.setattr(kvpool.KVCacheManager, "__init__", without)
+    without(rule)
     with pytest.raises(RaceError, match="nothing orders"):
         example.main(["--device", "sim"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,9 +21,8 @@ HAPPENED = [
 
 
 @pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
-    return importlib.import_module("engine_jax")
+def example(load: Callable[[str], ModuleType]) -> ModuleType:
+    return load("engine_jax")
 
 
 def counts_in(told: str) -> dict[str, int]:
@@ -51,13 +50,15 @@ def test_after_a_restart_prompts_come_from_the_disk(
     assert float(told.partition("largest difference of a logit ")[2].split()[0]) < 1e-9
 
 
-def test_the_array_is_the_tier_and_a_step_makes_no_second_one(example: ModuleType) -> None:
+def test_the_array_is_the_tier_and_a_step_makes_no_second_one(
+    example: ModuleType, load: Callable[[str], ModuleType]
+) -> None:
     tier = example.DeviceTier(64)
     cache = example.kvpool.KVCacheManager(example.LAYOUT, device_blocks=64, device="cpu", device_memory=tier)
     with cache:
         cache.device_pool[0, 0, 3] = 7
         assert (np.asarray(tier.kv[0, 0, 3]) == 7).all()
-    weights = example.jax.tree.map(example.jnp.asarray, importlib.import_module("engine_numpy").make_weights(0))
+    weights = example.jax.tree.map(example.jnp.asarray, load("engine_numpy").make_weights(0))
     batch = [np.zeros(32, np.int64)] * 4 + [np.zeros((6, 16), np.int64)]
     compiled = example.step.lower(tier.kv, weights, *batch).compile().memory_analysis()
     assert compiled.alias_size_in_bytes >= tier.kv.nbytes

@@ -3,8 +3,7 @@ noticed."""
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -12,13 +11,10 @@ import pytest
 
 import kvpool
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    return importlib.import_module("windows_numpy")
+def engine(load: Callable[[str], ModuleType]) -> ModuleType:
+    return load("windows_numpy")
 
 
 @pytest.mark.parametrize(("device", "seed"), [("cpu", 0), ("cpu", 1), ("sim", 0), ("sim", 1)])

@@ -9,6 +9,7 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + byt
 
 
 def connected(endpoint: str) -> socket.socket:
+    """A connection without a word."""
     if endpoint.startswith("ipc://"):
         found = socket.socket(socket.AF_UNIX)
         found.settimeout(600)

@@ -19,6 +19,7 @@ from kvpool.remote.session import MAGIC, VERSION, Blocks, Find, Get, Hello, Rece
 from kvpool.stores import MemoryStore
 from kvpool.stores.peer import PeerStore, StoreServer
 from kvpool.stores.store import OK, Space
+from tests.publish.raw import frame
 from tests.waiting import until
 
 KINDS = (Hello, Get, Find)
@@ -158,11 +159,6 @@ def test_an_impostor_in_the_place_of_a_store_serves_nothing(make: Make) -> None:
 
 
 # -- messages that never end ---------------------------------------------------------------------------
-
-
-def frame(content: bytes, flags: int) -> bytes:
-    head = bytes([flags, len(content)]) if len(content) < 256 else struct.pack(">BQ", flags | 2, len(content))
-    return head + content
 
 
 ENDLESS = {"empty": 32_768 * frame(b"", 1), "full": frame(bytes(10_000), 1)}

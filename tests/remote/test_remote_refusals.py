@@ -20,6 +20,7 @@ from kvpool.remote.doors import ClientSecret
 from kvpool.remote.link import Link
 from kvpool.remote.server import LetIn
 from kvpool.remote.session import Blocks, Failed, Found, Get, Hello, Session, Welcome, encode, greeting
+from tests.publish.raw import connected
 from tests.waiting import until
 
 
@@ -303,17 +304,6 @@ def test_peers_that_say_nothing_keep_no_place_from_who_has_the_secret(
             until(lambda: server.stats().connections_refused == 58, "refusals")
             assert client.fetch_blocks(here.keys(tokens)) == expected(there, tokens)
             assert server.stats().connections_refused == 58, "it has its place still"
-
-
-def connected(endpoint: str) -> socket.socket:
-    """A connection without a word."""
-    if endpoint.startswith("ipc://"):
-        silent = socket.socket(socket.AF_UNIX)
-        silent.settimeout(600)
-        silent.connect(endpoint.removeprefix("ipc://"))
-        return silent
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=600)
 
 
 def test_a_pool_that_was_closed_is_an_error_to_clients(make: Make) -> None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from kvpool.stores import StoreQueue
+    from tests.stores.disk_lab import Faulty
     from tests.stores.hostkeeping import Engine
     from tests.stores.lab import Clock, Wrong
 
@@ -19,6 +21,24 @@ def store() -> Wrong:
     from tests.stores.lab import BLOCK_BYTES, Wrong
 
     return Wrong(MemoryStore(256 * BLOCK_BYTES))
+
+
+@pytest.fixture
+def queue(store: Wrong) -> Iterator[StoreQueue]:
+    """A queue over ``store`` that saves and loads four blocks at once."""
+    from tests.stores.lab import BLOCK_BYTES, open_queue
+
+    with open_queue(store, piece_bytes=4 * BLOCK_BYTES) as made:
+        yield made
+    assert made.close(600)
+
+
+@pytest.fixture
+def faulty() -> Faulty:
+    """What a disk store asks of the system, which fails where a test says so."""
+    from tests.stores.disk_lab import Faulty
+
+    return Faulty()
 
 
 @pytest.fixture
@@ -44,3 +64,15 @@ def one() -> Iterator[Any]:
     made = engine(P=64, S=64)
     with made.cache:
         yield made
+
+
+@pytest.fixture
+def wrong() -> Wrong:
+    """A store that has the first 41 tokens, and does wrong what a test tells it to."""
+    from tests.stores.keeping import engine, keeper, seed, store, tokens
+    from tests.stores.lab import Wrong
+
+    made, memory = engine(P=64, S=64), store()
+    with made.cache, keeper(made, memory) as kept:
+        seed(made, kept, [tokens(41)])
+    return Wrong(memory)

@@ -19,11 +19,6 @@ from tests.stores.disk_lab import Faulty, crash
 from tests.stores.lab import BLOCK_BYTES, OTHER, Gate, content, done, fail, fill, names, open_queue, returned, saved
 
 
-@pytest.fixture
-def faulty() -> Faulty:
-    return Faulty()
-
-
 def store_of(tmp_path: Path, blocks: int, faulty: Faulty | None = None, name: str = "store") -> DiskStore:
     return DiskStore(tmp_path / name, blocks * BLOCK_BYTES, system=faulty.system if faulty else None)
 

@@ -42,11 +42,6 @@ FULL, BROKEN = sqlite3.OperationalError("database or disk is full"), sqlite3.Ope
 
 
 @pytest.fixture
-def faulty() -> Faulty:
-    return Faulty()
-
-
-@pytest.fixture
 def store(tmp_path: Path, faulty: Faulty) -> DiskStore:
     return DiskStore(tmp_path / "store", CAPACITY, system=faulty.system)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,13 +31,6 @@ def store() -> Wrong:
     made = Wrong(MemoryStore(64 * BLOCK_BYTES))
     made.threads = 4
     return made
-
-
-@pytest.fixture
-def queue(store: Wrong) -> Iterator[StoreQueue]:
-    with open_queue(store, piece_bytes=4 * BLOCK_BYTES) as made:
-        yield made
-    assert made.close(600)
 
 
 @pytest.fixture(params=DROPS.values(), ids=DROPS)

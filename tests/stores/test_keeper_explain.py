@@ -8,19 +8,10 @@ import pytest
 from kvpool.keepers import bridge
 from kvpool.stores import FAILED, OK
 from tests.engine import Engine
-from tests.stores.keeping import engine, fetch, keeper, seed, store, tokens
+from tests.stores.keeping import fetch, keeper, seed, store, tokens
 from tests.stores.lab import Clock, Wrong
 
 PROMPT = tokens(17)
-
-
-@pytest.fixture
-def wrong() -> Wrong:
-    """A store that has the prompt."""
-    made, memory = engine(P=64, S=64), store()
-    with made.cache, keeper(made, memory) as kept:
-        seed(made, kept, [PROMPT])
-    return Wrong(memory)
 
 
 def test_what_a_store_has_and_the_pool_has_forgotten(one: Engine) -> None:

@@ -33,14 +33,6 @@ from tests.stores.lab import (
     saved,
 )
 
-
-@pytest.fixture
-def queue(store: Wrong) -> Iterator[StoreQueue]:
-    with open_queue(store, piece_bytes=4 * BLOCK_BYTES) as made:
-        yield made
-    assert made.close(600)
-
-
 # -- a store that lies ---------------------------------------------------------------------------------
 
 
