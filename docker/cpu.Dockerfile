@@ -7,8 +7,8 @@ RUN pip install --no-cache-dir ".[cli,events,metrics,remote,stores]"
 RUN python -m kvpool warm-up --into /opt/kvpool-code
 ENV KVPOOL_CACHE_DIR=/opt/kvpool-code
 WORKDIR /work
-RUN useradd --create-home kvpool
-USER kvpool
+RUN useradd --create-home --uid 10001 kvpool
+USER 10001
 RUN python -m kvpool replay --limit 20 --verify
 ENTRYPOINT ["kvpool"]
 CMD ["doctor", "--device", "cpu"]

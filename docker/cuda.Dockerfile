@@ -10,7 +10,7 @@ RUN python -m kvpool warm-up --into /opt/kvpool-code
 ENV KVPOOL_CACHE_DIR=/opt/kvpool-code
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 WORKDIR /work
-RUN useradd --create-home kvpool
-USER kvpool
+RUN useradd --create-home --uid 10001 kvpool
+USER 10001
 ENTRYPOINT ["kvpool"]
 CMD ["doctor", "--device", "cuda"]

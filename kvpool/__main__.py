@@ -36,7 +36,7 @@ def command_line(command: str | None = None) -> CommandParser:
     prog = "kvpool" if script == "kvpool" else "python -m kvpool"
     parser = CommandParser(prog=prog, description="A paged KV cache in two tiers.")
     parser.add_argument("--version", action="version", version=f"kvpool {__version__}")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    subparsers = parser.add_subparsers(dest="command")
     for module in COMMANDS:
         module.add_parser(subparsers)
     found: CommandParser = parser if command is None else subparsers.choices[command]
@@ -48,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, unknown = command_line().parse_known_args(arguments)
     if unknown:
         command_line(options.command).refuse(unknown)
+    if options.command is None:
+        command_line().error("a command is missing")
     try:
         return options.run(options)
     except WrongUse as error:

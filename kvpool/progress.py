@@ -6,13 +6,18 @@ import sys
 from typing import Any
 
 
+def watched() -> bool:
+    """Whether standard error is a terminal. It may be closed."""
+    return sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()
+
+
 def progress_bar(total: int | None, unit: str, **look: Any) -> Any:
     """A bar of tqdm on standard error, or None where that is no terminal, or where tqdm is absent.
 
     ``total`` counts units, and is None if it is unknown; ``look`` is what else tqdm takes. A bar that is not shown is
     not made at all: tqdm starts a thread with its first one, also with one that is disabled.
     """
-    if sys.stderr is None or sys.stderr.closed or not sys.stderr.isatty():
+    if not watched():
         return None
     try:
         from tqdm import tqdm

@@ -182,4 +182,5 @@ def _between_requests(cache: KVCacheManager) -> None:
     cache.refresh()
     cache.events()
     cache.stats()
+    cache.verify()
     cache.reset()

@@ -48,7 +48,7 @@ def add_parser(subparsers: terminal.Subparsers) -> None:
     add("--store-latency", type=float, metavar="US", help="of a load (default: 1000)")
     add = plan.add_argument_group("policies of a pool, on the device").add_argument
     names = "run them through pools of some capacities, beside LRU and what knowing the future finds (default: all)"
-    add("--policies", nargs="*", metavar="NAME", help=names)
+    add("--policies", nargs="*", choices=terminal.POLICIES, metavar="NAME", help=names)
     said = "what the engine says with each release (default: nothing)"
     add("--say", choices=("nothing", "stop", "future"), help=said)
     add("--at", type=count_argument(1), nargs="+", metavar="BLOCKS", help="the capacities (default: six)")
@@ -79,6 +79,8 @@ def run(options: argparse.Namespace) -> int:
     exit status: 0 done, 2 wrong usage or a trace that cannot be read, 130 interrupted (the
     plan for the requests so far is printed)
     """
+    if options.policies is not None:
+        terminal.announce_compilation()  # of pools; a curve alone compiles a second
     from kvpool.planner import Plan, Surveyor, chart, report
     from kvpool.replay import TraceError
 
@@ -130,13 +132,14 @@ def _policies(options: argparse.Namespace, uses: list[Use], survey: Survey) -> P
     """The policies that are asked about. Raises ValueError."""
     if options.policies is None:
         if options.say or options.at:
-            options.error(f"--{'say' if options.say else 'at'} is of --policies")
+            options.error(f"--{'say' if options.say else 'at'} needs --policies")
         return None
     from kvpool.planner.policies import LRU, choose_capacities, compare
-    from kvpool.state.arrays import POLICIES
 
-    names = [name for name in options.policies or POLICIES if name != LRU]
+    names = [name for name in options.policies or terminal.POLICIES if name != LRU]
     capacities = sorted(options.at or choose_capacities(survey))
+    if capacities[0] < survey.longest_blocks:
+        options.error(f"--at {capacities[0]}: the longest request needs {survey.longest_blocks} blocks")
     with terminal.progress(None, "runs") as progress:
         return compare(uses, survey, capacities, names, said=options.say or "nothing", progress=progress)
 

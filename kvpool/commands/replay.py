@@ -41,7 +41,7 @@ def add_parser(subparsers: terminal.Subparsers) -> None:
     add("--model", choices=sorted(PRESETS), help="block layout of a model, instead of --block-bytes")
     add("--block-bytes", type=terminal.size_argument, metavar="SIZE", help="bytes of a block (default: 4096)")
     add("--tokens-per-block", type=count_argument(1), default=16, metavar="N", help="default: 16")
-    add("--policy", choices=("lru", "reuse", "agent", "adaptive"), default="lru", help="which cached block goes next")
+    add("--policy", choices=terminal.POLICIES, default="lru", help="which cached block goes next")
     device = "what holds and copies the blocks (default: auto)"
     add("--device", choices=("auto", "cpu", "cuda", "sim"), default="auto", help=device)
     early = "how early --device sim works: 0 late, 1 at once (default: 0.5)"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvpool.arrays.layout import BlockLayout
-from kvpool.progress import progress_bar
+from kvpool.progress import progress_bar, watched
 from kvpool.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ OK = 0
 FAILED = 1
 USAGE = 2
 INTERRUPTED = 130
+POLICIES = ("lru", "reuse", "agent", "adaptive")
 
 
 class WrongUse(Exception):
@@ -73,7 +74,7 @@ def compiling_together(program: str) -> Iterator[None]:
     from kvpool.jit.cache import REPLAY, announcer, cache_root
 
     root = cache_root()
-    with Helpers(program, cores() if sys.stderr.isatty() else 1) as helpers:
+    with Helpers(program, cores() if watched() else 1) as helpers:
         if root is not None and not any(root.glob("*.nbc")):
             helpers.start()
         with announcer.expecting(REPLAY, helpers.start):
@@ -97,11 +98,11 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
 
 
 def reading_of(options: argparse.Namespace, limit: int | None = None) -> dict[str, Any]:
-    """How a given trace is read, as arguments of ``read_trace``. Exits with a message for a format without a trace."""
+    """How a given trace is read, as arguments of ``read_trace``. Exits with a message for these without a trace."""
     names = ("format", "users", "pause_max")
     given = {name: value for name in names if (value := getattr(options, name, None)) is not None}
-    if options.trace is None and given.get("format", "auto") != "auto":
-        options.error("--format describes a TRACE, and none is given")
+    if options.trace is None and given not in ({}, {"format": "auto"}):
+        options.error("--format, --users and --think-cap describe a TRACE, and none is given")
     return {**given, "limit": limit}
 
 
@@ -167,12 +168,16 @@ def print_result(options: argparse.Namespace, values: Any, text: str) -> None:
 
 
 def print_text(text: str) -> None:
-    """Print to standard output. If its reader has closed the pipe, the rest is dropped without an error."""
+    """Print to standard output. If its reader has closed the pipe, the rest is dropped without an error. Characters
+    that it cannot have are question marks. Raises WrongUse if it cannot be written."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
-        print(text, flush=True)
-    except BrokenPipeError:
+        print(text.encode(encoding, "replace").decode(encoding), flush=True)
+    except OSError as error:
         # The interpreter flushes standard output again when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise WrongUse(f"standard output: {error.strerror}") from error
 
 
 def status_of(report: Report) -> int:

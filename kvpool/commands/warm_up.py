@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from kvpool.commands.terminal import FAILED, OK, Subparsers, announce_compilation, count_argument, declare
+from kvpool.commands.terminal import FAILED, OK, Subparsers, announce_compilation, count_argument, declare, print_text
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     if into is not None and not _let_everybody_read(into, missing):
         print("nothing is kept: without NUMBA_DISABLE_JIT, ask doctor about compiled code", file=sys.stderr)
         return FAILED
-    print(f"{time.monotonic() - begin:.1f} s; compiled code is in {root or 'no folder'}")
+    print_text(f"{time.monotonic() - begin:.1f} s; compiled code is in {root or 'no folder'}")
     return OK
 
 

@@ -29,7 +29,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numba.core import config
 
-from kvpool.progress import progress_bar
+from kvpool.progress import progress_bar, watched
 
 PACKAGE = __name__.partition(".")[0]
 _VERSIONED = {"numba", "numpy", "llvmlite", *sys.stdlib_module_names}
@@ -247,7 +247,7 @@ def _lock() -> int:
     return os.open(root / "lock", os.O_RDWR | os.O_CREAT, 0o600)
 
 
-REPLAY, WARM_UP = 270, 588
+REPLAY, WARM_UP = 270, 592
 """How many functions a first replay and a warm-up compile."""
 _LOOPS = 15
 """How often the loop of ``_seconds`` runs in the time that a function takes, as measured."""
@@ -294,12 +294,12 @@ class _Announcer:
                     self._bar.close()
 
     def _begin(self) -> None:
-        terminal, root = sys.stderr is not None and sys.stderr.isatty(), cache_root()
+        root = cache_root()
         share = self._expected // self._helpers()
         if not self.compiled:
             kept = "in this process: no folder can keep it" if root is None else f"once; it is kept in {root}"
             line = f"{PACKAGE}: compiling, about {_seconds(share)} s, {kept}"
-            if sys.stderr is not None and (terminal or self.speaks):
+            if watched() or self.speaks and sys.stderr is not None:
                 print(line, file=sys.stderr, flush=True)
             else:
                 logging.getLogger("kvpool.jit.announcer").info(line)

@@ -232,6 +232,8 @@ def _lines(path: str) -> Iterator[Row]:
                 read = stream.read if folder else stream.readline
                 for text in iter(partial(read, LINE_BYTES_MAX + 1), b""):
                     line += 1
+                    if text.strip() == b"{":  # one object over many lines
+                        text += stream.read(LINE_BYTES_MAX)
                     if len(text) > LINE_BYTES_MAX:
                         raise TraceError(name, line, f"the line has more than {LINE_BYTES_MAX} bytes")
                     if not text.isspace():

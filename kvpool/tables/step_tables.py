@@ -179,7 +179,7 @@ def stage_step(heads, g, ids, first, counts, limits, numbers, address, nbytes): 
     most = _number(h, ids, first, counts, True, limits, numbers)
     if most < 0:
         return most
-    if behind + 4 * numbers[-1, STORED] > nbytes:
+    if behind + 4 * numbers[numbers.shape[0] - 1, STORED] > nbytes:
         return np.int64(TOO_SMALL)
     memcpy(address, address_of(numbers), behind)
     for i in range(ids.shape[0]):

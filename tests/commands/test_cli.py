@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -104,10 +105,20 @@ def test_sizes_become_blocks(
     assert (config["device_blocks"], config["host_blocks"]) == (device_blocks, host_blocks)
 
 
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str]]:
+    """The exit status, and the lines on both streams."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    captured = capsys.readouterr()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, (captured.out + captured.err).splitlines()
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ([], "arguments are required: COMMAND"),
+        ([], r"a command is missing\n\nusage: [^{]*{replay,plan,"),
+        (["--verison"], "did you mean --version?"),
         (["size"], "invalid choice: 'size'"),
         (["replay", "--active", "0"], "argument --active: 0 is not within 1..2147483647"),
         (["replay", "--limit", "x"], "argument --limit: 'x' is not an integer"),
@@ -122,13 +133,14 @@ def test_sizes_become_blocks(
         (["replay", "--model", "lama-3-8b"], "did you mean llama-3-8b?"),
         (["plan", "--model", "lama-3-8b"], "neither a config.json nor one of .*; did you mean llama-3-8b?"),
         (["replay", "--policy", "agnt"], "did you mean agent?"),
+        (["plan", "--users", "4"], "--users and --think-cap describe a TRACE, and none is given"),
         (["replay", "--policy", "no"], ", ".join(map(repr, POLICIES))),
         (["replya"], "did you mean replay?"),
         (["replay", "--model", "llama-3-8b"], "--model needs --device-memory or --device-blocks"),
         (["replay", "--model", "llama-3-8b", "--block-bytes", "64"], "leave out --block-bytes"),
-        (["replay", "--format", "qwen"], "--format describes a TRACE, and none is given"),
-        (["plan", "--format", "qwen"], "--format describes a TRACE, and none is given"),
+        (["replay", "--format", "qwen"], "--format, .* describe a TRACE, and none is given"),
         (["replay", "--device", "tpu"], "invalid choice: 'tpu'"),
+        (["plan", "--plot", "a\0b.svg"], "a path cannot have a NUL character"),
         (["stress", "--reads", "0"], "argument --reads: 0 is not within 1..2147483647"),
         (["stress", "--host-blocks", "0"], "argument --host-blocks: 0 is not within 1..2147483647"),
         (["stress", "--block-bytes", "100"], "--block-bytes: .*100"),
@@ -137,10 +149,8 @@ def test_sizes_become_blocks(
 def test_wrong_usage_says_what_is_accepted(
     arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    assert re.search(reason, capsys.readouterr().err)
+    status, lines = said(capsys, *arguments)
+    assert status == 2 and re.search(reason, "\n".join(lines))
 
 
 def test_a_broken_trace_is_named_with_line_and_fault(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,12 +172,6 @@ def test_a_path_with_a_nul_is_an_error_of_the_user(
     assert main([command, f"{tmp_path}/a\0b"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and "cannot be read: a path cannot have a NUL character" in err
-
-
-def test_a_file_to_write_with_a_nul_is_wrong_usage(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["plan", trace, "--plot", "a\0b.svg"])
-    assert caught.value.code == 2 and "a path cannot have a NUL character" in capsys.readouterr().err
 
 
 def test_a_verification_that_compared_nothing_fails(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -255,34 +259,42 @@ def test_without_tqdm_there_is_no_bar_and_no_complaint(trace: str, monkeypatch: 
     assert terminal.getvalue() == ""
 
 
-def test_a_reader_that_has_gone_is_no_error(trace: str) -> None:
+def test_a_reader_that_has_gone_is_no_error(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
     command = [sys.executable, "-m", "kvpool", "replay", trace, *SMALL]
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
-    os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
+    monkeypatch.setattr("kvpool.warming.warm_up", lambda **_: None)
+    with os.fdopen(writer, "w") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        assert main(["warm-up"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("redirection", "status", "message"),
+    [("2>&-", 0, ""), (">&-", 0, ""), (">/dev/full", 2, "error: standard output: No space left on device\n")],
+)
+def test_streams_may_be_closed_or_full(trace: str, redirection: str, status: int, message: str) -> None:
+    command = shlex.join([sys.executable, "-m", "kvpool", "replay", trace, *SMALL])
+    done = subprocess.run(f"{command} {redirection}", shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (status, message)
+    assert ("6 replayed" in done.stdout) == (redirection == "2>&-")
+
+
+def test_a_terminal_without_blocks_shows_question_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written := io.BytesIO(), "ascii"))
+    assert main(["plan", "--limit", "20"]) == 0
+    assert b"share of the ceiling" in written.getvalue() and b"????" in written.getvalue()
 
 
 def test_help_shows_formats_and_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["replay", "--help"])
-    assert caught.value.code == 0
-    out = capsys.readouterr().out
-    assert "mooncake" in out and "exit status" in out and "--device-memory" in out
+    status, lines = said(capsys, "replay", "--help")
+    assert status == 0 and all(word in "\n".join(lines) for word in ("mooncake", "exit status", "--device-memory"))
 
 
 # ----------------------------------------
 # The command line says its version and its name, and what is wrong before how it is used.
-
-
-def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str]]:
-    """The exit status, and the lines on both streams."""
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    captured = capsys.readouterr()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code, (captured.out + captured.err).splitlines()
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,5 +68,13 @@ def test_an_image_copies_installs_and_runs_what_is_there(image: Path) -> None:
     (words,) = re.findall(r"^CMD \[(.*)\]$", text, re.MULTILINE)
     for command in [*map(shlex.split, commands), [word.strip(' "') for word in words.split(",")]]:
         command_line().parse_args(command)
-    assert lines[0].startswith("FROM python:3.11") and "\nUSER kvpool\n" in text
+    assert lines[0].startswith("FROM python:3.11") and 'ENTRYPOINT ["kvpool"]' in text
+    (number,) = re.findall(r"^RUN useradd .*--uid (\d+)", text, re.MULTILINE)
+    assert f"\nUSER {number}\n" in text, "a number, by which Kubernetes sees that it is not root"
     assert f"KVPOOL_CACHE_DIR={shlex.split(commands[0])[-1]}" in text, "what is compiled is where it is looked for"
+
+
+def test_what_git_ignores_is_not_copied_into_an_image() -> None:
+    ignored = [line.rstrip("/") for line in read(ROOT / ".gitignore").splitlines()]
+    copied = [line if "/" in line else f"**/{line}" for line in ignored]
+    assert read(ROOT / ".dockerignore").splitlines() == [".git", *copied]

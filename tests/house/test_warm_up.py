@@ -104,6 +104,7 @@ for device in ("cpu", "sim"):
             cache.import_blocks(cache.block_keys([*range(900, 904)]), [bytes(cache.groups[g].block_bytes)], group=g)
         cache.refresh()
         cache.events(snapshot=True)
+        cache.verify()
         cache.stats()
         cache.add_sequence(cache.block_keys(prompt, salt="s", extra_ids=prompt), encoder_tokens=5)
         cache.reset(force=True)

@@ -16,6 +16,7 @@ import pytest
 
 from asv_bench import policies
 from kvpool.__main__ import main
+from kvpool.jit.cache import announcer
 from kvpool.planner import Surveyor
 from kvpool.planner.policies import MIN, ORACLE, SessionOracle, compare, min_hits, next_uses, through_pool
 from kvpool.planner.survey import Use
@@ -136,19 +137,21 @@ def test_the_plan_says_it_as_text_json_and_chart(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--policies", "mru"], "policy='mru'"),
-        (["--policies", "agent", "--at", "1"], "the longest request needs"),
+        (["--policies", "agent", "lur"], "argument --policies: .*; did you mean lru?"),
+        (["--policies", "agent", "--at", "500", "1"], r"--at 1: the longest request needs \d+ blocks"),
         (["--policies", "--sample", "0.5"], "must be 1"),
+        (["--at", "500"], "--at needs --policies"),
+        (["--say", "stop"], "--say needs --policies"),
     ],
 )
 def test_what_the_command_cannot_compare_is_an_error_of_the_user(
-    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["plan", "--limit", "20", *arguments]) == 2
-    assert reason in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["plan", "--say", "stop"])
-    assert "--say is of --policies" in capsys.readouterr().err
+    monkeypatch.setattr(announcer, "speaks", False)
+    with pytest.raises(SystemExit, match="2"):
+        sys.exit(main(["plan", "--limit", "20", *arguments]))
+    assert re.search(reason, capsys.readouterr().err)
+    assert announcer.speaks == (arguments[0] == "--policies" and "lur" not in arguments), "pools are compiled"
 
 
 # ----------------------------------------

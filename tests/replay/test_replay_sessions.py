@@ -145,6 +145,7 @@ def test_commands_take_a_folder_of_recorded_sessions(command: str, tmp_path: Pat
     assert main([command, str(tmp_path), "--users", "2", "--pause-max", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["requests"] == 6 and found["prompt_tokens"] == 2 * (130 + 256 + 128)
+    assert picture(read_trace(str(tmp_path / "a.json")).requests) == picture(read(tmp_path, RECORDED))
 
 
 def test_a_packed_file_may_be_compressed_with_xz(tmp_path: Path) -> None:
