@@ -379,37 +379,34 @@ class Transfer:
         if self.enqueuing:
             return
         with DeferSignals():
-            self._drain()
-
-    def _drain(self) -> None:
-        self._cut_large()
-        while self._enqueued < self._decided:
-            with self.lock:
-                try:
-                    self._holder = threading.get_ident()
-                    batch = self._begun
-                    if batch is None:
-                        batch = self._begin()
+            self._cut_large()
+            while self._enqueued < self._decided:
+                with self.lock:
+                    try:
+                        self._holder = threading.get_ident()
+                        batch = self._begun
                         if batch is None:
-                            return  # The thread that decided it will enqueue it.
-                        if self._is_large(batch):
-                            continue
-                    for some, direction in self._pieces:
-                        if direction != records.ONBOARD or not self._load(some, batch.loads):
-                            self._copy(some, batch.ticket, direction)
-                        if self._is_large(batch):
-                            break
-                    else:
-                        self._begun = None
-                        self._end(batch, self._loaded)
-                    leaving, self._exit = self._exit, None
-                    if leaving is not None:
-                        raise leaving
-                except BaseException:
-                    self._begun = None  # it begins again
-                    raise
-                finally:
-                    self._holder = 0
+                            batch = self._begin()
+                            if batch is None:
+                                return  # The thread that decided it will enqueue it.
+                            if self._is_large(batch):
+                                continue
+                        for some, direction in self._pieces:
+                            if direction != records.ONBOARD or not self._load(some, batch.loads):
+                                self._copy(some, batch.ticket, direction)
+                            if self._is_large(batch):
+                                break
+                        else:
+                            self._begun = None
+                            self._end(batch, self._loaded)
+                        leaving, self._exit = self._exit, None
+                        if leaving is not None:
+                            raise leaving
+                    except BaseException:
+                        self._begun = None  # it begins again
+                        raise
+                    finally:
+                        self._holder = 0
 
     def _begin(self) -> Decision | None:
         """Begin with the next batch, if there is one."""

@@ -80,6 +80,9 @@ class Names:
         self._limit = max(self.LEAST, 2 * len(self.known))
 
 
+_UNDEFERRED = nullcontext()
+
+
 class Core:
     """The state of one pool, and the only way to change it. Thread-safe.
 
@@ -113,49 +116,41 @@ class Core:
         named. Raises what the verb refuses. A copy that the device refuses raises nothing here: see
         ``copying.transfer``.
         """
-        inside, transfer = self._owned(), self.transfer
+        inside, heads, transfer = self._owned(), self.states.heads, self.transfer
         asked = stream is None or (inside and transfer.is_together)
         on = stream if asked else self.as_stream(stream)
-        if verb in self._whole and not inside:
-            return self._decide(on, ids, verb, args, False)
-        with DeferSignals():
-            return self._decide(on, ids, verb, args, inside)
-
-    def _decide(self, on: Stream | None, ids: Int64s | None, verb: Any, args: tuple[Any, ...], inside: bool) -> Any:
-        """``decide``, ``inside`` another call or not. If a handler raises, what the verb has done is queued and
-        enqueued."""
-        heads, transfer = self.states.heads, self.transfer
-        try:
-            with self.lock:
-                if self.closed or transfer.broken is not None:
-                    self.check_open()
-                try:
-                    # A signal handler or destructor may decide inside another call. It finds that call's moves here,
-                    # and keeps them in order.
-                    if inside or transfer.torn:
+        with _UNDEFERRED if verb in self._whole and not inside else DeferSignals():
+            try:
+                with self.lock:
+                    if self.closed or transfer.broken is not None:
+                        self.check_open()
+                    try:
+                        # A signal handler or destructor may decide inside another call. It finds that call's moves
+                        # here, and keeps them in order.
+                        if inside or transfer.torn:
+                            transfer.collect()
+                        if transfer.order is not None:
+                            result = transfer.decide(on, ids, verb, *args)
+                        else:
+                            result = verb(heads, *args)
+                            if verb not in self._whole and hasattr(verb, "overloads"):
+                                self._whole.add(verb)
+                        mine = result >= 0 and transfer.collect()
+                    except BaseException:
+                        transfer.torn = True
                         transfer.collect()
-                    if transfer.order is not None:
-                        result = transfer.decide(on, ids, verb, *args)
-                    else:
-                        result = verb(heads, *args)
-                        if verb not in self._whole and hasattr(verb, "overloads"):
-                            self._whole.add(verb)
-                    mine = result >= 0 and transfer.collect()
-                except BaseException:
-                    transfer.torn = True
-                    transfer.collect()
-                    raise
-                if result < 0:
-                    raise refusal(heads, result, args[0], self.tokens.sequences, verb)
-                later = mine and transfer.may_lag()
-            if later and not inside:
-                transfer.drain_later()
-            elif (mine or transfer.waiting) and not inside:
-                transfer.drain()
-        except BaseException:
-            if transfer.waiting and not inside:
-                transfer.drain()
-            raise
+                        raise
+                    if result < 0:
+                        raise refusal(heads, result, args[0], self.tokens.sequences, verb)
+                    later = mine and transfer.may_lag()
+                if later and not inside:
+                    transfer.drain_later()
+                elif (mine or transfer.waiting) and not inside:
+                    transfer.drain()
+            except BaseException:  # of a handler, too: what the verb has done is queued, and is enqueued
+                if transfer.waiting and not inside:
+                    transfer.drain()
+                raise
         return result
 
     def release_unseen(self, ids: Int64s) -> None:

@@ -60,7 +60,7 @@ LINES = {
     "tests/planner": 765,
     "tests/publish": 1570,
     "tests/race": 2859,
-    "tests/remote": 2186,
+    "tests/remote": 2188,
     "tests/replay": 1281,
     "tests/sequences": 3099,
     "tests/share": 672,
