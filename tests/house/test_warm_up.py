@@ -44,6 +44,7 @@ with kvpool.KVCacheManager(kvpool.BlockLayout(1, 1, 1, 4), device_blocks=8, host
     cache.reorder([a, *c], [1, 1])
     cache.release([a, b, *c], store=False)
     cache.offload(list(range(9)))
+    cache.verify()
     cache.reset()
 
 
@@ -104,7 +105,6 @@ for device in ("cpu", "sim"):
             cache.import_blocks(cache.block_keys([*range(900, 904)]), [bytes(cache.groups[g].block_bytes)], group=g)
         cache.refresh()
         cache.events(snapshot=True)
-        cache.verify()
         cache.stats()
         cache.add_sequence(cache.block_keys(prompt, salt="s", extra_ids=prompt), encoder_tokens=5)
         cache.reset(force=True)
