@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
-from operator import itemgetter
 from time import perf_counter_ns
 from typing import Any, NamedTuple, Protocol
 
@@ -27,7 +26,6 @@ from kvpool.arrays import Bools, Int64s
 from kvpool.copying.waits import Order, event_behind
 from kvpool.device.base import NULL_STREAM, SOURCE, TARGET, TICKET, TOKENS, Device, Event, Layers, Stream, StreamGone
 from kvpool.device.work import TokenMoves
-from kvpool.entry.interrupt import DeferSignals
 from kvpool.entry.process import Process
 from kvpool.errors import DeviceError
 from kvpool.jit import jit
@@ -184,9 +182,9 @@ class Transfer:
     """The queue of decided batches. ``token_bytes`` are the bytes of a token in each group of layers.
 
     ``broken`` is the permanent error of the device, or None. ``order`` is None on a synchronous device. ``moved``
-    counts what the device has accepted. ``lock`` is the transfer lock. ``torn``: a handler of a signal may have kept
-    moves from being collected. ``at_once`` is that of the device. ``start`` runs a call in the thread of this pool.
-    ``state_lock`` is another lock in a test that takes the rule out.
+    counts what the device has accepted. ``lock`` is the transfer lock. ``at_once`` is that of the device. ``start``
+    runs a call in the thread of this pool. ``state_lock`` is
+    another lock in a test that takes the rule out.
     """
 
     def __init__(
@@ -196,7 +194,7 @@ class Transfer:
         # The headers as a flat buffer: every call asks twice what a decision has left there.
         self._numbers = states.heads.reshape(-1).data
         bases = range(0, states.heads.size, records.HEADER)
-        self._left = itemgetter(*(base + i for base in bases for i in (H.moves, H.accesses, H.token_moves)))
+        self._left = [(base + H.moves, base + H.accesses, base + H.token_moves) for base in bases]
         # Reentrant, for what a destructor does inside: it asks ``enqueuing`` before it takes it.
         self.lock = threading.RLock()
         self._holder = 0
@@ -228,7 +226,6 @@ class Transfer:
         self.forks.guard(self, "lock", "state_lock")
         self._behind: Callable[[], object] | None = None
         self._loads: LayerEvents | None = None
-        self.torn = False
 
     @property
     def guards(self) -> int:
@@ -236,13 +233,9 @@ class Transfer:
         return self._numbers[H.guards]
 
     def put_behind(self, call: Callable[[], object]) -> None:
-        """Have ``call`` enqueue more work after the decision that is being made: at once on a synchronous device, if
-        there is nothing before it. If it raises DeviceError, the device counts as broken. The caller holds the state
-        lock."""
-        if self.order is None and not (self.is_together or self.waiting or any(self._left(self._numbers))):
-            self._attempt_order(call)
-        else:
-            self._behind = call
+        """Have ``call`` enqueue more work after the decision that is being made. If it raises DeviceError, the device
+        counts as broken. The caller holds the state lock."""
+        self._behind = call
 
     def put_layers(self, loads: LayerEvents) -> None:
         """Load layer by layer what the decision that is being made loads. The caller holds the state lock, and lets its
@@ -260,24 +253,28 @@ class Transfer:
         A destructor or signal handler may decide in the middle of this. It collects what it finds in the buffers before
         its own decision.
         """
-        while any(self._left(self._numbers)) or self._notes or self._behind is not None:
-            with DeferSignals():
-                numbers = self._left(self._numbers)
-                moved, noted, shifts = (sum(numbers[i::3]) for i in range(3))
-                moves, own = np.empty((moved, 5), np.int64), np.empty((noted, 3), np.int64)
-                shifted = np.empty((shifts, 4), np.int64) if shifts else NO_TOKEN_MOVES
-                ticket = int(collect(self._states.heads, moves, shifted, own))
-                if ticket >= 0:
-                    behind, self._behind, loads, self._loads = self._behind, None, self._loads, None
-                    batch = Decision(ticket, moves, shifted, self._with_notes(own), behind, loads, [])
-                    if self._held_back is not None:
-                        self._held_back[ticket] = batch
-                    else:
-                        self._queue[ticket] = batch
-                        self._decided = max(self._decided, ticket)
-                    return True
-        self._loads, self.torn = None, False  # an admission of nothing loads nothing, and the next may be anybody's
-        return False
+        numbers = self._numbers
+        while True:
+            moved = noted = shifts = 0
+            for moves_at, accesses_at, token_moves_at in self._left:
+                moved += numbers[moves_at]
+                noted += numbers[accesses_at]
+                shifts += numbers[token_moves_at]
+            if not (moved or noted or shifts or self._notes or self._behind is not None):
+                self._loads = None  # An admission of nothing loads nothing, and the next decision may be anybody's.
+                return False
+            moves, own = np.empty((moved, 5), np.int64), np.empty((noted, 3), np.int64)
+            shifted = np.empty((shifts, 4), np.int64) if shifts else NO_TOKEN_MOVES
+            ticket = int(collect(self._states.heads, moves, shifted, own))
+            if ticket >= 0:
+                behind, self._behind, loads, self._loads = self._behind, None, self._loads, None
+                batch = Decision(ticket, moves, shifted, self._with_notes(own), behind, loads, [])
+                if self._held_back is not None:
+                    self._held_back[ticket] = batch
+                else:
+                    self._queue[ticket] = batch
+                    self._decided = max(self._decided, ticket)
+                return True
 
     @contextmanager
     def together(self) -> Iterator[Callable[[], None]]:
@@ -378,35 +375,34 @@ class Transfer:
         """
         if self.enqueuing:
             return
-        with DeferSignals():
-            self._cut_large()
-            while self._enqueued < self._decided:
-                with self.lock:
-                    try:
-                        self._holder = threading.get_ident()
-                        batch = self._begun
+        self._cut_large()
+        while self._enqueued < self._decided:
+            with self.lock:
+                try:
+                    self._holder = threading.get_ident()
+                    batch = self._begun
+                    if batch is None:
+                        batch = self._begin()
                         if batch is None:
-                            batch = self._begin()
-                            if batch is None:
-                                return  # The thread that decided it will enqueue it.
-                            if self._is_large(batch):
-                                continue
-                        for some, direction in self._pieces:
-                            if direction != records.ONBOARD or not self._load(some, batch.loads):
-                                self._copy(some, batch.ticket, direction)
-                            if self._is_large(batch):
-                                break
-                        else:
-                            self._begun = None
-                            self._end(batch, self._loaded)
-                        leaving, self._exit = self._exit, None
-                        if leaving is not None:
-                            raise leaving
-                    except BaseException:
-                        self._begun = None  # it begins again
-                        raise
-                    finally:
-                        self._holder = 0
+                            return  # The thread that decided it will enqueue it.
+                        if self._is_large(batch):
+                            continue
+                    for some, direction in self._pieces:
+                        if direction != records.ONBOARD or not self._load(some, batch.loads):
+                            self._copy(some, batch.ticket, direction)
+                        if self._is_large(batch):
+                            break
+                    else:
+                        self._begun = None
+                        self._end(batch, self._loaded)
+                    leaving, self._exit = self._exit, None
+                    if leaving is not None:
+                        raise leaving
+                except BaseException:
+                    self._begun = None  # it begins again
+                    raise
+                finally:
+                    self._holder = 0
 
     def _begin(self) -> Decision | None:
         """Begin with the next batch, if there is one."""

@@ -80,9 +80,6 @@ class Names:
         self._limit = max(self.LEAST, 2 * len(self.known))
 
 
-_UNDEFERRED = nullcontext()
-
-
 class Core:
     """The state of one pool, and the only way to change it. Thread-safe.
 
@@ -103,9 +100,6 @@ class Core:
         self.tables = tuple(read_only(table) for table in states.table)
         self.names = Names(states)
         self.closed = False
-        # Compiled verbs that have run on a device that needs no order. One runs nothing of Python any more: a handler
-        # that raises finds it undone or whole, without ``DeferSignals``.
-        self._whole: set[Any] = set()
         kv_events.announce(states)
 
     def decide(self, stream: Any, verb: Callable[..., Any], *args: Any, ids: Int64s | None = NO_IDS) -> Any:
@@ -119,38 +113,25 @@ class Core:
         inside, heads, transfer = self._owned(), self.states.heads, self.transfer
         asked = stream is None or (inside and transfer.is_together)
         on = stream if asked else self.as_stream(stream)
-        with _UNDEFERRED if verb in self._whole and not inside else DeferSignals():
-            try:
-                with self.lock:
-                    if self.closed or transfer.broken is not None:
-                        self.check_open()
-                    try:
-                        # A signal handler or destructor may decide inside another call. It finds that call's moves
-                        # here, and keeps them in order.
-                        if inside or transfer.torn:
-                            transfer.collect()
-                        if transfer.order is not None:
-                            result = transfer.decide(on, ids, verb, *args)
-                        else:
-                            result = verb(heads, *args)
-                            if verb not in self._whole and hasattr(verb, "overloads"):
-                                self._whole.add(verb)
-                        mine = result >= 0 and transfer.collect()
-                    except BaseException:
-                        transfer.torn = True
-                        transfer.collect()
-                        raise
-                    if result < 0:
-                        raise refusal(heads, result, args[0], self.tokens.sequences, verb)
-                    later = mine and transfer.may_lag()
-                if later and not inside:
-                    transfer.drain_later()
-                elif (mine or transfer.waiting) and not inside:
-                    transfer.drain()
-            except BaseException:  # of a handler, too: what the verb has done is queued, and is enqueued
-                if transfer.waiting and not inside:
-                    transfer.drain()
-                raise
+        with DeferSignals():
+            with self.lock:
+                if self.closed or transfer.broken is not None:
+                    self.check_open()
+                # A signal handler or destructor may decide inside another call. It finds that call's moves here, and
+                # keeps them in order.
+                transfer.collect()
+                if transfer.order is None:
+                    result = verb(heads, *args)
+                else:
+                    result = transfer.decide(on, ids, verb, *args)
+                if result < 0:
+                    raise refusal(heads, result, args[0], self.tokens.sequences, verb)
+                mine = transfer.collect()
+                later = mine and transfer.may_lag()
+            if later and not inside:
+                transfer.drain_later()
+            elif (mine or transfer.waiting) and not inside:
+                transfer.drain()
         return result
 
     def release_unseen(self, ids: Int64s) -> None:
