@@ -65,7 +65,7 @@ def command(tool: str) -> list[str]:
     if tool == "mypy":
         pytest.importorskip("mypy")
         return [sys.executable, "-m", "mypy", "--no-error-summary", "--follow-imports=silent"]
-    found = shutil.which(tool)
+    found = shutil.which(tool, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
     if found is None:
         pytest.skip("pyright is not installed: pip install pyright")
     return [found, "--pythonpath", sys.executable]
