@@ -7,8 +7,11 @@ from typing import Any
 
 
 def watched() -> bool:
-    """Whether standard error is a terminal. It may be closed."""
-    return sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()
+    """Whether standard error is a terminal. It is none if it is closed, or no file of the usual kind."""
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, OSError, ValueError):
+        return False
 
 
 def progress_bar(total: int | None, unit: str, **look: Any) -> Any:

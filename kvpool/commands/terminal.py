@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -149,17 +149,13 @@ def tier_blocks(options: argparse.Namespace, tier: str, layout: BlockLayout) -> 
 # -- what is printed -----------------------------------------------------------------------------
 
 
-def progress(total: int | None, unit: str) -> AbstractContextManager[Callable[[int], Any]]:
-    """A context manager for a progress bar. It gives a function to call with the number of units just done. ``total``
-    is None if it is unknown."""
-    bar = progress_bar(total, " " + unit)
-    return nullcontext(lambda count: None) if bar is None else _shown(bar)
-
-
 @contextmanager
-def _shown(bar: Any) -> Iterator[Callable[[int], Any]]:
-    with bar:
-        yield bar.update
+def progress(total: int | None, unit: str) -> Iterator[Callable[[int], Any]]:
+    """A context with a progress bar. It gives a function to call with the number of units just done. ``total`` is None
+    if it is unknown."""
+    bar = progress_bar(total, " " + unit)
+    with nullcontext() if bar is None else bar:
+        yield (lambda count: None) if bar is None else bar.update
 
 
 def print_result(options: argparse.Namespace, values: Any, text: str) -> None:

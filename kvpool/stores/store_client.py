@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import threading
 import time
 from collections import Counter, deque
@@ -167,10 +168,9 @@ def seconds_argument(name: str, value: Any, least: float = 0.0) -> float:
     """A time in seconds, finite and not below ``least``. Raises TypeError or ValueError."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"{name}={value!r:.80}: accepted are seconds")
-    found = float(value)
-    if not least <= found < math.inf:
+    if not least <= value <= sys.float_info.max:
         raise ValueError(f"{name}={value!r:.80}: accepted are finite seconds from {least:g}")
-    return found
+    return float(value)
 
 
 def _failed(job: Job) -> bool | None:

@@ -18,6 +18,7 @@ import pytest
 
 import kvpool
 from kvpool.__main__ import main
+from kvpool.progress import progress_bar, watched
 from kvpool.replay import Replay, VerificationError
 from kvpool.state.arrays import POLICIES
 
@@ -240,6 +241,14 @@ class FakeBar:
 
     def update(self, count: int) -> None:
         self.done += count
+
+
+@pytest.mark.parametrize("stream", [None, types.SimpleNamespace(), io.TextIOWrapper(io.BytesIO())])
+def test_nobody_watches_what_is_no_terminal(stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if hasattr(stream, "close"):
+        stream.close()
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert not watched() and progress_bar(1, "units") is None
 
 
 def test_a_progress_bar_is_shown_to_who_watches(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:

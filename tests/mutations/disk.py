@@ -29,7 +29,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_commit_makes_up_for_the_one_before",
-        "DiskStore._end_commit",
+        "DiskStore._check_commit",
         "self._failed_commits != begun.failed",
         "False",
         "Blocks that a user had forgotten are back after a restart, and he was told that they are gone.",

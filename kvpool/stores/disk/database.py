@@ -9,6 +9,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import ExitStack
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from kvpool.stores.disk.folder import DATABASE, Folder, check_private
@@ -175,14 +176,18 @@ def _check_file(path: str) -> None:
 
 
 class GroupCommit(Generic[Begun]):
-    """Runs commits for all who wait for them: ``begin()``, then ``end`` with what that returns. Thread-safe.
+    """Runs commits for all who wait for them: ``begin()``, then ``check`` and ``end`` with what that returns.
+    Thread-safe.
 
     While one commit begins, others wait together for the next, which begins while this one ends. They end in turn. So
-    the number of commits follows the speed of the disk, and not the number of calls.
+    the number of commits follows the speed of the disk, and not the number of calls. ``check`` raises if a commit may
+    not end. It is called when the one before has ended, and before the next begins.
     """
 
-    def __init__(self, begin: Callable[[], Begun], end: Callable[[Begun], None]) -> None:
-        self._begin, self._end, self._lock = begin, end, threading.Lock()
+    def __init__(
+        self, begin: Callable[[], Begun], check: Callable[[Begun], None], end: Callable[[Begun], None]
+    ) -> None:
+        self._begin, self._check, self._end, self._lock = begin, check, end, threading.Lock()
         self._begins, self._ends = threading.Lock(), threading.Lock()
         self._next, self._led = Future[None](), False
 
@@ -201,12 +206,11 @@ class GroupCommit(Generic[Begun]):
             raise OSError(getattr(failed, "errno", None) or 0, f"the commit has failed: {failed}")
 
     def _run(self) -> None:
-        with self._begins:
-            with self._lock:
-                self._next, self._led = Future(), False
-            begun = self._begin()
-            self._ends.acquire()
-        try:
+        with ExitStack() as ending:
+            with self._begins:
+                with self._lock:
+                    self._next, self._led = Future(), False
+                begun = self._begin()
+                ending.enter_context(self._ends)
+                self._check(begun)
             self._end(begun)
-        finally:
-            self._ends.release()

@@ -112,7 +112,7 @@ class DiskStore:
         self._lock, self._opened = threading.Lock(), False
         self._changed = threading.Condition(self._lock)
         self._counts = dict.fromkeys(_COUNTS.split(), 0)
-        self._slots = self._failed_commits = 0
+        self._slots = self._failed_commits = self._failed_by = 0
         self._epochs, self._renewing = dict[bytes, bytes](), threading.Lock()
 
     def __repr__(self) -> str:
@@ -159,7 +159,7 @@ class DiskStore:
                 close()
             raise
         self._folder, self._database, self._slab = folder, database, slab
-        self._commits, self._opened = GroupCommit(self._begin_commit, self._end_commit), True
+        self._commits, self._opened = GroupCommit(self._begin_commit, self._check_commit, self._end_commit), True
         return secret
 
     def _size(self, folder: Folder, header: Header | None, block_bytes: int) -> int:
@@ -304,7 +304,7 @@ class DiskStore:
         with self._lock:
             # A sync that fails is not made up for by the next one: what was written before it may be lost for good.
             if self._failed_commits != failed:
-                raise OSError(errno.EIO, "a commit has failed since the blocks were written", self._path)
+                raise OSError(self._failed_by, "a commit has failed since the blocks were written", self._path)
             self._index.complete([names[place] for place in written])
             self._changed.notify_all()
 
@@ -399,12 +399,15 @@ class DiskStore:
                 self._slab.sync()
         return begun
 
+    def _check_commit(self, begun: Commit) -> None:
+        """Who waits for this commit may need pages that the one before had. Raises OSError if that has failed."""
+        with self._ending(begun):
+            if self._failed_commits != begun.failed:
+                raise OSError(self._failed_by, "the commit before this one has failed", self._path)
+
     def _end_commit(self, begun: Commit) -> None:
         """Make the entries durable. One thread at a time, in the order in which the commits began."""
         with self._ending(begun):
-            # Who waits for this one may need pages that the one before had.
-            if self._failed_commits != begun.failed:
-                raise OSError(errno.EIO, "the commit before this one has failed", self._path)
             if begun.pages:
                 self._database.write(begun.pages)
         with self._lock:
@@ -416,10 +419,11 @@ class DiskStore:
         """Take back what does not become durable."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             with self._lock:
                 self._counts["io_errors"] += self._opened  # ``close`` counts what fails in it
                 self._failed_commits += 1
+                self._failed_by = getattr(error, "errno", None) or errno.EIO
                 self._table.give_back(begun.pages)
                 self._index.committed(begun.unclear, durable=False)
             raise
