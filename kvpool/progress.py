@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -27,3 +29,15 @@ def progress_bar(total: int | None, unit: str, **look: Any) -> Any:
     except ImportError:
         return None
     return tqdm(total=total, unit=unit, leave=False, file=sys.stderr, **look)
+
+
+@contextmanager
+def shown_progress(total: int | None, unit: str, **look: Any) -> Iterator[Callable[[int], Any]]:
+    """A context with a ``progress_bar``. It gives a function to call with the number of units just done, which does
+    nothing where no bar is shown."""
+    bar = progress_bar(total, unit, **look)
+    if bar is None:
+        yield lambda count: None
+    else:
+        with bar:
+            yield bar.update

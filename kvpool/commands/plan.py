@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from kvpool.arrays.layout import PRESETS, BlockLayout, shape_of_config
 from kvpool.commands import terminal
 from kvpool.commands.terminal import INTERRUPTED, OK, blaming_the_user, count_argument, near
+from kvpool.engines.options import POLICIES
+from kvpool.progress import shown_progress
 
 if TYPE_CHECKING:
     from kvpool.planner import Machine, StoreTier, Survey, Surveyor
@@ -48,7 +50,7 @@ def add_parser(subparsers: terminal.Subparsers) -> None:
     add("--store-latency", type=float, metavar="US", help="of a load (default: 1000)")
     add = plan.add_argument_group("policies of a pool, on the device").add_argument
     names = "run them through pools of some capacities, beside LRU and what knowing the future finds (default: all)"
-    add("--policies", nargs="*", choices=terminal.POLICIES, metavar="NAME", help=names)
+    add("--policies", nargs="*", choices=POLICIES, metavar="NAME", help=names)
     said = "what the engine says with each release (default: nothing)"
     add("--say", choices=("nothing", "stop", "future"), help=said)
     add("--at", type=count_argument(1), nargs="+", metavar="BLOCKS", help="the capacities (default: six)")
@@ -117,7 +119,7 @@ def _read(options: argparse.Namespace, surveyor: Surveyor) -> tuple[str, bool]:
     else:
         stream, total = stream_trace(options.trace, **reading), options.limit
         title = "<stdin>" if options.trace == "-" else Path(options.trace).name
-    with terminal.progress(total, "requests") as progress:
+    with shown_progress(total, " requests") as progress:
         try:
             for found in stream:
                 surveyor.record(found[1])
@@ -136,11 +138,11 @@ def _policies(options: argparse.Namespace, uses: list[Use], survey: Survey) -> P
         return None
     from kvpool.planner.policies import LRU, choose_capacities, compare
 
-    names = [name for name in options.policies or terminal.POLICIES if name != LRU]
+    names = [name for name in options.policies or POLICIES if name != LRU]
     capacities = sorted(options.at or choose_capacities(survey))
     if capacities[0] < survey.longest_blocks:
         options.error(f"--at {capacities[0]}: the longest request needs {survey.longest_blocks} blocks")
-    with terminal.progress(None, "runs") as progress:
+    with shown_progress(None, " runs") as progress:
         return compare(uses, survey, capacities, names, said=options.say or "nothing", progress=progress)
 
 

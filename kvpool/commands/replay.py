@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 from kvpool.arrays.layout import PRESETS, BlockLayout
 from kvpool.commands import terminal
 from kvpool.commands.terminal import FAILED, INTERRUPTED, OK, blaming_the_user, count_argument
+from kvpool.engines.options import POLICIES
 from kvpool.errors import DeviceError, InsufficientMemory
+from kvpool.progress import shown_progress
 
 if TYPE_CHECKING:
     from kvpool.pool.manager import KVCacheManager
@@ -41,7 +43,7 @@ def add_parser(subparsers: terminal.Subparsers) -> None:
     add("--model", choices=sorted(PRESETS), help="block layout of a model, instead of --block-bytes")
     add("--block-bytes", type=terminal.size_argument, metavar="SIZE", help="bytes of a block (default: 4096)")
     add("--tokens-per-block", type=count_argument(1), default=16, metavar="N", help="default: 16")
-    add("--policy", choices=terminal.POLICIES, default="lru", help="which cached block goes next")
+    add("--policy", choices=POLICIES, default="lru", help="which cached block goes next")
     device = "what holds and copies the blocks (default: auto)"
     add("--device", choices=("auto", "cpu", "cuda", "sim"), default="auto", help=device)
     early = "how early --device sim works: 0 late, 1 at once (default: 0.5)"
@@ -151,7 +153,7 @@ def _replay(trace: Trace, config: ReplayConfig, show: Callable[[KVCacheManager],
 
     status, interrupted = OK, False
     failure: AssertionError | None = None
-    with terminal.progress(len(trace.requests), "requests") as progress:
+    with shown_progress(len(trace.requests), " requests") as progress:
         with blaming_the_user(DeviceError, InsufficientMemory, ValueError, ImportError, OSError):
             replay = Replay(trace, config, progress=progress)
         # What lives until the end, the trace and what compilation has left, need not be scanned during a timed call.

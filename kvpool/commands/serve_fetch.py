@@ -18,6 +18,7 @@ from kvpool.commands import terminal
 from kvpool.commands.stress import add_workload
 from kvpool.commands.terminal import FAILED, INTERRUPTED, OK, blaming_the_user, count_argument
 from kvpool.errors import InsufficientMemory, KVPoolError
+from kvpool.progress import shown_progress
 
 SECRET = "KVPOOL_SECRET"
 
@@ -121,7 +122,7 @@ def fetch(options: argparse.Namespace) -> int:
     trace = terminal.trace_of(options)
     served: dict[str, Any] = {"figures": [], "failure": None}
     failure, figures, seconds = None, [], 0.0
-    bar = terminal.progress(options.blocks, "blocks")
+    bar = shown_progress(options.blocks, " blocks")
     with blaming_the_user(InsufficientMemory, ValueError):
         try:
             with (

@@ -7,6 +7,7 @@ import argparse
 from kvpool.commands import terminal
 from kvpool.commands.terminal import blaming_the_user, count_argument
 from kvpool.errors import InsufficientMemory
+from kvpool.progress import shown_progress
 
 
 def add_parser(subparsers: terminal.Subparsers) -> None:
@@ -54,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     trace = terminal.trace_of(options)
     replay = ReplayConfig(layout, options.device_blocks, options.host_blocks, verify=True, events=EVENTS)
     config = StressConfig(replay, reads, evictions=reads // 10, shielded=reads // 100, seed=options.seed)
-    with terminal.progress(reads, "reads") as progress:
+    with shown_progress(reads, " reads") as progress:
         with blaming_the_user(InsufficientMemory, ValueError):
             stress = Stress(trace, config, progress=progress)
         with stress:

@@ -9,12 +9,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvpool.arrays.layout import BlockLayout
-from kvpool.progress import progress_bar, watched
+from kvpool.progress import watched
 from kvpool.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ OK = 0
 FAILED = 1
 USAGE = 2
 INTERRUPTED = 130
-POLICIES = ("lru", "reuse", "agent", "adaptive")
 
 
 class WrongUse(Exception):
@@ -147,15 +146,6 @@ def tier_blocks(options: argparse.Namespace, tier: str, layout: BlockLayout) -> 
 
 
 # -- what is printed -----------------------------------------------------------------------------
-
-
-@contextmanager
-def progress(total: int | None, unit: str) -> Iterator[Callable[[int], Any]]:
-    """A context with a progress bar. It gives a function to call with the number of units just done. ``total`` is None
-    if it is unknown."""
-    bar = progress_bar(total, " " + unit)
-    with nullcontext() if bar is None else bar:
-        yield (lambda count: None) if bar is None else bar.update
 
 
 def print_result(options: argparse.Namespace, values: Any, text: str) -> None:

@@ -35,7 +35,7 @@ _OLD_WORDS = {
     "deadline": ("find_seconds", "load_seconds", "save_seconds"),
 }
 """Options by words that are accepted for one release more, and the words that take their place."""
-_POLICIES = ("lru", "reuse", "agent", "adaptive")
+POLICIES = ("lru", "reuse", "agent", "adaptive")
 """``POLICIES`` of the state, which imports Numba."""
 _KEEPING = ("save", "load_share", "save_share", "load_seconds", "save_seconds", "retry_seconds")
 _OLD_VALUES = {("save", "publish"): "commit"}
@@ -159,7 +159,7 @@ KINDS = {
     ),
     "save": Kind(lambda given: given if given in ("commit", "reuse") else None, "'commit' and 'reuse'"),
     "load": Kind(lambda given: given if given in ("always", "faster") else None, "'always' and 'faster'"),
-    "policy": Kind(lambda given: given if given in _POLICIES else None, ", ".join(map(repr, _POLICIES))),
+    "policy": Kind(lambda given: given if given in POLICIES else None, ", ".join(map(repr, POLICIES))),
     "host_memory": Kind(parse_size, "bytes, or text such as '8GiB'"),
     "staging": Kind(parse_size, "bytes, or text such as '256MiB'"),
     "load_share": _SHARE,

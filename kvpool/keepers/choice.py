@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvpool.arrays.layout import integer_argument
-from kvpool.stores.store_client import seconds_argument
+from kvpool.stores.store_client import number_argument
 
 BUDGET = 0.01
 """Loads may lose this share of the time that computing all hits would take."""
 PROBES = 0.005
 """Loads from a store that seems slower than the engine may lose this share."""
+SLOWEST = 1e-6
+"""The least tokens a second that an engine may be said to compute: with fewer a block takes for ever."""
 _PIECE_BYTES = 4 << 20
 _MARGIN = 0.05
 """A load is expected to save at least this share of the time that it is to save."""
@@ -180,8 +182,7 @@ class LoadOrCompute:
     def __init__(
         self, prefill_tokens_per_s: float, block_bytes: int, tokens_per_block: int, *, piece_bytes: int = _PIECE_BYTES
     ) -> None:
-        if (speed := seconds_argument("prefill_tokens_per_s", prefill_tokens_per_s)) < 1e-6:
-            raise ValueError(f"prefill_tokens_per_s={prefill_tokens_per_s}: accepted are numbers from 1e-6")
+        speed = number_argument("prefill_tokens_per_s", prefill_tokens_per_s, SLOWEST)
         self.block_bytes = integer_argument("block_bytes", block_bytes, 1, 1 << 40)
         tokens = integer_argument("tokens_per_block", tokens_per_block, 1, 1 << 31)
         self._piece = max(1, integer_argument("piece_bytes", piece_bytes, 1, 1 << 40) // self.block_bytes)
@@ -202,8 +203,8 @@ class LoadOrCompute:
         """
         there = integer_argument("there", there, 0, 1 << 40)
         ahead_bytes = integer_argument("ahead_bytes", ahead_bytes, 0, 1 << 62)
-        seconds_argument("spare", spare)
-        seconds_argument("waited", waited)
+        number_argument("spare", spare)
+        number_argument("waited", waited)
         if not there:
             return Load(0)
         with self._lock:
@@ -221,7 +222,7 @@ class LoadOrCompute:
     def late(self, load: Load, came: int, elapsed: float) -> bool:
         """Whether to give the load up, now that its first ``came`` blocks are there."""
         came = integer_argument("came", came, 0, load.blocks)
-        seconds_argument("elapsed", elapsed)
+        number_argument("elapsed", elapsed)
         with self._lock:
             self._look(load, came, elapsed)
             load.late = load.late or (came < load.blocks and elapsed >= load.until)
@@ -231,8 +232,8 @@ class LoadOrCompute:
         """The load has ended or was given up after ``seconds``, of which it was queued for ``queued``. Its first
         ``came`` blocks are there."""
         came = integer_argument("came", came, 0, load.blocks)
-        seconds_argument("seconds", seconds)
-        seconds_argument("queued", queued)
+        number_argument("seconds", seconds)
+        number_argument("queued", queued)
         with self._lock:
             gain = came * self.block_seconds - max(seconds - load.spare, 0.0)
             if load.for_others and came == load.blocks:

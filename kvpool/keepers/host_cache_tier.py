@@ -7,7 +7,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import compress, groupby, islice, repeat
+from itertools import compress, islice, repeat
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -144,7 +144,7 @@ class HostCacheTier:
         """A prompt whose saves have ended comes back into its order. Each of its leases counted as a use, so that the
         end of the prompt would be evicted last."""
         waiting = self._prompts[number]
-        prompts = [prompt for prompt, _ in groupby(map(waiting.pop, blocks, repeat(())))]
+        prompts = {id(prompt): prompt for prompt in map(waiting.pop, blocks, repeat(()))}.values()
         here = list(compress(blocks, kept)) if self.tells else []
         if here:
             told = self._told[number]

@@ -26,7 +26,7 @@ from kvpool.keepers.host_cache_tier import HostCacheTier, HostLoads, StoreChange
 from kvpool.pool.explain import Missed
 from kvpool.stores.queue import NO_LIMIT, StoreStats
 from kvpool.stores.store import Store
-from kvpool.stores.store_client import PATIENCE_SECONDS, HealthStats, StoreClient, seconds_argument
+from kvpool.stores.store_client import PATIENCE_SECONDS, HealthStats, StoreClient, number_argument
 
 Keys = Iterable[bytes]
 PUBLISH = "publish"
@@ -144,9 +144,9 @@ class HostKeeper(Closing):
         save = choice_argument("save", COMMIT if save == PUBLISH else save, SAVES)
         load_room = _share("load_share", load_share, cache.host_blocks)
         save_room = _share("save_share", save_share, cache.host_blocks)
-        load_seconds = seconds_argument("load_seconds", load_seconds)
-        save_seconds = seconds_argument("save_seconds", save_seconds)
-        retry_seconds = seconds_argument("retry_seconds", retry_seconds)
+        load_seconds = number_argument("load_seconds", load_seconds)
+        save_seconds = number_argument("save_seconds", save_seconds)
+        retry_seconds = number_argument("retry_seconds", retry_seconds)
         own, whose = list_argument("stores", stores), cache.identity if identity is None else identity
         limit = NO_LIMIT if quota is None else integer_argument("quota", quota, 0, 1 << 62) // cache.block_bytes
         chosen = [None] * len(own) if policies is None else list_argument("policies", policies)
@@ -327,7 +327,7 @@ class HostKeeper(Closing):
 
     def drain(self, timeout: float) -> bool:
         """Wait until nothing is under way or waits, at most ``timeout`` seconds. Returns whether that is so."""
-        end = self._clock() + seconds_argument("timeout", timeout)
+        end = self._clock() + number_argument("timeout", timeout)
         self.poll()
         while self._busy and (left := end - self._clock()) > 0:
             self._clients[0].queue.wait(min(left, 0.01))
@@ -372,7 +372,7 @@ class HostKeeper(Closing):
 
 def _share(name: str, share: object, blocks: int) -> int:
     """A share of the blocks, one at least. Raises TypeError or ValueError."""
-    found = seconds_argument(name, share)
+    found = number_argument(name, share)
     if not 0 < found <= 1:
         raise ValueError(f"{name}={share!r:.80}: accepted is a share above 0, up to 1")
     return max(1, int(found * blocks))

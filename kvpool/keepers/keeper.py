@@ -25,7 +25,7 @@ from kvpool.entry.process import Closing, Process
 from kvpool.errors import PoolClosed
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
 from kvpool.keepers.bridge import EVICT, SAVES, Bridge, Loader, open_clients
-from kvpool.keepers.choice import LoadOrCompute
+from kvpool.keepers.choice import SLOWEST, LoadOrCompute
 from kvpool.keepers.pool_tier import (
     Content,
     PoolTier,
@@ -44,7 +44,7 @@ from kvpool.state.records import H
 from kvpool.stores.jobs import Job
 from kvpool.stores.queue import StoreStats
 from kvpool.stores.store import MODEL_BYTES, TAG_BYTES, Store
-from kvpool.stores.store_client import HealthStats, StoreClient, StoreHealth, seconds_argument, staging_rows
+from kvpool.stores.store_client import HealthStats, StoreClient, StoreHealth, number_argument, staging_rows
 
 BLOCKS_PER_TURN = 64
 """Blocks that are copied for a store before the keeper looks at its prefetches again."""
@@ -150,8 +150,8 @@ class Keeper(Closing):
         promotions = integer_argument("promotion_blocks", most, 1, 1 << 31)
         queued = integer_argument("queued_blocks", queued_blocks, 1, 1 << 31)
         self._interval = integer_argument("interval_ms", interval_ms, 1, 60_000) / 1e3
-        if prefill_tokens_per_s is not None and seconds_argument("prefill_tokens_per_s", prefill_tokens_per_s) < 1e-6:
-            raise ValueError(f"prefill_tokens_per_s={prefill_tokens_per_s}: accepted are numbers from 1e-6, and None")
+        if prefill_tokens_per_s is not None:
+            number_argument("prefill_tokens_per_s", prefill_tokens_per_s, SLOWEST)
         self._pool = pool
         self._clock = clock
         self._process = Process()
@@ -198,9 +198,9 @@ class Keeper(Closing):
         """
         self._process.check(self)
         keys = self._keys(prompt)
-        seconds = self._deadline if deadline is None else seconds_argument("deadline", deadline)
+        seconds = self._deadline if deadline is None else number_argument("deadline", deadline)
         now = self._clock()
-        handle = Prefetch(keys, now + seconds, now + seconds_argument("spare", spare))
+        handle = Prefetch(keys, now + seconds, now + number_argument("spare", spare))
         with self._lock:
             if self._ended or self._closing:
                 raise PoolClosed(_ENDED)
@@ -343,7 +343,7 @@ class Keeper(Closing):
         call returns. May be called again.
         """
         self._process.check(self)
-        end = time.monotonic() + seconds_argument("timeout", timeout)
+        end = time.monotonic() + number_argument("timeout", timeout)
         with self._lock:
             self._closing = True
         os.eventfd_write(self._wake, 1)

@@ -84,8 +84,8 @@ class StoreHealth:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._most = integer_argument("failures", failures, 1, 1 << 20)
-        self._wait = seconds_argument("probe_seconds", probe_seconds)
-        self._wait_max = max(self._wait, seconds_argument("probe_seconds_max", probe_seconds_max))
+        self._wait = number_argument("probe_seconds", probe_seconds)
+        self._wait_max = max(self._wait, number_argument("probe_seconds_max", probe_seconds_max))
         self._clock, self._lock = clock, threading.Lock()
         self._kinds = {kind: _Kind(self._wait) for kind in (*_READS, *_WRITES)}
         self._failed, self._suspensions, self._probes = 0, 0, 0
@@ -164,12 +164,12 @@ class StoreHealth:
             kind.probing, kind.found, kind.probe_at = False, False, self._clock() + kind.wait
 
 
-def seconds_argument(name: str, value: Any, least: float = 0.0) -> float:
-    """A time in seconds, finite and not below ``least``. Raises TypeError or ValueError."""
+def number_argument(name: str, value: Any, least: float = 0.0) -> float:
+    """A time in seconds, or a rate, finite and not below ``least``. Raises TypeError or ValueError."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise TypeError(f"{name}={value!r:.80}: accepted are seconds")
+        raise TypeError(f"{name}={value!r:.80}: accepted are numbers")
     if not least <= value <= sys.float_info.max:
-        raise ValueError(f"{name}={value!r:.80}: accepted are finite seconds from {least:g}")
+        raise ValueError(f"{name}={value!r:.80}: accepted are finite numbers from {least:g}")
     return float(value)
 
 

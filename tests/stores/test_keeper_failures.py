@@ -315,7 +315,7 @@ def test_sequences_and_leases_of_others_are_left_alone(one: Engine, wrong: Wrong
         ({"deadline_ms": 0}, "deadline_ms=0"),
         ({"promotion_blocks": 0}, "promotion_blocks=0"),
         ({"prefill_tokens_per_s": 0}, "prefill_tokens_per_s=0"),
-        ({"prefill_tokens_per_s": 5e-324}, "prefill_tokens_per_s=5e-324: accepted are numbers from 1e-6"),
+        ({"prefill_tokens_per_s": 5e-324}, "prefill_tokens_per_s=5e-324: accepted are finite numbers from 1e-06"),
         ({"prefill_tokens_per_s": "fast"}, "prefill_tokens_per_s='fast'"),
         ({"quotas": {"tenant": 4}}, "pair"),
         ({"quotas": {("tenant", None): -1}}, "quotas"),

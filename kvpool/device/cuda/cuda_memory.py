@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ from kvpool.device.cuda.runtime import Driver, RuntimeCalls
 from kvpool.device.main_memory import ALIGNMENT, GpuMemory, MainMemory, available_ram
 from kvpool.device.work import StepTargets, Table, make_table
 from kvpool.errors import DeviceError
-from kvpool.progress import progress_bar
+from kvpool.progress import shown_progress
 
 SYSFS = Path("/sys")
 CHUNK_BYTES = 1 << 30
@@ -137,8 +137,7 @@ class PinnedMemory:
         # This sets the affinity of the calling thread, not of the process.
         stay = partial(os.sched_setaffinity, 0, near) if near else None
         workers = ThreadPoolExecutor(count, "kvpool-touch", initializer=stay)
-        shown = progress_bar(nbytes, "B", desc="pinning host memory", unit_scale=True, delay=_QUIET_SECONDS)
-        with nullcontext() if shown is None else shown as bar:
+        with shown_progress(nbytes, "B", desc="pinning host memory", unit_scale=True, delay=_QUIET_SECONDS) as pinned:
             try:
                 touched = [workers.submit(self._touch, self.array, start) for start in range(0, nbytes, _TOUCHED_BYTES)]
                 for start in range(0, nbytes, self.chunk_bytes):
@@ -146,8 +145,7 @@ class PinnedMemory:
                     for one in touched[start // _TOUCHED_BYTES : -(-(start + size) // _TOUCHED_BYTES)]:
                         one.result()
                     self._register(base + start, size, nbytes)
-                    if bar is not None:
-                        bar.update(size)
+                    pinned(size)
             finally:
                 workers.shutdown(cancel_futures=True)
 
