@@ -191,10 +191,10 @@ class Transfer:
         self, states: States, state_lock: AbstractContextManager[Any], device: Device, token_bytes: Sequence[int]
     ) -> None:
         self._states, self.state_lock, self._device = states, state_lock, device
-        # The headers as a flat buffer: every call asks twice what a decision has left there.
         self._numbers = states.heads.reshape(-1).data
-        bases = range(0, states.heads.size, records.HEADER)
-        self._left = [(base + H.moves, base + H.accesses, base + H.token_moves) for base in bases]
+        # What a decision has left in each group. Every call asks twice whether that is nothing.
+        self._left = [row[H.moves : H.accesses + 1].data for row in states.heads]
+        self._nothing = [np.zeros(3, np.int64).data for _ in self._left]
         # Reentrant, for what a destructor does inside: it asks ``enqueuing`` before it takes it.
         self.lock = threading.RLock()
         self._holder = 0
@@ -253,16 +253,11 @@ class Transfer:
         A destructor or signal handler may decide in the middle of this. It collects what it finds in the buffers before
         its own decision.
         """
-        numbers = self._numbers
         while True:
-            moved = noted = shifts = 0
-            for moves_at, accesses_at, token_moves_at in self._left:
-                moved += numbers[moves_at]
-                noted += numbers[accesses_at]
-                shifts += numbers[token_moves_at]
-            if not (moved or noted or shifts or self._notes or self._behind is not None):
+            if self._left == self._nothing and not self._notes and self._behind is None:
                 self._loads = None  # An admission of nothing loads nothing, and the next decision may be anybody's.
                 return False
+            moved, shifts, noted = map(sum, zip(*self._left, strict=True))
             moves, own = np.empty((moved, 5), np.int64), np.empty((noted, 3), np.int64)
             shifted = np.empty((shifts, 4), np.int64) if shifts else NO_TOKEN_MOVES
             ticket = int(collect(self._states.heads, moves, shifted, own))

@@ -198,10 +198,17 @@ def is_integer(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
+def one_integer(value: int) -> Int64s:
+    """int64[1] of an int that fits: a third of what ``np.array`` takes."""
+    found = np.empty(1, INTEGERS)
+    found[0] = value
+    return found
+
+
 def id_array(name: str, ids: object) -> Int64s:
     """One id or several ids as private int64[n]."""
     if type(ids) is int and -(1 << 63) <= ids < 1 << 63:
-        return np.array([ids], np.int64)
+        return one_integer(ids)
     if type(ids) is not np.ndarray and is_integer(ids):
         return np.array([integer_argument(name, ids, -(1 << 63), (1 << 63) - 1)], np.int64)
     return int64_array(name, ids)
@@ -251,10 +258,11 @@ def clock_argument(clock: object) -> Callable[[], int]:
     """The function that returns a pool's time in milliseconds; by default it reads the system's monotonic clock."""
     if clock is not None and not callable(clock):
         raise TypeError(f"clock={clock!r:.80}: accepted is a function that returns milliseconds")
-    return _milliseconds if clock is None else clock
+    return milliseconds if clock is None else clock
 
 
-def _milliseconds() -> int:
+def milliseconds() -> int:
+    """The time of the system's monotonic clock."""
     return time.monotonic_ns() // 1_000_000
 
 

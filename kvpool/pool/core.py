@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from kvpool.arrays import Array, Int64s
 from kvpool.arrays.layout import integer_argument
 from kvpool.arrays.strided import read_only
 from kvpool.copying.transfer import NO_IDS, Transfer
-from kvpool.device.base import Device, Event, Stream
+from kvpool.device.base import NULL_STREAM, Device, Event, Stream
+from kvpool.entry.arguments import milliseconds
 from kvpool.entry.interrupt import DeferSignals, deliver
 from kvpool.errors import (
     DeviceError,
@@ -110,8 +112,8 @@ class Core:
         named. Raises what the verb refuses. A copy that the device refuses raises nothing here: see
         ``copying.transfer``.
         """
-        inside, heads, transfer = self._owned(), self.states.heads, self.transfer
-        asked = stream is None or (inside and transfer.is_together)
+        inside, heads, transfer, order = self._owned(), self.states.heads, self.transfer, self.transfer.order
+        asked = stream is None or (inside and transfer.is_together) or (stream is NULL_STREAM and order is None)
         on = stream if asked else self.as_stream(stream)
         with DeferSignals():
             with self.lock:
@@ -120,7 +122,7 @@ class Core:
                 # A signal handler or destructor may decide inside another call. It finds that call's moves here, and
                 # keeps them in order.
                 transfer.collect()
-                if transfer.order is None:
+                if order is None:
                     result = verb(heads, *args)
                 else:
                     result = transfer.decide(on, ids, verb, *args)
@@ -163,6 +165,8 @@ class Core:
 
     def now(self) -> int:
         """Milliseconds on the pool's clock. Raises TypeError or ValueError if the clock returns anything else."""
+        if self.clock is milliseconds:
+            return monotonic_ns() // 1_000_000
         now = self.clock()
         return now if type(now) is int and 0 <= now <= MAX_MS else integer_argument("clock()", now, 0, MAX_MS)
 

@@ -94,13 +94,12 @@ class BlockKeys:
         the headers of a pool's states, have.
         """
         self, full = object.__new__(cls), len(tokens) // scope.origin[1]
-        keys = known
-        if full > len(known):
+        keys, first = known, len(known)
+        if full > first:
             keys = np.empty((full, 2), np.uint64)
-            keys[: len(known)] = known
-        self._fill(tokens, keys, extra_ids, scope, heads)
-        if full > len(known):
-            requests.hash_request(heads, self._request, len(known))
+            if first:
+                keys[:first] = known
+        self._fill(tokens, keys, extra_ids, scope, heads, first)
         return self
 
     def _fill(
@@ -110,12 +109,18 @@ class BlockKeys:
         extra_ids: Int64s | None,
         scope: Scope,
         heads: Int64s | None,
+        first: int | None = None,
     ) -> None:
+        """``first``: the first key that is to be hashed with the secret that ``heads`` have."""
         # What the request points to lives as long as this object, and nobody else can reach it to write to it.
         self._tokens, self._keys, self._extra_ids, self._scope, self._heads = tokens, keys, extra_ids, scope, heads
         self._request = np.zeros((1, records.REQUEST_COLUMNS), np.int64)
         extra = NO_EXTRA if extra_ids is None else extra_ids
-        requests.describe(self._request, tokens, keys, extra, *scope.root, not scope.reuse, not scope.publish)
+        how = (tokens, keys, extra, *scope.root, not scope.reuse, not scope.publish)
+        if first is None or heads is None:
+            requests.describe(self._request, *how)
+        else:
+            requests.describe_and_hash(heads, first, self._request, *how)
 
     def extend(self, tokens: Integers, *, extra_ids: Integers | None = None) -> BlockKeys:
         """The keys of this prompt and ``tokens`` after it; hashes only the blocks that these fill.
@@ -242,15 +247,22 @@ def request_of(prompt: BlockKeys) -> Int64s:
 
 def requests_of(prompts: Sequence[BlockKeys]) -> Int64s:
     """The same of several prompts, private: int64[n, REQUEST], in which the call notes what it asks for."""
-    rows = [prompt._request for prompt in prompts]
-    return rows[0].copy() if len(rows) == 1 else np.concatenate(rows or [NO_REQUESTS])
+    if len(prompts) == 1:
+        return prompts[0]._request.copy()
+    return np.concatenate([prompt._request for prompt in prompts] or [NO_REQUESTS])
 
 
-def check_origin(prompts: Sequence[BlockKeys], origin: tuple[str, int]) -> None:
-    """Raise ValueError unless a pool with this secret and block length has made all of these keys."""
+def unproven(prompts: Sequence[BlockKeys], origin: tuple[str, int]) -> list[BlockKeys]:
+    """Those of the prompts that no pool has hashed yet, or compared with its own. Raises ValueError unless a pool with
+    this secret and block length has made all of these keys."""
+    found = []
     for prompt in prompts:
-        if prompt.origin is not origin and prompt.origin != origin:
+        own = prompt._scope.origin
+        if own is not origin and own != origin:
             raise ValueError("the keys were made by a pool with another secret or another tokens_per_block")
+        if prompt._heads is None:
+            found.append(prompt)
+    return found
 
 
 def _origin_argument(origin: object) -> tuple[str, int]:

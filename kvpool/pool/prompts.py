@@ -5,6 +5,7 @@ admission brings from the host, some layers after the others."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -35,11 +36,12 @@ from kvpool.entry.arguments import (
 from kvpool.entry.interrupt import DeferSignals, Door
 from kvpool.pool.config import Group
 from kvpool.pool.core import Core, refusal
-from kvpool.pool.keys import Admission, BlockKeys, Match, Plan, Prompt, Scope, check_origin, request_of, requests_of
+from kvpool.pool.keys import Admission, BlockKeys, Match, Plan, Prompt, Scope, request_of, requests_of, unproven
 from kvpool.state import admit, hashing, index, records, requests, verbs
 from kvpool.state.arrays import State
 
 PARTS_MAX = 1 << 16
+_ID, _REUSED = records.OUT.id, slice(records.OUT.cached, records.OUT.missed + 1)
 
 
 class LayerLoads:
@@ -167,13 +169,15 @@ class Prompts:
         Raises TypeError or ValueError. Reads no state; thread-safe.
         """
         self.core.check_open()
-        switches = bool_argument("reuse", reuse), bool_argument("publish", publish)
+        if salt is None and adapter_id is None and reuse is True and publish is True:
+            scope = self._plain
+        else:
+            switches = bool_argument("reuse", reuse), bool_argument("publish", publish)
+            scope = self._scope(salt_argument(salt), adapter_argument(adapter_id), *switches)
         if isinstance(tokens, BlockKeys):
-            if any(one is not None for one in (salt, adapter_id, extra_ids)) or not all(switches):
+            if scope is not self._plain or extra_ids is not None:
                 raise TypeError("tokens are BlockKeys, which have all other arguments: accepted is none")
             return self._own([tokens])[0]
-        names = salt_argument(salt), adapter_argument(adapter_id)
-        scope = Scope(*names, self._root(*names), self._origin, *switches)
         found = token_array("tokens", tokens)
         # Of private tokens: what is hashed is what is compared and stored, whatever becomes of the caller's buffer.
         return BlockKeys.of_private(found, NO_KEYS, extra_array(extra_ids, len(found)), scope, self.core.states.heads)
@@ -227,6 +231,14 @@ class Prompts:
         scope = Scope(name.salt, name.adapter_id, (tag, *root), self._origin, publish=not own["private"])
         return tokens, keys[:known], extra if extra.any() else None, scope
 
+    @cached_property
+    def _plain(self) -> Scope:
+        """The scope of most prompts."""
+        return self._scope(None, None, True, True)
+
+    def _scope(self, salt: bytes | str | None, adapter_id: int | str | None, reuse: bool, publish: bool) -> Scope:
+        return Scope(salt, adapter_id, self._root(salt, adapter_id), self._origin, reuse, publish)
+
     def _root(self, salt: bytes | str | None, adapter_id: int | str | None) -> tuple[int, int, int]:
         """The digest of a namespace that was checked, and the key that its chains begin with."""
         states = self.core.states
@@ -243,15 +255,13 @@ class Prompts:
     def _hashed(self, prompt: object) -> BlockKeys:
         if isinstance(prompt, BlockKeys):
             return prompt
-        scope = Scope(None, None, self._root(None, None), self._origin)
-        return BlockKeys.of_private(token_array("prompt", prompt), NO_KEYS, None, scope, self.core.states.heads)
+        tokens = token_array("prompt", prompt)
+        return BlockKeys.of_private(tokens, NO_KEYS, None, self._plain, self.core.states.heads)
 
     def _own(self, prompts: list[BlockKeys]) -> list[BlockKeys]:
         """The same keys, which a pool with this secret and block length has made; else ValueError."""
-        check_origin(prompts, self._origin)
-        for keys in prompts:
-            if not keys.proven:
-                keys.prove(self._root(keys.salt, keys.adapter_id), self.core.states.heads)
+        for keys in unproven(prompts, self._origin):
+            keys.prove(self._root(keys.salt, keys.adapter_id), self.core.states.heads)
         return prompts
 
     # -- what would be reused and needed ---------------------------------------------------------
@@ -407,16 +417,17 @@ class Prompts:
         how = priority_argument("decode_priority", decode_priority), ttl_argument("decode_ttl_ms", decode_ttl_ms)
         if how != (records.DEFAULT_PRIORITY, records.NONE):
             rows[:, records.R.priority], rows[:, records.R.ttl] = how
-        given = [None] * len(keys) if retention is None else list_argument("retention", retention)
-        ranges = [None if one is None else retention_rows(one) for one in given]
-        if len(ranges) != len(keys):
+        given = () if retention is None else list_argument("retention", retention)
+        ranges = [None if one is None else retention_rows(one) for one in given] if given else []
+        if retention is not None and len(ranges) != len(keys):
             raise ValueError(
                 f"retention has {len(ranges)} entries: accepted is one for each of the {len(keys)} prompts"
             )
         for i, own in enumerate(ranges):
             if own is not None:
                 rows[i, records.R.ranges_at], rows[i, records.R.range_count] = address(own), len(own)
-            if keys[i].has_extra:
+        for one in keys:
+            if one.has_extra:
                 self.core.enable_extra()
         return Arrivals(keys, rows, ranges, some)
 
@@ -537,5 +548,5 @@ def _spread(found: Rows, kept: list[int], count: int) -> Rows:
 
 def as_admission(out: Int64s, refused: dict[int, str]) -> Admission:
     columns = out.T
-    reused = columns[records.OUT.cached : records.OUT.missed + 1].astype(TOKENS)
-    return Admission(columns[records.OUT.id].copy(), reused[0], reused[1], reused[2], reused[3], reused[4], refused)
+    cached, device, host, part, missed = columns[_REUSED].astype(TOKENS)
+    return Admission(columns[_ID].copy(), cached, device, host, part, missed, refused)

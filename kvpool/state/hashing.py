@@ -97,9 +97,9 @@ LANES = 16
 
 
 @jit(forceinline=True)
-def _absorb_lanes(v):
+def _absorb_lanes(v, row):
     for j in range(LANES):
-        v[0, j], v[1, j], v[2, j], v[3, j] = _absorb(v[0, j], v[1, j], v[2, j], v[3, j], v[4, j])
+        v[0, j], v[1, j], v[2, j], v[3, j] = _absorb(v[0, j], v[1, j], v[2, j], v[3, j], v[row, j])
 
 
 @jit(forceinline=True)
@@ -108,15 +108,18 @@ def keys_in_lanes(h, words, parent0, parent1, out, v):
     ids.
 
     The parent comes last in a key. So the tokens of several blocks, ``words`` uint64[LANES, T / 2], are absorbed side
-    by side, in the lanes of vectors, before the key of the first is known. ``v`` uint64[5, LANES] is scratch. Returns
+    by side, in the lanes of vectors, before the key of the first is known. ``v`` uint64[6, LANES] is scratch. Returns
     the last key.
     """
     for j in range(LANES):
         v[0, j], v[1, j], v[2, j], v[3, j] = _begin(h.secret0, h.secret1)
-    for i in range(words.shape[1]):
+        v[4, j] = words[j, 0]
+    last = words.shape[1] - 1
+    for i in range(last + 1):
+        # The next words: a vector that is loaded right after its parts were stored waits for them.
         for j in range(LANES):
-            v[4, j] = words[j, i]
-        _absorb_lanes(v)
+            v[4 + (i + 1) % 2, j] = words[j, min(i + 1, last)]
+        _absorb_lanes(v, 4 + i % 2)
     tail = U(16 + 8 * words.shape[1]) << U(56)
     for j in range(LANES):
         parent0, parent1 = _end(v[0, j], v[1, j], v[2, j], v[3, j], tail, parent0, parent1, h.guards)

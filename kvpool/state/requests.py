@@ -82,6 +82,13 @@ def describe(requests, tokens, keys, extra, namespace, root0, root1, fresh, priv
     request.fresh, request.private, request.priority, request.ttl = fresh, private, DEFAULT_PRIORITY, NONE
 
 
+@jit
+def describe_and_hash(heads, first, requests, tokens, keys, extra, namespace, root0, root1, fresh, private):
+    """``describe``, and then ``hash_request`` from block ``first`` on, whose result it returns."""
+    describe(requests, tokens, keys, extra, namespace, root0, root1, fresh, private)
+    return hash_request(heads, requests, first)
+
+
 @jit(forceinline=True)
 def blocks_for(h, tokens):
     return (tokens + h.width - 1) // h.width
@@ -109,7 +116,7 @@ def hash_request(heads, requests, first):
         if plain and i + 4 * LANES <= keys.shape[0]:
             words = array_at(request.tokens_at + 4 * i * width, (LANES, width >> 1), np.uint64)
             # Scratch, where later keys will be.
-            states = array_at(request.keys_at + 16 * (i + LANES), (5, LANES), np.uint64)
+            states = array_at(request.keys_at + 16 * (i + LANES), (6, LANES), np.uint64)
             parent0, parent1 = keys_in_lanes(h, words, parent0, parent1, keys[i:], states)
             i += LANES
             continue

@@ -66,8 +66,8 @@ MUTATIONS = (
     ),
     Mutation(
         "the_keys_of_a_pickle_are_believed",
-        "Prompts._own",
-        "not keys.proven",
+        "keys.unproven",
+        "prompt._heads is None",
         "False",
         "A forged block is found behind another prompt's beginning: who goes on there reads KV of other tokens.",
         ("tests/state/test_safety.py::test_a_pickle_with_keys_of_another_prompt_is_refused",),

@@ -97,8 +97,8 @@ MUTATIONS = (
     Mutation(
         "a_next_turn_hashes_all_again",
         "BlockKeys.of_private",
-        "requests.hash_request(heads, self._request, len(known))",
-        "requests.hash_request(heads, self._request, 0)",
+        "self._fill(tokens, keys, extra_ids, scope, heads, first)",
+        "self._fill(tokens, keys, extra_ids, scope, heads, 0)",
         "Each turn of a conversation hashes all turns before it.",
         (
             f"{_KEYS}test_a_next_turn_hashes_the_blocks_that_it_fills_and_no_others",

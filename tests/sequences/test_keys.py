@@ -24,15 +24,16 @@ NAMES: list[dict[str, Any]] = [{}, {"salt": "A"}, {"salt": b"B", "adapter_id": 3
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How many blocks each hashing has hashed."""
+    """How many blocks each hashing has hashed, of those that had to hash some."""
     counts: list[int] = []
-    plain = keys_module.requests.hash_request
+    plain = keys_module.requests.describe_and_hash
 
     def counting(*args: Any) -> int:
-        counts.append(plain(*args))
-        return counts[-1]
+        found = plain(*args)
+        counts.extend([found] if found else [])
+        return found
 
-    monkeypatch.setattr(keys_module.requests, "hash_request", counting)
+    monkeypatch.setattr(keys_module.requests, "describe_and_hash", counting)
     return counts
 
 
