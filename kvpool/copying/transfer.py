@@ -192,7 +192,8 @@ class Transfer:
     ) -> None:
         self._states, self.state_lock, self._device = states, state_lock, device
         self._numbers = states.heads.reshape(-1).data
-        # What a decision has left in each group. Every call asks twice whether that is nothing.
+        # The moves, token moves and accesses that a decision has left in each group. Every call asks twice whether
+        # there are any.
         self._left = [row[H.moves : H.accesses + 1].data for row in states.heads]
         self._nothing = [np.zeros(3, np.int64).data for _ in self._left]
         # Reentrant, for what a destructor does inside: it asks ``enqueuing`` before it takes it.

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, overload
+from typing import Any, TypeAlias, overload
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from kvpool.arrays import Int32s, Int64s, Uint64s
 from kvpool.arrays.layout import integer_argument
 from kvpool.device.base import NULL_STREAM, Event, Layers, Stream, StreamLike
 from kvpool.entry.arguments import (
+    INTEGERS,
     TOKENS,
     Ids,
     Integers,
@@ -122,16 +123,9 @@ NO_KEYS: Uint64s = np.empty((0, 2), np.uint64)
 Retention = Sequence[RetentionRange | tuple[int | None, ...]]
 
 
-class Arrivals(NamedTuple):
-    """The prompts of an admission, and what is asked for them. All of it was checked."""
-
-    keys: list[BlockKeys]
-    rows: Rows
-    """The requests, int64[n, REQUEST], as jitted code sees them."""
-    ranges: list[Rows | None]
-    """The memory of the retention that the rows point to."""
-    some: bool
-    """Whether a part of them may be admitted."""
+Arrivals: TypeAlias = tuple[list[BlockKeys], Rows, list["Rows | None"], bool]
+"""The prompts of an admission, and what is asked for them, all of it checked: the requests, int64[n, REQUEST], as
+jitted code sees them; the memory of the retention that these point to; and whether a part of them may be admitted."""
 
 
 class Prompts:
@@ -250,7 +244,10 @@ class Prompts:
 
     def _all_keys(self, prompts: list[Any]) -> list[BlockKeys]:
         """The keys of each prompt of a batch. Raises TypeError, ValueError."""
-        return self._own([self._hashed(prompt) if type(prompt) is not BlockKeys else prompt for prompt in prompts])
+        for i, prompt in enumerate(prompts):
+            if type(prompt) is not BlockKeys:
+                prompts[i] = self._hashed(prompt)
+        return self._own(prompts)
 
     def _hashed(self, prompt: object) -> BlockKeys:
         if isinstance(prompt, BlockKeys):
@@ -414,22 +411,26 @@ class Prompts:
         some = bool_argument("allow_partial_batch", allow_partial)
         keys = self._all_keys(list_argument("prompts", prompts))
         rows = self._rows(keys, encoder_tokens)
-        how = priority_argument("decode_priority", decode_priority), ttl_argument("decode_ttl_ms", decode_ttl_ms)
-        if how != (records.DEFAULT_PRIORITY, records.NONE):
-            rows[:, records.R.priority], rows[:, records.R.ttl] = how
-        given = () if retention is None else list_argument("retention", retention)
-        ranges = [None if one is None else retention_rows(one) for one in given] if given else []
-        if retention is not None and len(ranges) != len(keys):
+        if decode_priority is not records.DEFAULT_PRIORITY or decode_ttl_ms is not None:
+            rows[:, records.R.priority] = priority_argument("decode_priority", decode_priority)
+            rows[:, records.R.ttl] = ttl_argument("decode_ttl_ms", decode_ttl_ms)
+        ranges = [] if retention is None else self._retentions(list_argument("retention", retention), rows)
+        for one in keys:
+            if one.has_extra:
+                self.core.enable_extra()
+        return keys, rows, ranges, some
+
+    def _retentions(self, given: list[Any], rows: Rows) -> list[Rows | None]:
+        """The retention of each request, which its row then points to. Raises TypeError, ValueError."""
+        ranges = [None if one is None else retention_rows(one) for one in given]
+        if len(ranges) != len(rows):
             raise ValueError(
-                f"retention has {len(ranges)} entries: accepted is one for each of the {len(keys)} prompts"
+                f"retention has {len(ranges)} entries: accepted is one for each of the {len(rows)} prompts"
             )
         for i, own in enumerate(ranges):
             if own is not None:
                 rows[i, records.R.ranges_at], rows[i, records.R.range_count] = address(own), len(own)
-        for one in keys:
-            if one.has_extra:
-                self.core.enable_extra()
-        return Arrivals(keys, rows, ranges, some)
+        return ranges
 
     def _admit(
         self,
@@ -452,23 +453,24 @@ class Prompts:
         kept = [i for i in range(len(keys)) if i not in refused] if refused else None
         if kept is not None:
             rows, keys = rows[kept], [keys[i] for i in kept]
-        out = np.empty((len(core.tables), len(keys), records.OUTCOME_COLUMNS), np.int64)
+        out = np.empty((len(core.tables), len(keys), records.OUTCOME_COLUMNS), INTEGERS)
         out.fill(records.NONE)
         door.undo = lambda: core.release_unseen(out[0, :, records.OUT.id])
         on = NULL_STREAM if stream is None else stream
         now = core.now() if now is None else now
-
-        def admit_named(heads: Rows, rows: Rows) -> int:
-            # Events will name the namespaces.
-            core.names.learn(keys)
-            admitted = int(admit.admit(heads, rows, out, now, some))
-            if loads is not None and admitted >= 0:
-                core.transfer.put_layers(loads)
-            return admitted
-
-        n = core.decide(on, admit_named, rows)
+        n = core.decide(on, self._admit_named, rows, out, now, some, keys, loads)
         found = out[0, :n] if len(out) == 1 else self._joined(out[:, :n])
         return found if kept is None else _spread(found, kept, len(kept) + len(refused)), refused
+
+    def _admit_named(
+        self, heads: Rows, rows: Rows, out: Rows, now: int, some: bool, keys: list[BlockKeys], loads: LayerLoads | None
+    ) -> int:
+        """``admit.admit``. Events will name the namespaces of the prompts."""
+        self.core.names.learn(keys)
+        admitted = int(admit.admit(heads, rows, out, now, some))
+        if loads is not None and admitted >= 0:
+            self.core.transfer.put_layers(loads)
+        return admitted
 
     def _rows(self, keys: list[BlockKeys], encoder_tokens: object) -> Rows:
         """The prompts of a batch as jitted code sees them. Raises TypeError, ValueError."""

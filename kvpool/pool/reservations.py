@@ -201,7 +201,7 @@ class Reservations:
 
     def take(self, arrivals: Arrivals, owner: str, stream: StreamLike) -> Reservation:
         """Reserve the blocks of one prompt."""
-        core, (prompt,), row = self.core, arrivals.keys, arrivals.rows
+        core, ((prompt,), row, *_) = self.core, arrivals
         now, on = core.now(), None if stream is None else core.as_stream(stream)
         core.refuse_inside("reserve")
         new: list[Reservation] = []

@@ -170,13 +170,14 @@ class Together(Prompts):
         encoder: object,
     ) -> Step:
         own = self._arrivals(prompts, retention, priority, ttl, partial, encoder)
-        tokens = own.rows[:, [records.R.length, records.R.encoder]]
+        _, rows, _, some = own
+        tokens = rows[:, [records.R.length, records.R.encoder]]
 
         def run(now: int) -> Admission:
             with DeferSignals() as door:
                 return as_admission(*self._admit(door, own, on, now))
 
-        return Step("add", run, prompts=tokens, partial=own.some)
+        return Step("add", run, prompts=tokens, partial=some)
 
     def _append_step(self, on: Stream | None, ids: object, tokens: object, counts: object) -> Step:
         which, new = id_array("ids", ids), token_array("tokens", tokens, empty=True)
@@ -276,6 +277,8 @@ def release_arguments(ids: object, store: object, stop: object, ends: object, re
     """The sequences that a call releases, the verb for it, and its arguments behind them. Raises TypeError,
     ValueError."""
     which, keep = id_array("ids", ids), bool_argument("store", store)
+    if stop is None and ends is False and returns is None:
+        return which, verbs.release, (keep,)
     said = stop_argument(stop), returns_argument(ends, returns)
     return (which, verbs.release_saying, (keep, *said)) if any(said) else (which, verbs.release, (keep,))
 
