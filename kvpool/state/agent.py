@@ -90,7 +90,7 @@ def on_admit(at, asked, slot):
         return np.int64(NONE)
     c, depth = _named(book, keys, keys.shape[0], reused)
     if c == NONE and reused > 0 and table_of(h)[slot, reused - 1] != NONE:
-        c = np.int64(owners_of(h, book)[table_of(h)[slot, reused - 1]])
+        c = np.int64(owners_of(h)[table_of(h)[slot, reused - 1]])
     if c == NONE:  # what came from the host, or is held by a request that runs, is no chain's
         c, depth = _named(book, keys, reused, np.int64(0))
     c = begin_turn(h, book, c, depth, keys.shape[0])
@@ -122,7 +122,7 @@ def on_begin_release(at, slot, nothing):
     c = np.int64(turns_of(book)[slot])
     if c == NONE:
         return np.int64(0)
-    sequence, owners = sequences_of(h)[slot], owners_of(h, book)
+    sequence, owners = sequences_of(h)[slot], owners_of(h)
     full = sequence.committed // h.width
     for i in range(sequence.blocks):
         prefetch(blocks, row[min(i + _FAR, sequence.blocks - 1)])
@@ -162,7 +162,7 @@ def on_touch(at, found, count):
     """
     h, turn, count = record_at(at, HEAD), count > 0, abs(count)
     book, keys, c = book_of(h), array_at(found, (count, 3), np.int64), np.int64(NONE)
-    owners, chains = owners_of(h, book), chains_of(book)
+    owners, chains = owners_of(h), chains_of(book)
     if turn:
         c, depth = _named(book, keys, count, np.int64(0))
         before = np.int64(0)
@@ -244,7 +244,7 @@ def choose(at, second, nothing):
 @jit
 def _is_stray(h, book, b):
     """Whether no chain with blocks has listed a block at its last turn. ``choose`` finds it by no chain."""
-    c = np.int64(owners_of(h, book)[b])
+    c = np.int64(owners_of(h)[b])
     old = c == NONE or blocks_of(h)[b].used_at != chains_of(book)[c].released
     return old or shelf_of(book, c).place >= book.cached
 

@@ -52,11 +52,11 @@ LRU = "lru"
 _GHOST_BLOCKS = 1 << 15
 """So many blocks, or up to twice as many, are enough to compare policies by."""
 POLICIES = (LRU, "reuse", "agent", "adaptive")
-BOOK_BYTES = 16
+BOOK_BYTES = 12
 """Bytes for each block, at most. What pauses teach takes some 90 KB besides."""
 _BLOCKS_PER_CHAIN, _BLOCKS_PER_CHAIN_OF_TWO, _BLOCKS_PER_NAME, _LEAST = 6.75, 9.75, 2, 16
-"""A chain for so many blocks, in a pool of two tiers for so many, and a name for so many; so many chains at least. With
-the owners that is 16 bytes a block."""
+"""A chain for so many blocks, in a pool of two tiers for so many, and a name for so many; so many chains at least. That
+is 12 bytes a block."""
 
 
 class ChainBook:
@@ -69,7 +69,7 @@ class ChainBook:
         chains = min(max(int(blocks / per_chain), _LEAST), CHAINS_MAX)
         names = 1 << max(blocks // _BLOCKS_PER_NAME, 4 * _LEAST).bit_length() - 1
         self.book = np.zeros(2, BOOK)
-        self.owners, self.turns = np.full(blocks, NONE, np.int32), np.full(max(rows, 1), NONE, np.int32)
+        self.turns = np.full(max(rows, 1), NONE, np.int32)
         self.chains, self.names = np.zeros(chains, CHAIN), np.full(names, NONE, np.int64)
         self.order, self.rates = np.arange(chains, dtype=np.int32), np.zeros((2, TABLES, ROWS, PAUSE_BINS))
         self.ghosts, self.scores = np.zeros((chains, EXPERTS), np.uint16), np.zeros((5, EXPERTS))
@@ -82,7 +82,7 @@ class ChainBook:
             shelves["first"] = shelves["rest"] = NONE
             shelves["place"] = self.order[: len(shelves)]
         book: Any = self.book.view(np.recarray)[0]
-        for name in ("owners", "chains", "order", "names", "turns", "rates", "ghosts", "scores"):
+        for name in ("chains", "order", "names", "turns", "rates", "ghosts", "scores"):
             book[f"{name}_at"] = getattr(self, name).ctypes.data
         begins = adaptive if policy == "adaptive" else agent
         hooks = begins.on_admit, agent.on_begin_release, agent.on_end_release
@@ -106,13 +106,13 @@ class ChainBook:
 
     @property
     def arrays(self) -> list[Array]:
-        own = [self.book, self.owners, self.turns, self.chains, self.names, self.order]
+        own = [self.book, self.turns, self.chains, self.names, self.order]
         return [*own, self.shelves, self.host_order, self.rates, self.ghosts, self.scores]
 
     @property
     def nbytes(self) -> int:
         """The bytes that grow with the number of blocks."""
-        own = self.owners, self.chains, self.names, self.order, self.shelves, self.host_order, self.ghosts
+        own = self.chains, self.names, self.order, self.shelves, self.host_order, self.ghosts
         return sum(one.nbytes for one in own)
 
 
@@ -305,7 +305,7 @@ class State:
 
     def _fill_lists(self, device_blocks: int, count: int) -> None:
         blocks, lists = self.blocks, self.lists
-        for name in ("other_copy", "chain", "child_prev", "child_next", "heap", "ttl", "ticket", "prev", "next"):
+        for name in "other_copy chain child_prev child_next heap ttl ticket prev next owner".split():
             blocks[name] = NONE
         blocks["priority"] = DEFAULT_PRIORITY
         self.sequences["duplicates"] = NONE

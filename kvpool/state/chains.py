@@ -82,7 +82,7 @@ BOOK = np.dtype(
         (name, "i8")
         for name in (
             "head_at on_admit on_begin_release on_end_release on_touch on_touched choose list"
-            " owners_at chains_at order_at names_at turns_at rates_at ghosts_at scores_at chains names rows cached"
+            " chains_at order_at names_at turns_at rates_at ghosts_at scores_at chains names rows cached"
             " known draws pick left last listed capacity follows depth shift shelves_at shelf_bytes"
         ).split()
     ]
@@ -117,10 +117,9 @@ def shelf_of(book, c):
 
 
 @jit(forceinline=True)
-def owners_of(h, book):
-    """The chain of each block, int32[blocks]: of the last release of a whole sequence that listed its content. NONE if
-    there was none."""
-    return array_at(book.owners_at, (h.blocks,), np.int32)
+def owners_of(h):
+    """The chain of each block, int32[blocks], or NONE."""
+    return blocks_of(h)["owner"]
 
 
 @jit(forceinline=True)
@@ -181,7 +180,7 @@ def draw(book, count):
 @jit(forceinline=True)
 def is_listed(h, book, c, b):
     """Whether a block, or NONE, lies in the list as a block of a chain."""
-    return b != NONE and owners_of(h, book)[b] == c and blocks_of(h)[b].list == book.list
+    return b != NONE and owners_of(h)[b] == c and blocks_of(h)[b].list == book.list
 
 
 @jit

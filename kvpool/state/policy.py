@@ -375,12 +375,12 @@ def place_only_copy(h, b, device, deadline):
     lies side by side."""
     place(h, b, deadline)
     if h.book_at and host_book_of(h).list == blocks_of(h)[b].list:
-        _join_chain(h, b, np.int64(owners_of(h, book_of(h))[device]))
+        _join_chain(h, b, np.int64(owners_of(h)[device]))
 
 
 @jit
 def _join_chain(h, b, c):
-    owners_of(h, book_of(h))[b] = c
+    owners_of(h)[b] = c
     behind = put_last(h, c, np.int64(b)) if c != NONE else np.int64(NONE)
     if behind != NONE:
         unlink(blocks_of(h), lists_of(h), b)
@@ -475,7 +475,7 @@ def expect_victims(h, tier, count):
     for _ in range(min(count, lists[own, 2])):
         b = call(book_of(h).choose, (book_of(h).head_at, np.int64(own != book_of(h).list), np.int64(0)))
         unlink(blocks, lists, b)
-        owners_of(h, book_of(h))[b] = NONE
+        owners_of(h)[b] = NONE
         blocks[b].prev, last = last, b
     while last != NONE:
         b, last = last, np.int64(blocks[last].prev)
@@ -503,24 +503,24 @@ def take_victim(h, tier, priority):
 def disown(h, b):
     """The content of a block that was taken has gone where it goes: the block is of no chain any more."""
     if h.book_at:
-        owners_of(h, book_of(h))[b] = NONE
+        owners_of(h)[b] = NONE
 
 
-SOON, LATER = 10, 20  # how many evictions ahead the index is loaded, and the block
+SOON = 10  # how many evictions ahead the index is loaded; the block twice as many
 
 
 @jit(forceinline=True)
 def foresee(h, row, i):
-    """Note the blocks that a release of this row gives back some places behind its block ``i``."""
-    block = blocks_of(h)[row[i]]
-    block.soon, block.later = max(row[max(i - SOON, 0)], 0), max(row[max(i - LATER, 0)], 0)
+    """Note the block that a release of this row gives back some places behind its block ``i``."""
+    blocks_of(h)[row[i]].soon = max(row[max(i - SOON, 0)], 0)
 
 
 @jit(forceinline=True)
 def _expect_victims(h, b):
     """Begin to load what the evictions after that of ``b`` will touch. What was foreseen may be wrong: nothing depends
     on it."""
-    blocks, soon, later = blocks_of(h), np.int64(blocks_of(h)[b].soon), np.int64(blocks_of(h)[b].later)
+    blocks, soon = blocks_of(h), np.int64(blocks_of(h)[b].soon)
+    later = np.int64(blocks[soon].soon)
     prefetch(blocks, later)
     prefetch(blocks["parent0"], later)
     prefetch(array_at(h.tokens_at, (h.blocks * h.width,), np.int32), later * h.width)

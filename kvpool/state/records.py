@@ -102,9 +102,10 @@ BLOCK = np.dtype(
         ("child_prev", "i4"),
         ("child_next", "i4"),
         ("saved", "i8"),  # who has been told to save the content, as bits; the same of both copies
-        # Blocks that a release gives back some places behind this one, so that they are loaded ahead of their eviction.
+        # A block that a release gives back some places behind this one, so that it is loaded ahead of its eviction.
         ("soon", "i4"),
-        ("later", "i4"),
+        # Where the policy looks at chains: that of the last release of a whole sequence that listed it, or NONE.
+        ("owner", "i4"),
     ],
     align=True,
 )

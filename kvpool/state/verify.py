@@ -373,7 +373,7 @@ def _chains(state: State) -> Iterator[Check]:
     own = state.book
     if own is None:
         return
-    book, chains, blocks = own.book[0], own.chains, len(own.owners)
+    book, chains, blocks = own.book[0], own.chains, len(state.blocks)
     sizes = (0, book["cached"], book["known"], len(chains))
     yield "chains", sizes != tuple(sorted(sizes)), "more chains have blocks than are known, or more than there are"
     numbers, count = np.arange(len(chains)), len(chains)
@@ -391,7 +391,8 @@ def _chains(state: State) -> Iterator[Check]:
     for name, high in (("after", count), ("before", count), ("row", CLASSES), ("alike", CLASSES)):
         outside |= (chains[name] < 0) | (chains[name] >= high)
     yield "chains", outside, "chain {} names a block, a chain or a class that there is not"
-    yield "chains", (own.owners < NONE) | (own.owners >= count), "block {} is of no chain that there is"
+    owners = state.blocks["owner"]
+    yield "chains", (owners < NONE) | (owners >= count), "block {} is of no chain that there is"
     named = (own.names >> 8) & (CHAINS_MAX - 1)
     yield "names", (own.names != NONE) & (named >= count), "name {} is of no chain that there is"
     if not outside.any():

@@ -483,7 +483,7 @@ class Pair:
     def _follow_chains(self, index: int, group: Model, state: Any, order: list[int]) -> None:
         """A host block that joins others of its chain lies behind them: there the model takes the pool's place. They
         may have gone since."""
-        own, owners = group.host.by_priority[DEFAULT_PRIORITY], state.book.owners
+        own, owners = group.host.by_priority[DEFAULT_PRIORITY], state.blocks["owner"]
         ours = {block.id for block in own}
         listed, before = [block for block in order if block in ours], self.listed[index]
         joined = {b for a, b in itertools.pairwise(listed) if owners[a] == owners[b] != records.NONE}

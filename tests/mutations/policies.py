@@ -75,7 +75,7 @@ MUTATIONS = (
     Mutation(
         "a_block_keeps_the_chain_of_its_former_content",
         "disown",
-        "owners_of(h, book_of(h))[b] = NONE",
+        "owners_of(h)[b] = NONE",
         "pass",
         "A prompt that comes back through the host counts as another conversation, whose blocks then go.",
         (f"{_TESTS}test_what_comes_from_the_host_belongs_to_its_own_conversation",),
@@ -115,7 +115,7 @@ MUTATIONS = (
     Mutation(
         "what_the_host_gets_is_of_no_conversation",
         "_join_chain",
-        "owners_of(h, book_of(h))[b] = c",
+        "owners_of(h)[b] = c",
         "pass",
         "The host forgets what came to it first, whoever comes back sooner.",
         (f"{_TESTS}test_the_host_too_loses_the_conversation_that_is_away_for_longer",),
