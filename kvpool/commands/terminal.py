@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from kvpool.arrays.layout import BlockLayout
+from kvpool.arrays.layout import PRESETS, BlockLayout, shape_of_config
 from kvpool.progress import watched
 from kvpool.sizes import parse_size
 
@@ -27,6 +27,8 @@ OK = 0
 FAILED = 1
 USAGE = 2
 INTERRUPTED = 130
+MODELS = f"a model's config.json, or {', '.join(sorted(PRESETS))}"
+_CONFIG_BYTES_MAX = 1 << 20
 
 
 class WrongUse(Exception):
@@ -123,6 +125,33 @@ def layout_of(options: argparse.Namespace, block_bytes: int, tokens_per_block: i
         return BlockLayout.of_block_bytes(block_bytes, tokens_per_block)
     except ValueError as error:
         return options.error(f"--block-bytes: {error}")
+
+
+def layout_of_model(options: argparse.Namespace, name: str, **given: Any) -> BlockLayout:
+    """The layout of one of the ``MODELS``, with what else is given. Exits with a message if there is none."""
+    try:
+        if name.endswith(".json"):
+            given = {**shape_of_config(_config(name))._asdict(), **given}
+            return BlockLayout(tokens_per_block=options.tokens_per_block, **given)
+        if name in PRESETS:
+            return BlockLayout.for_model(name, tokens_per_block=options.tokens_per_block, **given)
+    except (TypeError, ValueError, OSError) as error:
+        return options.error(f"{name}: {error}" if name.endswith(".json") else str(error))
+    known = f"neither a config.json nor one of {', '.join(sorted(PRESETS))}"
+    return options.error(f"--model: {name!r} is {known}{near(name, PRESETS)}")
+
+
+def _config(path: str) -> dict[str, Any]:
+    """Read a model's own description. Raises OSError, or ValueError if the file is no such description."""
+    with open(path, encoding="utf-8") as file:
+        text = file.read(_CONFIG_BYTES_MAX)
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError("no object in it, but lists in lists") from None
+    if not isinstance(found, dict):
+        raise ValueError("no object in it")
+    return found
 
 
 def add_tiers(group: Group, lowest: int) -> None:

@@ -106,6 +106,16 @@ def test_sizes_become_blocks(
     assert (config["device_blocks"], config["host_blocks"]) == (device_blocks, host_blocks)
 
 
+def test_a_replay_takes_a_models_own_description(
+    tmp_path: Path, trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    path.write_text(json.dumps({**shape, "torch_dtype": "bfloat16"}))
+    config = summary_of(capsys, trace, "--model", str(path), "--device-blocks", "300")["config"]
+    assert [config[name] for name in ("layers", "kv_heads", "head_dim", "dtype")] == [2, 2, 8, "bfloat16"]
+
+
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str]]:
     """The exit status, and the lines on both streams."""
     with pytest.raises(SystemExit) as ended:
@@ -130,7 +140,8 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list
         (["replay", "--device-blocks", "5", "--device-memory", "1GiB"], "not allowed with argument --device-blocks"),
         (["replay", "--block-bytes", "100"], "--block-bytes: .*100"),
         (["replay", "--block-bytes", "0"], "--block-bytes: .*0"),
-        (["replay", "--model", "gpt-5"], "invalid choice: 'gpt-5'"),
+        (["replay", "--model", "gpt-5"], "--model: 'gpt-5' is neither a config.json nor one of"),
+        (["replay", "--model", "none.json", "--device-blocks", "9"], "none.json: .*No such file"),
         (["replay", "--model", "lama-3-8b"], "did you mean llama-3-8b?"),
         (["plan", "--model", "lama-3-8b"], "neither a config.json nor one of .*; did you mean llama-3-8b?"),
         (["replay", "--policy", "agnt"], "did you mean agent?"),
