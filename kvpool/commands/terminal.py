@@ -41,7 +41,8 @@ def blaming_the_user(*kinds: type[BaseException]) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        raise WrongUse(str(error)) from error
+        path = error.filename if isinstance(error, OSError) else None
+        raise WrongUse(f"{path}: {error.strerror}" if path else str(error)) from error
 
 
 def declare(
@@ -50,14 +51,16 @@ def declare(
     """Declare a command, whose help is the docstring of ``run``. Its options have ``run``, and ``error``, which exits
     with a message."""
     raw = argparse.RawDescriptionHelpFormatter
-    parser = subparsers.add_parser(name, help=summary, description=inspect.getdoc(run), formatter_class=raw)
+    parser = subparsers.add_parser(
+        name, help=summary, description=inspect.getdoc(run), formatter_class=raw, allow_abbrev=False
+    )
     parser.set_defaults(run=run, error=parser.error)
     return parser
 
 
 def near(name: str, known: Iterable[str]) -> str:
     """The name that may have been meant, as the end of a message. Empty if none is like it."""
-    found = difflib.get_close_matches(name, known, n=1)
+    found = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.68)  # gpu is not cpu
     return f"; did you mean {found[0]}?" if found else ""
 
 
@@ -130,6 +133,8 @@ def layout_of(options: argparse.Namespace, block_bytes: int, tokens_per_block: i
 def layout_of_model(options: argparse.Namespace, name: str, **given: Any) -> BlockLayout:
     """The layout of one of the ``MODELS``, with what else is given. Exits with a message if there is none."""
     try:
+        if os.path.isdir(name):
+            name = os.path.join(name, "config.json")
         if name.endswith(".json"):
             given = {**shape_of_config(_config(name))._asdict(), **given}
             return BlockLayout(tokens_per_block=options.tokens_per_block, **given)
@@ -170,7 +175,8 @@ def tier_blocks(options: argparse.Namespace, tier: str, layout: BlockLayout) -> 
     if memory is None:
         return blocks
     if memory < layout.block_bytes and (memory or tier == "device"):
-        options.error(f"--{tier}-memory: {memory} bytes do not hold one block of {layout.block_bytes} bytes")
+        least = f"one block of {layout.block_bytes} bytes; accepted are sizes such as 4096, 512MiB or 8GiB"
+        options.error(f"--{tier}-memory: {memory} bytes do not hold {least}")
     return memory // layout.block_bytes
 
 

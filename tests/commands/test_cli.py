@@ -18,7 +18,7 @@ import pytest
 
 import kvpool
 from kvpool.__main__ import main
-from kvpool.progress import progress_bar, watched
+from kvpool.progress import progress_bar, say, shown_progress, watched
 from kvpool.replay import Replay, VerificationError
 from kvpool.state.arrays import POLICIES
 
@@ -148,6 +148,17 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list
         (["plan", "--users", "4"], "--users and --think-cap describe a TRACE, and none is given"),
         (["replay", "--policy", "no"], ", ".join(map(repr, POLICIES))),
         (["replya"], "did you mean replay?"),
+        (["version"], "did you mean --version?"),
+        (["replay", "--policy", "LRU"], "did you mean lru?"),
+        (["replay", "--device", "gpu"], "'sim'\\)\n"),
+        (["stress", "--device", "4"], "unrecognized arguments: --device; did you mean --device-blocks"),
+        (["replay", "--store", "/tmp/x"], "; did you mean disk:/tmp/x?"),
+        (["replay", "--store", "s3://b/x"], "a bucket of 3 to 63 of a-z"),
+        (
+            ["plan", "--device-memory", "8"],
+            "8 bytes do not hold one block of 2097152 bytes; .* such as 4096, 512MiB or",
+        ),
+        (["plan", "--model", "."], r"\./config.json: .*No such file"),
         (["replay", "--model", "llama-3-8b"], "--model needs --device-memory or --device-blocks"),
         (["replay", "--model", "llama-3-8b", "--block-bytes", "64"], "leave out --block-bytes"),
         (["replay", "--format", "qwen"], "--format, .* describe a TRACE, and none is given"),
@@ -334,3 +345,12 @@ def test_an_unknown_option_is_named_first_with_the_one_that_is_near(capsys: pyte
     assert status == 2 and lines[0].endswith("unrecognized arguments: --devcie-blocks; did you mean --device-blocks?")
     assert lines[2].startswith("usage: ")
     assert "did you mean" not in said(capsys, "replay", "--zzz")[1][0]
+
+
+def test_what_is_said_beside_a_bar_has_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with shown_progress(3, " requests"):
+        say("kvpool: compiling")
+    assert "requests" in terminal.getvalue() and "\rkvpool: compiling\n" in terminal.getvalue()
