@@ -41,8 +41,8 @@ def blaming_the_user(*kinds: type[BaseException]) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        path = error.filename if isinstance(error, OSError) else None
-        raise WrongUse(f"{path}: {error.strerror}" if path else str(error)) from error
+        path = getattr(error, "filename", None)
+        raise WrongUse(f"{path}: {getattr(error, 'strerror', error)}" if path else str(error)) from error
 
 
 def declare(
