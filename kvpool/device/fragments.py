@@ -237,7 +237,8 @@ class Cutter:
 
     def order(self, moves: Int64s) -> Int64s:
         """The same moves, sorted so that neighbours follow each other."""
-        return moves[np.argsort(moves[:, SOURCE], kind="stable")]
+        sources = moves[:, SOURCE]
+        return moves if (sources[1:] >= sources[:-1]).all() else moves[np.argsort(sources)]
 
     def count(self, moves: Int64s) -> int:
         """How many fragments ``cut`` returns for ordered moves."""
@@ -269,8 +270,21 @@ def _split(fragments: Any, host: Any, out: Any, cursor: Any) -> int:
     return cursor[0]
 
 
+@jit
+def _ways(moves: Any, device_blocks: int) -> int:
+    """A bit for each direction that moves have."""
+    found = 0
+    for i in range(moves.shape[0]):
+        found |= 1 << 2 * (moves[i, SOURCE] >= device_blocks) + (moves[i, TARGET] >= device_blocks)
+    return found
+
+
 def by_direction(moves: Int64s, device_blocks: int) -> Iterator[tuple[str, Int64s]]:
     """The moves of each direction that has any."""
-    ways = 2 * (moves[:, SOURCE] >= device_blocks) + (moves[:, TARGET] >= device_blocks)
-    for way in np.unique(ways).tolist():
-        yield (WITHIN, OFFLOAD, ONBOARD, INSIDE_HOST)[way], moves[ways == way]
+    found = _ways(moves, device_blocks)
+    for way, direction in enumerate((WITHIN, OFFLOAD, ONBOARD, INSIDE_HOST)):
+        if found == 1 << way:
+            yield direction, moves
+        elif found >> way & 1:
+            ways = 2 * (moves[:, SOURCE] >= device_blocks) + (moves[:, TARGET] >= device_blocks)
+            yield direction, moves[ways == way]
