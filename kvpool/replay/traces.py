@@ -203,10 +203,9 @@ def stream_trace(
         rows = chain([row], rows)
     given = {name: value for name, value in (("users", users), ("pause_max", pause_max)) if value is not None}
     if given and format not in ("agents", "auto"):
-        reason = f"has requests ({format}); accepted with sessions of agents only"
-        raise TraceError(
-            _name(path), 0, f"{', '.join(f'{name} {value}' for name, value in given.items())}: it {reason}"
-        )
+        named = ", ".join(f"{name} {value}" for name, value in given.items())
+        reason = f"{named}: it has requests ({format}); accepted with sessions of agents only"
+        raise TraceError(_name(path), 0, reason)
     for request in islice(_requests(rows, format, given), limit):
         yield format, request
     if request is None:
