@@ -60,7 +60,8 @@ def declare(
 
 def near(name: str, known: Iterable[str]) -> str:
     """The name that may have been meant, as the end of a message. Empty if none is like it."""
-    found = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.68)  # gpu is not cpu
+    typed = name.lower().replace("gpu", "cuda")  # it is more like cpu
+    found = difflib.get_close_matches(typed, known, n=1)
     return f"; did you mean {found[0]}?" if found else ""
 
 

@@ -150,7 +150,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list
         (["replya"], "did you mean replay?"),
         (["version"], "did you mean --version?"),
         (["replay", "--policy", "LRU"], "did you mean lru?"),
-        (["replay", "--device", "gpu"], "'sim'\\)\n"),
+        (["replay", "--device", "gpu"], "did you mean cuda?"),
         (["stress", "--device", "4"], "unrecognized arguments: --device; did you mean --device-blocks"),
         (["replay", "--store", "/tmp/x"], "; did you mean disk:/tmp/x?"),
         (["replay", "--store", "s3://b/x"], "a bucket of 3 to 63 of a-z"),
