@@ -34,7 +34,7 @@ class Tiers:
     """A device and two tiers of so many bytes, pinned once for all cases. Each layout is a region over all of them."""
 
     sizes = [1 << shift for shift in range(12, 22)]
-    runs, run_sizes = 64, (256, 1 << 10, 4 << 10)
+    runs, run_sizes = 64, (1 << 10, 4 << 10, 32 << 10)
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes, self.device = nbytes, CudaDevice()
