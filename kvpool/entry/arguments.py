@@ -198,17 +198,12 @@ def is_integer(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
-def one_integer(value: int) -> Int64s:
-    """int64[1] of an int that fits: a third of what ``np.array`` takes."""
-    found = np.empty(1, INTEGERS)
-    found[0] = value
-    return found
-
-
 def id_array(name: str, ids: object) -> Int64s:
     """One id or several ids as private int64[n]."""
     if type(ids) is int and -(1 << 63) <= ids < 1 << 63:
-        return one_integer(ids)
+        found = np.empty(1, INTEGERS)  # half of what ``np.array`` takes
+        found[0] = ids
+        return found
     if type(ids) is not np.ndarray and is_integer(ids):
         return np.array([integer_argument(name, ids, -(1 << 63), (1 << 63) - 1)], np.int64)
     return int64_array(name, ids)

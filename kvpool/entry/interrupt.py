@@ -97,12 +97,10 @@ class _Inner:
 class _Outermost:
     """The context of a call from outside, in the main thread."""
 
-    __slots__ = ("undo",)
-    undo: Callable[[], object] | None
+    undo: Callable[[], object] | None = None
 
     def __enter__(self) -> _Outermost:
         global _current, _calls
-        self.undo = None
         try:
             # Until all replacements are in place, a handler may still run.
             _current = self

@@ -116,11 +116,11 @@ class BlockKeys:
         self._tokens, self._keys, self._extra_ids, self._scope, self._heads = tokens, keys, extra_ids, scope, heads
         self._request = np.zeros((1, records.REQUEST_COLUMNS), np.int64)
         extra = NO_EXTRA if extra_ids is None else extra_ids
-        how = (tokens, keys, extra, *scope.root, not scope.reuse, not scope.publish)
+        how = (self._request, tokens, keys, extra, *scope.root, not scope.reuse, not scope.publish)
         if first is None or heads is None:
-            requests.describe(self._request, *how)
+            requests.describe(*how)
         else:
-            requests.describe_and_hash(heads, first, self._request, *how)
+            requests.describe_and_hash(heads, first, *how)
 
     def extend(self, tokens: Integers, *, extra_ids: Integers | None = None) -> BlockKeys:
         """The keys of this prompt and ``tokens`` after it; hashes only the blocks that these fill.
@@ -160,7 +160,7 @@ class BlockKeys:
     def prove(self, root: tuple[int, int, int], heads: Int64s) -> None:
         """Raise ValueError unless the pool with these headers, in which the namespace has this root, would give the
         same keys. What a copy or a pickle has brought is hashed, once, and can be extended then."""
-        if not self.proven:
+        if self._heads is None:
             own = BlockKeys.of_private(self._tokens, self._keys[:0], self._extra_ids, self._scope, heads)
             if root != self._scope.root or not np.array_equal(own._keys, self._keys):
                 raise ValueError("keys: they are not those of their tokens, extra_ids, salt and adapter_id")
@@ -170,11 +170,6 @@ class BlockKeys:
     def has_extra(self) -> bool:
         """Whether there are extra ids."""
         return self._extra_ids is not None
-
-    @property
-    def proven(self) -> bool:
-        """Whether a pool has hashed these keys, or compared them with its own."""
-        return self._heads is not None
 
     @property
     def tokens(self) -> Int32s:
@@ -255,14 +250,11 @@ def requests_of(prompts: Sequence[BlockKeys]) -> Int64s:
 def unproven(prompts: Sequence[BlockKeys], origin: tuple[str, int]) -> list[BlockKeys]:
     """Those of the prompts that no pool has hashed yet, or compared with its own. Raises ValueError unless a pool with
     this secret and block length has made all of these keys."""
-    found = []
     for prompt in prompts:
         own = prompt._scope.origin
         if own is not origin and own != origin:
             raise ValueError("the keys were made by a pool with another secret or another tokens_per_block")
-        if prompt._heads is None:
-            found.append(prompt)
-    return found
+    return [prompt for prompt in prompts if prompt._heads is None]
 
 
 def _origin_argument(origin: object) -> tuple[str, int]:

@@ -29,7 +29,6 @@ from kvpool.entry.arguments import (
     is_integer,
     list_argument,
     namespace_argument,
-    one_integer,
     priority_argument,
     split_argument,
     text_argument,
@@ -206,7 +205,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
         which, new = id_array("ids", ids), token_array("tokens", tokens, empty=True)
         if counts is None and len(which) != 1:
             raise ValueError(f"counts: accepted is one for each id, {len(which)} numbers here, not None")
-        each = one_integer(len(new)) if counts is None else count_array("counts", counts, which)
+        each = id_array("counts", len(new)) if counts is None else count_array("counts", counts, which)
         self.core.decide(stream, verbs.append, which, each, new, self.core.now(), ids=which)
 
     def commit(self, ids: Ids, counts: Ids | None = None, *, stream: StreamLike = None) -> None:

@@ -163,13 +163,15 @@ class Prompts:
         Raises TypeError or ValueError. Reads no state; thread-safe.
         """
         self.core.check_open()
-        if salt is None and adapter_id is None and reuse is True and publish is True:
+        plain = salt is None and adapter_id is None and reuse is True and publish is True
+        if plain:
             scope = self._plain
         else:
             switches = bool_argument("reuse", reuse), bool_argument("publish", publish)
-            scope = self._scope(salt_argument(salt), adapter_argument(adapter_id), *switches)
+            names = salt_argument(salt), adapter_argument(adapter_id)
+            scope = Scope(*names, self._root(*names), self._origin, *switches)
         if isinstance(tokens, BlockKeys):
-            if scope is not self._plain or extra_ids is not None:
+            if not plain or extra_ids is not None:
                 raise TypeError("tokens are BlockKeys, which have all other arguments: accepted is none")
             return self._own([tokens])[0]
         found = token_array("tokens", tokens)
@@ -228,10 +230,7 @@ class Prompts:
     @cached_property
     def _plain(self) -> Scope:
         """The scope of most prompts."""
-        return self._scope(None, None, True, True)
-
-    def _scope(self, salt: bytes | str | None, adapter_id: int | str | None, reuse: bool, publish: bool) -> Scope:
-        return Scope(salt, adapter_id, self._root(salt, adapter_id), self._origin, reuse, publish)
+        return Scope(None, None, self._root(None, None), self._origin)
 
     def _root(self, salt: bytes | str | None, adapter_id: int | str | None) -> tuple[int, int, int]:
         """The digest of a namespace that was checked, and the key that its chains begin with."""
@@ -414,23 +413,21 @@ class Prompts:
         if decode_priority is not records.DEFAULT_PRIORITY or decode_ttl_ms is not None:
             rows[:, records.R.priority] = priority_argument("decode_priority", decode_priority)
             rows[:, records.R.ttl] = ttl_argument("decode_ttl_ms", decode_ttl_ms)
-        ranges = [] if retention is None else self._retentions(list_argument("retention", retention), rows)
+        ranges: list[Rows | None] = []
+        if retention is not None:
+            given = list_argument("retention", retention)
+            ranges += [None if one is None else retention_rows(one) for one in given]
+            if len(ranges) != len(keys):
+                raise ValueError(
+                    f"retention has {len(ranges)} entries: accepted is one for each of the {len(keys)} prompts"
+                )
+        for i, own in enumerate(ranges):
+            if own is not None:
+                rows[i, records.R.ranges_at], rows[i, records.R.range_count] = address(own), len(own)
         for one in keys:
             if one.has_extra:
                 self.core.enable_extra()
         return keys, rows, ranges, some
-
-    def _retentions(self, given: list[Any], rows: Rows) -> list[Rows | None]:
-        """The retention of each request, which its row then points to. Raises TypeError, ValueError."""
-        ranges = [None if one is None else retention_rows(one) for one in given]
-        if len(ranges) != len(rows):
-            raise ValueError(
-                f"retention has {len(ranges)} entries: accepted is one for each of the {len(rows)} prompts"
-            )
-        for i, own in enumerate(ranges):
-            if own is not None:
-                rows[i, records.R.ranges_at], rows[i, records.R.range_count] = address(own), len(own)
-        return ranges
 
     def _admit(
         self,

@@ -170,14 +170,13 @@ class Together(Prompts):
         encoder: object,
     ) -> Step:
         own = self._arrivals(prompts, retention, priority, ttl, partial, encoder)
-        _, rows, _, some = own
-        tokens = rows[:, [records.R.length, records.R.encoder]]
+        tokens = own[1][:, [records.R.length, records.R.encoder]]
 
         def run(now: int) -> Admission:
             with DeferSignals() as door:
                 return as_admission(*self._admit(door, own, on, now))
 
-        return Step("add", run, prompts=tokens, partial=some)
+        return Step("add", run, prompts=tokens, partial=own[3])
 
     def _append_step(self, on: Stream | None, ids: object, tokens: object, counts: object) -> Step:
         which, new = id_array("ids", ids), token_array("tokens", tokens, empty=True)
