@@ -266,8 +266,8 @@ MUTATIONS = (
     # -- imports --------------------------------------------------------------------------------------------
     Mutation(
         "keys_of_another_secret_are_taken",
-        "check_origin",
-        "prompt.origin is not origin and prompt.origin != origin",
+        "keys.unproven",
+        "own is not origin and own != origin",
         "False",
         "Content is stored under keys that this pool would never give it.",
         ("tests/state/test_safety.py::test_keys_are_refused_by_a_pool_with_another_secret",),
