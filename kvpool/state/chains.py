@@ -81,7 +81,7 @@ BOOK = np.dtype(
     [
         (name, "i8")
         for name in (
-            "head_at on_admit on_begin_release on_end_release on_touch on_touched choose list"
+            "head_at on_admit on_begin_release on_end_release on_touch on_touched on_join choose list"
             " owners_at chains_at order_at names_at turns_at rates_at ghosts_at scores_at chains names rows cached"
             " known draws pick left last listed capacity follows depth shift shelves_at shelf_bytes"
         ).split()
