@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.jit.intrinsics import array_at, record_at
+from kvpool.jit.intrinsics import array_at, prefetch, record_at
 from kvpool.state.pauses import PAUSE_BINS, ROWS, TABLES, learn, octaves, worth
 from kvpool.state.records import NONE, blocks_of, lists_of
 
@@ -323,6 +323,12 @@ def is_name(key, from_end):
 @jit
 def _bucket(book, key):
     return ((key >> 4) & (book.names // _WAYS - 1)) * _WAYS
+
+
+@jit(forceinline=True)
+def expect_name(book, key):
+    """Begin to load what a key names."""
+    prefetch(names_of(book), _bucket(book, key))
 
 
 @jit
