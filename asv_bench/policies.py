@@ -237,10 +237,14 @@ def ceiling(options: argparse.Namespace, blocks: int, cap: float, name: str) -> 
     return Score(hits, sum(use.lookups for use in uses))
 
 
-@jit
-def min_holding(following: Any, ends: Any, capacity: int) -> int:
+def min_holding(following: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], capacity: int) -> int:
     """The hits of who evicts the block whose next use is last, and holds each prompt, which ends at its place."""
     held, heap = np.zeros(len(following), np.uint8), np.empty(len(following), np.int64)
+    return int(_min_holding(following, ends, capacity, held, heap))
+
+
+@jit
+def _min_holding(following: Any, ends: Any, capacity: int, held: Any, heap: Any) -> int:
     first, size, blocks, found = 0, 0, 0, 0
     for end in ends:
         for place in range(first, end):
@@ -285,7 +289,7 @@ class Known:
 
 def best(pauses: npt.NDArray[np.float64], age: float) -> float:
     """What is worth so much that has been away for ``age`` seconds, and pauses like this: as ``pauses.worth`` says."""
-    left = pauses[np.searchsorted(pauses, age, "right") :]
+    left = pauses[np.searchsorted(pauses, age) :]
     back = left[np.isfinite(left)] - age + 0.25
     count = np.arange(1, len(back) + 1)
     return float((count / (np.cumsum(back) + (len(left) - count) * back)).max(initial=0.0))
