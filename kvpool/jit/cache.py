@@ -29,7 +29,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numba.core import config
 
-from kvpool.progress import progress_bar, watched
+from kvpool.progress import progress_bar, say, watched
 
 PACKAGE = __name__.partition(".")[0]
 _VERSIONED = {"numba", "numpy", "llvmlite", *sys.stdlib_module_names}
@@ -300,7 +300,7 @@ class _Announcer:
             kept = "in this process: no folder can keep it" if root is None else f"once; it is kept in {root}"
             line = f"{PACKAGE}: compiling, about {_seconds(share)} s, {kept}"
             if watched() or self.speaks and sys.stderr is not None:
-                print(line, file=sys.stderr, flush=True)
+                say(line)
             else:
                 logging.getLogger("kvpool.jit.announcer").info(line)
         self._bar = progress_bar(max(share, self.compiled + 1), " functions", initial=self.compiled)
