@@ -25,7 +25,6 @@ from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from pickle import loads
 from typing import Any
-from weakref import WeakSet
 
 import llvmlite.binding as llvm
 import numba
@@ -283,7 +282,6 @@ class Dispatcher(registry.CPUDispatcher):
         super().__init__(function, targetoptions={"nopython": True})
         self.inline, self.nogil = inline, nogil
         self.libraries: dict[tuple[Any, ...], Library] = {}
-        _dispatchers.add(self)
 
     def compile(self, kinds: Any) -> Any:
         """The entry for arguments of some types."""
@@ -333,12 +331,10 @@ class Dispatcher(registry.CPUDispatcher):
         return self.libraries[tuple(sig)]
 
 
-_dispatchers: WeakSet[Dispatcher] = WeakSet()
-
-
 def _stems() -> set[str]:
     """How the names of the code of all functions begin. A module may still be incomplete, so this is forgotten."""
-    found = {dispatcher.stem() for dispatcher in [*_dispatchers] if not dispatcher.py_func.__closure__}
+    modules = [module for name, module in [*sys.modules.items()] if name.startswith(cache.PACKAGE)]
+    found = {one.stem() for module in modules for one in [*vars(module).values()] if isinstance(one, Dispatcher)}
     cache.known.clear()
     return found
 

@@ -198,7 +198,7 @@ def test_what_is_announced_is_what_is_missing(sample: Path) -> None:
     """Kept code of functions as they were counts nothing."""
 
     def announced() -> int:
-        script = f"""
+        script = """
 from sample import entry, other
 from sample.jit.cache import announcer
 with announcer.expecting(5, lambda: 1):
