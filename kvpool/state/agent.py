@@ -281,21 +281,22 @@ def worth_now(h, book, c, expert):
 
 
 @jit
-def _first_worth(h, book, c):
-    """The worth of the deepest block that a chain has listed."""
+def _first_worth(h, book, c, enough):
+    """The worth of the deepest block that a chain has listed, or what is above ``enough``."""
     chain = chains_of(book)[c]
     if chain.turns > 0 or shelf_of(book, c).rest != NONE:
         return -1.0  # left over
     worth = worth_now(h, book, c, book.follows)
-    return worth if _own_size(h, book, c) > 0 else _stem_worth(h, book, c, worth)
+    return worth if _own_size(h, book, c) > 0 else _stem_worth(h, book, c, worth, enough)
 
 
 @jit
-def _stem_worth(h, book, c, worth):
-    """The worth of a stem of which nothing else is left: that of the best of the chains that begin with it."""
+def _stem_worth(h, book, c, worth, enough):
+    """The worth of a stem of which nothing else is left: that of the best of the chains that begin with it, as far as
+    somebody asks."""
     chains, other = chains_of(book), np.int64(chains_of(book)[c].after)
     for _ in range(_RING):
-        if other == c:
+        if other == c or worth > enough:
             break
         if chains[other].turns > 0:
             return _HUGE
@@ -309,14 +310,14 @@ def _least(h, book):
     """The chain whose first block is worth least, of all, or of some and the last one. NONE if no chain has blocks."""
     chains, order, found, least, at, tries = chains_of(book), order_of(book), np.int64(NONE), 0.0, 0, 0
     if book.pick != NONE and has_blocks(h, book, book.pick):
-        found, least = np.int64(book.pick), _first_worth(h, book, book.pick)
+        found, least = np.int64(book.pick), _first_worth(h, book, book.pick, _HUGE)
     while at < book.cached and tries < ALL and least >= 0.0:
         place = at if book.cached <= ALL else draw(book, book.cached)
         c = np.int64(order[place])
         tries += 1
         if not has_blocks(h, book, c):
             continue
-        worth = _first_worth(h, book, c)
+        worth = _first_worth(h, book, c, least if found != NONE else _HUGE)
         if found == NONE or worth < least or (worth == least and age_of(h, chains[c]) > age_of(h, chains[found])):
             found, least = c, worth
         at += 1 if book.cached <= ALL else ALL // SOME
