@@ -121,7 +121,8 @@ def staging_table() -> str:
     return markdown(["columns in use", "CPU µs", "memcpy µs", "GPU µs", "memcpyAsync µs"], rows)
 
 
-def report(command: str) -> str:
+def report(command: str) -> Iterator[str]:
+    """The parts of the table, each measured when it is asked for."""
     gpu = describe_gpus()[0]
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=RESULTS.parent, capture_output=True, text=True
@@ -130,24 +131,18 @@ def report(command: str) -> str:
         f"{gpu.name}, CUDA {gpu.driver // 1000}.{gpu.driver % 1000 // 10}, compute capability {gpu.capability}, commit "
         f"{commit or 'unknown'}, `{command}`. {link()}."
     )
-    parts = [
-        "# Copies on a GPU",
-        (
-            f"{machine} Medians of {BlockCopies.__module__.rpartition('.')[2]}.py's events; see README.md for what "
-            "each figure counts."
-        ),
-        "## Blocks: GB/s, and percent of one large copy in the same direction",
-        *block_tables(),
-        "## What a server does, in batches of 16 MiB",
-        scene_table(),
-        "## Peers, in turn with the path beside them",
-        *peer_rows(),
-        "## Tokens between the device tier and staging",
-        token_table(),
-        "## Block tables of 256 sequences into a target of 1,024 columns",
-        staging_table(),
-    ]
-    return "\n\n".join(parts) + "\n"
+    yield "# Copies on a GPU"
+    yield (
+        f"{machine} Medians of {BlockCopies.__module__.rpartition('.')[2]}.py's events; see README.md for what "
+        "each figure counts."
+    )
+    yield "## Blocks: GB/s, and percent of one large copy in the same direction"
+    yield from block_tables()
+    yield f"## What a server does, in batches of 16 MiB\n\n{scene_table()}"
+    yield f"## Tokens between the device tier and staging\n\n{token_table()}"
+    yield f"## Block tables of 256 sequences into a target of 1,024 columns\n\n{staging_table()}"
+    yield "## Peers, in turn with the path beside them"
+    yield from peer_rows()
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -160,7 +155,11 @@ def main(arguments: list[str] | None = None) -> None:
     missing = unusable()
     if missing is not None:
         sys.exit(f"nothing was measured: {missing}")
-    options.output.write_text(report(options.command or " ".join([parser.prog, *given])), encoding="utf-8")
+    with options.output.open("w", encoding="utf-8") as file:
+        # What was measured stays when the rest fails.
+        for number, part in enumerate(report(options.command or " ".join([parser.prog, *given]))):
+            file.write(f"\n{part}\n" if number else f"{part}\n")
+            file.flush()
     close_tiers()
     print(options.output)
     if options.prove:

@@ -21,7 +21,8 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
-        hint = near(choice[1], re.findall(r"[\w.-]+", choice[2])) if choice else ""
+        options = [name for action in self._actions for name in action.option_strings]
+        hint = near(choice[1], [*re.findall(r"[\w.-]+", choice[2]), *options]) if choice else ""
         self.exit(USAGE, f"{self.prog}: error: {message}{hint}\n\n{self.format_usage()}")
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:

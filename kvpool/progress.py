@@ -31,6 +31,15 @@ def progress_bar(total: int | None, unit: str, **look: Any) -> Any:
     return tqdm(total=total, unit=unit, leave=False, file=sys.stderr, **look)
 
 
+def say(line: str) -> None:
+    """Write a line to standard error, above the bars that are there."""
+    bars = sys.modules.get("tqdm")
+    if bars is None:
+        print(line, file=sys.stderr, flush=True)
+    else:
+        bars.tqdm.write(line, file=sys.stderr)
+
+
 @contextmanager
 def shown_progress(total: int | None, unit: str, **look: Any) -> Iterator[Callable[[int], Any]]:
     """A context with a ``progress_bar``. It gives a function to call with the number of units just done, which does

@@ -34,7 +34,7 @@ class Tiers:
     """A device and two tiers of so many bytes, pinned once for all cases. Each layout is a region over all of them."""
 
     sizes = [1 << shift for shift in range(12, 22)]
-    runs, run_sizes = 64, (256, 1 << 10, 4 << 10)
+    runs, run_sizes = 64, (1 << 10, 4 << 10, 32 << 10)
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes, self.device = nbytes, CudaDevice()
@@ -185,12 +185,16 @@ class BlockCopies(OnGpu):
     def _copy_large(self) -> None:
         self.copy(self.target, self.source, self.large_bytes)
 
+    @cached_property
+    def _bytes_per_second(self) -> float:
+        return self.batch_bytes / self.seconds(self._copy_batch)
+
     def track_speed(self, *parameters: Any) -> float:
-        return self.batch_bytes / self.seconds(self._copy_batch) / 1e9
+        return self._bytes_per_second / 1e9
 
     def track_share_of_peak(self, *parameters: Any) -> float:
         peak = self.large_bytes / self.seconds(self._copy_large)
-        return 100 * self.batch_bytes / self.seconds(self._copy_batch) / peak
+        return 100 * self._bytes_per_second / peak
 
     track_speed.unit = "GB/s"  # type: ignore[attr-defined]
     track_share_of_peak.unit = "% of one large copy"  # type: ignore[attr-defined]
@@ -203,14 +207,17 @@ class Scenes(OnGpu):
     """What a server does: blocks of many runs, the fragments of an engine with a HostCache, and loads beside saves.
 
     The time of a batch is the clock's, from the call until all of it is done. ``slowdown_of_matmul`` is how much longer
-    a matrix product takes while such batches are copied all the time.
+    matrix products take, by the GPU's events, while such batches are copied all the time.
     """
 
     params = (["layers, load", "layers, save", "engine, load", "engine, save", "engine, both ways"], list(PATHS))
     param_names = ("scene", "path")
     timeout = 600
-    tier_bytes, batch_bytes, repeats = BlockCopies.tier_bytes, 16 << 20, 200
-    matrix, element = 4096, "float16"
+    tier_bytes, batch_bytes = BlockCopies.tier_bytes, 16 << 20
+    repeats_least, repeats, seconds_most = 5, 200, 0.5
+    matrix, element = 8192, "float16"
+    products = 4
+    """Matrix products that keep the stream busy while twice as many are enqueued behind them, which are timed."""
 
     def setup(self, scene: str, path: str, run_bytes: int = 1 << 10) -> None:
         self.open(path, self.tier_bytes)
@@ -238,11 +245,14 @@ class Scenes(OnGpu):
             self.enqueue = self.device.enqueue
         self.copied_bytes = self.batch_bytes * len(self.ways)
 
+    def enqueue_all(self) -> None:
+        for way in self.ways:
+            self.enqueue(self.work[way], self.streams[way])
+
     def _batch(self) -> tuple[float, float]:
         """Seconds until a batch is done, and of its calls."""
         begin = perf_counter()
-        for way in self.ways:
-            self.enqueue(self.work[way], self.streams[way])
+        self.enqueue_all()
         called = perf_counter() - begin
         for way in self.ways:
             self.device.synchronize(self.device.record(self.streams[way]))
@@ -251,7 +261,10 @@ class Scenes(OnGpu):
     @cached_property
     def _times(self) -> np.ndarray:
         """Of each batch, seconds until it was done, and of its calls. The first one warms up."""
-        return np.array([self._batch() for _ in range(self.repeats + 1)][1:])
+        found, end = list[tuple[float, float]](), perf_counter() + self.seconds_most
+        while len(found) <= self.repeats_least or (len(found) <= self.repeats and perf_counter() < end):
+            found.append(self._batch())
+        return np.array(found[1:])
 
     def track_speed(self, *parameters: Any) -> float:
         return self.copied_bytes / float(np.median(self._times[:, 0])) / 1e9
@@ -279,11 +292,14 @@ class Scenes(OnGpu):
         def product() -> float:
             times = []
             for _ in range(REPEATS + 1):
-                begin = perf_counter()
                 with stream:
-                    cupy.matmul(a, a)
-                stream.synchronize()
-                times.append(perf_counter() - begin)
+                    for number in range(3 * self.products):
+                        if number == self.products:
+                            self.runtime.eventRecord(self.begin, stream.ptr)
+                        cupy.matmul(a, a)
+                self.runtime.eventRecord(self.end, stream.ptr)
+                self.runtime.eventSynchronize(self.end)
+                times.append(self.runtime.eventElapsedTime(self.begin, self.end))
             return median(times[1:])
 
         alone, copies = product(), threading.Thread(target=copy)

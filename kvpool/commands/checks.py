@@ -92,7 +92,9 @@ def judge(found: dict[str, Any]) -> list[Check]:
     """The verdicts on the findings of ``examine``."""
     checks = [package(name, part) for name, part in found["packages"].items()]
     if found["numba.cuda"]["error"] and found["packages"]["numba-cuda"]["version"]:
-        remedy = "take site-packages out of PYTHONPATH: Python then finds it by itself, and reads its .pth files"
+        remedy = found["packages"]["numba-cuda"]["install"]
+        if "PYTHONPATH" in found["numba.cuda"]["error"]:
+            remedy = "take site-packages out of PYTHONPATH: Python then finds it by itself, and reads its .pth files"
         checks.append(Check("numba.cuda", WARNING, found["numba.cuda"]["error"], remedy))
     compiled = [] if found["jit"] is None else [compiled_code(found["jit"])]
     return [*checks, *compiled, driver(found), locked_memory(found), main_memory(found["memory"]["available"])]

@@ -162,15 +162,21 @@ def _failure(module: str) -> str | None:
 
 
 def _numba_cuda(installed: str | None) -> dict[str, Any]:
-    """Which package provides ``numba.cuda``. If numba-cuda's redirector did not run, it is silently the old one inside
-    Numba."""
+    """Which package provides ``numba.cuda``, and whether it compiles. If numba-cuda's redirector did not run, it is
+    silently the old one inside Numba. A NumPy that is newer than it knows is found out by compiling."""
+    wrong = None
     try:
         place = str(importlib.import_module("numba.cuda").__file__)
+        if installed and "numba_cuda" not in place:
+            wrong = "numba-cuda is installed, but numba.cuda is Numba's own: is site-packages on PYTHONPATH?"
     except Exception as error:
         return {"place": None, "error": f"{type(error).__name__}: {error}"}
-    redirected = "numba_cuda" in place
-    wrong = "numba-cuda is installed, but numba.cuda is Numba's own: is site-packages on PYTHONPATH?"
-    return {"place": place, "error": wrong if installed and not redirected else None}
+    try:
+        if installed and not wrong:
+            importlib.import_module("kvpool.device.cuda.step_kernel").compile_for((8, 0))
+    except Exception as error:
+        wrong = f"step tables cannot be compiled: {type(error).__name__}: {error}"
+    return {"place": place, "error": wrong}
 
 
 def _locked_limit() -> int | None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kvpool.arrays.layout import PRESETS, BlockLayout, shape_of_config
+from kvpool.arrays.layout import BlockLayout
 from kvpool.commands import terminal
-from kvpool.commands.terminal import INTERRUPTED, OK, blaming_the_user, count_argument, near
+from kvpool.commands.terminal import INTERRUPTED, OK, blaming_the_user, count_argument
 from kvpool.engines.options import POLICIES
 from kvpool.progress import shown_progress
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from kvpool.planner.survey import Use
 
 _MODEL = "llama-3-8b"
-_CONFIG_BYTES_MAX = 1 << 20
 _SHAPE = ("layers", "kv_heads", "head_dim", "planes", "dtype")
 _SUFFIXES = (".png", ".svg", ".html")
 
@@ -34,8 +32,7 @@ def add_parser(subparsers: terminal.Subparsers) -> None:
     plan.add_argument("--sample", type=terminal.fraction_argument, default=1.0, metavar="SHARE", help=sample)
     add = plan.add_argument_group("model").add_argument
     add("--tokens-per-block", type=count_argument(1), default=16, metavar="N", help="default: 16")
-    models = f"whose KV it is: a model's config.json, or {', '.join(sorted(PRESETS))} (default: {_MODEL})"
-    add("--model", metavar="MODEL", help=models)
+    add("--model", metavar="MODEL", help=f"whose KV it is: {terminal.MODELS} (default: {_MODEL})")
     for name in ("layers", "kv-heads", "head-dim"):
         add(f"--{name}", type=count_argument(1), metavar="N", help="instead of --model")
     planes = "instead of --model: 2 for K and V (default), 1 for MLA"
@@ -149,7 +146,7 @@ def _policies(options: argparse.Namespace, uses: list[Use], survey: Survey) -> P
 def _layout(options: argparse.Namespace) -> tuple[BlockLayout, str]:
     """The layout, and the name of the model."""
     given = {name: getattr(options, name) for name in _SHAPE if getattr(options, name) is not None}
-    own, tokens, name = given.keys() - {"dtype"}, options.tokens_per_block, options.model or _MODEL
+    own, name = given.keys() - {"dtype"}, options.model or _MODEL
     if own and options.model is not None:
         options.error(f"--{min(own).replace('_', '-')} is instead of --model")
     lacking = [f"--{name.replace('_', '-')}" for name in ("layers", "kv_heads", "head_dim") if name not in given]
@@ -157,32 +154,13 @@ def _layout(options: argparse.Namespace) -> tuple[BlockLayout, str]:
         options.error(f"without --model, {', '.join(lacking)} must be given too")
     try:
         if own:
-            layout = BlockLayout(tokens_per_block=tokens, **{"dtype": "bfloat16", **given})
+            layout = BlockLayout(tokens_per_block=options.tokens_per_block, **{"dtype": "bfloat16", **given})
             heads = f"{layout.kv_heads} KV heads of {layout.head_dim}, {layout.planes} planes, {layout.dtype_name}"
             return layout, f"{layout.layers} layers, {heads}"
-        if name.endswith(".json"):
-            layout = BlockLayout(tokens_per_block=tokens, **{**shape_of_config(_config(name))._asdict(), **given})
-            return layout, f"{Path(name).name}, {layout.dtype_name}"
-        if name not in PRESETS:
-            known = f"neither a config.json nor one of {', '.join(sorted(PRESETS))}"
-            return options.error(f"--model: {name!r} is {known}{near(name, PRESETS)}")
-        layout = BlockLayout.for_model(name, tokens_per_block=tokens, dtype=options.dtype)
-        return layout, f"{name}, {layout.dtype_name}"
-    except (TypeError, ValueError, OSError) as error:
-        return options.error(f"{name}: {error}" if name.endswith(".json") else str(error))
-
-
-def _config(path: str) -> dict[str, Any]:
-    """Read a model's own description. Raises OSError, or ValueError if the file is no such description."""
-    with open(path, encoding="utf-8") as file:
-        text = file.read(_CONFIG_BYTES_MAX)
-    try:
-        found = json.loads(text)
-    except RecursionError:
-        raise ValueError("no object in it, but lists in lists") from None
-    if not isinstance(found, dict):
-        raise ValueError("no object in it")
-    return found
+    except (TypeError, ValueError) as error:
+        return options.error(str(error))
+    layout = terminal.layout_of_model(options, name, **given)
+    return layout, f"{Path(name).name}, {layout.dtype_name}"
 
 
 def _machine(options: argparse.Namespace, layout: BlockLayout) -> tuple[Machine, str]:

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvpool.arrays.layout import PRESETS, BlockLayout
+from kvpool.arrays.layout import BlockLayout
 from kvpool.commands import terminal
 from kvpool.commands.terminal import FAILED, INTERRUPTED, OK, blaming_the_user, count_argument
 from kvpool.engines.options import POLICIES
@@ -40,7 +40,7 @@ def add_parser(subparsers: terminal.Subparsers) -> None:
     shape = replay.add_argument_group("pool")
     terminal.add_tiers(shape, 1)
     add = shape.add_argument
-    add("--model", choices=sorted(PRESETS), help="block layout of a model, instead of --block-bytes")
+    add("--model", metavar="MODEL", help=f"block layout of a model, instead of --block-bytes: {terminal.MODELS}")
     add("--block-bytes", type=terminal.size_argument, metavar="SIZE", help="bytes of a block (default: 4096)")
     add("--tokens-per-block", type=count_argument(1), default=16, metavar="N", help="default: 16")
     add("--policy", choices=POLICIES, default="lru", help="which cached block goes next")
@@ -198,6 +198,7 @@ def _layout(options: argparse.Namespace) -> BlockLayout:
         return terminal.layout_of(options, 4096 if nbytes is None else nbytes, tokens)
     if nbytes is not None:
         options.error("--model decides the bytes of a block: leave out --block-bytes")
+    layout = terminal.layout_of_model(options, options.model)
     if options.device_blocks is None and options.device_memory is None:
         options.error("--model needs --device-memory or --device-blocks")
-    return BlockLayout.for_model(options.model, tokens_per_block=tokens)
+    return layout

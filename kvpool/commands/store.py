@@ -36,10 +36,11 @@ def run(options: argparse.Namespace) -> int:
     that cannot be opened
     """
     with blaming_the_user(ImportError):
-        import zmq
+        from kvpool.stores.peer.store_server import StoreServer  # says which extra is missing
+    import zmq
 
-        from kvpool.stores.peer.store_server import StoreServer
-        from kvpool.stores.urls import open_store
+    from kvpool.stores.urls import open_store
+
     ends = {signal.SIGTERM, signal.SIGINT}
     with ExitStack() as stack:
         # Before any thread is started, so that all leave the signals to the call that waits for them.

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from kvpool.arrays.layout import BlockLayout
+from kvpool.arrays.layout import PRESETS, BlockLayout, shape_of_config
 from kvpool.progress import watched
 from kvpool.sizes import parse_size
 
@@ -27,6 +27,8 @@ OK = 0
 FAILED = 1
 USAGE = 2
 INTERRUPTED = 130
+MODELS = f"a model's config.json, or {', '.join(sorted(PRESETS))}"
+_CONFIG_BYTES_MAX = 1 << 20
 
 
 class WrongUse(Exception):
@@ -39,7 +41,8 @@ def blaming_the_user(*kinds: type[BaseException]) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        raise WrongUse(str(error)) from error
+        path = getattr(error, "filename", None)
+        raise WrongUse(f"{path}: {getattr(error, 'strerror', error)}" if path else str(error)) from error
 
 
 def declare(
@@ -48,14 +51,17 @@ def declare(
     """Declare a command, whose help is the docstring of ``run``. Its options have ``run``, and ``error``, which exits
     with a message."""
     raw = argparse.RawDescriptionHelpFormatter
-    parser = subparsers.add_parser(name, help=summary, description=inspect.getdoc(run), formatter_class=raw)
+    parser = subparsers.add_parser(
+        name, help=summary, description=inspect.getdoc(run), formatter_class=raw, allow_abbrev=False
+    )
     parser.set_defaults(run=run, error=parser.error)
     return parser
 
 
 def near(name: str, known: Iterable[str]) -> str:
     """The name that may have been meant, as the end of a message. Empty if none is like it."""
-    found = difflib.get_close_matches(name, known, n=1)
+    typed = name.lower().replace("gpu", "cuda")  # it is more like cpu
+    found = difflib.get_close_matches(typed, known, n=1)
     return f"; did you mean {found[0]}?" if found else ""
 
 
@@ -125,6 +131,35 @@ def layout_of(options: argparse.Namespace, block_bytes: int, tokens_per_block: i
         return options.error(f"--block-bytes: {error}")
 
 
+def layout_of_model(options: argparse.Namespace, name: str, **given: Any) -> BlockLayout:
+    """The layout of one of the ``MODELS``, with what else is given. Exits with a message if there is none."""
+    try:
+        if os.path.isdir(name):
+            name = os.path.join(name, "config.json")
+        if name.endswith(".json"):
+            given = {**shape_of_config(_config(name))._asdict(), **given}
+            return BlockLayout(tokens_per_block=options.tokens_per_block, **given)
+        if name in PRESETS:
+            return BlockLayout.for_model(name, tokens_per_block=options.tokens_per_block, **given)
+    except (TypeError, ValueError, OSError) as error:
+        return options.error(f"{name}: {error}" if name.endswith(".json") else str(error))
+    known = f"neither a config.json nor one of {', '.join(sorted(PRESETS))}"
+    return options.error(f"--model: {name!r} is {known}{near(name, PRESETS)}")
+
+
+def _config(path: str) -> dict[str, Any]:
+    """Read a model's own description. Raises OSError, or ValueError if the file is no such description."""
+    with open(path, encoding="utf-8") as file:
+        text = file.read(_CONFIG_BYTES_MAX)
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError("no object in it, but lists in lists") from None
+    if not isinstance(found, dict):
+        raise ValueError("no object in it")
+    return found
+
+
 def add_tiers(group: Group, lowest: int) -> None:
     """Declare the sizes of both tiers, in blocks or in bytes. ``lowest`` is the least number of device blocks."""
     for tier, least in (("device", lowest), ("host", 0)):
@@ -141,7 +176,8 @@ def tier_blocks(options: argparse.Namespace, tier: str, layout: BlockLayout) -> 
     if memory is None:
         return blocks
     if memory < layout.block_bytes and (memory or tier == "device"):
-        options.error(f"--{tier}-memory: {memory} bytes do not hold one block of {layout.block_bytes} bytes")
+        least = f"one block of {layout.block_bytes} bytes; accepted are sizes such as 4096, 512MiB or 8GiB"
+        options.error(f"--{tier}-memory: {memory} bytes do not hold {least}")
     return memory // layout.block_bytes
 
 

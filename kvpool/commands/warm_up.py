@@ -36,8 +36,7 @@ def run(options: argparse.Namespace) -> int:
 
     root = cache_root()
     if into is not None and root != into:
-        print(f"{options.into} cannot be written, or others can write or rename it", file=sys.stderr)
-        return FAILED
+        options.error(f"--into {options.into}: accepted is a folder that can be written, and that others cannot rename")
     announce_compilation()
     begin = time.monotonic()
     warm_up(processes=options.processes)

@@ -128,12 +128,13 @@ def _put(rows: Any, i: int, source: int, target: int, run_bytes: int, runs: int,
 
 @jit
 def _tabulate(fragments: Any, words_max: int, rows: Any) -> Any:
-    """Write the rows of fragments: how many, and the words of the longest. A row has at most ``words_max``.
+    """Write the rows of fragments: how many, the words of the longest, and all bits of what they say. A row has at most
+    ``words_max`` words.
 
     Where both ends are equally far behind the start of a word, the bytes before the first whole word and behind the
     last one are rows of their own, so that the others go in whole words. Runs of equal length and distance share one.
     """
-    count = most = 0
+    count = most = said = 0
     # Of the row that is being made: the words and the runs so far, the bytes of a run, and the steps between runs.
     words = runs = run = 0
     steps = (0, 0)
@@ -150,6 +151,7 @@ def _tabulate(fragments: Any, words_max: int, rows: Any) -> Any:
                 elif left > _UNIT:
                     part = left - left % _UNIT
             bits = source | target | part
+            said |= bits
             width = _UNIT if bits % _UNIT == 0 else 4 if bits % 4 == 0 else 1
             part = min(part, words_max * width)
             apart = _distance(part, source - source_before), _distance(part, target - target_before)
@@ -171,30 +173,36 @@ def _tabulate(fragments: Any, words_max: int, rows: Any) -> Any:
             source += part
             target += part
             left -= part
-    return count, most
+    return count, most, said
 
 
 class FragmentTable(NamedTuple):
-    """Rows int64[n, 4] for kernels, as ``copy.cuh`` says, and the words of the longest."""
+    """Rows int64[n, 4] for kernels, as ``copy.cuh`` says, and the words of the longest. ``in_words``: whether all
+    addresses and lengths are whole words of 16 bytes."""
 
     rows: Int64s
     words: int
+    in_words: bool
 
-    @property
-    def in_words(self) -> bool:
-        """Whether all addresses and lengths are whole words of 16 bytes."""
-        return not int(np.bitwise_or.reduce(self.rows[:, :3], axis=None)) % _UNIT
+
+@jit
+def _words(fragments: Any) -> int:
+    """The most words of all fragments, of 16 bytes or of one."""
+    found = 0
+    for i in range(fragments.shape[0]):
+        apart = (fragments[i, FROM] - fragments[i, TO]) % _UNIT
+        found += fragments[i, BYTES] if apart else fragments[i, BYTES] // _UNIT + 2
+    return found
 
 
 def tabulate(fragments: Int64s) -> FragmentTable:
     """The rows of fragments that do not depend on each other, for kernels."""
-    sizes = fragments[:, BYTES]
-    words = np.where((fragments[:, FROM] - fragments[:, TO]) % _UNIT, sizes, sizes // _UNIT + 2)
+    words = int(_words(fragments))
     # A kernel looks at as many pieces of each row as the longest has.
-    words_max = min(_WORDS_MAX, max(PIECE_WORDS, 2 * int(words.sum()) // max(1, len(words))))
-    rows = np.empty((3 * len(words) + int(words.sum()) // words_max, 4), np.int64)
-    count, most = _tabulate(fragments, words_max, rows)
-    return FragmentTable(rows[:count], int(most))
+    words_max = min(_WORDS_MAX, max(PIECE_WORDS, 2 * words // max(1, len(fragments))))
+    rows = np.empty((3 * len(fragments) + words // words_max, 4), np.int64)
+    count, most, said = _tabulate(fragments, words_max, rows)
+    return FragmentTable(rows[:count], int(most), not said % _UNIT)
 
 
 @jit
@@ -229,15 +237,17 @@ class Cutter:
         words = max(plan.runs * plan.run_bytes, plan.inner * plan.block_tokens * plan.token_bytes) // _UNIT
         self._in_words = words <= _WORDS_MAX and min(_distance(0, n) for n in distances) >= 0
         self._in_words &= not any(n % _UNIT for n in lengths)
+        self.host = host
         self._host = np.array([*host, chunk_bytes], np.int64)
 
     def has(self, address: int) -> bool:
         """Whether an address lies in the host memory of the part."""
-        return bool(self._host[0] <= address < self._host[1])
+        return self.host[0] <= address < self.host[1]
 
     def order(self, moves: Int64s) -> Int64s:
         """The same moves, sorted so that neighbours follow each other."""
-        return moves[np.argsort(moves[:, SOURCE], kind="stable")]
+        sources = moves[:, SOURCE]
+        return moves if (sources[1:] >= sources[:-1]).all() else moves[np.argsort(sources)]
 
     def count(self, moves: Int64s) -> int:
         """How many fragments ``cut`` returns for ordered moves."""
@@ -254,7 +264,7 @@ class Cutter:
             return tabulate(self.cut(moves, self.count(moves)))
         rows = np.empty((len(moves) * max(1, self.plan.outer), 4), np.int64)
         count, most = _tabulate_blocks(moves, self._vector, rows)
-        return FragmentTable(rows[:count], int(most))
+        return FragmentTable(rows[:count], int(most), True)
 
     def split(self, fragments: Int64s) -> Int64s:
         """The same bytes in fragments that cross no chunk, as few as can be."""
@@ -269,8 +279,21 @@ def _split(fragments: Any, host: Any, out: Any, cursor: Any) -> int:
     return cursor[0]
 
 
+@jit
+def _ways(moves: Any, device_blocks: int) -> int:
+    """A bit for each direction that moves have."""
+    found = 0
+    for i in range(moves.shape[0]):
+        found |= 1 << 2 * (moves[i, SOURCE] >= device_blocks) + (moves[i, TARGET] >= device_blocks)
+    return found
+
+
 def by_direction(moves: Int64s, device_blocks: int) -> Iterator[tuple[str, Int64s]]:
     """The moves of each direction that has any."""
-    ways = 2 * (moves[:, SOURCE] >= device_blocks) + (moves[:, TARGET] >= device_blocks)
-    for way in np.unique(ways).tolist():
-        yield (WITHIN, OFFLOAD, ONBOARD, INSIDE_HOST)[way], moves[ways == way]
+    found = _ways(moves, device_blocks)
+    for way, direction in enumerate((WITHIN, OFFLOAD, ONBOARD, INSIDE_HOST)):
+        if found == 1 << way:
+            yield direction, moves
+        elif found >> way & 1:
+            ways = 2 * (moves[:, SOURCE] >= device_blocks) + (moves[:, TARGET] >= device_blocks)
+            yield direction, moves[ways == way]

@@ -36,6 +36,8 @@ LOOK_AT_ALL = 64
 _main = threading.main_thread().ident
 # The context that defers signals now.
 _current: _Outermost | None = None
+# The context that the thread of this process was in when it forked. It ends here too.
+_inherited: _Outermost | None = None
 _waiting = False
 # What is still to be undone, by the next call.
 _owed: list[Callable[[], object]] = []
@@ -126,8 +128,9 @@ class _Outermost:
     # No method, but a function: see ``DeferSignals``. So it finds its context by itself.
     @staticmethod
     def __exit__(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        assert _current is not None
-        undo = _current.undo
+        door = _current or _inherited
+        assert door is not None
+        undo = door.undo
         try:
             raised = _deliver() if _noted else None
             if undo is not None and (kind is not None or raised is not None):
@@ -269,9 +272,10 @@ class Bell:
 
 
 def _after_fork() -> None:
-    """In a child, the thread that forked is the main thread. Signals that another thread deferred are not deferred
-    here, and those that have arrived are the parent's."""
-    global _main, _current, _waiting
+    """In a child, the thread that forked is the main thread. Nothing is deferred here, also if a handler has forked
+    inside a call: the child may never come back to it. Signals that have arrived are the parent's."""
+    global _main, _current, _inherited, _waiting
+    _inherited = (_current or _inherited) if get_ident() == _main else None
     _main, _current, _waiting = get_ident(), None, False
     _noted.clear()
 

@@ -313,9 +313,10 @@ class CapturedTables(Closing):
         sequences as soon as the call returns, and launch the graph several times.
 
         Waits, with no lock held, until the replays before are done: on the stream that was named for them, or on this
-        one if there was none. Where that stream was destroyed, waits for the whole device. After an error, a replay
-        writes what it wrote before. Changes nothing but the stream of
-        the sequences. Raises UnknownSequence, DeviceError, PoolClosed, TypeError, ValueError: also for more than
+        one if there was none. A stream that was named by its number has to live until then: some drivers end a process
+        that asks for a destroyed one, others report it, and the call waits for the whole device. After an error, a
+        replay writes what it wrote before. Changes nothing but the stream of the sequences. Raises UnknownSequence,
+        DeviceError, PoolClosed, TypeError, ValueError: also for more than
         ``sequences``, after ``close``, and while one of both streams is being captured.
         """
         core, which = self._core, id_array("ids", ids)
@@ -333,7 +334,8 @@ class CapturedTables(Closing):
 
     def close(self) -> None:
         """Give the buffer back once the replays so far are done, or with the pool if ``stage`` was never called; waits
-        for the device only where the stream of the replays was destroyed. A second call does nothing. Raises
+        for the device only where the driver reports that stream as destroyed (see ``stage``). A second call does
+        nothing. Raises
         ValueError, with nothing changed, while the stream of the replays is being captured; DeviceError."""
         buffer = self._buffer
         if buffer is not None and not self._core.closed:

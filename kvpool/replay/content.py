@@ -91,11 +91,14 @@ class Request:
     """The arrival of the next request of its session, if sessions are played; infinite if there is none."""
     session: int | None = None
     """The number of its session, if sessions are played."""
+    file: str = ""
+    """Its file, if the trace is a folder."""
 
     @property
     def name(self) -> str:
         """The name of this request in messages."""
-        return f"request {self.index} (line {self.line})" if self.line else f"request {self.index}"
+        place = self.file or f"line {self.line}"
+        return f"request {self.index} ({place})" if self.line else f"request {self.index}"
 
     @property
     def length(self) -> int:

@@ -53,6 +53,8 @@ class AgentSession:
     turns: list[Turn]
     ids: int
     """All ids are below this."""
+    file: str = ""
+    """Its file, if the trace is a folder."""
 
     def prompts(self, first: int) -> Iterator[tuple[Turn, Int64s]]:
         """Each turn and its ids, which count from ``first``. The end of a prompt that no id covers gets one that no
@@ -118,6 +120,7 @@ def play(
             stop=turn.stop,
             returns=returns,
             session=number,
+            file=session.file,
         )
         index += 1
         if following is None:

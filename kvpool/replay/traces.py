@@ -23,7 +23,7 @@ import numpy as np
 
 from kvpool.arrays import Array, Int32s, Int64s
 from kvpool.replay.content import OUTPUT_STRIDE, Request, expand_output
-from kvpool.replay.sessions import PAUSE_MAX, USERS, AgentSession, Turn, play
+from kvpool.replay.sessions import AgentSession, Turn, play
 
 INT32_MAX = 2**31 - 1
 REQUIRED: Any = object()
@@ -79,6 +79,8 @@ class Row:
     columns: dict[str, Any] = field(repr=False)
     place: str = ""
     """Of an object inside the line: which one."""
+    file: str = ""
+    """Of a trace that is a folder: its file."""
 
     def error(self, reason: str) -> TraceError:
         return TraceError(self.path, self.line, f"{self.place}{reason}")
@@ -157,8 +159,9 @@ class Trace:
 
 
 def read_trace(
-    path: str, *, format: str = "auto", limit: int | None = None, users: int = USERS, pause_max: float = PAUSE_MAX
-) -> Trace:
+    path: str, *, format: str = "auto", limit: int | None = None, users: int | None = None,
+    pause_max: float | None = None,
+) -> Trace:  # fmt: skip
     """Read a trace, plain or compressed (gzip, xz), from a path or, for ``-``, from standard input.
 
     Parameters
@@ -170,22 +173,24 @@ def read_trace(
     limit
         Read this many requests at most. Later lines are not read.
     users
-        How many users play the sessions of agents.
+        How many users play the sessions of agents (None: 32).
     pause_max
-        The longest pause of such a user, in seconds.
+        The longest pause of such a user, in seconds (None: 60).
 
     Raises
     ------
     TraceError
         The file cannot be read, has no request, or has a line that is wrong. The error names file, line and reason.
+        Or it has no sessions, although ``users`` or ``pause_max`` says how they are played.
     """
     found = list(stream_trace(path, format=format, limit=limit, users=users, pause_max=pause_max))
     return Trace(_name(path), found[0][0], [request for _, request in found])
 
 
 def stream_trace(
-    path: str, *, format: str = "auto", limit: int | None = None, users: int = USERS, pause_max: float = PAUSE_MAX
-) -> Iterator[tuple[str, Request]]:
+    path: str, *, format: str = "auto", limit: int | None = None, users: int | None = None,
+    pause_max: float | None = None,
+) -> Iterator[tuple[str, Request]]:  # fmt: skip
     """Yield the format and the request of each line of a trace while it is read. Sessions are all read first, and their
     requests come in the order in which `play` makes them. Arguments and errors are those of `read_trace`."""
     if format != "auto" and format not in FORMATS:
@@ -196,7 +201,12 @@ def stream_trace(
     for row in islice(rows, 1):
         format = _detect(row) if format == "auto" else format
         rows = chain([row], rows)
-    for request in islice(_requests(rows, format, users, pause_max), limit):
+    given = {name: value for name, value in (("users", users), ("pause_max", pause_max)) if value is not None}
+    if given and format not in ("agents", "auto"):
+        named = ", ".join(f"{name} {value}" for name, value in given.items())
+        reason = f"{named}: it has requests ({format}); accepted with sessions of agents only"
+        raise TraceError(_name(path), 0, reason)
+    for request in islice(_requests(rows, format, given), limit):
         yield format, request
     if request is None:
         raise TraceError(_name(path), 0, "holds no request")
@@ -207,9 +217,9 @@ def read_sessions(path: str) -> list[AgentSession]:
     return list(map(read_session, _lines(path)))
 
 
-def _requests(rows: Iterator[Row], format: str, users: int, pause_max: float) -> Iterator[Request]:
+def _requests(rows: Iterator[Row], format: str, rules: dict[str, Any]) -> Iterator[Request]:
     if format == "agents":
-        return play(list(map(read_session, rows)), users, pause_max)
+        return play(list(map(read_session, rows)), **rules)
     read = _native_request if format == "native" else partial(_id_request, format)
     return map(read, rows, count())
 
@@ -237,7 +247,7 @@ def _lines(path: str) -> Iterator[Row]:
                     if len(text) > LINE_BYTES_MAX:
                         raise TraceError(name, line, f"the line has more than {LINE_BYTES_MAX} bytes")
                     if not text.isspace():
-                        yield parse(name, line, text)
+                        yield replace(parse(name, line, text), file=name if folder else "")
         except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise TraceError(name, line + 1 if line else 0, f"cannot be read: {reason}") from error
@@ -279,7 +289,7 @@ def _id_request(format: str, row: Row, index: int) -> Request:
         covered = f"{len(ids)} ids of {tokens_per_id} tokens cover {len(ids) * tokens_per_id} tokens"
         raise row.error(f"column 'hash_ids' is too short: {covered}, input_length is {input_length}")
     request = Request(index, row.line, input_length, output_length, hash_ids=ids, tokens_per_id=tokens_per_id)
-    return replace(request, tenant=row.text("tenant"), timestamp=timestamp)
+    return replace(request, tenant=row.text("tenant"), timestamp=timestamp, file=row.file)
 
 
 def _native_request(row: Row, index: int) -> Request:
@@ -306,6 +316,7 @@ def _native_request(row: Row, index: int) -> Request:
         adapter_id=row.text("adapter_id") if text else row.integer("adapter_id", 0, 2**63 - 1),
         tenant=row.text("tenant"),
         timestamp=row.seconds("timestamp", None),
+        file=row.file,
     )
 
 
@@ -331,7 +342,7 @@ def read_session(row: Row) -> AgentSession:
     if any(later.begin < turn.begin for turn, later in pairwise(turns)):
         raise row.error("column 'requests' must be in the order of 't'")
     highest = max((int(turn.runs.sum(axis=1).max(initial=0)) for turn in turns), default=0)
-    return AgentSession(row.line, tokens_per_id, turns, highest)
+    return AgentSession(row.line, tokens_per_id, turns, highest, row.file)
 
 
 def _turn(part: Row, source: int, keep: int, runs: Int64s) -> Turn:

@@ -41,7 +41,8 @@ def open_store(text: object, **names: object) -> Store:
     kind, colon, rest = text_argument("store", text).partition(":")
     if not colon or (kind not in _KINDS and not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", kind)):
         accepted = ", ".join(f"{name}:..." for name in (*_KINDS, "package.module.Class"))
-        raise ValueError(f"store={text!r:.80}: accepted are {accepted}")
+        meant = f"; did you mean disk:{text:.80}?" if str(text).startswith(("/", ".", "~")) else ""
+        raise ValueError(f"store={text!r:.80}: accepted are {accepted}{meant}")
     place, _, query = _filled(rest, {"host": platform.node(), **names}).partition("?")
     try:
         options: dict[str, Any] = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))

@@ -18,7 +18,7 @@ import pytest
 
 import kvpool
 from kvpool.__main__ import main
-from kvpool.progress import progress_bar, watched
+from kvpool.progress import progress_bar, say, shown_progress, watched
 from kvpool.replay import Replay, VerificationError
 from kvpool.state.arrays import POLICIES
 
@@ -106,6 +106,16 @@ def test_sizes_become_blocks(
     assert (config["device_blocks"], config["host_blocks"]) == (device_blocks, host_blocks)
 
 
+def test_a_replay_takes_a_models_own_description(
+    tmp_path: Path, trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    path.write_text(json.dumps({**shape, "torch_dtype": "bfloat16"}))
+    config = summary_of(capsys, trace, "--model", str(path), "--device-blocks", "300")["config"]
+    assert [config[name] for name in ("layers", "kv_heads", "head_dim", "dtype")] == [2, 2, 8, "bfloat16"]
+
+
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str]]:
     """The exit status, and the lines on both streams."""
     with pytest.raises(SystemExit) as ended:
@@ -130,13 +140,25 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list
         (["replay", "--device-blocks", "5", "--device-memory", "1GiB"], "not allowed with argument --device-blocks"),
         (["replay", "--block-bytes", "100"], "--block-bytes: .*100"),
         (["replay", "--block-bytes", "0"], "--block-bytes: .*0"),
-        (["replay", "--model", "gpt-5"], "invalid choice: 'gpt-5'"),
+        (["replay", "--model", "gpt-5"], "--model: 'gpt-5' is neither a config.json nor one of"),
+        (["replay", "--model", "none.json", "--device-blocks", "9"], "none.json: .*No such file"),
         (["replay", "--model", "lama-3-8b"], "did you mean llama-3-8b?"),
         (["plan", "--model", "lama-3-8b"], "neither a config.json nor one of .*; did you mean llama-3-8b?"),
         (["replay", "--policy", "agnt"], "did you mean agent?"),
         (["plan", "--users", "4"], "--users and --think-cap describe a TRACE, and none is given"),
         (["replay", "--policy", "no"], ", ".join(map(repr, POLICIES))),
         (["replya"], "did you mean replay?"),
+        (["version"], "did you mean --version?"),
+        (["replay", "--policy", "LRU"], "did you mean lru?"),
+        (["replay", "--device", "gpu"], "did you mean cuda?"),
+        (["stress", "--device", "4"], "unrecognized arguments: --device; did you mean --device-blocks"),
+        (["replay", "--store", "/tmp/x"], "; did you mean disk:/tmp/x?"),
+        (["replay", "--store", "s3://b/x"], "a bucket of 3 to 63 of a-z"),
+        (
+            ["plan", "--device-memory", "8"],
+            "8 bytes do not hold one block of 2097152 bytes; .* such as 4096, 512MiB or",
+        ),
+        (["plan", "--model", "."], r"\./config.json: .*No such file"),
         (["replay", "--model", "llama-3-8b"], "--model needs --device-memory or --device-blocks"),
         (["replay", "--model", "llama-3-8b", "--block-bytes", "64"], "leave out --block-bytes"),
         (["replay", "--format", "qwen"], "--format, .* describe a TRACE, and none is given"),
@@ -323,3 +345,12 @@ def test_an_unknown_option_is_named_first_with_the_one_that_is_near(capsys: pyte
     assert status == 2 and lines[0].endswith("unrecognized arguments: --devcie-blocks; did you mean --device-blocks?")
     assert lines[2].startswith("usage: ")
     assert "did you mean" not in said(capsys, "replay", "--zzz")[1][0]
+
+
+def test_what_is_said_beside_a_bar_has_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with shown_progress(3, " requests"):
+        say("kvpool: compiling")
+    assert "requests" in terminal.getvalue() and "\rkvpool: compiling\n" in terminal.getvalue()

@@ -13,11 +13,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvpool.__main__ import main
 from kvpool.commands import checks, doctor
 from kvpool.commands.checks import ABSENT, FAILED, OK, WARNING
+from kvpool.entry.arguments import first_outside
 from kvpool.jit import cache
 
 
@@ -83,17 +85,22 @@ def test_a_package_that_is_there_and_broken_is_no_crash(
     assert answer(capsys)[0] == 1, "nothing works without it"
 
 
-def test_numbas_own_cuda_in_the_place_of_numba_cuda_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    for place, wrong in (("/site/numba/cuda/__init__.py", True), ("/site/numba_cuda/numba/cuda/__init__.py", False)):
-        monkeypatch.setattr(
-            doctor.importlib, "import_module", lambda name, place=place: SimpleNamespace(__file__=place)
-        )
-        found = doctor._numba_cuda("0.30")
-        assert (found["place"], bool(found["error"])) == (place, wrong)
-    monkeypatch.setattr(
-        doctor.importlib, "import_module", lambda name: SimpleNamespace(__file__="/site/numba/cuda/__init__.py")
-    )
-    assert doctor._numba_cuda(None)["error"] is None
+def test_a_numba_cuda_that_is_not_used_or_compiles_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def newer(capability: tuple[int, int]) -> str:
+        raise AttributeError("module 'numpy' has no attribute 'row_stack'")
+
+    own, installed = "/site/numba/cuda/__init__.py", "/site/numba_cuda/numba/cuda/__init__.py"
+    for place, version, compile_for, wrong in (
+        (own, "0.30", str, "Numba's own"),
+        (own, None, newer, None),
+        (installed, "0.30", str, None),
+        (installed, "0.30", newer, "step tables cannot be compiled: AttributeError: module 'numpy'"),
+    ):
+        there = SimpleNamespace(__file__=place, compile_for=compile_for)
+        monkeypatch.setattr(doctor.importlib, "import_module", lambda name, there=there: there)
+        found = doctor._numba_cuda(version)
+        assert found["place"] == place
+        assert found["error"] is None if wrong is None else wrong in found["error"]
 
 
 # ----------------------------------------
@@ -141,7 +148,8 @@ def test_a_machine_on_which_everything_is_right_needs_no_remedy() -> None:
         ({"packages": {"cupy": part(version="1.5.0rc1")}}, "cupy", OK, ""),
         ({"packages": {"cupy": part(version="1.10")}}, "cupy", OK, ""),
         ({"packages": {"cupy": part(version=None)}}, "cupy", OK, ""),
-        ({"numba.cuda": {"error": "is Numba's own"}}, "numba.cuda", WARNING, "PYTHONPATH"),
+        ({"numba.cuda": {"error": "is Numba's own: PYTHONPATH?"}}, "numba.cuda", WARNING, "PYTHONPATH"),
+        ({"numba.cuda": {"error": "cannot be compiled"}}, "numba.cuda", WARNING, "pip install x"),
         ({"jit": {"disabled": True}}, "compiled code", WARNING, "unset NUMBA_DISABLE_JIT"),
         ({"jit": {"root": None, "used": None, "free": None}}, "compiled code", WARNING, "NUMBA_CACHE_DIR"),
         ({"jit": {"in_use": False}}, "compiled code", WARNING, "pip install -U"),
@@ -196,6 +204,7 @@ def test_a_verdict_that_failed_is_the_exit_status(
 
 
 def test_the_cache_that_is_looked_at_is_the_one_in_use() -> None:
+    first_outside(np.zeros(1, np.int64), 0)  # compiled here, unless it is kept
     found = checks.look_at_jit()
     assert found["root"] == str(cache.cache_root()) and found["free"] > 0
     assert found["disabled"] or (found["in_use"] and found["used"] > 0)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -208,3 +209,31 @@ def test_a_signal_of_the_parent_is_not_delivered_in_a_child() -> None:
         assert seen == [signal.SIGUSR1]
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_call_in_which_a_handler_forks_ends_in_the_child_too(raises: bool) -> None:
+    """A handler runs inside a call if it is younger than the call's last look at all signals."""
+    from kvpool.entry.interrupt import DeferSignals
+
+    undone: list[bool] = []
+
+    def call() -> int:
+        with DeferSignals() as door:
+            door.undo = lambda: undone.append(True)
+            child = os.fork()
+            with DeferSignals():
+                pass
+            if raises and not child:
+                raise KeyError
+            return child
+
+    def both() -> None:
+        try:
+            child = call()
+        except KeyError:
+            assert undone == [True]
+        else:
+            assert not undone and (not child or not os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    in_child(both)

@@ -15,6 +15,7 @@ from kvpool.device.base import NULL_STREAM, Event, Stream, WrappedDevice
 from kvpool.device.cuda import calibration
 from kvpool.device.cuda.calibration import (
     BATCHED,
+    BULK,
     DIRECTIONS,
     KERNEL,
     KERNELS,
@@ -94,8 +95,11 @@ def test_without_measurements_a_rule_chooses_what_can_be_taken(direction: str, p
 def test_the_rule_makes_few_copies_plainly_and_keeps_kernels_from_writing_to_the_host() -> None:
     rule = Calibration("gpu", 1)
     assert {rule.choose(direction, 1 << 20, 1) for direction in DIRECTIONS} == {PLAIN}
-    assert rule.choose(OFFLOAD, 4096, 1000) == rule.choose(ONBOARD, 1 << 20, 1000) == BATCHED
-    assert rule.choose(ONBOARD, 4096, 1000) == rule.choose(WITHIN, 1 << 20, 1000) == KERNEL
+    before, large = (PLAIN, BATCHED, KERNEL), 1 << 20
+    assert rule.choose(OFFLOAD, 4096, 1000, before) == rule.choose(ONBOARD, large, 1000) == BATCHED
+    assert rule.choose(ONBOARD, 4096, 1000, before) == rule.choose(WITHIN, large, 1000) == KERNEL
+    # Copy units slow down nobody.
+    assert (rule.choose(OFFLOAD, 4096, 1000), rule.choose(ONBOARD, 4096, 1000)) == (BULK, KERNEL)
     # Without batches, a thousand calls cost more than a kernel.
     assert rule.choose(OFFLOAD, 4096, 1000, (PLAIN, KERNEL)) == KERNEL
 
@@ -243,21 +247,34 @@ def test_the_time_of_the_call_counts_as_much_as_that_of_the_copies(monkeypatch: 
     seconds = {BATCHED: (4.0, 4.0), KERNEL: (1.0, 8.0)}
 
     class Slow(WrappedDevice):
-        way = ""
+        calibration = Calibration("none", 0)
+
+        def way(self) -> tuple[float, float]:
+            return seconds[self.calibration.choose(ONBOARD, 4096, 16, seconds)]
 
         def copy_blocks(self, moves: Any, stream: Stream = NULL_STREAM) -> None:
-            clock[0] += seconds[self.way][0]
+            clock[0] += self.way()[0]
 
         def synchronize(self, event: Event | None = None) -> None:
-            clock[0] += seconds[self.way][1]
+            clock[0] += self.way()[1]
 
-    found = []
-    for path in seconds:
-        device = Slow(CpuDevice())
-        device.way = path
-        found += measure(device, [path], sizes=[4096], counts=[16])
+    found = measure(Slow(CpuDevice()), seconds, sizes=[4096], counts=[16])
     assert Calibration("gpu", 1, tuple(found)).choose(ONBOARD, 4096, 16) == KERNEL
     assert {round(m.cost) for m in found if m.path == BATCHED} == {12}
+
+
+def test_a_path_is_measured_by_its_own_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparing its bytes takes plain copies, which must not be what is measured afterwards."""
+    used, timed = [], calibration._seconds
+    monkeypatch.setattr(calibration, "_seconds", lambda *given: (used.append(chosen_by(given[0])), timed(*given))[1])
+
+    def chosen_by(device: Any) -> str:
+        return str(device.calibration.choose(ONBOARD, 64, 2))
+
+    device = Wrong(BULK, ONBOARD, lambda rows, what: rows)
+    measure(device, [PLAIN, BATCHED, KERNEL, BULK], sizes=[64], counts=[2])
+    assert used == [path for path in (PLAIN, BATCHED, KERNEL, BULK) for _ in DIRECTIONS]
+    device.close()
 
 
 def test_a_kernel_is_proven_for_one_compute_capability_and_one_source(

@@ -16,7 +16,7 @@ class Machine:
 
     def __init__(self, cupy: Any) -> None:
         self.cupy = cupy
-        self.empty((1,)).fill(0)  # compiles the kernel, which would wait for stalled streams
+        self.empty((2,)).fill(1)  # loads the kernel, which would wait for stalled streams; zeros need none
 
     def stream(self) -> Any:
         return self.cupy.cuda.Stream(non_blocking=True)

@@ -195,6 +195,8 @@ def test_a_hand_over_goes_on_when_the_stream_of_its_replays_was_destroyed(
     cupy: Any, cache: KVCacheManager, then: str
 ) -> None:
     """A bare handle keeps no stream alive. What was launched there still reads the buffer."""
+    if not emulated.running():
+        pytest.skip("a driver may do anything with a stream that was destroyed, and one ends the process")
     stream, runtime = cupy.cuda.Stream(non_blocking=True), cupy.cuda.runtime
     captured, ids = Captured(cupy, cache, stream), cache.add_sequence_batch([[1, 2, 3, 4, 5], [6]], stream=stream).ids
     bare = int(runtime.streamCreateWithFlags(runtime.streamNonBlocking))

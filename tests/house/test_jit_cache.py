@@ -196,6 +196,29 @@ compiler._translate = stop
     assert report_of(sample)["compiled"] == NOTHING, "it keeps what it has compiled without the lock"
 
 
+def test_what_is_announced_is_what_is_missing(sample: Path) -> None:
+    """Kept code of functions as they were counts nothing."""
+
+    def announced() -> int:
+        script = """
+from sample import entry, other
+from sample.jit.cache import announcer
+with announcer.expecting(5, lambda: 1):
+    entry.entry(5), other.other(5)
+    print(announcer._total)
+"""
+        command = [sys.executable, "-c", script]
+        return int(subprocess.check_output(command, env=environment_of(sample), text=True))
+
+    assert announced() == 0, "nothing was compiled"
+    edit(sample / "other.py", "x - 1", "x - 2")
+    assert announced() == 2
+    edit(sample / "numbers.py", "3", "4")
+    assert announced() == 3
+    shutil.rmtree(cache_of(sample))
+    assert announced() == 5
+
+
 def test_damaged_code_is_compiled_anew(sample: Path) -> None:
     for path in cache_of(sample).glob("*.nbc"):
         content = bytearray(path.read_bytes())

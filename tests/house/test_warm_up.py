@@ -138,6 +138,11 @@ sys.exit(main(["warm-up", "--into", sys.argv[1]]))
     failed = {**environment, "NUMBA_DISABLE_JIT": "1"}
     assert subprocess.run([sys.executable, "-c", script, str(tmp_path / "none")], env=failed).returncode == 1
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o755 for path in (into, into.parent))
+    (tmp_path / "file").touch()
+    refused = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "file")], env=environment, capture_output=True, text=True
+    )
+    assert refused.returncode == 2 and f"--into {tmp_path}/file: accepted is a folder that can be" in refused.stderr
 
 
 # ----------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import re
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,9 @@ def test_commands_take_a_folder_of_recorded_sessions(command: str, tmp_path: Pat
     found = json.loads(capsys.readouterr().out)
     assert found["requests"] == 6 and found["prompt_tokens"] == 2 * (130 + 256 + 128)
     assert picture(read_trace(str(tmp_path / "a.json")).requests) == picture(read(tmp_path, RECORDED))
+    assert main([command, str(tmp_path), "--device-blocks", "9", "--host-blocks", "0"]) == 0
+    if command == "replay":
+        assert re.search(rf"request \d \({tmp_path}/[ab].json\): .* need \d+ blocks", capsys.readouterr().out)
 
 
 def test_a_packed_file_may_be_compressed_with_xz(tmp_path: Path) -> None:
@@ -217,6 +221,19 @@ def test_ids_of_a_session_are_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_users_that_nobody_can_be_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="accepted are 1 user or more, and seconds from 0 on"):
         read(tmp_path, PACKED, **options)
+
+
+@pytest.mark.parametrize("option", [["--users", "3"], ["--think-cap", "5"]], ids=str)
+@pytest.mark.parametrize("command", ["replay", "plan"])
+def test_who_plays_sessions_is_refused_for_a_trace_of_requests(
+    command: str, option: list[str], tmp_path: Path, capsys: Any
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"tokens": [1, 2]}\n')
+    assert main([command, str(path), *option]) == 2
+    given = {"--users": "users 3", "--think-cap": "pause_max 5.0"}[option[0]]
+    reason = f"{path}: {given}: it has requests (native); accepted with sessions of agents only"
+    assert reason in capsys.readouterr().err
 
 
 def test_a_session_without_requests_is_passed_over(tmp_path: Path) -> None:

@@ -104,10 +104,11 @@ _FRAGMENTS_AT_ONCE, _ROWS_AT_ONCE = 64, 1024
 
 class _CutPool(NamedTuple):
     """The pool that the device is bound to. Of some layers, a part of a region has the cutter
-    ``cutters[layers][region][part]``."""
+    ``cutters[layers][region][part]``. ``by_host`` has one for each host memory."""
 
     regions: Regions
     cutters: dict[Layers, list[list[Cutter]]]
+    by_host: list[Cutter]
 
 
 def _cupy() -> Any:
@@ -285,7 +286,10 @@ class CudaDevice(Device):
             for source, kernel in needed_kernels(plan):
                 self._launcher.load(source, kernel)
         self._loaded = self._load_kernels()
-        self._bound = _CutPool(found, {ALL_LAYERS: cutters})
+        by_host = {cutter.host: cutter for of_region in cutters for cutter in of_region}
+        for cutter in by_host.values():
+            cutter.tabulate(cutter.order(np.zeros((0, 4), np.int64)))
+        self._bound = _CutPool(found, {ALL_LAYERS: cutters}, [*by_host.values()])
         # Of a kernel's copies a block is a row or a few. A driver takes about half a microsecond for a fragment.
         fragments = 1 if self._loaded else max(sum(cutter.plan.runs for cutter in of_region) for of_region in cutters)
         self.at_once = max(1, (_ROWS_AT_ONCE if self._loaded else _FRAGMENTS_AT_ONCE) // fragments)
@@ -337,15 +341,14 @@ class CudaDevice(Device):
         """Copy fragments of the caller, which all go one way."""
         if not len(fragments):
             return
-        cutters = [cutter for of_region in bound.cutters[ALL_LAYERS] for cutter in of_region]
-        source, target = (any(cutter.has(int(fragments[0, end])) for cutter in cutters) for end in (FROM, TO))
+        source, target = (any(cutter.has(int(fragments[0, end])) for cutter in bound.by_host) for end in (FROM, TO))
         direction = OFFLOAD if target else ONBOARD if source else WITHIN
-        nbytes = int(fragments[:, BYTES].mean())
+        nbytes = int(fragments[:, BYTES].sum()) // len(fragments)
         path = self.calibration.choose(direction, nbytes, len(fragments), self._paths(stream))
         if path in KERNELS:
             self._copy_by_kernel(path, tabulate(fragments), direction, stream)
             return
-        for cutter in cutters:
+        for cutter in bound.by_host:
             fragments = cutter.split(fragments)
         self._copy_fragments(fragments, path, stream)
 

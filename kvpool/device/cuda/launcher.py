@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,9 @@ from kvpool.device.cuda.runtime import EventPool, RuntimeCalls, own_name, usable
 from kvpool.device.launches import BUS_THREAD_BLOCKS, CHIP_THREAD_BLOCKS, OPTIONS, Grid, Launch, kernel_source
 from kvpool.errors import DeviceError
 
-DEPTH = 64
-"""The most uploads to one stream that kernels may not have read yet."""
+DEPTH, ASKED = 64, 8
+"""The most uploads to one stream that kernels may not have read yet, and for how many of all streams the driver is not
+asked whether they were read."""
 
 
 class Buffers:
@@ -107,17 +109,16 @@ class Uploads:
     def full(self, stream: int) -> bool:
         """Whether the next upload to a stream has to wait."""
         with self._lock:
-            self._reclaim()
+            if self._retired.count(stream) >= DEPTH or len(self._retired) > ASKED:
+                self._reclaim()
             return self._retired.count(stream) >= DEPTH
 
     def _make_room(self, stream: int) -> None:
-        while True:
+        while self.full(stream):
             with self._lock:
-                self._reclaim()
-                if self._retired.count(stream) < DEPTH:
-                    return
-                oldest = self._retired.oldest(stream)
-            self._events.synchronize(oldest)
+                oldest = self._retired.oldest(stream) if self._retired.count(stream) else None
+            if oldest is not None:
+                self._events.synchronize(oldest)
 
     def _reclaim(self) -> None:
         """The caller holds the lock."""
@@ -152,6 +153,8 @@ class CudaLauncher:
         self._cupy, self._calls = cupy, calls
         self._lock = threading.Lock()
         self._kernels: dict[tuple[str, str], Any] = {}
+        # Streams for CuPy, made of their numbers only.
+        self._on = lru_cache(256)(lambda handle: cupy.cuda.Stream.from_external(Stream(handle)))
         self.uploads = Uploads(calls, events, buffers, self.own_address)
         with calls("cudaDeviceGetAttribute") as runtime:
             multiprocessors = int(runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, calls.index))
@@ -172,10 +175,10 @@ class CudaLauncher:
         """See ``launches.Launcher``. Raises DeviceError, also if the source cannot be compiled."""
         self.load(launch.source, launch.kernel)
         with self._calls(launch.kernel):
-            on = self._cupy.cuda.Stream.from_external(Stream(stream))
-            # CuPy passes a NumPy array of one element by value.
+            # CuPy passes a NumPy array of one element by value. It takes longer for one with fields.
+            record = launch.record.view((np.void, launch.record.itemsize))
             kernel = self._kernels[launch.source, launch.kernel]
-            kernel((launch.thread_blocks,), (launch.threads,), (launch.record,), stream=on)
+            kernel((launch.thread_blocks,), (launch.threads,), (record,), stream=self._on(stream))
 
     def load(self, source: str, kernel: str) -> None:
         """Compile a kernel and load it completely. A driver that loads late may wait for the whole GPU at the first

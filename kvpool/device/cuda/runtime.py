@@ -120,7 +120,7 @@ class Driver:
             found = None
         self._retain = _function(found, "cuDevicePrimaryCtxRetain", _pointer, _int)
         self._state = _function(found, "cuDevicePrimaryCtxGetState", _int, _pointer, _pointer)
-        self._current, self._found = _function(found, "cuCtxGetCurrent", _pointer), _Context()
+        self._current = _function(found, "cuCtxGetCurrent", _pointer)
         self._push = _function(found, "cuCtxPushCurrent_v2", _pointer)
         self._pop = _function(found, "cuCtxPopCurrent_v2", _pointer)
         self._attribute = _function(found, "cuPointerGetAttribute", _pointer, _int, ctypes.c_uint64)
@@ -160,10 +160,11 @@ class Driver:
         return start.value
 
     def current(self) -> int | None:
-        """The context of the calling thread."""
-        found = self._found
-        self._current(found.place)
-        return found.context.value
+        """The context of the calling thread. Destructors call it, which may run in the middle of anything: it keeps
+        nothing between two calls."""
+        found = ctypes.c_void_p()
+        self._current(ctypes.byref(found))
+        return found.value
 
     def push(self, context: int | None) -> tuple[int, bool]:
         """Make a context current. Returns whether it did: then ``pop`` has to undo it."""
@@ -188,14 +189,6 @@ class Driver:
 
     def restore(self, mode: ctypes.c_int) -> None:
         self._exchange(ctypes.byref(mode))
-
-
-class _Context(threading.local):
-    """Where the driver writes the context of a thread. It is asked for in each call."""
-
-    def __init__(self) -> None:
-        self.context = ctypes.c_void_p()
-        self.place = ctypes.byref(self.context)
 
 
 def _function(library: Any, name: str, *arguments: Any) -> Callable[..., int]:

@@ -73,6 +73,12 @@ def signature() -> Any:
     return types.void(longs, ints, *[number] * 5, longs, *[ints] * 6, number, number)
 
 
+def compile_for(capability: tuple[int, int]) -> str:
+    """The kernel in PTX, for a compute capability. Needs no GPU. Raises what Numba raises."""
+    ptx, _ = cuda.compile_ptx(step_tables, signature(), cc=capability)
+    return str(ptx)
+
+
 @cache
 def step_kernel(capability: tuple[int, int]) -> Any:
     """The kernel, compiled for the current device, which has this compute capability."""

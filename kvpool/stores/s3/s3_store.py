@@ -123,7 +123,8 @@ class S3Store:
     ) -> None:
         found = _PLACE.fullmatch(text_argument("place", place))
         if found is None:
-            raise ValueError(f"place={place!r:.80}: accepted is //BUCKET or //BUCKET/PREFIX")
+            accepted = "//BUCKET or //BUCKET/PREFIX, a bucket of 3 to 63 of a-z, 0-9, . and -"
+            raise ValueError(f"place={place!r:.80}: accepted is {accepted}")
         self._bucket, self._root = found[1], found[2] and found[2].strip("/") + "/"
         self._endpoint = text_argument("endpoint", endpoint)
         if self._endpoint and not re.fullmatch(r"https?://[\w.:\[\]-]+/?", self._endpoint):
