@@ -42,8 +42,8 @@ def test_small_calls_keep_the_lock_of_the_interpreter_and_large_ones_give_it_awa
         cache.commit([a, b])
         cache.commit(a)
         cache.swap_out(a)
-        monkeypatch.setattr(cpu, "BRIEF_BYTES", 2 * layout.block_bytes - 1)
-        cache.resume(a)
+        monkeypatch.setattr(cpu, "BRIEF_BYTES", 0)
+        cache.swap_out(b)
         cache.release([a, b])
     expected = [("admit", True), ("admit", False), ("commit", False), ("commit", True)]
     assert calls == [*expected, ("copy_moves", True), ("copy_moves", False)]
