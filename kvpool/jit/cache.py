@@ -250,7 +250,7 @@ def _lock() -> int:
 
 REPLAY, WARM_UP = 270, 630
 """How many functions a first replay and a warm-up compile."""
-_LOOPS = 15
+_LOOPS = 5
 """How often the loop of ``_seconds`` runs in the time that a function takes, as measured."""
 
 
@@ -324,11 +324,12 @@ def _by_use(root: Path) -> list[Path]:
 
 
 def _seconds(functions: int) -> int:
-    """About how long this processor needs for so many functions, from how long it needs for a short loop."""
-    begin = time.thread_time()
-    for number in range(20_000):
+    """About how long this machine needs for so many functions beside its other work, from how long it needs for a short
+    loop."""
+    begin = time.monotonic()
+    for number in range(60_000):
         hash((number, str(number)))
-    return max(1, round((time.thread_time() - begin) * _LOOPS * functions))
+    return max(1, round((time.monotonic() - begin) * _LOOPS * functions))
 
 
 announcer = _Announcer()

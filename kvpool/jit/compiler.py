@@ -278,14 +278,24 @@ def _short_name(name: str, kinds: Any, abi_tags: Any = (), uid: Any = None) -> s
 class Dispatcher(registry.CPUDispatcher):
     """A jitted function, as Python and as jitted code call it."""
 
-    def __init__(self, function: Callable[..., Any], inline: bool = False, nogil: bool = True) -> None:
+    def __init__(
+        self, function: Callable[..., Any], inline: bool = False, nogil: bool = True, long: Dispatcher | None = None
+    ) -> None:
         super().__init__(function, targetoptions={"nopython": True})
-        self.inline, self.nogil = inline, nogil
-        self.libraries: dict[tuple[Any, ...], Library] = {}
+        self.inline, self.nogil, self.long = inline, nogil, long
+        self.libraries: dict[tuple[Any, ...], Library] = long.libraries if long else {}
+
+    @functools.cached_property
+    def brief(self) -> Dispatcher:
+        """The same function, whose calls from Python keep the interpreter's lock: for those of less than a millisecond.
+        Who gives the lock away may get it back milliseconds later. Both entries are made at once."""
+        return Dispatcher(self.py_func, self.inline, False, self)
 
     def compile(self, kinds: Any) -> Any:
         """The entry for arguments of some types."""
         with _compiling():
+            if self.long is not None:
+                self.long.compile(kinds)
             if kinds not in self.overloads:
                 function = self.library(kinds)
                 name = function.name and f"{function.name}-{'entry' if self.nogil else 'locked'}"

@@ -34,7 +34,7 @@ from kvpool.entry.arguments import (
 )  # fmt: skip
 from kvpool.entry.interrupt import DeferSignals, Door
 from kvpool.pool.config import Group
-from kvpool.pool.core import Core, refusal
+from kvpool.pool.core import BRIEF_TOKENS, Core, refusal
 from kvpool.pool.keys import Admission, BlockKeys, Match, Plan, Prompt, Scope, check_origin, request_of, requests_of
 from kvpool.state import admit, hashing, index, records, requests, verbs
 from kvpool.state.arrays import State
@@ -447,10 +447,14 @@ class Prompts:
         on = NULL_STREAM if stream is None else stream
         now = core.now() if now is None else now
 
+        run = admit.admit
+        if sum(map(len, keys)) <= BRIEF_TOKENS:
+            run = getattr(run, "brief", run)
+
         def admit_named(heads: Rows, rows: Rows) -> int:
             # Events will name the namespaces.
             core.names.learn(keys)
-            admitted = int(admit.admit(heads, rows, out, now, some))
+            admitted = int(run(heads, rows, out, now, some))
             if loads is not None and admitted >= 0:
                 core.transfer.put_layers(loads)
             return admitted

@@ -14,6 +14,8 @@ import shutil
 import stat
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -362,6 +364,37 @@ def test_function_that_jitted_code_calls_is_compiled_once(monkeypatch: pytest.Mo
 
 
 @pytest.mark.skipif(config.DISABLE_JIT, reason="nothing is compiled")
+def test_a_brief_call_lets_no_other_thread_run_and_is_the_same_code() -> None:
+    @jit
+    def spin(turns):
+        found = 0
+        for turn in range(turns):
+            found = (found * 31 + turn) % 1_000_003
+        return found
+
+    counted, over, interval = [0], threading.Event(), sys.getswitchinterval()
+    short = spin.brief
+
+    def count() -> None:
+        while not over.is_set():
+            counted[0] += 1
+            time.sleep(0)  # it gives the lock away, and takes it as soon as it can
+
+    short(1)
+    assert short.libraries is spin.libraries and len(spin.overloads) == len(short.overloads) == 1
+    thread = threading.Thread(target=count)
+    try:
+        sys.setswitchinterval(1000.0)  # nobody takes the lock from who has it
+        thread.start()
+        before = counted[0]
+        assert short(10_000_000) and counted[0] == before
+    finally:
+        sys.setswitchinterval(interval)
+        over.set()
+        thread.join()
+    assert short(99) == spin(99) == spin.py_func(99)
+
+
 def test_no_function_is_inlined_everywhere_that_did_not_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "read", lambda name: None)
 
