@@ -74,7 +74,7 @@ def fragments(peers: Callable[[Scenes, int], Copies]) -> Iterator[str]:
         try:
             made.setup(scene, path, size)
             for peer in peers(made, way):
-                yield f"{scene}, {size:,} bytes: {in_turn([(path, made._batch), peer], made.copied_bytes)}"
+                yield f"{scene}, {size:,} bytes: {in_turn([(path, made.enqueue_all), peer], made.copied_bytes)}"
         except NotImplementedError as error:
             yield f"{scene}, {size:,} bytes: {error}"
         finally:

@@ -9,8 +9,10 @@ trace is a block of one token here. ``trace`` is what ``replay`` takes::
     python asv_bench/policies.py constants chats.jsonl --blocks 3000 10000 --half 1 --seeds 3
 
 A policy may be followed by what the engine says with each release (``adaptive:future``). ``MIN`` and ``oracle``, the
-session oracle, are the ceilings that ``kvpool plan --policies`` has. ``holding`` is the oracle of a pool, which has to
-hold a whole prompt before it can evict a part of it.
+session oracle, are the ceilings that ``kvpool plan --policies`` has. ``holding`` and ``MIN:holding`` are those of a
+pool, which has to hold a whole prompt before it can evict a part of it. ``known`` holds prompts too. It knows of each
+session how long its pauses are, also those to come, and when it ends, but not in which order; ``known:stop`` which of
+them follow which stop reason, too.
 
 Tables: ``pool`` (the device alone, or two tiers with ``--host``); ``held`` (a request holds its blocks for ``api``
 seconds, and one that finds too few free blocks waits for others to end, and all after it wait too); ``recurrent`` (a
@@ -26,6 +28,7 @@ import argparse
 import importlib
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -39,9 +42,11 @@ import numpy as np
 import numpy.typing as npt
 
 import kvpool
+from kvpool.jit import jit
 from kvpool.keepers import Keeper
 from kvpool.planner import Use
 from kvpool.planner.policies import MIN, SessionOracle, hints, min_hits, next_uses
+from kvpool.planner.stack import pop, push
 from kvpool.replay.content import Request
 from kvpool.replay.sessions import play
 from kvpool.replay.traces import read_sessions, read_trace
@@ -51,7 +56,7 @@ VARIES, SNAPSHOT, FLOOD, FLOODED, FLOOD_PRIORITY = 0.5, 32, 200, 1 << 30, 10
 HALF, SAID, HINTED = 5, 11, 13
 """Seeds: of the halves of the sessions, of what is said and hinted at random."""
 TABLES = ("pool", "held", "recurrent", "store", "flood", "hints", "hostcache", "constants")
-CEILINGS = ("oracle", "holding", MIN)
+CEILINGS = ("oracle", "holding", "known", "known:stop", MIN, f"{MIN}:holding")
 LAYOUT = kvpool.BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=1, dtype="uint8", planes=1)
 MODEL = kvpool.ModelIdentity("trace", "none", LAYOUT.dtype_name, LAYOUT, "policies 1")
 CONSTANTS = {
@@ -220,12 +225,74 @@ class PlayedHost:
 def ceiling(options: argparse.Namespace, blocks: int, cap: float, name: str) -> Score:
     """What who knows the future would hit."""
     uses = [Use(one.request, one.ids, len(one.ids), len(one.ids), 0) for one in asked(options, cap)]
-    if name == MIN:
-        hits = min_hits(*next_uses(uses), blocks)
+    if name.startswith(MIN):
+        following, counted = next_uses(uses)
+        ends = np.cumsum([len(use.blocks) for use in uses])
+        hits = min_hits(following, counted, blocks) if name == MIN else min_holding(following, ends, blocks)
+    elif name.startswith("known"):
+        hits = sum(map(Known(uses, blocks, ":" in name).find, uses))
     else:
         oracle = SessionOracle(uses, blocks)
         hits = sum(map(oracle.find if name == "oracle" else partial(hold, oracle), uses))
     return Score(hits, sum(use.lookups for use in uses))
+
+
+def min_holding(following: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], capacity: int) -> int:
+    """The hits of who evicts the block whose next use is last, and holds each prompt, which ends at its place."""
+    held, heap = np.zeros(len(following), np.uint8), np.empty(len(following), np.int64)
+    return int(_min_holding(following, ends, capacity, held, heap))
+
+
+@jit
+def _min_holding(following: Any, ends: Any, capacity: int, held: Any, heap: Any) -> int:
+    first, size, blocks, found = 0, 0, 0, 0
+    for end in ends:
+        for place in range(first, end):
+            blocks -= held[place]
+            found += held[place]
+        while blocks > capacity - (end - first):
+            size -= 1
+            last = heap[0]
+            pop(heap, size)
+            blocks -= held[last]
+            held[last] = 0
+        for place in range(first, end):
+            if following[place] < len(following):
+                held[following[place]] = 1
+                push(heap, size, following[place])
+                size, blocks = size + 1, blocks + 1
+        first = end
+    return found
+
+
+class Known:
+    """``known``: evicts what ``best`` says."""
+
+    def __init__(self, uses: list[Use], blocks: int, stop: bool) -> None:
+        self.oracle, self.stop, self.last = SessionOracle(uses, blocks), stop, dict[Any, tuple[Any, float]]()
+        pauses = defaultdict[Any, list[float]](list)
+        for use in uses:
+            pauses[self._kind(use)].append((use.request.returns or 0.0) - (use.request.timestamp or 0.0))
+        self.pauses = {kind: np.sort(found) for kind, found in pauses.items()}
+
+    def _kind(self, use: Use) -> Any:
+        return use.request.session, use.request.stop if self.stop else ""
+
+    def find(self, use: Use) -> int:
+        now = use.request.timestamp or 0.0
+        for session, (blocks, _, number) in self.oracle.sessions.items():
+            kind, since = self.last[session]
+            self.oracle.sessions[session] = blocks, -best(self.pauses[kind], now - since), number
+        self.last[use.request.session] = self._kind(use), now
+        return hold(self.oracle, use)
+
+
+def best(pauses: npt.NDArray[np.float64], age: float) -> float:
+    """What is worth so much that has been away for ``age`` seconds, and pauses like this: as ``pauses.worth`` says."""
+    left = pauses[np.searchsorted(pauses, age) :]
+    back = left[np.isfinite(left)] - age + 0.25
+    count = np.arange(1, len(back) + 1)
+    return float((count / (np.cumsum(back) + (len(left) - count) * back)).max(initial=0.0))
 
 
 def hold(oracle: SessionOracle, use: Use) -> int:

@@ -41,7 +41,7 @@ COPIES_THREAD = "kvpool copies"
 _LIVE, _DEAD = 1, 2
 
 
-@jit
+@jit(nogil=False)
 def _drop_overwritten(moves: Any, whole: Any, scratch: Any, level: Any) -> int:
     """Mark moves whose whole target is overwritten before anything reads it. ``scratch`` int32[blocks, 2] is zero at
     the start and at the end."""
@@ -60,7 +60,7 @@ def _drop_overwritten(moves: Any, whole: Any, scratch: Any, level: Any) -> int:
     return dropped
 
 
-@jit
+@jit(nogil=False)
 def _assign(moves: Any, scratch: Any, level: Any) -> int:
     """Set the level of each move that is not dropped. It is higher than the levels of earlier moves that write its
     source, and of earlier moves that read or write its target."""
@@ -108,7 +108,7 @@ class Levels:
             yield moves[order[ends[i] : ends[i + 1]]]
 
 
-@jit
+@jit(nogil=False)
 def _count(moves: Any, heads: Any, token_bytes: Any, nanoseconds: int, totals: Any) -> None:
     """Add the bytes of moves, and their shares of the time, to ``totals`` int64[3, groups, DIRECTIONS]. Its last part
     is scratch."""

@@ -44,14 +44,14 @@ def _need(write: Int64s, read: Int64s, b: int, stream: int, writes: bool, guards
                 need[slot] = read[b, slot]
 
 
-@jit
+@jit(nogil=False)
 def _need_of_copies(write: Int64s, read: Int64s, moves: Int64s, stream: int, guards: int, need: Int64s) -> None:
     for i in range(moves.shape[0]):
         _need(write, read, moves[i, SOURCE], stream, False, guards >> COPY_READS, need)
         _need(write, read, moves[i, TARGET], stream, True, guards >> COPY_WRITES, need)
 
 
-@jit
+@jit(nogil=False)
 def _need_of_accesses(write: Int64s, read: Int64s, rows: Int64s, guards: int, need: Int64s, waits: Bools) -> None:
     """Fill ``need`` int64[streams, streams], by the stream that waits. ``waits`` bool[streams] says which streams
     wait."""
@@ -65,20 +65,20 @@ def _need_of_accesses(write: Int64s, read: Int64s, rows: Int64s, guards: int, ne
             waits[stream] = True
 
 
-@jit
+@jit(nogil=False)
 def _need_of_host(write: Int64s, read: Int64s, ids: Int64s, writes: bool, need: Int64s) -> None:
     for i in range(ids.shape[0]):
         _need(write, read, ids[i], -1, writes, 3, need)
 
 
-@jit
+@jit(nogil=False)
 def _mark_copies(write: Int64s, read: Int64s, moves: Int64s, stream: int, point: int) -> None:
     for i in range(moves.shape[0]):
         read[moves[i, SOURCE], stream] = point
         write[moves[i, TARGET]] = (point << _SLOT_BITS) | stream
 
 
-@jit
+@jit(nogil=False)
 def _survey(rows: Int64s, done: Bools) -> bool:
     """Mark the streams that have used blocks in ``done`` bool[streams]. Returns whether a stream follows another
     one."""
@@ -91,7 +91,7 @@ def _survey(rows: Int64s, done: Bools) -> bool:
     return follows
 
 
-@jit
+@jit(nogil=False)
 def _mark_accesses(write: Int64s, read: Int64s, rows: Int64s, points: Int64s) -> None:
     for i in range(rows.shape[0]):
         stream = rows[i, 1]

@@ -96,7 +96,7 @@ def _column(places, block):  # type: ignore[no-untyped-def]
     return column
 
 
-@jit
+@jit(nogil=False)
 def _split(moves, places, out, ends):  # type: ignore[no-untyped-def]
     """Write moves to ``out``, region after region. ``ends`` is all 0 at first; it gets the end of each region's
     moves."""
@@ -159,6 +159,7 @@ class CopyPlan(NamedTuple):
 
 
 PLAN_FIELDS = 2 * len(Tier._fields) + len(CopyPlan._fields) - 2
+RUNS, RUN_BYTES = (PLAN_FIELDS - len(CopyPlan._fields) + CopyPlan._fields.index(name) for name in ("runs", "run_bytes"))
 
 
 def cuda_plan() -> str:

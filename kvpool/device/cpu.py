@@ -4,7 +4,7 @@ batches of moves."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -35,7 +35,7 @@ from kvpool.device.base import (
     Stream,
     stream_argument,
 )
-from kvpool.device.copy_plan import LINE, CopyPlan, Regions, Tier, make_plan
+from kvpool.device.copy_plan import LINE, RUN_BYTES, RUNS, CopyPlan, Regions, Tier, make_plan
 from kvpool.device.main_memory import allocate_ram, allocate_shared, available_ram, free_shared
 from kvpool.device.work import TokenMoves, Work
 from kvpool.errors import PoolClosed
@@ -234,6 +234,16 @@ def _token(slot, plan):  # type: ignore[no-untyped-def]
     return plan.device.base + block * plan.device.block_stride + token * plan.token_bytes
 
 
+BRIEF_BYTES = 256 << 10
+"""To copy no more is over before another thread would give the interpreter's lock back."""
+
+
+def copier(moves: Int64s, plan: Int64s) -> Callable[[Int64s, Int64s], None]:
+    """What copies moves by the vector of a plan."""
+    nbytes = len(moves) * int(plan[RUNS]) * int(plan[RUN_BYTES])
+    return getattr(copy_moves, "brief", copy_moves) if nbytes <= BRIEF_BYTES else copy_moves
+
+
 class HostPool:
     """The memory of ``regions``, which this keeps alive: a copy gets addresses only. Several threads may copy."""
 
@@ -264,7 +274,7 @@ class HostPool:
     def copy_blocks(self, moves: Int64s, layers: Layers = ALL_LAYERS) -> None:
         """Make moves, as in ``Device.copy_blocks``."""
         for rows, plan in self.planned(moves, layers):
-            copy_moves(rows, plan)
+            copier(rows, plan)(rows, plan)
 
     def copy_fragments(self, rows: Int64s) -> None:
         copy_fragments(rows, self._streaming)
@@ -325,7 +335,7 @@ class CpuDevice(Device):
 
     def copy_blocks(self, moves: Int64s, stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:
         for rows, plan in self._pool().planned(moves, layers):
-            copy_moves(rows, plan)
+            copier(rows, plan)(rows, plan)
 
     def enqueue(self, work: Work, stream: Stream = NULL_STREAM, captured: bool = False) -> None:
         if captured:

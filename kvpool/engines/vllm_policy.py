@@ -9,6 +9,7 @@ chance to come back for the time until then, learnt from the pauses so far (see 
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -94,7 +95,7 @@ class AgentCachePolicy(CachePolicy):
         self._evictable.clear()
         # The chains that have chunks, and the last chain of each chunk, also of some that are gone.
         self._chains: dict[_Chain, None] = {}
-        self._chain_of: dict[OffloadKey, _Chain] = {}
+        self._chain_of: OrderedDict[OffloadKey, _Chain] = OrderedDict()
         self._era = object()
 
     # -- chunks --------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import OrderedDict
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -94,7 +95,7 @@ class KVPoolSecondaryTier(SecondaryTierManager):
         # Keys that the store is asked for, those of them that it will be asked for, and what it has said, until when.
         self._asked: set[OffloadKey] = set()
         self._new: list[OffloadKey] = []
-        self._known: dict[OffloadKey, tuple[bool, float]] = {}
+        self._known: OrderedDict[OffloadKey, tuple[bool, float]] = OrderedDict()
         self._results: list[JobResult] = []
         self._seed_to_check = bool(options.lasting)
 

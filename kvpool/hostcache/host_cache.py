@@ -4,7 +4,7 @@ have it."""
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -253,7 +253,7 @@ class HostCache(Closing):
         self._reserved = 0
         # The last keys that have gone, with the reason and the time, and whether others had gone before.
         self._history, self._gone_before = integer_argument("history", history, 0, 1 << 24), False
-        self._gone: dict[bytes, tuple[str, int | None]] = {}
+        self._gone: OrderedDict[bytes, tuple[str, int | None]] = OrderedDict()
         self._closed = False
 
     # -- keys that are looked for --------------------------------------------------------------------
@@ -570,7 +570,7 @@ class HostCache(Closing):
 
     def _end(self, verb: Callable[..., Any], keys: Sequence[bytes], now: int) -> int:
         """Run a verb that ends the wait of pending keys."""
-        wanted = packed(keys)
+        wanted = packed(keys, known=True)
         # Once the verb has ended, another thread may reserve the keys anew: their order then is not to be dropped.
         with self._lock:
             count = self._run(verb, wanted, now, needed="pending")

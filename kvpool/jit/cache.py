@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -29,7 +29,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numba.core import config
 
-from kvpool.progress import progress_bar, say, watched
+from kvpool.progress import say, shown_progress, watched
 
 PACKAGE = __name__.partition(".")[0]
 _VERSIONED = {"numba", "numpy", "llvmlite", *sys.stdlib_module_names}
@@ -48,6 +48,10 @@ def digest(content: bytes) -> str:
 # -- names ---------------------------------------------------------------------------------------
 
 
+known: WeakKeyDictionary[FunctionType, str] = WeakKeyDictionary()
+"""What ``content_of`` has found out about functions."""
+
+
 def content_of(value: Any) -> str:
     """A text for all that compiled code can depend on in a value that it sees. It has an address if that is no use to
     other processes."""
@@ -56,10 +60,10 @@ def content_of(value: Any) -> str:
     if hasattr(function, "__qualname__") and _is_versioned(module):
         return f"{module}.{function.__qualname__}"
     if isinstance(function, FunctionType):
-        if function not in _known:
-            _known[function] = "itself"
-            _known[function] = _content_of_function(function)
-        return f"{_known[function]} {getattr(value, 'inline', '')}"
+        if function not in known:
+            known[function] = "itself"
+            known[function] = _content_of_function(function)
+        return f"{known[function]} {getattr(value, 'inline', '')}"
     if isinstance(value, ModuleType):
         return value.__name__
     shown = value.tolist() if isinstance(value, np.ndarray) else value
@@ -68,9 +72,6 @@ def content_of(value: Any) -> str:
 
 def _is_versioned(module: str) -> bool:
     return module.partition(".")[0] in _VERSIONED
-
-
-_known: WeakKeyDictionary[FunctionType, str] = WeakKeyDictionary()
 
 
 def _content_of_function(function: FunctionType) -> str:
@@ -242,14 +243,14 @@ def _lock() -> int:
     root = cache_root()
     if root is None:
         raise OSError("no folder for compiled code can be written")
-    for path in sorted(root.glob("*.nbc"), key=lambda path: path.stat().st_mtime)[:-_KEPT]:
+    for path in _by_use(root)[:-_KEPT]:
         path.unlink(missing_ok=True)
     return os.open(root / "lock", os.O_RDWR | os.O_CREAT, 0o600)
 
 
-REPLAY, WARM_UP = 270, 592
+REPLAY, WARM_UP = 270, 630
 """How many functions a first replay and a warm-up compile."""
-_LOOPS = 15
+_LOOPS = 5
 """How often the loop of ``_seconds`` runs in the time that a function takes, as measured."""
 
 
@@ -260,58 +261,75 @@ class _Announcer:
     speaks = False
     """Whether standard error is told too where it is no terminal, as commands do. Else the log is."""
     compiled = 0
-    _depth = 0
-    _bar: Any = None
     _expected = REPLAY
     _helpers: Callable[[], int] = staticmethod(lambda: 1)
+    _total = 0
+    """How many functions are compiled in all, this far and from here on; 0 before it was asked."""
+    _update: Callable[[int], Any] | None = None
+    """Moves the bar. Only while something is being compiled."""
 
     @contextmanager
     def expecting(self, functions: int, helpers: Callable[[], int]) -> Iterator[None]:
         """A context in which about so many functions are compiled, if none is kept. ``helpers`` lets other processes
         help, when the first one is compiled, and says how many processes compile then."""
         before = self._expected, self._helpers
-        self._expected, self._helpers = functions, helpers
+        self._expected, self._helpers, self._total = functions, helpers, 0
         try:
             yield
         finally:
             self._expected, self._helpers = before
+            self._total = 0
 
     @contextmanager
-    def compiling(self) -> Iterator[None]:
-        """A context around the compilation of one function and of its callees."""
-        with suppress(OSError, ValueError):  # nobody listens: standard error is closed, or a pipe that has ended
-            if not self._depth:
-                self._begin()
-        self._depth += 1
+    def compiling(self, stems: Callable[[], set[str]]) -> Iterator[None]:
+        """A context around the compilation of one function and of its callees. ``stems``: how the names of all
+        functions begin, as they are now."""
+        outer = self._update
         try:
-            yield
+            with nullcontext(outer) if outer else self._begun(stems) as self._update:
+                yield
+                self.compiled += 1
+                self._update(1)
         finally:
-            self._depth -= 1
-            self.compiled += 1
-            if self._bar is not None:
-                self._bar.update()
-                if not self._depth:
-                    self._bar.close()
+            self._update = outer
 
-    def _begin(self) -> None:
-        root = cache_root()
-        share = self._expected // self._helpers()
+    def _begun(self, stems: Callable[[], set[str]]) -> AbstractContextManager[Callable[[int], Any]]:
+        """What is shown from the first function on that is compiled for a caller, until it is ready."""
+        missing = self._expected - _kept(self._expected, stems) if not self._total else 0
+        self._total = max(self._total or self.compiled + missing // self._helpers(), self.compiled + 1)
         if not self.compiled:
+            root = cache_root()
             kept = "in this process: no folder can keep it" if root is None else f"once; it is kept in {root}"
-            line = f"{PACKAGE}: compiling, about {_seconds(share)} s, {kept}"
-            if watched() or self.speaks and sys.stderr is not None:
-                say(line)
-            else:
-                logging.getLogger("kvpool.jit.announcer").info(line)
-        self._bar = progress_bar(max(share, self.compiled + 1), " functions", initial=self.compiled)
+            line = f"{PACKAGE}: compiling, about {_seconds(self._total)} s, {kept}"
+            with suppress(OSError, ValueError):  # nobody listens: standard error is closed, or a pipe that has ended
+                if watched() or self.speaks and sys.stderr is not None:
+                    say(line)
+                else:
+                    logging.getLogger("kvpool.jit.announcer").info(line)
+        return shown_progress(self._total, " functions", initial=self.compiled)
+
+
+def _kept(most: int, stems: Callable[[], set[str]]) -> int:
+    """How many files have code of functions as they are now, of those that were used last, at most so many."""
+    root = cache_root()
+    files = [] if root is None else _by_use(root)[-most:]
+    current = stems() if files else set()
+    return sum("-".join(file.name.split("-")[:2]) in current for file in files)
+
+
+def _by_use(root: Path) -> list[Path]:
+    """The files of compiled code, those that were used last at the end."""
+    found = {path: path.stat().st_mtime for path in root.glob("*.nbc")}
+    return sorted(found, key=found.__getitem__)
 
 
 def _seconds(functions: int) -> int:
-    """About how long this processor needs for so many functions, from how long it needs for a short loop."""
-    begin = time.thread_time()
-    for number in range(20_000):
+    """About how long this machine needs for so many functions beside its other work, from how long it needs for a short
+    loop."""
+    begin = time.monotonic()
+    for number in range(60_000):
         hash((number, str(number)))
-    return max(1, round((time.thread_time() - begin) * _LOOPS * functions))
+    return max(1, round((time.monotonic() - begin) * _LOOPS * functions))
 
 
 announcer = _Announcer()

@@ -188,7 +188,7 @@ def _made(name: str, build: Callable[[Library], None]) -> Library:
         library = Library.stored(name)
         if library is None:
             library = Library(name)
-            with announcer.compiling(), ConfigStack().enter(_flags):
+            with announcer.compiling(_stems), ConfigStack().enter(_flags):
                 build(library)
             library.keep()
     return library
@@ -226,7 +226,7 @@ def _translate(library: Library, dispatcher: Dispatcher, kinds: tuple[Any, ...])
     """Compile a function for some types, to a part or to a routine."""
     identity = bytecode.FunctionIdentity.from_function(dispatcher.py_func)
     if library.name:  # for the linker too: it is the same in each process
-        identity.unique_id = library.name.rpartition("-")[2]
+        identity.unique_id = cache.digest(library.name.encode())
     state = compiler.StateDict(func_id=identity, args=kinds, typemap=None, calltypes=None, flags=_flags)
     read = state.func_ir = interpreter.Interpreter(identity).interpret(bytecode.ByteCode(identity))
     rewrite_semantic_constants(read, kinds)
@@ -278,14 +278,24 @@ def _short_name(name: str, kinds: Any, abi_tags: Any = (), uid: Any = None) -> s
 class Dispatcher(registry.CPUDispatcher):
     """A jitted function, as Python and as jitted code call it."""
 
-    def __init__(self, function: Callable[..., Any], inline: bool = False, nogil: bool = True) -> None:
+    def __init__(
+        self, function: Callable[..., Any], inline: bool = False, nogil: bool = True, long: Dispatcher | None = None
+    ) -> None:
         super().__init__(function, targetoptions={"nopython": True})
-        self.inline, self.nogil = inline, nogil
-        self.libraries: dict[tuple[Any, ...], Library] = {}
+        self.inline, self.nogil, self.long = inline, nogil, long
+        self.libraries: dict[tuple[Any, ...], Library] = long.libraries if long else {}
+
+    @functools.cached_property
+    def brief(self) -> Dispatcher:
+        """The same function, whose calls from Python keep the interpreter's lock: for those of less than a millisecond.
+        Who gives the lock away may get it back milliseconds later. Both entries are made at once."""
+        return Dispatcher(self.py_func, self.inline, False, self)
 
     def compile(self, kinds: Any) -> Any:
         """The entry for arguments of some types."""
         with _compiling():
+            if self.long is not None:
+                self.long.compile(kinds)
             if kinds not in self.overloads:
                 function = self.library(kinds)
                 name = function.name and f"{function.name}-{'entry' if self.nogil else 'locked'}"
@@ -311,8 +321,13 @@ class Dispatcher(registry.CPUDispatcher):
 
     def _name_of(self, kinds: tuple[Any, ...]) -> str:
         """A name for all that the code depends on. Empty if the code means nothing to other processes."""
-        text = f"{cache.content_of(self)} {[kind.name for kind in kinds]} {_compiler()}"
-        return "" if " at 0x" in text else f"{self.__name__.strip('<>')[:80]}-{cache.digest(text.encode())}"
+        stem, shown = self.stem(), str([kind.name for kind in kinds])
+        return "" if " at 0x" in stem + shown else f"{stem}-{cache.digest(shown.encode())}"
+
+    def stem(self) -> str:
+        """The beginning of these names, which is the same for all types."""
+        text = f"{cache.content_of(self)} {_compiler()}"
+        return text if " at 0x" in text else f"{self.__name__.strip('<>')[:80]}-{cache.digest(text.encode())}"
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
         """What type inference needs for a call by jitted code."""
@@ -324,6 +339,14 @@ class Dispatcher(registry.CPUDispatcher):
     def get_overload(self, sig: Any) -> Any:
         """The code that lowering needs for such a call."""
         return self.libraries[tuple(sig)]
+
+
+def _stems() -> set[str]:
+    """How the names of the code of all functions begin. A module may still be incomplete, so this is forgotten."""
+    modules = [module for name, module in [*sys.modules.items()] if name.startswith(cache.PACKAGE)]
+    found = {one.stem() for module in modules for one in [*vars(module).values()] if isinstance(one, Dispatcher)}
+    cache.known.clear()
+    return found
 
 
 @contextmanager

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress, repeat
@@ -60,8 +60,8 @@ class CacheTier(Protocol[Block]):
     def lacking(self, number: int, blocks: Sequence[Block]) -> Sequence[Block]:
         """Those of the blocks that the store with this number is not known to have."""
 
-    def take(self, client: StoreClient, line: Iterable[Block]) -> list[Block]:
-        """The first blocks of a line, alike, that one save can have now."""
+    def take(self, client: StoreClient, line: Collection[Block]) -> list[Block]:
+        """The first blocks of a line, alike, that one save can have now. There may be none."""
 
     def pin(self, client: StoreClient, blocks: Sequence[Block]) -> tuple[Sequence[Block], BlockNames, Rows | Lend]:
         """Hold blocks for a store that reads them. Returns those that are there, their names and rows."""
@@ -142,7 +142,7 @@ class Bridge(Generic[Block]):
         self.saved_blocks = 0
         self.dropped: Counter[tuple[str, str]] = Counter()
         """saves that were given up, by store and reason"""
-        self._trouble: dict[tuple[int, int], str] = {}
+        self._trouble: OrderedDict[tuple[int, int], str] = OrderedDict()
 
     # -- what stores have ----------------------------------------------------------------------------
 
@@ -364,7 +364,7 @@ class Loader(Generic[Block]):
         self._room, self._unread_seconds = room, unread_seconds
         self._under_way: set[Loading[Block]] = set()
         self.coming: dict[Block, Loading[Block]] = {}
-        self.unread: dict[Block, Unread] = {}
+        self.unread: OrderedDict[Block, Unread] = OrderedDict()
 
     @property
     def free(self) -> int:

@@ -4,10 +4,11 @@ stores have got of them. HostLoads: keys that the cache does not have, which sto
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import compress, islice, repeat
+from functools import partial
+from itertools import compress, groupby, islice, repeat
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -31,8 +32,8 @@ from kvpool.stores.seals import BlockNames
 from kvpool.stores.store import ABSENT, CODES, DAMAGED, OK, Bytes, Rows
 from kvpool.stores.store_client import StoreClient
 
-AT_ONCE = 64
-"""Most blocks of one save."""
+AT_ONCE, VICTIMS_AT_ONCE = 256, 64
+"""Most blocks of one save; of what is to be saved before it is evicted."""
 TOLD_MAX = 65_536
 """Changes that nobody has asked for, and keys of each store that were told, are forgotten beyond so many."""
 OWNER = "kvpool stores"
@@ -62,20 +63,23 @@ class HostCacheTier:
     """
 
     def __init__(self, cache: HostCache, clients: Sequence[StoreClient], save: str, room: int, limit: int) -> None:
-        self.cache = cache
+        self.cache, self._clients = cache, clients
         self._save, self._limit = save, limit
         self._saver = cache.open_saver(owed=save == EVICT)
         self._before = cache.unsaved_blocks
-        self._margin = victims_margin(cache.host_blocks, AT_ONCE)
+        self._margin = victims_margin(cache.host_blocks, VICTIMS_AT_ONCE)
         # By store: the blocks that are to be saved, with all of their prompt, in its order.
         self._prompts: list[dict[bytes, Sequence[bytes]]] = [{} for _ in clients]
         # So many blocks are saved by one call, under one lease.
         self._in_one = min(client.queue.piece_blocks for client in clients)
         # What is told of stores, and by store the keys that were told to be there.
         self.changes: deque[StoreChange] = deque(maxlen=TOLD_MAX)
-        self._told: list[dict[bytes, None]] = [{} for _ in clients]
+        self._told: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in clients]
         self.tells = False
-        self._at_once = max(1, min(AT_ONCE, room // sum(client.queue.savers for client in clients)))
+        most = VICTIMS_AT_ONCE if save == EVICT else AT_ONCE
+        self._at_once = max(1, min(most, room // sum(client.queue.savers for client in clients)))
+        # Of each store: how long the line was that waits for more.
+        self._held = dict.fromkeys(clients, 0)
 
     def names(self, blocks: Sequence[bytes], *, sealed: bool) -> BlockNames:
         return BlockNames(blocks)
@@ -133,18 +137,25 @@ class HostCacheTier:
             self.cache.close_saver(self._saver)
             self._saver = -1
 
-    def take(self, client: StoreClient, line: Iterable[bytes]) -> list[bytes]:
+    def take(self, client: StoreClient, line: Collection[bytes]) -> list[bytes]:
+        """A save costs the thread of the scheduler more than its blocks do. So what would have to wait for the store
+        waits for more blocks, as long as each step brings some."""
+        held, self._held[client] = self._held[client], len(line)
+        if held < len(line) < self._at_once and self._save != EVICT and client.queue.behind:
+            return []
+        self._held[client] = 0
         return list(islice(line, self._at_once))
 
     def pin(self, client: StoreClient, blocks: Sequence[bytes]) -> tuple[Sequence[bytes], BlockNames, Lend]:
         """They are pinned when a call of the store begins, and not while they wait for it."""
-        return blocks, self.names(blocks, sealed=True), self.lend
+        return blocks, self.names(blocks, sealed=True), partial(self.lend, self._prompts[self._clients.index(client)])
 
     def ended(self, number: int, blocks: Sequence[bytes], kept: Sequence[bool]) -> None:
         """A prompt whose saves have ended comes back into its order. Each of its leases counted as a use, so that the
         end of the prompt would be evicted last."""
         waiting = self._prompts[number]
-        prompts = {id(prompt): prompt for prompt in map(waiting.pop, blocks, repeat(()))}.values()
+        every = [*map(waiting.pop, blocks, repeat(()))]
+        prompts = dict(zip(map(id, every), every, strict=True)).values()
         here = list(compress(blocks, kept)) if self.tells else []
         if here:
             told = self._told[number]
@@ -181,10 +192,18 @@ class HostCacheTier:
         return sum(len(lease.blocks) for lease in self.cache.leases if lease.owner == OWNER)
 
     @contextmanager
-    def lend(self, names: BlockNames) -> Iterator[Rows]:
-        """Rows of those of the blocks that are in the cache, pinned. On a thread of a queue."""
-        rows = np.full(len(names), -1, np.int64)
-        keys = names.names
+    def lend(self, waiting: Mapping[bytes, Sequence[bytes]], names: BlockNames) -> Iterator[Rows]:
+        """Rows of those of the blocks that are in the cache, pinned. On a thread of a queue.
+
+        A lease ends with its last block first, which is then the first victim. So its last prompt comes first.
+        ``waiting``: the prompts of the blocks.
+        """
+        rows, order = np.full(len(names), -1, np.int64), np.arange(len(names))
+        keys, prompts = names.names, [*map(waiting.get, names.names)]
+        if not _alike(prompts):
+            runs = [list(run) for _, run in groupby(order.tolist(), lambda place: id(prompts[place]))]
+            order = np.array([place for run in reversed(runs) for place in run])
+            keys = tuple(map(keys.__getitem__, order.tolist()))
         places, lease = pin_those_here(
             len(keys), lambda own: self.cache.pin([keys[place] for place in own.tolist()], owner=OWNER),
             lambda: self.cache.lookup(keys) == self.cache.HERE,
@@ -192,7 +211,7 @@ class HostCacheTier:
         if lease is None:
             yield rows
             return
-        rows[places] = lease.blocks
+        rows[order[places]] = lease.blocks
         try:
             yield rows
         finally:
@@ -200,6 +219,11 @@ class HostCacheTier:
                 raise BlockNotFound("others have closed the lease under which the blocks were saved")
             with suppress(KVPoolError):
                 lease.close(used=self._save != EVICT)
+
+
+def _alike(prompts: Sequence[object]) -> bool:
+    """Whether there is one prompt. To count takes a tenth of the time of a set."""
+    return prompts.count(prompts[0]) == len(prompts)
 
 
 _WORDS = {"declined": "not worth loading", "cancelled": "given up"}
@@ -243,7 +267,7 @@ class HostLoads:
         self.searching: dict[bytes, float] = {}
         self._lines: Lines = {}
         # Keys that did not come, and what was learned of them.
-        self._absent: dict[bytes, _Absence] = {}
+        self._absent: OrderedDict[bytes, _Absence] = OrderedDict()
         self.asked = self.loaded = self.refused = 0
         self.missed: Counter[str] = Counter()
         self._stopped = False

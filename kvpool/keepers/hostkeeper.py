@@ -95,7 +95,8 @@ class HostKeeper(Closing):
         save them, but one for each such call.
     load_seconds, save_seconds
         Time for a key from the first ``find`` until it is HERE, and for a block from the ``poll`` after ``publish``
-        until it is saved. What takes longer is given up.
+        until it is saved. What takes longer is given up. While a store is busy with other saves, blocks wait for more,
+        as long as each step brings some, and are saved together; this begins then.
     retry_seconds
         For so long a key that did not come is not asked for again.
     quota

@@ -4,7 +4,7 @@ stores are known to have; and what readers of a keeper's events learn of that.""
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
@@ -332,8 +332,9 @@ class StoredContent:
     def __init__(self, pool: KVCacheManager, stores: Sequence[str], limit: int) -> None:
         self._pool, self._tiers, self._limit = pool, (*TIERS, *stores), limit
         self._capacity = int(pool.core.states.heads[0, H.event_capacity])
-        # By group and key: the content, and which stores have it, as bits.
-        self._known: dict[tuple[int, bytes], tuple[Content, int]] = {}
+        # By group and key: the content, and which stores have it, as bits. A dict looks for its first key behind all
+        # that have gone: that took longer than the rest of a save.
+        self._known: OrderedDict[tuple[int, bytes], tuple[Content, int]] = OrderedDict()
         self._lock = threading.Lock()
         self._told: deque[tuple[Rows3, dict[int, Name]]] = deque()
         self._rows = self._lost = self._cursor = self._next = self.dropped = 0

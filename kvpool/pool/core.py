@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from kvpool.pool.keys import BlockKeys
 
 MAX_MS = 1 << 42
+BRIEF_SEQUENCES, BRIEF_TOKENS = 64, 32_768
+"""Calls for so many sequences, and admissions of so many tokens, keep the interpreter's lock: they take no longer than
+another thread would keep it."""
 
 
 class Names:
@@ -122,10 +125,11 @@ class Core:
                 # A signal handler or destructor may decide inside another call. It finds that call's moves here, and
                 # keeps them in order.
                 transfer.collect()
+                run = getattr(verb, "brief", verb) if ids is not None and len(ids) <= BRIEF_SEQUENCES else verb
                 if order is None:
-                    result = verb(heads, *args)
+                    result = run(heads, *args)
                 else:
-                    result = transfer.decide(on, ids, verb, *args)
+                    result = transfer.decide(on, ids, run, *args)
                 if result < 0:
                     raise refusal(heads, result, args[0], self.tokens.sequences, verb)
                 mine = transfer.collect()

@@ -6,7 +6,7 @@ a while, and goes last. So no hint makes a request fail, and the worst hints kee
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from heapq import heappop, heappush
@@ -137,7 +137,7 @@ class Hints(Together):
     def __init__(self, core: Core, leases: Leases) -> None:
         super().__init__(core, leases)
         self._budget = Budget(core.states.blocks)
-        self._sessions: dict[tuple[int, str], BlockKeys] = {}
+        self._sessions: OrderedDict[tuple[int, str], BlockKeys] = OrderedDict()
         self._remembered = 0
 
     def hints(

@@ -36,7 +36,7 @@ from kvpool.entry.arguments import (
 )  # fmt: skip
 from kvpool.entry.interrupt import DeferSignals, Door
 from kvpool.pool.config import Group
-from kvpool.pool.core import Core, refusal
+from kvpool.pool.core import BRIEF_TOKENS, Core, refusal
 from kvpool.pool.keys import Admission, BlockKeys, Match, Plan, Prompt, Scope, request_of, requests_of, unproven
 from kvpool.state import admit, hashing, index, records, requests, verbs
 from kvpool.state.arrays import State
@@ -455,16 +455,20 @@ class Prompts:
         door.undo = lambda: core.release_unseen(out[0, :, records.OUT.id])
         on = NULL_STREAM if stream is None else stream
         now = core.now() if now is None else now
-        n = core.decide(on, self._admit_named, rows, out, now, some, keys, loads)
+        run = admit.admit
+        if sum(map(len, keys)) <= BRIEF_TOKENS:
+            run = getattr(run, "brief", run)
+        n = core.decide(on, self._admit_named, rows, out, now, some, run, keys, loads)
         found = out[0, :n] if len(out) == 1 else self._joined(out[:, :n])
         return found if kept is None else _spread(found, kept, len(kept) + len(refused)), refused
 
     def _admit_named(
-        self, heads: Rows, rows: Rows, out: Rows, now: int, some: bool, keys: list[BlockKeys], loads: LayerLoads | None
-    ) -> int:
-        """``admit.admit``. Events will name the namespaces of the prompts."""
+        self, heads: Rows, rows: Rows, out: Rows, now: int, some: bool, run: Any, keys: list[BlockKeys],
+        loads: LayerLoads | None,
+    ) -> int:  # fmt: skip
+        """``admit.admit``, which is ``run``. Events will name the namespaces of the prompts."""
         self.core.names.learn(keys)
-        admitted = int(admit.admit(heads, rows, out, now, some))
+        admitted = int(run(heads, rows, out, now, some))
         if loads is not None and admitted >= 0:
             self.core.transfer.put_layers(loads)
         return admitted

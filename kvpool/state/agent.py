@@ -27,6 +27,7 @@ from kvpool.state.chains import (
     chains_of,
     draw,
     end_turn,
+    expect_name,
     find_first,
     find_name,
     has_blocks,
@@ -61,7 +62,9 @@ ALL, SOME, _RING = 48, 24, 16
 stem."""
 RUN = 32
 """How many blocks of a chain are evicted before chains are compared again."""
-_HUGE, _FAR, _FEW = 1e30, 24, 64
+_HUGE, _FEW = 1e30, 64
+_FAR, _NEAR = 24, 12
+"""How many blocks ahead a block is loaded, and then the names that its key may be among."""
 
 
 _LEVELS, _LEVEL, _LEVEL_FIRST = 7, 307, 11 << 8
@@ -105,7 +108,9 @@ def _named(book, keys, depth, least):
     does. Of many keys, only those are asked of which all are names, wherever their chain ended."""
     few = depth - least <= _FEW
     while depth > least:
-        c = np.int64(NONE)
+        c, ahead = np.int64(NONE), keys[max(depth - (_NEAR if few else _FEW), 0), 0]
+        if few or is_name(ahead, _FEW):
+            expect_name(book, ahead)
         if few or is_name(keys[depth - 1, 0], _FEW):
             c = find_name(book, keys[depth - 1, 0])
         if c != NONE:
@@ -126,6 +131,9 @@ def on_begin_release(at, slot, nothing):
     full = sequence.committed // h.width
     for i in range(sequence.blocks):
         prefetch(blocks, row[min(i + _FAR, sequence.blocks - 1)])
+        ahead = blocks[max(row[min(i + _NEAR, sequence.blocks - 1)], 0)].key0
+        if is_name(ahead, _FEW):
+            expect_name(book, ahead)
         if row[i] == NONE:
             continue
         owners[row[i]] = c
@@ -214,21 +222,23 @@ def choose(at, second, nothing):
     """The next victim in the list of the first or the ``second`` book, which is not empty. Not asked while LRU is
     followed. The first of these that there is:
 
-    1. the oldest block, if it is a stray;
-    2. the next block of the chain that was picked last, of which up to ``RUN`` go in a row;
+    1. the next block of the chain that was picked last, of which up to ``RUN`` go in a row;
+    2. the oldest block, if it is a stray;
     3. the deepest block of the chain that is worth least, which is picked now. What a turn has left over is worth least
        of all;
     4. the oldest block.
     """
     h = record_at(at, HEAD)
     book = record_at(h.book_at + second * BOOK_SIZE, BOOK)
-    oldest = np.int64(lists_of(h)[book.list, 0])
-    if _is_stray(h, book, oldest):
-        return oldest
     b = np.int64(NONE)
     if book.left > 0:
         book.left -= 1
         b = take_first(h, book, book.pick)
+        if b != NONE:
+            return b
+    oldest = np.int64(lists_of(h)[book.list, 0])
+    if _is_stray(h, book, oldest):
+        return oldest
     while b == NONE and book.cached > 0:
         c = _least(h, book)
         if c == NONE:
@@ -271,21 +281,22 @@ def worth_now(h, book, c, expert):
 
 
 @jit
-def _first_worth(h, book, c):
-    """The worth of the deepest block that a chain has listed."""
+def _first_worth(h, book, c, enough):
+    """The worth of the deepest block that a chain has listed, or what is above ``enough``."""
     chain = chains_of(book)[c]
     if chain.turns > 0 or shelf_of(book, c).rest != NONE:
         return -1.0  # left over
     worth = worth_now(h, book, c, book.follows)
-    return worth if _own_size(h, book, c) > 0 else _stem_worth(h, book, c, worth)
+    return worth if _own_size(h, book, c) > 0 else _stem_worth(h, book, c, worth, enough)
 
 
 @jit
-def _stem_worth(h, book, c, worth):
-    """The worth of a stem of which nothing else is left: that of the best of the chains that begin with it."""
+def _stem_worth(h, book, c, worth, enough):
+    """The worth of a stem of which nothing else is left: that of the best of the chains that begin with it, as far as
+    somebody asks."""
     chains, other = chains_of(book), np.int64(chains_of(book)[c].after)
     for _ in range(_RING):
-        if other == c:
+        if other == c or worth > enough:
             break
         if chains[other].turns > 0:
             return _HUGE
@@ -299,14 +310,14 @@ def _least(h, book):
     """The chain whose first block is worth least, of all, or of some and the last one. NONE if no chain has blocks."""
     chains, order, found, least, at, tries = chains_of(book), order_of(book), np.int64(NONE), 0.0, 0, 0
     if book.pick != NONE and has_blocks(h, book, book.pick):
-        found, least = np.int64(book.pick), _first_worth(h, book, book.pick)
+        found, least = np.int64(book.pick), _first_worth(h, book, book.pick, _HUGE)
     while at < book.cached and tries < ALL and least >= 0.0:
         place = at if book.cached <= ALL else draw(book, book.cached)
         c = np.int64(order[place])
         tries += 1
         if not has_blocks(h, book, c):
             continue
-        worth = _first_worth(h, book, c)
+        worth = _first_worth(h, book, c, least if found != NONE else _HUGE)
         if found == NONE or worth < least or (worth == least and age_of(h, chains[c]) > age_of(h, chains[found])):
             found, least = c, worth
         at += 1 if book.cached <= ALL else ALL // SOME

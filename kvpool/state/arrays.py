@@ -19,6 +19,7 @@ from kvpool.state import adaptive, admit, agent, records, recurrent, requests, s
 from kvpool.state.chains import BOOK, CHAIN, CHAINS_MAX, EXPERTS, SHELF
 from kvpool.state.hashing import block_secret, fingerprint
 from kvpool.state.pauses import PAUSE_BINS, ROWS, TABLES
+from kvpool.state.policy import on_join
 from kvpool.state.records import (
     ATTENTION,
     BINS,
@@ -85,8 +86,8 @@ class ChainBook:
         for name in ("chains", "order", "names", "turns", "rates", "ghosts", "scores"):
             book[f"{name}_at"] = getattr(self, name).ctypes.data
         begins = adaptive if policy == "adaptive" else agent
-        hooks = begins.on_admit, agent.on_begin_release, agent.on_end_release
-        for hook in (*(hooks if device_blocks else (begins.on_touch, agent.on_touched)), agent.choose):
+        hooks = [begins.on_admit, agent.on_begin_release, agent.on_end_release, *([on_join] if both else [])]
+        for hook in [agent.choose, *(hooks if device_blocks else [begins.on_touch, agent.on_touched])]:
             book[hook.__name__] = entry_of(hook, 0, 0, 0)
         book.list = (DEVICE if device_blocks else HOST) * LISTS_PER_TIER + DEFAULT_PRIORITY
         book.head_at, book.chains, book.names, book.rows = head_at, chains, names, len(self.turns)

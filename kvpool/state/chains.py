@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.jit.intrinsics import array_at, record_at
+from kvpool.jit.intrinsics import array_at, prefetch, record_at
 from kvpool.state.pauses import PAUSE_BINS, ROWS, TABLES, learn, octaves, worth
 from kvpool.state.records import NONE, blocks_of, lists_of
 
@@ -81,7 +81,7 @@ BOOK = np.dtype(
     [
         (name, "i8")
         for name in (
-            "head_at on_admit on_begin_release on_end_release on_touch on_touched choose list"
+            "head_at on_admit on_begin_release on_end_release on_touch on_touched on_join choose list"
             " chains_at order_at names_at turns_at rates_at ghosts_at scores_at chains names rows cached"
             " known draws pick left last listed capacity follows depth shift shelves_at shelf_bytes"
         ).split()
@@ -322,6 +322,12 @@ def is_name(key, from_end):
 @jit
 def _bucket(book, key):
     return ((key >> 4) & (book.names // _WAYS - 1)) * _WAYS
+
+
+@jit(forceinline=True)
+def expect_name(book, key):
+    """Begin to load what a key names."""
+    prefetch(names_of(book), _bucket(book, key))
 
 
 @jit

@@ -171,7 +171,7 @@ def set_priority(heads, keys, priority, ttl, now):
 # -- what a keeper of stores asks ------------------------------------------------------------------------
 
 
-@jit
+@jit(nogil=False)
 def evict_first(heads, g, keys, alone, now):
     """Put the host copies of keys (int64[n, 2]) in front of the lists that they are in, the first key first: they are
     the next victims there. Clean copies only, or with ``alone`` also those that are the only ones. Held blocks stay
@@ -245,7 +245,7 @@ def _complete(heads, only, keys, out):
     return NONE
 
 
-@jit
+@jit(nogil=False)
 def pin_keys(heads, only, keys, tier, out):
     """Pin the blocks of each key (int64[n, 2]) in all groups that have one. Ids go into ``out`` int64[groups, n], NONE
     if a group has none. ``only``: the one group to pin in, or NONE for all.
@@ -268,7 +268,7 @@ def pin_keys(heads, only, keys, tier, out):
     return 0
 
 
-@jit
+@jit(nogil=False)
 def pin_blocks(heads, ids):
     """Pin blocks by id. Each must be held or cached. Returns 0. Or returns NOT_FOUND; then ``detail`` has the place of
     the block, and nothing has changed."""
@@ -287,7 +287,7 @@ def pin_blocks(heads, ids):
     return 0
 
 
-@jit
+@jit(nogil=False)
 def unpin(heads, ids, now):
     """Drop one pin of each block. A block that nobody holds then joins the list of its content."""
     for g in range(heads.shape[0]):

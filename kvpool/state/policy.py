@@ -10,7 +10,8 @@ holds is in one of them. ``verify`` has its own version of ``list_of``, to check
 
 A pool with another policy than LRU (``policy=``) has records of chains. Then ``on_admit``, ``on_begin_release`` and
 ``on_end_release`` keep them, and ``agent.choose`` says which block of the default priority is next on a tier, unless
-``adaptive`` follows LRU. In a HostCache ``on_touch`` and ``on_touched`` keep them.
+``adaptive`` follows LRU. ``on_join`` keeps what the host has of a chain together. In a HostCache ``on_touch`` and
+``on_touched`` keep them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.jit import jit
-from kvpool.jit.intrinsics import address_of, array_at, call, prefetch
+from kvpool.jit.intrinsics import address_of, array_at, call, prefetch, record_at
 from kvpool.state.chains import LRU, book_of, host_book_of, owners_of, put_last
 from kvpool.state.index import expect, expect_child
 from kvpool.state.records import (
@@ -26,6 +27,7 @@ from kvpool.state.records import (
     DEFAULT_PRIORITY,
     DEVICE,
     EMPTY,
+    HEAD,
     HOST,
     INDEXED,
     LISTS_PER_TIER,
@@ -374,17 +376,23 @@ def place_only_copy(h, b, device, deadline):
     """``place`` a host block that has become the only copy of what a device block had. What the host has of one chain
     lies side by side."""
     place(h, b, deadline)
-    if h.book_at and host_book_of(h).list == blocks_of(h)[b].list:
-        _join_chain(h, b, np.int64(owners_of(h)[device]))
+    if h.book_at and book_of(h).on_join:
+        call(book_of(h).on_join, (book_of(h).head_at, np.int64(b), np.int64(device)))
 
 
 @jit
-def _join_chain(h, b, c):
-    owners_of(h)[b] = c
-    behind = put_last(h, c, np.int64(b)) if c != NONE else np.int64(NONE)
+def on_join(at, b, device):
+    """A host block is listed with what a device block has had: it is of the same chain."""
+    h = record_at(at, HEAD)
+    if blocks_of(h)[b].list != host_book_of(h).list:
+        return np.int64(0)
+    owners = owners_of(h)
+    c = owners[b] = owners[device]
+    behind = put_last(h, np.int64(c), b) if c != NONE else np.int64(NONE)
     if behind != NONE:
         unlink(blocks_of(h), lists_of(h), b)
         push_behind(blocks_of(h), lists_of(h), b, host_book_of(h).list, behind)
+    return np.int64(0)
 
 
 @jit

@@ -36,7 +36,7 @@ FOUND = 5
 CURSOR, PLACE, MISSED = range(3)
 
 
-@jit
+@jit(nogil=False)
 def open_saver(heads, owed):
     """A new saver, who was told of nothing. ``owed``: whether what is evicted unsaved is counted. SAVERS at once."""
     saver = np.int64(0)
@@ -54,7 +54,7 @@ def open_saver(heads, owed):
     return saver
 
 
-@jit
+@jit(nogil=False)
 def close_saver(heads, saver):
     for g in range(heads.shape[0]):
         h = head(heads, g)
@@ -81,7 +81,7 @@ def _tell(h, b, saver, uses, found, count):
     return count + 1
 
 
-@jit
+@jit(nogil=False)
 def stored(heads, saver, at, found):
     """Tell of what was stored since the event ``at[CURSOR]``, by the events. ``at`` int64[3] goes on. If some events
     are gone, they are counted in ``at[MISSED]``, and a ``sweep`` is due: ``at[PLACE]`` is 0. Returns how many rows are
@@ -101,7 +101,7 @@ def stored(heads, saver, at, found):
     return np.int64(count)
 
 
-@jit
+@jit(nogil=False)
 def sweep(heads, saver, uses, at, found):
     """Tell of what was used so often, of as many blocks as there are rows, from ``at[PLACE]`` on. After the last block
     of the pool that is NONE. Returns how many rows are filled."""
@@ -115,7 +115,7 @@ def sweep(heads, saver, uses, at, found):
     return np.int64(count)
 
 
-@jit
+@jit(nogil=False)
 def victims(heads, saver, margins, found):
     """Tell of what the host evicts soon: of the victims of each group, as many as ``margins`` int64[groups] says, less
     those that have nothing to lose. The next victim comes first. Returns how many rows are filled."""
@@ -134,7 +134,7 @@ def victims(heads, saver, margins, found):
     return np.int64(count)
 
 
-@jit
+@jit(nogil=False)
 def held(heads, saver, ids, found):
     """Tell of blocks that the caller holds. Returns how many rows are filled."""
     count = 0
@@ -143,7 +143,7 @@ def held(heads, saver, ids, found):
     return np.int64(count)
 
 
-@jit
+@jit(nogil=False)
 def put_back(heads, g, ids, before):
     """Put blocks that nobody holds any more where they were in their lists, since to be saved is no use. ``before``
     int64[n, 3] has of each its ``prev``, ``used_at`` and ``key0`` while it was held.

@@ -88,7 +88,7 @@ def _note(h, kind, stream, b):
     h.accesses = n + 1
 
 
-@jit
+@jit(nogil=False)
 def collect(heads, moves, token_moves, accesses):
     """Take a decision's moves, token moves and accesses out of the buffers of the groups, into arrays of their lengths.
     Returns the ticket.

@@ -62,7 +62,8 @@ class Job:
         self._queue = queue
         # Nobody else writes these arrays, neither the caller nor the store: what was loaded is checked by them.
         count = 1 if kind == CLEAR else len(keys)
-        self._keys, self._rows, self._codes = keys, rows, np.full(count, WAITING, np.uint8)
+        self._keys, self._rows, self._codes = keys, rows, np.empty(count, np.uint8)
+        self._codes.fill(WAITING)
         self.kind, self.lend, self.deadline, self.tag, self.limit = kind, lend, deadline, tag, limit
         self.renews = renews
         """Whether it begins an epoch: of a clear."""

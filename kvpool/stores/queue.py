@@ -273,6 +273,12 @@ class StoreQueue(Closing):
     def _clear(self, prefix: bytes, renews: bool = False) -> Job:
         return self._begin(jobs.CLEAR, np.empty((0, KEY_BYTES), np.uint8), None, math.inf, prefix, renews=renews)
 
+    @property
+    def behind(self) -> bool:
+        """Whether a save that begins now waits for others."""
+        with self._lock:
+            return self._waiting[jobs.SAVE] > 0 or not self._may_begin(jobs.SAVE)
+
     def check_forget(self, blocks: int) -> None:
         """Raise StoreBusy if so many blocks more may not wait to be dropped now."""
         with self._lock:
@@ -481,7 +487,9 @@ class StoreQueue(Closing):
 
     def _may_begin(self, kind: str) -> bool:
         """Saves and drops leave one thread to all others, so that one that hangs keeps no load waiting."""
-        return kind in _READS or sum(job.kind not in _READS for job, _ in self._running.values()) < self.savers
+        if kind in _READS or len(self._running) < self.savers:
+            return True
+        return sum(job.kind not in _READS for job, _ in self._running.values()) < self.savers
 
     def _next_drop(self) -> tuple[Job, Rows] | None:
         """A drop that may begin now. The lock is held."""

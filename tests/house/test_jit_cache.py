@@ -14,6 +14,8 @@ import shutil
 import stat
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -194,6 +196,29 @@ compiler._translate = stop
     assert report_of(sample)["compiled"] == NOTHING, "it keeps what it has compiled without the lock"
 
 
+def test_what_is_announced_is_what_is_missing(sample: Path) -> None:
+    """Kept code of functions as they were counts nothing."""
+
+    def announced() -> int:
+        script = """
+from sample import entry, other
+from sample.jit.cache import announcer
+with announcer.expecting(5, lambda: 1):
+    entry.entry(5), other.other(5)
+    print(announcer._total)
+"""
+        command = [sys.executable, "-c", script]
+        return int(subprocess.check_output(command, env=environment_of(sample), text=True))
+
+    assert announced() == 0, "nothing was compiled"
+    edit(sample / "other.py", "x - 1", "x - 2")
+    assert announced() == 2
+    edit(sample / "numbers.py", "3", "4")
+    assert announced() == 3
+    shutil.rmtree(cache_of(sample))
+    assert announced() == 5
+
+
 def test_damaged_code_is_compiled_anew(sample: Path) -> None:
     for path in cache_of(sample).glob("*.nbc"):
         content = bytearray(path.read_bytes())
@@ -339,6 +364,37 @@ def test_function_that_jitted_code_calls_is_compiled_once(monkeypatch: pytest.Mo
 
 
 @pytest.mark.skipif(config.DISABLE_JIT, reason="nothing is compiled")
+def test_a_brief_call_lets_no_other_thread_run_and_is_the_same_code() -> None:
+    @jit
+    def spin(turns):
+        found = 0
+        for turn in range(turns):
+            found = (found * 31 + turn) % 1_000_003
+        return found
+
+    counted, over, interval = [0], threading.Event(), sys.getswitchinterval()
+    short = spin.brief
+
+    def count() -> None:
+        while not over.is_set():
+            counted[0] += 1
+            time.sleep(0)  # it gives the lock away, and takes it as soon as it can
+
+    short(1)
+    assert short.libraries is spin.libraries and len(spin.overloads) == len(short.overloads) == 1
+    thread = threading.Thread(target=count)
+    try:
+        sys.setswitchinterval(1000.0)  # nobody takes the lock from who has it
+        thread.start()
+        before = counted[0]
+        assert short(10_000_000) and counted[0] == before
+    finally:
+        sys.setswitchinterval(interval)
+        over.set()
+        thread.join()
+    assert short(99) == spin(99) == spin.py_func(99)
+
+
 def test_no_function_is_inlined_everywhere_that_did_not_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "read", lambda name: None)
 

@@ -114,9 +114,9 @@ MUTATIONS = (
     ),
     Mutation(
         "what_the_host_gets_is_of_no_conversation",
-        "_join_chain",
-        "owners_of(h)[b] = c",
-        "pass",
+        "on_join",
+        "c = owners[b] = owners[device]",
+        "c = owners[device]",
         "The host forgets what came to it first, whoever comes back sooner.",
         (f"{_TESTS}test_the_host_too_loses_the_conversation_that_is_away_for_longer",),
     ),

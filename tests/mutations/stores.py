@@ -188,8 +188,8 @@ MUTATIONS = (
     Mutation(
         "stores_are_lent_more_than_their_share",
         "HostCacheTier.__init__",
-        "min(AT_ONCE, room // sum(client.queue.savers for client in clients))",
-        "max(AT_ONCE, room // sum(client.queue.savers for client in clients))",
+        "min(most, room // sum(client.queue.savers for client in clients))",
+        "max(most, room // sum(client.queue.savers for client in clients))",
         "A store that hangs keeps the whole cache pinned: the engine can store nothing more.",
         (_host("test_small_caches_lend_stores_no_more_than_their_share"),),
     ),

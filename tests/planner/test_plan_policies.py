@@ -61,7 +61,11 @@ def naive_min(uses: Sequence[Use], capacity: int) -> int:
 def test_min_is_beladys_rule(capacity: int) -> None:
     print("seed", SEED)
     uses = chains(Random(SEED))
-    assert min_hits(*next_uses(uses), capacity) == naive_min(uses, capacity)
+    following, counted = next_uses(uses)
+    assert min_hits(following, counted, capacity) == naive_min(uses, capacity)
+    room, ends = max(capacity, 8), np.cumsum([len(use.blocks) for use in uses])
+    holding, most = policies.min_holding(following, ends, room), min_hits(following, counted, room)
+    assert holding <= most and (holding == most or room == 8)
 
 
 @pytest.mark.parametrize("capacity", [400, 900])
@@ -156,6 +160,20 @@ def test_what_the_command_cannot_compare_is_an_error_of_the_user(
 
 # ----------------------------------------
 # The tables of policies: each has a row for each capacity, and where all fits, every policy hits the same.
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_who_knows_the_pauses_of_sessions_that_always_pause_alike_is_the_oracle(stop: bool) -> None:
+    uses = []
+    for second in range(60):
+        for session, pause in enumerate((2, 3, 5)):
+            if second % pause == 0:
+                blocks = np.arange(10 * session, 10 * session + 6, dtype=np.int32)
+                request = Request(len(uses), 0, 6, 0, timestamp=second, returns=second + pause, session=session)
+                uses.append(Use(request, blocks, 6, 6, 0))
+    oracle = SessionOracle(uses, 13)
+    found = sum(policies.hold(oracle, use) for use in uses)
+    assert sum(map(policies.Known(uses, 13, stop).find, uses)) == found < 6 * len(uses) - 18
 
 
 @pytest.mark.parametrize("table", [name for name in policies.TABLES if name != "constants"])
