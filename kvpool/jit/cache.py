@@ -319,7 +319,10 @@ def _kept(most: int, stems: Callable[[], set[str]]) -> int:
 
 def _by_use(root: Path) -> list[Path]:
     """The files of compiled code, those that were used last at the end."""
-    found = {path: path.stat().st_mtime for path in root.glob("*.nbc")}
+    found = {}
+    for path in root.glob("*.nbc"):
+        with suppress(OSError):  # another process has dropped it meanwhile
+            found[path] = path.lstat().st_mtime
     return sorted(found, key=found.__getitem__)
 
 

@@ -343,7 +343,7 @@ class Dispatcher(registry.CPUDispatcher):
 
 def _stems() -> set[str]:
     """How the names of the code of all functions begin. A module may still be incomplete, so this is forgotten."""
-    modules = [module for name, module in [*sys.modules.items()] if name.startswith(cache.PACKAGE)]
+    modules = [module for name, module in [*sys.modules.items()] if name.startswith(cache.PACKAGE) and module]
     found = {one.stem() for module in modules for one in [*vars(module).values()] if isinstance(one, Dispatcher)}
     cache.known.clear()
     return found

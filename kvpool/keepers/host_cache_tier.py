@@ -155,6 +155,7 @@ class HostCacheTier:
         end of the prompt would be evicted last."""
         waiting = self._prompts[number]
         every = [*map(waiting.pop, blocks, repeat(()))]
+        had = Counter(map(id, every))
         prompts = dict(zip(map(id, every), every, strict=True)).values()
         here = list(compress(blocks, kept)) if self.tells else []
         if here:
@@ -164,7 +165,7 @@ class HostCacheTier:
                 del told[next(iter(told))]
             self.changes.append(StoreChange(number, tuple(here), True))
         for prompt in prompts:
-            at_once = len(prompt) <= len(blocks) <= self._in_one
+            at_once = len(blocks) <= self._in_one and had[id(prompt)] == len(prompt)
             if not at_once and waiting.keys().isdisjoint(prompt):
                 self.cache.touch(prompt)
 

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 MAX_MS = 1 << 42
 BRIEF_SEQUENCES, BRIEF_TOKENS = 64, 32_768
-"""Calls for so many sequences, and admissions of so many tokens, keep the interpreter's lock: they take no longer than
-another thread would keep it."""
+"""Calls for so many sequences with so many tokens together, and admissions of so many, keep the interpreter's lock:
+they take no longer than another thread would keep it."""
 
 
 class Names:
@@ -102,6 +102,7 @@ class Core:
         self.transfer.forks.guard(self, "lock")
         # Every group has the tokens of sequences, except those for cross attention.
         self.tokens = next(state for state in states if state.head.kind != records.CROSS)
+        self._lengths = self.tokens.sequences["length"]
         self.tables = tuple(read_only(table) for table in states.table)
         self.names = Names(states)
         self.closed = False
@@ -125,7 +126,7 @@ class Core:
                 # A signal handler or destructor may decide inside another call. It finds that call's moves here, and
                 # keeps them in order.
                 transfer.collect()
-                run = getattr(verb, "brief", verb) if ids is not None and len(ids) <= BRIEF_SEQUENCES else verb
+                run = getattr(verb, "brief", verb) if self._is_brief(ids) else verb
                 if order is None:
                     result = run(heads, *args)
                 else:
@@ -139,6 +140,15 @@ class Core:
             elif (mine or transfer.waiting) and not inside:
                 transfer.drain()
         return result
+
+    def _is_brief(self, ids: Int64s | None) -> bool:
+        """Whether a call for these sequences, which are not checked, has little to do. The caller holds the state
+        lock."""
+        if ids is None or not 0 < len(ids) <= BRIEF_SEQUENCES:
+            return False
+        if len(ids) == 1:
+            return bool(self._lengths[(int(ids[0]) & 0xFFFFFFFF) % len(self._lengths)] <= BRIEF_TOKENS)
+        return int(self._lengths.take(ids & 0xFFFFFFFF, mode="clip").sum()) <= BRIEF_TOKENS
 
     def release_unseen(self, ids: Int64s) -> None:
         """Release sequences whose ids nobody gets, where there are any."""

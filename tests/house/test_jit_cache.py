@@ -229,6 +229,13 @@ def test_damaged_code_is_compiled_anew(sample: Path) -> None:
     assert report_of(sample)["compiled"] == NOTHING
 
 
+def test_code_that_is_gone_when_it_is_looked_at_is_compiled_anew(sample: Path) -> None:
+    for path in cache_of(sample).glob("*.nbc"):
+        path.unlink()
+    (cache_of(sample) / "gone-with-another.nbc").symlink_to("nowhere")
+    assert report_of(sample)["compiled"] == FIRST
+
+
 def test_works_where_nothing_can_be_written_and_where_standard_error_is_closed(sample: Path) -> None:
     (sample / "plain").touch()
     nowhere = {name: str(sample / "plain" / "x") for name in ("KVPOOL_CACHE_DIR", "NUMBA_CACHE_DIR", "XDG_CACHE_HOME")}

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvpool import HostCache, HostTier, OutOfBlocks, PoolClosed
+from kvpool.keepers.host_cache_tier import HostCacheTier
 from kvpool.keepers.hostkeeper import HostKeeper
 from kvpool.stores import MemoryStore, StoreQueue
 from tests.stores.hostkeeping import Engine
@@ -473,3 +475,17 @@ def test_a_block_whose_lease_others_closed_is_not_kept(make: Callable[..., Engin
     stats = engine.keeper.stats()
     assert stats.saved == 0 and stats.unsaved == {"cancelled": 2}
     engine.until(lambda: not store.inner.stats()["blocks"])
+
+
+def test_a_prompt_that_two_jobs_save_comes_back_into_its_order_when_the_second_has_ended() -> None:
+    """Also where that job has more blocks than the prompt, of which others are."""
+    touched: list[Any] = []
+    tier: Any = object.__new__(HostCacheTier)
+    tier.cache = SimpleNamespace(touch=touched.append)
+    tier._prompts, tier._in_one, tier.tells = [{}], 256, False
+    one, other = tuple(b"one%d" % i for i in range(10)), tuple(b"other%d" % i for i in range(15))
+    for prompt in (one, other):
+        tier.to_save(prompt, prompt)
+    for blocks in (one[:5], one[5:] + other):
+        tier.ended(0, blocks, [True] * len(blocks))
+    assert touched == [one], "the other was in one job"
