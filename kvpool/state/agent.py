@@ -222,23 +222,21 @@ def choose(at, second, nothing):
     """The next victim in the list of the first or the ``second`` book, which is not empty. Not asked while LRU is
     followed. The first of these that there is:
 
-    1. the next block of the chain that was picked last, of which up to ``RUN`` go in a row;
-    2. the oldest block, if it is a stray;
+    1. the oldest block, if it is a stray, as what was named ahead is;
+    2. the next block of the chain that was picked last, of which up to ``RUN`` go in a row;
     3. the deepest block of the chain that is worth least, which is picked now. What a turn has left over is worth least
        of all;
     4. the oldest block.
     """
     h = record_at(at, HEAD)
     book = record_at(h.book_at + second * BOOK_SIZE, BOOK)
+    oldest = np.int64(lists_of(h)[book.list, 0])
+    if _is_stray(h, book, oldest):
+        return oldest
     b = np.int64(NONE)
     if book.left > 0:
         book.left -= 1
         b = take_first(h, book, book.pick)
-        if b != NONE:
-            return b
-    oldest = np.int64(lists_of(h)[book.list, 0])
-    if _is_stray(h, book, oldest):
-        return oldest
     while b == NONE and book.cached > 0:
         c = _least(h, book)
         if c == NONE:
