@@ -41,7 +41,7 @@ LINES = {
     "kvpool/tables": 599,
     "tests": 1706,
     "tests/arrays": 758,
-    "tests/commands": 849,
+    "tests/commands": 850,
     "tests/copying": 1741,
     "tests/device": 2523,
     "tests/emulated": 2833,
