@@ -3,7 +3,7 @@ Kernels take them as rows of a table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -297,3 +297,14 @@ def by_direction(moves: Int64s, device_blocks: int) -> Iterator[tuple[str, Int64
         elif found >> way & 1:
             ways = 2 * (moves[:, SOURCE] >= device_blocks) + (moves[:, TARGET] >= device_blocks)
             yield direction, moves[ways == way]
+
+
+def load_cutting(cutters: Iterable[Cutter]) -> None:
+    """Compile what these cutters run, or load it from disk, so that the first copy does not."""
+    moves, fragments = np.zeros((0, 4), np.int64), np.zeros((0, 3), np.int64)
+    tabulate(fragments)
+    assert not list(by_direction(moves, 0))
+    for cutter in cutters:
+        cutter.cut(moves, cutter.count(moves))
+        cutter.tabulate(moves)
+        cutter.split(fragments)

@@ -15,6 +15,7 @@ import pytest
 
 from kvpool import KVCacheManager, StepTables
 from kvpool.arrays.layout import BlockLayout
+from kvpool.device import fragments
 from kvpool.device.base import Stream
 from kvpool.device.cuda import cuda_device as cuda
 from tests import emulated
@@ -195,6 +196,8 @@ def test_nothing_is_compiled_after_the_pool_is_made(cupy: Any, monkeypatch: pyte
             raise AssertionError("compiled behind a decision")
 
         monkeypatch.setattr(cupy, "RawModule", fail)
+        for jitted in (one for one in vars(fragments).values() if hasattr(one, "overloads")):
+            monkeypatch.setattr(jitted, "compile", fail)
         serve(cache, None, 0, 10)
         sequence, table = cache.add_sequence([1, 2, 3]), cupy.full((1, 8), -7, np.int32)
         cache.copy_batch_block_offsets(table, sequence)

@@ -304,8 +304,9 @@ def test_a_call_ends_after_its_time_and_the_server_stops_too(serve: Serve) -> No
 
     with open_queue(client(serve(Endless(1 << 20)), timeout_ms=200)) as queue:
         job = returned(queue.load(queue.secret.opaque(names(2)), np.arange(2)))
-        assert job.codes.tolist() == [FAILED] * 2
-        assert "did not answer for 200 ms" in job.error and stopped.wait(600)
+        # Both ends have 200 ms: the server may say that it has stopped before its client looks at the clock.
+        assert job.codes.tolist() in ([FAILED] * 2, [CANCELLED] * 2)
+        assert (job.codes[0] == CANCELLED or "did not answer for 200 ms" in job.error) and stopped.wait(600)
 
 
 def test_a_server_with_a_call_that_hangs_closes_when_that_call_returns(serve: Serve) -> None:

@@ -80,6 +80,7 @@ from kvpool.device.fragments import (
     Cutter,
     FragmentTable,
     by_direction,
+    load_cutting,
     tabulate,
 )
 from kvpool.device.launches import (
@@ -287,8 +288,7 @@ class CudaDevice(Device):
                 self._launcher.load(source, kernel)
         self._loaded = self._load_kernels()
         by_host = {cutter.host: cutter for of_region in cutters for cutter in of_region}
-        for cutter in by_host.values():
-            cutter.tabulate(cutter.order(np.zeros((0, 4), np.int64)))
+        load_cutting([*by_host.values()])
         self._bound = _CutPool(found, {ALL_LAYERS: cutters}, [*by_host.values()])
         # Of a kernel's copies a block is a row or a few. A driver takes about half a microsecond for a fragment.
         fragments = 1 if self._loaded else max(sum(cutter.plan.runs for cutter in of_region) for of_region in cutters)
