@@ -152,7 +152,7 @@ def test_a_kernel_that_takes_numbers_of_items_copies_what_the_path_beside_it_cop
 
 def test_a_peer_is_measured_in_turn_with_each_path(monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[str] = []
-    monkeypatch.setattr(gpu.Scenes, "_batch", lambda made: turns.append("kvpool"))
+    monkeypatch.setattr(gpu.Scenes, "enqueue_all", lambda made: turns.append("kvpool"))
     lines = list(fragments(lambda made, way: iter([("a peer", lambda: turns.append("peer"))])))
     assert len(lines) == 2 * 3 * len(PATHS)
     measured = [line for line in lines if "a peer" in line]
