@@ -5,6 +5,7 @@ A decision is a verb that runs under the state lock. Its moves join the queue th
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -19,7 +20,7 @@ from kvpool.arrays.strided import read_only
 from kvpool.copying.transfer import NO_IDS, Transfer
 from kvpool.device.base import NULL_STREAM, Device, Event, Stream
 from kvpool.entry.arguments import milliseconds
-from kvpool.entry.interrupt import DeferSignals, deliver
+from kvpool.entry.interrupt import OWED, DeferSignals, deliver
 from kvpool.errors import (
     DeviceError,
     InsufficientMemory,
@@ -35,7 +36,7 @@ from kvpool.pool.config import PoolConfig
 from kvpool.state import records, verbs
 from kvpool.state.arrays import States, state_bytes
 from kvpool.state.records import RECURRENT, H
-from kvpool.state.sequences import check_ids
+from kvpool.state.sequences import are_short, check_ids
 from kvpool.tables.block_table import own_table
 
 if TYPE_CHECKING:
@@ -102,10 +103,9 @@ class Core:
         self.transfer.forks.guard(self, "lock")
         # Every group has the tokens of sequences, except those for cross attention.
         self.tokens = next(state for state in states if state.head.kind != records.CROSS)
-        self._lengths = self.tokens.sequences["length"]
+        self._lengths = memoryview(self.tokens.sequences["length"])
         self.tables = tuple(read_only(table) for table in states.table)
         self.names = Names(states)
-        self.closed = False
         kv_events.announce(states)
 
     def decide(self, stream: Any, verb: Callable[..., Any], *args: Any, ids: Int64s | None = NO_IDS) -> Any:
@@ -119,20 +119,25 @@ class Core:
         inside, heads, transfer, order = self._owned(), self.states.heads, self.transfer, self.transfer.order
         asked = stream is None or (inside and transfer.is_together) or (stream is NULL_STREAM and order is None)
         on = stream if asked else self.as_stream(stream)
+        run = getattr(verb, "brief", verb) if self._is_brief(ids) else verb
+        if run in self._compiled and not inside and not OWED:
+            result = transfer.run(run, args)
+            if result >= 0:
+                return result
         with DeferSignals():
             with self.lock:
-                if self.closed or transfer.broken is not None:
-                    self.check_open()
+                self.check_open()
                 # A signal handler or destructor may decide inside another call. It finds that call's moves here, and
                 # keeps them in order.
                 transfer.collect()
-                run = getattr(verb, "brief", verb) if self._is_brief(ids) else verb
                 if order is None:
                     result = run(heads, *args)
                 else:
                     result = transfer.decide(on, ids, run, *args)
                 if result < 0:
                     raise refusal(heads, result, args[0], self.tokens.sequences, verb)
+                if order is None and self._quiet and hasattr(verb, "brief"):
+                    self._compiled.add(run)
                 mine = transfer.collect()
                 later = mine and transfer.may_lag()
             if later and not inside:
@@ -142,13 +147,12 @@ class Core:
         return result
 
     def _is_brief(self, ids: Int64s | None) -> bool:
-        """Whether a call for these sequences, which are not checked, has little to do. The caller holds the state
-        lock."""
+        """Whether a call for these sequences, which are not checked, is likely to have little to do. Needs no lock."""
         if ids is None or not 0 < len(ids) <= BRIEF_SEQUENCES:
             return False
         if len(ids) == 1:
-            return bool(self._lengths[(int(ids[0]) & 0xFFFFFFFF) % len(self._lengths)] <= BRIEF_TOKENS)
-        return int(self._lengths.take(ids & 0xFFFFFFFF, mode="clip").sum()) <= BRIEF_TOKENS
+            return self._lengths[(ids.item() & 0xFFFFFFFF) % len(self._lengths)] <= BRIEF_TOKENS
+        return bool(are_short(self.states.heads, self.tokens.group, ids, BRIEF_TOKENS))
 
     def release_unseen(self, ids: Int64s) -> None:
         """Release sequences whose ids nobody gets, where there are any."""
@@ -156,6 +160,10 @@ class Core:
         if len(made) and not self.closed:
             with suppress(KVPoolError):
                 self.decide(None, verbs.release, made, True, self.now(), ids=made)
+
+    @property
+    def closed(self) -> bool:
+        return self.transfer.closed
 
     def as_stream(self, stream: object) -> Stream:
         """``Device.as_stream`` of an open pool. Raises PoolClosed, too."""
@@ -250,6 +258,10 @@ class Core:
         self.lock = lock
         # Whether this thread is in a call already, and holds the lock. Then this is a destructor or a signal handler.
         self._owned: Callable[[], bool] = getattr(lock, "_is_owned", lambda: False)
+        # The verbs that ``Transfer.run`` may run: they have been compiled, and do not return to the interpreter. A verb
+        # is always called with the same types.
+        self._compiled: set[Callable[..., Any]] = set()
+        self._quiet = isinstance(lock, type(threading.RLock())) and (3, 11) <= sys.version_info[:2] <= (3, 13)
 
 
 def pool_memory(

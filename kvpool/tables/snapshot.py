@@ -11,7 +11,7 @@ import numpy as np
 
 from kvpool.arrays import Int64s
 from kvpool.device.base import Device, Stream
-from kvpool.device.work import StagedRows, StagedVectors, Table, Work, staged_bytes, staged_views
+from kvpool.device.work import OFFSET, SCALE, START, StagedRows, StagedVectors, Table, Work, staged_bytes, staged_views
 from kvpool.errors import DeviceError
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import array_at, memcpy
@@ -108,6 +108,31 @@ def stage_dense(heads, g, ids, rows, planes, address, nbytes, columns, least, cu
         if i >= ids.shape[0]:
             to_ids[i] = -1
     return width
+
+
+@jit
+def write_dense(heads, ids, g, rows, planes, columns, cut, table, row_stride):  # type: ignore[no-untyped-def]
+    """Write a hand-over to a table in main memory, without a buffer. ``table`` is an address. Returns 0, or 1 with
+    nothing written if ``stage_dense`` has an error."""
+    h = head(heads, g)
+    if check(h, ids, True):
+        return 1
+    sequences = sequences_of(h)
+    for i in range(ids.shape[0]):
+        if sequences[ids[i] & 0xFFFFFFFF].blocks > columns and not cut:
+            return 1
+    for p in range(planes.shape[0]):
+        scale, offset = np.int32(planes[p, SCALE]), np.int32(planes[p, OFFSET])
+        for i in range(ids.shape[0]):
+            slot = ids[i] & 0xFFFFFFFF
+            used = min(np.int64(sequences[slot].blocks), columns)
+            row = array_at(h.table_at + 4 * slot * h.columns, (used,), np.int32)
+            target = array_at(table + planes[p, START] + rows[i] * row_stride, (columns,), np.int32)
+            for c in range(used):
+                target[c] = np.int32(row[c] * scale + offset) if row[c] >= 0 else np.int32(-1)
+            for c in range(used, columns):
+                target[c] = -1
+    return 0
 
 
 @jit
