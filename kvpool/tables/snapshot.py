@@ -122,14 +122,14 @@ def write_dense(heads, ids, g, rows, planes, columns, cut, table, row_stride):  
         if sequences[ids[i] & 0xFFFFFFFF].blocks > columns and not cut:
             return 1
     for p in range(planes.shape[0]):
-        scale, offset = np.int32(planes[p, SCALE]), np.int32(planes[p, OFFSET])
+        scale, offset = planes[p, SCALE], planes[p, OFFSET]
         for i in range(ids.shape[0]):
             slot = ids[i] & 0xFFFFFFFF
-            used = min(np.int64(sequences[slot].blocks), columns)
-            row = array_at(h.table_at + 4 * slot * h.columns, (used,), np.int32)
-            target = array_at(table + planes[p, START] + rows[i] * row_stride, (columns,), np.int32)
-            for c in range(used):
-                target[c] = np.int32(row[c] * scale + offset) if row[c] >= 0 else np.int32(-1)
+            used, place = min(np.int64(sequences[slot].blocks), columns), table + planes[p, START] + rows[i] * row_stride
+            target = array_at(place, (columns,), np.int32)
+            _copy_rows(h, slot, 0, place, used)
+            for c in range(used if scale != 1 or offset else 0):
+                target[c] = target[c] * scale + offset if target[c] >= 0 else -1
             for c in range(used, columns):
                 target[c] = -1
     return 0
