@@ -183,8 +183,8 @@ class Decision(NamedTuple):
 class Transfer:
     """The queue of decided batches. ``token_bytes`` are the bytes of a token in each group of layers.
 
-    ``broken`` is the permanent error of the device, or None; ``closed`` says that nobody may decide any more. ``order`` is
-    None on a synchronous device. ``moved``
+    ``broken`` is the permanent error of the device, or None; ``closed`` says that nobody may decide any more. ``order``
+    is None on a synchronous device. ``moved``
     counts what the device has accepted. ``lock`` is the transfer lock. ``at_once`` is that of the device. ``start``
     runs a call in the thread of this pool. ``state_lock`` is
     another lock in a test that takes the rule out.
@@ -248,8 +248,8 @@ class Transfer:
         self._loads, loads.events = loads, []
 
     def run(self, verb: Callable[..., Any], args: Sequence[Any]) -> int:
-        """Run a verb of machine code on a synchronous device, queue its moves, and enqueue all that is queued, without a
-        deferral of signals. The caller holds no lock.
+        """Run a verb of machine code on a synchronous device, queue its moves, and enqueue all that is queued, without
+        a deferral of signals. The caller holds no lock.
 
         Returns what the verb returns, or NONE if it did not run. No handler runs while the state lock is held: the
         interpreter looks for signals behind calls of functions and behind jumps back, and there is none of them (so in
@@ -266,7 +266,7 @@ class Transfer:
                     self._queue_left()
                 finally:
                     self._queue_left()  # a handler may raise before the first one defers signals
-        if self.waiting:
+        if self._enqueued < self._decided and self.waiting:
             self._queue_left()
         return int(result)
 

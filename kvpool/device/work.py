@@ -203,7 +203,7 @@ def host_table(target: Any, name: str, vector: bool = False, itemsize: int = 4) 
     if not view.flags.writeable:
         raise ValueError(f"{name} is read-only: accepted is an array that can be written")
     try:
-        address = ctypes.addressof(ctypes.c_char.from_buffer(view))  # a third of what the other way takes
+        address = ctypes.addressof(ctypes.c_char.from_buffer(view.data))  # a third of what the other way takes
     except (TypeError, ValueError):  # it has gaps, or no element
         address = view.__array_interface__["data"][0]
     return make_table(name, address, view.shape, view.strides, target, vector, itemsize)

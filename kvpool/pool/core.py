@@ -103,7 +103,7 @@ class Core:
         self.transfer.forks.guard(self, "lock")
         # Every group has the tokens of sequences, except those for cross attention.
         self.tokens = next(state for state in states if state.head.kind != records.CROSS)
-        self._lengths = memoryview(self.tokens.sequences["length"])
+        self._lengths = self.tokens.sequences["length"].data
         self.tables = tuple(read_only(table) for table in states.table)
         self.names = Names(states)
         kv_events.announce(states)

@@ -125,7 +125,8 @@ def write_dense(heads, ids, g, rows, planes, columns, cut, table, row_stride):  
         scale, offset = planes[p, SCALE], planes[p, OFFSET]
         for i in range(ids.shape[0]):
             slot = ids[i] & 0xFFFFFFFF
-            used, place = min(np.int64(sequences[slot].blocks), columns), table + planes[p, START] + rows[i] * row_stride
+            used = min(np.int64(sequences[slot].blocks), columns)
+            place = table + planes[p, START] + rows[i] * row_stride
             target = array_at(place, (columns,), np.int32)
             _copy_rows(h, slot, 0, place, used)
             for c in range(used if scale != 1 or offset else 0):
