@@ -21,7 +21,7 @@ LINES = {
     "examples": 1180,
     "kvpool": 535,
     "kvpool/arrays": 677,
-    "kvpool/commands": 1086,
+    "kvpool/commands": 1082,
     "kvpool/copying": 598,
     "kvpool/device": 4127,
     "kvpool/engines": 3004,
@@ -31,7 +31,7 @@ LINES = {
     "kvpool/keepers": 1972,
     "kvpool/memory": 825,
     "kvpool/observe": 403,
-    "kvpool/planner": 1337,
+    "kvpool/planner": 1334,
     "kvpool/pool": 3198,
     "kvpool/publish": 662,
     "kvpool/remote": 1676,
@@ -71,7 +71,7 @@ LINES = {
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.21, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 187
+FILES = 185
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "store.py"}
