@@ -12,7 +12,7 @@ from kvpool.arrays.layout import BlockLayout
 from kvpool.device import CpuDevice
 from kvpool.device.base import BYTES, FROM, TO
 from kvpool.device.copy_plan import make_plan
-from kvpool.device.fragments import Cutter
+from kvpool.device.fragments import Cutter, split
 from kvpool.memory.pools import MemoryPools
 from tests.device import reference
 from tests.device.pools import BLOCKS, DEVICE_BLOCKS, HOST_BLOCKS, as_moves, make_pools, random_moves
@@ -94,3 +94,10 @@ def test_the_last_device_block_and_the_first_host_block_are_no_neighbours() -> N
 
 def test_no_moves_are_no_fragments() -> None:
     assert cut(make_pools(CpuDevice(), LAYOUTS[0]), as_moves()).shape == (0, 3)
+
+
+def test_given_fragments_cross_no_chunk_of_any_host_memory_and_follow_each_other_in_none_beside() -> None:
+    hosts = np.array([[0, 256, 64], [1024, 1536, 96]])
+    given = np.array([[32, 10_032, 32], [64, 10_064, 64], [1024, 20_000, 96], [1120, 20_096, 8], [1128, 20_104, 8]])
+    assert split(given, hosts).tolist() == [[32, 10_032, 32], [64, 10_064, 64], [1024, 20_000, 96], [1120, 20_096, 16]]
+    assert split(np.array([[0, 1024, 128]]), hosts).tolist() == [[0, 1024, 64], [64, 1088, 32], [96, 1120, 32]]
