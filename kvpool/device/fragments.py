@@ -91,10 +91,26 @@ def _cut(moves: Any, v: Any, hosts: Any, out: Any, cursor: Any) -> int:
     return cursor[0]
 
 
-def cut(moves: Int64s, plan: Int64s, hosts: Int64s = _NO_CHUNKS, count: int | None = None) -> Int64s:
+@jit
+def _about(moves: Any, v: Any) -> tuple[int, int]:
+    """How many fragments ordered moves of one direction are, but for ends of chunks, and their tokens."""
+    plan, count, tokens, before = plan_of(v), 0, 0, False
+    for i in range(moves.shape[0]):
+        source, s = locate(moves[i, SOURCE], plan)
+        target, t = locate(moves[i, TARGET], plan)
+        whole = moves[i, TOKENS] == plan.block_tokens
+        in_row = moves[i, SOURCE] - moves[i - before, SOURCE] == moves[i, TARGET] - moves[i - before, TARGET] == before
+        if not (before and whole and in_row and s.block_stride == t.block_stride == plan.run_bytes):
+            count += plan.runs if whole else plan.outer * plan.inner
+        before = whole
+        tokens += moves[i, TOKENS]
+    return count, tokens
+
+
+def cut(moves: Int64s, plan: Int64s, hosts: Int64s = _NO_CHUNKS) -> Int64s:
     """The fragments int64[n, 3] of moves, by the vector of a plan. None crosses a chunk of a memory of ``hosts``, whose
-    rows are its start, its end, and the bytes of a chunk. ``count``: how many they are, where that is known."""
-    return _written(_cut, moves, plan, hosts, count=count)
+    rows are its start, its end, and the bytes of a chunk."""
+    return _written(_cut, moves, plan, hosts)
 
 
 def split(fragments: Int64s, hosts: Int64s) -> Int64s:
@@ -102,10 +118,9 @@ def split(fragments: Int64s, hosts: Int64s) -> Int64s:
     return _written(_split, fragments, hosts)
 
 
-def _written(fill: Callable[..., int], *given: Any, count: int | None = None) -> Int64s:
-    """The fragments that a jitted function writes. Without their number, it is asked for that first."""
-    if count is None:
-        count = fill(*given, np.empty((0, 3), np.int64), np.zeros(3, np.int64))
+def _written(fill: Callable[..., int], *given: Any) -> Int64s:
+    """The fragments that a jitted function writes. It is asked for their number first."""
+    count = fill(*given, np.empty((0, 3), np.int64), np.zeros(3, np.int64))
     out = np.empty((count, 3), np.int64)
     fill(*given, out, np.zeros(3, np.int64))
     return out
@@ -260,19 +275,20 @@ class Cutter:
         sources = moves[:, SOURCE]
         return moves if (sources[1:] >= sources[:-1]).all() else moves[np.argsort(sources)]
 
-    def count(self, moves: Int64s) -> int:
-        """How many fragments ``cut`` returns for ordered moves."""
-        return int(_cut(moves, self._vector, self.host, np.empty((0, 3), np.int64), np.zeros(3, np.int64)))
+    def about(self, moves: Int64s) -> tuple[int, int]:
+        """About how many fragments ``cut`` returns for ordered moves of one direction, and their bytes."""
+        count, tokens = _about(moves, self._vector)
+        return int(count), int(tokens) * self.token_bytes
 
-    def cut(self, moves: Int64s, count: int) -> Int64s:
-        """Fragments int64[count, 3] (source address, target address, bytes) of ordered moves. The moves have been
+    def cut(self, moves: Int64s) -> Int64s:
+        """Fragments int64[n, 3] (source address, target address, bytes) of ordered moves. The moves have been
         checked."""
-        return cut(moves, self._vector, self.host, count)
+        return cut(moves, self._vector, self.host)
 
     def tabulate(self, moves: Int64s) -> FragmentTable:
         """The rows of ordered moves, for kernels."""
         if not self._in_words:
-            return tabulate(self.cut(moves, self.count(moves)))
+            return tabulate(self.cut(moves))
         rows = np.empty((len(moves) * max(1, self.plan.outer), 4), np.int64)
         count, most = _tabulate_blocks(moves, self._vector, rows)
         return FragmentTable(rows[:count], int(most), True)
@@ -312,6 +328,6 @@ def load_cutting(cutters: Iterable[Cutter]) -> None:
     tabulate(fragments)
     assert not list(by_direction(moves, 0))
     for cutter in cutters:
-        cutter.cut(moves, cutter.count(moves))
+        cutter.about(moves), cutter.cut(moves)
         cutter.tabulate(moves)
         split(fragments, cutter.host)

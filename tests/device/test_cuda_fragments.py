@@ -10,9 +10,9 @@ import pytest
 
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device import CpuDevice
-from kvpool.device.base import BYTES, FROM, TO
+from kvpool.device.base import BYTES, FROM, TO, TOKENS
 from kvpool.device.copy_plan import make_plan
-from kvpool.device.fragments import Cutter, split
+from kvpool.device.fragments import INSIDE_HOST, Cutter, by_direction, split
 from kvpool.memory.pools import MemoryPools
 from tests.device import reference
 from tests.device.pools import BLOCKS, DEVICE_BLOCKS, HOST_BLOCKS, as_moves, make_pools, random_moves
@@ -33,7 +33,7 @@ def cutter_of(pools: MemoryPools, chunk: int) -> Cutter:
 def cut(pools: MemoryPools, moves: np.ndarray, chunk: int = 1 << 30) -> np.ndarray:
     cutter = cutter_of(pools, chunk)
     ordered = cutter.order(moves)
-    return cutter.cut(ordered, cutter.count(ordered))
+    return cutter.cut(ordered)
 
 
 @pytest.mark.parametrize("chunk", [64, 4096, 1 << 30])
@@ -52,6 +52,18 @@ def test_fragments_copy_what_the_moves_say(layout: BlockLayout, chunk: int) -> N
             ctypes.memmove(target, source, nbytes)
         np.testing.assert_array_equal(pools.device_pool, expected[0])
         np.testing.assert_array_equal(pools.host_pool, expected[1])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_fragments_of_whole_blocks_are_known_without_cutting_them(layout: BlockLayout) -> None:
+    pools = make_pools(CpuDevice(), layout)
+    cutter = cutter_of(pools, 1 << 30)
+    for seed in range(50):
+        moves = cutter.order(random_moves(layout, np.random.default_rng(seed)))
+        for direction, some in by_direction(moves[moves[:, TOKENS] == layout.tokens_per_block], DEVICE_BLOCKS):
+            found = cutter.cut(some)
+            if direction != INSIDE_HOST:
+                assert cutter.about(some) == (len(found), found[:, BYTES].sum())
 
 
 def test_neighbours_that_are_whole_blocks_in_both_tiers_are_one_fragment() -> None:

@@ -22,7 +22,6 @@ from kvpool.device.base import (
     NULL_EVENT,
     NULL_STREAM,
     STAGING,
-    TOKENS,
     Device,
     Event,
     Layers,
@@ -324,17 +323,14 @@ class CudaDevice(Device):
     def _copy(self, cutter: Cutter, direction: str, moves: Int64s, stream: int) -> None:
         """Copy moves of one direction, by the fastest path for this number and size of fragments."""
         moves = cutter.order(moves)
-        count = cutter.count(moves)
-        nbytes = int(moves[:, TOKENS].sum()) * cutter.token_bytes // count
-        path = (
-            PLAIN
-            if direction == INSIDE_HOST
-            else self.calibration.choose(direction, nbytes, count, self._paths(stream))
-        )
+        count, nbytes = cutter.about(moves)
+        path = PLAIN
+        if direction != INSIDE_HOST:
+            path = self.calibration.choose(direction, nbytes // count, count, self._paths(stream))
         if path in KERNELS:
             self._copy_by_kernel(path, cutter.tabulate(moves), direction, stream)
         else:
-            self._copy_fragments(cutter.cut(moves, count), path, stream)
+            self._copy_fragments(cutter.cut(moves), path, stream)
 
     def _copy_given(self, fragments: Int64s, bound: _CutPool, stream: int) -> None:
         """Copy fragments of the caller, which all go one way."""
