@@ -206,22 +206,18 @@ class FragmentTable(NamedTuple):
 
 
 @jit
-def _lies_in(address: int, hosts: Any) -> bool:
-    return _chunk(address, hosts)[0] != _ANY_LENGTH
-
-
-@jit
 def measured(fragments: Any, hosts: Any) -> tuple[int, int, bool, bool]:
     """Of fragments: all bytes, the most words of 16 bytes or of one that they have, and whether the source and the
     target of the first lie in a memory of ``hosts``."""
     nbytes = words = 0
+    if not fragments.shape[0]:
+        return nbytes, words, False, False
     for i in range(fragments.shape[0]):
         apart = (fragments[i, FROM] - fragments[i, TO]) % _UNIT
         nbytes += fragments[i, BYTES]
         words += fragments[i, BYTES] if apart else fragments[i, BYTES] // _UNIT + 2
-    if not fragments.shape[0]:
-        return 0, 0, False, False
-    return nbytes, words, _lies_in(fragments[0, FROM], hosts), _lies_in(fragments[0, TO], hosts)
+    source, target = _chunk(fragments[0, FROM], hosts)[0], _chunk(fragments[0, TO], hosts)[0]
+    return nbytes, words, source < _ANY_LENGTH, target < _ANY_LENGTH
 
 
 def tabulate(fragments: Int64s, words: int | None = None) -> FragmentTable:
@@ -278,7 +274,7 @@ class Cutter:
     def about(self, moves: Int64s) -> tuple[int, int]:
         """About how many fragments ``cut`` returns for ordered moves of one direction, and their bytes."""
         count, tokens = _about(moves, self._vector)
-        return int(count), int(tokens) * self.token_bytes
+        return count, tokens * self.token_bytes
 
     def cut(self, moves: Int64s) -> Int64s:
         """Fragments int64[n, 3] (source address, target address, bytes) of ordered moves. The moves have been
