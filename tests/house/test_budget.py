@@ -44,7 +44,7 @@ LINES = {
     "tests/commands": 850,
     "tests/copying": 1741,
     "tests/device": 2523,
-    "tests/emulated": 2833,
+    "tests/emulated": 2834,
     "tests/engines": 4502,
     "tests/examples": 394,
     "tests/golden": 667,
