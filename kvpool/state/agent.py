@@ -32,6 +32,7 @@ from kvpool.state.chains import (
     find_name,
     has_blocks,
     host_book_of,
+    is_believed,
     is_listed,
     is_name,
     order_of,
@@ -276,10 +277,11 @@ def worth_now(h, book, c, expert):
     """The worth of the blocks of a chain: what its pauses say, or the engine, until that turns out to be wrong."""
     chain = chains_of(book)[c]
     age = age_of(h, chain)
-    if chain.returns == ENDS:
-        return -0.5
-    if chain.returns > 0 and chain.returns >= age:
-        return 1000.0 / (chain.returns - age + 1)
+    if chain.returns != 0 and is_believed(book, chain.returns):
+        if chain.returns == ENDS:
+            return -0.5
+        if chain.returns >= age:
+            return 1000.0 / (chain.returns - age + 1)
     return worth_of(book, expert, chain, age)
 
 

@@ -260,6 +260,19 @@ def test_a_moment_that_has_passed_is_no_promise_any_more() -> None:
         assert opened.cached("other") == 50 and opened.cached("liar") < 20
 
 
+@pytest.mark.parametrize("said", [{"ends": True}, {"returns_in_ms": 10_000_000}])
+def test_words_that_were_mostly_wrong_are_believed_no_more(said: dict[str, Any]) -> None:
+    with talks(120) as opened:
+        for at in range(0, 4_000, 10):
+            opened.turn("soon", 0 if at else 50, at=at, **said)
+            if at % 200 == 0:
+                opened.turn("late", 0 if at else 50, at=at)
+        opened.turn("soon", 0, at=4_000, **said)
+        opened.turn("late", 0, at=4_001)
+        opened.fill(60)
+        assert (opened.cached("soon"), opened.cached("late")) == (50, 10)
+
+
 def test_priorities_stand_above_the_policy() -> None:
     with talks(100) as opened:
         opened.turn("high", 30, at=1, retention=[(0, None, 80, None)], ends=True)
