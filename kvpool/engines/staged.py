@@ -117,7 +117,8 @@ class StagedBlocks:
         size = integer_argument("block_bytes", block_bytes, 1, 1 << 40)
         rows = max(2, options.staging // size)
         spare = spare_of(store)
-        memory = staging_rows(1, whole := rows * (size + spare))[0, :whole].reshape(rows, size + spare)
+        whole = rows * (size + spare)
+        memory = staging_rows(1, whole)[0, :whole].reshape(rows, size + spare)
         health = StoreHealth(1, _FIRST_PAUSE_S, probe_seconds_max=_LONGEST_PAUSE_S)
         weighs = options.load == "faster"
         # A load that the engine overtakes says nothing against its store.

@@ -159,7 +159,8 @@ class Keeper(Closing):
 
         def client_of(store: Store) -> StoreClient:
             health = StoreHealth(failures, probe_seconds, clock=clock)
-            memory, spare = staging_rows(rows, nbytes + spare_of(store)), spare_of(store)
+            spare = spare_of(store)
+            memory = staging_rows(rows, nbytes + spare)
             return StoreClient(
                 store, memory, identity, health=health, staging=True, spare=spare, warns=True, clock=clock
             )

@@ -150,7 +150,8 @@ class StoreQueue(Closing):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         check_library()
-        own, identity = _memory_argument(memory), identity_argument(identity)
+        own = _memory_argument(memory)
+        identity = identity_argument(identity)
         spare = integer_argument("spare", spare, 0, own.shape[1] - 1)
         self.memory = own[:, : own.shape[1] - spare]
         self.slots, self.block_bytes = self.memory.shape

@@ -205,7 +205,10 @@ class MooncakeStore:
                     break
                 own = area[: part.stop - part.start]
                 codes[part] = self._load(keys[part], rows[part], own)
-                seals[part] = self._rows[rows[part], self._seal] if self._joined else own[:, -SEAL_BYTES:]
+                if self._joined:
+                    seals[part] = self._rows[rows[part], self._seal]
+                else:
+                    seals[part] = own[:, -SEAL_BYTES:]
         return codes, seals
 
     def forget(self, keys: Bytes) -> int:
