@@ -128,7 +128,7 @@ def on_begin_release(at, slot, nothing):
     if c == NONE:
         return np.int64(0)
     sequence, owners = sequences_of(h)[slot], owners_of(h)
-    full = sequence.committed // h.width
+    full, shared = sequence.committed // h.width, np.int64(0)
     for i in range(sequence.blocks):
         prefetch(blocks, row[min(i + _FAR, sequence.blocks - 1)])
         ahead = blocks[max(row[min(i + _NEAR, sequence.blocks - 1)], 0)].key0
@@ -137,9 +137,10 @@ def on_begin_release(at, slot, nothing):
         if row[i] == NONE:
             continue
         owners[row[i]] = c
+        shared += 1 if blocks[row[i]].word != 1 else 0
         if i < full and is_name(blocks[row[i]].key0, full - i) and blocks[row[i]].flags & KEYED:
             put_name(book, blocks[row[i]].key0, c)
-    begin_release(h, book, c)
+    begin_release(h, book, c, shared)
     return np.int64(0)
 
 
@@ -188,12 +189,16 @@ def on_touch(at, found, count):
     turns_of(book)[0] = c
     if c == NONE:
         return c
-    for i in range(count if turn else 0):
-        if keys[i, 2] != NONE:
-            owners[keys[i, 2]] = c
+    shared = np.int64(0)
+    for i in range(count):
+        b = keys[i, 2]
+        if b != NONE:
+            shared += 1 if blocks_of(h)[b].word >> 32 != 1 else 0
+        if b != NONE and turn:
+            owners[b] = c
             if is_name(keys[i, 0], count - i):
                 put_name(book, keys[i, 0], c)
-    begin_release(h, book, c)
+    begin_release(h, book, c, shared)
     return c if turn else np.int64(NONE)
 
 

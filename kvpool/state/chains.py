@@ -394,12 +394,13 @@ def _join(chains, c, parent, depth):
 
 
 @jit
-def begin_release(h, book, c):
-    """A turn of a chain is over, and its blocks are listed next. What the chain has listed now is left over."""
+def begin_release(h, book, c, shared):
+    """A turn of a chain is over, and its blocks are listed next, but for the ``shared`` first ones, which others hold.
+    What the chain has listed now is left over."""
     _leave_over(h, book, c)
     if host_book_of(h).list != NONE:
         _leave_over(h, host_book_of(h), c)
-    book.last, book.listed = lists_of(h)[book.list, 1], lists_of(h)[book.list, 2]
+    book.last, book.listed = lists_of(h)[book.list, 1], lists_of(h)[book.list, 2] - shared
 
 
 @jit

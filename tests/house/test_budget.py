@@ -36,7 +36,7 @@ LINES = {
     "kvpool/publish": 662,
     "kvpool/remote": 1676,
     "kvpool/replay": 2023,
-    "kvpool/state": 5756,
+    "kvpool/state": 5759,
     "kvpool/stores": 4126,
     "kvpool/tables": 599,
     "tests": 1706,
@@ -64,7 +64,7 @@ LINES = {
     "tests/replay": 1296,
     "tests/sequences": 3144,
     "tests/share": 672,
-    "tests/state": 2006,
+    "tests/state": 2017,
     "tests/stores": 9810,
     "tests/tables": 834,
 }

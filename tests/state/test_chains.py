@@ -174,6 +174,19 @@ def test_what_forks_share_stays_while_one_of_them_has_more() -> None:
         assert opened.cached("second") == 10 and opened.cached("first") == 35
 
 
+def test_what_a_fork_has_of_its_own_goes_though_others_hold_what_it_shares() -> None:
+    with talks(70) as opened:
+        stem = list(range(1, 21))
+        running = opened.cache.add_sequence([*stem, 0])
+        opened.cache.commit(running, 20)
+        opened.texts = {"fork": [*stem, *range(100, 120)]}
+        opened.turn("fork", 0, ends=True)
+        opened.turn("other", 20)
+        opened.fill(25)
+        assert (opened.cached("fork"), opened.cached("other")) == (24, 20)
+        opened.cache.release(running)
+
+
 def test_what_comes_from_the_host_belongs_to_its_own_conversation() -> None:
     with talks(66, host_blocks=200) as opened:
         for name, blocks in (("one", 30), ("two", 40), ("three", 60)):  # each pushes the ones before out
