@@ -176,7 +176,9 @@ class HostCacheTier:
             while len(told) > TOLD_MAX:
                 del told[next(iter(told))]
             self.changes.append(StoreChange(number, here, True))
-        waiting, had, prompts = self._runs[number], Counter[int](), dict[int, Sequence[bytes]]()
+        waiting = self._runs[number]
+        had = Counter[int]()
+        prompts: dict[int, Sequence[bytes]] = {}
         for blocks, run in pieces:
             if run is not None:
                 prompts[id(run.prompt)] = run.prompt

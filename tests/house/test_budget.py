@@ -14,7 +14,7 @@ from tests.house.counter import ROOT, report, sizes, totals
 PACKAGE = ROOT / "kvpool"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 LINES = {
-    "asv_bench": 1579,
+    "asv_bench": 1580,
     "asv_bench/benchmarks": 1777,
     "cuda": 340,
     "docs": 220,
@@ -24,11 +24,11 @@ LINES = {
     "kvpool/commands": 1082,
     "kvpool/copying": 598,
     "kvpool/device": 4134,
-    "kvpool/engines": 3004,
+    "kvpool/engines": 3006,
     "kvpool/entry": 432,
     "kvpool/hostcache": 970,
     "kvpool/jit": 644,
-    "kvpool/keepers": 2023,
+    "kvpool/keepers": 2028,
     "kvpool/memory": 825,
     "kvpool/observe": 403,
     "kvpool/planner": 1334,
@@ -37,7 +37,7 @@ LINES = {
     "kvpool/remote": 1676,
     "kvpool/replay": 2023,
     "kvpool/state": 5759,
-    "kvpool/stores": 4126,
+    "kvpool/stores": 4145,
     "kvpool/tables": 599,
     "tests": 1706,
     "tests/arrays": 758,
@@ -65,7 +65,7 @@ LINES = {
     "tests/sequences": 3144,
     "tests/share": 672,
     "tests/state": 2017,
-    "tests/stores": 9810,
+    "tests/stores": 9831,
     "tests/tables": 834,
 }
 """The most net lines of each folder."""
