@@ -129,7 +129,8 @@ def on_begin_release(at, slot, nothing):
     if c == NONE:
         return np.int64(0)
     sequence, owners = sequences_of(h)[slot], owners_of(h)
-    full, shared = sequence.committed // h.width, np.int64(0)
+    full = sequence.committed // h.width
+    shared = np.int64(0)
     for i in range(sequence.blocks):
         prefetch(blocks, row[min(i + _FAR, sequence.blocks - 1)])
         ahead = blocks[max(row[min(i + _NEAR, sequence.blocks - 1)], 0)].key0

@@ -364,7 +364,8 @@ def put_name(book, key, c):
 def _hear(book, returns, words, wrong):
     """Count so many words of the engine, that a conversation has ended or when it comes back, and so many wrong ones.
     The former are counted when they are said, since who has ended is not seen again."""
-    heard, kind = scores_of(book), np.int64(returns == ENDS)
+    heard = scores_of(book)
+    kind = np.int64(returns == ENDS)
     if heard[5, kind] > _HEARD:
         heard[5, kind] *= 0.5
         heard[6, kind] *= 0.5
@@ -441,7 +442,8 @@ def end_turn(h, book, c):
     if book.last != NONE:
         behind = np.int64(blocks_of(h)[book.last].next)
         first = behind if blocks_of(h)[book.last].list == book.list else np.int64(NONE)
-    chain.first, chain.size = first, min(max(np.int64(lists_of(h)[book.list, 2]) - book.listed, 0), BLOCKS_MAX)
+    chain.first = first
+    chain.size = min(max(np.int64(lists_of(h)[book.list, 2]) - book.listed, 0), BLOCKS_MAX)
     chain.released, chain.returns = np.uint32(h.now & 0xFFFFFFFF), h.returns
     if h.returns == ENDS:
         _hear(book, h.returns, np.bool_(True), np.bool_(False))

@@ -36,7 +36,7 @@ LINES = {
     "kvpool/publish": 662,
     "kvpool/remote": 1676,
     "kvpool/replay": 2023,
-    "kvpool/state": 5779,
+    "kvpool/state": 5782,
     "kvpool/stores": 4145,
     "kvpool/tables": 599,
     "tests": 1706,
