@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from kvpool import __version__
-from kvpool.commands import doctor, plan, replay, serve_fetch, store, stress, warm_up
+from kvpool.commands import doctor, plan, replay, store, warm_up, workers
 from kvpool.commands.terminal import INTERRUPTED, USAGE, WrongUse, complain, near
 
-COMMANDS = (replay, plan, stress, serve_fetch, store, doctor, warm_up)
+COMMANDS = (replay, plan, workers, store, doctor, warm_up)
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -4,8 +4,10 @@ memcpy of the same fragments."""
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
-from time import perf_counter, sleep
+from statistics import median
+from time import perf_counter, sleep, thread_time
 from typing import Any
 
 import numpy as np
@@ -127,6 +129,42 @@ class Keeper:
         return 1e6 * min(times)
 
     track_call.unit = "us"  # type: ignore[attr-defined]
+
+
+class Saturated(Keeper):
+    """CPU time of the scheduler's thread for each saved block, less what ``HostCache.publish`` takes for another: 40
+    steps of 60 keys while the store is busy, and the polls that note their ends. The median of 20 rounds."""
+
+    params = ["saved"]
+
+    def track_call(self, call: str) -> float:
+        store, gate = self.keeper._clients[0].queue._store, threading.Event()
+        save, spent = store.save, []
+        store.save = lambda *given: gate.wait() and save(*given)  # type: ignore[assignment, method-assign]
+        for _ in range(20):
+            steps, others = [[keys(KEYS) for _ in range(40)] for _ in range(2)]
+            gate.clear()
+            used = self._cpu(steps, self._step)
+            gate.set()
+            while self.keeper._busy:
+                sleep(0.003)
+                used += self._cpu([[]], self._step)
+            spent.append((used - self._cpu(others, self.cache.publish)) / (40 * KEYS))
+        return 1e6 * median(spent)
+
+    track_call.unit = "us"  # type: ignore[attr-defined]
+
+    def _step(self, some: list[bytes]) -> None:
+        self.keeper.publish(some)
+        self.keeper.poll()
+
+    def _cpu(self, steps: list[list[bytes]], step: Callable[[list[bytes]], Any]) -> float:
+        for some in steps:
+            self.cache.reserve(some)
+        began = thread_time()
+        for some in steps:
+            step(some)
+        return thread_time() - began
 
 
 class SingleKeys(Verbs):

@@ -80,7 +80,8 @@ def run(options: argparse.Namespace) -> int:
     """
     if options.policies is not None:
         terminal.announce_compilation()  # of pools; a curve alone compiles a second
-    from kvpool.planner import Plan, Surveyor, chart, report
+    from kvpool.planner import Plan, Surveyor, report
+    from kvpool.planner.report import draw, require_matplotlib
     from kvpool.replay import TraceError
 
     if options.plot is not None and options.plot.suffix not in _SUFFIXES:
@@ -89,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
     machine, link = _machine(options, layout)
     with blaming_the_user(ImportError):
         if options.plot is not None:
-            chart.require_matplotlib()
+            require_matplotlib()
     with blaming_the_user(TraceError, ValueError, OverflowError):
         surveyor = Surveyor(options.tokens_per_block, options.sample, keep=options.policies is not None)
         title, interrupted = _read(options, surveyor)
@@ -100,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
     terminal.print_result(options, {**names, **plan.as_dict()}, text)
     with blaming_the_user(OSError):
         if options.plot is not None:
-            chart.draw(plan, options.plot, title, model, text)
+            draw(plan, options.plot, title, model, text)
     return INTERRUPTED if interrupted else OK
 
 

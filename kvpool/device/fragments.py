@@ -17,31 +17,31 @@ from kvpool.jit import jit
 
 OFFLOAD, ONBOARD, WITHIN, INSIDE_HOST = "offload", "onboard", "within", "inside the host"
 """The directions of copies."""
-_NO_CHUNKS = np.array([0, 0, 1 << 62])
+_NO_CHUNKS = np.empty((0, 3), np.int64)
+_ANY_LENGTH = 1 << 62
 
 
 @jit
-def _room(address: int, start: int, end: int, chunk: int) -> int:
-    """Bytes from an address to the end of its chunk, if the range from start to end is cut into chunks."""
-    if start <= address < end:
-        return chunk - (address - start) % chunk
-    return chunk
+def _chunk(address: int, hosts: Any) -> tuple[int, bool]:
+    """Bytes from an address to the end of its chunk, and whether it is the start of one, if it lies in a memory of
+    ``hosts``."""
+    for i in range(hosts.shape[0]):
+        if hosts[i, 0] <= address < hosts[i, 1]:
+            before = (address - hosts[i, 0]) % hosts[i, 2]
+            return hosts[i, 2] - before, before == 0
+    return _ANY_LENGTH, False
 
 
 @jit
-def _add(out: Any, cursor: Any, source: int, target: int, nbytes: int, host: Any) -> None:
+def _add(out: Any, cursor: Any, source: int, target: int, nbytes: int, hosts: Any) -> None:
     """Append bytes as a fragment, or to the last fragment if they follow it. ``cursor``: the fragments so far, and
     where the last one ends."""
     while nbytes > 0:
-        source_room, target_room = _room(source, host[0], host[1], host[2]), _room(target, host[0], host[1], host[2])
+        source_room, source_begins = _chunk(source, hosts)
+        target_room, target_begins = _chunk(target, hosts)
         part = min(nbytes, source_room, target_room)
         # A fragment must begin at the start of a chunk.
-        begins = (
-            source_room == host[2]
-            and host[0] <= source < host[1]
-            or target_room == host[2]
-            and host[0] <= target < host[1]
-        )
+        begins = source_begins or target_begins
         if cursor[0] == 0 or begins or source != cursor[1] or target != cursor[2]:
             if cursor[0] < out.shape[0]:
                 out[cursor[0], FROM], out[cursor[0], TO], out[cursor[0], BYTES] = source, target, 0
@@ -53,7 +53,7 @@ def _add(out: Any, cursor: Any, source: int, target: int, nbytes: int, host: Any
 
 
 @jit
-def _cut(moves: Any, v: Any, host: Any, out: Any, cursor: Any) -> int:
+def _cut(moves: Any, v: Any, hosts: Any, out: Any, cursor: Any) -> int:
     """Fill ``out`` as far as it goes. Returns how many fragments there are. ``v``: the vector of a plan."""
     plan, i = plan_of(v), 0
     while i < moves.shape[0]:
@@ -69,7 +69,7 @@ def _cut(moves: Any, v: Any, host: Any, out: Any, cursor: Any) -> int:
                 for b in range(plan.inner):
                     begin = from_address + a * s.outer_stride + b * s.inner_stride
                     end = to_address + a * t.outer_stride + b * t.inner_stride
-                    _add(out, cursor, begin, end, tokens * plan.token_bytes, host)
+                    _add(out, cursor, begin, end, tokens * plan.token_bytes, hosts)
         else:
             # Neighbours in both tiers are cut together: first the same run of each block, then the next run. If the
             # runs of one block follow each other, they are cut block by block.
@@ -86,21 +86,41 @@ def _cut(moves: Any, v: Any, host: Any, out: Any, cursor: Any) -> int:
                 for k in range(together):
                     begin = from_address + run * s.run_stride + k * s.block_stride
                     end = to_address + run * t.run_stride + k * t.block_stride
-                    _add(out, cursor, begin, end, plan.run_bytes, host)
+                    _add(out, cursor, begin, end, plan.run_bytes, hosts)
         i += together
     return cursor[0]
 
 
-def cut(moves: Int64s, plan: Int64s, host: Int64s = _NO_CHUNKS, count: int | None = None) -> Int64s:
-    """The fragments int64[n, 3] of moves, by the vector of a plan. None crosses a chunk of the memory ``host``: its
-    start, its end, and the bytes of a chunk. ``count``: how many they are, where that is known."""
-    return _written(_cut, moves, plan, host, count=count)
+@jit
+def _about(moves: Any, v: Any) -> tuple[int, int]:
+    """How many fragments ordered moves of one direction are, but for ends of chunks, and their tokens."""
+    plan, count, tokens, before = plan_of(v), 0, 0, False
+    for i in range(moves.shape[0]):
+        source, s = locate(moves[i, SOURCE], plan)
+        target, t = locate(moves[i, TARGET], plan)
+        whole = moves[i, TOKENS] == plan.block_tokens
+        in_row = moves[i, SOURCE] - moves[i - before, SOURCE] == moves[i, TARGET] - moves[i - before, TARGET] == before
+        if not (before and whole and in_row and s.block_stride == t.block_stride == plan.run_bytes):
+            count += plan.runs if whole else plan.outer * plan.inner
+        before = whole
+        tokens += moves[i, TOKENS]
+    return count, tokens
 
 
-def _written(fill: Callable[..., int], *given: Any, count: int | None = None) -> Int64s:
-    """The fragments that a jitted function writes. Without their number, it is asked for that first."""
-    if count is None:
-        count = fill(*given, np.empty((0, 3), np.int64), np.zeros(3, np.int64))
+def cut(moves: Int64s, plan: Int64s, hosts: Int64s = _NO_CHUNKS) -> Int64s:
+    """The fragments int64[n, 3] of moves, by the vector of a plan. None crosses a chunk of a memory of ``hosts``, whose
+    rows are its start, its end, and the bytes of a chunk."""
+    return _written(_cut, moves, plan, hosts)
+
+
+def split(fragments: Int64s, hosts: Int64s) -> Int64s:
+    """The same bytes in fragments that cross no chunk of these memories, as few as can be."""
+    return _written(_split, fragments, hosts)
+
+
+def _written(fill: Callable[..., int], *given: Any) -> Int64s:
+    """The fragments that a jitted function writes. It is asked for their number first."""
+    count = fill(*given, np.empty((0, 3), np.int64), np.zeros(3, np.int64))
     out = np.empty((count, 3), np.int64)
     fill(*given, out, np.zeros(3, np.int64))
     return out
@@ -186,18 +206,25 @@ class FragmentTable(NamedTuple):
 
 
 @jit
-def _words(fragments: Any) -> int:
-    """The most words of all fragments, of 16 bytes or of one."""
-    found = 0
+def measured(fragments: Any, hosts: Any) -> tuple[int, int, bool, bool]:
+    """Of fragments: all bytes, the most words of 16 bytes or of one that they have, and whether the source and the
+    target of the first lie in a memory of ``hosts``."""
+    nbytes = words = 0
+    if not fragments.shape[0]:
+        return nbytes, words, False, False
     for i in range(fragments.shape[0]):
         apart = (fragments[i, FROM] - fragments[i, TO]) % _UNIT
-        found += fragments[i, BYTES] if apart else fragments[i, BYTES] // _UNIT + 2
-    return found
+        nbytes += fragments[i, BYTES]
+        words += fragments[i, BYTES] if apart else fragments[i, BYTES] // _UNIT + 2
+    source, target = _chunk(fragments[0, FROM], hosts)[0], _chunk(fragments[0, TO], hosts)[0]
+    return nbytes, words, source < _ANY_LENGTH, target < _ANY_LENGTH
 
 
-def tabulate(fragments: Int64s) -> FragmentTable:
-    """The rows of fragments that do not depend on each other, for kernels."""
-    words = int(_words(fragments))
+def tabulate(fragments: Int64s, words: int | None = None) -> FragmentTable:
+    """The rows of fragments that do not depend on each other, for kernels. ``words``: as ``measured`` says, where that
+    is known."""
+    if words is None:
+        words = measured(fragments, _NO_CHUNKS)[1]
     # A kernel looks at as many pieces of each row as the longest has.
     words_max = min(_WORDS_MAX, max(PIECE_WORDS, 2 * words // max(1, len(fragments))))
     rows = np.empty((3 * len(fragments) + words // words_max, 4), np.int64)
@@ -224,7 +251,7 @@ def _tabulate_blocks(moves: Any, v: Any, rows: Any) -> Any:
 
 class Cutter:
     """Cuts batches of moves for one part. Its host memory, the addresses ``host`` from and to, is registered in chunks
-    of ``chunk_bytes``, and no fragment crosses a chunk.
+    of ``chunk_bytes``, and no fragment crosses a chunk. ``host`` has it as a row, as ``cut`` takes it.
 
     ``plan`` is that of the part, ``token_bytes`` are all bytes of a token.
     """
@@ -237,45 +264,37 @@ class Cutter:
         words = max(plan.runs * plan.run_bytes, plan.inner * plan.block_tokens * plan.token_bytes) // _UNIT
         self._in_words = words <= _WORDS_MAX and min(_distance(0, n) for n in distances) >= 0
         self._in_words &= not any(n % _UNIT for n in lengths)
-        self.host = host
-        self._host = np.array([*host, chunk_bytes], np.int64)
-
-    def has(self, address: int) -> bool:
-        """Whether an address lies in the host memory of the part."""
-        return self.host[0] <= address < self.host[1]
+        self.host = np.array([[*host, chunk_bytes]], np.int64)
 
     def order(self, moves: Int64s) -> Int64s:
         """The same moves, sorted so that neighbours follow each other."""
         sources = moves[:, SOURCE]
         return moves if (sources[1:] >= sources[:-1]).all() else moves[np.argsort(sources)]
 
-    def count(self, moves: Int64s) -> int:
-        """How many fragments ``cut`` returns for ordered moves."""
-        return int(_cut(moves, self._vector, self._host, np.empty((0, 3), np.int64), np.zeros(3, np.int64)))
+    def about(self, moves: Int64s) -> tuple[int, int]:
+        """About how many fragments ``cut`` returns for ordered moves of one direction, and their bytes."""
+        count, tokens = _about(moves, self._vector)
+        return count, tokens * self.token_bytes
 
-    def cut(self, moves: Int64s, count: int) -> Int64s:
-        """Fragments int64[count, 3] (source address, target address, bytes) of ordered moves. The moves have been
+    def cut(self, moves: Int64s) -> Int64s:
+        """Fragments int64[n, 3] (source address, target address, bytes) of ordered moves. The moves have been
         checked."""
-        return cut(moves, self._vector, self._host, count)
+        return cut(moves, self._vector, self.host)
 
     def tabulate(self, moves: Int64s) -> FragmentTable:
         """The rows of ordered moves, for kernels."""
         if not self._in_words:
-            return tabulate(self.cut(moves, self.count(moves)))
+            return tabulate(self.cut(moves))
         rows = np.empty((len(moves) * max(1, self.plan.outer), 4), np.int64)
         count, most = _tabulate_blocks(moves, self._vector, rows)
         return FragmentTable(rows[:count], int(most), True)
 
-    def split(self, fragments: Int64s) -> Int64s:
-        """The same bytes in fragments that cross no chunk, as few as can be."""
-        return _written(_split, fragments, self._host)
-
 
 @jit
-def _split(fragments: Any, host: Any, out: Any, cursor: Any) -> int:
+def _split(fragments: Any, hosts: Any, out: Any, cursor: Any) -> int:
     """Fill ``out`` as far as it goes; how many fragments there are."""
     for i in range(fragments.shape[0]):
-        _add(out, cursor, fragments[i, FROM], fragments[i, TO], fragments[i, BYTES], host)
+        _add(out, cursor, fragments[i, FROM], fragments[i, TO], fragments[i, BYTES], hosts)
     return cursor[0]
 
 
@@ -305,6 +324,6 @@ def load_cutting(cutters: Iterable[Cutter]) -> None:
     tabulate(fragments)
     assert not list(by_direction(moves, 0))
     for cutter in cutters:
-        cutter.cut(moves, cutter.count(moves))
+        cutter.about(moves), cutter.cut(moves)
         cutter.tabulate(moves)
-        cutter.split(fragments)
+        split(fragments, cutter.host)

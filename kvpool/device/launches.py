@@ -312,8 +312,7 @@ def fragment_copies(
     per_launch = max(1, _COUNT_MAX // max(1, pieces))
     for first in range(0, count, per_launch):
         some = min(per_launch, count - first)
-        record = np.zeros(1, FRAGMENT_TABLE)
-        record[0] = (rows + first * _ROW_BYTES, some, pieces)
+        record = np.array([rows + first * _ROW_BYTES, some, pieces], np.int64).view(FRAGMENT_TABLE)
         thread_blocks = grid.thread_blocks(-(-some * pieces * _WARP // threads), host, chosen)
         yield Launch(*kernel, thread_blocks, threads, record)
 

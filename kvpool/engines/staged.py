@@ -23,7 +23,7 @@ from kvpool.stores import jobs
 from kvpool.stores.jobs import Job
 from kvpool.stores.seals import BlockNames
 from kvpool.stores.store import OK, Bytes, Rows, Store
-from kvpool.stores.store_client import StoreClient, StoreHealth, TroubleLog, staging_rows
+from kvpool.stores.store_client import StoreClient, StoreHealth, TroubleLog, spare_of, staging_rows
 from kvpool.stores.urls import open_store
 
 log = logging.getLogger("kvpool.engines")
@@ -116,12 +116,14 @@ class StagedBlocks:
     def __init__(self, store: Store, block_bytes: int, identity: ModelIdentity, options: EngineOptions):
         size = integer_argument("block_bytes", block_bytes, 1, 1 << 40)
         rows = max(2, options.staging // size)
-        memory = staging_rows(1, rows * size)[0, : rows * size].reshape(rows, size)
+        spare = spare_of(store)
+        whole = rows * (size + spare)
+        memory = staging_rows(1, whole)[0, :whole].reshape(rows, size + spare)
         health = StoreHealth(1, _FIRST_PAUSE_S, probe_seconds_max=_LONGEST_PAUSE_S)
         weighs = options.load == "faster"
         # A load that the engine overtakes says nothing against its store.
         patience = options.load_seconds if weighs else 0.0
-        self.client = StoreClient(store, memory, identity, health=health, patience=patience, staging=True)
+        self.client = StoreClient(store, memory, identity, health=health, patience=patience, staging=True, spare=spare)
         """Whether the store is asked, and its figures: ``client.suspended``, ``client.queue.stats()``."""
         self.block_bytes = size
         self.seconds = {

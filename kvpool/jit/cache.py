@@ -230,11 +230,10 @@ def claimed(name: str) -> Iterator[None]:
 
 def _locks(place: int) -> bool:
     """Take the lock at this place, unless another process has it. OSError where locks do not work."""
-    try:
+    with suppress(BlockingIOError, PermissionError):
         fcntl.lockf(_lock(), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
-    except (BlockingIOError, PermissionError):
-        return False
-    return True
+        return True
+    return False
 
 
 @functools.cache

@@ -95,11 +95,7 @@ def _primitive(plain: Callable[..., Any], result: Callable[..., Any]) -> Callabl
     return decorate
 
 
-def _plain_load(array: Any, index: int) -> np.int64:
-    return np.int64(array[index])
-
-
-@_primitive(_plain_load, lambda array, index: array.dtype)
+@_primitive(lambda array, index: np.int64(array[index]), lambda array, index: array.dtype)
 def load(code: _Code) -> Any:
     """Atomic read of ``array[index]``, an array of integers."""
     return code.builder.load_atomic(code.element(), "seq_cst", code.kinds[0].dtype.bitwidth // 8)
@@ -197,11 +193,7 @@ def entry_of(function: Any, *arguments: Any) -> int:
     return id(function)
 
 
-def _plain_call(entry: int, args: tuple[Any, ...]) -> np.int64:
-    return np.int64(_functions[int(entry)](*args) or 0)
-
-
-@_primitive(_plain_call, lambda entry, args: types.int64)
+@_primitive(lambda entry, args: np.int64(_functions[int(entry)](*args) or 0), lambda entry, args: types.int64)
 def call(code: _Code) -> Any:
     """Call a jitted function with a tuple of arguments, by the number that ``entry_of`` has given. Integers must be
     int64, and arrays contiguous.
@@ -222,11 +214,10 @@ def call(code: _Code) -> Any:
     return answer
 
 
-def _plain_memcpy(target: int, source: int, nbytes: int) -> None:
-    ctypes.memmove(int(target), int(source), int(nbytes))
-
-
-@_primitive(_plain_memcpy, lambda target, source, nbytes: types.void)
+@_primitive(
+    lambda target, source, nbytes: ctypes.memmove(*map(int, (target, source, nbytes))),
+    lambda target, source, nbytes: types.void,
+)
 def memcpy(code: _Code) -> None:
     """libc's memcpy between two addresses."""
     target, source, nbytes = map(code.word, range(3))

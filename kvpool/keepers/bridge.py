@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import compress, repeat
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from itertools import chain, compress, islice
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,46 @@ COMMIT, EVICT, REUSE = SAVES = "commit", "evict", "reuse"
 VICTIMS = 1024
 TOLD_AT_ONCE = 256
 """Blocks that are looked at under the lock of a tier at once."""
+
+
+Pieces = Sequence[tuple[Sequence[Block], Any]]
+"""Blocks that came together, with what their tier notes of them."""
+
+
+def blocks_in(pieces: Pieces[Block]) -> list[Block]:
+    return list(chain.from_iterable(blocks for blocks, _ in pieces))
+
+
+class Line(Generic[Block]):
+    """Blocks that wait to be saved in one store, in the pieces in which they came: what a block costs is little."""
+
+    def __init__(self) -> None:
+        self.pieces: deque[tuple[Sequence[Block], Any]] = deque()
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Block]:
+        return chain.from_iterable(blocks for blocks, _ in self.pieces)
+
+    def add(self, blocks: Sequence[Block], note: Any) -> None:
+        if len(blocks):
+            self.pieces.append((blocks, note))
+            self._count += len(blocks)
+
+    def take(self, count: int) -> Pieces[Block]:
+        """The first so many blocks, which leave it."""
+        taken = []
+        self._count -= count
+        while count > 0:
+            blocks, note = self.pieces.popleft()
+            if len(blocks) > count:
+                self.pieces.appendleft((blocks[count:], note))
+                blocks = blocks[:count]
+            taken.append((blocks, note))
+            count -= len(blocks)
+        return taken
 
 
 class CacheTier(Protocol[Block]):
@@ -60,13 +100,13 @@ class CacheTier(Protocol[Block]):
     def lacking(self, number: int, blocks: Sequence[Block]) -> Sequence[Block]:
         """Those of the blocks that the store with this number is not known to have."""
 
-    def take(self, client: StoreClient, line: Collection[Block]) -> list[Block]:
-        """The first blocks of a line, alike, that one save can have now. There may be none."""
+    def take(self, client: StoreClient, line: Line[Block]) -> int:
+        """How many of the first blocks of a line, alike, one save can have now. There may be none."""
 
-    def pin(self, client: StoreClient, blocks: Sequence[Block]) -> tuple[Sequence[Block], BlockNames, Rows | Lend]:
+    def pin(self, client: StoreClient, pieces: Pieces[Block]) -> tuple[Pieces[Block], BlockNames, Rows | Lend]:
         """Hold blocks for a store that reads them. Returns those that are there, their names and rows."""
 
-    def ended(self, number: int, blocks: Sequence[Block], kept: Sequence[bool]) -> None:
+    def ended(self, number: int, pieces: Pieces[Block], kept: Sequence[bool]) -> None:
         """Saves have ended. ``kept``: which of the blocks the store with this number has now."""
 
 
@@ -137,7 +177,7 @@ class Bridge(Generic[Block]):
         self._clock = clock
         self._queued_blocks = queued_blocks
         self._save_seconds = save_seconds
-        self._lines: list[dict[Block, None]] = [{} for _ in clients]
+        self._lines: list[Line[Block]] = [Line() for _ in clients]
         self._saves: set[Job] = set()
         self.saved_blocks = 0
         self.dropped: Counter[tuple[str, str]] = Counter()
@@ -210,14 +250,14 @@ class Bridge(Generic[Block]):
         """Whether ``save`` has something to begin."""
         return any(self._lines)
 
-    def want(self, blocks: Sequence[Block]) -> None:
-        """Have blocks saved in every store that is not known to have them."""
+    def want(self, blocks: Sequence[Block], notes: Sequence[Any] = ()) -> None:
+        """Have blocks saved in every store that is not known to have them. ``notes``: the tier's, for each store."""
         for number, line in enumerate(self._lines if blocks else ()):
-            new = self._tier.lacking(number, blocks)
+            new, note = self._tier.lacking(number, blocks), notes[number] if notes else None
             room = max(0, self._queued_blocks - len(line))
-            line.update(zip(new[:room], repeat(None)))
+            line.add(new[:room], note)
             if len(new) > room:
-                self._leave(number, [block for block in new[room:] if block not in line], "crowded")
+                self._leave(number, [(new[room:], note)], "crowded")
 
     def save(self, most: int = sys.maxsize) -> bool:
         """Begin to save what waits, for each store at most about so many blocks. Returns whether more could begin
@@ -230,45 +270,45 @@ class Bridge(Generic[Block]):
             more = more or bool(line) and left <= 0
         return more
 
-    def _save(self, number: int, line: dict[Block, None]) -> int:
+    def _save(self, number: int, line: Line[Block]) -> int:
         """Save the first blocks of a line. Returns how many left it."""
         client = self.clients[number]
-        chosen = self._tier.take(client, line)
-        if not chosen:
+        count = self._tier.take(client, line)
+        if not count:
             return 0
         if not client.usable(SAVE):
-            return self._leave(number, list(line), "suspended")
-        if len(chosen) == len(line):
-            line.clear()
-        for block in chosen if line else ():
-            del line[block]
-        if self._tier.space(client, chosen[0])[1] < 1:
+            return self._leave(number, line.take(len(line)), "suspended")
+        blocks = list(islice(line, count))
+        if len(set(blocks)) < count:  # What has come anew while it waited is saved apart.
+            count = next(place for place, block in enumerate(blocks) if block in blocks[:place])
+        chosen = line.take(count)
+        if self._tier.space(client, chosen[0][0][0])[1] < 1:
             return self._leave(number, chosen, "quota")
         there, names, rows = self._tier.pin(client, chosen)
-        if len(there) < len(chosen):
-            kept = set(there)
-            self._leave(number, [block for block in chosen if block not in kept], "evicted")
-        if there:
+        if len(names) < count:
+            kept = set(blocks_in(there))
+            self._leave(number, [([block for block in blocks_in(chosen) if block not in kept], None)], "evicted")
+        if len(names):
             self._begin(number, there, names, rows)
-        return len(chosen)
+        return count
 
-    def _begin(self, number: int, blocks: Sequence[Block], names: BlockNames, rows: Rows | Lend) -> None:
+    def _begin(self, number: int, pieces: Pieces[Block], names: BlockNames, rows: Rows | Lend) -> None:
         client, end = self.clients[number], self._clock() + self._save_seconds
-        tag, limit = self._tier.space(client, blocks[0])
-        done = partial(self._saved, number, blocks)
+        tag, limit = self._tier.space(client, pieces[0][0][0])
+        done = partial(self._saved, number, pieces)
         try:
             job = client.save(names, rows, done, self._saves.discard, tag=tag, limit=limit, deadline=end)
             self._saves.add(job)
         except StoreBusy:
             if not callable(rows):
                 client.give_back(rows)
-            self._leave(number, blocks, "busy")
+            self._leave(number, pieces, "busy")
 
-    def _saved(self, number: int, blocks: Sequence[Block], job: Job) -> None:
+    def _saved(self, number: int, pieces: Pieces[Block], job: Job) -> None:
         """A save is done."""
         counts = job.counts
         if self._trouble or counts.keys() != {"ok"}:
-            self.note(number, blocks, job.reasons)
+            self.note(number, blocks_in(pieces), job.reasons)
         for code, count in counts.items():
             if code == "ok":
                 self.saved_blocks += count
@@ -276,7 +316,7 @@ class Bridge(Generic[Block]):
             limited = code == "refused" and job.limit != NO_LIMIT
             reason = "quota" if limited else "evicted" if code == "absent" else code
             self.dropped[self.clients[number].name, reason] += count
-        self._tier.ended(number, blocks, (job.codes == OK).tolist())
+        self._tier.ended(number, pieces, (job.codes == OK).tolist())
 
     def not_saved(self, lost: int) -> Counter[tuple[str, str]]:
         """``dropped``, with so many blocks that the tier has lost before any store could take them."""
@@ -286,16 +326,19 @@ class Bridge(Generic[Block]):
     def give_up(self, reason: str, concerns: Callable[[Block], bool] = lambda _: True) -> None:
         """Give up what waits of these blocks."""
         for number, line in enumerate(self._lines):
-            self._leave(number, [block for block in line if concerns(block)], reason)
+            gone = []
+            for blocks, note in line.take(len(line)):
+                gone.append(([block for block in blocks if concerns(block)], note))
+                line.add([block for block in blocks if not concerns(block)], note)
+            self._leave(number, gone, reason)
 
-    def _leave(self, number: int, blocks: Sequence[Block], reason: str) -> int:
-        """Blocks leave the line, if they are in it, and are not saved. Returns how many they are."""
+    def _leave(self, number: int, pieces: Pieces[Block], reason: str) -> int:
+        """Blocks have left the line, and are not saved. Returns how many they are."""
+        blocks = blocks_in(pieces)
         if blocks:
             self.dropped[self.clients[number].name, reason] += len(blocks)
             self.note(number, blocks, [reason] * len(blocks))
-            self._tier.ended(number, blocks, [False] * len(blocks))
-        for block in blocks:
-            self._lines[number].pop(block, None)
+            self._tier.ended(number, pieces, [False] * len(blocks))
         return len(blocks)
 
     # -- all stores ----------------------------------------------------------------------------------

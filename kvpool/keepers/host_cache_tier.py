@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
-from itertools import compress, groupby, islice, repeat
+from itertools import compress, groupby
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -21,9 +22,12 @@ from kvpool.keepers.bridge import (
     REUSE,
     TOLD_AT_ONCE,
     Bridge,
+    Line,
     Loader,
     Loading,
+    Pieces,
     Search,
+    blocks_in,
     pin_those_here,
     victims_margin,
 )
@@ -54,6 +58,15 @@ class StoreChange(NamedTuple):
     stored: bool
 
 
+@dataclass(eq=False)
+class _Run:
+    """Keys that came together, all of them of one prompt, and how many are ``left`` to be saved in a store."""
+
+    keys: Sequence[bytes]
+    prompt: Sequence[bytes]
+    left: int
+
+
 class HostCacheTier:
     """A ``HostCache`` as a bridge to stores sees it. Stores read and write its own rows.
 
@@ -68,8 +81,8 @@ class HostCacheTier:
         self._saver = cache.open_saver(owed=save == EVICT)
         self._before = cache.unsaved_blocks
         self._margin = victims_margin(cache.host_blocks, VICTIMS_AT_ONCE)
-        # By store: the blocks that are to be saved, with all of their prompt, in its order.
-        self._prompts: list[dict[bytes, Sequence[bytes]]] = [{} for _ in clients]
+        # By store: what is to be saved, by its last key.
+        self._runs: list[dict[bytes, _Run]] = [{} for _ in clients]
         # So many blocks are saved by one call, under one lease.
         self._in_one = min(client.queue.piece_blocks for client in clients)
         # What is told of stores, and by store the keys that were told to be there.
@@ -137,36 +150,45 @@ class HostCacheTier:
             self.cache.close_saver(self._saver)
             self._saver = -1
 
-    def take(self, client: StoreClient, line: Collection[bytes]) -> list[bytes]:
+    def take(self, client: StoreClient, line: Line[bytes]) -> int:
         """A save costs the thread of the scheduler more than its blocks do. So what would have to wait for the store
-        waits for more blocks, as long as each step brings some."""
+        waits for more blocks, as long as each step brings some. What came together is saved together, if it fits."""
         held, self._held[client] = self._held[client], len(line)
         if held < len(line) < self._at_once and self._save != EVICT and client.queue.behind:
-            return []
-        self._held[client] = 0
-        return list(islice(line, self._at_once))
+            return 0
+        self._held[client] = count = 0
+        for blocks, _ in line.pieces:
+            if count and count + len(blocks) > self._at_once:
+                break
+            count += len(blocks)
+        return min(count, self._at_once)
 
-    def pin(self, client: StoreClient, blocks: Sequence[bytes]) -> tuple[Sequence[bytes], BlockNames, Lend]:
+    def pin(self, client: StoreClient, pieces: Pieces[bytes]) -> tuple[Pieces[bytes], BlockNames, Lend]:
         """They are pinned when a call of the store begins, and not while they wait for it."""
-        return blocks, self.names(blocks, sealed=True), partial(self.lend, self._prompts[self._clients.index(client)])
+        return pieces, self.names(blocks_in(pieces), sealed=True), partial(self.lend, pieces)
 
-    def ended(self, number: int, blocks: Sequence[bytes], kept: Sequence[bool]) -> None:
+    def ended(self, number: int, pieces: Pieces[bytes], kept: Sequence[bool]) -> None:
         """A prompt whose saves have ended comes back into its order. Each of its leases counted as a use, so that the
         end of the prompt would be evicted last."""
-        waiting = self._prompts[number]
-        every = [*map(waiting.pop, blocks, repeat(()))]
-        had = Counter(map(id, every))
-        prompts = dict(zip(map(id, every), every, strict=True)).values()
-        here = list(compress(blocks, kept)) if self.tells else []
-        if here:
+        if self.tells and (here := tuple(compress(blocks_in(pieces), kept))):
             told = self._told[number]
             told.update(dict.fromkeys(here))
             while len(told) > TOLD_MAX:
                 del told[next(iter(told))]
-            self.changes.append(StoreChange(number, tuple(here), True))
-        for prompt in prompts:
-            at_once = len(blocks) <= self._in_one and had[id(prompt)] == len(prompt)
-            if not at_once and waiting.keys().isdisjoint(prompt):
+            self.changes.append(StoreChange(number, here, True))
+        waiting = self._runs[number]
+        had = Counter[int]()
+        prompts: dict[int, Sequence[bytes]] = {}
+        for blocks, run in pieces:
+            if run is not None:
+                prompts[id(run.prompt)] = run.prompt
+                had[id(run.prompt)] += len(blocks)
+                run.left -= len(blocks)
+                if not run.left and waiting.get(last := run.keys[-1]) is run:
+                    del waiting[last]
+        for which, prompt in prompts.items():
+            at_once = len(kept) <= self._in_one and had[which] == len(prompt)
+            if not at_once and not any(other.prompt is prompt for other in waiting.values()):
                 self.cache.touch(prompt)
 
     def said(self, number: int, blocks: Sequence[bytes], codes: Bytes) -> None:
@@ -176,16 +198,21 @@ class HostCacheTier:
         if lost := tuple(block for block in gone if told.pop(block, 0) is None):
             self.changes.append(StoreChange(number, lost, False))
 
-    def to_save(self, blocks: Sequence[bytes], prompt: Sequence[bytes]) -> None:
-        """Blocks of a prompt are to be saved."""
-        for waiting in self._prompts:
-            waiting.update(zip(blocks, repeat(prompt)))
+    def to_save(self, blocks: Sequence[bytes], prompt: Sequence[bytes]) -> list[_Run]:
+        """Blocks of a prompt are to be saved. Returns what is noted of them for each store."""
+        runs = [_Run(blocks, prompt, len(blocks)) for _ in self._runs if blocks]
+        for waiting, run in zip(self._runs, runs, strict=False):
+            waiting[blocks[-1]] = run
+        return runs
 
     def touch(self, prompt: Sequence[bytes], turn: bool) -> None:
         """What ``HostKeeper.touch`` does."""
         self.cache.touch(prompt, turn=turn)
-        for waiting in self._prompts:
-            waiting.update(dict.fromkeys(waiting.keys() & set(prompt), prompt))
+        for waiting in self._runs if any(self._runs) else ():
+            own = set(prompt)
+            for last in waiting.keys() & own:
+                if waiting[last].keys[0] in own:
+                    waiting[last].prompt = prompt
 
     @property
     def pinned(self) -> int:
@@ -193,14 +220,15 @@ class HostCacheTier:
         return sum(len(lease.blocks) for lease in self.cache.leases if lease.owner == OWNER)
 
     @contextmanager
-    def lend(self, waiting: Mapping[bytes, Sequence[bytes]], names: BlockNames) -> Iterator[Rows]:
+    def lend(self, pieces: Pieces[bytes], names: BlockNames) -> Iterator[Rows]:
         """Rows of those of the blocks that are in the cache, pinned. On a thread of a queue.
 
         A lease ends with its last block first, which is then the first victim. So its last prompt comes first.
-        ``waiting``: the prompts of the blocks.
+        ``pieces``: those of the job.
         """
         rows, order = np.full(len(names), -1, np.int64), np.arange(len(names))
-        keys, prompts = names.names, [*map(waiting.get, names.names)]
+        of = {key: run and run.prompt for blocks, run in pieces for key in blocks}
+        keys, prompts = names.names, [*map(of.__getitem__, names.names)]
         if not _alike(prompts):
             runs = [list(run) for _, run in groupby(order.tolist(), lambda place: id(prompts[place]))]
             order = np.array([place for run in reversed(runs) for place in run])

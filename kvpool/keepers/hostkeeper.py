@@ -363,8 +363,7 @@ class HostKeeper(Closing):
             self._bridge.poll()
 
     def _save(self, keys: Sequence[bytes], prompt: Sequence[bytes]) -> None:
-        self._tier.to_save(keys, prompt)
-        self._bridge.want(keys)
+        self._bridge.want(keys, self._tier.to_save(keys, prompt))
 
     @property
     def _busy(self) -> bool:

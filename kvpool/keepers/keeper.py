@@ -44,7 +44,7 @@ from kvpool.state.records import H
 from kvpool.stores.jobs import Job
 from kvpool.stores.queue import StoreStats
 from kvpool.stores.store import MODEL_BYTES, TAG_BYTES, Store
-from kvpool.stores.store_client import HealthStats, StoreClient, StoreHealth, number_argument, staging_rows
+from kvpool.stores.store_client import HealthStats, StoreClient, StoreHealth, number_argument, spare_of, staging_rows
 
 BLOCKS_PER_TURN = 64
 """Blocks that are copied for a store before the keeper looks at its prefetches again."""
@@ -159,8 +159,11 @@ class Keeper(Closing):
 
         def client_of(store: Store) -> StoreClient:
             health = StoreHealth(failures, probe_seconds, clock=clock)
-            memory = staging_rows(rows, nbytes)
-            return StoreClient(store, memory, identity, health=health, staging=True, warns=True, clock=clock)
+            spare = spare_of(store)
+            memory = staging_rows(rows, nbytes + spare)
+            return StoreClient(
+                store, memory, identity, health=health, staging=True, spare=spare, warns=True, clock=clock
+            )
 
         self._clients = open_clients(chosen, client_of)
         self._unsaved = Unsaved(pool, save, rows)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvpool.arrays import Bools, Int32s, Uint64s
 from kvpool.entry.arguments import Namespace
 from kvpool.errors import KVPoolError, PoolClosed
-from kvpool.keepers.bridge import EVICT, REUSE, TOLD_AT_ONCE, pin_those_here, victims_margin
+from kvpool.keepers.bridge import EVICT, REUSE, TOLD_AT_ONCE, Line, Pieces, blocks_in, pin_those_here, victims_margin
 from kvpool.pool.events import NAMELESS, TIERS, Events, Name, Rows, Rows3, joined, parents_first
 from kvpool.pool.keys import BlockKeys
 from kvpool.pool.leases import Lease
@@ -243,21 +243,22 @@ class PoolTier:
 
     # -- blocks that are saved -----------------------------------------------------------------------
 
-    def take(self, client: StoreClient, line: Iterable[Content]) -> list[Content]:
+    def take(self, client: StoreClient, line: Line[Content]) -> int:
         most = min(client.free(SAVE), max(1, SAVE_BYTES // client.queue.block_bytes))
         kinds = groupby(islice(line, most), lambda one: (one.namespace, one.group))
-        return next((list(alike) for _, alike in kinds), [])
+        return next((len(list(alike)) for _, alike in kinds), 0)
 
-    def pin(self, client: StoreClient, blocks: Sequence[Content]) -> tuple[list[Content], BlockNames, Rows]:
+    def pin(self, client: StoreClient, pieces: Pieces[Content]) -> tuple[Pieces[Content], BlockNames, Rows]:
         """Copy contents of one group of layers into rows. Raises PoolClosed."""
+        blocks = blocks_in(pieces)
         rows = client.take(SAVE, len(blocks))
         there = self.copy(blocks, client.memory, rows.tolist())
         client.give_back(rows[~there])
         own = [content for content, copied in zip(blocks, there.tolist(), strict=True) if copied]
-        return own, self.names(own, sealed=True), rows[there]
+        return [(own, None)], self.names(own, sealed=True), rows[there]
 
-    def ended(self, number: int, blocks: Sequence[Content], kept: Sequence[bool]) -> None:
-        own = [content for content, there in zip(blocks, kept, strict=True) if there]
+    def ended(self, number: int, pieces: Pieces[Content], kept: Sequence[bool]) -> None:
+        own = list(compress(blocks_in(pieces), kept))
         self.saved_bytes += sum(self._pool.groups[content.group].block_bytes for content in own)
         self._stored.note(number, own, True)
 

@@ -32,6 +32,7 @@ from kvpool.state.chains import (
     find_name,
     has_blocks,
     host_book_of,
+    is_believed,
     is_listed,
     is_name,
     order_of,
@@ -129,6 +130,7 @@ def on_begin_release(at, slot, nothing):
         return np.int64(0)
     sequence, owners = sequences_of(h)[slot], owners_of(h)
     full = sequence.committed // h.width
+    shared = np.int64(0)
     for i in range(sequence.blocks):
         prefetch(blocks, row[min(i + _FAR, sequence.blocks - 1)])
         ahead = blocks[max(row[min(i + _NEAR, sequence.blocks - 1)], 0)].key0
@@ -137,9 +139,10 @@ def on_begin_release(at, slot, nothing):
         if row[i] == NONE:
             continue
         owners[row[i]] = c
+        shared += 1 if blocks[row[i]].word != 1 else 0
         if i < full and is_name(blocks[row[i]].key0, full - i) and blocks[row[i]].flags & KEYED:
             put_name(book, blocks[row[i]].key0, c)
-    begin_release(h, book, c)
+    begin_release(h, book, c, shared)
     return np.int64(0)
 
 
@@ -188,12 +191,16 @@ def on_touch(at, found, count):
     turns_of(book)[0] = c
     if c == NONE:
         return c
-    for i in range(count if turn else 0):
-        if keys[i, 2] != NONE:
-            owners[keys[i, 2]] = c
+    shared = np.int64(0)
+    for i in range(count):
+        b = keys[i, 2]
+        if b != NONE:
+            shared += 1 if blocks_of(h)[b].word >> 32 != 1 else 0
+        if b != NONE and turn:
+            owners[b] = c
             if is_name(keys[i, 0], count - i):
                 put_name(book, keys[i, 0], c)
-    begin_release(h, book, c)
+    begin_release(h, book, c, shared)
     return c if turn else np.int64(NONE)
 
 
@@ -271,10 +278,11 @@ def worth_now(h, book, c, expert):
     """The worth of the blocks of a chain: what its pauses say, or the engine, until that turns out to be wrong."""
     chain = chains_of(book)[c]
     age = age_of(h, chain)
-    if chain.returns == ENDS:
-        return -0.5
-    if chain.returns > 0 and chain.returns >= age:
-        return 1000.0 / (chain.returns - age + 1)
+    if chain.returns != 0 and is_believed(book, chain.returns):
+        if chain.returns == ENDS:
+            return -0.5
+        if chain.returns >= age:
+            return 1000.0 / (chain.returns - age + 1)
     return worth_of(book, expert, chain, age)
 
 

@@ -73,7 +73,7 @@ class ChainBook:
         self.turns = np.full(max(rows, 1), NONE, np.int32)
         self.chains, self.names = np.zeros(chains, CHAIN), np.full(names, NONE, np.int64)
         self.order, self.rates = np.arange(chains, dtype=np.int32), np.zeros((2, TABLES, ROWS, PAUSE_BINS))
-        self.ghosts, self.scores = np.zeros((chains, EXPERTS), np.uint16), np.zeros((5, EXPERTS))
+        self.ghosts, self.scores = np.zeros((chains, EXPERTS), np.uint16), np.zeros((7, EXPERTS))
         self.shelves, self.host_order = (
             np.zeros(chains if both else 0, SHELF),
             self.order[: chains if both else 0].copy(),

@@ -17,12 +17,14 @@ import numpy as np
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import array_at, prefetch, record_at
 from kvpool.state.pauses import PAUSE_BINS, ROWS, TABLES, learn, octaves, worth
-from kvpool.state.records import NONE, blocks_of, lists_of
+from kvpool.state.records import ENDS, NONE, blocks_of, lists_of
 
 EXPERTS = 3
 LRU, REUSE, AGENT = range(EXPERTS)
 _OWN = 3
 """So many pauses of a chain are as good as the last ones."""
+_DOUBT, _HEARD = 8.0, 512.0
+"""Of so many words any may be wrong, of all others a half. After so many words the old ones count half."""
 
 
 @jit(forceinline=True)
@@ -148,8 +150,8 @@ def ghosts_of(book):
 @jit(forceinline=True)
 def scores_of(book):
     """Of each expert: the blocks in its ghost, how many hits more than LRU it would have had lately, and the squares of
-    these numbers. And the chain that its ghost loses next, and its worth. float64[5, EXPERTS]."""
-    return array_at(book.scores_at, (5, EXPERTS), np.float64)
+    these numbers. And the chain that its ghost loses next, and its worth. Then ``_hear``'s. float64[7, EXPERTS]."""
+    return array_at(book.scores_at, (7, EXPERTS), np.float64)
 
 
 @jit(forceinline=True)
@@ -359,6 +361,26 @@ def put_name(book, key, c):
 
 
 @jit
+def _hear(book, returns, words, wrong):
+    """Count so many words of the engine, that a conversation has ended or when it comes back, and so many wrong ones.
+    The former are counted when they are said, since who has ended is not seen again."""
+    heard = scores_of(book)
+    kind = np.int64(returns == ENDS)
+    if heard[5, kind] > _HEARD:
+        heard[5, kind] *= 0.5
+        heard[6, kind] *= 0.5
+    heard[5, kind] += words
+    heard[6, kind] += wrong
+
+
+@jit(forceinline=True)
+def is_believed(book, returns):
+    """Whether the engine is believed when it says this. Of what it said so, at least half was true."""
+    kind = np.int64(returns == ENDS)
+    return 2.0 * scores_of(book)[6, kind] <= scores_of(book)[5, kind] + _DOUBT
+
+
+@jit
 def begin_turn(h, book, c, depth, length):
     """A prompt of ``length`` full blocks begins with ``depth`` blocks of chain ``c`` (NONE: of no chain). Returns the
     chain that it continues, a new one if it leaves that chain early, or NONE."""
@@ -367,6 +389,9 @@ def begin_turn(h, book, c, depth, length):
         c, parent = np.int64(NONE), c
     if c != NONE:
         chain = chains[c]
+        if chain.returns != 0:
+            wrong = abs(age_of(h, chain) - chain.returns) > chain.returns // 2 + 1000
+            _hear(book, chain.returns, chain.returns > 0, chain.returns == ENDS or wrong)
         _learn(h, book, chain, True)
         chain.pauses = min(chain.pauses + 1, PAUSES_MAX)
         chain.mean += (octaves(age_of(h, chain)) - chain.mean) // min(chain.pauses, _OWN)
@@ -394,12 +419,13 @@ def _join(chains, c, parent, depth):
 
 
 @jit
-def begin_release(h, book, c):
-    """A turn of a chain is over, and its blocks are listed next. What the chain has listed now is left over."""
+def begin_release(h, book, c, shared):
+    """A turn of a chain is over, and its blocks are listed next, but for the ``shared`` first ones, which others hold.
+    What the chain has listed now is left over."""
     _leave_over(h, book, c)
     if host_book_of(h).list != NONE:
         _leave_over(h, host_book_of(h), c)
-    book.last, book.listed = lists_of(h)[book.list, 1], lists_of(h)[book.list, 2]
+    book.last, book.listed = lists_of(h)[book.list, 1], lists_of(h)[book.list, 2] - shared
 
 
 @jit
@@ -416,8 +442,11 @@ def end_turn(h, book, c):
     if book.last != NONE:
         behind = np.int64(blocks_of(h)[book.last].next)
         first = behind if blocks_of(h)[book.last].list == book.list else np.int64(NONE)
-    chain.first, chain.size = first, min(max(np.int64(lists_of(h)[book.list, 2]) - book.listed, 0), BLOCKS_MAX)
+    chain.first = first
+    chain.size = min(max(np.int64(lists_of(h)[book.list, 2]) - book.listed, 0), BLOCKS_MAX)
     chain.released, chain.returns = np.uint32(h.now & 0xFFFFFFFF), h.returns
+    if h.returns == ENDS:
+        _hear(book, h.returns, np.bool_(True), np.bool_(False))
     chain.turns -= 1
     if chain.place >= book.cached and first != NONE:
         move(book, c, book.cached)

@@ -92,8 +92,9 @@ BLOCK = np.dtype(
         ("flags", "u1"),
         ("ttl", "i4"),  # ms from release, NONE = for ever
         ("heap", "i4"),  # place in the expiry heap, NONE = not in it
-        ("stored_at", "u4"),  # ms, modulo 2**32
-        ("used_at", "u4"),
+        # Where the policy looks at chains: that of the last release of a whole sequence that listed it, or NONE.
+        ("owner", "i4"),
+        ("used_at", "u4"),  # ms, modulo 2**32
         ("namespace", "i8"),
         ("ticket", "i8"),  # of the last move that wrote it, NONE = no move has since it was taken
         ("parent0", "i8"),
@@ -104,8 +105,7 @@ BLOCK = np.dtype(
         ("saved", "i8"),  # who has been told to save the content, as bits; the same of both copies
         # A block that a release gives back some places behind this one, so that it is loaded ahead of its eviction.
         ("soon", "i4"),
-        # Where the policy looks at chains: that of the last release of a whole sequence that listed it, or NONE.
-        ("owner", "i4"),
+        ("stored_at", "u4"),  # as used_at
     ],
     align=True,
 )

@@ -113,6 +113,8 @@ class StoreQueue(Closing):
         32 bytes in the place of the store's own, for those who share a store without one.
     queued_blocks
         Bound for blocks of saves that wait, for those of finds and loads, and for those that are to be dropped.
+    spare
+        Bytes at the end of each row of ``memory`` that are no block's: see ``Space``. No row is in two jobs then.
     report
         False if nobody will call ``finished``, so that no list is kept for it.
     piece_bytes
@@ -144,11 +146,14 @@ class StoreQueue(Closing):
 
     def __init__(
         self, store: Store, memory: Uint8s, identity: ModelIdentity, *, secret: bytes | None = None,
-        queued_blocks: int = 65_536, piece_bytes: int = 4 << 20, report: bool = True,
+        queued_blocks: int = 65_536, piece_bytes: int = 4 << 20, spare: int = 0, report: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         check_library()
-        self.memory, identity = _memory_argument(memory), identity_argument(identity)
+        own = _memory_argument(memory)
+        identity = identity_argument(identity)
+        spare = integer_argument("spare", spare, 0, own.shape[1] - 1)
+        self.memory = own[:, : own.shape[1] - spare]
         self.slots, self.block_bytes = self.memory.shape
         self._queued_max = integer_argument("queued_blocks", queued_blocks, 1, 1 << 31)
         size = integer_argument("piece_bytes", piece_bytes, 1, 1 << 40)
@@ -168,9 +173,9 @@ class StoreQueue(Closing):
         self.indexed = bool_argument("store.indexed", getattr(store, "indexed", False))
         """Whether ``find_now`` may have an answer."""
         self._store, self._clock, self._process = store, clock, Process()
-        own = store.open(Space(bytes.fromhex(identity.fingerprint), self.memory))
+        found = store.open(Space(bytes.fromhex(identity.fingerprint), self.memory, spare))
         try:
-            self.secret = Secret(own if secret is None else secret, identity)
+            self.secret = Secret(found if secret is None else secret, identity)
         except BaseException:
             store.close()
             raise

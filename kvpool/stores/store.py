@@ -42,11 +42,13 @@ class Space:
     """What a store keeps blocks of.
 
     ``fingerprint``: 16 bytes, of the ModelIdentity. ``memory`` uint8[slots, block_bytes]: the rows that blocks are
-    saved from and loaded into. It stays where it is until ``close`` has returned.
+    saved from and loaded into. It stays where it is until ``close`` has returned. ``spare``: so many bytes lie behind
+    each row, up to the next one, and are the store's own while a call has the row. Calls have other rows then.
     """
 
     fingerprint: bytes
     memory: Bytes
+    spare: int = 0
 
     @property
     def block_bytes(self) -> int:
@@ -81,6 +83,9 @@ class Store(Protocol):
     indexed: bool
     """whether ``find`` asks an index in memory, so that it can be called where nothing may wait; a store without this
     attribute counts as one whose ``find`` may wait"""
+    spare: int
+    """how many bytes behind each row it can use, see ``Space``: who makes rows for it alone gives it so many. A store
+    without this attribute uses none"""
 
     @property
     def secret(self) -> bytes:

@@ -230,6 +230,11 @@ PAGE_BYTES = 4096
 _WAIT_SECONDS = 0.01
 
 
+def spare_of(store: Store) -> int:
+    """How many bytes more the rows have that are made for this store alone: whole pages."""
+    return -(-integer_argument("store.spare", getattr(store, "spare", 0), 0, 1 << 20) // PAGE_BYTES) * PAGE_BYTES
+
+
 def staging_rows(count: int, nbytes: int) -> Bytes:
     """Rows in main memory, uint8[count, whole pages], which begin at a page: so direct I/O can use them."""
     size = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
@@ -253,7 +258,7 @@ class StoreClient:
 
     Parameters
     ----------
-    store, memory, identity, clock
+    store, memory, identity, spare, clock
         As for ``StoreQueue``, which is made here. It is open to all as ``queue``.
     health
         Judges the store by its jobs. None: a ``StoreHealth`` on this clock.
@@ -294,10 +299,10 @@ class StoreClient:
 
     def __init__(
         self, store: Store, memory: Bytes, identity: ModelIdentity, *, health: StoreHealth | None = None,
-        patience: float = PATIENCE_SECONDS, staging: bool = False, warns: bool = False,
+        patience: float = PATIENCE_SECONDS, staging: bool = False, spare: int = 0, warns: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        self.queue = StoreQueue(store, memory, identity, clock=clock)
+        self.queue = StoreQueue(store, memory, identity, spare=spare, clock=clock)
         self.health = health or StoreHealth(clock=clock)
         self.name, self.secret, self.memory = self.queue.name, self.queue.secret, self.queue.memory
         self._patience, self._staging, self._clock = patience, staging, clock

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from kvpool.__main__ import main
-from kvpool.commands import checks, doctor
-from kvpool.commands.checks import ABSENT, FAILED, OK, WARNING
+from kvpool.commands import doctor
+from kvpool.commands.doctor import ABSENT, FAILED, OK, WARNING
 from kvpool.entry.arguments import first_outside
 from kvpool.jit import cache
 
@@ -133,7 +133,7 @@ LEFT = "memory left by the system and its control groups"
 
 
 def test_a_machine_on_which_everything_is_right_needs_no_remedy() -> None:
-    assert {(check.status, check.remedy) for check in checks.judge(WELL)} == {(OK, "")}
+    assert {(check.status, check.remedy) for check in doctor.judge(WELL)} == {(OK, "")}
 
 
 @pytest.mark.parametrize(
@@ -170,8 +170,8 @@ def test_what_is_wrong_is_found_and_has_a_remedy(changes: dict[str, Any], name: 
     found = copy.deepcopy(WELL)
     for key, value in changes.items():
         found[key] = found[key] | value if isinstance(value, dict) else value
-    other = [check for check in checks.judge(found) if check.name != name]
-    (check,) = [check for check in checks.judge(found) if check.name == name]
+    other = [check for check in doctor.judge(found) if check.name != name]
+    (check,) = [check for check in doctor.judge(found) if check.name == name]
     assert check.status == status and remedy in check.remedy
     assert {check.status for check in other} == {OK}, "nothing else is wrong"
 
@@ -185,7 +185,7 @@ def test_a_limit_of_locked_memory_matters_where_memory_is_pinned(
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: user)
     found = WELL | {"memory": {"locked_limit": limit, "available": 64 * GIB}, "gpus": WELL["gpus"] if gpus else []}
-    check = checks.locked_memory(found)
+    check = doctor.locked_memory(found)
     assert check.status == status and ("ulimit -l unlimited" in check.remedy) == (status == WARNING)
 
 
@@ -205,7 +205,7 @@ def test_a_verdict_that_failed_is_the_exit_status(
 
 def test_the_cache_that_is_looked_at_is_the_one_in_use() -> None:
     first_outside(np.zeros(1, np.int64), 0)  # compiled here, unless it is kept
-    found = checks.look_at_jit()
+    found = doctor.look_at_jit()
     assert found["root"] == str(cache.cache_root()) and found["free"] > 0
     assert found["disabled"] or (found["in_use"] and found["used"] > 0)
 
@@ -226,16 +226,16 @@ def test_compiled_code_that_another_process_removes_meanwhile_is_no_crash(
 
     monkeypatch.setattr(os, "scandir", scandir)
     monkeypatch.setattr(cache, "cache_root", lambda: tmp_path)
-    found = checks.look_at_jit()
+    found = doctor.look_at_jit()
     assert found is not None and found["used"] == 100 and not going.exists()
 
 
 def test_a_driver_is_seen_by_its_files(tmp_path: Path) -> None:
-    assert not checks.look_at_driver(tmp_path)["kernel_module"] and checks.look_at_driver(tmp_path)["gpu_files"] == 0
+    assert not doctor.look_at_driver(tmp_path)["kernel_module"] and doctor.look_at_driver(tmp_path)["gpu_files"] == 0
     for name in ("dev/nvidia0", "dev/nvidia1", "dev/nvidiactl", "proc/driver/nvidia/version"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    found = checks.look_at_driver(tmp_path)
+    found = doctor.look_at_driver(tmp_path)
     assert found["kernel_module"] and found["gpu_files"] == 2
     assert (found["version"] is None) == (found["error"] is not None)
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvpool.__main__ import main
-from kvpool.commands import checks
-from kvpool.commands.checks import FAILED, OK, WARNING
+from kvpool.commands import doctor
+from kvpool.commands.doctor import FAILED, OK, WARNING
 from kvpool.stores.mooncake import guarded_client as mooncake_client
 
 TESTED = mooncake_client.TESTED
@@ -33,7 +33,7 @@ def nobody() -> str:
 
 
 def test_who_uses_a_master_is_warned_that_clients_are_open_to_all() -> None:
-    client, master, security = checks.judge_mooncake(WELL)
+    client, master, security = doctor.judge_mooncake(WELL)
     assert (client.status, master.status, security.status) == (OK, OK, WARNING)
     assert "10.0.0.2" in master.found
     assert "without a password" in security.found and "docs/cluster.md" in security.remedy
@@ -47,18 +47,18 @@ def test_who_uses_a_master_is_warned_that_clients_are_open_to_all() -> None:
     ],
 )
 def test_a_client_that_cannot_be_used_is_named(changes: dict[str, Any], status: str, words: str) -> None:
-    check = checks.judge_mooncake(WELL | changes)[0]
+    check = doctor.judge_mooncake(WELL | changes)[0]
     assert check.status == status and words in check.found
     assert check.remedy in ("", "apt-get install libibverbs1")
 
 
 def test_where_it_is_not_installed_the_list_of_packages_says_so() -> None:
-    assert checks.judge_mooncake(WELL | {"version": None, "master": None}) == []
+    assert doctor.judge_mooncake(WELL | {"version": None, "master": None}) == []
 
 
 def test_the_environment_names_a_master(listening: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONCAKE_MASTER", listening)
-    found = checks.look_at_mooncake(None)
+    found = doctor.look_at_mooncake(None)
     assert found["seen_as"] == "127.0.0.1" and found["unreachable"] is None
 
 
@@ -67,14 +67,14 @@ def test_a_master_that_was_asked_for_has_to_be_reached(
     nobody: str, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOONCAKE_MASTER", nobody)
-    found = checks.look_at_mooncake(nobody if asked else None)
+    found = doctor.look_at_mooncake(nobody if asked else None)
     assert f"no Mooncake master at {nobody}" in found["unreachable"]
-    assert checks.judge_mooncake(WELL | found)[1].status == (FAILED if asked else WARNING)
+    assert doctor.judge_mooncake(WELL | found)[1].status == (FAILED if asked else WARNING)
 
 
 @pytest.mark.parametrize("text", ["host", "host:port", ":1 2"])
 def test_what_is_no_address_is_no_crash(text: str) -> None:
-    assert "accepted is HOST:PORT" in checks.look_at_mooncake(text)["unreachable"]
+    assert "accepted is HOST:PORT" in doctor.look_at_mooncake(text)["unreachable"]
 
 
 def test_the_command_has_it(listening: str, nobody: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -250,7 +250,7 @@ def test_the_time_of_the_call_counts_as_much_as_that_of_the_copies(monkeypatch: 
         calibration = Calibration("none", 0)
 
         def way(self) -> tuple[float, float]:
-            return seconds[self.calibration.choose(ONBOARD, 4096, 16, seconds)]
+            return seconds[self.calibration.choose(ONBOARD, 4096, 16, tuple(seconds))]
 
         def copy_blocks(self, moves: Any, stream: Stream = NULL_STREAM) -> None:
             clock[0] += self.way()[0]

@@ -10,9 +10,9 @@ import pytest
 
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device import CpuDevice
-from kvpool.device.base import BYTES, FROM, TO
+from kvpool.device.base import BYTES, FROM, TO, TOKENS
 from kvpool.device.copy_plan import make_plan
-from kvpool.device.fragments import Cutter
+from kvpool.device.fragments import INSIDE_HOST, Cutter, by_direction, split
 from kvpool.memory.pools import MemoryPools
 from tests.device import reference
 from tests.device.pools import BLOCKS, DEVICE_BLOCKS, HOST_BLOCKS, as_moves, make_pools, random_moves
@@ -33,7 +33,7 @@ def cutter_of(pools: MemoryPools, chunk: int) -> Cutter:
 def cut(pools: MemoryPools, moves: np.ndarray, chunk: int = 1 << 30) -> np.ndarray:
     cutter = cutter_of(pools, chunk)
     ordered = cutter.order(moves)
-    return cutter.cut(ordered, cutter.count(ordered))
+    return cutter.cut(ordered)
 
 
 @pytest.mark.parametrize("chunk", [64, 4096, 1 << 30])
@@ -52,6 +52,18 @@ def test_fragments_copy_what_the_moves_say(layout: BlockLayout, chunk: int) -> N
             ctypes.memmove(target, source, nbytes)
         np.testing.assert_array_equal(pools.device_pool, expected[0])
         np.testing.assert_array_equal(pools.host_pool, expected[1])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_fragments_of_whole_blocks_are_known_without_cutting_them(layout: BlockLayout) -> None:
+    pools = make_pools(CpuDevice(), layout)
+    cutter = cutter_of(pools, 1 << 30)
+    for seed in range(50):
+        moves = cutter.order(random_moves(layout, np.random.default_rng(seed)))
+        for direction, some in by_direction(moves[moves[:, TOKENS] == layout.tokens_per_block], DEVICE_BLOCKS):
+            found = cutter.cut(some)
+            if direction != INSIDE_HOST:
+                assert cutter.about(some) == (len(found), found[:, BYTES].sum())
 
 
 def test_neighbours_that_are_whole_blocks_in_both_tiers_are_one_fragment() -> None:
@@ -94,3 +106,10 @@ def test_the_last_device_block_and_the_first_host_block_are_no_neighbours() -> N
 
 def test_no_moves_are_no_fragments() -> None:
     assert cut(make_pools(CpuDevice(), LAYOUTS[0]), as_moves()).shape == (0, 3)
+
+
+def test_given_fragments_cross_no_chunk_of_any_host_memory_and_follow_each_other_in_none_beside() -> None:
+    hosts = np.array([[0, 256, 64], [1024, 1536, 96]])
+    given = np.array([[32, 10_032, 32], [64, 10_064, 64], [1024, 20_000, 96], [1120, 20_096, 8], [1128, 20_104, 8]])
+    assert split(given, hosts).tolist() == [[32, 10_032, 32], [64, 10_064, 64], [1024, 20_000, 96], [1120, 20_096, 16]]
+    assert split(np.array([[0, 1024, 128]]), hosts).tolist() == [[0, 1024, 64], [64, 1088, 32], [96, 1120, 32]]

@@ -33,3 +33,13 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         monkeypatch.setattr(kvpool.KVCacheManager, "__init__", unguarded)
 
     return disable
+
+
+@pytest.fixture
+def unmoved_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts that are kept stay where they were written."""
+
+    def rewound(self: Any, ids: Any, drafts: Any, accepted: Any, counts: Any, *, stream: Any) -> None:
+        self.rewind(ids, [most - kept for most, kept in zip(drafts, counts, strict=True)], stream=stream)
+
+    monkeypatch.setattr(kvpool.KVCacheManager, "keep", rewound)

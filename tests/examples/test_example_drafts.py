@@ -5,11 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 import pytest
-
-import kvpool
 
 HAPPENED = [
     "blocks reused on the device",
@@ -36,12 +33,9 @@ def test_every_logit_is_that_of_the_model_without_a_cache(
     assert all(counts[what] for what in HAPPENED), counts
 
 
+@pytest.mark.usefixtures("unmoved_drafts")
 def test_drafts_whose_bytes_stay_where_they_were_are_noticed(
-    example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    example: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def rewound(self: Any, ids: Any, drafts: Any, accepted: Any, counts: Any, *, stream: Any) -> None:
-        self.rewind(ids, [most - kept for most, kept in zip(drafts, counts, strict=True)], stream=stream)
-
-    monkeypatch.setattr(kvpool.KVCacheManager, "keep", rewound)
     assert example.main([]) == 1
     assert "the logits differ" in capsys.readouterr().out

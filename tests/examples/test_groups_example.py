@@ -66,13 +66,8 @@ def test_a_state_that_comes_back_to_the_wrong_prefix_is_noticed(
     assert "the logits differ" in capsys.readouterr().out
 
 
-def test_drafts_that_do_not_move_are_noticed(
-    example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def rewound(self: Any, ids: Any, drafts: Any, accepted: Any, counts: Any, *, stream: Any) -> None:
-        self.rewind(ids, [most - kept for most, kept in zip(drafts, counts, strict=True)], stream=stream)
-
-    monkeypatch.setattr(kvpool.KVCacheManager, "keep", rewound)
+@pytest.mark.usefixtures("unmoved_drafts")
+def test_drafts_that_do_not_move_are_noticed(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert example.main(["--chats", "16"]) == 1
     assert "the logits differ" in capsys.readouterr().out
 

@@ -150,7 +150,7 @@ def test_a_replay_finds_every_byte(cupy: Any, monkeypatch: pytest.MonkeyPatch, p
 
 def test_a_replay_finds_a_fragment_that_was_left_out(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Cutter.cut
-    monkeypatch.setattr(Cutter, "cut", lambda cutter, moves, count: whole(cutter, moves, count)[:-1])
+    monkeypatch.setattr(Cutter, "cut", lambda cutter, moves: whole(cutter, moves)[:-1])
     monkeypatch.setenv(cuda.COPY_PATH, "plain")
     sizes = ["--device-blocks", "300", "--host-blocks", "300", "--cut", "600", "--active", "8", "--limit", "40"]
     assert main(["replay", "--device", "cuda", "--verify", *sizes]) == 1

@@ -52,7 +52,7 @@ MUTATIONS = (
         "hello.origin != self._origin",
         "False",
         "With CURVE keys, workers whose secrets differ fetch nothing from each other for ever, and no error says why.",
-        ("tests/remote/test_remote_endpoints.py::test_keys_do_not_hide_that_two_pools_have_two_secrets",),
+        ("tests/remote/test_remote_endpoints.py::test_a_client_with_a_known_key_and_another_secret_is_refused",),
     ),
     Mutation(
         "blocks_need_not_fit_their_seal",

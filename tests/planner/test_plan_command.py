@@ -237,6 +237,11 @@ def test_a_chart_that_cannot_be_written_is_an_error_behind_the_plan(
         (["--link-bandwidth", "nan"], "link_bandwidth=nan"),
         (["--link-latency", "-1"], "link_latency=-1.0"),
         (["--sample", "2"], "2.0 is not within 0..1"),
+        (["--store"], "a store needs --device-memory or --device-blocks"),
+        (["--store-capacity", "1GiB"], "a store needs --device-memory or --device-blocks"),
+        (["--device-blocks", "9", "--store-bandwidth", "0"], "store_bandwidth=0.0: must be a number above 0"),
+        (["--device-blocks", "9", "--store-latency", "nan"], "store_latency=nan: must be a number of at least 0"),
+        (["--device-blocks", "9", "--store-save", "never"], "invalid choice: 'never'"),
         (["--tokens-per-block", "0"], "0 is not within 1"),
     ],
 )

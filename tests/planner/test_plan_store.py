@@ -142,25 +142,6 @@ def test_no_time_no_rate_and_no_store_is_made_up(tmp_path: Path, capsys: pytest.
     assert " GB " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["--store"], "a store needs --device-memory or --device-blocks"),
-        (["--store-capacity", "1GiB"], "a store needs --device-memory or --device-blocks"),
-        (["--device-blocks", "9", "--store-bandwidth", "0"], "store_bandwidth=0.0: must be a number above 0"),
-        (["--device-blocks", "9", "--store-latency", "nan"], "store_latency=nan: must be a number of at least 0"),
-        (["--device-blocks", "9", "--store-save", "never"], "invalid choice: 'never'"),
-    ],
-)
-def test_wrong_usage_says_what_is_accepted(
-    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["plan", *arguments])
-    assert caught.value.code == 2
-    assert re.search(reason, capsys.readouterr().err)
-
-
 @pytest.mark.parametrize("save", ["commit", "evict"])
 def test_the_chart_has_a_panel_of_the_store(save: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")

@@ -14,8 +14,8 @@ import pytest
 
 from kvpool.__main__ import main
 from kvpool.arrays.layout import BlockLayout
-from kvpool.commands import serve_fetch
-from kvpool.commands.serve_fetch import SECRET
+from kvpool.commands import workers
+from kvpool.commands.workers import SECRET
 from kvpool.pool.manager import KVCacheManager
 from kvpool.remote import BlockServer
 from kvpool.replay import synthetic
@@ -113,7 +113,7 @@ def test_a_trace_or_an_endpoint_that_cannot_be_had_is_wrong_usage(
 
 
 def test_a_server_that_does_not_start_is_a_failure(monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setattr(serve_fetch.sys, "executable", "/bin/false")
+    monkeypatch.setattr(workers.sys, "executable", "/bin/false")
     assert main(["fetch", "--blocks", "1", *SMALL]) == 1
     assert "did not start" in capsys.readouterr().out
 

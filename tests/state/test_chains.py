@@ -174,6 +174,19 @@ def test_what_forks_share_stays_while_one_of_them_has_more() -> None:
         assert opened.cached("second") == 10 and opened.cached("first") == 35
 
 
+def test_what_a_fork_has_of_its_own_goes_though_others_hold_what_it_shares() -> None:
+    with talks(70) as opened:
+        stem = list(range(1, 21))
+        running = opened.cache.add_sequence([*stem, 0])
+        opened.cache.commit(running, 20)
+        opened.texts = {"fork": [*stem, *range(100, 120)]}
+        opened.turn("fork", 0, ends=True)
+        opened.turn("other", 20)
+        opened.fill(25)
+        assert (opened.cached("fork"), opened.cached("other")) == (24, 20)
+        opened.cache.release(running)
+
+
 def test_what_comes_from_the_host_belongs_to_its_own_conversation() -> None:
     with talks(66, host_blocks=200) as opened:
         for name, blocks in (("one", 30), ("two", 40), ("three", 60)):  # each pushes the ones before out
@@ -245,6 +258,19 @@ def test_a_moment_that_has_passed_is_no_promise_any_more() -> None:
         opened.turn("other", 50, at=30_000, returns_in_ms=60_000)
         opened.fill(60)
         assert opened.cached("other") == 50 and opened.cached("liar") < 20
+
+
+@pytest.mark.parametrize("said", [{"ends": True}, {"returns_in_ms": 10_000_000}])
+def test_words_that_were_mostly_wrong_are_believed_no_more(said: dict[str, Any]) -> None:
+    with talks(120) as opened:
+        for at in range(0, 4_000, 10):
+            opened.turn("soon", 0 if at else 50, at=at, **said)
+            if at % 200 == 0:
+                opened.turn("late", 0 if at else 50, at=at)
+        opened.turn("soon", 0, at=4_000, **said)
+        opened.turn("late", 0, at=4_001)
+        opened.fill(60)
+        assert (opened.cached("soon"), opened.cached("late")) == (50, 10)
 
 
 def test_priorities_stand_above_the_policy() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvpool import HostCache, HostTier, OutOfBlocks, PoolClosed
+from kvpool.keepers.bridge import blocks_in
 from kvpool.keepers.host_cache_tier import HostCacheTier
 from kvpool.keepers.hostkeeper import HostKeeper
 from kvpool.stores import MemoryStore, StoreQueue
@@ -477,15 +478,24 @@ def test_a_block_whose_lease_others_closed_is_not_kept(make: Callable[..., Engin
     engine.until(lambda: not store.inner.stats()["blocks"])
 
 
+def test_what_is_written_anew_while_it_waits_is_in_no_call_twice(make: Callable[..., Engine], store: Wrong) -> None:
+    engine, calls = make(blocks=64), list[list[bytes]]()
+    store.after["save"] = lambda codes: calls.append(codes.tolist()) or codes
+    engine.write(6)
+    engine.cache.forget(names(3, 2))
+    engine.write(3, 2)
+    assert engine.keeper.drain(600) and engine.keeper.stats().saved == 9
+    assert [len(codes) for codes in calls] == [6, 3]
+
+
 def test_a_prompt_that_two_jobs_save_comes_back_into_its_order_when_the_second_has_ended() -> None:
     """Also where that job has more blocks than the prompt, of which others are."""
     touched: list[Any] = []
     tier: Any = object.__new__(HostCacheTier)
     tier.cache = SimpleNamespace(touch=touched.append)
-    tier._prompts, tier._in_one, tier.tells = [{}], 256, False
+    tier._runs, tier._in_one, tier.tells = [{}], 256, False
     one, other = tuple(b"one%d" % i for i in range(10)), tuple(b"other%d" % i for i in range(15))
-    for prompt in (one, other):
-        tier.to_save(prompt, prompt)
-    for blocks in (one[:5], one[5:] + other):
-        tier.ended(0, blocks, [True] * len(blocks))
+    (first,), (second,) = tier.to_save(one, one), tier.to_save(other, other)
+    for pieces in ([(one[:5], first)], [(one[5:], first), (other, second)]):
+        tier.ended(0, pieces, [True] * len(blocks_in(pieces)))
     assert touched == [one], "the other was in one job"

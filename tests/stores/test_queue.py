@@ -178,6 +178,22 @@ def test_nothing_is_lent_to_a_save_that_was_given_up_before_its_call(store: Wron
     assert lender.lent == [tuple(names(4))] and second.counts == {"cancelled": 4}
 
 
+def test_what_lies_behind_a_row_is_the_stores_own_and_no_part_of_the_block() -> None:
+    store, whole = Wrong(MemoryStore(8 * BLOCK_BYTES)), memory(4, BLOCK_BYTES + 24)
+    with pytest.raises(ValueError, match=f"spare={whole.shape[1]}"):
+        StoreQueue(store, whole, IDENTITY, spare=whole.shape[1])
+    with StoreQueue(store, whole, IDENTITY, spare=24) as queue:
+        assert queue.block_bytes == BLOCK_BYTES and queue.memory.shape == (4, BLOCK_BYTES)
+        fill(queue.memory, 2)
+        keys = queue.secret.opaque(names(2))
+        for kind in ("save", "load"):
+            store.before[kind] = lambda: whole[:, BLOCK_BYTES:].fill(7)
+        assert queue.save(keys, [0, 1]).wait(600)
+        job = queue.load(keys, [2, 3])
+        assert job.wait(600, returned=True) and job.ok == 2
+        assert np.array_equal(queue.memory[2:], queue.memory[:2])
+
+
 @pytest.mark.parametrize("rows", [[0, SLOTS], [0, 1, 2], ["a", "b"], None])
 def test_wrong_rows_of_a_lender_fail_its_blocks(queue: StoreQueue, rows: Any) -> None:
     job = returned(queue.save(BlockNames(names(2)), lambda _: nullcontext(rows)))

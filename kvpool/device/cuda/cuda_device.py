@@ -18,14 +18,10 @@ from kvpool.arrays.strided import StridedArray, as_strided
 from kvpool.device.base import (
     ALL_LAYERS,
     BOUND_ALREADY,
-    BYTES,
-    FROM,
     NOT_BOUND,
     NULL_EVENT,
     NULL_STREAM,
     STAGING,
-    TO,
-    TOKENS,
     Device,
     Event,
     Layers,
@@ -81,6 +77,8 @@ from kvpool.device.fragments import (
     FragmentTable,
     by_direction,
     load_cutting,
+    measured,
+    split,
     tabulate,
 )
 from kvpool.device.launches import (
@@ -105,11 +103,11 @@ _FRAGMENTS_AT_ONCE, _ROWS_AT_ONCE = 64, 1024
 
 class _CutPool(NamedTuple):
     """The pool that the device is bound to. Of some layers, a part of a region has the cutter
-    ``cutters[layers][region][part]``. ``by_host`` has one for each host memory."""
+    ``cutters[layers][region][part]``. ``hosts`` has a row for each host memory, as ``fragments.cut`` takes them."""
 
     regions: Regions
     cutters: dict[Layers, list[list[Cutter]]]
-    by_host: list[Cutter]
+    hosts: Int64s
 
 
 def _cupy() -> Any:
@@ -287,9 +285,9 @@ class CudaDevice(Device):
             for source, kernel in needed_kernels(plan):
                 self._launcher.load(source, kernel)
         self._loaded = self._load_kernels()
-        by_host = {cutter.host: cutter for of_region in cutters for cutter in of_region}
-        load_cutting([*by_host.values()])
-        self._bound = _CutPool(found, {ALL_LAYERS: cutters}, [*by_host.values()])
+        load_cutting([cutter for of_region in cutters for cutter in of_region])
+        hosts = np.unique(np.concatenate([cutter.host for of_region in cutters for cutter in of_region]), axis=0)
+        self._bound = _CutPool(found, {ALL_LAYERS: cutters}, hosts)
         # Of a kernel's copies a block is a row or a few. A driver takes about half a microsecond for a fragment.
         fragments = 1 if self._loaded else max(sum(cutter.plan.runs for cutter in of_region) for of_region in cutters)
         self.at_once = max(1, (_ROWS_AT_ONCE if self._loaded else _FRAGMENTS_AT_ONCE) // fragments)
@@ -325,38 +323,31 @@ class CudaDevice(Device):
     def _copy(self, cutter: Cutter, direction: str, moves: Int64s, stream: int) -> None:
         """Copy moves of one direction, by the fastest path for this number and size of fragments."""
         moves = cutter.order(moves)
-        count = cutter.count(moves)
-        nbytes = int(moves[:, TOKENS].sum()) * cutter.token_bytes // count
-        path = (
-            PLAIN
-            if direction == INSIDE_HOST
-            else self.calibration.choose(direction, nbytes, count, self._paths(stream))
-        )
+        count, nbytes = cutter.about(moves)
+        path = PLAIN
+        if direction != INSIDE_HOST:
+            path = self.calibration.choose(direction, nbytes // count, count, self._paths(stream))
         if path in KERNELS:
             self._copy_by_kernel(path, cutter.tabulate(moves), direction, stream)
         else:
-            self._copy_fragments(cutter.cut(moves, count), path, stream)
+            self._copy_fragments(cutter.cut(moves), path, stream)
 
     def _copy_given(self, fragments: Int64s, bound: _CutPool, stream: int) -> None:
         """Copy fragments of the caller, which all go one way."""
         if not len(fragments):
             return
-        source, target = (any(cutter.has(int(fragments[0, end])) for cutter in bound.by_host) for end in (FROM, TO))
+        nbytes, words, source, target = measured(fragments, bound.hosts)
         direction = OFFLOAD if target else ONBOARD if source else WITHIN
-        nbytes = int(fragments[:, BYTES].sum()) // len(fragments)
-        path = self.calibration.choose(direction, nbytes, len(fragments), self._paths(stream))
+        path = self.calibration.choose(direction, nbytes // len(fragments), len(fragments), self._paths(stream))
         if path in KERNELS:
-            self._copy_by_kernel(path, tabulate(fragments), direction, stream)
+            self._copy_by_kernel(path, tabulate(fragments, words), direction, stream)
             return
-        for cutter in bound.by_host:
-            fragments = cutter.split(fragments)
-        self._copy_fragments(fragments, path, stream)
+        self._copy_fragments(split(fragments, bound.hosts), path, stream)
 
     def _paths(self, stream: int) -> tuple[str, ...]:
         """The paths that can be used now without waiting."""
-        batched = (BATCHED,) if self._batch is not None and stream else ()
-        kernels = self._loaded if self._loaded and not self._launcher.uploads.full(stream) else ()
-        return PLAIN, *batched, *kernels
+        engines = (PLAIN, BATCHED) if self._batch is not None and stream else (PLAIN,)
+        return engines + self._loaded if self._loaded and not self._launcher.uploads.full(stream) else engines
 
     def _load_kernels(self) -> tuple[str, ...]:
         """The paths of kernels that may be chosen. They are compiled."""

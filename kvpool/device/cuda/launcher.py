@@ -82,7 +82,7 @@ class Uploads:
         """
         self._make_room(stream)
         buffer, near = self._buffers.pinned(array.nbytes), None
-        buffer[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        buffer.view(array.dtype).reshape(array.shape)[...] = array
         if host:
             address = self._address_of(buffer.ctypes.data)
         else:
@@ -139,6 +139,8 @@ class Uploads:
             self._kept.clear()
 
 
+_void = lru_cache(None)(lambda nbytes: np.dtype((np.void, nbytes)))
+
 # cudaDevAttrHostNativeAtomicSupported. True for links from chip to chip, false for a bus. CuPy has no name for it.
 _HOST_NATIVE_ATOMICS = 86
 
@@ -176,7 +178,7 @@ class CudaLauncher:
         self.load(launch.source, launch.kernel)
         with self._calls(launch.kernel):
             # CuPy passes a NumPy array of one element by value. It takes longer for one with fields.
-            record = launch.record.view((np.void, launch.record.itemsize))
+            record = launch.record.view(_void(launch.record.itemsize))
             kernel = self._kernels[launch.source, launch.kernel]
             kernel((launch.thread_blocks,), (launch.threads,), (record,), stream=self._on(stream))
 

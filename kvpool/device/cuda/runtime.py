@@ -293,25 +293,25 @@ class RuntimeCalls:
 
 
 class _Thread(threading.local):
-    """Whether a call of this thread has made the context of the device current."""
+    """Whether a call of this thread is under way: the context of the device is current."""
 
-    pushed = False
+    inside = False
 
 
 class _Call:
     """The context manager of one call. It is a class because a generator would cost more than the call."""
 
-    __slots__ = ("_calls", "_mode", "_pushed", "_what")
+    __slots__ = ("_calls", "_mode", "_outer", "_pushed", "_what")
 
     def __init__(self, calls: RuntimeCalls, what: str, unsafe: bool) -> None:
-        self._calls, self._what, self._pushed = calls, what, False
+        self._calls, self._what, self._outer, self._pushed = calls, what, False, False
         self._mode = calls.driver.relax() if unsafe else None
 
     def __enter__(self) -> Any:
         calls = self._calls
         runtime = calls.runtime
         try:
-            if calls.threads.pushed:
+            if calls.threads.inside:
                 return runtime
             current = calls.driver.current()
             if current is None and runtime.getDevice() == calls.index:
@@ -322,7 +322,7 @@ class _Call:
                 # a context there if it has none, of half a gigabyte.
                 status, self._pushed = calls.driver.push(calls.context)
                 runtime.check_status(status)
-                calls.threads.pushed = True
+            self._outer = calls.threads.inside = True
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
             raise
@@ -331,9 +331,10 @@ class _Call:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._outer:
+            self._calls.threads.inside = False
         if self._pushed:
             self._calls.driver.pop()
-            self._calls.threads.pushed = False
         if self._mode is not None:
             self._calls.driver.restore(self._mode)
         if isinstance(error, RuntimeError):
@@ -515,14 +516,15 @@ class UsedStreams:
         """The handle of a stream, for work that is enqueued inside the context. An event comes behind it on streams of
         callers: it says when the work is done, also where the stream is destroyed before. Raises DeviceError."""
         handle = self.handle(stream)
-        try:
-            yield handle
-        except BaseException:
-            with suppress(DeviceError):
+        with self._calls("work"):
+            try:
+                yield handle
+            except BaseException:
+                with suppress(DeviceError):
+                    self.record(stream)
+                raise
+            if stream not in self.own:
                 self.record(stream)
-            raise
-        if stream not in self.own:
-            self.record(stream)
 
     def record(self, stream: Stream) -> CudaEvent:
         """An event of a stream. Raises DeviceError, StreamGone."""

@@ -40,7 +40,7 @@ class Slab:
                 raise
             self._fd, self.direct = folder.open(SLAB), False
         self._own = threading.local()
-        aligned = memory.ctypes.data % ALIGNMENT == 0 and self.stride == self.block_bytes
+        aligned = not (memory.ctypes.data | memory.strides[0]) % ALIGNMENT and self.stride == self.block_bytes
         self._in_place = aligned or not self.direct
         try:
             self.had = self._allocate(slots * self.stride)

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from kvpool.arrays.layout import integer_argument
 from kvpool.entry.arguments import text_argument
@@ -102,7 +103,8 @@ class MooncakeStore:
 
     Notes
     -----
-    Each block and its seal are one object, written from their places in memory without a copy. A save is OK only if the
+    Each block and its seal are one object, written from their places in memory without a copy. Where its rows have room
+    behind them, the two are one piece of it: each piece costs, however small. A save is OK only if the
     object is there afterwards; it is then not evicted while its lease lasts. A limit of a namespace counts what this
     worker has saved, not what others have.
 
@@ -118,6 +120,7 @@ class MooncakeStore:
     clears = MODEL_BYTES
     lasting = True
     indexed = False
+    spare = SEAL_BYTES
 
     def __init__(
         self, master: str = "127.0.0.1:50051", *, segment: int = 0, hostname: str = "", metadata: str = "P2PHANDSHAKE",
@@ -151,6 +154,9 @@ class MooncakeStore:
             raise ValueError("this MooncakeStore is open: each queue needs one of its own")
         made = Client(self._master, self._segment, *self._place, *self._wire)
         self._memory, self._block_bytes = space.memory, space.block_bytes
+        self._rows = as_strided(space.memory, (len(space.memory), space.block_bytes + space.spare))
+        self._seal = slice(space.block_bytes, space.block_bytes + SEAL_BYTES)
+        self._joined = space.spare >= SEAL_BYTES and self._transform is None
         model = hashlib.blake2b(b"kvpool mooncake" + space.fingerprint, key=self._secret, digest_size=MODEL_BYTES)
         kind = "kvpool3-" if self._transform is None else "kvpool3t-"
         self._prefix = f"{kind}{model.hexdigest()}-"
@@ -162,7 +168,7 @@ class MooncakeStore:
         try:
             # What is registered can be read and written by whoever reaches the ports of this client.
             if self._transform is None:
-                made.register(space.memory)
+                made.register(self._rows)
             made.register(own)
             old = made.remove_matching(f"^kvpool2t?-{model.hexdigest()}-")
             self._count("old_format" if old >= 0 else client.reason(old), max(old, int(old < 0)))
@@ -199,7 +205,10 @@ class MooncakeStore:
                     break
                 own = area[: part.stop - part.start]
                 codes[part] = self._load(keys[part], rows[part], own)
-                seals[part] = own[:, -SEAL_BYTES:]
+                if self._joined:
+                    seals[part] = self._rows[rows[part], self._seal]
+                else:
+                    seals[part] = own[:, -SEAL_BYTES:]
         return codes, seals
 
     def forget(self, keys: Bytes) -> int:
@@ -272,8 +281,10 @@ class MooncakeStore:
         ends = [start + place * width for place in range(len(rows))]
         if self._transform is not None:
             return [[end] for end in ends], [[width]] * len(rows)
-        base = self._memory.ctypes.data
-        blocks = [base + row * self._block_bytes for row in rows.tolist()]
+        base, stride = self._rows.ctypes.data, self._rows.shape[1]
+        blocks = [base + row * stride for row in rows.tolist()]
+        if self._joined:
+            return [[block] for block in blocks], [[self._seal.stop]] * len(rows)
         return [[block, end] for block, end in zip(blocks, ends, strict=True)], [[self._block_bytes, width]] * len(rows)
 
     def _save_limited(self, keys: Bytes, rows: Rows, seals: Bytes, tag: bytes, limit: int, area: Bytes) -> Bytes:
@@ -289,6 +300,8 @@ class MooncakeStore:
         if not len(keys):
             return np.empty(0, np.uint8)
         area = area[: len(keys)]
+        if self._joined:
+            self._rows[rows, self._seal] = seals
         area[:, -SEAL_BYTES:] = seals
         if self._transform is not None:
             self._encode(self._transform, keys, rows, area)

@@ -56,9 +56,12 @@ def open_at(secret: bytes) -> Iterator[Callable[..., StoreQueue]]:
     """Opens queues over stores of a cluster. They are closed before the cluster ends."""
     queues: list[StoreQueue] = []
 
-    def build(master: str, *, slots: int = 64, block_bytes: int = 4096, piece: int = 4 << 20, **options: Any) -> Any:
+    def build(
+        master: str, *, slots: int = 64, block_bytes: int = 4096, piece: int = 4 << 20, spare: int = 0, **options: Any
+    ) -> Any:
         store = MooncakeStore(master, **({"secret": secret} | options))
-        queues.append(StoreQueue(store, memory(slots, block_bytes), IDENTITY, piece_bytes=piece))
+        rows = memory(slots, block_bytes + spare)
+        queues.append(StoreQueue(store, rows, IDENTITY, piece_bytes=piece, spare=spare))
         return queues[-1]
 
     yield build

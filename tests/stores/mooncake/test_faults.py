@@ -59,8 +59,10 @@ def library(cluster: Cluster) -> Iterator[Any]:
 # -- several workers -----------------------------------------------------------------------------------
 
 
-def test_a_worker_finds_what_another_has_saved(cluster: Cluster, open_at: OpenAt, secret: bytes) -> None:
-    other, queue = cluster.worker(secret), open_at(cluster.address)
+@pytest.mark.parametrize("spare", [0, 16, 4096])
+def test_a_worker_finds_what_another_has_saved(cluster: Cluster, open_at: OpenAt, secret: bytes, spare: int) -> None:
+    """Whether or not there is room for seals behind its rows."""
+    other, queue = cluster.worker(secret), open_at(cluster.address, spare=spare)
     assert other.do(do="save", first=0, count=20)["codes"] == [OK] * 20
     assert load(queue, 24).codes.tolist() == [OK] * 20 + [ABSENT] * 4
     assert save(queue, 10, 30).ok == 10
@@ -86,13 +88,17 @@ def object_name(queue: StoreQueue, secret: bytes, number: int) -> str:
     return object_prefix(secret) + queue.secret.opaque(names(1, number))[0].tobytes().hex()
 
 
+@pytest.mark.parametrize("spare", [0, 16])
 def test_what_another_has_put_under_a_key_is_damaged_and_removed(
-    cluster: Cluster, open_at: OpenAt, library: Any, secret: bytes
+    cluster: Cluster, open_at: OpenAt, library: Any, secret: bytes, spare: int
 ) -> None:
-    queue = open_at(cluster.address)
-    saved(queue, 2)
+    queue = open_at(cluster.address, spare=spare)
+    saved(queue, 3)
     assert library.upsert(object_name(queue, secret, 1), os.urandom(BLOCK_BYTES + 16)) == 0
-    assert load(queue, 2).codes.tolist() == [OK, DAMAGED]
+    # Without a seal, and the right one is still behind the row.
+    assert library.upsert(object_name(queue, secret, 2), content(2, BLOCK_BYTES).tobytes()) == 0
+    first, *others = load(queue, 3).codes.tolist()
+    assert first == OK and others[0] == DAMAGED and others[1] in (DAMAGED, FAILED)
     assert load(queue, 2).codes.tolist() == [OK, ABSENT]
 
 

@@ -1,5 +1,5 @@
-"""``python -m kvpool serve`` and ``fetch``: a worker that serves its host tier while it replays, and one that fetches
-from it and checks every byte."""
+"""``python -m kvpool stress``, ``serve`` and ``fetch``: workers whose host blocks others read while they replay. Every
+byte is checked. The reader is a thread of the worker, or another process that fetches what it serves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvpool.commands import terminal
-from kvpool.commands.stress import add_workload
 from kvpool.commands.terminal import FAILED, INTERRUPTED, OK, blaming_the_user, count_argument
 from kvpool.errors import InsufficientMemory, KVPoolError
 from kvpool.progress import shown_progress
@@ -24,12 +23,18 @@ SECRET = "KVPOOL_SECRET"
 
 
 def add_parser(subparsers: terminal.Subparsers) -> None:
-    """Declare both commands and their options."""
+    """Declare the commands and their options."""
+    summary = "replay on one thread, pin and read host blocks on another, and check every byte and count"
+    stressing = terminal.declare(subparsers, "stress", summary, stress)
+    reads = "pinned reads (default: 1000000)"
+    stressing.add_argument("--reads", type=count_argument(1), default=1_000_000, metavar="N", help=reads)
+    _add_workload(stressing, host_blocks=128, block_bytes=2048)
+    stressing.set_defaults(tokens_per_block=None)
     serving = terminal.declare(subparsers, "serve", "replay, and serve the host tier to other processes", serve)
     endpoint = "where to listen, on this machine (default: tcp://127.0.0.1:*, any free port)"
     serving.add_argument("--endpoint", default="tcp://127.0.0.1:*", help=endpoint)
     serving.add_argument("--until-eof", action="store_true", help="end when standard input does")
-    add_workload(serving, host_blocks=2048, block_bytes=4096)
+    _add_workload(serving, host_blocks=2048, block_bytes=4096)
     summary = "fetch host blocks from another process and check every byte"
     fetching = terminal.declare(subparsers, "fetch", summary, fetch)
     add = fetching.add_argument
@@ -37,7 +42,21 @@ def add_parser(subparsers: terminal.Subparsers) -> None:
     add("--blocks", type=count_argument(1), default=100_000, metavar="N", help="blocks to fetch (default: 100000)")
     speed = "bytes of each of the rounds whose speed is measured, 0 for none (default: 128MiB)"
     add("--round-bytes", type=_round_argument, default=1 << 27, metavar="SIZE", help=speed)
-    add_workload(fetching, host_blocks=2048, block_bytes=4096)
+    _add_workload(fetching, host_blocks=2048, block_bytes=4096)
+
+
+def _add_workload(parser: argparse.ArgumentParser, *, host_blocks: int, block_bytes: int) -> None:
+    """Declare what is replayed without a schedule of its own, and the pool that does it."""
+    add = parser.add_argument
+    add("trace", nargs="?", metavar="TRACE", help="file, or - for standard input; none: a synthetic workload")
+    seed = "of the synthetic workload, and of what a reader chooses (default: 0)"
+    add("--seed", type=count_argument(0), default=0, metavar="N", help=seed)
+    add("--json", action="store_true", help="print the figures as JSON")
+    add = parser.add_argument_group("pool").add_argument
+    add("--device-blocks", type=count_argument(1), default=1024, metavar="N", help="default: %(default)s")
+    add("--host-blocks", type=count_argument(1), default=host_blocks, metavar="N", help="default: %(default)s")
+    add("--block-bytes", type=terminal.size_argument, default=block_bytes, metavar="SIZE", help="default: %(default)s")
+    add("--tokens-per-block", type=count_argument(1), default=16, metavar="N", help="default: 16; stress TRACE: 128")
 
 
 def _round_argument(text: str) -> int:
@@ -45,6 +64,36 @@ def _round_argument(text: str) -> int:
     if 0 < found < 1 << 20:
         raise argparse.ArgumentTypeError(f"{text!r}: accepted are 0, and from 1MiB on, which is one message")
     return found
+
+
+def stress(options: argparse.Namespace) -> int:
+    """Replay a trace as fast as it goes through a pool with a tiny host tier, while a second
+    thread pins host blocks, compares their bytes, lets the first thread on, and compares
+    them again before it lets go. Both go on until N blocks were pinned and read, and one
+    host block was evicted for every ten; then every count is compared with every other.
+
+    TRACE is what `replay` takes; without it, generated chats are replayed. It starts again
+    when it ends.
+
+    exit status: 0 all figures as they must be, 1 one is not, 2 wrong usage or a trace that
+    cannot be read, 130 interrupted (the figures so far are printed)
+    """
+    terminal.announce_compilation()
+    from kvpool.replay import ReplayConfig
+    from kvpool.replay.stress_run import EVENTS, Stress, StressConfig
+
+    tokens = options.tokens_per_block or (16 if options.trace is None else 128)
+    layout, reads = terminal.layout_of(options, options.block_bytes, tokens), options.reads
+    trace = terminal.trace_of(options)
+    replay = ReplayConfig(layout, options.device_blocks, options.host_blocks, verify=True, events=EVENTS)
+    config = StressConfig(replay, reads, evictions=reads // 10, shielded=reads // 100, seed=options.seed)
+    with shown_progress(reads, " reads") as progress:
+        with blaming_the_user(InsufficientMemory, ValueError):
+            stressed = Stress(trace, config, progress=progress)
+        with stressed:
+            report = stressed.run()
+    terminal.print_result(options, report.as_dict(), report.text())
+    return terminal.status_of(report)
 
 
 def _secret_of(options: argparse.Namespace) -> bytes:
