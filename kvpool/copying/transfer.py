@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
-from itertools import starmap
 from time import perf_counter_ns
 from typing import Any, NamedTuple, Protocol
 
@@ -27,7 +26,6 @@ from kvpool.arrays import Bools, Int64s
 from kvpool.copying.waits import Order, event_behind
 from kvpool.device.base import NULL_STREAM, SOURCE, TARGET, TICKET, TOKENS, Device, Event, Layers, Stream, StreamGone
 from kvpool.device.work import TokenMoves
-from kvpool.entry.interrupt import DeferSignals
 from kvpool.entry.process import Process
 from kvpool.errors import DeviceError
 from kvpool.jit import jit
@@ -183,8 +181,7 @@ class Decision(NamedTuple):
 class Transfer:
     """The queue of decided batches. ``token_bytes`` are the bytes of a token in each group of layers.
 
-    ``broken`` is the permanent error of the device, or None; ``closed`` says that nobody may decide any more. ``order``
-    is None on a synchronous device. ``moved``
+    ``broken`` is the permanent error of the device, or None. ``order`` is None on a synchronous device. ``moved``
     counts what the device has accepted. ``lock`` is the transfer lock. ``at_once`` is that of the device. ``start``
     runs a call in the thread of this pool. ``state_lock`` is
     another lock in a test that takes the rule out.
@@ -216,7 +213,6 @@ class Transfer:
             states.note_accesses()
         self.moved = Traffic(states.heads, token_bytes)
         self.broken: DeviceError | None = None
-        self.closed = False
         self._exit: BaseException | None = None
         # The batch that is being enqueued, what is left of its moves, and ``loaded`` of ``Order.hold_back`` for it.
         self._begun: Decision | None = None
@@ -246,36 +242,6 @@ class Transfer:
         """Load layer by layer what the decision that is being made loads. The caller holds the state lock, and lets its
         streams wait for the events."""
         self._loads, loads.events = loads, []
-
-    def run(self, verb: Callable[..., Any], args: Sequence[Any]) -> int:
-        """Run a verb of machine code on a synchronous device, queue its moves, and enqueue all that is queued, without
-        a deferral of signals. The caller holds no lock.
-
-        Returns what the verb returns, or NONE if it did not run. No handler runs while the state lock is held: the
-        interpreter looks for signals behind calls of functions and behind jumps back, and there is none of them (so in
-        CPython 3.11 to 3.13). That is why an iterator calls the verb.
-        """
-        result, once = records.NONE, starmap(verb, ((self._states.heads, *args),))
-        try:
-            with self.state_lock:
-                if not self.closed and self.broken is None and self._left == self._nothing and not self._notes:
-                    (result,) = once
-        finally:
-            if self._left != self._nothing:
-                try:
-                    self._queue_left()
-                finally:
-                    self._queue_left()  # a handler may raise before the first one defers signals
-        if self._enqueued < self._decided and self.waiting:
-            self._queue_left()
-        return int(result)
-
-    def _queue_left(self) -> None:
-        """Queue what the last decision has left, and enqueue all that is queued."""
-        with DeferSignals():
-            with self.state_lock:
-                self.collect()
-            self.drain()
 
     def note(self, accesses: Int64s) -> None:
         """Add accesses, int64[n, 3], to the next decision. Safe in a destructor that runs inside any call."""

@@ -39,8 +39,8 @@ _current: _Outermost | None = None
 # The context that the thread of this process was in when it forked. It ends here too.
 _inherited: _Outermost | None = None
 _waiting = False
-# What is still to be undone, by the next call of a pool.
-OWED: list[Callable[[], object]] = []
+# What is still to be undone, by the next call.
+_owed: list[Callable[[], object]] = []
 # The signals that have arrived and are deferred, in order.
 _noted: dict[int, int] = {}
 # The handlers that ``_hold`` replaces.
@@ -113,8 +113,8 @@ class _Outermost:
                 _look(now)
             for number, _ in _handlers:
                 set_handler(number, _hold)
-            while OWED:
-                OWED.pop()()
+            while _owed:
+                _owed.pop()()
         except BaseException:
             # A handler that was not yet replaced has raised. Another one may raise at the first call.
             _current = None
@@ -194,7 +194,7 @@ def _leave(undo: Callable[[], object] | None) -> None:
         try:
             # This undoes. If another handler raises right here, the next call does it.
             if undo is not None:
-                OWED.append(undo)
+                _owed.append(undo)
             with DeferSignals():
                 pass
         finally:

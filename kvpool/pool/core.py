@@ -5,7 +5,6 @@ A decision is a verb that runs under the state lock. Its moves join the queue th
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -20,7 +19,7 @@ from kvpool.arrays.strided import read_only
 from kvpool.copying.transfer import NO_IDS, Transfer
 from kvpool.device.base import NULL_STREAM, Device, Event, Stream
 from kvpool.entry.arguments import milliseconds
-from kvpool.entry.interrupt import OWED, DeferSignals, deliver
+from kvpool.entry.interrupt import DeferSignals, deliver
 from kvpool.errors import (
     DeviceError,
     InsufficientMemory,
@@ -106,6 +105,7 @@ class Core:
         self._lengths = self.tokens.sequences["length"].data
         self.tables = tuple(read_only(table) for table in states.table)
         self.names = Names(states)
+        self.closed = False
         kv_events.announce(states)
 
     def decide(self, stream: Any, verb: Callable[..., Any], *args: Any, ids: Int64s | None = NO_IDS) -> Any:
@@ -120,13 +120,10 @@ class Core:
         asked = stream is None or (inside and transfer.is_together) or (stream is NULL_STREAM and order is None)
         on = stream if asked else self.as_stream(stream)
         run = getattr(verb, "brief", verb) if self._is_brief(ids) else verb
-        if run in self._compiled and not inside and not OWED:
-            result = transfer.run(run, args)
-            if result >= 0:
-                return result
         with DeferSignals():
             with self.lock:
-                self.check_open()
+                if self.closed or transfer.broken is not None:
+                    self.check_open()
                 # A signal handler or destructor may decide inside another call. It finds that call's moves here, and
                 # keeps them in order.
                 transfer.collect()
@@ -136,8 +133,6 @@ class Core:
                     result = transfer.decide(on, ids, run, *args)
                 if result < 0:
                     raise refusal(heads, result, args[0], self.tokens.sequences, verb)
-                if order is None and self._quiet and hasattr(verb, "brief"):
-                    self._compiled.add(run)
                 mine = transfer.collect()
                 later = mine and transfer.may_lag()
             if later and not inside:
@@ -160,10 +155,6 @@ class Core:
         if len(made) and not self.closed:
             with suppress(KVPoolError):
                 self.decide(None, verbs.release, made, True, self.now(), ids=made)
-
-    @property
-    def closed(self) -> bool:
-        return self.transfer.closed
 
     def as_stream(self, stream: object) -> Stream:
         """``Device.as_stream`` of an open pool. Raises PoolClosed, too."""
@@ -258,10 +249,6 @@ class Core:
         self.lock = lock
         # Whether this thread is in a call already, and holds the lock. Then this is a destructor or a signal handler.
         self._owned: Callable[[], bool] = getattr(lock, "_is_owned", lambda: False)
-        # The verbs that ``Transfer.run`` may run: they have been compiled, and do not return to the interpreter. A verb
-        # is always called with the same types.
-        self._compiled: set[Callable[..., Any]] = set()
-        self._quiet = isinstance(lock, type(threading.RLock())) and (3, 11) <= sys.version_info[:2] <= (3, 13)
 
 
 def pool_memory(

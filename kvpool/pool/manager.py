@@ -880,7 +880,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
                     for holders in (self._leases.all, self._reservations.all)
                 )
                 self._report = CloseReport(self.core.live(records.LIVE | records.SWAPPED).tolist(), *held)
-                self.core.transfer.closed = True
+                self.core.closed = True
                 self._leases.clear()
                 self._reservations.clear()
             try:

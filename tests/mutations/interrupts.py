@@ -16,14 +16,6 @@ MUTATIONS = (
         (f"{_EXACT}test_deferring_goes_on_after_two_signals_at_once",),
     ),
     Mutation(
-        "a_decision_is_called_by_the_interpreter",
-        "Transfer.run",
-        "(result,) = once",
-        "result = verb(self._states.heads, *args)",
-        "A handler waits for ever for a thread that waits for the lock of the call in which it runs.",
-        (f"{_EXACT}test_no_handler_runs_while_a_decision_holds_the_lock",),
-    ),
-    Mutation(
         "a_signal_at_the_end_undoes_nothing",
         "interrupt._leave",
         "_owed.append(undo)",
