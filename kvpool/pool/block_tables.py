@@ -131,7 +131,8 @@ class BlockTables:
         that stream are under way, the call waits, without a lock. Thread-safe; changes nothing but the stream of the
         sequences. Raises UnknownSequence, DeviceError, TypeError, ValueError.
         """
-        which, table = id_array("ids", ids), self.core.device.views.table(target)
+        which = id_array("ids", ids)
+        table = self.core.device.views.table(target)
         hand_over, g = self._dense(table, len(which), rows, max_blocks, scale, v_offset, group)
         if not len(which):
             self.core.as_stream(stream)
@@ -141,7 +142,8 @@ class BlockTables:
     def _write(self, over: DenseHandOver, which: Rows, stream: StreamLike, g: int) -> bool:
         """Write a hand-over at once, under the state lock, where it is a matter of microseconds. Returns False if the
         hand-over has to be staged, or is refused."""
-        (table,), core = over.targets, self.core
+        core = self.core
+        (table,) = over.targets
         if not core.device.in_memory or len(which) * len(over.planes) * over.columns > WRITTEN_AT_ONCE:
             return False
         core.refuse_inside("copy_batch_block_offsets")

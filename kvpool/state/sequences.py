@@ -118,7 +118,8 @@ def check_ids(heads, ids, usable):
 def are_short(heads, g, ids, most):
     """Whether these sequences, which are not checked, have up to ``most`` tokens together. A guess without the state
     lock."""
-    h, tokens = head(heads, g), np.int64(0)
+    h = head(heads, g)
+    tokens = np.int64(0)
     for i in range(ids.shape[0]):
         slot = slot_of(ids[i])
         tokens += np.int64(sequences_of(h)[slot].length) if slot < h.sequences else 0

@@ -76,11 +76,13 @@ def _width(h, ids, columns, least, cut):  # type: ignore[no-untyped-def]
     error = np.int64(check_streams(h, ids))
     if error:
         return error
-    sequences, width = sequences_of(h), np.int64(least)
+    sequences = sequences_of(h)
+    width = np.int64(least)
     for i in range(ids.shape[0]):
         used = np.int64(sequences[ids[i] & 0xFFFFFFFF].blocks)
         if used > columns and not cut:
-            h.detail, h.bound = i, used
+            h.detail = i
+            h.bound = used
             return np.int64(TOO_LARGE)
         width = max(width, min(used, np.int64(columns)))
     return width
@@ -128,7 +130,8 @@ def write_dense(heads, ids, g, rows, planes, columns, cut, table, row_stride):  
         return 1
     sequences = sequences_of(h)
     for p in range(planes.shape[0]):
-        scale, offset = planes[p, SCALE], planes[p, OFFSET]
+        scale = planes[p, SCALE]
+        offset = planes[p, OFFSET]
         for i in range(ids.shape[0]):
             slot = ids[i] & 0xFFFFFFFF
             used = min(np.int64(sequences[slot].blocks), columns)
