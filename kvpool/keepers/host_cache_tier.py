@@ -188,7 +188,7 @@ class HostCacheTier:
                     del waiting[last]
         for which, prompt in prompts.items():
             at_once = len(kept) <= self._in_one and had[which] == len(prompt)
-            if not at_once and not any(other.prompt is prompt for other in waiting.values()):
+            if not at_once and not any(waiting[last].prompt is prompt for last in waiting.keys() & prompt):
                 self.cache.touch(prompt)
 
     def said(self, number: int, blocks: Sequence[bytes], codes: Bytes) -> None:

@@ -3,6 +3,7 @@ whatever the stores do."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -499,3 +500,18 @@ def test_a_prompt_that_two_jobs_save_comes_back_into_its_order_when_the_second_h
     for pieces in ([(one[:5], first)], [(one[5:], first), (other, second)]):
         tier.ended(0, pieces, [True] * len(blocks_in(pieces)))
     assert touched == [one], "the other was in one job"
+
+
+def test_saves_that_end_are_not_compared_with_all_that_wait() -> None:
+    """A store that falls behind has thousands of blocks wait, each of a prompt of its own: the scheduler waits."""
+    tier: Any = object.__new__(HostCacheTier)
+    tier.cache = SimpleNamespace(touch=lambda prompt: None)
+    tier._runs, tier._in_one, tier.tells = [{}], 1, False
+    keys = [(b"%d" % i,) for i in range(600)]
+    pieces, calls = [(own, tier.to_save(own, own)[0]) for own in keys][:100], list[str]()
+    sys.setprofile(lambda frame, event, of: calls.append(event))
+    try:
+        tier.ended(0, pieces, [True] * len(pieces))
+    finally:
+        sys.setprofile(None)
+    assert len(tier._runs[0]) == 500 and len(calls) < 5000
