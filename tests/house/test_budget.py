@@ -45,7 +45,7 @@ LINES = {
     "tests/copying": 1741,
     "tests/device": 2538,
     "tests/emulated": 2834,
-    "tests/engines": 4502,
+    "tests/engines": 4507,
     "tests/examples": 391,
     "tests/golden": 667,
     "tests/gpu": 1400,
