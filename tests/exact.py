@@ -75,6 +75,7 @@ class At:
         """What the call raised. The garbage collector is off: what a handler raises in a callback is lost."""
         before, found, collects = signal.signal(signal.SIGALRM, alarm), None, gc.isenabled()
         gc.disable()
+        hook, sys.unraisablehook = sys.unraisablehook, lambda found: None  # pytest's own is no place for a signal
         try:
             try:
                 sys.settrace(self)
@@ -88,7 +89,7 @@ class At:
             found = error
         finally:
             sys.settrace(None)
-            At.again = None
+            At.again, sys.unraisablehook = None, hook
             kept = signal.getsignal(signal.SIGALRM) is alarm
             signal.signal(signal.SIGALRM, before)
             if collects:

@@ -285,6 +285,8 @@ class Device(ABC):
     at_once: int | None = None
     """How many moves ``copy_blocks`` is meant to enqueue in about 100 us, once the device is bound; None where nobody
     waits for that."""
+    in_memory = False
+    """Whether this thread itself may write, at any time, to what ``views.table`` has found."""
     views: HostViews = HostViews()
     """Arrays on the memory of this device, and of arrays the memory that it can write."""
 

@@ -291,6 +291,7 @@ class CpuDevice(Device):
     name = "cpu"
     synchronous = True
     one_memory = True
+    in_memory = True
 
     def __init__(self) -> None:
         self._bound: HostPool | None = None

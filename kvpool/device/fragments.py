@@ -94,7 +94,9 @@ def _cut(moves: Any, v: Any, hosts: Any, out: Any, cursor: Any) -> int:
 @jit
 def _about(moves: Any, v: Any) -> tuple[int, int]:
     """How many fragments ordered moves of one direction are, but for ends of chunks, and their tokens."""
-    plan, count, tokens, before = plan_of(v), 0, 0, False
+    plan = plan_of(v)
+    count = tokens = 0
+    before = False
     for i in range(moves.shape[0]):
         source, s = locate(moves[i, SOURCE], plan)
         target, t = locate(moves[i, TARGET], plan)
@@ -216,7 +218,8 @@ def measured(fragments: Any, hosts: Any) -> tuple[int, int, bool, bool]:
         apart = (fragments[i, FROM] - fragments[i, TO]) % _UNIT
         nbytes += fragments[i, BYTES]
         words += fragments[i, BYTES] if apart else fragments[i, BYTES] // _UNIT + 2
-    source, target = _chunk(fragments[0, FROM], hosts)[0], _chunk(fragments[0, TO], hosts)[0]
+    source, _ = _chunk(fragments[0, FROM], hosts)
+    target, _ = _chunk(fragments[0, TO], hosts)
     return nbytes, words, source < _ANY_LENGTH, target < _ANY_LENGTH
 
 

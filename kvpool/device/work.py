@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvpool.device.cpu import HostPool
 
 
+INT32, INT64 = np.dtype(np.int32), np.dtype(np.int64)
 START, SCALE, OFFSET = range(3)
 """Columns of the planes of a hand-over."""
 
@@ -196,12 +197,15 @@ def host_table(target: Any, name: str, vector: bool = False, itemsize: int = 4) 
     target = in_numpy(name, target)
     # The view has its own type and shape, which nobody else changes.
     view = np.asarray(target)[...] if isinstance(target, np.ndarray) else None
-    if view is None or view.dtype != (np.int32 if itemsize == 4 else np.int64):
+    if view is None or view.dtype != (INT32 if itemsize == 4 else INT64):
         found = type(target).__name__ if view is None else view.dtype
         raise TypeError(f"{name}: accepted is an int{8 * itemsize} array, not {found}")
-    address, read_only = view.__array_interface__["data"]
-    if read_only:
+    if not view.flags.writeable:
         raise ValueError(f"{name} is read-only: accepted is an array that can be written")
+    try:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(view.data))  # a third of what the other way takes
+    except (TypeError, ValueError):  # it has gaps, or no element
+        address = view.__array_interface__["data"][0]
     return make_table(name, address, view.shape, view.strides, target, vector, itemsize)
 
 

@@ -21,11 +21,13 @@ from kvpool.state import recurrent
 from kvpool.state.records import SEVERAL_STREAMS, TOO_SMALL, H
 from kvpool.state.sequences import use
 from kvpool.tables.block_table import BlockTable, planes_argument, rows_argument
-from kvpool.tables.snapshot import CsrHandOver, DenseHandOver, HandOver, stream_error
+from kvpool.tables.snapshot import CsrHandOver, DenseHandOver, HandOver, stream_error, write_dense
 from kvpool.tables.staging import Buffer, Staging
 from kvpool.tables.step_tables import HostStep, StepHandOver, StepTables, step_argument
 
 Rows = Int64s
+WRITTEN_AT_ONCE = 1 << 16
+"""The most block ids of a hand-over that is written under the state lock."""
 
 
 class BlockTables:
@@ -129,12 +131,24 @@ class BlockTables:
         that stream are under way, the call waits, without a lock. Thread-safe; changes nothing but the stream of the
         sequences. Raises UnknownSequence, DeviceError, TypeError, ValueError.
         """
-        which, table = id_array("ids", ids), self.core.device.views.table(target)
+        which = id_array("ids", ids)
+        table = self.core.device.views.table(target)
         hand_over, g = self._dense(table, len(which), rows, max_blocks, scale, v_offset, group)
-        if len(which):
-            self._hand_over("copy_batch_block_offsets", hand_over, which, stream, g)
-        else:
+        if not len(which):
             self.core.as_stream(stream)
+        elif not self._write(hand_over, which, stream, g):
+            self._hand_over("copy_batch_block_offsets", hand_over, which, stream, g)
+
+    def _write(self, over: DenseHandOver, which: Rows, stream: StreamLike, g: int) -> bool:
+        """Write a hand-over at once, under the state lock, where it is a matter of microseconds. Returns False if the
+        hand-over has to be staged, or is refused."""
+        core = self.core
+        (table,) = over.targets
+        if not core.device.in_memory or len(which) * len(over.planes) * over.columns > WRITTEN_AT_ONCE:
+            return False
+        core.refuse_inside("copy_batch_block_offsets")
+        place = over.columns, over.cut, table.address, table.strides[-2]
+        return core.decide(stream, write_dense, which, g, over.rows, over.planes, *place, ids=which) == 0
 
     def _dense(
         self, table: Table, count: int, rows: Ids | None, max_blocks: int | None, scale: Ids, v_offset: Ids | None,

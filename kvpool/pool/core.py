@@ -35,7 +35,7 @@ from kvpool.pool.config import PoolConfig
 from kvpool.state import records, verbs
 from kvpool.state.arrays import States, state_bytes
 from kvpool.state.records import RECURRENT, H
-from kvpool.state.sequences import check_ids
+from kvpool.state.sequences import are_short, check_ids
 from kvpool.tables.block_table import own_table
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Core:
         self.transfer.forks.guard(self, "lock")
         # Every group has the tokens of sequences, except those for cross attention.
         self.tokens = next(state for state in states if state.head.kind != records.CROSS)
-        self._lengths = self.tokens.sequences["length"]
+        self._lengths = self.tokens.sequences["length"].data
         self.tables = tuple(read_only(table) for table in states.table)
         self.names = Names(states)
         self.closed = False
@@ -119,6 +119,7 @@ class Core:
         inside, heads, transfer, order = self._owned(), self.states.heads, self.transfer, self.transfer.order
         asked = stream is None or (inside and transfer.is_together) or (stream is NULL_STREAM and order is None)
         on = stream if asked else self.as_stream(stream)
+        run = getattr(verb, "brief", verb) if self._is_brief(ids) else verb
         with DeferSignals():
             with self.lock:
                 if self.closed or transfer.broken is not None:
@@ -126,7 +127,6 @@ class Core:
                 # A signal handler or destructor may decide inside another call. It finds that call's moves here, and
                 # keeps them in order.
                 transfer.collect()
-                run = getattr(verb, "brief", verb) if self._is_brief(ids) else verb
                 if order is None:
                     result = run(heads, *args)
                 else:
@@ -142,13 +142,12 @@ class Core:
         return result
 
     def _is_brief(self, ids: Int64s | None) -> bool:
-        """Whether a call for these sequences, which are not checked, has little to do. The caller holds the state
-        lock."""
+        """Whether a call for these sequences, which are not checked, is likely to have little to do. Needs no lock."""
         if ids is None or not 0 < len(ids) <= BRIEF_SEQUENCES:
             return False
         if len(ids) == 1:
-            return bool(self._lengths[(int(ids[0]) & 0xFFFFFFFF) % len(self._lengths)] <= BRIEF_TOKENS)
-        return int(self._lengths.take(ids & 0xFFFFFFFF, mode="clip").sum()) <= BRIEF_TOKENS
+            return self._lengths[(ids.item() & 0xFFFFFFFF) % len(self._lengths)] <= BRIEF_TOKENS
+        return bool(are_short(self.states.heads, self.tokens.group, ids, BRIEF_TOKENS))
 
     def release_unseen(self, ids: Int64s) -> None:
         """Release sequences whose ids nobody gets, where there are any."""

@@ -114,6 +114,18 @@ def check_ids(heads, ids, usable):
     return check_kinds(heads, ids, usable, LIVE)
 
 
+@jit(nogil=False)
+def are_short(heads, g, ids, most):
+    """Whether these sequences, which are not checked, have up to ``most`` tokens together. A guess without the state
+    lock."""
+    h = head(heads, g)
+    tokens = np.int64(0)
+    for i in range(ids.shape[0]):
+        slot = slot_of(ids[i])
+        tokens += np.int64(sequences_of(h)[slot].length) if slot < h.sequences else 0
+    return tokens <= most
+
+
 @jit
 def follow(h, ids):
     """Note that the engine continues with these sequences, which were checked, on the stream of the call."""

