@@ -28,7 +28,7 @@ LINES = {
     "kvpool/entry": 432,
     "kvpool/hostcache": 970,
     "kvpool/jit": 644,
-    "kvpool/keepers": 2028,
+    "kvpool/keepers": 2029,
     "kvpool/memory": 825,
     "kvpool/observe": 403,
     "kvpool/planner": 1334,
@@ -65,7 +65,7 @@ LINES = {
     "tests/sequences": 3144,
     "tests/share": 672,
     "tests/state": 2028,
-    "tests/stores": 9845,
+    "tests/stores": 9847,
     "tests/tables": 835,
 }
 """The most net lines of each folder."""
