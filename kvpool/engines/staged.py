@@ -115,8 +115,8 @@ class StagedBlocks:
 
     def __init__(self, store: Store, block_bytes: int, identity: ModelIdentity, options: EngineOptions):
         size = integer_argument("block_bytes", block_bytes, 1, 1 << 40)
-        rows = max(2, options.staging // size)
         spare = spare_of(store)
+        rows = max(2, options.staging // (size + spare))
         whole = rows * (size + spare)
         memory = staging_rows(1, whole)[0, :whole].reshape(rows, size + spare)
         health = StoreHealth(1, _FIRST_PAUSE_S, probe_seconds_max=_LONGEST_PAUSE_S)

@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, compress, islice
+from itertools import chain, compress
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -44,33 +44,41 @@ def blocks_in(pieces: Pieces[Block]) -> list[Block]:
 
 
 class Line(Generic[Block]):
-    """Blocks that wait to be saved in one store, in the pieces in which they came: what a block costs is little."""
+    """Blocks that wait to be saved in one store, in the pieces in which they came: what a block costs is little. Each
+    waits once, so that content which comes and goes leaves room for other."""
 
     def __init__(self) -> None:
         self.pieces: deque[tuple[Sequence[Block], Any]] = deque()
-        self._count = 0
+        self._waiting: set[Block] = set()
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._waiting)
 
     def __iter__(self) -> Iterator[Block]:
         return chain.from_iterable(blocks for blocks, _ in self.pieces)
 
+    def lacking(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        """Those of the blocks that do not wait in it, each once."""
+        if len({*blocks}) == len(blocks) and self._waiting.isdisjoint(blocks):
+            return blocks
+        return [block for block in dict.fromkeys(blocks) if block not in self._waiting]
+
     def add(self, blocks: Sequence[Block], note: Any) -> None:
+        """Have blocks wait that do not yet."""
         if len(blocks):
             self.pieces.append((blocks, note))
-            self._count += len(blocks)
+            self._waiting.update(blocks)
 
     def take(self, count: int) -> Pieces[Block]:
         """The first so many blocks, which leave it."""
         taken = []
-        self._count -= count
         while count > 0:
             blocks, note = self.pieces.popleft()
             if len(blocks) > count:
                 self.pieces.appendleft((blocks[count:], note))
                 blocks = blocks[:count]
             taken.append((blocks, note))
+            self._waiting.difference_update(blocks)
             count -= len(blocks)
         return taken
 
@@ -250,14 +258,16 @@ class Bridge(Generic[Block]):
         """Whether ``save`` has something to begin."""
         return any(self._lines)
 
-    def want(self, blocks: Sequence[Block], notes: Sequence[Any] = ()) -> None:
-        """Have blocks saved in every store that is not known to have them. ``notes``: the tier's, for each store."""
+    def want(self, blocks: Sequence[Block], note: Callable[[int, Sequence[Block]], Any] | None = None) -> None:
+        """Have blocks saved in every store that is not known to have them, and for which they do not wait. ``note``:
+        what the tier notes of those for the store with a number."""
         for number, line in enumerate(self._lines if blocks else ()):
-            new, note = self._tier.lacking(number, blocks), notes[number] if notes else None
+            new = line.lacking(self._tier.lacking(number, blocks))
+            noted = note(number, new) if note and new else None
             room = max(0, self._queued_blocks - len(line))
-            line.add(new[:room], note)
+            line.add(new[:room], noted)
             if len(new) > room:
-                self._leave(number, [(new[room:], note)], "crowded")
+                self._leave(number, [(new[room:], noted)], "crowded")
 
     def save(self, most: int = sys.maxsize) -> bool:
         """Begin to save what waits, for each store at most about so many blocks. Returns whether more could begin
@@ -278,9 +288,6 @@ class Bridge(Generic[Block]):
             return 0
         if not client.usable(SAVE):
             return self._leave(number, line.take(len(line)), "suspended")
-        blocks = list(islice(line, count))
-        if len(set(blocks)) < count:  # What has come anew while it waited is saved apart.
-            count = next(place for place, block in enumerate(blocks) if block in blocks[:place])
         chosen = line.take(count)
         if self._tier.space(client, chosen[0][0][0])[1] < 1:
             return self._leave(number, chosen, "quota")

@@ -188,7 +188,7 @@ class HostCacheTier:
                     del waiting[last]
         for which, prompt in prompts.items():
             at_once = len(kept) <= self._in_one and had[which] == len(prompt)
-            if not at_once and not any(other.prompt is prompt for other in waiting.values()):
+            if not at_once and not any(waiting[last].prompt is prompt for last in waiting.keys() & prompt):
                 self.cache.touch(prompt)
 
     def said(self, number: int, blocks: Sequence[bytes], codes: Bytes) -> None:
@@ -198,12 +198,10 @@ class HostCacheTier:
         if lost := tuple(block for block in gone if told.pop(block, 0) is None):
             self.changes.append(StoreChange(number, lost, False))
 
-    def to_save(self, blocks: Sequence[bytes], prompt: Sequence[bytes]) -> list[_Run]:
-        """Blocks of a prompt are to be saved. Returns what is noted of them for each store."""
-        runs = [_Run(blocks, prompt, len(blocks)) for _ in self._runs if blocks]
-        for waiting, run in zip(self._runs, runs, strict=False):
-            waiting[blocks[-1]] = run
-        return runs
+    def to_save(self, prompt: Sequence[bytes], number: int, blocks: Sequence[bytes]) -> _Run:
+        """Blocks of a prompt are to be saved in a store. Returns what is noted of them."""
+        run = self._runs[number][blocks[-1]] = _Run(blocks, prompt, len(blocks))
+        return run
 
     def touch(self, prompt: Sequence[bytes], turn: bool) -> None:
         """What ``HostKeeper.touch`` does."""

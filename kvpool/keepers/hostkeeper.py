@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -363,7 +364,7 @@ class HostKeeper(Closing):
             self._bridge.poll()
 
     def _save(self, keys: Sequence[bytes], prompt: Sequence[bytes]) -> None:
-        self._bridge.want(keys, self._tier.to_save(keys, prompt))
+        self._bridge.want(keys, partial(self._tier.to_save, prompt))
 
     @property
     def _busy(self) -> bool:

@@ -61,6 +61,13 @@ def assert_right(found: dict[int, np.ndarray]) -> None:
         assert np.array_equal(row, content(number)), number
 
 
+def test_room_behind_rows_is_of_the_memory_for_staging(make: Open, store: Wrong) -> None:
+    vars(store)["spare"] = 16
+    blocks = make(rows=8)
+    assert all(save(blocks, 5)) and len(load(blocks, 5)) == 5
+    assert blocks.client.memory.strides[0] * len(blocks.client.memory) <= 8 * BLOCK_BYTES
+
+
 def test_more_blocks_than_rows_are_saved_and_loaded_byte_for_byte(make: Open) -> None:
     blocks = make(rows=4)
     assert all(save(blocks, 15))

@@ -28,7 +28,7 @@ LINES = {
     "kvpool/entry": 432,
     "kvpool/hostcache": 970,
     "kvpool/jit": 644,
-    "kvpool/keepers": 2028,
+    "kvpool/keepers": 2029,
     "kvpool/memory": 825,
     "kvpool/observe": 403,
     "kvpool/planner": 1334,
@@ -45,7 +45,7 @@ LINES = {
     "tests/copying": 1763,
     "tests/device": 2538,
     "tests/emulated": 2834,
-    "tests/engines": 4502,
+    "tests/engines": 4507,
     "tests/examples": 391,
     "tests/golden": 667,
     "tests/gpu": 1400,
@@ -65,7 +65,7 @@ LINES = {
     "tests/sequences": 3144,
     "tests/share": 672,
     "tests/state": 2028,
-    "tests/stores": 9832,
+    "tests/stores": 9847,
     "tests/tables": 835,
 }
 """The most net lines of each folder."""
