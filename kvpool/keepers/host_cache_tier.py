@@ -225,7 +225,10 @@ class HostCacheTier:
         ``pieces``: those of the job.
         """
         rows, order = np.full(len(names), -1, np.int64), np.arange(len(names))
-        of = {key: run and run.prompt for blocks, run in pieces for key in blocks}
+        of = dict[bytes, Sequence[bytes] | None]()
+        for blocks, run in pieces:
+            prompt = run and run.prompt  # a touch may change it meanwhile
+            of.update(dict.fromkeys(blocks, prompt))
         keys, prompts = names.names, [*map(of.__getitem__, names.names)]
         if not _alike(prompts):
             runs = [list(run) for _, run in groupby(order.tolist(), lambda place: id(prompts[place]))]

@@ -106,7 +106,7 @@ class StoreQueue(Closing):
     store
         It is opened here, and closed by ``close``.
     memory
-        uint8[slots, block_bytes], C-contiguous, writable: where blocks are saved from and loaded to.
+        uint8[slots, block_bytes + spare], C-contiguous, writable: where blocks are saved from and loaded to.
     identity
         Whose KV this is. It is part of every key and every seal.
     secret
@@ -138,10 +138,10 @@ class StoreQueue(Closing):
 
     The rows of a save must not change, and those of a load belong to the store, until the job is *returned*.
 
-    ``memory`` is the array that was given, ``secret`` makes the keys. Thread-safe. Bad arguments raise TypeError or
-    ValueError. Calls that begin jobs raise PoolClosed and StoreBusy. All calls raise ForkedProcess in a child of
-    ``os.fork()``. The constructor raises what ``store.open`` raises, and ImportError if the library for seals is
-    missing.
+    ``memory`` has the blocks of the array that was given, ``secret`` makes the keys. Thread-safe. Bad arguments raise
+    TypeError or ValueError. Calls that begin jobs raise PoolClosed and StoreBusy. All calls raise ForkedProcess in a
+    child of ``os.fork()``. The constructor raises what ``store.open`` raises, and ImportError if the library for seals
+    is missing.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ LINES = {
     "kvpool/entry": 432,
     "kvpool/hostcache": 970,
     "kvpool/jit": 644,
-    "kvpool/keepers": 2029,
+    "kvpool/keepers": 2032,
     "kvpool/memory": 825,
     "kvpool/observe": 403,
     "kvpool/planner": 1334,
