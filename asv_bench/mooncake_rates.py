@@ -85,7 +85,7 @@ class Plain:
 
     def __init__(self, address: str, rows: np.ndarray, per_call: int, spare: int = 0) -> None:
         self.store, self.per_call = MooncakeStore(address, secret=bytes(32)), per_call
-        self.store.open(Space(bytes(16), rows[:, : rows.shape[1] - spare], spare))
+        self.store.open(Space(bytes(16), rows, spare))
         self.seals = np.zeros((len(rows), 16), np.uint8)
 
     def save(self, keys: np.ndarray) -> None:

@@ -170,13 +170,14 @@ class Together(Prompts):
         encoder: object,
     ) -> Step:
         own = self._arrivals(prompts, retention, priority, ttl, partial, encoder)
-        tokens = own[1][:, [records.R.length, records.R.encoder]]
+        _, rows, _, some = own
+        tokens = rows[:, [records.R.length, records.R.encoder]]
 
         def run(now: int) -> Admission:
             with DeferSignals() as door:
                 return as_admission(*self._admit(door, own, on, now))
 
-        return Step("add", run, prompts=tokens, partial=own[3])
+        return Step("add", run, prompts=tokens, partial=some)
 
     def _append_step(self, on: Stream | None, ids: object, tokens: object, counts: object) -> Step:
         which, new = id_array("ids", ids), token_array("tokens", tokens, empty=True)

@@ -173,7 +173,7 @@ class StoreQueue(Closing):
         self.indexed = bool_argument("store.indexed", getattr(store, "indexed", False))
         """Whether ``find_now`` may have an answer."""
         self._store, self._clock, self._process = store, clock, Process()
-        found = store.open(Space(bytes.fromhex(identity.fingerprint), self.memory, spare))
+        found = store.open(Space(bytes.fromhex(identity.fingerprint), own, spare))
         try:
             self.secret = Secret(found if secret is None else secret, identity)
         except BaseException:

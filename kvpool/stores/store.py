@@ -41,18 +41,23 @@ Stop = Callable[[], bool]
 class Space:
     """What a store keeps blocks of.
 
-    ``fingerprint``: 16 bytes, of the ModelIdentity. ``memory`` uint8[slots, block_bytes]: the rows that blocks are
-    saved from and loaded into. It stays where it is until ``close`` has returned. ``spare``: so many bytes lie behind
-    each row, up to the next one, and are the store's own while a call has the row. Calls have other rows then.
+    ``fingerprint``: 16 bytes, of the ModelIdentity. ``rows`` uint8[slots, block_bytes + spare], C-contiguous: what
+    blocks are saved from and loaded into. They stay where they are until ``close`` has returned. The last ``spare``
+    bytes of a row are the store's own while a call has the row; no other call has it then.
     """
 
     fingerprint: bytes
-    memory: Bytes
+    rows: Bytes
     spare: int = 0
 
     @property
+    def memory(self) -> Bytes:
+        """The blocks: uint8[slots, block_bytes]. The rows lie apart where there is spare room."""
+        return self.rows[:, : self.block_bytes]
+
+    @property
     def block_bytes(self) -> int:
-        return int(self.memory.shape[1])
+        return int(self.rows.shape[1]) - self.spare
 
 
 class Store(Protocol):

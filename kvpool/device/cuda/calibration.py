@@ -130,7 +130,7 @@ def _measurement(row: list[Any]) -> Measurement:
 def _rule(direction: str, nbytes: int, count: int, paths: Collection[str]) -> str:
     """The choice without measurements. Copy engines cost time for each fragment, on an H200 one to four microseconds of
     the call; kernels cost multiprocessors. A kernel that writes to the host slows down other work, so it is the last
-    choice; one that has copy units do it did not, but for two cases of eighteen."""
+    choice. One that has copy units write did so in two cases of eighteen."""
     kernel = BULK if BULK in paths and direction == OFFLOAD else KERNEL
     slows = direction == OFFLOAD and kernel == KERNEL
     if kernel in paths and count >= _MANY and not slows and (nbytes < _SMALL_BYTES or direction == WITHIN):

@@ -140,6 +140,7 @@ class Uploads:
 
 
 _void = lru_cache(None)(lambda nbytes: np.dtype((np.void, nbytes)))
+"""The type of so many bytes without fields."""
 
 # cudaDevAttrHostNativeAtomicSupported. True for links from chip to chip, false for a bus. CuPy has no name for it.
 _HOST_NATIVE_ATOMICS = 86

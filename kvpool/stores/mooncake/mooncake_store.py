@@ -16,7 +16,6 @@ from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 
 from kvpool.arrays.layout import integer_argument
 from kvpool.entry.arguments import text_argument
@@ -154,7 +153,7 @@ class MooncakeStore:
             raise ValueError("this MooncakeStore is open: each queue needs one of its own")
         made = Client(self._master, self._segment, *self._place, *self._wire)
         self._memory, self._block_bytes = space.memory, space.block_bytes
-        self._rows = as_strided(space.memory, (len(space.memory), space.block_bytes + space.spare))
+        self._rows = space.rows
         self._seal = slice(space.block_bytes, space.block_bytes + SEAL_BYTES)
         self._joined = space.spare >= SEAL_BYTES and self._transform is None
         model = hashlib.blake2b(b"kvpool mooncake" + space.fingerprint, key=self._secret, digest_size=MODEL_BYTES)
