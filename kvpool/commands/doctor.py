@@ -67,7 +67,7 @@ _PARTS = (
     _extra("zmq", "pyzmq", "other workers and routers", "[remote]", "25"),
     _extra("msgspec", "msgspec", "KV events for routers", "[events]", "0.18"),
     _extra("opentelemetry", "opentelemetry-api", "spans", "[otel]", "1.20"),
-    _extra("blake3", "blake3", "stores behind the host", "[stores]", "1"),
+    _extra("cryptography", "cryptography", "stores behind the host", "[stores]", "50"),
     _extra("mooncake", _MOONCAKE, "a store in a cluster", "[mooncake]", "0.3.13"),
     _extra("obstore", "obstore", "a store in a bucket", "[s3]", "0.12"),
     _extra("jax", "jax", "the example of an engine in JAX", "[jax]", "0.5"),

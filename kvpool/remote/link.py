@@ -13,6 +13,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from kvpool.arrays.digest import check_library
 from kvpool.errors import KVPoolError
 from kvpool.remote.connections import Flow
 from kvpool.remote.doors import ClientDoor
@@ -25,7 +26,6 @@ from kvpool.remote.session import (
     Received,
     Session,
     begun,
-    check_library,
     encode,
     greeting,
 )
@@ -95,7 +95,7 @@ class Link:
         self, context: zmq.Context[Any], endpoint: str, door: ClientDoor, *, timeout_ms: int, frame_bytes: int,
         messages: int,
     ) -> None:  # fmt: skip
-        check_library()
+        check_library("kvpool.remote", "remote")
         self._endpoint = endpoint
         self._key = door.wire_key
         self.timeout_ms = timeout_ms

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import zmq
 
+from kvpool.arrays.digest import check_library
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.entry.process import Process
 from kvpool.remote.connections import Connections, end, new_context
@@ -26,7 +27,6 @@ from kvpool.remote.session import (
     Received,
     Session,
     answered,
-    check_library,
     encode,
 )
 
@@ -102,7 +102,7 @@ class Server:
         self, backend: Backend, endpoint: str, door: ServerDoor, *, connections: int, stall_ms: int, frame_bytes: int,
         messages: int, answers: int,
     ) -> None:  # fmt: skip
-        check_library()
+        check_library("kvpool.remote", "remote")
         self._backend = backend
         self._door = door
         self._process = Process()

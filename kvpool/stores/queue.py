@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvpool.arrays import Uint8s
+from kvpool.arrays.digest import check_library
 from kvpool.arrays.layout import integer_argument
 from kvpool.entry.arguments import bool_argument
 from kvpool.entry.interrupt import Bell, DeferSignals
@@ -29,7 +30,7 @@ from kvpool.hostcache.identity import ModelIdentity, identity_argument
 from kvpool.stores import jobs
 from kvpool.stores.calls import NO_CODES, NO_ROWS, CheckedCalls
 from kvpool.stores.jobs import Drops, Job, Keys, Lend, keys_argument, rows_argument
-from kvpool.stores.seals import BlockNames, Secret, check_library
+from kvpool.stores.seals import BlockNames, Secret
 from kvpool.stores.store import CANCELLED, CODES, KEY_BYTES, LATE, MODEL_BYTES, OK, TAG_BYTES, Bytes, Rows, Space, Store
 
 NO_LIMIT = (1 << 63) - 1
@@ -127,9 +128,9 @@ class StoreQueue(Closing):
     The calls that begin jobs return at once: no I/O, no hashing. Loads go before saves. When a deadline passes, the job
     is done at once, and what it has not got is LATE, even if the store hangs.
 
-    The bytes of a block are sealed before they are saved, and compared with their seal after they were loaded: keyed
-    BLAKE3, 128 bits, over key, length, identity, context and bytes. What does not agree is DAMAGED, and forgotten by
-    the store.
+    The bytes of a block are sealed before they are saved, and compared with their seal after they were loaded: 128 bits
+    of keyed BLAKE2b over key, length, identity, context and a keyed ``Digest`` of the bytes. What does not agree is
+    DAMAGED, and forgotten by the store.
 
     From the moment that ``forget`` or ``clear`` has returned, what is to be dropped is CANCELLED for finds, loads and
     saves, also for those that were begun before. This ends when the store has confirmed the drop. Then the job is OK,
@@ -149,7 +150,7 @@ class StoreQueue(Closing):
         queued_blocks: int = 65_536, piece_bytes: int = 4 << 20, spare: int = 0, report: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        check_library()
+        check_library("a store", "stores")
         own = _memory_argument(memory)
         identity = identity_argument(identity)
         spare = integer_argument("spare", spare, 0, own.shape[1] - 1)

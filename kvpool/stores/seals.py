@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from kvpool.arrays import Int32s, Int64s
+from kvpool.arrays.digest import Digest
 from kvpool.hostcache.identity import ModelIdentity
 from kvpool.stores.store import KEY_BYTES, MODEL_BYTES, SEAL_BYTES, TAG_BYTES, Bytes, Rows
 
 SECRET_BYTES = 32
-_NAME = b"kvpool store 3 "
+_NAME = b"kvpool store 4 "
 """The format of keys and seals. Stores that outlive a process drop what was saved in another."""
 
 
@@ -52,20 +53,21 @@ class BlockNames:
 class Secret:
     """What is derived from the secret of a store for one model. Never shown. Thread-safe.
 
-    All derivations are BLAKE2b or BLAKE3 in their keyed modes, under keys that are themselves derived from the secret,
-    one for each purpose.
+    All derivations are BLAKE2b in its keyed mode, under keys that are themselves derived from the secret, one for each
+    purpose. Blocks enter it by their ``Digest``.
     """
 
-    __slots__ = ("_identity", "_opaque", "_seals", "_tags", "model")
+    __slots__ = ("_digest", "_identity", "_opaque", "_seals", "_tags", "model")
 
     def __init__(self, secret: bytes, identity: ModelIdentity) -> None:
         if not isinstance(secret, bytes) or len(secret) != SECRET_BYTES:
             raise ValueError(f"secret: accepted are {SECRET_BYTES} bytes")
         self._identity = bytes.fromhex(identity.fingerprint)
-        self._opaque, self._seals, self._tags = (
+        self._opaque, self._seals, self._tags, digests = (
             hashlib.blake2b(_NAME + purpose, key=secret, digest_size=32).digest()
-            for purpose in (b"opaque", b"seals", b"tags")
+            for purpose in (b"opaque", b"seals", b"tags", b"digests")
         )
+        self._digest = Digest(digests)
         self.model = hashlib.blake2b(self._identity, key=self._tags, digest_size=MODEL_BYTES).digest()
         """What all tags of the model begin with."""
 
@@ -105,18 +107,17 @@ class Secret:
         return self.opaque(blocks) if isinstance(blocks, BlockNames) else blocks
 
     def seal(self, keys: Bytes, rows: Rows, memory: Bytes, contexts: Sequence[bytes] | None = None) -> Bytes:
-        """Seals of rows of memory under these keys, in these contexts: uint8[n, SEAL_BYTES]. The lock of the
-        interpreter is not held while a row is hashed."""
-        from blake3 import blake3
-
+        """Seals of rows of memory under these keys, in these contexts: uint8[n, SEAL_BYTES]."""
         fixed = int(memory.shape[1]).to_bytes(8, "little") + self._identity
         whole, out = keys.tobytes(), []
         for place, row in enumerate(rows.tolist()):
             context = contexts[place] if contexts else b""
-            begun = whole[place * KEY_BYTES : (place + 1) * KEY_BYTES] + fixed + len(context).to_bytes(8, "little")
-            hashed = blake3(begun + context, key=self._seals)
-            hashed.update(memory[row])
-            out.append(hashed.digest(SEAL_BYTES))
+            hashed = hashlib.blake2b(key=self._seals, digest_size=SEAL_BYTES)
+            hashed.update(whole[place * KEY_BYTES : (place + 1) * KEY_BYTES])
+            hashed.update(fixed)
+            hashed.update(len(context).to_bytes(8, "little") + context)
+            hashed.update(self._digest.of([memory[row]]))
+            out.append(hashed.digest())
         return np.frombuffer(b"".join(out), np.uint8).reshape(-1, SEAL_BYTES)
 
 
@@ -130,14 +131,6 @@ def block_context(parent: bytes, tokens: Int32s, extra: Int64s | None, namespace
     more = b"" if extra is None or not extra.any() else extra.astype("<i8").tobytes()
     sizes = np.array([len(parent), len(namespace), len(ids), group], "<i8").tobytes()
     return sizes + parent + namespace + ids + more
-
-
-def check_library() -> None:
-    """Raise ImportError, which names the extra, if the library for seals is missing."""
-    try:
-        import blake3  # noqa: F401
-    except ImportError as error:
-        raise ImportError('stores need blake3: pip install ".[stores]"') from error
 
 
 def _exact_all(names: Iterable[bytes]) -> tuple[bytes, ...]:

@@ -40,12 +40,12 @@ VLLM = Wheels(
 )  # fmt: skip
 PLUGINS = Wheels(
     "plugins-sglang-0.5.23-lmcache-0.5.6", "SGLang 0.5.23 and LMCache 0.5.6: 650 MB of wheels, 2.4 GB installed",
-    "import torch, blake3, sglang.srt.mem_cache.hicache_storage, lmcache.v1.distributed.storage_manager, pytest",
+    "import torch, cryptography, sglang.srt.mem_cache.hicache_storage, lmcache.v1.distributed.storage_manager, pytest",
     "tests/engines/plugins",
 )  # fmt: skip
 TORCHLESS = Wheels(
     "torchless", "mlx-lm 0.32.2 and xllamacpp 2026.10.11549 for CPUs: 250 MB of wheels",
-    "import mlx.core, mlx_lm, xllamacpp, gguf, numba, blake3, pytest",
+    "import mlx.core, mlx_lm, xllamacpp, gguf, numba, cryptography, pytest",
     "tests/engines/torchless",
 )  # fmt: skip
 CACHE = "KVPOOL_ENGINES_CACHE"

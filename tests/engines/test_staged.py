@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("blake3", reason="needs blake3: pip install '.[stores]'")
+pytest.importorskip("cryptography", reason="needs cryptography: pip install '.[stores]'")
 
 from kvpool.engines.options import EngineOptions
 from kvpool.engines.staged import StagedBlocks

@@ -20,7 +20,7 @@ LINES = {
     "docs": 220,
     "examples": 1180,
     "kvpool": 535,
-    "kvpool/arrays": 677,
+    "kvpool/arrays": 706,
     "kvpool/commands": 1082,
     "kvpool/copying": 598,
     "kvpool/device": 4143,
@@ -34,13 +34,13 @@ LINES = {
     "kvpool/planner": 1334,
     "kvpool/pool": 3209,
     "kvpool/publish": 662,
-    "kvpool/remote": 1676,
+    "kvpool/remote": 1670,
     "kvpool/replay": 2023,
     "kvpool/state": 5790,
-    "kvpool/stores": 4147,
+    "kvpool/stores": 4146,
     "kvpool/tables": 630,
     "tests": 1707,
-    "tests/arrays": 758,
+    "tests/arrays": 824,
     "tests/commands": 850,
     "tests/copying": 1763,
     "tests/device": 2538,
@@ -71,7 +71,7 @@ LINES = {
 """The most net lines of each folder."""
 DENSITY = {"kvpool": 10.21, "tests": 11.2}
 """The most tokens of a line, over all of them."""
-FILES = 185
+FILES = 186
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
 COMMANDS = {"plan.py", "replay.py", "store.py"}

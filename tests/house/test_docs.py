@@ -150,7 +150,7 @@ NEEDS = {
     "cryptography": ("cryptography",),
     "kvpool.publish": ("msgspec", "zmq"),
     "kvpool.remote": ("zmq",),
-    "kvpool.stores": ("blake3",),
+    "kvpool.stores": ("cryptography",),
     "kvpool.stores.peer.peer_store": ("zmq",),
     "kvpool.observe.metrics": ("prometheus_client",),
 }

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("blake3")
+pytest.importorskip("cryptography")
 
 from kvpool.__main__ import main
 from kvpool.arrays.layout import BlockLayout

@@ -19,7 +19,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from blake3 import blake3
 
 from kvpool import PoolClosed
 from kvpool.stores import ABSENT, FAILED, OK
@@ -321,31 +320,26 @@ def test_without_a_capacity_a_store_takes_half_of_what_is_free_and_at_most_64_gi
 # -- a format of its own -------------------------------------------------------------------------------
 
 
-def written_in_the_old_format(folder: Path, count: int) -> Space:
-    """A folder as version 1 has left it: seals over key, length, identity and bytes, and nothing else."""
+def written_in_an_old_format(folder: Path, count: int, version: int = 2) -> Space:
+    """A folder as an earlier version has left it: under keys and with seals that are made in another way."""
     space, store = Space(bytes.fromhex(IDENTITY.fingerprint), memory()), DiskStore(folder, CAPACITY)
-    purposes = (b"opaque", b"seals")
-    secret = store.open(space)
-    keyed, sealing = (
-        hashlib.blake2b(b"kvpool store 2 " + purpose, key=secret, digest_size=32).digest() for purpose in purposes
-    )
+    name = b"kvpool store %d opaque" % (version + 1)
+    keyed = hashlib.blake2b(name, key=store.open(space), digest_size=32).digest()
     keys = [hashlib.blake2b(space.fingerprint + name, key=keyed, digest_size=32).digest() for name in names(count)]
     fill(space.memory, count)
-    seals = []
-    for key, row in zip(keys, space.memory, strict=False):
-        hashed = blake3(key + BLOCK_BYTES.to_bytes(8, "little") + space.fingerprint, key=sealing)
-        seals.append(hashed.update(row).digest(16))
+    seals = [os.urandom(16) for _ in keys]
     own, sealed = (np.frombuffer(b"".join(part), np.uint8).reshape(count, -1) for part in (keys, seals))
     assert (store.save(own, np.arange(count), sealed, bytes(16), 1 << 40, lambda: False) == OK).all()
     store.close()
     with closing(sqlite3.connect(folder / "rows.sqlite", isolation_level=None)) as database:
-        database.execute("UPDATE store SET version = 1")
+        database.execute("UPDATE store SET version = ?", (version,))
     return space
 
 
-def test_blocks_of_the_old_format_are_counted_once_and_never_served(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_blocks_of_the_old_format_are_counted_once_and_never_served(tmp_path: Path, version: int) -> None:
     folder = tmp_path / "store"
-    written_in_the_old_format(folder, 5)
+    written_in_an_old_format(folder, 5, version)
     with open_queue(DiskStore(folder)) as queue:
         stats = queue.stats().store
         assert (stats["old_format"], stats["blocks"], stats["dropped_rows"]) == (5, 0, 0)
@@ -358,7 +352,7 @@ def test_blocks_of_the_old_format_are_counted_once_and_never_served(tmp_path: Pa
 
 
 def test_a_folder_of_a_newer_version_is_refused(tmp_path: Path) -> None:
-    written_in_the_old_format(tmp_path / "store", 1)
+    written_in_an_old_format(tmp_path / "store", 1)
     with closing(sqlite3.connect(tmp_path / "store" / "rows.sqlite", isolation_level=None)) as database:
         database.execute("UPDATE store SET version = 1000")
     with pytest.raises(ValueError, match="version 1000: accepted are up to"):

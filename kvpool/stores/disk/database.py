@@ -17,8 +17,8 @@ from kvpool.stores.disk.slab import System
 from kvpool.stores.disk.slot_index import PAGE_BYTES, Page
 
 Begun = TypeVar("Begun")
-VERSION, BYTES_MAX = 2, 1 << 50
-"""Version 1 has keys and seals of another format."""
+VERSION, BYTES_MAX = 3, 1 << 50
+"""Versions 1 and 2 have keys and seals of other formats."""
 _LOGS = (f"{DATABASE}-wal", f"{DATABASE}-shm", f"{DATABASE}-journal")
 _TABLES = (
     "CREATE TABLE pages (number INTEGER PRIMARY KEY, content BLOB)",

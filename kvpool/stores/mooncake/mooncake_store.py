@@ -157,7 +157,7 @@ class MooncakeStore:
         self._seal = slice(space.block_bytes, space.block_bytes + SEAL_BYTES)
         self._joined = space.spare >= SEAL_BYTES and self._transform is None
         model = hashlib.blake2b(b"kvpool mooncake" + space.fingerprint, key=self._secret, digest_size=MODEL_BYTES)
-        kind = "kvpool3-" if self._transform is None else "kvpool3t-"
+        kind = "kvpool4-" if self._transform is None else "kvpool4t-"
         self._prefix = f"{kind}{model.hexdigest()}-"
         held = SEAL_BYTES if self._transform is None else space.block_bytes + self._extra + SEAL_BYTES
         most = _CALL_BYTES // space.block_bytes if self._transform is None else _COPY_BYTES // held
@@ -169,7 +169,7 @@ class MooncakeStore:
             if self._transform is None:
                 made.register(self._rows)
             made.register(own)
-            old = made.remove_matching(f"^kvpool2t?-{model.hexdigest()}-")
+            old = made.remove_matching(f"^kvpool[23]t?-{model.hexdigest()}-")
             self._count("old_format" if old >= 0 else client.reason(old), max(old, int(old < 0)))
         except BaseException:
             made.close()

@@ -177,7 +177,7 @@ class S3Store:
             key=self._secret,
             digest_size=MODEL_BYTES,
         ).hexdigest()
-        self._folder, self._log = f"{self._root}kvpool4-packs/{model}/", f"{self._root}kvpool4-drops/{model}"
+        self._folder, self._log = f"{self._root}kvpool5-packs/{model}/", f"{self._root}kvpool5-drops/{model}"
         # Whoever has no access learns it here, and not from every block.
         with self._raising("cannot be used"):
             self._check_conditions(client)
@@ -236,7 +236,7 @@ class S3Store:
         return count
 
     def epoch(self, model: bytes, new: bool) -> bytes:
-        name, client = f"{self._root}kvpool4-epochs/{model.hex()}", self._opened()
+        name, client = f"{self._root}kvpool5-epochs/{model.hex()}", self._opened()
         with self._raising("has not kept the epoch" if new else "has not given the epoch"):
             if new:
                 value = os.urandom(EPOCH_BYTES)
@@ -272,7 +272,7 @@ class S3Store:
 
     def _check_conditions(self, client: Any) -> None:
         """Raises NotImplementedError if the server writes an object against its condition."""
-        refused, name = 0, f"{self._root}kvpool4-conditions"
+        refused, name = 0, f"{self._root}kvpool5-conditions"
         with suppress(self._api.exceptions.AlreadyExistsError):
             self._api.put(client, name, b"1", mode="create", use_multipart=False)
         for mode in ("create", {"e_tag": f'"{0:032x}"'}):

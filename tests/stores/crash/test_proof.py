@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("blake3")
+pytest.importorskip("cryptography")
 
 from tests.stores.crash import proof
 from tests.stores.crash.log import Missing

@@ -35,7 +35,7 @@ def missing() -> str:
     return ""
 
 
-def object_prefix(secret: bytes, identity: ModelIdentity = IDENTITY, kind: str = "kvpool3") -> str:
+def object_prefix(secret: bytes, identity: ModelIdentity = IDENTITY, kind: str = "kvpool4") -> str:
     """What the names of a model's objects begin with."""
     content = b"kvpool mooncake" + bytes.fromhex(identity.fingerprint)
     return f"{kind}-{hashlib.blake2b(content, key=secret, digest_size=8).hexdigest()}-"

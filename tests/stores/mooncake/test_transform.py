@@ -66,7 +66,7 @@ def test_the_documented_encryption_keeps_blocks_and_hides_them(
 
     library = MooncakeDistributedStore()
     assert library.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", cluster.address) == 0
-    name = object_prefix(secret, kind="kvpool3t") + key
+    name = object_prefix(secret, kind="kvpool4t") + key
     kept = library.get(name)
     assert len(kept) == BLOCK_BYTES + EXTRA + 16 and content(0).tobytes()[:64] not in kept
 

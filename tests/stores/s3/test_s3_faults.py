@@ -26,7 +26,7 @@ Again = Callable[..., Any]
 
 def objects(weed: Weed, place: str, kind: str = "packs") -> list[str]:
     """The names of the packs, or of the logs, below the prefix of a test."""
-    prefix = place.removeprefix(f"//{BUCKET}/") + f"/kvpool4-{kind}"
+    prefix = place.removeprefix(f"//{BUCKET}/") + f"/kvpool5-{kind}"
     return [one["path"] for found in weed.client().list(prefix) for one in found]
 
 
@@ -46,7 +46,7 @@ def test_a_save_that_arrives_after_a_drop_changes_nothing(
         dropping = other if by_another else saving
         keys, tag = saving.secret.opaque(names(6)), saving.secret.tag(b"tenant")
         fill(saving.memory, 6)
-        door.hold = "PUT kvpool4-packs"
+        door.hold = "PUT kvpool5-packs"
         assert returned(saving.save(keys, np.arange(6), tag=tag)).codes.tolist() == [FAILED] * 6
         assert door.held.acquire(timeout=600)
         door.hold = ""
@@ -88,7 +88,7 @@ def test_a_drop_counts_for_all_packs_of_a_save_that_was_begun_before(
     with open_queue(again(endpoint=door.address, timeout_ms=600_000)) as saving, open_queue(again()) as other:
         keys = saving.secret.opaque(names(10))
         fill(saving.memory, 10)
-        door.hold = "PUT kvpool4-packs"
+        door.hold = "PUT kvpool5-packs"
         job = saving.save(keys, np.arange(10))
         assert door.held.acquire(timeout=600)
         assert other.forget(keys[5:]).wait(600)
@@ -102,7 +102,7 @@ def test_what_was_read_of_a_dropped_pack_is_not_taken_for_what_was_saved_anew(ag
         keys = saved(queue, 2)
         # The pack stays, as one of its blocks does.
         assert done(other.forget(keys[:1])).dropped == 1
-        door.hold = "GET kvpool4-packs"
+        door.hold = "GET kvpool5-packs"
         job = queue.load(keys, np.arange(20, 22))
         assert door.held.acquire(timeout=600)
         saved(queue, 1)
@@ -133,7 +133,7 @@ def test_blocks_of_one_save_are_one_request_and_one_more_asks_for_drops(again: A
         ):
             door.seen.clear()
             assert returned(call()).ok == 32
-            asked = [line for line in door.seen if "kvpool4-drops" not in line]
+            asked = [line for line in door.seen if "kvpool5-drops" not in line]
             assert len(asked) <= 1 and len(door.seen) <= 2, door.seen
 
 
@@ -149,7 +149,7 @@ def test_a_block_larger_than_a_part_is_sent_in_parts(again: Again, weed: Weed, p
 
 def test_a_slow_server_costs_no_more_than_the_timeout_and_writes_nothing_later(again: Again, door: Door) -> None:
     with open_queue(again(endpoint=door.address, timeout_ms=300)) as queue:
-        keys, door.hold = saved(queue, 2), "GET kvpool4-packs"
+        keys, door.hold = saved(queue, 2), "GET kvpool5-packs"
         assert returned(queue.load(keys, np.arange(10, 12))).codes.tolist() == [FAILED] * 2
         queue.memory[10:12] = 7
         door.release(1)
@@ -160,7 +160,7 @@ def test_a_slow_server_costs_no_more_than_the_timeout_and_writes_nothing_later(a
 @pytest.mark.parametrize("kind", ["find", "load", "save"])
 def test_nothing_is_believed_while_nobody_knows_what_was_dropped(again: Again, door: Door, kind: str) -> None:
     with open_queue(again(endpoint=door.address, timeout_ms=300)) as queue:
-        keys, door.hold = saved(queue, 2), "GET kvpool4-drops"
+        keys, door.hold = saved(queue, 2), "GET kvpool5-drops"
         rows = () if kind == "find" else (np.arange(2),)
         assert returned(getattr(queue, kind)(keys, *rows)).codes.tolist() == [FAILED] * 2
         door.release(1)
