@@ -30,6 +30,8 @@ os.environ.setdefault("KVPOOL_DEVICE", "cpu")
 def pytest_addoption(parser: pytest.Parser) -> None:
     about = "run the tests of the GPU over an emulated driver (python -m tests.emulated build)"
     parser.addoption("--emulated", action="store_true", help=about)
+    about = "register host memory in one chunk where tests make many: memcheck takes each for an allocation of its own"
+    parser.addoption("--one-chunk", action="store_true", help=about)
     parser.addoption(
         "--request-trace",
         metavar="FILE",

@@ -254,7 +254,8 @@ def _tabulate_blocks(moves: Any, v: Any, rows: Any) -> Any:
 
 class Cutter:
     """Cuts batches of moves for one part. Its host memory, the addresses ``host`` from and to, is registered in chunks
-    of ``chunk_bytes``, and no fragment crosses a chunk. ``host`` has it as a row, as ``cut`` takes it.
+    of ``chunk_bytes``. No fragment crosses a chunk; a row for kernels may. ``host`` has it as a row, as ``cut`` takes
+    it.
 
     ``plan`` is that of the part, ``token_bytes`` are all bytes of a token.
     """

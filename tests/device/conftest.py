@@ -48,7 +48,8 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         made = SimDevice(seed, progress=progress, chunk_bytes=48)
     elif request.param in GPUS:
         # Chunks so small that copies meet their ends.
-        monkeypatch.setattr("kvpool.device.cuda.cuda_memory.CHUNK_BYTES", 4096)
+        if not request.config.getoption("--one-chunk"):
+            monkeypatch.setattr("kvpool.device.cuda.cuda_memory.CHUNK_BYTES", 4096)
         made = gpu_device(GPUS[request.param])
     yield made
     made.close()
