@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 DIGEST_BYTES = 16
@@ -21,20 +21,28 @@ class Digest:
     Universal Hashing", 1996). The constructor raises ImportError if the library is missing.
     """
 
-    __slots__ = ("_cipher",)
+    __slots__ = ("_cipher", "_whole")
 
     def __init__(self, key: bytes) -> None:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+        self._whole = AESGCM(key)
         self._cipher = Cipher(algorithms.AES256(key), modes.GCM(_NONCE))
 
-    def of(self, buffers: Iterable[Any]) -> bytes:
+    def of(self, buffers: Sequence[Any]) -> bytes:
         """DIGEST_BYTES bytes for C-contiguous buffers of any type that follow each other. The lock of the interpreter
         is not held while long ones are hashed."""
-        hashed = self._cipher.encryptor()
+        views: list[Any] = []
         for buffer in buffers:
-            whole = memoryview(buffer)
-            whole = whole.cast("B") if whole.nbytes else memoryview(b"")
+            view = memoryview(buffer)
+            if view.nbytes:
+                views.append(view.cast("B"))
+        if len(views) == 1 and len(views[0]) <= _AT_ONCE:
+            # The same code in one call, which takes a fifth of the time where the buffer is short.
+            return self._whole.encrypt(_NONCE, b"", views[0])
+        hashed = self._cipher.encryptor()
+        for whole in views:
             for start in range(0, len(whole), _AT_ONCE):
                 hashed.authenticate_additional_data(whole[start : start + _AT_ONCE])
         hashed.finalize()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hmac
 import json
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -232,13 +232,13 @@ class Session:
         message = decode(first[PREFIX_BYTES:], accepted)
         return Received(message, frames, list(received[1 + len(frames) :]), head[1 : 1 + TAG_BYTES])
 
-    def seal(self, blocks: Iterable[Any]) -> bytes:
+    def seal(self, blocks: Sequence[Any]) -> bytes:
         """The seal of blocks: buffers that follow each other. The interpreter's lock is not held while they are
         hashed."""
         digest = self._digest.of(blocks)
         return hmac.digest(self._blocks, digest, "sha256")[:TAG_BYTES]
 
-    def is_sealed(self, blocks: Iterable[Any], seal: bytes) -> bool:
+    def is_sealed(self, blocks: Sequence[Any], seal: bytes) -> bool:
         """Whether blocks are those that the other end has sealed."""
         return hmac.compare_digest(self.seal(blocks), seal)
 

@@ -112,12 +112,10 @@ class Secret:
         whole, out = keys.tobytes(), []
         for place, row in enumerate(rows.tolist()):
             context = contexts[place] if contexts else b""
-            hashed = hashlib.blake2b(key=self._seals, digest_size=SEAL_BYTES)
-            hashed.update(whole[place * KEY_BYTES : (place + 1) * KEY_BYTES])
-            hashed.update(fixed)
-            hashed.update(len(context).to_bytes(8, "little") + context)
-            hashed.update(self._digest.of([memory[row]]))
-            out.append(hashed.digest())
+            named = whole[place * KEY_BYTES : (place + 1) * KEY_BYTES] + fixed
+            named += len(context).to_bytes(8, "little") + context
+            sealed = named + self._digest.of([memory[row]])
+            out.append(hashlib.blake2b(sealed, key=self._seals, digest_size=SEAL_BYTES).digest())
         return np.frombuffer(b"".join(out), np.uint8).reshape(-1, SEAL_BYTES)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -66,6 +67,14 @@ def test_other_bytes_and_another_key_give_another_digest() -> None:
     changed += [Digest(KEY).of([data]), Digest(bytes(32)).of([data]), Digest(KEY).of([data, b"\0"])]
     changed.append(Digest(KEY).of([data[:-1]]))
     assert len({*changed}) == len(changed)
+
+
+def test_threads_that_share_a_digest_get_what_each_gets_alone() -> None:
+    shared, buffers = Digest(KEY), [some_bytes(1 << 16, seed) for seed in range(8)]
+    expected = [Digest(KEY).of([buffer]) for buffer in buffers]
+    with ThreadPoolExecutor(len(buffers)) as threads:
+        for _ in range(50):
+            assert list(threads.map(lambda buffer: shared.of([buffer]), buffers)) == expected
 
 
 def test_memory_that_is_not_contiguous_is_refused() -> None:

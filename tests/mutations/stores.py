@@ -36,8 +36,8 @@ MUTATIONS = (
     Mutation(
         "a_seal_is_of_bytes_alone",
         "Secret.seal",
-        "hashed.update(whole[place * KEY_BYTES : (place + 1) * KEY_BYTES])",
-        "pass",
+        "whole[place * KEY_BYTES : (place + 1) * KEY_BYTES] + fixed",
+        "fixed",
         "Who can write to a store gives a prompt the KV of another one.",
         _seal("test_a_seal_is_of_key_model_secret_and_every_byte"),
     ),
@@ -60,7 +60,7 @@ MUTATIONS = (
     Mutation(
         "a_seal_leaves_out_what_the_block_depends_on",
         "Secret.seal",
-        'hashed.update(len(context).to_bytes(8, "little") + context)',
+        'named += len(context).to_bytes(8, "little") + context',
         "pass",
         "Who finds two prompts with one key of 16 bytes gets the KV of the other one.",
         _seal("test_a_seal_is_of_key_model_secret_and_every_byte"),
