@@ -564,7 +564,8 @@ def test_a_client_that_reads_nothing_holds_few_answers(serve: Serve) -> None:
         raw.send(call("load", number, 60_000), KEY)
     until(lambda: server.stats().calls == 13 and not server.stats().under_way, "calls")
     held = 12 - server.stats().dropped
-    assert held <= 3, f"{held} answers wait for a client that reads nothing"
+    # At each end one waits and one is under way.
+    assert held <= 4, f"{held} answers wait for a client that reads nothing"
     raw.close()
 
 
