@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-DIGEST_BYTES = 16
 _NONCE = bytes(12)
 _AT_ONCE = 1 << 30
 """Bytes of one call of the library, which takes less than 2 GiB."""
@@ -31,7 +30,7 @@ class Digest:
         self._cipher = Cipher(algorithms.AES256(key), modes.GCM(_NONCE))
 
     def of(self, buffers: Sequence[Any]) -> bytes:
-        """DIGEST_BYTES bytes for C-contiguous buffers of any type that follow each other. The lock of the interpreter
+        """16 bytes for C-contiguous buffers of any type that follow each other. The lock of the interpreter
         is not held while long ones are hashed."""
         views: list[Any] = []
         for buffer in buffers:
@@ -44,7 +43,8 @@ class Digest:
         hashed = self._cipher.encryptor()
         for whole in views:
             for start in range(0, len(whole), _AT_ONCE):
-                hashed.authenticate_additional_data(whole[start : start + _AT_ONCE])
+                part = whole[start : start + _AT_ONCE]
+                hashed.authenticate_additional_data(part)
         hashed.finalize()
         return hashed.tag
 
