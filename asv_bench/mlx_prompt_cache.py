@@ -28,9 +28,15 @@ from kvpool.engines.mlx import PromptCache
 from tests.engines.torchless import mlx_lab
 
 CONFIG = {
-    "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 704,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "vocab_size": mlx_lab.VOCABULARY,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 256,
+    "num_hidden_layers": 8,
+    "intermediate_size": 704,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": mlx_lab.VOCABULARY,
+}
 TURN, NEXT, ROUNDS = 2000, 16, 3
 
 

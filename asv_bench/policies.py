@@ -121,11 +121,17 @@ class Played:
             groups = {"groups": [kvpool.LayerGroup(LAYOUT), state], "device_blocks": counts}
         self.cache = self.open.enter_context(
             kvpool.KVCacheManager(
-                **groups, device="cpu", max_sequences=options.users + 4, policy=self.policy, partial_reuse=False,
-                max_sequence_tokens=max(options.longest, FLOOD) + 1, clock=lambda: self.now, secret=bytes(32),
+                **groups,
+                device="cpu",
+                max_sequences=options.users + 4,
+                policy=self.policy,
+                partial_reuse=False,
+                max_sequence_tokens=max(options.longest, FLOOD) + 1,
+                clock=lambda: self.now,
+                secret=bytes(32),
                 event_capacity=1 << 20 if options.table == "store" else 0,
             )
-        )  # fmt: skip
+        )
         self.open.callback(self._end)
         for state in self.cache.core.states:
             if state.book is not None:

@@ -322,9 +322,12 @@ def _tier(side: str, policy: str) -> dict[str, Any]:
     if side == "kvpool":
         return serve.transfer({"host_memory": TIER_CHUNKS << 15, "policy": policy}, recovers=False)
     extra = {
-        "spec_name": "CpuSpec", "spec_module_path": "tests.engines.cpu_tiers", "cpu_bytes_to_use": TIER_CHUNKS << 15,
-        "eviction_policy": policy, "cache_policy_module_path": "kvpool.engines.vllm_policy",
-    }  # fmt: skip
+        "spec_name": "CpuSpec",
+        "spec_module_path": "tests.engines.cpu_tiers",
+        "cpu_bytes_to_use": TIER_CHUNKS << 15,
+        "eviction_policy": policy,
+        "cache_policy_module_path": "kvpool.engines.vllm_policy",
+    }
     return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
@@ -374,8 +377,11 @@ def policies(rounds: int, trace: str) -> None:
         engine.join()
         right = right or [said for said, _ in found]
         same = sum(said == one for (said, _), one in zip(found, right, strict=True))
-        print(f"{side + ' ' + policy:23} {100 * sum(cached for _, cached in found) / tokens:6.2f} % of the tokens, "
-              f"{same} of {len(requests)} answers the same", flush=True)  # fmt: skip
+        print(
+            f"{side + ' ' + policy:23} {100 * sum(cached for _, cached in found) / tokens:6.2f} % of the tokens, "
+            f"{same} of {len(requests)} answers the same",
+            flush=True,
+        )
 
 
 def main() -> None:

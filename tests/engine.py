@@ -183,9 +183,14 @@ class Engine:
         return new
 
     def admitted(
-        self, new: int, tokens: Sequence[int], *, salt: object = None, adapter_id: object = None,
+        self,
+        new: int,
+        tokens: Sequence[int],
+        *,
+        salt: object = None,
+        adapter_id: object = None,
         extra_ids: Sequence[int] | None = None,
-    ) -> Request:  # fmt: skip
+    ) -> Request:
         """Check what an admission reused, then compute the rest of the prompt."""
         items = list(zip(map(int, tokens), map(int, extra_ids or [0] * len(tokens)), strict=True))
         namespace = (salt, adapter_id)

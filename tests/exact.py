@@ -15,10 +15,19 @@ from typing import Any
 
 # Behind these, or at the next one in the calling function, the interpreter looks for signals.
 LOOKS = {
-    "RESUME", "CALL", "CALL_KW", "CALL_FUNCTION_EX", "JUMP_BACKWARD", "POP_JUMP_BACKWARD_IF_TRUE",
-    "POP_JUMP_BACKWARD_IF_FALSE", "POP_JUMP_BACKWARD_IF_NONE", "POP_JUMP_BACKWARD_IF_NOT_NONE", "BEFORE_WITH",
-    "YIELD_VALUE", "RETURN_VALUE",
-}  # fmt: skip
+    "RESUME",
+    "CALL",
+    "CALL_KW",
+    "CALL_FUNCTION_EX",
+    "JUMP_BACKWARD",
+    "POP_JUMP_BACKWARD_IF_TRUE",
+    "POP_JUMP_BACKWARD_IF_FALSE",
+    "POP_JUMP_BACKWARD_IF_NONE",
+    "POP_JUMP_BACKWARD_IF_NOT_NONE",
+    "BEFORE_WITH",
+    "YIELD_VALUE",
+    "RETURN_VALUE",
+}
 TESTS = str(Path(__file__).parent)
 
 

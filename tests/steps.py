@@ -24,9 +24,14 @@ def arrays(
 ) -> StepTables:
     """Arrays of these sizes full of garbage; ``put`` brings them to where they are wanted."""
     shapes = {
-        "slot_mapping": tokens, "seq_lens": sequences, "query_start_loc": sequences + 1, "last_page_len": sequences,
-        "table": (sequences, columns), "indptr": sequences + 1, "indices": blocks,
-    }  # fmt: skip
+        "slot_mapping": tokens,
+        "seq_lens": sequences,
+        "query_start_loc": sequences + 1,
+        "last_page_len": sequences,
+        "table": (sequences, columns),
+        "indptr": sequences + 1,
+        "indices": blocks,
+    }
     dtypes = {"slot_mapping": np.int64}
     return StepTables(**{name: put(np.full(shapes[name], GARBAGE, dtypes.get(name, np.int32))) for name in wanted})
 

@@ -171,7 +171,7 @@ class BlockCopies(OnGpu):
         self.batches = [
             np.stack([ids + ends[0], ids + apart + ends[1], np.ones_like(ids), np.zeros_like(ids)], axis=1)
             for ids in places[: 2 * REPEATS]
-        ]  # fmt: skip
+        ]
         self.large_bytes = min(half * nbytes, CHUNK_BYTES)
         bases = self.tiers.bases
         self.source = bases[direction == ONBOARD]

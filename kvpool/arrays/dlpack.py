@@ -95,9 +95,15 @@ def check_no_stream(stream: Any) -> None:
 
 
 def make_capsule(
-    array: Any, device: tuple[int, int] = (CPU, 0), *, dtype: str = "", writable: bool = True, max_version: Any = None,
-    dl_device: Any = None, copy: bool | None = None,
-) -> Any:  # fmt: skip
+    array: Any,
+    device: tuple[int, int] = (CPU, 0),
+    *,
+    dtype: str = "",
+    writable: bool = True,
+    max_version: Any = None,
+    dl_device: Any = None,
+    copy: bool | None = None,
+) -> Any:
     """Make a capsule for an array of NumPy, or of the package that owns GPU memory. The capsule keeps the array alive.
 
     ``device`` (type, index) is what the capsule says about the memory. ``dtype`` is the name of its element type, if

@@ -48,9 +48,12 @@ def run(options: argparse.Namespace) -> int:
         stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
         with blaming_the_user(ImportError, OSError, TypeError, ValueError, zmq.ZMQError):
             server = StoreServer(
-                open_store(options.store), options.listen, block_bytes=options.block_bytes,
-                secret_file=options.secret_file, connections=options.connections,
-            )  # fmt: skip
+                open_store(options.store),
+                options.listen,
+                block_bytes=options.block_bytes,
+                secret_file=options.secret_file,
+                connections=options.connections,
+            )
             stack.callback(server.close)
             if options.metrics_port is not None:
                 from kvpool.observe.metrics import served

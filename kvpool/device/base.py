@@ -400,9 +400,14 @@ class Device(ABC):
         return None
 
     def host_access(
-        self, *, reads: Any = None, writes: Any = None, loads: Sequence[Array] = (),
-        stores: Sequence[Array] = (), outside: bool = False,
-    ) -> AbstractContextManager[Any]:  # fmt: skip
+        self,
+        *,
+        reads: Any = None,
+        writes: Any = None,
+        loads: Sequence[Array] = (),
+        stores: Sequence[Array] = (),
+        outside: bool = False,
+    ) -> AbstractContextManager[Any]:
         """Declare what the calling thread reads and writes itself while the context is open. Devices that look for
         races check it; for others it does nothing.
 

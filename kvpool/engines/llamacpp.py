@@ -42,10 +42,25 @@ _STEP = 64
 """Tokens between the keys from which those of states are made."""
 _REMEMBERED = 256
 _CONTEXT = (
-    "n_ctx", "n_parallel", "cache_type_k", "cache_type_v", "rope_freq_base", "rope_freq_scale", "rope_scaling_type",
-    "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_ext_factor", "yarn_orig_ctx", "flash_attn_type",
-    "swa_full", "kv_unified", "grp_attn_n", "grp_attn_w", "attention_type",
-)  # fmt: skip
+    "n_ctx",
+    "n_parallel",
+    "cache_type_k",
+    "cache_type_v",
+    "rope_freq_base",
+    "rope_freq_scale",
+    "rope_scaling_type",
+    "yarn_attn_factor",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_ext_factor",
+    "yarn_orig_ctx",
+    "flash_attn_type",
+    "swa_full",
+    "kv_unified",
+    "grp_attn_n",
+    "grp_attn_w",
+    "attention_type",
+)
 """Parameters that a state depends on."""
 Tokens = Int64s
 
@@ -311,9 +326,10 @@ def _identity(params: Any, weights: str | None) -> ModelIdentity:
     return ModelIdentity(
         model=" ".join(files) or "model",
         revision=weights if weights is not None else " ".join(files_digest(file, LLAMACPP.place) for file in files),
-        kv_dtype=f"{params.cache_type_k} {params.cache_type_v}", layout=repr((context, scales)),
+        kv_dtype=f"{params.cache_type_k} {params.cache_type_v}",
+        layout=repr((context, scales)),
         hash_version=f"{FORMAT}, xllamacpp {LLAMACPP.checked_version()}",
-    )  # fmt: skip
+    )
 
 
 def _key_of(tokens: Tokens) -> bytes:

@@ -242,9 +242,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
 
     def _look_up(self, keys: list[ObjectKey], descs: dict[int, MemoryLayoutDesc]) -> Bitmap:
         given = {group: self._layout(desc.shapes, desc.dtypes) for group, desc in descs.items()}
-        layouts = [
-            given[group] if (group := key.object_group_id) in given else self._known(key) for key in keys
-        ]  # fmt: skip
+        layouts = [given[group] if (group := key.object_group_id) in given else self._known(key) for key in keys]
         self._remember(keys, layouts)
         found = [part.chosen(part.blocks.find_hit(part.names)) for part in self._by_size(keys, layouts)]
         return _bitmap(len(keys), itertools.chain(*found))
@@ -256,9 +254,12 @@ class KVPoolL2Adapter(L2AdapterInterface):
         return _bitmap(len(keys), loaded)
 
     def _move(
-        self, call: Callable[[StagedBlocks, list[bytes], Copy], list[bool]], keys: list[ObjectKey],
-        objects: list[MemoryObj], copy: Callable[[MemoryObj, Bytes], None],
-    ) -> list[int]:  # fmt: skip
+        self,
+        call: Callable[[StagedBlocks, list[bytes], Copy], list[bool]],
+        keys: list[ObjectKey],
+        objects: list[MemoryObj],
+        copy: Callable[[MemoryObj, Bytes], None],
+    ) -> list[int]:
         """Save or load objects. Returns the places of those for which that was done."""
         layouts = [self._layout_of(memory) for memory in objects]
         self._remember(keys, layouts)
@@ -317,9 +318,14 @@ class KVPoolL2Adapter(L2AdapterInterface):
                 return None
             try:
                 made = StagedBlocks.open(
-                    LMCACHE, self._options, f"objects-{size}", size,
-                    model="named by each key", elements="named by each key", layout=f"objects of {size} bytes",
-                )  # fmt: skip
+                    LMCACHE,
+                    self._options,
+                    f"objects-{size}",
+                    size,
+                    model="named by each key",
+                    elements="named by each key",
+                    layout=f"objects of {size} bytes",
+                )
             except Exception as error:
                 self._open_again = time.monotonic() + _OPEN_AGAIN_S
                 self._refuse(f"no store could be opened: {type(error).__name__}: {error}"[:1000])

@@ -256,9 +256,14 @@ class PromptCache(Closing):
     """
 
     def __init__(
-        self, models: Any, *, block_tokens: int = 64, kv_bits: int | None = None, kv_group_size: int = 64,
+        self,
+        models: Any,
+        *,
+        block_tokens: int = 64,
+        kv_bits: int | None = None,
+        kv_group_size: int = 64,
         **options: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._models: Models = models if callable(models) and not hasattr(models, "layers") else lambda: [models]
         self._tokens = integer_argument("block_tokens", block_tokens, 1, 1 << 16)
         self._bits = None if kv_bits is None else integer_argument("kv_bits", kv_bits, 1, 16)
@@ -393,9 +398,12 @@ class PromptCache(Closing):
             lasts = bool(self._options.lasting)
             revision = " ".join(files_digest(folder, MLX.place) for folder in folders) if lasts else "of this process"
         return ModelIdentity(
-            model=" ".join(folders) or "model", revision=revision or "of this process", kv_dtype="as MLX has it",
-            layout=layout.text, hash_version=f"{FORMAT}, mlx-lm {self._version}, {mx.default_device().type}",
-        )  # fmt: skip
+            model=" ".join(folders) or "model",
+            revision=revision or "of this process",
+            kv_dtype="as MLX has it",
+            layout=layout.text,
+            hash_version=f"{FORMAT}, mlx-lm {self._version}, {mx.default_device().type}",
+        )
 
     def _drop(self) -> None:
         for shelf in self._shelves:
@@ -450,9 +458,10 @@ def _array_of(data: Bytes, dtype: mx.Dtype, shape: tuple[int, ...]) -> mx.array:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run ``mlx_lm.server`` with a ``PromptCache``: ``python -m kvpool.engines.mlx --host-memory 8GiB --model ...``."""
     parser = argparse.ArgumentParser(
-        prog="python -m kvpool.engines.mlx", allow_abbrev=False,
+        prog="python -m kvpool.engines.mlx",
+        allow_abbrev=False,
         description="mlx_lm.server with kvpool's prompt cache. Other options are those of mlx_lm.server.",
-    )  # fmt: skip
+    )
     parser.add_argument("--host-memory", required=True, help="memory for prompts, such as 8GiB")
     parser.add_argument("--store", action="append", default=[], help="such as disk:/var/kv?capacity=100GiB")
     parser.add_argument("--weights", help="what tells the weights from others; for a folder its files do")
@@ -470,10 +479,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def prompt_cache(*_: Any) -> PromptCache:
         arguments = providers[-1].cli_args
         return PromptCache(
-            lambda: [providers[-1].model, providers[-1].draft_model], block_tokens=own.block_tokens,
-            kv_bits=arguments.kv_bits, kv_group_size=arguments.kv_group_size, host_memory=own.host_memory,
-            stores=own.store, weights=own.weights,
-        )  # fmt: skip
+            lambda: [providers[-1].model, providers[-1].draft_model],
+            block_tokens=own.block_tokens,
+            kv_bits=arguments.kv_bits,
+            kv_group_size=arguments.kv_group_size,
+            host_memory=own.host_memory,
+            stores=own.store,
+            weights=own.weights,
+        )
 
     vars(server).update(ModelProvider=provider, LRUPromptCache=prompt_cache)
     sys.argv = ["mlx_lm.server", *rest]

@@ -315,16 +315,30 @@ VLLM = EnginePlugin(
     tested=("0.32.0",),
     place="kv_connector_extra_config",
     options={
-        "host_memory": 0, "policy": "lru", "stores": (), "weights": None, "save": "commit", "load": "always",
-        "load_share": 0.5, "save_share": 0.25, "load_seconds": 2.0, "save_seconds": 60.0, "retry_seconds": 1.0,
+        "host_memory": 0,
+        "policy": "lru",
+        "stores": (),
+        "weights": None,
+        "save": "commit",
+        "load": "always",
+        "load_share": 0.5,
+        "save_share": 0.25,
+        "load_seconds": 2.0,
+        "save_seconds": 60.0,
+        "retry_seconds": 1.0,
     },
     needs=("host_memory",),
     others=(
-        "spec_name", "spec_module_path", "blocks_per_chunk", "block_size", "offload_prompt_only", "canonical_layout",
+        "spec_name",
+        "spec_module_path",
+        "blocks_per_chunk",
+        "block_size",
+        "offload_prompt_only",
+        "canonical_layout",
         "self_describing_kv_events",
     ),
     strict=False,
-)  # fmt: skip
+)
 """vLLM's interface is experimental, and may change with each version."""
 VLLM_TIER = EnginePlugin(
     module="vllm_tier",
@@ -333,12 +347,16 @@ VLLM_TIER = EnginePlugin(
     tested=VLLM.tested,
     place="secondary_tiers",
     options={
-        "stores": (), "weights": None, "find_seconds": 1.0, "load_seconds": 10.0, "save_seconds": 60.0,
+        "stores": (),
+        "weights": None,
+        "find_seconds": 1.0,
+        "load_seconds": 10.0,
+        "save_seconds": 60.0,
         "remember_seconds": 1.0,
     },
     needs=("stores",),
     one_store=True,
-)  # fmt: skip
+)
 
 
 def _staged(package: str, engine: str, tested: str, place: str, *others: str) -> EnginePlugin:
@@ -358,9 +376,16 @@ def _staged(package: str, engine: str, tested: str, place: str, *others: str) ->
 
 
 SGLANG = _staged(
-    "sglang", "SGLang", "0.5.23", "the extra config of the storage backend",
-    "backend_name", "module_path", "class_name", "interface_v1", "allocator",
-)  # fmt: skip
+    "sglang",
+    "SGLang",
+    "0.5.23",
+    "the extra config of the storage backend",
+    "backend_name",
+    "module_path",
+    "class_name",
+    "interface_v1",
+    "allocator",
+)
 LMCACHE = _staged("lmcache", "LMCache", "0.5.6", "adapter_params")
 
 

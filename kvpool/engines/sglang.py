@@ -127,12 +127,15 @@ class KVPoolHiCacheStorage(HiCacheStorage):
         part = f"{name}-{rank}" + (f"-dp{replica}" if replica else "")
         layers = f"layers {getattr(host_pool, 'start_layer', 0)} to {getattr(host_pool, 'end_layer', 'the last')}"
         blocks = StagedBlocks.open(
-            SGLANG, self._options, part, size,
+            SGLANG,
+            self._options,
+            part,
+            size,
             model=self._config.model_name or "unnamed",
             elements=str(page.dtype),
             layout=f"{name}, {rank}, {host_pool.layout}, {host_pool.page_size} tokens, {size} bytes a page, {layers}",
             **self._ranks,
-        )  # fmt: skip
+        )
         self._pools[name] = _Pool(host_pool, blocks, page.dtype, _views(host_pool))
 
     def _rank(self, name: str, host_pool: HostKVCache) -> str:
@@ -141,9 +144,11 @@ class KVPoolHiCacheStorage(HiCacheStorage):
         shared = config.is_mla_model and name != PoolName.MAMBA.value and not hasattr(host_pool, "head_num")
         tensor = (0, 1) if shared else (config.tp_rank, config.tp_size)
         parts = {
-            "tp": tensor, "pp": (config.pp_rank, config.pp_size), "cp": (config.attn_cp_rank, config.attn_cp_size),
+            "tp": tensor,
+            "pp": (config.pp_rank, config.pp_size),
+            "cp": (config.attn_cp_rank, config.attn_cp_size),
             "dcp": (config.dcp_rank, config.dcp_size),
-        }  # fmt: skip
+        }
         return "-".join(f"{kind}{rank}of{size}" for kind, (rank, size) in parts.items())
 
     # -- pages of the pool kv ------------------------------------------------------------------------
@@ -231,8 +236,10 @@ class KVPoolHiCacheStorage(HiCacheStorage):
         does not find them either. Pages that this process saves from now on are found by no other."""
         confirmed = [pool.blocks.clear() for pool in self._pools.values()]
         if not all(confirmed):
-            log.warning("clear: the store has not dropped the old pages yet. If this process ends before it does, the "
-                        "next one finds them, unless its weights have another name")  # fmt: skip
+            log.warning(
+                "clear: the store has not dropped the old pages yet. If this process ends before it does, the "
+                "next one finds them, unless its weights have another name"
+            )
         if self._options.kind in SHARED:
             log.warning(
                 "clear: until it is started again with another name for its weights, this process shares no pages"
@@ -277,9 +284,13 @@ class KVPoolHiCacheStorage(HiCacheStorage):
         return self._move(kind, pool, keys, indices[::size].tolist(), pool.load if kind == _LOADS else pool.save)
 
     def _move(
-        self, kind: str, pool: _Pool | None, keys: Sequence[str], pages: Sequence[Page],
+        self,
+        kind: str,
+        pool: _Pool | None,
+        keys: Sequence[str],
+        pages: Sequence[Page],
         copy: Callable[[Page, Bytes], None],
-    ) -> list[bool]:  # fmt: skip
+    ) -> list[bool]:
         """Load or save pages, one for each key, or none. ``copy(page, row)`` copies one to or from its row."""
         if pool is None or len(pages) != len(keys):
             return [False] * len(keys)
@@ -314,10 +325,12 @@ def _fitting(tensors: Sequence[Any] | None, pool: _Pool | None) -> list[torch.Te
     """The tensors, if each is the bytes of a page on the CPU. None of them otherwise."""
     found = list(tensors or ())
     right = pool is not None and all(
-        isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.is_contiguous()
+        isinstance(tensor, torch.Tensor)
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
         and tensor.nbytes == pool.blocks.block_bytes
         for tensor in found
-    )  # fmt: skip
+    )
     return found if right else []
 
 

@@ -127,8 +127,10 @@ class StagedBlocks:
         """Whether the store is asked, and its figures: ``client.suspended``, ``client.queue.stats()``."""
         self.block_bytes = size
         self.seconds = {
-            jobs.FIND: options.find_seconds, jobs.LOAD: options.load_seconds, jobs.SAVE: options.save_seconds,
-        }  # fmt: skip
+            jobs.FIND: options.find_seconds,
+            jobs.LOAD: options.load_seconds,
+            jobs.SAVE: options.save_seconds,
+        }
         """How long a call may take, by kind. It may be changed."""
         policy = LoadOrCompute(1 / options.compute_seconds, size, 1) if weighs else None
         self._hits = None if policy is None else _Hits(policy, size, options.load_seconds)
@@ -141,9 +143,17 @@ class StagedBlocks:
 
     @classmethod
     def open(
-        cls, plugin: EnginePlugin, options: EngineOptions, part: str, block_bytes: int, *, model: str, elements: str,
-        layout: str, **names: object,
-    ) -> StagedBlocks:  # fmt: skip
+        cls,
+        plugin: EnginePlugin,
+        options: EngineOptions,
+        part: str,
+        block_bytes: int,
+        *,
+        model: str,
+        elements: str,
+        layout: str,
+        **names: object,
+    ) -> StagedBlocks:
         """The blocks of one part of an engine's KV, in the store that the options have for it. ``elements`` is the type
         of the elements by the engine's word; ``names`` are for ``open_store``. Raises what that and the constructor
         raise."""

@@ -143,9 +143,12 @@ class Transfers:
     """
 
     def __init__(
-        self, copies: HostCopies, host_blocks: int, blocks_per_host_block: int,
+        self,
+        copies: HostCopies,
+        host_blocks: int,
+        blocks_per_host_block: int,
         groups: Sequence[Sequence[Piece]] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._copies = copies
         numbers = itertools.count()
         # The caches of each group, and those that this worker stores.

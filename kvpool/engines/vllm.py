@@ -93,8 +93,10 @@ class Deployment(NamedTuple):
         """Raises ValueError where vLLM computes other tokens behind a prefix that was loaded."""
         latent, cached = self.config.model_config.use_mla, self.config.cache_config.enable_prefix_caching
         if latent and not cached and current_platform.is_cpu():
-            raise ValueError("latent attention on this CPU: vLLM switches prefix caching off, since it computes other "
-                             "tokens behind a prefix. Supported are GPUs, and CPUs with AMX")  # fmt: skip
+            raise ValueError(
+                "latent attention on this CPU: vLLM switches prefix caching off, since it computes other "
+                "tokens behind a prefix. Supported are GPUs, and CPUs with AMX"
+            )
 
     def lasting(self, passing: kvpool.ModelIdentity, weights: str | None) -> kvpool.ModelIdentity:
         """The identity of the KV in stores. Raises ValueError if nothing tells its weights from others."""
@@ -496,10 +498,16 @@ def layers_of(kv_caches: base.CanonicalKVCaches, canonical: bool) -> list[list[L
                 "canonical_layout=True in kv_connector_extra_config: vLLM does not certify the layout of all layers"
             )
         runs = tuple(
-            Run(one.local_offset, one.canonical_offset, one.fragment_size, one.num_fragments, one.local_stride,
-                one.canonical_stride)
+            Run(
+                one.local_offset,
+                one.canonical_offset,
+                one.fragment_size,
+                one.num_fragments,
+                one.local_stride,
+                one.canonical_stride,
+            )
             for one in mapping.runs
-        )  # fmt: skip
+        )
         return LayerPages(tensor, mapping.canonical_page_size_bytes, runs, mapping.writer_index == 0)
 
     return [

@@ -362,9 +362,15 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         self._tier = kvpool.HostTier.attach(description)
         policies = prefill.policies or None
         self._keeper = self._front = HostKeeper(
-            self._cache, self._tier, stores, identity=identity, clock=self._clock, policies=policies,
-            spare=prefill.spare, **options.keeping,
-        )  # fmt: skip
+            self._cache,
+            self._tier,
+            stores,
+            identity=identity,
+            clock=self._clock,
+            policies=policies,
+            spare=prefill.spare,
+            **options.keeping,
+        )
         kinds = (text.partition(":")[0] for text in options.stores)
         self._names = [store.name for store in stores]
         self._sources = [_SOURCES.get(kind, CacheHitSource.EXTERNAL_UNSPECIFIED) for kind in kinds]

@@ -58,8 +58,11 @@ class Process:
 
     def after_fork(self) -> None:
         """In a child: replace the locks if one of them is lost."""
-        found = [(part, name, getattr(part, name)) for part, name in ((ref(), name) for ref, name in self._locks)
-                 if part is not None]  # fmt: skip
+        found = [
+            (part, name, getattr(part, name))
+            for part, name in ((ref(), name) for ref, name in self._locks)
+            if part is not None
+        ]
         why = self.lost
         if not why and not all(map(_is_free, (lock for _, _, lock in found))):
             why = f"another thread was in a call of this {self._what} when process {os.getppid()} forked this one"

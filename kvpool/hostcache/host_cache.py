@@ -222,10 +222,17 @@ class HostCache(Closing):
     ABSENT, HERE, PENDING = int(hostcache.ABSENT), int(hostcache.HERE), int(hostcache.WAITING)
 
     def __init__(
-        self, host_blocks: int, block_bytes: int | BlockLayout | list[BlockLayout], *, identity: ModelIdentity,
-        secret: bytes | None = None, event_capacity: int = 0, clock: Callable[[], int] | None = None,
-        policy: str = "lru", history: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        host_blocks: int,
+        block_bytes: int | BlockLayout | list[BlockLayout],
+        *,
+        identity: ModelIdentity,
+        secret: bytes | None = None,
+        event_capacity: int = 0,
+        clock: Callable[[], int] | None = None,
+        policy: str = "lru",
+        history: int = 0,
+    ) -> None:
         self.policy = choice_argument("policy", policy, POLICIES)
         self.host_blocks = integer_argument("host_blocks", host_blocks, 1, BLOCKS_MAX)
         self.block_bytes, self.identity = block_bytes_argument(block_bytes), identity_argument(identity)
@@ -532,13 +539,27 @@ class HostCache(Closing):
         free = usage.empty + usage.evictable
         evicted = histograms[records.HOST_LIFETIME]
         return HostCacheStats(
-            self.host_blocks, free, self.host_blocks - free, usage.evictable, usage.empty, usage.pinned, usage.pending,
+            self.host_blocks,
+            free,
+            self.host_blocks - free,
+            usage.evictable,
+            usage.empty,
+            usage.pinned,
+            usage.pending,
             len(leases),
-            max([0, *(now - lease.since for lease in leases)]), counters["missed_blocks"], counters["offloaded_blocks"],
-            counters["lost_blocks"], counters["reused_host_blocks"], evicted.count, counters["forgotten_host_blocks"],
-            counters["expired_blocks"], counters["events_dropped"], evicted, histograms[records.HOST_IDLE],
+            max([0, *(now - lease.since for lease in leases)]),
+            counters["missed_blocks"],
+            counters["offloaded_blocks"],
+            counters["lost_blocks"],
+            counters["reused_host_blocks"],
+            evicted.count,
+            counters["forgotten_host_blocks"],
+            counters["expired_blocks"],
+            counters["events_dropped"],
+            evicted,
+            histograms[records.HOST_IDLE],
             histograms[records.REUSE_GAP],
-        )  # fmt: skip
+        )
 
     def verify(self) -> None:
         """Check every invariant of the state. Raises IntegrityError, which names the one that does not hold. Slow."""

@@ -100,19 +100,28 @@ class HostCopies(Closing):
     """
 
     def __init__(
-        self, tier: HostTier, caches: PagedKV | Sequence[PagedKV], *, blocks_per_host_block: int = 1,
-        first_byte: int = 0, places: Sequence[HostPlace | None] = (), device: str | Device = "auto",
-    ) -> None:  # fmt: skip
+        self,
+        tier: HostTier,
+        caches: PagedKV | Sequence[PagedKV],
+        *,
+        blocks_per_host_block: int = 1,
+        first_byte: int = 0,
+        places: Sequence[HostPlace | None] = (),
+        device: str | Device = "auto",
+    ) -> None:
         if not isinstance(tier, HostTier):
             raise TypeError(f"tier={tier!r:.80}: accepted is a HostTier")
         self.blocks_per_host_block = integer_argument("blocks_per_host_block", blocks_per_host_block, 1, 1 << 20)
         self.first_byte = integer_argument("first_byte", first_byte, 0, tier.block_bytes - 1)
         found = _caches(caches)
         own = _places(places, found)
-        self.tier, self._groups = tier, [
-            Pages(one, self.blocks_per_host_block, self.first_byte, place)
-            for one, place in zip(found, own, strict=True)
-        ]  # fmt: skip
+        self.tier, self._groups = (
+            tier,
+            [
+                Pages(one, self.blocks_per_host_block, self.first_byte, place)
+                for one, place in zip(found, own, strict=True)
+            ],
+        )
         self.group_bytes = tuple(pages.nbytes for pages in self._groups)
         _check_room(self._groups, tier)
         _check_apart(self._groups, tier)
@@ -135,9 +144,16 @@ class HostCopies(Closing):
             raise
 
     def copy_in(
-        self, blocks: object, host_blocks: object, *, skip_prefix_n_tokens: int = 0, n_tokens: int | None = None,
-        stream: object = None, group: int = 0, layer_parts: int = 1,
-    ) -> HostCopy:  # fmt: skip
+        self,
+        blocks: object,
+        host_blocks: object,
+        *,
+        skip_prefix_n_tokens: int = 0,
+        n_tokens: int | None = None,
+        stream: object = None,
+        group: int = 0,
+        layer_parts: int = 1,
+    ) -> HostCopy:
         """Copy KV of the engine's blocks into host blocks.
 
         Parameters
@@ -169,16 +185,30 @@ class HostCopies(Closing):
         return self._copy(True, blocks, host_blocks, skip_prefix_n_tokens, n_tokens, stream, group, layer_parts)
 
     def copy_out(
-        self, blocks: object, host_blocks: object, *, skip_prefix_n_tokens: int = 0, n_tokens: int | None = None,
-        stream: object = None, group: int = 0, layer_parts: int = 1,
-    ) -> HostCopy:  # fmt: skip
+        self,
+        blocks: object,
+        host_blocks: object,
+        *,
+        skip_prefix_n_tokens: int = 0,
+        n_tokens: int | None = None,
+        stream: object = None,
+        group: int = 0,
+        layer_parts: int = 1,
+    ) -> HostCopy:
         """Copy KV of host blocks into the engine's blocks. Everything else is as in ``copy_in``."""
         return self._copy(False, blocks, host_blocks, skip_prefix_n_tokens, n_tokens, stream, group, layer_parts)
 
     def _copy(
-        self, into_host: bool, blocks: object, host_blocks: object, skip: object, n_tokens: object, stream: object,
-        group: object, layer_parts: object,
-    ) -> HostCopy:  # fmt: skip
+        self,
+        into_host: bool,
+        blocks: object,
+        host_blocks: object,
+        skip: object,
+        n_tokens: object,
+        stream: object,
+        group: object,
+        layer_parts: object,
+    ) -> HostCopy:
         pages = self._groups[integer_argument("group", group, 0, len(self._groups) - 1)]
         if not into_host and not pages.cache.writable:
             raise ValueError("caches: this one must not be written")

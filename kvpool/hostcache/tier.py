@@ -151,9 +151,13 @@ class HostTier(Closing):
     """
 
     def __init__(
-        self, host_blocks: int, block_bytes: int | BlockLayout | list[BlockLayout], *, identity: ModelIdentity,
+        self,
+        host_blocks: int,
+        block_bytes: int | BlockLayout | list[BlockLayout],
+        *,
+        identity: ModelIdentity,
         memory: object = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.host_blocks = integer_argument("host_blocks", host_blocks, 1, BLOCKS_MAX)
         self.block_bytes, self.identity = block_bytes_argument(block_bytes), identity_argument(identity)
         nbytes = self.host_blocks * self.block_bytes

@@ -177,9 +177,13 @@ class Bridge(Generic[Block]):
     """
 
     def __init__(
-        self, tier: CacheTier[Block], clients: Sequence[StoreClient], queued_blocks: int, save_seconds: float,
+        self,
+        tier: CacheTier[Block],
+        clients: Sequence[StoreClient],
+        queued_blocks: int,
+        save_seconds: float,
         clock: Callable[[], float],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._tier = tier
         self.clients = clients
         self._clock = clock
@@ -407,9 +411,14 @@ class Loader(Generic[Block]):
     """
 
     def __init__(
-        self, tier: CacheTier[Block], bridge: Bridge[Block], policies: Sequence[LoadPolicy | None], room: int,
-        unread_seconds: float, clock: Callable[[], float],
-    ) -> None:  # fmt: skip
+        self,
+        tier: CacheTier[Block],
+        bridge: Bridge[Block],
+        policies: Sequence[LoadPolicy | None],
+        room: int,
+        unread_seconds: float,
+        clock: Callable[[], float],
+    ) -> None:
         self._tier, self._bridge, self._policies, self._clock = tier, bridge, policies, clock
         self._room, self._unread_seconds = room, unread_seconds
         self._under_way: set[Loading[Block]] = set()
@@ -442,9 +451,14 @@ class Loader(Generic[Block]):
         return LoadAttempt(policy, load, items or max(1, load.blocks), now)
 
     def load(
-        self, number: int, blocks: Sequence[Block], deadline: float, attempt: LoadAttempt | None,
-        done: Callable[[Loading[Block]], None], returned: Callable[[Loading[Block]], None] | None = None,
-    ) -> Loading[Block] | None:  # fmt: skip
+        self,
+        number: int,
+        blocks: Sequence[Block],
+        deadline: float,
+        attempt: LoadAttempt | None,
+        done: Callable[[Loading[Block]], None],
+        returned: Callable[[Loading[Block]], None] | None = None,
+    ) -> Loading[Block] | None:
         """Load the first of these blocks, as many as have rows in the tier; None if there is no row for one. Who is
         told that it is done calls ``enter``, and ``end`` when its blocks are not on their way any more: the rows are
         kept until then. Raises StoreBusy."""

@@ -235,9 +235,10 @@ class HostCacheTier:
             order = np.array([place for run in reversed(runs) for place in run])
             keys = tuple(map(keys.__getitem__, order.tolist()))
         places, lease = pin_those_here(
-            len(keys), lambda own: self.cache.pin([keys[place] for place in own.tolist()], owner=OWNER),
+            len(keys),
+            lambda own: self.cache.pin([keys[place] for place in own.tolist()], owner=OWNER),
             lambda: self.cache.lookup(keys) == self.cache.HERE,
-        )  # fmt: skip
+        )
         if lease is None:
             yield rows
             return
@@ -288,9 +289,15 @@ class HostLoads:
     """
 
     def __init__(
-        self, tier: HostCacheTier, bridge: Bridge[bytes], loader: Loader[bytes], seconds: float, retry_seconds: float,
-        clock: Callable[[], float], spare: Callable[[], float],
-    ) -> None:  # fmt: skip
+        self,
+        tier: HostCacheTier,
+        bridge: Bridge[bytes],
+        loader: Loader[bytes],
+        seconds: float,
+        retry_seconds: float,
+        clock: Callable[[], float],
+        spare: Callable[[], float],
+    ) -> None:
         self._tier, self._bridge, self._loader, self._clock, self._spare = tier, bridge, loader, clock, spare
         self._seconds, self._retry_seconds = seconds, retry_seconds
         # Keys that are looked for, with their deadlines, and what the next ``turn`` is to do for them.
@@ -308,8 +315,10 @@ class HostLoads:
         said = list(map(self._known, keys, found))
         if None in said:
             self._ask(dict.fromkeys(key for key, one in zip(keys, said, strict=True) if one is None), hit)
-        return [one if one is not None else HostCache.PENDING if key in self.searching else HostCache.ABSENT
-                for key, one in zip(keys, said, strict=True)]  # fmt: skip
+        return [
+            one if one is not None else HostCache.PENDING if key in self.searching else HostCache.ABSENT
+            for key, one in zip(keys, said, strict=True)
+        ]
 
     def _known(self, key: bytes, found: int) -> int | None:
         """What is said of a key; None if the stores are to be asked."""

@@ -133,12 +133,23 @@ class HostKeeper(Closing):
     """
 
     def __init__(
-        self, cache: HostCache, tier: HostTier, stores: Sequence[Store], *, identity: ModelIdentity | None = None,
-        save: str = PUBLISH, load_share: float = 0.5, save_share: float = 0.25, load_seconds: float = 2.0,
-        save_seconds: float = 60.0, retry_seconds: float = 1.0, quota: int | None = None,
-        policies: Sequence[LoadPolicy | None] | None = None, spare: Callable[[], float] = float,
+        self,
+        cache: HostCache,
+        tier: HostTier,
+        stores: Sequence[Store],
+        *,
+        identity: ModelIdentity | None = None,
+        save: str = PUBLISH,
+        load_share: float = 0.5,
+        save_share: float = 0.25,
+        load_seconds: float = 2.0,
+        save_seconds: float = 60.0,
+        retry_seconds: float = 1.0,
+        quota: int | None = None,
+        policies: Sequence[LoadPolicy | None] | None = None,
+        spare: Callable[[], float] = float,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if not isinstance(cache, HostCache) or not isinstance(tier, HostTier):
             raise TypeError(f"cache={cache!r:.80}, tier={tier!r:.80}: accepted are a HostCache and its HostTier")
         if tier.fingerprint != cache.fingerprint:
@@ -320,12 +331,22 @@ class HostKeeper(Closing):
             unsaved[reason] += count
         missed = {reason: count for reason, count in dict(loads.missed).items() if count}
         return HostKeeperStats(
-            loads.asked, loads.loaded, missed, bridge.saved_blocks, dict(unsaved), len(loads.searching),
-            len(coming), sum(loading.over for loading in coming.values()), self._tier.pinned, bridge.waiting,
+            loads.asked,
+            loads.loaded,
+            missed,
+            bridge.saved_blocks,
+            dict(unsaved),
+            len(loads.searching),
+            len(coming),
+            sum(loading.over for loading in coming.values()),
+            self._tier.pinned,
+            bridge.waiting,
             tuple(client.name for client in self._clients if client.suspended),
-            tuple(client.queue.stats() for client in self._clients), dict(dropped),
-            {client.name: client.health.stats() for client in self._clients}, loads.refused,
-        )  # fmt: skip
+            tuple(client.queue.stats() for client in self._clients),
+            dict(dropped),
+            {client.name: client.health.stats() for client in self._clients},
+            loads.refused,
+        )
 
     def drain(self, timeout: float) -> bool:
         """Wait until nothing is under way or waits, at most ``timeout`` seconds. Returns whether that is so."""

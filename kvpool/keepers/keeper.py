@@ -133,12 +133,23 @@ class Keeper(Closing):
     """
 
     def __init__(
-        self, pool: KVCacheManager, stores: Sequence[Store], *, identity: ModelIdentity, save: str = "commit",
-        quotas: Mapping[Namespace, int] | None = None, deadline_ms: int = 2000, staging_blocks: int = 64,
-        promotion_blocks: int | None = None, queued_blocks: int = 4096,
-        prefill_tokens_per_s: float | None = None, failures: int = 3, probe_seconds: float = 5.0,
-        interval_ms: int = 5, clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+        self,
+        pool: KVCacheManager,
+        stores: Sequence[Store],
+        *,
+        identity: ModelIdentity,
+        save: str = "commit",
+        quotas: Mapping[Namespace, int] | None = None,
+        deadline_ms: int = 2000,
+        staging_blocks: int = 64,
+        promotion_blocks: int | None = None,
+        queued_blocks: int = 4096,
+        prefill_tokens_per_s: float | None = None,
+        failures: int = 3,
+        probe_seconds: float = 5.0,
+        interval_ms: int = 5,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         host_blocks = _host_blocks(pool)
         identity, chosen = identity_argument(identity), _stores_argument(stores)
         _check_secret(pool, chosen)
@@ -173,10 +184,11 @@ class Keeper(Closing):
         save_seconds = SAVE_DEADLINES * self._deadline
         self._bridge = Bridge[Content](self._tier, self._clients, queued, save_seconds, clock)
         policies = [
-            None if prefill_tokens_per_s is None
+            None
+            if prefill_tokens_per_s is None
             else LoadOrCompute(prefill_tokens_per_s, kinds * client.queue.block_bytes, pool.tokens_per_block)
             for client in self._clients
-        ]  # fmt: skip
+        ]
         self._loader = Loader(self._tier, self._bridge, policies, promotions, UNUSED_SECONDS, clock)
         self._prefetches = Prefetches(pool, self._tier, self._bridge, self._loader, clock)
         self._orders: deque[Callable[[], None]] = deque()
@@ -332,12 +344,20 @@ class Keeper(Closing):
         for (name, reason), count in bridge.not_saved(self._unsaved.lost).items():
             dropped[name, "queue_full" if reason in ("busy", "crowded") else reason] += count
         return KeeperStats(
-            bridge.saved_blocks, tier.saved_bytes, tier.loaded_blocks, tier.loaded_bytes, prefetches.found_blocks,
-            dict(dropped), dict(prefetches.ended), self._stored.dropped + self._unsaved.missed, bridge.waiting,
-            len(self._loader.unread), prefetches.under_way,
+            bridge.saved_blocks,
+            tier.saved_bytes,
+            tier.loaded_blocks,
+            tier.loaded_bytes,
+            prefetches.found_blocks,
+            dict(dropped),
+            dict(prefetches.ended),
+            self._stored.dropped + self._unsaved.missed,
+            bridge.waiting,
+            len(self._loader.unread),
+            prefetches.under_way,
             {client.name: client.queue.stats() for client in self._clients},
             {client.name: client.health.stats() for client in self._clients},
-        )  # fmt: skip
+        )
 
     def close(self, timeout: float = 10.0) -> bool:
         """Give up what waits, and close the stores. Call ``drain`` before to have everything saved.
@@ -456,9 +476,10 @@ class Keeper(Closing):
         self._check_clears(TAG_BYTES, "drop a namespace")
         count, name = self._pool.forget(namespace=namespace), namespace_bytes(namespace)
         return self._forgotten(
-            count, lambda content: content.whose == namespace,
+            count,
+            lambda content: content.whose == namespace,
             lambda client: client.queue.clear(client.secret.tag(name)),
-        )  # fmt: skip
+        )
 
     def _forget_all(self, force: bool) -> Forgotten:
         self._check_clears(MODEL_BYTES, "be cleared")

@@ -156,10 +156,20 @@ class PoolTier:
         # Blocks of another layout, or of layers that see other tokens, have other names.
         self._kinds = [
             blake2b(
-                ascii((group.index, group.kind, group.window, group.sinks, pool.tokens_per_block,
-                       [layout.fingerprint for layout in group.layouts])).encode(), digest_size=16,
-            ).digest() for group in pool.groups
-        ]  # fmt: skip
+                ascii(
+                    (
+                        group.index,
+                        group.kind,
+                        group.window,
+                        group.sinks,
+                        pool.tokens_per_block,
+                        [layout.fingerprint for layout in group.layouts],
+                    )
+                ).encode(),
+                digest_size=16,
+            ).digest()
+            for group in pool.groups
+        ]
 
     def name(self, content: Content) -> bytes:
         """What stores make their keys of."""

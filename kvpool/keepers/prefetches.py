@@ -105,9 +105,13 @@ class Prefetches:
     """The prefetches of a keeper. The keeper's thread owns it."""
 
     def __init__(
-        self, pool: KVCacheManager, tier: PoolTier, bridge: Bridge[Content], loader: Loader[Content],
+        self,
+        pool: KVCacheManager,
+        tier: PoolTier,
+        bridge: Bridge[Content],
+        loader: Loader[Content],
         clock: Callable[[], float],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._pool, self._tier, self._bridge, self._loader, self._clock = pool, tier, bridge, loader, clock
         self._fetches: list[_Fetch] = []
         self.ended: Counter[str] = Counter()

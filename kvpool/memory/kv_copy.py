@@ -32,9 +32,15 @@ class Stagings(tuple[Any, ...]):
 
 
 def gather_kv(
-    cache: PagedKV, slot_mapping: Any, out: Any, *, skip_prefix_n_tokens: int = 0, stream: Any = None,
-    thread_blocks: int | None = None, launcher: Launcher | None = None,
-) -> None:  # fmt: skip
+    cache: PagedKV,
+    slot_mapping: Any,
+    out: Any,
+    *,
+    skip_prefix_n_tokens: int = 0,
+    stream: Any = None,
+    thread_blocks: int | None = None,
+    launcher: Launcher | None = None,
+) -> None:
     """Copy tokens out of a paged cache into ``out``.
 
     Parameters
@@ -78,9 +84,15 @@ def gather_kv(
 
 
 def scatter_kv(
-    cache: PagedKV, slot_mapping: Any, source: Any, *, skip_prefix_n_tokens: int = 0, stream: Any = None,
-    thread_blocks: int | None = None, launcher: Launcher | None = None,
-) -> None:  # fmt: skip
+    cache: PagedKV,
+    slot_mapping: Any,
+    source: Any,
+    *,
+    skip_prefix_n_tokens: int = 0,
+    stream: Any = None,
+    thread_blocks: int | None = None,
+    launcher: Launcher | None = None,
+) -> None:
     """Copy tokens from ``source`` into a paged cache. Everything else is as in ``gather_kv``."""
     _copy(cache, slot_mapping, "source", source, skip_prefix_n_tokens, stream, thread_blocks, launcher)
 

@@ -79,9 +79,15 @@ class MemoryPools:
     """
 
     def __init__(
-        self, device: Device, layout: Any, device_blocks: Any, host_blocks: Any = 0, device_memory: Any = None,
-        host_memory: Any = None, shared: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        device: Device,
+        layout: Any,
+        device_blocks: Any,
+        host_blocks: Any = 0,
+        device_memory: Any = None,
+        host_memory: Any = None,
+        shared: bool = False,
+    ) -> None:
         self.device, self.shared = device, shared
         self.layouts: Layouts = tuple(map(_each, _each(layout)))
         counts = [_each(device_blocks), _each(host_blocks)]

@@ -80,9 +80,15 @@ class BlockTables:
         return out
 
     def step_tables(
-        self, ids: Ids, first: Ids | None = None, counts: Ids | None = None, *, out: StepTables | None = None,
-        stream: StreamLike = None, group: int | None = None,
-    ) -> StepTables:  # fmt: skip
+        self,
+        ids: Ids,
+        first: Ids | None = None,
+        counts: Ids | None = None,
+        *,
+        out: StepTables | None = None,
+        stream: StreamLike = None,
+        group: int | None = None,
+    ) -> StepTables:
         """The tables that attention kernels need for a step, on the host. In the step, each sequence computes
         ``counts[i]`` tokens from ``first[i]`` on.
 
@@ -111,9 +117,17 @@ class BlockTables:
         return step.written
 
     def copy_batch_block_offsets(
-        self, target: object, ids: Ids, *, rows: Ids | None = None, max_blocks: int | None = None, scale: Ids = 1,
-        v_offset: Ids | None = None, stream: StreamLike = None, group: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        target: object,
+        ids: Ids,
+        *,
+        rows: Ids | None = None,
+        max_blocks: int | None = None,
+        scale: Ids = 1,
+        v_offset: Ids | None = None,
+        stream: StreamLike = None,
+        group: int | None = None,
+    ) -> None:
         """Write the block tables of sequences, as they are now, into ``target`` on ``stream``.
 
         ``target``: int32[rows, columns] that the device can write; each row is without gaps, of any length. If
@@ -151,9 +165,15 @@ class BlockTables:
         return core.decide(stream, write_dense, which, g, over.rows, over.planes, *place, ids=which) == 0
 
     def _dense(
-        self, table: Table, count: int, rows: Ids | None, max_blocks: int | None, scale: Ids, v_offset: Ids | None,
+        self,
+        table: Table,
+        count: int,
+        rows: Ids | None,
+        max_blocks: int | None,
+        scale: Ids,
+        v_offset: Ids | None,
         group: int | None,
-    ) -> tuple[DenseHandOver, int]:  # fmt: skip
+    ) -> tuple[DenseHandOver, int]:
         """The hand-over of ``count`` sequences, and the group. Raises TypeError, ValueError."""
         g = self.core.config.group(group)
         planes = planes_argument(table, scale, v_offset, self.core.config.groups[g].device_blocks)
@@ -213,9 +233,17 @@ class BlockTables:
         self._hand_over("copy_step_tables", hand_over, which, stream, g)
 
     def capture_block_offsets(
-        self, target: object, sequences: int, *, rows: Ids | None = None, max_blocks: int | None = None, scale: Ids = 1,
-        v_offset: Ids | None = None, stream: StreamLike, group: int | None = None,
-    ) -> CapturedTables:  # fmt: skip
+        self,
+        target: object,
+        sequences: int,
+        *,
+        rows: Ids | None = None,
+        max_blocks: int | None = None,
+        scale: Ids = 1,
+        v_offset: Ids | None = None,
+        stream: StreamLike,
+        group: int | None = None,
+    ) -> CapturedTables:
         """Have a CUDA graph hand over block tables of up to ``sequences`` sequences: each replay writes those that were
         staged last. Before the first ``stage`` of what this returns, there are none.
 
@@ -359,9 +387,15 @@ class CapturedTables(Closing):
 
 
 def _stage(
-    heads: Rows, which: Rows, core: Core, staging: Staging, hand_over: HandOver, buffer: Buffer, stream: Stream | None,
+    heads: Rows,
+    which: Rows,
+    core: Core,
+    staging: Staging,
+    hand_over: HandOver,
+    buffer: Buffer,
+    stream: Stream | None,
     g: int,
-) -> int:  # fmt: skip
+) -> int:
     """Snapshot the tables. Returns whether the buffer was large enough. The caller holds the state lock."""
     order = core.transfer.order
     with core.device.host_access(stores=[buffer.array]):

@@ -278,11 +278,27 @@ class PoolConfig:
 
     @classmethod
     def of(
-        cls, layout: object, groups: object, tokens_per_block: object, window: object, sinks: object, device_blocks:
-        object, host_blocks: object, *, max_sequences: object, max_sequence_tokens: object, partial_reuse: object,
-        offload_min_priority: object, offload_min_reuse: object, secret: object, event_capacity: object, policy: object,
-        staging_depth: object, clock: object, history_bytes: object,
-    ) -> PoolConfig:  # fmt: skip
+        cls,
+        layout: object,
+        groups: object,
+        tokens_per_block: object,
+        window: object,
+        sinks: object,
+        device_blocks: object,
+        host_blocks: object,
+        *,
+        max_sequences: object,
+        max_sequence_tokens: object,
+        partial_reuse: object,
+        offload_min_priority: object,
+        offload_min_reuse: object,
+        secret: object,
+        event_capacity: object,
+        policy: object,
+        staging_depth: object,
+        clock: object,
+        history_bytes: object,
+    ) -> PoolConfig:
         """Check the arguments that ``KVCacheManager`` has by these names. Raises TypeError or ValueError; the message
         names the argument."""
         found, width = _pool_groups(layout, groups, tokens_per_block, window, sinks, device_blocks, host_blocks)
@@ -328,11 +344,15 @@ class PoolConfig:
         """The sizes and rules of each group, as its state needs them."""
         return [
             GroupSizes(
-                group.device_blocks, group.host_blocks, group.window or 0, group.sinks, KINDS.index(group.kind),
+                group.device_blocks,
+                group.host_blocks,
+                group.window or 0,
+                group.sinks,
+                KINDS.index(group.kind),
                 (group.snapshot_tokens or 0) // self.tokens_per_block,
             )
             for group in self.groups
-        ]  # fmt: skip
+        ]
 
 
 def _pool_groups(

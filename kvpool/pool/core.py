@@ -28,7 +28,7 @@ from kvpool.errors import (
     OutOfSequences,
     PoolClosed,
     UnknownSequence,
-)  # fmt: skip
+)
 from kvpool.memory.pools import MemoryPools
 from kvpool.pool import events as kv_events
 from kvpool.pool.config import PoolConfig

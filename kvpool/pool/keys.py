@@ -58,9 +58,17 @@ class BlockKeys:
     __iter__ = None
 
     def __new__(
-        cls, tokens: object, keys: object, salt: bytes | str | None, adapter_id: int | str | None, extra_ids: object,
-        root: tuple[int, int, int], origin: tuple[str, int], reuse: bool = True, publish: bool = True,
-    ) -> BlockKeys:  # fmt: skip
+        cls,
+        tokens: object,
+        keys: object,
+        salt: bytes | str | None,
+        adapter_id: int | str | None,
+        extra_ids: object,
+        root: tuple[int, int, int],
+        origin: tuple[str, int],
+        reuse: bool = True,
+        publish: bool = True,
+    ) -> BlockKeys:
         """Of what a copy or a pickle brings. Copies the arrays. Raises TypeError or ValueError for what no pool has
         made."""
         # An ``__init__`` could be called again, while jitted code reads the arrays that it replaces.

@@ -98,7 +98,7 @@ class Leases:
 
     def pin(
         self, keys: Ids | None, ids: Ids | None, tier: int, owner: str, stream: StreamLike, group: int | None = None
-    ) -> Lease:  # fmt: skip
+    ) -> Lease:
         """A lease of the blocks of keys int64[n, 2], or of blocks by id. Raises BlockNotFound if one cannot be
         pinned."""
         owner, core = text_argument("owner", owner), self.core

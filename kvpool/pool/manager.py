@@ -34,7 +34,7 @@ from kvpool.entry.arguments import (
     text_argument,
     token_array,
     ttl_argument,
-)  # fmt: skip
+)
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.entry.process import Closing
 from kvpool.errors import BlockNotFound, DeviceError, IntegrityError, KVPoolError, OutOfSequences, PoolBusy
@@ -58,7 +58,7 @@ from kvpool.pool.keys import (
     key_rows,
     request_of,
     tier_number,
-)  # fmt: skip
+)
 from kvpool.pool.leases import Lease, Leases
 from kvpool.pool.prompts import Retention
 from kvpool.pool.reservations import Imports, Loadable, Reservation, Reservations, block_buffer
@@ -154,22 +154,52 @@ class KVCacheManager(Hints, BlockTables, Closing):
     """
 
     def __init__(
-        self, layout: BlockLayout | None = None, *, device_blocks: int | Integers, host_blocks: int | Integers = 0,
-        groups: Sequence[LayerGroup] | None = None, tokens_per_block: int | None = None, device: str | Device = "auto",
+        self,
+        layout: BlockLayout | None = None,
+        *,
+        device_blocks: int | Integers,
+        host_blocks: int | Integers = 0,
+        groups: Sequence[LayerGroup] | None = None,
+        tokens_per_block: int | None = None,
+        device: str | Device = "auto",
         max_sequences: int = 256,
-        max_sequence_tokens: int | None = None, partial_reuse: bool = True, offload_min_priority: int = 30,
-        offload_min_reuse: int = 1, secret: bytes | None = None, event_capacity: int = 0, clock: Callable[[], int] |
-        None = None, staging_depth: int = 8, device_memory: object = None, host_memory: object = None, table: object =
-        None, window: int | None = None, sinks: int = 0, shared: bool = False, policy: str = "lru",
+        max_sequence_tokens: int | None = None,
+        partial_reuse: bool = True,
+        offload_min_priority: int = 30,
+        offload_min_reuse: int = 1,
+        secret: bytes | None = None,
+        event_capacity: int = 0,
+        clock: Callable[[], int] | None = None,
+        staging_depth: int = 8,
+        device_memory: object = None,
+        host_memory: object = None,
+        table: object = None,
+        window: int | None = None,
+        sinks: int = 0,
+        shared: bool = False,
+        policy: str = "lru",
         history_bytes: int = 65536,
-    ) -> None:  # fmt: skip
+    ) -> None:
         config = PoolConfig.of(
-            layout, groups, tokens_per_block, window, sinks, device_blocks, host_blocks, max_sequences=max_sequences,
-            max_sequence_tokens=max_sequence_tokens, partial_reuse=partial_reuse,
-            offload_min_priority=offload_min_priority, offload_min_reuse=offload_min_reuse, secret=secret,
-            event_capacity=event_capacity, policy=policy, staging_depth=staging_depth, clock=clock,
+            layout,
+            groups,
+            tokens_per_block,
+            window,
+            sinks,
+            device_blocks,
+            host_blocks,
+            max_sequences=max_sequences,
+            max_sequence_tokens=max_sequence_tokens,
+            partial_reuse=partial_reuse,
+            offload_min_priority=offload_min_priority,
+            offload_min_reuse=offload_min_reuse,
+            secret=secret,
+            event_capacity=event_capacity,
+            policy=policy,
+            staging_depth=staging_depth,
+            clock=clock,
             history_bytes=history_bytes,
-        )  # fmt: skip
+        )
         used, owned = get_device(device), not isinstance(device, Device)
         with ExitStack() as ends:
             if owned:
@@ -236,9 +266,16 @@ class KVCacheManager(Hints, BlockTables, Closing):
         self.core.decide(stream, verbs.rewind, which, each, self.core.now(), ids=which)
 
     def release(
-        self, ids: Ids, *, store: bool = True, stream: StreamLike = None, stop: str | None = None, ends: bool = False,
-        returns_in_ms: int | None = None, session: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        ids: Ids,
+        *,
+        store: bool = True,
+        stream: StreamLike = None,
+        stop: str | None = None,
+        ends: bool = False,
+        returns_in_ms: int | None = None,
+        session: str | None = None,
+    ) -> None:
         """End sequences, and give their blocks back, the last block first.
 
         What was committed stays reusable until it is evicted. With ``store=False``, what these sequences computed is
@@ -462,9 +499,14 @@ class KVCacheManager(Hints, BlockTables, Closing):
             return self._leases.all
 
     def reserve(
-        self, prompt: Prompt, *, owner: str = "", retention: Retention | None = None, stream: StreamLike = None,
+        self,
+        prompt: Prompt,
+        *,
+        owner: str = "",
+        retention: Retention | None = None,
+        stream: StreamLike = None,
         encoder_tokens: int | None = None,
-    ) -> Reservation:  # fmt: skip
+    ) -> Reservation:
         """Take device blocks for the KV of a prompt that a loader, of this process or another, brings from elsewhere.
         Changes the pool.
 
@@ -503,9 +545,14 @@ class KVCacheManager(Hints, BlockTables, Closing):
         return self._reservations.loadable(id_array("ids", ids), stream)
 
     def import_blocks(
-        self, prompt: BlockKeys, data: Sequence[Any], *, first: int = 0, priority: int = records.DEFAULT_PRIORITY,
+        self,
+        prompt: BlockKeys,
+        data: Sequence[Any],
+        *,
+        first: int = 0,
+        priority: int = records.DEFAULT_PRIORITY,
         group: int | None = None,
-    ) -> int:  # fmt: skip
+    ) -> int:
         """Store the KV of full blocks ``first``, ``first + 1``, ... of a prompt on the host, so that the next request
         with it hits.
 

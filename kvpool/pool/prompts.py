@@ -33,7 +33,7 @@ from kvpool.entry.arguments import (
     salt_argument,
     token_array,
     ttl_argument,
-)  # fmt: skip
+)
 from kvpool.entry.interrupt import DeferSignals, Door
 from kvpool.pool.config import Group
 from kvpool.pool.core import BRIEF_TOKENS, Core, refusal
@@ -145,9 +145,15 @@ class Prompts:
     # -- keys ------------------------------------------------------------------------------------
 
     def block_keys(
-        self, tokens: Prompt, *, salt: bytes | str | None = None, adapter_id: int | str | None = None, extra_ids:
-        Integers | None = None, reuse: bool = True, publish: bool = True,
-    ) -> BlockKeys:  # fmt: skip
+        self,
+        tokens: Prompt,
+        *,
+        salt: bytes | str | None = None,
+        adapter_id: int | str | None = None,
+        extra_ids: Integers | None = None,
+        reuse: bool = True,
+        publish: bool = True,
+    ) -> BlockKeys:
         """Hash a prompt once, without a lock. Every call that takes a prompt also takes the result.
 
         ``tokens``: n token ids in any integer buffer or list; or BlockKeys alone, which were copied or unpickled: the
@@ -285,9 +291,14 @@ class Prompts:
         return out, ids
 
     def blocks_needed(
-        self, prompt: Prompt | None = None, *, sequences: Ids | None = None, new_tokens: Ids = 0,
-        group: int | None = None, encoder_tokens: int | None = None,
-    ) -> int:  # fmt: skip
+        self,
+        prompt: Prompt | None = None,
+        *,
+        sequences: Ids | None = None,
+        new_tokens: Ids = 0,
+        group: int | None = None,
+        encoder_tokens: int | None = None,
+    ) -> int:
         """Free device blocks that a step takes: for a prompt and ``new_tokens`` more, or for growing live sequences by
         ``new_tokens``.
 
@@ -361,9 +372,15 @@ class Prompts:
     # -- admission -------------------------------------------------------------------------------
 
     def add_sequence(
-        self, prompt: Prompt, *, retention: Retention | None = None, decode_priority: int = records.DEFAULT_PRIORITY,
-        decode_ttl_ms: int | None = None, stream: StreamLike = None, encoder_tokens: int | None = None,
-    ) -> int:  # fmt: skip
+        self,
+        prompt: Prompt,
+        *,
+        retention: Retention | None = None,
+        decode_priority: int = records.DEFAULT_PRIORITY,
+        decode_ttl_ms: int | None = None,
+        stream: StreamLike = None,
+        encoder_tokens: int | None = None,
+    ) -> int:
         """``add_sequence_batch`` for one prompt; returns the sequence id."""
         ranges = None if retention is None else [retention]
         own = self._arrivals([prompt], ranges, decode_priority, decode_ttl_ms, False, encoder_tokens)
@@ -371,10 +388,17 @@ class Prompts:
             return int(self._admit(door, own, stream)[0][0, records.OUT.id])
 
     def add_sequence_batch(
-        self, prompts: Sequence[Prompt], *, retention: Sequence[Retention | None] | None = None, decode_priority: int =
-        records.DEFAULT_PRIORITY, decode_ttl_ms: int | None = None, stream: StreamLike = None, allow_partial_batch:
-        bool = False, encoder_tokens: Integers | None = None, loads: LayerLoads | None = None,
-    ) -> Admission:  # fmt: skip
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        retention: Sequence[Retention | None] | None = None,
+        decode_priority: int = records.DEFAULT_PRIORITY,
+        decode_ttl_ms: int | None = None,
+        stream: StreamLike = None,
+        allow_partial_batch: bool = False,
+        encoder_tokens: Integers | None = None,
+        loads: LayerLoads | None = None,
+    ) -> Admission:
         """Admit prompts: reuse what is cached on either tier, take blocks for the rest. Changes the pool.
 
         All prompts are matched before anything is taken. So each gets the full blocks that ``match_prefix`` promised
@@ -403,9 +427,14 @@ class Prompts:
         return LayerLoads(self.core, self.core.as_stream(stream), integer_argument("parts", parts, 1, PARTS_MAX))
 
     def _arrivals(
-        self, prompts: object, retention: object, decode_priority: object, decode_ttl_ms: object, allow_partial: object,
+        self,
+        prompts: object,
+        retention: object,
+        decode_priority: object,
+        decode_ttl_ms: object,
+        allow_partial: object,
         encoder_tokens: object,
-    ) -> Arrivals:  # fmt: skip
+    ) -> Arrivals:
         """The arguments of ``add_sequence_batch``, checked. Raises TypeError, ValueError."""
         some = bool_argument("allow_partial_batch", allow_partial)
         keys = self._all_keys(list_argument("prompts", prompts))
@@ -463,9 +492,16 @@ class Prompts:
         return found if kept is None else _spread(found, kept, len(kept) + len(refused)), refused
 
     def _admit_named(
-        self, heads: Rows, rows: Rows, out: Rows, now: int, some: bool, run: Any, keys: list[BlockKeys],
+        self,
+        heads: Rows,
+        rows: Rows,
+        out: Rows,
+        now: int,
+        some: bool,
+        run: Any,
+        keys: list[BlockKeys],
         loads: LayerLoads | None,
-    ) -> int:  # fmt: skip
+    ) -> int:
         """``admit.admit``, which is ``run``. Events will name the namespaces of the prompts."""
         self.core.names.learn(keys)
         admitted = int(run(heads, rows, out, now, some))

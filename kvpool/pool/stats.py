@@ -308,6 +308,12 @@ def requests(core: Core, rows: Int64s) -> RequestStats:
     host = np.max([state.sequences["from_host"][rows] for state in core.states], axis=0)
     partial = own["cached"] % core.config.tokens_per_block
     return RequestStats(
-        own["prompt"].copy(), own["cached"] - partial - host, host, partial, own["length"] - own["prompt"],
-        own["committed"].copy(), own["dropped"].copy(), own["recomputed"].copy(),
-    )  # fmt: skip
+        own["prompt"].copy(),
+        own["cached"] - partial - host,
+        host,
+        partial,
+        own["length"] - own["prompt"],
+        own["committed"].copy(),
+        own["dropped"].copy(),
+        own["recomputed"].copy(),
+    )

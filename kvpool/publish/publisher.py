@@ -232,10 +232,15 @@ class KVEventPublisher(Closing):
         """A copy of the figures. Each is right, but they may be some microseconds apart."""
         replays, sent = self._replays, self._sent
         return replace(
-            self._stats, replays=replays.done, replays_cut=replays.cut, queued_bytes=sent.nbytes + self._unsent,
-            malformed=replays.malformed, replays_displaced=replays.displaced, talkers=self._subscribers.talkers,
+            self._stats,
+            replays=replays.done,
+            replays_cut=replays.cut,
+            queued_bytes=sent.nbytes + self._unsent,
+            malformed=replays.malformed,
+            replays_displaced=replays.displaced,
+            talkers=self._subscribers.talkers,
             connections_refused=self._subscribers.refused + replays.refused,
-        )  # fmt: skip
+        )
 
     def flush(self) -> None:
         """Wait until everything decided before this call is published: at most about ``interval_ms``. Raises PoolClosed

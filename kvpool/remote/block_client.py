@@ -332,10 +332,14 @@ class BlockClient(Closing):
         door = self._keys or ClientSecret(remote_password(self._cache.core.states.secret).encode())
         answer = len(self._sizes) * BLOCKS_MAX // 8 + 1
         link = self._link = Link(
-            self._context, self._endpoint, door, timeout_ms=self._timeout_ms,
+            self._context,
+            self._endpoint,
+            door,
+            timeout_ms=self._timeout_ms,
             # A server that sends more answers than it owes is not read from until the next call.
-            frame_bytes=max(answer, self._blocks * max(self._sizes)), messages=self._messages,
-        )  # fmt: skip
+            frame_bytes=max(answer, self._blocks * max(self._sizes)),
+            messages=self._messages,
+        )
         try:
             received = link.greet(self._hello, Welcome)
         except RemoteError as error:

@@ -129,9 +129,15 @@ class BlockServer(Closing):
     """
 
     def __init__(
-        self, cache: KVCacheManager, endpoint: str = "tcp://127.0.0.1:*", *, transport: ServerTransport | None = None,
-        limits: Limits | None = None, keys: ServerKeys | None = None, stall_ms: int = 5_000,
-    ) -> None:  # fmt: skip
+        self,
+        cache: KVCacheManager,
+        endpoint: str = "tcp://127.0.0.1:*",
+        *,
+        transport: ServerTransport | None = None,
+        limits: Limits | None = None,
+        keys: ServerKeys | None = None,
+        stall_ms: int = 5_000,
+    ) -> None:
         check_endpoint(endpoint, keys)
         stall, own = integer_argument("stall_ms", stall_ms, 0, (1 << 31) - 1), limits or Limits()
         if cache.host_blocks == 0:
@@ -142,9 +148,15 @@ class BlockServer(Closing):
         door = keys or ServerSecret(remote_password(cache.core.states.secret).encode())
         try:
             self._server = self._blocks.server = Server(
-                self._blocks, endpoint, door, connections=own.connections, stall_ms=stall,
-                frame_bytes=KEY_BYTES * BLOCKS_MAX, messages=waiting, answers=waiting,
-            )  # fmt: skip
+                self._blocks,
+                endpoint,
+                door,
+                connections=own.connections,
+                stall_ms=stall,
+                frame_bytes=KEY_BYTES * BLOCKS_MAX,
+                messages=waiting,
+                answers=waiting,
+            )
         except BaseException:
             self._blocks.release()
             raise
@@ -155,9 +167,12 @@ class BlockServer(Closing):
         """A copy of the figures. Each is right, but they may be some microseconds apart."""
         counts = self._server.counts
         return replace(
-            self._blocks.stats, refused=counts.failed, malformed=counts.malformed, dropped=counts.dropped,
+            self._blocks.stats,
+            refused=counts.failed,
+            malformed=counts.malformed,
+            dropped=counts.dropped,
             connections_refused=self._server.connections.refused,
-        )  # fmt: skip
+        )
 
     @property
     def closed(self) -> bool:
@@ -414,8 +429,10 @@ class _HostTier:
             raise
         stats = self.stats
         stats.requests, stats.blocks, stats.missing_blocks = (
-            stats.requests + 1, stats.blocks + count, stats.missing_blocks + len(found) - count
-        )  # fmt: skip
+            stats.requests + 1,
+            stats.blocks + count,
+            stats.missing_blocks + len(found) - count,
+        )
         stats.bytes += nbytes if count else 0
         self._count_transfers()
 

@@ -92,9 +92,15 @@ class Link:
     """
 
     def __init__(
-        self, context: zmq.Context[Any], endpoint: str, door: ClientDoor, *, timeout_ms: int, frame_bytes: int,
+        self,
+        context: zmq.Context[Any],
+        endpoint: str,
+        door: ClientDoor,
+        *,
+        timeout_ms: int,
+        frame_bytes: int,
         messages: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         check_library("kvpool.remote", "remote")
         self._endpoint = endpoint
         self._key = door.wire_key
@@ -156,9 +162,13 @@ class Link:
         return received
 
     def ask(
-        self, message: Message, frames: Sequence[Any], kind: type[Message], stop: Stop = never,
+        self,
+        message: Message,
+        frames: Sequence[Any],
+        kind: type[Message],
+        stop: Stop = never,
         blocks: Sequence[Any] = (),
-    ) -> Received:  # fmt: skip
+    ) -> Received:
         """Send a message and wait for its answer, if no other is under way."""
         self.send(message, frames, blocks)
         received = self.receive((kind,), stop)

@@ -99,9 +99,17 @@ class Server:
     """
 
     def __init__(
-        self, backend: Backend, endpoint: str, door: ServerDoor, *, connections: int, stall_ms: int, frame_bytes: int,
-        messages: int, answers: int,
-    ) -> None:  # fmt: skip
+        self,
+        backend: Backend,
+        endpoint: str,
+        door: ServerDoor,
+        *,
+        connections: int,
+        stall_ms: int,
+        frame_bytes: int,
+        messages: int,
+        answers: int,
+    ) -> None:
         check_library("kvpool.remote", "remote")
         self._backend = backend
         self._door = door
@@ -171,9 +179,13 @@ class Server:
     # -- for the thread ----------------------------------------------------------------------------
 
     def send(
-        self, client: LetIn, message: Message, frames: Sequence[Any] = (), blocks: Sequence[Any] = (),
+        self,
+        client: LetIn,
+        message: Message,
+        frames: Sequence[Any] = (),
+        blocks: Sequence[Any] = (),
         seal: bytes = UNSEALED,
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Queue a message for a client. Returns False, and counts that, if it has gone or has too many unread. Does not
         wait."""
         if not self._send(client.id, client.session.pack(encode(message), frames, blocks, seal)):

@@ -41,9 +41,17 @@ class Fetching(Closing):
     propagate."""
 
     def __init__(
-        self, trace: Trace, layout: BlockLayout, endpoint: str, *, blocks: int, host_blocks: int, secret: bytes,
-        seed: int = 0, progress: Callable[[int], Any] = lambda count: None,
-    ) -> None:  # fmt: skip
+        self,
+        trace: Trace,
+        layout: BlockLayout,
+        endpoint: str,
+        *,
+        blocks: int,
+        host_blocks: int,
+        secret: bytes,
+        seed: int = 0,
+        progress: Callable[[int], Any] = lambda count: None,
+    ) -> None:
         self._trace = trace
         self._layout = layout
         self._blocks = blocks

@@ -68,9 +68,12 @@ class AgentSession:
 
 
 def play(
-    sessions: list[AgentSession], users: int = USERS, pause_max: float = PAUSE_MAX, varies: float = 0.0,
+    sessions: list[AgentSession],
+    users: int = USERS,
+    pause_max: float = PAUSE_MAX,
+    varies: float = 0.0,
     waited: Callable[[], float] = float,
-) -> Iterator[Request]:  # fmt: skip
+) -> Iterator[Request]:
     """Yield the requests in the order in which ``users`` users make them, who wait for each answer.
 
     The sessions come in an order of chance, always the same. A user begins within a minute, waits after each answer as

@@ -159,9 +159,13 @@ class Trace:
 
 
 def read_trace(
-    path: str, *, format: str = "auto", limit: int | None = None, users: int | None = None,
+    path: str,
+    *,
+    format: str = "auto",
+    limit: int | None = None,
+    users: int | None = None,
     pause_max: float | None = None,
-) -> Trace:  # fmt: skip
+) -> Trace:
     """Read a trace, plain or compressed (gzip, xz), from a path or, for ``-``, from standard input.
 
     Parameters
@@ -188,9 +192,13 @@ def read_trace(
 
 
 def stream_trace(
-    path: str, *, format: str = "auto", limit: int | None = None, users: int | None = None,
+    path: str,
+    *,
+    format: str = "auto",
+    limit: int | None = None,
+    users: int | None = None,
     pause_max: float | None = None,
-) -> Iterator[tuple[str, Request]]:  # fmt: skip
+) -> Iterator[tuple[str, Request]]:
     """Yield the format and the request of each line of a trace while it is read. Sessions are all read first, and their
     requests come in the order in which `play` makes them. Arguments and errors are those of `read_trace`."""
     if format != "auto" and format not in FORMATS:

@@ -176,9 +176,14 @@ def buckets(count: int) -> int:
 
 
 def state_bytes(
-    groups: Sequence[GroupSizes], width: int, sequences: int, columns: int, events: int, policy: str = LRU,
+    groups: Sequence[GroupSizes],
+    width: int,
+    sequences: int,
+    columns: int,
+    events: int,
+    policy: str = LRU,
     gone: int = 0,
-) -> int:  # fmt: skip
+) -> int:
     """The bytes of the states of these groups."""
     count = sum(group.device_blocks + group.host_blocks for group in groups)
     rows = len(groups) * sequences * (SEQUENCE.itemsize + 4 + 8 * columns)

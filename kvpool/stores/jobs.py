@@ -51,14 +51,40 @@ class Job:
     """
 
     __slots__ = (
-        "__weakref__", "_calls", "_codes", "_counted", "_hashed", "_keys", "_queue", "_rows", "_settled",
-        "began", "deadline", "dropped", "error", "kind", "lend", "limit", "queued", "renews", "seconds", "tag",
-    )  # fmt: skip
+        "__weakref__",
+        "_calls",
+        "_codes",
+        "_counted",
+        "_hashed",
+        "_keys",
+        "_queue",
+        "_rows",
+        "_settled",
+        "began",
+        "deadline",
+        "dropped",
+        "error",
+        "kind",
+        "lend",
+        "limit",
+        "queued",
+        "renews",
+        "seconds",
+        "tag",
+    )
 
     def __init__(
-        self, queue: StoreQueue, kind: str, keys: Keys, rows: Rows, lend: Lend | None, deadline: float, tag: bytes,
-        limit: int, renews: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        queue: StoreQueue,
+        kind: str,
+        keys: Keys,
+        rows: Rows,
+        lend: Lend | None,
+        deadline: float,
+        tag: bytes,
+        limit: int,
+        renews: bool = False,
+    ) -> None:
         self._queue = queue
         # Nobody else writes these arrays, neither the caller nor the store: what was loaded is checked by them.
         count = 1 if kind == CLEAR else len(keys)

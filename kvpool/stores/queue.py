@@ -146,10 +146,18 @@ class StoreQueue(Closing):
     """
 
     def __init__(
-        self, store: Store, memory: Uint8s, identity: ModelIdentity, *, secret: bytes | None = None,
-        queued_blocks: int = 65_536, piece_bytes: int = 4 << 20, spare: int = 0, report: bool = True,
+        self,
+        store: Store,
+        memory: Uint8s,
+        identity: ModelIdentity,
+        *,
+        secret: bytes | None = None,
+        queued_blocks: int = 65_536,
+        piece_bytes: int = 4 << 20,
+        spare: int = 0,
+        report: bool = True,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         check_library("a store", "stores")
         own = _memory_argument(memory)
         identity = identity_argument(identity)
@@ -236,9 +244,14 @@ class StoreQueue(Closing):
         return self._begin(jobs.LOAD, keys, rows, deadline, tag)
 
     def save(
-        self, keys: Keys, rows: Rows | Lend, *, tag: bytes | None = None, limit: int = NO_LIMIT,
+        self,
+        keys: Keys,
+        rows: Rows | Lend,
+        *,
+        tag: bytes | None = None,
+        limit: int = NO_LIMIT,
         deadline: float = math.inf,
-    ) -> Job:  # fmt: skip
+    ) -> Job:
         """Save rows of the memory, which nobody may change until the job is returned. ``tag``: of a namespace, made by
         ``secret``; None: ``secret.tag(b"")``. ``limit``: as in ``Store.save``.
 
@@ -358,9 +371,16 @@ class StoreQueue(Closing):
         own = self._calls.figures()
         with self._lock:
             return StoreStats(
-                self.name, dict(self._blocks), dict(self._nbytes), dict(self._seconds), self._refused,
-                sum(self._waiting.values()), len(self._running), len(self._drops), own,
-            )  # fmt: skip
+                self.name,
+                dict(self._blocks),
+                dict(self._nbytes),
+                dict(self._seconds),
+                self._refused,
+                sum(self._waiting.values()),
+                len(self._running),
+                len(self._drops),
+                own,
+            )
 
     def close(self, timeout: float = 10.0) -> bool:
         """Give up what is queued, ask calls under way to stop, wait for them, and close the store.
@@ -382,9 +402,16 @@ class StoreQueue(Closing):
     # -- inside --------------------------------------------------------------------------------------
 
     def _begin(
-        self, kind: str, keys: object, rows: object, deadline: float, tag: bytes | None = None, limit: int = 0,
-        lend: Lend | None = None, renews: bool = False,
-    ) -> Job:  # fmt: skip
+        self,
+        kind: str,
+        keys: object,
+        rows: object,
+        deadline: float,
+        tag: bytes | None = None,
+        limit: int = 0,
+        lend: Lend | None = None,
+        renews: bool = False,
+    ) -> Job:
         self._process.check(self)
         own = keys_argument(keys)
         if kind != jobs.CLEAR:

@@ -38,8 +38,9 @@ class BlockNames:
         self.names = _exact_all(names)
         self.contexts = None if contexts is None else _exact_all(contexts)
         if self.contexts is not None and len(self.contexts) != len(self.names):
-            raise ValueError(f"contexts has {len(self.contexts)} elements: accepted is one for each of the "
-                             f"{len(self.names)} names")  # fmt: skip
+            raise ValueError(
+                f"contexts has {len(self.contexts)} elements: accepted is one for each of the {len(self.names)} names"
+            )
 
     def __len__(self) -> int:
         return len(self.names)

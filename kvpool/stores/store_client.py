@@ -80,9 +80,13 @@ class StoreHealth:
     """
 
     def __init__(
-        self, failures: int = 3, probe_seconds: float = 5.0, *, probe_seconds_max: float = 60.0,
+        self,
+        failures: int = 3,
+        probe_seconds: float = 5.0,
+        *,
+        probe_seconds_max: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._most = integer_argument("failures", failures, 1, 1 << 20)
         self._wait = number_argument("probe_seconds", probe_seconds)
         self._wait_max = max(self._wait, number_argument("probe_seconds_max", probe_seconds_max))
@@ -298,10 +302,18 @@ class StoreClient:
     """
 
     def __init__(
-        self, store: Store, memory: Bytes, identity: ModelIdentity, *, health: StoreHealth | None = None,
-        patience: float = PATIENCE_SECONDS, staging: bool = False, spare: int = 0, warns: bool = False,
+        self,
+        store: Store,
+        memory: Bytes,
+        identity: ModelIdentity,
+        *,
+        health: StoreHealth | None = None,
+        patience: float = PATIENCE_SECONDS,
+        staging: bool = False,
+        spare: int = 0,
+        warns: bool = False,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.queue = StoreQueue(store, memory, identity, spare=spare, clock=clock)
         self.health = health or StoreHealth(clock=clock)
         self.name, self.secret, self.memory = self.queue.name, self.queue.secret, self.queue.memory
@@ -337,16 +349,30 @@ class StoreClient:
         return self._follow(lambda: self.queue.find(keys, tag=tag, deadline=deadline), done)
 
     def load(
-        self, keys: Keys, rows: Rows, done: Call | None = None, returned: Call | None = None, *,
-        tag: bytes | None = None, deadline: float = math.inf, hold: bool = False,
-    ) -> Job:  # fmt: skip
+        self,
+        keys: Keys,
+        rows: Rows,
+        done: Call | None = None,
+        returned: Call | None = None,
+        *,
+        tag: bytes | None = None,
+        deadline: float = math.inf,
+        hold: bool = False,
+    ) -> Job:
         """What ``StoreQueue.load`` does. ``hold``: the rows are read until ``release``."""
         return self._follow(lambda: self.queue.load(keys, rows, tag=tag, deadline=deadline), done, returned, hold)
 
     def save(
-        self, keys: Keys, rows: Rows | Lend, done: Call | None = None, returned: Call | None = None, *,
-        tag: bytes | None = None, limit: int = NO_LIMIT, deadline: float = math.inf,
-    ) -> Job:  # fmt: skip
+        self,
+        keys: Keys,
+        rows: Rows | Lend,
+        done: Call | None = None,
+        returned: Call | None = None,
+        *,
+        tag: bytes | None = None,
+        limit: int = NO_LIMIT,
+        deadline: float = math.inf,
+    ) -> Job:
         """What ``StoreQueue.save`` does."""
         begin = self.queue.save
         return self._follow(lambda: begin(keys, rows, tag=tag, limit=limit, deadline=deadline), done, returned)

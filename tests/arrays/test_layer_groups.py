@@ -161,8 +161,10 @@ def test_global_ids_have_all_device_blocks_first() -> None:
     with KVCacheManager(groups=groups, device_blocks=[5, 7, 2], host_blocks=[0, 3, 4], device="cpu") as cache:
         found = cache.groups
     assert [(g.index, g.kind, g.window, g.device_blocks, g.host_blocks) for g in found] == [
-        (0, "attention", None, 5, 0), (1, "attention", 64, 7, 3), (2, "cross", None, 2, 4),
-    ]  # fmt: skip
+        (0, "attention", None, 5, 0),
+        (1, "attention", 64, 7, 3),
+        (2, "cross", None, 2, 4),
+    ]
     assert [g.first_device_block for g in found] == [0, 5, 12]
     assert [g.first_host_block for g in found] == [14, 14, 17]
     assert [g.block_bytes for g in found] == [layout().block_bytes] * 3

@@ -79,8 +79,10 @@ def test_a_pool_in_whose_call_another_thread_was_refuses_a_child(cache: KVCacheM
             lambda: cache.import_blocks(prompt, [bytes(cache.layout.block_bytes)]),
             lambda: cache.copy_batch_block_offsets(np.zeros((1, 8), np.int32), [sequence]),
             lambda: cache.apply([operations.release(sequence)]),
-            cache.stats, cache.verify, lambda: cache.close(force=True),
-        )  # fmt: skip
+            cache.stats,
+            cache.verify,
+            lambda: cache.close(force=True),
+        )
 
     with held(LOCKS[lock](cache)):
         in_child(child)
@@ -159,9 +161,18 @@ def test_a_host_keeper_refuses_a_child_and_keeps_its_parent() -> None:
 
         def child() -> None:
             assert keeper.find(b"a") == index.HERE
-            refuses(lambda: keeper.find(b"no"), lambda: keeper.lookup([b"no"]), lambda: keeper.pin([b"a"]),
-                    lambda: keeper.publish([b"a"]), lambda: keeper.forget([b"a"]), keeper.poll, keeper.clear,
-                    keeper.stats, lambda: keeper.drain(600), keeper.close)  # fmt: skip
+            refuses(
+                lambda: keeper.find(b"no"),
+                lambda: keeper.lookup([b"no"]),
+                lambda: keeper.pin([b"a"]),
+                lambda: keeper.publish([b"a"]),
+                lambda: keeper.forget([b"a"]),
+                keeper.poll,
+                keeper.clear,
+                keeper.stats,
+                lambda: keeper.drain(600),
+                keeper.close,
+            )
             with pytest.raises(ForkedProcess), keeper:
                 pass
             assert index.find(b"a") == index.HERE
@@ -181,10 +192,25 @@ def test_a_child_does_not_wait_for_jobs_and_prefetches_of_its_parent(tmp_path: A
             assert gate.reached.wait(600)
             prefetch = keeper.prefetch([*range(40)])
             key, row, space = queue.secret.opaque(names(1)), np.arange(1), Space(bytes(16), memory())
-            calls = [job.wait, job.cancel, prefetch.wait, queue.stats, other.stats, disk.stats, disk.close,
-                     lambda: queue.find(key), lambda: disk.find(key), lambda: disk.load(key, row, lambda: False),
-                     lambda: disk.forget(key), lambda: disk.open(space), lambda: keeper.prefetch([1]),
-                     lambda: keeper.match_prefix([1]), keeper.stats, keeper.events, keeper.close]  # fmt: skip
+            calls = [
+                job.wait,
+                job.cancel,
+                prefetch.wait,
+                queue.stats,
+                other.stats,
+                disk.stats,
+                disk.close,
+                lambda: queue.find(key),
+                lambda: disk.find(key),
+                lambda: disk.load(key, row, lambda: False),
+                lambda: disk.forget(key),
+                lambda: disk.open(space),
+                lambda: keeper.prefetch([1]),
+                lambda: keeper.match_prefix([1]),
+                keeper.stats,
+                keeper.events,
+                keeper.close,
+            ]
             in_child(lambda: refuses(*calls))
             gate.open()
             assert job.wait(600) and prefetch.wait(600)

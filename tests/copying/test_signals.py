@@ -48,9 +48,15 @@ class Desk:
     def __init__(self, device: str | Device) -> None:
         self.clock = Clock()
         self.cache = KVCacheManager(
-            small_layout(T), device_blocks=P, host_blocks=S, device=device, clock=self.clock, secret=bytes(32),
-            event_capacity=256, max_sequences=16,
-        )  # fmt: skip
+            small_layout(T),
+            device_blocks=P,
+            host_blocks=S,
+            device=device,
+            clock=self.clock,
+            secret=bytes(32),
+            event_capacity=256,
+            max_sequences=16,
+        )
         self.sim = device if isinstance(device, SimDevice) else None
         self.known = self.cache.block_keys(range(2 * T))
         self.fresh = self.cache.block_keys(range(500, 500 + 2 * T + 1))
@@ -80,10 +86,14 @@ class Desk:
         held, rows = state.blocks["word"], state.sequences
         live = rows["live"] != 0
         return (
-            int(live.sum()), len(cache.leases), len(cache.reservations), int((held >> 32).sum()),
-            int((held & 0xFFFFFFFF).sum()), sorted(rows["length"][live].tolist()),
+            int(live.sum()),
+            len(cache.leases),
+            len(cache.reservations),
+            int((held >> 32).sum()),
+            int((held & 0xFFFFFFFF).sum()),
+            sorted(rows["length"][live].tolist()),
             sorted(rows["committed"][live].tolist()),
-        )  # fmt: skip
+        )
 
     def check(self, where: str) -> None:
         """Invariants; no lock is held, nothing is queued or lost."""
@@ -277,9 +287,10 @@ def arrive(*numbers: int) -> None:
 def test_all_signals_that_arrived_are_delivered_though_the_first_one_raises() -> None:
     undone: list[int] = []
     with (
-        handled(), handled(signal.SIGUSR1, second),
+        handled(),
+        handled(signal.SIGUSR1, second),
         handled(signal.SIGUSR2, lambda number, frame: undone.append(number)),
-    ):  # fmt: skip
+    ):
         with pytest.raises((Alarm, Second)) as found, DeferSignals() as signals:
             signals.undo = lambda: undone.append(0)
             arrive(signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)

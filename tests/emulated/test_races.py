@@ -29,7 +29,7 @@ STREAMS = {
     scenario: guard
     for scenario, (guard, _) in RACES.items()
     if guard not in {"reader_waits", "others_batches_too", "ticket_order"}
-}  # fmt: skip
+}
 
 # The stream that is waited for, where the guard is there: held back, it runs when nothing else can, whatever the seed.
 LATE = {

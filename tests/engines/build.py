@@ -33,21 +33,24 @@ class Wheels:
 
 
 VLLM = Wheels(
-    f"vllm-{VERSION}", f"vLLM {VERSION} for CPUs: 400 MB of wheels, 2 GB installed",
+    f"vllm-{VERSION}",
+    f"vLLM {VERSION} for CPUs: 400 MB of wheels, 2 GB installed",
     "import vllm, pytest, uvicorn; from vllm.platforms import current_platform; current_platform.import_kernels(); "
     "import torch; torch.ops._C.silu_and_mul",
     "tests/engines",
-)  # fmt: skip
+)
 PLUGINS = Wheels(
-    "plugins-sglang-0.5.23-lmcache-0.5.6", "SGLang 0.5.23 and LMCache 0.5.6: 650 MB of wheels, 2.4 GB installed",
+    "plugins-sglang-0.5.23-lmcache-0.5.6",
+    "SGLang 0.5.23 and LMCache 0.5.6: 650 MB of wheels, 2.4 GB installed",
     "import torch, cryptography, sglang.srt.mem_cache.hicache_storage, lmcache.v1.distributed.storage_manager, pytest",
     "tests/engines/plugins",
-)  # fmt: skip
+)
 TORCHLESS = Wheels(
-    "torchless", "mlx-lm 0.32.2 and xllamacpp 2026.10.11549 for CPUs: 250 MB of wheels",
+    "torchless",
+    "mlx-lm 0.32.2 and xllamacpp 2026.10.11549 for CPUs: 250 MB of wheels",
     "import mlx.core, mlx_lm, xllamacpp, gguf, numba, cryptography, pytest",
     "tests/engines/torchless",
-)  # fmt: skip
+)
 CACHE = "KVPOOL_ENGINES_CACHE"
 """Environment variable: where environments are made, instead of ``~/.cache/kvpool-engines``."""
 PYTHON = (3, 11)

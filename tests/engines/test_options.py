@@ -81,17 +81,20 @@ def test_host_memory_that_says_nothing_is_refused(given: Any) -> None:
     ("plugin", "old", "new", "words"),
     [
         (
-            ONE_STORE, {"store": "disk:/a", "revision": "1", "deadline": 7},
+            ONE_STORE,
+            {"store": "disk:/a", "revision": "1", "deadline": 7},
             {"stores": ["disk:/a"], "weights": "1", "find_seconds": 7, "load_seconds": 7, "save_seconds": 7},
             ["store is now stores", "revision is now weights", "deadline is now find_seconds, load_seconds, save_sec"],
         ),
         (
-            HOST_TIER, {"host_memory": 1, "save": "publish"}, {"host_memory": 1, "save": "commit"},
+            HOST_TIER,
+            {"host_memory": 1, "save": "publish"},
+            {"host_memory": 1, "save": "commit"},
             ["save='publish' is now save='commit'"],
         ),
     ],
     ids=["words", "values"],
-)  # fmt: skip
+)
 def test_old_words_do_what_the_new_ones_do_with_one_warning_that_names_these(
     plugin: EnginePlugin, old: Any, new: Any, words: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:

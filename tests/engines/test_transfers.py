@@ -268,9 +268,16 @@ def test_what_is_no_memory_of_blocks_is_refused() -> None:
 
 
 WRONG_PLACES: list[Any] = [
-    HostPlace(-8, 8, ((0, 8, 8),)), HostPlace(0, -8, ((0, 8, 8),)), HostPlace(0, 8, ((-1, 8, 8),)), HostPlace(0, 8, ()),
-    HostPlace(0, 8, ((0, 8, 8),) * 2), HostPlace(0, 8, ((0, 8),)), HostPlace(1 << 62, 8, ((0, 8, 8),)), (0, 8, ()), 5,
-]  # fmt: skip
+    HostPlace(-8, 8, ((0, 8, 8),)),
+    HostPlace(0, -8, ((0, 8, 8),)),
+    HostPlace(0, 8, ((-1, 8, 8),)),
+    HostPlace(0, 8, ()),
+    HostPlace(0, 8, ((0, 8, 8),) * 2),
+    HostPlace(0, 8, ((0, 8),)),
+    HostPlace(1 << 62, 8, ((0, 8, 8),)),
+    (0, 8, ()),
+    5,
+]
 
 
 @pytest.mark.parametrize("place", WRONG_PLACES)

@@ -103,12 +103,27 @@ for _ in range(50_000):
     DEEP = [DEEP]
 
 
-@pytest.mark.parametrize("message", [
-    5, [], {}, "x" * 10_000, envelope("pin", {}, 65), envelope("steal", {}), envelope("pin", 3),
-    envelope("pin", {"lease_ms": -1}), envelope("pin", {"lease_ms": 1 << 40}), envelope("drop", {"tokens": [1]}),
-    envelope("pin", {str(i): i for i in range(50)}), {**PIN, "protocol_version": "2"}, {**PIN, "message_id": "x" * 300},
-    DEEP, {**PIN, "message_id": DEEP}, envelope("pin", DEEP),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "message",
+    [
+        5,
+        [],
+        {},
+        "x" * 10_000,
+        envelope("pin", {}, 65),
+        envelope("steal", {}),
+        envelope("pin", 3),
+        envelope("pin", {"lease_ms": -1}),
+        envelope("pin", {"lease_ms": 1 << 40}),
+        envelope("drop", {"tokens": [1]}),
+        envelope("pin", {str(i): i for i in range(50)}),
+        {**PIN, "protocol_version": "2"},
+        {**PIN, "message_id": "x" * 300},
+        DEEP,
+        {**PIN, "message_id": DEEP},
+        envelope("pin", DEEP),
+    ],
+)
 def test_a_wrong_hint_is_counted_and_its_request_goes_on(message: object) -> None:
     manager = Manager(8, 0)
     with manager.cache:

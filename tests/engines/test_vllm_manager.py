@@ -624,8 +624,10 @@ def test_routers_are_told_what_a_store_has_and_what_it_has_lost(tmp_path: Path) 
     ]
     owners = {owner for owner, *_ in found}
     assert len(owners) == 2 and {locality for _, locality, *_ in found} == {"LOCAL"}
-    stored = {owner: sorted(sum((keys for name, _, gone, keys in found if name == owner and not gone), []))
-              for owner in owners}  # fmt: skip
+    stored = {
+        owner: sorted(sum((keys for name, _, gone, keys in found if name == owner and not gone), []))
+        for owner in owners
+    }
     assert list(stored.values()) == [[1, 2, 3]] * 2
     assert [keys for *_, gone, keys in found if gone] == [[1]]
     manager.real.shutdown()

@@ -45,16 +45,29 @@ BLOCK_BYTES = 4096
 
 
 def config(
-    extra: dict[str, Any], *, workers: int = 1, stages: int = 1, context: int = 1, per_chunk: int = 1, rank: int = 0,
-    agnostic: bool = False, **more: Any,
-) -> Any:  # fmt: skip
+    extra: dict[str, Any],
+    *,
+    workers: int = 1,
+    stages: int = 1,
+    context: int = 1,
+    per_chunk: int = 1,
+    rank: int = 0,
+    agnostic: bool = False,
+    **more: Any,
+) -> Any:
     world = workers * stages * context
     parallel = OffloadingParallelConfig(rank, world, workers, stages, context, 1, 0, 1, None, agnostic)
     groups = (OffloadingGroupConfig(16, ("layer.0", "layer.1"), 0),)
     found = OffloadingConfig(
-        groups, BLOCK_BYTES, False, extra, "engine", OffloadingModelConfig("toy", "float16"),
-        OffloadingCacheConfig(16, per_chunk), parallel,
-    )  # fmt: skip
+        groups,
+        BLOCK_BYTES,
+        False,
+        extra,
+        "engine",
+        OffloadingModelConfig("toy", "float16"),
+        OffloadingCacheConfig(16, per_chunk),
+        parallel,
+    )
     return replace(found, **more)
 
 
@@ -379,9 +392,11 @@ def test_stages_have_their_own_layers(first_says: None, stores: bool) -> None:
 
 HEADS, TOKENS, HEAD = 4, 8, 16
 LAYOUTS = {
-    "packed NHD": ("b t h kd", "b h t kd"), "packed HND": ("b h t kd", "b h t kd"),
-    "split NHD": ("b k t h d", "b k t h d"), "split HND": ("b k h t d", "b k t h d"),
-}  # fmt: skip
+    "packed NHD": ("b t h kd", "b h t kd"),
+    "packed HND": ("b h t kd", "b h t kd"),
+    "split NHD": ("b k t h d", "b k t h d"),
+    "split HND": ("b k h t d", "b k t h d"),
+}
 
 
 def shard(layout: str, values: np.ndarray, rank: int, workers: int) -> tuple[Any, Any]:
@@ -404,9 +419,13 @@ def certified(layout: str, values: list[np.ndarray], rank: int, workers: int) ->
     names = [f"layer.{index}" for index in range(len(values))]
     both = [shard(layout, one, rank, workers) for one in values]
     parallel = SimpleNamespace(
-        tensor_parallel_size=workers, prefill_context_parallel_size=1, decode_context_parallel_size=1,
-        world_size=workers, rank=rank, cp_kv_cache_interleave_size=1,
-    )  # fmt: skip
+        tensor_parallel_size=workers,
+        prefill_context_parallel_size=1,
+        decode_context_parallel_size=1,
+        world_size=workers,
+        rank=rank,
+        cp_kv_cache_interleave_size=1,
+    )
     model = SimpleNamespace(get_total_num_kv_heads=lambda: HEADS)
     groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=names)]
     found = derive_canonical_mappings(
@@ -428,9 +447,13 @@ def test_a_host_block_is_the_same_with_any_number_of_workers(layout: str, per_ch
     tiers, identities = {}, set()
     for workers in (1, 2, 4):
         more = {
-            "workers": workers, "canonical_layout": True, "agnostic": True, "per_chunk": per_chunk,
-            "worker_kv_bytes_per_block": 3 * page // workers, "kv_cache_layout": "LBNHC",
-        }  # fmt: skip
+            "workers": workers,
+            "canonical_layout": True,
+            "agnostic": True,
+            "per_chunk": per_chunk,
+            "worker_kv_bytes_per_block": 3 * page // workers,
+            "kv_cache_layout": "LBNHC",
+        }
         full = [certified(layout, values, rank, workers) for rank in range(workers)]
         empty = [certified(layout, nothing, rank, workers) for rank in range(workers)]
         specs, storing = workers_of(full, {"host_memory": 8 * 3 * page * per_chunk}, **more)

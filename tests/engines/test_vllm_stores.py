@@ -81,11 +81,16 @@ def test_what_some_workers_have_saved_others_load_in_the_canonical_layout(
     extra, folder = disk(tmp_path) | {"canonical_layout": True}, str(tmp_path)
     found = [
         runs.run(
-            "tiny", extra, waves=SHORT[:1], processes=True, environment=SEED, folder=folder,
+            "tiny",
+            extra,
+            waves=SHORT[:1],
+            processes=True,
+            environment=SEED,
+            folder=folder,
             engine={"tensor_parallel_size": count},
         )
         for count in workers
-    ]  # fmt: skip
+    ]
     assert [answers(run)["first-0"]["cached"] for run in found] == [0, 15 * BLOCK]
     assert differing(runs.run("tiny", None, waves=LONG), found[1]) == {}
 

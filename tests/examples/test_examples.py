@@ -27,9 +27,15 @@ from kvpool.device.sim import RaceError
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 HAPPENED = [
-    "blocks reused on the device", "blocks reused in part", "blocks offloaded", "blocks onboarded", "preemptions",
-    "guessed tokens that were right", "guessed tokens that were wrong, and rewound", "tokens compared",
-]  # fmt: skip
+    "blocks reused on the device",
+    "blocks reused in part",
+    "blocks offloaded",
+    "blocks onboarded",
+    "preemptions",
+    "guessed tokens that were right",
+    "guessed tokens that were wrong, and rewound",
+    "tokens compared",
+]
 
 
 @pytest.fixture

@@ -28,18 +28,59 @@ STEPS, STRIDE, LONGEST = 140, 16, 96
 """Calls of a case; every how many tokens of the workload one is taken, which keeps shared prefixes; their most."""
 STEP_MS = 1 << 24
 VERBS = {
-    "add": 9, "append": 10, "commit": 8, "rewind": 2, "fork": 2, "reorder": 2, "keep": 3, "release": 6, "swap_out": 2,
-    "resume": 2, "together": 2, "prefetch": 2, "offload": 2, "pin": 2, "unpin": 2, "reserve": 2, "end_reserved": 2,
-    "load": 1, "forget": 1, "set_priority": 2, "look": 2, "pass_time": 2, "misuse": 1, "reset": 0.15,
-}  # fmt: skip
+    "add": 9,
+    "append": 10,
+    "commit": 8,
+    "rewind": 2,
+    "fork": 2,
+    "reorder": 2,
+    "keep": 3,
+    "release": 6,
+    "swap_out": 2,
+    "resume": 2,
+    "together": 2,
+    "prefetch": 2,
+    "offload": 2,
+    "pin": 2,
+    "unpin": 2,
+    "reserve": 2,
+    "end_reserved": 2,
+    "load": 1,
+    "forget": 1,
+    "set_priority": 2,
+    "look": 2,
+    "pass_time": 2,
+    "misuse": 1,
+    "reset": 0.15,
+}
 FIGURES = (
-    "offloaded_blocks", "onboarded_blocks", "copied_blocks", "forgotten_device_blocks", "forgotten_host_blocks",
-    "offloads_saved", "evicted_offloaded_blocks", "evicted_by_rule_blocks", "evicted_host_full_blocks",
-    "evicted_host_blocks", "redundant_dropped", "expired_blocks", "passed_blocks", "forgotten_by_call_blocks",
-    "prompt_tokens", "reused_device_tokens", "reused_host_tokens", "partial_tokens", "reused_device_blocks",
-    "reused_host_blocks", "partial_blocks", "missed_blocks", "bypassed_tokens", "appended_tokens", "dropped_tokens",
+    "offloaded_blocks",
+    "onboarded_blocks",
+    "copied_blocks",
+    "forgotten_device_blocks",
+    "forgotten_host_blocks",
+    "offloads_saved",
+    "evicted_offloaded_blocks",
+    "evicted_by_rule_blocks",
+    "evicted_host_full_blocks",
+    "evicted_host_blocks",
+    "redundant_dropped",
+    "expired_blocks",
+    "passed_blocks",
+    "forgotten_by_call_blocks",
+    "prompt_tokens",
+    "reused_device_tokens",
+    "reused_host_tokens",
+    "partial_tokens",
+    "reused_device_blocks",
+    "reused_host_blocks",
+    "partial_blocks",
+    "missed_blocks",
+    "bypassed_tokens",
+    "appended_tokens",
+    "dropped_tokens",
     "recomputed_tokens",
-)  # fmt: skip
+)
 
 
 def drive(kind: str, device: str, seed: int, secret: bytes = SECRET) -> Recorder:
@@ -217,9 +258,12 @@ class Driver:
         ids = [one for one in ids if one not in gone]
         prompt, answer = self.next_prompt()
         steps = [
-            operations.match(prompt), operations.commit(ids), operations.append(ids, [1] * len(ids), [1] * len(ids)),
-            operations.release(gone), operations.add([prompt], encoder_tokens=self.encoder(1)),
-        ]  # fmt: skip
+            operations.match(prompt),
+            operations.commit(ids),
+            operations.append(ids, [1] * len(ids), [1] * len(ids)),
+            operations.release(gone),
+            operations.add([prompt], encoder_tokens=self.encoder(1)),
+        ]
         found = self.call("together", lambda: self.cache.apply(steps))
         if found is not None:
             self._gone(gone)

@@ -47,9 +47,18 @@ class Recorder:
             keys = None if event.keys is None else self.numbers(event.keys)
             parent = None if event.parent is None else self.numbers([event.parent])
             self.line(
-                " ".join(filter(None, ("event", event.kind, event.tier))), event.number, keys, parent, event.tokens,
-                event.extra_ids, event.salt, event.adapter_id, event.priority, event.group, event.blocks,
-            )  # fmt: skip
+                " ".join(filter(None, ("event", event.kind, event.tier))),
+                event.number,
+                keys,
+                parent,
+                event.tokens,
+                event.extra_ids,
+                event.salt,
+                event.adapter_id,
+                event.priority,
+                event.group,
+                event.blocks,
+            )
 
     def _plain(self, value: Any) -> Any:
         """A value as builtins, whose text is the same in every process. Of the id of a sequence, its row and the number

@@ -22,8 +22,16 @@ from tests.stores.lab import IDENTITY, Clock, Gate, names, open_queue
 STEPS = 60
 HOST_SAVES = ("publish", "reuse")
 VERBS = {
-    "reserve": 6, "publish": 8, "abort": 1, "pin": 3, "unpin": 5, "touch": 3, "forget": 0.6, "clear": 0.1, "wait": 1,
-}  # fmt: skip
+    "reserve": 6,
+    "publish": 8,
+    "abort": 1,
+    "pin": 3,
+    "unpin": 5,
+    "touch": 3,
+    "forget": 0.6,
+    "clear": 0.1,
+    "wait": 1,
+}
 
 
 class Noted(MemoryStore):

@@ -158,8 +158,10 @@ def test_a_hand_over_that_the_driver_refuses_is_an_error_and_leaves_no_buffer(cu
     stream, table = cupy.cuda.Stream(non_blocking=True), cupy.full((1, 8), -7, np.int32)
     step = StepTables(seq_lens=cupy.full(1, -7, np.int32))
     Captured(cupy, cache, cupy.cuda.Stream(non_blocking=True))  # all is loaded
-    for call in (lambda: cache.capture_block_offsets(table, 1, stream=stream),
-                 lambda: cache.capture_step_tables(step, 1, stream=stream)):  # fmt: skip
+    for call in (
+        lambda: cache.capture_block_offsets(table, 1, stream=stream),
+        lambda: cache.capture_step_tables(step, 1, stream=stream),
+    ):
         stream.begin_capture()
         with lab.driver().failing("launch", lab.OUT_OF_MEMORY), pytest.raises((DeviceError, MemoryError)):
             call()

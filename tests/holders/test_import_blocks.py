@@ -111,7 +111,7 @@ BAD = [
     (lambda e, p, d: e.cache.import_blocks(p, d, first=1), ValueError, "data has 3 blocks, first=1"),
     (lambda e, p, d: e.cache.import_blocks(p, d, first=-1), ValueError, "first=-1"),
     (lambda e, p, d: e.cache.import_blocks(p, d, priority=101), ValueError, "priority=101"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("call", "error", "message"), BAD)

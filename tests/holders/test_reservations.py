@@ -338,10 +338,12 @@ def test_bad_counts_are_refused(make: Make, bad: Any) -> None:
     ("name", "bad", "error"),
     [
         *(("owner", bad, TypeError) for bad in (None, 5, b"x")),
-        *(("stream", bad, TypeError) for bad in ("x", 1.5, True)), ("stream", -1, ValueError),
-        *(("retention", bad, TypeError) for bad in (5, "x", [5])), ("retention", [(0, 4, 101, None)], ValueError),
+        *(("stream", bad, TypeError) for bad in ("x", 1.5, True)),
+        ("stream", -1, ValueError),
+        *(("retention", bad, TypeError) for bad in (5, "x", [5])),
+        ("retention", [(0, 4, 101, None)], ValueError),
     ],
-)  # fmt: skip
+)
 def test_bad_arguments_are_refused(make: Make, name: str, bad: Any, error: type[Exception]) -> None:
     engine = make(T=4, P=8)
     before = picture(engine)

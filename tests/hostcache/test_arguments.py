@@ -138,10 +138,13 @@ def test_arguments_of_a_cache(make: Make, options: dict[str, Any], error: type[E
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"priority": 101}, ValueError), ({"priority": -1}, ValueError), ({"priority": "high"}, TypeError),
-        ({"ttl_ms": 0}, ValueError), ({"ttl_ms": 1.0}, TypeError),
+        ({"priority": 101}, ValueError),
+        ({"priority": -1}, ValueError),
+        ({"priority": "high"}, TypeError),
+        ({"ttl_ms": 0}, ValueError),
+        ({"ttl_ms": 1.0}, TypeError),
     ],
-)  # fmt: skip
+)
 def test_arguments_of_a_reservation(make: Make, options: dict[str, Any], error: type[Exception]) -> None:
     cache = make()
     with pytest.raises(error, match=next(iter(options))):

@@ -245,8 +245,10 @@ def test_events_tell_keys_and_a_gap_tells_what_was_lost(make: Make) -> None:
     cache.forget(keys("a"))
     second = cache.events()
     assert [(e.kind, e.keys, e.priority) for e in second] == [
-        ("removed", (b"bb",), 35), ("stored", (b"c",), 40), ("removed", (b"a",), 35),
-    ]  # fmt: skip
+        ("removed", (b"bb",), 35),
+        ("stored", (b"c",), 40),
+        ("removed", (b"a",), 35),
+    ]
     assert first[-1].next == second[0].number
     store(cache, "d"), store(cache, "e"), store(cache, "f")
     assert cache.events()[0].number > second[-1].next and cache.stats().events_dropped > 0

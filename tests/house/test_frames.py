@@ -51,9 +51,13 @@ print(len(files), frames)
 
 def test_few_files_and_frames_lie_between_an_admission_and_the_copied_byte() -> None:
     found = subprocess.run(
-        [sys.executable, "-c", MEASURE], capture_output=True, text=True, cwd=ROOT, check=True,
+        [sys.executable, "-c", MEASURE],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
         env={"NUMBA_DISABLE_JIT": "1", "PATH": ""},
-    )  # fmt: skip
+    )
     files, frames = map(int, found.stdout.split())
     print(f"{files} files, {frames} frames")
     assert files <= FILES_MOST

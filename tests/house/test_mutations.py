@@ -54,8 +54,12 @@ def test_names_of_mutations_are_their_own() -> None:
 
 def test_every_rule_with_a_switch_has_a_mutation() -> None:
     sources = " ".join(mutation.before + mutation.after for mutation in MUTATIONS.values())
-    in_words = {"namespace_in_key": "in_key", "namespace_at_hit": ".namespace != namespace",
-                "tokens_at_hit": "own[b, i] ^ tokens", "ticket_at_loss": ".ticket != ticket"}  # fmt: skip
+    in_words = {
+        "namespace_in_key": "in_key",
+        "namespace_at_hit": ".namespace != namespace",
+        "tokens_at_hit": "own[b, i] ^ tokens",
+        "ticket_at_loss": ".ticket != ticket",
+    }
     for who in ("copy_reads", "copy_writes", "engine_reads", "engine_writes"):
         in_words[f"{who}_after_copies"] = f"guards >> {who.upper()} & 2"  # only the other guard of the two is left
         in_words[f"{who}_after_engine"] = f"guards >> {who.upper()} & 1"

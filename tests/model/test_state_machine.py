@@ -411,15 +411,19 @@ class PoolMachine(RuleBasedStateMachine):
         elif how == "sweep":
             uses, pair.at[saving.PLACE] = random.choice((1, 2)), 0
             pair.save(
-                saving.sweep, [uses, pair.at], rows,
+                saving.sweep,
+                [uses, pair.at],
+                rows,
                 lambda: [group.tell_saver(group.every_block(), uses) for group in groups],
-            )  # fmt: skip
+            )
         else:
             margins = [random.randint(0, group.host.capacity) for group in groups]
             pair.save(
-                saving.victims, [np.array(margins)], rows,
+                saving.victims,
+                [np.array(margins)],
+                rows,
                 lambda: [group.tell_saver(group.soon_evicted(m)) for group, m in zip(groups, margins, strict=True)],
-            )  # fmt: skip
+            )
 
     @rule(step=st.integers(1, 40), refresh=st.booleans())
     def pass_time(self, step: int, refresh: bool) -> None:

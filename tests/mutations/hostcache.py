@@ -23,9 +23,9 @@ MUTATIONS = (
     ),
     Mutation(
         "content_has_the_times_of_what_its_block_had_before",
-        'on_insert',
-        'block.stored_at = block.used_at = np.uint32(h.now)',
-        '',
+        "on_insert",
+        "block.stored_at = block.used_at = np.uint32(h.now)",
+        "",
         "An operator is told that keys stay for hours in a host cache that is too small to keep them for seconds.",
         (_index("test_times_are_those_of_the_content_and_not_of_its_block"),),
     ),
@@ -47,19 +47,17 @@ MUTATIONS = (
     ),
     Mutation(
         "a_forgotten_write_is_published",
-        'hostcache._end',
-        'publishes and not block.flags & LOST',
-        'publishes',
+        "hostcache._end",
+        "publishes and not block.flags & LOST",
+        "publishes",
         "What was cleared, since the weights are other ones now, is found again.",
         (_index("test_a_writer_that_ends_after_its_key_was_forgotten_publishes_nothing[clear]"),),
     ),
     Mutation(
         "a_forgotten_write_gives_its_key_to_another_writer",
         "_forget",
-        "coming = blocks[b].flags & LOST == 0\n"
-        "blocks[b].flags |= LOST",
-        "coming = True\n"
-        "_drop(h, b)",
+        "coming = blocks[b].flags & LOST == 0\nblocks[b].flags |= LOST",
+        "coming = True\n_drop(h, b)",
         "Two writers have one block: a prompt gets bytes of both.",
         (_index("test_a_writer_that_ends_after_its_key_was_forgotten_publishes_nothing[forget]"),),
     ),
@@ -74,10 +72,8 @@ MUTATIONS = (
     Mutation(
         "a_key_is_the_hash_alone",
         "has_content",
-        "if not h.guards & TOKENS_AT_HIT:\n"
-        "    return True",
-        "if not h.guards & TOKENS_AT_HIT or h.device_blocks == 0:\n"
-        "    return True",
+        "if not h.guards & TOKENS_AT_HIT:\n    return True",
+        "if not h.guards & TOKENS_AT_HIT or h.device_blocks == 0:\n    return True",
         "Whoever finds two keys with one hash reads another's KV.",
         (_index("test_a_hash_alone_is_never_a_hit"),),
     ),
@@ -88,18 +84,15 @@ MUTATIONS = (
         "",
         "The host keeps what stood in the block before the engine's kernel wrote it.",
         (
-            "tests/hostcache/test_copies.py::"
-            "test_a_copy_comes_after_the_work_on_the_stream_that_is_named[0-0.0]",
+            "tests/hostcache/test_copies.py::test_a_copy_comes_after_the_work_on_the_stream_that_is_named[0-0.0]",
             "tests/hostcache/test_copies.py::test_a_prompt_goes_down_and_comes_back[1-0.5]",
         ),
     ),
     Mutation(
         "done_before_it_is_enqueued",
         "HostCopies._enqueue",
-        "device.enqueue(Fragments(fragments), stream)\n"
-        "events.append(device.record(stream))",
-        "events.append(device.record(stream))\n"
-        "device.enqueue(Fragments(fragments), stream)",
+        "device.enqueue(Fragments(fragments), stream)\nevents.append(device.record(stream))",
+        "events.append(device.record(stream))\ndevice.enqueue(Fragments(fragments), stream)",
         "A key is published, and a block reused, while its bytes are on their way.",
         ("tests/hostcache/test_copies.py::test_a_prompt_goes_down_and_comes_back[0-0.0]",),
     ),
@@ -117,8 +110,10 @@ MUTATIONS = (
         "host_blocks.fingerprint != self.tier.fingerprint",
         "False",
         "A worker reads the blocks of another model.",
-        ("tests/hostcache/test_copies.py::test_bad_arguments_copy_nothing[arguments13-options13-ValueError-these slots "
-         "are of another model]",),
+        (
+            "tests/hostcache/test_copies.py::test_bad_arguments_copy_nothing[arguments13-options13-ValueError-these "
+            "slots are of another model]",
+        ),
     ),
     Mutation(
         "a_skip_counts_anew_in_each_staging",
@@ -126,8 +121,10 @@ MUTATIONS = (
         "first, end = max(skip, begin), begin + staging.tokens",
         "first, end = begin + min(skip, staging.tokens), begin + staging.tokens",
         "Of each chunk of a prompt the first tokens are missing.",
-        ("tests/kernels/test_kv_stagings.py::test_the_skip_is_exact_to_the_token_over_all_stagings"
-         "[cpu-vllm_flash_attention-True]",),
+        (
+            "tests/kernels/test_kv_stagings.py::test_the_skip_is_exact_to_the_token_over_all_stagings"
+            "[cpu-vllm_flash_attention-True]",
+        ),
     ),
     Mutation(
         "a_worker_is_not_told_of_a_revoke",
@@ -163,8 +160,7 @@ MUTATIONS = (
         "Of a prompt whose last quarter was evicted, one chunk can be used.",
         (
             "tests/hostcache/test_index.py::test_the_order_of_a_prompt_is_that_of_its_reservation[0]",
-            "tests/stores/test_hostkeeper_steps.py::"
-            "test_a_prompt_is_saved_in_its_order_whatever_the_order_of_its_ends",
+            "tests/stores/test_hostkeeper_steps.py::test_a_prompt_is_saved_in_its_order_whatever_the_order_of_its_ends",
         ),
     ),
     Mutation(
@@ -183,4 +179,4 @@ MUTATIONS = (
         "A copy of nothing is refused for a block that it does not touch, and has a GPU copy no bytes.",
         ("tests/hostcache/test_copies.py::test_where_no_token_is_left_nothing_is_looked_at[L | B D]",),
     ),
-)  # fmt: skip
+)

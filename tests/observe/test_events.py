@@ -105,8 +105,10 @@ def test_every_prompt_and_every_call_begins_an_event_of_its_own(make: Make) -> N
     engine.cache.commit([first.id, second.id])
     told = [event for event in engine.cache.events() if event.kind == "stored"]
     assert [[key.tobytes() for key in event.keys] for event in told] == [
-        engine.keys(range(4)), engine.keys(range(20, 24)), engine.keys(range(20, 32))[1:],
-    ]  # fmt: skip
+        engine.keys(range(4)),
+        engine.keys(range(20, 24)),
+        engine.keys(range(20, 32))[1:],
+    ]
     assert [None if event.parent is None else event.parent.tobytes() for event in told] == [
         None,
         None,

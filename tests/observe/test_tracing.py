@@ -70,8 +70,10 @@ def test_calls_of_a_request_have_spans_with_its_id(tracer: Tracer, make: Any) ->
     told = [(span.name, span.attributes, span.ended) for span in tracer.spans]
     ids = {"kvpool.request": "r-7"}
     assert told == [
-        ("kvpool.add_sequence", ids, True), ("kvpool.add_sequence_batch", ids, True), ("kvpool.prefetch", {}, True)
-    ]  # fmt: skip
+        ("kvpool.add_sequence", ids, True),
+        ("kvpool.add_sequence_batch", ids, True),
+        ("kvpool.prefetch", {}, True),
+    ]
 
 
 def test_a_job_of_a_store_has_a_span_until_its_result_is_read(tracer: Tracer) -> None:
@@ -94,7 +96,10 @@ def test_without_tracing_nothing_stands_between_a_caller_and_a_call() -> None:
     tracing.untrace()
     tracing.untrace()
     assert before == (
-        KVCacheManager.add_sequence, KVCacheManager.prefetch, StoreQueue.load, vars(KVCacheManager).copy()
-    )  # fmt: skip
+        KVCacheManager.add_sequence,
+        KVCacheManager.prefetch,
+        StoreQueue.load,
+        vars(KVCacheManager).copy(),
+    )
     script = "import sys, kvpool; kvpool.KVCacheManager; assert 'kvpool.observe.tracing' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -75,9 +75,12 @@ print("served")
 
 def test_who_takes_the_name_of_the_next_peer_does_not_end_the_process() -> None:
     run = subprocess.run(
-        [sys.executable, "-c", _NAMES], capture_output=True, text=True, cwd=Path(__file__).parents[2],
+        [sys.executable, "-c", _NAMES],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
         env={**os.environ, "NUMBA_DISABLE_JIT": "1"},
-    )  # fmt: skip
+    )
     assert (run.returncode, run.stdout) == (0, "served\n"), run.stderr
 
 

@@ -78,9 +78,13 @@ def test_namespaces_and_extra_ids_are_told(make: Make, publish: Publish, route: 
     engine = make(P=32, event_capacity=64)
     router = route(publish(engine))
     names: list[dict[str, Any]] = [
-        {"adapter_id": "lora"}, {"adapter_id": 7}, {"adapter_id": -7}, {"salt": "tenant"}, {"salt": b"\x01\xff"},
+        {"adapter_id": "lora"},
+        {"adapter_id": 7},
+        {"adapter_id": -7},
+        {"salt": "tenant"},
+        {"salt": b"\x01\xff"},
         {"adapter_id": "a", "salt": "s"},
-    ]  # fmt: skip
+    ]
     for one in names:
         engine.seed(range(9), committed=8, **one)
     engine.seed(range(9), committed=8, extra_ids=[0, 5, 5, -1, 0, 0, 0, 0, 0])

@@ -130,9 +130,11 @@ RACES: dict[Scenario, tuple[str, dict[str, Any]]] = {
     the_block_of_a_dropped_beam_is_copied_into_while_it_is_read: ("copy_writes_after_engine", {"P": 2, "S": 0, "T": 4}),
 }
 ALWAYS = [
-    a_fork_reads_on_another_stream_what_is_still_being_written, a_beam_takes_over_from_another_stream,
-    beams_go_on_together_on_another_stream, a_block_that_a_dropped_beam_reads_on_its_own_stream_is_given_away,
-]  # fmt: skip
+    a_fork_reads_on_another_stream_what_is_still_being_written,
+    a_beam_takes_over_from_another_stream,
+    beams_go_on_together_on_another_stream,
+    a_block_that_a_dropped_beam_reads_on_its_own_stream_is_given_away,
+]
 
 
 @pytest.mark.parametrize("scenario", [*RACES, *ALWAYS], ids=lambda scenario: scenario.__name__)

@@ -383,10 +383,12 @@ def stranger(cache: KVCacheManager) -> None:
 @pytest.mark.parametrize(
     ("corrupt", "check"),
     [
-        (without_event, "staging retained"), (free_too_early, "staging free"), (listed_twice, "staging buffers"),
+        (without_event, "staging retained"),
+        (free_too_early, "staging free"),
+        (listed_twice, "staging buffers"),
         (stranger, "staging buffers"),
     ],
-)  # fmt: skip
+)
 def test_verify_finds_broken_staging(corrupt: Callable[[KVCacheManager], None], check: str) -> None:
     device = SimDevice(progress=0.0)
     cache = KVCacheManager(small_layout(2), device_blocks=4, host_blocks=0, device=device)

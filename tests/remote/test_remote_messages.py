@@ -70,7 +70,7 @@ def header(**changes: Any) -> bytes:
         (header(found="1" * 4097), "found=", 7),
     ],
     ids=range(19),
-)  # fmt: skip
+)
 def test_what_is_no_message_is_named(data: bytes, reason: str, id: int) -> None:
     with pytest.raises(Malformed, match=reason) as caught:
         decode(data, (Blocks, Found))

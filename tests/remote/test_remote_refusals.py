@@ -319,9 +319,13 @@ def test_a_pool_that_was_closed_is_an_error_to_clients(make: Make) -> None:
 
 @pytest.mark.parametrize(
     ("limits", "reason"),
-    [({"blocks_per_request": 0}, "blocks_per_request=0"), ({"requests_per_client": 0}, "requests_per_client=0"),
-     ({"bytes_per_client": True}, "bytes_per_client=True"), ({"bytes_in_total": -1}, "bytes_in_total=-1")],
-)  # fmt: skip
+    [
+        ({"blocks_per_request": 0}, "blocks_per_request=0"),
+        ({"requests_per_client": 0}, "requests_per_client=0"),
+        ({"bytes_per_client": True}, "bytes_per_client=True"),
+        ({"bytes_in_total": -1}, "bytes_in_total=-1"),
+    ],
+)
 def test_wrong_limits_are_named(limits: dict[str, Any], reason: str) -> None:
     with pytest.raises((ValueError, TypeError), match=reason):
         Limits(**limits)

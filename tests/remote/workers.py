@@ -129,9 +129,12 @@ class Fake:
     """
 
     def __init__(
-        self, key: bytes, answer: Callable[[Session, Received], list[list[bytes]]], kinds: tuple[type[Message], ...],
+        self,
+        key: bytes,
+        answer: Callable[[Session, Received], list[list[bytes]]],
+        kinds: tuple[type[Message], ...],
         endpoint: str = "tcp://127.0.0.1:*",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.heard: list[bytes] = []
         self._key, self._answer, self._kinds = key, answer, kinds
         self._context: zmq.Context[Any] = zmq.Context()

@@ -193,7 +193,7 @@ BROKEN = [
     ({**RECORDED, "requests": [{"t": 0, "requests": [{**FIRST, "in": None}]}]}, "request 0: request 0: column 'in'"),
     ({**RECORDED, "requests": [{**FIRST, "hash_ids": [1, -2]}]}, "request 0: column 'hash_ids' must hold integers"),
     ({**RECORDED, "requests": [{"t": 0}]}, "request 0: column 'hash_ids' is missing"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("session", "reason"), BROKEN, ids=[reason[:60] for _, reason in BROKEN])

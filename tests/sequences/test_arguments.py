@@ -21,7 +21,7 @@ from kvpool import (
     PoolBusy,
     PoolClosed,
     UnknownSequence,
-)  # fmt: skip
+)
 from kvpool.state import records as fields
 from tests import debug
 
@@ -70,15 +70,19 @@ def picture(cache: KVCacheManager) -> tuple[Any, ...]:
     """All that a call may change."""
     header = np.delete(cache.core.tokens.heads[0], list(SCRATCH))
     return (
-        debug.dump(cache.core.tokens), header.tobytes(), [lease.id for lease in cache.leases],
+        debug.dump(cache.core.tokens),
+        header.tobytes(),
+        [lease.id for lease in cache.leases],
         cache.core.transfer._decided,
-    )  # fmt: skip
+    )
 
 
 def refused(
-    cache: KVCacheManager, call: Callable[[], object], error: type[Exception] | tuple[type[Exception], ...],
+    cache: KVCacheManager,
+    call: Callable[[], object],
+    error: type[Exception] | tuple[type[Exception], ...],
     message: str,
-) -> None:  # fmt: skip
+) -> None:
     before = picture(cache)
     with pytest.raises(error) as raised:
         call()
@@ -91,16 +95,29 @@ def refused(
 
 PROMPT_CALLS = ["block_keys", "match_prefix", "blocks_needed", "add_sequence", "reserve", "prefetch", "offload"]
 BAD_TOKENS: list[tuple[Any, type[Exception], str]] = [
-    ([], ValueError, "empty"), (np.zeros(0, np.int32), ValueError, "empty"), (None, TypeError, "None"),
-    ("abc", TypeError, "abc"), (b"abc", TypeError, "abc"), ([1.5], TypeError, r"1\.5"), (["a"], TypeError, "a"),
-    ([None], TypeError, "None"), (np.zeros(3), TypeError, "float64"), (np.array([True]), TypeError, "bool"),
-    (np.array([1, None]), TypeError, "object"), (np.zeros((2, 2), np.int32), ValueError, r"\(2, 2\)"),
-    ([2**31], ValueError, str(2**31)), ([0, -(2**31) - 1], ValueError, str(-(2**31) - 1)),
-    (np.array([2**31]), ValueError, str(2**31)), (np.array([2**64 - 1], np.uint64), ValueError, str(2**64 - 1)),
-    *(([1, n], ValueError, str(n)) for n in HUGE), (5, (ValueError, TypeError), ""), (1.5, (ValueError, TypeError), ""),
-    (True, (ValueError, TypeError), ""), ({1, 2}, (ValueError, TypeError), ""),
+    ([], ValueError, "empty"),
+    (np.zeros(0, np.int32), ValueError, "empty"),
+    (None, TypeError, "None"),
+    ("abc", TypeError, "abc"),
+    (b"abc", TypeError, "abc"),
+    ([1.5], TypeError, r"1\.5"),
+    (["a"], TypeError, "a"),
+    ([None], TypeError, "None"),
+    (np.zeros(3), TypeError, "float64"),
+    (np.array([True]), TypeError, "bool"),
+    (np.array([1, None]), TypeError, "object"),
+    (np.zeros((2, 2), np.int32), ValueError, r"\(2, 2\)"),
+    ([2**31], ValueError, str(2**31)),
+    ([0, -(2**31) - 1], ValueError, str(-(2**31) - 1)),
+    (np.array([2**31]), ValueError, str(2**31)),
+    (np.array([2**64 - 1], np.uint64), ValueError, str(2**64 - 1)),
+    *(([1, n], ValueError, str(n)) for n in HUGE),
+    (5, (ValueError, TypeError), ""),
+    (1.5, (ValueError, TypeError), ""),
+    (True, (ValueError, TypeError), ""),
+    ({1, 2}, (ValueError, TypeError), ""),
     (Stranger(), (ValueError, TypeError), ""),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("call", PROMPT_CALLS)
@@ -141,9 +158,11 @@ def test_keys_of_another_pool_are_refused(busy: Busy, call: str, options: dict[s
     keys = stranger.prompt(range(8))
     stranger.cache.close()
     refused(
-        busy.cache, lambda: getattr(busy.cache, call)(keys), ValueError,
+        busy.cache,
+        lambda: getattr(busy.cache, call)(keys),
+        ValueError,
         "keys.*another pool|another secret|tokens_per_block",
-    )  # fmt: skip
+    )
     refused(busy.cache, lambda: busy.cache.add_sequence_batch([[1], keys]), ValueError, "another secret")
     refused(busy.cache, lambda: busy.cache.plan_batch([[1], keys]), ValueError, "another secret")
 
@@ -165,26 +184,38 @@ def test_keys_of_a_pool_with_the_same_secret_are_accepted(busy: Busy) -> None:
         *(
             ({"retention": [bad]}, TypeError, rf"retention\[0\]\.{name}=")
             for name, bad in (
-                ("start", (True, 5, 35)), ("start", (None, 5, 35)), ("start", ("0", 5, 35)), ("end", (0, 5.0, 35)),
-                ("priority", (0, 5, None)), ("priority", (0, 5, 35.0)), ("ttl_ms", (0, 5, 35, 1.5)),
+                ("start", (True, 5, 35)),
+                ("start", (None, 5, 35)),
+                ("start", ("0", 5, 35)),
+                ("end", (0, 5.0, 35)),
+                ("priority", (0, 5, None)),
+                ("priority", (0, 5, 35.0)),
+                ("ttl_ms", (0, 5, 35, 1.5)),
                 ("ttl_ms", (0, 5, 35, True)),
-            )  # fmt: skip
+            )
         ),
         *(
             ({"retention": [bad]}, ValueError, rf"retention\[0\].{name}")
             for name, bad in (
-                ("start=-1", (-1, None, 35)), (f"start={2**63}", (2**63, None, 35)), (f"end={2**64}", (0, 2**64, 35)),
-                ("priority=101", (0, None, 101)), ("priority=-1", (0, None, -1)), ("ttl_ms=0", (0, 5, 35, 0)),
-                ("ttl_ms=-1", (0, 5, 35, -1)), (f"ttl_ms={2**31}", (0, 5, 35, 2**31)),
-            )  # fmt: skip
+                ("start=-1", (-1, None, 35)),
+                (f"start={2**63}", (2**63, None, 35)),
+                (f"end={2**64}", (0, 2**64, 35)),
+                ("priority=101", (0, None, 101)),
+                ("priority=-1", (0, None, -1)),
+                ("ttl_ms=0", (0, 5, 35, 0)),
+                ("ttl_ms=-1", (0, 5, 35, -1)),
+                (f"ttl_ms={2**31}", (0, 5, 35, 2**31)),
+            )
         ),
         *(({"retention": [bad]}, ValueError, r"retention\[0\]=.*end") for bad in ((3, 3, 35), (3, 2, 35))),
         *(
             ({"retention": bad}, ValueError, "retention=.*overlap")
             for bad in (
-                [(0, None, 35), (4, 8, 35)], [(0, 5, 35), (4, 8, 35)], [(4, 8, 35), (0, 5, 35)],
+                [(0, None, 35), (4, 8, 35)],
+                [(0, 5, 35), (4, 8, 35)],
+                [(4, 8, 35), (0, 5, 35)],
                 [(0, None, 35), (5, None, 35)],
-            )  # fmt: skip
+            )
         ),
         *(
             ({name: bad}, TypeError, f"{name}=")
@@ -196,7 +227,7 @@ def test_keys_of_a_pool_with_the_same_secret_are_accepted(busy: Busy) -> None:
         *(({"decode_ttl_ms": bad}, ValueError, f"decode_ttl_ms={bad}") for bad in (0, -1, 2**31, *HUGE)),
     ],
     ids=lambda v: f"{v!r:.60}",
-)  # fmt: skip
+)
 def test_bad_options_of_an_admission_are_refused(
     busy: Busy, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
@@ -206,22 +237,29 @@ def test_bad_options_of_an_admission_are_refused(
 @pytest.mark.parametrize(
     ("prompts", "options", "error", "message"),
     [
-        (None, {}, TypeError, ""), (5, {}, TypeError, "prompts=5"), ([5], {}, (TypeError, ValueError), "prompt"),
-        ("ab", {}, TypeError, "prompt"), ([[1], []], {}, ValueError, "prompt.*empty"),
-        ([[1], None], {}, TypeError, "prompt.*None"), ([1, 2], {}, (TypeError, ValueError), "prompt"),
+        (None, {}, TypeError, ""),
+        (5, {}, TypeError, "prompts=5"),
+        ([5], {}, (TypeError, ValueError), "prompt"),
+        ("ab", {}, TypeError, "prompt"),
+        ([[1], []], {}, ValueError, "prompt.*empty"),
+        ([[1], None], {}, TypeError, "prompt.*None"),
+        ([1, 2], {}, (TypeError, ValueError), "prompt"),
         ([[1]], {"retention": []}, ValueError, "retention.* 0 .* 1 "),
-        ([[1]], {"retention": [None] * 2}, ValueError, "retention.* 2 .* 1 "), ([[1]], {"retention": 5}, TypeError, ""),
+        ([[1]], {"retention": [None] * 2}, ValueError, "retention.* 2 .* 1 "),
+        ([[1]], {"retention": 5}, TypeError, ""),
         ([[1]], {"retention": [(0, None, 35)]}, TypeError, r"retention\[0\]=0"),
         *(([[1]], {"allow_partial_batch": bad}, TypeError, "allow_partial_batch=") for bad in ("no", None, 1, [])),
         ([[1], [1] * 60], {}, OutOfBlocks, "device tier: 16 blocks needed"),
         (
-            [[1], [1] * 65], {}, ValueError,
+            [[1], [1] * 65],
+            {},
+            ValueError,
             r"prompts\[1\]: 17 device blocks are needed at once, of 16: it can never fit",
         ),
         ([[1], [2], [3]], {}, OutOfSequences, "3 sequences needed, 2 free"),
     ],
     ids=lambda v: f"{v!r:.40}",
-)  # fmt: skip
+)
 def test_bad_batches_are_refused(
     busy: Busy, prompts: Any, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
@@ -231,20 +269,26 @@ def test_bad_batches_are_refused(
 def test_a_prompt_beyond_max_sequence_tokens_is_refused() -> None:
     engine = open_engine(4, 8, 0, max_sequence_tokens=8)
     refused(
-        engine.cache, lambda: engine.cache.add_sequence_batch([[1], [1] * 9]), ValueError,
+        engine.cache,
+        lambda: engine.cache.add_sequence_batch([[1], [1] * 9]),
+        ValueError,
         r"prompts\[1\]: .*max_sequence_tokens=8",
-    )  # fmt: skip
+    )
     admission = engine.cache.add_sequence_batch([[1], [1] * 9, [2] * 7], allow_partial_batch=True)
     assert list(admission.refused) == [1] and "max_sequence_tokens=8: it can never fit" in admission.refused[1]
     ids = admission.ids[[0, 2]]
     refused(
-        engine.cache, lambda: engine.cache.append_tokens(ids, [1, 2, 3], [1, 2]), ValueError,
+        engine.cache,
+        lambda: engine.cache.append_tokens(ids, [1, 2, 3], [1, 2]),
+        ValueError,
         f"{ids[1]} .*max_sequence_tokens=8",
-    )  # fmt: skip
+    )
     refused(
-        engine.cache, lambda: engine.cache.blocks_needed(sequences=ids, new_tokens=2), ValueError,
+        engine.cache,
+        lambda: engine.cache.blocks_needed(sequences=ids, new_tokens=2),
+        ValueError,
         f"{ids[1]} .*max_sequence_tokens=8",
-    )  # fmt: skip
+    )
     engine.cache.close()
 
 
@@ -269,21 +313,30 @@ ID_CALLS: dict[str, Callable[[KVCacheManager, Any], object]] = {
     "committed_tokens": lambda cache, ids: cache.committed_tokens(ids),
 }
 BAD_IDS: list[tuple[Callable[[Busy], Any], Any, str]] = [
-    (lambda busy: "abc", TypeError, "abc"), (lambda busy: [1.0], TypeError, r"1\.0"),
-    (lambda busy: np.zeros(1), TypeError, "float64"), (lambda busy: [None], TypeError, "None"),
-    (lambda busy: np.array([True]), TypeError, "bool"), (lambda busy: [[0]], TypeError, "0"),
-    (lambda busy: 1.5, (TypeError, ValueError), ""), (lambda busy: True, (TypeError, ValueError), ""),
-    (lambda busy: np.zeros((1, 1), int), ValueError, r"\(1, 1\)"), (lambda busy: {0}, (TypeError, ValueError), ""),
+    (lambda busy: "abc", TypeError, "abc"),
+    (lambda busy: [1.0], TypeError, r"1\.0"),
+    (lambda busy: np.zeros(1), TypeError, "float64"),
+    (lambda busy: [None], TypeError, "None"),
+    (lambda busy: np.array([True]), TypeError, "bool"),
+    (lambda busy: [[0]], TypeError, "0"),
+    (lambda busy: 1.5, (TypeError, ValueError), ""),
+    (lambda busy: True, (TypeError, ValueError), ""),
+    (lambda busy: np.zeros((1, 1), int), ValueError, r"\(1, 1\)"),
+    (lambda busy: {0}, (TypeError, ValueError), ""),
     *((lambda busy, n=n: [n], ValueError, str(n)) for n in HUGE[1:]),
     (lambda busy: np.array([2**63], np.uint64), ValueError, str(2**63)),
-]  # fmt: skip
+]
 WRONG_IDS: list[tuple[Callable[[Busy], Any], type[Exception]]] = [
-    (lambda busy: [busy.released], UnknownSequence), (lambda busy: [busy.foreign], UnknownSequence),
-    (lambda busy: [-1], UnknownSequence), (lambda busy: [busy.live + (1 << 32)], UnknownSequence),
-    (lambda busy: [busy.live + 2], UnknownSequence), (lambda busy: [2**63 - 1], UnknownSequence),
-    (lambda busy: [-(2**63)], UnknownSequence), (lambda busy: [busy.live, busy.released], UnknownSequence),
+    (lambda busy: [busy.released], UnknownSequence),
+    (lambda busy: [busy.foreign], UnknownSequence),
+    (lambda busy: [-1], UnknownSequence),
+    (lambda busy: [busy.live + (1 << 32)], UnknownSequence),
+    (lambda busy: [busy.live + 2], UnknownSequence),
+    (lambda busy: [2**63 - 1], UnknownSequence),
+    (lambda busy: [-(2**63)], UnknownSequence),
+    (lambda busy: [busy.live, busy.released], UnknownSequence),
     (lambda busy: [busy.live, busy.live], ValueError),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("call", ID_CALLS)
@@ -324,16 +377,27 @@ COUNT_CALLS: dict[str, Callable[[Busy, Any], object]] = {
 @pytest.mark.parametrize(
     ("counts", "error", "value"),
     [
-        ("abc", TypeError, "abc"), ([1.0, 1.0], TypeError, r"1\.0"), (np.ones(2), TypeError, "float64"),
-        ([None, 1], TypeError, "None"), (np.ones(2, bool), TypeError, "bool"), ([[1], [1]], TypeError, "1"),
-        (np.ones((2, 1), int), ValueError, r"\(2, 1\)"), ([1], ValueError, "1"), ([1, 1, 1], ValueError, "3"),
-        ([], ValueError, "0"), ([1, -1], ValueError, "-1"), *(([1, n], ValueError, str(n)) for n in HUGE),
-        ([2**62] * 2, ValueError, str(2**62)), ([2**63 - 1, 2**63 - 1], ValueError, ""),
-        (1.5, (TypeError, ValueError), ""), (True, (TypeError, ValueError), ""), ({1}, (TypeError, ValueError), ""),
+        ("abc", TypeError, "abc"),
+        ([1.0, 1.0], TypeError, r"1\.0"),
+        (np.ones(2), TypeError, "float64"),
+        ([None, 1], TypeError, "None"),
+        (np.ones(2, bool), TypeError, "bool"),
+        ([[1], [1]], TypeError, "1"),
+        (np.ones((2, 1), int), ValueError, r"\(2, 1\)"),
+        ([1], ValueError, "1"),
+        ([1, 1, 1], ValueError, "3"),
+        ([], ValueError, "0"),
+        ([1, -1], ValueError, "-1"),
+        *(([1, n], ValueError, str(n)) for n in HUGE),
+        ([2**62] * 2, ValueError, str(2**62)),
+        ([2**63 - 1, 2**63 - 1], ValueError, ""),
+        (1.5, (TypeError, ValueError), ""),
+        (True, (TypeError, ValueError), ""),
+        ({1}, (TypeError, ValueError), ""),
         ([True, True], TypeError, "True"),
     ],
     ids=lambda v: f"{v!r:.30}",
-)  # fmt: skip
+)
 def test_bad_counts_are_refused(busy: Busy, call: str, counts: Any, error: Any, value: str) -> None:
     refused(busy.cache, lambda: COUNT_CALLS[call](busy, counts), error, f"(?s)(counts|new_tokens).*{value}")
 
@@ -343,18 +407,24 @@ def test_counts_whose_sum_wraps_are_refused(width: int) -> None:
     engine = open_engine(width, 16, 4)
     ids = [engine.add([10 * i]).id for i in range(8)]
     wrapping = (
-        (8, [], [2**61] * 8), (4, [], [2**62] * 4), (4, [1, 2], [2**62] * 3 + [2**62 + 2]),
+        (8, [], [2**61] * 8),
+        (4, [], [2**62] * 4),
+        (4, [1, 2], [2**62] * 3 + [2**62 + 2]),
         (3, [], [2**63 - 1] * 2 + [2]),
-    )  # fmt: skip
+    )
     for n, tokens, counts in wrapping:
         refused(
-            engine.cache, lambda n=n, t=tokens, c=counts: engine.cache.append_tokens(ids[:n], t, c), ValueError,
+            engine.cache,
+            lambda n=n, t=tokens, c=counts: engine.cache.append_tokens(ids[:n], t, c),
+            ValueError,
             "counts",
-        )  # fmt: skip
+        )
         refused(
-            engine.cache, lambda n=n, c=counts: engine.cache.blocks_needed(sequences=ids[:n], new_tokens=c), ValueError,
+            engine.cache,
+            lambda n=n, c=counts: engine.cache.blocks_needed(sequences=ids[:n], new_tokens=c),
+            ValueError,
             "new_tokens",
-        )  # fmt: skip
+        )
     engine.cache.close()
 
 
@@ -362,9 +432,10 @@ def test_counts_out_of_a_sequences_range_name_it(busy: Busy) -> None:
     cache, live, other = busy.cache, busy.live, busy.other
     cache.commit(live, [5])
     for call in (
-        lambda: cache.commit([other, live], [1, 4]), lambda: cache.commit([other, live], [1, 7]),
+        lambda: cache.commit([other, live], [1, 4]),
+        lambda: cache.commit([other, live], [1, 7]),
         lambda: cache.rewind([other, live], [1, 7]),
-    ):  # fmt: skip
+    ):
         refused(cache, call, ValueError, f"sequence {live} ")
     refused(cache, lambda: cache.append_tokens([live, other], [1, 2]), ValueError, "counts")
     refused(cache, lambda: cache.append_tokens([live, other], [1, 2], [1, 2]), ValueError, "counts.* 3, tokens has 2")
@@ -378,17 +449,33 @@ def test_counts_out_of_a_sequences_range_name_it(busy: Busy) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [None, "abc", b"x" * 15, 5, [5], [1.0, 2.0], np.zeros(3, np.uint64), [2**64, 1], Stranger(), ["x" * 16],
-            [[1], [2, 3]], memoryview(np.zeros(16))],
+    "bad",
+    [
+        None,
+        "abc",
+        b"x" * 15,
+        5,
+        [5],
+        [1.0, 2.0],
+        np.zeros(3, np.uint64),
+        [2**64, 1],
+        Stranger(),
+        ["x" * 16],
+        [[1], [2, 3]],
+        memoryview(np.zeros(16)),
+    ],
     ids=lambda v: f"{v!r:.30}".partition(" at 0x")[0],
-)  # fmt: skip
+)
 def test_bad_keys_are_refused(busy: Busy, bad: Any) -> None:
     refused(busy.cache, lambda: busy.cache.find_and_pin_host(bad), (TypeError, ValueError), "key")
     for keys in (bad, [bad], [b"x" * 16, bad]):
         refused(busy.cache, lambda keys=keys: busy.cache.pin(keys), (TypeError, ValueError), "key")
     for keys in (
-        np.zeros((1, 2)), np.zeros((1, 3), np.uint64), np.zeros((1, 2), np.int32), np.zeros((1, 1, 2), np.uint64),
-    ):  # fmt: skip
+        np.zeros((1, 2)),
+        np.zeros((1, 3), np.uint64),
+        np.zeros((1, 2), np.int32),
+        np.zeros((1, 1, 2), np.uint64),
+    ):
         refused(busy.cache, lambda keys=keys: busy.cache.pin(keys), ValueError, r"keys.*\(1, ")
         refused(busy.cache, lambda keys=keys: busy.cache.offload(keys), (TypeError, ValueError), "keys|tokens|prompt")
 
@@ -468,11 +555,20 @@ def test_everything_but_stats_and_close_is_refused_by_a_closed_pool(busy: Busy) 
     calls: list[Callable[[], object]] = [
         *(lambda call=call: call(cache, [busy.live]) for call in ID_CALLS.values()),
         *(lambda name=name: getattr(cache, name)([1]) for name in PROMPT_CALLS[1:]),
-        lambda: cache.add_sequence_batch([[1]]), lambda: cache.pin(key), lambda: cache.pin_blocks(0),
-        lambda: cache.find_and_pin_host(key[0]), lambda: cache.revoke("reader"), cache.refresh, cache.events,
-        cache.verify, cache.reset, lambda: cache.reset(force=True), lease.close, lambda: cache.device_pool,
+        lambda: cache.add_sequence_batch([[1]]),
+        lambda: cache.pin(key),
+        lambda: cache.pin_blocks(0),
+        lambda: cache.find_and_pin_host(key[0]),
+        lambda: cache.revoke("reader"),
+        cache.refresh,
+        cache.events,
+        cache.verify,
+        cache.reset,
+        lambda: cache.reset(force=True),
+        lease.close,
+        lambda: cache.device_pool,
         lambda: cache.host_pool,
-    ]  # fmt: skip
+    ]
     for call in calls:
         refused(cache, call, PoolClosed, "")
     assert (

@@ -140,24 +140,26 @@ def random_call(engine: Engine, rng: random.Random, ids: list[int]) -> Callable[
     ranges = [None, [(0, None, rng.choice([10, 35, 80]), rng.choice([None, 20]))], [(0, 4, 50), (4, None, 101)]]
     retention = [rng.choice(ranges[: rng.choice([2, 3])]) for _ in prompts]
     keys = np.concatenate([p.keys for p in prompts])
-    return rng.choice([
-        lambda: cache.add_sequence_batch(prompts, retention=retention, allow_partial_batch=rng.random() < 0.2),
-        lambda: cache.add_sequence_batch(prompts, retention=retention),
-        lambda: cache.append_tokens(some, [1] * sum(c for c in counts if 0 <= c < 99), counts),
-        lambda: cache.append_tokens(some[0], [1, 2] * rng.randint(1, 20)),
-        lambda: cache.commit(some, rng.choice([None, counts])),
-        lambda: cache.rewind(some, counts),
-        lambda: cache.release(some, store=rng.random() < 0.7),
-        lambda: cache.blocks_needed(sequences=some, new_tokens=counts),
-        lambda: cache.block_table(some),
-        lambda: cache.copy_batch_block_offsets(np.zeros((3, 7), np.int32), some, max_blocks=rng.choice([None, 2])),
-        lambda: cache.prefetch(prompts[0]),
-        lambda: cache.offload(prompts[0]),
-        lambda: cache.pin(keys, tier=rng.choice([None, "host", "device"])).close(),
-        lambda: cache.pin_blocks([rng.randint(0, 9), rng.randint(-1, 12)]).close(),
-        lambda: cache.refresh(rng.choice([None, -1])),
-        lambda: cache.reset(force=rng.random() < 0.1),
-    ])  # fmt: skip
+    return rng.choice(
+        [
+            lambda: cache.add_sequence_batch(prompts, retention=retention, allow_partial_batch=rng.random() < 0.2),
+            lambda: cache.add_sequence_batch(prompts, retention=retention),
+            lambda: cache.append_tokens(some, [1] * sum(c for c in counts if 0 <= c < 99), counts),
+            lambda: cache.append_tokens(some[0], [1, 2] * rng.randint(1, 20)),
+            lambda: cache.commit(some, rng.choice([None, counts])),
+            lambda: cache.rewind(some, counts),
+            lambda: cache.release(some, store=rng.random() < 0.7),
+            lambda: cache.blocks_needed(sequences=some, new_tokens=counts),
+            lambda: cache.block_table(some),
+            lambda: cache.copy_batch_block_offsets(np.zeros((3, 7), np.int32), some, max_blocks=rng.choice([None, 2])),
+            lambda: cache.prefetch(prompts[0]),
+            lambda: cache.offload(prompts[0]),
+            lambda: cache.pin(keys, tier=rng.choice([None, "host", "device"])).close(),
+            lambda: cache.pin_blocks([rng.randint(0, 9), rng.randint(-1, 12)]).close(),
+            lambda: cache.refresh(rng.choice([None, -1])),
+            lambda: cache.reset(force=rng.random() < 0.1),
+        ]
+    )
 
 
 def test_no_call_that_raises_changes_a_byte() -> None:

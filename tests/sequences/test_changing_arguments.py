@@ -179,8 +179,16 @@ def test_what_has_addresses_is_no_pickle_and_its_copy_keeps_the_memory(kind: str
         pickle.dumps(one)
 
 
-@pytest.mark.parametrize("interface", [5, {}, {"typestr": "<i8", "shape": (1,)}, {"typestr": "x", "data": (1, 0),
-                                       "shape": (1,)}, {"typestr": "<i8", "data": None, "shape": (1,)}])  # fmt: skip
+@pytest.mark.parametrize(
+    "interface",
+    [
+        5,
+        {},
+        {"typestr": "<i8", "shape": (1,)},
+        {"typestr": "x", "data": (1, 0), "shape": (1,)},
+        {"typestr": "<i8", "data": None, "shape": (1,)},
+    ],
+)
 def test_an_array_interface_that_is_none_is_a_type_error(interface: Any) -> None:
     class Odd:
         __array_interface__ = interface
@@ -320,10 +328,19 @@ class Tensor:
 
 @pytest.mark.parametrize(
     "given",
-    [[Number(1 << 70)], Array(), Tensor(None), Tensor(5), Tensor(()), Tensor(("a", 0)), Tensor((1, 0)),
-     Tensor((1, 0), object()), memoryview(np.ones((2, 2)))],
+    [
+        [Number(1 << 70)],
+        Array(),
+        Tensor(None),
+        Tensor(5),
+        Tensor(()),
+        Tensor(("a", 0)),
+        Tensor((1, 0)),
+        Tensor((1, 0), object()),
+        memoryview(np.ones((2, 2))),
+    ],
     ids=lambda given: type(given).__name__,
-)  # fmt: skip
+)
 def test_what_is_no_array_is_refused_by_name(make: Make, given: Any) -> None:
     cache = make().cache
     one = cache.add_sequence([1, 2, 3])

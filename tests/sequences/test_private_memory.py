@@ -261,9 +261,16 @@ BUILT = {
     kvpool.Export,
 }
 """Classes that only the pool makes."""
-OF_THE_POOL = {("BlockKeys", "of_private"), ("BlockKeys", "prove"), ("BlockKeys", "bound"), ("Export", "of_place"),
-               ("HostCopies", "query"), ("HostCopies", "synchronize"), ("HostCopies", "hold_back"),
-               ("HostCache", "publish_ordered")}  # fmt: skip
+OF_THE_POOL = {
+    ("BlockKeys", "of_private"),
+    ("BlockKeys", "prove"),
+    ("BlockKeys", "bound"),
+    ("Export", "of_place"),
+    ("HostCopies", "query"),
+    ("HostCopies", "synchronize"),
+    ("HostCopies", "hold_back"),
+    ("HostCache", "publish_ordered"),
+}
 """Methods that parts of the pool call, and nobody else."""
 PACKAGES = kvpool, keepers, stores
 

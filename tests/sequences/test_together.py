@@ -241,9 +241,13 @@ def test_a_refusal_at_any_place_leaves_every_byte(
     engine.closed, lease = engine.cache.pin(keys, stream=0), engine.cache.pin(keys, stream=0)
     engine.closed.close()
     operations = [
-        op.append(one.id, [1, 2, 3]), op.commit(one.id), op.unpin(lease), op.add([[*range(50, 60), 9]]),
-        op.release(two.id), op.match([1]),
-    ]  # fmt: skip
+        op.append(one.id, [1, 2, 3]),
+        op.commit(one.id),
+        op.unpin(lease),
+        op.add([[*range(50, 60), 9]]),
+        op.release(two.id),
+        op.match([1]),
+    ]
     operations.insert(place, bad(engine, one.id))
     before = picture(engine.cache)
     with pytest.raises(error):

@@ -36,9 +36,15 @@ class Talks:
     def __init__(self, blocks: int, policy: str = "agent", **options: Any) -> None:
         self.clock, self.texts = Clock(), dict[str, list[int]]()
         self.cache = KVCacheManager(
-            LAYOUT, device_blocks=blocks + 1, device="cpu", policy=policy, partial_reuse=False, clock=self.clock,
-            secret=SECRET, **options,
-        )  # fmt: skip
+            LAYOUT,
+            device_blocks=blocks + 1,
+            device="cpu",
+            policy=policy,
+            partial_reuse=False,
+            clock=self.clock,
+            secret=SECRET,
+            **options,
+        )
 
     @property
     def book(self) -> Any:
@@ -246,8 +252,13 @@ def test_what_the_engine_says_is_heard_in_a_list_of_operations() -> None:
             opened.texts[name] = list(range(1000 * len(opened.texts), 1000 * len(opened.texts) + 45))
             sequence = opened.cache.add_sequence([*opened.texts[name], 0])
             opened.cache.commit(sequence, np.array([45]))
-            opened.cache.apply([operations.release(sequence, returns_in_ms=1) if name == "one" else
-                                operations.release(sequence, ends=True)])  # fmt: skip
+            opened.cache.apply(
+                [
+                    operations.release(sequence, returns_in_ms=1)
+                    if name == "one"
+                    else operations.release(sequence, ends=True)
+                ]
+            )
         opened.fill(40)
         assert opened.cached("one") == 45 and opened.cached("two") < 20
 
@@ -291,8 +302,9 @@ def test_pauses_count_by_the_reason_why_the_model_stopped() -> None:
         assert now[1].max() > now[2].max()
 
 
-@pytest.mark.parametrize("said", [{"stop": "tired"}, {"stop": 3}, {"ends": 1}, {"returns_in_ms": -1},
-                                  {"ends": True, "returns_in_ms": 5}])  # fmt: skip
+@pytest.mark.parametrize(
+    "said", [{"stop": "tired"}, {"stop": 3}, {"ends": 1}, {"returns_in_ms": -1}, {"ends": True, "returns_in_ms": 5}]
+)
 def test_what_is_no_hint_is_refused_and_nothing_is_released(said: dict[str, Any]) -> None:
     with talks(10) as opened:
         kept = opened.cache.add_sequence([1, 2])
@@ -364,8 +376,15 @@ def served(policy: str) -> tuple[int, str | None]:
     texts = [list(range(100 * n, 100 * n + 8)) for n in range(12)]
     state = LayerGroup(LAYOUT, kind="recurrent", snapshot_tokens=8)
     groups = [LayerGroup(BlockLayout(1, 1, 8, 4, "uint8", planes=1)), state]
-    with KVCacheManager(groups=groups, device_blocks=[60, 30], device="cpu", policy=policy, clock=clock, secret=SECRET,
-                        history_bytes=1 << 12) as cache:  # fmt: skip
+    with KVCacheManager(
+        groups=groups,
+        device_blocks=[60, 30],
+        device="cpu",
+        policy=policy,
+        clock=clock,
+        secret=SECRET,
+        history_bytes=1 << 12,
+    ) as cache:
         for turn in range(300):
             clock.now += random.randrange(1_000)
             text = texts[random.randrange(4) if turn % 3 else random.randrange(12)]
@@ -422,8 +441,13 @@ def test_the_records_are_true_after_every_call(kind: str, policy: str) -> None:
 
 def test_the_interpreter_decides_as_machine_code_does() -> None:
     code = "from tests.state.test_chains import driven; print(driven('cross', 'adaptive', 3))"
-    plain = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
-                           env={**os.environ, "NUMBA_DISABLE_JIT": "1"})  # fmt: skip
+    plain = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "NUMBA_DISABLE_JIT": "1"},
+    )
     assert plain.stdout.strip() == driven("cross", "adaptive", 3)
 
 
@@ -439,8 +463,13 @@ def test_what_is_refused_changes_no_byte_of_the_records(policy: str) -> None:
         with pytest.raises(OutOfBlocks):
             opened.cache.add_sequence(opened.texts["talk 1"][:5] + list(range(9000, 9050)))
         with pytest.raises(OutOfBlocks):
-            opened.cache.apply([operations.release(live), operations.add([[*opened.texts["talk 2"], 0]]),
-                                operations.add([list(range(9000, 9055))])])  # fmt: skip
+            opened.cache.apply(
+                [
+                    operations.release(live),
+                    operations.add([[*opened.texts["talk 2"], 0]]),
+                    operations.add([list(range(9000, 9055))]),
+                ]
+            )
         assert [array.tobytes() for array in (*opened.book.arrays, opened.owners)] == before
         opened.cache.verify()
         opened.cache.release(live)

@@ -30,9 +30,15 @@ class Tenants:
     def __init__(self, policy: str) -> None:
         self.clock = Clock()
         self.cache = KVCacheManager(
-            LAYOUT, device_blocks=BLOCKS, host_blocks=BLOCKS, device="cpu", clock=self.clock, policy=policy,
-            secret=SECRET, partial_reuse=False,
-        )  # fmt: skip
+            LAYOUT,
+            device_blocks=BLOCKS,
+            host_blocks=BLOCKS,
+            device="cpu",
+            clock=self.clock,
+            policy=policy,
+            secret=SECRET,
+            partial_reuse=False,
+        )
 
     def serve(self, first: int, blocks: int, salt: str | None = None, **said: Any) -> list[int]:
         tokens = list(range(first, first + 4 * blocks))
@@ -130,15 +136,28 @@ def test_a_namespace_keeps_its_share_and_no_more_whatever_it_asks_for(tenants: T
     assert tenants.hint("pin", "greedy", tokens=tenants.serve(0, 8, "greedy")).outcome == "done"
 
 
-@pytest.mark.parametrize(("kind", "payload", "told"), [
-    ("steal", {"tokens": [1]}, "accepted are pin, retain, prefetch, drop"), ("drop", {}, "accepted is one of"),
-    ("drop", {"tokens": [1] * 4, "keys": []}, "accepted is one of"), ("drop", {"tokens": [1] * 4, "lease_ms": 5},
-    "accepted is one of"), ("pin", {"tokens": [1] * 4, "lease_ms": 0}, "lease_ms"), ("pin", {"tokens": [1]}, "full"),
-    ("retain", {"tokens": [1] * 4, "priority": 100}, "priority"), ("pin", {"keys": ["zz"]}, "hexadecimal"),
-    ("pin", {"keys": ["ab"]}, ""), ("prefetch", {"keys": ["ab" * 16]}, "tokens and session"), ("pin", 5, "mapping"),
-    (["pin"], {}, "action_type"), ("pin", {"session": "x" * 300}, "characters"), (DEEP, {}, "deep"),
-    ("pin", {"tokens": DEEP}, "deep"), ("pin", {"keys": ["ab" * 8, "ab" * 24]}, "32 hex"), ("pin", DEEP, "deep"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "payload", "told"),
+    [
+        ("steal", {"tokens": [1]}, "accepted are pin, retain, prefetch, drop"),
+        ("drop", {}, "accepted is one of"),
+        ("drop", {"tokens": [1] * 4, "keys": []}, "accepted is one of"),
+        ("drop", {"tokens": [1] * 4, "lease_ms": 5}, "accepted is one of"),
+        ("pin", {"tokens": [1] * 4, "lease_ms": 0}, "lease_ms"),
+        ("pin", {"tokens": [1]}, "full"),
+        ("retain", {"tokens": [1] * 4, "priority": 100}, "priority"),
+        ("pin", {"keys": ["zz"]}, "hexadecimal"),
+        ("pin", {"keys": ["ab"]}, ""),
+        ("prefetch", {"keys": ["ab" * 16]}, "tokens and session"),
+        ("pin", 5, "mapping"),
+        (["pin"], {}, "action_type"),
+        ("pin", {"session": "x" * 300}, "characters"),
+        (DEEP, {}, "deep"),
+        ("pin", {"tokens": DEEP}, "deep"),
+        ("pin", {"keys": ["ab" * 8, "ab" * 24]}, "32 hex"),
+        ("pin", DEEP, "deep"),
+    ],
+)
 def test_a_wrong_action_is_refused_with_the_reason_and_the_others_are_done(
     tenants: Tenants, kind: Any, payload: Any, told: str
 ) -> None:
@@ -148,10 +167,19 @@ def test_a_wrong_action_is_refused_with_the_reason_and_the_others_are_done(
     assert found[1] == HintAnswer("a1", "done", 4)
 
 
-@pytest.mark.parametrize("wrong", [
-    5, {}, {**message(), "protocol_version": 2}, {**message(), "more": 1}, {**message(), "actions": [5]},
-    message(*[("drop", {"tokens": [1]})] * 65), DEEP, {**message(), "protocol_version": DEEP},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        5,
+        {},
+        {**message(), "protocol_version": 2},
+        {**message(), "more": 1},
+        {**message(), "actions": [5]},
+        message(*[("drop", {"tokens": [1]})] * 65),
+        DEEP,
+        {**message(), "protocol_version": DEEP},
+    ],
+)
 def test_a_wrong_envelope_changes_nothing(tenants: Tenants, wrong: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=r"message|protocol_version|actions"):
         tenants.cache.hints(wrong)

@@ -65,8 +65,15 @@ def grouped(host_blocks: int = 32, head_dim: int = 3) -> KVCacheManager:
         LayerGroup(small_layout(2, layers=1, head_dim=head_dim), window=4),
         LayerGroup(small_layout(1, layers=3, head_dim=head_dim), kind="recurrent", snapshot_tokens=4),
     ]
-    return KVCacheManager(groups=groups, device_blocks=[32] * 3, host_blocks=[host_blocks] * 3, device="cpu",
-                          event_capacity=4096, max_sequence_tokens=256, secret=SECRET)  # fmt: skip
+    return KVCacheManager(
+        groups=groups,
+        device_blocks=[32] * 3,
+        host_blocks=[host_blocks] * 3,
+        device="cpu",
+        event_capacity=4096,
+        max_sequence_tokens=256,
+        secret=SECRET,
+    )
 
 
 def write_all(cache: KVCacheManager, sequence: int, seed: int) -> None:

@@ -24,12 +24,14 @@ SECONDS = 5.0
 class PoolHost:
     """Documents are prompts, and the host is the host tier of a pool."""
 
-    def __init__(self, *stores: Any, blocks: int = 256, quota: int | None = None, speed: float | None = None,
-                 **options: Any) -> None:  # fmt: skip
+    def __init__(
+        self, *stores: Any, blocks: int = 256, quota: int | None = None, speed: float | None = None, **options: Any
+    ) -> None:
         self.of, self.clock = keeping.engine(P=BLOCKS + 4, S=blocks), Clock()
         quotas = None if quota is None else {(None, None): quota}
-        self.kept = keeping.keeper(self.of, list(stores), quotas=quotas, prefill_tokens_per_s=speed, clock=self.clock,
-                                   **options)  # fmt: skip
+        self.kept = keeping.keeper(
+            self.of, list(stores), quotas=quotas, prefill_tokens_per_s=speed, clock=self.clock, **options
+        )
         self.fetches: dict[int, Any] = {}
 
     def document(self, number: int) -> list[int]:
@@ -78,11 +80,20 @@ class PoolHost:
 class CacheHost:
     """Documents are keys, and the host is a HostCache."""
 
-    def __init__(self, *stores: Any, blocks: int = 256, quota: int | None = None, speed: float | None = None,
-                 **options: Any) -> None:  # fmt: skip
+    def __init__(
+        self, *stores: Any, blocks: int = 256, quota: int | None = None, speed: float | None = None, **options: Any
+    ) -> None:
         policies = None if speed is None else [LoadOrCompute(speed, BLOCK_BYTES, keeping.T) for _ in stores]
-        self.of = hostkeeping.Engine(*stores, blocks=blocks, quota=quota, policies=policies, load_seconds=SECONDS,
-                                     retry_seconds=0.0, save_share=1.0, **options)  # fmt: skip
+        self.of = hostkeeping.Engine(
+            *stores,
+            blocks=blocks,
+            quota=quota,
+            policies=policies,
+            load_seconds=SECONDS,
+            retry_seconds=0.0,
+            save_share=1.0,
+            **options,
+        )
         self.kept = self.of.keeper
 
     def write(self, number: int) -> None:

@@ -83,9 +83,16 @@ def test_nothing_crosses_namespaces_and_their_types() -> None:
     """Salts and adapters that print alike are different namespaces; so are prompts with other extra ids."""
     memory, prompt = store(), tokens(17)
     names: list[dict[str, Any]] = [
-        {}, {"salt": "1"}, {"salt": b"1"}, {"adapter_id": "1"}, {"adapter_id": 1}, {"salt": "1", "adapter_id": 1},
-        {"extra_ids": [7] * 17}, {"salt": ""}, {"salt": "None"},
-    ]  # fmt: skip
+        {},
+        {"salt": "1"},
+        {"salt": b"1"},
+        {"adapter_id": "1"},
+        {"adapter_id": 1},
+        {"salt": "1", "adapter_id": 1},
+        {"extra_ids": [7] * 17},
+        {"salt": ""},
+        {"salt": "None"},
+    ]
     for i, saved in enumerate(names):
         one = engine()
         with one.cache, keeper(one, memory) as kept:

@@ -63,10 +63,23 @@ def jobs_of(queue: StoreQueue, keys: Any) -> dict[str, Callable[[], Job]]:
 @pytest.mark.parametrize("kind", ["find", "save", "load"])
 @pytest.mark.parametrize(
     "answer",
-    [np.array([257, 257]), np.array([-255, 1]), np.array([1.0, 1.0]), [True, True], [1], [1, 1, 1], [[1, 1]],
-     [1, 1 << 70], None, np.array([1, 1], object), "11", [1, 7], [1, 255]],
+    [
+        np.array([257, 257]),
+        np.array([-255, 1]),
+        np.array([1.0, 1.0]),
+        [True, True],
+        [1],
+        [1, 1, 1],
+        [[1, 1]],
+        [1, 1 << 70],
+        None,
+        np.array([1, 1], object),
+        "11",
+        [1, 7],
+        [1, 255],
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_codes_that_are_none_are_failures(store: Wrong, queue: StoreQueue, answer: Any, kind: str) -> None:
     keys = saved(queue, 2)
     store.after[kind] = lambda given: (answer, given[1]) if kind == "load" else answer
@@ -74,8 +87,11 @@ def test_codes_that_are_none_are_failures(store: Wrong, queue: StoreQueue, answe
     assert job.wait(600, returned=True) and job.codes.tolist() == [FAILED] * 2 and job.error
 
 
-@pytest.mark.parametrize("seals", [None, np.zeros((2, 15), np.uint8), np.zeros((1, 16), np.uint8),
-                                   np.zeros((2, 16), np.uint8), "x" * 32], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "seals",
+    [None, np.zeros((2, 15), np.uint8), np.zeros((1, 16), np.uint8), np.zeros((2, 16), np.uint8), "x" * 32],
+    ids=str,
+)
 def test_seals_that_are_none_or_wrong_make_no_block_valid(store: Wrong, queue: StoreQueue, seals: Any) -> None:
     keys = saved(queue, 2)
     store.after["load"] = lambda given: (given[0], seals)
@@ -481,8 +497,10 @@ def test_a_deadline_that_is_none_is_a_value_error(queue: StoreQueue, deadline: A
         queue.find(saved(queue, 1), deadline=deadline)
 
 
-@pytest.mark.parametrize(("attribute", "value"), [("name", ""), ("name", "A"), ("name", 5), ("name", "a/b"),
-                                                  ("name", "a" * 65), ("threads", 0), ("threads", 1.5)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("attribute", "value"),
+    [("name", ""), ("name", "A"), ("name", 5), ("name", "a/b"), ("name", "a" * 65), ("threads", 0), ("threads", 1.5)],
+)
 def test_a_store_without_a_name_or_threads_is_refused_before_it_is_opened(
     store: Wrong, attribute: str, value: Any
 ) -> None:

@@ -48,9 +48,15 @@ class Service:
     def start(self, *more: str) -> dict[str, str]:
         """What it says of where it is, by the first word."""
         self.process = start(
-            "kvpool", "store", self.text, "--listen", self.endpoint, f"--block-bytes={BLOCK_BYTES}",
-            f"--secret-file={self.secret}", *more,
-        )  # fmt: skip
+            "kvpool",
+            "store",
+            self.text,
+            "--listen",
+            self.endpoint,
+            f"--block-bytes={BLOCK_BYTES}",
+            f"--secret-file={self.secret}",
+            *more,
+        )
         assert self.process.stdout is not None
         said = dict(self.process.stdout.readline().split() for _ in range(1 + len(more) // 2))
         assert said["endpoint"] == self.endpoint
@@ -167,11 +173,15 @@ def test_a_store_that_hangs_or_keeps_nothing_is_trouble(serve: Serve) -> None:
 
 @pytest.mark.parametrize(
     ("store", "more", "words"),
-    [("disk:/no/such/place/kv", [], "/no/such/place"), ("floppy:/a", [], "accepted are disk:"),
-     ("disk:/a/{dp_rank}", [], "accepted are {host}"), ("memory:?capacity=1MiB", ["--listen=tcp://10.0.0.1:1"], "keys"),
-     ("memory:?capacity=1MiB", ["--secret-file=/no/such/file"], "/no/such/file"),
-     ("memory:?capacity=1MiB", ["--block-bytes=0"], "block_bytes=0")],
-)  # fmt: skip
+    [
+        ("disk:/no/such/place/kv", [], "/no/such/place"),
+        ("floppy:/a", [], "accepted are disk:"),
+        ("disk:/a/{dp_rank}", [], "accepted are {host}"),
+        ("memory:?capacity=1MiB", ["--listen=tcp://10.0.0.1:1"], "keys"),
+        ("memory:?capacity=1MiB", ["--secret-file=/no/such/file"], "/no/such/file"),
+        ("memory:?capacity=1MiB", ["--block-bytes=0"], "block_bytes=0"),
+    ],
+)
 def test_what_cannot_be_served_is_wrong_usage(
     store: str, more: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -94,9 +94,20 @@ def test_what_an_option_cannot_be_is_refused_by_name(text: str, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("given", "nbytes"),
-    [("9007199254740993", 9007199254740993), (2**60 + 1, 2**60 + 1), ("0.1GB", 10**8), ("1.5 TiB", 3 << 39), (-1, None),
-     ("-1", None), (True, None), (1.0, None), ("1e3", None), ("9" * 21, None), (10**30, None)],
-)  # fmt: skip
+    [
+        ("9007199254740993", 9007199254740993),
+        (2**60 + 1, 2**60 + 1),
+        ("0.1GB", 10**8),
+        ("1.5 TiB", 3 << 39),
+        (-1, None),
+        ("-1", None),
+        (True, None),
+        (1.0, None),
+        ("1e3", None),
+        ("9" * 21, None),
+        (10**30, None),
+    ],
+)
 def test_sizes_are_exact(given: object, nbytes: int | None) -> None:
     assert parse_size(given) == nbytes
 

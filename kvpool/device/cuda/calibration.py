@@ -242,11 +242,15 @@ def measure(
         try:
             wrong = difference(device, stream, path)
             device.calibration = always(path)  # type: ignore[attr-defined]
-            of_path = [] if wrong else [
-                m._replace(path=path, multiprocessors=share(path, m.direction))
-                for nbytes, some in fitting.items()
-                for m in _measure_size(device, stream, nbytes, some)
-            ]  # fmt: skip
+            of_path = (
+                []
+                if wrong
+                else [
+                    m._replace(path=path, multiprocessors=share(path, m.direction))
+                    for nbytes, some in fitting.items()
+                    for m in _measure_size(device, stream, nbytes, some)
+                ]
+            )
         except DeviceError as error:
             if error.sticky:
                 raise

@@ -20,10 +20,23 @@ sequences."""
 
 
 def step_tables(
-    numbers: Any, ids: Any, sequences: Any, chunks: Any, width: Any, sinks: Any, wanted: Any, slot_mapping: Any,
-    seq_lens: Any, query_start_loc: Any, last_page_len: Any, table: Any, indptr: Any, indices: Any, row_stride: Any,
+    numbers: Any,
+    ids: Any,
+    sequences: Any,
+    chunks: Any,
+    width: Any,
+    sinks: Any,
+    wanted: Any,
+    slot_mapping: Any,
+    seq_lens: Any,
+    query_start_loc: Any,
+    last_page_len: Any,
+    table: Any,
+    indptr: Any,
+    indices: Any,
+    row_stride: Any,
     columns: Any,
-) -> None:  # fmt: skip
+) -> None:
     """``device.work.write_step`` in parallel. A thread has a column of a sequence, so that each block id is read once.
 
     ``numbers`` int64[sequences + 1, 4] and ``ids`` int32 are as in ``StagedStep``. They may lie in pinned memory.

@@ -62,9 +62,12 @@ from kvpool.entry.interrupt import DeferSignals
 from kvpool.errors import PoolClosed
 
 _KINDS: dict[type, str] = {
-    Fragments: "copy_fragments", TokenMoves: "move_tokens", StagedRows: "stage_rows", StagedVectors: "stage_vectors",
+    Fragments: "copy_fragments",
+    TokenMoves: "move_tokens",
+    StagedRows: "stage_rows",
+    StagedVectors: "stage_vectors",
     StagedStep: "stage_step",
-}  # fmt: skip
+}
 """The names of work in reports."""
 Memory = Sequence[Array]
 

@@ -96,9 +96,14 @@ class DiskStore:
     indexed = True
 
     def __init__(
-        self, path: str | os.PathLike[str], capacity: int | None = None, *, threads: int = 16,
-        policy: str = LRU, system: System | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        path: str | os.PathLike[str],
+        capacity: int | None = None,
+        *,
+        threads: int = 16,
+        policy: str = LRU,
+        system: System | None = None,
+    ) -> None:
         self._path = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
         if not isinstance(self._path, str) or not self._path:
             raise TypeError(f"path={path!r:.80}: accepted is the path of a folder")
@@ -251,8 +256,17 @@ class DiskStore:
             left = self._save(left, names, rows, seals, tag, limit, stop, codes)
         return codes
 
-    def _save(self, places: list[int], names: list[bytes], rows: Rows, seals: Bytes, tag: bytes, limit: int,
-              stop: Stop, codes: Bytes) -> list[int]:  # fmt: skip
+    def _save(
+        self,
+        places: list[int],
+        names: list[bytes],
+        rows: Rows,
+        seals: Bytes,
+        tag: bytes,
+        limit: int,
+        stop: Stop,
+        codes: Bytes,
+    ) -> list[int]:
         """Save what no other call is writing. Wait for what another writes, and return its places."""
         same = self._same(places, names, rows)
         with self._lock:
@@ -288,8 +302,7 @@ class DiskStore:
             with self._lock:
                 self._index.unpin(slots)
 
-    def _finish(self, own: list[tuple[int, int]], names: list[bytes], seals: Bytes, codes: Bytes,
-                failed: int) -> None:  # fmt: skip
+    def _finish(self, own: list[tuple[int, int]], names: list[bytes], seals: Bytes, codes: Bytes, failed: int) -> None:
         """Make durable what was written, and give up what was not. The keys are still pending."""
         written = [place for place, _ in own if codes[place] == OK]
         with self._lock:
@@ -368,8 +381,14 @@ class DiskStore:
             _log.warning("%s, or a file in it, was removed or replaced: nothing is saved there any more", self._path)
         raise OSError(errno.ESTALE, "the folder or a file in it was removed or replaced", self._path)
 
-    def _transfer(self, call: Callable[[list[int], list[int]], None], own: list[tuple[int, int]], rows: Rows,
-                  codes: Bytes, stop: Stop) -> None:  # fmt: skip
+    def _transfer(
+        self,
+        call: Callable[[list[int], list[int]], None],
+        own: list[tuple[int, int]],
+        rows: Rows,
+        codes: Bytes,
+        stop: Stop,
+    ) -> None:
         """Read or write the slots of places, and set their codes. Raises the last error if there was nothing else."""
         failed: OSError | None = None
         # In the order of the file: neighbours are one call, whichever of them was reserved first.

@@ -51,9 +51,16 @@ _TRANSFER_BOUNDS = ("MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_TCP_STATUS_TIMEOUT_SEC")
 _GIVES_UP_SECONDS = 50.0
 _CONNECT_SECONDS, _LAST_WAIT_SECONDS, _EXIT_WAIT_SECONDS = 2.0, 120.0, 10.0
 _METHODS = (
-    "setup", "close", "register_buffer", "unregister_buffer", "batch_put_from_multi_buffers",
-    "batch_get_into_multi_buffers", "batch_is_exist", "batch_remove", "remove_by_regex",
-)  # fmt: skip
+    "setup",
+    "close",
+    "register_buffer",
+    "unregister_buffer",
+    "batch_put_from_multi_buffers",
+    "batch_get_into_multi_buffers",
+    "batch_is_exist",
+    "batch_remove",
+    "remove_by_regex",
+)
 
 
 def library() -> Any:

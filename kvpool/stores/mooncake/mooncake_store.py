@@ -122,10 +122,19 @@ class MooncakeStore:
     spare = SEAL_BYTES
 
     def __init__(
-        self, master: str = "127.0.0.1:50051", *, segment: int = 0, hostname: str = "", metadata: str = "P2PHANDSHAKE",
-        protocol: str = "tcp", devices: str = "", secret: bytes | None = None,
-        secret_file: str | os.PathLike[str] | None = None, threads: int = 4, transform: Transform | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        master: str = "127.0.0.1:50051",
+        *,
+        segment: int = 0,
+        hostname: str = "",
+        metadata: str = "P2PHANDSHAKE",
+        protocol: str = "tcp",
+        devices: str = "",
+        secret: bytes | None = None,
+        secret_file: str | os.PathLike[str] | None = None,
+        threads: int = 4,
+        transform: Transform | None = None,
+    ) -> None:
         self._master, self._segment = _master_argument(master), _segment_argument(segment)
         self._place = text_argument("hostname", hostname), text_argument("metadata", metadata)
         self._wire = _protocol_argument(protocol), text_argument("devices", devices)

@@ -161,9 +161,15 @@ class PeerStore:
     indexed = False
 
     def __init__(
-        self, endpoint: str, *, secret: bytes | None = None, secret_file: str | os.PathLike[str] | None = None,
-        keys: ClientKeys | None = None, timeout_ms: int = 5_000, connections: int = 2,
-    ) -> None:  # fmt: skip
+        self,
+        endpoint: str,
+        *,
+        secret: bytes | None = None,
+        secret_file: str | os.PathLike[str] | None = None,
+        keys: ClientKeys | None = None,
+        timeout_ms: int = 5_000,
+        connections: int = 2,
+    ) -> None:
         self._endpoint = check_endpoint(endpoint, keys)
         self._secret = SharedSecret(secret, secret_file)
         self._door = keys or ClientSecret(wire_key(self._secret))
@@ -282,9 +288,14 @@ class PeerStore:
     # -- connections -------------------------------------------------------------------------------
 
     def _call(
-        self, link: Link, call: str, frames: Sequence[Any] = (), blocks: Sequence[Any] = (), stop: Stop = never,
+        self,
+        link: Link,
+        call: str,
+        frames: Sequence[Any] = (),
+        blocks: Sequence[Any] = (),
+        stop: Stop = never,
         **fields: Any,
-    ) -> Received:  # fmt: skip
+    ) -> Received:
         """Make one call. Returns its answer."""
         answer = link.ask(StoreCall(link.number(), call, link.timeout_ms, **fields), frames, StoreDone, stop, blocks)
         self._filled = answer.message.holds, answer.message.capacity
@@ -340,9 +351,13 @@ class PeerStore:
                     link.close()
                     link = None
             link = link or Link(
-                self._context, self._endpoint, self._door, timeout_ms=self._timeout_ms,
-                frame_bytes=frame_bytes_max(self._most, self._block_bytes), messages=1,
-            )  # fmt: skip
+                self._context,
+                self._endpoint,
+                self._door,
+                timeout_ms=self._timeout_ms,
+                frame_bytes=frame_bytes_max(self._most, self._block_bytes),
+                messages=1,
+            )
             self._busy += 1
             return link
 

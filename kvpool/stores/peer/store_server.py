@@ -132,10 +132,19 @@ class StoreServer(Closing):
     """
 
     def __init__(
-        self, store: Store, endpoint: str = "tcp://127.0.0.1:*", *, block_bytes: int, secret: bytes | None = None,
-        secret_file: str | os.PathLike[str] | None = None, keys: ServerKeys | None = None, call_bytes: int = 4 << 20,
-        calls_waiting: int = 16, connections: int = 64, stall_ms: int = 5_000,
-    ) -> None:  # fmt: skip
+        self,
+        store: Store,
+        endpoint: str = "tcp://127.0.0.1:*",
+        *,
+        block_bytes: int,
+        secret: bytes | None = None,
+        secret_file: str | os.PathLike[str] | None = None,
+        keys: ServerKeys | None = None,
+        call_bytes: int = 4 << 20,
+        calls_waiting: int = 16,
+        connections: int = 64,
+        stall_ms: int = 5_000,
+    ) -> None:
         check_endpoint(endpoint, keys)
         size = integer_argument("block_bytes", block_bytes, 1, 1 << 31)
         blocks = min(max(integer_argument("call_bytes", call_bytes, 1, 1 << 31) // size, 1), KEYS_MAX)
@@ -149,9 +158,15 @@ class StoreServer(Closing):
         try:
             # A client has one call under way on each connection. ZeroMQ holds one message more each way.
             self._server = self._calls.server = Server(
-                self._calls, endpoint, door, connections=most, stall_ms=stall,
-                frame_bytes=frame_bytes_max(blocks, size), messages=2, answers=1,
-            )  # fmt: skip
+                self._calls,
+                endpoint,
+                door,
+                connections=most,
+                stall_ms=stall,
+                frame_bytes=frame_bytes_max(blocks, size),
+                messages=2,
+                answers=1,
+            )
         except BaseException:
             store.close()
             raise
@@ -164,10 +179,16 @@ class StoreServer(Closing):
         self._server.check(self)
         counts, calls = self._server.counts, self._calls
         return replace(
-            calls.stats, malformed=counts.malformed, refused=counts.failed - counts.malformed, dropped=counts.dropped,
-            under_way=calls.under_way, hanging=calls.hanging(), connections=len(self._server.connections),
-            connections_refused=self._server.connections.refused, store=calls.figures,
-        )  # fmt: skip
+            calls.stats,
+            malformed=counts.malformed,
+            refused=counts.failed - counts.malformed,
+            dropped=counts.dropped,
+            under_way=calls.under_way,
+            hanging=calls.hanging(),
+            connections=len(self._server.connections),
+            connections_refused=self._server.connections.refused,
+            store=calls.figures,
+        )
 
     def trouble(self) -> str:
         """Why the service is not healthy, or "": it has ended, calls hang in the store, or the last save failed. Never

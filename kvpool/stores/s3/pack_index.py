@@ -43,8 +43,9 @@ class Pack(NamedTuple):
     def new(cls, now: int, number: int, tag: bytes, names: Sequence[bytes]) -> Pack:
         """One that nobody else has. ``now``: unix milliseconds, so that names are in the order of time."""
         own = ".".join(name.hex() for name in names) if len(names) <= _NAMED else str(len(names))
-        return cls(f"{now:012x}-{number:010x}-{tag.hex()}-{os.urandom(8).hex()}-{own}", number, tag, len(names),
-                   tuple(names))  # fmt: skip
+        return cls(
+            f"{now:012x}-{number:010x}-{tag.hex()}-{os.urandom(8).hex()}-{own}", number, tag, len(names), tuple(names)
+        )
 
     @classmethod
     def parse(cls, name: str) -> Pack | None:

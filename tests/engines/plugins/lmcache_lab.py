@@ -29,11 +29,17 @@ LARGE = MemoryLayoutDesc([torch.Size([2, 2, 16, 8]), torch.Size([4, 16])], [torc
 def adapter_config(**params: Any) -> Any:
     """What ``--l2-adapter`` gives."""
     spec = {
-        "type": "plugin", "module_path": "kvpool.engines.lmcache", "class_name": "KVPoolL2Adapter",
+        "type": "plugin",
+        "module_path": "kvpool.engines.lmcache",
+        "class_name": "KVPoolL2Adapter",
         "adapter_params": {
-            "stores": "disk:/kv/{part}", "weights": "1", "kv_dtype": "fp8_e4m3", **SLOW, **params,
+            "stores": "disk:/kv/{part}",
+            "weights": "1",
+            "kv_dtype": "fp8_e4m3",
+            **SLOW,
+            **params,
         },
-    }  # fmt: skip
+    }
     return parse_args_to_l2_adapters_config(argparse.Namespace(l2_adapter=[json.dumps(spec)]))
 
 
@@ -49,9 +55,7 @@ def manager(**params: Any) -> StorageManager:
 
 
 def keys(count: int, group: int = 0, model: str = "toy", salt: str = "", first: int = 0) -> list[ObjectKey]:
-    return [
-        ObjectKey((first + number).to_bytes(32, "big"), model, 0, group, salt) for number in range(count)
-    ]  # fmt: skip
+    return [ObjectKey((first + number).to_bytes(32, "big"), model, 0, group, salt) for number in range(count)]
 
 
 class Stored(L2AdapterListener):

@@ -35,8 +35,10 @@ LAYERS, HEADS, WIDTH, PAGE, TOKENS = 2, 2, 8, 4, 64
 WAIT_S = 600
 RANKS = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_dcp_size": 1, "attn_dcp_rank": 0}
 NAMES = {
-    "backend_name": "kvpool", "module_path": "kvpool.engines.sglang", "class_name": "KVPoolHiCacheStorage",
-}  # fmt: skip
+    "backend_name": "kvpool",
+    "module_path": "kvpool.engines.sglang",
+    "class_name": "KVPoolHiCacheStorage",
+}
 
 SLOW = dict.fromkeys(("find_seconds", "load_seconds", "save_seconds"), 60)
 """Deadlines against hanging."""
@@ -69,14 +71,27 @@ def host_pool(layout: str, dtype: torch.dtype = torch.bfloat16, label: str = "kv
     pointers = [torch.tensor([one.data_ptr() for one in part], dtype=torch.uint64) for part in (k, v)]
     buffers = KVBuffers(k=k, v=v, k_data_ptrs=pointers[0], v_data_ptrs=pointers[1], layout=KVBufferLayout.NHD)
     info = MHABufferInfo(
-        buffers=buffers, page_size=PAGE, head_num=HEADS, head_dim=WIDTH, v_head_dim=WIDTH, dtype=dtype,
+        buffers=buffers,
+        page_size=PAGE,
+        head_num=HEADS,
+        head_dim=WIDTH,
+        v_head_dim=WIDTH,
+        dtype=dtype,
         device=torch.device("cpu"),
-    )  # fmt: skip
+    )
     with host_memory_budget_scope(1 << 30):
         return MHATokenToKVPoolHost(
-            info, 4.0, 0, PAGE, layout, pin_memory=False, device_capacity_tokens=TOKENS, start_layer=0,
-            end_layer=layers - 1, pool_label=label,
-        )  # fmt: skip
+            info,
+            4.0,
+            0,
+            PAGE,
+            layout,
+            pin_memory=False,
+            device_capacity_tokens=TOKENS,
+            start_layer=0,
+            end_layer=layers - 1,
+            pool_label=label,
+        )
 
 
 def allocator() -> Any:
@@ -89,10 +104,17 @@ def controller(pool: Any, metrics: bool = False, **options: Any) -> Any:
     """SGLang's controller, with the plug-in behind it."""
     kind = HYBRID if isinstance(pool, HostPoolGroup) else PLAIN
     return kind(
-        allocator(), pool, PAGE, group(), threading.Event(), storage_backend="dynamic", prefetch_threshold=PAGE,
-        model_name="toy", storage_backend_extra_config={**NAMES, "weights": "1", **options},
+        allocator(),
+        pool,
+        PAGE,
+        group(),
+        threading.Event(),
+        storage_backend="dynamic",
+        prefetch_threshold=PAGE,
+        model_name="toy",
+        storage_backend_extra_config={**NAMES, "weights": "1", **options},
         enable_storage_metrics=metrics,
-    )  # fmt: skip
+    )
 
 
 def grouped(pools: dict[PoolName, Any]) -> Any:
@@ -129,9 +151,17 @@ def config(**fields: Any) -> HiCacheStorageConfig:
     """What the controller tells the plug-in. Options are among the fields."""
     own = {name: fields.pop(name) for name in ("stores", "weights", "kv_dtype") if name in fields}
     known = {
-        "tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1,
-        "is_mla_model": False, "enable_storage_metrics": False, "is_page_first_layout": True, "model_name": "toy",
-    }  # fmt: skip
+        "tp_rank": 0,
+        "tp_size": 1,
+        "pp_rank": 0,
+        "pp_size": 1,
+        "attn_cp_rank": 0,
+        "attn_cp_size": 1,
+        "is_mla_model": False,
+        "enable_storage_metrics": False,
+        "is_page_first_layout": True,
+        "model_name": "toy",
+    }
     return HiCacheStorageConfig(**{**known, **fields}, extra_config={**NAMES, **own})
 
 

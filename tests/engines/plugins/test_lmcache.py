@@ -91,9 +91,11 @@ def test_lmcache_computes_what_the_store_has_damaged(stores: dict[str, Wrong]) -
 
 def test_lmcaches_own_check_of_adapters_passes(stores: dict[str, Wrong], capsys: pytest.CaptureFixture[str]) -> None:
     spec = {
-        "type": "plugin", "module_path": "kvpool.engines.lmcache", "class_name": "KVPoolL2Adapter",
+        "type": "plugin",
+        "module_path": "kvpool.engines.lmcache",
+        "class_name": "KVPoolL2Adapter",
         "adapter_params": {"stores": "disk:/kv/{part}", "weights": "1", "kv_dtype": "fp8_e4m3"},
-    }  # fmt: skip
+    }
     asyncio.run(run_test_mode("toy", l2_adapter=[json.dumps(spec)], obj_size=1024, num_keys=5))
     printed = capsys.readouterr().out
     assert "FAIL" not in printed and "Failed" not in printed, printed
@@ -124,11 +126,14 @@ def test_tasks_of_objects_outside_of_lmcaches_memory(make: Any) -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        keys(1, model="other")[0], keys(1, group=1)[0], keys(1, salt="tenant")[0], keys(1, first=1)[0],
+        keys(1, model="other")[0],
+        keys(1, group=1)[0],
+        keys(1, salt="tenant")[0],
+        keys(1, first=1)[0],
         lab.ObjectKey(keys(1)[0].chunk_hash, "toy", 1),
     ],
     ids=["model", "group", "salt", "hash", "rank"],
-)  # fmt: skip
+)
 def test_nothing_is_found_under_another_key(other: Any, make: Any) -> None:
     adapter = make()
     assert lab.store(adapter, keys(1), objects(1, first=0)).is_successful()

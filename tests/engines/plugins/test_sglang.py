@@ -201,11 +201,17 @@ def test_sglangs_clear_leaves_nothing_to_be_found(attach: Any) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"model_name": "other"}, {"tp_rank": 1, "tp_size": 2}, {"pp_rank": 1, "pp_size": 2}, {"layout": "layer_first"},
-        {"dtype": torch.float16}, {"weights": "2"}, {"kv_dtype": "fp8_e4m3"}, {"version": "0.5.22"},
+        {"model_name": "other"},
+        {"tp_rank": 1, "tp_size": 2},
+        {"pp_rank": 1, "pp_size": 2},
+        {"layout": "layer_first"},
+        {"dtype": torch.float16},
+        {"weights": "2"},
+        {"kv_dtype": "fp8_e4m3"},
+        {"version": "0.5.22"},
     ],
     ids=lambda change: next(iter(change)),
-)  # fmt: skip
+)
 def test_nothing_is_found_of_another_model_or_share_or_layout(
     change: dict[str, Any], attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

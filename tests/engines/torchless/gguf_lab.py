@@ -63,10 +63,14 @@ def _attention(writer: gguf.GGUFWriter, add: Any, layers: int, width: int, inner
         for name in ("attn_norm", "ffn_norm"):
             add(f"{block}{name}.weight", width, value=1.0)
         for name, rows, columns in (
-            ("attn_q", width, width), ("attn_k", width // 2, width), ("attn_v", width // 2, width),
-            ("attn_output", width, width), ("ffn_gate", inner, width), ("ffn_up", inner, width),
+            ("attn_q", width, width),
+            ("attn_k", width // 2, width),
+            ("attn_v", width // 2, width),
+            ("attn_output", width, width),
+            ("ffn_gate", inner, width),
+            ("ffn_up", inner, width),
             ("ffn_down", width, inner),
-        ):  # fmt: skip
+        ):
             add(f"{block}{name}.weight", rows, columns)
 
 
@@ -82,11 +86,14 @@ def _recurrent(writer: gguf.GGUFWriter, add: Any, layers: int, width: int) -> No
         block = f"blk.{layer}."
         add(f"{block}attn_norm.weight", width, value=1.0)
         for name, shape in (
-            ("ssm_in.weight", (2 * inner, width)), ("ssm_conv1d.weight", (inner, kernel)),
+            ("ssm_in.weight", (2 * inner, width)),
+            ("ssm_conv1d.weight", (inner, kernel)),
             ("ssm_conv1d.bias", (inner,)),
-            ("ssm_x.weight", (rank + 2 * state, inner)), ("ssm_dt.weight", (inner, rank)), ("ssm_dt.bias", (inner,)),
+            ("ssm_x.weight", (rank + 2 * state, inner)),
+            ("ssm_dt.weight", (inner, rank)),
+            ("ssm_dt.bias", (inner,)),
             ("ssm_out.weight", (width, inner)),
-        ):  # fmt: skip
+        ):
             add(f"{block}{name}", *shape)
         add(f"{block}ssm_a", inner, state, value=-1.0)
         add(f"{block}ssm_d", inner, value=1.0)

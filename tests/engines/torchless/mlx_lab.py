@@ -20,22 +20,49 @@ _COMMON = {"hidden_size": 64, "num_attention_heads": 2, "vocab_size": VOCABULARY
 CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "full attention": (
         llama,
-        _COMMON | {"model_type": "llama", "num_hidden_layers": 3, "intermediate_size": 96, "num_key_value_heads": 1,
-                   "rms_norm_eps": 1e-5},
+        _COMMON
+        | {
+            "model_type": "llama",
+            "num_hidden_layers": 3,
+            "intermediate_size": 96,
+            "num_key_value_heads": 1,
+            "rms_norm_eps": 1e-5,
+        },
     ),
     "sliding windows": (
         gemma3_text,
-        _COMMON | {"model_type": "gemma3_text", "num_hidden_layers": 4, "intermediate_size": 96, "head_dim": 32,
-                   "num_key_value_heads": 1, "sliding_window": 32, "sliding_window_pattern": 2},
+        _COMMON
+        | {
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 4,
+            "intermediate_size": 96,
+            "head_dim": 32,
+            "num_key_value_heads": 1,
+            "sliding_window": 32,
+            "sliding_window_pattern": 2,
+        },
     ),
     "recurrent hybrid": (
         lfm2,
-        _COMMON | {"model_type": "lfm2", "num_hidden_layers": 4, "num_key_value_heads": 1, "norm_eps": 1e-5,
-                   "max_position_embeddings": 4096, "conv_bias": False, "conv_L_cache": 3, "block_dim": 64,
-                   "block_ff_dim": 96, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.0,
-                   "block_auto_adjust_ff_dim": False, "rope_theta": 10000.0, "full_attn_idxs": [1, 3]},
+        _COMMON
+        | {
+            "model_type": "lfm2",
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 1,
+            "norm_eps": 1e-5,
+            "max_position_embeddings": 4096,
+            "conv_bias": False,
+            "conv_L_cache": 3,
+            "block_dim": 64,
+            "block_ff_dim": 96,
+            "block_multiple_of": 8,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_auto_adjust_ff_dim": False,
+            "rope_theta": 10000.0,
+            "full_attn_idxs": [1, 3],
+        },
     ),
-}  # fmt: skip
+}
 """By the kind of its layers: the module of a model, and its configuration."""
 KINDS = [*CONFIGS, "quantised"]
 

@@ -226,9 +226,20 @@ def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     words = [
-        sys.executable, "-m", "kvpool.engines.mlx", "--host-memory", "16MiB", "--block-tokens", "16",
-        "--store", f"disk:{tmp_path}/kv-{{part}}?capacity=16MiB", "--model", str(folder), "--port", str(port),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "kvpool.engines.mlx",
+        "--host-memory",
+        "16MiB",
+        "--block-tokens",
+        "16",
+        "--store",
+        f"disk:{tmp_path}/kv-{{part}}?capacity=16MiB",
+        "--model",
+        str(folder),
+        "--port",
+        str(port),
+    ]
     log = tmp_path / "log"
     with log.open("w") as file, subprocess.Popen(words, stdout=file, stderr=file) as process:
         address, end = f"http://127.0.0.1:{port}", time.monotonic() + DEADLINE_S

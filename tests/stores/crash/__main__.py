@@ -48,8 +48,10 @@ def kills(count: int, seed: int) -> int:
         found = proof.killed(Path(folder) / "store", count, seed)
     moments = ", ".join(f"{number} while {name}" for name, number in sorted(found["moments"].items()))
     wrong = found["wrong"]
-    print(f"{found['kills']} kills: {moments}; {found['checked']} promised blocks checked, {found['gone']} gone, "
-          f"{len(wrong)} failures")  # fmt: skip
+    print(
+        f"{found['kills']} kills: {moments}; {found['checked']} promised blocks checked, {found['gone']} gone, "
+        f"{len(wrong)} failures"
+    )
     print("".join(f"  {failure}\n" for failure in wrong), end="")
     return len(wrong)
 

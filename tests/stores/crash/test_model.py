@@ -28,9 +28,16 @@ class Calls:
         self.disk, self._numbers = Disk(ROOT), itertools.count(1)
 
     def begin(
-        self, kind: Kind, file: int = 0, data: bytes = b"", offset: int = 0, *, length: int = 0, path: str = "",
+        self,
+        kind: Kind,
+        file: int = 0,
+        data: bytes = b"",
+        offset: int = 0,
+        *,
+        length: int = 0,
+        path: str = "",
         flags: int = 0,
-    ) -> int:  # fmt: skip
+    ) -> int:
         number = next(self._numbers)
         self.disk.apply([Record(kind, flags, number, file, offset, length or len(data), path, data)])
         return number
@@ -216,17 +223,26 @@ def test_a_block_is_promised_from_its_acknowledgement_until_it_is_forgotten() ->
 
 def test_a_block_that_was_evicted_is_promised_until_the_last_look() -> None:
     found = promised(
-        {"saved": [1, 2]}, {"looking": 0}, {"seen": [1, 2], "evicted": False}, {"saved": [3]},
-        {"looking": 0}, {"seen": [2, 3], "evicted": True},
-    )  # fmt: skip
+        {"saved": [1, 2]},
+        {"looking": 0},
+        {"seen": [1, 2], "evicted": False},
+        {"saved": [3]},
+        {"looking": 0},
+        {"seen": [2, 3], "evicted": True},
+    )
     assert found == [set(), {1, 2}, {2}, {2}, {2, 3}, {2, 3}, {2, 3}]
 
 
 def test_a_block_that_was_saved_again_may_have_been_evicted_before() -> None:
     found = promised(
-        {"saved": [1]}, {"looking": 0}, {"seen": [1], "evicted": False}, {"saving": [1]}, {"saved": [1]},
-        {"looking": 0}, {"seen": [1], "evicted": True},
-    )  # fmt: skip
+        {"saved": [1]},
+        {"looking": 0},
+        {"seen": [1], "evicted": False},
+        {"saving": [1]},
+        {"saved": [1]},
+        {"looking": 0},
+        {"seen": [1], "evicted": True},
+    )
     assert found == [set(), {1}, set(), set(), set(), {1}, {1}, {1}]
 
 

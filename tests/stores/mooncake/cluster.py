@@ -60,9 +60,14 @@ class Part:
         self.log = log
         with log.open("ab") as output:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, env={**os.environ, **environment}, stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=output, text=True,
-            )  # fmt: skip
+                command,
+                cwd=ROOT,
+                env={**os.environ, **environment},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                text=True,
+            )
 
     def freeze(self) -> None:
         self.process.send_signal(signal.SIGSTOP)

@@ -94,8 +94,10 @@ class Soak:
         self.holders = [self.cluster.worker(SECRET, 64 << 20) for _ in range(2)]
         self.queue = StoreQueue(
             MooncakeStore(self.cluster.address, secret=SECRET),
-            memory(GROUPS * GROUP, BLOCK_BYTES), IDENTITY, report=False,
-        )  # fmt: skip
+            memory(GROUPS * GROUP, BLOCK_BYTES),
+            IDENTITY,
+            report=False,
+        )
 
     def count(self, name: str, count: int) -> None:
         with self.lock:

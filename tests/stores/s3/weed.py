@@ -47,9 +47,14 @@ class Weed:
         from obstore.store import S3Store as Client
 
         return Client(
-            BUCKET, endpoint=self.address, region="us-east-1", access_key_id=ACCESS["accessKey"],
-            secret_access_key=ACCESS["secretKey"], client_options={"allow_http": True}, retry_config={"max_retries": 1},
-        )  # fmt: skip
+            BUCKET,
+            endpoint=self.address,
+            region="us-east-1",
+            access_key_id=ACCESS["accessKey"],
+            secret_access_key=ACCESS["secretKey"],
+            client_options={"allow_http": True},
+            retry_config={"max_retries": 1},
+        )
 
     def start(self) -> None:
         with self._log.open("a") as log:
