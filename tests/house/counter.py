@@ -1,4 +1,4 @@
-"""``python -m tests.house.counter``: the net lines of every folder that holds code, and how dense they are.
+"""``python -m tests.house.counter``: the tokens and net lines of every folder that holds code.
 
 A net line has a token that is no comment, and no statement that is a text only (docstrings, those of fields too). So
 neither words nor blank lines count, and nobody saves a line by leaving out a sentence.
@@ -34,11 +34,6 @@ class Size(NamedTuple):
     def __add__(self, other: object) -> Size:
         assert isinstance(other, Size)
         return Size(*map(sum, zip(self, other, strict=True)))
-
-    @property
-    def density(self) -> float:
-        """Tokens per line."""
-        return self.tokens / max(1, self.lines)
 
 
 def size_of(path: Path) -> Size:
@@ -85,12 +80,12 @@ def totals(table: dict[str, Size]) -> dict[str, Size]:
 
 def report(table: dict[str, Size]) -> str:
     """The table as text."""
-    rows = [f"{'folder':<24} {'lines':>7} {'files':>6} {'tokens a line':>14}"]
+    rows = [f"{'folder':<24} {'lines':>7} {'files':>6} {'tokens':>9}"]
     for top, total in totals(table).items():
         own = [(name, size) for name, size in table.items() if name.split("/")[0] == top]
         own = own if len(own) > 1 else []
         for name, size in [*own, (f"{top} in all", total)]:
-            rows.append(f"{name:<24} {size.lines:>7,} {size.files:>6} {size.density:>14.1f}")
+            rows.append(f"{name:<24} {size.lines:>7,} {size.files:>6} {size.tokens:>9,}")
     return "\n".join(rows)
 
 
