@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvpool
-from kvpool.engines.local import Bytes, LocalBlocks, Places
+from kvpool.engines.local import Bytes, LocalBlocks, Places, prefix_keys, state_keys
 from kvpool.engines.options import MLX
 from kvpool.errors import BlockNotFound
 from kvpool.stores import MemoryStore, Space
@@ -210,6 +210,16 @@ def test_a_state_whose_piece_has_left_the_store_is_counted(shared: str) -> None:
     assert blocks.state(b"s") is None
     assert blocks.skipped == {"gone": 1}
     blocks.close()
+
+
+def test_keys_of_other_settings_differ() -> None:
+    for make in (lambda settings: prefix_keys([1, 2, 3, 4], 2, settings)[1:], state_keys_of):
+        keys = {key for settings in (b"", b"a", b"b", bytes(32)) for key in make(settings)}
+        assert len(keys) == 4 * len(make(b""))
+
+
+def state_keys_of(settings: bytes) -> list[bytes]:
+    return state_keys([1, 2, 3, 4], 3, range(1, 5), settings)
 
 
 @pytest.mark.parametrize("second", ["ClosedDoor:", "WatchedStore:64?color=red", "Absent:"])
