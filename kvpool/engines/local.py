@@ -147,7 +147,7 @@ class LocalBlocks:
         count = 0
         for lease, first in self._windows(keys, used=True):
             count = first + len(lease.keys)
-            copy[first:count] = self.memory[lease.blocks]
+            np.take(self.memory, lease.blocks, axis=0, out=copy[first:count], mode="clip")
         if count < len(keys):
             raise BlockNotFound(f"keys: expected {len(keys)} blocks that are here or in a store, got {count}")
         return copy
@@ -253,14 +253,14 @@ class LocalBlocks:
     def state(self, key: bytes) -> bytes | None:
         """A copy of the state of a key. None if not all of it comes; what has lost a part is counted as "gone"."""
         try:
-            head = self._copied(_pieces_of(key, 1)).tobytes()
+            head = self._copied(_pieces_of(key, 1))[0]
         except BlockNotFound:
             return None
-        size = SIZE_BYTES + int.from_bytes(head[:SIZE_BYTES], "little")
+        size = SIZE_BYTES + int.from_bytes(head[:SIZE_BYTES].tobytes(), "little")
         count = -(-size // self.block_bytes)
         try:
             if count <= self._cache.host_blocks:
-                return self._copied(_pieces_of(key, count)).tobytes()[SIZE_BYTES:size]
+                return self._copied(_pieces_of(key, count)).reshape(-1)[SIZE_BYTES:size].tobytes()
         except BlockNotFound:
             pass
         self.skipped["gone"] += 1
