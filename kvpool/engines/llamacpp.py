@@ -26,6 +26,15 @@ import numpy as np
 
 from kvpool.arrays import Int64s
 from kvpool.arrays.layout import integer_argument
+from kvpool.engines.llamacpp_settings import (
+    LORA,
+    Adapters,
+    check_messages,
+    check_start,
+    checked_settings,
+    checked_tokens,
+    loaded_adapters,
+)
 from kvpool.engines.local import LocalBlocks, state_keys
 from kvpool.engines.options import LLAMACPP, UNNAMED, files_digest
 from kvpool.entry.process import Closing
@@ -37,7 +46,7 @@ with LLAMACPP.imports():
 
 log = LLAMACPP.log
 
-FORMAT = "kvpool 1"
+FORMAT = "kvpool 2"
 _STEP = 64
 """Tokens between the keys from which those of states are made."""
 _REMEMBERED = 256
@@ -84,10 +93,11 @@ class PrefixCacheStats:
 
 
 class _Kept(NamedTuple):
-    """A state that was kept, and its tokens."""
+    """A state that was kept, its tokens, and the key of the adapters that it was computed with."""
 
     tokens: Tokens
     key: bytes
+    adapters: bytes
 
 
 class PrefixCache(Closing):
@@ -110,7 +120,8 @@ class PrefixCache(Closing):
     Raises
     ------
     TypeError, ValueError
-        For options that are missing or not accepted, and what opening a store raises.
+        For options that are missing or not accepted, for parameters with which KV does not belong to the tokens before
+        it (``ctx_shift``, ``n_cache_reuse``, activated LoRA adapters), and what opening a store raises.
     RuntimeError
         If llama.cpp cannot load the model.
 
@@ -123,6 +134,7 @@ class PrefixCache(Closing):
 
     def __init__(self, params: Any, *, min_tokens: int = 64, piece_bytes: int = 1 << 20, **options: Any) -> None:
         own = LLAMACPP.read(options)
+        check_start(params)
         self._least = integer_argument("min_tokens", min_tokens, 1, 1 << 30)
         piece = integer_argument("piece_bytes", piece_bytes, 1 << 10, 1 << 30)
         self._lock, self._secret, self._closed = threading.RLock(), secrets.token_urlsafe(32), False
@@ -138,15 +150,21 @@ class PrefixCache(Closing):
         params.endpoint_slots, params.cache_ram_mib = True, 0
         try:
             self._server = xllamacpp.Server(params)
+            # What a request without ``lora`` is computed with.
+            self._adapters = loaded_adapters(self._ask("/lora-adapters"), apply=not params.lora_init_without_apply)
         except BaseException:
+            self._server = None
             self._blocks.close()
             shutil.rmtree(self._folder)
             raise
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        # The tokens that each slot has, and the key of the adapters that llama.cpp applies there; None if unknown.
         self._held: list[Tokens] = []
+        self._applied: list[bytes | None] = []
         for slot in range(params.n_parallel):
             self._free.put(slot)
             self._held.append(np.empty(0, np.int64))
+            self._applied.append(None)
         self._recent: deque[_Kept] = deque(maxlen=_REMEMBERED)
         # Whether llama.cpp has cut a state so far. It cannot, where a layer is recurrent.
         self._cuts = True
@@ -155,24 +173,51 @@ class PrefixCache(Closing):
     # -- what users call -----------------------------------------------------------------------------
 
     def complete(self, prompt: str | Sequence[int], **settings: Any) -> dict[str, Any]:
-        """What llama.cpp's ``/completion`` answers to a prompt, as text or tokens. ``settings`` are its own, such as
-        ``n_predict=100``. Raises OSError with what llama.cpp says, and PoolClosed."""
-        tokens = np.array(self.tokens(prompt) if isinstance(prompt, str) else prompt, np.int64)
+        """Return what llama.cpp's ``/completion`` answers to a prompt.
+
+        Parameters
+        ----------
+        prompt
+            A text, or tokens.
+        settings
+            llama.cpp's own, such as ``n_predict=100``: those that are known to leave KV as it is, and ``lora``, a list
+            of adapters with ``id`` and ``scale``. Adapters that it does not list are not applied. Without it, those of
+            the start are applied; none, with ``lora_init_without_apply``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For a prompt that is neither, and for a setting that is refused, by its name. Nothing has happened then.
+        OSError
+            What llama.cpp says.
+        PoolClosed
+            If it is closed.
+
+        Notes
+        -----
+        Thread-safe.
+        """
+        adapters, settings = self._adapters.replaced(settings.get(LORA)), checked_settings(settings)
+        tokens = checked_tokens(self.tokens(prompt) if isinstance(prompt, str) else prompt)
         with self._slot() as slot:
-            known, came = self._warm(slot, tokens)
-            answer = self._compute(slot, tokens, settings)
+            known, came = self._warm(slot, tokens, adapters)
+            answer = self._compute(slot, tokens, adapters, settings)
             reused = int(answer["timings"]["cache_n"])
             with self._lock:
                 self._asked, self._reused = self._asked + len(tokens), self._reused + reused
                 self._cuts = self._cuts and reused >= known - 1
                 if LLAMACPP.tells():
-                    missed = self._blocks.explain_state(_key_of(tokens), len(tokens) - sum(came.values()))
+                    key = _key_of(tokens, adapters)
+                    missed = self._blocks.explain_state(key, len(tokens) - sum(came.values()))
                     LLAMACPP.tell(UNNAMED, came, [missed])
-            self._keep(slot, np.concatenate([tokens, np.array(answer["tokens"], np.int64)]))
+            self._keep(slot, np.concatenate([tokens, np.array(answer["tokens"], np.int64)]), adapters)
             return answer
 
-    def chat(self, messages: Sequence[Mapping[str, str]], **settings: Any) -> dict[str, Any]:
-        """``complete`` for the messages of a conversation, by the model's template."""
+    def chat(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> dict[str, Any]:
+        """``complete`` for the messages of a conversation, by the model's template. Their content is text."""
+        self._adapters.replaced(settings.get(LORA))
+        checked_settings(settings)
+        check_messages(messages)
         return self.complete(str(self._post("/apply-template", {"messages": list(messages)})["prompt"]), **settings)
 
     def tokens(self, text: str) -> list[int]:
@@ -220,7 +265,7 @@ class PrefixCache(Closing):
         try:
             yield slot
         except BaseException:
-            self._held[slot] = self._held[slot][:0]
+            self._held[slot], self._applied[slot] = self._held[slot][:0], None
             raise
         finally:
             self._free.put(slot)
@@ -229,13 +274,16 @@ class PrefixCache(Closing):
         if self._closed:
             raise PoolClosed("the prefix cache is closed")
 
-    def _warm(self, slot: int, tokens: Tokens) -> tuple[int, dict[str, int]]:
+    def _warm(self, slot: int, tokens: Tokens, adapters: Adapters) -> tuple[int, dict[str, int]]:
         """Put the state into a slot that has most of a prompt. Returns how many tokens of it the slot has then, and how
         many came from where."""
+        if self._applied[slot] != adapters.key:
+            self._post(f"/slots/{slot}?action=erase", {})
+            self._held[slot] = self._held[slot][:0]
         found, most, key = _common(self._held[slot], tokens), len(tokens) - 1, b""
         with self._lock:
-            recent = list(self._recent)
-            keys = state_keys(tokens.tolist(), _STEP, range(most, found, -1))
+            recent = [kept for kept in self._recent if kept.adapters == adapters.key]
+            keys = state_keys(tokens.tolist(), _STEP, range(most, found, -1), adapters.key)
             place = self._blocks.longest_state(keys)
         held = found
         if place is not None:
@@ -244,25 +292,29 @@ class PrefixCache(Closing):
         repeats = max(shared, default=0)
         if self._cuts and repeats > found:
             found, key = repeats, recent[shared.index(repeats)].key
-        if key and not self._restore(slot, key):
+        if key and not self._restore(slot, key, tokens, adapters):
             found = held
         came = {"device" if found == held else "host": found}
-        if repeats >= max(self._least, found) and not self._has(tokens[:repeats]):
-            self._compute(slot, tokens[:repeats], {"n_predict": 0})
-            self._keep(slot, tokens[:repeats])
+        if repeats >= max(self._least, found) and not self._has(tokens[:repeats], adapters):
+            self._compute(slot, tokens[:repeats], adapters, {"n_predict": 0})
+            self._keep(slot, tokens[:repeats], adapters)
             found = repeats
         return found, came
 
-    def _has(self, tokens: Tokens) -> bool:
+    def _has(self, tokens: Tokens, adapters: Adapters) -> bool:
         """Whether the state of just these tokens is kept."""
         with self._lock:
-            return self._blocks.longest_state([_key_of(tokens)]) is not None
+            return self._blocks.longest_state([_key_of(tokens, adapters)]) is not None
 
-    def _restore(self, slot: int, key: bytes) -> bool:
+    def _restore(self, slot: int, key: bytes, tokens: Tokens, adapters: Adapters) -> bool:
+        """Put a state into a slot. Returns whether it is there."""
         with self._lock:
             state = self._blocks.state(key)
         if state is None:
             return False
+        if adapters.scales and self._applied[slot] != adapters.key:
+            # llama.cpp drops what a slot has when its adapters change: they change before the state comes.
+            self._compute(slot, tokens[:1], adapters, {"n_predict": 0})
         file = self._folder / f"{slot}.in"
         try:
             file.write_bytes(state)
@@ -277,11 +329,13 @@ class PrefixCache(Closing):
             self._restored += 1
         return True
 
-    def _compute(self, slot: int, tokens: Tokens, settings: Mapping[str, Any]) -> dict[str, Any]:
-        body = {**settings, "prompt": tokens.tolist(), "id_slot": slot, "cache_prompt": True, "return_tokens": True}
-        return self._post("/completion", body)
+    def _compute(self, slot: int, tokens: Tokens, adapters: Adapters, settings: Mapping[str, Any]) -> dict[str, Any]:
+        body = {"prompt": tokens.tolist(), "id_slot": slot, "cache_prompt": True, "return_tokens": True}
+        answer = self._post("/completion", {**settings, **adapters.body, **body})
+        self._applied[slot] = adapters.key
+        return answer
 
-    def _keep(self, slot: int, tokens: Tokens) -> None:
+    def _keep(self, slot: int, tokens: Tokens, adapters: Adapters) -> None:
         """Take the state out of a slot, and keep it."""
         file = self._folder / f"{slot}.out"
         try:
@@ -294,47 +348,49 @@ class PrefixCache(Closing):
         # A slot with more tokens than are known, or with another end, stands for no prompt.
         if count > len(tokens) or count < self._least:
             return
-        key = _key_of(own)
+        key = _key_of(own, adapters)
         with self._lock:
             self._blocks.put_state(key, state)
             self._blocks.poll()
-            self._recent.append(_Kept(own, key))
+            self._recent.append(_Kept(own, key, adapters.key))
             self._kept += 1
 
     def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """What the server answers. Raises OSError, and PoolClosed."""
+        answer: dict[str, Any] = self._ask(path, json.dumps(body).encode())
+        return answer
+
+    def _ask(self, path: str, body: bytes | None = None) -> Any:
         self._check_open()
-        asked = urllib.request.Request(
+        request = urllib.request.Request(
             self._server.listening_address + path,
-            json.dumps(body).encode(),
+            body,
             {"Content-Type": "application/json", "Authorization": f"Bearer {self._secret}"},
         )
         try:
-            with urllib.request.urlopen(asked) as answer:
-                found: dict[str, Any] = json.load(answer)
+            with urllib.request.urlopen(request) as answer:
+                return json.load(answer)
         except urllib.error.HTTPError as error:
             error.msg = f"{error.msg}: {error.read(2000).decode(errors='replace')}"
             raise
-        return found
 
 
 def _identity(params: Any, weights: str | None) -> ModelIdentity:
     """Whose states these are: of which files, computed how, in the form of which version."""
     files = [params.model.path, *(adapter.path for adapter in params.lora_adapters)]
-    scales = [adapter.scale for adapter in params.lora_adapters]
     context = {name: str(getattr(params, name)) for name in _CONTEXT}
     return ModelIdentity(
         model=" ".join(files) or "model",
         revision=weights if weights is not None else " ".join(files_digest(file, LLAMACPP.place) for file in files),
         kv_dtype=f"{params.cache_type_k} {params.cache_type_v}",
-        layout=repr((context, scales)),
+        layout=repr(context),
         hash_version=f"{FORMAT}, xllamacpp {LLAMACPP.checked_version()}",
     )
 
 
-def _key_of(tokens: Tokens) -> bytes:
-    """The key of the state of all of these tokens."""
-    return state_keys(tokens.tolist(), _STEP, range(len(tokens), len(tokens) + 1))[0]
+def _key_of(tokens: Tokens, adapters: Adapters) -> bytes:
+    """The key of the state of all of these tokens, computed with these adapters."""
+    return state_keys(tokens.tolist(), _STEP, range(len(tokens), len(tokens) + 1), adapters.key)[0]
 
 
 def _common(one: Tokens, other: Tokens) -> int:

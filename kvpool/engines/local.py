@@ -1,6 +1,9 @@
 """What the plug-ins of local engines have in common: prompts in blocks, and states of whole prompts in pieces, in a
 HostCache with stores behind it, for an engine that waits until what it asked for is there.
 
+What comes from stores comes window by window. A window has as many blocks as may wait for their reader
+(``load_share``); it is read before the next one is asked for. So the memory bounds what is found, and not the window.
+
 A *key* stands for a prompt: for all its tokens, and so for a prefix of all prompts that begin with them. Its block has
 the KV of its last tokens. A *state* is bytes that only the engine understands, for a prompt of any length.
 """
@@ -11,8 +14,8 @@ import hashlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -64,6 +67,8 @@ class LocalBlocks:
         self.block_bytes, self._patience = block_bytes, options.load_seconds
         self._keeper: HostKeeper | None = None
         self._names: list[str] = []
+        # The stores from which the blocks came that were looked for last.
+        self._origins: dict[bytes, int | None] = {}
         self.at_a_time = _INDEXED
         """how many keys can be looked up at once at little cost"""
         self.skipped = Counter[str]()
@@ -74,6 +79,7 @@ class LocalBlocks:
                 HostCache(blocks, block_bytes, identity=identity, policy=options.policy, history=history)
             )
             self._tier = ends.enter_context(HostTier.of(self._cache))
+            self._window = max(1, int(options.load_share * blocks))
             if options.stores:
                 self._keeper = ends.enter_context(self._open(options, identity))
                 self._lock, self._closing = lock, threading.Event()
@@ -105,7 +111,8 @@ class LocalBlocks:
     # -- blocks --------------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[bytes]) -> Bools:
-        """Whether the block of each key is here, once the loads of all have ended."""
+        """Whether the block of each key is here, once the loads of all have ended. Those beyond a window are not
+        loaded."""
         answers = self._index.lookup(keys)
         end = time.monotonic() + self._patience
         while HostCache.PENDING in answers and time.monotonic() < end:
@@ -115,16 +122,69 @@ class LocalBlocks:
         return answers == HostCache.HERE
 
     def here(self, keys: Sequence[bytes]) -> int:
-        """How many of the first keys are here."""
-        away = np.flatnonzero(~self.lookup(keys))
-        return int(away[0]) if len(away) else len(keys)
+        """How many of the first keys are here, as many as the memory has blocks at most."""
+        count = 0
+        for lease, _ in self._windows(keys[: self._cache.host_blocks], used=False):
+            count += len(lease.keys)
+        return count
+
+    @contextmanager
+    def opened(self, keys: Sequence[bytes]) -> Iterator[tuple[Bytes, Places]]:
+        """Memory that has the blocks of keys, and their rows in it: this one, while all are here at a time, or else a
+        copy. Raises BlockNotFound."""
+        try:
+            lease = self.pin(keys)
+        except BlockNotFound:
+            copy = self._copied(keys)
+            yield copy, np.arange(len(copy))
+            return
+        with lease:
+            yield self.memory, lease.blocks
+
+    def _copied(self, keys: Sequence[bytes]) -> Bytes:
+        """uint8[keys, block_bytes]: a copy of the blocks of keys. Raises BlockNotFound."""
+        copy = np.empty((len(keys), self.block_bytes), np.uint8)
+        count = 0
+        for lease, first in self._windows(keys, used=True):
+            count = first + len(lease.keys)
+            np.take(self.memory, lease.blocks, axis=0, out=copy[first:count], mode="clip")
+        if count < len(keys):
+            raise BlockNotFound(f"keys: expected {len(keys)} blocks that are here or in a store, got {count}")
+        return copy
+
+    def _windows(self, keys: Sequence[bytes], *, used: bool) -> Iterator[tuple[HostLease, int]]:
+        """Pin the blocks of the first keys that are here or come from a store, window by window, each until the next
+        one is asked for. Gives each lease and the place of its first key. Ends at the first block that does not come.
+        ``used``: whether it counts as a use.
+
+        Others' blocks may wait for their reader too, so that only a part of a window comes. Reading it makes room.
+        """
+        first = 0
+        self._origins.clear()
+        while first < len(keys):
+            window = keys[first : first + self._window]
+            away = np.flatnonzero(~self.lookup(window))
+            count = int(away[0]) if len(away) else len(window)
+            if not count:
+                return
+            try:
+                if self._keeper is not None:
+                    self._origins.update((key, self._keeper.origin(key)) for key in window[:count])
+                lease = self.pin(window[:count])
+            except BlockNotFound:
+                return
+            try:
+                yield lease, first
+            finally:
+                lease.close(used=used)
+            first += count
 
     def story(self, keys: Sequence[bytes], here: int, width: int) -> tuple[Counter[str], list[Missed]]:
-        """For the log, before they are pinned: from where the first keys have come that are ``here``, in tokens, and
-        why the others are not. ``width``: tokens of a block."""
+        """For the log: from where the first keys have come that are ``here``, in tokens, as the last ``here`` has found
+        it, and why the others are not. ``width``: tokens of a block."""
         came = Counter[str]()
         for key in keys[:here]:
-            store = None if self._keeper is None else self._keeper.origin(key)
+            store = self._origins.get(key)
             came["host" if store is None else self._names[store]] += width
         return came, [self._index.explain(key, width) for key in keys[here:]]
 
@@ -177,33 +237,38 @@ class LocalBlocks:
     def longest_state(self, keys: Sequence[bytes]) -> int | None:
         """The place of the first key whose state has its beginning here. Give the longest prompt first."""
         for some in parts(len(keys), self.at_a_time):
-            found = np.flatnonzero(self.lookup([_pieces_of(key, 1)[0] for key in keys[some]]))
-            if len(found):
-                return some.start + int(found[0])
+            pieces = [_pieces_of(key, 1)[0] for key in keys[some]]
+            places = np.flatnonzero(self.lookup(pieces)).tolist()
+            if places:
+                self._leave([pieces[place] for place in places])
+                return some.start + int(places[0])
         return None
 
+    def _leave(self, keys: Sequence[bytes]) -> None:
+        """Blocks have been asked for, and nobody waits to read them: they take no room from other loads."""
+        if self._keeper is not None:
+            with suppress(BlockNotFound):
+                self.pin(keys).close(used=False)
+
     def state(self, key: bytes) -> bytes | None:
-        """A copy of the state of a key. None if not all of it is here; what has lost a part is counted as "gone"."""
-        first = self._read(_pieces_of(key, 1))
-        size = SIZE_BYTES + int.from_bytes(first[:SIZE_BYTES], "little")
+        """A copy of the state of a key. None if not all of it comes; what has lost a part is counted as "gone"."""
+        try:
+            head = self._copied(_pieces_of(key, 1))[0]
+        except BlockNotFound:
+            return None
+        size = SIZE_BYTES + int.from_bytes(head[:SIZE_BYTES].tobytes(), "little")
         count = -(-size // self.block_bytes)
-        if first and count <= self._cache.host_blocks:
-            pieces = _pieces_of(key, count)
-            if self.here(pieces) == count and (data := self._read(pieces)):
-                return data[SIZE_BYTES:size]
-        self.skipped["gone"] += bool(first)
+        try:
+            if count <= self._cache.host_blocks:
+                return self._copied(_pieces_of(key, count)).reshape(-1)[SIZE_BYTES:size].tobytes()
+        except BlockNotFound:
+            pass
+        self.skipped["gone"] += 1
         return None
 
     def explain_state(self, key: bytes, tokens: int) -> Missed:
         """For the log: why so many tokens do not come from the state of a key."""
         return self._index.explain(_pieces_of(key, 1)[0], tokens)
-
-    def _read(self, keys: Sequence[bytes]) -> bytes:
-        try:
-            with self.pin(keys) as lease:
-                return self.memory[lease.blocks].tobytes()
-        except BlockNotFound:
-            return b""
 
     # -- stores --------------------------------------------------------------------------------------
 
@@ -231,19 +296,21 @@ class LocalBlocks:
         self._ends.close()
 
 
-def prefix_keys(tokens: Sequence[int], step: int) -> list[bytes]:
+def prefix_keys(tokens: Sequence[int], step: int, settings: bytes = b"") -> list[bytes]:
     """Keys of all prefixes of whole blocks of ``step`` tokens. The first key stands for no token, and is that of no
-    block."""
-    data, found = np.array(tokens, np.int64).tobytes(), [bytes(32)]
+    block. ``settings``: all else that the KV of a token depends on, and that requests may differ in."""
+    data, keys = np.array(tokens, np.int64).tobytes(), [bytes(32)]
+    if settings:
+        keys = [hashlib.blake2b(settings, digest_size=32, person=b"kvpool settings").digest()]
     for block in range(len(tokens) // step):
-        own = data[8 * block * step : 8 * (block + 1) * step]
-        found.append(hashlib.blake2b(found[-1] + own, digest_size=32).digest())
-    return found
+        block_tokens = data[8 * block * step : 8 * (block + 1) * step]
+        keys.append(hashlib.blake2b(keys[-1] + block_tokens, digest_size=32).digest())
+    return keys
 
 
-def state_keys(tokens: Sequence[int], step: int, lengths: range) -> list[bytes]:
-    """Keys of the states of prefixes of any lengths."""
-    blocks, data = prefix_keys(tokens, step), np.array(tokens, np.int64).tobytes()
+def state_keys(tokens: Sequence[int], step: int, lengths: range, settings: bytes = b"") -> list[bytes]:
+    """Keys of the states of prefixes of any lengths. ``settings`` as for ``prefix_keys``."""
+    blocks, data = prefix_keys(tokens, step, settings), np.array(tokens, np.int64).tobytes()
     return [
         hashlib.blake2b(
             blocks[n // step] + data[8 * (n - n % step) : 8 * n], digest_size=32, person=b"kvpool state"

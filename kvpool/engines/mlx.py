@@ -35,7 +35,7 @@ with MLX.imports():
 
 log = MLX.log
 
-FORMAT = "kvpool 2"
+FORMAT = "kvpool 3"
 PIECE_BYTES_MIN = 16 << 10
 """A block has at least so many bytes, so that a snapshot is not in too many of them."""
 _SETTINGS = ("group_size", "bits", "max_size", "keep", "chunk_size")
@@ -78,7 +78,7 @@ class _CacheLayout:
     def __init__(self, make: Callable[[], list[Any]], filled: list[Any], tokens: int) -> None:
         self.make, self.tokens = make, tokens
         self.parts: list[_Part] = []
-        self._classes = [type(leaf) for leaf in _leaves(filled)]
+        self._leaves = [_described(leaf) for leaf in _leaves(filled)]
         self.block_bytes = 0
         self.states = 0
         """how many layers have a state for a whole prompt only"""
@@ -91,17 +91,25 @@ class _CacheLayout:
                 self.parts.append(_Part(number, place, heads, width, array.dtype, self.block_bytes, nbytes))
                 self.block_bytes += nbytes
             self.states += not arrays
-            settings = [getattr(leaf, name, None) for name in _SETTINGS]
             shapes = [(array.shape[1], array.shape[3], str(array.dtype)) for array in arrays]
-            names.append((type(leaf).__name__, settings, shapes))
+            names.append((type(leaf).__name__, [getattr(leaf, name, None) for name in _SETTINGS], shapes))
         self.has_states = self.states > 0
+        self.quantised = any(isinstance(leaf, QuantizedKVCache) for leaf in _leaves(filled))
         if self.has_states:
             self.block_bytes = max(self.block_bytes, PIECE_BYTES_MIN)
         self.text = hashlib.sha256(repr((tokens, names)).encode()).hexdigest()
 
     def covers(self, caches: list[Any]) -> bool:
-        """Whether these are caches of this layout."""
-        return [type(leaf) for leaf in _leaves(caches)] == self._classes
+        """Whether these are caches of this layout: of the same kinds, with the same settings and element types."""
+        leaves = list(_leaves(caches))
+        if [_described(leaf) for leaf in leaves] != self._leaves:
+            return False
+        arrays = [_arrays(leaf) for leaf in leaves]
+        filled = [(part, arrays[part.leaf][part.place]) for part in self.parts if arrays[part.leaf]]
+        return all(
+            (array.shape[1], array.shape[3], array.dtype) == (part.heads, part.width, part.dtype)
+            for part, array in filled
+        )
 
     def write(self, caches: list[Any], places: Places, memory: Bytes, rows: Places) -> None:
         """Copy the blocks at ``places`` of the prompt to rows of the memory."""
@@ -189,11 +197,11 @@ class _Shelf(NamedTuple):
         try:
             if self.layout.has_states:
                 data = self.blocks.state(state_keys(tokens, step, range(len(tokens), len(tokens) + 1))[0])
-                if data is None or self.blocks.here(keys) < len(keys):
+                if data is None:
                     return None
                 snapshot = self.layout.opened(data)
-            with self.blocks.pin(keys) as lease:
-                return self.layout.read(self.blocks.memory, lease.blocks, snapshot)
+            with self.blocks.opened(keys) as (memory, rows):
+                return self.layout.read(memory, rows, snapshot)
         except BlockNotFound:
             self.blocks.skipped["gone"] += 1
         except ValueError:
@@ -233,7 +241,7 @@ class PromptCache(Closing):
         model if there is one. It is called when a new model is named.
     block_tokens
         Tokens of a block.
-    kv_bits, kv_group_size
+    kv_bits, kv_group_size, quantized_kv_start
         As for mlx-lm, if caches may be quantised.
     options
         ``host_memory``, bytes or text such as "8GiB"; ``stores`` and ``weights``; optionally others, which
@@ -262,12 +270,14 @@ class PromptCache(Closing):
         block_tokens: int = 64,
         kv_bits: int | None = None,
         kv_group_size: int = 64,
+        quantized_kv_start: int = 0,
         **options: Any,
     ) -> None:
         self._models: Models = models if callable(models) and not hasattr(models, "layers") else lambda: [models]
         self._tokens = integer_argument("block_tokens", block_tokens, 1, 1 << 16)
         self._bits = None if kv_bits is None else integer_argument("kv_bits", kv_bits, 1, 16)
         self._group = integer_argument("kv_group_size", kv_group_size, 1, 1 << 16)
+        self._quantised_from = integer_argument("quantized_kv_start", quantized_kv_start, 0, 1 << 62)
         self._options, self._version = MLX.read(options), MLX.checked_version()
         self._lock, self._closed = threading.RLock(), False
         self._name: Hashable = None
@@ -392,15 +402,17 @@ class PromptCache(Closing):
 
     def _identity(self, model: Hashable, layout: _CacheLayout) -> ModelIdentity:
         """Whose KV it is. Raises ValueError if stores outlive the process and nothing tells the weights from others."""
+        # (model, adapter, draft model) of ``mlx_lm.server``, each of which may be None.
         folders = [str(part) for part in (model if isinstance(model, tuple) else (model,)) if part is not None]
+        quantised = layout.quantised and self._quantised_from
         revision = self._options.weights
         if revision is None:
             lasts = bool(self._options.lasting)
             revision = " ".join(files_digest(folder, MLX.place) for folder in folders) if lasts else "of this process"
         return ModelIdentity(
-            model=" ".join(folders) or "model",
+            model=(repr(model) if isinstance(model, tuple) else " ".join(folders)) or "model",
             revision=revision or "of this process",
-            kv_dtype="as MLX has it",
+            kv_dtype=f"as MLX has it, quantised from token {quantised}" if quantised else "as MLX has it",
             layout=layout.text,
             hash_version=f"{FORMAT}, mlx-lm {self._version}, {mx.default_device().type}",
         )
@@ -431,8 +443,15 @@ def _leaves(caches: Iterable[Any]) -> Iterator[Any]:
             yield cache
 
 
+def _described(leaf: Any) -> tuple[Any, ...]:
+    """What tells the caches of a layer from those of other models or settings, whose KV would be another."""
+    return (type(leaf), *(getattr(leaf, name, None) for name in _SETTINGS))
+
+
 def _arrays(leaf: Any) -> list[mx.array]:
-    """The arrays of a cache that can be cut between any two tokens; none, if it cannot be cut."""
+    """The arrays of a cache that can be cut between any two tokens; none, if it cannot be cut, or is empty."""
+    if getattr(leaf, "keys", None) is None:
+        return []
     if isinstance(leaf, KVCache):
         return [leaf.keys, leaf.values]
     return [*leaf.keys, *leaf.values] if isinstance(leaf, QuantizedKVCache) else []
@@ -483,6 +502,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             block_tokens=own.block_tokens,
             kv_bits=arguments.kv_bits,
             kv_group_size=arguments.kv_group_size,
+            quantized_kv_start=arguments.quantized_kv_start,
             host_memory=own.host_memory,
             stores=own.store,
             weights=own.weights,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 TESTS = "tests/engines/test_transfers.py::"
+LOCAL = "tests/engines/test_local.py::"
+SETTINGS = "tests/engines/test_llamacpp_settings.py::"
 MUTATIONS = (
     Mutation(
         "a_load_brings_what_nobody_stored",
@@ -66,5 +68,45 @@ MUTATIONS = (
         "()",
         "An engine runs for weeks without the store that its operator has misspelt.",
         ("tests/engines/test_options.py::test_a_slip_of_an_option_is_refused_with_the_name_that_is_meant",),
+    ),
+    Mutation(
+        "states_are_looked_for_whatever_the_adapters",
+        "Adapters.key",
+        "any(self.scales)",
+        "False",
+        "llama.cpp answers with KV that was computed with another adapter.",
+        (f"{SETTINGS}test_keys_differ_where_adapters_do_and_have_no_part_in_what_is_not_applied",),
+    ),
+    Mutation(
+        "keys_leave_out_what_requests_differ_in",
+        "prefix_keys",
+        "hashlib.blake2b(settings, digest_size=32, person=b'kvpool settings').digest()",
+        "bytes(32)",
+        "A prompt gets the KV that was computed with other settings.",
+        (f"{LOCAL}test_keys_of_other_settings_differ",),
+    ),
+    Mutation(
+        "a_setting_that_nobody_knows_is_passed_on",
+        "checked_settings",
+        "name != LORA and name not in HARMLESS",
+        "False",
+        "A new setting of llama.cpp changes KV, and states are found under the keys of others.",
+        (f"{SETTINGS}test_an_unknown_setting_is_refused_by_name",),
+    ),
+    Mutation(
+        "only_the_first_window_is_loaded",
+        "LocalBlocks._windows",
+        "first += count",
+        "return",
+        "A state larger than a window is saved and never found.",
+        (f"{LOCAL}test_a_state_of_any_size_that_fits_is_found_after_a_restart",),
+    ),
+    Mutation(
+        "states_that_were_looked_for_keep_their_room",
+        "LocalBlocks.longest_state",
+        "self._leave([pieces[place] for place in places])",
+        "pass",
+        "Look-ups shut out the loads of later ones.",
+        (f"{LOCAL}test_states_that_were_only_looked_for_take_no_room_from_others",),
     ),
 )

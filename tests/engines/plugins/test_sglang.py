@@ -20,6 +20,7 @@ plugin = pytest.importorskip(
 import torch  # noqa: E402
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy  # noqa: E402
 from sglang.srt.mem_cache.storage import StorageBackendFactory  # noqa: E402
+from sglang.srt.mem_cache.utils import storage_namespace_seed  # noqa: E402
 
 from kvpool.engines import staged  # noqa: E402
 from kvpool.engines.options import EnginePlugin  # noqa: E402
@@ -240,6 +241,14 @@ def test_nothing_is_found_of_another_model_or_share_or_layout(
     assert found(changed=True) == 0
     if "version" not in change:
         assert found(changed=False) == 10
+
+
+def test_salts_and_adapters_begin_chains_of_their_own() -> None:
+    """SGLang appends the id of an adapter to ``extra_key``, and names pages by chains that begin with this seed."""
+    namespaces = [(None, None), ("adapter", None), ("other", None), (None, "adapter"), ("a", "b"), ("", None)]
+    seeds = {storage_namespace_seed(*namespace) for namespace in namespaces}
+    assert len(seeds) == len(namespaces)
+    assert len({lab.names_of([1, 2, 3, 4], seed)[0] for seed in seeds}) == len(namespaces)
 
 
 def test_pages_of_bytes_are_found_for_one_type_of_elements_only(stores: dict[str, Wrong]) -> None:

@@ -99,6 +99,30 @@ def _recurrent(writer: gguf.GGUFWriter, add: Any, layers: int, width: int) -> No
         add(f"{block}ssm_d", inner, value=1.0)
 
 
+def save_adapter(path: Path, seed: int, *, layers: int = 2, width: int = 64, invocation: tuple[int, ...] = ()) -> Any:
+    """A LoRA adapter for the attention of a model of ``save``. ``invocation``: the tokens that activate it."""
+    random, rank = np.random.default_rng(seed), 4
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", float(rank))
+    if invocation:
+        kind = gguf.GGUFValueType
+        writer.add_key_value("adapter.alora.invocation_tokens", list(invocation), kind.ARRAY, sub_type=kind.UINT32)
+    for layer in range(layers):
+        for name, rows in (("attn_q", width), ("attn_k", width // 2), ("attn_v", width // 2)):
+            for part, shape in (("a", (rank, width)), ("b", (rows, rank))):
+                data = random.standard_normal(shape) * 0.3
+                writer.add_tensor(f"blk.{layer}.{name}.weight.lora_{part}", data.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = xllamacpp.CommonAdapterLoraInfo()
+    found.path, found.scale = str(path), 1.0
+    return found
+
+
 def params(model: Path, **settings: Any) -> Any:
     found = xllamacpp.CommonParams()
     found.model.path, found.n_ctx, found.n_parallel, found.warmup = str(model), CONTEXT, 1, False
@@ -117,7 +141,7 @@ def prompt(count: int, seed: int) -> list[int]:
     return [1, *np.random.default_rng(seed).integers(3, 259, count - 1).tolist()]
 
 
-def answer(cache: PrefixCache, tokens: list[int], count: int = 8) -> tuple[list[int], int]:
+def answer(cache: PrefixCache, tokens: list[int], count: int = 8, **settings: Any) -> tuple[list[int], int]:
     """The greedy tokens after a prompt, and how many tokens of it were not computed."""
-    found = cache.complete(tokens, n_predict=count, temperature=0.0, ignore_eos=True)
+    found = cache.complete(tokens, n_predict=count, temperature=0.0, ignore_eos=True, **settings)
     return found["tokens"], found["timings"]["cache_n"]

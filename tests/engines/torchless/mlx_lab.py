@@ -180,3 +180,20 @@ def save(folder: Path, kind: str = "full attention", seed: int = 0) -> Path:
     )
     fast.save_pretrained(folder)
     return folder
+
+
+def save_adapter(folder: Path, seed: int, kind: str = "full attention") -> Path:
+    """Write a LoRA adapter for a model of ``save``, as ``mlx_lm.load`` and the server's requests name it."""
+    from mlx.utils import tree_flatten, tree_map
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+
+    folder.mkdir()
+    settings = {"num_layers": -1, "lora_parameters": {"rank": 4, "scale": 20.0, "dropout": 0.0}}
+    (folder / "adapter_config.json").write_text(json.dumps({"fine_tune_type": "lora"} | settings))
+    model = model_of(kind)
+    model.freeze()
+    linear_to_lora_layers(model, len(model.layers), settings["lora_parameters"])
+    mx.random.seed(seed)
+    random = tree_map(lambda array: mx.random.normal(array.shape) * 0.3, model.trainable_parameters())
+    mx.save_safetensors(str(folder / "adapters.safetensors"), dict(tree_flatten(random)))
+    return folder

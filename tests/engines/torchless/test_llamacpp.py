@@ -20,6 +20,7 @@ from tests.waiting import at_once
 pytest.importorskip("xllamacpp", reason="needs xllamacpp: python -m tests.engines torchless build")
 
 from kvpool import PoolClosed
+from kvpool.engines.llamacpp import PrefixCache
 from kvpool.engines.local import state_keys
 from kvpool.engines.options import LLAMACPP
 from tests.engines.torchless import gguf_lab
@@ -34,6 +35,12 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 @pytest.fixture
 def attention(tmp_path: Path) -> Path:
     return gguf_lab.save(tmp_path / "model.gguf")
+
+
+def forget_slots(cache: PrefixCache) -> None:
+    """Have llama.cpp and the prefix cache forget what slot 0 has."""
+    cache._post("/slots/0?action=erase", {})
+    cache._held[0] = cache._held[0][:0]
 
 
 def test_conversations_get_the_tokens_that_a_new_engine_gives(model: Path) -> None:
@@ -60,8 +67,7 @@ def test_a_system_prompt_that_repeats_is_kept_by_itself(model: Path) -> None:
     system = prompt(200, 1)
     with prefix_cache(model) as cache:
         known = [answer(cache, system + prompt(50, seed)[1:])[1] for seed in range(2, 6)]
-        cache._post("/slots/0?action=erase", {})
-        cache._held[0] = cache._held[0][:0]
+        forget_slots(cache)
         known.append(answer(cache, system + prompt(50, 6)[1:])[1])
     assert known[0] == 0 and min(known[2:]) >= 199
 
@@ -73,8 +79,7 @@ def test_the_log_has_a_line_for_each_request_while_somebody_reads_it(
     with caplog.at_level("DEBUG", LLAMACPP.log.name), prefix_cache(model) as cache:
         for tokens in (first, second, first + prompt(100, 3)):
             answer(cache, tokens)
-            cache._post("/slots/0?action=erase", {})
-            cache._held[0] = cache._held[0][:0]
+            forget_slots(cache)
     said = [record.getMessage() for record in caplog.records if "request" in record.getMessage()]
     assert "200 tokens: 0 device, 0 host, 0 in part; 200 never seen" in said[0] and len(said) == 3
     assert " 149 never seen" in said[1] or " 150 never seen" in said[1], said
@@ -120,6 +125,21 @@ def test_after_a_kill_the_next_process_answers_from_what_was_saved(model: Path, 
     with prefix_cache(model, stores=store) as cache:
         found, known = answer(cache, [*tokens, 7, 8, 9])
     assert found == expected and known >= 307
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_a_restart_finds_a_state_that_nearly_fills_the_memory(attention: Path, tmp_path: Path, share: float) -> None:
+    store, tokens = f"disk:{tmp_path}/kv?capacity=64MiB", prompt(1200, 1)
+    settings: dict[str, Any] = {"host_memory": "512KiB", "stores": store, "load_share": share}
+    with prefix_cache(attention, **settings) as cache:
+        tokens += answer(cache, tokens)[0]
+        assert cache.drain(600)
+        forget_slots(cache)
+        assert answer(cache, [*tokens, 7])[1] == len(tokens) - 1
+    for _ in range(2):
+        with prefix_cache(attention, **settings) as cache:
+            assert answer(cache, [*tokens, 7])[1] >= len(tokens) - 1
+            assert cache.stats().skipped == {}
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import pytest
 pytest.importorskip("mlx_lm", reason="needs mlx-lm: python -m tests.engines torchless build")
 
 import mlx.core as mx
+from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
 
 from kvpool import PoolClosed
 from kvpool.engines.local import state_keys
@@ -199,6 +200,29 @@ def test_after_a_kill_the_next_process_computes_with_what_was_saved(kind: str, t
         assert cache.fetch_nearest_cache("model", tokens)[0] is None
 
 
+@pytest.mark.parametrize("share", [0.1, 0.5])
+@pytest.mark.parametrize("kind", mlx_lab.KINDS)
+def test_a_restart_finds_all_that_the_process_found_however_large(kind: str, share: float, tmp_path: Path) -> None:
+    model, tokens = mlx_lab.model_of(kind), prompt(1000 if kind == "full attention" else 300)
+    settings: dict[str, Any] = {"stores": f"disk:{tmp_path}/kv-{{part}}?capacity=16MiB", "load_share": share}
+    known, logits = [], []
+    caches = mlx_lab.empty(kind, model)
+    mlx_lab.compute(model, tokens, caches)
+    for restart in range(2):
+        with mlx_lab.prompt_cache(kind, model, host_memory="512KiB", weights=WEIGHTS, **settings) as cache:
+            if not restart:
+                cache.insert_cache("model", tokens, caches)
+                assert cache.drain(600)
+            for _ in range(2):
+                found, rest = cache.fetch_nearest_cache("model", [*tokens, 5])
+                assert found is not None
+                known.append(len(tokens) + 1 - len(rest))
+                logits.append(mlx_lab.compute(model, rest, found).tolist())
+            assert cache.stats().skipped == {}
+    assert known == [{"full attention": 992, "quantised": 288}.get(kind, 300)] * 4
+    assert logits == [logits[0]] * 4
+
+
 def test_a_snapshot_that_is_none_is_a_miss_and_counted() -> None:
     kind, tokens = "recurrent hybrid", prompt(60)
     model = mlx_lab.model_of(kind)
@@ -213,6 +237,106 @@ def test_a_snapshot_that_is_none_is_a_miss_and_counted() -> None:
             row[16:40] = np.frombuffer(b'{"plain": {}, "arrays": ', np.uint8)
         assert cache.fetch_nearest_cache("model", tokens)[0] is None
         assert cache.stats().skipped == {"damaged": 1}
+
+
+# -- whose KV it is --------------------------------------------------------------------------------------
+
+
+def test_each_adapter_has_kv_of_its_own_in_memory_and_on_a_disk(tmp_path: Path) -> None:
+    from mlx_lm import load
+
+    path, kind, tokens = str(mlx_lab.save(tmp_path / "model")), "full attention", prompt(100)
+    adapters = [None, *(str(mlx_lab.save_adapter(tmp_path / f"adapter {n}", n)) for n in (1, 2))]
+    models = {(path, adapter, None): load(path, adapter_path=adapter)[0] for adapter in adapters}
+    own = {name: mlx_lab.compute(model, tokens, mlx_lab.empty(kind, model)).tolist() for name, model in models.items()}
+    assert len({*map(tuple, own.values())}) == 3
+    now: list[Any] = []
+    store = f"disk:{tmp_path}/kv-{{part}}?capacity=16MiB"
+    with mlx_lab.prompt_cache(kind, lambda: now, stores=store) as cache:
+        for turn in range(3):
+            for name, model in models.items():
+                now[:] = [model]
+                caches, rest = cache.fetch_nearest_cache(name, tokens)
+                assert len(rest) == (100 if not turn else 4)
+                caches = caches or mlx_lab.empty(kind, model)
+                logits = mlx_lab.compute(model, rest, caches)
+                assert np.allclose(logits.tolist(), own[name], atol=0.05)
+                cache.insert_cache(name, tokens, caches)
+                assert cache.drain(600)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("model", "other"),
+        (("model", None, None), ("model", "an adapter", None)),
+        (("model", "a", None), ("model", None, "a")),
+        (("model", "a", None), ("model", "b", None)),
+        (("model", None, "a"), ("model", None, "b")),
+        (("model", None, None, "kv of 4 bits"), ("model", None, None)),
+    ],
+    ids=str,
+)
+def test_models_adapters_and_draft_models_by_other_names_find_nothing(first: Any, second: Any, tmp_path: Path) -> None:
+    model, tokens, kind = mlx_lab.model_of("full attention"), prompt(64), "full attention"
+    caches = mlx_lab.empty(kind, model)
+    mlx_lab.compute(model, tokens, caches)
+    store = f"disk:{tmp_path}/kv-{{part}}?capacity=16MiB"
+    with mlx_lab.prompt_cache(kind, model, stores=store, weights=WEIGHTS) as cache:
+        cache.insert_cache(first, tokens, caches)
+        assert cache.drain(600)
+        assert cache.fetch_nearest_cache(second, [*tokens, 5])[0] is None
+        assert len(cache.fetch_nearest_cache(first, [*tokens, 5])[1]) == 1
+
+
+@pytest.mark.parametrize("other", [{"kv_bits": 4}, {"quantized_kv_start": 16}, {"weights": "others"}], ids=str)
+def test_quantised_kv_of_other_settings_is_not_found(other: dict[str, Any], tmp_path: Path) -> None:
+    kind, tokens = "quantised", prompt(64)
+    model = mlx_lab.model_of(kind)
+    caches = mlx_lab.empty(kind, model)
+    mlx_lab.compute(model, tokens, caches)
+    settings = {"stores": f"disk:{tmp_path}/kv-{{part}}?capacity=16MiB", "weights": WEIGHTS}
+    with mlx_lab.prompt_cache(kind, model, **settings) as cache:
+        cache.insert_cache("model", tokens, caches)
+        assert cache.drain(600)
+    with mlx_lab.prompt_cache(kind, mlx_lab.model_of(kind), **(settings | other)) as cache:
+        assert cache.fetch_nearest_cache("model", [*tokens, 5])[0] is None
+    with mlx_lab.prompt_cache(kind, model, **settings) as cache:
+        assert len(cache.fetch_nearest_cache("model", [*tokens, 5])[1]) == 1
+
+
+def test_images_are_in_the_key_by_the_ids_that_the_server_gives_them() -> None:
+    from mlx_lm.server import _make_vision
+
+    kind, tokens = "full attention", [*prompt(32), *[499] * 16, *prompt(32)]
+    model = mlx_lab.model_of(kind)
+    keys = [_make_vision(tokens, urls=[url], pixel_values=[], token_id=499).cache_key for url in ("a", "b")]
+    caches = mlx_lab.empty(kind, model)
+    mlx_lab.compute(model, tokens, caches)
+    with mlx_lab.prompt_cache(kind, model) as cache:
+        cache.insert_cache("model", keys[0], caches)
+        assert len(cache.fetch_nearest_cache("model", [*keys[0], 5])[1]) == 1
+        assert len(cache.fetch_nearest_cache("model", [*keys[1], 5])[1]) == 81 - 32
+
+
+@pytest.mark.parametrize("change", ["window", "max_kv_size", "bits", "element type"])
+def test_caches_of_other_settings_are_not_kept_and_counted(change: str) -> None:
+    kind = {"window": "sliding windows", "bits": "quantised"}.get(change, "full attention")
+    model, other, tokens = mlx_lab.model_of(kind), mlx_lab.model_of(kind), prompt(40)
+    caches = mlx_lab.empty(kind, model)
+    if change == "window":
+        caches = [RotatingKVCache(16) if isinstance(leaf, RotatingKVCache) else leaf for leaf in caches]
+    elif change == "max_kv_size":
+        caches = [RotatingKVCache(16, keep=4) for _ in caches]
+    elif change == "bits":
+        caches = [QuantizedKVCache(mlx_lab.GROUP, 4) for _ in caches]
+    else:
+        other.set_dtype(mx.float32)
+    mlx_lab.compute(other, tokens, caches)
+    with mlx_lab.prompt_cache(kind, model) as cache:
+        cache.insert_cache("model", tokens, caches)
+        assert len(cache) == 0
+        assert cache.stats().skipped == {"unknown": 1}
 
 
 # -- the server ------------------------------------------------------------------------------------------

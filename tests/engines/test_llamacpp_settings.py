@@ -1,0 +1,140 @@
+"""Which settings of llama.cpp a request may have, without an engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool.engines.llamacpp_settings import (
+    HARMLESS,
+    ONLY,
+    Adapters,
+    check_messages,
+    check_start,
+    checked_settings,
+    checked_tokens,
+    loaded_adapters,
+)
+
+LOADED = Adapters((1.0, 0.0))
+
+
+@pytest.mark.parametrize("name", sorted(HARMLESS))
+def test_settings_that_leave_kv_as_it_is_are_passed_on(name: str) -> None:
+    assert checked_settings({name: 3}) == {name: 3}
+
+
+@pytest.mark.parametrize("name", sorted(ONLY))
+def test_a_setting_with_one_value_is_refused_with_another_and_named(name: str) -> None:
+    value = ONLY[name].value
+    if value is not None:
+        assert checked_settings({name: value, "top_k": 3}) == {"top_k": 3}
+    for other in (None, not value, [value], "yes", 2):
+        with pytest.raises(ValueError, match=rf"^{name}: expected .+, got "):
+            checked_settings({"top_k": 3, name: other})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("temprature", "is temperature meant"),
+        ("loras", "is lora meant"),
+        ("rope_freq_base", ""),
+        ("control_vector", ""),
+        ("speculative.n_max", ""),
+        ("messages", ""),
+    ],
+)
+def test_an_unknown_setting_is_refused_by_name(name: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{name}: expected a setting .+ got 0\.5.*{meant}"):
+        checked_settings({"n_predict": 3, name: 0.5})
+
+
+@pytest.mark.parametrize(
+    ("lora", "scales"),
+    [
+        (None, (1.0, 0.0)),
+        ([], (0.0, 0.0)),
+        ([{"id": 1, "scale": 0.5}], (0.0, 0.5)),
+        ([{"scale": 2, "id": 1}, {"id": 0, "scale": -1.0}], (-1.0, 2.0)),
+        ([{"id": 1, "scale": -0.0}], (0.0, 0.0)),
+        ([{"id": 1, "scale": 1e-50}], (0.0, 0.0)),
+    ],
+)
+def test_adapters_of_a_request_are_those_that_it_lists(lora: Any, scales: tuple[float, ...]) -> None:
+    adapters = LOADED.replaced(lora)
+    assert adapters.scales == scales
+    assert [entry["scale"] for entry in adapters.body["lora"]] == list(scales)
+    assert [entry["id"] for entry in adapters.body["lora"]] == [0, 1]
+
+
+def test_keys_differ_where_adapters_do_and_have_no_part_in_what_is_not_applied() -> None:
+    assert Adapters(()).key == Adapters((0.0,)).key == LOADED.replaced([{"id": 0, "scale": 0}]).key == b""
+    assert Adapters(()).body == {}
+    scales = [(1.0, 0.0), (0.0, 1.0), (1.0, 1.0), (0.5, 0.0), (-1.0, 0.0), (1.0 + 2**-23, 0.0)]
+    assert len({Adapters(own).key for own in scales}) == len(scales)
+    assert LOADED.replaced([{"id": 0, "scale": 0.1}]).key == LOADED.replaced([{"id": 0, "scale": 0.1 + 1e-12}]).key
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        0,
+        "0",
+        {"id": 0, "scale": 1.0},
+        [0],
+        [{"id": 0}],
+        [{"id": 0, "scale": 1.0, "path": "x"}],
+        [{"id": 2, "scale": 1.0}],
+        [{"id": -1, "scale": 1.0}],
+        [{"id": True, "scale": 1.0}],
+        [{"id": 0.0, "scale": 1.0}],
+        [{"id": "0", "scale": 1.0}],
+        [{"id": 0, "scale": "1"}],
+        [{"id": 0, "scale": True}],
+        [{"id": 0, "scale": None}],
+        [{"id": 0, "scale": float("nan")}],
+        [{"id": 0, "scale": 1e39}],
+        [{"id": 0, "scale": 10**400}],
+        [{"id": 0, "scale": 1.0}, {"id": 0, "scale": 1.0}],
+    ],
+)
+def test_adapters_that_do_not_exist_or_have_no_scale_are_refused(lora: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="^lora: expected .+, got "):
+        LOADED.replaced(lora)
+
+
+@pytest.mark.parametrize("apply", [True, False])
+def test_adapters_of_the_start_are_those_of_requests_without_any(apply: bool) -> None:
+    listed = [{"id": 0, "path": "a", "scale": 0.1}, {"id": 1, "path": "b", "scale": 0.0}]
+    assert loaded_adapters(listed, apply).scales == ((float(np.float32(0.1)), 0.0) if apply else (0.0, 0.0))
+    with pytest.raises(ValueError, match=r"^params.lora_adapters: expected .+ got the activated one 'c'"):
+        loaded_adapters([*listed, {"id": 2, "path": "c", "scale": 0.0, "alora_invocation_tokens": [7]}], apply)
+
+
+@pytest.mark.parametrize(("name", "value"), [("ctx_shift", True), ("n_cache_reuse", 256)])
+def test_a_server_that_moves_kv_is_refused(name: str, value: object) -> None:
+    check_start(SimpleNamespace(ctx_shift=False, n_cache_reuse=0))
+    with pytest.raises(ValueError, match=rf"^params.{name}: expected .+, got {value}; "):
+        check_start(SimpleNamespace(**{"ctx_shift": False, "n_cache_reuse": 0, name: value}))
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, 3, {"prompt_string": "a", "multimodal_data": []}, ["a", 1], [[1, 2]], [[1], [2, 3]], [1.0], [True]]
+)
+def test_a_prompt_is_a_text_or_tokens(prompt: Any) -> None:
+    with pytest.raises(TypeError, match="^prompt: expected a text or a sequence of tokens, got "):
+        checked_tokens(prompt)
+    assert checked_tokens([]).tolist() == []
+    assert checked_tokens((1, 2)).tolist() == checked_tokens(np.array([1, 2], np.int32)).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "input_audio"}, {}, "a"])
+def test_a_message_with_anything_but_text_is_refused(part: Any) -> None:
+    texts = [{"role": "user", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": "b"}]}]
+    check_messages([*texts, {"role": "assistant", "content": None}])
+    with pytest.raises(ValueError, match=r"^messages\[2\].content: expected parts of type 'text', got "):
+        check_messages([*texts, {"role": "user", "content": [{"type": "text", "text": "c"}, part]}])
