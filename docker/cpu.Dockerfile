@@ -6,7 +6,7 @@ RUN pip install --no-cache-dir ".[cli,events,metrics,remote,stores]"
 # The code fits the processor that builds the image; another kind of processor compiles anew.
 RUN python -m kvpool warm-up --into /opt/kvpool-code
 ENV KVPOOL_CACHE_DIR=/opt/kvpool-code
-WORKDIR /work
+WORKDIR /app
 RUN useradd --create-home --uid 10001 kvpool
 USER 10001
 RUN python -m kvpool replay --limit 20 --verify

@@ -9,7 +9,7 @@ RUN pip install --no-cache-dir ".[cli,events,metrics,remote,stores,${CUDA}]"
 RUN python -m kvpool warm-up --into /opt/kvpool-code
 ENV KVPOOL_CACHE_DIR=/opt/kvpool-code
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
-WORKDIR /work
+WORKDIR /app
 RUN useradd --create-home --uid 10001 kvpool
 USER 10001
 ENTRYPOINT ["kvpool"]

@@ -49,8 +49,8 @@ class SyntheticReplay:
 
 
 class TraceReplay:
-    """The first 1,000 requests of the trace that KVPOOL_BENCH_TRACE, of the environment, names; no host tier, no
-    partial reuse."""
+    """The first 1,000 requests of conversation_trace.jsonl in the folder that KVPOOL_TRACES, of the environment, names;
+    no host tier, no partial reuse."""
 
     params = [50_000, 400_000]
     param_names = ["device_blocks"]
@@ -58,9 +58,10 @@ class TraceReplay:
     timeout = 600
 
     def setup(self, device_blocks: int) -> None:
-        path = os.environ.get("KVPOOL_BENCH_TRACE")
-        if path is None:
-            raise NotImplementedError("KVPOOL_BENCH_TRACE names no trace")
+        folder = os.environ.get("KVPOOL_TRACES")
+        if not folder:
+            raise NotImplementedError("KVPOOL_TRACES names no folder of recorded traces")
+        path = os.path.join(folder, "conversation_trace.jsonl")
         self.trace: Trace = read_trace(path, limit=self.requests)
         self.config = ReplayConfig(BlockLayout.of_block_bytes(16, 16), device_blocks, partial=False, device="cpu")
 

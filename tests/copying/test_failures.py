@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from types import ModuleType
@@ -21,6 +20,7 @@ from kvpool import BlockNotFound, DeviceError, OutOfBlocks, PoolClosed
 from kvpool.device.base import SOURCE, TARGET
 from kvpool.state import control, verbs
 from tests import debug
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -221,11 +221,12 @@ def in_flight(one: Rig, start: Callable[[], object], behind: Callable[[], Any]) 
     threads[0].start()
     entered.wait()
     threads[1].start()
-    for _ in range(2000):
+
+    def decided() -> bool:
         stats = one.cache.stats()
-        if stats.sequences or stats.leases or not threads[1].is_alive():
-            break
-        time.sleep(0.001)
+        return bool(stats.sequences or stats.leases) or not threads[1].is_alive()
+
+    until(decided, "decision of the second call")
     go.set()
     for thread in threads:
         thread.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import sys
 import threading
@@ -378,7 +379,7 @@ def test_a_timer_that_raises_all_the_time_leaves_nothing_behind(device: str) -> 
         desk.ready()
         verb(desk)()
         desk.clear("")
-    for _ in range(50 if device == "cpu" else 10):
+    for attempt in itertools.count(1):
         desk.ready()
         act = acts[random.integers(len(acts))](desk)
         with handled():
@@ -398,7 +399,8 @@ def test_a_timer_that_raises_all_the_time_leaves_nothing_behind(device: str) -> 
         desk.check(f"seed {seed}")
         desk.bytes_are_right(f"seed {seed}")
         desk.clear(f"seed {seed}")
-    assert hits
+        if hits and attempt >= (50 if device == "cpu" else 10):
+            break
 
 
 # ----------------------------------------

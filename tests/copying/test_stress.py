@@ -21,6 +21,7 @@ from kvpool.replay.stress_run import EVENTS, ExpectedContents, Reader, Stress, S
 
 T = 4
 REPLAY = ReplayConfig(BlockLayout.of_block_bytes(512, 16), 1024, 64, verify=True, events=EVENTS)
+WRONG = "blocks with wrong bytes"
 CONFIG = StressConfig(REPLAY, reads=2_000, evictions=500, shielded=50)
 
 
@@ -59,12 +60,11 @@ def test_a_pin_that_does_not_hold_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(Reader, "_check", checked)
     monkeypatch.setattr(Lease, "close", lambda self: None if self.closed else close(self))
-    report, failed = stress(CONFIG)
+    # Whether a block is evicted between two checks is up to the threads: runs are made until one was.
+    report, failed = next((run for run in map(stress, 50 * [CONFIG]) if WRONG in run[1]), (None, set()))
+    assert report is not None
     # Evictions that met no pin are not counted as if they had.
-    assert (
-        failed == {"blocks with wrong bytes", "... where a pinned block would have been the victim"}
-        and not report.passed
-    )
+    assert failed == {WRONG, "... where a pinned block would have been the victim"} and not report.passed
     assert report.failure is not None and "wrong bytes, first in host block" in report.failure
 
 
@@ -84,7 +84,7 @@ def test_a_block_found_in_one_step_and_pinned_in_the_next_is_caught(monkeypatch:
             return None
 
     monkeypatch.setattr(KVCacheManager, "find_and_pin_host", in_two_steps)
-    assert "blocks with wrong bytes" in stress(CONFIG)[1]
+    assert any(WRONG in stress(CONFIG)[1] for _ in range(50))
 
 
 def test_a_lease_that_is_never_closed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

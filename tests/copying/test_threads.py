@@ -220,6 +220,8 @@ class Library:
         ]
         self.operations = 0
         self.hits = 0
+        self.watched: Callable[[], bool] = lambda: True
+        """Whether those who watch have seen enough: workers go on until then."""
 
     def rows(self, sequence: int, length: int) -> npt.NDArray[np.int64]:
         """Where the tokens of a sequence are in the device pool."""
@@ -239,7 +241,7 @@ class Worker:
         verbs = [self.add, self.append, self.commit, self.rewind, self.release, self.prefetch, self.offload, self.pin]
         weights = [3, 4, 3, 2, 3, 1, 1, 3]
         done = 0
-        while done < self.operations:
+        while done < self.operations or not self.library.watched():
             for verb in self.random.choices(verbs, weights, k=64):
                 try:
                     done += verb()
@@ -353,13 +355,21 @@ def test_a_hundred_thousand_operations_of_two_threads_and_a_reader() -> None:
     print("seed", seed)
     library = Library(seed)
     workers = [Worker(library, seed + i, 50_000) for i in range(2)]
-    done, counts, checks = threading.Event(), [0, 0], []
+    done, failed, counts, checks = threading.Event(), threading.Event(), [0, 0], []
+    library.watched = lambda: failed.is_set() or (counts[1] > 100 and len(checks) >= 5)
 
     def work() -> None:
         try:
             run(*[worker.run for worker in workers])
         finally:
             done.set()
+
+    def unless_it_fails(watching: Callable[[], None]) -> None:
+        try:
+            watching()
+        except BaseException:
+            failed.set()
+            raise
 
     def watch() -> None:
         while not done.wait(0.05):
@@ -368,7 +378,7 @@ def test_a_hundred_thousand_operations_of_two_threads_and_a_reader() -> None:
             assert stats.device.free + stats.device.used == 48 and stats.host.free + stats.host.used == 40
             checks.append(stats)
 
-    run(work, lambda: read_host(library, done, counts), watch)
+    run(work, lambda: unless_it_fails(lambda: read_host(library, done, counts)), lambda: unless_it_fails(watch))
     library.cache.verify()
     stats = library.cache.stats()
     print(f"{library.operations} operations, {counts} host lookups (missed, pinned), {len(checks)} checks, {stats}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,7 +29,7 @@ def make(store: Wrong) -> Iterator[Open]:
     opened = []
 
     def make(rows: int = 8, **more: Any) -> StagedBlocks:
-        seconds = dict.fromkeys(("find_seconds", "load_seconds", "save_seconds"), 60.0)
+        seconds = dict.fromkeys(("find_seconds", "load_seconds", "save_seconds"), 600.0)
         options = EngineOptions(staging=rows * BLOCK_BYTES, **seconds, **more)
         blocks = StagedBlocks(store, BLOCK_BYTES, IDENTITY, options)
         opened.append(blocks)
@@ -224,14 +223,15 @@ def test_what_is_saved_after_a_clear_is_found_after_a_restart(make: Open, store:
     assert_right(found)
 
 
-def test_blocks_for_which_no_time_is_left_are_not_copied(make: Open) -> None:
-    blocks = make(rows=2)
-    blocks.seconds["save"] = 0.01
-    copied = []
+def test_blocks_for_which_no_time_is_left_are_not_copied(make: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks, passed, copied = make(rows=2), 0.0, []
+    clock = blocks.client.queue._clock
+    monkeypatch.setattr(blocks.client.queue, "_clock", lambda: clock() + passed)
 
     def slow(place: int, row: Any) -> None:
+        nonlocal passed
         copied.append(place)
-        assert not threading.Event().wait(0.05)
+        passed += 700.0
 
     assert blocks.save(names(3), slow) == [False] * 3
     assert copied == [0] and blocks.troubles["save", "late"] == 3

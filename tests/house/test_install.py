@@ -17,7 +17,7 @@ import kvpool
 from kvpool.jit.cache import cache_root
 
 ROOT = Path(__file__).resolve().parents[2]
-LEFT_OUT = shutil.ignore_patterns(".?*", "__pycache__", "build", "dist", "*.egg-info", "env", "shared")
+LEFT_OUT = shutil.ignore_patterns(".?*", "__pycache__", "build", "dist", "*.egg-info", "env")
 
 PROBE = """
 import pathlib, sys

@@ -191,12 +191,13 @@ builtins.kept = keep
 """,
     "the interpreter ends while a daemon thread takes views": """
 cache = open_pool()
+began = threading.Event()
 def work():
     while True:
         np.from_dlpack(cache.export()).sum()
+        began.set()
 threading.Thread(target=work, daemon=True).start()
-import time
-time.sleep(0.05)
+assert began.wait(600)
 """,
     "a pool is dropped without a close": """
 view = np.from_dlpack(open_pool().export())

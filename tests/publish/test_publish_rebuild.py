@@ -4,7 +4,6 @@ joining late."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -18,11 +17,11 @@ from kvpool.publish import KVEventPublisher
 from kvpool.publish.replay_server import History, Place
 from kvpool.replay import Replay, ReplayConfig, synthetic
 from kvpool.replay.traces import Trace, read_trace
+from tests import data
 
 Make = Callable[..., Engine]
 Publish = Callable[..., KVEventPublisher]
 Route = Callable[..., Router]
-CONVERSATION = Path(__file__).resolve().parents[3] / "shared" / "traces" / "conversation_trace.jsonl"
 
 
 def follow_trace(
@@ -75,9 +74,13 @@ def test_a_trace_is_rebuilt_though_the_pool_drops_events(route: Route) -> None:
     assert publisher.stats().lost_blocks and publisher.stats().resyncs > 5
 
 
-@pytest.mark.skipif(not CONVERSATION.exists(), reason="the conversation trace is not there")
+def test_a_trace_of_chats_is_rebuilt(route: Route) -> None:
+    trace = read_trace(str(data.CHATS), limit=150)
+    follow_trace(trace, route, tokens=512, every=15, device_blocks=300, host_blocks=200)
+
+
 def test_a_recorded_trace_is_rebuilt(route: Route) -> None:
-    trace = read_trace(str(CONVERSATION), limit=150)
+    trace = read_trace(str(data.recorded_or_skip()), limit=150)
     follow_trace(trace, route, tokens=512, every=15, device_blocks=500, host_blocks=700)
 
 

@@ -334,7 +334,7 @@ def test_a_client_that_has_gone_is_counted(make: Make, publish: Publish, route: 
     router = route(publisher)
     router.replay(0)
     router.ask.send_multipart([b"", bytes(8)])
-    router.ask.close(linger=100)
+    router.ask.close(linger=600_000)
     end = time.monotonic() + 600
     while publisher.stats().replays + publisher.stats().replays_cut < 2 and time.monotonic() < end:
         time.sleep(0.01)

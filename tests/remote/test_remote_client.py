@@ -102,7 +102,9 @@ def test_what_no_server_answers_to_a_question_is_an_error(make: Make, script: Sc
 def test_a_server_that_does_not_answer_a_question_is_a_timeout(make: Make) -> None:
     here = worker(make, window=6)
     with fake_server(here, lambda find, blocks: []) as endpoint:
-        with BlockClient(endpoint, here.cache, timeout_ms=100) as client:
+        with BlockClient(endpoint, here.cache) as client:
+            client._connected()
+            client._timeout_ms = 100
             with pytest.raises(RemoteTimeout, match="did not answer for 100 ms"):
                 client.fetch(TOKENS)
 
@@ -132,14 +134,13 @@ def test_a_welcome_that_makes_no_sense_is_an_error(make: Make, welcome: dict[str
 def test_a_server_that_is_silent_is_a_timeout(make: Make) -> None:
     here = worker(make)
     with fake_server(here, lambda get, blocks: []) as endpoint:
-        with BlockClient(endpoint, here.cache, timeout_ms=100) as client:
+        with BlockClient(endpoint, here.cache) as client:
+            client._connected()
+            client._timeout_ms = 100
             with pytest.raises(RemoteTimeout, match="did not answer for 100 ms") as caught:
                 client.fetch(TOKENS)
             assert caught.value.blocks == 0 and caught.value.code == "timeout"
-    with (
-        BlockClient(endpoint, here.cache, timeout_ms=100) as client,
-        pytest.raises(TimeoutError, match="nobody listens"),
-    ):
+    with BlockClient(endpoint, here.cache) as client, pytest.raises(TimeoutError, match="nobody listens"):
         client.fetch(TOKENS)
     assert here.reusable(TOKENS) == 0
 
@@ -276,13 +277,17 @@ def test_a_second_thread_is_sent_away(make: Make) -> None:
     here = worker(make)
     with (
         fake_server(here, lambda get, blocks: []) as endpoint,
-        BlockClient(endpoint, here.cache, timeout_ms=500) as client,
+        BlockClient(endpoint, here.cache) as client,
     ):
-        inside = threading.Event()
+        client._connected()
+        client._timeout_ms = 500
+        client._disconnect()
+        inside, refused = threading.Event(), threading.Event()
         take = client._transport.connect
 
         def connect(*arguments: Any) -> None:
             inside.set()
+            assert refused.wait(600)
             take(*arguments)
 
         client._transport.connect = connect  # type: ignore[method-assign]
@@ -300,6 +305,7 @@ def test_a_second_thread_is_sent_away(make: Make) -> None:
         for call in (lambda: client.fetch(TOKENS), client.close):
             with pytest.raises(RuntimeError, match="another thread"):
                 call()
+        refused.set()
         thread.join()
         assert len(outcome) == 1, "the first thread was disturbed"
 

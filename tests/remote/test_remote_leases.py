@@ -47,22 +47,40 @@ class Fetch(threading.Thread):
         return self.result
 
 
+class Offering(InlineServer):
+    """Notes that blocks were offered to a client."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offered = threading.Event()
+
+    def offer(self, group: int, rows: Any) -> Any:
+        self.offered.set()
+        return super().offer(group, rows)
+
+
 @contextmanager
 def stalled(
-    make: Make, *, timeout_ms: int = 600_000, guarded: bool = True, **options: Any
+    make: Make, *, guarded: bool = True, **options: Any
 ) -> Iterator[tuple[Engine, list[int], BlockServer, Relay, Fetch]]:
     """A server whose whole host tier is on its way to a client that reads nothing."""
     there = worker(make, BLOCKS + 1, BLOCKS, layout=HUGE)
     tokens = stored(there, BLOCKS)
     if not guarded:
         there.cache.core.disable_guard("unpin_after_release")
-    with BlockServer(there.cache, limits=ALL, **options) as server, Relay(server.endpoint) as relay:
+    transport = Offering()
+    with (
+        BlockServer(there.cache, limits=ALL, transport=transport, **options) as server,
+        Relay(server.endpoint) as relay,
+    ):
         with BlockClient(relay.endpoint, there.cache, name="slow") as client:
             assert client.fetch_blocks([bytes(16)]) == [None]  # is connected
-            client._timeout_ms = timeout_ms
+            transport.offered.clear()
             relay.hold()
             fetch = Fetch(client, there.keys(tokens))
-            until(lambda: server.stats().transfers == 1, "transfer")
+            assert transport.offered.wait(600)
+            if "stall_ms" not in options:  # else the transfer may be over before anybody has looked
+                until(lambda: server.stats().transfers == 1, "transfer")
             yield there, tokens, server, relay, fetch
             relay.pass_on()
             fetch.wait()
@@ -127,7 +145,7 @@ def test_blocks_whose_lease_was_revoked_before_they_were_sealed_are_not_sent(mak
 
 
 def test_a_lost_connection_releases_what_was_on_its_way(make: Make) -> None:
-    with stalled(make, timeout_ms=1000) as (there, tokens, server, relay, fetch):
+    with stalled(make) as (there, tokens, server, relay, fetch):
         relay.cut()
         until(lambda: not there.cache.leases, "end of the lease")
         assert overwrite(there) == BLOCKS
@@ -142,7 +160,7 @@ def test_a_client_that_takes_nothing_for_too_long_is_disconnected(make: Make) ->
 
 
 def test_a_server_that_closes_leaves_no_lease(make: Make) -> None:
-    with stalled(make, timeout_ms=1000) as (there, tokens, server, relay, fetch):
+    with stalled(make) as (there, tokens, server, relay, fetch):
         server.close(linger_ms=10)
         assert server.closed and not there.cache.leases and server.stats().transfers == 0
         server.close()

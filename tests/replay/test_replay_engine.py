@@ -7,7 +7,6 @@ import dataclasses
 import json
 import sys
 from collections import OrderedDict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,8 @@ from kvpool.arrays.layout import BlockLayout
 from kvpool.replay import Replay, ReplayConfig, Request, Summary, Trace, VerificationError, read_trace, synthetic
 from kvpool.replay.engine import Admit, Append, Finish, schedule
 from kvpool.replay.summary import PHASES, CopiedBytes, Hits, MovedBlocks, Verified, format_bytes, peak_memory_bytes
+from tests import data
 
-CONVERSATION = Path(__file__).resolve().parents[3] / "shared" / "traces" / "conversation_trace.jsonl"
 SMALL = BlockLayout.of_block_bytes(256, 16)
 
 
@@ -117,11 +116,18 @@ def test_hits_in_two_tiers_are_those_of_one_lru_of_their_sum(device_blocks: int,
     assert hits.host_tokens > 0
 
 
+@pytest.mark.parametrize("host_blocks", [0, 4_000])
+def test_a_trace_of_chats_has_the_hits_of_one_lru(host_blocks: int) -> None:
+    trace, active = read_trace(str(data.CHATS), limit=100), 16
+    layout = BlockLayout.of_block_bytes(16, 16)
+    hits = run(trace, layout, device_blocks=4_000, host_blocks=host_blocks, active=active, partial=False).hits
+    assert hits.tokens == lru_hits(trace, 4_000 + host_blocks, active, 4_000) > 0
+    assert bool(hits.host_tokens) == bool(host_blocks)
+
+
 @pytest.mark.parametrize(("host_blocks", "expected"), [(0, 563_616), (50_000, 840_768)])
 def test_conversation_trace_has_the_hits_that_others_find(host_blocks: int, expected: int) -> None:
-    if not CONVERSATION.exists():
-        pytest.skip(f"no {CONVERSATION}")
-    trace = read_trace(str(CONVERSATION), limit=1000)
+    trace = read_trace(str(data.recorded_or_skip()), limit=1000)
     layout = BlockLayout.of_block_bytes(16, 16)
     summary = run(trace, layout, device_blocks=50_000, host_blocks=host_blocks, active=64, partial=False)
     assert summary.prompt_tokens == 13_732_944 and summary.requests == 1000

@@ -4,7 +4,6 @@ says."""
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -12,8 +11,7 @@ import pytest
 
 from kvpool.replay.content import Request
 from kvpool.replay.engine import Admit, Append, Finish, Skip, schedule, worst_blocks
-
-HARNESS = Path(__file__).resolve().parents[3] / "shared" / "peerbench" / "replay.py"
+from tests.data import harness_or_skip
 
 
 def requests_of(*lengths: tuple[int, int]) -> list[Request]:
@@ -102,9 +100,7 @@ def test_every_output_token_is_appended_once_and_in_order() -> None:
 
 @pytest.mark.parametrize(("device_blocks", "active"), [(40, 64), (300, 8)])
 def test_schedule_equals_that_of_the_peer_benchmark(device_blocks: int, active: int) -> None:
-    if not HARNESS.exists():
-        pytest.skip(f"no {HARNESS}")
-    spec = importlib.util.spec_from_file_location("peer_replay", HARNESS)
+    spec = importlib.util.spec_from_file_location("peer_replay", harness_or_skip() / "replay.py")
     assert spec is not None and spec.loader is not None
     peer = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(peer)

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from kvpool.replay.content import Request, expand_ids, expand_output
-from kvpool.replay.traces import DEVICE_BLOCKS, synthetic
+from kvpool.replay.traces import DEVICE_BLOCKS, read_trace, synthetic
+from tests.data import CHATS, TRACES, harness_or_skip, recorded
+from tests.data.chats import lines
 
 
 def content(request: Request) -> tuple[object, ...]:
@@ -74,7 +76,6 @@ def test_wrong_arguments_are_refused() -> None:
 # The token streams of the replay are those of the shared protocol.
 
 
-HARNESS = Path(__file__).resolve().parents[3] / "shared" / "peerbench" / "replay.py"
 MASK = 2**64 - 1
 
 
@@ -119,11 +120,38 @@ def test_explicit_tokens_are_taken_as_they_are() -> None:
 
 
 def test_streams_equal_those_of_the_peer_benchmark() -> None:
-    if not HARNESS.exists():
-        pytest.skip(f"no {HARNESS}")
-    spec = importlib.util.spec_from_file_location("peer_replay", HARNESS)
+    spec = importlib.util.spec_from_file_location("peer_replay", harness_or_skip() / "replay.py")
     assert spec is not None and spec.loader is not None
     peer = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(peer)
     assert expand_ids([9, 8, 7], 1300, 512).tolist() == peer.expand([9, 8, 7], 1300).tolist()
     assert expand_output(11, 100).tolist() == peer.expand_out(11, 100).tolist()
+
+
+# ----------------------------------------
+# The trace that is part of the project.
+
+
+def test_the_trace_of_the_tests_is_as_its_generator_writes_it() -> None:
+    assert CHATS.read_text(encoding="ascii").splitlines() == [*lines()]
+    assert CHATS.stat().st_size < 300_000
+
+
+def test_the_trace_of_the_tests_has_chats_of_several_turns_with_shared_beginnings() -> None:
+    requests = read_trace(str(CHATS)).requests
+    prompts = [tuple(request.hash_ids.tolist()) for request in requests if request.hash_ids is not None]
+    turns = [{ids[:-1] for ids in prompts[:at] if len(ids) > 12} for at in range(600)]
+    further = [ids for ids, before in zip(prompts, turns, strict=True) if any(ids[: len(one)] == one for one in before)]
+    assert len(further) > 150, "turns that go on with a prompt that is longer than any system prompt"
+    assert len({ids[0] for ids in prompts}) < 100, "many requests begin alike"
+
+
+@pytest.mark.parametrize("folder", ["", "gone"])
+def test_a_folder_of_traces_that_lacks_the_trace_is_an_error(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(TRACES, raising=False)
+    assert recorded() is None
+    monkeypatch.setenv(TRACES, str(tmp_path / folder))
+    with pytest.raises(FileNotFoundError, match=f"{TRACES}: expected a folder with conversation_trace.jsonl, got '"):
+        recorded()

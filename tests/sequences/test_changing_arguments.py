@@ -35,7 +35,7 @@ from kvpool.replay.content import Request
 Make = Callable[..., Engine]
 
 FLIPPED_COUNTS = """
-import mmap, os, time
+import mmap, os
 import numpy as np
 shared = mmap.mmap(-1, 8 * 64)
 counts = np.frombuffer(shared, np.int64)
@@ -51,12 +51,14 @@ import kvpool
 layout = kvpool.BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=4, dtype="uint8")
 cache = kvpool.KVCacheManager(layout, device_blocks=512, device="cpu", max_sequences=64, max_sequence_tokens=64)
 ids = cache.add_sequence_batch([[i] for i in range(64)]).ids
-tokens, one, stop = np.arange(64, dtype=np.int32), np.ones(64, np.int64), time.monotonic() + 2
-while time.monotonic() < stop:
+tokens, one, taken, refused = np.arange(64, dtype=np.int32), np.ones(64, np.int64), 0, 0
+while min(taken, refused) < 300:
     try:
         cache.append_tokens(ids, tokens, counts)
     except ValueError:
+        refused += 1
         continue
+    taken += 1
     cache.verify()
     cache.rewind(ids, one)
 print("whole")

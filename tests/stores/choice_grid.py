@@ -1,5 +1,6 @@
 """``python -m tests.stores.choice_grid``: loading against computing over a grid of stores, on a simulated clock: the
-ratio of mean times to first token for each point, and the worst."""
+ratio of mean times to first token for each point, and the worst. The requests are made, or those of the recorded trace
+in the folder that ``KVPOOL_TRACES`` names."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ import argparse
 import time
 from dataclasses import replace
 
-from tests.stores.clock import TRACE, World, arrivals, grid, means
+from tests.data import recorded
+from tests.stores.clock import World, arrivals, grid, means
 
 SCENARIOS: dict[str, tuple[World, float]] = {
     "one after another": (World(0, 1), 1.0),
@@ -33,7 +35,7 @@ def main() -> None:
     parser.add_argument("--scenario", choices=SCENARIOS, help="default: all")
     options = parser.parse_args()
     requests = arrivals(options.limit)
-    print(f"{len(requests):,} requests, {'of the trace' if TRACE.exists() else 'made'}")
+    print(f"{len(requests):,} requests, {'of the trace' if recorded() else 'made'}")
     for name in [options.scenario] if options.scenario else SCENARIOS:
         show(name, *SCENARIOS[name], requests, options.points)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,10 +15,10 @@ import numpy as np
 
 from kvpool.keepers.choice import Load, LoadOrCompute
 from kvpool.replay.traces import stream_trace
+from tests.data import recorded
 
 TOKENS, BLOCK_BYTES = 16, 2 << 20
 """Of a block: those of an 8 billion model with 8 KV heads, in bfloat16."""
-TRACE = Path(os.environ.get("KVPOOL_TRACE", Path(__file__).parents[3] / "shared/traces/conversation_trace.jsonl"))
 PIECES = 16
 """A load comes in so many pieces."""
 POLICIES = ("none", "half", "all", "choice")
@@ -57,11 +56,11 @@ class World:
     seed: int = 1
 
 
-def trace_arrivals(limit: int | None = None) -> list[Arrival]:
-    """The trace, with an unbounded store that nothing is in front of."""
+def trace_arrivals(trace: Path, limit: int | None = None) -> list[Arrival]:
+    """The requests of a trace, with an unbounded store that nothing is in front of."""
     seen: set[int] = set()
     found = []
-    for _, request in stream_trace(str(TRACE), limit=limit):
+    for _, request in stream_trace(str(trace), limit=limit):
         assert request.hash_ids is not None and request.timestamp is not None
         ids, size = request.hash_ids.tolist(), request.tokens_per_id
         lead = next((at for at, one in enumerate(ids) if one not in seen), len(ids))
@@ -83,9 +82,10 @@ def made_arrivals(count: int, seed: int) -> list[Arrival]:
     ]
 
 
-def arrivals(limit: int | None = None, seed: int = 1) -> list[Arrival]:
-    """The trace if it is there, made requests otherwise."""
-    return trace_arrivals(limit) if TRACE.exists() else made_arrivals(limit or 12_000, seed)
+def arrivals(limit: int | None = None) -> list[Arrival]:
+    """The recorded trace if ``KVPOOL_TRACES`` names its folder, made requests otherwise."""
+    trace = recorded()
+    return made_arrivals(limit or 12_000, seed=1) if trace is None else trace_arrivals(trace, limit)
 
 
 class _Transfer:

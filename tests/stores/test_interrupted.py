@@ -28,7 +28,7 @@ class Scene:
     def __init__(self) -> None:
         self.cache = HostCache(8, 4096, identity=IDENTITY)
         self.tier = HostTier.of(self.cache)
-        self.keeper = HostKeeper(self.cache, self.tier, [MemoryStore(1 << 20)], retry_seconds=0.0, load_seconds=60.0)
+        self.keeper = HostKeeper(self.cache, self.tier, [MemoryStore(1 << 20)], retry_seconds=0.0, load_seconds=600.0)
         self.keeper.publish(self.cache.reserve(KEYS).keys)
         assert self.keeper.drain(600)
         self.cache.forget(KEYS)

@@ -36,7 +36,7 @@ def test_a_prompt_gets_no_more_than_the_room_for_promotions() -> None:
         seed(one, kept, [prompt])
     two = engine()
     with two.cache, keeper(two, memory, promotion_blocks=4) as kept:
-        handle = kept.prefetch(two.prompt(prompt), deadline=60.0)
+        handle = kept.prefetch(two.prompt(prompt), deadline=600.0)
         assert handle.wait(600) and handle.ended == "full" and handle.blocks == 4
         assert two.reusable(prompt) == 16 and kept.stats().promoted_blocks == 4
         sequence = two.add(prompt)
@@ -137,7 +137,7 @@ def test_a_prefetch_says_why_there_is_no_more() -> None:
         seed(one, kept, [tokens(17)])
         ends = []
         for prompt in (tokens(17, 500), tokens(17), tokens(17)):
-            handle = kept.prefetch(one.prompt(prompt), deadline=60.0)
+            handle = kept.prefetch(one.prompt(prompt), deadline=600.0)
             assert handle.wait(600)
             ends.append(handle.ended)
             if prompt[0]:

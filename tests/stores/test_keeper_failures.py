@@ -285,7 +285,7 @@ def test_a_long_prompt_leaves_rows_to_others(wrong: Wrong) -> None:
     wrong.before["load"] = lambda: gate() if held.pop() else None
     wrong.threads = 4
     with engines[1].cache, keeper(engines[1], wrong, staging_blocks=64) as kept:
-        first = kept.prefetch(engines[1].prompt(long), deadline=60.0)
+        first = kept.prefetch(engines[1].prompt(long), deadline=600.0)
         assert gate.reached.wait(600)
         assert fetch(engines[1], kept, short) == 10 and not first.done
         gate.open()

@@ -285,7 +285,7 @@ def test_a_keeper_that_ends_before_a_store_has_confirmed_says_so(one: Engine, wr
         down = Down(wrong)
         forgotten = drop(one, kept)
         assert down.refused.acquire(timeout=600)
-    assert not forgotten.wait(60) and forgotten.stores == {"wrong": None}
+    assert not forgotten.wait(600) and forgotten.stores == {"wrong": None}
     down.up()
     assert restarted(wrong.inner) == BLOCKS, "as is documented: it must be forgotten again"
 

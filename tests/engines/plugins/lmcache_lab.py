@@ -20,7 +20,7 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, Tensor
 from lmcache.v1.platform import consume_fd
 
 WAIT_S = 600
-SLOW = dict.fromkeys(("find_seconds", "load_seconds", "save_seconds"), 60)
+SLOW = dict.fromkeys(("find_seconds", "load_seconds", "save_seconds"), 600)
 """Deadlines against hanging."""
 SMALL = MemoryLayoutDesc([torch.Size([2, 2, 16, 8])], [torch.bfloat16])
 LARGE = MemoryLayoutDesc([torch.Size([2, 2, 16, 8]), torch.Size([4, 16])], [torch.bfloat16, torch.uint8])

@@ -40,7 +40,7 @@ NAMES = {
     "class_name": "KVPoolHiCacheStorage",
 }
 
-SLOW = dict.fromkeys(("find_seconds", "load_seconds", "save_seconds"), 60)
+SLOW = dict.fromkeys(("find_seconds", "load_seconds", "save_seconds"), 600)
 """Deadlines against hanging."""
 
 

@@ -6,6 +6,7 @@ is a process of its own that has no threads. Its children tell through a pipe wh
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -31,6 +32,8 @@ LIMITED = 1 << 20
 """Numbers from here on are of a namespace with a limit, and may be dropped at any time."""
 DELAYS = {"saving": 0.02, "opening": 0.004, "closing": 0.002, "any": 0.1, "checking": 0.004}
 """When a child is killed: up to so many seconds after it said so, or, for "any", after its beginning."""
+LONGEST = 600.0
+"""A child that has not said by then what is waited for is killed all the same, in seconds: nothing hangs."""
 
 
 class Life:
@@ -79,10 +82,9 @@ class Life:
         self._say("checked", [len(kept)])
 
     def _work(self, session: Session, thread: int, own: list[int], end: float) -> None:
-        """Save new blocks, and forget the oldest."""
-        row, turn = thread * 16, 0
-        while time.monotonic() < end:
-            turn += 1
+        """Save new blocks, once at least, and forget the oldest."""
+        row = thread * 16
+        for turn in itertools.count(1):
             new = [next(self._numbers) for _ in range(1 + turn % 3)]
             self._say("saves", new)
             codes = session.save(new, row)
@@ -97,6 +99,8 @@ class Life:
             if thread == 0:
                 self._limited.append(LIMITED + new[0])
                 session.save(self._limited[-1:], row + 8, namespace=b"limited", limit=LIMIT)
+            if time.monotonic() >= end:
+                break
 
 
 class Ledger:
@@ -145,10 +149,10 @@ def one_life(folder: Path, ledger: Ledger, moment: str, rng: random.Random) -> N
         os._exit(1)
     os.close(into)
     wait = rng.uniform(0.0, DELAYS[moment])
-    kill_at = time.monotonic() + (wait if moment == "any" else 20.0)
-    rest, alive = b"", True
+    kill_at = time.monotonic() + (wait if moment == "any" else LONGEST)
+    rest, alive, came = b"", True, moment == "any"
     while True:
-        left = kill_at - time.monotonic() if alive else 60.0
+        left = kill_at - time.monotonic() if alive else LONGEST
         if select.select([out], [], [], max(left, 0.0))[0]:
             data = os.read(out, 1 << 16)
             if not data:
@@ -156,8 +160,8 @@ def one_life(folder: Path, ledger: Ledger, moment: str, rng: random.Random) -> N
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 ledger.take(line.decode())
-                if alive and line.decode() == moment and kill_at > time.monotonic() + 1:
-                    kill_at = time.monotonic() + wait
+                if line.decode() == moment and not came:
+                    came, kill_at = True, time.monotonic() + wait
         if alive and time.monotonic() >= kill_at:
             os.kill(child, signal.SIGKILL)
             alive = False

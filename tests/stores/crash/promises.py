@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tests.stores.crash.log import Kind, Record
@@ -51,6 +51,10 @@ class Promises:
     def gone(self, point: int) -> set[int]:
         """The blocks that must not be there then."""
         return _within(self._gone_spans, point)
+
+    def acknowledged_with(self, held: Callable[[int], set[int]]) -> list[int]:
+        """The acknowledgements at which ``held``, which is ``at`` or ``gone``, has blocks; all if none has."""
+        return [point for point in self.acknowledged if held(point)] or self.acknowledged
 
     def _mark(self, point: int, mark: Mapping[str, Any]) -> None:
         if "saving" in mark:

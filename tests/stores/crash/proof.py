@@ -7,7 +7,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,7 +83,7 @@ def recovered(recording: Recording, folder: Path, seed: int) -> Recording:
     """Record how a store is opened that a crash at some point of another log has left."""
     rng, disk, root = random.Random(seed), recording.disk(), folder.resolve() / "recovered"
     promises = recording.promises()
-    point = rng.choice(promises.acknowledged)
+    point = rng.choice(promises.acknowledged_with(promises.at))
     disk.apply(recording.records[:point])
     copy = Folder(root)
     copy.become(disk.state(Fate.drawn(rng), rng))
@@ -108,8 +108,8 @@ def points(
     recording: Recording, promises: Promises, states: int, rng: random.Random, fate: Fate | None = None
 ) -> Iterator[tuple[int, Fate]]:
     """Crash points in their order. Each place in the log comes with all and with nothing of what is not durable, as far
-    as there are so many states, and other fates are drawn: half of them right after an acknowledgement. With a
-    ``fate`` any places come with that."""
+    as there are so many states, and other fates are drawn: half of them right after an acknowledgement, in turn one at
+    which a block is promised and one at which a block is gone. With a ``fate`` any places come with that."""
     count = len(recording.records)
     if fate is not None:
         yield from ((point, fate) for point in sorted(rng.randint(0, count) for _ in range(states)))
@@ -117,17 +117,26 @@ def points(
     plain = [(point, fate) for point in range(count + 1) for fate in (ALL, NOTHING)]
     if len(plain) > states // 2:
         plain = rng.sample(plain, states // 2)
-    drawn = [
-        (rng.choice(promises.acknowledged) if rng.random() < 0.5 else rng.randint(0, count), Fate.drawn(rng))
-        for _ in range(states - len(plain))
-    ]
+    anywhere = range(count + 1)
+    places = anywhere, promises.acknowledged_with(promises.at), anywhere, promises.acknowledged_with(promises.gone)
+    drawn = [(rng.choice(places[number % 4]), Fate.drawn(rng)) for number in range(states - len(plain))]
     yield from sorted([*plain, *drawn], key=lambda entry: entry[0])
 
 
+def twenty(failures: Sequence[str]) -> bool:
+    return len(failures) >= 20
+
+
 def replayed(
-    recording: Recording, states: int, seed: int, folder: Path, stop_after: int = 20, fate: Fate | None = None
+    recording: Recording,
+    states: int,
+    seed: int,
+    folder: Path,
+    enough: Callable[[Sequence[str]], bool] = twenty,
+    fate: Fate | None = None,
 ) -> Result:
-    """Build crash states in this folder and check them, until so many have failed. ``fate``: as in ``points``."""
+    """Build crash states in this folder and check them, until there are ``enough`` failures. ``fate``: as in
+    ``points``."""
     rng, promises, result = random.Random(seed), recording.promises(), Result()
     result.failures += promises.lost
     checker, disk, copy = Checker(promises.numbers, memory(ROWS)), recording.disk(), Folder(folder)
@@ -142,7 +151,7 @@ def replayed(
         result.gone += len(gone)
         if wrong:
             result.failures.append(f"point {point}, {own_fate}, seed {own}: {'; '.join(wrong)[:400]}")
-        if len(result.failures) >= stop_after:
+        if enough(result.failures):
             break
     result.loaded, result.damaged = checker.loaded, checker.damaged
     return result
@@ -150,10 +159,12 @@ def replayed(
 
 def rolled_back(recording: Recording, pairs: int, seed: int, folder: Path) -> Result:
     """Mix the files of two moments: each file as it was earlier, all others as they were later, and the other way
-    round."""
+    round. More pairs than these are drawn, up to ten times as many, until one has damaged a block."""
     rng, promises, result = random.Random(seed), recording.promises(), Result()
     checker, copy = Checker(promises.numbers, memory(ROWS)), Folder(folder)
-    for _ in range(pairs):
+    for number in range(10 * pairs):
+        if number >= pairs and checker.damaged:
+            break
         early, late = (whole(recording, point) for point in sorted(rng.sample(promises.acknowledged, 2)))
         for path in sorted(path for path, content in {**early, **late}.items() if content is not None):
             for one, others in ((early, late), (late, early)):

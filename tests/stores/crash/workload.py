@@ -42,15 +42,21 @@ class Marked:
     def __init__(self, session: Session) -> None:
         self.session, self.seen = session, set[int]()
 
-    def save(self, numbers: Sequence[int], first_row: int = 0, **options: Any) -> None:
+    def save(self, numbers: Sequence[int], first_row: int = 0, **options: Any) -> list[int]:
+        """The numbers of those that are acknowledged."""
         self.seen.update(numbers)
         mark(saving=numbers)
         codes = self.session.save(numbers, first_row, **options)
-        mark(saved=[number for number, code in zip(numbers, codes, strict=True) if code == OK])
+        saved = [number for number, code in zip(numbers, codes, strict=True) if code == OK]
+        mark(saved=saved)
+        return saved
 
-    def forget(self, numbers: Sequence[int]) -> None:
+    def forget(self, numbers: Sequence[int]) -> bool:
+        """Whether it is confirmed."""
         mark(forgetting=numbers)
-        mark(forgot=numbers if self.session.forget(numbers) else [])
+        confirmed = self.session.forget(numbers)
+        mark(forgot=numbers if confirmed else [])
+        return confirmed
 
     def clear(self, numbers: Sequence[int], namespace: bytes | None = None) -> None:
         """Drop a namespace, or everything: these numbers."""
@@ -132,6 +138,22 @@ def with_clears(marked: Marked, first: int, rounds: int) -> None:
     marked.look()
 
 
+def made_up_for(marked: Marked, first: int) -> None:
+    """Blocks whose syncs have failed are saved and forgotten again when syncs work. Only then is it acknowledged."""
+    kept, forgotten = [first, first + 1], [first + 2]
+    RECORDER.crash_fail(1)
+    assert not marked.save([*kept, *forgotten])
+    RECORDER.crash_fail(0)
+    marked.look()
+    assert marked.save([*kept, *forgotten]) == [*kept, *forgotten]
+    RECORDER.crash_fail(1)
+    assert not marked.forget(forgotten)
+    RECORDER.crash_fail(0)
+    marked.session.settle()
+    assert marked.forget(forgotten)
+    assert set(kept) <= set(marked.look())
+
+
 def first_part(folder: Path, rng: random.Random) -> None:
     with Session(disk_store(folder)) as session:
         marked = Marked(session)
@@ -168,11 +190,17 @@ def failing_part(folder: Path, rng: random.Random) -> None:
     with Session(disk_store(folder)) as session:
         marked = Marked(session)
         for every in (3, 4, 2, 5):
-            RECORDER.crash_fail(every)
-            with_clears(marked, 50, 2)
-            within_capacity(marked, 100 * every, 3)
-            beyond_capacity(marked, 600, 4, rng)
-        RECORDER.crash_fail(0)
+            works: list[Callable[[], None]] = [
+                lambda: with_clears(marked, 50, 2),
+                lambda every=every: within_capacity(marked, 100 * every, 3),
+                lambda: beyond_capacity(marked, 600, 4, rng),
+            ]
+            for work in works:
+                RECORDER.crash_fail(every)
+                work()
+                RECORDER.crash_fail(0)
+                session.settle()
+            made_up_for(marked, 700 + 3 * every)
 
 
 def recovery(folder: Path, rng: random.Random) -> None:

