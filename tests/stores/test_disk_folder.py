@@ -193,6 +193,67 @@ def test_what_could_not_be_opened_leaves_no_folder_and_no_file(tmp_path: Path) -
     assert before == (sorted(os.listdir(used)), (used / "secret").read_bytes())
 
 
+CALLS = ("os.write", "os.fsync", "os.rename", "os.fchmod", "os.chmod")
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_disk_that_is_full_at_any_step_keeps_nothing_of_the_attempt(
+    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The n-th call fails, for every n until an attempt makes no n-th call. The secret is asked for first, as for a
+    pool."""
+    name = call.removeprefix("os.")
+    real, left, failures = getattr(os, name), -1, 0
+
+    def limited(*arguments: object, **options: object) -> object:
+        nonlocal left
+        left -= 1
+        if left == -1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(os, name, limited)
+    for first in range(100):
+        left, store = first, DiskStore(tmp_path / "new", CAPACITY)
+        try:
+            assert len(store.secret) == 32
+            store.open(SPACE)
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+            failures += 1
+            # A secret that was handed out stays where ``open`` was not reached; here it is reached, or nothing is left.
+            assert not os.listdir(tmp_path), first
+        else:
+            store.close()
+            break
+    assert failures
+
+
+@pytest.mark.parametrize("why", ["full", "too large"])
+def test_a_store_that_gave_its_secret_and_cannot_be_opened_leaves_nothing(tmp_path: Path, why: str) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    store = DiskStore(tmp_path / "new", CAPACITY, system=System(posix_fallocate=full))
+    if why == "too large":
+        store = DiskStore(tmp_path / "new", 900 << 40)
+    assert len(store.secret) == 32 and (tmp_path / "new").is_dir()
+    with pytest.raises(OSError, match="the slab takes"):
+        store.open(SPACE)
+    assert not os.listdir(tmp_path)
+
+
+def test_what_another_store_has_used_since_stays(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path / "new", 900 << 40)
+    secret = store.secret
+    opened(tmp_path / "new").close()
+    before = sorted(os.listdir(tmp_path / "new"))
+    with pytest.raises(OSError, match="the slab takes"):
+        store.open(SPACE)
+    assert sorted(os.listdir(tmp_path / "new")) == before
+    assert (tmp_path / "new" / "secret").read_bytes() == secret
+
+
 @pytest.mark.parametrize("name", ["lock", "secret", "slab", "rows.sqlite"])
 def test_an_error_names_the_file_with_its_folder(tmp_path: Path, name: str) -> None:
     (tmp_path / "store").mkdir(0o700)

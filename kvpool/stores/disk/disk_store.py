@@ -24,7 +24,7 @@ from kvpool.errors import PoolClosed
 from kvpool.state.arrays import LRU, POLICIES
 from kvpool.stores.disk import slot_index
 from kvpool.stores.disk.database import BYTES_MAX, VERSION, Database, GroupCommit, Header
-from kvpool.stores.disk.folder import EPOCHS, Folder
+from kvpool.stores.disk.folder import DATABASE, EPOCHS, Folder, Made
 from kvpool.stores.disk.slab import Slab, System, stride_of
 from kvpool.stores.disk.slot_index import PER_PAGE, Index, Page, SlotTable
 from kvpool.stores.store import (
@@ -118,6 +118,8 @@ class DiskStore:
         self._changed = threading.Condition(self._lock)
         self._counts = dict.fromkeys(_COUNTS.split(), 0)
         self._slots = self._failed_commits = self._failed_by = 0
+        # What ``secret`` made before ``open``, which removes it if it fails.
+        self._made: Made | None = None
         self._epochs, self._renewing = dict[bytes, bytes](), threading.Lock()
 
     def __repr__(self) -> str:
@@ -132,11 +134,15 @@ class DiskStore:
         self._process.check(self)
         if self._opened:
             return self._folder.secret()
-        folder = Folder(self._path)
+        folder = Folder(self._path, self._made)
         try:
-            return folder.secret()
-        finally:
-            folder.close()
+            secret = folder.secret()
+        except BaseException:
+            folder.discard()
+            raise
+        self._made = folder.made
+        folder.close()
+        return secret
 
     def open(self, space: Space) -> bytes:
         self._process.check(self)
@@ -144,7 +150,7 @@ class DiskStore:
             raise BlockingIOError(errno.EAGAIN, "this store is open already", self._path)
         undo: list[Callable[[], None]] = []
         try:
-            folder = Folder(self._path)
+            folder = Folder(self._path, self._unused())
             undo.append(folder.discard)
             secret, self._epochs = folder.secret(), self._read_epochs(folder)
             database = Database(folder, self._system)
@@ -162,10 +168,16 @@ class DiskStore:
         except BaseException:
             for close in reversed(undo):
                 close()
+            self._made = None
             raise
+        self._made = None
         self._folder, self._database, self._slab = folder, database, slab
         self._commits, self._opened = GroupCommit(self._begin_commit, self._check_commit, self._end_commit), True
         return secret
+
+    def _unused(self) -> Made | None:
+        """What ``secret`` made, unless a store has used the folder since: then it has a database."""
+        return None if os.path.lexists(os.path.join(self._path, DATABASE)) else self._made
 
     def _size(self, folder: Folder, header: Header | None, block_bytes: int) -> int:
         """How many slots there are. Raises ValueError."""

@@ -10,6 +10,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 from kvpool.stores.seals import SECRET_BYTES
 
@@ -22,6 +23,13 @@ _open: set[tuple[int, int, int]] = set()
 _open_lock = threading.Lock()
 
 
+class Made(NamedTuple):
+    """The files, and whether the folder, that an attempt to open it has made."""
+
+    names: tuple[str, ...] = ()
+    folder: bool = False
+
+
 class Folder:
     """A folder that is made if it is not there, checked, and locked until ``close``.
 
@@ -31,20 +39,25 @@ class Folder:
     another store has it, and other OSErrors, which name the file with its folder.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, made: Made | None = None) -> None:
         self.path, self._fd, self._locked, self._entry = path, -1, list[int](), (0, 0, 0)
-        self._made, self._is_new = list[str](), False
+        self._made, self._is_new = (list(made.names), made.folder) if made else (list[str](), False)
+        self._held: list[str] = []
         self._files: dict[str, tuple[int, int]] = {}
         try:
             with suppress(FileExistsError), self._named():
                 os.mkdir(path, 0o700)
-                self._is_new = True
+                self._made, self._is_new = [], True
                 os.chmod(path, 0o700)  # A umask may have taken away what the owner needs.
             self._fd = _open_folder(path)
             check_private(path, os.fstat(self._fd))
             _sync_path(os.path.dirname(os.path.abspath(path)))
             self._lock()
-        except BaseException:
+        except BaseException as error:
+            if isinstance(
+                error, BlockingIOError
+            ):  # Another store has the folder, and uses the files that it has locked.
+                self._made, self._is_new = [name for name in self._made if name in self._held], False
             self.discard()
             raise
 
@@ -58,6 +71,7 @@ class Folder:
             for name in (LOCK, SLAB):
                 self._locked.append(self.open(name))
                 self._lock_file(self._locked[-1])
+                self._held.append(name)
             _open.add(entry)
             self._entry = entry
 
@@ -170,11 +184,18 @@ class Folder:
             number = errno.EPERM if error.errno == errno.ELOOP else error.errno
             raise OSError(number, reasons.get(error.errno or 0, error.strerror), self.join(name)) from None
 
+    @property
+    def made(self) -> Made:
+        """What did not exist before, for a later ``Folder`` that discards it too."""
+        return Made(tuple(self._made), self._is_new)
+
     def discard(self) -> None:
-        """Remove what was made here, of which nobody knows yet, and close."""
-        with suppress(OSError):
-            for name in self._made:
+        """Remove what was made here, and close. The locks are held meanwhile, so no other store uses these files."""
+        logs = [f"{DATABASE}-{log}" for log in ("wal", "shm", "journal")] if DATABASE in self._made else []
+        for name in (*self._made, *logs):
+            with suppress(OSError):
                 self.remove(name)
+        with suppress(OSError):
             if self._is_new:
                 os.rmdir(self.path)
         self.close()
