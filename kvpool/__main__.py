@@ -17,13 +17,13 @@ COMMANDS = (replay, plan, workers, store, doctor, warm_up)
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Says what is wrong before how it is used, since the usage can fill a screen."""
+    """Says what is wrong in one line, since the usage can fill a screen."""
 
     def error(self, message: str) -> NoReturn:
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
         options = [name for action in self._actions for name in action.option_strings]
         hint = near(choice[1], [*re.findall(r"[\w.-]+", choice[2]), *options]) if choice else ""
-        self.exit(USAGE, f"{self.prog}: error: {message}{hint}\n\n{self.format_usage()}")
+        self.exit(USAGE, f"{self.prog}: error: {message}{hint} (see {self.prog} --help)\n")
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """Exit, since no option has these names."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -84,6 +85,8 @@ def run(options: argparse.Namespace) -> int:
     from kvpool.planner.report import draw, require_matplotlib
     from kvpool.replay import TraceError
 
+    if options.plot is not None and not os.access(options.plot.parent, os.W_OK):
+        options.error(f"--plot: expected a file in a folder that exists and can be written, got {str(options.plot)!r}")
     if options.plot is not None and options.plot.suffix not in _SUFFIXES:
         options.error(f"--plot: {str(options.plot)!r} does not end in {', '.join(_SUFFIXES)}")
     layout, model = _layout(options)

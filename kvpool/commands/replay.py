@@ -171,6 +171,11 @@ def _replay(trace: Trace, config: ReplayConfig, show: Callable[[KVCacheManager],
         except AssertionError as error:
             failure = failure or error
     summary = replay.summary(interrupted=interrupted, failure=failure)
+    if not (interrupted or failure or config.verify) and summary.skipped and not summary.requests:
+        most = config.device_blocks * config.layout.tokens_per_block
+        wanted = f"expected requests of at most {most:,} tokens, which {config.device_blocks:,} device blocks hold"
+        got = f"{min(request.length for request in trace.requests):,} or more"
+        summary = replay.summary(failure=AssertionError(f"nothing was replayed: {wanted}, got {got}"))
     if not (interrupted or failure) and summary.verified is not None and not summary.verified.released_tokens:
         # A verification that compared no byte proves nothing.
         counts = f"{summary.requests:,} requests were replayed, {len(summary.skipped):,} skipped"

@@ -27,6 +27,8 @@ OK = 0
 FAILED = 1
 USAGE = 2
 INTERRUPTED = 130
+BLOCKS_MAX = 2**31 - 1
+"""The most blocks of a tier. Ids are int32."""
 MODELS = f"a model's config.json, or {', '.join(sorted(PRESETS))}"
 _CONFIG_BYTES_MAX = 1 << 20
 
@@ -178,6 +180,11 @@ def tier_blocks(options: argparse.Namespace, tier: str, layout: BlockLayout) -> 
     if memory < layout.block_bytes and (memory or tier == "device"):
         least = f"one block of {layout.block_bytes} bytes; accepted are sizes such as 4096, 512MiB or 8GiB"
         options.error(f"--{tier}-memory: {memory} bytes do not hold {least}")
+    if memory // layout.block_bytes > BLOCKS_MAX:
+        most = BLOCKS_MAX * layout.block_bytes
+        options.error(
+            f"--{tier}-memory: expected at most {most} bytes with blocks of {layout.block_bytes}, got {memory}"
+        )
     return memory // layout.block_bytes
 
 

@@ -45,6 +45,7 @@ from kvpool.stores.jobs import Job
 from kvpool.stores.queue import StoreStats
 from kvpool.stores.store import MODEL_BYTES, TAG_BYTES, Store
 from kvpool.stores.store_client import HealthStats, StoreClient, StoreHealth, number_argument, spare_of, staging_rows
+from kvpool.stores.urls import open_store
 
 BLOCKS_PER_TURN = 64
 """Blocks that are copied for a store before the keeper looks at its prefetches again."""
@@ -135,7 +136,7 @@ class Keeper(Closing):
     def __init__(
         self,
         pool: KVCacheManager,
-        stores: Sequence[Store],
+        stores: Sequence[Store | str],
         *,
         identity: ModelIdentity,
         save: str = "commit",
@@ -579,7 +580,7 @@ def _check_secret(pool: KVCacheManager, stores: Sequence[Store]) -> None:
 
 
 def _stores_argument(stores: object) -> list[Store]:
-    found = list_argument("stores", stores)
+    found = [open_store(store) if isinstance(store, str) else store for store in list_argument("stores", stores)]
     names = [getattr(store, "name", None) for store in found]
     named = all(isinstance(name, str) for name in names)
     if not found or len(found) > 16 or not named or len(set(names)) < len(names):

@@ -62,6 +62,10 @@ class Verified:
     """Blocks that came from a store."""
 
 
+_ADAPTIVE = "adaptive follows LRU until another policy hits more by a clear margin; until then the hits are LRU's"
+_NO_RACE = "no race was found: every copy and kernel was ordered, and every write was declared"
+
+
 @dataclass(frozen=True)
 class Stored:
     """What the store of a replay did."""
@@ -144,6 +148,8 @@ class Summary:
             "store": [] if stored is None else _store_lines(stored, hits.tokens),
             "moved": [f"{format_bytes(nbytes)} in {moved.seconds:.2f} s{speed}" if nbytes else "nothing"],
             "control": [f"{sum(control.values()):.1f} µs per request: {phases}"],
+            "policy": [_ADAPTIVE] if self.config["policy"] == "adaptive" else [],
+            "races": [_NO_RACE] if self.config["device"] == "sim" and self.failure is None else [],
             "verified": self._verified(),
             "memory": [f"{'unknown' if (peak := self.peak_memory_bytes) is None else format_bytes(peak)} at the peak"],
             "time": [f"{self.wall_seconds:.1f} s in all"],

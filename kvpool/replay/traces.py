@@ -62,7 +62,9 @@ def parse(path: str, line: int, text: bytes) -> Row:
     except UnicodeDecodeError as error:
         raise TraceError(path, line, f"not UTF-8: {error.reason} at byte {error.start}") from error
     except json.JSONDecodeError as error:
-        raise TraceError(path, line + error.lineno - 1, f"not JSON: {error.msg} at column {error.colno}") from error
+        raise TraceError(
+            path, line + error.lineno - 1, f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise TraceError(path, line, f"not JSON: {error}") from error
     if not isinstance(found, dict):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import platform
 import re
 from importlib import import_module
@@ -25,6 +27,10 @@ _SIZES = ("capacity", "segment")
 """options in bytes"""
 _PARTS = ("open", "find", "load", "save", "forget", "stats", "close")
 """what the class of a store has, beside ``name`` and ``threads``, which may be of each store alone"""
+_PLACES = {"disk": "PATH", "mooncake": "HOST:PORT", "peer": "tcp://HOST:PORT", "s3": "//BUCKET/PREFIX"}
+"""what follows the colon of a kind that needs it"""
+_OBJECTS = ("clock", "client", "secret", "system", "token", "transform")
+"""parameters that are no texts, or would show a secret"""
 _COUNTS = ("connections", "index_blocks", "threads", "timeout_ms")
 """options that are numbers"""
 
@@ -61,6 +67,7 @@ def open_store(text: object, **names: object) -> Store:
             raise ValueError(f"store={text!r:.80}: {name}={options[name]!r:.80}: accepted is a number")
         options[name] = int(options[name])
     make = _class_of(kind)
+    _check_options(kind, make, place, options)
     try:
         found: Store = make(*([place] if place else []), **options)
     except TypeError as error:
@@ -68,6 +75,25 @@ def open_store(text: object, **names: object) -> Store:
     if not (hasattr(found, "name") and hasattr(found, "threads")):
         raise ValueError(f"store={text!r:.80}: accepted is a store with name and threads, not {found!r:.80}")
     return found
+
+
+def _check_options(kind: str, make: Any, place: str, options: dict[str, Any]) -> None:
+    """Raise ValueError for an option that the class does not take as a text, or for a place that is missing."""
+    try:
+        first, *others = inspect.signature(make).parameters.values()
+    except ValueError:
+        return  # a class of somebody else's that shows no signature
+    if kind in _PLACES and not place and first.default is first.empty:
+        raise ValueError(f"store={kind!r}: expected {kind}:{_PLACES[kind]}, got {kind}:")
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in others):
+        return
+    own = others if place else [first, *others]
+    known = sorted(p.name for p in own if p.name not in _OBJECTS)
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"store={kind!r}: expected options {', '.join(known)}, got {name!r:.80}{meant}")
 
 
 def _filled(text: str, names: dict[str, object]) -> str:

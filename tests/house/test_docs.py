@@ -79,8 +79,8 @@ STALE = (
     r"nothing (has|ever) run on a GPU",
     r"Neither it nor JAX has run on a GPU",
 )
-"""What the pages said before the tests of the GPU part passed on GPUs. vLLM and llama.cpp have not run on one with kvpool,
-and their pages say so."""
+"""What the pages said before the tests of the GPU part passed on GPUs. vLLM and llama.cpp have not run on one with
+kvpool, and their pages say so."""
 ENGINE_PAGES = {"vllm.md", "llamacpp.md"}
 
 

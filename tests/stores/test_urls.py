@@ -6,10 +6,11 @@ import platform
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvpool.sizes import parse_size
-from kvpool.stores import MemoryStore
+from kvpool.stores import MemoryStore, Space
 from kvpool.stores.urls import bytes_argument, open_store
 
 
@@ -54,6 +55,26 @@ def test_a_text_that_names_no_store_of_another_package_is_refused(text: str) -> 
 def test_a_wrong_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"store=|capacity="):
         open_store(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("disk:", "store='disk': expected disk:PATH, got disk:"),
+        ("s3:", "store='s3': expected s3://BUCKET/PREFIX, got s3:"),
+        ("peer:", "store='peer': expected peer:tcp://HOST:PORT, got peer:"),
+        ("disk:/x?capcity=1GiB", "expected options capacity, policy, threads, got 'capcity'; did you mean capacity?"),
+        ("memory:?capacity=1MiB&size=2", "store='memory': expected options capacity, .*got 'size'"),
+    ],
+)
+def test_a_text_without_its_place_or_with_an_unknown_option_says_what_is_expected(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        open_store(text)
+
+
+def test_a_disk_in_a_folder_that_does_not_exist_names_that_folder(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=f"expected that the folder {tmp_path}/deep exists"):
+        open_store(f"disk:{tmp_path}/deep/x").open(Space(bytes(16), np.zeros((1, 64), np.uint8)))
 
 
 def test_names_in_a_text_are_those_of_the_machine_and_of_the_engine(tmp_path: Path) -> None:

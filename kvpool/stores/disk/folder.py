@@ -46,7 +46,11 @@ class Folder:
         self._files: dict[str, tuple[int, int]] = {}
         try:
             with suppress(FileExistsError), self._named():
-                os.mkdir(path, 0o700)
+                try:
+                    os.mkdir(path, 0o700)
+                except FileNotFoundError as error:
+                    parent = os.path.dirname(os.path.abspath(path))
+                    raise OSError(errno.ENOENT, f"expected that the folder {parent} exists", path) from error
                 self._made, self._is_new = [], True
                 os.chmod(path, 0o700)  # A umask may have taken away what the owner needs.
             self._fd = _open_folder(path)
