@@ -30,6 +30,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "figures.md"
 PEERS = ("vllm:sha256", "sglang:radix", "sglang:rust", "lmcache")
 PARTS = ("ingest", "admit", "append", "finish")
+LOAD_MAX = 1.0
+"""The load average above which nothing is measured unless it is asked for: other work doubles the times."""
 SECONDS, ROUNDS = 0.2, 7
 """How long each call is repeated in a round; rounds that count."""
 
@@ -61,7 +63,12 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--capacity", type=int, default=50_000, help="blocks of 16 tokens")
     parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--any-load", action="store_true", help="measure on a machine that does other work, too")
     options = parser.parse_args()
+    load = os.getloadavg()[0]
+    if load > LOAD_MAX and not options.any_load:
+        parser.error(f"load average: expected at most {LOAD_MAX:g}, got {load:.1f}; --any-load measures nevertheless")
+    options.machine = machine()
     rows = [(call.words, call.place, microseconds(call)) for call in CALLS]
     options.page.write_text(page(rows, *beside(options), options), encoding="utf-8")
     print(f"written: {options.page}")
@@ -125,7 +132,7 @@ def page(
         "machine with other work differ by a factor of two from run to run: compare the rows of one table, and measure",
         "yours. No figure here is of a GPU.",
         "",
-        f"Measured on {machine()}.",
+        f"Measured on {options.machine}.",
         "",
         "```sh",
         f"python -m asv_bench.figures {arguments(options)}".rstrip(),
@@ -144,7 +151,9 @@ def page(
         f"The control planes alone replay the first {options.requests:,} requests of a chat trace through "
         f"{options.capacity:,} blocks of 16",
         "tokens, one after the other, and move no KV. Microseconds a request, medians of three runs. kvpool runs first",
-        "and last: the two rows show how much the machine has changed meanwhile.",
+        "and last: the two rows show how much the machine has changed meanwhile, and the first row is not 1.0 for that",
+        "reason. The last column is the time of a row as a multiple of the last row's. Of SGLang it takes `without`,",
+        "the time without what stands in for its GPU kernels, so that nothing is counted that a GPU would do.",
         "",
     ]
     if found:
@@ -187,7 +196,8 @@ def machine() -> str:
         model = platform.processor() or platform.machine()
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("numpy", "numba", "llvmlite"))
     cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
-    return f"{cores} cores of {model} with a load of {load:.0f}, Python {platform.python_version()}, {versions}"
+    busy = f"with a load average of {load:.1f} before"
+    return f"{cores} cores of {model} {busy}, Python {platform.python_version()}, {versions}"
 
 
 if __name__ == "__main__":

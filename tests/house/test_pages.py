@@ -112,6 +112,15 @@ def test_no_page_is_wider_than_its_window(built: Path, tmp_path: Path) -> None:
     )
 
 
+def test_no_number_of_a_table_breaks_at_any_width() -> None:
+    """Cells wrap between words only, and a table that is wider than its window scrolls. No rule undoes it later."""
+    style = re.sub(r"/\*.*?\*/", "", (DOCS / "_static" / "kvpool.css").read_text(encoding="utf-8"), flags=re.DOTALL)
+    rules = re.findall(r"([^{}]+)\{([^{}]*)\}", style)
+    cells = [rule for selector, rule in rules if "table.docutils" in selector and "overflow-wrap" in rule]
+    assert cells == [" overflow-wrap: normal; "], "one rule, outside of any @media"
+    assert re.search(r"^\.table-wrapper \{ overflow-x: auto; \}", style, re.MULTILINE)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_on_pages_fits_its_columns(page: Path) -> None:
     blocks = re.findall(r"^```[^\n]*\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
