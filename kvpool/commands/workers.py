@@ -171,6 +171,8 @@ def fetch(options: argparse.Namespace) -> int:
     trace = terminal.trace_of(options)
     served: dict[str, Any] = {"figures": [], "failure": None}
     failure, figures, seconds = None, [], 0.0
+    if options.endpoint is not None:
+        print(f"fetch: asking {options.endpoint}", file=sys.stderr, flush=True)
     bar = shown_progress(options.blocks, " blocks")
     with blaming_the_user(InsufficientMemory, ValueError):
         try:
@@ -186,9 +188,9 @@ def fetch(options: argparse.Namespace) -> int:
         except KVPoolError as error:
             if isinstance(error, InsufficientMemory):
                 raise
-            failure = f"{type(error).__name__}: {error}"
+            failure = _in_words(error, options)
     failure = failure or served["failure"]
-    ours = Report(f"fetch   {seconds:.1f} s", figures, failure)
+    ours = Report(f"fetch   {seconds:.1f} s" if figures else "fetch   nothing", figures, failure)
     theirs = Report("server, in its own process", [Figure(**figure) for figure in served["figures"]])
     sizes = (65_536, 4096) if options.endpoint is None and options.round_bytes and failure is None else ()
     speeds = [serving.measure(size, round_bytes=options.round_bytes) for size in sizes]
@@ -199,6 +201,23 @@ def fetch(options: argparse.Namespace) -> int:
     shown = [ours, theirs] if theirs.figures else [ours]
     terminal.print_result(options, values, "\n".join([*(one.text() for one in shown), *map(_speed_text, speeds)]))
     return OK if passed else FAILED
+
+
+def _in_words(error: KVPoolError, options: argparse.Namespace) -> str:
+    """What keeps a server from being read, in the words of the command line."""
+    if options.endpoint is None:
+        return f"{type(error).__name__}: {error}"
+    reasons = {
+        "secret": f"{SECRET}: expected the value that the server was started with, got another one",
+        "impostor": f"--endpoint: expected a server of python -m kvpool serve with the same {SECRET}, got another "
+        f"program or another secret at {options.endpoint}",
+        "layout": f"--block-bytes, --tokens-per-block: expected those of the server, got {options.block_bytes} and "
+        f"{options.tokens_per_block}",
+    }
+    code = getattr(error, "code", "")
+    if type(error).__name__ == "RemoteTimeout" or code == "timeout":
+        return f"--endpoint: expected an answer of python -m kvpool serve, got none from {options.endpoint}"
+    return reasons.get(code, f"{type(error).__name__}: {error}")
 
 
 def _speed_text(one: Any) -> str:
