@@ -391,6 +391,8 @@ class KVPoolOffloadingManager(base.OffloadingManager):
     def on_request_finished(self, req_context: base.ReqContext) -> None:
         if (story := self._stories.pop(req_context.req_id, None)) is not None:
             VLLM.tell(req_context.req_id, story.came, story.missed.values())
+        if self._keeper is not None:
+            self._keeper.finish(req_context.req_id)
         request = self._requests.get(req_context.req_id)
         if request is not None:
             request.finished = True

@@ -383,8 +383,13 @@ class Bridge(Generic[Block]):
         return over
 
 
+NO_STORE = -1
+"""in place of the number of a store"""
+
+
 class Unread(NamedTuple):
-    """Of a block that waits for its reader: for how long it takes room from others, and the number of its store."""
+    """Of a block that waits for its reader: for how long it takes room from others at most, and the number of its
+    store, or ``NO_STORE`` once a request has read it."""
 
     until: float
     number: int
@@ -424,14 +429,81 @@ class Loader(Generic[Block]):
         self._under_way: set[Loading[Block]] = set()
         self.coming: dict[Block, Loading[Block]] = {}
         self.unread: OrderedDict[Block, Unread] = OrderedDict()
+        # The requests that wait for a block, and the blocks that a request waits for.
+        self._users: dict[Block, set[Hashable]] = {}
+        self._wanted: dict[Hashable, set[Block]] = {}
 
     @property
     def free(self) -> int:
         """How many blocks may be loaded now."""
         now = self._clock()
         while self.unread and next(iter(self.unread.values())).until <= now:
-            del self.unread[next(iter(self.unread))]
+            self.drop(next(iter(self.unread)))
         return max(0, self._room - len(self.unread) - len(self.coming))
+
+    # -- requests that wait for blocks ---------------------------------------------------------------
+
+    @property
+    def users(self) -> list[Hashable]:
+        """Requests that wait for a block."""
+        return list(self._wanted)
+
+    def wanted(self, block: Block) -> bool:
+        """Return whether a live request waits for this block."""
+        return block in self._users
+
+    def want(self, block: Block, user: Hashable) -> None:
+        """Note that a request waits for a block, which is searched for, on its way, or unread."""
+        self._users.setdefault(block, set()).add(user)
+        self._wanted.setdefault(user, set()).add(block)
+
+    def drop(self, block: Block) -> None:
+        """Stop counting a block against the room for loads, whoever waits for it."""
+        self.unread.pop(block, None)
+        for user in self._users.pop(block, ()):
+            self._discard(user, block)
+
+    def read(self, blocks: Iterable[Block], user: Hashable) -> None:
+        """A request has taken these blocks, and takes no others that it waited for. A reader without a name ends the
+        wait of all requests for them."""
+        for block in blocks if self._users else ():
+            users = self._users.get(block)
+            if users is None:
+                continue
+            if not user or not users - {user, ""}:
+                self.drop(block)
+                continue
+            for satisfied in users & {user, ""}:
+                users.remove(satisfied)
+                self._discard(satisfied, block)
+            if block in self.unread:
+                self.unread[block] = self.unread[block]._replace(number=NO_STORE)
+        if user:
+            self.leave(user)
+
+    def leave(self, user: Hashable) -> None:
+        """A request has ended. Blocks that no other request waits for stop counting; those on their way count until
+        they have arrived, since a store writes into them."""
+        for block in list(self._wanted.pop(user, ())):
+            users = self._users[block]
+            users.discard(user)
+            if not users:
+                self.drop(block)
+
+    def clear(self) -> None:
+        """Stop counting what has come. Nobody waits for a block any more."""
+        self.unread.clear()
+        self._users.clear()
+        self._wanted.clear()
+
+    def _discard(self, user: Hashable, block: Block) -> None:
+        blocks = self._wanted.get(user)
+        if blocks is not None:
+            blocks.discard(block)
+            if not blocks:
+                del self._wanted[user]
+
+    # -- loads ---------------------------------------------------------------------------------------
 
     def attempt(
         self, number: int, places: int, items: int = 0, before: int = 0, spare: float = 0.0
@@ -482,6 +554,9 @@ class Loader(Generic[Block]):
             raise
         self._under_way.add(loading)
         self.coming.update(dict.fromkeys(own, loading))
+        for block in own:
+            # It was evicted before its request read it, and counts once.
+            self.unread.pop(block, None)
         return loading
 
     def enter(self, loading: Loading[Block], ok: Bools) -> list[Block]:
@@ -493,7 +568,8 @@ class Loader(Generic[Block]):
         here = list(compress(chosen, there))
         for block in here:
             del self.coming[block]
-        self.unread.update(dict.fromkeys(here, Unread(now + self._unread_seconds, loading.number)))
+        arrival = Unread(now + self._unread_seconds, loading.number)
+        self.unread.update((block, arrival) for block in here if block in self._users)
         if loading.attempt is not None:
             loading.attempt.note(len(here), loading.job.began, now)
         return here
@@ -506,4 +582,5 @@ class Loader(Generic[Block]):
         left = [block for block in loading.blocks if self.coming.get(block) is loading]
         for block in left:
             del self.coming[block]
+            self.drop(block)
         return left

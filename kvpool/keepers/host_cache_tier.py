@@ -315,6 +315,10 @@ class HostLoads:
         said = list(map(self._known, keys, found))
         if None in said:
             self._ask(dict.fromkeys(key for key, one in zip(keys, said, strict=True) if one is None), hit)
+        for key, answer in zip(keys, said, strict=True):
+            awaited = key in self.searching or answer == HostCache.PENDING and key in self._loader.coming
+            if awaited:
+                self._loader.want(key, hit)
         return [
             one if one is not None else HostCache.PENDING if key in self.searching else HostCache.ABSENT
             for key, one in zip(keys, said, strict=True)
@@ -332,11 +336,10 @@ class HostLoads:
             return HostCache.ABSENT
         return None
 
-    def read(self, keys: Iterable[bytes]) -> None:
-        """Keys have a reader."""
-        if unread := self._loader.unread:
-            for key in keys:
-                unread.pop(key, None)
+    def looked_up(self, key: bytes, hit: str) -> None:
+        """A request has found a key HERE. It waits for the key too, if that has come and was not read yet."""
+        if key in self._loader.unread:
+            self._loader.want(key, hit)
 
     def published(self, keys: Iterable[bytes]) -> None:
         """The engine has written blocks itself. A store may have them soon."""
@@ -347,6 +350,8 @@ class HostLoads:
     def leave(self, keys: Iterable[bytes]) -> None:
         """Do not ask for these keys for a while, nor bring those that are on their way."""
         self._miss(keys, "cancelled")
+        for key in keys:
+            self._loader.drop(key)
         self._remember(keys, _Absence("forgotten", until=self._clock() + self._retry_seconds))
 
     def trouble(self, key: bytes) -> str:
@@ -375,7 +380,7 @@ class HostLoads:
         """Give up the keys that are looked for, and know nothing of others."""
         self._cancel()
         self._absent.clear()
-        self._loader.unread.clear()
+        self._loader.clear()
 
     def turn(self) -> None:
         """Load keys that stores are known to have, and ask them for others."""
@@ -432,6 +437,8 @@ class HostLoads:
     def _miss(self, keys: Iterable[bytes], reason: str, remember: bool = True) -> None:
         """These keys do not come."""
         missed = [key for key in keys if self.searching.pop(key, None) is not None]
+        for key in missed:
+            self._loader.drop(key)
         self.missed[reason] += len(missed)
         self._remember(missed if remember else (), _Absence(reason, missed))
 
@@ -448,6 +455,10 @@ class HostLoads:
     def _load(self, number: int, keys: Sequence[bytes]) -> None:
         """Load keys that a store has, as many as its policy takes. What has no room is missed. It may be asked for as
         soon as what has come was read: so a prompt that is longer than the room comes window by window."""
+        self._miss([key for key in keys if not self._loader.wanted(key)], "cancelled", remember=False)
+        keys = [key for key in keys if key in self.searching]
+        if not keys:
+            return
         end, room = self._deadline(keys), keys[: self._loader.free]
         self._miss(keys[len(room) :], "crowded", remember=False)
         try:
@@ -473,6 +484,8 @@ class HostLoads:
                 # It may be asked for as soon as it is gone again.
                 del self.searching[key]
                 self.missed["taken"] += 1
+                if key not in self._loader.coming:
+                    self._loader.drop(key)
 
     def _came(self, loading: Loading[bytes]) -> None:
         """A load is done. What has come can be found."""
@@ -480,7 +493,7 @@ class HostLoads:
         for key in self._loader.enter(loading, job.codes == OK):
             # ``clear`` drops a block that comes after it.
             if self.searching.pop(key, None) is None:
-                del self._loader.unread[key]
+                self._loader.drop(key)
             else:
                 self.loaded += 1
         self._miss_by_code(loading.blocks, job)

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvpool.arrays import Uint8s
 from kvpool.arrays.layout import choice_argument, integer_argument
-from kvpool.entry.arguments import list_argument
+from kvpool.entry.arguments import list_argument, text_argument
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.entry.process import Closing, Process
 from kvpool.errors import ForkedProcess, PoolClosed
@@ -21,7 +21,7 @@ from kvpool.hostcache.host_cache import HostCache, HostLease
 from kvpool.hostcache.identity import ModelIdentity
 from kvpool.hostcache.opaque_keys import key_argument, keys_argument
 from kvpool.hostcache.tier import HostTier
-from kvpool.keepers.bridge import COMMIT, SAVES, Bridge, Loader, open_clients
+from kvpool.keepers.bridge import COMMIT, NO_STORE, SAVES, Bridge, Loader, open_clients
 from kvpool.keepers.choice import LoadPolicy
 from kvpool.keepers.host_cache_tier import HostCacheTier, HostLoads, StoreChange
 from kvpool.pool.explain import Missed
@@ -33,7 +33,8 @@ Keys = Iterable[bytes]
 PUBLISH = "publish"
 """The older word for COMMIT. Plug-ins take it from users for one release more."""
 UNREAD_SECONDS = 10.0
-"""For so long a block that has come, and that nobody reads, takes room from others."""
+"""After this time a block that nobody has read stops taking room from others, though its request was never said to
+have ended."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,9 @@ class HostKeeperStats:
     refused: int = 0
     """keys that no store was asked for: all room was taken by what had come or was on its way. ``asked`` has them not,
     and a key that is looked for in each step counts in each."""
+    unread: int = 0
+    """blocks that have come for requests that have neither pinned them nor ended. With ``loading``, they take the room
+    for loads."""
 
 
 class HostKeeper(Closing):
@@ -190,13 +194,15 @@ class HostKeeper(Closing):
 
     def find(self, key: bytes, hit: str = "") -> int:
         """ABSENT, HERE or PENDING, as ``HostCache.find`` says it. A key that is not in the cache is asked for in the
-        stores, and is PENDING meanwhile. ``hit``: names the prompt; ``policies`` judge the keys of one together. Raises
+        stores, and is PENDING meanwhile. ``hit``: names the request; ``policies`` judge the keys of one together. What
+        comes for it counts against the room for loads until ``pin`` with this ``owner``, or ``finish``. Raises
         TypeError, ValueError, PoolClosed."""
         own = key if type(key) is bytes else key_argument("key", key)
         if self._step_begins:
             self._settle()
         found = self._cache.find(own)
         if found == self._cache.HERE:
+            self._loads.looked_up(own, hit)
             return found
         self._process.check(self)
         return self._loads.answers((own,), (found,), hit)[0]
@@ -207,6 +213,9 @@ class HostKeeper(Closing):
         if self._step_begins:
             self._settle()
         answers = self._cache.lookup(own)
+        if self._loader.unread:
+            for place in np.flatnonzero(answers == self._cache.HERE).tolist():
+                self._loads.looked_up(own[place], hit)
         places = np.flatnonzero(answers != self._cache.HERE)
         if len(places):
             self._process.check(self)
@@ -215,14 +224,36 @@ class HostKeeper(Closing):
         return answers
 
     def pin(self, keys: Keys, *, owner: str = "") -> HostLease:
-        """What ``HostCache.pin`` does. With ``save="reuse"``, the blocks are saved now."""
+        """What ``HostCache.pin`` does. With ``save="reuse"``, the blocks are saved now. ``owner``: the request that
+        ``find`` knows as ``hit``. What else has come for it, and was not pinned, stops counting against the room for
+        loads. Without an owner, the keys stop counting for all requests."""
         self._process.check(self)
         with DeferSignals() as signals:
             lease = self._cache.pin(keys, owner=owner)
             signals.undo = lease.close
-            self._loads.read(lease.keys)
+            self._loader.read(lease.keys, owner)
             self._save(self._tier.first_used(lease), lease.keys)
             return lease
+
+    def finish(self, request: str) -> None:
+        """Note that a request has ended: it has finished, or was aborted or cancelled.
+
+        Blocks that were loaded for it alone stop counting against the room for loads, and stay cached like any other
+        block. Keys that it alone looked for are not loaded. Blocks on their way count until they have arrived.
+
+        Parameters
+        ----------
+        request
+            The ``hit`` of its look-ups. An unknown one changes nothing.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For a bad argument.
+        """
+        self._process.check(self)
+        with DeferSignals():
+            self._loader.leave(text_argument("request", request))
 
     def publish(self, keys: Keys, *, unsaved: Keys = ()) -> int:
         """What ``HostCache.publish`` does. With ``save="commit"``, the blocks are saved after it, but those of
@@ -276,7 +307,7 @@ class HostKeeper(Closing):
     def origin(self, key: bytes) -> int | None:
         """The number of the store that has brought this key to the cache, until somebody pins it. None otherwise."""
         arrival = self._loader.unread.get(key)
-        return None if arrival is None else arrival.number
+        return None if arrival is None or arrival.number == NO_STORE else arrival.number
 
     def explain(self, key: bytes, tokens: int = 1) -> Missed:
         """What ``HostCache.explain`` says, and why no store has brought the key, as ``trouble``."""
@@ -346,6 +377,7 @@ class HostKeeper(Closing):
             dict(dropped),
             {client.name: client.health.stats() for client in self._clients},
             loads.refused,
+            len(self._loader.unread),
         )
 
     def drain(self, timeout: float) -> bool:

@@ -33,7 +33,8 @@ OF_STORES = ("loaded", "late", "failed")
 PREFETCHES = 1024
 """under way at once; more get nothing"""
 UNUSED_SECONDS = 60.0
-"""After this time a promoted block that nobody used counts as any other cached block."""
+"""After this time a promoted block that nobody used counts as any other cached block, even though its prefetch was not
+cancelled."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +66,8 @@ class Prefetch:
         return self._bell.wait_for(lambda: self.done, timeout)
 
     def cancel(self) -> None:
-        """Bring no more. What has come stays."""
+        """Bring no more. What has come stays cached, and stops counting against ``promotion_blocks``. Call it when the
+        request has ended or was aborted, also after the prefetch is done."""
         self._note(cancelled=True)
 
     def came(self, blocks: int) -> None:
@@ -137,12 +139,20 @@ class Prefetches:
         # The last token of a prompt is never reused.
         last = (len(prompt) - 1) // width
         first = self._pool.match_prefix(prompt).full_tokens // width if prompt.reuse else last
+        if self._loader.unread and prompt.reuse:
+            for one in (one for chain in self._tier.of_prompt(prompt, last) for one in chain):
+                self._want_unread(handle, one)
         if first >= last:
             return self._end(handle, "cached")
         fetch = _Fetch(handle, self._generation(), first, self._tier.of_prompt(prompt, last))
         self._fetches.append(fetch)
         fetch.search = Search(handle.deadline, partial(self._found, fetch), partial(self._plan, fetch))
         self._bridge.search(fetch.search, self._absent([one for chain in fetch.chains for one in chain[first:]]))
+
+    def _want_unread(self, handle: Prefetch, content: Content) -> None:
+        """Another prefetch has brought this content. It counts until neither waits for it."""
+        if content in self._loader.unread:
+            self._loader.want(content, handle)
 
     def _absent(self, contents: Sequence[Content]) -> list[Content]:
         """Those of the contents that the pool does not have."""
@@ -207,10 +217,14 @@ class Prefetches:
         """Begin the loads for which there is room, and end what is over."""
         now = self._clock()
         self._look(list(islice(self._loader.unread, TOLD_AT_ONCE)))
+        # Before others load: they have the room of those that were cancelled.
+        for fetch in [fetch for fetch in self._fetches if fetch.handle.cancelled]:
+            self._stop(fetch, "cancelled")
+        for user in self._loader.users:
+            if isinstance(user, Prefetch) and user.cancelled:
+                self._loader.leave(user)
         for fetch in list(self._fetches):
-            if fetch.handle.cancelled:
-                self._stop(fetch, "cancelled")
-            elif any(attempt.lost(now) for attempt in fetch.attempts.values()):
+            if any(attempt.lost(now) for attempt in fetch.attempts.values()):
                 self._stop(fetch, "late")
             elif now >= fetch.handle.deadline:
                 self._stop(fetch, "full" if fetch.wanted and not fetch.loadings else "late")
@@ -227,7 +241,9 @@ class Prefetches:
         here = set(compress(ahead, self._tier.here(ahead)))
         while fetch.wanted and fetch.wanted[0] in here:
             # Another prompt has brought it, or a request has computed it.
-            attempt, now = fetch.attempts.get(fetch.source[fetch.wanted.popleft()]), self._clock()
+            content = fetch.wanted.popleft()
+            self._want_unread(fetch.handle, content)
+            attempt, now = fetch.attempts.get(fetch.source[content]), self._clock()
             if attempt is not None:
                 attempt.note(1, now, now)
         if not fetch.wanted:
@@ -250,7 +266,7 @@ class Prefetches:
         if loading is None:
             return False
         for _ in loading.blocks:
-            fetch.wanted.popleft()
+            self._loader.want(fetch.wanted.popleft(), fetch.handle)
         fetch.loadings.append(loading)
         return True
 
@@ -284,9 +300,13 @@ class Prefetches:
         the rest was."""
         there = zip(brought, self._tier.here(brought, "host"), self._tier.here(brought, "device"), strict=True)
         for one, host, device in there:
-            arrival = self._loader.unread.pop(one)
+            arrival = self._loader.unread.get(one)
+            if arrival is None:
+                continue
             if host and not device and arrival.until > self._clock():
-                self._loader.unread[one] = arrival
+                self._loader.unread.move_to_end(one)
+            else:
+                self._loader.drop(one)
 
     # -- ending --------------------------------------------------------------------------------------
 

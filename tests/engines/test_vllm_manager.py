@@ -360,6 +360,29 @@ def test_a_chunk_that_was_evicted_is_loaded_from_the_store() -> None:
     manager.real.shutdown()
 
 
+@pytest.mark.parametrize("taken", [0, 2])
+def test_an_ended_request_leaves_the_room_for_loads_to_the_next_one(taken: int) -> None:
+    """Whether it was aborted before it took a chunk, or has taken fewer than it looked for."""
+    own = Stored(16)
+    for first in range(0, 48, 8):
+        own.fill(*range(first, first + 8))
+        own.wait_saved(8)
+        own.cache.forget(keys(*range(first, first + 8)))
+    for number in range(6):
+        name, chunks = f"r{number}", keys(*range(8 * number, 8 * number + 8))
+        assert PENDING in [own.real.lookup(key, request(name)) for key in chunks]
+        while own.real._keeper.stats().searching:
+            own.step()
+        assert [own.real.lookup(key, request(name)) for key in chunks] == [HIT] * 8, name
+        if taken:
+            own.load(name, 8 * number, 8 * number + 1)
+            own.complete_load(name, 8 * number, 8 * number + 1)
+        else:
+            own.real.on_request_finished(request(name))
+    assert own.real._keeper.stats().refused == 0
+    own.real.shutdown()
+
+
 def test_of_a_prompt_that_is_longer_than_the_host_its_beginning_is_loaded_and_the_rest_is_computed() -> None:
     """vLLM asks once for a request that has loaded something. Nothing is left waiting, and nothing stays pinned."""
     manager = Stored(8)

@@ -1,0 +1,197 @@
+"""The room for loads is what live requests account for: whoever has ended, or has taken what it wants, gives it back at
+that moment, and what has come stays cached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from kvpool import KVCacheManager
+from kvpool.keepers import Keeper, Prefetch
+from kvpool.stores import MemoryStore
+from kvpool.stores.store import Store
+from tests.stores.hostkeeping import ABSENT, HERE, Engine, engines
+from tests.stores.keeping import IDENTITY, engine, grouped, keeper, seed, store, tokens, write_all
+from tests.stores.lab import Wrong, names
+
+Make = Callable[..., Engine]
+SEED = 20_261
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    yield from engines(Wrong(MemoryStore(1 << 20)))
+
+
+def look_up(one: Engine, request: str, keys: list[bytes]) -> list[int]:
+    """What a request finds once nothing is under way."""
+    one.keeper.lookup(keys, request)
+    one.until(lambda: not (one.keeper.stats().searching or one.keeper.stats().loading))
+    return np.where(one.keeper.lookup(keys, request) == HERE, HERE, ABSENT).tolist()
+
+
+def stocked(make: Make, count: int, blocks: int = 16) -> Engine:
+    """An empty cache before a store with keys 0 to ``count``, with room for 8 loads."""
+    one = make(blocks=blocks, load_share=8 / blocks)
+    for first in range(0, count, 8):
+        one.saved(8, first)
+    return one
+
+
+def test_after_an_aborted_request_the_next_ones_load_all_at_once(make: Make) -> None:
+    one = stocked(make, 48)
+    for i in range(6):
+        assert look_up(one, f"r{i}", names(8, 8 * i)) == [HERE] * 8, i
+        assert one.keeper.stats().unread == 8
+        one.keeper.finish(f"r{i}")
+        assert one.keeper.stats().unread == 0
+        assert one.cache.lookup(names(8, 8 * i)).tolist() == [HERE] * 8, "it stays cached"
+    assert one.keeper.stats().refused == 0
+
+
+def test_what_a_request_does_not_take_stops_counting_when_it_takes_the_rest(make: Make) -> None:
+    one = stocked(make, 16)
+    assert look_up(one, "r0", names(8)) == [HERE] * 8
+    one.keeper.pin(names(2), owner="r0").close()
+    assert one.keeper.stats().unread == 0
+    assert look_up(one, "r1", names(8, 8)) == [HERE] * 8
+
+
+def test_a_block_counts_until_all_requests_that_wait_for_it_have_ended(make: Make) -> None:
+    one = stocked(make, 16)
+    for request in ("r0", "r1"):
+        assert look_up(one, request, names(8)) == [HERE] * 8
+    one.keeper.finish("r0")
+    assert one.keeper.stats().unread == 8 and look_up(one, "r2", names(8, 8)) == [ABSENT] * 8
+    one.keeper.pin(names(8), owner="r1").close()
+    assert one.keeper.stats().unread == 0 and look_up(one, "r2", names(8, 8)) == [HERE] * 8
+
+
+def test_keys_of_a_request_that_ended_before_the_load_are_not_loaded(make: Make) -> None:
+    one = stocked(make, 16)
+    one.keeper.lookup(names(8), "r0")
+    one.keeper.finish("r0")
+    assert one.keeper.drain(600)
+    assert one.keeper.stats().loaded == one.keeper.stats().unread == 0
+    assert look_up(one, "r1", names(8)) == [HERE] * 8, "they may be asked for at once"
+
+
+def test_blocks_on_their_way_for_a_request_that_has_ended_count_until_they_have_come(make: Make) -> None:
+    wrong = Wrong(MemoryStore(1 << 20))
+    one = make(wrong, load_seconds=600.0)
+    one.saved(8)
+    gate = wrong.hold("load")
+    one.keeper.lookup(names(8), "r0")
+    one.until(gate.reached.is_set)
+    one.keeper.finish("r0")
+    assert one.keeper.stats().loading == 8
+    gate.open()
+    one.until(lambda: not one.keeper.stats().loading)
+    assert one.keeper.stats().unread == 0 and one.cache.lookup(names(8)).tolist() == [HERE] * 8
+
+
+def test_the_time_limit_remains_for_requests_whose_end_nobody_reports(make: Make) -> None:
+    one = stocked(make, 16)
+    assert look_up(one, "r0", names(8)) == [HERE] * 8
+    one.later(10.5)
+    assert look_up(one, "r1", names(8, 8)) == [HERE] * 8
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_the_room_is_what_live_requests_account_for(make: Make, number: int) -> None:
+    """Keys 0 to 31 are of one group of layers, keys 32 to 63 of another; a request asks for both."""
+    print("seed", SEED + number)
+    random = np.random.default_rng(SEED + number)
+    one = stocked(make, 64, blocks=128)
+    users: dict[bytes, set[str]] = {}
+    asked: dict[str, list[bytes]] = {}
+    for step in range(80):
+        action, live = random.integers(0, 4), sorted(asked)
+        if action < 2 or not live:
+            request = f"r{step}" if action == 0 or not live else str(random.choice(live))
+            first, count = int(random.integers(0, 28)), int(random.integers(1, 5))
+            keys = names(count, first) + names(count, 32 + first)
+            before = one.cache.lookup(keys) == HERE
+            after = np.array(look_up(one, request, keys)) == HERE
+            for key, was, is_here in zip(keys, before.tolist(), after.tolist(), strict=True):
+                if is_here and (key in users or not was):
+                    users.setdefault(key, set()).add(request)
+            asked.setdefault(request, []).extend(keys)
+        else:
+            request = str(random.choice(live))
+            keys = asked.pop(request)
+            if action == 2:
+                here = [key for key in dict.fromkeys(keys) if one.cache.find(key) == HERE]
+                one.keeper.pin(here[: int(random.integers(0, len(here) + 1))], owner=request).close()
+            else:
+                one.keeper.finish(request)
+            users = {key: left for key, those in users.items() if (left := those - {request})}
+        assert one.keeper.stats().unread == len(users), step
+        # Others need the memory of some that count no more, so that stores are asked for these again.
+        one.cache.forget([key for key in names(64) if key not in users and random.integers(0, 4) == 0])
+    assert one.keeper.stats().loaded > 64, "some came more than once"
+    for request in asked:
+        one.keeper.finish(request)
+    assert one.keeper.stats().unread == 0
+    one.cache.verify()
+
+
+def test_after_a_cancelled_prefetch_the_next_ones_load_all() -> None:
+    memory, prompts = store(), [tokens(33, 1000 * i) for i in range(4)]
+    one = engine(P=64, S=64)
+    with one.cache, keeper(one, memory) as kept:
+        seed(one, kept, prompts)
+    two = engine(P=64, S=32)
+    with two.cache, keeper(two, memory, promotion_blocks=8) as kept:
+        for prompt in prompts:
+            handle = kept.prefetch(two.prompt(prompt), deadline=600.0)
+            assert handle.wait(600) and (handle.ended, handle.blocks) == ("loaded", 8)
+            handle.cancel()
+            assert two.reusable(prompt) == 32, "what has come stays"
+        assert kept.drain(600) and kept.stats().promoted_blocks == 0
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_the_room_of_a_pool_with_groups_is_what_live_prefetches_account_for(number: int) -> None:
+    print("seed", SEED + number)
+    random, memory = np.random.default_rng(SEED + number), store()
+    prompts = [tokens(17, 1000 * i) for i in range(6)]
+    _save_all(memory, prompts)
+    two = grouped(64)
+    with two, _keeper(two, memory, promotion_blocks=24) as kept:
+        live: list[tuple[int, Prefetch]] = []
+        blocks = dict.fromkeys(range(len(prompts)), 0)
+        for step in range(30):
+            if random.integers(0, 2) and live:
+                which, handle = live.pop(int(random.integers(0, len(live))))
+                handle.cancel()
+            else:
+                which = int(random.integers(0, len(prompts)))
+                handle = kept.prefetch(two.block_keys(np.array(prompts[which], np.int32)), deadline=600.0)
+                at_once = bool(random.integers(0, 3) == 0)
+                if at_once:
+                    handle.cancel()
+                assert handle.wait(600)
+                blocks[which] += 0 if at_once else handle.blocks
+                if not at_once and blocks[which]:
+                    live.append((which, handle))
+            blocks = {i: count if any(i == j for j, _ in live) else 0 for i, count in blocks.items()}
+            assert kept.drain(600)
+            assert kept.stats().promoted_blocks == sum(blocks.values()), step
+
+
+def _keeper(pool: KVCacheManager, memory: Store, **options: int) -> Keeper:
+    return Keeper(pool, [memory], identity=IDENTITY, deadline_ms=600_000, **options)
+
+
+def _save_all(memory: Store, prompts: list[list[int]]) -> None:
+    one = grouped(64)
+    with one, _keeper(one, memory) as kept:
+        for number, prompt in enumerate(prompts):
+            sequence = one.add_sequence(one.block_keys(np.array(prompt, np.int32)))
+            write_all(one, sequence, number)
+            one.commit(sequence)
+            assert kept.drain(600) and not kept.stats().dropped
+            one.release(sequence)
