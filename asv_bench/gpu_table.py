@@ -125,7 +125,7 @@ def report(command: str) -> Iterator[str]:
     """The parts of the table, each measured when it is asked for."""
     gpu = describe_gpus()[0]
     commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=RESULTS.parent, capture_output=True, text=True
+        ["git", "describe", "--always", "--dirty", "--exclude", "*"], cwd=RESULTS.parent, capture_output=True, text=True
     ).stdout.strip()
     machine = (
         f"{gpu.name}, CUDA {gpu.driver // 1000}.{gpu.driver % 1000 // 10}, compute capability {gpu.capability}, commit "
@@ -150,11 +150,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=RESULTS, help="the file to write (default: %(default)s)")
     parser.add_argument("--command", help="what the table says it was made by (default: this command)")
     given = sys.argv[1:] if arguments is None else arguments
-    parser.add_argument("--prove", action="store_true", help="record the kernels that copy the right bytes here")
+    parser.add_argument("--prove", action="store_true", help="only record the kernels that copy the right bytes here")
     options = parser.parse_args(given)
     missing = unusable()
     if missing is not None:
         sys.exit(f"nothing was measured: {missing}")
+    if options.prove:
+        print(*prove_kernels(), sep="\n")
+        return
     with options.output.open("w", encoding="utf-8") as file:
         # What was measured stays when the rest fails.
         for number, part in enumerate(report(options.command or " ".join([parser.prog, *given]))):
@@ -162,8 +165,6 @@ def main(arguments: list[str] | None = None) -> None:
             file.flush()
     close_tiers()
     print(options.output)
-    if options.prove:
-        print(*prove_kernels(), sep="\n")
 
 
 if __name__ == "__main__":

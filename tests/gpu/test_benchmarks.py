@@ -166,8 +166,8 @@ def test_tables_are_staged() -> None:
     assert found["gpu_time"] == pytest.approx(1e6 * SECONDS)
 
 
-def test_the_table_names_the_machine_and_every_case(
-    cupy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_kernels_are_proven_without_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place, records = tmp_path / "RESULTS.md", tmp_path / "proven.json"
     records.write_text("[]")
@@ -176,10 +176,14 @@ def test_the_table_names_the_machine_and_every_case(
     capability = describe_gpus()[0].capability
     assert calibration.proven(capability, records) == set(KERNELS)
     assert f"kernel: proven for compute capability {capability}" in capsys.readouterr().out
+    assert not place.exists()
+
+
+def test_the_table_names_the_machine_and_every_case(cupy: Any, tmp_path: Path) -> None:
+    place = tmp_path / "RESULTS.md"
+    gpu_table.main(["--output", str(place)])
     text, name = place.read_text(encoding="utf-8"), cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
-    assert (
-        f"{name}, CUDA 1" in text and ", commit" in text and "`python -m asv_bench.gpu_table --prove --output" in text
-    )
+    assert f"{name}, CUDA 1" in text and ", commit" in text and "`python -m asv_bench.gpu_table --output" in text
     for direction, placement in product(DIRECTIONS, ("apart", "neighbours")):
         assert f"### {direction}, {placement}" in text
     for scene in gpu.Scenes.params[0]:
