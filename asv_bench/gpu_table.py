@@ -49,6 +49,10 @@ def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def block_cell(figures: dict[str, float]) -> str:
+    return f"{figures['speed']:.1f} ({figures['share_of_peak']:.0f} %), {figures['call']:.0f}"
+
+
 def block_tables() -> Iterator[str]:
     """One table for each direction and placement: a row for each path and number of fragments, a column for each
     size."""
@@ -58,7 +62,7 @@ def block_tables() -> Iterator[str]:
             cells = []
             for nbytes in FRAGMENT_BYTES:
                 found = measured(BlockCopies, (direction, path, nbytes, count, placement))
-                cells.append("" if found is None else f"{found['speed']:.1f} ({found['share_of_peak']:.0f} %)")
+                cells.append("" if found is None else block_cell(found))
             rows.append([path, f"{count:,}", *cells])
         head = ["path", "fragments", *(f"{nbytes >> 10:,} KiB" for nbytes in FRAGMENT_BYTES)]
         yield f"### {direction}, {placement}\n\n{markdown(head, rows)}"
@@ -107,8 +111,9 @@ def token_table() -> str:
     for parameters in product(*KvCopies.params, ORDERS):
         found = measured(KvCopies, parameters)
         if found is not None:
-            rows.append([*parameters, f"{found['speed']:.1f}", f"{found['share_of_plain_copy']:.0f} %"])
-    return markdown([*KvCopies.param_names, "order", "GB/s", "of a plain copy"], rows)
+            speed, share = f"{found['speed']:.1f}", f"{found['share_of_plain_copy']:.0f} %"
+            rows.append([*parameters, speed, share, f"{found['call']:.1f}"])
+    return markdown([*KvCopies.param_names, "order", "GB/s", "of a plain copy", "call µs"], rows)
 
 
 def staging_table() -> str:
@@ -136,7 +141,7 @@ def report(command: str) -> Iterator[str]:
         f"{machine} Medians of {BlockCopies.__module__.rpartition('.')[2]}.py's events; see README.md for what "
         "each figure counts."
     )
-    yield "## Blocks: GB/s, and percent of one large copy in the same direction"
+    yield "## Blocks: GB/s, percent of one large copy in the same direction, and the call's µs of CPU"
     yield from block_tables()
     yield f"## What a server does, in batches of 16 MiB\n\n{scene_table()}"
     yield f"## Tokens between the device tier and staging\n\n{token_table()}"

@@ -76,12 +76,15 @@ def test_blocks_are_copied_by_the_path_that_is_measured(
     found = run_tracks(gpu.BlockCopies, (direction, path, NBYTES, COUNT, placement))
     assert found["speed"] == pytest.approx(NBYTES * COUNT / SECONDS / 1e9)
     assert found["share_of_peak"] == pytest.approx(100 * COUNT / 32)
+    assert found["call"] > 0
     assert paths == [path] * (gpu.REPEATS + 1)
 
 
 @pytest.mark.parametrize("parameters", list(product(*gpu.KvCopies.params, gpu_table.ORDERS)), ids=str)
 def test_tokens_are_copied(parameters: tuple[str, ...]) -> None:
-    assert run_tracks(gpu.KvCopies, parameters)["share_of_plain_copy"] == pytest.approx(100)
+    found = run_tracks(gpu.KvCopies, parameters)
+    assert found["share_of_plain_copy"] == pytest.approx(100)
+    assert found["call"] > 0
 
 
 @pytest.mark.parametrize("parameters", list(product(*gpu.Scenes.params)), ids=str)
@@ -194,4 +197,5 @@ def test_the_table_names_the_machine_and_every_case(cupy: Any, tmp_path: Path) -
     rows = [line for line in text.splitlines() if line.startswith(tuple(f"| {path} |" for path in PATHS))]
     # The largest case does not fit into the tiers, and stays empty.
     assert len(rows) == 6 * len(PATHS) * 2 and all(row.count(" %)") == (2 if "| 2 |" in row else 1) for row in rows)
+    assert all(row.rpartition(" %), ")[2].split(" |")[0].isdigit() for row in rows), "the call of each batch"
     assert text.count("| gather |") == text.count("| scatter |") == 4
