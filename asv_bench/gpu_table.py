@@ -49,6 +49,10 @@ def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def block_cell(figures: dict[str, float]) -> str:
+    return f"{figures['speed']:.1f} ({figures['share_of_peak']:.0f} %), {figures['call']:.0f}"
+
+
 def block_tables() -> Iterator[str]:
     """One table for each direction and placement: a row for each path and number of fragments, a column for each
     size."""
@@ -58,7 +62,7 @@ def block_tables() -> Iterator[str]:
             cells = []
             for nbytes in FRAGMENT_BYTES:
                 found = measured(BlockCopies, (direction, path, nbytes, count, placement))
-                cells.append("" if found is None else f"{found['speed']:.1f} ({found['share_of_peak']:.0f} %)")
+                cells.append("" if found is None else block_cell(found))
             rows.append([path, f"{count:,}", *cells])
         head = ["path", "fragments", *(f"{nbytes >> 10:,} KiB" for nbytes in FRAGMENT_BYTES)]
         yield f"### {direction}, {placement}\n\n{markdown(head, rows)}"
@@ -107,8 +111,9 @@ def token_table() -> str:
     for parameters in product(*KvCopies.params, ORDERS):
         found = measured(KvCopies, parameters)
         if found is not None:
-            rows.append([*parameters, f"{found['speed']:.1f}", f"{found['share_of_plain_copy']:.0f} %"])
-    return markdown([*KvCopies.param_names, "order", "GB/s", "of a plain copy"], rows)
+            speed, share = f"{found['speed']:.1f}", f"{found['share_of_plain_copy']:.0f} %"
+            rows.append([*parameters, speed, share, f"{found['call']:.1f}"])
+    return markdown([*KvCopies.param_names, "order", "GB/s", "of a plain copy", "call µs"], rows)
 
 
 def staging_table() -> str:
@@ -125,7 +130,7 @@ def report(command: str) -> Iterator[str]:
     """The parts of the table, each measured when it is asked for."""
     gpu = describe_gpus()[0]
     commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=RESULTS.parent, capture_output=True, text=True
+        ["git", "describe", "--always", "--dirty", "--exclude", "*"], cwd=RESULTS.parent, capture_output=True, text=True
     ).stdout.strip()
     machine = (
         f"{gpu.name}, CUDA {gpu.driver // 1000}.{gpu.driver % 1000 // 10}, compute capability {gpu.capability}, commit "
@@ -136,7 +141,7 @@ def report(command: str) -> Iterator[str]:
         f"{machine} Medians of {BlockCopies.__module__.rpartition('.')[2]}.py's events; see README.md for what "
         "each figure counts."
     )
-    yield "## Blocks: GB/s, and percent of one large copy in the same direction"
+    yield "## Blocks: GB/s, percent of one large copy in the same direction, and the call's µs of CPU"
     yield from block_tables()
     yield f"## What a server does, in batches of 16 MiB\n\n{scene_table()}"
     yield f"## Tokens between the device tier and staging\n\n{token_table()}"
@@ -150,11 +155,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=RESULTS, help="the file to write (default: %(default)s)")
     parser.add_argument("--command", help="what the table says it was made by (default: this command)")
     given = sys.argv[1:] if arguments is None else arguments
-    parser.add_argument("--prove", action="store_true", help="record the kernels that copy the right bytes here")
+    parser.add_argument("--prove", action="store_true", help="only record the kernels that copy the right bytes here")
     options = parser.parse_args(given)
     missing = unusable()
     if missing is not None:
         sys.exit(f"nothing was measured: {missing}")
+    if options.prove:
+        print(*prove_kernels(), sep="\n")
+        return
     with options.output.open("w", encoding="utf-8") as file:
         # What was measured stays when the rest fails.
         for number, part in enumerate(report(options.command or " ".join([parser.prog, *given]))):
@@ -162,8 +170,6 @@ def main(arguments: list[str] | None = None) -> None:
             file.flush()
     close_tiers()
     print(options.output)
-    if options.prove:
-        print(*prove_kernels(), sep="\n")
 
 
 if __name__ == "__main__":

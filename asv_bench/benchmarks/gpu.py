@@ -117,20 +117,28 @@ class OnGpu:
         self.runtime.memcpyAsync(target, source, nbytes, self.runtime.memcpyDefault, self.stream.handle)
 
     def seconds(self, enqueue: Callable[[], object], *, behind: Callable[[], object] | None = None) -> float:
-        """Median time of the GPU for what a call enqueues; the first one warms up.
+        """Return the median time by the GPU's events for what a call enqueues. See ``seconds_and_call``."""
+        return self.seconds_and_call(enqueue, behind=behind)[0]
 
-        The time that the call itself takes is in it, unless the stream is kept busy by what ``behind`` enqueues before.
+    def seconds_and_call(
+        self, enqueue: Callable[[], object], *, behind: Callable[[], object] | None = None
+    ) -> tuple[float, float]:
+        """Return the median time by the GPU's events, and of the call on the CPU; the first one warms up.
+
+        The first figure includes the call, unless the stream is kept busy by what ``behind`` enqueues before.
         """
-        times = []
+        times, calls = list[float](), list[float]()
         for _ in range(REPEATS + 1):
             if behind is not None:
                 behind()
             self.runtime.eventRecord(self.begin, self.stream.handle)
+            start = perf_counter()
             enqueue()
+            calls.append(perf_counter() - start)
             self.runtime.eventRecord(self.end, self.stream.handle)
             self.runtime.eventSynchronize(self.end)
             times.append(self.runtime.eventElapsedTime(self.begin, self.end) / 1e3)
-        return median(times[1:])
+        return median(times[1:]), median(calls[1:])
 
 
 class BlockCopies(OnGpu):
@@ -186,17 +194,21 @@ class BlockCopies(OnGpu):
         self.copy(self.target, self.source, self.large_bytes)
 
     @cached_property
-    def _bytes_per_second(self) -> float:
-        return self.batch_bytes / self.seconds(self._copy_batch)
+    def _times(self) -> tuple[float, float]:
+        return self.seconds_and_call(self._copy_batch)
 
     def track_speed(self, *parameters: Any) -> float:
-        return self._bytes_per_second / 1e9
+        return self.batch_bytes / self._times[0] / 1e9
+
+    def track_call(self, *parameters: Any) -> float:
+        return 1e6 * self._times[1]
 
     def track_share_of_peak(self, *parameters: Any) -> float:
         peak = self.large_bytes / self.seconds(self._copy_large)
-        return 100 * self._bytes_per_second / peak
+        return 100 * self.batch_bytes / self._times[0] / peak
 
     track_speed.unit = "GB/s"  # type: ignore[attr-defined]
+    track_call.unit = "us"  # type: ignore[attr-defined]
     track_share_of_peak.unit = "% of one large copy"  # type: ignore[attr-defined]
 
 
@@ -353,14 +365,22 @@ class KvCopies(OnGpu):
     def _copy_tokens(self) -> None:
         self.kernel(self.cache, self.slots, self.staging, stream=self.stream)
 
+    @cached_property
+    def _times(self) -> tuple[float, float]:
+        return self.seconds_and_call(self._copy_tokens)
+
     def track_speed(self, *parameters: Any) -> float:
-        return self.nbytes / self.seconds(self._copy_tokens) / 1e9
+        return self.nbytes / self._times[0] / 1e9
+
+    def track_call(self, *parameters: Any) -> float:
+        return 1e6 * self._times[1]
 
     def track_share_of_plain_copy(self, *parameters: Any) -> float:
         plain = self.seconds(lambda: self.copy(self.target, self.source, self.nbytes))
-        return 100 * plain / self.seconds(self._copy_tokens)
+        return 100 * plain / self._times[0]
 
     track_speed.unit = "GB/s"  # type: ignore[attr-defined]
+    track_call.unit = "us"  # type: ignore[attr-defined]
     track_share_of_plain_copy.unit = "% of a plain copy"  # type: ignore[attr-defined]
 
 

@@ -29,7 +29,7 @@ if given == ["-"]:
 elif given[:4] == ["-m", "pytest", "-m", "gpu"]:
     given = [*given[:4], "--co", "-q", *given[4:]]
 elif given[:2] == ["-m", "asv_bench.gpu_table"]:
-    given = [{table!r}, "--output", {results!r}, *given[2:]]
+    given = [{table!r}, *given[2:], "--output", {results!r}]
 else:
     sys.exit(f"no step of it: {{given}}")
 os.execv(sys.executable, [sys.executable, *given])
@@ -76,51 +76,43 @@ def python(tmp_path: Path, log: Path) -> Path:
 
 def run(folder: Path, python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHON": str(python), "PATH": f"{folder}:/usr/bin:/bin"}
+    environment |= {"OUT": str(folder / "out"), "WORKERS": "0"}
     environment["PYTHONPATH"] = os.pathsep.join([os.environ["PYTHONPATH"], str(ROOT)])
     return subprocess.run(
         [str(COMMAND), *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
     )
 
 
-def test_its_steps_are_the_check_the_tests_and_the_table_with_the_records(
-    tmp_path: Path, python: Path, log: Path
-) -> None:
+def test_its_steps_are_the_check_the_tests_and_the_table(tmp_path: Path, python: Path, log: Path) -> None:
     done = run(tmp_path, python, "tests/gpu/test_numba.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("GPU 0: Emulated GPU (not a GPU), 4,096 MiB, driver's CUDA 13000\nGPU 1: ")
     assert "test_tables_of_a_step_arrive_on_a_stream" in done.stdout
     assert done.stderr.count("compute-sanitizer was not found") == 1
+    out = tmp_path / "out"
     assert log.read_text().splitlines() == [
         "python -",
-        "python -m pytest -m gpu tests/gpu/test_numba.py",
-        "python -m asv_bench.gpu_table --prove --command .ci/gpu",
+        f"python -m pytest -m gpu --junitxml {out}/tests.xml tests/gpu/test_numba.py",
+        f"python -m asv_bench.gpu_table --command .ci/gpu bench --output {out}/RESULTS.md",
     ]
     results = (tmp_path / "RESULTS.md").read_text()
     assert "Emulated GPU (not a GPU), CUDA 13.0, compute capability 9.0, commit" in results
-    assert "`.ci/gpu`. nvidia-smi says nothing" in results
-    assert [row["path"] for row in json.loads((tmp_path / "proven.json").read_text())] == ["bulk", "kernel"]
+    assert "`.ci/gpu bench`. nvidia-smi says nothing" in results
+    assert json.loads((tmp_path / "proven.json").read_text()) == [], "only `prove` records"
 
 
-def test_where_there_is_a_sanitizer_the_tests_run_under_each_of_its_tools(
-    tmp_path: Path, python: Path, log: Path
-) -> None:
-    executable(tmp_path / "compute-sanitizer", SANITIZER.format(log=log, python=shlex.quote(str(python))))
-    done = run(tmp_path, python, "tests/gpu/test_numba.py")
+def test_sanitizers_select_tests(tmp_path: Path, python: Path, log: Path) -> None:
+    text = SANITIZER.format(log=log, python=shlex.quote(str(python)))
+    report = 'while [ "$1" != --log-file ]; do shift; done\necho "ERROR SUMMARY: 0 errors" > "$2"\n'
+    executable(tmp_path / "compute-sanitizer", text.replace("while", report + "while", 1))
+    done = run(tmp_path, python, "sanitize")
     assert done.returncode == 0, done.stdout + done.stderr
-    runs = [line.split() for line in log.read_text().splitlines() if line.startswith("compute-sanitizer")]
-    assert [words[2] for words in runs] == ["memcheck", "racecheck", "initcheck", "synccheck"]
-    assert all("--error-exitcode" in words for words in runs) and "--report-api-errors" in runs[0]
-    assert done.stdout.count("test_tables_of_a_step_arrive_on_a_stream") >= 5, "each selects tests"
+    for tool in ("memcheck", "racecheck", "initcheck", "synccheck"):
+        output = (tmp_path / "out" / "sanitizer" / f"{tool}.out").read_text()
+        assert "test_tables_of_a_step_arrive_on_a_stream" in output
 
 
-@pytest.mark.parametrize("failing", ["pytest", "compute-sanitizer"])
-def test_tests_that_fail_end_it_and_a_sanitizer_that_fails_comes_after_the_table(
-    tmp_path: Path, python: Path, log: Path, failing: str
-) -> None:
-    executable(tmp_path / "compute-sanitizer", "#!/bin/sh\nexit 3\n")
-    arguments = ["--no-such-option"] if failing == "pytest" else ["tests/gpu/test_numba.py"]
-    done = run(tmp_path, python, *arguments)
-    assert done.returncode == (3 if failing == "compute-sanitizer" else pytest.ExitCode.USAGE_ERROR)
-    written = failing != "pytest"
-    assert ("asv_bench" in log.read_text()) == (tmp_path / "RESULTS.md").exists() == written
-    assert (tmp_path / "proven.json").exists() == written
+def test_tests_that_fail_end_it_before_the_table(tmp_path: Path, python: Path, log: Path) -> None:
+    done = run(tmp_path, python, "--no-such-option")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "asv_bench" not in log.read_text() and not (tmp_path / "RESULTS.md").exists()

@@ -76,12 +76,15 @@ def test_blocks_are_copied_by_the_path_that_is_measured(
     found = run_tracks(gpu.BlockCopies, (direction, path, NBYTES, COUNT, placement))
     assert found["speed"] == pytest.approx(NBYTES * COUNT / SECONDS / 1e9)
     assert found["share_of_peak"] == pytest.approx(100 * COUNT / 32)
+    assert found["call"] > 0
     assert paths == [path] * (gpu.REPEATS + 1)
 
 
 @pytest.mark.parametrize("parameters", list(product(*gpu.KvCopies.params, gpu_table.ORDERS)), ids=str)
 def test_tokens_are_copied(parameters: tuple[str, ...]) -> None:
-    assert run_tracks(gpu.KvCopies, parameters)["share_of_plain_copy"] == pytest.approx(100)
+    found = run_tracks(gpu.KvCopies, parameters)
+    assert found["share_of_plain_copy"] == pytest.approx(100)
+    assert found["call"] > 0
 
 
 @pytest.mark.parametrize("parameters", list(product(*gpu.Scenes.params)), ids=str)
@@ -166,8 +169,8 @@ def test_tables_are_staged() -> None:
     assert found["gpu_time"] == pytest.approx(1e6 * SECONDS)
 
 
-def test_the_table_names_the_machine_and_every_case(
-    cupy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_kernels_are_proven_without_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place, records = tmp_path / "RESULTS.md", tmp_path / "proven.json"
     records.write_text("[]")
@@ -176,10 +179,14 @@ def test_the_table_names_the_machine_and_every_case(
     capability = describe_gpus()[0].capability
     assert calibration.proven(capability, records) == set(KERNELS)
     assert f"kernel: proven for compute capability {capability}" in capsys.readouterr().out
+    assert not place.exists()
+
+
+def test_the_table_names_the_machine_and_every_case(cupy: Any, tmp_path: Path) -> None:
+    place = tmp_path / "RESULTS.md"
+    gpu_table.main(["--output", str(place)])
     text, name = place.read_text(encoding="utf-8"), cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
-    assert (
-        f"{name}, CUDA 1" in text and ", commit" in text and "`python -m asv_bench.gpu_table --prove --output" in text
-    )
+    assert f"{name}, CUDA 1" in text and ", commit" in text and "`python -m asv_bench.gpu_table --output" in text
     for direction, placement in product(DIRECTIONS, ("apart", "neighbours")):
         assert f"### {direction}, {placement}" in text
     for scene in gpu.Scenes.params[0]:
@@ -190,4 +197,5 @@ def test_the_table_names_the_machine_and_every_case(
     rows = [line for line in text.splitlines() if line.startswith(tuple(f"| {path} |" for path in PATHS))]
     # The largest case does not fit into the tiers, and stays empty.
     assert len(rows) == 6 * len(PATHS) * 2 and all(row.count(" %)") == (2 if "| 2 |" in row else 1) for row in rows)
+    assert all(row.rpartition(" %), ")[2].split(" |")[0].isdigit() for row in rows), "the call of each batch"
     assert text.count("| gather |") == text.count("| scatter |") == 4

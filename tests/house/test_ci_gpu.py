@@ -1,8 +1,11 @@
-"""The command for machines with a GPU says what is missing on others, and runs nothing there."""
+"""The command for machines with a GPU: its verbs, bounds and sums, with stand-ins for the tools of such a machine.
+
+Without a GPU it says what is missing, and runs nothing."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -44,3 +47,184 @@ def test_an_emulated_driver_is_no_gpu(tmp_path: Path) -> None:
 def test_without_an_environment_it_says_how_to_make_one(tmp_path: Path) -> None:
     status, out, error = run(tmp_path, PYTHON=str(tmp_path / "python"))
     assert (status, out) == (2, "") and "pip install" in error
+
+
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+PYTHON = """#!/bin/sh
+if [ "$1" = - ]; then cat > /dev/null; echo "GPU 0: stand-in"; exit 0; fi
+echo "$@" >> {folder}/log
+case "$*" in *pytest*) exit ${{TESTS_STATUS:-0}} ;; esac
+"""
+# Takes the log file's pattern, and writes what a worker of this tool reported.
+SANITIZER = """#!/bin/sh
+echo "$@" >> {folder}/sanitizers
+tool=$2
+while [ "$1" != --log-file ]; do shift; done
+place=${{2%\\%p.log}}
+{body}
+"""
+CLEAN = """case $tool in
+racecheck) line="RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)" ;;
+*) line="ERROR SUMMARY: 0 errors" ;;
+esac
+echo "========= $line" > ${place}1.log
+echo "========= $line" > ${place}2.log
+"""
+
+
+class Machine:
+    """A checkout with nothing but the command, and a PATH with stand-ins for the tools."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.out = folder, folder / "out"
+        self.command = folder / "checkout" / ".ci" / "gpu"
+        self.command.parent.mkdir(parents=True)
+        shutil.copy(COMMAND, self.command)
+        self.tool("python", PYTHON.format(folder=folder))
+
+    def tool(self, name: str, text: str) -> None:
+        place = self.folder / "bin" / name
+        place.parent.mkdir(exist_ok=True)
+        place.write_text(text)
+        place.chmod(0o755)
+
+    def sanitizer(self, body: str) -> None:
+        self.tool("compute-sanitizer", SANITIZER.format(folder=self.folder, body=body))
+
+    def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        path = {"PATH": f"{self.folder / 'bin'}:/usr/bin:/bin", "CUDA_HOME": str(self.folder)}
+        settings = {"PYTHON": str(self.folder / "bin" / "python"), "OUT": str(self.out)} | path | environment
+        command = [str(self.command), *arguments]
+        return subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=600)
+
+    @property
+    def calls(self) -> list[str]:
+        log = self.folder / "log"
+        return log.read_text().splitlines() if log.exists() else []
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_each_verb_runs_its_step_alone(machine: Machine) -> None:
+    machine.sanitizer(CLEAN)
+    table = f"-m asv_bench.gpu_table --command .ci/gpu bench --output {machine.out}/RESULTS.md"
+    tests = f"-m pytest -m gpu --junitxml {machine.out}/tests.xml"
+    for verb, calls in {
+        "test": [tests],
+        "bench": [table],
+        "sanitize": [],
+        "prove": [tests, "-m asv_bench.gpu_table --prove"],
+    }.items():
+        (machine.folder / "log").unlink(missing_ok=True)
+        done = machine.run(verb)
+        assert (done.returncode, machine.calls) == (0, calls), done.stderr
+    (machine.folder / "log").unlink()
+    assert machine.run("-x").returncode == 0 and machine.calls == [f"{tests} -x", table], (
+        "without a verb nothing is proven"
+    )
+
+
+def test_an_unknown_verb_or_argument_runs_nothing(machine: Machine) -> None:
+    for words in (["tset"], ["prove", "tests/gpu"], ["bench", "-x"]):
+        done = machine.run(*words)
+        assert done.returncode == 2 and words[-1] in done.stderr and "expected" in done.stderr
+    assert machine.calls == []
+
+
+@pytest.mark.parametrize("verb", [[], ["prove"]], ids=["all", "prove"])
+def test_nothing_follows_tests_that_fail(machine: Machine, verb: list[str]) -> None:
+    machine.sanitizer(CLEAN)
+    assert machine.run(*verb, TESTS_STATUS="1").returncode == 1
+    assert len(machine.calls) == 1 and not (machine.folder / "sanitizers").exists()
+
+
+def sums(machine: Machine, done: subprocess.CompletedProcess[str]) -> dict[str, str]:
+    """The sum of each tool, by its name; the same lines are kept in a file."""
+    text = (machine.out / "sanitizer" / "sum").read_text()
+    assert text in done.stdout
+    return dict(line.split(": ", 1) for line in text.splitlines())
+
+
+def test_sanitizers_without_a_report_pass(machine: Machine) -> None:
+    machine.sanitizer(CLEAN)
+    done = machine.run("sanitize")
+    assert done.returncode == 0 and sums(machine, done) == dict.fromkeys(TOOLS, "no errors in 2 processes")
+    calls = (machine.folder / "sanitizers").read_text()
+    assert (
+        calls.count("--report-api-errors no") == 1 and calls.count("--target-processes all") == calls.count("-n 4") == 4
+    )
+
+
+def test_a_report_in_one_worker_fails_and_all_tools_run_to_their_end(machine: Machine) -> None:
+    report = 'echo "========= ERROR SUMMARY: 3 errors" > ${place}2.log'
+    race = 'echo "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)" > ${place}1.log'
+    machine.sanitizer(f"{CLEAN}[ $tool = memcheck ] && {report}\n[ $tool = racecheck ] && {race}\nexit 0")
+    done = machine.run("sanitize")
+    lines = sums(machine, done)
+    assert done.returncode == 3 and list(lines) == list(TOOLS)
+    assert lines["memcheck"].startswith("3 errors") and lines["racecheck"].startswith("2 errors")
+    assert lines["initcheck"] == lines["synccheck"] == "no errors in 2 processes"
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("[ $tool = initcheck ] && exec sleep 600", "did not end within 2 s"),
+        ("[ $tool = initcheck ] && exit 7", "status 7 without a reported error"),
+        ("[ $tool = initcheck ] && rm ${place}1.log ${place}2.log", "nothing was examined"),
+    ],
+    ids=["hangs", "fails", "says nothing"],
+)
+def test_a_tool_that_reports_nothing_has_not_passed(machine: Machine, body: str, reason: str) -> None:
+    machine.sanitizer(f"{CLEAN}{body}\nexit 0")
+    done = machine.run("sanitize", SECONDS_MOST="2" if "sleep" in body else "540")
+    lines = sums(machine, done)
+    assert done.returncode == 3 and reason in lines.pop("initcheck")
+    assert set(lines) == set(TOOLS) - {"initcheck"}
+
+
+def test_tools_run_at_the_same_time(machine: Machine) -> None:
+    """Each waits for the others."""
+    waiting = 'until [ "$(ls ${place%/*} | grep -c ready)" = 4 ]; do sleep 0.05; done\n'
+    machine.sanitizer(f": > ${{place}}ready\n{waiting}{CLEAN}")
+    assert machine.run("sanitize").returncode == 0
+
+
+def test_without_sanitizers_only_their_own_verb_fails(machine: Machine) -> None:
+    done = machine.run("sanitize")
+    assert done.returncode == 2 and "compute-sanitizer was not found" in done.stderr
+    done = machine.run()
+    assert done.returncode == 0 and "compute-sanitizer was not found" in done.stderr
+
+
+def test_tests_that_hang_are_ended(machine: Machine) -> None:
+    machine.tool("python", '#!/bin/sh\n[ "$1" = - ] && exit 0\nexec sleep 600\n')
+    done = machine.run(SECONDS_MOST="1")
+    assert done.returncode == 124 and "test: did not end within 1 s" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("load", "process", "warned"), [("0", "", False), ("0", "77", True), ("35", "", True), ("[N/A]", "", True)]
+)
+def test_a_gpu_that_is_not_idle_is_reported(machine: Machine, load: str, process: str, warned: bool) -> None:
+    answer = f"case $1 in *utilization*) echo '{load}' ;; *) printf '{process}' ;; esac"
+    machine.tool("nvidia-smi", f"#!/bin/sh\n{answer}\n")
+    done = machine.run("bench")
+    assert done.returncode == 0 and ("the GPU is not idle" in done.stderr) == warned
+    assert (machine.out / "not-idle").exists() == warned
+
+
+def test_changes_that_are_not_committed_are_marked(machine: Machine) -> None:
+    checkout = machine.command.parents[1]
+    identity = ["-c", "user.name=n", "-c", "user.email=e"]
+    for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "first"]):
+        subprocess.run(["git", *words], cwd=checkout, check=True)
+    machine.run("test")
+    assert not (machine.out / "commit").read_text().strip().endswith("-dirty")
+    with machine.command.open("a") as file:
+        file.write("\n")
+    machine.run("test")
+    assert (machine.out / "commit").read_text().strip().endswith("-dirty")
