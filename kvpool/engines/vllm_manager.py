@@ -7,7 +7,7 @@ import hashlib
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -346,6 +346,8 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         self.salt = ""
         """of the request that vLLM begins next: the namespace whose budget pays for its hints"""
         self._counts = self._metrics.counts
+        # What vLLM was told of host blocks: all of it and up to which event.
+        self._told, self._event = set[bytes](), 0
 
     def open_stores(self, description: kvpool.HostTierDescription, identity: kvpool.ModelIdentity) -> None:
         """Attach the workers' memory, and open the stores. Raises what a store raises that cannot be opened."""
@@ -613,10 +615,17 @@ class KVPoolOffloadingManager(base.OffloadingManager):
     # -- the cache as a whole ------------------------------------------------------------------------
 
     def take_events(self) -> Iterable[base.OffloadingEvent]:
-        """What the host tier has, and what stores have, by their kind and place in ``stores``."""
+        """What the host tier has, and what stores have, by their kind and place in ``stores``. After a reset, all that
+        was told before is removed: vLLM clears nothing by itself while its own blocks are in use."""
         for event in self._cache.events() if self._events else ():
-            if event.kind in ("stored", "removed"):
-                yield base.OffloadingEvent(list(event.keys), base.Medium.CPU, removed=event.kind == "removed")
+            if event.number != self._event:
+                yield from self._removed([key for key in self._told if self._cache.find(key) != self._cache.HERE])
+            self._event = event.next
+            if event.kind == "stored":
+                self._told.update(event.keys)
+                yield base.OffloadingEvent(list(event.keys), base.Medium.CPU, removed=False)
+            elif event.kind in ("removed", "cleared"):
+                yield from self._removed(list(event.keys if event.kind == "removed" else self._told))
         for number, keys, stored in self._keeper.changes() if self._events and self._keeper is not None else ():
             local = self._sources[number] in (CacheHitSource.DISK, CacheHitSource.HOST)
             yield base.OffloadingEvent(
@@ -626,6 +635,12 @@ class KVPoolOffloadingManager(base.OffloadingManager):
                 ownership=f"{VLLM.module} {number}",
                 locality=base.Locality.LOCAL if local else base.Locality.REMOTE,
             )
+
+    def _removed(self, keys: Sequence[bytes]) -> Iterator[base.OffloadingEvent]:
+        """Report keys as gone from the host tier, those of lost events too, which vLLM ignores."""
+        self._told.difference_update(keys)
+        if keys:
+            yield base.OffloadingEvent(list(keys), base.Medium.CPU, removed=True)
 
     def reset_cache(self) -> None:
         """Drop everything. vLLM's workers wait for all copies before they begin new ones, and vLLM reports nothing more

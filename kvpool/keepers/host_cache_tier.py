@@ -173,9 +173,9 @@ class HostCacheTier:
         if self.tells and (here := tuple(compress(blocks_in(pieces), kept))):
             told = self._told[number]
             told.update(dict.fromkeys(here))
-            while len(told) > TOLD_MAX:
-                del told[next(iter(told))]
             self.changes.append(StoreChange(number, here, True))
+            # A reader is to keep no key for ever of which nothing will be reported any more.
+            self._take_back(number, [key for key, _ in zip(told, range(len(told) - TOLD_MAX), strict=False)])
         waiting = self._runs[number]
         had = Counter[int]()
         prompts: dict[int, Sequence[bytes]] = {}
@@ -195,8 +195,18 @@ class HostCacheTier:
         if not (told := self._told[number]):
             return
         gone = compress(blocks, np.isin(codes, (ABSENT, DAMAGED)).tolist())
-        if lost := tuple(block for block in gone if told.pop(block, 0) is None):
-            self.changes.append(StoreChange(number, lost, False))
+        self._take_back(number, [block for block in gone if block in told])
+
+    def cleared(self) -> None:
+        """Stores have nothing any more of what they had."""
+        for number, told in enumerate(self._told):
+            self._take_back(number, list(told))
+
+    def _take_back(self, number: int, keys: Sequence[bytes]) -> None:
+        """Report keys as gone that were reported as stored."""
+        if keys:
+            told = self._told[number]
+            self.changes.append(StoreChange(number, tuple(key for key in keys if told.pop(key, 0) is None), False))
 
     def to_save(self, prompt: Sequence[bytes], number: int, blocks: Sequence[bytes]) -> _Run:
         """Blocks of a prompt are to be saved in a store. Returns what is noted of them."""

@@ -350,6 +350,8 @@ class HostKeeper(Closing):
                 # Saves that have begun end with it.
                 client.queue.reset()
             self._bridge.poll()
+            # After the poll: saves that had ended before are noted by it.
+            self._tier.cleared()
             self._cache.clear(force=True)
 
     def stats(self) -> HostKeeperStats:

@@ -52,6 +52,8 @@ BLOCKS_PER_TURN = 64
 REST_SECONDS = 1e-4
 """In a rest others get the lock of the interpreter. Without it, whoever waits wakes up too late to take it, and waits
 for the 5 ms after which the interpreter takes it away."""
+KNOWN_BLOCKS = 4096
+"""Blocks of stores that a keeper knows of, and readers of its events too, beside as many as the pool has."""
 SAVE_DEADLINES = 4
 """A save may take so many times as long as other jobs: nobody waits for it, and it waits for all others."""
 _ENDED = "the keeper has ended: it or its pool was closed, or an error that the log has"
@@ -180,7 +182,7 @@ class Keeper(Closing):
         self._clients = open_clients(chosen, client_of)
         self._unsaved = Unsaved(pool, save, rows)
         blocks, kinds = pool.device_blocks + pool.host_blocks, len(cached_groups(pool))
-        self._stored = StoredContent(pool, [client.name for client in self._clients], blocks + 4096)
+        self._stored = StoredContent(pool, [client.name for client in self._clients], blocks + KNOWN_BLOCKS)
         self._tier = PoolTier(pool, self._stored, limits, save == EVICT)
         save_seconds = SAVE_DEADLINES * self._deadline
         self._bridge = Bridge[Content](self._tier, self._clients, queued, save_seconds, clock)
@@ -267,7 +269,9 @@ class Keeper(Closing):
         ``KVCacheManager.events``, with numbers of its own.
 
         "stored" in a store means that it has confirmed it. A store may evict blocks by itself: this is noticed when
-        they are asked for.
+        they are asked for. "cleared", after a reset of the pool, empties all tiers for a reader. In the same call,
+        "stored" events follow for everything that stores are known to have. So a reader that applies all events knows
+        what ``match_prefix`` counts, tier by tier.
         """
         self._process.check(self)
         return self._stored.read(bool_argument("snapshot", snapshot))

@@ -24,7 +24,7 @@ from kvpool.pool.leases import Lease
 from kvpool.pool.manager import KVCacheManager
 from kvpool.state import control, saving
 from kvpool.state.records import EVENT, EXTRA, NONE, H, N
-from kvpool.state.tiers import REMOVED, STORED
+from kvpool.state.tiers import CLEARED, REMOVED, STORED
 from kvpool.stores.jobs import LOAD, SAVE
 from kvpool.stores.queue import NO_LIMIT
 from kvpool.stores.seals import BlockNames, block_context
@@ -338,6 +338,10 @@ class StoredContent:
     ``stores``: their names, which are tiers after the pool's. As many rows of theirs are kept as the pool keeps of its
     own. Who comes too late for some sees a gap in the numbers; ``dropped`` counts these rows. One thread changes it,
     any may ask.
+
+    A reader that has applied all events knows exactly the content that is known here. So content that exceeds the
+    limit is removed for readers too, and after "cleared", which says that nothing is cached anywhere, readers get
+    again what stores have.
     """
 
     def __init__(self, pool: KVCacheManager, stores: Sequence[str], limit: int) -> None:
@@ -346,6 +350,7 @@ class StoredContent:
         # By group and key: the content, and which stores have it, as bits. A dict looks for its first key behind all
         # that have gone: that took longer than the rest of a save.
         self._known: OrderedDict[tuple[int, bytes], tuple[Content, int]] = OrderedDict()
+        # What is known and the rows that say so change together, so that no reader gets one without the other.
         self._lock = threading.Lock()
         self._told: deque[tuple[Rows3, dict[int, Name]]] = deque()
         self._rows = self._lost = self._cursor = self._next = self.dropped = 0
@@ -363,67 +368,74 @@ class StoredContent:
 
     def all(self) -> list[Content]:
         """Content that some store is known to have."""
-        return [content for content, _ in list(self._known.values())]
+        with self._lock:
+            return [content for content, _ in self._known.values()]
 
     def note(self, number: int, contents: Iterable[Content], there: bool) -> None:
         """A store has contents, or has them no more. What is news is told."""
         news, bit = [], 1 << number
-        for one in contents:
-            content, bits = self._known.get(one.id, (one, 0))
-            if bool(bits & bit) != there:
-                # Prompts are not kept, nor what a content says of others.
-                content, bits = one.without_prompt() if there else content, bits ^ bit
-                news.append(content)
-            self._known.pop(one.id, None)
-            if bits:
-                self._known[one.id] = content, bits
-        while len(self._known) > self._limit:
-            del self._known[next(iter(self._known))]
-        self._tell(STORED if there else REMOVED, number, news)
+        with self._lock:
+            for one in contents:
+                content, bits = self._known.get(one.id, (one, 0))
+                if bool(bits & bit) != there:
+                    # Prompts are not kept, nor what a content says of others.
+                    content, bits = one.without_prompt() if there else content, bits ^ bit
+                    news.append(content)
+                self._known.pop(one.id, None)
+                if bits:
+                    self._known[one.id] = content, bits
+            self._tell(STORED if there else REMOVED, number, news)
+            excess = max(0, len(self._known) - self._limit)
+            oldest = [self._known.popitem(last=False)[1] for _ in range(excess)]
+            for store in range(len(self._tiers) - len(TIERS)):
+                self._tell(REMOVED, store, [content for content, bits in oldest if bits & 1 << store])
 
     def _tell(self, kind: int, number: int, contents: Sequence[Content]) -> None:
+        """Keep rows for readers. The caller holds the lock."""
         if not contents:
             return
-        rows = self._rows_of(kind, number, contents)
-        with self._lock:
-            self._told.append((rows, _names(contents)))
-            self._rows += len(contents)
-            while self._rows > self._capacity and len(self._told) > 1:
-                old = len(self._told.popleft()[0][0])
-                self._rows, self._lost = self._rows - old, self._lost + old
+        self._told.append((self._rows_of(kind, number, contents), _names(contents)))
+        self._rows += len(contents)
+        while self._rows > self._capacity and len(self._told) > 1:
+            old = len(self._told.popleft()[0][0])
+            self._rows, self._lost = self._rows - old, self._lost + old
 
     def read(self, snapshot: bool) -> Events:
         """What no reader has got. Then, with a ``snapshot``, what the pool has, and what stores have. Raises
         PoolClosed."""
-        held = list(self._known.values()) if snapshot else []
         with self._lock:
             events = self._pool.events(since=self._cursor, snapshot=snapshot)
             cut = int(events.bounds[events.before_snapshot])
-            told, gone = list(self._told), events.missed + self._lost
-            self._told.clear()
-            self._cursor = events.cursor
-            self._rows = self._lost = 0
-            self.dropped += gone
-            number = self._next + gone
-            parts = [_cut(events, 0, cut), *(rows for rows, _ in told)]
+            cleared = bool((events.records["kind"][:cut] == CLEARED).any())
+            held = list(self._held()) if snapshot or cleared else []
+            of_pool, told, again = _cut(events, 0, cut), [rows for rows, _ in self._told], [rows for rows, _ in held]
+            # "cleared" takes from readers what they knew of stores too: they get it again. What stores got and lost
+            # until now comes before it.
+            parts = [*told, of_pool, *again] if cleared else [of_pool, *told]
             row, names = None, dict(events.names)
-            for _, own in told:
-                names.update(own)
             if snapshot:
                 row = sum(len(records) for records, *_ in parts)
-                parts += [_cut(events, cut, len(events.records)), *self._held(held)]
-                names.update(_names(content for content, _ in held))
+                parts += [_cut(events, cut, len(events.records)), *again]
+            for _, of_rows in (*self._told, *held):
+                names.update(of_rows)
             records, tokens, extra = joined(parts)
-            self._next = number + len(records)
+            gone = events.missed + self._lost
+            number, self._next = self._next + gone, self._next + gone + len(records)
+            self._cursor, self._rows, self._lost = events.cursor, 0, 0
+            self._told.clear()
+            self.dropped += gone
             return Events(records, tokens, extra, number, names, events.capacities, row, self._tiers)
 
-    def _held(self, held: Sequence[tuple[Content, int]]) -> Iterator[Rows3]:
-        """What stores have, parents first."""
+    def _held(self) -> Iterator[tuple[Rows3, dict[int, Name]]]:
+        """What each store has of each group of layers, parents first. The caller holds the lock."""
         for number in range(len(self._tiers) - len(TIERS)):
-            own = [content for content, bits in held if bits & 1 << number]
-            order = parents_first(self._rows_of(STORED, number, own)[0]) if own else ()
-            if own:
-                yield self._rows_of(STORED, number, [own[i] for i in order])
+            of_groups: dict[int, list[Content]] = {}
+            for content, bits in self._known.values():
+                if bits & 1 << number:
+                    of_groups.setdefault(content.group, []).append(content)
+            for contents in of_groups.values():
+                order = parents_first(self._rows_of(STORED, number, contents)[0])
+                yield self._rows_of(STORED, number, [contents[place] for place in order]), _names(contents)
 
     def _rows_of(self, kind: int, number: int, contents: Sequence[Content]) -> Rows3:
         """What a store has got or lost, as rows of events. Neighbours that follow each other are one event."""

@@ -200,6 +200,38 @@ def test_a_reset_drops_everything_while_copies_are_under_way(make: Callable[...,
     assert len(manager.prepare_store(4, 5, 6, 7)[0]) == 4
 
 
+def test_a_reset_takes_back_what_was_told_of_host_blocks(make: Callable[..., Manager]) -> None:
+    """Also what is told only after it: vLLM sends its own "all blocks cleared" before the events of the plug-in."""
+    manager, known = make(), set[int]()
+    manager.store(1, 2)
+    for numbers in ((3,), (4, 5)):
+        for removed, keys in manager.events():
+            known = known - keys if removed else known | keys
+        manager.store(*numbers)
+        manager.real.reset_cache()
+    for removed, keys in manager.events():
+        known = known - keys if removed else known | keys
+    assert known == set() and manager.lookup(1, 2, 3, 4, 5) == [MISS] * 5
+    manager.store(6)
+    assert manager.events() == [(False, {6})]
+
+
+def test_events_that_were_lost_leave_no_chunk_told_that_has_gone(make: Callable[..., Manager]) -> None:
+    manager, known = make(events=3), set[int]()
+    for first in range(0, 40, 2):
+        manager.store(first, first + 1)
+        if first % 6 == 0:
+            for removed, keys in manager.events():
+                known = known - keys if removed else known | keys
+        if first == 18:
+            manager.real.reset_cache()
+    manager.store(100)
+    for removed, keys in manager.events():
+        known = known - keys if removed else known | keys
+    assert manager.cache.stats().events_dropped > 0
+    assert known and manager.lookup(*known) == [HIT] * len(known)
+
+
 PROMPT = range(20)
 
 
@@ -540,6 +572,24 @@ def test_after_a_reset_no_store_has_what_was_saved_before() -> None:
     assert manager.found(1, 2) == [HIT, HIT]
     manager.real.reset_cache()
     assert manager.found(1, 2) == [MISS, MISS]
+    manager.real.shutdown()
+
+
+def test_a_reset_takes_back_what_was_told_of_stores() -> None:
+    manager, known = Stored(4), set[int]()
+    list(manager.real.take_events())
+
+    def follow() -> set[int]:
+        for event in manager.real.take_events():
+            numbers = set(manager.numbers(event.keys)) if event.medium is Medium.STORAGE else set()
+            known.difference_update(numbers) if event.removed else known.update(numbers)
+        return known
+
+    manager.fill(1, 2)
+    manager.wait_saved(2)
+    assert follow() == {1, 2}
+    manager.real.reset_cache()
+    assert follow() == set() and manager.found(1, 2) == [MISS, MISS]
     manager.real.shutdown()
 
 

@@ -89,10 +89,26 @@ MUTATIONS = (
     Mutation(
         "names_of_what_stores_have_are_forgotten",
         "StoredContent.read",
-        "for _, own in told:\n    names.update(own)",
+        "for _, of_rows in (*self._told, *held):\n    names.update(of_rows)",
         "",
         "A router is told that content of a tenant is content without a salt.",
         ("tests/stores/test_keeper_events.py::test_what_has_gone_from_the_pool_is_told_with_its_namespace",),
+    ),
+    Mutation(
+        "what_stores_have_is_not_told_again",
+        "StoredContent.read",
+        "parts = [*told, of_pool, *again] if cleared else [of_pool, *told]",
+        "parts = [of_pool, *told]",
+        "After a reset of the pool, routers send nobody to a worker whose disk has the prompt.",
+        ("tests/stores/test_keeper_mirror.py::test_what_stores_hold_is_told_again_after_a_reset",),
+    ),
+    Mutation(
+        "content_known_no_more_stays_with_readers",
+        "StoredContent.note",
+        "self._tell(REMOVED, store, [content for content, bits in oldest if bits & 1 << store])",
+        "pass",
+        "A router keeps blocks of a store for ever that the store lost long ago.",
+        ("tests/stores/test_keeper_mirror.py::test_content_that_is_known_no_more_is_known_to_no_mirror",),
     ),
     Mutation(
         "missed_events_are_not_made_up_for",

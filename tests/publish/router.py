@@ -3,7 +3,7 @@ missed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -33,11 +33,16 @@ class Router:
     never arrive."""
 
     def __init__(
-        self, publisher: KVEventPublisher, misses: Callable[[int], bool] = lambda number: False, decode: Decode = plain
+        self,
+        publisher: KVEventPublisher,
+        misses: Callable[[int], bool] = lambda number: False,
+        decode: Decode = plain,
+        stores: Sequence[str] = (),
     ) -> None:
         self.publisher, self.misses, self.decode = publisher, misses, decode
+        self.media = ("GPU", "CPU", *stores)
         self.context: zmq.Context[Any] = zmq.Context()
-        self.known: dict[str, set[Hash]] = {"GPU": set(), "CPU": set()}
+        self.known: dict[str, set[Hash]] = {medium: set() for medium in self.media}
         self.stored: dict[tuple[str, Hash], dict[str, Any]] = {}
         self.events: list[dict[str, Any]] = []
         self.next = self.gaps = 0
@@ -98,7 +103,7 @@ class Router:
         for event in self.decode(payload):
             self.events.append(event)
             if event["type"] == "AllBlocksCleared":
-                self.known = {"GPU": set(), "CPU": set()}
+                self.known = {medium: set() for medium in self.media}
                 self.stored.clear()
                 continue
             hashes, there = event["block_hashes"], self.known[event["medium"]]

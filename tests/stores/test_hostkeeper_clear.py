@@ -12,6 +12,7 @@ from kvpool.stores.disk import DiskStore
 from tests.stores.disk_lab import crash
 from tests.stores.hostkeeping import Engine
 from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, names
+from tests.waiting import until
 
 ABSENT, HERE, PENDING = HostCache.ABSENT, HostCache.HERE, HostCache.PENDING
 
@@ -110,3 +111,39 @@ def test_a_key_that_is_forgotten_while_it_comes_is_absent_at_once_and_does_not_c
     assert said == [[ABSENT] * 3] * 2
     stats = engine.keeper.stats()
     assert (stats.loaded, stats.missed["cancelled"], stats.loading) == (0, 3, 0)
+
+
+def kept(engine: Engine, known: set[bytes]) -> set[bytes]:
+    """What a listener knows of the store after all changes."""
+    for change in engine.keeper.changes():
+        known = known | {*change.keys} if change.stored else known - {*change.keys}
+    return known
+
+
+def test_after_clear_a_listener_knows_of_nothing_in_stores(make: Callable[..., Engine], store: Wrong) -> None:
+    """Also of saves that had ended and that the keeper notes within the call."""
+    engine = make()
+    assert kept(engine, set()) == set()
+    engine.saved(4)
+    known = kept(engine, set())
+    assert known == {*names(4)}
+    engine.write(2, 20)
+    engine.keeper.poll()
+    until(lambda: engine.keeper.stats().stores[0].blocks.get(("save", "ok")) == 6)
+    engine.keeper.clear()
+    assert kept(engine, known) == set()
+    engine.until(lambda: not engine.keeper.stats().stores[0].unconfirmed_drops)
+    engine.saved(2, 30)
+    assert kept(engine, set()) == {*names(2, 30)}
+
+
+def test_keys_that_are_followed_no_more_are_known_to_no_listener(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool.keepers.host_cache_tier.TOLD_MAX", 5)
+    engine = make(blocks=16)
+    assert kept(engine, set()) == set()
+    engine.saved(3)
+    engine.saved(4, 10)
+    known = kept(engine, set())
+    assert len(known) == 5 and known >= {*names(4, 10)}

@@ -1,0 +1,337 @@
+"""What a reader has rebuilt from a keeper's events is what ``match_prefix`` says, tier by tier, across resets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool.keepers import Keeper
+from kvpool.keepers.pool_tier import Content
+from kvpool.pool.events import Events
+from kvpool.stores import MemoryStore
+from tests.engine import Engine, EventReplay, Request
+from tests.stores.keeping import IDENTITY, T, engine, fetch, grouped, keeper, room, seed, store, tokens, write_all
+
+PROMPT = tokens(33)
+TIERS = ("device", "host", "near", "far")
+STEPS = 60
+
+
+class Mirror(EventReplay):
+    """A listener that has seen all events since the start, or since a snapshot."""
+
+    def __init__(self, tiers: Sequence[str] = TIERS) -> None:
+        super().__init__({tier: set() for tier in tiers})
+
+    @property
+    def blocks(self) -> dict[str, int]:
+        return {tier: len(keys) for tier, keys in self.cached.items() if keys}
+
+
+class Named(MemoryStore):
+    """A store with a name of its own, and how to lose blocks without a word."""
+
+    def __init__(self, name: str, blocks: int) -> None:
+        super().__init__(room(blocks))
+        self.name = name
+
+    def lose(self, count: int, random: Random) -> None:
+        there = sorted(self._blocks)
+        for key in random.sample(there, min(count, len(there))):
+            self.forget(np.frombuffer(key, np.uint8).reshape(1, -1))
+
+
+def predicted(mirror: Mirror, chain: Sequence[bytes], usable: int) -> tuple[int, int, int]:
+    """The device, host and store tokens that a listener expects of a prompt with these keys."""
+    known = mirror.cached
+    stores = set[bytes]().union(*(keys for tier, keys in known.items() if tier not in ("device", "host")))
+
+    def prefix(keys: set[bytes]) -> list[bytes]:
+        missing = next((place for place in range(usable) if chain[place] not in keys), usable)
+        return list(chain[:missing])
+
+    full = prefix(known["device"] | known["host"])
+    host = sum(key not in known["device"] for key in full)
+    behind = len(prefix(known["device"] | known["host"] | stores)) - len(full)
+    return (len(full) - host) * T, host * T, behind * T
+
+
+def check(mirror: Mirror, of: Engine, kept: Keeper, prompts: Sequence[Sequence[int]]) -> None:
+    """Compare a mirror with the pool, with every prompt's match, and with what is known of each store."""
+    for tier in ("device", "host"):
+        assert mirror.cached[tier] == set(of.cached(tier)), tier
+    for prompt in prompts:
+        keys = of.prompt(prompt)
+        match = kept.match_prefix(keys)
+        chain = [key.tobytes() for key in keys.keys]
+        told = match.device_tokens, match.host_tokens, match.store_tokens
+        assert told == predicted(mirror, chain, (len(prompt) - 1) // T), prompt
+    for number, tier in enumerate(TIERS[2:] if len(mirror.cached) == 4 else ("memory",)):
+        known = {content.key for content in kept._stored.all() if kept._stored.has(content, number)}
+        assert mirror.cached[tier] == known, tier
+
+
+# -- the example ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one() -> Iterator[Engine]:
+    made = engine()
+    with made.cache:
+        yield made
+
+
+def after_snapshot(events: Events) -> Mirror:
+    mirror = Mirror(("device", "host", "memory"))
+    mirror.feed(events[events.before_snapshot :])
+    return mirror
+
+
+def test_what_stores_hold_is_told_again_after_a_reset(one: Engine) -> None:
+    with keeper(one, store()) as kept:
+        early = Mirror(("device", "host", "memory"))
+        seed(one, kept, [PROMPT])
+        early.feed(kept.events())
+        assert early.blocks == {"device": 8, "host": 8, "memory": 8}
+        one.cache.reset()
+        events = kept.events()
+        early.feed(events)
+        assert early.blocks == {"memory": 8}
+        assert kept.match_prefix(PROMPT)[:] == (0, 0, 0, 32)
+        assert [event.kind for event in events] == ["cleared", "stored"], "one chain is one event"
+        assert events[1].tier == "memory" and events[1].parent is None
+        assert np.array_equal(np.asarray(events[1].tokens).ravel(), PROMPT[:32])
+        assert not kept.events(), "it is told once"
+        assert fetch(one, kept, PROMPT) == 8 and kept.drain(600)
+        events = kept.events(snapshot=True)
+        early.feed(events)
+        assert early.blocks == after_snapshot(events).blocks == {"host": 8, "memory": 8}
+
+
+def test_a_reset_that_nobody_has_read_is_in_no_snapshot(one: Engine) -> None:
+    """Its reader gets what is cached now, and those from the start what stores have, before the snapshot begins."""
+    with keeper(one, store()) as kept:
+        seed(one, kept, [PROMPT])
+        one.cache.reset()
+        seed(one, kept, [tokens(9, 500)], salt="tenant")
+        events = kept.events(snapshot=True)
+        early = Mirror(("device", "host", "memory"))
+        early.feed(events[: events.before_snapshot])
+        assert early.blocks == after_snapshot(events).blocks == {"device": 2, "host": 2, "memory": 10}
+        assert early.cached == after_snapshot(events).cached
+        told = [event for event in events if event.kind == "stored" and event.tier == "memory"]
+        assert {event.salt for event in told} == {None, "tenant"}
+
+
+def test_of_several_groups_each_is_told_parents_first() -> None:
+    with grouped() as cache, Keeper(cache, [store()], identity=IDENTITY, deadline_ms=600_000) as kept:
+        for first in (0, 100):
+            sequence = cache.add_sequence(tokens(9, first))
+            write_all(cache, sequence, first)
+            cache.commit(sequence)
+            cache.release(sequence)
+        assert kept.drain(600)
+        before = kept.events()
+        stored = {(event.group, key.tobytes()) for event in before if event.tier == "memory" for key in event.keys}
+        assert {group for group, _ in stored} == {0, 1, 2}
+        cache.reset()
+        again = [event for event in kept.events() if event.tier == "memory"]
+        assert {(event.group, key.tobytes()) for event in again for key in event.keys} == stored
+        seen: set[tuple[int, bytes]] = set()
+        for event in again:
+            parent = None if event.parent is None else (event.group, event.parent.tobytes())
+            assert parent is None or parent not in stored or parent in seen
+            seen |= {(event.group, key.tobytes()) for key in event.keys}
+
+
+def test_clearing_stores_too_leaves_a_mirror_empty(one: Engine) -> None:
+    with keeper(one, store()) as kept:
+        early = Mirror(("device", "host", "memory"))
+        seed(one, kept, [PROMPT])
+        early.feed(kept.events())
+        assert kept.clear().wait(600)
+        early.feed(kept.events())
+        assert early.blocks == {} and kept.match_prefix(PROMPT).store_tokens == 0
+
+
+def test_content_that_is_known_no_more_is_known_to_no_mirror(one: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a keeper notes of stores is bounded, and a store has more."""
+    monkeypatch.setattr("kvpool.keepers.keeper.KNOWN_BLOCKS", 6 - 64)
+    with keeper(one, store()) as kept:
+        early = Mirror(("device", "host", "memory"))
+        for first in (0, 1000, 2000):
+            seed(one, kept, [tokens(17, first)])
+            events = kept.events(snapshot=first == 2000)
+            early.feed(events[: events.before_snapshot])
+        assert kept.stats().stores["memory"].store["blocks"] == 12
+        assert len(early.cached["memory"]) == 6 and early.cached == after_snapshot(events).cached
+        one.cache.reset()
+        early.last = events.next
+        early.feed(kept.events())
+        assert kept.match_prefix(tokens(17, 2000)).store_tokens == 16
+        assert early.cached["memory"] == {*one.keys(tokens(17, 2000)), *one.keys(tokens(17, 1000))[2:]}
+
+
+def test_a_save_that_ends_before_a_snapshot_is_in_it(one: Engine) -> None:
+    """It is noted right before the snapshot is copied."""
+    with keeper(one, store()) as kept:
+        seed(one, kept, [PROMPT])
+        kept.events()
+        stored, events = kept._stored, one.cache.events
+        late = Content(0, bytes(range(16)))
+        late.said = bytes(16), np.zeros(T, np.int32).tobytes(), b""
+
+        class Noted:
+            """A lock before which something is noted, once."""
+
+            def __init__(self, lock: Any) -> None:
+                self.lock = lock
+
+            def __enter__(self) -> None:
+                stored._lock = self.lock
+                stored.note(0, [late], True)
+                self.lock.acquire()
+
+            def __exit__(self, *_: object) -> None:
+                self.lock.release()
+
+        stored._lock = Noted(stored._lock)  # type: ignore[assignment]
+        told = kept.events(snapshot=True)
+        assert one.cache.events == events
+        assert late.key in after_snapshot(told).cached["memory"]
+
+
+# -- any sequence of calls -----------------------------------------------------------------------------
+
+
+class Lab:
+    """A small pool with two small stores, its listeners, and random calls."""
+
+    def __init__(self, number: int, capacity: int) -> None:
+        print(f"seed {number}, {capacity} events")
+        self.random = Random(number)
+        self.engine = engine(14, 12, event_capacity=capacity)
+        self.stores = Named("near", 12), Named("far", 40)
+        save = self.random.choice(("commit", "evict", "reuse"))
+        # Prefetched blocks that nobody has used leave room for others at once.
+        self.kept = keeper(self.engine, self.stores, save=save, interval_ms=1, promotion_blocks=1000)
+        documents = [[self.random.randrange(7) for _ in range(33)] for _ in range(3)]
+        self.prompts = [document[:length] for document in documents for length in (9, 17, 33)]
+        self.live: list[Request] = []
+        self.early, self.late = Mirror(), list[Mirror]()
+        self.early.last = 0  # the number of the first event
+        self.resets = self.losses = 0
+
+    def step(self) -> None:
+        verbs: dict[Callable[[], object], int] = {
+            self.seed: 8,
+            self.admit: 2,
+            self.release: 3,
+            self.prefetch: 6,
+            self.reset: 2,
+            self.clear: 1,
+            self.drop: 2,
+            lambda: self.engine.cache.offload(self.prompt): 2,
+            lambda: self.engine.cache.forget(self.engine.prompt(self.prompt)): 1,
+            lambda: self.random.choice(self.stores).lose(self.random.randrange(1, 12), self.random): 2,
+        }
+        self.random.choices(list(verbs), list(verbs.values()))[0]()
+        if self.random.random() < 0.4:
+            assert self.kept.drain(600)
+        if self.random.random() < 0.5:
+            self.read(snapshot=self.random.random() < 0.2)
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.random.choice(self.prompts)
+
+    def seed(self) -> None:
+        self.release()
+        self.engine.seed(self.prompt, None)
+
+    def admit(self) -> None:
+        if not self.live:
+            self.live.append(self.engine.add(self.random.choice(self.prompts[:2])))
+
+    def release(self) -> None:
+        for sequence in self.live:
+            self.engine.commit(sequence)
+            self.engine.release(sequence)
+        self.live.clear()
+
+    def prefetch(self) -> None:
+        fetch(self.engine, self.kept, self.prompt)
+
+    def reset(self) -> None:
+        self.engine.cache.reset(force=True)
+        self._all_gone()
+
+    def clear(self) -> None:
+        self.kept.clear(force=True)
+        self._all_gone()
+
+    def _all_gone(self) -> None:
+        for sequence in self.live:
+            del self.engine.live[sequence.id]
+        self.live.clear()
+        self.resets += 1
+
+    def drop(self) -> None:
+        self.kept.forget(self.engine.prompt(self.prompt))
+
+    def read(self, snapshot: bool = False) -> None:
+        """Give every listener what is new. Who sees a gap takes a snapshot; a late one begins with it."""
+        events = self.kept.events(snapshot=snapshot)
+        if events.number != self.early.last:
+            self.losses += 1
+            if not snapshot:
+                events, snapshot = self.kept.events(snapshot=True), True
+            for mirror in (self.early, *self.late):
+                mirror.last = None
+                mirror.feed(events[events.before_snapshot :])
+        else:
+            for mirror in (self.early, *self.late):
+                mirror.feed(events[: events.before_snapshot])
+                mirror.last = events.next
+        if snapshot and len(self.late) < 3:
+            self.late.append(Mirror())
+            self.late[-1].feed(events[events.before_snapshot :])
+
+    def check(self) -> None:
+        """Nothing is under way, and everybody has read."""
+        assert self.kept.drain(600)
+        self.read(snapshot=self.random.random() < 0.2)
+        for mirror in (self.early, *self.late):
+            check(mirror, self.engine, self.kept, self.prompts)
+        assert self.kept._stored._rows <= max(1, len(self.kept._stored.all()) * 2)
+
+    def close(self) -> None:
+        self.kept.close()
+        self.engine.cache.close()
+
+
+@pytest.mark.parametrize("capacity", [20, 4096])
+@pytest.mark.parametrize("number", range(6))
+def test_every_mirror_is_what_match_prefix_says(number: int, capacity: int) -> None:
+    lab = Lab(number, capacity)
+    try:
+        # What the promise is about happens at least once: a reset while a store has something.
+        while not lab.kept._stored.all():
+            lab.seed()
+            assert lab.kept.drain(600)
+        for call in (lab.read, lab.reset, lab.prefetch):
+            call()
+            lab.check()
+        for _ in range(STEPS):
+            lab.step()
+            if lab.random.random() < 0.4:
+                lab.check()
+        lab.read(snapshot=True)
+        lab.check()
+        assert lab.resets and lab.late and (lab.losses == 0 or capacity == 20)
+    finally:
+        lab.close()
