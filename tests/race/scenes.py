@@ -110,6 +110,7 @@ class Cast(Engine):
 
     def judge(self) -> None:
         """Every invariant; the bytes of all that is live, cached or leased; and no block that holds two contents."""
+        self.check_owners()
         self.cache.verify()
         assert not self.cache.core.transfer._queue and not self.cache.core.transfer.waiting
         self.check_all()
@@ -118,12 +119,15 @@ class Cast(Engine):
                 self.check_content(block, (None, None), self.contents[key], len(self.contents[key]) - 1)
         for lease in self.cache.leases:
             self.check_lease(lease, self.leased[lease.id])
+
+    def check_owners(self) -> None:
+        """No block is in the tables of two sequences that have different content there."""
         named: dict[int, list[tuple[int, int]]] = {}
         for sequence in self.live.values():
             for i, block in enumerate(self.table(sequence)):
-                assert named.setdefault(block, sequence.items[: i + 1]) == sequence.items[: i + 1], (
-                    f"block {block} was given out twice"
-                )
+                mine = sequence.items[: i + 1]
+                other = named.setdefault(block, mine)
+                assert other == mine, f"block {block} was given out twice: to {other} and to {mine}"
 
 
 Build = Callable[[str | None], Scene]
@@ -451,6 +455,7 @@ def said(arguments: Sequence[str] | None = None) -> str:
     parser.add_argument("scene", choices=sorted(BUILDS))
     parser.add_argument("--without", help="the guard to take out")
     parser.add_argument("--preemptions", type=int, help="another bound than the scene's own")
+    parser.add_argument("--inside", metavar="FUNCTION", help="preempt threads in functions of this name only")
     parser.add_argument("--most", type=int, help="end after so many schedules, of all")
     parser.add_argument("--seed", type=int, default=0, help="draws their order")
     parser.add_argument("--schedule", help="run this one only")
@@ -462,7 +467,7 @@ def said(arguments: Sequence[str] | None = None) -> str:
     if args.schedule:
         return run(scene, read_schedule(args.schedule))[1] or "right"
     preemptions = bound if args.preemptions is None else args.preemptions
-    return json.dumps(explore(scene, preemptions, args.most, args.seed)._asdict())
+    return json.dumps(explore(scene, preemptions, args.most, args.seed, args.inside)._asdict())
 
 
 def serve() -> None:
