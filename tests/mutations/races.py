@@ -88,4 +88,12 @@ return np.int64(requests.shape[0])
         "A request reuses less than its scheduler was told, since one before it in the batch has evicted the rest.",
         (f"{_FIVE}::test_a_batch_reuses_what_was_promised_before_it",),
     ),
+    Mutation(
+        "a_lease_is_closed_without_the_lock",
+        "Leases.close",
+        "self.core.lock",
+        "ExitStack()",
+        "A reader's unpin is lost, or its block is in a list and held.",
+        ("tests/race/test_interleavings.py::test_whoever_changes_a_reference_word_holds_the_state_lock[two_unpins]",),
+    ),
 )

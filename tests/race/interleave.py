@@ -83,6 +83,11 @@ class Lock:
     def free_for(self, ident: int | None) -> bool:
         return self._owner is None or (self._reentrant and self._owner == ident)
 
+    @property
+    def held(self) -> bool:
+        """Whether this thread holds it."""
+        return self._owner == threading.get_ident()
+
     def __enter__(self) -> Lock:
         me = threading.get_ident()
         while not self.free_for(me):
@@ -93,7 +98,7 @@ class Lock:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._owner != threading.get_ident():
+        if not self.held:
             raise AssertionError("a lock is released by a thread that does not hold it")
         self._change(self._owner if self._depth > 1 else None, self._depth - 1)
 

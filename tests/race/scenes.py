@@ -42,6 +42,19 @@ FILES = {
 assert all(map(os.path.exists, FILES)), "a file that has moved has no lines to switch between"
 
 
+def watch_words(lock: Lock) -> None:
+    """From now on, whoever changes the reference word of a block without this lock fails."""
+
+    def watched(change: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(words: Any, b: int, *values: Any) -> Any:
+            assert lock.held, f"the reference word of block {b} is changed without the state lock"
+            return change(words, b, *values)
+
+        return changed
+
+    fields.store, fields.compare_exchange = watched(atomics.store), watched(atomics.compare_exchange)  # type: ignore[assignment]
+
+
 class Cast(Engine):
     """An engine on a pool whose locks the explorer sees; it judges when all is over, not after each verb.
 
@@ -63,6 +76,8 @@ class Cast(Engine):
         super().__init__(cache)
         state = contextlib.nullcontext() if without == "state_lock" else Lock(reentrant=True)
         cache.core.use_lock(state)
+        if isinstance(state, Lock):
+            watch_words(state)
         cache.core.transfer.lock = contextlib.nullcontext() if without == "transfer_lock" else Lock(reentrant=False)  # type: ignore[assignment]
         if without in records.GUARDS:
             cache.core.disable_guard(without)
