@@ -1,6 +1,7 @@
 """The drawings of the documentation: ``python docs/drawings.py`` writes each as SVG into ``docs/images``.
 
-A drawing is a list of boxes, arrows and words. It is 640 units wide, so that its words can be read on a telephone.
+A drawing is a list of boxes, arrows and words. It is 640 units wide, so that its words can be read on a telephone; a
+timeline is as wide as a telephone.
 Colours follow the reader's system, light or dark. A test compares the files with what this script makes.
 """
 
@@ -22,11 +23,13 @@ STYLE = """
   .host { fill: #ddeeff; stroke: #4a7fd0; }
   .state { fill: #fff3d6; stroke: #bf8700; } .line { stroke: #57606a; fill: none; stroke-width: 1.5; }
   .tip { fill: #57606a; }
+  .step { font-size: 13px; } .wrong { fill: #ffe2df; stroke: #cf222e; } .right { fill: #ddf4e4; stroke: #2da44e; }
   @media (prefers-color-scheme: dark) {
     .paper { fill: #1c2128; } text { fill: #e6edf3; } .small { fill: #adbac7; } .box { fill: #2d333b; stroke: #768390; }
     .device { fill: #1d3a28; stroke: #57ab5a; } .host { fill: #1b314f; stroke: #6c9fe8; }
     .state { fill: #423512; stroke: #c69026; }
     .line { stroke: #adbac7; } .tip { fill: #adbac7; }
+    .wrong { fill: #4d1f22; stroke: #f47067; } .right { fill: #1d3a28; stroke: #57ab5a; }
   }
 """
 
@@ -34,8 +37,8 @@ STYLE = """
 class Drawing:
     """One picture: what is drawn, in order."""
 
-    def __init__(self, title: str, height: int) -> None:
-        self.title, self.height = title, height
+    def __init__(self, title: str, height: int, width: int = WIDTH) -> None:
+        self.title, self.height, self.width = title, height, width
         self.parts: list[str] = []
 
     def text(self, x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> Drawing:
@@ -59,7 +62,7 @@ class Drawing:
         return self
 
     def svg(self) -> str:
-        size = f'viewBox="0 0 {WIDTH} {self.height}" width="{WIDTH}" height="{self.height}"'
+        size = f'viewBox="0 0 {self.width} {self.height}" width="{self.width}" height="{self.height}"'
         tip = '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" '
         tip += 'orient="auto-start-reverse">'
         return "\n".join(
@@ -68,11 +71,54 @@ class Drawing:
                 f"<title>{escape(self.title)}</title>",
                 f"<style>{STYLE}</style>",
                 f'<defs>{tip}<path d="M0 0 L8 4 L0 8 z" class="tip"/></marker></defs>',
-                f'<rect width="{WIDTH}" height="{self.height}" rx="8" class="paper"/>',
+                f'<rect width="{self.width}" height="{self.height}" rx="8" class="paper"/>',
                 *self.parts,
                 "</svg>\n",
             ]
         )
+
+
+LEFT, RIGHT, BOTH = (8, 168), (184, 168), (8, 344)
+"""Where a timeline has the boxes of its two actors, and those of both: x and width."""
+
+
+class Timeline(Drawing):
+    """What two actors do, time downwards. ``first`` is what both begin with; each of ``steps`` is of LEFT or RIGHT;
+    ``wrong`` is what comes of it, ``right`` what kvpool does in its place."""
+
+    def __init__(
+        self,
+        title: str,
+        actors: tuple[str, str],
+        first: str,
+        steps: Iterable[tuple[tuple[int, int], str]],
+        wrong: str,
+        right: str,
+    ) -> None:
+        super().__init__(title, 0, 360)
+        for place, actor in zip((LEFT, RIGHT), actors, strict=True):
+            self.text(place[0] + place[1] / 2, 24, actor, "bold", "middle")
+        self.height = 34
+        self._put(BOTH, first, "state")
+        top = self.height - 8
+        lines = len(self.parts)
+        for number, (place, words) in enumerate(steps, 1):
+            self._put(place, f"{number}. {words}", "box")
+        lives = [
+            f'<path d="M{x + w / 2:g} {top:g} L{x + w / 2:g} {self.height:g}" class="line"/>' for x, w in (LEFT, RIGHT)
+        ]
+        self.parts[lines:lines] = lives
+        self._put(BOTH, wrong, "wrong")
+        self._put(BOTH, right, "right")
+
+    def _put(self, place: tuple[int, int], words: str, kind: str) -> None:
+        """A box below all others, with lines of text."""
+        (x, width), lines = place, words.split("\n")
+        height = len(lines) * LINE + 10
+        self.parts.append(f'<rect x="{x}" y="{self.height}" width="{width}" height="{height}" rx="6" class="{kind}"/>')
+        for i, line in enumerate(lines):
+            self.text(x + 7, self.height + (i + 1) * LINE, line, "step")
+        self.height += height + 8
 
 
 def tiers() -> Drawing:
@@ -170,9 +216,125 @@ def dashboard() -> Drawing:
     return d
 
 
+def race_victim() -> Drawing:
+    return Timeline(
+        "Two threads take one victim",
+        ("thread A", "thread B"),
+        "Free list of the device: block 1, then block 0",
+        [
+            (LEFT, "who is first?\nblock 1"),
+            (RIGHT, "who is first?\nblock 1"),
+            (RIGHT, "takes block 1,\nwrites prompt 5"),
+            (LEFT, "takes block 1,\nwrites token 7"),
+        ],
+        "Both sequences have block 1 in their table.\nOne of them attends to the KV of the other.",
+        "kvpool: 1 and 4 are one step. B gets block 0.",
+    )
+
+
+def race_pin() -> Drawing:
+    return Timeline(
+        "A pin comes between the choice of a victim and its use",
+        ("A: the scheduler", "B: a remote reader"),
+        "Host block 1 has prefix P. Nobody has pinned it.",
+        [
+            (RIGHT, "looks up P:\nhost block 1"),
+            (LEFT, "evicts device block 0,\nneeds a host block"),
+            (LEFT, "block 1 is unpinned:\noffloads into it"),
+            (RIGHT, "pins block 1,\nsends its bytes"),
+        ],
+        "B sends content of another prompt as that of P.",
+        "kvpool: 1 and 4 are one step. Either A finds\nblock 1 pinned, or B does not find P.",
+    )
+
+
+def race_copy() -> Drawing:
+    return Timeline(
+        "A pinned buffer is overwritten under a pending copy",
+        ("CPU: a step ahead", "GPU: one stream"),
+        "One pinned buffer serves the tables of all steps",
+        [
+            (LEFT, "step 1: writes A's\ntable [0, 1, 2],\nenqueues its copy"),
+            (LEFT, "step 2: writes B's\ntable [3, 4, 5] into\nthe same buffer"),
+            (RIGHT, "the copy of step 1\nbegins: [3, 4, 5]"),
+            (RIGHT, "attention of A reads\nblocks 3, 4, 5"),
+        ],
+        "A attends to B's KV. The copy should have read\n[0, 1, 2].",
+        "kvpool: step 2 gets a buffer of its own. The first\nis reused behind an event after its copy.",
+    )
+
+
+def race_gather() -> Drawing:
+    return Timeline(
+        "Ids and row numbers are overwritten under a pending gather kernel",
+        ("CPU: a step ahead", "GPU: one stream"),
+        "A kernel reads ids and rows where they lie",
+        [
+            (LEFT, "step 1: [0, 1, 2] to\nrow 0, launches the\ngather"),
+            (LEFT, "step 2: [3, 4, 5] to\nrow 1, in the same\nmemory"),
+            (RIGHT, "the gather of step 1\nbegins: [3, 4, 5] to\nrow 1"),
+            (RIGHT, "attention of step 1\nreads row 0"),
+        ],
+        "Row 0 has what some step before left there. It\nshould have been [0, 1, 2].",
+        "kvpool: ids, rows and scales of a call are one\nbuffer, which nobody writes before the event.",
+    )
+
+
+def race_prefix() -> Drawing:
+    return Timeline(
+        "A shared prefix is overwritten while another request reads it",
+        ("A: decodes", "B: its KV is loaded"),
+        "Blocks 0 and 1: tokens 0 to 7, of both A and B",
+        [
+            (RIGHT, "lacks tokens 8 to 11;\nthe store has a chunk\nof tokens 0 to 11"),
+            (RIGHT, "stream b: writes the\nchunk into blocks 0,\n1 and 3"),
+            (LEFT, "stream a: reads\nblocks 0 and 1"),
+        ],
+        "A reads KV of another run, perhaps half written.\nIt should have been what A has read so far.",
+        "kvpool: skip 8. The load writes tokens 8 to 11 in\nblock 3, and nothing else.",
+    )
+
+
+def race_counter() -> Drawing:
+    return Timeline(
+        "A counter changes on the wrong tier",
+        ("an allocation", "free: device, host"),
+        "8 device blocks with content, 4 empty host blocks",
+        [
+            (RIGHT, "8 of 8,  4 of 4"),
+            (LEFT, "block 0 is the victim;\nits content moves to\nthe host"),
+            (LEFT, "claims it: on which\ntier is it? The host"),
+            (RIGHT, "8 of 8,  3 of 4"),
+            (LEFT, "the request ends:\nblock 0 is free again,\non the device"),
+            (RIGHT, "9 of 8,  3 of 4"),
+        ],
+        "-1 device blocks are in use. After 3 it should\nhave been 7 of 8 and 4 of 4, at the end 8 and 4.",
+        "kvpool: claim, then move. An id never changes its\ntier, and a count is the length of a list.",
+    )
+
+
+def race_reuse() -> Drawing:
+    return Timeline(
+        "Reuse shrinks between estimate and admission",
+        ("scheduler", "pool of 9 blocks"),
+        "2 blocks have B's prefix (the oldest content),\n3 have other content, 4 are empty",
+        [
+            (LEFT, "A: 24 tokens, no hit\nB: 9 tokens, 8 cached\nto compute: 25 of 28"),
+            (RIGHT, "admits A: 6 blocks,\nthe 4 empty ones and\nboth of B's prefix"),
+            (RIGHT, "admits B: 0 cached"),
+            (LEFT, "the step has 33\ntokens"),
+        ],
+        "33 tokens in a step that is built for 28.\nB should have reused the 8 tokens.",
+        "kvpool: claims what all requests match, and only\nthen takes blocks: A gets those of other content.",
+    )
+
+
+RACES = race_victim, race_pin, race_copy, race_gather, race_prefix, race_counter, race_reuse
+
+
 def all_drawings() -> Iterable[tuple[str, str]]:
     """Name and text of every file."""
-    for made in (tiers, request, staging, house, dashboard):
+    for made in (tiers, request, staging, house, dashboard, *RACES):
         yield f"{made.__name__}.svg", made().svg()
 
 

@@ -174,7 +174,10 @@ MUTATIONS = (
         "not self._transfer.guards & records.STAGED_BUFFERS_RETIRE_BY_EVENT",
         "True",
         "A sequence's table on the device has the rows of another.",
-        ("tests/race/test_handovers.py::test_what_was_staged_arrives_whatever_happens_to_the_sequences_meanwhile",),
+        (
+            "tests/race/test_handovers.py::test_what_was_staged_arrives_whatever_happens_to_the_sequences_meanwhile",
+            "tests/race/test_five_races.py::test_a_step_reads_the_table_that_was_staged_for_it",
+        ),
     ),
     Mutation(
         "a_graph_is_staged_for_while_its_replay_reads",

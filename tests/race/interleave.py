@@ -42,12 +42,13 @@ wrong."""
 
 
 class Taken(NamedTuple):
-    """A turn as it was: who could have had it instead, who could have gone on instead of each step, where it
-    stopped."""
+    """A turn as it was: who could have had it instead, who could have gone on instead of each step, the function of
+    each step, where the turn stopped."""
 
     thread: int
     instead: tuple[int, ...]
     others: list[tuple[int, ...]]
+    functions: list[str]
     at: str
 
 
@@ -82,6 +83,11 @@ class Lock:
     def free_for(self, ident: int | None) -> bool:
         return self._owner is None or (self._reentrant and self._owner == ident)
 
+    @property
+    def held(self) -> bool:
+        """Whether this thread holds it."""
+        return self._owner == threading.get_ident()
+
     def __enter__(self) -> Lock:
         me = threading.get_ident()
         while not self.free_for(me):
@@ -92,7 +98,7 @@ class Lock:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._owner != threading.get_ident():
+        if not self.held:
             raise AssertionError("a lock is released by a thread that does not hold it")
         self._change(self._owner if self._depth > 1 else None, self._depth - 1)
 
@@ -113,6 +119,7 @@ class _Thread:
         self.outcome: Any = None
         self.at = "its start"
         self.others: list[tuple[int, ...]] = []
+        self.functions: list[str] = []
         self.go = threading.Lock()
         self.go.acquire()
         self.thread = threading.Thread(target=self._body, daemon=True)
@@ -162,6 +169,7 @@ class _Thread:
         if self.run.others is None:
             self.run.others = self.run.others_than(self)
         self.others.append(self.run.others)
+        self.functions.append(frame.f_code.co_name)
 
     def park(self) -> None:
         """Give the turn back, and return when it comes again."""
@@ -234,7 +242,7 @@ class _Run:
                 "deterministic"
             )
         thread.budget, thread.others, instead = steps, [], self.others_than(thread)
-        self.others = None
+        self.others, thread.functions = None, []
         thread.go.release()
         self.back.acquire()
         if self.failure is None and steps is not None and len(thread.others) != steps:
@@ -242,7 +250,7 @@ class _Run:
                 f"a turn of {steps} steps took {len(thread.others)}: a wrong schedule, or a scene that is not "
                 "deterministic"
             )
-        self.turns.append(Taken(thread.number, instead, thread.others, thread.at))
+        self.turns.append(Taken(thread.number, instead, thread.others, thread.functions, thread.at))
 
 
 def _name(thread: int) -> str:
@@ -300,8 +308,11 @@ def _child(scene: Scene, schedule: Schedule, writing: int) -> None:
         os._exit(0)
 
 
-def explore(scene: Scene, preemptions: int | None = 1, most: int | None = None, seed: int = 0) -> Report:
-    """Run schedules with at most ``preemptions`` (None: any number), fewest first; stops at the first that fails.
+def explore(
+    scene: Scene, preemptions: int | None = 1, most: int | None = None, seed: int = 0, inside: str | None = None
+) -> Report:
+    """Run schedules with at most ``preemptions`` (None: any number), fewest first; stops at the first that fails. With
+    ``inside``, threads are preempted before lines of functions of that name only.
 
     Where a thread ends or waits, each other one that could go on is tried, at no cost. Those with one preemption more
     are run in an order that ``seed`` draws, since neighbours end alike. After ``most`` schedules (None: all) it ends.
@@ -324,7 +335,7 @@ def explore(scene: Scene, preemptions: int | None = 1, most: int | None = None, 
                 return Report(count, show(schedule), f"{where}\n{failure}")
             level += _alternatives(schedule, turns)
             if preemptions is None or spent < preemptions:
-                following += _preempted(schedule, turns)
+                following += _preempted(schedule, turns, inside)
         draw.shuffle(following)
         level, spent = following, spent + 1
     return Report(count, None, None)
@@ -334,10 +345,12 @@ def _before(turns: list[Taken]) -> Schedule:
     return tuple((turn.thread, len(turn.others)) for turn in turns)
 
 
-def _preempted(schedule: Schedule, turns: list[Taken]) -> Iterator[Schedule]:
+def _preempted(schedule: Schedule, turns: list[Taken], inside: str | None) -> Iterator[Schedule]:
     """The schedules with one preemption more, after those that this one has."""
     for i in range(len(schedule) - 1, len(turns)):
         for step in range(1, len(turns[i].others)):
+            if inside is not None and turns[i].functions[step] != inside:
+                continue
             for other in turns[i].others[step]:
                 yield (*_before(turns[:i]), (turns[i].thread, step), (other, None))
 

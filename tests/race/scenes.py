@@ -42,6 +42,19 @@ FILES = {
 assert all(map(os.path.exists, FILES)), "a file that has moved has no lines to switch between"
 
 
+def watch_words(lock: Lock) -> None:
+    """From now on, whoever changes the reference word of a block without this lock fails."""
+
+    def watched(change: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(words: Any, b: int, *values: Any) -> Any:
+            assert lock.held, f"the reference word of block {b} is changed without the state lock"
+            return change(words, b, *values)
+
+        return changed
+
+    fields.store, fields.compare_exchange = watched(atomics.store), watched(atomics.compare_exchange)  # type: ignore[assignment]
+
+
 class Cast(Engine):
     """An engine on a pool whose locks the explorer sees; it judges when all is over, not after each verb.
 
@@ -63,6 +76,8 @@ class Cast(Engine):
         super().__init__(cache)
         state = contextlib.nullcontext() if without == "state_lock" else Lock(reentrant=True)
         cache.core.use_lock(state)
+        if isinstance(state, Lock):
+            watch_words(state)
         cache.core.transfer.lock = contextlib.nullcontext() if without == "transfer_lock" else Lock(reentrant=False)  # type: ignore[assignment]
         if without in records.GUARDS:
             cache.core.disable_guard(without)
@@ -110,6 +125,7 @@ class Cast(Engine):
 
     def judge(self) -> None:
         """Every invariant; the bytes of all that is live, cached or leased; and no block that holds two contents."""
+        self.check_owners()
         self.cache.verify()
         assert not self.cache.core.transfer._queue and not self.cache.core.transfer.waiting
         self.check_all()
@@ -118,12 +134,15 @@ class Cast(Engine):
                 self.check_content(block, (None, None), self.contents[key], len(self.contents[key]) - 1)
         for lease in self.cache.leases:
             self.check_lease(lease, self.leased[lease.id])
+
+    def check_owners(self) -> None:
+        """No block is in the tables of two sequences that have different content there."""
         named: dict[int, list[tuple[int, int]]] = {}
         for sequence in self.live.values():
             for i, block in enumerate(self.table(sequence)):
-                assert named.setdefault(block, sequence.items[: i + 1]) == sequence.items[: i + 1], (
-                    f"block {block} was given out twice"
-                )
+                mine = sequence.items[: i + 1]
+                other = named.setdefault(block, mine)
+                assert other == mine, f"block {block} was given out twice: to {other} and to {mine}"
 
 
 Build = Callable[[str | None], Scene]
@@ -451,6 +470,7 @@ def said(arguments: Sequence[str] | None = None) -> str:
     parser.add_argument("scene", choices=sorted(BUILDS))
     parser.add_argument("--without", help="the guard to take out")
     parser.add_argument("--preemptions", type=int, help="another bound than the scene's own")
+    parser.add_argument("--inside", metavar="FUNCTION", help="preempt threads in functions of this name only")
     parser.add_argument("--most", type=int, help="end after so many schedules, of all")
     parser.add_argument("--seed", type=int, default=0, help="draws their order")
     parser.add_argument("--schedule", help="run this one only")
@@ -462,7 +482,7 @@ def said(arguments: Sequence[str] | None = None) -> str:
     if args.schedule:
         return run(scene, read_schedule(args.schedule))[1] or "right"
     preemptions = bound if args.preemptions is None else args.preemptions
-    return json.dumps(explore(scene, preemptions, args.most, args.seed)._asdict())
+    return json.dumps(explore(scene, preemptions, args.most, args.seed, args.inside)._asdict())
 
 
 def serve() -> None:

@@ -105,6 +105,13 @@ def test_some_interleaving_breaks_the_promise_without_its_guard(scene: str, guar
     assert report_of(scene, "--without", guard)["failed"] is not None
 
 
+@pytest.mark.parametrize("scene", [scene for _, scene, guards in PROMISES if "state_lock" in guards])
+def test_whoever_changes_a_reference_word_holds_the_state_lock(scene: str) -> None:
+    """Every change of these scenes is watched, in every schedule that the suite runs. Here: with no preemption."""
+    report = report_of(scene, "--preemptions", "0")
+    assert report["failed"] is None, report["failure"]
+
+
 def test_explorer_runs_each_interleaving_of_two_threads_of_two_steps_once() -> None:
     assert report_of("word_gains_both")["schedules"] == 6
 
