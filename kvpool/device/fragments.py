@@ -253,22 +253,20 @@ def _tabulate_blocks(moves: Any, v: Any, rows: Any) -> Any:
 
 
 class Cutter:
-    """Cuts batches of moves for one part. Its host memory, the addresses ``host`` from and to, is registered in chunks
-    of ``chunk_bytes``. No fragment crosses a chunk; a row for kernels may. ``host`` has it as a row, as ``cut`` takes
-    it.
+    """Cuts batches of moves for one part. ``host`` has the chunks in which its host memory is registered, as rows that
+    ``cut`` takes. No fragment crosses a chunk; a row for kernels may.
 
     ``plan`` is that of the part, ``token_bytes`` are all bytes of a token.
     """
 
-    def __init__(self, plan: CopyPlan, host: tuple[int, int], chunk_bytes: int) -> None:
-        self.plan, self._vector = plan, plan.vector()
+    def __init__(self, plan: CopyPlan, host: Int64s) -> None:
+        self.plan, self.host, self._vector = plan, host, plan.vector()
         self.token_bytes = plan.outer * plan.inner * plan.token_bytes
         distances = [*plan.device[1:], *plan.host[1:]]
         lengths = plan.device.base, plan.host.base, plan.run_bytes, plan.token_bytes
         words = max(plan.runs * plan.run_bytes, plan.inner * plan.block_tokens * plan.token_bytes) // _UNIT
         self._in_words = words <= _WORDS_MAX and min(_distance(0, n) for n in distances) >= 0
         self._in_words &= not any(n % _UNIT for n in lengths)
-        self.host = np.array([[*host, chunk_bytes]], np.int64)
 
     def order(self, moves: Int64s) -> Int64s:
         """The same moves, sorted so that neighbours follow each other."""

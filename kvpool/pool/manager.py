@@ -123,7 +123,8 @@ class KVCacheManager(Hints, BlockTables, Closing):
         exactly the tier's bytes, at a multiple of 64; or a function (nbytes, alignment) that returns one. The pool
         keeps it until it is closed, and nobody else writes it until then. Its content at the start does not matter.
         With several groups or layouts: a list with one for each layout, group after group; a function is called for
-        each.
+        each. On the cuda device, host memory that CUDA reports as pinned is used as it is and must stay pinned until
+        the pool is closed; other host memory is registered until then.
     shared : put tiers in main memory where other processes can attach them, see ``share``. In a forked child, calls of
         such a pool raise ForkedProcess, and touching its memory ends the child.
     table : memory of the caller's for the persistent block table: C-contiguous NumPy int32[max_sequences, columns],

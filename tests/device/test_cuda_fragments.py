@@ -27,7 +27,7 @@ LAYOUTS = [
 
 def cutter_of(pools: MemoryPools, chunk: int) -> Cutter:
     plan = make_plan(pools.layout, pools.flat("device"), pools.flat("host"), DEVICE_BLOCKS, HOST_BLOCKS)
-    return Cutter(plan, (plan.host.base, plan.host.base + pools.flat("host").nbytes), chunk)
+    return Cutter(plan, np.array([[plan.host.base, plan.host.base + pools.flat("host").nbytes, chunk]]))
 
 
 def cut(pools: MemoryPools, moves: np.ndarray, chunk: int = 1 << 30) -> np.ndarray:

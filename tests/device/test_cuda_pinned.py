@@ -10,15 +10,64 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kvpool.device.cuda import cuda_memory
-from kvpool.device.cuda.cuda_memory import PinnedMemory, processors_near
+from kvpool.device.cuda import cuda_memory, registrations
+from kvpool.device.cuda.cuda_memory import AdoptedMemory, descending_powers, processors_near
+from kvpool.device.cuda.registrations import chunk_rows
+from kvpool.device.cuda.runtime import ALREADY_REGISTERED
+from kvpool.device.fragments import split
 
 PAGE = mmap.PAGESIZE
+
+
+class Pointer:
+    """As ``cupy.cuda.PinnedMemoryPointer``."""
+
+    def __init__(self, mem: Any, offset: int) -> None:
+        self.mem, self.ptr = mem, mem.ptr + offset
+
+
+class Pool:
+    """Rounds up and keeps blocks as ``cupy.cuda.PinnedMemoryPool`` does."""
+
+    def __init__(self, allocator: Callable[[int], Any]) -> None:
+        self._allocator, self._free = allocator, list[Any]()
+
+    def malloc(self, nbytes: int) -> Any:
+        pointer = Pointer(self._allocator(1 << (max(512, nbytes) - 1).bit_length()).mem, 0)
+        weakref.finalize(pointer, self._free.append, pointer.mem)
+        return pointer
+
+    def free_all_blocks(self) -> None:
+        self._free.clear()
+
+
+class Cuda:
+    """As much of ``cupy.cuda`` as is used here; with ``-m gpu``, CuPy's own is in its place."""
+
+    PinnedMemoryPool: Any = Pool
+    PinnedMemoryPointer: Any = Pointer
+
+
+class Chosen:
+    cuda: Any = Cuda
+
+
+@pytest.fixture(params=["fake", pytest.param("cupy", marks=pytest.mark.gpu)], autouse=True)
+def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    if request.param == "cupy":
+        monkeypatch.setattr(Chosen, "cuda", pytest.importorskip("cupy").cuda)
+    return Chosen.cuda
+
+
+def PinnedMemory(nbytes: int, registrar: Any, **options: Any) -> cuda_memory.PinnedMemory:
+    return cuda_memory.PinnedMemory(nbytes, registrar, Chosen.cuda, **options)
 
 
 class FakeRegistrar:
@@ -33,12 +82,19 @@ class FakeRegistrar:
         if len(self.calls) == self.refused:
             raise RuntimeError("no more of it")
         assert address % PAGE == 0 and nbytes % PAGE == 0
-        assert all(address + nbytes <= other or other + size <= address for other, size in self.pinned.items())
+        if not all(address + nbytes <= other or other + size <= address for other, size in self.pinned.items()):
+            error = RuntimeError("already")
+            error.status = ALREADY_REGISTERED  # type: ignore[attr-defined]
+            raise error
         self.calls.append((address, nbytes, flags))
         self.pinned[address] = nbytes
 
     def hostUnregister(self, address: int) -> None:
         del self.pinned[address]
+
+    def pinned_span(self, address: int) -> tuple[int, int] | None:
+        spans = ((start, start + size) for start, size in self.pinned.items())
+        return next((span for span in spans if span[0] <= address < span[1]), None)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +111,39 @@ def test_all_of_it_is_registered_in_chunks_from_its_start_to_its_end(nbytes: int
     memory.free()
     assert not registrar.pinned
     assert (memory.array == 7).all()
+
+
+@pytest.mark.parametrize("pages", [1, 2, 3, 22, 31, 64])
+@pytest.mark.parametrize("short", [0, 1, PAGE - 1])
+def test_the_pool_has_the_range_in_descending_powers_of_two_without_gaps(pages: int, short: int) -> None:
+    memory = PinnedMemory(pages * PAGE - short, FakeRegistrar(), chunk_bytes=4 * PAGE)
+    sizes = [block.mem.size for block in memory.blocks]
+    assert sizes == list(descending_powers(pages * PAGE)) == sorted(sizes, reverse=True) and sum(sizes) == pages * PAGE
+    assert all(size.bit_count() == 1 for size in sizes)
+    ends = np.cumsum([0, *sizes]) + memory.array.ctypes.data
+    assert [block.ptr for block in memory.blocks] == ends[:-1].tolist()
+    memory.free()
+
+
+def test_a_pool_that_rounds_up_gets_no_more_than_the_reserved_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Greedy(Pool):
+        def malloc(self, nbytes: int) -> Any:
+            return super().malloc(2 * nbytes)
+
+    registrar = FakeRegistrar()
+    monkeypatch.setattr(Cuda, "PinnedMemoryPool", Greedy)
+    with pytest.raises(MemoryError, match=f"asks for {8 * PAGE} bytes, and {4 * PAGE} are reserved"):
+        cuda_memory.PinnedMemory(4 * PAGE, registrar, Cuda)
+    assert not registrar.pinned
+
+
+def test_the_pool_keeps_no_block_after_free(cuda: Any) -> None:
+    memory = PinnedMemory(7 * PAGE, FakeRegistrar())
+    pool, parts = memory.pool, [weakref.ref(getattr(block.mem, "mem", block.mem)) for block in memory.blocks]
+    assert type(pool) is cuda.PinnedMemoryPool and len(parts) == 3 and all(part() is not None for part in parts)
+    memory.free()
+    gc.collect()
+    assert all(part() is None for part in parts)
 
 
 def test_pages_are_touched_before_they_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +207,7 @@ def test_memory_that_the_driver_does_not_let_go_stays_mapped(given_back: bool) -
     del memory
     gc.collect()
     assert gone() is not None
-    cuda_memory._registered.clear()
+    registrations._registered.clear()
 
 
 def test_pages_are_touched_by_processors_near_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -182,3 +271,129 @@ def test_memory_is_pinned_where_standard_error_is_closed(monkeypatch: pytest.Mon
     closed.close()
     monkeypatch.setattr(sys, "stderr", closed)
     PinnedMemory(PAGE, FakeRegistrar()).free()
+
+
+# Memory of another owner
+
+
+def owned(pages: int, shift: int = 0) -> np.ndarray:
+    """uint8[pages * PAGE] that begins ``shift`` bytes after the start of a page."""
+    raw = np.zeros((pages + 2) * PAGE, np.uint8)
+    start = -raw.ctypes.data % PAGE + shift
+    return raw[start : start + pages * PAGE]
+
+
+def adopt(array: np.ndarray, registrar: FakeRegistrar, chunk: int = 2) -> AdoptedMemory:
+    return AdoptedMemory(array, registrar, "host_memory", chunk_bytes=chunk * PAGE)
+
+
+@pytest.mark.parametrize("shift", [0, 64])
+def test_memory_that_is_not_pinned_is_registered_in_whole_pages_and_unregistered(shift: int) -> None:
+    array, registrar = owned(5, shift), FakeRegistrar()
+    array[:] = 9
+    memory = adopt(array, registrar)
+    begin = array.ctypes.data - shift
+    assert [(a - begin, n // PAGE) for a, n, _ in registrar.calls] == [
+        (0, 2),
+        (2 * PAGE, 2),
+        (4 * PAGE, 1 + bool(shift)),
+    ]
+    assert memory.rows[0, 0] == array.ctypes.data and memory.rows[-1, 1] == array.ctypes.data + array.nbytes
+    assert (array == 9).all()
+    memory.free()
+    memory.free()
+    assert not registrar.pinned
+
+
+def test_memory_that_its_owner_has_pinned_is_used_as_it_is_and_cut_where_its_registrations_end() -> None:
+    array, registrar = owned(8), FakeRegistrar()
+    start = array.ctypes.data
+    for first, pages in ((0, 1), (1, 3), (4, 3), (7, 1)):
+        registrar.hostRegister(start + first * PAGE, pages * PAGE, 0)
+    before = dict(registrar.pinned)
+    memory = adopt(array[64:], registrar)
+    spans = [(64, PAGE, PAGE - 64), (PAGE, 8 * PAGE, 3 * PAGE)]
+    assert (memory.rows - [start, start, 0]).tolist() == [list(span) for span in spans]
+    pieces = split(np.array([[start + 64, 1 << 40, 8 * PAGE - 64]]), memory.rows)
+    assert (pieces[:, 0] - start).tolist() == [64, PAGE, 4 * PAGE, 7 * PAGE]
+    memory.free()
+    assert registrar.pinned == before
+
+
+@pytest.mark.parametrize("upwards", [True, False])
+def test_two_arrays_on_one_page_are_both_pinned_until_the_last_is_freed(upwards: bool) -> None:
+    array, registrar = owned(8), FakeRegistrar()
+    halves = [array[: 3 * PAGE + 64], array[3 * PAGE + 64 :]]
+    memories = [adopt(half, registrar) for half in (halves if upwards else halves[::-1])]
+    assert sum(registrar.pinned.values()) == array.nbytes
+    begin = memories[1].array.ctypes.data
+    for memory in memories:
+        assert memory.rows[0, 0] == memory.array.ctypes.data
+        assert memory.rows[-1, 1] == memory.array.ctypes.data + memory.array.nbytes
+    memories[0].free()
+    shared = begin if upwards else begin + memories[1].array.nbytes - 1
+    assert registrar.pinned_span(shared) is not None
+    memories[1].free()
+    assert not registrar.pinned
+
+
+def test_the_same_memory_may_be_adopted_twice() -> None:
+    array, registrar = owned(5), FakeRegistrar()
+    first, second = adopt(array, registrar), adopt(array, registrar)
+    assert len(registrar.calls) == 3 and (first.rows == second.rows).all()
+    first.free()
+    assert len(registrar.pinned) == 3
+    second.free()
+    assert not registrar.pinned
+
+
+def test_registered_pages_in_the_middle_are_refused_and_nothing_stays_pinned() -> None:
+    array, registrar = owned(8), FakeRegistrar()
+    middle = array.ctypes.data + 5 * PAGE
+    registrar.hostRegister(middle, PAGE, 0)
+    with pytest.raises(ValueError, match=rf"^host_memory: expected memory .* got {8 * PAGE} bytes .* in between"):
+        adopt(array, registrar)
+    assert list(registrar.pinned) == [middle]
+
+
+def test_a_refusal_half_way_through_memory_of_the_caller_gives_everything_back() -> None:
+    registrations._registered.clear()
+    array, registrar = owned(8), FakeRegistrar(refused=3)
+    with pytest.raises(MemoryError, match=f"pinned {6 * PAGE} of {8 * PAGE} bytes and refused the next {2 * PAGE}"):
+        adopt(array, registrar)
+    assert not registrar.pinned and not registrations._registered
+
+
+def test_memory_that_another_call_unregisters_is_not_adopted() -> None:
+    array = owned(2)
+    refused: list[str] = []
+
+    class Meeting(FakeRegistrar):
+        def hostUnregister(self, address: int) -> None:
+            with pytest.raises(MemoryError, match="another call is unregistering"):
+                adopt(array, self)
+            refused.append("")
+            super().hostUnregister(address)
+
+    adopt(array, registrar := Meeting()).free()
+    assert refused and not registrar.pinned
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_the_owner_lives_until_all_that_may_use_its_memory_is_done(pinned: bool) -> None:
+    array, registrar = owned(2), FakeRegistrar()
+    if pinned:
+        registrar.hostRegister(array.ctypes.data, array.nbytes, 0)
+    alive, waited = weakref.ref(array.base), list[bool]()
+    memory = AdoptedMemory(array, registrar, "host_memory", idle=lambda: waited.append(alive() is not None))
+    del array
+    gc.collect()
+    assert alive() is not None and not waited
+    del memory
+    gc.collect()
+    assert waited == [True] and alive() is None and len(registrar.pinned) == pinned
+
+
+def test_registrations_of_one_length_are_one_row() -> None:
+    spans = [(0, 4), (4, 8), (8, 9), (9, 10), (20, 24)]
+    assert chunk_rows(spans).tolist() == [[0, 9, 4], [9, 10, 1], [20, 24, 4]]

@@ -260,7 +260,7 @@ def test_closing_gives_everything_back(driver: Driver) -> None:
 def test_only_memory_of_this_device_is_bound() -> None:
     device = CudaDevice()
     on_gpu, on_host = device.allocate(LAYOUT.block_bytes, "device"), np.zeros(LAYOUT.block_bytes, np.uint8)
-    with pytest.raises(ValueError, match="host_pool: what allocate gave"):
+    with pytest.raises(ValueError, match="host_pool: what allocate or adopt gave"):
         device.bind([Region.of(LAYOUT, on_gpu, on_host, 1, 1)])
     device.close()
 

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import KVCacheManager, PagedKV, gather_kv, scatter_kv
+from kvpool import InsufficientMemory, KVCacheManager, PagedKV, gather_kv, scatter_kv
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device.cuda import CudaDevice
 from kvpool.device.cuda import cuda_device as cuda
 from kvpool.device.cuda.cuda_memory import processors_near
+from kvpool.device.cuda.runtime import UsedStreams
 from kvpool.memory.pools import MemoryPools
 from tests.device.pools import as_moves
 from tests.emulated import lab
@@ -116,6 +117,57 @@ def test_a_host_tier_that_the_driver_refuses_half_way_leaves_nothing_pinned(
     assert driver.counter("registrations") == before
     device.free(device.allocate(20480, "host"))
     device.close()
+
+
+@pytest.mark.parametrize("passed", [0, 2])
+def test_memory_of_the_caller_that_the_driver_refuses_half_way_is_not_pinned(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, passed: int
+) -> None:
+    monkeypatch.setattr("kvpool.device.cuda.cuda_memory.CHUNK_BYTES", 4096)
+    device, before = CudaDevice(), driver.in_use()
+    nbytes = 9 * LAYOUT.block_bytes
+    raw = np.zeros(nbytes + 8192, np.uint8)
+    array = raw[-raw.ctypes.data % 4096 :][:nbytes]
+    with (
+        driver.failing("cuMemHostRegister_v2", lab.OUT_OF_MEMORY, passed),
+        pytest.raises(InsufficientMemory, match=f"pinned {4096 * passed} of "),
+    ):
+        KVCacheManager(LAYOUT, device_blocks=2, host_blocks=9, device=device, host_memory=array)
+    assert driver.in_use() == before
+    KVCacheManager(LAYOUT, device_blocks=2, host_blocks=9, device=device, host_memory=array).close()
+    device.close()
+
+
+def test_memory_of_the_caller_is_kept_until_the_copies_of_a_device_that_nobody_closed_are_done(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CuPy's pool would give the buffer to another user while an offload still writes it."""
+    import cupy
+
+    pinned, waited = cupy.cuda.PinnedMemoryPool(), list[int]()
+    synchronize = UsedStreams.synchronize
+
+    def let_go_and_wait(streams: UsedStreams, closing: bool = False) -> None:
+        waited.append(pinned.n_free_blocks())
+        go()
+        synchronize(streams, closing)
+
+    monkeypatch.setattr(UsedStreams, "synchronize", let_go_and_wait)
+    device = CudaDevice(calibration="plain")
+    pools = MemoryPools(
+        device,
+        LAYOUT,
+        2,
+        2,
+        host_memory=lambda nbytes, alignment: np.frombuffer(pinned.malloc(nbytes), np.uint8, nbytes),
+    )
+    stream = device.create_stream("engine")
+    go = driver.stall(stream.handle)
+    device.copy_blocks(as_moves((0, 2, 4), (1, 3, 4)), stream)
+    assert pinned.n_free_blocks() == 0
+    del pools, device
+    gc.collect()
+    assert waited == [0] and pinned.n_free_blocks() == 1
 
 
 @pytest.fixture

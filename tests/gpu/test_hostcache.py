@@ -119,3 +119,28 @@ def test_chunks_of_a_prompt_are_gathered_in_one_call(cupy: Any) -> None:
         for layer in range(LAYERS):
             expected[:, layer, t] = (5 + t // 8) * LAYERS + layer
     np.testing.assert_array_equal(whole, expected)
+
+
+def test_one_tier_serves_the_copies_of_several_gpus_of_a_process(cupy: Any) -> None:
+    """It is registered once, and stays so until the last copies are closed."""
+    runtime = cupy.cuda.runtime
+    count = min(2, runtime.getDeviceCount())
+    with HostTier(HOST, 2 * LAYERS * PAGE, identity=IDENTITY) as tier:
+        where = tier.flat.ctypes.data, tier.flat.ctypes.data + tier.flat.nbytes - 1
+        workers = []
+        for worker in range(2):
+            with cupy.cuda.Device(worker % count):
+                arrays, paged = engine(cupy, "L | B D")
+                first = worker * LAYERS * PAGE
+                workers.append((arrays, HostCopies(tier, paged, first_byte=first, device=CudaDevice(worker % count))))
+        for closed in range(2):
+            for worker in range(closed, 2):
+                tier.blocks[...] = 0
+                arrays, copies = workers[worker]
+                copies.copy_in([3, 5], [1, 4]).wait()
+                own = tier.blocks[:, worker * LAYERS * PAGE :][:, : LAYERS * PAGE].reshape(HOST, LAYERS, PAGE)
+                for layer in range(LAYERS):
+                    assert (own[1, layer] == 3 * LAYERS + layer).all() and (own[4, layer] == 5 * LAYERS + layer).all()
+            assert [runtime.pointerGetAttributes(one).type for one in where] == [runtime.memoryTypeHost] * 2
+            workers[closed][1].close()
+        assert [runtime.pointerGetAttributes(one).type for one in where] == [runtime.memoryTypeUnregistered] * 2

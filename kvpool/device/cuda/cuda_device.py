@@ -6,7 +6,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from kvpool.arrays import Int64s, Uint8s
 from kvpool.arrays.layout import integer_argument
-from kvpool.arrays.strided import StridedArray, as_strided
+from kvpool.arrays.strided import StridedArray
 from kvpool.device.base import (
     ALL_LAYERS,
     BOUND_ALREADY,
@@ -43,8 +43,10 @@ from kvpool.device.cuda.calibration import (
     proven,
 )
 from kvpool.device.cuda.cuda_memory import (
+    AdoptedMemory,
     CudaViews,
     PinnedMemory,
+    PinnedRange,
     allocatable,
     check_adopted,
     open_memory,
@@ -216,7 +218,7 @@ class CudaDevice(Device):
             self._cupy, self._calls, self._events, self._buffers, self.settings.copy_thread_blocks
         )
         self._batch = find_batch() if self._launcher.same_addresses else None
-        self._owned: dict[int, tuple[Any, PinnedMemory | None]] = {}
+        self._owned: dict[int, tuple[Any, PinnedRange | None]] = {}
         self._bound: _CutPool | None = None
         self._loaded: tuple[str, ...] = ()
         self._closed = False
@@ -230,24 +232,28 @@ class CudaDevice(Device):
         if tier == STAGING:
             return self._buffers.pinned(nbytes)
         if tier == "host":
-            return self._allocate_host(nbytes, allocate_shared if shared else None)
+            take = allocate_shared if shared else None
+            return self._pin(partial(PinnedMemory, nbytes, self._calls, self._cupy.cuda, take=take))
         array = zeroed_array(self._cupy, self._calls, nbytes, self._memory_stream.handle)
         self._owned[id(array)] = array, None
         return array
 
-    def _allocate_host(self, nbytes: int, take: Any = None, kept: bool = False) -> Uint8s:
-        memory = pinned_memory(self._calls, nbytes, take, kept, partial(self._streams.synchronize, closing=True))
+    def _pin(self, make: Callable[..., PinnedRange]) -> Uint8s:
+        idle = partial(self._streams.synchronize, closing=True)
+        memory = pinned_memory(self._calls, partial(make, idle=idle))
         self._owned[id(memory.array)] = memory.array, memory
         return memory.array
 
     def adopt(self, memory: StridedArray, tier: str, pin: bool = False) -> Any:
         self._check_open()
+        if pin and memory.address % mmap.PAGESIZE:
+            raise ValueError(f"memory at {memory.address:#x}: accepted is memory from the start of a page")
         if not pin:
             check_adopted(self._calls, memory, tier, self.index)
+        if tier != "host":
             return self.views.array(memory)
-        if memory.address % mmap.PAGESIZE:
-            raise ValueError(f"memory at {memory.address:#x}: accepted is memory from the start of a page")
-        return self._allocate_host(memory.shape[0], lambda nbytes: memory.host_view(), kept=True)
+        name = "tier" if pin else "host_memory"
+        return self._pin(partial(AdoptedMemory, memory.host_view(), self._calls, name))
 
     def free(self, array: Any) -> None:
         bound = self._bound
@@ -298,10 +304,8 @@ class CudaDevice(Device):
     def _cutter(self, region: Region, part: Part, layers: range) -> Cutter:
         _, memory = self._owned.get(id(part.host_pool), (None, None))
         if memory is None:
-            raise ValueError("host_pool: what allocate gave for the host tier is needed")
-        plan = make_plan(*part, region.device_blocks, region.host_blocks, layers)
-        start = as_strided("pool", part.host_pool).address
-        return Cutter(plan, (start, start + part.host_pool.nbytes), memory.chunk_bytes)
+            raise ValueError("host_pool: what allocate or adopt gave for the host tier is needed")
+        return Cutter(make_plan(*part, region.device_blocks, region.host_blocks, layers), memory.rows)
 
     # -- copies ----------------------------------------------------------------------------------
 

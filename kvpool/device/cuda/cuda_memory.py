@@ -8,20 +8,29 @@ import resource
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import numpy as np
 
-from kvpool.arrays import Uint8s, dlpack
+from kvpool.arrays import Int64s, Uint8s, dlpack
 from kvpool.arrays.strided import StridedArray, as_strided
 from kvpool.device.base import HostViews
-from kvpool.device.cuda.runtime import Driver, RuntimeCalls
+from kvpool.device.cuda.registrations import (
+    Hold,
+    Registrar,
+    Registration,
+    Span,
+    chunk_rows,
+    pinned_ends,
+    whole_pages,
+)
+from kvpool.device.cuda.runtime import Driver, RuntimeCalls, is_registered_already
 from kvpool.device.main_memory import ALIGNMENT, GpuMemory, MainMemory, available_ram
 from kvpool.device.work import StepTargets, Table, make_table
 from kvpool.errors import DeviceError
@@ -32,131 +41,228 @@ CHUNK_BYTES = 1 << 30
 """How many bytes are registered at once. Some drivers refuse more, and progress could not be shown."""
 _TOUCHED_BYTES = 64 << 20
 _QUIET_SECONDS = 2
+Host = TypeVar("Host", bound="PinnedRange")
 
 
-class Registrar(Protocol):
-    """The part of the CUDA runtime that pins memory. It raises its own errors."""
+class PinnedRange:
+    """Pinned main memory: ``array`` uint8[nbytes]. No copy may cross from one registration into another; ``rows``
+    int64[n, 3] has where they end, as ``fragments.cut`` takes it.
 
-    def hostRegister(self, address: int, nbytes: int, flags: int) -> None:
-        """Pin whole pages."""
+    It stays pinned until ``free``. If nobody calls that, it happens when nobody refers to this object any more, after
+    ``idle``, which waits for all that may use the memory. The memory exists until the last view of ``array`` is gone.
+    Chunks that a driver refuses to unregister stay mapped until the process ends. Not thread-safe.
+    """
 
-    def hostUnregister(self, address: int) -> None:
-        """Unpin them."""
+    rows: Int64s
 
+    def __init__(self, array: Uint8s, idle: Callable[[], None]) -> None:
+        self.array, self._hold = array, Hold(array)
+        weakref.finalize(self, _let_go, self._hold, idle).atexit = False
 
-class _Registered:
-    """A mapping, and the addresses of its registered chunks. The module refers to it until no chunk is registered: if
-    the system gave memory that a driver believes to be pinned to another use, copies would miss that."""
-
-    def __init__(self, array: Uint8s, registrar: Registrar) -> None:
-        self.array, self.addresses = array, list[int]()
-        self._registrar = registrar
-        _registered.add(self)
-
-    def register(self, address: int, nbytes: int) -> None:
-        self._registrar.hostRegister(address, nbytes, 0)
-        self.addresses.append(address)
-
-    def unregister(self) -> None:
-        """Unregister all chunks. If the driver refuses some, the others are still tried, and the first error is
-        raised."""
-        errors, left = [], []
-        while self.addresses:
-            address = self.addresses.pop()
-            try:
-                self._registrar.hostUnregister(address)
-            except Exception as error:
-                errors.append(error)
-                left.append(address)
-        self.addresses = left
-        if errors:
-            raise errors[0]
-        _registered.discard(self)
+    def free(self) -> None:
+        """Unregister what nobody else in this process needs. Nothing that uses it may be pending. A second call does
+        nothing."""
+        self._hold.release()
 
 
-_registered: set[_Registered] = set()
-
-
-def _let_go(registered: _Registered, idle: Callable[[], None]) -> None:
-    """Unregister memory that nobody has freed. To unregister does not wait for what may still use it."""
+def _let_go(hold: Hold, idle: Callable[[], None]) -> None:
+    """Let go of memory that nobody has freed. To unregister does not wait for what may still use it, and neither does
+    its owner."""
     with suppress(Exception):
-        if registered.addresses:
+        if not hold.released and hold.array.nbytes:
             idle()
-            registered.unregister()
+            hold.release()
 
 
-class PinnedMemory:
-    """Zeroed memory for ``array`` uint8[nbytes], at the start of a page. ``registrar`` has registered all of it.
+class _Pinning:
+    """Touches the pages of ``span``, whole pages with bytes of ``array``, on several threads, and registers each chunk
+    as soon as it is touched. The threads run on the processors ``near``, if there are any. A context manager."""
 
-    The memory is one range, but it is registered in chunks of ``chunk_bytes``, whole pages (default: ``CHUNK_BYTES``).
-    A copy must not cross from one chunk into the next. ``take`` returns zeroed memory at the start of a page; without
-    it the memory is private memory of the system. With ``kept``, the memory of ``take`` has a content, which stays. The
-    threads that touch the pages run on ``processors``, if this process may use any of them.
+    def __init__(
+        self,
+        array: Uint8s,
+        span: Span,
+        registration: Registration,
+        chunk_bytes: int,
+        touch: Callable[[Uint8s, int], object],
+        near: set[int],
+    ) -> None:
+        (self._next, self.end), self.nbytes = span, span[1] - span[0]
+        self._registration, self._chunk_bytes, self._begin = registration, chunk_bytes, span[0]
+        usable = near or os.sched_getaffinity(0)
+        # This sets the affinity of the calling thread, not of the process.
+        stay = partial(os.sched_setaffinity, 0, near) if near else None
+        count = max(1, min(len(usable), -(-self.nbytes // _TOUCHED_BYTES)))
+        self._workers = ThreadPoolExecutor(count, "kvpool-touch", initializer=stay)
+        first = max(0, span[0] - array.ctypes.data)
+        starts = range(first, first + self.nbytes, _TOUCHED_BYTES)
+        self._touched = [self._workers.submit(touch, array, start) for start in starts]
+        self._bar = shown_progress(self.nbytes, "B", desc="pinning host memory", unit_scale=True, delay=_QUIET_SECONDS)
 
-    After ``free`` the memory is no longer pinned. It exists until the last view of ``array`` is gone. If nobody calls
-    ``free``, it happens when nobody refers to this object any more, behind ``idle``, which waits for all that may use
-    the memory. What a driver refuses to unregister stays mapped until the process ends.
+    def __enter__(self) -> _Pinning:
+        self._show = self._bar.__enter__()
+        return self
 
-    Not thread-safe. Raises MemoryError if the machine has no room or the driver refuses; nothing stays pinned then.
+    def __exit__(self, *error: Any) -> None:
+        self._workers.shutdown(cancel_futures=True)
+        self._bar.__exit__(*error)
+
+    def up_to(self, end: int) -> None:
+        """Register the chunks that end at ``end`` or before. Raises MemoryError if the driver refuses one."""
+        while self._next < end:
+            size = min(self._chunk_bytes, self.end - self._next)
+            if self._next + size > end:
+                return
+            begin = self._next - self._begin
+            for touched in self._touched[begin // _TOUCHED_BYTES : -(-(begin + size) // _TOUCHED_BYTES)]:
+                touched.result()
+            try:
+                self._registration.register(self._next, size)
+            except Exception as error:
+                raise MemoryError(
+                    f"the driver pinned {begin} of {self.nbytes} bytes and refused the next {size}: {error} "
+                    f"({limits()})"
+                ) from error
+            self._next += size
+            self._show(size)
+
+
+class _RangeBlock:
+    """A part of a registered range, as CuPy's pools keep it. It refers to the mapping."""
+
+    def __init__(self, ptr: int, size: int, registration: Registration) -> None:
+        self.ptr, self.size, self.registration = ptr, size, registration
+
+
+class _RangeAllocator:
+    """The allocator of one CuPy pool: it hands out one range from its beginning to its end, and pins on the way.
+    ``cuda`` is ``cupy.cuda``."""
+
+    def __init__(self, cuda: Any, begin: int, registration: Registration, pinning: _Pinning) -> None:
+        self._cuda, self._next, self._registration, self._pinning = cuda, begin, registration, pinning
+
+    def __call__(self, nbytes: int) -> Any:
+        begin, end = self._next, self._next + nbytes
+        if end > self._pinning.end:
+            raise MemoryError(f"CuPy's pool asks for {nbytes} bytes, and {self._pinning.end - begin} are reserved")
+        self._pinning.up_to(end)
+        self._next = end
+        return self._cuda.PinnedMemoryPointer(_RangeBlock(begin, nbytes, self._registration), 0)
+
+
+class PinnedMemory(PinnedRange):
+    """Zeroed pinned memory, at the start of a page, that belongs to ``pool``, a ``cupy.cuda.PinnedMemoryPool`` of its
+    own. ``cuda`` is ``cupy.cuda``.
+
+    One range is reserved: the bytes, rounded up to whole pages. The pool is asked for it in descending powers of two,
+    which it does not round up, so ``blocks`` follow each other without gaps: 22 GiB are 16, 4 and 2 GiB. The last block
+    is the lowest power of two in the number of bytes, one page at least.
+
+    The range is registered in chunks of ``chunk_bytes``, whole pages (default: ``CHUNK_BYTES``), whatever the blocks. A
+    chunk is registered once its pages belong to blocks. ``take`` returns zeroed memory at the start of a page; without
+    it the memory is private memory of the system. The threads that touch the pages run on ``processors``, if this
+    process may use any of them.
+
+    Raises MemoryError if the machine has no room or the driver refuses; nothing stays pinned then.
     """
 
     def __init__(
         self,
         nbytes: int,
         registrar: Registrar,
+        cuda: Any,
         *,
         chunk_bytes: int | None = None,
         processors: Collection[int] | None = None,
         take: Callable[[int], Uint8s] | None = None,
-        kept: bool = False,
         idle: Callable[[], None] = lambda: None,
     ) -> None:
-        self.chunk_bytes = CHUNK_BYTES if chunk_bytes is None else chunk_bytes
+        chunk_bytes = CHUNK_BYTES if chunk_bytes is None else chunk_bytes
         # If a process touches more memory than there is, the system ends it instead of raising an error.
-        room = None if kept else available_ram()
+        room = available_ram()
         if room is not None and nbytes > room:
             raise MemoryError(f"{nbytes} bytes of pinned memory are asked for, {room} can be taken ({limits()})")
-        self.array, self._touch = (take or _map)(nbytes), _read if kept else _touch
-        self._registered = _Registered(self.array, registrar)
-        weakref.finalize(self, _let_go, self._registered, idle).atexit = False
+        super().__init__((take or _map)(nbytes), idle)
+        begin = self.array.ctypes.data
+        self.rows = np.array([[begin, begin + nbytes, chunk_bytes]], np.int64)
+        span, registration = whole_pages(begin, begin + nbytes), self._hold.new(registrar)
+        self.blocks: list[Any] = []
+        self.pool: Any = None
         try:
-            self._pin(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, set(processors or ()) & os.sched_getaffinity(0))
+            with _Pinning(self.array, span, registration, chunk_bytes, _touch, _usable(processors)) as pinning:
+                self.pool = cuda.PinnedMemoryPool(_RangeAllocator(cuda, begin, registration, pinning))
+                for size in descending_powers(span[1] - span[0]):
+                    self.blocks.append(self.pool.malloc(size))
         except BaseException:
             self.free()
             raise
 
     def free(self) -> None:
-        """Unregister all of it. Nothing that uses it may be pending. A second call does nothing."""
-        self._registered.unregister()
-
-    def _pin(self, nbytes: int, near: set[int]) -> None:
-        """Touch the pages on several threads, on the processors ``near`` if there are any. Register each chunk as soon
-        as it is touched."""
-        base, usable = self.array.ctypes.data, near or os.sched_getaffinity(0)
-        count = max(1, min(len(usable), -(-nbytes // _TOUCHED_BYTES)))
-        # This sets the affinity of the calling thread, not of the process.
-        stay = partial(os.sched_setaffinity, 0, near) if near else None
-        workers = ThreadPoolExecutor(count, "kvpool-touch", initializer=stay)
-        with shown_progress(nbytes, "B", desc="pinning host memory", unit_scale=True, delay=_QUIET_SECONDS) as pinned:
-            try:
-                touched = [workers.submit(self._touch, self.array, start) for start in range(0, nbytes, _TOUCHED_BYTES)]
-                for start in range(0, nbytes, self.chunk_bytes):
-                    size = min(self.chunk_bytes, nbytes - start)
-                    for one in touched[start // _TOUCHED_BYTES : -(-(start + size) // _TOUCHED_BYTES)]:
-                        one.result()
-                    self._register(base + start, size, nbytes)
-                    pinned(size)
-            finally:
-                workers.shutdown(cancel_futures=True)
-
-    def _register(self, address: int, size: int, whole: int) -> None:
+        """Return the blocks to the pool, have it free them, and unregister them. Nothing that uses the memory may be
+        pending. A second call does nothing."""
+        self.blocks.clear()
         try:
-            self._registered.register(address, size)
-        except Exception as error:
-            done = len(self._registered.addresses) * self.chunk_bytes
-            raise MemoryError(
-                f"the driver pinned {done} of {whole} bytes and refused the next {size}: {error} ({limits()})"
-            ) from error
+            if self.pool is not None:
+                self.pool.free_all_blocks()
+        finally:
+            super().free()
+
+
+def descending_powers(number: int) -> Iterator[int]:
+    """The different powers of two whose sum a number is, the greatest first."""
+    for bit in reversed(range(number.bit_length())):
+        if number >> bit & 1:
+            yield 1 << bit
+
+
+class AdoptedMemory(PinnedRange):
+    """Memory of another owner, which ``array`` keeps alive. Its content stays.
+
+    What CUDA reports as pinned is used as it is: the owner keeps it pinned until ``free``, and registrations of this
+    process stay until the last memory that uses them is freed. What is not pinned is registered in chunks of
+    ``chunk_bytes``, in whole pages, until ``free``.
+
+    ``name`` is that of the argument. Raises ValueError, MemoryError; nothing stays registered then.
+    """
+
+    def __init__(
+        self,
+        array: Uint8s,
+        registrar: Registrar,
+        name: str,
+        *,
+        chunk_bytes: int | None = None,
+        processors: Collection[int] | None = None,
+        idle: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(array, idle)
+        begin, end = array.ctypes.data, array.ctypes.data + array.nbytes
+        try:
+            first, last = pinned_ends(registrar, begin, end, self._hold)
+            gap = first[-1][1] if first else begin, last[0][0] if last else end
+            if gap[0] < gap[1]:
+                chunk_bytes = CHUNK_BYTES if chunk_bytes is None else chunk_bytes
+                first += self._register(gap, registrar, chunk_bytes, _usable(processors))
+            self.rows = chunk_rows([*first, *last])
+        except BaseException as error:
+            self.free()
+            if is_registered_already(error):
+                raise ValueError(
+                    f"{name}: expected memory that is pinned as a whole, from one of its ends or not at all, got "
+                    f"{end - begin} bytes at {begin:#x} with registered pages in between"
+                ) from error
+            raise
+
+    def _register(self, gap: Span, registrar: Registrar, chunk_bytes: int, near: set[int]) -> list[Span]:
+        span, registration = whole_pages(*gap), self._hold.new(registrar)
+        with _Pinning(self.array, span, registration, chunk_bytes, _read, near) as pinning:
+            pinning.up_to(span[1])
+        chunks = registration.chunks.items()
+        return [(max(start, gap[0]), min(start + nbytes, gap[1])) for start, nbytes in chunks]
+
+
+def _usable(processors: Collection[int] | None) -> set[int]:
+    return set(processors or ()) & os.sched_getaffinity(0)
 
 
 def _map(nbytes: int) -> Uint8s:
@@ -239,13 +345,13 @@ class DeviceMemory:
 
 
 def check_adopted(calls: RuntimeCalls, memory: StridedArray, tier: str, index: int) -> None:
-    """Raise ValueError unless memory of the caller lies on GPU ``index``. Waits for everything enqueued. Raises
-    DeviceError."""
-    if tier == "host":
-        raise ValueError("host_memory: the cuda device pins memory of its own; accepted is None")
+    """Raise ValueError unless memory of the caller lies on GPU ``index``, or is for the host tier. Waits for everything
+    enqueued, which may still write it. Raises DeviceError."""
     with calls("cudaPointerGetAttributes", unsafe=True) as runtime:
         found = runtime.pointerGetAttributes(memory.address)
         runtime.deviceSynchronize()
+    if tier == "host":
+        return
     if found.type not in (calls.runtime.memoryTypeDevice, calls.runtime.memoryTypeManaged) or found.device != index:
         raise ValueError(
             f"device_memory: {memory.address:#x} is no memory of GPU {index}, which is the one that this device is"
@@ -262,12 +368,14 @@ def gpu_array(cupy: Any, memory: StridedArray, index: int) -> Any:
     return cupy.ndarray(memory.shape, dtype, memptr=cupy.cuda.MemoryPointer(unowned, 0), strides=memory.steps)
 
 
-def pinned_memory(calls: RuntimeCalls, nbytes: int, take: Any, kept: bool, idle: Callable[[], None]) -> PinnedMemory:
-    """Allocate pinned memory near the GPU of ``calls``, as ``PinnedMemory``. Raises MemoryError, DeviceError."""
+def pinned_memory(calls: RuntimeCalls, make: Callable[..., Host]) -> Host:
+    """What ``make``, a PinnedRange that lacks only ``processors``, makes of those near the GPU of ``calls``. Raises
+    MemoryError, ValueError, DeviceError."""
     with calls("cudaDeviceGetPCIBusId") as runtime:
         near = processors_near(runtime.deviceGetPCIBusId(calls.index))
     try:
-        return PinnedMemory(nbytes, calls, processors=near, take=take, kept=kept, idle=idle)
+        with calls("cudaHostRegister", unsafe=True):
+            return make(processors=near)
     except MemoryError as error:
         if isinstance(error.__cause__, DeviceError) and error.__cause__.sticky:
             raise error.__cause__ from None

@@ -29,7 +29,8 @@ _LEGACY_STREAM_FLAG = 1
 # stream waits for.
 _SOURCE_IN_STREAM_ORDER = 1
 
-_DEVICE_ORDINAL, _RANGE_START = 9, 11  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, CU_POINTER_ATTRIBUTE_RANGE_START_ADDR
+# CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, _RANGE_START_ADDR and _RANGE_SIZE
+_DEVICE_ORDINAL, _RANGE_START, _RANGE_SIZE = 9, 11, 12
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _pointer, _int = ctypes.c_void_p, ctypes.c_int
 
@@ -159,6 +160,15 @@ class Driver:
         self._attribute(ctypes.byref(start), _RANGE_START, address)
         return start.value
 
+    def span_of(self, address: int) -> tuple[int, int] | None:
+        """Where the allocation or registration begins and ends that has this address of the current context. None if
+        the driver does not say."""
+        start, size = ctypes.c_uint64(), ctypes.c_uint64()
+        self._attribute(ctypes.byref(start), _RANGE_START, address)
+        self._attribute(ctypes.byref(size), _RANGE_SIZE, address)
+        end = start.value + size.value
+        return (start.value, end) if start.value <= address < end else None
+
     def current(self) -> int | None:
         """The context of the calling thread. Destructors call it, which may run in the middle of anything: it keeps
         nothing between two calls."""
@@ -202,6 +212,7 @@ def _function(library: Any, name: str, *arguments: Any) -> Callable[..., int]:
 OUT_OF_MEMORY = 2
 NOT_READY = 600
 INVALID_HANDLE = 400
+ALREADY_REGISTERED = 712
 LEGACY_STREAM, _PER_THREAD_STREAM = 1, 2
 _STREAMS_KEPT = 64
 CAPTURING = range(900, 909)
@@ -263,6 +274,11 @@ def status_of(error: BaseException | None) -> int | None:
     return status if isinstance(status, int) else None
 
 
+def is_registered_already(error: BaseException | None) -> bool:
+    """Whether an error, or one that caused it, says that memory to register is registered already."""
+    return error is not None and (status_of(error) == ALREADY_REGISTERED or is_registered_already(error.__cause__))
+
+
 class RuntimeCalls:
     """The runtime of one device. ``runtime`` is CuPy's ``cuda.runtime``. Thread-safe."""
 
@@ -282,8 +298,18 @@ class RuntimeCalls:
         """
         return _Call(self, what, unsafe)
 
+    def pinned_span(self, address: int) -> tuple[int, int] | None:
+        """See ``registrations.Registrar``. Raises ValueError if the driver does not say how far the memory goes."""
+        with self("cudaPointerGetAttributes", unsafe=True) as runtime:
+            if runtime.pointerGetAttributes(address).type != runtime.memoryTypeHost:
+                return None
+            span = self.driver.span_of(address)
+        if span is None:
+            raise ValueError(f"pinned memory at {address:#x}: expected its start and size from the driver, got neither")
+        return span
+
     def hostRegister(self, address: int, nbytes: int, flags: int) -> None:
-        """Pin memory, for ``cuda_memory.Registrar``. Any thread may call it, also in a destructor."""
+        """Pin memory, for ``registrations.Registrar``. Any thread may call it, also in a destructor."""
         with self("cudaHostRegister", unsafe=True) as runtime:
             runtime.hostRegister(address, nbytes, flags)
 
