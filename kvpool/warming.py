@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 
 import numpy as np
 
@@ -139,6 +140,8 @@ def _live(cache: KVCacheManager) -> None:
     cache.keep(both, [3, 3], [1, 2, 0], [2, 1])
     cache.swap_out(both)
     cache.resume(both)
+    with suppress(ValueError):
+        cache.append_tokens(one, np.zeros(16 * _WIDTH, np.int32))
     cache.release(both, stop="tool_use")
     extra = cache.add_sequence(cache.block_keys(tokens, salt="s", extra_ids=tokens))
     cache.release(extra, store=False)

@@ -132,7 +132,7 @@ class Core:
                 else:
                     result = transfer.decide(on, ids, run, *args)
                 if result < 0:
-                    raise refusal(heads, result, args[0], self.tokens.sequences, verb)
+                    raise self._refusal(result, verb, *args)
                 mine = transfer.collect()
                 later = mine and transfer.may_lag()
             if later and not inside:
@@ -140,6 +140,12 @@ class Core:
             elif (mine or transfer.waiting) and not inside:
                 transfer.drain()
         return result
+
+    def _refusal(self, code: int, verb: Callable[..., Any], ids: Int64s, *args: Any) -> Exception:
+        """What to raise for a refused decision. The state lock is held. No wait helps a growth that never fits."""
+        if code == records.SHORT_OF_BLOCKS and verb is verbs.append:
+            code = verbs.never_fits(self.states.heads, ids, args[0]) or code
+        return refusal(self.states.heads, code, ids, self.tokens.sequences, verb)
 
     def _is_brief(self, ids: Int64s | None) -> bool:
         """Whether a call for these sequences, which are not checked, is likely to have little to do. Needs no lock."""
@@ -315,6 +321,8 @@ def refusal(
         return ValueError(
             f"drafts: sequence {which} has {more} tokens that are not committed, and no more can be drafts"
         )
+    if code == records.NEVER_FITS:
+        return _never_fits(heads, which, more)
     if code == records.TOO_LONG:
         return ValueError(f"sequence {which} would pass max_sequence_tokens={heads[0, H.columns] * heads[0, H.width]}")
     if code == records.PASSED:
@@ -328,4 +336,16 @@ def refusal(
     lowest, length = int(sequence["committed"]) if verb is verbs.commit else 0, int(sequence["length"])
     return ValueError(
         f"counts: the count of sequence {which} is out of range: accepted are {lowest} to {length} tokens"
+    )
+
+
+def _never_fits(heads: Int64s, sequence: int, needed: int) -> ValueError:
+    """For a sequence that needs more blocks at once than the group of the error has."""
+    group = int(heads[0, H.detail_group])
+    whole = heads[group, H.kind] == records.ATTENTION and not heads[group, H.window]
+    where = f" of group {group}" if len(heads) > 1 else ""
+    advice = "" if whole else " as a whole; commit what it has, and append fewer tokens at once"
+    return ValueError(
+        f"tokens: expected at most {heads[group, H.device_blocks]} device blocks{where} for sequence {sequence}, "
+        f"got {needed}: it can never fit{advice}"
     )

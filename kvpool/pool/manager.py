@@ -230,8 +230,12 @@ class KVCacheManager(Hints, BlockTables, Closing):
 
         ``counts`` is required with several ids, also if each gets one token. With one id, the default is all of
         ``tokens``. Takes blocks as needed, for all sequences or for none. A last block that forks share is copied
-        before it is written; its last holder needs no copy. Raises OutOfBlocks, UnknownSequence, DeviceError,
-        ValueError.
+        before it is written; its last holder needs no copy.
+
+        Raises OutOfBlocks, after which the call may succeed once others have left. Raises ValueError if one of the
+        sequences needs more blocks than the pool has, so that it would not fit alone either; with a window or
+        recurrent layers, it may fit in parts, each committed before the next. Raises UnknownSequence, DeviceError,
+        ValueError, TypeError. The pool is as before the call then.
         """
         which, new = id_array("ids", ids), token_array("tokens", tokens, empty=True)
         if counts is None and len(which) != 1:

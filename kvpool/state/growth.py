@@ -38,7 +38,7 @@ from kvpool.state.records import (
     token_moves_of,
     tokens_of,
 )
-from kvpool.state.requests import blocks_for, copy_row, has_states, least, reorder_rows
+from kvpool.state.requests import blocks_for, copy_row, has_states, holes, least, reorder_rows
 from kvpool.state.sequences import give_back, give_columns, retry_duplicates, slot_of, stored_tail, stream_of, within
 from kvpool.state.tiers import (
     ACCESSED,
@@ -244,6 +244,14 @@ def append_need(h, ids, counts):
             return TOO_LONG
         need += more - sequence.blocks
     return need + copies(h, ids, counts) if forked else need
+
+
+@jit
+def need_alone(h, slot, count):
+    """The blocks that a sequence has after it appended ``count`` tokens, if it is alone in the pool: it copies
+    nothing then."""
+    sequence = sequences_of(h)[slot]
+    return blocks_for(h, sequence.length + count) - holes(h, slot)
 
 
 @jit

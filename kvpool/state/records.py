@@ -460,4 +460,5 @@ def place_of(heads, b):
     SHORT_OF_HOST_BLOCKS,
     IS_SWAPPED,
     NOT_SWAPPED,
-) = range(-1, -19, -1)
+    NEVER_FITS,
+) = range(-1, -20, -1)

@@ -73,6 +73,22 @@ def _growth_of(h, sequence, row, count):
 
 
 @jit
+def need_alone(h, slot, count):
+    """The states that a sequence has after it appended ``count`` tokens, if it is alone in the pool: it copies nothing
+    then, and only what others can find keeps its running state from moving on."""
+    sequence, row = sequences_of(h)[slot], table_of(h)[slot]
+    last, columns = sequence.blocks - 1, blocks_for(h, sequence.length + count)
+    if last < 0:
+        return 1 + _kept_states(h, 0, columns - 1) if count else np.int64(0)
+    held = np.int64(0)
+    for i in range(last + 1):
+        held += 1 if row[i] != NONE else 0
+    found = blocks_of(h)[row[last]].flags & PUBLISHED
+    stays = columns - 1 > last and found and not keeps_state(h, last, NONE)
+    return held + _kept_states(h, last, columns - 1) + (1 if stays else 0)
+
+
+@jit
 def append_need(h, ids, counts):
     """The blocks that appending ``counts`` tokens takes, with copies of shared states, or the error. The ids were
     checked.

@@ -20,6 +20,7 @@ from kvpool.state.records import (
     INDEXED,
     LIVE,
     LOST,
+    NEVER_FITS,
     NONE,
     OFFLOAD,
     ONBOARDING,
@@ -169,6 +170,23 @@ def append(heads, ids, counts, tokens, now):
     """Grow each sequence by its count of ``tokens`` (int32, the tokens of all sequences in order). Returns 0, or an
     error with nothing changed."""
     return _append_checked(heads, ids, now, (counts, tokens))
+
+
+@jit(nogil=False)
+def never_fits(heads, ids, counts):
+    """NEVER_FITS, with the details of an error, if one of these sequences cannot grow by its count even if it is alone
+    in the pool; else 0. The ids were checked. A group that needs all blocks of a sequence is named first. For a growth
+    that is short of blocks."""
+    short = np.int64(NONE)
+    for g in range(heads.shape[0]):
+        h = head(heads, g)
+        for i in range(ids.shape[0] if finds(h) and (short == NONE or needs_all(h)) else 0):
+            slot = slot_of(ids[i])
+            need = recurrent.need_alone(h, slot, counts[i]) if has_states(h) else growth.need_alone(h, slot, counts[i])
+            if need > h.device_blocks:
+                h.detail, h.bound, short = i, need, g
+                break
+    return refuse(heads, short, NEVER_FITS) if short != NONE else np.int64(0)
 
 
 @jit

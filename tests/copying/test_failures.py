@@ -183,7 +183,8 @@ def act_at_random(rig: Rig, rng: random.Random) -> None:
     if verb < 2 or sequence is None:
         rig.admit([prompt, prompt[: rng.randint(1, 9)]][: rng.randint(1, 2)], retention=None)
     elif verb == 2:
-        rig.append(sequence, [rng.randint(0, 9)] * rng.randint(1, 9))
+        room = rig.cache.device_blocks * rig.cache.tokens_per_block - len(sequence)
+        rig.append(sequence, [rng.randint(0, 9)] * min(room, rng.randint(1, 9)))
     elif verb == 3:
         count = rng.randint(0, len(sequence))
         rig.cache.rewind(sequence.id, count)

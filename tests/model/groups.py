@@ -15,7 +15,7 @@ from .batches import Admitted, Batches, all_or_nothing
 from .cross import Cross
 from .model import Model
 from .recurrent import Recurrent
-from .tiers import Content, Lease, Namespace, Prompt
+from .tiers import Content, Lease, Namespace, OutOfBlocks, Prompt
 
 KINDS: dict[str, type[Model]] = {"attention": Model, "recurrent": Recurrent, "cross": Cross}
 
@@ -63,7 +63,13 @@ class GroupsModel(Batches):
         return self._each("evictable_if_released", ids)
 
     def append_tokens(self, ids: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
-        self._each("append_tokens", ids, tokens)
+        try:
+            self._each("append_tokens", ids, tokens)
+        except OutOfBlocks:
+            counts = [len(new) for new in tokens]
+            if any(group.never_fits(ids, counts) for group in self.groups):
+                raise ValueError("can never fit") from None
+            raise
 
     def commit(self, ids: Sequence[int], counts: Sequence[int] | None = None) -> None:
         self._each("commit", ids, counts)

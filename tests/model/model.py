@@ -78,6 +78,15 @@ class Model(Swaps):
                     self._open_column(seq)
                 seq.items.append((token, 0))
 
+    def never_fits(self, ids: Sequence[int], counts: Sequence[int]) -> bool:
+        """Whether one of the sequences would not fit if nobody else held anything."""
+        for seq, count in zip(self._live(ids), counts, strict=True):
+            blocks = [block and replace(block, refs=1, pins=0) for block in seq.blocks]
+            held = sum(block is not None for block in blocks)
+            if held + self._growth([replace(seq, blocks=blocks)], [count]) > len(self.device.blocks):
+                return True
+        return False
+
     def _count(self, what: str, tokens: int) -> None:
         """Tokens of sequences, which all groups count but those for cross attention."""
         self.counts[what] += tokens if self.matches else 0

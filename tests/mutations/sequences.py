@@ -151,6 +151,22 @@ MUTATIONS = (
     ),
     # -- who is meant ------------------------------------------------------------------------------------
     Mutation(
+        "growth_that_never_fits_waits",
+        "Core._refusal",
+        "code = verbs.never_fits(self.states.heads, ids, args[0]) or code",
+        "pass",
+        "An engine swaps a sequence out and resumes it for ever, since it has no room even alone.",
+        ("tests/sequences/test_never_fits.py::test_an_engine_that_swaps_out_and_resumes_ends",),
+    ),
+    Mutation(
+        "a_state_that_others_find_moves_on_alone",
+        "recurrent.need_alone",
+        "return held + _kept_states(h, last, columns - 1) + (1 if stays else 0)",
+        "return held + _kept_states(h, last, columns - 1)",
+        "An engine waits for room for a state that will never come.",
+        ("tests/sequences/test_never_fits.py::test_a_state_that_others_find_needs_a_block_beside_the_next_one",),
+    ),
+    Mutation(
         "an_id_outlives_its_sequence",
         "_release",
         "(sequence.generation + 1) & 0x7FFFFFFF",

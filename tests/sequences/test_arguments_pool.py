@@ -145,7 +145,7 @@ def random_call(engine: Engine, rng: random.Random, ids: list[int]) -> Callable[
             lambda: cache.add_sequence_batch(prompts, retention=retention, allow_partial_batch=rng.random() < 0.2),
             lambda: cache.add_sequence_batch(prompts, retention=retention),
             lambda: cache.append_tokens(some, [1] * sum(c for c in counts if 0 <= c < 99), counts),
-            lambda: cache.append_tokens(some[0], [1, 2] * rng.randint(1, 20)),
+            lambda: cache.append_tokens(some[0], [1, 2] * rng.choice([1, 2, 3, 20])),
             lambda: cache.commit(some, rng.choice([None, counts])),
             lambda: cache.rewind(some, counts),
             lambda: cache.release(some, store=rng.random() < 0.7),
@@ -164,7 +164,7 @@ def random_call(engine: Engine, rng: random.Random, ids: list[int]) -> Callable[
 
 def test_no_call_that_raises_changes_a_byte() -> None:
     raised: dict[str, int] = {}
-    for seed in range(50):
+    for seed in range(70):
         print("seed", seed)
         rng = random.Random(seed)
         engine = open_engine(

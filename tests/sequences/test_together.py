@@ -217,7 +217,8 @@ def test_copies_of_a_refused_list_are_never_made(make: Make) -> None:
 @pytest.mark.parametrize(
     ("bad", "error"),
     [
-        (lambda engine, i: op.append(i, [1] * 40), OutOfBlocks),
+        (lambda engine, i: op.append(i, [1] * 22), OutOfBlocks),
+        (lambda engine, i: op.append(i, [1] * 40), ValueError),
         (lambda engine, i: op.add([list(range(200, 230))]), OutOfBlocks),
         (lambda engine, i: op.add([list(range(200, 300))]), ValueError),
         (lambda engine, i: op.add([[1], [2], [3]]), OutOfSequences),
@@ -227,7 +228,7 @@ def test_copies_of_a_refused_list_are_never_made(make: Make) -> None:
         (lambda engine, i: op.release([77]), UnknownSequence),
         (lambda engine, i: op.unpin(engine.closed), LeaseExpired),
     ],
-    ids=["append", "add", "never fits", "rows", "pin", "counts", "twice", "unknown", "closed"],
+    ids=["append", "append never fits", "add", "never fits", "rows", "pin", "counts", "twice", "unknown", "closed"],
 )
 @pytest.mark.parametrize("place", range(6))
 @pytest.mark.parametrize("policy", ["lru", "agent"])

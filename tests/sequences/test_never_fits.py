@@ -1,0 +1,224 @@
+"""A growth that no wait can make fit is a ValueError; one that fits once others have left is OutOfBlocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool import KVCacheManager, LayerGroup, OutOfBlocks
+from kvpool import operations as op
+from tests import debug
+from tests.engine import Engine, small_layout
+from tests.grouped import encoded, group_of, pool_of
+
+T = 4
+Make = Callable[..., Engine]
+NEVER = "it can never fit"
+
+
+def refused(cache: KVCacheManager, call: Callable[[], object]) -> Exception:
+    """What a call raises. It has changed nothing."""
+    before = debug.dump_all(cache.core.states)
+    with pytest.raises((ValueError, OutOfBlocks)) as raised:
+        call()
+    assert debug.dump_all(cache.core.states) == before
+    cache.verify()
+    return raised.value
+
+
+# -- what it says --------------------------------------------------------------------------------------
+
+
+def test_more_than_the_pool_has_is_said_to_fit_never(make: Make) -> None:
+    cache = make(P=8, S=8).cache
+    sequence = cache.add_sequence(list(range(30)))
+    error = refused(cache, lambda: cache.append_tokens(sequence, [1, 2, 3]))
+    assert str(error) == f"tokens: expected at most 8 device blocks for sequence {sequence}, got 9: {NEVER}"
+    cache.append_tokens(sequence, [1, 2])
+
+
+def test_an_engine_that_swaps_out_and_resumes_ends(make: Make) -> None:
+    cache = make(P=8, S=8).cache
+    sequence, rounds = cache.add_sequence(list(range(32))), 0
+    with pytest.raises(ValueError, match=NEVER):
+        while rounds < 100:
+            try:
+                cache.append_tokens(sequence, [1])
+            except OutOfBlocks:
+                cache.swap_out(sequence)
+                cache.resume(sequence)
+            rounds += 1
+    assert rounds == 0
+
+
+def test_of_a_batch_the_one_that_never_fits_is_named(make: Make) -> None:
+    cache = make(P=8, S=0).cache
+    small, large = cache.add_sequence([1]), cache.add_sequence(list(range(20)))
+    for ids, counts in (([small, large], [1, 13]), ([large, small], [13, 0])):
+        error = refused(cache, lambda ids=ids, counts=counts: cache.append_tokens(ids, [7] * sum(counts), counts))  # type: ignore[misc]
+        assert type(error) is ValueError and f"sequence {large}, got 9: {NEVER}" in str(error)
+
+
+def test_a_batch_of_which_each_fits_alone_may_fit_later(make: Make) -> None:
+    cache = make(P=8, S=0).cache
+    one, two = cache.add_sequence(list(range(12))), cache.add_sequence(list(range(100, 112)))
+    error = refused(cache, lambda: cache.append_tokens([one, two], [7] * 40, [20, 20]))
+    assert type(error) is OutOfBlocks and (error.needed, error.free) == (10, 2)
+    cache.release(two)
+    cache.append_tokens(one, [7] * 20)
+
+
+def test_copies_for_forks_do_not_count(make: Make) -> None:
+    """The last holder of a shared block writes in place."""
+    cache = make(P=8, S=0, max_sequences=8).cache
+    parent = cache.add_sequence(list(range(30)))
+    (child,) = cache.fork(parent, 1).tolist()
+    assert type(refused(cache, lambda: cache.append_tokens([parent, child], [1, 2], [1, 1]))) is not ValueError
+    error = refused(cache, lambda: cache.append_tokens([parent, child], [1, 2, 3, 4], [1, 3]))
+    assert f"sequence {child}, got 9" in str(error)
+    cache.release(child)
+    cache.append_tokens(parent, [1, 2])
+
+
+def test_pinned_and_reserved_blocks_do_not_count(make: Make) -> None:
+    cache = make(P=8, S=0, max_sequences=8).cache
+    cache.release(cache.add_sequence(list(range(50, 58))))
+    keys = cache.block_keys(list(range(50, 58)))
+    sequence = cache.add_sequence(keys)
+    cache.commit(sequence)
+    cache.release(sequence)
+    sequence = cache.add_sequence(list(range(16)))
+    with cache.pin(keys.keys, tier="device"), cache.reserve(list(range(70, 74))):
+        assert type(refused(cache, lambda: cache.append_tokens(sequence, [1] * 8))) is OutOfBlocks
+        assert type(refused(cache, lambda: cache.append_tokens(sequence, [1] * 17))) is ValueError
+    cache.append_tokens(sequence, [1] * 16)
+
+
+def test_a_window_may_take_in_parts_what_it_cannot_at_once() -> None:
+    with KVCacheManager(small_layout(T), window=8, device_blocks=5, device="cpu", max_sequence_tokens=400) as cache:
+        sequence = cache.add_sequence(list(range(8)))
+        error = refused(cache, lambda: cache.append_tokens(sequence, [1] * 30))
+        assert str(error) == (
+            f"tokens: expected at most 5 device blocks for sequence {sequence}, got 10: {NEVER} as a whole; commit "
+            "what it has, and append fewer tokens at once"
+        )
+        for _ in range(10):
+            cache.commit(sequence)
+            cache.append_tokens(sequence, [1] * 3)
+        cache.release(sequence)
+
+
+def test_of_several_groups_the_one_that_needs_all_is_named() -> None:
+    """Commits help a window, and not the group behind it."""
+    groups = [LayerGroup(small_layout(T), window=8), LayerGroup(small_layout(T))]
+    with KVCacheManager(groups=groups, device_blocks=[4, 6], device="cpu", max_sequence_tokens=400) as cache:
+        sequence = cache.add_sequence(list(range(12)))
+        error = refused(cache, lambda: cache.append_tokens(sequence, [1] * 20))
+        assert (
+            str(error) == f"tokens: expected at most 6 device blocks of group 1 for sequence {sequence}, got 8: {NEVER}"
+        )
+        error = refused(cache, lambda: cache.append_tokens(sequence, [1] * 8))
+        assert "at most 4 device blocks of group 0" in str(error) and "as a whole" in str(error)
+        cache.release(sequence)
+
+
+def test_a_state_that_others_find_needs_a_block_beside_the_next_one() -> None:
+    """The running state is in the cache, so it cannot move on: it stays, beside a snapshot and the next running one."""
+    for states, fits in ((2, False), (3, True)):
+        groups = [group_of("full"), LayerGroup(small_layout(1), kind="recurrent", snapshot_tokens=2 * T)]
+        with KVCacheManager(groups=groups, device_blocks=[8, states], device="cpu") as cache:
+            sequence = cache.add_sequence(list(range(T + 1)))
+            cache.rewind(sequence, 1)
+            cache.commit(sequence)
+            grow = partial(cache.append_tokens, sequence, [1] * 3 * T)
+            if fits:
+                grow()
+            else:
+                error = refused(cache, grow)
+                assert "at most 2 device blocks of group 1" in str(error) and "got 3" in str(error)
+            cache.release(sequence)
+
+
+def test_several_operations_say_it_too(make: Make) -> None:
+    cache = make(P=8, S=0).cache
+    sequence = cache.add_sequence(list(range(8)))
+    error = refused(cache, lambda: cache.apply([op.commit(sequence), op.append(sequence, [1] * 25)], stream=0))
+    assert type(error) is ValueError and NEVER in str(error)
+
+
+def test_other_refusals_come_first(make: Make) -> None:
+    cache = make(P=8, S=0).cache
+    sequence = cache.add_sequence(list(range(8)))
+    with pytest.raises(ValueError, match="named twice"):
+        cache.append_tokens([sequence, sequence], [1] * 80, [40, 40])
+    with pytest.raises(ValueError, match="add up to"):
+        cache.append_tokens(sequence, [1] * 80, [90])
+
+
+# -- it is true ------------------------------------------------------------------------------------------
+
+KINDS = ("full", "window", "recurrent full", "full window", "full window recurrent cross")
+
+
+@pytest.fixture(params=KINDS)
+def kinds(request: pytest.FixtureRequest) -> Iterator[str]:
+    yield request.param
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_what_never_fits_does_not_alone_and_the_rest_does(kinds: str, number: int) -> None:
+    """After a refusal all others leave, and the same growth is tried again."""
+    print(f"seed {number}")
+    random, never, later = Random(number), 0, 0
+    while never < 5 or later < 5:
+        with pool_of(kinds, device=6, host=4, max_sequence_tokens=64, max_sequences=8) as cache:
+            answer = fill_until_refused(cache, random)
+            if answer is None:
+                cache.reset(force=True)
+                continue
+            error, sequence, tokens, others = answer
+            again = partial(cache.append_tokens, sequence, tokens)
+            cache.release(others)
+            if type(error) is OutOfBlocks:
+                later += 1
+                again()
+            else:
+                assert NEVER in str(error)
+                never += 1
+                assert str(refused(cache, again)) == str(error)
+            cache.release(sequence)
+
+
+def fill_until_refused(cache: KVCacheManager, random: Random) -> tuple[Exception, int, Any, list[int]] | None:
+    """Random calls until an append is refused: what it raised, the sequence, its tokens, and all other sequences. None
+    if none was."""
+    live: list[int] = []
+    for _ in range(60):
+        draw = random.random()
+        try:
+            if draw < 0.3 or not live:
+                prompt = [random.randrange(2) for _ in range(random.randrange(1, 16))]
+                live.append(cache.add_sequence(prompt, **encoded(cache)))
+            elif draw < 0.4 and len(live) < 7:
+                live += cache.fork(random.choice(live), 1).tolist()
+            elif draw < 0.55:
+                cache.commit(random.choice(live))
+            elif draw < 0.6:
+                cache.release(live.pop(random.randrange(len(live))))
+        except (OutOfBlocks, ValueError):
+            continue  # as an admission may be refused, too
+        except Exception as error:
+            assert type(error).__name__ == "OutOfSequences", error
+        if draw >= 0.6:
+            sequence, tokens = random.choice(live), np.full(random.randrange(1, 24), 1, np.int32)
+            try:
+                cache.append_tokens(sequence, tokens)
+            except (OutOfBlocks, ValueError) as error:
+                if "max_sequence_tokens" not in str(error):
+                    return error, sequence, tokens, [one for one in live if one != sequence]
+    return None
