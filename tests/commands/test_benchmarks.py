@@ -23,7 +23,7 @@ BENCHMARKS_MIN = 60
 SUBJECTS = set(
     (
         "admission control copies disk events gpu groups growth hashing hostcache keeping kv_copies "
-        "peers pins pool_size replay signals staging start steps submission swaps tiers together "
+        "peers pins pool_size replay signals staging start steps submission swaps tiers together words "
     ).split()
 )
 
@@ -111,7 +111,7 @@ def test_benchmark_runs_at_its_smallest_size_and_closes_what_it_opens(
     finally:
         assert all(pools.closed for pools in opened)
         until(lambda: thread_count() <= threads, "end of threads")
-    without = ("disk", "hostcache", "kv_copies", "peers", "signals", "start")
+    without = ("disk", "hostcache", "kv_copies", "peers", "signals", "start", "words")
     assert opened or benchmark.module in without, "a pool was expected, and none was seen"
 
 

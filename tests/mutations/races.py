@@ -1,5 +1,5 @@
-"""Mutations of the five races of ``docs/races.md``: each is taken out as the project that shipped it had it. The fourth
-rule of the page, of staged buffers, is in ``transfer.py``."""
+"""Mutations of the five races of ``docs/races.md``: most rules are taken out so that kvpool does what the project that
+shipped the race did. The rule of staged buffers is in ``transfer.py``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MUTATIONS = (
         ("tests/kernels/test_kv_copy.py::test_skip_is_exact_to_the_token",),
     ),
     Mutation(
-        "a_block_leaves_the_list_of_where_its_content_went",
+        "a_claim_follows_the_content",
         "take_device",
         """
 b, deadline = take_victim(h, np.int64(DEVICE), PRIORITY_MAX)

@@ -42,6 +42,10 @@ FILES = {
 assert all(map(os.path.exists, FILES)), "a file that has moved has no lines to switch between"
 
 
+watching = False
+"""Whether the changes of reference words are watched in scenes that are made from now on."""
+
+
 def watch_words(lock: Lock) -> None:
     """From now on, whoever changes the reference word of a block without this lock fails."""
 
@@ -76,7 +80,7 @@ class Cast(Engine):
         super().__init__(cache)
         state = contextlib.nullcontext() if without == "state_lock" else Lock(reentrant=True)
         cache.core.use_lock(state)
-        if isinstance(state, Lock):
+        if watching and isinstance(state, Lock):
             watch_words(state)
         cache.core.transfer.lock = contextlib.nullcontext() if without == "transfer_lock" else Lock(reentrant=False)  # type: ignore[assignment]
         if without in records.GUARDS:
@@ -474,9 +478,12 @@ def said(arguments: Sequence[str] | None = None) -> str:
     parser.add_argument("--most", type=int, help="end after so many schedules, of all")
     parser.add_argument("--seed", type=int, default=0, help="draws their order")
     parser.add_argument("--schedule", help="run this one only")
+    parser.add_argument("--watch-words", action="store_true", help="fail if a word changes without the state lock")
     args = parser.parse_args(arguments)
     if not config.DISABLE_JIT:
         parser.error("set NUMBA_DISABLE_JIT=1: machine code has no lines to switch between")
+    global watching
+    watching = args.watch_words
     build, bound = BUILDS[args.scene]
     scene = build(args.without)
     if args.schedule:
