@@ -22,13 +22,7 @@ vllm = pytest.importorskip(
     exc_type=ImportError,
 )
 
-from vllm.v1.kv_offload.base import (  # noqa: E402
-    LookupResult,
-    Medium,
-    ReqContext,
-    ScheduleEndContext,
-    make_offload_key,
-)
+from vllm.v1.kv_offload.base import LookupResult, Medium, ReqContext, ScheduleEndContext, make_offload_key  # noqa: E402
 
 from kvpool.engines.options import EngineOptions  # noqa: E402
 from kvpool.keepers import hostkeeper  # noqa: E402
@@ -83,6 +77,12 @@ class Manager:
         found = list(self.real.take_events())
         assert all(event.medium is Medium.CPU for event in found)
         return [(event.removed, set(self.numbers(event.keys))) for event in found]
+
+    def follow(self, known: set[int]) -> set[int]:
+        """What a listener knows after the events so far."""
+        for removed, numbers in self.events():
+            known = known - numbers if removed else known | numbers
+        return known
 
     def counted(self) -> dict[str, float]:
         stats = self.real.get_stats()
@@ -205,13 +205,10 @@ def test_a_reset_takes_back_what_was_told_of_host_blocks(make: Callable[..., Man
     manager, known = make(), set[int]()
     manager.store(1, 2)
     for numbers in ((3,), (4, 5)):
-        for removed, keys in manager.events():
-            known = known - keys if removed else known | keys
+        known = manager.follow(known)
         manager.store(*numbers)
         manager.real.reset_cache()
-    for removed, keys in manager.events():
-        known = known - keys if removed else known | keys
-    assert known == set() and manager.lookup(1, 2, 3, 4, 5) == [MISS] * 5
+    assert manager.follow(known) == set() and manager.lookup(1, 2, 3, 4, 5) == [MISS] * 5
     manager.store(6)
     assert manager.events() == [(False, {6})]
 
@@ -221,13 +218,11 @@ def test_events_that_were_lost_leave_no_chunk_told_that_has_gone(make: Callable[
     for first in range(0, 40, 2):
         manager.store(first, first + 1)
         if first % 6 == 0:
-            for removed, keys in manager.events():
-                known = known - keys if removed else known | keys
+            known = manager.follow(known)
         if first == 18:
             manager.real.reset_cache()
     manager.store(100)
-    for removed, keys in manager.events():
-        known = known - keys if removed else known | keys
+    known = manager.follow(known)
     assert manager.cache.stats().events_dropped > 0
     assert known and manager.lookup(*known) == [HIT] * len(known)
 
