@@ -395,8 +395,8 @@ def test_what_travels_to_the_workers_can_be_pickled(make: Callable[..., Manager]
 class Stored(Manager):
     """A manager whose chunks are in memory and are saved to a store."""
 
-    def __init__(self, chunks: int, **options: Any) -> None:
-        self.cache = kvpool.HostCache(chunks, 64, identity=IDENTITY, history=8)
+    def __init__(self, chunks: int, cache_clock: Callable[[], int] | None = None, **options: Any) -> None:
+        self.cache = kvpool.HostCache(chunks, 64, identity=IDENTITY, history=8, clock=cache_clock)
         self.tier, self.now = kvpool.HostTier.of(self.cache), 0.0
         given = EngineOptions(**{"stores": ("memory:?capacity=1MiB",), **options})
         self.real = vllm.KVPoolOffloadingManager(self.cache, given, clock=lambda: self.now)
@@ -453,6 +453,36 @@ def test_a_chunk_that_was_evicted_is_loaded_from_the_store() -> None:
     assert counted["vllm:kvpool_store_loaded_chunks"] == 1
     defined = vllm.KVPoolOffloadingSpec.build_metric_definitions({})
     assert {name.partition(":(")[0] for name in counted} <= set(defined)
+    manager.real.shutdown()
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_store_that_took_too_long_is_a_miss_whatever_a_store_behind_the_host_has(saved: bool) -> None:
+    """A worker may still write the one host block that the chunk has, so nothing is loaded into it."""
+    clock = Clock()
+    manager = Stored(4, clock)
+    if saved:
+        manager.fill(1, 2, 3, 4)
+        manager.wait_saved(4)
+        manager.real.on_request_finished(request())
+        manager.fill(5, 6, 7, 8)
+        manager.wait_saved(4)
+        manager.real.on_request_finished(request())
+    _, (late,), _ = manager.prepare_store(1)
+    clock.now += 60_000
+    assert manager.found(1) == [MISS]
+    # Those around it come nevertheless.
+    assert manager.found(2, 1, 3) == ([HIT, MISS, HIT] if saved else [MISS] * 3)
+    if saved:
+        lease = manager.cache.pin(keys(2, 3))
+        assert [int(manager.tier.blocks[block, 0]) for block in lease.blocks] == [2, 3]
+        lease.close()
+    manager.complete_store(1)
+    assert manager.cache.overdue() == []
+    assert manager.counted().get("vllm:kvpool_failed_stores", 0) == 0
+    manager.now += 10
+    assert manager.found(1) == [HIT if saved else MISS]
+    manager.cache.verify()
     manager.real.shutdown()
 
 
