@@ -49,7 +49,8 @@ class LeaseExpired(KVPoolError):
 
 
 class ReservationExpired(KVPoolError):
-    """The reservation has already been committed, aborted or revoked, or a reset has released it."""
+    """The reservation has already been committed, aborted or revoked, or a reset has released it; or its deadline has
+    passed."""
 
 
 class PoolClosed(KVPoolError):

@@ -33,6 +33,8 @@ log = VLLM.log
 _NONE = -1
 _DRAIN_SECONDS = 5.0
 """How long an engine that is shut down saves what it has begun to save."""
+_STORE_MS = 60_000
+"""How long a copy to host memory may take. A chunk that takes longer is not waited for any more."""
 _PREFILL_TOKENS = 64
 """A step with fewer tokens says nothing of prompts."""
 _UNKNOWN = 1e9
@@ -50,6 +52,7 @@ STORED, LOADED = "vllm:kvpool_stored_chunks", "vllm:kvpool_loaded_chunks"
 _HINTED = "vllm:kvpool_hint_actions"
 EVICTED, REFUSED = "vllm:kvpool_evicted_chunks", "vllm:kvpool_refused_stores"
 FAILED_LOADS, FAILED_STORES = "vllm:kvpool_failed_loads", "vllm:kvpool_failed_stores"
+EXPIRED_STORES = "vllm:kvpool_expired_stores"
 _TOTALS = (
     "vllm:kvpool_store_loaded_chunks",
     "vllm:kvpool_store_missed_chunks",
@@ -66,6 +69,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     REFUSED: ("Times that chunks could not be stored, as too much of the host tier is in use.", ()),
     FAILED_LOADS: ("Loads whose bytes did not come; their requests computed them.", ()),
     FAILED_STORES: ("Chunks whose copy to host memory failed.", ()),
+    EXPIRED_STORES: ("Chunks whose copy to host memory did not end in time.", ()),
     _TOTALS[0]: ("Chunks that came from a store to host memory.", ()),
     _TOTALS[1]: ("Chunks that a store was asked for and that did not come.", ()),
     _TOTALS[2]: ("Chunks that a store has kept.", ()),
@@ -183,6 +187,7 @@ class HostTierMetrics:
         """by name"""
         self._hints: Counter[tuple[str, str]] = Counter()
         self._totals = (0, 0, 0, 0)
+        self._expired = 0
         self._usage: HostUsage | None = None
         self._read_at = clock()
         self._known: dict[tuple[str, tuple[str, ...]], float] = {}
@@ -196,6 +201,10 @@ class HostTierMetrics:
         """What has happened since the last call, or None if nothing has."""
         counts = {name: count for name, count in self.counts.items() if count}
         self.counts.clear()
+        expired = self._cache.expired_reservations
+        if expired != self._expired:
+            counts[EXPIRED_STORES] = expired - self._expired
+            self._expired = expired
         if keeper is not None:
             totals = keeper.totals
             if totals != self._totals:
@@ -550,10 +559,16 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         self, keys: Collection[base.OffloadKey], req_context: base.ReqContext
     ) -> base.PrepareStoreOutput | None:
         """Reserve a host block for each chunk that has none. Returns None if too few host blocks can be evicted; then
-        vLLM tries again in the next step."""
+        vLLM tries again in the next step.
+
+        Notes
+        -----
+        A chunk whose store is not complete after ``_STORE_MS`` is a miss from then on. Since a worker may still write
+        its host block, the block stays out of use, and the chunk is not stored again, until vLLM completes the store.
+        """
         request = self._request(req_context, keys)
         try:
-            reserved = self._cache.reserve(_in_order(keys, req_context))
+            reserved = self._cache.reserve(_in_order(keys, req_context), deadline_ms=_STORE_MS)
         except kvpool.OutOfBlocks:
             self._counts[REFUSED] += 1
             return None
@@ -568,7 +583,8 @@ class KVPoolOffloadingManager(base.OffloadingManager):
     def complete_store(
         self, keys: Collection[base.OffloadKey], req_context: base.ReqContext, success: bool = True
     ) -> None:
-        """End the stores of these chunks. A chunk that is not being stored stays as it is."""
+        """End the stores of these chunks. A chunk that is not being stored stays as it is. A chunk whose store took too
+        long is dropped."""
         ended, lost, partial = list[bytes](), list[bytes](), list[bytes]()
         for key in keys:
             chunk = self._chunks.get(key)
@@ -586,10 +602,7 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         if lost:
             self._cache.abort(lost)
             self._counts[FAILED_STORES] += len(lost)
-        if ended and self._keeper is not None:
-            self._counts[STORED] += self._keeper.publish(ended, unsaved=partial)
-        elif ended:
-            self._counts[STORED] += self._cache.publish(ended)
+        self._publish(ended, partial)
         if partial:
             self._tidy()
         request = self._requests.get(req_context.req_id)
@@ -597,6 +610,26 @@ class KVPoolOffloadingManager(base.OffloadingManager):
             request.stores -= 1
             request.pieces += 1
             self._settle(req_context, request)
+
+    def _publish(self, keys: list[bytes], partial: list[bytes]) -> None:
+        """Publish chunks whose stores have ended, and give back the blocks of those that ended too late."""
+        while keys:
+            overdue = set(self._cache.overdue())
+            late = [key for key in keys if key in overdue]
+            keys = [key for key in keys if key not in overdue]
+            if late:
+                self._cache.abort(late)
+                for key in late:
+                    self._chunks.pop(key, None)
+            try:
+                if keys and self._keeper is not None:
+                    self._counts[STORED] += self._keeper.publish(keys, unsaved=partial)
+                elif keys:
+                    self._counts[STORED] += self._cache.publish(keys)
+                return
+            except kvpool.ReservationExpired:
+                # A deadline has passed since ``overdue`` was called.
+                continue
 
     def report(self, report: WorkerReport) -> None:
         """What workers say of the host blocks of stores. vLLM then calls ``complete_store`` as if all had succeeded."""

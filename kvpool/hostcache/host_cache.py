@@ -22,7 +22,16 @@ from kvpool.device.main_memory import available_ram
 from kvpool.entry.arguments import bool_argument, clock_argument, priority_argument, text_argument, ttl_argument
 from kvpool.entry.interrupt import DeferSignals
 from kvpool.entry.process import Closing, Process
-from kvpool.errors import BlockNotFound, InsufficientMemory, LeaseExpired, OutOfBlocks, PoolBusy, PoolClosed
+from kvpool.errors import (
+    BlockNotFound,
+    InsufficientMemory,
+    LeaseExpired,
+    OutOfBlocks,
+    PoolBusy,
+    PoolClosed,
+    ReservationExpired,
+)
+from kvpool.hostcache.deadlines import Deadlines
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
 from kvpool.hostcache.opaque_keys import Packed, key_argument, keys_argument, packed, unpacked
 from kvpool.hostcache.tier import HostSlots, block_bytes_argument, fingerprint_of
@@ -159,6 +168,10 @@ class HostCacheStats:
     """blocks that lost their content: evicted, forgotten or cleared"""
     expired_blocks: int
     events_dropped: int
+    expired_reservations: int
+    """blocks that were not published before the deadline of their reservation"""
+    overdue: int
+    """pending blocks whose reservation has expired, and whose writer has not called ``abort``"""
     lifetime_ms: Histogram = field(default_factory=Histogram)
     """from publishing to eviction"""
     idle_ms: Histogram = field(default_factory=Histogram)
@@ -200,9 +213,16 @@ class HostCache(Closing):
     and says ``publish`` or ``abort``. Whoever reads pins first. A process that dies while it copies changes nothing
     here: abort its keys and close its leases once it is gone.
 
-    Thread-safe. A call that raises has changed nothing, but that blocks whose time is over may have fallen to the
-    default priority. Verbs are one jitted call for all keys. Bad arguments raise TypeError or ValueError, and all
-    verbs raise PoolClosed.
+    A reservation can have a deadline (``reserve``). If its keys are not published by then, it expires: they are ABSENT,
+    and ``publish`` raises ReservationExpired. The index cannot stop a writer that holds an address. So the block of an
+    expired reservation stays out of use until ``abort`` reports that nobody writes it any more: a late write reaches
+    no other key's bytes, and no reader ever gets them. Until then, its key cannot be reserved again. There is no
+    thread: deadlines are checked by ``reserve``, ``publish``, ``find``, ``lookup``, ``overdue``,
+    ``expired_reservations`` and ``stats``.
+
+    Thread-safe. A call that raises has changed nothing, except that reservations may have expired, and blocks whose
+    time is over may have fallen to the default priority. Verbs are one jitted call for all keys. Bad arguments raise
+    TypeError or ValueError, and all verbs raise PoolClosed.
 
     Examples
     --------
@@ -257,6 +277,7 @@ class HostCache(Closing):
         self._spare: list[Packed] = []
         # The order in which pending keys were reserved. Engines end them as a set.
         self._order: dict[bytes, int] = {}
+        self._deadlines = Deadlines()
         self._reserved = 0
         # The last keys that have gone, with the reason and the time, and whether others had gone before.
         self._history, self._gone_before = integer_argument("history", history, 0, 1 << 24), False
@@ -266,19 +287,21 @@ class HostCache(Closing):
     # -- keys that are looked for --------------------------------------------------------------------
 
     def lookup(self, keys: Keys) -> Uint8s:
-        """ABSENT, HERE or PENDING for each key: uint8[n]. Does not change the cache."""
+        """ABSENT, HERE or PENDING for each key: uint8[n]. Does not change the cache, except that reservations may
+        expire."""
         wanted = packed(keys)
-        answers = np.empty(len(wanted.keys), np.uint8)
+        answers, now = np.empty(len(wanted.keys), np.uint8), self._now_for_deadlines()
         with self._lock:
             self._check_open()
+            self._expire(now)
             hostcache.lookup(self._heads, self._root, *wanted[1:], answers)
         return answers
 
     def find(self, key: bytes) -> int:
-        """ABSENT, HERE or PENDING for one key. Does not change the cache."""
+        """ABSENT, HERE or PENDING for one key. Does not change the cache, except that reservations may expire."""
         if type(key) is not bytes or not 1 <= len(key) <= hostcache.KEY_BYTES:
             key = key_argument("key", key)
-        size = len(key)
+        size, now = len(key), self._now_for_deadlines()
         try:
             one = self._spare.pop()
         except IndexError:
@@ -288,6 +311,7 @@ class HostCache(Closing):
         one.sizes[0] = size
         with self._lock:
             self._check_open()
+            self._expire(now)
             found = int(hostcache.look(self._heads, self._root, *one[1:]))
         self._spare.append(one)
         return found
@@ -323,7 +347,14 @@ class HostCache(Closing):
 
     # -- keys to come ----------------------------------------------------------------------------------
 
-    def reserve(self, keys: Keys, *, priority: int = records.DEFAULT_PRIORITY, ttl_ms: int | None = None) -> Reserved:
+    def reserve(
+        self,
+        keys: Keys,
+        *,
+        priority: int = records.DEFAULT_PRIORITY,
+        ttl_ms: int | None = None,
+        deadline_ms: int | None = None,
+    ) -> Reserved:
         """Take a block for each absent key. These keys are then PENDING. Evicts content if needed. Changes the cache.
 
         Keys that are HERE count as used, and this call does not evict them. PENDING keys belong to another caller. Only
@@ -331,12 +362,19 @@ class HostCache(Closing):
         of the lowest priority, least recently used first, up to ``priority`` (0 to 100). After ``ttl_ms`` without a
         use, the priority falls to the default.
 
+        The reservation expires ``deadline_ms`` after this call (None, the default: never). The keys that are not
+        published by then are ABSENT, ``publish`` refuses them, and they are counted in ``stats``. Their blocks stay out
+        of use until ``abort``, since the writer may still write them. Until then, ``reserve`` does not take these keys
+        again.
+
         All or nothing: raises OutOfBlocks if too few blocks are free. Pinned and pending blocks are not free.
         """
         wanted, priority, ttl = packed(keys), priority_argument("priority", priority), ttl_argument("ttl_ms", ttl_ms)
+        lifetime = ttl_argument("deadline_ms", deadline_ms)
         now = self._now()
         with DeferSignals() as signals, self._lock:
             self._check_open()
+            self._expire(now)
             evicted = np.empty_like(wanted.words)
             count = hostcache.reserve(self._heads, self._root, *wanted[1:], priority, ttl, now, evicted)
             if count < 0 and len(set(wanted.keys)) < len(wanted.keys):
@@ -349,6 +387,8 @@ class HostCache(Closing):
             signals.undo = partial(self._undo, found.keys, now)
             self._order.update(zip(found.keys, range(self._reserved, self._reserved + taken), strict=True))
             self._reserved += taken
+            if deadline_ms is not None:
+                self._deadlines.add(found.keys, now + lifetime)
             self._note_gone(found.evicted, "evicted", now)
             return found
 
@@ -357,13 +397,21 @@ class HostCache(Closing):
 
         A key that ``forget`` or ``clear`` has named meanwhile is dropped instead. Of the keys of one call, the one that
         was reserved last is evicted first, whatever their order here. Raises BlockNotFound, which names the first key
-        that is not pending.
+        that is not pending; and ReservationExpired, which names the first key whose deadline has passed: abort those
+        that ``overdue`` returns, and publish the others.
         """
         return self.publish_ordered(self.in_order(keys))
 
     def publish_ordered(self, keys: Sequence[bytes]) -> int:
         """What ``publish`` does with keys that ``in_order`` has returned."""
-        return self._end(hostcache.publish, keys, self._now())
+        now = self._now()
+        with self._lock:
+            self._check_open()
+            self._expire(now)
+            for key in keys if self._deadlines.overdue else ():
+                if key in self._deadlines.overdue:
+                    raise ReservationExpired(f"key {key.hex()} was not published before its deadline: abort it")
+            return self._end(hostcache.publish, keys, now)
 
     def in_order(self, keys: Keys) -> Sequence[bytes]:
         """Pending keys in the order in which they were reserved; others as they are. Does not change the cache."""
@@ -376,9 +424,42 @@ class HostCache(Closing):
     def abort(self, keys: Keys) -> int:
         """Give back the blocks of pending keys whose bytes will not come. Returns how many. Changes the cache.
 
-        Nobody may write the blocks any more. Raises BlockNotFound, which names the first key that is not pending.
+        Nobody may write the blocks any more. Keys whose reservation has expired are among them: this makes their blocks
+        usable again. Raises BlockNotFound, which names the first key that is not pending.
         """
         return self._end(hostcache.abort, keys_argument(keys), self._now())
+
+    def overdue(self) -> list[bytes]:
+        """Return the keys whose reservation has expired and whose writer has not called ``abort``, in the order in
+        which they were found to have expired. Does not change the cache, except that reservations may expire."""
+        now = self._now_for_deadlines()
+        with self._lock:
+            self._check_open()
+            self._expire(now)
+            return list(self._deadlines.overdue)
+
+    @property
+    def expired_reservations(self) -> int:
+        """How many blocks were not published before the deadline of their reservation."""
+        now = self._now_for_deadlines()
+        with self._lock:
+            if not self._closed:
+                self._expire(now)
+            return self._deadlines.expired
+
+    def _now_for_deadlines(self) -> int:
+        """Return the time if a reservation can expire, else -1. The clock is not read under the lock."""
+        return self._now() if self._deadlines else -1
+
+    def _expire(self, now: int) -> None:
+        """Expire the reservations whose deadline has passed, as ``forget`` does: their blocks stay with the writers.
+        The caller holds the lock."""
+        keys = self._deadlines.passed(now)
+        if keys:
+            with DeferSignals():
+                hostcache.forget_keys(self._heads, self._root, *packed(keys, known=True)[1:], now)
+                self._deadlines.expire(keys)
+                self._note_gone(keys, "lost", now)
 
     def set_priority(self, keys: Keys, priority: int, *, ttl_ms: int | None = None) -> int:
         """Give keys that are HERE this priority (0 to 100) from now on; after ``ttl_ms`` without a use it falls to the
@@ -529,9 +610,11 @@ class HostCache(Closing):
         return HostUsage(empty, free - empty, pinned, self.host_blocks - free - pinned)
 
     def stats(self) -> HostCacheStats:
-        """A snapshot; also of a closed cache. Changes nothing."""
+        """A snapshot; also of a closed cache. Changes nothing, except that reservations may expire."""
         now = self._now()
         with self._lock:
+            if not self._closed:
+                self._expire(now)
             state, usage = self._states[0], self.usage()
             counters = dict(zip(records.COUNTERS, state.counters.tolist(), strict=True))
             histograms = [Histogram(row[: records.BINS], int(row[records.BINS])) for row in state.histograms.copy()]
@@ -556,6 +639,8 @@ class HostCache(Closing):
             counters["forgotten_host_blocks"],
             counters["expired_blocks"],
             counters["events_dropped"],
+            self._deadlines.expired,
+            len(self._deadlines.overdue),
             evicted,
             histograms[records.HOST_IDLE],
             histograms[records.REUSE_GAP],
@@ -596,6 +681,7 @@ class HostCache(Closing):
         with self._lock:
             count = self._run(verb, wanted, now, needed="pending")
             deque(map(self._order.pop, keys, repeat(None)), maxlen=0)
+            self._deadlines.end(keys)
         return count
 
     def _undo(self, keys: tuple[bytes, ...], now: int) -> None:

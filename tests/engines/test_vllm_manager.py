@@ -96,8 +96,8 @@ class Manager:
 def make() -> Iterator[Callable[..., Manager]]:
     opened: list[Manager] = []
 
-    def build(chunks: int = 4, events: int = 64) -> Manager:
-        opened.append(Manager(chunks, events))
+    def build(chunks: int = 4, events: int = 64, **options: Any) -> Manager:
+        opened.append(Manager(chunks, events, **options))
         return opened[-1]
 
     yield build
@@ -151,6 +151,70 @@ def test_a_failed_store_leaves_nothing_and_what_was_there(make: Callable[..., Ma
     assert manager.prepare_store(7, 9)[0] == [9]
     manager.complete_store(7, 9, success=False)
     assert manager.lookup(7, 9) == [HIT, MISS]
+
+
+class Clock:
+    """A clock in ms. It stands still, but for the steps that a test has it make, one in each call."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.steps: list[int] = []
+
+    def __call__(self) -> int:
+        self.now = self.steps.pop(0) if self.steps else self.now
+        return self.now
+
+
+@pytest.mark.parametrize("success", [True, False])
+def test_a_store_that_is_not_complete_in_time_is_a_miss_and_its_block_is_not_used(
+    make: Callable[..., Manager], success: bool
+) -> None:
+    clock = Clock()
+    manager = make(2, clock=clock)
+    _, (late,), _ = manager.prepare_store(1)
+    clock.now = 59_999
+    assert manager.lookup(1) == [PENDING]
+    clock.now = 60_000
+    assert manager.lookup(1) == [MISS]
+    assert manager.counted()["vllm:kvpool_expired_stores"] == 1
+    assert manager.counted() == {}, "it is counted once"
+    assert manager.prepare_store(1, 2)[:2] == ([2], (1 - late,)), "a worker may still write the block of 1"
+    assert manager.prepare_store(3) is None
+    manager.complete_store(1, 2, success=success)
+    assert manager.lookup(1, 2) == [MISS, HIT if success else MISS]
+    assert manager.events() == ([(False, {2})] if success else [])
+    counted = manager.counted()
+    assert counted.get("vllm:kvpool_stored_chunks", 0) == success
+    assert counted.get("vllm:kvpool_failed_stores", 0) == (0 if success else 2)
+    assert late in manager.store(1, 3)
+    assert manager.lookup(1, 3) == [HIT, HIT]
+
+
+def test_a_store_whose_deadline_passes_while_it_is_completed_is_dropped(make: Callable[..., Manager]) -> None:
+    clock = Clock()
+    manager = make(4, clock=clock)
+    manager.prepare_store(1)
+    clock.now = 1
+    manager.prepare_store(2)
+    clock.steps = [59_999, 60_000, 60_000]
+    manager.complete_store(1, 2)
+    assert not clock.steps
+    assert manager.lookup(1, 2) == [MISS, HIT]
+    counted = manager.counted()
+    assert (counted["vllm:kvpool_stored_chunks"], counted["vllm:kvpool_expired_stores"]) == (1, 1)
+    assert manager.prepare_store(1)[0] == [1]
+
+
+def test_a_reset_gives_back_the_blocks_of_stores_that_took_too_long(make: Callable[..., Manager]) -> None:
+    clock = Clock()
+    manager = make(2, clock=clock)
+    manager.prepare_store(1, 2)
+    clock.now = 60_000
+    assert manager.lookup(1, 2) == [MISS, MISS]
+    manager.real.reset_cache()
+    manager.complete_store(1, 2)
+    manager.store(1, 2)
+    assert manager.lookup(1, 2) == [HIT, HIT]
 
 
 def test_a_chunk_whose_copy_failed_in_a_worker_is_not_found(make: Callable[..., Manager]) -> None:
@@ -326,8 +390,8 @@ def test_what_travels_to_the_workers_can_be_pickled(make: Callable[..., Manager]
 class Stored(Manager):
     """A manager whose chunks are in memory and are saved to a store."""
 
-    def __init__(self, chunks: int, **options: Any) -> None:
-        self.cache = kvpool.HostCache(chunks, 64, identity=IDENTITY, history=8)
+    def __init__(self, chunks: int, cache_clock: Callable[[], int] | None = None, **options: Any) -> None:
+        self.cache = kvpool.HostCache(chunks, 64, identity=IDENTITY, history=8, clock=cache_clock)
         self.tier, self.now = kvpool.HostTier.of(self.cache), 0.0
         given = EngineOptions(**{"stores": ("memory:?capacity=1MiB",), **options})
         self.real = vllm.KVPoolOffloadingManager(self.cache, given, clock=lambda: self.now)
@@ -384,6 +448,36 @@ def test_a_chunk_that_was_evicted_is_loaded_from_the_store() -> None:
     assert counted["vllm:kvpool_store_loaded_chunks"] == 1
     defined = vllm.KVPoolOffloadingSpec.build_metric_definitions({})
     assert {name.partition(":(")[0] for name in counted} <= set(defined)
+    manager.real.shutdown()
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_store_that_took_too_long_is_a_miss_whatever_a_store_behind_the_host_has(saved: bool) -> None:
+    """A worker may still write the one host block that the chunk has, so nothing is loaded into it."""
+    clock = Clock()
+    manager = Stored(4, clock)
+    if saved:
+        manager.fill(1, 2, 3, 4)
+        manager.wait_saved(4)
+        manager.real.on_request_finished(request())
+        manager.fill(5, 6, 7, 8)
+        manager.wait_saved(4)
+        manager.real.on_request_finished(request())
+    _, (late,), _ = manager.prepare_store(1)
+    clock.now += 60_000
+    assert manager.found(1) == [MISS]
+    # Those around it come nevertheless.
+    assert manager.found(2, 1, 3) == ([HIT, MISS, HIT] if saved else [MISS] * 3)
+    if saved:
+        lease = manager.cache.pin(keys(2, 3))
+        assert [int(manager.tier.blocks[block, 0]) for block in lease.blocks] == [2, 3]
+        lease.close()
+    manager.complete_store(1)
+    assert manager.cache.overdue() == []
+    assert manager.counted().get("vllm:kvpool_failed_stores", 0) == 0
+    manager.now += 10
+    assert manager.found(1) == [HIT if saved else MISS]
+    manager.cache.verify()
     manager.real.shutdown()
 
 

@@ -142,6 +142,10 @@ def test_arguments_of_a_cache(make: Make, options: dict[str, Any], error: type[E
         ({"priority": -1}, ValueError),
         ({"priority": "high"}, TypeError),
         ({"ttl_ms": 0}, ValueError),
+        ({"deadline_ms": 0}, ValueError),
+        ({"deadline_ms": -1}, ValueError),
+        ({"deadline_ms": True}, TypeError),
+        ({"deadline_ms": "1"}, TypeError),
         ({"ttl_ms": 1.0}, TypeError),
     ],
 )

@@ -57,18 +57,26 @@ def _interrupt() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize("verb", ["pin", "reserve", "close", "revoke", "clear"])
+@pytest.mark.parametrize("verb", ["pin", "reserve", "expire", "close", "revoke", "clear"])
 def test_an_interrupt_at_any_line_leaves_the_cache_whole(make: Make, verb: str) -> None:
     scenes: list[tuple[HostCache, Any]] = []
 
+    now = 0
+
     def prepare() -> Callable[[], Any]:
-        cache = make()
+        nonlocal now
+        now = 0
+        cache = make(clock=lambda: now)
         store(cache, "a", "b")
         lease = cache.pin(keys("a"), owner="me")
+        if verb == "expire":
+            cache.reserve(keys("d"), deadline_ms=1)
+            now = 1
         scenes.append((cache, lease))
         calls: dict[str, Callable[[], Any]] = {
             "pin": lambda: cache.pin(keys("b")),
-            "reserve": lambda: cache.reserve(keys("b", "c")),
+            "reserve": lambda: cache.reserve(keys("b", "c"), deadline_ms=1),
+            "expire": lambda: cache.find(b"d"),
             "close": lease.close,
             "revoke": lambda: cache.revoke("me"),
             "clear": lambda: cache.clear(force=True),
@@ -76,12 +84,19 @@ def test_an_interrupt_at_any_line_leaves_the_cache_whole(make: Make, verb: str) 
         return calls[verb]
 
     def check(found: Any) -> None:
+        nonlocal now
         cache, lease = scenes[-1]
         cache.verify()
         stats = cache.stats()
         assert stats.pinned == stats.leases
         if verb in ("pin", "reserve") and isinstance(found, KeyboardInterrupt):
             assert (stats.leases, stats.pending) == (1, 0), "nobody got it"
+        if verb == "reserve" and isinstance(found, KeyboardInterrupt):
+            now = 1
+            assert cache.stats().expired_reservations == 0
+        if verb == "expire":
+            assert (stats.expired_reservations, stats.overdue, cache.find(b"d")) == (1, 1, cache.ABSENT)
+            assert cache.abort(keys("d")) == 1
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
