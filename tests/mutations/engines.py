@@ -103,10 +103,14 @@ MUTATIONS = (
     ),
     Mutation(
         "states_that_were_looked_for_keep_their_room",
-        "LocalBlocks.longest_state",
-        "self._leave([pieces[place] for place in places])",
+        "LocalBlocks._request",
+        "if self._keeper is not None:\n    self._keeper.finish(request)",
         "pass",
         "Look-ups shut out the loads of later ones.",
-        (f"{LOCAL}test_states_that_were_only_looked_for_take_no_room_from_others",),
+        (
+            f"{LOCAL}test_states_that_were_only_looked_for_take_no_room_from_others",
+            f"{LOCAL}test_what_comes_after_a_gap_takes_no_room_from_the_next_prompt",
+            f"{LOCAL}test_a_read_that_fails_takes_no_room_from_the_next_prompt",
+        ),
     ),
 )
