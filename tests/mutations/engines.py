@@ -110,7 +110,6 @@ MUTATIONS = (
         (
             f"{LOCAL}test_states_that_were_only_looked_for_take_no_room_from_others",
             f"{LOCAL}test_what_comes_after_a_gap_takes_no_room_from_the_next_prompt",
-            f"{LOCAL}test_a_read_that_fails_takes_no_room_from_the_next_prompt",
         ),
     ),
 )
