@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -69,6 +69,7 @@ class LocalBlocks:
         self._names: list[str] = []
         # The stores from which the blocks came that were looked for last.
         self._origins: dict[bytes, int | None] = {}
+        self._request_count = 0
         self.at_a_time = _INDEXED
         """how many keys can be looked up at once at little cost"""
         self.skipped = Counter[str]()
@@ -110,15 +111,30 @@ class LocalBlocks:
 
     # -- blocks --------------------------------------------------------------------------------------
 
-    def lookup(self, keys: Sequence[bytes]) -> Bools:
+    @contextmanager
+    def _request(self) -> Iterator[str]:
+        """Name the look-ups of one call. When it ends, blocks that have come for it and that it has not read take no
+        room from other loads."""
+        self._request_count += 1
+        request = f"kvpool local {self._request_count}"
+        try:
+            yield request
+        finally:
+            if self._keeper is not None:
+                self._keeper.finish(request)
+
+    def _answers(self, keys: Sequence[bytes], request: str) -> Uint8s:
+        return self._cache.lookup(keys) if self._keeper is None else self._keeper.lookup(keys, request)
+
+    def lookup(self, keys: Sequence[bytes], request: str = "") -> Bools:
         """Whether the block of each key is here, once the loads of all have ended. Those beyond a window are not
-        loaded."""
-        answers = self._index.lookup(keys)
+        loaded. ``request``: the name under which blocks that come wait for their reader."""
+        answers = self._answers(keys, request)
         end = time.monotonic() + self._patience
         while HostCache.PENDING in answers and time.monotonic() < end:
             self.poll()
             time.sleep(_TURN_SECONDS)
-            answers = self._index.lookup(keys)
+            answers = self._answers(keys, request)
         return answers == HostCache.HERE
 
     def here(self, keys: Sequence[bytes]) -> int:
@@ -161,23 +177,24 @@ class LocalBlocks:
         """
         first = 0
         self._origins.clear()
-        while first < len(keys):
-            window = keys[first : first + self._window]
-            away = np.flatnonzero(~self.lookup(window))
-            count = int(away[0]) if len(away) else len(window)
-            if not count:
-                return
-            try:
-                if self._keeper is not None:
-                    self._origins.update((key, self._keeper.origin(key)) for key in window[:count])
-                lease = self.pin(window[:count])
-            except BlockNotFound:
-                return
-            try:
-                yield lease, first
-            finally:
-                lease.close(used=used)
-            first += count
+        with self._request() as request:
+            while first < len(keys):
+                window = keys[first : first + self._window]
+                away = np.flatnonzero(~self.lookup(window, request))
+                count = int(away[0]) if len(away) else len(window)
+                if not count:
+                    return
+                try:
+                    if self._keeper is not None:
+                        self._origins.update((key, self._keeper.origin(key)) for key in window[:count])
+                    lease = self._index.pin(window[:count], owner=request)
+                except BlockNotFound:
+                    return
+                try:
+                    yield lease, first
+                finally:
+                    lease.close(used=used)
+                first += count
 
     def story(self, keys: Sequence[bytes], here: int, width: int) -> tuple[Counter[str], list[Missed]]:
         """For the log: from where the first keys have come that are ``here``, in tokens, as the last ``here`` has found
@@ -238,17 +255,12 @@ class LocalBlocks:
         """The place of the first key whose state has its beginning here. Give the longest prompt first."""
         for some in parts(len(keys), self.at_a_time):
             pieces = [_pieces_of(key, 1)[0] for key in keys[some]]
-            places = np.flatnonzero(self.lookup(pieces)).tolist()
+            # Nobody waits to read them: those of one question take no room from those of the next.
+            with self._request() as request:
+                places = np.flatnonzero(self.lookup(pieces, request)).tolist()
             if places:
-                self._leave([pieces[place] for place in places])
                 return some.start + int(places[0])
         return None
-
-    def _leave(self, keys: Sequence[bytes]) -> None:
-        """Blocks have been asked for, and nobody waits to read them: they take no room from other loads."""
-        if self._keeper is not None:
-            with suppress(BlockNotFound):
-                self.pin(keys).close(used=False)
 
     def state(self, key: bytes) -> bytes | None:
         """A copy of the state of a key. None if not all of it comes; what has lost a part is counted as "gone"."""

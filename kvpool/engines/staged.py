@@ -41,12 +41,16 @@ def check_store(options: EngineOptions, **names: object) -> None:
 class _Hits:
     """Blocks that were found and are worth a load, until they have been loaded or nobody wants them any more.
 
-    A load may lose only what the policy allows it, so that a hit does not lose to the engine. Thread-safe.
+    A load may lose only what the policy allows it, so that a hit does not lose to the engine. Engines do not report that
+    a request was aborted. So a hit that nobody has begun to load lapses when its load would be given up: it no longer
+    stands before other hits, and a load of it brings nothing. Thread-safe.
     """
 
     def __init__(self, policy: LoadPolicy, block_bytes: int, seconds: float) -> None:
         self._policy, self._block_bytes, self._seconds = policy, block_bytes, seconds
         self._open: dict[bytes, LoadAttempt] = {}
+        self._loading: set[LoadAttempt] = set()
+        self._lapsed: set[LoadAttempt] = set()
         self._lock = threading.Lock()
 
     def worth(self, names: Sequence[bytes], now: float) -> int:
@@ -55,30 +59,46 @@ class _Hits:
             again = {self._open[name] for name in names if name in self._open}
             gone = {one for one in self._open.values() if one.at + self._seconds < now}
             self._end(again | gone, now, told=False)
-            waited = max(0.0, now - min([one.at for one in self._open.values()], default=now))
-            load = self._policy.choose(len(names), len(self._open) * self._block_bytes, 0.0, waited)
+            self._lapse(now)
+            live = [one for one in self._open.values() if one not in self._lapsed]
+            waited = max(0.0, now - min([one.at for one in live], default=now))
+            load = self._policy.choose(len(names), len(live) * self._block_bytes, 0.0, waited)
             attempt = LoadAttempt(self._policy, load, max(1, load.blocks), now)
             self._open.update(dict.fromkeys(names[: load.blocks], attempt))
             return load.blocks
 
     def until(self, names: Sequence[bytes]) -> float:
-        """When a load of these blocks is given up."""
+        """When a load of these blocks, which begins now, is given up."""
         with self._lock:
-            return min([self._open[name].until for name in names if name in self._open], default=math.inf)
+            attempts = {self._open[name] for name in names if name in self._open}
+            self._loading |= attempts - self._lapsed
+            return min([attempt.until for attempt in attempts], default=math.inf)
 
     def loaded(self, came: Mapping[bytes, bool], began: float, now: float) -> None:
         """Which blocks have come, by a load that began then."""
         with self._lock:
             own = {attempt for name in came if (attempt := self._open.get(name)) is not None}
             for attempt in own:
+                if attempt in self._lapsed:
+                    self._end({attempt}, now, told=False)
+                    continue
                 mine = [ok for name, ok in came.items() if self._open.get(name) is attempt]
                 attempt.note(sum(mine), began, now)
                 if not all(mine) or attempt.came == attempt.items:
                     self._end({attempt}, now, told=True)
 
+    def _lapse(self, now: float) -> None:
+        """Drop hits whose time is over and that nobody loads. Their names stay, with the deadline of a load."""
+        for attempt in {*self._open.values()} - self._loading - self._lapsed:
+            if attempt.until < now:
+                attempt.end(now, told=False)
+                self._lapsed.add(attempt)
+
     def _end(self, attempts: Set[LoadAttempt], now: float, told: bool) -> None:
-        for attempt in attempts:
+        for attempt in attempts - self._lapsed:
             attempt.end(now, told=told)
+        self._loading -= attempts
+        self._lapsed -= attempts
         for name in [name for name, attempt in self._open.items() if attempt in attempts] if attempts else ():
             del self._open[name]
 

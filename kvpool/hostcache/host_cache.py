@@ -47,6 +47,7 @@ from kvpool.state.tiers import CLEARED, CREATED
 from kvpool.state.verify import verify_states
 
 Keys = Iterable[bytes]
+_FORGOTTEN = records.COUNTERS.index("forgotten_host_blocks")
 Ids = Int64s
 
 
@@ -552,6 +553,11 @@ class HostCache(Closing):
     def unsaved_blocks(self) -> int:
         """Blocks that were evicted before a saver was told of them to whom all is owed."""
         return int(self._heads[0, records.H.unsaved])
+
+    @property
+    def forgotten_blocks(self) -> int:
+        """Blocks that lost their content since the cache was made: evicted, forgotten or cleared. Fast."""
+        return int(self._states[0].counters[_FORGOTTEN])
 
     def refresh(self) -> int:
         """Give blocks whose time to live is over the default priority. Returns how many. Changes the cache."""

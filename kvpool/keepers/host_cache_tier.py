@@ -318,10 +318,12 @@ class HostLoads:
         self.asked = self.loaded = self.refused = 0
         self.missed: Counter[str] = Counter()
         self._stopped = False
+        self._forgotten_before = tier.cache.forgotten_blocks
 
     def answers(self, keys: Sequence[bytes], found: Sequence[int], hit: str) -> list[int]:
         """What ``HostKeeper.find`` says of keys of a hit that are not HERE. ``found``: what the cache says. Stores are
         asked for what is not known yet."""
+        self._drop_unread(keys)
         said = list(map(self._known, keys, found))
         if None in said:
             self._ask(dict.fromkeys(key for key, one in zip(keys, said, strict=True) if one is None), hit)
@@ -353,9 +355,32 @@ class HostLoads:
 
     def published(self, keys: Iterable[bytes]) -> None:
         """The engine has written blocks itself. A store may have them soon."""
+        self._drop_unread(keys)
         if self._absent:
             for key in keys:
                 self._absent.pop(key, None)
+
+    def drop_evicted(self) -> None:
+        """Stop counting unread blocks that the cache no longer has: they occupy no room."""
+        forgotten = self._tier.cache.forgotten_blocks
+        if forgotten != self._forgotten_before:
+            self._forgotten_before = forgotten
+            unread = list(self._loader.unread)
+            self._drop_unread(compress(unread, (self._tier.cache.lookup(unread) != HostCache.HERE).tolist()))
+
+    def _drop_unread(self, keys: Iterable[bytes]) -> None:
+        """Stop counting those of the keys that count as unread. They were evicted since they came."""
+        unread = self._loader.unread
+        for key in keys if unread else ():
+            if key in unread:
+                self._loader.drop(key)
+
+    def _free(self, wanted: int) -> int:
+        """Return how many blocks may be loaded now. The cache is searched for evicted ones only if that is fewer than
+        ``wanted``, since the search takes time for each unread block."""
+        if self._loader.free < wanted:
+            self.drop_evicted()
+        return self._loader.free
 
     def leave(self, keys: Iterable[bytes]) -> None:
         """Do not ask for these keys for a while, nor bring those that are on their way."""
@@ -407,7 +432,7 @@ class HostLoads:
         """Ask the stores for keys of a hit. Of a store with an index in memory, the first keys are asked at once: who
         needs a prefix learns that it is not there. While there is no room, nobody is asked."""
         keys = list(wanted)
-        room = max(0, ASKED_MAX - len(self.searching)) if self._loader.free and not self._stopped else 0
+        room = max(0, ASKED_MAX - len(self.searching)) if self._free(1) and not self._stopped else 0
         self.refused += len(keys[room:])
         self.asked += len(keys[:room])
         left, later = keys[: min(room, NOW_MAX)], keys[NOW_MAX:room]
@@ -469,7 +494,7 @@ class HostLoads:
         keys = [key for key in keys if key in self.searching]
         if not keys:
             return
-        end, room = self._deadline(keys), keys[: self._loader.free]
+        end, room = self._deadline(keys), keys[: self._free(len(keys))]
         self._miss(keys[len(room) :], "crowded", remember=False)
         try:
             attempt = self._loader.attempt(number, len(room), spare=self._spare()) if room else None

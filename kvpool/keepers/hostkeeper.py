@@ -358,6 +358,7 @@ class HostKeeper(Closing):
         """A snapshot. Not for every step."""
         self._process.check(self)
         loads, bridge, coming = self._loads, self._bridge, self._loader.coming
+        loads.drop_evicted()
         unsaved: Counter[str] = Counter()
         dropped = bridge.not_saved(self._tier.lost)
         for (_, reason), count in dropped.items():

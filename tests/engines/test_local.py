@@ -202,6 +202,30 @@ def test_states_that_were_only_looked_for_take_no_room_from_others(shared: str) 
     blocks.close()
 
 
+def test_what_comes_after_a_gap_takes_no_room_from_the_next_prompt(shared: str) -> None:
+    """A prompt reads nothing after the first block that does not come."""
+    blocks = local_blocks(16, stores=[shared])
+    blocks.put([b"%d" % n for n in range(16)], fill(blocks.memory))
+    blocks = restarted(blocks, 16, stores=[shared])
+    for first in (1, 9):
+        assert blocks.here([b"none", *(b"%d" % n for n in range(first, first + 7))]) == 0
+    assert blocks._keeper is not None
+    stats = blocks._keeper.stats()
+    assert (stats.loaded, stats.unread, stats.refused) == (14, 0, 0)
+    blocks.close()
+
+
+def test_a_read_that_fails_takes_no_room_from_the_next_prompt(shared: str) -> None:
+    blocks = local_blocks(8, stores=[shared])
+    blocks.put([b"%d" % n for n in range(8)], fill(blocks.memory))
+    blocks = restarted(blocks, 8, stores=[shared])
+    with pytest.raises(BlockNotFound), blocks.opened([b"0", b"none", b"1", b"2"]):
+        pass
+    assert blocks._keeper is not None and blocks._keeper.stats().unread == 0
+    assert blocks.here([b"%d" % n for n in range(4, 8)]) == 4
+    blocks.close()
+
+
 def test_a_state_whose_piece_has_left_the_store_is_counted(shared: str) -> None:
     blocks = local_blocks(8, stores=[shared])
     blocks.put_state(b"s", bytes(6 * BLOCK))

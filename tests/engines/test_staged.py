@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,8 @@ pytest.importorskip("cryptography", reason="needs cryptography: pip install '.[s
 
 from kvpool.engines.options import EngineOptions
 from kvpool.engines.staged import StagedBlocks
+from kvpool.engines.staged import _Hits as Hits
+from kvpool.keepers.choice import Load, LoadOrCompute
 from kvpool.stores import MemoryStore
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, Gate, Wrong, content, fail, names
 
@@ -290,6 +293,61 @@ def test_a_store_that_fails_under_a_hit_costs_no_more_than_the_engine(make: Open
     free = len(blocks.client.take("load", 8, 0.0))
     assert free == (0 if how == "hangs" else 8)
     gate.open()
+
+
+class CountingPolicy(LoadOrCompute):
+    """Counts the loads that it has learned from, and those that were dropped."""
+
+    learned = dropped = 0
+
+    def end(self, *arguments: Any) -> None:
+        self.learned += 1
+        super().end(*arguments)
+
+    def drop(self, load: Load) -> None:
+        self.dropped += 1
+        super().drop(load)
+
+
+@pytest.fixture
+def hits() -> Hits:
+    """Hits of a store that has brought 8 blocks in 1 ms, ten times. The engine computes a block in 1 ms."""
+    policy = CountingPolicy(1000.0, BLOCK_BYTES, 1)
+    hits = Hits(policy, BLOCK_BYTES, 5.0)
+    for number in range(10):
+        assert hits.worth(names(8), float(number)) == 8
+        hits.until(names(8))
+        hits.loaded(dict.fromkeys(names(8), True), float(number), number + 0.001)
+    assert (policy.learned, policy.dropped) == (10, 0)
+    return hits
+
+
+def test_abandoned_hits_shut_out_others_for_no_longer_than_they_would_be_waited_for(hits: Hits) -> None:
+    assert [hits.worth(names(8, 8 * number), 20.0) for number in range(1, 100)][-1] == 0
+    later = 20.1
+    for number in range(100, 110):
+        assert hits.worth(names(8, 8 * number), later) == 8
+        hits.until(names(8, 8 * number))
+        hits.loaded(dict.fromkeys(names(8, 8 * number), True), later, later + 0.001)
+        later += 1.0
+
+
+def test_a_load_that_begins_when_its_hit_has_lapsed_brings_nothing(hits: Hits) -> None:
+    assert hits.worth(names(8), 20.0) == 8
+    assert hits.worth(names(8, 8), 21.0) == 8
+    assert hits.until(names(8)) < 21.0
+    hits.loaded(dict.fromkeys(names(8), False), 21.0, 21.0)
+    assert hits.until(names(8)) == math.inf, "it has ended"
+
+
+def test_a_load_under_way_does_not_lapse_and_its_store_is_judged_by_it(hits: Hits) -> None:
+    policy = hits._policy
+    assert isinstance(policy, CountingPolicy)
+    assert hits.worth(names(8), 20.0) == 8
+    hits.until(names(8))
+    hits.worth(names(8, 8), 21.0)
+    hits.loaded(dict.fromkeys(names(8), False), 20.0, 21.0)
+    assert (policy.learned, policy.dropped) == (11, 0)
 
 
 def test_a_hit_that_nobody_loads_is_dropped_and_asked_for_again(make: Open) -> None:

@@ -7,6 +7,7 @@ from tests.mutations.mutation import Mutation
 TESTS = "tests/engines/test_transfers.py::"
 LOCAL = "tests/engines/test_local.py::"
 SETTINGS = "tests/engines/test_llamacpp_settings.py::"
+STAGED = "tests/engines/test_staged.py::"
 MUTATIONS = (
     Mutation(
         "a_load_brings_what_nobody_stored",
@@ -102,11 +103,30 @@ MUTATIONS = (
         (f"{LOCAL}test_a_state_of_any_size_that_fits_is_found_after_a_restart",),
     ),
     Mutation(
+        "an_abandoned_hit_stands_before_others",
+        "_Hits._lapse",
+        "attempt.until < now",
+        "False",
+        "After some requests that were aborted, hits of others are declined for seconds.",
+        (f"{STAGED}test_abandoned_hits_shut_out_others_for_no_longer_than_they_would_be_waited_for",),
+    ),
+    Mutation(
+        "a_load_under_way_lapses",
+        "_Hits.until",
+        "self._loading |= attempts - self._lapsed",
+        "pass",
+        "A policy never learns that a store is late, and asks it again and again.",
+        (f"{STAGED}test_a_load_under_way_does_not_lapse_and_its_store_is_judged_by_it",),
+    ),
+    Mutation(
         "states_that_were_looked_for_keep_their_room",
-        "LocalBlocks.longest_state",
-        "self._leave([pieces[place] for place in places])",
+        "LocalBlocks._request",
+        "if self._keeper is not None:\n    self._keeper.finish(request)",
         "pass",
         "Look-ups shut out the loads of later ones.",
-        (f"{LOCAL}test_states_that_were_only_looked_for_take_no_room_from_others",),
+        (
+            f"{LOCAL}test_states_that_were_only_looked_for_take_no_room_from_others",
+            f"{LOCAL}test_what_comes_after_a_gap_takes_no_room_from_the_next_prompt",
+        ),
     ),
 )

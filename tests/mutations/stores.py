@@ -7,6 +7,7 @@ from tests.mutations.mutation import Mutation
 
 _HASHED = "tests/stores/test_hostkeeper_hashing.py::test_what_is_published_after_clear_is_not_saved_for_what_was_before"
 
+_ROOM = "tests/stores/test_load_room.py::"
 _POLICIES = "tests/stores/test_hostkeeper_policies.py::"
 _STEPS = "tests/stores/test_hostkeeper_steps.py::"
 
@@ -218,6 +219,22 @@ MUTATIONS = (
         ("tests/stores/test_hostkeeper_policies.py::test_what_came_and_nobody_reads_makes_room_after_a_while",),
     ),
     Mutation(
+        "evicted_blocks_take_room_until_they_would_have_been_read",
+        "HostLoads._free",
+        "if self._loader.free < wanted:\n    self.drop_evicted()",
+        "",
+        "Blocks that others have evicted shut out loads, though they occupy no room.",
+        (f"{_ROOM}test_unread_blocks_that_are_evicted_leave_their_room_to_the_next_request_at_once",),
+    ),
+    Mutation(
+        "a_block_that_the_engine_has_written_again_waits_for_its_reader",
+        "HostLoads.published",
+        "self._drop_unread(keys)",
+        "pass",
+        "A block that was evicted unread, and that the engine has written since, takes room from loads.",
+        (f"{_ROOM}test_a_block_that_was_evicted_unread_and_that_the_engine_writes_again_does_not_count",),
+    ),
+    Mutation(
         "what_had_no_room_is_absent_for_a_while",
         "HostLoads._load",
         'self._miss(keys[len(room) :], "crowded", remember=False)',
@@ -228,7 +245,7 @@ MUTATIONS = (
     Mutation(
         "stores_are_asked_for_what_has_no_room",
         "HostLoads._ask",
-        "max(0, ASKED_MAX - len(self.searching)) if self._loader.free and not self._stopped else 0",
+        "max(0, ASKED_MAX - len(self.searching)) if self._free(1) and not self._stopped else 0",
         "max(0, ASKED_MAX - len(self.searching)) if not self._stopped else 0",
         "A request whose end has no room waits for its stores in every step, and never begins.",
         (f"{_POLICIES}test_while_there_is_no_room_no_store_is_asked",),

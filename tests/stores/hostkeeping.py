@@ -18,8 +18,10 @@ ABSENT, HERE = HostCache.ABSENT, HostCache.HERE
 class Engine:
     """A cache, its memory and a keeper, and an engine that writes and reads blocks of known content."""
 
-    def __init__(self, *stores: Any, blocks: int = 16, identity: Any = IDENTITY, **options: Any) -> None:
-        self.cache = HostCache(blocks, BLOCK_BYTES, identity=identity)
+    def __init__(
+        self, *stores: Any, blocks: int = 16, identity: Any = IDENTITY, event_capacity: int = 0, **options: Any
+    ) -> None:
+        self.cache = HostCache(blocks, BLOCK_BYTES, identity=identity, event_capacity=event_capacity)
         self.tier = HostTier.of(self.cache)
         self.now = 1000.0
         self.keeper = HostKeeper(self.cache, self.tier, list(stores), **{"clock": lambda: self.now} | options)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from kvpool import KVCacheManager
+from kvpool import HostCache, KVCacheManager
 from kvpool.keepers import Keeper, Prefetch
 from kvpool.stores import MemoryStore
 from kvpool.stores.store import Store
@@ -32,9 +32,9 @@ def look_up(one: Engine, request: str, keys: list[bytes]) -> list[int]:
     return np.where(one.keeper.lookup(keys, request) == HERE, HERE, ABSENT).tolist()
 
 
-def stocked(make: Make, count: int, blocks: int = 16) -> Engine:
-    """An empty cache before a store with keys 0 to ``count``, with room for 8 loads."""
-    one = make(blocks=blocks, load_share=8 / blocks)
+def stocked(make: Make, count: int, blocks: int = 16, room: int = 8, event_capacity: int = 0) -> Engine:
+    """An empty cache before a store with keys 0 to ``count``, with room for so many loads."""
+    one = make(blocks=blocks, load_share=room / blocks, event_capacity=event_capacity)
     for first in range(0, count, 8):
         one.saved(8, first)
     return one
@@ -99,39 +99,99 @@ def test_the_time_limit_remains_for_requests_whose_end_nobody_reports(make: Make
     assert look_up(one, "r1", names(8, 8)) == [HERE] * 8
 
 
+def test_unread_blocks_that_are_evicted_leave_their_room_to_the_next_request_at_once(make: Make) -> None:
+    one = stocked(make, 16)
+    assert look_up(one, "r0", names(8)) == [HERE] * 8
+    one.write(16, 100)
+    assert one.keeper.drain(600)
+    assert one.keeper.lookup(names(8, 8), "r1").tolist() == [HostCache.PENDING] * 8
+    assert look_up(one, "r1", names(8, 8)) == [HERE] * 8
+    stats = one.keeper.stats()
+    assert (stats.refused, stats.missed, stats.unread) == (0, {}, 8)
+
+
+def test_a_block_that_was_evicted_unread_and_that_the_engine_writes_again_does_not_count(make: Make) -> None:
+    one = stocked(make, 8)
+    assert look_up(one, "r0", names(8)) == [HERE] * 8
+    one.write(16, 100)
+    assert one.keeper.drain(600)
+    one.write(8)
+    assert [one.keeper.origin(key) for key in names(8)] == [None] * 8
+    assert one.keeper.stats().unread == 0
+
+
+class Accounts:
+    """The requests that account for each unread block, from what look-ups answer and from the events of the cache."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.users: dict[bytes, set[str]] = {}
+        self.evicted = 0
+        self._pending: dict[bytes, set[str]] = {}
+
+    def look_up(self, request: str, keys: list[bytes]) -> None:
+        """Look keys up once, and wait until what was asked for is there."""
+        self.follow()
+        for key, answer in zip(keys, self.engine.keeper.lookup(keys, request).tolist(), strict=True):
+            users = self.users.get(key) if answer == HERE else self._pending.setdefault(key, set())
+            if users is not None:
+                users.add(request)
+        self.engine.until(lambda: not (self.engine.keeper.stats().searching or self.engine.keeper.stats().loading))
+        self.follow()
+        self._pending.clear()
+
+    def follow(self) -> None:
+        """Read what has come, and what has gone."""
+        for event in self.engine.cache.events():
+            for key in event.keys if event.kind in ("stored", "removed") else ():
+                if event.kind == "removed":
+                    self.evicted += self.users.pop(key, None) is not None
+                elif waiting := self._pending.pop(key, None):
+                    self.users[key] = waiting
+
+    def end(self, request: str) -> None:
+        self.follow()
+        self.users = {key: left for key, users in self.users.items() if (left := users - {request})}
+
+
 @pytest.mark.parametrize("number", range(8))
-def test_the_room_is_what_live_requests_account_for(make: Make, number: int) -> None:
-    """Keys 0 to 31 are of one group of layers, keys 32 to 63 of another; a request asks for both."""
+@pytest.mark.parametrize("blocks", [16, 24, 128])
+def test_the_room_is_what_live_requests_account_for(make: Make, blocks: int, number: int) -> None:
+    """Keys 0 to 31 are of one group of layers, keys 32 to 63 of another; a request asks for both. What the engine
+    writes evicts blocks that nobody has read, in the smaller caches."""
     print("seed", SEED + number)
     random = np.random.default_rng(SEED + number)
-    one = stocked(make, 64, blocks=128)
-    users: dict[bytes, set[str]] = {}
+    one = stocked(make, 64, blocks=blocks, room=64 if blocks == 128 else 12, event_capacity=1 << 12)
+    accounts, written = Accounts(one), 64
     asked: dict[str, list[bytes]] = {}
-    for step in range(80):
-        action, live = random.integers(0, 4), sorted(asked)
-        if action < 2 or not live:
+    for step in range(120):
+        action, live = random.integers(0, 6), sorted(asked)
+        if action == 5:
+            count = int(random.integers(1, 7))
+            one.write(count, written)
+            written += count
+        elif action < 3 or not live:
             request = f"r{step}" if action == 0 or not live else str(random.choice(live))
             first, count = int(random.integers(0, 28)), int(random.integers(1, 5))
             keys = names(count, first) + names(count, 32 + first)
-            before = one.cache.lookup(keys) == HERE
-            after = np.array(look_up(one, request, keys)) == HERE
-            for key, was, is_here in zip(keys, before.tolist(), after.tolist(), strict=True):
-                if is_here and (key in users or not was):
-                    users.setdefault(key, set()).add(request)
+            accounts.look_up(request, keys)
             asked.setdefault(request, []).extend(keys)
         else:
             request = str(random.choice(live))
             keys = asked.pop(request)
-            if action == 2:
+            if action == 3:
                 here = [key for key in dict.fromkeys(keys) if one.cache.find(key) == HERE]
                 one.keeper.pin(here[: int(random.integers(0, len(here) + 1))], owner=request).close()
             else:
                 one.keeper.finish(request)
-            users = {key: left for key, those in users.items() if (left := those - {request})}
-        assert one.keeper.stats().unread == len(users), step
-        # Others need the memory of some that count no more, so that stores are asked for these again.
-        one.cache.forget([key for key in names(64) if key not in users and random.integers(0, 4) == 0])
+            accounts.end(request)
+        accounts.follow()
+        assert one.keeper.stats().unread == len(accounts.users), step
+        if blocks == 128:
+            # Others need the memory of some that count no more, so that stores are asked for these again.
+            one.cache.forget([key for key in names(64) if key not in accounts.users and random.integers(0, 4) == 0])
     assert one.keeper.stats().loaded > 64, "some came more than once"
+    assert bool(accounts.evicted) == (blocks < 128)
     for request in asked:
         one.keeper.finish(request)
     assert one.keeper.stats().unread == 0
