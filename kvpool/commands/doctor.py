@@ -193,9 +193,11 @@ def _numba_cuda(installed: str | None) -> dict[str, Any]:
         return {"place": None, "error": f"{type(error).__name__}: {error}"}
     try:
         if installed and not wrong:
-            importlib.import_module("kvpool.device.cuda.step_kernel").compile_for((8, 0))
+            kernels = importlib.import_module("kvpool.device.cuda.table_kernels")
+            for name in kernels.KERNELS:
+                kernels.compile_for(name, (8, 0))
     except Exception as error:
-        wrong = f"step tables cannot be compiled: {type(error).__name__}: {error}"
+        wrong = f"kernels of tables cannot be compiled: {type(error).__name__}: {error}"
     return {"place": place, "error": wrong}
 
 

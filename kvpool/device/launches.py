@@ -13,7 +13,7 @@ import numpy as np
 
 from kvpool.arrays import Array, Int64s
 from kvpool.device.copy_plan import PLAN_FIELDS, CopyPlan, cuda_plan
-from kvpool.device.work import OFFSET, SCALE, START, StagedRows, TokenMoves, staged_arrays
+from kvpool.device.work import TokenMoves
 
 OPTIONS = ("-std=c++17",)
 """The options with which every source is compiled."""
@@ -180,7 +180,7 @@ def _record(*fields: Any) -> np.dtype[Any]:
 
 
 # The structs of the CUDA sources, field by field. They travel in the argument of a launch, which may have 4,096 bytes.
-PLANES, BASES, MOVES, TABLE_PLANES, ROWS = 4, 384, 320, 120, 512
+PLANES, BASES, MOVES = 4, 384, 320
 _DIGITS = _record("chunk", "token", "head", "word")
 _PLANE = _record(*KvPlane._fields[:-1], "words", "chunk_layers", ("step", _DIGITS))
 KV_COPY = _record(
@@ -190,9 +190,6 @@ FRAGMENT_TABLE = _record("rows", "count", "pieces")
 TOKEN_MOVES = _record(
     ("plan", np.int64, PLAN_FIELDS), "groups", *((name, np.uint32, MOVES) for name in ("ends", "source", "target"))
 )
-_TABLE_PLANE = np.dtype([("start", np.int64), ("scale", np.uint32), ("offset", np.uint32)])
-_TABLE = "ids", "table", "row_stride", "planes", "rows", "width", "columns"
-STAGE_ROWS = _record(*_TABLE, ("plane", _TABLE_PLANE, TABLE_PLANES), ("row", np.uint32, ROWS))
 
 
 def kv_copy(
@@ -280,9 +277,9 @@ def _token_word(plan: CopyPlan) -> int:
     return word_bytes(base, block, outer, inner, plan.token_bytes)
 
 
-def needed_kernels(plan: CopyPlan) -> list[tuple[str, str]]:
-    """Sources and kernels of what a pool enqueues besides copies."""
-    return [("stage_rows.cu", "stage_rows"), ("token_moves.cu", f"move_tokens_{_token_word(plan)}")]
+def move_kernel(plan: CopyPlan) -> tuple[str, str]:
+    """Source and kernel of the moves of tokens that a pool enqueues."""
+    return "token_moves.cu", f"move_tokens_{_token_word(plan)}"
 
 
 COPY_FRAGMENTS = "copy_fragments.cu", "copy_fragments"
@@ -332,21 +329,4 @@ def token_moves(plan: CopyPlan, work: TokenMoves, grid: Grid) -> Iterator[Launch
         record["plan"], record["groups"], record["ends"][0, : len(ends)] = plan.vector(), len(ends), ends
         record["source"][0, : len(some)], record["target"][0, : len(some)] = some.T
         needed = -(-len(ends) * plan.outer * plan.inner * (plan.token_bytes // word) // THREADS)
-        yield Launch("token_moves.cu", f"move_tokens_{word}", grid.thread_blocks(needed), THREADS, record)
-
-
-def stage_rows(staged: StagedRows, address: int, grid: Grid) -> Iterator[Launch]:
-    """The launches that write staged rows, each up to ``ROWS`` rows of up to ``TABLE_PLANES`` planes. ``address`` is
-    that of the buffer, for kernels."""
-    _, rows, planes = staged_arrays(staged)
-    threads, table = min(THREADS, -(-staged.columns // _WARP) * _WARP), staged.table
-    for r in range(0, staged.rows, ROWS):
-        for p in range(0, staged.planes, TABLE_PLANES):
-            some, those = rows[r : r + ROWS], planes[p : p + TABLE_PLANES]
-            record = np.zeros(1, STAGE_ROWS)
-            shape = len(those), len(some), staged.width, staged.columns
-            record[list(_TABLE)] = (address + 4 * r * staged.width, table.address, table.strides[-2], *shape)
-            plane = record["plane"][0, : len(those)]
-            plane["start"], plane["scale"], plane["offset"] = those[:, START], those[:, SCALE], those[:, OFFSET]
-            record["row"][0, : len(some)] = some
-            yield Launch("stage_rows.cu", "stage_rows", grid.thread_blocks(len(some)), threads, record)
+        yield Launch(*move_kernel(plan), grid.thread_blocks(needed), THREADS, record)

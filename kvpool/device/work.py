@@ -89,9 +89,15 @@ class StagedRows(NamedTuple):
 
 
 @jit(forceinline=True)
+def ids_bytes(rows: int, width: int) -> int:
+    """Bytes of the ids in the buffer. The rows and the planes follow them."""
+    return (4 * rows * width + 7) // 8 * 8
+
+
+@jit(forceinline=True)
 def staged_views(address: int, planes: int, rows: int, width: int) -> tuple[Any, Any, Any]:
     """Ids, rows and planes in the buffer at ``address``."""
-    behind_ids = address + (4 * rows * width + 7) // 8 * 8
+    behind_ids = address + ids_bytes(rows, width)
     return (
         array_at(address, (rows, width), np.int32),
         array_at(behind_ids, (rows,), np.int64),
@@ -102,7 +108,7 @@ def staged_views(address: int, planes: int, rows: int, width: int) -> tuple[Any,
 @jit
 def staged_bytes(planes: int, rows: int, width: int) -> int:
     """The bytes of ids, rows and planes in the buffer."""
-    return (4 * rows * width + 7) // 8 * 8 + 8 * rows + 24 * planes
+    return ids_bytes(rows, width) + 8 * rows + 24 * planes
 
 
 def staged_arrays(staged: StagedRows) -> tuple[Int32s, Int64s, Int64s]:

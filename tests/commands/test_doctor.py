@@ -86,17 +86,20 @@ def test_a_package_that_is_there_and_broken_is_no_crash(
 
 
 def test_a_numba_cuda_that_is_not_used_or_compiles_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def newer(capability: tuple[int, int]) -> str:
+    def newer(name: str, capability: tuple[int, int]) -> str:
         raise AttributeError("module 'numpy' has no attribute 'row_stack'")
+
+    def sound(name: str, capability: tuple[int, int]) -> str:
+        return ".entry"
 
     own, installed = "/site/numba/cuda/__init__.py", "/site/numba_cuda/numba/cuda/__init__.py"
     for place, version, compile_for, wrong in (
-        (own, "0.30", str, "Numba's own"),
+        (own, "0.30", sound, "Numba's own"),
         (own, None, newer, None),
-        (installed, "0.30", str, None),
-        (installed, "0.30", newer, "step tables cannot be compiled: AttributeError: module 'numpy'"),
+        (installed, "0.30", sound, None),
+        (installed, "0.30", newer, "kernels of tables cannot be compiled: AttributeError: module 'numpy'"),
     ):
-        there = SimpleNamespace(__file__=place, compile_for=compile_for)
+        there = SimpleNamespace(__file__=place, compile_for=compile_for, KERNELS={"any": None})
         monkeypatch.setattr(doctor.importlib, "import_module", lambda name, there=there: there)
         found = doctor._numba_cuda(version)
         assert found["place"] == place

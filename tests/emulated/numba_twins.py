@@ -1,16 +1,21 @@
 """Runs a Numba kernel on the CPU when the emulated driver launches it: its Python function, thread after thread.
 
-It can do what needs no other thread: grid and block indices, arrays, pointers and numbers. Anything else fails the
-launch.
+It can do what needs no other thread: grid and block indices, arrays, pointers and numbers. Shared memory and
+``cuda.syncthreads()``, as a statement of the kernel itself, are possible: each thread runs up to the barrier before any
+goes on. Anything else fails the launch.
 """
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import gc
+import inspect
 import itertools
+import textwrap
 import traceback
 import types
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,10 +43,25 @@ class _Dim3(NamedTuple):
     z: int
 
 
+class _Shared:
+    """The shared memory of a thread block: the same array for all of its threads. A kernel has one at most."""
+
+    made: Any = None
+
+    def array(self, size: int, kind: Any) -> Any:
+        if self.made is None:
+            self.made = (np.ctypeslib.as_ctypes_type(np.dtype(str(kind))) * size)()
+            ctypes.memset(self.made, 0xA5, ctypes.sizeof(self.made))  # nothing says what it holds
+        return self.made
+
+
 class _Cuda:
     """As much of ``numba.cuda`` as a thread sees."""
 
     threadIdx = blockIdx = blockDim = gridDim = _Dim3(0, 0, 0)
+
+    def __init__(self) -> None:
+        self.shared = _Shared()
 
     def grid(self, dimensions: int) -> Any:
         places = tuple(self.blockIdx[i] * self.blockDim[i] + self.threadIdx[i] for i in range(dimensions))
@@ -91,6 +111,51 @@ def _number(kind: Any, parameter: int) -> Any:
     return np.frombuffer((ctypes.c_uint8 * _sizes(kind)[0]).from_address(parameter), str(kind))[0].item()
 
 
+class _Barriers(ast.NodeTransformer):
+    """Makes a generator of a kernel, which yields at each barrier."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        barrier = ast.unparse(node) == "cuda.syncthreads()"
+        return ast.copy_location(ast.Expr(ast.Yield()), node) if barrier else self.generic_visit(node)
+
+
+def _thread_of(kernel: Any, cuda: _Cuda) -> Callable[..., Iterator[None]]:
+    """What one thread does: a generator that yields at each barrier."""
+    names, scope = {**kernel.py_func.__globals__, "cuda": cuda}, dict[str, Any]()
+    if "syncthreads" not in kernel.py_func.__code__.co_names:
+        function = types.FunctionType(kernel.py_func.__code__, names)
+
+        def whole(*given: Any) -> Iterator[None]:
+            function(*given)
+            yield from ()
+
+        return whole
+    tree = _Barriers().visit(ast.parse(textwrap.dedent(inspect.getsource(kernel.py_func))))
+    tree.body[0].decorator_list = []
+    exec(compile(ast.fix_missing_locations(tree), inspect.getfile(kernel.py_func), "exec"), names, scope)
+    made: Callable[..., Iterator[None]] = scope[kernel.py_func.__name__]
+    return made
+
+
+_ENDED = object()
+
+
+def _run_block(cuda: _Cuda, thread_of: Callable[..., Iterator[None]], count: int, given: list[Any]) -> None:
+    """All threads of a block, each up to the next barrier. Either all of them reach it, or none."""
+    cuda.shared = _Shared()
+    threads = [thread_of(*given) for _ in range(count)]
+    running = list(range(count))
+    while running:
+        waiting = []
+        for thread in running:
+            cuda.threadIdx = _place(thread, cuda.blockDim)
+            if next(threads[thread], _ENDED) is not _ENDED:
+                waiting.append(thread)
+        if waiting and len(waiting) < count:
+            raise RuntimeError(f"{len(waiting)} of {count} threads wait at a barrier, and the others have ended")
+        running = waiting
+
+
 _kept: dict[str, Any] = {}
 
 
@@ -105,7 +170,7 @@ def register(kernel: Any) -> None:
     kinds = kernel.argument_types
     sizes = [size for kind in kinds for size in _sizes(kind)]
     cuda = _Cuda()
-    function = types.FunctionType(kernel.py_func.__code__, {**kernel.py_func.__globals__, "cuda": cuda})
+    thread_of = _thread_of(kernel, cuda)
 
     def arguments(addresses: Any) -> list[Any]:
         rest, found = iter([addresses[i] for i in range(len(sizes))]), []
@@ -126,9 +191,7 @@ def register(kernel: Any) -> None:
             given = arguments(addresses)
             for i in range(first, first + count):
                 cuda.blockIdx = _place(i, cuda.gridDim)
-                for thread in range(block[0] * block[1] * block[2]):
-                    cuda.threadIdx = _place(thread, cuda.blockDim)
-                    function(*given)
+                _run_block(cuda, thread_of, block[0] * block[1] * block[2], given)
         except BaseException:
             traceback.print_exc()
             driver().emu_launch_failed()

@@ -6,7 +6,9 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
+from numba import cuda
 
 from engine import small_layout
 from kvpool import DeviceError, KVCacheManager, StepTables
@@ -14,6 +16,7 @@ from kvpool.device.cuda import CudaDevice
 from steps import arrays, check, expected
 from tests.device.pools import on_device, seen
 from tests.emulated import lab
+from tests.emulated.barrier_kernels import reversed_with_a_barrier, reversed_without_a_barrier
 from tests.emulated.lab import Driver
 
 pytestmark = pytest.mark.gpu
@@ -146,3 +149,31 @@ def test_tables_of_a_step_are_one_launch_and_no_copy(driver: Driver) -> None:
         assert grown == {"launches": 1, "copy_on": 0, "cuMemAlloc_v2": 0, "cuStreamSynchronize": 0}
         cache.release(sequence)
     device.close()
+
+
+@pytest.mark.parametrize("kernel", [reversed_with_a_barrier, reversed_without_a_barrier])
+def test_a_twin_of_numba_has_shared_memory_and_barriers(driver: Driver, kernel: Any) -> None:
+    values = cuda.to_device(np.arange(4))
+    out = cuda.to_device(np.zeros(4, np.int64))
+    cuda.jit(kernel)[128, 4](values, out)
+    right = out.copy_to_host().tolist() == [3, 2, 1, 0]
+    assert right == (kernel is reversed_with_a_barrier)
+
+
+ONLY_SOME_WAIT = """
+import numpy as np
+from numba import cuda
+from tests.emulated.barrier_kernels import waiting_in_part
+
+values = cuda.to_device(np.arange(4))
+try:
+    cuda.jit(waiting_in_part)[128, 4](values, values)
+    cuda.synchronize()
+except Exception as error:
+    print("failed:", error)
+"""
+
+
+def test_a_barrier_that_only_some_threads_reach_fails_the_launch() -> None:
+    said = lab.in_a_process(ONLY_SOME_WAIT)
+    assert "3 of 4 threads wait at a barrier" in said and "failed:" in said, said

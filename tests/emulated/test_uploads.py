@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import KVCacheManager
+from kvpool import KVCacheManager, StepTables
 from kvpool.arrays.layout import BlockLayout
 from kvpool.device.base import Stream
 from kvpool.device.cuda import COPY_PATH, CudaDevice
@@ -183,9 +183,37 @@ def test_what_cannot_be_compiled_is_said_when_the_pool_is_made(driver: Driver, m
 
     before = driver.in_use()
     monkeypatch.setattr(cupy, "RawModule", broken)
-    with pytest.raises(DeviceError, match=r"stage_rows\.cu cannot be compiled: RuntimeError: no compiler"):
+    with pytest.raises(DeviceError, match=r"token_moves\.cu cannot be compiled: RuntimeError: no compiler"):
         KVCacheManager(LAYOUT, device_blocks=2, host_blocks=2, device="cuda")
     assert driver.in_use() == before
+
+
+@pytest.mark.parametrize("name", ["stage_rows", "step_tables"])
+def test_what_numba_cannot_compile_is_said_before_a_table_is_handed_over(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    import cupy
+
+    from kvpool.device.cuda import table_kernels
+
+    def broken(name: str, capability: tuple[int, int]) -> object:
+        raise RuntimeError("no compiler")
+
+    with KVCacheManager(LAYOUT, device_blocks=2, device="cuda") as cache:
+        sequence, table = cache.add_sequence([1]), cupy.full((1, 2), 7, np.int32)
+        call = {
+            "stage_rows": lambda: cache.copy_batch_block_offsets(table, sequence),
+            "step_tables": lambda: cache.copy_step_tables(StepTables(table=table), sequence),
+        }[name]
+        with monkeypatch.context() as patch:
+            patch.setattr(table_kernels, "compiled", broken)
+            with pytest.raises(DeviceError, match=f"{name} cannot be compiled: RuntimeError: no compiler"):
+                call()
+        assert cache.stats().hand_overs == 0
+        call()
+        cupy.cuda.runtime.deviceSynchronize()
+        assert table.get().tolist() == [[cache.block_table(sequence).dense()[0, 0], -1]]
+        cache.release(sequence)
 
 
 def test_block_copies_do_without_a_kernel_that_cannot_be_compiled(

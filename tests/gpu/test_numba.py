@@ -98,9 +98,18 @@ def test_without_numba_cuda_the_error_says_what_to_install(
 ) -> None:
     import sys
 
-    monkeypatch.setitem(sys.modules, "kvpool.device.cuda.step_kernel", None)
-    sequence = cache.add_sequence([1])
-    with pytest.raises(DeviceError, match=r"numba-cuda.*\[cuda12\]"):
-        cache.copy_step_tables(arrays(1, 1, 1, 1, put=put), sequence)
-    cache.copy_batch_block_offsets(cupy.zeros((1, 4), np.int32), sequence)
+    monkeypatch.setitem(sys.modules, "kvpool.device.cuda.table_kernels", None)
+    monkeypatch.delattr("kvpool.device.cuda.table_kernels", raising=False)
+    sequence, table = cache.add_sequence([1]), cupy.zeros((1, 4), np.int32)
+    for call in (
+        lambda: cache.copy_step_tables(arrays(1, 1, 1, 1, put=put), sequence),
+        lambda: cache.copy_batch_block_offsets(table, sequence),
+    ):
+        with pytest.raises(DeviceError, match=r"tables on a GPU need numba-cuda.*\[cuda12\]"):
+            call()
+    assert cache.stats().hand_overs == 0
+    vectors = cupy.zeros(2, np.int32), cupy.zeros(4, np.int32), cupy.zeros(1, np.int32)
+    cache.copy_batch_block_csr(*vectors, sequence)
+    cupy.cuda.runtime.deviceSynchronize()
+    assert vectors[0].get().tolist() == [0, 1]
     cache.release(sequence)

@@ -65,11 +65,16 @@ def _tool(name: str) -> str:
 @functools.cache
 def dump(source: str, architecture: str, what: str) -> dict[str, str]:
     """What ``cuobjdump -<what>`` prints about each kernel of a source."""
+    return dump_image(cubin(source, architecture), what)
+
+
+def dump_image(image: bytes, what: str) -> dict[str, str]:
+    """What ``cuobjdump -<what>`` prints about each kernel of machine code."""
     tool, environment = _tool("cuobjdump"), dict(os.environ)
     if what == "sass":
         environment["PATH"] = os.pathsep.join([str(Path(_tool("nvdisasm")).parent), environment.get("PATH", "")])
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin(source, architecture))
+        file.write(image)
         file.flush()
         done = subprocess.run([tool, f"-{what}", file.name], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -119,12 +119,6 @@ def test_slots_are_loaded_together_whatever_their_width(architecture: str) -> No
                 before |= one.waits & boards
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_cubin_of_staged_rows_reads_ids_and_nothing_else_of_memory(architecture: str) -> None:
-    sass = dump("stage_rows.cu", architecture, "sass")["stage_rows"]
-    assert re.findall(r"\b(?:LDG?|LDL)\.\S*", sass) == ["LDG.E.CONSTANT"]
-
-
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_kernel_is_compiled_without_those_of_other_widths(source: str) -> None:
     """Five widths take five times as long, inside the first call that needs one."""

@@ -87,8 +87,7 @@ from kvpool.device.launches import (
     BULK_CAPABILITY,
     Launch,
     fragment_copies,
-    needed_kernels,
-    stage_rows,
+    move_kernel,
     token_moves,
 )
 from kvpool.device.main_memory import GpuMemory, allocate_shared, available_ram, free_shared
@@ -96,7 +95,9 @@ from kvpool.device.work import Fragments, StagedRows, StagedStep, StagedVectors,
 from kvpool.errors import DeviceError, PoolClosed
 
 if TYPE_CHECKING:
-    from kvpool.device.cuda.step_kernel import StepKernel
+    from types import ModuleType
+
+    from kvpool.device.cuda.table_kernels import TableKernel
 
 _INSTALL = 'pip install ".[cuda12]" or ".[cuda13]", by the CUDA version of the driver'
 COPY_PATH = "KVPOOL_COPY_PATH"
@@ -221,9 +222,10 @@ class CudaDevice(Device):
         self._owned: dict[int, tuple[Any, PinnedRange | None]] = {}
         self._bound: _CutPool | None = None
         self._loaded: tuple[str, ...] = ()
+        self._loaded_tables: dict[str, TableKernel] = {}
         self._closed = False
         self._memory_stream = self.create_stream("memory")
-        self.views = CudaViews(self._cupy, self._calls, lambda array: id(array) in self._owned, self._load_steps)
+        self.views = CudaViews(self._cupy, self._calls, lambda array: id(array) in self._owned, self._load_table_kernel)
 
     # -- memory ----------------------------------------------------------------------------------
 
@@ -288,8 +290,7 @@ class CudaDevice(Device):
         # Compiled now, since a decision that has been made cannot be enqueued without them.
         plans = [cutter.plan for of_region in cutters for cutter in of_region]
         for plan in plans:
-            for source, kernel in needed_kernels(plan):
-                self._launcher.load(source, kernel)
+            self._launcher.load(*move_kernel(plan))
         self._loaded = self._load_kernels()
         load_cutting([cutter for of_region in cutters for cutter in of_region])
         hosts = np.unique(np.concatenate([cutter.host for of_region in cutters for cutter in of_region]), axis=0)
@@ -390,12 +391,14 @@ class CudaDevice(Device):
                 stream,
             )
         elif isinstance(work, StagedRows):
-            self._launch_all([stage_rows(work, self._launcher.own_address(work.address), grid)], stream)
+            address = self._launcher.own_address(work.address)
+            self._kernel("stage_rows").launch(self._table_kernels.rows_launch(work, address), stream)
         elif isinstance(work, StagedVectors):
             rows = [(work.address + first, vector.address, nbytes) for vector, first, nbytes in work.pieces]
             self._copy_fragments(np.array(rows, np.int64).reshape(-1, 3), PLAIN, stream)
         elif isinstance(work, StagedStep):
-            self._steps.launch(work, self._launcher.own_address(work.address), stream)
+            address = self._launcher.own_address(work.address)
+            self._kernel("step_tables").launch(self._table_kernels.step_launch(work, address), stream)
 
     def _launch_all(self, launches: Iterable[Iterable[Launch]], stream: int) -> None:
         """Enqueue launches. All are made before the first is enqueued: if one cannot be made, nothing happens."""
@@ -507,18 +510,24 @@ class CudaDevice(Device):
             self._unless_broken("cudaStreamDestroy", partial(runtime.streamDestroy, stream.handle))
         self._unless_broken("cudaEventDestroy", self._events.close)
 
-    def _load_steps(self) -> StepKernel:
+    def _load_table_kernel(self, name: str) -> None:
         self._check_open()
-        return self._steps
+        self._kernel(name)
+
+    def _kernel(self, name: str) -> TableKernel:
+        """A kernel that writes tables. It is made at the first use, so that only who hands tables over needs numba-cuda
+        and waits for its compiler."""
+        if name not in self._loaded_tables:
+            self._loaded_tables[name] = self._table_kernels.TableKernel(name, self._calls)
+        return self._loaded_tables[name]
 
     @cached_property
-    def _steps(self) -> StepKernel:
-        """The kernel of step tables. It is made at the first use, so that only who asks for a step needs numba-cuda."""
+    def _table_kernels(self) -> ModuleType:
         try:
-            from kvpool.device.cuda.step_kernel import StepKernel
+            from kvpool.device.cuda import table_kernels
         except ImportError as error:
-            raise DeviceError(f"step tables on a GPU need numba-cuda ({error}): {_INSTALL}") from error
-        return StepKernel(self._calls)
+            raise DeviceError(f"tables on a GPU need numba-cuda ({error}): {_INSTALL}") from error
+        return table_kernels
 
     def _check_open(self) -> None:
         if self._closed:

@@ -477,12 +477,12 @@ def open_memory(cupy: Any, driver: Driver, memory: GpuMemory, nbytes: int) -> An
 
 class CudaViews(HostViews):
     """Views of the memory of one GPU, as CuPy's arrays. ``is_own`` says whether the device allocated an array,
-    ``load_step`` loads the kernel of step tables."""
+    ``load`` loads a kernel that writes tables."""
 
     def __init__(
-        self, cupy: Any, calls: RuntimeCalls, is_own: Callable[[Any], bool], load_step: Callable[[], object]
+        self, cupy: Any, calls: RuntimeCalls, is_own: Callable[[Any], bool], load: Callable[[str], object]
     ) -> None:
-        self._cupy, self._calls, self._is_own, self._load_step = cupy, calls, is_own, load_step
+        self._cupy, self._calls, self._is_own, self._load = cupy, calls, is_own, load
         self.places = {"device": (dlpack.CUDA, calls.index), "host": (dlpack.CUDA_HOST, 0)}
 
     def array(self, memory: StridedArray) -> Any:
@@ -508,10 +508,15 @@ class CudaViews(HostViews):
             return GpuMemory(_uuid(runtime, self._calls.index), handle, address - base)
 
     def table(self, target: Any, name: str = "target", vector: bool = False, itemsize: int = 4) -> Table:
-        return gpu_table(target, name, vector, itemsize)
+        """See ``HostViews.table``. Numba's kernel writes what is no vector: DeviceError is raised also if numba-cuda is
+        not installed."""
+        found = gpu_table(target, name, vector, itemsize)
+        if not vector:
+            self._load("stage_rows")
+        return found
 
     def step(self, arrays: Any) -> StepTargets:
-        """See ``HostViews.step``. The kernel is Numba's: DeviceError is raised also if numba-cuda is not installed."""
-        self._load_step()
+        """See ``HostViews.step``. The kernel is Numba's, as for ``table``."""
+        self._load("step_tables")
         found: StepTargets = arrays.targets(gpu_table)
         return found
