@@ -41,9 +41,9 @@ def check_store(options: EngineOptions, **names: object) -> None:
 class _Hits:
     """Blocks that were found and are worth a load, until they have been loaded or nobody wants them any more.
 
-    A load may lose only what the policy allows it, so that a hit does not lose to the engine. Engines do not report that
-    a request was aborted. So a hit that nobody has begun to load lapses when its load would be given up: it no longer
-    stands before other hits, and a load of it brings nothing. Thread-safe.
+    A load may lose only what the policy allows it, so that a hit does not lose to the engine. Engines do not report
+    that a request was aborted. So a hit that nobody has begun to load lapses when its load would be given up: it no
+    longer stands before other hits, and a load of it brings nothing. Thread-safe.
     """
 
     def __init__(self, policy: LoadPolicy, block_bytes: int, seconds: float) -> None:

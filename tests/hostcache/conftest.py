@@ -37,3 +37,10 @@ def store(cache: HostCache, *names: str, **options: Any) -> list[int]:
     taken = cache.reserve(keys(*names), **options)
     cache.publish(taken.keys)
     return taken.blocks.tolist()
+
+
+def look(cache: HostCache, *names: str) -> list[int]:
+    """The answers of both ways to ask, which agree."""
+    found = cache.lookup(keys(*names)).tolist()
+    assert found == [cache.find(key) for key in keys(*names)]
+    return found

@@ -24,7 +24,6 @@ from kvpool import (
     OutOfBlocks,
     PoolBusy,
     PoolClosed,
-    ReservationExpired,
 )
 from kvpool.errors import IntegrityError
 from kvpool.state.arrays import POLICIES
@@ -33,18 +32,11 @@ from kvpool.state.records import LINKED, PUBLISHED
 from kvpool.state.records import PENDING as STILL_PENDING
 from kvpool.state.verify import findings
 from tests import debug
-from tests.hostcache.conftest import IDENTITY, keys, store
+from tests.hostcache.conftest import IDENTITY, keys, look, store
 from tests.hostcache.model import Entry, Model
 
 ABSENT, HERE, PENDING = HostCache.ABSENT, HostCache.HERE, HostCache.PENDING
 Make = Callable[..., HostCache]
-
-
-def look(cache: HostCache, *names: str) -> list[int]:
-    """The answers of both ways to ask, which agree."""
-    found = cache.lookup(keys(*names)).tolist()
-    assert found == [cache.find(key) for key in keys(*names)]
-    return found
 
 
 def test_why_a_key_is_not_here_is_known_of_as_many_as_are_to_be_remembered() -> None:
@@ -220,117 +212,6 @@ def test_a_writer_that_ends_after_its_key_was_forgotten_publishes_nothing(make: 
     assert cache.publish(keys("a")) == 0 and cache.abort(keys("b")) == 1
     assert cache.reserve(keys("a", "b")).keys == (b"a", b"b")
     assert cache.publish(keys("a", "b")) == 2
-
-
-class Clock:
-    """A clock in ms that stands still until the test moves it."""
-
-    def __init__(self) -> None:
-        self.now = 0
-
-    def __call__(self) -> int:
-        return self.now
-
-
-@pytest.mark.parametrize("check", ["find", "lookup", "reserve", "stats", "overdue", "expired_reservations"])
-def test_a_reservation_expires_at_its_deadline_whoever_calls_next(make: Make, check: str) -> None:
-    clock = Clock()
-    cache = make(3, clock=clock, history=4)
-    cache.reserve(keys("a", "b"), deadline_ms=100)
-    cache.reserve(keys("c"))
-    clock.now = 99
-    assert look(cache, "a", "b", "c") == [PENDING, PENDING, PENDING]
-    clock.now = 100
-    calls: dict[str, Callable[[], object]] = {
-        "find": lambda: cache.find(b"c"),
-        "lookup": lambda: cache.lookup([b"c"]),
-        "reserve": lambda: cache.reserve(keys("a", "c")),
-        "stats": cache.stats,
-        "overdue": cache.overdue,
-        "expired_reservations": lambda: cache.expired_reservations,
-    }
-    calls[check]()
-    clock.now = 99  # so that no later call can expire it
-    assert look(cache, "a", "b", "c") == [ABSENT, ABSENT, PENDING]
-    stats = cache.stats()
-    assert (stats.expired_reservations, stats.overdue, stats.pending) == (2, 2, 3)
-    assert cache.expired_reservations == 2
-    assert cache.overdue() == keys("a", "b")
-    assert str(cache.explain(b"a")).startswith("1 lost")
-    cache.verify()
-
-
-def test_a_block_that_may_be_written_late_is_nobodys_until_its_writer_ends(make: Make) -> None:
-    clock = Clock()
-    cache = make(2, clock=clock)
-    late = cache.reserve(keys("a"), deadline_ms=10).blocks[0]
-    clock.now = 10
-    assert cache.reserve(keys("a")).keys == (), "two writers would have one key"
-    assert cache.reserve(keys("b")).blocks[0] != late
-    with pytest.raises(OutOfBlocks):
-        cache.reserve(keys("c"))
-    with pytest.raises(PoolBusy):
-        cache.clear()
-    with pytest.raises(ReservationExpired, match=b"a".hex()):
-        cache.publish(keys("a"))
-    assert look(cache, "a") == [ABSENT]
-    assert cache.abort(keys("a")) == 1
-    assert cache.overdue() == []
-    assert cache.reserve(keys("c")).blocks[0] == late
-    assert (cache.stats().expired_reservations, cache.stats().overdue) == (1, 0)
-
-
-def test_a_late_publish_is_refused_even_where_nobody_looked_and_changes_no_other_key(make: Make) -> None:
-    clock = Clock()
-    cache = make(4, clock=clock, event_capacity=8)
-    cache.events()
-    cache.reserve(keys("a"), deadline_ms=10)
-    cache.reserve(keys("b"), deadline_ms=11)
-    clock.now = 10
-    with pytest.raises(ReservationExpired):
-        cache.publish(keys("b", "a"))
-    assert look(cache, "a", "b") == [ABSENT, PENDING]
-    assert cache.publish(keys("b")) == 1
-    cache.abort(keys("a"))
-    assert [(event.kind, event.keys) for event in cache.events()] == [("stored", (b"b",))]
-    assert store(cache, "a"), "a new writer may come"
-    assert look(cache, "a", "b") == [HERE, HERE]
-
-
-@pytest.mark.parametrize("verb", ["publish", "abort"])
-def test_the_deadline_of_a_reservation_ends_with_it(make: Make, verb: str) -> None:
-    clock = Clock()
-    cache = make(2, clock=clock)
-    cache.reserve(keys("a"), deadline_ms=10)
-    getattr(cache, verb)(keys("a"))
-    cache.forget(keys("a"))
-    cache.reserve(keys("a"))  # without a deadline
-    clock.now = 1000
-    assert look(cache, "a") == [PENDING]
-    assert (cache.publish(keys("a")), cache.stats().expired_reservations) == (1, 0)
-
-
-def test_deadlines_of_several_calls_pass_one_by_one(make: Make) -> None:
-    clock = Clock()
-    cache = make(3, clock=clock)
-    for name, deadline in (("a", 30), ("b", 10), ("c", 20)):
-        cache.reserve(keys(name), deadline_ms=deadline)
-    seen = []
-    for clock.now in (9, 10, 20, 30):
-        seen.append(look(cache, "a", "b", "c").count(ABSENT))
-    assert seen == [0, 1, 2, 3]
-    assert cache.overdue() == keys("b", "c", "a")
-
-
-def test_a_closed_cache_expires_nothing(make: Make) -> None:
-    clock = Clock()
-    cache = make(2, clock=clock)
-    cache.reserve(keys("a"), deadline_ms=10)
-    cache.close()
-    clock.now = 10
-    assert (cache.stats().expired_reservations, cache.expired_reservations) == (0, 0)
-    with pytest.raises(PoolClosed):
-        cache.overdue()
 
 
 def test_clear_drops_everything_and_waits_for_nobody(make: Make) -> None:

@@ -1,0 +1,452 @@
+"""The scheduler's side of the plug-in for vLLM with stores behind its host tier, called as vLLM calls it."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvpool
+
+vllm = pytest.importorskip(
+    "kvpool.engines.vllm",
+    reason="needs vLLM: python -m tests.engines build, then python -m tests.engines test",
+    exc_type=ImportError,
+)
+
+from vllm.v1.kv_offload.base import Medium  # noqa: E402
+
+from kvpool.engines.options import EngineOptions  # noqa: E402
+from kvpool.keepers import hostkeeper  # noqa: E402
+from kvpool.stores import MemoryStore, urls  # noqa: E402
+from tests.engines.vllm_lab import (  # noqa: E402
+    HIT,
+    IDENTITY,
+    MISS,
+    PENDING,
+    Clock,
+    Stored,
+    keys,
+    positioned,
+    request,
+)
+from tests.stores.lab import Wrong  # noqa: E402
+
+
+def test_a_chunk_that_was_evicted_is_loaded_from_the_store() -> None:
+    manager = Stored(4)
+    manager.fill(1, 2)
+    assert manager.real.has_pending_work(), "the store is to save them"
+    assert manager.found(1, 2) == [HIT, HIT]
+    manager.wait_saved(2)
+    manager.real.on_request_finished(request())
+    for number in (3, 4, 5, 6):
+        manager.fill(number)
+        assert manager.found(number) == [HIT]
+    assert manager.lookup(1) == [PENDING]
+    assert manager.found(1) == [HIT]
+    (block,) = manager.load("a", 1)
+    assert (manager.tier.blocks[block] == 1).all()
+    manager.complete_load("a", 1)
+    counted = manager.counted()
+    assert counted["vllm:kvpool_store_loaded_chunks"] == 1
+    defined = vllm.KVPoolOffloadingSpec.build_metric_definitions({})
+    assert {name.partition(":(")[0] for name in counted} <= set(defined)
+    manager.real.shutdown()
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_store_that_took_too_long_is_a_miss_whatever_a_store_behind_the_host_has(saved: bool) -> None:
+    """A worker may still write the one host block that the chunk has, so nothing is loaded into it."""
+    clock = Clock()
+    manager = Stored(4, clock)
+    if saved:
+        manager.fill(1, 2, 3, 4)
+        manager.wait_saved(4)
+        manager.real.on_request_finished(request())
+        manager.fill(5, 6, 7, 8)
+        manager.wait_saved(4)
+        manager.real.on_request_finished(request())
+    _, (late,), _ = manager.prepare_store(1)
+    clock.now += 60_000
+    assert manager.found(1) == [MISS]
+    # Those around it come nevertheless.
+    assert manager.found(2, 1, 3) == ([HIT, MISS, HIT] if saved else [MISS] * 3)
+    if saved:
+        lease = manager.cache.pin(keys(2, 3))
+        assert [int(manager.tier.blocks[block, 0]) for block in lease.blocks] == [2, 3]
+        lease.close()
+    manager.complete_store(1)
+    assert manager.cache.overdue() == []
+    assert manager.counted().get("vllm:kvpool_failed_stores", 0) == 0
+    manager.now += 10
+    assert manager.found(1) == [HIT if saved else MISS]
+    manager.cache.verify()
+    manager.real.shutdown()
+
+
+@pytest.mark.parametrize("taken", [0, 2])
+def test_an_ended_request_leaves_the_room_for_loads_to_the_next_one(taken: int) -> None:
+    """Whether it was aborted before it took a chunk, or has taken fewer than it looked for."""
+    own = Stored(16)
+    for first in range(0, 48, 8):
+        own.fill(*range(first, first + 8))
+        own.wait_saved(8)
+        own.cache.forget(keys(*range(first, first + 8)))
+    for number in range(6):
+        name, chunks = f"r{number}", keys(*range(8 * number, 8 * number + 8))
+        assert PENDING in [own.real.lookup(key, request(name)) for key in chunks]
+        while own.real._keeper.stats().searching:
+            own.step()
+        assert [own.real.lookup(key, request(name)) for key in chunks] == [HIT] * 8, name
+        if taken:
+            own.load(name, 8 * number, 8 * number + 1)
+            own.complete_load(name, 8 * number, 8 * number + 1)
+        else:
+            own.real.on_request_finished(request(name))
+    assert own.real._keeper.stats().refused == 0
+    own.real.shutdown()
+
+
+def test_of_a_prompt_that_is_longer_than_the_host_its_beginning_is_loaded_and_the_rest_is_computed() -> None:
+    """vLLM asks once for a request that has loaded something. Nothing is left waiting, and nothing stays pinned."""
+    manager = Stored(8)
+    for number in (prompt := tuple(range(1, 21))):
+        manager.fill(number)
+        manager.wait_saved(1)
+    manager.cache.forget(keys(*prompt))
+    found = manager.found(*prompt)
+    came = prompt[: found.index(MISS)]
+    assert found == [HIT] * len(came) + [MISS] * (20 - len(came)) and 0 < len(came) <= 4, "half of the tier"
+    assert [manager.tier.blocks[block, 0] for block in manager.load("long", *came)] == [*came]
+    manager.complete_load("long", *came)
+    assert not manager.real.has_pending_work()
+    # What is computed has room: a pinned chunk would not go.
+    assert len(manager.store(*range(101, 109))) == 8
+    manager.real.shutdown()
+
+
+def test_the_log_has_a_line_for_each_request_while_somebody_reads_it(caplog: pytest.LogCaptureFixture) -> None:
+    manager, own = Stored(4), request("a secret of nobody\n")
+    manager.real.prefill.tokens_per_block = 16
+
+    def serve() -> str:
+        caplog.clear()
+        manager.real.on_new_request(own)
+        for number, key in enumerate(keys(1, 5, 9), 3):
+            own.set_offload_key_position(key, 16 * number)
+            while manager.real.lookup(key, own) == PENDING:
+                manager.step()
+        manager.real.prepare_load(keys(1, 5), own)
+        manager.real.complete_load(set(keys(1, 5)), own)
+        manager.real.on_request_finished(own)
+        return caplog.text
+
+    manager.fill(1, 5)
+    manager.wait_saved(2)
+    manager.cache.forget(keys(1))
+    with caplog.at_level("DEBUG", "vllm.kvpool"):
+        said = serve()
+        assert "request 'a secret of nobody\\n': 80 tokens: 32 device, 16 host, 0 in part, 16 memory; " in said
+        assert "; 16 never seen (stores: absent)" in said and "nobody\n'" not in said
+        assert "80 tokens: 32 device, 32 host, 0 in part; " in serve(), "what has come stays in the host"
+    with caplog.at_level("INFO", "vllm.kvpool"):
+        assert "tokens:" not in serve() and not manager.real._stories
+    manager.real.shutdown()
+
+
+def test_a_chunk_whose_copy_failed_is_not_saved() -> None:
+    manager = Stored(4)
+    _, blocks, _ = manager.prepare_store(1)
+    manager.real.report(vllm.WorkerReport(failed_blocks=set(blocks)))
+    manager.complete_store(1)
+    assert not manager.real.has_pending_work()
+    assert manager.found(1) == [MISS]
+    manager.real.shutdown()
+
+
+def test_a_chunk_that_is_filled_in_part_is_found_and_not_saved() -> None:
+    """A store gives whole chunks, and the worker would take it for one."""
+    manager = Stored(4)
+    _, blocks, _ = manager.prepare_store(1, 2)
+    manager.real.report(vllm.WorkerReport(partial_blocks={blocks[0]}))
+    manager.complete_store(1, 2)
+    assert manager.found(1, 2) == [HIT, HIT]
+    manager.wait_saved(1)
+    manager.cache.forget(keys(1, 2))
+    assert manager.found(1, 2) == [MISS, HIT]
+    manager.real.shutdown()
+
+
+def test_a_load_names_the_chunks_that_are_filled_in_part() -> None:
+    manager = Stored(4)
+    (block,) = manager.store_in_part(1)
+    manager.fill(2)
+    found = manager.real.prepare_load(keys(2, 1), request())
+    assert (found.blocks[1], found.partial) == (block, (block,))
+    assert pickle.loads(pickle.dumps(found)).partial == (block,)
+    manager.real.shutdown()
+
+
+@pytest.mark.parametrize("again", ["by the store", "by the engine"])
+def test_a_chunk_that_comes_back_whole_is_not_filled_in_part_any_more(again: str) -> None:
+    """Into any host block, also that in which it was filled in part."""
+    manager = Stored(1)
+    manager.fill(1)
+    manager.wait_saved(1)
+    manager.cache.forget(keys(1))
+    (block,) = manager.store_in_part(1)
+    manager.fill(2)
+    manager.wait_saved(1)
+    if again == "by the store":
+        assert manager.found(1) == [HIT]
+    else:
+        manager.fill(1)
+    found = manager.real.prepare_load(keys(1), request())
+    assert (found.blocks, found.partial) == ((block,), ())
+    manager.complete_load("r", 1)
+    manager.real.shutdown()
+
+
+def test_a_host_block_of_a_chunk_in_part_is_whole_for_the_chunk_that_a_store_brings() -> None:
+    manager = Stored(1)
+    manager.fill(1)
+    manager.wait_saved(1)
+    (block,) = manager.store_in_part(2)
+    assert manager.found(1) == [HIT]
+    found = manager.real.prepare_load(keys(1), request())
+    assert (found.blocks, found.partial) == ((block,), ())
+    assert (manager.tier.blocks[block] == 1).all()
+    manager.complete_load("r", 1)
+    manager.real.shutdown()
+
+
+def test_the_end_of_a_prompt_is_evicted_first_where_a_chunk_is_filled_in_part() -> None:
+    manager, context = Stored(4), positioned("part", True)
+    blocks = manager.real.prepare_store(keys(0, 1, 2, 3), context).store_spec.blocks
+    manager.real.report(vllm.WorkerReport(partial_blocks={blocks[1]}))
+    manager.real.complete_store(set(keys(0, 1, 2, 3)), context)
+    manager.wait_saved(3)
+    left = [{n for n in range(4) if manager.cache.find(keys(n)[0]) == manager.cache.HERE}]
+    for other in (100, 101, 102):
+        manager.prepare_store(other)
+        left.append({n for n in range(4) if manager.cache.find(keys(n)[0]) == manager.cache.HERE})
+    assert left == [{0, 1, 2, 3}, {0, 1, 2}, {0, 1}, {0}]
+    manager.real.shutdown()
+
+
+def test_chunks_in_part_that_have_left_the_cache_are_not_remembered_for_ever() -> None:
+    manager = Stored(2)
+    for number in range(50):
+        manager.store_in_part(number)
+    assert len(manager.real._chunks) <= 6
+    found = manager.real.prepare_load(keys(48, 49), request())
+    assert found.partial == found.blocks
+    manager.real.shutdown()
+
+
+def test_reports_of_workers_are_joined() -> None:
+    one, other = vllm.WorkerReport({1: 1}, failed_blocks={3}), vllm.WorkerReport({1: 1, 2: 1}, partial_blocks={4})
+    both = one.aggregate(other)
+    assert (both.completed_jobs, both.failed_blocks, both.partial_blocks) == ({1: 2, 2: 1}, {3}, {4})
+    assert pickle.loads(pickle.dumps(both)) == both
+
+
+def test_after_a_reset_no_store_has_what_was_saved_before() -> None:
+    manager = Stored(4)
+    manager.fill(1, 2)
+    assert manager.found(1, 2) == [HIT, HIT]
+    manager.real.reset_cache()
+    assert manager.found(1, 2) == [MISS, MISS]
+    manager.real.shutdown()
+
+
+def test_a_reset_takes_back_what_was_told_of_stores() -> None:
+    manager, known = Stored(4), set[int]()
+    list(manager.real.take_events())
+
+    def follow() -> set[int]:
+        for event in manager.real.take_events():
+            numbers = set(manager.numbers(event.keys)) if event.medium is Medium.STORAGE else set()
+            known.difference_update(numbers) if event.removed else known.update(numbers)
+        return known
+
+    manager.fill(1, 2)
+    manager.wait_saved(2)
+    assert follow() == {1, 2}
+    manager.real.reset_cache()
+    assert follow() == set() and manager.found(1, 2) == [MISS, MISS]
+    manager.real.shutdown()
+
+
+def test_the_settings_of_the_bridge_are_those_of_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, Any] = {}
+
+    def note(cache: Any, tier: Any, stores: Any, **settings: Any) -> Any:
+        made.update(settings)
+        raise InterruptedError
+
+    monkeypatch.setattr(hostkeeper, "HostKeeper", note)
+    wanted = {"load_share": 0.1, "save_share": 0.2, "load_seconds": 3.0, "save_seconds": 4.0, "retry_seconds": 5.0}
+    with pytest.raises(InterruptedError):
+        Stored(4, save="reuse", **wanted)
+    del made["clock"], made["spare"]
+    assert made == {"identity": IDENTITY, "save": "reuse", "policies": None, **wanted}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "source"),
+    [(["disk"], "DISK"), (["memory"], "HOST"), (["memory", "disk"], "HOST"), (["disk"] * 2, "DISK")],
+)
+def test_what_a_store_has_brought_is_told_as_such_to_the_first_who_loads_it(
+    kinds: list[str], source: str, tmp_path: Path
+) -> None:
+    """Of several stores, it is the one that has brought it."""
+    where = {"memory": "memory:?capacity=1MiB", "disk": "disk:{}?capacity=1MiB"}
+    manager = Stored(2, stores=tuple(where[kind].format(tmp_path / str(at)) for at, kind in enumerate(kinds)))
+    manager.fill(1, 2)
+    manager.wait_saved(2 * len(kinds))
+    manager.cache.forget(keys(1))
+    assert manager.found(1, 2) == [HIT, HIT]
+    manager.load("a", 1, 2)
+    sources = [manager.real.get_load_source(key, request("a")).name for key in keys(1, 2)]
+    assert sources == [source, "HOST"]
+    manager.complete_load("a", 1, 2)
+    manager.load("b", 1)
+    assert manager.real.get_load_source(*keys(1), request("b")).name == "HOST", "it is on the host now"
+    manager.complete_load("b", 1)
+    manager.real.shutdown()
+
+
+@pytest.mark.parametrize("seconds", [0.001, 100.0])
+def test_a_hit_is_loaded_only_where_that_is_faster_than_to_compute_it(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk takes the engine 10 ms. Before that is known, no load is waited for."""
+    slow = Wrong(MemoryStore(1 << 20))
+    monkeypatch.setattr(urls, "open_store", lambda text, **names: slow)
+    manager = Stored(64, load="faster", load_seconds=1000.0, retry_seconds=0.001)
+    manager.fill(*range(32))
+    manager.wait_saved(32)
+    slow.before["load"] = lambda: setattr(manager, "now", manager.now + seconds)
+
+    def hits(rounds: int) -> int:
+        count = 0
+        for _ in range(rounds):
+            manager.cache.forget(keys(*range(32)))
+            manager.now += 1.0
+            found = manager.found(*range(16))
+            count += found == [HIT] * 16
+        return count
+
+    assert hits(3) <= 1, "one load tries the store, as long as nobody waits for it"
+    manager.real.prefill.begin(8)
+    manager.now += 1000.0
+    manager.real.prefill.end()
+    assert manager.real.prefill.policies[0].block_seconds < 1e-6, "a step without a prompt says nothing"
+    manager.real.prefill.begin(100)
+    manager.real.prefill.begin(100)
+    assert manager.real.prefill.spare() == 0.0, "nobody knows"
+    for _ in range(2):
+        manager.now += 1.0
+        manager.real.prefill.end()
+    manager.real.prefill.end()
+    assert manager.real.prefill.policies[0].block_seconds == pytest.approx(0.01)
+    assert (hits(40) > 20) == (seconds < 1.0)
+    manager.real.prefill.begin(100)
+    manager.real.prefill.begin(100)
+    manager.now += 0.5
+    assert manager.real.prefill.spare() == pytest.approx(1.5), "of the two steps that have begun"
+    for _ in range(2):
+        manager.now += 0.75
+        manager.real.prefill.end()
+    for tokens, took in ((200, 0.5), (400, 0.1)):
+        manager.real.prefill.begin(tokens)
+        manager.now += took
+        manager.real.prefill.end()
+    assert manager.real.prefill.policies[0].block_seconds > 0.0, "of larger steps that were faster, too"
+    manager.real.shutdown()
+
+
+def test_routers_are_told_what_a_store_has_and_what_it_has_lost(tmp_path: Path) -> None:
+    manager = Stored(8, stores=("memory:?capacity=128", f"disk:{tmp_path}/s?capacity=1MiB"))
+    list(manager.real.take_events())
+    for number in (1, 2, 3):
+        manager.fill(number)
+        manager.wait_saved(2)
+    manager.cache.forget(keys(1, 2, 3))
+    assert manager.found(1, 2, 3) == [HIT, HIT, HIT], "the disk has all, and the memory two"
+    found = [
+        (event.ownership, event.locality.name, event.removed, manager.numbers(event.keys))
+        for event in manager.real.take_events()
+        if event.medium is Medium.STORAGE
+    ]
+    owners = {owner for owner, *_ in found}
+    assert len(owners) == 2 and {locality for _, locality, *_ in found} == {"LOCAL"}
+    stored = {
+        owner: sorted(sum((keys for name, _, gone, keys in found if name == owner and not gone), []))
+        for owner in owners
+    }
+    assert list(stored.values()) == [[1, 2, 3]] * 2
+    assert [keys for *_, gone, keys in found if gone] == [[1]]
+    manager.real.shutdown()
+
+
+def test_figures_of_stores_are_read_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = Wrong(MemoryStore(1 << 20))
+    monkeypatch.setattr(urls, "open_store", lambda text, **names: wrong)
+
+    def flip(answer: Any) -> Any:
+        wrong.memory[:] ^= 1
+        return answer
+
+    manager = Stored(4)
+    wrong.after["load"] = flip
+    counted: dict[str, float] = {}
+    for second in range(1, 4):
+        chunks = 10 * second, 10 * second + 1
+        manager.fill(*chunks)
+        manager.wait_saved(2)
+        manager.cache.forget(keys(*chunks))
+        assert manager.found(*chunks) == [MISS, MISS]
+        manager.now = second - 0.1
+        assert not any("answers" in name for name in manager.counted())
+        manager.now = float(second)
+        counted = manager.counted()
+        assert counted[f"vllm:kvpool_store_answers:('{wrong.name}', 'load', 'damaged')"] == 2
+        assert counted["vllm:kvpool_store_missed_reasons:('damaged',)"] == 2
+    assert counted[f"vllm:kvpool_store_suspended:('{wrong.name}',)"] == 1
+    assert {f"vllm:kvpool_store_figures:('{wrong.name}', '{name}')" for name in ("blocks", "capacity")} <= set(counted)
+    manager.real.shutdown()
+
+
+def test_a_host_tier_that_is_too_small_for_what_comes_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for log in (vllm.log, vllm.log.parent):
+        monkeypatch.setattr(log, "propagate", True)
+    manager = Stored(2)
+    for second in range(1, 4):
+        chunks = 10 * second, 10 * second + 1
+        manager.fill(*chunks)
+        manager.wait_saved(2)
+        manager.cache.forget(keys(*chunks))
+        assert MISS in manager.found(*chunks), "half of the tier is one chunk"
+        manager.cache.forget(keys(*chunks))
+        # What nobody has read takes no room any more.
+        manager.now = 15.0 * second
+        assert manager.counted()["vllm:kvpool_store_missed_reasons:('crowded',)"] >= 1
+    told = [record.getMessage() for record in caplog.records if record.name == vllm.log.name]
+    assert len([text for text in told if "load of 1 blocks: crowded" in text]) == len(told) == 1
+    manager.real.shutdown()
+
+
+def test_a_request_before_the_stores_are_open_is_refused() -> None:
+    real = vllm.KVPoolOffloadingManager(
+        kvpool.HostCache(4, 64, identity=IDENTITY), EngineOptions(stores=("memory:?capacity=1MiB",))
+    )
+    with pytest.raises(RuntimeError, match="stores were not opened"):
+        real.on_new_request(request())
+    real.shutdown()
