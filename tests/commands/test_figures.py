@@ -33,6 +33,7 @@ if __name__ == "__main__":
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "SECONDS", 0.001)
     monkeypatch.setattr(figures, "ROUNDS", 1)
+    monkeypatch.setattr(figures.os, "getloadavg", lambda: (0.5, 0.5, 0.5))
 
 
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
@@ -47,6 +48,17 @@ def test_the_page_is_made_without_any_other_engine(tmp_path: Path, monkeypatch: 
     assert all(f"`{call.place}`" in text for call in figures.CALLS)
     assert all(f"- `{name}`: no harness was given" in text for name in figures.PEERS)
     assert f"Measured on {figures.machine().partition(' with ')[0]}" in text and "numba" in figures.machine()
+
+
+def test_a_busy_machine_is_refused_unless_any_load_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(figures.os, "getloadavg", lambda: (12.0, 12.0, 12.0))
+    with pytest.raises(SystemExit, match="2"):
+        written(tmp_path, monkeypatch)
+    assert "load average: expected at most 1, got 12.0" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    assert "with a load average of 12.0" in written(tmp_path, monkeypatch, "--any-load")
 
 
 def test_what_the_harness_can_run_is_beside_kvpool_and_the_rest_is_named(

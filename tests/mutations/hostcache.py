@@ -59,7 +59,9 @@ MUTATIONS = (
         "key in self._deadlines.overdue",
         "False",
         "A writer whose copy came too late is told that its key can be found.",
-        (_index("test_a_late_publish_is_refused_even_where_nobody_looked_and_changes_no_other_key"),),
+        (
+            "tests/hostcache/test_deadlines.py::test_a_late_publish_is_refused_even_where_nobody_looked_and_changes_no_other_key",
+        ),
     ),
     Mutation(
         "the_block_of_an_expired_reservation_is_given_to_another_writer",
@@ -67,7 +69,7 @@ MUTATIONS = (
         "hostcache.forget_keys(self._heads, self._root, *packed(keys, known=True)[1:], now)",
         "hostcache.abort(self._heads, self._root, *packed(keys, known=True)[1:], now)",
         "A copy that hung for a minute overwrites the KV of another prompt.",
-        (_index("test_a_block_that_may_be_written_late_is_nobodys_until_its_writer_ends"),),
+        ("tests/hostcache/test_deadlines.py::test_a_block_that_may_be_written_late_is_nobodys_until_its_writer_ends",),
     ),
     Mutation(
         "a_deadline_outlives_its_reservation",
@@ -75,7 +77,7 @@ MUTATIONS = (
         "self._due.pop(key, None)",
         "",
         "A key that is reserved anew expires by the deadline of its first reservation.",
-        (_index("test_the_deadline_of_a_reservation_ends_with_it"),),
+        ("tests/hostcache/test_deadlines.py::test_the_deadline_of_a_reservation_ends_with_it",),
     ),
     Mutation(
         "a_forgotten_write_gives_its_key_to_another_writer",

@@ -213,13 +213,23 @@ def test_without_matplotlib_the_extra_is_named(
     assert out == "" and 'pip install ".[plot]"' in err
 
 
-def test_a_chart_that_cannot_be_written_is_an_error_behind_the_plan(
+def test_a_chart_that_cannot_be_written_is_an_error_before_the_work(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", trace, "--plot", str(tmp_path / "nowhere" / "a.svg")])
+    out, err = capsys.readouterr()
+    assert not out and "--plot: expected a file in a folder that exists" in err and "nowhere" in err
+
+
+def test_a_chart_that_turns_out_not_to_be_writable_is_an_error_after_the_plan(
     trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")
-    assert main(["plan", trace, "--plot", str(tmp_path / "nowhere" / "a.svg")]) == 2
+    (tmp_path / "a.svg").mkdir()
+    assert main(["plan", trace, "--plot", str(tmp_path / "a.svg")]) == 2
     out, err = capsys.readouterr()
-    assert "ceiling" in out and "nowhere" in err
+    assert "ceiling" in out and "a.svg" in err
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_a_trace_or_an_endpoint_that_cannot_be_had_is_wrong_usage(
     monkeypatch.setenv(SECRET, KEY.hex())
     for command in ("serve", "fetch"):
         assert main([command, *arguments]) == 2
-        assert capsys.readouterr().err.startswith("error: ")
+        assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")
 
 
 def test_a_server_that_does_not_start_is_a_failure(monkeypatch: Any, capsys: Any) -> None:

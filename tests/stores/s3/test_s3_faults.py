@@ -395,7 +395,7 @@ def test_two_models_and_two_secrets_have_prefixes_of_their_own(again: Again, wee
 )
 def test_a_wrong_place_is_refused(text: str, tmp_path: Path) -> None:
     pytest.importorskip("obstore")
-    with pytest.raises(ValueError, match=r"place|timeout_ms"):
+    with pytest.raises(ValueError, match=r"place|timeout_ms|expected s3://BUCKET/PREFIX"):
         open_store(text)
 
 
