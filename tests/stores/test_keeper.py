@@ -221,3 +221,13 @@ def test_a_copy_that_the_device_refuses_saves_nothing_wrong() -> None:
             cache.release(sequence)
             cache.verify()
     device.close()
+
+
+def test_a_text_names_a_store_of_a_keeper_and_a_wrong_one_is_refused() -> None:
+    with KVCacheManager(
+        small_layout(T), device_blocks=8, host_blocks=8, device="cpu", secret=SECRET, event_capacity=256
+    ) as cache:
+        with Keeper(cache, ["memory:?capacity=1MiB"], identity=IDENTITY) as kept:
+            assert len(kept.stats().stores) == 1
+        with pytest.raises(ValueError, match="got 'capcity'; did you mean capacity"):
+            Keeper(cache, ["memory:?capcity=1MiB"], identity=IDENTITY)
