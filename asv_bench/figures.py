@@ -151,9 +151,9 @@ def page(
         f"The control planes alone replay the first {options.requests:,} requests of a chat trace through "
         f"{options.capacity:,} blocks of 16",
         "tokens, one after the other, and move no KV. Microseconds a request, medians of three runs. kvpool runs first",
-        "and last: the two rows show how much the machine has changed meanwhile, and the first row is not 1.0 for that",
-        "reason. The last column is the time of a row as a multiple of the last row's. Of SGLang it takes `without`,",
-        "the time without what stands in for its GPU kernels, so that nothing is counted that a GPU would do.",
+        "and last, and the difference of the two rows shows how much the machine has changed in between. The last",
+        "column is the time of a row divided by that of the last row, so the first row need not be 1.0. For SGLang it",
+        "uses `without`: its time without the stand-in for kernels that a GPU would run.",
         "",
     ]
     if found:

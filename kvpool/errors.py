@@ -1,7 +1,16 @@
 """Every exception that kvpool raises on purpose, except ValueError and TypeError for wrong arguments. A correct
-program can meet each of them."""
+program can meet each of them. And the suggestion that ends a message about an unknown name."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message that suggests the known name closest to ``name``, or "" if none is close."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 class KVPoolError(Exception):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import inspect
 import json
 import os
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvpool.arrays.layout import PRESETS, BlockLayout, shape_of_config
+from kvpool.errors import did_you_mean
 from kvpool.progress import watched
 from kvpool.sizes import parse_size
 
@@ -27,8 +27,6 @@ OK = 0
 FAILED = 1
 USAGE = 2
 INTERRUPTED = 130
-BLOCKS_MAX = 2**31 - 1
-"""The most blocks of a tier. Ids are int32."""
 MODELS = f"a model's config.json, or {', '.join(sorted(PRESETS))}"
 _CONFIG_BYTES_MAX = 1 << 20
 
@@ -62,9 +60,7 @@ def declare(
 
 def near(name: str, known: Iterable[str]) -> str:
     """The name that may have been meant, as the end of a message. Empty if none is like it."""
-    typed = name.lower().replace("gpu", "cuda")  # it is more like cpu
-    found = difflib.get_close_matches(typed, known, n=1)
-    return f"; did you mean {found[0]}?" if found else ""
+    return did_you_mean(name.lower().replace("gpu", "cuda"), known)  # "gpu" is more like "cpu"
 
 
 def announce_compilation() -> None:
@@ -180,6 +176,8 @@ def tier_blocks(options: argparse.Namespace, tier: str, layout: BlockLayout) -> 
     if memory < layout.block_bytes and (memory or tier == "device"):
         least = f"one block of {layout.block_bytes} bytes; accepted are sizes such as 4096, 512MiB or 8GiB"
         options.error(f"--{tier}-memory: {memory} bytes do not hold {least}")
+    from kvpool.device.copy_plan import BLOCKS_MAX
+
     if memory // layout.block_bytes > BLOCKS_MAX:
         most = BLOCKS_MAX * layout.block_bytes
         options.error(

@@ -204,7 +204,7 @@ def fetch(options: argparse.Namespace) -> int:
 
 
 def _in_words(error: KVPoolError, options: argparse.Namespace) -> str:
-    """What keeps a server from being read, in the words of the command line."""
+    """Return why the server could not be read, in terms of options and environment variables."""
     if options.endpoint is None:
         return f"{type(error).__name__}: {error}"
     reasons = {
@@ -213,11 +213,9 @@ def _in_words(error: KVPoolError, options: argparse.Namespace) -> str:
         f"program or another secret at {options.endpoint}",
         "layout": f"--block-bytes, --tokens-per-block: expected those of the server, got {options.block_bytes} and "
         f"{options.tokens_per_block}",
+        "timeout": f"--endpoint: expected an answer of python -m kvpool serve, got none from {options.endpoint}",
     }
-    code = getattr(error, "code", "")
-    if type(error).__name__ == "RemoteTimeout" or code == "timeout":
-        return f"--endpoint: expected an answer of python -m kvpool serve, got none from {options.endpoint}"
-    return reasons.get(code, f"{type(error).__name__}: {error}")
+    return reasons.get(getattr(error, "code", ""), f"{type(error).__name__}: {error}")
 
 
 def _speed_text(one: Any) -> str:

@@ -3,7 +3,6 @@ that is not known to leave KV as it is, is refused. No part of llama.cpp is impo
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvpool.arrays import Int64s
+from kvpool.errors import did_you_mean
 
 LORA = "lora"
 HARMLESS = frozenset(
@@ -78,8 +78,7 @@ def checked_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
                 expected = "no value" if only.value is None else repr(only.value)
                 raise ValueError(f"{name}: expected {expected}, got {value!r:.80}; {only.reason}")
         elif name != LORA and name not in HARMLESS:
-            near = difflib.get_close_matches(name, [*HARMLESS, *ONLY, LORA], 1)
-            meant = f"; is {near[0]} meant?" if near else ""
+            meant = did_you_mean(name, [*HARMLESS, *ONLY, LORA])
             raise ValueError(f"{name}: expected a setting that is known to leave KV as it is, got {value!r:.80}{meant}")
     return {name: value for name, value in settings.items() if name in HARMLESS}
 
@@ -150,8 +149,10 @@ def checked_tokens(prompt: object) -> Int64s:
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ValueError for messages with anything but text."""
+    """Raises TypeError for a message that is not a mapping, and ValueError for one with anything but text."""
     for number, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise TypeError(f"messages[{number}]: expected a mapping with 'role' and 'content', got {message!r:.80}")
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
             kind = part.get("type") if isinstance(part, Mapping) else part

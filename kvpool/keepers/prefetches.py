@@ -139,12 +139,13 @@ class Prefetches:
         # The last token of a prompt is never reused.
         last = (len(prompt) - 1) // width
         first = self._pool.match_prefix(prompt).full_tokens // width if prompt.reuse else last
-        if self._loader.unread and prompt.reuse:
-            for one in (one for chain in self._tier.of_prompt(prompt, last) for one in chain):
-                self._want_unread(handle, one)
+        chains = self._tier.of_prompt(prompt, last) if first < last or self._loader.unread else []
+        for chain in chains if prompt.reuse else []:
+            for content in chain:
+                self._want_unread(handle, content)
         if first >= last:
             return self._end(handle, "cached")
-        fetch = _Fetch(handle, self._generation(), first, self._tier.of_prompt(prompt, last))
+        fetch = _Fetch(handle, self._generation(), first, chains)
         self._fetches.append(fetch)
         fetch.search = Search(handle.deadline, partial(self._found, fetch), partial(self._plan, fetch))
         self._bridge.search(fetch.search, self._absent([one for chain in fetch.chains for one in chain[first:]]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import platform
 import re
@@ -11,6 +10,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from kvpool.entry.arguments import text_argument
+from kvpool.errors import did_you_mean
 from kvpool.sizes import parse_size
 from kvpool.stores.store import Store
 
@@ -28,9 +28,9 @@ _SIZES = ("capacity", "segment")
 _PARTS = ("open", "find", "load", "save", "forget", "stats", "close")
 """what the class of a store has, beside ``name`` and ``threads``, which may be of each store alone"""
 _PLACES = {"disk": "PATH", "mooncake": "HOST:PORT", "peer": "tcp://HOST:PORT", "s3": "//BUCKET/PREFIX"}
-"""what follows the colon of a kind that needs it"""
+"""the place that these kinds need, after the colon"""
 _OBJECTS = ("clock", "client", "secret", "system", "token", "transform")
-"""parameters that are no texts, or would show a secret"""
+"""parameters that cannot be given as text, or must not appear in one"""
 _COUNTS = ("connections", "index_blocks", "threads", "timeout_ms")
 """options that are numbers"""
 
@@ -91,8 +91,7 @@ def _check_options(kind: str, make: Any, place: str, options: dict[str, Any]) ->
     known = sorted(p.name for p in own if p.name not in _OBJECTS)
     for name in options:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            meant = f"; did you mean {near[0]}?" if near else ""
+            meant = did_you_mean(name, known)
             raise ValueError(f"store={kind!r}: expected options {', '.join(known)}, got {name!r:.80}{meant}")
 
 

@@ -40,8 +40,8 @@ def test_a_setting_with_one_value_is_refused_with_another_and_named(name: str) -
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
-        ("temprature", "is temperature meant"),
-        ("loras", "is lora meant"),
+        ("temprature", "did you mean temperature"),
+        ("loras", "did you mean lora"),
         ("rope_freq_base", ""),
         ("control_vector", ""),
         ("speculative.n_max", ""),

@@ -91,7 +91,7 @@ def test_memory_that_cannot_be_pinned_is_refused(cupy: Any) -> None:
     first = -memory.ctypes.data % 4096 + 1
     own = memory[first : first + HOST * LAYERS * PAGE]
     with HostTier(HOST, LAYERS * PAGE, identity=IDENTITY, memory=own) as tier:
-        with pytest.raises(ValueError, match="from the start of a page"):
+        with pytest.raises(ValueError, match="expected memory from the start of a page"):
             HostCopies(tier, paged)
         with pytest.raises(ValueError, match="accepted are 'auto' and 'cuda'"):
             HostCopies(tier, paged, device="cpu")

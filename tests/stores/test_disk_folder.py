@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ import pytest
 from kvpool import PoolClosed
 from kvpool.stores import ABSENT, FAILED, OK
 from kvpool.stores.disk import DiskStore
+from kvpool.stores.disk import folder as folder_module
 from kvpool.stores.disk.slab import System
 from kvpool.stores.store import Space
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, done, fill, memory, names, open_queue, returned, saved
@@ -193,36 +195,39 @@ def test_what_could_not_be_opened_leaves_no_folder_and_no_file(tmp_path: Path) -
     assert before == (sorted(os.listdir(used)), (used / "secret").read_bytes())
 
 
-CALLS = ("os.write", "os.fsync", "os.rename", "os.fchmod", "os.chmod")
+class FullDisk:
+    """``os`` for one module, in which call number ``left`` of one function fails."""
+
+    def __init__(self, call: str, left: int) -> None:
+        self._call, self._left = call, left
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name) if name != self._call else self._limited
+
+    def _limited(self, *arguments: Any, **options: Any) -> Any:
+        self._left -= 1
+        if self._left == -1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return getattr(os, self._call)(*arguments, **options)
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", ["write", "fsync", "rename", "fchmod", "chmod"])
 def test_a_disk_that_is_full_at_any_step_keeps_nothing_of_the_attempt(
     tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The n-th call fails, for every n until an attempt makes no n-th call. The secret is asked for first, as for a
     pool."""
-    name = call.removeprefix("os.")
-    real, left, failures = getattr(os, name), -1, 0
-
-    def limited(*arguments: object, **options: object) -> object:
-        nonlocal left
-        left -= 1
-        if left == -1:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(*arguments, **options)
-
-    monkeypatch.setattr(os, name, limited)
-    for first in range(100):
-        left, store = first, DiskStore(tmp_path / "new", CAPACITY)
+    failures = 0
+    for number in range(100):
+        monkeypatch.setattr(folder_module, "os", FullDisk(call, number))
+        store = DiskStore(tmp_path / "new", CAPACITY)
         try:
             assert len(store.secret) == 32
             store.open(SPACE)
         except OSError as error:
             assert error.errno == errno.ENOSPC
             failures += 1
-            # A secret that was handed out stays where ``open`` was not reached; here it is reached, or nothing is left.
-            assert not os.listdir(tmp_path), first
+            assert not os.listdir(tmp_path), number
         else:
             store.close()
             break

@@ -42,7 +42,7 @@ _SECONDS, _REPEATS_MIN = 0.01, 3
 _VERSION = 3
 _SMALL_BYTES, _MANY, _SOME = 128 << 10, 16, 4
 PROVEN = "proven.json"
-"""Among the CUDA sources: which kernels have passed ``.ci/gpu`` on which compute capability."""
+"""Among the CUDA sources: which kernels have passed ``.ci/gpu prove`` on which compute capability."""
 
 
 class Measurement(NamedTuple):
@@ -200,8 +200,8 @@ def digest(path: str) -> str:
 
 
 def proven(capability: str, file: Path | None = None) -> set[str]:
-    """The kernels that have passed ``.ci/gpu`` on a GPU of this compute capability ("9.0"), with the sources that they
-    have now. ``file``: the records, by default those of this installation."""
+    """The kernels that have passed ``.ci/gpu prove`` on a GPU of this compute capability ("9.0"), with the sources that
+    they have now. ``file``: the records, by default those of this installation."""
     rows = json.loads((file or cuda_sources() / PROVEN).read_text(encoding="utf-8"))
     return {
         row["path"]

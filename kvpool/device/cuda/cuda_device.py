@@ -249,7 +249,7 @@ class CudaDevice(Device):
     def adopt(self, memory: StridedArray, tier: str, pin: bool = False) -> Any:
         self._check_open()
         if pin and memory.address % mmap.PAGESIZE:
-            raise ValueError(f"memory at {memory.address:#x}: accepted is memory from the start of a page")
+            raise ValueError(f"memory: expected memory from the start of a page, got {memory.address:#x}")
         if not pin:
             check_adopted(self._calls, memory, tier, self.index)
         if tier != "host":

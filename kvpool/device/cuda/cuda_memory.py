@@ -508,8 +508,8 @@ class CudaViews(HostViews):
             return GpuMemory(_uuid(runtime, self._calls.index), handle, address - base)
 
     def table(self, target: Any, name: str = "target", vector: bool = False, itemsize: int = 4) -> Table:
-        """See ``HostViews.table``. Numba's kernel writes what is no vector: DeviceError is raised also if numba-cuda is
-        not installed."""
+        """See ``HostViews.table``. A Numba kernel writes tables that are not vectors, so DeviceError is also raised if
+        numba-cuda is not installed."""
         found = gpu_table(target, name, vector, itemsize)
         if not vector:
             self._load("stage_rows")

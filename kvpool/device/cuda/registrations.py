@@ -1,4 +1,4 @@
-"""Registered main memory: who needs it still, what of some memory is pinned already, and where copies must be cut."""
+"""Registered main memory: its users, which parts of a range are already pinned, and where copies must be cut."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Registrar(Protocol):
 
 class Registration:
     """Chunks of one memory, ``array``, that this process has registered. The module refers to it until no chunk is
-    registered: if the system gave memory that a driver believes to be pinned to another use, copies would miss that.
+    registered: if the system reused memory that the driver still treats as pinned, copies would use the old pages.
 
     A user of it is added when it is made, or by ``share``. The last one that ``drop`` names unregisters the chunks.
     """

@@ -118,7 +118,7 @@ class DiskStore:
         self._changed = threading.Condition(self._lock)
         self._counts = dict.fromkeys(_COUNTS.split(), 0)
         self._slots = self._failed_commits = self._failed_by = 0
-        # What ``secret`` made before ``open``, which removes it if it fails.
+        # What ``secret`` created. ``open`` removes it if it fails.
         self._made: Made | None = None
         self._epochs, self._renewing = dict[bytes, bytes](), threading.Lock()
 
@@ -129,8 +129,9 @@ class DiskStore:
 
     @property
     def secret(self) -> bytes:
-        """The secret of the folder, 32 bytes. Makes it, and the folder, if they are not there. Raises what ``open``
-        raises for a folder that cannot be used."""
+        """The secret of the folder, 32 bytes. Makes it, and the folder, if they are not there. If ``open`` then fails
+        before a store has used the folder, both are removed, and a later call makes another secret. Raises what
+        ``open`` raises for a folder that cannot be used."""
         self._process.check(self)
         if self._opened:
             return self._folder.secret()
@@ -176,7 +177,7 @@ class DiskStore:
         return secret
 
     def _unused(self) -> Made | None:
-        """What ``secret`` made, unless a store has used the folder since: then it has a database."""
+        """What ``secret`` created, or None if a store has used the folder since, which leaves a database."""
         return None if os.path.lexists(os.path.join(self._path, DATABASE)) else self._made
 
     def _size(self, folder: Folder, header: Header | None, block_bytes: int) -> int:

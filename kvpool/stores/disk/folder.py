@@ -24,7 +24,7 @@ _open_lock = threading.Lock()
 
 
 class Made(NamedTuple):
-    """The files, and whether the folder, that an attempt to open it has made."""
+    """What an attempt to open a folder has created: names of files, and whether the folder itself."""
 
     names: tuple[str, ...] = ()
     folder: bool = False
@@ -57,11 +57,12 @@ class Folder:
             check_private(path, os.fstat(self._fd))
             _sync_path(os.path.dirname(os.path.abspath(path)))
             self._lock()
-        except BaseException as error:
-            if isinstance(
-                error, BlockingIOError
-            ):  # Another store has the folder, and uses the files that it has locked.
-                self._made, self._is_new = [name for name in self._made if name in self._held], False
+        except BlockingIOError:
+            # Another store has the folder. It uses every file that this one could not lock.
+            self._made, self._is_new = [name for name in self._made if name in self._held], False
+            self.discard()
+            raise
+        except BaseException:
             self.discard()
             raise
 
@@ -190,11 +191,12 @@ class Folder:
 
     @property
     def made(self) -> Made:
-        """What did not exist before, for a later ``Folder`` that discards it too."""
+        """What this object has created. A later ``Folder`` that gets it discards it too."""
         return Made(tuple(self._made), self._is_new)
 
     def discard(self) -> None:
-        """Remove what was made here, and close. The locks are held meanwhile, so no other store uses these files."""
+        """Remove the files and the folder that were made here, and close. No other store can use a file meanwhile whose
+        lock is held."""
         logs = [f"{DATABASE}-{log}" for log in ("wal", "shm", "journal")] if DATABASE in self._made else []
         for name in (*self._made, *logs):
             with suppress(OSError):

@@ -200,7 +200,7 @@ def test_after_a_request_that_fails_the_next_one_has_its_own_adapters(lab: Lab) 
         ({"response_fields": ["content"]}, "response_fields"),
         ({"lora": [{"id": 2, "scale": 1.0}]}, "lora"),
         ({"rope_freq_base": 5000.0}, "rope_freq_base"),
-        ({"temprature": 0.0}, "is temperature meant"),
+        ({"temprature": 0.0}, "did you mean temperature"),
     ],
 )
 def test_a_setting_that_is_refused_changes_nothing(lab: Lab, settings: dict[str, Any], word: str) -> None:
