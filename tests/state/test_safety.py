@@ -376,7 +376,7 @@ def test_a_rewind_may_use_what_it_gives_back(make: Make) -> None:
         engine.cache.rewind(sequence, 7)
         assert engine.cache.block_table(sequence).dense()[0, 1] != block
         with pytest.raises(OutOfBlocks):
-            engine.cache.append_tokens(sequence, list(range(20)))
+            engine.cache.append_tokens(sequence, list(range(9)))
     engine.cache.release(sequence)
     assert records.NONE not in engine.order()
 

@@ -156,7 +156,7 @@ def compiled(name: str, capability: tuple[int, int]) -> Any:
     return cuda.jit(KERNELS[name].signature)(KERNELS[name].function)
 
 
-class Launch(NamedTuple):
+class TableLaunch(NamedTuple):
     """What Numba needs for a launch."""
 
     thread_blocks: int | tuple[int, int]
@@ -164,7 +164,7 @@ class Launch(NamedTuple):
     arguments: Sequence[int]
 
 
-def rows_launch(staged: StagedRows, address: int) -> Launch:
+def rows_launch(staged: StagedRows, address: int) -> TableLaunch:
     """The launch that writes staged rows. ``address`` is that of the buffer, for kernels."""
     threads = min(ROW_THREADS, -(-staged.columns // _WARP) * _WARP)
     chunks = -(-staged.columns // threads)
@@ -173,10 +173,10 @@ def rows_launch(staged: StagedRows, address: int) -> Launch:
     table = staged.table.address, staged.table.strides[-2] // 4
     # The grid has chunks of columns by rows, so that no thread divides.
     rows = min(max(1, _THREAD_BLOCKS // chunks), max(-(-_FEWEST // chunks), staged.rows))
-    return Launch((chunks, rows), threads, [address, numbers, *shape, *table])
+    return TableLaunch((chunks, rows), threads, [address, numbers, *shape, *table])
 
 
-def step_launch(staged: StagedStep, address: int) -> Launch:
+def step_launch(staged: StagedStep, address: int) -> TableLaunch:
     """The launch that writes a staged step. ``address`` is that of the buffer, for kernels."""
     *addresses, row_stride, columns = staged.targets.places.tolist()
     wanted = sum(1 << k for k, name in enumerate(NAMES) if name in staged.targets.tables)
@@ -186,7 +186,7 @@ def step_launch(staged: StagedStep, address: int) -> Launch:
     read = address, address + int(numbers_bytes(staged.sequences)), staged.sequences
     shape = chunks, staged.tokens_per_block, staged.sinks
     arguments = [*read, *shape, wanted, *addresses, row_stride // 4, columns]
-    return Launch(min(_THREAD_BLOCKS, max(_FEWEST, staged.sequences * chunks)), threads, arguments)
+    return TableLaunch(min(_THREAD_BLOCKS, max(_FEWEST, staged.sequences * chunks)), threads, arguments)
 
 
 class TableKernel:
@@ -200,7 +200,7 @@ class TableKernel:
             except Exception as error:  # Numba, its compiler and the driver have own errors.
                 raise DeviceError(f"{name} cannot be compiled: {type(error).__name__}: {error}") from error
 
-    def launch(self, launch: Launch, stream: int) -> None:
+    def launch(self, launch: TableLaunch, stream: int) -> None:
         """Enqueue the kernel. Raises DeviceError. If the error is permanent, the next call finds out."""
         with self._calls(self._name):
             try:
