@@ -230,7 +230,9 @@ def test_vllms_own_events_say_what_is_on_the_host(runs: Runs) -> None:
     shape, extra, more = WAYS["two blocks a chunk, little host memory"]
     found = runs.run(shape, extra, **more)
     assert found["events"]["stored"] == counted(found, "stored_chunks")
-    assert found["events"]["removed"] == counted(found, "evicted_chunks")
+    # The reset takes back what had not been evicted until then.
+    assert found["events"]["removed"] > counted(found, "evicted_chunks") > 0
+    assert found["events"]["stored"] == found["events"]["removed"] + found["events"]["here"]
     assert found["events"]["here"] == counted(found, "host_blocks{evictable}")
 
 

@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.base import ReqContext
 
 from kvpool.engines.vllm import KVPoolOffloadingConnector
 from tests.engine import Clock
-from tests.engines.test_vllm_manager import HIT, MISS, Manager, keys
+from tests.engines.vllm_lab import HIT, MISS, Manager, keys
 
 # -- policies --------------------------------------------------------------------------------------------
 

@@ -159,7 +159,7 @@ FIRST_REQUESTS = """
 import sys
 import numpy as np, torch
 from kvpool.engines.options import EngineOptions
-from tests.engines import test_vllm_manager as managers, test_vllm_spec as specs
+from tests.engines import test_vllm_spec as specs, vllm_lab as managers
 stores, per_chunk = sys.argv[1] == "stores", int(sys.argv[2])
 with specs.serving():
     spec = specs.vllm.KVPoolOffloadingSpec(specs.config({"host_memory": "64KiB"}, per_chunk=per_chunk))
