@@ -162,8 +162,9 @@ _kept: dict[str, Any] = {}
 def register(kernel: Any) -> None:
     """Have the emulated driver run this compiled kernel, a ``_Kernel`` of numba-cuda, by its Python function.
 
-    From now on nothing is collected by itself. The driver's threads run that function. A finalizer that frees GPU
-    memory on such a thread would wait for the thread that it runs on."""
+    From now on nothing is collected by itself, and never while the function runs, whoever has enabled the collector:
+    the driver's thread runs that function, and a finalizer that freed GPU memory there would wait for its own thread.
+    """
     if kernel.entry_name in _kept:
         return
     gc.disable()
@@ -186,6 +187,8 @@ def register(kernel: Any) -> None:
         return found
 
     def run(addresses: Any, grid: Any, block: Any, shared: int, first: int, count: int) -> None:
+        collects = gc.isenabled()
+        gc.disable()
         try:
             cuda.gridDim, cuda.blockDim = _Dim3(*grid[:3]), _Dim3(*block[:3])
             given = arguments(addresses)
@@ -195,6 +198,9 @@ def register(kernel: Any) -> None:
         except BaseException:
             traceback.print_exc()
             driver().emu_launch_failed()
+        finally:
+            if collects:
+                gc.enable()
 
     twin = _Twin(_RUN(run), (ctypes.c_size_t * (len(sizes) + 1))(*sizes), len(sizes))
     _kept[kernel.entry_name] = twin

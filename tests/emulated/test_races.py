@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -280,3 +281,23 @@ def test_a_buffer_of_a_graph_is_not_staged_again_before_the_replay_has_read_it()
 def test_a_replay_hands_over_what_was_staged_for_the_next_in_every_run_without_its_guard() -> None:
     for seed in SEEDS:
         assert not replays(seed, "staged_buffers_retire_by_event"), f"seed {seed}"
+
+
+def test_nothing_is_collected_on_the_thread_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finalizer that frees GPU memory there would wait for itself. A program may have enabled the collector."""
+    from tests.emulated import numba_twins
+
+    run_block, collecting = numba_twins._run_block, list[bool]()
+
+    def noted(*arguments: Any) -> None:
+        collecting.append(gc.isenabled())
+        run_block(*arguments)
+
+    monkeypatch.setattr(numba_twins, "_run_block", noted)
+    gc.enable()
+    try:
+        assert hand_overs(next(iter(SEEDS)), None)
+        assert gc.isenabled()
+    finally:
+        gc.disable()
+    assert collecting and not any(collecting)
