@@ -22,15 +22,9 @@ import numpy as np
 
 from tests.emulated.twins import driver
 
-_RUN = ctypes.CFUNCTYPE(
-    None,
-    ctypes.POINTER(ctypes.c_void_p),
-    ctypes.POINTER(ctypes.c_uint),
-    ctypes.POINTER(ctypes.c_uint),
-    ctypes.c_uint,
-    ctypes.c_uint,
-    ctypes.c_uint,
-)
+# Addresses are numbers here: to make objects of them would begin a collection before the function can forbid it.
+_RUN = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3, *[ctypes.c_uint] * 3)
+_ADDRESSES, _NUMBERS = ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_uint)
 
 
 class _Twin(ctypes.Structure):
@@ -186,12 +180,13 @@ def register(kernel: Any) -> None:
             )
         return found
 
-    def run(addresses: Any, grid: Any, block: Any, shared: int, first: int, count: int) -> None:
+    def run(addresses_at: int, grid_at: int, block_at: int, shared: int, first: int, count: int) -> None:
         collects = gc.isenabled()
         gc.disable()
         try:
-            cuda.gridDim, cuda.blockDim = _Dim3(*grid[:3]), _Dim3(*block[:3])
-            given = arguments(addresses)
+            grid, block = ctypes.cast(grid_at, _NUMBERS)[:3], ctypes.cast(block_at, _NUMBERS)[:3]
+            cuda.gridDim, cuda.blockDim = _Dim3(*grid), _Dim3(*block)
+            given = arguments(ctypes.cast(addresses_at, _ADDRESSES))
             for i in range(first, first + count):
                 cuda.blockIdx = _place(i, cuda.gridDim)
                 _run_block(cuda, thread_of, block[0] * block[1] * block[2], given)
