@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .store import Row, Walk, common_items
-from .tiers import DEFAULT_PRIORITY, Block, BlockNotFound, Content, OutOfBlocks, OutOfSequences, Prompt
+from .tiers import DEFAULT_PRIORITY, Block, BlockNotFound, Content, NeverFits, OutOfBlocks, OutOfSequences, Prompt
 
 if TYPE_CHECKING:
     from .admission import Admission
@@ -257,7 +257,7 @@ class Batches:
             if self.never_fits(prompt, tokens)
         }
         if never and not allow_partial_batch:
-            raise ValueError(f"can never fit: {never}")
+            raise NeverFits(f"prompts {never}")
         kept = [i for i in range(len(prompts)) if i not in never]
         heads = range(len(kept), -1, -1) if allow_partial_batch else [len(kept)]
         for count in heads:
@@ -317,7 +317,7 @@ class Batches:
     def reserve(self, prompt: Prompt, *, owner: str = "", retention: Sequence[Range] | None = None) -> Admitted:
         ranges = [check_ranges(retention or ())]
         if self.never_fits(prompt, loads=True):
-            raise ValueError("can never fit")
+            raise NeverFits
         with all_or_nothing(self.groups):
             (admitted,) = self._admit([prompt], ranges, (DEFAULT_PRIORITY, None), loads=True)
         for group in self.groups:

@@ -15,7 +15,7 @@ from .batches import Admitted, Batches, all_or_nothing
 from .cross import Cross
 from .model import Model
 from .recurrent import Recurrent
-from .tiers import Content, Lease, Namespace, OutOfBlocks, Prompt
+from .tiers import Content, Lease, Namespace, NeverFits, OutOfBlocks, Prompt
 
 KINDS: dict[str, type[Model]] = {"attention": Model, "recurrent": Recurrent, "cross": Cross}
 
@@ -68,7 +68,7 @@ class GroupsModel(Batches):
         except OutOfBlocks:
             counts = [len(new) for new in tokens]
             if any(group.never_fits(ids, counts) for group in self.groups):
-                raise ValueError("can never fit") from None
+                raise NeverFits from None
             raise
 
     def commit(self, ids: Sequence[int], counts: Sequence[int] | None = None) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from .groups import GroupsModel
 from .recurrent import Recurrent
-from .tiers import OutOfBlocks, OutOfSequences, Prompt
+from .tiers import NeverFits, OutOfBlocks, OutOfSequences, Prompt
 
 T = 4
 STEPS = 200
@@ -45,7 +45,7 @@ class States:
 
 
 class Driver:
-    """Draws verbs and does them; what a full pool refuses is refused."""
+    """Draws verbs and does them; a refusal is the end of a step."""
 
     def __init__(self, model: GroupsModel, random: Random) -> None:
         self.model, self.random = model, random
@@ -60,7 +60,7 @@ class Driver:
         verb = self.random.choice((*grow, *grow, *other))
         try:
             verb()
-        except (OutOfBlocks, OutOfSequences):
+        except (NeverFits, OutOfBlocks, OutOfSequences):
             pass
         self.model.check()
         for states in self.states:

@@ -19,6 +19,10 @@ class OutOfBlocks(Exception):
     """Fewer listed device blocks than the call needs."""
 
 
+class NeverFits(ValueError):
+    """The request needs more than an empty pool has."""
+
+
 class OutOfSequences(Exception):
     """Fewer free sequence slots than the call needs."""
 
