@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from kvpool import ModelIdentity
-from kvpool.stores import StoreQueue, staging_rows
-from kvpool.stores.disk import DiskStore
+from kvpool.storage import StoreQueue, staging_rows
+from kvpool.storage.backends.disk import DiskStore
 
 IDENTITY = ModelIdentity("benchmark", "1", "float16", "pages", "1")
 

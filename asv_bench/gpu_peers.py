@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from asv_bench.benchmarks.gpu import LOAD, REPEATS, SAVE, KvCopies, Scenes
-from kvpool.arrays.paged import PagedKV
-from kvpool.device.base import BYTES, FROM, TO
+from kvpool.common.arrays.paged import PagedKV
 from kvpool.device.cuda.calibration import PATHS
+from kvpool.device.regions import BYTES, FROM, TO
 
 SIZES = (4 << 10, 16 << 10, 64 << 10)
 Copies = Iterator[tuple[str, Callable[[], object]]]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpool.stores import MemoryStore
+from kvpool.storage import MemoryStore
 from tests.stores.clock import BLOCK_BYTES, TOKENS, Arrival, Simulation, World
 
 LENGTHS, USERS = (512, 2_048, 8_192, 32_768), (1, 4, 16)

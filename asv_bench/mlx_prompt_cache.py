@@ -24,7 +24,7 @@ import numpy as np
 from mlx_lm.models import llama
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache, trim_prompt_cache
 
-from kvpool.engines.mlx import PromptCache
+from kvpool.integrations.mlx import PromptCache
 from tests.engines.torchless import mlx_lab
 
 CONFIG = {

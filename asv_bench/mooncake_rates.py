@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.stores import OK, StoreQueue
-from kvpool.stores.mooncake import MooncakeStore
-from kvpool.stores.store import Space
+from kvpool.storage import OK, StoreQueue
+from kvpool.storage.backends.mooncake import MooncakeStore
+from kvpool.storage.store import Space
 from tests.stores.lab import IDENTITY, memory
 from tests.stores.mooncake.cluster import Cluster
 

@@ -42,15 +42,15 @@ import numpy as np
 import numpy.typing as npt
 
 import kvpool
-from kvpool.jit import jit
-from kvpool.keepers import Keeper
-from kvpool.planner import Use
-from kvpool.planner.policies import MIN, SessionOracle, hints, min_hits, next_uses
-from kvpool.planner.stack import pop, push
-from kvpool.replay.content import Request
-from kvpool.replay.sessions import play
-from kvpool.replay.traces import read_sessions, read_trace
-from kvpool.stores.memory import MemoryStore
+from kvpool.common.jit import jit
+from kvpool.storage import Keeper
+from kvpool.storage.backends.memory import MemoryStore
+from kvpool.tools.planner import Use
+from kvpool.tools.planner.policies import MIN, SessionOracle, hints, min_hits, next_uses
+from kvpool.tools.planner.stack import pop, push
+from kvpool.tools.replay.content import Request
+from kvpool.tools.replay.sessions import play
+from kvpool.tools.replay.traces import read_sessions, read_trace
 
 VARIES, SNAPSHOT, FLOOD, FLOODED, FLOOD_PRIORITY = 0.5, 32, 200, 1 << 30, 10
 HALF, SAID, HINTED = 5, 11, 13
@@ -60,10 +60,10 @@ CEILINGS = ("oracle", "holding", "known", "known:stop", MIN, f"{MIN}:holding")
 LAYOUT = kvpool.BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=1, dtype="uint8", planes=1)
 MODEL = kvpool.ModelIdentity("trace", "none", LAYOUT.dtype_name, LAYOUT, "policies 1")
 CONSTANTS = {
-    "kvpool.state.pauses": ("_LEAN", "_PRIOR", "_MOST", "_REFRESH"),
-    "kvpool.state.chains": ("_OWN", "SAMPLE"),
-    "kvpool.state.agent": ("SOME", "RUN", "_RING", "_LEVEL"),
-    "kvpool.state.adaptive": ("_MEMORY", "_SURE"),
+    "kvpool.state.policies.pauses": ("_LEAN", "_PRIOR", "_MOST", "_REFRESH"),
+    "kvpool.state.policies.chains": ("_OWN", "SAMPLE"),
+    "kvpool.state.policies.agent": ("SOME", "RUN", "_RING", "_LEVEL"),
+    "kvpool.state.policies.adaptive": ("_MEMORY", "_SURE"),
     "kvpool.state.arrays": ("_BLOCKS_PER_CHAIN", "_BLOCKS_PER_CHAIN_OF_TWO", "_BLOCKS_PER_NAME", "_GHOST_BLOCKS"),
 }
 

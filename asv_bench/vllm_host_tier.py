@@ -86,7 +86,7 @@ def scheduler(rounds: int) -> None:
     from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
     import kvpool
-    from kvpool.engines.vllm import KVPoolOffloadingManager
+    from kvpool.integrations.vllm.spec import KVPoolOffloadingManager
 
     identity = kvpool.ModelIdentity("toy", "r1", "float16", "chunks", "benchmark")
     cache = kvpool.HostCache(CAPACITY, 4096, identity=identity)
@@ -135,8 +135,8 @@ def steps(rounds: int) -> None:
     from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
     import kvpool
-    from kvpool.engines.options import EngineOptions
-    from kvpool.engines.vllm import KVPoolOffloadingManager
+    from kvpool.integrations.options import EngineOptions
+    from kvpool.integrations.vllm.spec import KVPoolOffloadingManager
 
     identity = kvpool.ModelIdentity("toy", "r1", "float16", "chunks", "benchmark")
     caches = [kvpool.HostCache(STEP_CAPACITY, 4096, identity=identity) for _ in range(2)]
@@ -216,7 +216,11 @@ def first_token(rounds: int, tokens: int) -> None:
     os.environ.update({name: value for name, value in serve.SETTINGS.items() if name != "OMP_NUM_THREADS"})
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     length = tokens + NEW_TOKENS + serve.BLOCK
-    extra = {"spec_name": "KVPoolOffloadingSpec", "spec_module_path": "kvpool.engines.vllm", "host_memory": "1GiB"}
+    extra = {
+        "spec_name": "KVPoolOffloadingSpec",
+        "spec_module_path": "kvpool.integrations.vllm.spec",
+        "host_memory": "1GiB",
+    }
     script: dict[str, Any] = {
         "shape": "small",
         "processes": False,
@@ -299,8 +303,8 @@ SCALE = 100
 
 def _scaled(trace: str, count: int) -> list[tuple[float, list[int]]]:
     """When each request comes, and its tokens. Equal beginnings of sessions stay equal."""
-    from kvpool.replay.sessions import play
-    from kvpool.replay.traces import read_sessions
+    from kvpool.tools.replay.sessions import play
+    from kvpool.tools.replay.traces import read_sessions
     from tests.engines.serve import BLOCK
 
     found: list[tuple[float, list[int]]] = []
@@ -326,7 +330,7 @@ def _tier(side: str, policy: str) -> dict[str, Any]:
         "spec_module_path": "tests.engines.cpu_tiers",
         "cpu_bytes_to_use": TIER_CHUNKS << 15,
         "eviction_policy": policy,
-        "cache_policy_module_path": "kvpool.engines.vllm_policy",
+        "cache_policy_module_path": "kvpool.integrations.vllm.cache_policy",
     }
     return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
@@ -336,7 +340,7 @@ def _play(side: str, policy: str, requests: list[tuple[float, list[int]]], answe
     from tests.engines import serve
 
     os.environ.update(serve.SETTINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
-    from kvpool.engines.vllm_policy import AgentCachePolicy
+    from kvpool.integrations.vllm.cache_policy import AgentCachePolicy
 
     now = [began := time.monotonic()]
     AgentCachePolicy.clock = staticmethod(lambda: now[0])
@@ -352,7 +356,7 @@ def _play(side: str, policy: str, requests: list[tuple[float, list[int]]], answe
         if policy:
             config = engine.vllm_config.kv_transfer_config.kv_connector_extra_config
             assert policy in (config.get("eviction_policy"), config.get("policy"))
-        from kvpool.entry import arguments  # imports Numba, which vLLM must not meet when it starts
+        from kvpool.common import arguments  # imports Numba, which vLLM must not meet when it starts
 
         arguments.time = SimpleNamespace(monotonic_ns=lambda: int(1e9 * now[0]))  # type: ignore[assignment]
         for at, tokens in requests:

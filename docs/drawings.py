@@ -13,7 +13,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 IMAGES = Path(__file__).parent / "images"
-DASHBOARD = Path(__file__).parent.parent / "kvpool" / "dashboards" / "grafana.json"
+DASHBOARD = Path(__file__).parent.parent / "kvpool" / "integrations" / "dashboards" / "grafana.json"
 WIDTH, LINE = 640, 18
 STYLE = """
   svg { font: 14px system-ui, 'Segoe UI', Helvetica, Arial, sans-serif; }
@@ -204,6 +204,17 @@ def house() -> Drawing:
     return d
 
 
+def rings() -> Drawing:
+    d = Drawing("The core, and what lies around it", 300)
+    d.box(14, 14, 612, 272, "").text(320, 40, "around the core: uses its public calls", "small", "middle")
+    d.box(150, 60, 340, 170, "", "state").text(320, 84, "the core", "bold", "middle")
+    d.box(170, 98, 145, 54, "pool\ncalls and their order").box(325, 98, 145, 54, "device\nmemory and copies", "device")
+    d.box(170, 162, 145, 54, "state\nall decisions", "state").box(325, 162, 145, 54, "common\narrays, compilation")
+    d.box(26, 98, 112, 54, "hostcache\nyour own blocks").box(26, 162, 112, 54, "remote\nother machines")
+    d.box(502, 98, 112, 54, "integrations\nengines, metrics").box(502, 162, 112, 54, "tools\nreplay, plan")
+    return d.box(214, 240, 212, 38, "storage: disk, bucket, peer", "host")
+
+
 def dashboard() -> Drawing:
     """The panels of the Grafana dashboard, at their places: made of its JSON."""
     panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
@@ -334,7 +345,7 @@ RACES = race_victim, race_pin, race_copy, race_gather, race_prefix, race_counter
 
 def all_drawings() -> Iterable[tuple[str, str]]:
     """Name and text of every file."""
-    for made in (tiers, request, staging, house, dashboard, *RACES):
+    for made in (tiers, request, staging, house, rings, dashboard, *RACES):
         yield f"{made.__name__}.svg", made().svg()
 
 

@@ -22,9 +22,8 @@ import kvpool
 from kvpool.device import get_device
 from kvpool.device.base import Device, Stream
 from kvpool.device.cuda import unusable
-from kvpool.keepers import Keeper
-from kvpool.stores import Store
-from kvpool.stores.urls import open_store
+from kvpool.storage import Keeper, Store
+from kvpool.storage.urls import open_store
 
 try:
     import jax

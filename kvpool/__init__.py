@@ -10,24 +10,31 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvpool.arrays.layout import BlockLayout as BlockLayout
-    from kvpool.arrays.paged import PagedKV as PagedKV
-    from kvpool.arrays.strided import StridedArray as StridedArray
-    from kvpool.entry.arguments import RetentionRange as RetentionRange
-    from kvpool.errors import BlockNotFound as BlockNotFound
-    from kvpool.errors import DeviceError as DeviceError
-    from kvpool.errors import ForkedProcess as ForkedProcess
-    from kvpool.errors import InsufficientMemory as InsufficientMemory
-    from kvpool.errors import IntegrityError as IntegrityError
-    from kvpool.errors import KVPoolError as KVPoolError
-    from kvpool.errors import LeaseExpired as LeaseExpired
-    from kvpool.errors import OutOfBlocks as OutOfBlocks
-    from kvpool.errors import OutOfSequences as OutOfSequences
-    from kvpool.errors import PoolBusy as PoolBusy
-    from kvpool.errors import PoolClosed as PoolClosed
-    from kvpool.errors import ReservationExpired as ReservationExpired
-    from kvpool.errors import StoreBusy as StoreBusy
-    from kvpool.errors import UnknownSequence as UnknownSequence
+    from kvpool.common.arguments import RetentionRange as RetentionRange
+    from kvpool.common.arrays.layout import BlockLayout as BlockLayout
+    from kvpool.common.arrays.paged import PagedKV as PagedKV
+    from kvpool.common.arrays.strided import StridedArray as StridedArray
+    from kvpool.common.errors import BlockNotFound as BlockNotFound
+    from kvpool.common.errors import DeviceError as DeviceError
+    from kvpool.common.errors import ForkedProcess as ForkedProcess
+    from kvpool.common.errors import InsufficientMemory as InsufficientMemory
+    from kvpool.common.errors import IntegrityError as IntegrityError
+    from kvpool.common.errors import KVPoolError as KVPoolError
+    from kvpool.common.errors import LeaseExpired as LeaseExpired
+    from kvpool.common.errors import OutOfBlocks as OutOfBlocks
+    from kvpool.common.errors import OutOfSequences as OutOfSequences
+    from kvpool.common.errors import PoolBusy as PoolBusy
+    from kvpool.common.errors import PoolClosed as PoolClosed
+    from kvpool.common.errors import ReservationExpired as ReservationExpired
+    from kvpool.common.errors import StoreBusy as StoreBusy
+    from kvpool.common.errors import UnknownSequence as UnknownSequence
+    from kvpool.device.memory.attachments import Attachment as Attachment
+    from kvpool.device.memory.attachments import SharedTier as SharedTier
+    from kvpool.device.memory.attachments import attach as attach
+    from kvpool.device.memory.export import Export as Export
+    from kvpool.device.memory.kv_copy import Stagings as Stagings
+    from kvpool.device.memory.kv_copy import gather_kv as gather_kv
+    from kvpool.device.memory.kv_copy import scatter_kv as scatter_kv
     from kvpool.hostcache.host_cache import HostCache as HostCache
     from kvpool.hostcache.host_cache import HostCacheStats as HostCacheStats
     from kvpool.hostcache.host_cache import HostEvent as HostEvent
@@ -39,13 +46,7 @@ if TYPE_CHECKING:
     from kvpool.hostcache.tier import HostSlots as HostSlots
     from kvpool.hostcache.tier import HostTier as HostTier
     from kvpool.hostcache.tier import HostTierDescription as HostTierDescription
-    from kvpool.memory.attachments import Attachment as Attachment
-    from kvpool.memory.attachments import SharedTier as SharedTier
-    from kvpool.memory.attachments import attach as attach
-    from kvpool.memory.export import Export as Export
-    from kvpool.memory.kv_copy import Stagings as Stagings
-    from kvpool.memory.kv_copy import gather_kv as gather_kv
-    from kvpool.memory.kv_copy import scatter_kv as scatter_kv
+    from kvpool.hostcache.warming import warm_up as warm_up
     from kvpool.pool.block_tables import CapturedTables as CapturedTables
     from kvpool.pool.config import LayerGroup as LayerGroup
     from kvpool.pool.config import split_blocks as split_blocks
@@ -68,23 +69,22 @@ if TYPE_CHECKING:
     from kvpool.pool.stats import RequestStats as RequestStats
     from kvpool.pool.stats import Stats as Stats
     from kvpool.pool.stats import TierStats as TierStats
-    from kvpool.tables.block_table import BlockTable as BlockTable
-    from kvpool.tables.step_tables import StepTables as StepTables
-    from kvpool.warming import warm_up as warm_up
+    from kvpool.pool.tables.block_table import BlockTable as BlockTable
+    from kvpool.pool.tables.step_tables import StepTables as StepTables
 
 __version__ = "0.1.0"
 
 # Where each public name comes from.
 _NAMES = {
-    "kvpool.memory.attachments": "Attachment SharedTier attach",
-    "kvpool.memory.export": "Export",
-    "kvpool.memory.kv_copy": "Stagings gather_kv scatter_kv",
-    "kvpool.arrays.layout": "BlockLayout",
-    "kvpool.arrays.paged": "PagedKV",
-    "kvpool.arrays.strided": "StridedArray",
+    "kvpool.device.memory.attachments": "Attachment SharedTier attach",
+    "kvpool.device.memory.export": "Export",
+    "kvpool.device.memory.kv_copy": "Stagings gather_kv scatter_kv",
+    "kvpool.common.arrays.layout": "BlockLayout",
+    "kvpool.common.arrays.paged": "PagedKV",
+    "kvpool.common.arrays.strided": "StridedArray",
     "kvpool.pool.block_tables": "CapturedTables",
     "kvpool.pool.config": "LayerGroup split_blocks",
-    "kvpool.errors": (
+    "kvpool.common.errors": (
         "BlockNotFound DeviceError ForkedProcess InsufficientMemory IntegrityError KVPoolError "
         "LeaseExpired OutOfBlocks OutOfSequences PoolBusy PoolClosed ReservationExpired StoreBusy "
         "UnknownSequence"
@@ -102,10 +102,10 @@ _NAMES = {
     "kvpool.pool.stats": "GroupStats RequestStats Stats TierStats",
     "kvpool.pool.explain": "Explanation Missed",
     "kvpool.pool.keys": "Admission BlockKeys Lacking Match Plan",
-    "kvpool.entry.arguments": "RetentionRange",
-    "kvpool.tables.block_table": "BlockTable",
-    "kvpool.tables.step_tables": "StepTables",
-    "kvpool.warming": "warm_up",
+    "kvpool.common.arguments": "RetentionRange",
+    "kvpool.pool.tables.block_table": "BlockTable",
+    "kvpool.pool.tables.step_tables": "StepTables",
+    "kvpool.hostcache.warming": "warm_up",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = ["__version__", *_MODULES]

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from kvpool import __version__
-from kvpool.commands import doctor, plan, replay, store, warm_up, workers
-from kvpool.commands.terminal import INTERRUPTED, USAGE, WrongUse, complain, near
+from kvpool.tools.cli import doctor, plan, replay, warm_up, workers
+from kvpool.tools.cli import serve_store as store
+from kvpool.tools.cli.terminal import INTERRUPTED, USAGE, WrongUse, complain, near
 
 COMMANDS = (replay, plan, workers, store, doctor, warm_up)
 

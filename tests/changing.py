@@ -27,16 +27,15 @@ from kvpool import (
     gather_kv,
     scatter_kv,
 )
-from kvpool import operations as op
-from kvpool.device.base import Region
 from kvpool.device.cpu import CpuDevice
 from kvpool.device.launches import Grid, Launch
+from kvpool.device.regions import Region
 from kvpool.device.sim import SimDevice
 from kvpool.hostcache.host_copies import HostPlace
-from kvpool.keepers import HostKeeper, Keeper
-from kvpool.planner import Surveyor
-from kvpool.replay.content import Request
-from kvpool.stores import BlockNames, Job, MemoryStore, StoreClient
+from kvpool.pool import operations as op
+from kvpool.storage import BlockNames, HostKeeper, Job, Keeper, MemoryStore, StoreClient
+from kvpool.tools.planner import Surveyor
+from kvpool.tools.replay.content import Request
 from steps import NAMES, arrays
 from tests import debug
 

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from engine import Clock, Engine, EventReplay, Item, Request, small_layout
 from kvpool import DeviceError, KVCacheManager
-from kvpool.device.base import ALL_LAYERS, NULL_STREAM, Layers, Stream
+from kvpool.device.base import NULL_STREAM, Stream
 from kvpool.device.cpu import CpuDevice
+from kvpool.device.regions import ALL_LAYERS, Layers
 from kvpool.state import records as fields
 from kvpool.state.verify import verify as verify_state
 from tests import debug

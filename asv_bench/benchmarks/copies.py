@@ -7,9 +7,9 @@ import time
 
 import numpy as np
 
-from kvpool.arrays.layout import BlockLayout
+from kvpool.common.arrays.layout import BlockLayout
 from kvpool.device.cpu import CpuDevice
-from kvpool.memory.pools import MemoryPools
+from kvpool.device.memory.pools import MemoryPools
 
 TIER_BYTES = 256 << 20
 TOKENS = 16

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from kvpool import ModelIdentity
-from kvpool.stores import StoreQueue
-from kvpool.stores.disk import DiskStore
-from kvpool.stores.disk.database import Database
-from kvpool.stores.disk.folder import Folder
-from kvpool.stores.disk.slab import System
-from kvpool.stores.disk.slot_index import ENTRY, PER_PAGE
-from kvpool.stores.store import Space
+from kvpool.storage import StoreQueue
+from kvpool.storage.backends.disk import DiskStore
+from kvpool.storage.backends.disk.database import Database
+from kvpool.storage.backends.disk.folder import Folder
+from kvpool.storage.backends.disk.slab import System
+from kvpool.storage.backends.disk.slot_index import ENTRY, PER_PAGE
+from kvpool.storage.store import Space
 
 IDENTITY = ModelIdentity("benchmark", "1", "float16", "pages", "1")
 KIB, MIB = 1 << 10, 1 << 20

@@ -13,16 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.arrays.layout import BlockLayout, PoolIds
-from kvpool.arrays.paged import PagedKV
-from kvpool.arrays.strided import as_strided
-from kvpool.device.base import Region, Stream
+from kvpool.common.arrays.layout import BlockLayout, PoolIds
+from kvpool.common.arrays.paged import PagedKV
+from kvpool.common.arrays.strided import as_strided
+from kvpool.device.base import Stream
 from kvpool.device.cuda.calibration import DIRECTIONS, KERNELS, OFFLOAD, ONBOARD, PATHS, always
 from kvpool.device.cuda.cuda_device import CudaDevice, unusable
 from kvpool.device.cuda.cuda_memory import CHUNK_BYTES
+from kvpool.device.memory.kv_copy import gather_kv, scatter_kv
+from kvpool.device.memory.pools import MemoryPools
+from kvpool.device.regions import Region
 from kvpool.device.work import Fragments
-from kvpool.memory.kv_copy import gather_kv, scatter_kv
-from kvpool.memory.pools import MemoryPools
 
 from .pools import TOKENS_PER_BLOCK, make_pool, make_prompts
 from .staging import COLUMNS, SEQUENCES

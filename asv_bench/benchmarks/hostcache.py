@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 
 from kvpool import HostCache, HostCopies, HostTier, ModelIdentity, PagedKV
-from kvpool.device.base import BYTES, FROM, TO
-from kvpool.jit import jit
-from kvpool.jit.intrinsics import memcpy
-from kvpool.keepers import HostKeeper
-from kvpool.stores import MemoryStore
+from kvpool.common.jit import jit
+from kvpool.common.jit.intrinsics import memcpy
+from kvpool.device.regions import BYTES, FROM, TO
+from kvpool.storage import HostKeeper, MemoryStore
 
 KEYS, KEY_BYTES, BLOCKS = 60, 36, 16_384
 IDENTITY = ModelIdentity("benchmark", "1", "float16", "pages", "1")

@@ -8,8 +8,7 @@ import time
 from statistics import median, quantiles
 
 import kvpool
-from kvpool.keepers import Keeper
-from kvpool.stores import MemoryStore
+from kvpool.storage import Keeper, MemoryStore
 
 from .pools import PROMPT_TOKENS, Pooled, blocks_of, make_pool, make_prompts
 

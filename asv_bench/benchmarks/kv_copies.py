@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.arrays.paged import LAYOUTS, PagedKV
-from kvpool.memory.kv_copy import gather_kv, scatter_kv
+from kvpool.common.arrays.paged import LAYOUTS, PagedKV
+from kvpool.device.memory.kv_copy import gather_kv, scatter_kv
 
 from .pools import THREADS
 

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 
 from kvpool import ModelIdentity
-from kvpool.stores import StoreQueue
-from kvpool.stores.peer import PeerStore
+from kvpool.storage import StoreQueue
+from kvpool.storage.backends.peer import PeerStore
 
 IDENTITY = ModelIdentity("benchmark", "1", "float16", "rows", "1")
 SECRET = bytes(32)
 KIB, MIB = 1 << 10, 1 << 20
 SERVER = """
 import sys
-from kvpool.stores import MemoryStore
-from kvpool.stores.peer import StoreServer
+from kvpool.storage import MemoryStore
+from kvpool.storage.backends.peer import StoreServer
 
 with StoreServer(MemoryStore(1 << 30), block_bytes=int(sys.argv[1]), secret=bytes(32)) as server:
     print(server.endpoint, flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from time import perf_counter
 
 import kvpool
-from kvpool.device.main_memory import available_ram
+from kvpool.device.memory.main_memory import available_ram
 
 from .pools import TOKENS_PER_BLOCK, Pooled, make_pool, make_prompts, store
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from kvpool.arrays.layout import BlockLayout
-from kvpool.replay import Replay, ReplayConfig, Summary, Trace, read_trace, synthetic
-from kvpool.replay.traces import DEVICE_BLOCKS, HOST_BLOCKS
+from kvpool.common.arrays.layout import BlockLayout
+from kvpool.tools.replay import Replay, ReplayConfig, Summary, Trace, read_trace, synthetic
+from kvpool.tools.replay.traces import DEVICE_BLOCKS, HOST_BLOCKS
 
 
 class SyntheticReplay:

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.device.base import ALL_LAYERS, NULL_STREAM, Event, Layers, Stream, WrappedDevice
+from kvpool.common.jit import jit
+from kvpool.device.base import NULL_STREAM, Event, Stream, WrappedDevice
 from kvpool.device.cpu import CpuDevice
-from kvpool.jit import jit
+from kvpool.device.regions import ALL_LAYERS, Layers
 
 from .pools import Once, blocks_of, make_pool, make_prompts, store
 

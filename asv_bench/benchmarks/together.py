@@ -7,7 +7,7 @@ from contextlib import suppress
 import numpy as np
 
 from kvpool import OutOfBlocks
-from kvpool import operations as op
+from kvpool.pool import operations as op
 
 from .admission import BATCHES
 from .pools import PROMPT_TOKENS, Once, Pooled, blocks_of, make_pool, make_prompts

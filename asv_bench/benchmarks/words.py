@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvpool.jit import jit
+from kvpool.common.jit import jit
 from kvpool.state.records import BLOCK, REFS, change_word
 
 BLOCKS = 1_024

@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import dropwhile
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
-from kvpool.arrays import Array, Int64s, dlpack
-from kvpool.arrays.layout import BlockLayout, integer_argument
-from kvpool.arrays.strided import StridedArray
-from kvpool.device.main_memory import GpuMemory, MainMemory, handle_of
+from kvpool.common.arrays import Array, Int64s, dlpack
+from kvpool.common.arrays.layout import integer_argument
+from kvpool.common.arrays.strided import StridedArray
+from kvpool.common.errors import DeviceError
+from kvpool.device.memory.main_memory import GpuMemory, MainMemory, handle_of
+from kvpool.device.regions import ALL_LAYERS, Layers, Region
 from kvpool.device.work import StepTargets, Table, host_table
-from kvpool.errors import DeviceError
 
 if TYPE_CHECKING:
     from kvpool.device.work import Work
@@ -26,11 +27,6 @@ TIERS = ("device", "host")
 STAGING = "staging"
 BOUND_ALREADY = "device: already bound to a pool; every pool needs a device of its own"
 NOT_BOUND = "device: not bound to a pool"
-
-SOURCE, TARGET, TOKENS, TICKET = range(4)
-"""Columns of a batch of moves."""
-FROM, TO, BYTES = range(3)
-"""Columns of fragments: contiguous bytes from one address to another."""
 
 
 @dataclass(frozen=True)
@@ -153,67 +149,6 @@ class Retired(Generic[Item]):
 
     def clear(self) -> None:
         self._streams.clear()
-
-
-class Layers(NamedTuple):
-    """Some layers: of so many ``parts``, which follow each other and are about equal, number ``part``."""
-
-    part: int
-    parts: int
-
-    def of(self, total: int) -> range:
-        """Which of ``total`` layers."""
-        return range(total * self.part // self.parts, total * (self.part + 1) // self.parts)
-
-    @staticmethod
-    def that_has(layer: int, total: int, parts: int) -> int:
-        """The part that has this one of ``total`` layers."""
-        return ((layer + 1) * parts - 1) // total
-
-
-ALL_LAYERS = Layers(0, 1)
-
-
-class Part(NamedTuple):
-    """Memory of some layers of a region. Both tiers have the same ``layout`` and are given as flat bytes."""
-
-    layout: BlockLayout
-    device_pool: Any
-    host_pool: Any
-
-
-class Region(NamedTuple):
-    """Blocks of one kind. They lie in one or more parts, and a copy of a block copies it in every part.
-
-    All parts have the same number of blocks, and as many tokens in a block.
-    """
-
-    parts: tuple[Part, ...]
-    device_blocks: int
-    host_blocks: int
-
-    @classmethod
-    def of(cls, layout: BlockLayout, device_pool: Any, host_pool: Any, device_blocks: int, host_blocks: int) -> Region:
-        """A region of one part."""
-        return cls((Part(layout, device_pool, host_pool),), device_blocks, host_blocks)
-
-    @property
-    def tokens_per_block(self) -> int:
-        return self.parts[0].layout.tokens_per_block
-
-    @property
-    def layers(self) -> int:
-        """Of all parts together."""
-        return sum(part.layout.layers for part in self.parts)
-
-    def parts_of(self, layers: Layers) -> Iterator[tuple[Part, range]]:
-        """The parts that have some of these layers, and which of its own layers each has."""
-        wanted, first = layers.of(self.layers), 0
-        for part in self.parts:
-            own = range(max(wanted.start - first, 0), min(wanted.stop - first, part.layout.layers))
-            first += part.layout.layers
-            if own:
-                yield part, own
 
 
 class HostViews:

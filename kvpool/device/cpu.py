@@ -13,34 +13,17 @@ from numba.core import cgutils
 from numba.core.base import BaseContext
 from numba.core.typing import Context, Signature
 
-from kvpool.arrays import Int64s, Uint8s
-from kvpool.arrays.strided import StridedArray
+from kvpool.common.arrays import Int64s, Uint8s
+from kvpool.common.arrays.strided import StridedArray
+from kvpool.common.errors import PoolClosed
+from kvpool.common.jit import intrinsic, jit
+from kvpool.common.jit.intrinsics import memcpy
 from kvpool.device import copy_plan
-from kvpool.device.base import (
-    ALL_LAYERS,
-    BOUND_ALREADY,
-    BYTES,
-    FROM,
-    NOT_BOUND,
-    NULL_EVENT,
-    NULL_STREAM,
-    SOURCE,
-    TARGET,
-    TO,
-    TOKENS,
-    Device,
-    Event,
-    Layers,
-    Region,
-    Stream,
-    stream_argument,
-)
-from kvpool.device.copy_plan import LINE, RUN_BYTES, RUNS, CopyPlan, Regions, Tier, make_plan
-from kvpool.device.main_memory import allocate_ram, allocate_shared, available_ram, free_shared
+from kvpool.device.base import BOUND_ALREADY, NOT_BOUND, NULL_EVENT, NULL_STREAM, Device, Event, Stream, stream_argument
+from kvpool.device.copy_plan import LINE, RUN_BYTES, RUNS, CopyPlan, Tier, make_plan
+from kvpool.device.memory.main_memory import allocate_ram, allocate_shared, available_ram, free_shared
+from kvpool.device.regions import ALL_LAYERS, BYTES, FROM, SOURCE, TARGET, TO, TOKENS, Layers, Region, Regions
 from kvpool.device.work import TokenMoves, Work
-from kvpool.errors import PoolClosed
-from kvpool.jit import intrinsic, jit
-from kvpool.jit.intrinsics import memcpy
 
 _CHUNK = 16 * LINE
 # How many bytes ahead of the copy the source is fetched. Blocks lie at random, so the hardware cannot guess the next.

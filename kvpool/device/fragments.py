@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpool.arrays import Int64s
-from kvpool.device.base import BYTES, FROM, SOURCE, TARGET, TO, TOKENS
+from kvpool.common.arrays import Int64s
+from kvpool.common.jit import jit
 from kvpool.device.copy_plan import CopyPlan
 from kvpool.device.cpu import locate, plan_of
 from kvpool.device.launches import PIECE_WORDS
-from kvpool.jit import jit
+from kvpool.device.regions import BYTES, FROM, SOURCE, TARGET, TO, TOKENS
 
 OFFLOAD, ONBOARD, WITHIN, INSIDE_HOST = "offload", "onboard", "within", "inside the host"
 """The directions of copies."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from kvpool.arrays import Array, Int64s
+from kvpool.common.arrays import Array, Int64s
 from kvpool.device.copy_plan import PLAN_FIELDS, CopyPlan, cuda_plan
 from kvpool.device.work import TokenMoves
 

@@ -7,18 +7,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from kvpool.arrays import Int32s, Int64s, Uint8s
-from kvpool.arrays.strided import in_numpy
-from kvpool.jit import jit
-from kvpool.jit.intrinsics import array_at
+from kvpool.common.arrays import Int32s, Int64s, Uint8s
+from kvpool.common.arrays.strided import in_numpy
+from kvpool.common.jit import jit
+from kvpool.common.jit.intrinsics import array_at
 
 if TYPE_CHECKING:
-    from kvpool.device.copy_plan import Regions
-    from kvpool.device.cpu import HostPool
+    from kvpool.device.regions import Regions
 
 
 INT32, INT64 = np.dtype(np.int32), np.dtype(np.int64)
@@ -439,6 +438,13 @@ def write_step(numbers_at: int, count: int, ids_at: int, packed: bool, width: in
         blocks += used - holes
 
 
+class MainMemoryCopies(Protocol):
+    """Copies in main memory: what ``run`` of fragments and of token moves needs."""
+
+    def copy_fragments(self, rows: Int64s) -> None: ...
+    def move_tokens(self, work: TokenMoves) -> None: ...
+
+
 class Fragments(NamedTuple):
     """Contiguous bytes to copy: ``rows`` int64[n, 3] of (source address, target address, bytes).
 
@@ -450,7 +456,7 @@ class Fragments(NamedTuple):
 
     rows: Int64s
 
-    def run(self, pool: HostPool) -> None:
+    def run(self, pool: MainMemoryCopies) -> None:
         pool.copy_fragments(self.rows)
 
 
@@ -469,7 +475,7 @@ class TokenMoves(NamedTuple):
     moves: Int64s
     starts: Int64s
 
-    def run(self, pool: HostPool) -> None:
+    def run(self, pool: MainMemoryCopies) -> None:
         pool.move_tokens(self)
 
     def by_region(self, regions: Regions) -> Iterator[tuple[int, TokenMoves]]:
@@ -493,4 +499,4 @@ class TokenMoves(NamedTuple):
 
 
 Work: TypeAlias = Fragments | TokenMoves | StagedRows | StagedVectors | StagedStep
-"""Each has ``run(pool)``, which does it at once in main memory. ``pool`` is the HostPool that a device is bound to."""
+"""Each has ``run(pool)``, which does it at once in main memory. ``pool`` is what a device is bound to."""

@@ -15,14 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpool.arrays import Int64s, Uint8s
-from kvpool.arrays.layout import BlockLayout, choice_argument, integer_argument
-from kvpool.device.copy_plan import BLOCKS_MAX
-from kvpool.device.main_memory import available_ram
-from kvpool.entry.arguments import bool_argument, clock_argument, priority_argument, text_argument, ttl_argument
-from kvpool.entry.interrupt import DeferSignals
-from kvpool.entry.process import Closing, Process
-from kvpool.errors import (
+from kvpool.common.arguments import bool_argument, clock_argument, priority_argument, text_argument, ttl_argument
+from kvpool.common.arrays import Int64s, Uint8s
+from kvpool.common.arrays.layout import BlockLayout, choice_argument, integer_argument
+from kvpool.common.errors import (
     BlockNotFound,
     InsufficientMemory,
     LeaseExpired,
@@ -31,6 +27,10 @@ from kvpool.errors import (
     PoolClosed,
     ReservationExpired,
 )
+from kvpool.common.interrupt import DeferSignals
+from kvpool.common.process import Closing, Process
+from kvpool.device.memory.main_memory import available_ram
+from kvpool.device.regions import BLOCKS_MAX
 from kvpool.hostcache.deadlines import Deadlines
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
 from kvpool.hostcache.opaque_keys import Packed, key_argument, keys_argument, packed, unpacked

@@ -11,19 +11,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpool.arrays import Int64s
-from kvpool.arrays.layout import integer_argument
-from kvpool.arrays.paged import PagedKV, Plane
-from kvpool.arrays.strided import as_strided
+from kvpool.common.arguments import id_array, list_argument
+from kvpool.common.arrays import Int64s
+from kvpool.common.arrays.layout import integer_argument
+from kvpool.common.arrays.paged import PagedKV, Plane
+from kvpool.common.arrays.strided import as_strided
+from kvpool.common.errors import PoolClosed
+from kvpool.common.jit import jit
+from kvpool.common.process import Closing, Process
 from kvpool.device import get_device
-from kvpool.device.base import ALL_LAYERS, BYTES, FROM, NULL_EVENT, TO, Device, Event, Layers, Region
+from kvpool.device.base import NULL_EVENT, Device, Event
 from kvpool.device.cuda import device_at
+from kvpool.device.regions import ALL_LAYERS, BYTES, FROM, TO, Layers, Region
 from kvpool.device.work import Fragments
-from kvpool.entry.arguments import id_array, list_argument
-from kvpool.entry.process import Closing, Process
-from kvpool.errors import PoolClosed
 from kvpool.hostcache.tier import HostSlots, HostTier, layout_of
-from kvpool.jit import jit
 
 
 class HostCopy:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from kvpool.arrays.layout import BlockLayout
-from kvpool.entry.arguments import text_argument
+from kvpool.common.arguments import text_argument
+from kvpool.common.arrays.layout import BlockLayout
 
 TEXT_MAX = 4096
 

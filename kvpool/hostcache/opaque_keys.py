@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpool.arrays import Int32s, Int64s, Uint8s
+from kvpool.common.arrays import Int32s, Int64s, Uint8s
 from kvpool.state.hostcache import KEY_BYTES, KEY_WORDS
 
 # Read-only, like the data of keys: so the verbs are compiled once.

@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.arrays import Uint8s
-from kvpool.arrays.layout import BlockLayout, integer_argument
-from kvpool.arrays.strided import as_strided
-from kvpool.device.copy_plan import BLOCKS_MAX
-from kvpool.device.main_memory import MainMemory, SharedMemory, available_ram
-from kvpool.entry.process import Closing, Process
-from kvpool.errors import InsufficientMemory, PoolClosed
+from kvpool.common.arrays import Uint8s
+from kvpool.common.arrays.layout import BlockLayout, integer_argument
+from kvpool.common.arrays.strided import as_strided
+from kvpool.common.errors import InsufficientMemory, PoolClosed
+from kvpool.common.process import Closing, Process
+from kvpool.device.memory.attachments import SharedGroup, SharedPart, SharedTier, attach, machine, namespace
+from kvpool.device.memory.main_memory import MainMemory, SharedMemory, available_ram
+from kvpool.device.regions import BLOCKS_MAX
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
-from kvpool.memory.attachments import SharedGroup, SharedPart, SharedTier, attach, machine, namespace
 
 VERSION = 1
 BLOCK_BYTES_MAX = 2**31 - 1

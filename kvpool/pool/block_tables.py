@@ -7,23 +7,23 @@ from functools import partial
 
 import numpy as np
 
-from kvpool.arrays import Int32s, Int64s
-from kvpool.arrays.layout import integer_argument
-from kvpool.copying.transfer import NO_IDS
+from kvpool.common.arguments import Ids, each_argument, id_array
+from kvpool.common.arrays import Int32s, Int64s
+from kvpool.common.arrays.layout import integer_argument
+from kvpool.common.errors import DeviceError
+from kvpool.common.interrupt import DeferSignals
+from kvpool.common.process import Closing
 from kvpool.device.base import NULL_STREAM, Stream, StreamLike, stream_argument
 from kvpool.device.work import Table, check_apart, check_entries
-from kvpool.entry.arguments import Ids, each_argument, id_array
-from kvpool.entry.interrupt import DeferSignals
-from kvpool.entry.process import Closing
-from kvpool.errors import DeviceError
 from kvpool.pool.core import Core, refusal
+from kvpool.pool.tables.block_table import BlockTable, planes_argument, rows_argument
+from kvpool.pool.tables.snapshot import CsrHandOver, DenseHandOver, HandOver, stream_error, write_dense
+from kvpool.pool.tables.staging import Buffer, Staging
+from kvpool.pool.tables.step_tables import HostStep, StepHandOver, StepTables, step_argument
+from kvpool.pool.transfer.transfer import NO_IDS
 from kvpool.state import recurrent
 from kvpool.state.records import SEVERAL_STREAMS, TOO_SMALL, H
 from kvpool.state.sequences import use
-from kvpool.tables.block_table import BlockTable, planes_argument, rows_argument
-from kvpool.tables.snapshot import CsrHandOver, DenseHandOver, HandOver, stream_error, write_dense
-from kvpool.tables.staging import Buffer, Staging
-from kvpool.tables.step_tables import HostStep, StepHandOver, StepTables, step_argument
 
 Rows = Int64s
 WRITTEN_AT_ONCE = 1 << 16

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.arrays.layout import BlockLayout, PoolIds, choice_argument, integer_argument
-from kvpool.entry.arguments import bool_argument, clock_argument, priority_argument
+from kvpool.common.arguments import bool_argument, clock_argument, priority_argument
+from kvpool.common.arrays.layout import BlockLayout, PoolIds, choice_argument, integer_argument
 from kvpool.state.arrays import LRU, POLICIES, GroupSizes, Settings
 
 HISTORY_ROW = 16

@@ -13,14 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvpool.arrays import Array, Int64s
-from kvpool.arrays.layout import integer_argument
-from kvpool.arrays.strided import read_only
-from kvpool.copying.transfer import NO_IDS, Transfer
-from kvpool.device.base import NULL_STREAM, Device, Event, Stream
-from kvpool.entry.arguments import milliseconds
-from kvpool.entry.interrupt import DeferSignals, deliver
-from kvpool.errors import (
+from kvpool.common.arguments import milliseconds
+from kvpool.common.arrays import Array, Int64s
+from kvpool.common.arrays.layout import integer_argument
+from kvpool.common.arrays.strided import read_only
+from kvpool.common.errors import (
     DeviceError,
     InsufficientMemory,
     KVPoolError,
@@ -29,14 +26,17 @@ from kvpool.errors import (
     PoolClosed,
     UnknownSequence,
 )
-from kvpool.memory.pools import MemoryPools
+from kvpool.common.interrupt import DeferSignals, deliver
+from kvpool.device.base import NULL_STREAM, Device, Event, Stream
+from kvpool.device.memory.pools import MemoryPools
 from kvpool.pool import events as kv_events
 from kvpool.pool.config import PoolConfig
+from kvpool.pool.tables.block_table import own_table
+from kvpool.pool.transfer.transfer import NO_IDS, Transfer
 from kvpool.state import records, verbs
 from kvpool.state.arrays import States, state_bytes
 from kvpool.state.records import RECURRENT, H
 from kvpool.state.sequences import are_short, check_ids
-from kvpool.tables.block_table import own_table
 
 if TYPE_CHECKING:
     from kvpool.pool.keys import BlockKeys

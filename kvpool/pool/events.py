@@ -9,7 +9,7 @@ from typing import NamedTuple, overload
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.arrays import Bools, Int32s, Int64s, Uint64s
+from kvpool.common.arrays import Bools, Int32s, Int64s, Uint64s
 from kvpool.state.arrays import State, States
 from kvpool.state.records import COUNTERS, DEVICE, EVENT, EXTRA, HOST, NONE, PUBLISHED, H, N
 from kvpool.state.tiers import CLEARED, CREATED, STORED

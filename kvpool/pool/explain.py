@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from kvpool.arrays import Bools
+from kvpool.common.arrays import Bools
 from kvpool.pool.core import Core
 from kvpool.pool.keys import BlockKeys, Match, Scope, key_rows
 from kvpool.pool.prompts import NO_KEYS

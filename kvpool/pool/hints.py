@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpool.arrays import Int64s
-from kvpool.arrays.layout import integer_argument
-from kvpool.entry.arguments import list_argument, text_argument
+from kvpool.common.arguments import list_argument, text_argument
+from kvpool.common.arrays import Int64s
+from kvpool.common.arrays.layout import integer_argument
 from kvpool.pool.core import Core
 from kvpool.pool.keys import BlockKeys, key_rows, request_of
 from kvpool.pool.leases import Leases

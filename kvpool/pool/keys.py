@@ -8,10 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from kvpool.arrays import Int32s, Int64s, Uint64s
-from kvpool.arrays.layout import integer_argument
-from kvpool.arrays.strided import in_numpy, read_only
-from kvpool.entry.arguments import (
+from kvpool.common.arguments import (
     INT32_MAX,
     ForeignArray,
     Integers,
@@ -22,6 +19,9 @@ from kvpool.entry.arguments import (
     salt_argument,
     token_array,
 )
+from kvpool.common.arrays import Int32s, Int64s, Uint64s
+from kvpool.common.arrays.layout import integer_argument
+from kvpool.common.arrays.strided import in_numpy, read_only
 from kvpool.state import control, records, requests
 
 NO_EXTRA = np.empty(0, np.int64)

@@ -8,15 +8,15 @@ from functools import partial
 
 import numpy as np
 
-from kvpool.arrays import Int64s, Uint64s
-from kvpool.arrays.layout import integer_argument
-from kvpool.arrays.strided import read_only
+from kvpool.common.arguments import text_argument
+from kvpool.common.arrays import Int64s, Uint64s
+from kvpool.common.arrays.layout import integer_argument
+from kvpool.common.arrays.strided import read_only
+from kvpool.common.errors import BlockNotFound, LeaseExpired, PoolClosed
+from kvpool.common.interrupt import DeferSignals
+from kvpool.common.process import Closing
 from kvpool.device.base import Stream, StreamLike
-from kvpool.entry.arguments import text_argument
-from kvpool.entry.interrupt import DeferSignals
-from kvpool.entry.process import Closing
-from kvpool.errors import BlockNotFound, LeaseExpired, PoolClosed
-from kvpool.memory.pools import MemoryPools
+from kvpool.device.memory.pools import MemoryPools
 from kvpool.pool.core import Core
 from kvpool.state import control, records
 from kvpool.state.tiers import ACCESSED, WILL_READ

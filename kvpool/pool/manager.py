@@ -11,12 +11,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from kvpool.arrays import Array, Bools, Int32s, Int64s
-from kvpool.arrays.layout import BlockLayout, integer_argument
-from kvpool.arrays.strided import in_numpy
-from kvpool.device import get_device
-from kvpool.device.base import Device, DeviceArray, StreamLike, tier_argument
-from kvpool.entry.arguments import (
+from kvpool.common.arguments import (
     Ids,
     Integers,
     Namespace,
@@ -35,11 +30,16 @@ from kvpool.entry.arguments import (
     token_array,
     ttl_argument,
 )
-from kvpool.entry.interrupt import DeferSignals
-from kvpool.entry.process import Closing
-from kvpool.errors import BlockNotFound, DeviceError, IntegrityError, KVPoolError, OutOfSequences, PoolBusy
-from kvpool.memory.attachments import SharedTier, Sharing
-from kvpool.memory.export import Export, Lending, Loan, TierPlace
+from kvpool.common.arrays import Array, Bools, Int32s, Int64s
+from kvpool.common.arrays.layout import BlockLayout, integer_argument
+from kvpool.common.arrays.strided import in_numpy
+from kvpool.common.errors import BlockNotFound, DeviceError, IntegrityError, KVPoolError, OutOfSequences, PoolBusy
+from kvpool.common.interrupt import DeferSignals
+from kvpool.common.process import Closing
+from kvpool.device import get_device
+from kvpool.device.base import Device, DeviceArray, StreamLike, tier_argument
+from kvpool.device.memory.attachments import SharedTier, Sharing
+from kvpool.device.memory.export import Export, Lending, Loan, TierPlace
 from kvpool.pool import events as kv_events
 from kvpool.pool import stats as statistics
 from kvpool.pool.block_tables import BlockTables
@@ -47,26 +47,15 @@ from kvpool.pool.config import Group, LayerGroup, PoolConfig
 from kvpool.pool.core import MAX_MS, Core, pool_memory, pool_states
 from kvpool.pool.explain import Explanation, explained
 from kvpool.pool.hints import Hints, name_argument
-from kvpool.pool.keys import (
-    BlockKeys,
-    Key,
-    Keys,
-    Lacking,
-    Prompt,
-    is_keys,
-    key_row,
-    key_rows,
-    request_of,
-    tier_number,
-)
+from kvpool.pool.keys import BlockKeys, Key, Keys, Lacking, Prompt, is_keys, key_row, key_rows, request_of, tier_number
 from kvpool.pool.leases import Lease, Leases
 from kvpool.pool.prompts import Retention
 from kvpool.pool.reservations import Imports, Loadable, Reservation, Reservations, block_buffer
+from kvpool.pool.tables.staging import Staging
 from kvpool.pool.together import release_arguments
 from kvpool.state import control, index, records, swaps, verbs
 from kvpool.state.sequences import check_ids
 from kvpool.state.verify import verify_states
-from kvpool.tables.staging import Staging
 
 NO_COUNTS: Int64s = np.empty(0, np.int64)
 

@@ -10,10 +10,7 @@ from typing import Any, TypeAlias, overload
 
 import numpy as np
 
-from kvpool.arrays import Int32s, Int64s, Uint64s
-from kvpool.arrays.layout import integer_argument
-from kvpool.device.base import NULL_STREAM, Event, Layers, Stream, StreamLike
-from kvpool.entry.arguments import (
+from kvpool.common.arguments import (
     INTEGERS,
     TOKENS,
     Ids,
@@ -34,7 +31,11 @@ from kvpool.entry.arguments import (
     token_array,
     ttl_argument,
 )
-from kvpool.entry.interrupt import DeferSignals, Door
+from kvpool.common.arrays import Int32s, Int64s, Uint64s
+from kvpool.common.arrays.layout import integer_argument
+from kvpool.common.interrupt import DeferSignals, Door
+from kvpool.device.base import NULL_STREAM, Event, Stream, StreamLike
+from kvpool.device.regions import Layers
 from kvpool.pool.config import Group
 from kvpool.pool.core import BRIEF_TOKENS, Core, refusal
 from kvpool.pool.keys import Admission, BlockKeys, Match, Plan, Prompt, Scope, request_of, requests_of, unproven

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpool.arrays import Int32s, Int64s, Uint8s
-from kvpool.arrays.layout import integer_argument
-from kvpool.arrays.strided import in_numpy, read_only
+from kvpool.common.arrays import Int32s, Int64s, Uint8s
+from kvpool.common.arrays.layout import integer_argument
+from kvpool.common.arrays.strided import in_numpy, read_only
+from kvpool.common.errors import DeviceError, KVPoolError, PoolClosed, ReservationExpired
+from kvpool.common.interrupt import DeferSignals
 from kvpool.device.base import Stream, StreamLike
-from kvpool.entry.interrupt import DeferSignals
-from kvpool.errors import DeviceError, KVPoolError, PoolClosed, ReservationExpired
-from kvpool.memory.pools import MemoryPools
+from kvpool.device.memory.pools import MemoryPools
 from kvpool.pool.config import Group, group_argument
 from kvpool.pool.core import Core
 from kvpool.pool.keys import BlockKeys, request_of

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpool.arrays import Int64s
-from kvpool.copying.transfer import Transfer
+from kvpool.common.arrays import Int64s
 from kvpool.pool.core import Core
+from kvpool.pool.transfer.transfer import Transfer
 from kvpool.state.arrays import State, States
 from kvpool.state.records import (
     BINS,

@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpool.arrays import Int64s
-from kvpool.device.base import Stream, StreamLike
-from kvpool.entry.arguments import (
+from kvpool.common.arguments import (
     bool_argument,
     count_array,
     id_array,
@@ -25,8 +23,10 @@ from kvpool.entry.arguments import (
     text_argument,
     token_array,
 )
-from kvpool.entry.interrupt import DeferSignals
-from kvpool.errors import KVPoolError
+from kvpool.common.arrays import Int64s
+from kvpool.common.errors import KVPoolError
+from kvpool.common.interrupt import DeferSignals
+from kvpool.device.base import Stream, StreamLike
 from kvpool.pool.core import Core
 from kvpool.pool.keys import Admission, key_rows, tier_number
 from kvpool.pool.leases import Lease, Leases
@@ -41,7 +41,7 @@ NO_IDS: Ids = np.empty(0, np.int64)
 
 
 class Operation(NamedTuple):
-    """One operation, made by the functions of ``kvpool.operations``; its arguments are checked by ``apply``."""
+    """One operation, made by the functions of ``kvpool.pool.operations``; its arguments are checked by ``apply``."""
 
     verb: str
     arguments: tuple[Any, ...]
@@ -79,10 +79,10 @@ class Together(Prompts):
     def apply(self, operations: Sequence[Operation], *, stream: StreamLike = None) -> list[Any]:
         """Do several operations in this order. No other call comes between them. All of them happen, or none.
 
-        ``operations``: a list of operations of ``kvpool.operations`` (match, pin, unpin, add, append, commit, release).
-        Each does what the call of that name does, and sees the effects of those before it. If one is refused, this call
-        raises that operation's error, and nothing has changed. ``stream`` is used for all of them. A pin needs it,
-        since a call that waits is not accepted. Returns a list of what each call returns. Changes the pool.
+        ``operations``: a list of operations of ``kvpool.pool.operations`` (match, pin, unpin, add, append, commit,
+        release). Each does what the call of that name does, and sees the effects of those before it. If one is refused,
+        this call raises that operation's error, and nothing has changed. ``stream`` is used for all of them. A pin
+        needs it, since a call that waits is not accepted. Returns a list of what each call returns. Changes the pool.
 
         The copies of all operations are enqueued together at the end. If an operation may be refused after an earlier
         one has changed the pool, as when blocks are scarce, the call first copies the state of the pool, about 150
@@ -140,7 +140,7 @@ class Together(Prompts):
     def _checked(self, i: int, one: Any, on: Stream | None) -> Step:
         make = getattr(self, f"_{one.verb}_step", None) if type(one) is Operation else None
         if make is None or type(one.arguments) is not tuple or len(one.arguments) != make.__code__.co_argcount - 2:
-            raise TypeError(f"operations[{i}]={one!r:.80}: accepted are those of kvpool.operations")
+            raise TypeError(f"operations[{i}]={one!r:.80}: accepted are those of kvpool.pool.operations")
         step: Step = make(on, *one.arguments)
         return step
 

@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 import numpy as np
 import zmq
 
-from kvpool.arrays import Bools, Int64s
-from kvpool.arrays.layout import integer_argument
-from kvpool.entry.arguments import priority_argument, text_argument
-from kvpool.entry.interrupt import DeferSignals
-from kvpool.entry.process import Closing, Process
+from kvpool.common.arguments import priority_argument, text_argument
+from kvpool.common.arrays import Bools, Int64s
+from kvpool.common.arrays.layout import integer_argument
+from kvpool.common.interrupt import DeferSignals
+from kvpool.common.process import Closing, Process
 from kvpool.pool.keys import BlockKeys, key_rows
 from kvpool.pool.manager import KVCacheManager
 from kvpool.remote.connections import end, new_context

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpool.arrays import Bools, Uint64s
-from kvpool.arrays.layout import integer_argument
-from kvpool.entry.process import Closing
-from kvpool.errors import BlockNotFound, KVPoolError, PoolClosed
+from kvpool.common.arrays import Bools, Uint64s
+from kvpool.common.arrays.layout import integer_argument
+from kvpool.common.errors import BlockNotFound, KVPoolError, PoolClosed
+from kvpool.common.process import Closing
 from kvpool.pool.leases import Lease
 from kvpool.pool.manager import KVCacheManager
 from kvpool.remote.doors import ServerKeys, ServerSecret, check_endpoint

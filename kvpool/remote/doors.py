@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import zmq
 from zmq.utils import z85
 
-from kvpool.entry.arguments import text_argument
+from kvpool.common.arguments import text_argument
 
 _Z85_KEY = 40
 _PASS_NS = 60_000_000_000

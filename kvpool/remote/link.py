@@ -13,8 +13,8 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from kvpool.arrays.digest import check_library
-from kvpool.errors import KVPoolError
+from kvpool.common.arrays.digest import check_library
+from kvpool.common.errors import KVPoolError
 from kvpool.remote.connections import Flow
 from kvpool.remote.doors import ClientDoor
 from kvpool.remote.session import (

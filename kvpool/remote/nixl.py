@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from kvpool.arrays import Array, Int64s, Uint8s, Uint64s
+from kvpool.common.arrays import Array, Int64s, Uint8s, Uint64s
 from kvpool.remote.session import Malformed, Received
 from kvpool.remote.transport import Arrival, Buffer, ClientTransport, Host, Offer, Parts, ServerTransport
 

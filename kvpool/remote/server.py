@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 import zmq
 
-from kvpool.arrays.digest import check_library
-from kvpool.entry.interrupt import DeferSignals
-from kvpool.entry.process import Process
+from kvpool.common.arrays.digest import check_library
+from kvpool.common.interrupt import DeferSignals
+from kvpool.common.process import Process
 from kvpool.remote.connections import Connections, end, new_context
 from kvpool.remote.doors import ServerDoor, binding
 from kvpool.remote.session import (

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from kvpool.arrays.digest import Digest
+from kvpool.common.arrays.digest import Digest
 
 VERSION = 5
 KEY_BYTES = 16

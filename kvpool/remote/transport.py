@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import zmq
 
-from kvpool.arrays import Int64s, Uint8s
+from kvpool.common.arrays import Int64s, Uint8s
 from kvpool.pool.manager import KVCacheManager
 from kvpool.remote.session import NUMBERS_MAX, Malformed, Received
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvpool.jit import jit
-from kvpool.jit.intrinsics import address_of, call, memcpy
+from kvpool.common.jit import jit
+from kvpool.common.jit.intrinsics import address_of, call, memcpy
 from kvpool.state.index import agree, device_copy, look, partial_match, same_tokens
-from kvpool.state.policy import foresee, free_blocks, on_admit, on_hit, overflow, stop_clock
+from kvpool.state.policies.policy import foresee, free_blocks, on_admit, on_hit, overflow, stop_clock
 from kvpool.state.records import (
     DEFAULT_PRIORITY,
     DEVICE,

@@ -12,14 +12,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.arrays import Array, Int32s, Int64s, Uint8s
-from kvpool.arrays.layout import PoolIds
-from kvpool.jit.intrinsics import entry_of
-from kvpool.state import adaptive, admit, agent, records, recurrent, requests, sequences
-from kvpool.state.chains import BOOK, CHAIN, CHAINS_MAX, EXPERTS, SHELF
+from kvpool.common.arrays import Array, Int32s, Int64s, Uint8s
+from kvpool.common.arrays.layout import PoolIds
+from kvpool.common.jit.intrinsics import entry_of
+from kvpool.state import admit, records, recurrent, requests, sequences
 from kvpool.state.hashing import block_secret, fingerprint
-from kvpool.state.pauses import PAUSE_BINS, ROWS, TABLES
-from kvpool.state.policy import on_join
+from kvpool.state.policies import adaptive, agent
+from kvpool.state.policies.chains import BOOK, CHAIN, CHAINS_MAX, EXPERTS, SHELF
+from kvpool.state.policies.pauses import PAUSE_BINS, ROWS, TABLES
+from kvpool.state.policies.policy import on_join
 from kvpool.state.records import (
     ATTENTION,
     BINS,

@@ -9,10 +9,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvpool.jit import jit
+from kvpool.common.jit import jit
 from kvpool.state.admit import write_tokens
 from kvpool.state.index import begun_tail, device_copy, find_key, host_copy
-from kvpool.state.policy import BACK, empty_blocks, evict_next, on_change, on_release, set_retention, stop_clock, unlist
+from kvpool.state.policies.policy import (
+    BACK,
+    empty_blocks,
+    evict_next,
+    on_change,
+    on_release,
+    set_retention,
+    stop_clock,
+    unlist,
+)
 from kvpool.state.records import (
     DEVICE,
     HOST,

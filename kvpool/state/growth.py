@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvpool.jit import jit
-from kvpool.jit.intrinsics import array_at
+from kvpool.common.jit import jit
+from kvpool.common.jit.intrinsics import array_at
 from kvpool.state.admit import write_tokens
-from kvpool.state.policy import FRONT, foresee, free_blocks
+from kvpool.state.policies.policy import FRONT, foresee, free_blocks
 from kvpool.state.records import (
     BAD_ACCEPTED,
     BAD_COUNT,

@@ -13,7 +13,7 @@ import hashlib
 
 import numpy as np
 
-from kvpool.jit import jit
+from kvpool.common.jit import jit
 from kvpool.state.records import PARENT_IN_KEY
 
 U = np.uint64

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvpool.jit import jit
-from kvpool.jit.intrinsics import address_of, array_at, memcpy
+from kvpool.common.jit import jit
+from kvpool.common.jit.intrinsics import address_of, array_at, memcpy
 from kvpool.state.control import pin_block
 from kvpool.state.hashing import key_in
 from kvpool.state.index import expect, find, link, unlink_content
-from kvpool.state.policy import (
+from kvpool.state.policies.policy import (
     BACK,
     FRONT,
     host_room,

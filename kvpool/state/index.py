@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvpool.jit import jit
-from kvpool.jit.intrinsics import address_of, array_at, prefetch
+from kvpool.common.jit import jit
+from kvpool.common.jit.intrinsics import address_of, array_at, prefetch
 from kvpool.state.records import (
     EXTRA,
     LINKED,

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.jit import jit
-from kvpool.jit.intrinsics import address_of, array_at, compare_exchange, load, record_at, store
+from kvpool.common.jit import jit
+from kvpool.common.jit.intrinsics import address_of, array_at, compare_exchange, load, record_at, store
 
 # -- guards ------------------------------------------------------------------------------------------------
 #
@@ -188,7 +188,6 @@ HEAD = _numbers(
 # `savers` are those who save content, as bits; to those in `owed` all of it is owed, and `unsaved` counts what the host
 # has evicted before one of them was told to save it. The last six are numbers of functions for `call`, where the group
 # needs them.
-ENDS = np.int64(-1)
 ATTENTION, RECURRENT, CROSS = range(3)
 
 # All groups share the ring of events. It has the number of the next event, of the oldest one that was not read, of the

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvpool.jit import jit
+from kvpool.common.jit import jit
 from kvpool.state.growth import gap_of, make_writable, note_dropped, private_copy, restore_marked, rewinding, unfull
-from kvpool.state.policy import FRONT, free_blocks
+from kvpool.state.policies.policy import FRONT, free_blocks
 from kvpool.state.records import (
     BAD_COUNT,
     DEVICE,

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvpool.jit import jit
-from kvpool.jit.intrinsics import address_of, array_at, memcpy
+from kvpool.common.jit import jit
+from kvpool.common.jit.intrinsics import address_of, array_at, memcpy
 from kvpool.state.hashing import LANES, key_in, keys_in_lanes
 from kvpool.state.records import (
     ATTENTION,

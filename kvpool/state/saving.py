@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.arrays import Int64s
-from kvpool.jit import jit
+from kvpool.common.arrays import Int64s
+from kvpool.common.jit import jit
 from kvpool.state.index import find_key
-from kvpool.state.policy import expect_victims, push_behind, unlink
+from kvpool.state.policies.policy import expect_victims, push_behind, unlink
 from kvpool.state.records import (
     CLEAN,
     EMPTY,

@@ -8,11 +8,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvpool.jit import jit
-from kvpool.jit.intrinsics import call, prefetch
+from kvpool.common.jit import jit
+from kvpool.common.jit.intrinsics import call, prefetch
 from kvpool.state.hashing import key_in
 from kvpool.state.index import device_copy, expect, expect_child, expect_found, find_key, has_content, rival_child
-from kvpool.state.policy import BACK, nth_released, on_begin_release, on_change, on_end_release, on_insert, on_release
+from kvpool.state.policies.policy import (
+    BACK,
+    nth_released,
+    on_begin_release,
+    on_change,
+    on_end_release,
+    on_insert,
+    on_release,
+)
 from kvpool.state.records import (
     BAD_COUNT,
     DUPLICATE,

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvpool.jit import jit
+from kvpool.common.jit import jit
 from kvpool.state.index import find_key
-from kvpool.state.policy import free_blocks, nth_released, stop_clock
+from kvpool.state.policies.policy import free_blocks, nth_released, stop_clock
 from kvpool.state.records import (
     DEVICE,
     EXTRA,

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvpool.jit import jit
-from kvpool.jit.intrinsics import bit_length, memcpy
+from kvpool.common.jit import jit
+from kvpool.common.jit.intrinsics import bit_length, memcpy
 from kvpool.state.index import link, rival_child, unlink_content
-from kvpool.state.policy import (
+from kvpool.state.policies.policy import (
     BACK,
     disown,
     expired,

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvpool.jit import jit
-from kvpool.jit.intrinsics import address_of, call
+from kvpool.common.jit import jit
+from kvpool.common.jit.intrinsics import address_of, call
 from kvpool.state import growth, recurrent
 from kvpool.state.admit import onboard
 from kvpool.state.index import device_copy, find_key, host_copy, look
-from kvpool.state.policy import free_blocks, on_change, on_reset, stop_clock
+from kvpool.state.policies.policy import free_blocks, on_change, on_reset, stop_clock
 from kvpool.state.records import (
     BAD_TOTAL,
     DEVICE,

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.arrays import Bools, Int32s, Int64s
-from kvpool.errors import IntegrityError
-from kvpool.jit import jit
+from kvpool.common.arrays import Bools, Int32s, Int64s
+from kvpool.common.errors import IntegrityError
+from kvpool.common.jit import jit
 from kvpool.state.arrays import State, States
-from kvpool.state.chains import CHAINS_MAX
 from kvpool.state.hashing import key_in
 from kvpool.state.index import bucket, child_bucket
-from kvpool.state.pauses import CLASSES
+from kvpool.state.policies.chains import CHAINS_MAX
+from kvpool.state.policies.pauses import CLASSES
 from kvpool.state.records import (
     ATTENTION,
     CLEAN,

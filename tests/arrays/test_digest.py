@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvpool.arrays import digest
-from kvpool.arrays.digest import Digest, check_library
+from kvpool.common.arrays import digest
+from kvpool.common.arrays.digest import Digest, check_library
 
 pytest.importorskip("cryptography")
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.arrays.layout import PRESETS, BlockLayout
+from kvpool.common.arrays.layout import PRESETS, BlockLayout
 
 VARIANTS = list(product(["layer_first", "block_first"], ["NHD", "HND"], [1, 2]))
 SIZES = {

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 from zmq.utils.garbage import GarbageCollectorThread
 
-from kvpool.memory.pools import MemoryPools
+from kvpool.device.memory.pools import MemoryPools
 from kvpool.pool.manager import KVCacheManager
 from tests.waiting import until
 

@@ -18,9 +18,9 @@ import pytest
 
 import kvpool
 from kvpool.__main__ import main
-from kvpool.progress import progress_bar, say, shown_progress, watched
-from kvpool.replay import Replay, VerificationError
+from kvpool.common.progress import progress_bar, say, shown_progress, watched
 from kvpool.state.arrays import POLICIES
+from kvpool.tools.replay import Replay, VerificationError
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = [{"timestamp": n, "input_length": 600, "output_length": 20, "hash_ids": [0, n % 3]} for n in range(6)]
@@ -315,7 +315,7 @@ def test_a_reader_that_has_gone_is_no_error(trace: str, monkeypatch: pytest.Monk
     os.close(reader)
     done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    monkeypatch.setattr("kvpool.warming.warm_up", lambda **_: None)
+    monkeypatch.setattr("kvpool.hostcache.warming.warm_up", lambda **_: None)
     with os.fdopen(writer, "w") as file:
         monkeypatch.setattr(sys, "stdout", file)
         assert main(["warm-up"]) == 0

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from kvpool.__main__ import main
-from kvpool.commands import doctor
-from kvpool.commands.doctor import ABSENT, FAILED, OK, WARNING
-from kvpool.entry.arguments import first_outside
-from kvpool.jit import cache
+from kvpool.common.arguments import first_outside
+from kvpool.common.jit import cache
+from kvpool.tools.cli import doctor
+from kvpool.tools.cli.doctor import ABSENT, FAILED, OK, WARNING
 
 
 @pytest.fixture(autouse=True)

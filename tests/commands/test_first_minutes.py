@@ -17,7 +17,7 @@ import kvpool
 from engine import Engine
 from kvpool import BlockLayout, KVCacheManager
 from kvpool.__main__ import main
-from kvpool.planner.report import tenant_label
+from kvpool.tools.planner.report import tenant_label
 
 Make = Callable[..., Engine]
 

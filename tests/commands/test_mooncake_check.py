@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from kvpool.__main__ import main
-from kvpool.commands import doctor
-from kvpool.commands.doctor import FAILED, OK, WARNING
-from kvpool.stores.mooncake import guarded_client as mooncake_client
+from kvpool.storage.backends.mooncake import guarded_client as mooncake_client
+from kvpool.tools.cli import doctor
+from kvpool.tools.cli.doctor import FAILED, OK, WARNING
 
 TESTED = mooncake_client.TESTED
 WELL: dict[str, Any] = {"version": TESTED, "tested": TESTED, "error": None, "unreachable": None}

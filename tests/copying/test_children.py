@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 from numba.core.compiler_lock import global_compiler_lock
 
-from kvpool import ForkedProcess, HostCache, HostTier, KVCacheManager, jit, operations
-from kvpool.device.main_memory import SharedMemory
-from kvpool.keepers.hostkeeper import HostKeeper
-from kvpool.pool import together
-from kvpool.stores import MemoryStore, StoreQueue
-from kvpool.stores.disk import DiskStore
-from kvpool.stores.store import Space
+from kvpool import ForkedProcess, HostCache, HostTier, KVCacheManager
+from kvpool.common import jit
+from kvpool.device.memory.main_memory import SharedMemory
+from kvpool.pool import operations, together
+from kvpool.storage import MemoryStore, StoreQueue
+from kvpool.storage.backends.disk import DiskStore
+from kvpool.storage.hostkeeper import HostKeeper
+from kvpool.storage.store import Space
 from tests.children import in_child, refuses
 from tests.engine import small_layout
 from tests.hostcache.conftest import IDENTITY
@@ -218,7 +219,7 @@ def test_a_child_does_not_wait_for_jobs_and_prefetches_of_its_parent(tmp_path: A
 
 def test_a_signal_of_the_parent_is_not_delivered_in_a_child() -> None:
     """As if another thread forked while the main thread defers signals."""
-    from kvpool.entry.interrupt import DeferSignals
+    from kvpool.common.interrupt import DeferSignals
 
     seen: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
@@ -240,7 +241,7 @@ def test_a_signal_of_the_parent_is_not_delivered_in_a_child() -> None:
 @pytest.mark.parametrize("raises", [False, True])
 def test_a_call_in_which_a_handler_forks_ends_in_the_child_too(raises: bool) -> None:
     """A handler runs inside a call if it is younger than the call's last look at all signals."""
-    from kvpool.entry.interrupt import DeferSignals
+    from kvpool.common.interrupt import DeferSignals
 
     undone: list[bool] = []
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from engine import Clock
 from failing import SCENARIOS, Rig, T, on_host_only, rewound_or_failed
 from kvpool import BlockNotFound, DeviceError, OutOfBlocks, PoolClosed
-from kvpool.device.base import SOURCE, TARGET
+from kvpool.device.regions import SOURCE, TARGET
 from kvpool.state import control, verbs
 from tests import debug
 from tests.waiting import until

@@ -12,9 +12,10 @@ import pytest
 from numpy.typing import NDArray
 
 from kvpool import BlockLayout, DeviceError, KVCacheManager
-from kvpool.copying.transfer import COPIES_THREAD
-from kvpool.device.base import ALL_LAYERS, NULL_STREAM, Layers, Stream, WrappedDevice
+from kvpool.device.base import NULL_STREAM, Stream, WrappedDevice
+from kvpool.device.regions import ALL_LAYERS, Layers
 from kvpool.device.sim import SimDevice
+from kvpool.pool.transfer.transfer import COPIES_THREAD
 from tests.children import in_child
 from tests.waiting import at_once
 

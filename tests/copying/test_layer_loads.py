@@ -10,7 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from kvpool import BlockLayout, DeviceError, KVCacheManager, LayerGroup, OutOfBlocks, PoolClosed
-from kvpool.device.base import ALL_LAYERS, NULL_STREAM, Event, Layers, Stream, WrappedDevice
+from kvpool.device.base import NULL_STREAM, Event, Stream, WrappedDevice
+from kvpool.device.regions import ALL_LAYERS, Layers
 from kvpool.device.sim import SimDevice
 from tests.race.lab import Lab
 from tests.race.test_races import X, Y, failing_lab, on_the_host

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-import kvpool.entry.interrupt
+import kvpool.common.interrupt
 from engine import Clock, small_layout
-from kvpool import KVCacheManager, PagedKV, gather_kv, operations
+from kvpool import KVCacheManager, PagedKV, gather_kv
+from kvpool.common.interrupt import LOOK_AT_ALL, Bell, DeferSignals, deliver
 from kvpool.device.base import Device
 from kvpool.device.sim import SimDevice
-from kvpool.entry.interrupt import LOOK_AT_ALL, Bell, DeferSignals, deliver
+from kvpool.pool import operations
 from kvpool.state.records import LIVE, SWAPPED
 from steps import arrays
 from tests.exact import Alarm, At
@@ -482,7 +483,7 @@ def test_a_signal_before_any_instruction_finds_the_call_undone_or_whole(device: 
         at = At(k)
         raised = at.run(verb(desk))
         reached, found, where = at.reached, desk.counts(), f"place {k} {at.where}"
-        assert kvpool.entry.interrupt._current is None, f"signals are deferred for ever {where}"
+        assert kvpool.common.interrupt._current is None, f"signals are deferred for ever {where}"
         assert (raised is not None) == reached or name == "export", f"the signal was not delivered {where}"
         if at.ended:
             assert found == after, where
@@ -559,10 +560,10 @@ def test_deferring_goes_on_after_two_signals_at_once() -> None:
         for second in range(1, 12):
             at = At(k, second)
             at.run(act)
-            assert kvpool.entry.interrupt._current is None, at.where
+            assert kvpool.common.interrupt._current is None, at.where
             with DeferSignals():
-                assert kvpool.entry.interrupt._current is not None
-    assert not kvpool.entry.interrupt._noted
+                assert kvpool.common.interrupt._current is not None
+    assert not kvpool.common.interrupt._noted
 
 
 def test_a_wait_that_a_handler_leaves_keeps_no_other_thread_waiting() -> None:

@@ -15,9 +15,9 @@ import pytest
 
 from kvpool import BlockLayout, BlockNotFound, KVCacheManager, Lease
 from kvpool.__main__ import main
-from kvpool.replay import ReplayConfig, synthetic
-from kvpool.replay.engine import Report
-from kvpool.replay.stress_run import EVENTS, ExpectedContents, Reader, Stress, StressConfig, VictimWatch
+from kvpool.tools.replay import ReplayConfig, synthetic
+from kvpool.tools.replay.engine import Report
+from kvpool.tools.replay.stress_run import EVENTS, ExpectedContents, Reader, Stress, StressConfig, VictimWatch
 
 T = 4
 REPLAY = ReplayConfig(BlockLayout.of_block_bytes(512, 16), 1024, 64, verify=True, events=EVENTS)

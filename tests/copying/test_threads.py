@@ -16,8 +16,8 @@ import numpy.typing as npt
 import pytest
 
 from kvpool import BlockKeys, BlockLayout, BlockNotFound, KVCacheManager, OutOfBlocks
-from kvpool.jit import jit
-from kvpool.jit.intrinsics import compare_exchange, load
+from kvpool.common.jit import jit
+from kvpool.common.jit.intrinsics import compare_exchange, load
 from kvpool.state import control, tiers
 from kvpool.state.records import BLOCK, change_word, head
 from tests.waiting import at_once

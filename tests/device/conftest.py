@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvpool.arrays.layout import BlockLayout
+from kvpool.common.arrays.layout import BlockLayout
 from kvpool.device import CpuDevice
 from kvpool.device.base import Device
 from kvpool.device.cuda import CudaDevice, unusable

@@ -7,8 +7,9 @@ from collections.abc import Callable, Collection
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.device.base import ALL_LAYERS, NULL_STREAM, Device, Layers, Stream, WrappedDevice
-from kvpool.errors import DeviceError
+from kvpool.common.errors import DeviceError
+from kvpool.device.base import NULL_STREAM, Device, Stream, WrappedDevice
+from kvpool.device.regions import ALL_LAYERS, Layers
 
 Predicate = Callable[[int, int, NDArray[np.int64]], bool]
 

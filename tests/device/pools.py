@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.arrays.layout import BlockLayout
+from kvpool.common.arrays.layout import BlockLayout
 from kvpool.device.base import Device
+from kvpool.device.memory.pools import MemoryPools
 from kvpool.device.sim import SimDevice
-from kvpool.memory.pools import MemoryPools
 from tests.device import reference
 
 DEVICE_BLOCKS, HOST_BLOCKS = 6, 5

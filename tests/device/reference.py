@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.arrays.layout import BlockLayout
-from kvpool.device.base import SOURCE, TARGET, TOKENS, Region
+from kvpool.common.arrays.layout import BlockLayout
+from kvpool.device.regions import SOURCE, TARGET, TOKENS, Region
 
 
 def block_view(layout: BlockLayout, device_pool: NDArray[Any], host_pool: NDArray[Any], block: int) -> NDArray[Any]:

@@ -6,10 +6,11 @@ from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
-from kvpool.arrays.layout import BlockLayout
-from kvpool.device.base import Device, Part, Region
+from kvpool.common.arrays.layout import BlockLayout
+from kvpool.device.base import Device
+from kvpool.device.memory.pools import MemoryPools
+from kvpool.device.regions import Part, Region
 from kvpool.device.sim import SimDevice
-from kvpool.memory.pools import MemoryPools
 from tests.device import reference
 from tests.device.pools import put, seen
 

@@ -10,15 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.arrays.layout import BlockLayout
-from kvpool.arrays.strided import as_strided
+from kvpool.common.arrays.layout import BlockLayout
+from kvpool.common.arrays.strided import as_strided
+from kvpool.common.errors import DeviceError, PoolClosed
 from kvpool.device import CpuDevice, get_device
-from kvpool.device.base import NULL_EVENT, NULL_STREAM, Device, Region, Stream
-from kvpool.device.main_memory import ALIGNMENT, SharedMemory
+from kvpool.device.base import NULL_EVENT, NULL_STREAM, Device, Stream
+from kvpool.device.memory.main_memory import ALIGNMENT, SharedMemory
+from kvpool.device.memory.pools import MemoryPools
+from kvpool.device.regions import Region
 from kvpool.device.sim import SimDevice
 from kvpool.device.work import Fragments, TokenMoves
-from kvpool.errors import DeviceError, PoolClosed
-from kvpool.memory.pools import MemoryPools
 from tests.device import reference
 from tests.device.faults import FaultyDevice
 from tests.device.pools import (

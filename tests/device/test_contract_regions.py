@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.arrays.layout import BlockLayout
+from kvpool.common.arrays.layout import BlockLayout
 from kvpool.device import CpuDevice
-from kvpool.device.base import Device, Layers, Region
-from kvpool.device.copy_plan import BLOCKS_MAX, Regions
+from kvpool.device.base import Device
 from kvpool.device.cuda.calibration import OFFLOAD, ONBOARD, WITHIN
+from kvpool.device.regions import BLOCKS_MAX, Layers, Region, Regions
 from kvpool.device.work import TokenMoves
 from tests.device import reference
 from tests.device.conftest import gpu_device

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvpool.common.errors import DeviceError
 from kvpool.device import CpuDevice
 from kvpool.device.base import NULL_STREAM, Event, Stream, WrappedDevice
 from kvpool.device.cuda import calibration
@@ -37,7 +38,6 @@ from kvpool.device.cuda.calibration import (
 )
 from kvpool.device.launches import cuda_sources
 from kvpool.device.work import Fragments
-from kvpool.errors import DeviceError
 
 FASTEST = {(4096, 64): KERNEL, (4096, 4): PLAIN, (1 << 20, 64): BATCHED, (1 << 20, 4): PLAIN}
 

@@ -8,12 +8,12 @@ from itertools import product
 import numpy as np
 import pytest
 
-from kvpool.arrays.layout import BlockLayout
+from kvpool.common.arrays.layout import BlockLayout
 from kvpool.device import CpuDevice
-from kvpool.device.base import BYTES, FROM, TO, TOKENS
 from kvpool.device.copy_plan import make_plan
 from kvpool.device.fragments import INSIDE_HOST, Cutter, by_direction, split
-from kvpool.memory.pools import MemoryPools
+from kvpool.device.memory.pools import MemoryPools
+from kvpool.device.regions import BYTES, FROM, TO, TOKENS
 from tests.device import reference
 from tests.device.pools import BLOCKS, DEVICE_BLOCKS, HOST_BLOCKS, as_moves, make_pools, random_moves
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.arrays.layout import BlockLayout
-from kvpool.device.base import ALL_LAYERS, NULL_STREAM, Event, Region
-from kvpool.device.copy_plan import Regions
+from kvpool.common.arrays.layout import BlockLayout
+from kvpool.common.errors import PoolClosed
+from kvpool.device.base import NULL_STREAM, Event
+from kvpool.device.memory.pools import MemoryPools
+from kvpool.device.regions import ALL_LAYERS, Region, Regions
 from kvpool.device.sim import POISON, Choices, RaceError, SeededChoices, SimDevice, UndeclaredWrite
 from kvpool.device.sim.shadow import Shadow
-from kvpool.errors import PoolClosed
-from kvpool.memory.pools import MemoryPools
 from tests.device import reference
 from tests.device.pools import as_moves, make_pools, sims
 from tests.device.regions import (

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.arrays.layout import BlockLayout
+from kvpool.common.arrays.layout import BlockLayout
 from kvpool.device.base import NULL_STREAM, Device, WrappedDevice
 from kvpool.device.sim import RaceError, SimDevice
 from kvpool.device.sim.order import Access, AccessOrder, new_clock

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from kvpool.arrays.layout import BlockLayout
+from kvpool.common.arrays.layout import BlockLayout
 from kvpool.device.base import NULL_STREAM
+from kvpool.device.memory.pools import MemoryPools
 from kvpool.device.sim import Deadlock, ListedChoices, RaceError, ScheduleFailed, SeededChoices, SimDevice, explore
-from kvpool.memory.pools import MemoryPools
 from tests.device import reference
 from tests.device.pools import as_moves, host_writes, make_pools, sims
 

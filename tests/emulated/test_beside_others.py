@@ -19,8 +19,8 @@ from kvpool.device.base import Stream
 from kvpool.device.cuda import CudaDevice
 from kvpool.device.cuda import cuda_device as cuda
 from kvpool.device.cuda.calibration import Calibration, Measurement
+from kvpool.device.memory.kv_copy import load_kernel
 from kvpool.device.work import Fragments
-from kvpool.memory.kv_copy import load_kernel
 from steps import arrays
 from tests.device.pools import make_pools, on_device
 from tests.emulated import lab

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 
 from kvpool import KVCacheManager
-from kvpool.arrays.layout import BlockLayout
-from kvpool.device.base import NULL_STREAM, Region, Stream
+from kvpool.common.arrays.layout import BlockLayout
+from kvpool.common.errors import DeviceError, InsufficientMemory
+from kvpool.device.base import NULL_STREAM, Stream
 from kvpool.device.cuda import CudaDevice
 from kvpool.device.cuda import cuda_device as cuda
 from kvpool.device.cuda.calibration import PATHS
 from kvpool.device.launches import BUS_THREAD_BLOCKS, CHIP_THREAD_BLOCKS
+from kvpool.device.regions import Region
 from kvpool.device.sim import SimDevice
-from kvpool.errors import DeviceError, InsufficientMemory
 from tests.device.pools import DEVICE_BLOCKS, as_moves, assert_same_as_reference, images, make_pools, on_device, seen
 from tests.emulated import lab
 from tests.emulated.lab import Driver

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvpool import DeviceError, PoolClosed
-from kvpool.arrays.layout import BlockLayout
+from kvpool.common.arrays.layout import BlockLayout
 from kvpool.device.cuda import CudaDevice
 from tests.device.pools import DEVICE_BLOCKS, as_moves, assert_same_as_reference, make_pools
 from tests.emulated import lab

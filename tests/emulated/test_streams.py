@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from kvpool import KVCacheManager
-from kvpool.arrays.layout import BlockLayout
+from kvpool.common.arrays.layout import BlockLayout
 from kvpool.device.base import Stream
 from tests import debug
 from tests.emulated import lab

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from kvpool import KVCacheManager, StepTables
-from kvpool.arrays.layout import BlockLayout
+from kvpool.common.arrays.layout import BlockLayout
+from kvpool.common.errors import DeviceError
 from kvpool.device.base import Stream
 from kvpool.device.cuda import COPY_PATH, CudaDevice
 from kvpool.device.cuda.launcher import ASKED
-from kvpool.errors import DeviceError
 from tests.device.pools import DEVICE_BLOCKS, as_moves, assert_same_as_reference, images, make_pools
 from tests.emulated import lab
 from tests.emulated.lab import Driver

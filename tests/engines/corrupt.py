@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import kvpool
-from kvpool.engines.vllm import KVPoolOffloadingSpec
+from kvpool.integrations.vllm.spec import KVPoolOffloadingSpec
 
 
 class FaultyCopies:

@@ -12,8 +12,8 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 import kvpool
-from kvpool.engines.options import VLLM
-from kvpool.engines.vllm import HostBlocks, KVPoolOffloadingWorker, identity, layers_of
+from kvpool.integrations.options import VLLM
+from kvpool.integrations.vllm.spec import HostBlocks, KVPoolOffloadingWorker, identity, layers_of
 
 
 class _Worker(KVPoolOffloadingWorker):
@@ -28,7 +28,7 @@ class _Worker(KVPoolOffloadingWorker):
 
 
 def _worker(spec: Any, kv_caches: Any, tier: kvpool.HostTier) -> OffloadingWorker:
-    from kvpool.engines.transfers import Transfers, pieces
+    from kvpool.integrations.vllm.transfers import Transfers, pieces
 
     first = spec.config.parallel.rank * spec.cpu_page_size_per_worker
     groups = [pieces(layers, spec.blocks_per_chunk, first) for layers in layers_of(kv_caches, False)]

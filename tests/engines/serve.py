@@ -35,10 +35,15 @@ BLOCK = 32
 
 def transfer(extra: dict[str, Any], *, recovers: bool = True, faulty: bool = False) -> dict[str, Any]:
     """The configuration of vLLM's that loads the plug-in."""
-    spec = ("FaultySpec", "tests.engines.corrupt") if faulty else ("KVPoolOffloadingSpec", "kvpool.engines.vllm")
+    spec = (
+        ("FaultySpec", "tests.engines.corrupt") if faulty else ("KVPoolOffloadingSpec", "kvpool.integrations.vllm.spec")
+    )
     found: dict[str, Any] = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     if recovers:
-        found |= {"kv_connector": "KVPoolOffloadingConnector", "kv_connector_module_path": "kvpool.engines.vllm"}
+        found |= {
+            "kv_connector": "KVPoolOffloadingConnector",
+            "kv_connector_module_path": "kvpool.integrations.vllm.spec",
+        }
         found |= {"kv_load_failure_policy": "recompute"}
     named = {"spec_name": spec[0], "spec_module_path": spec[1]}
     return {**found, "kv_connector_extra_config": {**named, "host_memory": "64MiB", **extra}}
@@ -147,7 +152,7 @@ def compilations() -> list[str]:
     """What is compiled from now on, or loaded from what was compiled before."""
     found: list[str] = []
     if "numba" in sys.modules:
-        from kvpool.jit.compiler import Dispatcher
+        from kvpool.common.jit.compiler import Dispatcher
 
         compile_one = Dispatcher.compile
 

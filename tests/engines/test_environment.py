@@ -133,4 +133,4 @@ def test_a_plug_in_without_its_engine_says_which_version_it_works_with(engine: s
     if importlib.util.find_spec(engine) is not None:
         pytest.skip(f"{engine} is installed")
     with pytest.raises(ImportError, match=f"works with {re.escape(words)}; .* unknown is installed"):
-        importlib.import_module(f"kvpool.engines.{engine}")
+        importlib.import_module(f"kvpool.integrations.{engine}")

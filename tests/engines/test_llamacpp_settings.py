@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.engines.llamacpp_settings import (
+from kvpool.integrations.llamacpp_settings import (
     HARMLESS,
     ONLY,
     Adapters,

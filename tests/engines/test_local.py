@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import kvpool
-from kvpool.engines.local import Bytes, LocalBlocks, Places, prefix_keys, state_keys
-from kvpool.engines.options import MLX
-from kvpool.errors import BlockNotFound
-from kvpool.stores import MemoryStore, Space
+from kvpool.common.errors import BlockNotFound
+from kvpool.integrations.local import Bytes, LocalBlocks, Places, prefix_keys, state_keys
+from kvpool.integrations.options import MLX
+from kvpool.storage import MemoryStore, Space
 from tests.waiting import until
 
 BLOCK = 64

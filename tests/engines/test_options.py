@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import kvpool
-from kvpool.engines import options
-from kvpool.engines.options import (
+from kvpool.integrations import options
+from kvpool.integrations.options import (
     LLAMACPP,
     LMCACHE,
     MLX,
@@ -171,7 +171,7 @@ def test_warnings_of_stores_are_shown_where_the_engine_shows_its_own(monkeypatch
         monkeypatch.setattr(own, "handlers", [])
         monkeypatch.setattr(own, "propagate", not shown)
         HOST_TIER.show_warnings()
-        logging.getLogger("kvpool.stores").warning("the disk is full")
+        logging.getLogger("kvpool.storage").warning("the disk is full")
         assert len(records) == shown, "nobody has said where it is to be written"
 
 

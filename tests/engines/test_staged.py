@@ -12,11 +12,11 @@ import pytest
 
 pytest.importorskip("cryptography", reason="needs cryptography: pip install '.[stores]'")
 
-from kvpool.engines.options import EngineOptions
-from kvpool.engines.staged import StagedBlocks
-from kvpool.engines.staged import _Hits as Hits
-from kvpool.keepers.choice import Load, LoadOrCompute
-from kvpool.stores import MemoryStore
+from kvpool.integrations.options import EngineOptions
+from kvpool.integrations.staged import StagedBlocks
+from kvpool.integrations.staged import _Hits as Hits
+from kvpool.storage import MemoryStore
+from kvpool.storage.choice import Load, LoadOrCompute
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, Gate, Wrong, content, fail, names
 
 Open = Callable[..., StagedBlocks]
@@ -89,7 +89,7 @@ def test_wrong_bytes_are_not_handed_over(make: Open, store: Wrong, caplog: pytes
         return answer
 
     store.after["load"] = swap
-    with caplog.at_level(logging.WARNING, "kvpool.engines"):
+    with caplog.at_level(logging.WARNING, "kvpool.integrations"):
         found = load(blocks, 3)
         save(blocks, 3)
         load(blocks, 3)
@@ -246,7 +246,7 @@ def test_closing_says_how_much_went_wrong(make: Open, store: Wrong, caplog: pyte
     store.before["find"] = fail
     blocks.find(names(2))
     blocks.find(names(3))
-    with caplog.at_level(logging.WARNING, "kvpool.engines"):
+    with caplog.at_level(logging.WARNING, "kvpool.integrations"):
         blocks.close()
     assert "find failed 2, find suspended 3" in caplog.text
 

@@ -14,8 +14,8 @@ import pytest
 import kvpool
 from kvpool.device.cuda import unusable
 from kvpool.device.sim import SimDevice
-from kvpool.engines.transfers import Ended, LayerPages, Run, Transfers, pieces
 from kvpool.hostcache.host_copies import HostPlace
+from kvpool.integrations.vllm.transfers import Ended, LayerPages, Run, Transfers, pieces
 
 IDENTITY = kvpool.ModelIdentity("toy", "r1", "uint8", "pages", "tests 1")
 HOST_BLOCKS, BLOCKS, LAYERS = 10, 24, (3, 2)

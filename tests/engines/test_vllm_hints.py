@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip(
-    "kvpool.engines.vllm",
+    "kvpool.integrations.vllm.spec",
     reason="needs vLLM: python -m tests.engines build, then python -m tests.engines test",
     exc_type=ImportError,
 )
@@ -18,7 +18,7 @@ import msgspec
 from vllm.v1.kv_hints import KvHintsEnvelope
 from vllm.v1.kv_offload.base import ReqContext
 
-from kvpool.engines.vllm import KVPoolOffloadingConnector
+from kvpool.integrations.vllm.spec import KVPoolOffloadingConnector
 from tests.engine import Clock
 from tests.engines.vllm_lab import HIT, MISS, Manager, keys
 

@@ -15,7 +15,7 @@ import pytest
 import kvpool
 
 vllm = pytest.importorskip(
-    "kvpool.engines.vllm",
+    "kvpool.integrations.vllm.spec",
     reason="needs vLLM: python -m tests.engines build, then python -m tests.engines test",
     exc_type=ImportError,
 )

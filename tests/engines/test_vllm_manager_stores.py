@@ -11,16 +11,19 @@ import pytest
 import kvpool
 
 vllm = pytest.importorskip(
-    "kvpool.engines.vllm",
+    "kvpool.integrations.vllm.spec",
     reason="needs vLLM: python -m tests.engines build, then python -m tests.engines test",
     exc_type=ImportError,
 )
 
 from vllm.v1.kv_offload.base import Medium  # noqa: E402
 
-from kvpool.engines.options import EngineOptions  # noqa: E402
-from kvpool.keepers import hostkeeper  # noqa: E402
-from kvpool.stores import MemoryStore, urls  # noqa: E402
+from kvpool.integrations.options import EngineOptions  # noqa: E402
+from kvpool.storage import (  # noqa: E402
+    MemoryStore,
+    hostkeeper,
+    urls,
+)
 from tests.engines.vllm_lab import (  # noqa: E402
     HIT,
     IDENTITY,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 vllm_policy = pytest.importorskip(
-    "kvpool.engines.vllm_policy",
+    "kvpool.integrations.vllm.cache_policy",
     reason="needs vLLM: python -m tests.engines build, then python -m tests.engines test",
     exc_type=ImportError,
 )
@@ -32,7 +32,7 @@ class Tier:
     def __init__(self, policy: str, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.count = 0.0, 0
         monkeypatch.setattr(vllm_policy.AgentCachePolicy, "clock", staticmethod(lambda: self.now))
-        self.manager = CPUOffloadingManager(chunks, policy, "kvpool.engines.vllm_policy")
+        self.manager = CPUOffloadingManager(chunks, policy, "kvpool.integrations.vllm.cache_policy")
 
     def here(self, asked: list[Any]) -> int:
         context = ReqContext("look")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 vllm = pytest.importorskip(
-    "kvpool.engines.vllm",
+    "kvpool.integrations.vllm.spec",
     reason="needs vLLM: python -m tests.engines build, then python -m tests.engines test",
     exc_type=ImportError,
 )
@@ -158,7 +158,7 @@ def test_a_tier_that_one_request_does_not_fit_into_is_warned_of(
 FIRST_REQUESTS = """
 import sys
 import numpy as np, torch
-from kvpool.engines.options import EngineOptions
+from kvpool.integrations.options import EngineOptions
 from tests.engines import test_vllm_spec as specs, vllm_lab as managers
 stores, per_chunk = sys.argv[1] == "stores", int(sys.argv[2])
 with specs.serving():
@@ -482,7 +482,7 @@ def test_a_layer_that_vllm_does_not_certify_is_refused_in_the_canonical_layout(f
 
 def test_the_plug_in_is_imported_without_numba() -> None:
     """vLLM on a CPU looks at all modules when a worker starts, and fails at an attribute of llvmlite's."""
-    script = "import sys, kvpool.engines.vllm; sys.exit('llvmlite' in sys.modules)"
+    script = "import sys, kvpool.integrations.vllm.spec; sys.exit('llvmlite' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
 
 

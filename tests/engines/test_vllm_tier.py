@@ -25,7 +25,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
 
 
 def tiered(store: str, **more: Any) -> dict[str, Any]:
-    tier = {"type": "KVPoolSecondaryTier", "module_path": "kvpool.engines.vllm_tier", "stores": store, **more}
+    tier = {
+        "type": "KVPoolSecondaryTier",
+        "module_path": "kvpool.integrations.vllm.secondary_tier",
+        "stores": store,
+        **more,
+    }
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",

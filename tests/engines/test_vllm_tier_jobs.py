@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 tiers = pytest.importorskip(
-    "kvpool.engines.vllm_tier",
+    "kvpool.integrations.vllm.secondary_tier",
     reason="needs vLLM: python -m tests.engines build, then python -m tests.engines test",
     exc_type=ImportError,
 )
@@ -18,7 +18,7 @@ tiers = pytest.importorskip(
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key  # noqa: E402
 from vllm.v1.kv_offload.tiering.base import TransferJob  # noqa: E402
 
-from kvpool.stores import MemoryStore, urls  # noqa: E402
+from kvpool.storage import MemoryStore, urls  # noqa: E402
 from tests.engines.test_vllm_spec import config  # noqa: E402
 from tests.stores.lab import Gate, Wrong, content, fail  # noqa: E402
 from tests.waiting import until  # noqa: E402

@@ -11,14 +11,14 @@ import pytest
 import kvpool
 
 vllm = pytest.importorskip(
-    "kvpool.engines.vllm",
+    "kvpool.integrations.vllm.spec",
     reason="needs vLLM: python -m tests.engines build, then python -m tests.engines test",
     exc_type=ImportError,
 )
 
 from vllm.v1.kv_offload.base import LookupResult, Medium, ReqContext, ScheduleEndContext, make_offload_key  # noqa: E402
 
-from kvpool.engines.options import EngineOptions  # noqa: E402
+from kvpool.integrations.options import EngineOptions  # noqa: E402
 
 IDENTITY = kvpool.ModelIdentity("toy", "r1", "uint8", "chunks", "tests 1")
 MISS, HIT, PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from kvpool import KVCacheManager, Lease, Reservation, operations
-from kvpool.replay import synthetic
+from kvpool import KVCacheManager, Lease, Reservation
+from kvpool.pool import operations
+from kvpool.tools.replay import synthetic
 from tests.engine import Clock
 from tests.golden.recorder import Recorder, record_batches
 from tests.grouped import T, pool_of

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from kvpool import HostCache
-from kvpool.stores import MemoryStore
-from kvpool.stores.store import CODES, Bytes, Rows, Space, Stop
+from kvpool.storage import MemoryStore
+from kvpool.storage.store import CODES, Bytes, Rows, Space, Stop
 from tests.golden.recorder import Recorder
 from tests.stores.hostkeeping import Engine as HostEngine
 from tests.stores.keeping import engine, keeper, room

@@ -8,7 +8,7 @@ import pytest
 
 from kvpool import BlockLayout, DeviceError, KVCacheManager, PagedKV, PoolClosed, attach, gather_kv, scatter_kv
 from kvpool.device.cuda import open_gpu_memory
-from kvpool.device.main_memory import GpuMemory
+from kvpool.device.memory.main_memory import GpuMemory
 from tests.gpu.conftest import GPU, real_cupy
 from tests.share.processes import drop_while_capturing, fill_and_close, load, on_device
 from tests.share.spawned import Spawn

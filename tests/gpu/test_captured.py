@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvpool import CapturedTables, DeviceError, KVCacheManager, PoolClosed, StepTables
-from kvpool.arrays.layout import BlockLayout
+from kvpool.common.arrays.layout import BlockLayout
 from kvpool.device.base import Stream
 from kvpool.device.cuda import unusable
 from steps import GARBAGE, NAMES, arrays, check, expected

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvpool import KVCacheManager, StepTables
-from kvpool.arrays.layout import BlockLayout
+from kvpool.common.arrays.layout import BlockLayout
 from kvpool.device import fragments
 from kvpool.device.base import Stream
 from kvpool.device.cuda import cuda_device as cuda
@@ -29,7 +29,7 @@ import ctypes, threading
 import numpy as np
 from kvpool import KVCacheManager, PagedKV, gather_kv
 from kvpool.device.cuda import CudaDevice
-from kvpool.arrays.layout import BlockLayout
+from kvpool.common.arrays.layout import BlockLayout
 
 driver = ctypes.CDLL("libcuda.so.1")
 

@@ -11,16 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import KVCacheManager, PagedKV, PoolBusy, PoolClosed, gather_kv, operations, scatter_kv
+from kvpool import KVCacheManager, PagedKV, PoolBusy, PoolClosed, gather_kv, scatter_kv
 from kvpool.__main__ import main
-from kvpool.arrays.layout import BlockLayout
+from kvpool.common.arrays.layout import BlockLayout
 from kvpool.device import get_device
 from kvpool.device.cuda import CudaDevice, calibration
 from kvpool.device.cuda import cuda_device as cuda
 from kvpool.device.cuda.calibration import DIRECTIONS, PATHS, measure
 from kvpool.device.fragments import Cutter
+from kvpool.device.memory.pools import MemoryPools
 from kvpool.device.work import StagedRows, staged_bytes, write_rows
-from kvpool.memory.pools import MemoryPools
+from kvpool.pool import operations
 
 pytestmark = pytest.mark.gpu
 LAYOUT = BlockLayout(3, 2, 16, 4, dtype="float16")

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from kvpool import BlockLayout, KVCacheManager, PoolBusy
-from kvpool.arrays import dlpack
-from kvpool.arrays.strided import as_strided
+from kvpool.common.arrays import dlpack
+from kvpool.common.arrays.strided import as_strided
 from kvpool.device.cuda import CudaDevice
 from tests.gpu.machines import Machine
 from tests.interop.arrays import LAYOUT, aligned, described, open_pool

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from kvpool import KVCacheManager, StridedArray
-from kvpool.arrays import dlpack
-from kvpool.arrays.layout import BlockLayout
+from kvpool.common.arrays import dlpack
+from kvpool.common.arrays.layout import BlockLayout
 from kvpool.device.cuda import CudaDevice
-from kvpool.memory.pools import MemoryPools
+from kvpool.device.memory.pools import MemoryPools
 from tests.device.pools import DEVICE_BLOCKS, HOST_BLOCKS, as_moves, assert_same_as_reference, put
 
 pytestmark = pytest.mark.gpu

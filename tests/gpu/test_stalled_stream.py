@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvpool import KVCacheManager
-from kvpool.arrays.layout import BlockLayout
+from kvpool.common.arrays.layout import BlockLayout
 from tests.device.pools import seen
 from tests.gpu.machines import Machine
 

@@ -13,7 +13,7 @@ prometheus = pytest.importorskip("prometheus_client")
 
 
 def test_a_scrape_has_the_figures_of_a_host_cache(make: Callable[..., HostCache]) -> None:
-    from kvpool.observe.metrics import PoolMetrics
+    from kvpool.integrations.metrics import PoolMetrics
 
     registry, cache = prometheus.CollectorRegistry(), make(4)
     with PoolMetrics(registry) as metrics:

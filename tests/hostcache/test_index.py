@@ -25,7 +25,7 @@ from kvpool import (
     PoolBusy,
     PoolClosed,
 )
-from kvpool.errors import IntegrityError
+from kvpool.common.errors import IntegrityError
 from kvpool.state.arrays import POLICIES
 from kvpool.state.hashing import block_key
 from kvpool.state.records import LINKED, PUBLISHED

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from kvpool import ForkedProcess, HostCache, HostCopies, HostTier, HostTierDescription, PagedKV, PoolClosed
+from kvpool.device.memory import attachments
+from kvpool.device.memory.attachments import SharedGroup, SharedPart, SharedTier
 from kvpool.hostcache.tier import layout_of
-from kvpool.memory import attachments
-from kvpool.memory.attachments import SharedGroup, SharedPart, SharedTier
 from tests.hostcache import processes
 from tests.hostcache.conftest import IDENTITY, keys
 from tests.share.spawned import Spawn

@@ -28,15 +28,15 @@ WITH_EXAMPLES = [path for path in sorted((ROOT / "kvpool").rglob("*.py")) if ">>
 PUBLIC = (
     "kvpool",
     "kvpool.device.sim",
-    "kvpool.planner",
-    "kvpool.publish",
+    "kvpool.tools.planner",
+    "kvpool.integrations.kv_events",
     "kvpool.remote",
-    "kvpool.keepers",
-    "kvpool.stores",
-    "kvpool.stores.disk",
-    "kvpool.stores.mooncake",
-    "kvpool.stores.peer",
-    "kvpool.stores.s3",
+    "kvpool.storage",
+    "kvpool.storage",
+    "kvpool.storage.backends.disk",
+    "kvpool.storage.backends.mooncake",
+    "kvpool.storage.backends.peer",
+    "kvpool.storage.backends.s3",
 )
 MADE = {"asv_bench/RESULTS.md"}
 """Files that a command makes, on a machine with a GPU."""
@@ -154,7 +154,7 @@ def test_links_and_files_that_are_named_exist(page: Path) -> None:
 
 def test_every_metric_is_in_the_table_of_metrics() -> None:
     pytest.importorskip("prometheus_client")
-    metrics = importlib.import_module("kvpool.observe.metrics")
+    metrics = importlib.import_module("kvpool.integrations.metrics")
     named = re.findall(r"`([a-z_]+)`", (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8"))
     counters = {definition.name for definition in metrics.DEFINITIONS if "Counter" in definition.kind.__name__}
     names = {definition.name + "_total" * (definition.name in counters) for definition in metrics.DEFINITIONS}
@@ -172,11 +172,11 @@ PROGRAMS = [
 ]
 NEEDS = {
     "cryptography": ("cryptography",),
-    "kvpool.publish": ("msgspec", "zmq"),
+    "kvpool.integrations.kv_events": ("msgspec", "zmq"),
     "kvpool.remote": ("zmq",),
-    "kvpool.stores": ("cryptography",),
-    "kvpool.stores.peer.peer_store": ("zmq",),
-    "kvpool.observe.metrics": ("prometheus_client",),
+    "kvpool.storage": ("cryptography",),
+    "kvpool.storage.backends.peer.peer_store": ("zmq",),
+    "kvpool.integrations.metrics": ("prometheus_client",),
 }
 
 

@@ -7,6 +7,7 @@ import functools
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,40 +19,24 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 FOLDERS = ("kvpool", "tests", "asv_bench", "docs", "examples")
 SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")) if "env" not in path.parts]
 
-# A folder is a layer: each may import from the lines above it. The files at the top of the package are layers too.
-LAYERS = [
-    "errors",
-    "sizes",
-    "progress",
-    "jit",
-    "helpers",
-    "arrays",
+# A room imports only rooms above it. The files at the top of the package are rooms too.
+ROOMS = [
+    "common",
     "state",
-    "entry",
     "device",
-    "memory",
-    "copying",
-    "tables",
     "pool",
-    "operations",
     "hostcache",
-    "warming",
-    "",
     "remote",
-    "stores",
-    "keepers",
-    "engines",
-    "observe",
-    "publish",
-    "replay",
-    "planner",
-    "commands",
+    "storage",
+    "",
+    "integrations",
+    "tools",
     "__main__",
 ]
-RANKS = {name: rank for rank, name in enumerate(LAYERS)}
+RANKS = {name: rank for rank, name in enumerate(ROOMS)}
 GPU_PACKAGES = {"cuda", "cupy", "jax", "tensorflow", "torch"}
 GPU_MODULE = "device.cuda.cuda_device"
-ENGINES = {"engines.sglang": {"torch"}}
+ENGINES = {"integrations.sglang": {"torch"}}
 """Plug-ins whose engine hands over arrays of this package, and has imported it before."""
 
 
@@ -65,11 +50,11 @@ FILES = {name_of(path): path for path in MODULES}
 
 
 def rank_of(name: str) -> int:
-    """The layer of a module; fails for one that has been given none."""
+    """The room of a module; fails for one that has been given none."""
     candidate = name
     while candidate not in RANKS and "." in candidate:
         candidate = candidate.rpartition(".")[0]
-    assert candidate in RANKS, f"kvpool.{name} has no line in LAYERS"
+    assert candidate in RANKS, f"kvpool.{name} has no room in ROOMS"
     return RANKS[candidate]
 
 
@@ -105,7 +90,7 @@ def own_imports_of(path: Path) -> list[tuple[int, str]]:
 def test_imports_run_one_way(path: Path) -> None:
     own = rank_of(name_of(path))
     wrong = [f"line {line}: kvpool.{name}" for line, name in own_imports_of(path) if rank_of(name) > own]
-    assert not wrong, f"{path} imports from a later layer: {wrong}"
+    assert not wrong, f"{path} imports from a later room: {wrong}"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
@@ -114,6 +99,32 @@ def test_gpu_packages_are_imported_by_one_module_only(path: Path) -> None:
         barred = GPU_PACKAGES - ENGINES.get(name_of(path), set())
         wrong = [f"line {line}: {name}" for line, name in imports_of(path) if name.partition(".")[0] in barred]
         assert not wrong, f"{path} imports {wrong}"
+
+
+def test_no_imports_run_in_a_circle() -> None:
+    names = {name: {to for _, to in own_imports_of(path)} - {name, ""} for name, path in FILES.items()}
+    while leaves := {name for name, imported in names.items() if not imported & names.keys()}:
+        names = {name: imported for name, imported in names.items() if name not in leaves}
+    assert not names, f"these import each other, or what does: {sorted(names)}"
+
+
+def test_no_file_has_the_name_of_another() -> None:
+    counted = Counter(path.name for path in MODULES if path.name != "__init__.py")
+    assert not [name for name, count in counted.items() if count > 1]
+
+
+OUTER = ("hostcache", "remote", "storage", "integrations", "tools")
+
+
+def test_the_example_of_the_readme_loads_the_core_only() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    example = readme.split("```python\n")[1].split("```")[0]
+    assert "KVCacheManager" in example
+    script = f"{example}\nimport sys\nprint(*sorted(name for name in sys.modules if name.startswith('kvpool.')))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True)
+    loaded = done.stdout.splitlines()[-1].split()
+    assert "kvpool.pool.manager" in loaded
+    assert not [name for name in loaded if name.split(".")[1] in OUTER]
 
 
 def code_lines(text: str, tree: ast.Module) -> int:
@@ -145,7 +156,7 @@ def test_no_module_touches_private_members_of_another(path: Path) -> None:
     private = [node for node in attributes if node.attr.startswith("_") and not node.attr.startswith("__")]
     own = {node.attr for node in private if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")}
     own |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    foreign = FOREIGN | (NUMBAS if name_of(path) == "jit.compiler" else set())
+    foreign = FOREIGN | (NUMBAS if name_of(path) == "common.jit.compiler" else set())
     wrong = [f"line {node.lineno}: {ast.unparse(node)}" for node in private if node.attr not in own | foreign]
     assert not wrong, f"{path}: {wrong}"
 
@@ -194,7 +205,7 @@ def loaded_by(path: Path) -> Iterator[str]:
             pending += ast.iter_child_nodes(node)
 
 
-@pytest.mark.parametrize("name", ["engines.vllm", "engines.vllm_tier"])
+@pytest.mark.parametrize("name", ["integrations.vllm.spec", "integrations.vllm.secondary_tier"])
 def test_numba_is_not_there_when_vllm_starts(name: str) -> None:
     """On a CPU, vLLM reads the attributes of all loaded modules then, and fails at one of llvmlite."""
     seen, pending = {""}, ["", name]
@@ -207,4 +218,4 @@ def test_numba_is_not_there_when_vllm_starts(name: str) -> None:
             new = (inner & FILES.keys()) - seen
             seen |= new
             pending += new
-    assert "engines.options" in seen
+    assert "integrations.options" in seen

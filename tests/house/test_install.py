@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import kvpool
-from kvpool.jit.cache import cache_root
+from kvpool.common.jit.cache import cache_root
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = shutil.ignore_patterns(".?*", "__pycache__", "build", "dist", "*.egg-info", "env")
@@ -26,7 +26,8 @@ import kvpool
 from kvpool.device.launches import cuda_sources
 place = pathlib.Path(kvpool.__file__).resolve()
 assert sys.argv[1] in str(place), place
-assert (place.parent / "py.typed").is_file() and (place.parent / "dashboards" / "grafana.json").is_file()
+assert (place.parent / "py.typed").is_file()
+assert (place.parent / "integrations" / "dashboards" / "grafana.json").is_file()
 sources = [path.name for path in cuda_sources().iterdir() if path.suffix in (".md", ".cu", ".cuh", ".json")]
 assert sorted(sources) == sys.argv[2].split()
 layout = kvpool.BlockLayout.of_block_bytes(4096, 16)

@@ -21,8 +21,8 @@ with kvpool.KVCacheManager(layout, device_blocks=4, device="cpu", secret=bytes(r
 
 INDEXES = """
 import numpy as np
-from kvpool.jit import jit
-from kvpool.jit.intrinsics import address_of, array_at
+from kvpool.common.jit import jit
+from kvpool.common.jit.intrinsics import address_of, array_at
 @jit
 def row(values, i):
     return array_at(address_of(values), (2, 2), np.int64)[i, 1]

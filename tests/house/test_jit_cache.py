@@ -26,9 +26,9 @@ from numba import types
 from numba.core import config
 from numba.core.errors import TypingError
 
-from kvpool.jit import cache, compiler, jit
+from kvpool.common.jit import cache, compiler, jit
 
-PACKAGE = Path(cache.__file__).parents[1]
+PACKAGE = Path(cache.__file__).parents[2]
 # A package with its own copy of the decorator. `entry` calls a helper of `helper`, which reads a constant of `numbers`;
 # `other` names neither.
 MODULE_TEXTS = {
@@ -36,14 +36,14 @@ MODULE_TEXTS = {
     "numbers": "FACTOR = 3\n",
     "helper": """
 from sample import numbers
-from sample.jit import jit
+from sample.common.jit import jit
 @jit(forceinline=True)
 def scaled(x):
     return x * numbers.FACTOR
 """,
     "entry": """
 from sample.helper import scaled
-from sample.jit import jit
+from sample.common.jit import jit
 @jit
 def entry(x):
     return scaled(x) + 1
@@ -55,7 +55,7 @@ def adder(amount):
 plus_ten, plus_twenty = adder(10), adder(20)
 """,
     "other": """
-from sample.jit import jit
+from sample.common.jit import jit
 @jit
 def other(x):
     return x - 1
@@ -65,8 +65,8 @@ REPORT = """
 import json
 import threading
 from sample import entry, other
-from sample.jit.cache import announcer
-from sample.jit.cache import cache_root
+from sample.common.jit.cache import announcer
+from sample.common.jit.cache import cache_root
 functions = entry.plus_ten, entry.plus_twenty, entry.entry, other.other
 report = []
 for function in functions:
@@ -83,10 +83,12 @@ NOTHING = [0, 0, 0, 0]
 
 def make_sample(package: Path) -> Path:
     """Write the `sample` package."""
-    (package / "jit").mkdir(parents=True)
+    (package / "common" / "jit").mkdir(parents=True)
     for name, text in MODULE_TEXTS.items():
         (package / f"{name}.py").write_text(text, encoding="utf-8")
-    for own in [PACKAGE / "errors.py", PACKAGE / "progress.py", *sorted((PACKAGE / "jit").glob("*.py"))]:
+    common = PACKAGE / "common"
+    names = ("__init__", "errors", "progress")
+    for own in [*(common / f"{name}.py" for name in names), *sorted((common / "jit").glob("*.py"))]:
         text = own.read_text(encoding="utf-8").replace("from kvpool.", "from sample.")
         (package / own.relative_to(PACKAGE)).write_text(text, encoding="utf-8")
     return package
@@ -155,7 +157,7 @@ def test_a_process_compiles_what_no_other_has_compiled_and_what_an_edit_has_reac
 
 
 def test_code_for_other_features_of_a_processor_is_other_code(sample: Path) -> None:
-    script = "from sample.jit.compiler import _compiler\nprint(_compiler())"
+    script = "from sample.common.jit.compiler import _compiler\nprint(_compiler())"
     found = [
         subprocess.check_output([sys.executable, "-c", script], env=environment_of(sample, **setting))
         for setting in ({}, {"NUMBA_CPU_FEATURES": "+sse2"}, {"NUMBA_ENABLE_AVX": "0"}, {"NUMBA_OPT": "0"})
@@ -178,7 +180,7 @@ def test_a_process_that_is_stopped_while_it_compiles_holds_no_other_for_ever(sam
     shutil.rmtree(cache_of(sample))
     stop = """
 import os, signal
-from sample.jit import compiler
+from sample.common.jit import compiler
 def stop(*unused):
     os.kill(os.getpid(), signal.SIGSTOP)
 compiler._translate = stop
@@ -186,7 +188,7 @@ compiler._translate = stop
     holder = subprocess.Popen([sys.executable, "-c", stop + REPORT], env=environment_of(sample))
     try:
         os.waitpid(holder.pid, os.WUNTRACED)
-        listen = "import logging\nlogging.basicConfig()\nfrom sample.jit import cache\ncache._patience = 0.5\n"
+        listen = "import logging\nlogging.basicConfig()\nfrom sample.common.jit import cache\ncache._patience = 0.5\n"
         found = report_of(sample, before=listen)
     finally:
         holder.kill()
@@ -202,7 +204,7 @@ def test_what_is_announced_is_what_is_missing(sample: Path) -> None:
     def announced() -> int:
         script = """
 from sample import entry, other
-from sample.jit.cache import announcer
+from sample.common.jit.cache import announcer
 with announcer.expecting(5, lambda: 1):
     entry.entry(5), other.other(5)
     print(announcer._total)
@@ -306,7 +308,7 @@ def _read_all(terminal: Any) -> str:
 
 def test_a_command_says_without_a_terminal_that_functions_are_compiled_and_how_long_that_takes(tmp_path: Path) -> None:
     script = """
-from kvpool.commands.terminal import announce_compilation
+from kvpool.tools.cli.terminal import announce_compilation
 announce_compilation()
 
 from kvpool.device.work import numbers_bytes
@@ -321,8 +323,8 @@ numbers_bytes(3)
 LIFE = """
 import numpy as np
 from kvpool import KVCacheManager
-from kvpool.arrays.layout import BlockLayout
-from kvpool.jit.cache import announcer
+from kvpool.common.arrays.layout import BlockLayout
+from kvpool.common.jit.cache import announcer
 layout = BlockLayout.of_block_bytes(4096, 16)
 with KVCacheManager(layout, device_blocks=8, host_blocks=8, device="cpu") as cache:
     for start in (0, 1000, 0):
@@ -449,7 +451,7 @@ def test_garbage_collector_is_as_it_was_after_a_compilation(enabled: bool) -> No
 # -- names ---------------------------------------------------------------------------------------
 
 TEXT = """
-from kvpool.jit import jit
+from kvpool.common.jit import jit
 LIMIT, EDGES = 7, (1, 2)
 @jit
 def leaf(x):

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import numpy as np
 import kvpool
-from kvpool import operations as op
+from kvpool.pool import operations as op
 
 layout = kvpool.BlockLayout(layers=2, kv_heads=2, head_dim=8, tokens_per_block=4)
 group = kvpool.LayerGroup(layout, window=8)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import kvpool
-from kvpool.helpers import Helpers
+from kvpool.common.jit.helpers import Helpers
 
 SCRIPT = """
 import json, sys
@@ -122,10 +122,10 @@ def test_after_a_warm_up_nothing_is_compiled_or_loaded() -> None:
 def test_what_is_baked_into_an_image_by_root_can_be_read_by_whom_it_runs_as(tmp_path: Path) -> None:
     script = """
 import sys
-import kvpool.warming
+import kvpool.hostcache.warming
 from kvpool.__main__ import main
 from kvpool.device.work import numbers_bytes
-kvpool.warming.warm_up = lambda processes: numbers_bytes(3)
+kvpool.hostcache.warming.warm_up = lambda processes: numbers_bytes(3)
 sys.exit(main(["warm-up", "--into", sys.argv[1]]))
 """
     into = tmp_path / "new" / "code"
@@ -149,7 +149,7 @@ sys.exit(main(["warm-up", "--into", sys.argv[1]]))
 # Processes share the work of compiling: they keep what one process keeps, and the loss of one loses nothing.
 
 
-PROGRAM = "from kvpool.warming import warm_host_cache; warm_host_cache()"
+PROGRAM = "from kvpool.hostcache.warming import warm_host_cache; warm_host_cache()"
 ENDLESS = """
 import os, time
 helper = os.getppid()
@@ -158,8 +158,8 @@ while os.getppid() == helper:
 """
 HELPED = """
 import json, os, sys
-from kvpool.helpers import Helpers
-from kvpool.jit.cache import announcer
+from kvpool.common.jit.helpers import Helpers
+from kvpool.common.jit.cache import announcer
 program, processes = sys.argv[1], int(sys.argv[2])
 with Helpers(program, processes) as helpers:
     if processes > 1:
@@ -188,8 +188,8 @@ def test_helpers_compile_what_one_process_compiles_and_nothing_else(tmp_path: Pa
 
 INNER = """
 import os, sys
-from kvpool.helpers import compile_ahead
-from kvpool.jit.compiler import Dispatcher
+from kvpool.common.jit.helpers import compile_ahead
+from kvpool.common.jit.compiler import Dispatcher
 Dispatcher.compile = lambda function, kinds: None
 compile_ahead(sys.argv[1], 0, 1, os.getppid())
 """
@@ -228,7 +228,7 @@ def test_helpers_end_with_the_work(tmp_path: Path) -> None:
 
 
 def test_nobody_helps_where_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool.jit.cache_root", lambda: None)
+    monkeypatch.setattr("kvpool.common.jit.cache_root", lambda: None)
     with Helpers(PROGRAM, 4) as helpers:
         assert helpers.start() == 1
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvpool import BlockLayout, KVCacheManager
-from kvpool.arrays import dlpack
+from kvpool.common.arrays import dlpack
 
 LAYOUT = BlockLayout(2, 2, 8, 4, dtype="float16")
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvpool import BlockLayout, PagedKV, PoolBusy, StridedArray, gather_kv
-from kvpool.arrays.strided import as_strided
+from kvpool.common.arrays.strided import as_strided
 from kvpool.device.sim import SimDevice
 from tests.interop.arrays import FOREIGN, LAYOUT, DLPackOnly, GpuOnly, OldDLPack, aligned, open_pool
 from tests.waiting import until

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from kvpool import BlockLayout, KVCacheManager, PoolClosed, StridedArray
-from kvpool.arrays import dlpack
-from kvpool.arrays.strided import as_strided
+from kvpool.common.arrays import dlpack
+from kvpool.common.arrays.strided import as_strided
 from tests.interop.arrays import LAYOUT, described, open_pool
 
 TYPES = {

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from kvpool import Export, KVPoolError, PoolBusy, PoolClosed
-from kvpool.arrays import dlpack
+from kvpool.common.arrays import dlpack
 from kvpool.device.sim import SimDevice
 from tests.interop.arrays import DLPackOnly, open_pool
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvpool import PagedKV
-from kvpool.arrays.strided import StridedArray
+from kvpool.common.arrays.strided import StridedArray
 
 # The axes of the nested lists and of each array, as the engines document their shapes.
 AXES = {

@@ -6,13 +6,7 @@ import re
 
 import pytest
 
-from kvpool.device.launches import (
-    BLOCKS_PER_MULTIPROCESSOR,
-    THREADS,
-    cuda_source,
-    cuda_sources,
-    kernel_source,
-)
+from kvpool.device.launches import BLOCKS_PER_MULTIPROCESSOR, THREADS, cuda_source, cuda_sources, kernel_source
 from tests.kernels.cubins import ARCHITECTURES, BULK, cubin, dump, scoreboards
 from tests.kernels.shim import kernels
 

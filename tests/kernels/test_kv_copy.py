@@ -10,11 +10,11 @@ import pytest
 
 import kvpool
 from kvpool import PagedKV, gather_kv, scatter_kv
-from kvpool.arrays.layout import BlockLayout
-from kvpool.arrays.strided import StridedArray, as_strided
+from kvpool.common.arrays.layout import BlockLayout
+from kvpool.common.arrays.strided import StridedArray, as_strided
 from kvpool.device import launches as copies
 from kvpool.device.launches import Grid
-from kvpool.memory import kv_copy
+from kvpool.device.memory import kv_copy
 from tests.device import reference
 from tests.kernels.caches import AXES, Cache, Sizes, aligned, make_cache
 from tests.kernels.shim import ShimLauncher

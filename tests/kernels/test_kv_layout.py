@@ -10,7 +10,7 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 
 from kvpool import BlockLayout, PagedKV, StridedArray
-from kvpool.arrays.paged import LAYOUTS
+from kvpool.common.arrays.paged import LAYOUTS
 from tests.kernels.caches import AXES, Sizes, make_cache
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvpool import StridedArray
-from kvpool.arrays.strided import as_strided
+from kvpool.common.arrays.strided import as_strided
 
 
 class DLPackOnly:

@@ -7,12 +7,12 @@ from itertools import product
 import numpy as np
 import pytest
 
-from kvpool.arrays.layout import BlockLayout
+from kvpool.common.arrays.layout import BlockLayout
 from kvpool.device import CpuDevice
 from kvpool.device.copy_plan import CopyPlan, Tier, make_plan
 from kvpool.device.launches import MOVES, TOKEN_MOVES, Grid, token_moves
+from kvpool.device.memory.pools import MemoryPools
 from kvpool.device.work import TokenMoves
-from kvpool.memory.pools import MemoryPools
 from tests.device import reference
 from tests.device.pools import DEVICE_BLOCKS, HOST_BLOCKS, make_pools
 from tests.device.test_contract import TOKEN_SHAPES as SHAPES

@@ -11,11 +11,12 @@ from hypothesis import note
 
 from engine import Clock, EventReplay, Request
 from group_engine import Side, open_groups
-from kvpool import operations as op
-from kvpool.jit import jit
-from kvpool.jit.intrinsics import array_at, entry_of, record_at
-from kvpool.state import agent, records, saving
-from kvpool.state.chains import BOOK
+from kvpool.common.jit import jit
+from kvpool.common.jit.intrinsics import array_at, entry_of, record_at
+from kvpool.pool import operations as op
+from kvpool.state import records, saving
+from kvpool.state.policies import agent
+from kvpool.state.policies.chains import BOOK
 from kvpool.state.records import DEFAULT_PRIORITY, HEAD
 from tests import debug
 

@@ -55,7 +55,7 @@ if blocks[b].flags & INDEXED:
 """,
         """
 from kvpool.state.index import find_key
-from kvpool.state.policy import LISTS_PER_TIER, lists_of, unlink, victim
+from kvpool.state.policies.policy import LISTS_PER_TIER, lists_of, unlink, victim
 b = victim(h, np.int64(DEVICE), PRIORITY_MAX)
 if b == NONE:
     raise RuntimeError("a block was taken that was not counted")

@@ -15,11 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine import Engine, small_layout
 from grouped import MIXES, T, cached, churn, encoded, pool_of, seed
 from kvpool import GroupStats, KVCacheManager
-from kvpool.copying.transfer import Traffic
-from kvpool.device.base import SOURCE, TARGET, TOKENS
 from kvpool.device.cpu import CpuDevice
-from kvpool.observe.metrics import DEFINITIONS, PoolMetrics
+from kvpool.device.regions import SOURCE, TARGET, TOKENS
+from kvpool.integrations.metrics import DEFINITIONS, PoolMetrics
 from kvpool.pool.stats import Histogram, TierStats
+from kvpool.pool.transfer.transfer import Traffic
 from kvpool.state.arrays import GroupSizes, Settings, States
 from kvpool.state.records import OFFLOAD, ONBOARD, WITHIN
 from tests import debug

@@ -25,9 +25,16 @@ from prometheus_client.openmetrics import exposition, parser
 from engine import Engine, small_layout
 from kvpool import KVCacheManager, PoolClosed
 from kvpool.__main__ import main
-from kvpool.observe.metrics import DASHBOARD, DEFINITIONS, KEEPER_DEFINITIONS, STORE_DEFINITIONS, PoolMetrics, served
+from kvpool.integrations.metrics import (
+    DASHBOARD,
+    DEFINITIONS,
+    KEEPER_DEFINITIONS,
+    STORE_DEFINITIONS,
+    PoolMetrics,
+    served,
+)
 from kvpool.pool.stats import GroupStats, Histogram, Stats, TierStats
-from kvpool.replay import Replay
+from kvpool.tools.replay import Replay
 
 Make = Callable[..., Engine]
 SHOWN = (*DEFINITIONS, *STORE_DEFINITIONS, *KEEPER_DEFINITIONS)
@@ -318,9 +325,9 @@ def test_without_the_extra_the_error_names_it(
     trace: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    monkeypatch.delitem(sys.modules, "kvpool.observe.metrics")
+    monkeypatch.delitem(sys.modules, "kvpool.integrations.metrics")
     with pytest.raises(ImportError, match=r"\.\[metrics\]"):
-        importlib.import_module("kvpool.observe.metrics")
+        importlib.import_module("kvpool.integrations.metrics")
     assert main(["replay", trace, *SMALL, "--metrics-port", "0"]) == 2
     assert ".[metrics]" in capsys.readouterr().err
     assert main(["replay", trace, *SMALL]) == 0

@@ -12,10 +12,10 @@ import pytest
 
 from engine import Engine
 from kvpool import KVCacheManager, OutOfBlocks
-from kvpool.observe import tracing
-from kvpool.stores.memory import MemoryStore
-from kvpool.stores.queue import StoreQueue
-from kvpool.stores.seals import BlockNames
+from kvpool.integrations import tracing
+from kvpool.storage.backends.memory import MemoryStore
+from kvpool.storage.queue import StoreQueue
+from kvpool.storage.seals import BlockNames
 from tests.stores.lab import names, open_queue
 
 
@@ -101,5 +101,5 @@ def test_without_tracing_nothing_stands_between_a_caller_and_a_call() -> None:
         StoreQueue.load,
         vars(KVCacheManager).copy(),
     )
-    script = "import sys, kvpool; kvpool.KVCacheManager; assert 'kvpool.observe.tracing' not in sys.modules"
+    script = "import sys, kvpool; kvpool.KVCacheManager; assert 'kvpool.integrations.tracing' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)

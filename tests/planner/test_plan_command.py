@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from kvpool.__main__ import main
-from kvpool.arrays.layout import PRESETS, BlockLayout
+from kvpool.common.arrays.layout import PRESETS, BlockLayout
 from kvpool.device import cuda
 from kvpool.device.cuda import calibration
-from kvpool.planner import Machine, Plan, Surveyor, survey_of
-from kvpool.replay import synthetic
+from kvpool.tools.planner import Machine, Plan, Surveyor, survey_of
+from kvpool.tools.replay import synthetic
 
 ROWS = [{"timestamp": 1000 * n, "input_length": 600, "output_length": 20, "hash_ids": [0, n % 3]} for n in range(6)]
 GIB = 1 << 30

@@ -16,13 +16,13 @@ import pytest
 
 from asv_bench import policies
 from kvpool.__main__ import main
-from kvpool.jit.cache import announcer
-from kvpool.planner import Surveyor
-from kvpool.planner.policies import MIN, ORACLE, SessionOracle, compare, min_hits, next_uses, through_pool
-from kvpool.planner.survey import Use
-from kvpool.replay import Request, synthetic
-from kvpool.state import adaptive
-from kvpool.state import chains as table_chains
+from kvpool.common.jit.cache import announcer
+from kvpool.state.policies import adaptive
+from kvpool.state.policies import chains as table_chains
+from kvpool.tools.planner import Surveyor
+from kvpool.tools.planner.policies import MIN, ORACLE, SessionOracle, compare, min_hits, next_uses, through_pool
+from kvpool.tools.planner.survey import Use
+from kvpool.tools.replay import Request, synthetic
 
 SEED = 3
 
@@ -202,6 +202,6 @@ def test_every_constant_of_the_table_is_there(monkeypatch: pytest.MonkeyPatch) -
         assert all(hasattr(sys.modules[module], name) for name in names), module
     monkeypatch.setattr(adaptive, "_SURE", 1.0)
     monkeypatch.setattr(table_chains, "SAMPLE", 16)
-    policies.change("kvpool.state.adaptive:_SURE=2")
-    policies.change("kvpool.state.chains:SAMPLE=8")
+    policies.change("kvpool.state.policies.adaptive:_SURE=2")
+    policies.change("kvpool.state.policies.chains:SAMPLE=8")
     assert (adaptive._SURE, table_chains.SAMPLE) == (2.0, 8)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from kvpool.__main__ import main
-from kvpool.arrays.layout import BlockLayout
-from kvpool.planner import Machine, Plan, StorePlan, StoreTier, survey_of
-from kvpool.replay.content import Request
-from kvpool.replay.traces import synthetic
+from kvpool.common.arrays.layout import BlockLayout
+from kvpool.tools.planner import Machine, Plan, StorePlan, StoreTier, survey_of
+from kvpool.tools.replay.content import Request
+from kvpool.tools.replay.traces import synthetic
 from tests.planner.test_plan_survey import Chain, by_ids, chains, native
 
 Lru = OrderedDict[Chain, None]

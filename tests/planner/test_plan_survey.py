@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.arrays.layout import BlockLayout
-from kvpool.planner import Curve, survey_of
-from kvpool.planner import stack as stack_module
-from kvpool.planner.stack import BUCKETS, bucket_of
-from kvpool.planner.survey import NOBODY, OTHERS, TENANTS_MAX, Surveyor, coarse_limits
-from kvpool.replay import Replay, ReplayConfig, Trace, read_trace, stream_trace, synthetic
-from kvpool.replay.content import Request
+from kvpool.common.arrays.layout import BlockLayout
+from kvpool.tools.planner import Curve, survey_of
+from kvpool.tools.planner import stack as stack_module
+from kvpool.tools.planner.stack import BUCKETS, bucket_of
+from kvpool.tools.planner.survey import NOBODY, OTHERS, TENANTS_MAX, Surveyor, coarse_limits
+from kvpool.tools.replay import Replay, ReplayConfig, Trace, read_trace, stream_trace, synthetic
+from kvpool.tools.replay.content import Request
 from tests import data
 
 Chain = tuple[Any, ...]

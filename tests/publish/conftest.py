@@ -9,7 +9,7 @@ import pytest
 from router import Router
 
 from engine import Engine
-from kvpool.publish import KVEventPublisher
+from kvpool.integrations.kv_events import KVEventPublisher
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import numpy as np
 import zmq
 
 from kvpool import KVCacheManager
-from kvpool.publish import KVEventPublisher
+from kvpool.integrations.kv_events import KVEventPublisher
 from kvpool.state.records import PUBLISHED
 
 MEDIA = {"device": "GPU", "host": "CPU"}

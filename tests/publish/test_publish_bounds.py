@@ -15,9 +15,9 @@ import zmq
 from router import Router, cached
 
 from engine import Engine
-from kvpool.publish import KVEventPublisher
-from kvpool.publish.publisher import MESSAGE_BYTES
-from kvpool.replay.summary import peak_memory_bytes
+from kvpool.integrations.kv_events import KVEventPublisher
+from kvpool.integrations.kv_events.publisher import MESSAGE_BYTES
+from kvpool.tools.replay.summary import peak_memory_bytes
 from tests.waiting import until
 
 Make = Callable[..., Engine]

@@ -18,7 +18,7 @@ import pytest
 from engine import Engine
 from grouped import cached, group_of, seed
 from kvpool import KVCacheManager
-from kvpool.publish import KVEventPublisher
+from kvpool.integrations.kv_events import KVEventPublisher
 
 SCRIPT = "import sys; from dynamo._core import run_kv_indexer; run_kv_indexer(sys.argv[1:])"
 

@@ -13,7 +13,7 @@ from router import MEDIA, Hash, Router
 import grouped
 from grouped import MIXES, churn, pool_of, seed
 from kvpool import KVCacheManager
-from kvpool.publish import KVEventPublisher
+from kvpool.integrations.kv_events import KVEventPublisher
 
 Route = Callable[..., Router]
 Places = dict[tuple[int | None, str], set[Hash]]

@@ -9,8 +9,8 @@ import pytest
 from router import Hash, Router, cached
 
 from engine import Engine
-from kvpool.keepers import Keeper
-from kvpool.publish import KVEventPublisher
+from kvpool.integrations.kv_events import KVEventPublisher
+from kvpool.storage import Keeper
 from tests.stores.keeping import keeper, store
 
 Publish = Callable[..., KVEventPublisher]

@@ -13,10 +13,10 @@ from router import Router, cached
 
 from engine import Engine
 from kvpool import BlockLayout
-from kvpool.publish import KVEventPublisher
-from kvpool.publish.replay_server import History, Place
-from kvpool.replay import Replay, ReplayConfig, synthetic
-from kvpool.replay.traces import Trace, read_trace
+from kvpool.integrations.kv_events import KVEventPublisher
+from kvpool.integrations.kv_events.replay_server import History, Place
+from kvpool.tools.replay import Replay, ReplayConfig, synthetic
+from kvpool.tools.replay.traces import Trace, read_trace
 from tests import data
 
 Make = Callable[..., Engine]
@@ -167,7 +167,7 @@ def test_a_snapshot_serves_until_messages_behind_it_are_gone(make: Make, publish
 def test_whoever_was_there_before_takes_the_whole_of_a_snapshot(
     make: Make, publish: Publish, route: Route, behind: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpool.publish.publisher.BLOCKS_PER_MESSAGE", 1)
+    monkeypatch.setattr("kvpool.integrations.kv_events.publisher.BLOCKS_PER_MESSAGE", 1)
     engine = make(P=10, S=8, event_capacity=512)
     publisher = publish(engine, replay_messages=1)
     busy(engine, 20)
@@ -192,7 +192,7 @@ def test_whoever_was_there_before_takes_the_whole_of_a_snapshot(
 def test_many_events_are_encoded_a_part_at_a_time(
     make: Make, publish: Publish, route: Route, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpool.publish.messages.BLOCKS_PER_MESSAGE", 6)
+    monkeypatch.setattr("kvpool.integrations.kv_events.messages.BLOCKS_PER_MESSAGE", 6)
     engine = make(P=10, S=8, event_capacity=4096)
     publisher = publish(engine)
     hashes, sizes = publisher._encoder._hashes, []

@@ -18,8 +18,8 @@ from raw import GREETING, command, connected, frame, goes_on, is_ended, let_in, 
 from router import Router, cached
 
 from engine import Engine
-from kvpool.publish import KVEventPublisher
-from kvpool.publish.replay_server import History
+from kvpool.integrations.kv_events import KVEventPublisher
+from kvpool.integrations.kv_events.replay_server import History
 from tests.waiting import until
 
 Make = Callable[..., Engine]
@@ -56,7 +56,7 @@ _NAMES = """
 import sys
 sys.path[:0] = ["tests", "tests/publish"]
 import kvpool
-from kvpool.publish import KVEventPublisher
+from kvpool.integrations.kv_events import KVEventPublisher
 from raw import let_in, read_frame
 
 layout = kvpool.BlockLayout(layers=1, kv_heads=1, head_dim=1, tokens_per_block=1)
@@ -174,7 +174,7 @@ def test_a_client_may_speak_a_byte_at_a_time(make: Make, publish: Publish) -> No
 def test_a_client_that_asks_whether_anybody_is_there_gets_an_answer(
     make: Make, publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpool.publish.replay_server.SEND_BYTES", 4096)
+    monkeypatch.setattr("kvpool.integrations.kv_events.replay_server.SEND_BYTES", 4096)
     publisher = publish(make(event_capacity=64))
     peer = let_in(str(publisher.replay_endpoint))
     peer.sendall(command(b"PING", b"\x00\x64context"))

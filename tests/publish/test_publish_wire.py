@@ -23,7 +23,7 @@ from router import WAIT_MS, Router, cached
 
 from engine import Engine
 from kvpool import KVPoolError, PoolClosed
-from kvpool.publish import KVEventPublisher
+from kvpool.integrations.kv_events import KVEventPublisher
 
 Make = Callable[..., Engine]
 Publish = Callable[..., KVEventPublisher]
@@ -453,7 +453,7 @@ def test_a_taken_port_is_an_error_and_leaves_nothing_behind(make: Make, publish:
 
 def test_a_missing_package_names_the_extra() -> None:
     for missing in ("msgspec", "zmq"):
-        script = f"import sys; sys.modules[{missing!r}] = None; import kvpool; import kvpool.publish"
+        script = f"import sys; sys.modules[{missing!r}] = None; import kvpool; import kvpool.integrations.kv_events"
         run = subprocess.run(
             [sys.executable, "-c", script], capture_output=True, text=True, env={**os.environ, "NUMBA_DISABLE_JIT": "1"}
         )

@@ -11,7 +11,8 @@ import numpy as np
 
 from engine import Clock, Engine, Request, small_layout
 from kvpool import IntegrityError, KVCacheManager, KVPoolError, Lease
-from kvpool.device.base import Device, Layers, Stream
+from kvpool.device.base import Device, Stream
+from kvpool.device.regions import Layers
 from kvpool.device.sim import SimDevice
 
 Wrap = Callable[[SimDevice], Device]

@@ -23,7 +23,7 @@ from numba.core import config
 import kvpool
 from engine import Engine, Request, small_layout
 from kvpool import KVCacheManager
-from kvpool.jit import intrinsics as atomics
+from kvpool.common.jit import intrinsics as atomics
 from kvpool.pool.leases import Lease
 from kvpool.state import records
 from kvpool.state import records as fields
@@ -32,12 +32,12 @@ from tests.race.interleave import Lock, Scene, explore, read_schedule, run
 
 _PACKAGE = Path(kvpool.__file__).parent
 # All that decides or hands over, except what reads no state (hashing), or only judges (verify).
-_STATE = {path for path in (_PACKAGE / "state").glob("*.py") if path.stem not in ("hashing", "verify")}
+_STATE = {path for path in (_PACKAGE / "state").rglob("*.py") if path.stem not in ("hashing", "verify")}
 _VERBS = ("block_tables", "core", "leases", "manager", "prompts", "reservations")
 FILES = {
     *map(str, _STATE),
     *(str(_PACKAGE / "pool" / f"{name}.py") for name in _VERBS),
-    str(_PACKAGE / "copying" / "transfer.py"),
+    str(_PACKAGE / "pool" / "transfer" / "transfer.py"),
 }
 assert all(map(os.path.exists, FILES)), "a file that has moved has no lines to switch between"
 

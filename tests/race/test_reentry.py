@@ -13,8 +13,8 @@ import pytest
 
 from engine import small_layout
 from kvpool import DeviceError, KVCacheManager, Lease, LeaseExpired, PoolClosed
-from kvpool.copying.waits import STREAMS_KEPT
 from kvpool.device.base import NULL_STREAM, Event, Stream, WrappedDevice
+from kvpool.pool.transfer.waits import STREAMS_KEPT
 from steps import arrays
 from tests.race.lab import Lab
 

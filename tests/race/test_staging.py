@@ -18,7 +18,7 @@ from kvpool.device import CpuDevice
 from kvpool.device.base import NULL_STREAM, Event, Stream, WrappedDevice
 from kvpool.device.sim import RaceError, SimDevice, UndeclaredWrite
 from kvpool.device.work import StagedRows, Work
-from kvpool.tables.staging import Buffer
+from kvpool.pool.tables.staging import Buffer
 from steps import NAMES, arrays, check, expected
 from tests.race.lab import Lab
 from tests.waiting import at_once

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvpool import BlockNotFound, OutOfBlocks
-from kvpool.state.chains import AGENT
+from kvpool.state.policies.chains import AGENT
 from tests.race.lab import Lab
 
 T, P, S = 2, 6, 12

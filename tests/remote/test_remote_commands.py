@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from kvpool.__main__ import main
-from kvpool.arrays.layout import BlockLayout
-from kvpool.commands import workers
-from kvpool.commands.workers import SECRET
+from kvpool.common.arrays.layout import BlockLayout
 from kvpool.pool.manager import KVCacheManager
 from kvpool.remote import BlockServer
-from kvpool.replay import synthetic
-from kvpool.replay.serving import Fetching, Throughput, measure
+from kvpool.tools.cli import workers
+from kvpool.tools.cli.workers import SECRET
+from kvpool.tools.replay import synthetic
+from kvpool.tools.replay.serving import Fetching, Throughput, measure
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--device-blocks", "600", "--host-blocks", "300", "--block-bytes", "512"]
@@ -129,7 +129,7 @@ def test_a_slow_transfer_is_shown_and_fails_nothing(monkeypatch: Any, capsys: An
     def slow(size: int, **options: Any) -> Throughput:
         return Throughput(size, 16, 1 << 20, 1, 1e9, 1e9, 2e9, 2e9, 0.5, 0.5)
 
-    monkeypatch.setattr("kvpool.replay.serving.measure", slow)
+    monkeypatch.setattr("kvpool.tools.replay.serving.measure", slow)
     assert main(["fetch", "--blocks", "100", "--round-bytes", "1MiB", *SMALL]) == 0
     out = capsys.readouterr().out
     assert re.search(r"65,536 bytes x 16: .* 0\.50", out) and "FAILED" not in out

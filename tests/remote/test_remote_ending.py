@@ -14,7 +14,7 @@ import zmq
 from workers import Make, stored, worker
 
 from kvpool import ForkedProcess
-from kvpool.publish import KVEventPublisher
+from kvpool.integrations.kv_events import KVEventPublisher
 from kvpool.remote import BlockClient, BlockServer, connections
 from tests.children import in_child
 

@@ -16,9 +16,9 @@ from workers import SECRET, Fake, Make, Raw, expected, packed, stored, wire_key,
 from kvpool.remote import BlockClient, BlockServer, RemoteError, RemoteTimeout
 from kvpool.remote.doors import ClientSecret, ServerSecret
 from kvpool.remote.session import MAGIC, VERSION, Blocks, Find, Get, Hello, Received, Session, Welcome
-from kvpool.stores import MemoryStore
-from kvpool.stores.peer import PeerStore, StoreServer
-from kvpool.stores.store import OK, Space
+from kvpool.storage import MemoryStore
+from kvpool.storage.backends.peer import PeerStore, StoreServer
+from kvpool.storage.store import OK, Space
 from tests.publish.raw import frame
 from tests.waiting import until
 
@@ -267,8 +267,8 @@ class Injecting(Relay):
 
 def test_a_store_server_bounds_a_message_that_never_ends() -> None:
     secret, memory = bytes(range(32)), np.zeros((4, 4096), np.uint8)
-    from kvpool.stores.peer.peer_store import wire_key as store_key
-    from kvpool.stores.seals import SharedSecret
+    from kvpool.storage.backends.peer.peer_store import wire_key as store_key
+    from kvpool.storage.seals import SharedSecret
 
     with StoreServer(MemoryStore(1 << 20), block_bytes=4096, secret=secret) as server:
         endless = plain(server.endpoint, store_key(SharedSecret(secret)))

@@ -16,7 +16,7 @@ from kvpool.remote.doors import ClientSecret
 from kvpool.remote.session import Blocks, Failed, Found, Hello, Message, Received, Session, Welcome
 from kvpool.remote.transport import served
 from kvpool.state.hashing import remote_password
-from kvpool.stores.peer.peer_store import StoreDone, StoreWelcome
+from kvpool.storage.backends.peer.peer_store import StoreDone, StoreWelcome
 
 SECRET = bytes(range(32))
 SMALL = {"head_dim": 3}

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.arrays.layout import BlockLayout
+from kvpool.common.arrays.layout import BlockLayout
 from kvpool.device import get_device
-from kvpool.memory.pools import MemoryPools
-from kvpool.replay.content import KVBytes, token_states
+from kvpool.device.memory.pools import MemoryPools
+from kvpool.tools.replay.content import KVBytes, token_states
 from tests.device.reference import block_view
 
 LAYOUTS = [

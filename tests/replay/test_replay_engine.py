@@ -12,10 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.arrays.layout import BlockLayout
-from kvpool.replay import Replay, ReplayConfig, Request, Summary, Trace, VerificationError, read_trace, synthetic
-from kvpool.replay.engine import Admit, Append, Finish, schedule
-from kvpool.replay.summary import PHASES, CopiedBytes, Hits, MovedBlocks, Verified, format_bytes, peak_memory_bytes
+from kvpool.common.arrays.layout import BlockLayout
+from kvpool.tools.replay import Replay, ReplayConfig, Request, Summary, Trace, VerificationError, read_trace, synthetic
+from kvpool.tools.replay.engine import Admit, Append, Finish, schedule
+from kvpool.tools.replay.summary import (
+    PHASES,
+    CopiedBytes,
+    Hits,
+    MovedBlocks,
+    Verified,
+    format_bytes,
+    peak_memory_bytes,
+)
 from tests import data
 
 SMALL = BlockLayout.of_block_bytes(256, 16)

@@ -14,8 +14,8 @@ import pytest
 
 from asv_bench import peerbench_kvpool
 from kvpool import BlockLayout
-from kvpool.replay import Replay, ReplayConfig, read_trace
-from kvpool.replay.engine import Admit, Append, Finish, schedule
+from kvpool.tools.replay import Replay, ReplayConfig, read_trace
+from kvpool.tools.replay.engine import Admit, Append, Finish, schedule
 from tests.data import CHATS, harness_or_skip
 
 ROOT = Path(__file__).resolve().parents[2]

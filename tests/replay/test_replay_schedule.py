@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvpool.replay.content import Request
-from kvpool.replay.engine import Admit, Append, Finish, Skip, schedule, worst_blocks
+from kvpool.tools.replay.content import Request
+from kvpool.tools.replay.engine import Admit, Append, Finish, Skip, schedule, worst_blocks
 from tests.data import harness_or_skip
 
 

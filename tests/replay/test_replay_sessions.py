@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from kvpool.__main__ import main
-from kvpool.arrays.layout import BlockLayout
-from kvpool.replay import Replay, ReplayConfig, Request, Trace, TraceError, read_trace
-from kvpool.replay.engine import Admit, Finish, schedule
-from kvpool.replay.sessions import play
-from kvpool.replay.traces import read_sessions
+from kvpool.common.arrays.layout import BlockLayout
+from kvpool.tools.replay import Replay, ReplayConfig, Request, Trace, TraceError, read_trace
+from kvpool.tools.replay.engine import Admit, Finish, schedule
+from kvpool.tools.replay.sessions import play
+from kvpool.tools.replay.traces import read_sessions
 
 # t, in, out, stop, api_time, think_time, agent, from, keep, runs
 CALLS = [
@@ -212,7 +212,7 @@ def test_a_wrong_file_of_a_folder_is_named(tmp_path: Path) -> None:
 
 
 def test_ids_of_a_session_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool.replay.traces._IDS_MAX", 7)
+    monkeypatch.setattr("kvpool.tools.replay.traces._IDS_MAX", 7)
     with pytest.raises(TraceError, match="request 2: the prompts of the session have more than 7 ids together"):
         read(tmp_path, PACKED)
 

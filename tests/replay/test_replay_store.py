@@ -12,14 +12,14 @@ import pytest
 pytest.importorskip("cryptography")
 
 from kvpool.__main__ import main
-from kvpool.arrays.layout import BlockLayout
-from kvpool.replay import Replay, ReplayConfig, Request, Summary, Trace, VerificationError, synthetic
-from kvpool.replay import engine as replay_engine
-from kvpool.replay.content import KVBytes, token_states
-from kvpool.replay.verifier import Verifier
-from kvpool.stores import MemoryStore
-from kvpool.stores.peer.store_server import StoreServer
-from kvpool.stores.store import Store
+from kvpool.common.arrays.layout import BlockLayout
+from kvpool.storage import MemoryStore
+from kvpool.storage.backends.peer.store_server import StoreServer
+from kvpool.storage.store import Store
+from kvpool.tools.replay import Replay, ReplayConfig, Request, Summary, Trace, VerificationError, synthetic
+from kvpool.tools.replay import engine as replay_engine
+from kvpool.tools.replay.content import KVBytes, token_states
+from kvpool.tools.replay.verifier import Verifier
 from tests.stores.lab import Gate, Wrong, fail
 
 LAYOUT = BlockLayout.of_block_bytes(4096, 16)

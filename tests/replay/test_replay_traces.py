@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.replay.traces import Trace, TraceError, read_trace, stream_trace
+from kvpool.tools.replay.traces import Trace, TraceError, read_trace, stream_trace
 
 MOONCAKE = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}
 QWEN = {
@@ -152,7 +152,7 @@ def test_a_broken_line_is_named_with_its_fault(row: Any, reason: str, tmp_path: 
 
 
 def test_a_line_without_end_is_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool.replay.traces.LINE_BYTES_MAX", 1000)
+    monkeypatch.setattr("kvpool.tools.replay.traces.LINE_BYTES_MAX", 1000)
     path = tmp_path / "trace"
     path.write_bytes(gzip.compress(json.dumps(MOONCAKE).encode().ljust(999) + b"\n" + b" " * 1001))
     with pytest.raises(TraceError, match="line 2: the line has more than 1000 bytes"):

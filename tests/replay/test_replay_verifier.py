@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.arrays.layout import BlockLayout
+from kvpool.common.arrays.layout import BlockLayout
+from kvpool.common.errors import DeviceError
 from kvpool.device import CpuDevice
-from kvpool.device.base import ALL_LAYERS, NULL_STREAM, Layers, Stream
-from kvpool.errors import DeviceError
-from kvpool.memory.pools import MemoryPools
-from kvpool.replay.content import ranges, token_states
-from kvpool.replay.verifier import VerificationError, Verifier, WatchedDevice
+from kvpool.device.base import NULL_STREAM, Stream
+from kvpool.device.memory.pools import MemoryPools
+from kvpool.device.regions import ALL_LAYERS, Layers
+from kvpool.tools.replay.content import ranges, token_states
+from kvpool.tools.replay.verifier import VerificationError, Verifier, WatchedDevice
 
 T, DEVICE, HOST = 4, 6, 5
 LAYOUT = BlockLayout(2, 2, 4, T)

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpool.replay.content import Request, expand_ids, expand_output
-from kvpool.replay.traces import DEVICE_BLOCKS, read_trace, synthetic
+from kvpool.tools.replay.content import Request, expand_ids, expand_output
+from kvpool.tools.replay.traces import DEVICE_BLOCKS, read_trace, synthetic
 from tests.data import CHATS, TRACES, harness_or_skip, recorded
 from tests.data.chats import lines
 

@@ -15,22 +15,13 @@ import numpy as np
 import pytest
 
 from engine import Engine, small_layout
-from kvpool import (
-    BlockKeys,
-    Lease,
-    ModelIdentity,
-    OutOfSequences,
-    PagedKV,
-    StepTables,
-    UnknownSequence,
-    scatter_kv,
-)
-from kvpool import operations as op
-from kvpool.arrays.strided import as_strided
+from kvpool import BlockKeys, Lease, ModelIdentity, OutOfSequences, PagedKV, StepTables, UnknownSequence, scatter_kv
+from kvpool.common.arrays.strided import as_strided
 from kvpool.device.base import Stream
-from kvpool.planner import Surveyor
+from kvpool.pool import operations as op
 from kvpool.pool.leases import Leases
-from kvpool.replay.content import Request
+from kvpool.tools.planner import Surveyor
+from kvpool.tools.replay.content import Request
 
 Make = Callable[..., Engine]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvpool import KVCacheManager, LayerGroup, OutOfBlocks
-from kvpool import operations as op
+from kvpool.pool import operations as op
 from tests import debug
 from tests.engine import Engine, small_layout
 from tests.grouped import encoded, group_of, pool_of

@@ -25,10 +25,11 @@ from numba.core import config
 
 import kvpool
 from changing import CASES, CHANGED, WALK, Case, given_to, look, scenes, seen, watched
-from kvpool import BlockKeys, HostLease, KVCacheManager, Lease, Loadable, keepers, stores
-from kvpool.jit import jit
-from kvpool.keepers import Forgotten, Prefetch
-from kvpool.stores import Job
+from kvpool import BlockKeys, HostLease, KVCacheManager, Lease, Loadable
+from kvpool import storage as keepers
+from kvpool import storage as stores
+from kvpool.common.jit import jit
+from kvpool.storage import Forgotten, Job, Prefetch
 from steps import NAMES
 
 FOLDER = str(Path(kvpool.__file__).parent)
@@ -80,7 +81,9 @@ def at_line(number: int, change: Callable[[], None]) -> Iterator[list[int]]:
         # What holds signals back looks at all of them now and then, what compiles loads now and then, and a simulated
         # device runs what was enqueued: no lines of the call.
         inside = frame.f_code.co_filename.removeprefix(FOLDER)
-        if inside == frame.f_code.co_filename or inside.startswith(("/entry/interrupt.py", "/jit/", "/device/sim/")):
+        if inside == frame.f_code.co_filename or inside.startswith(
+            ("/common/interrupt.py", "/common/jit/", "/device/sim/")
+        ):
             return None
         if event == "line":
             if count[0] == number:

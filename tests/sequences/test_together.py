@@ -13,16 +13,8 @@ import pytest
 
 from engine import Engine, small_layout
 from failing import Rig
-from kvpool import (
-    BlockNotFound,
-    KVCacheManager,
-    LayerGroup,
-    LeaseExpired,
-    OutOfBlocks,
-    OutOfSequences,
-    UnknownSequence,
-)
-from kvpool import operations as op
+from kvpool import BlockNotFound, KVCacheManager, LayerGroup, LeaseExpired, OutOfBlocks, OutOfSequences, UnknownSequence
+from kvpool.pool import operations as op
 from tests import debug
 from tests.race.lab import Lab
 
@@ -327,15 +319,15 @@ def test_no_garbage_is_collected_while_lists_of_two_pools_overlap(make: Make, mo
     ("operations", "error", "says"),
     [
         ("x", TypeError, "operations='x': accepted is a list"),
-        ([1], TypeError, r"operations\[0\]=1: accepted are those of kvpool.operations"),
-        ([op.Operation("close", ())], TypeError, "accepted are those of kvpool.operations"),
+        ([1], TypeError, r"operations\[0\]=1: accepted are those of kvpool.pool.operations"),
+        ([op.Operation("close", ())], TypeError, "accepted are those of kvpool.pool.operations"),
         (
             [op.Operation("commit", ())],
             TypeError,
-            r"operations\[0\]=Operation.*: accepted are those of kvpool.operations",
+            r"operations\[0\]=Operation.*: accepted are those of kvpool.pool.operations",
         ),
-        ([op.Operation("commit", None)], TypeError, "accepted are those of kvpool.operations"),
-        ([("commit", (1,))], TypeError, "accepted are those of kvpool.operations"),
+        ([op.Operation("commit", None)], TypeError, "accepted are those of kvpool.pool.operations"),
+        ([("commit", (1,))], TypeError, "accepted are those of kvpool.pool.operations"),
         ([op.pin(np.zeros((1, 2), np.uint64))], ValueError, "a pin would wait"),
         ([op.append([1, 2], [1, 2])], ValueError, "counts: accepted is one for each id"),
         ([op.append(1, [1, 2], [1])], ValueError, "counts add up to 1, tokens has 2 entries"),

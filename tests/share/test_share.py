@@ -20,8 +20,8 @@ import pytest
 
 from kvpool import BlockLayout, DeviceError, KVCacheManager, LayerGroup, PoolClosed, SharedTier, attach
 from kvpool.device.cuda import open_gpu_memory, unusable
-from kvpool.device.main_memory import GpuMemory, is_there, open_shared
-from kvpool.memory.attachments import SharedGroup, SharedPart
+from kvpool.device.memory.attachments import SharedGroup, SharedPart
+from kvpool.device.memory.main_memory import GpuMemory, is_there, open_shared
 from tests.share.pools import LAYOUT, open_pool
 from tests.share.processes import attach_as_nobody, hold, own
 from tests.share.spawned import Spawn

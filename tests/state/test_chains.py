@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import BlockLayout, KVCacheManager, LayerGroup, OutOfBlocks, operations
-from kvpool.errors import IntegrityError
+from kvpool import BlockLayout, KVCacheManager, LayerGroup, OutOfBlocks
+from kvpool.common.errors import IntegrityError
+from kvpool.pool import operations
 from kvpool.state.arrays import BOOK_BYTES, ChainBook
-from kvpool.state.chains import AGENT, LRU
-from kvpool.state.pauses import CLASSES, PAUSE_BINS, ROWS, TABLES, learn, worth
-from kvpool.state.pauses import KINDS as KINDS_OF_PAUSES
+from kvpool.state.policies.chains import AGENT, LRU
+from kvpool.state.policies.pauses import CLASSES, PAUSE_BINS, ROWS, TABLES, learn, worth
+from kvpool.state.policies.pauses import KINDS as KINDS_OF_PAUSES
 from tests.engine import Clock
 from tests.golden.pools import KINDS, SECRET, Driver
 from tests.golden.recorder import Recorder

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.copying.transfer import Levels
-from kvpool.device.base import SOURCE, TARGET, TOKENS
-from kvpool.memory.pools import BLOCKS_MAX
-from kvpool.state import policy
+from kvpool.device.memory.pools import BLOCKS_MAX
+from kvpool.device.regions import SOURCE, TARGET, TOKENS
+from kvpool.pool.transfer.transfer import Levels
 from kvpool.state.arrays import GroupSizes, Settings, State, States, buckets
 from kvpool.state.index import bucket
+from kvpool.state.policies import policy
 from kvpool.state.verify import findings
 from tests.debug import dump
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from engine import Engine, open_engine
-from kvpool.errors import IntegrityError
-from kvpool.state import policy as slab
+from kvpool.common.errors import IntegrityError
 from kvpool.state import records as fields
 from kvpool.state import verify as verification
 from kvpool.state.arrays import State
+from kvpool.state.policies import policy as slab
 from kvpool.state.records import (
     CLEAN,
     DEVICE,

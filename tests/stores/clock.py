@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpool.keepers.choice import Load, LoadOrCompute
-from kvpool.replay.traces import stream_trace
+from kvpool.storage.choice import Load, LoadOrCompute
+from kvpool.tools.replay.traces import stream_trace
 from tests.data import recorded
 
 TOKENS, BLOCK_BYTES = 16, 2 << 20

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from kvpool.stores import StoreQueue
+    from kvpool.storage import StoreQueue
     from tests.stores.disk_lab import Faulty
     from tests.stores.hostkeeping import Engine
     from tests.stores.lab import Clock, Wrong
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 def store() -> Wrong:
     """A store in memory that does wrong what a test tells it to."""
-    from kvpool.stores import MemoryStore
+    from kvpool.storage import MemoryStore
     from tests.stores.lab import BLOCK_BYTES, Wrong
 
     return Wrong(MemoryStore(256 * BLOCK_BYTES))

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvpool.stores import ABSENT, CANCELLED, DAMAGED, OK, REFUSED
-from kvpool.stores.seals import BlockNames, Secret
-from kvpool.stores.store import TAG_BYTES, Store
+from kvpool.storage import ABSENT, CANCELLED, DAMAGED, OK, REFUSED
+from kvpool.storage.seals import BlockNames, Secret
+from kvpool.storage.store import TAG_BYTES, Store
 from tests.stores.lab import (
     BLOCK_BYTES,
     IDENTITY,

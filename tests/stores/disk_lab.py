@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvpool.stores.disk.slab import System
+from kvpool.storage.backends.disk.slab import System
 
 
 class Faulty:

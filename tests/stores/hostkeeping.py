@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvpool import HostCache, HostTier
-from kvpool.keepers.hostkeeper import HostKeeper
+from kvpool.storage.hostkeeper import HostKeeper
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, Gate, Wrong, content, names
 
 ABSENT, HERE = HostCache.ABSENT, HostCache.HERE

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from kvpool import BlockKeys, KVCacheManager, LayerGroup, ModelIdentity
-from kvpool.keepers.keeper import Keeper
-from kvpool.stores import MemoryStore
-from kvpool.stores.store import Store
+from kvpool.storage import MemoryStore
+from kvpool.storage.keeper import Keeper
+from kvpool.storage.store import Store
 from tests.engine import Engine, open_engine, small_layout
 
 IDENTITY = ModelIdentity("tiny", "rev 1", "uint16", "2 layers", "test 1")

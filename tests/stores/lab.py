@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from kvpool import ModelIdentity
-from kvpool.stores import OK, Job, StoreQueue
-from kvpool.stores.store import Bytes, Rows, Space, Stop, Store
+from kvpool.storage import OK, Job, StoreQueue
+from kvpool.storage.store import Bytes, Rows, Space, Stop, Store
 
 BLOCK_BYTES = 4096
 SLOTS = 64

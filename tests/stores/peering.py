@@ -10,11 +10,11 @@ import pytest
 import zmq
 
 from kvpool.remote.doors import ClientSecret
-from kvpool.stores import MemoryStore
-from kvpool.stores.peer.peer_store import PeerStore, StoreCall, wire_key
-from kvpool.stores.peer.store_server import StoreServer
-from kvpool.stores.seals import SharedSecret
-from kvpool.stores.store import Space, Store
+from kvpool.storage import MemoryStore
+from kvpool.storage.backends.peer.peer_store import PeerStore, StoreCall, wire_key
+from kvpool.storage.backends.peer.store_server import StoreServer
+from kvpool.storage.seals import SharedSecret
+from kvpool.storage.store import Space, Store
 from tests.remote import workers
 from tests.stores.lab import BLOCK_BYTES, memory
 

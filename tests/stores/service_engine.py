@@ -8,8 +8,8 @@ import time
 
 import numpy as np
 
-from kvpool.stores import OK
-from kvpool.stores.urls import open_store
+from kvpool.storage import OK
+from kvpool.storage.urls import open_store
 from tests.stores.lab import content, fill, names, open_queue
 
 OF_ALL = 400

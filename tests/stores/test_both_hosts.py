@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.keepers import HealthStats, LoadOrCompute
-from kvpool.stores import OK, REFUSED, MemoryStore
+from kvpool.storage import OK, REFUSED, HealthStats, LoadOrCompute, MemoryStore
 from tests.stores import hostkeeping, keeping
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Clock, Wrong, fail, names
 from tests.waiting import until

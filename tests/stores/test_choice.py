@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asv_bench.load_grid import cell, lost_most
-from kvpool.keepers.choice import BUDGET, Load, LoadOrCompute, Speed
+from kvpool.storage.choice import BUDGET, Load, LoadOrCompute, Speed
 from tests.stores.choice_grid import SCENARIOS
 from tests.stores.clock import Simulation, World, arrivals, grid, made_arrivals, means
 

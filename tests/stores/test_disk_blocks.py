@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpool.stores import ABSENT, CANCELLED, OK, REFUSED, StoreQueue
-from kvpool.stores.disk import DiskStore
-from kvpool.stores.disk.slot_index import PER_PAGE, Index, SlotTable
+from kvpool.storage import ABSENT, CANCELLED, OK, REFUSED, StoreQueue
+from kvpool.storage.backends.disk import DiskStore
+from kvpool.storage.backends.disk.slot_index import PER_PAGE, Index, SlotTable
 from tests.stores.contract import LastingContract
 from tests.stores.disk_lab import Faulty, crash
 from tests.stores.lab import BLOCK_BYTES, OTHER, Gate, content, done, fail, fill, names, open_queue, returned, saved

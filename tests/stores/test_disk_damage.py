@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.stores import ABSENT, DAMAGED, OK, REFUSED
-from kvpool.stores.disk import DiskStore, disk_store
-from kvpool.stores.disk.folder import Folder
-from kvpool.stores.disk.slot_index import PAGE_BYTES
-from kvpool.stores.store import Space
+from kvpool.storage import ABSENT, DAMAGED, OK, REFUSED
+from kvpool.storage.backends.disk import DiskStore, disk_store
+from kvpool.storage.backends.disk.folder import Folder
+from kvpool.storage.backends.disk.slot_index import PAGE_BYTES
+from kvpool.storage.store import Space
 from tests.children import in_child
 from tests.stores.disk_lab import Faulty, crash
 from tests.stores.lab import BLOCK_BYTES, Gate, content, done, fill, memory, names, open_queue, raising, returned, saved

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.stores import ABSENT, FAILED, OK, StoreQueue
-from kvpool.stores.disk import DiskStore
-from kvpool.stores.disk.slab import System
-from kvpool.stores.store import KEY_BYTES, SEAL_BYTES, Space
+from kvpool.storage import ABSENT, FAILED, OK, StoreQueue
+from kvpool.storage.backends.disk import DiskStore
+from kvpool.storage.backends.disk.slab import System
+from kvpool.storage.store import KEY_BYTES, SEAL_BYTES, Space
 from tests.stores.disk_lab import Faulty
 from tests.stores.lab import (
     BLOCK_BYTES,

@@ -22,11 +22,11 @@ import numpy as np
 import pytest
 
 from kvpool import PoolClosed
-from kvpool.stores import ABSENT, FAILED, OK
-from kvpool.stores.disk import DiskStore
-from kvpool.stores.disk import folder as folder_module
-from kvpool.stores.disk.slab import System
-from kvpool.stores.store import Space
+from kvpool.storage import ABSENT, FAILED, OK
+from kvpool.storage.backends.disk import DiskStore
+from kvpool.storage.backends.disk import folder as folder_module
+from kvpool.storage.backends.disk.slab import System
+from kvpool.storage.store import Space
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, done, fill, memory, names, open_queue, returned, saved
 
 SPACE = Space(bytes(16), memory(4))
@@ -34,8 +34,8 @@ CAPACITY = 8 * BLOCK_BYTES
 
 OPENS = """
 import sys
-from kvpool.stores.store import Space
-from kvpool.stores.disk import DiskStore
+from kvpool.storage.store import Space
+from kvpool.storage.backends.disk import DiskStore
 import numpy as np
 DiskStore(sys.argv[1], 8 * 4096).open(Space(bytes(16), np.zeros((4, 4096), np.uint8)))
 """
@@ -312,8 +312,8 @@ def test_a_folder_that_goes_while_a_save_is_under_way_has_not_saved_it(tmp_path:
 PARENT = """
 import os, sys
 import numpy as np
-from kvpool.stores.disk import DiskStore
-from kvpool.stores.disk.slab import System
+from kvpool.storage.backends.disk import DiskStore
+from kvpool.storage.backends.disk.slab import System
 from tests.stores.lab import open_queue, saved
 queue = open_queue(DiskStore(sys.argv[1], 64 * 4096))
 saved(queue, 3)

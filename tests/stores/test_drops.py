@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from kvpool import StoreBusy
-from kvpool.stores import ABSENT, CANCELLED, FAILED, OK, Job, MemoryStore, StoreQueue
-from kvpool.stores.jobs import Drops
-from kvpool.stores.store import TAG_BYTES
-from kvpool.stores.store_client import StoreHealth
+from kvpool.storage import ABSENT, CANCELLED, FAILED, OK, Job, MemoryStore, StoreQueue
+from kvpool.storage.jobs import Drops
+from kvpool.storage.store import TAG_BYTES
+from kvpool.storage.store_client import StoreHealth
 from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, fail, fill, names, open_queue, saved
 
 Drop = Callable[[StoreQueue, Any], Job]

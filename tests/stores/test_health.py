@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.stores import ABSENT, CANCELLED, DAMAGED, FAILED, LATE, OK, REFUSED
-from kvpool.stores.jobs import FORGET, Job
-from kvpool.stores.store_client import StoreHealth
+from kvpool.storage import ABSENT, CANCELLED, DAMAGED, FAILED, LATE, OK, REFUSED
+from kvpool.storage.jobs import FORGET, Job
+from kvpool.storage.store_client import StoreHealth
 from tests.stores.lab import Clock
 
 

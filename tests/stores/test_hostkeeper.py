@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from kvpool import HostCache, HostTier, OutOfBlocks, PoolClosed
-from kvpool.keepers.bridge import blocks_in
-from kvpool.keepers.host_cache_tier import HostCacheTier
-from kvpool.keepers.hostkeeper import HostKeeper
-from kvpool.stores import MemoryStore, StoreQueue
+from kvpool.storage import MemoryStore, StoreQueue
+from kvpool.storage.bridge import blocks_in
+from kvpool.storage.host_cache_tier import HostCacheTier
+from kvpool.storage.hostkeeper import HostKeeper
 from tests.stores.hostkeeping import Engine
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Gate, Wrong, content, fail, names
 from tests.waiting import until

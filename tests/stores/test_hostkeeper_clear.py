@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvpool import HostCache
-from kvpool.stores.disk import DiskStore
+from kvpool.storage.backends.disk import DiskStore
 from tests.stores.disk_lab import crash
 from tests.stores.hostkeeping import Engine
 from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, names
@@ -140,7 +140,7 @@ def test_after_clear_a_listener_knows_of_nothing_in_stores(make: Callable[..., E
 def test_keys_that_are_followed_no_more_are_known_to_no_listener(
     make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpool.keepers.host_cache_tier.TOLD_MAX", 5)
+    monkeypatch.setattr("kvpool.storage.host_cache_tier.TOLD_MAX", 5)
     engine = make(blocks=16)
     assert kept(engine, set()) == set()
     engine.saved(3)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvpool import HostCache
-from kvpool.stores.seals import Secret
+from kvpool.storage.seals import Secret
 from tests.stores.hostkeeping import Engine
 from tests.stores.lab import Gate, Wrong, names
 

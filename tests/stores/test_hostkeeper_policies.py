@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from kvpool import HostCache
-from kvpool.keepers.choice import Load, LoadOrCompute
-from kvpool.stores import REFUSED, MemoryStore
+from kvpool.storage import REFUSED, MemoryStore
+from kvpool.storage.choice import Load, LoadOrCompute
 from tests.stores.hostkeeping import Engine
 from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, content, fail, names
 

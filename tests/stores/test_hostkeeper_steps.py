@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kvpool import HostCache
-from kvpool.stores import MemoryStore
-from kvpool.stores.disk import DiskStore
+from kvpool.storage import MemoryStore
+from kvpool.storage.backends.disk import DiskStore
 from tests.stores.hostkeeping import Engine, engines
 from tests.stores.lab import BLOCK_BYTES, Wrong, names, open_queue
 

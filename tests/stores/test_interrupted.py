@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kvpool import HostCache, HostTier
-from kvpool.keepers.hostkeeper import HostKeeper
-from kvpool.stores import OK, MemoryStore, StoreQueue
+from kvpool.storage import OK, MemoryStore, StoreQueue
+from kvpool.storage.hostkeeper import HostKeeper
 from tests.exact import At
 from tests.hostcache.conftest import IDENTITY, keys
 from tests.stores.lab import done, memory, saved

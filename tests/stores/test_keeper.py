@@ -10,7 +10,7 @@ import pytest
 from kvpool import KVCacheManager, ModelIdentity
 from kvpool.device.cpu import CpuDevice
 from kvpool.device.sim import SimDevice
-from kvpool.keepers import Keeper
+from kvpool.storage import Keeper
 from tests.device.faults import FaultyDevice
 from tests.engine import small_layout
 from tests.stores.keeping import (

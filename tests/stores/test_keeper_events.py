@@ -11,10 +11,10 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry, generate_latest
 
-from kvpool.keepers import Keeper
-from kvpool.observe.metrics import PoolMetrics
+from kvpool.integrations.kv_events import KVEventPublisher
+from kvpool.integrations.metrics import PoolMetrics
 from kvpool.pool.core import Names
-from kvpool.publish import KVEventPublisher
+from kvpool.storage import Keeper
 from tests.engine import Engine, EventReplay
 from tests.stores.keeping import engine, fetch, keeper, seed, store, tokens
 from tests.stores.lab import Wrong

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvpool.keepers import bridge
-from kvpool.stores import FAILED, OK
+from kvpool.storage import FAILED, OK, bridge
 from tests.engine import Engine
 from tests.stores.keeping import fetch, keeper, seed, store, tokens
 from tests.stores.lab import Clock, Wrong

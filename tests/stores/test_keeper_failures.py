@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from kvpool import PoolClosed
-from kvpool.keepers import Keeper, Prefetch
-from kvpool.keepers.pool_tier import Content, PoolTier, StoredContent
-from kvpool.stores import FAILED, MemoryStore
-from kvpool.stores.disk import DiskStore
-from kvpool.stores.store import Bytes, Rows, Stop
+from kvpool.storage import FAILED, Keeper, MemoryStore, Prefetch
+from kvpool.storage.backends.disk import DiskStore
+from kvpool.storage.pool_tier import Content, PoolTier, StoredContent
+from kvpool.storage.store import Bytes, Rows, Stop
 from tests.engine import Engine
 from tests.stores.keeping import IDENTITY, engine, fetch, grouped, keeper, room, seed, store, tokens
 from tests.stores.lab import Gate, Wrong, fail

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from kvpool import PoolBusy, PoolClosed, StoreBusy
-from kvpool.keepers import Forgotten, Keeper
-from kvpool.stores import MemoryStore
+from kvpool.storage import Forgotten, Keeper, MemoryStore
 from tests.engine import Engine
 from tests.stores.keeping import (
     IDENTITY,

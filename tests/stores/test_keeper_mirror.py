@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.keepers import Keeper
-from kvpool.keepers.pool_tier import Content
 from kvpool.pool.events import Events
-from kvpool.stores import MemoryStore
+from kvpool.storage import Keeper, MemoryStore
+from kvpool.storage.pool_tier import Content
 from tests.engine import Engine, EventReplay, Request
 from tests.stores.keeping import IDENTITY, T, engine, fetch, grouped, keeper, room, seed, store, tokens, write_all
 
@@ -160,7 +159,7 @@ def test_clearing_stores_too_leaves_a_mirror_empty(one: Engine) -> None:
 
 def test_content_that_is_known_no_more_is_known_to_no_mirror(one: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a keeper notes of stores is bounded, and a store has more."""
-    monkeypatch.setattr("kvpool.keepers.keeper.KNOWN_BLOCKS", 6 - 64)
+    monkeypatch.setattr("kvpool.storage.keeper.KNOWN_BLOCKS", 6 - 64)
     with keeper(one, store()) as kept:
         early = Mirror(("device", "host", "memory"))
         for first in (0, 1000, 2000):

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from kvpool import HostCache, KVCacheManager
-from kvpool.keepers import Keeper, Prefetch
-from kvpool.stores import MemoryStore
-from kvpool.stores.store import Store
+from kvpool.storage import Keeper, MemoryStore, Prefetch
+from kvpool.storage.store import Store
 from tests.stores.hostkeeping import ABSENT, HERE, Engine, engines
 from tests.stores.keeping import IDENTITY, engine, grouped, keeper, seed, store, tokens, write_all
 from tests.stores.lab import Wrong, names

@@ -11,10 +11,10 @@ import numpy.typing as npt
 import pytest
 
 from kvpool import HostCache
-from kvpool.stores import MemoryStore, tag_limits
-from kvpool.stores.store import OK, Space
-from kvpool.stores.tag_limits import TagLimits
-from kvpool.stores.urls import open_store
+from kvpool.storage import MemoryStore, tag_limits
+from kvpool.storage.store import OK, Space
+from kvpool.storage.tag_limits import TagLimits
+from kvpool.storage.urls import open_store
 from tests.engine import Clock
 from tests.stores.contract import LastingContract
 from tests.stores.lab import BLOCK_BYTES, memory

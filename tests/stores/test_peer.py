@@ -23,12 +23,12 @@ import zmq
 
 from kvpool.remote import ClientKeys, ServerKeys
 from kvpool.remote.session import Failed, Message, Received, Session
-from kvpool.stores import ABSENT, CANCELLED, FAILED, LATE, OK, MemoryStore, StoreQueue
-from kvpool.stores.peer.peer_store import PeerStore, StoreCall, StoreDone, StoreHello, StoreWelcome
-from kvpool.stores.peer.store_server import StoreServer
-from kvpool.stores.seals import SharedSecret
-from kvpool.stores.store import MODEL_BYTES
-from kvpool.stores.urls import open_store
+from kvpool.storage import ABSENT, CANCELLED, FAILED, LATE, OK, MemoryStore, StoreQueue
+from kvpool.storage.backends.peer.peer_store import PeerStore, StoreCall, StoreDone, StoreHello, StoreWelcome
+from kvpool.storage.backends.peer.store_server import StoreServer
+from kvpool.storage.seals import SharedSecret
+from kvpool.storage.store import MODEL_BYTES
+from kvpool.storage.urls import open_store
 from tests.children import in_child, refuses
 from tests.remote.workers import Fake, packed
 from tests.stores.contract import LastingContract
@@ -217,8 +217,8 @@ def test_answers_that_a_client_does_not_read_are_dropped_and_counted(serve: Serv
 
 _OTHER_PROCESS = """
 import sys, time
-from kvpool.stores import MemoryStore
-from kvpool.stores.peer.store_server import StoreServer
+from kvpool.storage import MemoryStore
+from kvpool.storage.backends.peer.store_server import StoreServer
 
 class Slow(MemoryStore):
     def load(self, keys, rows, stop):
@@ -664,7 +664,7 @@ def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> Non
 
 def test_without_pyzmq_the_extra_is_named() -> None:
     for name in ("peer_store", "store_server"):
-        script = f"import sys; sys.modules['zmq'] = None; import kvpool.stores.peer.{name}"
+        script = f"import sys; sys.modules['zmq'] = None; import kvpool.storage.backends.peer.{name}"
         run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
         assert run.returncode and 'pip install ".[remote]"' in run.stderr
 

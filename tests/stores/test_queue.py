@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kvpool import PoolClosed, StoreBusy
-from kvpool.stores import ABSENT, CANCELLED, DAMAGED, FAILED, LATE, OK, Job, MemoryStore, StoreQueue
-from kvpool.stores.seals import BlockNames
+from kvpool.storage import ABSENT, CANCELLED, DAMAGED, FAILED, LATE, OK, Job, MemoryStore, StoreQueue
+from kvpool.storage.seals import BlockNames
 from tests.stores.lab import (
     BLOCK_BYTES,
     IDENTITY,

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpool.stores.mooncake.mooncake_store import SECRET_FILE, MooncakeStore
-from kvpool.stores.seals import BlockNames, Secret, block_context, default_place, read_or_make_secret, read_secret
-from kvpool.stores.store import MODEL_BYTES
+from kvpool.storage.backends.mooncake.mooncake_store import SECRET_FILE, MooncakeStore
+from kvpool.storage.seals import BlockNames, Secret, block_context, default_place, read_or_make_secret, read_secret
+from kvpool.storage.store import MODEL_BYTES
 from tests.stores.lab import IDENTITY, OTHER, memory, names
 from tests.waiting import at_once
 
@@ -63,7 +63,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    from kvpool.stores.mooncake import guarded_client as mooncake_client
+    from kvpool.storage.backends.mooncake import guarded_client as mooncake_client
 
     monkeypatch.setattr(mooncake_client, "library", lambda: object)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))

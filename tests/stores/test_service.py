@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from kvpool.__main__ import main
-from kvpool.stores import MemoryStore
-from kvpool.stores.urls import open_store
+from kvpool.storage import MemoryStore
+from kvpool.storage.urls import open_store
 from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, content, names, open_queue, saved
 from tests.stores.peering import ROOT, Serve, client
 from tests.stores.peering import serve as serve
@@ -142,7 +142,7 @@ def test_the_service_says_how_it_is_and_ends_cleanly(service: Service) -> None:
 
 
 def test_a_store_that_hangs_or_keeps_nothing_is_trouble(serve: Serve) -> None:
-    metrics = pytest.importorskip("kvpool.observe.metrics")
+    metrics = pytest.importorskip("kvpool.integrations.metrics")
     wrong, gate = Wrong(MemoryStore(64 * BLOCK_BYTES)), Gate()
     wrong.threads, wrong.deaf = 2, True
     server = serve(wrong)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.stores import CANCELLED, DAMAGED, LATE, OK, BlockNames, Job, StoreClient, staging_rows
-from kvpool.stores.store_client import StoreHealth
+from kvpool.storage import CANCELLED, DAMAGED, LATE, OK, BlockNames, Job, StoreClient, staging_rows
+from kvpool.storage.store_client import StoreHealth
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, Clock, Gate, Wrong, content, names
 from tests.waiting import at_once
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from kvpool.observe.metrics import PoolMetrics
-from kvpool.stores import REFUSED
-from kvpool.stores.store_client import REPEAT_SECONDS, TroubleLog
+from kvpool.integrations.metrics import PoolMetrics
+from kvpool.storage import REFUSED
+from kvpool.storage.store_client import REPEAT_SECONDS, TroubleLog
 from tests.stores.hostkeeping import Engine
 from tests.stores.keeping import engine, fetch, keeper, seed, tokens
 from tests.stores.lab import BLOCK_BYTES, Wrong
@@ -110,7 +110,7 @@ def test_metrics_of_a_host_keeper_say_why_blocks_did_not_come_or_go(behind: Engi
 # What is told of stores that fail: the first of each kind at once, then numbers, and no flood.
 
 
-LOG = logging.getLogger("kvpool.stores.test")
+LOG = logging.getLogger("kvpool.storage.test")
 
 
 class Told:

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpool.sizes import parse_size
-from kvpool.stores import MemoryStore, Space
-from kvpool.stores.urls import bytes_argument, open_store
+from kvpool.common.sizes import parse_size
+from kvpool.storage import MemoryStore, Space
+from kvpool.storage.urls import bytes_argument, open_store
 
 
 class GuardedStore(MemoryStore):
@@ -31,7 +31,7 @@ def test_a_text_opens_a_store() -> None:
 
 
 def test_a_text_names_a_store_of_another_package() -> None:
-    found = open_store("kvpool.stores.memory.MemoryStore:?capacity=1MiB")
+    found = open_store("kvpool.storage.backends.memory.MemoryStore:?capacity=1MiB")
     assert isinstance(found, MemoryStore)
     guarded = open_store(f"{__name__}.GuardedStore:?password_file=/a/b")
     assert isinstance(guarded, GuardedStore) and guarded.password_file == "/a/b"
@@ -40,7 +40,15 @@ def test_a_text_names_a_store_of_another_package() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["pathlib.Path:/a", "kvpool.stores.memory.Nothing:", "kvpool.stores:", ".memory:", "a..b:", "os.system:a"]
+    "text",
+    [
+        "pathlib.Path:/a",
+        "kvpool.storage.backends.memory.Nothing:",
+        "kvpool.storage:",
+        ".memory:",
+        "a..b:",
+        "os.system:a",
+    ],
 )
 def test_a_text_that_names_no_store_of_another_package_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="store="):

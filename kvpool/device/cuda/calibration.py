@@ -18,15 +18,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpool.arrays import Int64s
-from kvpool.arrays.layout import BlockLayout
-from kvpool.arrays.strided import as_strided
-from kvpool.device.base import BYTES, FROM, TO, Device, Region, Stream
+from kvpool.common.arrays import Int64s
+from kvpool.common.arrays.layout import BlockLayout
+from kvpool.common.arrays.strided import as_strided
+from kvpool.common.errors import DeviceError
+from kvpool.device.base import Device, Stream
 from kvpool.device.cpu import CpuDevice
 from kvpool.device.fragments import OFFLOAD, ONBOARD, WITHIN
 from kvpool.device.launches import BULK_FRAGMENTS, COPY_FRAGMENTS, cuda_source, cuda_sources
+from kvpool.device.regions import BYTES, FROM, TO, Region
 from kvpool.device.work import Fragments
-from kvpool.errors import DeviceError
 
 PLAIN, BATCHED, KERNEL, BULK = PATHS = ("plain", "batched", "kernel", "bulk")
 """Plain: one copy of the copy engine for each fragment. Batched: all fragments in one call of the driver. Kernel: a

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kvpool.arrays import Int64s, Uint8s
-from kvpool.arrays.layout import integer_argument
-from kvpool.arrays.strided import StridedArray
+from kvpool.common.arrays import Int64s, Uint8s
+from kvpool.common.arrays.layout import integer_argument
+from kvpool.common.arrays.strided import StridedArray
+from kvpool.common.errors import DeviceError, PoolClosed
 from kvpool.device.base import (
-    ALL_LAYERS,
     BOUND_ALREADY,
     NOT_BOUND,
     NULL_EVENT,
@@ -24,24 +24,12 @@ from kvpool.device.base import (
     STAGING,
     Device,
     Event,
-    Layers,
-    Part,
-    Region,
     Stream,
     StreamGone,
 )
-from kvpool.device.copy_plan import Regions, make_plan
+from kvpool.device.copy_plan import make_plan
 from kvpool.device.cuda import calibration as calibrations
-from kvpool.device.cuda.calibration import (
-    BATCHED,
-    BULK,
-    KERNEL,
-    KERNELS,
-    PLAIN,
-    Calibration,
-    measure,
-    proven,
-)
+from kvpool.device.cuda.calibration import BATCHED, BULK, KERNEL, KERNELS, PLAIN, Calibration, measure, proven
 from kvpool.device.cuda.cuda_memory import (
     AdoptedMemory,
     CudaViews,
@@ -83,16 +71,10 @@ from kvpool.device.fragments import (
     split,
     tabulate,
 )
-from kvpool.device.launches import (
-    BULK_CAPABILITY,
-    Launch,
-    fragment_copies,
-    move_kernel,
-    token_moves,
-)
-from kvpool.device.main_memory import GpuMemory, allocate_shared, available_ram, free_shared
+from kvpool.device.launches import BULK_CAPABILITY, Launch, fragment_copies, move_kernel, token_moves
+from kvpool.device.memory.main_memory import GpuMemory, allocate_shared, available_ram, free_shared
+from kvpool.device.regions import ALL_LAYERS, Layers, Part, Region, Regions
 from kvpool.device.work import Fragments, StagedRows, StagedStep, StagedVectors, TokenMoves, Work
-from kvpool.errors import DeviceError, PoolClosed
 
 if TYPE_CHECKING:
     from types import ModuleType

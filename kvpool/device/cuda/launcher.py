@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.arrays import Array, Int64s, Uint8s
+from kvpool.common.arrays import Array, Int64s, Uint8s
+from kvpool.common.errors import DeviceError
 from kvpool.device.base import Retired, Stream, stream_argument
 from kvpool.device.cuda.runtime import EventPool, RuntimeCalls, own_name, usable_stream
 from kvpool.device.launches import BUS_THREAD_BLOCKS, CHIP_THREAD_BLOCKS, OPTIONS, Grid, Launch, kernel_source
-from kvpool.errors import DeviceError
 
 DEPTH, ASKED = 64, 8
 """The most uploads to one stream that kernels may not have read yet, and for how many of all streams the driver is not

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvpool.arrays import Int64s, Uint8s
+from kvpool.common.arrays import Int64s, Uint8s
 
 Span = tuple[int, int]
 """The first address, and the one after the last."""

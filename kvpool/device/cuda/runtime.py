@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpool.arrays import Int64s
-from kvpool.device.base import BYTES, FROM, NULL_STREAM, TO, Event, Stream, StreamGone, stream_argument
-from kvpool.errors import DeviceError
+from kvpool.common.arrays import Int64s
+from kvpool.common.errors import DeviceError
+from kvpool.device.base import NULL_STREAM, Event, Stream, StreamGone, stream_argument
+from kvpool.device.regions import BYTES, FROM, TO
 
 LIBRARY = "libcuda.so.1"
 """The library of the driver."""

@@ -13,8 +13,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvpool.arrays import Int64s
-from kvpool.device.base import NULL_STREAM, Event, Layers, Stream
+from kvpool.common.arrays import Int64s
+from kvpool.device.base import NULL_STREAM, Event, Stream
+from kvpool.device.regions import Layers
 from kvpool.device.sim.order import LANES, Access, Clock, Rows, Site, new_clock
 from kvpool.device.sim.shadow import Shadow
 

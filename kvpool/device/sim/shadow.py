@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpool.arrays import Array, Int64s, Uint8s
-from kvpool.arrays.layout import BlockLayout
-from kvpool.arrays.strided import StridedArray
-from kvpool.device.base import BYTES, FROM, TIERS, TO, Layers, Part
-from kvpool.device.copy_plan import Regions
+from kvpool.common.arrays import Array, Int64s, Uint8s
+from kvpool.common.arrays.layout import BlockLayout
+from kvpool.common.arrays.strided import StridedArray
+from kvpool.device.base import TIERS
 from kvpool.device.cpu import HostPool
 from kvpool.device.fragments import cut
+from kvpool.device.regions import BYTES, FROM, TO, Layers, Part, Regions
 from kvpool.device.sim.order import (
     NO_ROWS,
     Access,

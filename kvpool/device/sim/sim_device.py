@@ -11,27 +11,14 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from kvpool.arrays import Array, Int64s, Uint8s
-from kvpool.arrays.layout import integer_argument
-from kvpool.arrays.strided import StridedArray
-from kvpool.device.base import (
-    ALL_LAYERS,
-    BOUND_ALREADY,
-    BYTES,
-    FROM,
-    NOT_BOUND,
-    NULL_EVENT,
-    NULL_STREAM,
-    TO,
-    Device,
-    Event,
-    Layers,
-    Region,
-    Stream,
-    stream_argument,
-)
-from kvpool.device.copy_plan import Regions
-from kvpool.device.main_memory import allocate_ram, allocate_shared, available_ram, free_shared
+from kvpool.common.arrays import Array, Int64s, Uint8s
+from kvpool.common.arrays.layout import integer_argument
+from kvpool.common.arrays.strided import StridedArray
+from kvpool.common.errors import PoolClosed
+from kvpool.common.interrupt import DeferSignals
+from kvpool.device.base import BOUND_ALREADY, NOT_BOUND, NULL_EVENT, NULL_STREAM, Device, Event, Stream, stream_argument
+from kvpool.device.memory.main_memory import allocate_ram, allocate_shared, available_ram, free_shared
+from kvpool.device.regions import ALL_LAYERS, BYTES, FROM, TO, Layers, Region, Regions
 from kvpool.device.sim.order import (
     LANE_BITS,
     NO_ROWS,
@@ -58,8 +45,6 @@ from kvpool.device.sim.scheduler import (
 )
 from kvpool.device.sim.shadow import COMPARE, POISON, Findings, Shadow
 from kvpool.device.work import Fragments, StagedRows, StagedStep, StagedVectors, TokenMoves, Work
-from kvpool.entry.interrupt import DeferSignals
-from kvpool.errors import PoolClosed
 
 _KINDS: dict[type, str] = {
     Fragments: "copy_fragments",

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvpool.engines import staged
-from kvpool.stores import MemoryStore
+from kvpool.integrations import staged
+from kvpool.storage import MemoryStore
 from tests.stores.lab import Wrong
 
 

@@ -30,7 +30,7 @@ def adapter_config(**params: Any) -> Any:
     """What ``--l2-adapter`` gives."""
     spec = {
         "type": "plugin",
-        "module_path": "kvpool.engines.lmcache",
+        "module_path": "kvpool.integrations.lmcache",
         "class_name": "KVPoolL2Adapter",
         "adapter_params": {
             "stores": "disk:/kv/{part}",

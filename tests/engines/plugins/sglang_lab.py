@@ -36,7 +36,7 @@ WAIT_S = 600
 RANKS = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_dcp_size": 1, "attn_dcp_rank": 0}
 NAMES = {
     "backend_name": "kvpool",
-    "module_path": "kvpool.engines.sglang",
+    "module_path": "kvpool.integrations.sglang",
     "class_name": "KVPoolHiCacheStorage",
 }
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 plugin = pytest.importorskip(
-    "kvpool.engines.lmcache",
+    "kvpool.integrations.lmcache",
     reason="needs LMCache: python -m tests.engines plugins build, then python -m tests.engines plugins test",
     exc_type=ImportError,
 )
@@ -22,7 +22,7 @@ plugin = pytest.importorskip(
 import torch  # noqa: E402
 from lmcache.v1.check.check_mode_test_l2_adapter import run_test_mode  # noqa: E402
 
-from kvpool.engines import staged  # noqa: E402
+from kvpool.integrations import staged  # noqa: E402
 from tests.engines.plugins import lmcache_lab as lab  # noqa: E402
 from tests.engines.plugins.lmcache_lab import LARGE, SMALL, keys, memory_object  # noqa: E402
 from tests.stores.lab import Gate, Wrong, fail  # noqa: E402
@@ -92,7 +92,7 @@ def test_lmcache_computes_what_the_store_has_damaged(stores: dict[str, Wrong]) -
 def test_lmcaches_own_check_of_adapters_passes(stores: dict[str, Wrong], capsys: pytest.CaptureFixture[str]) -> None:
     spec = {
         "type": "plugin",
-        "module_path": "kvpool.engines.lmcache",
+        "module_path": "kvpool.integrations.lmcache",
         "class_name": "KVPoolL2Adapter",
         "adapter_params": {"stores": "disk:/kv/{part}", "weights": "1", "kv_dtype": "fp8_e4m3"},
     }

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 plugin = pytest.importorskip(
-    "kvpool.engines.sglang",
+    "kvpool.integrations.sglang",
     reason="needs SGLang: python -m tests.engines plugins build, then python -m tests.engines plugins test",
     exc_type=ImportError,
 )
@@ -22,8 +22,8 @@ from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy  # noqa: E402
 from sglang.srt.mem_cache.storage import StorageBackendFactory  # noqa: E402
 from sglang.srt.mem_cache.utils import storage_namespace_seed  # noqa: E402
 
-from kvpool.engines import staged  # noqa: E402
-from kvpool.engines.options import EnginePlugin  # noqa: E402
+from kvpool.integrations import staged  # noqa: E402
+from kvpool.integrations.options import EnginePlugin  # noqa: E402
 from tests.engines.plugins import sglang_lab as lab  # noqa: E402
 from tests.engines.plugins.sglang_lab import PAGE, SLOW, PoolName, PoolTransfer, back_up, fetch, host_pool  # noqa: E402
 from tests.stores.lab import Wrong, fail  # noqa: E402
@@ -124,8 +124,8 @@ def test_a_dead_store_is_a_miss_and_no_thread_of_sglang_ends(
 
 @pytest.mark.parametrize("names", ["{part}", "{rank}-{dp_rank}"])
 def test_replicas_of_attention_have_a_folder_each(names: str, tmp_path: Path) -> None:
-    pytest.importorskip("kvpool.stores.disk")
-    from kvpool.engines.sglang import KVPoolHiCacheStorage
+    pytest.importorskip("kvpool.storage.backends.disk")
+    from kvpool.integrations.sglang import KVPoolHiCacheStorage
 
     opened = []
     for dp_rank in (0, 1):

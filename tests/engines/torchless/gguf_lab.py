@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import xllamacpp
 
-from kvpool.engines.llamacpp import PrefixCache
+from kvpool.integrations.llamacpp import PrefixCache
 
 HEADS, CONTEXT = 4, 4096
 TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]

@@ -12,7 +12,7 @@ import numpy as np
 from mlx_lm.models import gemma3_text, lfm2, llama
 from mlx_lm.models.cache import QuantizedKVCache, can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
-from kvpool.engines.mlx import PromptCache
+from kvpool.integrations.mlx import PromptCache
 
 VOCABULARY = 500
 BITS, GROUP = 8, 32

@@ -20,9 +20,9 @@ from tests.waiting import at_once
 pytest.importorskip("xllamacpp", reason="needs xllamacpp: python -m tests.engines torchless build")
 
 from kvpool import PoolClosed
-from kvpool.engines.llamacpp import PrefixCache
-from kvpool.engines.local import state_keys
-from kvpool.engines.options import LLAMACPP
+from kvpool.integrations.llamacpp import PrefixCache
+from kvpool.integrations.local import state_keys
+from kvpool.integrations.options import LLAMACPP
 from tests.engines.torchless import gguf_lab
 from tests.engines.torchless.gguf_lab import answer, prefix_cache, prompt
 

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("xllamacpp", reason="needs xllamacpp: python -m tests.engines torchless build")
 
-from kvpool.engines.llamacpp import PrefixCache
+from kvpool.integrations.llamacpp import PrefixCache
 from tests.engines.torchless import gguf_lab
 from tests.engines.torchless.gguf_lab import answer, prefix_cache, prompt
 

@@ -23,8 +23,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
 
 from kvpool import PoolClosed
-from kvpool.engines.local import state_keys
-from kvpool.engines.options import MLX
+from kvpool.integrations.local import state_keys
+from kvpool.integrations.options import MLX
 from tests.engines.torchless import mlx_lab
 
 DEADLINE_S = 600
@@ -352,7 +352,7 @@ def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
     words = [
         sys.executable,
         "-m",
-        "kvpool.engines.mlx",
+        "kvpool.integrations.mlx",
         "--host-memory",
         "16MiB",
         "--block-tokens",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from kvpool.stores.disk.database import Database, GroupCommit
-from kvpool.stores.disk.slab import Slab
+from kvpool.storage.backends.disk.database import Database, GroupCommit
+from kvpool.storage.backends.disk.slab import Slab
 
 
 def row_first() -> None:

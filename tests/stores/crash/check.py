@@ -6,8 +6,8 @@ import random
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from kvpool.stores import ABSENT, DAMAGED, OK
-from kvpool.stores.store import Bytes
+from kvpool.storage import ABSENT, DAMAGED, OK
+from kvpool.storage.store import Bytes
 from tests.stores.crash.session import GROWN, ROWS, Session, disk_store
 
 FRESH = range(1_000_000, 1_000_003)

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from kvpool.stores import ABSENT, DAMAGED, OK
+from kvpool.storage import ABSENT, DAMAGED, OK
 from tests.stores.crash.breakages import BREAKAGES
 from tests.stores.crash.session import ROWS, Session, disk_store
 

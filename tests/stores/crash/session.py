@@ -9,9 +9,9 @@ from types import TracebackType
 
 import numpy as np
 
-from kvpool.stores import OK, StoreQueue
-from kvpool.stores.jobs import Job
-from kvpool.stores.store import Bytes, Store
+from kvpool.storage import OK, StoreQueue
+from kvpool.storage.jobs import Job
+from kvpool.storage.store import Bytes, Store
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, content, memory, names
 from tests.waiting import until
 
@@ -22,7 +22,7 @@ KNOWN = functools.cache(content)
 
 
 def disk_store(path: Path, blocks: int = CAPACITY) -> Store:
-    from kvpool.stores.disk import DiskStore
+    from kvpool.storage.backends.disk import DiskStore
 
     return DiskStore(path, blocks * BLOCK_BYTES)
 

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from kvpool.stores import OK
+from kvpool.storage import OK
 from tests.stores.crash.breakages import BREAKAGES
 from tests.stores.crash.session import CAPACITY, GROWN, Session, disk_store
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpool import ModelIdentity
-from kvpool.stores.mooncake import guarded_client as mooncake_client
+from kvpool.storage.backends.mooncake import guarded_client as mooncake_client
 from tests.stores.lab import IDENTITY
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvpool.stores import StoreQueue
-from kvpool.stores.mooncake.mooncake_store import MooncakeStore
+from kvpool.storage import StoreQueue
+from kvpool.storage.backends.mooncake.mooncake_store import MooncakeStore
 from tests.stores.lab import IDENTITY, memory
 from tests.stores.mooncake.cluster import Cluster, missing
 

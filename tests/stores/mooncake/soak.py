@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from kvpool.errors import StoreBusy
-from kvpool.stores import OK, Job, StoreQueue
-from kvpool.stores.mooncake.mooncake_store import MooncakeStore
-from kvpool.stores.store import CODES
+from kvpool.common.errors import StoreBusy
+from kvpool.storage import OK, Job, StoreQueue
+from kvpool.storage.backends.mooncake.mooncake_store import MooncakeStore
+from kvpool.storage.store import CODES
 from tests.stores.lab import IDENTITY, content, memory, names
 from tests.stores.mooncake.cluster import Cluster
 

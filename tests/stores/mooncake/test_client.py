@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from kvpool import PoolClosed
-from kvpool.stores import ABSENT, DAMAGED, FAILED, OK, REFUSED, StoreQueue
-from kvpool.stores.mooncake import guarded_client as mooncake_client
-from kvpool.stores.mooncake.guarded_client import Client
-from kvpool.stores.mooncake.mooncake_store import MooncakeStore
+from kvpool.storage import ABSENT, DAMAGED, FAILED, OK, REFUSED, StoreQueue
+from kvpool.storage.backends.mooncake import guarded_client as mooncake_client
+from kvpool.storage.backends.mooncake.guarded_client import Client
+from kvpool.storage.backends.mooncake.mooncake_store import MooncakeStore
 from tests.children import in_child, refuses
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Gate, memory, names
 from tests.stores.mooncake.cluster import object_prefix

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvpool.stores.mooncake.mooncake_store import MooncakeStore
-from kvpool.stores.urls import open_store
+from kvpool.storage.backends.mooncake.mooncake_store import MooncakeStore
+from kvpool.storage.urls import open_store
 from tests.stores.contract import LastingContract
 from tests.stores.mooncake.cluster import Cluster
 

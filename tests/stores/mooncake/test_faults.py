@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.stores import ABSENT, DAMAGED, FAILED, LATE, OK, REFUSED, Job, StoreQueue
+from kvpool.storage import ABSENT, DAMAGED, FAILED, LATE, OK, REFUSED, Job, StoreQueue
 from tests.children import in_child, refuses
 from tests.stores.lab import BLOCK_BYTES, content, fill, names, saved
 from tests.stores.mooncake.cluster import ROOT, Cluster, object_prefix
@@ -210,8 +210,8 @@ def test_a_process_that_ends_without_closing_ends_well(own_cluster: Start) -> No
     cluster.worker(bytes(32), 16 * MIB)
     code = f"""
 import numpy as np
-from kvpool.stores import StoreQueue
-from kvpool.stores.mooncake.mooncake_store import MooncakeStore
+from kvpool.storage import StoreQueue
+from kvpool.storage.backends.mooncake.mooncake_store import MooncakeStore
 from tests.stores.lab import IDENTITY, memory, saved
 queue = StoreQueue(MooncakeStore({cluster.address!r}, secret=bytes(32)), memory(), IDENTITY)
 saved(queue, 4)

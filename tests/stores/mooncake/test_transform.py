@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.stores import ABSENT, DAMAGED, FAILED, OK, StoreQueue
-from kvpool.stores.mooncake.mooncake_store import Transform
+from kvpool.storage import ABSENT, DAMAGED, FAILED, OK, StoreQueue
+from kvpool.storage.backends.mooncake.mooncake_store import Transform
 from tests.stores.lab import BLOCK_BYTES, content, names, saved
 from tests.stores.mooncake.cluster import ROOT, Cluster, object_prefix
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.stores import OK, StoreQueue
-from kvpool.stores.mooncake.mooncake_store import MooncakeStore
+from kvpool.storage import OK, StoreQueue
+from kvpool.storage.backends.mooncake.mooncake_store import MooncakeStore
 from tests.stores.lab import IDENTITY, content, fill, memory, names
 
 SLOTS = 64

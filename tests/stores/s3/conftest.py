@@ -32,7 +32,7 @@ def place() -> str:
 @pytest.fixture
 def again(place: str, weed: Weed, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Opens a store on the prefix of this test."""
-    from kvpool.stores.s3 import S3Store
+    from kvpool.storage.backends.s3 import S3Store
 
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS["accessKey"])
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", ACCESS["secretKey"])

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from kvpool.stores.s3 import pack_index
-from kvpool.stores.s3.pack_index import DropLog, Pack, PackIndex, whole
+from kvpool.storage.backends.s3 import pack_index
+from kvpool.storage.backends.s3.pack_index import DropLog, Pack, PackIndex, whole
 
 SECRET = b"\1" * 32
 TAGS = [b"model-00" + bytes([tag]) * 8 for tag in range(2)] + [b"model-11" + b"\7" * 8]

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.stores import ABSENT, DAMAGED, FAILED, OK, StoreQueue
-from kvpool.stores.jobs import Job
-from kvpool.stores.urls import open_store
+from kvpool.storage import ABSENT, DAMAGED, FAILED, OK, StoreQueue
+from kvpool.storage.jobs import Job
+from kvpool.storage.urls import open_store
 from tests.children import in_child, refuses
 from tests.stores.lab import IDENTITY, content, done, fill, memory, names, open_queue, returned, saved
 from tests.stores.s3.weed import BUCKET, Door, Weed
@@ -42,7 +42,7 @@ def answered(call: Callable[[], Job]) -> list[int]:
 @pytest.fixture(autouse=True)
 def listed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What others have saved is looked for whenever something is missing."""
-    monkeypatch.setattr("kvpool.stores.s3.s3_store._LISTED_SECONDS", 0.0)
+    monkeypatch.setattr("kvpool.storage.backends.s3.s3_store._LISTED_SECONDS", 0.0)
 
 
 @pytest.mark.parametrize("drop", ["forget", "clear", "clear a namespace"])
@@ -93,7 +93,7 @@ def test_a_drop_counts_for_other_workers_when_it_has_returned(again: Again) -> N
 def test_a_drop_counts_for_all_packs_of_a_save_that_was_begun_before(
     again: Again, door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpool.stores.s3.s3_store._PACK_BYTES", 5 * (4096 + 16) + 100)
+    monkeypatch.setattr("kvpool.storage.backends.s3.s3_store._PACK_BYTES", 5 * (4096 + 16) + 100)
     with open_queue(again(endpoint=door.address, timeout_ms=600_000)) as saving, open_queue(again()) as other:
         keys = saving.secret.opaque(names(10))
         fill(saving.memory, 10)
@@ -222,7 +222,7 @@ def test_a_save_that_was_killed_half_way_leaves_nothing_or_whole_packs(again: Ag
     """Processes that save are killed at their work, each after a longer pause, until one has saved something."""
     program = f"""
 import numpy as np, sys
-from kvpool.stores.s3 import S3Store
+from kvpool.storage.backends.s3 import S3Store
 from tests.stores.lab import fill, names, open_queue
 with open_queue(S3Store({place!r}, endpoint={weed.address!r}, secret=bytes([1]) * 32), piece_bytes=1 << 15) as queue:
     fill(queue.memory, 48)
@@ -252,8 +252,8 @@ def test_a_process_that_ends_right_after_a_call_ends_well(again: Again, weed: We
     """Also if nobody has closed the store. The library's coroutines aborted one of four such processes."""
     program = f"""
 import numpy as np
-from kvpool.stores.s3 import S3Store
-from kvpool.stores.store import Space
+from kvpool.storage.backends.s3 import S3Store
+from kvpool.storage.store import Space
 store = S3Store({place!r}, endpoint={weed.address!r}, secret=bytes([1]) * 32)
 store.open(Space(bytes(16), np.ones((6, 1 << 20), np.uint8)))
 keys = np.random.default_rng().integers(0, 256, (6, 32), np.uint8)

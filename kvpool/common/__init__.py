@@ -1,0 +1,1 @@
+"""What every room uses: arrays, compilation, argument checks, errors, sizes, progress."""

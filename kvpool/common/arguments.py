@@ -1,0 +1,311 @@
+"""Checks of callers' arguments: token buffers, arrays of sequence ids and counts, flags, texts, retention.
+
+Jitted code runs without the interpreter's lock and checks no bounds. So it may read only memory that the caller cannot
+reach: every function here that returns an array returns private memory. Each function copies first, and then checks
+the copy. The caller's memory may change later, and an object of the caller's may give another answer when it is asked
+again. Neither changes the result.
+"""
+
+from __future__ import annotations
+
+import array
+import operator
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.common.arrays import Array, Int32s, Int64s
+from kvpool.common.arrays.layout import choice_argument, integer_argument
+from kvpool.common.arrays.strided import in_numpy
+from kvpool.common.jit import jit
+
+
+class ForeignArray(Protocol):
+    """An array of any package that speaks DLPack."""
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+Integers: TypeAlias = "Sequence[int] | npt.NDArray[np.integer[Any]] | array.array[int] | memoryview | ForeignArray"
+"""Any buffer or sequence of integers."""
+Ids: TypeAlias = "int | np.integer[Any] | Integers"
+"""One id, or several."""
+Namespace: TypeAlias = tuple["bytes | str | None", "int | str | None"]
+"""Salt and adapter."""
+
+INT32_MIN, INT32_MAX, INT64_MAX = -(1 << 31), (1 << 31) - 1, (1 << 63) - 1
+ENDS = np.int64(-1)
+"""The value of ``returns`` of a sequence that is not continued."""
+STOPS = ("tool_use", "end_turn")
+OPEN_END = 1 << 62
+TOKENS, INTEGERS = np.dtype(np.int32), np.dtype(np.int64)
+
+
+def address(values: Array) -> int:
+    return int(values.__array_interface__["data"][0])
+
+
+def _integers(name: str, values: object) -> Array:
+    """A private copy of any one-dimensional integer buffer or sequence, contiguous, aligned and writable."""
+    values = in_numpy(name, values)
+    if isinstance(values, (list, tuple)):
+        return _numbers(name, values)
+    if isinstance(values, (str, bytes)) or values is None:
+        raise TypeError(f"{name}={values!r:.80}: accepted are integer buffers and lists of int")
+    try:
+        # The view shows type and shape, so a large buffer that is refused is never copied.
+        found = np.asarray(values)[...]
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}={values!r:.80}: accepted are integer buffers and lists of int") from None
+    if found.dtype.kind not in "iu":
+        raise TypeError(f"{name}={values!r:.80} has dtype {found.dtype}: accepted are integers")
+    if found.ndim != 1:
+        raise ValueError(f"{name} has shape {found.shape}: accepted is one dimension")
+    return found.copy()
+
+
+def _numbers(name: str, values: list[Any] | tuple[Any, ...]) -> Int64s:
+    # An ``__index__`` of an item may change the list, so it is copied first.
+    items = tuple(values)
+    try:
+        return np.frombuffer(array.array("q", items), np.int64) if items else np.empty(0, np.int64)
+    except OverflowError:
+        wrong = next((i for i in map(operator.index, items) if not -INT64_MAX - 1 <= i <= INT64_MAX), values)
+        raise ValueError(f"{name}: {wrong!r:.80} is not in the int64 range") from None
+    except TypeError:
+        raise TypeError(f"{name}={values!r:.80}: accepted are integers") from None
+
+
+def token_array(name: str, tokens: object, *, empty: bool = False) -> Int32s:
+    """Token ids as private int32[n].
+
+    Raises TypeError for items that are not integers. Raises ValueError for other shapes, for ids outside int32 and,
+    unless ``empty``, for no token.
+    """
+    if type(tokens) is np.ndarray and tokens.dtype is TOKENS:
+        found = tokens.copy()
+        if found.dtype is TOKENS and found.ndim == 1 and len(found):
+            return found
+    if type(tokens) is list and tokens:
+        try:
+            # An ``__index__`` of an item may change the list, so it is copied first.
+            return np.frombuffer(array.array("i", tuple(tokens)), np.int32)
+        except (TypeError, OverflowError):
+            pass  # The code below raises the error.
+    found = _integers(name, tokens)
+    if len(found) == 0 and not empty:
+        raise ValueError(f"{name} is empty: at least one token is accepted")
+    if found.dtype != np.int32 and len(found):
+        low, high = int(found.min()), int(found.max())
+        if low < INT32_MIN or high > INT32_MAX:
+            raise ValueError(f"{name}: {low if low < INT32_MIN else high} is not in the int32 range of token ids")
+    return found.astype(np.int32, copy=False)
+
+
+def int64_array(name: str, values: object) -> Int64s:
+    """Integers as private int64[n]. Raises TypeError for items that are not integers. Raises ValueError for other
+    shapes and for numbers outside int64."""
+    if type(values) is np.ndarray and values.dtype is INTEGERS:
+        found = values.copy()
+        if found.dtype is INTEGERS and found.ndim == 1:
+            return found
+    if isinstance(values, (list, tuple)):
+        values = tuple(values)
+        if any(isinstance(value, bool) for value in values):
+            raise TypeError(f"{name}={values!r:.80}: accepted are integers, no bools")
+    found = _integers(name, values)
+    if found.dtype == np.uint64 and len(found) and int(found.max()) > INT64_MAX:
+        raise ValueError(f"{name}: {int(found.max())} is not in the int64 range")
+    return found.astype(np.int64, copy=False)
+
+
+def each_argument(name: str, values: object, count: int, of: str = "ids", highest: int | None = INT32_MAX) -> Int64s:
+    """One number for each of ``count`` things, from 0 to ``highest`` (None: any), as private int64[count]. A single
+    number is that of a single thing. Raises TypeError, ValueError."""
+    found = id_array(name, values)
+    if len(found) != count:
+        raise ValueError(f"{name} has {len(found)} entries: accepted is one for each of the {count} {of}")
+    wrong = -1 if highest is None else first_outside(found, highest)
+    if wrong >= 0:
+        raise ValueError(f"{name}: {int(found[wrong])} is out of range: accepted are 0 to {highest}")
+    return found
+
+
+def count_array(name: str, counts: object, ids: Int64s) -> Int64s:
+    """One count for each id, as private int64[n]. No count is negative."""
+    return each_argument(name, counts, len(ids))
+
+
+def stop_argument(stop: object) -> int:
+    """Why a model stopped, as the state counts it: 0 where nobody says it."""
+    return 0 if stop is None else 1 + STOPS.index(choice_argument("stop", stop, STOPS))
+
+
+def returns_argument(ends: object, returns_in_ms: object) -> int:
+    """When a sequence is continued, as the state counts it: 0 where nobody says it, ENDS, or the milliseconds and
+    one."""
+    if bool_argument("ends", ends):
+        if returns_in_ms is not None:
+            raise ValueError(f"returns_in_ms={returns_in_ms!r:.80}: accepted is None with ends=True")
+        return int(ENDS)
+    return 0 if returns_in_ms is None else 1 + integer_argument("returns_in_ms", returns_in_ms, 0, INT32_MAX - 1)
+
+
+def split_argument(counts: object, ids: Int64s, name: str, values: Array) -> Int64s:
+    """How many of ``values`` are for each id, int64[n]; all of them by default, if there is one id. Raises TypeError,
+    ValueError."""
+    if counts is None and len(ids) != 1:
+        raise ValueError(f"counts: accepted is one for each id, {len(ids)} numbers here, not None")
+    each = each_argument("counts", len(values) if counts is None else counts, len(ids))
+    if int(each.sum()) != len(values):
+        raise ValueError(f"counts add up to {int(each.sum())}, {name} has {len(values)} entries")
+    return each
+
+
+def encoder_argument(name: str, tokens: object, count: int, needed: bool) -> Int64s:
+    """Lengths of the encoder's inputs as private int64[count], one for each prompt. They are needed only where a group
+    is for cross attention (``needed``), and are zeros elsewhere. Raises TypeError, ValueError."""
+    if (tokens is not None) != needed:
+        raise ValueError(
+            f"{name}={tokens!r:.80}: accepted is {'a number' if needed else 'None without a group'} for cross attention"
+        )
+    return np.zeros(count, np.int64) if tokens is None else each_argument(name, tokens, count, "prompts")
+
+
+def bool_argument(name: str, value: object) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}={value!r:.80}: accepted are True and False")
+    return bool(value)
+
+
+def list_argument(name: str, value: object) -> list[Any]:
+    """The items of a list or tuple, in a new list. Raises TypeError for anything else."""
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{name}={value!r:.80}: accepted is a list")
+    return list(value)
+
+
+def text_argument(name: str, value: object) -> str:
+    """The text as an exact ``str``: a subclass could compare as another value. Raises TypeError for anything else."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name}={value!r:.80}: accepted is a string")
+    return str.__str__(value)
+
+
+def is_integer(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def id_array(name: str, ids: object) -> Int64s:
+    """One id or several ids as private int64[n]."""
+    if type(ids) is int and -(1 << 63) <= ids < 1 << 63:
+        found = np.empty(1, INTEGERS)  # half of what ``np.array`` takes
+        found[0] = ids
+        return found
+    if type(ids) is not np.ndarray and is_integer(ids):
+        return np.array([integer_argument(name, ids, -(1 << 63), (1 << 63) - 1)], np.int64)
+    return int64_array(name, ids)
+
+
+@jit
+def first_outside(values: Int64s, highest: int) -> int:
+    """The index of the first value below 0 or above ``highest``, or -1 if there is none."""
+    for i in range(values.shape[0]):
+        if values[i] < 0 or values[i] > highest:
+            return i
+    return -1
+
+
+def salt_argument(salt: object) -> bytes | str | None:
+    if salt is None or isinstance(salt, (bytes, str)):
+        return bytes(salt) if isinstance(salt, bytes) else text_argument("salt", salt) if salt is not None else None
+    raise TypeError(f"salt={salt!r:.80}: accepted are None, bytes and str")
+
+
+def adapter_argument(adapter_id: Any) -> int | str | None:
+    if adapter_id is None or isinstance(adapter_id, str):
+        return None if adapter_id is None else text_argument("adapter_id", adapter_id)
+    if is_integer(adapter_id):
+        return operator.index(adapter_id)
+    raise TypeError(f"adapter_id={adapter_id!r:.80}: accepted are None, int and str")
+
+
+def namespace_argument(name: str, namespace: object) -> Namespace:
+    if not isinstance(namespace, (list, tuple)) or len(namespace) != 2:
+        raise TypeError(f"{name}={namespace!r:.80}: accepted is a pair (salt, adapter_id)")
+    salt, adapter_id = tuple(namespace)
+    return salt_argument(salt), adapter_argument(adapter_id)
+
+
+def extra_array(extra_ids: object, count: int) -> Int64s | None:
+    """Extra ids as a private int64[count], or None if there are none or all are zero."""
+    if extra_ids is None:
+        return None
+    found = int64_array("extra_ids", extra_ids)
+    if len(found) != count:
+        raise ValueError(f"extra_ids has {len(found)} entries: accepted is one for each of the {count} tokens")
+    return found if found.any() else None
+
+
+def clock_argument(clock: object) -> Callable[[], int]:
+    """The function that returns a pool's time in milliseconds; by default it reads the system's monotonic clock."""
+    if clock is not None and not callable(clock):
+        raise TypeError(f"clock={clock!r:.80}: accepted is a function that returns milliseconds")
+    return milliseconds if clock is None else clock
+
+
+def milliseconds() -> int:
+    """The time of the system's monotonic clock."""
+    return time.monotonic_ns() // 1_000_000
+
+
+class RetentionRange(NamedTuple):
+    """Tokens [start, end) of a prompt (``end`` None: to its end), for blocks whose first token is in this range."""
+
+    start: int
+    end: int | None
+    priority: int
+    ttl_ms: int | None = None
+
+
+def priority_argument(name: str, value: object) -> int:
+    """A priority: 0 (goes first) to 100 (stays longest)."""
+    if type(value) is int and 0 <= value <= 100:
+        return value
+    return integer_argument(name, value, 0, 100)
+
+
+def ttl_argument(name: str, value: object) -> int:
+    """Milliseconds from release, or None for ever, which is -1 here."""
+    return -1 if value is None else integer_argument(name, value, 1, INT32_MAX)
+
+
+def retention_rows(ranges: Sequence[RetentionRange | tuple[int | None, ...]]) -> Int64s:
+    """Ranges as int64[n, 4] rows (start, end, priority, ttl), sorted by start.
+
+    Raises ValueError for a negative index, an empty range, an overlap, or an open end before the last range; TypeError
+    for no range.
+    """
+    if not isinstance(ranges, (list, tuple)):
+        raise TypeError(f"retention={ranges!r:.80}: accepted is a list of ranges")
+    rows = []
+    for i, given in enumerate(ranges):
+        name = f"retention[{i}]"
+        try:
+            one = RetentionRange(*given)
+        except TypeError:
+            raise TypeError(f"{name}={given!r}: accepted is (start, end, priority[, ttl_ms])") from None
+        start = integer_argument(f"{name}.start", one.start, 0, OPEN_END - 1)
+        end = OPEN_END if one.end is None else integer_argument(f"{name}.end", one.end, 0, OPEN_END)
+        if end <= start:
+            raise ValueError(f"{name}={given!r}: end must be above start")
+        priority = priority_argument(f"{name}.priority", one.priority)
+        rows.append((start, end, priority, ttl_argument(f"{name}.ttl_ms", one.ttl_ms)))
+    rows.sort()
+    for before, after in zip(rows, rows[1:], strict=False):
+        if after[0] < before[1]:
+            raise ValueError(f"retention={list(ranges)!r}: ranges overlap, or an open end is not the last")
+    return np.array(rows, np.int64).reshape(-1, 4)

@@ -1,0 +1,319 @@
+"""The memory of a pool in other processes: its description, and arrays on it in the process that attaches it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvpool.common.arrays.layout import BlockLayout, integer_argument
+from kvpool.common.errors import PoolClosed
+from kvpool.common.process import Closing
+from kvpool.device.base import TIERS, Device
+from kvpool.device.cuda import close_unused, open_gpu_memory
+from kvpool.device.memory.main_memory import GpuMemory, MainMemory, SharedMemory, is_there, open_shared
+from kvpool.device.memory.pools import MemoryPools, shaped
+from kvpool.device.regions import BLOCKS_MAX
+
+VERSION = 1
+TEXT_BYTES_MAX = 1 << 20
+_ID_MAX = (1 << 31) - 1
+_HANDLE_BYTES, _UUID_BYTES = 64, 16
+_GONE = "the pool is gone: its process has ended, or has closed it"
+
+
+class SharedPart(NamedTuple):
+    """One part of a group: its layout, and where the pool's process has its memory."""
+
+    layout: BlockLayout
+    memory: MainMemory | GpuMemory | None
+    """None if there are no blocks."""
+
+
+class SharedGroup(NamedTuple):
+    """A group of layers: its blocks in the tier, and its parts."""
+
+    blocks: int
+    parts: tuple[SharedPart, ...]
+
+
+@dataclass(frozen=True)
+class SharedTier:
+    """What another process on the same machine needs to attach a tier of a pool. ``KVCacheManager.share`` returns it.
+
+    Attributes: ``tier``, "device" or "host"; ``device``, the name of the pool's device; ``groups[group]`` with its
+    ``blocks`` in the tier and ``parts[part].layout``; ``pid`` of the process that has the pool; ``fingerprint``.
+    Immutable, thread-safe. It can be pickled. ``to_json`` and ``from_json`` carry it as text where pickles are not
+    wanted. Both ways check what comes in.
+
+    For processes of the same user, machine and PID namespace it is a key to all KV of the tier. It opens nothing for
+    others.
+    """
+
+    tier: str
+    device: str
+    groups: tuple[SharedGroup, ...]
+    pid: int
+    sign: MainMemory
+    """Memory without content that exists as long as the pool does."""
+    machine: str
+    namespace: int
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """32 hex digits. They are equal for tiers whose arrays have equal shapes, element types and meanings of each
+        axis."""
+        shapes = [(blocks, [tuple(asdict(part.layout).values()) for part in parts]) for blocks, parts in self.groups]
+        content = repr(("kvpool shared tier", VERSION, self.tier, shapes))
+        return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+    def to_json(self) -> str:
+        """The description as JSON."""
+        groups = [{"blocks": blocks, "parts": [_part_out(part) for part in parts]} for blocks, parts in self.groups]
+        owner = {"pid": self.pid, "sign": _memory_out(self.sign), "machine": self.machine, "namespace": self.namespace}
+        head = {"kvpool": VERSION, "tier": self.tier, "device": self.device, "fingerprint": self.fingerprint}
+        return json.dumps({**head, "owner": owner, "groups": groups})
+
+    @classmethod
+    def from_json(cls, text: str) -> SharedTier:
+        """Read the result of ``to_json``. Raises TypeError, ValueError."""
+        if not isinstance(text, str):
+            raise TypeError(f"description={text!r:.80}: accepted is a string")
+        if len(text) > TEXT_BYTES_MAX:
+            raise ValueError(f"description: {len(text)} characters; accepted are up to {TEXT_BYTES_MAX}")
+        try:
+            fields = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"description: no JSON: {error}") from None
+        if not isinstance(fields, dict) or fields.get("kvpool") != VERSION:
+            raise ValueError(f"description: accepted is what share() of a kvpool gives that speaks version {VERSION}")
+        try:
+            return _parsed(fields)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"description: {type(error).__name__}: {error}") from None
+
+    def __reduce__(self) -> tuple[Callable[[str], SharedTier], tuple[str]]:
+        return SharedTier.from_json, (self.to_json(),)
+
+    def __repr__(self) -> str:
+        blocks = [group.blocks for group in self.groups]
+        return f"SharedTier({self.tier!r}, device={self.device!r}, pid={self.pid}, blocks={blocks})"
+
+
+def _part_out(part: SharedPart) -> dict[str, Any]:
+    return {"layout": asdict(part.layout), "memory": _memory_out(part.memory)}
+
+
+def _memory_out(memory: MainMemory | GpuMemory | None) -> dict[str, Any] | None:
+    if isinstance(memory, GpuMemory):
+        return {"gpu": memory.uuid.hex(), "handle": memory.handle.hex(), "offset": memory.offset}
+    return None if memory is None else memory._asdict()
+
+
+def _memory_in(fields: Any) -> MainMemory | GpuMemory | None:
+    if fields is None:
+        return None
+    if "gpu" in fields:
+        uuid, handle = (bytes.fromhex(_string(name, fields[name])) for name in ("gpu", "handle"))
+        if len(uuid) > _UUID_BYTES or len(handle) != _HANDLE_BYTES:
+            accepted = f"accepted are up to {_UUID_BYTES} and {_HANDLE_BYTES}"
+            raise ValueError(f"gpu and handle have {len(uuid)} and {len(handle)} bytes: {accepted}")
+        return GpuMemory(uuid, handle, integer_argument("offset", fields["offset"], 0, 1 << 62))
+    name = _string("name", fields["name"])
+    if not name.startswith("kvpool-") or not name.isprintable() or "/" in name or len(name) > 64:
+        raise ValueError(f"name={name!r:.80}: accepted is that of a file of a kvpool")
+    return MainMemory(integer_argument("fd", fields["fd"], 0, _ID_MAX), name)
+
+
+def _string(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name}={value!r:.80}: a string is needed")
+    return value
+
+
+def _parsed(fields: dict[str, Any]) -> SharedTier:
+    groups = []
+    for group in fields["groups"]:
+        blocks = integer_argument("blocks", group["blocks"], 0, BLOCKS_MAX)
+        parts = tuple(SharedPart(BlockLayout(**part["layout"]), _memory_in(part["memory"])) for part in group["parts"])
+        if not parts or any((memory is None) != (blocks == 0) for _, memory in parts):
+            accepted = "accepted is one part or more, with memory where there are blocks"
+            raise ValueError(f"a group of {blocks} blocks has {len(parts)} parts: {accepted}")
+        groups.append(SharedGroup(blocks, parts))
+    owner, tier, device = fields["owner"], fields["tier"], _string("device", fields["device"])
+    sign = _memory_in(owner["sign"])
+    if tier not in TIERS or not groups or not isinstance(sign, MainMemory):
+        accepted = "accepted is a tier with one group or more, and the sign of its pool"
+        raise ValueError(f"tier={tier!r:.80}, {len(groups)} groups, sign={sign!r:.80}: {accepted}")
+    pid, namespace = (integer_argument(name, owner[name], 1, 1 << 62) for name in ("pid", "namespace"))
+    found = SharedTier(tier, device, tuple(groups), pid, sign, _string("machine", owner["machine"]), namespace)
+    if fields["fingerprint"] != found.fingerprint:
+        raise ValueError(f"fingerprint={fields['fingerprint']!r:.80}: its layouts have {found.fingerprint}")
+    return found
+
+
+def machine() -> str:
+    """A text that differs between machines, and after this machine was started again."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""  # A sandbox that has none. The name of the memory still differs.
+
+
+def namespace() -> int:
+    """The namespace of process ids. In another one, the same ids mean other processes."""
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+class Sharing:
+    """How one pool describes its memory to other processes. Thread-safe."""
+
+    def __init__(self, device: Device, pools: MemoryPools) -> None:
+        self._device, self._pools = device, pools
+        self._lock, self._closed = threading.Lock(), False
+        self._sign: SharedMemory | None = None
+
+    def describe(self, tier: str) -> SharedTier:
+        """Describe a tier. Raises ValueError for memory that cannot be shared, DeviceError, MemoryError, PoolClosed."""
+        pools, groups = self._pools, []
+        for group, layouts in enumerate(pools.layouts):
+            found = [pools.flat(tier, group, part) for part in range(len(layouts))]
+            blocks = found[0].nbytes // layouts[0].block_bytes
+            handles = [self._device.views.handle(array, tier) if blocks else None for array in found]
+            groups.append(SharedGroup(blocks, tuple(map(SharedPart, layouts, handles))))
+        if not any(group.blocks for group in groups):
+            raise ValueError(f"tier={tier!r}: this pool has no blocks there")
+        return SharedTier(tier, self._device.name, tuple(groups), os.getpid(), self._signed(), machine(), namespace())
+
+    def _signed(self) -> MainMemory:
+        with self._lock:
+            if self._closed:
+                raise PoolClosed("the pool is closed")
+            self._sign = self._sign or SharedMemory(1)
+            return self._sign.handle
+
+    def close(self) -> None:
+        """From now on nobody can attach the memory. A second call does nothing."""
+        with self._lock:
+            self._closed = True
+            if self._sign is not None:
+                self._sign.close()
+
+
+class Attachment(Closing):
+    """A tier of a pool of another process, in place. Made by ``attach``. It is a context manager that closes itself.
+
+    ``description`` is the ``SharedTier``. ``pools[group][part]`` are arrays with the shapes and types that
+    ``device_pools`` or ``host_pools`` have in the pool's process: NumPy arrays for main memory, CuPy arrays for GPU
+    memory. ``pool`` is the array of a pool that has only one. Thread-safe.
+
+    The pool does not know about the attachment. Main memory stays readable while a view of it lives, also when the pool
+    is gone. ``alive`` tells whether the memory still belongs to the pool. GPU memory is undefined once the pool is gone
+    (CUDA). A forked child inherits an attachment to main memory.
+    """
+
+    __slots__ = ("__weakref__", "_pools", "description")
+
+    def __init__(self, description: SharedTier, memory: list[list[Any]]) -> None:
+        self.description = description
+        pools = []
+        for arrays, (blocks, parts) in zip(memory, description.groups, strict=True):
+            each = zip(arrays, parts, strict=True)
+            pools.append(tuple(shaped(array, part.layout, description.tier, blocks) for array, part in each))
+        self._pools: tuple[tuple[Any, ...], ...] | None = tuple(pools)
+
+    @property
+    def pools(self) -> tuple[tuple[Any, ...], ...]:
+        """Raises PoolClosed once the attachment is closed."""
+        pools = self._pools
+        if pools is None:
+            raise PoolClosed("the attachment is closed")
+        return pools
+
+    @property
+    def pool(self) -> Any:
+        """The only array. Raises ValueError if there are several."""
+        pools = self.pools
+        if len(pools) > 1 or len(pools[0]) > 1:
+            parts = [len(group) for group in pools]
+            raise ValueError(f"pool: there are groups of {parts} parts; accepted is pools[group][part]")
+        return pools[0][0]
+
+    @property
+    def layouts(self) -> tuple[tuple[BlockLayout, ...], ...]:
+        """``layouts[group][part]``."""
+        return tuple(tuple(part.layout for part in group.parts) for group in self.description.groups)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the pool still exists: its process lives, and has not closed it."""
+        return is_there(self.description.pid, self.description.sign)
+
+    @property
+    def closed(self) -> bool:
+        return self._pools is None
+
+    def close(self) -> None:
+        """Let go of the memory. It stays mapped until the last view of ``pools`` is gone; that of a GPU, until a
+        ``close`` or ``attach`` after that.
+
+        Waits for what this process has enqueued on a GPU. Close no attachment to a GPU while a stream is captured: CUDA
+        would end the capture. Raises DeviceError; a second call closes what the first could not, and else does nothing.
+        """
+        self._pools = None
+        close_unused()
+
+    def __repr__(self) -> str:
+        return f"Attachment({self.description!r}, closed={self.closed})"
+
+
+def attach(description: SharedTier | str) -> Attachment:
+    """Make arrays on the memory of a pool of another process. ``description`` is the result of its ``share``, or the
+    same as JSON text.
+
+    Nothing is copied. The pool's process says which blocks may be written (``reserve``) or read (``pin``), and when;
+    nothing here checks it. GPU memory is opened on the GPU that has the description's UUID.
+
+    Raises PoolClosed if the pool is gone. Raises ValueError for something that is no description, and for the
+    description of another machine, of another PID namespace, of a GPU that this process does not see, or of a pool on a
+    GPU in this same process. Raises PermissionError if the pool's process belongs to another user. Raises TypeError,
+    DeviceError. Thread-safe.
+    """
+    if not isinstance(description, (str, SharedTier)):
+        raise TypeError(f"description={description!r:.80}: accepted is what share() gave")
+    found = SharedTier.from_json(description if isinstance(description, str) else description.to_json())
+    if found.machine != machine():
+        raise ValueError("description: the pool is on another machine, or was there before this one was started again")
+    if found.namespace != namespace():
+        raise ValueError("description: the pool is in another PID namespace, where process ids mean other processes")
+    try:
+        if not is_there(found.pid, found.sign):
+            raise PoolClosed(_GONE)
+        memory = [[_opened(found, group.blocks, part) for part in group.parts] for group in found.groups]
+        if not is_there(found.pid, found.sign):
+            raise PoolClosed(_GONE)
+    except PermissionError as error:
+        raise PermissionError(f"process {found.pid} has the pool and belongs to another user: {error}") from None
+    return Attachment(found, memory)
+
+
+def _opened(description: SharedTier, blocks: int, part: SharedPart) -> Any:
+    layout, handle = part
+    nbytes = blocks * layout.block_bytes
+    if handle is None:
+        return np.zeros(0, np.uint8)
+    if isinstance(handle, GpuMemory):
+        if description.pid == os.getpid():
+            raise ValueError(
+                "description: the pool is in this process, and CUDA opens handles in others: use device_pools"
+            )
+        return open_gpu_memory(handle, nbytes)
+    return open_shared(description.pid, handle, nbytes)

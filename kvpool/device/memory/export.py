@@ -1,0 +1,224 @@
+"""Export: lends the memory of a pool to arrays of other packages, by DLPack and ``__cuda_array_interface__``, and
+counts what is still lent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import numpy as np
+
+from kvpool.common.arrays import Array, dlpack
+from kvpool.common.arrays.strided import StridedArray
+from kvpool.device.base import Device
+from kvpool.device.memory.pools import MemoryPools
+
+_LEGACY_STREAM = 1
+
+
+class Loan:
+    """Memory that another package uses. It lives as long as any array that was made of it."""
+
+    __slots__ = ("__weakref__", "memory")
+
+    def __init__(self, memory: Any) -> None:
+        self.memory = memory
+
+
+class TierPlace(NamedTuple):
+    """Which memory of a pool: a tier, a group of layers, and one part of the group."""
+
+    tier: str
+    group: int
+    part: int
+
+
+class Lending:
+    """The memory that one pool lends. ``loans`` are the loans that still live. Thread-safe.
+
+    ``lock`` returns the state lock, under which ``check_open`` raises PoolClosed. ``follow`` has a stream wait for all
+    copies enqueued so far.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        pools: MemoryPools,
+        loans: WeakSet[Loan],
+        lock: Callable[[], AbstractContextManager[Any]],
+        check_open: Callable[[], None],
+        follow: Callable[[Any], None],
+    ) -> None:
+        self.device, self.pools, self.follow = device, pools, follow
+        self._loans, self._lock, self._check_open = loans, lock, check_open
+
+    def lend(self, place: TierPlace) -> Loan:
+        """A new loan, which keeps the memory of a place alive. Raises PoolClosed."""
+        with self._lock():
+            self._check_open()
+            loan = Loan(self.pools.flat(*place))
+            self._loans.add(loan)
+            return loan
+
+
+class Export:
+    """A tier of a pool, or a part of it, as an array for other packages. Made by ``KVCacheManager.export``; nothing is
+    copied.
+
+    Give it to ``numpy.from_dlpack``, ``jax.dlpack.from_dlpack``, ``torch.from_dlpack``, or anything else that takes
+    DLPack (0.x and 1.x). ``numpy.asarray`` takes main memory; anything with ``__cuda_array_interface__`` (3) takes GPU
+    memory. An index of integers, slices and an ellipsis gives the export of that part.
+
+    Attributes: ``tier``, ``group`` and ``part``; ``shape`` and ``strides`` (bytes); ``writable``; ``dtype``, the name
+    of the element type as in the layout, or with ``raw`` of the integers that NumPy stores. Thread-safe, immutable. An
+    export keeps the pool object alive, but does not keep it from closing. Arrays made of it do, until they are gone.
+
+    Streams: if GPU memory or pinned memory is asked for on a stream, that stream waits for all copies that the pool has
+    enqueued so far. ``__cuda_array_interface__`` names the legacy default stream, which then waits for them. Later
+    copies are ordered by the ``stream`` of the pool's calls, and for the host by leases.
+    """
+
+    __slots__ = ("__weakref__", "_lending", "_loan", "_place", "_view", "dtype", "group", "part", "tier", "writable")
+
+    def __init__(self, lending: Lending, place: TierPlace, view: Array, dtype: str, writable: bool) -> None:
+        # The view is an array of the right shape and strides that is never read. An index of it says where a part lies.
+        self._lending, self._place, self._view = lending, place, view
+        self.tier, self.group, self.part = place
+        self._loan: Loan | None = None
+        self.dtype, self.writable = dtype, writable
+
+    @classmethod
+    def of_place(cls, lending: Lending, place: TierPlace, writable: bool, raw: bool) -> Export:
+        """The export of a whole place. Raises PoolClosed."""
+        pools = lending.pools
+        layout, address, size = pools.layouts[place.group][place.part], pools.address(*place), pools.flat(*place).nbytes
+        shape = layout.tier_shape(place.tier, size // layout.block_bytes)
+        storage = layout.storage_dtype
+        view = StridedArray(address, shape, storage.itemsize, kind=storage.kind).host_view()
+        return cls(lending, place, view, storage.name if raw else layout.dtype_name, writable)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._view.shape
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return self._view.strides
+
+    def __getitem__(self, index: Any) -> Export:
+        """The export of a part. Raises TypeError, IndexError."""
+        parts = tuple(index) if isinstance(index, tuple) else (index,)
+        for part in parts:
+            if isinstance(part, (bool, np.bool_)) or not (
+                part is Ellipsis or isinstance(part, (int, np.integer, slice))
+            ):
+                raise TypeError(f"index={index!r:.80}: accepted are integers, slices and an ellipsis")
+        # With the ellipsis the result is always a view, and nothing is read. A number may say that it is equal to one.
+        try:
+            found = self._view[parts if any(part is Ellipsis for part in parts) else (*parts, ...)]
+        except (OverflowError, ValueError):
+            raise IndexError(f"index={index!r:.80}: accepted are indices of an array of shape {self.shape}") from None
+        return Export(self._lending, self._place, found, self.dtype, self.writable)
+
+    def __repr__(self) -> str:
+        return f"Export({self.tier!r}, shape={self.shape}, dtype={self.dtype!r}, writable={self.writable})"
+
+    # -- protocols -------------------------------------------------------------------------------
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._lending.device.views.places[self.tier]
+
+    def __dlpack__(
+        self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: bool | None = None
+    ) -> Any:
+        """Make a capsule. Raises BufferError for a request that cannot be met, ValueError for an unknown stream,
+        PoolClosed, DeviceError."""
+        device = self.__dlpack_device__()
+        if device[0] == dlpack.CPU:
+            dlpack.check_no_stream(stream)
+        elif stream == 0:
+            raise ValueError(
+                "stream=0: DLPack has 1 for the legacy default stream; accepted are that, a handle, None (as 1), -1 "
+                "(no wait)"
+            )
+        elif stream != -1:
+            self._lending.follow(_LEGACY_STREAM if stream is None else stream)
+        return dlpack.make_capsule(
+            self._lent(),
+            device,
+            dtype=self.dtype,
+            writable=self.writable,
+            max_version=max_version,
+            dl_device=dl_device,
+            copy=copy,
+        )
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        """Main memory as a NumPy array of the storage type, for ``numpy.asarray``."""
+        if self._memory != "host":
+            raise TypeError(
+                "memory of a GPU is no NumPy array: accepted are packages for GPUs, through DLPack or "
+                "__cuda_array_interface__"
+            )
+        found = self._lent()
+        if dtype is not None and np.dtype(dtype) != found.dtype:
+            if copy is False:
+                raise ValueError(f"dtype={dtype!r}: the memory holds {found.dtype}; accepted is that, or a copy")
+            return found.astype(dtype)
+        return found.copy() if copy else found
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """GPU memory for other packages. From then on the export itself counts as a view. Raises AttributeError for
+        other memory, and for element types without a name."""
+        if self._memory != "device":
+            raise AttributeError("main memory has no __cuda_array_interface__")
+        if self.dtype in dlpack.TYPE_CODES:
+            raise AttributeError(
+                f"__cuda_array_interface__ has no name for {self.dtype}: export with raw=True, or use DLPack"
+            )
+        self._lending.follow(_LEGACY_STREAM)
+        self._loan = self._loan or self._lending.lend(self._place)
+        interface = self._view.__array_interface__
+        return {
+            "version": 3,
+            "shape": interface["shape"],
+            "strides": interface["strides"],
+            "typestr": interface["typestr"],
+            "data": (interface["data"][0], not self.writable),
+            "stream": _LEGACY_STREAM,
+        }
+
+    def pinned_memory(self) -> Any:
+        """Pinned memory as a ``cupy.cuda.PinnedMemoryPointer``, for code that accepts CuPy's pinned memory or a buffer
+        of bytes. It counts as a view, like any array. Waits for no copies: leases say what may be read.
+
+        Raises BufferError for a part with gaps, TypeError for memory that is not pinned, PoolClosed.
+        """
+        if self.__dlpack_device__()[0] != dlpack.CUDA_HOST:
+            name = self._lending.device.name
+            raise TypeError(
+                f"tier={self.tier!r} of the {name} device is no pinned memory: accepted is 'host' of 'cuda'"
+            )
+        if not self._view.flags.c_contiguous:
+            raise BufferError(f"shape {self.shape} with strides {self.strides} has gaps: accepted are parts without")
+        view = self._view
+        place = StridedArray(
+            view.__array_interface__["data"][0], (view.nbytes,), 1, owner=self._lending.lend(self._place)
+        )
+        return self._lending.device.views.pinned(place)
+
+    @property
+    def _memory(self) -> str:
+        return "device" if self.__dlpack_device__()[0] == dlpack.CUDA else "host"
+
+    def _lent(self) -> Any:
+        """The memory as an array of its own package, on loan."""
+        found, loan = self._view, self._lending.lend(self._place)
+        address, kind = found.__array_interface__["data"][0], found.dtype.kind
+        place = StridedArray(
+            address, found.shape, found.itemsize, found.strides, self._memory, kind, self.writable, loan
+        )
+        return self._lending.device.views.array(place)

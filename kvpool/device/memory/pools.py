@@ -1,0 +1,328 @@
+"""MemoryPools: the memory of both tiers, allocated on a device and seen as arrays."""
+
+from __future__ import annotations
+
+import math
+import sys
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvpool.common.arrays import Array, Int64s, dlpack
+from kvpool.common.arrays.layout import BlockLayout, PoolIds
+from kvpool.common.arrays.strided import StridedArray, as_strided
+from kvpool.common.errors import InsufficientMemory, PoolClosed
+from kvpool.device.base import TIERS, Device
+from kvpool.device.regions import BLOCKS_MAX, Part, Region
+
+ADDRESSABLE_BYTES = sys.maxsize // 2
+"""A bound for the bytes of a tier if nobody knows how much memory there is."""
+ADOPTED_ALIGNMENT = 64
+"""In bytes. Memory of the caller must start at a multiple of it, which is a cache line."""
+_GONE = "the memory of this pool has been given back"
+
+
+Layouts = tuple[tuple[BlockLayout, ...], ...]
+"""The layouts of the parts of each group."""
+
+
+class _Need(NamedTuple):
+    """One allocation: memory of a tier for the blocks of a part. It may be given by the caller, in some form."""
+
+    tier: str
+    nbytes: int
+    given: Any
+    name: str
+
+
+class MemoryPools:
+    """The two tiers of one pool. Allocates them on ``device`` and binds it to them.
+
+    Parameters
+    ----------
+    device
+        An open device that serves no other pool.
+    layout
+        Shape of a block. Or, for groups of blocks that differ, a sequence with one entry for each group: its layout, or
+        a sequence with the layouts of its parts, which share the ids of the group and have equal ``tokens_per_block``.
+    device_blocks, host_blocks
+        Capacities. For groups, a sequence with one number for each. ``PoolConfig`` has checked them and the layouts.
+    device_memory, host_memory
+        None, an array, or a function (nbytes, alignment) that returns one: see ``KVCacheManager``. If there are several
+        parts, a list with one of these for each part, group after group. A single function is called for each part.
+    shared
+        Whether other processes can open the memory that the device allocates.
+
+    Attributes
+    ----------
+    layouts
+        ``layouts[group][part]``.
+    device_blocks, host_blocks
+        Blocks of all groups together. Block ids are those of ``Device.bind``: device blocks of all groups, then host
+        blocks of all groups.
+    device_pools, host_pools
+        ``[group][part]``: the memory in ``layout.storage_dtype``, shaped ``layout.device_shape(blocks)`` and
+        ``layout.host_shape(blocks)`` for the blocks of the group.
+    device_pool, host_pool
+        The same arrays, for a pool with only one part.
+
+    After ``close``, all of these attributes raise PoolClosed. Earlier views stay readable, and keep the memory until
+    they are gone. ``device_pool`` and ``host_pool`` raise ValueError if there are several parts.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For memory of the caller that does not fit, and more blocks than there are ids; the message names it.
+    InsufficientMemory
+        When the tiers do not fit; nothing stays allocated.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        layout: Any,
+        device_blocks: Any,
+        host_blocks: Any = 0,
+        device_memory: Any = None,
+        host_memory: Any = None,
+        shared: bool = False,
+    ) -> None:
+        self.device, self.shared = device, shared
+        self.layouts: Layouts = tuple(map(_each, _each(layout)))
+        counts = [_each(device_blocks), _each(host_blocks)]
+        self.device_blocks, self.host_blocks = (sum(of_tier) for of_tier in counts)
+        if self.device_blocks + self.host_blocks > BLOCKS_MAX:
+            capacities = f"device_blocks={self.device_blocks} and host_blocks={self.host_blocks}"
+            raise ValueError(f"{capacities}: together they must be at most {BLOCKS_MAX}")
+        needs = _needs(self.layouts, counts, (device_memory, host_memory))
+        _check_room(device, needs)
+        regions = _regions(self.layouts, counts, _allocate(device, needs, shared))
+        self._regions: tuple[Region, ...] | None = regions
+        self._bases = [
+            [[as_strided("pool", part[1 + i]).address for part in region.parts] for region in regions] for i in range(2)
+        ]
+        self._places = [_places(regions, self._bases, part) for part in range(max(map(len, self.layouts)))]
+        try:
+            device.bind(regions)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def layout(self) -> BlockLayout:
+        """The only layout."""
+        self._only("layout", "groups[group].layouts")
+        return self.layouts[0][0]
+
+    @property
+    def device_pools(self) -> tuple[tuple[Any, ...], ...]:
+        return self._shaped("device")
+
+    @property
+    def host_pools(self) -> tuple[tuple[Array, ...], ...]:
+        return self._shaped("host")
+
+    def _shaped(self, tier: str) -> tuple[tuple[Any, ...], ...]:
+        found = []
+        for group, (parts, *blocks) in enumerate(self._open()):
+            each = (self.flat(tier, group, part) for part in range(len(parts)))
+            own = zip(each, self.layouts[group], strict=True)
+            found.append(tuple(shaped(flat, layout, tier, blocks[TIERS.index(tier)]) for flat, layout in own))
+        return tuple(found)
+
+    @property
+    def device_pool(self) -> Any:
+        self._only("device_pool", "device_pools[group][part]")
+        return self.device_pools[0][0]
+
+    @property
+    def host_pool(self) -> Array:
+        self._only("host_pool", "host_pools[group][part]")
+        return self.host_pools[0][0]
+
+    def flat(self, tier: str, group: int = 0, part: int = 0) -> Any:
+        """The memory of a part as flat bytes: uint8[n]."""
+        return self._open()[group].parts[part][1 + TIERS.index(tier)]
+
+    def address(self, tier: str, group: int = 0, part: int = 0) -> int:
+        """The address of the first byte of a part in a tier."""
+        self._open()
+        return self._bases[TIERS.index(tier)][group][part]
+
+    def addresses(self, ids: Int64s, part: int = 0) -> Int64s:
+        """The address of the first byte of each block by id, in one part of its group. The bytes of a host block are
+        contiguous.
+
+        It is 0 for a block whose group has no such part.
+        """
+        self._open()
+        first, end, base, step = self._places[part]
+        place = np.searchsorted(end, ids, "right")
+        found: Int64s = base[place] + (ids - first[place]) * step[place]
+        return found
+
+    @property
+    def closed(self) -> bool:
+        return self._regions is None
+
+    def close(self) -> None:
+        """Free the memory. The device must have finished its copies. A second call does nothing.
+
+        Frees everything, then raises the first error of the device.
+        """
+        regions, self._regions = self._regions, None
+        _free(
+            self.device,
+            [pool for region in regions or () for part in region.parts for pool in (part.device_pool, part.host_pool)],
+        )
+
+    def _open(self) -> tuple[Region, ...]:
+        regions = self._regions
+        if regions is None:
+            raise PoolClosed(_GONE)
+        return regions
+
+    def _only(self, name: str, instead: str) -> None:
+        if len(self.layouts) > 1 or len(self.layouts[0]) > 1:
+            raise ValueError(
+                f"{name}: there are groups of {[len(parts) for parts in self.layouts]} parts; accepted is {instead}"
+            )
+
+
+def shaped(array: Any, layout: BlockLayout, tier: str, blocks: int) -> Any:
+    """Flat memory of a tier as an array with the shape and the storage type of a layout."""
+    return array.view(layout.storage_dtype).reshape(layout.tier_shape(tier, blocks))
+
+
+def _each(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def _needs(layouts: Layouts, counts: list[tuple[int, ...]], memory: tuple[Any, Any]) -> list[_Need]:
+    """The allocations: first the device tier of every part, then the host tier of every part."""
+    needs = []
+    parts = sum(map(len, layouts))
+    for tier, of_tier, given in zip(TIERS, counts, memory, strict=True):
+        name = f"{tier}_memory"
+        sizes = [
+            blocks * layout.block_bytes for group, blocks in zip(layouts, of_tier, strict=True) for layout in group
+        ]
+        each = [given] * parts
+        if parts > 1 and given is not None and not callable(given):
+            each = list(given) if isinstance(given, (list, tuple)) else []
+            if len(each) != parts:
+                raise ValueError(
+                    f"{name}: accepted are None, a function, and a list of {parts}, one for each part, group after "
+                    "group"
+                )
+        names = [name] if parts == 1 else [f"{name}[{i}]" for i in range(parts)]
+        needs += [_Need(tier, *one) for one in zip(sizes, each, names, strict=True)]
+    return needs
+
+
+def _regions(layouts: Layouts, counts: list[tuple[int, ...]], pools: list[Any]) -> tuple[Region, ...]:
+    """The regions to which a device is bound. ``pools`` are in the order of ``_needs``."""
+    device_pools, host_pools = iter(pools[: len(pools) // 2]), iter(pools[len(pools) // 2 :])
+    return tuple(
+        Region(
+            tuple(Part(layout, next(device_pools), next(host_pools)) for layout in parts), device_blocks, host_blocks
+        )
+        for parts, device_blocks, host_blocks in zip(layouts, *counts, strict=True)
+    )
+
+
+def _places(regions: tuple[Region, ...], bases: list[list[list[int]]], part: int) -> Int64s:
+    """int64[4, 2 * groups]: first id, end of ids, address and step, of the device blocks of one part of each group,
+    then of the host blocks.
+
+    Address and step are 0 if a group has no such part.
+    """
+    having = [region.parts[part].layout if part < len(region.parts) else None for region in regions]
+    steps = [
+        layout.device_strides(region.device_blocks).block if layout else 0
+        for layout, region in zip(having, regions, strict=True)
+    ]
+    steps += [layout.block_bytes if layout else 0 for layout in having]
+    ids = PoolIds([region.device_blocks for region in regions], [region.host_blocks for region in regions])
+    firsts = [parts[part] if part < len(parts) else 0 for of_tier in bases for parts in of_tier]
+    return np.array([ids.edges[:-1], ids.edges[1:], firsts, steps], np.int64)
+
+
+def _check_room(device: Device, needs: list[_Need]) -> None:
+    """Raise InsufficientMemory if the device is known to have less than needed."""
+    sizes = {tier: sum(need.nbytes for need in needs if need.tier == tier and need.given is None) for tier in TIERS}
+    if device.one_memory:
+        sizes = {"device and host": sum(sizes.values())} if sizes["host"] else {"device": sizes["device"]}
+    for tiers, requested in sizes.items():
+        available = device.available_bytes("host" if tiers == "host" else "device")
+        limit = ADDRESSABLE_BYTES if available is None else available
+        if requested > limit:
+            raise InsufficientMemory(tiers, requested, limit)
+
+
+def _allocate(device: Device, needs: list[_Need], shared: bool) -> list[Any]:
+    """Make all allocations, or raise InsufficientMemory and keep none."""
+    pools: list[Any] = []
+    try:
+        for tier, nbytes, given, name in needs:
+            try:
+                pools.append(
+                    device.allocate(nbytes, tier, shared)
+                    if given is None
+                    else _adopt(device, tier, given, nbytes, name)
+                )
+            except MemoryError as error:
+                raise InsufficientMemory(tier, nbytes, device.available_bytes(tier) or 0, str(error)) from error
+        _check_apart([(need.name, pool) for need, pool in zip(needs, pools, strict=True) if need.given is not None])
+    except BaseException:
+        _free(device, pools)
+        raise
+    return pools
+
+
+def _free(device: Device, pools: list[Any]) -> None:
+    """Free all of it, then raise the first error of the device."""
+    errors = []
+    for pool in pools:
+        try:
+            device.free(pool)
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def _check_apart(given: list[tuple[str, Any]]) -> None:
+    """Raise ValueError for memory of the caller that shares bytes."""
+    spans = [(name, as_strided("pool", pool).address, pool.nbytes) for name, pool in given if pool.nbytes]
+    for (name, start, size), (other, other_start, other_size) in combinations(spans, 2):
+        if start < other_start + other_size and other_start < start + size:
+            raise ValueError(
+                f"{name} and {other} share bytes: accepted is memory of its own for each tier of each part"
+            )
+
+
+def _adopt(device: Device, tier: str, given: Any, nbytes: int, name: str) -> Any:
+    """Use memory of the caller for a tier, after its layout was checked. Raises TypeError, ValueError, and what the
+    caller's function raises."""
+    found = as_strided(name, given(nbytes, ADOPTED_ALIGNMENT) if callable(given) else given)
+    place = device.views.places[tier][0]
+    memory = "device" if place == dlpack.CUDA else "host"
+    if found.memory != memory:
+        raise ValueError(f"{name} is {found.memory} memory: the {device.name} device has this tier in {memory} memory")
+    plain = StridedArray(found.address, found.shape, found.itemsize)
+    size = found.itemsize * math.prod(found.shape)
+    if size != nbytes:
+        raise ValueError(f"{name} has {size} bytes: accepted are exactly the {nbytes} of its blocks")
+    if any(
+        extent > 1 and step != dense for extent, step, dense in zip(found.shape, found.steps, plain.steps, strict=True)
+    ):
+        raise ValueError(
+            f"{name} has shape {found.shape} and strides {found.steps}: accepted is C order without gaps, {plain.steps}"
+        )
+    if not found.writable:
+        raise ValueError(f"{name} is read-only: accepted is memory that can be written")
+    if found.address % ADOPTED_ALIGNMENT and nbytes:
+        raise ValueError(f"{name} is at {found.address:#x}: accepted is a multiple of {ADOPTED_ALIGNMENT}")
+    return device.adopt(StridedArray(found.address, (nbytes,), 1, None, memory, "u", owner=found), tier)

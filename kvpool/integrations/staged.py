@@ -1,0 +1,320 @@
+"""Blocks of one size that an engine keeps in a store, by calls that wait. The bytes go through rows of our own memory.
+
+An engine may use its memory again as soon as a call has returned. A store that hangs may still write to the rows of a
+load then. So a load ends in a row of ours, and is copied to the engine only after its bytes were found to be right.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+
+from kvpool.common.arrays.layout import integer_argument
+from kvpool.hostcache.identity import ModelIdentity
+from kvpool.integrations.options import EngineOptions, EnginePlugin
+from kvpool.storage import jobs
+from kvpool.storage.choice import LoadAttempt, LoadOrCompute, LoadPolicy
+from kvpool.storage.jobs import Job
+from kvpool.storage.seals import BlockNames
+from kvpool.storage.store import OK, Bytes, Rows, Store
+from kvpool.storage.store_client import StoreClient, StoreHealth, TroubleLog, spare_of, staging_rows
+from kvpool.storage.urls import open_store
+
+log = logging.getLogger("kvpool.integrations")
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_NO_ROWS = np.empty(0, np.int64)
+Copy = Callable[[int, Bytes], None]
+
+
+def check_store(options: EngineOptions, **names: object) -> None:
+    """Raises what ``open_store`` raises for the store that the options name."""
+    open_store(options.stores[0], part="check", **names)
+
+
+class _Hits:
+    """Blocks that were found and are worth a load, until they have been loaded or nobody wants them any more.
+
+    A load may lose only what the policy allows it, so that a hit does not lose to the engine. Engines do not report
+    that a request was aborted. So a hit that nobody has begun to load lapses when its load would be given up: it no
+    longer stands before other hits, and a load of it brings nothing. Thread-safe.
+    """
+
+    def __init__(self, policy: LoadPolicy, block_bytes: int, seconds: float) -> None:
+        self._policy, self._block_bytes, self._seconds = policy, block_bytes, seconds
+        self._open: dict[bytes, LoadAttempt] = {}
+        self._loading: set[LoadAttempt] = set()
+        self._lapsed: set[LoadAttempt] = set()
+        self._lock = threading.Lock()
+
+    def worth(self, names: Sequence[bytes], now: float) -> int:
+        """How many of these blocks, which a store has, are to be loaded."""
+        with self._lock:
+            again = {self._open[name] for name in names if name in self._open}
+            gone = {one for one in self._open.values() if one.at + self._seconds < now}
+            self._end(again | gone, now, told=False)
+            self._lapse(now)
+            live = [one for one in self._open.values() if one not in self._lapsed]
+            waited = max(0.0, now - min([one.at for one in live], default=now))
+            load = self._policy.choose(len(names), len(live) * self._block_bytes, 0.0, waited)
+            attempt = LoadAttempt(self._policy, load, max(1, load.blocks), now)
+            self._open.update(dict.fromkeys(names[: load.blocks], attempt))
+            return load.blocks
+
+    def until(self, names: Sequence[bytes]) -> float:
+        """When a load of these blocks, which begins now, is given up."""
+        with self._lock:
+            attempts = {self._open[name] for name in names if name in self._open}
+            self._loading |= attempts - self._lapsed
+            return min([attempt.until for attempt in attempts], default=math.inf)
+
+    def loaded(self, came: Mapping[bytes, bool], began: float, now: float) -> None:
+        """Which blocks have come, by a load that began then."""
+        with self._lock:
+            own = {attempt for name in came if (attempt := self._open.get(name)) is not None}
+            for attempt in own:
+                if attempt in self._lapsed:
+                    self._end({attempt}, now, told=False)
+                    continue
+                mine = [ok for name, ok in came.items() if self._open.get(name) is attempt]
+                attempt.note(sum(mine), began, now)
+                if not all(mine) or attempt.came == attempt.items:
+                    self._end({attempt}, now, told=True)
+
+    def _lapse(self, now: float) -> None:
+        """Drop hits whose time is over and that nobody loads. Their names stay, with the deadline of a load."""
+        for attempt in {*self._open.values()} - self._loading - self._lapsed:
+            if attempt.until < now:
+                attempt.end(now, told=False)
+                self._lapsed.add(attempt)
+
+    def _end(self, attempts: Set[LoadAttempt], now: float, told: bool) -> None:
+        for attempt in attempts - self._lapsed:
+            attempt.end(now, told=told)
+        self._loading -= attempts
+        self._lapsed -= attempts
+        for name in [name for name, attempt in self._open.items() if attempt in attempts] if attempts else ():
+            del self._open[name]
+
+
+class StagedBlocks:
+    """Blocks of one size in one store. Thread-safe.
+
+    Parameters
+    ----------
+    store
+        It is opened here, and closed by ``close``.
+    block_bytes
+        Bytes of a block.
+    identity
+        Whose KV this is.
+    options
+        ``staging``: bytes of memory for rows, at least two blocks. Half of them are kept for loads. ``find_seconds``,
+        ``load_seconds`` and ``save_seconds``: how long such a call may take, and a drop as long as a save. Copies to
+        and from the engine come on top of it. ``load``, ``compute_seconds``: whether hits are weighed against the
+        engine, see ``find_hit``.
+
+    Notes
+    -----
+    Calls never raise. What goes wrong is a block that was not found, loaded or saved. It is counted in ``troubles``,
+    and told by ``TroubleLog``.
+
+    A store from which nothing came in a call, because it failed or was late, is asked no more for 1 s, and then for
+    twice as long each time it fails again, up to 60 s. Until then nothing is found. One call tries it then, and for
+    the others it is still suspended. Saves are judged apart from the rest: a disk that is read-only still gives what it
+    has. See ``StoreHealth``.
+
+    The constructor raises what ``StoreClient`` raises.
+    """
+
+    def __init__(self, store: Store, block_bytes: int, identity: ModelIdentity, options: EngineOptions):
+        size = integer_argument("block_bytes", block_bytes, 1, 1 << 40)
+        spare = spare_of(store)
+        rows = max(2, options.staging // (size + spare))
+        whole = rows * (size + spare)
+        memory = staging_rows(1, whole)[0, :whole].reshape(rows, size + spare)
+        health = StoreHealth(1, _FIRST_PAUSE_S, probe_seconds_max=_LONGEST_PAUSE_S)
+        weighs = options.load == "faster"
+        # A load that the engine overtakes says nothing against its store.
+        patience = options.load_seconds if weighs else 0.0
+        self.client = StoreClient(store, memory, identity, health=health, patience=patience, staging=True, spare=spare)
+        """Whether the store is asked, and its figures: ``client.suspended``, ``client.queue.stats()``."""
+        self.block_bytes = size
+        self.seconds = {
+            jobs.FIND: options.find_seconds,
+            jobs.LOAD: options.load_seconds,
+            jobs.SAVE: options.save_seconds,
+        }
+        """How long a call may take, by kind. It may be changed."""
+        policy = LoadOrCompute(1 / options.compute_seconds, size, 1) if weighs else None
+        self._hits = None if policy is None else _Hits(policy, size, options.load_seconds)
+        self.declined = 0
+        """Blocks that were found by ``find_hit``, and not told, since the engine computes them sooner."""
+        self._resets, self._lock = 0, threading.Lock()
+        self._troubles = TroubleLog(store.name, log=log)
+        self.troubles = self._troubles.counts
+        """Blocks by kind of job and by what went wrong."""
+
+    @classmethod
+    def open(
+        cls,
+        plugin: EnginePlugin,
+        options: EngineOptions,
+        part: str,
+        block_bytes: int,
+        *,
+        model: str,
+        elements: str,
+        layout: str,
+        **names: object,
+    ) -> StagedBlocks:
+        """The blocks of one part of an engine's KV, in the store that the options have for it. ``elements`` is the type
+        of the elements by the engine's word; ``names`` are for ``open_store``. Raises what that and the constructor
+        raise."""
+        identity = ModelIdentity(
+            model=model,
+            revision=str(options.weights),
+            kv_dtype=f"{elements} {options.kv_dtype}".rstrip(),
+            layout=layout,
+            hash_version=f"{plugin.packages[0]} {plugin.version()}",
+        )
+        store = open_store(options.stores[0], part=part, **names)
+        plugin.show_warnings()
+        plugin.log.info("kvpool: %s: blocks of %d bytes are kept in the store %s", part, block_bytes, store.name)
+        return cls(store, block_bytes, identity, options)
+
+    def find(self, names: Sequence[bytes]) -> list[bool]:
+        """Which blocks the store says that it has."""
+        found = [False] * len(names)
+        with self._watched(jobs.FIND, len(names)) as usable:
+            if usable:
+                job = self.client.find(BlockNames(names), deadline=self._deadline(jobs.FIND))
+                found[:] = (self._codes(job) == OK).tolist()
+        return found
+
+    def find_hit(self, names: Sequence[bytes]) -> list[bool]:
+        """Which blocks of a prompt, in its order, are there and worth a load: with ``load="faster"``, those of its
+        beginning that are expected sooner than the engine computes them."""
+        found = self.find(names)
+        if self._hits is None or not any(found):
+            return found
+        leading = found.index(False) if False in found else len(found)
+        worth = self._hits.worth(names[:leading], self.client.queue.now())
+        self.declined += leading - worth
+        return found if worth == leading else [True] * worth + [False] * (len(names) - worth)
+
+    def load(self, names: Sequence[bytes], put: Copy) -> list[bool]:
+        """Load blocks. ``put(place, row)`` gets the bytes uint8[block_bytes] of each block that came, and copies them:
+        the row is used again. Returns which blocks came."""
+        hits, began = self._hits, self.client.queue.now()
+        if hits is None:
+            return self._staged(jobs.LOAD, names, put)
+        done = self._staged(jobs.LOAD, names, put, hits.until(names))
+        hits.loaded(dict(zip(names, done, strict=True)), began, self.client.queue.now())
+        return done
+
+    def save(self, names: Sequence[bytes], fill: Copy) -> list[bool]:
+        """Save blocks. ``fill(place, row)`` writes the bytes of a block to a row. Returns which blocks the store now
+        has."""
+        return self._staged(jobs.SAVE, names, fill)
+
+    def forget(self, names: Sequence[bytes]) -> None:
+        """Drop blocks. A store that is too slow does so after this has returned."""
+        with self._watched(jobs.FORGET, len(names)) as usable:
+            if usable:
+                self.client.wait(self.client.forget(BlockNames(names)), self.seconds[jobs.SAVE])
+
+    def clear(self) -> bool:
+        """Find no block any more that was saved until now, and have the store drop all blocks of this identity. Returns
+        whether it has confirmed that within ``save_seconds``. If not, it is told again until ``close``, and saves
+        nothing meanwhile. A process that opens the store later finds the blocks if it never confirms."""
+        try:
+            with self._lock:
+                self._resets += 1
+                job = self.client.reset()
+        except Exception as error:
+            self._troubles.note(jobs.CLEAR, type(error).__name__, 1, str(error)[:200])
+            return False
+        self.client.wait(job, self.seconds[jobs.SAVE])
+        if not self.client.queue.clears:
+            self._troubles.note(jobs.CLEAR, "not supported", 1, "the store keeps the blocks, and they are not found")
+            return False
+        return job.ok > 0
+
+    def close(self) -> None:
+        """End all calls, and close the store. Waits at most 10 s. Logs how much went wrong, if anything did."""
+        ended = self.client.close()
+        counts = sorted(dict(self.troubles).items())
+        troubles = ", ".join(f"{kind} {what} {count}" for (kind, what), count in counts)
+        if troubles:
+            log.warning("kvpool: store %s: blocks by what went wrong: %s", self.client.name, troubles)
+        if not ended:
+            log.warning("kvpool: store %s: a call hangs, and keeps its memory", self.client.name)
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    def _deadline(self, kind: str) -> float:
+        return self.client.queue.now() + self.seconds[kind]
+
+    def _staged(self, kind: str, names: Sequence[bytes], copy: Copy, until: float = math.inf) -> list[bool]:
+        """Load or save, as many blocks at a time as there are rows. What has not come ``until`` then does not."""
+        done, start = [False] * len(names), 0
+        with self._watched(kind, len(names)) as usable:
+            keys, deadline = BlockNames(names if usable else ()), min(self._deadline(kind), until)
+            while start < len(keys):
+                left = deadline - self.client.queue.now()
+                rows = self.client.take(kind, len(keys) - start, left) if left > 0 else _NO_ROWS
+                if not len(rows):
+                    self._troubles.note(kind, "late" if left <= 0 else "without rows", len(keys) - start)
+                    break
+                self._move(kind, keys[start : start + len(rows)], rows, deadline, copy, start, done)
+                start += len(rows)
+        return done
+
+    def _move(
+        self, kind: str, keys: BlockNames, rows: Rows, deadline: float, copy: Copy, start: int, done: list[bool]
+    ) -> None:
+        """Load or save blocks through these rows, and note those for which that was done from ``start`` on."""
+        client, job, resets = self.client, None, self._resets
+        begin = client.save if kind == jobs.SAVE else partial(client.load, hold=True)
+        try:
+            for place, row in enumerate(rows if kind == jobs.SAVE else (), start):
+                copy(place, client.memory[row])
+            with self._lock:
+                if resets != self._resets:
+                    return  # The rows have what was there before the reset.
+                job = begin(keys, rows, deadline=deadline)
+            for index in np.flatnonzero(self._codes(job) == OK).tolist():
+                if kind == jobs.LOAD:
+                    copy(start + index, client.memory[rows[index]])
+                done[start + index] = True
+        finally:
+            if job is None:
+                client.give_back(rows)
+            else:
+                client.release(job)
+
+    @contextmanager
+    def _watched(self, kind: str, count: int) -> Iterator[bool]:
+        """Whether the store is to be asked. Nothing is raised in the thread of an engine."""
+        usable = count > 0 and self.client.usable(kind)
+        if count and not usable:
+            self._troubles.note(kind, "suspended", count, quiet=True)
+        try:
+            yield usable
+        except Exception as error:
+            self._troubles.note(kind, type(error).__name__, count, str(error)[:200])
+
+    def _codes(self, job: Job) -> Bytes:
+        """What became of the blocks of a job, once it is done. Counts what went wrong."""
+        self.client.wait(job)
+        for code, count in job.counts.items():
+            if code not in ("ok", "absent"):
+                self._troubles.note(job.kind, code, count, job.error)
+        return job.codes

@@ -1,0 +1,117 @@
+"""Spans of OpenTelemetry: around admissions, moves between the tiers, keepers' loads, and jobs of stores.
+
+Nothing is traced before ``trace`` is called, and until then nothing is paid: it replaces the methods that it traces.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from kvpool.pool.manager import KVCacheManager
+from kvpool.storage.jobs import Job
+from kvpool.storage.keeper import Keeper
+from kvpool.storage.queue import StoreQueue
+
+_ADMISSIONS = ("add_sequence", "add_sequence_batch", "plan_batch", "reserve", "apply")
+_MOVES = ("prefetch", "offload", "import_blocks", "swap_out", "resume")
+_CALLS: dict[type, tuple[str, ...]] = {KVCacheManager: (*_ADMISSIONS, *_MOVES), Keeper: ("prefetch",)}
+_JOBS = ("find", "load", "save", "forget")
+
+_request: ContextVar[str] = ContextVar("kvpool_request", default="")
+_replaced: list[tuple[type, str, Any]] = []
+"""The classes that are traced, and what they had under a name: None where a base class has it."""
+
+
+@contextmanager
+def request(name: str) -> Iterator[None]:
+    """Calls inside, on this thread or task, are for the request of this id: the attribute ``kvpool.request``."""
+    token = _request.set(name)
+    try:
+        yield
+    finally:
+        _request.reset(token)
+
+
+def trace(tracer: Any = None) -> None:
+    """Begin to trace all pools, keepers and queues of stores of this process. A second call does nothing.
+
+    ``tracer``: an OpenTelemetry tracer; by default that of the global provider, for which the extra ``otel`` is needed:
+    ImportError. Spans have the names ``kvpool.add_sequence_batch``, ``kvpool.store.load`` and so on, and no tokens,
+    keys or salts. The span of a store's job begins when it is queued, and ends when its result is read.
+
+    While calls are traced, a signal handler that raises may do so in the tracer, behind a call that has happened: use
+    it where handlers do not raise. Not thread-safe: call it before pools are used.
+    """
+    if _replaced:
+        return
+    if tracer is None:
+        try:
+            from opentelemetry.trace import get_tracer
+        except ModuleNotFoundError as error:
+            raise ImportError('tracing needs opentelemetry-api: pip install ".[otel]"') from error
+        tracer = get_tracer("kvpool")
+    open_jobs: WeakKeyDictionary[Job, Any] = WeakKeyDictionary()
+    for owner, names in _CALLS.items():
+        for name in names:
+            _replace(owner, name, _spanned(tracer, name, getattr(owner, name)))
+    for name in _JOBS:
+        _replace(StoreQueue, name, _begun(tracer, name, getattr(StoreQueue, name), open_jobs))
+    _replace(StoreQueue, "finished", _ended(StoreQueue.finished, open_jobs))
+
+
+def untrace() -> None:
+    """Trace nothing any more. Spans of jobs that are under way do not end."""
+    while _replaced:
+        owner, name, before = _replaced.pop()
+        delattr(owner, name)
+        if before is not None:
+            setattr(owner, name, before)
+
+
+def _replace(owner: type, name: str, call: Callable[..., Any]) -> None:
+    _replaced.append((owner, name, vars(owner).get(name)))
+    setattr(owner, name, call)
+
+
+def _attributes() -> dict[str, str]:
+    return {"kvpool.request": _request.get()} if _request.get() else {}
+
+
+def _spanned(tracer: Any, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        with tracer.start_as_current_span(f"kvpool.{name}", attributes=_attributes()):
+            return call(*args, **kwargs)
+
+    return traced
+
+
+def _begun(
+    tracer: Any, name: str, call: Callable[..., Job], open_jobs: WeakKeyDictionary[Job, Any]
+) -> Callable[..., Job]:
+    @functools.wraps(call)
+    def traced(*args: Any, **kwargs: Any) -> Job:
+        job = call(*args, **kwargs)
+        open_jobs[job] = tracer.start_span(f"kvpool.store.{name}", attributes=_attributes())
+        return job
+
+    return traced
+
+
+def _ended(call: Callable[[StoreQueue], list[Job]], open_jobs: WeakKeyDictionary[Job, Any]) -> Any:
+    @functools.wraps(call)
+    def traced(queue: StoreQueue) -> list[Job]:
+        found = call(queue)
+        for job in found:
+            span = open_jobs.pop(job, None) if job.done else None
+            if span is not None:
+                span.set_attribute("kvpool.blocks", len(job.codes))
+                span.end()
+        return found
+
+    return traced

@@ -1,1 +1,0 @@
-"""What a pool tells to monitoring: metrics for Prometheus."""

@@ -1,0 +1,201 @@
+"""Block tables: the persistent host table that CPU readers use in place, its dense and CSR forms, and checks of the
+targets of hand-overs."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvpool.common.arrays import Bools, Int32s, Int64s
+from kvpool.common.arrays.dlpack import CPU, check_no_stream, make_capsule
+from kvpool.common.arrays.layout import integer_argument
+from kvpool.common.jit import jit
+from kvpool.device.work import Table
+
+_INT32_MAX = 2**31 - 1
+
+
+class Csr(NamedTuple):
+    """Block ids of n sequences, one sequence after the other, as attention libraries expect them.
+
+    The blocks of sequence i are ``indices[indptr[i]:indptr[i + 1]]``: int32[n + 1] and int32[total]. ``last_page_len``
+    int32[n] are the tokens in its last block, 1 to tokens_per_block, or 0 if it has no token. Blocks that a window has
+    passed are left out: attention that counts a window back from the last token does not notice.
+    """
+
+    indptr: Int32s
+    indices: Int32s
+    last_page_len: Int32s
+
+
+class BlockTable(NamedTuple):
+    """Block ids of some sequences, at this moment.
+
+    ``table`` int32[max_sequences, max_blocks] is the persistent table of the whole pool, read-only, -1 where there is
+    no block; it keeps its address and layout while the pool lives, and changes with every call that changes these
+    sequences. ``rows`` int64[n] are the rows of the sequences asked for, ``lengths`` int64[n] their tokens. Column i is
+    the block of the tokens from i * tokens_per_block on; where a window has passed it, it is -1 too.
+
+    Examples
+    --------
+    >>> import kvpool
+    >>> layout = kvpool.BlockLayout(layers=2, kv_heads=2, head_dim=8, tokens_per_block=4)
+    >>> with kvpool.KVCacheManager(layout, device_blocks=8, device="cpu") as cache:
+    ...     ids = cache.add_sequence_batch([range(6), range(10, 19)]).ids
+    ...     table = cache.block_table(ids)
+    ...     print(table.dense())
+    ...     print(*table.csr())
+    ...     cache.release(ids)
+    [[ 0  1 -1]
+     [ 2  3  4]]
+    [0 2 5] [0 1 2 3 4] [2 1]
+    """
+
+    table: Int32s
+    rows: Int64s
+    lengths: Int64s
+    tokens_per_block: int
+
+    def __dlpack__(
+        self, *, stream: object = None, max_version: object = None, dl_device: object = None, copy: bool | None = None
+    ) -> Any:
+        """``table`` for other packages, in place. It is read-only, so the other package must know DLPack 1, or ask for
+        ``copy=True``.
+
+        Raises BufferError for a request that cannot be met, ValueError for a stream.
+        """
+        check_no_stream(stream)
+        return make_capsule(self.table, writable=False, max_version=max_version, dl_device=dl_device, copy=copy)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return CPU, 0
+
+    @property
+    def blocks(self) -> Int64s:
+        """Blocks of each sequence, int64[n]."""
+        return -(-self.lengths // self.tokens_per_block)
+
+    def dense(self, width: int | None = None) -> Int32s:
+        """A private copy int32[n, width] of the rows, with -1 after the end of each. By default it is as wide as the
+        longest row.
+
+        Reads the table as it is now: no other call may change these sequences meanwhile. Raises ValueError if a row
+        does not fit.
+        """
+        used = int(self.blocks.max(initial=0))
+        wide = used if width is None else integer_argument("width", width, 0, _INT32_MAX)
+        if wide < used:
+            raise ValueError(f"width={wide}: accepted are the {used} blocks of the longest sequence, or more")
+        found = np.full((len(self.rows), wide), -1, np.int32)
+        found[:, :used] = self.table[self.rows, :used]
+        return found
+
+    def csr(self) -> Csr:
+        """The same block ids without padding, in private arrays. Reads the table as ``dense`` does. Raises ValueError
+        beyond 2**31 - 1 blocks."""
+        dense = self.dense()
+        present = dense != -1
+        indptr = np.concatenate([[0], np.cumsum(present.sum(axis=1))])
+        if indptr[-1] > _INT32_MAX:
+            raise ValueError(f"{indptr[-1]} blocks: accepted are {_INT32_MAX}")
+        indices = dense[present]
+        last = np.where(self.lengths > 0, (self.lengths - 1) % self.tokens_per_block + 1, 0)
+        return Csr(indptr.astype(np.int32), indices, last.astype(np.int32))
+
+
+def planes_argument(table: Table, scale: object, v_offset: object, ids: int) -> Int64s:
+    """For each plane of a target its first byte, scale and offset, int64[planes, 3], if the target has the right shape.
+
+    The shape is [rows, columns]. If ``v_offset`` is given, [2] for K and V comes before it. If ``scale`` is a list,
+    [pools] comes first. ``ids`` is the number of possible block ids. Raises TypeError or ValueError.
+    """
+    return _planes(table.shape, table.strides, _integers("scale", scale, 1), _integers("v_offset", v_offset, 0), ids)
+
+
+def _integers(name: str, value: Any, low: int) -> Any:
+    """An int or None as it is; else a tuple of checked ints for a list, or one."""
+    if value is None or type(value) is int:
+        return value
+    if _is_list(value):
+        return tuple(integer_argument(name, one, low, _INT32_MAX) for one in value)
+    return integer_argument(name, value, low, _INT32_MAX)
+
+
+@lru_cache(maxsize=256)
+def _planes(shape: tuple[int, ...], strides: tuple[int, ...], scale: Any, v_offset: Any, ids: int) -> Int64s:
+    """Cached, since an engine hands over to the same few targets at every step. Nobody writes to it."""
+    pooled, listed = isinstance(scale, tuple), isinstance(v_offset, tuple)
+    scales = scale if pooled else (integer_argument("scale", scale, 1, _INT32_MAX),)
+    given = v_offset if listed else () if v_offset is None else (integer_argument("v_offset", v_offset, 0, _INT32_MAX),)
+    if listed and not (pooled and len(given) == len(scales)):
+        raise ValueError(
+            f"v_offset has {len(given)} entries: accepted is one number, or one for each pool that scale lists"
+        )
+    leading = (len(scales),) * pooled + (2,) * bool(given)
+    if shape[:-2] != leading:
+        text = "".join(f"{count}, " for count in leading)
+        raise ValueError(
+            f"target has shape {list(shape)}: with this scale and v_offset, accepted is [{text}rows, columns]"
+        )
+    planes = []
+    for pool, one in enumerate(scales):
+        for offset in (0, given[pool if listed else 0]) if given else (0,):
+            if (ids - 1) * one + offset > _INT32_MAX:
+                raise ValueError(f"scale={one} and v_offset={offset} take block {ids - 1} beyond the int32 range")
+            planes.append((one, offset))
+    starts = Table(0, shape, strides, None).starts()
+    return np.array([(start, *plane) for start, plane in zip(starts, planes, strict=True)], np.int64)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.ndim == 1)
+
+
+def rows_argument(rows: Int64s | None, count: int, available: int) -> Int64s:
+    """The row of a target for each of ``count`` sequences, int64[count]; by default the first rows. Raises
+    ValueError."""
+    if rows is None:
+        if count > available:
+            raise ValueError(f"target has {available} rows: accepted are {count} or more, one for each sequence")
+        return _first_rows(count)
+    if len(rows) != count:
+        raise ValueError(f"rows has {len(rows)} entries: accepted is one for each of the {count} sequences")
+    bad = _first_bad(rows, available, np.zeros(available, np.bool_))
+    if bad >= 0:
+        raise ValueError(f"rows[{bad}]={rows[bad]}: accepted are different rows of the target's {available}")
+    return rows
+
+
+@lru_cache(maxsize=64)
+def _first_rows(count: int) -> Int64s:
+    """Cached; nobody writes to it."""
+    return np.arange(count)
+
+
+@jit
+def _first_bad(rows: Int64s, available: int, seen: Bools) -> int:
+    """The place of a row that does not exist or is named twice, else -1."""
+    for i in range(rows.shape[0]):
+        if rows[i] < 0 or rows[i] >= available or seen[rows[i]]:
+            return i
+        seen[rows[i]] = True
+    return -1
+
+
+def own_table(table: object, groups: int, sequences: int, columns: int) -> Int32s | None:
+    """The caller's memory for a persistent table, or None without one. Raises TypeError or ValueError."""
+    if table is None:
+        return None
+    if not isinstance(table, np.ndarray) or table.dtype != np.int32:
+        raise TypeError(f"table: accepted is an int32 array, not {getattr(table, 'dtype', type(table).__name__)}")
+    table = np.asarray(table)[...]  # whose shape and strides nobody else changes
+    shape = (groups, sequences, columns)[groups == 1 :]
+    if table.shape != shape:
+        text = "groups, " * (groups > 1) + "max_sequences, columns"
+        raise ValueError(f"table has shape {list(table.shape)}: accepted is [{text}] = {list(shape)}")
+    flags = table.flags
+    if not (flags.c_contiguous and flags.aligned and flags.writeable):
+        raise ValueError("table: accepted is an array that is C-contiguous, aligned and writable")
+    return table

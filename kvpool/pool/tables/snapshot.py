@@ -1,0 +1,316 @@
+"""Hand-overs: block tables of some sequences, copied into a buffer and then to memory of the device, dense or as
+CSR."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvpool.common.arrays import Int64s
+from kvpool.common.errors import DeviceError
+from kvpool.common.jit import jit
+from kvpool.common.jit.intrinsics import array_at, memcpy
+from kvpool.device.base import Device, Stream
+from kvpool.device.work import OFFSET, SCALE, START, StagedRows, StagedVectors, Table, Work, staged_bytes, staged_views
+from kvpool.pool.tables.staging import Buffer, Staging
+from kvpool.state.records import NONE, SEVERAL_STREAMS, TOO_LARGE, TOO_SMALL, H, head, sequences_of
+from kvpool.state.requests import holes
+from kvpool.state.sequences import check, stream_of
+
+_INT32_MAX = 2**31 - 1
+
+
+@jit
+def used_blocks(h, ids):  # type: ignore[no-untyped-def]
+    """The columns of the longest of these sequences, and the blocks of all. Without the state lock it is a guess, and
+    ids may be wrong."""
+    sequences = sequences_of(h)
+    most, total = np.int64(0), np.int64(0)
+    for i in range(ids.shape[0]):
+        slot = ids[i] & 0xFFFFFFFF
+        if slot < h.sequences:
+            most, total = max(most, np.int64(sequences[slot].blocks)), total + sequences[slot].blocks - holes(h, slot)
+    return most, total
+
+
+@jit
+def dense_room(heads, g, ids, planes, rows, columns, least):  # type: ignore[no-untyped-def]
+    """Bytes of the buffer that ``stage_dense`` is likely to need."""
+    return staged_bytes(planes, rows, max(least, min(used_blocks(head(heads, g), ids)[0], columns)))
+
+
+@jit
+def csr_room(heads, g, ids):  # type: ignore[no-untyped-def]
+    """Bytes of the buffer that ``stage_csr`` is likely to need."""
+    return 4 * (2 * ids.shape[0] + 1 + used_blocks(head(heads, g), ids)[1])
+
+
+@jit
+def check_streams(h, ids):  # type: ignore[no-untyped-def]
+    """0 or an error: those of ``sequences.check``, or SEVERAL_STREAMS if the call names no stream and the sequences
+    were used last on different ones; then ``detail`` is the first sequence on another stream."""
+    error = check(h, ids, True)
+    if error or h.stream != NONE:
+        return error
+    sequences = sequences_of(h)
+    for i in range(1, ids.shape[0]):
+        if sequences[ids[i] & 0xFFFFFFFF].stream != sequences[ids[0] & 0xFFFFFFFF].stream:
+            h.detail = i
+            return SEVERAL_STREAMS
+    return 0
+
+
+@jit
+def _copy_rows(h, slot, first, address, columns):  # type: ignore[no-untyped-def]
+    """Copy ``columns`` columns of the host table to ``address``, from column ``first`` of a sequence's row on. If they
+    are more than the row has, they go on in the next rows."""
+    memcpy(address, h.table_at + 4 * (slot * h.columns + first), 4 * columns)
+
+
+@jit
+def _width(h, ids, columns, least, cut):  # type: ignore[no-untyped-def]
+    """How many columns a hand-over of ``least`` to ``columns`` has, or an error of ``stage_dense``."""
+    error = np.int64(check_streams(h, ids))
+    if error:
+        return error
+    sequences = sequences_of(h)
+    width = np.int64(least)
+    for i in range(ids.shape[0]):
+        used = np.int64(sequences[ids[i] & 0xFFFFFFFF].blocks)
+        if used > columns and not cut:
+            h.detail = i
+            h.bound = used
+            return np.int64(TOO_LARGE)
+        width = max(width, min(used, np.int64(columns)))
+    return width
+
+
+@jit
+def stage_dense(heads, g, ids, rows, planes, address, nbytes, columns, least, cut):  # type: ignore[no-untyped-def]
+    """Write a hand-over of ``least`` to ``columns`` columns into the buffer at ``address``. Returns how many. Rows
+    behind the sequences have no blocks.
+
+    The sequences are used on the call's stream from now on. Errors, with nothing changed: those of ``check_streams``;
+    TOO_LARGE, unless ``cut``, if the sequence at ``detail`` has ``bound`` columns; TOO_SMALL for the buffer.
+    """
+    h = head(heads, g)
+    width = _width(h, ids, columns, least, cut)
+    if width < 0:
+        return width
+    if staged_bytes(planes.shape[0], rows.shape[0], width) > nbytes:
+        return TOO_SMALL
+    to_ids, to_rows, to_planes = staged_views(address, planes.shape[0], rows.shape[0], width)
+    for p in range(planes.shape[0]):
+        for k in range(3):
+            to_planes[p, k] = planes[p, k]
+    first = 0
+    for i in range(ids.shape[0]):
+        slot = ids[i] & 0xFFFFFFFF
+        stream_of(h, slot)
+        # Rows that follow each other are copied together: short copies cost more than their bytes.
+        if i + 1 == ids.shape[0] or width < h.columns or ids[i + 1] & 0xFFFFFFFF != slot + 1:
+            _copy_rows(h, slot - (i - first), 0, address + 4 * first * width, (i + 1 - first) * width)
+            first = i + 1
+    for i in range(rows.shape[0]):
+        to_rows[i] = rows[i]
+        if i >= ids.shape[0]:
+            to_ids[i] = -1
+    return width
+
+
+@jit
+def write_dense(heads, ids, g, rows, planes, columns, cut, table, row_stride):  # type: ignore[no-untyped-def]
+    """Write a hand-over to a table in main memory, without a buffer. ``table`` is an address. Returns 0, or 1 with
+    nothing written if ``stage_dense`` has an error."""
+    h = head(heads, g)
+    if _width(h, ids, columns, 0, cut) < 0:
+        return 1
+    sequences = sequences_of(h)
+    for p in range(planes.shape[0]):
+        scale = planes[p, SCALE]
+        offset = planes[p, OFFSET]
+        for i in range(ids.shape[0]):
+            slot = ids[i] & 0xFFFFFFFF
+            used = min(np.int64(sequences[slot].blocks), columns)
+            place = table + planes[p, START] + rows[i] * row_stride
+            target = array_at(place, (columns,), np.int32)
+            _copy_rows(h, slot, 0, place, used)
+            for c in range(used if scale != 1 or offset else 0):
+                target[c] = target[c] * scale + offset if target[c] >= 0 else -1
+            for c in range(used, columns):
+                target[c] = -1
+    return 0
+
+
+@jit
+def stage_csr(heads, g, ids, address, nbytes, room):  # type: ignore[no-untyped-def]
+    """Write the CSR form into the buffer at ``address``: first indptr, then last_page_len, then indices. Returns the
+    number of block ids.
+
+    The sequences are used on the call's stream from now on. Errors, with nothing changed: those of ``check_streams``;
+    TOO_LARGE if the ``detail`` ids are more than ``room``; TOO_SMALL for the buffer.
+    """
+    h = head(heads, g)
+    error = check_streams(h, ids)
+    if error:
+        return error
+    total = used_blocks(h, ids)[1]
+    if total > room:
+        h.detail = total
+        return TOO_LARGE
+    n = ids.shape[0]
+    if 4 * (2 * n + 1 + total) > nbytes:
+        return TOO_SMALL
+    sequences = sequences_of(h)
+    indptr, last = array_at(address, (n + 1,), np.int32), array_at(address + 4 * (n + 1), (n,), np.int32)
+    done = np.int64(0)
+    for i in range(n):
+        slot = ids[i] & 0xFFFFFFFF
+        stream_of(h, slot)
+        used, length = np.int64(sequences[slot].blocks), sequences[slot].length
+        indptr[i] = done
+        last[i] = (length - 1) % h.width + 1 if length else 0
+        place, gone = address + 4 * (2 * n + 1 + done), holes(h, slot)
+        if gone:
+            _copy_rows(h, slot, 0, place, h.sinks)
+            place += 4 * h.sinks
+            _copy_rows(h, slot, sequences[slot].first, place, used - sequences[slot].first)
+        else:
+            _copy_rows(h, slot, 0, place, used)
+        done += used - gone
+    indptr[n] = done
+    return total
+
+
+class HandOver(ABC):
+    """Block tables on their way into ``targets``. After the decision, ``enqueue`` has the device read them.
+
+    ``retained`` says that the buffer no longer belongs to the call. ``error`` says why the device did not accept all of
+    it. What is ``captured`` belongs to a graph, which writes the targets. Its shape does not change: ``least`` columns
+    are staged of every sequence.
+    """
+
+    captured, least = False, 0
+
+    def __init__(self, targets: Sequence[Table]) -> None:
+        self.targets = targets
+        self.error: DeviceError | None = None
+        self.retained = False
+
+    def capture(self, columns: int) -> None:
+        """Make it that of a graph, in a pool whose sequences have up to ``columns`` columns."""
+        self.captured, self.least = True, columns
+
+    def choose(self, first: Int64s, counts: Int64s) -> None:
+        """Choose tokens of a step. Raises ValueError where there are none to choose."""
+        if len(first) or len(counts):
+            raise ValueError("first, counts: accepted is None, since block offsets are of all tokens")
+
+    @abstractmethod
+    def room(self, heads: Int64s, g: int, ids: Int64s) -> int:
+        """The bytes of a buffer that is likely to be large enough. Needs no lock."""
+
+    @abstractmethod
+    def stage(self, heads: Int64s, g: int, ids: Int64s, buffer: Buffer) -> int:
+        """Snapshot the tables into ``buffer``. Returns the argument of ``work``, or an error of the jitted function.
+
+        The caller holds the state lock. Raises ValueError, with nothing changed, for sequences for which the targets
+        have no room.
+        """
+
+    @abstractmethod
+    def work(self, buffer: Buffer, staged: int) -> Work:
+        """What the device has to do."""
+
+    def enqueue(self, staging: Staging, device: Device, buffer: Buffer, staged: int, stream: Stream) -> None:
+        """Have the device write the targets; those of a graph are written when it is replayed. The caller holds the
+        transfer lock. Raises DeviceError if the device can order no more work."""
+        try:
+            if not self.captured:
+                device.enqueue(self.work(buffer, staged), stream)
+        except DeviceError as error:
+            if error.sticky:
+                raise
+            # Some of it may be enqueued, and read the buffer.
+            self.error = error
+        # Behind this comes the replay: from now on the device waits for this stream when it closes.
+        event = device.record(stream)
+        self.retained = True
+        if self.captured:
+            buffer.replays = stream
+        else:
+            staging.retain(buffer, stream, event, self.targets)
+
+
+class DenseHandOver(HandOver):
+    """Rows of one table. ``planes`` and ``rows`` are as in ``StagedRows``. At most ``columns`` columns of a sequence
+    are written.
+
+    A longer sequence is ``cut``, or is an error.
+    """
+
+    def __init__(self, table: Table, planes: Int64s, rows: Int64s, columns: int, cut: bool) -> None:
+        super().__init__([table])
+        self.planes, self.rows, self.columns, self.cut = planes, rows, columns, cut
+
+    def capture(self, columns: int) -> None:
+        super().capture(min(columns, self.columns))
+
+    def room(self, heads: Int64s, g: int, ids: Int64s) -> int:
+        return int(dense_room(heads, g, ids, len(self.planes), len(self.rows), self.columns, self.least))
+
+    def stage(self, heads: Int64s, g: int, ids: Int64s, buffer: Buffer) -> int:
+        room = buffer.address, buffer.array.nbytes
+        width = int(stage_dense(heads, g, ids, self.rows, self.planes, *room, self.columns, self.least, self.cut))
+        if width == TOO_LARGE:
+            raise ValueError(
+                f"target has {self.columns} columns: sequence {ids[heads[g, H.detail]]} has {heads[g, H.bound]} "
+                "blocks; "
+                "accepted are as many, or max_blocks"
+            )
+        return width
+
+    def work(self, buffer: Buffer, staged: int) -> Work:
+        shape = len(self.planes), len(self.rows), staged, self.columns
+        return StagedRows(self.targets[0], buffer.array, buffer.address, *shape)
+
+
+class CsrHandOver(HandOver):
+    """``indptr``, ``indices`` and ``last_page_len`` of ``count`` sequences, each to the start of its vector."""
+
+    def __init__(self, vectors: Sequence[Table], count: int) -> None:
+        super().__init__(vectors)
+        self.count = count
+
+    def room(self, heads: Int64s, g: int, ids: Int64s) -> int:
+        return int(csr_room(heads, g, ids))
+
+    def stage(self, heads: Int64s, g: int, ids: Int64s, buffer: Buffer) -> int:
+        available = self.targets[1].shape[0]
+        total = int(stage_csr(heads, g, ids, buffer.address, buffer.array.nbytes, min(available, _INT32_MAX)))
+        if total == TOO_LARGE:
+            least = heads[g, H.detail]
+            raise ValueError(
+                f"indices has {available} entries: accepted are {least} or more, and at most {_INT32_MAX} are used"
+            )
+        return total
+
+    def work(self, buffer: Buffer, staged: int) -> Work:
+        indptr, indices, last = self.targets
+        n = self.count
+        pieces = [
+            (indptr, 0, 4 * (n + 1)),
+            (last, 4 * (n + 1), 4 * n),
+            (indices, 4 * (2 * n + 1), 4 * staged),
+        ]
+        return StagedVectors(buffer.array, buffer.address, [piece for piece in pieces if piece[2]])
+
+
+def stream_error(heads: Any, g: int, ids: Int64s) -> ValueError:
+    """The exception for SEVERAL_STREAMS."""
+    return ValueError(
+        f"stream=None: sequence {ids[heads[g, H.detail]]} was used on another stream than {ids[0]}: name one"
+    )

@@ -1,0 +1,193 @@
+"""Staging: buffers of the host tier that carry block tables to the device. Each belongs to one call, until the device
+has read it.
+
+Its lock comes last in the order, after the transfer lock and the state lock. While it is held, the device is only
+queried.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from kvpool.common.arrays import Uint8s
+from kvpool.common.errors import DeviceError, PoolClosed
+from kvpool.common.interrupt import deliver
+from kvpool.device.base import STAGING, Device, Event, Retired, Stream
+from kvpool.device.work import Table
+from kvpool.pool.transfer.transfer import Transfer
+from kvpool.state import records
+
+SMALLEST_BYTES = 4096
+
+
+class Buffer:
+    """Memory of the host tier. ``event`` comes after the last work that reads it, which is for ``tables``. ``replays``
+    is the stream of the graph that reads it, if one does."""
+
+    __slots__ = ("address", "array", "event", "replays", "tables")
+
+    def __init__(self, array: Uint8s) -> None:
+        self.array, self.address = array, array.ctypes.data
+        self.event: Event | None = None
+        self.replays: Stream | None = None
+        self.tables: Sequence[Table] = ()
+
+
+class Staging:
+    """The buffers of one pool. On a stream, at most ``depth`` hand-overs are enqueued and not done, besides those that
+    other threads are about to enqueue.
+
+    A call takes a buffer. It is retained with an event when the device has been told to read it. It is free again when
+    that event is complete, in the order of the hand-overs to that stream: no stream waits for another. No buffer is
+    given back to the device while an event is pending. Thread-safe.
+    """
+
+    def __init__(self, device: Device, transfer: Transfer, depth: int) -> None:
+        self._device, self._transfer, self.depth = device, transfer, depth
+        self._lock = threading.Lock()
+        self._buffers: list[Buffer] = []
+        self._free: list[Buffer] = []
+        self._retained: Retired[Buffer] = Retired(partial(_is_complete, device))
+        self._most = 0
+        self._closed = False
+        transfer.forks.guard(self, "_lock")
+
+    def take(self, nbytes: int, stream: Stream) -> Buffer:
+        """A buffer of at least ``nbytes``, which belongs to the caller until it is retained or given back. May wait for
+        ``stream``, with no lock held.
+
+        Raises DeviceError, MemoryError, PoolClosed.
+        """
+        try:
+            while True:
+                with self._lock:
+                    self._retire()
+                    if self._retained.count(stream.handle) < self.depth:
+                        found, spare = self._choose(nbytes)
+                        break
+                    oldest = self._retained.oldest(stream.handle)
+                deliver(self._device.synchronize, oldest)
+        except DeviceError as error:
+            self._transfer.broken = self._transfer.broken or error
+            raise
+        if spare is not None:
+            self._device.free(spare.array)
+        return found or self.allocate(nbytes)
+
+    def _choose(self, nbytes: int) -> tuple[Buffer | None, Buffer | None]:
+        """The smallest free buffer that is large enough. If there is none: None, and a buffer that is too small and may
+        be freed."""
+        if self._closed:
+            raise PoolClosed("the pool is closed")
+        self._free.sort(key=_size)
+        for buffer in self._free:
+            if buffer.array.nbytes >= nbytes:
+                self._free.remove(buffer)
+                return buffer, None
+        if len(self._buffers) < self.depth or not self._free:
+            return None, None
+        spare = self._free.pop(0)
+        self._buffers.remove(spare)
+        return None, spare
+
+    def allocate(self, nbytes: int) -> Buffer:
+        """A new buffer of at least ``nbytes``. Raises DeviceError, MemoryError, PoolClosed."""
+        buffer = Buffer(self._device.allocate(max(SMALLEST_BYTES, 1 << (nbytes - 1).bit_length()), STAGING))
+        with self._lock:
+            if not self._closed:
+                self._buffers.append(buffer)
+                return buffer
+        self._device.free(buffer.array)
+        raise PoolClosed("the pool is closed")
+
+    def give_back(self, buffer: Buffer) -> None:
+        """Return a buffer that the device was not told to read."""
+        with self._lock:
+            self._free.append(buffer)
+
+    def retain(self, buffer: Buffer, stream: Stream, event: Event, tables: Sequence[Table]) -> None:
+        """Keep a buffer that the device reads on ``stream`` until ``event`` is complete. By then it has written
+        ``tables``."""
+        with self._lock:
+            buffer.event, buffer.tables = event, tables
+            if not self._transfer.guards & records.STAGED_BUFFERS_RETIRE_BY_EVENT:
+                self._free.append(buffer)
+                return
+            self._retained.add(stream.handle, event, buffer)
+            if len(self._retained) > self._most:
+                self._retire()
+                self._most = max(self._most, len(self._retained))
+
+    def await_replay(self, buffer: Buffer, stream: Stream) -> None:
+        """Wait, with no lock held, until the graph of a buffer has been replayed for the last time: on ``stream``, if
+        none was named for it before. Raises DeviceError, and ValueError while no work can be enqueued there."""
+        if not self._transfer.guards & records.STAGED_BUFFERS_RETIRE_BY_EVENT:
+            return
+        try:
+            deliver(self._device.synchronize, self._transfer.event_behind(buffer.replays or stream))
+        except DeviceError as error:
+            self._transfer.broken = self._transfer.broken or error
+            raise
+
+    def retain_replay(self, buffer: Buffer) -> None:
+        """Keep the buffer of a graph until its last replay is done; until ``close``, if no stream was named for its
+        replays. Raises as ``await_replay``, with nothing changed."""
+        if buffer.replays is not None:
+            self.retain(buffer, buffer.replays, self._transfer.event_behind(buffer.replays), ())
+            buffer.replays = None
+
+    def _retire(self) -> None:
+        for buffer in self._retained.reclaim():
+            buffer.tables = ()
+            self._free.append(buffer)
+
+    @property
+    def retained(self) -> int:
+        """The hand-overs that are not done. Buffers of the others become free again."""
+        with self._lock:
+            self._retire()
+            return len(self._retained)
+
+    def under_way(self) -> tuple[int, int]:
+        """How many hand-overs are not done, and the most at any time. Changes nothing and takes no lock, so that a
+        signal handler may ask inside any call. The next hand-over reports a device that fails."""
+        try:
+            pending = self._retained.pending()
+        except DeviceError:
+            pending = len(self._retained)
+        return pending, self._most
+
+    def findings(self) -> Iterator[tuple[str, str]]:
+        """Broken invariants as (check, detail)."""
+        with self._lock:
+            if any(event is None for event, _ in self._retained):
+                yield "staging retained", "a buffer is retained without an event"
+            if not all(_is_complete(self._device, buffer.event) for buffer in self._free):
+                yield "staging free", "a buffer is free while an event behind a reader of it is pending"
+            listed = [*self._free, *(buffer for _, buffer in self._retained)]
+            if len({id(buffer) for buffer in listed}) != len(listed) or any(
+                buffer not in self._buffers for buffer in listed
+            ):
+                yield "staging buffers", "a buffer is listed twice, or is none of this pool"
+
+    def close(self) -> None:
+        """Give all buffers back to the device, which has finished its work. A second call does nothing."""
+        with self._lock:
+            self._closed, buffers, self._buffers = True, self._buffers, []
+            self._free.clear()
+            self._retained.clear()
+        for buffer in buffers:
+            self._device.free(buffer.array)
+
+
+def _size(buffer: Buffer) -> int:
+    return buffer.array.nbytes
+
+
+def _is_complete(device: Device, event: Any) -> bool:
+    """This is no method: then the pool has no reference cycles, and gives its memory back as soon as nobody refers to
+    it."""
+    return event is None or device.query(event)

@@ -1,0 +1,281 @@
+"""Tables of a step: what attention kernels read for some tokens of each sequence. They are written on the host, or
+handed over to a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvpool.common.arrays import Array, Int64s
+from kvpool.common.jit import jit
+from kvpool.common.jit.intrinsics import address_of, memcpy
+from kvpool.device.work import (
+    HOLES,
+    LENGTH,
+    QUERY,
+    STORED,
+    AsTable,
+    StagedStep,
+    StepTargets,
+    Work,
+    host_table,
+    numbers_bytes,
+    write_step,
+)
+from kvpool.pool.tables.snapshot import HandOver, check_streams, used_blocks
+from kvpool.pool.tables.staging import Buffer
+from kvpool.state.records import BAD_COUNT, PASSED, TOO_LARGE, TOO_SMALL, H, head, sequences_of
+from kvpool.state.requests import holes
+from kvpool.state.sequences import check, stream_of, use
+
+TOKENS, PAGES, BLOCKS = range(3)
+"""The limits of a step, as ``detail`` of TOO_LARGE names them."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StepTables:
+    """The tables of a step: for n sequences, of which each computes some tokens, and sees all of its own up to the last
+    of them.
+
+    Arrays to be written may be larger than needed, as the fixed buffers of a captured graph are: what is behind the
+    entries in use stays as it is. None: not wanted.
+
+    Attributes
+    ----------
+    slot_mapping
+        int64[tokens]: the slot ``block * tokens_per_block + place`` of each token of the step, sequence after sequence.
+    seq_lens
+        int32[n]: tokens of each sequence up to the last one of the step.
+    query_start_loc
+        int32[n + 1]: where the tokens of each sequence begin among those of the step; the last entry says how many they
+        are.
+    last_page_len
+        int32[n]: tokens in the last block of each sequence, 1 to tokens_per_block, or 0 where it has no token.
+    table
+        int32[n, columns]: the blocks of ``seq_lens`` tokens; -1 behind them, and where a window has passed. Rows may
+        lie apart.
+    indptr, indices
+        int32[n + 1] and int32[blocks]: the same blocks as CSR, without those that a window has passed.
+
+    Examples
+    --------
+    >>> import kvpool
+    >>> layout = kvpool.BlockLayout(layers=2, kv_heads=2, head_dim=8, tokens_per_block=4)
+    >>> with kvpool.KVCacheManager(layout, device_blocks=8, device="cpu") as cache:
+    ...     ids = cache.add_sequence_batch([range(6), range(10, 19)]).ids
+    ...     step = cache.step_tables(ids, first=[4, 0], counts=[2, 3])
+    ...     print(step.slot_mapping.tolist(), step.seq_lens, step.query_start_loc, step.last_page_len)
+    ...     print(step.table.tolist(), step.indptr, step.indices)
+    ...     cache.release(ids)
+    [4, 5, 8, 9, 10] [6 3] [0 2 5] [2 3]
+    [[0, 1], [2, -1]] [0 2 3] [0 1 2]
+    """
+
+    slot_mapping: Any = None
+    seq_lens: Any = None
+    query_start_loc: Any = None
+    last_page_len: Any = None
+    table: Any = None
+    indptr: Any = None
+    indices: Any = None
+    _known: dict[AsTable, StepTargets] = field(default_factory=dict, init=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What is known of the arrays is not that of their copies, which lie elsewhere.
+        return {**vars(self), "_known": {}}
+
+    def targets(self, as_table: AsTable) -> StepTargets:
+        """Where the arrays lie. They are checked only once, since that costs more than most steps. Raises TypeError,
+        ValueError."""
+        found = self._known.get(as_table)
+        if found is None:
+            found = self._known[as_table] = StepTargets.of(self, as_table)
+        return found
+
+
+def step_argument(name: str, given: object) -> StepTables:
+    """``given`` itself. Raises TypeError for anything else."""
+    if type(given) is not StepTables:
+        raise TypeError(f"{name}={given!r:.80}: accepted are StepTables")
+    return given
+
+
+@jit
+def _number(h, ids, first, counts, packed, limits, numbers):  # type: ignore[no-untyped-def]
+    """Write the numbers of a step as in ``StagedStep``. Block ids that are not ``packed`` are the persistent table. The
+    numbers behind those of the sequences are for sequences without tokens.
+
+    ``first`` int64[0] means the committed tokens, ``counts`` int64[0] means up to the end. Returns the columns of the
+    longest sequence. Errors: BAD_COUNT if the sequence at ``detail`` has ``bound`` tokens; PASSED if its first
+    ``bound`` tokens may have no block; TOO_LARGE if the limit ``detail`` would have to be ``bound``.
+    """
+    most = tokens = blocks = np.int64(0)
+    for i in range(ids.shape[0]):
+        slot = ids[i] & 0xFFFFFFFF
+        sequence = sequences_of(h)[slot]
+        length, gone = np.int64(sequence.length), holes(h, slot)
+        begin = first[i] if first.shape[0] else np.int64(sequence.committed)
+        count = counts[i] if counts.shape[0] else length - begin
+        if begin < 0 or begin > length or count < 0 or count > length - begin:
+            h.detail, h.bound = i, length
+            return np.int64(BAD_COUNT)
+        end = begin + count
+        if gone and begin < (h.sinks + gone) * h.width:
+            h.detail, h.bound = i, (h.sinks + gone) * h.width
+            return np.int64(PASSED)
+        used = (end + h.width - 1) // h.width
+        numbers[i, STORED] = blocks if packed else slot * h.columns
+        numbers[i, HOLES], numbers[i, LENGTH], numbers[i, QUERY] = gone, end, tokens
+        most, tokens, blocks = max(most, used), tokens + count, blocks + used - gone
+    for n in range(ids.shape[0], numbers.shape[0]):
+        numbers[n, STORED], numbers[n, HOLES], numbers[n, LENGTH], numbers[n, QUERY] = blocks, 0, 0, tokens
+    for limit in range(3):
+        needed = tokens if limit == TOKENS else most if limit == PAGES else blocks
+        if needed > limits[limit]:
+            h.detail, h.bound = limit, needed
+            return np.int64(TOO_LARGE)
+    return most
+
+
+@jit
+def write_host_step(heads, g, ids, first, counts, limits, numbers, places):  # type: ignore[no-untyped-def]
+    """Write the tables of a step to ``places``. ``numbers`` int64[n + 1, 4] is scratch, and has the step's numbers
+    afterwards.
+
+    Returns the columns of the longest sequence. Errors, with nothing written: those of ``sequences.check`` and
+    ``_number``.
+    """
+    h = head(heads, g)
+    error = check(h, ids, True)
+    if error:
+        return np.int64(error)
+    most = _number(h, ids, first, counts, False, limits, numbers)
+    if most >= 0:
+        write_step(address_of(numbers), ids.shape[0], h.table_at, False, h.width, h.sinks, places)
+    return most
+
+
+@jit
+def step_room(heads, g, ids, count, least):  # type: ignore[no-untyped-def]
+    """Bytes of the buffer that ``stage_step`` is likely to need for ``count`` sequences."""
+    return numbers_bytes(count) + 4 * max(count * least, used_blocks(head(heads, g), ids)[1])
+
+
+@jit
+def stage_step(heads, g, ids, first, counts, limits, numbers, address, nbytes):  # type: ignore[no-untyped-def]
+    """Write a ``StagedStep`` into the buffer at ``address``. Returns the columns of the longest sequence. ``numbers``
+    int64[n + 1, 4] is scratch: what a buffer of a graph has stays there after an error.
+
+    The sequences are used on the call's stream from now on. Errors, with nothing changed: those of ``check_streams``
+    and ``_number``; TOO_SMALL for the buffer.
+    """
+    h = head(heads, g)
+    error = check_streams(h, ids)
+    if error:
+        return np.int64(error)
+    behind = numbers_bytes(numbers.shape[0] - 1)
+    most = _number(h, ids, first, counts, True, limits, numbers)
+    if most < 0:
+        return most
+    if behind + 4 * numbers[numbers.shape[0] - 1, STORED] > nbytes:
+        return np.int64(TOO_SMALL)
+    memcpy(address, address_of(numbers), behind)
+    for i in range(ids.shape[0]):
+        slot = ids[i] & 0xFFFFFFFF
+        stream_of(h, slot)
+        row, place = h.table_at + 4 * slot * h.columns, address + behind + 4 * numbers[i, STORED]
+        count, gone = numbers[i + 1, STORED] - numbers[i, STORED], numbers[i, HOLES]
+        if gone:
+            memcpy(place, row, 4 * h.sinks)
+            memcpy(place + 4 * h.sinks, row + 4 * (h.sinks + gone), 4 * (count - h.sinks))
+        else:
+            memcpy(place, row, 4 * count)
+    return most
+
+
+class StepHandOver(HandOver):
+    """The tables of a step of ``count`` sequences. ``first`` and ``counts`` are as in ``_number``."""
+
+    def __init__(self, targets: StepTargets, count: int, first: Int64s, counts: Int64s) -> None:
+        super().__init__(list(targets.tables.values()))
+        self.step, self.count = targets, count
+        self.first, self.counts = first, counts
+        self._group = 0, 0
+
+    def choose(self, first: Int64s, counts: Int64s) -> None:
+        self.first, self.counts = first, counts
+
+    def room(self, heads: Int64s, g: int, ids: Int64s) -> int:
+        return int(step_room(heads, g, ids, self.count, self.least))
+
+    def stage(self, heads: Int64s, g: int, ids: Int64s, buffer: Buffer) -> int:
+        numbers, room = np.empty((self.count + 1, 4), np.int64), (buffer.address, buffer.array.nbytes)
+        most = int(stage_step(heads, g, ids, self.first, self.counts, self.step.limits, numbers, *room))
+        refuse_step(heads, g, ids, most)
+        self._group = int(heads[g, H.width]), int(heads[g, H.sinks])
+        return most
+
+    def work(self, buffer: Buffer, staged: int) -> Work:
+        shape = self.count, max(staged, self.least), *self._group
+        return StagedStep(self.step, buffer.array, buffer.address, *shape)
+
+
+def refuse_step(heads: Int64s, g: int, ids: Int64s, error: int) -> None:
+    """Raise ValueError for an error of ``_number``. The caller holds the state lock."""
+    detail, bound = int(heads[g, H.detail]), int(heads[g, H.bound])
+    if error == BAD_COUNT:
+        raise ValueError(f"first, counts: accepted are tokens of sequence {ids[detail]}, which has {bound}")
+    if error == PASSED:
+        raise ValueError(f"first: the window of sequence {ids[detail]} has passed; accepted are {bound} and more")
+    if error == TOO_LARGE:
+        name = ("slot_mapping", "table", "indices")[detail]
+        what = "columns" if detail == PAGES else "entries"
+        raise ValueError(f"{name}: accepted are {bound} {what} or more; {what} are counted up to {2**31 - 1}")
+
+
+class HostStep:
+    """The tables of a step on the host, in ``out`` or in new arrays. ``written`` has them afterwards."""
+
+    def __init__(self, out: StepTables | None, first: Int64s, counts: Int64s) -> None:
+        self.written, self._first, self._counts = out or _NOTHING, first, counts
+        self._targets, self._new = self.written.targets(host_table), out is None
+
+    def write(self, heads: Int64s, ids: Int64s, g: int, follow: bool) -> int:
+        """Write the tables. With ``follow``, the sequences are used on the call's stream from now on. The caller holds
+        the state lock.
+
+        Returns 0, or an error of ``sequences.check``. Raises ValueError. In both cases nothing has been changed or
+        written.
+        """
+        targets, numbers = self._targets, np.empty((len(ids) + 1, 4), np.int64)
+        targets.check_rows(len(ids))
+        most = write_host_step(heads, g, ids, self._first, self._counts, targets.limits, numbers, targets.places)
+        if most < 0:
+            refuse_step(heads, g, ids, most)
+            heads[0, H.detail] = heads[g, H.detail]
+            return int(most)
+        if self._new:
+            self.written, made = _new_tables(numbers, int(most))
+            write_host_step(heads, g, ids, self._first, self._counts, made.limits, numbers, made.places)
+        return int(use(heads, ids)) if follow else 0
+
+
+_NOTHING = StepTables()
+
+
+def _new_tables(numbers: Int64s, columns: int) -> tuple[StepTables, StepTargets]:
+    """Arrays for a step with these numbers, and the addresses of those that are not empty."""
+    n, blocks, tokens = len(numbers) - 1, int(numbers[-1, STORED]), int(numbers[-1, QUERY])
+    arrays: dict[str, Array] = {
+        "slot_mapping": np.empty(tokens, np.int64),
+        "seq_lens": np.empty(n, np.int32),
+        "query_start_loc": np.empty(n + 1, np.int32),
+        "last_page_len": np.empty(n, np.int32),
+        "table": np.empty((n, columns), np.int32),
+        "indptr": np.empty(n + 1, np.int32),
+        "indices": np.empty(blocks, np.int32),
+    }
+    some = {name: array for name, array in arrays.items() if array.size}
+    return StepTables(**arrays), StepTables(**some).targets(host_table)

@@ -1,0 +1,621 @@
+"""From decisions to copies: batches of moves in the order of their tickets, cut into levels of moves that do not depend
+on each other, and what happens to a batch that a device refuses.
+
+The state decides under the state lock. There each batch takes the next ticket and joins the queue. A thread that holds
+the transfer lock then enqueues the queue, strictly in the order of tickets. The transfer lock is taken before the state
+lock, never while holding it.
+
+When the device refuses a copy, ``_copy`` notes its target as lost and goes on with the other moves. ``_end``
+has the state forget the lost blocks and mark their sequences. The call that decided the batch raises nothing. The next
+call that names such a sequence raises DeviceError.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, suppress
+from time import perf_counter_ns
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from kvpool.common.arrays import Bools, Int64s
+from kvpool.common.errors import DeviceError
+from kvpool.common.jit import jit
+from kvpool.common.process import Process
+from kvpool.device.base import NULL_STREAM, Device, Event, Stream, StreamGone
+from kvpool.device.regions import SOURCE, TARGET, TICKET, TOKENS, Layers
+from kvpool.device.work import TokenMoves
+from kvpool.pool.transfer.waits import Order, event_behind
+from kvpool.state import records, verbs
+from kvpool.state.arrays import States
+from kvpool.state.records import DIRECTION, DIRECTIONS, H, place_of
+from kvpool.state.tiers import ACCESSED, collect
+
+NO_TOKEN_MOVES: Int64s = np.zeros((0, 4), np.int64)
+NO_IDS: Int64s = np.empty(0, np.int64)
+DROPPED = -1
+COPIES_THREAD = "kvpool copies"
+_LIVE, _DEAD = 1, 2
+
+
+@jit(nogil=False)
+def _drop_overwritten(moves: Any, whole: Any, scratch: Any, level: Any) -> int:
+    """Mark moves whose whole target is overwritten before anything reads it. ``scratch`` int32[blocks, 2] is zero at
+    the start and at the end."""
+    dropped = 0
+    for i in range(moves.shape[0] - 1, -1, -1):
+        source, target = moves[i, SOURCE], moves[i, TARGET]
+        if scratch[target, 0] == _DEAD:
+            level[i] = DROPPED
+            dropped += 1
+            continue
+        if moves[i, TOKENS] >= whole[target]:
+            scratch[target, 0] = _DEAD
+        scratch[source, 0] = _LIVE
+    for i in range(moves.shape[0]):
+        scratch[moves[i, SOURCE], 0] = scratch[moves[i, TARGET], 0] = 0
+    return dropped
+
+
+@jit(nogil=False)
+def _assign(moves: Any, scratch: Any, level: Any) -> int:
+    """Set the level of each move that is not dropped. It is higher than the levels of earlier moves that write its
+    source, and of earlier moves that read or write its target."""
+    last = 0
+    for i in range(moves.shape[0]):
+        if level[i] == DROPPED:
+            continue
+        source, target = moves[i, SOURCE], moves[i, TARGET]
+        # Levels count from 1 here: 0 in the scratch is "not in this batch". Columns: last write, last read.
+        own = max(scratch[source, 0], scratch[target, 0], scratch[target, 1]) + 1
+        scratch[target, 0] = own
+        scratch[source, 1] = max(scratch[source, 1], own)
+        level[i] = own - 1
+        last = max(last, own)
+    for i in range(moves.shape[0]):
+        for block in (moves[i, SOURCE], moves[i, TARGET]):
+            scratch[block, 0] = scratch[block, 1] = 0
+    return last
+
+
+class Levels:
+    """Cuts batches for one pool. ``whole`` int64[blocks] says how many tokens are all of a block: 0 for blocks that are
+    always copied whole. Thread-safe: threads that cut at a time have scratches of their own."""
+
+    def __init__(self, whole: Int64s) -> None:
+        self._free, self._whole = deque([np.zeros((len(whole), 2), np.int32)]), whole
+
+    def cut(self, moves: Int64s) -> Iterator[Int64s]:
+        """The levels of a batch int64[n, 5], first to last. A move whose target is overwritten before it is read is in
+        none."""
+        level = np.zeros(len(moves), np.int32)
+        try:
+            scratch = self._free.pop()
+        except IndexError:
+            scratch = np.zeros((len(self._whole), 2), np.int32)
+        dropped = _drop_overwritten(moves, self._whole, scratch, level)
+        count = _assign(moves, scratch, level)
+        self._free.append(scratch)
+        if count == 1 and not dropped:
+            yield moves
+            return
+        order = np.argsort(level, kind="stable")
+        ends = np.searchsorted(level[order], np.arange(count + 1))
+        for i in range(count):
+            yield moves[order[ends[i] : ends[i + 1]]]
+
+
+@jit(nogil=False)
+def _count(moves: Any, heads: Any, token_bytes: Any, nanoseconds: int, totals: Any) -> None:
+    """Add the bytes of moves, and their shares of the time, to ``totals`` int64[3, groups, DIRECTIONS]. Its last part
+    is scratch."""
+    moved, total = totals[2], 0
+    moved[:] = 0
+    for i in range(moves.shape[0]):
+        # No block is copied from one group to another.
+        g = place_of(heads, moves[i, TARGET])[0] if heads.shape[0] > 1 else 0
+        nbytes = moves[i, TOKENS] * token_bytes[g]
+        moved[g, moves[i, DIRECTION]] += nbytes
+        total += nbytes
+    for g in range(heads.shape[0]):
+        for direction in range(DIRECTIONS):
+            totals[0, g, direction] += moved[g, direction]
+            totals[1, g, direction] += np.int64(moved[g, direction] * (nanoseconds / max(total, 1)))
+
+
+class Traffic:
+    """Totals of one pool, by group and direction. One thread at a time adds; any thread may read.
+
+    ``heads`` are the headers of the state. Only fields that never change are read. ``token_bytes`` are the bytes of a
+    token in each group.
+    """
+
+    def __init__(self, heads: Int64s, token_bytes: Sequence[int]) -> None:
+        self._heads, self._token_bytes = heads, np.array(token_bytes, np.int64)
+        self._totals: Int64s = np.zeros((3, len(heads), DIRECTIONS), np.int64)
+
+    def add(self, moves: Int64s, nanoseconds: int) -> None:
+        """Count moves int64[n, 5] that were made, or enqueued, together. Groups and directions share the time by their
+        bytes."""
+        _count(moves, self._heads, self._token_bytes, nanoseconds, self._totals)
+
+    @property
+    def nbytes(self) -> list[list[int]]:
+        """Bytes by [group][direction]."""
+        return self._totals[0].tolist()
+
+    @property
+    def nanoseconds(self) -> list[list[int]]:
+        """Nanoseconds by [group][direction]."""
+        return self._totals[1].tolist()
+
+
+class LayerEvents(Protocol):
+    """What has an event for each part of the layers that a decision loads: ``parts`` of them, or none if nothing is
+    loaded by layers."""
+
+    parts: int
+    events: list[Event]
+
+
+class Decision(NamedTuple):
+    """One decision: moves int64[n, 5] (source, target, tokens, ticket of the source's content, direction), token moves
+    int64[k, 4] and accesses int64[m, 3], as in the state. Tokens move on the engine's streams, after the moves.
+
+    ``behind`` is called when all of these are enqueued, with the transfer lock held. ``loads`` gets the events of what
+    is loaded by layers. ``levels`` are the moves, cut, once somebody has cut them.
+    """
+
+    ticket: int
+    moves: Int64s
+    token_moves: Int64s
+    accesses: Int64s
+    behind: Callable[[], object] | None
+    loads: LayerEvents | None
+    levels: list[tuple[Int64s, int]]
+
+
+class Transfer:
+    """The queue of decided batches. ``token_bytes`` are the bytes of a token in each group of layers.
+
+    ``broken`` is the permanent error of the device, or None. ``order`` is None on a synchronous device. ``moved``
+    counts what the device has accepted. ``lock`` is the transfer lock. ``at_once`` is that of the device. ``start``
+    runs a call in the thread of this pool. ``state_lock`` is
+    another lock in a test that takes the rule out.
+    """
+
+    def __init__(
+        self, states: States, state_lock: AbstractContextManager[Any], device: Device, token_bytes: Sequence[int]
+    ) -> None:
+        self._states, self.state_lock, self._device = states, state_lock, device
+        self._numbers = states.heads.reshape(-1).data
+        # The moves, token moves and accesses that a decision has left in each group. Every call asks twice whether
+        # there are any.
+        self._left = [row[H.moves : H.accesses + 1].data for row in states.heads]
+        self._nothing = [np.zeros(3, np.int64).data for _ in self._left]
+        # Reentrant, for what a destructor does inside: it asks ``enqueuing`` before it takes it.
+        self.lock = threading.RLock()
+        self._holder = 0
+        self._queue: dict[int, Decision] = {}
+        self._held_back: dict[int, Decision] | None = None
+        self._notes: deque[Int64s] = deque()
+        self._lost: dict[int, int] = {}
+        self._decided = self._enqueued = -1
+        self._width = int(states.heads[0, records.H.width])
+        # Blocks that hold states are always copied whole.
+        whole = np.where(states.heads[:, H.kind] == records.RECURRENT, 0, states.heads[:, H.width])
+        self._levels = Levels(states.pool_ids.each(whole))
+        self.order = None if device.synchronous else Order(device, states.blocks)
+        if self.order is not None:
+            states.note_accesses()
+        self.moved = Traffic(states.heads, token_bytes)
+        self.broken: DeviceError | None = None
+        self._exit: BaseException | None = None
+        # The batch that is being enqueued, what is left of its moves, and ``loaded`` of ``Order.hold_back`` for it.
+        self._begun: Decision | None = None
+        self._pieces: Iterator[tuple[Int64s, int]] = iter(())
+        self._loaded: int | None = None
+        self.at_once = device.at_once
+        # Its only thread begins with the first call, and ends with this object or with ``close``.
+        self._worker = ThreadPoolExecutor(1, COPIES_THREAD)
+        self.start: Callable[[Callable[[], None]], object] = self._worker.submit
+        # Parts with locks of their own add them.
+        self.forks = Process("pool")
+        self.forks.guard(self, "lock", "state_lock")
+        self._behind: Callable[[], object] | None = None
+        self._loads: LayerEvents | None = None
+
+    @property
+    def guards(self) -> int:
+        """The rules that are on, as ``kvpool.state.records`` names them. All are on, except in a test."""
+        return self._numbers[H.guards]
+
+    def put_behind(self, call: Callable[[], object]) -> None:
+        """Have ``call`` enqueue more work after the decision that is being made. If it raises DeviceError, the device
+        counts as broken. The caller holds the state lock."""
+        self._behind = call
+
+    def put_layers(self, loads: LayerEvents) -> None:
+        """Load layer by layer what the decision that is being made loads. The caller holds the state lock, and lets its
+        streams wait for the events."""
+        self._loads, loads.events = loads, []
+
+    def note(self, accesses: Int64s) -> None:
+        """Add accesses, int64[n, 3], to the next decision. Safe in a destructor that runs inside any call."""
+        self._notes.append(accesses)
+
+    def collect(self) -> bool:
+        """Give the moves and accesses of the decision just made their ticket, and queue them. Returns False if it made
+        none. The caller holds the state lock.
+
+        A destructor or signal handler may decide in the middle of this. It collects what it finds in the buffers before
+        its own decision.
+        """
+        while True:
+            if self._left == self._nothing and not self._notes and self._behind is None:
+                self._loads = None  # An admission of nothing loads nothing, and the next decision may be anybody's.
+                return False
+            moved, shifts, noted = map(sum, zip(*self._left, strict=True))
+            moves, own = np.empty((moved, 5), np.int64), np.empty((noted, 3), np.int64)
+            shifted = np.empty((shifts, 4), np.int64) if shifts else NO_TOKEN_MOVES
+            ticket = int(collect(self._states.heads, moves, shifted, own))
+            if ticket >= 0:
+                behind, self._behind, loads, self._loads = self._behind, None, self._loads, None
+                batch = Decision(ticket, moves, shifted, self._with_notes(own), behind, loads, [])
+                if self._held_back is not None:
+                    self._held_back[ticket] = batch
+                else:
+                    self._queue[ticket] = batch
+                    self._decided = max(self._decided, ticket)
+                return True
+
+    @contextmanager
+    def together(self) -> Iterator[Callable[[], None]]:
+        """Queue all that is decided inside the context at once, at its end. Yields a function that forgets these
+        decisions, for a caller that undoes them, tickets included. Inside, no device is asked about a stream. The
+        caller holds the state lock."""
+        self.collect()
+        held: dict[int, Decision] = {}
+        self._held_back = held
+
+        def forget() -> None:
+            held.clear()
+            self._notes.clear()
+
+        try:
+            yield forget
+        finally:
+            self.collect()
+            self._held_back = None
+            self._queue.update(held)
+            self._decided = max(self._decided, max(held, default=-1))
+
+    @property
+    def is_together(self) -> bool:
+        """Whether decisions are being made together. The caller holds the state lock."""
+        return self._held_back is not None
+
+    def _with_notes(self, accesses: Int64s) -> Int64s:
+        while self._notes:
+            with suppress(IndexError):
+                accesses = np.concatenate([self._notes.popleft(), accesses])
+        return accesses
+
+    @property
+    def enqueuing(self) -> bool:
+        """Whether this thread has the transfer lock. Then it runs a destructor or signal handler, inside the call that
+        took the lock."""
+        return self._holder == threading.get_ident()
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """The transfer lock."""
+        with self.lock:
+            before, self._holder = self._holder, threading.get_ident()
+            try:
+                yield
+            finally:
+                self._holder = before
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a batch of any thread is decided and perhaps not enqueued yet."""
+        return self._enqueued < self._decided and bool(self.guards & records.OTHERS_BATCHES_TOO)
+
+    def may_lag(self) -> bool:
+        """Whether all that is queued may be enqueued behind the call that decided it: many moves, and nothing that a
+        stream of a caller has to wait for, or has to have done. The caller holds the state lock."""
+        most = self.at_once
+        if most is None or self.order is None or sum(len(batch.moves) for batch in self._queue.values()) < most:
+            return False
+        if not self.guards & records.HANDED_OUT_IS_ENQUEUED:
+            return True
+        return not any(
+            len(batch.accesses) or len(batch.token_moves) or batch.behind is not None for batch in self._queue.values()
+        )
+
+    def drain_later(self) -> None:
+        """``drain`` in the thread of this pool. All calls but those whose decisions may lag too wait for it. In a child
+        of a fork there is no such thread, and the next call enqueues."""
+        try:
+            self.start(self.drain)
+        except RuntimeError:  # The system, or an interpreter that ends, gives no more threads.
+            self.drain()
+
+    def close(self) -> None:
+        """Wait until everything decided is enqueued and the thread has ended. Nobody decides any more. The caller holds
+        no lock."""
+        try:
+            self.drain()
+        finally:
+            self._worker.shutdown()
+
+    def _is_large(self, batch: Decision) -> bool:
+        return self.at_once is not None and len(batch.moves) > self.at_once
+
+    def _cut_large(self) -> None:
+        """Cut large batches before anybody holds the transfer lock for them. Who comes to one first has to cut it."""
+        for batch in list(self._queue.values()) if self.at_once is not None else ():
+            if self._is_large(batch) and not batch.levels:
+                batch.levels[:] = self._independent(batch.moves)
+
+    def drain(self) -> None:
+        """Enqueue every batch decided before this call, oldest first. Takes the transfer lock, for a part of a large
+        batch at a time. The caller holds no lock.
+
+        Does nothing in a destructor or signal handler that runs inside it: the interrupted call enqueues everything
+        that is queued.
+        """
+        if self.enqueuing:
+            return
+        self._cut_large()
+        while self._enqueued < self._decided:
+            with self.lock:
+                try:
+                    self._holder = threading.get_ident()
+                    batch = self._begun
+                    if batch is None:
+                        batch = self._begin()
+                        if batch is None:
+                            return  # The thread that decided it will enqueue it.
+                        if self._is_large(batch):
+                            continue
+                    for some, direction in self._pieces:
+                        if direction != records.ONBOARD or not self._load(some, batch.loads):
+                            self._copy(some, batch.ticket, direction)
+                        if self._is_large(batch):
+                            break
+                    else:
+                        self._begun = None
+                        self._end(batch, self._loaded)
+                    leaving, self._exit = self._exit, None
+                    if leaving is not None:
+                        raise leaving
+                except BaseException:
+                    self._begun = None  # it begins again
+                    raise
+                finally:
+                    self._holder = 0
+
+    def _begin(self) -> Decision | None:
+        """Begin with the next batch, if there is one."""
+        in_order = self.guards & records.TICKET_ORDER
+        batch = self._queue.get(self._enqueued + 1 if in_order else max(self._queue, default=-1))
+        if batch is None:
+            return None
+        order = self.order
+        if len(batch.accesses) and order is not None:
+            self._attempt_order(order.accessed, batch.accesses)
+        self._loaded = None if batch.loads is None or order is None else order.loaded
+        self._pieces = self._cut(batch)
+        self._begun = batch
+        return batch
+
+    def _cut(self, batch: Decision) -> Iterator[tuple[Int64s, int]]:
+        """The batch that begins in pieces that are enqueued one after the other, each in one hold of the lock."""
+        for some, direction in batch.levels or (self._independent(batch.moves) if len(batch.moves) else ()):
+            step = len(some) if self.at_once is None or self._loaded is not None else self.at_once
+            for first in range(0, len(some), step):
+                yield some[first : first + step], direction
+
+    def pending(self, ids: Int64s, *, writes: bool = False) -> list[Event]:
+        """The events to wait for before the host reads blocks whose copies are enqueued, or, with ``writes``, before it
+        writes them. Takes the transfer lock."""
+        if self.order is None or not self.guards & records.READER_WAITS:
+            return []
+        with self.hold():
+            return self.order.pending(ids, writes)
+
+    def event_behind(self, stream: Stream) -> Event:
+        """An event behind all that is enqueued on ``stream``. Takes the transfer lock. Waits for the device where the
+        stream was destroyed. Raises DeviceError, and ValueError for a stream that is being captured."""
+        with self.hold():
+            with suppress(StreamGone):
+                self.as_stream(stream)
+            return event_behind(self._device, stream)
+
+    def wait_for(self, stream: Stream, event: Event) -> None:
+        """Have all work that is enqueued on ``stream`` from now on wait for an event. Takes the transfer lock. Raises
+        DeviceError."""
+        if self.guards & records.ENGINE_READS_LAYER_AFTER_COPY:
+            with self.hold():
+                self._device.wait(stream, event)
+
+    def follow(self, stream: Stream) -> None:
+        """Have all work that is enqueued on ``stream`` from now on wait for all copies enqueued so far. Takes the
+        transfer lock. Raises DeviceError."""
+        if self.order is not None:
+            with self.hold():
+                self.order.follow_copies(stream)
+
+    def decide(self, stream: Stream | None, ids: Int64s | None, verb: Callable[..., Any], *args: Any) -> Any:
+        """Run a verb on a device that is not synchronous. ``stream`` is the one that the call names, if any.
+
+        ``ids`` are the sequences of the call, None for all live ones. The caller holds the state lock. Raises
+        ValueError if work cannot be enqueued on the stream of one of them now; nothing has been decided then.
+        """
+        heads = self._states.heads
+        before = heads[0, records.H.stream]
+        if stream is None and ids is not None and not self.is_together:
+            self.check_streams(ids)
+        try:
+            heads[:, records.H.stream] = records.NONE if stream is None else self.slot(stream)
+            return verb(heads, *args)
+        finally:
+            heads[:, records.H.stream] = before
+
+    def check_streams(self, ids: Int64s) -> None:
+        """Raise ValueError if a sequence was last used on a stream on which no work can be enqueued now. The caller has
+        to name another stream."""
+        if self.order is None:
+            return
+        used = self._states[0].sequences["stream"]
+        for slot in set(used[(ids & 0xFFFFFFFF) % len(used)].tolist()):
+            self.as_stream(self.order.stream(slot))
+
+    def as_stream(self, stream: Any) -> Stream:
+        """``Device.as_stream``. A permanent failure of the device may be noticed here first."""
+        try:
+            return self._device.as_stream(stream)
+        except DeviceError as error:
+            if error.sticky:
+                self.broken = self.broken or error
+            raise
+
+    def slot(self, stream: Stream) -> int:
+        """The small number of a stream. The caller holds the state lock."""
+        assert self.order is not None
+        return self.order.slot(stream, self._idle)
+
+    def _idle(self) -> Bools:
+        """Which streams no sequence uses and no batch names. While there are batches, none is idle."""
+        sequences = self._states[0].sequences
+        idle = np.full(1 << 16, not self._queue and not self._notes)
+        idle[sequences["stream"][sequences["live"] != 0]] = False
+        return idle
+
+    def _independent(self, moves: Int64s) -> Iterator[tuple[Int64s, int]]:
+        """Int64s that may be made in any order, one level after the other, and the stream of each part."""
+        for level in self._levels.cut(moves) if self.guards & records.LEVELS else [moves]:
+            if self.order is None:
+                yield level, records.ONBOARD
+                continue
+            for direction in range(DIRECTIONS):
+                which = level[:, DIRECTION] == direction
+                if which.any():
+                    yield level if which.all() else level[which], direction
+
+    def _end(self, batch: Decision, loaded: int | None = None) -> None:
+        """Enqueue what comes after the moves of a batch, and count it as enqueued. Targets whose moves were not
+        enqueued lose their content. ``loaded`` is as in ``Order.hold_back``."""
+        if len(batch.accesses) and self.order is not None:
+            self._attempt_order(self.order.hold_back, batch.accesses, self.guards, loaded)
+        if len(batch.token_moves):
+            self._move_tokens(batch.token_moves, batch.ticket)
+        if batch.behind is not None:
+            self._attempt_order(batch.behind)
+        with self.state_lock:
+            lost = [(target, ticket) for target, ticket in self._lost.items() if ticket == batch.ticket]
+            if lost and self.guards & records.LOST_CONTENT_IS_FORGOTTEN:
+                verbs.lose(self._states.heads, np.array(lost, np.int64))
+            del self._queue[batch.ticket]
+            self._enqueued += 1
+            if not self._queue:
+                self._lost.clear()
+
+    def _load(self, moves: Int64s, loads: LayerEvents | None) -> bool:
+        """Enqueue loads that do not depend on each other, one part of the layers after the other, if the batch wants
+        that. Returns whether the device has taken all; if not, none counts as enqueued, and the caller's streams wait
+        for all loads of the batch."""
+        order, device, loaded = self.order, self._device, self._loaded
+        events: list[Event] = []
+        self._loaded = None
+        if order is None or loads is None or loaded is None or self._lost or self.broken is not None:
+            return False
+        on, begun = order.stream(records.ONBOARD), perf_counter_ns()
+        rows = np.ascontiguousarray(moves[:, :DIRECTION])
+        try:
+            order.before_copies(moves, records.ONBOARD, self.guards)
+            for part in range(loads.parts):
+                device.copy_blocks(rows, on, Layers(part, loads.parts))
+                events.append(device.record(on))
+            order.after_copies(moves, records.ONBOARD)
+        except BaseException as error:
+            self._failed(error)
+            return False
+        loads.events, self._loaded = events, loaded
+        self.moved.add(moves, perf_counter_ns() - begun)
+        return True
+
+    def _copy(self, moves: Int64s, ticket: int, stream: int) -> None:
+        """Enqueue copies that do not depend on each other. After one has failed, in this batch or before, the others
+        are enqueued one by one, except those that read a lost block."""
+        order, first = self.order, 0
+        on = NULL_STREAM if order is None else order.stream(stream)
+        while first < len(moves):
+            some = moves[first : first + 1] if self._lost else moves
+            stale = bool(self._lost) and self._lost.get(int(some[0, SOURCE])) == some[0, TICKET]
+            if order is not None and not stale:
+                self._attempt_order(order.before_copies, some, stream, self.guards)
+            completed, begun = 0, perf_counter_ns()
+            try:
+                if self.broken is None and not stale:
+                    self._device.copy_blocks(np.ascontiguousarray(some[:, :DIRECTION]), on)
+                    completed = len(some)
+            except BaseException as error:
+                completed = self._failed(error).completed
+            if self.broken is None and not stale:
+                self.moved.add(some[:completed], perf_counter_ns() - begun)
+                if order is not None:
+                    self._attempt_order(order.after_copies, some, stream)
+                    completed = completed if self.broken is None else 0
+            if completed < len(some):
+                self._lost[int(some[completed, TARGET])] = ticket
+                completed += 1
+            first += completed
+
+    def _move_tokens(self, moves: Int64s, ticket: int) -> None:
+        """Enqueue token moves, each on the stream of its sequence. If some fail, the blocks that they should have
+        written are lost."""
+        order, width = self.order, self._width
+        for slot in np.unique(moves[:, 0]).tolist():
+            mine = moves[moves[:, 0] == slot]
+            starts = np.flatnonzero(np.diff(mine[:, 1], prepend=-1, append=-1))
+            try:
+                if self.broken is None:
+                    on = NULL_STREAM if order is None else order.stream(slot)
+                    self._device.enqueue(TokenMoves(np.ascontiguousarray(mine[:, 2:]), starts), on)
+            except BaseException as error:
+                self._failed(error)
+                self._lost.update(dict.fromkeys((mine[:, 3] // width).tolist(), ticket))
+            if order is not None and self.guards & records.TOKENS_MOVE_BEFORE_REUSE:
+                # The slots that were dropped may already belong to other sequences. Their work must come after this as
+                # well.
+                read = [(ACCESSED, slot, block) for block in np.unique(mine[:, 2] // width).tolist()]
+                self._attempt_order(order.accessed, np.array(read, np.int64))
+
+    def _attempt_order(self, call: Callable[..., object], *args: Any) -> None:
+        """Call the device, if it still works. If streams cannot be ordered, it counts as broken, since somebody would
+        read too early or be overwritten."""
+        if self.broken is None:
+            try:
+                call(*args)
+            except BaseException as error:
+                self.broken = self._failed(error)
+
+    def _failed(self, error: BaseException) -> DeviceError:
+        """What an error of the device means. After any error but DeviceError nobody knows what was done, so the device
+        counts as broken."""
+        if isinstance(error, DeviceError):
+            found = error
+        else:
+            found = DeviceError(f"{type(error).__name__}: {error}", sticky=True)
+            if not isinstance(error, Exception):
+                self._exit = error
+        if found.sticky:
+            self.broken = found
+        return found

@@ -1,0 +1,260 @@
+"""Which access of a block waits for which: the last accesses of every block, as points on streams, and the waits that
+follow from them.
+
+A *point* of a stream is a number. Its event is complete once everything that was enqueued there before it is done. A
+reader of a block waits for the block's last write. A writer waits for the last write and for all reads since. The pool
+learns from calls what the engine does between them: a commit says that tokens are written, a release that the blocks of
+a sequence are no longer used.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from kvpool.common.arrays import Bools, Int64s
+from kvpool.common.jit import jit
+from kvpool.device.base import NULL_EVENT, Device, Event, Stream, StreamGone
+from kvpool.device.regions import SOURCE, TARGET
+from kvpool.state.records import DIRECTIONS, ONBOARD
+from kvpool.state.tiers import ACCESSED, FOLLOWS, WILL_READ, WILL_WRITE, WROTE
+
+_OWN = DIRECTIONS
+"""The pool's own streams, one for each direction of moves."""
+_SLOT_BITS = 16
+STREAMS_KEPT = 16
+"""This many streams keep their numbers. If there are more, a new stream takes the number of one whose work is done."""
+
+
+COPY_READS, COPY_WRITES, ENGINE_READS, ENGINE_WRITES = 0, 2, 4, 6
+"""Where the two guards of an access begin among those of ``records``: its wait for copies, then that for engines."""
+
+
+@jit
+def _need(write: Int64s, read: Int64s, b: int, stream: int, writes: bool, guards: int, need: Int64s) -> None:
+    """Raise ``need`` int64[streams] to the points for which ``stream`` waits before it accesses block ``b``. ``guards``
+    begin with the two of this access."""
+    slot, point = write[b] & ((1 << _SLOT_BITS) - 1), write[b] >> _SLOT_BITS
+    if slot != stream and point > need[slot] and guards & (1 if slot < _OWN else 2):
+        need[slot] = point
+    if writes:
+        for slot in range(read.shape[1]):
+            if slot != stream and read[b, slot] > need[slot] and guards & (1 if slot < _OWN else 2):
+                need[slot] = read[b, slot]
+
+
+@jit(nogil=False)
+def _need_of_copies(write: Int64s, read: Int64s, moves: Int64s, stream: int, guards: int, need: Int64s) -> None:
+    for i in range(moves.shape[0]):
+        _need(write, read, moves[i, SOURCE], stream, False, guards >> COPY_READS, need)
+        _need(write, read, moves[i, TARGET], stream, True, guards >> COPY_WRITES, need)
+
+
+@jit(nogil=False)
+def _need_of_accesses(write: Int64s, read: Int64s, rows: Int64s, guards: int, need: Int64s, waits: Bools) -> None:
+    """Fill ``need`` int64[streams, streams], by the stream that waits. ``waits`` bool[streams] says which streams
+    wait."""
+    for i in range(rows.shape[0]):
+        kind, stream, block = rows[i, 0], rows[i, 1], rows[i, 2]
+        if kind == WILL_READ:
+            _need(write, read, block, stream, False, guards >> ENGINE_READS, need[stream])
+        elif kind == WILL_WRITE:
+            _need(write, read, block, stream, True, guards >> ENGINE_WRITES, need[stream])
+        if kind == WILL_READ or kind == WILL_WRITE:
+            waits[stream] = True
+
+
+@jit(nogil=False)
+def _need_of_host(write: Int64s, read: Int64s, ids: Int64s, writes: bool, need: Int64s) -> None:
+    for i in range(ids.shape[0]):
+        _need(write, read, ids[i], -1, writes, 3, need)
+
+
+@jit(nogil=False)
+def _mark_copies(write: Int64s, read: Int64s, moves: Int64s, stream: int, point: int) -> None:
+    for i in range(moves.shape[0]):
+        read[moves[i, SOURCE], stream] = point
+        write[moves[i, TARGET]] = (point << _SLOT_BITS) | stream
+
+
+@jit(nogil=False)
+def _survey(rows: Int64s, done: Bools) -> bool:
+    """Mark the streams that have used blocks in ``done`` bool[streams]. Returns whether a stream follows another
+    one."""
+    follows = False
+    for i in range(rows.shape[0]):
+        if rows[i, 0] == ACCESSED or rows[i, 0] == WROTE:
+            done[rows[i, 1]] = True
+        elif rows[i, 0] == FOLLOWS:
+            follows = True
+    return follows
+
+
+@jit(nogil=False)
+def _mark_accesses(write: Int64s, read: Int64s, rows: Int64s, points: Int64s) -> None:
+    for i in range(rows.shape[0]):
+        stream = rows[i, 1]
+        if rows[i, 0] == WROTE:
+            write[rows[i, 2]] = (points[stream] << _SLOT_BITS) | stream
+        elif rows[i, 0] == ACCESSED:
+            read[rows[i, 2], stream] = points[stream]
+
+
+def event_behind(device: Device, stream: Stream) -> Event:
+    """An event behind all that is enqueued on a stream. The caller holds the transfer lock. Raises DeviceError."""
+    try:
+        return device.record(stream)
+    except StreamGone:
+        # Its work goes on. Only a wait for the whole device shows its end. This is the one wait that holds the
+        # transfer lock.
+        device.synchronize()
+        return NULL_EVENT
+
+
+class Order:
+    """The last accesses of the blocks of one pool on a device that is not synchronous.
+
+    The transfer lock guards everything but ``slot``, which the state lock guards. Raises whatever the device raises.
+    """
+
+    def __init__(self, device: Device, blocks: int) -> None:
+        self._device = device
+        self._streams = [device.create_stream(name, name == "onboard") for name in ("offload", "onboard", "within")]
+        self._slots = {stream.handle: slot for slot, stream in enumerate(self._streams)}
+        self._write = np.zeros(blocks, np.int64)
+        self._read = np.zeros((blocks, _OWN), np.int64)
+        # For each stream: its number of points, the last point known to be complete, and the events of the points after
+        # it.
+        self._points: Int64s = np.zeros(_OWN, np.int64)
+        self._complete: Int64s = np.zeros(_OWN, np.int64)
+        self._events: list[deque[Event]] = [deque() for _ in range(_OWN)]
+        # [a, b]: the last point of stream b that stream a has waited for.
+        self._waited: Int64s = np.zeros((_OWN, _OWN), np.int64)
+        # By stream: the last point of loads for which it waits layer by layer.
+        self._by_layer: dict[int, int] = {}
+
+    def stream(self, slot: int) -> Stream:
+        """The stream that has this number."""
+        return self._streams[slot]
+
+    def slot(self, stream: Stream, idle: Callable[[], Bools]) -> int:
+        """The small number of a stream. If there are many streams, a new one takes the number of an old one whose work
+        is done.
+
+        ``idle`` returns bool[n], for all numbers at least: which of them no sequence and no queued batch names.
+        """
+        found = self._slots.get(stream.handle)
+        if found is None:
+            found = self._reusable(idle) if len(self._streams) >= STREAMS_KEPT else len(self._streams)
+            # The stream is kept alive: its handle must not become another stream's while its work is remembered.
+            if found == len(self._streams):
+                self._streams.append(stream)
+            else:
+                del self._slots[self._streams[found].handle]
+                self._streams[found] = stream
+                self._waited[found] = 0
+            self._slots[stream.handle] = found
+        return found
+
+    def _reusable(self, idle: Callable[[], Bools]) -> int:
+        """A number to reuse, or a new one. Points keep counting when a number changes hands, so old points stay
+        complete."""
+        known = len(self._points)
+        free = np.flatnonzero((self._complete == self._points) & idle()[:known])
+        free = free[free >= _OWN]
+        return int(free[0]) if len(free) else len(self._streams)
+
+    def accessed(self, rows: Int64s) -> None:
+        """Before a batch: record points after the work that streams are said to have enqueued, and let streams follow
+        each other."""
+        self._grow()
+        done = np.zeros(len(self._points), np.bool_)
+        if _survey(rows, done):
+            for stream, other in dict.fromkeys(map(tuple, rows[rows[:, 0] == FOLLOWS, 1:].tolist())):
+                self._wait(stream, other, self._record(other))
+        if len(self._points) >= STREAMS_KEPT:
+            for stream in range(len(self._points)):
+                self._forget_complete(stream)
+        streams = np.flatnonzero(done).tolist()
+        for stream in streams:
+            self._record(stream)
+        if streams:
+            _mark_accesses(self._write, self._read, rows, self._points)
+
+    def before_copies(self, moves: Int64s, stream: int, guards: int) -> None:
+        """Have one of the pool's own streams wait for every access that must come before independent copies on it."""
+        need = np.zeros(len(self._points), np.int64)
+        _need_of_copies(self._write, self._read, moves, stream, guards, need)
+        self._wait_all(stream, need)
+
+    def after_copies(self, moves: Int64s, stream: int) -> None:
+        """Note copies that were enqueued. If some of them were not, that costs a needless wait at most."""
+        _mark_copies(self._write, self._read, moves, stream, self._record(stream))
+
+    @property
+    def loaded(self) -> int:
+        """The last point of loads."""
+        return int(self._points[ONBOARD])
+
+    def hold_back(self, rows: Int64s, guards: int, loaded: int | None = None) -> None:
+        """After a batch: have streams wait for the blocks that they will use. With ``loaded``, their callers say when
+        they wait for loads after this point."""
+        waits, need = np.zeros(len(self._points), np.bool_), np.zeros((len(self._points), len(self._points)), np.int64)
+        _need_of_accesses(self._write, self._read, rows, guards, need, waits)
+        for stream in np.flatnonzero(waits).tolist():
+            if loaded is not None and need[stream, ONBOARD] > loaded:
+                self._by_layer[stream], need[stream, ONBOARD] = int(need[stream, ONBOARD]), loaded
+            self._wait_all(stream, need[stream])
+
+    def follow_copies(self, stream: Stream) -> None:
+        """Have any stream, also one without a number, wait for all copies enqueued so far."""
+        for own in self._streams[:_OWN]:
+            self._device.wait(stream, self._device.record(own))
+
+    def pending(self, ids: Int64s, writes: bool) -> list[Event]:
+        """The events for which the host waits before it reads the bytes of blocks, or, with ``writes``, before it
+        writes them."""
+        need = np.zeros(len(self._points), np.int64)
+        _need_of_host(self._write, self._read, ids, writes, need)
+        return [self._event(slot, int(need[slot])) for slot in np.flatnonzero(need > self._complete).tolist()]
+
+    def _grow(self) -> None:
+        more = len(self._streams) - len(self._points)
+        if more:
+            self._read = np.concatenate([self._read, np.zeros((len(self._write), more), np.int64)], axis=1)
+            self._points, self._complete = np.pad(self._points, (0, more)), np.pad(self._complete, (0, more))
+            self._events += [deque() for _ in range(more)]
+            self._waited = np.pad(self._waited, ((0, more), (0, more)))
+
+    def _record(self, stream: int) -> int:
+        """Record a new point of a stream. Forgets the events that have completed meanwhile."""
+        # Who comes after this point comes after the loads of all layers.
+        self._wait(stream, ONBOARD, self._by_layer.pop(stream, 0))
+        events = self._events[stream]
+        events.append(event_behind(self._device, self._streams[stream]))
+        self._points[stream] += 1
+        self._forget_complete(stream)
+        return int(self._points[stream])
+
+    def _forget_complete(self, stream: int) -> None:
+        events = self._events[stream]
+        while events and self._device.query(events[0]):
+            events.popleft()
+            self._complete[stream] += 1
+
+    def _event(self, stream: int, point: int) -> Event:
+        return self._events[stream][point - int(self._complete[stream]) - 1]
+
+    def _wait_all(self, stream: int, need: Int64s) -> None:
+        for other in np.flatnonzero(need > np.maximum(self._complete, self._waited[stream])).tolist():
+            self._wait(stream, other, int(need[other]))
+
+    def _wait(self, stream: int, other: int, point: int) -> None:
+        if stream != other and point > self._complete[other]:
+            try:
+                self._device.wait(self._streams[stream], self._event(other, point))
+            except StreamGone:
+                pass  # No more work comes on it.
+            self._waited[stream, other] = point

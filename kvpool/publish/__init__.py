@@ -1,9 +1,0 @@
-"""KV events on ZeroMQ, as cache-aware routers read them: a publisher thread with a replay socket."""
-
-try:
-    from kvpool.publish.publisher import KVEventPublisher as KVEventPublisher
-    from kvpool.publish.publisher import PublisherStats as PublisherStats
-except ModuleNotFoundError as error:
-    if error.name is None or error.name.partition(".")[0] not in ("msgspec", "zmq"):
-        raise
-    raise ImportError('kvpool.publish needs pyzmq and msgspec: pip install ".[events]"') from error

@@ -1,0 +1,1 @@
+"""Eviction policies: LRU within a priority, agents' sessions, reuse, and the choice among them."""

@@ -1,0 +1,115 @@
+"""The policy ``adaptive``: LRU, ``reuse`` or ``agent``, whichever would have hit more lately.
+
+It keeps no second cache. For each chain it counts how many blocks each of these experts would have kept: its *ghost*.
+In a large pool some chains stand for all, one in ``2**shift``. All experts see the same list, so a switch moves no
+block.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from kvpool.common.jit import jit
+from kvpool.common.jit.intrinsics import record_at
+from kvpool.state.policies import agent
+from kvpool.state.policies.agent import ALL, SOME, worth_now
+from kvpool.state.policies.chains import (
+    EXPERTS,
+    LRU,
+    age_of,
+    book_of,
+    chains_of,
+    draw,
+    ghosts_of,
+    host_book_of,
+    order_of,
+    scores_of,
+)
+from kvpool.state.records import HEAD, NONE
+
+_MEMORY, _SURE = 2048.0, 1.5
+"""Hits count half after some 0.7 * 2048 requests. Another expert than LRU is followed once it leads by so many standard
+deviations of a sum of so many hits."""
+_TRIES, _DRAWS = 2 * ALL, 8 * SOME
+
+
+@jit
+def on_admit(at, asked, slot):
+    """What ``agent`` does; and all ghosts see the prompt."""
+    return _compared(at, np.int64(agent.on_admit(at, asked, slot)))
+
+
+@jit
+def on_touch(at, found, count):
+    return _compared(at, np.int64(agent.on_touch(at, found, count)))
+
+
+@jit
+def _compared(at, c):
+    """Have the ghosts see a prompt of a chain, or of none."""
+    if c != NONE and c & ((1 << book_of(record_at(at, HEAD)).shift) - 1) == 0:
+        h = record_at(at, HEAD)
+        _compare(h, book_of(h), c)
+    return c
+
+
+@jit
+def _compare(h, book, c):
+    """Count what each ghost would have hit of the last prompt. All get its blocks."""
+    chain, ghost = chains_of(book)[c], ghosts_of(book)[c]
+    used, lead, noise = scores_of(book)[0], scores_of(book)[1], scores_of(book)[2]
+    own, length = max(book.depth - chain.base, 0), max(np.int64(chain.length) - chain.base, 0)
+    of_lru = min(own, np.int64(ghost[LRU]))
+    for expert in range(EXPERTS):
+        more = np.float64(min(own, np.int64(ghost[expert])) - of_lru)
+        lead[expert] += more - lead[expert] / _MEMORY
+        noise[expert] += more * more - noise[expert] / _MEMORY
+        used[expert] += np.float64(length - np.int64(ghost[expert]))
+        ghost[expert] = length
+    for expert in range(EXPERTS):
+        ahead = lead[expert] - lead[book.follows] - _SURE * math.sqrt(noise[expert])
+        if ahead > 0.0 or (expert == LRU and ahead == 0.0):
+            book.follows = host_book_of(h).follows = expert
+    _evict(h, book, c)
+
+
+@jit
+def _evict(h, book, running):
+    """Have the ghosts lose blocks of other chains until they fit: each those of the chain that its expert finds worth
+    least, of some that have blocks in a ghost. Most chains may have none."""
+    ghosts, used, least, room = ghosts_of(book), scores_of(book)[0], scores_of(book)[3], book.capacity >> book.shift
+    for _ in range(_TRIES):
+        if max(used[0], used[1], used[2]) <= room:
+            return
+        _find_least(h, book, running)
+        for expert in range(EXPERTS):
+            if used[expert] > room and least[expert] != NONE:
+                c = np.int64(least[expert])
+                gone = min(np.int64(used[expert]) - room, np.int64(ghosts[c, expert]))
+                ghosts[c, expert] -= gone
+                used[expert] -= gone
+
+
+@jit
+def _find_least(h, book, running):
+    """Note for each expert which chain is worth least to it, or NONE."""
+    chains, ghosts, least, low = chains_of(book), ghosts_of(book), scores_of(book)[3], scores_of(book)[4]
+    some = 0
+    least[:] = NONE
+    for at in range(book.known if book.known <= ALL else _DRAWS):
+        if book.shift:
+            c = draw(book, book.chains >> book.shift) << book.shift
+        else:
+            c = np.int64(order_of(book)[at if book.known <= ALL else draw(book, book.known)])
+        if max(ghosts[c, 0], ghosts[c, 1], ghosts[c, 2]) == 0 or c == running or chains[c].turns > 0:
+            continue
+        for expert in range(EXPERTS):
+            if ghosts[c, expert] > 0:
+                worth = np.float64(-age_of(h, chains[c])) if expert == LRU else worth_now(h, book, c, expert)
+                if least[expert] == NONE or worth < low[expert]:
+                    least[expert], low[expert] = c, worth
+        some += 1
+        if some == SOME and book.known > ALL:
+            return

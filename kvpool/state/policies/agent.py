@@ -1,0 +1,330 @@
+"""How ``reuse``, ``agent`` and ``adaptive`` choose: the chain whose blocks are worth least goes, its deepest block
+first. And what tells chains apart for ``agent``.
+
+``choose`` looks at chains with blocks on the device (all, or a sample), and evicts from the one that is worth least
+(see ``chains``), also if that has just run: where contexts do not fit, whoever just ran must not push out who comes
+back sooner. A *stray* is a block that no chain with blocks has listed at its last turn. It goes before all others,
+once it is the oldest block of the list.
+
+The hooks that ``policy`` calls are ``on_admit``, ``on_begin_release``, ``on_end_release`` and ``choose``; those of a
+HostCache ``on_touch``, ``on_touched`` and ``choose``. They change only the records of chains.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvpool.common.arguments import ENDS
+from kvpool.common.jit import jit
+from kvpool.common.jit.intrinsics import array_at, bit_length, prefetch, record_at
+from kvpool.state.policies import reuse
+from kvpool.state.policies.chains import (
+    BOOK,
+    BOOK_SIZE,
+    age_of,
+    begin_release,
+    begin_turn,
+    book_of,
+    chains_of,
+    draw,
+    end_turn,
+    expect_name,
+    find_first,
+    find_name,
+    has_blocks,
+    host_book_of,
+    is_believed,
+    is_listed,
+    is_name,
+    order_of,
+    owners_of,
+    put_name,
+    shelf_of,
+    take_first,
+    turns_of,
+    worth_of,
+)
+from kvpool.state.policies.pauses import MEMBERS
+from kvpool.state.records import (
+    DEFAULT_PRIORITY,
+    HEAD,
+    KEYED,
+    NONE,
+    REQUEST,
+    blocks_of,
+    lists_of,
+    sequences_of,
+    table_of,
+)
+from kvpool.state.requests import request_keys, retention_at
+
+ALL, SOME, _RING = 48, 24, 16
+"""Up to so many chains, all are compared; else a sample of some. And so many chains of a ring are asked about its
+stem."""
+RUN = 32
+"""How many blocks of a chain are evicted before chains are compared again."""
+_HUGE, _FEW = 1e30, 64
+_FAR, _NEAR = 24, 12
+"""How many blocks ahead a block is loaded, and then the names that its key may be among."""
+
+
+_LEVELS, _LEVEL, _LEVEL_FIRST = 7, 307, 11 << 8
+
+
+@jit
+def class_of(stop, count, mean, length):
+    """The class of a chain: why its last request stopped, and the level of the chain's own pauses, which are ``count``
+    with such a mean of their logarithms; before its first pause, its length."""
+    own = min(max((mean - _LEVEL_FIRST) // _LEVEL, 0), _LEVELS - 1)
+    if count == 0:
+        own = _LEVELS + min(bit_length(np.int64(length)) // 3, MEMBERS - _LEVELS - 1)
+    return np.int64(stop * MEMBERS + own)
+
+
+@jit
+def on_admit(at, asked, slot):
+    """A prompt has got the row ``slot``: find its chain, by the last block that it has reused, or by a deeper one that
+    is gone and still names it. Returns it, or NONE, as for a prompt whose end has another priority than the default."""
+    h, request = record_at(at, HEAD), record_at(asked, REQUEST)
+    book = book_of(h)
+    turns_of(book)[slot] = NONE
+    keys, reused = request_keys(h, request), np.int64(sequences_of(h)[slot].reused)
+    _, priority, _ = retention_at(request, keys.shape[0] * h.width - 1)
+    if request.reserves or request.private or request.fresh or priority != DEFAULT_PRIORITY:
+        return np.int64(NONE)
+    c, depth = _named(book, keys, keys.shape[0], reused)
+    if c == NONE and reused > 0 and table_of(h)[slot, reused - 1] != NONE:
+        c = np.int64(owners_of(h)[table_of(h)[slot, reused - 1]])
+    if c == NONE:  # what came from the host, or is held by a request that runs, is no chain's
+        c, depth = _named(book, keys, reused, np.int64(0))
+    c = begin_turn(h, book, c, depth, keys.shape[0])
+    turns_of(book)[slot] = c
+    book.depth = depth
+    return c
+
+
+@jit
+def _named(book, keys, depth, least):
+    """The chain that the deepest of the keys in [least, depth) names, and how deep that is. NONE and ``least`` if none
+    does. Of many keys, only those are asked of which all are names, wherever their chain ended."""
+    few = depth - least <= _FEW
+    while depth > least:
+        c, ahead = np.int64(NONE), keys[max(depth - (_NEAR if few else _FEW), 0), 0]
+        if few or is_name(ahead, _FEW):
+            expect_name(book, ahead)
+        if few or is_name(keys[depth - 1, 0], _FEW):
+            c = find_name(book, keys[depth - 1, 0])
+        if c != NONE:
+            return np.int64(c), np.int64(depth)
+        depth -= 1
+    return np.int64(NONE), np.int64(depth)
+
+
+@jit
+def on_begin_release(at, slot, nothing):
+    """A row is released next: its blocks name its chain from now on."""
+    h = record_at(at, HEAD)
+    book, blocks, row = book_of(h), blocks_of(h), table_of(h)[slot]
+    c = np.int64(turns_of(book)[slot])
+    if c == NONE:
+        return np.int64(0)
+    sequence, owners = sequences_of(h)[slot], owners_of(h)
+    full = sequence.committed // h.width
+    shared = np.int64(0)
+    for i in range(sequence.blocks):
+        prefetch(blocks, row[min(i + _FAR, sequence.blocks - 1)])
+        ahead = blocks[max(row[min(i + _NEAR, sequence.blocks - 1)], 0)].key0
+        if is_name(ahead, _FEW):
+            expect_name(book, ahead)
+        if row[i] == NONE:
+            continue
+        owners[row[i]] = c
+        shared += 1 if blocks[row[i]].word != 1 else 0
+        if i < full and is_name(blocks[row[i]].key0, full - i) and blocks[row[i]].flags & KEYED:
+            put_name(book, blocks[row[i]].key0, c)
+    begin_release(h, book, c, shared)
+    return np.int64(0)
+
+
+@jit
+def on_end_release(at, slot, stop):
+    """The blocks of a row are listed, behind what was listed before."""
+    h = record_at(at, HEAD)
+    book = book_of(h)
+    c = np.int64(turns_of(book)[slot])
+    if c == NONE:
+        return np.int64(0)
+    turns_of(book)[slot] = NONE
+    end_turn(h, book, c)
+    chain = chains_of(book)[c]
+    chain.row = class_of(stop, chain.pauses, chain.mean, chain.length)
+    chain.alike = reuse.class_of(chain.pauses, chain.length)
+    book.left = 0 if book.pick == c else book.left
+    return np.int64(0)
+
+
+@jit
+def on_touch(at, found, count):
+    """Keys of a HostCache are used, whose blocks nobody lists now: rows (hash, block) of ``found`` int64[count, 3].
+
+    They are the keys of a request that has ended, and it is a turn of the chain that it continues, which is returned.
+    With ``count`` below zero, they are used and no turn, and NONE is returned: their chain is as its last turn has left
+    it, though others have held its blocks meanwhile.
+    """
+    h, turn, count = record_at(at, HEAD), count > 0, abs(count)
+    book, keys, c = book_of(h), array_at(found, (count, 3), np.int64), np.int64(NONE)
+    owners, chains = owners_of(h), chains_of(book)
+    if turn:
+        c, depth = _named(book, keys, count, np.int64(0))
+        before = np.int64(0)
+        if c != NONE and chains[c].first != NONE and blocks_of(h)[chains[c].first].list < 0:
+            # Its end is used, so it goes on, though its beginning may not be named.
+            before = max(np.int64(chains[c].length) - depth, 0)
+        book.depth = depth + before
+        c = begin_turn(h, book, c, book.depth, count + before)
+    else:
+        last = keys[count - 1, 2]
+        c = np.int64(owners[last]) if last != NONE else c
+        if c == NONE or find_first(h, book, c):
+            return np.int64(NONE)
+        chains[c].turns += 1
+    turns_of(book)[0] = c
+    if c == NONE:
+        return c
+    shared = np.int64(0)
+    for i in range(count):
+        b = keys[i, 2]
+        if b != NONE:
+            shared += 1 if blocks_of(h)[b].word >> 32 != 1 else 0
+        if b != NONE and turn:
+            owners[b] = c
+            if is_name(keys[i, 0], count - i):
+                put_name(book, keys[i, 0], c)
+    begin_release(h, book, c, shared)
+    return c if turn else np.int64(NONE)
+
+
+@jit
+def on_touched(at, found, count):
+    """They are listed, behind what was listed before."""
+    h = record_at(at, HEAD)
+    book = book_of(h)
+    c = np.int64(turns_of(book)[0])
+    if c == NONE:
+        return c
+    chain = chains_of(book)[c]
+    since, returns = chain.released, chain.returns
+    on_end_release(at, np.int64(0), np.int64(0))
+    if count < 0:
+        chain.released, chain.returns = since, returns
+        keys = array_at(found, (-count, 3), np.int64)
+        for i in range(-count):
+            if is_listed(h, book, c, keys[i, 2]):
+                blocks_of(h)[keys[i, 2]].used_at = since
+    return c
+
+
+@jit
+def choose(at, second, nothing):
+    """The next victim in the list of the first or the ``second`` book, which is not empty. Not asked while LRU is
+    followed. The first of these that there is:
+
+    1. the oldest block, if it is a stray, as what was named ahead is;
+    2. the next block of the chain that was picked last, of which up to ``RUN`` go in a row;
+    3. the deepest block of the chain that is worth least, which is picked now. What a turn has left over is worth least
+       of all;
+    4. the oldest block.
+    """
+    h = record_at(at, HEAD)
+    book = record_at(h.book_at + second * BOOK_SIZE, BOOK)
+    oldest = np.int64(lists_of(h)[book.list, 0])
+    if _is_stray(h, book, oldest):
+        return oldest
+    b = np.int64(NONE)
+    if book.left > 0:
+        book.left -= 1
+        b = take_first(h, book, book.pick)
+    while b == NONE and book.cached > 0:
+        c = _least(h, book)
+        if c == NONE:
+            break
+        # Of a chain that has left something over, only that goes, whatever it is worth otherwise.
+        book.pick, book.left = c, min(RUN, max(_own_size(h, book, c), 1)) - 1
+        if shelf_of(book, c).rest != NONE or chains_of(book)[c].turns > 0:
+            book.left = 0
+        b = take_first(h, book, c)
+    return b if b != NONE else oldest
+
+
+@jit
+def _is_stray(h, book, b):
+    """Whether no chain with blocks has listed a block at its last turn. ``choose`` finds it by no chain."""
+    c = np.int64(owners_of(h)[b])
+    old = c == NONE or blocks_of(h)[b].used_at != chains_of(book)[c].released
+    return old or shelf_of(book, c).place >= book.cached
+
+
+@jit
+def _own_size(h, book, c):
+    """How many blocks a chain has beside what it shares: on the device and in the host's list."""
+    size = np.int64(shelf_of(book, c).size)
+    if book.list == host_book_of(h).list:
+        size += np.int64(chains_of(book)[c].size)
+    return size - chains_of(book)[c].stem
+
+
+@jit
+def worth_now(h, book, c, expert):
+    """The worth of the blocks of a chain: what its pauses say, or the engine, until that turns out to be wrong."""
+    chain = chains_of(book)[c]
+    age = age_of(h, chain)
+    if chain.returns != 0 and is_believed(book, chain.returns):
+        if chain.returns == ENDS:
+            return -0.5
+        if chain.returns >= age:
+            return 1000.0 / (chain.returns - age + 1)
+    return worth_of(book, expert, chain, age)
+
+
+@jit
+def _first_worth(h, book, c, enough):
+    """The worth of the deepest block that a chain has listed, or what is above ``enough``."""
+    chain = chains_of(book)[c]
+    if chain.turns > 0 or shelf_of(book, c).rest != NONE:
+        return -1.0  # left over
+    worth = worth_now(h, book, c, book.follows)
+    return worth if _own_size(h, book, c) > 0 else _stem_worth(h, book, c, worth, enough)
+
+
+@jit
+def _stem_worth(h, book, c, worth, enough):
+    """The worth of a stem of which nothing else is left: that of the best of the chains that begin with it, as far as
+    somebody asks."""
+    chains, other = chains_of(book), np.int64(chains_of(book)[c].after)
+    for _ in range(_RING):
+        if other == c or worth > enough:
+            break
+        if chains[other].turns > 0:
+            return _HUGE
+        worth = max(worth, worth_now(h, book, other, book.follows))
+        other = np.int64(chains[other].after)
+    return worth
+
+
+@jit
+def _least(h, book):
+    """The chain whose first block is worth least, of all, or of some and the last one. NONE if no chain has blocks."""
+    chains, order, found, least, at, tries = chains_of(book), order_of(book), np.int64(NONE), 0.0, 0, 0
+    if book.pick != NONE and has_blocks(h, book, book.pick):
+        found, least = np.int64(book.pick), _first_worth(h, book, book.pick, _HUGE)
+    while at < book.cached and tries < ALL and least >= 0.0:
+        place = at if book.cached <= ALL else draw(book, book.cached)
+        c = np.int64(order[place])
+        tries += 1
+        if not has_blocks(h, book, c):
+            continue
+        worth = _first_worth(h, book, c, least if found != NONE else _HUGE)
+        if found == NONE or worth < least or (worth == least and age_of(h, chains[c]) > age_of(h, chains[found])):
+            found, least = c, worth
+        at += 1 if book.cached <= ALL else ALL // SOME
+    return found

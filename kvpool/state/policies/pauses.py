@@ -1,0 +1,116 @@
+"""Pauses: how long what is alike was away before it came back, and what something is worth that has been away for a
+while.
+
+A *table* is float64[TABLES, ROWS, PAUSE_BINS], all zeros at first. Things have *classes*, which are rows, in a few
+kinds. A class of which little is known leans on its kind, and a kind on all together. The functions change the table
+and nothing else.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvpool.common.jit import jit
+from kvpool.common.jit.intrinsics import bit_length
+
+PAUSE_BINS = 30
+KINDS, MEMBERS = 3, 11
+CLASSES = KINDS * MEMBERS
+ROWS = CLASSES + KINDS + 1
+"""The classes, then their kinds, then all together."""
+AWAY, BACK, WORTH, CHANCE, LEARNT = range(TABLES := 5)
+"""What was still away when a bin began, and what came back in it; what follows from them. In the first bin of LEARNT is
+how many pauses a class knew when its worth was computed, and in the last row how many there are."""
+_FIRST = 9 << 8
+"""The logarithm at which the second bin begins: 512 ms, in 256ths of an octave."""
+_LEAN, _PRIOR, _MOST, _REFRESH = 16.0, 0.05, 512.0, 8.0
+"""How many pauses the wider class counts for; the chance to come back in a bin that nobody has seen; at how many
+pauses the old ones begin to count half; after how many pauses a worth is computed anew."""
+
+
+@jit
+def octaves(ms):
+    """The logarithm of a time, in 256ths of an octave."""
+    value = max(np.int64(ms), np.int64(1))
+    whole = bit_length(value) - 1
+    return np.int64((whole << 8) + ((value << 8) >> whole) - 256)
+
+
+@jit
+def bin_of(ms):
+    return min(max((octaves(ms) - _FIRST) >> 7, -1) + 1, PAUSE_BINS - 1)
+
+
+@jit
+def width_of(at):
+    """The seconds of a bin."""
+    if at == 0:
+        return 0.512
+    return 0.256 * np.float64(np.int64(1) << ((at - 1) >> 1))
+
+
+@jit
+def _wider(row):
+    """The row that a row leans on; the last row leans on none."""
+    return CLASSES + row // MEMBERS if row < CLASSES else ROWS - 1
+
+
+@jit
+def learn(rates, row, ms, came):
+    """Count a pause of ``ms`` that ended, or that was seen for so long only."""
+    last = bin_of(ms)
+    rates[LEARNT, ROWS - 1, 0] += 1.0
+    while True:
+        if rates[AWAY, row, 0] > _MOST:
+            for at in range(PAUSE_BINS):
+                rates[AWAY, row, at] *= 0.5
+                rates[BACK, row, at] *= 0.5
+        for at in range(last):
+            rates[AWAY, row, at] += 1.0
+        rates[AWAY, row, last] += 1.0 if came else 0.5
+        rates[BACK, row, last] += 1.0 if came else 0.0
+        if row == ROWS - 1:
+            break
+        row = _wider(row)
+
+
+@jit
+def worth(rates, row, ms):
+    """What something of a class is worth that has been away for ``ms``: the chance to come back within some time, for
+    that time in seconds; of all times the best."""
+    begin = bin_of(ms)
+    if rates[LEARNT, row, 0] == 0.0 or rates[LEARNT, ROWS - 1, 0] >= rates[LEARNT, row, 0] + _REFRESH:
+        for at in range(PAUSE_BINS):
+            rates[CHANCE, row, at] = min(_chance(rates, row, at), 1.0)
+            rates[WORTH, row, at] = -1.0  # until somebody asks
+        rates[LEARNT, row, 0] = max(rates[LEARNT, ROWS - 1, 0], 1.0)
+    if rates[WORTH, row, begin] < 0.0:
+        rates[WORTH, row, begin] = _worth_from(rates, row, begin)
+    return rates[WORTH, row, begin]
+
+
+@jit
+def _chance(rates, row, at):
+    """The chance that what is away when a bin begins comes back in it."""
+    chance = (rates[BACK, ROWS - 1, at] + _PRIOR) / (rates[AWAY, ROWS - 1, at] + 1.0)
+    if row < ROWS - 1:
+        wider = row if row >= CLASSES else _wider(row)
+        chance = (rates[BACK, wider, at] + _LEAN * chance) / (rates[AWAY, wider, at] + _LEAN)
+    if row < CLASSES:
+        chance = (rates[BACK, row, at] + _LEAN * chance) / (rates[AWAY, row, at] + _LEAN)
+    return chance
+
+
+@jit
+def _worth_from(rates, row, begin):
+    """What something of a class is worth that has been away until some time in the bin ``begin``."""
+    away, back, time, best = 1.0, 0.0, 0.0, 0.0
+    for at in range(begin, PAUSE_BINS):
+        # It is in the middle of its first bin on average.
+        part = 0.5 if at == begin else 1.0
+        chance, width = rates[CHANCE, row, at] * part, width_of(at) * part
+        back += away * chance
+        time += away * width * (1.0 - 0.5 * chance)
+        away *= 1.0 - chance
+        best = max(best, back / time)
+    return best

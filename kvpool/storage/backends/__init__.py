@@ -1,0 +1,1 @@
+"""The stores: memory, a folder on disk, a bucket, Mooncake, another process."""

@@ -1,0 +1,170 @@
+"""Calls: what a store is asked, in copies that it may write to. What it answers is checked, and believed only then."""
+
+from __future__ import annotations
+
+import operator
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import numpy as np
+
+from kvpool.common.arguments import id_array
+from kvpool.common.errors import BlockNotFound, PoolClosed, StoreBusy
+from kvpool.storage import jobs
+from kvpool.storage.jobs import Job, Keys, Lend, rows_argument
+from kvpool.storage.seals import BlockNames, Secret
+from kvpool.storage.store import (
+    ABSENT,
+    CODES,
+    DAMAGED,
+    EPOCH_BYTES,
+    FAILED,
+    KEY_BYTES,
+    OK,
+    SEAL_BYTES,
+    Bytes,
+    Rows,
+    Store,
+)
+
+NO_ROWS: Rows = np.empty(0, np.int64)
+NO_CODES: Bytes = np.empty(0, np.uint8)
+Contexts = Sequence[bytes] | None
+
+
+class CheckedCalls:
+    """The calls of one store, on the threads of its queue. ``forget`` has the queue drop blocks. Thread-safe, as far as
+    the store is."""
+
+    def __init__(self, store: Store, secret: Secret, memory: Bytes, forget: Callable[[Keys], object]) -> None:
+        self._store, self._secret, self._memory, self._forget = store, secret, memory, forget
+        self._lock, self._epoch = threading.Lock(), None if hasattr(store, "epoch") else b""
+
+    def do(self, job: Job, places: Rows) -> tuple[Bytes, str]:
+        """One call of the store, for these places of a job. Returns the codes, and the text of an error."""
+        try:
+            if job.kind == jobs.FORGET:
+                keys = np.frombuffer(b"".join(job.key_bytes), np.uint8).reshape(-1, KEY_BYTES)
+                job.dropped += int(self._store.forget(self._stored(keys).copy()))
+                return NO_CODES, ""
+            if job.kind == jobs.CLEAR:
+                self._clear(job)
+                return NO_CODES, ""
+            own = job.keys[places]
+            keys = self._stored(own)
+            if job.kind == jobs.FIND:
+                return _codes(self._store.find(keys.copy()), len(keys)), ""
+            if job.lend is not None and isinstance(own, BlockNames):
+                return self._lent(job, job.lend, own, keys), ""
+            call = self._sealed if job.kind == jobs.SAVE else self._checked
+            return call(job, keys, job.rows[places], _contexts(own)), ""
+        except BaseException as error:  # A store that fails in any way must not end the thread.
+            return np.full(len(places), FAILED, np.uint8), _text_of(error)
+
+    def find(self, keys: Keys) -> Bytes | None:
+        """What the store answers to a find. None if it fails, or does not know all."""
+        try:
+            own = self._stored(keys)
+            codes = np.array(self._store.find(own.copy()))
+            known = codes.shape == (len(own),) and {OK, ABSENT}.issuperset(codes.tolist())
+            return codes.astype(np.uint8) if known else None
+        except Exception:
+            return None
+
+    def _clear(self, job: Job) -> None:
+        """The epoch comes first: whatever happens then, the blocks of the one before are not asked for any more."""
+        epoch = self._asked(new=True) if job.renews else b""
+        if getattr(self._store, "clears", 0) >= len(job.tag):
+            job.dropped += int(self._store.clear(job.tag))
+        if job.renews:
+            with self._lock:
+                self._epoch = epoch or os.urandom(EPOCH_BYTES)
+
+    def _asked(self, new: bool = False) -> bytes:
+        """The epoch that the store remembers; b"" if it remembers none."""
+        ask = getattr(self._store, "epoch", None)
+        found = ask(self._secret.model, new) if ask else None
+        if found is None:
+            return b""
+        if not isinstance(found, bytes) or len(found) not in (0, EPOCH_BYTES):
+            raise ValueError(f"the store has answered {found!r:.80}: accepted are {EPOCH_BYTES} bytes or none")
+        return found
+
+    def _stored(self, blocks: Keys) -> Bytes:
+        """What the store has blocks by, in this epoch. A store that cannot be reached at first is asked again."""
+        if self._epoch is None:
+            found = self._asked()
+            with self._lock:
+                self._epoch = found if self._epoch is None else self._epoch
+        return self._secret.in_epoch(self._secret.keys(blocks), self._epoch)
+
+    def _sealed(self, job: Job, keys: Bytes, rows: Rows, contexts: Contexts) -> Bytes:
+        """Seal rows and save them."""
+        own = keys.copy(), rows.copy(), self._secret.seal(keys, rows, self._memory, contexts)
+        return _codes(self._store.save(*own, job.tag, job.limit, lambda: job.done), len(keys))
+
+    def _lent(self, job: Job, lend: Lend, names: BlockNames, keys: Bytes) -> Bytes:
+        """Save rows that are lent, but not while names are hashed."""
+        codes = np.full(len(keys), ABSENT, np.uint8)
+        try:
+            with lend(names) as rows:
+                found = id_array("rows", rows)
+                if len(found) != len(names):
+                    raise ValueError(f"{len(found)} rows were lent: accepted is one for each of {len(names)} names")
+                there = np.flatnonzero(found >= 0)
+                # What was lent after a job was given up may be something else under the same name.
+                if len(there) and not job.done:
+                    own = rows_argument(found[there], len(there), len(self._memory), False)
+                    codes[there] = self._sealed(job, keys[there], own, names[there].contexts)
+        except BlockNotFound:
+            # The rows may have got other bytes before the store had read them, and their seals would be right.
+            codes[:] = ABSENT
+            with suppress(StoreBusy, PoolClosed):
+                self._forget(names)
+        return codes
+
+    def _checked(self, job: Job, keys: Bytes, rows: Rows, contexts: Contexts) -> Bytes:
+        """Load, and compare each block with its seal. The store is told to forget those that differ."""
+        answer, found = self._store.load(keys.copy(), rows.copy(), lambda: job.done)
+        codes, seals = _codes(answer, len(keys)), np.asarray(found, np.uint8).reshape(len(keys), SEAL_BYTES)
+        there = np.flatnonzero(codes == OK)
+        if len(there) and not job.done:
+            known = contexts and [contexts[place] for place in there.tolist()]
+            right = self._secret.seal(keys[there], rows[there], self._memory, known)
+            wrong = there[(seals[there] != right).any(axis=1)]
+            if len(wrong):
+                codes[wrong] = DAMAGED
+                with suppress(Exception):
+                    self._store.forget(keys[wrong])
+        return codes
+
+    def figures(self) -> dict[str, int]:
+        """What the store counts itself; nothing, if it does not say it."""
+        try:
+            return {str(name): operator.index(value) for name, value in dict(self._store.stats()).items()}
+        except Exception:
+            return {}
+
+
+def _contexts(blocks: Keys) -> Contexts:
+    return blocks.contexts if isinstance(blocks, BlockNames) else None
+
+
+def _codes(answer: object, count: int) -> Bytes:
+    """A private copy of what a store has answered. Raises ValueError for what it must not answer."""
+    codes = np.array(answer)
+    fits = codes.shape == (count,) and (codes.dtype.kind in "iu" or not count)
+    # Before it becomes a byte: 257 would be one, and OK.
+    if not fits or (count and not 0 <= int(codes.min()) <= int(codes.max()) < len(CODES)):
+        raise ValueError(f"the store has answered {codes!r:.80}: accepted is one code for each of {count} keys")
+    return codes.astype(np.uint8)
+
+
+def _text_of(error: BaseException) -> str:
+    """What an error of a store says of itself, if it says anything."""
+    try:
+        return f"{type(error).__name__}: {error}"[:1000]
+    except BaseException:  # Whatever it says: the thread goes on.
+        return type(error).__name__

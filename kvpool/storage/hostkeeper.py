@@ -1,0 +1,435 @@
+"""HostKeeper: brings blocks from stores into a HostCache, and saves its blocks to them."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from kvpool.common.arguments import list_argument, text_argument
+from kvpool.common.arrays import Uint8s
+from kvpool.common.arrays.layout import choice_argument, integer_argument
+from kvpool.common.errors import ForkedProcess, PoolClosed
+from kvpool.common.interrupt import DeferSignals
+from kvpool.common.process import Closing, Process
+from kvpool.hostcache.host_cache import HostCache, HostLease
+from kvpool.hostcache.identity import ModelIdentity
+from kvpool.hostcache.opaque_keys import key_argument, keys_argument
+from kvpool.hostcache.tier import HostTier
+from kvpool.pool.explain import Missed
+from kvpool.storage.bridge import COMMIT, NO_STORE, SAVES, Bridge, Loader, open_clients
+from kvpool.storage.choice import LoadPolicy
+from kvpool.storage.host_cache_tier import HostCacheTier, HostLoads, StoreChange
+from kvpool.storage.queue import NO_LIMIT, StoreStats
+from kvpool.storage.store import Store
+from kvpool.storage.store_client import PATIENCE_SECONDS, HealthStats, StoreClient, number_argument
+
+Keys = Iterable[bytes]
+PUBLISH = "publish"
+"""The older word for COMMIT. Plug-ins take it from users for one release more."""
+UNREAD_SECONDS = 10.0
+"""After this time a block that nobody has read stops taking room from others, though its request was never said to
+have ended."""
+
+
+@dataclass(frozen=True)
+class HostKeeperStats:
+    """Totals in blocks since a keeper was made, and its state now."""
+
+    asked: int
+    """keys that were not in the cache, and for which the stores were asked"""
+    loaded: int
+    """blocks that came from a store, and could be found in the cache then"""
+    missed: dict[str, int]
+    """keys that did not come, by reason: "absent", "failed", "damaged", "late" (what the stores said), "cancelled"
+    (``forget``, ``clear`` or ``close``), "crowded" (no room in the cache), "busy" (a full queue), "suspended" (no store
+    is usable), "taken" (the engine has written the block itself meanwhile), "declined" (by the policy of the store)"""
+    saved: int
+    """blocks that a store has kept. A block that two stores keep counts twice."""
+    unsaved: dict[str, int]
+    """blocks that a store has not kept, by reason: what the store said, "quota", "evicted" (they had left the cache),
+    "busy" (a full queue), "suspended", "crowded" (published without ``poll``), or "cancelled" (``clear`` or ``close``).
+    A block that two stores have not kept counts twice."""
+    searching: int
+    """keys whose answer is not known yet"""
+    loading: int
+    """blocks that are reserved for loads"""
+    hung: int
+    """blocks of these that were given up, and that a call of a store may still write"""
+    saving: int
+    """blocks that are pinned for saves"""
+    waiting: int
+    """blocks whose save has not begun. A block that waits for two stores counts twice."""
+    suspended: tuple[str, ...]
+    """stores that have failed, and are not asked for a while"""
+    stores: tuple[StoreStats, ...]
+    dropped: dict[tuple[str, str], int] = field(default_factory=dict)
+    """``unsaved`` by store and reason"""
+    health: dict[str, HealthStats] = field(default_factory=dict)
+    refused: int = 0
+    """keys that no store was asked for: all room was taken by what had come or was on its way. ``asked`` has them not,
+    and a key that is looked for in each step counts in each."""
+    unread: int = 0
+    """blocks that have come for requests that have neither pinned them nor ended. With ``loading``, they take the room
+    for loads."""
+
+
+class HostKeeper(Closing):
+    """Stands between a ``HostCache`` and the stores behind it.
+
+    Parameters
+    ----------
+    cache, tier
+        The index and its memory, which may have been attached. Neither is closed here.
+    stores
+        One or more, the nearest first. Each is opened here. A key is asked for in one after the other, and is saved to
+        all of them.
+    identity
+        Whose KV the stores have. None: that of the cache. Name another where the cache's identity ends with the engine.
+    save
+        "commit", or "publish", the older word for it: every published block is saved. "reuse": a block is saved when it
+        is pinned for a reader. "evict": what the cache evicts next is saved before: a quarter of its blocks, at least
+        64 and at most 1,024 of them, but never more than half.
+    load_share, save_share
+        How much of the cache blocks may take that have come and wait for their reader, and those that stores read to
+        save them, but one for each such call.
+    load_seconds, save_seconds
+        Time for a key from the first ``find`` until it is HERE, and for a block from the ``poll`` after ``publish``
+        until it is saved. What takes longer is given up. While a store is busy with other saves, blocks wait for more,
+        as long as each step brings some, and are saved together; this begins then.
+    retry_seconds
+        For so long a key that did not come is not asked for again.
+    quota
+        Bytes that blocks of this identity may have in each store. None: no limit.
+    policies
+        For each store what says how many blocks of a hit are loaded, such as a ``LoadOrCompute``. The others are
+        missed, as "declined". None in the place of one: all that there is room for.
+    spare
+        () -> float, for how many seconds the engine is busy with what it has. Policies let a load take so long.
+    clock
+        () -> float, monotonic seconds.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a bad argument, or a tier of another cache.
+    OSError, ImportError
+        What opening a store raises. No store is open then.
+
+    Notes
+    -----
+    Use ``find``, ``lookup``, ``pin``, ``publish``, ``touch``, ``forget``, ``clear`` and ``explain`` of the keeper in
+    the place of the cache's. ``reserve`` and ``abort`` are the cache's own. Not thread-safe: the thread of the
+    scheduler calls it. Calls never wait for a store, except ``drain`` and ``close``. In a child of ``os.fork()`` they
+    raise ForkedProcess; ``find`` and ``lookup`` only for a key that is not HERE.
+
+    Call ``poll`` in each step of the scheduler. It begins jobs and notes what has become of others: a store's I/O, its
+    keys, checks and deadlines are on threads of the store's ``StoreQueue``. A key is PENDING only for as long as
+    ``load_seconds`` says, if ``poll`` is called. These threads also pin what they save, and while they read it.
+
+    A block is found only after its seal was checked. A load that was given up while its call hangs keeps its blocks
+    until the call returns, so that it cannot write into blocks of others.
+    """
+
+    def __init__(
+        self,
+        cache: HostCache,
+        tier: HostTier,
+        stores: Sequence[Store],
+        *,
+        identity: ModelIdentity | None = None,
+        save: str = PUBLISH,
+        load_share: float = 0.5,
+        save_share: float = 0.25,
+        load_seconds: float = 2.0,
+        save_seconds: float = 60.0,
+        retry_seconds: float = 1.0,
+        quota: int | None = None,
+        policies: Sequence[LoadPolicy | None] | None = None,
+        spare: Callable[[], float] = float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not isinstance(cache, HostCache) or not isinstance(tier, HostTier):
+            raise TypeError(f"cache={cache!r:.80}, tier={tier!r:.80}: accepted are a HostCache and its HostTier")
+        if tier.fingerprint != cache.fingerprint:
+            raise ValueError("tier: accepted is the memory of this cache, of the same model and sizes")
+        save = choice_argument("save", COMMIT if save == PUBLISH else save, SAVES)
+        load_room = _share("load_share", load_share, cache.host_blocks)
+        save_room = _share("save_share", save_share, cache.host_blocks)
+        load_seconds = number_argument("load_seconds", load_seconds)
+        save_seconds = number_argument("save_seconds", save_seconds)
+        retry_seconds = number_argument("retry_seconds", retry_seconds)
+        own, whose = list_argument("stores", stores), cache.identity if identity is None else identity
+        limit = NO_LIMIT if quota is None else integer_argument("quota", quota, 0, 1 << 62) // cache.block_bytes
+        chosen = [None] * len(own) if policies is None else list_argument("policies", policies)
+        if not own:
+            raise ValueError("stores=[]: accepted are one or more")
+        if not callable(spare):
+            raise TypeError(f"spare={spare!r:.80}: accepted is a function that returns seconds")
+        if len(chosen) != len(own):
+            raise ValueError(f"policies has {len(chosen)} elements: accepted is one for each of {len(own)} stores")
+        # Half of the least time of a find: it is a job that has time enough.
+        patience = min(PATIENCE_SECONDS, load_seconds / 2 ** len(own), save_seconds / 2)
+        self._cache = cache
+        self._clock = clock
+        self._on_publish = save == COMMIT
+        self._process = Process()
+        self._closed = False
+        self._clients = open_clients(
+            own, lambda store: StoreClient(store, tier.blocks, whose, patience=patience, warns=True, clock=clock)
+        )
+        self._tier = HostCacheTier(cache, self._clients, save, save_room, limit)
+        self._bridge = Bridge[bytes](self._tier, self._clients, cache.host_blocks, save_seconds, clock)
+        self._loader = Loader(self._tier, self._bridge, chosen, load_room, UNREAD_SECONDS, clock)
+        self._loads = HostLoads(self._tier, self._bridge, self._loader, load_seconds, retry_seconds, clock, spare)
+        # Whether nothing was looked for since the last ``poll``.
+        self._step_begins = True
+
+    # -- what the scheduler calls --------------------------------------------------------------------
+
+    def find(self, key: bytes, hit: str = "") -> int:
+        """ABSENT, HERE or PENDING, as ``HostCache.find`` says it. A key that is not in the cache is asked for in the
+        stores, and is PENDING meanwhile. ``hit``: names the request; ``policies`` judge the keys of one together. What
+        comes for it counts against the room for loads until ``pin`` with this ``owner``, or ``finish``. Raises
+        TypeError, ValueError, PoolClosed."""
+        own = key if type(key) is bytes else key_argument("key", key)
+        if self._step_begins:
+            self._settle()
+        found = self._cache.find(own)
+        if found == self._cache.HERE:
+            self._loads.looked_up(own, hit)
+            return found
+        self._process.check(self)
+        return self._loads.answers((own,), (found,), hit)[0]
+
+    def lookup(self, keys: Keys, hit: str = "") -> Uint8s:
+        """``find`` for each key: uint8[n]."""
+        own = keys_argument(keys)
+        if self._step_begins:
+            self._settle()
+        answers = self._cache.lookup(own)
+        if self._loader.unread:
+            for place in np.flatnonzero(answers == self._cache.HERE).tolist():
+                self._loads.looked_up(own[place], hit)
+        places = np.flatnonzero(answers != self._cache.HERE)
+        if len(places):
+            self._process.check(self)
+            keys = [own[place] for place in places.tolist()]
+            answers[places] = self._loads.answers(keys, answers[places].tolist(), hit)
+        return answers
+
+    def pin(self, keys: Keys, *, owner: str = "") -> HostLease:
+        """What ``HostCache.pin`` does. With ``save="reuse"``, the blocks are saved now. ``owner``: the request that
+        ``find`` knows as ``hit``. What else has come for it, and was not pinned, stops counting against the room for
+        loads. Without an owner, the keys stop counting for all requests."""
+        self._process.check(self)
+        with DeferSignals() as signals:
+            lease = self._cache.pin(keys, owner=owner)
+            signals.undo = lease.close
+            self._loader.read(lease.keys, owner)
+            self._save(self._tier.first_used(lease), lease.keys)
+            return lease
+
+    def finish(self, request: str) -> None:
+        """Note that a request has ended: it has finished, or was aborted or cancelled.
+
+        Blocks that were loaded for it alone stop counting against the room for loads, and stay cached like any other
+        block. Keys that it alone looked for are not loaded. Blocks on their way count until they have arrived.
+
+        Parameters
+        ----------
+        request
+            The ``hit`` of its look-ups. An unknown one changes nothing.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For a bad argument.
+        """
+        self._process.check(self)
+        with DeferSignals():
+            self._loader.leave(text_argument("request", request))
+
+    def publish(self, keys: Keys, *, unsaved: Keys = ()) -> int:
+        """What ``HostCache.publish`` does. With ``save="commit"``, the blocks are saved after it, but those of
+        ``unsaved``, which no store gets."""
+        self._process.check(self)
+        own = self._cache.in_order(keys)
+        with DeferSignals():
+            count = self._cache.publish_ordered(own)
+            private = frozenset(unsaved)
+            saved = [key for key in own if key not in private] if private else own
+            self._loads.published(saved)
+            if self._on_publish:
+                self._save(saved, own)
+            elif private:
+                self._tier.leave_unsaved([key for key in own if key in private])
+        return count
+
+    def touch(self, keys: Keys, *, turn: bool = False) -> None:
+        """What ``HostCache.touch`` does, for the keys of one prompt. They keep this order also when those that are to
+        be saved have been."""
+        self._process.check(self)
+        self._tier.touch(keys_argument(keys), turn)
+
+    def forget(self, keys: Keys) -> int:
+        """What ``HostCache.forget`` does, also to keys that are on their way from a store. The stores keep the blocks,
+        but are not asked for them for a while."""
+        self._process.check(self)
+        own = keys_argument(keys)
+        count = self._cache.forget(own)
+        with DeferSignals():
+            self._loads.leave(own)
+        return count
+
+    def poll(self) -> None:
+        """Note what the stores have done, and begin what was asked for. Call it in each step. Raises PoolClosed."""
+        self._process.check(self)
+        if self._closed:
+            raise PoolClosed("the keeper is closed")
+        with DeferSignals():
+            self._bridge.poll()
+            self._loads.turn()
+            self._bridge.want(self._tier.victims())
+            self._bridge.save()
+            self._step_begins = True
+
+    @property
+    def pending(self) -> bool:
+        """Whether ``poll`` has something to begin, or somebody waits for a key."""
+        return bool(self._loads.searching) or self._bridge.lined_up
+
+    def origin(self, key: bytes) -> int | None:
+        """The number of the store that has brought this key to the cache, until somebody pins it. None otherwise."""
+        arrival = self._loader.unread.get(key)
+        return None if arrival is None or arrival.number == NO_STORE else arrival.number
+
+    def explain(self, key: bytes, tokens: int = 1) -> Missed:
+        """What ``HostCache.explain`` says, and why no store has brought the key, as ``trouble``."""
+        trouble = self._loads.trouble(key)
+        return self._cache.explain(key, tokens)._replace(trouble=(("stores", trouble),) if trouble else ())
+
+    def changes(self) -> list[StoreChange]:
+        """What the stores have got and lost since the last call, as far as this keeper knows, in order: what it has
+        saved, and of that what they did not have when they were asked for it. The first call begins it."""
+        self._tier.tells = True
+        found = list(self._tier.changes)
+        self._tier.changes.clear()
+        return found
+
+    @property
+    def totals(self) -> tuple[int, int, int, int]:
+        """Blocks that were loaded, missed, saved and not saved, since the keeper was made. Fast."""
+        loads, bridge = self._loads, self._bridge
+        return loads.loaded, loads.missed.total(), bridge.saved_blocks, bridge.dropped.total()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def clear(self) -> None:
+        """Drop all keys of the cache, and find nothing any more that was saved before, such as the KV of weights that
+        were replaced: an epoch of the identity begins in each store.
+
+        The stores drop what was there, for all who share them. Until a store has confirmed, it is told again, and
+        nothing is saved there: ``unconfirmed_drops`` of its figures is 0 again then. What is saved later is found by
+        this keeper, and by whoever opens the store after it, if the store has ``Store.epoch``. See
+        ``StoreQueue.reset``. If the keeper is closed before a store has confirmed, a later process may find what was
+        there before.
+        """
+        self._process.check(self)
+        with DeferSignals():
+            self._loads.clear()
+            self._bridge.give_up("cancelled")
+            for client in self._clients:
+                # Saves that have begun end with it.
+                client.queue.reset()
+            self._bridge.poll()
+            # After the poll: saves that had ended before are noted by it.
+            self._tier.cleared()
+            self._cache.clear(force=True)
+
+    def stats(self) -> HostKeeperStats:
+        """A snapshot. Not for every step."""
+        self._process.check(self)
+        loads, bridge, coming = self._loads, self._bridge, self._loader.coming
+        loads.drop_evicted()
+        unsaved: Counter[str] = Counter()
+        dropped = bridge.not_saved(self._tier.lost)
+        for (_, reason), count in dropped.items():
+            unsaved[reason] += count
+        missed = {reason: count for reason, count in dict(loads.missed).items() if count}
+        return HostKeeperStats(
+            loads.asked,
+            loads.loaded,
+            missed,
+            bridge.saved_blocks,
+            dict(unsaved),
+            len(loads.searching),
+            len(coming),
+            sum(loading.over for loading in coming.values()),
+            self._tier.pinned,
+            bridge.waiting,
+            tuple(client.name for client in self._clients if client.suspended),
+            tuple(client.queue.stats() for client in self._clients),
+            dict(dropped),
+            {client.name: client.health.stats() for client in self._clients},
+            loads.refused,
+            len(self._loader.unread),
+        )
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until nothing is under way or waits, at most ``timeout`` seconds. Returns whether that is so."""
+        end = self._clock() + number_argument("timeout", timeout)
+        self.poll()
+        while self._busy and (left := end - self._clock()) > 0:
+            self._clients[0].queue.wait(min(left, 0.01))
+            self.poll()
+        return not self._busy
+
+    def close(self, timeout: float = 10.0) -> bool:
+        """Give up what is under way, and close the stores. May be called again.
+
+        Returns False if a call of a store still hangs after ``timeout`` seconds. It may still write into the tier, so
+        that memory of the caller's must not be used again. Blocks of such a load stay reserved. Close the cache after
+        the keeper.
+        """
+        self._process.check(self)
+        with DeferSignals():
+            self._closed = True
+            self._loads.stop()
+            self._bridge.give_up("cancelled")
+        over = self._bridge.close(timeout, tell=not self._cache.closed)
+        if over:
+            self._tier.close()
+        return over
+
+    def _settle(self) -> None:
+        """Note what the stores have done since the last step, before the first answer of this one. Later in the step
+        nothing may be evicted that was found."""
+        self._step_begins = False
+        if not self._bridge.news:
+            return
+        with suppress(ForkedProcess), DeferSignals():
+            self._process.check(self)
+            self._bridge.poll()
+
+    def _save(self, keys: Sequence[bytes], prompt: Sequence[bytes]) -> None:
+        self._bridge.want(keys, partial(self._tier.to_save, prompt))
+
+    @property
+    def _busy(self) -> bool:
+        return self.pending or self._bridge.under_way
+
+
+def _share(name: str, share: object, blocks: int) -> int:
+    """A share of the blocks, one at least. Raises TypeError or ValueError."""
+    found = number_argument(name, share)
+    if not 0 < found <= 1:
+        raise ValueError(f"{name}={share!r:.80}: accepted is a share above 0, up to 1")
+    return max(1, int(found * blocks))

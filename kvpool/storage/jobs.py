@@ -1,0 +1,330 @@
+"""Jobs: blocks that a store is asked for, saves, loads or drops. One may end in part, late, or not at all. Until a drop
+is confirmed, nobody finds, loads or saves its blocks."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import numpy as np
+
+from kvpool.common.arguments import first_outside, id_array
+from kvpool.common.arrays import Bools
+from kvpool.common.arrays.strided import read_only
+from kvpool.storage.seals import BlockNames, Secret
+from kvpool.storage.store import CANCELLED, CODES, KEY_BYTES, MODEL_BYTES, OK, Bytes, Rows
+
+WAITING = 255
+"""The code of a block that is not decided yet."""
+Keys = Bytes | BlockNames
+Lend = Callable[[BlockNames], AbstractContextManager[Rows]]
+"""Lends rows to one call of a store: int64[n], -1 for a block that is not there any more."""
+
+FIND, LOAD, SAVE, FORGET, CLEAR = "find", "load", "save", "forget", "clear"
+KINDS = (FIND, LOAD, SAVE, FORGET, CLEAR)
+DROPS = (FORGET, CLEAR)
+
+
+class JobQueue(Protocol):
+    """What a job needs of its queue."""
+
+    secret: Secret
+
+    def wait_until(self, condition: Callable[[], bool], timeout: float | None) -> bool: ...
+    def cancel(self, job: Job) -> None: ...
+
+
+class Job:
+    """What became of some blocks. Made by the calls of a ``StoreQueue``. Thread-safe.
+
+    ``kind``: "find", "load", "save", "forget" or "clear", which has one code and no keys. ``keys``: uint8[n, 32] or
+    ``BlockNames``. ``rows`` int64[n]: of a load or save, none where they are lent. ``codes`` uint8[n]: what became of
+    each block, 255 while that is not known. The arrays are read-only. ``dropped``: how many blocks the store has
+    dropped for a forget or a clear.
+    ``deadline``: in seconds on the queue's clock. ``began``, ``seconds``: when the store began with it, and how long it
+    took. ``error``: the text of the store's last error, or "".
+
+    A job is *done* when every block has a code. It is *returned* when, besides, no call of the store uses its rows any
+    more. Only then may the rows be written or freed: a call that hangs may still write to them.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_calls",
+        "_codes",
+        "_counted",
+        "_hashed",
+        "_keys",
+        "_queue",
+        "_rows",
+        "_settled",
+        "began",
+        "deadline",
+        "dropped",
+        "error",
+        "kind",
+        "lend",
+        "limit",
+        "queued",
+        "renews",
+        "seconds",
+        "tag",
+    )
+
+    def __init__(
+        self,
+        queue: JobQueue,
+        kind: str,
+        keys: Keys,
+        rows: Rows,
+        lend: Lend | None,
+        deadline: float,
+        tag: bytes,
+        limit: int,
+        renews: bool = False,
+    ) -> None:
+        self._queue = queue
+        # Nobody else writes these arrays, neither the caller nor the store: what was loaded is checked by them.
+        count = 1 if kind == CLEAR else len(keys)
+        self._keys, self._rows, self._codes = keys, rows, np.empty(count, np.uint8)
+        self._codes.fill(WAITING)
+        self.kind, self.lend, self.deadline, self.tag, self.limit = kind, lend, deadline, tag, limit
+        self.renews = renews
+        """Whether it begins an epoch: of a clear."""
+        self.error, self.began, self.seconds, self.dropped = "", math.nan, 0.0, 0
+        self._calls, self._settled = 0, not count
+        self.queued = count
+        """How many blocks no call of the store has begun with, and one will."""
+        self._counted: dict[str, int] | None = None
+        self._hashed: tuple[list[bytes], frozenset[bytes]] | None = None
+
+    @property
+    def keys(self) -> Keys:
+        return self._keys if isinstance(self._keys, BlockNames) else read_only(self._keys)
+
+    @property
+    def rows(self) -> Rows:
+        return read_only(self._rows)
+
+    @property
+    def codes(self) -> Bytes:
+        return read_only(self._codes)
+
+    @property
+    def done(self) -> bool:
+        """Whether every block has a code."""
+        return self._settled
+
+    @property
+    def returned(self) -> bool:
+        """Whether no call of the store uses the rows any more. It is done too, then."""
+        return self._settled and not self._calls
+
+    @property
+    def ok(self) -> int:
+        """How many blocks are OK."""
+        return int(np.count_nonzero(self._codes == OK))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many blocks of a job that is done have which code, such as ``{"ok": 3, "absent": 1}``."""
+        if self._counted is None or not self._settled:
+            counted = enumerate(np.bincount(self._codes).tolist())
+            self._counted = {CODES[code]: count for code, count in counted if count}
+        return dict(self._counted)
+
+    @property
+    def reasons(self) -> list[str]:
+        """The codes of a job that is done, in words: "ok", or what is wrong."""
+        return [CODES[code] for code in self._codes.tolist()]
+
+    @property
+    def leading(self) -> int:
+        """How many blocks are OK before the first that is not: what a prefix can use."""
+        wrong = np.flatnonzero(self._codes != OK)
+        return int(wrong[0]) if len(wrong) else len(self._codes)
+
+    def wait(self, timeout: float | None = None, *, returned: bool = False) -> bool:
+        """Wait until the job is done, or returned. ``timeout``: in seconds; None waits as long as it takes. Returns
+        whether it is. Raises ForkedProcess in a child of ``os.fork()``."""
+        return self._queue.wait_until(lambda: self.returned if returned else self.done, timeout)
+
+    def cancel(self) -> None:
+        """Give up the blocks that are not decided yet. Calls under way are asked to stop. Raises ValueError for a
+        forget or a clear, which cannot be taken back."""
+        self._queue.cancel(self)
+
+    def __repr__(self) -> str:
+        return f"Job({self.kind}, blocks={len(self._codes)}, ok={self.ok}, done={self.done}, returned={self.returned})"
+
+    # -- called by the queue: all but the keys with its lock held ------------------------------------
+
+    def hashed(self) -> tuple[list[bytes], frozenset[bytes]]:
+        """The keys of its blocks in the store, in order, and as a set. They are hashed by the first call."""
+        if self._hashed is None:
+            keys = [key.tobytes() for key in self._queue.secret.keys(self._keys)]
+            self._hashed = keys, frozenset(keys)
+        return self._hashed
+
+    @property
+    def key_bytes(self) -> list[bytes]:
+        return self.hashed()[0]
+
+    @property
+    def key_set(self) -> frozenset[bytes]:
+        return self.hashed()[1]
+
+    def call_begins(self, part: slice, now: float) -> Rows:
+        """A call of the store begins with these blocks. Returns the places of those that are not decided yet."""
+        self.queued -= part.stop - part.start
+        self._calls += 1
+        if math.isnan(self.began):
+            self.began = now
+        return part.start + np.flatnonzero(self._codes[part] == WAITING)
+
+    def call_ends(self, places: Rows, codes: Bytes, error: str) -> None:
+        """A call has returned. Its codes count where nothing else was decided meanwhile."""
+        left = self._codes[places] == WAITING
+        self._codes[places[left]] = codes[left]
+        self.error = error or self.error
+        self._calls -= 1
+        self._settled = self._settled or not (self._codes == WAITING).any()
+
+    def decide(self, which: Bools, code: int) -> bool:
+        """Give this code to those of these blocks that have none. Returns whether all blocks have one now."""
+        self._codes[which & (self._codes == WAITING)] = code
+        return not (self._codes == WAITING).any()
+
+    def settle(self, code: int) -> None:
+        """Give this code to all blocks that have none. No further call begins."""
+        self._codes[self._codes == WAITING] = code
+        self.queued, self._settled = 0, True
+
+
+def keys_argument(keys: object) -> Keys:
+    """A copy, which nobody else changes."""
+    if isinstance(keys, BlockNames):
+        return keys
+    # A subclass may answer with another shape than its memory has.
+    own = np.asarray(keys)[...] if isinstance(keys, np.ndarray) else None
+    if own is None or own.dtype != np.uint8 or own.ndim != 2 or own.shape[1] != KEY_BYTES:
+        raise ValueError(f"keys: accepted is an array uint8[n, {KEY_BYTES}], made by the queue's secret, or BlockNames")
+    return own.copy()
+
+
+def rows_argument(rows: object, count: int, slots: int, distinct: bool) -> Rows:
+    """A copy, which nobody else changes."""
+    own = id_array("rows", rows)
+    if len(own) != count:
+        raise ValueError(f"rows has {len(own)} elements: accepted is one for each of the {count} keys")
+    if first_outside(own, slots - 1) >= 0:
+        raise ValueError(f"rows={own!r:.80}: accepted are 0 to {slots - 1}")
+    if distinct and len(np.unique(own)) != count:
+        raise ValueError(f"rows={own!r:.80}: accepted are rows that differ, as each gets one block")
+    return own
+
+
+Running = Mapping[int, tuple[Job, Rows]]
+"""By thread: the job that a call of the store is for, and the places of its blocks."""
+RETRY_SECONDS, RETRY_SECONDS_MAX = 0.05, 30.0
+
+
+class Drops:
+    """The forgets and clears of a queue that its store has not confirmed. The caller holds the queue's lock.
+
+    A drop begins when no call is under way that may save what it drops. Saves that begin later leave out these blocks.
+    So when the store has dropped them, nothing brings them back. A drop that fails is tried again, after 50 ms at
+    first, and then after twice as long each time, up to 30 s.
+
+    However many drops wait, a job costs one look-up a block. A drop that waits for a call to end is looked at again
+    when that call has ended.
+    """
+
+    def __init__(self) -> None:
+        self._pauses: dict[Job, float] = {}  # of every drop: until it is tried again
+        self._forgotten: Counter[bytes] = Counter()  # how many forgets name a key
+        self._cleared: dict[tuple[bytes, bool], Job] = {}  # by the beginning of a tag, and whether it begins an epoch
+        self._due: list[tuple[float, int, Job]] = []
+        self._held: dict[int, list[Job]] = {}  # by the thread whose call they wait for
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._pauses)
+
+    def add(self, job: Job) -> None:
+        self._pauses[job] = RETRY_SECONDS
+        if job.kind == CLEAR:
+            self._cleared[job.tag, job.renews] = job
+        else:
+            self._forgotten.update(job.key_set)
+        self._put(job, -math.inf)
+
+    def clearing(self, job: Job) -> Job | None:
+        """The same clear, which waits. No block was saved since it was added, so that it does for a later one."""
+        return self._cleared.get((job.tag, job.renews))
+
+    def remove(self, job: Job) -> None:
+        """The store has confirmed it, or the queue is closed."""
+        if self._pauses.pop(job, None) is None:
+            return
+        if job.kind == CLEAR:
+            del self._cleared[job.tag, job.renews]
+            return
+        self._forgotten.subtract(job.key_set)
+        for key in job.key_set:
+            if not self._forgotten[key]:
+                del self._forgotten[key]
+
+    def screen(self, job: Job) -> bool:
+        """Cancel those blocks of a job that are to be dropped. Returns whether all blocks of the job are decided now.
+
+        They are not called absent, since the store has said nothing: its health is judged by what it answers.
+        """
+        tags = (job.tag, job.tag[:MODEL_BYTES])
+        cleared = any((tag, renews) in self._cleared for tag in tags for renews in (False, True))
+        concerned = np.full(len(job.codes), cleared)
+        if self._forgotten and not concerned.all():
+            concerned[:] = [key in self._forgotten for key in job.key_bytes]
+        return job.decide(concerned, CANCELLED)
+
+    def next(self, now: float, running: Running) -> Job | None:
+        """A drop that may begin now, if there is one."""
+        while self._due and self._due[0][0] <= now:
+            drop = heapq.heappop(self._due)[2]
+            if drop in self._pauses:
+                saver = next((thread for thread, call in running.items() if _saves(drop, *call)), None)
+                if saver is None:
+                    return drop
+                self._held.setdefault(saver, []).append(drop)
+        return None
+
+    def returned(self, thread: int) -> None:
+        """The call of this thread has ended."""
+        for drop in self._held.pop(thread, ()):
+            self._put(drop, -math.inf)
+
+    def failed(self, job: Job, now: float) -> None:
+        """The store has not dropped it. It is tried again."""
+        self._put(job, now + self._pauses[job])
+        self._pauses[job] = min(2 * self._pauses[job], RETRY_SECONDS_MAX)
+
+    def left(self, now: float) -> float | None:
+        """Seconds until a drop that has failed is tried again. None if there is none."""
+        return self._due[0][0] - now if self._due and self._due[0][0] > now else None
+
+    def _put(self, job: Job, at: float) -> None:
+        heapq.heappush(self._due, (at, next(self._numbers), job))
+
+
+def _saves(drop: Job, job: Job, places: Rows) -> bool:
+    """Whether a call for these places of a job may save what is to be dropped."""
+    if job.kind != SAVE:
+        return False
+    if drop.kind == CLEAR:
+        return job.tag.startswith(drop.tag)
+    return not drop.key_set.isdisjoint(job.key_bytes[place] for place in places.tolist())

@@ -1,0 +1,594 @@
+"""Keeper: stands between a pool and its stores. It saves what the pool has, and brings back what waiting requests
+need."""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvpool.common.arguments import Namespace, bool_argument, list_argument, namespace_argument, token_array
+from kvpool.common.arrays import Int64s
+from kvpool.common.arrays.layout import choice_argument, integer_argument
+from kvpool.common.arrays.strided import in_numpy
+from kvpool.common.errors import PoolClosed
+from kvpool.common.interrupt import Bell
+from kvpool.common.process import Closing, Process
+from kvpool.hostcache.identity import ModelIdentity, identity_argument
+from kvpool.pool.events import Events
+from kvpool.pool.explain import Explanation, InStores
+from kvpool.pool.keys import BlockKeys, Match, is_keys, key_rows
+from kvpool.pool.manager import KVCacheManager
+from kvpool.state.records import H
+from kvpool.storage.bridge import EVICT, SAVES, Bridge, Loader, open_clients
+from kvpool.storage.choice import SLOWEST, LoadOrCompute
+from kvpool.storage.jobs import Job
+from kvpool.storage.pool_tier import Content, PoolTier, StoredContent, Unsaved, cached_groups, namespace_bytes, split
+from kvpool.storage.prefetches import UNUSED_SECONDS, Prefetch, Prefetches
+from kvpool.storage.queue import StoreStats
+from kvpool.storage.store import MODEL_BYTES, TAG_BYTES, Store
+from kvpool.storage.store_client import HealthStats, StoreClient, StoreHealth, number_argument, spare_of, staging_rows
+from kvpool.storage.urls import open_store
+
+BLOCKS_PER_TURN = 64
+"""Blocks that are copied for a store before the keeper looks at its prefetches again."""
+REST_SECONDS = 1e-4
+"""In a rest others get the lock of the interpreter. Without it, whoever waits wakes up too late to take it, and waits
+for the 5 ms after which the interpreter takes it away."""
+KNOWN_BLOCKS = 4096
+"""Blocks of stores that a keeper knows of, and readers of its events too, beside as many as the pool has."""
+SAVE_DEADLINES = 4
+"""A save may take so many times as long as other jobs: nobody waits for it, and it waits for all others."""
+_ENDED = "the keeper has ended: it or its pool was closed, or an error that the log has"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class KeeperStats:
+    """Totals since a keeper was made, and its state now."""
+
+    saved_blocks: int
+    saved_bytes: int
+    loaded_blocks: int
+    """blocks that have entered the host tier from stores"""
+    loaded_bytes: int
+    found_blocks: int
+    """blocks that stores said to have when they were asked for a prompt"""
+    dropped: dict[tuple[str, str], int]
+    """saves that were given up, by store and reason: "queue_full", "evicted" (before it was copied), "quota",
+    "suspended", "forgotten", and the codes of jobs: "failed", "late", "refused", "cancelled\""""
+    prefetches: dict[str, int]
+    """prefetches that have ended, by ``Prefetch.ended``"""
+    events_dropped: int
+    """rows of events that the keeper, or the reader of ``Keeper.events``, came too late for"""
+    waiting_blocks: int
+    """blocks that wait to be saved now"""
+    promoted_blocks: int
+    """blocks that were brought to the host and wait for their request now"""
+    prefetching: int
+    """prefetches under way now"""
+    stores: dict[str, StoreStats]
+    health: dict[str, HealthStats]
+
+
+class Keeper(Closing):
+    """Keeps the content of a pool in stores. A context manager.
+
+    Parameters
+    ----------
+    pool
+        A pool with a host tier and with ``event_capacity``. Its secret makes the keys of stores too. So it must be
+        given, unless no store outlives the process: ``KVCacheManager(..., secret=store.secret)``.
+    stores
+        A list of ``Store``, the nearest first. They are opened here, and closed by ``close``. Their names differ.
+    identity
+        The model whose KV this is. Nothing that was saved under another identity, or for other block layouts, is ever
+        found.
+    save
+        "commit": each block is saved when the pool has it. "evict": before the host evicts it. "reuse": when it has
+        been used twice.
+    quotas
+        Bytes that a namespace may have in each store: {(salt, adapter_id): bytes}. Others have no limit.
+    deadline_ms
+        The default deadline of ``prefetch``. A save that takes four times as long is given up.
+    staging_blocks
+        Blocks that may be on their way to or from each store. They take so much main memory, in whole pages.
+    promotion_blocks
+        The most blocks that wait on the host for requests that have not been admitted, or are on their way there.
+        Default: half of the host tier.
+    queued_blocks
+        The most blocks that wait to be saved, for each store. More are dropped, and counted.
+    prefill_tokens_per_s
+        How many tokens of a prompt the engine computes in a second. A prefetch then loads only what is expected to come
+        sooner than the engine computes it, and gives up a load that is late. None: it loads all that is there.
+    failures, probe_seconds
+        See ``StoreHealth``.
+    interval_ms
+        How often the pool is asked for events.
+    clock
+        () -> float, monotonic seconds.
+
+    Notes
+    -----
+    A thread of the keeper's does all hashing, copying and waiting. The scheduler's thread records events, and nothing
+    else. Prompts with ``publish=False`` are never saved.
+
+    Close the keeper before the pool. If the pool is closed first, the keeper ends by itself; close it nevertheless.
+    Thread-safe. Raises TypeError, ValueError, ImportError, and what ``Store.open`` raises. All calls raise
+    ForkedProcess in a child of ``os.fork()``.
+    """
+
+    def __init__(
+        self,
+        pool: KVCacheManager,
+        stores: Sequence[Store | str],
+        *,
+        identity: ModelIdentity,
+        save: str = "commit",
+        quotas: Mapping[Namespace, int] | None = None,
+        deadline_ms: int = 2000,
+        staging_blocks: int = 64,
+        promotion_blocks: int | None = None,
+        queued_blocks: int = 4096,
+        prefill_tokens_per_s: float | None = None,
+        failures: int = 3,
+        probe_seconds: float = 5.0,
+        interval_ms: int = 5,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        host_blocks = _host_blocks(pool)
+        identity, chosen = identity_argument(identity), _stores_argument(stores)
+        _check_secret(pool, chosen)
+        save = choice_argument("save", save, SAVES)
+        limits = _quotas_argument(quotas)
+        self._deadline = integer_argument("deadline_ms", deadline_ms, 1, 1 << 31) / 1e3
+        rows = integer_argument("staging_blocks", staging_blocks, 2, 1 << 20)
+        most = max(1, sum(host_blocks) // 2) if promotion_blocks is None else promotion_blocks
+        promotions = integer_argument("promotion_blocks", most, 1, 1 << 31)
+        queued = integer_argument("queued_blocks", queued_blocks, 1, 1 << 31)
+        self._interval = integer_argument("interval_ms", interval_ms, 1, 60_000) / 1e3
+        if prefill_tokens_per_s is not None:
+            number_argument("prefill_tokens_per_s", prefill_tokens_per_s, SLOWEST)
+        self._pool = pool
+        self._clock = clock
+        self._process = Process()
+        nbytes = max(group.block_bytes for group in pool.groups)
+
+        def client_of(store: Store) -> StoreClient:
+            health = StoreHealth(failures, probe_seconds, clock=clock)
+            spare = spare_of(store)
+            memory = staging_rows(rows, nbytes + spare)
+            return StoreClient(
+                store, memory, identity, health=health, staging=True, spare=spare, warns=True, clock=clock
+            )
+
+        self._clients = open_clients(chosen, client_of)
+        self._unsaved = Unsaved(pool, save, rows)
+        blocks, kinds = pool.device_blocks + pool.host_blocks, len(cached_groups(pool))
+        self._stored = StoredContent(pool, [client.name for client in self._clients], blocks + KNOWN_BLOCKS)
+        self._tier = PoolTier(pool, self._stored, limits, save == EVICT)
+        save_seconds = SAVE_DEADLINES * self._deadline
+        self._bridge = Bridge[Content](self._tier, self._clients, queued, save_seconds, clock)
+        policies = [
+            None
+            if prefill_tokens_per_s is None
+            else LoadOrCompute(prefill_tokens_per_s, kinds * client.queue.block_bytes, pool.tokens_per_block)
+            for client in self._clients
+        ]
+        self._loader = Loader(self._tier, self._bridge, policies, promotions, UNUSED_SECONDS, clock)
+        self._prefetches = Prefetches(pool, self._tier, self._bridge, self._loader, clock)
+        self._orders: deque[Callable[[], None]] = deque()
+        self._lock = threading.Lock()
+        self._asked: deque[Prefetch] = deque()
+        self._idle = Bell()
+        self._turns, self._awaited, self._quiet, self._ended, self._closing = 0, 0, False, False, False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._wake)
+        self._thread = threading.Thread(target=self._run, name="kvpool-keeper", daemon=True)
+        self._thread.start()
+
+    # -- for the scheduler ---------------------------------------------------------------------------
+
+    def prefetch(self, prompt: object, deadline: float | None = None, *, spare: float = 0.0) -> Prefetch:
+        """Bring what stores have of a prompt, after its cached prefix, to the host tier. Returns at once.
+
+        ``prompt``: as for the pool; BlockKeys cost least. ``deadline``: in seconds from now (default: ``deadline_ms``);
+        after it nothing more is brought. The next admission uses what has come by then. ``spare``: for so many seconds
+        the request waits for the engine in any case, so that a load which takes no longer loses nothing. Changes the
+        pool: blocks enter its host tier. Raises TypeError, ValueError, PoolClosed.
+        """
+        self._process.check(self)
+        keys = self._keys(prompt)
+        seconds = self._deadline if deadline is None else number_argument("deadline", deadline)
+        now = self._clock()
+        handle = Prefetch(keys, now + seconds, now + number_argument("spare", spare))
+        with self._lock:
+            if self._ended or self._closing:
+                raise PoolClosed(_ENDED)
+            self._asked.append(handle)
+            self._quiet = False
+        os.eventfd_write(self._wake, 1)
+        return handle
+
+    def match_prefix(self, prompt: object) -> Match:
+        """What ``KVCacheManager.match_prefix`` says, with ``store_tokens``: how many more tokens could be reused with
+        what stores are known to have. A store was asked at the last ``prefetch``, or has confirmed a save; it may have
+        lost blocks since. Does not change the pool."""
+        self._process.check(self)
+        keys = self._keys(prompt)
+        match = self._pool.match_prefix(keys)
+        # The last token of a prompt is never reused.
+        full, last = (count // self._pool.tokens_per_block for count in (len(keys), len(keys) - 1))
+        there = self._stored.known(keys, full)
+        there[:, last:] = False
+        if not keys.reuse or not there.any():
+            return match
+        return match._replace(store_tokens=max(0, self._pool.lacking(keys, there).tokens - match.full_tokens))
+
+    def explain(self, prompt: object) -> Explanation:
+        """What ``KVCacheManager.explain`` says, and of what the pool lacks, which stores are known to have it, and what
+        was last wrong with it there: see ``Missed``. For people, not for every request. Asks no store; thread-safe;
+        changes nothing. Raises TypeError, ValueError, PoolClosed."""
+        self._process.check(self)
+        keys = self._keys(prompt)
+        chain, groups = split(keys.keys.tobytes(), 16), cached_groups(self._pool)
+
+        def of_stores(place: int) -> InStores:
+            blocks, stores, trouble = [Content(group, chain[place]) for group in groups], [], []
+            for number, client in enumerate(self._clients):
+                if all(self._stored.has(block, number) for block in blocks):
+                    stores.append(client.name)
+                said = [self._bridge.trouble(number, block) for block in blocks]
+                trouble += [(client.name, what) for what in dict.fromkeys(said) if what]
+            return tuple(stores), tuple(trouble)
+
+        return self._pool.explain(keys).with_stores(self._pool.tokens_per_block, of_stores)
+
+    def _keys(self, prompt: object) -> BlockKeys:
+        return self._pool.block_keys(prompt if isinstance(prompt, BlockKeys) else token_array("prompt", prompt))
+
+    def events(self, *, snapshot: bool = False) -> Events:
+        """The events of the pool, and those of the stores: their tier is the name of the store. As
+        ``KVCacheManager.events``, with numbers of its own.
+
+        "stored" in a store means that it has confirmed it. A store may evict blocks by itself: this is noticed when
+        they are asked for. "cleared", after a reset of the pool, empties all tiers for a reader. In the same call,
+        "stored" events follow for everything that stores are known to have. So a reader that applies all events knows
+        what ``match_prefix`` counts, tier by tier.
+        """
+        self._process.check(self)
+        return self._stored.read(bool_argument("snapshot", snapshot))
+
+    # -- for operators -------------------------------------------------------------------------------
+
+    def forget(self, prompt: object = None, *, namespace: object = None) -> Forgotten:
+        """Do what ``KVCacheManager.forget`` does, and drop the same content from every store.
+
+        From the moment it returns, nobody finds this content in a store and no prefetch brings it, until somebody has
+        computed it again. The stores confirm later that it is gone: see ``Forgotten``. Waits for the keeper's thread,
+        and not for a store.
+
+        ``prompt``, ``namespace``: as for ``KVCacheManager.forget``. Of a namespace, all stores must be able to drop it,
+        which a ``MooncakeStore`` is not: ValueError otherwise. Changes the pool; thread-safe. Raises TypeError,
+        ValueError, StoreBusy (too much waits to be dropped), PoolClosed. Then nothing has changed.
+        """
+        self._process.check(self)
+        if (prompt is None) == (namespace is None):
+            raise TypeError(f"prompt={prompt!r:.80}, namespace={namespace!r:.80}: accepted is exactly one of them")
+        if namespace is not None:
+            pair = namespace_argument("namespace", namespace)
+            return self._ordered(lambda: self._forget_namespace(pair))
+        given: Any = in_numpy("prompt", prompt)
+        alone = is_keys(given) and not isinstance(given, BlockKeys)
+        blocks = key_rows(given) if alone else self._pool.block_keys(given)
+        return self._ordered(lambda: self._forget_blocks(blocks))
+
+    def clear(self, force: bool = False) -> Forgotten:
+        """Do what ``KVCacheManager.reset`` does, and drop everything of this identity from every store, such as the KV
+        of weights that were replaced.
+
+        Call it after the new weights are loaded, before the next request. From the moment it returns, nothing is found
+        or brought that was saved before. The stores confirm later: see ``Forgotten``. Of a store that several processes
+        share, it is dropped for all. A process that still has such content in its pool may save it again.
+
+        ``force``: as for ``KVCacheManager.reset``. All stores must have ``Store.clear``: ValueError otherwise. Changes
+        the pool; thread-safe. Raises TypeError, ValueError, PoolBusy and StoreBusy (nothing has changed), PoolClosed.
+        """
+        self._process.check(self)
+        force = bool_argument("force", force)
+        return self._ordered(lambda: self._forget_all(force))
+
+    @property
+    def pool(self) -> KVCacheManager:
+        return self._pool
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, or has ended because the pool was closed."""
+        return self._ended or self._closing
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until everything decided before this call is saved or given up, and no prefetch is under way. Returns
+        whether that is so after at most ``timeout`` seconds."""
+        self._process.check(self)
+        with self._lock:
+            wanted = self._awaited = self._turns + 2
+            self._quiet = False
+        os.eventfd_write(self._wake, 1)
+
+        def quiet() -> bool:
+            with self._lock:
+                return self._quiet and self._turns >= wanted
+
+        self._idle.wait_for(lambda: self._ended or quiet(), timeout)
+        return quiet()
+
+    def stats(self) -> KeeperStats:
+        """Figures of now; also of a closed keeper. Never waits for I/O. Each is right, but they may be some
+        microseconds apart."""
+        self._process.check(self)
+        tier, bridge, prefetches = self._tier, self._bridge, self._prefetches
+        dropped: Counter[tuple[str, str]] = Counter()
+        for (name, reason), count in bridge.not_saved(self._unsaved.lost).items():
+            dropped[name, "queue_full" if reason in ("busy", "crowded") else reason] += count
+        return KeeperStats(
+            bridge.saved_blocks,
+            tier.saved_bytes,
+            tier.loaded_blocks,
+            tier.loaded_bytes,
+            prefetches.found_blocks,
+            dict(dropped),
+            dict(prefetches.ended),
+            self._stored.dropped + self._unsaved.missed,
+            bridge.waiting,
+            len(self._loader.unread),
+            prefetches.under_way,
+            {client.name: client.queue.stats() for client in self._clients},
+            {client.name: client.health.stats() for client in self._clients},
+        )
+
+    def close(self, timeout: float = 10.0) -> bool:
+        """Give up what waits, and close the stores. Call ``drain`` before to have everything saved.
+
+        Returns False if a call of a store still hangs after ``timeout`` seconds. The staging memory stays until that
+        call returns. May be called again.
+        """
+        self._process.check(self)
+        end = time.monotonic() + number_argument("timeout", timeout)
+        with self._lock:
+            self._closing = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join(max(0.0, end - time.monotonic()))
+        over = not self._thread.is_alive()
+        return self._bridge.close(max(0.0, end - time.monotonic()), tell=over) and over
+
+    # -- the thread ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._wake, selectors.EVENT_READ)
+                for client in self._clients:
+                    selector.register(client.queue.fileno(), selectors.EVENT_READ)
+                wait = 0.0
+                while not self._closing:
+                    if any(key.fd == self._wake for key, _ in selector.select(wait)):
+                        os.eventfd_read(self._wake)
+                    wait = self._turn()
+        except PoolClosed:
+            pass
+        except Exception:
+            _log.exception("the keeper has ended")
+        finally:
+            with self._lock:
+                self._ended = True
+                for handle in self._asked:
+                    handle.end("closed")
+                self._asked.clear()
+                self._idle.ring()
+            self._prefetches.stop_all("closed")
+            self._bridge.give_up("cancelled")
+            self._unsaved.close()
+
+    def _turn(self) -> float:
+        """One round of work. Returns how long to wait for the next."""
+        for _ in range(len(self._orders)):
+            self._orders.popleft()()
+        busy = self._bridge.poll()
+        asked = len(self._asked)
+        for _ in range(asked):
+            self._begin(self._asked[0])
+            self._asked.popleft()
+        self._prefetches.turn()
+        unsaved, behind = self._unsaved.next(whole=self._turns < self._awaited)
+        self._bridge.want(unsaved)
+        more = self._bridge.save(BLOCKS_PER_TURN) or behind
+        if more:
+            time.sleep(REST_SECONDS)
+        with self._lock:
+            self._turns += not behind
+            waits = asked or self._asked or self._bridge.waiting or self._prefetches.under_way
+            self._quiet = not (busy or more or waits or self._bridge.under_way)
+            if self._quiet:
+                self._idle.ring()
+        if more or busy or self._turns < self._awaited:
+            return 0.0
+        until = self._prefetches.next_deadline()
+        return self._interval if until is None else min(self._interval, max(0.0, until - self._clock()))
+
+    def _ordered(self, work: Callable[[], Forgotten]) -> Forgotten:
+        """Have the thread do this between its turns, and wait for it."""
+        answers: list[Forgotten | BaseException] = []
+
+        def order() -> None:
+            try:
+                answers.append(work())
+            except BaseException as error:  # It is raised where it was wanted.
+                answers.append(error)
+            self._idle.ring()
+
+        with self._lock:
+            if self._ended or self._closing:
+                raise PoolClosed(_ENDED)
+            self._orders.append(order)
+            self._quiet = False
+        os.eventfd_write(self._wake, 1)
+        self._idle.wait_for(lambda: bool(answers) or self._ended)
+        answer = answers[0] if answers else PoolClosed(_ENDED)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def _begin(self, handle: Prefetch) -> None:
+        """Begin a prefetch. What is wrong with one must not end all."""
+        try:
+            self._prefetches.begin(handle)
+        except PoolClosed:
+            raise
+        except Exception:
+            _log.exception("a prefetch has failed")
+            handle.end("failed")
+
+    # -- what must go: between two turns, so that nothing is half imported or copied -----------------
+
+    def _forget_blocks(self, prompt: BlockKeys | Int64s) -> Forgotten:
+        """Forget the full blocks of a prompt, and its stored tail; or contents by keys of the pool, int64[n, 2]."""
+        contents = self._tier.of_keys(key_rows(prompt) if isinstance(prompt, BlockKeys) else prompt)
+        for client in self._clients:
+            client.queue.check_forget(len(contents))
+        named, names = set(contents), self._tier.names(contents, sealed=False)
+        count = self._pool.forget(prompt if isinstance(prompt, BlockKeys) else prompt.view(np.uint64))
+        return self._forgotten(count, named.__contains__, lambda client: client.queue.forget(names))
+
+    def _forget_namespace(self, namespace: Namespace) -> Forgotten:
+        self._check_clears(TAG_BYTES, "drop a namespace")
+        count, name = self._pool.forget(namespace=namespace), namespace_bytes(namespace)
+        return self._forgotten(
+            count,
+            lambda content: content.whose == namespace,
+            lambda client: client.queue.clear(client.secret.tag(name)),
+        )
+
+    def _forget_all(self, force: bool) -> Forgotten:
+        self._check_clears(MODEL_BYTES, "be cleared")
+        self._pool.reset(force)
+        self._prefetches.stop_all("reset")
+        return self._forgotten(None, lambda content: True, lambda client: client.queue.clear())
+
+    def _check_clears(self, size: int, what: str) -> None:
+        """Raise unless all stores can drop blocks by so many bytes of their tags, now."""
+        for client in self._clients:
+            if client.queue.clears < size:
+                raise ValueError(
+                    f"the store {client.name!r} cannot {what}: accepted are stores that can, see Store.clears"
+                )
+            client.queue.check_forget(1)
+
+    def _forgotten(
+        self, blocks: int | None, concerns: Callable[[Content], bool], begin: Callable[[StoreClient], Job]
+    ) -> Forgotten:
+        """What is left to do when the pool has forgotten these contents."""
+        self._prefetches.stop_all("forgotten", concerns)
+        # From here on the queues give none of it to anybody, and save none of it.
+        drops = {client.name: begin(client) for client in self._clients}
+        # What had ended before: it is noted now, and then taken back.
+        self._bridge.poll()
+        self._bridge.give_up("forgotten", concerns)
+        known = [content for content in self._stored.all() if concerns(content)]
+        for number in range(len(self._clients)):
+            self._stored.note(number, known, False)
+        return Forgotten(blocks, drops)
+
+
+class Forgotten:
+    """What became of ``Keeper.forget`` or ``Keeper.clear``. Thread-safe.
+
+    ``blocks``: how many contents the pool has forgotten; None after ``clear``.
+
+    A store that is down is told again until it has confirmed, as long as the keeper lives. Meanwhile the keeper finds,
+    loads and saves nothing of it there. Nothing of this outlives the keeper: if it ends before a store has confirmed,
+    the store may have the content, and so the next keeper must forget it again.
+    """
+
+    def __init__(self, blocks: int | None, drops: Mapping[str, Job]) -> None:
+        self.blocks, self._drops = blocks, dict(drops)
+
+    @property
+    def stores(self) -> dict[str, int | None]:
+        """For each store how many blocks it has dropped, or None while it has not confirmed that all are gone."""
+        return {name: job.dropped if _is_confirmed(job) else None for name, job in self._drops.items()}
+
+    @property
+    def errors(self) -> dict[str, str]:
+        """The last error of each store that has not confirmed and gave one."""
+        return {name: job.error for name, job in self._drops.items() if job.error and not _is_confirmed(job)}
+
+    @property
+    def done(self) -> bool:
+        """Whether all stores have confirmed. What a disk has confirmed does not come back after a crash either."""
+        return all(map(_is_confirmed, self._drops.values()))
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until all stores have confirmed, at most ``timeout`` seconds, or until the keeper is closed. Returns
+        whether they have."""
+        end = None if timeout is None else time.monotonic() + timeout
+        for job in self._drops.values():
+            job.wait(None if end is None else max(0.0, end - time.monotonic()))
+        return self.done
+
+    def __repr__(self) -> str:
+        return f"Forgotten(blocks={self.blocks}, stores={self.stores})"
+
+
+def _is_confirmed(job: Job) -> bool:
+    return job.ok == len(job.codes)
+
+
+def _host_blocks(pool: object) -> list[int]:
+    """The host blocks of each group of layers. Raises for a pool that cannot have a keeper."""
+    if not isinstance(pool, KVCacheManager):
+        raise TypeError(f"pool={pool!r:.80}: accepted is a KVCacheManager")
+    found = [group.host_blocks for group in pool.groups]
+    if not all(blocks for blocks, group in zip(found, pool.groups, strict=True) if group.kind != "cross"):
+        raise ValueError(f"pool: it has {found} host blocks: accepted are pools with a host tier for all groups")
+    if not pool.core.states.heads[0, H.event_capacity]:
+        raise ValueError("pool: accepted are pools that record events (event_capacity of 1 and more)")
+    return found
+
+
+def _check_secret(pool: KVCacheManager, stores: Sequence[Store]) -> None:
+    """Raise ValueError if the keys of the pool end with it, and a store does not."""
+    lasting = [store.name for store in stores if getattr(store, "lasting", True)]
+    if lasting and not pool.core.config.lasting_secret:
+        raise ValueError(
+            f"pool: its secret is random, so nothing that the store {lasting[0]!r} keeps would be found after a "
+            "restart: accepted is KVCacheManager(..., secret=store.secret)"
+        )
+
+
+def _stores_argument(stores: object) -> list[Store]:
+    found = [open_store(store) if isinstance(store, str) else store for store in list_argument("stores", stores)]
+    names = [getattr(store, "name", None) for store in found]
+    named = all(isinstance(name, str) for name in names)
+    if not found or len(found) > 16 or not named or len(set(names)) < len(names):
+        raise ValueError(f"stores={names!r:.80}: accepted are 1 to 16 stores with different names")
+    return found
+
+
+def _quotas_argument(quotas: object) -> dict[Namespace, int]:
+    if quotas is not None and not isinstance(quotas, Mapping):
+        raise TypeError(f"quotas={quotas!r:.80}: accepted are bytes by namespace")
+    found: dict[Namespace, int] = {}
+    for namespace, nbytes in (quotas or {}).items():
+        key = namespace_argument("quotas", namespace)
+        found[key] = integer_argument(f"quotas[{namespace!r:.80}]", nbytes, 0, 1 << 62)
+    return found

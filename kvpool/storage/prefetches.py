@@ -1,0 +1,340 @@
+"""Prefetches: what stores have of the prompts of waiting requests is brought to a pool's host tier, in bounded
+amounts."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import compress, islice, takewhile
+
+import numpy as np
+
+from kvpool.common.arrays import Bools
+from kvpool.common.errors import DeviceError, StoreBusy
+from kvpool.common.interrupt import Bell
+from kvpool.common.process import Process
+from kvpool.pool.keys import BlockKeys
+from kvpool.pool.manager import KVCacheManager
+from kvpool.state.records import H
+from kvpool.storage.bridge import TOLD_AT_ONCE, Bridge, Loader, Loading, Search
+from kvpool.storage.choice import LoadAttempt
+from kvpool.storage.jobs import Job
+from kvpool.storage.pool_tier import Content, PoolTier
+from kvpool.storage.store import LATE, OK
+
+CHUNK_BYTES = 4 << 20
+CHUNKS_UNDER_WAY = 4
+"""of one prompt, so that a long one leaves rows to others"""
+OF_STORES = ("loaded", "late", "failed")
+"""How a prefetch ends that says something of the stores that it loaded from."""
+PREFETCHES = 1024
+"""under way at once; more get nothing"""
+UNUSED_SECONDS = 60.0
+"""After this time a promoted block that nobody used counts as any other cached block, even though its prefetch was not
+cancelled."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prefetch:
+    """What became of ``Keeper.prefetch``. Thread-safe. The keeper changes it, and nobody else.
+
+    ``prompt``: the BlockKeys. ``deadline``: in seconds on the keeper's clock. ``engine_free``: until then the request
+    waits for the engine. ``blocks``: blocks that have entered the host tier so far, in all groups of layers.
+    ``ended``: why there is no more to come: "" while it goes on, "loaded", "cached" (the pool has all), "absent" (no
+    store has more), "declined" (to compute is faster), "late", "full" (no room before the deadline, or no more than
+    what has come), "failed", "cancelled", "forgotten", "reset" or "closed".
+    ``done``: whether nothing more will come. ``cancelled``: whether ``cancel`` was called.
+    """
+
+    prompt: BlockKeys
+    deadline: float
+    engine_free: float = -math.inf
+    blocks: int = field(default=0, init=False)
+    ended: str = field(default="", init=False)
+    done: bool = field(default=False, init=False)
+    cancelled: bool = field(default=False, init=False)
+    _process: Process = field(default_factory=Process, init=False)
+    _bell: Bell = field(default_factory=Bell, init=False)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is done, at most ``timeout`` seconds. Returns whether it is. Raises ForkedProcess in a child of
+        ``os.fork()``."""
+        self._process.check(self)
+        return self._bell.wait_for(lambda: self.done, timeout)
+
+    def cancel(self) -> None:
+        """Bring no more. What has come stays cached, and stops counting against ``promotion_blocks``. Call it when the
+        request has ended or was aborted, also after the prefetch is done."""
+        self._note(cancelled=True)
+
+    def came(self, blocks: int) -> None:
+        """Called by the keeper: so many more blocks have entered the host tier."""
+        self._note(blocks=self.blocks + blocks)
+
+    def end(self, why: str) -> None:
+        """Called by the keeper."""
+        self._note(ended=self.ended or why, done=True)
+        self._bell.ring()
+
+    def _note(self, **changes: object) -> None:
+        """Nobody else can set a field, as the class is frozen."""
+        vars(self).update(changes)
+
+    def __repr__(self) -> str:
+        return f"Prefetch(blocks={self.blocks}, ended={self.ended!r})"
+
+
+@dataclass(eq=False)
+class _Fetch:
+    """A prefetch under way. ``first``: the first place that the pool did not have. ``chains``: the blocks of the
+    prompt, for each group of layers; ``source``: the store that has each, of those that one has."""
+
+    handle: Prefetch
+    generation: int
+    first: int
+    chains: list[list[Content]]
+    source: dict[Content, int] = field(default_factory=dict)
+    search: Search[Content] | None = None
+    wanted: deque[Content] = field(default_factory=deque)
+    loadings: deque[Loading[Content]] = field(default_factory=deque)
+    attempts: dict[int, LoadAttempt] = field(default_factory=dict)
+
+
+class Prefetches:
+    """The prefetches of a keeper. The keeper's thread owns it."""
+
+    def __init__(
+        self,
+        pool: KVCacheManager,
+        tier: PoolTier,
+        bridge: Bridge[Content],
+        loader: Loader[Content],
+        clock: Callable[[], float],
+    ) -> None:
+        self._pool, self._tier, self._bridge, self._loader, self._clock = pool, tier, bridge, loader, clock
+        self._fetches: list[_Fetch] = []
+        self.ended: Counter[str] = Counter()
+        self.found_blocks = 0
+
+    @property
+    def under_way(self) -> int:
+        """Prefetches that have not ended."""
+        return len(self._fetches)
+
+    def next_deadline(self) -> float | None:
+        ends = [fetch.handle.deadline for fetch in self._fetches]
+        ends += [attempt.until for fetch in self._fetches for attempt in fetch.attempts.values()]
+        return min(ends, default=None)
+
+    # -- finding -------------------------------------------------------------------------------------
+
+    def begin(self, handle: Prefetch) -> None:
+        """Begin with a prompt."""
+        prompt, width = handle.prompt, self._pool.tokens_per_block
+        if len(self._fetches) >= PREFETCHES:
+            return self._end(handle, "full")
+        # The last token of a prompt is never reused.
+        last = (len(prompt) - 1) // width
+        first = self._pool.match_prefix(prompt).full_tokens // width if prompt.reuse else last
+        chains = self._tier.of_prompt(prompt, last) if first < last or self._loader.unread else []
+        for chain in chains if prompt.reuse else []:
+            for content in chain:
+                self._want_unread(handle, content)
+        if first >= last:
+            return self._end(handle, "cached")
+        fetch = _Fetch(handle, self._generation(), first, chains)
+        self._fetches.append(fetch)
+        fetch.search = Search(handle.deadline, partial(self._found, fetch), partial(self._plan, fetch))
+        self._bridge.search(fetch.search, self._absent([one for chain in fetch.chains for one in chain[first:]]))
+
+    def _want_unread(self, handle: Prefetch, content: Content) -> None:
+        """Another prefetch has brought this content. It counts until neither waits for it."""
+        if content in self._loader.unread:
+            self._loader.want(content, handle)
+
+    def _absent(self, contents: Sequence[Content]) -> list[Content]:
+        """Those of the contents that the pool does not have."""
+        return [one for one, here in zip(contents, self._tier.here(contents), strict=True) if not here]
+
+    def _found(self, fetch: _Fetch, number: int, asked: Sequence[Content], job: Job) -> list[Content]:
+        """A store has said which blocks it has. Returns what is left for the next one."""
+        there = list(compress(asked, (job.codes == OK).tolist()))
+        self.found_blocks += len(there)
+        fetch.source.update(dict.fromkeys(there, number))
+        if fetch not in self._fetches:
+            return []
+        return self._absent([one for one in asked if one not in fetch.source])
+
+    def _plan(self, fetch: _Fetch, *_: object) -> None:
+        """Choose what to load."""
+        if fetch not in self._fetches:
+            return
+        prompt = fetch.handle.prompt
+        there = np.zeros((len(fetch.chains), len(prompt) // self._pool.tokens_per_block), np.bool_)
+        for one in fetch.source:
+            there[one.group, one.place] = True
+        wanted = self._wanted(fetch, there)
+        if not wanted:
+            # Others may have brought it meanwhile.
+            more = self._pool.match_prefix(prompt).full_tokens > fetch.first * self._pool.tokens_per_block
+            return self._stop(fetch, "cached" if more else "absent")
+        refused = self._attempt(fetch, wanted)
+        if refused is not None:
+            # The engine computes from there on.
+            for one in wanted:
+                if one.place >= refused:
+                    self._bridge.note(fetch.source[one], [one], ["not worth loading"])
+            there[:, refused:] = False
+            wanted = self._wanted(fetch, there)
+        if not wanted:
+            return self._stop(fetch, "declined")
+        fetch.wanted.extend(wanted)
+
+    def _wanted(self, fetch: _Fetch, there: Bools) -> list[Content]:
+        """What to load of what is there, in the order of the prompt."""
+        lacking = self._pool.lacking(fetch.handle.prompt, there)
+        found = [fetch.chains[group][i] for group, places in enumerate(lacking.blocks) for i in places.tolist()]
+        return sorted(found, key=lambda one: (one.place, one.group))
+
+    def _attempt(self, fetch: _Fetch, wanted: list[Content]) -> int | None:
+        """Choose for each store whether to load from it. Returns the first place that is not worth it, or None."""
+        for number in dict.fromkeys(fetch.source[one] for one in wanted):
+            own = [one for one in wanted if fetch.source[one] == number]
+            before = sum(other.source[one] == number for other in self._fetches for one in other.wanted)
+            spare = max(0.0, fetch.handle.engine_free - self._clock())
+            attempt = self._loader.attempt(number, len({one.place for one in own}), len(own), before, spare)
+            if attempt is not None and not attempt.load.blocks:
+                return own[0].place
+            if attempt is not None:
+                fetch.attempts[number] = attempt
+        return None
+
+    # -- loading -------------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """Begin the loads for which there is room, and end what is over."""
+        now = self._clock()
+        self._look(list(islice(self._loader.unread, TOLD_AT_ONCE)))
+        # Before others load: they have the room of those that were cancelled.
+        for fetch in [fetch for fetch in self._fetches if fetch.handle.cancelled]:
+            self._stop(fetch, "cancelled")
+        for user in self._loader.users:
+            if isinstance(user, Prefetch) and user.cancelled:
+                self._loader.leave(user)
+        for fetch in list(self._fetches):
+            if any(attempt.lost(now) for attempt in fetch.attempts.values()):
+                self._stop(fetch, "late")
+            elif now >= fetch.handle.deadline:
+                self._stop(fetch, "full" if fetch.wanted and not fetch.loadings else "late")
+            else:
+                while fetch.wanted and len(fetch.loadings) < CHUNKS_UNDER_WAY and self._load(fetch):
+                    pass
+                if fetch.handle.blocks and not fetch.loadings and not self._loader.free:
+                    # It has its share. Others may be waiting for theirs.
+                    self._stop(fetch, "full")
+
+    def _load(self, fetch: _Fetch) -> bool:
+        """Begin to load the next blocks. Returns False if there is no room now."""
+        ahead = list(islice(fetch.wanted, TOLD_AT_ONCE))
+        here = set(compress(ahead, self._tier.here(ahead)))
+        while fetch.wanted and fetch.wanted[0] in here:
+            # Another prompt has brought it, or a request has computed it.
+            content = fetch.wanted.popleft()
+            self._want_unread(fetch.handle, content)
+            attempt, now = fetch.attempts.get(fetch.source[content]), self._clock()
+            if attempt is not None:
+                attempt.note(1, now, now)
+        if not fetch.wanted:
+            if not fetch.loadings:
+                self._stop(fetch, "loaded")
+            return False
+        number, deadline = fetch.source[fetch.wanted[0]], fetch.handle.deadline
+        queue = self._bridge.clients[number].queue
+        share = queue.slots // (2 * CHUNKS_UNDER_WAY)
+        most = min(max(1, CHUNK_BYTES // queue.block_bytes), max(1, share), self._loader.free)
+        # What is on its way for another prompt is not loaded twice.
+        ours = takewhile(
+            lambda one: fetch.source[one] == number and one not in self._loader.coming and one not in here, fetch.wanted
+        )
+        chosen, attempt, done = list(islice(ours, most)), fetch.attempts.get(number), partial(self._loaded, fetch)
+        try:
+            loading = self._loader.load(number, chosen, deadline, attempt, done) if chosen else None
+        except StoreBusy:
+            return False
+        if loading is None:
+            return False
+        for _ in loading.blocks:
+            self._loader.want(fetch.wanted.popleft(), fetch.handle)
+        fetch.loadings.append(loading)
+        return True
+
+    def _loaded(self, fetch: _Fetch, loading: Loading[Content]) -> None:
+        """A job is done. Blocks enter the pool in the order of the prompt."""
+        while fetch in self._fetches and fetch.loadings and fetch.loadings[0].job.done:
+            self._enter(fetch, fetch.loadings[0])
+
+    def _enter(self, fetch: _Fetch, loading: Loading[Content]) -> None:
+        """Publish the leading blocks of what a prompt waits for first."""
+        if fetch.generation != self._generation():
+            return self._stop(fetch, "reset")
+        leading, before = loading.job.leading, self._tier.loaded_blocks
+        try:
+            here = self._loader.enter(loading, np.arange(len(loading.blocks)) < leading)
+        except DeviceError:
+            leading, here = 0, []
+        fetch.handle.came(self._tier.loaded_blocks - before)
+        self._look(here)
+        if len(here) < leading:
+            # The host is full of what must stay, such as the blocks before these.
+            return self._stop(fetch, "full")
+        if leading < len(loading.blocks):
+            return self._stop(fetch, "late" if loading.job.codes[leading] == LATE else "failed")
+        self._loader.end(fetch.loadings.popleft())
+        if not fetch.wanted and not fetch.loadings:
+            self._stop(fetch, "loaded")
+
+    def _look(self, brought: Sequence[Content]) -> None:
+        """Blocks that are on the device, or gone, do not wait for a request any more. Others are looked at again when
+        the rest was."""
+        there = zip(brought, self._tier.here(brought, "host"), self._tier.here(brought, "device"), strict=True)
+        for one, host, device in there:
+            arrival = self._loader.unread.get(one)
+            if arrival is None:
+                continue
+            if host and not device and arrival.until > self._clock():
+                self._loader.unread.move_to_end(one)
+            else:
+                self._loader.drop(one)
+
+    # -- ending --------------------------------------------------------------------------------------
+
+    def stop_all(self, why: str, concerns: Callable[[Content], bool] = lambda _: True) -> None:
+        """End the prefetches that may bring these contents."""
+        for fetch in list(self._fetches):
+            if any(concerns(content) for chain in fetch.chains for content in chain):
+                self._stop(fetch, why)
+
+    def _stop(self, fetch: _Fetch, why: str) -> None:
+        if fetch not in self._fetches:
+            return
+        self._fetches.remove(fetch)
+        under_way = [one for loading in fetch.loadings for one in loading.blocks]
+        for one in [*under_way, *fetch.wanted] if why in ("late", "full") else ():
+            self._bridge.note(fetch.source[one], [one], [why])
+        for loading in fetch.loadings:
+            self._loader.end(loading)
+        if fetch.search is not None and fetch.search.job is not None:
+            fetch.search.job.cancel()
+        for attempt in fetch.attempts.values():
+            attempt.end(self._clock(), told=why in OF_STORES)
+        self._end(fetch.handle, why)
+
+    def _end(self, handle: Prefetch, why: str) -> None:
+        self.ended[why] += 1
+        handle.end(why)
+
+    def _generation(self) -> int:
+        return int(self._pool.core.states.heads[0, H.generation])

@@ -1,0 +1,652 @@
+"""StoreQueue: runs the calls of a store on threads of its own, with deadlines, and believes no byte that it gives."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import os
+import re
+import select
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvpool.common.arguments import bool_argument
+from kvpool.common.arrays import Uint8s
+from kvpool.common.arrays.digest import check_library
+from kvpool.common.arrays.layout import integer_argument
+from kvpool.common.errors import PoolClosed, StoreBusy
+from kvpool.common.interrupt import Bell, DeferSignals
+from kvpool.common.process import Closing, Process
+from kvpool.hostcache.identity import ModelIdentity, identity_argument
+from kvpool.storage import jobs
+from kvpool.storage.calls import NO_CODES, NO_ROWS, CheckedCalls
+from kvpool.storage.jobs import Drops, Job, Keys, Lend, keys_argument, rows_argument
+from kvpool.storage.seals import BlockNames, Secret
+from kvpool.storage.store import (
+    CANCELLED,
+    CODES,
+    KEY_BYTES,
+    LATE,
+    MODEL_BYTES,
+    OK,
+    TAG_BYTES,
+    Bytes,
+    Rows,
+    Space,
+    Store,
+)
+
+NO_LIMIT = (1 << 63) - 1
+_PRIORITY = {jobs.FIND: 0, jobs.LOAD: 1, jobs.SAVE: 2}
+_READS = (jobs.FIND, jobs.LOAD)
+_DROPS = "drops"
+_BOUND = {jobs.FIND: jobs.LOAD, jobs.LOAD: jobs.LOAD, jobs.SAVE: jobs.SAVE, jobs.FORGET: _DROPS, jobs.CLEAR: _DROPS}
+"""Kinds of jobs that wait together, up to a bound."""
+
+
+class _Piece(NamedTuple):
+    """The blocks of a job that one call of the store has. The first fields are the order in the queue."""
+
+    order: float
+    number: int
+    job: Job
+    part: slice = slice(0, 0)
+
+
+class _Pieces:
+    """Pieces of jobs in their order, the first in front. The owner holds the queue's lock.
+
+    Pieces of jobs that are done meanwhile have no use. They are thrown away when as many have come as were left the
+    last time, so that they do not pile up while all threads hang.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[_Piece] = []
+        self._most, self._numbers = 1024, itertools.count()
+
+    def put(self, order: float, job: Job, part: slice = slice(0, 0)) -> None:
+        if len(self._heap) >= self._most:
+            self._heap = [piece for piece in self._heap if not piece.job.done]
+            heapq.heapify(self._heap)
+            self._most = max(1024, 2 * len(self._heap))
+        heapq.heappush(self._heap, _Piece(order, next(self._numbers), job, part))
+
+    def pop(self) -> _Piece:
+        return heapq.heappop(self._heap)
+
+    def first(self) -> _Piece | None:
+        """The first piece of a job that is not done."""
+        while self._heap and self._heap[0].job.done:
+            heapq.heappop(self._heap)
+        return self._heap[0] if self._heap else None
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """Totals since a queue was made, and its state now."""
+
+    name: str
+    blocks: dict[tuple[str, str], int]
+    """by kind of job ("find", "load", "save", "forget", "clear") and by code ("absent", "ok", "failed", ...)"""
+    nbytes: dict[str, int]
+    """bytes of the blocks that are OK, by kind"""
+    seconds: dict[str, float]
+    """time in calls of the store, of all threads, by kind"""
+    refused_jobs: int
+    """jobs for which the queue was full"""
+    queued_blocks: int
+    running_calls: int
+    unconfirmed_drops: int
+    """forgets and clears that the store has not confirmed"""
+    store: dict[str, int]
+    """figures of the store itself"""
+
+
+class StoreQueue(Closing):
+    """The jobs of one store, and the threads that do them.
+
+    Parameters
+    ----------
+    store
+        It is opened here, and closed by ``close``.
+    memory
+        uint8[slots, block_bytes + spare], C-contiguous, writable: where blocks are saved from and loaded to.
+    identity
+        Whose KV this is. It is part of every key and every seal.
+    secret
+        32 bytes in the place of the store's own, for those who share a store without one.
+    queued_blocks
+        Bound for blocks of saves that wait, for those of finds and loads, and for those that are to be dropped.
+    spare
+        Bytes at the end of each row of ``memory`` that are no block's: see ``Space``. No row is in two jobs then.
+    report
+        False if nobody will call ``finished``, so that no list is kept for it.
+    piece_bytes
+        A job is cut into calls of about this size, so that threads share it.
+    clock
+        () -> float, monotonic seconds. Deadlines are on it.
+
+    Notes
+    -----
+    The calls that begin jobs return at once: no I/O, no hashing. Loads go before saves. When a deadline passes, the job
+    is done at once, and what it has not got is LATE, even if the store hangs.
+
+    The bytes of a block are sealed before they are saved, and compared with their seal after they were loaded: 128 bits
+    of keyed BLAKE2b over key, length, identity, context and a keyed ``Digest`` of the bytes. What does not agree is
+    DAMAGED, and forgotten by the store.
+
+    From the moment that ``forget`` or ``clear`` has returned, what is to be dropped is CANCELLED for finds, loads and
+    saves, also for those that were begun before. This ends when the store has confirmed the drop. Then the job is OK,
+    and no save that was begun before has left such a block in the store. Until then the store is told again and again.
+    If the queue is closed first, the job is CANCELLED, and the store may have the blocks.
+
+    The rows of a save must not change, and those of a load belong to the store, until the job is *returned*.
+
+    ``memory`` has the blocks of the array that was given, ``secret`` makes the keys. Thread-safe. Bad arguments raise
+    TypeError or ValueError. Calls that begin jobs raise PoolClosed and StoreBusy. All calls raise ForkedProcess in a
+    child of ``os.fork()``. The constructor raises what ``store.open`` raises, and ImportError if the library for seals
+    is missing.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        memory: Uint8s,
+        identity: ModelIdentity,
+        *,
+        secret: bytes | None = None,
+        queued_blocks: int = 65_536,
+        piece_bytes: int = 4 << 20,
+        spare: int = 0,
+        report: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        check_library("a store", "stores")
+        own = _memory_argument(memory)
+        identity = identity_argument(identity)
+        spare = integer_argument("spare", spare, 0, own.shape[1] - 1)
+        self.memory = own[:, : own.shape[1] - spare]
+        self.slots, self.block_bytes = self.memory.shape
+        self._queued_max = integer_argument("queued_blocks", queued_blocks, 1, 1 << 31)
+        size = integer_argument("piece_bytes", piece_bytes, 1, 1 << 40)
+        self.piece_blocks = max(1, size // self.block_bytes)
+        """The most blocks of one call."""
+        self._report = bool_argument("report", report)
+        # Asked once: a store may say something else later.
+        self.name = _name_argument(store.name)
+        """The name of the store."""
+        self._workers = integer_argument("store.threads", store.threads, 1, 256)
+        self.savers = max(1, self._workers - 1)
+        """How many calls of the store save at a time."""
+        self.clears = integer_argument("store.clears", getattr(store, "clears", 0), 0, TAG_BYTES)
+        """By how many bytes of a tag the store can drop blocks: see ``Store.clears``."""
+        self.lasting = bool_argument("store.lasting", getattr(store, "lasting", True))
+        """Whether what the store keeps can outlive the process."""
+        self.indexed = bool_argument("store.indexed", getattr(store, "indexed", False))
+        """Whether ``find_now`` may have an answer."""
+        self._store, self._clock, self._process = store, clock, Process()
+        found = store.open(Space(bytes.fromhex(identity.fingerprint), own, spare))
+        try:
+            self.secret = Secret(found if secret is None else secret, identity)
+        except BaseException:
+            store.close()
+            raise
+        self._calls, self._drops = CheckedCalls(store, self.secret, self.memory, self.forget), Drops()
+        self._own_tag = self.secret.tag(b"")
+        # One lock, taken by itself, and not by way of a condition: see ``Bell``. Callers wait for the bell. The threads
+        # that wait for a call to make, and the one that waits for a deadline, are woken apart.
+        self._lock, self._bell = threading.Lock(), Bell()
+        self._work_comes, self._alarm = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._open: dict[Job, None] = {}  # jobs that have not returned, and drops that are not confirmed
+        self._queue, self._deadlines = _Pieces(), _Pieces()
+        self._waiting = dict.fromkeys(_BOUND.values(), 0)
+        self._running: dict[int, tuple[Job, Rows]] = {}
+        self._wakes_at = -math.inf  # when the thread that waits for a deadline looks again, if nobody wakes it
+        self._finished: deque[Job] = deque()
+        self._blocks = {(kind, code): 0 for kind in jobs.KINDS for code in CODES}
+        self._nbytes, self._seconds = dict.fromkeys(jobs.KINDS, 0), dict.fromkeys(jobs.KINDS, 0.0)
+        self._refused, self._closing, self._store_closed = 0, False, False
+        self._signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._signal)
+        works = [(str(i), self._work) for i in range(self._workers)] + [("deadlines", self._watch)]
+        for name, work in works:
+            threading.Thread(target=work, name=f"kvpool-{self.name}-{name}", daemon=True).start()
+
+    # -- jobs ----------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """Seconds on the queue's clock."""
+        return self._clock()
+
+    def find(self, keys: Keys, *, tag: bytes | None = None, deadline: float = math.inf) -> Job:
+        """Ask which blocks the store has. ``keys``: uint8[n, 32], made by ``secret``, or ``BlockNames``. ``tag``: that
+        with which they were saved."""
+        return self._begin(jobs.FIND, keys, None, deadline, tag)
+
+    def find_now(self, keys: Keys) -> Bytes | None:
+        """The codes of ``find``, asked on this thread, of a store that is ``indexed``. None if only a job can tell:
+        another store, one that has failed, or one that is to drop something. Hashes names."""
+        self._process.check(self)
+        own = keys_argument(keys)
+        with DeferSignals():
+            with self._lock:
+                if not self.indexed or self._closing or len(self._drops):
+                    return None
+                # One more who uses the store, which is not closed meanwhile.
+                self._workers += 1
+            began, codes = time.perf_counter(), None
+            try:
+                codes = self._calls.find(own)
+            finally:
+                self._end(codes, time.perf_counter() - began)
+            return codes
+
+    def load(self, keys: Keys, rows: Rows, *, tag: bytes | None = None, deadline: float = math.inf) -> Job:
+        """Load blocks into rows of the memory, ``rows`` int64[n], which belong to the store until the job is
+        returned. ``tag``: that with which they were saved."""
+        return self._begin(jobs.LOAD, keys, rows, deadline, tag)
+
+    def save(
+        self,
+        keys: Keys,
+        rows: Rows | Lend,
+        *,
+        tag: bytes | None = None,
+        limit: int = NO_LIMIT,
+        deadline: float = math.inf,
+    ) -> Job:
+        """Save rows of the memory, which nobody may change until the job is returned. ``tag``: of a namespace, made by
+        ``secret``; None: ``secret.tag(b"")``. ``limit``: as in ``Store.save``.
+
+        ``rows``: int64[n], or what lends them for as long as a call of the store reads them. It is called on the
+        queue's threads, with the ``BlockNames`` of the call. A block that is not there any more is ABSENT. If others
+        took the rows back before the call had returned, its context raises BlockNotFound at the end; then the store
+        drops what it has saved.
+        """
+        limit, lend = integer_argument("limit", limit, 0, NO_LIMIT), rows if callable(rows) else None
+        if lend is not None and not isinstance(keys, BlockNames):
+            raise TypeError("keys: accepted are BlockNames where rows are lent")
+        return self._begin(jobs.SAVE, keys, None if lend else rows, deadline, tag, limit, lend)
+
+    def forget(self, keys: Keys) -> Job:
+        """Drop blocks."""
+        return self._begin(jobs.FORGET, keys, None, math.inf)
+
+    def clear(self, tag: bytes | None = None) -> Job:
+        """Drop all blocks of the model, or all that were saved with this tag. Raises ValueError for a store that
+        cannot do it."""
+        size = MODEL_BYTES if tag is None else TAG_BYTES
+        if self.clears < size:
+            what = "all blocks of a model" if tag is None else "the blocks of a namespace"
+            raise ValueError(f"the store {self.name!r} cannot drop {what}: accepted are stores whose clears is {size}")
+        return self._clear(self.secret.model if tag is None else self._tag(tag))
+
+    def reset(self) -> Job:
+        """Begin an epoch of the model: find nothing any more that was saved before, such as the KV of weights that were
+        replaced. The store drops it as for ``clear``, if it can.
+
+        When the job is OK, a store with ``Store.epoch`` remembers the epoch. Whoever opens it later finds what is saved
+        from then on. Others who have it open stay in the epoch in which they are until they reset it too: they
+        find nothing of this one, and nothing that they save is found here. A store without ``Store.epoch`` has
+        what was saved in the first one for those who open it later, as far as it has not dropped it.
+        """
+        return self._clear(self.secret.model, renews=True)
+
+    def _clear(self, prefix: bytes, renews: bool = False) -> Job:
+        return self._begin(jobs.CLEAR, np.empty((0, KEY_BYTES), np.uint8), None, math.inf, prefix, renews=renews)
+
+    @property
+    def behind(self) -> bool:
+        """Whether a save that begins now waits for others."""
+        with self._lock:
+            return self._waiting[jobs.SAVE] > 0 or not self._may_begin(jobs.SAVE)
+
+    def check_forget(self, blocks: int) -> None:
+        """Raise StoreBusy if so many blocks more may not wait to be dropped now."""
+        with self._lock:
+            self._check_room(jobs.FORGET, blocks)
+
+    def wait_until(self, condition: Callable[[], bool], timeout: float | None) -> bool:
+        """Wait until a condition holds, which is asked with the lock held. Returns whether it does. Raises
+        ForkedProcess."""
+        self._process.check(self)
+
+        def asked() -> bool:
+            with self._lock:
+                return condition()
+
+        return self._bell.wait_for(asked, timeout)
+
+    def cancel(self, job: Job) -> None:
+        """What ``Job.cancel`` does."""
+        self._process.check(self)
+        if job.kind in jobs.DROPS:
+            raise ValueError(f"{job!r}: it cannot be cancelled")
+        with DeferSignals(), self._lock:
+            if not job.done:
+                self._settle(job, CANCELLED)
+
+    def finished(self) -> list[Job]:
+        """The jobs that were done or returned since the last call: a job that was late comes twice if its call hangs.
+        Never waits. Clears ``fileno``."""
+        self._process.check(self)
+        found: list[Job] = []
+        if not self._finished:
+            return found
+        with DeferSignals() as signals, self._lock:
+            signals.undo = partial(self._put_back, found)
+            found += self._finished
+            self._finished.clear()
+            if found:
+                os.eventfd_read(self._signal)
+            return found
+
+    @property
+    def news(self) -> bool:
+        """Whether ``finished`` has something."""
+        return bool(self._finished)
+
+    def _put_back(self, found: list[Job]) -> None:
+        """Nobody has learned of these jobs."""
+        with self._lock:
+            if found and not self._finished:
+                os.eventfd_write(self._signal, 1)
+            self._finished.extendleft(reversed(found))
+
+    def fileno(self) -> int:
+        """A file descriptor that can be read when ``finished`` has something: for ``select`` and asyncio."""
+        return self._signal
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until ``finished`` has something, at most ``timeout`` seconds. Returns whether it has."""
+        self._process.check(self)
+        return bool(select.select([self._signal], [], [], timeout)[0])
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until no find, load or save is queued or under way, at most ``timeout`` seconds. Returns whether that is
+        so. Drops that the store does not confirm are not waited for: wait for their jobs."""
+        self._process.check(self)
+        return self.wait_until(lambda: all(job.kind in jobs.DROPS for job in self._open), timeout)
+
+    def stats(self) -> StoreStats:
+        """Figures of now. Never waits for the store's I/O."""
+        self._process.check(self)
+        own = self._calls.figures()
+        with self._lock:
+            return StoreStats(
+                self.name,
+                dict(self._blocks),
+                dict(self._nbytes),
+                dict(self._seconds),
+                self._refused,
+                sum(self._waiting.values()),
+                len(self._running),
+                len(self._drops),
+                own,
+            )
+
+    def close(self, timeout: float = 10.0) -> bool:
+        """Give up what is queued, ask calls under way to stop, wait for them, and close the store.
+
+        Returns False if a call still hangs after ``timeout`` seconds. Its rows may still be written to, so their memory
+        must not be used again; the store is closed when that call returns. May be called again.
+        """
+        self._process.check(self)
+        with DeferSignals(), self._lock:
+            self._closing = True
+            for job in list(self._open):
+                if not job.done:
+                    self._settle(job, CANCELLED)
+            self._work_comes.notify_all()
+            self._alarm.notify_all()
+            self._bell.ring()
+        return self.wait_until(lambda: self._store_closed, timeout)
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    def _begin(
+        self,
+        kind: str,
+        keys: object,
+        rows: object,
+        deadline: float,
+        tag: bytes | None = None,
+        limit: int = 0,
+        lend: Lend | None = None,
+        renews: bool = False,
+    ) -> Job:
+        self._process.check(self)
+        own = keys_argument(keys)
+        if kind != jobs.CLEAR:
+            tag = self._own_tag if tag is None else self._tag(tag)
+        places = NO_ROWS if rows is None else rows_argument(rows, len(own), self.slots, kind == jobs.LOAD)
+        job = Job(self, kind, own, places, lend, _deadline_argument(deadline), tag or b"", limit, renews)
+        self._hash(job)
+        bound = _BOUND[kind]
+        with DeferSignals(), self._lock:
+            if self._closing:
+                raise PoolClosed(f"the queue of the store {self.name!r} is closed")
+            same = self._drops.clearing(job) if kind == jobs.CLEAR else None
+            if same is not None:
+                return same
+            self._check_room(kind, job.queued)
+            self._waiting[bound] += job.queued
+            if job.done:
+                self._announce(job)
+                return job
+            self._open[job] = None
+            if kind in jobs.DROPS:
+                self._drops.add(job)
+                for other in self._kept_from_drops():
+                    if kind == jobs.CLEAR or not other.key_set.isdisjoint(job.key_bytes):
+                        self._screen(other)
+            else:
+                for start in range(0, len(own), self.piece_blocks):
+                    part = slice(start, min(start + self.piece_blocks, len(own)))
+                    self._queue.put(_PRIORITY[kind], job, part)
+                if job.deadline != math.inf:
+                    self._deadlines.put(job.deadline, job)
+                    first = self._deadlines.first()
+                    if first is not None and (first.order < self._wakes_at or first.order <= self._clock()):
+                        self._alarm.notify()
+                if len(self._drops):
+                    self._screen(job)
+            self._wake_one()
+        return job
+
+    def _hash(self, job: Job) -> None:
+        """Hash the keys that are compared below, before the lock is taken for that."""
+        if job.kind == jobs.FORGET:
+            with DeferSignals(), self._lock:
+                others = self._kept_from_drops()
+            for other in (job, *others):
+                other.hashed()
+        elif job.kind != jobs.CLEAR and len(self._drops):
+            job.hashed()
+
+    def _check_room(self, kind: str, blocks: int) -> None:
+        """The lock is held."""
+        waiting = self._waiting[_BOUND[kind]]
+        if waiting + blocks > self._queued_max:
+            self._refused += 1
+            raise StoreBusy(self.name, kind, waiting, self._queued_max)
+
+    def _tag(self, tag: object) -> bytes:
+        own = bytes.__getitem__(tag, slice(None)) if isinstance(tag, bytes) else b""
+        if len(own) != TAG_BYTES or not own.startswith(self.secret.model):
+            raise ValueError(f"tag={tag!r:.80}: accepted are {TAG_BYTES} bytes that the queue's secret has made")
+        return own
+
+    def _kept_from_drops(self) -> list[Job]:
+        """The jobs that a drop may concern. The lock is held."""
+        return [job for job in self._open if job.kind not in jobs.DROPS and not job.done]
+
+    def _screen(self, job: Job) -> None:
+        """Keep a job from what is to be dropped. The lock is held."""
+        if self._drops.screen(job):
+            self._settle(job, CANCELLED)
+
+    def _work(self) -> None:
+        """One of the threads that call the store."""
+        thread = threading.get_ident()
+        while (call := self._next(thread)) is not None:
+            job, places = call
+            began = time.perf_counter()
+            codes, error = self._calls.do(job, places)
+            with self._lock:
+                del self._running[thread]
+                self._drops.returned(thread)
+                self._seconds[job.kind] += time.perf_counter() - began
+                self._returned(job, places, codes, error)
+                self._bell.ring()
+        self._end()
+
+    def _next(self, thread: int) -> tuple[Job, Rows] | None:
+        """Wait for a call to make: a job, and the places of its blocks. Returns None when there will be none."""
+        with self._lock:
+            while True:
+                call = self._next_drop() or self._next_piece()
+                if call is not None:
+                    self._running[thread] = call
+                    self._wake_one()
+                    return call
+                if self._closing and self._queue.first() is None:
+                    return None
+                self._work_comes.wait(self._drops.left(self._clock()))
+
+    def _wake_one(self) -> None:
+        """Wake one thread if there may be a call to make, or a drop to wait for. It wakes the next one in turn. The
+        lock is held."""
+        piece = self._queue.first()
+        if len(self._drops) or (piece is not None and self._may_begin(piece.job.kind)):
+            self._work_comes.notify()
+
+    def _may_begin(self, kind: str) -> bool:
+        """Saves and drops leave one thread to all others, so that one that hangs keeps no load waiting."""
+        if kind in _READS or len(self._running) < self.savers:
+            return True
+        return sum(job.kind not in _READS for job, _ in self._running.values()) < self.savers
+
+    def _next_drop(self) -> tuple[Job, Rows] | None:
+        """A drop that may begin now. The lock is held."""
+        job = self._drops.next(self._clock(), self._running) if self._may_begin(jobs.CLEAR) else None
+        return None if job is None else (job, job.call_begins(slice(0, 0), self._clock()))
+
+    def _next_piece(self) -> tuple[Job, Rows] | None:
+        """The next blocks that may be found, loaded or saved now. The lock is held."""
+        while (piece := self._queue.first()) is not None and self._may_begin(piece.job.kind):
+            _, _, job, part = self._queue.pop()
+            if self._clock() >= job.deadline:
+                self._settle(job, LATE)
+                continue
+            self._waiting[_BOUND[job.kind]] -= part.stop - part.start
+            places = job.call_begins(part, self._clock())
+            if len(places):
+                return job, places
+            job.call_ends(places, NO_CODES, "")
+        return None
+
+    def _returned(self, job: Job, places: Rows, codes: Bytes, error: str) -> None:
+        """A call has returned. The lock is held."""
+        was_done = job.done
+        job.call_ends(places, codes, error)
+        if job.kind in jobs.DROPS and not was_done:
+            if error:
+                self._drops.failed(job, self._clock())
+            else:
+                self._settle(job, OK)
+            return
+        if job.done and not was_done:
+            self._count(job)
+        if job.done and (job.returned or not was_done):
+            self._announce(job)
+
+    def _watch(self) -> None:
+        """The thread that ends jobs at their deadlines."""
+        with self._lock:
+            while not self._closing:
+                left = 3600.0
+                while (piece := self._deadlines.first()) is not None:
+                    left = piece.order - self._clock()
+                    if left > 0:
+                        break
+                    self._settle(piece.job, LATE)
+                left = min(left, 3600.0) if piece is not None else 3600.0
+                self._wakes_at = self._clock() + left
+                self._alarm.wait(left)
+
+    def _settle(self, job: Job, code: int) -> None:
+        """Decide a job that is not done. The lock is held."""
+        self._waiting[_BOUND[job.kind]] -= job.queued
+        self._drops.remove(job)
+        job.settle(code)
+        self._count(job)
+        self._announce(job)
+        self._bell.ring()
+
+    def _count(self, job: Job) -> None:
+        """Count a job that is done. The lock is held."""
+        job.seconds = 0.0 if math.isnan(job.began) else self._clock() - job.began
+        for code, count in job.counts.items():
+            self._blocks[job.kind, code] += count
+        if job.kind in (jobs.LOAD, jobs.SAVE):
+            self._nbytes[job.kind] += job.ok * self.block_bytes
+
+    def _announce(self, job: Job) -> None:
+        """Tell of a job that is done or returned. The lock is held."""
+        if job.returned:
+            self._open.pop(job, None)
+        if self._report:
+            if not self._finished:
+                os.eventfd_write(self._signal, 1)
+            self._finished.append(job)
+
+    def _end(self, codes: Bytes | None = None, seconds: float = 0.0) -> None:
+        """A thread ends, or a ``find_now`` with these codes. The last one closes the store."""
+        with self._lock:
+            self._workers -= 1
+            self._seconds[jobs.FIND] += seconds
+            for code in () if codes is None else codes.tolist():
+                self._blocks[jobs.FIND, CODES[code]] += 1
+            if self._workers:
+                return
+        try:
+            self._store.close()
+        finally:
+            with self._lock:
+                self._store_closed = True
+                self._bell.ring()
+
+
+def _memory_argument(memory: object) -> Bytes:
+    # A view of its own, whose shape and type nobody else can change.
+    own = np.asarray(memory)[...] if isinstance(memory, np.ndarray) else None
+    fits = own is not None and own.dtype == np.uint8 and own.ndim == 2 and own.size > 0
+    if own is None or not fits or not own.flags.c_contiguous or not own.flags.writeable:
+        raise ValueError("memory: accepted is a writable, C-contiguous array uint8[slots, block_bytes]")
+    return own
+
+
+def _name_argument(name: object) -> str:
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9_-]{1,64}", name):
+        raise ValueError(f"store.name={name!r:.80}: accepted are 1 to 64 of the characters a-z, 0-9, _ and -")
+    return str.__str__(name)
+
+
+def _deadline_argument(deadline: Any) -> float:
+    try:
+        found = math.nan if isinstance(deadline, (str, bytes)) else float(deadline)
+    except (TypeError, ValueError, OverflowError):
+        found = math.nan
+    if math.isnan(found):
+        raise ValueError(f"deadline={deadline!r:.80}: accepted are seconds on the queue's clock")
+    return found

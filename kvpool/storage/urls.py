@@ -1,0 +1,131 @@
+"""Stores as texts, for command lines and configuration files: ``disk:/path?capacity=100GiB``."""
+
+from __future__ import annotations
+
+import inspect
+import platform
+import re
+from importlib import import_module
+from typing import Any
+from urllib.parse import parse_qsl
+
+from kvpool.common.arguments import text_argument
+from kvpool.common.errors import did_you_mean
+from kvpool.common.sizes import parse_size
+from kvpool.storage.store import Store
+
+_KINDS = {
+    "disk": ("kvpool.storage.backends.disk", "DiskStore"),
+    "memory": ("kvpool.storage.backends.memory", "MemoryStore"),
+    "mooncake": ("kvpool.storage.backends.mooncake.mooncake_store", "MooncakeStore"),
+    "peer": ("kvpool.storage.backends.peer.peer_store", "PeerStore"),
+    "s3": ("kvpool.storage.backends.s3", "S3Store"),
+}
+_EVICTING = ("disk", "memory")
+"""what evicts by itself, and takes a policy"""
+_SIZES = ("capacity", "segment")
+"""options in bytes"""
+_PARTS = ("open", "find", "load", "save", "forget", "stats", "close")
+"""what the class of a store has, beside ``name`` and ``threads``, which may be of each store alone"""
+_PLACES = {"disk": "PATH", "mooncake": "HOST:PORT", "peer": "tcp://HOST:PORT", "s3": "//BUCKET/PREFIX"}
+"""the place that these kinds need, after the colon"""
+_OBJECTS = ("clock", "client", "secret", "system", "token", "transform")
+"""parameters that cannot be given as text, or must not appear in one"""
+_COUNTS = ("connections", "index_blocks", "threads", "timeout_ms")
+"""options that are numbers"""
+
+
+def open_store(text: object, **names: object) -> Store:
+    """The store that a text names: ``kind:place?option=value&...``.
+
+    ``disk:PATH``, ``mooncake:HOST:PORT``, ``peer:tcp://HOST:PORT``, ``s3://BUCKET/PREFIX`` and ``memory:``; and
+    ``package.module.Class:PLACE`` for a class of your own, which is imported. Options are the keyword arguments of that
+    class, as texts; ``capacity`` and ``segment`` are bytes, such as ``64GiB``. ``{host}`` stands for the name of this
+    machine, and ``{name}`` for the value of that one of ``names``, with "-" in the place of what files are not named
+    by. Raises TypeError, ValueError, and ImportError, which names the extra or the module.
+    """
+    kind, colon, rest = text_argument("store", text).partition(":")
+    if not colon or (kind not in _KINDS and not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", kind)):
+        accepted = ", ".join(f"{name}:..." for name in (*_KINDS, "package.module.Class"))
+        meant = f"; did you mean disk:{text:.80}?" if str(text).startswith(("/", ".", "~")) else ""
+        raise ValueError(f"store={text!r:.80}: accepted are {accepted}{meant}")
+    place, _, query = _filled(rest, {"host": platform.node(), **names}).partition("?")
+    try:
+        options: dict[str, Any] = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
+    except ValueError:
+        raise ValueError(f"store={text!r:.80}: accepted after '?' are option=value, joined by '&'") from None
+    # A secret would be in logs and in lists of processes. The message does not have the text.
+    if any(re.search("secret|token|password", name.lower()) and not name.endswith("_file") for name in options):
+        raise ValueError("secret: accepted is secret_file=, or another ..._file=: the path of a file that has it")
+    if "policy" in options and kind in _KINDS and kind not in _EVICTING:
+        accepted = ", ".join(f"{name}:..." for name in _EVICTING)
+        raise ValueError(f"store={text!r:.80}: others choose what goes from it; policy= is accepted in {accepted}")
+    for name in set(options) & set(_SIZES):
+        options[name] = bytes_argument(name, options[name])
+    for name in set(options) & set(_COUNTS):
+        if not re.fullmatch("[0-9]{1,20}", options[name]):
+            raise ValueError(f"store={text!r:.80}: {name}={options[name]!r:.80}: accepted is a number")
+        options[name] = int(options[name])
+    make = _class_of(kind)
+    _check_options(kind, make, place, options)
+    try:
+        found: Store = make(*([place] if place else []), **options)
+    except TypeError as error:
+        raise ValueError(f"store={text!r:.80}: {error}") from None
+    if not (hasattr(found, "name") and hasattr(found, "threads")):
+        raise ValueError(f"store={text!r:.80}: accepted is a store with name and threads, not {found!r:.80}")
+    return found
+
+
+def _check_options(kind: str, make: Any, place: str, options: dict[str, Any]) -> None:
+    """Raise ValueError for an option that the class does not take as a text, or for a place that is missing."""
+    try:
+        first, *others = inspect.signature(make).parameters.values()
+    except ValueError:
+        return  # a class of somebody else's that shows no signature
+    if kind in _PLACES and not place and first.default is first.empty:
+        raise ValueError(f"store={kind!r}: expected {kind}:{_PLACES[kind]}, got {kind}:")
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in others):
+        return
+    own = others if place else [first, *others]
+    known = sorted(p.name for p in own if p.name not in _OBJECTS)
+    for name in options:
+        if name not in known:
+            meant = did_you_mean(name, known)
+            raise ValueError(f"store={kind!r}: expected options {', '.join(known)}, got {name!r:.80}{meant}")
+
+
+def _filled(text: str, names: dict[str, object]) -> str:
+    """A text with the values of the names in braces. Raises ValueError for a name that has none."""
+
+    def value(found: re.Match[str]) -> str:
+        if names.get(found[1]) in (None, ""):
+            accepted = ", ".join(f"{{{name}}}" for name in names)
+            raise ValueError(f"store={text!r:.80}: {found[0]:.80} is not known here; accepted are {accepted}")
+        return re.sub(r"[^\w.-]", "-", str(names[found[1]]))
+
+    return re.sub(r"\{(.*?)\}", value, text)
+
+
+def _class_of(kind: str) -> Any:
+    """The class of a kind of stores. One that comes from elsewhere must have what a Store has."""
+    if kind in _KINDS:
+        module, name = _KINDS[kind]
+        return getattr(import_module(module), name)
+    module, _, name = kind.rpartition(".")
+    try:
+        found = getattr(import_module(module), name, None)
+    except ImportError as error:
+        raise ImportError(f"store={kind!r:.80}: {error}") from error
+    missing = [part for part in _PARTS if not hasattr(found, part)]
+    if not isinstance(found, type) or missing:
+        raise ValueError(f"store={kind!r:.80}: accepted is a class with {', '.join(_PARTS)}, not {found!r:.80}")
+    return found
+
+
+def bytes_argument(name: str, value: object) -> int:
+    """A size in bytes: an integer, or a text such as ``"64GiB"``. Raises ValueError."""
+    found = parse_size(value)
+    if found is None:
+        raise ValueError(f"{name}={value!r:.80}: accepted are bytes, such as 1048576 or 64GiB")
+    return found

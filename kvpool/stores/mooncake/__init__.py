@@ -1,4 +1,0 @@
-"""MooncakeStore: blocks in a Mooncake cluster, in the memory of many machines."""
-
-from kvpool.stores.mooncake.mooncake_store import MooncakeStore as MooncakeStore
-from kvpool.stores.mooncake.mooncake_store import Transform as Transform

@@ -1,3 +1,0 @@
-"""Blocks as objects of a bucket."""
-
-from kvpool.stores.s3.s3_store import S3Store as S3Store

@@ -1,0 +1,1 @@
+"""Commands, replay and planner."""

@@ -1,0 +1,240 @@
+"""Hit rates of the pool's policies on a trace, beside LRU and two ceilings that know the future.
+
+Every policy runs in a real pool of the capacity that is asked about. Requests are instantaneous there: each is
+admitted, committed and released before the next one comes, at its own time. So the figures of LRU are those of the
+curve. The ceilings are:
+
+``MIN``: what Belady's rule finds. The block goes whose next use is last, if need be the one that has just come. No
+cache of this capacity finds more.
+
+``session oracle``: a ``SessionOracle``, for traces with sessions.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from kvpool.common.arrays import Int32s, Int64s, Uint8s
+from kvpool.common.arrays.layout import BlockLayout
+from kvpool.pool.manager import KVCacheManager
+from kvpool.tools.planner.stack import belady, follow
+from kvpool.tools.planner.survey import Survey, Use
+from kvpool.tools.replay.content import Request
+
+LRU = "lru"
+MIN = "MIN"
+ORACLE = "session oracle"
+SAYINGS = ("nothing", "stop", "future")
+"""What an engine says with each release: nothing, why the model stopped, or when the next request comes."""
+_STOPS = ("tool_use", "end_turn")
+_FRESH = 1 << 30
+"""Tokens from here on are in no prompt."""
+_SHOWN = 6
+_LEFT_AFTER = 3
+"""A block that so many requests of its session have not used is left behind."""
+
+
+@dataclass(frozen=True)
+class PolicyTable:
+    """Hits of each policy, in blocks, at some capacities."""
+
+    said: str
+    capacities: list[int]
+    hits: dict[str, list[int]]
+    """By the name of a policy or a ceiling."""
+    lookups: int
+    """Blocks that were looked up."""
+    as_lru: dict[str, list[int]]
+    """For each policy, the blocks with which LRU finds as many."""
+
+    def rate(self, name: str, place: int) -> float:
+        """The share of the blocks looked up that are found at the capacity of this place."""
+        return self.hits[name][place] / max(self.lookups, 1)
+
+    def memory(self, policy: str, place: int) -> float:
+        """With which share of LRU's memory a policy finds as many."""
+        return self.capacities[place] / max(self.as_lru[policy][place], 1)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, as nested dictionaries, lists, numbers and strings."""
+        places = range(len(self.capacities))
+        return {
+            "said": self.said,
+            "blocks": self.capacities,
+            "hit_rates": {name: [self.rate(name, place) for place in places] for name in self.hits},
+            "lru_needs_blocks": self.as_lru,
+            "memory_of_lru": {name: [self.memory(name, place) for place in places] for name in self.as_lru},
+        }
+
+
+def compare(
+    uses: Sequence[Use],
+    survey: Survey,
+    capacities: Sequence[int],
+    policies: Sequence[str],
+    *,
+    said: str = "nothing",
+    progress: Callable[[int], Any] = lambda count: None,
+) -> PolicyTable:
+    """Run each policy at each capacity, in blocks. ``uses`` are those of an exact survey, in order. ``progress`` is
+    called with 1 after each run.
+
+    Raises ValueError for a capacity that does not hold the longest request, and for a policy that no pool has.
+    """
+    if said not in SAYINGS:
+        raise ValueError(f"said={said!r}: accepted are {', '.join(SAYINGS)}")
+    if min(capacities, default=0) < survey.longest_blocks:
+        raise ValueError(f"capacities={list(capacities)}: the longest request needs {survey.longest_blocks} blocks")
+    runs: dict[str, Callable[[int], int]] = {LRU: lambda capacity: round(survey.curve.hits(capacity))}
+    for policy in policies:
+        runs[policy] = partial(through_pool, uses, survey.longest_blocks, policy=policy, said=said)
+    if any(use.request.session is not None for use in uses):
+        runs[ORACLE] = lambda capacity: sum(map(SessionOracle(uses, capacity).find, uses))
+    following, counted = next_uses(uses)
+    runs[MIN] = lambda capacity: min_hits(following, counted, capacity)
+    hits: dict[str, list[int]] = {name: [] for name in runs}
+    for capacity in capacities:
+        for name, run in runs.items():
+            hits[name].append(int(run(capacity)))
+            progress(1)
+    as_lru = {name: [survey.curve.capacity_for(count) for count in hits[name]] for name in policies}
+    return PolicyTable(said, list(capacities), hits, sum(use.lookups for use in uses), as_lru)
+
+
+def choose_capacities(survey: Survey) -> list[int]:
+    """Capacities that show the trace, from the longest request to what the ceiling needs, on a logarithmic scale."""
+    last = survey.curve.capacity_for(survey.curve.ceiling)
+    first = max(survey.longest_blocks, last // 32, 1)
+    return sorted({int(capacity) for capacity in np.geomspace(first, max(first, last), _SHOWN)})
+
+
+# -- a pool --------------------------------------------------------------------------------------
+
+
+def hints(request: Request, said: str) -> dict[str, Any]:
+    """What an engine says when it releases a request, as arguments of ``release``."""
+    if said == "stop" and request.stop in _STOPS:
+        return {"stop": request.stop}
+    if said == "future" and request.returns is not None and request.timestamp is not None:
+        ends = request.returns == inf
+        return {"ends": True} if ends else {"returns_in_ms": int((request.returns - request.timestamp) * 1000)}
+    return {}
+
+
+def through_pool(uses: Iterable[Use], longest: int, capacity: int, policy: str, said: str = "nothing") -> int:
+    """How many prompt blocks are found when requests of up to ``longest`` blocks are played through a pool of
+    ``capacity`` device blocks."""
+    # A block is one token here. One more is for the last token of a prompt, which is never found.
+    layout = BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=1, dtype="uint8", planes=1)
+    now = [0]
+    found = 0
+    fresh = _FRESH
+    with KVCacheManager(
+        layout,
+        device_blocks=capacity + 1,
+        device="cpu",
+        max_sequences=1,
+        max_sequence_tokens=longest + 1,
+        policy=policy,
+        partial_reuse=False,
+        clock=lambda: now[0],
+        secret=bytes(32),
+    ) as cache:
+        for number, (request, blocks, prompt, lookups, private) in enumerate(uses):
+            now[0] = int(1000 * (number if request.timestamp is None else request.timestamp))
+            admitted = cache.add_sequence_batch([cache.block_keys(np.append(blocks[:prompt] + 1, 0))])
+            found += min(int(admitted.cached_tokens[0]), lookups)
+            cache.commit(admitted.ids, np.array([prompt]))
+            cache.rewind(admitted.ids, np.array([1]))
+            answer = np.append(blocks[prompt:] + 1, np.arange(fresh, fresh + private))
+            if len(answer):
+                cache.append_tokens(admitted.ids, answer, np.array([len(answer)]))
+                cache.commit(admitted.ids)
+                fresh += private
+            cache.release(admitted.ids, **hints(request, said))
+    return found
+
+
+# -- ceilings ------------------------------------------------------------------------------------
+
+
+def next_uses(uses: Sequence[Use]) -> tuple[Int64s, Uint8s]:
+    """For each use of a block, in order, the place of the next use of the same block (beyond the end: none), and
+    whether it counts when it is found."""
+    lengths = [len(use.blocks) for use in uses]
+    blocks, counted = np.empty(sum(lengths), np.int32), np.zeros(sum(lengths), np.uint8)
+    first = 0
+    for use, length in zip(uses, lengths, strict=True):
+        blocks[first : first + length] = use.blocks
+        counted[first : first + use.lookups] = 1
+        first += length
+    following = np.empty(len(blocks), np.int64)
+    follow(blocks, np.full(int(blocks.max(initial=-1)) + 1, len(blocks)), following)
+    return following, counted
+
+
+def min_hits(following: Int64s, counted: Uint8s, capacity: int) -> int:
+    """How many uses of blocks a cache finds that evicts the block whose next use is last."""
+    held, heap = np.zeros(len(following), np.uint8), np.empty(len(following), np.int64)
+    return int(belady(following, counted, capacity, held, heap))
+
+
+class SessionOracle:
+    """A cache of some blocks that knows when each session comes back, but not with what.
+
+    What the last requests of a session have not used is left behind. It goes first, in the order in which it was left.
+    Then go blocks of the session that comes back last, the end of its prompt first, also if it has just come.
+    """
+
+    def __init__(self, uses: Sequence[Use], capacity: int) -> None:
+        distinct = max((int(use.blocks.max(initial=-1)) for use in uses), default=-1) + 1
+        self.capacity, self.size = capacity, 0
+        self.held, self.left = np.zeros(distinct, np.bool_), np.zeros(distinct, np.bool_)
+        self.used = np.zeros(distinct, np.int32)
+        """When each block was last used, in requests of its session."""
+        self.sessions: dict[int, tuple[Int32s, float, int]] = {}
+        """Of each session that may come back: its blocks, the last one goes first; its return; its requests."""
+        self.queue: deque[Int32s] = deque()
+
+    def find(self, use: Use) -> int:
+        """How many blocks of a prompt are found. Then the cache has all of the request, as far as it fits."""
+        request, blocks, _, lookups, _ = use
+        session = -1 if request.session is None else request.session
+        found = int(np.append(self.held[blocks[:lookups]], False).argmin())
+        before, _, number = self.sessions.get(session, (blocks[:0], 0.0, 0))
+        self.used[blocks], self.left[blocks] = number + 1, False
+        age = number + 1 - self.used[before]
+        old = before[age > _LEFT_AFTER]
+        if len(old):
+            self.left[old] = True
+            self.queue.append(old)
+        returns = inf if request.returns is None else request.returns
+        self.sessions[session] = np.concatenate([blocks, before[(age > 0) & (age <= _LEFT_AFTER)]]), returns, number + 1
+        self.size += int((~self.held[blocks]).sum())
+        self.held[blocks] = True
+        while self.size > self.capacity:
+            self._evict()
+        return found
+
+    def _evict(self) -> None:
+        """Evict blocks of one kind, as many as there are too many."""
+        if self.queue:
+            old = self.queue.popleft()
+            gone = old[self.left[old]]
+            self.left[gone] = False
+        else:
+            last = max(self.sessions, key=lambda session: self.sessions[session][1])
+            blocks, returns, number = self.sessions.pop(last)
+            kept = max(len(blocks) - (self.size - self.capacity), 0)
+            gone = blocks[kept:]
+            if kept:
+                self.sessions[last] = blocks[:kept], returns, number
+        self.held[gone] = False
+        self.size -= len(gone)

@@ -1,0 +1,454 @@
+"""A survey of a trace: one pass over its requests, and everything about their reuse that does not depend on a model."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import hypot, nan
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvpool.common.arrays import Int32s, Int64s, Uint64s
+from kvpool.common.arrays.layout import integer_argument
+from kvpool.common.interrupt import DeferSignals
+from kvpool.tools.planner import stack
+from kvpool.tools.planner.stack import BUCKETS, GROUPS, REQUEST_EDGES, SECOND_EDGES, STEPS, UsedBlocks
+from kvpool.tools.replay.content import Request, namespace_digest
+
+TENANTS_MAX = 64
+"""How many tenants have a curve of their own. Later ones share one curve."""
+OTHERS, NOBODY = "(others)", "(none)"
+SAMPLE_MIN = 1e-6
+BLOCKS_MIN = 4 * GROUPS
+"""The fewest distinct prompt blocks that a sample needs. With fewer, even its error is unknown."""
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """Hits of all capacities at once, exact or estimated from a sample of the blocks. Immutable.
+
+    A sample is read by its misses: the misses are scaled up, and the rest of all lookups are hits. This is SHARDS-adj.
+    A few blocks carry many of the hits, and it is luck whether the sample has them. But each distinct block misses
+    about once.
+    """
+
+    cumulative: Int64s
+    """[n]: sampled lookups found at a distance up to ``limits[i]``, or up to i if there are no limits."""
+    followed: int
+    """Sampled lookups."""
+    lookups: int
+    """All lookups of blocks, sampled or not."""
+    sample: float = 1.0
+    limits: Int64s | None = None
+    """The largest distance of each place, ascending."""
+    missed: Int64s | None = None
+    """[groups, len(coarse_limits)]: the sampled lookups of each part of the sample that miss at that capacity."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether the sample has every block."""
+        return self.sample == 1.0
+
+    @property
+    def ceiling(self) -> float:
+        """Hits with unbounded memory, blocks."""
+        return self._hits(len(self.cumulative) - 1)
+
+    def hits(self, capacity: int) -> float:
+        """Hits of a cache of ``capacity`` blocks, in blocks. They never fall as the capacity grows."""
+        return self._hits(self._place(capacity))
+
+    def error(self, capacity: int) -> float:
+        """Standard error of ``hits``, in blocks. 0 if the curve is exact, NaN if there are no parts of the sample.
+
+        Two things are luck. The first is which lookups are sampled: the differences between the parts of the sample
+        show it. The second is how many sampled blocks lie above one in the list. It is the same for all parts, and it
+        matters where the curve is steep.
+        """
+        if self.exact:
+            return 0.0
+        if self.missed is None:
+            return nan
+        bucket = stack.bucket_of(max(int(capacity * self.sample), 1))
+        missed = self.missed[:, min(bucket, self.missed.shape[1] - 1)]
+        followed = float(np.std(missed, ddof=1) * len(missed) ** 0.5 / self.sample)
+        shift = round((capacity * (1 - self.sample) / self.sample) ** 0.5)
+        return hypot(followed, (self.hits(capacity + shift) - self.hits(max(capacity - shift, 0))) / 2)
+
+    def capacity_for(self, hits: float) -> int:
+        """The smallest capacity, in blocks, with at least so many hits. If no capacity has so many, that of the
+        ceiling."""
+        found = min(hits, self.ceiling)
+        if found <= 0:
+            return 0
+        total = self.cumulative
+        needed = found - self.lookups + self.followed / self.sample
+        place = int(np.searchsorted(total, needed * self.sample - 1e-6))
+        # If a sample hit less than its share, the missing hits are added at the first place.
+        place = max(1, min(place, int(np.searchsorted(total, total[-1]))))
+        distance = place if self.limits is None else int(self.limits[place])
+        return max(1, int(np.ceil(distance / self.sample)))
+
+    def _hits(self, place: int) -> float:
+        if self.exact:
+            return float(self.cumulative[place])
+        missed = (self.followed - int(self.cumulative[place])) / self.sample
+        return min(max(self.lookups - missed, 0.0), float(self.lookups)) if place else 0.0
+
+    def _place(self, capacity: int) -> int:
+        if capacity < 0:
+            raise ValueError(f"capacity={capacity}: must be at least 0 blocks")
+        reach = int(capacity * self.sample + 1e-9)
+        last = len(self.cumulative) - 1
+        return min(reach, last) if self.limits is None else int(np.searchsorted(self.limits, reach, side="right")) - 1
+
+
+class Prefix(NamedTuple):
+    """A run of blocks of a prompt that is reused together: its tokens from ``start`` on, after all tokens before
+    them."""
+
+    first_request: int
+    """Index of the first request that had it."""
+    start: int
+    """Tokens before it."""
+    tokens: int
+    reuses: int
+    """Requests that would have found it with unbounded memory."""
+    hit_tokens: int
+    share: float
+    """Its share of all hit tokens."""
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """The prefixes that carry the most reuse, and how reuse is spread over blocks. With a sample, all figures are
+    estimates."""
+
+    top: list[Prefix]
+    reused_blocks: int
+    """Distinct blocks that were ever reused."""
+    distinct_blocks: int
+    blocks_for_half: int
+    """The fewest distinct blocks that carry half of the hits."""
+    blocks_for_most: int
+    """The same for nine tenths of the hits."""
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """What one tenant finds in a cache that all tenants share."""
+
+    name: str
+    requests: int
+    prompt_tokens: int
+    curve: Curve
+    """The capacities are those of the whole cache. Values below 1 % of a capacity are left out."""
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """Reused blocks by the time since their last use: rows (below, count). A row begins where the one before ends; None
+    means without end."""
+
+    requests: list[tuple[float | None, int]]
+    seconds: list[tuple[float | None, int]]
+    """Empty if the trace has no times."""
+
+    def bars(self) -> tuple[str, list[tuple[str, float]]]:
+        """The histogram to show: what it counts, and for each bar its label and its share of all."""
+        rows, unit, name = (
+            (self.seconds, "time", duration) if self.seconds else (self.requests, "requests", "{:,}".format)
+        )
+        total = sum(count for _, count in rows)
+        return unit, [
+            ("longer" if edge is None else f"below {name(edge)}", count / total) for edge, count in rows if total
+        ]
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a trace reuses. Blocks are full blocks of ``tokens_per_block`` tokens, except for ``prompt_blocks``."""
+
+    tokens_per_block: int
+    sample: float
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    prompt_blocks: int
+    """Blocks of all prompts, with unfull last ones."""
+    longest_blocks: int
+    """Blocks of the longest request, prompt and answer. A smaller cache cannot run it."""
+    distinct_blocks: int
+    """Distinct blocks of everything, with answers."""
+    curve: Curve
+    tenants: list[Tenant]
+    gaps: Gaps
+    prefixes: Prefixes
+    uses: Curve
+    """Of all blocks that requests use: those looked up, and those that are computed whether they are found or not. Its
+    misses are the blocks that a cache of that capacity takes in."""
+    runs: Int64s
+    """int64[n, 3]: a request, a distance, and how many of its lookups one after another were found at that distance and
+    the ones that follow it. Of the sample."""
+    seconds: float | None
+    """From the first request to the last. None if the trace has no times."""
+
+    def hit_tokens(self, capacity: int) -> int:
+        """Prompt tokens found by a cache of ``capacity`` blocks."""
+        return round(self.curve.hits(capacity)) * self.tokens_per_block
+
+    @property
+    def ceiling_tokens(self) -> int:
+        """Prompt tokens found with unbounded memory."""
+        return round(self.curve.ceiling) * self.tokens_per_block
+
+
+class Use(NamedTuple):
+    """One request, by the numbers of its blocks."""
+
+    request: Request
+    blocks: Int32s
+    """Those that another request can repeat."""
+    prompt: int
+    """How many of them, from the first on, are of the prompt. The rest is of the answer."""
+    lookups: int
+    """How many of them, from the first on, may be found."""
+    private: int
+    """How many more blocks it fills, which nobody repeats."""
+
+
+class Surveyor:
+    """Takes requests in the order of their admission, and returns a survey of all so far.
+
+    A request touches its blocks once, when it is admitted, its last block first. This gives the order of a pool that
+    holds the blocks while the request runs and then releases them tail first, if requests end in order. Only full
+    blocks count. The last token of a prompt is never found. An answer takes memory. If the trace has its tokens, the
+    next request can find them, since no chat goes on before it has its answer. Namespaces are those of the replay.
+
+    Parameters
+    ----------
+    tokens_per_block
+        At least 1.
+    sample
+        Share of the blocks in the sample, 1e-6 to 1.
+    keep
+        Keep what each request uses, in ``uses``. This needs all blocks, and takes 4 bytes for each use of one.
+
+    Memory grows by about 60 bytes for each distinct block in the sample, by 8 bytes for each request, and by 24 for
+    each run of blocks that it finds. Contents are distinguished by 64-bit keys. Not thread-safe.
+    """
+
+    def __init__(self, tokens_per_block: int, sample: float = 1.0, *, keep: bool = False) -> None:
+        self.tokens_per_block = integer_argument("tokens_per_block", tokens_per_block, 1, 2**31 - 1)
+        if not SAMPLE_MIN <= sample <= 1:
+            raise ValueError(f"sample={sample}: must be {SAMPLE_MIN} to 1")
+        if keep and sample != 1:
+            raise ValueError(f"sample={sample}: to keep what each request uses, it must be 1")
+        self.sample = sample
+        self.requests = 0
+        """Requests recorded so far."""
+        self.uses: list[Use] = []
+        self.tables = stack.new_tables(1 if sample == 1 else GROUPS)
+        self._keep = keep
+        self._threshold = np.uint64(round(sample * 2**32))
+        self._blocks_before = array("q")
+        self._tokens = np.zeros(2, np.int64)
+        self._lookups = self._prompt_blocks = self._longest = self._used = 0
+        self._seeds: dict[tuple[str | bytes | None, int | str | None], np.uint64] = {}
+        self._tenants: dict[str | None, int] = {}
+        self._of_tenants = np.zeros((TENANTS_MAX + 1, 4), np.int64)
+
+    def record(self, request: Request) -> None:
+        """Record the next request. Signal handlers wait until it is complete. Raises OverflowError for too many
+        distinct blocks, and ValueError for a request with fewer ids than tokens."""
+        with DeferSignals():
+            self._record(request)
+
+    def _record(self, request: Request) -> None:
+        size, counts = self.tokens_per_block, self.tables.counts
+        ids, tokens_per_id, keyed_tokens = _content(request)
+        if request.output_length < 0 or len(ids) * tokens_per_id < keyed_tokens:
+            covered = f"{len(ids)} ids of {tokens_per_id} tokens for {keyed_tokens} and {request.output_length} tokens"
+            raise ValueError(f"{request.name} has {covered}: accepted are ids for all, and numbers from 0 on")
+        name = request.salt if request.tenant is None else request.tenant
+        tenant = self._tenants.setdefault(name, min(len(self._tenants), TENANTS_MAX))
+        full = request.length // size
+        keyed = keyed_tokens // size
+        lookups = (request.input_length - 1) // size
+        self.tables = stack.with_room(self.tables, full, self.requests, tenant)
+        self.tables.times[self.requests] = nan if request.timestamp is None else request.timestamp
+        self._blocks_before.append(counts[stack.BLOCKS])
+        access = UsedBlocks(
+            tokens_per_id, size, lookups, keyed, full, self._seed(request), self._threshold, self.requests, tenant
+        )
+        found = stack.record(self.tables, access, ids)
+        self.requests += 1
+        if self._keep:
+            blocks = self.tables.found[:found].copy()
+            self.uses.append(Use(request, blocks, min(found, request.input_length // size), lookups, full - found))
+        self._of_tenants[tenant] += (1, request.input_length, lookups, counts[stack.LOOKUPS])
+        self._tokens += (request.input_length, request.output_length)
+        self._lookups += lookups
+        self._prompt_blocks += -(-request.input_length // size)
+        self._longest = max(self._longest, -(-request.length // size))
+        self._used += full
+
+    def _seed(self, request: Request) -> np.uint64:
+        namespace = request.salt, request.adapter_id
+        if namespace not in self._seeds:
+            self._seeds[namespace] = np.frombuffer(namespace_digest(*namespace)[:8], np.uint64)[0]
+        return self._seeds[namespace]
+
+    def survey(self) -> Survey:
+        """Return the figures of all requests so far. Call it once, as the last call: the result takes over the
+        histograms.
+
+        Raises ValueError if a sample has fewer than ``BLOCKS_MIN`` distinct blocks.
+        """
+        tables, requests = self.tables, self.requests
+        blocks, live, used, runs = tables.counts[[stack.BLOCKS, stack.LIVE, stack.USED, stack.RUNS]].tolist()
+        if self.sample < 1 and self._lookups and blocks < BLOCKS_MIN:
+            raise ValueError(
+                f"sample={self.sample} follows {blocks} distinct blocks of these prompts: at least {BLOCKS_MIN} are "
+                "needed"
+            )
+        cumulative, again = tables.distances[: live + 2], tables.again[: live + 2]
+        np.cumsum(cumulative, out=cumulative)
+        np.cumsum(again, out=again)
+        again += cumulative
+        times = tables.times[:requests]
+        found = np.cumsum(tables.groups, axis=1)
+        missed = (tables.cold + found[:, -1])[:, None] - found
+        followed = int(cumulative[-1] + tables.cold.sum())
+        curve = Curve(cumulative, followed, self._lookups, self.sample, missed=missed)
+        before = np.array(self._blocks_before, np.int64)
+        return Survey(
+            tokens_per_block=self.tokens_per_block,
+            sample=self.sample,
+            requests=requests,
+            prompt_tokens=int(self._tokens[0]),
+            output_tokens=int(self._tokens[1]),
+            prompt_blocks=self._prompt_blocks,
+            longest_blocks=self._longest,
+            distinct_blocks=round(live / self.sample),
+            curve=curve,
+            tenants=self._tenant_curves(),
+            gaps=Gaps(_rows(tables.gaps[0], REQUEST_EDGES), _rows(tables.gaps[1], SECOND_EDGES)),
+            prefixes=find_prefixes(
+                tables.hits[:blocks], tables.parent[:blocks], before, self.tokens_per_block, self.sample
+            ),
+            uses=Curve(again, used, self._used, self.sample),
+            runs=tables.runs[:runs],
+            seconds=float(times.max() - times.min()) if requests and not np.isnan(times).any() else None,
+        )
+
+    def _tenant_curves(self) -> list[Tenant]:
+        """The curves of tenants. Empty if the trace does not tell tenants apart."""
+        if set(self._tenants) <= {None}:
+            return []
+        names: dict[int, str] = {}
+        for name, number in self._tenants.items():
+            names[number] = OTHERS if number == TENANTS_MAX else NOBODY if name is None else name
+        limits = coarse_limits(BUCKETS)
+        result = []
+        for number, name in names.items():
+            requests, tokens, lookups, followed = (int(n) for n in self._of_tenants[number])
+            cumulative = np.cumsum(self.tables.coarse[number])
+            curve = Curve(cumulative, followed, lookups, self.sample, limits)
+            result.append(Tenant(name, requests, tokens, curve))
+        return sorted(result, key=lambda tenant: -tenant.prompt_tokens)
+
+
+def survey_of(
+    requests: Iterable[Request],
+    *,
+    tokens_per_block: int = 16,
+    sample: float = 1.0,
+    progress: Callable[[int], Any] | None = None,
+) -> Survey:
+    """Survey requests, which are read once. ``progress`` is called with 1 after each. Arguments and errors are those of
+    `Surveyor`."""
+    surveyor = Surveyor(tokens_per_block, sample)
+    for request in requests:
+        surveyor.record(request)
+        if progress is not None:
+            progress(1)
+    return surveyor.survey()
+
+
+def _content(request: Request) -> tuple[Uint64s, int, int]:
+    """The ids of a request's content, the tokens that each id covers, and the number of tokens that another request can
+    repeat."""
+    if request.hash_ids is not None:
+        try:
+            ids = np.array(request.hash_ids, np.uint64)
+        except OverflowError:
+            raise ValueError(f"hash_ids={request.hash_ids!r:.80}: accepted are numbers from 0 to 2**64 - 1") from None
+        if ids.ndim != 1:
+            raise ValueError(f"hash_ids has shape {ids.shape}: accepted is one dimension")
+        return ids, request.tokens_per_id, request.input_length
+    assert request.tokens is not None
+    if request.outputs is None:
+        return request.tokens.astype(np.uint64), 1, request.input_length
+    return np.concatenate([request.tokens, request.outputs]).astype(np.uint64), 1, request.length
+
+
+def duration(seconds: float) -> str:
+    """A round time in its largest unit."""
+    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:g} {unit}"
+    return f"{seconds:g} s"
+
+
+def _rows(counts: Int64s, edges: Sequence[float]) -> list[tuple[float | None, int]]:
+    """The bars of a histogram, without the empty ones at its end."""
+    used = int(np.max(np.nonzero(counts)[0], initial=-1)) + 1
+    return list(zip((*edges, None), counts[:used].tolist(), strict=False))
+
+
+def coarse_limits(buckets: int) -> Int64s:
+    """The largest distance of each bucket of ``stack.bucket_of``."""
+    number = np.arange(buckets, dtype=np.int64)
+    shift = np.maximum(number // STEPS - 1, 0)
+    return ((number - shift * STEPS + 1) << shift) - 1
+
+
+def find_prefixes(
+    hits: Int32s,
+    parent: Int32s,
+    blocks_before: Int64s,
+    tokens_per_block: int,
+    sample: float,
+    count: int = 10,
+) -> Prefixes:
+    """Return the ``count`` runs with the most hits.
+
+    ``hits[b]`` and ``parent[b]`` (-1: none) belong to block b. ``blocks_before[r]`` are the distinct blocks seen before
+    request r.
+    """
+    head, depth = np.empty(len(hits), np.int32), np.empty(len(hits), np.int32)
+    stack.trace_back(hits, parent, head, depth)
+    (reused,) = np.nonzero(hits)
+    heads, lengths = np.unique(head[reused], return_counts=True)
+    carried = lengths * hits[heads].astype(np.int64)
+    total = max(int(carried.sum()), 1)
+    order = np.argsort(-carried, kind="stable")[:count]
+    top = [
+        Prefix(
+            first_request=int(np.searchsorted(blocks_before, heads[i], side="right")) - 1,
+            start=round(int(depth[heads[i]]) / sample) * tokens_per_block,
+            tokens=round(int(lengths[i]) / sample) * tokens_per_block,
+            reuses=int(hits[heads[i]]),
+            hit_tokens=round(int(carried[i]) / sample) * tokens_per_block,
+            share=int(carried[i]) / total,
+        )
+        for i in order
+    ]
+    growth = np.cumsum(np.sort(hits[reused])[::-1], dtype=np.int64)
+    half, most = (int(np.searchsorted(growth, part * total)) + 1 if len(reused) else 0 for part in (0.5, 0.9))
+    return Prefixes(
+        top, round(len(reused) / sample), round(len(hits) / sample), round(half / sample), round(most / sample)
+    )

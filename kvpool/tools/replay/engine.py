@@ -1,0 +1,555 @@
+"""The replay loop: drives a pool with a trace as an engine would, measures the time of its calls, and has the bytes
+verified. Rounds: a replay that repeats its trace until it is stopped, while other threads use its pool."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from itertools import cycle
+from math import inf
+from time import perf_counter, perf_counter_ns
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvpool.common.arrays import Int32s, Int64s
+from kvpool.common.arrays.layout import BlockLayout
+from kvpool.common.errors import KVPoolError
+from kvpool.common.process import Closing
+from kvpool.device import get_device
+from kvpool.device.base import Stream
+from kvpool.device.sim import SimDevice
+from kvpool.pool.manager import KVCacheManager
+from kvpool.storage import Store
+from kvpool.tools.replay.content import Request, States, token_states
+from kvpool.tools.replay.storing import Storing
+from kvpool.tools.replay.summary import PHASES, CopiedBytes, Hits, MovedBlocks, Summary, peak_memory_bytes
+from kvpool.tools.replay.traces import Trace
+from kvpool.tools.replay.verifier import Verifier, WatchedDevice
+
+# -- the order of a replay: only lengths decide it, so it is the same for all pools ----------------
+
+
+class Skip(NamedTuple):
+    """Skip the request. It never fits, since it alone needs more blocks than the device tier has."""
+
+    request: Request
+    blocks: int
+
+
+class Admit(NamedTuple):
+    """Admit the request."""
+
+    request: Request
+
+
+class Append(NamedTuple):
+    """Append output tokens ``[start, start + count)`` to each request, in one batch."""
+
+    items: list[tuple[Request, int, int]]
+
+
+class Finish(NamedTuple):
+    """Release the request."""
+
+    request: Request
+
+
+Step = Skip | Admit | Append | Finish
+
+
+def worst_blocks(request: Request, tokens_per_block: int) -> int:
+    """Return the number of blocks that `request` holds at its end if it shares none."""
+    return -(-request.length // tokens_per_block)
+
+
+def schedule(requests: Iterable[Request], *, device_blocks: int, active: int, tokens_per_block: int) -> Iterator[Step]:
+    """Yield the steps of a replay in file order.
+
+    A request is admitted if fewer than `active` others run, and if its worst case and theirs, with nothing shared, fit
+    the device tier together. Until then the oldest requests finish. So no pool ever has to preempt. Those that say how
+    long they run finish before the first arrival after that.
+
+    With each arrival, every running request that has output left appends one block's worth of tokens, all in one batch.
+    The rest of its output is appended before it finishes, one block's worth at a time.
+    """
+    running: list[Request] = []
+    done: dict[int, int] = {}
+    held = 0
+    for request in requests:
+        need = worst_blocks(request, tokens_per_block)
+        if need > device_blocks:
+            yield Skip(request, need)
+            continue
+        ended = sorted((one for one in running if _end(one) <= _begin(request)), key=_end)
+        while ended or running and (len(running) >= active or held + need > device_blocks):
+            first = ended.pop(0) if ended else running[0]
+            running.remove(first)
+            held -= worst_blocks(first, tokens_per_block)
+            yield from _drain(first, done, tokens_per_block)
+        yield Admit(request)
+        running.append(request)
+        done[request.index] = 0
+        held += need
+        if items := _grow(running, done, tokens_per_block):
+            yield Append(items)
+    for oldest in running:
+        yield from _drain(oldest, done, tokens_per_block)
+
+
+def _begin(request: Request) -> float:
+    return 0.0 if request.timestamp is None else request.timestamp
+
+
+def _end(request: Request) -> float:
+    return inf if request.seconds is None else _begin(request) + request.seconds
+
+
+def _grow(requests: Iterable[Request], done: dict[int, int], tokens_per_block: int) -> list[tuple[Request, int, int]]:
+    """Give each request that has output left a block's worth of it. ``done`` are the tokens so far, by index."""
+    items = []
+    for request in requests:
+        start = done[request.index]
+        count = min(tokens_per_block, request.output_length - start)
+        if count > 0:
+            items.append((request, start, count))
+            done[request.index] = start + count
+    return items
+
+
+def _drain(request: Request, done: dict[int, int], tokens_per_block: int) -> Iterator[Step]:
+    while items := _grow([request], done, tokens_per_block):
+        yield Append(items)
+    del done[request.index]
+    yield Finish(request)
+
+
+# -- the replay ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    """How a trace is replayed: the pool's shape, the window, and whether bytes are verified."""
+
+    layout: BlockLayout
+    device_blocks: int
+    host_blocks: int = 0
+    active: int = 64
+    """The most requests that run at the same time."""
+    partial: bool = True
+    """Reuse parts of blocks."""
+    device: str = "auto"
+    policy: str = "lru"
+    """Which cached block goes next, as ``KVCacheManager`` takes it."""
+    verify: bool = False
+    """Write the KV bytes of every token, and compare them at every reuse, copy and release."""
+    seed: int = 0
+    """The seed of the `sim` device's schedule."""
+    progress: float = 0.5
+    """How early the `sim` device works, from 0 (as late as it may) to 1 (at once)."""
+    events: int = 0
+    """The number of events that the pool keeps for its readers."""
+    secret: bytes | None = field(default=None, repr=False)
+    """The secret of the pool's keys. By default that of the store, and a random one without a store."""
+    store: Store | None = None
+    """Where blocks are saved, and loaded from before each admission. It is opened and closed by the replay."""
+    store_wait: float = 10.0
+    """How many seconds the replay waits for saves, and for loads, before each admission and at the end."""
+
+    def __post_init__(self) -> None:
+        if self.store is not None and self.device == "sim":
+            raise ValueError("store: the sim device has none, since its copies are made by one thread")
+        if self.store is not None and not self.host_blocks:
+            raise ValueError("store: it stands behind the host tier, and there is none (host_blocks 0)")
+        if not 0 < self.store_wait <= 3600:
+            raise ValueError(f"store_wait {self.store_wait} is not more than 0, up to 3600 seconds")
+        for name, lowest in (("device_blocks", 1), ("host_blocks", 0), ("active", 1), ("events", 0)):
+            value = getattr(self, name)
+            if value < lowest:
+                raise ValueError(f"{name} {value} is not at least {lowest}")
+
+
+_STORE_EVENTS = 1 << 18
+"""What a store's keeper may be behind."""
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A request between admission and release. `states` is empty where nothing is verified."""
+
+    id: int
+    length: int
+    output: Int32s
+    states: States
+    stream: Stream
+
+
+class Replay(Closing):
+    """One run of a trace through a new pool.
+
+    `run` replays everything and checks that no block is still held. `summary` gives the figures so far, at any time,
+    also after `run` has raised. A context manager: leaving it closes the pool. `cache` is the pool.
+
+    Parameters
+    ----------
+    trace
+        The requests, which are admitted in this order. Each has an index of its own.
+    config
+        The pool and the window.
+    progress
+        A function that is called with 1 after every request that was admitted or skipped.
+
+    Not thread-safe.
+    """
+
+    def __init__(self, trace: Trace, config: ReplayConfig, *, progress: Callable[[int], Any] | None = None) -> None:
+        self.trace, self.config = trace, config
+        self._progress = progress or (lambda count: None)
+        self._size = config.layout.tokens_per_block
+        longest = [r.length for r in trace.requests if worst_blocks(r, self._size) <= config.device_blocks]
+        sim = config.device == "sim"
+        inner = SimDevice(config.seed, progress=config.progress) if sim else get_device(config.device)
+        self._device = WatchedDevice(inner)
+        warm_up(self._size, config)
+        self.cache = KVCacheManager(
+            config.layout,
+            device_blocks=config.device_blocks,
+            host_blocks=config.host_blocks,
+            device=self._device,
+            max_sequences=config.active,
+            max_sequence_tokens=max(longest, default=self._size),
+            partial_reuse=config.partial,
+            policy=config.policy,
+            event_capacity=config.events if config.store is None else max(config.events, _STORE_EVENTS),
+            secret=getattr(config.store, "secret", None) if config.secret is None else config.secret,
+        )
+        self._verifier: Verifier | None = None
+        if config.verify:
+            pools = self._device.engine_pool(self.cache.device_pool), self.cache.host_pool
+            enqueue = None if self._device.synchronous else self._device.launch
+            self._verifier = Verifier(config.layout, *pools, config.device_blocks, config.host_blocks, enqueue)
+            self._device.verifier = self._verifier
+        self._storing: Storing | None = None
+        if config.store is not None:
+            store, wait = config.store, config.store_wait
+            try:
+                self._storing = Storing(store, self.cache, config.layout, written=config.verify, wait=wait)
+            except BaseException:
+                self.close()
+                raise
+        # Prompts alternate between two streams, and answers use a third, as in engines that overlap them.
+        self._prefill = [self._device.create_stream("prefill a"), self._device.create_stream("prefill b")]
+        self._decode = self._device.create_stream("decode")
+        self._running: dict[int, _Running] = {}
+        self._phase_ns = dict.fromkeys(PHASES, 0)
+        self._hits = np.zeros(3, dtype=np.int64)
+        self._skipped: list[str] = []
+        self._admitted = self._prompt_tokens = self._output_tokens = self._peak_active = 0
+        self._begin = self._end = perf_counter()
+
+    def close(self) -> None:
+        """Close the store, the pool and its device. A second call does nothing."""
+        with ExitStack() as stack:
+            stack.callback(self._device.close)
+            if not self.cache.closed:
+                stack.callback(self.cache.close)
+            if self._storing is not None:
+                stack.callback(self._storing.close)
+
+    def run(self, requests: Iterable[Request] | None = None) -> Summary:
+        """Replay all requests and return the summary. ``requests`` come instead of those of the trace, while they are
+        made: the next one is asked for when the one before it is admitted or skipped.
+
+        Raises
+        ------
+        VerificationError
+            Bytes are wrong. The error names the first place that was found.
+        IntegrityError
+            With `verify`, an invariant of the pool does not hold at the end.
+        KeyboardInterrupt
+            The user interrupts the replay.
+        """
+        blocks, active = self.config.device_blocks, self.config.active
+        given = self.trace.requests if requests is None else requests
+        steps = schedule(given, device_blocks=blocks, active=active, tokens_per_block=self._size)
+        self._begin = perf_counter()
+        try:
+            for step in steps:
+                match step:
+                    case Admit(request):
+                        self._admit(request)
+                    case Append(items):
+                        self._append(items)
+                    case Finish(request):
+                        self._finish(request)
+                    case Skip(request, needed):
+                        self._skipped.append(f"{request.name}: {request.length:,} tokens need {needed:,} blocks")
+                if isinstance(step, (Admit, Skip)):
+                    self._progress(1)
+            if self._storing is not None:
+                self._storing.settle()
+            self._check_idle()
+        finally:
+            self._end = perf_counter()
+        return self.summary()
+
+    def summary(self, *, interrupted: bool = False, failure: BaseException | None = None) -> Summary:
+        """Return the figures of all calls so far."""
+        stats, device, verifier = self.cache.stats(), self._device, self._verifier
+        requests = max(self._admitted, 1)
+        on_device, on_host, partial = (int(n) for n in self._hits)
+        hits = on_device + on_host + partial
+        offloaded, onboarded, within = (int(n) for n in device.copied_bytes)
+        return Summary(
+            requests=self._admitted,
+            planned=len(self.trace.requests),
+            peak_active=self._peak_active,
+            skipped=list(self._skipped),
+            interrupted=interrupted,
+            failure=None if failure is None else str(failure),
+            prompt_tokens=self._prompt_tokens,
+            output_tokens=self._output_tokens,
+            hits=Hits(on_device, on_host, partial, hits, hits / max(self._prompt_tokens, 1)),
+            blocks=MovedBlocks(
+                offloaded=stats.offloaded_blocks,
+                onboarded=stats.onboarded_blocks,
+                forgotten_device=stats.forgotten_device_blocks,
+                forgotten_host=stats.forgotten_host_blocks,
+                offloads_saved=stats.offloads_saved,
+                partial_copies=stats.copied_blocks,
+            ),
+            moved=CopiedBytes(
+                offloaded_bytes=offloaded,
+                onboarded_bytes=onboarded,
+                within_tier_bytes=within,
+                seconds=device.copy_ns / 1e9,
+                gigabytes_per_second=(offloaded + onboarded + within) / device.copy_ns if device.copy_ns else None,
+            ),
+            control_us_per_request={name: ns / requests / 1e3 for name, ns in self._phase_ns.items()},
+            verified=None if verifier is None else replace(verifier.verified),
+            stored=None if self._storing is None else self._storing.summary(),
+            wall_seconds=self._end - self._begin,
+            peak_memory_bytes=peak_memory_bytes(),
+            config=self._resolved(),
+        )
+
+    def _timed(self, phase: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Make one call of the pool, and add its time to `phase`. The time of the copies that it causes is left out."""
+        away, begin = self._device.away_ns, perf_counter_ns()
+        result = call(*arguments, **options)
+        self._phase_ns[phase] += perf_counter_ns() - begin - (self._device.away_ns - away)
+        if self._verifier is not None:
+            self._verifier.raise_failure()
+        return result
+
+    def _admit(self, request: Request) -> None:
+        prompt, output, cache = request.prompt(), request.output(), self.cache
+        states, verifier, storing = np.empty(0, np.uint64), self._verifier, self._storing
+        keys = self._timed("keys", cache.block_keys, prompt, salt=request.salt, adapter_id=request.adapter_id)
+        if verifier is not None:
+            verifier.context = request.name
+            everything = np.concatenate([prompt, output])
+            states = token_states(everything, self._size, salt=request.salt, adapter_id=request.adapter_id)
+        if storing is not None:
+            storing.settle()
+            if verifier is not None:
+                verifier.expect(states[: len(keys)])
+            storing.bring(keys)
+            if verifier is not None:
+                verifier.raise_failure()
+        stream = self._prefill[request.index % 2]
+        admission = self._timed("match_allocate", cache.add_sequence_batch, [keys], stream=stream)
+        running = _Running(int(admission.ids[0]), request.input_length, output, states, stream)
+        self._running[request.index] = running
+        self._admitted += 1
+        self._prompt_tokens += request.input_length
+        self._peak_active = max(self._peak_active, len(self._running))
+        found = (admission.device_tokens[0], admission.host_tokens[0], admission.partial_tokens[0])
+        self._hits += found
+        if verifier is not None:
+            cached, blocks = int(admission.cached_tokens[0]), self._blocks(running)
+            if cached != sum(found):
+                raise AssertionError(f"{request.name}: {cached} cached tokens, but {found} by kind")
+            verifier.check(blocks, states[:cached], "was handed out as cached", stream)
+            verifier.verified.reused_tokens += cached
+            verifier.write(blocks, cached, states[cached : request.input_length], stream)
+        self._timed("commit", cache.commit, running.id)
+
+    def _append(self, items: list[tuple[Request, int, int]]) -> None:
+        batch = [self._running[request.index] for request, _, _ in items]
+        ids = np.array([running.id for running in batch], dtype=np.int64)
+        counts = np.array([count for _, _, count in items], dtype=np.int64)
+        tokens = np.concatenate([r.output[at : at + count] for r, (_, at, count) in zip(batch, items, strict=True)])
+        self._timed("append", self.cache.append_tokens, ids, tokens, counts, stream=self._decode)
+        self._output_tokens += len(tokens)
+        for running, (_, _, count) in zip(batch, items, strict=True):
+            start, running.length, running.stream = running.length, running.length + count, self._decode
+            if self._verifier is not None:
+                written = running.states[start : running.length]
+                self._verifier.write(self._blocks(running), start, written, self._decode)
+        self._timed("commit", self.cache.commit, ids)
+
+    def _finish(self, request: Request) -> None:
+        running = self._running[request.index]
+        if self._verifier is not None:
+            self._verifier.context = request.name
+            self._verifier.check(self._blocks(running), running.states, "was overwritten while in use", running.stream)
+            self._verifier.verified.released_tokens += len(running.states)
+        if self._storing is not None:
+            everything = np.concatenate([request.prompt(), running.output])
+            self._storing.computed(self.cache.block_keys(everything, salt=request.salt, adapter_id=request.adapter_id))
+        self._timed("release", self.cache.release, running.id)
+        del self._running[request.index]
+        if self._verifier is not None:
+            self._device.check()
+
+    def _blocks(self, running: _Running) -> Int64s:
+        view = self.cache.block_table(running.id)
+        return view.table[view.rows[0], : -(-running.length // self._size)].astype(np.int64)
+
+    def _check_idle(self) -> None:
+        if self._verifier is not None:
+            self._device.synchronize()
+            self._verifier.raise_failure()
+        device = self.cache.stats().device
+        if device.used:
+            raise AssertionError(f"{device.used} device blocks are still in use after the last request")
+        if self.config.verify:
+            self.cache.verify()
+
+    def _resolved(self) -> dict[str, Any]:
+        config, layout = self.config, self.config.layout
+        of_config, of_pool = ("device_blocks", "host_blocks"), ("active", "partial", "policy", "verify")
+        shape = ("tokens_per_block", "block_bytes", "layers", "planes", "kv_heads", "head_dim")
+        names = {"trace": self.trace.name, "format": self.trace.format, "device": self._device.name}
+        found = {
+            **names,
+            **{name: getattr(config, name) for name in of_config},
+            **{name: getattr(layout, name) for name in shape},
+            "dtype": layout.dtype_name,
+            **{name: getattr(config, name) for name in of_pool},
+        }
+        if config.store is not None:
+            found |= {"store": config.store.name, "store_wait": config.store_wait}
+        if config.device == "sim":
+            found |= {"seed": config.seed, "progress": config.progress}
+        return found
+
+
+def warm_up(tokens_per_block: int, config: ReplayConfig) -> None:
+    """Make every kind of call once on a separate tiny pool, so that no compilation or loading is timed later."""
+    layout = BlockLayout.of_block_bytes(8 * tokens_per_block, tokens_per_block)
+    device = WatchedDevice(get_device(config.device))
+    tokens = np.arange(3 * tokens_per_block, dtype=np.int32)
+    with KVCacheManager(layout, device_blocks=8, host_blocks=8, device=device, max_sequences=2) as cache:
+        for shift in (0, 0, 7, 0):
+            keys = cache.block_keys(tokens[: 2 * tokens_per_block + 1] + shift)
+            ids = cache.add_sequence_batch([keys]).ids
+            cache.commit(int(ids[0]))
+            cache.append_tokens(ids, tokens[:2], np.array([2]))
+            cache.commit(ids)
+            cache.offload(keys)
+            cache.release(int(ids[0]))
+    device.close()
+
+
+_SWITCH_SECONDS = 1e-4
+"""How long the scheduler's thread may keep the interpreter while another thread waits."""
+
+
+class Figure(NamedTuple):
+    """One figure of a run, its condition in words ("" for none), and whether it meets the condition."""
+
+    name: str
+    value: int
+    bound: str = ""
+    ok: bool = True
+
+
+def at_least(name: str, value: int, bound: int) -> Figure:
+    """A figure that must reach a bound."""
+    return Figure(name, value, f">= {bound:,}", value >= bound)
+
+
+def equal(name: str, value: int, other: int = 0, words: str = "") -> Figure:
+    """A figure that must be another one, which ``words`` describe."""
+    return Figure(name, value, f"= {other:,} {words}".rstrip(), value == other)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The figures of a run, and what went wrong besides them, if anything."""
+
+    title: str
+    figures: list[Figure]
+    failure: str | None = None
+    interrupted: bool = False
+    seconds: float = 0.0
+    config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        return self.failure is None and not self.interrupted and all(figure.ok for figure in self.figures)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as nested dictionaries, lists and numbers, which ``json.dumps`` accepts."""
+        return {"passed": self.passed, **asdict(self), "figures": [figure._asdict() for figure in self.figures]}
+
+    def text(self) -> str:
+        """The report as text, one line for each figure."""
+        lines = [self.title]
+        for name, value, bound, ok in self.figures:
+            state = ("ok" if ok else "FAILED") if bound else ""
+            lines.append(f"{state:<7} {name:<56} {value:>12,}  {bound}".rstrip())
+        lines += ["        interrupted: the figures so far"] if self.interrupted else []
+        lines += [] if self.failure is None else [f"FAILED  {self.failure}"]
+        settings = ", ".join(f"{name} {value}" for name, value in self.config.items() if name != "trace")
+        return "\n".join([*lines, f"        {self.seconds:.1f} s; {settings}"] if settings else lines)
+
+
+class Rounds:
+    """Replays a trace again and again. ``admitted`` is called after every request, on the scheduler's thread, with the
+    request, or with None if it was skipped. It may ``stop`` the replay; so may other threads."""
+
+    def __init__(self, trace: Trace, config: ReplayConfig, admitted: Callable[[Request | None], Any]) -> None:
+        self._requests, self._admitted = trace.requests, admitted
+        self.replay = Replay(trace, config)
+        self.stop = threading.Event()
+        self.done, self.interrupted = 0, False
+
+    def run(self) -> str | None:
+        """Replay until ``stop`` is set, and return what went wrong, if anything. Afterwards ``interrupted`` says
+        whether the user has ended it."""
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_SECONDS)
+        try:
+            self.replay.run(self._rounds())
+        except KeyboardInterrupt:
+            self.interrupted = True
+        except Exception as error:
+            return f"scheduler: {type(error).__name__}: {error}"
+        finally:
+            sys.setswitchinterval(before)
+        return None
+
+    def verify(self) -> str | None:
+        """Check the pool after the run, and return what is wrong, if anything."""
+        try:
+            self.replay.cache.verify()
+        except KVPoolError as error:
+            return f"after the run: {type(error).__name__}: {error}"
+        return None
+
+    def _rounds(self) -> Iterator[Request]:
+        cache = self.replay.cache
+        for given in cycle(self._requests):
+            request = replace(given, index=self.done)
+            yield request
+            self.done += 1
+            fits = worst_blocks(request, cache.tokens_per_block) <= cache.device_blocks
+            self._admitted(request if fits else None)
+            if self.stop.is_set():
+                return
