@@ -1,46 +1,149 @@
-"""Measure every GPU benchmark once on this machine and write the table of results: ``python -m asv_bench.gpu_table``.
+"""Render asv's results of a GPU as tables: ``python -m asv_bench.gpu_table RESULT.json``.
 
-The table names the hardware, the driver's CUDA, the commit and the command. Run it from the root of a checkout, on an
-idle GPU.
+``asv_bench.gpu_bench`` makes such a file. The tables name the machine and the commit, and say whether anything makes
+the figures unfit for a baseline, such as an emulated driver.
 """
 
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
-from collections.abc import Iterable, Iterator
+import ast
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from asv_bench.benchmarks.gpu import BlockCopies, KvCopies, Scenes, StagedTables, Tiers, close_tiers
-from asv_bench.gpu_peers import peer_rows
-from kvpool.device.cuda import CudaDevice, describe_gpus, unusable
-from kvpool.device.cuda.calibration import DIRECTIONS, KERNELS, PATHS, difference, prove
-
-RESULTS = Path(__file__).with_name("RESULTS.md")
-FRAGMENT_BYTES = (4 << 10, 8 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
-FRAGMENTS = (16, 256, 4096)
-PLACEMENTS = ("apart", "neighbours")
-ORDERS = ("layer_first", "block_first")
+Cell = Callable[[dict[str, float]], str]
 
 
-def measured(benchmark: type[Any], parameters: tuple[Any, ...]) -> dict[str, float] | None:
-    """Every ``track_*`` of a benchmark by name, or None where it cannot run."""
-    made = benchmark()
-    try:
-        made.setup(*parameters)
-    except NotImplementedError:
-        return None
-    try:
-        return {
-            name.removeprefix("track_"): getattr(made, name)(*parameters)
-            for name in dir(made)
-            if name.startswith("track_")
-        }
-    finally:
-        made.teardown(*parameters)
+def speed(name: str = "time_per_byte") -> Cell:
+    """GB/s, of a figure in ps/B."""
+    return lambda figures: f"{1000 / figures[name]:.1f}"
+
+
+def share(name: str) -> Cell:
+    """The speed as a share of a plain copy's, of a ratio of times."""
+    return lambda figures: f"{100 / figures[name]:.0f} %"
+
+
+def number(name: str, digits: int = 1) -> Cell:
+    return lambda figures: f"{figures[name]:.{digits}f}"
+
+
+def block_cell(figures: dict[str, float]) -> str:
+    return f"{speed()(figures)} ({share('times_large_copy')(figures)}), {number('call', 0)(figures)}"
+
+
+@dataclass(frozen=True)
+class Table:
+    """How a class of benchmarks is shown: a table for each combination of the first ``split`` parameters, a row for
+    each of the others, and columns of figures, or one column for each value of the last parameter."""
+
+    title: str
+    names: tuple[str, ...]
+    cells: dict[str, Cell]
+    split: int = 0
+    across: Cell | None = None
+
+
+TABLES = {
+    "BlockCopies": Table(
+        "Blocks: GB/s, percent of one large copy in the same direction, and the call's µs of CPU",
+        ("path", "fragments"),
+        {},
+        split=2,
+        across=block_cell,
+    ),
+    "Scenes": Table(
+        "What a server does, in batches",
+        ("scene", "bytes of a run", "path"),
+        {
+            "GB/s": speed(),
+            "p99 ms": number("p99"),
+            "call µs": number("call"),
+            "matmul slower by": lambda figures: f"{100 * (figures['matmul_time'] - 1):.0f} %",
+        },
+    ),
+    "KvCopies": Table(
+        "Tokens between the device tier and staging",
+        ("direction", "staging", "order"),
+        {"GB/s": speed(), "of a plain copy": share("times_plain_copy"), "call µs": number("call")},
+    ),
+    "StagedTables": Table(
+        "Block tables into a target on the device",
+        ("columns in use",),
+        {
+            "CPU µs": number("cpu_time"),
+            "memcpy µs": number("cpu_time_of_memcpy"),
+            "GPU µs": number("gpu_time"),
+            "memcpyAsync µs": number("gpu_time_of_memcpy_async"),
+        },
+    ),
+    "PeerCopies": Table(
+        "Fragments of an engine, in turn with a peer",
+        ("peer", "way", "bytes of a fragment", "path"),
+        {"GB/s": speed(), "peer's GB/s": speed("time_per_byte_of_peer")},
+    ),
+    "PeerTokens": Table(
+        "Tokens, in turn with LMCache",
+        ("direction", "staging"),
+        {"GB/s": speed(), "peer's GB/s": speed("time_per_byte_of_peer")},
+    ),
+}
+CONDITIONS = {
+    "emulated": "the driver is emulated, and no figure is of a GPU",
+    "quick": "the sizes are quick ones, which measure nothing",
+    "changed_files": "files differ from the commit",
+}
+"""What makes a result unfit for a baseline, by the figure of ``gpu.Conditions`` that is not 0 then."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One file of asv: by class and parameters, the figures that were measured."""
+
+    machine: dict[str, str]
+    commit: str
+    date: int
+    params: dict[str, list[list[Any]]]
+    figures: dict[str, dict[tuple[Any, ...], dict[str, float]]]
+    failed: list[str]
+
+    @classmethod
+    def load(cls, path: Path) -> Result:
+        """Read a file of asv's ``results``."""
+        data = json.loads(path.read_text(encoding="utf-8"))
+        params: dict[str, list[list[Any]]] = {}
+        figures: dict[str, dict[tuple[Any, ...], dict[str, float]]] = {}
+        failed = []
+        for name, row in sorted(data["results"].items()):
+            columns = dict(zip(data["result_columns"], row, strict=False))
+            module, owner, method = name.split(".")
+            if module != "gpu":
+                continue
+            params[owner] = [[ast.literal_eval(value) for value in values] for values in columns["params"]]
+            cases = list(product(*params[owner]))
+            for case, value in zip(cases, columns["result"] or [None] * len(cases), strict=True):
+                if value is None:
+                    failed.append(f"{name}{case}")
+                elif value == value:  # NaN: skipped
+                    figures.setdefault(owner, {}).setdefault(case, {})[method.removeprefix("track_")] = value
+        return cls(data["params"], data["commit_hash"], data["date"], params, figures, failed)
+
+    @property
+    def emulated(self) -> bool:
+        return self.conditions.get("emulated") != 0
+
+    @property
+    def conditions(self) -> dict[str, float]:
+        return self.figures.get("Conditions", {}).get((), {})
+
+    def faults(self) -> list[str]:
+        """Return what makes these figures unfit for a baseline. What is not known is taken for a fault."""
+        faults = [text for name, text in CONDITIONS.items() if self.conditions.get(name) != 0]
+        return faults + [f"{len(self.failed)} benchmarks failed"] * bool(self.failed)
 
 
 def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -49,127 +152,70 @@ def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def block_cell(figures: dict[str, float]) -> str:
-    return f"{figures['speed']:.1f} ({figures['share_of_peak']:.0f} %), {figures['call']:.0f}"
+def text_of(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def block_tables() -> Iterator[str]:
-    """One table for each direction and placement: a row for each path and number of fragments, a column for each
-    size."""
-    for direction, placement in product(DIRECTIONS, PLACEMENTS):
+def cell_of(cell: Cell, figures: dict[str, float]) -> str:
+    """A cell, empty where a figure is missing."""
+    try:
+        return cell(figures)
+    except KeyError:
+        return ""
+
+
+def rows_of(table: Table, params: list[list[Any]], figures: dict[tuple[Any, ...], dict[str, float]]) -> Iterator[str]:
+    """The tables of one class, each with its heading."""
+    for first in product(*params[: table.split]):
+        inner = params[table.split :]
+        if table.across is not None:
+            *inner, across = inner
+            head = [*table.names, *(f"{value >> 10:,} KiB" for value in across)]
+        else:
+            head = [*table.names, *table.cells]
         rows = []
-        for path, count in product(PATHS, FRAGMENTS):
-            cells = []
-            for nbytes in FRAGMENT_BYTES:
-                found = measured(BlockCopies, (direction, path, nbytes, count, placement))
-                cells.append("" if found is None else block_cell(found))
-            rows.append([path, f"{count:,}", *cells])
-        head = ["path", "fragments", *(f"{nbytes >> 10:,} KiB" for nbytes in FRAGMENT_BYTES)]
-        yield f"### {direction}, {placement}\n\n{markdown(head, rows)}"
+        for rest in product(*inner):
+            case = (*first, *rest)
+            if table.across is not None:
+                cells = [cell_of(table.across, figures.get((*case, value), {})) for value in across]
+            elif case in figures:
+                cells = [cell_of(cell, figures[case]) for cell in table.cells.values()]
+            else:
+                continue
+            rows.append([*map(text_of, rest), *cells])
+        if first:
+            yield f"### {', '.join(first)}"
+        yield markdown(head, rows)
 
 
-def scene_table() -> str:
-    rows = []
-    for scene, run_bytes, path in product(Scenes.params[0], Tiers.run_sizes, PATHS):
-        found = measured(Scenes, (scene, path, run_bytes))
-        if found is not None:
-            speeds = [f"{found[name]:.1f}" for name in ("speed", "p99", "call")]
-            rows.append([scene, f"{run_bytes:,}", path, *speeds, f"{found['slowdown_of_matmul']:.0f} %"])
-    return markdown(["scene", "bytes of a run", "path", "GB/s", "p99 ms", "call µs", "matmul slower by"], rows)
-
-
-def link() -> str:
-    """What the driver's tool says of the machine: the generation and lanes of the link, and clocks."""
-    fields = "driver_version,pcie.link.gen.max,pcie.link.width.max,clocks.max.sm,clocks.max.mem,power.limit"
-    try:
-        command = ["nvidia-smi", "-i", "0", f"--query-gpu={fields}", "--format=csv"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    except OSError as error:
-        return f"nvidia-smi says nothing: {error.strerror}"
-    lines = [line.split(", ") for line in done.stdout.splitlines()]
-    return "; ".join(map(" ".join, zip(*lines, strict=False))) or f"nvidia-smi says nothing: {done.stderr.strip()}"
-
-
-def prove_kernels() -> list[str]:
-    """Record each kernel that copies the right bytes on this GPU, and what is wrong with the others."""
-    device, said = CudaDevice(), []
-    device.kernels = set(KERNELS)
-    try:
-        stream = device.create_stream("proof")
-        for path in device._load_kernels():
-            wrong = difference(device, stream, path)
-            if not wrong:
-                prove(path, device.capability, device.device_name, device.driver)
-            said.append(f"{path}: {wrong or f'proven for compute capability {device.capability}'}")
-    finally:
-        device.close()
-    return said
-
-
-def token_table() -> str:
-    rows = []
-    for parameters in product(*KvCopies.params, ORDERS):
-        found = measured(KvCopies, parameters)
-        if found is not None:
-            speed, share = f"{found['speed']:.1f}", f"{found['share_of_plain_copy']:.0f} %"
-            rows.append([*parameters, speed, share, f"{found['call']:.1f}"])
-    return markdown([*KvCopies.param_names, "order", "GB/s", "of a plain copy", "call µs"], rows)
-
-
-def staging_table() -> str:
-    rows = []
-    for used in StagedTables.params:
-        found = measured(StagedTables, (used,))
-        if found is not None:
-            names = ("cpu_time", "cpu_time_of_memcpy", "gpu_time", "gpu_time_of_memcpy_async")
-            rows.append([f"{used:,}", *(f"{found[name]:.1f}" for name in names)])
-    return markdown(["columns in use", "CPU µs", "memcpy µs", "GPU µs", "memcpyAsync µs"], rows)
-
-
-def report(command: str) -> Iterator[str]:
-    """The parts of the table, each measured when it is asked for."""
-    gpu = describe_gpus()[0]
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude", "*"], cwd=RESULTS.parent, capture_output=True, text=True
-    ).stdout.strip()
-    machine = (
-        f"{gpu.name}, CUDA {gpu.driver // 1000}.{gpu.driver % 1000 // 10}, compute capability {gpu.capability}, commit "
-        f"{commit or 'unknown'}, `{command}`. {link()}."
-    )
-    yield "# Copies on a GPU"
-    yield (
-        f"{machine} Medians of {BlockCopies.__module__.rpartition('.')[2]}.py's events; see README.md for what "
-        "each figure counts."
-    )
-    yield "## Blocks: GB/s, percent of one large copy in the same direction, and the call's µs of CPU"
-    yield from block_tables()
-    yield f"## What a server does, in batches of 16 MiB\n\n{scene_table()}"
-    yield f"## Tokens between the device tier and staging\n\n{token_table()}"
-    yield f"## Block tables of 256 sequences into a target of 1,024 columns\n\n{staging_table()}"
-    yield "## Peers, in turn with the path beside them"
-    yield from peer_rows()
+def render(result: Result) -> str:
+    """Return the tables of a result as Markdown."""
+    mark = " (not a GPU: an emulated driver)" if result.emulated else ""
+    parts = [f"# Copies on a GPU{mark}"]
+    parts += [f"**Unfit for a baseline: {'; '.join(faults)}.**"] if (faults := result.faults()) else []
+    machine = result.machine.get("gpu", f"GPU of {result.machine.get('machine')}")
+    parts.append(f"{machine}, commit {result.commit[:8]}. See README.md for what each figure counts.")
+    for name, table in TABLES.items():
+        if name not in result.params:
+            continue
+        parts.append(f"## {table.title}{mark}")
+        if result.figures.get(name):
+            parts += rows_of(table, result.params[name], result.figures[name])
+        else:
+            parts.append("Not measured on this machine.")
+    return "\n\n".join(parts) + "\n"
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m asv_bench.gpu_table", description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=RESULTS, help="the file to write (default: %(default)s)")
-    parser.add_argument("--command", help="what the table says it was made by (default: this command)")
-    given = sys.argv[1:] if arguments is None else arguments
-    parser.add_argument("--prove", action="store_true", help="only record the kernels that copy the right bytes here")
-    options = parser.parse_args(given)
-    missing = unusable()
-    if missing is not None:
-        sys.exit(f"nothing was measured: {missing}")
-    if options.prove:
-        print(*prove_kernels(), sep="\n")
-        return
-    with options.output.open("w", encoding="utf-8") as file:
-        # What was measured stays when the rest fails.
-        for number, part in enumerate(report(options.command or " ".join([parser.prog, *given]))):
-            file.write(f"\n{part}\n" if number else f"{part}\n")
-            file.flush()
-    close_tiers()
-    print(options.output)
+    parser.add_argument("result", type=Path, help="a file of asv's results")
+    parser.add_argument("--output", type=Path, help="the file to write (default: standard output)")
+    options = parser.parse_args(arguments)
+    text = render(Result.load(options.result))
+    if options.output is None:
+        print(text, end="")
+    else:
+        options.output.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

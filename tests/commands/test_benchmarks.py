@@ -85,9 +85,12 @@ def thread_count() -> int:
 
 def run_once(benchmark: Benchmark, parameters: list[Any]) -> None:
     """As asv does: set up, run, and tear down, also what was skipped. A value that is tracked is a number with a unit.
-    The difference of two times of the clock may be below 0."""
+    The difference of two times of the clock may be below 0. A cache holds what was measured with the parameters."""
     made = benchmark.owner()
     body = getattr(made, benchmark.name)
+    if hasattr(made, "setup_cache"):
+        made.params = [[value] for value in parameters]
+        parameters = [made.setup_cache(), *parameters]
     try:
         if hasattr(made, "setup"):
             made.setup(*parameters)

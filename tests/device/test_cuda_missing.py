@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from asv_bench import gpu_table
+from asv_bench import gpu_bench, prove_kernels
 from kvpool import KVCacheManager, PoolClosed
 from kvpool.__main__ import main
 from kvpool.common.arrays.layout import BlockLayout
@@ -19,6 +19,7 @@ from kvpool.common.errors import DeviceError
 from kvpool.device import get_device
 from kvpool.device.cuda import close_unused, cuda_memory
 from kvpool.device.cuda.runtime import CAPTURING, INVALID_HANDLE, NOT_READY, OUT_OF_MEMORY, STICKY, Driver, find_batch
+from tests.emulated import build
 
 
 def cupy_of(count: Any) -> SimpleNamespace:
@@ -92,8 +93,11 @@ def test_commands_without_a_gpu_say_what_is_missing(
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert main(["replay", "--device", "cuda"]) == 2
     assert "needs CuPy" in capsys.readouterr().err
+    monkeypatch.setattr(build, "built", lambda: False)
     with pytest.raises(SystemExit, match="nothing was measured.*CuPy"):
-        gpu_table.main(["--output", str(tmp_path / "RESULTS.md")])
+        gpu_bench.main(["--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="nothing was proven.*CuPy"):
+        prove_kernels.main()
     assert not list(tmp_path.iterdir())
 
 

@@ -110,13 +110,13 @@ def machine(tmp_path: Path) -> Machine:
 
 def test_each_verb_runs_its_step_alone(machine: Machine) -> None:
     machine.sanitizer(CLEAN)
-    table = f"-m asv_bench.gpu_table --command .ci/gpu bench --output {machine.out}/RESULTS.md"
+    table = f"-m asv_bench.gpu_bench --out {machine.out}"
     tests = f"-m pytest -m gpu --junitxml {machine.out}/tests.xml"
     for verb, calls in {
         "test": [tests],
         "bench": [table],
         "sanitize": [],
-        "prove": [tests, "-m asv_bench.gpu_table --prove"],
+        "prove": [tests, "-m asv_bench.prove_kernels"],
     }.items():
         (machine.folder / "log").unlink(missing_ok=True)
         done = machine.run(verb)
