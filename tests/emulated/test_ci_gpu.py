@@ -1,11 +1,10 @@
 """The command for machines with a GPU, run as it stands: its steps in their order, over the emulated driver.
 
-What it starts is a Python that says it is not emulated, and does the first step whole and the others at a small size.
+What it starts is a Python that hides the emulation from the check, and collects the tests without running them.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import subprocess
@@ -14,11 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from asv_bench import gpu_bench
+from asv_bench.gpu_table import Result
+from tests.commands.test_benchmarks import BENCHMARKS
+
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = ROOT / ".ci" / "gpu"
 
-# The steps: a check that comes by standard input, the tests, the table.
+# The steps: a check that comes by standard input, the tests, the benchmarks.
 PYTHON = """#!{python}
 import os, sys
 given = sys.argv[1:]
@@ -28,26 +31,9 @@ if given == ["-"]:
     os.environ.pop("KVPOOL_EMULATED")
 elif given[:4] == ["-m", "pytest", "-m", "gpu"]:
     given = [*given[:4], "--co", "-q", *given[4:]]
-elif given[:2] == ["-m", "asv_bench.gpu_table"]:
-    given = [{table!r}, *given[2:], "--output", {results!r}]
-else:
+elif given[:2] != ["-m", "asv_bench.gpu_bench"]:
     sys.exit(f"no step of it: {{given}}")
 os.execv(sys.executable, [sys.executable, *given])
-"""
-TABLE = """
-import pathlib
-import sys
-from functools import partial
-from asv_bench import gpu_table
-from tests.gpu.test_benchmarks import SIZES
-
-for owner, sizes in SIZES.items():
-    for name, value in sizes.items():
-        setattr(owner, name, value)
-records = pathlib.Path(__file__).with_name("proven.json")
-records.write_text("[]")
-gpu_table.prove = partial(gpu_table.prove, file=records)
-gpu_table.main(sys.argv[1:])
 """
 SANITIZER = """#!/bin/sh
 echo compute-sanitizer "$@" >> {log}
@@ -69,9 +55,7 @@ def log(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def python(tmp_path: Path, log: Path) -> Path:
-    (tmp_path / "table.py").write_text(TABLE)
-    places = {"table": str(tmp_path / "table.py"), "results": str(tmp_path / "RESULTS.md")}
-    return executable(tmp_path / "python", PYTHON.format(python=sys.executable, log=str(log), **places))
+    return executable(tmp_path / "python", PYTHON.format(python=sys.executable, log=str(log)))
 
 
 def run(folder: Path, python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -83,22 +67,33 @@ def run(folder: Path, python: Path, *arguments: str) -> subprocess.CompletedProc
     )
 
 
-def test_its_steps_are_the_check_the_tests_and_the_table(tmp_path: Path, python: Path, log: Path) -> None:
+def test_its_steps_are_the_check_the_tests_and_the_benchmarks(tmp_path: Path, python: Path, log: Path) -> None:
+    """The benchmarks run whole, in quick sizes, and nothing that is written looks like figures of a GPU."""
+    pytest.importorskip("asv")
+    if not (ROOT / ".git").exists():
+        pytest.skip("asv needs a checkout of git")
     done = run(tmp_path, python, "tests/gpu/test_numba.py")
-    assert done.returncode == 0, done.stdout + done.stderr
+    out = tmp_path / "out"
+    assert done.returncode == 0, done.stdout + done.stderr + (out / "asv.log").read_text()
     assert done.stdout.startswith("GPU 0: Emulated GPU (not a GPU), 4,096 MiB, driver's CUDA 13000\nGPU 1: ")
     assert "test_tables_of_a_step_arrive_on_a_stream" in done.stdout
     assert done.stderr.count("compute-sanitizer was not found") == 1
-    out = tmp_path / "out"
     assert log.read_text().splitlines() == [
         "python -",
         f"python -m pytest -m gpu --junitxml {out}/tests.xml tests/gpu/test_numba.py",
-        f"python -m asv_bench.gpu_table --command .ci/gpu bench --output {out}/RESULTS.md",
+        f"python -m asv_bench.gpu_bench --out {out}",
     ]
-    results = (tmp_path / "RESULTS.md").read_text()
-    assert "Emulated GPU (not a GPU), CUDA 13.0, compute capability 9.0, commit" in results
-    assert "`.ci/gpu bench`. nvidia-smi says nothing" in results
-    assert json.loads((tmp_path / "proven.json").read_text()) == [], "only `prove` records"
+    assert done.stdout.count(gpu_bench.NO_GPU) == 2 and "There is no baseline for it." in done.stdout
+    text = (out / "RESULTS.md").read_text()
+    assert "# Copies on a GPU (not a GPU: an emulated driver)\n\n**Unfit for a baseline: the driver is emulated" in text
+    assert "Emulated GPU (not a GPU), CUDA 13.0, compute capability 9.0. nvidia-smi did not run" in text
+    (path,) = (out / "asv" / "emulated-driver").glob("*-*.json")
+    result = Result.load(path)
+    measured = {benchmark.owner.__name__ for benchmark in BENCHMARKS if benchmark.module == "gpu"}
+    assert not result.failed and set(result.params) == measured
+    assert measured - set(result.figures) <= {"PeerCopies", "PeerTokens"}, "only peers may be missing"
+    with pytest.raises(ValueError, match="the driver is emulated"):
+        gpu_bench.record(path)
 
 
 def test_sanitizers_select_tests(tmp_path: Path, python: Path, log: Path) -> None:
@@ -112,7 +107,7 @@ def test_sanitizers_select_tests(tmp_path: Path, python: Path, log: Path) -> Non
         assert "test_tables_of_a_step_arrive_on_a_stream" in output
 
 
-def test_tests_that_fail_end_it_before_the_table(tmp_path: Path, python: Path, log: Path) -> None:
+def test_tests_that_fail_end_it_before_the_benchmarks(tmp_path: Path, python: Path, log: Path) -> None:
     done = run(tmp_path, python, "--no-such-option")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "asv_bench" not in log.read_text() and not (tmp_path / "RESULTS.md").exists()
+    assert "asv_bench" not in log.read_text() and not (tmp_path / "out" / "RESULTS.md").exists()
