@@ -116,6 +116,9 @@ def run(out: Path, machine: str | None) -> int:
     """Measure, compare and render. Return asv's status."""
     if importlib.util.find_spec("asv") is None:
         raise SystemExit("nothing was measured: asv is not installed: pip install -e '.[bench]'")
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    if commit.returncode:
+        raise SystemExit(f"nothing was measured: asv keeps results by commit: {commit.stderr.strip()}")
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(out / "asv", ignore_errors=True)
@@ -124,7 +127,6 @@ def run(out: Path, machine: str | None) -> int:
     if is_emulated:
         print(NO_GPU, flush=True)
         os.environ[SIZES_VARIABLE] = "quick"
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     # Looking a figure up takes no time: the processes that do it are forked, and none of them uses the GPU.
     options = ["--machine", name, "-E", "existing", "--launch-method", "forkserver", "--show-stderr"]
     options += ["--bench", r"^gpu\.", "--set-commit-hash", commit.stdout.strip()]
