@@ -50,13 +50,13 @@ def link() -> str:
     return "; ".join(map(" ".join, zip(*lines, strict=False))) or f"nvidia-smi failed: {done.stderr.strip()}"
 
 
-def asv(out: Path, command: str, *arguments: str, **streams: int | IO[str]) -> subprocess.CompletedProcess[str]:
+def asv(out: Path, command: str, *arguments: str, output: int | IO[str]) -> subprocess.CompletedProcess[str]:
     """Run a command of asv with the configuration in ``out``. Its benchmarks import this checkout."""
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     # asv drops PYTHONPATH from the environment of a benchmark, and uses the other variable.
     environment = os.environ | {"PYTHONPATH": paths, "ASV_PYTHONPATH": paths}
     words = [sys.executable, "-c", ASV, str(out / "machines.json"), command, "--config", str(out / "asv.conf.json")]
-    return subprocess.run([*words, *arguments], env=environment, text=True, **streams)
+    return subprocess.run([*words, *arguments], env=environment, text=True, stdout=output, stderr=subprocess.STDOUT)
 
 
 def describe_machine(name: str | None, out: Path) -> tuple[str, bool]:
@@ -104,10 +104,10 @@ def compare(out: Path, path: Path) -> str:
     before = path.with_name(f"baseline-{env_name}.json")
     before.write_text(json.dumps(data), encoding="utf-8")
     options = ["--machine", machine, "--factor", str(FACTOR), "--only-changed", "baseline", result.commit]
-    done = asv(out, "compare", *options, stdout=subprocess.PIPE)
+    done = asv(out, "compare", *options, output=subprocess.PIPE)
     before.unlink()
     if done.returncode:
-        raise SystemExit(f"asv compare ended with status {done.returncode}")
+        raise SystemExit(f"asv compare ended with status {done.returncode}: {done.stdout}")
     changes = done.stdout.strip() or f"No figure differs by a factor of {FACTOR}."
     return f"Compared with {baseline}. A ratio below 1 is better, for every figure.\n{changes}\n"
 
@@ -132,7 +132,7 @@ def run(out: Path, machine: str | None) -> int:
     options += ["--bench", r"^gpu\.", "--set-commit-hash", commit.stdout.strip()]
     with (out / "asv.log").open("w", encoding="utf-8") as log:
         print(f"asv run: its output is in {log.name}", flush=True)
-        done = asv(out, "run", *options, stdout=log, stderr=subprocess.STDOUT)
+        done = asv(out, "run", *options, output=log)
     for path in (out / "asv" / name).glob("*-*.json"):
         (out / "RESULTS.md").write_text(render(Result.load(path)), encoding="utf-8")
         report = compare(out, path)

@@ -209,13 +209,7 @@ def render(result: Result) -> str:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m asv_bench.gpu_table", description=__doc__.splitlines()[0])
     parser.add_argument("result", type=Path, help="a file of asv's results")
-    parser.add_argument("--output", type=Path, help="the file to write (default: standard output)")
-    options = parser.parse_args(arguments)
-    text = render(Result.load(options.result))
-    if options.output is None:
-        print(text, end="")
-    else:
-        options.output.write_text(text, encoding="utf-8")
+    print(render(Result.load(parser.parse_args(arguments).result)), end="")
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ class Conditions(OnGpu):
 
 
 class BlockCopies(OnGpu):
-    params = [
+    params: list[list[Any]] = [
         list(DIRECTIONS),
         ["apart", "neighbours"],
         list(PATHS),
@@ -67,7 +67,7 @@ class BlockCopies(OnGpu):
 
 
 class Scenes(OnGpu):
-    params = [
+    params: list[list[Any]] = [
         ["layers, load", "layers, save", "engine, load", "engine, save", "engine, both ways"],
         list(SIZES.run_bytes),
         list(PATHS),
@@ -84,7 +84,7 @@ class Scenes(OnGpu):
 
 
 class KvCopies(OnGpu):
-    params = [["gather", "scatter"], ["device", "host"], ["layer_first", "block_first"]]
+    params: list[list[Any]] = [["gather", "scatter"], ["device", "host"], ["layer_first", "block_first"]]
     param_names = ["direction", "staging", "order"]
 
     def setup_cache(self) -> Any:
@@ -96,7 +96,7 @@ class KvCopies(OnGpu):
 
 
 class StagedTables(OnGpu):
-    params = [list(SIZES.columns)]
+    params: list[list[Any]] = [list(SIZES.columns)]
     param_names = ["used_columns"]
 
     def setup_cache(self) -> Any:
@@ -109,7 +109,7 @@ class StagedTables(OnGpu):
 
 
 class PeerCopies(OnGpu):
-    params = [list(gpu_peers.PEERS), ["load", "save"], list(SIZES.peer_bytes), list(PATHS)]
+    params: list[list[Any]] = [list(gpu_peers.PEERS), ["load", "save"], list(SIZES.peer_bytes), list(PATHS)]
     param_names = ["peer", "way", "fragment_bytes", "path"]
 
     def setup_cache(self) -> Any:
@@ -120,7 +120,7 @@ class PeerCopies(OnGpu):
 
 
 class PeerTokens(OnGpu):
-    params = [["gather", "scatter"], ["device", "host"]]
+    params: list[list[Any]] = [["gather", "scatter"], ["device", "host"]]
     param_names = ["direction", "staging"]
 
     def setup_cache(self) -> Any:

@@ -355,8 +355,8 @@ class Scenes(Case):
             count = SIZES.batch_bytes // block_bytes
             ids = [first + random.permutation(blocks)[:count] for first in firsts]
             rest = np.ones(count, np.int64), np.zeros(count, np.int64)
-            self.work = [np.stack([*pair, *rest], axis=1) for pair in (ids[::-1], ids)]
-            self.enqueue = self.device.copy_blocks
+            self.work: list[Any] = [np.stack([*pair, *rest], axis=1) for pair in (ids[::-1], ids)]
+            self.enqueue: Callable[..., object] = self.device.copy_blocks
         else:
             # Loads and saves are of the two halves of each tier. No two fragments are neighbours.
             count, half = SIZES.batch_bytes // run_bytes, SIZES.tier_bytes // run_bytes // 2

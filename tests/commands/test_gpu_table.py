@@ -16,7 +16,7 @@ from tests.commands.test_benchmarks import BENCHMARKS
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = {"machine": "nvidia-test", "gpu": "NVIDIA Test, CUDA 13.0"}
-FIT = {f"gpu.Conditions.track_{name}": ([0.0], []) for name in gpu_table.CONDITIONS}
+FIT: dict[str, tuple[Any, Any]] = {f"gpu.Conditions.track_{name}": ([0.0], []) for name in gpu_table.CONDITIONS}
 BLOCKS = [["'offload'"], ["'apart'"], ["'kernel'"], ["16"], ["4096", "8192"]]
 TABLES = {"gpu.StagedTables.track_cpu_time": ([12.5], [["64"]]), "gpu.StagedTables.track_gpu_time": ([3.25], [["64"]])}
 COPIES = {
