@@ -27,14 +27,16 @@ BASELINE = Path(__file__).with_name("baseline")
 RESULTS = Path(__file__).with_name("RESULTS.md")
 FACTOR = 1.3
 ASV = """
-import sys
+import signal, sys
 from asv.machine import MachineCollection
 from asv.main import main
 machines = sys.argv.pop(1)
 MachineCollection.get_machine_file_path = staticmethod(lambda: machines)
+signal.signal(signal.SIGTERM, signal.default_int_handler)
 main()
 """
-"""asv's command line, with the description of this machine in a given file and not in the home folder."""
+"""asv's command line, with the description of this machine in a given file and not in the home folder. A signal to end
+it also ends the processes that measure, which are in groups of their own."""
 NO_GPU = "NOT A GPU: quick sizes over the emulated driver. They show that everything runs; no figure is of a GPU."
 
 
