@@ -57,7 +57,7 @@ class Failed:
     """What a call raised, compared by the name of its type: the model has exceptions of its own."""
 
     def __init__(self, error: Exception) -> None:
-        self.error, self.name = error, type(error).__name__
+        self.error, self.name = error, "ValueError" if isinstance(error, ValueError) else type(error).__name__
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Failed) and other.name == self.name
