@@ -42,8 +42,9 @@ class _Hits:
     """Blocks that were found and are worth a load, until they have been loaded or nobody wants them any more.
 
     A load may lose only what the policy allows it, so that a hit does not lose to the engine. Not all engines report
-    that nobody wants a hit any more (``leave``), as when a request was aborted. So a hit that nobody has begun to load lapses when its load would be given up: it no
-    longer stands before other hits, and a load of it brings nothing. Thread-safe.
+    that nobody wants a hit any more (``leave``), as when a request was aborted. So a hit that nobody has begun to load
+    lapses when its load would be given up: it no longer stands before other hits, and a load of it brings nothing.
+    Thread-safe.
     """
 
     def __init__(self, policy: LoadPolicy, block_bytes: int, seconds: float) -> None:
@@ -226,8 +227,10 @@ class StagedBlocks:
         return done
 
     def leave(self, names: Sequence[bytes]) -> None:
-        """Report that nobody wants these blocks any more, which ``find_hit`` has found. Those that were not loaded stand
-        before no other hits from now on. Takes no I/O."""
+        """Report that nobody wants these blocks any more, which ``find_hit`` has found.
+
+        Those that were not loaded stand before no other hits from now on. Takes no I/O.
+        """
         if self._hits is not None:
             self._hits.leave(names, self.client.queue.now())
 
