@@ -31,13 +31,13 @@ from kvpool.common.interrupt import DeferSignals
 from kvpool.common.process import Closing, Process
 from kvpool.device.memory.main_memory import available_ram
 from kvpool.device.regions import BLOCKS_MAX
-from kvpool.hostcache.deadlines import Deadlines
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
 from kvpool.hostcache.opaque_keys import Packed, key_argument, keys_argument, packed, unpacked
 from kvpool.hostcache.tier import HostSlots, block_bytes_argument, fingerprint_of
 from kvpool.pool import events as kv_events
 from kvpool.pool.config import secret_argument
 from kvpool.pool.core import MAX_MS, Names
+from kvpool.pool.deadlines import Deadlines
 from kvpool.pool.explain import NOT_KNOWN, Missed
 from kvpool.pool.stats import Histogram
 from kvpool.state import control, hostcache, records, saving, verbs
@@ -218,8 +218,8 @@ class HostCache(Closing):
     and ``publish`` raises ReservationExpired. The index cannot stop a writer that holds an address. So the block of an
     expired reservation stays out of use until ``abort`` reports that nobody writes it any more: a late write reaches
     no other key's bytes, and no reader ever gets them. Until then, its key cannot be reserved again. There is no
-    thread: deadlines are checked by ``reserve``, ``publish``, ``find``, ``lookup``, ``overdue``,
-    ``expired_reservations`` and ``stats``.
+    thread: deadlines are checked by ``reserve``, ``publish``, ``abort``, ``find``, ``lookup``,
+    ``overdue``, ``expired_reservations`` and ``stats``.
 
     Thread-safe. A call that raises has changed nothing, except that reservations may have expired, and blocks whose
     time is over may have fallen to the default priority. Verbs are one jitted call for all keys. Bad arguments raise
@@ -278,7 +278,7 @@ class HostCache(Closing):
         self._spare: list[Packed] = []
         # The order in which pending keys were reserved. Engines end them as a set.
         self._order: dict[bytes, int] = {}
-        self._deadlines = Deadlines()
+        self._deadlines = Deadlines[bytes]()
         self._reserved = 0
         # The last keys that have gone, with the reason and the time, and whether others had gone before.
         self._history, self._gone_before = integer_argument("history", history, 0, 1 << 24), False
@@ -428,7 +428,11 @@ class HostCache(Closing):
         Nobody may write the blocks any more. Keys whose reservation has expired are among them: this makes their blocks
         usable again. Raises BlockNotFound, which names the first key that is not pending.
         """
-        return self._end(hostcache.abort, keys_argument(keys), self._now())
+        own, now = keys_argument(keys), self._now()
+        with self._lock:
+            self._check_open()
+            self._expire(now)
+            return self._end(hostcache.abort, own, now)
 
     def overdue(self) -> list[bytes]:
         """Return the keys whose reservation has expired and whose writer has not called ``abort``, in the order in

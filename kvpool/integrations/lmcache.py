@@ -173,7 +173,16 @@ class KVPoolL2Adapter(L2AdapterInterface):
         return self._workers[LOOKUP].take(task_id)
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
-        """Does nothing, as nothing is locked."""
+        """End the wait for objects that a lookup has found. LMCache has loaded them, or does not load them.
+
+        No object is released, as a store has no locks. But with ``load="faster"``, what was found counts as ahead of
+        the objects of other requests until it was loaded; what is not loaded stops counting here.
+        """
+        for size, names in _names_by_size(keys, [self._known(key) for key in keys]).items():
+            with self._lock:
+                blocks = self._blocks.get(size)
+            if blocks is not None:
+                blocks.leave(list(names.values()))
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         """Begin to load objects. Each is written after its bytes were found to be right, and not at all after the task
@@ -301,11 +310,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
 
     def _by_size(self, keys: list[ObjectKey], layouts: Sequence[_Layout | None]) -> list[_SameSize]:
         """The objects of each size, where there is a store for them."""
-        named: dict[int, dict[int, bytes]] = {}
-        for place, (key, layout) in enumerate(zip(keys, layouts, strict=True)):
-            if layout is not None:
-                named.setdefault(layout.nbytes, {})[place] = _name(key, layout)
-        opened = ((self._open(size), names) for size, names in named.items())
+        opened = ((self._open(size), names) for size, names in _names_by_size(keys, layouts).items())
         return [_SameSize(blocks, list(names), list(names.values())) for blocks, names in opened if blocks is not None]
 
     def _open(self, size: int) -> StagedBlocks | None:
@@ -361,6 +366,15 @@ class KVPoolL2Adapter(L2AdapterInterface):
     def _known(self, key: ObjectKey) -> _Layout | None:
         with self._lock:
             return self._layouts.get((key.model_name, key.kv_rank, key.object_group_id))
+
+
+def _names_by_size(keys: list[ObjectKey], layouts: Sequence[_Layout | None]) -> dict[int, dict[int, bytes]]:
+    """By size, the places and names of the objects whose layout is known."""
+    named: dict[int, dict[int, bytes]] = {}
+    for place, (key, layout) in enumerate(zip(keys, layouts, strict=True)):
+        if layout is not None:
+            named.setdefault(layout.nbytes, {})[place] = _name(key, layout)
+    return named
 
 
 def _name(key: ObjectKey, layout: _Layout) -> bytes:

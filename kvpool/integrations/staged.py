@@ -41,9 +41,10 @@ def check_store(options: EngineOptions, **names: object) -> None:
 class _Hits:
     """Blocks that were found and are worth a load, until they have been loaded or nobody wants them any more.
 
-    A load may lose only what the policy allows it, so that a hit does not lose to the engine. Engines do not report
-    that a request was aborted. So a hit that nobody has begun to load lapses when its load would be given up: it no
-    longer stands before other hits, and a load of it brings nothing. Thread-safe.
+    A load may lose only what the policy allows it, so that a hit does not lose to the engine. Not all engines report
+    that nobody wants a hit any more (``leave``), as when a request was aborted. So a hit that nobody has begun to load
+    lapses when its load would be given up: it no longer stands before other hits, and a load of it brings nothing.
+    Thread-safe.
     """
 
     def __init__(self, policy: LoadPolicy, block_bytes: int, seconds: float) -> None:
@@ -86,6 +87,12 @@ class _Hits:
                 attempt.note(sum(mine), began, now)
                 if not all(mine) or attempt.came == attempt.items:
                     self._end({attempt}, now, told=True)
+
+    def leave(self, names: Sequence[bytes], now: float) -> None:
+        """Nobody wants these blocks any more. A hit of which nothing is wanted ends, and says nothing of the store."""
+        with self._lock:
+            left = {attempt for name in names if (attempt := self._open.pop(name, None)) is not None}
+            self._end(left - {*self._open.values()}, now, told=False)
 
     def _lapse(self, now: float) -> None:
         """Drop hits whose time is over and that nobody loads. Their names stay, with the deadline of a load."""
@@ -218,6 +225,14 @@ class StagedBlocks:
         done = self._staged(jobs.LOAD, names, put, hits.until(names))
         hits.loaded(dict(zip(names, done, strict=True)), began, self.client.queue.now())
         return done
+
+    def leave(self, names: Sequence[bytes]) -> None:
+        """Report that nobody wants these blocks any more, which ``find_hit`` has found.
+
+        Those that were not loaded stand before no other hits from now on. Takes no I/O.
+        """
+        if self._hits is not None:
+            self._hits.leave(names, self.client.queue.now())
 
     def save(self, names: Sequence[bytes], fill: Copy) -> list[bool]:
         """Save blocks. ``fill(place, row)`` writes the bytes of a block to a row. Returns which blocks the store now

@@ -500,6 +500,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
         retention: Retention | None = None,
         stream: StreamLike = None,
         encoder_tokens: int | None = None,
+        deadline_ms: int | None = None,
     ) -> Reservation:
         """Take device blocks for the KV of a prompt that a loader, of this process or another, brings from elsewhere.
         Changes the pool.
@@ -511,16 +512,22 @@ class KVCacheManager(Hints, BlockTables, Closing):
 
         ``owner`` names the loader, for ``revoke`` and for people. ``retention`` and ``encoder_tokens`` are as in
         ``add_sequence``; ``encoder_tokens=0`` takes no blocks for cross attention, which a commit never publishes. A
-        reservation takes one of
-        ``max_sequences``, and counts as no reuse in the statistics. Thread-safe. Raises OutOfBlocks, OutOfSequences,
-        DeviceError, ValueError, TypeError.
+        reservation takes one of ``max_sequences``, and counts as no reuse in the statistics.
+
+        The reservation expires ``deadline_ms`` after this call (None, the default: never). If it was not committed by
+        then, ``commit`` is refused, and it counts in ``stats`` as expired. Its blocks stay out of use until ``abort``
+        or ``revoke``, since the loader may still write them. There is no thread: deadlines are checked by each call
+        that ends a reservation, by ``Reservation.overdue`` and by ``stats``.
+
+        Thread-safe. Raises OutOfBlocks, OutOfSequences, DeviceError, ValueError, TypeError.
         """
         ranges = None if retention is None else [retention]
         (keys,), row, *_ = own = self._arrivals([prompt], ranges, records.DEFAULT_PRIORITY, None, False, encoder_tokens)
         row[0, records.R.reserves] = 1
         for why in self._refused([keys], row).values():
             raise ValueError(f"prompt: {why}")
-        return self._reservations.take(own, text_argument("owner", owner), stream)
+        lifetime = None if deadline_ms is None else ttl_argument("deadline_ms", deadline_ms)
+        return self._reservations.take(own, text_argument("owner", owner), stream, lifetime)
 
     @property
     def reservations(self) -> list[Reservation]:
@@ -845,11 +852,14 @@ class KVCacheManager(Hints, BlockTables, Closing):
             kv_events.put_back(self.core.states, taken)
 
     def stats(self) -> statistics.Stats:
-        """A snapshot; also of a closed pool. Thread-safe; changes nothing."""
-        now, hand_overs = self.core.now() if self._leases.all else 0, self._staging.under_way()
-        with self.core.lock:
-            ages, core = [now - lease.since for lease in self._leases.all], self.core
-            return statistics.snapshot(core.states, core.tokens, core.transfer, self._pinned(), ages, hand_overs)
+        """A snapshot; also of a closed pool. Thread-safe; changes nothing, except that reservations may expire."""
+        core, deadlines = self.core, self._reservations.deadlines
+        now, hand_overs = core.now() if self._leases.all or deadlines else 0, self._staging.under_way()
+        with core.lock:
+            self._reservations.expire(now)
+            ages = [now - lease.since for lease in self._leases.all]
+            late = deadlines.expired, len(deadlines.overdue)
+            return statistics.snapshot(core.states, core.tokens, core.transfer, self._pinned(), ages, hand_overs, late)
 
     def verify(self) -> None:
         """Check every invariant of the state; raises IntegrityError that names the one that does not hold. Slow."""
@@ -883,7 +893,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
         if len(ids) and not force:
             raise PoolBusy(f"{len(ids)} sequences are live: release them, or reset(force=True)")
         verbs.reset(heads, np.concatenate([ids, reserved]), now)
-        self._reservations.clear()
+        self._reservations.clear(now)
         return 0
 
     def calibrate(self) -> Any:
@@ -923,7 +933,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
                 self._report = CloseReport(self.core.live(records.LIVE | records.SWAPPED).tolist(), *held)
                 self.core.closed = True
                 self._leases.clear()
-                self._reservations.clear()
+                self._reservations.clear(now)
             try:
                 # Nothing is decided any more. Once everything decided is enqueued, no thread is inside a copy.
                 self.core.transfer.close()

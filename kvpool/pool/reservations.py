@@ -20,6 +20,7 @@ from kvpool.device.base import Stream, StreamLike
 from kvpool.device.memory.pools import MemoryPools
 from kvpool.pool.config import Group, group_argument
 from kvpool.pool.core import Core
+from kvpool.pool.deadlines import Deadlines
 from kvpool.pool.keys import BlockKeys, request_of
 from kvpool.pool.prompts import Arrivals
 from kvpool.state import admit, control, records, verbs
@@ -121,12 +122,18 @@ class Reservation(Loadable):
     was not committed.
 
     It is a ``Loadable``: ``slot_mapping`` says where each token is to be written. ``prompt`` has the tokens and keys.
-    ``owner`` names the loader, ``since`` is in ms on the pool's clock, ``stream`` is the loader's or None. Thread-safe.
+    ``owner`` names the loader, ``since`` and ``deadline`` (or None) are in ms on the pool's clock, ``stream`` is the
+    loader's or None. Thread-safe.
+
+    Once its deadline has passed, a reservation is *overdue*: ``commit`` is refused, so nobody ever finds what comes
+    late. The pool cannot take back an address that a loader has. So the blocks stay out of use, and a late write
+    reaches nobody else's, until ``abort``, or ``revoke`` of its owner, reports that nobody writes them any more.
     """
 
     id: int
     owner: str
     since: int
+    deadline: int | None
     prompt: BlockKeys
     stream: Stream | None
     _reservations: Reservations
@@ -142,6 +149,11 @@ class Reservation(Loadable):
         """Whether it was committed, aborted or revoked, or given back by a reset."""
         return not self._reservations.is_open(self)
 
+    @property
+    def overdue(self) -> bool:
+        """Whether its deadline has passed, and it was not ended. Its blocks wait for ``abort``."""
+        return self._reservations.is_overdue(self)
+
     def commit(self, tokens: int | None = None, stream: StreamLike = None) -> None:
         """Publish the first ``tokens`` tokens (default: all), which the loader has written, and end the reservation.
 
@@ -152,7 +164,8 @@ class Reservation(Loadable):
         for it. Without a stream, the bytes must be there: the loader has waited for its own writes, and this process's
         device can see them.
 
-        Raises ReservationExpired; ValueError and TypeError for tokens below ``skip_prefix_n_tokens`` or above the
+        Raises ReservationExpired, also if its deadline has passed: then it can only be aborted, and stays open until it
+        is; ValueError and TypeError for tokens below ``skip_prefix_n_tokens`` or above the
         prompt's; DeviceError if a copy of the cached prefix failed: then the reservation can only be aborted.
         """
         count = self.tokens
@@ -163,7 +176,8 @@ class Reservation(Loadable):
     def abort(self, stream: StreamLike = None) -> None:
         """Give the blocks back.
 
-        Those that were to be filled are empty again, and are taken next. The cached prefix stays cached.
+        Those that were to be filled are empty again, and are taken next. The cached prefix stays cached. Also after the
+        deadline.
 
         ``stream``: where the loader has enqueued writes (default: the reservation's). The next writer of the blocks
         waits for it. Without a stream, the loader must have stopped writing. Changes the pool. Raises
@@ -198,11 +212,14 @@ class Reservations:
     def __init__(self, core: Core, pools: MemoryPools) -> None:
         self.core, self._pools = core, pools
         self._open: dict[int, Reservation] = {}
+        self.deadlines = Deadlines[int]()
+        """of open reservations, by id. The state lock guards it."""
 
-    def take(self, arrivals: Arrivals, owner: str, stream: StreamLike) -> Reservation:
-        """Reserve the blocks of one prompt."""
+    def take(self, arrivals: Arrivals, owner: str, stream: StreamLike, lifetime: int | None) -> Reservation:
+        """Reserve the blocks of one prompt. It expires after ``lifetime`` ms, or never."""
         core, ((prompt,), row, *_) = self.core, arrivals
         now, on = core.now(), None if stream is None else core.as_stream(stream)
+        deadline = None if lifetime is None else now + lifetime
         core.refuse_inside("reserve")
         new: list[Reservation] = []
 
@@ -213,8 +230,10 @@ class Reservations:
             if result == 1:
                 number, skip = int(out[0, 0, records.OUT.id]), int(out[int(core.tokens.group), 0, records.OUT.cached])
                 shares = self._shares(number & 0xFFFFFFFF, skip)
-                new.append(Reservation(shares, len(prompt), skip, number, owner, now, prompt, on, self))
+                new.append(Reservation(shares, len(prompt), skip, number, owner, now, deadline, prompt, on, self))
                 self._open[number] = new[0]
+                if deadline is not None:
+                    self.deadlines.add([number], deadline)
             return result
 
         def abort() -> None:
@@ -295,6 +314,20 @@ class Reservations:
         """The reserved rows, as sequence ids. The caller holds the state lock."""
         return set(self._open)
 
+    def is_overdue(self, reservation: Reservation) -> bool:
+        now = 0 if reservation.deadline is None else self.core.now()
+        with self.core.lock:
+            self.expire(now)
+            return reservation.id in self.deadlines.overdue
+
+    def expire(self, now: int) -> None:
+        """Count the reservations whose deadline has passed as expired. Their blocks stay with their loaders, which may
+        still write them. The caller holds the state lock."""
+        late = self.deadlines.passed(now)
+        if late:
+            with DeferSignals():
+                self.deadlines.expire(late)
+
     # -- ending -------------------------------------------------------------------------------------
 
     def revoke(self, owner: str) -> int:
@@ -308,9 +341,11 @@ class Reservations:
                     count += 1
         return count
 
-    def clear(self) -> None:
+    def clear(self, now: int) -> None:
         """Forget all reservations: their rows are given back, or the pool is closed. The caller holds the state
         lock."""
+        self.expire(now)
+        self.deadlines.end(self._open)
         while self._open:
             self._open.popitem()[1].writing.close()
 
@@ -325,6 +360,12 @@ class Reservations:
 
         def end(heads: Ids, ids: Ids, counts: Ids, now: int) -> int:
             self._check_open(reservation)
+            self.expire(now)
+            if verb is verbs.publish_reserved and reservation.id in self.deadlines.overdue:
+                raise ReservationExpired(
+                    f"reservation {reservation.id} of {reservation.owner!r} was not committed before its deadline: "
+                    "abort it"
+                )
             result = int(verb(heads, ids, counts, now))
             if result == records.FAILED:
                 raise DeviceError(
@@ -333,6 +374,7 @@ class Reservations:
             if result == 0:
                 reservation.writing.close()
                 del self._open[reservation.id]
+                self.deadlines.end([reservation.id])
             return result
 
         which = np.array([reservation.id], np.int64)

@@ -155,6 +155,10 @@ class Stats(GroupStats):
     """age of the oldest lease that is open now, 0 without any"""
     reservations: int = 0
     """open now"""
+    expired_reservations: int = 0
+    """reservations that were not committed before their deadline"""
+    overdue_reservations: int = 0
+    """open now, after their deadline: their blocks wait for ``abort``"""
     hand_overs: int = 0
     """hand-overs of block tables that the device has not finished reading now. Each retains a staging buffer"""
     most_hand_overs: int = 0
@@ -266,11 +270,13 @@ def snapshot(
     pinned: Int64s,
     lease_ages: list[int],
     hand_overs: tuple[int, int],
+    late: tuple[int, int],
 ) -> Stats:
     """The figures of a pool now. ``lead`` is the first group that is not for cross attention.
 
     ``pinned`` has the pool id of a block once for each pin of it. ``hand_overs`` is the number now under way, and the
-    most that there ever were at once. The caller holds the state lock, so nothing here loops over all blocks.
+    most that there ever were at once. ``late`` is the number of reservations that have expired, and of those of them
+    that are still open. The caller holds the state lock, so nothing here loops over all blocks.
     """
     pins = {int(state.group): ids for state, _, ids in states.split(pinned)}
     times = transfer.moved.nanoseconds
@@ -294,6 +300,8 @@ def snapshot(
         sequences=int(np.count_nonzero(lead.sequences["live"] == LIVE)),
         swapped=int(np.count_nonzero(lead.sequences["live"] == SWAPPED)),
         reservations=int(np.count_nonzero(lead.sequences["live"] == RESERVED)),
+        expired_reservations=late[0],
+        overdue_reservations=late[1],
         leases=len(lease_ages),
         oldest_lease_ms=max([0, *lease_ages]),
         hand_overs=hand_overs[0],

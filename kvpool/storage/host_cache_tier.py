@@ -101,7 +101,11 @@ class HostCacheTier:
         return None, self._limit
 
     def reserve(self, client: StoreClient, blocks: Sequence[bytes]) -> tuple[Sequence[bytes], Rows]:
-        """Others may need the last blocks: no more than half of what is free is taken if not all have room."""
+        """Others may need the last blocks: no more than half of what is free is taken if not all have room.
+
+        The reservation has no deadline of its own. The load has one, and ``HostLoads`` reports its keys as ABSENT from
+        then on; the blocks stay reserved until no call of the store can write them.
+        """
         while blocks:
             try:
                 taken = self.cache.reserve(blocks)

@@ -332,6 +332,38 @@ def test_abandoned_hits_shut_out_others_for_no_longer_than_they_would_be_waited_
         later += 1.0
 
 
+def test_hits_that_are_left_shut_out_nobody_and_say_nothing_of_their_store(hits: Hits) -> None:
+    policy = hits._policy
+    assert isinstance(policy, CountingPolicy)
+    for number in range(1, 100):
+        assert hits.worth(names(8, 8 * number), 20.0) == 8
+        hits.leave(names(8, 8 * number), 20.0)
+    assert (policy.learned, policy.dropped) == (10, 99)
+    hits.leave(names(800), 20.0)
+    assert policy.dropped == 99, "each has ended once"
+
+
+def test_a_hit_of_which_a_part_is_left_is_loaded_and_ends_with_the_rest(hits: Hits) -> None:
+    policy = hits._policy
+    assert isinstance(policy, CountingPolicy)
+    assert hits.worth(names(8), 20.0) == 8
+    hits.leave(names(3, 5), 20.0)
+    assert hits.until(names(5)) < math.inf and hits.until(names(3, 5)) == math.inf
+    hits.loaded(dict.fromkeys(names(5), True), 20.0, 20.001)
+    hits.leave(names(5), 20.002)
+    assert hits.until(names(8)) == math.inf
+    assert (policy.learned, policy.dropped) == (10, 1)
+
+
+def test_what_was_left_is_found_again(make: Open) -> None:
+    for load in ("always", "faster"):
+        blocks = make(load=load, compute_seconds=60.0)
+        assert all(save(blocks, 6))
+        assert blocks.find_hit(names(6)) == [True] * 6
+        blocks.leave(names(6))
+        assert blocks.find_hit(names(6)) == [True] * 6
+
+
 def test_a_load_that_begins_when_its_hit_has_lapsed_brings_nothing(hits: Hits) -> None:
     assert hits.worth(names(8), 20.0) == 8
     assert hits.worth(names(8, 8), 21.0) == 8

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from itertools import count
 
+from kvpool import ReservationExpired
 from kvpool.state.records import DEFAULT_PRIORITY
 
 ABSENT, HERE, PENDING = range(3)
 
 
 class Entry:
-    """A key that has a block. ``listed`` says when it joined its list; None while somebody holds it."""
+    """A key that has a block. ``listed`` says when it joined its list; None while somebody holds it. ``due``: until
+    when it is to be published."""
 
-    def __init__(self, priority: int, ttl: int | None) -> None:
-        self.priority, self.ttl = priority, ttl
-        self.pending, self.doomed = True, False
+    def __init__(self, priority: int, ttl: int | None, due: int | None) -> None:
+        self.priority, self.ttl, self.due = priority, ttl, due
+        self.pending, self.doomed, self.overdue = True, False, False
         self.listed: int | None = None
         self.deadline: tuple[int, int] | None = None
 
@@ -27,7 +29,7 @@ class Model:
         self.capacity, self.now = capacity, 0
         self.entries: dict[bytes, Entry] = {}
         self.pins: Counter[Entry] = Counter()
-        self.evicted = 0
+        self.expired = 0
         # What a policy has chosen of all that it may. None: LRU.
         self.chosen: list[bytes] | None = None
         self._order = count()
@@ -60,6 +62,19 @@ class Model:
             entry.priority, entry.ttl, entry.deadline, entry.listed = DEFAULT_PRIORITY, None, None, next(self._order)
         return len(due)
 
+    # -- deadlines -------------------------------------------------------------------------------------
+
+    @property
+    def overdue(self) -> list[bytes]:
+        return [key for key, entry in self.entries.items() if entry.overdue]
+
+    def expire(self) -> None:
+        """What was not published by now hits nobody any more. Its block stays with its writer."""
+        for entry in self.entries.values():
+            if entry.pending and not entry.overdue and entry.due is not None and entry.due <= self.now:
+                entry.doomed = entry.overdue = True
+                self.expired += 1
+
     # -- verbs -----------------------------------------------------------------------------------------
 
     def look(self, key: bytes) -> int:
@@ -69,8 +84,9 @@ class Model:
         return PENDING if entry.pending else HERE
 
     def reserve(
-        self, keys: list[bytes], priority: int, ttl: int | None
+        self, keys: list[bytes], priority: int, ttl: int | None, deadline: int | None
     ) -> tuple[tuple[bytes, ...], list[bytes]] | None:
+        self.expire()
         self.refresh()
         new = [key for key in dict.fromkeys(keys) if key not in self.entries]
         offered = [key for key in keys if self.look(key) == HERE]
@@ -94,12 +110,15 @@ class Model:
                     victim = chosen if lowest == DEFAULT_PRIORITY else victim
                 del self.entries[victim]
                 evicted.append(victim)
-            self.entries[key] = Entry(priority, ttl)
+            self.entries[key] = Entry(priority, ttl, None if deadline is None else self.now + deadline)
         for key in offered[::-1]:
             self._release(self.entries[key])
         return tuple(new), evicted
 
     def publish(self, keys: list[bytes]) -> int | None:
+        self.expire()
+        if any(key in self.overdue for key in keys):
+            raise ReservationExpired
         if not all(key in self.entries and self.entries[key].pending for key in keys):
             return None
         done = []
@@ -114,6 +133,7 @@ class Model:
         return len(done)
 
     def abort(self, keys: list[bytes]) -> int | None:
+        self.expire()
         if not all(key in self.entries and self.entries[key].pending for key in keys):
             return None
         for key in set(keys):

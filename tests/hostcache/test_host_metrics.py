@@ -15,7 +15,8 @@ prometheus = pytest.importorskip("prometheus_client")
 def test_a_scrape_has_the_figures_of_a_host_cache(make: Callable[..., HostCache]) -> None:
     from kvpool.integrations.metrics import PoolMetrics
 
-    registry, cache = prometheus.CollectorRegistry(), make(4)
+    now = [0]
+    registry, cache = prometheus.CollectorRegistry(), make(4, clock=lambda: now[0])
     with PoolMetrics(registry) as metrics:
         metrics.add("host", cache)
 
@@ -36,6 +37,12 @@ def test_a_scrape_has_the_figures_of_a_host_cache(make: Callable[..., HostCache]
         assert value("lifetime_seconds_count") == value("reuse_gap_seconds_count") == 1
         assert registry.get_sample_value("kvpool_blocks", {"pool": "host"}) is None
         cache.abort(keys("e", "f"))
+        cache.reserve(keys("g", "h"), deadline_ms=10)
+        assert (value("overdue_blocks"), value("expired_reservations_total")) == (0, 0)
+        now[0] = 10
+        assert (value("overdue_blocks"), value("expired_reservations_total")) == (2, 2)
+        cache.abort(keys("g"))
+        assert (value("overdue_blocks"), value("expired_reservations_total")) == (1, 2)
         lease.close()
         cache.close()
         assert value("leases") is None, "a closed cache is not shown"

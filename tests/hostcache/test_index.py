@@ -24,6 +24,7 @@ from kvpool import (
     OutOfBlocks,
     PoolBusy,
     PoolClosed,
+    ReservationExpired,
 )
 from kvpool.common.errors import IntegrityError
 from kvpool.state.arrays import POLICIES
@@ -621,29 +622,40 @@ class Pair:
 
     def step(self, verb: str) -> None:
         getattr(self, verb)()
+        self.model.expire()
         for name in FEW_NAMES:
             assert self.cache.find(name) == self.model.look(name), (verb, name)
         found = self.cache.stats()
         held = [entry for entry, pins in self.model.pins.items() if pins]
         pending = sum(entry.pending for entry in self.model.entries.values())
         assert (found.pending, found.pinned, found.empty) == (pending, len(held), self.model.empty), verb
+        assert (found.expired_reservations, found.overdue) == (self.model.expired, len(self.model.overdue)), verb
+        assert sorted(self.cache.overdue()) == sorted(self.model.overdue), verb
 
     def reserve(self) -> None:
         keys, priority = self.some(FEW_NAMES), int(self.random.choice([35, 35, 10, 80]))
         ttl = None if self.random.random() < 0.5 else int(self.random.integers(1, 20))
+        deadline = None if self.random.random() < 0.3 else int(self.random.integers(1, 6))
+        self.some_time()
         try:
-            found = self.cache.reserve(keys, priority=priority, ttl_ms=ttl)
+            found = self.cache.reserve(keys, priority=priority, ttl_ms=ttl, deadline_ms=deadline)
         except OutOfBlocks:
-            assert self.model.reserve(keys, priority, ttl) is None
+            assert self.model.reserve(keys, priority, ttl, deadline) is None
             return
         self.model.chosen = None if self.cache.policy == "lru" else list(found.evicted)
-        assert (found.keys, found.evicted) == self.model.reserve(keys, priority, ttl)
+        assert (found.keys, found.evicted) == self.model.reserve(keys, priority, ttl, deadline)
         assert len(set(found.blocks.tolist())) == len(found.keys)
 
     def _end(self, verb: str) -> None:
         pending = [key for key, entry in self.model.entries.items() if entry.pending]
         keys = self.some(pending) + self.some(FEW_NAMES, 0)[: int(self.random.random() < 0.1)]
-        expected = getattr(self.model, verb)(keys)
+        self.some_time()
+        try:
+            expected = getattr(self.model, verb)(keys)
+        except ReservationExpired:
+            with pytest.raises(ReservationExpired):
+                getattr(self.cache, verb)(keys)
+            return
         if expected is None:
             with pytest.raises(BlockNotFound):
                 getattr(self.cache, verb)(keys)
@@ -688,6 +700,11 @@ class Pair:
         self.cache.clear(force=True)
         self.model.clear()
 
+    def some_time(self) -> None:
+        """Now and then a deadline passes, and nobody has looked before the next call."""
+        if self.random.random() < 0.3:
+            self.clock[0] = self.model.now = self.clock[0] + int(self.random.integers(1, 8))
+
     def wait(self) -> None:
         self.clock[0] = self.model.now = self.clock[0] + int(self.random.integers(1, 8))
         if self.random.random() < 0.5:
@@ -705,3 +722,4 @@ def test_a_cache_does_what_its_model_does(make: Make, seed: int) -> None:
         if step % 8 == 0:
             pair.cache.verify()
     print(f"seed {seed}: {pair.cache.stats()}")
+    assert pair.model.expired

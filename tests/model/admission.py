@@ -24,6 +24,8 @@ class Seq:
     decode: tuple[int, int | None]
     owner: str = ""
     """Of a reservation."""
+    deadline: int | None = None
+    """Of a reservation: it is to be committed before."""
     kept: int = -1
     """The last column that its prompt can reuse."""
     private: bool = False

@@ -314,7 +314,14 @@ class Batches:
                 return True
         return False
 
-    def reserve(self, prompt: Prompt, *, owner: str = "", retention: Sequence[Range] | None = None) -> Admitted:
+    def reserve(
+        self,
+        prompt: Prompt,
+        *,
+        owner: str = "",
+        retention: Sequence[Range] | None = None,
+        deadline_ms: int | None = None,
+    ) -> Admitted:
         ranges = [check_ranges(retention or ())]
         if self.never_fits(prompt, loads=True):
             raise NeverFits
@@ -323,6 +330,8 @@ class Batches:
         for group in self.groups:
             group.reservations[admitted.id] = group.sequences.pop(admitted.id)
             group.reservations[admitted.id].owner = owner
+            if deadline_ms is not None:
+                group.reservations[admitted.id].deadline = group.clock() + deadline_ms
         return admitted
 
     def _admit(

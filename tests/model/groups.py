@@ -43,6 +43,10 @@ class GroupsModel(Batches):
         return self.groups[0].reservations
 
     @property
+    def overdue(self) -> set[int]:
+        return self.groups[0].overdue
+
+    @property
     def leases(self) -> dict[int, Lease]:
         return self.groups[0].leases
 

@@ -29,6 +29,7 @@ Readings of the rules where they leave room:
   call.
 - A reservation matches the last token too, and takes a row like a sequence. Its matches are no uses and
   count in no statistics of requests; a retention range applies to them.
+- A reservation that was not committed before its deadline can only be aborted; it keeps its blocks until then.
 - Committing a reservation publishes and releases as a sequence does. What an abort gives back empty goes
   to the front, tail first; what had matched goes to the back, tail first.
 - With a window, the blocks that a prefix needs include its last one.
@@ -331,8 +332,16 @@ class Model(Swaps):
             raise ReservationExpired(reservation)
         return self.reservations[reservation]
 
+    @property
+    def overdue(self) -> set[int]:
+        """Open reservations whose deadline has passed."""
+        now = self.clock()
+        return {i for i, seq in self.reservations.items() if seq.deadline is not None and seq.deadline <= now}
+
     def commit_reserved(self, reservation: int, count: int) -> None:
         seq = self._reserved(reservation)
+        if reservation in self.overdue:
+            raise ReservationExpired(reservation)
         if not seq.cached <= count <= len(seq.items):
             raise ValueError(f"tokens: {count}")
         self.sequences[reservation] = self.reservations.pop(reservation)

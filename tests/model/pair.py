@@ -57,7 +57,7 @@ class Failed:
     """What a call raised, compared by the name of its type: the model has exceptions of its own."""
 
     def __init__(self, error: Exception) -> None:
-        self.error, self.name = error, type(error).__name__
+        self.error, self.name = error, "ValueError" if isinstance(error, ValueError) else type(error).__name__
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Failed) and other.name == self.name
@@ -134,6 +134,8 @@ class Pair:
         self.away: dict[int, Request] = {}
         self.leases: dict[int, Any] = {}
         self.reservations: dict[int, Any] = {}
+        self.expired: set[int] = set()
+        """Reservations that were not committed before their deadline."""
         self.released: list[tuple[int, int]] = []
         self.events = [EventReplay() for _ in groups]
         self.listed = [list[int]() for _ in groups]
@@ -525,6 +527,10 @@ class Pair:
             len(each) for each in (self.model.sequences, self.model.swapped, self.model.reservations, self.model.leases)
         ]
         assert [stats.sequences, stats.swapped, stats.reservations, stats.leases] == open_now
+        overdue = self.model.overdue
+        self.expired |= overdue
+        assert (stats.expired_reservations, stats.overdue_reservations) == (len(self.expired), len(overdue))
+        assert {i for i, one in self.reservations.items() if one.overdue} == overdue
         told = [*zip(stats.groups, ([group] for group in self.model.groups), strict=True), (stats, self.model.groups)]
         for name in ("device", "host"):
             for one, groups in told:

@@ -297,7 +297,9 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(random=RANDOM, owner=st.sampled_from(OWNERS))
     def reserve(self, random: Random, owner: str) -> None:
         prompt = self.prompt(random)
-        self.pair.reserve(prompt, owner=owner, retention=some_ranges(random, len(prompt.tokens), self.T))
+        deadline = random.randrange(1, 60 * STEP_MS) if random.random() < 0.5 else None
+        retention = some_ranges(random, len(prompt.tokens), self.T)
+        self.pair.reserve(prompt, owner=owner, retention=retention, deadline_ms=deadline)
 
     @precondition(lambda self: bool(self.pair.reservations))
     @rule(random=RANDOM)

@@ -40,7 +40,7 @@ class LeaseExpired(Exception):
 
 
 class ReservationExpired(Exception):
-    """The reservation was committed, aborted or revoked before."""
+    """The reservation was committed, aborted or revoked before, or its deadline has passed."""
 
 
 class PoolBusy(Exception):

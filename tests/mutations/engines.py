@@ -111,6 +111,14 @@ MUTATIONS = (
         (f"{STAGED}test_abandoned_hits_shut_out_others_for_no_longer_than_they_would_be_waited_for",),
     ),
     Mutation(
+        "a_hit_that_is_left_stands_before_others",
+        "_Hits.leave",
+        "self._end(left - {*self._open.values()}, now, told=False)",
+        "pass",
+        "What LMCache has found and does not load is still paid for: hits of others are declined.",
+        (f"{STAGED}test_hits_that_are_left_shut_out_nobody_and_say_nothing_of_their_store",),
+    ),
+    Mutation(
         "a_load_under_way_lapses",
         "_Hits.until",
         "self._loading |= attempts - self._lapsed",

@@ -20,6 +20,17 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "evicted_promotions_keep_their_room",
+        "Prefetches._look",
+        "host and not device and arrival.until > self._clock()",
+        "arrival.until > self._clock()",
+        "After content was evicted unread, prefetches bring nothing for a minute.",
+        (
+            "tests/stores/test_load_room.py::"
+            "test_promoted_blocks_of_a_pool_that_are_evicted_unread_leave_their_room_to_the_next_prefetch",
+        ),
+    ),
+    Mutation(
         "what_was_copied_says_what_its_event_has_said",
         "PoolTier._read",
         'note_said(contents, np.stack([found["parent0"], found["parent1"]], axis=1), tokens, extra)',

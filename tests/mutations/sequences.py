@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 _REFUSED = "tests/state/test_scenarios_tiers.py::test_a_refused_batch_lets_go_of_the_sources_of_partial_copies"
+_DEADLINES = "tests/holders/test_reservation_deadlines.py::"
 _LATE = "tests/state/test_scenarios_tiers.py::test_a_failure_late_in_a_batch_leaves_every_byte_of_state"
 
 MUTATIONS = (
@@ -238,6 +239,36 @@ MUTATIONS = (
         "sequence.length - sequence.committed",
         "An abort leaves a block behind that it had copied into, as if it were the last of a prompt.",
         ("tests/holders/test_reservations.py::test_an_abort_takes_back_a_block_that_a_part_was_copied_into",),
+    ),
+    Mutation(
+        "a_late_commit_is_published",
+        "Reservations.end",
+        "reservation.id in self.deadlines.overdue",
+        "False",
+        "A loader that came too late is told that its KV is found, and others were told that it is not.",
+        (f"{_DEADLINES}test_a_late_commit_is_refused_and_changes_nothing",),
+    ),
+    Mutation(
+        "the_blocks_of_an_expired_reservation_are_given_to_others",
+        "Reservations.expire",
+        "self.deadlines.expire(late)",
+        "self.deadlines.expire(late)\nfor number in late:\n    self._open[number].abort()",
+        "A loader that hung for a minute overwrites the KV of another prompt.",
+        (
+            f"{_DEADLINES}test_a_block_that_may_be_written_late_is_nobodys_until_its_loader_ends",
+            "tests/race/test_loaders.py::test_a_loader_races_with_nobody"
+            "[reuse_of_a_block_that_a_loader_writes_after_its_deadline]",
+            "tests/share/test_share_sim.py::"
+            "test_what_another_process_writes_after_its_deadline_reaches_nobody_before_the_abort[0-0.0]",
+        ),
+    ),
+    Mutation(
+        "a_committed_reservation_expires",
+        "Reservations.end",
+        "self.deadlines.end([reservation.id])",
+        "",
+        "Statistics show loaders that hang, where all have committed in time.",
+        (f"{_DEADLINES}test_what_is_committed_in_time_never_expires",),
     ),
     # -- forks and drafts --------------------------------------------------------------------------------
     Mutation(

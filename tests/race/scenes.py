@@ -21,8 +21,8 @@ import numpy as np
 from numba.core import config
 
 import kvpool
-from engine import Engine, Request, small_layout
-from kvpool import KVCacheManager
+from engine import Clock, Engine, Request, small_layout
+from kvpool import KVCacheManager, Reservation
 from kvpool.common.jit import intrinsics as atomics
 from kvpool.pool.leases import Lease
 from kvpool.state import records
@@ -33,7 +33,7 @@ from tests.race.interleave import Lock, Scene, explore, read_schedule, run
 _PACKAGE = Path(kvpool.__file__).parent
 # All that decides or hands over, except what reads no state (hashing), or only judges (verify).
 _STATE = {path for path in (_PACKAGE / "state").rglob("*.py") if path.stem not in ("hashing", "verify")}
-_VERBS = ("block_tables", "core", "leases", "manager", "prompts", "reservations")
+_VERBS = ("block_tables", "core", "deadlines", "leases", "manager", "prompts", "reservations")
 FILES = {
     *map(str, _STATE),
     *(str(_PACKAGE / "pool" / f"{name}.py") for name in _VERBS),
@@ -67,6 +67,7 @@ class Cast(Engine):
     """
 
     def __init__(self, P: int, S: int, without: str | None, T: int = 1, policy: str = "lru") -> None:
+        clock = Clock()
         cache = KVCacheManager(
             small_layout(T, layers=1, kv_heads=1, head_dim=4, dtype="uint8"),
             device_blocks=P,
@@ -74,10 +75,11 @@ class Cast(Engine):
             device="cpu",
             max_sequences=4,
             secret=bytes(32),
-            clock=lambda: 0,
+            clock=clock,
             policy=policy,
         )
         super().__init__(cache)
+        self.clock = clock
         state = contextlib.nullcontext() if without == "state_lock" else Lock(reentrant=True)
         cache.core.use_lock(state)
         if watching and isinstance(state, Lock):
@@ -272,12 +274,38 @@ def unpin_and_revoke(without: str | None) -> Scene:
     return _two_ends(without, lambda cast, lease: lambda: cast.cache.revoke("one"), right)
 
 
+def _loaded(cast: Cast, **options: Any) -> Reservation:
+    """A loader has brought a prompt, and has not committed it."""
+    cast.admission([1])  # nobody adds it; what it would be is known
+    reservation = cast.cache.reserve(cast.prompt([1]), owner="one", **options)
+    cast.block(int(reservation.blocks[0]))[:, :, 0] = cast.expected.of((None, None), [(1, 0)])[0]
+    return reservation
+
+
+def load_and_expire(without: str | None) -> Scene:
+    """A loader commits what it has brought while its deadline passes, and somebody counts what has expired."""
+    cast = Cast(2, 0, without)
+    reservation = _loaded(cast, deadline_ms=10)
+
+    def count() -> int:
+        cast.clock.now = 10
+        return cast.cache.stats().expired_reservations
+
+    def check(outcomes: list[Any]) -> None:
+        cast.judge()
+        came, expired = len(debug.cached(cast.cache.core.tokens)["device"]), cast.cache.stats().expired_reservations
+        assert (_kinds(outcomes)[0], outcomes[1], expired, came, reservation.closed) in (
+            ("NoneType", 0, 0, 1, True),
+            ("ReservationExpired", 1, 1, 0, False),
+        )
+
+    return cast.scene([reservation.commit, count], check)
+
+
 def load_and_revoke(without: str | None) -> Scene:
     """A loader commits what it has brought while its owner's name is revoked."""
     cast = Cast(2, 0, without)
-    cast.admission([1])  # nobody adds it; what it would be is known
-    reservation = cast.cache.reserve(cast.prompt([1]), owner="one")
-    cast.block(int(reservation.blocks[0]))[:, :, 0] = cast.expected.of((None, None), [(1, 0)])[0]
+    reservation = _loaded(cast)
 
     def check(outcomes: list[Any]) -> None:
         cast.judge()
@@ -451,6 +479,7 @@ BUILDS: dict[str, tuple[Build, int | None]] = {
     "admission_of_a_copy": (admission_of_a_copy, 1),
     "unpin_and_eviction": (unpin_and_eviction, 1),
     "two_unpins": (two_unpins, 2),
+    "load_and_expire": (load_and_expire, 1),
     "load_and_revoke": (load_and_revoke, 1),
     "unpin_and_revoke": (unpin_and_revoke, 2),
     "two_commits": (two_commits, 1),

@@ -41,6 +41,7 @@ PROMISES = [
     ("of two who close a lease, one is told that it came late", "two_unpins", ["state_lock"]),
     ("a lease is closed or revoked, not both", "unpin_and_revoke", ["state_lock"]),
     ("a reservation is committed or revoked, not both", "load_and_revoke", ["state_lock"]),
+    ("a reservation is committed or expires, not both", "load_and_expire", ["state_lock"]),
     ("content that two sequences commit is published once", "two_commits", ["state_lock"]),
     ("a block is reused while its last holder releases it", "release_and_hit", ["state_lock"]),
     ("what is forgotten does not come back by a commit", "forget_and_commit", ["state_lock"]),

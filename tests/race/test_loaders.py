@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpool import Loadable, Reservation
+from kvpool import Loadable, Reservation, ReservationExpired
 from kvpool.device.base import Stream
 from tests.race.lab import Lab
 from tests.race.test_races import RUNS, Scenario, X, Y, Z, cached, is_right, needs, run
@@ -59,6 +59,19 @@ def reuse_of_a_block_that_a_revoked_loader_is_still_writing(lab: Lab) -> None:
     load(lab, lab.cache.reserve(lab.prompt(Y), owner="loader", stream=lab.b), Y, lab.b)
     assert lab.cache.revoke("loader") == 1
     lab.add(Z)
+
+
+def reuse_of_a_block_that_a_loader_writes_after_its_deadline(lab: Lab) -> None:
+    """The pool has as many other blocks as the next prompt needs."""
+    reservation = lab.cache.reserve(lab.prompt(Y), stream=lab.b, deadline_ms=10)
+    lab.clock.now += 10
+    assert lab.cache.stats().overdue_reservations == 1
+    lab.add(Z)
+    load(lab, reservation, Y, lab.b)
+    with pytest.raises(ReservationExpired):
+        reservation.commit()
+    reservation.abort()
+    lab.add([31, 32, 33, 34, 35])
 
 
 def reuse_of_a_block_that_a_loader_wrote_before_a_reset(lab: Lab) -> None:
@@ -157,6 +170,7 @@ RACES: dict[Scenario, tuple[str, dict[str, Any]]] = {
     an_offload_of_what_a_loader_is_still_bringing: ("copy_reads_after_engine", {"P": 3, "S": 2}),
     reuse_of_a_block_that_an_aborted_loader_is_still_writing: ("engine_writes_after_engine", {"P": 3, "S": 2}),
     reuse_of_a_block_that_a_revoked_loader_is_still_writing: ("engine_writes_after_engine", {"P": 3, "S": 2}),
+    reuse_of_a_block_that_a_loader_writes_after_its_deadline: ("engine_writes_after_engine", {"P": 6, "S": 0}),
     reuse_of_a_block_that_a_loader_wrote_before_a_reset: ("engine_writes_after_engine", {"P": 3, "S": 2}),
     reuse_of_a_block_that_a_loader_wrote_and_did_not_publish: ("engine_writes_after_engine", {"P": 3, "S": 0}),
     an_onboard_into_a_block_that_an_aborted_loader_is_still_writing: ("copy_writes_after_engine", {"P": 3, "S": 2}),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from groups_lab import CROSS, FULL, RECURRENT, WINDOWED
-from kvpool import KVCacheManager, PagedKV, Reservation, attach, scatter_kv
+from kvpool import KVCacheManager, PagedKV, Reservation, ReservationExpired, attach, scatter_kv
 from kvpool.device.sim import RaceError, SimDevice, UndeclaredWrite
 from kvpool.device.sim.shadow import Shadow
 from tests.race.lab import Lab
@@ -102,6 +102,26 @@ def test_what_another_process_writes_after_the_end_is_found(lab: Make, end: Call
     write(one, table, [31, 32, 33], 0)
     with pytest.raises(UndeclaredWrite, match=f"block {table[0]} tokens \\[0, 1\\]"):
         one.sim.check()
+
+
+@pytest.mark.parametrize(("seed", "progress"), RUNS)
+def test_what_another_process_writes_after_its_deadline_reaches_nobody_before_the_abort(
+    lab: Make, seed: int, progress: float
+) -> None:
+    one = lab(P=7, seed=seed, progress=progress)
+    reservation = one.cache.reserve(one.prompt(Y), owner="loader", deadline_ms=10)
+    table = reservation.blocks.tolist()
+    one.clock.now += 10
+    assert reservation.overdue
+    serve(one, 300)
+    write(one, table, Y, 0)
+    serve(one, 400)
+    one.sim.check()
+    with pytest.raises(ReservationExpired):
+        reservation.commit()
+    reservation.abort()
+    serve(one, 500)
+    assert one.add([*Y, 6]).cached == 0
 
 
 @pytest.mark.parametrize("prompt", [X[:2], Y])

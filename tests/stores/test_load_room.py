@@ -12,7 +12,7 @@ from kvpool import HostCache, KVCacheManager
 from kvpool.storage import Keeper, MemoryStore, Prefetch
 from kvpool.storage.store import Store
 from tests.stores.hostkeeping import ABSENT, HERE, Engine, engines
-from tests.stores.keeping import IDENTITY, engine, grouped, keeper, seed, store, tokens, write_all
+from tests.stores.keeping import IDENTITY, engine, fetch, grouped, keeper, seed, store, tokens, write_all
 from tests.stores.lab import Wrong, names
 
 Make = Callable[..., Engine]
@@ -210,6 +210,24 @@ def test_after_a_cancelled_prefetch_the_next_ones_load_all() -> None:
             handle.cancel()
             assert two.reusable(prompt) == 32, "what has come stays"
         assert kept.drain(600) and kept.stats().promoted_blocks == 0
+
+
+def test_promoted_blocks_of_a_pool_that_are_evicted_unread_leave_their_room_to_the_next_prefetch() -> None:
+    memory, prompts = store(), [tokens(33, 1000 * i) for i in range(2)]
+    one = engine(P=64, S=64)
+    with one.cache, keeper(one, memory) as kept:
+        seed(one, kept, prompts)
+    two = engine(P=64, S=16)
+    with two.cache, keeper(two, memory, promotion_blocks=12) as kept:
+        assert fetch(two, kept, prompts[0]) == 8 == kept.stats().promoted_blocks
+        others = two.prompt(tokens(64, 5000))
+        blank = np.zeros(two.cache.layout.block_bytes, np.uint8)
+        assert two.cache.import_blocks(others, [blank] * 16) == 16
+        assert two.reusable(prompts[0]) == 0, "all that has come is evicted, and its prefetch was not cancelled"
+        # With room for four, it would end with these.
+        handle = kept.prefetch(two.prompt(prompts[1]), deadline=600.0)
+        assert handle.wait(600) and (handle.ended, handle.blocks) == ("loaded", 8)
+        assert kept.drain(600) and kept.stats().promoted_blocks == 8
 
 
 @pytest.mark.parametrize("number", range(4))

@@ -123,6 +123,42 @@ def test_tasks_of_objects_outside_of_lmcaches_memory(make: Any) -> None:
     assert adapter.report_status()["is_healthy"]
 
 
+def waited_for(opened: list[staged.StagedBlocks]) -> int:
+    """Objects that were found, and that count as ahead of those of other requests."""
+    return sum(len(blocks._hits._open) for blocks in opened if blocks._hits is not None)
+
+
+def test_objects_that_lmcache_unlocks_unloaded_stand_before_no_others(
+    make: Any, opened: list[staged.StagedBlocks]
+) -> None:
+    adapter = make(load="faster", compute_seconds=60)
+    adapter.submit_unlock(keys(3))
+    assert lab.store(adapter, keys(6), objects(6, first=0)).is_successful()
+    assert lab.look_up(adapter, keys(6), {0: LAYOUT}) == list(range(6))
+    adapter.submit_unlock(keys(4, first=2))
+    assert waited_for(opened) == 2
+    assert lab.load(adapter, keys(2), objects(2)) == [0, 1]
+    assert waited_for(opened) == 0
+    assert lab.look_up(adapter, keys(6), {0: LAYOUT}) == list(range(6)), "a store has no locks"
+
+
+def test_lmcache_unlocks_what_it_has_found_and_does_not_load(
+    stores: dict[str, Wrong], opened: list[staged.StagedBlocks]
+) -> None:
+    """Of a second group a part is missing, so that the end of the first one is of no use."""
+    with closing(lab.manager()) as before:
+        stored = lab.Stored(before)
+        for group, count, layout in ((0, 6, SMALL), (1, 3, LARGE)):
+            lab.write(before, keys(count, group=group), layout, seed=group)
+        assert stored.wait([*keys(6), *keys(3, group=1)])
+    opened.clear()
+    with closing(lab.manager(load="faster", compute_seconds=60)) as after:
+        result = lab.fetch(after, {0: (keys(6), SMALL), 1: (keys(6, group=1), LARGE)})
+        assert [row.popcount() for row in result.l2_hit_cells] == [3, 3]
+        assert waited_for(opened) == 0
+        assert len(lab.read(after, [*keys(3), *keys(3, group=1)])) == 6
+
+
 @pytest.mark.parametrize(
     "other",
     [

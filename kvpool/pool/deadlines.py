@@ -1,22 +1,25 @@
-"""Deadlines: until when each reservation of a host cache is to be published, and which of them have expired."""
+"""Deadlines: until when each reservation, of a pool or of a host cache, is to be published, and which of them have
+expired."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
+from typing import Generic, TypeVar
 
 _NEVER = 1 << 62
+Key = TypeVar("Key", bound=Hashable)
 
 
-class Deadlines:
-    """The deadlines of reserved keys. Not thread-safe: the cache calls it under its lock."""
+class Deadlines(Generic[Key]):
+    """The deadlines of reservations, by key. Not thread-safe: the owner calls it under its lock."""
 
     __slots__ = ("_due", "_first", "expired", "overdue")
 
     def __init__(self) -> None:
-        self._due: dict[bytes, int] = {}
+        self._due: dict[Key, int] = {}
         # No deadline is before this time, so that most calls compare two numbers and look at no key.
         self._first = _NEVER
-        self.overdue: dict[bytes, None] = {}
+        self.overdue: dict[Key, None] = {}
         """keys whose deadline has passed, and whose writer has not ended"""
         self.expired = 0
         """how many reservations have expired so far"""
@@ -25,29 +28,30 @@ class Deadlines:
         """Whether a reservation can still expire."""
         return bool(self._due)
 
-    def add(self, keys: Iterable[bytes], deadline: int) -> None:
-        """Set the deadline of keys, in ms on the cache's clock."""
+    def add(self, keys: Iterable[Key], deadline: int) -> None:
+        """Set the deadline of keys, in ms on the owner's clock."""
         self._due.update(dict.fromkeys(keys, deadline))
         if self._due:
             self._first = min(self._first, deadline)
 
-    def end(self, keys: Iterable[bytes]) -> None:
+    def end(self, keys: Iterable[Key]) -> None:
         """Drop the deadlines of keys whose writer has ended. Keys without a deadline are ignored."""
         if self._due or self.overdue:
             for key in keys:
                 self._due.pop(key, None)
                 self.overdue.pop(key, None)
 
-    def passed(self, now: int) -> list[bytes]:
+    def passed(self, now: int) -> list[Key]:
         """Return the keys whose deadline has passed, and that are not overdue yet."""
         if now < self._first:
             return []
         self._first = min(self._due.values(), default=_NEVER)
-        return [key for key, deadline in self._due.items() if deadline <= now]
+        return [key for key, deadline in list(self._due.items()) if deadline <= now]
 
-    def expire(self, keys: Iterable[bytes]) -> None:
+    def expire(self, keys: Iterable[Key]) -> None:
         """Count keys that ``passed`` has returned as expired."""
         for key in keys:
-            del self._due[key]
-            self.overdue[key] = None
-            self.expired += 1
+            # A destructor may have ended one meanwhile.
+            if self._due.pop(key, None) is not None:
+                self.overdue[key] = None
+                self.expired += 1

@@ -1,0 +1,154 @@
+"""A reservation of a pool has a deadline: what is not committed by then hits nobody, and its blocks are nobody else's
+before the loader has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from engine import Engine
+from kvpool import KVCacheManager, OutOfBlocks, PoolBusy, PoolClosed, Reservation, ReservationExpired
+from loading import load, picture
+
+Make = Callable[..., Engine]
+
+
+def late(cache: KVCacheManager) -> tuple[int, int, int]:
+    """How many reservations are open, how many have expired, and how many of these are open still."""
+    stats = cache.stats()
+    return stats.reservations, stats.expired_reservations, stats.overdue_reservations
+
+
+def test_a_late_commit_is_refused_and_changes_nothing(make: Make) -> None:
+    engine, tokens = make(T=4, P=8, event_capacity=16), list(range(9))
+    engine.clock.now = 50
+    reservation = engine.cache.reserve(tokens, owner="loader", deadline_ms=100)
+    load(engine, reservation, tokens)
+    assert reservation.deadline == 150
+    engine.clock.now = 149
+    assert not reservation.overdue and late(engine.cache) == (1, 0, 0)
+    engine.clock.now = 150
+    before = picture(engine)
+    for tokens_that_came in (None, 4):
+        with pytest.raises(ReservationExpired, match="of 'loader' was not committed before its deadline: abort it"):
+            reservation.commit(tokens_that_came)
+    assert picture(engine) == before and engine.cached() == {} and engine.reusable([*tokens, 9]) == 0
+    assert reservation.overdue and not reservation.closed and engine.cache.reservations == [reservation]
+    assert late(engine.cache) == (1, 1, 1)
+    reservation.abort()
+    assert late(engine.cache) == (0, 1, 0) and not reservation.overdue and engine.free() == 8
+    with pytest.raises(ReservationExpired, match="committed, aborted or revoked"):
+        reservation.abort()
+
+
+def test_a_block_that_may_be_written_late_is_nobodys_until_its_loader_ends(make: Make) -> None:
+    engine, tokens = make(T=4, P=4), list(range(8))
+    reservation = engine.cache.reserve(tokens, deadline_ms=10)
+    blocks = set(reservation.blocks.tolist())
+    engine.clock.now = 10
+    assert reservation.overdue
+    other = engine.add(range(50, 58))
+    assert not blocks & set(engine.table(other)) and engine.free() == 0
+    with pytest.raises(OutOfBlocks):
+        engine.add([99])
+    with pytest.raises(PoolBusy, match="1 reservations open"):
+        engine.cache.reset()
+    load(engine, reservation, tokens)
+    engine.check(other)
+    reservation.abort()
+    assert set(engine.table(engine.add(range(60, 68)))) == blocks
+
+
+def test_what_is_committed_in_time_never_expires(make: Make) -> None:
+    engine, tokens = make(T=4, P=8), list(range(9))
+    for deadline in (None, 10):
+        with engine.cache.reserve(tokens, deadline_ms=deadline) as reservation:
+            load(engine, reservation, tokens)
+            engine.clock.now += 9
+            reservation.commit()
+        engine.clock.now += 1000
+        assert late(engine.cache) == (0, 0, 0) and not reservation.overdue
+    forever = engine.cache.reserve([1, 2, 3])
+    engine.clock.now += 1 << 40
+    assert forever.deadline is None and not forever.overdue and late(engine.cache) == (1, 0, 0)
+    forever.commit()
+
+
+def abort(engine: Engine, reservation: Reservation) -> None:
+    reservation.abort()
+
+
+def leave(engine: Engine, reservation: Reservation) -> None:
+    with reservation:
+        pass
+
+
+def revoke(engine: Engine, reservation: Reservation) -> None:
+    assert engine.cache.revoke("loader") == 1
+
+
+def reset(engine: Engine, reservation: Reservation) -> None:
+    engine.cache.reset(force=True)
+
+
+@pytest.mark.parametrize("end", [abort, leave, revoke, reset])
+def test_what_ends_late_has_expired_even_where_nobody_looked(
+    make: Make, end: Callable[[Engine, Reservation], None]
+) -> None:
+    engine = make(T=4, P=4)
+    reservation = engine.cache.reserve(list(range(8)), owner="loader", deadline_ms=10)
+    engine.clock.now = 10
+    end(engine, reservation)
+    assert reservation.closed and not reservation.overdue
+    assert late(engine.cache) == (0, 1, 0) and engine.free() == 4
+
+
+@pytest.mark.parametrize("look", ["stats", "overdue", "another commit"])
+def test_a_reservation_that_somebody_has_seen_expire_stays_expired(make: Make, look: str) -> None:
+    """A commit that has read the clock before the deadline comes after a call that has seen it pass."""
+    engine = make(T=4, P=8)
+    reservation = engine.cache.reserve(list(range(8)), deadline_ms=10)
+    other = engine.cache.reserve([50])
+    engine.clock.now = 10
+    calls: dict[str, Callable[[], object]] = {
+        "stats": engine.cache.stats,
+        "overdue": lambda: reservation.overdue,
+        "another commit": other.commit,
+    }
+    calls[look]()
+    engine.clock.now = 9
+    with pytest.raises(ReservationExpired):
+        reservation.commit()
+    assert late(engine.cache)[1:] == (1, 1)
+
+
+def test_deadlines_pass_one_by_one(make: Make) -> None:
+    engine = make(T=4, P=8)
+    all_of_them = [engine.cache.reserve([i], deadline_ms=deadline) for i, deadline in enumerate((30, 10, 20))]
+    seen = []
+    for engine.clock.now in (9, 10, 20, 30):
+        seen.append([one.overdue for one in all_of_them])
+    assert seen == [[False] * 3, [False, True, False], [False, True, True], [True] * 3]
+    assert late(engine.cache) == (3, 3, 3)
+
+
+def test_a_pool_that_is_closed_says_what_had_expired(make: Make) -> None:
+    engine = make(T=4, P=8)
+    reservations = [engine.cache.reserve([i], deadline_ms=10 * (i + 1)) for i in range(2)]
+    engine.clock.now = 10
+    engine.cache.close()
+    engine.clock.now = 30
+    assert late(engine.cache)[1:] == (1, 0) and not reservations[1].overdue
+    with pytest.raises(PoolClosed):
+        reservations[1].commit()
+
+
+@pytest.mark.parametrize("bad", [0, -1, 1 << 31, 1.5, True, "10", [10]])
+def test_bad_deadlines_are_refused(make: Make, bad: Any) -> None:
+    engine = make(T=4, P=8)
+    before = picture(engine)
+    with pytest.raises((ValueError, TypeError), match="deadline_ms"):
+        engine.cache.reserve([1, 2, 3], deadline_ms=bad)
+    assert picture(engine) == before
