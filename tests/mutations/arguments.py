@@ -57,7 +57,7 @@ MUTATIONS = (
     Mutation(
         "the_keys_of_a_list_are_read_twice",
         "_own",
-        "return tuple(found)",
+        "return tuple(iterator)",
         "return keys",
         "Keys are reserved that the caller has taken out of the list.",
         (_walk("HostCache.reserve-keys-list"),),
