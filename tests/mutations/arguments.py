@@ -49,8 +49,8 @@ MUTATIONS = (
     Mutation(
         "keys_of_jobs_are_not_copied",
         "keys_argument",
-        "own.copy()",
-        "own",
+        "array.copy()",
+        "array",
         "A block comes back under a key that was not asked for.",
         (_walk("StoreQueue.load-keys-array"),),
     ),
