@@ -207,8 +207,8 @@ MUTATIONS = (
     Mutation(
         "users_do_not_wait_for_answers",
         "play",
-        "now + turn.seconds",
-        "now",
+        "now_s + turn.seconds",
+        "now_s",
         "Sessions are played faster than their agents were answered, so fewer others come between.",
         (f"{SESSIONS}test_a_user_waits_for_its_answer_and_pauses_no_longer_than_said",),
     ),
@@ -223,7 +223,7 @@ MUTATIONS = (
     Mutation(
         "a_replay_keeps_requests_that_have_ended",
         "schedule",
-        "_end(one) <= _begin(request)",
+        "_end(earlier) <= _begin(request)",
         "False",
         "A replay of sessions holds the blocks of requests that were answered long ago.",
         (f"{SESSIONS}test_a_replay_releases_a_request_when_it_has_ended",),

@@ -141,7 +141,7 @@ MUTATIONS = (
     Mutation(
         "what_a_store_brings_is_not_compared",
         "Verifier.loaded",
-        "found is not None",
+        "difference is not None",
         "False",
         "A replay says that every byte is right, and compared only the first of each token.",
         ("tests/replay/test_replay_store.py::test_a_block_with_one_wrong_byte_is_no_block_of_the_prompt",),
