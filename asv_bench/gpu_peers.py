@@ -62,9 +62,17 @@ def lmcache(cache: PagedKV, staging: Any, slots: Any, gather: bool) -> Copies:
 
     way, layout = lmcache_native.TransferDirection, lmcache_native.EngineKVFormat.NL_X_TWO_NB_BS_NH_HS
     staged, bases, where = tensor(staging), tensor(cache.bases[0].copy()), tensor(slots)
-    given = staged, bases.to(where.device), where, where.device, cache.slots, way.D2H if gather else way.H2D, layout
+    call_arguments = (
+        staged,
+        bases.to(where.device),
+        where,
+        where.device,
+        cache.slots,
+        way.D2H if gather else way.H2D,
+        layout,
+    )
     shape = {"block_size": cache.tokens_per_block, "head_size": cache.planes[0].run_bytes // staged.element_size()}
-    yield "LMCache", lambda: device_ops.multi_layer_kv_transfer(*given, **shape)
+    yield "LMCache", lambda: device_ops.multi_layer_kv_transfer(*call_arguments, **shape)
 
 
 def fragments(peers: Callable[[Scenes, int], Copies]) -> Iterator[str]:
