@@ -28,9 +28,9 @@ IDENTITY = ModelIdentity("benchmark", "1", "float16", "pages", "1")
 
 def rows(blocks: int, block_bytes: int) -> np.ndarray:
     """Random bytes in rows such as a keeper has."""
-    found = staging_rows(blocks, block_bytes)
-    found[:] = np.frombuffer(os.urandom(block_bytes), np.uint8)
-    return found
+    staged = staging_rows(blocks, block_bytes)
+    staged[:] = np.frombuffer(os.urandom(block_bytes), np.uint8)
+    return staged
 
 
 class Subject:
@@ -79,8 +79,8 @@ def fio(folder: str, rw: str, block_bytes: int, nbytes: int, seconds: float, syn
         *([f"--runtime={seconds}", "--time_based"] if seconds else []),
         *([f"--fdatasync={sync}"] if sync else []),
     ]
-    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return float(found["jobs"][0]["read" if rw == "randread" else "write"]["bw_bytes"])
+    result = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return float(result["jobs"][0]["read" if rw == "randread" else "write"]["bw_bytes"])
 
 
 def measure(arguments: argparse.Namespace, block_bytes: int, folder: str) -> Iterator[tuple[str, float, float, float]]:

@@ -96,10 +96,15 @@ def beside(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str,
     """The results of the harness, the median of three runs each, and what was left out for which reason."""
     if options.harness is None:
         return [], dict.fromkeys(PEERS, "no harness was given")
-    own = [sys.executable, str(Path(__file__).with_name("peerbench_kvpool.py")), "--harness", str(options.harness)]
-    found, missing = [], {}
+    own_command = [
+        sys.executable,
+        str(Path(__file__).with_name("peerbench_kvpool.py")),
+        "--harness",
+        str(options.harness),
+    ]
+    results, missing = [], {}
     for name in ("kvpool", *PEERS, "kvpool"):
-        start = own if name == "kvpool" else [options.python, str(options.harness / "replay.py")]
+        start = own_command if name == "kvpool" else [options.python, str(options.harness / "replay.py")]
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "out.jsonl"
             command = [*start, "--adapter", name, "--limit", str(options.requests), "--capacity", str(options.capacity)]
@@ -112,10 +117,10 @@ def beside(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str,
             continue
         parts = ("us_per_req", "hit_tokens", *(f"us_{part}" for part in PARTS))
         stand_in = median(run.get("slot_kernel_s", 0.0) / run["requests"] * 1e6 for run in runs)
-        found.append(
+        results.append(
             {"name": name, "stand_in": stand_in, **{part: median(run[part] for run in runs) for part in parts}}
         )
-    return found, missing
+    return results, missing
 
 
 def page(
@@ -163,9 +168,9 @@ def page(
             "|---|---|---|---|---|---|---|---|---|",
         ]
         for row in found:
-            own = row["us_per_req"] - row["stand_in"]
-            ratio = f"{own / last:.1f}" if last else ""
-            times = [own if row["stand_in"] else "", *(row[f"us_{part}"] for part in PARTS)]
+            without = row["us_per_req"] - row["stand_in"]
+            ratio = f"{without / last:.1f}" if last else ""
+            times = [without if row["stand_in"] else "", *(row[f"us_{part}"] for part in PARTS)]
             cells = " | ".join(time and f"{time:,.0f}" for time in [row["us_per_req"], *times])
             lines.append(f"| `{row['name']}` | {cells} | {row['hit_tokens']:,.0f} | {ratio} |")
         lines.append("")
@@ -182,9 +187,9 @@ prompts only, and takes chunks of 16 tokens here instead of 256. So a row is no 
 
 def arguments(options: argparse.Namespace) -> str:
     """The options that were given, with names in the place of paths."""
-    given = ["--harness PATH"] * (options.harness is not None) + ["--trace PATH"] * (options.trace is not None)
-    given += ["--python PATH"] * (options.python != sys.executable)
-    return " ".join(given)
+    words = ["--harness PATH"] * (options.harness is not None) + ["--trace PATH"] * (options.trace is not None)
+    words += ["--python PATH"] * (options.python != sys.executable)
+    return " ".join(words)
 
 
 def machine() -> str:

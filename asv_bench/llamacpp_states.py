@@ -73,8 +73,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             times = turns(folder, width)
         computed = statistics.median(times["computed"])
-        for name, found in times.items():
-            median = statistics.median(found)
+        for name, seconds in times.items():
+            median = statistics.median(seconds)
             print(f"width {width:5} {name:14} {median * 1e3:8.1f} ms, 1/{computed / median:.0f}", flush=True)
 
 

@@ -73,11 +73,11 @@ def cell(tokens: int, users: int, bandwidth: float, warm_up: int = WARM_UP, requ
     """Run the three ways."""
     world = World(LATENCY, bandwidth, engine=True, users=users)
     asked = [Arrival(0.0, tokens, (tokens - 1) // TOKENS)] * (warm_up + requests)
-    found = {way: Simulation(world, asked, way).run() for way in ("none", "all", "choice")}
-    means = {way: float(times[warm_up:].mean()) for way, times in found.items()}
-    tails = {way: float(np.quantile(times[warm_up:], 0.99)) for way, times in found.items()}
+    by_way = {way: Simulation(world, asked, way).run() for way in ("none", "all", "choice")}
+    means = {way: float(times[warm_up:].mean()) for way, times in by_way.items()}
+    tails = {way: float(np.quantile(times[warm_up:], 0.99)) for way, times in by_way.items()}
     best = min(means["none"], means["all"])
-    lost = max(0.0, float(found["choice"][:warm_up].sum() - warm_up * best) / (tokens / world.prefill))
+    lost = max(0.0, float(by_way["choice"][:warm_up].sum() - warm_up * best) / (tokens / world.prefill))
     tail = tails["choice"] / min(tails["none"], tails["all"])
     return Cell(tokens, users, bandwidth, means["choice"] / best, tail, lost, means["none"], means["all"])
 
@@ -93,12 +93,12 @@ def main() -> None:
     for point in itertools.product(LENGTHS, USERS, BANDWIDTHS):
         cells.append(cell(*point, options.warm_up, options.requests))
         print(cells[-1], flush=True)
-    kept = [one for one in cells if one.mean <= MEAN_MOST and one.tail <= TAIL_MOST]
+    kept = [row for row in cells if row.mean <= MEAN_MOST and row.tail <= TAIL_MOST]
     print(f"{len(kept)} of {len(cells)} cells within {MEAN_MOST} and {TAIL_MOST}; the worst:")
-    for one in sorted(cells, key=lambda one: -max(one.mean / MEAN_MOST, one.tail / TAIL_MOST))[: options.worst]:
-        print(one)
+    for row in sorted(cells, key=lambda row: -max(row.mean / MEAN_MOST, row.tail / TAIL_MOST))[: options.worst]:
+        print(row)
     for users in USERS:
-        lost = max(one.lost for one in cells if one.users == users)
+        lost = max(row.lost for row in cells if row.users == users)
         print(f"{users} users: the warm-up lost at most {lost:.2f} computed hits; its bound is {lost_most(users):.1f}")
 
 

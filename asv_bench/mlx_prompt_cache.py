@@ -42,9 +42,9 @@ TURN, NEXT, ROUNDS = 2000, 16, 3
 
 def model() -> Any:
     mx.random.seed(0)
-    found = llama.Model(llama.ModelArgs.from_dict(CONFIG))
-    mx.eval(found.parameters())
-    return found
+    built = llama.Model(llama.ModelArgs.from_dict(CONFIG))
+    mx.eval(built.parameters())
+    return built
 
 
 Fetch = Callable[[list[int]], tuple[Any, list[int]]]
@@ -54,58 +54,58 @@ def of(cache: Any) -> Fetch:
     return lambda tokens: cache.fetch_nearest_cache("model", tokens)
 
 
-def first_token(own: Any, tokens: list[int], fetch: Fetch) -> float:
+def first_token(toy_model: Any, tokens: list[int], fetch: Fetch) -> float:
     """Milliseconds until the logits of a prompt are there."""
     began = time.perf_counter()
     caches, rest = fetch(tokens)
-    mlx_lab.compute(own, rest, caches or make_prompt_cache(own))
+    mlx_lab.compute(toy_model, rest, caches or make_prompt_cache(toy_model))
     return (time.perf_counter() - began) * 1e3
 
 
 def turns() -> None:
-    own, random = model(), np.random.default_rng(0)
+    toy_model, random = model(), np.random.default_rng(0)
     times: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         options = {"host_memory": "256MiB", "weights": "random", "stores": f"disk:{folder}/kv?capacity=1GiB"}
         for _ in range(ROUNDS):
             tokens = random.integers(0, mlx_lab.VOCABULARY, TURN + NEXT).tolist()
             theirs = LRUPromptCache()
-            with PromptCache(own, **options) as ours:
-                caches = make_prompt_cache(own)
+            with PromptCache(toy_model, **options) as ours:
+                caches = make_prompt_cache(toy_model)
                 times.setdefault("computed", []).append(
-                    first_token(own, tokens, lambda tokens, caches=caches: (caches, tokens))
+                    first_token(toy_model, tokens, lambda tokens, caches=caches: (caches, tokens))
                 )
                 trim_prompt_cache(caches, NEXT)
                 ours.insert_cache("model", tokens[:TURN], caches)
                 theirs.insert_cache("model", tokens[:TURN], caches)
                 for name, cache in (("LRUPromptCache", theirs), ("kvpool, memory", ours)):
                     fetched = first_token(
-                        own, tokens, lambda tokens, cache=cache: cache.fetch_nearest_cache("model", tokens)
+                        toy_model, tokens, lambda tokens, cache=cache: cache.fetch_nearest_cache("model", tokens)
                     )
                     times.setdefault(name, []).append(fetched)
                 ours.drain(60)
-            with PromptCache(own, **options) as again:
+            with PromptCache(toy_model, **options) as again:
                 again.fetch_nearest_cache("model", [0, 1])
                 fetched = first_token(
-                    own, tokens, lambda tokens, cache=again: cache.fetch_nearest_cache("model", tokens)
+                    toy_model, tokens, lambda tokens, cache=again: cache.fetch_nearest_cache("model", tokens)
                 )
                 times.setdefault("kvpool, disk", []).append(fetched)
     computed = statistics.median(times["computed"])
-    for name, found in times.items():
-        median = statistics.median(found)
+    for name, milliseconds in times.items():
+        median = statistics.median(milliseconds)
         print(f"{name:16} {median:8.1f} ms for the first token after {TURN} + {NEXT} tokens, 1/{computed / median:.0f}")
 
 
 def branches() -> None:
-    own, random = model(), np.random.default_rng(1)
+    toy_model, random = model(), np.random.default_rng(1)
     system = random.integers(0, mlx_lab.VOCABULARY, TURN).tolist()
     theirs = LRUPromptCache(max_size=1000)
-    with PromptCache(own, host_memory="1GiB") as ours:
+    with PromptCache(toy_model, host_memory="1GiB") as ours:
         for _ in range(50):
             tokens = system + random.integers(0, mlx_lab.VOCABULARY, NEXT).tolist()
             caches, rest = ours.fetch_nearest_cache("model", tokens)
-            caches = caches or make_prompt_cache(own)
-            mlx_lab.compute(own, rest, caches)
+            caches = caches or make_prompt_cache(toy_model)
+            mlx_lab.compute(toy_model, rest, caches)
             ours.insert_cache("model", tokens, caches)
             theirs.insert_cache("model", tokens, caches)
         print(
@@ -116,9 +116,9 @@ def branches() -> None:
 
 def conversations(seed: int, count: int) -> None:
     for kind in mlx_lab.KINDS:
-        own = mlx_lab.model_of(kind)
-        with mlx_lab.prompt_cache(kind, own, host_memory="1MiB") as cache:
-            engine = mlx_lab.Engine(kind, own, cache)
+        toy_model = mlx_lab.model_of(kind)
+        with mlx_lab.prompt_cache(kind, toy_model, host_memory="1MiB") as cache:
+            engine = mlx_lab.Engine(kind, toy_model, cache)
             mlx_lab.converse(engine, count, np.random.default_rng(seed))
             print(f"{kind}: {engine.hits} hits, {engine.reused} tokens, all logits equal; {engine.against_uncut()}")
 
@@ -128,10 +128,10 @@ def main() -> None:
     parser.add_argument("what", nargs="?", choices=["turns", "conversations"], default="turns")
     parser.add_argument("--seed", type=int, default=3)
     parser.add_argument("--count", type=int, default=200)
-    given = parser.parse_args()
+    options = parser.parse_args()
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
-    if given.what == "conversations":
-        conversations(given.seed, given.count)
+    if options.what == "conversations":
+        conversations(options.seed, options.count)
     else:
         turns()
         branches()

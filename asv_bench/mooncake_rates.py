@@ -36,10 +36,10 @@ numbers = itertools.count()
 
 def new_keys(count: int) -> np.ndarray:
     """Keys that nobody has used."""
-    found = np.zeros((count, 32), np.uint8)
+    fresh = np.zeros((count, 32), np.uint8)
     for place in range(count):
-        found[place, :8] = np.frombuffer(next(numbers).to_bytes(8, "little"), np.uint8)
-    return found
+        fresh[place, :8] = np.frombuffer(next(numbers).to_bytes(8, "little"), np.uint8)
+    return fresh
 
 
 class Bare:
@@ -60,8 +60,8 @@ class Bare:
         places = [self.rows.ctypes.data + place * size for place in range(len(keys))]
 
         def part(start: int) -> None:
-            own = slice(start, start + self.per_call)
-            assert set(call(names[own], places[own], [size] * len(names[own]))) == {good}
+            span = slice(start, start + self.per_call)
+            assert set(call(names[span], places[span], [size] * len(names[span]))) == {good}
 
         parts = range(0, len(keys), self.per_call)
         list(self.pool.map(part, parts) if self.threads > 1 else map(part, parts))
@@ -129,7 +129,7 @@ class Queued:
 
 
 def share(ours: list[float], theirs: list[float]) -> float:
-    return statistics.median(own / other for own, other in zip(ours, theirs, strict=True))
+    return statistics.median(mine / other for mine, other in zip(ours, theirs, strict=True))
 
 
 def measure(address: str, block_bytes: int, calls: int, rounds: int) -> None:
@@ -157,8 +157,8 @@ def measure(address: str, block_bytes: int, calls: int, rounds: int) -> None:
                     rates[kind, verb].append(count * block_bytes / (time.perf_counter() - began) / 1e9)
             kinds[kind].forget(keys)
     for verb in ("save", "load"):
-        found = {kind: statistics.median(rates[kind, verb]) for kind in kinds}
-        shown = "  ".join(f"{kind} {rate:.2f}" for kind, rate in found.items())
+        medians = {kind: statistics.median(rates[kind, verb]) for kind in kinds}
+        shown = "  ".join(f"{kind} {rate:.2f}" for kind, rate in medians.items())
         shares = [
             f"{ours}/{theirs} {share(rates[ours, verb], rates[theirs, verb]):.2f}"
             for ours, theirs in (("store", "bare"), ("room", "bare"), ("queue", "bare x4"))

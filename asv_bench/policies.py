@@ -52,7 +52,11 @@ from kvpool.tools.replay.content import Request
 from kvpool.tools.replay.sessions import play
 from kvpool.tools.replay.traces import read_sessions, read_trace
 
-VARIES, SNAPSHOT, FLOOD, FLOODED, FLOOD_PRIORITY = 0.5, 32, 200, 1 << 30, 10
+VARIES = 0.5
+SNAPSHOT = 32
+FLOOD = 200
+FLOODED = 1 << 30
+FLOOD_PRIORITY = 10
 HALF, SAID, HINTED = 5, 11, 13
 """Seeds: of the halves of the sessions, of what is said and hinted at random."""
 TABLES = ("pool", "held", "recurrent", "store", "flood", "hints", "hostcache", "constants")
@@ -93,7 +97,9 @@ def asked(options: argparse.Namespace, cap: float, waited: Callable[[], float] =
     ``play``."""
     if ".jsonl.xz" in options.trace or options.sessions:
         sessions, random = read_sessions(options.trace), Random(HALF)
-        sessions = [one for one in sessions if options.half is None or (random.random() < 0.5) == (options.half == 0)]
+        sessions = [
+            session for session in sessions if options.half is None or (random.random() < 0.5) == (options.half == 0)
+        ]
         requests = play(sessions, options.users, cap, VARIES if options.jitter else 0.0, waited)
     else:
         chats = read_trace(options.trace).requests
@@ -145,22 +151,22 @@ class Played:
                 )
             )
 
-    def ask(self, one: Asked) -> int:
+    def ask(self, entry: Asked) -> int:
         """Play a request. Returns how many of its blocks are hits."""
-        self.now = max(self.now, one.ms)
+        self.now = max(self.now, entry.ms)
         # The last token of a prompt is never reused.
-        keys = self.cache.block_keys(np.append(one.ids, np.int32(0)))
+        keys = self.cache.block_keys(np.append(entry.ids, np.int32(0)))
         if self.options.table == "store":
             assert self.keeper.drain(60) and self.keeper.prefetch(keys, 60).wait(60)
         if self.options.table == "flood":
             self._flood()
         if self.options.table == "hints":
-            self._hint(one)
-        admitted = self._admit(keys, len(one.ids))
-        self.waited = (self.now - one.ms) / 1000
-        seconds = one.request.seconds or 0.0 if self.options.table == "held" else 0.0
+            self._hint(entry)
+        admitted = self._admit(keys, len(entry.ids))
+        self.waited = (self.now - entry.ms) / 1000
+        seconds = entry.request.seconds or 0.0 if self.options.table == "held" else 0.0
         end = self.now + int(1000 * seconds)
-        heappush(self.held, (end, one.request.index, admitted.ids, self._say(one.request)))
+        heappush(self.held, (end, entry.request.index, admitted.ids, self._say(entry.request)))
         if seconds == 0:
             self._release()
         return int(admitted.cached_tokens[0])
@@ -189,11 +195,11 @@ class Played:
         self.cache.release(ids, **said)
 
     def _say(self, request: Request) -> dict[str, Any]:
-        own = {"session": str(request.session)} if self.options.table == "hints" else {}
+        session_hint = {"session": str(request.session)} if self.options.table == "hints" else {}
         if self.saying != "random":
-            return own | hints(request, self.saying or "nothing")
+            return session_hint | hints(request, self.saying or "nothing")
         said: list[dict[str, Any]] = [{"ends": True}, {"stop": "tool_use"}, {"stop": "end_turn"}, {}]
-        return own | self.said.choice([*said, {"returns_in_ms": self.said.randrange(1, 600_000)}])
+        return session_hint | self.said.choice([*said, {"returns_in_ms": self.said.randrange(1, 600_000)}])
 
     def _flood(self) -> None:
         self.fresh += FLOOD
@@ -201,9 +207,9 @@ class Played:
         low = [kvpool.RetentionRange(0, None, FLOOD_PRIORITY)] if self.options.low else None
         self.cache.release(self._admit(keys, FLOOD, low).ids)
 
-    def _hint(self, one: Asked) -> None:
+    def _hint(self, entry: Asked) -> None:
         """A hint about some session, also about one that has ended."""
-        self.sessions.append(str(one.request.session))
+        self.sessions.append(str(entry.request.session))
         kind = self.hinted.choice(("pin", "retain", "prefetch"))
         payload = {"session": self.hinted.choice(self.sessions), "lease_ms": self.hinted.randrange(1, 600_000)}
         action = {"action_id": "1", "action_type": kind, "action_version": 1, "payload": payload}
@@ -218,19 +224,19 @@ class PlayedHost:
         cache = kvpool.HostCache(blocks, 8, identity=MODEL, secret=bytes(32), clock=lambda: self.now, policy=policy)
         self.cache = self.open.enter_context(cache)
 
-    def ask(self, one: Asked) -> int:
-        self.now = max(self.now, one.ms)
-        keys = [bytes(row) for row in one.ids[:, None].view(np.uint8)]
-        found = int(np.append(self.cache.lookup(keys) == self.cache.HERE, False).argmin())
-        self.cache.pin(keys[:found]).close()
-        self.cache.publish(self.cache.reserve(keys[found:]).keys)
+    def ask(self, entry: Asked) -> int:
+        self.now = max(self.now, entry.ms)
+        keys = [bytes(row) for row in entry.ids[:, None].view(np.uint8)]
+        hits = int(np.append(self.cache.lookup(keys) == self.cache.HERE, False).argmin())
+        self.cache.pin(keys[:hits]).close()
+        self.cache.publish(self.cache.reserve(keys[hits:]).keys)
         self.cache.touch(keys, turn=True)
-        return found
+        return hits
 
 
 def ceiling(options: argparse.Namespace, blocks: int, cap: float, name: str) -> Score:
     """What who knows the future would hit."""
-    uses = [Use(one.request, one.ids, len(one.ids), len(one.ids), 0) for one in asked(options, cap)]
+    uses = [Use(entry.request, entry.ids, len(entry.ids), len(entry.ids), 0) for entry in asked(options, cap)]
     if name.startswith(MIN):
         following, counted = next_uses(uses)
         ends = np.cumsum([len(use.blocks) for use in uses])
@@ -251,11 +257,11 @@ def min_holding(following: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], c
 
 @jit
 def _min_holding(following: Any, ends: Any, capacity: int, held: Any, heap: Any) -> int:
-    first, size, blocks, found = 0, 0, 0, 0
+    first, size, blocks, hits = 0, 0, 0, 0
     for end in ends:
         for place in range(first, end):
             blocks -= held[place]
-            found += held[place]
+            hits += held[place]
         while blocks > capacity - (end - first):
             size -= 1
             last = heap[0]
@@ -268,7 +274,7 @@ def _min_holding(following: Any, ends: Any, capacity: int, held: Any, heap: Any)
                 push(heap, size, following[place])
                 size, blocks = size + 1, blocks + 1
         first = end
-    return found
+    return hits
 
 
 class Known:
@@ -279,17 +285,17 @@ class Known:
         pauses = defaultdict[Any, list[float]](list)
         for use in uses:
             pauses[self._kind(use)].append((use.request.returns or 0.0) - (use.request.timestamp or 0.0))
-        self.pauses = {kind: np.sort(found) for kind, found in pauses.items()}
+        self.pauses = {kind: np.sort(lengths) for kind, lengths in pauses.items()}
 
     def _kind(self, use: Use) -> Any:
         return use.request.session, use.request.stop if self.stop else ""
 
     def find(self, use: Use) -> int:
-        now = use.request.timestamp or 0.0
+        now_s = use.request.timestamp or 0.0
         for session, (blocks, _, number) in self.oracle.sessions.items():
             kind, since = self.last[session]
-            self.oracle.sessions[session] = blocks, -best(self.pauses[kind], now - since), number
-        self.last[use.request.session] = self._kind(use), now
+            self.oracle.sessions[session] = blocks, -best(self.pauses[kind], now_s - since), number
+        self.last[use.request.session] = self._kind(use), now_s
         return hold(self.oracle, use)
 
 
@@ -304,10 +310,10 @@ def best(pauses: npt.NDArray[np.float64], age: float) -> float:
 def hold(oracle: SessionOracle, use: Use) -> int:
     """What ``find`` finds, if what runs goes last: until it has ended, it is about to come back."""
     assert use.request.session is not None and use.request.returns is not None
-    found = oracle.find(use._replace(request=replace(use.request, returns=-inf)))
+    hits = oracle.find(use._replace(request=replace(use.request, returns=-inf)))
     blocks, _, number = oracle.sessions[use.request.session]
     oracle.sessions[use.request.session] = blocks, use.request.returns, number
-    return found
+    return hits
 
 
 def measure(options: argparse.Namespace, blocks: int, cap: float, policy: str, seed: int) -> Score:
@@ -317,9 +323,9 @@ def measure(options: argparse.Namespace, blocks: int, cap: float, policy: str, s
     kind: Callable[..., Any] = PlayedHost if options.table == "hostcache" else Played
     played, hits, blocks_asked = kind(options, blocks, policy, seed), 0, 0
     with played.open:
-        for one in asked(options, cap, lambda: played.waited):
-            hits += played.ask(one)
-            blocks_asked += len(one.ids)
+        for entry in asked(options, cap, lambda: played.waited):
+            hits += played.ask(entry)
+            blocks_asked += len(entry.ids)
     return Score(hits, blocks_asked)
 
 
@@ -328,13 +334,13 @@ def cells(options: argparse.Namespace) -> None:
     print("| blocks | cap | " + " | ".join(f"`{policy}`" for policy in options.policies) + " |")
     for blocks in options.blocks:
         for cap in options.cap:
-            found = []
+            columns = []
             for policy in options.policies:
                 seeds = range(1 if policy == "lru" else options.seeds)
                 rates = [measure(options, blocks, cap, policy, seed).rate for seed in seeds]
                 span = f" ({min(rates):.2f} to {max(rates):.2f})" if len(rates) > 1 else ""
-                found.append(f"{np.mean(rates):.2f}{span}")
-            print(f"| {blocks:,} | {cap:.0f} s | " + " | ".join(found) + " |", flush=True)
+                columns.append(f"{np.mean(rates):.2f}{span}")
+            print(f"| {blocks:,} | {cap:.0f} s | " + " | ".join(columns) + " |", flush=True)
 
 
 def constants(given: list[str]) -> None:
@@ -348,8 +354,8 @@ def constants(given: list[str]) -> None:
                 other = type(value)(value * factor)
                 runs.append((f"{last}.{name.strip('_')} {value} as {other}", f"{module}:{name}={other}"))
     for words, change in runs:
-        own = ["--policies", "adaptive", *(["--set", change] if change else [])]
-        command = [sys.executable, __file__, "pool", *given, *own]
+        last_arguments = ["--policies", "adaptive", *(["--set", change] if change else [])]
+        command = [sys.executable, __file__, "pool", *given, *last_arguments]
         rows = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[1:]
         print(f"| {words} | " + " | ".join(row.split("|")[3].strip() for row in rows) + " |", flush=True)
 
@@ -359,14 +365,14 @@ def change(text: str) -> None:
     place, value = text.split("=")
     module, name = place.split(":")
     old = getattr(importlib.import_module(module), name)
-    for one in [one for path, one in sys.modules.items() if path.startswith("kvpool.state")]:
-        if one.__name__ == module or (name[0] != "_" and hasattr(one, name)):
-            setattr(one, name, type(old)(float(value)))
+    for imported in [imported for path, imported in sys.modules.items() if path.startswith("kvpool.state")]:
+        if imported.__name__ == module or (name[0] != "_" and hasattr(imported, name)):
+            setattr(imported, name, type(old)(float(value)))
 
 
 def parser() -> argparse.ArgumentParser:
-    own = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = own.add_argument
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = made.add_argument
     add("table", choices=TABLES)
     add("trace", help="a file or a folder, as replay takes it")
     add("--sessions", action="store_true", help="it has sessions of agents (default: if its name ends in .jsonl.xz)")
@@ -381,7 +387,7 @@ def parser() -> argparse.ArgumentParser:
     add("--policies", nargs="+", default=["lru", "adaptive"])
     add("--seeds", type=int, default=1, help="how often each policy draws other samples")
     add("--set", help=argparse.SUPPRESS)
-    return own
+    return made
 
 
 def main(given: list[str]) -> None:
@@ -392,7 +398,7 @@ def main(given: list[str]) -> None:
         return
     if options.set:
         change(options.set)
-    options.longest = max(len(one.ids) for one in asked(options, options.cap[0]))
+    options.longest = max(len(entry.ids) for entry in asked(options, options.cap[0]))
     cells(options)
 
 

@@ -94,7 +94,7 @@ def scheduler(rounds: int) -> None:
     warm = _take_turns(sides, CAPACITY, CHUNKS, rounds)
     print(f"{CHUNKS} chunks, {CAPACITY} in the tier, medians of {rounds} requests in turn, microseconds")
     for side, calls in sides.items():
-        medians = {name: statistics.median(found[warm:]) for name, found in calls.times.items()}
+        medians = {name: statistics.median(spent[warm:]) for name, spent in calls.times.items()}
         parts = "  ".join(f"{name} {value:6.1f}" for name, value in medians.items())
         print(f"{side:7} {parts}  sum {sum(medians.values()):6.1f}")
 
@@ -114,13 +114,13 @@ class Steps:
         manager, context, ended = self.manager, ReqContext(req_id=str(number)), ScheduleEndContext((), ())
         began = time.thread_time_ns()
         manager.on_new_request(context)
-        found = manager.lookup(keys[0], context)
+        result = manager.lookup(keys[0], context)
         manager.on_schedule_end(ended)
         spent = time.thread_time_ns() - began
-        while found not in (LookupResult.MISS, LookupResult.HIT):  # other steps, in which the store answers
+        while result not in (LookupResult.MISS, LookupResult.HIT):  # other steps, in which the store answers
             time.sleep(0.0002)
             manager.on_schedule_end(ended)
-            found = manager.lookup(keys[0], context)
+            result = manager.lookup(keys[0], context)
         began = time.thread_time_ns()
         manager.prepare_store(keys, context)
         manager.on_request_finished(context)
@@ -190,10 +190,10 @@ def no_reuse(rounds: int, tokens: int) -> None:
         times: dict[str, list[float]] = {name: [] for name in ways}
         engines = {}
         for name, stores in ways.items():
-            here, there = processes.Pipe()
-            processes.Process(target=_serve_in_turn, args=(stores, there, tokens), daemon=True).start()
-            engines[name] = here
-            assert here.recv() == "ready"
+            our_end, engine_end = processes.Pipe()
+            processes.Process(target=_serve_in_turn, args=(stores, engine_end, tokens), daemon=True).start()
+            engines[name] = our_end
+            assert our_end.recv() == "ready"
         for number in range(rounds + 2):
             prompt = [draw.randrange(2, 2048) for _ in range(tokens)]
             for name, engine in engines.items():
@@ -205,9 +205,9 @@ def no_reuse(rounds: int, tokens: int) -> None:
             engine.send(None)
     alone = times["without a host tier"]
     print(f"new prompts of {tokens} tokens, 12 layers, {rounds} in turn, CPU time of the process, medians")
-    for name, found in times.items():
-        ratio = statistics.median(one / other for one, other in zip(found, alone, strict=True))
-        print(f"{name:20} {statistics.median(found) * 1e3:8.1f} ms  {ratio:.3f} times")
+    for name, seconds in times.items():
+        ratio = statistics.median(mine / other for mine, other in zip(seconds, alone, strict=True))
+        print(f"{name:20} {statistics.median(seconds) * 1e3:8.1f} ms  {ratio:.3f} times")
 
 
 def first_token(rounds: int, tokens: int) -> None:
@@ -228,22 +228,22 @@ def first_token(rounds: int, tokens: int) -> None:
         "engine": {"max_model_len": length, "num_gpu_blocks_override": length // serve.BLOCK + 3},
     }
     draw = random.Random(3)
-    found: dict[str, list[float]] = {"computed": [], "loaded": []}
+    times: dict[str, list[float]] = {"computed": [], "loaded": []}
     with tempfile.TemporaryDirectory() as folder:
         engine = serve.open_engine(script, Path(folder))
         for number in range(rounds + 1):
             prompt = [draw.randrange(2, 2048) for _ in range(tokens)]
             other = [draw.randrange(2, 2048) for _ in range(tokens)]
-            for name, given in (("computed", prompt), ("between", other), ("loaded", prompt)):
-                request = {"name": f"{name}-{number}", "tokens": given, "new": NEW_TOKENS}
+            for name, asked in (("computed", prompt), ("between", other), ("loaded", prompt)):
+                request = {"name": f"{name}-{number}", "tokens": asked, "new": NEW_TOKENS}
                 (answer,) = serve.serve_wave(engine, [request], {}).values()
                 whole = (tokens - 1) // serve.BLOCK * serve.BLOCK
                 assert (answer["cached"] >= whole) == (name == "loaded"), (name, answer["cached"])
-                if name in found and number:
-                    found[name].append(answer["first"] * 1e3)
+                if name in times and number:
+                    times[name].append(answer["first"] * 1e3)
         engine.engine_core.shutdown()
     print(f"prompts of {tokens} tokens, 12 layers, medians of {rounds} in turn, first token in ms")
-    medians = {name: statistics.median(values) for name, values in found.items()}
+    medians = {name: statistics.median(values) for name, values in times.items()}
     print("  ".join(f"{name} {value:.1f}" for name, value in medians.items()), end="  ")
     print(f"{medians['computed'] / medians['loaded']:.1f} times")
 
@@ -288,8 +288,11 @@ def worth(rounds: int, tokens: int) -> None:
         }
         asked = [prompts[number % len(prompts)] for number in range(len(prompts) + warm_up + rounds)]
         with processes.Pool(1) as pool:
-            found = pool.apply(_serve_all, (script, asked))[-rounds:]
-        times, loaded = [1e3 * one["first"] for one in found], sum(one["cached"] >= serve.BLOCK for one in found)
+            answers = pool.apply(_serve_all, (script, asked))[-rounds:]
+        times, loaded = (
+            [1e3 * answer["first"] for answer in answers],
+            sum(answer["cached"] >= serve.BLOCK for answer in answers),
+        )
         print(
             f"{bytes_per_s / 1e6:8.0f} MB/s {load:7} loaded {loaded:3} {statistics.mean(times):8.1f} {max(times):8.1f}"
         )
@@ -307,16 +310,16 @@ def _scaled(trace: str, count: int) -> list[tuple[float, list[int]]]:
     from kvpool.tools.replay.traces import read_sessions
     from tests.engines.serve import BLOCK
 
-    found: list[tuple[float, list[int]]] = []
+    requests: list[tuple[float, list[int]]] = []
     for request in play(read_sessions(trace), USERS, PAUSE_MAX):
         assert request.hash_ids is not None and request.timestamp is not None
         ids = request.hash_ids[: request.input_length // request.tokens_per_id][SCALE - 1 :: SCALE].tolist()
-        tokens = [random.Random(one * BLOCK + at).randrange(2, 512) for one in ids for at in range(BLOCK)]
+        tokens = [random.Random(block * BLOCK + at).randrange(2, 512) for block in ids for at in range(BLOCK)]
         if tokens:
-            found.append((request.timestamp, [*tokens[:TOKENS_MAX], 2]))
-        if len(found) == count:
+            requests.append((request.timestamp, [*tokens[:TOKENS_MAX], 2]))
+        if len(requests) == count:
             break
-    return found
+    return requests
 
 
 def _tier(side: str, policy: str) -> dict[str, Any]:
@@ -342,8 +345,8 @@ def _play(side: str, policy: str, requests: list[tuple[float, list[int]]], answe
     os.environ.update(serve.SETTINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
     from kvpool.integrations.vllm.cache_policy import AgentCachePolicy
 
-    now = [began := time.monotonic()]
-    AgentCachePolicy.clock = staticmethod(lambda: now[0])
+    now_s = [began := time.monotonic()]
+    AgentCachePolicy.clock = staticmethod(lambda: now_s[0])
     length = TOKENS_MAX + 2 * serve.BLOCK
     script: dict[str, Any] = {
         "shape": "tiny",
@@ -358,9 +361,9 @@ def _play(side: str, policy: str, requests: list[tuple[float, list[int]]], answe
             assert policy in (config.get("eviction_policy"), config.get("policy"))
         from kvpool.common import arguments  # imports Numba, which vLLM must not meet when it starts
 
-        arguments.time = SimpleNamespace(monotonic_ns=lambda: int(1e9 * now[0]))  # type: ignore[assignment]
+        arguments.time = SimpleNamespace(monotonic_ns=lambda: int(1e9 * now_s[0]))  # type: ignore[assignment]
         for at, tokens in requests:
-            now[0] = began + at
+            now_s[0] = began + at
             said = serve.serve_wave(engine, [{"name": str(at), "tokens": tokens, "new": NEW_TOKENS}], {})
             answers.send([(answer["tokens"], answer["cached"]) for answer in said.values()][0])
         engine.engine_core.shutdown()
@@ -373,16 +376,16 @@ def policies(rounds: int, trace: str) -> None:
     print(f"{len(requests)} requests of {USERS} users, {tokens} tokens, {TIER_CHUNKS} chunks in the tier")
     right: list[list[int]] = []
     for side, policy in [("no tier", ""), *((side, policy) for side, names in POLICIES.items() for policy in names)]:
-        here, there = processes.Pipe()
-        engine = processes.Process(target=_play, args=(side, policy, requests, there), daemon=True)
+        our_end, engine_end = processes.Pipe()
+        engine = processes.Process(target=_play, args=(side, policy, requests, engine_end), daemon=True)
         engine.start()
-        there.close()
-        found = [here.recv() for _ in requests]
+        engine_end.close()
+        answers = [our_end.recv() for _ in requests]
         engine.join()
-        right = right or [said for said, _ in found]
-        same = sum(said == one for (said, _), one in zip(found, right, strict=True))
+        right = right or [said for said, _ in answers]
+        same = sum(said == expected for (said, _), expected in zip(answers, right, strict=True))
         print(
-            f"{side + ' ' + policy:23} {100 * sum(cached for _, cached in found) / tokens:6.2f} % of the tokens, "
+            f"{side + ' ' + policy:23} {100 * sum(cached for _, cached in answers) / tokens:6.2f} % of the tokens, "
             f"{same} of {len(requests)} answers the same",
             flush=True,
         )
@@ -394,16 +397,16 @@ def main() -> None:
     parse.add_argument("--rounds", type=int, default=0, help="of each side (default: 300, or 20 or 8 prompts)")
     parse.add_argument("--tokens", type=int, default=1984)
     parse.add_argument("--trace", help="sessions of agents, for policies")
-    given = parse.parse_args()
+    options = parse.parse_args()
     kinds: dict[str, Callable[[], None]] = {
-        "scheduler": lambda: scheduler(given.rounds or ROUNDS),
-        "steps": lambda: steps(given.rounds or ROUNDS),
-        "policies": lambda: policies(given.rounds or 220, given.trace),
-        "worth": lambda: worth(given.rounds or 20, given.tokens),
-        "no-reuse": lambda: no_reuse(given.rounds or 20, given.tokens),
-        "first-token": lambda: first_token(given.rounds or 8, given.tokens),
+        "scheduler": lambda: scheduler(options.rounds or ROUNDS),
+        "steps": lambda: steps(options.rounds or ROUNDS),
+        "policies": lambda: policies(options.rounds or 220, options.trace),
+        "worth": lambda: worth(options.rounds or 20, options.tokens),
+        "no-reuse": lambda: no_reuse(options.rounds or 20, options.tokens),
+        "first-token": lambda: first_token(options.rounds or 8, options.tokens),
     }
-    kinds[given.what]()
+    kinds[options.what]()
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def _sections(app: Any, what: str, name: str, object: Any, options: Any, lines: 
         # Else what comes before the first colon is taken for a type.
         lines.insert(0, "")
     inside, before = False, ""
-    found: list[str] = []
+    converted: list[str] = []
     for line, following in zip(lines, [*lines[1:], ""][: len(lines)], strict=True):
         heading = set(following) == {"-"}
         match = re.fullmatch(r"(\w[\w, ]*) : (.+)", line)
@@ -57,10 +57,10 @@ def _sections(app: Any, what: str, name: str, object: Any, options: Any, lines: 
             inside = line in ("Parameters", "Attributes")
         elif inside and not before and line and not (match or following.startswith(" ")):
             inside = False
-            found += ["Notes", "-----"]
-        found += [match[1], f"    {match[2]}"] if inside and match else [line]
+            converted += ["Notes", "-----"]
+        converted += [match[1], f"    {match[2]}"] if inside and match else [line]
         before = line
-    lines[:] = found
+    lines[:] = converted
 
 
 def _short(

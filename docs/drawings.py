@@ -152,10 +152,15 @@ def request() -> Drawing:
         ("append_tokens", "takes a block", "when one is needed"),
         ("release", "blocks stay cached", "until they are evicted"),
     ]
-    for i, (name, one, two) in enumerate(steps):
+    for i, (name, upper, lower) in enumerate(steps):
         column, row = i % 3, i // 3
         d.box(
-            14 + column * 212, 14 + row * 96, 188, 72, f"{name}\n{one}\n{two}", "state" if name == "commit" else "box"
+            14 + column * 212,
+            14 + row * 96,
+            188,
+            72,
+            f"{name}\n{upper}\n{lower}",
+            "state" if name == "commit" else "box",
         )
     for row in range(2):
         for column in range(2):

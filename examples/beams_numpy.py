@@ -56,7 +56,11 @@ class Search:
         prompts: list[list[int]],
         rng: Any,
     ):
-        self.cache, self.device, self.stream, self.model, self.rng = cache, device, stream, model, rng
+        self.cache = cache
+        self.device = device
+        self.stream = stream
+        self.model = model
+        self.rng = rng
         first = cache.add_sequence_batch(prompts, stream=stream)
         self.tokens = [list(prompt) for prompt in prompts for _ in range(WIDTH)]
         prefill = self.compute(first.ids.tolist(), prompts, first.cached_tokens)
@@ -73,7 +77,7 @@ class Search:
         """Logits of all tokens behind the ``computed`` ones; their K and V go into the pool."""
         table = self.table(ids)
         positions = [np.arange(start, len(all_)) for start, all_ in zip(computed, tokens, strict=True)]
-        owner = np.repeat(np.arange(len(ids)), [len(one) for one in positions])
+        owner = np.repeat(np.arange(len(ids)), [len(part) for part in positions])
         new = np.concatenate([np.array(all_)[at] for all_, at in zip(tokens, positions, strict=True)])
         batch = Batch(ids, new, np.concatenate(positions), owner, table.dense())
         result = self.launch(batch)
@@ -160,12 +164,12 @@ def run(device: Device, *, prompts: int, seed: int, sampling: bool, check: bool)
 def main(arguments: list[str] | None = None) -> int:
     parser = options(("cpu", "sim"))
     parser.set_defaults(chats=3)
-    given = parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
     code = 0
     for sampling in (False, True):
         print("samples" if sampling else "beams")
-        device = SimDevice(given.seed) if given.device == "sim" else get_device("cpu")
-        code |= run(device, prompts=given.chats, seed=given.seed, sampling=sampling, check=given.check)
+        device = SimDevice(parsed.seed) if parsed.device == "sim" else get_device("cpu")
+        code |= run(device, prompts=parsed.chats, seed=parsed.seed, sampling=sampling, check=parsed.check)
     return code
 
 

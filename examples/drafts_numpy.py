@@ -51,26 +51,26 @@ class Tree:
 
     def depths(self) -> list[int]:
         """1 for a child of the text."""
-        found: list[int] = []
+        depths: list[int] = []
         for parent in self.parents:
-            found.append(1 + (found[parent] if parent >= 0 else 0))
-        return found
+            depths.append(1 + (depths[parent] if parent >= 0 else 0))
+        return depths
 
     def stand(self, places: Ints, end: int) -> Ints:
         """Where in their texts the tokens at these places of a sequence of ``end`` tokens stand; the drafts are its
         last ones."""
-        text, found = end - len(self.tokens), places.copy()
+        text, standing = end - len(self.tokens), places.copy()
         drafts = (places >= text) & (places < end)
-        found[drafts] = text - 1 + np.array(self.depths(), np.int64)[places[drafts] - text]
-        return found
+        standing[drafts] = text - 1 + np.array(self.depths(), np.int64)[places[drafts] - text]
+        return standing
 
     def seen(self) -> npt.NDArray[np.bool_]:
         """[drafts, drafts]: which ones each attends to, its ancestors and itself."""
-        found = np.eye(len(self.tokens), dtype=bool)
+        sees = np.eye(len(self.tokens), dtype=bool)
         for i, parent in enumerate(self.parents):
             if parent >= 0:
-                found[i] |= found[parent]
-        return found
+                sees[i] |= sees[parent]
+        return sees
 
     def child(self, parent: int, token: int) -> int:
         """The draft that says ``token`` behind ``parent``, or -1."""
@@ -116,11 +116,11 @@ class TreeBatch(Batch):
 
     def standing(self) -> Ints:
         """Where each token stands in its text, which is what rotates it."""
-        found = self.positions.copy()
+        places = self.positions.copy()
         for row, tree in enumerate(self.trees):
             mine = self.owner == row
-            found[mine] = tree.stand(found[mine], found[mine][-1] + 1)
-        return found
+            places[mine] = tree.stand(places[mine], places[mine][-1] + 1)
+        return places
 
 
 class TreeModel(PagedModel):
@@ -217,10 +217,10 @@ class TreeEngine(Engine):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    given = options(("cpu", "sim")).parse_args(arguments)
-    device = SimDevice(given.seed) if given.device == "sim" else get_device("cpu")
+    parsed = options(("cpu", "sim")).parse_args(arguments)
+    device = SimDevice(parsed.seed) if parsed.device == "sim" else get_device("cpu")
     model = lambda weights, cache, stream: TreeModel(weights, cache)  # noqa: E731
-    return serve(device, model, chats=given.chats, seed=given.seed, check=given.check, engine=TreeEngine, blocks=30)
+    return serve(device, model, chats=parsed.chats, seed=parsed.seed, check=parsed.check, engine=TreeEngine, blocks=30)
 
 
 if __name__ == "__main__":

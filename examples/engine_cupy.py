@@ -83,14 +83,14 @@ class CupyModel:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    given = options(("cuda",)).parse_args(arguments)
+    parsed = options(("cuda",)).parse_args(arguments)
     missing = unusable()
     if missing:
         sys.exit(f"engine_cupy.py cannot run here: {missing}")
     import cupy
 
     return serve(
-        get_device("cuda"), partial(CupyModel, cupy=cupy), chats=given.chats, seed=given.seed, check=given.check
+        get_device("cuda"), partial(CupyModel, cupy=cupy), chats=parsed.chats, seed=parsed.seed, check=parsed.check
     )
 
 

@@ -47,9 +47,9 @@ def step(kv: Any, weights: Any, tokens: Any, positions: Any, owner: Any, slots: 
     blocks, places = jnp.divmod(slots, LAYOUT.tokens_per_block)
 
     def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
-        own = held[0] = held[0].at[layer, :, blocks, places].set(jnp.stack([k, v], 1), mode="drop")
+        updated = held[0] = held[0].at[layer, :, blocks, places].set(jnp.stack([k, v], 1), mode="drop")
         # K and V, sequences, positions, ...
-        paged = own[layer][:, table].reshape(2, len(table), -1, KV_HEADS, HEAD_DIM)
+        paged = updated[layer][:, table].reshape(2, len(table), -1, KV_HEADS, HEAD_DIM)
         keys, values = paged[:, owner]
         grouped = q.reshape(-1, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
         scores = jnp.einsum("nkgd,nmkd->nkgm", grouped, keys) / np.sqrt(HEAD_DIM)
@@ -150,16 +150,16 @@ class BesideTier:
         """Keep those blocks that are not here yet. Returns how many."""
         taken, places = self.cache.reserve(keys), dict(zip(keys, blocks, strict=True))
         wanted = np.array([places[key] for key in taken.keys], np.int64)
-        found = np.asarray(jnp.moveaxis(kv[:, :, wanted], 2, 0))
-        self.tier.blocks[taken.blocks] = found.reshape(len(wanted), -1).view(np.uint8)
+        copied = np.asarray(jnp.moveaxis(kv[:, :, wanted], 2, 0))
+        self.tier.blocks[taken.blocks] = copied.reshape(len(wanted), -1).view(np.uint8)
         return self.cache.publish(taken.keys)
 
     def load(self, kv: Any, keys: Sequence[bytes], blocks: Sequence[int]) -> Any:
         """The KV with these blocks filled. ``kv`` is donated. Raises BlockNotFound."""
         with self.cache.pin(keys) as lease:
             shape = (len(keys), *np.delete(kv.shape, 2))
-            found = self.tier.blocks[lease.blocks].view(kv.dtype).reshape(shape)
-        return _filled(kv, np.array(blocks), np.moveaxis(found, 0, 2))
+            stored = self.tier.blocks[lease.blocks].view(kv.dtype).reshape(shape)
+        return _filled(kv, np.array(blocks), np.moveaxis(stored, 0, 2))
 
     def close(self) -> None:
         self.cache.close()
@@ -167,29 +167,29 @@ class BesideTier:
 
 
 @partial(jax.jit, donate_argnums=0)
-def _filled(kv: Any, blocks: Any, found: Any) -> Any:
-    return kv.at[:, :, blocks].set(found)
+def _filled(kv: Any, blocks: Any, values: Any) -> Any:
+    return kv.at[:, :, blocks].set(values)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = options(("auto", "cpu", "cuda"))
     parser.add_argument("--store", help="keep blocks here too, such as disk:/var/kv?capacity=1GiB")
-    given = parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
     missing = unusable() or (
         None if jax.default_backend() == "gpu" else "this JAX sees no GPU (pip install 'jax[cuda13]')"
     )
-    if given.device == "cuda" and missing:
+    if parsed.device == "cuda" and missing:
         sys.exit(f"engine_jax.py cannot run on a GPU here: {missing}")
-    if given.device == "cpu" or missing:
+    if parsed.device == "cpu" or missing:
         jax.config.update("jax_platforms", "cpu")
-    device, tier = get_device("cpu" if given.device == "cpu" or missing else "cuda"), DeviceTier(BLOCKS)
+    device, tier = get_device("cpu" if parsed.device == "cpu" or missing else "cuda"), DeviceTier(BLOCKS)
     pool: dict[str, Any] = {"device_memory": tier}
-    if given.store:
-        KeptEngine.store = open_store(given.store)
+    if parsed.store:
+        KeptEngine.store = open_store(parsed.store)
         pool |= {"event_capacity": 4096, "secret": KeptEngine.store.secret}
-    model, engine = partial(JaxModel, device=device, tier=tier), KeptEngine if given.store else Engine
+    model, engine = partial(JaxModel, device=device, tier=tier), KeptEngine if parsed.store else Engine
     return serve(
-        device, model, chats=given.chats, seed=given.seed, check=given.check, engine=engine, blocks=BLOCKS, **pool
+        device, model, chats=parsed.chats, seed=parsed.seed, check=parsed.check, engine=engine, blocks=BLOCKS, **pool
     )
 
 

@@ -290,10 +290,10 @@ class Engine:
             self.happened["preempted chats that came back from the host"] += 1
         ready = list(self.waiting)[: self.running_max - len(self.running)]
         heads = [chat.tokens[: self.cache.match_prefix(chat.tokens).tokens + self.chunk] for chat in ready]
-        found = self.cache.add_sequence_batch(heads, stream=self.stream, allow_partial_batch=True)
-        if found.refused:
-            raise RuntimeError(f"the pool is too small for a chat: {found.refused}")
-        for sequence, cached in zip(found.ids.tolist(), found.cached_tokens.tolist(), strict=True):
+        admitted = self.cache.add_sequence_batch(heads, stream=self.stream, allow_partial_batch=True)
+        if admitted.refused:
+            raise RuntimeError(f"the pool is too small for a chat: {admitted.refused}")
+        for sequence, cached in zip(admitted.ids.tolist(), admitted.cached_tokens.tolist(), strict=True):
             chat = self.waiting.popleft()
             chat.sequence, chat.computed = sequence, cached
             self.running.append(chat)
@@ -346,7 +346,7 @@ class Engine:
             (chat.tokens + chat.guessed)[: len(span) + chat.computed]
             for chat, span in zip(self.running, spans, strict=True)
         )
-        tokens = [token for chat, own in zip(self.running, known, strict=True) for token in own[chat.computed :]]
+        tokens = [token for chat, text in zip(self.running, known, strict=True) for token in text[chat.computed :]]
         owner = np.repeat(np.arange(len(spans)), [len(span) for span in spans])
         return Batch(sequences, np.array(tokens), np.concatenate(spans), owner, table.dense())
 
@@ -383,7 +383,9 @@ class Engine:
             while agreed < len(chat.guessed) and chat.guessed[agreed] == said[agreed]:
                 agreed += 1
             chat.computed = len(chat.tokens) + agreed
-            chat.logits += [(at, one) for at, one in zip(positions, computed, strict=True) if at < chat.computed]
+            chat.logits += [
+                (at, token_logits) for at, token_logits in zip(positions, computed, strict=True) if at < chat.computed
+            ]
             chat.tokens += said[: agreed + 1]
             chat.answer -= agreed + 1
             chat.wrong, chat.guessed = len(chat.guessed) - agreed, []
@@ -491,14 +493,14 @@ def options(devices: tuple[str, ...]) -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    given = options(("cpu", "sim")).parse_args(arguments)
-    device = SimDevice(given.seed) if given.device == "sim" else get_device("cpu")
+    parsed = options(("cpu", "sim")).parse_args(arguments)
+    device = SimDevice(parsed.seed) if parsed.device == "sim" else get_device("cpu")
     return serve(
         device,
         lambda weights, cache, stream: PagedModel(weights, cache),
-        chats=given.chats,
-        seed=given.seed,
-        check=given.check,
+        chats=parsed.chats,
+        seed=parsed.seed,
+        check=parsed.check,
     )
 
 

@@ -77,11 +77,11 @@ class Place(NamedTuple):
 
 def places_of(groups: Groups) -> list[Place]:
     """Of every layer of the model. The groups take turns."""
-    own = [
+    by_group = [
         [Place(g, p, i) for p, part in enumerate(group.layouts) for i in range(part.layers)]
         for g, group in enumerate(groups)
     ]
-    return [place for turn in zip(*own, strict=True) for place in turn]
+    return [place for turn in zip(*by_group, strict=True) for place in turn]
 
 
 def heads_of(groups: Groups) -> list[int]:
@@ -136,13 +136,13 @@ class GroupsBatch:
         reads, writes = [], []
         for group, table in zip(self.groups, self.tables, strict=True):
             if group.kind == "recurrent":
-                found = [states_of(row, *self.span(i)) for i, row in enumerate(table)]
-                read = [(block, 0, 1) for block, _ in found if block >= 0]
-                written = [(block, 0, 1) for _, states in found for _, block in states]
+                states_read = [states_of(row, *self.span(i)) for i, row in enumerate(table)]
+                read = [(block, 0, 1) for block, _ in states_read if block >= 0]
+                written = [(block, 0, 1) for _, states in states_read for _, block in states]
             else:
                 read, written = replace(self.batch, table=table).touched()
-            for own, to in ((read, reads), (written, writes)):
-                to += [(group.first_device_block + block, first, end) for block, first, end in own]
+            for ranges, to in ((read, reads), (written, writes)):
+                to += [(group.first_device_block + block, first, end) for block, first, end in ranges]
         return reads, writes
 
     def span(self, row: int) -> tuple[int, int]:
@@ -197,9 +197,9 @@ def paged_attention(
     that any more."""
     blocks, tokens, end = columns[positions // SIZE], positions % SIZE, int(positions[-1]) + 1
     pool[0, blocks, tokens], pool[1, blocks, tokens] = k, v
-    here = np.flatnonzero(columns >= 0)
-    places = (here[:, None] * SIZE + np.arange(SIZE)).reshape(-1)
-    keys, values = pool[:, columns[here]].reshape(2, -1, *k.shape[1:])
+    kept = np.flatnonzero(columns >= 0)
+    places = (kept[:, None] * SIZE + np.arange(SIZE)).reshape(-1)
+    keys, values = pool[:, columns[kept]].reshape(2, -1, *k.shape[1:])
     near = in_window(tree.stand(positions, end), tree.stand(places, end), group.window or end, group.sinks)
     return attention(q, keys, values, near & in_tree(positions, places, tree))
 
@@ -298,12 +298,12 @@ def search(device: Device, groups: Groups, blocks: list[int], *, prompts: int, s
 
 
 def main(arguments: list[str] | None = None) -> int:
-    given = options(("cpu", "sim")).parse_args(arguments)
+    parsed = options(("cpu", "sim")).parse_args(arguments)
 
     def device() -> Device:
-        return SimDevice(given.seed) if given.device == "sim" else get_device("cpu")
+        return SimDevice(parsed.seed) if parsed.device == "sim" else get_device("cpu")
 
-    chats: dict[str, Any] = {"chats": given.chats, "seed": given.seed, "check": given.check}
+    chats: dict[str, Any] = {"chats": parsed.chats, "seed": parsed.seed, "check": parsed.check}
     code = 0
     print("full attention and sliding windows, with guesses")
     code |= serve(device(), GuessingEngine, (FULL, WINDOWED), [26, 20], **chats)
@@ -312,7 +312,9 @@ def main(arguments: list[str] | None = None) -> int:
     print("with recurrent layers")
     code |= serve(device(), PlainEngine, (FULL, WINDOWED, RECURRENT), [26, 20, 16], **chats)
     print("and with beams")
-    code |= search(device(), (FULL, WINDOWED, RECURRENT), [80, 60, 140], prompts=3, seed=given.seed, check=given.check)
+    code |= search(
+        device(), (FULL, WINDOWED, RECURRENT), [80, 60, 140], prompts=3, seed=parsed.seed, check=parsed.check
+    )
     return code
 
 

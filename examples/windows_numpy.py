@@ -73,11 +73,11 @@ class WindowedModel:
             out = np.empty_like(q)
             for row, table in enumerate(batch.table):
                 mine = batch.owner == row
-                here = np.flatnonzero(table >= 0)
-                places = (here[:, None] * size + np.arange(size)).reshape(-1)
-                keys, values = pool[layer][:, table[here]].reshape(2, -1, KV_HEADS, HEAD_DIM)
+                kept = np.flatnonzero(table >= 0)
+                places = (kept[:, None] * size + np.arange(size)).reshape(-1)
+                keys, values = pool[layer][:, table[kept]].reshape(2, -1, KV_HEADS, HEAD_DIM)
                 out[mine] = attention(q[mine], keys, values, in_window(batch.positions[mine], places))
-                self.passed += 0 if layer else int(here[-1]) + 1 - len(here)
+                self.passed += 0 if layer else int(kept[-1]) + 1 - len(kept)
             return out
 
         return np.asarray(forward(self.weights, batch.tokens, batch.positions, attend))
@@ -112,9 +112,9 @@ def serve(device: Device, *, chats: int, seed: int, check: bool = False) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    given = options(("cpu", "sim")).parse_args(arguments)
-    device = SimDevice(given.seed) if given.device == "sim" else get_device("cpu")
-    return serve(device, chats=given.chats, seed=given.seed, check=given.check)
+    parsed = options(("cpu", "sim")).parse_args(arguments)
+    device = SimDevice(parsed.seed) if parsed.device == "sim" else get_device("cpu")
+    return serve(device, chats=parsed.chats, seed=parsed.seed, check=parsed.check)
 
 
 if __name__ == "__main__":

@@ -117,7 +117,8 @@ class ThreadedRequests(Pooled):
         self.cache.release(sequence)
 
     def time_serial(self, tokens: int) -> None:
-        list(map(self._serve, self.prompts))
+        for prompt in self.prompts:
+            self._serve(prompt)
 
     def time_threads(self, tokens: int) -> None:
         list(self.team.map(self._serve, self.prompts))

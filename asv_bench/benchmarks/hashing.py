@@ -55,7 +55,8 @@ class ThreadedBlockKeys(Pooled):
         super().teardown()
 
     def time_serial(self, tokens: int) -> None:
-        list(map(self.cache.block_keys, self.prompts))
+        for prompt in self.prompts:
+            self.cache.block_keys(prompt)
 
     def time_threads(self, tokens: int) -> None:
         list(self.team.map(self.cache.block_keys, self.prompts))

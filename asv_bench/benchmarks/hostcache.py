@@ -54,14 +54,14 @@ class Verbs:
         self.cache.close()
 
     def _calls(self, verb: str) -> list[Callable[[], Any]]:
-        cache, here, new = self.cache, self.prompts[-100:], [keys(KEYS) for _ in range(100)]
+        cache, cached, new = self.cache, self.prompts[-100:], [keys(KEYS) for _ in range(100)]
         if verb in ("publish", "abort"):
             for prompt in new:
                 cache.reserve(prompt)
             return [lambda prompt=prompt: getattr(cache, verb)(prompt) for prompt in new]  # type: ignore[misc]
         if verb == "unpin":
-            return [lease.close for lease in [cache.pin(prompt) for prompt in here]]
-        name, prompts = ("reserve", new if verb == "reserve" else here) if "reserve" in verb else (verb, here)
+            return [lease.close for lease in [cache.pin(prompt) for prompt in cached]]
+        name, prompts = ("reserve", new if verb == "reserve" else cached) if "reserve" in verb else (verb, cached)
         return [lambda prompt=prompt: getattr(cache, name)(prompt) for prompt in prompts]  # type: ignore[misc]
 
     def track_verb(self, verb: str) -> float:
@@ -139,16 +139,16 @@ class Saturated(Keeper):
     def track_call(self, call: str) -> float:
         store, gate = self.keeper._clients[0].queue._store, threading.Event()
         save, spent = store.save, []
-        store.save = lambda *given: gate.wait() and save(*given)  # type: ignore[assignment, method-assign]
+        store.save = lambda *arguments: gate.wait() and save(*arguments)  # type: ignore[assignment, method-assign]
         for _ in range(20):
             steps, others = [[keys(KEYS) for _ in range(40)] for _ in range(2)]
             gate.clear()
-            used = self._cpu(steps, self._step)
+            cpu_time = self._cpu(steps, self._step)
             gate.set()
             while self.keeper._busy:
                 sleep(0.003)
-                used += self._cpu([[]], self._step)
-            spent.append((used - self._cpu(others, self.cache.publish)) / (40 * KEYS))
+                cpu_time += self._cpu([[]], self._step)
+            spent.append((cpu_time - self._cpu(others, self.cache.publish)) / (40 * KEYS))
         return 1e6 * median(spent)
 
     track_call.unit = "us"  # type: ignore[attr-defined]
@@ -220,8 +220,8 @@ class Copies:
             for block, host in zip(blocks, hosts, strict=True)
             for layer, page in enumerate(self.pages)
         ]
-        found = np.array(rows, np.int64)
-        return found if direction == "copy_in" else found[:, [TO, FROM, BYTES]]
+        fragments = np.array(rows, np.int64)
+        return fragments if direction == "copy_in" else fragments[:, [TO, FROM, BYTES]]
 
     def time_copy(self, page_bytes: int, direction: str) -> None:
         getattr(self.copies, direction)(*self._places(0))

@@ -92,7 +92,7 @@ class Beside(Pooled):
 
     def round(self, cache: kvpool.KVCacheManager, seed: int) -> list[float]:
         spent = []
-        for prompt in [cache.block_keys(one) for one in make_prompts(self.requests, PROMPT_TOKENS, seed)]:
+        for prompt in [cache.block_keys(tokens) for tokens in make_prompts(self.requests, PROMPT_TOKENS, seed)]:
             began = time.perf_counter()
             sequence = cache.add_sequence(prompt)
             spent.append(time.perf_counter() - began)

@@ -40,8 +40,8 @@ class PoolSize(Pooled):
         for i in range(filling):
             store(self.cache, make_prompts(1, FILLING_TOKENS, seed=1 + i))
             store(self.cache, prompts[i * asked // filling : (i + 1) * asked // filling])
-        found = [prompt for prompt in prompts[:asked] if self.cache.match_prefix(prompt).tokens == tokens]
-        self.asked = found if kind == "hit" else prompts
+        cached = [prompt for prompt in prompts[:asked] if self.cache.match_prefix(prompt).tokens == tokens]
+        self.asked = cached if kind == "hit" else prompts
 
     def track_time_per_block(self, kind: str, pool_blocks: int) -> float:
         times = []

@@ -25,10 +25,10 @@ SECONDS_PER_FRAGMENT = 0.5e-6
 
 @jit
 def _spin(rounds: int) -> int:
-    found = np.int64(rounds)
+    value = np.int64(rounds)
     for _ in range(rounds):
-        found = found * 6364136223846793005 + 1442695040888963407
-    return found
+        value = value * 6364136223846793005 + 1442695040888963407
+    return value
 
 
 def _seconds_per_round(rounds: int) -> float:

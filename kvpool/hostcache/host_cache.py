@@ -4,12 +4,12 @@ have it."""
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import compress, groupby, repeat
+from itertools import compress, groupby
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -258,12 +258,12 @@ class HostCache(Closing):
         self.host_blocks = integer_argument("host_blocks", host_blocks, 1, BLOCKS_MAX)
         self.block_bytes, self.identity = block_bytes_argument(block_bytes), identity_argument(identity)
         self.fingerprint = fingerprint_of(self.identity, self.host_blocks, self.block_bytes)
-        own, self._clock = secret_argument(secret), clock_argument(clock)
+        secret_bytes, self._clock = secret_argument(secret), clock_argument(clock)
         events = integer_argument("event_capacity", event_capacity, 0, 1 << 31)
-        self._states = _states(self.host_blocks, own, events, self.policy)
+        self._states = _states(self.host_blocks, secret_bytes, events, self.policy)
         self._heads = self._states.heads
         # The root of all keys, like that of a namespace with the identity as its name.
-        self._root = np.array(namespace_root(own, self.identity.content, None), np.int64)
+        self._root = np.array(namespace_root(secret_bytes, self.identity.content, None), np.int64)
         # Reentrant: a destructor that closes a lease while its thread is in a call must not wait for itself.
         self._lock: AbstractContextManager[Any] = threading.RLock()
         self._forks = Process("HostCache")
@@ -291,10 +291,10 @@ class HostCache(Closing):
         """ABSENT, HERE or PENDING for each key: uint8[n]. Does not change the cache, except that reservations may
         expire."""
         wanted = packed(keys)
-        answers, now = np.empty(len(wanted.keys), np.uint8), self._now_for_deadlines()
+        answers, now_ms = np.empty(len(wanted.keys), np.uint8), self._now_for_deadlines()
         with self._lock:
             self._check_open()
-            self._expire(now)
+            self._expire(now_ms)
             hostcache.lookup(self._heads, self._root, *wanted[1:], answers)
         return answers
 
@@ -302,20 +302,20 @@ class HostCache(Closing):
         """ABSENT, HERE or PENDING for one key. Does not change the cache, except that reservations may expire."""
         if type(key) is not bytes or not 1 <= len(key) <= hostcache.KEY_BYTES:
             key = key_argument("key", key)
-        size, now = len(key), self._now_for_deadlines()
+        size, now_ms = len(key), self._now_for_deadlines()
         try:
-            one = self._spare.pop()
+            scratch = self._spare.pop()
         except IndexError:
             data, sizes = np.zeros(hostcache.KEY_BYTES, np.uint8), np.zeros(1, np.int64)
-            one = packed([bytes(hostcache.KEY_BYTES)])._replace(data=data, sizes=sizes)
-        one.data.data[:size] = key
-        one.sizes[0] = size
+            scratch = packed([bytes(hostcache.KEY_BYTES)])._replace(data=data, sizes=sizes)
+        scratch.data.data[:size] = key
+        scratch.sizes[0] = size
         with self._lock:
             self._check_open()
-            self._expire(now)
-            found = int(hostcache.look(self._heads, self._root, *one[1:]))
-        self._spare.append(one)
-        return found
+            self._expire(now_ms)
+            answer = int(hostcache.look(self._heads, self._root, *scratch[1:]))
+        self._spare.append(scratch)
+        return answer
 
     def pin(self, keys: Keys, *, owner: str = "") -> HostLease:
         """Hold the blocks of keys until the lease is closed, for a reader. All keys must be HERE.
@@ -324,16 +324,16 @@ class HostCache(Closing):
         BlockNotFound, which names the first key that is not HERE; nothing is pinned then.
         """
         wanted, owner = packed(keys), text_argument("owner", owner)
-        now = self._now()
+        now_ms = self._now()
         with DeferSignals() as signals, self._lock:
             self._check_open()
-            place = int(hostcache.pin(self._heads, self._root, *wanted[1:], now))
+            place = int(hostcache.pin(self._heads, self._root, *wanted[1:], now_ms))
             if place < 0:
                 raise _missing(wanted, ~place, "here")
             self._lease_count += 1
-            lease = HostLease(self, self._lease_count, owner, now, wanted.keys, wanted.found[:, 2].copy())
+            lease = HostLease(self, self._lease_count, owner, now_ms, wanted.keys, wanted.found[:, 2].copy())
             self._open[lease.id] = lease, lease.blocks[::-1].copy()
-            signals.undo = partial(self._end_lease, lease.id, now)
+            signals.undo = partial(self._end_lease, lease.id, now_ms)
             return lease
 
     def touch(self, keys: Keys, *, turn: bool = False) -> int:
@@ -372,26 +372,26 @@ class HostCache(Closing):
         """
         wanted, priority, ttl = packed(keys), priority_argument("priority", priority), ttl_argument("ttl_ms", ttl_ms)
         lifetime = ttl_argument("deadline_ms", deadline_ms)
-        now = self._now()
+        now_ms = self._now()
         with DeferSignals() as signals, self._lock:
             self._check_open()
-            self._expire(now)
+            self._expire(now_ms)
             evicted = np.empty_like(wanted.words)
-            count = hostcache.reserve(self._heads, self._root, *wanted[1:], priority, ttl, now, evicted)
+            count = hostcache.reserve(self._heads, self._root, *wanted[1:], priority, ttl, now_ms, evicted)
             if count < 0 and len(set(wanted.keys)) < len(wanted.keys):
                 wanted = packed(dict.fromkeys(wanted.keys))
-                count = hostcache.reserve(self._heads, self._root, *wanted[1:], priority, ttl, now, evicted)
+                count = hostcache.reserve(self._heads, self._root, *wanted[1:], priority, ttl, now_ms, evicted)
             if count < 0:
                 raise OutOfBlocks("host", int(wanted.found[0, 0]), int(wanted.found[0, 1]))
             taken = int(wanted.found[0, 0]) if wanted.keys else 0
-            found = _reserved(wanted, taken, unpacked(evicted[:count]) if count else [], self.fingerprint)
-            signals.undo = partial(self._undo, found.keys, now)
-            self._order.update(zip(found.keys, range(self._reserved, self._reserved + taken), strict=True))
+            reservation = _reserved(wanted, taken, unpacked(evicted[:count]) if count else [], self.fingerprint)
+            signals.undo = partial(self._undo, reservation.keys, now_ms)
+            self._order.update(zip(reservation.keys, range(self._reserved, self._reserved + taken), strict=True))
             self._reserved += taken
             if deadline_ms is not None:
-                self._deadlines.add(found.keys, now + lifetime)
-            self._note_gone(found.evicted, "evicted", now)
-            return found
+                self._deadlines.add(reservation.keys, now_ms + lifetime)
+            self._note_gone(reservation.evicted, "evicted", now_ms)
+            return reservation
 
     def publish(self, keys: Keys) -> int:
         """Say that the bytes of pending keys are written. The keys are then HERE. Returns how many. Changes the cache.
@@ -405,22 +405,22 @@ class HostCache(Closing):
 
     def publish_ordered(self, keys: Sequence[bytes]) -> int:
         """What ``publish`` does with keys that ``in_order`` has returned."""
-        now = self._now()
+        now_ms = self._now()
         with self._lock:
             self._check_open()
-            self._expire(now)
+            self._expire(now_ms)
             for key in keys if self._deadlines.overdue else ():
                 if key in self._deadlines.overdue:
                     raise ReservationExpired(f"key {key.hex()} was not published before its deadline: abort it")
-            return self._end(hostcache.publish, keys, now)
+            return self._end(hostcache.publish, keys, now_ms)
 
     def in_order(self, keys: Keys) -> Sequence[bytes]:
         """Pending keys in the order in which they were reserved; others as they are. Does not change the cache."""
-        own = keys_argument(keys)
+        checked_keys = keys_argument(keys)
         try:
-            return sorted(own, key=self._order.__getitem__)
+            return sorted(checked_keys, key=self._order.__getitem__)
         except KeyError:
-            return own
+            return checked_keys
 
     def abort(self, keys: Keys) -> int:
         """Give back the blocks of pending keys whose bytes will not come. Returns how many. Changes the cache.
@@ -437,43 +437,43 @@ class HostCache(Closing):
     def overdue(self) -> list[bytes]:
         """Return the keys whose reservation has expired and whose writer has not called ``abort``, in the order in
         which they were found to have expired. Does not change the cache, except that reservations may expire."""
-        now = self._now_for_deadlines()
+        now_ms = self._now_for_deadlines()
         with self._lock:
             self._check_open()
-            self._expire(now)
+            self._expire(now_ms)
             return list(self._deadlines.overdue)
 
     @property
     def expired_reservations(self) -> int:
         """How many blocks were not published before the deadline of their reservation."""
-        now = self._now_for_deadlines()
+        now_ms = self._now_for_deadlines()
         with self._lock:
             if not self._closed:
-                self._expire(now)
+                self._expire(now_ms)
             return self._deadlines.expired
 
     def _now_for_deadlines(self) -> int:
         """Return the time if a reservation can expire, else -1. The clock is not read under the lock."""
         return self._now() if self._deadlines else -1
 
-    def _expire(self, now: int) -> None:
+    def _expire(self, now_ms: int) -> None:
         """Expire the reservations whose deadline has passed, as ``forget`` does: their blocks stay with the writers.
         The caller holds the lock."""
-        keys = self._deadlines.passed(now)
+        keys = self._deadlines.passed(now_ms)
         if keys:
             with DeferSignals():
-                hostcache.forget_keys(self._heads, self._root, *packed(keys, known=True)[1:], now)
+                hostcache.forget_keys(self._heads, self._root, *packed(keys, known=True)[1:], now_ms)
                 self._deadlines.expire(keys)
-                self._note_gone(keys, "lost", now)
+                self._note_gone(keys, "lost", now_ms)
 
     def set_priority(self, keys: Keys, priority: int, *, ttl_ms: int | None = None) -> int:
         """Give keys that are HERE this priority (0 to 100) from now on; after ``ttl_ms`` without a use it falls to the
         default. Returns how many. Emits "updated" events. Changes the cache. Raises TypeError, ValueError."""
         priority, ttl = priority_argument("priority", priority), ttl_argument("ttl_ms", ttl_ms)
-        wanted, now = packed(keys), self._now()
+        wanted, now_ms = packed(keys), self._now()
         with self._lock:
             self._check_open()
-            return int(hostcache.set_priority(self._heads, self._root, *wanted[1:], priority, ttl, now))
+            return int(hostcache.set_priority(self._heads, self._root, *wanted[1:], priority, ttl, now_ms))
 
     # -- keys that go ----------------------------------------------------------------------------------
 
@@ -483,22 +483,22 @@ class HostCache(Closing):
         A pinned block keeps its bytes until it is unpinned. A pending key stays with its writer, and nobody finds it.
         It is dropped when the writer publishes it.
         """
-        wanted, now = packed(keys), self._now()
-        there = list(compress(wanted.keys, self.lookup(wanted.keys))) if self._history else []
-        count = self._run(hostcache.forget_keys, wanted, now)
-        self._note_gone(there, "forgotten", now)
+        wanted, now_ms = packed(keys), self._now()
+        present_keys = list(compress(wanted.keys, self.lookup(wanted.keys))) if self._history else []
+        count = self._run(hostcache.forget_keys, wanted, now_ms)
+        self._note_gone(present_keys, "forgotten", now_ms)
         return count
 
     def clear(self, force: bool = False) -> None:
         """Drop all keys. Raises PoolBusy while leases are open or keys are pending. With ``force``, these are treated
         as ``forget`` does."""
-        force, now = bool_argument("force", force), self._now()
+        force, now_ms = bool_argument("force", force), self._now()
         with DeferSignals(), self._lock:
             self._check_open()
             leases, pending = len(self._open), len(self._pending())
             if (leases or pending) and not force:
                 raise PoolBusy(f"{leases} leases are open and {pending} keys pending: end them, or clear(force=True)")
-            hostcache.clear(self._heads, now)
+            hostcache.clear(self._heads, now_ms)
             self._gone_before = True
 
     def explain(self, key: bytes, tokens: int = 1) -> Missed:
@@ -510,12 +510,12 @@ class HostCache(Closing):
         ago = None if left is None else max(0, self._now() - left)
         return Missed(0, tokens, why, ago, self.policy if why == "evicted" else None)
 
-    def _note_gone(self, keys: Iterable[bytes], why: str, now: int) -> None:
+    def _note_gone(self, keys: Iterable[bytes], why: str, now_ms: int) -> None:
         """Remember why keys have gone, if ``history`` says so."""
         with self._lock:
             for key in keys if self._history else ():
                 self._gone.pop(key, None)
-                self._gone[key] = why, now
+                self._gone[key] = why, now_ms
             while len(self._gone) > self._history:
                 del self._gone[next(iter(self._gone))]
                 self._gone_before = True
@@ -537,21 +537,21 @@ class HostCache(Closing):
         """Those of the keys that are HERE and that a saver was not told of. It is told now, and not again before they
         have gone from the cache. Changes the cache."""
         wanted = packed(keys)
-        answers, found = np.empty(len(wanted.keys), np.uint8), np.empty((len(wanted.keys), saving.FOUND), np.int64)
+        answers, block_rows = np.empty(len(wanted.keys), np.uint8), np.empty((len(wanted.keys), saving.FOUND), np.int64)
         with DeferSignals(), self._lock:
             self._check_open()
             hostcache.lookup(self._heads, self._root, *wanted[1:], answers)
-            count = saving.held(self._heads, saver, wanted.found[:, 2].copy(), found)
-            return unpacked(self._states[0].tokens[found[:count, saving.FOUND - 1]])
+            count = saving.held(self._heads, saver, wanted.found[:, 2].copy(), block_rows)
+            return unpacked(self._states[0].tokens[block_rows[:count, saving.FOUND - 1]])
 
     def next_victims(self, saver: int, blocks: int, most: int) -> list[bytes]:
         """Of the keys that are evicted when so many more ``blocks`` are reserved, those that a saver was not told of,
         the first one first, at most so many. It is told now. All of them for -1, who is no saver. Changes the cache."""
-        found = np.empty((most, saving.FOUND), np.int64)
+        victim_rows = np.empty((most, saving.FOUND), np.int64)
         with DeferSignals(), self._lock:
             self._check_open()
-            count = saving.victims(self._heads, saver, np.array([blocks]), found)
-            return unpacked(self._states[0].tokens[found[:count, saving.FOUND - 1]])
+            count = saving.victims(self._heads, saver, np.array([blocks]), victim_rows)
+            return unpacked(self._states[0].tokens[victim_rows[:count, saving.FOUND - 1]])
 
     @property
     def unsaved_blocks(self) -> int:
@@ -565,10 +565,10 @@ class HostCache(Closing):
 
     def refresh(self) -> int:
         """Give blocks whose time to live is over the default priority. Returns how many. Changes the cache."""
-        now = self._now()
+        now_ms = self._now()
         with DeferSignals(), self._lock:
             self._check_open()
-            return int(verbs.refresh(self._heads, now))
+            return int(verbs.refresh(self._heads, now_ms))
 
     # -- the cache as a whole --------------------------------------------------------------------------
 
@@ -577,24 +577,24 @@ class HostCache(Closing):
         """Open leases, oldest first."""
         return [lease for lease, _ in list(self._open.values())]
 
-    def _end_lease(self, lease: int, now: int, used: bool = True) -> bool:
+    def _end_lease(self, lease: int, now_ms: int, used: bool = True) -> bool:
         """Unpin the blocks of a lease. Returns whether it was open."""
         with DeferSignals(), self._lock:
             _, ids = self._open.pop(lease, (None, None))
             if ids is not None:
                 before = saving.places(self._states[0].blocks[ids])
-                control.unpin(self._heads, ids, now)
+                control.unpin(self._heads, ids, now_ms)
                 if not used:
                     saving.put_back(self._heads, 0, ids, before)
         return ids is not None
 
     def revoke(self, owner: str) -> int:
         """Close all leases of an owner that is gone and reads no more. Returns how many. Changes the cache."""
-        owner, now = text_argument("owner", owner), self._now()
+        owner, now_ms = text_argument("owner", owner), self._now()
         with DeferSignals(), self._lock:
             self._check_open()
             # A destructor may close one first.
-            return sum(self._end_lease(lease.id, now) for lease in self.leases if lease.owner == owner)
+            return sum(self._end_lease(lease.id, now_ms) for lease in self.leases if lease.owner == owner)
 
     def events(self) -> list[HostEvent]:
         """What has changed since the last call. Each event is returned once. Raises PoolClosed."""
@@ -621,10 +621,10 @@ class HostCache(Closing):
 
     def stats(self) -> HostCacheStats:
         """A snapshot; also of a closed cache. Changes nothing, except that reservations may expire."""
-        now = self._now()
+        now_ms = self._now()
         with self._lock:
             if not self._closed:
-                self._expire(now)
+                self._expire(now_ms)
             state, usage = self._states[0], self.usage()
             counters = dict(zip(records.COUNTERS, state.counters.tolist(), strict=True))
             histograms = [Histogram(row[: records.BINS], int(row[records.BINS])) for row in state.histograms.copy()]
@@ -640,7 +640,7 @@ class HostCache(Closing):
             usage.pinned,
             usage.pending,
             len(leases),
-            max([0, *(now - lease.since for lease in leases)]),
+            max([0, *(now_ms - lease.since for lease in leases)]),
             counters["missed_blocks"],
             counters["offloaded_blocks"],
             counters["lost_blocks"],
@@ -684,21 +684,22 @@ class HostCache(Closing):
                 raise _missing(wanted, ~count, needed)
         return count
 
-    def _end(self, verb: Callable[..., Any], keys: Sequence[bytes], now: int) -> int:
+    def _end(self, verb: Callable[..., Any], keys: Sequence[bytes], now_ms: int) -> int:
         """Run a verb that ends the wait of pending keys."""
         wanted = packed(keys, known=True)
         # Once the verb has ended, another thread may reserve the keys anew: their order then is not to be dropped.
         with self._lock:
-            count = self._run(verb, wanted, now, needed="pending")
-            deque(map(self._order.pop, keys, repeat(None)), maxlen=0)
+            count = self._run(verb, wanted, now_ms, needed="pending")
+            for key in keys:
+                self._order.pop(key, None)
             self._deadlines.end(keys)
         return count
 
-    def _undo(self, keys: tuple[bytes, ...], now: int) -> None:
+    def _undo(self, keys: tuple[bytes, ...], now_ms: int) -> None:
         """Whatever went wrong: nobody got what was reserved. A clock that fails meanwhile is not asked."""
         with self._lock:
             if keys and not self._closed:
-                self._end(hostcache.abort, keys, now)
+                self._end(hostcache.abort, keys, now_ms)
 
     def _pinned(self) -> list[Ids]:
         """The blocks of each open lease. The caller holds the lock."""
@@ -745,13 +746,13 @@ def _decoded(taken: kv_events.Taken) -> list[HostEvent]:
     """The events of what was taken. Neighbours of one kind and priority are one event."""
     told, words, _ = taken.ring
     rows = zip(told["kind"].tolist(), told["priority"].tolist(), strict=True)
-    found, number = [], taken.number
+    events, number = [], taken.number
     for (kind, priority), same in groupby(enumerate(rows), lambda row: row[1]):
         places = [place for place, _ in same]
         name = kv_events.KINDS[kind]
         if kind in (CREATED, CLEARED):
-            found += [HostEvent(name, number + i) for i in range(len(places))]
+            events += [HostEvent(name, number + i) for i in range(len(places))]
         else:
-            found.append(HostEvent(name, number, tuple(unpacked(words[places])), priority))
+            events.append(HostEvent(name, number, tuple(unpacked(words[places])), priority))
         number += len(places)
-    return found
+    return events

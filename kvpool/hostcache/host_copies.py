@@ -114,15 +114,13 @@ class HostCopies(Closing):
             raise TypeError(f"tier={tier!r:.80}: accepted is a HostTier")
         self.blocks_per_host_block = integer_argument("blocks_per_host_block", blocks_per_host_block, 1, 1 << 20)
         self.first_byte = integer_argument("first_byte", first_byte, 0, tier.block_bytes - 1)
-        found = _caches(caches)
-        own = _places(places, found)
-        self.tier, self._groups = (
-            tier,
-            [
-                Pages(one, self.blocks_per_host_block, self.first_byte, place)
-                for one, place in zip(found, own, strict=True)
-            ],
-        )
+        paged_caches = _caches(caches)
+        cache_places = _places(places, paged_caches)
+        self.tier = tier
+        self._groups = [
+            Pages(cache, self.blocks_per_host_block, self.first_byte, place)
+            for cache, place in zip(paged_caches, cache_places, strict=True)
+        ]
         self.group_bytes = tuple(pages.nbytes for pages in self._groups)
         _check_room(self._groups, tier)
         _check_apart(self._groups, tier)
@@ -213,20 +211,20 @@ class HostCopies(Closing):
         pages = self._groups[integer_argument("group", group, 0, len(self._groups) - 1)]
         if not into_host and not pages.cache.writable:
             raise ValueError("caches: this one must not be written")
-        own, hosts = id_array("blocks", blocks), self._host_blocks(host_blocks)
-        first, end = _tokens(skip, n_tokens, len(own) * pages.cache.tokens_per_block)
-        _check_blocks(own, hosts, pages, self.tier.host_blocks, first, end, into_host)
+        block_ids, hosts = id_array("blocks", blocks), self._host_blocks(host_blocks)
+        first, end = _tokens(skip, n_tokens, len(block_ids) * pages.cache.tokens_per_block)
+        _check_blocks(block_ids, hosts, pages, self.tier.host_blocks, first, end, into_host)
         parts = min(integer_argument("layer_parts", layer_parts, 1, 1 << 16), pages.cache.layers)
         after = self._device.as_stream(stream)
         place = self.tier.flat.ctypes.data + pages.first_byte
         span = first, end, place, self.tier.block_bytes, into_host
-        found = [pages.fragments(own, hosts, *span, Layers(part, parts)) for part in range(parts)]
-        count = sum(map(len, found))
+        fragment_parts = [pages.fragments(block_ids, hosts, *span, Layers(part, parts)) for part in range(parts)]
+        count = sum(map(len, fragment_parts))
         with self._lock:
             if not self._open:
                 raise PoolClosed("the copies are closed")
-            events = self._enqueue(found, after, self._streams[into_host]) if count else [NULL_EVENT]
-        nbytes = sum(int(fragments[:, BYTES].sum()) for fragments in found)
+            events = self._enqueue(fragment_parts, after, self._streams[into_host]) if count else [NULL_EVENT]
+        nbytes = sum(int(fragments[:, BYTES].sum()) for fragments in fragment_parts)
         return HostCopy(self, events, pages.cache.layers, nbytes, count)
 
     def _enqueue(self, parts: list[Int64s], after: Any, stream: Any) -> list[Event]:
@@ -294,21 +292,25 @@ class HostCopies(Closing):
 
 
 def _caches(caches: object) -> list[PagedKV]:
-    found = [caches] if isinstance(caches, PagedKV) else caches
-    if not isinstance(found, (list, tuple)) or not found or not all(isinstance(one, PagedKV) for one in found):
+    cache_list = [caches] if isinstance(caches, PagedKV) else caches
+    if (
+        not isinstance(cache_list, (list, tuple))
+        or not cache_list
+        or not all(isinstance(cache, PagedKV) for cache in cache_list)
+    ):
         raise TypeError(f"caches={caches!r:.80}: accepted are a PagedKV and a list of them")
-    if len({one.memory for one in found}) > 1:
+    if len({cache.memory for cache in cache_list}) > 1:
         raise ValueError("caches: accepted are caches in one memory")
-    return list(found)
+    return list(cache_list)
 
 
 def _places(places: object, caches: list[PagedKV]) -> Sequence[HostPlace | None]:
     """The place of each cache. No number in them is negative, so that all bytes are before the ends that are checked
     later. Raises TypeError, ValueError."""
-    given = list_argument("places", places)
-    if len(given) not in (0, len(caches)):
+    place_list = list_argument("places", places)
+    if len(place_list) not in (0, len(caches)):
         raise ValueError(f"places={places!r:.80}: accepted is one for each of {len(caches)} caches, or none")
-    for place, cache in zip(given, caches, strict=False):
+    for place, cache in zip(place_list, caches, strict=False):
         if place is None:
             continue
         if not isinstance(place, HostPlace):
@@ -320,7 +322,7 @@ def _places(places: object, caches: list[PagedKV]) -> Sequence[HostPlace | None]
             )
         for number in itertools.chain(place[:2], *planes):
             integer_argument("places", number, 0, 1 << 40)
-    return given or [None] * len(caches)
+    return place_list or [None] * len(caches)
 
 
 def _check_room(groups: list[Pages], tier: HostTier) -> None:
@@ -343,11 +345,11 @@ def _device(device: Any, groups: list[Pages]) -> Device:
     if device == "auto":
         cache = groups[0].cache
         return device_at(int(cache.bases[0, 0])) if cache.memory == "device" else get_device("cpu")
-    found = get_device(device)
+    chosen = get_device(device)
     memory = groups[0].cache.memory
-    if memory == "device" and found.name != "cuda":
+    if memory == "device" and chosen.name != "cuda":
         raise ValueError(f"device={device!r:.80}: the caches are memory of a GPU; accepted are 'auto' and 'cuda'")
-    return found
+    return chosen
 
 
 def _tokens(skip: object, n_tokens: object, most: int) -> tuple[int, int]:
@@ -367,8 +369,8 @@ def _check_blocks(
             f"host_blocks has {len(hosts)} entries: accepted are exactly {needed} for {len(blocks)} blocks"
         )
     width = pages.cache.tokens_per_block
-    used = blocks[first // width : -(-end // width)]
-    _check_ids("blocks", used[used >= 0], pages.cache.blocks, not into_host)
+    copied_blocks = blocks[first // width : -(-end // width)]
+    _check_ids("blocks", copied_blocks[copied_blocks >= 0], pages.cache.blocks, not into_host)
     width *= pages.blocks
     _check_ids("host_blocks", hosts[first // width : -(-end // width)], host_count, into_host)
 
@@ -451,9 +453,9 @@ class Pages:
         Engine block i, of ``blocks``, is in ``host_blocks[i // blocks_per_host_block]``. A block below zero is left
         out. ``host`` is the address of the first byte of the group in the first host block. All ids have been checked.
         """
-        own, step = layers.of(self.cache.layers), self._layer_bytes
-        bases = np.ascontiguousarray(self.cache.bases[:, own.start : own.stop])
-        place = host + own.start * step
+        layer_range, step = layers.of(self.cache.layers), self._layer_bytes
+        bases = np.ascontiguousarray(self.cache.bases[:, layer_range.start : layer_range.stop])
+        place = host + layer_range.start * step
         span = Span(self.cache.tokens_per_block, self.blocks, first, end, place, host_stride, step, into_host)
         out, cursor = np.empty((len(blocks) * self._pieces, 3), np.int64), np.zeros(3, np.int64)
         return out[: _cut(bases, self._planes, blocks, host_blocks, span, out, cursor)]

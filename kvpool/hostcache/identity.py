@@ -83,6 +83,6 @@ def identity_argument(identity: object) -> ModelIdentity:
 def _layout_text(layout: object) -> Any:
     """The text for layouts. Anything else is returned as it is."""
     layouts = [layout] if isinstance(layout, BlockLayout) else layout
-    if isinstance(layouts, (list, tuple)) and layouts and all(isinstance(one, BlockLayout) for one in layouts):
-        return " ".join(one.fingerprint for one in layouts)
+    if isinstance(layouts, (list, tuple)) and layouts and all(isinstance(part, BlockLayout) for part in layouts):
+        return " ".join(part.fingerprint for part in layouts)
     return layout

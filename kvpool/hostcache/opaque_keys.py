@@ -32,45 +32,45 @@ class Packed(NamedTuple):
 
 def packed(keys: Iterable[bytes], *, known: bool = False) -> Packed:
     """Pack keys. Raises TypeError and ValueError, which name the key. ``known``: they were checked before."""
-    own = tuple(keys) if known else keys_argument(keys)
-    n = len(own)
-    lengths = [*map(len, own)]
+    key_tuple = tuple(keys) if known else keys_argument(keys)
+    n = len(key_tuple)
+    lengths = [*map(len, key_tuple)]
     # Counting takes a third of the time of a set or an array.
     sizes = _ALL_OF.get(lengths[0]) if n and lengths.count(lengths[0]) == n else None
     if sizes is None:
-        for i, key in enumerate(own):
+        for i, key in enumerate(key_tuple):
             key_argument(f"keys[{i}]", key)
         sizes = np.array(lengths, np.int64)
-    data = np.frombuffer(b"".join(own), np.uint8) if own else _NO_DATA
-    return Packed(own, data, sizes, np.empty((n, KEY_WORDS), np.int32), np.empty((n, 3), np.int64))
+    data = np.frombuffer(b"".join(key_tuple), np.uint8) if key_tuple else _NO_DATA
+    return Packed(key_tuple, data, sizes, np.empty((n, KEY_WORDS), np.int32), np.empty((n, 3), np.int64))
 
 
 def keys_argument(keys: object) -> tuple[bytes, ...]:
     """Several keys as exact builtins. Raises TypeError and ValueError, which name the key."""
-    own = _own(keys)
-    if [*map(type, own)].count(bytes) < len(own):
-        own = tuple(key_argument(f"keys[{i}]", key) for i, key in enumerate(own))
-    return own
+    key_tuple = _own(keys)
+    if [*map(type, key_tuple)].count(bytes) < len(key_tuple):
+        key_tuple = tuple(key_argument(f"keys[{i}]", key) for i, key in enumerate(key_tuple))
+    return key_tuple
 
 
 def _own(keys: Any) -> tuple[Any, ...]:
     if isinstance(keys, (str, bytes, bytearray, memoryview)):
         raise TypeError(f"keys={keys!r:.80}: accepted are several keys, such as a list of bytes")
     try:
-        found = iter(keys)
+        iterator = iter(keys)
     except TypeError:
         raise TypeError(f"keys={keys!r:.80}: accepted are several keys, such as a list of bytes") from None
-    return tuple(found)
+    return tuple(iterator)
 
 
 def key_argument(name: str, key: object) -> bytes:
     """A key as an exact builtin. A subclass could compare, or have a length, like another value."""
     if not isinstance(key, bytes):
         raise TypeError(f"{name}={key!r:.80}: accepted are bytes")
-    own = bytes.__getitem__(key, slice(None))
-    if not 1 <= len(own) <= KEY_BYTES:
-        raise ValueError(f"{name} has {len(own)} bytes: accepted are 1 to {KEY_BYTES}")
-    return own
+    exact_key = bytes.__getitem__(key, slice(None))
+    if not 1 <= len(exact_key) <= KEY_BYTES:
+        raise ValueError(f"{name} has {len(exact_key)} bytes: accepted are 1 to {KEY_BYTES}")
+    return exact_key
 
 
 @functools.lru_cache(maxsize=128)
@@ -84,10 +84,10 @@ def unpacked(words: Int32s) -> list[bytes]:
     sizes = words[:, 0].tolist()
     if sizes and sizes.count(sizes[0]) == len(sizes):
         # One call for many of them: a key at a time takes as long as the rest of a verb.
-        found: list[bytes] = []
+        keys: list[bytes] = []
         for first in range(0, len(sizes), _AT_ONCE):
             part = words[first : first + _AT_ONCE]
-            found += _rows(sizes[0], len(part)).unpack(part.tobytes())
-        return found
+            keys += _rows(sizes[0], len(part)).unpack(part.tobytes())
+        return keys
     rows = words.view(np.uint8)
     return [rows[i, 4 : 4 + size].tobytes() for i, size in enumerate(sizes)]

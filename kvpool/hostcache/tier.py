@@ -30,9 +30,9 @@ def block_bytes_argument(block_bytes: object) -> int:
     """The bytes of a host block, which may be given by layouts. Raises TypeError or ValueError."""
     layouts = [block_bytes] if isinstance(block_bytes, BlockLayout) else block_bytes
     if isinstance(layouts, (list, tuple)):
-        if not layouts or not all(isinstance(one, BlockLayout) for one in layouts):
+        if not layouts or not all(isinstance(layout, BlockLayout) for layout in layouts):
             raise TypeError(f"block_bytes={block_bytes!r:.80}: accepted are bytes, a BlockLayout and a list of them")
-        block_bytes = sum(one.block_bytes for one in layouts)
+        block_bytes = sum(layout.block_bytes for layout in layouts)
     return integer_argument("block_bytes", block_bytes, 1, BLOCK_BYTES_MAX)
 
 
@@ -110,16 +110,18 @@ class HostTierDescription:
             fields = json.loads(text)
             if fields["kvpool host tier"] != VERSION:
                 raise ValueError(f"version {fields['kvpool host tier']!r:.80}; accepted is {VERSION}")
-            found = cls(ModelIdentity(**fields["identity"]), SharedTier.from_json(json.dumps(fields["tier"])))
-            if found.tier.tier != "host" or [len(group.parts) for group in found.tier.groups] != [1]:
+            description = cls(ModelIdentity(**fields["identity"]), SharedTier.from_json(json.dumps(fields["tier"])))
+            if description.tier.tier != "host" or [len(group.parts) for group in description.tier.groups] != [1]:
                 raise ValueError("accepted is a host tier of one group and one part")
-            if found.host_blocks < 1 or found.tier.groups[0].parts[0].layout != layout_of(found.block_bytes):
+            if description.host_blocks < 1 or description.tier.groups[0].parts[0].layout != layout_of(
+                description.block_bytes
+            ):
                 raise ValueError("accepted are blocks of bytes, one or more")
-            if not isinstance(found.tier.groups[0].parts[0].memory, MainMemory):
+            if not isinstance(description.tier.groups[0].parts[0].memory, MainMemory):
                 raise ValueError("accepted is main memory, not that of a GPU")
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"description: {type(error).__name__}: {error}") from None
-        return found
+        return description
 
     def __reduce__(self) -> tuple[Callable[[str], HostTierDescription], tuple[str]]:
         return HostTierDescription.from_json, (self.to_json(),)
@@ -191,11 +193,11 @@ class HostTier(Closing):
         """
         if not isinstance(description, (str, HostTierDescription)):
             raise TypeError(f"description={description!r:.80}: accepted is what share() gave")
-        found = HostTierDescription.from_json(description if isinstance(description, str) else description.to_json())
+        parsed = HostTierDescription.from_json(description if isinstance(description, str) else description.to_json())
         self = object.__new__(cls)
-        self.host_blocks, self.block_bytes, self.identity = found.host_blocks, found.block_bytes, found.identity
-        self._shared, self._description = None, found
-        self._fill(attach(found.tier).pool.reshape(-1))
+        self.host_blocks, self.block_bytes, self.identity = parsed.host_blocks, parsed.block_bytes, parsed.identity
+        self._shared, self._description = None, parsed
+        self._fill(attach(parsed.tier).pool.reshape(-1))
         return self
 
     @property
@@ -251,10 +253,10 @@ def _allocate(nbytes: int) -> SharedMemory:
 
 def _given(memory: object, nbytes: int) -> Uint8s:
     """The caller's memory as flat bytes, in place."""
-    found = as_strided("memory", memory)
-    if found.memory != "host":
+    strided = as_strided("memory", memory)
+    if strided.memory != "host":
         raise ValueError("memory: accepted is main memory, not that of a GPU")
-    array = found.host_view()
+    array = strided.host_view()
     if array.nbytes != nbytes:
         raise ValueError(f"memory has {array.nbytes} bytes: accepted are exactly the {nbytes} of its blocks")
     if not array.flags.c_contiguous or not array.flags.writeable:

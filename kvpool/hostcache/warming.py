@@ -133,15 +133,15 @@ def _live(cache: KVCacheManager) -> None:
         cache.loadable(ids)
         cache.release(ids)
         _ = cache.free_blocks
-    one = cache.add_sequence(tokens[:2])
-    both = [one, *cache.fork(one, 1).tolist()]
+    sequence = cache.add_sequence(tokens[:2])
+    both = [sequence, *cache.fork(sequence, 1).tolist()]
     cache.reorder(both, [0, 0])
     cache.append_tokens(both, tokens[:6], [3, 3])
     cache.keep(both, [3, 3], [1, 2, 0], [2, 1])
     cache.swap_out(both)
     cache.resume(both)
     with suppress(ValueError):
-        cache.append_tokens(one, np.zeros(16 * _WIDTH, np.int32))
+        cache.append_tokens(sequence, np.zeros(16 * _WIDTH, np.int32))
     cache.release(both, stop="tool_use")
     extra = cache.add_sequence(cache.block_keys(tokens, salt="s", extra_ids=tokens))
     cache.release(extra, store=False)
@@ -167,10 +167,10 @@ def _between_requests(cache: KVCacheManager) -> None:
     cache.core.decide(None, saving.put_back, 0, np.zeros(0, np.int64), np.zeros((0, 3), np.int64))
     cache.core.decide(None, control.evict_first, 0, rows, True, cache.now())
     cache.pin(keys.keys[:1]).close()
-    found = cache.find_and_pin_host(keys.keys[0])
-    if found is not None:
-        cache.pin_blocks(found.blocks).close()
-        found.close()
+    lease = cache.find_and_pin_host(keys.keys[0])
+    if lease is not None:
+        cache.pin_blocks(lease.blocks).close()
+        lease.close()
     with cache.reserve(np.arange(500, 500 + _WIDTH, dtype=np.int32)) as reservation:
         reservation.commit()
     cache.reserve(np.arange(500, 501 + _WIDTH, dtype=np.int32)).abort()

@@ -133,7 +133,7 @@ class PrefixCache(Closing):
     """
 
     def __init__(self, params: Any, *, min_tokens: int = 64, piece_bytes: int = 1 << 20, **options: Any) -> None:
-        own = LLAMACPP.read(options)
+        settings = LLAMACPP.read(options)
         check_start(params)
         self._least = integer_argument("min_tokens", min_tokens, 1, 1 << 30)
         piece = integer_argument("piece_bytes", piece_bytes, 1 << 10, 1 << 30)
@@ -141,7 +141,12 @@ class PrefixCache(Closing):
         self._folder = Path(tempfile.mkdtemp(prefix="kvpool-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
         try:
             self._blocks = LocalBlocks(
-                piece, _identity(params, own.weights), own.host_memory, own, self._lock, LLAMACPP.history()
+                piece,
+                _identity(params, settings.weights),
+                settings.host_memory,
+                settings,
+                self._lock,
+                LLAMACPP.history(),
             )
         except BaseException:
             shutil.rmtree(self._folder)
@@ -223,8 +228,8 @@ class PrefixCache(Closing):
     def tokens(self, text: str) -> list[int]:
         """The tokens of a text, with those that the model puts before it."""
         asked = {"content": text, "add_special": True, "parse_special": True}
-        found: list[int] = self._post("/tokenize", asked)["tokens"]
-        return found
+        token_ids: list[int] = self._post("/tokenize", asked)["tokens"]
+        return token_ids
 
     def stats(self) -> PrefixCacheStats:
         with self._lock:
@@ -280,26 +285,26 @@ class PrefixCache(Closing):
         if self._applied[slot] != adapters.key:
             self._post(f"/slots/{slot}?action=erase", {})
             self._held[slot] = self._held[slot][:0]
-        found, most, key = _common(self._held[slot], tokens), len(tokens) - 1, b""
+        in_slot, most, key = _common(self._held[slot], tokens), len(tokens) - 1, b""
         with self._lock:
             recent = [kept for kept in self._recent if kept.adapters == adapters.key]
-            keys = state_keys(tokens.tolist(), _STEP, range(most, found, -1), adapters.key)
+            keys = state_keys(tokens.tolist(), _STEP, range(most, in_slot, -1), adapters.key)
             place = self._blocks.longest_state(keys)
-        held = found
+        held = in_slot
         if place is not None:
-            found, key = most - place, keys[place]
-        shared = [min(_common(one.tokens, tokens), most) for one in recent]
+            in_slot, key = most - place, keys[place]
+        shared = [min(_common(state.tokens, tokens), most) for state in recent]
         repeats = max(shared, default=0)
-        if self._cuts and repeats > found:
-            found, key = repeats, recent[shared.index(repeats)].key
+        if self._cuts and repeats > in_slot:
+            in_slot, key = repeats, recent[shared.index(repeats)].key
         if key and not self._restore(slot, key, tokens, adapters):
-            found = held
-        came = {"device" if found == held else "host": found}
-        if repeats >= max(self._least, found) and not self._has(tokens[:repeats], adapters):
+            in_slot = held
+        came = {"device" if in_slot == held else "host": in_slot}
+        if repeats >= max(self._least, in_slot) and not self._has(tokens[:repeats], adapters):
             self._compute(slot, tokens[:repeats], adapters, {"n_predict": 0})
             self._keep(slot, tokens[:repeats], adapters)
-            found = repeats
-        return found, came
+            in_slot = repeats
+        return in_slot, came
 
     def _has(self, tokens: Tokens, adapters: Adapters) -> bool:
         """Whether the state of just these tokens is kept."""
@@ -343,16 +348,16 @@ class PrefixCache(Closing):
             state = file.read_bytes()
         finally:
             file.unlink(missing_ok=True)
-        own = tokens[:count]
-        self._held[slot] = own
+        kept_tokens = tokens[:count]
+        self._held[slot] = kept_tokens
         # A slot with more tokens than are known, or with another end, stands for no prompt.
         if count > len(tokens) or count < self._least:
             return
-        key = _key_of(own, adapters)
+        key = _key_of(kept_tokens, adapters)
         with self._lock:
             self._blocks.put_state(key, state)
             self._blocks.poll()
-            self._recent.append(_Kept(own, key, adapters.key))
+            self._recent.append(_Kept(kept_tokens, key, adapters.key))
             self._kept += 1
 
     def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -393,8 +398,8 @@ def _key_of(tokens: Tokens, adapters: Adapters) -> bytes:
     return state_keys(tokens.tolist(), _STEP, range(len(tokens), len(tokens) + 1), adapters.key)[0]
 
 
-def _common(one: Tokens, other: Tokens) -> int:
+def _common(first: Tokens, other: Tokens) -> int:
     """How many first tokens two prompts have in common."""
-    least = min(len(one), len(other))
-    differ = np.flatnonzero(one[:least] != other[:least])
+    least = min(len(first), len(other))
+    differ = np.flatnonzero(first[:least] != other[:least])
     return int(differ[0]) if len(differ) else least

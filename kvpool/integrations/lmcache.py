@@ -197,33 +197,35 @@ class KVPoolL2Adapter(L2AdapterInterface):
     def delete(self, keys: list[ObjectKey]) -> None:
         """Drop objects. Asks the store first which of them it has, as LMCache counts their bytes."""
         for part in self._by_size(keys, [self._known(key) for key in keys]):
-            found = zip(part.places, part.names, part.blocks.find(part.names), strict=True)
-            there = [(place, name) for place, name, ok in found if ok]
-            part.blocks.forget([name for _, name in there])
-            if there:
-                self._notify_keys_deleted([keys[place] for place, _ in there], [part.blocks.block_bytes] * len(there))
+            answers = zip(part.places, part.names, part.blocks.find(part.names), strict=True)
+            stored = [(place, name) for place, name, ok in answers if ok]
+            part.blocks.forget([name for _, name in stored])
+            if stored:
+                self._notify_keys_deleted([keys[place] for place, _ in stored], [part.blocks.block_bytes] * len(stored))
 
     def get_usage(self) -> AdapterUsage:
         """LMCache's figures, with the bytes that the stores have in all, where they say so."""
         with self._lock:
-            found = [
+            counts = [
                 (size, blocks.client.queue.stats().store.get("blocks", 0)) for size, blocks in self._blocks.items()
             ]
-        return replace(super().get_usage(), total_bytes_used=sum(size * count for size, count in found))
+        return replace(super().get_usage(), total_bytes_used=sum(size * count for size, count in counts))
 
     def report_status(self) -> dict[str, Any]:
         with self._lock:
             blocks = dict(self._blocks)
         return {
-            "is_healthy": not self._closed.is_set() and not any(one.client.suspended for one in blocks.values()),
+            "is_healthy": not self._closed.is_set() and not any(staged.client.suspended for staged in blocks.values()),
             "type": type(self).__name__,
             "store": self._options.kind,
-            "stored_object_count": sum(one.client.queue.stats().store.get("blocks", 0) for one in blocks.values()),
+            "stored_object_count": sum(
+                staged.client.queue.stats().store.get("blocks", 0) for staged in blocks.values()
+            ),
             "object_bytes": sorted(blocks),
             "troubles": {
                 f"{size} {kind} {what}": count
-                for size, one in blocks.items()
-                for (kind, what), count in dict(one.troubles).items()
+                for size, staged in blocks.items()
+                for (kind, what), count in dict(staged.troubles).items()
             },
         }
 
@@ -234,8 +236,8 @@ class KVPoolL2Adapter(L2AdapterInterface):
                 return
             self._closed.set()
             blocks = list(self._blocks.values())
-        for one in blocks:
-            one.close()
+        for staged in blocks:
+            staged.close()
         ended = [worker.close() for worker in self._workers.values()]
         if not all(ended):
             log.warning("kvpool: a store hangs; its thread and event file descriptor stay")
@@ -250,11 +252,13 @@ class KVPoolL2Adapter(L2AdapterInterface):
         return L2StoreResult(len(stored) == len(keys), sum(sizes))
 
     def _look_up(self, keys: list[ObjectKey], descs: dict[int, MemoryLayoutDesc]) -> Bitmap:
-        given = {group: self._layout(desc.shapes, desc.dtypes) for group, desc in descs.items()}
-        layouts = [given[group] if (group := key.object_group_id) in given else self._known(key) for key in keys]
+        described = {group: self._layout(desc.shapes, desc.dtypes) for group, desc in descs.items()}
+        layouts = [
+            described[group] if (group := key.object_group_id) in described else self._known(key) for key in keys
+        ]
         self._remember(keys, layouts)
-        found = [part.chosen(part.blocks.find_hit(part.names)) for part in self._by_size(keys, layouts)]
-        return _bitmap(len(keys), itertools.chain(*found))
+        hits = [part.chosen(part.blocks.find_hit(part.names)) for part in self._by_size(keys, layouts)]
+        return _bitmap(len(keys), itertools.chain(*hits))
 
     def _load(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> Bitmap:
         loaded = self._move(StagedBlocks.load, keys, objects, lambda memory, row: np.copyto(_bytes(memory), row))
@@ -304,9 +308,9 @@ class KVPoolL2Adapter(L2AdapterInterface):
         except ValueError as error:
             self._refuse(str(error))
             return None
-        found = list(zip(shapes, dtypes, strict=True))
-        nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in found)
-        return _Layout(nbytes, repr([(tuple(shape), str(dtype)) for shape, dtype in found]))
+        typed_shapes = list(zip(shapes, dtypes, strict=True))
+        nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in typed_shapes)
+        return _Layout(nbytes, repr([(tuple(shape), str(dtype)) for shape, dtype in typed_shapes]))
 
     def _by_size(self, keys: list[ObjectKey], layouts: Sequence[_Layout | None]) -> list[_SameSize]:
         """The objects of each size, where there is a store for them."""
@@ -357,9 +361,9 @@ class KVPoolL2Adapter(L2AdapterInterface):
             if layout is not None
         }
         with self._lock:
-            for own, layout in seen.items():
-                self._layouts.pop(own, None)
-                self._layouts[own] = layout
+            for model_group, layout in seen.items():
+                self._layouts.pop(model_group, None)
+                self._layouts[model_group] = layout
             for old in list(self._layouts)[:-_LAYOUTS_MAX]:
                 del self._layouts[old]
 
@@ -384,10 +388,10 @@ def _name(key: ObjectKey, layout: _Layout) -> bytes:
 
 
 def _bitmap(count: int, places: Iterable[int]) -> Bitmap:
-    found = Bitmap(count)
+    bitmap = Bitmap(count)
     for place in places:
-        found.set(place)
-    return found
+        bitmap.set(place)
+    return bitmap
 
 
 def _bytes(memory: MemoryObj) -> Bytes:

@@ -98,11 +98,11 @@ def _each(parts: Callable[[Any], Mapping[str, Any]], read: Read) -> Read:
 
 def _states(group: GroupStats) -> dict[tuple[str, ...], Value]:
     """The blocks of each tier by state. Every block is in exactly one state."""
-    found: dict[tuple[str, ...], Value] = {}
+    values: dict[tuple[str, ...], Value] = {}
     for name, tier in (("device", group.device), ("host", group.host)):
         counts = (tier.used, tier.evictable - tier.redundant, tier.redundant, tier.empty)
-        found |= {(name, state): n for state, n in zip(("used", "cached", "redundant", "empty"), counts, strict=True)}
-    return found
+        values |= {(name, state): n for state, n in zip(("used", "cached", "redundant", "empty"), counts, strict=True)}
+    return values
 
 
 DEFINITIONS = (

@@ -118,25 +118,25 @@ class _CacheLayout:
         for part in self.parts:
             tokens = _arrays(leaves[part.leaf])[part.place][0, :, low * self.tokens : high * self.tokens]
             blocks = tokens.reshape(part.heads, high - low, self.tokens, part.width).transpose(1, 0, 2, 3)
-            found = _bytes_of(blocks).reshape(high - low, part.nbytes)
-            memory[rows, part.first : part.first + part.nbytes] = found[places - low]
+            block_bytes = _bytes_of(blocks).reshape(high - low, part.nbytes)
+            memory[rows, part.first : part.first + part.nbytes] = block_bytes[places - low]
         memory[rows, sum(part.nbytes for part in self.parts) :] = 0
 
     def read(self, memory: Bytes, rows: Places, snapshot: dict[str, Any] | None) -> list[Any]:
         """Caches with the blocks in ``rows``, in the order of the prompt, and with a snapshot behind them."""
         caches = self.make()
-        found: dict[int, list[mx.array]] = {}
+        leaf_arrays: dict[int, list[mx.array]] = {}
         for number, part in enumerate(self.parts):
             blocks = memory[rows, part.first : part.first + part.nbytes]
             array = _array_of(blocks, part.dtype, (len(rows), part.heads, self.tokens, part.width))
             array = array.transpose(1, 0, 2, 3).reshape(1, part.heads, -1, part.width)
             if snapshot is not None:
                 array = mx.concatenate([array, snapshot["tails"][number]], axis=2)
-            found.setdefault(part.leaf, []).append(array)
+            leaf_arrays.setdefault(part.leaf, []).append(array)
         states = iter(snapshot["states"] if snapshot is not None else ())
         for number, leaf in enumerate(_leaves(caches)):
-            if number in found:
-                _fill(leaf, found[number])
+            if number in leaf_arrays:
+                _fill(leaf, leaf_arrays[number])
             else:
                 leaf.state = next(states)
         mx.eval([leaf.state for leaf in _leaves(caches)])
@@ -159,13 +159,13 @@ class _CacheLayout:
         try:
             arrays, plain = mx.load(io.BytesIO(data), format="safetensors", return_metadata=True)
             flat = [*arrays.items(), *((path, json.loads(text)) for path, text in plain.items())]
-            found: dict[str, Any] = tree_unflatten(flat)
-            counts = len(found.get("states", ())), len(found.get("tails", ()))
+            snapshot: dict[str, Any] = tree_unflatten(flat)
+            counts = len(snapshot.get("states", ())), len(snapshot.get("tails", ()))
         except (RuntimeError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"no snapshot: {error!r}") from None
         if counts != (self.states, len(self.parts)):
             raise ValueError("no snapshot of these layers")
-        return found
+        return snapshot
 
 
 class _Shelf(NamedTuple):
@@ -218,16 +218,17 @@ class _Shelf(NamedTuple):
         if any(array.shape[0] != 1 for leaf in leaves for array in _arrays(leaf)):
             blocks.skipped["batched"] += 1
             return
-        own = tokens[: min(held, len(tokens))]
-        if self.layout.has_states and held > len(own):
+        kept_tokens = tokens[: min(held, len(tokens))]
+        if self.layout.has_states and held > len(kept_tokens):
             blocks.skipped["ahead"] += 1
             return
         blocks.put(
-            prefix_keys(own, step)[1:], lambda places, rows: self.layout.write(caches, places, blocks.memory, rows)
+            prefix_keys(kept_tokens, step)[1:],
+            lambda places, rows: self.layout.write(caches, places, blocks.memory, rows),
         )
         if self.layout.has_states:
-            key = state_keys(own, step, range(len(own), len(own) + 1))[0]
-            blocks.put_state(key, self.layout.snapshot(caches, len(own)))
+            key = state_keys(kept_tokens, step, range(len(kept_tokens), len(kept_tokens) + 1))[0]
+            blocks.put_state(key, self.layout.snapshot(caches, len(kept_tokens)))
         blocks.poll()
 
 
@@ -372,15 +373,15 @@ class PromptCache(Closing):
         if self._shelves and self._name == model:
             return
         self._drop()
-        models = [one for one in self._models() if one is not None]
+        models = [loaded for loaded in self._models() if loaded is not None]
 
         def plain() -> list[Any]:
-            return [cache for one in models for cache in make_prompt_cache(one)]
+            return [cache for part in models for cache in make_prompt_cache(part)]
 
         def quantised() -> list[Any]:
             return [
-                one.to_quantized(group_size=self._group, bits=self._bits) if isinstance(one, KVCache) else one
-                for one in plain()
+                cache.to_quantized(group_size=self._group, bits=self._bits) if isinstance(cache, KVCache) else cache
+                for cache in plain()
             ]
 
         makers = [plain] if self._bits is None else [plain, quantised]
@@ -488,27 +489,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--store", action="append", default=[], help="such as disk:/var/kv?capacity=100GiB")
     parser.add_argument("--weights", help="what tells the weights from others; for a folder its files do")
     parser.add_argument("--block-tokens", type=int, default=64)
-    own, rest = parser.parse_known_args(arguments)
+    options, rest = parser.parse_known_args(arguments)
     with MLX.imports():
         from mlx_lm import server
     providers: list[Any] = []
     make_provider: Any = server.ModelProvider
 
-    def provider(*given: Any) -> Any:
-        providers.append(make_provider(*given))
+    def provider(*values: Any) -> Any:
+        providers.append(make_provider(*values))
         return providers[-1]
 
     def prompt_cache(*_: Any) -> PromptCache:
         arguments = providers[-1].cli_args
         return PromptCache(
             lambda: [providers[-1].model, providers[-1].draft_model],
-            block_tokens=own.block_tokens,
+            block_tokens=options.block_tokens,
             kv_bits=arguments.kv_bits,
             kv_group_size=arguments.kv_group_size,
             quantized_kv_start=arguments.quantized_kv_start,
-            host_memory=own.host_memory,
-            stores=own.store,
-            weights=own.weights,
+            host_memory=options.host_memory,
+            stores=options.store,
+            weights=options.weights,
         )
 
     vars(server).update(ModelProvider=provider, LRUPromptCache=prompt_cache)

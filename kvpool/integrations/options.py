@@ -131,21 +131,21 @@ class Kind(NamedTuple):
 
 
 def _number_up_to(most: float) -> Callable[[Any], float | None]:
-    def read(given: Any) -> float | None:
-        is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
-        return float(given) if is_number and 0 < given <= most else None
+    def read(value: Any) -> float | None:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return float(value) if is_number and 0 < value <= most else None
 
     return read
 
 
-def _texts(given: Any) -> tuple[str, ...] | None:
-    texts = (given,) if isinstance(given, str) else given
+def _texts(value: Any) -> tuple[str, ...] | None:
+    texts = (value,) if isinstance(value, str) else value
     right = isinstance(texts, (list, tuple)) and all(isinstance(text, str) and text for text in texts)
     return tuple(texts) if right else None
 
 
-def _text(given: Any) -> str | None:
-    return given or None if isinstance(given, str) else None
+def _text(value: Any) -> str | None:
+    return value or None if isinstance(value, str) else None
 
 
 _SECONDS = Kind(_number_up_to(_SECONDS_MAX), f"more than 0 and up to {_SECONDS_MAX:.0f} seconds")
@@ -154,12 +154,12 @@ KINDS = {
     "stores": Kind(_texts, "a text such as 'disk:/var/kv?capacity=100GiB', or a list of them"),
     "weights": Kind(_text, "a text that tells these weights apart from all others, such as a commit or a digest"),
     "kv_dtype": Kind(
-        lambda given: given.strip() if isinstance(given, str) and given.strip() != "auto" else None,
+        lambda value: value.strip() if isinstance(value, str) and value.strip() != "auto" else None,
         "a text that names the type of the KV's elements, such as 'fp8_e4m3' or 'fp8_e5m2'",
     ),
-    "save": Kind(lambda given: given if given in ("commit", "reuse") else None, "'commit' and 'reuse'"),
-    "load": Kind(lambda given: given if given in ("always", "faster") else None, "'always' and 'faster'"),
-    "policy": Kind(lambda given: given if given in POLICIES else None, ", ".join(map(repr, POLICIES))),
+    "save": Kind(lambda value: value if value in ("commit", "reuse") else None, "'commit' and 'reuse'"),
+    "load": Kind(lambda value: value if value in ("always", "faster") else None, "'always' and 'faster'"),
+    "policy": Kind(lambda value: value if value in POLICIES else None, ", ".join(map(repr, POLICIES))),
     "host_memory": Kind(parse_size, "bytes, or text such as '8GiB'"),
     "staging": Kind(parse_size, "bytes, or text such as '256MiB'"),
     "load_share": _SHARE,
@@ -204,9 +204,9 @@ class EnginePlugin:
 
     def show_warnings(self) -> None:
         """Have kvpool's own loggers write where the engine's do, unless somebody has said where they write."""
-        own = logging.getLogger("kvpool")
-        for handler in () if own.hasHandlers() else logging.getLogger(self.packages[0]).handlers:
-            own.addHandler(handler)
+        logger = logging.getLogger("kvpool")
+        for handler in () if logger.hasHandlers() else logging.getLogger(self.packages[0]).handlers:
+            logger.addHandler(handler)
 
     def tells(self) -> bool:
         """Whether somebody reads a line for each request. Otherwise nothing is collected for it."""
@@ -234,10 +234,10 @@ class EnginePlugin:
 
     def checked_version(self) -> str:
         """The version of the engine that is installed, with a warning if it was not tested."""
-        found = self.version()
-        if found not in self.tested:
-            self.log.warning("kvpool was tested with %s %s; this is %s", self.engine, ", ".join(self.tested), found)
-        return found
+        installed = self.version()
+        if installed not in self.tested:
+            self.log.warning("kvpool was tested with %s %s; this is %s", self.engine, ", ".join(self.tested), installed)
+        return installed
 
     @contextmanager
     def imports(self) -> Iterator[None]:
@@ -262,38 +262,38 @@ class EnginePlugin:
         for name in self.needs:
             if not options.get(name):
                 raise ValueError(f"{name} is missing in {self.place}: accepted is {KINDS[name].accepted}")
-        found = dict(self.options)
+        values = dict(self.options)
         for name in self.options:
             if options.get(name) is not None:
-                found[name] = KINDS[name].read(options[name])
-                if found[name] is None:
+                values[name] = KINDS[name].read(options[name])
+                if values[name] is None:
                     accepted = KINDS[name].accepted
                     raise ValueError(f"{name}={options[name]!r:.80} in {self.place}: accepted is {accepted}")
-        if found.get("load") == "faster" and "compute_seconds" in found and not found["compute_seconds"]:
+        if values.get("load") == "faster" and "compute_seconds" in values and not values["compute_seconds"]:
             raise ValueError(f"load='faster' in {self.place} needs compute_seconds: accepted is {_SECONDS.accepted}")
-        if self.one_store and len(found["stores"]) != 1:
-            raise ValueError(f"stores={found['stores']!r:.80} in {self.place}: accepted is one store")
+        if self.one_store and len(values["stores"]) != 1:
+            raise ValueError(f"stores={values['stores']!r:.80} in {self.place}: accepted is one store")
         for text in () if quiet else warnings:
             self.log.warning("kvpool: %s", text)
-        return EngineOptions(**found)
+        return EngineOptions(**values)
 
     def _in_new_words(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """The options by the words of this release, and what is to be said of the old ones."""
-        found, said = dict(given), []
+        renamed, said = dict(given), []
         for old, words in _OLD_WORDS.items():
             new = [word for word in words if word in self.options]
             if old in given and new:
                 both = [word for word in new if word in given]
                 if both:
                     raise ValueError(f"{old} and {', '.join(both)} in {self.place} say the same: accepted is one")
-                found |= dict.fromkeys(new, found.pop(old))
+                renamed |= dict.fromkeys(new, renamed.pop(old))
                 said.append(f"{old} is now {', '.join(new)}")
         for (name, old), value in _OLD_VALUES.items():
-            if name in self.options and found.get(name) == old:
-                found[name] = value
+            if name in self.options and renamed.get(name) == old:
+                renamed[name] = value
                 said.append(f"{name}={old!r} is now {name}={value!r}")
         text = f"old words in {self.place}, which the next release refuses: {'; '.join(said)}"
-        return found, [text] if said else []
+        return renamed, [text] if said else []
 
     def _ignored(self, options: Mapping[str, Any]) -> list[str]:
         """What neither the engine nor kvpool knows. Raises ValueError if something is to be refused."""
@@ -447,6 +447,6 @@ def files_digest(model: str, place: str = VLLM.place) -> str:
     content = hashlib.sha256((folder / "config.json").read_bytes() if (folder / "config.json").exists() else b"")
     for file in files:
         if file.suffix in _WEIGHTS:
-            found = file.stat()
-            content.update(repr((file.name, found.st_size, found.st_mtime_ns)).encode())
+            status = file.stat()
+            content.update(repr((file.name, status.st_size, status.st_mtime_ns)).encode())
     return content.hexdigest()[:32]

@@ -204,16 +204,16 @@ class KVPoolHiCacheStorage(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
         """How many of the first pages can be restored, given what the other pools need beside ``kv``."""
-        there = _leading(self._find(PoolName.KV, keys))
-        hits: dict[str, int] = {PoolName.KV: there} if there else {}
-        lengths = list(range(1, there + 1))
+        leading_pages = _leading(self._find(PoolName.KV, keys))
+        hits: dict[str, int] = {PoolName.KV: leading_pages} if leading_pages else {}
+        lengths = list(range(1, leading_pages + 1))
         for transfer in pool_transfers or ():
             # Groups of pages gate no hit, and a pool that is not reported has no verdict.
             if not lengths or transfer.hit_policy not in (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES):
                 continue
             trailing = transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES
-            needed = max(1, len(transfer.keys or ())) if trailing else there
-            able = _restorable(self._find(transfer.name, keys[:there]), needed)
+            needed = max(1, len(transfer.keys or ())) if trailing else leading_pages
+            able = _restorable(self._find(transfer.name, keys[:leading_pages]), needed)
             if able:
                 hits[transfer.name] = able[-1]
             lengths = sorted(set(lengths).intersection(able))
@@ -252,13 +252,13 @@ class KVPoolHiCacheStorage(HiCacheStorage):
             return None
         from sglang.srt.observability.metrics_collector import StorageMetrics
 
-        found = StorageMetrics()
+        metrics = StorageMetrics()
         for kind, reports in self._reports.items():
             while reports:
                 pages, speed = reports.popleft()
-                getattr(found, f"{kind}_pgs").append(pages)
-                getattr(found, f"{kind}_bandwidth").append(speed)
-        return found
+                getattr(metrics, f"{kind}_pgs").append(pages)
+                getattr(metrics, f"{kind}_bandwidth").append(speed)
+        return metrics
 
     def close(self) -> None:
         """End all calls, and close the stores. Waits at most 10 s for each."""
@@ -307,15 +307,15 @@ def _names(keys: Sequence[str]) -> list[bytes]:
     return [key.encode() for key in keys]
 
 
-def _leading(found: Sequence[bool]) -> int:
-    return found.index(False) if False in found else len(found)
+def _leading(present: Sequence[bool]) -> int:
+    return present.index(False) if False in present else len(present)
 
 
-def _restorable(found: Sequence[bool], needed: int) -> list[int]:
+def _restorable(present: Sequence[bool], needed: int) -> list[int]:
     """The lengths of prefixes whose last ``needed`` pages there are, or all of them where they have fewer."""
     able, run = [], 0
-    for end, there in enumerate(found, 1):
-        run = run + 1 if there else 0
+    for end, is_present in enumerate(present, 1):
+        run = run + 1 if is_present else 0
         if run >= min(needed, end):
             able.append(end)
     return able
@@ -323,22 +323,22 @@ def _restorable(found: Sequence[bool], needed: int) -> list[int]:
 
 def _fitting(tensors: Sequence[Any] | None, pool: _Pool | None) -> list[torch.Tensor]:
     """The tensors, if each is the bytes of a page on the CPU. None of them otherwise."""
-    found = list(tensors or ())
+    pages = list(tensors or ())
     right = pool is not None and all(
         isinstance(tensor, torch.Tensor)
         and tensor.device.type == "cpu"
         and tensor.is_contiguous()
         and tensor.nbytes == pool.blocks.block_bytes
-        for tensor in found
+        for tensor in pages
     )
-    return found if right else []
+    return pages if right else []
 
 
 def _bytes(tensor: torch.Tensor) -> Bytes:
     """The memory of a tensor, as bytes. NumPy copies it, as PyTorch waits for threads of its own to copy a page, which
     takes long where all cores are in use."""
-    found: Bytes = tensor.view(torch.uint8).numpy()
-    return found
+    data: Bytes = tensor.view(torch.uint8).numpy()
+    return data
 
 
 def _views(host_pool: HostKVCache) -> bool:

@@ -58,11 +58,11 @@ class _Hits:
         """How many of these blocks, which a store has, are to be loaded."""
         with self._lock:
             again = {self._open[name] for name in names if name in self._open}
-            gone = {one for one in self._open.values() if one.at + self._seconds < now}
+            gone = {hit for hit in self._open.values() if hit.at + self._seconds < now}
             self._end(again | gone, now, told=False)
             self._lapse(now)
-            live = [one for one in self._open.values() if one not in self._lapsed]
-            waited = max(0.0, now - min([one.at for one in live], default=now))
+            live = [hit for hit in self._open.values() if hit not in self._lapsed]
+            waited = max(0.0, now - min([hit.at for hit in live], default=now))
             load = self._policy.choose(len(names), len(live) * self._block_bytes, 0.0, waited)
             attempt = LoadAttempt(self._policy, load, max(1, load.blocks), now)
             self._open.update(dict.fromkeys(names[: load.blocks], attempt))
@@ -78,8 +78,8 @@ class _Hits:
     def loaded(self, came: Mapping[bytes, bool], began: float, now: float) -> None:
         """Which blocks have come, by a load that began then."""
         with self._lock:
-            own = {attempt for name in came if (attempt := self._open.get(name)) is not None}
-            for attempt in own:
+            attempts = {attempt for name in came if (attempt := self._open.get(name)) is not None}
+            for attempt in attempts:
                 if attempt in self._lapsed:
                     self._end({attempt}, now, told=False)
                     continue
@@ -198,23 +198,23 @@ class StagedBlocks:
 
     def find(self, names: Sequence[bytes]) -> list[bool]:
         """Which blocks the store says that it has."""
-        found = [False] * len(names)
+        stored = [False] * len(names)
         with self._watched(jobs.FIND, len(names)) as usable:
             if usable:
                 job = self.client.find(BlockNames(names), deadline=self._deadline(jobs.FIND))
-                found[:] = (self._codes(job) == OK).tolist()
-        return found
+                stored[:] = (self._codes(job) == OK).tolist()
+        return stored
 
     def find_hit(self, names: Sequence[bytes]) -> list[bool]:
         """Which blocks of a prompt, in its order, are there and worth a load: with ``load="faster"``, those of its
         beginning that are expected sooner than the engine computes them."""
-        found = self.find(names)
-        if self._hits is None or not any(found):
-            return found
-        leading = found.index(False) if False in found else len(found)
+        stored = self.find(names)
+        if self._hits is None or not any(stored):
+            return stored
+        leading = stored.index(False) if False in stored else len(stored)
         worth = self._hits.worth(names[:leading], self.client.queue.now())
         self.declined += leading - worth
-        return found if worth == leading else [True] * worth + [False] * (len(names) - worth)
+        return stored if worth == leading else [True] * worth + [False] * (len(names) - worth)
 
     def load(self, names: Sequence[bytes], put: Copy) -> list[bool]:
         """Load blocks. ``put(place, row)`` gets the bytes uint8[block_bytes] of each block that came, and copies them:

@@ -106,12 +106,12 @@ def _begun(
 def _ended(call: Callable[[StoreQueue], list[Job]], open_jobs: WeakKeyDictionary[Job, Any]) -> Any:
     @functools.wraps(call)
     def traced(queue: StoreQueue) -> list[Job]:
-        found = call(queue)
-        for job in found:
+        ended_jobs = call(queue)
+        for job in ended_jobs:
             span = open_jobs.pop(job, None) if job.done else None
             if span is not None:
                 span.set_attribute("kvpool.blocks", len(job.codes))
                 span.end()
-        return found
+        return ended_jobs
 
     return traced

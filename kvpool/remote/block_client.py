@@ -122,7 +122,7 @@ class Exchange:
         if arrival is not None and not self._link.is_sealed(arrival.content, request.seal):
             raise RemoteError("seal", "the blocks are not those that the server has sealed: they may hold anything")
         blocks = iter([] if arrival is None else arrival.blocks)
-        return [next(blocks) if one == "1" else None for one in request.found or ""]
+        return [next(blocks) if bit == "1" else None for bit in request.found or ""]
 
 
 def find(link: Link, keys: bytes, groups: int) -> Bools:
@@ -131,7 +131,7 @@ def find(link: Link, keys: bytes, groups: int) -> Bools:
 
     Raises RemoteTimeout, RemoteError.
     """
-    found, step = [np.empty((groups, 0), np.bool_)], KEY_BYTES * BLOCKS_MAX
+    answers, step = [np.empty((groups, 0), np.bool_)], KEY_BYTES * BLOCKS_MAX
     for piece in (keys[first : first + step] for first in range(0, len(keys), step)):
         count = len(piece) // KEY_BYTES
         received = link.ask(Find(link.number()), [piece], Found)
@@ -139,8 +139,8 @@ def find(link: Link, keys: bytes, groups: int) -> Bools:
         if sizes != [-(-groups * count // 8)] or received.blocks:
             raise RemoteError("malformed", f"the server sent {sizes!r:.80} bytes for {groups} x {count} bits")
         bits = np.unpackbits(np.frombuffer(received.frames[0], np.uint8), count=groups * count)
-        found.append(bits.reshape(groups, count).astype(np.bool_))
-    return np.concatenate(found, axis=1)
+        answers.append(bits.reshape(groups, count).astype(np.bool_))
+    return np.concatenate(answers, axis=1)
 
 
 class BlockClient(Closing):
@@ -214,9 +214,9 @@ class BlockClient(Closing):
                 for group, places in self._wanted(keys):
                     exchange = self._exchange(keys.keys[places].tobytes(), group)
                     for offset, blocks in exchange:
-                        there = next((i for i, block in enumerate(blocks) if block is None), len(blocks))
-                        entered += self._import(keys, group, places[offset : offset + there], blocks, priority)
-                        if there < len(blocks):
+                        leading = next((i for i, block in enumerate(blocks) if block is None), len(blocks))
+                        entered += self._import(keys, group, places[offset : offset + leading], blocks, priority)
+                        if leading < len(blocks):
                             exchange.stop()
                     if exchange.stopped:
                         break
@@ -235,9 +235,9 @@ class BlockClient(Closing):
         if len(groups) == 1 and groups[0].kind == "attention" and groups[0].window is None:
             first = self._cache.match_prefix(keys).full_tokens // self._cache.tokens_per_block
             return [(groups[0].index, np.arange(first, last))]
-        there = np.zeros((len(self._sizes), full), np.bool_)
-        there[:, :last] = find(self._connected(), keys.keys[:last].tobytes(), len(self._sizes))
-        lacking = self._cache.lacking(keys, there).blocks
+        on_server = np.zeros((len(self._sizes), full), np.bool_)
+        on_server[:, :last] = find(self._connected(), keys.keys[:last].tobytes(), len(self._sizes))
+        lacking = self._cache.lacking(keys, on_server).blocks
         return [(group.index, lacking[group.index]) for group in groups if len(lacking[group.index])]
 
     def _import(self, keys: BlockKeys, group: int, places: Int64s, blocks: list[Buffer | None], priority: int) -> int:
@@ -245,8 +245,8 @@ class BlockClient(Closing):
         entered."""
         entered = begin = 0
         for run in neighbours(places):
-            own = blocks[begin : begin + len(run)]
-            entered += self._cache.import_blocks(keys, own, first=int(run[0]), priority=priority, group=group)
+            run_blocks = blocks[begin : begin + len(run)]
+            entered += self._cache.import_blocks(keys, run_blocks, first=int(run[0]), priority=priority, group=group)
             begin += len(run)
         return entered
 
@@ -262,12 +262,12 @@ class BlockClient(Closing):
         if not self._sizes[which]:
             raise ValueError(f"group={which}: of a group for cross attention nothing is served; accepted are others")
         with self._exclusive():
-            found: list[Buffer | None] = []
+            fetched: list[Buffer | None] = []
             for _, blocks in self._exchange(key_rows(keys).tobytes(), which):
                 if self._transport.reuses_memory:
                     blocks = [None if block is None else memoryview(bytes(block)) for block in blocks]
-                found.extend(blocks)
-        return found
+                fetched.extend(blocks)
+        return fetched
 
     def close(self) -> None:
         """Disconnect. A second call does nothing. All other calls raise ValueError from then on."""

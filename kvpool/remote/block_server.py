@@ -139,19 +139,19 @@ class BlockServer(Closing):
         stall_ms: int = 5_000,
     ) -> None:
         check_endpoint(endpoint, keys)
-        stall, own = integer_argument("stall_ms", stall_ms, 0, (1 << 31) - 1), limits or Limits()
+        stall, server_limits = integer_argument("stall_ms", stall_ms, 0, (1 << 31) - 1), limits or Limits()
         if cache.host_blocks == 0:
             raise ValueError("cache: its host tier is what is served, and it has none (host_blocks=0)")
-        self._blocks = _HostTier(cache, InlineServer() if transport is None else transport, own)
+        self._blocks = _HostTier(cache, InlineServer() if transport is None else transport, server_limits)
         # Every request has one answer. A client that leaves more of them unread exceeds its limit.
-        waiting = 4 * own.requests_per_client
+        waiting = 4 * server_limits.requests_per_client
         door = keys or ServerSecret(remote_password(cache.core.states.secret).encode())
         try:
             self._server = self._blocks.server = Server(
                 self._blocks,
                 endpoint,
                 door,
-                connections=own.connections,
+                connections=server_limits.connections,
                 stall_ms=stall,
                 frame_bytes=KEY_BYTES * BLOCKS_MAX,
                 messages=waiting,
@@ -374,8 +374,8 @@ class _HostTier:
         The socket accepts no message of more than BLOCKS_MAX keys.
         """
         pieces = [keys[first : first + KEYS_PER_LOOK] for first in range(0, len(keys), KEYS_PER_LOOK)]
-        found = np.concatenate([self._of_pool(request.id, piece) for piece in pieces], axis=1)
-        if self.server.send(client, Found(request.id), [np.packbits(found).tobytes()]):
+        present = np.concatenate([self._of_pool(request.id, piece) for piece in pieces], axis=1)
+        if self.server.send(client, Found(request.id), [np.packbits(present).tobytes()]):
             self.stats.questions += 1
 
     def _of_pool(self, id: int, keys: Uint64s) -> Bools:
@@ -403,9 +403,9 @@ class _HostTier:
             return [lease for lease in each if lease is not None], np.array([lease is not None for lease in each])
 
     def _send_blocks(self, request: Waiting) -> None:
-        leases, found = self._pin(request)
-        count = int(found.sum())
-        reply, nbytes = Blocks(request.id, "".join("01"[one] for one in found.tolist())), request.nbytes
+        leases, present = self._pin(request)
+        count = int(present.sum())
+        reply, nbytes = Blocks(request.id, "".join("01"[bit] for bit in present.tolist())), request.nbytes
         try:
             if not count:
                 self.server.send(request.client, reply)
@@ -431,7 +431,7 @@ class _HostTier:
         stats.requests, stats.blocks, stats.missing_blocks = (
             stats.requests + 1,
             stats.blocks + count,
-            stats.missing_blocks + len(found) - count,
+            stats.missing_blocks + len(present) - count,
         )
         stats.bytes += nbytes if count else 0
         self._count_transfers()

@@ -136,7 +136,7 @@ class Connections:
             if event["event"] == zmq.EVENT_ACCEPTED:
                 self._open[descriptor] = Flow(descriptor, self._endpoint(), self._bytes_most)
                 if len(self._open) > self._most:
-                    strangers = (one for one, flow in self._open.items() if self._guarded and not flow.messages)
+                    strangers = (peer for peer, flow in self._open.items() if self._guarded and not flow.messages)
                     self._refuse(next(strangers, descriptor))
         return gone
 

@@ -89,15 +89,15 @@ class ServerSecret:
 
     def admits(self, credentials: Sequence[bytes]) -> bool:
         """Whether a peer with this pass may connect, now and not again."""
-        now = time.monotonic_ns()
-        self._seen = {name: made for name, made in self._seen.items() if made > now - _PASS_NS}
+        now_ns = time.monotonic_ns()
+        self._seen = {name: made for name, made in self._seen.items() if made > now_ns - _PASS_NS}
         if len(credentials) != 2:
             return False
         name, proof = credentials
         if not hmac.compare_digest(proof, _proof(self.wire_key, name)):
             return False
         made = int(name.partition(b" ")[0])
-        if not max(self._start, now - _PASS_NS) < made <= now or name in self._seen:
+        if not max(self._start, now_ns - _PASS_NS) < made <= now_ns or name in self._seen:
             return False
         self._seen[name] = made
         return True

@@ -67,7 +67,7 @@ class RemoteTimeout(RemoteError, TimeoutError):
 
 def printable(text: str) -> str:
     """Words of another process, as they may be shown on a terminal."""
-    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
 class Stopped(Exception):

@@ -89,8 +89,8 @@ class NixlServer(ServerTransport):
         return Offer([tag, addresses.tobytes()], [], [content], False, reading.released)
 
     def poll(self) -> None:
-        found = {} if self._agent is None else self._agent.get_new_notifs()
-        for tags in found.values():
+        notifications = {} if self._agent is None else self._agent.get_new_notifs()
+        for tags in notifications.values():
             for tag in tags:
                 reading = self._reading.get(tag)
                 if reading is not None:
@@ -142,10 +142,10 @@ class NixlClient(ClientTransport):
         number = self._free.pop()
         slot, size, agent = self._slots[number], sum(parts), self._agent
         from_here, from_there, lengths = _pieces(address(slot), np.frombuffer(frames[1], _ADDRESS), parts, count)
-        here = agent.get_xfer_descs(regions(from_here, lengths), MEMORY)
-        there = agent.get_xfer_descs(regions(from_there, lengths), MEMORY)
+        local_regions = agent.get_xfer_descs(regions(from_here, lengths), MEMORY)
+        remote_regions = agent.get_xfer_descs(regions(from_there, lengths), MEMORY)
         try:
-            handle = agent.initialize_xfer("READ", here, there, self._server, bytes(frames[0]))
+            handle = agent.initialize_xfer("READ", local_regions, remote_regions, self._server, bytes(frames[0]))
             self._handles[number] = handle
             agent.transfer(handle)
         except Exception as error:
@@ -185,11 +185,11 @@ def _pieces(first: int, places: Array, parts: Sequence[int], count: int) -> tupl
     ``places`` has the addresses of all blocks there, part after part. Neighbours become one piece.
     """
     size, offsets = sum(parts), np.concatenate([[0], np.cumsum(parts)[:-1]])
-    here = np.concatenate([first + offset + size * np.arange(count) for offset in offsets])
+    addresses = np.concatenate([first + offset + size * np.arange(count) for offset in offsets])
     nbytes = np.repeat(np.asarray(parts, np.int64), count)
-    follow = (np.diff(here) == nbytes[:-1]) & (np.diff(places.astype(np.int64)) == nbytes[:-1])
+    follow = (np.diff(addresses) == nbytes[:-1]) & (np.diff(places.astype(np.int64)) == nbytes[:-1])
     firsts = np.flatnonzero(np.append(True, ~follow))
-    return here[firsts], places[firsts], np.add.reduceat(nbytes, firsts)
+    return addresses[firsts], places[firsts], np.add.reduceat(nbytes, firsts)
 
 
 _abandoned: list[tuple[Any, Any, Any]] = []

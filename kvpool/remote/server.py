@@ -214,8 +214,8 @@ class Server:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for one in (self._zap, self._bell, self.connections.events):
-            poller.register(one, zmq.POLLIN)
+        for source in (self._zap, self._bell, self.connections.events):
+            poller.register(source, zmq.POLLIN)
         try:
             while not self.stopping.is_set():
                 poller.register(self._socket, zmq.POLLIN if self._backend.has_room() else 0)

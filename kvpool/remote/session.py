@@ -149,13 +149,13 @@ def decode(header: bytes, accepted: tuple[type[Message], ...]) -> Any:
     if not isinstance(values, dict):
         raise Malformed("the header is not a JSON object")
     kind = values.pop("kind", None)
-    found = next((one for one in accepted if one.__name__.lower() == kind), None)
-    if found is None:
-        names = ", ".join(one.__name__.lower() for one in accepted)
+    message_type = next((candidate for candidate in accepted if candidate.__name__.lower() == kind), None)
+    if message_type is None:
+        names = ", ".join(candidate.__name__.lower() for candidate in accepted)
         raise Malformed(f"kind {kind!r:.40}: accepted are {names}", _id_of(values))
     values = {name: tuple(value) if type(value) is list else value for name, value in values.items()}
-    _check(found, values)
-    return found(**values)
+    _check(message_type, values)
+    return message_type(**values)
 
 
 def frames_argument(frames: list[Any], count: int) -> None:

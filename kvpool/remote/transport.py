@@ -163,7 +163,7 @@ class InlineServer(ServerTransport):
             sent = [np.concatenate([part[rows] for part in parts], axis=1)]
         else:
             sent = [parts[0][run[0] : run[-1] + 1] for run in neighbours(rows)]
-        frames = [zmq.Frame(one, track=True, copy=False) for one in sent]
+        frames = [zmq.Frame(array, track=True, copy=False) for array in sent]
         tracker = zmq.MessageTracker(*(frame.tracker for frame in frames))
         return Offer([], frames, sent, copied, lambda: tracker.done)
 

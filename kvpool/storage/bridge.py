@@ -204,9 +204,9 @@ class Bridge(Generic[Block]):
         for number, client in enumerate(self.clients[first:] if blocks else (), first):
             if not client.usable(FIND):
                 continue
-            now, end = self._clock(), search.end
+            now_s, end = self._clock(), search.end
             # One store that hangs leaves time for those behind it.
-            deadline = end if number + 1 == len(self.clients) else now + (end - now) / 2
+            deadline = end if number + 1 == len(self.clients) else now_s + (end - now_s) / 2
             names, (tag, _) = self._tier.names(blocks, sealed=False), self._tier.space(client, blocks[0])
             try:
                 done = partial(self._searched, search, number, blocks)
@@ -295,12 +295,12 @@ class Bridge(Generic[Block]):
         chosen = line.take(count)
         if self._tier.space(client, chosen[0][0][0])[1] < 1:
             return self._leave(number, chosen, "quota")
-        there, names, rows = self._tier.pin(client, chosen)
+        pinned, names, rows = self._tier.pin(client, chosen)
         if len(names) < count:
-            kept = set(blocks_in(there))
+            kept = set(blocks_in(pinned))
             self._leave(number, [([block for block in blocks_in(chosen) if block not in kept], None)], "evicted")
         if len(names):
-            self._begin(number, there, names, rows)
+            self._begin(number, pinned, names, rows)
         return count
 
     def _begin(self, number: int, pieces: Pieces[Block], names: BlockNames, rows: Rows | Lend) -> None:
@@ -436,8 +436,8 @@ class Loader(Generic[Block]):
     @property
     def free(self) -> int:
         """How many blocks may be loaded now."""
-        now = self._clock()
-        while self.unread and next(iter(self.unread.values())).until <= now:
+        now_s = self._clock()
+        while self.unread and next(iter(self.unread.values())).until <= now_s:
             self.drop(next(iter(self.unread)))
         return max(0, self._room - len(self.unread) - len(self.coming))
 
@@ -514,13 +514,17 @@ class Loader(Generic[Block]):
         policy = self._policies[number]
         if policy is None:
             return None
-        others = [one for one in self._under_way if one.number == number]
-        ahead = before + sum(len(one.blocks) for one in others)
+        others = [loading for loading in self._under_way if loading.number == number]
+        ahead = before + sum(len(loading.blocks) for loading in others)
         nbytes = ahead * self._bridge.clients[number].queue.block_bytes
-        now = self._clock()
-        waited = max(0.0, now - min([one.attempt.at for one in others if one.attempt and not one.over], default=now))
+        now_s = self._clock()
+        waited = max(
+            0.0,
+            now_s
+            - min([loading.attempt.at for loading in others if loading.attempt and not loading.over], default=now_s),
+        )
         load = policy.choose(places, nbytes, spare, waited)
-        return LoadAttempt(policy, load, items or max(1, load.blocks), now)
+        return LoadAttempt(policy, load, items or max(1, load.blocks), now_s)
 
     def load(
         self,
@@ -535,26 +539,26 @@ class Loader(Generic[Block]):
         told that it is done calls ``enter``, and ``end`` when its blocks are not on their way any more: the rows are
         kept until then. Raises StoreBusy."""
         client = self._bridge.clients[number]
-        own, rows = self._tier.reserve(client, blocks)
-        if not len(own):
+        reserved, rows = self._tier.reserve(client, blocks)
+        if not len(reserved):
             return None
-        names, (tag, _) = self._tier.names(own, sealed=True), self._tier.space(client, own[0])
-        loading = Loading(number, own, rows, attempt)
+        names, (tag, _) = self._tier.names(reserved, sealed=True), self._tier.space(client, reserved[0])
+        loading = Loading(number, reserved, rows, attempt)
         over = None if returned is None else lambda _: returned(loading)
 
         def ended(job: Job) -> None:
-            self._tier.said(number, own, job.codes)
-            self._bridge.note(number, own, job.reasons)
+            self._tier.said(number, reserved, job.codes)
+            self._bridge.note(number, reserved, job.reasons)
             done(loading)
 
         try:
             loading.job = client.load(names, rows, ended, over, tag=tag, deadline=deadline, hold=True)
         except StoreBusy:
-            self._tier.abort(client, own, rows)
+            self._tier.abort(client, reserved, rows)
             raise
         self._under_way.add(loading)
-        self.coming.update(dict.fromkeys(own, loading))
-        for block in own:
+        self.coming.update(dict.fromkeys(reserved, loading))
+        for block in reserved:
             # It was evicted before its request read it, and counts once.
             self.unread.pop(block, None)
         return loading
@@ -562,17 +566,17 @@ class Loader(Generic[Block]):
     def enter(self, loading: Loading[Block], ok: Bools) -> list[Block]:
         """Publish blocks of a load that is done, bool[n] of them. Returns those that the tier has now, which wait for
         their reader. Raises what ``CacheTier.publish`` raises."""
-        chosen, now = list(compress(loading.blocks, ok.tolist())), self._clock()
+        chosen, now_s = list(compress(loading.blocks, ok.tolist())), self._clock()
         loading.over = True
-        there = self._tier.publish(self._bridge.clients[loading.number], chosen, loading.rows[ok])
-        here = list(compress(chosen, there))
-        for block in here:
+        published = self._tier.publish(self._bridge.clients[loading.number], chosen, loading.rows[ok])
+        arrived = list(compress(chosen, published))
+        for block in arrived:
             del self.coming[block]
-        arrival = Unread(now + self._unread_seconds, loading.number)
-        self.unread.update((block, arrival) for block in here if block in self._users)
+        arrival = Unread(now_s + self._unread_seconds, loading.number)
+        self.unread.update((block, arrival) for block in arrived if block in self._users)
         if loading.attempt is not None:
-            loading.attempt.note(len(here), loading.job.began, now)
-        return here
+            loading.attempt.note(len(arrived), loading.job.began, now_s)
+        return arrived
 
     def end(self, loading: Loading[Block]) -> list[Block]:
         """A load has ended, or is given up. Returns its blocks that did not come."""

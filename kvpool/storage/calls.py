@@ -52,23 +52,23 @@ class CheckedCalls:
             if job.kind == jobs.CLEAR:
                 self._clear(job)
                 return NO_CODES, ""
-            own = job.keys[places]
-            keys = self._stored(own)
+            job_keys = job.keys[places]
+            keys = self._stored(job_keys)
             if job.kind == jobs.FIND:
                 return _codes(self._store.find(keys.copy()), len(keys)), ""
-            if job.lend is not None and isinstance(own, BlockNames):
-                return self._lent(job, job.lend, own, keys), ""
+            if job.lend is not None and isinstance(job_keys, BlockNames):
+                return self._lent(job, job.lend, job_keys, keys), ""
             call = self._sealed if job.kind == jobs.SAVE else self._checked
-            return call(job, keys, job.rows[places], _contexts(own)), ""
+            return call(job, keys, job.rows[places], _contexts(job_keys)), ""
         except BaseException as error:  # A store that fails in any way must not end the thread.
             return np.full(len(places), FAILED, np.uint8), _text_of(error)
 
     def find(self, keys: Keys) -> Bytes | None:
         """What the store answers to a find. None if it fails, or does not know all."""
         try:
-            own = self._stored(keys)
-            codes = np.array(self._store.find(own.copy()))
-            known = codes.shape == (len(own),) and {OK, ABSENT}.issuperset(codes.tolist())
+            stored_keys = self._stored(keys)
+            codes = np.array(self._store.find(stored_keys.copy()))
+            known = codes.shape == (len(stored_keys),) and {OK, ABSENT}.issuperset(codes.tolist())
             return codes.astype(np.uint8) if known else None
         except Exception:
             return None
@@ -85,39 +85,39 @@ class CheckedCalls:
     def _asked(self, new: bool = False) -> bytes:
         """The epoch that the store remembers; b"" if it remembers none."""
         ask = getattr(self._store, "epoch", None)
-        found = ask(self._secret.model, new) if ask else None
-        if found is None:
+        epoch = ask(self._secret.model, new) if ask else None
+        if epoch is None:
             return b""
-        if not isinstance(found, bytes) or len(found) not in (0, EPOCH_BYTES):
-            raise ValueError(f"the store has answered {found!r:.80}: accepted are {EPOCH_BYTES} bytes or none")
-        return found
+        if not isinstance(epoch, bytes) or len(epoch) not in (0, EPOCH_BYTES):
+            raise ValueError(f"the store has answered {epoch!r:.80}: accepted are {EPOCH_BYTES} bytes or none")
+        return epoch
 
     def _stored(self, blocks: Keys) -> Bytes:
         """What the store has blocks by, in this epoch. A store that cannot be reached at first is asked again."""
         if self._epoch is None:
-            found = self._asked()
+            epoch = self._asked()
             with self._lock:
-                self._epoch = found if self._epoch is None else self._epoch
+                self._epoch = epoch if self._epoch is None else self._epoch
         return self._secret.in_epoch(self._secret.keys(blocks), self._epoch)
 
     def _sealed(self, job: Job, keys: Bytes, rows: Rows, contexts: Contexts) -> Bytes:
         """Seal rows and save them."""
-        own = keys.copy(), rows.copy(), self._secret.seal(keys, rows, self._memory, contexts)
-        return _codes(self._store.save(*own, job.tag, job.limit, lambda: job.done), len(keys))
+        sealed = keys.copy(), rows.copy(), self._secret.seal(keys, rows, self._memory, contexts)
+        return _codes(self._store.save(*sealed, job.tag, job.limit, lambda: job.done), len(keys))
 
     def _lent(self, job: Job, lend: Lend, names: BlockNames, keys: Bytes) -> Bytes:
         """Save rows that are lent, but not while names are hashed."""
         codes = np.full(len(keys), ABSENT, np.uint8)
         try:
             with lend(names) as rows:
-                found = id_array("rows", rows)
-                if len(found) != len(names):
-                    raise ValueError(f"{len(found)} rows were lent: accepted is one for each of {len(names)} names")
-                there = np.flatnonzero(found >= 0)
+                lent_rows = id_array("rows", rows)
+                if len(lent_rows) != len(names):
+                    raise ValueError(f"{len(lent_rows)} rows were lent: accepted is one for each of {len(names)} names")
+                present = np.flatnonzero(lent_rows >= 0)
                 # What was lent after a job was given up may be something else under the same name.
-                if len(there) and not job.done:
-                    own = rows_argument(found[there], len(there), len(self._memory), False)
-                    codes[there] = self._sealed(job, keys[there], own, names[there].contexts)
+                if len(present) and not job.done:
+                    present_rows = rows_argument(lent_rows[present], len(present), len(self._memory), False)
+                    codes[present] = self._sealed(job, keys[present], present_rows, names[present].contexts)
         except BlockNotFound:
             # The rows may have got other bytes before the store had read them, and their seals would be right.
             codes[:] = ABSENT
@@ -127,13 +127,13 @@ class CheckedCalls:
 
     def _checked(self, job: Job, keys: Bytes, rows: Rows, contexts: Contexts) -> Bytes:
         """Load, and compare each block with its seal. The store is told to forget those that differ."""
-        answer, found = self._store.load(keys.copy(), rows.copy(), lambda: job.done)
-        codes, seals = _codes(answer, len(keys)), np.asarray(found, np.uint8).reshape(len(keys), SEAL_BYTES)
-        there = np.flatnonzero(codes == OK)
-        if len(there) and not job.done:
-            known = contexts and [contexts[place] for place in there.tolist()]
-            right = self._secret.seal(keys[there], rows[there], self._memory, known)
-            wrong = there[(seals[there] != right).any(axis=1)]
+        answer, stored_seals = self._store.load(keys.copy(), rows.copy(), lambda: job.done)
+        codes, seals = _codes(answer, len(keys)), np.asarray(stored_seals, np.uint8).reshape(len(keys), SEAL_BYTES)
+        loaded = np.flatnonzero(codes == OK)
+        if len(loaded) and not job.done:
+            known = contexts and [contexts[place] for place in loaded.tolist()]
+            right = self._secret.seal(keys[loaded], rows[loaded], self._memory, known)
+            wrong = loaded[(seals[loaded] != right).any(axis=1)]
             if len(wrong):
                 codes[wrong] = DAMAGED
                 with suppress(Exception):

@@ -284,17 +284,17 @@ class LoadOrCompute:
 
     def _risk(self, load: Load, saved: float, waited: float) -> float:
         """What a load of all its blocks may lose. 0 if there shall be no load."""
-        speed, own = self._speed, self._speed.seconds(load.blocks * self.block_bytes)
+        speed, transfer_s = self._speed, self._speed.seconds(load.blocks * self.block_bytes)
         first = max(load.ahead + speed.seconds(min(load.blocks, self._piece) * self.block_bytes) - load.spare, 0.0)
-        load.promise = 1 - max(load.ahead + own - load.spare, 0.0) / saved
+        load.promise = 1 - max(load.ahead + transfer_s - load.spare, 0.0) / saved
         if not speed.loads and load.spare >= saved:
             # Whatever the store is like: it is given up before the engine could have begun.
             load.promise, load.grace = 0.0, load.spare - 2 * _PROBE * saved
             return _PROBE * saved
         short = not speed.loads or load.promise - self._worse < _MARGIN
         # Else the load that has waited longest could wait for the engine too, and longer in all than this one here.
-        spares = 0 < waited > load.ahead + own - saved
-        load.for_others = short and spares and 0 < own <= (1 - _MARGIN - self._worse) * saved
+        spares = 0 < waited > load.ahead + transfer_s - saved
+        load.for_others = short and spares and 0 < transfer_s <= (1 - _MARGIN - self._worse) * saved
         if short and not load.for_others:
             return self._probe(load, saved, 2 * first if load.promise >= _MARGIN else 0.0)
         risk = min(2 * first + _SLACK * saved, self._budget)

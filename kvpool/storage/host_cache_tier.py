@@ -174,10 +174,10 @@ class HostCacheTier:
     def ended(self, number: int, pieces: Pieces[bytes], kept: Sequence[bool]) -> None:
         """A prompt whose saves have ended comes back into its order. Each of its leases counted as a use, so that the
         end of the prompt would be evicted last."""
-        if self.tells and (here := tuple(compress(blocks_in(pieces), kept))):
+        if self.tells and (kept_keys := tuple(compress(blocks_in(pieces), kept))):
             told = self._told[number]
-            told.update(dict.fromkeys(here))
-            self.changes.append(StoreChange(number, here, True))
+            told.update(dict.fromkeys(kept_keys))
+            self.changes.append(StoreChange(number, kept_keys, True))
             # A reader is to keep no key for ever of which nothing will be reported any more.
             self._take_back(number, [key for key, _ in zip(told, range(len(told) - TOLD_MAX), strict=False)])
         waiting = self._runs[number]
@@ -221,9 +221,9 @@ class HostCacheTier:
         """What ``HostKeeper.touch`` does."""
         self.cache.touch(prompt, turn=turn)
         for waiting in self._runs if any(self._runs) else ():
-            own = set(prompt)
-            for last in waiting.keys() & own:
-                if waiting[last].keys[0] in own:
+            prompt_keys = set(prompt)
+            for last in waiting.keys() & prompt_keys:
+                if waiting[last].keys[0] in prompt_keys:
                     waiting[last].prompt = prompt
 
     @property
@@ -250,7 +250,7 @@ class HostCacheTier:
             keys = tuple(map(keys.__getitem__, order.tolist()))
         places, lease = pin_those_here(
             len(keys),
-            lambda own: self.cache.pin([keys[place] for place in own.tolist()], owner=OWNER),
+            lambda wanted: self.cache.pin([keys[place] for place in wanted.tolist()], owner=OWNER),
             lambda: self.cache.lookup(keys) == self.cache.HERE,
         )
         if lease is None:
@@ -312,7 +312,11 @@ class HostLoads:
         clock: Callable[[], float],
         spare: Callable[[], float],
     ) -> None:
-        self._tier, self._bridge, self._loader, self._clock, self._spare = tier, bridge, loader, clock, spare
+        self._tier = tier
+        self._bridge = bridge
+        self._loader = loader
+        self._clock = clock
+        self._spare = spare
         self._seconds, self._retry_seconds = seconds, retry_seconds
         # Keys that are looked for, with their deadlines, and what the next ``turn`` is to do for them.
         self.searching: dict[bytes, float] = {}
@@ -330,21 +334,21 @@ class HostLoads:
         self._drop_unread(keys)
         said = list(map(self._known, keys, found))
         if None in said:
-            self._ask(dict.fromkeys(key for key, one in zip(keys, said, strict=True) if one is None), hit)
+            self._ask(dict.fromkeys(key for key, known in zip(keys, said, strict=True) if known is None), hit)
         for key, answer in zip(keys, said, strict=True):
             awaited = key in self.searching or answer == HostCache.PENDING and key in self._loader.coming
             if awaited:
                 self._loader.want(key, hit)
         return [
-            one if one is not None else HostCache.PENDING if key in self.searching else HostCache.ABSENT
-            for key, one in zip(keys, said, strict=True)
+            known if known is not None else HostCache.PENDING if key in self.searching else HostCache.ABSENT
+            for key, known in zip(keys, said, strict=True)
         ]
 
-    def _known(self, key: bytes, found: int) -> int | None:
+    def _known(self, key: bytes, state: int) -> int | None:
         """What is said of a key; None if the stores are to be asked."""
-        if found == HostCache.PENDING:
+        if state == HostCache.PENDING:
             loading = self._loader.coming.get(key)
-            return HostCache.ABSENT if loading is not None and loading.over else found
+            return HostCache.ABSENT if loading is not None and loading.over else state
         if key in self.searching:
             return HostCache.PENDING
         absence = self._absent.get(key)
@@ -424,10 +428,10 @@ class HostLoads:
     def turn(self) -> None:
         """Load keys that stores are known to have, and ask them for others."""
         lines, self._lines = self._lines, {}
-        for (number, there, _), keys in sorted(lines.items(), key=lambda line: not line[0][1]):
+        for (number, is_stored, _), keys in sorted(lines.items(), key=lambda line: not line[0][1]):
             # A load from before a ``clear`` may have brought one of them.
             left = [key for key in keys if key in self.searching]
-            if left and there:
+            if left and is_stored:
                 self._load(number, left)
             elif left:
                 self._bridge.search(Search(self._deadline(left), self._found, self._miss), left, number)
@@ -446,28 +450,30 @@ class HostLoads:
                 self._line_up(number, False, left, hit)
                 left = []
                 break
-            there = (codes == OK).tolist()
-            self._line_up(number, True, compress(left, there), hit)
-            left = [key for key, ok in zip(left, there, strict=True) if not ok]
+            stored = (codes == OK).tolist()
+            self._line_up(number, True, compress(left, stored), hit)
+            left = [key for key, ok in zip(left, stored, strict=True) if not ok]
         self._line_up(0, False, later, hit)
         if left:
             self.missed["absent"] += len(left)
             self._remember(left, _Absence("absent", until=self._clock() + self._retry_seconds))
 
-    def _line_up(self, number: int, there: bool, keys: Iterable[bytes], hit: str) -> None:
+    def _line_up(self, number: int, is_stored: bool, keys: Iterable[bytes], hit: str) -> None:
         """Have the next ``turn`` ask a store for keys, or load them."""
-        own = list(keys)
-        if own:
-            self._lines.setdefault((number, there, hit), []).extend(own)
-            self.searching.update(dict.fromkeys(own, self._clock() + self._seconds))
+        key_list = list(keys)
+        if key_list:
+            self._lines.setdefault((number, is_stored, hit), []).extend(key_list)
+            self.searching.update(dict.fromkeys(key_list, self._clock() + self._seconds))
 
     def _found(self, number: int, keys: Sequence[bytes], job: Job) -> list[bytes]:
         """A store has said which keys it has. Returns those that the next one is asked for."""
         # A key that is not looked for any more was dropped by ``clear``.
-        found = [(key, ok) for key, ok in zip(keys, (job.codes == OK).tolist(), strict=True) if key in self.searching]
-        there, others = [key for key, ok in found if ok], [key for key, ok in found if not ok]
-        if there:
-            self._load(number, there)
+        answered = [
+            (key, ok) for key, ok in zip(keys, (job.codes == OK).tolist(), strict=True) if key in self.searching
+        ]
+        stored, others = [key for key, ok in answered if ok], [key for key, ok in answered if not ok]
+        if stored:
+            self._load(number, stored)
         if number + 1 < len(self._bridge.clients):
             return others
         self._miss_by_code(keys, job)

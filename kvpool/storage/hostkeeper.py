@@ -164,24 +164,26 @@ class HostKeeper(Closing):
         load_seconds = number_argument("load_seconds", load_seconds)
         save_seconds = number_argument("save_seconds", save_seconds)
         retry_seconds = number_argument("retry_seconds", retry_seconds)
-        own, whose = list_argument("stores", stores), cache.identity if identity is None else identity
+        store_list, whose = list_argument("stores", stores), cache.identity if identity is None else identity
         limit = NO_LIMIT if quota is None else integer_argument("quota", quota, 0, 1 << 62) // cache.block_bytes
-        chosen = [None] * len(own) if policies is None else list_argument("policies", policies)
-        if not own:
+        chosen = [None] * len(store_list) if policies is None else list_argument("policies", policies)
+        if not store_list:
             raise ValueError("stores=[]: accepted are one or more")
         if not callable(spare):
             raise TypeError(f"spare={spare!r:.80}: accepted is a function that returns seconds")
-        if len(chosen) != len(own):
-            raise ValueError(f"policies has {len(chosen)} elements: accepted is one for each of {len(own)} stores")
+        if len(chosen) != len(store_list):
+            raise ValueError(
+                f"policies has {len(chosen)} elements: accepted is one for each of {len(store_list)} stores"
+            )
         # Half of the least time of a find: it is a job that has time enough.
-        patience = min(PATIENCE_SECONDS, load_seconds / 2 ** len(own), save_seconds / 2)
+        patience = min(PATIENCE_SECONDS, load_seconds / 2 ** len(store_list), save_seconds / 2)
         self._cache = cache
         self._clock = clock
         self._on_publish = save == COMMIT
         self._process = Process()
         self._closed = False
         self._clients = open_clients(
-            own, lambda store: StoreClient(store, tier.blocks, whose, patience=patience, warns=True, clock=clock)
+            store_list, lambda store: StoreClient(store, tier.blocks, whose, patience=patience, warns=True, clock=clock)
         )
         self._tier = HostCacheTier(cache, self._clients, save, save_room, limit)
         self._bridge = Bridge[bytes](self._tier, self._clients, cache.host_blocks, save_seconds, clock)
@@ -197,29 +199,29 @@ class HostKeeper(Closing):
         stores, and is PENDING meanwhile. ``hit``: names the request; ``policies`` judge the keys of one together. What
         comes for it counts against the room for loads until ``pin`` with this ``owner``, or ``finish``. Raises
         TypeError, ValueError, PoolClosed."""
-        own = key if type(key) is bytes else key_argument("key", key)
+        checked_key = key if type(key) is bytes else key_argument("key", key)
         if self._step_begins:
             self._settle()
-        found = self._cache.find(own)
-        if found == self._cache.HERE:
-            self._loads.looked_up(own, hit)
-            return found
+        state = self._cache.find(checked_key)
+        if state == self._cache.HERE:
+            self._loads.looked_up(checked_key, hit)
+            return state
         self._process.check(self)
-        return self._loads.answers((own,), (found,), hit)[0]
+        return self._loads.answers((checked_key,), (state,), hit)[0]
 
     def lookup(self, keys: Keys, hit: str = "") -> Uint8s:
         """``find`` for each key: uint8[n]."""
-        own = keys_argument(keys)
+        checked_keys = keys_argument(keys)
         if self._step_begins:
             self._settle()
-        answers = self._cache.lookup(own)
+        answers = self._cache.lookup(checked_keys)
         if self._loader.unread:
             for place in np.flatnonzero(answers == self._cache.HERE).tolist():
-                self._loads.looked_up(own[place], hit)
+                self._loads.looked_up(checked_keys[place], hit)
         places = np.flatnonzero(answers != self._cache.HERE)
         if len(places):
             self._process.check(self)
-            keys = [own[place] for place in places.tolist()]
+            keys = [checked_keys[place] for place in places.tolist()]
             answers[places] = self._loads.answers(keys, answers[places].tolist(), hit)
         return answers
 
@@ -259,16 +261,16 @@ class HostKeeper(Closing):
         """What ``HostCache.publish`` does. With ``save="commit"``, the blocks are saved after it, but those of
         ``unsaved``, which no store gets."""
         self._process.check(self)
-        own = self._cache.in_order(keys)
+        ordered_keys = self._cache.in_order(keys)
         with DeferSignals():
-            count = self._cache.publish_ordered(own)
+            count = self._cache.publish_ordered(ordered_keys)
             private = frozenset(unsaved)
-            saved = [key for key in own if key not in private] if private else own
+            saved = [key for key in ordered_keys if key not in private] if private else ordered_keys
             self._loads.published(saved)
             if self._on_publish:
-                self._save(saved, own)
+                self._save(saved, ordered_keys)
             elif private:
-                self._tier.leave_unsaved([key for key in own if key in private])
+                self._tier.leave_unsaved([key for key in ordered_keys if key in private])
         return count
 
     def touch(self, keys: Keys, *, turn: bool = False) -> None:
@@ -281,10 +283,10 @@ class HostKeeper(Closing):
         """What ``HostCache.forget`` does, also to keys that are on their way from a store. The stores keep the blocks,
         but are not asked for them for a while."""
         self._process.check(self)
-        own = keys_argument(keys)
-        count = self._cache.forget(own)
+        checked_keys = keys_argument(keys)
+        count = self._cache.forget(checked_keys)
         with DeferSignals():
-            self._loads.leave(own)
+            self._loads.leave(checked_keys)
         return count
 
     def poll(self) -> None:
@@ -318,9 +320,9 @@ class HostKeeper(Closing):
         """What the stores have got and lost since the last call, as far as this keeper knows, in order: what it has
         saved, and of that what they did not have when they were asked for it. The first call begins it."""
         self._tier.tells = True
-        found = list(self._tier.changes)
+        changes = list(self._tier.changes)
         self._tier.changes.clear()
-        return found
+        return changes
 
     @property
     def totals(self) -> tuple[int, int, int, int]:
@@ -429,7 +431,7 @@ class HostKeeper(Closing):
 
 def _share(name: str, share: object, blocks: int) -> int:
     """A share of the blocks, one at least. Raises TypeError or ValueError."""
-    found = number_argument(name, share)
-    if not 0 < found <= 1:
+    number = number_argument(name, share)
+    if not 0 < number <= 1:
         raise ValueError(f"{name}={share!r:.80}: accepted is a share above 0, up to 1")
-    return max(1, int(found * blocks))
+    return max(1, int(number * blocks))

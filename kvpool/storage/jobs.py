@@ -25,7 +25,11 @@ Keys = Bytes | BlockNames
 Lend = Callable[[BlockNames], AbstractContextManager[Rows]]
 """Lends rows to one call of a store: int64[n], -1 for a block that is not there any more."""
 
-FIND, LOAD, SAVE, FORGET, CLEAR = "find", "load", "save", "forget", "clear"
+FIND = "find"
+LOAD = "load"
+SAVE = "save"
+FORGET = "forget"
+CLEAR = "clear"
 KINDS = (FIND, LOAD, SAVE, FORGET, CLEAR)
 DROPS = (FORGET, CLEAR)
 
@@ -93,7 +97,11 @@ class Job:
         count = 1 if kind == CLEAR else len(keys)
         self._keys, self._rows, self._codes = keys, rows, np.empty(count, np.uint8)
         self._codes.fill(WAITING)
-        self.kind, self.lend, self.deadline, self.tag, self.limit = kind, lend, deadline, tag, limit
+        self.kind = kind
+        self.lend = lend
+        self.deadline = deadline
+        self.tag = tag
+        self.limit = limit
         self.renews = renews
         """Whether it begins an epoch: of a clear."""
         self.error, self.began, self.seconds, self.dropped = "", math.nan, 0.0, 0
@@ -211,22 +219,22 @@ def keys_argument(keys: object) -> Keys:
     if isinstance(keys, BlockNames):
         return keys
     # A subclass may answer with another shape than its memory has.
-    own = np.asarray(keys)[...] if isinstance(keys, np.ndarray) else None
-    if own is None or own.dtype != np.uint8 or own.ndim != 2 or own.shape[1] != KEY_BYTES:
+    array = np.asarray(keys)[...] if isinstance(keys, np.ndarray) else None
+    if array is None or array.dtype != np.uint8 or array.ndim != 2 or array.shape[1] != KEY_BYTES:
         raise ValueError(f"keys: accepted is an array uint8[n, {KEY_BYTES}], made by the queue's secret, or BlockNames")
-    return own.copy()
+    return array.copy()
 
 
 def rows_argument(rows: object, count: int, slots: int, distinct: bool) -> Rows:
     """A copy, which nobody else changes."""
-    own = id_array("rows", rows)
-    if len(own) != count:
-        raise ValueError(f"rows has {len(own)} elements: accepted is one for each of the {count} keys")
-    if first_outside(own, slots - 1) >= 0:
-        raise ValueError(f"rows={own!r:.80}: accepted are 0 to {slots - 1}")
-    if distinct and len(np.unique(own)) != count:
-        raise ValueError(f"rows={own!r:.80}: accepted are rows that differ, as each gets one block")
-    return own
+    row_ids = id_array("rows", rows)
+    if len(row_ids) != count:
+        raise ValueError(f"rows has {len(row_ids)} elements: accepted is one for each of the {count} keys")
+    if first_outside(row_ids, slots - 1) >= 0:
+        raise ValueError(f"rows={row_ids!r:.80}: accepted are 0 to {slots - 1}")
+    if distinct and len(np.unique(row_ids)) != count:
+        raise ValueError(f"rows={row_ids!r:.80}: accepted are rows that differ, as each gets one block")
+    return row_ids
 
 
 Running = Mapping[int, tuple[Job, Rows]]

@@ -190,7 +190,11 @@ class Keeper(Closing):
         self._lock = threading.Lock()
         self._asked: deque[Prefetch] = deque()
         self._idle = Bell()
-        self._turns, self._awaited, self._quiet, self._ended, self._closing = 0, 0, False, False, False
+        self._turns = 0
+        self._awaited = 0
+        self._quiet = False
+        self._ended = False
+        self._closing = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._wake)
         self._thread = threading.Thread(target=self._run, name="kvpool-keeper", daemon=True)
@@ -209,8 +213,8 @@ class Keeper(Closing):
         self._process.check(self)
         keys = self._keys(prompt)
         seconds = self._deadline if deadline is None else number_argument("deadline", deadline)
-        now = self._clock()
-        handle = Prefetch(keys, now + seconds, now + number_argument("spare", spare))
+        now_s = self._clock()
+        handle = Prefetch(keys, now_s + seconds, now_s + number_argument("spare", spare))
         with self._lock:
             if self._ended or self._closing:
                 raise PoolClosed(_ENDED)
@@ -228,11 +232,11 @@ class Keeper(Closing):
         match = self._pool.match_prefix(keys)
         # The last token of a prompt is never reused.
         full, last = (count // self._pool.tokens_per_block for count in (len(keys), len(keys) - 1))
-        there = self._stored.known(keys, full)
-        there[:, last:] = False
-        if not keys.reuse or not there.any():
+        stored = self._stored.known(keys, full)
+        stored[:, last:] = False
+        if not keys.reuse or not stored.any():
             return match
-        return match._replace(store_tokens=max(0, self._pool.lacking(keys, there).tokens - match.full_tokens))
+        return match._replace(store_tokens=max(0, self._pool.lacking(keys, stored).tokens - match.full_tokens))
 
     def explain(self, prompt: object) -> Explanation:
         """What ``KVCacheManager.explain`` says, and of what the pool lacks, which stores are known to have it, and what
@@ -287,9 +291,9 @@ class Keeper(Closing):
         if namespace is not None:
             pair = namespace_argument("namespace", namespace)
             return self._ordered(lambda: self._forget_namespace(pair))
-        given: Any = in_numpy("prompt", prompt)
-        alone = is_keys(given) and not isinstance(given, BlockKeys)
-        blocks = key_rows(given) if alone else self._pool.block_keys(given)
+        exact_prompt: Any = in_numpy("prompt", prompt)
+        alone = is_keys(exact_prompt) and not isinstance(exact_prompt, BlockKeys)
+        blocks = key_rows(exact_prompt) if alone else self._pool.block_keys(exact_prompt)
         return self._ordered(lambda: self._forget_blocks(blocks))
 
     def clear(self, force: bool = False) -> Forgotten:
@@ -557,12 +561,12 @@ def _host_blocks(pool: object) -> list[int]:
     """The host blocks of each group of layers. Raises for a pool that cannot have a keeper."""
     if not isinstance(pool, KVCacheManager):
         raise TypeError(f"pool={pool!r:.80}: accepted is a KVCacheManager")
-    found = [group.host_blocks for group in pool.groups]
-    if not all(blocks for blocks, group in zip(found, pool.groups, strict=True) if group.kind != "cross"):
-        raise ValueError(f"pool: it has {found} host blocks: accepted are pools with a host tier for all groups")
+    host_blocks = [group.host_blocks for group in pool.groups]
+    if not all(blocks for blocks, group in zip(host_blocks, pool.groups, strict=True) if group.kind != "cross"):
+        raise ValueError(f"pool: it has {host_blocks} host blocks: accepted are pools with a host tier for all groups")
     if not pool.core.states.heads[0, H.event_capacity]:
         raise ValueError("pool: accepted are pools that record events (event_capacity of 1 and more)")
-    return found
+    return host_blocks
 
 
 def _check_secret(pool: KVCacheManager, stores: Sequence[Store]) -> None:
@@ -576,19 +580,19 @@ def _check_secret(pool: KVCacheManager, stores: Sequence[Store]) -> None:
 
 
 def _stores_argument(stores: object) -> list[Store]:
-    found = [open_store(store) if isinstance(store, str) else store for store in list_argument("stores", stores)]
-    names = [getattr(store, "name", None) for store in found]
+    opened = [open_store(store) if isinstance(store, str) else store for store in list_argument("stores", stores)]
+    names = [getattr(store, "name", None) for store in opened]
     named = all(isinstance(name, str) for name in names)
-    if not found or len(found) > 16 or not named or len(set(names)) < len(names):
+    if not opened or len(opened) > 16 or not named or len(set(names)) < len(names):
         raise ValueError(f"stores={names!r:.80}: accepted are 1 to 16 stores with different names")
-    return found
+    return opened
 
 
 def _quotas_argument(quotas: object) -> dict[Namespace, int]:
     if quotas is not None and not isinstance(quotas, Mapping):
         raise TypeError(f"quotas={quotas!r:.80}: accepted are bytes by namespace")
-    found: dict[Namespace, int] = {}
+    limits: dict[Namespace, int] = {}
     for namespace, nbytes in (quotas or {}).items():
         key = namespace_argument("quotas", namespace)
-        found[key] = integer_argument(f"quotas[{namespace!r:.80}]", nbytes, 0, 1 << 62)
-    return found
+        limits[key] = integer_argument(f"quotas[{namespace!r:.80}]", nbytes, 0, 1 << 62)
+    return limits

@@ -210,8 +210,8 @@ class PoolTier:
         for group in cached_groups(self._pool):
             chains[group] = [Content(group, key, prompt.namespace, name) for key in split(keys[1:].tobytes(), 16)]
             note_said(chains[group], keys[:-1], tokens, extra)
-            for place, one in enumerate(chains[group]):
-                one.prompt, one.place = prompt, place
+            for place, content in enumerate(chains[group]):
+                content.prompt, content.place = prompt, place
         return chains
 
     def of_keys(self, keys: Rows) -> list[Content]:
@@ -229,16 +229,16 @@ class PoolTier:
 
     def publish(self, client: StoreClient, blocks: Sequence[Content], rows: Rows) -> list[bool]:
         """Import blocks of a prompt. It ends where the host is full. Raises DeviceError and PoolClosed."""
-        ordered = sorted(zip(blocks, rows.tolist(), strict=True), key=lambda one: (one[0].group, one[0].place))
-        here = dict.fromkeys(blocks, False)
-        follows = groupby(enumerate(ordered), lambda one: (one[1][0].group, one[1][0].place - one[0]))
-        for _, own in follows:
-            run = [one for _, one in own]
-            there = self._import([content for content, _ in run], [client.memory[row] for _, row in run])
-            here.update(zip((content for content, _ in run), there, strict=True))
-            if not all(there):
+        ordered = sorted(zip(blocks, rows.tolist(), strict=True), key=lambda entry: (entry[0].group, entry[0].place))
+        published = dict.fromkeys(blocks, False)
+        follows = groupby(enumerate(ordered), lambda entry: (entry[1][0].group, entry[1][0].place - entry[0]))
+        for _, entries in follows:
+            run = [entry for _, entry in entries]
+            imported = self._import([content for content, _ in run], [client.memory[row] for _, row in run])
+            published.update(zip((content for content, _ in run), imported, strict=True))
+            if not all(imported):
                 break
-        return list(here.values())
+        return list(published.values())
 
     def _import(self, run: Sequence[Content], rows: Sequence[Bytes]) -> list[bool]:
         """Import blocks that follow each other in one group of layers. Returns which of them the pool has now."""
@@ -255,22 +255,22 @@ class PoolTier:
 
     def take(self, client: StoreClient, line: Line[Content]) -> int:
         most = min(client.free(SAVE), max(1, SAVE_BYTES // client.queue.block_bytes))
-        kinds = groupby(islice(line, most), lambda one: (one.namespace, one.group))
+        kinds = groupby(islice(line, most), lambda content: (content.namespace, content.group))
         return next((len(list(alike)) for _, alike in kinds), 0)
 
     def pin(self, client: StoreClient, pieces: Pieces[Content]) -> tuple[Pieces[Content], BlockNames, Rows]:
         """Copy contents of one group of layers into rows. Raises PoolClosed."""
         blocks = blocks_in(pieces)
         rows = client.take(SAVE, len(blocks))
-        there = self.copy(blocks, client.memory, rows.tolist())
-        client.give_back(rows[~there])
-        own = [content for content, copied in zip(blocks, there.tolist(), strict=True) if copied]
-        return [(own, None)], self.names(own, sealed=True), rows[there]
+        is_copied = self.copy(blocks, client.memory, rows.tolist())
+        client.give_back(rows[~is_copied])
+        pinned = [content for content, copied in zip(blocks, is_copied.tolist(), strict=True) if copied]
+        return [(pinned, None)], self.names(pinned, sealed=True), rows[is_copied]
 
     def ended(self, number: int, pieces: Pieces[Content], kept: Sequence[bool]) -> None:
-        own = list(compress(blocks_in(pieces), kept))
-        self.saved_bytes += sum(self._pool.groups[content.group].block_bytes for content in own)
-        self._stored.note(number, own, True)
+        saved = list(compress(blocks_in(pieces), kept))
+        self.saved_bytes += sum(self._pool.groups[content.group].block_bytes for content in saved)
+        self._stored.note(number, saved, True)
 
     def copy(self, contents: Sequence[Content], memory: Bytes, rows: Sequence[int]) -> Bools:
         """Copy contents of one group of layers into rows, and note what they say. Returns which of them were there:
@@ -286,9 +286,9 @@ class PoolTier:
             return pool.pin(keys[places], owner=OWNER, tier="host", group=group.index)
 
         try:
-            here = np.array(self.here(contents, "host"))
-            if not here.all():
-                pool.offload(keys[~here])
+            on_host = np.array(self.here(contents, "host"))
+            if not on_host.all():
+                pool.offload(keys[~on_host])
             places, lease = pin_those_here(len(keys), pin, lambda: self.here(contents, "host"))
             if lease is not None:
                 blocks = lease.blocks - group.first_host_block
@@ -302,8 +302,8 @@ class PoolTier:
                 if self._victims:
                     pool.core.decide(None, saving.put_back, group.index, ids, before)
             if not self._victims:
-                own, now = keys.view(np.int64), pool.core.now()
-                pool.core.decide(None, control.evict_first, group.index, own, False, now)
+                key_words, now_ms = keys.view(np.int64), pool.core.now()
+                pool.core.decide(None, control.evict_first, group.index, key_words, False, now_ms)
         except PoolClosed:
             raise
         except KVPoolError:
@@ -316,11 +316,11 @@ class PoolTier:
         bool[n], and their ``saving.places``. Of two prompts with one key, it is the one that the pool has now."""
         state = self._pool.core.states[contents[0].group]
         with self._pool.core.lock:
-            found, tokens = state.blocks[blocks], state.tokens[blocks]
-            has = found["flags"] & EXTRA != 0
+            records, tokens = state.blocks[blocks], state.tokens[blocks]
+            has = records["flags"] & EXTRA != 0
             extra = state.extra[np.where(has, blocks, 0)] * has[:, None] if has.any() else None
-        note_said(contents, np.stack([found["parent0"], found["parent1"]], axis=1), tokens, extra)
-        return found["namespace"] == contents[0].namespace, saving.places(found)
+        note_said(contents, np.stack([records["parent0"], records["parent1"]], axis=1), tokens, extra)
+        return records["namespace"] == contents[0].namespace, saving.places(records)
 
     def _copy(self, group: int, block: int, row: Bytes) -> None:
         at = 0
@@ -363,8 +363,8 @@ class StoredContent:
     def known(self, prompt: BlockKeys, count: int) -> Bools:
         """Which of the first full blocks of a prompt some store is known to have: bool[groups, count]."""
         keys, groups = split(prompt.keys[:count].tobytes(), 16), range(len(self._pool.groups))
-        found = [[(group, key) in self._known for key in keys] for group in groups]
-        return np.array(found, np.bool_).reshape(len(groups), count)
+        is_known = [[(group, key) in self._known for key in keys] for group in groups]
+        return np.array(is_known, np.bool_).reshape(len(groups), count)
 
     def all(self) -> list[Content]:
         """Content that some store is known to have."""
@@ -375,15 +375,15 @@ class StoredContent:
         """A store has contents, or has them no more. What is news is told."""
         news, bit = [], 1 << number
         with self._lock:
-            for one in contents:
-                content, bits = self._known.get(one.id, (one, 0))
+            for reported in contents:
+                content, bits = self._known.get(reported.id, (reported, 0))
                 if bool(bits & bit) != there:
                     # Prompts are not kept, nor what a content says of others.
-                    content, bits = one.without_prompt() if there else content, bits ^ bit
+                    content, bits = reported.without_prompt() if there else content, bits ^ bit
                     news.append(content)
-                self._known.pop(one.id, None)
+                self._known.pop(reported.id, None)
                 if bits:
-                    self._known[one.id] = content, bits
+                    self._known[reported.id] = content, bits
             self._tell(STORED if there else REMOVED, number, news)
             excess = max(0, len(self._known) - self._limit)
             oldest = [self._known.popitem(last=False)[1] for _ in range(excess)]
@@ -439,13 +439,15 @@ class StoredContent:
 
     def _rows_of(self, kind: int, number: int, contents: Sequence[Content]) -> Rows3:
         """What a store has got or lost, as rows of events. Neighbours that follow each other are one event."""
-        parents, tokens, extra = zip(*[one.said for one in contents], strict=True)
+        parents, tokens, extra = zip(*[content.said for content in contents], strict=True)
         size, records = len(tokens[0]) // 4, np.zeros(len(contents), EVENT)
         records["kind"], records["tier"] = kind, len(TIERS) + number
-        records["group"], records["namespace"] = zip(*[(one.group, one.namespace) for one in contents], strict=True)
-        records["key0"], records["key1"] = _rows([one.key for one in contents], np.int64, 2).T
+        records["group"], records["namespace"] = zip(
+            *[(content.group, content.namespace) for content in contents], strict=True
+        )
+        records["key0"], records["key1"] = _rows([content.key for content in contents], np.int64, 2).T
         records["parent0"], records["parent1"] = _rows(parents, np.int64, 2).T
-        extras = _rows([own or bytes(8 * size) for own in extra], np.int64, size)
+        extras = _rows([ids or bytes(8 * size) for ids in extra], np.int64, size)
         records["extra"] = extras.any(axis=1)
         after, before = records[1:], records[:-1]
         follows = (after["parent0"] == before["key0"]) & (after["parent1"] == before["key1"])
@@ -463,8 +465,8 @@ def note_said(contents: Sequence[Content], parents: Rows, tokens: Int32s, extra:
     size = tokens.shape[1]
     extras = [b""] * len(contents) if extra is None else split(extra.tobytes(), 8 * size)
     said = zip(split(parents.tobytes(), 16), split(tokens.tobytes(), 4 * size), extras, strict=True)
-    for content, own in zip(contents, said, strict=True):
-        content.said = own
+    for content, fields in zip(contents, said, strict=True):
+        content.said = fields
 
 
 def _names(contents: Iterable[Content]) -> dict[int, Name]:
@@ -477,7 +479,7 @@ def _cut(events: Events, first: int, last: int) -> Rows3:
 
 
 def _keys(contents: Iterable[Content]) -> Uint64s:
-    return _rows((one.key for one in contents), np.uint64, 2)
+    return _rows((content.key for content in contents), np.uint64, 2)
 
 
 def _rows(parts: Iterable[bytes], dtype: type[T], width: int = -1) -> npt.NDArray[T]:

@@ -114,7 +114,11 @@ class Prefetches:
         loader: Loader[Content],
         clock: Callable[[], float],
     ) -> None:
-        self._pool, self._tier, self._bridge, self._loader, self._clock = pool, tier, bridge, loader, clock
+        self._pool = pool
+        self._tier = tier
+        self._bridge = bridge
+        self._loader = loader
+        self._clock = clock
         self._fetches: list[_Fetch] = []
         self.ended: Counter[str] = Counter()
         self.found_blocks = 0
@@ -148,7 +152,7 @@ class Prefetches:
         fetch = _Fetch(handle, self._generation(), first, chains)
         self._fetches.append(fetch)
         fetch.search = Search(handle.deadline, partial(self._found, fetch), partial(self._plan, fetch))
-        self._bridge.search(fetch.search, self._absent([one for chain in fetch.chains for one in chain[first:]]))
+        self._bridge.search(fetch.search, self._absent([block for chain in fetch.chains for block in chain[first:]]))
 
     def _want_unread(self, handle: Prefetch, content: Content) -> None:
         """Another prefetch has brought this content. It counts until neither waits for it."""
@@ -157,26 +161,28 @@ class Prefetches:
 
     def _absent(self, contents: Sequence[Content]) -> list[Content]:
         """Those of the contents that the pool does not have."""
-        return [one for one, here in zip(contents, self._tier.here(contents), strict=True) if not here]
+        return [
+            content for content, is_cached in zip(contents, self._tier.here(contents), strict=True) if not is_cached
+        ]
 
     def _found(self, fetch: _Fetch, number: int, asked: Sequence[Content], job: Job) -> list[Content]:
         """A store has said which blocks it has. Returns what is left for the next one."""
-        there = list(compress(asked, (job.codes == OK).tolist()))
-        self.found_blocks += len(there)
-        fetch.source.update(dict.fromkeys(there, number))
+        stored = list(compress(asked, (job.codes == OK).tolist()))
+        self.found_blocks += len(stored)
+        fetch.source.update(dict.fromkeys(stored, number))
         if fetch not in self._fetches:
             return []
-        return self._absent([one for one in asked if one not in fetch.source])
+        return self._absent([content for content in asked if content not in fetch.source])
 
     def _plan(self, fetch: _Fetch, *_: object) -> None:
         """Choose what to load."""
         if fetch not in self._fetches:
             return
         prompt = fetch.handle.prompt
-        there = np.zeros((len(fetch.chains), len(prompt) // self._pool.tokens_per_block), np.bool_)
-        for one in fetch.source:
-            there[one.group, one.place] = True
-        wanted = self._wanted(fetch, there)
+        stored = np.zeros((len(fetch.chains), len(prompt) // self._pool.tokens_per_block), np.bool_)
+        for content in fetch.source:
+            stored[content.group, content.place] = True
+        wanted = self._wanted(fetch, stored)
         if not wanted:
             # Others may have brought it meanwhile.
             more = self._pool.match_prefix(prompt).full_tokens > fetch.first * self._pool.tokens_per_block
@@ -184,30 +190,32 @@ class Prefetches:
         refused = self._attempt(fetch, wanted)
         if refused is not None:
             # The engine computes from there on.
-            for one in wanted:
-                if one.place >= refused:
-                    self._bridge.note(fetch.source[one], [one], ["not worth loading"])
-            there[:, refused:] = False
-            wanted = self._wanted(fetch, there)
+            for content in wanted:
+                if content.place >= refused:
+                    self._bridge.note(fetch.source[content], [content], ["not worth loading"])
+            stored[:, refused:] = False
+            wanted = self._wanted(fetch, stored)
         if not wanted:
             return self._stop(fetch, "declined")
         fetch.wanted.extend(wanted)
 
-    def _wanted(self, fetch: _Fetch, there: Bools) -> list[Content]:
+    def _wanted(self, fetch: _Fetch, stored: Bools) -> list[Content]:
         """What to load of what is there, in the order of the prompt."""
-        lacking = self._pool.lacking(fetch.handle.prompt, there)
-        found = [fetch.chains[group][i] for group, places in enumerate(lacking.blocks) for i in places.tolist()]
-        return sorted(found, key=lambda one: (one.place, one.group))
+        lacking = self._pool.lacking(fetch.handle.prompt, stored)
+        chosen = [fetch.chains[group][i] for group, places in enumerate(lacking.blocks) for i in places.tolist()]
+        return sorted(chosen, key=lambda content: (content.place, content.group))
 
     def _attempt(self, fetch: _Fetch, wanted: list[Content]) -> int | None:
         """Choose for each store whether to load from it. Returns the first place that is not worth it, or None."""
-        for number in dict.fromkeys(fetch.source[one] for one in wanted):
-            own = [one for one in wanted if fetch.source[one] == number]
-            before = sum(other.source[one] == number for other in self._fetches for one in other.wanted)
+        for number in dict.fromkeys(fetch.source[content] for content in wanted):
+            of_store = [content for content in wanted if fetch.source[content] == number]
+            before = sum(other.source[content] == number for other in self._fetches for content in other.wanted)
             spare = max(0.0, fetch.handle.engine_free - self._clock())
-            attempt = self._loader.attempt(number, len({one.place for one in own}), len(own), before, spare)
+            attempt = self._loader.attempt(
+                number, len({content.place for content in of_store}), len(of_store), before, spare
+            )
             if attempt is not None and not attempt.load.blocks:
-                return own[0].place
+                return of_store[0].place
             if attempt is not None:
                 fetch.attempts[number] = attempt
         return None
@@ -216,7 +224,7 @@ class Prefetches:
 
     def turn(self) -> None:
         """Begin the loads for which there is room, and end what is over."""
-        now = self._clock()
+        now_s = self._clock()
         self._look(list(islice(self._loader.unread, TOLD_AT_ONCE)))
         # Before others load: they have the room of those that were cancelled.
         for fetch in [fetch for fetch in self._fetches if fetch.handle.cancelled]:
@@ -225,9 +233,9 @@ class Prefetches:
             if isinstance(user, Prefetch) and user.cancelled:
                 self._loader.leave(user)
         for fetch in list(self._fetches):
-            if any(attempt.lost(now) for attempt in fetch.attempts.values()):
+            if any(attempt.lost(now_s) for attempt in fetch.attempts.values()):
                 self._stop(fetch, "late")
-            elif now >= fetch.handle.deadline:
+            elif now_s >= fetch.handle.deadline:
                 self._stop(fetch, "full" if fetch.wanted and not fetch.loadings else "late")
             else:
                 while fetch.wanted and len(fetch.loadings) < CHUNKS_UNDER_WAY and self._load(fetch):
@@ -239,14 +247,14 @@ class Prefetches:
     def _load(self, fetch: _Fetch) -> bool:
         """Begin to load the next blocks. Returns False if there is no room now."""
         ahead = list(islice(fetch.wanted, TOLD_AT_ONCE))
-        here = set(compress(ahead, self._tier.here(ahead)))
-        while fetch.wanted and fetch.wanted[0] in here:
+        cached = set(compress(ahead, self._tier.here(ahead)))
+        while fetch.wanted and fetch.wanted[0] in cached:
             # Another prompt has brought it, or a request has computed it.
             content = fetch.wanted.popleft()
             self._want_unread(fetch.handle, content)
-            attempt, now = fetch.attempts.get(fetch.source[content]), self._clock()
+            attempt, now_s = fetch.attempts.get(fetch.source[content]), self._clock()
             if attempt is not None:
-                attempt.note(1, now, now)
+                attempt.note(1, now_s, now_s)
         if not fetch.wanted:
             if not fetch.loadings:
                 self._stop(fetch, "loaded")
@@ -257,7 +265,8 @@ class Prefetches:
         most = min(max(1, CHUNK_BYTES // queue.block_bytes), max(1, share), self._loader.free)
         # What is on its way for another prompt is not loaded twice.
         ours = takewhile(
-            lambda one: fetch.source[one] == number and one not in self._loader.coming and one not in here, fetch.wanted
+            lambda block: fetch.source[block] == number and block not in self._loader.coming and block not in cached,
+            fetch.wanted,
         )
         chosen, attempt, done = list(islice(ours, most)), fetch.attempts.get(number), partial(self._loaded, fetch)
         try:
@@ -282,12 +291,12 @@ class Prefetches:
             return self._stop(fetch, "reset")
         leading, before = loading.job.leading, self._tier.loaded_blocks
         try:
-            here = self._loader.enter(loading, np.arange(len(loading.blocks)) < leading)
+            entered = self._loader.enter(loading, np.arange(len(loading.blocks)) < leading)
         except DeviceError:
-            leading, here = 0, []
+            leading, entered = 0, []
         fetch.handle.came(self._tier.loaded_blocks - before)
-        self._look(here)
-        if len(here) < leading:
+        self._look(entered)
+        if len(entered) < leading:
             # The host is full of what must stay, such as the blocks before these.
             return self._stop(fetch, "full")
         if leading < len(loading.blocks):
@@ -299,15 +308,15 @@ class Prefetches:
     def _look(self, brought: Sequence[Content]) -> None:
         """Blocks that are on the device, or gone, do not wait for a request any more. Others are looked at again when
         the rest was."""
-        there = zip(brought, self._tier.here(brought, "host"), self._tier.here(brought, "device"), strict=True)
-        for one, host, device in there:
-            arrival = self._loader.unread.get(one)
+        tiers = zip(brought, self._tier.here(brought, "host"), self._tier.here(brought, "device"), strict=True)
+        for content, host, device in tiers:
+            arrival = self._loader.unread.get(content)
             if arrival is None:
                 continue
             if host and not device and arrival.until > self._clock():
-                self._loader.unread.move_to_end(one)
+                self._loader.unread.move_to_end(content)
             else:
-                self._loader.drop(one)
+                self._loader.drop(content)
 
     # -- ending --------------------------------------------------------------------------------------
 
@@ -321,9 +330,9 @@ class Prefetches:
         if fetch not in self._fetches:
             return
         self._fetches.remove(fetch)
-        under_way = [one for loading in fetch.loadings for one in loading.blocks]
-        for one in [*under_way, *fetch.wanted] if why in ("late", "full") else ():
-            self._bridge.note(fetch.source[one], [one], [why])
+        under_way = [block for loading in fetch.loadings for block in loading.blocks]
+        for block in [*under_way, *fetch.wanted] if why in ("late", "full") else ():
+            self._bridge.note(fetch.source[block], [block], [why])
         for loading in fetch.loadings:
             self._loader.end(loading)
         if fetch.search is not None and fetch.search.job is not None:

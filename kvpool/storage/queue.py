@@ -171,10 +171,10 @@ class StoreQueue(Closing):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         check_library("a store", "stores")
-        own = _memory_argument(memory)
+        memory_view = _memory_argument(memory)
         identity = identity_argument(identity)
-        spare = integer_argument("spare", spare, 0, own.shape[1] - 1)
-        self.memory = own[:, : own.shape[1] - spare]
+        spare = integer_argument("spare", spare, 0, memory_view.shape[1] - 1)
+        self.memory = memory_view[:, : memory_view.shape[1] - spare]
         self.slots, self.block_bytes = self.memory.shape
         self._queued_max = integer_argument("queued_blocks", queued_blocks, 1, 1 << 31)
         size = integer_argument("piece_bytes", piece_bytes, 1, 1 << 40)
@@ -194,9 +194,9 @@ class StoreQueue(Closing):
         self.indexed = bool_argument("store.indexed", getattr(store, "indexed", False))
         """Whether ``find_now`` may have an answer."""
         self._store, self._clock, self._process = store, clock, Process()
-        found = store.open(Space(bytes.fromhex(identity.fingerprint), own, spare))
+        store_secret = store.open(Space(bytes.fromhex(identity.fingerprint), memory_view, spare))
         try:
-            self.secret = Secret(found if secret is None else secret, identity)
+            self.secret = Secret(store_secret if secret is None else secret, identity)
         except BaseException:
             store.close()
             raise
@@ -236,7 +236,7 @@ class StoreQueue(Closing):
         """The codes of ``find``, asked on this thread, of a store that is ``indexed``. None if only a job can tell:
         another store, one that has failed, or one that is to drop something. Hashes names."""
         self._process.check(self)
-        own = keys_argument(keys)
+        checked_keys = keys_argument(keys)
         with DeferSignals():
             with self._lock:
                 if not self.indexed or self._closing or len(self._drops):
@@ -245,7 +245,7 @@ class StoreQueue(Closing):
                 self._workers += 1
             began, codes = time.perf_counter(), None
             try:
-                codes = self._calls.find(own)
+                codes = self._calls.find(checked_keys)
             finally:
                 self._end(codes, time.perf_counter() - began)
             return codes
@@ -339,28 +339,28 @@ class StoreQueue(Closing):
         """The jobs that were done or returned since the last call: a job that was late comes twice if its call hangs.
         Never waits. Clears ``fileno``."""
         self._process.check(self)
-        found: list[Job] = []
+        ended_jobs: list[Job] = []
         if not self._finished:
-            return found
+            return ended_jobs
         with DeferSignals() as signals, self._lock:
-            signals.undo = partial(self._put_back, found)
-            found += self._finished
+            signals.undo = partial(self._put_back, ended_jobs)
+            ended_jobs += self._finished
             self._finished.clear()
-            if found:
+            if ended_jobs:
                 os.eventfd_read(self._signal)
-            return found
+            return ended_jobs
 
     @property
     def news(self) -> bool:
         """Whether ``finished`` has something."""
         return bool(self._finished)
 
-    def _put_back(self, found: list[Job]) -> None:
+    def _put_back(self, ended_jobs: list[Job]) -> None:
         """Nobody has learned of these jobs."""
         with self._lock:
-            if found and not self._finished:
+            if ended_jobs and not self._finished:
                 os.eventfd_write(self._signal, 1)
-            self._finished.extendleft(reversed(found))
+            self._finished.extendleft(reversed(ended_jobs))
 
     def fileno(self) -> int:
         """A file descriptor that can be read when ``finished`` has something: for ``select`` and asyncio."""
@@ -380,7 +380,7 @@ class StoreQueue(Closing):
     def stats(self) -> StoreStats:
         """Figures of now. Never waits for the store's I/O."""
         self._process.check(self)
-        own = self._calls.figures()
+        store_figures = self._calls.figures()
         with self._lock:
             return StoreStats(
                 self.name,
@@ -391,7 +391,7 @@ class StoreQueue(Closing):
                 sum(self._waiting.values()),
                 len(self._running),
                 len(self._drops),
-                own,
+                store_figures,
             )
 
     def close(self, timeout: float = 10.0) -> bool:
@@ -425,11 +425,11 @@ class StoreQueue(Closing):
         renews: bool = False,
     ) -> Job:
         self._process.check(self)
-        own = keys_argument(keys)
+        checked_keys = keys_argument(keys)
         if kind != jobs.CLEAR:
             tag = self._own_tag if tag is None else self._tag(tag)
-        places = NO_ROWS if rows is None else rows_argument(rows, len(own), self.slots, kind == jobs.LOAD)
-        job = Job(self, kind, own, places, lend, _deadline_argument(deadline), tag or b"", limit, renews)
+        places = NO_ROWS if rows is None else rows_argument(rows, len(checked_keys), self.slots, kind == jobs.LOAD)
+        job = Job(self, kind, checked_keys, places, lend, _deadline_argument(deadline), tag or b"", limit, renews)
         self._hash(job)
         bound = _BOUND[kind]
         with DeferSignals(), self._lock:
@@ -450,8 +450,8 @@ class StoreQueue(Closing):
                     if kind == jobs.CLEAR or not other.key_set.isdisjoint(job.key_bytes):
                         self._screen(other)
             else:
-                for start in range(0, len(own), self.piece_blocks):
-                    part = slice(start, min(start + self.piece_blocks, len(own)))
+                for start in range(0, len(checked_keys), self.piece_blocks):
+                    part = slice(start, min(start + self.piece_blocks, len(checked_keys)))
                     self._queue.put(_PRIORITY[kind], job, part)
                 if job.deadline != math.inf:
                     self._deadlines.put(job.deadline, job)
@@ -481,10 +481,10 @@ class StoreQueue(Closing):
             raise StoreBusy(self.name, kind, waiting, self._queued_max)
 
     def _tag(self, tag: object) -> bytes:
-        own = bytes.__getitem__(tag, slice(None)) if isinstance(tag, bytes) else b""
-        if len(own) != TAG_BYTES or not own.startswith(self.secret.model):
+        exact_tag = bytes.__getitem__(tag, slice(None)) if isinstance(tag, bytes) else b""
+        if len(exact_tag) != TAG_BYTES or not exact_tag.startswith(self.secret.model):
             raise ValueError(f"tag={tag!r:.80}: accepted are {TAG_BYTES} bytes that the queue's secret has made")
-        return own
+        return exact_tag
 
     def _kept_from_drops(self) -> list[Job]:
         """The jobs that a drop may concern. The lock is held."""
@@ -629,11 +629,11 @@ class StoreQueue(Closing):
 
 def _memory_argument(memory: object) -> Bytes:
     # A view of its own, whose shape and type nobody else can change.
-    own = np.asarray(memory)[...] if isinstance(memory, np.ndarray) else None
-    fits = own is not None and own.dtype == np.uint8 and own.ndim == 2 and own.size > 0
-    if own is None or not fits or not own.flags.c_contiguous or not own.flags.writeable:
+    view = np.asarray(memory)[...] if isinstance(memory, np.ndarray) else None
+    fits = view is not None and view.dtype == np.uint8 and view.ndim == 2 and view.size > 0
+    if view is None or not fits or not view.flags.c_contiguous or not view.flags.writeable:
         raise ValueError("memory: accepted is a writable, C-contiguous array uint8[slots, block_bytes]")
-    return own
+    return view
 
 
 def _name_argument(name: object) -> str:
@@ -644,9 +644,9 @@ def _name_argument(name: object) -> str:
 
 def _deadline_argument(deadline: Any) -> float:
     try:
-        found = math.nan if isinstance(deadline, (str, bytes)) else float(deadline)
+        seconds = math.nan if isinstance(deadline, (str, bytes)) else float(deadline)
     except (TypeError, ValueError, OverflowError):
-        found = math.nan
-    if math.isnan(found):
+        seconds = math.nan
+    if math.isnan(seconds):
         raise ValueError(f"deadline={deadline!r:.80}: accepted are seconds on the queue's clock")
-    return found
+    return seconds

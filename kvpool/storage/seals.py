@@ -81,19 +81,19 @@ class Secret:
     def tag(self, namespace: bytes) -> bytes:
         """The name of a namespace in the store: TAG_BYTES bytes, of which the first name the model."""
         size = TAG_BYTES - MODEL_BYTES
-        own = hashlib.blake2b(self._identity + namespace, key=self._tags, digest_size=size, person=b"namespace")
-        return self.model + own.digest()
+        digest = hashlib.blake2b(self._identity + namespace, key=self._tags, digest_size=size, person=b"namespace")
+        return self.model + digest.digest()
 
     def opaque(self, names: BlockNames | Iterable[bytes]) -> Bytes:
         """Keys of blocks that an engine names itself: uint8[n, KEY_BYTES]."""
-        own = names if isinstance(names, BlockNames) else BlockNames(names)
+        block_names = names if isinstance(names, BlockNames) else BlockNames(names)
         begun = hashlib.blake2b(self._identity, key=self._opaque, digest_size=KEY_BYTES)
-        found = bytearray()
-        for name in own.names:
+        digests = bytearray()
+        for name in block_names.names:
             hashed = begun.copy()
             hashed.update(name)
-            found += hashed.digest()
-        return np.frombuffer(found, np.uint8).reshape(-1, KEY_BYTES)
+            digests += hashed.digest()
+        return np.frombuffer(digests, np.uint8).reshape(-1, KEY_BYTES)
 
     def in_epoch(self, keys: Bytes, epoch: bytes) -> Bytes:
         """What a store has blocks with these keys by, in this epoch of the model: uint8[n, KEY_BYTES]."""
@@ -133,8 +133,8 @@ def block_context(parent: bytes, tokens: Int32s, extra: Int64s | None, namespace
 
 
 def _exact_all(names: Iterable[bytes]) -> tuple[bytes, ...]:
-    own = tuple(names)
-    return own if [*map(type, own)].count(bytes) == len(own) else tuple(map(_exact, own))
+    name_tuple = tuple(names)
+    return name_tuple if [*map(type, name_tuple)].count(bytes) == len(name_tuple) else tuple(map(_exact, name_tuple))
 
 
 def _exact(name: object) -> bytes:

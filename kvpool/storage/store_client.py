@@ -102,16 +102,16 @@ class StoreHealth:
             down = self._suspended(writes)
             if not down:
                 return True
-            now, loads = self._clock(), self._kinds[jobs.LOAD]
+            now_s, loads = self._clock(), self._kinds[jobs.LOAD]
             if found and loads.found:
                 return True
-            if any(now < kind.probe_at for kind in down):
+            if any(now_s < kind.probe_at for kind in down):
                 return False
             # A load that is answered does not end what finds that failed have begun: their probe stays to a find.
-            own = [kind for kind in down if not found or kind is loads]
-            for kind in own:
-                kind.probe(now)
-            self._probes += bool(own)
+            probed = [kind for kind in down if not found or kind is loads]
+            for kind in probed:
+                kind.probe(now_s)
+            self._probes += bool(probed)
             return True
 
     def suspended(self, *, writes: bool = False) -> bool:
@@ -212,14 +212,14 @@ class TroubleLog:
 
     def note(self, kind: str, what: str, count: int, detail: str = "", quiet: bool = False) -> None:
         """Something went wrong with so many blocks. ``quiet``: it is the consequence of what was told before."""
-        trouble, now = (kind, what), self._clock()
+        trouble, now_s = (kind, what), self._clock()
         with self._lock:
             self.counts[trouble] += count
             before, since = self._told.get(trouble, (0, -math.inf))
-            if quiet or now - since < REPEAT_SECONDS:
+            if quiet or now_s - since < REPEAT_SECONDS:
                 return
             more = self.counts[trouble] - before
-            self._told[trouble] = self.counts[trouble], now
+            self._told[trouble] = self.counts[trouble], now_s
         why = f"{what} {detail}".strip() + (f" ({_MEANING[what]})" if what in _MEANING else "")
         text = "kvpool: store %s: %s of %d blocks%s: %s. From now on this is counted, and told once a minute."
         self._log.warning(text, self._store, kind, more, " more" if before else "", why)

@@ -103,11 +103,11 @@ class TagLimits:
         accepted, added, gone, own_keys = list[bool](), list[bytes](), list[bytes](), set(keys)
         with self._lock:
             for key in keys:
-                own = self._keys.setdefault(tag, OrderedDict())
-                known = key in own
-                if not known and 0 < limit <= len(own) and next(iter(own)) not in own_keys:
-                    gone += self._drop_oldest(tag, len(own) - limit + 1)
-                accepted.append(known or len(own) < limit)
+                tag_keys = self._keys.setdefault(tag, OrderedDict())
+                known = key in tag_keys
+                if not known and 0 < limit <= len(tag_keys) and next(iter(tag_keys)) not in own_keys:
+                    gone += self._drop_oldest(tag, len(tag_keys) - limit + 1)
+                accepted.append(known or len(tag_keys) < limit)
                 if accepted[-1]:
                     self._put(tag, key, last=True)
                     added += [] if known else [key]
@@ -122,12 +122,12 @@ class TagLimits:
     def discard(self, tag: bytes, keys: list[bytes]) -> None:
         """These keys are not in the store any more, or never came there."""
         with self._lock:
-            own = self._keys.get(tag, OrderedDict())
+            tag_keys = self._keys.get(tag, OrderedDict())
             for key in keys:
-                if key in own:
-                    del own[key]
+                if key in tag_keys:
+                    del tag_keys[key]
                     self._count -= 1
-            if not own:
+            if not tag_keys:
                 self._keys.pop(tag, None)
 
     def restore(self, tag: bytes, keys: list[bytes]) -> None:
@@ -137,15 +137,15 @@ class TagLimits:
                 self._put(tag, key, last=False)
 
     def _put(self, tag: bytes, key: bytes, last: bool) -> None:
-        own = self._keys.setdefault(tag, OrderedDict())
-        self._count += key not in own
-        own[key] = None
-        own.move_to_end(key, last=last)
+        tag_keys = self._keys.setdefault(tag, OrderedDict())
+        self._count += key not in tag_keys
+        tag_keys[key] = None
+        tag_keys.move_to_end(key, last=last)
 
     def _drop_oldest(self, tag: bytes, count: int) -> list[bytes]:
-        own = self._keys[tag]
-        gone = [own.popitem(last=False)[0] for _ in range(min(count, len(own)))]
+        tag_keys = self._keys[tag]
+        gone = [tag_keys.popitem(last=False)[0] for _ in range(min(count, len(tag_keys)))]
         self._count -= len(gone)
-        if not own:
+        if not tag_keys:
             del self._keys[tag]
         return gone

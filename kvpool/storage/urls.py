@@ -69,12 +69,12 @@ def open_store(text: object, **names: object) -> Store:
     make = _class_of(kind)
     _check_options(kind, make, place, options)
     try:
-        found: Store = make(*([place] if place else []), **options)
+        opened: Store = make(*([place] if place else []), **options)
     except TypeError as error:
         raise ValueError(f"store={text!r:.80}: {error}") from None
-    if not (hasattr(found, "name") and hasattr(found, "threads")):
-        raise ValueError(f"store={text!r:.80}: accepted is a store with name and threads, not {found!r:.80}")
-    return found
+    if not (hasattr(opened, "name") and hasattr(opened, "threads")):
+        raise ValueError(f"store={text!r:.80}: accepted is a store with name and threads, not {opened!r:.80}")
+    return opened
 
 
 def _check_options(kind: str, make: Any, place: str, options: dict[str, Any]) -> None:
@@ -87,8 +87,8 @@ def _check_options(kind: str, make: Any, place: str, options: dict[str, Any]) ->
         raise ValueError(f"store={kind!r}: expected {kind}:{_PLACES[kind]}, got {kind}:")
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in others):
         return
-    own = others if place else [first, *others]
-    known = sorted(p.name for p in own if p.name not in _OBJECTS)
+    parameters = others if place else [first, *others]
+    known = sorted(p.name for p in parameters if p.name not in _OBJECTS)
     for name in options:
         if name not in known:
             meant = did_you_mean(name, known)
@@ -98,11 +98,11 @@ def _check_options(kind: str, make: Any, place: str, options: dict[str, Any]) ->
 def _filled(text: str, names: dict[str, object]) -> str:
     """A text with the values of the names in braces. Raises ValueError for a name that has none."""
 
-    def value(found: re.Match[str]) -> str:
-        if names.get(found[1]) in (None, ""):
+    def value(match: re.Match[str]) -> str:
+        if names.get(match[1]) in (None, ""):
             accepted = ", ".join(f"{{{name}}}" for name in names)
-            raise ValueError(f"store={text!r:.80}: {found[0]:.80} is not known here; accepted are {accepted}")
-        return re.sub(r"[^\w.-]", "-", str(names[found[1]]))
+            raise ValueError(f"store={text!r:.80}: {match[0]:.80} is not known here; accepted are {accepted}")
+        return re.sub(r"[^\w.-]", "-", str(names[match[1]]))
 
     return re.sub(r"\{(.*?)\}", value, text)
 
@@ -114,18 +114,18 @@ def _class_of(kind: str) -> Any:
         return getattr(import_module(module), name)
     module, _, name = kind.rpartition(".")
     try:
-        found = getattr(import_module(module), name, None)
+        store_class = getattr(import_module(module), name, None)
     except ImportError as error:
         raise ImportError(f"store={kind!r:.80}: {error}") from error
-    missing = [part for part in _PARTS if not hasattr(found, part)]
-    if not isinstance(found, type) or missing:
-        raise ValueError(f"store={kind!r:.80}: accepted is a class with {', '.join(_PARTS)}, not {found!r:.80}")
-    return found
+    missing = [part for part in _PARTS if not hasattr(store_class, part)]
+    if not isinstance(store_class, type) or missing:
+        raise ValueError(f"store={kind!r:.80}: accepted is a class with {', '.join(_PARTS)}, not {store_class!r:.80}")
+    return store_class
 
 
 def bytes_argument(name: str, value: object) -> int:
     """A size in bytes: an integer, or a text such as ``"64GiB"``. Raises ValueError."""
-    found = parse_size(value)
-    if found is None:
+    nbytes = parse_size(value)
+    if nbytes is None:
         raise ValueError(f"{name}={value!r:.80}: accepted are bytes, such as 1048576 or 64GiB")
-    return found
+    return nbytes

@@ -49,15 +49,15 @@ MUTATIONS = (
     Mutation(
         "keys_of_jobs_are_not_copied",
         "keys_argument",
-        "own.copy()",
-        "own",
+        "array.copy()",
+        "array",
         "A block comes back under a key that was not asked for.",
         (_walk("StoreQueue.load-keys-array"),),
     ),
     Mutation(
         "the_keys_of_a_list_are_read_twice",
         "_own",
-        "return tuple(found)",
+        "return tuple(iterator)",
         "return keys",
         "Keys are reserved that the caller has taken out of the list.",
         (_walk("HostCache.reserve-keys-list"),),

@@ -148,8 +148,8 @@ MUTATIONS = (
     Mutation(
         "blocks_of_another_model_stay",
         "Index._list_oldest",
-        "np.array([*self._others.values()], np.int64) if self._others else np.flatnonzero(used)",
-        "np.flatnonzero(used)",
+        "np.array([*self._others.values()], np.int64) if self._others else np.flatnonzero(used_at)",
+        "np.flatnonzero(used_at)",
         "After a change of the model, what it needs is evicted for what nobody asks for.",
         (f"{BLOCKS}test_blocks_of_another_model_are_counted_and_go_before_older_ones_of_this",),
     ),
@@ -183,7 +183,7 @@ MUTATIONS = (
     Mutation(
         "tables_of_anybody_are_read",
         "Database._check_tables",
-        "found != [(command,) for command in _TABLES]",
+        "statements != [(command,) for command in _TABLES]",
         "False",
         "A database with a view or a trigger that never ends keeps an engine from starting.",
         (f"{DAMAGE}test_tables_that_no_store_has_made_are_put_aside[a trigger that refuses]",),
@@ -207,8 +207,8 @@ MUTATIONS = (
     Mutation(
         "users_do_not_wait_for_answers",
         "play",
-        "now + turn.seconds",
-        "now",
+        "now_s + turn.seconds",
+        "now_s",
         "Sessions are played faster than their agents were answered, so fewer others come between.",
         (f"{SESSIONS}test_a_user_waits_for_its_answer_and_pauses_no_longer_than_said",),
     ),
@@ -223,7 +223,7 @@ MUTATIONS = (
     Mutation(
         "a_replay_keeps_requests_that_have_ended",
         "schedule",
-        "_end(one) <= _begin(request)",
+        "_end(earlier) <= _begin(request)",
         "False",
         "A replay of sessions holds the blocks of requests that were answered long ago.",
         (f"{SESSIONS}test_a_replay_releases_a_request_when_it_has_ended",),

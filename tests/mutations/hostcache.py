@@ -32,8 +32,8 @@ MUTATIONS = (
     Mutation(
         "the_identity_is_not_in_the_key",
         "HostCache.__init__",
-        "namespace_root(own, self.identity.content, None)",
-        'namespace_root(own, b"", None)',
+        "namespace_root(secret_bytes, self.identity.content, None)",
+        'namespace_root(secret_bytes, b"", None)',
         "Two models that share a secret have the same hashes for the same keys.",
         (_index("test_keys_of_another_model_are_never_found"),),
     ),
@@ -66,8 +66,8 @@ MUTATIONS = (
     Mutation(
         "the_block_of_an_expired_reservation_is_given_to_another_writer",
         "HostCache._expire",
-        "hostcache.forget_keys(self._heads, self._root, *packed(keys, known=True)[1:], now)",
-        "hostcache.abort(self._heads, self._root, *packed(keys, known=True)[1:], now)",
+        "hostcache.forget_keys(self._heads, self._root, *packed(keys, known=True)[1:], now_ms)",
+        "hostcache.abort(self._heads, self._root, *packed(keys, known=True)[1:], now_ms)",
         "A copy that hung for a minute overwrites the KV of another prompt.",
         ("tests/hostcache/test_deadlines.py::test_a_block_that_may_be_written_late_is_nobodys_until_its_writer_ends",),
     ),
@@ -167,13 +167,13 @@ MUTATIONS = (
         "    _, ids = self._open.pop(lease, (None, None))\n"
         "    if ids is not None:\n"
         "        before = saving.places(self._states[0].blocks[ids])\n"
-        "        control.unpin(self._heads, ids, now)\n"
+        "        control.unpin(self._heads, ids, now_ms)\n"
         "        if not used:\n            saving.put_back(self._heads, 0, ids, before)",
         "with self._lock:\n"
         "    _, ids = self._open.pop(lease, (None, None))\n"
         "    if ids is not None:\n"
         "        before = saving.places(self._states[0].blocks[ids])\n"
-        "        control.unpin(self._heads, ids, now)\n"
+        "        control.unpin(self._heads, ids, now_ms)\n"
         "        if not used:\n            saving.put_back(self._heads, 0, ids, before)",
         "An interrupt leaves blocks pinned that no lease names: they are never free again.",
         ("tests/hostcache/test_interrupted.py::test_an_interrupt_at_any_line_leaves_the_cache_whole[close]",),
@@ -181,8 +181,8 @@ MUTATIONS = (
     Mutation(
         "chunks_are_published_in_the_order_of_a_set",
         "HostCache.in_order",
-        "sorted(own, key=self._order.__getitem__)",
-        "own",
+        "sorted(checked_keys, key=self._order.__getitem__)",
+        "checked_keys",
         "Of a prompt whose last quarter was evicted, one chunk can be used.",
         (
             "tests/hostcache/test_index.py::test_the_order_of_a_prompt_is_that_of_its_reservation[0]",

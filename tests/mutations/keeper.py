@@ -33,7 +33,7 @@ MUTATIONS = (
     Mutation(
         "what_was_copied_says_what_its_event_has_said",
         "PoolTier._read",
-        'note_said(contents, np.stack([found["parent0"], found["parent1"]], axis=1), tokens, extra)',
+        'note_said(contents, np.stack([records["parent0"], records["parent1"]], axis=1), tokens, extra)',
         "",
         "A store keeps the bytes of one prompt in the name and context of another, which has the same key.",
         (f"{_FAILURES}test_a_block_is_sealed_with_what_the_pool_has_under_its_key_now",),
@@ -151,8 +151,8 @@ MUTATIONS = (
     Mutation(
         "a_suspended_store_is_asked",
         "StoreHealth.usable",
-        "if any(now < kind.probe_at for kind in down):\n    return False",
-        "if any(now < kind.probe_at for kind in down):\n    return True",
+        "if any(now_s < kind.probe_at for kind in down):\n    return False",
+        "if any(now_s < kind.probe_at for kind in down):\n    return True",
         "Every request waits for a store that is dead.",
         (
             "tests/stores/test_health.py::test_one_job_probes_it_after_a_while",
@@ -173,8 +173,8 @@ MUTATIONS = (
     Mutation(
         "blocks_of_several_namespaces_are_saved_as_those_of_one",
         "PoolTier.take",
-        "(one.namespace, one.group)",
-        "one.group",
+        "(content.namespace, content.group)",
+        "content.group",
         "A tenant loses its blocks to the quota of another one.",
         (f"{_FAILURES}test_a_namespace_has_its_own_quota_and_not_that_of_its_neighbour",),
     ),
@@ -189,7 +189,7 @@ MUTATIONS = (
     Mutation(
         "rows_of_blocks_that_have_gone_are_kept",
         "PoolTier.pin",
-        "client.give_back(rows[~there])",
+        "client.give_back(rows[~is_copied])",
         "",
         "With each block that is evicted before it was copied, a row is lost: in the end nothing is saved any more.",
         (f"{_KEEPER}test_a_copy_that_the_device_refuses_saves_nothing_wrong",),

@@ -30,8 +30,8 @@ MUTATIONS = (
     Mutation(
         "a_pass_opens_a_door_again_and_again",
         "ServerSecret.admits",
-        "not max(self._start, now - _PASS_NS) < made <= now or name in self._seen",
-        "not max(self._start, now - _PASS_NS) < made <= now",
+        "not max(self._start, now_ns - _PASS_NS) < made <= now_ns or name in self._seen",
+        "not max(self._start, now_ns - _PASS_NS) < made <= now_ns",
         "Whoever has heard a pass is let in, and ends the process by the name of the next client.",
         (f"{IMPOSTORS}::test_a_pass_is_of_use_once_and_only_with_the_secret",),
     ),
@@ -141,7 +141,7 @@ MUTATIONS = (
     Mutation(
         "what_a_store_brings_is_not_compared",
         "Verifier.loaded",
-        "found is not None",
+        "difference is not None",
         "False",
         "A replay says that every byte is right, and compared only the first of each token.",
         ("tests/replay/test_replay_store.py::test_a_block_with_one_wrong_byte_is_no_block_of_the_prompt",),

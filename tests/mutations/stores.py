@@ -102,15 +102,15 @@ MUTATIONS = (
     Mutation(
         "what_is_queued_before_a_load_is_free",
         "LoadOrCompute._risk",
-        "max(load.ahead + own - load.spare, 0.0) / saved",
-        "max(own - load.spare, 0.0) / saved",
+        "max(load.ahead + transfer_s - load.spare, 0.0) / saved",
+        "max(transfer_s - load.spare, 0.0) / saved",
         "Prompts wait behind each other at the store, longer than it takes to compute them.",
         (_choice("test_a_hit_behind_a_long_queue_is_computed"),),
     ),
     Mutation(
         "a_hit_is_computed_whoever_waits_for_the_engine_then",
         "LoadOrCompute._risk",
-        "0 < waited > load.ahead + own - saved",
+        "0 < waited > load.ahead + transfer_s - saved",
         "False",
         "A load that has waited long waits for the engine too: the slowest prompts take 1.7 times as long.",
         (_choice("test_a_hit_that_would_make_an_older_load_wait_for_the_engine_waits_for_the_store"),),
@@ -205,7 +205,7 @@ MUTATIONS = (
     Mutation(
         "the_same_trouble_is_told_again_and_again",
         "TroubleLog.note",
-        "now - since < REPEAT_SECONDS",
+        "now_s - since < REPEAT_SECONDS",
         "False",
         "A dead store fills the log.",
         ("tests/stores/test_troubles.py::test_one_warning_for_each_kind_of_trouble_and_then_a_count",),
@@ -213,7 +213,8 @@ MUTATIONS = (
     Mutation(
         "what_nobody_reads_takes_room_for_ever",
         "Loader.free",
-        "while self.unread and next(iter(self.unread.values())).until <= now:\n    self.drop(next(iter(self.unread)))",
+        "while self.unread and next(iter(self.unread.values())).until <= now_s:\n"
+        "    self.drop(next(iter(self.unread)))",
         "",
         "After some requests that were aborted, nothing comes from a store any more.",
         ("tests/stores/test_hostkeeper_policies.py::test_what_came_and_nobody_reads_makes_room_after_a_while",),
@@ -261,7 +262,7 @@ MUTATIONS = (
     Mutation(
         "what_no_store_shall_get_is_saved_later",
         "HostKeeper.publish",
-        "self._tier.leave_unsaved([key for key in own if key in private])",
+        "self._tier.leave_unsaved([key for key in ordered_keys if key in private])",
         "pass",
         "KV that its owner wants on no disk is written there when it is read, or before it is evicted.",
         tuple(f"{_POLICIES}test_what_is_published_as_unsaved_reaches_no_store[{save}]" for save in ("reuse", "evict")),
@@ -293,8 +294,8 @@ MUTATIONS = (
     Mutation(
         "all_hits_of_a_step_are_judged_as_one",
         "HostLoads._line_up",
-        "self._lines.setdefault((number, there, hit), [])",
-        'self._lines.setdefault((number, there, ""), [])',
+        "self._lines.setdefault((number, is_stored, hit), [])",
+        'self._lines.setdefault((number, is_stored, ""), [])',
         "A short hit is loaded though it comes sooner computed, because a long one came in the same step.",
         (
             "tests/stores/test_hostkeeper_policies.py::test_the_keys_of_each_hit_are_judged_together_and_apart_from_others",

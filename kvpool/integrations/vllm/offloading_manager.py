@@ -209,47 +209,47 @@ class HostTierMetrics:
             totals = keeper.totals
             if totals != self._totals:
                 changes = zip(_TOTALS, totals, self._totals, strict=True)
-                counts.update({name: now - old for name, now, old in changes if now != old})
+                counts.update({name: total - old for name, total, old in changes if total != old})
                 self._totals = totals
         due = keeper is not None and self._clock() - self._read_at >= _EVERY_SECONDS
         if not counts and not due and not self._hints:
             return None
-        found = OffloadingConnectorStats()
+        stats = OffloadingConnectorStats()
         for name, count in counts.items():
-            found.increase_counter(name, count)
+            stats.increase_counter(name, count)
         for labels, count in self._hints.items():
-            found.increase_counter(_HINTED, count, labels)
+            stats.increase_counter(_HINTED, count, labels)
         self._hints.clear()
         if counts:
             usage, before = self._cache.usage(), self._usage
             self._usage = usage
             for state, blocks in usage._asdict().items() if usage != before else ():
-                found.set_gauge(_BLOCKS, blocks, (state,))
+                stats.set_gauge(_BLOCKS, blocks, (state,))
         if keeper is not None and due:
             self._read_at = self._clock()
-            self._read(keeper, found)
-        return found
+            self._read(keeper, stats)
+        return stats
 
-    def _read(self, keeper: HostKeeper, found: OffloadingConnectorStats) -> None:
+    def _read(self, keeper: HostKeeper, metrics: OffloadingConnectorStats) -> None:
         """The figures of the stores, and of the keeper, by reason."""
         stats = keeper.stats()
-        now: dict[tuple[str, tuple[str, ...]], float] = {}
+        totals: dict[tuple[str, tuple[str, ...]], float] = {}
         for name, reasons in ((_MISSED, stats.missed | {"refused": stats.refused}), (_UNSAVED, stats.unsaved)):
-            now.update({(name, (reason,)): count for reason, count in reasons.items()})
+            totals.update({(name, (reason,)): count for reason, count in reasons.items()})
         for store in stats.stores:
-            now.update({(_ANSWERS, (store.name, *answer)): count for answer, count in store.blocks.items()})
-            now.update({(_BYTES, (store.name, kind)): nbytes for kind, nbytes in store.nbytes.items()})
-            now.update({(_SECONDS, (store.name, kind)): seconds for kind, seconds in store.seconds.items()})
+            totals.update({(_ANSWERS, (store.name, *answer)): count for answer, count in store.blocks.items()})
+            totals.update({(_BYTES, (store.name, kind)): nbytes for kind, nbytes in store.nbytes.items()})
+            totals.update({(_SECONDS, (store.name, kind)): seconds for kind, seconds in store.seconds.items()})
             for figure, value in store.store.items():
-                found.set_gauge(_FIGURES, value, (store.name, figure))
-            found.set_gauge(_SUSPENDED, int(store.name in stats.suspended), (store.name,))
-        for (name, labels), total in now.items():
+                metrics.set_gauge(_FIGURES, value, (store.name, figure))
+            metrics.set_gauge(_SUSPENDED, int(store.name in stats.suspended), (store.name,))
+        for (name, labels), total in totals.items():
             change = total - self._known.get((name, labels), 0)
             if change:
-                found.increase_counter(name, change, labels)
+                metrics.increase_counter(name, change, labels)
                 if name in _KINDS and labels[0] in _OWN:
                     self._troubles.note(_KINDS[name], labels[0], int(change))
-        self._known = now
+        self._known = totals
 
 
 class _Prefill:
@@ -471,26 +471,26 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         if kind == "drop":
             done = self._front.forget(keys)
         elif kind != "prefetch":
-            own = keys[: self._budget.take(request.namespace, len(keys), int(self._clock() * 1e3), lease)]
-            done = self._cache.set_priority(own, priority, ttl_ms=lease)
+            retained = keys[: self._budget.take(request.namespace, len(keys), int(self._clock() * 1e3), lease)]
+            done = self._cache.set_priority(retained, priority, ttl_ms=lease)
         return kind, outcome(done, len(request.keys)) if done else "refused"
 
     # -- loads ---------------------------------------------------------------------------------------
 
     def lookup(self, key: base.OffloadKey, req_context: base.ReqContext) -> base.LookupResult:
         keeper = self._keeper
-        found = self._cache.find(key) if keeper is None else keeper.find(key, req_context.req_id)
+        state = self._cache.find(key) if keeper is None else keeper.find(key, req_context.req_id)
         if self._stories:
-            self._note(key, found, req_context)
-        if found == self._cache.HERE:
+            self._note(key, state, req_context)
+        if state == self._cache.HERE:
             return base.LookupResult.HIT
         chunk = self._chunks.get(key)
         if chunk is not None and chunk.block == _NONE:
             # It has left the cache. A store may bring it whole.
             del self._chunks[key]
-        return base.LookupResult.MISS if found == self._cache.ABSENT else base.LookupResult.HIT_PENDING
+        return base.LookupResult.MISS if state == self._cache.ABSENT else base.LookupResult.HIT_PENDING
 
-    def _note(self, key: bytes, found: int, context: base.ReqContext) -> None:
+    def _note(self, key: bytes, state: int, context: base.ReqContext) -> None:
         """Remember for the log what was found of a chunk. The first that vLLM looks for follows what it has itself."""
         story = self._stories.get(context.req_id)
         if story is None:
@@ -499,7 +499,7 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         if "device" not in story.came:
             end = context.get_offload_key_position(key)
             story.came["device"] = 0 if end is None else max(0, end - width)
-        if found == self._cache.ABSENT:
+        if state == self._cache.ABSENT:
             story.missed[key] = self._front.explain(key, width)
         else:
             story.missed.pop(key, None)
@@ -523,8 +523,8 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         if not self._shared:
             return HostBlocks(blocks)
         known = map(self._chunks.get, lease.keys)
-        found = zip(known, blocks, strict=True)
-        return HostBlocks(blocks, tuple(block for chunk, block in found if chunk is not None and chunk.partial))
+        pinned = zip(known, blocks, strict=True)
+        return HostBlocks(blocks, tuple(block for chunk, block in pinned if chunk is not None and chunk.partial))
 
     def complete_load(self, keys: Collection[base.OffloadKey], req_context: base.ReqContext) -> None:
         request = self._requests[req_context.req_id]

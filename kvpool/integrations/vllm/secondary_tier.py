@@ -85,12 +85,12 @@ class KVPoolSecondaryTier(SecondaryTierManager):
             raise ValueError(
                 f'stores={options.lasting!r:.80}: name the model\'s weights, such as "weights": "revision 1a2b3c"'
             )
-        own = identity(offloading_spec.config, VLLM_TIER.version())
+        model_identity = identity(offloading_spec.config, VLLM_TIER.version())
         if options.weights is not None:
-            own = lasting_identity(own, options.weights, "of the weights", "vLLM's")
+            model_identity = lasting_identity(model_identity, options.weights, "of the weights", "vLLM's")
         self._ok = OK
         store = open_store(options.stores[0], dp_rank=offloading_spec.config.parallel.data_parallel_index)
-        self._client = StoreClient(store, _rows(primary_kv_view), own, patience=0.0, warns=True)
+        self._client = StoreClient(store, _rows(primary_kv_view), model_identity, patience=0.0, warns=True)
         VLLM_TIER.show_warnings()
         # Keys that the store is asked for, those of them that it will be asked for, and what it has said, until when.
         self._asked: set[OffloadKey] = set()
@@ -102,9 +102,9 @@ class KVPoolSecondaryTier(SecondaryTierManager):
     # -- keys ----------------------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        there, until = self._known.get(key, (False, -math.inf))
+        is_stored, until = self._known.get(key, (False, -math.inf))
         if until > self._now():
-            return LookupResult.HIT if there else LookupResult.MISS
+            return LookupResult.HIT if is_stored else LookupResult.MISS
         if key not in self._asked:
             if len(self._asked) >= KNOWN_MAX:
                 return LookupResult.MISS
@@ -211,13 +211,13 @@ class KVPoolSecondaryTier(SecondaryTierManager):
 
     # -- what they share -----------------------------------------------------------------------------
 
-    def _answer(self, keys: Iterable[OffloadKey], there: Iterable[bool]) -> None:
+    def _answer(self, keys: Iterable[OffloadKey], stored: Iterable[bool]) -> None:
         """Remember what the store has said."""
         until = self._now() + self._options.remember_seconds
-        for key, here in zip(keys, there, strict=True):
+        for key, is_stored in zip(keys, stored, strict=True):
             self._asked.discard(key)
             self._known.pop(key, None)
-            self._known[key] = here, until
+            self._known[key] = is_stored, until
         while len(self._known) > KNOWN_MAX:
             del self._known[next(iter(self._known))]
 

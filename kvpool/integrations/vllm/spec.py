@@ -334,10 +334,10 @@ class KVPoolOffloadingSpec(base.OffloadingSpec):
         from kvpool.integrations.vllm.transfers import Transfers, pieces
 
         canonical = self.config.canonical_layout
-        own = self.shared and not (canonical or self.replicated_layout)
-        first = self.config.parallel.rank * self.share if own else 0
+        has_share = self.shared and not (canonical or self.replicated_layout)
+        first = self.config.parallel.rank * self.share if has_share else 0
         groups = [pieces(layers, self.blocks_per_chunk, first) for layers in layers_of(kv_caches, canonical)]
-        copies = self.get_copies([one for group in groups for one in group])
+        copies = self.get_copies([piece for group in groups for piece in group])
         transfers = Transfers(copies, self.host_blocks, self.blocks_per_chunk, groups)
         with compiling("the copies of the host tier"):
             transfers.warm_up(len(groups))
@@ -345,7 +345,7 @@ class KVPoolOffloadingSpec(base.OffloadingSpec):
 
     def get_copies(self, found: list[Piece]) -> kvpool.HostCopies:
         """A copy engine over this worker's part of the host memory."""
-        caches, places = [one.cache for one in found], [one.place for one in found]
+        caches, places = [piece.cache for piece in found], [piece.place for piece in found]
         return kvpool.HostCopies(self.get_tier(), caches, blocks_per_host_block=self.blocks_per_chunk, places=places)
 
     def get_tier(self) -> kvpool.HostTier:
@@ -425,8 +425,8 @@ class KVPoolOffloadingConnector(OffloadingConnector):
         return results
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
-        found = super().build_connector_worker_meta()
-        return None if found is None else self._worker.take_report(found)
+        metadata = super().build_connector_worker_meta()
+        return None if metadata is None else self._worker.take_report(metadata)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> connectors.KVConnectorMetadata:
         manager = self.scheduler.manager
@@ -455,15 +455,15 @@ def compiling(what: str) -> Iterator[None]:
     log.info("kvpool: %s is ready after %.1f s", what, time.perf_counter() - began)
 
 
-def from_first_worker(given: Any, parallel: OffloadingParallelConfig) -> Any:
+def from_first_worker(value: Any, parallel: OffloadingParallelConfig) -> Any:
     """What the first worker of the first stage has given, in all workers."""
     if parallel.world_size > 1:
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
         if parallel.pp_size > 1:
-            given = get_pp_group().broadcast_object(given, src=0)
-        given = get_tp_group().broadcast_object(given, src=0)
-    return given
+            value = get_pp_group().broadcast_object(value, src=0)
+        value = get_tp_group().broadcast_object(value, src=0)
+    return value
 
 
 def identity(config: OffloadingConfig, version: str) -> kvpool.ModelIdentity:
@@ -505,14 +505,14 @@ def layers_of(kv_caches: base.CanonicalKVCaches, canonical: bool) -> list[list[L
             )
         runs = tuple(
             Run(
-                one.local_offset,
-                one.canonical_offset,
-                one.fragment_size,
-                one.num_fragments,
-                one.local_stride,
-                one.canonical_stride,
+                run.local_offset,
+                run.canonical_offset,
+                run.fragment_size,
+                run.num_fragments,
+                run.local_stride,
+                run.canonical_stride,
             )
-            for one in mapping.runs
+            for run in mapping.runs
         )
         return LayerPages(tensor, mapping.canonical_page_size_bytes, runs, mapping.writer_index == 0)
 

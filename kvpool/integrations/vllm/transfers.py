@@ -67,7 +67,7 @@ def pieces(layers: Sequence[LayerPages], blocks_per_host_block: int, first_byte:
         if not all(_is_within(run, array.shape[1], layer.page_bytes) for run in layer.runs):
             raise ValueError(f"tensors[{index}]: accepted are runs within its blocks and within the page")
         alike.setdefault((array.shape[0], array.steps, *layer[1:]), []).append(array)
-    found = []
+    group_pieces = []
     for (blocks, steps, page, runs, writes), arrays in alike.items():
         bases = np.array([[array.address + run.offset for array in arrays] for run in runs], np.int64)
         planes = tuple(Plane(steps[0], run.stride, 0, 1, run.nbytes) for run in runs)
@@ -75,9 +75,9 @@ def pieces(layers: Sequence[LayerPages], blocks_per_host_block: int, first_byte:
         cache = PagedKV(bases, planes, blocks, runs[0].fragments, arrays[0].memory, writable, tuple(arrays))
         layer_bytes = page * blocks_per_host_block
         place = HostPlace(first_byte, layer_bytes, tuple((run.host_offset, page, run.host_stride) for run in runs))
-        found.append(Piece(cache, place, writes))
+        group_pieces.append(Piece(cache, place, writes))
         first_byte += len(arrays) * layer_bytes
-    return found
+    return group_pieces
 
 
 def _is_within(run: Run, width: int, page_bytes: int) -> bool:
@@ -152,7 +152,9 @@ class Transfers:
         self._copies = copies
         numbers = itertools.count()
         # The caches of each group, and those that this worker stores.
-        self._caches = None if groups is None else [[(next(numbers), one.writes) for one in group] for group in groups]
+        self._caches = (
+            None if groups is None else [[(next(numbers), piece.writes) for piece in group] for group in groups]
+        )
         self._written = np.zeros((host_blocks, blocks_per_host_block), bool)
         self._jobs: dict[int, _Job] = {}
 
@@ -202,14 +204,14 @@ class Transfers:
                 f"host_blocks: groups of {list(counts)} blocks from {list(firsts)} on take {ends[-1]} host blocks, "
                 f"and there are {len(blocks)} blocks and {len(host_blocks)} host blocks"
             )
-        found, at, hosts = [], 0, np.array(host_blocks, np.int64)
+        group_blocks, at, hosts = [], 0, np.array(host_blocks, np.int64)
         for group, (count, first, end) in enumerate(zip(counts, firsts, ends.tolist(), strict=True)):
             if count:
                 placed = np.full(first % per + count, -1, np.int64)
                 placed[first % per :] = blocks[at : at + count]
-                found.append(GroupBlocks(group, placed, hosts[end + (-len(placed) // per) : end]))
+                group_blocks.append(GroupBlocks(group, placed, hosts[end + (-len(placed) // per) : end]))
                 at += count
-        return found
+        return group_blocks
 
     def store(self, job: int, parts: Sequence[GroupBlocks], stream: Any = None) -> None:
         """Begin to copy the engine's blocks to host blocks, after all work that is enqueued on ``stream``."""
@@ -278,10 +280,10 @@ class Transfers:
         error = next(filter(None, [job.error, *map(_outcome, job.copies)]), None)
         per, hosts, partial = self._written.shape[1], set[int](), set[int]()
         for part in job.parts:
-            there = np.zeros((len(part.host_blocks), per), bool)
-            there.reshape(-1)[: len(part.blocks)] = part.blocks >= 0
+            written = np.zeros((len(part.host_blocks), per), bool)
+            written.reshape(-1)[: len(part.blocks)] = part.blocks >= 0
             hosts.update(part.host_blocks.tolist())
-            partial.update(part.host_blocks[~there.all(axis=1)].tolist())
+            partial.update(part.host_blocks[~written.all(axis=1)].tolist())
             if job.store and error is None:
                 self._written[self._places(part)] = True
         return Ended(number, job.store, error, sum(copy.nbytes for copy in job.copies), seconds, hosts, partial)

@@ -98,10 +98,10 @@ def run(options: argparse.Namespace) -> int:
 
     exit status: 0 the device that was asked for can be used and nothing has failed, 1 otherwise
     """
-    found = examine(options.device, options.mooncake)
-    terminal.print_result(options, found, text(found))
-    failed = any(check["status"] == FAILED for check in found["checks"])
-    return terminal.OK if found["usable"] and not failed else terminal.FAILED
+    findings = examine(options.device, options.mooncake)
+    terminal.print_result(options, findings, text(findings))
+    failed = any(check["status"] == FAILED for check in findings["checks"])
+    return terminal.OK if findings["usable"] and not failed else terminal.FAILED
 
 
 def examine(device: str = "auto", mooncake: str | None = None) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def examine(device: str = "auto", mooncake: str | None = None) -> dict[str, Any]
         broken = True
     wanted = chosen if device == "auto" else device
     cluster = look_at_mooncake(mooncake)
-    found = {
+    findings = {
         "python": platform.python_version(),
         "packages": packages,
         "numba.cuda": _numba_cuda(packages["numba-cuda"]["version"]),
@@ -136,8 +136,8 @@ def examine(device: str = "auto", mooncake: str | None = None) -> dict[str, Any]
         "usable": wanted is not None and not broken and (wanted != "cuda" or missing is None),
         "missing": missing if wanted == "cuda" or broken else None,
     }
-    judged = [*judge(found), *judge_mooncake(cluster)]
-    return found | {"checks": [check._asdict() for check in judged]}
+    judged = [*judge(findings), *judge_mooncake(cluster)]
+    return findings | {"checks": [check._asdict() for check in judged]}
 
 
 def _look_at_devices() -> tuple[str | None, str, str | None, list[Any], int | None]:
@@ -159,8 +159,8 @@ def _look(part: Package) -> dict[str, Any]:
     names = _CUPY_PACKAGES if part.module == "cupy" else (part.package,)
     version = next(filter(None, map(_version, names)), None)
     # A package that is installed may not be importable, and some installations leave no metadata.
-    there = version is not None or find_spec(part.module) is not None
-    error = _failure(part.module) if there else "not installed"
+    installed = version is not None or find_spec(part.module) is not None
+    error = _failure(part.module) if installed else "not installed"
     required = part.use == _EVERYTHING
     about = {"use": part.use, "install": part.install, "minimum": part.minimum, "required": required}
     return {"version": version, "error": error, **about}
@@ -349,12 +349,12 @@ def package(name: str, part: dict[str, Any]) -> Check:
     if part["error"] == "not installed":
         return Check(name, missing, f"not installed ({part['use']})", part["install"])
     if part["error"] is not None:
-        found = f"{version}, but cannot be imported ({part['use']}): {part['error']}"
+        finding = f"{version}, but cannot be imported ({part['use']}): {part['error']}"
     elif part["minimum"] and part["version"] and _numbers(part["version"]) < _numbers(part["minimum"]):
-        found = f"{version}, older than {part['minimum']} ({part['use']})"
+        finding = f"{version}, older than {part['minimum']} ({part['use']})"
     else:
         return Check(name, OK, version)
-    return Check(name, FAILED if part["required"] else WARNING, found, part["install"])
+    return Check(name, FAILED if part["required"] else WARNING, finding, part["install"])
 
 
 def _numbers(version: str) -> list[int]:
@@ -367,16 +367,16 @@ def compiled_code(seen: dict[str, Any]) -> Check:
     name, elsewhere = "compiled code", "set NUMBA_CACHE_DIR to a folder that only you can write"
     anew = "every process compiles anew, for half a minute"
     if seen["disabled"]:
-        found = "NUMBA_DISABLE_JIT is set: everything runs in the interpreter, slowly"
-        return Check(name, WARNING, found, "unset NUMBA_DISABLE_JIT")
+        finding = "NUMBA_DISABLE_JIT is set: everything runs in the interpreter, slowly"
+        return Check(name, WARNING, finding, "unset NUMBA_DISABLE_JIT")
     if seen["root"] is None:
         return Check(name, WARNING, f"no place for it can be written: {anew}", elsewhere)
     if not seen["in_use"]:
         return Check(name, WARNING, f"this Numba does not take kvpool's cache: {anew}", 'pip install -U "."')
     kept = f"{seen['used'] / _MIB:.0f} MiB in {seen['root']}"
     if seen["free"] < _CACHE_NEEDS:
-        found = f"{kept}, where {seen['free'] / _MIB:.0f} MiB are free"
-        return Check(name, WARNING, found, f"make room there, or {elsewhere}")
+        finding = f"{kept}, where {seen['free'] / _MIB:.0f} MiB are free"
+        return Check(name, WARNING, finding, f"make room there, or {elsewhere}")
     return Check(name, OK, kept)
 
 
@@ -400,7 +400,7 @@ def driver(found: dict[str, Any]) -> Check:
         (not found["gpus"] and not seen["gpu_files"], ", without a GPU", _CONTAINER),
         (not cupy, ", without CuPy", f'pip install ".[{fitting}]"'),
     )
-    problem, remedy = next(((words, remedy) for there, words, remedy in problems if there), ("", ""))
+    problem, remedy = next(((words, remedy) for applies, words, remedy in problems if applies), ("", ""))
     shown = f"for CUDA {version // 1000}.{version % 1000 // 10}{problem}"
     return Check(name, WARNING if problem else OK, shown, remedy)
 
@@ -419,8 +419,8 @@ def main_memory(available: int | None) -> Check:
     """The verdict on the main memory that the system and its control groups leave available."""
     name = "memory left by the system and its control groups"
     if available is None:
-        found = "unknown here: a host tier that is too large is not refused, but ends the process"
-        return Check(name, WARNING, found, "choose host_blocks with care")
+        finding = "unknown here: a host tier that is too large is not refused, but ends the process"
+        return Check(name, WARNING, finding, "choose host_blocks with care")
     if available < _GIB:
         return Check(name, WARNING, gib(available), "free some, or raise the limit")
     return Check(name, OK, gib(available))
@@ -435,22 +435,22 @@ def gib(nbytes: int | None) -> str:
 
 def look_at_mooncake(asked: str | None) -> dict[str, Any]:
     """What is installed, and whether the master that an option or the environment names can be reached."""
-    found: dict[str, Any] = dict.fromkeys(("version", "tested", "error", "seen_as", "unreachable"))
-    found |= {"master": asked or os.environ.get(MASTER) or None, "asked": asked is not None}
+    findings: dict[str, Any] = dict.fromkeys(("version", "tested", "error", "seen_as", "unreachable"))
+    findings |= {"master": asked or os.environ.get(MASTER) or None, "asked": asked is not None}
     try:
         # Imported here, so that the doctor runs where kvpool cannot be imported.
         from kvpool.storage.backends.mooncake import guarded_client as client
     except ImportError:
-        return found | {"unreachable": found["master"] and "kvpool cannot be imported"}
-    found |= {"version": client.version(), "tested": client.TESTED}
-    if found["version"] is not None:
+        return findings | {"unreachable": findings["master"] and "kvpool cannot be imported"}
+    findings |= {"version": client.version(), "tested": client.TESTED}
+    if findings["version"] is not None:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 client.library()
         except ImportError as raised:
-            found["error"] = str(raised)
-    return found | _reached(found["master"], client.reach)
+            findings["error"] = str(raised)
+    return findings | _reached(findings["master"], client.reach)
 
 
 def _reached(master: str | None, reach: Callable[[str], str]) -> dict[str, Any]:
@@ -475,19 +475,19 @@ def judge_mooncake(found: dict[str, Any]) -> list[Check]:
     return checks
 
 
-def _client(found: dict[str, Any]) -> Check:
-    name, version = "mooncake client", found["version"]
-    if found["error"]:
-        words, _, remedy = found["error"].rpartition(": ")
-        return Check(name, WARNING, words or found["error"], remedy if "install" in remedy else "")
-    if version != found["tested"]:
-        return Check(name, WARNING, f"{version}, which was not tested with kvpool ({found['tested']} was)")
+def _client(findings: dict[str, Any]) -> Check:
+    name, version = "mooncake client", findings["version"]
+    if findings["error"]:
+        words, _, remedy = findings["error"].rpartition(": ")
+        return Check(name, WARNING, words or findings["error"], remedy if "install" in remedy else "")
+    if version != findings["tested"]:
+        return Check(name, WARNING, f"{version}, which was not tested with kvpool ({findings['tested']} was)")
     return Check(name, OK, "can be loaded")
 
 
-def _master(found: dict[str, Any]) -> Check:
-    name = f"mooncake master {found['master']}"
-    if found["unreachable"]:
-        status = FAILED if found["asked"] else WARNING
-        return Check(name, status, found["unreachable"], "start mooncake_master there, or name its --rpc_port")
-    return Check(name, OK, f"accepts connections; it sees this machine as {found['seen_as']}")
+def _master(findings: dict[str, Any]) -> Check:
+    name = f"mooncake master {findings['master']}"
+    if findings["unreachable"]:
+        status = FAILED if findings["asked"] else WARNING
+        return Check(name, status, findings["unreachable"], "start mooncake_master there, or name its --rpc_port")
+    return Check(name, OK, f"accepts connections; it sees this machine as {findings['seen_as']}")

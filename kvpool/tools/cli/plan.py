@@ -122,12 +122,12 @@ def _read(options: argparse.Namespace, surveyor: Surveyor) -> tuple[str, bool]:
         title = "<stdin>" if options.trace == "-" else Path(options.trace).name
     with shown_progress(total, " requests") as progress:
         try:
-            for found in stream:
-                surveyor.record(found[1])
+            for entry in stream:
+                surveyor.record(entry[1])
                 progress(1)
         except KeyboardInterrupt:
             interrupted = True
-    title += f" ({found[0]})" if surveyor.requests else ""
+    title += f" ({entry[0]})" if surveyor.requests else ""
     return title + (f", interrupted after {surveyor.requests:,} requests" if interrupted else ""), interrupted
 
 
@@ -149,21 +149,21 @@ def _policies(options: argparse.Namespace, uses: list[Use], survey: Survey) -> P
 
 def _layout(options: argparse.Namespace) -> tuple[BlockLayout, str]:
     """The layout, and the name of the model."""
-    given = {name: getattr(options, name) for name in _SHAPE if getattr(options, name) is not None}
-    own, name = given.keys() - {"dtype"}, options.model or _MODEL
-    if own and options.model is not None:
-        options.error(f"--{min(own).replace('_', '-')} is instead of --model")
-    lacking = [f"--{name.replace('_', '-')}" for name in ("layers", "kv_heads", "head_dim") if name not in given]
-    if own and lacking:
+    shape = {name: getattr(options, name) for name in _SHAPE if getattr(options, name) is not None}
+    dimensions, name = shape.keys() - {"dtype"}, options.model or _MODEL
+    if dimensions and options.model is not None:
+        options.error(f"--{min(dimensions).replace('_', '-')} is instead of --model")
+    lacking = [f"--{name.replace('_', '-')}" for name in ("layers", "kv_heads", "head_dim") if name not in shape]
+    if dimensions and lacking:
         options.error(f"without --model, {', '.join(lacking)} must be given too")
     try:
-        if own:
-            layout = BlockLayout(tokens_per_block=options.tokens_per_block, **{"dtype": "bfloat16", **given})
+        if dimensions:
+            layout = BlockLayout(tokens_per_block=options.tokens_per_block, **{"dtype": "bfloat16", **shape})
             heads = f"{layout.kv_heads} KV heads of {layout.head_dim}, {layout.planes} planes, {layout.dtype_name}"
             return layout, f"{layout.layers} layers, {heads}"
     except (TypeError, ValueError) as error:
         return options.error(str(error))
-    layout = terminal.layout_of_model(options, name, **given)
+    layout = terminal.layout_of_model(options, name, **shape)
     return layout, f"{Path(name).name}, {layout.dtype_name}"
 
 
@@ -187,14 +187,14 @@ def _store(options: argparse.Namespace, layout: BlockLayout) -> StoreTier | None
     from kvpool.tools.planner import StoreTier
 
     names = ("capacity", "save", "bandwidth", "latency")
-    given = {name: value for name in names if (value := getattr(options, f"store_{name}")) is not None}
-    if not given and not options.store:
+    settings = {name: value for name in names if (value := getattr(options, f"store_{name}")) is not None}
+    if not settings and not options.store:
         return None
     if options.device_memory is None and options.device_blocks is None:
         options.error("a store needs --device-memory or --device-blocks")
-    if "capacity" in given:
-        given["capacity"] //= layout.block_bytes
-    return StoreTier(**given)
+    if "capacity" in settings:
+        settings["capacity"] //= layout.block_bytes
+    return StoreTier(**settings)
 
 
 def _calibrated() -> tuple[float, str]:
@@ -209,5 +209,7 @@ def _calibrated() -> tuple[float, str]:
         with suppress(OSError, ValueError):
             stored = calibration.load(calibration.place(gpu.name, gpu.driver))
     measured = stored.measurements if stored else ()
-    speeds = [one.gigabytes_per_second for one in measured if one.direction == calibration.ONBOARD]
+    speeds = [
+        measurement.gigabytes_per_second for measurement in measured if measurement.direction == calibration.ONBOARD
+    ]
     return (max(speeds), f"as calibrated on {gpu.name}") if speeds else (LINK_BANDWIDTH, "assumed: PCIe 5.0, 16 lanes")

@@ -119,9 +119,11 @@ def _config(options: argparse.Namespace, sim: bool) -> ReplayConfig:
     device, host = (_TRACE_BLOCKS, _TRACE_BLOCKS) if options.trace else (DEVICE_BLOCKS, HOST_BLOCKS)
     device, host = (_SIM_BLOCKS, _SIM_BLOCKS) if sim else (device, host)
     # The blocks of a model are so large that it gets a host tier only if the user asks for one.
-    given = [terminal.tier_blocks(options, tier, layout) for tier in ("device", "host")]
+    asked_blocks = [terminal.tier_blocks(options, tier, layout) for tier in ("device", "host")]
     defaults = device, host if options.model is None else 0
-    device, host = (default if own is None else own for own, default in zip(given, defaults, strict=True))
+    device, host = (
+        default if blocks is None else blocks for blocks, default in zip(asked_blocks, defaults, strict=True)
+    )
     return ReplayConfig(
         layout,
         device,

@@ -103,10 +103,10 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
 def reading_of(options: argparse.Namespace, limit: int | None = None) -> dict[str, Any]:
     """How a given trace is read, as arguments of ``read_trace``. Exits with a message for these without a trace."""
     names = ("format", "users", "pause_max")
-    given = {name: value for name in names if (value := getattr(options, name, None)) is not None}
-    if options.trace is None and given not in ({}, {"format": "auto"}):
+    reading = {name: value for name in names if (value := getattr(options, name, None)) is not None}
+    if options.trace is None and reading not in ({}, {"format": "auto"}):
         options.error("--format, --users and --think-cap describe a TRACE, and none is given")
-    return {**given, "limit": limit}
+    return {**reading, "limit": limit}
 
 
 def trace_of(options: argparse.Namespace, limit: int | None = None) -> Trace:
@@ -129,16 +129,16 @@ def layout_of(options: argparse.Namespace, block_bytes: int, tokens_per_block: i
         return options.error(f"--block-bytes: {error}")
 
 
-def layout_of_model(options: argparse.Namespace, name: str, **given: Any) -> BlockLayout:
+def layout_of_model(options: argparse.Namespace, name: str, **shape: Any) -> BlockLayout:
     """The layout of one of the ``MODELS``, with what else is given. Exits with a message if there is none."""
     try:
         if os.path.isdir(name):
             name = os.path.join(name, "config.json")
         if name.endswith(".json"):
-            given = {**shape_of_config(_config(name))._asdict(), **given}
-            return BlockLayout(tokens_per_block=options.tokens_per_block, **given)
+            shape = {**shape_of_config(_config(name))._asdict(), **shape}
+            return BlockLayout(tokens_per_block=options.tokens_per_block, **shape)
         if name in PRESETS:
-            return BlockLayout.for_model(name, tokens_per_block=options.tokens_per_block, **given)
+            return BlockLayout.for_model(name, tokens_per_block=options.tokens_per_block, **shape)
     except (TypeError, ValueError, OSError) as error:
         return options.error(f"{name}: {error}" if name.endswith(".json") else str(error))
     known = f"neither a config.json nor one of {', '.join(sorted(PRESETS))}"
@@ -150,12 +150,12 @@ def _config(path: str) -> dict[str, Any]:
     with open(path, encoding="utf-8") as file:
         text = file.read(_CONFIG_BYTES_MAX)
     try:
-        found = json.loads(text)
+        description = json.loads(text)
     except RecursionError:
         raise ValueError("no object in it, but lists in lists") from None
-    if not isinstance(found, dict):
+    if not isinstance(description, dict):
         raise ValueError("no object in it")
-    return found
+    return description
 
 
 def add_tiers(group: Group, lowest: int) -> None:
@@ -256,7 +256,7 @@ def path_argument(text: str) -> Path:
 
 def size_argument(text: str) -> int:
     """Parse a number of bytes: ``4096``, ``8GiB``, ``1.5 GB``."""
-    found = parse_size(text)
-    if found is None:
+    nbytes = parse_size(text)
+    if nbytes is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 4096, 512MiB or 8GiB")
-    return found
+    return nbytes

@@ -87,14 +87,14 @@ class StorePlan:
     def row(self, capacity: int) -> dict[str, Any]:
         """The figures of a store of ``capacity`` blocks."""
         survey, size = self.survey, self.layout.block_bytes
-        found = self.hits(capacity)
-        loads, read, saved = self._loads(capacity, found)
+        hit_blocks = self.hits(capacity)
+        loads, read, saved = self._loads(capacity, hit_blocks)
         written = self._written(capacity)
         return {
             "blocks": capacity,
             "gib": capacity * size / GIB,
-            "hit_tokens": found * survey.tokens_per_block,
-            "token_rate": found * survey.tokens_per_block / max(survey.prompt_tokens, 1),
+            "hit_tokens": hit_blocks * survey.tokens_per_block,
+            "token_rate": hit_blocks * survey.tokens_per_block / max(survey.prompt_tokens, 1),
             "loads": loads,
             "read_bytes": read * size,
             "written_bytes": written * size,
@@ -143,14 +143,14 @@ class StorePlan:
         taken_in = uses.lookups - round(uses.hits(self.tier_blocks))
         return max(taken_in - min(self.tier_blocks, self.survey.distinct_blocks), 0)
 
-    def _loads(self, capacity: int, found: int) -> tuple[int, int, float | None]:
+    def _loads(self, capacity: int, hit_blocks: int) -> tuple[int, int, float | None]:
         """Requests that load, blocks that they load, and the mean time that it saves each of all requests."""
         survey = self.survey
         store = self.store
         size = self.layout.block_bytes
         blocks = self._of_requests(capacity)
         if not survey.curve.exact and len(blocks):
-            blocks = blocks * (found / blocks.sum())
+            blocks = blocks * (hit_blocks / blocks.sum())
         if self.prefill is None:
             return len(blocks), round(blocks.sum()), None
         gain = survey.tokens_per_block / self.prefill - size / (store.bandwidth * 1e9)
@@ -165,8 +165,8 @@ class StorePlan:
         begin, end = (int(blocks * sample + 1e-9) for blocks in (self.tier_blocks, self._end(capacity)))
         first, last = runs[:, 1], runs[:, 1] + runs[:, 2] - 1
         inside = np.maximum(np.minimum(last, end) - np.maximum(first, begin + 1) + 1, 0)
-        found = np.bincount(runs[:, 0], inside).astype(np.float64)
-        return found[found > 0]
+        per_request = np.bincount(runs[:, 0], inside).astype(np.float64)
+        return per_request[per_request > 0]
 
     def _per_second(self, nbytes: int) -> float | None:
         seconds = self.survey.seconds
@@ -240,9 +240,9 @@ class Plan:
         speed = self.machine.prefill_tokens_per_second
         if speed is None:
             return None
-        found = self.survey.hit_tokens(capacity)
-        crossing = found - self.survey.hit_tokens(min(device_blocks, capacity))
-        return (found / speed - crossing * self.machine.seconds_per_token) / max(self.survey.requests, 1)
+        hit_tokens = self.survey.hit_tokens(capacity)
+        crossing = hit_tokens - self.survey.hit_tokens(min(device_blocks, capacity))
+        return (hit_tokens / speed - crossing * self.machine.seconds_per_token) / max(self.survey.requests, 1)
 
     def row(self, capacity: int) -> dict[str, Any]:
         """The figures of one capacity, in blocks."""

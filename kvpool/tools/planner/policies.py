@@ -133,8 +133,8 @@ def through_pool(uses: Iterable[Use], longest: int, capacity: int, policy: str, 
     ``capacity`` device blocks."""
     # A block is one token here. One more is for the last token of a prompt, which is never found.
     layout = BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=1, dtype="uint8", planes=1)
-    now = [0]
-    found = 0
+    now_ms = [0]
+    hits = 0
     fresh = _FRESH
     with KVCacheManager(
         layout,
@@ -144,13 +144,13 @@ def through_pool(uses: Iterable[Use], longest: int, capacity: int, policy: str, 
         max_sequence_tokens=longest + 1,
         policy=policy,
         partial_reuse=False,
-        clock=lambda: now[0],
+        clock=lambda: now_ms[0],
         secret=bytes(32),
     ) as cache:
         for number, (request, blocks, prompt, lookups, private) in enumerate(uses):
-            now[0] = int(1000 * (number if request.timestamp is None else request.timestamp))
+            now_ms[0] = int(1000 * (number if request.timestamp is None else request.timestamp))
             admitted = cache.add_sequence_batch([cache.block_keys(np.append(blocks[:prompt] + 1, 0))])
-            found += min(int(admitted.cached_tokens[0]), lookups)
+            hits += min(int(admitted.cached_tokens[0]), lookups)
             cache.commit(admitted.ids, np.array([prompt]))
             cache.rewind(admitted.ids, np.array([1]))
             answer = np.append(blocks[prompt:] + 1, np.arange(fresh, fresh + private))
@@ -159,7 +159,7 @@ def through_pool(uses: Iterable[Use], longest: int, capacity: int, policy: str, 
                 cache.commit(admitted.ids)
                 fresh += private
             cache.release(admitted.ids, **hints(request, said))
-    return found
+    return hits
 
 
 # -- ceilings ------------------------------------------------------------------------------------
@@ -205,9 +205,10 @@ class SessionOracle:
 
     def find(self, use: Use) -> int:
         """How many blocks of a prompt are found. Then the cache has all of the request, as far as it fits."""
-        request, blocks, _, lookups, _ = use
+        request = use.request
+        blocks = use.blocks
         session = -1 if request.session is None else request.session
-        found = int(np.append(self.held[blocks[:lookups]], False).argmin())
+        hits = int(np.append(self.held[blocks[: use.lookups]], False).argmin())
         before, _, number = self.sessions.get(session, (blocks[:0], 0.0, 0))
         self.used[blocks], self.left[blocks] = number + 1, False
         age = number + 1 - self.used[before]
@@ -221,7 +222,7 @@ class SessionOracle:
         self.held[blocks] = True
         while self.size > self.capacity:
             self._evict()
-        return found
+        return hits
 
     def _evict(self) -> None:
         """Evict blocks of one kind, as many as there are too many."""

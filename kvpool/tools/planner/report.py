@@ -78,8 +78,8 @@ def _pool(plan: Plan) -> list[str]:
     for name, row in rows.items():
         saved = row["saved_seconds_per_request"]
         times = "" if saved is None else f", {_time(saved)} saved per request"
-        found = f"{row['token_rate']:.2%} of prompt tokens ({row['hit_tokens']:,})"
-        lines.append(f"{name:<14} {_size(row['gib'])} GiB: {found}{times}")
+        hits = f"{row['token_rate']:.2%} of prompt tokens ({row['hit_tokens']:,})"
+        lines.append(f"{name:<14} {_size(row['gib'])} GiB: {hits}{times}")
     longest = plan.survey.longest_blocks
     if pool["device_blocks"] < longest:
         lines.append(f"the longest request needs {longest:,} blocks and does not fit into the device tier")
@@ -87,19 +87,19 @@ def _pool(plan: Plan) -> list[str]:
 
 
 def _store(plan: Plan) -> list[str]:
-    found = plan.store()
-    if found is None:
+    planned = plan.store()
+    if planned is None:
         return []
-    store, times = found.store, plan.machine.prefill_tokens_per_second is not None
+    store, times = planned.store, plan.machine.prefill_tokens_per_second is not None
     model = "has the blocks used last" if store.save == "commit" else "has what the tiers evict"
     lines = [
-        f"a store behind {_size(plan.gib(found.tier_blocks))} GiB: {store.bandwidth:g} GB/s, {store.latency:g} µs, "
+        f"a store behind {_size(plan.gib(planned.tier_blocks))} GiB: {store.bandwidth:g} GB/s, {store.latency:g} µs, "
         f"save={store.save}: it {model}",
         f"{'store':>12} {'blocks':>12} {'found in it':>12} {'loads':>9} {'read':>11} {'written':>11}"
         f"{'  saved per request' if times else ''}",
     ]
-    for capacity in sorted({*found.table(), *([] if store.capacity is None else [store.capacity])}):
-        row = found.row(capacity)
+    for capacity in sorted({*planned.table(), *([] if store.capacity is None else [store.capacity])}):
+        row = planned.row(capacity)
         line = f"{_size(row['gib']):>8} GiB {row['blocks']:>12,} {row['token_rate']:>12.2%} {row['loads']:>9,}"
         line += f" {_flow(row, 'read'):>11} {_flow(row, 'written'):>11}"
         line += f" {_time(row['saved_seconds_per_request']):>18}" if times else ""
@@ -122,15 +122,15 @@ def _reach(plan: Plan) -> list[str]:
 
 
 def _times(plan: Plan, link: str) -> list[str]:
-    found, machine = plan.break_even(), plan.machine
-    if found is None:
+    break_even, machine = plan.break_even(), plan.machine
+    if break_even is None:
         return ["times: give --prefill-tokens-per-second to see what hits save"]
-    worth = f"above {found['worthwhile_above_gb_per_second']:.1f} GB/s"
+    worth = f"above {break_even['worthwhile_above_gb_per_second']:.1f} GB/s"
     what = "everything found" if machine.device_blocks is None else "what is found beyond the device tier"
     lines = [f"link: {machine.link_bandwidth:g} GB/s ({link}), {machine.link_latency:g} µs; {what} crosses it"]
-    if found["tokens"] is None:
+    if break_even["tokens"] is None:
         return [*lines, f"onboarding never beats recomputing here: it would {worth}"]
-    tokens = f"{found['tokens']:,} token{'s' if found['tokens'] > 1 else ''}"
+    tokens = f"{break_even['tokens']:,} token{'s' if break_even['tokens'] > 1 else ''}"
     return [*lines, f"onboarding beats recomputing for hits of {tokens} or more, and on any link {worth}"]
 
 
@@ -173,16 +173,16 @@ def _gaps(plan: Plan) -> list[str]:
 
 
 def _prefixes(plan: Plan) -> list[str]:
-    found, estimate = plan.survey.prefixes, "" if plan.survey.curve.exact else " (of the sample)"
-    if not found.top:
+    reuse, estimate = plan.survey.prefixes, "" if plan.survey.curve.exact else " (of the sample)"
+    if not reuse.top:
         return []
-    half, most = (_size(plan.gib(blocks)) for blocks in (found.blocks_for_half, found.blocks_for_most))
+    half, most = (_size(plan.gib(blocks)) for blocks in (reuse.blocks_for_half, reuse.blocks_for_most))
     lines = [
-        f"reuse{estimate}: {found.reused_blocks:,} of {found.distinct_blocks:,} distinct blocks are ever used again; "
+        f"reuse{estimate}: {reuse.reused_blocks:,} of {reuse.distinct_blocks:,} distinct blocks are ever used again; "
         f"{half} GiB carry half of all hits, {most} GiB nine tenths",
         f"{'prefix of request':>18} {'its tokens':>22} {'reuses':>9} {'hit tokens':>14} {'share':>7}",
     ]
-    return lines + [_prefix(prefix) for prefix in found.top]
+    return lines + [_prefix(prefix) for prefix in reuse.top]
 
 
 def _prefix(prefix: Prefix) -> str:
@@ -280,9 +280,9 @@ def _draw_curve(plan: Plan, axes: Axes, title: str, model: str) -> None:
         low, high = ([rate + sign * error for rate, error in zip(rates, errors, strict=True)] for sign in (-1, 1))
         axes.fill_between(memory, low, high, color=_BLUE, alpha=0.15, label="two standard errors of the sample")
     for number, tenant in enumerate(survey.tenants[:_TENANTS], start=1):
-        own = [100 * plan.tenant_rate(tenant, blocks) for blocks, _ in points]
+        tenant_rates = [100 * plan.tenant_rate(tenant, blocks) for blocks, _ in points]
         label = f"{tenant_label(tenant.name)}, of its own tokens"
-        axes.plot(memory, own, color=f"C{number}", linewidth=1.2, label=label)
+        axes.plot(memory, tenant_rates, color=f"C{number}", linewidth=1.2, label=label)
     axes.axhline(ceiling, color=_GREY, linestyle="--", linewidth=1, label=f"unbounded memory: {ceiling:.1f} %")
     for row in plan.reach() if survey.ceiling_tokens else []:
         if row["of_ceiling"] in _MARKERS:

@@ -365,10 +365,10 @@ def belady(following, counted, capacity, held, heap):
     ``heap``, the last use first. Places that have passed stay below all others."""
     size = 0
     blocks = 0
-    found = 0
+    hits = 0
     for place in range(len(following)):
         if held[place]:
-            found += counted[place]
+            hits += counted[place]
             blocks -= 1
         if following[place] < len(following):
             held[following[place]] = 1
@@ -378,7 +378,7 @@ def belady(following, counted, capacity, held, heap):
                 held[heap[0]] = 0
                 size, blocks = size - 1, blocks - 1
                 pop(heap, size)
-    return found
+    return hits
 
 
 @jit

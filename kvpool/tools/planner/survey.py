@@ -80,11 +80,11 @@ class Curve:
     def capacity_for(self, hits: float) -> int:
         """The smallest capacity, in blocks, with at least so many hits. If no capacity has so many, that of the
         ceiling."""
-        found = min(hits, self.ceiling)
-        if found <= 0:
+        target = min(hits, self.ceiling)
+        if target <= 0:
             return 0
         total = self.cumulative
-        needed = found - self.lookups + self.followed / self.sample
+        needed = target - self.lookups + self.followed / self.sample
         place = int(np.searchsorted(total, needed * self.sample - 1e-6))
         # If a sample hit less than its share, the missing hits are added at the first place.
         place = max(1, min(place, int(np.searchsorted(total, total[-1]))))
@@ -283,11 +283,13 @@ class Surveyor:
         access = UsedBlocks(
             tokens_per_id, size, lookups, keyed, full, self._seed(request), self._threshold, self.requests, tenant
         )
-        found = stack.record(self.tables, access, ids)
+        used_blocks = stack.record(self.tables, access, ids)
         self.requests += 1
         if self._keep:
-            blocks = self.tables.found[:found].copy()
-            self.uses.append(Use(request, blocks, min(found, request.input_length // size), lookups, full - found))
+            blocks = self.tables.found[:used_blocks].copy()
+            self.uses.append(
+                Use(request, blocks, min(used_blocks, request.input_length // size), lookups, full - used_blocks)
+            )
         self._of_tenants[tenant] += (1, request.input_length, lookups, counts[stack.LOOKUPS])
         self._tokens += (request.input_length, request.output_length)
         self._lookups += lookups
@@ -308,7 +310,7 @@ class Surveyor:
         Raises ValueError if a sample has fewer than ``BLOCKS_MIN`` distinct blocks.
         """
         tables, requests = self.tables, self.requests
-        blocks, live, used, runs = tables.counts[[stack.BLOCKS, stack.LIVE, stack.USED, stack.RUNS]].tolist()
+        blocks, live, used_blocks, runs = tables.counts[[stack.BLOCKS, stack.LIVE, stack.USED, stack.RUNS]].tolist()
         if self.sample < 1 and self._lookups and blocks < BLOCKS_MIN:
             raise ValueError(
                 f"sample={self.sample} follows {blocks} distinct blocks of these prompts: at least {BLOCKS_MIN} are "
@@ -319,8 +321,8 @@ class Surveyor:
         np.cumsum(again, out=again)
         again += cumulative
         times = tables.times[:requests]
-        found = np.cumsum(tables.groups, axis=1)
-        missed = (tables.cold + found[:, -1])[:, None] - found
+        tenant_hits = np.cumsum(tables.groups, axis=1)
+        missed = (tables.cold + tenant_hits[:, -1])[:, None] - tenant_hits
         followed = int(cumulative[-1] + tables.cold.sum())
         curve = Curve(cumulative, followed, self._lookups, self.sample, missed=missed)
         before = np.array(self._blocks_before, np.int64)
@@ -339,7 +341,7 @@ class Surveyor:
             prefixes=find_prefixes(
                 tables.hits[:blocks], tables.parent[:blocks], before, self.tokens_per_block, self.sample
             ),
-            uses=Curve(again, used, self._used, self.sample),
+            uses=Curve(again, used_blocks, self._used, self.sample),
             runs=tables.runs[:runs],
             seconds=float(times.max() - times.min()) if requests and not np.isnan(times).any() else None,
         )
@@ -405,8 +407,8 @@ def duration(seconds: float) -> str:
 
 def _rows(counts: Int64s, edges: Sequence[float]) -> list[tuple[float | None, int]]:
     """The bars of a histogram, without the empty ones at its end."""
-    used = int(np.max(np.nonzero(counts)[0], initial=-1)) + 1
-    return list(zip((*edges, None), counts[:used].tolist(), strict=False))
+    length = int(np.max(np.nonzero(counts)[0], initial=-1)) + 1
+    return list(zip((*edges, None), counts[:length].tolist(), strict=False))
 
 
 def coarse_limits(buckets: int) -> Int64s:

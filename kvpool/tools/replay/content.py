@@ -257,10 +257,10 @@ class KVBytes:
         """Compare full blocks, or tokens, with their states, as ``write`` takes them."""
         for start, part, values in self._chunks(states, places):
             for layer, plane in np.ndindex(self._planes.shape[:2]):
-                found, expected = self._planes[layer, plane][part], values ^ self._constants[layer, plane]
-                if not np.array_equal(found, expected):
-                    at = tuple(np.argwhere(found != expected)[0].tolist())
+                actual, expected = self._planes[layer, plane][part], values ^ self._constants[layer, plane]
+                if not np.array_equal(actual, expected):
+                    at = tuple(np.argwhere(actual != expected)[0].tolist())
                     row = start + at[0]
                     token = int(places[1][row]) if len(places) > 1 else at[1]
-                    return Difference(row, token, layer, plane, at[-2], int(found[at]), int(expected[at]))
+                    return Difference(row, token, layer, plane, at[-2], int(actual[at]), int(expected[at]))
         return None

@@ -84,7 +84,7 @@ def schedule(requests: Iterable[Request], *, device_blocks: int, active: int, to
         if need > device_blocks:
             yield Skip(request, need)
             continue
-        ended = sorted((one for one in running if _end(one) <= _begin(request)), key=_end)
+        ended = sorted((earlier for earlier in running if _end(earlier) <= _begin(request)), key=_end)
         while ended or running and (len(running) >= active or held + need > device_blocks):
             first = ended.pop(0) if ended else running[0]
             running.remove(first)
@@ -273,8 +273,8 @@ class Replay(Closing):
             The user interrupts the replay.
         """
         blocks, active = self.config.device_blocks, self.config.active
-        given = self.trace.requests if requests is None else requests
-        steps = schedule(given, device_blocks=blocks, active=active, tokens_per_block=self._size)
+        replayed = self.trace.requests if requests is None else requests
+        steps = schedule(replayed, device_blocks=blocks, active=active, tokens_per_block=self._size)
         self._begin = perf_counter()
         try:
             for step in steps:
@@ -367,12 +367,12 @@ class Replay(Closing):
         self._admitted += 1
         self._prompt_tokens += request.input_length
         self._peak_active = max(self._peak_active, len(self._running))
-        found = (admission.device_tokens[0], admission.host_tokens[0], admission.partial_tokens[0])
-        self._hits += found
+        hit_tokens = (admission.device_tokens[0], admission.host_tokens[0], admission.partial_tokens[0])
+        self._hits += hit_tokens
         if verifier is not None:
             cached, blocks = int(admission.cached_tokens[0]), self._blocks(running)
-            if cached != sum(found):
-                raise AssertionError(f"{request.name}: {cached} cached tokens, but {found} by kind")
+            if cached != sum(hit_tokens):
+                raise AssertionError(f"{request.name}: {cached} cached tokens, but {hit_tokens} by kind")
             verifier.check(blocks, states[:cached], "was handed out as cached", stream)
             verifier.verified.reused_tokens += cached
             verifier.write(blocks, cached, states[cached : request.input_length], stream)
@@ -425,7 +425,7 @@ class Replay(Closing):
         of_config, of_pool = ("device_blocks", "host_blocks"), ("active", "partial", "policy", "verify")
         shape = ("tokens_per_block", "block_bytes", "layers", "planes", "kv_heads", "head_dim")
         names = {"trace": self.trace.name, "format": self.trace.format, "device": self._device.name}
-        found = {
+        settings = {
             **names,
             **{name: getattr(config, name) for name in of_config},
             **{name: getattr(layout, name) for name in shape},
@@ -433,10 +433,10 @@ class Replay(Closing):
             **{name: getattr(config, name) for name in of_pool},
         }
         if config.store is not None:
-            found |= {"store": config.store.name, "store_wait": config.store_wait}
+            settings |= {"store": config.store.name, "store_wait": config.store_wait}
         if config.device == "sim":
-            found |= {"seed": config.seed, "progress": config.progress}
-        return found
+            settings |= {"seed": config.seed, "progress": config.progress}
+        return settings
 
 
 def warm_up(tokens_per_block: int, config: ReplayConfig) -> None:
@@ -545,8 +545,8 @@ class Rounds:
 
     def _rounds(self) -> Iterator[Request]:
         cache = self.replay.cache
-        for given in cycle(self._requests):
-            request = replace(given, index=self.done)
+        for original in cycle(self._requests):
+            request = replace(original, index=self.done)
             yield request
             self.done += 1
             fits = worst_blocks(request, cache.tokens_per_block) <= cache.device_blocks

@@ -96,19 +96,19 @@ def play(
     """When each user goes on, its number, and the number and the rest of its session."""
     total = len(waiting)
 
-    def begin(user: int, now: float) -> None:
+    def begin(user: int, now_s: float) -> None:
         nonlocal first
         if waiting:
             session = waiting.pop()
             prompts = session.prompts(first)
             first += session.ids + len(session.turns)
-            heappush(due, (now, user, total - len(waiting), session, prompts, next(prompts)))
+            heappush(due, (now_s, user, total - len(waiting), session, prompts, next(prompts)))
 
     for user in range(min(users, len(waiting))):
         begin(user, random.random() * _ARRIVALS)
     while due:
-        now, user, number, session, prompts, (turn, ids) = heappop(due)
-        following, end, returns = next(prompts, None), now + turn.seconds, inf
+        now_s, user, number, session, prompts, (turn, ids) = heappop(due)
+        following, end, returns = next(prompts, None), now_s + turn.seconds, inf
         if following is not None:
             returns = end + min(following[0].pause, pause_max * varied.uniform(1 - varies, 1 + varies))
         yield Request(
@@ -118,7 +118,7 @@ def play(
             turn.output_length,
             hash_ids=ids.astype(np.uint64),
             tokens_per_id=session.tokens_per_id,
-            timestamp=now,
+            timestamp=now_s,
             seconds=turn.seconds,
             stop=turn.stop,
             returns=returns,

@@ -192,7 +192,7 @@ def _store_lines(stored: Stored, hits: int) -> list[str]:
 
 def aligned(rows: Mapping[str, Iterable[str]]) -> str:
     """Lines of text, each behind what it is about, which is said once. What has no line is left out."""
-    lines = [("" if place else name, line) for name, own in rows.items() for place, line in enumerate(own)]
+    lines = [("" if place else name, line) for name, texts in rows.items() for place, line in enumerate(texts)]
     return "\n".join(f"{name:<9} {line}".rstrip() for name, line in lines)
 
 

@@ -58,7 +58,7 @@ class TraceError(ValueError):
 def parse(path: str, line: int, text: bytes) -> Row:
     """The columns of an object that begins in this line. Raises TraceError."""
     try:
-        found = json.loads(text)
+        columns = json.loads(text)
     except UnicodeDecodeError as error:
         raise TraceError(path, line, f"not UTF-8: {error.reason} at byte {error.start}") from error
     except json.JSONDecodeError as error:
@@ -67,9 +67,9 @@ def parse(path: str, line: int, text: bytes) -> Row:
         ) from error
     except (ValueError, RecursionError) as error:
         raise TraceError(path, line, f"not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise TraceError(path, line, f"a JSON object is expected, found {_kind(found)}")
-    return Row(path, line, found)
+    if not isinstance(columns, dict):
+        raise TraceError(path, line, f"a JSON object is expected, found {_kind(columns)}")
+    return Row(path, line, columns)
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,10 @@ class Row:
 
     def part(self, name: str, columns: Any) -> Row:
         """The columns of an object inside this one."""
-        found = Row(self.path, self.line, columns, f"{self.place}{name}: ")
+        inner = Row(self.path, self.line, columns, f"{self.place}{name}: ")
         if type(columns) is not dict:
-            raise found.error(f"a JSON object is expected, found {_kind(columns)}")
-        return found
+            raise inner.error(f"a JSON object is expected, found {_kind(columns)}")
+        return inner
 
     def value(self, column: str, accepted: str, fits: Callable[[Any], bool], default: Any = REQUIRED) -> Any:
         """The value of a column: the default if it has none, else one that ``fits``, which are those ``accepted``."""
@@ -112,8 +112,8 @@ class Row:
         if values and not (set(map(type, values)) == {int} and 0 <= min(values) <= max(values) <= highest):
             wrong = (at for at, value in enumerate(values) if type(value) is not int or not 0 <= value <= highest)
             place = next(wrong)
-            found = f"found {_kind(values[place])} at position {place}"
-            raise self.error(f"column {column!r} must hold integers within 0..{highest}, {found}")
+            got = f"found {_kind(values[place])} at position {place}"
+            raise self.error(f"column {column!r} must hold integers within 0..{highest}, {got}")
         return np.array(values, dtype=dtype)
 
     def items(self, column: str, length: int = 0) -> list[Any]:
@@ -122,7 +122,7 @@ class Row:
 
         def fits(values: Any) -> bool:
             return type(values) is list and (
-                not length or all(type(one) is list and len(one) == length for one in values)
+                not length or all(type(item) is list and len(item) == length for item in values)
             )
 
         return self.value(column, accepted, fits)
@@ -189,8 +189,8 @@ def read_trace(
         The file cannot be read, has no request, or has a line that is wrong. The error names file, line and reason.
         Or it has no sessions, although ``users`` or ``pause_max`` says how they are played.
     """
-    found = list(stream_trace(path, format=format, limit=limit, users=users, pause_max=pause_max))
-    return Trace(_name(path), found[0][0], [request for _, request in found])
+    pairs = list(stream_trace(path, format=format, limit=limit, users=users, pause_max=pause_max))
+    return Trace(_name(path), pairs[0][0], [request for _, request in pairs])
 
 
 def stream_trace(
@@ -211,12 +211,12 @@ def stream_trace(
     for row in islice(rows, 1):
         format = _detect(row) if format == "auto" else format
         rows = chain([row], rows)
-    given = {name: value for name, value in (("users", users), ("pause_max", pause_max)) if value is not None}
-    if given and format not in ("agents", "auto"):
-        named = ", ".join(f"{name} {value}" for name, value in given.items())
+    options = {name: value for name, value in (("users", users), ("pause_max", pause_max)) if value is not None}
+    if options and format not in ("agents", "auto"):
+        named = ", ".join(f"{name} {value}" for name, value in options.items())
         reason = f"{named}: it has requests ({format}); accepted with sessions of agents only"
         raise TraceError(_name(path), 0, reason)
-    for request in islice(_requests(rows, format, given), limit):
+    for request in islice(_requests(rows, format, options), limit):
         yield format, request
     if request is None:
         raise TraceError(_name(path), 0, "holds no request")
@@ -385,15 +385,15 @@ def _shared(part: Row, counts: list[int]) -> tuple[int, int, Int64s]:
 
 def _recorded(row: Row) -> list[Row]:
     """All requests, those of sub-agents too, in order of time."""
-    found, pending = list[Row](), [row]
+    recorded, pending = list[Row](), [row]
     while pending:
         part = pending.pop()
         if part is row or "requests" in part.columns:
             inner = enumerate(part.items("requests"))
             pending += [part.part(f"request {place}", columns) for place, columns in inner][::-1]
         else:
-            found.append(part)
-    return sorted(found, key=lambda part: part.seconds("t"))
+            recorded.append(part)
+    return sorted(recorded, key=lambda part: part.seconds("t"))
 
 
 def _runs(part: Row) -> Int64s:

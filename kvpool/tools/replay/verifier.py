@@ -135,10 +135,10 @@ class Verifier:
                 return
             for block in blocks.tolist():
                 states = expected.get(host.read_first_lanes(block - origin))
-                found = None if states is None else host.check(states[None], np.array([block - origin]))
-                self._written[block] = states is not None and found is None
-                if states is None or found is not None:
-                    token = 0 if found is None else found.token
+                difference = None if states is None else host.check(states[None], np.array([block - origin]))
+                self._written[block] = states is not None and difference is None
+                if states is None or difference is not None:
+                    token = 0 if difference is None else difference.token
                     self._fail(block, tier, token, "what came from a store is no block of this prompt")
                 else:
                     self._states[block] = states
@@ -180,10 +180,10 @@ class Verifier:
         def check() -> None:
             for tier, origin, memory in self._tiers:
                 (mine,) = np.nonzero((blocks < self._device_blocks) == (tier == "device"))
-                found = memory.check(states[mine], blocks[mine] - origin, tokens[mine])
-                if found is not None:
-                    block = int(blocks[mine[found.row]])
-                    raise self._error(tier, block, found, complaint(block), context)
+                difference = memory.check(states[mine], blocks[mine] - origin, tokens[mine])
+                if difference is not None:
+                    block = int(blocks[mine[difference.row]])
+                    raise self._error(tier, block, difference, complaint(block), context)
 
         return check
 
@@ -206,9 +206,12 @@ class Verifier:
         failure = VerificationError(message, block=block, tier=tier, token=token, layer=None, plane=None)
         self.failure = self.failure or failure
 
-    def _error(self, tier: str, block: int, found: Difference, complaint: str, context: str) -> VerificationError:
-        _, token, layer, plane, head, there, expected = found
-        place = f"layer {layer}, plane {plane}, head {head}: found {there:#x}, expected {expected:#x}"
+    def _error(self, tier: str, block: int, difference: Difference, complaint: str, context: str) -> VerificationError:
+        token = difference.token
+        layer = difference.layer
+        plane = difference.plane
+        values = f"found {difference.found:#x}, expected {difference.expected:#x}"
+        place = f"layer {layer}, plane {plane}, head {difference.head}: {values}"
         message = f"{tier} block {block}, token {token}, {context}: {complaint} ({place})"
         return VerificationError(message, block=block, tier=tier, token=token, layer=layer, plane=plane)
 

@@ -81,11 +81,11 @@ class Database:
     def _check_tables(self) -> None:
         """Make the tables of a new database. Raises DatabaseError for others than ours: views and triggers would run
         what somebody else has written."""
-        found = self._connection.execute("SELECT sql FROM sqlite_master ORDER BY sql LIMIT 3").fetchall()
-        if not found:
+        statements = self._connection.execute("SELECT sql FROM sqlite_master ORDER BY sql LIMIT 3").fetchall()
+        if not statements:
             for command in ("BEGIN IMMEDIATE", *_TABLES, "END"):
                 self._connection.execute(command)
-        elif found != [(command,) for command in _TABLES]:
+        elif statements != [(command,) for command in _TABLES]:
             raise sqlite3.DatabaseError("its tables are not those of a store")
 
     def _header(self) -> Header | None:
@@ -116,8 +116,8 @@ class Database:
             fitting = self._connection.execute(
                 f"SELECT number, content FROM pages WHERE {_FITS}", (count - 1, PAGE_BYTES)
             )
-            found = fitting.fetchall()
-            return found, self._connection.execute("SELECT count(*) FROM pages").fetchone()[0] - len(found)
+            rows = fitting.fetchall()
+            return rows, self._connection.execute("SELECT count(*) FROM pages").fetchone()[0] - len(rows)
         except sqlite3.Error as error:
             raise self._error(error) from error
 
@@ -169,10 +169,10 @@ def _is_no_damage(error: sqlite3.Error) -> bool:
 
 def _check_file(path: str) -> None:
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except FileNotFoundError:
         return
-    check_private(path, found)
+    check_private(path, status)
 
 
 class GroupCommit(Generic[Begun]):

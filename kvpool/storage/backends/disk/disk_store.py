@@ -217,12 +217,12 @@ class DiskStore:
     def _read_epochs(self, folder: Folder) -> dict[bytes, bytes]:
         """The epoch of each model that has one."""
         size = MODEL_BYTES + EPOCH_BYTES
-        found = folder.read(EPOCHS, size * EPOCHS_MAX + 1)
-        if len(found) % size:
+        data = folder.read(EPOCHS, size * EPOCHS_MAX + 1)
+        if len(data) % size:
             folder.put_aside(EPOCHS)
             self._counts["damaged_files"] += 1
             return {}
-        entries = (found[start : start + size] for start in range(0, len(found), size))
+        entries = (data[start : start + size] for start in range(0, len(data), size))
         return {entry[:MODEL_BYTES]: entry[MODEL_BYTES:] for entry in entries}
 
     # -- calls -----------------------------------------------------------------------------------------
@@ -252,8 +252,8 @@ class DiskStore:
             seals[places] = self._table.entries["seal"][[slots[place] for place in places]]
         try:
             codes[[place for place, slot in enumerate(slots) if slot < 0]] = ABSENT
-            own = [(place, slots[place]) for place in places]
-            self._transfer(self._slab.read, own, rows, codes, stop)
+            pinned = [(place, slots[place]) for place in places]
+            self._transfer(self._slab.read, pinned, rows, codes, stop)
         finally:
             with self._lock:
                 self._index.unpin(slots)
@@ -286,16 +286,16 @@ class DiskStore:
             answers = self._index.reserve([names[place] for place in places], tag, limit, same)
             failed = self._failed_commits
             for place, answer in zip(places, answers, strict=True):
-                there = answer == slot_index.HERE or answer >= 0 and self._index.is_written(names[place])
-                codes[place] = OK if there else REFUSED if answer == slot_index.REFUSED else CANCELLED
-        own = [(place, slot) for place, slot in zip(places, answers, strict=True) if slot >= 0]
-        new = [(place, slot) for place, slot in own if codes[place] != OK]
+                is_saved = answer == slot_index.HERE or answer >= 0 and self._index.is_written(names[place])
+                codes[place] = OK if is_saved else REFUSED if answer == slot_index.REFUSED else CANCELLED
+        reserved = [(place, slot) for place, slot in zip(places, answers, strict=True) if slot >= 0]
+        new = [(place, slot) for place, slot in reserved if codes[place] != OK]
         try:
             self._transfer(self._slab.write, new, rows, codes, stop)
-            self._finish(own, names, seals, codes, failed)
+            self._finish(reserved, names, seals, codes, failed)
         except BaseException:
             with self._lock:
-                self._index.abort([names[place] for place, _ in own if self._index.is_pending(names[place])])
+                self._index.abort([names[place] for place, _ in reserved if self._index.is_pending(names[place])])
                 self._changed.notify_all()
             raise
         pending = [place for place, answer in zip(places, answers, strict=True) if answer == slot_index.PENDING]
@@ -315,12 +315,16 @@ class DiskStore:
             with self._lock:
                 self._index.unpin(slots)
 
-    def _finish(self, own: list[tuple[int, int]], names: list[bytes], seals: Bytes, codes: Bytes, failed: int) -> None:
+    def _finish(
+        self, reserved: list[tuple[int, int]], names: list[bytes], seals: Bytes, codes: Bytes, failed: int
+    ) -> None:
         """Make durable what was written, and give up what was not. The keys are still pending."""
-        written = [place for place, _ in own if codes[place] == OK]
+        written = [place for place, _ in reserved if codes[place] == OK]
         with self._lock:
-            self._index.abort([names[place] for place, _ in own if codes[place] != OK])
-            own[:] = [(place, slot) for place, slot in own if codes[place] == OK]  # another may have the rest now
+            self._index.abort([names[place] for place, _ in reserved if codes[place] != OK])
+            reserved[:] = [
+                (place, slot) for place, slot in reserved if codes[place] == OK
+            ]  # another may have the rest now
             self._index.publish([names[place] for place in written], [seals[place].tobytes() for place in written])
             self._changed.notify_all()
         if not written:
@@ -357,9 +361,9 @@ class DiskStore:
     def stats(self) -> dict[str, int]:
         self._process.check(self)
         with self._lock:
-            found = self._index if self._opened else ()
+            index = self._index if self._opened else ()
             evicted = self._index.evicted if self._opened else 0
-            return {"capacity": self._slots, "blocks": len(found), "evicted": evicted, **self._counts}
+            return {"capacity": self._slots, "blocks": len(index), "evicted": evicted, **self._counts}
 
     def close(self) -> None:
         """End. The order of last use is written too, if that is possible. Closing twice is fine."""
@@ -397,7 +401,7 @@ class DiskStore:
     def _transfer(
         self,
         call: Callable[[list[int], list[int]], None],
-        own: list[tuple[int, int]],
+        pairs: list[tuple[int, int]],
         rows: Rows,
         codes: Bytes,
         stop: Stop,
@@ -405,8 +409,8 @@ class DiskStore:
         """Read or write the slots of places, and set their codes. Raises the last error if there was nothing else."""
         failed: OSError | None = None
         # In the order of the file: neighbours are one call, whichever of them was reserved first.
-        own = sorted(own, key=itemgetter(1))
-        places, slots = [place for place, _ in own], [slot for _, slot in own]
+        pairs = sorted(pairs, key=itemgetter(1))
+        places, slots = [place for place, _ in pairs], [slot for _, slot in pairs]
         for run in self._slab.runs(slots):
             if stop():
                 break

@@ -14,7 +14,11 @@ from typing import NamedTuple
 
 from kvpool.storage.seals import SECRET_BYTES
 
-LOCK, SECRET, SLAB, DATABASE, EPOCHS = "lock", "secret", "slab", "rows.sqlite", "epochs"
+LOCK = "lock"
+SECRET = "secret"
+SLAB = "slab"
+DATABASE = "rows.sqlite"
+EPOCHS = "epochs"
 _FLOCK = "hhqqi"
 """``struct flock``: type, whence, start, length, process"""
 
@@ -67,8 +71,8 @@ class Folder:
             raise
 
     def _lock(self) -> None:
-        found = os.fstat(self._fd)
-        entry = os.getpid(), found.st_dev, found.st_ino
+        status = os.fstat(self._fd)
+        entry = os.getpid(), status.st_dev, status.st_ino
         with _open_lock:
             # Before a file is opened: closing it again would end the lock of the store that has it.
             if entry in _open:
@@ -105,23 +109,23 @@ class Folder:
         try:
             if name in self._made:
                 os.fchmod(fd, 0o600)
-            found = os.fstat(fd)
-            check_private(self.join(name), found)
+            status = os.fstat(fd)
+            check_private(self.join(name), status)
         except BaseException:
             os.close(fd)
             raise
-        self._files[name] = found.st_dev, found.st_ino
+        self._files[name] = status.st_dev, status.st_ino
         return fd
 
     def is_there(self) -> bool:
         """Whether who opens this folder next finds the files that are used here."""
         try:
-            found = os.stat(self.path), os.fstat(self._fd)
+            folders = os.stat(self.path), os.fstat(self._fd)
             seen = {name: os.stat(name, dir_fd=self._fd, follow_symlinks=False) for name in (SLAB, DATABASE)}
         except OSError:
             return False
-        same = all((one.st_dev, one.st_ino) == self._files[name] for name, one in seen.items())
-        return same and os.path.samestat(*found)
+        same = all((status.st_dev, status.st_ino) == self._files[name] for name, status in seen.items())
+        return same and os.path.samestat(*folders)
 
     def remove(self, name: str) -> bool:
         """Remove a file. Returns whether it was there."""
@@ -142,10 +146,10 @@ class Folder:
 
     def secret(self) -> bytes:
         """The secret, which is made if it is not there. One of another length is put aside."""
-        found = self.read(SECRET, SECRET_BYTES + 1)
-        if len(found) == SECRET_BYTES:
-            return found
-        if found:
+        stored = self.read(SECRET, SECRET_BYTES + 1)
+        if len(stored) == SECRET_BYTES:
+            return stored
+        if stored:
             self.put_aside(SECRET)
         made = os.urandom(SECRET_BYTES)
         self.write(SECRET, made)

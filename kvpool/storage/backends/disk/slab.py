@@ -50,15 +50,15 @@ class Slab:
 
     def _allocate(self, nbytes: int) -> int:
         """Give the file its size. Returns how many slots it had."""
-        found = os.fstat(self._fd)
-        if found.st_size > nbytes:
+        status = os.fstat(self._fd)
+        if status.st_size > nbytes:
             os.ftruncate(self._fd, nbytes)
-        if found.st_size < nbytes or found.st_blocks * 512 < nbytes:
+        if status.st_size < nbytes or status.st_blocks * 512 < nbytes:
             try:
                 self._system.posix_fallocate(self._fd, 0, nbytes)
             except OSError as error:
                 raise OSError(error.errno, f"{error.strerror}: the slab takes {nbytes} bytes", self._path) from None
-        return found.st_size // self.stride
+        return status.st_size // self.stride
 
     def runs(self, slots: list[int]) -> Iterator[slice]:
         """Parts of the list whose slots follow one another in the file, so that one call reads or writes them."""

@@ -151,8 +151,8 @@ class Index:
         self._oldest: list[tuple[int, int]] = []  # slots and when they were used, the next victim at the end
         entries = table.entries
         taken = np.flatnonzero(entries["used"])
-        own = entries["model"][taken] == np.void(model)
-        self._here, self._others = (self._by_key(taken[which]) for which in (own, ~own))
+        same_model = entries["model"][taken] == np.void(model)
+        self._here, self._others = (self._by_key(taken[which]) for which in (same_model, ~same_model))
         self.duplicates = self._drop_duplicates(taken)
         self._victims: Victims | None = None
         if policy != LRU:
@@ -257,8 +257,8 @@ class Index:
 
     def take_unclear(self) -> list[int]:
         """The slots that are free when the commit that begins now is durable."""
-        found, self._unclear = self._unclear, []
-        return found
+        unclear, self._unclear = self._unclear, []
+        return unclear
 
     def committed(self, unclear: list[int], durable: bool) -> None:
         """That commit has ended."""
@@ -268,10 +268,10 @@ class Index:
 
     def pin(self, keys: list[bytes]) -> list[int]:
         """The slots of keys, -1 for those that are not there. They stay as they are until ``unpin``."""
-        here = [key for key in keys if key in self._here]
-        self._use(here)
+        known_keys = [key for key in keys if key in self._here]
+        self._use(known_keys)
         if self._victims is not None:
-            self._victims.use(here)
+            self._victims.use(known_keys)
         slots = [self._here.get(key, -1) for key in keys]
         self._pins.update(slot for slot in slots if slot >= 0)
         return slots
@@ -356,9 +356,9 @@ class Index:
         """The slot that is evicted next. None if all are read, written or kept."""
         for last_try in (False, True):
             while self._oldest:
-                slot, used = self._oldest.pop()
+                slot, used_at = self._oldest.pop()
                 # What was used since is newer than all that are left, and comes with a later list.
-                if used == self._table.used[slot] and self._may_go(slot, keep):
+                if used_at == self._table.used[slot] and self._may_go(slot, keep):
                     return slot
             if not last_try:
                 chosen = self._victims is not None and not self._others
@@ -374,13 +374,13 @@ class Index:
 
     def _list_oldest(self) -> list[tuple[int, int]]:
         """A part of the blocks, the oldest last. To sort them costs a part of a microsecond for each victim."""
-        used = self._table.used
-        slots = np.array([*self._others.values()], np.int64) if self._others else np.flatnonzero(used)
+        used_at = self._table.used
+        slots = np.array([*self._others.values()], np.int64) if self._others else np.flatnonzero(used_at)
         count = max(_VICTIMS_MIN, len(slots) // 16)
         if len(slots) > count:
-            slots = slots[np.argpartition(used[slots], count)[:count]]
-        slots = slots[np.argsort(used[slots])[::-1]]
-        return list(zip(slots.tolist(), used[slots].tolist(), strict=True))
+            slots = slots[np.argpartition(used_at[slots], count)[:count]]
+        slots = slots[np.argsort(used_at[slots])[::-1]]
+        return list(zip(slots.tolist(), used_at[slots].tolist(), strict=True))
 
     def _may_go(self, slot: int, keep: Collection[bytes]) -> bool:
         key = self._key(slot)
@@ -425,11 +425,11 @@ class Index:
         if tag in self._tags or not 0 < limit < len(self._table.entries):
             return
         if len(self._tags) >= self._tags_max:  # Tags without blocks need no order.
-            self._tags = {own: keys for own, keys in self._tags.items() if keys}
+            self._tags = {watched: keys for watched, keys in self._tags.items() if keys}
             self._tags_max = max(1024, 2 * len(self._tags))
         entries = self._table.entries
         slots = np.flatnonzero((entries["tag"] == np.void(tag)) & (entries["model"] == np.void(self._model)))
         slots = slots[np.argsort(entries["used"][slots])]
-        found = (key for key in entries["key"][slots].tolist() if key in self._here)
+        saved = (key for key in entries["key"][slots].tolist() if key in self._here)
         pending = (key for key, held in self._pending.items() if held.tag == tag)
-        self._tags[tag] = OrderedDict.fromkeys(chain(found, pending))
+        self._tags[tag] = OrderedDict.fromkeys(chain(saved, pending))

@@ -33,7 +33,12 @@ ENVIRONMENT = {
 }
 """Settings that the library reads from the environment. Numbers that are there already stay."""
 
-NO_SPACE, BAD_ARGUMENT, UNFINISHED, NOT_THERE, LEASE_ENDED, CHECKSUM = -200, -600, -703, -704, -707, -801
+NO_SPACE = -200
+BAD_ARGUMENT = -600
+UNFINISHED = -703
+NOT_THERE = -704
+LEASE_ENDED = -707
+CHECKSUM = -801
 REASONS = {
     NO_SPACE: "no_space",
     BAD_ARGUMENT: "bad_argument",
@@ -77,9 +82,9 @@ def library() -> Any:
     lacking = [name for name in _METHODS if not hasattr(MooncakeDistributedStore, name)]
     if lacking:
         raise ImportError(f"this version of Mooncake has no {lacking[0]}: pip install '{PACKAGES[0]}=={TESTED}'")
-    found = version()
-    if found != TESTED:
-        warnings.warn(f"Mooncake {found} was not tested with kvpool, {TESTED} was", RuntimeWarning, stacklevel=3)
+    installed = version()
+    if installed != TESTED:
+        warnings.warn(f"Mooncake {installed} was not tested with kvpool, {TESTED} was", RuntimeWarning, stacklevel=3)
     return MooncakeDistributedStore
 
 
@@ -139,12 +144,12 @@ class Client:
     def __init__(self, master: str, segment: int, hostname: str, metadata: str, protocol: str, devices: str) -> None:
         make = library()
         if _USED_BY.setdefault("process", os.getpid()) != os.getpid():
-            used = f"process {_USED_BY['process']} used Mooncake before it started this one by os.fork()"
-            raise ForkedProcess(f"{used}, in which it would hang: start processes by spawn")
+            problem = f"process {_USED_BY['process']} used Mooncake before it started this one by os.fork()"
+            raise ForkedProcess(f"{problem}, in which it would hang: start processes by spawn")
         seen = reach(master)
         for name, value in ENVIRONMENT.items():
-            given = os.environ.get(name, "")
-            if not given.isdecimal() or not int(given):
+            setting = os.environ.get(name, "")
+            if not setting.isdecimal() or not int(setting):
                 os.environ[name] = value
         os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
         self._process, self._lock = Process(), threading.Condition()

@@ -172,19 +172,19 @@ class MooncakeStore:
         most = _CALL_BYTES // space.block_bytes if self._transform is None else _COPY_BYTES // held
         self._most = min(max(1, most), _CALL_KEYS)
         raw = mmap.mmap(-1, self.threads * self._most * held, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        own = np.frombuffer(raw, np.uint8)
+        buffer = np.frombuffer(raw, np.uint8)
         try:
             # What is registered can be read and written by whoever reaches the ports of this client.
             if self._transform is None:
                 made.register(self._rows)
-            made.register(own)
+            made.register(buffer)
             old = made.remove_matching(f"^kvpool[23]t?-{model.hexdigest()}-")
             self._count("old_format" if old >= 0 else client.reason(old), max(old, int(old < 0)))
         except BaseException:
             made.close()
             raise
         self._areas: queue.SimpleQueue[Bytes] = queue.SimpleQueue()
-        for area in own.reshape(self.threads, self._most, held):
+        for area in buffer.reshape(self.threads, self._most, held):
             self._areas.put(area)
         self._client = made
         return self._secret
@@ -193,7 +193,7 @@ class MooncakeStore:
         codes = np.empty(len(keys), np.uint8)
         for part in parts(len(keys), _FIND_KEYS):
             answer = self._opened().exist(self._names(keys[part]))
-            codes[part] = self._judge(answer, lambda there: OK if there else ABSENT)
+            codes[part] = self._judge(answer, lambda exists: OK if exists else ABSENT)
         return codes
 
     def save(self, keys: Bytes, rows: Rows, seals: Bytes, tag: bytes, limit: int, stop: Stop) -> Bytes:
@@ -211,12 +211,12 @@ class MooncakeStore:
             for part in parts(len(keys), self._most):
                 if stop():
                     break
-                own = area[: part.stop - part.start]
-                codes[part] = self._load(keys[part], rows[part], own)
+                part_area = area[: part.stop - part.start]
+                codes[part] = self._load(keys[part], rows[part], part_area)
                 if self._joined:
                     seals[part] = self._rows[rows[part], self._seal]
                 else:
-                    seals[part] = own[:, -SEAL_BYTES:]
+                    seals[part] = part_area[:, -SEAL_BYTES:]
         return codes, seals
 
     def forget(self, keys: Bytes) -> int:
@@ -382,17 +382,17 @@ class MooncakeStore:
 
 def _master_argument(value: object) -> str:
     text = text_argument("master", value)
-    found = re.fullmatch(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):([0-9]{1,5})", text)
-    if found is None or not 0 < int(found[1]) < 1 << 16:
+    match = re.fullmatch(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):([0-9]{1,5})", text)
+    if match is None or not 0 < int(match[1]) < 1 << 16:
         raise ValueError(f"master={text!r:.80}: accepted is HOST:PORT of one master; several masters were not tested")
     return text
 
 
 def _segment_argument(value: object) -> int:
-    found = integer_argument("segment", value, 0, _SEGMENT_MAX)
-    if 0 < found < _SEGMENT_MIN:
-        raise ValueError(f"segment={found}: accepted are 0 and {_SEGMENT_MIN} to {_SEGMENT_MAX} bytes")
-    return found
+    size = integer_argument("segment", value, 0, _SEGMENT_MAX)
+    if 0 < size < _SEGMENT_MIN:
+        raise ValueError(f"segment={size}: accepted are 0 and {_SEGMENT_MIN} to {_SEGMENT_MAX} bytes")
+    return size
 
 
 def _protocol_argument(value: object) -> str:

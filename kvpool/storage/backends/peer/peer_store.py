@@ -211,10 +211,10 @@ class PeerStore:
         with self._connection() as link:
             answer = self._call(link, "renew" if new else "epoch", tag=model.hex())
             frames_argument([*answer.frames, *answer.blocks], 1)
-            found = bytes(answer.frames[0])
-            if len(found) not in (0, EPOCH_BYTES):
-                raise Malformed(f"an epoch of {len(found)} bytes")
-            return found if answer.message.count else None
+            epoch = bytes(answer.frames[0])
+            if len(epoch) not in (0, EPOCH_BYTES):
+                raise Malformed(f"an epoch of {len(epoch)} bytes")
+            return epoch if answer.message.count else None
 
     def find(self, keys: Bytes) -> Bytes:
         codes = np.full(len(keys), ABSENT, np.uint8)
@@ -241,13 +241,13 @@ class PeerStore:
                 with self._connection(stop) as link:
                     answer = self._call(link, "load", [keys[part]], stop=stop)
                     frames_argument(answer.frames, 2)
-                    found = codes_of(np.frombuffer(answer.frames[0], np.uint8), len(keys[part]))
-                    sealed = rows_of(answer.frames[1:], len(found), SEAL_BYTES)
-                    blocks = rows_of(answer.blocks, int((found == OK).sum()), self._block_bytes)
+                    part_codes = codes_of(np.frombuffer(answer.frames[0], np.uint8), len(keys[part]))
+                    sealed = rows_of(answer.frames[1:], len(part_codes), SEAL_BYTES)
+                    blocks = rows_of(answer.blocks, int((part_codes == OK).sum()), self._block_bytes)
                     if not link.is_sealed(answer.blocks, answer.seal):
                         raise Malformed("blocks that do not fit their seal")
-                codes[part], seals[part] = found, sealed
-                self._memory[rows[part][found == OK]] = blocks
+                codes[part], seals[part] = part_codes, sealed
+                self._memory[rows[part][part_codes == OK]] = blocks
         return codes, seals
 
     def forget(self, keys: Bytes) -> int:

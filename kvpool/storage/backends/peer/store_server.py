@@ -278,8 +278,8 @@ class _Calls:
 
     def hanging(self) -> int:
         """How many calls the store should have ended."""
-        now = time.monotonic()
-        return sum(deadline < now for deadline in self._deadlines)
+        now_s = time.monotonic()
+        return sum(deadline < now_s for deadline in self._deadlines)
 
     # -- on the server's thread --------------------------------------------------------------------
 
@@ -438,8 +438,8 @@ class _Calls:
                 self.unsaved = not saved
             return self._codes(message, "saved", codes)
         # The store gets a copy, which it may write to: other rows are those of other threads.
-        found, sealed = self._store.load(keys, rows.copy(), stop)
-        codes = codes_of(found, len(keys))
+        answered, sealed = self._store.load(keys, rows.copy(), stop)
+        codes = codes_of(answered, len(keys))
         # A copy: the next call of this thread uses the memory while these bytes are sent.
         blocks = self._memory[rows[codes == OK]]
         answer = self._codes(message, "loaded", codes)
@@ -448,14 +448,17 @@ class _Calls:
 
     def _epoch(self, message: StoreCall, model: bytes) -> _Answer:
         ask = getattr(self._store, "epoch", None)
-        found = ask(model, message.call == "renew") if ask else None
-        return self._done(message, int(found is not None), [found or b""])
+        epoch = ask(model, message.call == "renew") if ask else None
+        return self._done(message, int(epoch is not None), [epoch or b""])
 
     def _codes(self, message: StoreCall, kind: str, codes: Any) -> _Answer:
-        own = codes_of(codes, len(codes))
-        counts = {f"{kind}_blocks": int(np.count_nonzero(own == OK)), "failed_blocks": int((own == FAILED).sum())}
+        checked = codes_of(codes, len(codes))
+        counts = {
+            f"{kind}_blocks": int(np.count_nonzero(checked == OK)),
+            "failed_blocks": int((checked == FAILED).sum()),
+        }
         self._count(**counts)
-        return self._done(message, 0, [own])
+        return self._done(message, 0, [checked])
 
     def _done(self, message: StoreCall, count: int, frames: Sequence[Any] = ()) -> _Answer:
         self._count(calls=1)

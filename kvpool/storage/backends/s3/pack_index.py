@@ -42,19 +42,23 @@ class Pack(NamedTuple):
     @classmethod
     def new(cls, now: int, number: int, tag: bytes, names: Sequence[bytes]) -> Pack:
         """One that nobody else has. ``now``: unix milliseconds, so that names are in the order of time."""
-        own = ".".join(name.hex() for name in names) if len(names) <= _NAMED else str(len(names))
+        suffix = ".".join(name.hex() for name in names) if len(names) <= _NAMED else str(len(names))
         return cls(
-            f"{now:012x}-{number:010x}-{tag.hex()}-{os.urandom(8).hex()}-{own}", number, tag, len(names), tuple(names)
+            f"{now:012x}-{number:010x}-{tag.hex()}-{os.urandom(8).hex()}-{suffix}",
+            number,
+            tag,
+            len(names),
+            tuple(names),
         )
 
     @classmethod
     def parse(cls, name: str) -> Pack | None:
         """What a name says: ``names`` are empty where the object has them. None for other names."""
-        found = _PACK.fullmatch(name)
-        if found is None:
+        match = _PACK.fullmatch(name)
+        if match is None:
             return None
-        names = tuple(map(bytes.fromhex, found[4].split("."))) if found[4] else ()
-        return cls(name, int(found[1], 16), bytes.fromhex(found[2]), int(found[3] or len(names)), names)
+        names = tuple(map(bytes.fromhex, match[4].split("."))) if match[4] else ()
+        return cls(name, int(match[1], 16), bytes.fromhex(match[2]), int(match[3] or len(names)), names)
 
     @property
     def begins(self) -> int:
@@ -186,12 +190,12 @@ class PackIndex:
             return self._remove(gone)
 
     def _remove(self, names: Iterable[bytes]) -> tuple[int, list[Pack]]:
-        found = [self._places.pop(name) for name in dict.fromkeys(names) if name in self._places]
-        touched = {pack.name: pack for pack, _ in found}.values()
+        removed = [self._places.pop(name) for name in dict.fromkeys(names) if name in self._places]
+        touched = {pack.name: pack for pack, _ in removed}.values()
         empty = [pack for pack in touched if not any(self._is_in(name, pack) for name in pack.names)]
         for pack in empty:
             self._packs.pop(pack.name, None)
-        return len(found), empty
+        return len(removed), empty
 
     def _is_in(self, name: bytes, pack: Pack) -> bool:
         place = self._places.get(name)

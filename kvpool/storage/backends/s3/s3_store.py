@@ -121,11 +121,11 @@ class S3Store:
         timeout_ms: int = 10_000,
         index_blocks: int = 1 << 20,
     ) -> None:
-        found = _PLACE.fullmatch(text_argument("place", place))
-        if found is None:
+        match = _PLACE.fullmatch(text_argument("place", place))
+        if match is None:
             accepted = "//BUCKET or //BUCKET/PREFIX, a bucket of 3 to 63 of a-z, 0-9, . and -"
             raise ValueError(f"place={place!r:.80}: accepted is {accepted}")
-        self._bucket, self._root = found[1], found[2] and found[2].strip("/") + "/"
+        self._bucket, self._root = match[1], match[2] and match[2].strip("/") + "/"
         self._endpoint = text_argument("endpoint", endpoint)
         if self._endpoint and not re.fullmatch(r"https?://[\w.:\[\]-]+/?", self._endpoint):
             raise ValueError("endpoint: accepted is an address such as https://s3.example.com, without credentials")
@@ -162,14 +162,14 @@ class S3Store:
         self._process.check(self)
         if self._client is not None:
             raise ValueError("this S3Store is open: each queue needs one of its own")
-        own: dict[str, Any] = {"endpoint": self._endpoint} if self._endpoint else {}
+        options: dict[str, Any] = {"endpoint": self._endpoint} if self._endpoint else {}
         if self._region or "AWS_REGION" not in os.environ:
-            own["region"] = self._region or "us-east-1"
+            options["region"] = self._region or "us-east-1"
         client = self._made(
             self._bucket,
             client_options={"timeout": self._timeout / 2, "allow_http": self._endpoint.startswith("http:")},
             retry_config={"max_retries": _RETRIES, "retry_timeout": self._timeout / 2},
-            **own,
+            **options,
         )
         self._memory, self._size = space.memory, space.block_bytes + SEAL_BYTES
         model = hashlib.blake2b(
@@ -206,15 +206,15 @@ class S3Store:
         codes, seals = np.full(len(keys), ABSENT, np.uint8), np.zeros((len(keys), SEAL_BYTES), np.uint8)
         names, wanted = _names(keys), dict[Pack, list[tuple[int, int]]]()
         self._learn(names)
-        for which, found in enumerate(self._index.find(names)):
-            if found is not None:
-                wanted.setdefault(found[0], []).append((which, found[1]))
+        for which, location in enumerate(self._index.find(names)):
+            if location is not None:
+                wanted.setdefault(location[0], []).append((which, location[1]))
                 codes[which] = CANCELLED
         for part in parts(len(wanted), _AT_ONCE):
             if stop():
                 break
             packs = list(wanted.items())[part]
-            calls: list[Callable[[], int]] = [self._sync, *(partial(self._read, *one, rows, seals) for one in packs)]
+            calls: list[Callable[[], int]] = [self._sync, *(partial(self._read, *item, rows, seals) for item in packs)]
             synced, *answers = self._together(calls)
             for (_, places), code in zip(packs, answers, strict=True):
                 codes[[which for which, _ in places]] = code if synced == OK else FAILED
@@ -230,8 +230,8 @@ class S3Store:
     def clear(self, tag: bytes) -> int:
         count, client = self._drop([whole(tag)]), self._opened()
         with self._raising("has not deleted all objects"):
-            for found in client.list(self._folder, chunk_size=1000):
-                packs = map(Pack.parse, (one["path"].rpartition("/")[2] for one in found))
+            for page in client.list(self._folder, chunk_size=1000):
+                packs = map(Pack.parse, (entry["path"].rpartition("/")[2] for entry in page))
                 client.delete([self._folder + pack.name for pack in packs if pack and self._index.log.drops(pack)])
         return count
 
@@ -243,20 +243,20 @@ class S3Store:
                 self._api.put(client, name, value, use_multipart=False)
                 return value
             try:
-                found = self._api.get(client, name)
+                answer = self._api.get(client, name)
             except FileNotFoundError:
                 return b""
-            if found.meta["size"] != EPOCH_BYTES:
-                raise ValueError(f"an epoch of {found.meta['size']} bytes: accepted are {EPOCH_BYTES}")
-            return bytes(found.bytes())
+            if answer.meta["size"] != EPOCH_BYTES:
+                raise ValueError(f"an epoch of {answer.meta['size']} bytes: accepted are {EPOCH_BYTES}")
+            return bytes(answer.bytes())
 
     def stats(self) -> dict[str, int]:
         """``requests``, and how many ``failed``. ``blocks`` and ``packs`` that are known; blocks ``dropped`` for a
         limit."""
         self._process.check(self)
         with self._lock:
-            found = {name: self._counts[name] for name in ("requests", "failed", "dropped")}
-        return {**found, "blocks": len(self._index), "packs": self._index.packs}
+            counts = {name: self._counts[name] for name in ("requests", "failed", "dropped")}
+        return {**counts, "blocks": len(self._index), "packs": self._index.packs}
 
     def close(self) -> None:
         self._process.check(self)
@@ -328,25 +328,25 @@ class S3Store:
     def _list(self) -> None:
         """Learn of all packs at first, and then of those that were begun lately."""
         with self._listing:
-            now, first = time.time(), not self._listed
-            if 0 <= now - self._listed < _LISTED_SECONDS:
+            now_s, first = time.time(), not self._listed
+            if 0 <= now_s - self._listed < _LISTED_SECONDS:
                 return
-            since = max(0, int(1e3 * (min(now, self._listed) - _CLOCK_SECONDS - self._timeout.total_seconds())))
+            since = max(0, int(1e3 * (min(now_s, self._listed) - _CLOCK_SECONDS - self._timeout.total_seconds())))
             with self._raising("has not been listed"):
                 pages = self._opened().list(self._folder, offset=f"{self._folder}{since:012x}", chunk_size=1000)
-                named = [Pack.parse(one["path"].rpartition("/")[2]) for page in pages for one in page]
+                named = [Pack.parse(entry["path"].rpartition("/")[2]) for page in pages for entry in page]
             packs = [pack for pack in named if pack is not None]
             if first:
-                self._oldest = min([int(now) - _LATE_SECONDS, *(pack.number for pack in packs)])
+                self._oldest = min([int(now_s) - _LATE_SECONDS, *(pack.number for pack in packs)])
             new = self._opened_packs([pack for pack in packs if pack.name not in self._index])
             # What has arrived after it was dropped counts no more.
             self._delete([pack for pack in new if not self._index.add(pack)])
-            self._listed = now
+            self._listed = now_s
 
-    def _opened_packs(self, found: Sequence[Pack]) -> Iterator[Pack]:
+    def _opened_packs(self, packs: Sequence[Pack]) -> Iterator[Pack]:
         """Packs with the names of their blocks, as many of the youngest as the index may have."""
-        blocks = np.cumsum([pack.blocks for pack in reversed(found)])
-        young = found[len(found) - int(np.searchsorted(blocks, self._index.most, "right")) :]
+        blocks = np.cumsum([pack.blocks for pack in reversed(packs)])
+        young = packs[len(packs) - int(np.searchsorted(blocks, self._index.most, "right")) :]
         found_names = self._together([partial(self._names_in, pack) for pack in young])
         for pack, names in zip(young, found_names, strict=True):
             if isinstance(names, int):
@@ -409,26 +409,26 @@ class S3Store:
                     raise
                 return [b""] * len(starts)
 
-        code, found = self._answer(get)
+        code, chunks = self._answer(get)
         if code == ABSENT:
             self._index.discard(pack)
-        return code, found
+        return code, chunks
 
     def _names_in(self, pack: Pack) -> tuple[bytes, ...] | int:
         """The names of the blocks of a pack, or FAILED. There are none if it has gone."""
         if not pack.begins:
             return pack.names
-        code, found = self._ranges(pack, [0], pack.begins)
+        code, chunks = self._ranges(pack, [0], pack.begins)
         if code == FAILED:
             return FAILED
-        data = bytes(found[0]) if code == OK else b""
+        data = bytes(chunks[0]) if code == OK else b""
         return tuple(data[part] for part in parts(len(data), NAME_BYTES))
 
     def _read(self, pack: Pack, places: Sequence[tuple[int, int]], rows: Rows, seals: Bytes) -> int:
         """Load blocks from a pack: each with its number in the call and its place in the pack."""
         starts = [pack.begins + place * self._size for _, place in places]
-        code, found = self._ranges(pack, starts, self._size)
-        for (which, _), data in zip(places, found if code == OK else (), strict=False):
+        code, chunks = self._ranges(pack, starts, self._size)
+        for (which, _), data in zip(places, chunks if code == OK else (), strict=False):
             # What is too short keeps a seal of zeros, which fits no block.
             if len(data) == self._size:
                 got = np.frombuffer(data, np.uint8)
@@ -440,11 +440,11 @@ class S3Store:
         new = np.array([place is None for place in self._index.find(names)], bool)
         if not new.any():
             return np.full(len(names), OK, np.uint8)
-        own = [name for name, is_new in zip(names, new.tolist(), strict=True) if is_new]
-        pack = Pack.new(int(1e3 * time.time()), number, tag, own)
-        data = np.empty(pack.begins + len(own) * self._size, np.uint8)
-        data[: pack.begins] = np.frombuffer(b"".join(own), np.uint8)[: pack.begins]
-        blocks = data[pack.begins :].reshape(len(own), self._size)
+        new_names = [name for name, is_new in zip(names, new.tolist(), strict=True) if is_new]
+        pack = Pack.new(int(1e3 * time.time()), number, tag, new_names)
+        data = np.empty(pack.begins + len(new_names) * self._size, np.uint8)
+        data[: pack.begins] = np.frombuffer(b"".join(new_names), np.uint8)[: pack.begins]
+        blocks = data[pack.begins :].reshape(len(new_names), self._size)
         blocks[:, :SEAL_BYTES] = seals[new]
         for place, row in enumerate(rows[new].tolist()):
             blocks[place, SEAL_BYTES:] = self._memory[row]
@@ -464,17 +464,17 @@ class S3Store:
             large = answer.meta["size"] > LOG_BYTES_MAX
             return b"" if large else bytes(answer.bytes()), answer.meta["e_tag"]
 
-        code, found = self._answer(get)
-        own = self._index.log
+        code, fetched = self._answer(get)
+        known_log = self._index.log
         if code == OK:
-            log = DropLog.decode(found[0], self._secret, found[1])
+            log = DropLog.decode(fetched[0], self._secret, fetched[1])
             if log is None:
                 # Nobody knows what it said: all that was saved until now is dropped.
-                number = max(own.number + 1, int(time.time()))
-                return (self._write_log(DropLog(number, number), DropLog(e_tag=found[1])))[0]
+                number = max(known_log.number + 1, int(time.time()))
+                return (self._write_log(DropLog(number, number), DropLog(e_tag=fetched[1])))[0]
             self._index.adopt(log)
-        elif code == ABSENT and own.e_tag:
-            self._index.adopt(own._replace(e_tag=""))
+        elif code == ABSENT and known_log.e_tag:
+            self._index.adopt(known_log._replace(e_tag=""))
         return OK if code in (OK, ABSENT, _UNMET) else FAILED
 
     def _write_log(self, log: DropLog, before: DropLog) -> tuple[int, int, list[Pack]]:
