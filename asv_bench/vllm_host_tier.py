@@ -298,7 +298,7 @@ def worth(rounds: int, tokens: int) -> None:
         )
 
 
-POLICIES = {"vLLM": ("lru", "arc", "AgentCachePolicy"), "kvpool": ("lru", "agent", "adaptive")}
+POLICIES = {"vLLM": ("lru", "arc"), "kvpool": ("lru", "agent", "adaptive")}
 USERS, PAUSE_MAX, TOKENS_MAX, TIER_CHUNKS = 16, 60.0, 1024, 100
 SCALE = 100
 """Blocks of 64 tokens of a session that are a chunk of 32 tokens here."""
@@ -333,7 +333,6 @@ def _tier(side: str, policy: str) -> dict[str, Any]:
         "spec_module_path": "tests.engines.cpu_tiers",
         "cpu_bytes_to_use": TIER_CHUNKS << 15,
         "eviction_policy": policy,
-        "cache_policy_module_path": "kvpool.integrations.vllm.cache_policy",
     }
     return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
@@ -343,10 +342,8 @@ def _play(side: str, policy: str, requests: list[tuple[float, list[int]]], answe
     from tests.engines import serve
 
     os.environ.update(serve.SETTINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
-    from kvpool.integrations.vllm.cache_policy import AgentCachePolicy
 
     now_s = [began := time.monotonic()]
-    AgentCachePolicy.clock = staticmethod(lambda: now_s[0])
     length = TOKENS_MAX + 2 * serve.BLOCK
     script: dict[str, Any] = {
         "shape": "tiny",

@@ -29,16 +29,9 @@ _SECONDS_MAX = 3600.0
 _HISTORY = 16_384
 UNNAMED = "without a name"
 """How a line calls a request that its engine does not name."""
-_OLD_WORDS = {
-    "store": ("stores",),
-    "revision": ("weights",),
-    "deadline": ("find_seconds", "load_seconds", "save_seconds"),
-}
-"""Options by words that are accepted for one release more, and the words that take their place."""
 POLICIES = ("lru", "reuse", "agent", "adaptive")
 """``POLICIES`` of the state, which imports Numba."""
 _KEEPING = ("save", "load_share", "save_share", "load_seconds", "save_seconds", "retry_seconds")
-_OLD_VALUES = {("save", "publish"): "commit"}
 _NEAR = 0.75
 """How much alike a word and a name must be for one to be a slip of the other."""
 
@@ -253,47 +246,26 @@ class EnginePlugin:
     def read(self, given: Mapping[str, Any], quiet: bool = False) -> EngineOptions:
         """The options that a user has written. Raises ValueError, which names what is accepted.
 
-        Warns of old words and of what is ignored, unless it is ``quiet``.
+        Warns of what is ignored, unless it is ``quiet``.
         """
-        options, warnings = self._in_new_words(given)
-        ignored = self._ignored(options)
-        if ignored:
-            warnings.append(f"ignored in {self.place}: {', '.join(ignored)}")
+        ignored = self._ignored(given)
         for name in self.needs:
-            if not options.get(name):
+            if not given.get(name):
                 raise ValueError(f"{name} is missing in {self.place}: accepted is {KINDS[name].accepted}")
         values = dict(self.options)
         for name in self.options:
-            if options.get(name) is not None:
-                values[name] = KINDS[name].read(options[name])
+            if given.get(name) is not None:
+                values[name] = KINDS[name].read(given[name])
                 if values[name] is None:
                     accepted = KINDS[name].accepted
-                    raise ValueError(f"{name}={options[name]!r:.80} in {self.place}: accepted is {accepted}")
+                    raise ValueError(f"{name}={given[name]!r:.80} in {self.place}: accepted is {accepted}")
         if values.get("load") == "faster" and "compute_seconds" in values and not values["compute_seconds"]:
             raise ValueError(f"load='faster' in {self.place} needs compute_seconds: accepted is {_SECONDS.accepted}")
         if self.one_store and len(values["stores"]) != 1:
             raise ValueError(f"stores={values['stores']!r:.80} in {self.place}: accepted is one store")
-        for text in () if quiet else warnings:
-            self.log.warning("kvpool: %s", text)
+        if ignored and not quiet:
+            self.log.warning("kvpool: ignored in %s: %s", self.place, ", ".join(ignored))
         return EngineOptions(**values)
-
-    def _in_new_words(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """The options by the words of this release, and what is to be said of the old ones."""
-        renamed, said = dict(given), []
-        for old, words in _OLD_WORDS.items():
-            new = [word for word in words if word in self.options]
-            if old in given and new:
-                both = [word for word in new if word in given]
-                if both:
-                    raise ValueError(f"{old} and {', '.join(both)} in {self.place} say the same: accepted is one")
-                renamed |= dict.fromkeys(new, renamed.pop(old))
-                said.append(f"{old} is now {', '.join(new)}")
-        for (name, old), value in _OLD_VALUES.items():
-            if name in self.options and renamed.get(name) == old:
-                renamed[name] = value
-                said.append(f"{name}={old!r} is now {name}={value!r}")
-        text = f"old words in {self.place}, which the next release refuses: {'; '.join(said)}"
-        return renamed, [text] if said else []
 
     def _ignored(self, options: Mapping[str, Any]) -> list[str]:
         """What neither the engine nor kvpool knows. Raises ValueError if something is to be refused."""

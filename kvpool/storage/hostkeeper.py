@@ -30,8 +30,6 @@ from kvpool.storage.store import Store
 from kvpool.storage.store_client import PATIENCE_SECONDS, HealthStats, StoreClient, number_argument
 
 Keys = Iterable[bytes]
-PUBLISH = "publish"
-"""The older word for COMMIT. Plug-ins take it from users for one release more."""
 UNREAD_SECONDS = 10.0
 """After this time a block that nobody has read stops taking room from others, though its request was never said to
 have ended."""
@@ -92,9 +90,9 @@ class HostKeeper(Closing):
     identity
         Whose KV the stores have. None: that of the cache. Name another where the cache's identity ends with the engine.
     save
-        "commit", or "publish", the older word for it: every published block is saved. "reuse": a block is saved when it
-        is pinned for a reader. "evict": what the cache evicts next is saved before: a quarter of its blocks, at least
-        64 and at most 1,024 of them, but never more than half.
+        "commit": every published block is saved. "reuse": a block is saved when it is pinned for a reader. "evict":
+        what the cache evicts next is saved before: a quarter of its blocks, at least 64 and at most 1,024 of them, but
+        never more than half.
     load_share, save_share
         How much of the cache blocks may take that have come and wait for their reader, and those that stores read to
         save them, but one for each such call.
@@ -143,7 +141,7 @@ class HostKeeper(Closing):
         stores: Sequence[Store],
         *,
         identity: ModelIdentity | None = None,
-        save: str = PUBLISH,
+        save: str = COMMIT,
         load_share: float = 0.5,
         save_share: float = 0.25,
         load_seconds: float = 2.0,
@@ -158,7 +156,7 @@ class HostKeeper(Closing):
             raise TypeError(f"cache={cache!r:.80}, tier={tier!r:.80}: accepted are a HostCache and its HostTier")
         if tier.fingerprint != cache.fingerprint:
             raise ValueError("tier: accepted is the memory of this cache, of the same model and sizes")
-        save = choice_argument("save", COMMIT if save == PUBLISH else save, SAVES)
+        save = choice_argument("save", save, SAVES)
         load_room = _share("load_share", load_share, cache.host_blocks)
         save_room = _share("save_share", save_share, cache.host_blocks)
         load_seconds = number_argument("load_seconds", load_seconds)

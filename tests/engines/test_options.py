@@ -61,7 +61,8 @@ def test_a_plug_in_takes_its_options_and_leaves_the_others_to_the_engine() -> No
         ({"eviction": 1}, "unknown options eviction in its file: accepted are stores, weights"),
         ({"save": "commit"}, "unknown options save"),
         ({"weigths": "1"}, r"unknown options weigths \(is weights meant\?\) in its file"),
-        ({"revision": "1"}, "revision and weights in its file say the same"),
+        ({"revision": "1"}, "unknown options revision in its file: accepted are stores, weights"),
+        ({"store": "memory:"}, r"unknown options store \(is stores meant\?\) in its file"),
     ],
 )
 def test_options_that_are_not_accepted_say_so(change: dict[str, Any], words: str) -> None:
@@ -75,34 +76,6 @@ def test_host_memory_that_says_nothing_is_refused(given: Any) -> None:
         HOST_TIER.read({"host_memory": given})
     with pytest.raises(ValueError, match="save='never' in its file: accepted is 'commit' and 'reuse'"):
         HOST_TIER.read({"host_memory": 1, "save": "never"})
-
-
-@pytest.mark.parametrize(
-    ("plugin", "old", "new", "words"),
-    [
-        (
-            ONE_STORE,
-            {"store": "disk:/a", "revision": "1", "deadline": 7},
-            {"stores": ["disk:/a"], "weights": "1", "find_seconds": 7, "load_seconds": 7, "save_seconds": 7},
-            ["store is now stores", "revision is now weights", "deadline is now find_seconds, load_seconds, save_sec"],
-        ),
-        (
-            HOST_TIER,
-            {"host_memory": 1, "save": "publish"},
-            {"host_memory": 1, "save": "commit"},
-            ["save='publish' is now save='commit'"],
-        ),
-    ],
-    ids=["words", "values"],
-)
-def test_old_words_do_what_the_new_ones_do_with_one_warning_that_names_these(
-    plugin: EnginePlugin, old: Any, new: Any, words: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING, "toy.kvpool"):
-        expected = plugin.read(new)
-        assert not caplog.records and plugin.read(old) == expected
-    (record,) = caplog.records
-    assert all(text in record.getMessage() for text in words)
 
 
 @pytest.mark.parametrize(

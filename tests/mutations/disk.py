@@ -79,14 +79,6 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        "blocks_of_the_old_format_keep_their_room",
-        "DiskStore._read",
-        "database.header.version < VERSION",
-        "False",
-        "After an update a store is full of blocks that nobody can find.",
-        (f"{FOLDER}test_blocks_of_the_old_format_are_counted_once_and_never_served",),
-    ),
-    Mutation(
         "a_new_secret_keeps_old_rows",
         "DiskStore._read",
         "-(-self._slots // PER_PAGE) if same_secret else 0",

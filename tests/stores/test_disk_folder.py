@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import shutil
 import signal
@@ -22,12 +21,13 @@ import numpy as np
 import pytest
 
 from kvpool import PoolClosed
-from kvpool.storage import ABSENT, FAILED, OK
+from kvpool.storage import FAILED
 from kvpool.storage.backends.disk import DiskStore
 from kvpool.storage.backends.disk import folder as folder_module
+from kvpool.storage.backends.disk.database import VERSION
 from kvpool.storage.backends.disk.slab import System
 from kvpool.storage.store import Space
-from tests.stores.lab import BLOCK_BYTES, IDENTITY, done, fill, memory, names, open_queue, returned, saved
+from tests.stores.lab import BLOCK_BYTES, memory, names, open_queue, returned, saved
 
 SPACE = Space(bytes(16), memory(4))
 CAPACITY = 8 * BLOCK_BYTES
@@ -383,46 +383,22 @@ def test_without_a_capacity_a_store_takes_half_of_what_is_free_and_at_most_64_gi
         found.f_bavail = 1 << 10
 
 
-# -- a format of its own -------------------------------------------------------------------------------
-
-
-def written_in_an_old_format(folder: Path, count: int, version: int = 2) -> Space:
-    """A folder as an earlier version has left it: under keys and with seals that are made in another way."""
-    space, store = Space(bytes.fromhex(IDENTITY.fingerprint), memory()), DiskStore(folder, CAPACITY)
-    name = b"kvpool store %d opaque" % (version + 1)
-    keyed = hashlib.blake2b(name, key=store.open(space), digest_size=32).digest()
-    keys = [hashlib.blake2b(space.fingerprint + name, key=keyed, digest_size=32).digest() for name in names(count)]
-    fill(space.memory, count)
-    seals = [os.urandom(16) for _ in keys]
-    own, sealed = (np.frombuffer(b"".join(part), np.uint8).reshape(count, -1) for part in (keys, seals))
-    assert (store.save(own, np.arange(count), sealed, bytes(16), 1 << 40, lambda: False) == OK).all()
-    store.close()
-    with closing(sqlite3.connect(folder / "rows.sqlite", isolation_level=None)) as database:
-        database.execute("UPDATE store SET version = ?", (version,))
-    return space
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_blocks_of_the_old_format_are_counted_once_and_never_served(tmp_path: Path, version: int) -> None:
+@pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1])
+def test_a_folder_of_another_version_is_refused_and_stays_as_it_is(tmp_path: Path, version: int) -> None:
     folder = tmp_path / "store"
-    written_in_an_old_format(folder, 5, version)
-    with open_queue(DiskStore(folder)) as queue:
-        stats = queue.stats().store
-        assert (stats["old_format"], stats["blocks"], stats["dropped_rows"]) == (5, 0, 0)
-        assert done(queue.find(queue.secret.opaque(names(5)))).codes.tolist() == [ABSENT] * 5
+
+    def write(version: int) -> None:
+        with closing(sqlite3.connect(folder / "rows.sqlite", isolation_level=None)) as rows:
+            rows.execute("UPDATE store SET version = ?", (version,))
+
+    with open_queue(DiskStore(folder, CAPACITY)) as queue:
         saved(queue, 8)
-        assert queue.stats().store["evicted"] == 0, "their room is given back"
+    write(version)
+    with pytest.raises(ValueError, match=f"expected a store of version {VERSION}, got {version}"):
+        open_queue(DiskStore(folder))
+    write(VERSION)
     with open_queue(DiskStore(folder)) as queue:
-        stats = queue.stats().store
-        assert (stats["old_format"], stats["blocks"]) == (0, 8)
-
-
-def test_a_folder_of_a_newer_version_is_refused(tmp_path: Path) -> None:
-    written_in_an_old_format(tmp_path / "store", 1)
-    with closing(sqlite3.connect(tmp_path / "store" / "rows.sqlite", isolation_level=None)) as database:
-        database.execute("UPDATE store SET version = 1000")
-    with pytest.raises(ValueError, match="version 1000: accepted are up to"):
-        open_queue(DiskStore(tmp_path / "store"))
+        assert queue.stats().store["blocks"] == 8
 
 
 def test_the_secret_of_a_folder_is_read_while_it_is_closed_and_while_it_is_open(tmp_path: Path) -> None:

@@ -370,7 +370,7 @@ def test_closing_begins_nothing(make: Callable[..., Engine], store: Wrong) -> No
 # -- everything at once ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("seed", "save"), [(1, "publish"), (2, "reuse"), (3, "evict")])
+@pytest.mark.parametrize(("seed", "save"), [(1, "commit"), (2, "reuse"), (3, "evict")])
 def test_whatever_happens_no_wrong_byte_is_read(
     make: Callable[..., Engine], store: Wrong, seed: int, save: str
 ) -> None:

@@ -252,16 +252,6 @@ def test_a_clear_names_the_objects_of_this_model_and_secret(queue: StoreQueue, l
     assert asked == [(f"^{mine}", True)] * 2 and mine != others
 
 
-def test_what_was_saved_in_the_old_format_is_dropped_once_and_counted(library: Library) -> None:
-    asked, answers = list[str](), iter([5, 0])
-    library.answers["remove_by_regex"] = lambda pattern, force: asked.append(pattern) or next(answers)
-    for count in (5, 0):
-        with StoreQueue(MooncakeStore(secret=bytes(32)), memory(), IDENTITY) as queue:
-            assert queue.stats().store["old_format"] == count
-    old = object_prefix(bytes(32), kind="kvpool2")
-    assert asked == [f"^{old.replace('kvpool2', 'kvpool[23]t?')}"] * 2
-
-
 def test_a_namespace_is_nothing_that_can_be_cleared(queue: StoreQueue) -> None:
     with pytest.raises(ValueError, match="cannot drop the blocks of a namespace"):
         queue.clear(queue.secret.tag(b"tenant"))

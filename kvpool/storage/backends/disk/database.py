@@ -18,7 +18,6 @@ from kvpool.storage.backends.disk.slot_index import PAGE_BYTES, Page
 
 Begun = TypeVar("Begun")
 VERSION, BYTES_MAX = 3, 1 << 50
-"""Versions 1 and 2 have keys and seals of other formats."""
 _LOGS = (f"{DATABASE}-wal", f"{DATABASE}-shm", f"{DATABASE}-journal")
 _TABLES = (
     "CREATE TABLE pages (number INTEGER PRIMARY KEY, content BLOB)",

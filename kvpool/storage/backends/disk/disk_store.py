@@ -46,7 +46,7 @@ from kvpool.storage.store import (
 
 DEFAULT_CAPACITY = 64 << 30
 _FORGOTTEN_AT_ONCE = 4096
-_COUNTS = "io_errors opened_blocks other_model_blocks dropped_rows old_format damaged_files folder_gone commits"
+_COUNTS = "io_errors opened_blocks other_model_blocks dropped_rows damaged_files folder_gone commits"
 _log = logging.getLogger(__name__)
 
 
@@ -182,8 +182,8 @@ class DiskStore:
 
     def _size(self, folder: Folder, header: Header | None, block_bytes: int) -> int:
         """How many slots there are. Raises ValueError."""
-        if header is not None and header.version > VERSION:
-            raise ValueError(f"{self._path} has a store of version {header.version}: accepted are up to {VERSION}")
+        if header is not None and header.version != VERSION:
+            raise ValueError(f"{self._path}: expected a store of version {VERSION}, got {header.version}")
         if header is not None and header.block_bytes != block_bytes:
             sizes = f"{header.block_bytes} bytes, and this engine's have {block_bytes}"
             raise ValueError(f"{self._path} has blocks of {sizes}: give each a folder of its own, or delete this one")
@@ -204,10 +204,6 @@ class DiskStore:
         table, dropped = SlotTable(self._slots), PER_PAGE * others
         table.fill(pages)
         dropped += table.check(min(had, self._slots))
-        if database.header is not None and database.header.version < VERSION:
-            # Nobody asks for the keys of an older format, and no seal of it is right.
-            self._counts["old_format"], count = int(np.count_nonzero(table.used)), 0
-            table = SlotTable(self._slots)
         in_doubt = database.header is not None and not database.header.closed
         database.begin(header, count)
         self._table, self._index = table, Index(table, model, in_doubt, self._policy)

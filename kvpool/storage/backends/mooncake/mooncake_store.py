@@ -178,8 +178,6 @@ class MooncakeStore:
             if self._transform is None:
                 made.register(self._rows)
             made.register(buffer)
-            old = made.remove_matching(f"^kvpool[23]t?-{model.hexdigest()}-")
-            self._count("old_format" if old >= 0 else client.reason(old), max(old, int(old < 0)))
         except BaseException:
             made.close()
             raise
@@ -242,10 +240,9 @@ class MooncakeStore:
     def stats(self) -> dict[str, int]:
         """``segment``: bytes lent to the cluster. ``calls``: under way. Then blocks, by what became of them: one for
         each of the library's errors; ``not_stored`` (it said that it stored them, and they are not there);
-        ``wrong_size`` and ``not_decoded`` (it gave what was never saved); ``dropped`` for a limit;
-        ``old_format``, dropped when it was opened."""
+        ``wrong_size`` and ``not_decoded`` (it gave what was never saved); ``dropped`` for a limit."""
         made = self._client
-        names = (*client.every_reason(), "not_stored", "wrong_size", "not_decoded", "dropped", "old_format")
+        names = (*client.every_reason(), "not_stored", "wrong_size", "not_decoded", "dropped")
         with self._lock:
             return {
                 "segment": self._segment,
