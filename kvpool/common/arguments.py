@@ -57,14 +57,14 @@ def _integers(name: str, values: object) -> Array:
         raise TypeError(f"{name}={values!r:.80}: accepted are integer buffers and lists of int")
     try:
         # The view shows type and shape, so a large buffer that is refused is never copied.
-        found = np.asarray(values)[...]
+        view = np.asarray(values)[...]
     except (TypeError, ValueError):
         raise TypeError(f"{name}={values!r:.80}: accepted are integer buffers and lists of int") from None
-    if found.dtype.kind not in "iu":
-        raise TypeError(f"{name}={values!r:.80} has dtype {found.dtype}: accepted are integers")
-    if found.ndim != 1:
-        raise ValueError(f"{name} has shape {found.shape}: accepted is one dimension")
-    return found.copy()
+    if view.dtype.kind not in "iu":
+        raise TypeError(f"{name}={values!r:.80} has dtype {view.dtype}: accepted are integers")
+    if view.ndim != 1:
+        raise ValueError(f"{name} has shape {view.shape}: accepted is one dimension")
+    return view.copy()
 
 
 def _numbers(name: str, values: list[Any] | tuple[Any, ...]) -> Int64s:
@@ -86,52 +86,52 @@ def token_array(name: str, tokens: object, *, empty: bool = False) -> Int32s:
     unless ``empty``, for no token.
     """
     if type(tokens) is np.ndarray and tokens.dtype is TOKENS:
-        found = tokens.copy()
-        if found.dtype is TOKENS and found.ndim == 1 and len(found):
-            return found
+        ids = tokens.copy()
+        if ids.dtype is TOKENS and ids.ndim == 1 and len(ids):
+            return ids
     if type(tokens) is list and tokens:
         try:
             # An ``__index__`` of an item may change the list, so it is copied first.
             return np.frombuffer(array.array("i", tuple(tokens)), np.int32)
         except (TypeError, OverflowError):
             pass  # The code below raises the error.
-    found = _integers(name, tokens)
-    if len(found) == 0 and not empty:
+    ids = _integers(name, tokens)
+    if len(ids) == 0 and not empty:
         raise ValueError(f"{name} is empty: at least one token is accepted")
-    if found.dtype != np.int32 and len(found):
-        low, high = int(found.min()), int(found.max())
+    if ids.dtype != np.int32 and len(ids):
+        low, high = int(ids.min()), int(ids.max())
         if low < INT32_MIN or high > INT32_MAX:
             raise ValueError(f"{name}: {low if low < INT32_MIN else high} is not in the int32 range of token ids")
-    return found.astype(np.int32, copy=False)
+    return ids.astype(np.int32, copy=False)
 
 
 def int64_array(name: str, values: object) -> Int64s:
     """Integers as private int64[n]. Raises TypeError for items that are not integers. Raises ValueError for other
     shapes and for numbers outside int64."""
     if type(values) is np.ndarray and values.dtype is INTEGERS:
-        found = values.copy()
-        if found.dtype is INTEGERS and found.ndim == 1:
-            return found
+        integers = values.copy()
+        if integers.dtype is INTEGERS and integers.ndim == 1:
+            return integers
     if isinstance(values, (list, tuple)):
         values = tuple(values)
         if any(isinstance(value, bool) for value in values):
             raise TypeError(f"{name}={values!r:.80}: accepted are integers, no bools")
-    found = _integers(name, values)
-    if found.dtype == np.uint64 and len(found) and int(found.max()) > INT64_MAX:
-        raise ValueError(f"{name}: {int(found.max())} is not in the int64 range")
-    return found.astype(np.int64, copy=False)
+    integers = _integers(name, values)
+    if integers.dtype == np.uint64 and len(integers) and int(integers.max()) > INT64_MAX:
+        raise ValueError(f"{name}: {int(integers.max())} is not in the int64 range")
+    return integers.astype(np.int64, copy=False)
 
 
 def each_argument(name: str, values: object, count: int, of: str = "ids", highest: int | None = INT32_MAX) -> Int64s:
     """One number for each of ``count`` things, from 0 to ``highest`` (None: any), as private int64[count]. A single
     number is that of a single thing. Raises TypeError, ValueError."""
-    found = id_array(name, values)
-    if len(found) != count:
-        raise ValueError(f"{name} has {len(found)} entries: accepted is one for each of the {count} {of}")
-    wrong = -1 if highest is None else first_outside(found, highest)
+    numbers = id_array(name, values)
+    if len(numbers) != count:
+        raise ValueError(f"{name} has {len(numbers)} entries: accepted is one for each of the {count} {of}")
+    wrong = -1 if highest is None else first_outside(numbers, highest)
     if wrong >= 0:
-        raise ValueError(f"{name}: {int(found[wrong])} is out of range: accepted are 0 to {highest}")
-    return found
+        raise ValueError(f"{name}: {int(numbers[wrong])} is out of range: accepted are 0 to {highest}")
+    return numbers
 
 
 def count_array(name: str, counts: object, ids: Int64s) -> Int64s:
@@ -202,9 +202,9 @@ def is_integer(value: object) -> bool:
 def id_array(name: str, ids: object) -> Int64s:
     """One id or several ids as private int64[n]."""
     if type(ids) is int and -(1 << 63) <= ids < 1 << 63:
-        found = np.empty(1, INTEGERS)  # half of what ``np.array`` takes
-        found[0] = ids
-        return found
+        single = np.empty(1, INTEGERS)  # half of what ``np.array`` takes
+        single[0] = ids
+        return single
     if type(ids) is not np.ndarray and is_integer(ids):
         return np.array([integer_argument(name, ids, -(1 << 63), (1 << 63) - 1)], np.int64)
     return int64_array(name, ids)
@@ -244,10 +244,10 @@ def extra_array(extra_ids: object, count: int) -> Int64s | None:
     """Extra ids as a private int64[count], or None if there are none or all are zero."""
     if extra_ids is None:
         return None
-    found = int64_array("extra_ids", extra_ids)
-    if len(found) != count:
-        raise ValueError(f"extra_ids has {len(found)} entries: accepted is one for each of the {count} tokens")
-    return found if found.any() else None
+    extra = int64_array("extra_ids", extra_ids)
+    if len(extra) != count:
+        raise ValueError(f"extra_ids has {len(extra)} entries: accepted is one for each of the {count} tokens")
+    return extra if extra.any() else None
 
 
 def clock_argument(clock: object) -> Callable[[], int]:
@@ -292,18 +292,18 @@ def retention_rows(ranges: Sequence[RetentionRange | tuple[int | None, ...]]) ->
     if not isinstance(ranges, (list, tuple)):
         raise TypeError(f"retention={ranges!r:.80}: accepted is a list of ranges")
     rows = []
-    for i, given in enumerate(ranges):
+    for i, item in enumerate(ranges):
         name = f"retention[{i}]"
         try:
-            one = RetentionRange(*given)
+            parsed = RetentionRange(*item)
         except TypeError:
-            raise TypeError(f"{name}={given!r}: accepted is (start, end, priority[, ttl_ms])") from None
-        start = integer_argument(f"{name}.start", one.start, 0, OPEN_END - 1)
-        end = OPEN_END if one.end is None else integer_argument(f"{name}.end", one.end, 0, OPEN_END)
+            raise TypeError(f"{name}={item!r}: accepted is (start, end, priority[, ttl_ms])") from None
+        start = integer_argument(f"{name}.start", parsed.start, 0, OPEN_END - 1)
+        end = OPEN_END if parsed.end is None else integer_argument(f"{name}.end", parsed.end, 0, OPEN_END)
         if end <= start:
-            raise ValueError(f"{name}={given!r}: end must be above start")
-        priority = priority_argument(f"{name}.priority", one.priority)
-        rows.append((start, end, priority, ttl_argument(f"{name}.ttl_ms", one.ttl_ms)))
+            raise ValueError(f"{name}={item!r}: end must be above start")
+        priority = priority_argument(f"{name}.priority", parsed.priority)
+        rows.append((start, end, priority, ttl_argument(f"{name}.ttl_ms", parsed.ttl_ms)))
     rows.sort()
     for before, after in zip(rows, rows[1:], strict=False):
         if after[0] < before[1]:

@@ -59,17 +59,17 @@ def _hold(number: int, frame: FrameType | None) -> None:
         _noted[number] = number
 
 
-def _look(now: list[Any]) -> None:
-    """Note the handlers that were found. The last item of ``now`` has their signals."""
+def _look(installed: list[Any]) -> None:
+    """Note the handlers that were found. The last item of ``installed`` has their signals."""
     global _handlers, _real, _found
     functions = [
-        (n, _real[n] if found is _hold else found)
-        for n, found in zip(now[-1], now[:-1], strict=True)
-        if callable(found)
+        (n, _real[n] if handler is _hold else handler)
+        for n, handler in zip(installed[-1], installed[:-1], strict=True)
+        if callable(handler)
     ]
     _found = []
     _handlers, _real = tuple(functions), {**_real, **dict(functions)}
-    _found = now
+    _found = installed
 
 
 def _watch() -> None:
@@ -108,9 +108,9 @@ class _Outermost:
             if _calls >= LOOK_AT_ALL:
                 _watch()
             watched = _watched
-            now = [*map(getsignal, watched), watched]
-            if now != _found:
-                _look(now)
+            installed = [*map(getsignal, watched), watched]
+            if installed != _found:
+                _look(installed)
             for number, _ in _handlers:
                 set_handler(number, _hold)
             while _owed:
@@ -134,8 +134,8 @@ class _Outermost:
         try:
             raised = _deliver() if _noted else None
             if undo is not None and (kind is not None or raised is not None):
-                now, undo = undo, None
-                now()
+                callback, undo = undo, None
+                callback()
             if raised is not None:
                 raise raised
         finally:
@@ -256,18 +256,18 @@ class Bell:
         Whoever makes it true rings then."""
         end = math.inf if timeout is None else time.monotonic() + timeout
         while not condition():
-            one = allocate_lock()
-            one.acquire()
-            self._waiting.append(one)
+            waiter = allocate_lock()
+            waiter.acquire()
+            self._waiting.append(waiter)
             try:
                 # Asked again: a ring before this was for nobody.
                 left = min(end - time.monotonic(), TIMEOUT_MAX)
                 if left <= 0 or condition():
                     return condition()
-                one.acquire(timeout=left)
+                waiter.acquire(timeout=left)
             finally:
                 with suppress(ValueError):
-                    self._waiting.remove(one)
+                    self._waiting.remove(waiter)
         return True
 
 

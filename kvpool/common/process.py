@@ -46,9 +46,9 @@ class Process:
 
     def check(self, what: object) -> None:
         """Raise ForkedProcess in any other process, where a wait would never end."""
-        here = os.getpid()
-        if here != self._id:
-            whose = f"this {type(what).__name__} belongs to process {self._id}, and this is process {here}"
+        process_id = os.getpid()
+        if process_id != self._id:
+            whose = f"this {type(what).__name__} belongs to process {self._id}, and this is process {process_id}"
             raise ForkedProcess(f"{whose}: make one of its own after os.fork()")
 
     def guard(self, part: object, *names: str) -> None:
@@ -58,17 +58,17 @@ class Process:
 
     def after_fork(self) -> None:
         """In a child: replace the locks if one of them is lost."""
-        found = [
+        locks = [
             (part, name, getattr(part, name))
             for part, name in ((ref(), name) for ref, name in self._locks)
             if part is not None
         ]
         why = self.lost
-        if not why and not all(map(_is_free, (lock for _, _, lock in found))):
+        if not why and not all(map(_is_free, (lock for _, _, lock in locks))):
             why = f"another thread was in a call of this {self._what} when process {os.getppid()} forked this one"
         if why:
             lost = LostLock(f"{why}: {self._remedy}")
-            for part, name, _ in found:
+            for part, name, _ in locks:
                 setattr(part, name, lost)
 
 

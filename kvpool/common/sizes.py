@@ -15,12 +15,12 @@ _SIZE = r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([a-z]*)"
 _LIMIT = 1 << 63
 
 
-def parse_size(given: object) -> int | None:
+def parse_size(value: object) -> int | None:
     """A number of bytes, of an integer or a text. None for anything else."""
-    if isinstance(given, int) and not isinstance(given, bool):
-        return int(given) if 0 <= given < _LIMIT else None
-    found = re.fullmatch(_SIZE, given.strip().lower()) if isinstance(given, str) else None
-    if found is None or found[2] not in _UNITS:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return int(value) if 0 <= value < _LIMIT else None
+    matched = re.fullmatch(_SIZE, value.strip().lower()) if isinstance(value, str) else None
+    if matched is None or matched[2] not in _UNITS:
         return None
-    size = int(Fraction(found[1]) * _UNITS[found[2]])
+    size = int(Fraction(matched[1]) * _UNITS[matched[2]])
     return size if size < _LIMIT else None

@@ -187,8 +187,8 @@ class HostViews:
 
         Also loads the kernel that will write it. Raises DeviceError, and the errors of ``table``.
         """
-        found: StepTargets = arrays.targets(host_table)
-        return found
+        targets: StepTargets = arrays.targets(host_table)
+        return targets
 
 
 class Device(ABC):

@@ -240,8 +240,8 @@ class HostPool:
         if layers not in self._known:
             self._known[layers] = [
                 [
-                    make_plan(*part, region.device_blocks, region.host_blocks, own).vector()
-                    for part, own in region.parts_of(layers)
+                    make_plan(*part, region.device_blocks, region.host_blocks, part_layers).vector()
+                    for part, part_layers in region.parts_of(layers)
                 ]
                 for region in self.regions.all
             ]
@@ -263,9 +263,9 @@ class HostPool:
         copy_fragments(rows, self._streaming)
 
     def move_tokens(self, work: TokenMoves) -> None:
-        for region, found in work.by_region(self.regions):
+        for region, of_region in work.by_region(self.regions):
             for plan in self._plans()[region]:
-                move_tokens(found.moves, plan)
+                move_tokens(of_region.moves, plan)
 
 
 class CpuDevice(Device):

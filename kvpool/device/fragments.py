@@ -120,11 +120,11 @@ def split(fragments: Int64s, hosts: Int64s) -> Int64s:
     return _written(_split, fragments, hosts)
 
 
-def _written(fill: Callable[..., int], *given: Any) -> Int64s:
+def _written(fill: Callable[..., int], *arguments: Any) -> Int64s:
     """The fragments that a jitted function writes. It is asked for their number first."""
-    count = fill(*given, np.empty((0, 3), np.int64), np.zeros(3, np.int64))
+    count = fill(*arguments, np.empty((0, 3), np.int64), np.zeros(3, np.int64))
     out = np.empty((count, 3), np.int64)
-    fill(*given, out, np.zeros(3, np.int64))
+    fill(*arguments, out, np.zeros(3, np.int64))
     return out
 
 
@@ -303,19 +303,19 @@ def _split(fragments: Any, hosts: Any, out: Any, cursor: Any) -> int:
 @jit
 def _ways(moves: Any, device_blocks: int) -> int:
     """A bit for each direction that moves have."""
-    found = 0
+    bits = 0
     for i in range(moves.shape[0]):
-        found |= 1 << 2 * (moves[i, SOURCE] >= device_blocks) + (moves[i, TARGET] >= device_blocks)
-    return found
+        bits |= 1 << 2 * (moves[i, SOURCE] >= device_blocks) + (moves[i, TARGET] >= device_blocks)
+    return bits
 
 
 def by_direction(moves: Int64s, device_blocks: int) -> Iterator[tuple[str, Int64s]]:
     """The moves of each direction that has any."""
-    found = _ways(moves, device_blocks)
+    bits = _ways(moves, device_blocks)
     for way, direction in enumerate((WITHIN, OFFLOAD, ONBOARD, INSIDE_HOST)):
-        if found == 1 << way:
+        if bits == 1 << way:
             yield direction, moves
-        elif found >> way & 1:
+        elif bits >> way & 1:
             ways = 2 * (moves[:, SOURCE] >= device_blocks) + (moves[:, TARGET] >= device_blocks)
             yield direction, moves[ways == way]
 

@@ -118,7 +118,7 @@ def kernel_source(source: str, kernel: str) -> str:
     time."""
     text, word = cuda_source(source), kernel.rpartition("_")[2]
     types = dict(re.findall(r"kernel\((\d+), ([\w ]+)\)", text))
-    return re.sub(r"^FOR_EACH_WORD\((\w+)\)", lambda found: f"{found[1]}({word}, {types[word]})", text, flags=re.M)
+    return re.sub(r"^FOR_EACH_WORD\((\w+)\)", lambda match: f"{match[1]}({word}, {types[word]})", text, flags=re.M)
 
 
 def word_bytes(*numbers: Any) -> int:

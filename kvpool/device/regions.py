@@ -77,10 +77,10 @@ class Region(NamedTuple):
         """The parts that have some of these layers, and which of its own layers each has."""
         wanted, first = layers.of(self.layers), 0
         for part in self.parts:
-            own = range(max(wanted.start - first, 0), min(wanted.stop - first, part.layout.layers))
+            part_layers = range(max(wanted.start - first, 0), min(wanted.stop - first, part.layout.layers))
             first += part.layout.layers
-            if own:
-                yield part, own
+            if part_layers:
+                yield part, part_layers
 
 
 BLOCKS_MAX = 2**31 - 1

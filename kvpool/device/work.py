@@ -203,8 +203,8 @@ def host_table(target: Any, name: str, vector: bool = False, itemsize: int = 4) 
     # The view has its own type and shape, which nobody else changes.
     view = np.asarray(target)[...] if isinstance(target, np.ndarray) else None
     if view is None or view.dtype != (INT32 if itemsize == 4 else INT64):
-        found = type(target).__name__ if view is None else view.dtype
-        raise TypeError(f"{name}: accepted is an int{8 * itemsize} array, not {found}")
+        actual = type(target).__name__ if view is None else view.dtype
+        raise TypeError(f"{name}: accepted is an int{8 * itemsize} array, not {actual}")
     if not view.flags.writeable:
         raise ValueError(f"{name} is read-only: accepted is an array that can be written")
     try:
@@ -249,10 +249,10 @@ class StepTargets:
         ``as_table``: ``host_table``, or the device's own function of that kind. Raises TypeError or ValueError, which
         name the array, for an array that cannot be written in this way, and for arrays that share memory.
         """
-        given = {name: getattr(arrays, name) for name in NAMES}
+        by_name = {name: getattr(arrays, name) for name in NAMES}
         tables = {
             name: as_table(array, name, name != "table", _itemsize(name))
-            for name, array in given.items()
+            for name, array in by_name.items()
             if array is not None
         }
         table = tables.get("table")
@@ -333,11 +333,11 @@ class StagedStep(NamedTuple):
         ValueError for a write outside the targets."""
         begin, width, limits = int(numbers_bytes(self.sequences)), self.tokens_per_block, self.targets.limits
         stored, holes, length, query = self.buffer[:begin].view(np.int64).reshape(-1, 4).T
-        used, gone = -(-length[:-1] // width), holes[:-1]
+        filled, gone = -(-length[:-1] // width), holes[:-1]
         counts, blocks = np.diff(query), np.diff(stored)
-        fits = (counts >= 0) & (counts <= length[:-1]) & (gone >= 0) & (gone <= np.maximum(used - self.sinks, 0))
-        fits &= (blocks == used - gone) & ((gone == 0) | (length[:-1] - counts >= (self.sinks + gone) * width))
-        ends = query[-1], used.max(initial=0), stored[-1]
+        fits = (counts >= 0) & (counts <= length[:-1]) & (gone >= 0) & (gone <= np.maximum(filled - self.sinks, 0))
+        fits &= (blocks == filled - gone) & ((gone == 0) | (length[:-1] - counts >= (self.sinks + gone) * width))
+        ends = query[-1], filled.max(initial=0), stored[-1]
         room = (len(self.buffer) - begin) // 4
         begins = query[0] == stored[0] == 0
         if not begins or not fits.all() or stored[-1] > room or (np.array(ends) > limits).any():
@@ -353,9 +353,9 @@ def numbers_bytes(sequences: int) -> int:
 @jit(forceinline=True)
 def _run(source: int, target: int, count: int) -> None:
     """Copy int32."""
-    given, wanted = array_at(source, (count,), np.int32), array_at(target, (count,), np.int32)
+    numbers, wanted = array_at(source, (count,), np.int32), array_at(target, (count,), np.int32)
     for i in range(count):
-        wanted[i] = given[i]
+        wanted[i] = numbers[i]
 
 
 @jit(forceinline=True)
@@ -375,8 +375,9 @@ def _write_slots(at: int, row: int, first: int, length: int, width: int) -> None
 
 
 @jit(forceinline=True)
-def _write_row(at: int, columns: int, begin: int, row: int, used: int, sinks: int, holes: int) -> None:
-    """Write a row of the dense table: ``used`` columns, then -1. After the ``sinks``, ``holes`` columns have no block.
+def _write_row(at: int, columns: int, begin: int, row: int, filled: int, sinks: int, holes: int) -> None:
+    """Write a row of the dense table: ``filled`` columns, then -1. After the ``sinks``, ``holes`` columns have no
+    block.
 
     The entries of the sinks are at ``begin``. The entry of a later column c is at ``row + 4 * c``.
     """
@@ -385,11 +386,11 @@ def _write_row(at: int, columns: int, begin: int, row: int, used: int, sinks: in
         _run(begin, at, sinks)
         for c in range(sinks, sinks + holes):
             wanted[c] = -1
-        _run(row + 4 * (sinks + holes), at + 4 * (sinks + holes), used - sinks - holes)
+        _run(row + 4 * (sinks + holes), at + 4 * (sinks + holes), filled - sinks - holes)
     else:
-        _run(begin, at, used)
-    rest = array_at(at + 4 * used, (columns - used,), np.int32)
-    for c in range(columns - used):
+        _run(begin, at, filled)
+    rest = array_at(at + 4 * filled, (columns - filled,), np.int32)
+    for c in range(columns - filled):
         rest[c] = -1
 
 
@@ -420,22 +421,22 @@ def write_step(numbers_at: int, count: int, ids_at: int, packed: bool, width: in
             indptr[i] = blocks
         if i == count:
             break
-        used, begin = (length + width - 1) // width, ids_at + 4 * stored
+        filled, begin = (length + width - 1) // width, ids_at + 4 * stored
         row = begin - (4 * holes if packed else 0)
         if places[SEQ_LENS]:
             seq_lens[i] = length
         if places[LAST_PAGE_LEN]:
-            last[i] = length - (used - 1) * width if length else 0
+            last[i] = length - (filled - 1) * width if length else 0
         if slots:
             _write_slots(slots + 8 * query, row, length - (numbers[i + 1, QUERY] - query), length, width)
         if table:
-            _write_row(table + i * places[ROW_STRIDE], places[COLUMNS], begin, row, used, sinks, holes)
+            _write_row(table + i * places[ROW_STRIDE], places[COLUMNS], begin, row, filled, sinks, holes)
         if indices and holes:
             _run(begin, indices + 4 * blocks, sinks)
-            _run(row + 4 * (sinks + holes), indices + 4 * (blocks + sinks), used - sinks - holes)
+            _run(row + 4 * (sinks + holes), indices + 4 * (blocks + sinks), filled - sinks - holes)
         elif indices:
-            _run(begin, indices + 4 * blocks, used)
-        blocks += used - holes
+            _run(begin, indices + 4 * blocks, filled)
+        blocks += filled - holes
 
 
 class MainMemoryCopies(Protocol):
@@ -484,11 +485,11 @@ class TokenMoves(NamedTuple):
             yield 0, self
             return
         region, _ = regions.pool_ids.place(self.moves[:, 0] // regions.width)
-        for one in np.unique(region).tolist():
-            mine = region == one
+        for number in np.unique(region).tolist():
+            mine = region == number
             before = np.concatenate([[0], np.cumsum(mine)])
-            first = regions.pool_ids.first(one)[0] * regions.width
-            yield one, TokenMoves(self.moves[mine] - first, before[self.starts])
+            first = regions.pool_ids.first(number)[0] * regions.width
+            yield number, TokenMoves(self.moves[mine] - first, before[self.starts])
 
     def reads_and_writes(self, width: int) -> tuple[Int64s, Int64s]:
         """What the moves read and write: rows (block id, first token, end of tokens), for devices that look for

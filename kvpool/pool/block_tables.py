@@ -315,10 +315,10 @@ class BlockTables:
 
     def _stream_of(self, which: Rows) -> Stream:
         """The stream that these sequences used last. A guess without the state lock, where ids may be wrong."""
-        order, used = self.core.transfer.order, self.core.tokens.sequences["stream"]
+        order, last_streams = self.core.transfer.order, self.core.tokens.sequences["stream"]
         if order is None or not len(which):
             return NULL_STREAM
-        return order.stream(int(used[(which[0] & 0xFFFFFFFF) % len(used)]))
+        return order.stream(int(last_streams[(which[0] & 0xFFFFFFFF) % len(last_streams)]))
 
 
 class CapturedTables(Closing):
@@ -366,7 +366,7 @@ class CapturedTables(Closing):
             raise ValueError("this hand-over is closed: capture another one")
         if len(which) > self.sequences:
             raise ValueError(f"ids: {len(which)} sequences; accepted are the {self.sequences} of the capture")
-        self._hand_over.choose(*(tokens_argument(*one, len(which)) for one in (("first", first), ("counts", counts))))
+        self._hand_over.choose(*(tokens_argument(*pair, len(which)) for pair in (("first", first), ("counts", counts))))
         on = core.as_stream(stream)
         core.refuse_inside("stage")
         with DeferSignals():
@@ -429,6 +429,6 @@ def attention_group(core: Core, group: int | None) -> int:
     return g
 
 
-def tokens_argument(name: str, given: Ids | None, count: int) -> Rows:
+def tokens_argument(name: str, values: Ids | None, count: int) -> Rows:
     """A number for each sequence, as private int64[n], or int64[0] for None. The state checks the values."""
-    return NO_IDS if given is None else each_argument(name, given, count, highest=None)
+    return NO_IDS if values is None else each_argument(name, values, count, highest=None)

@@ -162,9 +162,9 @@ def groups_argument(groups: object, tokens_per_block: object = None) -> tuple[tu
             raise ValueError(
                 f"tokens_per_block={tokens_per_block!r:.80}: accepted is None, since groups[{first}] says {width}"
             )
-    for i, own in widths.items():
-        if own != width:
-            raise ValueError(f"groups[{i}]: tokens_per_block={own}: accepted is {width}, as in groups[{first}]")
+    for i, group_width in widths.items():
+        if group_width != width:
+            raise ValueError(f"groups[{i}]: tokens_per_block={group_width}: accepted is {width}, as in groups[{first}]")
     for i, group in enumerate(groups):
         if group.snapshot_tokens is not None and group.snapshot_tokens % width:
             raise ValueError(
@@ -189,7 +189,7 @@ def capacities_argument(name: str, value: object, groups: Sequence[LayerGroup]) 
     each = list(value)
     if len(each) != len(groups):
         raise ValueError(f"{name} has {len(each)} entries: accepted is one for each of the {len(groups)} groups")
-    return tuple(integer_argument(f"{name}[{i}]", one, least, _BLOCKS_MAX) for i, one in enumerate(each))
+    return tuple(integer_argument(f"{name}[{i}]", count, least, _BLOCKS_MAX) for i, count in enumerate(each))
 
 
 def group_argument(group: object, count: int) -> int:
@@ -233,15 +233,15 @@ def split_blocks(
     sizes = [group.block_bytes for group in checked]
     costs = [blocks * size for blocks, size in zip(kept, sizes, strict=True)]
     total = sum(costs)
-    found = [nbytes * blocks // total for blocks in kept]
-    if not all(found):
+    split = [nbytes * blocks // total for blocks in kept]
+    if not all(split):
         least = min(range(len(kept)), key=kept.__getitem__)
         raise ValueError(
             f"nbytes={nbytes}: no block for groups[{least}]; needed are at least {-(-total // kept[least])}"
         )
     largest = max(range(len(costs)), key=costs.__getitem__)
-    found[largest] += (nbytes - sum(blocks * size for blocks, size in zip(found, sizes, strict=True))) // sizes[largest]
-    return found
+    split[largest] += (nbytes - sum(blocks * size for blocks, size in zip(split, sizes, strict=True))) // sizes[largest]
+    return split
 
 
 def _kept_blocks(groups: tuple[LayerGroup, ...], tokens: int, width: int) -> Iterator[int]:
@@ -301,15 +301,15 @@ class PoolConfig:
     ) -> PoolConfig:
         """Check the arguments that ``KVCacheManager`` has by these names. Raises TypeError or ValueError; the message
         names the argument."""
-        found, width = _pool_groups(layout, groups, tokens_per_block, window, sinks, device_blocks, host_blocks)
+        checked, width = _pool_groups(layout, groups, tokens_per_block, window, sinks, device_blocks, host_blocks)
         if max_sequence_tokens is not None:
             max_sequence_tokens = integer_argument("max_sequence_tokens", max_sequence_tokens, 1, _TOKENS_MAX)
         # A recurrent group keeps no state after a part of a block, so nothing can be reused in part.
-        recurrent = any(group.kind == "recurrent" for group in found)
+        recurrent = any(group.kind == "recurrent" for group in checked)
         settings = Settings(
             width,
             integer_argument("max_sequences", max_sequences, 1, 1 << 24),
-            -(-(max_sequence_tokens or _longest(found, width)) // width),
+            -(-(max_sequence_tokens or _longest(checked, width)) // width),
             secret_argument(secret),
             bool_argument("partial_reuse", partial_reuse) and not recurrent,
             priority_argument("offload_min_priority", offload_min_priority),
@@ -319,7 +319,7 @@ class PoolConfig:
             _power_of_two(integer_argument("history_bytes", history_bytes, 0, 1 << 31) // HISTORY_ROW),
         )
         depth = integer_argument("staging_depth", staging_depth, 1, 1 << 16)
-        return cls(found, settings, depth, clock_argument(clock), secret is not None)
+        return cls(checked, settings, depth, clock_argument(clock), secret is not None)
 
     @cached_property
     def tokens_per_block(self) -> int:
@@ -384,11 +384,11 @@ def _pool_groups(
         raise ValueError(f"tokens_per_block={width}: accepted are up to {np.iinfo(np.int16).max}")
     device = capacities_argument("device_blocks", device_blocks, checked)
     host = capacities_argument("host_blocks", host_blocks, checked)
-    ids, found = PoolIds(device, host), list[Group]()
+    ids, pool_groups = PoolIds(device, host), list[Group]()
     for index, (group, at_device, at_host) in enumerate(zip(checked, device, host, strict=True)):
         rule = (group.kind, group.window, group.sinks, group.snapshot_tokens)
-        found.append(Group(index, group.layouts, *rule, at_device, at_host, *ids.first(index)))
-    return tuple(found), width
+        pool_groups.append(Group(index, group.layouts, *rule, at_device, at_host, *ids.first(index)))
+    return tuple(pool_groups), width
 
 
 def _power_of_two(count: int) -> int:
@@ -406,7 +406,7 @@ def _longest(groups: Sequence[Group], width: int) -> int:
 
 def secret_argument(secret: object) -> bytes:
     """The secret of a pool, random by default."""
-    own = bytes(secret) if isinstance(secret, bytes) else b""
-    if secret is not None and not 16 <= len(own) <= 64:
+    key = bytes(secret) if isinstance(secret, bytes) else b""
+    if secret is not None and not 16 <= len(key) <= 64:
         raise ValueError("secret: accepted are 16 to 64 bytes")
-    return own or os.urandom(32)
+    return key or os.urandom(32)

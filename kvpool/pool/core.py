@@ -186,8 +186,8 @@ class Core:
         """Milliseconds on the pool's clock. Raises TypeError or ValueError if the clock returns anything else."""
         if self.clock is milliseconds:
             return monotonic_ns() // 1_000_000
-        now = self.clock()
-        return now if type(now) is int and 0 <= now <= MAX_MS else integer_argument("clock()", now, 0, MAX_MS)
+        ms = self.clock()
+        return ms if type(ms) is int and 0 <= ms <= MAX_MS else integer_argument("clock()", ms, 0, MAX_MS)
 
     # -- what a part reads or says under the state lock ---------------------------------------------
 

@@ -290,7 +290,7 @@ def joined(parts: Sequence[Rows3]) -> Rows3:
     both = None
     if any(part is not None for part in extra):
         both = np.concatenate(
-            [np.zeros(own.shape, np.int64) if part is None else part for own, part in zip(tokens, extra, strict=True)]
+            [np.zeros(ids.shape, np.int64) if part is None else part for ids, part in zip(tokens, extra, strict=True)]
         )
     return np.concatenate(records), np.concatenate(tokens), both
 
@@ -324,15 +324,15 @@ def _parents_first(blocks: npt.NDArray[np.void], ids: Rows, twins: Int32s) -> Ro
     place[ids] = np.arange(len(ids))
     first = (twins == NONE) | (twins > ids)
     content = np.where(first, np.arange(len(ids)), place[np.where(first, ids, twins)])
-    own = np.unique(content)
-    by_key = own[np.argsort(blocks["key0"][own], kind="stable")]
+    unique = np.unique(content)
+    by_key = unique[np.argsort(blocks["key0"][unique], kind="stable")]
     keys = blocks["key0"][by_key]
-    found = by_key[np.minimum(np.searchsorted(keys, blocks["parent0"]), len(by_key) - 1)] if len(by_key) else own
-    known = (blocks["key0"][found] == blocks["parent0"]) & (blocks["key1"][found] == blocks["parent1"])
-    parent = np.where(known, found, np.arange(len(ids)))
+    guess = by_key[np.minimum(np.searchsorted(keys, blocks["parent0"]), len(by_key) - 1)] if len(by_key) else unique
+    known = (blocks["key0"][guess] == blocks["parent0"]) & (blocks["key1"][guess] == blocks["parent1"])
+    parent = np.where(known, guess, np.arange(len(ids)))
     depth = _steps_to_root(parent)[0][content]
     first_child = np.full(len(ids), NONE)
-    mine = own[known[own]]
+    mine = unique[known[unique]]
     first_child[parent[mine][::-1]] = mine[::-1]
     follows = np.zeros(len(ids), np.bool_)
     follows[mine] = first_child[parent[mine]] == mine

@@ -53,8 +53,8 @@ class Missed(NamedTuple):
     def __str__(self) -> str:
         ago = "" if self.ago_ms is None else f" {self.ago_ms} ms ago"
         stores = [f"in {store}" for store in self.stores] + [f"{store}: {what}" for store, what in self.trouble]
-        found = f"{self.tokens} {self.why}{ago}{f' by {self.policy}' if self.policy else ''}"
-        return f"{found} ({', '.join(stores)})" if stores else found
+        text = f"{self.tokens} {self.why}{ago}{f' by {self.policy}' if self.policy else ''}"
+        return f"{text} ({', '.join(stores)})" if stores else text
 
 
 class Explanation(NamedTuple):
@@ -74,11 +74,11 @@ class Explanation(NamedTuple):
         """What a plug-in knows of a request: the tokens that came from the "device", the "host" and stores, by name,
         and blocks that did not come. Blocks with one reason are one."""
         reasons = dict[object, Missed]()
-        for one in missed:
-            same = reasons.get(one[2:3] + one[4:], one._replace(tokens=0))
-            ago = min((ago for ago in (same.ago_ms, one.ago_ms) if ago is not None), default=None)
-            reasons[one[2:3] + one[4:]] = same._replace(tokens=same.tokens + one.tokens, ago_ms=ago)
-        tokens = sum(came.values()) + sum(one.tokens for one in reasons.values())
+        for miss in missed:
+            same = reasons.get(miss[2:3] + miss[4:], miss._replace(tokens=0))
+            ago = min((ago for ago in (same.ago_ms, miss.ago_ms) if ago is not None), default=None)
+            reasons[miss[2:3] + miss[4:]] = same._replace(tokens=same.tokens + miss.tokens, ago_ms=ago)
+        tokens = sum(came.values()) + sum(miss.tokens for miss in reasons.values())
         stores = tuple((name, count) for name, count in came.items() if name not in ("device", "host"))
         return cls(tokens, came.get("device", 0), came.get("host", 0), 0, tuple(reasons.values()), stores)
 
@@ -90,24 +90,24 @@ class Explanation(NamedTuple):
     def with_stores(self, width: int, of: Callable[[int], InStores]) -> Explanation:
         """The same, with what is so in stores of each block that is missed. ``width``: tokens of a block."""
         missed = list[Missed]()
-        for one in self.missed:
-            first, end = one.first, one.first + one.tokens
-            places = range(first // width, end // width) if one.why not in (_COMPUTED, _BYPASSED) else range(0)
+        for miss in self.missed:
+            first, end = miss.first, miss.first + miss.tokens
+            places = range(first // width, end // width) if miss.why not in (_COMPUTED, _BYPASSED) else range(0)
             for (stores, trouble), same in groupby(places, of):
                 after = (max(same) + 1) * width
-                missed.append(one._replace(first=first, tokens=after - first, stores=stores, trouble=trouble))
+                missed.append(miss._replace(first=first, tokens=after - first, stores=stores, trouble=trouble))
                 first = after
             if first < end:
-                missed.append(one._replace(first=first, tokens=end - first))
+                missed.append(miss._replace(first=first, tokens=end - first))
         return self._replace(missed=tuple(missed))
 
 
-def explained(core: Core, keys: BlockKeys, found: Match, lacks: Bools) -> Explanation:
-    """Why a prompt that reuses ``found`` reuses no more. ``lacks`` bool[full blocks]: what is not cached."""
-    width, place, missed = core.config.tokens_per_block, found.tokens, list[Missed]()
+def explained(core: Core, keys: BlockKeys, match: Match, lacks: Bools) -> Explanation:
+    """Why a prompt that reuses ``match`` reuses no more. ``lacks`` bool[full blocks]: what is not cached."""
+    width, place, missed = core.config.tokens_per_block, match.tokens, list[Missed]()
     first, end = place // width, (len(keys) - 1) // width if keys.reuse else 0
     reasons = _reasons(core, keys, first, lacks[:end]) if first < end else ()
-    for why, same in groupby(reasons, key=lambda one: one[0]):
+    for why, same in groupby(reasons, key=lambda reason: reason[0]):
         times = [ago for _, ago in same]
         first += len(times)
         policy = core.config.settings.policy if why in ("evicted", "expired") else None
@@ -116,12 +116,12 @@ def explained(core: Core, keys: BlockKeys, found: Match, lacks: Bools) -> Explan
         place = first * width
     if place < len(keys):
         missed.append(Missed(place, len(keys) - place, _COMPUTED if keys.reuse else _BYPASSED))
-    return Explanation(len(keys), found.device_tokens, found.host_tokens, found.partial_tokens, tuple(missed))
+    return Explanation(len(keys), match.device_tokens, match.host_tokens, match.partial_tokens, tuple(missed))
 
 
 def _reasons(core: Core, keys: BlockKeys, first: int, lacks: Bools) -> Iterator[tuple[str, int | None]]:
     """Why each of the blocks from ``first`` on is not reused, and how many ms ago it left."""
-    now = core.now()
+    now_ms = core.now()
     with core.lock:
         core.check_open()
         ring, count = core.states.ring.gone.copy(), int(core.states.ring.numbers[N.gone])
@@ -131,16 +131,16 @@ def _reasons(core: Core, keys: BlockKeys, first: int, lacks: Bools) -> Iterator[
         half, noted = ring[place % len(ring)].tolist()
         when, why = noted >> 2, noted & 3
         late = why == EVICTED and gone.get(half, ("", 0))[0] == NOT_KNOWN
-        gone[half] = "expired" if late else _WHY[why], max(0, now - when)
+        gone[half] = "expired" if late else _WHY[why], max(0, now_ms - when)
     elsewhere = np.zeros((len(core.states), len(keys) // core.config.tokens_per_block), np.bool_)
     for tag, name in names:
         if tag != keys.namespace:
             scope = Scope(name.salt, name.adapter_id, (tag, *name.root), keys.origin)
             other = BlockKeys.of_private(keys.tokens, NO_KEYS, keys.extra_ids, scope, core.states.heads)
-            here = np.empty_like(elsewhere)
+            cached = np.empty_like(elsewhere)
             with core.lock:
-                control.cached(core.states.heads, key_rows(other), control.ANY_TIER, here)
-            elsewhere |= here
+                control.cached(core.states.heads, key_rows(other), control.ANY_TIER, cached)
+            elsewhere |= cached
     halves = key_rows(keys)[:, 0].tolist()
     for i in range(first, len(lacks)):
         if not lacks[i]:

@@ -79,10 +79,10 @@ class Action(NamedTuple):
         payload, others = _mapping("payload", self.payload), _PAYLOADS[kind]
         if len(payload) > _FIELDS_MAX:
             raise ValueError(f"payload has {len(payload)} entries: accepted are {_FIELDS_MAX}")
-        unknown = [repr(one)[:80] for one in payload if one not in named | others]
+        unknown = [repr(field)[:80] for field in payload if field not in named | others]
         if unknown or len(named & payload.keys()) != bool(named):
             told = f"accepted is one of {', '.join(sorted(named))}" if named else "accepted is no name of content"
-            told += "".join(f", and {one}" for one in sorted(others))
+            told += "".join(f", and {field}" for field in sorted(others))
             raise ValueError(f"payload has {', '.join(unknown or sorted(map(str, payload)))}: {told}")
         lease = integer_argument("lease_ms", payload.get("lease_ms", LEASE_MS), 1, LEASE_MS_MAX)
         value = integer_argument("priority", payload.get("priority", RETAINED), DEFAULT_PRIORITY + 1, PRIORITY_MAX - 1)
@@ -98,10 +98,10 @@ def actions_of(message: object) -> list[Action]:
     actions = list_argument("actions", envelope["actions"])
     if len(actions) > ACTIONS_MAX:
         raise ValueError(f"actions: {len(actions)} of them, accepted are {ACTIONS_MAX}")
-    known = [_record(f"actions[{i}]", one, set(Action._fields)) for i, one in enumerate(actions)]
-    for i, one in enumerate(known):
-        name_argument(f"actions[{i}].action_id", one["action_id"])
-    return [Action(**one) for one in known]
+    known = [_record(f"actions[{i}]", action, set(Action._fields)) for i, action in enumerate(actions)]
+    for i, action in enumerate(known):
+        name_argument(f"actions[{i}].action_id", action["action_id"])
+    return [Action(**action) for action in known]
 
 
 class Budget:
@@ -112,15 +112,15 @@ class Budget:
         self._used = Counter[int]()
         self._ends: list[tuple[int, int, int]] = []
 
-    def take(self, namespace: int, wanted: int, now: int, lease: int) -> int:
+    def take(self, namespace: int, wanted: int, now_ms: int, lease: int) -> int:
         """How many of the wanted blocks a namespace may keep for ``lease`` ms. They count until then."""
-        while self._ends and self._ends[0][0] <= now:
-            _, one, count = heappop(self._ends)
-            self._count(one, -count)
+        while self._ends and self._ends[0][0] <= now_ms:
+            _, holder, count = heappop(self._ends)
+            self._count(holder, -count)
         left = self._blocks // _SHARE - self._used[namespace], self._blocks // _SHARE_OF_ALL - self._all
         taken = min(wanted, max(min(left), 0))
         if taken:
-            heappush(self._ends, (now + lease, namespace, taken))
+            heappush(self._ends, (now_ms + lease, namespace, taken))
             self._count(namespace, taken)
         return taken
 
@@ -162,7 +162,7 @@ class Hints(Together):
         """
         actions, scope = actions_of(message), self.block_keys([0], salt=salt, adapter_id=adapter_id)
         self.core.check_open()
-        return [self._answer(one, scope) for one in actions]
+        return [self._answer(action, scope) for action in actions]
 
     def _remember(self, session: str, keys: BlockKeys) -> None:
         """A session has come so far. The oldest sessions are forgotten if all have more blocks than the pool."""
@@ -191,8 +191,8 @@ class Hints(Together):
         """The keys that an action names, and the prompt if it names one."""
         if "keys" in payload:
             keys = payload["keys"]
-            if isinstance(keys, list) and all(isinstance(one, str) for one in keys):
-                if any(len(one) != 32 for one in keys):
+            if isinstance(keys, list) and all(isinstance(key, str) for key in keys):
+                if any(len(key) != 32 for key in keys):
                     raise ValueError("keys: accepted are texts of 32 hexadecimal digits")
                 keys = np.frombuffer(bytes.fromhex("".join(keys)), np.uint64).reshape(len(keys), 2)
             rows, prompt = key_rows(keys), None
@@ -214,30 +214,30 @@ class Hints(Together):
         self, kind: str, value: int, rows: Rows, prompt: BlockKeys | None, namespace: int, lease: int
     ) -> tuple[int, str]:
         """Do an action for as many blocks as are cached, of this namespace, and within its budget."""
-        core, now = self.core, self.core.now()
+        core, now_ms = self.core, self.core.now()
         if kind == "prefetch" and prompt is None:
             raise ValueError("keys: accepted by prefetch are tokens and session")
         cached = np.empty(len(rows), np.bool_)
         with core.lock:
             control.cached_in(core.states.heads, rows, np.int64(namespace), cached)
-            own, why = np.flatnonzero(cached), "" if cached.all() else "not all is cached in this namespace"
+            places, why = np.flatnonzero(cached), "" if cached.all() else "not all is cached in this namespace"
             if kind != "drop":
-                left = self._budget.take(namespace, len(own), now, lease)
-                if left < len(own):
-                    own, why = own[:left], SPENT
-        if not len(own):
+                left = self._budget.take(namespace, len(places), now_ms, lease)
+                if left < len(places):
+                    places, why = places[:left], SPENT
+        if not len(places):
             return 0, why
-        keys = np.ascontiguousarray(rows[own])
+        keys = np.ascontiguousarray(rows[places])
         if kind == "drop":
-            core.decide(None, control.forget_keys, keys, keys[np.lexsort((keys[:, 1], keys[:, 0]))], now)
+            core.decide(None, control.forget_keys, keys, keys[np.lexsort((keys[:, 1], keys[:, 0]))], now_ms)
         elif kind == "prefetch":
             assert prompt is not None
-            part = prompt[: (int(own[-1]) + 1) * self.core.config.tokens_per_block]
+            part = prompt[: (int(places[-1]) + 1) * self.core.config.tokens_per_block]
             ids = np.empty((len(core.states), len(key_rows(part))), np.int32)
-            core.decide(None, verbs.prefetch, request_of(part), ids, now)
+            core.decide(None, verbs.prefetch, request_of(part), ids, now_ms)
         else:
-            core.decide(None, control.set_priority, keys, value, lease, now)
-        return len(own), why
+            core.decide(None, control.set_priority, keys, value, lease, now_ms)
+        return len(places), why
 
 
 def outcome(done: int, wanted: int) -> str:
@@ -253,10 +253,10 @@ def _version(name: str, value: object) -> None:
 
 def _record(name: str, value: object, fields: set[str]) -> dict[str, Any]:
     """A mapping with these fields and no others. Raises TypeError, ValueError."""
-    own = _mapping(name, value)
-    if set(own) != fields:
-        raise ValueError(f"{name} has {sorted(map(str, own))!r:.200}: accepted are {', '.join(sorted(fields))}")
-    return own
+    record = _mapping(name, value)
+    if set(record) != fields:
+        raise ValueError(f"{name} has {sorted(map(str, record))!r:.200}: accepted are {', '.join(sorted(fields))}")
+    return record
 
 
 def _mapping(name: str, value: object) -> dict[str, Any]:

@@ -73,18 +73,18 @@ class BlockKeys:
         made."""
         # An ``__init__`` could be called again, while jitted code reads the arrays that it replaces.
         origin, root = _origin_argument(origin), _root_argument(root)
-        own = token_array("tokens", tokens)
+        ids = token_array("tokens", tokens)
         rows = key_rows(keys).view(np.uint64)
-        if len(rows) != len(own) // origin[1]:
-            full = len(own) // origin[1]
+        if len(rows) != len(ids) // origin[1]:
+            full = len(ids) // origin[1]
             raise ValueError(
-                f"keys has {len(rows)} rows: accepted is one for each of the {full} full blocks of {len(own)} tokens"
+                f"keys has {len(rows)} rows: accepted is one for each of the {full} full blocks of {len(ids)} tokens"
             )
-        extra = extra_array(extra_ids, len(own))
+        extra = extra_array(extra_ids, len(ids))
         switches = bool_argument("reuse", reuse), bool_argument("publish", publish)
         scope = Scope(salt_argument(salt), adapter_argument(adapter_id), root, origin, *switches)
         self = object.__new__(cls)
-        self._fill(own, rows, extra, scope, None)
+        self._fill(ids, rows, extra, scope, None)
         return self
 
     @classmethod
@@ -121,7 +121,8 @@ class BlockKeys:
     ) -> None:
         """``first``: the first key that is to be hashed with the secret that ``heads`` have."""
         # What the request points to lives as long as this object, and nobody else can reach it to write to it.
-        self._tokens, self._keys, self._extra_ids, self._scope, self._heads = tokens, keys, extra_ids, scope, heads
+        self._tokens, self._keys, self._extra_ids = tokens, keys, extra_ids
+        self._scope, self._heads = scope, heads
         self._request = np.zeros((1, records.REQUEST_COLUMNS), np.int64)
         extra = NO_EXTRA if extra_ids is None else extra_ids
         how = (self._request, tokens, keys, extra, *scope.root, not scope.reuse, not scope.publish)
@@ -142,10 +143,10 @@ class BlockKeys:
                 "this is a copy that no pool has made: accepted is what KVCacheManager.block_keys(copy) gives"
             )
         new = token_array("tokens", tokens, empty=True)
-        extra, own = extra_array(extra_ids, len(new)), self._extra_ids
-        if extra is not None or own is not None:
+        extra, known = extra_array(extra_ids, len(new)), self._extra_ids
+        if extra is not None or known is not None:
             zeros = [np.zeros(len(part), np.int64) for part in (self._tokens, new)]
-            extra = np.concatenate((zeros[0] if own is None else own, zeros[1] if extra is None else extra))
+            extra = np.concatenate((zeros[0] if known is None else known, zeros[1] if extra is None else extra))
         both = np.concatenate((self._tokens, new))
         return BlockKeys.of_private(both, self._keys, extra, self._scope, self._heads)
 
@@ -169,8 +170,8 @@ class BlockKeys:
         """Raise ValueError unless the pool with these headers, in which the namespace has this root, would give the
         same keys. What a copy or a pickle has brought is hashed, once, and can be extended then."""
         if self._heads is None:
-            own = BlockKeys.of_private(self._tokens, self._keys[:0], self._extra_ids, self._scope, heads)
-            if root != self._scope.root or not np.array_equal(own._keys, self._keys):
+            hashed = BlockKeys.of_private(self._tokens, self._keys[:0], self._extra_ids, self._scope, heads)
+            if root != self._scope.root or not np.array_equal(hashed._keys, self._keys):
                 raise ValueError("keys: they are not those of their tokens, extra_ids, salt and adapter_id")
             self._heads = heads
 
@@ -259,8 +260,8 @@ def unproven(prompts: Sequence[BlockKeys], origin: tuple[str, int]) -> list[Bloc
     """Those of the prompts that no pool has hashed yet, or compared with its own. Raises ValueError unless a pool with
     this secret and block length has made all of these keys."""
     for prompt in prompts:
-        own = prompt._scope.origin
-        if own is not origin and own != origin:
+        made_by = prompt._scope.origin
+        if made_by is not origin and made_by != origin:
             raise ValueError("the keys were made by a pool with another secret or another tokens_per_block")
     return [prompt for prompt in prompts if prompt._heads is None]
 
@@ -275,7 +276,7 @@ def _root_argument(root: object) -> tuple[int, int, int]:
     if not isinstance(root, tuple) or len(root) != 3:
         raise TypeError(f"root={root!r:.80}: accepted are three integers")
     namespace, root0, root1 = (
-        integer_argument(f"root[{i}]", one, -(1 << 63), (1 << 63) - 1) for i, one in enumerate(root)
+        integer_argument(f"root[{i}]", number, -(1 << 63), (1 << 63) - 1) for i, number in enumerate(root)
     )
     return namespace, root0, root1
 
@@ -389,10 +390,10 @@ def key_rows(keys: object) -> Int64s:
         return keys._keys.view(np.int64)
     keys = in_numpy("keys", np.asarray(keys) if isinstance(keys, memoryview) else keys)
     if isinstance(keys, np.ndarray):
-        found = np.asarray(keys)[...]
-        if found.dtype != np.uint64 or found.ndim != 2 or found.shape[1] != 2:
-            raise ValueError(f"keys has shape {found.shape} and dtype {found.dtype}: accepted is uint64[n, 2]")
-        return found.copy().view(np.int64)
+        array = np.asarray(keys)[...]
+        if array.dtype != np.uint64 or array.ndim != 2 or array.shape[1] != 2:
+            raise ValueError(f"keys has shape {array.shape} and dtype {array.dtype}: accepted is uint64[n, 2]")
+        return array.copy().view(np.int64)
     if not isinstance(keys, Sequence) or isinstance(keys, (str, bytes)):
         raise TypeError(f"keys={keys!r:.80}: accepted are BlockKeys, uint64[n, 2] and sequences of single keys")
     rows = [key_row(key) for key in tuple(keys)]
@@ -407,12 +408,12 @@ def key_row(key: object) -> Int64s:
             raise ValueError(f"key has {len(data)} bytes: accepted are 16")
         return np.frombuffer(data, np.int64).copy().reshape(1, 2)
     try:
-        found = np.asarray(in_numpy("key", key))[...]
+        array = np.asarray(in_numpy("key", key))[...]
     except (TypeError, ValueError):
         raise TypeError(f"key={key!r:.80}: accepted are 16 bytes and uint64[2]") from None
-    if found.dtype != np.uint64 or found.shape != (2,):
+    if array.dtype != np.uint64 or array.shape != (2,):
         raise TypeError(f"key={key!r:.80}: accepted are 16 bytes and uint64[2]")
-    return found.copy().view(np.int64).reshape(1, 2)
+    return array.copy().view(np.int64).reshape(1, 2)
 
 
 def is_keys(value: object) -> bool:

@@ -103,19 +103,19 @@ class Leases:
         pinned."""
         owner, core = text_argument("owner", owner), self.core
         only = int(records.NONE) if group is None else core.config.group(group)
-        now, on = core.now(), None if stream is None else core.as_stream(stream)
+        now_ms, on = core.now(), None if stream is None else core.as_stream(stream)
         core.refuse_inside("pin")
         with DeferSignals() as signals:
             with core.lock:
                 core.check_open()
-                lease = self.take(keys, ids, tier, owner, only, now, on)
+                lease = self.take(keys, ids, tier, owner, only, now_ms, on)
                 signals.undo = partial(self._take_back, lease)
                 # Checked here: another thread may enqueue a copy, and lose it, right after this. That must be
                 # noticed below.
                 behind = core.transfer.collect() or core.transfer.waiting
             if behind:
                 core.transfer.drain()
-                lost = self._lost(lease, now)
+                lost = self._lost(lease, now_ms)
                 if lost is not None:
                     raise _not_found(lease.keys, lost, tier, lease.blocks)
             if on is None and core.transfer.order is not None:
@@ -128,7 +128,7 @@ class Leases:
             self.close(lease)
 
     def take(
-        self, keys: Ids | None, ids: Ids | None, tier: int, owner: str, only: int, now: int, stream: Stream | None
+        self, keys: Ids | None, ids: Ids | None, tier: int, owner: str, only: int, now_ms: int, stream: Stream | None
     ) -> Lease:
         """A lease that waits for nothing. The caller holds the state lock, enqueues the copies for the lease, and then
         asks whether they came. Raises BlockNotFound."""
@@ -139,30 +139,30 @@ class Leases:
                 raise _not_found(None, int(heads[0, records.H.detail]), tier, ids)
             groups, _ = self.core.states.pool_ids.place(ids)
         else:
-            found = np.empty((len(heads), len(keys)), np.int64)
-            if control.pin_keys(heads, only, keys, tier, found):
+            block_ids = np.empty((len(heads), len(keys)), np.int64)
+            if control.pin_keys(heads, only, keys, tier, block_ids):
                 raise _not_found(keys, int(heads[0, records.H.detail]), tier)
-            groups, places = np.nonzero(found != records.NONE)
-            ids, keys = found[groups, places], keys[places]
+            groups, places = np.nonzero(block_ids != records.NONE)
+            ids, keys = block_ids[groups, places], keys[places]
         try:
             generation, at = int(heads[0, records.H.generation]), self._pools.addresses(ids)
             named = None if keys is None else keys.view(np.uint64)
-            lease = Lease(self, self._count + 1, owner, generation, now, read_only(ids), groups, named, at, stream)
+            lease = Lease(self, self._count + 1, owner, generation, now_ms, read_only(ids), groups, named, at, stream)
             self.core.note(WILL_READ, stream, ids)
             self._open[lease.id] = lease
         except BaseException:
-            control.unpin(heads, ids, now)
+            control.unpin(heads, ids, now_ms)
             raise
         self._count += 1
         return lease
 
-    def settle(self, lease: Lease, now: int) -> bool:
+    def settle(self, lease: Lease, now_ms: int) -> bool:
         """Whether the copies for which a lease waits are enqueued. If the device has refused one, the lease is
         closed."""
         # One that others have closed meanwhile waits for nothing.
-        return lease.closed or self._lost(lease, now) is None
+        return lease.closed or self._lost(lease, now_ms) is None
 
-    def _lost(self, lease: Lease, now: int) -> int | None:
+    def _lost(self, lease: Lease, now_ms: int) -> int | None:
         """A copy that a lease waited for may have failed: then unpin, and return the place of the block that it would
         have filled."""
         with self.core.lock:
@@ -170,7 +170,7 @@ class Leases:
             if len(lost) == 0:
                 return None
             if self._open.pop(lease.id, None) is not None:
-                control.unpin(self.core.states.heads, lease.blocks.copy(), now)
+                control.unpin(self.core.states.heads, lease.blocks.copy(), now_ms)
             return int(lost[0])
 
     def _await(self, lease: Lease) -> None:
@@ -227,31 +227,31 @@ class Leases:
     def close(self, lease: Lease, stream: StreamLike = None) -> None:
         """What ``Lease.close`` does. It enqueues nothing and waits for nothing, so a destructor may call it
         anywhere."""
-        now, on = self.core.now(), None if stream is None else self.core.device.as_stream(stream)
+        now_ms, on = self.core.now(), None if stream is None else self.core.device.as_stream(stream)
         with DeferSignals(), self.core.lock:
             if self.core.closed:
                 raise PoolClosed("the pool is closed")
-            self.give_back(lease, now, on).close()
+            self.give_back(lease, now_ms, on).close()
 
-    def give_back(self, lease: Lease, now: int, stream: Stream | None) -> ExitStack:
+    def give_back(self, lease: Lease, now_ms: int, stream: Stream | None) -> ExitStack:
         """Close a lease. Returns the host access, to be ended when the decision is final. The caller holds the state
         lock. Raises LeaseExpired."""
         if not self.is_open(lease):
             raise LeaseExpired(f"lease {lease.id} of {lease.owner!r} was closed or revoked")
         del self._open[lease.id]
-        control.unpin(self.core.states.heads, lease.blocks.copy(), now)
+        control.unpin(self.core.states.heads, lease.blocks.copy(), now_ms)
         self.core.note(ACCESSED, lease.stream if stream is None else stream, lease.blocks)
         return lease.access
 
     def revoke(self, owner: str) -> int:
         """Close all leases of an owner; returns how many."""
-        now, count = self.core.now(), 0
+        now_ms, count = self.core.now(), 0
         with DeferSignals(), self.core.lock:
             self.core.check_open()
             for lease in self.all:
                 # A destructor may close one meanwhile.
                 if lease.owner == owner and self.is_open(lease):
-                    self.give_back(lease, now, None).close()
+                    self.give_back(lease, now_ms, None).close()
                     count += 1
         return count
 

@@ -190,22 +190,22 @@ class KVCacheManager(Hints, BlockTables, Closing):
             clock=clock,
             history_bytes=history_bytes,
         )
-        used, owned = get_device(device), not isinstance(device, Device)
+        pool_device, owned = get_device(device), not isinstance(device, Device)
         with ExitStack() as ends:
             if owned:
-                ends.callback(used.close)
-            self._pools = pool_memory(config, used, device_memory, host_memory, bool_argument("shared", shared))
+                ends.callback(pool_device.close)
+            self._pools = pool_memory(config, pool_device, device_memory, host_memory, bool_argument("shared", shared))
             ends.callback(self._pools.close)
-            core = Core(config, used, pool_states(config, used, table))
+            core = Core(config, pool_device, pool_states(config, pool_device, table))
             ends.pop_all()
         self._owns_device = owned
         if self._pools.shared:
             core.transfer.forks.lost = "the shared memory of this pool is not in a child of os.fork()"
         super().__init__(core, Leases(core, self._pools))
-        self._staging = Staging(used, core.transfer, config.staging_depth)
+        self._staging = Staging(pool_device, core.transfer, config.staging_depth)
         self._imports, self._reservations = Imports(core, self._pools), Reservations(core, self._pools)
         self._loans: WeakSet[Loan] = WeakSet()
-        self._sharing = Sharing(used, self._pools)
+        self._sharing = Sharing(pool_device, self._pools)
         self._report: CloseReport | None = None
         self.tokens_per_block, self.partial_reuse = config.tokens_per_block, config.settings.partial_reuse
         self.device_blocks, self.host_blocks = self._pools.device_blocks, self._pools.host_blocks
@@ -330,8 +330,8 @@ class KVCacheManager(Hints, BlockTables, Closing):
         which, g = id_array("ids", ids), self.core.config.group(group)
         with self.core.lock:
             named = self.core.tables[g][self.core.rows(which)]
-            found, times = np.unique(named[named != records.NONE], return_counts=True)
-            return int(np.count_nonzero(self.core.states[g].blocks["word"][found] == times))
+            blocks, times = np.unique(named[named != records.NONE], return_counts=True)
+            return int(np.count_nonzero(self.core.states[g].blocks["word"][blocks] == times))
 
     def fork(self, ids: Ids, n: int = 1, *, stream: StreamLike = None) -> Int64s:
         """Make sequences that continue a live one, ``n`` of each: int64[n] ids, or int64[m, n] for m ids.
@@ -371,8 +371,8 @@ class KVCacheManager(Hints, BlockTables, Closing):
         places = each_argument("parents", parents, len(which), highest=len(which) - 1)
         before = np.empty((len(which), records.SEQUENCE.itemsize), np.uint8)
         scratch, kept = np.zeros((3, len(which)), np.int64), bool_argument("store", store)
-        now = self.core.now()
-        self.core.decide(stream, verbs.reorder, which, places, kept, now, address(before), scratch, ids=which)
+        now_ms = self.core.now()
+        self.core.decide(stream, verbs.reorder, which, places, kept, now_ms, address(before), scratch, ids=which)
 
     def keep(
         self, ids: Ids, drafts: Ids, accepted: Integers, counts: Ids | None = None, *, stream: StreamLike = None
@@ -429,14 +429,14 @@ class KVCacheManager(Hints, BlockTables, Closing):
         """
         which = id_array("ids", ids)
         with self.core.lock:
-            found = statistics.requests(self.core, self.core.rows(which))
-        return statistics.RequestStats(*(int(one[0]) for one in found)) if is_integer(ids) else found
+            figures = statistics.requests(self.core, self.core.rows(which))
+        return statistics.RequestStats(*(int(figure[0]) for figure in figures)) if is_integer(ids) else figures
 
     def _field(self, name: str, ids: Ids) -> Any:
         which = id_array("ids", ids)
         with self.core.lock:
-            found = self.core.tokens.sequences[name][self.core.rows(which)]
-        return int(found[0]) if is_integer(ids) else found
+            values = self.core.tokens.sequences[name][self.core.rows(which)]
+        return int(values[0]) if is_integer(ids) else values
 
     # -- where blocks are ------------------------------------------------------------------------
 
@@ -522,12 +522,14 @@ class KVCacheManager(Hints, BlockTables, Closing):
         Thread-safe. Raises OutOfBlocks, OutOfSequences, DeviceError, ValueError, TypeError.
         """
         ranges = None if retention is None else [retention]
-        (keys,), row, *_ = own = self._arrivals([prompt], ranges, records.DEFAULT_PRIORITY, None, False, encoder_tokens)
+        (keys,), row, *_ = arrivals = self._arrivals(
+            [prompt], ranges, records.DEFAULT_PRIORITY, None, False, encoder_tokens
+        )
         row[0, records.R.reserves] = 1
         for why in self._refused([keys], row).values():
             raise ValueError(f"prompt: {why}")
         lifetime = None if deadline_ms is None else ttl_argument("deadline_ms", deadline_ms)
-        return self._reservations.take(own, text_argument("owner", owner), stream, lifetime)
+        return self._reservations.take(arrivals, text_argument("owner", owner), stream, lifetime)
 
     @property
     def reservations(self) -> list[Reservation]:
@@ -644,13 +646,13 @@ class KVCacheManager(Hints, BlockTables, Closing):
         keys, heads = self._keys_of(prompt), self.core.states.heads
         rows = key_rows(keys)
         brought = _flags(there, (len(heads), len(rows)))
-        here = np.empty_like(brought)
+        cached = np.empty_like(brought)
         with self.core.lock:
             self.core.check_open()
-            control.cached(heads, rows, control.ANY_TIER, here)
-            lacks = brought | here
-            most = int(index.lacking(heads, request_of(keys), here, lacks))
-        return Lacking(most * self.tokens_per_block, tuple(np.flatnonzero(own) for own in lacks))
+            control.cached(heads, rows, control.ANY_TIER, cached)
+            lacks = brought | cached
+            most = int(index.lacking(heads, request_of(keys), cached, lacks))
+        return Lacking(most * self.tokens_per_block, tuple(np.flatnonzero(group_lacks) for group_lacks in lacks))
 
     def explain(self, prompt: Prompt) -> Explanation:
         """Why the prompt would reuse no more than it does: how many tokens come from the device and from the host, and
@@ -662,12 +664,12 @@ class KVCacheManager(Hints, BlockTables, Closing):
         PoolClosed.
         """
         keys = self._keys_of(prompt)
-        found = self._match(keys)
+        match = self._match(keys)
         full = len(keys) // self.tokens_per_block
         lacks = np.zeros(full, np.bool_)
         for blocks in self.lacking(keys, np.ones((len(self.groups), full), np.bool_)).blocks:
             lacks[blocks] = True
-        return explained(self.core, keys, found, lacks)
+        return explained(self.core, keys, match, lacks)
 
     def forget(
         self,
@@ -696,10 +698,10 @@ class KVCacheManager(Hints, BlockTables, Closing):
             tag = self._root(*namespace_argument("namespace", namespace))[0]
             return int(self.core.decide(None, control.forget_namespace, tag, self.core.now()))
         keys, rows = self._named(prompt)
-        ordered, now = rows[np.lexsort((rows[:, 1], rows[:, 0]))], self.core.now()
+        ordered, now_ms = rows[np.lexsort((rows[:, 1], rows[:, 0]))], self.core.now()
         if keys is None:
-            return int(self.core.decide(None, control.forget_keys, rows, ordered, now))
-        return int(self.core.decide(None, control.forget_prompt, request_of(keys), rows, ordered, now))
+            return int(self.core.decide(None, control.forget_keys, rows, ordered, now_ms))
+        return int(self.core.decide(None, control.forget_prompt, request_of(keys), rows, ordered, now_ms))
 
     def set_priority(self, prompt: Prompt | Keys, priority: int, *, ttl_ms: int | None = None) -> int:
         """Give the cached full blocks of a prompt, or of keys, another priority. Returns how many were found.
@@ -805,9 +807,9 @@ class KVCacheManager(Hints, BlockTables, Closing):
             self.core.check_open()
             if len(self.core.tables) == 1:
                 return int(verbs.free_device_blocks(self.core.states.heads))
-            found = np.empty(len(self.core.tables), np.int64)
-            verbs.free_in_groups(self.core.states.heads, found)
-        return found
+            counts = np.empty(len(self.core.tables), np.int64)
+            verbs.free_in_groups(self.core.states.heads, counts)
+        return counts
 
     @property
     def closed(self) -> bool:
@@ -819,8 +821,8 @@ class KVCacheManager(Hints, BlockTables, Closing):
 
     def refresh(self, now_ms: int | None = None) -> int:
         """Give blocks whose time to live is over the default priority. Returns how many. Changes the pool."""
-        now = self.core.now() if now_ms is None else integer_argument("now_ms", now_ms, 0, MAX_MS)
-        return int(self.core.decide(None, verbs.refresh, now))
+        time_ms = self.core.now() if now_ms is None else integer_argument("now_ms", now_ms, 0, MAX_MS)
+        return int(self.core.decide(None, verbs.refresh, time_ms))
 
     def events(self, *, snapshot: bool = False, since: int | None = None) -> kv_events.Events:
         """What has changed in the cache since the last call. Each event is returned once.
@@ -854,10 +856,10 @@ class KVCacheManager(Hints, BlockTables, Closing):
     def stats(self) -> statistics.Stats:
         """A snapshot; also of a closed pool. Thread-safe; changes nothing, except that reservations may expire."""
         core, deadlines = self.core, self._reservations.deadlines
-        now, hand_overs = core.now() if self._leases.all or deadlines else 0, self._staging.under_way()
+        now_ms, hand_overs = core.now() if self._leases.all or deadlines else 0, self._staging.under_way()
         with core.lock:
-            self._reservations.expire(now)
-            ages = [now - lease.since for lease in self._leases.all]
+            self._reservations.expire(now_ms)
+            ages = [now_ms - lease.since for lease in self._leases.all]
             late = deadlines.expired, len(deadlines.overdue)
             return statistics.snapshot(core.states, core.tokens, core.transfer, self._pinned(), ages, hand_overs, late)
 
@@ -884,7 +886,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
         """
         self.core.decide(None, self._reset, bool_argument("force", force), self.core.now(), ids=None)
 
-    def _reset(self, heads: Int64s, force: bool, now: int) -> int:
+    def _reset(self, heads: Int64s, force: bool, now_ms: int) -> int:
         ids, reserved = self.core.live(records.LIVE | records.SWAPPED), self.core.live(records.RESERVED)
         if len(reserved) and not force:
             raise PoolBusy(
@@ -892,8 +894,8 @@ class KVCacheManager(Hints, BlockTables, Closing):
             )
         if len(ids) and not force:
             raise PoolBusy(f"{len(ids)} sequences are live: release them, or reset(force=True)")
-        verbs.reset(heads, np.concatenate([ids, reserved]), now)
-        self._reservations.clear(now)
+        verbs.reset(heads, np.concatenate([ids, reserved]), now_ms)
+        self._reservations.clear(now_ms)
         return 0
 
     def calibrate(self) -> Any:
@@ -916,7 +918,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
         self.core.refuse_inside("close")
         if self._loans:
             gc.collect()  # A view that nobody can reach does not count.
-        now = self.core.now() if self._leases.all or self._reservations.ids() else 0
+        now_ms = self.core.now() if self._leases.all or self._reservations.ids() else 0
         with DeferSignals():
             with self.core.lock:
                 if self._report is not None:
@@ -927,13 +929,13 @@ class KVCacheManager(Hints, BlockTables, Closing):
                         f"views of exported memory live: {views}; delete arrays made of exports, or close(force=True)"
                     )
                 held = (
-                    [(one.owner, max(0, now - one.since)) for one in holders]
+                    [(holder.owner, max(0, now_ms - holder.since)) for holder in holders]
                     for holders in (self._leases.all, self._reservations.all)
                 )
                 self._report = CloseReport(self.core.live(records.LIVE | records.SWAPPED).tolist(), *held)
                 self.core.closed = True
                 self._leases.clear()
-                self._reservations.clear(now)
+                self._reservations.clear(now_ms)
             try:
                 # Nothing is decided any more. Once everything decided is enqueued, no thread is inside a copy.
                 self.core.transfer.close()
@@ -953,7 +955,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
         report = self.close(force=True)
         views = len(self._loans)
         if kind is None and (any(report) or views):
-            held = [f"{len(found)} {name}" for name, found in report._asdict().items()]
+            held = [f"{len(items)} {name}" for name, items in report._asdict().items()]
             raise KVPoolError(
                 f"the pool was closed while {', '.join(held)} and {views} views of exported memory were held: {report}"
             )
@@ -970,12 +972,12 @@ def _refuse_forks(heads: Int64s, ids: Int64s, wanted: int) -> int:
 
 def _flags(there: object, shape: tuple[int, int]) -> Bools:
     """Private bool[groups, full blocks]."""
-    given = in_numpy("there", there)
-    if isinstance(given, (list, tuple)):
-        given = np.array(given)
-    if not isinstance(given, np.ndarray):
+    values = in_numpy("there", there)
+    if isinstance(values, (list, tuple)):
+        values = np.array(values)
+    if not isinstance(values, np.ndarray):
         raise TypeError(f"there={there!r:.80}: accepted is bool{list(shape)}")
-    found = np.asarray(given)[...]
-    if found.dtype != np.bool_ or found.shape != shape:
-        raise ValueError(f"there has shape {found.shape} and dtype {found.dtype}: accepted is bool{list(shape)}")
-    return found.copy()
+    flags = np.asarray(values)[...]
+    if flags.dtype != np.bool_ or flags.shape != shape:
+        raise ValueError(f"there has shape {flags.shape} and dtype {flags.dtype}: accepted is bool{list(shape)}")
+    return flags.copy()

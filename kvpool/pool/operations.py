@@ -38,8 +38,8 @@ def add(
     encoder_tokens: Integers | None = None,
 ) -> Operation:
     """As ``add_sequence_batch``; the result is an ``Admission``."""
-    given = (prompts, retention, decode_priority, decode_ttl_ms, allow_partial_batch, encoder_tokens)
-    return Operation("add", given)
+    arguments = (prompts, retention, decode_priority, decode_ttl_ms, allow_partial_batch, encoder_tokens)
+    return Operation("add", arguments)
 
 
 def append(ids: Ids, tokens: Integers, counts: Ids | None = None) -> Operation:

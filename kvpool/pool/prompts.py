@@ -181,9 +181,9 @@ class Prompts:
             if not plain or extra_ids is not None:
                 raise TypeError("tokens are BlockKeys, which have all other arguments: accepted is none")
             return self._own([tokens])[0]
-        found = token_array("tokens", tokens)
+        ids = token_array("tokens", tokens)
         # Of private tokens: what is hashed is what is compared and stored, whatever becomes of the caller's buffer.
-        return BlockKeys.of_private(found, NO_KEYS, extra_array(extra_ids, len(found)), scope, self.core.states.heads)
+        return BlockKeys.of_private(ids, NO_KEYS, extra_array(extra_ids, len(ids)), scope, self.core.states.heads)
 
     @overload
     def keys_of(self, ids: int | np.integer[Any]) -> BlockKeys: ...
@@ -203,8 +203,8 @@ class Prompts:
         which, state = id_array("ids", ids), self._whole()
         with self.core.lock:
             rows = [self._read(state, row) for row in self.core.rows(which).tolist()]
-        found = [BlockKeys.of_private(*row, self.core.states.heads) for row in rows]
-        return found[0] if is_integer(ids) else found
+        prompts = [BlockKeys.of_private(*row, self.core.states.heads) for row in rows]
+        return prompts[0] if is_integer(ids) else prompts
 
     def _whole(self) -> State:
         """The group whose rows have most of their tokens: all, unless it has a window. Raises ValueError."""
@@ -218,10 +218,10 @@ class Prompts:
 
     def _read(self, state: State, row: int) -> tuple[Int32s, Uint64s, Int64s | None, Scope]:
         """What is known of a live row. The state lock is held by the caller."""
-        own, width = state.sequences[row], self.core.config.tokens_per_block
-        length = int(own["length"])
+        sequence, width = state.sequences[row], self.core.config.tokens_per_block
+        length = int(sequence["length"])
         if length == 0:
-            raise ValueError(f"ids: sequence {int(own['generation']) << 32 | row} has no tokens, and so no keys")
+            raise ValueError(f"ids: sequence {int(sequence['generation']) << 32 | row} has no tokens, and so no keys")
         tokens, keys = np.empty(length, np.int32), np.empty((length // width, 2), np.uint64)
         extra = np.zeros(length if state.head.has_extra else 0, np.int64)
         known = requests.read_row(state.heads, state.group, row, tokens, extra, keys)
@@ -229,9 +229,9 @@ class Prompts:
             raise ValueError(
                 "ids: a window has passed tokens of a sequence: extend the BlockKeys that it was added with"
             )
-        tag, root = int(own["namespace"]), (int(own["root0"]), int(own["root1"]))
+        tag, root = int(sequence["namespace"]), (int(sequence["root0"]), int(sequence["root1"]))
         name = self.core.names.known[tag]
-        scope = Scope(name.salt, name.adapter_id, (tag, *root), self._origin, publish=not own["private"])
+        scope = Scope(name.salt, name.adapter_id, (tag, *root), self._origin, publish=not sequence["private"])
         return tokens, keys[:known], extra if extra.any() else None, scope
 
     @cached_property
@@ -335,10 +335,10 @@ class Prompts:
         tokens = len(keys) + more
         if crosses or encoder_tokens is not None:
             tokens = int(encoder_argument("encoder_tokens", encoder_tokens, 1, crosses)[0])
-        columns, found = -(-tokens // self._width), self._look_up(request_of(keys))[0][which]
+        columns, match = -(-tokens // self._width), self._look_up(request_of(keys))[0][which]
         if config.groups[which].kind == "recurrent":
-            columns = found[3] + requests.fresh_of(self.core.states.heads, which, request_of(keys), found[3], columns)
-        return int(columns - found[4])
+            columns = match[3] + requests.fresh_of(self.core.states.heads, which, request_of(keys), match[3], columns)
+        return int(columns - match[4])
 
     def plan_batch(self, prompts: Sequence[Prompt], *, encoder_tokens: Integers | None = None) -> Plan:
         """What ``add_sequence_batch`` would do with these prompts now: how many fit, what each would reuse, and the
@@ -362,10 +362,10 @@ class Prompts:
         with DeferSignals(), core.lock:
             core.check_open()
             n = admit.plan(core.states.heads, rows, out, blocks, computing)
-        found, ahead = self._joined(out[:, :n]), computing[:n]
+        outcomes, ahead = self._joined(out[:, :n]), computing[:n]
         if refused:
-            found, ahead = (_spread(each, kept, len(keys)) for each in (found, ahead))
-        cached, device, host, part, missed = found[:, records.OUT.cached : records.OUT.missed + 1].T.astype(np.int32)
+            outcomes, ahead = (_spread(each, kept, len(keys)) for each in (outcomes, ahead))
+        cached, device, host, part, missed = outcomes[:, records.OUT.cached : records.OUT.missed + 1].T.astype(np.int32)
         taken = int(blocks[0]) if groups == 1 else blocks
         tokens = ahead[:, 1].astype(np.int32)
         return Plan(cached, device, host, part, missed, taken, ahead[:, 0].copy(), tokens, refused)
@@ -384,9 +384,9 @@ class Prompts:
     ) -> int:
         """``add_sequence_batch`` for one prompt; returns the sequence id."""
         ranges = None if retention is None else [retention]
-        own = self._arrivals([prompt], ranges, decode_priority, decode_ttl_ms, False, encoder_tokens)
+        arrivals = self._arrivals([prompt], ranges, decode_priority, decode_ttl_ms, False, encoder_tokens)
         with DeferSignals() as door:
-            return int(self._admit(door, own, stream)[0][0, records.OUT.id])
+            return int(self._admit(door, arrivals, stream)[0][0, records.OUT.id])
 
     def add_sequence_batch(
         self,
@@ -414,10 +414,12 @@ class Prompts:
         Raises OutOfBlocks and OutOfSequences, after which the batch may fit later. Raises ValueError for a prompt that
         can never fit, and ValueError or TypeError for a wrong argument.
         """
-        own = self._arrivals(prompts, retention, decode_priority, decode_ttl_ms, allow_partial_batch, encoder_tokens)
+        arrivals = self._arrivals(
+            prompts, retention, decode_priority, decode_ttl_ms, allow_partial_batch, encoder_tokens
+        )
         on = stream if loads is None else loads_argument(self.core, loads, stream)
         with DeferSignals() as door:
-            return as_admission(*self._admit(door, own, on, loads=loads))
+            return as_admission(*self._admit(door, arrivals, on, loads=loads))
 
     def layer_loads(self, stream: StreamLike = None, *, parts: int = 8) -> LayerLoads:
         """What an admission brings from the host, in so many parts of the layers: see ``LayerLoads``.
@@ -445,17 +447,17 @@ class Prompts:
             rows[:, records.R.ttl] = ttl_argument("decode_ttl_ms", decode_ttl_ms)
         ranges: list[Rows | None] = []
         if retention is not None:
-            given = list_argument("retention", retention)
-            ranges += [None if one is None else retention_rows(one) for one in given]
+            items = list_argument("retention", retention)
+            ranges += [None if item is None else retention_rows(item) for item in items]
             if len(ranges) != len(keys):
                 raise ValueError(
                     f"retention has {len(ranges)} entries: accepted is one for each of the {len(keys)} prompts"
                 )
-        for i, own in enumerate(ranges):
-            if own is not None:
-                rows[i, records.R.ranges_at], rows[i, records.R.range_count] = address(own), len(own)
-        for one in keys:
-            if one.has_extra:
+        for i, row_ranges in enumerate(ranges):
+            if row_ranges is not None:
+                rows[i, records.R.ranges_at], rows[i, records.R.range_count] = address(row_ranges), len(row_ranges)
+        for prompt in keys:
+            if prompt.has_extra:
                 self.core.enable_extra()
         return keys, rows, ranges, some
 
@@ -464,13 +466,13 @@ class Prompts:
         door: Door,
         arrivals: Arrivals,
         stream: Stream | Any,
-        now: int | None = None,
+        now_ms: int | None = None,
         loads: LayerLoads | None = None,
     ) -> tuple[Rows, dict[int, str]]:
         """Admit a batch. Returns the outcome rows (see ``state.records``) of the first requests, with the groups
         joined, and which requests of the batch can never fit, and why: their rows have the id -1.
 
-        ``now`` is the time, if the clock must not be read.
+        ``now_ms`` is the time, if the clock must not be read.
         """
         core, (keys, rows, _, some) = self.core, arrivals
         refused = self._refused(keys, rows)
@@ -484,20 +486,20 @@ class Prompts:
         out.fill(records.NONE)
         door.undo = lambda: core.release_unseen(out[0, :, records.OUT.id])
         on = NULL_STREAM if stream is None else stream
-        now = core.now() if now is None else now
+        now_ms = core.now() if now_ms is None else now_ms
         run = admit.admit
         if sum(map(len, keys)) <= BRIEF_TOKENS:
             run = getattr(run, "brief", run)
-        n = core.decide(on, self._admit_named, rows, out, now, some, run, keys, loads)
-        found = out[0, :n] if len(out) == 1 else self._joined(out[:, :n])
-        return found if kept is None else _spread(found, kept, len(kept) + len(refused)), refused
+        n = core.decide(on, self._admit_named, rows, out, now_ms, some, run, keys, loads)
+        outcomes = out[0, :n] if len(out) == 1 else self._joined(out[:, :n])
+        return outcomes if kept is None else _spread(outcomes, kept, len(kept) + len(refused)), refused
 
     def _admit_named(
         self,
         heads: Rows,
         rows: Rows,
         out: Rows,
-        now: int,
+        now_ms: int,
         some: bool,
         run: Any,
         keys: list[BlockKeys],
@@ -505,7 +507,7 @@ class Prompts:
     ) -> int:
         """``admit.admit``, which is ``run``. Events will name the namespaces of the prompts."""
         self.core.names.learn(keys)
-        admitted = int(run(heads, rows, out, now, some))
+        admitted = int(run(heads, rows, out, now_ms, some))
         if loads is not None and admitted >= 0:
             self.core.transfer.put_layers(loads)
         return admitted
@@ -519,13 +521,13 @@ class Prompts:
 
     def _joined(self, out: Rows) -> Rows:
         """The outcomes of all groups as one, as ``Admission`` has them."""
-        found = out[int(self.core.tokens.group)].copy()
+        joined = out[int(self.core.tokens.group)].copy()
         full, host = (
-            found[:, records.OUT.cached] - found[:, records.OUT.partial],
+            joined[:, records.OUT.cached] - joined[:, records.OUT.partial],
             out[:, :, records.OUT.host_tokens].max(axis=0),
         )
-        found[:, records.OUT.device_tokens], found[:, records.OUT.host_tokens] = full - host, host
-        return found
+        joined[:, records.OUT.device_tokens], joined[:, records.OUT.host_tokens] = full - host, host
+        return joined
 
     # -- what a pool has room for if nothing else lives in it ------------------------------------
 
@@ -538,8 +540,8 @@ class Prompts:
         if max(map(len, keys), default=0) <= self._always and not self.core.config.crosses:
             return {}
         large = (rows[:, records.R.length] > self._always) | (rows[:, records.R.encoder] > self._encoder_always)
-        found = ((i, self._why_never(rows[i : i + 1])) for i in np.flatnonzero(large).tolist())
-        return {i: why for i, why in found if why is not None}
+        reasons = ((i, self._why_never(rows[i : i + 1])) for i in np.flatnonzero(large).tolist())
+        return {i: why for i, why in reasons if why is not None}
 
     def _why_never(self, row: Rows) -> str | None:
         columns, encoder = (-(-int(row[0, i]) // self._width) for i in (records.R.length, records.R.encoder))
@@ -576,13 +578,13 @@ class Prompts:
         return f"{needed} device blocks{where} are needed at once, of {group.device_blocks}"
 
 
-def _spread(found: Rows, kept: list[int], count: int) -> Rows:
+def _spread(outcomes: Rows, kept: list[int], count: int) -> Rows:
     """Spread the outcomes of the ``kept`` requests over the rows of a batch of ``count``, up to the first request that
     waits."""
-    end = kept[len(found)] if len(found) < len(kept) else count
-    rows = np.zeros((end, found.shape[1]), np.int64)
+    end = kept[len(outcomes)] if len(outcomes) < len(kept) else count
+    rows = np.zeros((end, outcomes.shape[1]), np.int64)
     rows[:, records.OUT.id] = records.NONE
-    rows[kept[: len(found)]] = found
+    rows[kept[: len(outcomes)]] = outcomes
     return rows
 
 

@@ -218,19 +218,19 @@ class Reservations:
     def take(self, arrivals: Arrivals, owner: str, stream: StreamLike, lifetime: int | None) -> Reservation:
         """Reserve the blocks of one prompt. It expires after ``lifetime`` ms, or never."""
         core, ((prompt,), row, *_) = self.core, arrivals
-        now, on = core.now(), None if stream is None else core.as_stream(stream)
-        deadline = None if lifetime is None else now + lifetime
+        now_ms, on = core.now(), None if stream is None else core.as_stream(stream)
+        deadline = None if lifetime is None else now_ms + lifetime
         core.refuse_inside("reserve")
         new: list[Reservation] = []
 
         def take(heads: Ids, rows: Ids) -> int:
             out = np.zeros((len(heads), 1, records.OUTCOME_COLUMNS), np.int64)
             core.names.learn([prompt])
-            result = int(admit.admit(heads, rows, out, now, False))
+            result = int(admit.admit(heads, rows, out, now_ms, False))
             if result == 1:
                 number, skip = int(out[0, 0, records.OUT.id]), int(out[int(core.tokens.group), 0, records.OUT.cached])
                 shares = self._shares(number & 0xFFFFFFFF, skip)
-                new.append(Reservation(shares, len(prompt), skip, number, owner, now, deadline, prompt, on, self))
+                new.append(Reservation(shares, len(prompt), skip, number, owner, now_ms, deadline, prompt, on, self))
                 self._open[number] = new[0]
                 if deadline is not None:
                     self.deadlines.add([number], deadline)
@@ -255,29 +255,29 @@ class Reservations:
         core.refuse_inside("loadable")
         core.decide(stream, use, which, ids=which)
         with core.lock:
-            found = []
+            loadables = []
             for row in core.rows(which).tolist():
                 sequence = core.tokens.sequences[row]
                 skip = int(sequence["committed"])
-                found.append(Loadable(self._shares(row, skip), int(sequence["length"]), skip))
+                loadables.append(Loadable(self._shares(row, skip), int(sequence["length"]), skip))
         if stream is None and core.transfer.order is not None:
-            self._wait_until_free(found)
-        return found
+            self._wait_until_free(loadables)
+        return loadables
 
     def _shares(self, row: int, skip: int) -> tuple[Share, ...]:
         """The parts of a sequence in each group. The KV of its first ``skip`` tokens is there. The caller holds the
         state lock."""
-        core, found = self.core, []
+        core, shares = self.core, []
         for group, state, table in zip(core.config.groups, core.states, core.tables, strict=True):
             blocks, length = (int(state.sequences[name][row]) for name in ("blocks", "length"))
-            there = 0 if group.kind == "cross" else skip
-            own = read_only(table[row, :blocks].copy())
-            found.append(Share(own, group.kind, core.config.tokens_per_block, length, there))
-        return tuple(found)
+            group_skip = 0 if group.kind == "cross" else skip
+            block_row = read_only(table[row, :blocks].copy())
+            shares.append(Share(block_row, group.kind, core.config.tokens_per_block, length, group_skip))
+        return tuple(shares)
 
     def _wait_until_free(self, loadable: Sequence[Loadable]) -> None:
         """Wait, with no lock held, until no enqueued work touches the blocks to be filled."""
-        written = [self._writes(one)[:, 0] for one in loadable]
+        written = [self._writes(item)[:, 0] for item in loadable]
         self.core.wait_for(self.core.transfer.pending(np.concatenate([NO_IDS, *written]), writes=True))
         self.core.check_open()
 
@@ -358,15 +358,15 @@ class Reservations:
     def end(self, reservation: Reservation, verb: Any, count: int, stream: Any) -> None:
         """Commit or abort a reservation by this verb."""
 
-        def end(heads: Ids, ids: Ids, counts: Ids, now: int) -> int:
+        def end(heads: Ids, ids: Ids, counts: Ids, now_ms: int) -> int:
             self._check_open(reservation)
-            self.expire(now)
+            self.expire(now_ms)
             if verb is verbs.publish_reserved and reservation.id in self.deadlines.overdue:
                 raise ReservationExpired(
                     f"reservation {reservation.id} of {reservation.owner!r} was not committed before its deadline: "
                     "abort it"
                 )
-            result = int(verb(heads, ids, counts, now))
+            result = int(verb(heads, ids, counts, now_ms))
             if result == records.FAILED:
                 raise DeviceError(
                     f"reservation {reservation.id} of {reservation.owner!r} lost a block to a failed copy: abort it"
@@ -395,13 +395,13 @@ class Imports:
     def store(self, into: Group, keys: BlockKeys, first: int, priority: int, buffers: list[Uint8s]) -> int:
         core, full = self._core, len(keys) // self._core.config.tokens_per_block
         core.refuse_inside("import_blocks")
-        now, ids = core.now(), np.full(len(buffers), records.NONE, np.int64)
+        now_ms, ids = core.now(), np.full(len(buffers), records.NONE, np.int64)
         if keys.has_extra:
             core.enable_extra()
 
         def take(heads: Ids, request: Ids) -> int:
             held = np.full(full, records.NONE, np.int64)
-            control.take_missing(heads, into.index, request, first, priority, ids, held, now)
+            control.take_missing(heads, into.index, request, first, priority, ids, held, now_ms)
             # They are given back in this order: the last block first, so that leaves age first, and what was cached
             # before last.
             taken = np.concatenate([_named(ids)[::-1], _named(held)[::-1]])
@@ -413,7 +413,7 @@ class Imports:
             if generation != heads[0, records.H.generation]:
                 return 0
             core.names.learn([keys])
-            return int(control.publish_taken(heads, into.index, request, first, priority, ids, now))
+            return int(control.publish_taken(heads, into.index, request, first, priority, ids, now_ms))
 
         with self._one, DeferSignals():
             try:
@@ -423,7 +423,7 @@ class Imports:
             finally:
                 with core.lock:
                     if not core.closed:
-                        control.unpin(core.states.heads, self.pinned, now)
+                        control.unpin(core.states.heads, self.pinned, now_ms)
                     self.pinned = NO_IDS
 
     def close(self) -> None:
@@ -443,8 +443,8 @@ class Imports:
         whole = np.stack([taken, np.zeros_like(taken), np.full_like(taken, tokens)], axis=1)
         with self._core.device.host_access(writes=whole):
             for block, buffer in zip(ids.tolist(), buffers, strict=True):
-                for part, own in zip(rows, np.split(buffer, ends) if block != records.NONE else (), strict=False):
-                    part[block - into.device_blocks] = own
+                for part, piece in zip(rows, np.split(buffer, ends) if block != records.NONE else (), strict=False):
+                    part[block - into.device_blocks] = piece
 
 
 def block_buffer(place: int, buffer: Any, size: int) -> Uint8s:
@@ -453,12 +453,12 @@ def block_buffer(place: int, buffer: Any, size: int) -> Uint8s:
     try:
         if getattr(getattr(buffer, "dtype", None), "hasobject", False):
             raise TypeError("objects are no bytes")
-        found = np.frombuffer(buffer, np.uint8)
+        view = np.frombuffer(buffer, np.uint8)
     except (TypeError, ValueError, BufferError):
         raise TypeError(f"data[{place}] is a {type(buffer).__name__}: accepted are contiguous buffers") from None
-    if found.nbytes != size:
-        raise ValueError(f"data[{place}] has {found.nbytes} bytes: accepted are the {size} of a block")
-    return found
+    if view.nbytes != size:
+        raise ValueError(f"data[{place}] has {view.nbytes} bytes: accepted are the {size} of a block")
+    return view
 
 
 def _named(ids: Ids) -> Ids:

@@ -216,7 +216,7 @@ class RequestStats(NamedTuple):
     recomputed: Any
 
 
-_OF_GROUPS = [one.name for one in fields(GroupStats) if one.name in COUNTERS]
+_OF_GROUPS = [field.name for field in fields(GroupStats) if field.name in COUNTERS]
 _OF_PROMPTS = [name for name in COUNTERS if name not in (*_OF_GROUPS, "events_dropped")]
 
 
@@ -259,7 +259,7 @@ def _sum(parts: Sequence[Any]) -> Any:
     """The sum of figures of one kind, or None if they are unknown."""
     first = parts[0]
     if isinstance(first, (TierStats, Histogram)):
-        return type(first)(*(_sum([getattr(part, one.name) for part in parts]) for one in fields(first)))
+        return type(first)(*(_sum([getattr(part, field.name) for part in parts]) for field in fields(first)))
     return None if first is None else sum(parts[1:], first)
 
 
@@ -312,16 +312,16 @@ def snapshot(
 
 def requests(core: Core, rows: Int64s) -> RequestStats:
     """The figures of live rows. The caller holds the state lock."""
-    own = core.tokens.sequences[rows]
+    sequences = core.tokens.sequences[rows]
     host = np.max([state.sequences["from_host"][rows] for state in core.states], axis=0)
-    partial = own["cached"] % core.config.tokens_per_block
+    partial = sequences["cached"] % core.config.tokens_per_block
     return RequestStats(
-        own["prompt"].copy(),
-        own["cached"] - partial - host,
+        sequences["prompt"].copy(),
+        sequences["cached"] - partial - host,
         host,
         partial,
-        own["length"] - own["prompt"],
-        own["committed"].copy(),
-        own["dropped"].copy(),
-        own["recomputed"].copy(),
+        sequences["length"] - sequences["prompt"],
+        sequences["committed"].copy(),
+        sequences["dropped"].copy(),
+        sequences["recomputed"].copy(),
     )

@@ -91,8 +91,8 @@ class Together(Prompts):
         """
         core = self.core
         on = None if stream is None else core.as_stream(stream)
-        steps = [self._checked(i, one, on) for i, one in enumerate(list_argument("operations", operations))]
-        now, results = core.now(), list[Any]()
+        steps = [self._checked(i, operation, on) for i, operation in enumerate(list_argument("operations", operations))]
+        now_ms, results = core.now(), list[Any]()
         core.refuse_inside("apply")
         with DeferSignals() as signals:
             signals.undo = partial(self._give_back, results)
@@ -100,16 +100,20 @@ class Together(Prompts):
                 core.check_open()
                 if on is None:
                     core.transfer.check_streams(np.concatenate([NO_IDS, *(step.ids for step in steps)]))
-                self._decide(steps, results, now)
+                self._decide(steps, results, now_ms)
             core.transfer.drain()
-            for i, found in enumerate(results):
-                if isinstance(found, ExitStack):
-                    found.close()
-                if isinstance(found, ExitStack) or isinstance(found, Lease) and not self._leases.settle(found, now):
+            for i, result in enumerate(results):
+                if isinstance(result, ExitStack):
+                    result.close()
+                if (
+                    isinstance(result, ExitStack)
+                    or isinstance(result, Lease)
+                    and not self._leases.settle(result, now_ms)
+                ):
                     results[i] = None
             return results
 
-    def _decide(self, steps: list[Step], results: list[Any], now: int) -> None:
+    def _decide(self, steps: list[Step], results: list[Any], now_ms: int) -> None:
         """Do all steps, or none. The result of a lease that is closed is its host access. The state lock is held."""
         core, leases, names = self.core, self._leases.picture(), self.core.names.picture()
         may_fail = self._may_fail_late(steps)
@@ -117,7 +121,7 @@ class Together(Prompts):
             if may_fail:
                 self._undo.take(*self._touched(steps))
             try:
-                results += [step.run(now) for step in steps]
+                results += [step.run(now_ms) for step in steps]
             except BaseException:
                 if may_fail:
                     self._undo.restore()
@@ -128,36 +132,40 @@ class Together(Prompts):
 
     def _give_back(self, results: list[Any]) -> None:
         """Undo results, since nobody gets them."""
-        for found in results:
-            if isinstance(found, Admission):
-                self.core.release_unseen(found.ids)
-            elif isinstance(found, Lease):
+        for result in results:
+            if isinstance(result, Admission):
+                self.core.release_unseen(result.ids)
+            elif isinstance(result, Lease):
                 with suppress(KVPoolError):
-                    found.close()
+                    result.close()
 
     # -- arguments: nothing of the caller's is asked for under the lock -----------------------------------------
 
-    def _checked(self, i: int, one: Any, on: Stream | None) -> Step:
-        make = getattr(self, f"_{one.verb}_step", None) if type(one) is Operation else None
-        if make is None or type(one.arguments) is not tuple or len(one.arguments) != make.__code__.co_argcount - 2:
-            raise TypeError(f"operations[{i}]={one!r:.80}: accepted are those of kvpool.pool.operations")
-        step: Step = make(on, *one.arguments)
+    def _checked(self, i: int, operation: Any, on: Stream | None) -> Step:
+        make = getattr(self, f"_{operation.verb}_step", None) if type(operation) is Operation else None
+        if (
+            make is None
+            or type(operation.arguments) is not tuple
+            or len(operation.arguments) != make.__code__.co_argcount - 2
+        ):
+            raise TypeError(f"operations[{i}]={operation!r:.80}: accepted are those of kvpool.pool.operations")
+        step: Step = make(on, *operation.arguments)
         return step
 
     def _match_step(self, on: Stream | None, prompt: object) -> Step:
         keys = self._keys_of(prompt)
-        return Step("match", lambda now: self._match(keys))
+        return Step("match", lambda now_ms: self._match(keys))
 
     def _pin_step(self, on: Stream | None, keys: object, owner: object, tier: object) -> Step:
         if on is None:
             raise ValueError("stream=None: a pin would wait for the host; accepted is the stream that reads it")
         rows, name, which, only = key_rows(keys), text_argument("owner", owner), tier_number(tier), int(records.NONE)
-        return Step("pin", lambda now: self._leases.take(rows, None, which, name, only, now, on), keys=len(rows))
+        return Step("pin", lambda now_ms: self._leases.take(rows, None, which, name, only, now_ms, on), keys=len(rows))
 
     def _unpin_step(self, on: Stream | None, lease: object) -> Step:
         if not isinstance(lease, Lease):
             raise TypeError(f"lease={lease!r:.80}: accepted is a lease")
-        return Step("unpin", lambda now: self._leases.give_back(lease, now, on), lease=lease)
+        return Step("unpin", lambda now_ms: self._leases.give_back(lease, now_ms, on), lease=lease)
 
     def _add_step(
         self,
@@ -169,13 +177,13 @@ class Together(Prompts):
         partial: object,
         encoder: object,
     ) -> Step:
-        own = self._arrivals(prompts, retention, priority, ttl, partial, encoder)
-        _, rows, _, some = own
+        arrivals = self._arrivals(prompts, retention, priority, ttl, partial, encoder)
+        _, rows, _, some = arrivals
         tokens = rows[:, [records.R.length, records.R.encoder]]
 
-        def run(now: int) -> Admission:
+        def run(now_ms: int) -> Admission:
             with DeferSignals() as door:
-                return as_admission(*self._admit(door, own, on, now))
+                return as_admission(*self._admit(door, arrivals, on, now_ms))
 
         return Step("add", run, prompts=tokens, partial=some)
 
@@ -196,8 +204,8 @@ class Together(Prompts):
         return Step("release", self._verb(on, verb, which, *how), which, int(LIVE | SWAPPED))
 
     def _verb(self, on: Stream | None, verb: Any, which: Ids, *args: Any) -> Callable[[int], None]:
-        def run(now: int) -> None:
-            self.core.decide(on, verb, which, *args, now, ids=which)
+        def run(now_ms: int) -> None:
+            self.core.decide(on, verb, which, *args, now_ms, ids=which)
 
         return run
 
@@ -210,7 +218,8 @@ class Together(Prompts):
         there is a bound of what all steps may take. If so many are free now, no step can be short, since the others
         only give back.
         """
-        takes, rows, gone, grown, changed = 0, 0, set[Any](), 0, False
+        takes = rows = grown = 0
+        gone, changed = set[Any](), False
         for step in steps:
             if changed and not self._is_right(step, gone, grown):
                 return True
@@ -248,8 +257,8 @@ class Together(Prompts):
             return bool((length + step.counts + grown <= most).all())
         if step.verb == "commit" and len(step.counts):
             # The committed tokens and all tokens bound it. Both are equal in all groups.
-            one = sequences[step.ids & 0xFFFFFFFF]
-            return not grown and bool(((one["committed"] <= step.counts) & (step.counts <= one["length"])).all())
+            rows = sequences[step.ids & 0xFFFFFFFF]
+            return not grown and bool(((rows["committed"] <= step.counts) & (step.counts <= rows["length"])).all())
         return True
 
     def _blocks_of(self, tokens: Any) -> Any:
@@ -267,7 +276,7 @@ class Together(Prompts):
         named = [step.ids & 0xFFFFFFFF for step in steps]
         rows = np.unique(np.concatenate([NO_IDS, *named, state.rows[max(0, free - adds) : free]]))
         rows = rows[rows < len(state.sequences)]
-        columns = [int(one.sequences["blocks"][rows].max(initial=0)) for one in self.core.states]
+        columns = [int(group_state.sequences["blocks"][rows].max(initial=0)) for group_state in self.core.states]
         grown = sum(int(self._blocks_of(step.counts).sum()) + 1 for step in steps if step.verb == "append")
         added = max((int(self._blocks_of(step.prompts).max(initial=0)) for step in steps), default=0)
         return rows, min(self.core.config.columns, max(max(columns) + grown, added + grown) + 1)

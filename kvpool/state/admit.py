@@ -137,8 +137,8 @@ def _reuse(h, request, b, i):
     if not request.reserves:
         record(h, REUSE_GAP, blocks[b].used_at)
         on_hit(h, b)
-    given, priority, ttl = retention_at(request, i * h.width)
-    if given and (blocks[b].priority != priority or blocks[b].ttl != ttl):
+    in_range, priority, ttl = retention_at(request, i * h.width)
+    if in_range and (blocks[b].priority != priority or blocks[b].ttl != ttl):
         blocks[b].priority, blocks[b].ttl = priority, ttl
         emit(h, UPDATED, b)
 
@@ -415,10 +415,10 @@ def _claim(heads, request, slot, out, r):
             source, n = partial_match(h, request, most)
             outcome_at(out[g], r).source, least = source, min(least, n)
     for g in range(heads.shape[0]):
-        h, found, source = head(heads, g), np.int64(0), np.int64(NONE)
+        h, reusable, source = head(heads, g), np.int64(0), np.int64(NONE)
         if finds(h):
-            found, source = most, outcome_at(out[g], r).source if least > 0 else source
-        _hold_matches(h, request, table_of(h)[slot], outcome_at(out[g], r), found, source, least)
+            reusable, source = most, outcome_at(out[g], r).source if least > 0 else source
+        _hold_matches(h, request, table_of(h)[slot], outcome_at(out[g], r), reusable, source, least)
 
 
 @jit
@@ -455,13 +455,13 @@ def _overflow(h, requests, out, n):
 
 
 @jit
-def _fill(heads, requests, out, n, now):
+def _fill(heads, requests, out, n, now_ms):
     """Phase 2: take blocks for claimed requests that fit. Nothing here can fail."""
     for g in range(heads.shape[0]):
         h = head(heads, g)
         for r in range(n):
             _untime(h, table_of(h)[slot_for(h, r)], outcome_at(out[g], r))
-        begin(h, now)
+        begin(h, now_ms)
         expire(h, EXPIRIES_PER_CALL)
         h.overflow = _overflow(h, requests, out[g], n)
         for r in range(n):
@@ -514,7 +514,7 @@ def claim(heads, requests, out, allow_partial):
 
 
 @jit
-def admit(heads, requests, out, now, allow_partial):
+def admit(heads, requests, out, now_ms, allow_partial):
     """Admit a batch. ``requests`` int64[n, REQUEST], none longer than a row, ``out`` int64[groups, n, OUTCOME].
 
     Returns how many requests were admitted. Or returns SHORT_OF_BLOCKS or SHORT_OF_SEQUENCES; then ``detail`` has how
@@ -523,7 +523,7 @@ def admit(heads, requests, out, now, allow_partial):
     """
     n = claim(heads, requests, out, allow_partial)
     if n > 0:
-        _fill(heads, requests, out, n, now)
+        _fill(heads, requests, out, n, now_ms)
     return n
 
 

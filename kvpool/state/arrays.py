@@ -108,14 +108,14 @@ class ChainBook:
 
     @property
     def arrays(self) -> list[Array]:
-        own = [self.book, self.turns, self.chains, self.names, self.order]
-        return [*own, self.shelves, self.host_order, self.rates, self.ghosts, self.scores]
+        of_chains = [self.book, self.turns, self.chains, self.names, self.order]
+        return [*of_chains, self.shelves, self.host_order, self.rates, self.ghosts, self.scores]
 
     @property
     def nbytes(self) -> int:
         """The bytes that grow with the number of blocks."""
-        own = self.chains, self.names, self.order, self.shelves, self.host_order, self.ghosts
-        return sum(one.nbytes for one in own)
+        arrays = self.chains, self.names, self.order, self.shelves, self.host_order, self.ghosts
+        return sum(array.nbytes for array in arrays)
 
 
 _IDS = np.zeros(0, np.int64)
@@ -189,8 +189,8 @@ def state_bytes(
     count = sum(group.device_blocks + group.host_blocks for group in groups)
     rows = len(groups) * sequences * (SEQUENCE.itemsize + 4 + 8 * columns)
     rows += 4 * sum(group.kind == RECURRENT for group in groups) * sequences * columns * width
-    own = BLOCK.itemsize + 28 + 4 * width + (0 if policy == LRU else BOOK_BYTES)
-    return count * own + rows + events * (EVENT.itemsize + 4 * width) + 16 * gone
+    block_bytes = BLOCK.itemsize + 28 + 4 * width + (0 if policy == LRU else BOOK_BYTES)
+    return count * block_bytes + rows + events * (EVENT.itemsize + 4 * width) + 16 * gone
 
 
 def _zeros(*parts: tuple[int, Any]) -> list[Array]:
@@ -330,8 +330,8 @@ class State:
     @property
     def nbytes(self) -> int:
         """Bytes of state that grow with the number of blocks, without the tokens."""
-        own = sum(a.nbytes for a in (self.blocks, self.index, self.children, self.heap))
-        return own + (self.book.nbytes if self.book is not None else 0)
+        nbytes = sum(a.nbytes for a in (self.blocks, self.index, self.children, self.heap))
+        return nbytes + (self.book.nbytes if self.book is not None else 0)
 
     def note_accesses(self) -> None:
         """Have calls note the accesses of streams to blocks. A synchronous device needs none, and has no room for them.
@@ -386,16 +386,16 @@ class States:
         ids in the group."""
         if len(self.groups) == 1:
             return [(self.groups[0], np.arange(len(ids)), ids)]
-        groups, own = self.pool_ids.place(ids)
+        groups, group_ids = self.pool_ids.place(ids)
         places = ((state, np.flatnonzero(groups == state.group)) for state in self.groups)
-        return [(state, mine, own[mine]) for state, mine in places if len(mine)]
+        return [(state, mine, group_ids[mine]) for state, mine in places if len(mine)]
 
     def gather(self, field: str, ids: Ids) -> Array:
         """A field of blocks, given by pool ids."""
-        found = np.zeros(len(ids), BLOCK[field])
-        for state, places, own in self.split(ids):
-            found[places] = state.blocks[field][own]
-        return found
+        values = np.zeros(len(ids), BLOCK[field])
+        for state, places, group_ids in self.split(ids):
+            values[places] = state.blocks[field][group_ids]
+        return values
 
     def note_accesses(self) -> None:
         """``State.note_accesses`` in each group."""
@@ -443,8 +443,8 @@ class Undo:
         """Copy everything except the table, and of the table the first ``columns`` of these rows. Nothing else of it
         may change."""
         arrays = list(self._arrays())
-        if [len(one) for one in self._copies] != [len(one) for one in arrays]:
-            self._copies = [np.empty_like(one) for one in arrays]
+        if [len(part) for part in self._copies] != [len(part) for part in arrays]:
+            self._copies = [np.empty_like(part) for part in arrays]
         for copy, array in zip(self._copies, arrays, strict=True):
             np.copyto(copy, array)
         views = [view for state in self._states for view in _of_rows(state, columns)]
@@ -461,12 +461,12 @@ class Undo:
         """The arrays as bytes: NumPy copies records field by field."""
         ring = self._states.ring
         shared = (self._states.heads, ring.numbers, ring.events, ring.tokens, ring.extra, ring.gone)
-        found: list[Array] = [*shared]
+        arrays: list[Array] = [*shared]
         for state in self._states:
-            found += [state.blocks, state.tokens, state.extra, state.lists, state.index, state.children, state.heap]
-            found += [state.sequences, state.rows, state.counters, state.histograms]
-            found += [] if state.book is None else state.book.arrays
-        return (one.reshape(-1).view(np.uint8) for one in found)
+            arrays += [state.blocks, state.tokens, state.extra, state.lists, state.index, state.children, state.heap]
+            arrays += [state.sequences, state.rows, state.counters, state.histograms]
+            arrays += [] if state.book is None else state.book.arrays
+        return (array.reshape(-1).view(np.uint8) for array in arrays)
 
 
 def _of_rows(state: State, columns: int) -> Iterator[Array]:

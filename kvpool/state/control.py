@@ -69,12 +69,12 @@ def _withdraw(heads, slot):
 
 
 @jit
-def forget_namespace(heads, namespace, now):
+def forget_namespace(heads, namespace, now_ms):
     """Forget all content of a namespace. Returns how many contents, counted in each group. Looks at every block."""
     done = 0
     for g in range(heads.shape[0]):
         h = head(heads, g)
-        begin(h, now)
+        begin(h, now_ms)
         blocks = blocks_of(h)
         for b in range(h.blocks if finds(h) else 0):
             if blocks[b].flags & INDEXED and blocks[b].namespace == namespace:
@@ -114,13 +114,13 @@ def _holds_some(h, slot, keys):
 
 
 @jit
-def forget_keys(heads, keys, ordered, now):
+def forget_keys(heads, keys, ordered, now_ms):
     """Forget the contents of ``keys`` int64[n, 2] in all groups. Returns how many. ``ordered``: the same keys,
     sorted."""
     done = 0
     for g in range(heads.shape[0]):
         h = head(heads, g)
-        begin(h, now)
+        begin(h, now_ms)
         for i in range(keys.shape[0] if finds(h) else 0):
             b = find_key(h, keys[i, 0], keys[i, 1])
             if b != NONE:
@@ -137,9 +137,9 @@ def forget_keys(heads, keys, ordered, now):
 
 
 @jit
-def forget_prompt(heads, requests, keys, ordered, now):
+def forget_prompt(heads, requests, keys, ordered, now_ms):
     """``forget_keys`` for the ``keys`` of a prompt, and for stored tails with which its remaining tokens begin."""
-    done, request = forget_keys(heads, keys, ordered, now), request_at(requests, 0)
+    done, request = forget_keys(heads, keys, ordered, now_ms), request_at(requests, 0)
     tokens, extra = request_tokens(request), request_extra(request)
     for g in range(heads.shape[0]):
         h = head(heads, g)
@@ -156,7 +156,7 @@ def forget_prompt(heads, requests, keys, ordered, now):
 
 
 @jit
-def set_priority(heads, keys, priority, ttl, now):
+def set_priority(heads, keys, priority, ttl, now_ms):
     """Give the cached contents of ``keys`` int64[n, 2] this priority and ttl from now on. Returns how many, counted in
     each group.
 
@@ -165,7 +165,7 @@ def set_priority(heads, keys, priority, ttl, now):
     done = 0
     for g in range(heads.shape[0]):
         h = head(heads, g)
-        begin(h, now)
+        begin(h, now_ms)
         for i in range(keys.shape[0] if finds(h) else 0):
             b = find_key(h, keys[i, 0], keys[i, 1])
             if b != NONE:
@@ -181,12 +181,12 @@ def set_priority(heads, keys, priority, ttl, now):
 
 
 @jit(nogil=False)
-def evict_first(heads, g, keys, alone, now):
+def evict_first(heads, g, keys, alone, now_ms):
     """Put the host copies of keys (int64[n, 2]) in front of the lists that they are in, the first key first: they are
     the next victims there. Clean copies only, or with ``alone`` also those that are the only ones. Held blocks stay
     as they are. Returns how many were put in front."""
     h = head(heads, g)
-    begin(h, now)
+    begin(h, now_ms)
     moved = 0
     for i in range(keys.shape[0] - 1, -1, -1):
         b = find_key(h, keys[i, 0], keys[i, 1])
@@ -243,13 +243,13 @@ def _complete(heads, only, keys, out):
     """The place of the first key that is missing: a group with attention to all tokens lacks it, or all groups do. NONE
     if none is. ``only``: the one group to look at, or NONE for all."""
     for i in range(keys.shape[0]):
-        found = 0
+        holders = 0
         for g in range(heads.shape[0]):
             if out[g, i] != NONE:
-                found += 1
+                holders += 1
             elif needs_all(head(heads, g)) and only == NONE:
                 return i
-        if found == 0:
+        if holders == 0:
             return i
     return NONE
 
@@ -297,10 +297,10 @@ def pin_blocks(heads, ids):
 
 
 @jit(nogil=False)
-def unpin(heads, ids, now):
+def unpin(heads, ids, now_ms):
     """Drop one pin of each block. A block that nobody holds then joins the list of its content."""
     for g in range(heads.shape[0]):
-        begin(head(heads, g), now)
+        begin(head(heads, g), now_ms)
     for i in range(ids.shape[0]):
         g, b = place_of(heads, ids[i])
         if change_word(blocks_of(head(heads, g)), b, np.int64(0), np.int64(-1)) == 0:
@@ -311,7 +311,7 @@ def unpin(heads, ids, now):
 
 
 @jit
-def take_missing(heads, g, requests, first, priority, out, held, now):
+def take_missing(heads, g, requests, first, priority, out, held, now_ms):
     """Pin a host block for each full block ``first + i`` of a prompt that is cached nowhere, as far as the host has
     room.
 
@@ -321,7 +321,7 @@ def take_missing(heads, g, requests, first, priority, out, held, now):
     """
     h, request = head(heads, g), request_at(requests, 0)
     blocks, keys = blocks_of(h), request_keys(h, request)
-    begin(h, now)
+    begin(h, now_ms)
     expire(h, EXPIRIES_PER_CALL)
     evicts = empty_blocks(h, HOST) < out.shape[0]
     for i in range(held.shape[0] if evicts else 0):
@@ -342,12 +342,12 @@ def take_missing(heads, g, requests, first, priority, out, held, now):
 
 
 @jit
-def publish_taken(heads, g, requests, first, priority, ids, now):
+def publish_taken(heads, g, requests, first, priority, ids, now_ms):
     """Publish the blocks that ``take_missing`` took, except those whose content has been cached meanwhile. Returns how
     many."""
     h, request = head(heads, g), request_at(requests, 0)
     blocks, keys = blocks_of(h), request_keys(h, request)
-    begin(h, now)
+    begin(h, now_ms)
     published = 0
     for i in range(ids.shape[0]):
         b, at = ids[i], first + i

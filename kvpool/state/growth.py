@@ -337,9 +337,9 @@ def rewind_need(h, ids, counts):
     return need
 
 
-def rewinding(one):
-    """Make the function that drops the last ``counts`` tokens of each sequence by ``one(h, slot, count, stream)``. The
-    need was found possible."""
+def rewinding(drop_tokens):
+    """Make the function that drops the last ``counts`` tokens of each sequence by ``drop_tokens(h, slot, count,
+    stream)``. The need was found possible."""
 
     @jit
     def rewind(h, ids, counts):
@@ -347,7 +347,7 @@ def rewinding(one):
             slot = slot_of(ids[i])
             stream = stream_of(h, slot)
             if counts[i] > 0:
-                one(h, slot, counts[i], stream)
+                drop_tokens(h, slot, counts[i], stream)
 
     return rewind
 
@@ -421,10 +421,10 @@ def gap_of(accepted, start, count):
 @jit
 def _shared_between(h, slot, first, end):
     """How many of the blocks of the tokens [first, end) others hold too."""
-    found = 0
+    count = 0
     for i in range(first // h.width, (end - 1) // h.width + 1 if end > first else 0):
-        found += 1 if shared(h, slot, i) else 0
-    return found
+        count += 1 if shared(h, slot, i) else 0
+    return count
 
 
 @jit
@@ -452,13 +452,13 @@ def _move_token(h, source, at, target, to):
     if not h.has_extra:
         return
     extra = extra_of(h)
-    own = extra[source, at] if blocks[source].flags & EXTRA else np.int64(0)
-    if own != 0 and not blocks[target].flags & EXTRA:
+    extra_id = extra[source, at] if blocks[source].flags & EXTRA else np.int64(0)
+    if extra_id != 0 and not blocks[target].flags & EXTRA:
         for i in range(h.width):
             extra[target, i] = 0
         blocks[target].flags |= EXTRA
     if blocks[target].flags & EXTRA:
-        extra[target, to] = own
+        extra[target, to] = extra_id
 
 
 @jit

@@ -92,21 +92,21 @@ def _write_words(data, sizes, words):
 
 
 @jit(forceinline=True)
-def _find(h, identity, words, found, i):
-    """The block of key ``i``, or NONE. Its hash is in ``found``; the namespace and the words are compared as well."""
-    return find(h, found[i, 0], found[i, 1], identity[0], _flat(words), no_extra(h), i * KEY_WORDS)
+def _find(h, identity, words, matches, i):
+    """The block of key ``i``, or NONE. Its hash is in ``matches``; the namespace and the words are compared as well."""
+    return find(h, matches[i, 0], matches[i, 1], identity[0], _flat(words), no_extra(h), i * KEY_WORDS)
 
 
 @jit
-def locate(h, identity, data, sizes, words, found):
+def locate(h, identity, data, sizes, words, matches):
     """Write the words, the hash and the block of each key; NONE means no block."""
     _write_words(data, sizes, words)
     for i in range(words.shape[0]):
         key = key_in(h, words[i], no_extra(h), identity[1], identity[2])
-        found[i, 0], found[i, 1] = key[0], key[1]
+        matches[i, 0], matches[i, 1] = key[0], key[1]
         expect(h, key[0])
     for i in range(words.shape[0]):
-        found[i, 2] = _find(h, identity, words, found, i)
+        matches[i, 2] = _find(h, identity, words, matches, i)
 
 
 @jit(forceinline=True)
@@ -121,30 +121,30 @@ def _answer(h, b):
 
 
 @jit(nogil=False)
-def lookup(heads, identity, data, sizes, words, found, answers):
+def lookup(heads, identity, data, sizes, words, matches, answers):
     """Write ABSENT, HERE or WAITING for each key into ``answers`` uint8[n]. Changes nothing else."""
     h = head(heads, 0)
-    locate(h, identity, data, sizes, words, found)
+    locate(h, identity, data, sizes, words, matches)
     for i in range(words.shape[0]):
-        answers[i] = _answer(h, found[i, 2])
+        answers[i] = _answer(h, matches[i, 2])
 
 
 @jit(nogil=False)
-def look(heads, identity, data, sizes, words, found):
+def look(heads, identity, data, sizes, words, matches):
     """The answer for one key. Changes nothing."""
     h = head(heads, 0)
-    locate(h, identity, data, sizes, words, found)
-    return _answer(h, found[0, 2])
+    locate(h, identity, data, sizes, words, matches)
+    return _answer(h, matches[0, 2])
 
 
 @jit
-def set_priority(heads, identity, data, sizes, words, found, priority, ttl, now):
+def set_priority(heads, identity, data, sizes, words, matches, priority, ttl, now_ms):
     """Give the keys that are HERE this priority and ttl from now on. Returns how many."""
     h, done = head(heads, 0), 0
-    locate(h, identity, data, sizes, words, found)
-    begin(h, now)
+    locate(h, identity, data, sizes, words, matches)
+    begin(h, now_ms)
     for i in range(words.shape[0]):
-        b = found[i, 2]
+        b = matches[i, 2]
         if _answer(h, b) == HERE:
             if set_retention(h, b, priority, ttl):
                 emit(h, UPDATED, b)
@@ -156,7 +156,7 @@ def set_priority(heads, identity, data, sizes, words, found, priority, ttl, now)
 
 
 @jit
-def _take(h, identity, words, found, i, priority, ttl, evicted, count):
+def _take(h, identity, words, matches, i, priority, ttl, evicted, count):
     """Take a pending block for key ``i``. Returns the number of rows of ``evicted`` int32[n, 17] that are filled."""
     blocks, tokens, before = blocks_of(h), tokens_of(h), counters_of(h).forgotten_host_blocks
     b = take_host(h, priority)
@@ -169,61 +169,62 @@ def _take(h, identity, words, found, i, priority, ttl, evicted, count):
     for k in range(KEY_WORDS):
         tokens[b, k] = words[i, k]
     block = blocks[b]
-    block.key0, block.key1, block.namespace = found[i, 0], found[i, 1], identity[0]
+    block.key0, block.key1, block.namespace = matches[i, 0], matches[i, 1], identity[0]
     block.parent0, block.parent1 = identity[1], identity[2]
-    block.filled, block.uses, block.ticket, block.priority, block.ttl = KEY_WORDS, 0, NONE, priority, ttl
+    block.filled, block.uses, block.ticket = KEY_WORDS, 0, NONE
+    block.priority, block.ttl = priority, ttl
     block.flags = KEYED | PENDING
     link(h, b)
     change_word(blocks, np.int64(b), np.int64(0), np.int64(1))
-    found[i, 2] = b
+    matches[i, 2] = b
     return count
 
 
 @jit(nogil=False)
-def reserve(heads, identity, data, sizes, words, found, priority, ttl, now, evicted):
-    """Take a pending block for each key that has no block. Column 2 of ``found`` gets it, and NONE for other keys.
+def reserve(heads, identity, data, sizes, words, matches, priority, ttl, now_ms, evicted):
+    """Take a pending block for each key that has no block. Column 2 of ``matches`` gets it, and NONE for other keys.
 
     Keys that are HERE already count as used now, and this call does not evict them. Returns the number of evicted keys.
-    Their words are in ``evicted``, and ``found[0, 0]`` is the number of blocks that were taken.
+    Their words are in ``evicted``, and ``matches[0, 0]`` is the number of blocks that were taken.
 
-    Returns SHORT_OF_BLOCKS, with no block taken, if there are too few. Then ``found[0, 0]`` is the number of blocks
-    needed (a key that is named twice counts twice), and ``found[0, 1]`` the number available.
+    Returns SHORT_OF_BLOCKS, with no block taken, if there are too few. Then ``matches[0, 0]`` is the number of blocks
+    needed (a key that is named twice counts twice), and ``matches[0, 1]`` the number available.
     """
     h = head(heads, 0)
     blocks, n = blocks_of(h), words.shape[0]
-    locate(h, identity, data, sizes, words, found)
-    begin(h, now)
+    locate(h, identity, data, sizes, words, matches)
+    begin(h, now_ms)
     expire(h, EXPIRIES_PER_CALL)
     need, free = np.int64(0), host_room(h, priority)
     for i in range(n):
-        b = found[i, 2]
+        b = matches[i, 2]
         if b == NONE:
             need += 1
         elif is_room(h, b, priority):
             free -= 1
     if need > free:
-        found[0, 0], found[0, 1] = need, max(free, 0)
+        matches[0, 0], matches[0, 1] = need, max(free, 0)
         return np.int64(SHORT_OF_BLOCKS)
     for i in range(n):
-        if found[i, 2] != NONE and blocks[found[i, 2]].flags & PUBLISHED:
-            on_hit(h, found[i, 2])
-            pin_block(h, found[i, 2])
+        if matches[i, 2] != NONE and blocks[matches[i, 2]].flags & PUBLISHED:
+            on_hit(h, matches[i, 2])
+            pin_block(h, matches[i, 2])
     count, taken = 0, np.int64(0)
     for i in range(n):
-        if found[i, 2] == NONE and _find(h, identity, words, found, i) == NONE:
-            count = _take(h, identity, words, found, i, priority, ttl, evicted, count)
+        if matches[i, 2] == NONE and _find(h, identity, words, matches, i) == NONE:
+            count = _take(h, identity, words, matches, i, priority, ttl, evicted, count)
             taken += 1
-        elif found[i, 2] != NONE:
-            found[i, 2] = -2 - found[i, 2]
+        elif matches[i, 2] != NONE:
+            matches[i, 2] = -2 - matches[i, 2]
     for i in range(n - 1, -1, -1):
-        if found[i, 2] < NONE:
-            b = -2 - found[i, 2]
+        if matches[i, 2] < NONE:
+            b = -2 - matches[i, 2]
             if blocks[b].flags & PUBLISHED:
                 _unpin(h, b, BACK)
-            found[i, 2] = NONE
+            matches[i, 2] = NONE
     counters_of(h).missed_blocks += taken
     if n > 0:
-        found[0, 0] = taken
+        matches[0, 0] = taken
     return np.int64(count)
 
 
@@ -242,31 +243,31 @@ def _drop(h, b):
 
 
 @jit
-def _locate_pending(h, identity, data, sizes, words, found):
+def _locate_pending(h, identity, data, sizes, words, matches):
     """Call ``locate``. Returns 0, or ``~i`` for the first key ``i`` that is not pending."""
-    locate(h, identity, data, sizes, words, found)
+    locate(h, identity, data, sizes, words, matches)
     for i in range(words.shape[0]):
-        b = found[i, 2]
+        b = matches[i, 2]
         if b == NONE or not blocks_of(h)[b].flags & PENDING:
             return np.int64(~i)
     return np.int64(0)
 
 
 @jit
-def _end(heads, identity, data, sizes, words, found, publishes, now):
+def _end(heads, identity, data, sizes, words, matches, publishes, now_ms):
     """End the wait of pending blocks. Returns how many were published, or dropped if it does not publish."""
     h = head(heads, 0)
     blocks = blocks_of(h)
-    error = _locate_pending(h, identity, data, sizes, words, found)
+    error = _locate_pending(h, identity, data, sizes, words, matches)
     if error:
         return error
-    begin(h, now)
+    begin(h, now_ms)
     published = dropped = 0
     for i in range(words.shape[0]):
-        b = found[i, 2]
+        b = matches[i, 2]
         block = blocks[b]
         if not block.flags & PENDING:  # named twice
-            found[i, 2] = NONE
+            matches[i, 2] = NONE
         elif publishes and not block.flags & LOST:
             block.flags = (block.flags & ~PENDING) | PUBLISHED
             on_insert(h, b)
@@ -274,12 +275,12 @@ def _end(heads, identity, data, sizes, words, found, publishes, now):
             published += 1
         else:
             _drop(h, b)
-            found[i, 2] = NONE
+            matches[i, 2] = NONE
             dropped += 1
     for n in range(words.shape[0]):
         i = nth_released(n, words.shape[0])
-        if found[i, 2] != NONE:
-            _unpin(h, found[i, 2], BACK)
+        if matches[i, 2] != NONE:
+            _unpin(h, matches[i, 2], BACK)
     counters = counters_of(h)
     if not publishes:
         counters.lost_blocks += dropped
@@ -290,17 +291,17 @@ def _end(heads, identity, data, sizes, words, found, publishes, now):
 
 
 @jit(nogil=False)
-def publish(heads, identity, data, sizes, words, found, now):
+def publish(heads, identity, data, sizes, words, matches, now_ms):
     """Make pending blocks HERE. A block that was forgotten while it was pending becomes empty. Returns the number of
     published blocks. If a key is not pending, returns ``~i`` for the first such key ``i``, and changes nothing."""
-    return _end(heads, identity, data, sizes, words, found, True, now)
+    return _end(heads, identity, data, sizes, words, matches, True, now_ms)
 
 
 @jit(nogil=False)
-def abort(heads, identity, data, sizes, words, found, now):
+def abort(heads, identity, data, sizes, words, matches, now_ms):
     """Empty pending blocks and release them. Returns their number. If a key is not pending, returns ``~i`` for the
     first such key ``i``, and changes nothing."""
-    return _end(heads, identity, data, sizes, words, found, False, now)
+    return _end(heads, identity, data, sizes, words, matches, False, now_ms)
 
 
 # -- here ---------------------------------------------------------------------------------------------
@@ -314,50 +315,50 @@ def _use(h, b):
 
 
 @jit(nogil=False)
-def pin(heads, identity, data, sizes, words, found, now):
-    """Pin the block of each key, and write it into column 2 of ``found``. Returns 0. If a key is not HERE, returns
+def pin(heads, identity, data, sizes, words, matches, now_ms):
+    """Pin the block of each key, and write it into column 2 of ``matches``. Returns 0. If a key is not HERE, returns
     ``~i`` for the first such key ``i``, and changes nothing."""
     h = head(heads, 0)
-    locate(h, identity, data, sizes, words, found)
+    locate(h, identity, data, sizes, words, matches)
     for i in range(words.shape[0]):
-        if _answer(h, found[i, 2]) != HERE:
+        if _answer(h, matches[i, 2]) != HERE:
             return np.int64(~i)
-    begin(h, now)
+    begin(h, now_ms)
     for i in range(words.shape[0]):
-        _use(h, found[i, 2])
-        pin_block(h, found[i, 2])
+        _use(h, matches[i, 2])
+        pin_block(h, matches[i, 2])
     counters_of(h).reused_host_blocks += words.shape[0]
     return np.int64(0)
 
 
 @jit(nogil=False)
-def touch(heads, identity, data, sizes, words, found, turn, now):
+def touch(heads, identity, data, sizes, words, matches, turn, now_ms):
     """Record a use of each key that is HERE, from the last key to the first. ``turn``: they are all keys of a request
     that has ended, in the order of its prompt. Returns their number."""
     h = head(heads, 0)
-    locate(h, identity, data, sizes, words, found)
-    begin(h, now)
-    here = 0
+    locate(h, identity, data, sizes, words, matches)
+    begin(h, now_ms)
+    touched = 0
     for i in range(words.shape[0]):
-        if _answer(h, found[i, 2]) == HERE:
-            here += 1
+        if _answer(h, matches[i, 2]) == HERE:
+            touched += 1
             if h.book_at:
-                pin_block(h, found[i, 2])
+                pin_block(h, matches[i, 2])
         else:
-            found[i, 2] = NONE
-    if here > 0:
-        on_touch(h, found, turn)
+            matches[i, 2] = NONE
+    if touched > 0:
+        on_touch(h, matches, turn)
     for i in range(words.shape[0] - 1, -1, -1):
-        b = found[i, 2]
+        b = matches[i, 2]
         if b != NONE:
             _use(h, b)
             if h.book_at:
                 _unpin(h, b, BACK)
             else:
                 on_change(h, b)
-    if here > 0:
-        on_touched(h, found, turn)
-    return np.int64(here)
+    if touched > 0:
+        on_touched(h, matches, turn)
+    return np.int64(touched)
 
 
 @jit
@@ -374,25 +375,25 @@ def _forget(h, b):
 
 
 @jit(nogil=False)
-def forget_keys(heads, identity, data, sizes, words, found, now):
+def forget_keys(heads, identity, data, sizes, words, matches, now_ms):
     """Drop keys that are HERE at once, and pending keys when their writer publishes them. Returns their number."""
     h = head(heads, 0)
-    locate(h, identity, data, sizes, words, found)
-    begin(h, now)
+    locate(h, identity, data, sizes, words, matches)
+    begin(h, now_ms)
     forgotten = 0
     for i in range(words.shape[0]):
-        b = _find(h, identity, words, found, i)
+        b = _find(h, identity, words, matches, i)
         if b != NONE:
             forgotten += 1 if _forget(h, b) else 0
     return np.int64(forgotten)
 
 
 @jit
-def clear(heads, now):
+def clear(heads, now_ms):
     """Forget all keys, as ``forget_keys`` does, with one event."""
     h = head(heads, 0)
     blocks = blocks_of(h)
-    begin(h, now)
+    begin(h, now_ms)
     for b in range(h.blocks):
         if blocks[b].flags & PENDING:
             blocks[b].flags |= LOST

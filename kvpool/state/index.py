@@ -115,9 +115,9 @@ def child_bucket(parent, first_token, count):
 def same_tokens(h, b, tokens, extra, start, count):
     """How many of the first ``count`` tokens of block ``b`` equal ``tokens[start:]``, with their extra ids, up to the
     first difference."""
-    own = tokens_of(h)
+    block_tokens = tokens_of(h)
     n = 0
-    while n < count and own[b, n] == tokens[start + n]:
+    while n < count and block_tokens[b, n] == tokens[start + n]:
         n += 1
     has = blocks_of(h)[b].flags & EXTRA
     if has or extra.shape[0] > 0:
@@ -139,10 +139,10 @@ def has_content(h, b, namespace, tokens, extra, start):
         return False
     if not h.guards & TOKENS_AT_HIT:
         return True
-    own, width = tokens_of(h), h.width
+    block_tokens, width = tokens_of(h), h.width
     different = np.int32(0)
     for i in range(width):
-        different |= own[b, i] ^ tokens[start + i]
+        different |= block_tokens[b, i] ^ tokens[start + i]
     if different != 0:
         return False
     if extra.shape[0] > 0 or blocks_of(h)[b].flags & EXTRA:
@@ -297,26 +297,26 @@ def rival_child(h, b, longer):
 # -- what is cached of a prompt -------------------------------------------------------------------------
 
 
-def _reach(there):
+def _reach(has_block):
     """Make the function that finds the longest prefix, in full blocks and at most ``limit``, that a group can reuse:
     everything that its next token sees is there.
 
-    ``there(h, i, *args)`` says whether block ``i`` is. It is asked at most once for each block.
+    ``has_block(h, i, *args)`` says whether block ``i`` is. It is asked at most once for each block.
     """
 
     @jit
     def reach(h, limit, *args):
         if has_states(h):
-            while limit > 0 and not there(h, limit - 1, *args):
+            while limit > 0 and not has_block(h, limit - 1, *args):
                 limit -= 1
             return limit
         full = limit if h.window == 0 else min(limit, h.sinks)
         for i in range(full):
-            if not there(h, np.int64(i), *args):
+            if not has_block(h, np.int64(i), *args):
                 return np.int64(i)
         end, i = limit, limit - 1
         while h.window != 0 and i >= kept_from(h, end * h.width):
-            if not there(h, i, *args):
+            if not has_block(h, i, *args):
                 end = i
             i -= 1
         return end
@@ -400,9 +400,9 @@ def agree(ask):
     def agreed(heads, most, *args):
         g = asked = 0
         while asked < heads.shape[0]:
-            found = ask(head(heads, g), g, most, *args)
-            asked = asked + 1 if found == most else 1
-            most = found
+            reached = ask(head(heads, g), g, most, *args)
+            asked = asked + 1 if reached == most else 1
+            most = reached
             g = (g + 1) % heads.shape[0]
         return most
 
@@ -487,17 +487,17 @@ _agree_had = agree(_ask_had)
 
 
 @jit
-def lacking(heads, requests, here, had):
+def lacking(heads, requests, cached, had):
     """Find the blocks that would make the reusable prefix of a prompt longer than what is cached. Changes no state.
 
-    ``here`` bool[groups, full blocks] is what is cached. ``had``, of the same shape, is what is cached or could be
+    ``cached`` bool[groups, full blocks] is what is cached. ``had``, of the same shape, is what is cached or could be
     loaded. It is overwritten: it then names the blocks that are lacking for the longer prefix, or none if there is no
     longer one. Returns the prefix in full blocks.
     """
     limit = findable(request_at(requests, 0)) // head(heads, 0).width
-    before, most = _agree_had(heads, limit, here), _agree_had(heads, limit, had)
+    before, most = _agree_had(heads, limit, cached), _agree_had(heads, limit, had)
     for g in range(heads.shape[0]):
         h = head(heads, g)
         for i in range(had.shape[1]):
-            had[g, i] = finds(h) and most > before and is_needed(h, i, most) and not here[g, i]
+            had[g, i] = finds(h) and most > before and is_needed(h, i, most) and not cached[g, i]
     return np.int64(most)

@@ -83,8 +83,8 @@ def need_alone(h, slot, count):
     held = np.int64(0)
     for i in range(last + 1):
         held += 1 if row[i] != NONE else 0
-    found = blocks_of(h)[row[last]].flags & PUBLISHED
-    stays = columns - 1 > last and found and not keeps_state(h, last, NONE)
+    published = blocks_of(h)[row[last]].flags & PUBLISHED
+    stays = columns - 1 > last and published and not keeps_state(h, last, NONE)
     return held + _kept_states(h, last, columns - 1) + (1 if stays else 0)
 
 

@@ -120,8 +120,8 @@ def hash_request(heads, requests, first):
             parent0, parent1 = keys_in_lanes(h, words, parent0, parent1, keys[i:], states)
             i += LANES
             continue
-        own = extra[i * width : (i + 1) * width] if extra.shape[0] > 0 else extra
-        parent0, parent1 = key_in(h, tokens[i * width : (i + 1) * width], own, parent0, parent1)
+        block_extra = extra[i * width : (i + 1) * width] if extra.shape[0] > 0 else extra
+        parent0, parent1 = key_in(h, tokens[i * width : (i + 1) * width], block_extra, parent0, parent1)
         keys[i, 0], keys[i, 1] = parent0, parent1
         i += 1
     return max(keys.shape[0] - first, 0)

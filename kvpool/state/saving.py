@@ -64,25 +64,25 @@ def close_saver(heads, saver):
 
 
 @jit
-def _tell(h, b, saver, uses, found, count):
+def _tell(h, b, saver, uses, report, count):
     """Tell a saver of block ``b``, if it is cached, was used so often, and the saver was not told. NONE is a saver who
-    is told of everything. Returns how many rows of ``found`` are filled now."""
+    is told of everything. Returns how many rows of ``report`` are filled now."""
     blocks, bit = blocks_of(h), np.int64(1) << saver if saver != NONE else np.int64(0)
     if b == NONE or not blocks[b].flags & PUBLISHED or blocks[b].saved & bit or blocks[b].uses < uses:
         return count
     blocks[b].saved |= bit
     if blocks[b].other_copy != NONE:
         blocks[blocks[b].other_copy].saved |= bit
-    found[count, 0] = h.group
-    found[count, 1] = blocks[b].key0
-    found[count, 2] = blocks[b].key1
-    found[count, 3] = blocks[b].namespace
-    found[count, 4] = b
+    report[count, 0] = h.group
+    report[count, 1] = blocks[b].key0
+    report[count, 2] = blocks[b].key1
+    report[count, 3] = blocks[b].namespace
+    report[count, 4] = b
     return count + 1
 
 
 @jit(nogil=False)
-def stored(heads, saver, at, found):
+def stored(heads, saver, at, report):
     """Tell of what was stored since the event ``at[CURSOR]``, by the events. ``at`` int64[3] goes on. If some events
     are gone, they are counted in ``at[MISSED]``, and a ``sweep`` is due: ``at[PLACE]`` is 0. Returns how many rows are
     filled. Looks at no more events than there are rows."""
@@ -91,32 +91,32 @@ def stored(heads, saver, at, found):
     gone = ring.next - h0.event_capacity - at[CURSOR]
     if gone > 0:
         at[CURSOR], at[PLACE], at[MISSED] = at[CURSOR] + gone, 0, at[MISSED] + gone
-    last = min(ring.next, at[CURSOR] + found.shape[0])
+    last = min(ring.next, at[CURSOR] + report.shape[0])
     for i in range(at[CURSOR], last):
         event = events_of(h0)[i % h0.event_capacity]
         if event.kind == STORED:
             h = head(heads, event.group)
-            count = _tell(h, find_key(h, event.key0, event.key1), saver, 1, found, count)
+            count = _tell(h, find_key(h, event.key0, event.key1), saver, 1, report, count)
     at[CURSOR] = last
     return np.int64(count)
 
 
 @jit(nogil=False)
-def sweep(heads, saver, uses, at, found):
+def sweep(heads, saver, uses, at, report):
     """Tell of what was used so often, of as many blocks as there are rows, from ``at[PLACE]`` on. After the last block
     of the pool that is NONE. Returns how many rows are filled."""
-    count, place, most = 0, at[PLACE], found.shape[0]
+    count, place, most = 0, at[PLACE], report.shape[0]
     for g in range(heads.shape[0]):
         h = head(heads, g)
         for b in range(max(place, 0), min(place + most, h.blocks)):
-            count = _tell(h, np.int64(b), saver, uses, found, count)
+            count = _tell(h, np.int64(b), saver, uses, report, count)
         place -= h.blocks
     at[PLACE] = NONE if place + most >= 0 else at[PLACE] + most
     return np.int64(count)
 
 
 @jit(nogil=False)
-def victims(heads, saver, margins, found):
+def victims(heads, saver, margins, report):
     """Tell of what the host evicts soon: of the victims of each group, as many as ``margins`` int64[groups] says, less
     those that have nothing to lose. The next victim comes first. Returns how many rows are filled."""
     count = 0
@@ -127,19 +127,19 @@ def victims(heads, saver, margins, found):
         expect_victims(h, np.int64(HOST), left)
         for which in range(lists[LOWEST + HOST, 0], EMPTY):
             b = np.int64(lists[first + which, 0])
-            while b != NONE and left > 0 and count < found.shape[0]:
-                count = _tell(h, b, saver, 1, found, count)
+            while b != NONE and left > 0 and count < report.shape[0]:
+                count = _tell(h, b, saver, 1, report, count)
                 left -= 1
                 b = np.int64(blocks_of(h)[b].next)
     return np.int64(count)
 
 
 @jit(nogil=False)
-def held(heads, saver, ids, found):
+def held(heads, saver, ids, report):
     """Tell of blocks that the caller holds. Returns how many rows are filled."""
     count = 0
     for i in range(ids.shape[0]):
-        count = _tell(head(heads, 0), np.int64(ids[i]), saver, 1, found, count)
+        count = _tell(head(heads, 0), np.int64(ids[i]), saver, 1, report, count)
     return np.int64(count)
 
 

@@ -208,21 +208,21 @@ def _publish(h, b):
     """Make a full block with a key the device copy of its content. Returns False if the content has a device copy
     already."""
     blocks = blocks_of(h)
-    found = find_key(h, blocks[b].key0, blocks[b].key1)
-    if found == NONE:
+    same_key = find_key(h, blocks[b].key0, blocks[b].key1)
+    if same_key == NONE:
         enter(h, b, PUBLISHED)
         return True
-    if not has_content(h, found, blocks[b].namespace, tokens_of(h)[b], extra_in(h, b), 0):
+    if not has_content(h, same_key, blocks[b].namespace, tokens_of(h)[b], extra_in(h, b), 0):
         return False  # other content has this key
-    if device_copy(h, found) != NONE:
+    if device_copy(h, same_key) != NONE:
         return False
-    blocks[b].other_copy, blocks[found].other_copy = found, b
-    blocks[b].uses = blocks[found].uses
+    blocks[b].other_copy, blocks[same_key].other_copy = same_key, b
+    blocks[b].uses = blocks[same_key].uses
     on_insert(h, b)
-    blocks[b].saved = blocks[found].saved
+    blocks[b].saved = blocks[same_key].saved
     blocks[b].flags |= PUBLISHED
     emit(h, STORED, b)
-    on_change(h, found)
+    on_change(h, same_key)
     return True
 
 

@@ -65,13 +65,13 @@ from kvpool.state.tiers import (
 
 
 @jit(forceinline=True)
-def _here(h, slot, tier):
+def _source_blocks(h, slot, tier):
     """The blocks that a sequence leaves, int32[columns]."""
     return (table_of(h) if tier == HOST else swapped_of(h))[slot]
 
 
 @jit(forceinline=True)
-def _there(h, slot, tier):
+def _target_blocks(h, slot, tier):
     """The blocks of a sequence on ``tier``."""
     return (swapped_of(h) if tier == HOST else table_of(h))[slot]
 
@@ -80,13 +80,14 @@ def _there(h, slot, tier):
 def _claim(h, slot, tier):
     """Hold what the tier has already of a sequence. Returns how many blocks the tier lacks; each is counted once, and
     marked."""
-    blocks, here, there, need = blocks_of(h), _here(h, slot, tier), _there(h, slot, tier), np.int64(0)
+    blocks, need = blocks_of(h), np.int64(0)
+    sources, targets = _source_blocks(h, slot, tier), _target_blocks(h, slot, tier)
     for i in range(sequences_of(h)[slot].blocks):
-        there[i] = blocks[here[i]].other_copy if here[i] != NONE else NONE
-        if there[i] != NONE:
-            hold(h, np.int64(there[i]))
-        elif here[i] != NONE and not blocks[here[i]].flags & ONBOARDING:
-            blocks[here[i]].flags |= ONBOARDING
+        targets[i] = blocks[sources[i]].other_copy if sources[i] != NONE else NONE
+        if targets[i] != NONE:
+            hold(h, np.int64(targets[i]))
+        elif sources[i] != NONE and not blocks[sources[i]].flags & ONBOARDING:
+            blocks[sources[i]].flags |= ONBOARDING
             need += 1
     return need
 
@@ -94,22 +95,22 @@ def _claim(h, slot, tier):
 @jit
 def _unclaim(h, slot, tier):
     """Undo ``_claim``. Call it in the reverse order."""
-    here, there = _here(h, slot, tier), _there(h, slot, tier)
+    sources, targets = _source_blocks(h, slot, tier), _target_blocks(h, slot, tier)
     for i in range(sequences_of(h)[slot].blocks - 1, -1, -1):
-        if there[i] != NONE:
-            unhold(h, np.int64(there[i]))
-        elif here[i] != NONE:
-            blocks_of(h)[here[i]].flags &= ~ONBOARDING
-        there[i] = NONE
+        if targets[i] != NONE:
+            unhold(h, np.int64(targets[i]))
+        elif sources[i] != NONE:
+            blocks_of(h)[sources[i]].flags &= ~ONBOARDING
+        targets[i] = NONE
 
 
 @jit
 def _untime(h, slot, tier):
     """Remove claimed blocks from the expiries, once everything is known to fit. A heap cannot be undone to the byte."""
-    there = _there(h, slot, tier)
+    targets = _target_blocks(h, slot, tier)
     for i in range(sequences_of(h)[slot].blocks):
-        if there[i] != NONE:
-            stop_clock(h, np.int64(there[i]))
+        if targets[i] != NONE:
+            stop_clock(h, np.int64(targets[i]))
 
 
 @jit
@@ -132,28 +133,28 @@ def _copy_rest(h, slot, tier):
     """Copy what the tier lacks. Returns how many blocks. Until the call ends, a block that nobody finds also names its
     copy, for other sequences that share it."""
     blocks, sequence, copied = blocks_of(h), sequences_of(h)[slot], 0
-    here, there = _here(h, slot, tier), _there(h, slot, tier)
+    sources, targets = _source_blocks(h, slot, tier), _target_blocks(h, slot, tier)
     for i in range(sequence.blocks):
-        b = np.int64(here[i])
-        if b == NONE or there[i] != NONE:
+        b = np.int64(sources[i])
+        if b == NONE or targets[i] != NONE:
             continue
         if blocks[b].flags & ONBOARDING:
             blocks[b].flags &= ~ONBOARDING
             tokens = h.width if has_states(h) else min(h.width, sequence.length - i * h.width)
             _copy(h, b, take_device(h) if tier == DEVICE else take_host(h, np.int64(PRIORITY_MAX)), tokens, tier)
             copied += 1
-        there[i] = blocks[b].other_copy
-        add_reference(blocks, np.int64(there[i]))
+        targets[i] = blocks[b].other_copy
+        add_reference(blocks, np.int64(targets[i]))
     return copied
 
 
 @jit
 def _leave(h, slot, tier):
     """Give back the old blocks of a sequence, the last block first."""
-    blocks, sequence, here = blocks_of(h), sequences_of(h)[slot], _here(h, slot, tier)
+    blocks, sequence, sources = blocks_of(h), sequences_of(h)[slot], _source_blocks(h, slot, tier)
     for n in range(sequence.blocks):
         i = nth_released(n, sequence.blocks)
-        b, here[i] = np.int64(here[i]), NONE
+        b, sources[i] = np.int64(sources[i]), NONE
         if b == NONE:
             continue
         if not blocks[b].flags & PUBLISHED:
@@ -186,7 +187,7 @@ def _short(heads, ids, tier):
 
 
 @jit
-def _change_tier(h, ids, tier, now):
+def _change_tier(h, ids, tier, now_ms):
     """Copy what was counted, and give back the old blocks, in one group. Nothing here can fail. Returns blocks
     copied."""
     copied = np.int64(0)
@@ -194,7 +195,7 @@ def _change_tier(h, ids, tier, now):
         if tier == HOST:
             _note_written(h, slot_of(ids[k]))
         _untime(h, slot_of(ids[k]), tier)
-    begin(h, now)
+    begin(h, now_ms)
     expire(h, EXPIRIES_PER_CALL)
     for k in range(ids.shape[0]):
         copied += _copy_rest(h, slot_of(ids[k]), tier)
@@ -211,7 +212,7 @@ def _change_tier(h, ids, tier, now):
 
 
 @jit
-def _swap(heads, ids, tier, now):
+def _swap(heads, ids, tier, now_ms):
     error = check_kinds(heads, ids, True, LIVE if tier == HOST else SWAPPED)
     if error:
         return error
@@ -220,20 +221,20 @@ def _swap(heads, ids, tier, now):
         return refuse(heads, short, SHORT_OF_HOST_BLOCKS if tier == HOST else SHORT_OF_BLOCKS)
     copied = np.int64(0)
     for g in range(heads.shape[0]):
-        copied += _change_tier(head(heads, g), ids, tier, now)
+        copied += _change_tier(head(heads, g), ids, tier, now_ms)
     return copied
 
 
 @jit
-def swap_out(heads, ids, now):
+def swap_out(heads, ids, now_ms):
     """Move running sequences to the host, where they wait. Returns blocks copied, or an error with nothing changed."""
-    return _swap(heads, ids, HOST, now)
+    return _swap(heads, ids, HOST, now_ms)
 
 
 @jit
-def resume(heads, ids, now):
+def resume(heads, ids, now_ms):
     """Have sequences that were swapped out run again. Returns blocks copied, or an error with nothing changed."""
-    return _swap(heads, ids, DEVICE, now)
+    return _swap(heads, ids, DEVICE, now_ms)
 
 
 @jit

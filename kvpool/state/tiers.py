@@ -230,9 +230,9 @@ EXPIRIES_PER_CALL = 64
 
 
 @jit(forceinline=True)
-def begin(h, now):
+def begin(h, now_ms):
     """Start the part of a call that changes the pool."""
-    h.now = now
+    h.now = now_ms
     ring = ring_of(h)
     ring.call = ring.next
 

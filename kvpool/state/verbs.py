@@ -84,7 +84,7 @@ def _checked(need, fits, change):
     """
 
     @jit(forceinline=True)
-    def verb(heads, ids, now, args):
+    def verb(heads, ids, now_ms, args):
         error = check_ids(heads, ids, True)
         if error:
             return error
@@ -99,7 +99,7 @@ def _checked(need, fits, change):
                 return refuse(heads, g, error)
         for g in range(heads.shape[0]):
             h = head(heads, g)
-            begin(h, now)
+            begin(h, now_ms)
             if h.need:
                 expire(h, EXPIRIES_PER_CALL)
             follow(h, ids)
@@ -166,10 +166,10 @@ _append_checked = _checked(_append_need, _append_fits, _append)
 
 
 @jit
-def append(heads, ids, counts, tokens, now):
+def append(heads, ids, counts, tokens, now_ms):
     """Grow each sequence by its count of ``tokens`` (int32, the tokens of all sequences in order). Returns 0, or an
     error with nothing changed."""
-    return _append_checked(heads, ids, now, (counts, tokens))
+    return _append_checked(heads, ids, now_ms, (counts, tokens))
 
 
 @jit(nogil=False)
@@ -196,10 +196,10 @@ def free_device_blocks(heads):
 
 
 @jit
-def free_in_groups(heads, found):
-    """How many device blocks of each group nobody holds, into ``found`` int64[groups]."""
+def free_in_groups(heads, counts):
+    """How many device blocks of each group nobody holds, into ``counts`` int64[groups]."""
     for g in range(heads.shape[0]):
-        found[g] = free_blocks(head(heads, g), DEVICE)
+        counts[g] = free_blocks(head(heads, g), DEVICE)
 
 
 @jit
@@ -226,9 +226,9 @@ _rewind_checked = _checked(_rewind_need, _fits, _by_kind(growth.rewind, recurren
 
 
 @jit
-def rewind(heads, ids, counts, now):
+def rewind(heads, ids, counts, now_ms):
     """Drop the last ``counts`` tokens of each sequence. Returns 0, or an error with nothing changed."""
-    error = _rewind_checked(heads, ids, now, (counts,))
+    error = _rewind_checked(heads, ids, now_ms, (counts,))
     for g in range(heads.shape[0] if error == 0 else 0):
         _count_dropped(head(heads, g), counts)
     return error
@@ -256,13 +256,13 @@ _keep_checked = _checked(_keep_need, _fits, _keep)
 
 
 @jit
-def keep(heads, ids, lengths, accepted, counts, dropped, now):
+def keep(heads, ids, lengths, accepted, counts, dropped, now_ms):
     """Of the last ``lengths`` tokens of each sequence, keep its next ``counts`` of ``accepted``, which are indices
     among them in rising order.
 
     ``dropped`` is ``lengths - counts``. Returns 0, or an error with nothing changed.
     """
-    return _keep_checked(heads, ids, now, (lengths, accepted, counts, dropped))
+    return _keep_checked(heads, ids, now_ms, (lengths, accepted, counts, dropped))
 
 
 # -- what is left behind ----------------------------------------------------------------------------
@@ -272,32 +272,32 @@ _commit_checked = _checked(commit_error, _fits, commit_rows)
 
 
 @jit
-def commit(heads, ids, counts, now):
+def commit(heads, ids, counts, now_ms):
     """Publish the first ``counts`` tokens of each sequence (int64[0] = all tokens of all). Returns 0, or an error with
     nothing changed."""
-    return _commit_checked(heads, ids, now, (counts,))
+    return _commit_checked(heads, ids, now_ms, (counts,))
 
 
 @jit
-def release(heads, ids, store, now):
+def release(heads, ids, store, now_ms):
     """Release sequences, the last block of each first, so that leaves age first. Those that are swapped out come first.
     Returns 0, or an error with nothing changed."""
     error = check_kinds(heads, ids, False, LIVE | SWAPPED)
     if error:
         return error
     for g in range(heads.shape[0]):
-        begin(head(heads, g), now)
+        begin(head(heads, g), now_ms)
         give_up(head(heads, g), ids, store)
         release_rows(head(heads, g), ids, store)
     return np.int64(0)
 
 
 @jit
-def release_saying(heads, ids, store, stop, returns, now):
+def release_saying(heads, ids, store, stop, returns, now_ms):
     """``release``, and the policy hears what the engine knows: see ``stop`` and ``returns`` of the header."""
     for g in range(heads.shape[0]):
         head(heads, g).stop, head(heads, g).returns = stop, returns
-    error = release(heads, ids, store, now)
+    error = release(heads, ids, store, now_ms)
     for g in range(heads.shape[0]):
         head(heads, g).stop = head(heads, g).returns = 0
     return error
@@ -320,7 +320,7 @@ def fork(heads, ids, out):
 
 
 @jit
-def reorder(heads, ids, parents, store, now, before, scratch):
+def reorder(heads, ids, parents, store, now_ms, before, scratch):
     """Sequence ``ids[i]`` continues from the present state of ``ids[parents[i]]``. Returns 0, or an error with nothing
     changed.
 
@@ -330,7 +330,7 @@ def reorder(heads, ids, parents, store, now, before, scratch):
     if error:
         return error
     for g in range(heads.shape[0]):
-        begin(head(heads, g), now)
+        begin(head(heads, g), now_ms)
         growth.reorder(head(heads, g), ids, parents, store, before, scratch)
     return np.int64(0)
 
@@ -346,22 +346,22 @@ def _become(heads, sequence_id, kind):
 
 
 @jit
-def publish_reserved(heads, ids, counts, now):
+def publish_reserved(heads, ids, counts, now_ms):
     """Publish the first ``counts`` int64[1] tokens of the open reservation ``ids`` int64[1], and give all its blocks
     back.
 
     Returns 0, or an error with nothing changed.
     """
     _become(heads, ids[0], LIVE)
-    error = commit(heads, ids, counts, now)
+    error = commit(heads, ids, counts, now_ms)
     if error:
         _become(heads, ids[0], RESERVED)
         return error
-    return release(heads, ids, STORE, now)
+    return release(heads, ids, STORE, now_ms)
 
 
 @jit
-def abort_reserved(heads, ids, counts, now):
+def abort_reserved(heads, ids, counts, now_ms):
     """Give back the blocks of the open reservation ``ids`` int64[1]: first its own, empty, to the front of their list,
     then the matched ones.
 
@@ -374,9 +374,9 @@ def abort_reserved(heads, ids, counts, now):
         sequence.failed = 0  # nobody uses it any more
         if finds(h):
             counts[0] = sequence.length - sequence.reused * h.width
-    if _rewind_checked(heads, ids, now, (counts,)) < 0:  # takes no block, and ends at the end of the match
+    if _rewind_checked(heads, ids, now_ms, (counts,)) < 0:  # takes no block, and ends at the end of the match
         raise RuntimeError("a reservation could not be taken back")
-    return release(heads, ids, DROP, now)
+    return release(heads, ids, DROP, now_ms)
 
 
 # -- between requests ----------------------------------------------------------------------------
@@ -490,7 +490,7 @@ def _lost_one(h, slot):
 
 
 @jit
-def _reset(h, ids, now):
+def _reset(h, ids, now_ms):
     """Drop all content, without an event, and ``ids``, which are all live sequences and reservations.
 
     Pinned blocks lose their keys and keep their bytes until the last unpin.
@@ -505,7 +505,7 @@ def _reset(h, ids, now):
             h.removals += 1
         blocks[b].flags &= LOST
         blocks[b].other_copy = blocks[b].chain = blocks[b].child_prev = blocks[b].child_next = NONE
-    begin(h, now)
+    begin(h, now_ms)
     give_up(h, ids, DROP)
     for i in range(ids.shape[0]):
         sequences_of(h)[slot_of(ids[i])].live = LIVE
@@ -515,7 +515,7 @@ def _reset(h, ids, now):
 
 
 @jit
-def prefetch(heads, requests, ids, now):
+def prefetch(heads, requests, ids, now_ms):
     """Onboard the cached full blocks of a prompt that are only on the host, as far as there are device blocks. Holds
     nothing afterwards.
 
@@ -533,28 +533,28 @@ def prefetch(heads, requests, ids, now):
     for g in range(heads.shape[0]):
         h = head(heads, g)
         if finds(h):
-            begin(h, now)
+            begin(h, now_ms)
             done += _prefetch(h, matched, ids[g])
     return np.int64(done)
 
 
 @jit
-def offload(heads, keys, now):
+def offload(heads, keys, now_ms):
     """Copy device blocks by key (int64[n, 2]) to the host, as far as each group has room there. The device blocks stay.
     Returns blocks copied."""
     done = 0
     for g in range(heads.shape[0]):
-        begin(head(heads, g), now)
+        begin(head(heads, g), now_ms)
         done += _offload(head(heads, g), keys)
     return np.int64(done)
 
 
 @jit
-def refresh(heads, now):
+def refresh(heads, now_ms):
     """Give blocks whose time to live is over the default priority, at the back of its list. Returns how many."""
     done = 0
     for g in range(heads.shape[0]):
-        begin(head(heads, g), now)
+        begin(head(heads, g), now_ms)
         done += expire(head(heads, g), head(heads, g).blocks)
     return np.int64(done)
 
@@ -583,11 +583,11 @@ def lose(heads, targets):
 
 
 @jit
-def reset(heads, ids, now):
+def reset(heads, ids, now_ms):
     """Drop all content with one event, and ``ids``, which are all live sequences and reservations.
 
     Pinned blocks lose their keys and keep their bytes until the last unpin.
     """
     for g in range(heads.shape[0]):
-        _reset(head(heads, g), ids, now)
+        _reset(head(heads, g), ids, now_ms)
     emit_cleared(head(heads, 0))

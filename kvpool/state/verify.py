@@ -250,14 +250,14 @@ def _sequences(state: State) -> Iterator[Check]:
     table = _rows(state, away)
     length = np.where(live, sequences["blocks"], 0)
     place, sinks = np.arange(table.shape[1]), int(state.head.sinks)
-    used = (place < length[:, None]) & ((place < sinks) | (place >= sequences["first"][:, None]))
+    occupied = (place < length[:, None]) & ((place < sinks) | (place >= sequences["first"][:, None]))
     if state.head.kind == RECURRENT:
         yield from _recurrent(state, table, length)
-        used &= table != NONE
+        occupied &= table != NONE
     yield "table", away & (state.table != NONE).any(axis=1), "row {} has ids though its sequence is swapped out"
     yield (
         "table",
-        ((table != NONE) != used).any(axis=1),
+        ((table != NONE) != occupied).any(axis=1),
         "row {} has ids behind its end, or holes that no window has passed",
     )
     if state.head.window:
@@ -265,9 +265,9 @@ def _sequences(state: State) -> Iterator[Check]:
         _walk_windows(state.heads, state.group, seen)
         wrong = live & (sequences["first"] > seen)
         yield "window", wrong, "sequence {} has given back what its next token sees"
-    ids = table[used]
+    ids = table[occupied]
     outside = (ids < 0) | (ids >= len(blocks))
-    misplaced = ((table >= device) != away[:, None])[used]
+    misplaced = ((table >= device) != away[:, None])[occupied]
     if outside.any() or misplaced.any():
         yield "table", True, "a live sequence names a block that is not on the device, or a swapped one a block that is"
         return
@@ -278,12 +278,12 @@ def _sequences(state: State) -> Iterator[Check]:
         (sequences["blocks"] != -(-sequences["length"] // width)) | (sequences["committed"] > sequences["length"])
     )
     yield "length", wrong, "sequence {}: length, committed and blocks disagree"
-    lost = (blocks["flags"][np.where(used, table, 0)] & LOST != 0) & used
+    lost = (blocks["flags"][np.where(occupied, table, 0)] & LOST != 0) & occupied
     yield "lost", lost.any(axis=1) & (sequences["failed"] == 0), "sequence {} does not know that it lost a block"
-    keyed = (blocks["flags"][np.where(used, table, 0)] & KEYED) != 0
+    keyed = (blocks["flags"][np.where(occupied, table, 0)] & KEYED) != 0
     full = (
         (np.arange(table.shape[1]) < (sequences["committed"] // width)[:, None])
-        & used
+        & occupied
         & (sequences["failed"] == 0)[:, None]
     )
     if state.head.kind == ATTENTION:
@@ -291,7 +291,7 @@ def _sequences(state: State) -> Iterator[Check]:
     if state.head.kind == CROSS:
         yield "cross", blocks["flags"] & (KEYED | INDEXED) != 0, "block {} of a group for cross attention has a key"
         yield "cross", live & (sequences["committed"] != 0), "sequence {} has committed tokens of its encoder"
-    shared = (blocks["word"][np.where(used, table, 0)] & 0xFFFFFFFF > 1) & used
+    shared = (blocks["word"][np.where(occupied, table, 0)] & 0xFFFFFFFF > 1) & occupied
     unfull = np.arange(table.shape[1]) == (sequences["length"] // width)[:, None]
     yield "forked", (shared & unfull).any(axis=1) & (sequences["forked"] == 0), "sequence {} shares its end unknowingly"
     free = state.rows[: int(state.head.free_rows)]
@@ -370,16 +370,16 @@ def _moves(state: State) -> Iterator[Check]:
 
 def _chains(state: State) -> Iterator[Check]:
     """The records of policies that look at chains. What a chain says of blocks is a guess, and checked when used."""
-    own = state.book
-    if own is None:
+    chain_book = state.book
+    if chain_book is None:
         return
-    book, chains, blocks = own.book[0], own.chains, len(state.blocks)
+    book, chains, blocks = chain_book.book[0], chain_book.chains, len(state.blocks)
     sizes = (0, book["cached"], book["known"], len(chains))
     yield "chains", sizes != tuple(sorted(sizes)), "more chains have blocks than are known, or more than there are"
     numbers, count = np.arange(len(chains)), len(chains)
     outside = np.zeros(count, bool)
-    lists = zip(own.book, (chains, own.shelves), (own.order, own.host_order), strict=True)
-    for listed, shelves, order in lists if len(own.shelves) else [next(lists)]:
+    lists = zip(chain_book.book, (chains, chain_book.shelves), (chain_book.order, chain_book.host_order), strict=True)
+    for listed, shelves, order in lists if len(chain_book.shelves) else [next(lists)]:
         complete = np.array_equal(np.sort(order), numbers)
         yield "chains", not complete, "the order of chains lacks one"
         if complete:
@@ -393,17 +393,21 @@ def _chains(state: State) -> Iterator[Check]:
     yield "chains", outside, "chain {} names a block, a chain or a class that there is not"
     owners = state.blocks["owner"]
     yield "chains", (owners < NONE) | (owners >= count), "block {} is of no chain that there is"
-    named = (own.names >> 8) & (CHAINS_MAX - 1)
-    yield "names", (own.names != NONE) & (named >= count), "name {} is of no chain that there is"
+    named = (chain_book.names >> 8) & (CHAINS_MAX - 1)
+    yield "names", (chain_book.names != NONE) & (named >= count), "name {} is of no chain that there is"
     if not outside.any():
         yield "rings", chains["before"][chains["after"]] != numbers, "chain {} and its neighbour do not name each other"
-    running = own.turns[own.turns != NONE]
+    running = chain_book.turns[chain_book.turns != NONE]
     if ((running < 0) | (running >= count)).any():
         yield "turns", True, "a row has a chain that there is not"
     else:
         yield "turns", np.bincount(running, minlength=count) != chains["turns"], "chain {}: its turns are no rows"
-    yield "turns", (own.turns != NONE) & (state.sequences["live"] == 0), "row {} has a chain and no sequence"
-    yield "ghosts", own.ghosts.sum(axis=0) != own.scores[0], "the ghost of expert {} has other blocks than it counts"
+    yield "turns", (chain_book.turns != NONE) & (state.sequences["live"] == 0), "row {} has a chain and no sequence"
+    yield (
+        "ghosts",
+        chain_book.ghosts.sum(axis=0) != chain_book.scores[0],
+        "the ghost of expert {} has other blocks than it counts",
+    )
 
 
 def findings(state: State, leased: IntArray) -> list[Finding]:
@@ -418,8 +422,8 @@ def findings(state: State, leased: IntArray) -> list[Finding]:
         _moves(state),
         _chains(state),
     )
-    found = (one for check in checks for one in check if np.any(one[1]))
-    return [(name, text.format(int(np.flatnonzero(wrong)[0]))) for name, wrong, text in found]
+    broken = (result for check in checks for result in check if np.any(result[1]))
+    return [(name, text.format(int(np.flatnonzero(wrong)[0]))) for name, wrong, text in broken]
 
 
 def verify(state: State, leased: IntArray) -> None:
@@ -431,7 +435,7 @@ def verify(state: State, leased: IntArray) -> None:
 def together(states: States) -> list[Finding]:
     """What the groups of a pool disagree about. A sequence has the same row in all groups and, except for cross
     attention, the same tokens."""
-    first, found = next(state for state in states if state.head.kind != CROSS), []
+    first, broken = next(state for state in states if state.head.kind != CROSS), []
     for g, state in enumerate(states):
         same = ("live", "generation", "failed", "stream") + (
             () if state.head.kind == CROSS else ("length", "committed", "cached")
@@ -441,8 +445,8 @@ def together(states: States) -> list[Finding]:
         rows = state.head.free_rows == first.head.free_rows and np.array_equal(state.rows, first.rows)
         idle = (state.sequences["live"][~live] != 0).any()
         if wrong or idle or not rows:
-            found.append(("groups", f"group {g} has other sequences than the first: {', '.join(wrong) or 'rows'}"))
-    return found
+            broken.append(("groups", f"group {g} has other sequences than the first: {', '.join(wrong) or 'rows'}"))
+    return broken
 
 
 def verify_states(states: States, leased: Int64s) -> None:

@@ -57,7 +57,7 @@ def test_every_rule_with_a_switch_has_a_mutation() -> None:
     in_words = {
         "namespace_in_key": "in_key",
         "namespace_at_hit": ".namespace != namespace",
-        "tokens_at_hit": "own[b, i] ^ tokens",
+        "tokens_at_hit": "block_tokens[b, i] ^ tokens",
         "ticket_at_loss": ".ticket != ticket",
     }
     for who in ("copy_reads", "copy_writes", "engine_reads", "engine_writes"):

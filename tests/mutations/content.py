@@ -43,7 +43,7 @@ MUTATIONS = (
     Mutation(
         "a_hit_does_not_compare_the_tokens",
         "has_content",
-        "different |= own[b, i] ^ tokens[start + i]",
+        "different |= block_tokens[b, i] ^ tokens[start + i]",
         "different |= 0",
         "Where two keys collide, a prompt gets another's KV.",
         ("tests/state/test_safety.py::test_a_key_that_collides_is_no_hit[True]",),
@@ -140,7 +140,7 @@ MUTATIONS = (
     Mutation(
         "a_content_is_published_twice",
         "_publish",
-        "if device_copy(h, found) != NONE:\n    return False",
+        "if device_copy(h, same_key) != NONE:\n    return False",
         "",
         "Two device blocks claim to be the same content, and twins no longer pair up.",
         ("tests/sequences/test_forks.py::test_equal_ends_of_forks_are_published_once",),
@@ -148,7 +148,7 @@ MUTATIONS = (
     Mutation(
         "a_collision_is_published",
         "_publish",
-        "not has_content(h, found, blocks[b].namespace, tokens_of(h)[b], extra_in(h, b), 0)",
+        "not has_content(h, same_key, blocks[b].namespace, tokens_of(h)[b], extra_in(h, b), 0)",
         "False",
         "Of two contents under one key, one is taken for the host copy of the other.",
         ("tests/state/test_safety.py::test_content_whose_key_collides_is_not_published",),
@@ -156,7 +156,7 @@ MUTATIONS = (
     Mutation(
         "a_host_copy_of_what_is_computed_again_stays_a_victim_like_others",
         "_publish",
-        "emit(h, STORED, b)\non_change(h, found)",
+        "emit(h, STORED, b)\non_change(h, same_key)",
         "emit(h, STORED, b)",
         "The host evicts what is nowhere else, and keeps what the device has as well.",
         ("tests/state/test_scenarios_tiers.py::test_content_that_is_computed_again_makes_its_host_copy_redundant",),
@@ -267,7 +267,7 @@ MUTATIONS = (
     Mutation(
         "keys_of_another_secret_are_taken",
         "keys.unproven",
-        "own is not origin and own != origin",
+        "made_by is not origin and made_by != origin",
         "False",
         "Content is stored under keys that this pool would never give it.",
         ("tests/state/test_safety.py::test_keys_are_refused_by_a_pool_with_another_secret",),

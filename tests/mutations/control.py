@@ -108,7 +108,7 @@ MUTATIONS = (
     Mutation(
         "extended_keys_lose_the_extra_ids_of_before",
         "BlockKeys.extend",
-        "zeros[0] if own is None else own",
+        "zeros[0] if known is None else known",
         "zeros[0]",
         "The block in which an image ends is found by prompts with another image.",
         (f"{_KEYS}test_extended_keys_are_those_of_the_whole_prompt",),

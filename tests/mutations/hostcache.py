@@ -40,7 +40,7 @@ MUTATIONS = (
     Mutation(
         "a_victim_is_what_the_call_offers",
         "reserve",
-        "pin_block(h, found[i, 2])",
+        "pin_block(h, matches[i, 2])",
         "",
         "A store evicts what the same request was told to be there.",
         (_index("test_what_is_offered_is_not_evicted_by_the_same_call"),),

@@ -28,11 +28,11 @@ MUTATIONS = (
         "Process.after_fork",
         "if why:\n"
         '    lost = LostLock(f"{why}: {self._remedy}")\n'
-        "    for part, name, _ in found:\n"
+        "    for part, name, _ in locks:\n"
         "        setattr(part, name, lost)",
         "if False:\n"
         '    lost = LostLock(f"{why}: {self._remedy}")\n'
-        "    for part, name, _ in found:\n"
+        "    for part, name, _ in locks:\n"
         "        setattr(part, name, lost)",
         "A child that uses the pool hangs for ever.",
         (f"{_CHILDREN}test_a_pool_in_whose_call_another_thread_was_refuses_a_child",),

@@ -221,7 +221,7 @@ MUTATIONS = (
     Mutation(
         "what_takes_over_a_host_copy_was_told_to_nobody",
         "sequences._publish",
-        "blocks[b].saved = blocks[found].saved",
+        "blocks[b].saved = blocks[same_key].saved",
         "",
         "What the host has and is computed once more is saved once more.",
         (f"{_SAVING}test_content_that_is_computed_beside_its_host_copy_is_not_told_again",),

@@ -74,7 +74,7 @@ unlink(blocks, lists_of(h), b)
         """
 n = claim(heads, requests, out, allow_partial)
 if n > 0:
-    _fill(heads, requests, out, n, now)
+    _fill(heads, requests, out, n, now_ms)
 return n
 """,
         """
@@ -82,7 +82,7 @@ for r in range(requests.shape[0]):
     n = claim(heads, requests[r : r + 1], out[:, r : r + 1], allow_partial)
     if n <= 0:
         return np.int64(r) if allow_partial else n
-    _fill(heads, requests[r : r + 1], out[:, r : r + 1], n, now)
+    _fill(heads, requests[r : r + 1], out[:, r : r + 1], n, now_ms)
 return np.int64(requests.shape[0])
 """,
         "A request reuses less than its scheduler was told, since one before it in the batch has evicted the rest.",

@@ -333,8 +333,8 @@ MUTATIONS = (
     Mutation(
         "drafts_move_into_what_others_hold",
         "_shared_between",
-        "found += 1 if shared(h, slot, i) else 0",
-        "found += 0",
+        "count += 1 if shared(h, slot, i) else 0",
+        "count += 0",
         "The blocks that a keep takes are not those that it counted.",
         ("tests/sequences/test_drafts.py::test_a_copy_that_has_no_room_is_refused_and_changes_nothing",),
     ),
@@ -358,8 +358,8 @@ MUTATIONS = (
     Mutation(
         "a_missing_sink_does_not_matter",
         "_reach",
-        "not there(h, np.int64(i), *args)",
-        "not there(h, np.int64(i), *args) and h.window == 0",
+        "not has_block(h, np.int64(i), *args)",
+        "not has_block(h, np.int64(i), *args) and h.window == 0",
         "A prefix is reused though the first tokens, which all others see, are gone.",
         ("tests/sequences/test_groups.py::test_a_missing_sink_ends_what_can_be_reused",),
     ),

@@ -91,8 +91,8 @@ MUTATIONS = (
     Mutation(
         "free_blocks_of_each_group_are_those_of_the_first",
         "free_in_groups",
-        "found[g] = free_blocks(head(heads, g), DEVICE)",
-        "found[g] = free_blocks(head(heads, 0), DEVICE)",
+        "counts[g] = free_blocks(head(heads, g), DEVICE)",
+        "counts[g] = free_blocks(head(heads, 0), DEVICE)",
         "A scheduler admits what one group has no room for.",
         ("tests/sequences/test_plan.py::test_each_group_has_its_own",),
     ),

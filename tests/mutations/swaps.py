@@ -9,7 +9,7 @@ MUTATIONS = (
     Mutation(
         "a_refused_swap_keeps_what_it_claimed",
         "_unclaim",
-        "unhold(h, np.int64(there[i]))",
+        "unhold(h, np.int64(targets[i]))",
         "pass",
         "A swap that raises costs host blocks for good.",
         ("tests/sequences/test_swaps.py::test_without_room_on_the_host_nothing_has_changed",),
@@ -17,7 +17,7 @@ MUTATIONS = (
     Mutation(
         "a_refused_swap_keeps_its_marks",
         "_unclaim",
-        "blocks_of(h)[here[i]].flags &= ~ONBOARDING",
+        "blocks_of(h)[sources[i]].flags &= ~ONBOARDING",
         "pass",
         "The next swap after one that raised takes blocks that it has not counted.",
         ("tests/sequences/test_swaps.py::test_without_room_on_the_host_nothing_has_changed",),
@@ -33,7 +33,7 @@ MUTATIONS = (
     Mutation(
         "forks_that_leave_together_are_copied_one_by_one",
         "_claim",
-        "not blocks[here[i]].flags & ONBOARDING",
+        "not blocks[sources[i]].flags & ONBOARDING",
         "True",
         "A family of forks is refused though the host has room for it.",
         ("tests/sequences/test_swaps.py::test_forks_that_leave_together_share_on_the_host_and_when_they_are_back",),

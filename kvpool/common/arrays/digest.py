@@ -56,7 +56,7 @@ def check_library(who: str, extra: str) -> None:
         import cryptography
     except ImportError as error:
         raise ImportError(f'{who} needs cryptography: pip install ".[{extra}]"') from error
-    found = cryptography.__version__
-    major = int(found.partition(".")[0])
+    version = cryptography.__version__
+    major = int(version.partition(".")[0])
     if major < 50:
-        raise ImportError(f'{who} needs cryptography 50, and this is {found}: pip install -U ".[{extra}]"')
+        raise ImportError(f'{who} needs cryptography 50, and this is {version}: pip install -U ".[{extra}]"')

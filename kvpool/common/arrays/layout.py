@@ -56,22 +56,28 @@ def shape_of_config(config: Mapping[str, Any]) -> ModelShape:
     Raises ValueError, which names the field, if the shape is not in it.
     """
     # Models of several modalities keep the fields of the text model apart.
-    own = config["text_config"] if isinstance(config.get("text_config"), Mapping) else config
+    fields = config["text_config"] if isinstance(config.get("text_config"), Mapping) else config
 
     def number(name: str, fallback: int | None = None) -> int:
-        value = own.get(name)
+        value = fields.get(name)
         if value is None and fallback is not None:
             return fallback
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}={value!r:.80}: accepted is an integer above 0")
         return value
 
-    dtype = own.get("torch_dtype") or own.get("dtype") or config.get("torch_dtype") or config.get("dtype") or "bfloat16"
+    dtype = (
+        fields.get("torch_dtype")
+        or fields.get("dtype")
+        or config.get("torch_dtype")
+        or config.get("dtype")
+        or "bfloat16"
+    )
     layers = number("num_hidden_layers")
-    if own.get("kv_lora_rank") is not None:
+    if fields.get("kv_lora_rank") is not None:
         # MLA keeps one latent and a rotary key for all heads.
         return ModelShape(layers, 1, number("kv_lora_rank") + number("qk_rope_head_dim"), 1, _dtype_name(dtype))
-    if own.get("head_dim") is None:
+    if fields.get("head_dim") is None:
         heads, hidden = number("num_attention_heads"), number("hidden_size")
         if hidden % heads:
             raise ValueError(
@@ -81,7 +87,7 @@ def shape_of_config(config: Mapping[str, Any]) -> ModelShape:
         dim = hidden // heads
     else:
         dim = number("head_dim")
-    kv_heads = number("num_key_value_heads", own.get("num_attention_heads"))
+    kv_heads = number("num_key_value_heads", fields.get("num_attention_heads"))
     return ModelShape(layers, kv_heads, dim, 2, _dtype_name(dtype))
 
 
@@ -165,8 +171,8 @@ class BlockLayout:
         """The layout of a model of ``PRESETS``. Without ``dtype``, it is the type in which the model was published."""
         choice_argument("name", name, tuple(PRESETS))
         layers, kv_heads, head_dim, planes, published = PRESETS[name]
-        own = published if dtype is None else dtype
-        return cls(layers, kv_heads, head_dim, tokens_per_block, own, planes, order, tokens)
+        element_type = published if dtype is None else dtype
+        return cls(layers, kv_heads, head_dim, tokens_per_block, element_type, planes, order, tokens)
 
     @classmethod
     def of_block_bytes(
@@ -283,10 +289,10 @@ def choice_argument(name: str, value: Any, accepted: tuple[str, ...]) -> str:
     """The argument ``name`` as one of the accepted strings. Raises TypeError or ValueError."""
     if not isinstance(value, str):
         raise TypeError(f"{name}={value!r}: a string is needed, one of {', '.join(accepted)}")
-    own = str.__str__(value)
-    if own not in accepted:
-        raise ValueError(f"{name}={own!r:.80}: must be one of {', '.join(accepted)}")
-    return own
+    text = str.__str__(value)
+    if text not in accepted:
+        raise ValueError(f"{name}={text!r:.80}: must be one of {', '.join(accepted)}")
+    return text
 
 
 def _dtype_name(dtype: Any) -> str:
@@ -296,22 +302,22 @@ def _dtype_name(dtype: Any) -> str:
     if isinstance(dtype, str) and dtype in _STORED_AS:
         return dtype
     # PyTorch's types are not NumPy types. Their text is the package and the name: torch.bfloat16.
-    package, _, own = str(dtype).rpartition(".")
+    package, _, type_name = str(dtype).rpartition(".")
     if package.isidentifier() and hasattr(dtype, "itemsize") and not isinstance(dtype, (str, type, np.dtype)):
-        return _dtype_name(own)
+        return _dtype_name(type_name)
     # np.dtype(None) is float64, which nobody means.
     if dtype is None:
         raise TypeError(f"dtype=None: {accepted}")
     try:
-        found = np.dtype(dtype)
+        element_type = np.dtype(dtype)
     except (TypeError, ValueError, SyntaxError):
         error = ValueError if isinstance(dtype, str) else TypeError
         raise error(f"dtype={dtype!r}: {accepted}") from None
-    if found.name in _STORED_AS:
-        return found.name
-    if found.kind not in "biuf" or found.itemsize not in (1, 2, 4, 8) or not found.isnative:
+    if element_type.name in _STORED_AS:
+        return element_type.name
+    if element_type.kind not in "biuf" or element_type.itemsize not in (1, 2, 4, 8) or not element_type.isnative:
         raise ValueError(f"dtype={dtype!r}: {accepted}, in native byte order")
-    return found.name
+    return element_type.name
 
 
 def _storage_dtype(name: str) -> np.dtype[Any]:
@@ -342,8 +348,8 @@ class PoolIds:
     def of(self, group: int, blocks: Int64s) -> Int64s:
         """The pool ids of blocks of a group: the reverse of ``place``."""
         host = blocks >= self.edges[group + 1] - self.edges[group]
-        found: Int64s = blocks - self.shifts[group + host * self.groups]
-        return found
+        ids: Int64s = blocks - self.shifts[group + host * self.groups]
+        return ids
 
     def each(self, of_groups: Any) -> Array:
         """For each block what its group has, [blocks], of one number for each group."""

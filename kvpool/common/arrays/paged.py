@@ -165,8 +165,8 @@ class PagedKV(Placed):
         """
         lists, axes = _parse(layout)
         leaves = _leaves(arrays, lists, axes)
-        found = {place: _components(place, leaf, axes) for place, leaf in leaves.items()}
-        flat = {place: component for components in found.values() for place, component in components.items()}
+        by_leaf = {place: _components(place, leaf, axes) for place, leaf in leaves.items()}
+        flat = {place: component for components in by_leaf.values() for place, component in components.items()}
         layers, planes = (1 + max(place[axis] for place in flat) for axis in (1, 0))
         if planes > PLANES_MAX:
             raise ValueError(f"arrays: {planes} planes; at most {PLANES_MAX} are accepted")
@@ -237,11 +237,11 @@ def _parse(layout: Any) -> tuple[list[str], list[str]]:
 
 def _leaves(arrays: Any, lists: list[str], axes: list[str]) -> dict[tuple[int, int], StridedArray]:
     """The arrays by (plane, layer). An index is 0 if the array itself has that axis."""
-    found: dict[tuple[int, int], StridedArray] = {}
+    leaves: dict[tuple[int, int], StridedArray] = {}
 
     def walk(item: Any, depth: int, place: tuple[int, int], name: str) -> None:
         if depth == len(lists):
-            found[place] = as_strided(name, item)
+            leaves[place] = as_strided(name, item)
             return
         if not isinstance(item, (list, tuple)) or not item:
             raise TypeError(f"{name}: a list along {lists[depth]} is needed by the layout, not {type(item).__name__}")
@@ -250,16 +250,16 @@ def _leaves(arrays: Any, lists: list[str], axes: list[str]) -> dict[tuple[int, i
             walk(inner, depth + 1, inside, f"{name}[{index}]")
 
     walk(arrays, 0, (0, 0), "arrays")
-    planes, layers = (1 + max(place[axis] for place in found) for axis in (0, 1))
-    if len(found) != planes * layers:
+    planes, layers = (1 + max(place[axis] for place in leaves) for axis in (0, 1))
+    if len(leaves) != planes * layers:
         raise ValueError("arrays: lists of one length are needed on each level")
-    for place, array in found.items():
+    for place, array in leaves.items():
         if len(array.shape) != len(axes):
             raise ValueError(
                 f"arrays: {len(axes)} axes ({' '.join(axes)}) are needed, not the shape {array.shape} of plane, layer "
                 f"{place}"
             )
-    return found
+    return leaves
 
 
 def _components(place: tuple[int, int], array: StridedArray, axes: list[str]) -> dict[tuple[int, int], _Component]:
@@ -318,11 +318,11 @@ def _same(name: str, values: dict[str, Any]) -> Any:
 
 def _check_apart(bases: Int64s, planes: tuple[Plane, ...], blocks: int, tokens: int) -> None:
     """Raise ValueError if two layers or planes share bytes. Each has been checked alone."""
-    found = sharing(
+    names = sharing(
         (base, p, planes[p].at(base, blocks, tokens)) for p, row in enumerate(bases.tolist()) for base in row
     )
-    if found is not None:
-        p, q = sorted(found)
+    if names is not None:
+        p, q = sorted(names)
         raise ValueError(
             f"arrays: two layers share bytes, in plane {p}" if p == q else f"arrays: planes {p} and {q} share bytes"
         )
@@ -333,7 +333,7 @@ def sharing(arrays: Iterable[tuple[int, Name, Array]]) -> tuple[Name, Name] | No
     first byte."""
     near: list[tuple[Name, Array]] = []
     for _, name, array in sorted(arrays, key=itemgetter(0)):
-        near = [one for one in near if np.may_share_memory(one[1], array)]
+        near = [entry for entry in near if np.may_share_memory(entry[1], array)]
         for other, memory in near:
             if share_bytes(memory, array):
                 return other, name
@@ -341,6 +341,6 @@ def sharing(arrays: Iterable[tuple[int, Name, Array]]) -> tuple[Name, Name] | No
     return None
 
 
-def share_bytes(one: Array, other: Array) -> bool:
+def share_bytes(array: Array, other: Array) -> bool:
     """Whether two arrays share a byte. A doubt, where NumPy would search for long, counts as sharing."""
-    return np.may_share_memory(one, other, max_work=_SEARCHED)  # type: ignore[arg-type]
+    return np.may_share_memory(array, other, max_work=_SEARCHED)  # type: ignore[arg-type]

@@ -91,8 +91,8 @@ class StridedArray(Placed):
         if self.memory not in MEMORIES:
             raise ValueError(f"memory={self.memory!r}: must be 'host' or 'device'")
         address = integer_argument("address", self.address, 0, 2**63 - 1)
-        given = {"address": address, "shape": shape, "itemsize": itemsize, "strides": strides}
-        for name, value in given.items():
+        checked = {"address": address, "shape": shape, "itemsize": itemsize, "strides": strides}
+        for name, value in checked.items():
             object.__setattr__(self, name, value)
 
     @property
@@ -119,12 +119,12 @@ class StridedArray(Placed):
 def _items(name: str, value: Any) -> tuple[Any, ...]:
     """The items, all read before one of them is looked at."""
     try:
-        found = tuple(islice(value, _AXES_MAX + 1))
+        items = tuple(islice(value, _AXES_MAX + 1))
     except TypeError:
         raise TypeError(f"{name}={value!r:.80}: accepted is a tuple of integers") from None
-    if len(found) > _AXES_MAX:
+    if len(items) > _AXES_MAX:
         raise ValueError(f"{name} has more than {_AXES_MAX} entries: accepted are so many axes as NumPy has")
-    return found
+    return items
 
 
 def as_strided(name: str, array: Any) -> StridedArray:
@@ -140,7 +140,7 @@ def as_strided(name: str, array: Any) -> StridedArray:
         return (
             array
             if type(array) is StridedArray
-            else StridedArray(*(getattr(array, one.name) for one in fields(StridedArray)))
+            else StridedArray(*(getattr(array, field.name) for field in fields(StridedArray)))
         )
     for attribute, memory in (("__cuda_array_interface__", "device"), ("__array_interface__", "host")):
         # Some packages raise for types that the protocol has no name for. They offer DLPack for those.
@@ -230,7 +230,7 @@ def in_numpy(name: str, value: Any) -> Any:
         return value
     if not isinstance(value, StridedArray) and not any(hasattr(value, protocol) for protocol in _PROTOCOLS):
         return value
-    found = as_strided(name, value)
-    if found.memory != "host":
+    strided = as_strided(name, value)
+    if strided.memory != "host":
         raise TypeError(f"{name}: {type(value).__name__} lies in memory of a GPU; accepted are arrays of main memory")
-    return found.host_view()
+    return strided.host_view()

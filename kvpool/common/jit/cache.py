@@ -89,18 +89,18 @@ def _content_of_function(function: FunctionType) -> str:
 
 def codes_of(code: CodeType) -> list[CodeType]:
     """A piece of code, and those inside it."""
-    found = [code]
-    for one in found:
-        found += [constant for constant in one.co_consts if isinstance(constant, CodeType)]
-    return found
+    codes = [code]
+    for outer in codes:
+        codes += [constant for constant in outer.co_consts if isinstance(constant, CodeType)]
+    return codes
 
 
 def bytecode_of(code: CodeType) -> str:
     """A text for what a piece of code does. Names of variables are there too: callers can give arguments by name."""
     codes = codes_of(code)
-    names = [(one.co_name, one.co_names, one.co_varnames, one.co_freevars) for one in codes]
-    constants = [constant for one in codes for constant in one.co_consts if not isinstance(constant, CodeType)]
-    return f"{[one.co_code for one in codes]} {names} {constants}"
+    names = [(piece.co_name, piece.co_names, piece.co_varnames, piece.co_freevars) for piece in codes]
+    constants = [constant for piece in codes for constant in piece.co_consts if not isinstance(constant, CodeType)]
+    return f"{[piece.co_code for piece in codes]} {names} {constants}"
 
 
 # -- folders -------------------------------------------------------------------------------------
@@ -162,21 +162,21 @@ def _is_trusted(folder: Path) -> bool:
     """Whether only root and this user can write to a folder, or put another one in its place: its name is looked up
     again for each file, also behind symbolic links."""
     around = {*folder.parents, *folder.resolve().parents}
-    kept = all(_only_ours(os.stat(one), stat.S_ISVTX) and _is_ours(os.lstat(one)) for one in around)
-    found = os.lstat(folder)
-    if kept and stat.S_ISDIR(found.st_mode) and _only_ours(found):
+    kept = all(_only_ours(os.stat(parent), stat.S_ISVTX) and _is_ours(os.lstat(parent)) for parent in around)
+    status = os.lstat(folder)
+    if kept and stat.S_ISDIR(status.st_mode) and _only_ours(status):
         return True
     _log.warning("%s is not used for compiled code: others can write or rename it, or it is somebody else's", folder)
     return False
 
 
-def _only_ours(found: os.stat_result, unless: int = 0) -> bool:
+def _only_ours(status: os.stat_result, unless: int = 0) -> bool:
     """Whether only root and this user can have written to what was found, or rename what is in it."""
-    return _is_ours(found) and (not found.st_mode & 0o022 or bool(found.st_mode & unless))
+    return _is_ours(status) and (not status.st_mode & 0o022 or bool(status.st_mode & unless))
 
 
-def _is_ours(found: os.stat_result) -> bool:
-    return found.st_uid in (0, os.geteuid())
+def _is_ours(status: os.stat_result) -> bool:
+    return status.st_uid in (0, os.geteuid())
 
 
 # -- files ---------------------------------------------------------------------------------------
@@ -318,11 +318,11 @@ def _kept(most: int, stems: Callable[[], set[str]]) -> int:
 
 def _by_use(root: Path) -> list[Path]:
     """The files of compiled code, those that were used last at the end."""
-    found = {}
+    used_at = {}
     for path in root.glob("*.nbc"):
         with suppress(OSError):  # another process has dropped it meanwhile
-            found[path] = path.lstat().st_mtime
-    return sorted(found, key=found.__getitem__)
+            used_at[path] = path.lstat().st_mtime
+    return sorted(used_at, key=used_at.__getitem__)
 
 
 def _seconds(functions: int) -> int:

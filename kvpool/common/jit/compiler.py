@@ -104,13 +104,13 @@ class Library:
     def finish(self, machine_code: bool) -> None:
         """Become machine code or a part, when all modules are here."""
         self.module.data_layout = _codegen._data_layout
-        for library in [found for found in self.called if not isinstance(found, Library)]:
+        for library in [other for other in self.called if not isinstance(other, Library)]:
             del self.called[library]
             self.module.link_in(library._get_module_for_linking(), preserve=True)  # of Numba's own functions
         if machine_code:
             reached = [*self.called]
             for library in reached:
-                reached += [] if library.machine_code else [one for one in library.called if one not in reached]
+                reached += [] if library.machine_code else [other for other in library.called if other not in reached]
             for part in [library for library in reached if not library.machine_code]:
                 self.module.link_in(part.module, preserve=True)
                 self.environments += part.environments
@@ -344,9 +344,9 @@ class Dispatcher(registry.CPUDispatcher):
 def _stems() -> set[str]:
     """How the names of the code of all functions begin. A module may still be incomplete, so this is forgotten."""
     modules = [module for name, module in [*sys.modules.items()] if name.startswith(cache.PACKAGE) and module]
-    found = {one.stem() for module in modules for one in [*vars(module).values()] if isinstance(one, Dispatcher)}
+    stems = {item.stem() for module in modules for item in [*vars(module).values()] if isinstance(item, Dispatcher)}
     cache.known.clear()
-    return found
+    return stems
 
 
 @contextmanager

@@ -125,10 +125,10 @@ def compare_exchange(code: _Code) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _plain_array_at(address: int, shape: tuple[int, ...], dtype: Any) -> Any:
-    found = np.dtype(dtype)
-    nbytes = int(np.prod(shape)) * found.itemsize
+    element_type = np.dtype(dtype)
+    nbytes = int(np.prod(shape)) * element_type.itemsize
     memory = (ctypes.c_char * nbytes).from_address(int(address)) if nbytes else bytearray()
-    return _Array(shape, found if found.names is None else np.dtype((_Record, found)), memory)
+    return _Array(shape, element_type if element_type.names is None else np.dtype((_Record, element_type)), memory)
 
 
 @_primitive(_plain_array_at, lambda address, shape, dtype: types.Array(dtype.dtype, shape.count, "C"))

@@ -109,23 +109,23 @@ class Calibration:
     def parse(cls, text: str) -> Calibration:
         """Read the result of ``text``. Raises ValueError."""
         try:
-            found = json.loads(text)
-            if found["version"] != _VERSION:
-                raise ValueError(f"version {found['version']} is not {_VERSION}")
+            fields = json.loads(text)
+            if fields["version"] != _VERSION:
+                raise ValueError(f"version {fields['version']} is not {_VERSION}")
             return cls(
-                str(found["device"]), int(found["driver"]), tuple(_measurement(row) for row in found["measurements"])
+                str(fields["device"]), int(fields["driver"]), tuple(_measurement(row) for row in fields["measurements"])
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"no calibration: {error}") from None
 
 
 def _measurement(row: list[Any]) -> Measurement:
-    found = Measurement(*row)
-    known = len(row) == len(found) and found.direction in DIRECTIONS and found.path in PATHS
-    positive = min(found.nbytes, found.fragments, found.gigabytes_per_second) > 0 <= found.call_microseconds
-    if not (known and positive and 0 <= found.multiprocessors <= 1):
-        raise ValueError(f"{list(found)} is no measurement")
-    return found
+    parsed = Measurement(*row)
+    known = len(row) == len(parsed) and parsed.direction in DIRECTIONS and parsed.path in PATHS
+    positive = min(parsed.nbytes, parsed.fragments, parsed.gigabytes_per_second) > 0 <= parsed.call_microseconds
+    if not (known and positive and 0 <= parsed.multiprocessors <= 1):
+        raise ValueError(f"{list(parsed)} is no measurement")
+    return parsed
 
 
 def _rule(direction: str, nbytes: int, count: int, paths: Collection[str]) -> str:
@@ -164,11 +164,11 @@ def load(path: Path) -> Calibration | None:
         return None
 
 
-def chosen(given: Calibration | str | None, device: str, driver: int) -> Calibration:
-    """The calibration that a device uses. It is ``given`` (a calibration, or the name of a path); without that the
+def chosen(choice: Calibration | str | None, device: str, driver: int) -> Calibration:
+    """The calibration that a device uses. It is ``choice`` (a calibration, or the name of a path); without that the
     stored one; without that one that leaves every choice to the rule."""
-    if given is not None:
-        return always(given) if isinstance(given, str) else given
+    if choice is not None:
+        return always(choice) if isinstance(choice, str) else choice
     path = place(device, driver)
     try:
         stored = load(path)
@@ -236,7 +236,7 @@ def measure(
     ``batch_bytes_max`` are left out. A tier takes twice as much memory as the largest batch. Raises MemoryError, and
     DeviceError for a device that has failed for good.
     """
-    found, stream, fitting = [], device.create_stream("measured"), {}
+    measurements, stream, fitting = [], device.create_stream("measured"), {}
     for nbytes in sizes:
         fitting[nbytes] = [count for count in counts if count * nbytes <= batch_bytes_max]
     for path in paths:
@@ -258,8 +258,8 @@ def measure(
             wrong, of_path = str(error), []
         if wrong:
             warnings.warn(f"no copy is made by the path {path!r}: {wrong}", stacklevel=3)
-        found += of_path
-    return found
+        measurements += of_path
+    return measurements
 
 
 _LAYOUT = BlockLayout(3, 1, 40, 8, "uint8")
@@ -275,28 +275,28 @@ def difference(device: Device, stream: Stream, path: str) -> str | None:
     pools = [device.allocate(nbytes, "device"), device.allocate(2 * nbytes, "host")]
     expected, twin = [np.zeros(nbytes, np.uint8), np.zeros(2 * nbytes, np.uint8)], CpuDevice()
     try:
-        for one, memory in ((device, pools), (twin, expected)):
-            one.bind([Region.of(_LAYOUT, memory[0], memory[1], _BLOCKS, 2 * _BLOCKS)])
+        for copier, memory in ((device, pools), (twin, expected)):
+            copier.bind([Region.of(_LAYOUT, memory[0], memory[1], _BLOCKS, 2 * _BLOCKS)])
         bases = [[as_strided("pool", pool).address for pool in memory] for memory in (pools, expected)]
         # The device tier is written from the second half of the host tier, and read to there, by plain copies.
-        there = np.array([[bases[0][1] + nbytes, bases[0][0], nbytes]])
+        whole_tier = np.array([[bases[0][1] + nbytes, bases[0][0], nbytes]])
         for direction, (source, target) in {OFFLOAD: (0, 1), ONBOARD: (1, 0), WITHIN: (0, 0)}.items():
             for what in ("blocks", "fragments"):
                 expected[0][:] = random.integers(0, 256, nbytes)
                 expected[1][:nbytes] = pools[1][:nbytes] = random.integers(0, 256, nbytes)
                 pools[1][nbytes:] = expected[0]
-                _by(PLAIN, device, stream, there)
+                _by(PLAIN, device, stream, whole_tier)
                 if what == "blocks":
                     moves = _moves(random, source, target)
                     _by(path, device, stream, moves)
                     twin.copy_blocks(moves)
                 else:
                     rows = _fragments(nbytes)
-                    for one, own in ((device, bases[0]), (twin, bases[1])):
-                        _by(path, one, stream, rows + np.array([own[source], own[target], 0]))
-                _by(PLAIN, device, stream, there[:, [TO, FROM, BYTES]])
-                found, wanted = np.roll(pools[1], nbytes), np.concatenate([expected[0], expected[1][:nbytes]])
-                if not np.array_equal(found, wanted):
+                    for copier, addresses in ((device, bases[0]), (twin, bases[1])):
+                        _by(path, copier, stream, rows + np.array([addresses[source], addresses[target], 0]))
+                _by(PLAIN, device, stream, whole_tier[:, [TO, FROM, BYTES]])
+                read_back, wanted = np.roll(pools[1], nbytes), np.concatenate([expected[0], expected[1][:nbytes]])
+                if not np.array_equal(read_back, wanted):
                     return f"{direction} of {what} gave other bytes"
     finally:
         for pool in pools:

@@ -191,9 +191,9 @@ class CudaDevice(Device):
         self._calls = RuntimeCalls(runtime, self.index, find_driver())
         with self._calls("cudaGetDeviceProperties"):
             _, self.device_name, _, self.driver, self.capability = gpus(runtime)[self.index]
-        given = calibration or os.environ.get(COPY_PATH)
-        self.calibration = calibrations.chosen(given, self.device_name, self.driver)
-        asked = {path for path in KERNELS if path == given or path in self.settings.copy_kernels}
+        choice = calibration or os.environ.get(COPY_PATH)
+        self.calibration = calibrations.chosen(choice, self.device_name, self.driver)
+        asked = {path for path in KERNELS if path == choice or path in self.settings.copy_kernels}
         self.kernels = asked | proven(self.capability)
         self._events, self._buffers = EventPool(self._cupy, self._calls), Buffers(self._cupy, self._calls)
         self._streams = UsedStreams(self._calls, self._events)
@@ -267,8 +267,8 @@ class CudaDevice(Device):
         self._check_open()
         if self._bound is not None:
             raise ValueError(BOUND_ALREADY)
-        found = Regions(regions)
-        cutters = self._cut_layers(found, ALL_LAYERS)
+        bound_regions = Regions(regions)
+        cutters = self._cut_layers(bound_regions, ALL_LAYERS)
         # Compiled now, since a decision that has been made cannot be enqueued without them.
         plans = [cutter.plan for of_region in cutters for cutter in of_region]
         for plan in plans:
@@ -276,13 +276,13 @@ class CudaDevice(Device):
         self._loaded = self._load_kernels()
         load_cutting([cutter for of_region in cutters for cutter in of_region])
         hosts = np.unique(np.concatenate([cutter.host for of_region in cutters for cutter in of_region]), axis=0)
-        self._bound = _CutPool(found, {ALL_LAYERS: cutters}, hosts)
+        self._bound = _CutPool(bound_regions, {ALL_LAYERS: cutters}, hosts)
         # Of a kernel's copies a block is a row or a few. A driver takes about half a microsecond for a fragment.
         fragments = 1 if self._loaded else max(sum(cutter.plan.runs for cutter in of_region) for of_region in cutters)
         self.at_once = max(1, (_ROWS_AT_ONCE if self._loaded else _FRAGMENTS_AT_ONCE) // fragments)
 
     def _cut_layers(self, regions: Regions, layers: Layers) -> list[list[Cutter]]:
-        return [[self._cutter(region, *found) for found in region.parts_of(layers)] for region in regions.all]
+        return [[self._cutter(region, *part) for part in region.parts_of(layers)] for region in regions.all]
 
     def _cutter(self, region: Region, part: Part, layers: range) -> Cutter:
         _, memory = self._owned.get(id(part.host_pool), (None, None))
@@ -369,7 +369,7 @@ class CudaDevice(Device):
         elif isinstance(work, TokenMoves):
             by_region = work.by_region(bound.regions)
             self._launch_all(
-                (token_moves(c.plan, found, grid) for r, found in by_region for c in bound.cutters[ALL_LAYERS][r]),
+                (token_moves(c.plan, moves, grid) for r, moves in by_region for c in bound.cutters[ALL_LAYERS][r]),
                 stream,
             )
         elif isinstance(work, StagedRows):
@@ -418,10 +418,10 @@ class CudaDevice(Device):
         device.kernels = self.kernels
         try:
             paths = [PLAIN, *((BATCHED,) if self._batch is not None else ()), *device._load_kernels()]
-            found = measure(device, paths, share=self._share)
+            measurements = measure(device, paths, share=self._share)
         finally:
             device.close()
-        self.calibration = Calibration(self.device_name, self.driver, tuple(found))
+        self.calibration = Calibration(self.device_name, self.driver, tuple(measurements))
         calibrations.keep(self.calibration)
         return self.calibration
 
@@ -447,18 +447,18 @@ class CudaDevice(Device):
 
     def wait(self, stream: Stream, event: Event) -> None:
         self._check_open()
-        found = self._event(event)
+        recorded = self._event(event)
         try:
-            if found is not None:
-                self._events.wait(own_name(stream).handle, found)
+            if recorded is not None:
+                self._events.wait(own_name(stream).handle, recorded)
         except DeviceError as error:
             if error.sticky or state_of(self._calls, own_name(stream)) != GONE:
                 raise
             raise StreamGone(str(error)) from error
 
     def query(self, event: Event) -> bool:
-        found = self._event(event)
-        return found is None or self._events.query(found)
+        recorded = self._event(event)
+        return recorded is None or self._events.query(recorded)
 
     def synchronize(self, event: Event | None = None) -> None:
         """See ``Device.synchronize``. Without an event, waits for all streams that calls have named, and so for other
@@ -466,8 +466,8 @@ class CudaDevice(Device):
         self._check_open()
         if event is None:
             self._streams.synchronize()
-        elif (found := self._event(event)) is not None:
-            self._events.synchronize(found)
+        elif (recorded := self._event(event)) is not None:
+            self._events.synchronize(recorded)
 
     def _event(self, event: Any) -> CudaEvent | None:
         if event is NULL_EVENT:

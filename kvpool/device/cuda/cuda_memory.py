@@ -300,19 +300,19 @@ def processors_near(pci: str, sysfs: Path = SYSFS) -> frozenset[int] | None:
         if len(list(nodes.glob("node[0-9]*"))) < 2:
             return None
         node = int((sysfs / "bus/pci/devices" / pci.lower() / "numa_node").read_text())
-        found = _numbers((nodes / f"node{node}" / "cpulist").read_text())
+        processors = _numbers((nodes / f"node{node}" / "cpulist").read_text())
     except (OSError, ValueError):
         return None
-    return found or None
+    return processors or None
 
 
 def _numbers(text: str) -> frozenset[int]:
     """The numbers that a list such as "0-3,8" means."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return frozenset(found)
+        numbers.update(range(int(first), int(last or first) + 1))
+    return frozenset(numbers)
 
 
 _UUID_BYTES = 16
@@ -340,11 +340,14 @@ def check_adopted(calls: RuntimeCalls, memory: StridedArray, tier: str, index: i
     """Raise ValueError unless memory of the caller lies on GPU ``index``, or is for the host tier. Waits for everything
     enqueued, which may still write it. Raises DeviceError."""
     with calls("cudaPointerGetAttributes", unsafe=True) as runtime:
-        found = runtime.pointerGetAttributes(memory.address)
+        attributes = runtime.pointerGetAttributes(memory.address)
         runtime.deviceSynchronize()
     if tier == "host":
         return
-    if found.type not in (calls.runtime.memoryTypeDevice, calls.runtime.memoryTypeManaged) or found.device != index:
+    if (
+        attributes.type not in (calls.runtime.memoryTypeDevice, calls.runtime.memoryTypeManaged)
+        or attributes.device != index
+    ):
         raise ValueError(
             f"device_memory: {memory.address:#x} is no memory of GPU {index}, which is the one that this device is"
         )
@@ -400,13 +403,13 @@ def allocatable(free: int) -> int:
 
 def gpu_table(target: Any, name: str, vector: bool, itemsize: int) -> Table:
     """An array on the GPU as a table, by ``__cuda_array_interface__`` or DLPack. Raises TypeError or ValueError."""
-    found = as_strided(name, target)
-    if found.memory != "device" or (found.kind, found.itemsize) != ("i", itemsize):
-        given = f"{found.kind}{8 * found.itemsize} in {found.memory} memory"
-        raise TypeError(f"{name}: accepted is an int{8 * itemsize} array of a GPU, not {given}")
-    if not found.writable:
+    array = as_strided(name, target)
+    if array.memory != "device" or (array.kind, array.itemsize) != ("i", itemsize):
+        actual = f"{array.kind}{8 * array.itemsize} in {array.memory} memory"
+        raise TypeError(f"{name}: accepted is an int{8 * itemsize} array of a GPU, not {actual}")
+    if not array.writable:
         raise ValueError(f"{name} is read-only: accepted is an array that can be written")
-    return make_table(name, found.address, found.shape, found.steps, target, vector, itemsize)
+    return make_table(name, array.address, array.shape, array.steps, target, vector, itemsize)
 
 
 def _uuid(runtime: Any, index: int) -> bytes:
@@ -418,8 +421,8 @@ def _gpu_with(runtime: Any, uuid: bytes) -> int:
     """The GPU with a UUID, as this process counts GPUs. Raises ValueError."""
     seen = [_uuid(runtime, index) for index in range(runtime.getDeviceCount())]
     if uuid not in seen:
-        found = [one.hex() for one in seen]
-        raise ValueError(f"description: the memory is on the GPU with UUID {uuid.hex()}, and this process sees {found}")
+        uuids = [other.hex() for other in seen]
+        raise ValueError(f"description: the memory is on the GPU with UUID {uuid.hex()}, and this process sees {uuids}")
     return seen.index(uuid)
 
 
@@ -502,13 +505,13 @@ class CudaViews(HostViews):
     def table(self, target: Any, name: str = "target", vector: bool = False, itemsize: int = 4) -> Table:
         """See ``HostViews.table``. A Numba kernel writes tables that are not vectors, so DeviceError is also raised if
         numba-cuda is not installed."""
-        found = gpu_table(target, name, vector, itemsize)
+        checked = gpu_table(target, name, vector, itemsize)
         if not vector:
             self._load("stage_rows")
-        return found
+        return checked
 
     def step(self, arrays: Any) -> StepTargets:
         """See ``HostViews.step``. The kernel is Numba's, as for ``table``."""
         self._load("step_tables")
-        found: StepTargets = arrays.targets(gpu_table)
-        return found
+        targets: StepTargets = arrays.targets(gpu_table)
+        return targets

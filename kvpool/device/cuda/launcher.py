@@ -206,9 +206,9 @@ class CudaLauncher:
     def _compile(self, source: str, kernel: str) -> Any:
         with self._calls(source, unsafe=True):
             module = self._cupy.RawModule(code=kernel_source(source, kernel), options=OPTIONS)
-            found = module.get_function(kernel)
-            found.num_regs  # noqa: B018  # An attribute of a kernel is known when it is loaded.
-            return found
+            function = module.get_function(kernel)
+            function.num_regs  # noqa: B018  # An attribute of a kernel is known when it is loaded.
+            return function
 
     def try_load(self, source: str, kernel: str) -> bool:
         """``load`` for a kernel that is not essential. Returns False, with a warning, if it cannot be loaded."""
@@ -223,7 +223,7 @@ class CudaLauncher:
 
     def device_addresses(self, addresses: Int64s) -> Int64s:
         """See ``launches.Launcher``."""
-        found = np.empty_like(addresses)
+        pointers = np.empty_like(addresses)
         with self._calls("cudaPointerGetAttributes") as runtime:
             for i, address in enumerate(addresses.flat):
                 attributes = runtime.pointerGetAttributes(int(address))
@@ -231,8 +231,8 @@ class CudaLauncher:
                     raise ValueError(
                         f"memory at {address:#x} is neither the device's nor pinned: kernels cannot reach it"
                     )
-                found.flat[i] = attributes.devicePointer
-        return found
+                pointers.flat[i] = attributes.devicePointer
+        return pointers
 
     def own_address(self, address: int) -> int:
         """The address for kernels of pinned memory that belongs to the device itself. On most machines this costs no

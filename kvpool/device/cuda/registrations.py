@@ -98,7 +98,7 @@ class Hold:
     def share(self, address: int) -> None:
         """Keep the registration that has an address until ``release``, if this process made it here. Registrations of
         others are theirs. Raises MemoryError."""
-        for registration in [found for found in list(_registered) if found.has(address)]:
+        for registration in [candidate for candidate in list(_registered) if candidate.has(address)]:
             if registration not in self._registrations:
                 registration.use(self)
                 self._registrations.append(registration)

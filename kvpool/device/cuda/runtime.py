@@ -48,9 +48,9 @@ def find_batch(library: Callable[[str], Any] = ctypes.CDLL) -> Batch | None:
         get = library(LIBRARY).cuGetProcAddress_v2
     except (OSError, AttributeError):
         return None
-    address, found = ctypes.c_void_p(), ctypes.c_int()
+    address, status = ctypes.c_void_p(), ctypes.c_int()
     version, flags = ctypes.c_int(_CUDA_VERSION), ctypes.c_uint64(_LEGACY_STREAM_FLAG)
-    if get(b"cuMemcpyBatchAsync", ctypes.byref(address), version, flags, ctypes.byref(found)) or not address.value:
+    if get(b"cuMemcpyBatchAsync", ctypes.byref(address), version, flags, ctypes.byref(status)) or not address.value:
         return None
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     arguments = (pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
@@ -100,12 +100,12 @@ class CopySettings(NamedTuple):
 
 def _setting(environment: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:
     variable = f"KVPOOL_{name.upper()}"
-    given = environment.get(variable)
-    if given is None:
+    text = environment.get(variable)
+    if text is None:
         return default
-    if not re.fullmatch(r"-?\d{1,10}", given) or not low <= int(given) <= high:
-        raise ValueError(f"{variable}={given!r}: accepted is a number from {low} to {high}")
-    return int(given)
+    if not re.fullmatch(r"-?\d{1,10}", text) or not low <= int(text) <= high:
+        raise ValueError(f"{variable}={text!r}: accepted is a number from {low} to {high}")
+    return int(text)
 
 
 class Driver:
@@ -117,17 +117,17 @@ class Driver:
 
     def __init__(self, library: Callable[[str], Any] = ctypes.CDLL) -> None:
         try:
-            found = library(LIBRARY)
+            driver = library(LIBRARY)
         except OSError:
-            found = None
-        self._retain = _function(found, "cuDevicePrimaryCtxRetain", _pointer, _int)
-        self._state = _function(found, "cuDevicePrimaryCtxGetState", _int, _pointer, _pointer)
-        self._current = _function(found, "cuCtxGetCurrent", _pointer)
-        self._push = _function(found, "cuCtxPushCurrent_v2", _pointer)
-        self._pop = _function(found, "cuCtxPopCurrent_v2", _pointer)
-        self._attribute = _function(found, "cuPointerGetAttribute", _pointer, _int, ctypes.c_uint64)
-        self._query = _function(found, "cuEventQuery", _pointer)
-        self._exchange = _function(found, "cuThreadExchangeStreamCaptureMode", _pointer)
+            driver = None
+        self._retain = _function(driver, "cuDevicePrimaryCtxRetain", _pointer, _int)
+        self._state = _function(driver, "cuDevicePrimaryCtxGetState", _int, _pointer, _pointer)
+        self._current = _function(driver, "cuCtxGetCurrent", _pointer)
+        self._push = _function(driver, "cuCtxPushCurrent_v2", _pointer)
+        self._pop = _function(driver, "cuCtxPopCurrent_v2", _pointer)
+        self._attribute = _function(driver, "cuPointerGetAttribute", _pointer, _int, ctypes.c_uint64)
+        self._query = _function(driver, "cuEventQuery", _pointer)
+        self._exchange = _function(driver, "cuThreadExchangeStreamCaptureMode", _pointer)
 
     def primary_context(self, index: int) -> tuple[int, int | None]:
         """The context that the runtime uses on a GPU. It is created if it does not exist. It is kept until the process
@@ -138,16 +138,16 @@ class Driver:
     def gpu_of(self, address: int, count: int) -> int | None:
         """Which of the ``count`` GPUs some memory belongs to. Creates no context: where there is GPU memory, there is a
         context."""
-        found = self._ordinal(address)
-        for index in range(count) if found is None else ():
+        ordinal = self._ordinal(address)
+        for index in range(count) if ordinal is None else ():
             flags, active = ctypes.c_uint(), ctypes.c_int()
             self._state(index, ctypes.byref(flags), ctypes.byref(active))
-            if active.value and found is None:
+            if active.value and ordinal is None:
                 _, pushed = self.push(self.primary_context(index)[1])
                 if pushed:
-                    found = self._ordinal(address)
+                    ordinal = self._ordinal(address)
                     self.pop()
-        return found
+        return ordinal
 
     def _ordinal(self, address: int) -> int | None:
         """The GPU of an address, as the current context knows it."""
@@ -173,9 +173,9 @@ class Driver:
     def current(self) -> int | None:
         """The context of the calling thread. Destructors call it, which may run in the middle of anything: it keeps
         nothing between two calls."""
-        found = ctypes.c_void_p()
-        self._current(ctypes.byref(found))
-        return found.value
+        context = ctypes.c_void_p()
+        self._current(ctypes.byref(context))
+        return context.value
 
     def push(self, context: int | None) -> tuple[int, bool]:
         """Make a context current. Returns whether it did: then ``pop`` has to undo it."""
@@ -203,11 +203,11 @@ class Driver:
 
 
 def _function(library: Any, name: str, *arguments: Any) -> Callable[..., int]:
-    found = getattr(library, name, None)
-    if found is None:
-        return lambda *given: 0
-    found.argtypes, found.restype = arguments, _int
-    return found
+    function = getattr(library, name, None)
+    if function is None:
+        return lambda *ignored: 0
+    function.argtypes, function.restype = arguments, _int
+    return function
 
 
 OUT_OF_MEMORY = 2
@@ -262,10 +262,10 @@ class Gpu(NamedTuple):
 def gpus(runtime: Any) -> list[Gpu]:
     """All GPUs that this process sees."""
     driver = int(runtime.driverGetVersion())
-    found = [runtime.getDeviceProperties(number) for number in range(runtime.getDeviceCount())]
+    properties = [runtime.getDeviceProperties(number) for number in range(runtime.getDeviceCount())]
     return [
-        Gpu(number, one["name"].decode(), int(one["totalGlobalMem"]), driver, f"{one['major']}.{one['minor']}")
-        for number, one in enumerate(found)
+        Gpu(number, gpu["name"].decode(), int(gpu["totalGlobalMem"]), driver, f"{gpu['major']}.{gpu['minor']}")
+        for number, gpu in enumerate(properties)
     ]
 
 
@@ -405,8 +405,8 @@ def state_of(calls: RuntimeCalls, stream: Stream) -> str:
 def usable_stream(calls: RuntimeCalls, stream: Any) -> Stream:
     """Return a stream, or raise as ``Device.as_stream`` says. A stream that is being captured is refused: the graph
     would repeat what the pool enqueues, and its events would pull the pool's own streams into the graph."""
-    found = own_name(stream_argument(stream))
-    state = state_of(calls, found)
+    checked = own_name(stream_argument(stream))
+    state = state_of(calls, checked)
     if state == GONE:
         raise StreamGone(f"stream={stream!r}: it has been destroyed; accepted is a stream that lives")
     if state == CAPTURED:
@@ -414,7 +414,7 @@ def usable_stream(calls: RuntimeCalls, stream: Any) -> Stream:
             f"stream={stream!r}: it is being captured; call before the capture begins or behind its end; "
             "capture_block_offsets and capture_step_tables hand over in a graph"
         )
-    return found
+    return checked
 
 
 def captured_stream(calls: RuntimeCalls, stream: Stream) -> int:
@@ -534,7 +534,7 @@ class UsedStreams:
         if stream.handle not in self._used:
             if len(self._used) >= _STREAMS_KEPT:
                 idle = [h for h, (_, event) in self._used.items() if event is not None and self._events.query(event)]
-                self._used = {h: found for h, found in self._used.items() if h not in idle}
+                self._used = {h: entry for h, entry in self._used.items() if h not in idle}
             self._used[stream.handle] = stream, None
         return stream.handle
 
@@ -573,7 +573,7 @@ class UsedStreams:
         has to be waited for, only a wait for the whole GPU does. CUDA refuses that while any stream of the GPU is
         captured, and ends the capture, so it is not done when ``closing``.
         """
-        for stream, event in [(NULL_STREAM, None), *self._used.values(), *((own, None) for own in self.own)]:
+        for stream, event in [(NULL_STREAM, None), *self._used.values(), *((ours, None) for ours in self.own)]:
             if state_of(self._calls, stream) == USABLE:
                 with self._calls("cudaStreamSynchronize", unsafe=True) as runtime:
                     runtime.streamSynchronize(stream.handle)
@@ -582,5 +582,5 @@ class UsedStreams:
         if self._lost and not closing:
             with self._calls("cudaDeviceSynchronize", unsafe=True) as runtime:
                 runtime.deviceSynchronize()
-            self._used = {handle: found for handle, found in self._used.items() if handle not in self._lost}
+            self._used = {handle: entry for handle, entry in self._used.items() if handle not in self._lost}
             self._lost.clear()

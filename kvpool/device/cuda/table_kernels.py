@@ -104,20 +104,20 @@ def step_tables(
         i, chunk = unit // chunks, unit % chunks
         stored, holes = numbers[4 * i], numbers[4 * i + 1]
         length, query = numbers[4 * i + 2], numbers[4 * i + 3]
-        first, used = length - (numbers[4 * i + 7] - query), (length + width - 1) // width
+        first, filled = length - (numbers[4 * i + 7] - query), (length + width - 1) // width
         if chunk == 0 and cuda.threadIdx.x == 0:
             if wanted & 2:
                 seq_lens[i] = length
             if wanted & 4:
                 query_start_loc[i] = query
             if wanted & 8:
-                last_page_len[i] = length - (used - 1) * width if length else 0
+                last_page_len[i] = length - (filled - 1) * width if length else 0
             if wanted & 32:
                 indptr[i] = stored
         c = chunk * cuda.blockDim.x + cuda.threadIdx.x
-        while c < max(used, columns if wanted & 16 else 0):
+        while c < max(filled, columns if wanted & 16 else 0):
             block = -1
-            if c < used and not sinks <= c < sinks + holes:
+            if c < filled and not sinks <= c < sinks + holes:
                 place = stored + (c if c < sinks else c - holes)
                 block = ids[place]
                 if wanted & 64:

@@ -154,10 +154,10 @@ def _parsed(fields: dict[str, Any]) -> SharedTier:
         accepted = "accepted is a tier with one group or more, and the sign of its pool"
         raise ValueError(f"tier={tier!r:.80}, {len(groups)} groups, sign={sign!r:.80}: {accepted}")
     pid, namespace = (integer_argument(name, owner[name], 1, 1 << 62) for name in ("pid", "namespace"))
-    found = SharedTier(tier, device, tuple(groups), pid, sign, _string("machine", owner["machine"]), namespace)
-    if fields["fingerprint"] != found.fingerprint:
-        raise ValueError(f"fingerprint={fields['fingerprint']!r:.80}: its layouts have {found.fingerprint}")
-    return found
+    parsed = SharedTier(tier, device, tuple(groups), pid, sign, _string("machine", owner["machine"]), namespace)
+    if fields["fingerprint"] != parsed.fingerprint:
+        raise ValueError(f"fingerprint={fields['fingerprint']!r:.80}: its layouts have {parsed.fingerprint}")
+    return parsed
 
 
 def machine() -> str:
@@ -185,9 +185,9 @@ class Sharing:
         """Describe a tier. Raises ValueError for memory that cannot be shared, DeviceError, MemoryError, PoolClosed."""
         pools, groups = self._pools, []
         for group, layouts in enumerate(pools.layouts):
-            found = [pools.flat(tier, group, part) for part in range(len(layouts))]
-            blocks = found[0].nbytes // layouts[0].block_bytes
-            handles = [self._device.views.handle(array, tier) if blocks else None for array in found]
+            arrays = [pools.flat(tier, group, part) for part in range(len(layouts))]
+            blocks = arrays[0].nbytes // layouts[0].block_bytes
+            handles = [self._device.views.handle(array, tier) if blocks else None for array in arrays]
             groups.append(SharedGroup(blocks, tuple(map(SharedPart, layouts, handles))))
         if not any(group.blocks for group in groups):
             raise ValueError(f"tier={tier!r}: this pool has no blocks there")
@@ -289,20 +289,20 @@ def attach(description: SharedTier | str) -> Attachment:
     """
     if not isinstance(description, (str, SharedTier)):
         raise TypeError(f"description={description!r:.80}: accepted is what share() gave")
-    found = SharedTier.from_json(description if isinstance(description, str) else description.to_json())
-    if found.machine != machine():
+    parsed = SharedTier.from_json(description if isinstance(description, str) else description.to_json())
+    if parsed.machine != machine():
         raise ValueError("description: the pool is on another machine, or was there before this one was started again")
-    if found.namespace != namespace():
+    if parsed.namespace != namespace():
         raise ValueError("description: the pool is in another PID namespace, where process ids mean other processes")
     try:
-        if not is_there(found.pid, found.sign):
+        if not is_there(parsed.pid, parsed.sign):
             raise PoolClosed(_GONE)
-        memory = [[_opened(found, group.blocks, part) for part in group.parts] for group in found.groups]
-        if not is_there(found.pid, found.sign):
+        memory = [[_opened(parsed, group.blocks, part) for part in group.parts] for group in parsed.groups]
+        if not is_there(parsed.pid, parsed.sign):
             raise PoolClosed(_GONE)
     except PermissionError as error:
-        raise PermissionError(f"process {found.pid} has the pool and belongs to another user: {error}") from None
-    return Attachment(found, memory)
+        raise PermissionError(f"process {parsed.pid} has the pool and belongs to another user: {error}") from None
+    return Attachment(parsed, memory)
 
 
 def _opened(description: SharedTier, blocks: int, part: SharedPart) -> Any:

@@ -117,10 +117,10 @@ class Export:
                 raise TypeError(f"index={index!r:.80}: accepted are integers, slices and an ellipsis")
         # With the ellipsis the result is always a view, and nothing is read. A number may say that it is equal to one.
         try:
-            found = self._view[parts if any(part is Ellipsis for part in parts) else (*parts, ...)]
+            view = self._view[parts if any(part is Ellipsis for part in parts) else (*parts, ...)]
         except (OverflowError, ValueError):
             raise IndexError(f"index={index!r:.80}: accepted are indices of an array of shape {self.shape}") from None
-        return Export(self._lending, self._place, found, self.dtype, self.writable)
+        return Export(self._lending, self._place, view, self.dtype, self.writable)
 
     def __repr__(self) -> str:
         return f"Export({self.tier!r}, shape={self.shape}, dtype={self.dtype!r}, writable={self.writable})"
@@ -162,12 +162,12 @@ class Export:
                 "memory of a GPU is no NumPy array: accepted are packages for GPUs, through DLPack or "
                 "__cuda_array_interface__"
             )
-        found = self._lent()
-        if dtype is not None and np.dtype(dtype) != found.dtype:
+        array = self._lent()
+        if dtype is not None and np.dtype(dtype) != array.dtype:
             if copy is False:
-                raise ValueError(f"dtype={dtype!r}: the memory holds {found.dtype}; accepted is that, or a copy")
-            return found.astype(dtype)
-        return found.copy() if copy else found
+                raise ValueError(f"dtype={dtype!r}: the memory holds {array.dtype}; accepted is that, or a copy")
+            return array.astype(dtype)
+        return array.copy() if copy else array
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -216,9 +216,7 @@ class Export:
 
     def _lent(self) -> Any:
         """The memory as an array of its own package, on loan."""
-        found, loan = self._view, self._lending.lend(self._place)
-        address, kind = found.__array_interface__["data"][0], found.dtype.kind
-        place = StridedArray(
-            address, found.shape, found.itemsize, found.strides, self._memory, kind, self.writable, loan
-        )
+        view, loan = self._view, self._lending.lend(self._place)
+        address, kind = view.__array_interface__["data"][0], view.dtype.kind
+        place = StridedArray(address, view.shape, view.itemsize, view.strides, self._memory, kind, self.writable, loan)
         return self._lending.device.views.array(place)

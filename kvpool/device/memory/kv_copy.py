@@ -124,8 +124,8 @@ def _copy(
     gather = name == "out"
     if not isinstance(cache, PagedKV):
         raise TypeError(f"cache: a PagedKV is needed, not {type(cache).__name__}")
-    found = _stagings_argument(name, staging, cache, gather)
-    total = sum(one.tokens for one in found)
+    stagings = _stagings_argument(name, staging, cache, gather)
+    total = sum(item.tokens for item in stagings)
     slots = _slots_argument(slot_mapping, total)
     skip = integer_argument("skip_prefix_n_tokens", skip, 0, total)
     stream_argument(stream)
@@ -133,26 +133,26 @@ def _copy(
         thread_blocks = integer_argument("thread_blocks", thread_blocks, 1, 65535)
     if not (gather or cache.writable):
         raise ValueError("cache: it must not be written")
-    on_gpu = "device" in (cache.memory, found[0].memory)
+    on_gpu = "device" in (cache.memory, stagings[0].memory)
     if not on_gpu and slots.memory == "device":
         raise ValueError("slot_mapping: memory of a GPU, while cache and staging are the host's")
     if skip == total:
         return
-    pieces = list(_pieces(cache, found, skip))
+    pieces = list(_pieces(cache, stagings, skip))
     if on_gpu:
-        address = int(cache.bases[0, 0]) if cache.memory == "device" else found[0].rows[0][0]
+        address = int(cache.bases[0, 0]) if cache.memory == "device" else stagings[0].rows[0][0]
         to = launcher or launcher_at(address)
         # Slots of the host are uploaded. A graph would repeat the upload, and events of a capture tell nothing.
         handle = to.stream(stream, captured=slots.memory == "device")
-        _launch(cache, pieces, found[0].memory, slots, (skip, total), gather, handle, thread_blocks, to)
+        _launch(cache, pieces, stagings[0].memory, slots, (skip, total), gather, handle, thread_blocks, to)
         return
     wanted = _private_slots(slots, skip, total, np.dtype(np.int64))
     _check_slots(wanted, skip, cache.slots)
     nbytes = cache.layers * len(wanted) * sum(plane.heads * plane.run_bytes for plane in cache.planes)
     for planes, first, end in pieces:
         table = np.array([plane.merged() for plane in planes], dtype=np.int64)
-        own = wanted[first - skip : end - skip]
-        _copy_tokens(cache.bases, table, own, cache.tokens_per_block, gather, nbytes > CACHED_BYTES_MAX)
+        piece_slots = wanted[first - skip : end - skip]
+        _copy_tokens(cache.bases, table, piece_slots, cache.tokens_per_block, gather, nbytes > CACHED_BYTES_MAX)
 
 
 def _pieces(cache: PagedKV, stagings: list[_Staging], skip: int) -> Iterator[tuple[list[KvPlane], int, int]]:
@@ -176,24 +176,24 @@ def _stagings_argument(name: str, staging: Any, cache: PagedKV, gather: bool) ->
     names = [f"{name}[{i}]" for i in range(len(staging))] if several else [name]
     if not names:
         raise ValueError(f"{name}: no staging; accepted is one and more")
-    found = [
-        _staging_argument(own, one, cache, gather)
-        for own, one in zip(names, staging if several else [staging], strict=True)
+    checked = [
+        _staging_argument(label, item, cache, gather)
+        for label, item in zip(names, staging if several else [staging], strict=True)
     ]
     planes = [
-        (address, own, p, array)
-        for own, one in zip(names, found, strict=True)
-        for address, p, array in one.arrays(cache)
+        (address, label, p, array)
+        for label, item in zip(names, checked, strict=True)
+        for address, p, array in item.arrays(cache)
     ]
-    for _, own, _, array in planes:
+    for _, label, _, array in planes:
         if _is_inside(array, cache):
-            raise ValueError(f"{own}: it shares bytes with the cache")
-    if len({one.memory for one in found}) > 1:
+            raise ValueError(f"{label}: it shares bytes with the cache")
+    if len({item.memory for item in checked}) > 1:
         raise ValueError(f"{name}: all stagings must be in one memory")
-    both = sharing((address, f"{own}, plane {p}", array) for address, own, p, array in planes) if gather else None
+    both = sharing((address, f"{label}, plane {p}", array) for address, label, p, array in planes) if gather else None
     if both is not None:
         raise ValueError(f"{' and '.join(sorted(both))} share bytes")
-    return found
+    return checked
 
 
 def _staging_argument(name: str, staging: Any, cache: PagedKV, gather: bool) -> _Staging:
@@ -210,8 +210,8 @@ def _staging_argument(name: str, staging: Any, cache: PagedKV, gather: bool) -> 
         plane, shape, steps = cache.planes[p], array.shape, array.steps
         split = len(shape) == 4
         inner = (plane.heads, plane.run_bytes) if split else (plane.heads * plane.run_bytes,)
-        own = *shape[2:-1], shape[-1] * array.itemsize
-        if len(shape) not in (3, 4) or shape[0] != cache.layers or own != inner:
+        token_shape = *shape[2:-1], shape[-1] * array.itemsize
+        if len(shape) not in (3, 4) or shape[0] != cache.layers or token_shape != inner:
             break
         if shape[-1] > 1 and steps[-1] != array.itemsize:
             raise ValueError(f"{name}: the elements of a head must be contiguous, not {steps[-1]} bytes apart")
@@ -312,8 +312,8 @@ def _launch(
         uploaded = launcher.uploaded(wanted, stream, host=host)
     with uploaded as address:
         for planes, begin, stop in pieces:
-            own = address + (begin - first) * slots.itemsize
-            which = KvTokens(own, slots.itemsize, cache.slots, stop - begin, cache.tokens_per_block)
+            piece_address = address + (begin - first) * slots.itemsize
+            which = KvTokens(piece_address, slots.itemsize, cache.slots, stop - begin, cache.tokens_per_block)
             launch = kv_copy(bases, planes, which, gather=gather, host=host, grid=launcher.grid, chosen=thread_blocks)
             launcher.launch(launch, stream)
 

@@ -45,8 +45,8 @@ def available_ram(root: Path = Path("/")) -> int | None:
 def _number(path: Path, name: str) -> int | None:
     """The number behind a name in a file of the system, where a line begins with it."""
     try:
-        found = [line.split() for line in path.read_text().splitlines()]
-        return next((int(words[1]) for words in found if words[:1] == [name]), None)
+        lines = [line.split() for line in path.read_text().splitlines()]
+        return next((int(words[1]) for words in lines if words[:1] == [name]), None)
     except (OSError, ValueError, IndexError):
         return None
 

@@ -32,7 +32,7 @@ class _Need(NamedTuple):
 
     tier: str
     nbytes: int
-    given: Any
+    memory: Any
     name: str
 
 
@@ -124,12 +124,12 @@ class MemoryPools:
         return self._shaped("host")
 
     def _shaped(self, tier: str) -> tuple[tuple[Any, ...], ...]:
-        found = []
+        arrays = []
         for group, (parts, *blocks) in enumerate(self._open()):
             each = (self.flat(tier, group, part) for part in range(len(parts)))
-            own = zip(each, self.layouts[group], strict=True)
-            found.append(tuple(shaped(flat, layout, tier, blocks[TIERS.index(tier)]) for flat, layout in own))
-        return tuple(found)
+            flat_parts = zip(each, self.layouts[group], strict=True)
+            arrays.append(tuple(shaped(flat, layout, tier, blocks[TIERS.index(tier)]) for flat, layout in flat_parts))
+        return tuple(arrays)
 
     @property
     def device_pool(self) -> Any:
@@ -159,8 +159,8 @@ class MemoryPools:
         self._open()
         first, end, base, step = self._places[part]
         place = np.searchsorted(end, ids, "right")
-        found: Int64s = base[place] + (ids - first[place]) * step[place]
-        return found
+        starts: Int64s = base[place] + (ids - first[place]) * step[place]
+        return starts
 
     @property
     def closed(self) -> bool:
@@ -203,21 +203,21 @@ def _needs(layouts: Layouts, counts: list[tuple[int, ...]], memory: tuple[Any, A
     """The allocations: first the device tier of every part, then the host tier of every part."""
     needs = []
     parts = sum(map(len, layouts))
-    for tier, of_tier, given in zip(TIERS, counts, memory, strict=True):
+    for tier, of_tier, tier_memory in zip(TIERS, counts, memory, strict=True):
         name = f"{tier}_memory"
         sizes = [
             blocks * layout.block_bytes for group, blocks in zip(layouts, of_tier, strict=True) for layout in group
         ]
-        each = [given] * parts
-        if parts > 1 and given is not None and not callable(given):
-            each = list(given) if isinstance(given, (list, tuple)) else []
+        each = [tier_memory] * parts
+        if parts > 1 and tier_memory is not None and not callable(tier_memory):
+            each = list(tier_memory) if isinstance(tier_memory, (list, tuple)) else []
             if len(each) != parts:
                 raise ValueError(
                     f"{name}: accepted are None, a function, and a list of {parts}, one for each part, group after "
                     "group"
                 )
         names = [name] if parts == 1 else [f"{name}[{i}]" for i in range(parts)]
-        needs += [_Need(tier, *one) for one in zip(sizes, each, names, strict=True)]
+        needs += [_Need(tier, *need) for need in zip(sizes, each, names, strict=True)]
     return needs
 
 
@@ -251,7 +251,7 @@ def _places(regions: tuple[Region, ...], bases: list[list[list[int]]], part: int
 
 def _check_room(device: Device, needs: list[_Need]) -> None:
     """Raise InsufficientMemory if the device is known to have less than needed."""
-    sizes = {tier: sum(need.nbytes for need in needs if need.tier == tier and need.given is None) for tier in TIERS}
+    sizes = {tier: sum(need.nbytes for need in needs if need.tier == tier and need.memory is None) for tier in TIERS}
     if device.one_memory:
         sizes = {"device and host": sum(sizes.values())} if sizes["host"] else {"device": sizes["device"]}
     for tiers, requested in sizes.items():
@@ -265,16 +265,16 @@ def _allocate(device: Device, needs: list[_Need], shared: bool) -> list[Any]:
     """Make all allocations, or raise InsufficientMemory and keep none."""
     pools: list[Any] = []
     try:
-        for tier, nbytes, given, name in needs:
+        for tier, nbytes, memory, name in needs:
             try:
                 pools.append(
                     device.allocate(nbytes, tier, shared)
-                    if given is None
-                    else _adopt(device, tier, given, nbytes, name)
+                    if memory is None
+                    else _adopt(device, tier, memory, nbytes, name)
                 )
             except MemoryError as error:
                 raise InsufficientMemory(tier, nbytes, device.available_bytes(tier) or 0, str(error)) from error
-        _check_apart([(need.name, pool) for need, pool in zip(needs, pools, strict=True) if need.given is not None])
+        _check_apart([(need.name, pool) for need, pool in zip(needs, pools, strict=True) if need.memory is not None])
     except BaseException:
         _free(device, pools)
         raise
@@ -293,9 +293,9 @@ def _free(device: Device, pools: list[Any]) -> None:
         raise errors[0]
 
 
-def _check_apart(given: list[tuple[str, Any]]) -> None:
+def _check_apart(adopted: list[tuple[str, Any]]) -> None:
     """Raise ValueError for memory of the caller that shares bytes."""
-    spans = [(name, as_strided("pool", pool).address, pool.nbytes) for name, pool in given if pool.nbytes]
+    spans = [(name, as_strided("pool", pool).address, pool.nbytes) for name, pool in adopted if pool.nbytes]
     for (name, start, size), (other, other_start, other_size) in combinations(spans, 2):
         if start < other_start + other_size and other_start < start + size:
             raise ValueError(
@@ -303,26 +303,26 @@ def _check_apart(given: list[tuple[str, Any]]) -> None:
             )
 
 
-def _adopt(device: Device, tier: str, given: Any, nbytes: int, name: str) -> Any:
+def _adopt(device: Device, tier: str, source: Any, nbytes: int, name: str) -> Any:
     """Use memory of the caller for a tier, after its layout was checked. Raises TypeError, ValueError, and what the
     caller's function raises."""
-    found = as_strided(name, given(nbytes, ADOPTED_ALIGNMENT) if callable(given) else given)
+    array = as_strided(name, source(nbytes, ADOPTED_ALIGNMENT) if callable(source) else source)
     place = device.views.places[tier][0]
     memory = "device" if place == dlpack.CUDA else "host"
-    if found.memory != memory:
-        raise ValueError(f"{name} is {found.memory} memory: the {device.name} device has this tier in {memory} memory")
-    plain = StridedArray(found.address, found.shape, found.itemsize)
-    size = found.itemsize * math.prod(found.shape)
+    if array.memory != memory:
+        raise ValueError(f"{name} is {array.memory} memory: the {device.name} device has this tier in {memory} memory")
+    plain = StridedArray(array.address, array.shape, array.itemsize)
+    size = array.itemsize * math.prod(array.shape)
     if size != nbytes:
         raise ValueError(f"{name} has {size} bytes: accepted are exactly the {nbytes} of its blocks")
     if any(
-        extent > 1 and step != dense for extent, step, dense in zip(found.shape, found.steps, plain.steps, strict=True)
+        extent > 1 and step != dense for extent, step, dense in zip(array.shape, array.steps, plain.steps, strict=True)
     ):
         raise ValueError(
-            f"{name} has shape {found.shape} and strides {found.steps}: accepted is C order without gaps, {plain.steps}"
+            f"{name} has shape {array.shape} and strides {array.steps}: accepted is C order without gaps, {plain.steps}"
         )
-    if not found.writable:
+    if not array.writable:
         raise ValueError(f"{name} is read-only: accepted is memory that can be written")
-    if found.address % ADOPTED_ALIGNMENT and nbytes:
-        raise ValueError(f"{name} is at {found.address:#x}: accepted is a multiple of {ADOPTED_ALIGNMENT}")
-    return device.adopt(StridedArray(found.address, (nbytes,), 1, None, memory, "u", owner=found), tier)
+    if array.address % ADOPTED_ALIGNMENT and nbytes:
+        raise ValueError(f"{name} is at {array.address:#x}: accepted is a multiple of {ADOPTED_ALIGNMENT}")
+    return device.adopt(StridedArray(array.address, (nbytes,), 1, None, memory, "u", owner=array), tier)

@@ -182,26 +182,26 @@ def rows_argument(name: str, rows: Any, lengths: Int64s) -> Rows:
     """
     if rows is None:
         return NO_ROWS
-    found = np.asarray(rows)
-    if found.dtype.kind not in "iu" and found.size:
+    array = np.asarray(rows)
+    if array.dtype.kind not in "iu" and array.size:
         raise TypeError(
-            f"{name}: integer rows (block, first token, last token exclusive) are needed, not {found.dtype}"
+            f"{name}: integer rows (block, first token, last token exclusive) are needed, not {array.dtype}"
         )
-    if found.size == 0:
+    if array.size == 0:
         return NO_ROWS
-    if found.ndim != 2 or found.shape[1] != 3:
-        raise ValueError(f"{name}: shape [n, 3] is needed, not {list(found.shape)}")
-    found = found.astype(np.int64)
-    block, first, last = found.T
+    if array.ndim != 2 or array.shape[1] != 3:
+        raise ValueError(f"{name}: shape [n, 3] is needed, not {list(array.shape)}")
+    array = array.astype(np.int64)
+    block, first, last = array.T
     outside = (block < 0) | (block >= len(lengths))
     tokens = np.append(lengths, 0)[np.where(outside, -1, block)]
     bad = np.flatnonzero(outside | (first < 0) | (first >= last) | (last > tokens))
     if len(bad):
-        row, most = found[bad[0]].tolist(), tokens[bad[0]] or lengths.max(initial=0)
+        row, most = array[bad[0]].tolist(), tokens[bad[0]] or lengths.max(initial=0)
         raise ValueError(
             f"{name}[{bad[0]}]={row}: a block of [0, {len(lengths)}) and 0 <= first < last <= {most} are needed"
         )
-    return found
+    return array
 
 
 @dataclass(eq=False)
@@ -305,7 +305,7 @@ class AccessOrder:
         """The races with enqueued accesses that ``clock`` does not include: one for each access."""
         suspects = [(self._last[0], read, ("a write", "a read"))]
         suspects += [(last, written, ("a read" if lane else "a write", "a write")) for lane, last in self._last.items()]
-        found: dict[int, tuple[tuple[str, str], list[Int64s]]] = {}
+        conflicts: dict[int, tuple[tuple[str, str], list[Int64s]]] = {}
         for last, cells, does in suspects:
             if len(cells):
                 keys = last[cells]
@@ -313,10 +313,10 @@ class AccessOrder:
                 seen = np.where(lanes < len(clock), clock[np.minimum(lanes, len(clock) - 1)], 0)
                 late = keys > seen
                 for key in np.unique(keys[late]) if late.any() else ():
-                    found.setdefault(int(key), (does, []))[1].append(cells[keys == key])
+                    conflicts.setdefault(int(key), (does, []))[1].append(cells[keys == key])
         return [
             Race(self._accesses[key], access, does, self._rows(np.unique(np.concatenate(cells))))
-            for key, (does, cells) in sorted(found.items())
+            for key, (does, cells) in sorted(conflicts.items())
         ]
 
     def _with_open(self, access: Access, read: Int64s, written: Int64s, thread: int = 0) -> list[Race]:
@@ -337,11 +337,11 @@ class AccessOrder:
         """Sorted cells as rows of neighbours in one block. Arrays have the ids -1, -2, ..."""
         cells = np.unique(cells // self._layers)
         breaks = np.flatnonzero((np.diff(cells) > 1) | (cells[1:] % self._tokens == 0)) + 1
-        found = []
+        rows = []
         for part in np.split(cells, breaks):
             (block, first), last = divmod(int(part[0]), self._tokens), int(part[-1]) % self._tokens
-            found.append((block if block < self._blocks else self._blocks - block - 1, first, last + 1))
-        return tuple(found)
+            rows.append((block if block < self._blocks else self._blocks - block - 1, first, last + 1))
+        return tuple(rows)
 
     def _forget(self) -> None:
         """Drop accesses that are no token's last."""

@@ -113,7 +113,7 @@ class Shadow:
         """The pieces of a move, of about ``chunk_bytes`` or larger where there would be too many. They can be made in
         any order."""
         real, twin = (
-            _chunks(np.concatenate([NO_ROWS, *(cut(*one) for one in side.planned(move[None], layers))]), chunk_bytes)
+            _chunks(np.concatenate([NO_ROWS, *(cut(*pair) for pair in side.planned(move[None], layers))]), chunk_bytes)
             for side in (self.real, self._twin)
         )
         pieces = min(pieces_max, max(1, -(-int(real[:, BYTES].sum()) // chunk_bytes)))
@@ -131,7 +131,7 @@ class Shadow:
     def rows(self, names: tuple[str, str], rows: Any, arrays: Sequence[Array]) -> Rows:
         """Rows of blocks and the places of arrays, from two arguments with these names. The arrays are watched from now
         on. Raises TypeError, ValueError."""
-        found, places = [rows_argument(names[0], rows, self.regions.lengths)], set[int]()
+        parts, places = [rows_argument(names[0], rows, self.regions.lengths)], set[int]()
         for array in arrays:
             if not isinstance(array, np.ndarray):
                 raise TypeError(f"{names[1]}: arrays are needed, not {type(array).__name__}")
@@ -142,19 +142,19 @@ class Shadow:
                 ).host_view()
                 self._outside.append(Watched(range(place, place + 1), memory, memory.copy(), array))
             places.update(other.ids.start for other in self._sharing(array))
-        return np.concatenate([*found, self._whole(sorted(places))])
+        return np.concatenate([*parts, self._whole(sorted(places))])
 
     def rows_of_memory(self, spans: Rows) -> Rows:
         """The places of bytes, int64[n, 2] of (address, bytes): whole blocks of the host tier, and arrays for all that
         is elsewhere, each as a whole."""
-        found, elsewhere = [], []
+        rows, elsewhere = [], []
         for address, nbytes in spans.tolist():
             blocks = self.regions.host_blocks_at(address, nbytes)
             if blocks is None:
                 elsewhere.append(StridedArray(address, (nbytes,), 1, kind="u").host_view())
             else:
-                found += [(block, 0, int(self.regions.lengths[block])) for block in blocks]
-        return np.concatenate([np.array(found, np.int64).reshape(-1, 3), self.rows(("", "fragments"), None, elsewhere)])
+                rows += [(block, 0, int(self.regions.lengths[block])) for block in blocks]
+        return np.concatenate([np.array(rows, np.int64).reshape(-1, 3), self.rows(("", "fragments"), None, elsewhere)])
 
     def everything(self) -> Rows:
         """Rows of all tokens of all blocks, and of all arrays."""
@@ -192,17 +192,17 @@ class Shadow:
     def differences(self, blocks: Int64s | None = None) -> Int64s:
         """Rows (block, token) of what differs, in some blocks or in everything."""
         watched = [*self._pools, *filter(None, self._outside)]
-        return np.concatenate([one.differences(blocks) for one in watched])
+        return np.concatenate([area.differences(blocks) for area in watched])
 
 
 def _chunks(rows: Int64s, chunk_bytes: int) -> Int64s:
     """The same bytes in fragments of at most so many."""
     counts = -(-rows[:, BYTES] // chunk_bytes)
-    found = rows.repeat(counts, axis=0)
-    begin = chunk_bytes * (np.arange(len(found)) - (counts.cumsum() - counts).repeat(counts))
-    found[:, [FROM, TO]] += begin[:, None]
-    found[:, BYTES] = np.minimum(found[:, BYTES] - begin, chunk_bytes)
-    return found
+    chunks = rows.repeat(counts, axis=0)
+    begin = chunk_bytes * (np.arange(len(chunks)) - (counts.cumsum() - counts).repeat(counts))
+    chunks[:, [FROM, TO]] += begin[:, None]
+    chunks[:, BYTES] = np.minimum(chunks[:, BYTES] - begin, chunk_bytes)
+    return chunks
 
 
 def _same(a: Array, b: Array) -> bool:
@@ -231,9 +231,9 @@ class Findings:
         """Memory that was given back, full of poison, and by what."""
         self._last: Access | None = None
 
-    def note(self, found: Sequence[Race | Exception]) -> None:
-        self._failures += found
-        self.races += [race for race in found if isinstance(race, Race)]
+    def note(self, failures: Sequence[Race | Exception]) -> None:
+        self._failures += failures
+        self.races += [race for race in failures if isinstance(race, Race)]
 
     def entered(self, bound: Shadow | None) -> None:
         """Called at the start of each call of the device, before it changes anything."""

@@ -290,10 +290,10 @@ class SimDevice(Device):
     # -- streams ---------------------------------------------------------------------------------
 
     def as_stream(self, stream: Any) -> Stream:
-        found = stream_argument(stream)
-        if found.handle in self._graphs:
+        checked = stream_argument(stream)
+        if checked.handle in self._graphs:
             raise ValueError(f"stream={stream!r}: it is being captured; call before that or behind it")
-        return found
+        return checked
 
     @contextmanager
     def capture(self, stream: Any) -> Iterator[Graph]:
@@ -440,12 +440,12 @@ class SimDevice(Device):
 
     def wait(self, stream: Stream, event: Event) -> None:
         with self._entered():
-            found = self._event(event)
+            recorded = self._event(event)
             queue = self._queue(stream)
-            if found is not None:
-                queue.clock = joined(queue.clock, found.clock)
-                if not found.done:
-                    self._scheduler.add(queue, Wait(Access("wait", queue.name, call_site()), found))
+            if recorded is not None:
+                queue.clock = joined(queue.clock, recorded.clock)
+                if not recorded.done:
+                    self._scheduler.add(queue, Wait(Access("wait", queue.name, call_site()), recorded))
             self._scheduler.poll()
 
     def stall(self, stream: Any) -> Gate:
@@ -471,29 +471,29 @@ class SimDevice(Device):
         """See ``Device.query``. Some queries take a step toward the event, so that a loop over ``query`` ends. Raises
         Deadlock in a loop that cannot end."""
         with self._entered(query=True):
-            found = self._event(event)
-            if found is None:
+            recorded = self._event(event)
+            if recorded is None:
                 return True
             self._scheduler.poll()
-            if not found.done:
-                found.queries += 1
-                if found.queries % _FAIR_QUERIES == 0:
-                    self._scheduler.toward(found)
-            if found.done:
-                self._waits.tell_all(found.clock)
+            if not recorded.done:
+                recorded.queries += 1
+                if recorded.queries % _FAIR_QUERIES == 0:
+                    self._scheduler.toward(recorded)
+            if recorded.done:
+                self._waits.tell_all(recorded.clock)
             elif self._vain > _VAIN_QUERIES and not self._scheduler.runnable():
-                raise self._deadlock(f"a loop over query({describe(found)})")
-            return found.done
+                raise self._deadlock(f"a loop over query({describe(recorded)})")
+            return recorded.done
 
     def synchronize(self, event: Event | None = None) -> None:
         """See ``Device.synchronize``. Takes steps until the event is complete. Without an event, takes all steps, then
         does what ``check`` does. Raises Deadlock."""
         with self._entered():
-            found = None if event is None else self._event(event)
-            if (event is None or found is not None) and not self._scheduler.finish(found):
-                raise self._deadlock(f"synchronize({'' if found is None else describe(found)})")
-            if found is not None:
-                self._waits.add(found.clock)
+            recorded = None if event is None else self._event(event)
+            if (event is None or recorded is not None) and not self._scheduler.finish(recorded):
+                raise self._deadlock(f"synchronize({'' if recorded is None else describe(recorded)})")
+            if recorded is not None:
+                self._waits.add(recorded.clock)
             if event is None:
                 self._waits.add_for_all([queue.clock for queue in self._scheduler.queues.values()])
         if event is None:
@@ -571,7 +571,7 @@ class SimDevice(Device):
                 self._unbind(self._bound, host_call("close"))
             else:
                 self._findings.compare(None, None)
-            self._allocated = {key: found for key, found in self._allocated.items() if found[1]}
+            self._allocated = {key: entry for key, entry in self._allocated.items() if entry[1]}
             self._findings.freed.clear()
             self._findings.raise_first()
 

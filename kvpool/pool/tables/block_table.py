@@ -84,13 +84,13 @@ class BlockTable(NamedTuple):
         Reads the table as it is now: no other call may change these sequences meanwhile. Raises ValueError if a row
         does not fit.
         """
-        used = int(self.blocks.max(initial=0))
-        wide = used if width is None else integer_argument("width", width, 0, _INT32_MAX)
-        if wide < used:
-            raise ValueError(f"width={wide}: accepted are the {used} blocks of the longest sequence, or more")
-        found = np.full((len(self.rows), wide), -1, np.int32)
-        found[:, :used] = self.table[self.rows, :used]
-        return found
+        longest = int(self.blocks.max(initial=0))
+        wide = longest if width is None else integer_argument("width", width, 0, _INT32_MAX)
+        if wide < longest:
+            raise ValueError(f"width={wide}: accepted are the {longest} blocks of the longest sequence, or more")
+        rows = np.full((len(self.rows), wide), -1, np.int32)
+        rows[:, :longest] = self.table[self.rows, :longest]
+        return rows
 
     def csr(self) -> Csr:
         """The same block ids without padding, in private arrays. Reads the table as ``dense`` does. Raises ValueError
@@ -119,7 +119,7 @@ def _integers(name: str, value: Any, low: int) -> Any:
     if value is None or type(value) is int:
         return value
     if _is_list(value):
-        return tuple(integer_argument(name, one, low, _INT32_MAX) for one in value)
+        return tuple(integer_argument(name, item, low, _INT32_MAX) for item in value)
     return integer_argument(name, value, low, _INT32_MAX)
 
 
@@ -128,23 +128,25 @@ def _planes(shape: tuple[int, ...], strides: tuple[int, ...], scale: Any, v_offs
     """Cached, since an engine hands over to the same few targets at every step. Nobody writes to it."""
     pooled, listed = isinstance(scale, tuple), isinstance(v_offset, tuple)
     scales = scale if pooled else (integer_argument("scale", scale, 1, _INT32_MAX),)
-    given = v_offset if listed else () if v_offset is None else (integer_argument("v_offset", v_offset, 0, _INT32_MAX),)
-    if listed and not (pooled and len(given) == len(scales)):
+    offsets = (
+        v_offset if listed else () if v_offset is None else (integer_argument("v_offset", v_offset, 0, _INT32_MAX),)
+    )
+    if listed and not (pooled and len(offsets) == len(scales)):
         raise ValueError(
-            f"v_offset has {len(given)} entries: accepted is one number, or one for each pool that scale lists"
+            f"v_offset has {len(offsets)} entries: accepted is one number, or one for each pool that scale lists"
         )
-    leading = (len(scales),) * pooled + (2,) * bool(given)
+    leading = (len(scales),) * pooled + (2,) * bool(offsets)
     if shape[:-2] != leading:
         text = "".join(f"{count}, " for count in leading)
         raise ValueError(
             f"target has shape {list(shape)}: with this scale and v_offset, accepted is [{text}rows, columns]"
         )
     planes = []
-    for pool, one in enumerate(scales):
-        for offset in (0, given[pool if listed else 0]) if given else (0,):
-            if (ids - 1) * one + offset > _INT32_MAX:
-                raise ValueError(f"scale={one} and v_offset={offset} take block {ids - 1} beyond the int32 range")
-            planes.append((one, offset))
+    for pool, factor in enumerate(scales):
+        for offset in (0, offsets[pool if listed else 0]) if offsets else (0,):
+            if (ids - 1) * factor + offset > _INT32_MAX:
+                raise ValueError(f"scale={factor} and v_offset={offset} take block {ids - 1} beyond the int32 range")
+            planes.append((factor, offset))
     starts = Table(0, shape, strides, None).starts()
     return np.array([(start, *plane) for start, plane in zip(starts, planes, strict=True)], np.int64)
 

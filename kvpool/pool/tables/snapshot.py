@@ -79,12 +79,12 @@ def _width(h, ids, columns, least, cut):  # type: ignore[no-untyped-def]
     sequences = sequences_of(h)
     width = np.int64(least)
     for i in range(ids.shape[0]):
-        used = np.int64(sequences[ids[i] & 0xFFFFFFFF].blocks)
-        if used > columns and not cut:
+        row_blocks = np.int64(sequences[ids[i] & 0xFFFFFFFF].blocks)
+        if row_blocks > columns and not cut:
             h.detail = i
-            h.bound = used
+            h.bound = row_blocks
             return np.int64(TOO_LARGE)
-        width = max(width, min(used, np.int64(columns)))
+        width = max(width, min(row_blocks, np.int64(columns)))
     return width
 
 
@@ -134,13 +134,13 @@ def write_dense(heads, ids, g, rows, planes, columns, cut, table, row_stride):  
         offset = planes[p, OFFSET]
         for i in range(ids.shape[0]):
             slot = ids[i] & 0xFFFFFFFF
-            used = min(np.int64(sequences[slot].blocks), columns)
+            filled = min(np.int64(sequences[slot].blocks), columns)
             place = table + planes[p, START] + rows[i] * row_stride
             target = array_at(place, (columns,), np.int32)
-            _copy_rows(h, slot, 0, place, used)
-            for c in range(used if scale != 1 or offset else 0):
+            _copy_rows(h, slot, 0, place, filled)
+            for c in range(filled if scale != 1 or offset else 0):
                 target[c] = target[c] * scale + offset if target[c] >= 0 else -1
-            for c in range(used, columns):
+            for c in range(filled, columns):
                 target[c] = -1
     return 0
 
@@ -170,17 +170,17 @@ def stage_csr(heads, g, ids, address, nbytes, room):  # type: ignore[no-untyped-
     for i in range(n):
         slot = ids[i] & 0xFFFFFFFF
         stream_of(h, slot)
-        used, length = np.int64(sequences[slot].blocks), sequences[slot].length
+        row_blocks, length = np.int64(sequences[slot].blocks), sequences[slot].length
         indptr[i] = done
         last[i] = (length - 1) % h.width + 1 if length else 0
         place, gone = address + 4 * (2 * n + 1 + done), holes(h, slot)
         if gone:
             _copy_rows(h, slot, 0, place, h.sinks)
             place += 4 * h.sinks
-            _copy_rows(h, slot, sequences[slot].first, place, used - sequences[slot].first)
+            _copy_rows(h, slot, sequences[slot].first, place, row_blocks - sequences[slot].first)
         else:
-            _copy_rows(h, slot, 0, place, used)
-        done += used - gone
+            _copy_rows(h, slot, 0, place, row_blocks)
+        done += row_blocks - gone
     indptr[n] = done
     return total
 

@@ -66,7 +66,7 @@ class Staging:
                 with self._lock:
                     self._retire()
                     if self._retained.count(stream.handle) < self.depth:
-                        found, spare = self._choose(nbytes)
+                        buffer, spare = self._choose(nbytes)
                         break
                     oldest = self._retained.oldest(stream.handle)
                 deliver(self._device.synchronize, oldest)
@@ -75,7 +75,7 @@ class Staging:
             raise
         if spare is not None:
             self._device.free(spare.array)
-        return found or self.allocate(nbytes)
+        return buffer or self.allocate(nbytes)
 
     def _choose(self, nbytes: int) -> tuple[Buffer | None, Buffer | None]:
         """The smallest free buffer that is large enough. If there is none: None, and a buffer that is too small and may

@@ -89,17 +89,17 @@ class StepTables:
     def targets(self, as_table: AsTable) -> StepTargets:
         """Where the arrays lie. They are checked only once, since that costs more than most steps. Raises TypeError,
         ValueError."""
-        found = self._known.get(as_table)
-        if found is None:
-            found = self._known[as_table] = StepTargets.of(self, as_table)
-        return found
+        targets = self._known.get(as_table)
+        if targets is None:
+            targets = self._known[as_table] = StepTargets.of(self, as_table)
+        return targets
 
 
-def step_argument(name: str, given: object) -> StepTables:
-    """``given`` itself. Raises TypeError for anything else."""
-    if type(given) is not StepTables:
-        raise TypeError(f"{name}={given!r:.80}: accepted are StepTables")
-    return given
+def step_argument(name: str, value: object) -> StepTables:
+    """``value`` itself. Raises TypeError for anything else."""
+    if type(value) is not StepTables:
+        raise TypeError(f"{name}={value!r:.80}: accepted are StepTables")
+    return value
 
 
 @jit
@@ -125,10 +125,10 @@ def _number(h, ids, first, counts, packed, limits, numbers):  # type: ignore[no-
         if gone and begin < (h.sinks + gone) * h.width:
             h.detail, h.bound = i, (h.sinks + gone) * h.width
             return np.int64(PASSED)
-        used = (end + h.width - 1) // h.width
+        pages = (end + h.width - 1) // h.width
         numbers[i, STORED] = blocks if packed else slot * h.columns
         numbers[i, HOLES], numbers[i, LENGTH], numbers[i, QUERY] = gone, end, tokens
-        most, tokens, blocks = max(most, used), tokens + count, blocks + used - gone
+        most, tokens, blocks = max(most, pages), tokens + count, blocks + pages - gone
     for n in range(ids.shape[0], numbers.shape[0]):
         numbers[n, STORED], numbers[n, HOLES], numbers[n, LENGTH], numbers[n, QUERY] = blocks, 0, 0, tokens
     for limit in range(3):

@@ -71,11 +71,11 @@ def _assign(moves: Any, scratch: Any, level: Any) -> int:
             continue
         source, target = moves[i, SOURCE], moves[i, TARGET]
         # Levels count from 1 here: 0 in the scratch is "not in this batch". Columns: last write, last read.
-        own = max(scratch[source, 0], scratch[target, 0], scratch[target, 1]) + 1
-        scratch[target, 0] = own
-        scratch[source, 1] = max(scratch[source, 1], own)
-        level[i] = own - 1
-        last = max(last, own)
+        move_level = max(scratch[source, 0], scratch[target, 0], scratch[target, 1]) + 1
+        scratch[target, 0] = move_level
+        scratch[source, 1] = max(scratch[source, 1], move_level)
+        level[i] = move_level - 1
+        last = max(last, move_level)
     for i in range(moves.shape[0]):
         for block in (moves[i, SOURCE], moves[i, TARGET]):
             scratch[block, 0] = scratch[block, 1] = 0
@@ -260,12 +260,12 @@ class Transfer:
                 self._loads = None  # An admission of nothing loads nothing, and the next decision may be anybody's.
                 return False
             moved, shifts, noted = map(sum, zip(*self._left, strict=True))
-            moves, own = np.empty((moved, 5), np.int64), np.empty((noted, 3), np.int64)
+            moves, accesses = np.empty((moved, 5), np.int64), np.empty((noted, 3), np.int64)
             shifted = np.empty((shifts, 4), np.int64) if shifts else NO_TOKEN_MOVES
-            ticket = int(collect(self._states.heads, moves, shifted, own))
+            ticket = int(collect(self._states.heads, moves, shifted, accesses))
             if ticket >= 0:
                 behind, self._behind, loads, self._loads = self._behind, None, self._loads, None
-                batch = Decision(ticket, moves, shifted, self._with_notes(own), behind, loads, [])
+                batch = Decision(ticket, moves, shifted, self._with_notes(accesses), behind, loads, [])
                 if self._held_back is not None:
                     self._held_back[ticket] = batch
                 else:
@@ -473,8 +473,8 @@ class Transfer:
         to name another stream."""
         if self.order is None:
             return
-        used = self._states[0].sequences["stream"]
-        for slot in set(used[(ids & 0xFFFFFFFF) % len(used)].tolist()):
+        streams = self._states[0].sequences["stream"]
+        for slot in set(streams[(ids & 0xFFFFFFFF) % len(streams)].tolist()):
             self.as_stream(self.order.stream(slot))
 
     def as_stream(self, stream: Any) -> Stream:
@@ -611,11 +611,11 @@ class Transfer:
         """What an error of the device means. After any error but DeviceError nobody knows what was done, so the device
         counts as broken."""
         if isinstance(error, DeviceError):
-            found = error
+            failure = error
         else:
-            found = DeviceError(f"{type(error).__name__}: {error}", sticky=True)
+            failure = DeviceError(f"{type(error).__name__}: {error}", sticky=True)
             if not isinstance(error, Exception):
                 self._exit = error
-        if found.sticky:
-            self.broken = found
-        return found
+        if failure.sticky:
+            self.broken = failure
+        return failure

@@ -145,18 +145,18 @@ class Order:
 
         ``idle`` returns bool[n], for all numbers at least: which of them no sequence and no queued batch names.
         """
-        found = self._slots.get(stream.handle)
-        if found is None:
-            found = self._reusable(idle) if len(self._streams) >= STREAMS_KEPT else len(self._streams)
+        number = self._slots.get(stream.handle)
+        if number is None:
+            number = self._reusable(idle) if len(self._streams) >= STREAMS_KEPT else len(self._streams)
             # The stream is kept alive: its handle must not become another stream's while its work is remembered.
-            if found == len(self._streams):
+            if number == len(self._streams):
                 self._streams.append(stream)
             else:
-                del self._slots[self._streams[found].handle]
-                self._streams[found] = stream
-                self._waited[found] = 0
-            self._slots[stream.handle] = found
-        return found
+                del self._slots[self._streams[number].handle]
+                self._streams[number] = stream
+                self._waited[number] = 0
+            self._slots[stream.handle] = number
+        return number
 
     def _reusable(self, idle: Callable[[], Bools]) -> int:
         """A number to reuse, or a new one. Points keep counting when a number changes hands, so old points stay
@@ -210,8 +210,8 @@ class Order:
 
     def follow_copies(self, stream: Stream) -> None:
         """Have any stream, also one without a number, wait for all copies enqueued so far."""
-        for own in self._streams[:_OWN]:
-            self._device.wait(stream, self._device.record(own))
+        for copy_stream in self._streams[:_OWN]:
+            self._device.wait(stream, self._device.record(copy_stream))
 
     def pending(self, ids: Int64s, writes: bool) -> list[Event]:
         """The events for which the host waits before it reads the bytes of blocks, or, with ``writes``, before it

@@ -42,8 +42,8 @@ def on_admit(at, asked, slot):
 
 
 @jit
-def on_touch(at, found, count):
-    return _compared(at, np.int64(agent.on_touch(at, found, count)))
+def on_touch(at, matches, count):
+    return _compared(at, np.int64(agent.on_touch(at, matches, count)))
 
 
 @jit
@@ -59,14 +59,14 @@ def _compared(at, c):
 def _compare(h, book, c):
     """Count what each ghost would have hit of the last prompt. All get its blocks."""
     chain, ghost = chains_of(book)[c], ghosts_of(book)[c]
-    used, lead, noise = scores_of(book)[0], scores_of(book)[1], scores_of(book)[2]
-    own, length = max(book.depth - chain.base, 0), max(np.int64(chain.length) - chain.base, 0)
-    of_lru = min(own, np.int64(ghost[LRU]))
+    ghost_blocks, lead, noise = scores_of(book)[0], scores_of(book)[1], scores_of(book)[2]
+    held, length = max(book.depth - chain.base, 0), max(np.int64(chain.length) - chain.base, 0)
+    of_lru = min(held, np.int64(ghost[LRU]))
     for expert in range(EXPERTS):
-        more = np.float64(min(own, np.int64(ghost[expert])) - of_lru)
+        more = np.float64(min(held, np.int64(ghost[expert])) - of_lru)
         lead[expert] += more - lead[expert] / _MEMORY
         noise[expert] += more * more - noise[expert] / _MEMORY
-        used[expert] += np.float64(length - np.int64(ghost[expert]))
+        ghost_blocks[expert] += np.float64(length - np.int64(ghost[expert]))
         ghost[expert] = length
     for expert in range(EXPERTS):
         ahead = lead[expert] - lead[book.follows] - _SURE * math.sqrt(noise[expert])
@@ -79,17 +79,18 @@ def _compare(h, book, c):
 def _evict(h, book, running):
     """Have the ghosts lose blocks of other chains until they fit: each those of the chain that its expert finds worth
     least, of some that have blocks in a ghost. Most chains may have none."""
-    ghosts, used, least, room = ghosts_of(book), scores_of(book)[0], scores_of(book)[3], book.capacity >> book.shift
+    ghosts, room = ghosts_of(book), book.capacity >> book.shift
+    ghost_blocks, least = scores_of(book)[0], scores_of(book)[3]
     for _ in range(_TRIES):
-        if max(used[0], used[1], used[2]) <= room:
+        if max(ghost_blocks[0], ghost_blocks[1], ghost_blocks[2]) <= room:
             return
         _find_least(h, book, running)
         for expert in range(EXPERTS):
-            if used[expert] > room and least[expert] != NONE:
+            if ghost_blocks[expert] > room and least[expert] != NONE:
                 c = np.int64(least[expert])
-                gone = min(np.int64(used[expert]) - room, np.int64(ghosts[c, expert]))
+                gone = min(np.int64(ghost_blocks[expert]) - room, np.int64(ghosts[c, expert]))
                 ghosts[c, expert] -= gone
-                used[expert] -= gone
+                ghost_blocks[expert] -= gone
 
 
 @jit

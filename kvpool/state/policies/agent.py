@@ -75,10 +75,10 @@ _LEVELS, _LEVEL, _LEVEL_FIRST = 7, 307, 11 << 8
 def class_of(stop, count, mean, length):
     """The class of a chain: why its last request stopped, and the level of the chain's own pauses, which are ``count``
     with such a mean of their logarithms; before its first pause, its length."""
-    own = min(max((mean - _LEVEL_FIRST) // _LEVEL, 0), _LEVELS - 1)
+    level = min(max((mean - _LEVEL_FIRST) // _LEVEL, 0), _LEVELS - 1)
     if count == 0:
-        own = _LEVELS + min(bit_length(np.int64(length)) // 3, MEMBERS - _LEVELS - 1)
-    return np.int64(stop * MEMBERS + own)
+        level = _LEVELS + min(bit_length(np.int64(length)) // 3, MEMBERS - _LEVELS - 1)
+    return np.int64(stop * MEMBERS + level)
 
 
 @jit
@@ -164,15 +164,15 @@ def on_end_release(at, slot, stop):
 
 
 @jit
-def on_touch(at, found, count):
-    """Keys of a HostCache are used, whose blocks nobody lists now: rows (hash, block) of ``found`` int64[count, 3].
+def on_touch(at, matches, count):
+    """Keys of a HostCache are used, whose blocks nobody lists now: rows (hash, block) of ``matches`` int64[count, 3].
 
     They are the keys of a request that has ended, and it is a turn of the chain that it continues, which is returned.
     With ``count`` below zero, they are used and no turn, and NONE is returned: their chain is as its last turn has left
     it, though others have held its blocks meanwhile.
     """
     h, turn, count = record_at(at, HEAD), count > 0, abs(count)
-    book, keys, c = book_of(h), array_at(found, (count, 3), np.int64), np.int64(NONE)
+    book, keys, c = book_of(h), array_at(matches, (count, 3), np.int64), np.int64(NONE)
     owners, chains = owners_of(h), chains_of(book)
     if turn:
         c, depth = _named(book, keys, count, np.int64(0))
@@ -205,7 +205,7 @@ def on_touch(at, found, count):
 
 
 @jit
-def on_touched(at, found, count):
+def on_touched(at, matches, count):
     """They are listed, behind what was listed before."""
     h = record_at(at, HEAD)
     book = book_of(h)
@@ -217,7 +217,7 @@ def on_touched(at, found, count):
     on_end_release(at, np.int64(0), np.int64(0))
     if count < 0:
         chain.released, chain.returns = since, returns
-        keys = array_at(found, (-count, 3), np.int64)
+        keys = array_at(matches, (-count, 3), np.int64)
         for i in range(-count):
             if is_listed(h, book, c, keys[i, 2]):
                 blocks_of(h)[keys[i, 2]].used_at = since
@@ -314,17 +314,19 @@ def _stem_worth(h, book, c, worth, enough):
 @jit
 def _least(h, book):
     """The chain whose first block is worth least, of all, or of some and the last one. NONE if no chain has blocks."""
-    chains, order, found, least, at, tries = chains_of(book), order_of(book), np.int64(NONE), 0.0, 0, 0
+    chains, order = chains_of(book), order_of(book)
+    chosen, least = np.int64(NONE), 0.0
+    at = tries = 0
     if book.pick != NONE and has_blocks(h, book, book.pick):
-        found, least = np.int64(book.pick), _first_worth(h, book, book.pick, _HUGE)
+        chosen, least = np.int64(book.pick), _first_worth(h, book, book.pick, _HUGE)
     while at < book.cached and tries < ALL and least >= 0.0:
         place = at if book.cached <= ALL else draw(book, book.cached)
         c = np.int64(order[place])
         tries += 1
         if not has_blocks(h, book, c):
             continue
-        worth = _first_worth(h, book, c, least if found != NONE else _HUGE)
-        if found == NONE or worth < least or (worth == least and age_of(h, chains[c]) > age_of(h, chains[found])):
-            found, least = c, worth
+        worth = _first_worth(h, book, c, least if chosen != NONE else _HUGE)
+        if chosen == NONE or worth < least or (worth == least and age_of(h, chains[c]) > age_of(h, chains[chosen])):
+            chosen, least = c, worth
         at += 1 if book.cached <= ALL else ALL // SOME
-    return found
+    return chosen

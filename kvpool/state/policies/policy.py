@@ -336,17 +336,17 @@ def on_end_release(h, slot):
 
 
 @jit(forceinline=True)
-def on_touch(h, found, turn):
+def on_touch(h, matches, turn):
     """Keys of a HostCache are used, the ``turn`` of a request or not. Their blocks are given back next."""
     if h.book_at:
-        call(book_of(h).on_touch, (book_of(h).head_at, address_of(found), found.shape[0] * (1 if turn else -1)))
+        call(book_of(h).on_touch, (book_of(h).head_at, address_of(matches), matches.shape[0] * (1 if turn else -1)))
 
 
 @jit(forceinline=True)
-def on_touched(h, found, turn):
+def on_touched(h, matches, turn):
     """They were."""
     if h.book_at:
-        call(book_of(h).on_touched, (book_of(h).head_at, address_of(found), found.shape[0] * (1 if turn else -1)))
+        call(book_of(h).on_touched, (book_of(h).head_at, address_of(matches), matches.shape[0] * (1 if turn else -1)))
 
 
 @jit
@@ -475,19 +475,19 @@ def expect_victims(h, tier, count):
     used.
     """
     blocks, lists, last = blocks_of(h), lists_of(h), np.int64(NONE)
-    own = tier * LISTS_PER_TIER + DEFAULT_PRIORITY
-    if not h.book_at or book_of(h).follows == LRU or (own != book_of(h).list and own != host_book_of(h).list):
+    usual = tier * LISTS_PER_TIER + DEFAULT_PRIORITY
+    if not h.book_at or book_of(h).follows == LRU or (usual != book_of(h).list and usual != host_book_of(h).list):
         return
-    for which in range(tier * LISTS_PER_TIER, own):
+    for which in range(tier * LISTS_PER_TIER, usual):
         count -= lists[which, 2]
-    for _ in range(min(count, lists[own, 2])):
-        b = call(book_of(h).choose, (book_of(h).head_at, np.int64(own != book_of(h).list), np.int64(0)))
+    for _ in range(min(count, lists[usual, 2])):
+        b = call(book_of(h).choose, (book_of(h).head_at, np.int64(usual != book_of(h).list), np.int64(0)))
         unlink(blocks, lists, b)
         owners_of(h)[b] = NONE
         blocks[b].prev, last = last, b
     while last != NONE:
         b, last = last, np.int64(blocks[last].prev)
-        push(blocks, lists, b, own, FRONT)
+        push(blocks, lists, b, usual, FRONT)
 
 
 @jit(forceinline=True)
