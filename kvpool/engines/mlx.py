@@ -23,6 +23,7 @@ import numpy as np
 from kvpool.arrays.layout import integer_argument
 from kvpool.engines.local import Bytes, LocalBlocks, Places, prefix_keys, state_keys
 from kvpool.engines.options import MLX, UNNAMED, files_digest
+from kvpool.entry.arguments import token_array
 from kvpool.entry.process import Closing
 from kvpool.errors import BlockNotFound, PoolClosed
 from kvpool.hostcache.identity import ModelIdentity
@@ -290,8 +291,10 @@ class PromptCache(Closing):
     def fetch_nearest_cache(self, model: Hashable, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
         """Caches with the longest known beginning of a prompt, and the tokens that are left: at least one.
 
-        ``model`` names the model. The caches belong to the caller. (None, tokens) if nothing is known.
+        ``model`` names the model. The caches belong to the caller. (None, tokens) if nothing is known. Raises TypeError
+        and ValueError for what is no list of token ids, as ``insert_cache`` does.
         """
+        token_array("tokens", tokens, empty=True)
         with self._lock:
             self._turn_to(model)
             self._asked += len(tokens)
@@ -313,6 +316,7 @@ class PromptCache(Closing):
     ) -> None:
         """Keep the caches of the first tokens of a prompt. They are copied, and stay the caller's. ``cache_type`` is
         not used: what is used least recently goes first."""
+        token_array("tokens", tokens, empty=True)
         with self._lock:
             self._turn_to(model)
             for shelf in self._shelves:

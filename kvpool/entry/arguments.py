@@ -37,10 +37,13 @@ Ids: TypeAlias = "int | np.integer[Any] | Integers"
 Namespace: TypeAlias = tuple["bytes | str | None", "int | str | None"]
 """Salt and adapter."""
 
-INT32_MIN, INT32_MAX, INT64_MAX = -(1 << 31), (1 << 31) - 1, (1 << 63) - 1
+INT32_MAX, INT64_MAX = (1 << 31) - 1, (1 << 63) - 1
 STOPS = ("tool_use", "end_turn")
 OPEN_END = 1 << 62
 TOKENS, INTEGERS = np.dtype(np.int32), np.dtype(np.int64)
+_FEW, _AT_ONCE = 16, 256
+# Sequences of other types than these are read item by item, since NumPy makes numbers of the bools among integers.
+_BUFFERS = (str, bytes, bytearray, memoryview, array.array, range, np.ndarray)
 
 
 def address(values: Array) -> int:
@@ -50,75 +53,117 @@ def address(values: Array) -> int:
 def _integers(name: str, values: object) -> Array:
     """A private copy of any one-dimensional integer buffer or sequence, contiguous, aligned and writable."""
     values = in_numpy(name, values)
-    if isinstance(values, (list, tuple)):
+    if isinstance(values, Sequence) and not isinstance(values, _BUFFERS):
         return _numbers(name, values)
     if isinstance(values, (str, bytes)) or values is None:
-        raise TypeError(f"{name}={values!r:.80}: accepted are integer buffers and lists of int")
+        raise TypeError(f"{name}: expected integers, got {values!r:.80}")
     try:
         # The view shows type and shape, so a large buffer that is refused is never copied.
         found = np.asarray(values)[...]
     except (TypeError, ValueError):
-        raise TypeError(f"{name}={values!r:.80}: accepted are integer buffers and lists of int") from None
+        raise TypeError(f"{name}: expected integers, got {values!r:.80}") from None
+    if found.ndim == 0:
+        raise TypeError(f"{name}: expected a sequence of integers, got {values!r:.80}")
     if found.dtype.kind not in "iu":
-        raise TypeError(f"{name}={values!r:.80} has dtype {found.dtype}: accepted are integers")
+        raise TypeError(f"{name}: expected integers, got dtype {found.dtype}")
     if found.ndim != 1:
-        raise ValueError(f"{name} has shape {found.shape}: accepted is one dimension")
+        raise ValueError(f"{name}: expected one dimension, got shape {found.shape}")
     return found.copy()
 
 
-def _numbers(name: str, values: list[Any] | tuple[Any, ...]) -> Int64s:
+def _numbers(name: str, values: Sequence[Any]) -> Int64s:
     # An ``__index__`` of an item may change the list, so it is copied first.
     items = tuple(values)
     try:
-        return np.frombuffer(array.array("q", items), np.int64) if items else np.empty(0, np.int64)
+        numbers = np.frombuffer(array.array("q", items), np.int64) if items else np.empty(0, np.int64)
     except OverflowError:
         wrong = next((i for i in map(operator.index, items) if not -INT64_MAX - 1 <= i <= INT64_MAX), values)
-        raise ValueError(f"{name}: {wrong!r:.80} is not in the int64 range") from None
+        raise ValueError(f"{name}: expected integers in the int64 range, got {wrong!r:.80}") from None
     except TypeError:
-        raise TypeError(f"{name}={values!r:.80}: accepted are integers") from None
+        raise TypeError(f"{name}: expected integers, got {values!r:.80}") from None
+    if bool in map(type, items):
+        wrong = [*map(type, items)].index(bool)
+        raise TypeError(f"{name}[{wrong}]: expected an integer, got {items[wrong]!r}")
+    return numbers
 
 
 def token_array(name: str, tokens: object, *, empty: bool = False) -> Int32s:
     """Token ids as private int32[n].
 
-    Raises TypeError for items that are not integers. Raises ValueError for other shapes, for ids outside int32 and,
-    unless ``empty``, for no token.
+    Raises TypeError for items that are not integers, and for bools. Raises ValueError for other shapes, for negative
+    ids, for ids above int32 and, unless ``empty``, for no token.
     """
     if type(tokens) is np.ndarray and tokens.dtype is TOKENS:
         found = tokens.copy()
-        if found.dtype is TOKENS and found.ndim == 1 and len(found):
+        if found.dtype is TOKENS and found.ndim == 1 and len(found) and lowest(found) >= 0:
             return found
-    if type(tokens) is list and tokens:
+    if isinstance(tokens, (list, tuple)) and tokens:
+        # An ``__index__`` of an item may change the list, so it is copied first.
+        items = tuple(tokens)
         try:
-            # An ``__index__`` of an item may change the list, so it is copied first.
-            return np.frombuffer(array.array("i", tuple(tokens)), np.int32)
+            # Unsigned items are converted in a third of the time. Those above int32 are negative here.
+            found = np.frombuffer(array.array("I", items), np.int32)
+            if _are_tokens(items, found):
+                return found
         except (TypeError, OverflowError):
             pass  # The code below raises the error.
-    found = _integers(name, tokens)
-    if len(found) == 0 and not empty:
-        raise ValueError(f"{name} is empty: at least one token is accepted")
-    if found.dtype != np.int32 and len(found):
-        low, high = int(found.min()), int(found.max())
-        if low < INT32_MIN or high > INT32_MAX:
-            raise ValueError(f"{name}: {low if low < INT32_MIN else high} is not in the int32 range of token ids")
-    return found.astype(np.int32, copy=False)
+    own = _integers(name, tokens)
+    if len(own) == 0 and not empty:
+        raise ValueError(f"{name}: expected one token or more, got none")
+    if len(own):
+        low, high = int(own.min()), int(own.max())
+        if low < 0 or high > INT32_MAX:
+            raise ValueError(f"{name}: expected token ids from 0 to {INT32_MAX}, got {low if low < 0 else high}")
+    return own.astype(np.int32, copy=False)
+
+
+def _are_tokens(items: tuple[Any, ...], values: Int32s) -> bool:
+    """Whether no item is negative or a bool. A bool is 0 or 1, so only items with a value below 2 are looked at."""
+    places = np.empty(_FEW, INTEGERS)
+    count = below_two(values, places)
+    if count > _FEW:
+        return int(lowest(values)) >= 0 and bool not in map(type, items)
+    return not count or all(values[i] >= 0 and type(items[i]) is not bool for i in places[:count].tolist())
+
+
+@jit
+def lowest(values: Int32s) -> np.int32:
+    """The lowest of int32[n]; 2 if there is none below."""
+    low = np.int32(2)  # as wide as the values: more of them fit into a vector
+    for i in range(values.shape[0]):
+        low = min(low, values[i])
+    return low
+
+
+@jit
+def below_two(values: Int32s, places: Int64s) -> int:
+    """Write where the first of int32[n] are below 2 to ``places`` int64[m]. Returns how many are."""
+    count, n = 0, values.shape[0]
+    for first in range(0, n, _AT_ONCE):
+        last = min(first + _AT_ONCE, n)
+        low = np.int32(2)
+        for i in range(first, last):
+            low = min(low, values[i])
+        if low < 2:
+            for i in range(first, last):
+                if values[i] < 2:
+                    if count < places.shape[0]:
+                        places[count] = i
+                    count += 1
+    return count
 
 
 def int64_array(name: str, values: object) -> Int64s:
-    """Integers as private int64[n]. Raises TypeError for items that are not integers. Raises ValueError for other
-    shapes and for numbers outside int64."""
+    """Integers as private int64[n]. Raises TypeError for items that are not integers, and for bools. Raises ValueError
+    for other shapes and for numbers outside int64."""
     if type(values) is np.ndarray and values.dtype is INTEGERS:
         found = values.copy()
         if found.dtype is INTEGERS and found.ndim == 1:
             return found
-    if isinstance(values, (list, tuple)):
-        values = tuple(values)
-        if any(isinstance(value, bool) for value in values):
-            raise TypeError(f"{name}={values!r:.80}: accepted are integers, no bools")
-    found = _integers(name, values)
-    if found.dtype == np.uint64 and len(found) and int(found.max()) > INT64_MAX:
-        raise ValueError(f"{name}: {int(found.max())} is not in the int64 range")
-    return found.astype(np.int64, copy=False)
+    own = _integers(name, values)
+    if own.dtype == np.uint64 and len(own) and int(own.max()) > INT64_MAX:
+        raise ValueError(f"{name}: expected integers in the int64 range, got {int(own.max())}")
+    return own.astype(np.int64, copy=False)
 
 
 def each_argument(name: str, values: object, count: int, of: str = "ids", highest: int | None = INT32_MAX) -> Int64s:

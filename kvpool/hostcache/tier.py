@@ -18,7 +18,7 @@ from kvpool.device.copy_plan import BLOCKS_MAX
 from kvpool.device.main_memory import MainMemory, SharedMemory, available_ram
 from kvpool.entry.process import Closing, Process
 from kvpool.errors import InsufficientMemory, PoolClosed
-from kvpool.hostcache.identity import ModelIdentity, identity_argument
+from kvpool.hostcache.identity import ModelIdentity, check_identity, identity_argument
 from kvpool.memory.attachments import SharedGroup, SharedPart, SharedTier, attach, machine, namespace
 
 VERSION = 1
@@ -34,6 +34,14 @@ def block_bytes_argument(block_bytes: object) -> int:
             raise TypeError(f"block_bytes={block_bytes!r:.80}: accepted are bytes, a BlockLayout and a list of them")
         block_bytes = sum(one.block_bytes for one in layouts)
     return integer_argument("block_bytes", block_bytes, 1, BLOCK_BYTES_MAX)
+
+
+def identity_of(identity: object, block_bytes: object) -> ModelIdentity:
+    """The identity of blocks whose bytes an argument gives, maybe by layouts. Raises TypeError or ValueError."""
+    own, layouts = identity_argument(identity), [block_bytes] if isinstance(block_bytes, BlockLayout) else block_bytes
+    if isinstance(layouts, (list, tuple)):
+        check_identity(own, layouts)
+    return own
 
 
 def fingerprint_of(identity: ModelIdentity, host_blocks: int, block_bytes: int) -> str:
@@ -159,7 +167,7 @@ class HostTier(Closing):
         memory: object = None,
     ) -> None:
         self.host_blocks = integer_argument("host_blocks", host_blocks, 1, BLOCKS_MAX)
-        self.block_bytes, self.identity = block_bytes_argument(block_bytes), identity_argument(identity)
+        self.block_bytes, self.identity = block_bytes_argument(block_bytes), identity_of(identity, block_bytes)
         nbytes = self.host_blocks * self.block_bytes
         self._shared: SharedMemory | None = None
         self._description: HostTierDescription | None = None

@@ -18,7 +18,7 @@ from kvpool.entry.interrupt import DeferSignals
 from kvpool.entry.process import Closing, Process
 from kvpool.errors import ForkedProcess, PoolClosed
 from kvpool.hostcache.host_cache import HostCache, HostLease
-from kvpool.hostcache.identity import ModelIdentity
+from kvpool.hostcache.identity import ModelIdentity, check_identity, identity_argument
 from kvpool.hostcache.opaque_keys import key_argument, keys_argument
 from kvpool.hostcache.tier import HostTier
 from kvpool.keepers.bridge import COMMIT, NO_STORE, SAVES, Bridge, Loader, open_clients
@@ -164,7 +164,10 @@ class HostKeeper(Closing):
         load_seconds = number_argument("load_seconds", load_seconds)
         save_seconds = number_argument("save_seconds", save_seconds)
         retry_seconds = number_argument("retry_seconds", retry_seconds)
-        own, whose = list_argument("stores", stores), cache.identity if identity is None else identity
+        own, whose = list_argument("stores", stores), cache.identity
+        if identity is not None:
+            whose = identity_argument(identity)
+            check_identity(whose, cache.identity.layouts)
         limit = NO_LIMIT if quota is None else integer_argument("quota", quota, 0, 1 << 62) // cache.block_bytes
         chosen = [None] * len(own) if policies is None else list_argument("policies", policies)
         if not own:

@@ -23,7 +23,7 @@ from kvpool.entry.arguments import Namespace, bool_argument, list_argument, name
 from kvpool.entry.interrupt import Bell
 from kvpool.entry.process import Closing, Process
 from kvpool.errors import PoolClosed
-from kvpool.hostcache.identity import ModelIdentity, identity_argument
+from kvpool.hostcache.identity import ModelIdentity, check_identity, identity_argument
 from kvpool.keepers.bridge import EVICT, SAVES, Bridge, Loader, open_clients
 from kvpool.keepers.choice import SLOWEST, LoadOrCompute
 from kvpool.keepers.pool_tier import (
@@ -155,6 +155,7 @@ class Keeper(Closing):
     ) -> None:
         host_blocks = _host_blocks(pool)
         identity, chosen = identity_argument(identity), _stores_argument(stores)
+        check_identity(identity, [layout for group in pool.groups for layout in group.layouts])
         _check_secret(pool, chosen)
         save = choice_argument("save", save, SAVES)
         limits = _quotas_argument(quotas)

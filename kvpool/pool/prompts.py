@@ -156,9 +156,10 @@ class Prompts:
     ) -> BlockKeys:
         """Hash a prompt once, without a lock. Every call that takes a prompt also takes the result.
 
-        ``tokens``: n token ids in any integer buffer or list; or BlockKeys alone, which were copied or unpickled: the
-        result can be extended. ``salt`` and ``adapter_id`` name the namespace: equal tokens in different namespaces
-        never match. ``extra_ids`` int64[n] tell tokens apart whose ids are equal, such as image placeholders.
+        ``tokens``: n token ids from 0 to 2**31 - 1, in any integer buffer or list without bools; or BlockKeys alone,
+        which were copied or unpickled: the result can be extended. ``salt`` and ``adapter_id`` name the namespace:
+        equal tokens in different namespaces never match. ``extra_ids`` int64[n], of any sign, tell tokens apart whose
+        ids are equal, such as image placeholders.
 
         ``reuse=False``: a request with this prompt computes all of its tokens, as one that asks for the logprobs of its
         prompt must. Nothing is looked up: ``match_prefix`` and admission find nothing, and ``prefetch`` brings nothing.

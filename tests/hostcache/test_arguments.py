@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -190,6 +191,62 @@ def test_layouts_stand_for_their_fingerprints() -> None:
     assert one.layout == " ".join(layout.fingerprint for layout in layouts)
     with HostCache(2, layouts, identity=one) as cache, HostTier.of(cache) as tier:
         assert cache.block_bytes == tier.block_bytes == sum(layout.block_bytes for layout in layouts)
+
+
+LAYOUT = BlockLayout(2, 2, 8, 4, "float16")
+
+
+def identity(kv_dtype: str, layout: Any = "text") -> ModelIdentity:
+    return ModelIdentity("m", "r", kv_dtype, layout, "v")
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "fp32", "bfloat16", "torch.bfloat16", "fp8", "int8", " Float64 "])
+def test_an_identity_with_another_type_than_the_blocks_is_refused(kv_dtype: str) -> None:
+    for call in (
+        lambda: identity(kv_dtype, LAYOUT),
+        lambda: HostCache(2, LAYOUT, identity=identity(kv_dtype)),
+        lambda: HostTier(2, [LAYOUT], identity=identity(kv_dtype)),
+    ):
+        with pytest.raises(ValueError, match=r"^identity.kv_dtype: expected float16, .+, got .+"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "dtypes"),
+    [
+        ("float16", ["float16"]),
+        ("half", ["float16"]),
+        ("torch.float16", ["float16"]),
+        ("as MLX has it", ["float16"]),
+        ("float16", ["float32", "float16"]),
+        ("bfloat16", ["uint16"]),
+        ("fp8_e4m3", ["float8_e4m3fnuz"]),
+        ("fp8_e5m2", ["int8"]),
+        ("float32", ["uint8"]),
+    ],
+)
+def test_an_identity_with_a_type_that_the_blocks_can_hold_is_accepted(kv_dtype: str, dtypes: list[str]) -> None:
+    layouts = [BlockLayout(2, 2, 8, 4, dtype) for dtype in dtypes]
+    with HostCache(2, layouts, identity=identity(kv_dtype, layouts)) as cache:
+        assert cache.identity.kv_dtype == kv_dtype
+
+
+@pytest.mark.parametrize(
+    "other",
+    [(2, 2, 8, 8), (2, 2, 16, 4), (1, 2, 8, 4), (2, 1, 8, 4), (2, 2, 8, 4, "float16", 1)],
+    ids=["tokens_per_block", "head_dim", "layers", "kv_heads", "planes"],
+)
+def test_an_identity_with_another_layout_than_the_blocks_is_refused(other: Any) -> None:
+    whose = identity("float16", BlockLayout(*other))
+    for one in (whose, pickle.loads(pickle.dumps(whose))):
+        with pytest.raises(ValueError, match="^identity.layout: expected .+, got BlockLayout"):
+            HostCache(2, LAYOUT, identity=one)
+
+
+def test_a_worker_may_have_a_share_of_the_layout_of_the_identity() -> None:
+    whole = identity("float16", BlockLayout(8, 4, 8, 4))
+    HostCache(2, LAYOUT, identity=whole).close()
+    HostCache(2, 4096, identity=whole).close()
 
 
 def test_a_cache_and_its_tier_know_each_other(make: Make) -> None:

@@ -3,6 +3,7 @@ byte changed."""
 
 from __future__ import annotations
 
+import collections
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -95,8 +96,8 @@ def refused(
 
 PROMPT_CALLS = ["block_keys", "match_prefix", "blocks_needed", "add_sequence", "reserve", "prefetch", "offload"]
 BAD_TOKENS: list[tuple[Any, type[Exception], str]] = [
-    ([], ValueError, "empty"),
-    (np.zeros(0, np.int32), ValueError, "empty"),
+    ([], ValueError, "none"),
+    (np.zeros(0, np.int32), ValueError, "none"),
     (None, TypeError, "None"),
     ("abc", TypeError, "abc"),
     (b"abc", TypeError, "abc"),
@@ -109,6 +110,12 @@ BAD_TOKENS: list[tuple[Any, type[Exception], str]] = [
     (np.zeros((2, 2), np.int32), ValueError, r"\(2, 2\)"),
     ([2**31], ValueError, str(2**31)),
     ([0, -(2**31) - 1], ValueError, str(-(2**31) - 1)),
+    *((wrap([3, -1]), ValueError, "from 0 to .*-1") for wrap in (list, tuple, collections.deque, np.array, np.int32)),
+    (np.int64([5, -1]), ValueError, "-1"),
+    ([-7] * 99, ValueError, "-7"),
+    *((wrap([7, True, 9]), TypeError, r"\[1\].*True") for wrap in (list, tuple, collections.deque)),
+    ([0] * 99 + [False], TypeError, r"\[99\].*False"),
+    ([True], TypeError, "True"),
     (np.array([2**31]), ValueError, str(2**31)),
     (np.array([2**64 - 1], np.uint64), ValueError, str(2**64 - 1)),
     *(([1, n], ValueError, str(n)) for n in HUGE),
@@ -126,6 +133,37 @@ def test_bad_tokens_are_refused(busy: Busy, call: str, tokens: Any, error: type[
     named = value if tokens is None and call == "blocks_needed" else f"(token|prompt|key).*{value}"
     named = "prompt" if tokens is None and call == "blocks_needed" else named
     refused(busy.cache, lambda: getattr(busy.cache, call)(tokens), error, f"(?s){named}")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error"),
+    [([3, -1], ValueError), (np.int32([-1]), ValueError), ([3, True], TypeError), ((False, 3), TypeError)],
+    ids=str,
+)
+def test_tokens_that_come_later_are_checked_too(busy: Busy, tokens: Any, error: type[Exception]) -> None:
+    keys = busy.cache.block_keys([1, 2, 3])
+    for call in (
+        lambda: busy.cache.append_tokens(busy.live, tokens),
+        lambda: busy.cache.add_sequence_batch([[1, 2], tokens]),
+        lambda: busy.cache.plan_batch([[1, 2], tokens]),
+        lambda: keys.extend(tokens),
+    ):
+        refused(busy.cache, call, error, r"^(tokens|prompt)\S*: expected .+, got (-1|True|False)$")
+
+
+def test_zeros_and_ones_are_tokens(busy: Busy) -> None:
+    for tokens in (
+        [0, 1] * 500,
+        [0],
+        (1,),
+        [2**31 - 1, 0],
+        collections.deque([1, 0]),
+        range(2),
+        bytearray(b"\x01\x00"),
+    ):
+        expected = np.array(list(tokens), np.int32)
+        assert np.array_equal(busy.cache.block_keys(tokens).tokens, expected)  # type: ignore[arg-type]
+        assert np.array_equal(busy.cache.block_keys(expected).tokens, expected)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +279,7 @@ def test_bad_options_of_an_admission_are_refused(
         (5, {}, TypeError, "prompts=5"),
         ([5], {}, (TypeError, ValueError), "prompt"),
         ("ab", {}, TypeError, "prompt"),
-        ([[1], []], {}, ValueError, "prompt.*empty"),
+        ([[1], []], {}, ValueError, "prompt.*none"),
         ([[1], None], {}, TypeError, "prompt.*None"),
         ([1, 2], {}, (TypeError, ValueError), "prompt"),
         ([[1]], {"retention": []}, ValueError, "retention.* 0 .* 1 "),
@@ -345,7 +383,7 @@ def test_what_are_no_ids_is_refused(
     busy: Busy, call: str, make_ids: Callable[[Busy], Any], error: Any, value: str
 ) -> None:
     refused(busy.cache, lambda: ID_CALLS[call](busy.cache, make_ids(busy)), error, f"(ids|sequences).*{value}")
-    refused(busy.cache, lambda: ID_CALLS[call](busy.cache, None), TypeError, "ids=None|sequences=")
+    refused(busy.cache, lambda: ID_CALLS[call](busy.cache, None), TypeError, "ids: .*None|sequences=")
 
 
 @pytest.mark.parametrize("call", ID_CALLS)

@@ -169,7 +169,7 @@ def test_forgetting_is_told(make: Make) -> None:
         ({"namespace": ("A",)}, TypeError, "a pair"),
         ({"namespace": (1, None)}, TypeError, "salt=1"),
         ({"namespace": (None, 1.5)}, TypeError, "adapter_id=1.5"),
-        ({"prompt": []}, ValueError, "empty"),
+        ({"prompt": []}, ValueError, "none"),
         ({"prompt": [b"short"]}, ValueError, "5 bytes"),
         ({"prompt": np.zeros((2, 3), np.uint64)}, ValueError, "shape"),
         ({"prompt": "text"}, TypeError, "prompt"),

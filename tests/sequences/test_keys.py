@@ -90,9 +90,9 @@ def test_keys_in_the_place_of_tokens_or_of_a_key_are_refused_by_name(make: Make)
     cache = make().cache
     keys = cache.block_keys([1, 2, 3, 4, 5])
     sequence = cache.add_sequence(keys)
-    with pytest.raises(TypeError, match="tokens=.*accepted are integer buffers"):
+    with pytest.raises(TypeError, match="tokens: expected integers, got"):
         cache.append_tokens(sequence, keys)
-    with pytest.raises(TypeError, match="tokens=.*accepted are integer buffers"):
+    with pytest.raises(TypeError, match="tokens: expected integers, got"):
         keys.extend(keys)
     with pytest.raises(TypeError, match=r"key=.*accepted are 16 bytes"):
         cache.forget([keys])
@@ -141,7 +141,7 @@ def test_a_copy_is_extended_by_a_pool_that_has_the_secret(make: Make) -> None:
 @pytest.mark.parametrize(
     ("tokens", "options", "error", "reason"),
     [
-        ([1 << 40], {}, ValueError, "int32 range"),
+        ([1 << 40], {}, ValueError, "expected token ids from 0 to"),
         ([1.5], {}, TypeError, "integers"),
         (None, {}, TypeError, "tokens"),
         ([1, 2], {"extra_ids": [1]}, ValueError, "each of the 2 tokens"),
