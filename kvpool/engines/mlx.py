@@ -393,8 +393,8 @@ class PromptCache(Closing):
                 layout = _CacheLayout(make, _filled(models, make()), self._tokens)
                 if layout.has_states and self._options.policy != "lru":
                     raise ValueError(
-                        f"policy={self._options.policy!r} in {MLX.place}: this model needs the states at the ends that "
-                        "it evicts; accepted is 'lru'"
+                        "policy: expected 'lru' for this model, which needs the states at the ends that others evict, "
+                        f"got {self._options.policy!r} in {MLX.place}"
                     )
                 identity, memory = self._identity(model, layout), self._options.host_memory // len(makers)
                 blocks = LocalBlocks(layout.block_bytes, identity, memory, self._options, self._lock, MLX.history())

@@ -118,7 +118,7 @@ class EngineOptions:
         plain = sorted({str(dtype) for dtype in dtypes if not dtype.is_floating_point})
         if plain and not self.kv_dtype:
             raise ValueError(
-                f"kv_dtype is missing, and {', '.join(plain)} may be any type: accepted is {KINDS['kv_dtype'].accepted}"
+                f"kv_dtype: expected {KINDS['kv_dtype'].accepted}, since {', '.join(plain)} may be any type, got none"
             )
 
 
@@ -261,18 +261,20 @@ class EnginePlugin:
             warnings.append(f"ignored in {self.place}: {', '.join(ignored)}")
         for name in self.needs:
             if not options.get(name):
-                raise ValueError(f"{name} is missing in {self.place}: accepted is {KINDS[name].accepted}")
+                raise ValueError(f"{name}: expected {KINDS[name].accepted}, got none in {self.place}")
         found = dict(self.options)
         for name in self.options:
             if options.get(name) is not None:
                 found[name] = KINDS[name].read(options[name])
                 if found[name] is None:
                     accepted = KINDS[name].accepted
-                    raise ValueError(f"{name}={options[name]!r:.80} in {self.place}: accepted is {accepted}")
+                    raise ValueError(f"{name}: expected {accepted}, got {options[name]!r:.80} in {self.place}")
         if found.get("load") == "faster" and "compute_seconds" in found and not found["compute_seconds"]:
-            raise ValueError(f"load='faster' in {self.place} needs compute_seconds: accepted is {_SECONDS.accepted}")
+            raise ValueError(
+                f"compute_seconds: expected {_SECONDS.accepted} with load='faster', got none in {self.place}"
+            )
         if self.one_store and len(found["stores"]) != 1:
-            raise ValueError(f"stores={found['stores']!r:.80} in {self.place}: accepted is one store")
+            raise ValueError(f"stores: expected one store, got {found['stores']!r:.80} in {self.place}")
         for text in () if quiet else warnings:
             self.log.warning("kvpool: %s", text)
         return EngineOptions(**found)
@@ -285,7 +287,9 @@ class EnginePlugin:
             if old in given and new:
                 both = [word for word in new if word in given]
                 if both:
-                    raise ValueError(f"{old} and {', '.join(both)} in {self.place} say the same: accepted is one")
+                    raise ValueError(
+                        f"{old}: expected it or {', '.join(both)}, which say the same, got both in {self.place}"
+                    )
                 found |= dict.fromkeys(new, found.pop(old))
                 said.append(f"{old} is now {', '.join(new)}")
         for (name, old), value in _OLD_VALUES.items():
@@ -301,10 +305,10 @@ class EnginePlugin:
         slips = {name: near for name in unknown for near in difflib.get_close_matches(name, self.options, 1, _NEAR)}
         if slips:
             meant = ", ".join(f"{name} (is {near} meant?)" for name, near in slips.items())
-            raise ValueError(f"unknown options {meant} in {self.place}: accepted are {', '.join(self.options)}")
+            raise ValueError(f"options: expected some of {', '.join(self.options)}, got {meant} in {self.place}")
         if unknown and self.strict:
             accepted = ", ".join((*self.options, *self.others))
-            raise ValueError(f"unknown options {', '.join(unknown)} in {self.place}: accepted are {accepted}")
+            raise ValueError(f"options: expected some of {accepted}, got {', '.join(unknown)} in {self.place}")
         return unknown
 
 

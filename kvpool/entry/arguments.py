@@ -171,10 +171,10 @@ def each_argument(name: str, values: object, count: int, of: str = "ids", highes
     number is that of a single thing. Raises TypeError, ValueError."""
     found = id_array(name, values)
     if len(found) != count:
-        raise ValueError(f"{name} has {len(found)} entries: accepted is one for each of the {count} {of}")
+        raise ValueError(f"{name}: expected one for each of the {count} {of}, got {len(found)}")
     wrong = -1 if highest is None else first_outside(found, highest)
     if wrong >= 0:
-        raise ValueError(f"{name}: {int(found[wrong])} is out of range: accepted are 0 to {highest}")
+        raise ValueError(f"{name}: expected 0 to {highest}, got {int(found[wrong])}")
     return found
 
 
@@ -193,7 +193,7 @@ def returns_argument(ends: object, returns_in_ms: object) -> int:
     one."""
     if bool_argument("ends", ends):
         if returns_in_ms is not None:
-            raise ValueError(f"returns_in_ms={returns_in_ms!r:.80}: accepted is None with ends=True")
+            raise ValueError(f"returns_in_ms: expected None with ends=True, got {returns_in_ms!r:.80}")
         return int(ENDS)
     return 0 if returns_in_ms is None else 1 + integer_argument("returns_in_ms", returns_in_ms, 0, INT32_MAX - 1)
 
@@ -202,10 +202,12 @@ def split_argument(counts: object, ids: Int64s, name: str, values: Array) -> Int
     """How many of ``values`` are for each id, int64[n]; all of them by default, if there is one id. Raises TypeError,
     ValueError."""
     if counts is None and len(ids) != 1:
-        raise ValueError(f"counts: accepted is one for each id, {len(ids)} numbers here, not None")
+        raise ValueError(f"counts: expected one for each of {len(ids)} ids, got None")
     each = each_argument("counts", len(values) if counts is None else counts, len(ids))
     if int(each.sum()) != len(values):
-        raise ValueError(f"counts add up to {int(each.sum())}, {name} has {len(values)} entries")
+        raise ValueError(
+            f"counts: expected numbers that add up to the {len(values)} entries of {name}, got {int(each.sum())}"
+        )
     return each
 
 
@@ -214,28 +216,29 @@ def encoder_argument(name: str, tokens: object, count: int, needed: bool) -> Int
     is for cross attention (``needed``), and are zeros elsewhere. Raises TypeError, ValueError."""
     if (tokens is not None) != needed:
         raise ValueError(
-            f"{name}={tokens!r:.80}: accepted is {'a number' if needed else 'None without a group'} for cross attention"
+            f"{name}: expected {'a number' if needed else 'None without a group'} for cross attention, got "
+            f"{tokens!r:.80}"
         )
     return np.zeros(count, np.int64) if tokens is None else each_argument(name, tokens, count, "prompts")
 
 
 def bool_argument(name: str, value: object) -> bool:
     if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name}={value!r:.80}: accepted are True and False")
+        raise TypeError(f"{name}: expected True or False, got {value!r:.80}")
     return bool(value)
 
 
 def list_argument(name: str, value: object) -> list[Any]:
     """The items of a list or tuple, in a new list. Raises TypeError for anything else."""
     if not isinstance(value, (list, tuple)):
-        raise TypeError(f"{name}={value!r:.80}: accepted is a list")
+        raise TypeError(f"{name}: expected a list, got {value!r:.80}")
     return list(value)
 
 
 def text_argument(name: str, value: object) -> str:
     """The text as an exact ``str``: a subclass could compare as another value. Raises TypeError for anything else."""
     if not isinstance(value, str):
-        raise TypeError(f"{name}={value!r:.80}: accepted is a string")
+        raise TypeError(f"{name}: expected a string, got {value!r:.80}")
     return str.__str__(value)
 
 
@@ -266,7 +269,7 @@ def first_outside(values: Int64s, highest: int) -> int:
 def salt_argument(salt: object) -> bytes | str | None:
     if salt is None or isinstance(salt, (bytes, str)):
         return bytes(salt) if isinstance(salt, bytes) else text_argument("salt", salt) if salt is not None else None
-    raise TypeError(f"salt={salt!r:.80}: accepted are None, bytes and str")
+    raise TypeError(f"salt: expected None, bytes or str, got {salt!r:.80}")
 
 
 def adapter_argument(adapter_id: Any) -> int | str | None:
@@ -274,12 +277,12 @@ def adapter_argument(adapter_id: Any) -> int | str | None:
         return None if adapter_id is None else text_argument("adapter_id", adapter_id)
     if is_integer(adapter_id):
         return operator.index(adapter_id)
-    raise TypeError(f"adapter_id={adapter_id!r:.80}: accepted are None, int and str")
+    raise TypeError(f"adapter_id: expected None, int or str, got {adapter_id!r:.80}")
 
 
 def namespace_argument(name: str, namespace: object) -> Namespace:
     if not isinstance(namespace, (list, tuple)) or len(namespace) != 2:
-        raise TypeError(f"{name}={namespace!r:.80}: accepted is a pair (salt, adapter_id)")
+        raise TypeError(f"{name}: expected a pair (salt, adapter_id), got {namespace!r:.80}")
     salt, adapter_id = tuple(namespace)
     return salt_argument(salt), adapter_argument(adapter_id)
 
@@ -290,14 +293,14 @@ def extra_array(extra_ids: object, count: int) -> Int64s | None:
         return None
     found = int64_array("extra_ids", extra_ids)
     if len(found) != count:
-        raise ValueError(f"extra_ids has {len(found)} entries: accepted is one for each of the {count} tokens")
+        raise ValueError(f"extra_ids: expected one for each of the {count} tokens, got {len(found)}")
     return found if found.any() else None
 
 
 def clock_argument(clock: object) -> Callable[[], int]:
     """The function that returns a pool's time in milliseconds; by default it reads the system's monotonic clock."""
     if clock is not None and not callable(clock):
-        raise TypeError(f"clock={clock!r:.80}: accepted is a function that returns milliseconds")
+        raise TypeError(f"clock: expected a function that returns milliseconds, got {clock!r:.80}")
     return milliseconds if clock is None else clock
 
 
@@ -333,23 +336,26 @@ def retention_rows(ranges: Sequence[RetentionRange | tuple[int | None, ...]]) ->
     Raises ValueError for a negative index, an empty range, an overlap, or an open end before the last range; TypeError
     for no range.
     """
-    if not isinstance(ranges, (list, tuple)):
-        raise TypeError(f"retention={ranges!r:.80}: accepted is a list of ranges")
+    if not isinstance(ranges, (list, tuple)) or isinstance(ranges, RetentionRange):
+        raise TypeError(f"retention: expected a list of ranges, got {ranges!r:.80}")
     rows = []
     for i, given in enumerate(ranges):
         name = f"retention[{i}]"
         try:
             one = RetentionRange(*given)
         except TypeError:
-            raise TypeError(f"{name}={given!r}: accepted is (start, end, priority[, ttl_ms])") from None
+            raise TypeError(f"{name}: expected (start, end, priority[, ttl_ms]), got {given!r}") from None
         start = integer_argument(f"{name}.start", one.start, 0, OPEN_END - 1)
         end = OPEN_END if one.end is None else integer_argument(f"{name}.end", one.end, 0, OPEN_END)
         if end <= start:
-            raise ValueError(f"{name}={given!r}: end must be above start")
+            raise ValueError(f"{name}: expected an end above the start, got {given!r}")
         priority = priority_argument(f"{name}.priority", one.priority)
         rows.append((start, end, priority, ttl_argument(f"{name}.ttl_ms", one.ttl_ms)))
     rows.sort()
     for before, after in zip(rows, rows[1:], strict=False):
         if after[0] < before[1]:
-            raise ValueError(f"retention={list(ranges)!r}: ranges overlap, or an open end is not the last")
+            raise ValueError(
+                "retention: expected ranges that do not overlap, only the last with an open end, got "
+                f"{list(ranges)!r:.200}"
+            )
     return np.array(rows, np.int64).reshape(-1, 4)

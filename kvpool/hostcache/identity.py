@@ -80,9 +80,9 @@ class ModelIdentity:
         for name in (field.name for field in fields(self)):
             text = text_argument(name, getattr(self, name))
             if not text and name != "kv_scales":
-                raise ValueError(f"{name}='': accepted is what tells this model's KV apart from any other")
+                raise ValueError(f"{name}: expected what tells this model's KV apart from any other, got ''")
             if len(text) > TEXT_MAX:
-                raise ValueError(f"{name} has {len(text)} characters: accepted are up to {TEXT_MAX}")
+                raise ValueError(f"{name}: expected up to {TEXT_MAX} characters, got {len(text)}")
             object.__setattr__(self, name, text)
         check_identity(self, self.layouts)
 
@@ -103,7 +103,7 @@ class ModelIdentity:
 
 def identity_argument(identity: object) -> ModelIdentity:
     if not isinstance(identity, ModelIdentity):
-        raise TypeError(f"identity={identity!r:.80}: accepted is a ModelIdentity")
+        raise TypeError(f"identity: expected a ModelIdentity, got {identity!r:.80}")
     return identity
 
 

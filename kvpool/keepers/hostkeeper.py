@@ -155,9 +155,9 @@ class HostKeeper(Closing):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not isinstance(cache, HostCache) or not isinstance(tier, HostTier):
-            raise TypeError(f"cache={cache!r:.80}, tier={tier!r:.80}: accepted are a HostCache and its HostTier")
+            raise TypeError(f"cache, tier: expected a HostCache and its HostTier, got {cache!r:.80}, {tier!r:.80}")
         if tier.fingerprint != cache.fingerprint:
-            raise ValueError("tier: accepted is the memory of this cache, of the same model and sizes")
+            raise ValueError("tier: expected the memory of this cache, of the same model and sizes, got another")
         save = choice_argument("save", COMMIT if save == PUBLISH else save, SAVES)
         load_room = _share("load_share", load_share, cache.host_blocks)
         save_room = _share("save_share", save_share, cache.host_blocks)
@@ -171,11 +171,11 @@ class HostKeeper(Closing):
         limit = NO_LIMIT if quota is None else integer_argument("quota", quota, 0, 1 << 62) // cache.block_bytes
         chosen = [None] * len(own) if policies is None else list_argument("policies", policies)
         if not own:
-            raise ValueError("stores=[]: accepted are one or more")
+            raise ValueError("stores: expected one or more, got none")
         if not callable(spare):
-            raise TypeError(f"spare={spare!r:.80}: accepted is a function that returns seconds")
+            raise TypeError(f"spare: expected a function that returns seconds, got {spare!r:.80}")
         if len(chosen) != len(own):
-            raise ValueError(f"policies has {len(chosen)} elements: accepted is one for each of {len(own)} stores")
+            raise ValueError(f"policies: expected one for each of {len(own)} stores, got {len(chosen)}")
         # Half of the least time of a find: it is a job that has time enough.
         patience = min(PATIENCE_SECONDS, load_seconds / 2 ** len(own), save_seconds / 2)
         self._cache = cache
@@ -434,5 +434,5 @@ def _share(name: str, share: object, blocks: int) -> int:
     """A share of the blocks, one at least. Raises TypeError or ValueError."""
     found = number_argument(name, share)
     if not 0 < found <= 1:
-        raise ValueError(f"{name}={share!r:.80}: accepted is a share above 0, up to 1")
+        raise ValueError(f"{name}: expected a share above 0, up to 1, got {share!r:.80}")
     return max(1, int(found * blocks))

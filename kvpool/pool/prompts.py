@@ -112,9 +112,11 @@ def loads_argument(core: Core, loads: object, stream: object) -> Stream:
     """The stream of an admission with ``loads``. Raises TypeError, ValueError: for those of another pool, and for a
     ``stream`` beside them."""
     if not isinstance(loads, LayerLoads):
-        raise TypeError(f"loads={loads!r:.80}: accepted is what layer_loads gave")
+        raise TypeError(f"loads: expected what layer_loads gave, got {loads!r:.80}")
     if loads.core is not core or stream is not None:
-        raise ValueError("loads: accepted is what layer_loads of this pool gave; it has the stream, so stream= is None")
+        raise ValueError(
+            f"loads, stream: expected what layer_loads of this pool gave, without stream=, got stream={stream!r:.80}"
+        )
     return loads.stream
 
 
@@ -179,7 +181,10 @@ class Prompts:
             scope = Scope(*names, self._root(*names), self._origin, *switches)
         if isinstance(tokens, BlockKeys):
             if not plain or extra_ids is not None:
-                raise TypeError("tokens are BlockKeys, which have all other arguments: accepted is none")
+                raise TypeError(
+                    "salt, adapter_id, extra_ids, reuse, publish: expected none with BlockKeys, which have them"
+                    ", got some"
+                )
             return self._own([tokens])[0]
         found = token_array("tokens", tokens)
         # Of private tokens: what is hashed is what is compared and stored, whatever becomes of the caller's buffer.
@@ -246,19 +251,19 @@ class Prompts:
 
     def _keys_of(self, prompt: object) -> BlockKeys:
         """The keys of a prompt. Raises TypeError, ValueError."""
-        return self._all_keys([prompt])[0]
+        return self._own([self._hashed("prompt", prompt)])[0]
 
     def _all_keys(self, prompts: list[Any]) -> list[BlockKeys]:
         """The keys of each prompt of a batch. Raises TypeError, ValueError."""
         for i, prompt in enumerate(prompts):
             if type(prompt) is not BlockKeys:
-                prompts[i] = self._hashed(prompt)
+                prompts[i] = self._hashed(f"prompts[{i}]", prompt)
         return self._own(prompts)
 
-    def _hashed(self, prompt: object) -> BlockKeys:
+    def _hashed(self, name: str, prompt: object) -> BlockKeys:
         if isinstance(prompt, BlockKeys):
             return prompt
-        tokens = token_array("prompt", prompt)
+        tokens = token_array(name, prompt)
         return BlockKeys.of_private(tokens, NO_KEYS, None, self._plain, self.core.states.heads)
 
     def _own(self, prompts: list[BlockKeys]) -> list[BlockKeys]:
@@ -308,13 +313,13 @@ class Prompts:
         prompt exactly where that group is for cross attention. Does not change the pool.
         """
         if (prompt is None) == (sequences is None):
-            raise TypeError(f"prompt={prompt!r:.80}, sequences={sequences!r:.80}: accepted is exactly one of them")
+            raise TypeError(f"prompt, sequences: expected exactly one of them, got {prompt!r:.80}, {sequences!r:.80}")
         if sequences is None:
             return self._needed(prompt, new_tokens, group, encoder_tokens)
         if encoder_tokens is not None:
             raise ValueError(
-                f"encoder_tokens={encoder_tokens!r:.80}: accepted is None for sequences, which have their encoder's "
-                "blocks"
+                "encoder_tokens: expected None for sequences, which have their encoder's blocks, got "
+                f"{encoder_tokens!r:.80}"
             )
         core, which, ids = self.core, self.core.config.group(group), id_array("sequences", sequences)
         counts = count_array("new_tokens", np.full(len(ids), new_tokens) if is_integer(new_tokens) else new_tokens, ids)
@@ -382,9 +387,11 @@ class Prompts:
         stream: StreamLike = None,
         encoder_tokens: int | None = None,
     ) -> int:
-        """``add_sequence_batch`` for one prompt; returns the sequence id."""
+        """``add_sequence_batch`` for one prompt; returns the sequence id. Salt, adapter and extra ids are given to
+        ``block_keys``, whose result is a prompt too."""
         ranges = None if retention is None else [retention]
-        own = self._arrivals([prompt], ranges, decode_priority, decode_ttl_ms, False, encoder_tokens)
+        keys = self._hashed("prompt", prompt)
+        own = self._arrivals([keys], ranges, decode_priority, decode_ttl_ms, False, encoder_tokens)
         with DeferSignals() as door:
             return int(self._admit(door, own, stream)[0][0, records.OUT.id])
 
@@ -448,9 +455,7 @@ class Prompts:
             given = list_argument("retention", retention)
             ranges += [None if one is None else retention_rows(one) for one in given]
             if len(ranges) != len(keys):
-                raise ValueError(
-                    f"retention has {len(ranges)} entries: accepted is one for each of the {len(keys)} prompts"
-                )
+                raise ValueError(f"retention: expected one for each of the {len(keys)} prompts, got {len(ranges)}")
         for i, own in enumerate(ranges):
             if own is not None:
                 rows[i, records.R.ranges_at], rows[i, records.R.range_count] = address(own), len(own)
@@ -573,7 +578,8 @@ class Prompts:
 
     def _lack(self, group: Group, needed: int) -> str:
         where = f" of group {group.index}" if len(self.core.config.groups) > 1 else ""
-        return f"{needed} device blocks{where} are needed at once, of {group.device_blocks}"
+        are = "block{} is" if needed == 1 else "blocks{} are"
+        return f"{needed} device {are.format(where)} needed at once, of {group.device_blocks}"
 
 
 def _spread(found: Rows, kept: list[int], count: int) -> Rows:

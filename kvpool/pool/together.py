@@ -140,7 +140,7 @@ class Together(Prompts):
     def _checked(self, i: int, one: Any, on: Stream | None) -> Step:
         make = getattr(self, f"_{one.verb}_step", None) if type(one) is Operation else None
         if make is None or type(one.arguments) is not tuple or len(one.arguments) != make.__code__.co_argcount - 2:
-            raise TypeError(f"operations[{i}]={one!r:.80}: accepted are those of kvpool.operations")
+            raise TypeError(f"operations[{i}]: expected one of kvpool.operations, got {one!r:.80}")
         step: Step = make(on, *one.arguments)
         return step
 
@@ -150,13 +150,13 @@ class Together(Prompts):
 
     def _pin_step(self, on: Stream | None, keys: object, owner: object, tier: object) -> Step:
         if on is None:
-            raise ValueError("stream=None: a pin would wait for the host; accepted is the stream that reads it")
+            raise ValueError("stream: expected the stream that reads the pinned blocks, got None")
         rows, name, which, only = key_rows(keys), text_argument("owner", owner), tier_number(tier), int(records.NONE)
         return Step("pin", lambda now: self._leases.take(rows, None, which, name, only, now, on), keys=len(rows))
 
     def _unpin_step(self, on: Stream | None, lease: object) -> Step:
         if not isinstance(lease, Lease):
-            raise TypeError(f"lease={lease!r:.80}: accepted is a lease")
+            raise TypeError(f"lease: expected a lease, got {lease!r:.80}")
         return Step("unpin", lambda now: self._leases.give_back(lease, now, on), lease=lease)
 
     def _add_step(

@@ -210,7 +210,9 @@ def keys_argument(keys: object) -> Keys:
     # A subclass may answer with another shape than its memory has.
     own = np.asarray(keys)[...] if isinstance(keys, np.ndarray) else None
     if own is None or own.dtype != np.uint8 or own.ndim != 2 or own.shape[1] != KEY_BYTES:
-        raise ValueError(f"keys: accepted is an array uint8[n, {KEY_BYTES}], made by the queue's secret, or BlockNames")
+        raise ValueError(
+            f"keys: expected uint8[n, {KEY_BYTES}] that the queue's secret has made, or BlockNames, got {keys!r:.80}"
+        )
     return own.copy()
 
 
@@ -218,11 +220,11 @@ def rows_argument(rows: object, count: int, slots: int, distinct: bool) -> Rows:
     """A copy, which nobody else changes."""
     own = id_array("rows", rows)
     if len(own) != count:
-        raise ValueError(f"rows has {len(own)} elements: accepted is one for each of the {count} keys")
+        raise ValueError(f"rows: expected one for each of the {count} keys, got {len(own)}")
     if first_outside(own, slots - 1) >= 0:
-        raise ValueError(f"rows={own!r:.80}: accepted are 0 to {slots - 1}")
+        raise ValueError(f"rows: expected 0 to {slots - 1}, got {own!r:.80}")
     if distinct and len(np.unique(own)) != count:
-        raise ValueError(f"rows={own!r:.80}: accepted are rows that differ, as each gets one block")
+        raise ValueError(f"rows: expected rows that differ, as each gets one block, got {own!r:.80}")
     return own
 
 

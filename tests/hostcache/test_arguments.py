@@ -15,16 +15,16 @@ from tests.hostcache.conftest import IDENTITY, keys, store
 Make = Callable[..., HostCache]
 
 BAD_KEYS: list[tuple[Any, type[Exception], str]] = [
-    (b"ab", TypeError, "keys=b'ab'"),
-    ("ab", TypeError, "keys='ab'"),
-    (None, TypeError, "keys=None"),
-    (7, TypeError, "keys=7"),
-    (["a"], TypeError, "keys[0]='a'"),
-    ([b"a", None], TypeError, "keys[1]=None"),
-    ([b"a", bytearray(b"b")], TypeError, "keys[1]=bytearray(b'b')"),
-    ([b"a", memoryview(b"b")], TypeError, "keys[1]="),
-    ([b"a", b""], ValueError, "keys[1] has 0 bytes: accepted are 1 to 64"),
-    ([b"x" * 65], ValueError, "keys[0] has 65 bytes"),
+    (b"ab", TypeError, "keys: expected several keys, such as a list of bytes, got b'ab'"),
+    ("ab", TypeError, "keys: expected several keys, such as a list of bytes, got 'ab'"),
+    (None, TypeError, "keys: expected several keys, such as a list of bytes, got None"),
+    (7, TypeError, "keys: expected several keys, such as a list of bytes, got 7"),
+    (["a"], TypeError, "keys[0]: expected bytes, got 'a'"),
+    ([b"a", None], TypeError, "keys[1]: expected bytes, got None"),
+    ([b"a", bytearray(b"b")], TypeError, "keys[1]: expected bytes, got bytearray(b'b')"),
+    ([b"a", memoryview(b"b")], TypeError, "keys[1]: expected bytes, got <memory at "),
+    ([b"a", b""], ValueError, "keys[1]: expected 1 to 64 bytes, got 0"),
+    ([b"x" * 65], ValueError, "keys[0]: expected 1 to 64 bytes, got 65"),
 ]
 
 
@@ -63,7 +63,7 @@ def test_a_subclass_of_bytes_is_the_bytes_that_it_has(make: Make) -> None:
     assert cache.lookup([b"long key", b"l"]).tolist() == [cache.PENDING, cache.ABSENT]
     assert cache.find(Liar(b"long key")) == cache.PENDING
     cache.abort([b"long key"])
-    with pytest.raises(ValueError, match="65 bytes"):
+    with pytest.raises(ValueError, match=r"keys\[0\]: expected 1 to 64 bytes, got 65"):
         cache.lookup([Liar(b"x" * 65)])
 
 
@@ -118,17 +118,17 @@ def test_an_iterable_that_fails_leaves_the_cache_alone(make: Make) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"host_blocks": 0}, ValueError, "host_blocks=0"),
-        ({"host_blocks": 1 << 31}, ValueError, "host_blocks=2147483648"),
-        ({"host_blocks": True}, TypeError, "host_blocks=True"),
-        ({"block_bytes": 0}, ValueError, "block_bytes=0"),
-        ({"block_bytes": 1.5}, TypeError, "block_bytes=1.5"),
-        ({"block_bytes": []}, TypeError, "block_bytes=[]"),
-        ({"identity": "llama"}, TypeError, "identity='llama'"),
+        ({"host_blocks": 0}, ValueError, "host_blocks: expected 1 to 2147483647, got 0"),
+        ({"host_blocks": 1 << 31}, ValueError, "host_blocks: expected 1 to 2147483647, got 2147483648"),
+        ({"host_blocks": True}, TypeError, "host_blocks: expected an integer, got True"),
+        ({"block_bytes": 0}, ValueError, "block_bytes: expected 1 to 2147483647, got 0"),
+        ({"block_bytes": 1.5}, TypeError, "block_bytes: expected an integer, got 1.5"),
+        ({"block_bytes": []}, TypeError, "block_bytes: expected a number, a BlockLayout or a list of them, got []"),
+        ({"identity": "llama"}, TypeError, "identity: expected a ModelIdentity, got 'llama'"),
         ({"secret": b"short"}, ValueError, "secret"),
-        ({"event_capacity": -1}, ValueError, "event_capacity=-1"),
-        ({"policy": "fifo"}, ValueError, "policy='fifo': must be one of lru, reuse, agent, adaptive"),
-        ({"clock": 5}, TypeError, "clock=5"),
+        ({"event_capacity": -1}, ValueError, "event_capacity: expected 0 to 2147483648, got -1"),
+        ({"policy": "fifo"}, ValueError, "policy: expected one of lru, reuse, agent, adaptive, got 'fifo'"),
+        ({"clock": 5}, TypeError, "clock: expected a function that returns milliseconds, got 5"),
     ],
 )
 def test_arguments_of_a_cache(make: Make, options: dict[str, Any], error: type[Exception], message: str) -> None:

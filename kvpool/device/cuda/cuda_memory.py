@@ -411,9 +411,9 @@ def gpu_table(target: Any, name: str, vector: bool, itemsize: int) -> Table:
     found = as_strided(name, target)
     if found.memory != "device" or (found.kind, found.itemsize) != ("i", itemsize):
         given = f"{found.kind}{8 * found.itemsize} in {found.memory} memory"
-        raise TypeError(f"{name}: accepted is an int{8 * itemsize} array of a GPU, not {given}")
+        raise TypeError(f"{name}: expected an int{8 * itemsize} array of a GPU, got {given}")
     if not found.writable:
-        raise ValueError(f"{name} is read-only: accepted is an array that can be written")
+        raise ValueError(f"{name}: expected an array that can be written, got a read-only one")
     return make_table(name, found.address, found.shape, found.steps, target, vector, itemsize)
 
 
@@ -500,7 +500,7 @@ class CudaViews(HostViews):
         # own it might open other data too.
         if not self._is_own(array):
             raise ValueError(
-                "device_memory is the caller's and cannot be shared: accepted is memory that the pool took itself"
+                "device_memory: expected memory that the pool took itself, which alone can be shared, got the caller's"
             )
         with self._calls("cudaIpcGetMemHandle") as runtime:
             base, address = self._calls.driver.start_of(array.data.ptr), array.data.ptr
