@@ -13,6 +13,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number of things, such as "1 block" or "2 blocks"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 class KVPoolError(Exception):
     """The base class of all exceptions of kvpool."""
 
@@ -25,9 +30,8 @@ class OutOfBlocks(KVPoolError):
     """
 
     def __init__(self, tier: str, needed: int, free: int, group: int | None = None) -> None:
-        super().__init__(
-            f"{tier} tier{'' if group is None else f' of group {group}'}: {needed} blocks needed, {free} free"
-        )
+        where = f"{tier} tier" if group is None else f"{tier} tier of group {group}"
+        super().__init__(f"{where}: {counted(needed, 'block')} needed, {free} free")
         self.tier, self.needed, self.free, self.group = tier, needed, free, group
 
 
@@ -35,7 +39,7 @@ class OutOfSequences(KVPoolError):
     """More sequences would live at once than ``max_sequences`` allows."""
 
     def __init__(self, needed: int, free: int) -> None:
-        super().__init__(f"{needed} sequences needed, {free} free: raise max_sequences")
+        super().__init__(f"{counted(needed, 'sequence')} needed, {free} free: raise max_sequences")
         self.needed, self.free = needed, free
 
 

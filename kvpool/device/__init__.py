@@ -24,11 +24,9 @@ def get_device(spec: str | Device) -> Device:
     if isinstance(spec, Device):
         return spec
     if not isinstance(spec, str):
-        raise TypeError(
-            f"device={spec!r}: 'auto', 'cpu', 'cuda', 'sim' or a Device is needed, not {type(spec).__name__}"
-        )
+        raise TypeError(f"device: expected 'auto', 'cpu', 'cuda', 'sim' or a Device, got {spec!r:.80}")
     if spec not in ("auto", *DEVICES):
-        raise ValueError(f"device={spec!r}: must be 'auto', 'cpu', 'cuda', 'sim' or a Device")
+        raise ValueError(f"device: expected 'auto', 'cpu', 'cuda', 'sim' or a Device, got {spec!r:.80}")
     return DEVICES[automatic()[0] if spec == "auto" else spec]()
 
 
@@ -38,7 +36,7 @@ def automatic() -> tuple[str, str]:
     named = os.environ.get(AUTO)
     if named:
         if named not in DEVICES:
-            raise ValueError(f"{AUTO}={named!r}: must be one of {', '.join(DEVICES)}")
+            raise ValueError(f"{AUTO}: expected one of {', '.join(DEVICES)}, got {named!r:.80}")
         return named, f"{AUTO} says so"
     missing = unusable()
     return ("cpu", missing) if missing else ("cuda", "there is a GPU, and CuPy to use it with")

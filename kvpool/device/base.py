@@ -252,7 +252,9 @@ class Device(ABC):
         ``pin``, it is main memory from the start of a page, which the device may pin until ``free``; without, it is the
         caller's, for either tier. Raises ValueError where this device cannot use it, DeviceError, MemoryError.
         """
-        raise ValueError(f"{tier}_memory: the {self.name} device takes no memory of the caller's; accepted is None")
+        raise ValueError(
+            f"{tier}_memory: expected None, since the {self.name} device takes no memory of the caller's, got an array"
+        )
 
     @abstractmethod
     def available_bytes(self, tier: str) -> int | None:
@@ -372,7 +374,7 @@ def stream_argument(stream: Any) -> Stream:
         # The protocol specifies a method. Some packages have a plain attribute.
         pair = stream.__cuda_stream__() if callable(stream.__cuda_stream__) else stream.__cuda_stream__
         if not isinstance(pair, tuple) or len(pair) != 2:
-            raise TypeError(f"stream={stream!r}: __cuda_stream__ must give (version, handle), not {pair!r}")
+            raise TypeError(f"stream: expected (version, handle) from __cuda_stream__, got {pair!r:.80}")
         handle = pair[1]
     else:
         for attribute in ("cuda_stream", "ptr"):
@@ -383,15 +385,15 @@ def stream_argument(stream: Any) -> Stream:
         return Stream(integer_argument("stream", handle, 0, 2**64 - 1), stream)
     except TypeError:
         raise TypeError(
-            f"stream={stream!r}: None, an integer handle, or an object with __cuda_stream__, cuda_stream or ptr is "
-            "needed"
+            "stream: expected None, an integer handle, or an object with __cuda_stream__, cuda_stream or ptr, got "
+            f"{stream!r:.80}"
         ) from None
 
 
 def tier_argument(tier: Any) -> None:
     """Raise ValueError unless ``tier`` names one."""
     if tier not in TIERS:
-        raise ValueError(f"tier={tier!r}: must be 'device' or 'host'")
+        raise ValueError(f"tier: expected 'device' or 'host', got {tier!r:.80}")
 
 
 def _forwarded(name: str) -> Any:

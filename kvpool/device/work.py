@@ -172,9 +172,9 @@ def make_table(
     whose rows cannot be written."""
     wrong = _wrong(shape, strides, vector, itemsize)
     if wrong:
-        raise ValueError(f"{name} has {wrong}")
+        raise ValueError(f"{name}: expected {wrong}")
     if address % itemsize:
-        raise ValueError(f"{name} is at {address:#x}: accepted is a multiple of {itemsize}")
+        raise ValueError(f"{name}: expected an address that is a multiple of {itemsize}, got {address:#x}")
     return Table(address, shape, strides, owner)
 
 
@@ -183,16 +183,16 @@ def _wrong(shape: tuple[int, ...], strides: tuple[int, ...], vector: bool, items
     """Why rows cannot be written so, or an empty string. Cached, since an engine hands over to the same few targets at
     every step."""
     if vector and len(shape) != 1:
-        return f"shape {shape}: accepted is one dimension"
+        return f"one dimension, got shape {shape}"
     if not vector and (len(shape) < 2 or 0 in shape):
-        return f"shape {shape}: accepted is [..., rows, columns], with one of each at least"
+        return f"[..., rows, columns], with one of each at least, got shape {shape}"
     if strides[-1] != itemsize and shape[-1] > 1:
         what = "elements" if vector else "columns"
-        return f"strides {strides}: accepted are {what} that follow each other, {itemsize} bytes apart"
+        return f"{what} that follow each other, {itemsize} bytes apart, got strides {strides}"
     end = itemsize
     for stride, count in sorted(zip(strides, shape, strict=True)):
         if count > 1 and (stride < end or stride % itemsize):
-            return f"shape {shape} and strides {strides}: accepted are elements that do not overlap, in rising order"
+            return f"elements that do not overlap, in rising order, got shape {shape} and strides {strides}"
         end += (count - 1) * stride
     return ""
 
@@ -204,9 +204,9 @@ def host_table(target: Any, name: str, vector: bool = False, itemsize: int = 4) 
     view = np.asarray(target)[...] if isinstance(target, np.ndarray) else None
     if view is None or view.dtype != (INT32 if itemsize == 4 else INT64):
         actual = type(target).__name__ if view is None else view.dtype
-        raise TypeError(f"{name}: accepted is an int{8 * itemsize} array, not {actual}")
+        raise TypeError(f"{name}: expected an int{8 * itemsize} array, got {actual}")
     if not view.flags.writeable:
-        raise ValueError(f"{name} is read-only: accepted is an array that can be written")
+        raise ValueError(f"{name}: expected an array that can be written, got a read-only one")
     try:
         address = ctypes.addressof(ctypes.c_char.from_buffer(view.data))  # a third of what the other way takes
     except (TypeError, ValueError):  # it has gaps, or no element
@@ -257,7 +257,7 @@ class StepTargets:
         }
         table = tables.get("table")
         if table is not None and len(table.shape) != 2:
-            raise ValueError(f"table has shape {list(table.shape)}: accepted is [rows, columns]")
+            raise ValueError(f"table: expected [rows, columns], got shape {list(table.shape)}")
         check_apart(tables)
         row = (0, 0) if table is None else (table.strides[0], table.shape[1])
         addresses = (tables[name].address if name in tables else 0 for name in NAMES)
@@ -277,7 +277,7 @@ def check_entries(tables: dict[str, Table], count: int) -> None:
     for name, more in _MORE.items():
         if name in tables and tables[name].shape[0] < count + more:
             what = "rows" if name == "table" else "entries"
-            raise ValueError(f"{name} has {tables[name].shape[0]} {what}: accepted are {count + more} or more")
+            raise ValueError(f"{name}: expected {count + more} {what} or more, got {tables[name].shape[0]}")
 
 
 def _itemsize(name: str) -> int:
@@ -294,7 +294,7 @@ def check_apart(tables: dict[str, Table]) -> None:
     ranges.sort()
     for (_, end, name), (begin, _, other) in zip(ranges, ranges[1:], strict=False):
         if begin < end:
-            raise ValueError(f"{name} and {other} share memory: accepted are arrays that lie apart")
+            raise ValueError(f"{name}: expected memory of its own, got some that {other} has too")
 
 
 class StagedStep(NamedTuple):

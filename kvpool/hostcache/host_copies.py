@@ -111,7 +111,7 @@ class HostCopies(Closing):
         device: str | Device = "auto",
     ) -> None:
         if not isinstance(tier, HostTier):
-            raise TypeError(f"tier={tier!r:.80}: accepted is a HostTier")
+            raise TypeError(f"tier: expected a HostTier, got {tier!r:.80}")
         self.blocks_per_host_block = integer_argument("blocks_per_host_block", blocks_per_host_block, 1, 1 << 20)
         self.first_byte = integer_argument("first_byte", first_byte, 0, tier.block_bytes - 1)
         paged_caches = _caches(caches)
@@ -298,9 +298,9 @@ def _caches(caches: object) -> list[PagedKV]:
         or not cache_list
         or not all(isinstance(cache, PagedKV) for cache in cache_list)
     ):
-        raise TypeError(f"caches={caches!r:.80}: accepted are a PagedKV and a list of them")
+        raise TypeError(f"caches: expected a PagedKV or a list of them, got {caches!r:.80}")
     if len({cache.memory for cache in cache_list}) > 1:
-        raise ValueError("caches: accepted are caches in one memory")
+        raise ValueError("caches: expected caches in one memory, got some on the host and some on a GPU")
     return list(cache_list)
 
 
@@ -309,16 +309,16 @@ def _places(places: object, caches: list[PagedKV]) -> Sequence[HostPlace | None]
     later. Raises TypeError, ValueError."""
     place_list = list_argument("places", places)
     if len(place_list) not in (0, len(caches)):
-        raise ValueError(f"places={places!r:.80}: accepted is one for each of {len(caches)} caches, or none")
+        raise ValueError(f"places: expected one for each of {len(caches)} caches, or none, got {places!r:.80}")
     for place, cache in zip(place_list, caches, strict=False):
         if place is None:
             continue
         if not isinstance(place, HostPlace):
-            raise TypeError(f"places: {place!r:.80}: accepted are HostPlace and None")
+            raise TypeError(f"places: expected HostPlace or None, got {place!r:.80}")
         planes = list_argument("places", place.planes)
         if [len(plane) for plane in planes] != [3] * len(cache.planes):
             raise ValueError(
-                f"places: {place!r:.80}: accepted are three numbers for each of {len(cache.planes)} planes"
+                f"places: expected three numbers for each of {len(cache.planes)} planes, got {place!r:.80}"
             )
         for number in itertools.chain(place[:2], *planes):
             integer_argument("places", number, 0, 1 << 40)
@@ -338,7 +338,7 @@ def _check_apart(groups: list[Pages], tier: HostTier) -> None:
         cache = pages.cache
         spans = np.array([[plane.span(cache.blocks, cache.tokens_per_block)] for plane in cache.planes])
         if cache.memory == "host" and ((cache.bases < end) & (start < cache.bases + spans)).any():
-            raise ValueError(f"caches[{group}] and the tier share bytes: accepted is memory of its own for each")
+            raise ValueError(f"caches[{group}]: expected memory of its own, got some of the tier's")
 
 
 def _device(device: Any, groups: list[Pages]) -> Device:
@@ -348,7 +348,7 @@ def _device(device: Any, groups: list[Pages]) -> Device:
     chosen = get_device(device)
     memory = groups[0].cache.memory
     if memory == "device" and chosen.name != "cuda":
-        raise ValueError(f"device={device!r:.80}: the caches are memory of a GPU; accepted are 'auto' and 'cuda'")
+        raise ValueError(f"device: expected 'auto' or 'cuda' for caches in memory of a GPU, got {device!r:.80}")
     return chosen
 
 
@@ -365,9 +365,7 @@ def _check_blocks(
     """Raise ValueError unless all ids that the copy reads are blocks."""
     needed = -(-len(blocks) // pages.blocks)
     if len(hosts) != needed:
-        raise ValueError(
-            f"host_blocks has {len(hosts)} entries: accepted are exactly {needed} for {len(blocks)} blocks"
-        )
+        raise ValueError(f"host_blocks: expected {needed} for the {len(blocks)} of blocks, got {len(hosts)}")
     width = pages.cache.tokens_per_block
     copied_blocks = blocks[first // width : -(-end // width)]
     _check_ids("blocks", copied_blocks[copied_blocks >= 0], pages.cache.blocks, not into_host)
@@ -381,9 +379,9 @@ def _check_ids(name: str, ids: Int64s, count: int, written_once: bool) -> None:
         return
     if ids.min() < 0 or ids.max() >= count:
         wrong = int(ids[(ids < 0) | (ids >= count)][0])
-        raise ValueError(f"{name}: {wrong} is no block; accepted are 0 to {count - 1}")
+        raise ValueError(f"{name}: expected blocks from 0 to {count - 1}, got {wrong}")
     if written_once and len(set(ids.tolist())) != len(ids):
-        raise ValueError(f"{name}: a block that is written is named twice")
+        raise ValueError(f"{name}: expected different blocks to write, got one twice")
 
 
 # -- where the bytes of an engine's blocks lie in a host block, and the fragments of a copy --------------

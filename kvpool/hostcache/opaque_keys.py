@@ -55,21 +55,21 @@ def keys_argument(keys: object) -> tuple[bytes, ...]:
 
 def _own(keys: Any) -> tuple[Any, ...]:
     if isinstance(keys, (str, bytes, bytearray, memoryview)):
-        raise TypeError(f"keys={keys!r:.80}: accepted are several keys, such as a list of bytes")
+        raise TypeError(f"keys: expected several keys, such as a list of bytes, got {keys!r:.80}")
     try:
         iterator = iter(keys)
     except TypeError:
-        raise TypeError(f"keys={keys!r:.80}: accepted are several keys, such as a list of bytes") from None
+        raise TypeError(f"keys: expected several keys, such as a list of bytes, got {keys!r:.80}") from None
     return tuple(iterator)
 
 
 def key_argument(name: str, key: object) -> bytes:
     """A key as an exact builtin. A subclass could compare, or have a length, like another value."""
     if not isinstance(key, bytes):
-        raise TypeError(f"{name}={key!r:.80}: accepted are bytes")
+        raise TypeError(f"{name}: expected bytes, got {key!r:.80}")
     exact_key = bytes.__getitem__(key, slice(None))
     if not 1 <= len(exact_key) <= KEY_BYTES:
-        raise ValueError(f"{name} has {len(exact_key)} bytes: accepted are 1 to {KEY_BYTES}")
+        raise ValueError(f"{name}: expected 1 to {KEY_BYTES} bytes, got {len(exact_key)}")
     return exact_key
 
 

@@ -19,7 +19,7 @@ from kvpool.common.process import Closing, Process
 from kvpool.device.memory.attachments import SharedGroup, SharedPart, SharedTier, attach, machine, namespace
 from kvpool.device.memory.main_memory import MainMemory, SharedMemory, available_ram
 from kvpool.device.regions import BLOCKS_MAX
-from kvpool.hostcache.identity import ModelIdentity, identity_argument
+from kvpool.hostcache.identity import ModelIdentity, check_identity, identity_argument
 
 VERSION = 1
 BLOCK_BYTES_MAX = 2**31 - 1
@@ -31,9 +31,17 @@ def block_bytes_argument(block_bytes: object) -> int:
     layouts = [block_bytes] if isinstance(block_bytes, BlockLayout) else block_bytes
     if isinstance(layouts, (list, tuple)):
         if not layouts or not all(isinstance(layout, BlockLayout) for layout in layouts):
-            raise TypeError(f"block_bytes={block_bytes!r:.80}: accepted are bytes, a BlockLayout and a list of them")
+            raise TypeError(f"block_bytes: expected a number, a BlockLayout or a list of them, got {block_bytes!r:.80}")
         block_bytes = sum(layout.block_bytes for layout in layouts)
     return integer_argument("block_bytes", block_bytes, 1, BLOCK_BYTES_MAX)
+
+
+def identity_of(identity: object, block_bytes: object) -> ModelIdentity:
+    """The identity of blocks whose bytes an argument gives, maybe by layouts. Raises TypeError or ValueError."""
+    own, layouts = identity_argument(identity), [block_bytes] if isinstance(block_bytes, BlockLayout) else block_bytes
+    if isinstance(layouts, (list, tuple)):
+        check_identity(own, layouts)
+    return own
 
 
 def fingerprint_of(identity: ModelIdentity, host_blocks: int, block_bytes: int) -> str:
@@ -62,7 +70,7 @@ class HostSlots:
 
     def __getitem__(self, which: slice) -> HostSlots:
         if not isinstance(which, slice):
-            raise TypeError(f"which={which!r:.80}: accepted is a slice")
+            raise TypeError(f"which: expected a slice, got {which!r:.80}")
         return HostSlots(self.blocks[which], self.fingerprint)
 
 
@@ -103,24 +111,24 @@ class HostTierDescription:
     def from_json(cls, text: str) -> HostTierDescription:
         """Read the result of ``to_json``. Raises TypeError, ValueError."""
         if not isinstance(text, str):
-            raise TypeError(f"description={text!r:.80}: accepted is a string")
+            raise TypeError(f"description: expected a string, got {text!r:.80}")
         if len(text) > _TEXT_MAX:
-            raise ValueError(f"description: {len(text)} characters; accepted are up to {_TEXT_MAX}")
+            raise ValueError(f"description: expected up to {_TEXT_MAX} characters, got {len(text)}")
         try:
             fields = json.loads(text)
             if fields["kvpool host tier"] != VERSION:
-                raise ValueError(f"version {fields['kvpool host tier']!r:.80}; accepted is {VERSION}")
+                raise ValueError(f"expected version {VERSION}, got {fields['kvpool host tier']!r:.80}")
             description = cls(ModelIdentity(**fields["identity"]), SharedTier.from_json(json.dumps(fields["tier"])))
             if description.tier.tier != "host" or [len(group.parts) for group in description.tier.groups] != [1]:
-                raise ValueError("accepted is a host tier of one group and one part")
+                raise ValueError("expected a host tier of one group and one part, got another")
             if description.host_blocks < 1 or description.tier.groups[0].parts[0].layout != layout_of(
                 description.block_bytes
             ):
-                raise ValueError("accepted are blocks of bytes, one or more")
+                raise ValueError("expected one block of bytes or more, got another layout")
             if not isinstance(description.tier.groups[0].parts[0].memory, MainMemory):
-                raise ValueError("accepted is main memory, not that of a GPU")
+                raise ValueError("expected main memory, got memory of a GPU")
         except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"description: {type(error).__name__}: {error}") from None
+            raise ValueError(f"description: expected what share() gave, got {type(error).__name__}: {error}") from None
         return description
 
     def __reduce__(self) -> tuple[Callable[[str], HostTierDescription], tuple[str]]:
@@ -161,7 +169,7 @@ class HostTier(Closing):
         memory: object = None,
     ) -> None:
         self.host_blocks = integer_argument("host_blocks", host_blocks, 1, BLOCKS_MAX)
-        self.block_bytes, self.identity = block_bytes_argument(block_bytes), identity_argument(identity)
+        self.block_bytes, self.identity = block_bytes_argument(block_bytes), identity_of(identity, block_bytes)
         nbytes = self.host_blocks * self.block_bytes
         self._shared: SharedMemory | None = None
         self._description: HostTierDescription | None = None
@@ -192,7 +200,7 @@ class HostTier(Closing):
         PermissionError for a process of another user, and TypeError.
         """
         if not isinstance(description, (str, HostTierDescription)):
-            raise TypeError(f"description={description!r:.80}: accepted is what share() gave")
+            raise TypeError(f"description: expected what share() gave, got {description!r:.80}")
         parsed = HostTierDescription.from_json(description if isinstance(description, str) else description.to_json())
         self = object.__new__(cls)
         self.host_blocks, self.block_bytes, self.identity = parsed.host_blocks, parsed.block_bytes, parsed.identity
@@ -220,7 +228,7 @@ class HostTier(Closing):
         self.flat  # noqa: B018  # It is open.
         if self._description is None:
             if self._shared is None:
-                raise ValueError("memory: that of the caller's cannot be shared; accepted is None")
+                raise ValueError("memory: expected None for a tier that is shared, got the caller's memory")
             handle = self._shared.handle
             group = SharedGroup(self.host_blocks, (SharedPart(layout_of(self.block_bytes), handle),))
             # The memory is there as long as the tier is, and stands for it.
@@ -255,10 +263,10 @@ def _given(memory: object, nbytes: int) -> Uint8s:
     """The caller's memory as flat bytes, in place."""
     strided = as_strided("memory", memory)
     if strided.memory != "host":
-        raise ValueError("memory: accepted is main memory, not that of a GPU")
+        raise ValueError("memory: expected main memory, got memory of a GPU")
     array = strided.host_view()
     if array.nbytes != nbytes:
-        raise ValueError(f"memory has {array.nbytes} bytes: accepted are exactly the {nbytes} of its blocks")
+        raise ValueError(f"memory: expected exactly the {nbytes} bytes of its blocks, got {array.nbytes}")
     if not array.flags.c_contiguous or not array.flags.writeable:
-        raise ValueError("memory: accepted is a writable array in C order without gaps")
+        raise ValueError("memory: expected a writable array in C order without gaps, got another")
     return array.reshape(-1).view(np.uint8)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvpool.common.arguments import token_array
 from kvpool.common.arrays import Int64s
 from kvpool.common.errors import did_you_mean
 
@@ -138,14 +139,12 @@ def loaded_adapters(listed: Sequence[Mapping[str, Any]], apply: bool) -> Adapter
 
 
 def checked_tokens(prompt: object) -> Int64s:
-    """The tokens of a prompt. Raises TypeError for texts among them, several prompts, and prompts with other media."""
+    """The tokens of a prompt. Raises TypeError for texts among them, several prompts, and prompts with other media.
+    Raises ValueError for ids that are negative or above int32."""
     try:
-        tokens = np.array(prompt)
-    except ValueError:
-        tokens = np.empty((), object)
-    if tokens.ndim != 1 or len(tokens) and tokens.dtype.kind not in "iu":
-        raise TypeError(f"prompt: expected a text or a sequence of tokens, got {prompt!r:.80}")
-    return tokens.astype(np.int64)
+        return token_array("prompt", prompt, empty=True).astype(np.int64)
+    except TypeError:
+        raise TypeError(f"prompt: expected a text or a sequence of tokens, got {prompt!r:.80}") from None
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:

@@ -62,7 +62,7 @@ class LocalBlocks:
         history: int = 0,
     ) -> None:
         if memory < block_bytes:
-            raise ValueError(f"host_memory: {memory} bytes for blocks of {block_bytes}: accepted is one block at least")
+            raise ValueError(f"host_memory: expected {block_bytes} bytes or more, for one block, got {memory}")
         warm_host_cache([options.policy] if options.policy != "lru" else [])
         self.block_bytes, self._patience = block_bytes, options.load_seconds
         self._keeper: HostKeeper | None = None

@@ -519,18 +519,22 @@ class PoolMetrics(Closing):
         try:
             pool.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"pool={pool!a:.80}: accepted is what UTF-8 can say ({error.reason})") from None
+            raise ValueError(f"pool: expected what UTF-8 can say ({error.reason}), got {pool!a:.80}") from None
         if not isinstance(cache, (KVCacheManager, HostCache, Keeper, HostKeeper, *SERVERS)):
             accepted = "a KVCacheManager, a HostCache and their keepers, and a StoreServer"
-            raise TypeError(f"cache={cache!r:.80}: accepted are {accepted}")
+            raise TypeError(f"cache: expected {accepted}, got {cache!r:.80}")
         if cache.closed:
-            raise PoolClosed(f"pool={pool!r:.80}: it is closed, and would never be shown")
+            raise PoolClosed(
+                f"cache: expected an open one, got pool={pool!r:.80}, which is closed and would never be shown"
+            )
         with self._lock:
             if not self._registered:
-                raise ValueError(f"pool={pool!r:.80}: the collector is closed, and would never show it")
+                raise ValueError(
+                    f"pool: expected an open collector, which would show it, got a closed one for {pool!r:.80}"
+                )
             what = pool, isinstance(cache, (Keeper, HostKeeper))
             if _open(self._pools.get(what)) not in (None, cache):
-                raise ValueError(f"pool={pool!r}: an open pool has this name already")
+                raise ValueError(f"pool: expected a name that no open pool has, got {pool!r}")
             self._pools[what] = weakref.ref(cache)
 
     def remove(self, pool: str) -> None:
@@ -538,7 +542,7 @@ class PoolMetrics(Closing):
         with self._lock:
             known = sorted({name for name, _ in self._pools})
             if pool not in known:
-                raise ValueError(f"pool={pool!r}: accepted are the names that were added: {known}")
+                raise ValueError(f"pool: expected the names that were added: {known}, got {pool!r}")
             self._pools = {what: cache for what, cache in self._pools.items() if what[0] != pool}
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvpool.common.arguments import token_array
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.errors import BlockNotFound, PoolClosed
 from kvpool.common.process import Closing
@@ -291,8 +292,10 @@ class PromptCache(Closing):
     def fetch_nearest_cache(self, model: Hashable, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
         """Caches with the longest known beginning of a prompt, and the tokens that are left: at least one.
 
-        ``model`` names the model. The caches belong to the caller. (None, tokens) if nothing is known.
+        ``model`` names the model. The caches belong to the caller. (None, tokens) if nothing is known. Raises TypeError
+        and ValueError for what is no list of token ids, as ``insert_cache`` does.
         """
+        token_array("tokens", tokens, empty=True)
         with self._lock:
             self._turn_to(model)
             self._asked += len(tokens)
@@ -314,6 +317,7 @@ class PromptCache(Closing):
     ) -> None:
         """Keep the caches of the first tokens of a prompt. They are copied, and stay the caller's. ``cache_type`` is
         not used: what is used least recently goes first."""
+        token_array("tokens", tokens, empty=True)
         with self._lock:
             self._turn_to(model)
             for shelf in self._shelves:
@@ -390,8 +394,8 @@ class PromptCache(Closing):
                 layout = _CacheLayout(make, _filled(models, make()), self._tokens)
                 if layout.has_states and self._options.policy != "lru":
                     raise ValueError(
-                        f"policy={self._options.policy!r} in {MLX.place}: this model needs the states at the ends that "
-                        "it evicts; accepted is 'lru'"
+                        "policy: expected 'lru' for this model, which needs the states at the ends that others evict, "
+                        f"got {self._options.policy!r} in {MLX.place}"
                     )
                 identity, memory = self._identity(model, layout), self._options.host_memory // len(makers)
                 blocks = LocalBlocks(layout.block_bytes, identity, memory, self._options, self._lock, MLX.history())

@@ -111,7 +111,7 @@ class EngineOptions:
         plain = sorted({str(dtype) for dtype in dtypes if not dtype.is_floating_point})
         if plain and not self.kv_dtype:
             raise ValueError(
-                f"kv_dtype is missing, and {', '.join(plain)} may be any type: accepted is {KINDS['kv_dtype'].accepted}"
+                f"kv_dtype: expected {KINDS['kv_dtype'].accepted}, since {', '.join(plain)} may be any type, got none"
             )
 
 
@@ -251,18 +251,20 @@ class EnginePlugin:
         ignored = self._ignored(given)
         for name in self.needs:
             if not given.get(name):
-                raise ValueError(f"{name} is missing in {self.place}: accepted is {KINDS[name].accepted}")
+                raise ValueError(f"{name}: expected {KINDS[name].accepted}, got none in {self.place}")
         values = dict(self.options)
         for name in self.options:
             if given.get(name) is not None:
                 values[name] = KINDS[name].read(given[name])
                 if values[name] is None:
                     accepted = KINDS[name].accepted
-                    raise ValueError(f"{name}={given[name]!r:.80} in {self.place}: accepted is {accepted}")
+                    raise ValueError(f"{name}: expected {accepted}, got {given[name]!r:.80} in {self.place}")
         if values.get("load") == "faster" and "compute_seconds" in values and not values["compute_seconds"]:
-            raise ValueError(f"load='faster' in {self.place} needs compute_seconds: accepted is {_SECONDS.accepted}")
+            raise ValueError(
+                f"compute_seconds: expected {_SECONDS.accepted} with load='faster', got none in {self.place}"
+            )
         if self.one_store and len(values["stores"]) != 1:
-            raise ValueError(f"stores={values['stores']!r:.80} in {self.place}: accepted is one store")
+            raise ValueError(f"stores: expected one store, got {values['stores']!r:.80} in {self.place}")
         if ignored and not quiet:
             self.log.warning("kvpool: ignored in %s: %s", self.place, ", ".join(ignored))
         return EngineOptions(**values)
@@ -273,10 +275,10 @@ class EnginePlugin:
         slips = {name: near for name in unknown for near in difflib.get_close_matches(name, self.options, 1, _NEAR)}
         if slips:
             meant = ", ".join(f"{name} (is {near} meant?)" for name, near in slips.items())
-            raise ValueError(f"unknown options {meant} in {self.place}: accepted are {', '.join(self.options)}")
+            raise ValueError(f"options: expected some of {', '.join(self.options)}, got {meant} in {self.place}")
         if unknown and self.strict:
             accepted = ", ".join((*self.options, *self.others))
-            raise ValueError(f"unknown options {', '.join(unknown)} in {self.place}: accepted are {accepted}")
+            raise ValueError(f"options: expected some of {accepted}, got {', '.join(unknown)} in {self.place}")
         return unknown
 
 

@@ -71,7 +71,7 @@ class BlockTables:
         core, which, g = self.core, id_array("ids", ids), self.core.config.group(group)
         kind = core.config.groups[g].kind
         if kind != "recurrent":
-            raise ValueError(f"group={g}: accepted are recurrent groups; this one is of kind {kind}")
+            raise ValueError(f"group: expected a recurrent group, got {g}, which is of kind {kind}")
         if stream is not None:
             core.decide(stream, use, which, ids=which)
         out = np.empty((len(which), 2), np.int32)
@@ -365,7 +365,7 @@ class CapturedTables(Closing):
         if self._buffer is None:
             raise ValueError("this hand-over is closed: capture another one")
         if len(which) > self.sequences:
-            raise ValueError(f"ids: {len(which)} sequences; accepted are the {self.sequences} of the capture")
+            raise ValueError(f"ids: expected up to {self.sequences} sequences, as in the capture, got {len(which)}")
         self._hand_over.choose(*(tokens_argument(*pair, len(which)) for pair in (("first", first), ("counts", counts))))
         on = core.as_stream(stream)
         core.refuse_inside("stage")
@@ -425,7 +425,9 @@ def attention_group(core: Core, group: int | None) -> int:
     """A group that has tables of a step. Raises ValueError for a recurrent one."""
     g = core.config.group(group)
     if core.config.groups[g].kind == "recurrent":
-        raise ValueError(f"group={g}: accepted are groups for attention; states are where state_blocks says")
+        raise ValueError(
+            f"group: expected one for attention, got {g}, which is recurrent: state_blocks says where states are"
+        )
     return g
 
 

@@ -73,29 +73,29 @@ class LayerGroup:
     def __post_init__(self) -> None:
         parts = tuple(self.layout) if isinstance(self.layout, (list, tuple)) else (self.layout,)
         if not parts or not all(isinstance(part, BlockLayout) for part in parts):
-            raise TypeError(f"layout={self.layout!r:.80}: accepted is a BlockLayout, or a list of them")
+            raise TypeError(f"layout: expected a BlockLayout, or a list of them, got {self.layout!r:.80}")
         object.__setattr__(self, "layout", parts[0] if len(parts) == 1 else parts)
         widths = sorted({part.tokens_per_block for part in parts})
         if len(widths) > 1:
-            raise ValueError(f"layout: tokens_per_block={widths}: accepted are parts with the same")
+            raise ValueError(f"layout: expected parts with the same tokens_per_block, got {widths}")
         choice_argument("kind", self.kind, KINDS)
         window = None if self.window is None else integer_argument("window", self.window, 1, _TOKENS_MAX)
         sinks = integer_argument("sinks", self.sinks, 0, _TOKENS_MAX)
         if sinks and not window:
-            raise ValueError(f"sinks={sinks}: accepted is 0 without a window")
+            raise ValueError(f"sinks: expected 0 without a window, got {sinks}")
         object.__setattr__(self, "window", window)
         object.__setattr__(self, "sinks", sinks)
         if window and self.kind != "attention":
-            raise ValueError(f"window={window}: accepted is None in a {self.kind} group")
+            raise ValueError(f"window: expected None in a {self.kind} group, got {window}")
         if self.snapshot_tokens is not None:
             tokens = integer_argument("snapshot_tokens", self.snapshot_tokens, 1, _TOKENS_MAX)
             object.__setattr__(self, "snapshot_tokens", tokens)
             if self.kind != "recurrent":
-                raise ValueError(f"snapshot_tokens={tokens}: accepted is None in a group of kind {self.kind}")
+                raise ValueError(f"snapshot_tokens: expected None in a group of kind {self.kind}, got {tokens}")
         if self.kind == "recurrent" and widths != [1]:
             raise ValueError(
-                f"layout: tokens_per_block={widths[0]}: accepted is 1 in a recurrent group, whose blocks hold one "
-                "state each"
+                "layout.tokens_per_block: expected 1 in a recurrent group, whose blocks hold one state each, got "
+                f"{widths[0]}"
             )
 
     @property
@@ -141,35 +141,38 @@ def groups_argument(groups: object, tokens_per_block: object = None) -> tuple[tu
     ``tokens_per_block`` is the caller's argument. It must be None where a layout gives the number.
     """
     if not isinstance(groups, (list, tuple)):
-        raise TypeError(f"groups={groups!r:.80}: accepted is a list of LayerGroup")
+        raise TypeError(f"groups: expected a list of LayerGroup, got {groups!r:.80}")
     groups = tuple(groups)
     if not all(isinstance(group, LayerGroup) for group in groups):
-        raise TypeError(f"groups={groups!r:.80}: accepted is a list of LayerGroup")
+        raise TypeError(f"groups: expected a list of LayerGroup, got {groups!r:.80}")
     if all(group.kind == "cross" for group in groups):
         raise ValueError(
-            f"groups has {len(groups)} entries, none of them attention or recurrent: accepted is at least one such "
-            "group"
+            f"groups: expected one at least that is for attention or recurrent, got {[group.kind for group in groups]}"
         )
     widths = {i: group.layouts[0].tokens_per_block for i, group in enumerate(groups) if group.kind != "recurrent"}
     first = next(iter(widths), None)
     if first is None:
         if tokens_per_block is None:
-            raise ValueError("tokens_per_block=None: needed where all groups are recurrent, since no layout says it")
+            raise ValueError(
+                "tokens_per_block: expected a number where all groups are recurrent, since no layout says it, got None"
+            )
         width = integer_argument("tokens_per_block", tokens_per_block, 1, _WIDTH_MAX)
     else:
         width = widths[first]
         if tokens_per_block is not None:
             raise ValueError(
-                f"tokens_per_block={tokens_per_block!r:.80}: accepted is None, since groups[{first}] says {width}"
+                f"tokens_per_block: expected None, since groups[{first}] says {width}, got {tokens_per_block!r:.80}"
             )
     for i, group_width in widths.items():
         if group_width != width:
-            raise ValueError(f"groups[{i}]: tokens_per_block={group_width}: accepted is {width}, as in groups[{first}]")
+            raise ValueError(
+                f"groups[{i}].tokens_per_block: expected {width}, as in groups[{first}], got {group_width}"
+            )
     for i, group in enumerate(groups):
         if group.snapshot_tokens is not None and group.snapshot_tokens % width:
             raise ValueError(
-                f"groups[{i}]: snapshot_tokens={group.snapshot_tokens}: accepted are multiples of "
-                f"tokens_per_block={width}"
+                f"groups[{i}].snapshot_tokens: expected a multiple of tokens_per_block={width}, got "
+                f"{group.snapshot_tokens}"
             )
     return groups, width
 
@@ -184,11 +187,11 @@ def capacities_argument(name: str, value: object, groups: Sequence[LayerGroup]) 
     if not isinstance(value, (list, tuple)) and not (isinstance(value, np.ndarray) and value.ndim):
         number = integer_argument(name, value, least, _BLOCKS_MAX)
         if number and len(groups) > 1:
-            raise ValueError(f"{name}={number}: accepted is a list of {len(groups)} numbers, one for each group")
+            raise ValueError(f"{name}: expected a list of {len(groups)} numbers, one for each group, got {number}")
         return (number,) * len(groups)
     each = list(value)
     if len(each) != len(groups):
-        raise ValueError(f"{name} has {len(each)} entries: accepted is one for each of the {len(groups)} groups")
+        raise ValueError(f"{name}: expected one for each of the {len(groups)} groups, got {len(each)}")
     return tuple(integer_argument(f"{name}[{i}]", count, least, _BLOCKS_MAX) for i, count in enumerate(each))
 
 
@@ -196,7 +199,7 @@ def group_argument(group: object, count: int) -> int:
     """The index of the group that an argument names, below ``count``. None names the only group. Raises TypeError or
     ValueError."""
     if group is None and count > 1:
-        raise ValueError(f"group=None: accepted are 0 to {count - 1} where there are several")
+        raise ValueError(f"group: expected 0 to {count - 1} where there are several, got None")
     return 0 if group is None else integer_argument("group", group, 0, count - 1)
 
 
@@ -237,7 +240,7 @@ def split_blocks(
     if not all(split):
         least = min(range(len(kept)), key=kept.__getitem__)
         raise ValueError(
-            f"nbytes={nbytes}: no block for groups[{least}]; needed are at least {-(-total // kept[least])}"
+            f"nbytes: expected {-(-total // kept[least])} or more, for one block of groups[{least}], got {nbytes}"
         )
     largest = max(range(len(costs)), key=costs.__getitem__)
     split[largest] += (nbytes - sum(blocks * size for blocks, size in zip(split, sizes, strict=True))) // sizes[largest]
@@ -257,7 +260,10 @@ def _kept_blocks(groups: tuple[LayerGroup, ...], tokens: int, width: int) -> Ite
 def _policy(policy: str, recurrent: bool) -> str:
     """The policy that a pool follows. The other experts of ``adaptive`` have no say over states."""
     if recurrent and policy not in (LRU, "adaptive"):
-        raise ValueError(f"policy={policy!r}: a recurrent group needs the ends it evicts; accepted are lru, adaptive")
+        raise ValueError(
+            f"policy: expected lru or adaptive, since a recurrent group needs the ends that others evict, got "
+            f"{policy!r}"
+        )
     return LRU if recurrent else policy
 
 
@@ -362,13 +368,13 @@ def _pool_groups(
     ValueError."""
     if (layout is None) == (groups is None):
         raise TypeError(
-            f"layout={layout!r:.80}, groups={groups!r:.80}: accepted is either a BlockLayout or a list of LayerGroup"
+            f"layout: expected either a BlockLayout or a list of LayerGroup, got {layout!r:.80}, groups={groups!r:.80}"
         )
     if groups is None:
         if not isinstance(layout, BlockLayout):
-            raise TypeError(f"layout={layout!r:.80}: accepted is a BlockLayout")
+            raise TypeError(f"layout: expected a BlockLayout, got {layout!r:.80}")
         if tokens_per_block is not None:
-            raise ValueError(f"tokens_per_block={tokens_per_block!r:.80}: accepted is None, since the layout says it")
+            raise ValueError(f"tokens_per_block: expected None, since the layout says it, got {tokens_per_block!r:.80}")
         checked: tuple[LayerGroup, ...] = (LayerGroup(layout, window=window, sinks=sinks),)
         width = layout.tokens_per_block
         for name, value, least in (("device_blocks", device_blocks, 1), ("host_blocks", host_blocks, 0)):
@@ -376,12 +382,12 @@ def _pool_groups(
     else:
         if window is not None or sinks != 0:
             raise ValueError(
-                f"window={window!r:.80}, sinks={sinks!r:.80}: accepted are those of each LayerGroup where there are "
-                "groups"
+                f"window, sinks: expected those of each LayerGroup where there are groups, got window={window!r:.80}, "
+                f"sinks={sinks!r:.80}"
             )
         checked, width = groups_argument(groups, tokens_per_block)
     if width > np.iinfo(np.int16).max:
-        raise ValueError(f"tokens_per_block={width}: accepted are up to {np.iinfo(np.int16).max}")
+        raise ValueError(f"tokens_per_block: expected up to {np.iinfo(np.int16).max}, got {width}")
     device = capacities_argument("device_blocks", device_blocks, checked)
     host = capacities_argument("host_blocks", host_blocks, checked)
     ids, pool_groups = PoolIds(device, host), list[Group]()
@@ -408,5 +414,7 @@ def secret_argument(secret: object) -> bytes:
     """The secret of a pool, random by default."""
     key = bytes(secret) if isinstance(secret, bytes) else b""
     if secret is not None and not 16 <= len(key) <= 64:
-        raise ValueError("secret: accepted are 16 to 64 bytes")
+        raise ValueError(
+            f"secret: expected 16 to 64 bytes, got {f'{len(key)} bytes' if key else type(secret).__name__}"
+        )
     return key or os.urandom(32)

@@ -302,10 +302,7 @@ def refusal(
     if code == records.BAD_TOTAL:
         return ValueError(f"counts add up to {detail}, tokens has {more} entries")
     if code == records.BAD_ACCEPTED:
-        return ValueError(
-            f"accepted[{detail}] is out of range or order: accepted are indices in rising order, below the {more} "
-            "drafts"
-        )
+        return ValueError(f"accepted[{detail}]: expected indices in rising order, below the {more} drafts, got another")
     which = int(ids[detail])
     if code == records.UNKNOWN:
         return UnknownSequence(f"{which} is not a live sequence of this pool")
@@ -331,12 +328,10 @@ def refusal(
             if heads[heads[0, H.detail_group], H.kind] == RECURRENT
             else "its window has passed"
         )
-        return ValueError(f"the count of sequence {which} is out of range: {gone}; accepted are up to {more} tokens")
+        return ValueError(f"counts: expected up to {more} tokens for sequence {which}, got more: {gone}")
     sequence = sequences[which & 0xFFFFFFFF]
     lowest, length = int(sequence["committed"]) if verb is verbs.commit else 0, int(sequence["length"])
-    return ValueError(
-        f"counts: the count of sequence {which} is out of range: accepted are {lowest} to {length} tokens"
-    )
+    return ValueError(f"counts: expected {lowest} to {length} tokens for sequence {which}, got another count")
 
 
 def _never_fits(heads: Int64s, sequence: int, needed: int) -> ValueError:

@@ -209,7 +209,7 @@ def take(states: States, names: dict[int, Name], snapshot: bool, since: int | No
     first, last = int(numbers[N.read]), int(numbers[N.next])
     if since is not None:
         if since > last:
-            raise ValueError(f"since={since}: accepted are cursors of this pool, up to {last}")
+            raise ValueError(f"since: expected cursors of this pool, up to {last}, got {since}")
         first = max(since, last - len(kept.events))
     places = np.arange(first, last) % max(1, len(kept.events))
     records = _whole(kept.events, places)

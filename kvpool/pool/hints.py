@@ -74,16 +74,16 @@ class Action(NamedTuple):
         has one, if there are any. Raises TypeError, ValueError."""
         kind = self.action_type
         if not isinstance(kind, str) or kind not in _PAYLOADS:
-            raise ValueError(f"action_type={kind!r:.80}: accepted are {', '.join(_PAYLOADS)}")
+            raise ValueError(f"action_type: expected one of {', '.join(_PAYLOADS)}, got {kind!r:.80}")
         _version("action_version", self.action_version)
         payload, others = _mapping("payload", self.payload), _PAYLOADS[kind]
         if len(payload) > _FIELDS_MAX:
-            raise ValueError(f"payload has {len(payload)} entries: accepted are {_FIELDS_MAX}")
+            raise ValueError(f"payload: expected up to {_FIELDS_MAX} entries, got {len(payload)}")
         unknown = [repr(field)[:80] for field in payload if field not in named | others]
         if unknown or len(named & payload.keys()) != bool(named):
-            told = f"accepted is one of {', '.join(sorted(named))}" if named else "accepted is no name of content"
+            told = f"expected one of {', '.join(sorted(named))}" if named else "expected no name of content"
             told += "".join(f", and {field}" for field in sorted(others))
-            raise ValueError(f"payload has {', '.join(unknown or sorted(map(str, payload)))}: {told}")
+            raise ValueError(f"payload: {told}, got {', '.join(unknown or sorted(map(str, payload))) or 'none'}")
         lease = integer_argument("lease_ms", payload.get("lease_ms", LEASE_MS), 1, LEASE_MS_MAX)
         value = integer_argument("priority", payload.get("priority", RETAINED), DEFAULT_PRIORITY + 1, PRIORITY_MAX - 1)
         return kind, payload, lease, PRIORITY_MAX if kind == "pin" else value
@@ -97,7 +97,7 @@ def actions_of(message: object) -> list[Action]:
     name_argument("message_id", envelope["message_id"])
     actions = list_argument("actions", envelope["actions"])
     if len(actions) > ACTIONS_MAX:
-        raise ValueError(f"actions: {len(actions)} of them, accepted are {ACTIONS_MAX}")
+        raise ValueError(f"actions: expected up to {ACTIONS_MAX}, got {len(actions)}")
     known = [_record(f"actions[{i}]", action, set(Action._fields)) for i, action in enumerate(actions)]
     for i, action in enumerate(known):
         name_argument(f"actions[{i}].action_id", action["action_id"])
@@ -193,7 +193,7 @@ class Hints(Together):
             keys = payload["keys"]
             if isinstance(keys, list) and all(isinstance(key, str) for key in keys):
                 if any(len(key) != 32 for key in keys):
-                    raise ValueError("keys: accepted are texts of 32 hexadecimal digits")
+                    raise ValueError(f"keys: expected texts of 32 hexadecimal digits, got {keys!r:.80}")
                 keys = np.frombuffer(bytes.fromhex("".join(keys)), np.uint64).reshape(len(keys), 2)
             rows, prompt = key_rows(keys), None
         else:
@@ -202,12 +202,12 @@ class Hints(Together):
                 with self.core.lock:
                     prompt = self._sessions.get((scope.namespace, session))
                 if prompt is None:
-                    raise ValueError(f"session={session!r:.80}: accepted are sessions that a release has named lately")
+                    raise ValueError(f"session: expected one that a release has named lately, got {session!r:.80}")
             else:
                 prompt = self.block_keys(payload["tokens"], salt=scope.salt, adapter_id=scope.adapter_id)
             rows = key_rows(prompt)
         if not 1 <= len(rows) <= KEYS_MAX:
-            raise ValueError(f"{len(rows)} full blocks are named: accepted are 1 to {KEYS_MAX}")
+            raise ValueError(f"payload: expected names of 1 to {KEYS_MAX} full blocks, got {len(rows)}")
         return rows, prompt
 
     def _do(
@@ -216,7 +216,7 @@ class Hints(Together):
         """Do an action for as many blocks as are cached, of this namespace, and within its budget."""
         core, now_ms = self.core, self.core.now()
         if kind == "prefetch" and prompt is None:
-            raise ValueError("keys: accepted by prefetch are tokens and session")
+            raise ValueError("payload: expected tokens or session for prefetch, got keys")
         cached = np.empty(len(rows), np.bool_)
         with core.lock:
             control.cached_in(core.states.heads, rows, np.int64(namespace), cached)
@@ -255,19 +255,21 @@ def _record(name: str, value: object, fields: set[str]) -> dict[str, Any]:
     """A mapping with these fields and no others. Raises TypeError, ValueError."""
     record = _mapping(name, value)
     if set(record) != fields:
-        raise ValueError(f"{name} has {sorted(map(str, record))!r:.200}: accepted are {', '.join(sorted(fields))}")
+        raise ValueError(
+            f"{name}: expected {', '.join(sorted(fields))}, got {', '.join(sorted(map(str, record))) or 'none':.200}"
+        )
     return record
 
 
 def _mapping(name: str, value: object) -> dict[str, Any]:
     """A copy of a mapping, which nobody else changes."""
     if not isinstance(value, Mapping):
-        raise TypeError(f"{name}={value!r:.80}: accepted is a mapping")
+        raise TypeError(f"{name}: expected a mapping, got {value!r:.80}")
     return dict(value)
 
 
 def name_argument(name: str, value: object) -> str:
     text = text_argument(name, value)
     if not 1 <= len(text) <= TEXT_MAX:
-        raise ValueError(f"{name}={text!r:.80}: accepted are 1 to {TEXT_MAX} characters")
+        raise ValueError(f"{name}: expected 1 to {TEXT_MAX} characters, got {text!r:.80}")
     return text

@@ -78,7 +78,7 @@ class BlockKeys:
         if len(rows) != len(ids) // origin[1]:
             full = len(ids) // origin[1]
             raise ValueError(
-                f"keys has {len(rows)} rows: accepted is one for each of the {full} full blocks of {len(ids)} tokens"
+                f"keys: expected one for each of the {full} full blocks of {len(ids)} tokens, got {len(rows)} rows"
             )
         extra = extra_array(extra_ids, len(ids))
         switches = bool_argument("reuse", reuse), bool_argument("publish", publish)
@@ -140,7 +140,7 @@ class BlockKeys:
         """
         if self._heads is None:
             raise ValueError(
-                "this is a copy that no pool has made: accepted is what KVCacheManager.block_keys(copy) gives"
+                "keys: expected what KVCacheManager.block_keys(copy) gives, got a copy that no pool has made"
             )
         new = token_array("tokens", tokens, empty=True)
         extra, known = extra_array(extra_ids, len(new)), self._extra_ids
@@ -152,11 +152,11 @@ class BlockKeys:
 
     def __getitem__(self, which: slice) -> BlockKeys:
         if not isinstance(which, slice):
-            raise TypeError(f"[{which!r:.80}]: accepted are slices [:n]")
+            raise TypeError(f"index: expected a slice [:n], got [{which!r:.80}]")
         start, stop, step = which.indices(len(self))
         if start != 0 or step != 1 or stop <= 0:
             raise ValueError(
-                f"[{which.start}:{which.stop}:{which.step}]: accepted are slices [:n] of one token and more"
+                f"index: expected a slice [:n] of one token or more, got [{which.start}:{which.stop}:{which.step}]"
             )
         extra = None if self._extra_ids is None else self._extra_ids[:stop]
         part = object.__new__(BlockKeys)
@@ -268,13 +268,13 @@ def unproven(prompts: Sequence[BlockKeys], origin: tuple[str, int]) -> list[Bloc
 
 def _origin_argument(origin: object) -> tuple[str, int]:
     if not isinstance(origin, tuple) or len(origin) != 2 or not isinstance(origin[0], str):
-        raise TypeError(f"origin={origin!r:.80}: accepted is (fingerprint, tokens_per_block)")
+        raise TypeError(f"origin: expected (fingerprint, tokens_per_block), got {origin!r:.80}")
     return str.__str__(origin[0]), integer_argument("origin[1]", origin[1], 1, INT32_MAX)
 
 
 def _root_argument(root: object) -> tuple[int, int, int]:
     if not isinstance(root, tuple) or len(root) != 3:
-        raise TypeError(f"root={root!r:.80}: accepted are three integers")
+        raise TypeError(f"root: expected three integers, got {root!r:.80}")
     namespace, root0, root1 = (
         integer_argument(f"root[{i}]", number, -(1 << 63), (1 << 63) - 1) for i, number in enumerate(root)
     )
@@ -380,7 +380,7 @@ def tier_number(tier: object) -> int:
     """A tier as the state counts them; ANY_TIER for None. ValueError for anything else."""
     numbers = {None: control.ANY_TIER, "device": int(records.DEVICE), "host": int(records.HOST)}
     if not (tier is None or isinstance(tier, str)) or tier not in numbers:
-        raise ValueError(f"tier={tier!r}: accepted are None, 'device' and 'host'")
+        raise ValueError(f"tier: expected None, 'device' or 'host', got {tier!r:.80}")
     return numbers[tier]
 
 
@@ -392,10 +392,10 @@ def key_rows(keys: object) -> Int64s:
     if isinstance(keys, np.ndarray):
         array = np.asarray(keys)[...]
         if array.dtype != np.uint64 or array.ndim != 2 or array.shape[1] != 2:
-            raise ValueError(f"keys has shape {array.shape} and dtype {array.dtype}: accepted is uint64[n, 2]")
+            raise ValueError(f"keys: expected uint64[n, 2], got shape {array.shape} and dtype {array.dtype}")
         return array.copy().view(np.int64)
     if not isinstance(keys, Sequence) or isinstance(keys, (str, bytes)):
-        raise TypeError(f"keys={keys!r:.80}: accepted are BlockKeys, uint64[n, 2] and sequences of single keys")
+        raise TypeError(f"keys: expected BlockKeys, uint64[n, 2] or a sequence of single keys, got {keys!r:.80}")
     rows = [key_row(key) for key in tuple(keys)]
     return np.concatenate(rows) if rows else np.empty((0, 2), np.int64)
 
@@ -405,14 +405,14 @@ def key_row(key: object) -> Int64s:
     if isinstance(key, (bytes, bytearray, memoryview)):
         data = bytes(key)
         if len(data) != 16:
-            raise ValueError(f"key has {len(data)} bytes: accepted are 16")
+            raise ValueError(f"key: expected 16 bytes, got {len(data)}")
         return np.frombuffer(data, np.int64).copy().reshape(1, 2)
     try:
         array = np.asarray(in_numpy("key", key))[...]
     except (TypeError, ValueError):
-        raise TypeError(f"key={key!r:.80}: accepted are 16 bytes and uint64[2]") from None
+        raise TypeError(f"key: expected 16 bytes or uint64[2], got {key!r:.80}") from None
     if array.dtype != np.uint64 or array.shape != (2,):
-        raise TypeError(f"key={key!r:.80}: accepted are 16 bytes and uint64[2]")
+        raise TypeError(f"key: expected 16 bytes or uint64[2], got {key!r:.80}")
     return array.copy().view(np.int64).reshape(1, 2)
 
 

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from types import FunctionType
 from typing import Any, NamedTuple, overload
 from weakref import WeakSet
 
@@ -33,7 +34,15 @@ from kvpool.common.arguments import (
 from kvpool.common.arrays import Array, Bools, Int32s, Int64s
 from kvpool.common.arrays.layout import BlockLayout, integer_argument
 from kvpool.common.arrays.strided import in_numpy
-from kvpool.common.errors import BlockNotFound, DeviceError, IntegrityError, KVPoolError, OutOfSequences, PoolBusy
+from kvpool.common.errors import (
+    BlockNotFound,
+    DeviceError,
+    IntegrityError,
+    KVPoolError,
+    OutOfSequences,
+    PoolBusy,
+    counted,
+)
 from kvpool.common.interrupt import DeferSignals
 from kvpool.common.process import Closing
 from kvpool.device import get_device
@@ -228,7 +237,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
         """
         which, new = id_array("ids", ids), token_array("tokens", tokens, empty=True)
         if counts is None and len(which) != 1:
-            raise ValueError(f"counts: accepted is one for each id, {len(which)} numbers here, not None")
+            raise ValueError(f"counts: expected one for each of {len(which)} ids, got None")
         each = id_array("counts", len(new)) if counts is None else count_array("counts", counts, which)
         self.core.decide(stream, verbs.append, which, each, new, self.core.now(), ids=which)
 
@@ -285,7 +294,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
         which, verb, how = release_arguments(ids, store, stop, ends, returns_in_ms)
         name = None if session is None else name_argument("session", session)
         if name is not None and len(which) != 1:
-            raise ValueError(f"session={name!r:.80}: accepted with one sequence, not {len(which)}")
+            raise ValueError(f"session: expected None with {counted(len(which), 'sequence')}, got {name!r:.80}")
         left = None if name is None else self.keys_of(which)[0]
         self.core.decide(stream, verb, which, *how, self.core.now(), ids=which)
         if name is not None and left is not None:
@@ -572,11 +581,11 @@ class KVCacheManager(Hints, BlockTables, Closing):
         DeviceError.
         """
         if not isinstance(prompt, BlockKeys):
-            raise TypeError(f"prompt={prompt!r:.80}: accepted are the BlockKeys of this pool")
+            raise TypeError(f"prompt: expected the BlockKeys of this pool, got {prompt!r:.80}")
         keys, into = self._keys_of(prompt), self.core.config.groups[self.core.config.group(group)]
         if into.kind == "cross":
             raise ValueError(
-                f"group={into.index}: what a group for cross attention holds is found by nobody; accepted are others"
+                f"group: expected one that is not for cross attention, whose content nobody finds, got {into.index}"
             )
         first = integer_argument("first", first, 0, (1 << 31) - 1)
         priority = priority_argument("priority", priority)
@@ -584,7 +593,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
         full = len(keys) // self.tokens_per_block
         if first + len(buffers) > full:
             raise ValueError(
-                f"data has {len(buffers)} blocks, first={first}: accepted are full blocks of the prompt's {full}"
+                f"data: expected blocks of the prompt's {full} full ones, got {len(buffers)} from first={first} on"
             )
         return self._imports.store(into, keys, first, priority, buffers)
 
@@ -693,7 +702,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
         ValueError, PoolClosed.
         """
         if (prompt is None) == (namespace is None):
-            raise TypeError(f"prompt={prompt!r:.80}, namespace={namespace!r:.80}: accepted is exactly one of them")
+            raise TypeError(f"prompt, namespace: expected exactly one of them, got {prompt!r:.80}, {namespace!r:.80}")
         if namespace is not None:
             tag = self._root(*namespace_argument("namespace", namespace))[0]
             return int(self.core.decide(None, control.forget_namespace, tag, self.core.now()))
@@ -839,7 +848,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
         for a cursor that the pool has not reached; TypeError, PoolClosed.
         """
         if bool_argument("snapshot", snapshot) and not self.core.states.heads[0, records.H.event_capacity]:
-            raise ValueError("snapshot=True: accepted by pools that record events (event_capacity of 1 and more)")
+            raise ValueError("snapshot: expected False in a pool that records no events (event_capacity=0), got True")
         if since is not None:
             since = integer_argument("since", since, 0, 1 << 62)
         with DeferSignals() as signals:
@@ -955,10 +964,16 @@ class KVCacheManager(Hints, BlockTables, Closing):
         report = self.close(force=True)
         views = len(self._loans)
         if kind is None and (any(report) or views):
-            held = [f"{len(items)} {name}" for name, items in report._asdict().items()]
-            raise KVPoolError(
-                f"the pool was closed while {', '.join(held)} and {views} views of exported memory were held: {report}"
-            )
+            held = [counted(len(items), name[:-1]) for name, items in report._asdict().items() if items]
+            held += [counted(views, "view") + " of exported memory"] if views else []
+            raise KVPoolError(f"the pool was closed while it held {', '.join(held)}: {report}")
+
+
+# Python names a function in its own messages, such as those of unknown arguments: by the class that users know.
+for _base in KVCacheManager.__mro__:
+    for _name, _member in vars(_base).items():
+        if isinstance(_member, FunctionType) and _member.__module__.startswith("kvpool.pool.") and _name[0] != "_":
+            _member.__qualname__ = f"KVCacheManager.{_name}"
 
 
 def _refuse_forks(heads: Int64s, ids: Int64s, wanted: int) -> int:
@@ -976,8 +991,8 @@ def _flags(there: object, shape: tuple[int, int]) -> Bools:
     if isinstance(values, (list, tuple)):
         values = np.array(values)
     if not isinstance(values, np.ndarray):
-        raise TypeError(f"there={there!r:.80}: accepted is bool{list(shape)}")
+        raise TypeError(f"there: expected bool{list(shape)}, got {there!r:.80}")
     flags = np.asarray(values)[...]
     if flags.dtype != np.bool_ or flags.shape != shape:
-        raise ValueError(f"there has shape {flags.shape} and dtype {flags.dtype}: accepted is bool{list(shape)}")
+        raise ValueError(f"there: expected bool{list(shape)}, got shape {flags.shape} and dtype {flags.dtype}")
     return flags.copy()

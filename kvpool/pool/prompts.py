@@ -113,9 +113,11 @@ def loads_argument(core: Core, loads: object, stream: object) -> Stream:
     """The stream of an admission with ``loads``. Raises TypeError, ValueError: for those of another pool, and for a
     ``stream`` beside them."""
     if not isinstance(loads, LayerLoads):
-        raise TypeError(f"loads={loads!r:.80}: accepted is what layer_loads gave")
+        raise TypeError(f"loads: expected what layer_loads gave, got {loads!r:.80}")
     if loads.core is not core or stream is not None:
-        raise ValueError("loads: accepted is what layer_loads of this pool gave; it has the stream, so stream= is None")
+        raise ValueError(
+            f"loads, stream: expected what layer_loads of this pool gave, without stream=, got stream={stream!r:.80}"
+        )
     return loads.stream
 
 
@@ -157,9 +159,10 @@ class Prompts:
     ) -> BlockKeys:
         """Hash a prompt once, without a lock. Every call that takes a prompt also takes the result.
 
-        ``tokens``: n token ids in any integer buffer or list; or BlockKeys alone, which were copied or unpickled: the
-        result can be extended. ``salt`` and ``adapter_id`` name the namespace: equal tokens in different namespaces
-        never match. ``extra_ids`` int64[n] tell tokens apart whose ids are equal, such as image placeholders.
+        ``tokens``: n token ids from 0 to 2**31 - 1, in any integer buffer or list without bools; or BlockKeys alone,
+        which were copied or unpickled: the result can be extended. ``salt`` and ``adapter_id`` name the namespace:
+        equal tokens in different namespaces never match. ``extra_ids`` int64[n], of any sign, tell tokens apart whose
+        ids are equal, such as image placeholders.
 
         ``reuse=False``: a request with this prompt computes all of its tokens, as one that asks for the logprobs of its
         prompt must. Nothing is looked up: ``match_prefix`` and admission find nothing, and ``prefetch`` brings nothing.
@@ -179,7 +182,10 @@ class Prompts:
             scope = Scope(*names, self._root(*names), self._origin, *switches)
         if isinstance(tokens, BlockKeys):
             if not plain or extra_ids is not None:
-                raise TypeError("tokens are BlockKeys, which have all other arguments: accepted is none")
+                raise TypeError(
+                    "salt, adapter_id, extra_ids, reuse, publish: expected none with BlockKeys, which have them"
+                    ", got some"
+                )
             return self._own([tokens])[0]
         ids = token_array("tokens", tokens)
         # Of private tokens: what is hashed is what is compared and stored, whatever becomes of the caller's buffer.
@@ -246,19 +252,19 @@ class Prompts:
 
     def _keys_of(self, prompt: object) -> BlockKeys:
         """The keys of a prompt. Raises TypeError, ValueError."""
-        return self._all_keys([prompt])[0]
+        return self._own([self._hashed("prompt", prompt)])[0]
 
     def _all_keys(self, prompts: list[Any]) -> list[BlockKeys]:
         """The keys of each prompt of a batch. Raises TypeError, ValueError."""
         for i, prompt in enumerate(prompts):
             if type(prompt) is not BlockKeys:
-                prompts[i] = self._hashed(prompt)
+                prompts[i] = self._hashed(f"prompts[{i}]", prompt)
         return self._own(prompts)
 
-    def _hashed(self, prompt: object) -> BlockKeys:
+    def _hashed(self, name: str, prompt: object) -> BlockKeys:
         if isinstance(prompt, BlockKeys):
             return prompt
-        tokens = token_array("prompt", prompt)
+        tokens = token_array(name, prompt)
         return BlockKeys.of_private(tokens, NO_KEYS, None, self._plain, self.core.states.heads)
 
     def _own(self, prompts: list[BlockKeys]) -> list[BlockKeys]:
@@ -308,13 +314,13 @@ class Prompts:
         prompt exactly where that group is for cross attention. Does not change the pool.
         """
         if (prompt is None) == (sequences is None):
-            raise TypeError(f"prompt={prompt!r:.80}, sequences={sequences!r:.80}: accepted is exactly one of them")
+            raise TypeError(f"prompt, sequences: expected exactly one of them, got {prompt!r:.80}, {sequences!r:.80}")
         if sequences is None:
             return self._needed(prompt, new_tokens, group, encoder_tokens)
         if encoder_tokens is not None:
             raise ValueError(
-                f"encoder_tokens={encoder_tokens!r:.80}: accepted is None for sequences, which have their encoder's "
-                "blocks"
+                "encoder_tokens: expected None for sequences, which have their encoder's blocks, got "
+                f"{encoder_tokens!r:.80}"
             )
         core, which, ids = self.core, self.core.config.group(group), id_array("sequences", sequences)
         counts = count_array("new_tokens", np.full(len(ids), new_tokens) if is_integer(new_tokens) else new_tokens, ids)
@@ -382,9 +388,11 @@ class Prompts:
         stream: StreamLike = None,
         encoder_tokens: int | None = None,
     ) -> int:
-        """``add_sequence_batch`` for one prompt; returns the sequence id."""
+        """``add_sequence_batch`` for one prompt; returns the sequence id. Salt, adapter and extra ids are given to
+        ``block_keys``, whose result is a prompt too."""
         ranges = None if retention is None else [retention]
-        arrivals = self._arrivals([prompt], ranges, decode_priority, decode_ttl_ms, False, encoder_tokens)
+        keys = self._hashed("prompt", prompt)
+        arrivals = self._arrivals([keys], ranges, decode_priority, decode_ttl_ms, False, encoder_tokens)
         with DeferSignals() as door:
             return int(self._admit(door, arrivals, stream)[0][0, records.OUT.id])
 
@@ -450,9 +458,7 @@ class Prompts:
             items = list_argument("retention", retention)
             ranges += [None if item is None else retention_rows(item) for item in items]
             if len(ranges) != len(keys):
-                raise ValueError(
-                    f"retention has {len(ranges)} entries: accepted is one for each of the {len(keys)} prompts"
-                )
+                raise ValueError(f"retention: expected one for each of the {len(keys)} prompts, got {len(ranges)}")
         for i, row_ranges in enumerate(ranges):
             if row_ranges is not None:
                 rows[i, records.R.ranges_at], rows[i, records.R.range_count] = address(row_ranges), len(row_ranges)
@@ -575,7 +581,8 @@ class Prompts:
 
     def _lack(self, group: Group, needed: int) -> str:
         where = f" of group {group.index}" if len(self.core.config.groups) > 1 else ""
-        return f"{needed} device blocks{where} are needed at once, of {group.device_blocks}"
+        are = "block{} is" if needed == 1 else "blocks{} are"
+        return f"{needed} device {are.format(where)} needed at once, of {group.device_blocks}"
 
 
 def _spread(outcomes: Rows, kept: list[int], count: int) -> Rows:

@@ -455,9 +455,9 @@ def block_buffer(place: int, buffer: Any, size: int) -> Uint8s:
             raise TypeError("objects are no bytes")
         view = np.frombuffer(buffer, np.uint8)
     except (TypeError, ValueError, BufferError):
-        raise TypeError(f"data[{place}] is a {type(buffer).__name__}: accepted are contiguous buffers") from None
+        raise TypeError(f"data[{place}]: expected a contiguous buffer, got {type(buffer).__name__}") from None
     if view.nbytes != size:
-        raise ValueError(f"data[{place}] has {view.nbytes} bytes: accepted are the {size} of a block")
+        raise ValueError(f"data[{place}]: expected the {size} bytes of a block, got {view.nbytes}")
     return view
 
 

@@ -148,7 +148,7 @@ class Together(Prompts):
             or type(operation.arguments) is not tuple
             or len(operation.arguments) != make.__code__.co_argcount - 2
         ):
-            raise TypeError(f"operations[{i}]={operation!r:.80}: accepted are those of kvpool.pool.operations")
+            raise TypeError(f"operations[{i}]: expected operation of kvpool.pool.operations, got {operation!r:.80}")
         step: Step = make(on, *operation.arguments)
         return step
 
@@ -158,13 +158,13 @@ class Together(Prompts):
 
     def _pin_step(self, on: Stream | None, keys: object, owner: object, tier: object) -> Step:
         if on is None:
-            raise ValueError("stream=None: a pin would wait for the host; accepted is the stream that reads it")
+            raise ValueError("stream: expected the stream that reads the pinned blocks, got None")
         rows, name, which, only = key_rows(keys), text_argument("owner", owner), tier_number(tier), int(records.NONE)
         return Step("pin", lambda now_ms: self._leases.take(rows, None, which, name, only, now_ms, on), keys=len(rows))
 
     def _unpin_step(self, on: Stream | None, lease: object) -> Step:
         if not isinstance(lease, Lease):
-            raise TypeError(f"lease={lease!r:.80}: accepted is a lease")
+            raise TypeError(f"lease: expected a lease, got {lease!r:.80}")
         return Step("unpin", lambda now_ms: self._leases.give_back(lease, now_ms, on), lease=lease)
 
     def _add_step(

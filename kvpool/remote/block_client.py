@@ -180,7 +180,7 @@ class BlockClient(Closing):
         self._endpoint, what = check_endpoint(endpoint, keys), served(cache)
         name = text_argument("name", name)
         if len(name) > 64 or not name.isprintable():
-            raise ValueError(f"name={name!r:.80}: accepted are up to 64 printable characters")
+            raise ValueError(f"name: expected up to 64 printable characters, got {name!r:.80}")
         self._timeout_ms = integer_argument("timeout_ms", timeout_ms, 1, 1 << 31)
         self._blocks = integer_argument("blocks_per_message", blocks_per_message, 1, 4096)
         self._messages = integer_argument("messages_in_flight", messages_in_flight, 1, 1024)
@@ -260,7 +260,9 @@ class BlockClient(Closing):
         """
         which = self._cache.core.config.group(group)
         if not self._sizes[which]:
-            raise ValueError(f"group={which}: of a group for cross attention nothing is served; accepted are others")
+            raise ValueError(
+                f"group: expected one that is not for cross attention, of which nothing is served, got {which}"
+            )
         with self._exclusive():
             fetched: list[Buffer | None] = []
             for _, blocks in self._exchange(key_rows(keys).tobytes(), which):
@@ -358,8 +360,8 @@ class BlockClient(Closing):
         if error.code in ("door", "secret"):
             raise RemoteError(
                 "secret",
-                "the pools have different hash secrets, so that no key of one is known to the other: pass the same "
-                "secret= to both KVCacheManagers",
+                "the pools have different hash secrets, so that no key of one is known to the other: give both "
+                "KVCacheManagers the same secret=, or both commands the same KVPOOL_SECRET",
             ) from None
         raise error
 

@@ -240,7 +240,7 @@ class UnderWay:
         )
         for count, most, what in bounds:
             if most is not None and count > most:
-                raise Refused(request.id, "limit", f"{count} {what}: accepted are up to {most}")
+                raise Refused(request.id, "limit", f"{what}: expected up to {most}, got {count}")
         self._waiting.append(request)
 
     def take(self) -> Waiting | None:
@@ -344,9 +344,13 @@ class _HostTier:
     def _check(self, hello: Hello, received: Received) -> None:
         """Raise unless the client may read blocks here at all."""
         if received.frames or received.blocks:
-            raise Malformed("frames behind hello: accepted are none")
+            raise Malformed(
+                f"hello: expected no frames or blocks after it, got {len(received.frames)} and {len(received.blocks)}"
+            )
         if len(hello.client) > _NAME_MAX or not hello.client.isprintable():
-            raise Malformed(f"client: accepted is a name of up to {_NAME_MAX} printable characters")
+            raise Malformed(
+                f"client: expected a name of up to {_NAME_MAX} printable characters, got {hello.client!a:.80}"
+            )
         if hello.layout != self._layout:
             reason = (
                 f"layout {hello.layout:.40} cannot read blocks of layout {self._layout}: both pools need one "
@@ -363,7 +367,7 @@ class _HostTier:
         sizes = self._welcome.block_bytes
         if request.group >= len(sizes) or not sizes[request.group]:
             groups = [group for group, size in enumerate(sizes) if size]
-            raise Malformed(f"group={request.group}: accepted are {groups!r:.80}")
+            raise Malformed(f"group: expected one of {groups!r:.80}, got {request.group}")
         owner, nbytes = f"remote {client.hello.client} {client.id.hex()}", len(keys) * sizes[request.group]
         self._under_way.accept(Waiting(client, request.id, request.group, keys, owner, nbytes), len(keys))
         self._serve()
@@ -473,6 +477,6 @@ def _keys(received: Received) -> Uint64s:
     if len(frames) != 1 or not frames[0].nbytes or frames[0].nbytes % KEY_BYTES:
         sizes, kind = [frame.nbytes for frame in frames], type(received.message).__name__.lower()
         raise Malformed(
-            f"frames of {sizes!r:.80} bytes behind {kind}: accepted is one, of {KEY_BYTES} bytes for each key"
+            f"{kind}: expected one frame after it, of {KEY_BYTES} bytes for each key, got frames of {sizes!r:.80} bytes"
         )
     return np.frombuffer(bytes(frames[0]), np.uint64).reshape(-1, 2)

@@ -129,7 +129,7 @@ def check_endpoint(endpoint: Any, keys: ServerKeys | ClientKeys | None) -> str:
     ``inproc`` is not accepted. It would hand the pool's own memory to the reader, who would decide when it is released.
     """
     if keys is not None and not isinstance(keys, (ServerKeys, ClientKeys)):
-        raise TypeError("keys: accepted are ServerKeys for a server, and ClientKeys for a client")
+        raise TypeError(f"keys: expected ServerKeys for a server or ClientKeys for a client, got {type(keys).__name__}")
     return endpoint_argument("endpoint", endpoint, "" if keys else "keys=")
 
 
@@ -139,11 +139,11 @@ def endpoint_argument(name: str, endpoint: object, needs: str = "") -> str:
     endpoint = text_argument(name, endpoint)
     scheme, _, rest = endpoint.partition("://")
     if scheme not in ("tcp", "ipc") or not rest or "\0" in rest:
-        raise ValueError(f"{name}={endpoint!r:.80}: accepted are tcp://HOST:PORT and ipc://PATH")
+        raise ValueError(f"{name}: expected tcp://HOST:PORT or ipc://PATH, got {endpoint!r:.80}")
     if scheme == "tcp" and needs and not is_loopback(rest.rpartition(":")[0]):
         raise ValueError(
-            f"{name}={endpoint!r:.80}: without {needs}, accepted are addresses of this machine, such as "
-            "tcp://127.0.0.1:5555"
+            f"{name}: expected an address of this machine, such as tcp://127.0.0.1:5555, without {needs}, got "
+            f"{endpoint!r:.80}"
         )
     return endpoint
 
@@ -197,4 +197,6 @@ def _check_keys(what: str, **keys: Any) -> None:
     for name, key in keys.items():
         # The message does not have the value, which may be a secret.
         if not isinstance(key, bytes) or len(key) != _Z85_KEY:
-            raise ValueError(f"{what}: {name}: accepted are {_Z85_KEY} bytes of Z85, as zmq.curve_keypair() gives them")
+            raise ValueError(
+                f"{what}.{name}: expected {_Z85_KEY} bytes of Z85, as zmq.curve_keypair() gives them, got another value"
+            )

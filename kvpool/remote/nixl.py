@@ -121,7 +121,7 @@ class NixlClient(ClientTransport):
     def connect(self, frames: Sequence[Buffer], parts: Parts, nbytes: int, messages: int) -> None:
         self.close()
         if len(frames) != 1:
-            raise Malformed(f"{len(frames)} frames behind the welcome: accepted is one with NIXL's metadata")
+            raise Malformed(f"welcome: expected one frame with NIXL's metadata after it, got {len(frames)}")
         self._agent = new_agent()
         self._parts, self._slots = parts, np.zeros((messages, nbytes), np.uint8)
         self._memory = self._agent.register_memory(regions([address(self._slots)], self._slots.nbytes), MEMORY)

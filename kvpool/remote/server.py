@@ -278,7 +278,7 @@ class Server:
         received = client.session.unpack([frame.buffer for frame in frames], self._backend.accepted)
         id = received.message.id
         if id == 0:
-            raise Malformed("id=0: accepted are 1 and more")
+            raise Malformed("id: expected 1 and more, got 0")
         self.guard(client, id, lambda: self._backend.take(client, received))
 
     def _send(self, client: bytes, frames: list[Any]) -> bool:

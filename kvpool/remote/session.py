@@ -134,14 +134,14 @@ def encode(message: Message) -> bytes:
     _check(type(message), values)
     header = json.dumps({"kind": type(message).__name__.lower(), **values}).encode()
     if len(header) > HEADER_BYTES_MAX:
-        raise Malformed(f"a header of {len(header)} bytes: accepted are up to {HEADER_BYTES_MAX}", message.id)
+        raise Malformed(f"header: expected up to {HEADER_BYTES_MAX} bytes, got {len(header)}", message.id)
     return header
 
 
 def decode(header: bytes, accepted: tuple[type[Message], ...]) -> Any:
     """The message of a header, of one of the ``accepted`` kinds. Raises Malformed for everything else."""
     if len(header) > HEADER_BYTES_MAX:
-        raise Malformed(f"a header of {len(header)} bytes: accepted are up to {HEADER_BYTES_MAX}")
+        raise Malformed(f"header: expected up to {HEADER_BYTES_MAX} bytes, got {len(header)}")
     try:
         values = json.loads(header)
     except (ValueError, RecursionError):
@@ -152,7 +152,7 @@ def decode(header: bytes, accepted: tuple[type[Message], ...]) -> Any:
     message_type = next((candidate for candidate in accepted if candidate.__name__.lower() == kind), None)
     if message_type is None:
         names = ", ".join(candidate.__name__.lower() for candidate in accepted)
-        raise Malformed(f"kind {kind!r:.40}: accepted are {names}", _id_of(values))
+        raise Malformed(f"kind: expected one of {names}, got {kind!r:.40}", _id_of(values))
     values = {name: tuple(value) if type(value) is list else value for name, value in values.items()}
     _check(message_type, values)
     return message_type(**values)
@@ -161,7 +161,7 @@ def decode(header: bytes, accepted: tuple[type[Message], ...]) -> Any:
 def frames_argument(frames: list[Any], count: int) -> None:
     """Raise Malformed unless there are so many frames behind a header."""
     if len(frames) != count:
-        raise Malformed(f"{len(frames)} frames behind the header: accepted are {count}")
+        raise Malformed(f"header: expected {count} frames after it, got {len(frames)}")
 
 
 def _id_of(values: dict[str, Any]) -> int:
@@ -176,7 +176,7 @@ def _check(kind: type[Message], values: dict[str, Any]) -> None:
         raise Malformed(f"{kind.__name__.lower()}: the fields {wrong!r:.80} are missing or unknown", _id_of(values))
     for name, (description, accepts) in wanted.items():
         if not accepts(values[name]):
-            reason = f"{kind.__name__.lower()}: {name}={values[name]!r:.40}: accepted is {description}"
+            reason = f"{kind.__name__.lower()}.{name}: expected {description}, got {values[name]!r:.40}"
             raise Malformed(reason, _id_of(values))
 
 

@@ -45,7 +45,7 @@ class Served(NamedTuple):
 def served(cache: KVCacheManager) -> Served:
     """What is served of a pool. Raises ValueError for a pool with more groups than a message can have."""
     if len(cache.groups) > NUMBERS_MAX:
-        raise ValueError(f"cache: it has {len(cache.groups)} groups of layers: accepted are up to {NUMBERS_MAX}")
+        raise ValueError(f"cache: expected up to {NUMBERS_MAX} groups of layers, got {len(cache.groups)}")
     rules = [
         (group.kind, group.window, group.sinks, [layout.fingerprint for layout in group.layouts])
         for group in cache.groups
@@ -176,7 +176,7 @@ class InlineClient(ClientTransport):
 
     def connect(self, frames: Sequence[Buffer], parts: Parts, nbytes: int, messages: int) -> None:
         if frames:
-            raise Malformed(f"{len(frames)} frames behind the welcome: accepted are none")
+            raise Malformed(f"welcome: expected no frames after it, got {len(frames)}")
         self._parts = parts
 
     def receive(self, received: Received, group: int, count: int) -> Arrival:

@@ -89,7 +89,7 @@ class CheckedCalls:
         if epoch is None:
             return b""
         if not isinstance(epoch, bytes) or len(epoch) not in (0, EPOCH_BYTES):
-            raise ValueError(f"the store has answered {epoch!r:.80}: accepted are {EPOCH_BYTES} bytes or none")
+            raise ValueError(f"answer: expected {EPOCH_BYTES} bytes or none from the store, got {epoch!r:.80}")
         return epoch
 
     def _stored(self, blocks: Keys) -> Bytes:
@@ -112,7 +112,7 @@ class CheckedCalls:
             with lend(names) as rows:
                 lent_rows = id_array("rows", rows)
                 if len(lent_rows) != len(names):
-                    raise ValueError(f"{len(lent_rows)} rows were lent: accepted is one for each of {len(names)} names")
+                    raise ValueError(f"rows: expected one for each of {len(names)} names, got {len(lent_rows)}")
                 present = np.flatnonzero(lent_rows >= 0)
                 # What was lent after a job was given up may be something else under the same name.
                 if len(present) and not job.done:
@@ -158,7 +158,7 @@ def _codes(answer: object, count: int) -> Bytes:
     fits = codes.shape == (count,) and (codes.dtype.kind in "iu" or not count)
     # Before it becomes a byte: 257 would be one, and OK.
     if not fits or (count and not 0 <= int(codes.min()) <= int(codes.max()) < len(CODES)):
-        raise ValueError(f"the store has answered {codes!r:.80}: accepted is one code for each of {count} keys")
+        raise ValueError(f"answer: expected one code for each of {count} keys from the store, got {codes!r:.80}")
     return codes.astype(np.uint8)
 
 

@@ -18,7 +18,7 @@ from kvpool.common.errors import ForkedProcess, PoolClosed
 from kvpool.common.interrupt import DeferSignals
 from kvpool.common.process import Closing, Process
 from kvpool.hostcache.host_cache import HostCache, HostLease
-from kvpool.hostcache.identity import ModelIdentity
+from kvpool.hostcache.identity import ModelIdentity, check_identity, identity_argument
 from kvpool.hostcache.opaque_keys import key_argument, keys_argument
 from kvpool.hostcache.tier import HostTier
 from kvpool.pool.explain import Missed
@@ -153,26 +153,27 @@ class HostKeeper(Closing):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not isinstance(cache, HostCache) or not isinstance(tier, HostTier):
-            raise TypeError(f"cache={cache!r:.80}, tier={tier!r:.80}: accepted are a HostCache and its HostTier")
+            raise TypeError(f"cache, tier: expected a HostCache and its HostTier, got {cache!r:.80}, {tier!r:.80}")
         if tier.fingerprint != cache.fingerprint:
-            raise ValueError("tier: accepted is the memory of this cache, of the same model and sizes")
+            raise ValueError("tier: expected the memory of this cache, of the same model and sizes, got another")
         save = choice_argument("save", save, SAVES)
         load_room = _share("load_share", load_share, cache.host_blocks)
         save_room = _share("save_share", save_share, cache.host_blocks)
         load_seconds = number_argument("load_seconds", load_seconds)
         save_seconds = number_argument("save_seconds", save_seconds)
         retry_seconds = number_argument("retry_seconds", retry_seconds)
-        store_list, whose = list_argument("stores", stores), cache.identity if identity is None else identity
+        store_list, whose = list_argument("stores", stores), cache.identity
+        if identity is not None:
+            whose = identity_argument(identity)
+            check_identity(whose, cache.identity.layouts)
         limit = NO_LIMIT if quota is None else integer_argument("quota", quota, 0, 1 << 62) // cache.block_bytes
         chosen = [None] * len(store_list) if policies is None else list_argument("policies", policies)
         if not store_list:
-            raise ValueError("stores=[]: accepted are one or more")
+            raise ValueError("stores: expected one or more, got none")
         if not callable(spare):
-            raise TypeError(f"spare={spare!r:.80}: accepted is a function that returns seconds")
+            raise TypeError(f"spare: expected a function that returns seconds, got {spare!r:.80}")
         if len(chosen) != len(store_list):
-            raise ValueError(
-                f"policies has {len(chosen)} elements: accepted is one for each of {len(store_list)} stores"
-            )
+            raise ValueError(f"policies: expected one for each of {len(store_list)} stores, got {len(chosen)}")
         # Half of the least time of a find: it is a job that has time enough.
         patience = min(PATIENCE_SECONDS, load_seconds / 2 ** len(store_list), save_seconds / 2)
         self._cache = cache
@@ -431,5 +432,5 @@ def _share(name: str, share: object, blocks: int) -> int:
     """A share of the blocks, one at least. Raises TypeError or ValueError."""
     number = number_argument(name, share)
     if not 0 < number <= 1:
-        raise ValueError(f"{name}={share!r:.80}: accepted is a share above 0, up to 1")
+        raise ValueError(f"{name}: expected a share above 0, up to 1, got {share!r:.80}")
     return max(1, int(number * blocks))

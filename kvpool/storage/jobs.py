@@ -221,7 +221,9 @@ def keys_argument(keys: object) -> Keys:
     # A subclass may answer with another shape than its memory has.
     array = np.asarray(keys)[...] if isinstance(keys, np.ndarray) else None
     if array is None or array.dtype != np.uint8 or array.ndim != 2 or array.shape[1] != KEY_BYTES:
-        raise ValueError(f"keys: accepted is an array uint8[n, {KEY_BYTES}], made by the queue's secret, or BlockNames")
+        raise ValueError(
+            f"keys: expected uint8[n, {KEY_BYTES}] that the queue's secret has made, or BlockNames, got {keys!r:.80}"
+        )
     return array.copy()
 
 
@@ -229,11 +231,11 @@ def rows_argument(rows: object, count: int, slots: int, distinct: bool) -> Rows:
     """A copy, which nobody else changes."""
     row_ids = id_array("rows", rows)
     if len(row_ids) != count:
-        raise ValueError(f"rows has {len(row_ids)} elements: accepted is one for each of the {count} keys")
+        raise ValueError(f"rows: expected one for each of the {count} keys, got {len(row_ids)}")
     if first_outside(row_ids, slots - 1) >= 0:
-        raise ValueError(f"rows={row_ids!r:.80}: accepted are 0 to {slots - 1}")
+        raise ValueError(f"rows: expected 0 to {slots - 1}, got {row_ids!r:.80}")
     if distinct and len(np.unique(row_ids)) != count:
-        raise ValueError(f"rows={row_ids!r:.80}: accepted are rows that differ, as each gets one block")
+        raise ValueError(f"rows: expected rows that differ, as each gets one block, got {row_ids!r:.80}")
     return row_ids
 
 

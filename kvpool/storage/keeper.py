@@ -23,7 +23,7 @@ from kvpool.common.arrays.strided import in_numpy
 from kvpool.common.errors import PoolClosed
 from kvpool.common.interrupt import Bell
 from kvpool.common.process import Closing, Process
-from kvpool.hostcache.identity import ModelIdentity, identity_argument
+from kvpool.hostcache.identity import ModelIdentity, check_identity, identity_argument
 from kvpool.pool.events import Events
 from kvpool.pool.explain import Explanation, InStores
 from kvpool.pool.keys import BlockKeys, Match, is_keys, key_rows
@@ -32,7 +32,15 @@ from kvpool.state.records import H
 from kvpool.storage.bridge import EVICT, SAVES, Bridge, Loader, open_clients
 from kvpool.storage.choice import SLOWEST, LoadOrCompute
 from kvpool.storage.jobs import Job
-from kvpool.storage.pool_tier import Content, PoolTier, StoredContent, Unsaved, cached_groups, namespace_bytes, split
+from kvpool.storage.pool_tier import (
+    Content,
+    PoolTier,
+    StoredContent,
+    Unsaved,
+    cached_groups,
+    namespace_bytes,
+    split,
+)
 from kvpool.storage.prefetches import UNUSED_SECONDS, Prefetch, Prefetches
 from kvpool.storage.queue import StoreStats
 from kvpool.storage.store import MODEL_BYTES, TAG_BYTES, Store
@@ -147,6 +155,7 @@ class Keeper(Closing):
     ) -> None:
         host_blocks = _host_blocks(pool)
         identity, chosen = identity_argument(identity), _stores_argument(stores)
+        check_identity(identity, [layout for group in pool.groups for layout in group.layouts])
         _check_secret(pool, chosen)
         save = choice_argument("save", save, SAVES)
         limits = _quotas_argument(quotas)
@@ -287,7 +296,7 @@ class Keeper(Closing):
         """
         self._process.check(self)
         if (prompt is None) == (namespace is None):
-            raise TypeError(f"prompt={prompt!r:.80}, namespace={namespace!r:.80}: accepted is exactly one of them")
+            raise TypeError(f"prompt: expected exactly one of them, got {prompt!r:.80}, namespace={namespace!r:.80}")
         if namespace is not None:
             pair = namespace_argument("namespace", namespace)
             return self._ordered(lambda: self._forget_namespace(pair))
@@ -492,9 +501,7 @@ class Keeper(Closing):
         """Raise unless all stores can drop blocks by so many bytes of their tags, now."""
         for client in self._clients:
             if client.queue.clears < size:
-                raise ValueError(
-                    f"the store {client.name!r} cannot {what}: accepted are stores that can, see Store.clears"
-                )
+                raise ValueError(f"stores: expected stores that can {what}, see Store.clears, got {client.name!r}")
             client.queue.check_forget(1)
 
     def _forgotten(
@@ -560,12 +567,17 @@ def _is_confirmed(job: Job) -> bool:
 def _host_blocks(pool: object) -> list[int]:
     """The host blocks of each group of layers. Raises for a pool that cannot have a keeper."""
     if not isinstance(pool, KVCacheManager):
-        raise TypeError(f"pool={pool!r:.80}: accepted is a KVCacheManager")
+        raise TypeError(f"pool: expected a KVCacheManager, got {pool!r:.80}")
     host_blocks = [group.host_blocks for group in pool.groups]
     if not all(blocks for blocks, group in zip(host_blocks, pool.groups, strict=True) if group.kind != "cross"):
-        raise ValueError(f"pool: it has {host_blocks} host blocks: accepted are pools with a host tier for all groups")
+        raise ValueError(
+            "pool: expected a host tier for all groups of layers, got host_blocks="
+            f"{host_blocks[0] if len(host_blocks) == 1 else host_blocks}"
+        )
     if not pool.core.states.heads[0, H.event_capacity]:
-        raise ValueError("pool: accepted are pools that record events (event_capacity of 1 and more)")
+        raise ValueError(
+            "pool: expected one that records events, with event_capacity of 1 or more, got event_capacity=0"
+        )
     return host_blocks
 
 
@@ -574,8 +586,8 @@ def _check_secret(pool: KVCacheManager, stores: Sequence[Store]) -> None:
     lasting = [store.name for store in stores if getattr(store, "lasting", True)]
     if lasting and not pool.core.config.lasting_secret:
         raise ValueError(
-            f"pool: its secret is random, so nothing that the store {lasting[0]!r} keeps would be found after a "
-            "restart: accepted is KVCacheManager(..., secret=store.secret)"
+            f"pool: expected KVCacheManager(..., secret=store.secret), so that what the store {lasting[0]!r} keeps is "
+            "found after a restart, got a random secret"
         )
 
 
@@ -584,13 +596,13 @@ def _stores_argument(stores: object) -> list[Store]:
     names = [getattr(store, "name", None) for store in opened]
     named = all(isinstance(name, str) for name in names)
     if not opened or len(opened) > 16 or not named or len(set(names)) < len(names):
-        raise ValueError(f"stores={names!r:.80}: accepted are 1 to 16 stores with different names")
+        raise ValueError(f"stores: expected 1 to 16 stores with different names, got {names!r:.80}")
     return opened
 
 
 def _quotas_argument(quotas: object) -> dict[Namespace, int]:
     if quotas is not None and not isinstance(quotas, Mapping):
-        raise TypeError(f"quotas={quotas!r:.80}: accepted are bytes by namespace")
+        raise TypeError(f"quotas: expected bytes by namespace, got {quotas!r:.80}")
     limits: dict[Namespace, int] = {}
     for namespace, nbytes in (quotas or {}).items():
         key = namespace_argument("quotas", namespace)

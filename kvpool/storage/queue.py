@@ -274,7 +274,7 @@ class StoreQueue(Closing):
         """
         limit, lend = integer_argument("limit", limit, 0, NO_LIMIT), rows if callable(rows) else None
         if lend is not None and not isinstance(keys, BlockNames):
-            raise TypeError("keys: accepted are BlockNames where rows are lent")
+            raise TypeError(f"keys: expected BlockNames where rows are lent, got {type(keys).__name__}")
         return self._begin(jobs.SAVE, keys, None if lend else rows, deadline, tag, limit, lend)
 
     def forget(self, keys: Keys) -> Job:
@@ -287,7 +287,7 @@ class StoreQueue(Closing):
         size = MODEL_BYTES if tag is None else TAG_BYTES
         if self.clears < size:
             what = "all blocks of a model" if tag is None else "the blocks of a namespace"
-            raise ValueError(f"the store {self.name!r} cannot drop {what}: accepted are stores whose clears is {size}")
+            raise ValueError(f"store: expected one that can drop {what}, whose clears is {size}, got {self.name!r}")
         return self._clear(self.secret.model if tag is None else self._tag(tag))
 
     def reset(self) -> Job:
@@ -483,7 +483,7 @@ class StoreQueue(Closing):
     def _tag(self, tag: object) -> bytes:
         exact_tag = bytes.__getitem__(tag, slice(None)) if isinstance(tag, bytes) else b""
         if len(exact_tag) != TAG_BYTES or not exact_tag.startswith(self.secret.model):
-            raise ValueError(f"tag={tag!r:.80}: accepted are {TAG_BYTES} bytes that the queue's secret has made")
+            raise ValueError(f"tag: expected {TAG_BYTES} bytes that the queue's secret has made, got {tag!r:.80}")
         return exact_tag
 
     def _kept_from_drops(self) -> list[Job]:
@@ -632,13 +632,13 @@ def _memory_argument(memory: object) -> Bytes:
     view = np.asarray(memory)[...] if isinstance(memory, np.ndarray) else None
     fits = view is not None and view.dtype == np.uint8 and view.ndim == 2 and view.size > 0
     if view is None or not fits or not view.flags.c_contiguous or not view.flags.writeable:
-        raise ValueError("memory: accepted is a writable, C-contiguous array uint8[slots, block_bytes]")
+        raise ValueError("memory: expected a writable, C-contiguous array uint8[slots, block_bytes], got another")
     return view
 
 
 def _name_argument(name: object) -> str:
     if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9_-]{1,64}", name):
-        raise ValueError(f"store.name={name!r:.80}: accepted are 1 to 64 of the characters a-z, 0-9, _ and -")
+        raise ValueError(f"store.name: expected 1 to 64 of the characters a-z, 0-9, _ and -, got {name!r:.80}")
     return str.__str__(name)
 
 
@@ -648,5 +648,5 @@ def _deadline_argument(deadline: Any) -> float:
     except (TypeError, ValueError, OverflowError):
         seconds = math.nan
     if math.isnan(seconds):
-        raise ValueError(f"deadline={deadline!r:.80}: accepted are seconds on the queue's clock")
+        raise ValueError(f"deadline: expected seconds on the queue's clock, got {deadline!r:.80}")
     return seconds

@@ -39,7 +39,7 @@ class BlockNames:
         self.contexts = None if contexts is None else _exact_all(contexts)
         if self.contexts is not None and len(self.contexts) != len(self.names):
             raise ValueError(
-                f"contexts has {len(self.contexts)} elements: accepted is one for each of the {len(self.names)} names"
+                f"contexts: expected one for each of the {len(self.names)} names, got {len(self.contexts)}"
             )
 
     def __len__(self) -> int:
@@ -62,7 +62,7 @@ class Secret:
 
     def __init__(self, secret: bytes, identity: ModelIdentity) -> None:
         if not isinstance(secret, bytes) or len(secret) != SECRET_BYTES:
-            raise ValueError(f"secret: accepted are {SECRET_BYTES} bytes")
+            raise ValueError(f"secret: expected {SECRET_BYTES} bytes, got another value")
         self._identity = bytes.fromhex(identity.fingerprint)
         self._opaque, self._seals, self._tags, digests = (
             hashlib.blake2b(_NAME + purpose, key=secret, digest_size=32).digest()
@@ -140,7 +140,7 @@ def _exact_all(names: Iterable[bytes]) -> tuple[bytes, ...]:
 def _exact(name: object) -> bytes:
     """The bytes as an exact builtin. Raises TypeError for anything else."""
     if not isinstance(name, bytes):
-        raise TypeError(f"{name!r:.80}: accepted are bytes")
+        raise TypeError(f"name: expected bytes, got {name!r:.80}")
     return bytes.__getitem__(name, slice(None))
 
 
@@ -175,15 +175,17 @@ class SharedSecret:
 def secret_argument(secret: object, secret_file: object) -> bytes:
     """The 32 bytes of one of them. Raises TypeError, ValueError, OSError."""
     if (secret is None) == (secret_file is None):
-        raise ValueError("secret, secret_file: accepted is one of them")
+        raise ValueError(f"secret, secret_file: expected one of them, got {'both' if secret else 'none'}")
     if secret is None:
         if not isinstance(secret_file, (str, os.PathLike)):
-            raise TypeError("secret_file: accepted is a path")
+            raise TypeError(f"secret_file: expected a path, got {secret_file!r:.80}")
         return read_secret(Path(secret_file))
     if not isinstance(secret, bytes):
-        raise TypeError(f"secret: accepted are {SECRET_BYTES} bytes. A text is read from a file: secret_file=")
+        raise TypeError(
+            f"secret: expected {SECRET_BYTES} bytes, or a text in secret_file=, got {type(secret).__name__}"
+        )
     if len(secret) != SECRET_BYTES:
-        raise ValueError(f"secret: accepted are {SECRET_BYTES} bytes. A text is read from a file: secret_file=")
+        raise ValueError(f"secret: expected {SECRET_BYTES} bytes, or a text in secret_file=, got {len(secret)} bytes")
     return bytes(memoryview(secret))
 
 
@@ -203,7 +205,9 @@ def read_secret(path: Path) -> bytes:
         seen = os.fstat(file.fileno())
         where = f"secret_file: {path}"
         if not stat.S_ISREG(seen.st_mode):
-            raise ValueError(f"{where} is no regular file: accepted is a file with {_DIGITS} hex digits")
+            raise ValueError(
+                f"secret_file: expected a file with {_DIGITS} hex digits, got {path}, which is not a regular file"
+            )
         if seen.st_mode & 0o077 or seen.st_uid not in (os.geteuid(), 0):
             raise ValueError(f"{where} holds a secret, and others can read or write it: chown it, and chmod 600 {path}")
         text = file.read(_DIGITS + 16).strip()
@@ -211,7 +215,9 @@ def read_secret(path: Path) -> bytes:
         secret = bytes.fromhex(text.decode("ascii"))
         if len(secret) == SECRET_BYTES:
             return secret
-    raise ValueError(f"{where}: accepted is a file with {_DIGITS} hex digits, such as openssl rand -hex 32 prints")
+    raise ValueError(
+        f"secret_file: expected {_DIGITS} hex digits, such as openssl rand -hex 32 prints, got other content in {path}"
+    )
 
 
 def read_or_make_secret(path: Path) -> bytes:

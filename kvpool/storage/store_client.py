@@ -171,9 +171,9 @@ class StoreHealth:
 def number_argument(name: str, value: Any, least: float = 0.0) -> float:
     """A time in seconds, or a rate, finite and not below ``least``. Raises TypeError or ValueError."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise TypeError(f"{name}={value!r:.80}: accepted are numbers")
+        raise TypeError(f"{name}: expected numbers, got {value!r:.80}")
     if not least <= value <= sys.float_info.max:
-        raise ValueError(f"{name}={value!r:.80}: accepted are finite numbers from {least:g}")
+        raise ValueError(f"{name}: expected finite numbers from {least:g}, got {value!r:.80}")
     return float(value)
 
 

@@ -48,23 +48,27 @@ def open_store(text: object, **names: object) -> Store:
     if not colon or (kind not in _KINDS and not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", kind)):
         accepted = ", ".join(f"{name}:..." for name in (*_KINDS, "package.module.Class"))
         meant = f"; did you mean disk:{text:.80}?" if str(text).startswith(("/", ".", "~")) else ""
-        raise ValueError(f"store={text!r:.80}: accepted are {accepted}{meant}")
+        raise ValueError(f"store: expected {accepted}{meant}, got {text!r:.80}")
     place, _, query = _filled(rest, {"host": platform.node(), **names}).partition("?")
     try:
         options: dict[str, Any] = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
     except ValueError:
-        raise ValueError(f"store={text!r:.80}: accepted after '?' are option=value, joined by '&'") from None
+        raise ValueError(f"store: expected option=value, joined by '&', after '?', got {text!r:.80}") from None
     # A secret would be in logs and in lists of processes. The message does not have the text.
     if any(re.search("secret|token|password", name.lower()) and not name.endswith("_file") for name in options):
-        raise ValueError("secret: accepted is secret_file=, or another ..._file=: the path of a file that has it")
+        raise ValueError(
+            "secret: expected secret_file=, or another ..._file= with the path of a file, got it in the text"
+        )
     if "policy" in options and kind in _KINDS and kind not in _EVICTING:
         accepted = ", ".join(f"{name}:..." for name in _EVICTING)
-        raise ValueError(f"store={text!r:.80}: others choose what goes from it; policy= is accepted in {accepted}")
+        raise ValueError(
+            f"store: expected policy= in {accepted} alone, since others choose what goes, got {text!r:.80}"
+        )
     for name in set(options) & set(_SIZES):
         options[name] = bytes_argument(name, options[name])
     for name in set(options) & set(_COUNTS):
         if not re.fullmatch("[0-9]{1,20}", options[name]):
-            raise ValueError(f"store={text!r:.80}: {name}={options[name]!r:.80}: accepted is a number")
+            raise ValueError(f"store.{name}: expected a number, got {options[name]!r:.80} in {text!r:.80}")
         options[name] = int(options[name])
     make = _class_of(kind)
     _check_options(kind, make, place, options)
@@ -73,7 +77,7 @@ def open_store(text: object, **names: object) -> Store:
     except TypeError as error:
         raise ValueError(f"store={text!r:.80}: {error}") from None
     if not (hasattr(opened, "name") and hasattr(opened, "threads")):
-        raise ValueError(f"store={text!r:.80}: accepted is a store with name and threads, not {opened!r:.80}")
+        raise ValueError(f"store: expected a store with name and threads, got {opened!r:.80} from {text!r:.80}")
     return opened
 
 
@@ -84,7 +88,7 @@ def _check_options(kind: str, make: Any, place: str, options: dict[str, Any]) ->
     except ValueError:
         return  # a class of somebody else's that shows no signature
     if kind in _PLACES and not place and first.default is first.empty:
-        raise ValueError(f"store={kind!r}: expected {kind}:{_PLACES[kind]}, got {kind}:")
+        raise ValueError(f"store: expected {kind}:{_PLACES[kind]}, got {kind}:")
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in others):
         return
     parameters = others if place else [first, *others]
@@ -92,7 +96,7 @@ def _check_options(kind: str, make: Any, place: str, options: dict[str, Any]) ->
     for name in options:
         if name not in known:
             meant = did_you_mean(name, known)
-            raise ValueError(f"store={kind!r}: expected options {', '.join(known)}, got {name!r:.80}{meant}")
+            raise ValueError(f"store: expected options {', '.join(known)} for {kind!r}, got {name!r:.80}{meant}")
 
 
 def _filled(text: str, names: dict[str, object]) -> str:
@@ -101,7 +105,7 @@ def _filled(text: str, names: dict[str, object]) -> str:
     def value(match: re.Match[str]) -> str:
         if names.get(match[1]) in (None, ""):
             accepted = ", ".join(f"{{{name}}}" for name in names)
-            raise ValueError(f"store={text!r:.80}: {match[0]:.80} is not known here; accepted are {accepted}")
+            raise ValueError(f"store: expected some of {accepted}, got {match[0]:.80} in {text!r:.80}")
         return re.sub(r"[^\w.-]", "-", str(names[match[1]]))
 
     return re.sub(r"\{(.*?)\}", value, text)
@@ -119,7 +123,7 @@ def _class_of(kind: str) -> Any:
         raise ImportError(f"store={kind!r:.80}: {error}") from error
     missing = [part for part in _PARTS if not hasattr(store_class, part)]
     if not isinstance(store_class, type) or missing:
-        raise ValueError(f"store={kind!r:.80}: accepted is a class with {', '.join(_PARTS)}, not {store_class!r:.80}")
+        raise ValueError(f"store: expected a class with {', '.join(_PARTS)}, got {store_class!r:.80} for {kind!r:.80}")
     return store_class
 
 
@@ -127,5 +131,5 @@ def bytes_argument(name: str, value: object) -> int:
     """A size in bytes: an integer, or a text such as ``"64GiB"``. Raises ValueError."""
     nbytes = parse_size(value)
     if nbytes is None:
-        raise ValueError(f"{name}={value!r:.80}: accepted are bytes, such as 1048576 or 64GiB")
+        raise ValueError(f"{name}: expected bytes, such as 1048576 or 64GiB, got {value!r:.80}")
     return nbytes

@@ -104,12 +104,12 @@ def test_a_layout_is_immutable() -> None:
     + [(value, TypeError) for value in (True, np.True_, 2.0, "2", None, [2])],
 )
 def test_bad_extent_is_named(name: str, value: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match=f"{name}="):
+    with pytest.raises(error, match=f"{name}: .*"):
         make(**{name: value})
 
 
 def test_three_planes_are_refused() -> None:
-    with pytest.raises(ValueError, match="planes=3: must be 1 to 2"):
+    with pytest.raises(ValueError, match="planes: expected 1 to 2.*got 3"):
         make(planes=3)
 
 
@@ -118,7 +118,7 @@ def test_three_planes_are_refused() -> None:
     [("layerfirst", ValueError), ("", ValueError), ("NHD", ValueError), (None, TypeError), (1, TypeError)],
 )
 def test_bad_order_is_named(value: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="order=.*layer_first, block_first"):
+    with pytest.raises(error, match="order: .*layer_first, block_first"):
         make(order=value)
 
 
@@ -126,7 +126,7 @@ def test_bad_order_is_named(value: Any, error: type[Exception]) -> None:
     ("value", "error"), [("nhd", ValueError), ("", ValueError), (None, TypeError), (b"NHD", TypeError)]
 )
 def test_bad_token_order_is_named(value: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="tokens=.*NHD, HND"):
+    with pytest.raises(error, match="tokens: .*NHD, HND"):
         make(tokens=value)
 
 
@@ -159,7 +159,7 @@ def test_bad_token_order_is_named(value: Any, error: type[Exception]) -> None:
     ],
 )
 def test_bad_dtype_is_named(value: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="dtype=.*bfloat16"):
+    with pytest.raises(error, match="dtype: .*bfloat16"):
         make(dtype=value)
 
 
@@ -169,7 +169,7 @@ def test_bad_dtype_is_named(value: Any, error: type[Exception]) -> None:
     ("value", "error"), [(-1, ValueError), (2**31, ValueError), (True, TypeError), (1.0, TypeError), (None, TypeError)]
 )
 def test_bad_block_count_is_named(method: str, order: str, value: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="blocks="):
+    with pytest.raises(error, match="blocks: .*"):
         getattr(make(order=order), method)(value)
 
 
@@ -230,7 +230,7 @@ def test_every_preset_is_tested_and_makes_a_layout_of_either_order() -> None:
     ("name", "error"), [("gpt-2", ValueError), ("", ValueError), (None, TypeError), (8, TypeError)]
 )
 def test_unknown_model_is_named_with_the_known_ones(name: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="name=.*llama-3-8b"):
+    with pytest.raises(error, match="name: .*llama-3-8b"):
         BlockLayout.for_model(name, tokens_per_block=16)
 
 
@@ -272,7 +272,8 @@ def test_layout_of_a_size_takes_the_other_choices_too() -> None:
 )
 def test_impossible_block_size_says_why(block_bytes: int, tokens_per_block: int, dtype: str) -> None:
     with pytest.raises(
-        ValueError, match=f"block_bytes={block_bytes} is not a multiple of tokens_per_block={tokens_per_block}"
+        ValueError,
+        match=f"block_bytes: expected a multiple of tokens_per_block={tokens_per_block} .*, got {block_bytes}",
     ):
         BlockLayout.of_block_bytes(block_bytes, tokens_per_block, dtype=dtype)
 
@@ -282,7 +283,7 @@ def test_impossible_block_size_says_why(block_bytes: int, tokens_per_block: int,
     [(0, ValueError), (-4096, ValueError), (2**63, ValueError), (4096.0, TypeError), (True, TypeError)],
 )
 def test_bad_block_size_is_named(value: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="block_bytes="):
+    with pytest.raises(error, match="block_bytes: .*"):
         BlockLayout.of_block_bytes(value, 16)
-    with pytest.raises(error, match="tokens_per_block="):
+    with pytest.raises(error, match="tokens_per_block: .*"):
         BlockLayout.of_block_bytes(4096, value)

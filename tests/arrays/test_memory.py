@@ -129,7 +129,7 @@ def test_more_than_any_machine_has_is_refused_before_it_is_allocated() -> None:
 
 
 def test_ids_of_both_tiers_together_are_int32() -> None:
-    with pytest.raises(ValueError, match="device_blocks=.* host_blocks=.* at most 2147483647"):
+    with pytest.raises(ValueError, match="device_blocks: .* host_blocks=.* at most 2147483647"):
         make(2**30, 2**30)
 
 
@@ -399,9 +399,9 @@ def test_memory_of_the_caller_for_several_parts_is_refused_by_place() -> None:
     for tier, sizes in SIZES.items():
         right = [aligned(size) for size in sizes]
         for wrong in (right[:-1], [*right, right[0]], right[0], 7, np.zeros(len(PARTS))):
-            with pytest.raises(ValueError, match=f"{tier}_memory: accepted are None, a function, and a list of 5"):
+            with pytest.raises(ValueError, match=f"{tier}_memory: expected None, a function or a list of 5"):
                 make_groups(**{f"{tier}_memory": wrong})
-        with pytest.raises(ValueError, match=rf"{tier}_memory\[1\] has .* bytes: accepted are exactly"):
+        with pytest.raises(ValueError, match=rf"{tier}_memory\[1\]: expected exactly.*got .*"):
             make_groups(**{f"{tier}_memory": [right[0], aligned(64), *right[2:]]})
 
 
@@ -413,7 +413,7 @@ def test_no_two_parts_or_tiers_of_the_caller_share_bytes(tier: str, place: int) 
     start = (SIZES["device"][0] - 1) // 64 * 64
     mine[tier][place] = raw[start : start + SIZES[tier][place]]
     device = SmallDevice(dict(ROOM))
-    with pytest.raises(ValueError, match=rf"device_memory\[0\] and {tier}_memory\[{place}\] share bytes"):
+    with pytest.raises(ValueError, match=rf"device_memory\[0\]: .*got some that {tier}_memory\[{place}\] has too"):
         make_groups(device, device_memory=mine["device"], host_memory=mine["host"])
     assert device.freed == 2 * len(PARTS)
     mine[tier][place] = aligned(SIZES[tier][place])

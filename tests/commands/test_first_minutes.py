@@ -33,9 +33,9 @@ def test_commit_says_which_counts_it_accepts(make: Make, count: int) -> None:
     engine = make(T=4, P=8)
     sequence = engine.cache.add_sequence(list(range(12)))
     engine.cache.commit(sequence, 10)
-    with pytest.raises(ValueError, match=f"counts: .*sequence {sequence} .*accepted are 10 to 12 tokens"):
+    with pytest.raises(ValueError, match=f"counts: expected 10 to 12 tokens for sequence {sequence}"):
         engine.cache.commit(sequence, count)
-    with pytest.raises(ValueError, match="accepted are 0 to 12 tokens"):
+    with pytest.raises(ValueError, match="expected 0 to 12 tokens"):
         engine.cache.rewind(sequence, 13)
 
 
@@ -70,7 +70,7 @@ def test_dtypes_of_other_packages_are_accepted_by_their_names() -> None:
     for own, size in (("bfloat16", 2), ("float16", 2), ("float32", 4), ("float8_e4m3fn", 1), ("uint8", 1)):
         assert name(TorchType(own, size)) == own
     for unknown in (TorchType("complex64", 8), TorchType("quint4x2", 1), TorchType("nothing", 2)):
-        with pytest.raises((TypeError, ValueError), match="dtype="):
+        with pytest.raises((TypeError, ValueError), match="dtype: .*"):
             name(unknown)
     ml_dtypes = pytest.importorskip("ml_dtypes")
     assert name(ml_dtypes.bfloat16) == "bfloat16"

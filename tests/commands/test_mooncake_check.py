@@ -74,7 +74,7 @@ def test_a_master_that_was_asked_for_has_to_be_reached(
 
 @pytest.mark.parametrize("text", ["host", "host:port", ":1 2"])
 def test_what_is_no_address_is_no_crash(text: str) -> None:
-    assert "accepted is HOST:PORT" in doctor.look_at_mooncake(text)["unreachable"]
+    assert "expected HOST:PORT" in doctor.look_at_mooncake(text)["unreachable"]
 
 
 def test_the_command_has_it(listening: str, nobody: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -168,7 +168,7 @@ def test_get_device_knows_names_and_devices() -> None:
     [("gpu", ValueError), ("", ValueError), (None, TypeError), (CpuDevice, TypeError), (0, TypeError)],
 )
 def test_get_device_names_what_it_does_not_know(spec: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="device="):
+    with pytest.raises(error, match="device: .*"):
         get_device(spec)
 
 
@@ -412,7 +412,7 @@ def test_streams_of_every_form_are_accepted_by_as_stream_and_copies(
     ],
 )
 def test_what_is_no_stream_is_refused_by_name(device: Device, stream: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="stream="):
+    with pytest.raises(error, match="stream: .*"):
         device.as_stream(stream)
 
 

@@ -108,7 +108,7 @@ def test_the_rule_makes_few_copies_plainly_and_keeps_kernels_from_writing_to_the
 def test_always_means_wherever_it_can_be_taken(path: str) -> None:
     assert {always(path).choose(direction, nbytes, 9) for direction in DIRECTIONS for nbytes in (1, 1 << 30)} == {path}
     assert always(path).choose(OFFLOAD, 1, 1, (PLAIN,)) == PLAIN
-    with pytest.raises(ValueError, match="path='warp'"):
+    with pytest.raises(ValueError, match="path: .*'warp'"):
         always("warp")
 
 

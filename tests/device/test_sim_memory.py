@@ -123,7 +123,7 @@ def test_a_large_pool_is_sampled_after_each_operation_and_compared_whole_by_chec
     assert found["all"] == 1 < found["sample"] < 200
     device, pools = sim(compare="sample", progress=0.0)
     write(pools, 9, 3)
-    with pytest.raises(UndeclaredWrite, match="compare='all'"):
+    with pytest.raises(UndeclaredWrite, match="compare: .*'all'"):
         device.check()
 
 
@@ -297,7 +297,7 @@ def test_threads_enqueue_query_and_wait_at_once(sim: Open) -> None:
     ],
 )
 def test_options_that_cannot_be_are_named(options: dict[str, Any], error: type[Exception], name: str) -> None:
-    with pytest.raises(error, match=f"{name}="):
+    with pytest.raises(error, match=f"{name}: .*"):
         SimDevice(**options)
 
 
@@ -339,11 +339,11 @@ def test_no_rows_touch_nothing(sim: Open) -> None:
 def test_what_is_no_event_or_function_is_refused(sim: Open) -> None:
     device, _ = sim()
     for bad in (None, 5, Event(), SimDevice().record(NULL_STREAM)):
-        with pytest.raises(TypeError, match="event="):
+        with pytest.raises(TypeError, match="event: .*"):
             device.query(bad)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="event="):
+        with pytest.raises(TypeError, match="event: .*"):
             device.wait(NULL_STREAM, bad)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="function="):
+    with pytest.raises(TypeError, match="function: .*"):
         device.launch(None, 5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="steps"):
         device.run(-1)
@@ -501,7 +501,7 @@ def test_rows_of_more_tokens_than_a_block_of_the_region_has_are_refused(
         row = (sum(DEVICE_BLOCKS) + 4, 0, 2)
     for call in (lambda **rows: sim.launch(None, nothing, **rows), sim.host_access):
         for name in ("reads", "writes"):
-            with pytest.raises(ValueError, match=rf"{name}\[1\]=.* are needed"):
+            with pytest.raises(ValueError, match=rf"{name}\[1\]: .*expected"):
                 call(**{name: [(0, 0, WIDTH), row]})
 
 

@@ -248,7 +248,7 @@ def test_choices_are_counted_up_depth_first() -> None:
 
 
 def test_a_list_of_other_calls_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"listed\[0\]=5"):
+    with pytest.raises(ValueError, match=r"listed\[0\]: .*5"):
         ListedChoices([5]).choose(2)
 
 
@@ -352,5 +352,5 @@ def test_devices_are_closed_after_their_schedule() -> None:
 
 def test_more_schedules_than_the_limit_are_an_error() -> None:
     assert explore(launches(1, 2), limit=8) == 8
-    with pytest.raises(ValueError, match="limit=7"):
+    with pytest.raises(ValueError, match="limit: .*7"):
         explore(launches(1, 2), limit=7)

@@ -95,7 +95,7 @@ def test_the_environment_chooses_a_path_and_is_checked(driver: Driver, monkeypat
     assert grown["launches"]
     device.close()
     monkeypatch.setenv(cuda.COPY_PATH, "teleport")
-    with pytest.raises(ValueError, match="path='teleport'"):
+    with pytest.raises(ValueError, match="path: .*'teleport'"):
         CudaDevice()
 
 
@@ -167,7 +167,7 @@ def test_a_complete_event_costs_no_call(driver: Driver) -> None:
 def test_events_of_another_device_are_refused() -> None:
     device, other, sim = CudaDevice(), CudaDevice(), SimDevice()
     for foreign in (other.record(NULL_STREAM), sim.record(NULL_STREAM), None, 5):
-        with pytest.raises(TypeError, match="event="):
+        with pytest.raises(TypeError, match="event: .*"):
             device.query(foreign)  # type: ignore[arg-type]
     for one in (device, other, sim):
         one.close()
@@ -189,7 +189,7 @@ def test_a_thread_keeps_its_own_gpu_and_its_own_mode_of_capture(driver: Driver) 
     driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))  # type: ignore[operator]
     assert (driver.made("cuCtxGetCurrent"), theirs, mode.value) == (mine, [0], lab.GLOBAL)
     device.close()
-    with pytest.raises(ValueError, match="index=2"):
+    with pytest.raises(ValueError, match="index: .*2"):
         CudaDevice(2)
 
 

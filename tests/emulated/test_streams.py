@@ -39,7 +39,7 @@ def unusable(driver: Driver, stream: Stream, fault: str) -> Iterator[None]:
 def refused(cache: KVCacheManager, fault: str, *calls: Callable[[], object]) -> None:
     for call in calls:
         before = picture(cache)
-        with pytest.raises(ValueError, match=f"stream=.*{fault}.*"):
+        with pytest.raises(ValueError, match=f"stream: .*{fault}.*"):
             call()
         assert picture(cache) == before
 

@@ -241,5 +241,5 @@ def test_block_copies_do_without_a_kernel_that_cannot_be_compiled(
 @pytest.mark.parametrize("bad", ["0", "-1", "many"])
 def test_a_bound_of_batches_that_cannot_be_is_named(monkeypatch: pytest.MonkeyPatch, bad: str) -> None:
     monkeypatch.setenv("KVPOOL_BATCH_FRAGMENTS", bad)
-    with pytest.raises(ValueError, match=f"KVPOOL_BATCH_FRAGMENTS='{bad}'"):
+    with pytest.raises(ValueError, match=f"KVPOOL_BATCH_FRAGMENTS: .*'{bad}'"):
         CudaDevice()

@@ -174,9 +174,9 @@ def test_shutting_down_while_a_call_hangs_keeps_the_memory(store: Wrong, monkeyp
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "stores is missing"),
+        ({}, "stores: expected .*, got none"),
         ({"stores": "memory:", "load_second": 2}, "is load_seconds meant"),
-        ({"stores": ["memory:", "disk:/a"]}, "accepted is one store"),
+        ({"stores": ["memory:", "disk:/a"]}, "expected one store"),
     ],
 )
 def test_what_cannot_work_is_said_at_the_start(options: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:

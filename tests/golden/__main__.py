@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     unknown = [case for case in given.cases if case not in CASES]
     if unknown:
-        parser.error(f"{unknown[0]!r} is no case: accepted are {'; '.join(CASES)}")
+        parser.error(f"case: expected one of {'; '.join(CASES)}, got {unknown[0]!r}")
     chosen, known = given.cases or list(CASES), read()
     if given.show:
         for case in chosen:

@@ -88,7 +88,7 @@ def test_groups_and_windows(numba: None, cupy: Any, put: Any) -> None:
 
 def test_arrays_of_the_host_are_refused(cache: KVCacheManager) -> None:
     sequence = cache.add_sequence([1])
-    with pytest.raises(TypeError, match="slot_mapping: accepted is an int64 array of a GPU, not i64 in host memory"):
+    with pytest.raises(TypeError, match="slot_mapping: expected an int64 array of a GPU, got i64 in host memory"):
         cache.copy_step_tables(arrays(1, 1, 1, 1), sequence)
     cache.release(sequence)
 

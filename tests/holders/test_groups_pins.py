@@ -61,7 +61,7 @@ def test_a_lease_has_the_blocks_of_all_groups_where_their_bytes_are(make: Make, 
                     pool = engine.cache.host_pools[g][part][own - group.device_blocks]
                     np.testing.assert_array_equal(raw, pool.reshape(-1).view(np.uint8))
         for wrong, error in ((2, ValueError), (-1, ValueError), ("x", TypeError)):
-            with pytest.raises(error, match=f"part={wrong!r}"):
+            with pytest.raises(error, match=f"part: .*{wrong!r}"):
                 lease.addresses_of(wrong)  # type: ignore[arg-type]
     engine.cache.close()
     with pytest.raises(PoolClosed):

@@ -101,16 +101,32 @@ def test_events_tell_of_it(make: Make) -> None:
 
 
 BAD = [
-    (lambda e, p, d: e.cache.import_blocks([1, 2, 3, 4], d), TypeError, "prompt="),
-    (lambda e, p, d: e.cache.import_blocks(p, d[0]), TypeError, "data="),
-    (lambda e, p, d: e.cache.import_blocks(p, [d[0][:-1]]), ValueError, r"data\[0\] has 191 bytes"),
-    (lambda e, p, d: e.cache.import_blocks(p, [d[0], d[1] + b"x"]), ValueError, r"data\[1\] has 193 bytes"),
-    (lambda e, p, d: e.cache.import_blocks(p, [d[0], None]), TypeError, r"data\[1\] is a NoneType"),
+    (lambda e, p, d: e.cache.import_blocks([1, 2, 3, 4], d), TypeError, "prompt: .*"),
+    (lambda e, p, d: e.cache.import_blocks(p, d[0]), TypeError, "data: .*"),
+    (
+        lambda e, p, d: e.cache.import_blocks(p, [d[0][:-1]]),
+        ValueError,
+        r"data\[0\]: expected the 192 bytes of a block, got 191",
+    ),
+    (
+        lambda e, p, d: e.cache.import_blocks(p, [d[0], d[1] + b"x"]),
+        ValueError,
+        r"data\[1\]: expected the 192 bytes of a block, got 193",
+    ),
+    (
+        lambda e, p, d: e.cache.import_blocks(p, [d[0], None]),
+        TypeError,
+        r"data\[1\]: expected a contiguous buffer, got NoneType",
+    ),
     (lambda e, p, d: e.cache.import_blocks(p, [np.frombuffer(d[0] * 2, np.uint8)[::2]]), TypeError, "contiguous"),
     (lambda e, p, d: e.cache.import_blocks(p, [np.array([None] * (len(d[0]) // 8))]), TypeError, r"data\[0\]"),
-    (lambda e, p, d: e.cache.import_blocks(p, d, first=1), ValueError, "data has 3 blocks, first=1"),
-    (lambda e, p, d: e.cache.import_blocks(p, d, first=-1), ValueError, "first=-1"),
-    (lambda e, p, d: e.cache.import_blocks(p, d, priority=101), ValueError, "priority=101"),
+    (
+        lambda e, p, d: e.cache.import_blocks(p, d, first=1),
+        ValueError,
+        "data: expected blocks of the prompt's 3 full ones, got 3 from first=1 on",
+    ),
+    (lambda e, p, d: e.cache.import_blocks(p, d, first=-1), ValueError, "first: .*-1"),
+    (lambda e, p, d: e.cache.import_blocks(p, d, priority=101), ValueError, "priority: .*101"),
 ]
 
 

@@ -299,7 +299,13 @@ def test_a_pool_that_is_closed_says_which_loaders_it_had(make: Make) -> None:
     engine = make(T=4, P=8)
     reservation = engine.cache.reserve(list(range(6)), owner="loader")
     engine.clock.now = 7
-    with pytest.raises(KVPoolError, match="0 sequences, 0 leases, 1 reservations"), engine.cache:
+    with (
+        pytest.raises(
+            KVPoolError,
+            match=r"the pool was closed while it held 1 reservation: CloseReport.*\('loader', 7\)",
+        ),
+        engine.cache,
+    ):
         pass
     assert engine.cache.close().reservations == [("loader", 7)] and reservation.closed
     for call in (reservation.commit, reservation.abort, lambda: engine.cache.reserve([1])):
@@ -328,7 +334,7 @@ def test_bad_counts_are_refused(make: Make, bad: Any) -> None:
     engine.seed(range(9), committed=8)
     reservation = engine.cache.reserve([*range(8), 20, 21])
     before = picture(engine)
-    with pytest.raises((ValueError, TypeError), match=r"tokens="):
+    with pytest.raises((ValueError, TypeError), match=r"tokens: .*"):
         reservation.commit(bad)
     assert picture(engine) == before
     reservation.abort()

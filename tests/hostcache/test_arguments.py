@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,16 +15,16 @@ from tests.hostcache.conftest import IDENTITY, keys, store
 Make = Callable[..., HostCache]
 
 BAD_KEYS: list[tuple[Any, type[Exception], str]] = [
-    (b"ab", TypeError, "keys=b'ab'"),
-    ("ab", TypeError, "keys='ab'"),
-    (None, TypeError, "keys=None"),
-    (7, TypeError, "keys=7"),
-    (["a"], TypeError, "keys[0]='a'"),
-    ([b"a", None], TypeError, "keys[1]=None"),
-    ([b"a", bytearray(b"b")], TypeError, "keys[1]=bytearray(b'b')"),
-    ([b"a", memoryview(b"b")], TypeError, "keys[1]="),
-    ([b"a", b""], ValueError, "keys[1] has 0 bytes: accepted are 1 to 64"),
-    ([b"x" * 65], ValueError, "keys[0] has 65 bytes"),
+    (b"ab", TypeError, "keys: expected several keys, such as a list of bytes, got b'ab'"),
+    ("ab", TypeError, "keys: expected several keys, such as a list of bytes, got 'ab'"),
+    (None, TypeError, "keys: expected several keys, such as a list of bytes, got None"),
+    (7, TypeError, "keys: expected several keys, such as a list of bytes, got 7"),
+    (["a"], TypeError, "keys[0]: expected bytes, got 'a'"),
+    ([b"a", None], TypeError, "keys[1]: expected bytes, got None"),
+    ([b"a", bytearray(b"b")], TypeError, "keys[1]: expected bytes, got bytearray(b'b')"),
+    ([b"a", memoryview(b"b")], TypeError, "keys[1]: expected bytes, got <memory at "),
+    ([b"a", b""], ValueError, "keys[1]: expected 1 to 64 bytes, got 0"),
+    ([b"x" * 65], ValueError, "keys[0]: expected 1 to 64 bytes, got 65"),
 ]
 
 
@@ -62,7 +63,7 @@ def test_a_subclass_of_bytes_is_the_bytes_that_it_has(make: Make) -> None:
     assert cache.lookup([b"long key", b"l"]).tolist() == [cache.PENDING, cache.ABSENT]
     assert cache.find(Liar(b"long key")) == cache.PENDING
     cache.abort([b"long key"])
-    with pytest.raises(ValueError, match="65 bytes"):
+    with pytest.raises(ValueError, match=r"keys\[0\]: expected 1 to 64 bytes, got 65"):
         cache.lookup([Liar(b"x" * 65)])
 
 
@@ -117,17 +118,17 @@ def test_an_iterable_that_fails_leaves_the_cache_alone(make: Make) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"host_blocks": 0}, ValueError, "host_blocks=0"),
-        ({"host_blocks": 1 << 31}, ValueError, "host_blocks=2147483648"),
-        ({"host_blocks": True}, TypeError, "host_blocks=True"),
-        ({"block_bytes": 0}, ValueError, "block_bytes=0"),
-        ({"block_bytes": 1.5}, TypeError, "block_bytes=1.5"),
-        ({"block_bytes": []}, TypeError, "block_bytes=[]"),
-        ({"identity": "llama"}, TypeError, "identity='llama'"),
+        ({"host_blocks": 0}, ValueError, "host_blocks: expected 1 to 2147483647, got 0"),
+        ({"host_blocks": 1 << 31}, ValueError, "host_blocks: expected 1 to 2147483647, got 2147483648"),
+        ({"host_blocks": True}, TypeError, "host_blocks: expected an integer, got True"),
+        ({"block_bytes": 0}, ValueError, "block_bytes: expected 1 to 2147483647, got 0"),
+        ({"block_bytes": 1.5}, TypeError, "block_bytes: expected an integer, got 1.5"),
+        ({"block_bytes": []}, TypeError, "block_bytes: expected a number, a BlockLayout or a list of them, got []"),
+        ({"identity": "llama"}, TypeError, "identity: expected a ModelIdentity, got 'llama'"),
         ({"secret": b"short"}, ValueError, "secret"),
-        ({"event_capacity": -1}, ValueError, "event_capacity=-1"),
-        ({"policy": "fifo"}, ValueError, "policy='fifo': must be one of lru, reuse, agent, adaptive"),
-        ({"clock": 5}, TypeError, "clock=5"),
+        ({"event_capacity": -1}, ValueError, "event_capacity: expected 0 to 2147483648, got -1"),
+        ({"policy": "fifo"}, ValueError, "policy: expected one of lru, reuse, agent, adaptive, got 'fifo'"),
+        ({"clock": 5}, TypeError, "clock: expected a function that returns milliseconds, got 5"),
     ],
 )
 def test_arguments_of_a_cache(make: Make, options: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -190,6 +191,62 @@ def test_layouts_stand_for_their_fingerprints() -> None:
     assert one.layout == " ".join(layout.fingerprint for layout in layouts)
     with HostCache(2, layouts, identity=one) as cache, HostTier.of(cache) as tier:
         assert cache.block_bytes == tier.block_bytes == sum(layout.block_bytes for layout in layouts)
+
+
+LAYOUT = BlockLayout(2, 2, 8, 4, "float16")
+
+
+def identity(kv_dtype: str, layout: Any = "text") -> ModelIdentity:
+    return ModelIdentity("m", "r", kv_dtype, layout, "v")
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "fp32", "bfloat16", "torch.bfloat16", "fp8", "int8", " Float64 "])
+def test_an_identity_with_another_type_than_the_blocks_is_refused(kv_dtype: str) -> None:
+    for call in (
+        lambda: identity(kv_dtype, LAYOUT),
+        lambda: HostCache(2, LAYOUT, identity=identity(kv_dtype)),
+        lambda: HostTier(2, [LAYOUT], identity=identity(kv_dtype)),
+    ):
+        with pytest.raises(ValueError, match=r"^identity.kv_dtype: expected float16, .+, got .+"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "dtypes"),
+    [
+        ("float16", ["float16"]),
+        ("half", ["float16"]),
+        ("torch.float16", ["float16"]),
+        ("as MLX has it", ["float16"]),
+        ("float16", ["float32", "float16"]),
+        ("bfloat16", ["uint16"]),
+        ("fp8_e4m3", ["float8_e4m3fnuz"]),
+        ("fp8_e5m2", ["int8"]),
+        ("float32", ["uint8"]),
+    ],
+)
+def test_an_identity_with_a_type_that_the_blocks_can_hold_is_accepted(kv_dtype: str, dtypes: list[str]) -> None:
+    layouts = [BlockLayout(2, 2, 8, 4, dtype) for dtype in dtypes]
+    with HostCache(2, layouts, identity=identity(kv_dtype, layouts)) as cache:
+        assert cache.identity.kv_dtype == kv_dtype
+
+
+@pytest.mark.parametrize(
+    "other",
+    [(2, 2, 8, 8), (2, 2, 16, 4), (1, 2, 8, 4), (2, 1, 8, 4), (2, 2, 8, 4, "float16", 1)],
+    ids=["tokens_per_block", "head_dim", "layers", "kv_heads", "planes"],
+)
+def test_an_identity_with_another_layout_than_the_blocks_is_refused(other: Any) -> None:
+    whose = identity("float16", BlockLayout(*other))
+    for one in (whose, pickle.loads(pickle.dumps(whose))):
+        with pytest.raises(ValueError, match="^identity.layout: expected .+, got BlockLayout"):
+            HostCache(2, LAYOUT, identity=one)
+
+
+def test_a_worker_may_have_a_share_of_the_layout_of_the_identity() -> None:
+    whole = identity("float16", BlockLayout(8, 4, 8, 4))
+    HostCache(2, LAYOUT, identity=whole).close()
+    HostCache(2, 4096, identity=whole).close()
 
 
 def test_a_cache_and_its_tier_know_each_other(make: Make) -> None:

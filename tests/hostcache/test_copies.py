@@ -177,7 +177,7 @@ def test_a_copy_in_parts_of_the_layers_copies_the_same_bytes(open_copies: Open, 
         copies.copy_in([3, 1, 0], [2, 0], skip_prefix_n_tokens=1, layer_parts=parts_of).wait()
     np.testing.assert_array_equal(whole.tier.blocks, cut.tier.blocks)
     assert whole.tier.blocks.any()
-    with pytest.raises(ValueError, match="layer="):
+    with pytest.raises(ValueError, match="layer: .*"):
         cut.copy_out([3], [2], layer_parts=parts).follow(None, 99)
     with pytest.raises(ValueError, match="layer_parts"):
         cut.copy_out([3], [2], layer_parts=0)
@@ -223,19 +223,30 @@ def test_threads_copy_at_the_same_time(open_copies: Open) -> None:
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "message"),
     [
-        (([0], [0, 1]), {}, ValueError, "host_blocks has 2 entries: accepted are exactly 1 for 1 blocks"),
-        (([0, 1], [0]), {}, ValueError, "host_blocks has 1 entries"),
-        (([9], [0]), {}, ValueError, "blocks: 9 is no block; accepted are 0 to 8"),
-        (([0], [8]), {}, ValueError, "host_blocks: 8 is no block; accepted are 0 to 7"),
-        (([0], [-1]), {}, ValueError, "host_blocks: -1 is no block"),
+        (([0], [0, 1]), {}, ValueError, "host_blocks: expected 1 for the 1 of blocks, got 2"),
+        (([0, 1], [0]), {}, ValueError, "host_blocks: expected 2 for the 2 of blocks, got 1"),
+        (([9], [0]), {}, ValueError, "blocks: expected blocks from 0 to 8, got 9"),
+        (([0], [8]), {}, ValueError, "host_blocks: expected blocks from 0 to 7, got 8"),
+        (([0], [-1]), {}, ValueError, "host_blocks: expected blocks from 0 to 7, got -1"),
         ((["a"], [0]), {}, TypeError, "blocks"),
         (([0.5], [0]), {}, TypeError, "blocks"),
         (([0], [[0]]), {}, TypeError, "host_blocks"),
-        (([0], [0]), {"skip_prefix_n_tokens": 5}, ValueError, "skip_prefix_n_tokens=5: must be 0 to 4"),
-        (([0], [0]), {"skip_prefix_n_tokens": 3, "n_tokens": 2}, ValueError, "skip_prefix_n_tokens=3: must be 0 to 2"),
-        (([0], [0]), {"n_tokens": 5}, ValueError, "n_tokens=5: must be 0 to 4"),
-        (([0], [0]), {"group": 1}, ValueError, "group=1"),
-        (([0], [0]), {"stream": "mine"}, TypeError, "stream='mine'"),
+        (([0], [0]), {"skip_prefix_n_tokens": 5}, ValueError, "skip_prefix_n_tokens: expected 0 to 4, got 5"),
+        (
+            ([0], [0]),
+            {"skip_prefix_n_tokens": 3, "n_tokens": 2},
+            ValueError,
+            "skip_prefix_n_tokens: expected 0 to 2, got 3",
+        ),
+        (([0], [0]), {"n_tokens": 5}, ValueError, "n_tokens: expected 0 to 4, got 5"),
+        (([0], [0]), {"group": 1}, ValueError, "group: expected 0 to 0, got 1"),
+        (
+            ([0], [0]),
+            {"stream": "mine"},
+            TypeError,
+            "stream: expected None, an integer handle, or an object with __cuda_stream__, cuda_stream or ptr, "
+            "got 'mine'",
+        ),
         (([0], HostSlots((0,), "00")), {}, ValueError, "these slots are of another model"),
     ],
 )
@@ -255,9 +266,9 @@ def test_bad_arguments_copy_nothing(
 def test_a_target_is_named_once_and_must_be_writable(open_copies: Open) -> None:
     one = filled("L | B D")
     copies = open_copies(one)
-    with pytest.raises(ValueError, match="host_blocks: a block that is written is named twice"):
+    with pytest.raises(ValueError, match="host_blocks: expected different blocks to write, got one twice"):
         copies.copy_in([0, 1], [2, 2])
-    with pytest.raises(ValueError, match="blocks: a block that is written is named twice"):
+    with pytest.raises(ValueError, match="blocks: expected different blocks to write, got one twice"):
         copies.copy_out([1, 1], [2, 3])
     copies.copy_in([1, 1], [2, 3])
     copies.copy_out([0, 1], [2, 2])
@@ -284,9 +295,9 @@ def test_slots_of_the_cache_are_taken_and_the_ids_are_checked_again(open_copies:
     ("options", "error", "message"),
     [
         ({"first_byte": BLOCK_BYTES - 10}, ValueError, "caches[0] takes 240 bytes of a host block: first_byte=4086"),
-        ({"first_byte": -1}, ValueError, "first_byte=-1"),
-        ({"blocks_per_host_block": 0}, ValueError, "blocks_per_host_block=0"),
-        ({"device": "gpu"}, ValueError, "device='gpu'"),
+        ({"first_byte": -1}, ValueError, "first_byte: expected 0 to 4095, got -1"),
+        ({"blocks_per_host_block": 0}, ValueError, "blocks_per_host_block: expected 1 to 1048576, got 0"),
+        ({"device": "gpu"}, ValueError, "device: expected 'auto', 'cpu', 'cuda', 'sim' or a Device, got 'gpu'"),
     ],
 )
 def test_bad_engines_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -296,7 +307,7 @@ def test_bad_engines_are_refused(options: dict[str, Any], error: type[Exception]
 
 def test_an_engine_and_a_tier_are_memory_of_their_own() -> None:
     with HostTier(HOST, BLOCK_BYTES, identity=IDENTITY) as tier:
-        with pytest.raises(ValueError, match="share bytes"):
+        with pytest.raises(ValueError, match="got some of the tier's"):
             HostCopies(tier, PagedKV.of(tier.blocks, "| B D"))
         with pytest.raises(TypeError, match="caches"):
             HostCopies(tier, tier.blocks)  # type: ignore[arg-type]

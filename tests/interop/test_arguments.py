@@ -93,7 +93,7 @@ def test_what_dlpack_1_says_is_read_only_is_not_written() -> None:
     assert not as_strided("target", DLPackOnly(target)).writable
     with open_pool() as cache:
         seq = cache.add_sequence(TOKENS)
-        with pytest.raises(ValueError, match="target is read-only"):
+        with pytest.raises(ValueError, match="target: expected an array that can be written, got a read-only one"):
             cache.copy_batch_block_offsets(DLPackOnly(target), seq)
         with pytest.raises(ValueError, match="target: OldDLPack does not give its memory"):
             cache.copy_batch_block_offsets(OldDLPack(target), seq)
@@ -114,7 +114,7 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_memory_of_a_gpu_is_refused_where_the_host_reads(name: str) -> None:
-    message = rf"{name}: GpuOnly lies in memory of a GPU; accepted are arrays of main memory"
+    message = rf"{name}: expected an array in main memory, got GpuOnly in memory of a GPU"
     with open_pool() as cache, pytest.raises(TypeError, match=message):
         CALLS[name](cache, GpuOnly(TOKENS))
 
@@ -122,14 +122,14 @@ def test_memory_of_a_gpu_is_refused_where_the_host_reads(name: str) -> None:
 @pytest.mark.parametrize("name", ["tokens", "prompt", "extra_ids", "ids"])
 def test_elements_of_another_kind_are_refused_in_every_protocol(wrap: Wrap, name: str) -> None:
     with open_pool() as cache:
-        with pytest.raises(TypeError, match=rf"(?s){name}=.*float32: accepted are integers"):
+        with pytest.raises(TypeError, match=rf"(?s){name}: .*float32"):
             CALLS[name](cache, wrap(np.zeros(17, np.float32)))
-        with pytest.raises(ValueError, match=rf"{name} has shape \(17, 1\)"):
+        with pytest.raises(ValueError, match=rf"{name}: expected one dimension, got shape \(17, 1\)"):
             CALLS[name](cache, wrap(TOKENS[:, None]))
 
 
 def test_another_byte_order_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="slots: native byte order is needed, not >i8"):
+    with pytest.raises(ValueError, match="slots: expected native byte order, got >i8"):
         as_strided("slots", np.arange(3, dtype=">i8"))
 
 

@@ -131,14 +131,14 @@ def read_only() -> np.ndarray:
         (
             aligned(BYTES["device"] - 1),
             ValueError,
-            rf"has {BYTES['device'] - 1} bytes: accepted are exactly the {BYTES['device']}",
+            rf"expected exactly the {BYTES['device']} bytes of its blocks, got {BYTES['device'] - 1}",
         ),
-        (aligned(2 * BYTES["device"]), ValueError, "bytes: accepted are exactly"),
+        (aligned(2 * BYTES["device"]), ValueError, "expected exactly"),
         (aligned(2 * BYTES["device"])[::2], ValueError, "C order without gaps"),
-        (aligned(BYTES["device"]).reshape(2, -1).T, ValueError, "strides .* C order"),
+        (aligned(BYTES["device"]).reshape(2, -1).T, ValueError, "C order .* strides"),
         (aligned(BYTES["device"])[::-1], ValueError, "C order"),
-        (aligned(BYTES["device"], offset=32), ValueError, "accepted is a multiple of 64"),
-        (read_only(), ValueError, "is read-only"),
+        (aligned(BYTES["device"], offset=32), ValueError, "expected a multiple of 64"),
+        (read_only(), ValueError, "read-only memory"),
         (
             GpuOnly(aligned(BYTES["device"])),
             ValueError,
@@ -147,7 +147,7 @@ def read_only() -> np.ndarray:
         (7, TypeError, "an array with"),
         ("x", TypeError, "an array with"),
         (lambda nbytes, alignment: None, TypeError, "an array with"),
-        (lambda nbytes, alignment: aligned(nbytes + 64), ValueError, "bytes: accepted are exactly"),
+        (lambda nbytes, alignment: aligned(nbytes + 64), ValueError, "expected exactly"),
     ],
 )
 def test_memory_that_does_not_fit_is_refused_by_name(given: Any, error: type[Exception], message: str) -> None:
@@ -164,7 +164,7 @@ def test_two_tiers_do_not_share_bytes() -> None:
     with open_pool(device_memory=device, host_memory=host) as cache:
         run_requests(cache)
     overlap = raw[BYTES["device"] - 64 :][: BYTES["host"]]
-    with pytest.raises(ValueError, match="device_memory and host_memory share bytes"):
+    with pytest.raises(ValueError, match="device_memory: .*got some that host_memory has too"):
         open_pool(device_memory=device, host_memory=overlap)
 
 

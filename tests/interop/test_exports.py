@@ -86,7 +86,7 @@ def test_a_part_is_what_numpy_calls_it(tier: str, index: Any) -> None:
 @pytest.mark.parametrize("index", [None, True, 1.5, "a", [0], np.array([0, 1]), (0, None), (0, [1]), np.bool_(True)])
 def test_an_index_that_would_copy_is_refused(index: Any) -> None:
     with open_pool() as cache:
-        with pytest.raises(TypeError, match=r"index=.*integers, slices and an ellipsis"):
+        with pytest.raises(TypeError, match=r"index: .*integers, slices or an ellipsis"):
             cache.export()[index]
         with pytest.raises(IndexError):
             cache.export()[9]
@@ -161,10 +161,10 @@ def test_a_copy_is_made_where_it_is_asked_for_and_nowhere_else() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"dl_device": (2, 0)}, BufferError, r"dl_device=\(2, 0\).*accepted is \(1, 0\)"),
-        ({"dl_device": (3, 0)}, BufferError, "dl_device="),
-        ({"stream": 1}, ValueError, "stream=1: main memory has no streams"),
-        ({"stream": 0}, ValueError, "stream=0"),
+        ({"dl_device": (2, 0)}, BufferError, r"dl_device: expected \(1, 0\).*got \(2, 0\)"),
+        ({"dl_device": (3, 0)}, BufferError, "dl_device: .*"),
+        ({"stream": 1}, ValueError, "stream: .*main memory has no streams, got 1"),
+        ({"stream": 0}, ValueError, "stream: .*0"),
     ],
 )
 def test_capsules_that_cannot_be_given_are_refused(
@@ -183,10 +183,10 @@ def test_capsules_that_cannot_be_given_are_refused(
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"tier": "gpu"}, ValueError, "tier='gpu'.*'device' or 'host'"),
-        ({"tier": None}, ValueError, "tier=None"),
-        ({"writable": 1}, TypeError, "writable=1"),
-        ({"raw": "yes"}, TypeError, "raw='yes'"),
+        ({"tier": "gpu"}, ValueError, "tier: expected 'device' or 'host', got 'gpu'"),
+        ({"tier": None}, ValueError, "tier: .*None"),
+        ({"writable": 1}, TypeError, "writable: .*1"),
+        ({"raw": "yes"}, TypeError, "raw: .*'yes'"),
     ],
 )
 def test_bad_arguments_of_an_export_are_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -234,7 +234,7 @@ def test_capsules_that_are_none_or_too_new_are_refused() -> None:
         _, head = dlpack.opened(capsule)
         assert head is not None
         head.major = 2
-        with pytest.raises(BufferError, match=r"DLPack 2\.0: accepted are versions below 2"):
+        with pytest.raises(BufferError, match=r"DLPack: expected a version below 2, got 2\.0"):
             dlpack.opened(capsule)
         head.major = 1
         del capsule

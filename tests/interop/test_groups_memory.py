@@ -80,12 +80,12 @@ def test_a_view_keeps_the_memory_of_its_part_and_no_other(place: tuple[int, int]
 def test_what_is_exported_is_named() -> None:
     with open_groups() as cache:
         for arguments, error, message in (
-            ({}, ValueError, "group=None: accepted are 0 to 1 where there are several"),
-            ({"group": 2}, ValueError, "group=2"),
-            ({"group": "a"}, TypeError, "group='a'"),
-            ({"group": 1, "part": 1}, ValueError, "part=1"),
-            ({"group": 0, "part": -1}, ValueError, "part=-1"),
-            ({"group": 0, "part": None}, TypeError, "part=None"),
+            ({}, ValueError, "group: expected 0 to 1 where there are several.*got None"),
+            ({"group": 2}, ValueError, "group: .*2"),
+            ({"group": "a"}, TypeError, "group: .*'a'"),
+            ({"group": 1, "part": 1}, ValueError, "part: .*1"),
+            ({"group": 0, "part": -1}, ValueError, "part: .*-1"),
+            ({"group": 0, "part": None}, TypeError, "part: .*None"),
         ):
             with pytest.raises(error, match=message):
                 cache.export(**arguments)  # type: ignore[arg-type]
@@ -164,5 +164,7 @@ def test_a_table_of_the_caller_has_the_rows_of_every_group() -> None:
 
 @pytest.mark.parametrize("shape", [(3, 8), (1, 3, 8), (2, 8, 3), (6, 8)])
 def test_a_table_for_other_groups_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="table has shape"):
+    with pytest.raises(
+        ValueError, match=r"table: expected \[groups, max_sequences, columns\] = \[2, 3, 8\], got shape"
+    ):
         open_groups(table=np.zeros(shape, np.int32), max_sequences=3, max_sequence_tokens=32)

@@ -33,8 +33,8 @@ def staging(*shape: int, dtype: Any = np.uint16) -> np.ndarray:
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [
-        ({"skip_prefix_n_tokens": -1}, ValueError, "skip_prefix_n_tokens=-1: must be 0 to 4"),
-        ({"skip_prefix_n_tokens": 5}, ValueError, "skip_prefix_n_tokens=5: must be 0 to 4"),
+        ({"skip_prefix_n_tokens": -1}, ValueError, "skip_prefix_n_tokens: expected 0 to 4.*got -1"),
+        ({"skip_prefix_n_tokens": 5}, ValueError, "skip_prefix_n_tokens: expected 0 to 4.*got 5"),
         ({"skip_prefix_n_tokens": 1.0}, TypeError, "skip_prefix_n_tokens"),
         ({"skip_prefix_n_tokens": True}, TypeError, "skip_prefix_n_tokens"),
         ({"stream": "0"}, TypeError, "stream"),
@@ -42,24 +42,28 @@ def staging(*shape: int, dtype: Any = np.uint16) -> np.ndarray:
         ({"thread_blocks": "all"}, TypeError, "thread_blocks"),
         ({"slots": np.arange(3)}, ValueError, "slot_mapping: .* at least 4 .* not \\[3\\]"),
         ({"slots": np.arange(4).reshape(2, 2)}, ValueError, "slot_mapping"),
-        ({"slots": np.arange(8)[::2]}, ValueError, "slot_mapping: it must be contiguous"),
-        ({"slots": np.arange(4.0)}, TypeError, "slot_mapping: int32 or int64"),
-        ({"slots": np.arange(4, dtype=np.int16)}, TypeError, "slot_mapping: int32 or int64"),
-        ({"slots": np.arange(4, dtype=np.uint64)}, TypeError, "slot_mapping: int32 or int64"),
+        ({"slots": np.arange(8)[::2]}, ValueError, "slot_mapping: expected contiguous slots"),
+        ({"slots": np.arange(4.0)}, TypeError, "slot_mapping: expected int32 or int64"),
+        ({"slots": np.arange(4, dtype=np.int16)}, TypeError, "slot_mapping: expected int32 or int64"),
+        ({"slots": np.arange(4, dtype=np.uint64)}, TypeError, "slot_mapping: expected int32 or int64"),
         ({"slots": [0, 1, 2, 3]}, TypeError, "slot_mapping"),
-        ({"staging": staging(1, L, 4, H * D)}, ValueError, "is needed, not"),
-        ({"staging": staging(3, L, 4, H * D)}, ValueError, "is needed, not"),
-        ({"staging": staging(P, 2, 4, H * D)}, ValueError, "is needed, not"),
-        ({"staging": staging(P, L, 4, H * D + 1)}, ValueError, "is needed, not"),
-        ({"staging": staging(P, L, 4, H * D, dtype=np.float32)}, ValueError, "is needed, not"),
-        ({"staging": staging(P, L, 4, D, H)}, ValueError, "is needed, not"),
-        ({"staging": staging(P, L, 4)}, ValueError, "is needed, not"),
-        ({"staging": [staging(L, 4, H * D)]}, ValueError, "is needed, not"),
-        ({"staging": [staging(L, 4, H * D), staging(L, 3, H * D)]}, ValueError, "is needed, not"),
-        ({"staging": staging(P, L, 4, H * D, 2)[..., 0]}, ValueError, "elements of a head must be contiguous"),
+        ({"staging": staging(1, L, 4, H * D)}, ValueError, "expected .*, got "),
+        ({"staging": staging(3, L, 4, H * D)}, ValueError, "expected .*, got "),
+        ({"staging": staging(P, 2, 4, H * D)}, ValueError, "expected .*, got "),
+        ({"staging": staging(P, L, 4, H * D + 1)}, ValueError, "expected .*, got "),
+        ({"staging": staging(P, L, 4, H * D, dtype=np.float32)}, ValueError, "expected .*, got "),
+        ({"staging": staging(P, L, 4, D, H)}, ValueError, "expected .*, got "),
+        ({"staging": staging(P, L, 4)}, ValueError, "expected .*, got "),
+        ({"staging": [staging(L, 4, H * D)]}, ValueError, "expected .*, got "),
+        ({"staging": [staging(L, 4, H * D), staging(L, 3, H * D)]}, ValueError, "expected .*, got "),
+        ({"staging": staging(P, L, 4, H * D, 2)[..., 0]}, ValueError, "expected contiguous elements of a head"),
         ({"staging": np.broadcast_to(staging(P, L, 1, H * D), (P, L, 4, H * D))}, ValueError, "elements overlap"),
         ({"staging": staging()[:, :, ::-1]}, ValueError, "must not be negative"),
-        ({"staging": None}, TypeError, "out: an array|source: an array"),
+        (
+            {"staging": None},
+            TypeError,
+            "(source|out): expected an array with .*, got NoneType",
+        ),
     ],
 )
 def test_a_wrong_argument_is_named_and_nothing_is_copied(
@@ -80,7 +84,7 @@ def test_a_wrong_argument_is_named_and_nothing_is_copied(
 @pytest.mark.parametrize("call", [gather_kv, scatter_kv])
 def test_a_slot_past_the_end_is_named_before_anything_is_copied(call: Any) -> None:
     out, before = staging(), CACHE.buffer.copy()
-    with pytest.raises(ValueError, match=r"slot_mapping\[2\]=20: the cache has slots 0 to 19"):
+    with pytest.raises(ValueError, match=r"slot_mapping\[2\]: expected slots of the cache from 0 to 19, got 20"):
         call(CACHE.paged(), np.array([20, 1, 20, 3]), out, skip_prefix_n_tokens=1)
     np.testing.assert_array_equal(CACHE.buffer, before)
     assert (out == 7).all()
@@ -99,7 +103,7 @@ def test_what_must_not_be_written_is_not() -> None:
 
 
 def test_a_cache_that_is_none_is_named() -> None:
-    with pytest.raises(TypeError, match="cache: a PagedKV is needed, not ndarray"):
+    with pytest.raises(TypeError, match="cache: expected a PagedKV, got ndarray"):
         gather_kv(np.zeros((2, 2)), SLOTS, staging())  # type: ignore[arg-type]
 
 

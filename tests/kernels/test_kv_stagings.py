@@ -73,7 +73,7 @@ def test_bad_stagings_are_named_and_nothing_is_copied(gather: bool) -> None:
     before, paged, slots = cache.buffer.copy(), cache.paged("host"), np.arange(8)
     call, name = (gather_kv, "out") if gather else (scatter_kv, "source")
     for bad, error, message in (
-        (Stagings([]), ValueError, f"{name}: no staging"),
+        (Stagings([]), ValueError, f"{name}: expected one buffer or more, got none"),
         (Stagings([one, other[:, :1]]), ValueError, rf"{name}\[1\]"),
         (Stagings([one, None]), TypeError, rf"{name}\[1\]"),
         (Stagings([one, as_memory(other, "device")]), ValueError, "one memory"),
@@ -83,7 +83,7 @@ def test_bad_stagings_are_named_and_nothing_is_copied(gather: bool) -> None:
             call(paged, slots, bad)
     with pytest.raises(ValueError, match="n at least 8"):
         call(paged, slots[:7], Stagings([one, other]))
-    with pytest.raises(ValueError, match="skip_prefix_n_tokens=9: must be 0 to 8"):
+    with pytest.raises(ValueError, match="skip_prefix_n_tokens: expected 0 to 8.*got 9"):
         call(paged, slots, Stagings([one, other]), skip_prefix_n_tokens=9)
     np.testing.assert_array_equal(cache.buffer, before)
 

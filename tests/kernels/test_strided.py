@@ -89,7 +89,10 @@ def test_read_only_memory_says_so() -> None:
 
 @pytest.mark.parametrize("array", [None, [1, 2], 7, "ab", b"ab", object()])
 def test_what_is_no_array_is_named(array: Any) -> None:
-    with pytest.raises(TypeError, match="slots: an array with"):
+    with pytest.raises(
+        TypeError,
+        match="slots: expected an array with .*, got ",
+    ):
         as_strided("slots", array)
 
 

@@ -43,7 +43,7 @@ MUTATIONS = (
         "needed > limits[limit]",
         "False",
         "The call writes behind the end of the caller's array.",
-        _tables("test_bad_arrays_are_named_and_nothing_is_written[table: accepted are 3 columns or more]"),
+        _tables("test_bad_arrays_are_named_and_nothing_is_written[table: expected 3 columns or more]"),
     ),
     Mutation(
         "columns_behind_the_last_block_keep_what_they_had",

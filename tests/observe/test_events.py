@@ -158,7 +158,7 @@ def test_a_pool_without_events_has_no_snapshot(make: Make) -> None:
     assert not engine.cache.events()
     with pytest.raises(ValueError, match="event_capacity"):
         engine.cache.events(snapshot=True)
-    with pytest.raises(TypeError, match="snapshot=1"):
+    with pytest.raises(TypeError, match="snapshot: .*1"):
         engine.cache.events(snapshot=1)
 
 
@@ -284,5 +284,5 @@ def test_a_snapshot_of_one_reader_is_no_gap_for_others(make: Make) -> None:
 
 @pytest.mark.parametrize(("bad", "error"), [(-1, ValueError), (1 << 40, ValueError), ("0", TypeError)])
 def test_a_cursor_that_no_call_has_given_is_refused(make: Make, bad: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="since="):
+    with pytest.raises(error, match="since: .*"):
         make(event_capacity=4).cache.events(since=bad)

@@ -136,11 +136,11 @@ def test_one_group_is_told_as_if_it_were_a_pool(group: int, routers: Callable[..
 @pytest.mark.parametrize(
     ("mix", "group", "error", "message"),
     [
-        ("full window", 2, ValueError, "group=2"),
-        ("full window", -1, ValueError, "group=-1"),
-        ("full window", "0", TypeError, "group='0'"),
-        ("full", 1, ValueError, "group=1"),
-        ("full cross", 1, ValueError, "group=1: accepted is None, or a group that is not for cross attention"),
+        ("full window", 2, ValueError, "group: .*2"),
+        ("full window", -1, ValueError, "group: .*-1"),
+        ("full window", "0", TypeError, "group: .*'0'"),
+        ("full", 1, ValueError, "group: .*1"),
+        ("full cross", 1, ValueError, "group: expected None, or a group that is not for cross attention.*got 1"),
     ],
 )
 def test_groups_that_cannot_be_told_of_are_refused(mix: str, group: Any, error: type[Exception], message: str) -> None:

@@ -365,7 +365,7 @@ def test_a_client_that_has_gone_is_counted(make: Make, publish: Publish, route: 
 )
 @pytest.mark.parametrize("which", ["endpoint", "replay_endpoint"])
 def test_other_machines_read_only_where_that_was_said(make: Make, endpoint: str, which: str) -> None:
-    with pytest.raises(ValueError, match=f"^{which}="):
+    with pytest.raises(ValueError, match=f"^{which}: .*"):
         KVEventPublisher(make(event_capacity=4).cache, **{which: endpoint})
 
 
@@ -416,7 +416,7 @@ def test_wrong_arguments_are_named(make: Make, options: dict[str, Any], error: t
 
 @pytest.mark.parametrize("cache", [None, 3, "pool"])
 def test_what_is_no_pool_is_refused(cache: Any) -> None:
-    with pytest.raises(TypeError, match="cache="):
+    with pytest.raises(TypeError, match="cache: .*"):
         KVEventPublisher(cache)
 
 

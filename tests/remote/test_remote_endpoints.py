@@ -48,13 +48,13 @@ SERVER, FRIEND, STRANGER = (zmq.curve_keypair() for _ in range(3))
 def test_endpoints_beyond_this_machine_need_keys(make: Make, endpoint: str) -> None:
     cache = worker(make).cache
     for build in (lambda: BlockServer(cache, endpoint), lambda: BlockClient(endpoint, cache)):
-        with pytest.raises(ValueError, match="endpoint="):
+        with pytest.raises(ValueError, match="endpoint: .*"):
             build()
 
 
 @pytest.mark.parametrize("endpoint", [None, 5555, b"tcp://127.0.0.1:*"], ids=str)
 def test_an_endpoint_is_a_string(make: Make, endpoint: Any) -> None:
-    with pytest.raises(TypeError, match="endpoint="):
+    with pytest.raises(TypeError, match="endpoint: .*"):
         BlockServer(worker(make).cache, endpoint)
 
 

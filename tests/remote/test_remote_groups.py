@@ -187,13 +187,13 @@ def test_of_cross_attention_nothing_is_served(open_: Open) -> None:
     stored(there)
     keys = there.prompt(TOKENS).keys.tobytes()
     with BlockServer(there.cache) as server, BlockClient(server.endpoint, there.cache) as client:
-        with pytest.raises(ValueError, match="group=0: of a group for cross attention nothing is served"):
+        with pytest.raises(ValueError, match="group: .*0: of a group for cross attention nothing is served"):
             client.fetch_blocks([], group=0)
         with Raw(server.endpoint, there) as raw:
             assert raw.ask(raw.hello()).block_bytes == (0, there.cache.groups[1].block_bytes)
             for group in (0, 2, 1 << 40):
                 failed = raw.ask(Get(1, group), keys)
-                assert failed.code == "malformed" and "accepted are [1]" in failed.reason
+                assert failed.code == "malformed" and "expected [1]" in failed.reason
             assert raw.ask(Get(1, 1), keys[:32]).found == "11"
 
 

@@ -334,5 +334,5 @@ def test_wrong_limits_are_named(limits: dict[str, Any], reason: str) -> None:
 def test_limits_that_hold_no_block_and_pools_without_a_host_tier_are_refused(make: Make) -> None:
     with pytest.raises(ValueError, match="do not hold one block of 192 bytes"):
         BlockServer(worker(make).cache, limits=Limits(bytes_per_client=191))
-    with pytest.raises(ValueError, match="host_blocks=0"):
+    with pytest.raises(ValueError, match="host_blocks: .*0"):
         BlockServer(worker(make, S=0).cache)

@@ -3,6 +3,7 @@ byte changed."""
 
 from __future__ import annotations
 
+import collections
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -95,8 +96,8 @@ def refused(
 
 PROMPT_CALLS = ["block_keys", "match_prefix", "blocks_needed", "add_sequence", "reserve", "prefetch", "offload"]
 BAD_TOKENS: list[tuple[Any, type[Exception], str]] = [
-    ([], ValueError, "empty"),
-    (np.zeros(0, np.int32), ValueError, "empty"),
+    ([], ValueError, "none"),
+    (np.zeros(0, np.int32), ValueError, "none"),
     (None, TypeError, "None"),
     ("abc", TypeError, "abc"),
     (b"abc", TypeError, "abc"),
@@ -109,6 +110,12 @@ BAD_TOKENS: list[tuple[Any, type[Exception], str]] = [
     (np.zeros((2, 2), np.int32), ValueError, r"\(2, 2\)"),
     ([2**31], ValueError, str(2**31)),
     ([0, -(2**31) - 1], ValueError, str(-(2**31) - 1)),
+    *((wrap([3, -1]), ValueError, "from 0 to .*-1") for wrap in (list, tuple, collections.deque, np.array, np.int32)),
+    (np.int64([5, -1]), ValueError, "-1"),
+    ([-7] * 99, ValueError, "-7"),
+    *((wrap([7, True, 9]), TypeError, r"\[1\].*True") for wrap in (list, tuple, collections.deque)),
+    ([0] * 99 + [False], TypeError, r"\[99\].*False"),
+    ([True], TypeError, "True"),
     (np.array([2**31]), ValueError, str(2**31)),
     (np.array([2**64 - 1], np.uint64), ValueError, str(2**64 - 1)),
     *(([1, n], ValueError, str(n)) for n in HUGE),
@@ -129,11 +136,42 @@ def test_bad_tokens_are_refused(busy: Busy, call: str, tokens: Any, error: type[
 
 
 @pytest.mark.parametrize(
+    ("tokens", "error"),
+    [([3, -1], ValueError), (np.int32([-1]), ValueError), ([3, True], TypeError), ((False, 3), TypeError)],
+    ids=str,
+)
+def test_tokens_that_come_later_are_checked_too(busy: Busy, tokens: Any, error: type[Exception]) -> None:
+    keys = busy.cache.block_keys([1, 2, 3])
+    for call in (
+        lambda: busy.cache.append_tokens(busy.live, tokens),
+        lambda: busy.cache.add_sequence_batch([[1, 2], tokens]),
+        lambda: busy.cache.plan_batch([[1, 2], tokens]),
+        lambda: keys.extend(tokens),
+    ):
+        refused(busy.cache, call, error, r"^(tokens|prompt)\S*: expected .+, got (-1|True|False)$")
+
+
+def test_zeros_and_ones_are_tokens(busy: Busy) -> None:
+    for tokens in (
+        [0, 1] * 500,
+        [0],
+        (1,),
+        [2**31 - 1, 0],
+        collections.deque([1, 0]),
+        range(2),
+        bytearray(b"\x01\x00"),
+    ):
+        expected = np.array(list(tokens), np.int32)
+        assert np.array_equal(busy.cache.block_keys(tokens).tokens, expected)  # type: ignore[arg-type]
+        assert np.array_equal(busy.cache.block_keys(expected).tokens, expected)
+
+
+@pytest.mark.parametrize(
     ("names", "error", "message"),
     [
-        *(({"salt": bad}, TypeError, "salt=") for bad in (5, True, 1.5, bytearray(b"x"), [1])),
+        *(({"salt": bad}, TypeError, "salt: .*") for bad in (5, True, 1.5, bytearray(b"x"), [1])),
         ({"salt": "\ud800"}, ValueError, ""),
-        *(({"adapter_id": bad}, TypeError, "adapter_id=") for bad in (True, np.bool_(True), 1.5, b"x", [1])),
+        *(({"adapter_id": bad}, TypeError, "adapter_id: .*") for bad in (True, np.bool_(True), 1.5, b"x", [1])),
         *(
             ({"extra_ids": bad}, TypeError, "extra_ids")
             for bad in ("abc", [1, 2, 3.0], np.zeros(3), np.ones(3, bool), [True] * 3, [None] * 3)
@@ -179,10 +217,10 @@ def test_keys_of_a_pool_with_the_same_secret_are_accepted(busy: Busy) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"retention": 5}, TypeError, "retention=5"),
-        *(({"retention": [bad]}, TypeError, r"retention\[0\]=") for bad in (5, (0, None), (0, 1, 2, 3, 4), None)),
+        ({"retention": 5}, TypeError, "retention: .*5"),
+        *(({"retention": [bad]}, TypeError, r"retention\[0\]: .*") for bad in (5, (0, None), (0, 1, 2, 3, 4), None)),
         *(
-            ({"retention": [bad]}, TypeError, rf"retention\[0\]\.{name}=")
+            ({"retention": [bad]}, TypeError, rf"retention\[0\]\.{name}: .*")
             for name, bad in (
                 ("start", (True, 5, 35)),
                 ("start", (None, 5, 35)),
@@ -207,9 +245,9 @@ def test_keys_of_a_pool_with_the_same_secret_are_accepted(busy: Busy) -> None:
                 (f"ttl_ms={2**31}", (0, 5, 35, 2**31)),
             )
         ),
-        *(({"retention": [bad]}, ValueError, r"retention\[0\]=.*end") for bad in ((3, 3, 35), (3, 2, 35))),
+        *(({"retention": [bad]}, ValueError, r"retention\[0\]: .*end") for bad in ((3, 3, 35), (3, 2, 35))),
         *(
-            ({"retention": bad}, ValueError, "retention=.*overlap")
+            ({"retention": bad}, ValueError, "retention: .*overlap")
             for bad in (
                 [(0, None, 35), (4, 8, 35)],
                 [(0, 5, 35), (4, 8, 35)],
@@ -218,13 +256,13 @@ def test_keys_of_a_pool_with_the_same_secret_are_accepted(busy: Busy) -> None:
             )
         ),
         *(
-            ({name: bad}, TypeError, f"{name}=")
+            ({name: bad}, TypeError, f"{name}: .*")
             for name in ("decode_priority", "decode_ttl_ms")
             for bad in (True, 35.0, "35", [35])
         ),
-        *(({"decode_priority": bad}, ValueError, f"decode_priority={bad}") for bad in (-1, 101, *HUGE)),
-        ({"decode_priority": None}, TypeError, "decode_priority=None"),
-        *(({"decode_ttl_ms": bad}, ValueError, f"decode_ttl_ms={bad}") for bad in (0, -1, 2**31, *HUGE)),
+        *(({"decode_priority": bad}, ValueError, f"decode_priority: .*{bad}") for bad in (-1, 101, *HUGE)),
+        ({"decode_priority": None}, TypeError, "decode_priority: .*None"),
+        *(({"decode_ttl_ms": bad}, ValueError, f"decode_ttl_ms: .*{bad}") for bad in (0, -1, 2**31, *HUGE)),
     ],
     ids=lambda v: f"{v!r:.60}",
 )
@@ -238,17 +276,17 @@ def test_bad_options_of_an_admission_are_refused(
     ("prompts", "options", "error", "message"),
     [
         (None, {}, TypeError, ""),
-        (5, {}, TypeError, "prompts=5"),
+        (5, {}, TypeError, "prompts: .*5"),
         ([5], {}, (TypeError, ValueError), "prompt"),
         ("ab", {}, TypeError, "prompt"),
-        ([[1], []], {}, ValueError, "prompt.*empty"),
+        ([[1], []], {}, ValueError, "prompt.*none"),
         ([[1], None], {}, TypeError, "prompt.*None"),
         ([1, 2], {}, (TypeError, ValueError), "prompt"),
         ([[1]], {"retention": []}, ValueError, "retention.* 0 .* 1 "),
         ([[1]], {"retention": [None] * 2}, ValueError, "retention.* 2 .* 1 "),
         ([[1]], {"retention": 5}, TypeError, ""),
-        ([[1]], {"retention": [(0, None, 35)]}, TypeError, r"retention\[0\]=0"),
-        *(([[1]], {"allow_partial_batch": bad}, TypeError, "allow_partial_batch=") for bad in ("no", None, 1, [])),
+        ([[1]], {"retention": [(0, None, 35)]}, TypeError, r"retention\[0\]: .*0"),
+        *(([[1]], {"allow_partial_batch": bad}, TypeError, "allow_partial_batch: .*") for bad in ("no", None, 1, [])),
         ([[1], [1] * 60], {}, OutOfBlocks, "device tier: 16 blocks needed"),
         (
             [[1], [1] * 65],
@@ -345,7 +383,7 @@ def test_what_are_no_ids_is_refused(
     busy: Busy, call: str, make_ids: Callable[[Busy], Any], error: Any, value: str
 ) -> None:
     refused(busy.cache, lambda: ID_CALLS[call](busy.cache, make_ids(busy)), error, f"(ids|sequences).*{value}")
-    refused(busy.cache, lambda: ID_CALLS[call](busy.cache, None), TypeError, "ids=None|sequences=")
+    refused(busy.cache, lambda: ID_CALLS[call](busy.cache, None), TypeError, "ids: .*None|sequences=")
 
 
 @pytest.mark.parametrize("call", ID_CALLS)
@@ -441,8 +479,10 @@ def test_counts_out_of_a_sequences_range_name_it(busy: Busy) -> None:
     refused(cache, lambda: cache.append_tokens([live, other], [1, 2], [1, 2]), ValueError, "counts.* 3, tokens has 2")
     refused(cache, lambda: cache.append_tokens(live, range(100)), ValueError, "it can never fit")
     for bad in (-1, 2**31, True, 1.5, None):
-        refused(cache, lambda bad=bad: cache.blocks_needed([1], new_tokens=bad), (TypeError, ValueError), "new_tokens=")
-    refused(cache, lambda: cache.blocks_needed([1], sequences=[live]), TypeError, "sequences=")
+        refused(
+            cache, lambda bad=bad: cache.blocks_needed([1], new_tokens=bad), (TypeError, ValueError), "new_tokens: .*"
+        )
+    refused(cache, lambda: cache.blocks_needed([1], sequences=[live]), TypeError, "sequences: .*")
 
 
 # -- pins, and the pool as a whole -------------------------------------------------------------------
@@ -490,11 +530,11 @@ def test_pins_of_what_is_not_there_are_refused(busy: Busy) -> None:
     for bad in ("abc", [1.5], None, [[0]], [2**64], [True]):
         refused(cache, lambda bad=bad: cache.pin_blocks(bad), (TypeError, ValueError), "ids")
     for tier in ("gpu", 0, 1, True, b"host", [1]):
-        refused(cache, lambda tier=tier: cache.pin(key, tier=tier), (TypeError, ValueError), "tier=")
+        refused(cache, lambda tier=tier: cache.pin(key, tier=tier), (TypeError, ValueError), "tier: .*")
     for owner in (None, 5, b"reader"):
         for call, what in ((cache.pin, key), (cache.pin_blocks, 0), (cache.find_and_pin_host, key[0])):
-            refused(cache, lambda call=call, what=what, owner=owner: call(what, owner=owner), TypeError, "owner=")
-        refused(cache, lambda owner=owner: cache.revoke(owner), TypeError, "owner=")
+            refused(cache, lambda call=call, what=what, owner=owner: call(what, owner=owner), TypeError, "owner: .*")
+        refused(cache, lambda owner=owner: cache.revoke(owner), TypeError, "owner: .*")
 
 
 @pytest.mark.parametrize("end", ["close", "with", "revoke"])
@@ -534,15 +574,15 @@ STREAM_CALLS: dict[str, Callable[[Busy, Any], object]] = {
 def test_bad_streams_are_refused(busy: Busy, call: str) -> None:
     for stream in ("x", 1.5, True, object(), -1, 2**64):
         error = ValueError if stream in (-1, 2**64) else TypeError
-        refused(busy.cache, lambda stream=stream: STREAM_CALLS[call](busy, stream), error, "stream=")
+        refused(busy.cache, lambda stream=stream: STREAM_CALLS[call](busy, stream), error, "stream: .*")
 
 
 def test_other_bad_arguments_are_refused(busy: Busy) -> None:
     for bad in (-1, 2**63, 1.5, True, "x"):
-        refused(busy.cache, lambda bad=bad: busy.cache.refresh(bad), (TypeError, ValueError), f"now_ms={bad!r}")
+        refused(busy.cache, lambda bad=bad: busy.cache.refresh(bad), (TypeError, ValueError), f"now_ms: .*{bad!r}")
     for bad in ("no", None, 0, [1]):
-        refused(busy.cache, lambda bad=bad: busy.cache.reset(force=bad), TypeError, "force=")
-        refused(busy.cache, lambda bad=bad: busy.cache.release(busy.live, store=bad), TypeError, "store=")
+        refused(busy.cache, lambda bad=bad: busy.cache.reset(force=bad), TypeError, "force: .*")
+        refused(busy.cache, lambda bad=bad: busy.cache.release(busy.live, store=bad), TypeError, "store: .*")
     refused(busy.cache, busy.cache.reset, PoolBusy, "2 sequences")
     refused(busy.cache, lambda: busy.cache.reset(False), PoolBusy, "2 sequences")
 

@@ -27,27 +27,27 @@ def made(**options: Any) -> KVCacheManager:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        *(({"layout": bad}, TypeError, "layout=") for bad in (None, "x", {})),
-        *(({name: bad}, TypeError, f"{name}=") for bad in (True, 1.5, "4", [4]) for name in NUMBERS),
-        *(({name: bad}, ValueError, f"{name}={bad}") for bad in (-1, *HUGE) for name in NUMBERS),
+        *(({"layout": bad}, TypeError, "layout: .*") for bad in (None, "x", {})),
+        *(({name: bad}, TypeError, f"{name}: .*") for bad in (True, 1.5, "4", [4]) for name in NUMBERS),
+        *(({name: bad}, ValueError, f"{name}: .*{bad}") for bad in (-1, *HUGE) for name in NUMBERS),
         *(
-            ({name: 0}, ValueError, f"{name}=0")
+            ({name: 0}, ValueError, f"{name}: .*0")
             for name in ("device_blocks", "max_sequences", "max_sequence_tokens", "offload_min_reuse")
         ),
-        ({"device_blocks": 2**31}, ValueError, f"device_blocks={2**31}"),
-        ({"host_blocks": 2**31 - 2}, ValueError, f"host_blocks={2**31 - 2}"),
-        ({"max_sequences": (1 << 24) + 1}, ValueError, "max_sequences="),
-        ({"max_sequence_tokens": 2**31}, ValueError, "max_sequence_tokens="),
-        ({"offload_min_priority": 101}, ValueError, "offload_min_priority=101"),
-        ({"offload_min_reuse": 65536}, ValueError, "offload_min_reuse=65536"),
-        *(({"partial_reuse": bad}, TypeError, "partial_reuse=") for bad in (1, None, "yes")),
+        ({"device_blocks": 2**31}, ValueError, f"device_blocks: .*{2**31}"),
+        ({"host_blocks": 2**31 - 2}, ValueError, f"host_blocks: .*{2**31 - 2}"),
+        ({"max_sequences": (1 << 24) + 1}, ValueError, "max_sequences: .*"),
+        ({"max_sequence_tokens": 2**31}, ValueError, "max_sequence_tokens: .*"),
+        ({"offload_min_priority": 101}, ValueError, "offload_min_priority: .*101"),
+        ({"offload_min_reuse": 65536}, ValueError, "offload_min_reuse: .*65536"),
+        *(({"partial_reuse": bad}, TypeError, "partial_reuse: .*") for bad in (1, None, "yes")),
         *(
             ({"secret": bad}, (TypeError, ValueError), "secret.* 16 to 64 bytes")
             for bad in (5, "x" * 16, b"x" * 15, b"x" * 65, b"", bytearray(16))
         ),
-        *(({"device": bad}, TypeError, "device=") for bad in (None, 5, CpuDevice)),
-        ({"device": "tpu"}, ValueError, "device='tpu'"),
-        ({"layout": small_layout(1 << 15)}, ValueError, f"tokens_per_block={1 << 15}"),
+        *(({"device": bad}, TypeError, "device: .*") for bad in (None, 5, CpuDevice)),
+        ({"device": "tpu"}, ValueError, "device: .*'tpu'"),
+        ({"layout": small_layout(1 << 15)}, ValueError, f"tokens_per_block: .*{1 << 15}"),
     ],
     ids=lambda v: f"{v!r:.50}",
 )
@@ -113,7 +113,7 @@ def test_any_integer_type_is_an_integer(name: str, integer: type) -> None:
 
 @pytest.mark.parametrize("clock", [5, "x"])
 def test_a_clock_that_is_none_is_refused(clock: Any) -> None:
-    with pytest.raises(TypeError, match="clock="):
+    with pytest.raises(TypeError, match="clock: .*"):
         made(clock=clock)
 
 

@@ -417,6 +417,6 @@ def test_a_request_with_fewer_ids_than_tokens_is_refused() -> None:
         Request(0, 0, 1_000_000, 0, tokens=np.arange(8, dtype=np.int32)),
         Request(0, 0, 8, -8, tokens=np.arange(8, dtype=np.int32)),
     ):
-        with pytest.raises(ValueError, match="accepted are ids for all"):
+        with pytest.raises(ValueError, match="expected ids for all"):
             surveyor.record(request)
     assert surveyor.requests == 0

@@ -90,7 +90,11 @@ WRONG = [
     ({"accepted": [0, 1, 2, 3]}, ValueError, r"accepted\[3\]"),
     ({"accepted": [0.5]}, TypeError, "accepted"),
     ({"accepted": [True]}, TypeError, "accepted"),
-    ({"accepted": [1], "counts": [2]}, ValueError, "counts add up to 2, accepted has 1"),
+    (
+        {"accepted": [1], "counts": [2]},
+        ValueError,
+        "counts: expected numbers that add up to the 1 entries of accepted, got 2",
+    ),
     ({"accepted": [1], "counts": [-1]}, ValueError, "counts"),
     ({"ids": 12345}, UnknownSequence, "12345"),
     ({"ids": [0, 1], "drafts": [1, 1]}, ValueError, "counts"),

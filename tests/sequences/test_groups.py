@@ -159,7 +159,7 @@ def test_who_asks_for_blocks_names_the_encoder_exactly_where_it_counts(open_: Op
     for options in ({"group": 1}, {"group": 0, "encoder_tokens": 3}, {"group": 1, "encoder_tokens": -1}):
         with pytest.raises(ValueError, match="encoder_tokens"):
             engine.cache.blocks_needed(A[:6], **options)
-    with pytest.raises(ValueError, match="encoder_tokens=3: accepted is None for sequences"):
+    with pytest.raises(ValueError, match="encoder_tokens: expected None for sequences.*got 3"):
         engine.cache.blocks_needed(sequences=sequence.id, group=1, encoder_tokens=3)
 
 
@@ -189,9 +189,9 @@ def test_an_encoder_that_fits_on_the_device_but_into_no_row_is_refused_by_its_bo
     engine = open_({"device_blocks": 30}, CROSS | {"device_blocks": 30}, max_sequence_tokens=16)
     before = everything(engine)
     for call in (engine.cache.add_sequence, engine.cache.reserve):
-        with pytest.raises(ValueError, match="encoder_tokens=17 passes max_sequence_tokens=16"):
+        with pytest.raises(ValueError, match="encoder_tokens: .*17 passes max_sequence_tokens=16"):
             call(A[:6], encoder_tokens=17)
-    with pytest.raises(ValueError, match="encoder_tokens=99 passes max_sequence_tokens=16"):
+    with pytest.raises(ValueError, match="encoder_tokens: .*99 passes max_sequence_tokens=16"):
         engine.cache.add_sequence_batch([A[:6], A[:6]], encoder_tokens=[16, 99])
     assert everything(engine) == before
     admission = engine.cache.add_sequence_batch([A[:6], A[:6]], encoder_tokens=[99, 16], allow_partial_batch=True)
@@ -310,9 +310,9 @@ def test_a_rewind_never_passes_what_is_committed(open_: Open) -> None:
     engine = open_({}, RECURRENT)
     sequence = engine.commit(engine.add(A[:10]), 7)
     before = everything(engine)
-    with pytest.raises(ValueError, match=r"what was committed has no state before; accepted are up to 3 tokens"):
+    with pytest.raises(ValueError, match=r"expected up to 3 tokens .*what was committed has no state before"):
         engine.cache.rewind(sequence.id, [4])
-    with pytest.raises(ValueError, match="accepted are 0 to 10 tokens"):
+    with pytest.raises(ValueError, match="expected 0 to 10 tokens"):
         engine.cache.rewind(sequence.id, [11])
     assert everything(engine) == before
     engine.rewind(sequence, 3)
@@ -365,7 +365,7 @@ def test_an_engine_is_told_where_states_are(open_: Open) -> None:
     (block,) = engine.table(second, 1)
     found = engine.cache.state_blocks([second.id, first.id], group=1)
     assert found.dtype == np.int32 and found.tolist() == [[block, block], [row[3], row[3]]]
-    for group, text in ((0, "group=0: accepted are recurrent groups"), (None, "group=None"), (2, "group=2")):
+    for group, text in ((0, "group: expected a recurrent group, got 0"), (None, "group: .*None"), (2, "group: .*2")):
         with pytest.raises(ValueError, match=text):
             engine.cache.state_blocks(first.id, group=group)
 
@@ -426,7 +426,7 @@ def test_after_a_commit_what_the_next_token_sees_is_there_and_nothing_else(
 
 def test_a_prompt_that_has_no_place_in_a_row_is_refused_as_such(make: Make) -> None:
     engine = make(T=4, P=6, window=8, max_sequence_tokens=400)
-    with pytest.raises(ValueError, match="max_sequence_tokens=400"):
+    with pytest.raises(ValueError, match="max_sequence_tokens: .*400"):
         engine.add(range(401))
 
 
@@ -460,7 +460,7 @@ def test_a_rewind_keeps_all_that_the_next_token_sees_or_is_refused(make: Make, w
     before = debug.dump(engine.cache.core.tokens)
     first = columns(engine, sequence)[0]
     fewest = max(4 * first + window - 1, 4 * first + 4)
-    with pytest.raises(ValueError, match=f"its window has passed; accepted are up to {38 - fewest} tokens"):
+    with pytest.raises(ValueError, match=f"expected up to {38 - fewest} tokens .*its window has passed"):
         engine.cache.rewind(sequence.id, [39 - fewest])
     assert debug.dump(engine.cache.core.tokens) == before
     engine.rewind(sequence, 8)  # what was not committed can always go
@@ -512,12 +512,12 @@ def test_a_lost_block_fails_the_sequences_that_hold_it_and_no_others() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"window": 0}, ValueError, "window=0"),
-        ({"window": -4}, ValueError, "window=-4"),
-        ({"window": 4.0}, TypeError, "window=4.0"),
-        ({"window": True}, TypeError, "window=True"),
-        ({"window": 8, "sinks": -1}, ValueError, "sinks=-1"),
-        ({"sinks": 3}, ValueError, "sinks=3: accepted is 0 without a window"),
+        ({"window": 0}, ValueError, "window: .*0"),
+        ({"window": -4}, ValueError, "window: .*-4"),
+        ({"window": 4.0}, TypeError, "window: .*4.0"),
+        ({"window": True}, TypeError, "window: .*True"),
+        ({"window": 8, "sinks": -1}, ValueError, "sinks: .*-1"),
+        ({"sinks": 3}, ValueError, "sinks: expected 0 without a window.*got 3"),
     ],
 )
 def test_windows_that_make_no_sense_are_refused(

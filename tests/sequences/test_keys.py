@@ -90,11 +90,11 @@ def test_keys_in_the_place_of_tokens_or_of_a_key_are_refused_by_name(make: Make)
     cache = make().cache
     keys = cache.block_keys([1, 2, 3, 4, 5])
     sequence = cache.add_sequence(keys)
-    with pytest.raises(TypeError, match="tokens=.*accepted are integer buffers"):
+    with pytest.raises(TypeError, match="tokens: expected integers, got"):
         cache.append_tokens(sequence, keys)
-    with pytest.raises(TypeError, match="tokens=.*accepted are integer buffers"):
+    with pytest.raises(TypeError, match="tokens: expected integers, got"):
         keys.extend(keys)
-    with pytest.raises(TypeError, match=r"key=.*accepted are 16 bytes"):
+    with pytest.raises(TypeError, match=r"key: expected 16 bytes"):
         cache.forget([keys])
     cache.release(sequence)
 
@@ -141,7 +141,7 @@ def test_a_copy_is_extended_by_a_pool_that_has_the_secret(make: Make) -> None:
 @pytest.mark.parametrize(
     ("tokens", "options", "error", "reason"),
     [
-        ([1 << 40], {}, ValueError, "int32 range"),
+        ([1 << 40], {}, ValueError, "expected token ids from 0 to"),
         ([1.5], {}, TypeError, "integers"),
         (None, {}, TypeError, "tokens"),
         ([1, 2], {"extra_ids": [1]}, ValueError, "each of the 2 tokens"),
@@ -184,13 +184,13 @@ def test_a_slice_outlives_what_it_was_cut_from(make: Make) -> None:
 
 @pytest.mark.parametrize("which", [slice(1, 4), slice(0, 0), slice(None, None, 2), slice(5, None), slice(-3, None)])
 def test_slices_that_are_no_prompt_are_refused(make: Make, which: slice) -> None:
-    with pytest.raises(ValueError, match="accepted are slices"):
+    with pytest.raises(ValueError, match="expected a slice"):
         make().cache.block_keys(list(range(9)))[which]
 
 
 def test_keys_are_no_sequence_of_anything(make: Make) -> None:
     keys = make().cache.block_keys(list(range(9)))
-    with pytest.raises(TypeError, match="accepted are slices"):
+    with pytest.raises(TypeError, match="expected a slice"):
         keys[0]  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="not iterable"):
         list(keys)  # type: ignore[call-overload]

@@ -138,14 +138,14 @@ def test_memory_that_others_cannot_open_is_refused_by_name(device: str) -> None:
         cache.share()
         with pytest.raises(ValueError, match="no blocks"):
             cache.share("host")
-        with pytest.raises(ValueError, match="tier='gpu'"):
+        with pytest.raises(ValueError, match="tier: .*'gpu'"):
             cache.share("gpu")
     with pytest.raises(PoolClosed):
         cache.share()
 
 
 def test_shared_is_a_bool() -> None:
-    with pytest.raises(TypeError, match="shared=1"):
+    with pytest.raises(TypeError, match="shared: .*1"):
         open_pool(shared=1)
 
 
@@ -311,7 +311,7 @@ def test_nothing_is_kept_open() -> None:
     for _ in range(20):
         attach(cache.share()).close()
         attach(cache.share("host")).close()
-        with pytest.raises(ValueError, match="accepted are exactly"):
+        with pytest.raises(ValueError, match="expected exactly"):
             one = cache.share()
             attach(dataclasses.replace(one, groups=(one.groups[0]._replace(blocks=5),)))
     assert len(descriptors() - before) <= 6, "two descriptors for each tier, and for the sign"
@@ -405,22 +405,22 @@ def test_text_that_is_too_long_is_not_read() -> None:
     with open_pool() as cache:
         text = cache.share().to_json()
         attach(text + " " * 1000)
-        with pytest.raises(ValueError, match="characters; accepted are up to"):
+        with pytest.raises(ValueError, match="expected up to .* characters, got "):
             attach(text + " " * (1 << 20))
 
 
 @pytest.mark.parametrize("given", [None, b"{}", {}, 5])
 def test_what_is_no_description_at_all_is_refused(given: Any) -> None:
-    with pytest.raises(TypeError, match="description="):
+    with pytest.raises(TypeError, match="description: .*"):
         attach(given)
 
 
 def test_a_description_that_was_made_by_hand_is_checked_too() -> None:
     with open_pool() as cache:
         one = cache.share()
-        with pytest.raises(ValueError, match="pid=0"):
+        with pytest.raises(ValueError, match="pid: .*0"):
             attach(dataclasses.replace(one, pid=0))
-        with pytest.raises(ValueError, match="pid=0"):
+        with pytest.raises(ValueError, match="pid: .*0"):
             pickle.loads(pickle.dumps(dataclasses.replace(one, pid=0)))
 
 
@@ -429,7 +429,7 @@ def test_memory_of_another_size_than_its_blocks_is_refused() -> None:
         one = cache.share()
         for blocks in (5, 7):
             wrong = dataclasses.replace(one, groups=(one.groups[0]._replace(blocks=blocks),))
-            with pytest.raises(ValueError, match=f"accepted are exactly {blocks * LAYOUT.block_bytes}"):
+            with pytest.raises(ValueError, match=f"expected exactly {blocks * LAYOUT.block_bytes}"):
                 attach(wrong)
 
 

@@ -139,10 +139,10 @@ def test_a_namespace_keeps_its_share_and_no_more_whatever_it_asks_for(tenants: T
 @pytest.mark.parametrize(
     ("kind", "payload", "told"),
     [
-        ("steal", {"tokens": [1]}, "accepted are pin, retain, prefetch, drop"),
-        ("drop", {}, "accepted is one of"),
-        ("drop", {"tokens": [1] * 4, "keys": []}, "accepted is one of"),
-        ("drop", {"tokens": [1] * 4, "lease_ms": 5}, "accepted is one of"),
+        ("steal", {"tokens": [1]}, "expected pin, retain, prefetch, drop"),
+        ("drop", {}, "expected one of"),
+        ("drop", {"tokens": [1] * 4, "keys": []}, "expected one of"),
+        ("drop", {"tokens": [1] * 4, "lease_ms": 5}, "expected one of"),
         ("pin", {"tokens": [1] * 4, "lease_ms": 0}, "lease_ms"),
         ("pin", {"tokens": [1]}, "full"),
         ("retain", {"tokens": [1] * 4, "priority": 100}, "priority"),

@@ -336,7 +336,7 @@ def test_the_first_hit_is_loaded() -> None:
 def test_a_call_that_raises_has_changed_nothing(call: Any) -> None:
     one, other = trained(0.01, 1e9), trained(0.01, 1e9)
     loads = one.choose(100), other.choose(100)
-    with pytest.raises((TypeError, ValueError), match="accepted are|must be"):
+    with pytest.raises((TypeError, ValueError), match=": expected .*, got "):
         call(one, loads[0])
     assert loads[0].until == loads[1].until
     one.end(loads[0], 100, 0.5)
@@ -346,7 +346,7 @@ def test_a_call_that_raises_has_changed_nothing(call: Any) -> None:
 
 @pytest.mark.parametrize("bad", [0, 5e-324, 10**400, -1.0, math.nan, math.inf, "fast", True])
 def test_bad_speeds_are_named(bad: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match="prefill_tokens_per_s="):
+    with pytest.raises((TypeError, ValueError), match="prefill_tokens_per_s: .*"):
         LoadOrCompute(bad, 4096, 16)
 
 

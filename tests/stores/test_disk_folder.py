@@ -115,7 +115,7 @@ def test_a_symbolic_link_is_refused(tmp_path: Path, name: str) -> None:
 
 def test_a_place_that_is_no_folder_or_has_no_parent_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(PermissionError, match="accepted is a folder"):
+    with pytest.raises(PermissionError, match="expected a folder"):
         opened(tmp_path / "file")
     with pytest.raises(FileNotFoundError, match="missing"):
         opened(tmp_path / "missing" / "store")

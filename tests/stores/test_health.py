@@ -200,7 +200,7 @@ def test_resume_ends_all_suspensions(health: StoreHealth) -> None:
 
 @pytest.mark.parametrize("bad", [-1, float("nan"), float("inf"), "5", None, True])
 def test_bad_times_are_named(bad: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match="probe_seconds="):
+    with pytest.raises((TypeError, ValueError), match="probe_seconds: .*"):
         StoreHealth(3, bad)
-    with pytest.raises((TypeError, ValueError), match="failures="):
+    with pytest.raises((TypeError, ValueError), match="failures: .*"):
         StoreHealth(0)

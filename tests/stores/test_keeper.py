@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import KVCacheManager, ModelIdentity
+from kvpool import BlockLayout, KVCacheManager, ModelIdentity
 from kvpool.device.cpu import CpuDevice
 from kvpool.device.sim import SimDevice
 from kvpool.storage import Keeper
@@ -103,6 +103,16 @@ def test_nothing_crosses_namespaces_and_their_types() -> None:
                 one.release(one.add(prompt, **own))
             one.cache.reset()
             seed(one, kept, [prompt], **saved)
+
+
+def test_an_identity_that_contradicts_the_pool_is_refused() -> None:
+    one = engine()
+    other = BlockLayout(1, 1, 1, 4, dtype="uint16")
+    with one.cache:
+        for name, kv_dtype, layout in (("kv_dtype", "float32", "2 layers"), ("layout", "uint16", other)):
+            wrong = ModelIdentity("tiny", "rev 1", kv_dtype, layout, "test 1")
+            with pytest.raises(ValueError, match=f"^identity.{name}: expected .+, got "):
+                keeper(one, store(), identity=wrong)
 
 
 def test_another_model_or_layout_finds_nothing() -> None:

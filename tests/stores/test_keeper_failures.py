@@ -143,7 +143,7 @@ def test_a_pool_whose_keys_end_with_it_is_refused_at_once(tmp_path: Path, save: 
     """A store that outlives the process would have nothing for the next one."""
     made, disk = engine(secret=None), DiskStore(tmp_path / "store", room(8))
     with made.cache:
-        with pytest.raises(ValueError, match=r"secret=store\.secret"):
+        with pytest.raises(ValueError, match=r"secret: .*store\.secret"):
             keeper(made, [store(), disk], save=save)
         assert keeper(made, store()).close(600)
     kept_secret = engine(secret=disk.secret)
@@ -314,7 +314,7 @@ def test_sequences_and_leases_of_others_are_left_alone(one: Engine, wrong: Wrong
         ({"deadline_ms": 0}, "deadline_ms=0"),
         ({"promotion_blocks": 0}, "promotion_blocks=0"),
         ({"prefill_tokens_per_s": 0}, "prefill_tokens_per_s=0"),
-        ({"prefill_tokens_per_s": 5e-324}, "prefill_tokens_per_s=5e-324: accepted are finite numbers from 1e-06"),
+        ({"prefill_tokens_per_s": 5e-324}, "prefill_tokens_per_s: expected finite numbers from 1e-06.*got 5e-324"),
         ({"prefill_tokens_per_s": "fast"}, "prefill_tokens_per_s='fast'"),
         ({"quotas": {"tenant": 4}}, "pair"),
         ({"quotas": {("tenant", None): -1}}, "quotas"),
@@ -324,7 +324,7 @@ def test_sequences_and_leases_of_others_are_left_alone(one: Engine, wrong: Wrong
 def test_bad_arguments_are_named(one: Engine, options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         Keeper(one.cache, **({"stores": [store()], "identity": IDENTITY} | options))
-    with keeper(one, store()) as kept, pytest.raises(ValueError, match="deadline="):
+    with keeper(one, store()) as kept, pytest.raises(ValueError, match="deadline: .*"):
         kept.prefetch([1], -1.0)
 
 
@@ -338,7 +338,7 @@ def test_keys_of_another_pool_are_refused(one: Engine) -> None:
 
 def test_pools_without_events_or_a_host_tier_are_refused() -> None:
     for made in (engine(S=0), engine(event_capacity=0)):
-        with made.cache, pytest.raises(ValueError, match="pool: .*accepted are pools"):
+        with made.cache, pytest.raises(ValueError, match="pool: expected .*, got "):
             keeper(made, store())
     with grouped(host_blocks=0) as cache, pytest.raises(ValueError, match="host tier for all groups"):
         Keeper(cache, [store()], identity=IDENTITY)

@@ -156,7 +156,7 @@ def test_a_reset_beside_a_clear_begins_an_epoch(store: Wrong) -> None:
 
 @pytest.mark.parametrize("bad", [["text"], [b"a", 1], [None]])
 def test_names_that_are_no_bytes_are_refused(bad: Any) -> None:
-    with pytest.raises(TypeError, match="accepted are bytes"):
+    with pytest.raises(TypeError, match="expected bytes"):
         BlockNames(bad)
 
 
@@ -196,7 +196,7 @@ def test_nothing_is_lent_to_a_save_that_was_given_up_before_its_call(store: Wron
 
 def test_what_lies_behind_a_row_is_the_stores_own_and_no_part_of_the_block() -> None:
     store, whole = Wrong(MemoryStore(8 * BLOCK_BYTES)), memory(4, BLOCK_BYTES + 24)
-    with pytest.raises(ValueError, match=f"spare={whole.shape[1]}"):
+    with pytest.raises(ValueError, match=f"spare: .*{whole.shape[1]}"):
         StoreQueue(store, whole, IDENTITY, spare=whole.shape[1])
     with StoreQueue(store, whole, IDENTITY, spare=24) as queue:
         assert queue.block_bytes == BLOCK_BYTES and queue.memory.shape == (4, BLOCK_BYTES)
@@ -217,7 +217,7 @@ def test_wrong_rows_of_a_lender_fail_its_blocks(queue: StoreQueue, rows: Any) ->
 
 
 def test_rows_are_lent_for_names_only(queue: StoreQueue) -> None:
-    with pytest.raises(TypeError, match="keys: accepted are BlockNames"):
+    with pytest.raises(TypeError, match="keys: expected BlockNames"):
         queue.save(queue.secret.opaque(names(1)), Lender({}))
 
 
@@ -378,7 +378,7 @@ def test_calls_that_will_not_be_made_are_not_kept(store: Wrong) -> None:
 
 def test_a_store_with_a_wrong_secret_is_closed_again(store: Wrong) -> None:
     store.after["open"] = lambda secret: b"short"
-    with pytest.raises(ValueError, match="secret: accepted are 32 bytes"):
+    with pytest.raises(ValueError, match="secret: expected 32 bytes"):
         open_queue(store)
     assert store.calls == ["open", "close"]
 
@@ -398,8 +398,8 @@ def test_memory_stays_bounded_when_nobody_asks(store: Wrong) -> None:
         ("find", (np.zeros((2, 31), np.uint8),), "keys: accepted"),
         ("load", (np.zeros((2, 32), np.uint8), [0]), "rows has 1 elements"),
         ("load", (np.zeros((2, 32), np.uint8), [0, 0]), "rows that differ"),
-        ("load", (np.zeros((2, 32), np.uint8), [0, SLOTS]), "accepted are 0 to 63"),
-        ("save", (np.zeros((2, 32), np.uint8), [0, -1]), "accepted are 0 to 63"),
+        ("load", (np.zeros((2, 32), np.uint8), [0, SLOTS]), "expected 0 to 63"),
+        ("save", (np.zeros((2, 32), np.uint8), [0, -1]), "expected 0 to 63"),
     ],
 )
 def test_bad_arguments_are_named(queue: StoreQueue, kind: str, arguments: Any, message: str) -> None:

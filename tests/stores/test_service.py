@@ -180,8 +180,8 @@ def test_a_store_that_hangs_or_keeps_nothing_is_trouble(serve: Serve) -> None:
     ("store", "more", "words"),
     [
         ("disk:/no/such/place/kv", [], "/no/such/place"),
-        ("floppy:/a", [], "accepted are disk:"),
-        ("disk:/a/{dp_rank}", [], "accepted are {host}"),
+        ("floppy:/a", [], "expected disk:"),
+        ("disk:/a/{dp_rank}", [], "expected {host}"),
         ("memory:?capacity=1MiB", ["--listen=tcp://10.0.0.1:1"], "keys"),
         ("memory:?capacity=1MiB", ["--secret-file=/no/such/file"], "/no/such/file"),
         ("memory:?capacity=1MiB", ["--block-bytes=0"], "block_bytes=0"),

@@ -35,7 +35,7 @@ def test_a_text_names_a_store_of_another_package() -> None:
     assert isinstance(found, MemoryStore)
     guarded = open_store(f"{__name__}.GuardedStore:?password_file=/a/b")
     assert isinstance(guarded, GuardedStore) and guarded.password_file == "/a/b"
-    with pytest.raises(ValueError, match="accepted is a store with name and threads"):
+    with pytest.raises(ValueError, match="expected a store with name and threads"):
         open_store(f"{__name__}.NamelessStore:")
 
 
@@ -51,9 +51,9 @@ def test_a_text_names_a_store_of_another_package() -> None:
     ],
 )
 def test_a_text_that_names_no_store_of_another_package_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="store="):
+    with pytest.raises(ValueError, match="store: .*"):
         open_store(text)
-    with pytest.raises(ImportError, match=r"store='no_such_package.Store'"):
+    with pytest.raises(ImportError, match=r"store: .*'no_such_package.Store'"):
         open_store("no_such_package.Store:")
 
 
@@ -61,7 +61,7 @@ def test_a_text_that_names_no_store_of_another_package_is_refused(text: str) -> 
     "text", ["", "disk", "floppy:/a", "memory:?capacity=2XB", "memory:?capacity=-1", "memory:?capacity", "memory:?a=1"]
 )
 def test_a_wrong_text_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"store=|capacity="):
+    with pytest.raises(ValueError, match=r"store: .*|capacity="):
         open_store(text)
 
 
@@ -93,7 +93,7 @@ def test_names_in_a_text_are_those_of_the_machine_and_of_the_engine(tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["{rank}", "{dp}", "{}", "{part}", "{dp_rank!r}"])
 def test_a_name_that_nobody_knows_is_refused_with_those_that_are_known(name: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"{name} is not known here; accepted are {{host}}, {{dp_rank}}")):
+    with pytest.raises(ValueError, match=re.escape(f"store: expected some of {{host}}, {{dp_rank}}, got {name} in ")):
         open_store(f"disk:/a/{name}", dp_rank=0, part="")
 
 
@@ -117,7 +117,7 @@ def test_what_an_option_cannot_be_is_refused_by_name(text: str, tmp_path: Path) 
     secret = tmp_path / "secret"
     secret.write_text("ab" * 32)
     secret.chmod(0o600)
-    with pytest.raises(ValueError, match=r"store=|capacity="):
+    with pytest.raises(ValueError, match=r"store: .*|capacity="):
         open_store(text.format(secret))
 
 
@@ -149,7 +149,7 @@ def test_no_text_is_refused(text: object) -> None:
 
 def test_a_secret_in_a_text_is_refused_and_not_repeated() -> None:
     for name in ("secret", "Secret", "secret_", "%73ecret", "client_secret"):
-        with pytest.raises(ValueError, match="secret: accepted is secret_file=") as found:
+        with pytest.raises(ValueError, match="secret: expected secret_file=") as found:
             open_store(f"peer:tcp://127.0.0.1:1?{name}=abcdef")
         assert "abcdef" not in str(found.value)
 
@@ -158,7 +158,7 @@ def test_a_secret_in_a_text_is_refused_and_not_repeated() -> None:
     "size", [10**400, 1 << 63, -1, True, 1.5, "9" * 400, "9" * 400 + "GiB", "1e3", "nan", "inf", None]
 )
 def test_a_size_that_is_none_is_refused(size: object) -> None:
-    with pytest.raises(ValueError, match="staging="):
+    with pytest.raises(ValueError, match="staging: .*"):
         bytes_argument("staging", size)
 
 
@@ -169,7 +169,7 @@ def test_a_size_in_bytes_is_exact(size: int) -> None:
 
 @pytest.mark.parametrize("text", ["s3://bucket?policy=agent", "peer:tcp://a:1?policy=lru", "mooncake:a:1?policy=agent"])
 def test_a_policy_is_refused_where_others_choose_what_goes(text: str) -> None:
-    with pytest.raises(ValueError, match="policy= is accepted in disk:..., memory:..."):
+    with pytest.raises(ValueError, match="policy: .* is accepted in disk:..., memory:..."):
         open_store(text)
-    with pytest.raises(ValueError, match="must be one of lru, reuse, agent, adaptive"):
+    with pytest.raises(ValueError, match="expected one of lru, reuse, agent, adaptive"):
         open_store("memory:?capacity=1MiB&policy=fifo")

@@ -135,15 +135,27 @@ REFUSED: list[tuple[tuple[Any, Any, Any], type[Exception], str]] = [
     ((None, 4, 2), TypeError, "indptr.*NoneType"),
     ((3, [1], 2), TypeError, "indices.*list"),
     ((3, 4, np.zeros(2, np.int64)), TypeError, "last_page_len.*int64"),
-    ((np.zeros((1, 3), I32), 4, 2), ValueError, r"indptr has shape \(1, 3\).*one dimension"),
-    ((3, np.zeros(8, I32)[::2], 2), ValueError, r"indices has strides.*elements"),
-    ((3, 4, np.zeros(2, I32)[::-1]), ValueError, r"last_page_len has strides"),
-    ((np.broadcast_to(np.zeros(3, I32), 3), 4, 2), ValueError, "indptr is read-only"),
+    ((np.zeros((1, 3), I32), 4, 2), ValueError, r"indptr: expected one dimension, got shape \(1, 3\)"),
+    (
+        (3, np.zeros(8, I32)[::2], 2),
+        ValueError,
+        r"indices: expected elements that follow each other, 4 bytes apart, got strides \(8,\)",
+    ),
+    (
+        (3, 4, np.zeros(2, I32)[::-1]),
+        ValueError,
+        r"last_page_len: expected elements that follow each other, 4 bytes apart, got strides \(-4,\)",
+    ),
+    (
+        (np.broadcast_to(np.zeros(3, I32), 3), 4, 2),
+        ValueError,
+        "indptr: expected an array that can be written, got a read-only one",
+    ),
     ((3, np.frombuffer(bytearray(17), np.uint8)[1:].view(I32), 2), ValueError, "indices.*multiple of 4"),
-    ((2, 4, 2), ValueError, "indptr has 2 entries: accepted are 3 or more"),
-    ((3, 3, 2), ValueError, "indices has 3 entries: accepted are 4 or more"),
-    ((3, 0, 2), ValueError, "indices has 0 entries: accepted are 4 or more"),
-    ((3, 4, 1), ValueError, "last_page_len has 1 entries: accepted are 2 or more"),
+    ((2, 4, 2), ValueError, "indptr: expected 3 entries or more, got 2"),
+    ((3, 3, 2), ValueError, "indices: expected 4 entries or more, of which .* are used at most, got 3"),
+    ((3, 0, 2), ValueError, "indices: expected 4 entries or more, of which .* are used at most, got 0"),
+    ((3, 4, 1), ValueError, "last_page_len: expected 2 entries or more, got 1"),
 ]
 
 
@@ -168,7 +180,7 @@ def test_vectors_that_share_memory_are_refused(make: Make) -> None:
     parts = {"indptr": buffer[:2], "indices": other, "last_page_len": buffer[2:]}
     for one, two in (("indptr", "indices"), ("indices", "last_page_len"), ("indptr", "last_page_len")):
         before = picture(engine)
-        with pytest.raises(ValueError, match="share memory"):
+        with pytest.raises(ValueError, match="indptr: expected memory of its own, got some that indices has too"):
             engine.cache.copy_batch_block_csr(**{**parts, one: other[:4], two: other[3:]}, ids=sequence.id)
         assert picture(engine) == before and (buffer == GARBAGE).all() and (other == GARBAGE).all()
 

@@ -143,7 +143,7 @@ def test_tokens_that_a_window_has_passed_have_no_slots(make: Make) -> None:
             lambda first=first: engine.cache.copy_step_tables(arrays(1, 9, 9, 9), sequence.id, first, 1),
         ):
             with pytest.raises(
-                ValueError, match=rf"first: the window of sequence {sequence.id} has passed; accepted are 24 and more"
+                ValueError, match=rf"first: expected 24 or more for sequence {sequence.id}, whose window"
             ):
                 call()
         assert picture(engine) == before
@@ -191,27 +191,43 @@ def test_beams_share_blocks_until_they_write(make: Make) -> None:
 
 I32 = np.int32
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"slot_mapping": np.zeros(6, I32)}, TypeError, "slot_mapping: accepted is an int64 array, not int32"),
-    ({"seq_lens": np.zeros(2, np.int64)}, TypeError, "seq_lens: accepted is an int32 array, not int64"),
+    ({"slot_mapping": np.zeros(6, I32)}, TypeError, "slot_mapping: expected an int64 array, got int32"),
+    ({"seq_lens": np.zeros(2, np.int64)}, TypeError, "seq_lens: expected an int32 array, got int64"),
     ({"query_start_loc": [0, 0, 0]}, TypeError, "query_start_loc.*list"),
-    ({"table": np.zeros(8, I32)}, ValueError, r"table has shape \(8,\)"),
-    ({"table": np.zeros((1, 2, 4), I32)}, ValueError, r"table has shape \[1, 2, 4\]: accepted is \[rows, columns\]"),
-    ({"table": np.zeros((2, 8), I32)[:, ::2]}, ValueError, "table has strides"),
-    ({"slot_mapping": np.zeros(12, np.int64)[::2]}, ValueError, "slot_mapping has strides"),
+    (
+        {"table": np.zeros(8, I32)},
+        ValueError,
+        r"table: expected \[\.\.\., rows, columns\], with one of each at least, got shape \(8,\)",
+    ),
+    ({"table": np.zeros((1, 2, 4), I32)}, ValueError, r"table: expected \[rows, columns\].*got shape \[1, 2, 4\]"),
+    (
+        {"table": np.zeros((2, 8), I32)[:, ::2]},
+        ValueError,
+        r"table: expected columns that follow each other, 4 bytes apart, got strides \(32, 8\)",
+    ),
+    (
+        {"slot_mapping": np.zeros(12, np.int64)[::2]},
+        ValueError,
+        r"slot_mapping: expected elements that follow each other, 8 bytes apart, got strides \(16,\)",
+    ),
     (
         {"slot_mapping": np.frombuffer(bytearray(60), I32)[1:13].view(np.int64)},
         ValueError,
-        "slot_mapping is at .* multiple of 8",
+        "slot_mapping: expected an address that is a multiple of 8, got .*",
     ),
-    ({"indptr": np.broadcast_to(np.zeros(1, I32), 3)}, ValueError, "indptr is read-only"),
-    ({"seq_lens": np.zeros(1, I32)}, ValueError, "seq_lens has 1 entries: accepted are 2 or more"),
-    ({"query_start_loc": np.zeros(2, I32)}, ValueError, "query_start_loc has 2 entries: accepted are 3 or more"),
-    ({"last_page_len": np.zeros(0, I32)}, ValueError, "last_page_len has 0 entries: accepted are 2 or more"),
-    ({"indptr": np.zeros(2, I32)}, ValueError, "indptr has 2 entries: accepted are 3 or more"),
-    ({"table": np.zeros((1, 4), I32)}, ValueError, "table has 1 rows: accepted are 2 or more"),
-    ({"table": np.zeros((2, 2), I32)}, ValueError, "table: accepted are 3 columns or more"),
-    ({"slot_mapping": np.zeros(5, np.int64)}, ValueError, "slot_mapping: accepted are 6 entries or more"),
-    ({"indices": np.zeros(3, I32)}, ValueError, "indices: accepted are 4 entries or more"),
+    (
+        {"indptr": np.broadcast_to(np.zeros(1, I32), 3)},
+        ValueError,
+        "indptr: expected an array that can be written, got a read-only one",
+    ),
+    ({"seq_lens": np.zeros(1, I32)}, ValueError, "seq_lens: expected 2 entries or more, got 1"),
+    ({"query_start_loc": np.zeros(2, I32)}, ValueError, "query_start_loc: expected 3 entries or more, got 2"),
+    ({"last_page_len": np.zeros(0, I32)}, ValueError, "last_page_len: expected 2 entries or more, got 0"),
+    ({"indptr": np.zeros(2, I32)}, ValueError, "indptr: expected 3 entries or more, got 2"),
+    ({"table": np.zeros((1, 4), I32)}, ValueError, "table: expected 2 rows or more, got 1"),
+    ({"table": np.zeros((2, 2), I32)}, ValueError, "table: expected 3 columns or more"),
+    ({"slot_mapping": np.zeros(5, np.int64)}, ValueError, "slot_mapping: expected 6 entries or more"),
+    ({"indices": np.zeros(3, I32)}, ValueError, "indices: expected 4 entries or more"),
 ]
 
 
@@ -240,18 +256,18 @@ def test_arrays_that_share_memory_are_refused(make: Make) -> None:
         {"table": buffer[:8].reshape(2, 4), "indices": buffer[7:]},
         {"seq_lens": buffer[:2], "slot_mapping": buffer[:10].view(np.int64)},
     ):
-        with pytest.raises(ValueError, match="share memory"):
+        with pytest.raises(ValueError, match="table: expected memory of its own, got some that indices has too"):
             engine.cache.step_tables(sequence.id, out=StepTables(**pair))
-        with pytest.raises(ValueError, match="share memory"):
+        with pytest.raises(ValueError, match="table: expected memory of its own, got some that indices has too"):
             engine.cache.copy_step_tables(StepTables(**pair), sequence.id)
         assert (buffer == GARBAGE).all()
 
 
 SPANS = [
-    ({"first": [0]}, ValueError, "first has 1 entries"),
-    ({"counts": [1, 1, 1]}, ValueError, "counts has 3 entries"),
+    ({"first": [0]}, ValueError, "first: expected one for each of the 2 ids, got 1"),
+    ({"counts": [1, 1, 1]}, ValueError, "counts: expected one for each of the 2 ids, got 3"),
     ({"first": [0.5, 0]}, TypeError, "first"),
-    ({"first": [-1, 0]}, ValueError, "first, counts: accepted are tokens of sequence .*, which has 1"),
+    ({"first": [-1, 0]}, ValueError, "first, counts: expected tokens of sequence .*, which has 1, got others"),
     ({"first": [0, 6]}, ValueError, "which has 5"),
     ({"counts": [0, -1]}, ValueError, "which has 5"),
     ({"first": [0, 3], "counts": [1, 3]}, ValueError, "which has 5"),
@@ -293,9 +309,9 @@ def test_wrong_sequences_are_refused_and_nothing_is_written(make: Make) -> None:
                 call(ids)
         assert picture(engine) == before and (out.table == GARBAGE).all()
     for wrong in (None, {}, [out.table], tuple(getattr(out, name) for name in NAMES)):
-        with pytest.raises(TypeError, match=r"(?s)target=.*StepTables"):
+        with pytest.raises(TypeError, match=r"(?s)target: .*StepTables"):
             engine.cache.copy_step_tables(wrong, live)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"(?s)out=.*StepTables"):
+    with pytest.raises(TypeError, match=r"(?s)out: .*StepTables"):
         engine.cache.step_tables(live, out=out.table)
     engine.cache.close()
     for ids in ([], [live]):

@@ -84,14 +84,14 @@ def opened(capsule: Any) -> tuple[Tensor, Head | None]:
     start = _pointer(capsule, b"dltensor_versioned")
     head = Head.from_address(start)
     if head.major != 1:
-        raise BufferError(f"DLPack {head.major}.{head.minor}: accepted are versions below 2")
+        raise BufferError(f"DLPack: expected a version below 2, got {head.major}.{head.minor}")
     return Tensor.from_address(start + ctypes.sizeof(Head)), head
 
 
 def check_no_stream(stream: Any) -> None:
     """Raise ValueError if main memory is requested on a stream."""
     if stream not in (None, -1):
-        raise ValueError(f"stream={stream!r}: main memory has no streams; accepted is None")
+        raise ValueError(f"stream: expected None, since main memory has no streams, got {stream!r}")
 
 
 def make_capsule(
@@ -115,11 +115,11 @@ def make_capsule(
     if dl_device is not None and tuple(dl_device) != device:
         if not on_host or tuple(dl_device) != (CPU, 0):
             raise BufferError(
-                f"dl_device={dl_device!r}: accepted is {device}, where the memory is" + ", or (1, 0)" * on_host
+                f"dl_device: expected {device}, where the memory is{', or (1, 0)' * on_host}, got {dl_device!r:.80}"
             )
         device = (CPU, 0)
     if copy and not on_host:
-        raise BufferError("copy=True: memory of a GPU is handed over in place only; accepted are None and False")
+        raise BufferError("copy: expected None or False, since memory of a GPU is handed over in place only, got True")
     versioned = max_version is not None and max_version[0] >= 1 and (_NUMPY_KNOWS_VERSIONS or not on_host)
     if copy:
         array, writable = array.copy(), True

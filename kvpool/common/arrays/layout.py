@@ -63,7 +63,7 @@ def shape_of_config(config: Mapping[str, Any]) -> ModelShape:
         if value is None and fallback is not None:
             return fallback
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r:.80}: accepted is an integer above 0")
+            raise ValueError(f"{name}: expected an integer above 0, got {value!r:.80}")
         return value
 
     dtype = (
@@ -81,8 +81,8 @@ def shape_of_config(config: Mapping[str, Any]) -> ModelShape:
         heads, hidden = number("num_attention_heads"), number("hidden_size")
         if hidden % heads:
             raise ValueError(
-                f"hidden_size={hidden}: accepted is a multiple of num_attention_heads={heads}, where head_dim is not "
-                "given"
+                f"hidden_size: expected a multiple of num_attention_heads={heads}, where head_dim is not given, got "
+                f"{hidden}"
             )
         dim = hidden // heads
     else:
@@ -195,7 +195,8 @@ class BlockLayout:
         elements, rest = divmod(block_bytes, tokens_per_block * _storage_dtype(name).itemsize)
         if rest:
             raise ValueError(
-                f"block_bytes={block_bytes} is not a multiple of tokens_per_block={tokens_per_block} elements of {name}"
+                f"block_bytes: expected a multiple of tokens_per_block={tokens_per_block} elements of {name}, got "
+                f"{block_bytes}"
             )
         layers = 2 if elements % 2 == 0 else 1
         planes = 2 if elements % 4 == 0 else 1
@@ -275,30 +276,30 @@ def integer_argument(name: str, value: Any, low: int, high: int) -> int:
     """The argument ``name`` as an int within ``[low, high]``. Raises TypeError (for bools and floats too) or
     ValueError."""
     if isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name}={value!r:.80}: an integer is needed, not a bool")
+        raise TypeError(f"{name}: expected an integer, got {value!r:.80}")
     try:
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name}={value!r:.80}: an integer is needed, not {type(value).__name__}") from None
+        raise TypeError(f"{name}: expected an integer, got {value!r:.80}") from None
     if not low <= number <= high:
-        raise ValueError(f"{name}={number}: must be {low} to {high}")
+        raise ValueError(f"{name}: expected {low} to {high}, got {number}")
     return number
 
 
 def choice_argument(name: str, value: Any, accepted: tuple[str, ...]) -> str:
     """The argument ``name`` as one of the accepted strings. Raises TypeError or ValueError."""
     if not isinstance(value, str):
-        raise TypeError(f"{name}={value!r}: a string is needed, one of {', '.join(accepted)}")
+        raise TypeError(f"{name}: expected one of {', '.join(accepted)}, got {value!r:.80}")
     text = str.__str__(value)
     if text not in accepted:
-        raise ValueError(f"{name}={text!r:.80}: must be one of {', '.join(accepted)}")
+        raise ValueError(f"{name}: expected one of {', '.join(accepted)}, got {text!r:.80}")
     return text
 
 
 def _dtype_name(dtype: Any) -> str:
     """The canonical name of an element type. It may be given as a name, a NumPy type or scalar class, or another
     package's dtype."""
-    accepted = f"accepted are NumPy integers, floats and bool of 1, 2, 4 or 8 bytes, and {', '.join(_STORED_AS)}"
+    accepted = f"a NumPy integer, float or bool of 1, 2, 4 or 8 bytes, or one of {', '.join(_STORED_AS)}"
     if isinstance(dtype, str) and dtype in _STORED_AS:
         return dtype
     # PyTorch's types are not NumPy types. Their text is the package and the name: torch.bfloat16.
@@ -307,16 +308,16 @@ def _dtype_name(dtype: Any) -> str:
         return _dtype_name(type_name)
     # np.dtype(None) is float64, which nobody means.
     if dtype is None:
-        raise TypeError(f"dtype=None: {accepted}")
+        raise TypeError(f"dtype: expected {accepted}, got None")
     try:
         element_type = np.dtype(dtype)
     except (TypeError, ValueError, SyntaxError):
         error = ValueError if isinstance(dtype, str) else TypeError
-        raise error(f"dtype={dtype!r}: {accepted}") from None
+        raise error(f"dtype: expected {accepted}, got {dtype!r:.80}") from None
     if element_type.name in _STORED_AS:
         return element_type.name
     if element_type.kind not in "biuf" or element_type.itemsize not in (1, 2, 4, 8) or not element_type.isnative:
-        raise ValueError(f"dtype={dtype!r}: {accepted}, in native byte order")
+        raise ValueError(f"dtype: expected {accepted}, in native byte order, got {dtype!r:.80}")
     return element_type.name
 
 

@@ -169,7 +169,7 @@ class PagedKV(Placed):
         flat = {place: component for components in by_leaf.values() for place, component in components.items()}
         layers, planes = (1 + max(place[axis] for place in flat) for axis in (1, 0))
         if planes > PLANES_MAX:
-            raise ValueError(f"arrays: {planes} planes; at most {PLANES_MAX} are accepted")
+            raise ValueError(f"arrays: expected up to {PLANES_MAX} planes, got {planes}")
         strides = tuple(
             _same(f"plane {p}", {f"layer {i}": flat[p, i].plane for i in range(layers)}) for p in range(planes)
         )
@@ -191,13 +191,13 @@ class PagedKV(Placed):
         Raises TypeError or ValueError as ``of`` does, and ValueError for a pool of another shape or item size.
         """
         if tier not in ("device", "host"):
-            raise ValueError(f"tier={tier!r}: must be 'device' or 'host'")
+            raise ValueError(f"tier: expected 'device' or 'host', got {tier!r:.80}")
         array = as_strided("pool", pool)
         blocks = array.shape[layout.axes(tier).index("B")] if len(array.shape) == 6 else 0
         shape = layout.tier_shape(tier, blocks)
         if array.shape != shape or array.itemsize != layout.itemsize:
             raise ValueError(
-                f"pool: shape {shape} with items of {layout.itemsize} bytes is needed, not {array.shape} with "
+                f"pool: expected shape {shape} with items of {layout.itemsize} bytes, got {array.shape} with "
                 f"{array.itemsize} bytes"
             )
         return cls.of(array, f"| {' '.join(layout.axes(tier))}")
@@ -214,9 +214,9 @@ class _Component(NamedTuple):
 def _parse(layout: Any) -> tuple[list[str], list[str]]:
     """The names of the nested lists, and of the axes of each array."""
     if not isinstance(layout, str):
-        raise TypeError(f"layout={layout!r}: a string is needed, a name of LAYOUTS or axes")
+        raise TypeError(f"layout: expected a name of LAYOUTS or axes, got {layout!r:.80}")
     if layout in _NOT_AFFINE:
-        raise ValueError(f"layout={layout!r} is not affine: {_NOT_AFFINE[layout]}")
+        raise ValueError(f"layout: expected an affine one, got {layout!r}: {_NOT_AFFINE[layout]}")
     text = LAYOUTS.get(layout, layout)
     lists, bar, axes = (part.split() if part != "|" else part for part in text.partition("|"))
     named = [axis for axis in [*lists, *axes] if axis != "1"]
@@ -228,9 +228,8 @@ def _parse(layout: Any) -> tuple[list[str], list[str]]:
     )
     if not bar or not right:
         raise ValueError(
-            f"layout={layout!r}: a name is needed ({', '.join(LAYOUTS)}), or axes such as 'L | P B T H D': before the "
-            "bar L or P, behind "
-            "it L P B T H D 1 in any order, B and D always, each once"
+            f"layout: expected a name ({', '.join(LAYOUTS)}), or axes such as 'L | P B T H D' (before the bar L or P, "
+            f"after it L P B T H D 1 in any order, B and D always, each once), got {layout!r:.80}"
         )
     return list(lists), list(axes)
 
@@ -244,7 +243,9 @@ def _leaves(arrays: Any, lists: list[str], axes: list[str]) -> dict[tuple[int, i
             leaves[place] = as_strided(name, item)
             return
         if not isinstance(item, (list, tuple)) or not item:
-            raise TypeError(f"{name}: a list along {lists[depth]} is needed by the layout, not {type(item).__name__}")
+            raise TypeError(
+                f"{name}: expected a list along {lists[depth]}, as in the layout, got {type(item).__name__}"
+            )
         for index, inner in enumerate(item):
             inside = (index, place[1]) if lists[depth] == "P" else (place[0], index)
             walk(inner, depth + 1, inside, f"{name}[{index}]")
@@ -252,12 +253,11 @@ def _leaves(arrays: Any, lists: list[str], axes: list[str]) -> dict[tuple[int, i
     walk(arrays, 0, (0, 0), "arrays")
     planes, layers = (1 + max(place[axis] for place in leaves) for axis in (0, 1))
     if len(leaves) != planes * layers:
-        raise ValueError("arrays: lists of one length are needed on each level")
+        raise ValueError("arrays: expected lists of one length on each level, got several lengths")
     for place, array in leaves.items():
         if len(array.shape) != len(axes):
             raise ValueError(
-                f"arrays: {len(axes)} axes ({' '.join(axes)}) are needed, not the shape {array.shape} of plane, layer "
-                f"{place}"
+                f"arrays: expected {len(axes)} axes ({' '.join(axes)}), got shape {array.shape} of plane, layer {place}"
             )
     return leaves
 
@@ -270,10 +270,10 @@ def _components(place: tuple[int, int], array: StridedArray, axes: list[str]) ->
         axis: s for axis, s, n in zip(axes, array.steps, array.shape, strict=True) if n > 1
     }
     if any(n != 1 for axis, n in zip(axes, array.shape, strict=True) if axis == "1"):
-        raise ValueError(f"{name}: shape {array.shape} must be 1 where the axes {' '.join(axes)} say so")
+        raise ValueError(f"{name}: expected 1 where the axes {' '.join(axes)} say so, got shape {array.shape}")
     check_strides(name, array)
     if extent["D"] > 1 and step["D"] != array.itemsize:
-        raise ValueError(f"{name}: the elements of a head must be contiguous, not {step['D']} bytes apart")
+        raise ValueError(f"{name}: expected contiguous elements of a head, got {step['D']} bytes between them")
     plane = Plane(step["B"], step["T"], step["H"], extent["H"], extent["D"] * array.itemsize)
     extents = extent["B"], extent["T"]
     return {
@@ -292,7 +292,8 @@ def check_strides(name: str, array: StridedArray) -> None:
     alignment = array.itemsize & -array.itemsize
     if array.address % alignment or any(step % alignment for step, _ in steps):
         raise ValueError(
-            f"{name}: address {array.address} and strides {array.steps} must be multiples of {alignment} bytes"
+            f"{name}: expected an address and strides that are multiples of {alignment} bytes, got {array.address}, "
+            f"{array.steps}"
         )
     if steps and steps[0][0] < 0:
         raise ValueError(f"{name}: strides {array.steps} must not be negative")

@@ -87,9 +87,9 @@ class StridedArray(Placed):
         else:
             strides = tuple(integer_argument("strides", s, -(2**62), 2**62) for s in _items("strides", self.strides))
         if len(strides) != len(shape):
-            raise ValueError(f"strides={self.strides}: {len(shape)} are needed, one for each axis of shape {shape}")
+            raise ValueError(f"strides: expected {len(shape)}, one for each axis of shape {shape}, got {self.strides}")
         if self.memory not in MEMORIES:
-            raise ValueError(f"memory={self.memory!r}: must be 'host' or 'device'")
+            raise ValueError(f"memory: expected 'host' or 'device', got {self.memory!r:.80}")
         address = integer_argument("address", self.address, 0, 2**63 - 1)
         checked = {"address": address, "shape": shape, "itemsize": itemsize, "strides": strides}
         for name, value in checked.items():
@@ -121,9 +121,9 @@ def _items(name: str, value: Any) -> tuple[Any, ...]:
     try:
         items = tuple(islice(value, _AXES_MAX + 1))
     except TypeError:
-        raise TypeError(f"{name}={value!r:.80}: accepted is a tuple of integers") from None
+        raise TypeError(f"{name}: expected a tuple of integers, got {value!r:.80}") from None
     if len(items) > _AXES_MAX:
-        raise ValueError(f"{name} has more than {_AXES_MAX} entries: accepted are so many axes as NumPy has")
+        raise ValueError(f"{name}: expected up to {_AXES_MAX} axes, as in NumPy, got more")
     return items
 
 
@@ -153,25 +153,26 @@ def as_strided(name: str, array: Any) -> StridedArray:
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
         return _from_dlpack(name, array)
     raise TypeError(
-        f"{name}: an array with __cuda_array_interface__, __array_interface__ or __dlpack__, or a StridedArray, is "
-        "needed, "
-        f"not {type(array).__name__}"
+        f"{name}: expected an array with __cuda_array_interface__, __array_interface__ or __dlpack__, or a "
+        f"StridedArray, got {type(array).__name__}"
     )
 
 
 def _from_interface(name: str, array: Any, interface: Any, memory: str) -> StridedArray:
     if not isinstance(interface, dict) or not {"typestr", "data", "shape"} <= interface.keys():
-        raise TypeError(f"{name}: the array interface of {type(array).__name__} lacks typestr, data or shape")
+        raise TypeError(f"{name}: expected an array interface with typestr, data and shape, got {interface!r:.80}")
     if interface.get("mask") is not None:
-        raise ValueError(f"{name}: masked arrays are not accepted")
+        raise ValueError(f"{name}: expected an array without a mask, got a masked one")
     try:
         dtype, (address, read_only) = np.dtype(interface["typestr"]), interface["data"]
     except (TypeError, ValueError):
-        raise TypeError(f"{name}: accepted is an array interface with an address and a type that NumPy has") from None
+        raise TypeError(
+            f"{name}: expected an array interface with an address and a type of NumPy, got {interface!r:.80}"
+        ) from None
     if dtype.kind == "O":
-        raise ValueError(f"{name}: elements of bytes are needed, not Python objects")
+        raise ValueError(f"{name}: expected elements of bytes, got Python objects")
     if not dtype.isnative:
-        raise ValueError(f"{name}: native byte order is needed, not {dtype.str}")
+        raise ValueError(f"{name}: expected native byte order, got {dtype.str}")
     strides = interface.get("strides")
     shape, address = tuple(interface["shape"]), int(address or 0)
     return StridedArray(address, shape, dtype.itemsize, strides, memory, dtype.kind, not read_only, owner=array)
@@ -184,7 +185,7 @@ def _from_dlpack(name: str, array: Any) -> StridedArray:
         raise TypeError(f"{name}: __dlpack_device__ of {type(array).__name__} gives no pair of integers") from None
     if device_type not in _HOST_DEVICE_TYPES + _GPU_DEVICE_TYPES:
         raise ValueError(
-            f"{name}: memory of the host or of a CUDA device is needed, not of DLPack's device type {device_type}"
+            f"{name}: expected memory of the host or of a CUDA device, got DLPack's device type {device_type}"
         )
     gpu = device_type in _GPU_DEVICE_TYPES
     try:
@@ -196,7 +197,7 @@ def _from_dlpack(name: str, array: Any) -> StridedArray:
         raise ValueError(f"{name}: {type(array).__name__} does not give its memory: {error}") from error
     itemsize, rest = divmod(tensor.bits * tensor.lanes, 8)
     if rest or not itemsize:
-        raise ValueError(f"{name}: elements of whole bytes are needed, not of {tensor.bits * tensor.lanes} bits")
+        raise ValueError(f"{name}: expected elements of whole bytes, got {tensor.bits * tensor.lanes} bits")
     shape = tuple(tensor.shape[: tensor.ndim])
     strides = tuple(step * itemsize for step in tensor.strides[: tensor.ndim]) if tensor.strides else None
     kind = _KINDS.get(tensor.code, "V") if tensor.lanes == 1 and itemsize in (1, 2, 4, 8) else "V"
@@ -232,5 +233,5 @@ def in_numpy(name: str, value: Any) -> Any:
         return value
     strided = as_strided(name, value)
     if strided.memory != "host":
-        raise TypeError(f"{name}: {type(value).__name__} lies in memory of a GPU; accepted are arrays of main memory")
+        raise TypeError(f"{name}: expected an array in main memory, got {type(value).__name__} in memory of a GPU")
     return strided.host_view()

@@ -144,7 +144,7 @@ def _rule(direction: str, nbytes: int, count: int, paths: Collection[str]) -> st
 def always(path: str) -> Calibration:
     """A calibration that chooses one path wherever it is possible. Raises ValueError."""
     if path not in PATHS:
-        raise ValueError(f"path={path!r}: must be one of {', '.join(PATHS)}")
+        raise ValueError(f"path: expected one of {', '.join(PATHS)}, got {path!r:.80}")
     return Calibration("any", 0, tuple(Measurement(direction, 1, 1, path, 1.0) for direction in DIRECTIONS))
 
 

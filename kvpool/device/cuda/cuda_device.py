@@ -473,7 +473,7 @@ class CudaDevice(Device):
         if event is NULL_EVENT:
             return None
         if not isinstance(event, CudaEvent) or event.pool is not self._events:
-            raise TypeError(f"event={event!r}: an event that this device recorded is needed")
+            raise TypeError(f"event: expected one that this device has recorded, got {event!r:.80}")
         return event
 
     def close(self) -> None:

@@ -406,9 +406,9 @@ def gpu_table(target: Any, name: str, vector: bool, itemsize: int) -> Table:
     array = as_strided(name, target)
     if array.memory != "device" or (array.kind, array.itemsize) != ("i", itemsize):
         actual = f"{array.kind}{8 * array.itemsize} in {array.memory} memory"
-        raise TypeError(f"{name}: accepted is an int{8 * itemsize} array of a GPU, not {actual}")
+        raise TypeError(f"{name}: expected an int{8 * itemsize} array of a GPU, got {actual}")
     if not array.writable:
-        raise ValueError(f"{name} is read-only: accepted is an array that can be written")
+        raise ValueError(f"{name}: expected an array that can be written, got a read-only one")
     return make_table(name, array.address, array.shape, array.steps, target, vector, itemsize)
 
 
@@ -495,7 +495,7 @@ class CudaViews(HostViews):
         # own it might open other data too.
         if not self._is_own(array):
             raise ValueError(
-                "device_memory is the caller's and cannot be shared: accepted is memory that the pool took itself"
+                "device_memory: expected memory that the pool took itself, which alone can be shared, got the caller's"
             )
         with self._calls("cudaIpcGetMemHandle") as runtime:
             base, address = self._calls.driver.start_of(array.data.ptr), array.data.ptr

@@ -94,7 +94,9 @@ class CopySettings(NamedTuple):
         }
         asked = tuple(filter(None, environment.get("KVPOOL_COPY_KERNELS", "").split(",")))
         if not set(asked) <= set(kernels):
-            raise ValueError(f"KVPOOL_COPY_KERNELS={','.join(asked)!r}: accepted are {', '.join(kernels)}, with commas")
+            raise ValueError(
+                f"KVPOOL_COPY_KERNELS: expected some of {', '.join(kernels)}, with commas, got {','.join(asked)!r}"
+            )
         return cls(**{name: _setting(environment, name, *of) for name, of in fields.items()}, copy_kernels=asked)
 
 
@@ -104,7 +106,7 @@ def _setting(environment: Mapping[str, str], name: str, default: int, low: int, 
     if text is None:
         return default
     if not re.fullmatch(r"-?\d{1,10}", text) or not low <= int(text) <= high:
-        raise ValueError(f"{variable}={text!r}: accepted is a number from {low} to {high}")
+        raise ValueError(f"{variable}: expected a number from {low} to {high}, got {text!r}")
     return int(text)
 
 
@@ -379,7 +381,7 @@ def own_name(stream: Stream) -> Stream:
             "stream: the per-thread default stream (2) is another one in every thread; create a stream and name that"
         )
     if stream.handle >= 1 << 63:
-        raise ValueError(f"stream={stream.handle:#x}: no stream of the driver has such a handle")
+        raise ValueError(f"stream: expected the handle of a stream of the driver, got {stream.handle:#x}")
     return NULL_STREAM if stream.handle == LEGACY_STREAM else stream
 
 
@@ -408,7 +410,7 @@ def usable_stream(calls: RuntimeCalls, stream: Any) -> Stream:
     checked = own_name(stream_argument(stream))
     state = state_of(calls, checked)
     if state == GONE:
-        raise StreamGone(f"stream={stream!r}: it has been destroyed; accepted is a stream that lives")
+        raise StreamGone(f"stream: expected one that exists, got {stream!r:.80}, which has been destroyed")
     if state == CAPTURED:
         raise ValueError(
             f"stream={stream!r}: it is being captured; call before the capture begins or behind its end; "
@@ -420,7 +422,7 @@ def usable_stream(calls: RuntimeCalls, stream: Any) -> Stream:
 def captured_stream(calls: RuntimeCalls, stream: Stream) -> int:
     """The handle of a stream that is being captured. Raises ValueError for any other."""
     if state_of(calls, own_name(stream)) != CAPTURED:
-        raise ValueError(f"stream={stream!r}: it is not being captured; call while it is")
+        raise ValueError(f"stream: expected one that is being captured, got {stream!r:.80}")
     return stream.handle
 
 

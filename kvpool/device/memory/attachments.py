@@ -86,15 +86,17 @@ class SharedTier:
     def from_json(cls, text: str) -> SharedTier:
         """Read the result of ``to_json``. Raises TypeError, ValueError."""
         if not isinstance(text, str):
-            raise TypeError(f"description={text!r:.80}: accepted is a string")
+            raise TypeError(f"description: expected a string, got {text!r:.80}")
         if len(text) > TEXT_BYTES_MAX:
-            raise ValueError(f"description: {len(text)} characters; accepted are up to {TEXT_BYTES_MAX}")
+            raise ValueError(f"description: expected up to {TEXT_BYTES_MAX} characters, got {len(text)}")
         try:
             fields = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"description: no JSON: {error}") from None
+            raise ValueError(f"description: expected JSON, got {error}") from None
         if not isinstance(fields, dict) or fields.get("kvpool") != VERSION:
-            raise ValueError(f"description: accepted is what share() of a kvpool gives that speaks version {VERSION}")
+            raise ValueError(
+                f"description: expected what share() gives in a kvpool of version {VERSION}, got {text!r:.80}"
+            )
         try:
             return _parsed(fields)
         except (KeyError, TypeError, ValueError) as error:
@@ -124,18 +126,18 @@ def _memory_in(fields: Any) -> MainMemory | GpuMemory | None:
     if "gpu" in fields:
         uuid, handle = (bytes.fromhex(_string(name, fields[name])) for name in ("gpu", "handle"))
         if len(uuid) > _UUID_BYTES or len(handle) != _HANDLE_BYTES:
-            accepted = f"accepted are up to {_UUID_BYTES} and {_HANDLE_BYTES}"
-            raise ValueError(f"gpu and handle have {len(uuid)} and {len(handle)} bytes: {accepted}")
+            accepted = f"expected up to {_UUID_BYTES} and {_HANDLE_BYTES} bytes"
+            raise ValueError(f"gpu, handle: {accepted}, got {len(uuid)} and {len(handle)}")
         return GpuMemory(uuid, handle, integer_argument("offset", fields["offset"], 0, 1 << 62))
     name = _string("name", fields["name"])
     if not name.startswith("kvpool-") or not name.isprintable() or "/" in name or len(name) > 64:
-        raise ValueError(f"name={name!r:.80}: accepted is that of a file of a kvpool")
+        raise ValueError(f"name: expected a file of a kvpool, got {name!r:.80}")
     return MainMemory(integer_argument("fd", fields["fd"], 0, _ID_MAX), name)
 
 
 def _string(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{name}={value!r:.80}: a string is needed")
+        raise TypeError(f"{name}: expected a string, got {value!r:.80}")
     return value
 
 
@@ -145,18 +147,20 @@ def _parsed(fields: dict[str, Any]) -> SharedTier:
         blocks = integer_argument("blocks", group["blocks"], 0, BLOCKS_MAX)
         parts = tuple(SharedPart(BlockLayout(**part["layout"]), _memory_in(part["memory"])) for part in group["parts"])
         if not parts or any((memory is None) != (blocks == 0) for _, memory in parts):
-            accepted = "accepted is one part or more, with memory where there are blocks"
-            raise ValueError(f"a group of {blocks} blocks has {len(parts)} parts: {accepted}")
+            accepted = "expected one part or more, with memory where there are blocks"
+            raise ValueError(f"groups: {accepted}, got {len(parts)} for {blocks} blocks")
         groups.append(SharedGroup(blocks, parts))
     owner, tier, device = fields["owner"], fields["tier"], _string("device", fields["device"])
     sign = _memory_in(owner["sign"])
     if tier not in TIERS or not groups or not isinstance(sign, MainMemory):
-        accepted = "accepted is a tier with one group or more, and the sign of its pool"
-        raise ValueError(f"tier={tier!r:.80}, {len(groups)} groups, sign={sign!r:.80}: {accepted}")
+        accepted = "expected a tier with one group or more, and the sign of its pool"
+        raise ValueError(f"tier: {accepted}, got {tier!r:.80}, {len(groups)} groups, sign={sign!r:.80}")
     pid, namespace = (integer_argument(name, owner[name], 1, 1 << 62) for name in ("pid", "namespace"))
     parsed = SharedTier(tier, device, tuple(groups), pid, sign, _string("machine", owner["machine"]), namespace)
     if fields["fingerprint"] != parsed.fingerprint:
-        raise ValueError(f"fingerprint={fields['fingerprint']!r:.80}: its layouts have {parsed.fingerprint}")
+        raise ValueError(
+            f"fingerprint: expected {parsed.fingerprint}, as its layouts have, got {fields['fingerprint']!r:.80}"
+        )
     return parsed
 
 
@@ -190,7 +194,7 @@ class Sharing:
             handles = [self._device.views.handle(array, tier) if blocks else None for array in arrays]
             groups.append(SharedGroup(blocks, tuple(map(SharedPart, layouts, handles))))
         if not any(group.blocks for group in groups):
-            raise ValueError(f"tier={tier!r}: this pool has no blocks there")
+            raise ValueError(f"tier: expected one with blocks, got {tier!r}, where this pool has none")
         return SharedTier(tier, self._device.name, tuple(groups), os.getpid(), self._signed(), machine(), namespace())
 
     def _signed(self) -> MainMemory:
@@ -244,7 +248,7 @@ class Attachment(Closing):
         pools = self.pools
         if len(pools) > 1 or len(pools[0]) > 1:
             parts = [len(group) for group in pools]
-            raise ValueError(f"pool: there are groups of {parts} parts; accepted is pools[group][part]")
+            raise ValueError(f"pool: expected pools[group][part] where there are several, got groups of {parts} parts")
         return pools[0][0]
 
     @property
@@ -288,7 +292,7 @@ def attach(description: SharedTier | str) -> Attachment:
     DeviceError. Thread-safe.
     """
     if not isinstance(description, (str, SharedTier)):
-        raise TypeError(f"description={description!r:.80}: accepted is what share() gave")
+        raise TypeError(f"description: expected what share() gave, got {description!r:.80}")
     parsed = SharedTier.from_json(description if isinstance(description, str) else description.to_json())
     if parsed.machine != machine():
         raise ValueError("description: the pool is on another machine, or was there before this one was started again")

@@ -114,12 +114,12 @@ class Export:
             if isinstance(part, (bool, np.bool_)) or not (
                 part is Ellipsis or isinstance(part, (int, np.integer, slice))
             ):
-                raise TypeError(f"index={index!r:.80}: accepted are integers, slices and an ellipsis")
+                raise TypeError(f"index: expected integers, slices or an ellipsis, got {index!r:.80}")
         # With the ellipsis the result is always a view, and nothing is read. A number may say that it is equal to one.
         try:
             view = self._view[parts if any(part is Ellipsis for part in parts) else (*parts, ...)]
         except (OverflowError, ValueError):
-            raise IndexError(f"index={index!r:.80}: accepted are indices of an array of shape {self.shape}") from None
+            raise IndexError(f"index: expected indices of an array of shape {self.shape}, got {index!r:.80}") from None
         return Export(self._lending, self._place, view, self.dtype, self.writable)
 
     def __repr__(self) -> str:
@@ -140,8 +140,7 @@ class Export:
             dlpack.check_no_stream(stream)
         elif stream == 0:
             raise ValueError(
-                "stream=0: DLPack has 1 for the legacy default stream; accepted are that, a handle, None (as 1), -1 "
-                "(no wait)"
+                "stream: expected a handle, 1 for the legacy default stream, None (as 1) or -1 (no wait), got 0"
             )
         elif stream != -1:
             self._lending.follow(_LEGACY_STREAM if stream is None else stream)
@@ -159,13 +158,13 @@ class Export:
         """Main memory as a NumPy array of the storage type, for ``numpy.asarray``."""
         if self._memory != "host":
             raise TypeError(
-                "memory of a GPU is no NumPy array: accepted are packages for GPUs, through DLPack or "
-                "__cuda_array_interface__"
+                "tier: expected main memory for a NumPy array, got memory of a GPU: packages for GPUs take it through "
+                "DLPack or __cuda_array_interface__"
             )
         array = self._lent()
         if dtype is not None and np.dtype(dtype) != array.dtype:
             if copy is False:
-                raise ValueError(f"dtype={dtype!r}: the memory holds {array.dtype}; accepted is that, or a copy")
+                raise ValueError(f"dtype: expected {array.dtype}, or a copy, got {dtype!r:.80}")
             return array.astype(dtype)
         return array.copy() if copy else array
 
@@ -200,10 +199,12 @@ class Export:
         if self.__dlpack_device__()[0] != dlpack.CUDA_HOST:
             name = self._lending.device.name
             raise TypeError(
-                f"tier={self.tier!r} of the {name} device is no pinned memory: accepted is 'host' of 'cuda'"
+                f"tier: expected pinned memory, which is 'host' of the 'cuda' device, got {self.tier!r} of {name!r}"
             )
         if not self._view.flags.c_contiguous:
-            raise BufferError(f"shape {self.shape} with strides {self.strides} has gaps: accepted are parts without")
+            raise BufferError(
+                f"index: expected a part without gaps, got shape {self.shape} with strides {self.strides}"
+            )
         view = self._view
         place = StridedArray(
             view.__array_interface__["data"][0], (view.nbytes,), 1, owner=self._lending.lend(self._place)

@@ -123,7 +123,7 @@ def _copy(
 ) -> None:
     gather = name == "out"
     if not isinstance(cache, PagedKV):
-        raise TypeError(f"cache: a PagedKV is needed, not {type(cache).__name__}")
+        raise TypeError(f"cache: expected a PagedKV, got {type(cache).__name__}")
     stagings = _stagings_argument(name, staging, cache, gather)
     total = sum(item.tokens for item in stagings)
     slots = _slots_argument(slot_mapping, total)
@@ -175,7 +175,7 @@ def _stagings_argument(name: str, staging: Any, cache: PagedKV, gather: bool) ->
     several = isinstance(staging, Stagings)
     names = [f"{name}[{i}]" for i in range(len(staging))] if several else [name]
     if not names:
-        raise ValueError(f"{name}: no staging; accepted is one and more")
+        raise ValueError(f"{name}: expected one buffer or more, got none")
     checked = [
         _staging_argument(label, item, cache, gather)
         for label, item in zip(names, staging if several else [staging], strict=True)
@@ -223,7 +223,7 @@ def _staging_argument(name: str, staging: Any, cache: PagedKV, gather: bool) -> 
             f"[{len(cache.planes)}, {cache.layers}, tokens, heads * head_dim] or [..., heads, head_dim] with rows of "
             + ", ".join(f"{plane.heads} * {plane.run_bytes} bytes" for plane in cache.planes)
         )
-        raise ValueError(f"{name}: {needed} is needed, not {[(array.shape, array.itemsize) for array in whole]}")
+        raise ValueError(f"{name}: expected {needed}, got {[(array.shape, array.itemsize) for array in whole]}")
     tokens = arrays[0].shape[1]
     for array in whole if tokens else ():
         check_strides(name, array)
@@ -254,11 +254,11 @@ def _index(array: StridedArray, index: int) -> StridedArray:
 def _slots_argument(slot_mapping: Any, tokens: int) -> StridedArray:
     slots = as_strided("slot_mapping", slot_mapping)
     if slots.kind != "i" or slots.itemsize not in (4, 8):
-        raise TypeError(f"slot_mapping: int32 or int64 is needed, not {slots.kind}{8 * slots.itemsize}")
+        raise TypeError(f"slot_mapping: expected int32 or int64, got {slots.kind}{8 * slots.itemsize}")
     if len(slots.shape) != 1 or slots.shape[0] < tokens:
-        raise ValueError(f"slot_mapping: shape [n] with n at least {tokens} is needed, not {list(slots.shape)}")
+        raise ValueError(f"slot_mapping: expected shape [n] with n at least {tokens}, got {list(slots.shape)}")
     if slots.shape[0] > 1 and slots.steps[0] != slots.itemsize:
-        raise ValueError(f"slot_mapping: it must be contiguous, not {slots.steps[0]} bytes from one slot to the next")
+        raise ValueError(f"slot_mapping: expected contiguous slots, got {slots.steps[0]} bytes from one to the next")
     return slots
 
 
@@ -270,7 +270,9 @@ def _private_slots(slots: StridedArray, first: int, end: int, dtype: np.dtype[An
 def _check_slots(slots: Int64s, skip: int, end: int) -> None:
     if slots.max() >= end:
         bad = int(np.argmax(slots >= end))
-        raise ValueError(f"slot_mapping[{skip + bad}]={slots[bad]}: the cache has slots 0 to {end - 1}")
+        raise ValueError(
+            f"slot_mapping[{skip + bad}]: expected slots of the cache from 0 to {end - 1}, got {slots[bad]}"
+        )
 
 
 def load_kernel(cache: PagedKV, launcher: Launcher | None = None) -> None:

@@ -154,7 +154,9 @@ def allocate_shared(nbytes: int) -> Uint8s:
 def handle_of(array: Uint8s) -> MainMemory:
     """Where other processes find an array of ``allocate_shared``. Raises ValueError for any other."""
     if id(array) not in _given:
-        raise ValueError("this memory cannot be shared: accepted is what a pool with shared=True took itself")
+        raise ValueError(
+            "memory: expected what a pool with shared=True took itself, which alone can be shared, got other memory"
+        )
     return _given[id(array)][0]
 
 
@@ -190,7 +192,7 @@ def open_shared(pid: int, handle: MainMemory, nbytes: int) -> Uint8s:
             raise PoolClosed(f"process {pid} has given this memory back, or has ended")
         size = os.fstat(fd).st_size
         if size != nbytes or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-            raise ValueError(f"description: {handle.name} has {size} bytes; accepted are exactly {nbytes}, and sealed")
+            raise ValueError(f"description: expected exactly {nbytes} bytes in {handle.name}, and sealed, got {size}")
         return _map(fd, nbytes)
     finally:
         os.close(fd)

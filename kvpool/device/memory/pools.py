@@ -186,7 +186,7 @@ class MemoryPools:
     def _only(self, name: str, instead: str) -> None:
         if len(self.layouts) > 1 or len(self.layouts[0]) > 1:
             raise ValueError(
-                f"{name}: there are groups of {[len(parts) for parts in self.layouts]} parts; accepted is {instead}"
+                f"{name}: expected {instead}, got groups of {[len(parts) for parts in self.layouts]} parts"
             )
 
 
@@ -213,8 +213,8 @@ def _needs(layouts: Layouts, counts: list[tuple[int, ...]], memory: tuple[Any, A
             each = list(tier_memory) if isinstance(tier_memory, (list, tuple)) else []
             if len(each) != parts:
                 raise ValueError(
-                    f"{name}: accepted are None, a function, and a list of {parts}, one for each part, group after "
-                    "group"
+                    f"{name}: expected None, a function or a list of {parts}, one for each part, group after group, "
+                    f"got {len(each)}"
                 )
         names = [name] if parts == 1 else [f"{name}[{i}]" for i in range(parts)]
         needs += [_Need(tier, *need) for need in zip(sizes, each, names, strict=True)]
@@ -299,7 +299,7 @@ def _check_apart(adopted: list[tuple[str, Any]]) -> None:
     for (name, start, size), (other, other_start, other_size) in combinations(spans, 2):
         if start < other_start + other_size and other_start < start + size:
             raise ValueError(
-                f"{name} and {other} share bytes: accepted is memory of its own for each tier of each part"
+                f"{name}: expected memory of its own for each tier of each part, got some that {other} has too"
             )
 
 
@@ -314,15 +314,17 @@ def _adopt(device: Device, tier: str, source: Any, nbytes: int, name: str) -> An
     plain = StridedArray(array.address, array.shape, array.itemsize)
     size = array.itemsize * math.prod(array.shape)
     if size != nbytes:
-        raise ValueError(f"{name} has {size} bytes: accepted are exactly the {nbytes} of its blocks")
+        raise ValueError(f"{name}: expected exactly the {nbytes} bytes of its blocks, got {size}")
     if any(
         extent > 1 and step != dense for extent, step, dense in zip(array.shape, array.steps, plain.steps, strict=True)
     ):
         raise ValueError(
-            f"{name} has shape {array.shape} and strides {array.steps}: accepted is C order without gaps, {plain.steps}"
+            f"{name}: expected C order without gaps, {plain.steps}, got shape {array.shape} and strides {array.steps}"
         )
     if not array.writable:
-        raise ValueError(f"{name} is read-only: accepted is memory that can be written")
+        raise ValueError(f"{name}: expected memory that can be written, got read-only memory")
     if array.address % ADOPTED_ALIGNMENT and nbytes:
-        raise ValueError(f"{name} is at {array.address:#x}: accepted is a multiple of {ADOPTED_ALIGNMENT}")
+        raise ValueError(
+            f"{name}: expected an address that is a multiple of {ADOPTED_ALIGNMENT}, got {array.address:#x}"
+        )
     return device.adopt(StridedArray(array.address, (nbytes,), 1, None, memory, "u", owner=array), tier)

@@ -25,9 +25,7 @@ class ListedChoices(Choices):
         at = len(self.made)
         choice = self._listed[at] if at < len(self._listed) else 0
         if not 0 <= choice < n:
-            raise ValueError(
-                f"listed[{at}]={choice}: there are {n} ways here; the calls are not those that the list was made for"
-            )
+            raise ValueError(f"listed[{at}]: expected one of {n} ways, got {choice}: the list was made for other calls")
         self.made.append((choice, n))
         return choice
 
@@ -79,4 +77,6 @@ def explore(body: Callable[[SimDevice], object], *, limit: int = 10_000, chunk_b
         listed = choices.following()
         if listed is None:
             return number
-    raise ValueError(f"limit={limit}: there are more schedules; allow more, enqueue less, or copy in larger chunks")
+    raise ValueError(
+        f"limit: expected as many as there are schedules, got {limit}: enqueue less, or copy in larger chunks"
+    )

@@ -184,13 +184,11 @@ def rows_argument(name: str, rows: Any, lengths: Int64s) -> Rows:
         return NO_ROWS
     array = np.asarray(rows)
     if array.dtype.kind not in "iu" and array.size:
-        raise TypeError(
-            f"{name}: integer rows (block, first token, last token exclusive) are needed, not {array.dtype}"
-        )
+        raise TypeError(f"{name}: expected integer rows (block, first token, last token exclusive), got {array.dtype}")
     if array.size == 0:
         return NO_ROWS
     if array.ndim != 2 or array.shape[1] != 3:
-        raise ValueError(f"{name}: shape [n, 3] is needed, not {list(array.shape)}")
+        raise ValueError(f"{name}: expected shape [n, 3], got {list(array.shape)}")
     array = array.astype(np.int64)
     block, first, last = array.T
     outside = (block < 0) | (block >= len(lengths))
@@ -199,7 +197,7 @@ def rows_argument(name: str, rows: Any, lengths: Int64s) -> Rows:
     if len(bad):
         row, most = array[bad[0]].tolist(), tokens[bad[0]] or lengths.max(initial=0)
         raise ValueError(
-            f"{name}[{bad[0]}]={row}: a block of [0, {len(lengths)}) and 0 <= first < last <= {most} are needed"
+            f"{name}[{bad[0]}]: expected a block of [0, {len(lengths)}) and 0 <= first < last <= {most}, got {row}"
         )
     return array
 

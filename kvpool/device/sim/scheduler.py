@@ -43,7 +43,7 @@ class SeededChoices(Choices):
 
     def __init__(self, seed: int, progress: float) -> None:
         if isinstance(progress, bool) or not isinstance(progress, int | float) or not 0 <= progress <= 1:
-            raise ValueError(f"progress={progress!r}: a number from 0 to 1 is needed")
+            raise ValueError(f"progress: expected a number from 0 to 1, got {progress!r:.80}")
         self._seed, self._progress = seed, progress
         self._random = random.Random(seed)
         self._array_random = np.random.default_rng(seed)

@@ -134,7 +134,7 @@ class Shadow:
         parts, places = [rows_argument(names[0], rows, self.regions.lengths)], set[int]()
         for array in arrays:
             if not isinstance(array, np.ndarray):
-                raise TypeError(f"{names[1]}: arrays are needed, not {type(array).__name__}")
+                raise TypeError(f"{names[1]}: expected arrays, got {type(array).__name__}")
             if not any(_same(other.array, array) for other in self._sharing(array)):
                 place = self.regions.blocks + len(self._outside)
                 memory = StridedArray(

@@ -181,9 +181,9 @@ class SimDevice(Device):
     ) -> None:
         seed = integer_argument("seed", seed, 0, 2**63 - 1)
         if compare not in COMPARE:
-            raise ValueError(f"compare={compare!r}: must be one of {', '.join(COMPARE)}")
+            raise ValueError(f"compare: expected one of {', '.join(COMPARE)}, got {compare!r:.80}")
         if choices is not None and not isinstance(choices, Choices):
-            raise TypeError(f"choices={choices!r}: Choices or None is needed")
+            raise TypeError(f"choices: expected Choices or None, got {choices!r:.80}")
         self._chunk_bytes = integer_argument("chunk_bytes", chunk_bytes, 1, 2**62)
         self._choices = choices or SeededChoices(seed, progress)
         self._compare = compare
@@ -336,7 +336,7 @@ class SimDevice(Device):
     def enqueue(self, work: Work, stream: Stream = NULL_STREAM, captured: bool = False) -> None:
         if captured:
             if stream.handle not in self._graphs:
-                raise ValueError(f"stream={stream!r}: it is not being captured; call while it is")
+                raise ValueError(f"stream: expected one that is being captured, got {stream!r:.80}")
             self._graphs[stream.handle].append(partial(self.enqueue, work))
             return
         with self._entered():
@@ -375,7 +375,7 @@ class SimDevice(Device):
         rows without a bound pool.
         """
         if not callable(function):
-            raise TypeError(f"function={function!r}: a callable without arguments is needed")
+            raise TypeError(f"function: expected a callable without arguments, got {function!r:.80}")
         graph = self._graphs.get(stream_argument(stream).handle)
         if graph is not None:
             named = {"reads": reads, "writes": writes, "loads": loads, "stores": stores, "layers": layers}
@@ -514,7 +514,7 @@ class SimDevice(Device):
         if event is NULL_EVENT:
             return None
         if not isinstance(event, SimEvent) or event.queue is not self._scheduler.queues.get(event.queue.handle):
-            raise TypeError(f"event={event!r}: an event that this device recorded is needed")
+            raise TypeError(f"event: expected one that this device has recorded, got {event!r:.80}")
         return event
 
     # -- the host --------------------------------------------------------------------------------

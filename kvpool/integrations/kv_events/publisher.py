@@ -162,9 +162,9 @@ class KVEventPublisher(Closing):
         replay_topic: bool = True,
     ) -> None:
         if not isinstance(cache, KVCacheManager):
-            raise TypeError(f"cache={cache!r:.80}: accepted is a KVCacheManager")
+            raise TypeError(f"cache: expected a KVCacheManager, got {cache!r:.80}")
         if keeper is not None and (not isinstance(keeper, Keeper) or keeper.pool is not cache):
-            raise ValueError(f"keeper={keeper!r:.80}: accepted is the Keeper of this pool, or None")
+            raise ValueError(f"keeper: expected the Keeper of this pool, or None, got {keeper!r:.80}")
         topic, hashes = text_argument("topic", topic), choice_argument("block_hashes", block_hashes, HASHES)
         needs = "" if bool_argument("allow_remote", allow_remote) else "allow_remote=True"
         endpoint_argument("endpoint", endpoint, needs)
@@ -393,6 +393,6 @@ def _specs(cache: KVCacheManager, group: Any) -> dict[int, Spec]:
     index = 0 if group is None else integer_argument("group", group, 0, len(cache.groups) - 1)
     if cache.groups[index].kind == "cross":
         raise ValueError(
-            f"group={index}: accepted is None, or a group that is not for cross attention, of which nothing is cached"
+            f"group: expected None, or a group that is not for cross attention, of which nothing is cached, got {index}"
         )
     return {index: Spec()}

@@ -63,9 +63,13 @@ def pieces(layers: Sequence[LayerPages], blocks_per_host_block: int, first_byte:
         array = as_strided(f"tensors[{index}]", layer.tensor)
         check_strides(f"tensors[{index}]", array)
         if len(array.shape) != 2 or array.steps[1] != 1 or len({run.fragments for run in layer.runs}) != 1:
-            raise ValueError(f"tensors[{index}]: accepted are [blocks, bytes], in fragments of one number")
+            raise ValueError(
+                f"tensors[{index}]: expected [blocks, bytes], in one number of fragments, got shape {array.shape}"
+            )
         if not all(_is_within(run, array.shape[1], layer.page_bytes) for run in layer.runs):
-            raise ValueError(f"tensors[{index}]: accepted are runs within its blocks and within the page")
+            raise ValueError(
+                f"tensors[{index}]: expected runs within its blocks and within the page, got {layer.runs!r:.80}"
+            )
         alike.setdefault((array.shape[0], array.steps, *layer[1:]), []).append(array)
     group_pieces = []
     for (blocks, steps, page, runs, writes), arrays in alike.items():

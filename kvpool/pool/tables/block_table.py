@@ -87,7 +87,7 @@ class BlockTable(NamedTuple):
         longest = int(self.blocks.max(initial=0))
         wide = longest if width is None else integer_argument("width", width, 0, _INT32_MAX)
         if wide < longest:
-            raise ValueError(f"width={wide}: accepted are the {longest} blocks of the longest sequence, or more")
+            raise ValueError(f"width: expected the {longest} blocks of the longest sequence, or more, got {wide}")
         rows = np.full((len(self.rows), wide), -1, np.int32)
         rows[:, :longest] = self.table[self.rows, :longest]
         return rows
@@ -99,7 +99,7 @@ class BlockTable(NamedTuple):
         present = dense != -1
         indptr = np.concatenate([[0], np.cumsum(present.sum(axis=1))])
         if indptr[-1] > _INT32_MAX:
-            raise ValueError(f"{indptr[-1]} blocks: accepted are {_INT32_MAX}")
+            raise ValueError(f"ids: expected up to {_INT32_MAX} blocks, got {indptr[-1]}")
         indices = dense[present]
         last = np.where(self.lengths > 0, (self.lengths - 1) % self.tokens_per_block + 1, 0)
         return Csr(indptr.astype(np.int32), indices, last.astype(np.int32))
@@ -132,14 +132,12 @@ def _planes(shape: tuple[int, ...], strides: tuple[int, ...], scale: Any, v_offs
         v_offset if listed else () if v_offset is None else (integer_argument("v_offset", v_offset, 0, _INT32_MAX),)
     )
     if listed and not (pooled and len(offsets) == len(scales)):
-        raise ValueError(
-            f"v_offset has {len(offsets)} entries: accepted is one number, or one for each pool that scale lists"
-        )
+        raise ValueError(f"v_offset: expected one number, or one for each pool that scale lists, got {len(offsets)}")
     leading = (len(scales),) * pooled + (2,) * bool(offsets)
     if shape[:-2] != leading:
         text = "".join(f"{count}, " for count in leading)
         raise ValueError(
-            f"target has shape {list(shape)}: with this scale and v_offset, accepted is [{text}rows, columns]"
+            f"target: expected [{text}rows, columns] with this scale and v_offset, got shape {list(shape)}"
         )
     planes = []
     for pool, factor in enumerate(scales):
@@ -160,13 +158,13 @@ def rows_argument(rows: Int64s | None, count: int, available: int) -> Int64s:
     ValueError."""
     if rows is None:
         if count > available:
-            raise ValueError(f"target has {available} rows: accepted are {count} or more, one for each sequence")
+            raise ValueError(f"target: expected {count} rows or more, one for each sequence, got {available}")
         return _first_rows(count)
     if len(rows) != count:
-        raise ValueError(f"rows has {len(rows)} entries: accepted is one for each of the {count} sequences")
+        raise ValueError(f"rows: expected one for each of the {count} sequences, got {len(rows)}")
     bad = _first_bad(rows, available, np.zeros(available, np.bool_))
     if bad >= 0:
-        raise ValueError(f"rows[{bad}]={rows[bad]}: accepted are different rows of the target's {available}")
+        raise ValueError(f"rows[{bad}]: expected different rows of the target's {available}, got {rows[bad]}")
     return rows
 
 
@@ -191,13 +189,13 @@ def own_table(table: object, groups: int, sequences: int, columns: int) -> Int32
     if table is None:
         return None
     if not isinstance(table, np.ndarray) or table.dtype != np.int32:
-        raise TypeError(f"table: accepted is an int32 array, not {getattr(table, 'dtype', type(table).__name__)}")
+        raise TypeError(f"table: expected an int32 array, got {getattr(table, 'dtype', type(table).__name__)}")
     table = np.asarray(table)[...]  # whose shape and strides nobody else changes
     shape = (groups, sequences, columns)[groups == 1 :]
     if table.shape != shape:
         text = "groups, " * (groups > 1) + "max_sequences, columns"
-        raise ValueError(f"table has shape {list(table.shape)}: accepted is [{text}] = {list(shape)}")
+        raise ValueError(f"table: expected [{text}] = {list(shape)}, got shape {list(table.shape)}")
     flags = table.flags
     if not (flags.c_contiguous and flags.aligned and flags.writeable):
-        raise ValueError("table: accepted is an array that is C-contiguous, aligned and writable")
+        raise ValueError("table: expected an array that is C-contiguous, aligned and writable, got another")
     return table

@@ -207,7 +207,7 @@ class HandOver(ABC):
     def choose(self, first: Int64s, counts: Int64s) -> None:
         """Choose tokens of a step. Raises ValueError where there are none to choose."""
         if len(first) or len(counts):
-            raise ValueError("first, counts: accepted is None, since block offsets are of all tokens")
+            raise ValueError("first, counts: expected None, since block offsets are of all tokens, got numbers")
 
     @abstractmethod
     def room(self, heads: Int64s, g: int, ids: Int64s) -> int:
@@ -267,9 +267,8 @@ class DenseHandOver(HandOver):
         width = int(stage_dense(heads, g, ids, self.rows, self.planes, *room, self.columns, self.least, self.cut))
         if width == TOO_LARGE:
             raise ValueError(
-                f"target has {self.columns} columns: sequence {ids[heads[g, H.detail]]} has {heads[g, H.bound]} "
-                "blocks; "
-                "accepted are as many, or max_blocks"
+                f"target: expected max_blocks, or {heads[g, H.bound]} columns for the blocks of sequence "
+                f"{ids[heads[g, H.detail]]}, got {self.columns} columns"
             )
         return width
 
@@ -294,7 +293,7 @@ class CsrHandOver(HandOver):
         if total == TOO_LARGE:
             least = heads[g, H.detail]
             raise ValueError(
-                f"indices has {available} entries: accepted are {least} or more, and at most {_INT32_MAX} are used"
+                f"indices: expected {least} entries or more, of which {_INT32_MAX} are used at most, got {available}"
             )
         return total
 

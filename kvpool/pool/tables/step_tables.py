@@ -98,7 +98,7 @@ class StepTables:
 def step_argument(name: str, value: object) -> StepTables:
     """``value`` itself. Raises TypeError for anything else."""
     if type(value) is not StepTables:
-        raise TypeError(f"{name}={value!r:.80}: accepted are StepTables")
+        raise TypeError(f"{name}: expected StepTables, got {value!r:.80}")
     return value
 
 
@@ -226,13 +226,15 @@ def refuse_step(heads: Int64s, g: int, ids: Int64s, error: int) -> None:
     """Raise ValueError for an error of ``_number``. The caller holds the state lock."""
     detail, bound = int(heads[g, H.detail]), int(heads[g, H.bound])
     if error == BAD_COUNT:
-        raise ValueError(f"first, counts: accepted are tokens of sequence {ids[detail]}, which has {bound}")
+        raise ValueError(f"first, counts: expected tokens of sequence {ids[detail]}, which has {bound}, got others")
     if error == PASSED:
-        raise ValueError(f"first: the window of sequence {ids[detail]} has passed; accepted are {bound} and more")
+        raise ValueError(
+            f"first: expected {bound} or more for sequence {ids[detail]}, whose window has passed the others, got less"
+        )
     if error == TOO_LARGE:
         name = ("slot_mapping", "table", "indices")[detail]
         what = "columns" if detail == PAGES else "entries"
-        raise ValueError(f"{name}: accepted are {bound} {what} or more; {what} are counted up to {2**31 - 1}")
+        raise ValueError(f"{name}: expected {bound} {what} or more, and up to {2**31 - 1}, got fewer")
 
 
 class HostStep:

@@ -457,7 +457,7 @@ def _reached(master: str | None, reach: Callable[[str], str]) -> dict[str, Any]:
     if master is None:
         return {}
     if not re.fullmatch(r"\S+:[0-9]+", master):
-        return {"unreachable": f"{master!r:.80} is no address: accepted is HOST:PORT"}
+        return {"unreachable": f"expected HOST:PORT, got {master!r:.80}"}
     try:
         return {"seen_as": reach(master)}
     except (OSError, ValueError, OverflowError) as error:

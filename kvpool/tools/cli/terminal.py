@@ -174,8 +174,8 @@ def tier_blocks(options: argparse.Namespace, tier: str, layout: BlockLayout) -> 
     if memory is None:
         return blocks
     if memory < layout.block_bytes and (memory or tier == "device"):
-        least = f"one block of {layout.block_bytes} bytes; accepted are sizes such as 4096, 512MiB or 8GiB"
-        options.error(f"--{tier}-memory: {memory} bytes do not hold {least}")
+        least = f"one block of {layout.block_bytes} bytes or more, such as 512MiB or 8GiB"
+        options.error(f"--{tier}-memory: expected {least}, got {memory} bytes")
     from kvpool.device.regions import BLOCKS_MAX
 
     if memory // layout.block_bytes > BLOCKS_MAX:

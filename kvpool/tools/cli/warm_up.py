@@ -36,7 +36,9 @@ def run(options: argparse.Namespace) -> int:
 
     root = cache_root()
     if into is not None and root != into:
-        options.error(f"--into {options.into}: accepted is a folder that can be written, and that others cannot rename")
+        options.error(
+            f"--into: expected a folder that can be written, and that others cannot rename, got {options.into}"
+        )
     announce_compilation()
     begin = time.monotonic()
     warm_up(processes=options.processes)

@@ -62,7 +62,7 @@ def _add_workload(parser: argparse.ArgumentParser, *, host_blocks: int, block_by
 def _round_argument(text: str) -> int:
     found = terminal.size_argument(text)
     if 0 < found < 1 << 20:
-        raise argparse.ArgumentTypeError(f"{text!r}: accepted are 0, and from 1MiB on, which is one message")
+        raise argparse.ArgumentTypeError(f"expected 0, or 1MiB or more, which is one message, got {text!r:.80}")
     return found
 
 
@@ -103,7 +103,7 @@ def _secret_of(options: argparse.Namespace) -> bytes:
     except ValueError:
         secret = b""
     if not 16 <= len(secret) <= 64:
-        options.error(f"{SECRET}: accepted are 32 to 128 hex digits in this environment variable")
+        options.error(f"{SECRET}: expected 32 to 128 hex digits in this environment variable, got another text or none")
     return secret
 
 

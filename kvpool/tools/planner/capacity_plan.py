@@ -33,7 +33,7 @@ _POINTS = 256
 def _check_number(name: str, value: float, *, above_0: bool = True) -> None:
     """Raise ValueError for what is no finite number above 0, or of at least 0."""
     if not (isfinite(value) and (value > 0 if above_0 else value >= 0)):
-        raise ValueError(f"{name}={value}: must be a number {'above' if above_0 else 'of at least'} 0")
+        raise ValueError(f"{name}: expected a number {'above 0' if above_0 else 'from 0 on'}, got {value}")
 
 
 def doublings(first: int, last: int, block_bytes: int) -> list[int]:
@@ -58,9 +58,9 @@ class StoreTier:
 
     def __post_init__(self) -> None:
         if self.capacity is not None and self.capacity < 0:
-            raise ValueError(f"capacity={self.capacity}: must be at least 0")
+            raise ValueError(f"capacity: expected 0 or more, got {self.capacity}")
         if self.save not in SAVES:
-            raise ValueError(f"save={self.save!r:.80}: accepted are {', '.join(SAVES)}")
+            raise ValueError(f"save: expected {', '.join(SAVES)}, got {self.save!r:.80}")
         _check_number("store_bandwidth", self.bandwidth)
         _check_number("store_latency", self.latency, above_0=False)
 
@@ -200,9 +200,9 @@ class Machine:
         for name in ("device_blocks", "host_blocks"):
             value = getattr(self, name)
             if value is not None and value < 0:
-                raise ValueError(f"{name}={value}: must be at least 0")
+                raise ValueError(f"{name}: expected 0 or more, got {value}")
         if self.store is not None and self.device_blocks is None:
-            raise ValueError("store: device_blocks must be given too")
+            raise ValueError("device_blocks: expected a number with store=, got None")
 
     @property
     def seconds_per_token(self) -> float:

@@ -89,9 +89,12 @@ def compare(
     Raises ValueError for a capacity that does not hold the longest request, and for a policy that no pool has.
     """
     if said not in SAYINGS:
-        raise ValueError(f"said={said!r}: accepted are {', '.join(SAYINGS)}")
+        raise ValueError(f"said: expected {', '.join(SAYINGS)}, got {said!r}")
     if min(capacities, default=0) < survey.longest_blocks:
-        raise ValueError(f"capacities={list(capacities)}: the longest request needs {survey.longest_blocks} blocks")
+        raise ValueError(
+            f"capacities: expected {survey.longest_blocks} blocks or more, as the longest request has, got "
+            f"{list(capacities)}"
+        )
     runs: dict[str, Callable[[int], int]] = {LRU: lambda capacity: round(survey.curve.hits(capacity))}
     for policy in policies:
         runs[policy] = partial(through_pool, uses, survey.longest_blocks, policy=policy, said=said)

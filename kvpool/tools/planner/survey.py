@@ -99,7 +99,7 @@ class Curve:
 
     def _place(self, capacity: int) -> int:
         if capacity < 0:
-            raise ValueError(f"capacity={capacity}: must be at least 0 blocks")
+            raise ValueError(f"capacity: expected 0 blocks or more, got {capacity}")
         reach = int(capacity * self.sample + 1e-9)
         last = len(self.cumulative) - 1
         return min(reach, last) if self.limits is None else int(np.searchsorted(self.limits, reach, side="right")) - 1
@@ -243,9 +243,9 @@ class Surveyor:
     def __init__(self, tokens_per_block: int, sample: float = 1.0, *, keep: bool = False) -> None:
         self.tokens_per_block = integer_argument("tokens_per_block", tokens_per_block, 1, 2**31 - 1)
         if not SAMPLE_MIN <= sample <= 1:
-            raise ValueError(f"sample={sample}: must be {SAMPLE_MIN} to 1")
+            raise ValueError(f"sample: expected {SAMPLE_MIN} to 1, got {sample}")
         if keep and sample != 1:
-            raise ValueError(f"sample={sample}: to keep what each request uses, it must be 1")
+            raise ValueError(f"sample: expected 1 to keep what each request uses, got {sample}")
         self.sample = sample
         self.requests = 0
         """Requests recorded so far."""
@@ -271,7 +271,7 @@ class Surveyor:
         ids, tokens_per_id, keyed_tokens = _content(request)
         if request.output_length < 0 or len(ids) * tokens_per_id < keyed_tokens:
             covered = f"{len(ids)} ids of {tokens_per_id} tokens for {keyed_tokens} and {request.output_length} tokens"
-            raise ValueError(f"{request.name} has {covered}: accepted are ids for all, and numbers from 0 on")
+            raise ValueError(f"{request.name}: expected ids for all, and numbers from 0 on, got {covered}")
         name = request.salt if request.tenant is None else request.tenant
         tenant = self._tenants.setdefault(name, min(len(self._tenants), TENANTS_MAX))
         full = request.length // size
@@ -387,9 +387,9 @@ def _content(request: Request) -> tuple[Uint64s, int, int]:
         try:
             ids = np.array(request.hash_ids, np.uint64)
         except OverflowError:
-            raise ValueError(f"hash_ids={request.hash_ids!r:.80}: accepted are numbers from 0 to 2**64 - 1") from None
+            raise ValueError(f"hash_ids: expected numbers from 0 to 2**64 - 1, got {request.hash_ids!r:.80}") from None
         if ids.ndim != 1:
-            raise ValueError(f"hash_ids has shape {ids.shape}: accepted is one dimension")
+            raise ValueError(f"hash_ids: expected one dimension, got shape {ids.shape}")
         return ids, request.tokens_per_id, request.input_length
     assert request.tokens is not None
     if request.outputs is None:

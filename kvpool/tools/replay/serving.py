@@ -241,7 +241,7 @@ def measure(
 
     blocks = round_bytes // block_bytes // blocks_per_message * blocks_per_message
     if blocks == 0 or rounds < 1:
-        raise ValueError(f"round_bytes={round_bytes}, rounds={rounds}: accepted is at least one message, once")
+        raise ValueError(f"round_bytes: expected at least one message, once, got {round_bytes}, rounds={rounds}")
     with (
         _other_process(block_bytes, blocks, blocks_per_message) as (endpoint, bare_endpoint),
         _pool(block_bytes, blocks) as cache,

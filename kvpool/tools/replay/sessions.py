@@ -82,9 +82,9 @@ def play(
     ``waited`` says how many seconds the last request waited before it began, which its user goes on later.
     """
     if users < 1 or not 0 <= pause_max < inf:
-        raise ValueError(f"users {users}, pause_max {pause_max}: accepted are 1 user or more, and seconds from 0 on")
+        raise ValueError(f"users, pause_max: expected 1 user or more, and seconds from 0 on, got {users}, {pause_max}")
     if not 0 <= varies <= 1:
-        raise ValueError(f"varies {varies}: accepted is 0 to 1")
+        raise ValueError(f"varies: expected 0 to 1, got {varies}")
     random = Random(_SEED)
     varied = Random(_SEED_VARIED)
     index = 0

@@ -214,7 +214,7 @@ def stream_trace(
     options = {name: value for name, value in (("users", users), ("pause_max", pause_max)) if value is not None}
     if options and format not in ("agents", "auto"):
         named = ", ".join(f"{name} {value}" for name, value in options.items())
-        reason = f"{named}: it has requests ({format}); accepted with sessions of agents only"
+        reason = f"{named}: expected a trace with sessions of agents, got requests ({format})"
         raise TraceError(_name(path), 0, reason)
     for request in islice(_requests(rows, format, options), limit):
         yield format, request
@@ -345,7 +345,9 @@ def read_session(row: Row) -> AgentSession:
         lacking = -(-turn.input_length // tokens_per_id) - counts[-1]
         if not 0 <= lacking <= 1:
             covered = f"{counts[-1]} ids of {tokens_per_id} tokens for {turn.input_length} tokens"
-            raise part.error(f"{covered}: accepted is an id for each, or for each but the last unfull one")
+            raise part.error(
+                f"hash_ids: expected one for each block, or for each but a last one that is not full, got {covered}"
+            )
         if sum(counts) > _IDS_MAX:
             raise part.error(f"the prompts of the session have more than {_IDS_MAX} ids together")
         turns.append(turn)

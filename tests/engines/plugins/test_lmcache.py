@@ -209,8 +209,8 @@ def test_objects_of_bytes_need_a_name_of_the_type_of_their_elements(
         assert not lab.store(adapter, keys(1), objects(1, first=0)).is_successful()
         assert lab.look_up(adapter, keys(1), {0: LAYOUT}) == [] == lab.load(adapter, keys(1), objects(1))
     assert [one.message.partition(":")[2] for one in caplog.records] == [
-        " kv_dtype is missing, and torch.uint8 may be any type: accepted is a text that names the type of the KV's "
-        "elements, such as 'fp8_e4m3' or 'fp8_e5m2'"
+        " kv_dtype: expected a text that names the type of the KV's elements, such as 'fp8_e4m3' or 'fp8_e5m2', since "
+        "torch.uint8 may be any type, got none"
     ]
     halves = memory_object(SIZE, 0)
     halves.metadata.shape, halves.metadata.dtype = torch.Size([SIZE // 2]), torch.bfloat16

@@ -201,7 +201,7 @@ def test_nobody_else_can_ask_the_server(attention: Path) -> None:
 
 
 def test_bad_input_is_refused_and_the_next_prompt_is_served(attention: Path) -> None:
-    with pytest.raises(ValueError, match="host_memory is missing"):
+    with pytest.raises(ValueError, match="host_memory: expected .*, got none"):
         prefix_cache(attention, host_memory=None)
     with pytest.raises(ValueError, match="name its weights"):
         prefix_cache(attention.with_name("absent"))

@@ -140,11 +140,11 @@ def test_another_model_finds_nothing_and_has_the_memory() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"host_memory": None}, ValueError, "host_memory is missing"),
-        ({"host_memory": "much"}, ValueError, "host_memory='much'"),
-        ({"block_tokens": 0}, ValueError, "block_tokens=0"),
+        ({"host_memory": None}, ValueError, "host_memory: expected .*, got none"),
+        ({"host_memory": "much"}, ValueError, "host_memory: .*'much'"),
+        ({"block_tokens": 0}, ValueError, "block_tokens: .*0"),
         ({"hostmemory": "1GiB"}, ValueError, "is host_memory meant"),
-        ({"save": "sometimes"}, ValueError, "save='sometimes'"),
+        ({"save": "sometimes"}, ValueError, "save: .*'sometimes'"),
     ],
 )
 def test_bad_options_are_refused_at_once(options: dict[str, Any], error: type[Exception], words: str) -> None:

@@ -95,7 +95,7 @@ def test_a_transform_that_gives_another_size_fails_the_save(cluster: Cluster, op
     queue = open_at(cluster.address, transform=Counted(long=4))
     job = queue.save(queue.secret.opaque(names(1)), np.arange(1))
     assert job.wait(600, returned=True) and job.codes.tolist() == [FAILED]
-    assert f"accepted are {BLOCK_BYTES + 3}" in job.error
+    assert f"expected {BLOCK_BYTES + 3}" in job.error
 
 
 def test_a_transform_that_raises_gives_damaged_blocks(cluster: Cluster, open_at: OpenAt) -> None:

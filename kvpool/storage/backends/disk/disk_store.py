@@ -106,12 +106,12 @@ class DiskStore:
     ) -> None:
         self._path = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
         if not isinstance(self._path, str) or not self._path:
-            raise TypeError(f"path={path!r:.80}: accepted is the path of a folder")
+            raise TypeError(f"path: expected the path of a folder, got {path!r:.80}")
         self._capacity = None if capacity is None else integer_argument("capacity", capacity, 1, BYTES_MAX)
         self.threads = integer_argument("threads", threads, 1, 256)
         self._policy = choice_argument("policy", policy, POLICIES)
         if system is not None and not isinstance(system, System):
-            raise TypeError(f"system={system!r:.80}: accepted is a System")
+            raise TypeError(f"system: expected a System, got {system!r:.80}")
         self._system, self._process = system or System(), Process()
         # Taken by itself: ``stats`` is for any thread, see ``kvpool.common.interrupt.Bell``.
         self._lock, self._opened = threading.Lock(), False
@@ -182,8 +182,10 @@ class DiskStore:
 
     def _size(self, folder: Folder, header: Header | None, block_bytes: int) -> int:
         """How many slots there are. Raises ValueError."""
-        if header is not None and header.version != VERSION:
-            raise ValueError(f"{self._path}: expected a store of version {VERSION}, got {header.version}")
+        if header is not None and header.version > VERSION:
+            raise ValueError(
+                f"path: expected a store of version {VERSION} or below, got {header.version} in {self._path}"
+            )
         if header is not None and header.block_bytes != block_bytes:
             sizes = f"{header.block_bytes} bytes, and this engine's have {block_bytes}"
             raise ValueError(f"{self._path} has blocks of {sizes}: give each a folder of its own, or delete this one")
@@ -193,7 +195,7 @@ class DiskStore:
         free = self._system.statvfs(folder.path)
         wanted = self._capacity or min(DEFAULT_CAPACITY, free.f_bavail * free.f_frsize // 2)
         if wanted < stride:
-            raise ValueError(f"capacity={wanted}: accepted is at least one block, which takes {stride} bytes here")
+            raise ValueError(f"capacity: expected at least one block, which takes {stride} bytes here, got {wanted}")
         return wanted // stride
 
     def _read(self, database: Database, header: Header, had: int, model: bytes) -> None:

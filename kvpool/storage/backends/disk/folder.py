@@ -188,7 +188,7 @@ class Folder:
         except OSError as error:
             reasons = {
                 errno.EROFS: "a DiskStore needs a file system that it can write to",
-                errno.ELOOP: "accepted is no symbolic link",
+                errno.ELOOP: "expected a folder or file, got a symbolic link",
             }
             number = errno.EPERM if error.errno == errno.ELOOP else error.errno
             raise OSError(number, reasons.get(error.errno or 0, error.strerror), self.join(name)) from None
@@ -223,7 +223,7 @@ class Folder:
 def check_private(path: str, found: os.stat_result) -> None:
     """Raise PermissionError unless this is a plain file or folder of this user alone."""
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
-        raise PermissionError(errno.EPERM, "accepted are plain files in a plain folder", path)
+        raise PermissionError(errno.EPERM, "expected plain files in a plain folder, got another kind", path)
     if found.st_uid != os.geteuid():
         raise PermissionError(errno.EPERM, f"it belongs to user {found.st_uid}, not to {os.geteuid()}", path)
     if found.st_mode & 0o077:
@@ -236,7 +236,7 @@ def _open_folder(path: str) -> int:
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
-            raise PermissionError(errno.EPERM, "accepted is a folder, and no symbolic link", path) from None
+            raise PermissionError(errno.EPERM, "expected a folder, got a symbolic link or a file", path) from None
         raise
 
 

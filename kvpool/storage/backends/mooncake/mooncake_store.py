@@ -338,7 +338,7 @@ class MooncakeStore:
         for key, row, kept in zip(keys, rows.tolist(), area[:, :-SEAL_BYTES], strict=True):
             made = transform.outgoing(key.tobytes(), self._memory[row].data)
             if len(made) != len(kept):
-                raise ValueError(f"transform.outgoing has given {len(made)} bytes: accepted are {len(kept)}")
+                raise ValueError(f"transform.outgoing: expected {len(kept)} bytes, got {len(made)}")
             kept[:] = np.frombuffer(made, np.uint8)
 
     def _decode(self, transform: Transform, key: Bytes, row: int, kept: Bytes) -> int:
@@ -381,20 +381,20 @@ def _master_argument(value: object) -> str:
     text = text_argument("master", value)
     match = re.fullmatch(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):([0-9]{1,5})", text)
     if match is None or not 0 < int(match[1]) < 1 << 16:
-        raise ValueError(f"master={text!r:.80}: accepted is HOST:PORT of one master; several masters were not tested")
+        raise ValueError(f"master: expected HOST:PORT of one master, got {text!r:.80}")
     return text
 
 
 def _segment_argument(value: object) -> int:
     size = integer_argument("segment", value, 0, _SEGMENT_MAX)
     if 0 < size < _SEGMENT_MIN:
-        raise ValueError(f"segment={size}: accepted are 0 and {_SEGMENT_MIN} to {_SEGMENT_MAX} bytes")
+        raise ValueError(f"segment: expected 0, or {_SEGMENT_MIN} to {_SEGMENT_MAX} bytes, got {size}")
     return size
 
 
 def _protocol_argument(value: object) -> str:
     if value not in ("tcp", "rdma"):
-        raise ValueError(f'protocol={value!r:.80}: accepted are "tcp" and "rdma"')
+        raise ValueError(f'protocol: expected "tcp" or "rdma", got {value!r:.80}')
     return str(value)
 
 
@@ -402,7 +402,7 @@ def _extra_argument(transform: Any) -> int:
     if transform is None:
         return 0
     if not all(callable(getattr(transform, name, None)) for name in ("outgoing", "incoming")):
-        raise TypeError(f"transform={transform!r:.80}: accepted is an object with extra, outgoing and incoming")
+        raise TypeError(f"transform: expected an object with extra, outgoing and incoming, got {transform!r:.80}")
     return integer_argument("transform.extra", transform.extra, 0, 1 << 20)
 
 
@@ -420,7 +420,9 @@ def _secret_argument(secret: object, file: object, master: str) -> bytes:
     except TypeError as error:  # a text, which names no path here
         raise ValueError(str(error)) from None
     except OSError as error:
-        raise ValueError(f"secret_file={str(file)!r:.200} cannot be read: {error.strerror}") from error
+        raise ValueError(
+            f"secret_file: expected a file that can be read, got {str(file)!r:.200}: {error.strerror}"
+        ) from error
 
 
 def _on_this_machine(master: str) -> bool:

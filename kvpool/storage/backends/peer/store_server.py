@@ -152,7 +152,7 @@ class StoreServer(Closing):
         most = integer_argument("connections", connections, 1, 1 << 16)
         stall = integer_argument("stall_ms", stall_ms, 0, (1 << 31) - 1)
         if keys is not None and (secret is not None or secret_file is not None):
-            raise ValueError("secret, secret_file, keys: accepted is one of them")
+            raise ValueError("secret, secret_file, keys: expected one of them, got several")
         door = keys or ServerSecret(wire_key(SharedSecret(secret, secret_file)))
         self._calls = _Calls(store, size, blocks, waiting + store.threads)
         try:
@@ -317,9 +317,9 @@ class _Calls:
         message, frames = received.message, received.frames
         saves, clears = message.call == "save", message.call in ("clear", *EPOCHS)
         if message.call not in CALLS:
-            raise Malformed(f"call={message.call!r:.40}: accepted are {', '.join(CALLS)}")
+            raise Malformed(f"call: expected {', '.join(CALLS)}, got {message.call!r:.40}")
         if not 1 <= message.wait_ms <= WAIT_MS_MAX:
-            raise Malformed(f"wait_ms={message.wait_ms}: accepted are 1 to {WAIT_MS_MAX}")
+            raise Malformed(f"wait_ms: expected 1 to {WAIT_MS_MAX}, got {message.wait_ms}")
         tag = b""
         if saves or clears:
             sizes = {"save": [TAG_BYTES], "clear": [MODEL_BYTES, TAG_BYTES]}.get(message.call, [MODEL_BYTES])
@@ -328,7 +328,7 @@ class _Calls:
         count = 0 if clears else frames[0].nbytes // KEY_BYTES
         most = self._blocks_per_call if message.call in ("save", "load") else KEYS_MAX
         if not clears and not 1 <= count <= most:
-            raise Malformed(f"{count} keys: accepted are 1 to {most}")
+            raise Malformed(f"keys: expected 1 to {most}, got {count}")
         keys = rows_of(frames[:1] or [b""], count, KEY_BYTES)
         seals = rows_of(frames[1:] or [b""], count if saves else 0, SEAL_BYTES)
         blocks = rows_of(received.blocks or [b""], count if saves else 0, self._block_bytes)
@@ -478,5 +478,5 @@ def _tag(text: str, *sizes: int) -> bytes:
     except ValueError:
         tag = b""
     if len(tag) not in sizes or len(text) != 2 * len(tag):
-        raise Malformed(f"tag={text!r:.40}: accepted are {' or '.join(str(2 * size) for size in sizes)} hex digits")
+        raise Malformed(f"tag: expected {' or '.join(str(2 * size) for size in sizes)} hex digits, got {text!r:.40}")
     return tag

@@ -124,11 +124,13 @@ class S3Store:
         match = _PLACE.fullmatch(text_argument("place", place))
         if match is None:
             accepted = "//BUCKET or //BUCKET/PREFIX, a bucket of 3 to 63 of a-z, 0-9, . and -"
-            raise ValueError(f"place={place!r:.80}: accepted is {accepted}")
+            raise ValueError(f"place: expected {accepted}, got {place!r:.80}")
         self._bucket, self._root = match[1], match[2] and match[2].strip("/") + "/"
         self._endpoint = text_argument("endpoint", endpoint)
         if self._endpoint and not re.fullmatch(r"https?://[\w.:\[\]-]+/?", self._endpoint):
-            raise ValueError("endpoint: accepted is an address such as https://s3.example.com, without credentials")
+            raise ValueError(
+                "endpoint: expected an address such as https://s3.example.com, without credentials, got another text"
+            )
         self._region = text_argument("region", region)
         self.threads = integer_argument("threads", threads, 1, 64)
         self._timeout = timedelta(milliseconds=integer_argument("timeout_ms", timeout_ms, 100, 600_000))
@@ -247,7 +249,7 @@ class S3Store:
             except FileNotFoundError:
                 return b""
             if answer.meta["size"] != EPOCH_BYTES:
-                raise ValueError(f"an epoch of {answer.meta['size']} bytes: accepted are {EPOCH_BYTES}")
+                raise ValueError(f"epoch: expected {EPOCH_BYTES} bytes, got {answer.meta['size']}")
             return bytes(answer.bytes())
 
     def stats(self) -> dict[str, int]:
