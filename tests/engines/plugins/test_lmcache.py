@@ -317,7 +317,7 @@ def test_closing_ends_tasks_that_wait(make: Any, stores: dict[str, Wrong]) -> No
     assert [adapter.query_load_result(task).popcount() for task in tasks] == [0, 0, 0]
 
 
-@pytest.mark.parametrize(("params", "words"), [({"stores": "tape:"}, "store='tape:'"), ({"weights": ""}, "weights")])
+@pytest.mark.parametrize(("params", "words"), [({"stores": "tape:"}, "got 'tape:'"), ({"weights": ""}, "weights")])
 def test_bad_options_end_the_start_of_lmcache(params: dict[str, str], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         lab.adapter(**params)
