@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from kvpool import __version__
-from kvpool.tools.cli import doctor, plan, replay, warm_up, workers
+from kvpool.tools.cli import doctor, plan, replay, warm_up
 from kvpool.tools.cli import serve_store as store
 from kvpool.tools.cli.terminal import INTERRUPTED, USAGE, WrongUse, complain, near
 
-COMMANDS = (replay, plan, workers, store, doctor, warm_up)
+COMMANDS = (replay, plan, store, doctor, warm_up)
 
 
 class CommandParser(argparse.ArgumentParser):

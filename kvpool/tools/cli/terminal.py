@@ -19,7 +19,6 @@ from kvpool.common.sizes import parse_size
 
 if TYPE_CHECKING:
     from kvpool.tools.replay import Trace
-    from kvpool.tools.replay.engine import Report
 
 Group: TypeAlias = "argparse._ArgumentGroup"
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -205,11 +204,6 @@ def print_text(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             raise WrongUse(f"standard output: {error.strerror}") from error
-
-
-def status_of(report: Report) -> int:
-    """The exit status of a run with figures."""
-    return INTERRUPTED if report.interrupted else OK if report.passed else FAILED
 
 
 def complain(error: BaseException) -> int:
