@@ -186,7 +186,7 @@ class Prefetches:
             # The engine computes from there on.
             for one in wanted:
                 if one.place >= refused:
-                    self._bridge.note(fetch.source[one], [one], ["not worth loading"])
+                    self._bridge.note(fetch.source[one], [one], ["declined"])
             there[:, refused:] = False
             wanted = self._wanted(fetch, there)
         if not wanted:
