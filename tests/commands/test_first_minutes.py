@@ -88,7 +88,7 @@ def test_the_doctor_reports_where_numba_cannot_be_imported() -> None:
     doctor = "from kvpool.__main__ import main\nsys.exit(main(['doctor']))"
     done = run_without(["numba", "numba.core", "llvmlite"], doctor)
     assert done.returncode == 1, done.stderr
-    assert "failed   numba:" in done.stdout and 'pip install -U "."' in done.stdout
+    assert "numba: failed, " in done.stdout and 'pip install -U "."' in done.stdout
     assert "Traceback" not in done.stderr
 
 
