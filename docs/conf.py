@@ -3,9 +3,11 @@ error."""
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +89,10 @@ class CommandHelp(SphinxDirective):
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        text = command_line(self.arguments[0]).format_help()
+        help_text = io.StringIO()
+        with redirect_stdout(help_text), suppress(SystemExit):
+            command_line().parse_args([self.arguments[0], "--help"])
+        text = help_text.getvalue()
         return [nodes.literal_block(text, text, language="text")]
 
 

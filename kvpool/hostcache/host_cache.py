@@ -38,7 +38,7 @@ from kvpool.pool import events as kv_events
 from kvpool.pool.config import secret_argument
 from kvpool.pool.core import MAX_MS, Names
 from kvpool.pool.deadlines import Deadlines
-from kvpool.pool.explain import NOT_KNOWN, Missed
+from kvpool.pool.explain import Missed, MissReason
 from kvpool.pool.stats import Histogram
 from kvpool.state import control, hostcache, records, saving, verbs
 from kvpool.state.arrays import POLICIES, GroupSizes, Settings, States, state_bytes
@@ -282,7 +282,7 @@ class HostCache(Closing):
         self._reserved = 0
         # The last keys that have gone, with the reason and the time, and whether others had gone before.
         self._history, self._gone_before = integer_argument("history", history, 0, 1 << 24), False
-        self._gone: OrderedDict[bytes, tuple[str, int | None]] = OrderedDict()
+        self._gone: OrderedDict[bytes, tuple[MissReason, int]] = OrderedDict()
         self._closed = False
 
     # -- keys that are looked for --------------------------------------------------------------------
@@ -502,20 +502,22 @@ class HostCache(Closing):
             self._gone_before = True
 
     def explain(self, key: bytes, tokens: int = 1) -> Missed:
-        """Why a key is not HERE: "evicted", "forgotten", "never seen" or "not known any more". ``history`` says how
-        many keys that have gone are remembered. ``tokens``: of its block. Does not change the cache."""
+        """Return why a key is not HERE: "evicted", "forgotten", "never_seen" or "unknown". ``history`` is the number of
+        keys that have gone and are remembered. ``tokens``: of its block. Does not change the cache."""
         with self._lock:
+            gone = self._gone.get(key)
             unknown = self._gone_before or not self._history
-            why, left = self._gone.get(key, (NOT_KNOWN if unknown else "never seen", None))
-        ago = None if left is None else max(0, self._now() - left)
-        return Missed(0, tokens, why, ago, self.policy if why == "evicted" else None)
+        if gone is None:
+            return Missed(0, tokens, "unknown" if unknown else "never_seen")
+        reason, left_ms = gone
+        return Missed(0, tokens, reason, max(0, self._now() - left_ms))
 
-    def _note_gone(self, keys: Iterable[bytes], why: str, now_ms: int) -> None:
+    def _note_gone(self, keys: Iterable[bytes], reason: MissReason, now_ms: int) -> None:
         """Remember why keys have gone, if ``history`` says so."""
         with self._lock:
             for key in keys if self._history else ():
                 self._gone.pop(key, None)
-                self._gone[key] = why, now_ms
+                self._gone[key] = reason, now_ms
             while len(self._gone) > self._history:
                 del self._gone[next(iter(self._gone))]
                 self._gone_before = True

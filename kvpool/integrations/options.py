@@ -8,6 +8,7 @@ import hashlib
 import importlib.metadata
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -210,11 +211,14 @@ class EnginePlugin:
         return _HISTORY if self.tells() else 0
 
     def tell(self, request: str, came: Mapping[str, int], missed: Iterable[Missed]) -> None:
-        """Write the line of a request: how many tokens came from the "device", the "host" and each store, and why
-        others did not. It has no tokens, no keys and no salts."""
-        from kvpool.pool.explain import Explanation  # imports Numba, which vLLM must not meet when it starts
-
-        self.log.debug("kvpool: request %.80r: %s", request, Explanation.of_request(came, missed))
+        """Log one line for a request: how many tokens came from the "device", the "host" and each store, and how many
+        did not, by reason and by trouble with stores. It has no tokens, no keys and no salts."""
+        counts = Counter[str]()
+        for part in missed:
+            counts[part.reason] += part.tokens
+            counts.update({f"{store}:{what}": part.tokens for store, what in part.trouble})
+        line = " ".join(f"{name}={count}" for name, count in [*came.items(), *counts.items()])
+        self.log.debug("kvpool: request %.80r: %s", request, line)
 
     def version(self) -> str:
         """The version of the engine that is installed."""

@@ -664,12 +664,12 @@ class KVCacheManager(Hints, BlockTables, Closing):
         return Lacking(most * self.tokens_per_block, tuple(np.flatnonzero(group_lacks) for group_lacks in lacks))
 
     def explain(self, prompt: Prompt) -> Explanation:
-        """Why the prompt would reuse no more than it does: how many tokens come from the device and from the host, and
-        for the rest why not. See ``Explanation``.
+        """Count the tokens of a prompt that the device and the host have, and say for the rest why not, by code and
+        position. See ``Explanation``.
 
         Looks at every block of the prompt, and hashes it again for other namespaces that have or had sequences: for
-        people, not for every request. And for those who run the engine, not for those who send prompts: "other
-        namespace" tells them what others have sent. Thread-safe; changes nothing. Raises TypeError, ValueError,
+        diagnosis, not for every request. Show the result to operators of the engine only, not to senders of prompts:
+        "other_namespace" reveals what others have sent. Thread-safe; changes nothing. Raises TypeError, ValueError,
         PoolClosed.
         """
         keys = self._keys_of(prompt)

@@ -271,9 +271,6 @@ def _alike(prompts: Sequence[object]) -> bool:
     return prompts.count(prompts[0]) == len(prompts)
 
 
-_WORDS = {"declined": "not worth loading", "cancelled": "given up"}
-
-
 class _Absence:
     """That no store had keys that were asked for together.
 
@@ -400,7 +397,7 @@ class HostLoads:
     def trouble(self, key: bytes) -> str:
         """Why a key did not come, if it is remembered."""
         absence = self._absent.get(key)
-        return "" if absence is None else _WORDS.get(absence.reason, absence.reason)
+        return "" if absence is None else absence.reason
 
     def _remember(self, keys: Iterable[bytes], absence: _Absence) -> None:
         for key in keys:

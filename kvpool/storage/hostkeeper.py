@@ -311,7 +311,7 @@ class HostKeeper(Closing):
         return None if arrival is None or arrival.number == NO_STORE else arrival.number
 
     def explain(self, key: bytes, tokens: int = 1) -> Missed:
-        """What ``HostCache.explain`` says, and why no store has brought the key, as ``trouble``."""
+        """Return what ``HostCache.explain`` returns, and as ``trouble`` why no store has brought the key."""
         trouble = self._loads.trouble(key)
         return self._cache.explain(key, tokens)._replace(trouble=(("stores", trouble),) if trouble else ())
 

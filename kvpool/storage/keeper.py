@@ -248,9 +248,9 @@ class Keeper(Closing):
         return match._replace(store_tokens=max(0, self._pool.lacking(keys, stored).tokens - match.full_tokens))
 
     def explain(self, prompt: object) -> Explanation:
-        """What ``KVCacheManager.explain`` says, and of what the pool lacks, which stores are known to have it, and what
-        was last wrong with it there: see ``Missed``. For people, not for every request. Asks no store; thread-safe;
-        changes nothing. Raises TypeError, ValueError, PoolClosed."""
+        """Return what ``KVCacheManager.explain`` returns, with the stores that are known to have what the pool lacks,
+        and the last trouble with it there: see ``Missed``. For diagnosis, not for every request. Asks no store;
+        thread-safe; changes nothing. Raises TypeError, ValueError, PoolClosed."""
         self._process.check(self)
         keys = self._keys(prompt)
         chain, groups = split(keys.keys.tobytes(), 16), cached_groups(self._pool)

@@ -192,7 +192,7 @@ class Prefetches:
             # The engine computes from there on.
             for content in wanted:
                 if content.place >= refused:
-                    self._bridge.note(fetch.source[content], [content], ["not worth loading"])
+                    self._bridge.note(fetch.source[content], [content], ["declined"])
             stored[:, refused:] = False
             wanted = self._wanted(fetch, stored)
         if not wanted:

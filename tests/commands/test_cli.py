@@ -128,35 +128,28 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ([], r"a command is missing \(see python -m kvpool --help\)$"),
+        ([], "the following arguments are required: command"),
         (
             ["replay", "--device-memory", "100TiB"],
             "--device-memory: expected at most [0-9]+ bytes with blocks of 4096, got",
         ),
         (["plan", "--plot", "/nope/x.svg"], "--plot: expected a file in a folder that exists and can be written"),
-        (["--verison"], "did you mean --version?"),
         (["size"], "invalid choice: 'size'"),
-        (["replay", "--active", "0"], "argument --active: 0 is not within 1..2147483647"),
-        (["replay", "--limit", "x"], "argument --limit: 'x' is not an integer"),
-        (["replay", "--device-memory", "8 apples"], "'8 apples' is not a size such as 4096, 512MiB or 8GiB"),
+        (["replay", "--active", "0"], "argument --active: expected 1 to 2147483647, got 0"),
+        (["replay", "--limit", "x"], "argument --limit: invalid int value: 'x'"),
+        (["replay", "--device-memory", "8 apples"], "expected a size such as 4096, 512MiB or 8GiB, got '8 apples'"),
         (["replay", "--device-memory", "-1"], "argument --device-memory"),
         (["replay", "--device-memory", "1KiB"], "--device-memory: 1024 bytes do not hold one block of 4096 bytes"),
         (["replay", "--device-memory", "0"], "--device-memory: 0 bytes do not hold one block"),
         (["replay", "--device-blocks", "5", "--device-memory", "1GiB"], "not allowed with argument --device-blocks"),
         (["replay", "--block-bytes", "100"], "--block-bytes: .*100"),
         (["replay", "--block-bytes", "0"], "--block-bytes: .*0"),
-        (["replay", "--model", "gpt-5"], "--model: 'gpt-5' is neither a config.json nor one of"),
+        (["replay", "--model", "gpt-5"], "--model: expected a config.json or one of .*llama-3-8b, .*got 'gpt-5'"),
         (["replay", "--model", "none.json", "--device-blocks", "9"], "none.json: .*No such file"),
-        (["replay", "--model", "lama-3-8b"], "did you mean llama-3-8b?"),
-        (["plan", "--model", "lama-3-8b"], "neither a config.json nor one of .*; did you mean llama-3-8b?"),
-        (["replay", "--policy", "agnt"], "did you mean agent?"),
+        (["plan", "--model", "lama-3-8b"], "expected a config.json or one of .*llama-3-8b"),
         (["plan", "--users", "4"], "--users and --think-cap describe a TRACE, and none is given"),
         (["replay", "--policy", "no"], ", ".join(map(repr, POLICIES))),
-        (["replya"], "did you mean replay?"),
-        (["version"], "did you mean --version?"),
-        (["replay", "--policy", "LRU"], "did you mean lru?"),
-        (["replay", "--device", "gpu"], "did you mean cuda?"),
-        (["stress", "--device", "4"], "unrecognized arguments: --device; did you mean --device-blocks"),
+        (["replay", "--devcie-blocks", "4"], "unrecognized arguments: --devcie-blocks 4"),
         (["replay", "--store", "/tmp/x"], "; did you mean disk:/tmp/x?"),
         (["replay", "--store", "s3://b/x"], "a bucket of 3 to 63 of a-z"),
         (
@@ -168,10 +161,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list
         (["replay", "--model", "llama-3-8b", "--block-bytes", "64"], "leave out --block-bytes"),
         (["replay", "--format", "qwen"], "--format, .* describe a TRACE, and none is given"),
         (["replay", "--device", "tpu"], "invalid choice: 'tpu'"),
-        (["plan", "--plot", "a\0b.svg"], "a path cannot have a NUL character"),
-        (["stress", "--reads", "0"], "argument --reads: 0 is not within 1..2147483647"),
-        (["stress", "--host-blocks", "0"], "argument --host-blocks: 0 is not within 1..2147483647"),
-        (["stress", "--block-bytes", "100"], "--block-bytes: .*100"),
+        (["plan", "--plot", "a\0b.svg"], "expected a path without a NUL character"),
     ],
 )
 def test_wrong_usage_says_what_is_accepted(
@@ -200,16 +190,14 @@ def test_a_broken_trace_is_named_with_line_and_fault(trace: str, capsys: pytest.
     assert main(["replay", trace, *SMALL]) == 2
     out, err = capsys.readouterr()
     assert out == "" and f"error: {trace}, line 7: column 'input_length' is missing" in err
-    for command in ("replay", "stress"):
-        assert main([command, trace + ".gz"]) == 2
-        assert f"{trace}.gz: cannot be read" in capsys.readouterr().err
+    assert main(["replay", trace + ".gz"]) == 2
+    assert f"{trace}.gz: cannot be read" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["replay", "plan", "stress", "serve", "fetch"])
+@pytest.mark.parametrize("command", ["replay", "plan"])
 def test_a_path_with_a_nul_is_an_error_of_the_user(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("KVPOOL_SECRET", "00" * 32)
     assert main([command, f"{tmp_path}/a\0b"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and "cannot be read: a path cannot have a NUL character" in err
@@ -357,13 +345,6 @@ def test_the_name_is_the_one_that_was_typed(
     for script, name in (("/usr/bin/kvpool", "kvpool"), ("/x/kvpool/__main__.py", "python -m kvpool")):
         monkeypatch.setattr("sys.argv", [script])
         assert said(capsys, "replay", "--help")[1][0].startswith(f"usage: {name} replay ")
-
-
-def test_an_unknown_option_is_named_first_with_the_one_that_is_near(capsys: pytest.CaptureFixture[str]) -> None:
-    status, lines = said(capsys, "replay", "--devcie-blocks", "4")
-    assert status == 2 and len(lines) == 1
-    assert "unrecognized arguments: --devcie-blocks; did you mean --device-blocks? (see " in lines[0]
-    assert "did you mean" not in said(capsys, "replay", "--zzz")[1][0]
 
 
 def test_what_is_said_beside_a_bar_has_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

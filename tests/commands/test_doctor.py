@@ -1,4 +1,4 @@
-"""The doctor says what is there, what is missing and how to get it, and its exit status answers whether a device can be
+"""The doctor reports a status, a reason and an advice for each part, and its exit status is whether a device can be
 used."""
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
 def test_without_a_gpu_auto_is_the_cpu_and_the_reason_names_the_extra(capsys: pytest.CaptureFixture[str]) -> None:
     status, text = answer(capsys)
     assert status == 0
-    assert 'device "auto" is cpu: the cuda device needs CuPy' in text and ".[cuda13]" in text
-    assert "no GPU that kvpool can use" in text and "ulimit -l" in text
+    assert "device auto: ok, cpu: the cuda device needs CuPy" in text and ".[cuda13]" in text
+    assert "GPU 0" not in text and "ulimit -l" in text
+    form = re.compile(r"[^:]+: (ok|absent|warning|failed), \S.*|    advice: \S.*")
+    assert all(map(form.fullmatch, text.splitlines())), text
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cpu", 0), ("sim", 0), ("auto", 0), ("cuda", 1)])
@@ -50,7 +52,7 @@ def test_the_exit_status_says_whether_the_device_can_be_used(
 ) -> None:
     status, text = answer(capsys, "--device", device)
     assert status == expected
-    assert ("device 'cuda' cannot be used" in text) == bool(expected)
+    assert ("device cuda: failed, " in text) == bool(expected)
 
 
 def test_an_environment_that_names_no_device_is_a_finding(
@@ -107,7 +109,7 @@ def test_a_numba_cuda_that_is_not_used_or_compiles_nothing_is_said(monkeypatch: 
 
 
 # ----------------------------------------
-# The doctor's verdicts: what is wrong is found, has a remedy, and only what has to be mended fails.
+# What is wrong is found and has advice, and only what is needed fails.
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,15 +134,15 @@ WELL: dict[str, Any] = {
 NO_LIBRARY = "libcuda.so.1: cannot open shared object file"
 NOT_THERE = {"version": None, "error": NO_LIBRARY, "kernel_module": False, "gpu_files": 0}
 LACKING = {"version": None, "error": "not installed"}
-LEFT = "memory left by the system and its control groups"
+LEFT = "available memory"
 
 
-def test_a_machine_on_which_everything_is_right_needs_no_remedy() -> None:
-    assert {(check.status, check.remedy) for check in doctor.judge(WELL)} == {(OK, "")}
+def test_a_machine_on_which_everything_is_right_needs_no_advice() -> None:
+    assert {(check.status, check.advice) for check in doctor.judge(WELL)} == {(OK, "")}
 
 
 @pytest.mark.parametrize(
-    ("changes", "name", "status", "remedy"),
+    ("changes", "name", "status", "advice"),
     [
         ({"packages": {"cupy": part(**LACKING)}}, "cupy", ABSENT, "pip install x"),
         ({"packages": {"numpy": part(**LACKING, required=True)}}, "numpy", FAILED, "pip install x"),
@@ -169,13 +171,13 @@ def test_a_machine_on_which_everything_is_right_needs_no_remedy() -> None:
         ({"memory": {"available": 1 << 20}}, LEFT, WARNING, "raise the limit"),
     ],
 )
-def test_what_is_wrong_is_found_and_has_a_remedy(changes: dict[str, Any], name: str, status: str, remedy: str) -> None:
+def test_what_is_wrong_is_found_and_has_advice(changes: dict[str, Any], name: str, status: str, advice: str) -> None:
     found = copy.deepcopy(WELL)
     for key, value in changes.items():
         found[key] = found[key] | value if isinstance(value, dict) else value
     other = [check for check in doctor.judge(found) if check.name != name]
     (check,) = [check for check in doctor.judge(found) if check.name == name]
-    assert check.status == status and remedy in check.remedy
+    assert check.status == status and advice in check.advice
     assert {check.status for check in other} == {OK}, "nothing else is wrong"
 
 
@@ -189,7 +191,7 @@ def test_a_limit_of_locked_memory_matters_where_memory_is_pinned(
     monkeypatch.setattr(os, "geteuid", lambda: user)
     found = WELL | {"memory": {"locked_limit": limit, "available": 64 * GIB}, "gpus": WELL["gpus"] if gpus else []}
     check = doctor.locked_memory(found)
-    assert check.status == status and ("ulimit -l unlimited" in check.remedy) == (status == WARNING)
+    assert check.status == status and ("ulimit -l unlimited" in check.advice) == (status == WARNING)
 
 
 def test_a_verdict_that_failed_is_the_exit_status(
@@ -199,10 +201,10 @@ def test_a_verdict_that_failed_is_the_exit_status(
     monkeypatch.setattr(doctor, "_PARTS", (*doctor._PARTS, broken))
     assert main(["doctor", "--device", "cpu", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)["checks"]
-    verdict = {"status": "failed", "found": "not installed (everything)", "remedy": "pip install it"}
+    verdict = {"status": "failed", "reason": "not installed (everything)", "advice": "pip install it"}
     assert {"name": "nothing-of-this-name"} | verdict in found
     assert main(["doctor", "--device", "cpu"]) == 1
-    line = r"^failed +nothing-of-this-name: not installed.*\n +-> pip install it$"
+    line = r"^nothing-of-this-name: failed, not installed.*\n    advice: pip install it$"
     assert re.search(line, capsys.readouterr().out, re.MULTILINE)
 
 

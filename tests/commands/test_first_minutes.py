@@ -79,10 +79,8 @@ def test_dtypes_of_other_packages_are_accepted_by_their_names() -> None:
 STORE = "store memory: --listen tcp://127.0.0.1:0 --block-bytes 4096 --secret-file none"
 
 
-@pytest.mark.parametrize("command", ["fetch", "serve", STORE])
-def test_a_command_without_pyzmq_names_the_extra(command: str) -> None:
-    secret = "import os\nos.environ['KVPOOL_SECRET'] = '00' * 32"
-    done = run_without(["zmq"], f"from kvpool.__main__ import main\n{secret}\nsys.exit(main({command.split()}))")
+def test_a_command_without_pyzmq_names_the_extra() -> None:
+    done = run_without(["zmq"], f"from kvpool.__main__ import main\nsys.exit(main({STORE.split()}))")
     assert done.returncode == 2 and done.stderr.startswith("error: ") and ".[remote]" in done.stderr, done.stderr
 
 
@@ -90,7 +88,7 @@ def test_the_doctor_reports_where_numba_cannot_be_imported() -> None:
     doctor = "from kvpool.__main__ import main\nsys.exit(main(['doctor']))"
     done = run_without(["numba", "numba.core", "llvmlite"], doctor)
     assert done.returncode == 1, done.stderr
-    assert "failed   numba:" in done.stdout and 'pip install -U "."' in done.stdout
+    assert "numba: failed, " in done.stdout and 'pip install -U "."' in done.stdout
     assert "Traceback" not in done.stderr
 
 

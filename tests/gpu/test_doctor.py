@@ -1,4 +1,4 @@
-"""The doctor on a machine with a GPU: it names it, and says how copies are chosen."""
+"""The doctor on a machine with a GPU names it, and reports how copies are chosen."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def answer(capsys: Capture, *arguments: str) -> tuple[int, str]:
 def test_the_gpu_is_named_and_auto(capsys: Capture) -> None:
     status, text = answer(capsys, "--device", "cuda")
     assert status == 0
-    assert f"GPU 0: {describe_gpus()[0].name}, " in text
-    assert 'device "auto" is cuda' in text and "chosen by rule; cache.calibrate()" in text
+    assert f"GPU 0: ok, {describe_gpus()[0].name}, " in text
+    assert "device cuda: ok" in text and "copies: ok, chosen by rule" in text and "cache.calibrate()" in text
 
 
 LOOK = """
@@ -53,17 +53,17 @@ def test_a_look_is_no_use_of_the_gpu() -> None:
     lab.in_a_process(LOOK)
 
 
-def test_the_calibration_is_shown_with_its_choice(capsys: Capture) -> None:
+def test_the_calibration_is_named(capsys: Capture) -> None:
     gpu = describe_gpus()[0]
     path = calibration.place(gpu.name, gpu.driver)
     rows = (Measurement("onboard", 4096, 64, "plain", 5.0), Measurement("onboard", 4096, 64, "kernel", 40.0))
     calibration.store(path, Calibration(gpu.name, gpu.driver, rows))
     _, text = answer(capsys)
-    assert str(path) in text and "plain 5.0  kernel 40.0*" in text
+    assert f"copies: ok, as measured in {path}" in text
     path.write_text("no")
     assert "no calibration" in answer(capsys)[1]
 
 
 def test_a_path_from_the_environment_is_shown(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPOOL_COPY_PATH", "batched")
-    assert "copies: batched, by KVPOOL_COPY_PATH" in answer(capsys)[1]
+    assert "copies: ok, batched, by KVPOOL_COPY_PATH" in answer(capsys)[1]

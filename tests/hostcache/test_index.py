@@ -20,6 +20,7 @@ from kvpool import (
     HostSlots,
     HostTier,
     LeaseExpired,
+    Missed,
     ModelIdentity,
     OutOfBlocks,
     PoolBusy,
@@ -47,22 +48,22 @@ def test_why_a_key_is_not_here_is_known_of_as_many_as_are_to_be_remembered() -> 
             cache.publish(cache.reserve(keys(name)).keys)
         now = 10
         cache.forget(keys("b", "never"))
-        assert str(cache.explain(b"never")) == "1 never seen"
-        assert str(cache.explain(b"b", 16)) == "16 forgotten 0 ms ago"
+        assert cache.explain(b"never") == Missed(0, 1, "never_seen")
+        assert cache.explain(b"b", 16) == Missed(0, 16, "forgotten", 0)
         now = 15
         cache.forget(keys("c"))
-        assert str(cache.explain(b"a", 16)) == "16 not known any more", "two have gone after it"
-        assert str(cache.explain(b"b")) == "1 forgotten 5 ms ago"
+        assert cache.explain(b"a", 16) == Missed(0, 16, "unknown"), "two have gone after it"
+        assert cache.explain(b"b") == Missed(0, 1, "forgotten", 5)
     with HostCache(2, 64, identity=IDENTITY, history=2, clock=lambda: now) as cache:
         for name in "abc":
             cache.publish(cache.reserve(keys(name)).keys)
         now = 22
-        assert str(cache.explain(b"a", 16)) == "16 evicted 7 ms ago by lru"
-        assert str(cache.explain(b"x", 16)) == "16 never seen"
+        assert cache.explain(b"a", 16) == Missed(0, 16, "evicted", 7)
+        assert cache.explain(b"x", 16) == Missed(0, 16, "never_seen")
         cache.clear()
-        assert str(cache.explain(b"x", 16)) == "16 not known any more"
+        assert cache.explain(b"x", 16) == Missed(0, 16, "unknown")
     with HostCache(2, 64, identity=IDENTITY) as cache:
-        assert str(cache.explain(b"x")) == "1 not known any more", "by default nothing is remembered"
+        assert cache.explain(b"x") == Missed(0, 1, "unknown"), "by default nothing is remembered"
 
 
 def test_a_key_is_pending_until_its_bytes_are_published(make: Make) -> None:

@@ -372,7 +372,7 @@ def test_adaptive_is_lru_where_nothing_is_gained() -> None:
 
 
 def served(policy: str) -> tuple[int, str | None]:
-    """Conversations in a pool that also keeps states: the tokens that are hits, and the policies that evicted."""
+    """Conversations in a pool that also keeps states: the tokens that are hits, and the policy that evicts."""
     random, clock, hits = Random(5), Clock(), 0
     texts = [list(range(100 * n, 100 * n + 8)) for n in range(12)]
     state = LayerGroup(LAYOUT, kind="recurrent", snapshot_tokens=8)
@@ -395,8 +395,9 @@ def served(policy: str) -> tuple[int, str | None]:
             cache.release(admitted.ids)
             text += [1000 + turn] * 4 if len(text) < 60 else []
         cache.verify()
-        evicted = {one.policy for text in texts for one in cache.explain(text).missed if one.why == "evicted"}
-    return hits, "".join(map(str, evicted))
+        evicted = {one.reason for text in texts for one in cache.explain(text).missed}
+        assert "evicted" in evicted
+        return hits, cache.core.config.settings.policy
 
 
 def test_beside_states_the_oldest_go_since_a_hit_needs_the_end_of_a_conversation() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import HostCache, HostTier, OutOfBlocks, PoolClosed
+from kvpool import HostCache, HostTier, Missed, OutOfBlocks, PoolClosed
 from kvpool.storage import MemoryStore, StoreQueue
 from kvpool.storage.bridge import blocks_in
 from kvpool.storage.host_cache_tier import HostCacheTier
@@ -47,14 +47,14 @@ def test_why_stores_have_not_brought_a_key_is_said(make: Callable[..., Engine], 
     engine.write(8, first=100)
     assert engine.keeper.drain(600)
     assert engine.ask(3) == [HERE, HERE, ABSENT]
-    assert str(engine.keeper.explain(b"block 2", 16)) == "16 not known any more (stores: absent)"
+    assert engine.keeper.explain(b"block 2", 16) == Missed(0, 16, "unknown", trouble=(("stores", "absent"),))
     engine.keeper.forget(names(1))
-    assert str(engine.keeper.explain(b"block 0", 16)) == "16 not known any more (stores: forgotten)"
+    assert engine.keeper.explain(b"block 0", 16).trouble == (("stores", "forgotten"),)
     store.before["load"] = fail
     engine.cache.forget(names(2))
     engine.now += 100
     assert engine.ask(2) == [ABSENT, ABSENT]
-    assert str(engine.keeper.explain(b"block 1", 16)) == "16 not known any more (stores: failed)"
+    assert engine.keeper.explain(b"block 1", 16).trouble == (("stores", "failed"),)
 
 
 def test_a_key_is_pending_until_its_bytes_are_checked(make: Callable[..., Engine], store: Wrong) -> None:

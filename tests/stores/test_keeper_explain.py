@@ -18,11 +18,9 @@ def test_what_a_store_has_and_the_pool_has_forgotten(one: Engine) -> None:
         seed(one, kept, [PROMPT])
         assert kept.explain(PROMPT) == one.cache.explain(PROMPT), "all of it is in the pool"
         one.cache.forget(one.keys(PROMPT)[2:])
-        found = kept.explain(PROMPT)
-        first, last = found.missed
+        first, last = kept.explain(PROMPT).missed
         assert first[:3] == (8, 8, "forgotten") and first.stores == ("memory",) and not first.trouble
-        assert last == (16, 1, "always computed", None, None, (), ())
-        assert "8 forgotten 0 ms ago (in memory)" in str(found)
+        assert last == (16, 1, "always_computed", None, (), ())
         with pytest.raises(TypeError, match="prompt"):
             kept.explain("text")
 
@@ -47,7 +45,6 @@ def test_seals_that_do_not_fit_are_called_damaged(one: Engine, wrong: Wrong) -> 
     with keeper(one, wrong) as kept:
         assert fetch(one, kept, PROMPT) == 0
         assert kept.explain(PROMPT).missed[0].trouble == (("wrong", "damaged"),)
-        assert "(wrong: damaged)" in str(kept.explain(PROMPT))
 
 
 def test_what_came_too_late_is_told(one: Engine, wrong: Wrong) -> None:
@@ -74,7 +71,7 @@ def test_what_is_not_worth_loading_is_told(one: Engine) -> None:
             assert handle.wait(600)
             if handle.ended == "declined":
                 break
-        assert kept.explain(prompt).missed[0].trouble == (("wrong", "not worth loading"),)
+        assert kept.explain(prompt).missed[0].trouble == (("wrong", "declined"),)
         assert kept.explain(prompt).missed[0].stores == ("wrong",)
 
 

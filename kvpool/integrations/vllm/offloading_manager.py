@@ -540,7 +540,7 @@ class KVPoolOffloadingManager(base.OffloadingManager):
             for key in keys:
                 store = request.brought.get(key)
                 if failed:
-                    story.missed[key] = self._front.explain(key, width)._replace(why="lost")
+                    story.missed[key] = self._front.explain(key, width)._replace(reason="lost")
                 else:
                     story.came["host" if store is None else self._names[store]] += width
         self._settle(req_context, request)

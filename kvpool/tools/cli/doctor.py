@@ -1,5 +1,5 @@
-"""``python -m kvpool doctor``: which parts of kvpool work on this machine, and what the others lack. It looks at each
-part, and gives a verdict and a remedy."""
+"""``python -m kvpool doctor``: which parts of kvpool work on this machine, and what the others lack. Each part has a
+status, one line of reason and, if something is to be done, one line of advice."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ MASTER = "MOONCAKE_MASTER"
 """Names the master where no option does. Mooncake's own tools read it too."""
 
 OPEN_TO_ALL = (
-    "every client listens on all interfaces, without a password or encryption: who reaches its ports can read and "
-    "write the memory that it lends, and the host tier"
+    "clients listen on all interfaces, without a password: their memory and the host tier can be read and written"
 )
 
 
@@ -87,25 +86,23 @@ def add_parser(subparsers: terminal.Subparsers) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Say what works on this machine and how to mend what does not: packages, compiled code,
-    driver, GPUs, memory that can be pinned, which device "auto" is and why, how copies are chosen,
-    and Mooncake: whether it can be loaded, and its master reached.
+    """Check each part that kvpool uses on this machine: packages, compiled code, driver, GPUs,
+    memory that can be pinned, the device, how copies are chosen, and Mooncake. One line each:
 
       ok       works
-      absent   optional, and not there
+      absent   optional, and not installed
       warning  works, but not as well as it could
-      failed   has to be mended
+      failed   does not work, and is needed
 
-    exit status: 0 the device that was asked for can be used and nothing has failed, 1 otherwise
+    exit status: 0 nothing has failed, and the requested device can be used; 1 otherwise
     """
     findings = examine(options.device, options.mooncake)
     terminal.print_result(options, findings, text(findings))
-    failed = any(check["status"] == FAILED for check in findings["checks"])
-    return terminal.OK if findings["usable"] and not failed else terminal.FAILED
+    return terminal.FAILED if any(check["status"] == FAILED for check in findings["checks"]) else terminal.OK
 
 
 def examine(device: str = "auto", mooncake: str | None = None) -> dict[str, Any]:
-    """All findings of the command. It starts no device, but asks the driver for its GPUs."""
+    """Return all findings of the command. It starts no device, but queries the driver for its GPUs."""
     packages = {part.package: _look(part) for part in _PARTS}
     broken = False
     try:
@@ -136,7 +133,7 @@ def examine(device: str = "auto", mooncake: str | None = None) -> dict[str, Any]
         "usable": wanted is not None and not broken and (wanted != "cuda" or missing is None),
         "missing": missing if wanted == "cuda" or broken else None,
     }
-    judged = [*judge(findings), *judge_mooncake(cluster)]
+    judged = [*judge(findings), *machine(findings), *judge_mooncake(cluster)]
     return findings | {"checks": [check._asdict() for check in judged]}
 
 
@@ -207,7 +204,7 @@ def _locked_limit() -> int | None:
 
 
 def _copies(gpus: list[Any]) -> dict[str, Any] | None:
-    """How copies are chosen on the first GPU, according to the stored calibration."""
+    """Return how copies are chosen on the first GPU, according to the stored calibration."""
     if not gpus:
         return None
     from kvpool.device.cuda import COPY_PATH, calibration
@@ -218,61 +215,31 @@ def _copies(gpus: list[Any]) -> dict[str, Any] | None:
         stored = calibration.load(path)
     except (OSError, ValueError) as error:
         problem = str(error)
-    table = [m._asdict() for m in stored.measurements] if stored else []
-    return {"file": str(path), "error": problem, "table": table, "environment": os.environ.get(COPY_PATH)}
+    return {
+        "file": str(path),
+        "error": problem,
+        "measured": stored is not None,
+        "environment": os.environ.get(COPY_PATH),
+    }
 
 
 def text(found: dict[str, Any]) -> str:
-    """The findings as lines of text."""
-    lines = [f"{OK:8} python: {found['python']}"]
+    """Format the findings: ``name: status, reason`` for each check, and its advice on the next line."""
+    lines = list[str]()
     for check in found["checks"]:
-        lines.append(f"{check['status']:8} {check['name']}: {check['found']}")
-        lines += [f"{'':8} -> {check['remedy']}"] if check["remedy"] else []
-    lines += ["", *(_gpu_line(gpu) for gpu in found["gpus"])]
-    lines += [] if found["gpus"] else ["no GPU that kvpool can use"]
-    lines.append(f'device "auto" is {found["auto"]["device"]}: {found["auto"]["because"]}')
-    lines += _copy_lines(found["copies"])
-    if not found["usable"]:
-        lines += ["", f"device {found['device']!r} cannot be used: {found['missing'] or found['auto']['because']}"]
+        lines.append(f"{check['name']}: {check['status']}, {' '.join(check['reason'].split())}")
+        lines += [f"    advice: {check['advice']}"] if check["advice"] else []
     return "\n".join(lines)
 
 
-def _gpu_line(gpu: dict[str, Any]) -> str:
-    return (
-        f"GPU {gpu['number']}: {gpu['name']}, {gib(gpu['memory'])}, CUDA "
-        f"{gpu['driver'] // 1000}.{gpu['driver'] % 1000 // 10}"
-    )
-
-
-def _copy_lines(copies: dict[str, Any] | None) -> list[str]:
-    if copies is None:
-        return []
-    from kvpool.device.cuda import COPY_PATH, calibration
-
-    if copies["environment"]:
-        return [f"copies: {copies['environment']}, by {COPY_PATH}"]
-    if not copies["table"]:
-        return [f"copies: chosen by rule; cache.calibrate() measures them ({copies['error'] or copies['file']})"]
-    table: dict[tuple[str, int, int], dict[str, float]] = {}
-    for m in copies["table"]:
-        table.setdefault((m["direction"], m["nbytes"], m["fragments"]), {})[m["path"]] = m["gigabytes_per_second"]
-    measured = calibration.Calibration("", 0, tuple(calibration.Measurement(**m) for m in copies["table"]))
-    lines = [f"copies: as measured in {copies['file']}", f"{'direction':9} {'KiB':>6} {'count':>6}  GB/s"]
-    for (direction, nbytes, count), speeds in table.items():
-        best = measured.choose(direction, nbytes, count)
-        shown = "  ".join(f"{path} {speed:.1f}{'*' if path == best else ''}" for path, speed in speeds.items())
-        lines.append(f"{direction:9} {nbytes / 1024:6.0f} {count:6}  {shown}")
-    return lines
-
-
 class Check(NamedTuple):
-    """One verdict: ``status`` is ok, absent (optional, and not there), warning (works, but not well) or failed.
-    ``remedy`` may be empty."""
+    """The status of one part: ok, absent (optional, not installed), warning (works, but not well) or failed. ``advice``
+    may be empty."""
 
     name: str
     status: str
-    found: str
-    remedy: str = ""
+    reason: str
+    advice: str = ""
 
 
 # -- looking -------------------------------------------------------------------------------------
@@ -332,19 +299,43 @@ def look_at_driver(root: Path = Path("/")) -> dict[str, Any]:
 
 
 def judge(found: dict[str, Any]) -> list[Check]:
-    """The verdicts on the findings of ``examine``."""
+    """Return the status of packages, compiled code, driver and memory, from the findings of ``examine``."""
     checks = [package(name, part) for name, part in found["packages"].items()]
     if found["numba.cuda"]["error"] and found["packages"]["numba-cuda"]["version"]:
-        remedy = found["packages"]["numba-cuda"]["install"]
+        advice = found["packages"]["numba-cuda"]["install"]
         if "PYTHONPATH" in found["numba.cuda"]["error"]:
-            remedy = "take site-packages out of PYTHONPATH: Python then finds it by itself, and reads its .pth files"
-        checks.append(Check("numba.cuda", WARNING, found["numba.cuda"]["error"], remedy))
+            advice = "take site-packages out of PYTHONPATH: Python then finds it by itself, and reads its .pth files"
+        checks.append(Check("numba.cuda", WARNING, found["numba.cuda"]["error"], advice))
     compiled = [] if found["jit"] is None else [compiled_code(found["jit"])]
     return [*checks, *compiled, driver(found), locked_memory(found), main_memory(found["memory"]["available"])]
 
 
+def machine(found: dict[str, Any]) -> list[Check]:
+    """Return the status of Python, of each GPU, of copies on the first one, and of the requested device."""
+    checks = [Check("python", OK, found["python"])]
+    for gpu in found["gpus"]:
+        shown = f"{gpu['name']}, {gib(gpu['memory'])}, CUDA {_release(gpu['driver'])}"
+        checks.append(Check(f"GPU {gpu['number']}", OK, shown))
+    copies, device, auto = found["copies"], found["device"], found["auto"]
+    if copies is not None and copies["environment"]:
+        checks.append(Check("copies", OK, f"{copies['environment']}, by KVPOOL_COPY_PATH"))
+    elif copies is not None and copies["measured"]:
+        checks.append(Check("copies", OK, f"as measured in {copies['file']}"))
+    elif copies is not None:
+        reason = f"chosen by rule: {copies['error'] or 'not measured'}"
+        checks.append(Check("copies", WARNING if copies["error"] else OK, reason, "call cache.calibrate() once"))
+    chosen = f"{auto['device']}: {auto['because']}" if device == "auto" else "usable"
+    status, reason = (OK, chosen) if found["usable"] else (FAILED, found["missing"] or auto["because"])
+    return [*checks, Check(f"device {device}", status, reason)]
+
+
+def _release(version: int) -> str:
+    """Format a CUDA version: 13010 is 13.1."""
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
 def package(name: str, part: dict[str, Any]) -> Check:
-    """The verdict on a package that is needed or useful."""
+    """Return the status of a package that is needed or useful."""
     version, missing = part["version"] or "installed", FAILED if part["required"] else ABSENT
     if part["error"] == "not installed":
         return Check(name, missing, f"not installed ({part['use']})", part["install"])
@@ -363,14 +354,14 @@ def _numbers(version: str) -> list[int]:
 
 
 def compiled_code(seen: dict[str, Any]) -> Check:
-    """The verdict on Numba's compiled code, which takes half a minute to make and is kept on disk."""
+    """Return the status of Numba's compiled code, which takes half a minute to make and is kept on disk."""
     name, elsewhere = "compiled code", "set NUMBA_CACHE_DIR to a folder that only you can write"
-    anew = "every process compiles anew, for half a minute"
+    anew = "every process compiles again, for half a minute"
     if seen["disabled"]:
-        finding = "NUMBA_DISABLE_JIT is set: everything runs in the interpreter, slowly"
+        finding = "NUMBA_DISABLE_JIT is set: everything runs in the interpreter"
         return Check(name, WARNING, finding, "unset NUMBA_DISABLE_JIT")
     if seen["root"] is None:
-        return Check(name, WARNING, f"no place for it can be written: {anew}", elsewhere)
+        return Check(name, WARNING, f"no folder can be written: {anew}", elsewhere)
     if not seen["in_use"]:
         return Check(name, WARNING, f"this Numba does not take kvpool's cache: {anew}", 'pip install -U "."')
     kept = f"{seen['used'] / _MIB:.0f} MiB in {seen['root']}"
@@ -381,15 +372,15 @@ def compiled_code(seen: dict[str, Any]) -> Check:
 
 
 def driver(found: dict[str, Any]) -> Check:
-    """The verdict on whether the packages for GPUs, the driver and the GPUs fit together."""
+    """Return whether the packages for GPUs, the driver and the GPUs fit together."""
     name, seen, cupy = "NVIDIA driver", found["driver"], found["cupy_packages"]
     version = found["gpus"][0]["driver"] if found["gpus"] else seen["version"]
     if version is None:
         if seen["kernel_module"] or seen["gpu_files"]:
-            remedy = f"{_CONTAINER}; else reinstall the driver"
-            return Check(name, WARNING, f"the system has one that cannot be loaded: {seen['error']}", remedy)
-        remedy = "install NVIDIA's driver, on a machine with a GPU"
-        return Check(name, ABSENT, "not installed (the cuda device)", remedy)
+            advice = f"{_CONTAINER}; else reinstall the driver"
+            return Check(name, WARNING, f"cannot be loaded: {seen['error']}", advice)
+        advice = "install NVIDIA's driver, on a machine with a GPU"
+        return Check(name, ABSENT, "not installed (the cuda device)", advice)
     fitting = "cuda13" if version >= 13000 else "cuda12"
     several = f"pip uninstall {' '.join(cupy)}, then install one"
     older = 'pip uninstall cupy-cuda13x, then pip install ".[cuda12]"'
@@ -400,27 +391,26 @@ def driver(found: dict[str, Any]) -> Check:
         (not found["gpus"] and not seen["gpu_files"], ", without a GPU", _CONTAINER),
         (not cupy, ", without CuPy", f'pip install ".[{fitting}]"'),
     )
-    problem, remedy = next(((words, remedy) for applies, words, remedy in problems if applies), ("", ""))
-    shown = f"for CUDA {version // 1000}.{version % 1000 // 10}{problem}"
-    return Check(name, WARNING if problem else OK, shown, remedy)
+    problem, advice = next(((words, advice) for applies, words, advice in problems if applies), ("", ""))
+    return Check(name, WARNING if problem else OK, f"CUDA {_release(version)}{problem}", advice)
 
 
 def locked_memory(found: dict[str, Any]) -> Check:
-    """Whether a limit may prevent pinning of the host tier. It does not bind a user who may lock any amount."""
+    """Return whether a limit may prevent pinning of the host tier. It does not bind a user who may lock any amount."""
     name, limit, room = "locked memory (ulimit -l)", found["memory"]["locked_limit"], found["memory"]["available"]
     shown = "unlimited" if limit is None else gib(limit)
     if limit is None or os.geteuid() == 0 or not found["gpus"] or (room is not None and limit >= room):
         return Check(name, OK, shown)
-    remedy = "ulimit -l unlimited; docker run --ulimit memlock=-1; LimitMEMLOCK=infinity in a systemd unit"
-    return Check(name, WARNING, f"{shown}: a larger host tier may be refused", remedy)
+    advice = "ulimit -l unlimited; docker run --ulimit memlock=-1; LimitMEMLOCK=infinity in a systemd unit"
+    return Check(name, WARNING, f"{shown}: a larger host tier may be refused", advice)
 
 
 def main_memory(available: int | None) -> Check:
-    """The verdict on the main memory that the system and its control groups leave available."""
-    name = "memory left by the system and its control groups"
+    """Return the status of the main memory that the system and its control groups leave available."""
+    name = "available memory"
     if available is None:
-        finding = "unknown here: a host tier that is too large is not refused, but ends the process"
-        return Check(name, WARNING, finding, "choose host_blocks with care")
+        reason = "unknown: a host tier that is too large is not refused"
+        return Check(name, WARNING, reason, "choose host_blocks with care")
     if available < _GIB:
         return Check(name, WARNING, gib(available), "free some, or raise the limit")
     return Check(name, OK, gib(available))
@@ -465,23 +455,23 @@ def _reached(master: str | None, reach: Callable[[str], str]) -> dict[str, Any]:
 
 
 def judge_mooncake(found: dict[str, Any]) -> list[Check]:
-    """The verdicts on what ``look_at_mooncake`` has found."""
+    """Return the status of Mooncake, from the findings of ``look_at_mooncake``."""
     checks = [_client(found)] if found["version"] else []
     if found["master"] is not None:
         checks.append(_master(found))
     if found["version"] is not None and not found["error"]:
-        remedy = "keep the ports of its clients and master in a network of their own; docs/cluster.md says how"
-        checks.append(Check("mooncake security", WARNING if found["seen_as"] else OK, OPEN_TO_ALL, remedy))
+        advice = "keep the ports of clients and master in a network of their own: docs/cluster.md"
+        checks.append(Check("mooncake security", WARNING if found["seen_as"] else OK, OPEN_TO_ALL, advice))
     return checks
 
 
 def _client(findings: dict[str, Any]) -> Check:
     name, version = "mooncake client", findings["version"]
     if findings["error"]:
-        words, _, remedy = findings["error"].rpartition(": ")
-        return Check(name, WARNING, words or findings["error"], remedy if "install" in remedy else "")
+        words, _, advice = findings["error"].rpartition(": ")
+        return Check(name, WARNING, words or findings["error"], advice if "install" in advice else "")
     if version != findings["tested"]:
-        return Check(name, WARNING, f"{version}, which was not tested with kvpool ({findings['tested']} was)")
+        return Check(name, WARNING, f"{version}, tested is {findings['tested']}")
     return Check(name, OK, "can be loaded")
 
 
@@ -490,4 +480,4 @@ def _master(findings: dict[str, Any]) -> Check:
     if findings["unreachable"]:
         status = FAILED if findings["asked"] else WARNING
         return Check(name, status, findings["unreachable"], "start mooncake_master there, or name its --rpc_port")
-    return Check(name, OK, f"accepts connections; it sees this machine as {findings['seen_as']}")
+    return Check(name, OK, f"accepts connections, and sees this machine as {findings['seen_as']}")

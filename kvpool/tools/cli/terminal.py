@@ -1,4 +1,4 @@
-"""What commands share: exit statuses, options, kinds of arguments, messages and the progress bar."""
+"""What commands share: exit statuses, options, types of arguments, and how results are printed."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvpool.common.arrays.layout import PRESETS, BlockLayout, shape_of_config
-from kvpool.common.errors import did_you_mean
 from kvpool.common.progress import watched
 from kvpool.common.sizes import parse_size
 
 if TYPE_CHECKING:
     from kvpool.tools.replay import Trace
-    from kvpool.tools.replay.engine import Report
 
 Group: TypeAlias = "argparse._ArgumentGroup"
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -56,11 +54,6 @@ def declare(
     )
     parser.set_defaults(run=run, error=parser.error)
     return parser
-
-
-def near(name: str, known: Iterable[str]) -> str:
-    """The name that may have been meant, as the end of a message. Empty if none is like it."""
-    return did_you_mean(name.lower().replace("gpu", "cuda"), known)  # "gpu" is more like "cpu"
 
 
 def announce_compilation() -> None:
@@ -141,8 +134,7 @@ def layout_of_model(options: argparse.Namespace, name: str, **shape: Any) -> Blo
             return BlockLayout.for_model(name, tokens_per_block=options.tokens_per_block, **shape)
     except (TypeError, ValueError, OSError) as error:
         return options.error(f"{name}: {error}" if name.endswith(".json") else str(error))
-    known = f"neither a config.json nor one of {', '.join(sorted(PRESETS))}"
-    return options.error(f"--model: {name!r} is {known}{near(name, PRESETS)}")
+    return options.error(f"--model: expected a config.json or one of {', '.join(sorted(PRESETS))}, got {name!r}")
 
 
 def _config(path: str) -> dict[str, Any]:
@@ -207,50 +199,43 @@ def print_text(text: str) -> None:
             raise WrongUse(f"standard output: {error.strerror}") from error
 
 
-def status_of(report: Report) -> int:
-    """The exit status of a run with figures."""
-    return INTERRUPTED if report.interrupted else OK if report.passed else FAILED
-
-
 def complain(error: BaseException) -> int:
     """Print an error that the user made, and return its exit status."""
     print(f"error: {error}", file=sys.stderr)
     return USAGE
 
 
-# -- kinds of arguments --------------------------------------------------------------------------
+# -- types of arguments --------------------------------------------------------------------------
 
 
-def _number(kind: Callable[[str], Any], words: str, fits: Callable[[Any], bool], accepted: str) -> Callable[[str], Any]:
-    """The parser of an option that is a number of this kind, and one that ``fits``."""
+def number_argument(kind: type[int] | type[float], lowest: float, highest: float) -> Callable[[str], Any]:
+    """Return the parser of an option that is a number in this range. argparse reports what is not a number."""
 
-    def parse(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {words}") from None
-        if not fits(value):
-            raise argparse.ArgumentTypeError(f"{value} is not {accepted}")
+    def parse(text: str) -> int | float:
+        value = kind(text)
+        if not lowest <= value <= highest:
+            raise argparse.ArgumentTypeError(f"expected {lowest} to {highest}, got {text}")
         return value
 
+    parse.__name__ = kind.__name__
     return parse
 
 
 def count_argument(lowest: int, highest: int = 2**31 - 1) -> Callable[[str], int]:
-    """The parser of an option that is an integer of at least `lowest`."""
-    return _number(int, "an integer", lambda value: lowest <= value <= highest, f"within {lowest}..{highest}")
+    """Return the parser of an option that is an integer of at least `lowest`."""
+    return number_argument(int, lowest, highest)
 
 
 port_argument = count_argument(0, 65535)
 """Parses the number of a TCP port, 0 for any that is free."""
-fraction_argument = _number(float, "a number", lambda value: 0 <= value <= 1, "within 0..1")
-seconds_argument = _number(float, "a number", lambda value: 0 < value <= 3600, "more than 0, up to 3600")
+fraction_argument = number_argument(float, 0, 1)
+seconds_argument = number_argument(float, 0.001, 3600)
 
 
 def path_argument(text: str) -> Path:
     """Parse the name of a file to write."""
     if "\0" in text:
-        raise argparse.ArgumentTypeError(f"{text!r}: a path cannot have a NUL character")
+        raise argparse.ArgumentTypeError(f"expected a path without a NUL character, got {text!r}")
     return Path(text)
 
 
@@ -258,5 +243,5 @@ def size_argument(text: str) -> int:
     """Parse a number of bytes: ``4096``, ``8GiB``, ``1.5 GB``."""
     nbytes = parse_size(text)
     if nbytes is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 4096, 512MiB or 8GiB")
+        raise argparse.ArgumentTypeError(f"expected a size such as 4096, 512MiB or 8GiB, got {text!r}")
     return nbytes

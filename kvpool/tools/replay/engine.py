@@ -1,14 +1,11 @@
 """The replay loop: drives a pool with a trace as an engine would, measures the time of its calls, and has the bytes
-verified. Rounds: a replay that repeats its trace until it is stopped, while other threads use its pool."""
+verified."""
 
 from __future__ import annotations
 
-import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
-from itertools import cycle
+from dataclasses import dataclass, replace
 from math import inf
 from time import perf_counter, perf_counter_ns
 from typing import Any, NamedTuple
@@ -17,7 +14,6 @@ import numpy as np
 
 from kvpool.common.arrays import Int32s, Int64s
 from kvpool.common.arrays.layout import BlockLayout
-from kvpool.common.errors import KVPoolError
 from kvpool.common.process import Closing
 from kvpool.device import get_device
 from kvpool.device.base import Stream
@@ -152,8 +148,6 @@ class ReplayConfig:
     """How early the `sim` device works, from 0 (as late as it may) to 1 (at once)."""
     events: int = 0
     """The number of events that the pool keeps for its readers."""
-    secret: bytes | None = field(default=None, repr=False)
-    """The secret of the pool's keys. By default that of the store, and a random one without a store."""
     store: Store | None = None
     """Where blocks are saved, and loaded from before each admission. It is opened and closed by the replay."""
     store_wait: float = 10.0
@@ -224,7 +218,7 @@ class Replay(Closing):
             partial_reuse=config.partial,
             policy=config.policy,
             event_capacity=config.events if config.store is None else max(config.events, _STORE_EVENTS),
-            secret=getattr(config.store, "secret", None) if config.secret is None else config.secret,
+            secret=getattr(config.store, "secret", None),
         )
         self._verifier: Verifier | None = None
         if config.verify:
@@ -454,102 +448,3 @@ def warm_up(tokens_per_block: int, config: ReplayConfig) -> None:
             cache.offload(keys)
             cache.release(int(ids[0]))
     device.close()
-
-
-_SWITCH_SECONDS = 1e-4
-"""How long the scheduler's thread may keep the interpreter while another thread waits."""
-
-
-class Figure(NamedTuple):
-    """One figure of a run, its condition in words ("" for none), and whether it meets the condition."""
-
-    name: str
-    value: int
-    bound: str = ""
-    ok: bool = True
-
-
-def at_least(name: str, value: int, bound: int) -> Figure:
-    """A figure that must reach a bound."""
-    return Figure(name, value, f">= {bound:,}", value >= bound)
-
-
-def equal(name: str, value: int, other: int = 0, words: str = "") -> Figure:
-    """A figure that must be another one, which ``words`` describe."""
-    return Figure(name, value, f"= {other:,} {words}".rstrip(), value == other)
-
-
-@dataclass(frozen=True)
-class Report:
-    """The figures of a run, and what went wrong besides them, if anything."""
-
-    title: str
-    figures: list[Figure]
-    failure: str | None = None
-    interrupted: bool = False
-    seconds: float = 0.0
-    config: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def passed(self) -> bool:
-        return self.failure is None and not self.interrupted and all(figure.ok for figure in self.figures)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The report as nested dictionaries, lists and numbers, which ``json.dumps`` accepts."""
-        return {"passed": self.passed, **asdict(self), "figures": [figure._asdict() for figure in self.figures]}
-
-    def text(self) -> str:
-        """The report as text, one line for each figure."""
-        lines = [self.title]
-        for name, value, bound, ok in self.figures:
-            state = ("ok" if ok else "FAILED") if bound else ""
-            lines.append(f"{state:<7} {name:<56} {value:>12,}  {bound}".rstrip())
-        lines += ["        interrupted: the figures so far"] if self.interrupted else []
-        lines += [] if self.failure is None else [f"FAILED  {self.failure}"]
-        settings = ", ".join(f"{name} {value}" for name, value in self.config.items() if name != "trace")
-        return "\n".join([*lines, f"        {self.seconds:.1f} s; {settings}"] if settings else lines)
-
-
-class Rounds:
-    """Replays a trace again and again. ``admitted`` is called after every request, on the scheduler's thread, with the
-    request, or with None if it was skipped. It may ``stop`` the replay; so may other threads."""
-
-    def __init__(self, trace: Trace, config: ReplayConfig, admitted: Callable[[Request | None], Any]) -> None:
-        self._requests, self._admitted = trace.requests, admitted
-        self.replay = Replay(trace, config)
-        self.stop = threading.Event()
-        self.done, self.interrupted = 0, False
-
-    def run(self) -> str | None:
-        """Replay until ``stop`` is set, and return what went wrong, if anything. Afterwards ``interrupted`` says
-        whether the user has ended it."""
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(_SWITCH_SECONDS)
-        try:
-            self.replay.run(self._rounds())
-        except KeyboardInterrupt:
-            self.interrupted = True
-        except Exception as error:
-            return f"scheduler: {type(error).__name__}: {error}"
-        finally:
-            sys.setswitchinterval(before)
-        return None
-
-    def verify(self) -> str | None:
-        """Check the pool after the run, and return what is wrong, if anything."""
-        try:
-            self.replay.cache.verify()
-        except KVPoolError as error:
-            return f"after the run: {type(error).__name__}: {error}"
-        return None
-
-    def _rounds(self) -> Iterator[Request]:
-        cache = self.replay.cache
-        for original in cycle(self._requests):
-            request = replace(original, index=self.done)
-            yield request
-            self.done += 1
-            fits = worst_blocks(request, cache.tokens_per_block) <= cache.device_blocks
-            self._admitted(request if fits else None)
-            if self.stop.is_set():
-                return
