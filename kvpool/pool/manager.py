@@ -447,8 +447,6 @@ class KVCacheManager(Hints, BlockTables, Closing):
             values = self.core.tokens.sequences[name][self.core.rows(which)]
         return int(values[0]) if is_integer(ids) else values
 
-    # -- where blocks are ------------------------------------------------------------------------
-
     # -- holds on blocks -------------------------------------------------------------------------
 
     def pin(

@@ -288,7 +288,7 @@ class Prompts:
         return Match(full - host, host, partial)
 
     def _look_up(self, request: Rows) -> tuple[Rows, Int32s]:
-        """What a prompt would reuse now, int64[groups + 1, 6], as ``state.lookup.match`` returns it; the last row is
+        """What a prompt would reuse now, int64[groups + 1, 6], as ``state.index.match`` returns it; the last row is
         for all groups. And the blocks of each group, int32[groups, n]."""
         heads, full = self.core.states.heads, int(request[0, records.R.length]) // self._width
         out, ids = np.empty((len(heads) + 1, 6), np.int64), np.empty((len(heads), full), np.int32)

@@ -270,7 +270,7 @@ def begin_row(h, sequence, request):
 
 
 @jit
-def _hold_matches(h, request, row, out, matched, source, n):
+def _hold_matches(h, row, out, matched, source, n):
     """Phase 1 of one request: hold the ``matched`` blocks of its row, and the partial source, of which ``n`` tokens
     will be copied.
 
@@ -418,7 +418,7 @@ def _claim(heads, request, slot, out, r):
         h, reusable, source = head(heads, g), np.int64(0), np.int64(NONE)
         if finds(h):
             reusable, source = most, outcome_at(out[g], r).source if least > 0 else source
-        _hold_matches(h, request, table_of(h)[slot], outcome_at(out[g], r), reusable, source, least)
+        _hold_matches(h, table_of(h)[slot], outcome_at(out[g], r), reusable, source, least)
 
 
 @jit

@@ -149,7 +149,7 @@ class HostKeeper(Closing):
         retry_seconds: float = 1.0,
         quota: int | None = None,
         policies: Sequence[LoadPolicy | None] | None = None,
-        spare: Callable[[], float] = float,
+        spare: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not isinstance(cache, HostCache) or not isinstance(tier, HostTier):

@@ -499,7 +499,7 @@ class Transfer:
         return idle
 
     def _independent(self, moves: Int64s) -> Iterator[tuple[Int64s, int]]:
-        """Int64s that may be made in any order, one level after the other, and the stream of each part."""
+        """Yield the copies level by level, with the stream of each part. Those of one part can run in any order."""
         for level in self._levels.cut(moves) if self.guards & records.LEVELS else [moves]:
             if self.order is None:
                 yield level, records.ONBOARD

@@ -72,7 +72,7 @@ def play(
     users: int = USERS,
     pause_max: float = PAUSE_MAX,
     varies: float = 0.0,
-    waited: Callable[[], float] = float,
+    waited: Callable[[], float] = lambda: 0.0,
 ) -> Iterator[Request]:
     """Yield the requests in the order in which ``users`` users make them, who wait for each answer.
 
