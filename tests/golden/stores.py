@@ -20,7 +20,7 @@ from tests.stores.keeping import engine, keeper, room
 from tests.stores.lab import IDENTITY, Clock, Gate, names, open_queue
 
 STEPS = 60
-HOST_SAVES = ("publish", "reuse")
+HOST_SAVES = ("commit", "reuse")
 VERBS = {
     "reserve": 6,
     "publish": 8,
