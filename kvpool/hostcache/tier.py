@@ -118,18 +118,16 @@ class HostTierDescription:
             fields = json.loads(text)
             if fields["kvpool host tier"] != VERSION:
                 raise ValueError(f"expected version {VERSION}, got {fields['kvpool host tier']!r:.80}")
-            description = cls(ModelIdentity(**fields["identity"]), SharedTier.from_json(json.dumps(fields["tier"])))
-            if description.tier.tier != "host" or [len(group.parts) for group in description.tier.groups] != [1]:
+            parsed = cls(ModelIdentity(**fields["identity"]), SharedTier.from_json(json.dumps(fields["tier"])))
+            if parsed.tier.tier != "host" or [len(group.parts) for group in parsed.tier.groups] != [1]:
                 raise ValueError("expected a host tier of one group and one part, got another")
-            if description.host_blocks < 1 or description.tier.groups[0].parts[0].layout != layout_of(
-                description.block_bytes
-            ):
+            if parsed.host_blocks < 1 or parsed.tier.groups[0].parts[0].layout != layout_of(parsed.block_bytes):
                 raise ValueError("expected one block of bytes or more, got another layout")
-            if not isinstance(description.tier.groups[0].parts[0].memory, MainMemory):
+            if not isinstance(parsed.tier.groups[0].parts[0].memory, MainMemory):
                 raise ValueError("expected main memory, got memory of a GPU")
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"description: expected what share() gave, got {type(error).__name__}: {error}") from None
-        return description
+        return parsed
 
     def __reduce__(self) -> tuple[Callable[[str], HostTierDescription], tuple[str]]:
         return HostTierDescription.from_json, (self.to_json(),)

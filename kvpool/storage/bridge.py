@@ -518,11 +518,8 @@ class Loader(Generic[Block]):
         ahead = before + sum(len(loading.blocks) for loading in others)
         nbytes = ahead * self._bridge.clients[number].queue.block_bytes
         now_s = self._clock()
-        waited = max(
-            0.0,
-            now_s
-            - min([loading.attempt.at for loading in others if loading.attempt and not loading.over], default=now_s),
-        )
+        begun = [loading.attempt.at for loading in others if loading.attempt and not loading.over]
+        waited = max(0.0, now_s - min(begun, default=now_s))
         load = policy.choose(places, nbytes, spare, waited)
         return LoadAttempt(policy, load, items or max(1, load.blocks), now_s)
 

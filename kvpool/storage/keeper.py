@@ -199,11 +199,8 @@ class Keeper(Closing):
         self._lock = threading.Lock()
         self._asked: deque[Prefetch] = deque()
         self._idle = Bell()
-        self._turns = 0
-        self._awaited = 0
-        self._quiet = False
-        self._ended = False
-        self._closing = False
+        self._turns = self._awaited = 0
+        self._quiet = self._ended = self._closing = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._wake)
         self._thread = threading.Thread(target=self._run, name="kvpool-keeper", daemon=True)

@@ -482,10 +482,10 @@ def _keys(contents: Iterable[Content]) -> Uint64s:
     return _rows((content.key for content in contents), np.uint64, 2)
 
 
-def _rows(parts: Iterable[bytes], dtype: type[T], width: int = -1) -> npt.NDArray[T]:
+def _rows(parts: Iterable[bytes], dtype: type[T], width: int | None = None) -> npt.NDArray[T]:
     """Bytes as an array of one dimension, or as rows of so many numbers."""
     flat = np.frombuffer(b"".join(parts), dtype)
-    return flat if width < 0 else flat.reshape(-1, width)
+    return flat if width is None else flat.reshape(-1, width)
 
 
 def _ended(lease: Lease) -> bool:

@@ -320,9 +320,8 @@ class DiskStore:
         written = [place for place, _ in reserved if codes[place] == OK]
         with self._lock:
             self._index.abort([names[place] for place, _ in reserved if codes[place] != OK])
-            reserved[:] = [
-                (place, slot) for place, slot in reserved if codes[place] == OK
-            ]  # another may have the rest now
+            # Another may have the rest now.
+            reserved[:] = [(place, slot) for place, slot in reserved if codes[place] == OK]
             self._index.publish([names[place] for place in written], [seals[place].tobytes() for place in written])
             self._changed.notify_all()
         if not written:
