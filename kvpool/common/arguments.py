@@ -103,19 +103,19 @@ def token_array(name: str, tokens: object, *, empty: bool = False) -> Int32s:
         items = tuple(tokens)
         try:
             # Unsigned items are converted in a third of the time. Those above int32 are negative here.
-            found = np.frombuffer(array.array("I", items), np.int32)
-            if _are_tokens(items, found):
-                return found
+            from_items = np.frombuffer(array.array("I", items), np.int32)
+            if _are_tokens(items, from_items):
+                return from_items
         except (TypeError, OverflowError):
             pass  # The code below raises the error.
-    own = _integers(name, tokens)
-    if len(own) == 0 and not empty:
+    checked = _integers(name, tokens)
+    if len(checked) == 0 and not empty:
         raise ValueError(f"{name}: expected one token or more, got none")
-    if len(own):
-        low, high = int(own.min()), int(own.max())
+    if len(checked):
+        low, high = int(checked.min()), int(checked.max())
         if low < 0 or high > INT32_MAX:
             raise ValueError(f"{name}: expected token ids from 0 to {INT32_MAX}, got {low if low < 0 else high}")
-    return own.astype(np.int32, copy=False)
+    return checked.astype(np.int32, copy=False)
 
 
 def _are_tokens(items: tuple[Any, ...], values: Int32s) -> bool:
@@ -161,10 +161,10 @@ def int64_array(name: str, values: object) -> Int64s:
         integers = values.copy()
         if integers.dtype is INTEGERS and integers.ndim == 1:
             return integers
-    own = _integers(name, values)
-    if own.dtype == np.uint64 and len(own) and int(own.max()) > INT64_MAX:
-        raise ValueError(f"{name}: expected integers in the int64 range, got {int(own.max())}")
-    return own.astype(np.int64, copy=False)
+    checked = _integers(name, values)
+    if checked.dtype == np.uint64 and len(checked) and int(checked.max()) > INT64_MAX:
+        raise ValueError(f"{name}: expected integers in the int64 range, got {int(checked.max())}")
+    return checked.astype(np.int64, copy=False)
 
 
 def each_argument(name: str, values: object, count: int, of: str = "ids", highest: int | None = INT32_MAX) -> Int64s:

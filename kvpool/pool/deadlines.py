@@ -41,12 +41,12 @@ class Deadlines(Generic[Key]):
                 self._due.pop(key, None)
                 self.overdue.pop(key, None)
 
-    def passed(self, now: int) -> list[Key]:
+    def passed(self, now_ms: int) -> list[Key]:
         """Return the keys whose deadline has passed, and that are not overdue yet."""
-        if now < self._first:
+        if now_ms < self._first:
             return []
         self._first = min(self._due.values(), default=_NEVER)
-        return [key for key, deadline in list(self._due.items()) if deadline <= now]
+        return [key for key, deadline in list(self._due.items()) if deadline <= now_ms]
 
     def expire(self, keys: Iterable[Key]) -> None:
         """Count keys that ``passed`` has returned as expired."""

@@ -315,15 +315,15 @@ class Reservations:
         return set(self._open)
 
     def is_overdue(self, reservation: Reservation) -> bool:
-        now = 0 if reservation.deadline is None else self.core.now()
+        now_ms = 0 if reservation.deadline is None else self.core.now()
         with self.core.lock:
-            self.expire(now)
+            self.expire(now_ms)
             return reservation.id in self.deadlines.overdue
 
-    def expire(self, now: int) -> None:
+    def expire(self, now_ms: int) -> None:
         """Count the reservations whose deadline has passed as expired. Their blocks stay with their loaders, which may
         still write them. The caller holds the state lock."""
-        late = self.deadlines.passed(now)
+        late = self.deadlines.passed(now_ms)
         if late:
             with DeferSignals():
                 self.deadlines.expire(late)
@@ -341,10 +341,10 @@ class Reservations:
                     count += 1
         return count
 
-    def clear(self, now: int) -> None:
+    def clear(self, now_ms: int) -> None:
         """Forget all reservations: their rows are given back, or the pool is closed. The caller holds the state
         lock."""
-        self.expire(now)
+        self.expire(now_ms)
         self.deadlines.end(self._open)
         while self._open:
             self._open.popitem()[1].writing.close()
