@@ -149,7 +149,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list
         (["plan", "--model", "lama-3-8b"], "expected a config.json or one of .*llama-3-8b"),
         (["plan", "--users", "4"], "--users and --think-cap describe a TRACE, and none is given"),
         (["replay", "--policy", "no"], ", ".join(map(repr, POLICIES))),
-        (["replay", "--devcie-blocks", "4"], "unrecognized arguments: --devcie-blocks 4"),
+        (["replay", "--devcie-blocks", "4"], "unrecognized arguments: --devcie-blocks"),
         (["replay", "--store", "/tmp/x"], "; did you mean disk:/tmp/x?"),
         (["replay", "--store", "s3://b/x"], "a bucket of 3 to 63 of a-z"),
         (
