@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from kvpool import ModelIdentity
-from kvpool.storage import StoreQueue, staging_rows
+from kvpool.storage import StoreWorker, staging_rows
 from kvpool.storage.backends.disk import DiskStore
 
 IDENTITY = ModelIdentity("benchmark", "1", "float16", "pages", "1")
@@ -40,7 +40,7 @@ class Subject:
         self.block_bytes, self.job_blocks, self.jobs = block_bytes, job_blocks, jobs
         self.blocks = nbytes // block_bytes
         self.store = DiskStore(folder, nbytes, threads=threads)
-        self.queue = StoreQueue(self.store, rows(jobs * job_blocks, block_bytes), IDENTITY, report=False)
+        self.queue = StoreWorker(self.store, rows(jobs * job_blocks, block_bytes), IDENTITY, report=False)
         self.random, self.count = np.random.default_rng(1), 0
         self.run("save", self.blocks // job_blocks)
 

@@ -4,7 +4,7 @@
 
 ``bare`` is batch_put_from and batch_get_into; ``store`` is the store without seals, on the same thread, in calls of the
 same blocks: 4 MiB each; ``room`` the same with room behind its rows, as keepers of pools have it; ``queue`` is a
-StoreQueue with such rows, which makes and checks seals and has four threads; ``bare x4`` are the bare calls on four
+StoreWorker with such rows, which makes and checks seals and has four threads; ``bare x4`` are the bare calls on four
 threads. They alternate. Printed are the medians of GB/s, and the medians of the shares of the
 bare calls of the same round.
 """
@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.storage import OK, StoreQueue
+from kvpool.storage import OK, StoreWorker
 from kvpool.storage.backends.mooncake import MooncakeStore
 from kvpool.storage.store import Space
 from tests.stores.lab import IDENTITY, memory
@@ -107,11 +107,11 @@ class Plain:
 
 
 class Queued:
-    """A StoreQueue, with seals."""
+    """A StoreWorker, with seals."""
 
     def __init__(self, address: str, rows: np.ndarray) -> None:
         store = MooncakeStore(address, secret=bytes(32), threads=THREADS)
-        self.queue = StoreQueue(store, rows, IDENTITY, piece_bytes=CALL_BYTES, spare=SPARE, report=False)
+        self.queue = StoreWorker(store, rows, IDENTITY, piece_bytes=CALL_BYTES, spare=SPARE, report=False)
 
     def save(self, keys: np.ndarray) -> None:
         job = self.queue.save(keys, np.arange(len(keys)))

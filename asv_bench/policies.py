@@ -43,7 +43,7 @@ import numpy.typing as npt
 
 import kvpool
 from kvpool.common.jit import jit
-from kvpool.storage import Keeper
+from kvpool.storage import StorageManager
 from kvpool.storage.backends.memory import MemoryStore
 from kvpool.tools.planner import Use
 from kvpool.tools.planner.policies import MIN, SessionOracle, hints, min_hits, next_uses
@@ -146,7 +146,7 @@ class Played:
             store = MemoryStore(options.store * LAYOUT.block_bytes, policy=self.policy)
             store.secret = bytes(32)
             self.keeper = self.open.enter_context(
-                Keeper(
+                StorageManager(
                     self.cache, [store], identity=MODEL, queued_blocks=1 << 20, staging_blocks=1 << 15, interval_ms=1
                 )
             )

@@ -205,7 +205,7 @@ class TreeEngine(Engine):
         staying = [i for i, chat in enumerate(chats) if chat in self.running]
         ids = [chats[i].sequence for i in staying]
         accepted = [draft for i in staying for draft in paths[i]]
-        self.cache.keep(
+        self.cache.accept_drafts(
             ids, [drafts[i] for i in staying], accepted, [len(paths[i]) for i in staying], stream=self.stream
         )
         self.cache.commit(ids, [chats[i].computed for i in staying], stream=self.stream)

@@ -22,7 +22,7 @@ import kvpool
 from kvpool.device import get_device
 from kvpool.device.base import Device, Stream
 from kvpool.device.cuda import unusable
-from kvpool.storage import Keeper, Store
+from kvpool.storage import StorageManager, Store
 from kvpool.storage.urls import open_store
 
 try:
@@ -125,7 +125,7 @@ class KeptEngine(Engine):
     store: Store
 
     def run(self, check: bool = False) -> None:
-        with Keeper(self.cache, [self.store], identity=MODEL) as self.keeper:
+        with StorageManager(self.cache, [self.store], identity=MODEL) as self.keeper:
             super().run(check)
             self.keeper.drain(60)
             loaded = self.keeper.stats().loaded_blocks

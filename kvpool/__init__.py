@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvpool.device.memory.attachments import SharedTier as SharedTier
     from kvpool.device.memory.attachments import attach as attach
     from kvpool.device.memory.export import Export as Export
-    from kvpool.device.memory.kv_copy import Stagings as Stagings
+    from kvpool.device.memory.kv_copy import StagingBuffers as StagingBuffers
     from kvpool.device.memory.kv_copy import gather_kv as gather_kv
     from kvpool.device.memory.kv_copy import scatter_kv as scatter_kv
     from kvpool.hostcache.host_cache import HostCache as HostCache
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from kvpool.hostcache.tier import HostTier as HostTier
     from kvpool.hostcache.tier import HostTierDescription as HostTierDescription
     from kvpool.hostcache.warming import warm_up as warm_up
-    from kvpool.pool.block_tables import CapturedTables as CapturedTables
+    from kvpool.pool.block_tables import GraphTables as GraphTables
     from kvpool.pool.config import LayerGroup as LayerGroup
     from kvpool.pool.config import split_blocks as split_blocks
     from kvpool.pool.events import Event as Event
@@ -57,13 +57,13 @@ if TYPE_CHECKING:
     from kvpool.pool.hints import HintAnswer as HintAnswer
     from kvpool.pool.keys import Admission as Admission
     from kvpool.pool.keys import BlockKeys as BlockKeys
-    from kvpool.pool.keys import Lacking as Lacking
     from kvpool.pool.keys import Match as Match
+    from kvpool.pool.keys import MissingBlocks as MissingBlocks
     from kvpool.pool.keys import Plan as Plan
     from kvpool.pool.leases import Lease as Lease
     from kvpool.pool.manager import KVCacheManager as KVCacheManager
     from kvpool.pool.prompts import LayerLoads as LayerLoads
-    from kvpool.pool.reservations import Loadable as Loadable
+    from kvpool.pool.reservations import LoadTarget as LoadTarget
     from kvpool.pool.reservations import Reservation as Reservation
     from kvpool.pool.stats import GroupStats as GroupStats
     from kvpool.pool.stats import RequestStats as RequestStats
@@ -78,11 +78,11 @@ __version__ = "0.1.0"
 _NAMES = {
     "kvpool.device.memory.attachments": "Attachment SharedTier attach",
     "kvpool.device.memory.export": "Export",
-    "kvpool.device.memory.kv_copy": "Stagings gather_kv scatter_kv",
+    "kvpool.device.memory.kv_copy": "StagingBuffers gather_kv scatter_kv",
     "kvpool.common.arrays.layout": "BlockLayout",
     "kvpool.common.arrays.paged": "PagedKV",
     "kvpool.common.arrays.strided": "StridedArray",
-    "kvpool.pool.block_tables": "CapturedTables",
+    "kvpool.pool.block_tables": "GraphTables",
     "kvpool.pool.config": "LayerGroup split_blocks",
     "kvpool.common.errors": (
         "BlockNotFound DeviceError ForkedProcess InsufficientMemory IntegrityError KVPoolError "
@@ -92,7 +92,7 @@ _NAMES = {
     "kvpool.pool.hints": "HintAnswer",
     "kvpool.pool.prompts": "LayerLoads",
     "kvpool.pool.leases": "Lease",
-    "kvpool.pool.reservations": "Loadable Reservation",
+    "kvpool.pool.reservations": "LoadTarget Reservation",
     "kvpool.hostcache.host_copies": "HostCopies HostCopy",
     "kvpool.hostcache.identity": "ModelIdentity",
     "kvpool.hostcache.host_cache": "HostCache HostCacheStats HostEvent HostLease Reserved",
@@ -101,7 +101,7 @@ _NAMES = {
     "kvpool.pool.events": "Event Events",
     "kvpool.pool.stats": "GroupStats RequestStats Stats TierStats",
     "kvpool.pool.explain": "Explanation Missed",
-    "kvpool.pool.keys": "Admission BlockKeys Lacking Match Plan",
+    "kvpool.pool.keys": "Admission BlockKeys MissingBlocks Match Plan",
     "kvpool.common.arguments": "RetentionRange",
     "kvpool.pool.tables.block_table": "BlockTable",
     "kvpool.pool.tables.step_tables": "StepTables",

@@ -14,7 +14,7 @@ import pytest
 from engine import Clock, small_layout
 from kvpool import (
     BlockKeys,
-    CapturedTables,
+    GraphTables,
     HostCache,
     HostCopies,
     HostTier,
@@ -22,7 +22,7 @@ from kvpool import (
     LayerGroup,
     ModelIdentity,
     PagedKV,
-    Stagings,
+    StagingBuffers,
     StridedArray,
     gather_kv,
     scatter_kv,
@@ -33,7 +33,7 @@ from kvpool.device.regions import Region
 from kvpool.device.sim import SimDevice
 from kvpool.hostcache.host_copies import HostPlace
 from kvpool.pool import operations as op
-from kvpool.storage import BlockNames, HostKeeper, Job, Keeper, MemoryStore, StoreClient
+from kvpool.storage import BlockNames, HostStorageManager, MemoryStore, StorageManager, StoreClient, StoreRequest
 from kvpool.tools.planner import Surveyor
 from kvpool.tools.replay.content import Request
 from steps import NAMES, arrays
@@ -128,11 +128,11 @@ class Graph(Plain):
         self.stream, self.out = self.device.create_stream("graph"), arrays(2, 5, 2, 4)
         self.captured, self.graph = self.capture(self.cache.capture_step_tables, self.out)
 
-    def capture(self, call: Callable[..., CapturedTables], target: Any) -> tuple[CapturedTables, Any]:
+    def capture(self, call: Callable[..., GraphTables], target: Any) -> tuple[GraphTables, Any]:
         with self.device.capture(self.stream) as graph:
             return call(target, 2, stream=self.stream), graph
 
-    def replay(self, captured: CapturedTables, graph: Any, staged: dict[str, Any]) -> None:
+    def replay(self, captured: GraphTables, graph: Any, staged: dict[str, Any]) -> None:
         captured.stage(**staged, stream=self.stream)
         self.device.replay(graph, self.stream)
         self.device.synchronize()
@@ -211,7 +211,7 @@ class Hosted:
         self.cache.publish(self.cache.reserve(_named("a", "b", "c")).keys)
         self.cache.reserve(_named("p", "q"))
         self.lease = self.cache.pin(_named("c"))
-        self.saver = self.cache.open_saver(owed=False)
+        self.saver = self.cache.open_dirty_cursor(owed=False)
 
     def picture(self) -> object:
         return [debug.dump(state) for state in self.cache._states], len(self.cache.leases)
@@ -250,7 +250,7 @@ class Kept:
         tier = HostTier(8, 64, identity=WALKED, memory=np.zeros(8 * 64, np.uint8))
         self.store = MemoryStore(64 * 64)
         self.store.secret = bytes(32)
-        self.keeper = HostKeeper(self.cache, tier, [self.store])
+        self.keeper = HostStorageManager(self.cache, tier, [self.store])
         self.keeper.publish(self.cache.reserve(_named("stored")).keys)
         assert self.keeper.drain(600)
         self.cache.forget(_named("stored"))
@@ -271,7 +271,7 @@ class Saved(Plain):
 
     def __init__(self) -> None:
         super().__init__()
-        self.keeper = Keeper(self.cache, [MemoryStore(1 << 20)], identity=WALKED)
+        self.keeper = StorageManager(self.cache, [MemoryStore(1 << 20)], identity=WALKED)
         assert self.keeper.drain(600)
 
     def picture(self) -> object:
@@ -441,7 +441,7 @@ def _hint(message: Any) -> dict[str, Any]:
 
 
 def _lacking(scene: Any, given: dict[str, Any]) -> Any:
-    return scene.cache.lacking(np.arange(40, 49, dtype=np.int32), **given)
+    return scene.cache.missing_blocks(np.arange(40, 49, dtype=np.int32), **given)
 
 
 def _import(scene: Any, given: dict[str, Any]) -> Any:
@@ -457,7 +457,7 @@ def _several(copy: Callable[..., None]) -> Callable[[Any, dict[str, Any]], Any]:
     """The same staging as two, of which the first is skipped in part."""
 
     def call(scene: Any, given: dict[str, Any]) -> Any:
-        two = Stagings([scene.staging[:, :, :4], scene.staging[:, :, 4:]])
+        two = StagingBuffers([scene.staging[:, :, :4], scene.staging[:, :, 4:]])
         copy(scene.paged, given["slot_mapping"], two, skip_prefix_n_tokens=1)
 
     return call
@@ -496,10 +496,10 @@ def _publish(scene: Any, given: dict[str, Any]) -> int:
 
 
 def _tell_saver(scene: Any, given: dict[str, Any]) -> list[bytes]:
-    return scene.cache.tell_saver(scene.saver, **given)
+    return scene.cache.read_dirty(scene.saver, **given)
 
 
-def _jobs(part: str, name: str) -> Callable[[Any, dict[str, Any]], Job]:
+def _jobs(part: str, name: str) -> Callable[[Any, dict[str, Any]], StoreRequest]:
     """A job of two blocks, in rows that lie behind those that were saved."""
     others = {"rows": [6, 7]} if name in ("load", "save") else {}
     return lambda scene, given: getattr(getattr(scene, part), name)(**others | given)
@@ -528,8 +528,8 @@ CASES = [
     verb("offload", Plain, {"prompt": UINT64}, prompt=OWN_KEYS)._replace(forms=ARRAYS),
     *(verb(name, Plain, TOKENS, prompt=PROMPT) for name in ("forget", "cached_blocks")),
     verb("set_priority", Plain, TOKENS, {"priority": 80}, prompt=PROMPT),
-    verb("lacking", Plain, TOKENS, {"there": np.ones((1, 2), np.bool_)}, prompt=PROMPT),
-    Case("lacking", Plain, _lacking, {"there": ([[True, True]], [[True, False]])}, {"there": np.bool_}, ARRAYS),
+    verb("missing_blocks", Plain, TOKENS, {"there": np.ones((1, 2), np.bool_)}, prompt=PROMPT),
+    Case("missing_blocks", Plain, _lacking, {"there": ([[True, True]], [[True, False]])}, {"there": np.bool_}, ARRAYS),
     *(
         verb(name, Plain, {"prompt": UINT64}, prompt=KEYS)._replace(forms=ARRAYS)
         for name in ("forget", "cached_blocks")
@@ -556,8 +556,8 @@ CASES = [
     verb("rewind", Plain, {}, ids=of_both(lambda scene: scene.ids, 0, FAR), counts=([1, 2], [1, MANY])),
     *(
         verb(name, Plain, {}, ids=BOTH)
-        for name in "release swap_out evictable_if_released keys_of request_stats block_table cached_tokens "
-        "sequence_length committed_tokens loadable fork".split()
+        for name in "release swap_out evictable_after_release keys_of request_stats block_table cached_tokens "
+        "sequence_length committed_tokens load_targets fork".split()
     ),
     verb("block_table", Plain, {}, {"stream": 0}, ids=BOTH),
     verb("reorder", Plain, {}, ids=BOTH, parents=([1, 0], [1, FAR])),
@@ -588,7 +588,7 @@ CASES = [
     Case("copy_batch_block_csr", Plain, _csr, {"ids": BOTH}),
     *(Case(name, Plain, _step(name), STEP) for name in ("step_tables", "copy_step_tables")),
     Case("capture_block_offsets", Graph, _captured, {"rows": ([3, 1], [3, FAR])}),
-    Case("CapturedTables.stage", Graph, _staged, STEP),
+    Case("GraphTables.stage", Graph, _staged, STEP),
     verb("pin", Plain, {"keys": UINT64}, keys=KEYS)._replace(forms=ARRAYS),
     Case(
         "find_and_pin_host",
@@ -602,8 +602,8 @@ CASES = [
     Case("gather_kv", Nothing, _copies(gather_kv), SLOTS, {}, ARRAYS),
     Case("scatter_kv", Nothing, _copies(scatter_kv), SLOTS, {}, ARRAYS),
     Case("scatter_kv", Nothing, _uploads, SLOTS, {}, ARRAYS),
-    Case("gather_kv of Stagings", Nothing, _several(gather_kv), SLOTS, {}, ARRAYS),
-    Case("scatter_kv of Stagings", Nothing, _several(scatter_kv), SLOTS, {}, ARRAYS),
+    Case("gather_kv of StagingBuffers", Nothing, _several(gather_kv), SLOTS, {}, ARRAYS),
+    Case("scatter_kv of StagingBuffers", Nothing, _several(scatter_kv), SLOTS, {}, ARRAYS),
     *(
         Case(
             f"HostCopies.{name}",
@@ -628,10 +628,10 @@ CASES = [
             ("set_priority", "ab", "ax"),
         )
     ),
-    Case("HostKeeper.publish", Kept, _publish, {"unsaved": (_named("p"), _named("x"))}, {}, LIST),
-    Case("HostCache.tell_saver", Hosted, _tell_saver, {"keys": (_named(*"ab"), _named(*"ax"))}, {}, LIST),
+    Case("HostStorageManager.publish", Kept, _publish, {"unsaved": (_named("p"), _named("x"))}, {}, LIST),
+    Case("HostCache.read_dirty", Hosted, _tell_saver, {"keys": (_named(*"ab"), _named(*"ax"))}, {}, LIST),
     *(
-        Case(f"HostKeeper.{name}", Kept, _opaque("keeper", name), {"keys": (before, after)}, {}, LIST)
+        Case(f"HostStorageManager.{name}", Kept, _opaque("keeper", name), {"keys": (before, after)}, {}, LIST)
         for name, before, after in (
             ("lookup", _named("here", "stored"), _named("here", "x")),
             ("pin", _named("here", "there"), _named("here", "x")),
@@ -642,7 +642,7 @@ CASES = [
     ),
     *(
         Case(f"{owner}.{name}", Stored, _jobs(part, name), {"keys": STORED} | rows, {"keys": np.uint8}, forms)
-        for owner, part in (("StoreQueue", "queue"), ("StoreClient", "client"))
+        for owner, part in (("StoreWorker", "queue"), ("StoreClient", "client"))
         for name, rows, forms in (
             ("find", {}, ARRAY),
             ("forget", {}, ARRAY),
@@ -652,7 +652,7 @@ CASES = [
         )
     ),
     Case(
-        "StoreQueue.find_now",
+        "StoreWorker.find_now",
         Stored,
         lambda scene, given: scene.queue.find_now(given["keys"]).tolist(),
         {"keys": STORED},
@@ -667,9 +667,12 @@ CASES = [
         {},
         ARRAY,
     ),
-    *(Case(f"Keeper.{name}", Saved, _opaque("keeper", name), {"prompt": PROMPT}, TOKENS) for name in KEEPER_VERBS),
-    Case("Keeper.forget", Told, _opaque("keeper", "forget"), {"prompt": PROMPT}, TOKENS),
-    Case("Keeper.forget", Told, _opaque("keeper", "forget"), {"prompt": KEYS}, {"prompt": UINT64}, ARRAYS),
+    *(
+        Case(f"StorageManager.{name}", Saved, _opaque("keeper", name), {"prompt": PROMPT}, TOKENS)
+        for name in KEEPER_VERBS
+    ),
+    Case("StorageManager.forget", Told, _opaque("keeper", "forget"), {"prompt": PROMPT}, TOKENS),
+    Case("StorageManager.forget", Told, _opaque("keeper", "forget"), {"prompt": KEYS}, {"prompt": UINT64}, ARRAYS),
     *(
         Case("BlockNames", Nothing, call, {name: (_named("here", "there"), _named("here", "x"))}, {}, LIST)
         for name, call in (

@@ -259,9 +259,9 @@ class Engine:
         self.write(sequence, start)
         return self._done(sequence)
 
-    def keep(self, sequence: Request, drafts: int, accepted: Sequence[int]) -> Request:
+    def accept_drafts(self, sequence: Request, drafts: int, accepted: Sequence[int]) -> Request:
         """Keep a path of a tree of drafts."""
-        self.cache.keep(sequence.id, drafts, list(accepted))
+        self.cache.accept_drafts(sequence.id, drafts, list(accepted))
         return self.kept(sequence, drafts, accepted)
 
     def kept(self, sequence: Request, drafts: int, accepted: Sequence[int]) -> Request:

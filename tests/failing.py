@@ -128,9 +128,9 @@ class Rig(Engine):
                 lambda i=i: self.cache.block_table(i),
                 lambda i=i: self.cache.copy_batch_block_offsets(np.zeros((1, 32), np.int32), i),
                 lambda i=i: self.cache.cached_tokens(i),
-                lambda i=i: self.cache.loadable(i),
+                lambda i=i: self.cache.load_targets(i),
                 lambda i=i: self.cache.blocks_needed(sequences=i, new_tokens=9),
-                lambda i=i: self.cache.evictable_if_released(i),
+                lambda i=i: self.cache.evictable_after_release(i),
             ):
                 with pytest.raises(DeviceError, match=rf"sequence {i} lost a block"):
                     use()

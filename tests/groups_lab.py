@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from engine import Bytes, TokenBytes
-from kvpool import BlockLayout, KVCacheManager, KVPoolError, LayerGroup, Loadable
+from kvpool import BlockLayout, KVCacheManager, KVPoolError, LayerGroup, LoadTarget
 from kvpool.device.base import NULL_STREAM, Device
 from kvpool.device.sim import SimDevice
 from tests import debug
@@ -144,10 +144,10 @@ class GroupEngine:
         self.cache.commit(sequence)
         self.release(sequence)
 
-    def load(self, loadable: Loadable, tokens: Sequence[int], stream: Any = None) -> None:
+    def load(self, load_targets: LoadTarget, tokens: Sequence[int], stream: Any = None) -> None:
         """Bring what the pool lacks in all groups with KV."""
         for g in self.kv:
-            self.put(g, loadable.slot_mapping_of(g), tokens[: loadable.tokens], stream)
+            self.put(g, load_targets.slot_mapping_of(g), tokens[: load_targets.tokens], stream)
 
     # -- looking ---------------------------------------------------------------------------------
 

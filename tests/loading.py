@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from engine import Engine
-from kvpool import Loadable, PagedKV, Reservation, scatter_kv
+from kvpool import LoadTarget, PagedKV, Reservation, scatter_kv
 from tests import debug
 
 
@@ -18,7 +18,7 @@ def kv(engine: Engine, tokens: Sequence[int]) -> np.ndarray:
     return np.ascontiguousarray(token.transpose(2, 1, 0, 3, 4)).view(engine.cache.layout.storage_dtype)
 
 
-def load(engine: Engine, reservation: Reservation | Loadable, tokens: Sequence[int], *, whole: bool = False) -> None:
+def load(engine: Engine, reservation: Reservation | LoadTarget, tokens: Sequence[int], *, whole: bool = False) -> None:
     """Bring the KV of a prompt, by the slot mapping alone (``whole``) or by the skip as well."""
     paged = PagedKV.of_pool(engine.cache.layout, engine.cache.device_pool)
     skip = 0 if whole else reservation.skip_prefix_n_tokens

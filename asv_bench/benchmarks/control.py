@@ -89,7 +89,7 @@ class ByName(Pooled):
         self.cache.cached_blocks(self.keys)
 
     def time_lacking(self, tokens: int) -> None:
-        self.cache.lacking(self.keys, self.there)
+        self.cache.missing_blocks(self.keys, self.there)
 
     def time_set_priority(self, tokens: int) -> None:
         """Another one each time, so that every block changes its list."""

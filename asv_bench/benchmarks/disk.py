@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvpool import ModelIdentity
-from kvpool.storage import StoreQueue
+from kvpool.storage import StoreWorker
 from kvpool.storage.backends.disk import DiskStore
 from kvpool.storage.backends.disk.database import Database
 from kvpool.storage.backends.disk.folder import Folder
@@ -81,7 +81,7 @@ class Blocks:
     def setup(self, block_bytes: int, kind: str) -> None:
         self.folder = tempfile.TemporaryDirectory()
         self.rows = 32 * MIB // block_bytes
-        self.queue = StoreQueue(
+        self.queue = StoreWorker(
             DiskStore(f"{self.folder.name}/store", self.nbytes), aligned(self.rows, block_bytes), IDENTITY, report=False
         )
         self.count = 0

@@ -16,7 +16,7 @@ from kvpool import HostCache, HostCopies, HostTier, ModelIdentity, PagedKV
 from kvpool.common.jit import jit
 from kvpool.common.jit.intrinsics import memcpy
 from kvpool.device.regions import BYTES, FROM, TO
-from kvpool.storage import HostKeeper, MemoryStore
+from kvpool.storage import HostStorageManager, MemoryStore
 
 KEYS, KEY_BYTES, BLOCKS = 60, 36, 16_384
 IDENTITY = ModelIdentity("benchmark", "1", "float16", "pages", "1")
@@ -71,7 +71,7 @@ class Verbs:
     track_verb.unit = "us"  # type: ignore[attr-defined]
 
 
-class Keeper:
+class StorageManager:
     """Microseconds of the scheduler's thread with a store behind the cache, for 60 keys: the best of 100. "idle" is one
     poll that has nothing to do. "here" and "absent" are finds of single keys, in the cache and found absent a moment
     ago. "save" is publishing and the poll that begins the save, "saved" the poll that notes its end, "ask" finding and
@@ -84,7 +84,7 @@ class Keeper:
     def setup(self, call: str) -> None:
         self.cache = HostCache(BLOCKS, 4096, identity=IDENTITY)
         self.tier = HostTier.of(self.cache)
-        self.keeper = HostKeeper(self.cache, self.tier, [MemoryStore(1 << 30)], retry_seconds=1e6)
+        self.keeper = HostStorageManager(self.cache, self.tier, [MemoryStore(1 << 30)], retry_seconds=1e6)
 
     def teardown(self, call: str) -> None:
         self.keeper.close()
@@ -130,7 +130,7 @@ class Keeper:
     track_call.unit = "us"  # type: ignore[attr-defined]
 
 
-class Saturated(Keeper):
+class Saturated(StorageManager):
     """CPU time of the scheduler's thread for each saved block, less what ``HostCache.publish`` takes for another: 40
     steps of 60 keys while the store is busy, and the polls that note their ends. The median of 20 rounds."""
 

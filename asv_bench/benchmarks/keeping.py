@@ -8,7 +8,7 @@ import time
 from statistics import median, quantiles
 
 import kvpool
-from kvpool.storage import Keeper, MemoryStore
+from kvpool.storage import MemoryStore, StorageManager
 
 from .pools import PROMPT_TOKENS, Pooled, blocks_of, make_pool, make_prompts
 
@@ -16,8 +16,8 @@ IDENTITY = kvpool.ModelIdentity("benchmark", "1", "uint8", "tiny", "1")
 BATCH = 4
 
 
-def open_keeper(cache: kvpool.KVCacheManager) -> Keeper:
-    return Keeper(cache, [MemoryStore(1 << 30)], identity=IDENTITY, queued_blocks=1 << 20, staging_blocks=256)
+def open_keeper(cache: kvpool.KVCacheManager) -> StorageManager:
+    return StorageManager(cache, [MemoryStore(1 << 30)], identity=IDENTITY, queued_blocks=1 << 20, staging_blocks=256)
 
 
 class Saved(Pooled):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvpool import ModelIdentity
-from kvpool.storage import StoreQueue
+from kvpool.storage import StoreWorker
 from kvpool.storage.backends.peer import PeerStore
 
 IDENTITY = ModelIdentity("benchmark", "1", "float16", "rows", "1")
@@ -42,7 +42,7 @@ class Blocks:
         endpoint = self.server.stdout.readline().strip()
         count = self.nbytes // block_bytes
         memory = np.ones((count, block_bytes), np.uint8)
-        self.queue = StoreQueue(PeerStore(endpoint, secret=SECRET), memory, IDENTITY)
+        self.queue = StoreWorker(PeerStore(endpoint, secret=SECRET), memory, IDENTITY)
         self.keys, self.rows = self.queue.secret.opaque([b"%d" % i for i in range(count)]), np.arange(count)
         assert self.queue.save(self.keys, self.rows).wait(60, returned=True)
 

@@ -90,8 +90,8 @@ def make_plan(
     device, host = (
         Tier(bases[i], strides[i].block, run_strides[i], outer_strides[i], inner_strides[i]) for i in range(2)
     )
-    lined_up = [*bases, run_bytes, *run_strides, *(s.block for s in strides)]
-    streaming = device_pool.nbytes + host_pool.nbytes > CACHED_BYTES_MAX and all(n % LINE == 0 for n in lined_up)
+    has_pending = [*bases, run_bytes, *run_strides, *(s.block for s in strides)]
+    streaming = device_pool.nbytes + host_pool.nbytes > CACHED_BYTES_MAX and all(n % LINE == 0 for n in has_pending)
     blocks, token_bytes = device_blocks + host_blocks, strides[0].token  # Heads that were not merged have own runs.
     numbers = blocks, layout.tokens_per_block, int(streaming), runs, run_bytes, outer, inner, token_bytes
     return CopyPlan(device, host, device_blocks, *numbers)

@@ -217,14 +217,14 @@ def _token(slot, plan):  # type: ignore[no-untyped-def]
     return plan.device.base + block * plan.device.block_stride + token * plan.token_bytes
 
 
-BRIEF_BYTES = 256 << 10
+KEEP_GIL_BYTES = 256 << 10
 """To copy no more is over before another thread would give the interpreter's lock back."""
 
 
 def copier(moves: Int64s, plan: Int64s) -> Callable[[Int64s, Int64s], None]:
     """What copies moves by the vector of a plan."""
     nbytes = len(moves) * int(plan[RUNS]) * int(plan[RUN_BYTES])
-    return getattr(copy_moves, "brief", copy_moves) if nbytes <= BRIEF_BYTES else copy_moves
+    return getattr(copy_moves, "keep_gil", copy_moves) if nbytes <= KEEP_GIL_BYTES else copy_moves
 
 
 class HostPool:

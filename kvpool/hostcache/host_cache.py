@@ -524,18 +524,18 @@ class HostCache(Closing):
 
     # -- keys that are saved ---------------------------------------------------------------------------
 
-    def open_saver(self, *, owed: bool) -> int:
+    def open_dirty_cursor(self, *, pending: bool) -> int:
         """A number for somebody who saves keys, and who was told of none. ``owed``: ``unsaved_blocks`` counts what is
         evicted before it was told. At most SAVERS of ``state.saving`` at once. Changes the cache."""
         with self._lock:
-            return int(saving.open_saver(self._heads, owed))
+            return int(saving.open_dirty_cursor(self._heads, pending))
 
-    def close_saver(self, saver: int) -> None:
+    def close_dirty_cursor(self, cursor: int) -> None:
         """Somebody saves no more. Changes the cache."""
         with self._lock:
-            saving.close_saver(self._heads, saver)
+            saving.close_dirty_cursor(self._heads, cursor)
 
-    def tell_saver(self, saver: int, keys: Keys) -> list[bytes]:
+    def read_dirty(self, cursor: int, keys: Keys) -> list[bytes]:
         """Those of the keys that are HERE and that a saver was not told of. It is told now, and not again before they
         have gone from the cache. Changes the cache."""
         wanted = packed(keys)
@@ -543,16 +543,16 @@ class HostCache(Closing):
         with DeferSignals(), self._lock:
             self._check_open()
             hostcache.lookup(self._heads, self._root, *wanted[1:], answers)
-            count = saving.held(self._heads, saver, wanted.found[:, 2].copy(), block_rows)
+            count = saving.held(self._heads, cursor, wanted.found[:, 2].copy(), block_rows)
             return unpacked(self._states[0].tokens[block_rows[:count, saving.FOUND - 1]])
 
-    def next_victims(self, saver: int, blocks: int, most: int) -> list[bytes]:
+    def eviction_candidates(self, cursor: int, blocks: int, most: int) -> list[bytes]:
         """Of the keys that are evicted when so many more ``blocks`` are reserved, those that a saver was not told of,
         the first one first, at most so many. It is told now. All of them for -1, who is no saver. Changes the cache."""
         victim_rows = np.empty((most, saving.FOUND), np.int64)
         with DeferSignals(), self._lock:
             self._check_open()
-            count = saving.victims(self._heads, saver, np.array([blocks]), victim_rows)
+            count = saving.victims(self._heads, cursor, np.array([blocks]), victim_rows)
             return unpacked(self._states[0].tokens[victim_rows[:count, saving.FOUND - 1]])
 
     @property

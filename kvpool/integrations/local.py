@@ -33,7 +33,7 @@ from kvpool.storage.urls import open_store
 if TYPE_CHECKING:
     from kvpool.hostcache.host_cache import HostLease, Reserved
     from kvpool.pool.explain import Missed
-    from kvpool.storage import HostKeeper
+    from kvpool.storage import HostStorageManager
 
 _TURN_SECONDS, _POLL_SECONDS = 0.001, 0.05
 _INDEXED, _AFAR = 64, 1024
@@ -65,7 +65,7 @@ class LocalBlocks:
             raise ValueError(f"host_memory: expected {block_bytes} bytes or more, for one block, got {memory}")
         warm_host_cache([options.policy] if options.policy != "lru" else [])
         self.block_bytes, self._patience = block_bytes, options.load_seconds
-        self._keeper: HostKeeper | None = None
+        self._keeper: HostStorageManager | None = None
         self._names: list[str] = []
         # The stores from which the blocks came that were looked for last.
         self._origins: dict[bytes, int | None] = {}
@@ -87,16 +87,16 @@ class LocalBlocks:
                 ends.callback(self._closing.set)
                 threading.Thread(target=self._poll, name="kvpool-local", daemon=True).start()
             self._ends = ends.pop_all()
-        self._index: HostCache | HostKeeper = self._keeper or self._cache
+        self._index: HostCache | HostStorageManager = self._keeper or self._cache
 
-    def _open(self, options: EngineOptions, identity: ModelIdentity) -> HostKeeper:
-        from kvpool.storage import HostKeeper
+    def _open(self, options: EngineOptions, identity: ModelIdentity) -> HostStorageManager:
+        from kvpool.storage import HostStorageManager
 
         stores = [open_store(text, part=identity.fingerprint) for text in options.stores]
         self._names = [store.name for store in stores]
         if not all(getattr(store, "indexed", False) for store in stores):
             self.at_a_time = _AFAR
-        return HostKeeper(self._cache, self._tier, stores, **options.keeping)
+        return HostStorageManager(self._cache, self._tier, stores, **options.keeping)
 
     @property
     def memory(self) -> Bytes:

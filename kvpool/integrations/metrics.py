@@ -22,9 +22,9 @@ from kvpool.common.process import Closing
 from kvpool.hostcache.host_cache import HostCache, HostCacheStats
 from kvpool.pool.manager import KVCacheManager
 from kvpool.pool.stats import GroupStats, Histogram, Stats
-from kvpool.storage.hostkeeper import HostKeeper, HostKeeperStats
-from kvpool.storage.keeper import Keeper, KeeperStats
-from kvpool.storage.queue import StoreStats
+from kvpool.storage.host_storage_manager import HostStorageManager, HostStorageManagerStats
+from kvpool.storage.storage_manager import StorageManager, StorageManagerStats
+from kvpool.storage.store_worker import StoreStats
 
 try:
     from kvpool.storage.backends.peer import ServedStats, StoreServer
@@ -48,7 +48,7 @@ Value = float | Histogram | None
 Read = Callable[[Any], Mapping[tuple[str, ...], Value]]
 Figures = str | dict[str, str] | Read
 Kind = type[CounterMetricFamily] | type[GaugeMetricFamily] | type[HistogramMetricFamily]
-Cache: TypeAlias = "KVCacheManager | HostCache | Keeper | HostKeeper | StoreServer"
+Cache: TypeAlias = "KVCacheManager | HostCache | StorageManager | HostStorageManager | StoreServer"
 COUNTER, GAUGE, HISTOGRAM = CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 
@@ -88,7 +88,7 @@ def _store(kind: Kind, name: str, help: str, labels: str, figures: Figures) -> D
     return _pool(kind, name, help, f"store {labels}", _each(_stores, _reader(figures)))
 
 
-def _stores(stats: KeeperStats | HostKeeperStats) -> dict[str, StoreStats]:
+def _stores(stats: StorageManagerStats | HostStorageManagerStats) -> dict[str, StoreStats]:
     return stats.stores if isinstance(stats.stores, dict) else {store.name: store for store in stats.stores}
 
 
@@ -146,12 +146,8 @@ DEFINITIONS = (
         "",
         lambda s: {(): s.oldest_lease_ms / 1e3},
     ),
-    _pool(
-        GAUGE, "kvpool_staging_hand_overs", "Block tables that are on their way to the device now.", "", "hand_overs"
-    ),
-    _pool(
-        GAUGE, "kvpool_staging_hand_overs_peak", "The most block tables on their way at once.", "", "most_hand_overs"
-    ),
+    _pool(GAUGE, "kvpool_staging_uploads", "Block tables that are on their way to the device now.", "", "uploads"),
+    _pool(GAUGE, "kvpool_staging_uploads_peak", "The most block tables on their way at once.", "", "most_uploads"),
     _pool(
         COUNTER,
         "kvpool_query_tokens",
@@ -339,7 +335,7 @@ STORE_DEFINITIONS = (
         COUNTER,
         "kvpool_store_dropped_saves",
         "Blocks that were not saved, by reason: queue_full, evicted (before they were copied), quota, suspended, "
-        "forgotten, failed, late, refused, cancelled; of a HostKeeper also busy and crowded.",
+        "forgotten, failed, late, refused, cancelled; of a HostStorageManager also busy and crowded.",
         "store reason",
         lambda s: s.dropped,
     ),
@@ -377,7 +373,7 @@ STORE_DEFINITIONS = (
         lambda s: {(figure,): value for figure, value in s.store.items()},
     ),
 )
-"""The metrics of the stores of a ``Keeper`` or a ``HostKeeper``."""
+"""The metrics of the stores of a ``StorageManager`` or a ``HostStorageManager``."""
 
 KEEPER_DEFINITIONS = (
     _pool(
@@ -412,7 +408,7 @@ KEEPER_DEFINITIONS = (
         "events_dropped",
     ),
 )
-"""The metrics of a ``Keeper``."""
+"""The metrics of a ``StorageManager``."""
 
 HOST_KEEPER_DEFINITIONS = (
     _pool(
@@ -440,7 +436,7 @@ HOST_KEEPER_DEFINITIONS = (
         {name: name for name in ("searching", "loading", "hung", "saving", "waiting")},
     ),
 )
-"""The metrics of a ``HostKeeper``."""
+"""The metrics of a ``HostStorageManager``."""
 
 SERVER_DEFINITIONS = (
     _pool(
@@ -468,9 +464,9 @@ SERVER_DEFINITIONS = (
     _pool(
         GAUGE,
         "kvpool_store_server_calls_now",
-        "Calls now: that wait for the store or are made (under_way), of these too late and not ended (hanging).",
+        "Calls now: that wait for the store or are made (in_flight), of these too late and not ended (hanging).",
         "state",
-        {"under_way": "under_way", "hanging": "hanging"},
+        {"in_flight": "in_flight", "hanging": "hanging"},
     ),
     _pool(GAUGE, "kvpool_store_server_connections", "Connections of clients now.", "", "connections"),
     _pool(
@@ -520,7 +516,7 @@ class PoolMetrics(Closing):
             pool.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"pool: expected what UTF-8 can say ({error.reason}), got {pool!a:.80}") from None
-        if not isinstance(cache, (KVCacheManager, HostCache, Keeper, HostKeeper, *SERVERS)):
+        if not isinstance(cache, (KVCacheManager, HostCache, StorageManager, HostStorageManager, *SERVERS)):
             accepted = "a KVCacheManager, a HostCache and their keepers, and a StoreServer"
             raise TypeError(f"cache: expected {accepted}, got {cache!r:.80}")
         if cache.closed:
@@ -532,7 +528,7 @@ class PoolMetrics(Closing):
                 raise ValueError(
                     f"pool: expected an open collector, which would show it, got a closed one for {pool!r:.80}"
                 )
-            what = pool, isinstance(cache, (Keeper, HostKeeper))
+            what = pool, isinstance(cache, (StorageManager, HostStorageManager))
             if _open(self._pools.get(what)) not in (None, cache):
                 raise ValueError(f"pool: expected a name that no open pool has, got {pool!r}")
             self._pools[what] = weakref.ref(cache)
@@ -606,14 +602,14 @@ def _open(known: weakref.ref[Cache] | None) -> Cache | None:
 
 
 def _families(
-    pools: list[tuple[str, Stats | HostCacheStats | KeeperStats | HostKeeperStats | ServedStats]],
+    pools: list[tuple[str, Stats | HostCacheStats | StorageManagerStats | HostStorageManagerStats | ServedStats]],
 ) -> Iterator[Metric]:
     kinds: list[tuple[tuple[Definition, ...], Any]] = [
         (DEFINITIONS, Stats),
         (HOST_DEFINITIONS, HostCacheStats),
-        (STORE_DEFINITIONS, (KeeperStats, HostKeeperStats)),
-        (KEEPER_DEFINITIONS, KeeperStats),
-        (HOST_KEEPER_DEFINITIONS, HostKeeperStats),
+        (STORE_DEFINITIONS, (StorageManagerStats, HostStorageManagerStats)),
+        (KEEPER_DEFINITIONS, StorageManagerStats),
+        (HOST_KEEPER_DEFINITIONS, HostStorageManagerStats),
         *((SERVER_DEFINITIONS, kind) for kind in SERVED),
     ]
     for definitions, of in kinds:

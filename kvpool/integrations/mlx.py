@@ -412,7 +412,7 @@ class PromptCache(Closing):
         quantised = layout.quantised and self._quantised_from
         revision = self._options.weights
         if revision is None:
-            lasts = bool(self._options.lasting)
+            lasts = bool(self._options.persistent)
             revision = " ".join(files_digest(folder, MLX.place) for folder in folders) if lasts else "of this process"
         return ModelIdentity(
             model=(repr(model) if isinstance(model, tuple) else " ".join(folders)) or "model",

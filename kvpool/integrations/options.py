@@ -85,13 +85,13 @@ class EngineOptions:
     """For so long the answer of a store is used again."""
 
     @property
-    def lasting(self) -> list[str]:
+    def persistent(self) -> list[str]:
         """The stores that outlive the process, or are shared with others."""
         return [text for text in self.stores if not text.startswith("memory:")]
 
     @property
     def keeping(self) -> dict[str, Any]:
-        """What a ``HostKeeper`` is told of its stores."""
+        """What a ``HostStorageManager`` is told of its stores."""
         return {name: getattr(self, name) for name in _KEEPING}
 
     @property

@@ -18,12 +18,12 @@ import numpy as np
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.hostcache.identity import ModelIdentity
 from kvpool.integrations.options import EngineOptions, EnginePlugin
-from kvpool.storage import jobs
+from kvpool.storage import store_requests as jobs
 from kvpool.storage.choice import LoadAttempt, LoadOrCompute, LoadPolicy
-from kvpool.storage.jobs import Job
-from kvpool.storage.seals import BlockNames
+from kvpool.storage.mac import BlockNames
 from kvpool.storage.store import OK, Bytes, Rows, Store
-from kvpool.storage.store_client import StoreClient, StoreHealth, TroubleLog, spare_of, staging_rows
+from kvpool.storage.store_client import CircuitBreaker, StoreClient, TroubleLog, row_padding_of, staging_rows
+from kvpool.storage.store_requests import StoreRequest
 from kvpool.storage.urls import open_store
 
 log = logging.getLogger("kvpool.integrations")
@@ -135,22 +135,24 @@ class StagedBlocks:
     A store from which nothing came in a call, because it failed or was late, is asked no more for 1 s, and then for
     twice as long each time it fails again, up to 60 s. Until then nothing is found. One call tries it then, and for
     the others it is still suspended. Saves are judged apart from the rest: a disk that is read-only still gives what it
-    has. See ``StoreHealth``.
+    has. See ``CircuitBreaker``.
 
     The constructor raises what ``StoreClient`` raises.
     """
 
     def __init__(self, store: Store, block_bytes: int, identity: ModelIdentity, options: EngineOptions):
         size = integer_argument("block_bytes", block_bytes, 1, 1 << 40)
-        spare = spare_of(store)
-        rows = max(2, options.staging // (size + spare))
-        whole = rows * (size + spare)
-        memory = staging_rows(1, whole)[0, :whole].reshape(rows, size + spare)
-        health = StoreHealth(1, _FIRST_PAUSE_S, probe_seconds_max=_LONGEST_PAUSE_S)
+        row_padding = row_padding_of(store)
+        rows = max(2, options.staging // (size + row_padding))
+        whole = rows * (size + row_padding)
+        memory = staging_rows(1, whole)[0, :whole].reshape(rows, size + row_padding)
+        health = CircuitBreaker(1, _FIRST_PAUSE_S, probe_seconds_max=_LONGEST_PAUSE_S)
         weighs = options.load == "faster"
         # A load that the engine overtakes says nothing against its store.
         patience = options.load_seconds if weighs else 0.0
-        self.client = StoreClient(store, memory, identity, health=health, patience=patience, staging=True, spare=spare)
+        self.client = StoreClient(
+            store, memory, identity, health=health, patience=patience, staging=True, row_padding=row_padding
+        )
         """Whether the store is asked, and its figures: ``client.suspended``, ``client.queue.stats()``."""
         self.block_bytes = size
         self.seconds = {
@@ -257,7 +259,7 @@ class StagedBlocks:
             self._troubles.note(jobs.CLEAR, type(error).__name__, 1, str(error)[:200])
             return False
         self.client.wait(job, self.seconds[jobs.SAVE])
-        if not self.client.queue.clears:
+        if not self.client.queue.clears_prefix:
             self._troubles.note(jobs.CLEAR, "not supported", 1, "the store keeps the blocks, and they are not found")
             return False
         return job.ok > 0
@@ -326,7 +328,7 @@ class StagedBlocks:
         except Exception as error:
             self._troubles.note(kind, type(error).__name__, count, str(error)[:200])
 
-    def _codes(self, job: Job) -> Bytes:
+    def _codes(self, job: StoreRequest) -> Bytes:
         """What became of the blocks of a job, once it is done. Counts what went wrong."""
         self.client.wait(job)
         for code, count in job.counts.items():

@@ -13,13 +13,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from kvpool.pool.manager import KVCacheManager
-from kvpool.storage.jobs import Job
-from kvpool.storage.keeper import Keeper
-from kvpool.storage.queue import StoreQueue
+from kvpool.storage.storage_manager import StorageManager
+from kvpool.storage.store_requests import StoreRequest
+from kvpool.storage.store_worker import StoreWorker
 
 _ADMISSIONS = ("add_sequence", "add_sequence_batch", "plan_batch", "reserve", "apply")
 _MOVES = ("prefetch", "offload", "import_blocks", "swap_out", "resume")
-_CALLS: dict[type, tuple[str, ...]] = {KVCacheManager: (*_ADMISSIONS, *_MOVES), Keeper: ("prefetch",)}
+_CALLS: dict[type, tuple[str, ...]] = {KVCacheManager: (*_ADMISSIONS, *_MOVES), StorageManager: ("prefetch",)}
 _JOBS = ("find", "load", "save", "forget")
 
 _request: ContextVar[str] = ContextVar("kvpool_request", default="")
@@ -55,13 +55,13 @@ def trace(tracer: Any = None) -> None:
         except ModuleNotFoundError as error:
             raise ImportError('tracing needs opentelemetry-api: pip install ".[otel]"') from error
         tracer = get_tracer("kvpool")
-    open_jobs: WeakKeyDictionary[Job, Any] = WeakKeyDictionary()
+    open_jobs: WeakKeyDictionary[StoreRequest, Any] = WeakKeyDictionary()
     for owner, names in _CALLS.items():
         for name in names:
             _replace(owner, name, _spanned(tracer, name, getattr(owner, name)))
     for name in _JOBS:
-        _replace(StoreQueue, name, _begun(tracer, name, getattr(StoreQueue, name), open_jobs))
-    _replace(StoreQueue, "finished", _ended(StoreQueue.finished, open_jobs))
+        _replace(StoreWorker, name, _begun(tracer, name, getattr(StoreWorker, name), open_jobs))
+    _replace(StoreWorker, "finished", _ended(StoreWorker.finished, open_jobs))
 
 
 def untrace() -> None:
@@ -92,10 +92,10 @@ def _spanned(tracer: Any, name: str, call: Callable[..., Any]) -> Callable[..., 
 
 
 def _begun(
-    tracer: Any, name: str, call: Callable[..., Job], open_jobs: WeakKeyDictionary[Job, Any]
-) -> Callable[..., Job]:
+    tracer: Any, name: str, call: Callable[..., StoreRequest], open_jobs: WeakKeyDictionary[StoreRequest, Any]
+) -> Callable[..., StoreRequest]:
     @functools.wraps(call)
-    def traced(*args: Any, **kwargs: Any) -> Job:
+    def traced(*args: Any, **kwargs: Any) -> StoreRequest:
         job = call(*args, **kwargs)
         open_jobs[job] = tracer.start_span(f"kvpool.store.{name}", attributes=_attributes())
         return job
@@ -103,9 +103,9 @@ def _begun(
     return traced
 
 
-def _ended(call: Callable[[StoreQueue], list[Job]], open_jobs: WeakKeyDictionary[Job, Any]) -> Any:
+def _ended(call: Callable[[StoreWorker], list[StoreRequest]], open_jobs: WeakKeyDictionary[StoreRequest, Any]) -> Any:
     @functools.wraps(call)
-    def traced(queue: StoreQueue) -> list[Job]:
+    def traced(queue: StoreWorker) -> list[StoreRequest]:
         ended_jobs = call(queue)
         for job in ended_jobs:
             span = open_jobs.pop(job, None) if job.done else None

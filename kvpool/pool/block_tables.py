@@ -17,9 +17,9 @@ from kvpool.device.base import NULL_STREAM, Stream, StreamLike, stream_argument
 from kvpool.device.work import Table, check_apart, check_entries
 from kvpool.pool.core import Core, refusal
 from kvpool.pool.tables.block_table import BlockTable, planes_argument, rows_argument
-from kvpool.pool.tables.snapshot import CsrHandOver, DenseHandOver, HandOver, stream_error, write_dense
+from kvpool.pool.tables.snapshot import BlockTableUpload, CsrTableUpload, DenseTableUpload, stream_error, write_dense
 from kvpool.pool.tables.staging import Buffer, Staging
-from kvpool.pool.tables.step_tables import HostStep, StepHandOver, StepTables, step_argument
+from kvpool.pool.tables.step_tables import HostStep, StepTables, StepTableUpload, step_argument
 from kvpool.pool.transfer.transfer import NO_IDS
 from kvpool.state import recurrent
 from kvpool.state.records import SEVERAL_STREAMS, TOO_SMALL, H
@@ -147,13 +147,13 @@ class BlockTables:
         """
         which = id_array("ids", ids)
         table = self.core.device.views.table(target)
-        hand_over, g = self._dense(table, len(which), rows, max_blocks, scale, v_offset, group)
+        upload, g = self._dense(table, len(which), rows, max_blocks, scale, v_offset, group)
         if not len(which):
             self.core.as_stream(stream)
-        elif not self._write(hand_over, which, stream, g):
-            self._hand_over("copy_batch_block_offsets", hand_over, which, stream, g)
+        elif not self._write(upload, which, stream, g):
+            self._upload("copy_batch_block_offsets", upload, which, stream, g)
 
-    def _write(self, over: DenseHandOver, which: Rows, stream: StreamLike, g: int) -> bool:
+    def _write(self, over: DenseTableUpload, which: Rows, stream: StreamLike, g: int) -> bool:
         """Write a hand-over at once, under the state lock, where it is a matter of microseconds. Returns False if the
         hand-over has to be staged, or is refused."""
         core = self.core
@@ -173,14 +173,14 @@ class BlockTables:
         scale: Ids,
         v_offset: Ids | None,
         group: int | None,
-    ) -> tuple[DenseHandOver, int]:
+    ) -> tuple[DenseTableUpload, int]:
         """The hand-over of ``count`` sequences, and the group. Raises TypeError, ValueError."""
         g = self.core.config.group(group)
         planes = planes_argument(table, scale, v_offset, self.core.config.groups[g].device_blocks)
         places = rows_argument(None if rows is None else id_array("rows", rows), count, table.shape[-2])
         most = table.shape[-1]
         columns = most if max_blocks is None else integer_argument("max_blocks", max_blocks, 1, most)
-        return DenseHandOver(table, planes, places, columns, cut=max_blocks is not None), g
+        return DenseTableUpload(table, planes, places, columns, cut=max_blocks is not None), g
 
     def copy_batch_block_csr(
         self,
@@ -207,7 +207,7 @@ class BlockTables:
         vectors = {name: self.core.device.views.table(vector, name, vector=True) for name, vector in named.items()}
         check_entries(vectors, len(which))
         check_apart(vectors)
-        self._hand_over("copy_batch_block_csr", CsrHandOver(list(vectors.values()), len(which)), which, stream, g)
+        self._upload("copy_batch_block_csr", CsrTableUpload(list(vectors.values()), len(which)), which, stream, g)
 
     def copy_step_tables(
         self,
@@ -229,8 +229,8 @@ class BlockTables:
         which, begins, each, g = step_arguments(self.core, ids, first, counts, group)
         targets = self.core.device.views.step(step_argument("target", target))
         targets.check_rows(len(which))
-        hand_over = StepHandOver(targets, len(which), begins, each)
-        self._hand_over("copy_step_tables", hand_over, which, stream, g)
+        upload = StepTableUpload(targets, len(which), begins, each)
+        self._upload("copy_step_tables", upload, which, stream, g)
 
     def capture_block_offsets(
         self,
@@ -243,7 +243,7 @@ class BlockTables:
         v_offset: Ids | None = None,
         stream: StreamLike,
         group: int | None = None,
-    ) -> CapturedTables:
+    ) -> GraphTables:
         """Have a CUDA graph hand over block tables of up to ``sequences`` sequences: each replay writes those that were
         staged last. Before the first ``stage`` of what this returns, there are none.
 
@@ -254,12 +254,12 @@ class BlockTables:
         DeviceError, MemoryError.
         """
         count, table = self._sequences_argument(sequences), self.core.device.views.table(target)
-        hand_over, g = self._dense(table, count, rows, max_blocks, scale, v_offset, group)
-        return self._capture("capture_block_offsets", hand_over, count, stream, g)
+        upload, g = self._dense(table, count, rows, max_blocks, scale, v_offset, group)
+        return self._capture("capture_block_offsets", upload, count, stream, g)
 
     def capture_step_tables(
         self, target: StepTables, sequences: int, *, stream: StreamLike, group: int | None = None
-    ) -> CapturedTables:
+    ) -> GraphTables:
         """Have a CUDA graph hand over the tables of a step of up to ``sequences`` sequences: each replay writes those
         that were staged last.
 
@@ -270,30 +270,30 @@ class BlockTables:
         count, g = self._sequences_argument(sequences), attention_group(self.core, group)
         targets = self.core.device.views.step(step_argument("target", target))
         targets.check_rows(count)
-        return self._capture("capture_step_tables", StepHandOver(targets, count, NO_IDS, NO_IDS), count, stream, g)
+        return self._capture("capture_step_tables", StepTableUpload(targets, count, NO_IDS, NO_IDS), count, stream, g)
 
     def _sequences_argument(self, sequences: int) -> int:
         return integer_argument("sequences", sequences, 1, self.core.config.settings.sequences)
 
-    def _capture(self, call: str, hand_over: HandOver, count: int, stream: object, g: int) -> CapturedTables:
+    def _capture(self, call: str, upload: BlockTableUpload, count: int, stream: object, g: int) -> GraphTables:
         """Record a hand-over in a graph. It has a buffer of its own, in which are no sequences yet."""
         core, on = self.core, stream_argument(stream)
         core.refuse_inside(call)
-        hand_over.capture(core.tables[g].shape[1])
+        upload.capture(core.tables[g].shape[1])
         with DeferSignals():
-            buffer = self._staging.allocate(hand_over.room(core.states.heads, g, NO_IDS))
+            buffer = self._staging.allocate(upload.room(core.states.heads, g, NO_IDS))
             try:
                 with core.transfer.hold():
                     with core.lock, core.device.host_access(stores=[buffer.array]):
                         core.check_open()
-                        staged = hand_over.stage(core.states.heads, g, NO_IDS, buffer)
-                    core.device.enqueue(hand_over.work(buffer, staged), on, captured=True)
+                        staged = upload.stage(core.states.heads, g, NO_IDS, buffer)
+                    core.device.enqueue(upload.work(buffer, staged), on, captured=True)
             except BaseException:
                 self._staging.give_back(buffer)
                 raise
-        return CapturedTables(core, self._staging, hand_over, buffer, count, g)
+        return GraphTables(core, self._staging, upload, buffer, count, g)
 
-    def _hand_over(self, call: str, hand_over: HandOver, which: Rows, stream: StreamLike, g: int) -> None:
+    def _upload(self, call: str, upload: BlockTableUpload, which: Rows, stream: StreamLike, g: int) -> None:
         """Stage and enqueue a hand-over. Starts again if a sequence has outgrown the buffer meanwhile. If the device
         refuses it, raises DeviceError; no block is lost."""
         decided, on = 0, None if stream is None else self.core.as_stream(stream)
@@ -301,16 +301,16 @@ class BlockTables:
         behind = on or self.core.as_stream(self._stream_of(which))
         with DeferSignals():
             while not decided:
-                buffer = self._staging.take(hand_over.room(self.core.states.heads, g, which), behind)
+                buffer = self._staging.take(upload.room(self.core.states.heads, g, which), behind)
                 try:
-                    staged = self.core, self._staging, hand_over, buffer, on, g
+                    staged = self.core, self._staging, upload, buffer, on, g
                     decided = self.core.decide(on, _stage, which, *staged)
                 finally:
-                    if not hand_over.retained:
+                    if not upload.retained:
                         self._staging.give_back(buffer)
-        if hand_over.error is not None:
-            raise hand_over.error
-        if not hand_over.retained:
+        if upload.error is not None:
+            raise upload.error
+        if not upload.retained:
             raise DeviceError(f"the device has failed: {self.core.transfer.broken}", sticky=True)
 
     def _stream_of(self, which: Rows) -> Stream:
@@ -321,7 +321,7 @@ class BlockTables:
         return order.stream(int(last_streams[(which[0] & 0xFFFFFFFF) % len(last_streams)]))
 
 
-class CapturedTables(Closing):
+class GraphTables(Closing):
     """A hand-over in a CUDA graph. ``capture_block_offsets`` and ``capture_step_tables`` make it.
 
     Before each replay, ``stage`` puts the tables of that step into a buffer that only this graph reads. Nothing is
@@ -339,10 +339,10 @@ class CapturedTables(Closing):
     """
 
     def __init__(
-        self, core: Core, staging: Staging, hand_over: HandOver, buffer: Buffer, sequences: int, g: int
+        self, core: Core, staging: Staging, upload: BlockTableUpload, buffer: Buffer, sequences: int, g: int
     ) -> None:
         self._core, self._staging, self.sequences, self._group = core, staging, sequences, g
-        self._hand_over: HandOver = hand_over
+        self._upload: BlockTableUpload = upload
         self._buffer: Buffer | None = buffer
 
     def stage(
@@ -366,12 +366,12 @@ class CapturedTables(Closing):
             raise ValueError("this hand-over is closed: capture another one")
         if len(which) > self.sequences:
             raise ValueError(f"ids: expected up to {self.sequences} sequences, as in the capture, got {len(which)}")
-        self._hand_over.choose(*(tokens_argument(*pair, len(which)) for pair in (("first", first), ("counts", counts))))
+        self._upload.choose(*(tokens_argument(*pair, len(which)) for pair in (("first", first), ("counts", counts))))
         on = core.as_stream(stream)
         core.refuse_inside("stage")
         with DeferSignals():
             self._staging.await_replay(self._buffer, on)
-            core.decide(on, _stage, which, core, self._staging, self._hand_over, self._buffer, on, self._group)
+            core.decide(on, _stage, which, core, self._staging, self._upload, self._buffer, on, self._group)
             core.check_open()
 
     def close(self) -> None:
@@ -391,7 +391,7 @@ def _stage(
     which: Rows,
     core: Core,
     staging: Staging,
-    hand_over: HandOver,
+    upload: BlockTableUpload,
     buffer: Buffer,
     stream: Stream | None,
     g: int,
@@ -399,7 +399,7 @@ def _stage(
     """Snapshot the tables. Returns whether the buffer was large enough. The caller holds the state lock."""
     order = core.transfer.order
     with core.device.host_access(stores=[buffer.array]):
-        staged = hand_over.stage(heads, g, which, buffer)
+        staged = upload.stage(heads, g, which, buffer)
     if staged == SEVERAL_STREAMS:
         raise stream_error(heads, g, which)
     if staged < 0:
@@ -409,7 +409,7 @@ def _stage(
         use(heads, which)
     if stream is None and order is not None and len(which):
         stream = order.stream(int(core.tokens.sequences["stream"][which[0] & 0xFFFFFFFF]))
-    core.transfer.put_behind(partial(hand_over.enqueue, staging, core.device, buffer, staged, stream or NULL_STREAM))
+    core.transfer.put_behind(partial(upload.enqueue, staging, core.device, buffer, staged, stream or NULL_STREAM))
     return 1
 
 

@@ -279,7 +279,7 @@ class PoolConfig:
     settings: Settings
     staging_depth: int
     clock: Callable[[], int]
-    lasting_secret: bool
+    persistent_secret: bool
     """whether the secret was given, so that another pool can have the same keys"""
 
     @classmethod

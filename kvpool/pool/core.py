@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from kvpool.pool.keys import BlockKeys
 
 MAX_MS = 1 << 42
-BRIEF_SEQUENCES, BRIEF_TOKENS = 64, 32_768
+KEEP_GIL_SEQUENCES, KEEP_GIL_TOKENS = 64, 32_768
 """Calls for so many sequences with so many tokens together, and admissions of so many, keep the interpreter's lock:
 they take no longer than another thread would keep it."""
 
@@ -119,7 +119,7 @@ class Core:
         inside, heads, transfer, order = self._owned(), self.states.heads, self.transfer, self.transfer.order
         asked = stream is None or (inside and transfer.is_together) or (stream is NULL_STREAM and order is None)
         on = stream if asked else self.as_stream(stream)
-        run = getattr(verb, "brief", verb) if self._is_brief(ids) else verb
+        run = getattr(verb, "keep_gil", verb) if self._keeps_gil(ids) else verb
         with DeferSignals():
             with self.lock:
                 if self.closed or transfer.broken is not None:
@@ -147,13 +147,13 @@ class Core:
             code = verbs.never_fits(self.states.heads, ids, args[0]) or code
         return refusal(self.states.heads, code, ids, self.tokens.sequences, verb)
 
-    def _is_brief(self, ids: Int64s | None) -> bool:
+    def _keeps_gil(self, ids: Int64s | None) -> bool:
         """Whether a call for these sequences, which are not checked, is likely to have little to do. Needs no lock."""
-        if ids is None or not 0 < len(ids) <= BRIEF_SEQUENCES:
+        if ids is None or not 0 < len(ids) <= KEEP_GIL_SEQUENCES:
             return False
         if len(ids) == 1:
-            return self._lengths[(ids.item() & 0xFFFFFFFF) % len(self._lengths)] <= BRIEF_TOKENS
-        return bool(are_short(self.states.heads, self.tokens.group, ids, BRIEF_TOKENS))
+            return self._lengths[(ids.item() & 0xFFFFFFFF) % len(self._lengths)] <= KEEP_GIL_TOKENS
+        return bool(are_short(self.states.heads, self.tokens.group, ids, KEEP_GIL_TOKENS))
 
     def release_unseen(self, ids: Int64s) -> None:
         """Release sequences whose ids nobody gets, where there are any."""

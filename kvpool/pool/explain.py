@@ -63,10 +63,11 @@ class Missed(NamedTuple):
     ago_ms
         How many ms ago the last of them left, or None.
     stores
-        Of ``Keeper.explain`` alone: the stores that are known to have all of these tokens.
+        Of ``StorageManager.explain`` alone: the stores that are known to have all of these tokens.
     trouble
-        Of ``Keeper.explain`` alone: the last trouble with them, by store, such as ``("disk", "damaged")``: why a load
-        did not bring them ("late", "declined", ...), or why they were not saved ("evicted", "crowded", "suspended").
+        Of ``StorageManager.explain`` alone: the last trouble with them, by store, such as ``("disk", "damaged")``: why
+        a load did not bring them ("late", "declined", ...), or why they were not saved ("evicted", "crowded",
+        "suspended").
     """
 
     first: int

@@ -288,9 +288,9 @@ class Match(NamedTuple):
     Tokens that a window has passed count as on the device: they need no block, and are not computed again. With several
     groups of layers, all groups can reuse these tokens; ``host_tokens`` is of the group that has the most on the host.
 
-    ``store_tokens``: tokens after the full blocks that stores behind the host are known to have. A ``Keeper`` counts
-    them. They are no part of ``full_tokens`` and ``tokens``: an admission reuses only what has been brought to the
-    host.
+    ``store_tokens``: tokens after the full blocks that stores behind the host are known to have. A ``StorageManager``
+    counts them. They are no part of ``full_tokens`` and ``tokens``: an admission reuses only what has been brought to
+    the host.
     """
 
     device_tokens: int
@@ -368,7 +368,7 @@ class Plan(NamedTuple):
         return len(self.cached_tokens) - sum(place < len(self.cached_tokens) for place in self.refused)
 
 
-class Lacking(NamedTuple):
+class MissingBlocks(NamedTuple):
     """What could be loaded for a prompt. With it, ``tokens`` tokens can be reused. ``blocks`` has, for each group of
     layers, the places of the full blocks that it lacks for that, int64[m] in rising order."""
 

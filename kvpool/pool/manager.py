@@ -56,10 +56,21 @@ from kvpool.pool.config import Group, LayerGroup, PoolConfig
 from kvpool.pool.core import MAX_MS, Core, pool_memory, pool_states
 from kvpool.pool.explain import Explanation, explained
 from kvpool.pool.hints import Hints, name_argument
-from kvpool.pool.keys import BlockKeys, Key, Keys, Lacking, Prompt, is_keys, key_row, key_rows, request_of, tier_number
+from kvpool.pool.keys import (
+    BlockKeys,
+    Key,
+    Keys,
+    MissingBlocks,
+    Prompt,
+    is_keys,
+    key_row,
+    key_rows,
+    request_of,
+    tier_number,
+)
 from kvpool.pool.leases import Lease, Leases
 from kvpool.pool.prompts import Retention
-from kvpool.pool.reservations import Imports, Loadable, Reservation, Reservations, block_buffer
+from kvpool.pool.reservations import Imports, LoadTarget, Reservation, Reservations, block_buffer
 from kvpool.pool.tables.staging import Staging
 from kvpool.pool.together import release_arguments
 from kvpool.state import control, index, records, swaps, verbs
@@ -331,7 +342,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
         which = id_array("ids", ids)
         return int(self.core.decide(stream, swaps.resume, which, self.core.now(), ids=which))
 
-    def evictable_if_released(self, ids: Ids, group: int | None = None) -> int:
+    def evictable_after_release(self, ids: Ids, group: int | None = None) -> int:
         """Device blocks that would become free if these sequences were released together.
 
         ``group``: the index of a group of layers, required where there are several. Does not change the pool.
@@ -383,7 +394,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
         now_ms = self.core.now()
         self.core.decide(stream, verbs.reorder, which, places, kept, now_ms, address(before), scratch, ids=which)
 
-    def keep(
+    def accept_drafts(
         self, ids: Ids, drafts: Ids, accepted: Integers, counts: Ids | None = None, *, stream: StreamLike = None
     ) -> None:
         """Keep those of the last ``drafts[i]`` tokens of each sequence that the model accepted; drop the others.
@@ -404,7 +415,9 @@ class KVCacheManager(Hints, BlockTables, Closing):
         which = id_array("ids", ids)
         tails, path = count_array("drafts", drafts, which), int64_array("accepted", accepted)
         each = split_argument(counts, which, "accepted", path)
-        self.core.decide(stream, verbs.keep, which, tails, path, each, tails - each, self.core.now(), ids=which)
+        self.core.decide(
+            stream, verbs.accept_drafts, which, tails, path, each, tails - each, self.core.now(), ids=which
+        )
 
     @overload
     def cached_tokens(self, ids: int | np.integer[Any]) -> int: ...
@@ -543,7 +556,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
         """Open reservations, oldest first."""
         return self._reservations.all
 
-    def loadable(self, ids: Ids, *, stream: StreamLike = None) -> list[Loadable]:
+    def load_targets(self, ids: Ids, *, stream: StreamLike = None) -> list[LoadTarget]:
         """Where a store may write for live sequences, in place of the engine: all tokens after the committed ones.
 
         ``stream``: the loader's, on which these sequences are used from now on. Without one, the call waits as
@@ -552,7 +565,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
         Changes nothing else. Thread-safe as long as nobody else changes these sequences. Raises UnknownSequence,
         DeviceError, ValueError, TypeError.
         """
-        return self._reservations.loadable(id_array("ids", ids), stream)
+        return self._reservations.load_targets(id_array("ids", ids), stream)
 
     def import_blocks(
         self,
@@ -641,7 +654,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
             control.cached(self.core.states.heads, rows, which, out)
         return out
 
-    def lacking(self, prompt: Prompt, there: object) -> Lacking:
+    def missing_blocks(self, prompt: Prompt, there: object) -> MissingBlocks:
         """Which blocks a loader should load for a prompt, so that more of it can be reused.
 
         ``there``: bool[groups, full blocks of the prompt], the blocks that it can load. The answer has the number of
@@ -658,8 +671,8 @@ class KVCacheManager(Hints, BlockTables, Closing):
             self.core.check_open()
             control.cached(heads, rows, control.ANY_TIER, cached)
             lacks = brought | cached
-            most = int(index.lacking(heads, request_of(keys), cached, lacks))
-        return Lacking(most * self.tokens_per_block, tuple(np.flatnonzero(group_lacks) for group_lacks in lacks))
+            most = int(index.missing_blocks(heads, request_of(keys), cached, lacks))
+        return MissingBlocks(most * self.tokens_per_block, tuple(np.flatnonzero(group_lacks) for group_lacks in lacks))
 
     def explain(self, prompt: Prompt) -> Explanation:
         """Count the tokens of a prompt that the device and the host have, and say for the rest why not, by code and
@@ -674,7 +687,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
         match = self._match(keys)
         full = len(keys) // self.tokens_per_block
         lacks = np.zeros(full, np.bool_)
-        for blocks in self.lacking(keys, np.ones((len(self.groups), full), np.bool_)).blocks:
+        for blocks in self.missing_blocks(keys, np.ones((len(self.groups), full), np.bool_)).blocks:
             lacks[blocks] = True
         return explained(self.core, keys, match, lacks)
 
@@ -863,12 +876,12 @@ class KVCacheManager(Hints, BlockTables, Closing):
     def stats(self) -> statistics.Stats:
         """A snapshot; also of a closed pool. Thread-safe; changes nothing, except that reservations may expire."""
         core, deadlines = self.core, self._reservations.deadlines
-        now_ms, hand_overs = core.now() if self._leases.all or deadlines else 0, self._staging.under_way()
+        now_ms, uploads = core.now() if self._leases.all or deadlines else 0, self._staging.in_flight()
         with core.lock:
             self._reservations.expire(now_ms)
             ages = [now_ms - lease.since for lease in self._leases.all]
             late = deadlines.expired, len(deadlines.overdue)
-            return statistics.snapshot(core.states, core.tokens, core.transfer, self._pinned(), ages, hand_overs, late)
+            return statistics.snapshot(core.states, core.tokens, core.transfer, self._pinned(), ages, uploads, late)
 
     def verify(self) -> None:
         """Check every invariant of the state; raises IntegrityError that names the one that does not hold. Slow."""

@@ -37,7 +37,7 @@ from kvpool.common.interrupt import DeferSignals, Door
 from kvpool.device.base import NULL_STREAM, Event, Stream, StreamLike
 from kvpool.device.regions import Layers
 from kvpool.pool.config import Group
-from kvpool.pool.core import BRIEF_TOKENS, Core, refusal
+from kvpool.pool.core import KEEP_GIL_TOKENS, Core, refusal
 from kvpool.pool.keys import Admission, BlockKeys, Match, Plan, Prompt, Scope, request_of, requests_of, unproven
 from kvpool.state import admit, hashing, index, records, requests, verbs
 from kvpool.state.arrays import State
@@ -494,8 +494,8 @@ class Prompts:
         on = NULL_STREAM if stream is None else stream
         now_ms = core.now() if now_ms is None else now_ms
         run = admit.admit
-        if sum(map(len, keys)) <= BRIEF_TOKENS:
-            run = getattr(run, "brief", run)
+        if sum(map(len, keys)) <= KEEP_GIL_TOKENS:
+            run = getattr(run, "keep_gil", run)
         n = core.decide(on, self._admit_named, rows, out, now_ms, some, run, keys, loads)
         outcomes = out[0, :n] if len(out) == 1 else self._joined(out[:, :n])
         return outcomes if kept is None else _spread(outcomes, kept, len(kept) + len(refused)), refused

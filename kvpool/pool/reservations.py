@@ -51,7 +51,7 @@ class Share(NamedTuple):
         return np.stack([self.blocks + first_block, first, end], axis=1)[kept].astype(np.int64)
 
     def slots(self) -> Ids:
-        """See ``Loadable.slot_mapping_of``."""
+        """See ``LoadTarget.slot_mapping_of``."""
         if self.kind == "recurrent":
             places = np.flatnonzero(self.blocks >= 0)
             slots = np.full(self.tokens, -1, np.int64)
@@ -65,8 +65,9 @@ class Share(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Loadable:
-    """Where a store may write a prompt's KV: of a live sequence (``KVCacheManager.loadable``), or of a ``Reservation``.
+class LoadTarget:
+    """Where a store may write a prompt's KV: of a live sequence (``KVCacheManager.load_targets``), or of a
+    ``Reservation``.
 
     ``tokens``: how many tokens the prompt has. ``skip_prefix_n_tokens``: how many of them the pool has already. Do not
     write those, since others may be reading them. Both are the same in all groups of layers. ``blocks`` int32[n] and
@@ -111,17 +112,17 @@ class Loadable:
 
     def __repr__(self) -> str:
         return (
-            f"Loadable(tokens={self.tokens}, skip_prefix_n_tokens={self.skip_prefix_n_tokens}, "
+            f"LoadTarget(tokens={self.tokens}, skip_prefix_n_tokens={self.skip_prefix_n_tokens}, "
             f"groups={len(self.shares)})"
         )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Reservation(Loadable):
+class Reservation(LoadTarget):
     """Device blocks for a prompt, which a loader fills and then commits or aborts. A context manager that aborts what
     was not committed.
 
-    It is a ``Loadable``: ``slot_mapping`` says where each token is to be written. ``prompt`` has the tokens and keys.
+    It is a ``LoadTarget``: ``slot_mapping`` says where each token is to be written. ``prompt`` has the tokens and keys.
     ``owner`` names the loader, ``since`` and ``deadline`` (or None) are in ms on the pool's clock, ``stream`` is the
     loader's or None. Thread-safe.
 
@@ -250,16 +251,16 @@ class Reservations:
                 self._expect_writes(new[0])
             return new[0]
 
-    def loadable(self, which: Ids, stream: StreamLike) -> list[Loadable]:
+    def load_targets(self, which: Ids, stream: StreamLike) -> list[LoadTarget]:
         core = self.core
-        core.refuse_inside("loadable")
+        core.refuse_inside("load_targets")
         core.decide(stream, use, which, ids=which)
         with core.lock:
             loadables = []
             for row in core.rows(which).tolist():
                 sequence = core.tokens.sequences[row]
                 skip = int(sequence["committed"])
-                loadables.append(Loadable(self._shares(row, skip), int(sequence["length"]), skip))
+                loadables.append(LoadTarget(self._shares(row, skip), int(sequence["length"]), skip))
         if stream is None and core.transfer.order is not None:
             self._wait_until_free(loadables)
         return loadables
@@ -275,15 +276,15 @@ class Reservations:
             shares.append(Share(block_row, group.kind, core.config.tokens_per_block, length, group_skip))
         return tuple(shares)
 
-    def _wait_until_free(self, loadable: Sequence[Loadable]) -> None:
+    def _wait_until_free(self, load_targets: Sequence[LoadTarget]) -> None:
         """Wait, with no lock held, until no enqueued work touches the blocks to be filled."""
-        written = [self._writes(item)[:, 0] for item in loadable]
+        written = [self._writes(item)[:, 0] for item in load_targets]
         self.core.wait_for(self.core.transfer.pending(np.concatenate([NO_IDS, *written]), writes=True))
         self.core.check_open()
 
-    def _writes(self, loadable: Loadable) -> Ids:
+    def _writes(self, load_targets: LoadTarget) -> Ids:
         """Rows (block, first token, end of tokens) that a loader writes in all groups."""
-        each = zip(self.core.config.groups, loadable.shares, strict=True)
+        each = zip(self.core.config.groups, load_targets.shares, strict=True)
         return np.concatenate([share.writes(group.first_device_block) for group, share in each])
 
     def _expect_writes(self, reservation: Reservation) -> None:

@@ -159,9 +159,9 @@ class Stats(GroupStats):
     """reservations that were not committed before their deadline"""
     overdue_reservations: int = 0
     """open now, after their deadline: their blocks wait for ``abort``"""
-    hand_overs: int = 0
+    uploads: int = 0
     """hand-overs of block tables that the device has not finished reading now. Each retains a staging buffer"""
-    most_hand_overs: int = 0
+    most_uploads: int = 0
     """the most hand-overs that there ever were at once"""
     groups: tuple[GroupStats, ...] = ()
 
@@ -269,12 +269,12 @@ def snapshot(
     transfer: Transfer,
     pinned: Int64s,
     lease_ages: list[int],
-    hand_overs: tuple[int, int],
+    uploads: tuple[int, int],
     late: tuple[int, int],
 ) -> Stats:
     """The figures of a pool now. ``lead`` is the first group that is not for cross attention.
 
-    ``pinned`` has the pool id of a block once for each pin of it. ``hand_overs`` is the number now under way, and the
+    ``pinned`` has the pool id of a block once for each pin of it. ``uploads`` is the number now under way, and the
     most that there ever were at once. ``late`` is the number of reservations that have expired, and of those of them
     that are still open. The caller holds the state lock, so nothing here loops over all blocks.
     """
@@ -304,8 +304,8 @@ def snapshot(
         overdue_reservations=late[1],
         leases=len(lease_ages),
         oldest_lease_ms=max([0, *lease_ages]),
-        hand_overs=hand_overs[0],
-        most_hand_overs=hand_overs[1],
+        uploads=uploads[0],
+        most_uploads=uploads[1],
         groups=groups,
     )
 

@@ -5,10 +5,10 @@ try:
     from kvpool.remote.block_server import BlockServer as BlockServer
     from kvpool.remote.block_server import Limits as Limits
     from kvpool.remote.block_server import ServerStats as ServerStats
-    from kvpool.remote.doors import ClientKeys as ClientKeys
-    from kvpool.remote.doors import ServerKeys as ServerKeys
-    from kvpool.remote.link import RemoteError as RemoteError
-    from kvpool.remote.link import RemoteTimeout as RemoteTimeout
+    from kvpool.remote.connection import RemoteError as RemoteError
+    from kvpool.remote.connection import RemoteTimeout as RemoteTimeout
+    from kvpool.remote.listener import ClientKeys as ClientKeys
+    from kvpool.remote.listener import ServerKeys as ServerKeys
 except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] != "zmq":
         raise

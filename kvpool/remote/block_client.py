@@ -20,9 +20,9 @@ from kvpool.common.interrupt import DeferSignals
 from kvpool.common.process import Closing, Process
 from kvpool.pool.keys import BlockKeys, key_rows
 from kvpool.pool.manager import KVCacheManager
+from kvpool.remote.connection import Connection, RemoteError, RemoteTimeout
 from kvpool.remote.connections import end, new_context
-from kvpool.remote.doors import ClientKeys, ClientSecret, check_endpoint
-from kvpool.remote.link import Link, RemoteError, RemoteTimeout
+from kvpool.remote.listener import ClientKeys, ClientSecret, check_endpoint
 from kvpool.remote.session import BLOCKS_MAX, KEY_BYTES, Blocks, Find, Found, Get, Hello, Malformed, Received, Welcome
 from kvpool.remote.transport import Arrival, Buffer, ClientTransport, InlineClient, neighbours, served
 from kvpool.state.hashing import remote_password
@@ -38,7 +38,7 @@ class _Asked:
     count: int
     found: str | None = None
     arrival: Arrival | None = None
-    seal: bytes = b""
+    mac: bytes = b""
 
     def complete(self) -> bool:
         return self.found is not None and (self.arrival is None or self.arrival.ready())
@@ -53,7 +53,7 @@ class Exchange:
     """
 
     def __init__(
-        self, link: Link, transport: ClientTransport, keys: bytes, group: int, blocks: int, messages: int
+        self, link: Connection, transport: ClientTransport, keys: bytes, group: int, blocks: int, messages: int
     ) -> None:
         self._link = link
         self._transport = transport
@@ -111,7 +111,7 @@ class Exchange:
             raise Malformed(f"{message.found!r:.40} for the {request.count} keys of a request")
         count = message.found.count("1")
         if count:
-            request.arrival, request.seal = self._transport.receive(received, self._group, count), received.seal
+            request.arrival, request.mac = self._transport.receive(received, self._group, count), received.mac
         elif received.frames or received.blocks:
             raise Malformed("frames without blocks")
         request.found = message.found
@@ -119,13 +119,13 @@ class Exchange:
     def _in_place(self, request: _Asked) -> list[Buffer | None]:
         """The blocks that came, each at the place of its key. Raises RemoteError if they do not fit their seal."""
         arrival = request.arrival
-        if arrival is not None and not self._link.is_sealed(arrival.content, request.seal):
+        if arrival is not None and not self._link.verify_mac(arrival.content, request.mac):
             raise RemoteError("seal", "the blocks are not those that the server has sealed: they may hold anything")
         blocks = iter([] if arrival is None else arrival.blocks)
         return [next(blocks) if bit == "1" else None for bit in request.found or ""]
 
 
-def find(link: Link, keys: bytes, groups: int) -> Bools:
+def find(link: Connection, keys: bytes, groups: int) -> Bools:
     """Which groups of layers of a server have the blocks of some keys, of 16 bytes each, on the host: bool[groups,
     keys].
 
@@ -190,7 +190,7 @@ class BlockClient(Closing):
         self._hello = Hello(0, name, what.fingerprint, cache.block_keys([0]).origin[0], self._transport.name)
         self._busy, self._process = threading.Lock(), Process()
         self._context: zmq.Context[Any] | None = new_context()
-        self._link: Link | None = None
+        self._link: Connection | None = None
 
     # -- fetching --------------------------------------------------------------------------------
 
@@ -201,7 +201,7 @@ class BlockClient(Closing):
         ``prompt``: BlockKeys of this pool, or tokens. Asks for the blocks after the cached prefix, up to the first
         block that the server does not have. With a window, with recurrent layers or with several groups, it first asks
         which blocks the server has. Then it asks for those that the longest prefix of all groups needs: see
-        ``KVCacheManager.lacking``.
+        ``KVCacheManager.missing_blocks``.
 
         Changes the pool: blocks enter its host tier under keys that it computed itself, each as a whole. Raises
         RemoteTimeout and RemoteError, whose ``blocks`` entered before the error, and what ``import_blocks`` raises.
@@ -237,7 +237,7 @@ class BlockClient(Closing):
             return [(groups[0].index, np.arange(first, last))]
         on_server = np.zeros((len(self._sizes), full), np.bool_)
         on_server[:, :last] = find(self._connected(), keys.keys[:last].tobytes(), len(self._sizes))
-        lacking = self._cache.lacking(keys, on_server).blocks
+        lacking = self._cache.missing_blocks(keys, on_server).blocks
         return [(group.index, lacking[group.index]) for group in groups if len(lacking[group.index])]
 
     def _import(self, keys: BlockKeys, group: int, places: Int64s, blocks: list[Buffer | None], priority: int) -> int:
@@ -309,7 +309,7 @@ class BlockClient(Closing):
         if link is not None:
             link.close()
 
-    def _connected(self) -> Link:
+    def _connected(self) -> Connection:
         if self._link is not None and self._link.ended():
             self._disconnect()
         if self._link is None or self._link.welcome is None:
@@ -333,7 +333,7 @@ class BlockClient(Closing):
         assert self._context is not None
         door = self._keys or ClientSecret(remote_password(self._cache.core.states.secret).encode())
         answer = len(self._sizes) * BLOCKS_MAX // 8 + 1
-        link = self._link = Link(
+        link = self._link = Connection(
             self._context,
             self._endpoint,
             door,

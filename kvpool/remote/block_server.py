@@ -18,8 +18,8 @@ from kvpool.common.errors import BlockNotFound, KVPoolError, PoolClosed
 from kvpool.common.process import Closing
 from kvpool.pool.leases import Lease
 from kvpool.pool.manager import KVCacheManager
-from kvpool.remote.doors import ServerKeys, ServerSecret, check_endpoint
-from kvpool.remote.server import LetIn, Refused, Server
+from kvpool.remote.listener import ServerKeys, ServerSecret, check_endpoint
+from kvpool.remote.server import ClientSession, Refused, Server
 from kvpool.remote.session import BLOCKS_MAX, KEY_BYTES, Blocks, Find, Found, Get, Hello, Malformed, Received, Welcome
 from kvpool.remote.transport import InlineServer, ServerTransport, host_bytes, served
 from kvpool.state import records
@@ -197,7 +197,7 @@ class Waiting(NamedTuple):
     """An accepted request for blocks of one group of layers. ``keys`` uint64[n, 2], ``owner`` the owner of its
     leases."""
 
-    client: LetIn
+    client: ClientSession
     id: int
     group: int
     keys: Uint64s
@@ -209,7 +209,7 @@ class Sending(NamedTuple):
     """The blocks of one request, which the transport still uses. ``leases`` is empty once nothing is pinned for
     them."""
 
-    client: LetIn
+    client: ClientSession
     id: int
     nbytes: int
     leases: list[Lease]
@@ -246,7 +246,7 @@ class UnderWay:
     def take(self) -> Waiting | None:
         """The oldest request for which there is room, or None. A request of a client without transfers is not overtaken
         by others that wait for room."""
-        limits, blocked = self._limits, set[LetIn]()
+        limits, blocked = self._limits, set[ClientSession]()
         each, total = limits.bytes_per_client or 0, limits.bytes_in_total or 0
         for place, request in enumerate(self._waiting):
             if request.client in blocked:
@@ -325,7 +325,7 @@ class _HostTier:
 
     # -- requests ----------------------------------------------------------------------------------
 
-    def take(self, client: LetIn, received: Received) -> None:
+    def take(self, client: ClientSession, received: Received) -> None:
         request = received.message
         self._idle_turns = 0
         if isinstance(request, Hello):
@@ -363,7 +363,7 @@ class _HostTier:
             reason = f"transport {hello.transport!r:.40}: this server sends {self._transport.name!r}"
             raise Refused(hello.id, "transport", reason)
 
-    def _accept(self, client: LetIn, request: Get, keys: Uint64s) -> None:
+    def _accept(self, client: ClientSession, request: Get, keys: Uint64s) -> None:
         sizes = self._welcome.block_bytes
         if request.group >= len(sizes) or not sizes[request.group]:
             groups = [group for group, size in enumerate(sizes) if size]
@@ -372,7 +372,7 @@ class _HostTier:
         self._under_way.accept(Waiting(client, request.id, request.group, keys, owner, nbytes), len(keys))
         self._serve()
 
-    def _find(self, client: LetIn, request: Find, keys: Uint64s) -> None:
+    def _find(self, client: ClientSession, request: Find, keys: Uint64s) -> None:
         """Answer which blocks are there. The pool is asked in pieces, so that nobody waits long for its lock.
 
         The socket accepts no message of more than BLOCKS_MAX keys.
@@ -418,12 +418,12 @@ class _HostTier:
                 rows = np.concatenate([lease.blocks for lease in leases])
                 rows -= self._cache.groups[request.group].first_host_block
                 offer = self._transport.offer(request.group, rows)
-                seal = request.client.session.seal(offer.content)
+                mac = request.client.session.mac(offer.content)
                 if any(lease.closed for lease in leases):  # else nobody has written there before they were sealed
                     raise Refused(request.id, "revoked", "the lease was revoked before the blocks were sent")
                 if offer.copied or not self._cache.core.transfer.guards & records.UNPIN_AFTER_RELEASE:
                     leases = self._unpin(leases)
-                if not self.server.send(request.client, reply, offer.frames, offer.blocks, seal):
+                if not self.server.send(request.client, reply, offer.frames, offer.blocks, mac):
                     self._unpin(leases)
                     return
                 transfer = Sending(request.client, request.id, nbytes, leases, offer.released)

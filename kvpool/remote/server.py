@@ -17,10 +17,10 @@ from kvpool.common.arrays.digest import check_library
 from kvpool.common.interrupt import DeferSignals
 from kvpool.common.process import Process
 from kvpool.remote.connections import Connections, end, new_context
-from kvpool.remote.doors import ServerDoor, binding
+from kvpool.remote.listener import ServerDoor, binding
 from kvpool.remote.session import (
     HEAD_BYTES_MAX,
-    UNSEALED,
+    NO_MAC,
     Failed,
     Malformed,
     Message,
@@ -47,7 +47,7 @@ class Refused(Exception):
 
 
 @dataclass(eq=False)
-class LetIn:
+class ClientSession:
     """A peer that was let in, and has greeted. ``hello``: what it has said of itself first, if it has."""
 
     id: bytes
@@ -63,7 +63,7 @@ class Backend(Protocol):
     def accepted(self) -> tuple[type[Message], ...]:
         """The kinds of messages that clients may send."""
 
-    def take(self, client: LetIn, received: Received) -> None:
+    def take(self, client: ClientSession, received: Received) -> None:
         """Begin what a message asks for. Raises Malformed, Refused."""
 
     def has_room(self) -> bool:
@@ -114,7 +114,7 @@ class Server:
         self._backend = backend
         self._door = door
         self._process = Process()
-        self._clients: dict[bytes, LetIn] = {}
+        self._clients: dict[bytes, ClientSession] = {}
         self._posted = deque[Callable[[], object]]()
         self.counts = Counts()
         self.stopping = threading.Event()
@@ -180,25 +180,25 @@ class Server:
 
     def send(
         self,
-        client: LetIn,
+        client: ClientSession,
         message: Message,
         frames: Sequence[Any] = (),
         blocks: Sequence[Any] = (),
-        seal: bytes = UNSEALED,
+        mac: bytes = NO_MAC,
     ) -> bool:
         """Queue a message for a client. Returns False, and counts that, if it has gone or has too many unread. Does not
         wait."""
-        if not self._send(client.id, client.session.pack(encode(message), frames, blocks, seal)):
+        if not self._send(client.id, client.session.pack(encode(message), frames, blocks, mac)):
             return False
         client.session.sent()
         return True
 
-    def fail(self, client: LetIn, id: int, code: str, reason: str) -> None:
+    def fail(self, client: ClientSession, id: int, code: str, reason: str) -> None:
         """Answer a request with an error."""
         self.counts.failed += 1
         self.send(client, Failed(id, code, reason))
 
-    def guard(self, client: LetIn, id: int, call: Callable[[], object]) -> None:
+    def guard(self, client: ClientSession, id: int, call: Callable[[], object]) -> None:
         """Do something for a request of a client, and answer it with the error that it raises, which so does not end
         the service for all others."""
         try:
@@ -270,9 +270,9 @@ class Server:
         session, answer = answered(self._door.wire_key, frames[0].bytes if len(frames) == 1 else b"")
         self.counts.malformed += session is None
         if self._send(sender, [answer]) and session is not None and descriptor in self.connections:
-            self._clients[sender] = LetIn(sender, session, descriptor)
+            self._clients[sender] = ClientSession(sender, session, descriptor)
 
-    def _take(self, client: LetIn, frames: list[Any]) -> None:
+    def _take(self, client: ClientSession, frames: list[Any]) -> None:
         if not frames:
             raise Malformed("a message without frames")
         received = client.session.unpack([frame.buffer for frame in frames], self._backend.accepted)

@@ -30,7 +30,7 @@ _TEXT_MAX = 4_096
 _INTEGER_MAX = (1 << 63) - 1
 MAGIC = b"kvpool wire "
 NONCE_BYTES = TAG_BYTES = 16
-UNSEALED = bytes(TAG_BYTES)
+NO_MAC = bytes(TAG_BYTES)
 """In the place of a seal, if there are no blocks."""
 FRAMES_MAX = 8
 """The most frames of a message that are no blocks."""
@@ -189,11 +189,11 @@ class Received(NamedTuple):
     message: Any
     frames: list[memoryview]
     blocks: list[memoryview]
-    seal: bytes
+    mac: bytes
 
 
 class Session:
-    """One end of a connection. ``seal`` and ``is_sealed`` are for any thread, all else is for one.
+    """One end of a connection. ``seal`` and ``verify_mac`` are for any thread, all else is for one.
 
     ``key``: what both ends know. It is empty where CURVE has proved already who they are.
     """
@@ -209,11 +209,11 @@ class Session:
         """What only a server that knows the key can say."""
 
     def pack(
-        self, header: bytes, frames: Sequence[Any] = (), blocks: Sequence[Any] = (), seal: bytes = UNSEALED
+        self, header: bytes, frames: Sequence[Any] = (), blocks: Sequence[Any] = (), mac: bytes = NO_MAC
     ) -> list[Any]:
         """The frames of the next message, whose ``header`` is encoded. ``sent`` must be called when it is on its
         way."""
-        head = bytes([len(frames)]) + seal + header
+        head = bytes([len(frames)]) + mac + header
         return [_tag(self._mine, self._sent, head, frames) + head, *frames, *blocks]
 
     def sent(self) -> None:
@@ -232,15 +232,15 @@ class Session:
         message = decode(first[PREFIX_BYTES:], accepted)
         return Received(message, frames, list(received[1 + len(frames) :]), head[1 : 1 + TAG_BYTES])
 
-    def seal(self, blocks: Sequence[Any]) -> bytes:
+    def mac(self, blocks: Sequence[Any]) -> bytes:
         """The seal of blocks: buffers that follow each other. The interpreter's lock is not held while they are
         hashed."""
         digest = self._digest.of(blocks)
         return hmac.digest(self._blocks, digest, "sha256")[:TAG_BYTES]
 
-    def is_sealed(self, blocks: Sequence[Any], seal: bytes) -> bool:
+    def verify_mac(self, blocks: Sequence[Any], mac: bytes) -> bool:
         """Whether blocks are those that the other end has sealed."""
-        return hmac.compare_digest(self.seal(blocks), seal)
+        return hmac.compare_digest(self.mac(blocks), mac)
 
 
 def greeting() -> bytes:

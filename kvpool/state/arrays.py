@@ -18,7 +18,7 @@ from kvpool.common.jit.intrinsics import entry_of
 from kvpool.state import admit, records, recurrent, requests, sequences
 from kvpool.state.hashing import block_secret, fingerprint
 from kvpool.state.policies import adaptive, agent
-from kvpool.state.policies.chains import BOOK, CHAIN, CHAINS_MAX, EXPERTS, SHELF
+from kvpool.state.policies.chains import CHAIN, CHAINS_MAX, EXPERTS, POLICY, TIER_LIST
 from kvpool.state.policies.pauses import PAUSE_BINS, ROWS, TABLES
 from kvpool.state.policies.policy import on_join
 from kvpool.state.records import (
@@ -54,14 +54,14 @@ LRU = "lru"
 _GHOST_BLOCKS = 1 << 15
 """So many blocks, or up to twice as many, are enough to compare policies by."""
 POLICIES = (LRU, "reuse", "agent", "adaptive")
-BOOK_BYTES = 12
+POLICY_BYTES = 12
 """Bytes for each block, at most. What pauses teach takes some 90 KB besides."""
 _BLOCKS_PER_CHAIN, _BLOCKS_PER_CHAIN_OF_TWO, _BLOCKS_PER_NAME, _LEAST = 6.75, 9.75, 2, 16
 """A chain for so many blocks, in a pool of two tiers for so many, and a name for so many; so many chains at least. That
 is 12 bytes a block."""
 
 
-class ChainBook:
+class PolicyState:
     """The records of one group, about its device blocks, or those of a HostCache. ``arrays`` are all of them,
     ``address`` is that of the BOOK. The state lock guards it."""
 
@@ -70,51 +70,56 @@ class ChainBook:
         per_chain = _BLOCKS_PER_CHAIN_OF_TWO if both else _BLOCKS_PER_CHAIN
         chains = min(max(int(blocks / per_chain), _LEAST), CHAINS_MAX)
         names = 1 << max(blocks // _BLOCKS_PER_NAME, 4 * _LEAST).bit_length() - 1
-        self.book = np.zeros(2, BOOK)
+        self.policy_state = np.zeros(2, POLICY)
         self.turns = np.full(max(rows, 1), NONE, np.int32)
         self.chains, self.names = np.zeros(chains, CHAIN), np.full(names, NONE, np.int64)
         self.order, self.rates = np.arange(chains, dtype=np.int32), np.zeros((2, TABLES, ROWS, PAUSE_BINS))
         self.ghosts, self.scores = np.zeros((chains, EXPERTS), np.uint16), np.zeros((7, EXPERTS))
-        self.shelves, self.host_order = (
-            np.zeros(chains if both else 0, SHELF),
+        self.tier_lists, self.host_order = (
+            np.zeros(chains if both else 0, TIER_LIST),
             self.order[: chains if both else 0].copy(),
         )
         self.chains["after"] = self.chains["before"] = self.order
-        for shelves in (self.chains, self.shelves):
-            shelves["first"] = shelves["rest"] = NONE
-            shelves["place"] = self.order[: len(shelves)]
-        book: Any = self.book.view(np.recarray)[0]
+        for tier_lists in (self.chains, self.tier_lists):
+            tier_lists["first"] = tier_lists["rest"] = NONE
+            tier_lists["place"] = self.order[: len(tier_lists)]
+        policy_state: Any = self.policy_state.view(np.recarray)[0]
         for name in ("chains", "order", "names", "turns", "rates", "ghosts", "scores"):
-            book[f"{name}_at"] = getattr(self, name).ctypes.data
+            policy_state[f"{name}_at"] = getattr(self, name).ctypes.data
         begins = adaptive if policy == "adaptive" else agent
         hooks = [begins.on_admit, agent.on_begin_release, agent.on_end_release, *([on_join] if both else [])]
         for hook in [agent.choose, *(hooks if device_blocks else [begins.on_touch, agent.on_touched])]:
-            book[hook.__name__] = entry_of(hook, 0, 0, 0)
-        book.list = (DEVICE if device_blocks else HOST) * LISTS_PER_TIER + DEFAULT_PRIORITY
-        book.head_at, book.chains, book.names, book.rows = head_at, chains, names, len(self.turns)
-        book.shelves_at, book.shelf_bytes = book.chains_at, CHAIN.itemsize
-        book.capacity, book.pick = blocks, NONE
-        book.shift = max((blocks // _GHOST_BLOCKS).bit_length() - 1, 0)
-        book.follows = POLICIES.index(policy) % EXPERTS
-        self.book[1] = self.book[0]
-        host: Any = self.book.view(np.recarray)[1]
+            policy_state[hook.__name__] = entry_of(hook, 0, 0, 0)
+        policy_state.list = (DEVICE if device_blocks else HOST) * LISTS_PER_TIER + DEFAULT_PRIORITY
+        policy_state.head_at, policy_state.chains, policy_state.names, policy_state.rows = (
+            head_at,
+            chains,
+            names,
+            len(self.turns),
+        )
+        policy_state.tier_lists_at, policy_state.tier_list_bytes = policy_state.chains_at, CHAIN.itemsize
+        policy_state.capacity, policy_state.pick = blocks, NONE
+        policy_state.shift = max((blocks // _GHOST_BLOCKS).bit_length() - 1, 0)
+        policy_state.follows = POLICIES.index(policy) % EXPERTS
+        self.policy_state[1] = self.policy_state[0]
+        host: Any = self.policy_state.view(np.recarray)[1]
         host.list = HOST * LISTS_PER_TIER + DEFAULT_PRIORITY if both else NONE
-        host.order_at, host.shelves_at = self.host_order.ctypes.data, self.shelves.ctypes.data
-        host.shelf_bytes = SHELF.itemsize
+        host.order_at, host.tier_lists_at = self.host_order.ctypes.data, self.tier_lists.ctypes.data
+        host.tier_list_bytes = TIER_LIST.itemsize
 
     @property
     def address(self) -> int:
-        return int(self.book.ctypes.data)
+        return int(self.policy_state.ctypes.data)
 
     @property
     def arrays(self) -> list[Array]:
-        of_chains = [self.book, self.turns, self.chains, self.names, self.order]
-        return [*of_chains, self.shelves, self.host_order, self.rates, self.ghosts, self.scores]
+        of_chains = [self.policy_state, self.turns, self.chains, self.names, self.order]
+        return [*of_chains, self.tier_lists, self.host_order, self.rates, self.ghosts, self.scores]
 
     @property
     def nbytes(self) -> int:
         """The bytes that grow with the number of blocks."""
-        arrays = self.chains, self.names, self.order, self.shelves, self.host_order, self.ghosts
+        arrays = self.chains, self.names, self.order, self.tier_lists, self.host_order, self.ghosts
         return sum(array.nbytes for array in arrays)
 
 
@@ -189,7 +194,7 @@ def state_bytes(
     count = sum(group.device_blocks + group.host_blocks for group in groups)
     rows = len(groups) * sequences * (SEQUENCE.itemsize + 4 + 8 * columns)
     rows += 4 * sum(group.kind == RECURRENT for group in groups) * sequences * columns * width
-    block_bytes = BLOCK.itemsize + 28 + 4 * width + (0 if policy == LRU else BOOK_BYTES)
+    block_bytes = BLOCK.itemsize + 28 + 4 * width + (0 if policy == LRU else POLICY_BYTES)
     return count * block_bytes + rows + events * (EVENT.itemsize + 4 * width) + 16 * gone
 
 
@@ -280,10 +285,12 @@ class State:
         self.histograms = np.zeros((HISTOGRAMS, BINS + 1), np.int64)
         self._fill_header(sizes, settings, ring)
         self._fill_lists(sizes.device_blocks, count)
-        self.book = None
+        self.policy_state = None
         if settings.policy != LRU:
-            self.book = ChainBook(settings.policy, heads[group].ctypes.data, sizes.device_blocks, count, len(self.rows))
-            self.head.book_at = self.book.address
+            self.policy_state = PolicyState(
+                settings.policy, heads[group].ctypes.data, sizes.device_blocks, count, len(self.rows)
+            )
+            self.head.policy_at = self.policy_state.address
         self.sequences["generation"] = generation
 
     def _fill_header(self, sizes: GroupSizes, settings: Settings, ring: Ring) -> None:
@@ -331,7 +338,7 @@ class State:
     def nbytes(self) -> int:
         """Bytes of state that grow with the number of blocks, without the tokens."""
         nbytes = sum(a.nbytes for a in (self.blocks, self.index, self.children, self.heap))
-        return nbytes + (self.book.nbytes if self.book is not None else 0)
+        return nbytes + (self.policy_state.nbytes if self.policy_state is not None else 0)
 
     def note_accesses(self) -> None:
         """Have calls note the accesses of streams to blocks. A synchronous device needs none, and has no room for them.
@@ -465,7 +472,7 @@ class Undo:
         for state in self._states:
             arrays += [state.blocks, state.tokens, state.extra, state.lists, state.index, state.children, state.heap]
             arrays += [state.sequences, state.rows, state.counters, state.histograms]
-            arrays += [] if state.book is None else state.book.arrays
+            arrays += [] if state.policy_state is None else state.policy_state.arrays
         return (array.reshape(-1).view(np.uint8) for array in arrays)
 
 

@@ -342,7 +342,7 @@ def touch(heads, identity, data, sizes, words, matches, turn, now_ms):
     for i in range(words.shape[0]):
         if _answer(h, matches[i, 2]) == HERE:
             touched += 1
-            if h.book_at:
+            if h.policy_at:
                 pin_block(h, matches[i, 2])
         else:
             matches[i, 2] = NONE
@@ -352,7 +352,7 @@ def touch(heads, identity, data, sizes, words, matches, turn, now_ms):
         b = matches[i, 2]
         if b != NONE:
             _use(h, b)
-            if h.book_at:
+            if h.policy_at:
                 _unpin(h, b, BACK)
             else:
                 on_change(h, b)

@@ -487,7 +487,7 @@ _agree_had = agree(_ask_had)
 
 
 @jit
-def lacking(heads, requests, cached, had):
+def missing_blocks(heads, requests, cached, had):
     """Find the blocks that would make the reusable prefix of a prompt longer than what is cached. Changes no state.
 
     ``cached`` bool[groups, full blocks] is what is cached. ``had``, of the same shape, is what is cached or could be

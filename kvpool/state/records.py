@@ -169,13 +169,13 @@ EVENT = np.dtype(
 HEAD = _numbers(
     "blocks_at tokens_at extra_at lists_at index_at children_at heap_at sequences_at rows_at table_at moves_at "
     "token_moves_at accesses_at events_at event_tokens_at event_extra_at counters_at histograms_at ring_at "
-    "row_tokens_at row_extra_at swapped_at book_at gone_at"
+    "row_tokens_at row_extra_at swapped_at policy_at gone_at"
     " device_blocks blocks width buckets child_buckets sequences columns free_rows moves token_moves accesses"
     " moves_capacity token_moves_capacity accesses_capacity need stream ticket now offload_priority offload_reuse"
     " secret0 secret1 guards"
     " generation event_capacity removals has_extra clocks window sinks kind group block_tokens device_first "
     "host_first snapshot"
-    " gone_capacity detail bound detail_group overflow stop returns savers owed unsaved"
+    " gone_capacity detail bound detail_group overflow stop returns cursors pending unsaved"
     " append_need append note_prompt name give_passed fill_encoded"
 )
 # `detail` says what an error is about, mostly a place among the arguments, and `bound` the bound that it broke. In the
@@ -183,11 +183,11 @@ HEAD = _numbers(
 # has to forget on the host, in any case. `device_first` or `host_first`, added to the id of a device or host block,
 # gives its pool id. `block_tokens` are the tokens of a whole block for the device. `snapshot` is the number of blocks
 # from one kept state to the next. `row_tokens` and `row_extra` have the ids of tokens for which a recurrent group has
-# no blocks. `book_at` is 0 where the policy needs no records of its own. `stop` and `returns` are what the engine says
-# about the sequences that it releases: why they stopped, and ENDS or in how many ms and one their next turn comes.
-# `savers` are those who save content, as bits; to those in `owed` all of it is owed, and `unsaved` counts what the host
-# has evicted before one of them was told to save it. The last six are numbers of functions for `call`, where the group
-# needs them.
+# no blocks. `policy_at` is 0 where the policy needs no records of its own. `stop` and `returns` are what the engine
+# says about the sequences that it releases: why they stopped, and ENDS or in how many ms and one their next turn comes.
+# `cursors` are those who save content, as bits; to those in `pending` all of it is owed, and `unsaved` counts what the
+# host has evicted before one of them was told to save it. The last six are numbers of functions for `call`, where the
+# group needs them.
 ATTENTION, RECURRENT, CROSS = range(3)
 
 # All groups share the ring of events. It has the number of the next event, of the oldest one that was not read, of the

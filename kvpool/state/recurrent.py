@@ -242,7 +242,7 @@ def keep_need(h, ids, drafts, accepted, counts, dropped):
 
 
 @jit
-def keep(h, ids, drafts, accepted, counts, dropped):
+def accept_drafts(h, ids, drafts, accepted, counts, dropped):
     """Of the last ``drafts`` tokens of each sequence, keep its next ``counts`` of ``accepted``, which are indices among
     them in rising order.
 

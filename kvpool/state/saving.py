@@ -37,37 +37,37 @@ CURSOR, PLACE, MISSED = range(3)
 
 
 @jit(nogil=False)
-def open_saver(heads, owed):
+def open_dirty_cursor(heads, pending):
     """A new saver, who was told of nothing. ``owed``: whether what is evicted unsaved is counted. SAVERS at once."""
-    saver = np.int64(0)
-    while saver < SAVERS and head(heads, 0).savers >> saver & 1:
-        saver += 1
-    if saver == SAVERS:
+    cursor = np.int64(0)
+    while cursor < SAVERS and head(heads, 0).cursors >> cursor & 1:
+        cursor += 1
+    if cursor == SAVERS:
         raise RuntimeError("more savers than a pool can have")
-    bit = np.int64(1) << saver
+    bit = np.int64(1) << cursor
     for g in range(heads.shape[0]):
         h = head(heads, g)
-        h.savers |= bit
-        h.owed |= bit if owed else 0
+        h.cursors |= bit
+        h.pending |= bit if pending else 0
         for b in range(h.blocks):
             blocks_of(h)[b].saved &= ~bit
-    return saver
+    return cursor
 
 
 @jit(nogil=False)
-def close_saver(heads, saver):
+def close_dirty_cursor(heads, cursor):
     for g in range(heads.shape[0]):
         h = head(heads, g)
-        h.savers &= ~(np.int64(1) << saver)
-        h.owed &= h.savers
+        h.cursors &= ~(np.int64(1) << cursor)
+        h.pending &= h.cursors
     return np.int64(0)
 
 
 @jit
-def _tell(h, b, saver, uses, report, count):
+def _tell(h, b, cursor, uses, report, count):
     """Tell a saver of block ``b``, if it is cached, was used so often, and the saver was not told. NONE is a saver who
     is told of everything. Returns how many rows of ``report`` are filled now."""
-    blocks, bit = blocks_of(h), np.int64(1) << saver if saver != NONE else np.int64(0)
+    blocks, bit = blocks_of(h), np.int64(1) << cursor if cursor != NONE else np.int64(0)
     if b == NONE or not blocks[b].flags & PUBLISHED or blocks[b].saved & bit or blocks[b].uses < uses:
         return count
     blocks[b].saved |= bit
@@ -82,7 +82,7 @@ def _tell(h, b, saver, uses, report, count):
 
 
 @jit(nogil=False)
-def stored(heads, saver, at, report):
+def stored(heads, cursor, at, report):
     """Tell of what was stored since the event ``at[CURSOR]``, by the events. ``at`` int64[3] goes on. If some events
     are gone, they are counted in ``at[MISSED]``, and a ``sweep`` is due: ``at[PLACE]`` is 0. Returns how many rows are
     filled. Looks at no more events than there are rows."""
@@ -96,27 +96,27 @@ def stored(heads, saver, at, report):
         event = events_of(h0)[i % h0.event_capacity]
         if event.kind == STORED:
             h = head(heads, event.group)
-            count = _tell(h, find_key(h, event.key0, event.key1), saver, 1, report, count)
+            count = _tell(h, find_key(h, event.key0, event.key1), cursor, 1, report, count)
     at[CURSOR] = last
     return np.int64(count)
 
 
 @jit(nogil=False)
-def sweep(heads, saver, uses, at, report):
+def sweep(heads, cursor, uses, at, report):
     """Tell of what was used so often, of as many blocks as there are rows, from ``at[PLACE]`` on. After the last block
     of the pool that is NONE. Returns how many rows are filled."""
     count, place, most = 0, at[PLACE], report.shape[0]
     for g in range(heads.shape[0]):
         h = head(heads, g)
         for b in range(max(place, 0), min(place + most, h.blocks)):
-            count = _tell(h, np.int64(b), saver, uses, report, count)
+            count = _tell(h, np.int64(b), cursor, uses, report, count)
         place -= h.blocks
     at[PLACE] = NONE if place + most >= 0 else at[PLACE] + most
     return np.int64(count)
 
 
 @jit(nogil=False)
-def victims(heads, saver, margins, report):
+def victims(heads, cursor, margins, report):
     """Tell of what the host evicts soon: of the victims of each group, as many as ``margins`` int64[groups] says, less
     those that have nothing to lose. The next victim comes first. Returns how many rows are filled."""
     count = 0
@@ -128,18 +128,18 @@ def victims(heads, saver, margins, report):
         for which in range(lists[LOWEST + HOST, 0], EMPTY):
             b = np.int64(lists[first + which, 0])
             while b != NONE and left > 0 and count < report.shape[0]:
-                count = _tell(h, b, saver, 1, report, count)
+                count = _tell(h, b, cursor, 1, report, count)
                 left -= 1
                 b = np.int64(blocks_of(h)[b].next)
     return np.int64(count)
 
 
 @jit(nogil=False)
-def held(heads, saver, ids, report):
+def held(heads, cursor, ids, report):
     """Tell of blocks that the caller holds. Returns how many rows are filled."""
     count = 0
     for i in range(ids.shape[0]):
-        count = _tell(head(heads, 0), np.int64(ids[i]), saver, 1, report, count)
+        count = _tell(head(heads, 0), np.int64(ids[i]), cursor, 1, report, count)
     return np.int64(count)
 
 

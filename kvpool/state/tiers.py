@@ -346,7 +346,7 @@ def take_host(h, priority):
     elif blocks[b].flags & INDEXED:
         record(h, HOST_LIFETIME, blocks[b].stored_at)
         record(h, HOST_IDLE, blocks[b].used_at)
-        if h.owed & ~blocks[b].saved:
+        if h.pending & ~blocks[b].saved:
             h.unsaved += 1
         drop(h, b, NONE, EVICTED)
     blocks[b].flags = 0

@@ -218,7 +218,7 @@ def growth_needs(heads, ids, counts, needs):
 
 
 _keep_path_need = _by_kind(growth.keep_need, recurrent.keep_need)
-_keep_path = _by_kind(growth.keep, recurrent.keep)
+_keep_path = _by_kind(growth.accept_drafts, recurrent.accept_drafts)
 
 
 _rewind_need = _by_kind(growth.rewind_need, recurrent.rewind_need)
@@ -256,7 +256,7 @@ _keep_checked = _checked(_keep_need, _fits, _keep)
 
 
 @jit
-def keep(heads, ids, lengths, accepted, counts, dropped, now_ms):
+def accept_drafts(heads, ids, lengths, accepted, counts, dropped, now_ms):
     """Of the last ``lengths`` tokens of each sequence, keep its next ``counts`` of ``accepted``, which are indices
     among them in rising order.
 

@@ -370,22 +370,24 @@ def _moves(state: State) -> Iterator[Check]:
 
 def _chains(state: State) -> Iterator[Check]:
     """The records of policies that look at chains. What a chain says of blocks is a guess, and checked when used."""
-    chain_book = state.book
+    chain_book = state.policy_state
     if chain_book is None:
         return
-    book, chains, blocks = chain_book.book[0], chain_book.chains, len(state.blocks)
-    sizes = (0, book["cached"], book["known"], len(chains))
+    policy_state, chains, blocks = chain_book.policy_state[0], chain_book.chains, len(state.blocks)
+    sizes = (0, policy_state["cached"], policy_state["known"], len(chains))
     yield "chains", sizes != tuple(sorted(sizes)), "more chains have blocks than are known, or more than there are"
     numbers, count = np.arange(len(chains)), len(chains)
     outside = np.zeros(count, bool)
-    lists = zip(chain_book.book, (chains, chain_book.shelves), (chain_book.order, chain_book.host_order), strict=True)
-    for listed, shelves, order in lists if len(chain_book.shelves) else [next(lists)]:
+    lists = zip(
+        chain_book.policy_state, (chains, chain_book.tier_lists), (chain_book.order, chain_book.host_order), strict=True
+    )
+    for listed, tier_lists, order in lists if len(chain_book.tier_lists) else [next(lists)]:
         complete = np.array_equal(np.sort(order), numbers)
         yield "chains", not complete, "the order of chains lacks one"
         if complete:
-            yield "chains", shelves["place"][order] != numbers, "the chain at place {} has another place"
+            yield "chains", tier_lists["place"][order] != numbers, "the chain at place {} has another place"
         for name in ("first", "rest"):
-            outside |= (shelves[name] < NONE) | (shelves[name] >= blocks)
+            outside |= (tier_lists[name] < NONE) | (tier_lists[name] >= blocks)
         wrong = not NONE <= listed["pick"] < count or not 0 <= listed["cached"] <= count
         yield "chains", wrong, "no chain that there is loses blocks now"
     for name, high in (("after", count), ("before", count), ("row", CLASSES), ("alike", CLASSES)):

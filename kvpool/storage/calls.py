@@ -12,9 +12,8 @@ import numpy as np
 
 from kvpool.common.arguments import id_array
 from kvpool.common.errors import BlockNotFound, PoolClosed, StoreBusy
-from kvpool.storage import jobs
-from kvpool.storage.jobs import Job, Keys, Lend, rows_argument
-from kvpool.storage.seals import BlockNames, Secret
+from kvpool.storage import store_requests as jobs
+from kvpool.storage.mac import BlockNames, Secret
 from kvpool.storage.store import (
     ABSENT,
     CODES,
@@ -22,19 +21,20 @@ from kvpool.storage.store import (
     EPOCH_BYTES,
     FAILED,
     KEY_BYTES,
+    MAC_BYTES,
     OK,
-    SEAL_BYTES,
     Bytes,
     Rows,
     Store,
 )
+from kvpool.storage.store_requests import Keys, Lend, StoreRequest, rows_argument
 
 NO_ROWS: Rows = np.empty(0, np.int64)
 NO_CODES: Bytes = np.empty(0, np.uint8)
 Contexts = Sequence[bytes] | None
 
 
-class CheckedCalls:
+class StoreCalls:
     """The calls of one store, on the threads of its queue. ``forget`` has the queue drop blocks. Thread-safe, as far as
     the store is."""
 
@@ -42,7 +42,7 @@ class CheckedCalls:
         self._store, self._secret, self._memory, self._forget = store, secret, memory, forget
         self._lock, self._epoch = threading.Lock(), None if hasattr(store, "epoch") else b""
 
-    def do(self, job: Job, places: Rows) -> tuple[Bytes, str]:
+    def do(self, job: StoreRequest, places: Rows) -> tuple[Bytes, str]:
         """One call of the store, for these places of a job. Returns the codes, and the text of an error."""
         try:
             if job.kind == jobs.FORGET:
@@ -73,10 +73,10 @@ class CheckedCalls:
         except Exception:
             return None
 
-    def _clear(self, job: Job) -> None:
+    def _clear(self, job: StoreRequest) -> None:
         """The epoch comes first: whatever happens then, the blocks of the one before are not asked for any more."""
         epoch = self._asked(new=True) if job.renews else b""
-        if getattr(self._store, "clears", 0) >= len(job.tag):
+        if getattr(self._store, "clears_prefix", 0) >= len(job.tag):
             job.dropped += int(self._store.clear(job.tag))
         if job.renews:
             with self._lock:
@@ -100,12 +100,12 @@ class CheckedCalls:
                 self._epoch = epoch if self._epoch is None else self._epoch
         return self._secret.in_epoch(self._secret.keys(blocks), self._epoch)
 
-    def _sealed(self, job: Job, keys: Bytes, rows: Rows, contexts: Contexts) -> Bytes:
+    def _sealed(self, job: StoreRequest, keys: Bytes, rows: Rows, contexts: Contexts) -> Bytes:
         """Seal rows and save them."""
-        sealed = keys.copy(), rows.copy(), self._secret.seal(keys, rows, self._memory, contexts)
+        sealed = keys.copy(), rows.copy(), self._secret.mac(keys, rows, self._memory, contexts)
         return _codes(self._store.save(*sealed, job.tag, job.limit, lambda: job.done), len(keys))
 
-    def _lent(self, job: Job, lend: Lend, names: BlockNames, keys: Bytes) -> Bytes:
+    def _lent(self, job: StoreRequest, lend: Lend, names: BlockNames, keys: Bytes) -> Bytes:
         """Save rows that are lent, but not while names are hashed."""
         codes = np.full(len(keys), ABSENT, np.uint8)
         try:
@@ -125,15 +125,15 @@ class CheckedCalls:
                 self._forget(names)
         return codes
 
-    def _checked(self, job: Job, keys: Bytes, rows: Rows, contexts: Contexts) -> Bytes:
+    def _checked(self, job: StoreRequest, keys: Bytes, rows: Rows, contexts: Contexts) -> Bytes:
         """Load, and compare each block with its seal. The store is told to forget those that differ."""
         answer, stored_seals = self._store.load(keys.copy(), rows.copy(), lambda: job.done)
-        codes, seals = _codes(answer, len(keys)), np.asarray(stored_seals, np.uint8).reshape(len(keys), SEAL_BYTES)
+        codes, macs = _codes(answer, len(keys)), np.asarray(stored_seals, np.uint8).reshape(len(keys), MAC_BYTES)
         loaded = np.flatnonzero(codes == OK)
         if len(loaded) and not job.done:
             known = contexts and [contexts[place] for place in loaded.tolist()]
-            right = self._secret.seal(keys[loaded], rows[loaded], self._memory, known)
-            wrong = loaded[(seals[loaded] != right).any(axis=1)]
+            right = self._secret.mac(keys[loaded], rows[loaded], self._memory, known)
+            wrong = loaded[(macs[loaded] != right).any(axis=1)]
             if len(wrong):
                 codes[wrong] = DAMAGED
                 with suppress(Exception):

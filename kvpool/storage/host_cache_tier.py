@@ -16,25 +16,25 @@ import numpy as np
 
 from kvpool.common.errors import BlockNotFound, KVPoolError, OutOfBlocks, StoreBusy
 from kvpool.hostcache.host_cache import HostCache, HostLease
-from kvpool.storage.bridge import (
+from kvpool.storage.mac import BlockNames
+from kvpool.storage.store import ABSENT, CODES, DAMAGED, OK, Bytes, Rows
+from kvpool.storage.store_client import StoreClient
+from kvpool.storage.store_requests import Lend, StoreRequest
+from kvpool.storage.writeback import (
     COMMIT,
     EVICT,
     REUSE,
     TOLD_AT_ONCE,
-    Bridge,
-    Line,
-    Loader,
     Loading,
+    LoadQueue,
+    PendingBlocks,
     Pieces,
     Search,
+    WritebackQueue,
     blocks_in,
     pin_those_here,
     victims_margin,
 )
-from kvpool.storage.jobs import Job, Lend
-from kvpool.storage.seals import BlockNames
-from kvpool.storage.store import ABSENT, CODES, DAMAGED, OK, Bytes, Rows
-from kvpool.storage.store_client import StoreClient
 
 AT_ONCE, VICTIMS_AT_ONCE = 256, 64
 """Most blocks of one save; of what is to be saved before it is evicted."""
@@ -78,7 +78,7 @@ class HostCacheTier:
     def __init__(self, cache: HostCache, clients: Sequence[StoreClient], save: str, room: int, limit: int) -> None:
         self.cache, self._clients = cache, clients
         self._save, self._limit = save, limit
-        self._saver = cache.open_saver(owed=save == EVICT)
+        self._cursor = cache.open_dirty_cursor(pending=save == EVICT)
         self._before = cache.unsaved_blocks
         self._margin = victims_margin(cache.host_blocks, VICTIMS_AT_ONCE)
         # By store: what is to be saved, by its last key.
@@ -118,30 +118,30 @@ class HostCacheTier:
         self.cache.publish(blocks)
         if self._save != COMMIT:
             # A store has them.
-            self.cache.tell_saver(self._saver, blocks)
+            self.cache.read_dirty(self._cursor, blocks)
         return [True] * len(blocks)
 
     def abort(self, client: StoreClient, blocks: Iterable[bytes], rows: Rows) -> None:
         self.cache.abort(blocks)
 
-    def lacking(self, number: int, blocks: Sequence[bytes]) -> Sequence[bytes]:
+    def unsaved(self, number: int, blocks: Sequence[bytes]) -> Sequence[bytes]:
         return blocks
 
     def victims(self) -> list[bytes]:
         """What is to be saved before it is evicted."""
         if self._save != EVICT:
             return []
-        return self.cache.next_victims(self._saver, self._margin, TOLD_AT_ONCE)
+        return self.cache.eviction_candidates(self._cursor, self._margin, TOLD_AT_ONCE)
 
     def leave_unsaved(self, keys: Sequence[bytes]) -> None:
         """No store gets these, unless it has them."""
-        self.cache.tell_saver(self._saver, keys)
+        self.cache.read_dirty(self._cursor, keys)
 
     def first_used(self, lease: HostLease) -> list[bytes]:
         """Which of these blocks are to be saved, as they are used now."""
         if self._save != REUSE:
             return []
-        return self.cache.tell_saver(self._saver, lease.keys)
+        return self.cache.read_dirty(self._cursor, lease.keys)
 
     @property
     def lost(self) -> int:
@@ -150,15 +150,15 @@ class HostCacheTier:
 
     def close(self) -> None:
         """No store is asked any more, and none reads or writes blocks."""
-        if self._saver >= 0:
-            self.cache.close_saver(self._saver)
-            self._saver = -1
+        if self._cursor >= 0:
+            self.cache.close_dirty_cursor(self._cursor)
+            self._cursor = -1
 
-    def take(self, client: StoreClient, line: Line[bytes]) -> int:
+    def take(self, client: StoreClient, line: PendingBlocks[bytes]) -> int:
         """A save costs the thread of the scheduler more than its blocks do. So what would have to wait for the store
         waits for more blocks, as long as each step brings some. What came together is saved together, if it fits."""
         held, self._held[client] = self._held[client], len(line)
-        if held < len(line) < self._at_once and self._save != EVICT and client.queue.behind:
+        if held < len(line) < self._at_once and self._save != EVICT and client.queue.is_backlogged:
             return 0
         self._held[client] = count = 0
         for blocks, _ in line.pieces:
@@ -218,7 +218,7 @@ class HostCacheTier:
         return run
 
     def touch(self, prompt: Sequence[bytes], turn: bool) -> None:
-        """What ``HostKeeper.touch`` does."""
+        """What ``HostStorageManager.touch`` does."""
         self.cache.touch(prompt, turn=turn)
         for waiting in self._runs if any(self._runs) else ():
             prompt_keys = set(prompt)
@@ -302,8 +302,8 @@ class HostLoads:
     def __init__(
         self,
         tier: HostCacheTier,
-        bridge: Bridge[bytes],
-        loader: Loader[bytes],
+        bridge: WritebackQueue[bytes],
+        loader: LoadQueue[bytes],
         seconds: float,
         retry_seconds: float,
         clock: Callable[[], float],
@@ -326,8 +326,8 @@ class HostLoads:
         self._forgotten_before = tier.cache.forgotten_blocks
 
     def answers(self, keys: Sequence[bytes], found: Sequence[int], hit: str) -> list[int]:
-        """What ``HostKeeper.find`` says of keys of a hit that are not HERE. ``found``: what the cache says. Stores are
-        asked for what is not known yet."""
+        """What ``HostStorageManager.find`` says of keys of a hit that are not HERE. ``found``: what the cache says.
+        Stores are asked for what is not known yet."""
         self._drop_unread(keys)
         said = list(map(self._known, keys, found))
         if None in said:
@@ -335,7 +335,7 @@ class HostLoads:
         for key, answer in zip(keys, said, strict=True):
             awaited = key in self.searching or answer == HostCache.PENDING and key in self._loader.coming
             if awaited:
-                self._loader.want(key, hit)
+                self._loader.enqueue(key, hit)
         return [
             known if known is not None else HostCache.PENDING if key in self.searching else HostCache.ABSENT
             for key, known in zip(keys, said, strict=True)
@@ -356,7 +356,7 @@ class HostLoads:
     def looked_up(self, key: bytes, hit: str) -> None:
         """A request has found a key HERE. It waits for the key too, if that has come and was not read yet."""
         if key in self._loader.unread:
-            self._loader.want(key, hit)
+            self._loader.enqueue(key, hit)
 
     def published(self, keys: Iterable[bytes]) -> None:
         """The engine has written blocks itself. A store may have them soon."""
@@ -462,7 +462,7 @@ class HostLoads:
             self._lines.setdefault((number, is_stored, hit), []).extend(key_list)
             self.searching.update(dict.fromkeys(key_list, self._clock() + self._seconds))
 
-    def _found(self, number: int, keys: Sequence[bytes], job: Job) -> list[bytes]:
+    def _found(self, number: int, keys: Sequence[bytes], job: StoreRequest) -> list[bytes]:
         """A store has said which keys it has. Returns those that the next one is asked for."""
         # A key that is not looked for any more was dropped by ``clear``.
         answered = [
@@ -484,7 +484,7 @@ class HostLoads:
         self.missed[reason] += len(missed)
         self._remember(missed if remember else (), _Absence(reason, missed))
 
-    def _miss_by_code(self, keys: Iterable[bytes], job: Job) -> None:
+    def _miss_by_code(self, keys: Iterable[bytes], job: StoreRequest) -> None:
         """Those of the keys of a job that the store has not given do not come."""
         for code in job.counts.keys() - {CODES[OK]}:
             self._miss(compress(keys, (job.codes == CODES.index(code)).tolist()), code)

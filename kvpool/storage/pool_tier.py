@@ -24,12 +24,21 @@ from kvpool.pool.manager import KVCacheManager
 from kvpool.state import control, saving
 from kvpool.state.records import EVENT, EXTRA, NONE, H, N
 from kvpool.state.tiers import CLEARED, REMOVED, STORED
-from kvpool.storage.bridge import EVICT, REUSE, TOLD_AT_ONCE, Line, Pieces, blocks_in, pin_those_here, victims_margin
-from kvpool.storage.jobs import LOAD, SAVE
-from kvpool.storage.queue import NO_LIMIT
-from kvpool.storage.seals import BlockNames, block_context
+from kvpool.storage.mac import BlockNames, block_context
 from kvpool.storage.store import ABSENT, DAMAGED, OK, Bytes
 from kvpool.storage.store_client import StoreClient
+from kvpool.storage.store_requests import LOAD, SAVE
+from kvpool.storage.store_worker import NO_LIMIT
+from kvpool.storage.writeback import (
+    EVICT,
+    REUSE,
+    TOLD_AT_ONCE,
+    PendingBlocks,
+    Pieces,
+    blocks_in,
+    pin_those_here,
+    victims_margin,
+)
 
 OWNER = "kvpool keeper"
 """of the leases under which blocks are copied"""
@@ -90,7 +99,7 @@ class Unsaved:
         self._core, self._save = pool.core, save
         self._margins = np.array([victims_margin(group.host_blocks, least) for group in pool.groups])
         self._found = np.empty((TOLD_AT_ONCE, saving.FOUND), np.int64)
-        self._number = self._core.decide(None, saving.open_saver, save != REUSE)
+        self._number = self._core.decide(None, saving.open_dirty_cursor, save != REUSE)
         self._before = self._lost()
         self._at = np.array([self._core.states.ring.numbers[N.next], 0, 0])
 
@@ -133,7 +142,7 @@ class Unsaved:
 
     def close(self) -> None:
         with suppress(PoolClosed):
-            self._core.decide(None, saving.close_saver, self._number)
+            self._core.decide(None, saving.close_dirty_cursor, self._number)
 
 
 class PoolTier:
@@ -184,7 +193,7 @@ class PoolTier:
         limit = NO_LIMIT if nbytes is None else nbytes // client.queue.block_bytes
         return client.secret.tag(namespace_bytes(block.whose)), limit
 
-    def lacking(self, number: int, blocks: Sequence[Content]) -> list[Content]:
+    def unsaved(self, number: int, blocks: Sequence[Content]) -> list[Content]:
         return [content for content in blocks if not self._stored.has(content, number)]
 
     def said(self, number: int, blocks: Sequence[Content], codes: Bytes) -> None:
@@ -253,7 +262,7 @@ class PoolTier:
 
     # -- blocks that are saved -----------------------------------------------------------------------
 
-    def take(self, client: StoreClient, line: Line[Content]) -> int:
+    def take(self, client: StoreClient, line: PendingBlocks[Content]) -> int:
         most = min(client.free(SAVE), max(1, SAVE_BYTES // client.queue.block_bytes))
         kinds = groupby(islice(line, most), lambda content: (content.namespace, content.group))
         return next((len(list(alike)) for _, alike in kinds), 0)

@@ -19,11 +19,11 @@ from kvpool.common.process import Process
 from kvpool.pool.keys import BlockKeys
 from kvpool.pool.manager import KVCacheManager
 from kvpool.state.records import H
-from kvpool.storage.bridge import TOLD_AT_ONCE, Bridge, Loader, Loading, Search
 from kvpool.storage.choice import LoadAttempt
-from kvpool.storage.jobs import Job
 from kvpool.storage.pool_tier import Content, PoolTier
 from kvpool.storage.store import LATE, OK
+from kvpool.storage.store_requests import StoreRequest
+from kvpool.storage.writeback import TOLD_AT_ONCE, Loading, LoadQueue, Search, WritebackQueue
 
 CHUNK_BYTES = 4 << 20
 CHUNKS_UNDER_WAY = 4
@@ -39,7 +39,7 @@ cancelled."""
 
 @dataclass(frozen=True, eq=False)
 class Prefetch:
-    """What became of ``Keeper.prefetch``. Thread-safe. The keeper changes it, and nobody else.
+    """What became of ``StorageManager.prefetch``. Thread-safe. The keeper changes it, and nobody else.
 
     ``prompt``: the BlockKeys. ``deadline``: in seconds on the keeper's clock. ``engine_free``: until then the request
     waits for the engine. ``blocks``: blocks that have entered the host tier so far, in all groups of layers.
@@ -110,8 +110,8 @@ class Prefetches:
         self,
         pool: KVCacheManager,
         tier: PoolTier,
-        bridge: Bridge[Content],
-        loader: Loader[Content],
+        bridge: WritebackQueue[Content],
+        loader: LoadQueue[Content],
         clock: Callable[[], float],
     ) -> None:
         self._pool = pool
@@ -124,7 +124,7 @@ class Prefetches:
         self.found_blocks = 0
 
     @property
-    def under_way(self) -> int:
+    def in_flight(self) -> int:
         """Prefetches that have not ended."""
         return len(self._fetches)
 
@@ -157,7 +157,7 @@ class Prefetches:
     def _want_unread(self, handle: Prefetch, content: Content) -> None:
         """Another prefetch has brought this content. It counts until neither waits for it."""
         if content in self._loader.unread:
-            self._loader.want(content, handle)
+            self._loader.enqueue(content, handle)
 
     def _absent(self, contents: Sequence[Content]) -> list[Content]:
         """Those of the contents that the pool does not have."""
@@ -165,7 +165,7 @@ class Prefetches:
             content for content, is_cached in zip(contents, self._tier.here(contents), strict=True) if not is_cached
         ]
 
-    def _found(self, fetch: _Fetch, number: int, asked: Sequence[Content], job: Job) -> list[Content]:
+    def _found(self, fetch: _Fetch, number: int, asked: Sequence[Content], job: StoreRequest) -> list[Content]:
         """A store has said which blocks it has. Returns what is left for the next one."""
         stored = list(compress(asked, (job.codes == OK).tolist()))
         self.found_blocks += len(stored)
@@ -201,7 +201,7 @@ class Prefetches:
 
     def _wanted(self, fetch: _Fetch, stored: Bools) -> list[Content]:
         """What to load of what is there, in the order of the prompt."""
-        lacking = self._pool.lacking(fetch.handle.prompt, stored)
+        lacking = self._pool.missing_blocks(fetch.handle.prompt, stored)
         chosen = [fetch.chains[group][i] for group, places in enumerate(lacking.blocks) for i in places.tolist()]
         return sorted(chosen, key=lambda content: (content.place, content.group))
 
@@ -276,7 +276,7 @@ class Prefetches:
         if loading is None:
             return False
         for _ in loading.blocks:
-            self._loader.want(fetch.wanted.popleft(), fetch.handle)
+            self._loader.enqueue(fetch.wanted.popleft(), fetch.handle)
         fetch.loadings.append(loading)
         return True
 
@@ -330,8 +330,8 @@ class Prefetches:
         if fetch not in self._fetches:
             return
         self._fetches.remove(fetch)
-        under_way = [block for loading in fetch.loadings for block in loading.blocks]
-        for block in [*under_way, *fetch.wanted] if why in ("late", "full") else ():
+        in_flight = [block for loading in fetch.loadings for block in loading.blocks]
+        for block in [*in_flight, *fetch.wanted] if why in ("late", "full") else ():
             self._bridge.note(fetch.source[block], [block], [why])
         for loading in fetch.loadings:
             self._loader.end(loading)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from kvpool.common.arrays import Int64s, Uint8s
 
-KEY_BYTES, SEAL_BYTES, TAG_BYTES, EPOCH_BYTES = 32, 16, 16, 16
+KEY_BYTES, MAC_BYTES, TAG_BYTES, EPOCH_BYTES = 32, 16, 16, 16
 EPOCHS_MAX = 4096
 """Models whose epochs a store remembers: the last ones that were reset."""
 MODEL_BYTES = 8
@@ -48,7 +48,7 @@ class Space:
 
     fingerprint: bytes
     rows: Bytes
-    spare: int = 0
+    row_padding: int = 0
 
     @property
     def memory(self) -> Bytes:
@@ -57,11 +57,11 @@ class Space:
 
     @property
     def block_bytes(self) -> int:
-        return int(self.rows.shape[1]) - self.spare
+        return int(self.rows.shape[1]) - self.row_padding
 
 
 class Store(Protocol):
-    """Keeps blocks by key. Implement this to keep blocks in one more place; ``StoreQueue`` does the rest.
+    """Keeps blocks by key. Implement this to keep blocks in one more place; ``StoreWorker`` does the rest.
 
     Calls may block and may raise OSError, which fails all blocks of the call. They come on the queue's threads,
     ``threads`` of them at a time; ``open``, ``stats``, and ``find`` if it is ``indexed``, on any thread. ``close``
@@ -70,7 +70,7 @@ class Store(Protocol):
     for its key. ``name`` and ``threads`` are asked for once, before ``open``.
 
     ``keys`` uint8[n, KEY_BYTES] say nothing about the content. ``rows`` int64[n] index ``Space.memory``. ``seals``
-    uint8[n, SEAL_BYTES] are kept with the blocks, and given back. All three are copies of the call's own. ``stop()``
+    uint8[n, MAC_BYTES] are kept with the blocks, and given back. All three are copies of the call's own. ``stop()``
     turns true when nobody waits for the call any more. A long call asks it between blocks, and gives CANCELLED for the
     rest.
     """
@@ -79,16 +79,16 @@ class Store(Protocol):
     """for metrics and logs: 1 to 64 of the characters a-z, 0-9, _ and -"""
     threads: int
     """how many calls it can use at a time, 1 to 256"""
-    clears: int
+    clears_prefix: int
     """by how many first bytes of their tags ``clear`` can drop blocks: TAG_BYTES (or fewer); MODEL_BYTES, for a store
     that does not know namespaces; 0, as for a store without this attribute, if it has no ``clear``: then it cannot be
     reset, and ``tests/stores/contract.py`` refuses it"""
-    lasting: bool
+    persistent: bool
     """whether what it keeps can outlive the process; a store without this attribute counts as one that does"""
     indexed: bool
     """whether ``find`` asks an index in memory, so that it can be called where nothing may wait; a store without this
     attribute counts as one whose ``find`` may wait"""
-    spare: int
+    row_padding: int
     """how many bytes behind each row it can use, see ``Space``: who makes rows for it alone gives it so many. A store
     without this attribute uses none"""
 
@@ -110,7 +110,7 @@ class Store(Protocol):
     def find(self, keys: Bytes) -> Bytes:
         """OK or ABSENT for each key: uint8[n]. Other codes mean that it is not known."""
 
-    def save(self, keys: Bytes, rows: Rows, seals: Bytes, tag: bytes, limit: int, stop: Stop) -> Bytes:
+    def save(self, keys: Bytes, rows: Rows, macs: Bytes, tag: bytes, limit: int, stop: Stop) -> Bytes:
         """Keep the blocks. Returns the codes: uint8[n]. OK means that the block is kept as firmly as this store ever
         does, or was there before.
 
@@ -119,7 +119,7 @@ class Store(Protocol):
         """
 
     def load(self, keys: Bytes, rows: Rows, stop: Stop) -> tuple[Bytes, Bytes]:
-        """Write blocks into the rows. Returns the codes uint8[n], and the seals uint8[n, SEAL_BYTES] kept with them. A
+        """Write blocks into the rows. Returns the codes uint8[n], and the seals uint8[n, MAC_BYTES] kept with them. A
         row whose code is not OK may have any content. Nothing is written after the call has returned."""
 
     def forget(self, keys: Bytes) -> int:

@@ -1,5 +1,5 @@
-"""StoreHealth: whether a store that has failed is asked again. TroubleLog: what people are told of it. StoreClient: one
-store, whether it may be asked now, and who is told of each job until it has returned."""
+"""CircuitBreaker: whether a store that has failed is asked again. TroubleLog: what people are told of it. StoreClient:
+one store, whether it may be asked now, and who is told of each job until it has returned."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ import numpy as np
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.interrupt import DeferSignals
 from kvpool.hostcache.identity import ModelIdentity
-from kvpool.storage import jobs
-from kvpool.storage.jobs import Job, Lend
-from kvpool.storage.queue import NO_LIMIT, Keys, StoreQueue
+from kvpool.storage import store_requests as jobs
 from kvpool.storage.store import Bytes, Rows, Store
+from kvpool.storage.store_requests import Lend, StoreRequest
+from kvpool.storage.store_worker import NO_LIMIT, Keys, StoreWorker
 
 _READS, _WRITES = (jobs.FIND, jobs.LOAD), (jobs.SAVE,)
 
 
 @dataclass(frozen=True)
-class HealthStats:
-    """Totals since a StoreHealth was made, and its state now."""
+class BreakerStats:
+    """Totals since a CircuitBreaker was made, and its state now."""
 
     reads_suspended: bool
     writes_suspended: bool
@@ -60,7 +60,7 @@ class _Kind:
         self.probing, self.found, self.probe_at = True, False, now + self.wait
 
 
-class StoreHealth:
+class CircuitBreaker:
     """Suspends a store after consecutive failures, and tries it again with one job after a while.
 
     ``failures``: so many failed jobs in a row suspend it. ``probe_seconds``: how long until the next job is tried. It
@@ -119,7 +119,7 @@ class StoreHealth:
         with self._lock:
             return bool(self._suspended(writes))
 
-    def note(self, job: Job) -> None:
+    def note(self, job: StoreRequest) -> None:
         """Learn from a job that is done. Call it once for each job."""
         failed = _failed(job)
         if job.kind in jobs.DROPS:
@@ -147,11 +147,11 @@ class StoreHealth:
             for kind in self._kinds.values():
                 kind.answered()
 
-    def stats(self) -> HealthStats:
+    def stats(self) -> BreakerStats:
         """Figures of now."""
         with self._lock:
             reads, writes = bool(self._suspended(False)), bool(self._suspended(True))
-            return HealthStats(reads, writes, self._failed, self._suspensions, self._probes)
+            return BreakerStats(reads, writes, self._failed, self._suspensions, self._probes)
 
     def _suspended(self, writes: bool) -> list[_Kind]:
         """The kinds of jobs that are suspended. The lock is held."""
@@ -177,7 +177,7 @@ def number_argument(name: str, value: Any, least: float = 0.0) -> float:
     return float(value)
 
 
-def _failed(job: Job) -> bool | None:
+def _failed(job: StoreRequest) -> bool | None:
     """Whether a job has failed. None if it says nothing."""
     # The store was not asked to save what is absent.
     told = job.counts.keys() - {"cancelled", "absent" if job.kind == jobs.SAVE else ""}
@@ -225,7 +225,7 @@ class TroubleLog:
         self._log.warning(text, self._store, kind, more, " more" if before else "", why)
 
 
-Call = Callable[[Job], object]
+Call = Callable[[StoreRequest], object]
 QUIET = ("ok", "absent", "cancelled")
 """What is no trouble."""
 PATIENCE_SECONDS = 0.1
@@ -234,9 +234,12 @@ PAGE_BYTES = 4096
 _WAIT_SECONDS = 0.01
 
 
-def spare_of(store: Store) -> int:
+def row_padding_of(store: Store) -> int:
     """How many bytes more the rows have that are made for this store alone: whole pages."""
-    return -(-integer_argument("store.spare", getattr(store, "spare", 0), 0, 1 << 20) // PAGE_BYTES) * PAGE_BYTES
+    return (
+        -(-integer_argument("store.row_padding", getattr(store, "row_padding", 0), 0, 1 << 20) // PAGE_BYTES)
+        * PAGE_BYTES
+    )
 
 
 def staging_rows(count: int, nbytes: int) -> Bytes:
@@ -263,9 +266,9 @@ class StoreClient:
     Parameters
     ----------
     store, memory, identity, spare, clock
-        As for ``StoreQueue``, which is made here. It is open to all as ``queue``.
+        As for ``StoreWorker``, which is made here. It is open to all as ``queue``.
     health
-        Judges the store by its jobs. None: a ``StoreHealth`` on this clock.
+        Judges the store by its jobs. None: a ``CircuitBreaker`` on this clock.
     patience
         In seconds. A job that had less time than this and is late says nothing about its store.
     warns
@@ -277,10 +280,10 @@ class StoreClient:
 
     Notes
     -----
-    Calls that begin jobs return at once. They raise what those of ``StoreQueue`` raise; the caller keeps its rows then.
-    ``done(job)`` is called once when the job is done, and ``returned(job)`` once after that, when no call of the store
-    uses its rows any more. ``poll`` makes these calls, with no lock held. If one raises, the others are made by the
-    next ``poll``.
+    Calls that begin jobs return at once. They raise what those of ``StoreWorker`` raise; the caller keeps its rows
+    then. ``done(job)`` is called once when the job is done, and ``returned(job)`` once after that, when no call of the
+    store uses its rows any more. ``poll`` makes these calls, with no lock held. If one raises, the others are made by
+    the next ``poll``.
 
     Thread-safe. Who gives calls to be made polls on one thread, which makes them all. In a child of ``os.fork()`` calls
     that begin jobs, ``poll``, ``wait`` and ``close`` raise ForkedProcess.
@@ -307,22 +310,22 @@ class StoreClient:
         memory: Bytes,
         identity: ModelIdentity,
         *,
-        health: StoreHealth | None = None,
+        health: CircuitBreaker | None = None,
         patience: float = PATIENCE_SECONDS,
         staging: bool = False,
-        spare: int = 0,
+        row_padding: int = 0,
         warns: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.queue = StoreQueue(store, memory, identity, spare=spare, clock=clock)
-        self.health = health or StoreHealth(clock=clock)
+        self.queue = StoreWorker(store, memory, identity, row_padding=row_padding, clock=clock)
+        self.health = health or CircuitBreaker(clock=clock)
         self.name, self.secret, self.memory = self.queue.name, self.queue.secret, self.queue.memory
         self._patience, self._staging, self._clock = patience, staging, clock
         self._troubles = TroubleLog(self.name, clock) if warns else None
         # Also held while a job is begun, so that nobody is told of it before it is followed.
         self._lock = threading.Lock()
-        self._jobs: dict[Job, _Followed] = {}
-        self._news: deque[Job] = deque()
+        self._jobs: dict[StoreRequest, _Followed] = {}
+        self._news: deque[StoreRequest] = deque()
         self._free = list(range(self.queue.slots if staging else 0))
         self._kept_for_loads = len(self._free) // 2
 
@@ -330,7 +333,7 @@ class StoreClient:
 
     def usable(self, kind: str) -> bool:
         """Whether a job of this kind may be begun now. While the store is suspended, this is true once after each wait,
-        for a job that probes it. A drop is no probe. See ``StoreHealth``."""
+        for a job that probes it. A drop is no probe. See ``CircuitBreaker``."""
         if kind in jobs.DROPS:
             return not self.health.suspended(writes=True)
         return self.health.usable(writes=kind == jobs.SAVE, found=kind == jobs.LOAD)
@@ -344,8 +347,8 @@ class StoreClient:
 
     def find(
         self, keys: Keys, done: Call | None = None, *, tag: bytes | None = None, deadline: float = math.inf
-    ) -> Job:
-        """What ``StoreQueue.find`` does."""
+    ) -> StoreRequest:
+        """What ``StoreWorker.find`` does."""
         return self._follow(lambda: self.queue.find(keys, tag=tag, deadline=deadline), done)
 
     def load(
@@ -358,8 +361,8 @@ class StoreClient:
         tag: bytes | None = None,
         deadline: float = math.inf,
         hold: bool = False,
-    ) -> Job:
-        """What ``StoreQueue.load`` does. ``hold``: the rows are read until ``release``."""
+    ) -> StoreRequest:
+        """What ``StoreWorker.load`` does. ``hold``: the rows are read until ``release``."""
         return self._follow(lambda: self.queue.load(keys, rows, tag=tag, deadline=deadline), done, returned, hold)
 
     def save(
@@ -372,26 +375,26 @@ class StoreClient:
         tag: bytes | None = None,
         limit: int = NO_LIMIT,
         deadline: float = math.inf,
-    ) -> Job:
-        """What ``StoreQueue.save`` does."""
+    ) -> StoreRequest:
+        """What ``StoreWorker.save`` does."""
         begin = self.queue.save
         return self._follow(lambda: begin(keys, rows, tag=tag, limit=limit, deadline=deadline), done, returned)
 
-    def forget(self, keys: Keys, done: Call | None = None) -> Job:
-        """What ``StoreQueue.forget`` does."""
+    def forget(self, keys: Keys, done: Call | None = None) -> StoreRequest:
+        """What ``StoreWorker.forget`` does."""
         return self._follow(lambda: self.queue.forget(keys), done)
 
-    def clear(self, tag: bytes | None = None, done: Call | None = None) -> Job:
-        """What ``StoreQueue.clear`` does. It may give a job that was begun before: then ``done`` is called too."""
+    def clear(self, tag: bytes | None = None, done: Call | None = None) -> StoreRequest:
+        """What ``StoreWorker.clear`` does. It may give a job that was begun before: then ``done`` is called too."""
         return self._follow(lambda: self.queue.clear(tag), done)
 
-    def reset(self, done: Call | None = None) -> Job:
-        """What ``StoreQueue.reset`` does."""
+    def reset(self, done: Call | None = None) -> StoreRequest:
+        """What ``StoreWorker.reset`` does."""
         return self._follow(self.queue.reset, done)
 
     def _follow(
-        self, begin: Callable[[], Job], done: Call | None, returned: Call | None = None, held: bool = False
-    ) -> Job:
+        self, begin: Callable[[], StoreRequest], done: Call | None, returned: Call | None = None, held: bool = False
+    ) -> StoreRequest:
         with DeferSignals(), self._lock:
             job = begin()
             followed = self._jobs.get(job)
@@ -404,9 +407,9 @@ class StoreClient:
             return job
 
     @property
-    def news(self) -> bool:
+    def has_results(self) -> bool:
         """Whether ``poll`` has a call to make."""
-        return bool(self._news) or self.queue.news
+        return bool(self._news) or self.queue.has_results
 
     def poll(self) -> bool:
         """Make the calls of jobs that are done or returned. Never waits. Returns whether there were such jobs."""
@@ -419,7 +422,7 @@ class StoreClient:
                 self._tell(self._news.popleft())
         return any_news
 
-    def _tell(self, job: Job) -> None:
+    def _tell(self, job: StoreRequest) -> None:
         with self._lock:
             followed = self._jobs.get(job)
             if followed is None:
@@ -441,7 +444,7 @@ class StoreClient:
                 followed.over = True
                 self._end(job, followed)
 
-    def _judge(self, job: Job) -> None:
+    def _judge(self, job: StoreRequest) -> None:
         """What a job says of its store."""
         troubles = [(code, count) for code, count in job.counts.items() if code not in QUIET]
         before = bool(troubles) and self.suspended
@@ -452,13 +455,13 @@ class StoreClient:
             if troubles and self.suspended and not before:
                 self._troubles.note(job.kind, "suspended", len(job.codes))
 
-    def _end(self, job: Job, followed: _Followed) -> None:
+    def _end(self, job: StoreRequest, followed: _Followed) -> None:
         """Take the rows of a job back if nobody uses them any more. The lock is held."""
         if followed.over and not followed.held and self._jobs.pop(job, None) is not None and self._staging:
             self._free += job.rows.tolist()
 
     @property
-    def under_way(self) -> int:
+    def in_flight(self) -> int:
         """Jobs that have not returned, or whose rows are held, or of which ``poll`` has not told yet."""
         return len(self._jobs)
 
@@ -493,7 +496,7 @@ class StoreClient:
         with self._lock:
             self._free += rows.tolist()
 
-    def release(self, job: Job) -> None:
+    def release(self, job: StoreRequest) -> None:
         """The rows of a job that was begun with ``hold`` are not read any more."""
         with self._lock:
             followed = self._jobs.get(job)
@@ -503,14 +506,14 @@ class StoreClient:
 
     # -- waiting -------------------------------------------------------------------------------------
 
-    def wait(self, job: Job, timeout: float | None = None) -> bool:
+    def wait(self, job: StoreRequest, timeout: float | None = None) -> bool:
         """Wait until a job is done, at most ``timeout`` seconds, and ``poll``. Returns whether it is done."""
         job.wait(timeout)
         self.poll()
         return job.done
 
     def close(self, timeout: float = 10.0) -> bool:
-        """What ``StoreQueue.close`` does, and ``poll``: whoever waits for a job is told that it was cancelled."""
+        """What ``StoreWorker.close`` does, and ``poll``: whoever waits for a job is told that it was cancelled."""
         over = self.queue.close(timeout)
         self.poll()
         return over

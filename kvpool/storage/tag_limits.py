@@ -13,8 +13,8 @@ import numpy as np
 from kvpool.common.arrays import Bools
 from kvpool.hostcache.host_cache import HostCache
 from kvpool.hostcache.identity import ModelIdentity
-from kvpool.storage.queue import NO_LIMIT
 from kvpool.storage.store import KEY_BYTES, OK, REFUSED, Bytes
+from kvpool.storage.store_worker import NO_LIMIT
 
 
 class Added(NamedTuple):
@@ -53,7 +53,7 @@ class Victims:
 
     def first(self, count: int) -> list[bytes]:
         """The keys that are evicted next, the first one first."""
-        return self._cache.next_victims(-1, self._cache.usage().empty + count, count)
+        return self._cache.eviction_candidates(-1, self._cache.usage().empty + count, count)
 
 
 TRACKED_MAX = 1 << 18

@@ -21,9 +21,9 @@ from kvpool import ForkedProcess, HostCache, HostTier, KVCacheManager
 from kvpool.common import jit
 from kvpool.device.memory.main_memory import SharedMemory
 from kvpool.pool import operations, together
-from kvpool.storage import MemoryStore, StoreQueue
+from kvpool.storage import MemoryStore, StoreWorker
 from kvpool.storage.backends.disk import DiskStore
-from kvpool.storage.hostkeeper import HostKeeper
+from kvpool.storage.host_storage_manager import HostStorageManager
 from kvpool.storage.store import Space
 from tests.children import in_child, refuses
 from tests.engine import small_layout
@@ -157,7 +157,7 @@ def test_what_a_child_maps_is_not_where_its_parent_has_shared_memory() -> None:
 def test_a_host_keeper_refuses_a_child_and_keeps_its_parent() -> None:
     index = HostCache(8, 4096, identity=IDENTITY)
     tier = HostTier.of(index)
-    with index, tier, HostKeeper(index, tier, [Wrong(MemoryStore(1 << 20))]) as keeper:
+    with index, tier, HostStorageManager(index, tier, [Wrong(MemoryStore(1 << 20))]) as keeper:
         kept(index, "a")
 
         def child() -> None:
@@ -187,7 +187,7 @@ def test_a_child_does_not_wait_for_jobs_and_prefetches_of_its_parent(tmp_path: A
     wrong.before["find"] = gate
     disk = DiskStore(tmp_path / "store", 1 << 20)
     engine = keeping.engine()
-    with StoreQueue(wrong, memory(), IDENTITY) as queue, StoreQueue(disk, memory(), IDENTITY) as other:
+    with StoreWorker(wrong, memory(), IDENTITY) as queue, StoreWorker(disk, memory(), IDENTITY) as other:
         with engine.cache, keeping.keeper(engine, keeping.store()) as keeper:
             job = queue.find(queue.secret.opaque(names(1)))
             assert gate.reached.wait(600)

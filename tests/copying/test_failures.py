@@ -135,7 +135,7 @@ def test_a_device_that_is_gone_closes_the_pool(rig: Callable[..., Rig], name: st
         lambda: cache.match_prefix([1]),
         lambda: cache.blocks_needed([1]),
         lambda: cache.blocks_needed(sequences=0),
-        lambda: cache.evictable_if_released(0),
+        lambda: cache.evictable_after_release(0),
         lambda: cache.cached_tokens(0),
         lambda: cache.sequence_length(0),
         lambda: cache.committed_tokens(0),

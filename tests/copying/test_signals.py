@@ -201,7 +201,7 @@ def reading(desk: Desk) -> Act:
         cache.blocks_needed(desk.fresh)
         cache.blocks_needed(sequences=[desk.sequence], new_tokens=9)
         cache.sequence_length([desk.sequence])
-        cache.evictable_if_released([desk.sequence])
+        cache.evictable_after_release([desk.sequence])
         cache.stats()
         assert cache.leases and cache.reservations
 
@@ -245,7 +245,7 @@ VERBS = GIVING | {
     "rewind": lambda desk: lambda: desk.cache.rewind(desk.both, [2, 1]),
     "release": lambda desk: lambda: desk.cache.release(desk.both),
     "reorder": lambda desk: lambda: desk.cache.reorder(desk.both, [0, 0]),
-    "keep": lambda desk: lambda: desk.cache.keep(desk.drafted, 3, [0, 2]),
+    "keep": lambda desk: lambda: desk.cache.accept_drafts(desk.drafted, 3, [0, 2]),
     "offload": lambda desk: lambda: desk.cache.offload(desk.known),
     "prefetch": lambda desk: lambda: desk.cache.prefetch(desk.known),
     "close_lease": lambda desk: desk.lease.close,
@@ -255,7 +255,7 @@ VERBS = GIVING | {
     "commit_reserved": lambda desk: lambda: desk.reservation.commit(0),
     "abort_reserved": lambda desk: desk.reservation.abort,
     "reserve_context": reserve_context,
-    "loadable": lambda desk: lambda: desk.cache.loadable(desk.both),
+    "load_targets": lambda desk: lambda: desk.cache.load_targets(desk.both),
     "events": events,
     "snapshot": snapshot,
     "offsets": offsets,
@@ -427,7 +427,7 @@ def asking(desk: Desk) -> Act:
     def act() -> None:
         cache = desk.cache
         cache.cached_blocks(desk.known)
-        cache.lacking(desk.known, np.ones((1, 2), bool))
+        cache.missing_blocks(desk.known, np.ones((1, 2), bool))
         cache.keys_of([desk.sequence])
         cache.request_stats([desk.sequence])
         assert cache.free_blocks

@@ -205,7 +205,7 @@ def test_the_race_shows_however_long_a_kernel_takes_on_a_loaded_machine() -> Non
         library.emu_set_patience_ms(20)
 
 
-def hand_overs(seed: int, guard: str | None) -> bool:
+def uploads(seed: int, guard: str | None) -> bool:
     """Whether each of some tables, handed over to a stream that is late, has the blocks of its sequence."""
     driver = lab.driver()
     driver.quiet(seed)
@@ -235,12 +235,12 @@ def hand_overs(seed: int, guard: str | None) -> bool:
 
 def test_a_staged_table_is_not_overwritten_before_it_has_been_read() -> None:
     for seed in SEEDS:
-        assert hand_overs(seed, None), f"seed {seed}"
+        assert uploads(seed, None), f"seed {seed}"
 
 
 def test_a_staged_table_is_overwritten_in_every_run_without_its_guard() -> None:
     for seed in SEEDS:
-        assert not hand_overs(seed, "staged_buffers_retire_by_event"), f"seed {seed}"
+        assert not uploads(seed, "staged_buffers_retire_by_event"), f"seed {seed}"
 
 
 def replays(seed: int, guard: str | None) -> bool:
@@ -288,7 +288,7 @@ def test_nothing_is_collected_on_the_thread_of_the_driver(monkeypatch: pytest.Mo
     """A finalizer that frees GPU memory there would wait for itself. A program may have enabled the collector."""
     from tests.emulated import numba_twins
 
-    assert hand_overs(next(iter(SEEDS)), None)  # the first launch registers the kernel, and disables the collector
+    assert uploads(next(iter(SEEDS)), None)  # the first launch registers the kernel, and disables the collector
     run_block, thresholds = numba_twins._run_block, gc.get_threshold()
     running, collecting = set[int](), set[int]()
 
@@ -304,7 +304,7 @@ def test_nothing_is_collected_on_the_thread_of_the_driver(monkeypatch: pytest.Mo
     gc.set_threshold(1, 1000, 1000)
     gc.enable()
     try:
-        assert hand_overs(next(iter(SEEDS)), None)
+        assert uploads(next(iter(SEEDS)), None)
         assert gc.isenabled()
     finally:
         gc.disable()

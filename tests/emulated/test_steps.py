@@ -27,7 +27,7 @@ def out(device: CudaDevice) -> StepTables:
     return arrays(1, 3, 3, 3, put=lambda values: on_device(device, values))
 
 
-def hand_overs(driver: Driver, seed: int, guard: str | None) -> bool:
+def uploads(driver: Driver, seed: int, guard: str | None) -> bool:
     """Whether each of some steps, handed over to a stream that is late, has the tables of its sequence."""
     driver.quiet(seed)
     device = CudaDevice()
@@ -55,12 +55,12 @@ def hand_overs(driver: Driver, seed: int, guard: str | None) -> bool:
 
 def test_a_staged_step_is_not_overwritten_before_it_has_been_read(driver: Driver) -> None:
     for seed in SEEDS:
-        assert hand_overs(driver, seed, None), f"seed {seed}"
+        assert uploads(driver, seed, None), f"seed {seed}"
 
 
 def test_a_staged_step_is_overwritten_in_every_run_without_its_guard(driver: Driver) -> None:
     for seed in SEEDS:
-        assert not hand_overs(driver, seed, "staged_buffers_retire_by_event"), f"seed {seed}"
+        assert not uploads(driver, seed, "staged_buffers_retire_by_event"), f"seed {seed}"
 
 
 def test_a_launch_that_the_driver_refuses_is_an_error_and_the_next_one_goes_on(driver: Driver) -> None:

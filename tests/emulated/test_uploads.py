@@ -32,8 +32,8 @@ def device(driver: Driver) -> Iterator[CudaDevice]:
     made.close()
 
 
-def under_way(device: Any) -> int:
-    return int(device._launcher.uploads.under_way)
+def in_flight(device: Any) -> int:
+    return int(device._launcher.uploads.in_flight)
 
 
 def test_threads_and_streams_that_are_gone_leave_the_kernels_in_use(
@@ -68,7 +68,7 @@ def test_threads_and_streams_that_are_gone_leave_the_kernels_in_use(
         over.set()
         assert grown == {"copies": 0, "launches": 20}
         cache.core.device.synchronize()
-        assert under_way(cache.core.device) == 0
+        assert in_flight(cache.core.device) == 0
 
 
 def test_short_lived_streams_keep_no_buffers(driver: Driver, device: CudaDevice) -> None:
@@ -89,12 +89,12 @@ def test_each_launch_has_moves_of_its_own_until_it_is_done(driver: Driver, devic
     go = driver.stall(stream.handle)
     for block in range(4):
         device.copy_blocks(as_moves((block, DEVICE_BLOCKS + block, 4)), stream)
-    assert under_way(device) == 4
+    assert in_flight(device) == 4
     go()
     device.synchronize()
     for block in range(4):
         np.testing.assert_array_equal(pools.host_pool[block], expected[0][:, :, block])
-    assert under_way(device) == 0
+    assert in_flight(device) == 0
 
 
 def test_an_upload_is_not_written_over_while_another_stream_is_stalled(driver: Driver, device: CudaDevice) -> None:
@@ -105,7 +105,7 @@ def test_an_upload_is_not_written_over_while_another_stream_is_stalled(driver: D
     for _ in range(10):
         device.copy_blocks(as_moves((1, DEVICE_BLOCKS + 1, 4)), other)
         device.synchronize(device.record(other))
-        assert under_way(device) == 1
+        assert in_flight(device) == 1
     go()
     device.synchronize()
     for block in (0, 1):
@@ -121,7 +121,7 @@ def test_kernels_that_pile_up_are_replaced_by_copies_and_nothing_waits(
     with driver.counting("cuEventSynchronize", "launches") as grown:
         for _ in range(10):
             device.copy_blocks(OFFLOADS, stream)
-    assert grown == {"cuEventSynchronize": 0, "launches": 3} and under_way(device) == 3
+    assert grown == {"cuEventSynchronize": 0, "launches": 3} and in_flight(device) == 3
     go()
     assert_same_as_reference(pools, OFFLOADS)
 
@@ -209,7 +209,7 @@ def test_what_numba_cannot_compile_is_said_before_a_table_is_handed_over(
             patch.setattr(table_kernels, "compiled", broken)
             with pytest.raises(DeviceError, match=f"{name} cannot be compiled: RuntimeError: no compiler"):
                 call()
-        assert cache.stats().hand_overs == 0
+        assert cache.stats().uploads == 0
         call()
         cupy.cuda.runtime.deviceSynchronize()
         assert table.get().tolist() == [[cache.block_table(sequence).dense()[0, 0], -1]]

@@ -36,7 +36,7 @@ GOOD = {"stores": "memory:?capacity=1MiB", "weights": "1"}
 def test_a_plug_in_takes_its_options_and_leaves_the_others_to_the_engine() -> None:
     found = ONE_STORE.read({**GOOD, "staging": "64KiB", "load_seconds": 2, "module_path": "x"})
     assert found == EngineOptions(stores=(GOOD["stores"],), weights="1", staging=1 << 16, load_seconds=2.0)
-    assert (found.kind, found.separate, found.lasting) == ("memory", True, [])
+    assert (found.kind, found.separate, found.persistent) == ("memory", True, [])
     host = HOST_TIER.read({"host_memory": "1GiB", "stores": ["memory:", "disk:/a"], "block_size": 64})
     assert host == EngineOptions(
         host_memory=1 << 30, stores=("memory:", "disk:/a"), load_seconds=2.0, save_seconds=60.0

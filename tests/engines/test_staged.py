@@ -64,7 +64,7 @@ def assert_right(found: dict[int, np.ndarray]) -> None:
 
 
 def test_room_behind_rows_is_of_the_memory_for_staging(make: Open, store: Wrong) -> None:
-    vars(store)["spare"] = 16
+    vars(store)["row_padding"] = 16
     blocks = make(rows=8)
     assert all(save(blocks, 5)) and len(load(blocks, 5)) == 5
     assert blocks.client.memory.strides[0] * len(blocks.client.memory) <= 8 * BLOCK_BYTES
@@ -201,7 +201,7 @@ def test_a_clear_says_if_the_store_has_not_dropped_the_blocks(make: Open, store:
 
 
 def test_a_store_that_cannot_drop_them_hides_them(make: Open, store: Wrong) -> None:
-    store.clears = 0
+    store.clears_prefix = 0
     blocks = make()
     save(blocks, 2)
     assert not blocks.clear() and blocks.find(names(2)) == [False, False] and all(save(blocks, 2))

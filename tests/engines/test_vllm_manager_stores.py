@@ -291,7 +291,7 @@ def test_the_settings_of_the_bridge_are_those_of_the_options(monkeypatch: pytest
         made.update(settings)
         raise InterruptedError
 
-    monkeypatch.setattr(hostkeeper, "HostKeeper", note)
+    monkeypatch.setattr(hostkeeper, "HostStorageManager", note)
     wanted = {"load_share": 0.1, "save_share": 0.2, "load_seconds": 3.0, "save_seconds": 4.0, "retry_seconds": 5.0}
     with pytest.raises(InterruptedError):
         Stored(4, save="reuse", **wanted)

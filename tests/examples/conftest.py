@@ -42,4 +42,4 @@ def unmoved_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     def rewound(self: Any, ids: Any, drafts: Any, accepted: Any, counts: Any, *, stream: Any) -> None:
         self.rewind(ids, [most - kept for most, kept in zip(drafts, counts, strict=True)], stream=stream)
 
-    monkeypatch.setattr(kvpool.KVCacheManager, "keep", rewound)
+    monkeypatch.setattr(kvpool.KVCacheManager, "accept_drafts", rewound)

@@ -220,14 +220,14 @@ class Driver:
         store = self.random.random() < 0.5
         self.call("reorder", lambda: self.cache.reorder(ids, parents, store=store))
 
-    def keep(self) -> None:
+    def accept_drafts(self) -> None:
         """Drafts, of which some are accepted, not always the first ones."""
         for one in self.some(1):
             drafts = self.random.randint(1, 2 * T)
             accepted = sorted(self.random.sample(range(drafts), self.random.randint(0, drafts)))
             self.call("append", lambda one=one, drafts=drafts: self.cache.append_tokens(one, [5] * drafts))
             kept = one, drafts, accepted
-            self.call("keep", lambda kept=kept: self.cache.keep(*kept))
+            self.call("keep", lambda kept=kept: self.cache.accept_drafts(*kept))
 
     def release(self) -> None:
         ids = self.some() + [one for one in self.away if self.random.random() < 0.1]
@@ -353,11 +353,11 @@ class Driver:
         self.call("match", lambda: self.cache.match_prefix(prompt))
         self.call("cached", lambda: self.cache.cached_blocks(prompt))
         there = np.ones((len(self.cache.groups), len(prompt) // T), np.bool_)
-        self.call("lacking", lambda: self.cache.lacking(prompt, there))
+        self.call("lacking", lambda: self.cache.missing_blocks(prompt, there))
         for group in self.cache.groups:
             own = encoder[0] if encoder and group.kind == "cross" else None
             self.call("need", lambda g=group, e=own: self.cache.blocks_needed(prompt, group=g.index, encoder_tokens=e))
-            self.call("evictable", lambda g=group: self.cache.evictable_if_released(ids, g.index))
+            self.call("evictable", lambda g=group: self.cache.evictable_after_release(ids, g.index))
 
     def pass_time(self) -> None:
         self.clock.now += self.random.randint(1, 9) * STEP_MS

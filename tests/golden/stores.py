@@ -105,7 +105,7 @@ def drive_queue(seed: int) -> Recorder:
         tags = [queue.secret.tag(b"%d" % number) for number in range(3)]
         for _ in range(STEPS):
             gate = store.gate = Gate()
-            held = queue.find(queue.secret.opaque([b"held"]))
+            held = queue.find(queue.secret.derive_keys([b"held"]))
             assert gate.reached.wait(600)
             jobs = [_job(queue, random, clock, tags) for _ in range(random.randint(1, 6))]
             if random.random() < 0.3 and (job := random.choice(jobs)).kind not in ("forget", "clear"):
@@ -126,7 +126,7 @@ def drive_queue(seed: int) -> Recorder:
 
 
 def _job(queue: Any, random: Random, clock: Clock, tags: Sequence[bytes]) -> Any:
-    keys = queue.secret.opaque(names(random.randint(1, 8), random.randrange(40)))
+    keys = queue.secret.derive_keys(names(random.randint(1, 8), random.randrange(40)))
     rows = np.array(random.sample(range(queue.slots), len(keys)))
     deadline = random.choice((float("inf"), float("inf"), clock() + 1))
     kind, tag = random.choices(("find", "load", "save", "forget", "clear"), (3, 5, 6, 1, 0.4))[0], random.choice(tags)

@@ -13,7 +13,7 @@ import kvpool
 from kvpool.remote import session
 from kvpool.state import hashing
 from kvpool.storage.backends.peer import peer_store
-from kvpool.storage.seals import BlockNames, Secret, SharedSecret, block_context
+from kvpool.storage.mac import BlockNames, Secret, SharedSecret, block_context
 
 PACKAGE = Path(kvpool.__file__).parent
 SECRET = bytes(range(32))
@@ -99,7 +99,7 @@ def test_keys_tags_and_codes_of_stored_blocks_stay() -> None:
         "tag": secret.tag(b"namespace"),
         "keys": keys.tobytes(),
         "in epoch": secret.in_epoch(keys, b"epoch 1").tobytes(),
-        "seals": secret.seal(keys, np.arange(2), memory, [context, b""]).tobytes(),
+        "seals": secret.mac(keys, np.arange(2), memory, [context, b""]).tobytes(),
         "store": SharedSecret(SECRET).derived(b"kvpool.storeseal"),
         "pool": repr((hashing.block_secret(SECRET), hashing.namespace_root(SECRET, "salt", 7))).encode(),
         "public": (hashing.fingerprint(SECRET) + hashing.remote_password(SECRET)).encode(),

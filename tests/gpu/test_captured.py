@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import CapturedTables, DeviceError, KVCacheManager, PoolClosed, StepTables
+from kvpool import DeviceError, GraphTables, KVCacheManager, PoolClosed, StepTables
 from kvpool.common.arrays.layout import BlockLayout
 from kvpool.device.base import Stream
 from kvpool.device.cuda import unusable
@@ -39,14 +39,14 @@ class Captured:
         gc.collect()  # Memory of other tests that is freed in this thread would end the capture.
         stream.begin_capture()
         rows = list(range(0, 2 * ROWS, 2))
-        self.hand_overs: list[CapturedTables] = [
+        self.uploads: list[GraphTables] = [
             cache.capture_block_offsets(self.table, ROWS, rows=rows, scale=SCALE, v_offset=OFFSET, stream=stream),
             cache.capture_step_tables(self.step, ROWS, stream=stream),
         ]
         self.graph = stream.end_capture()
 
     def stage(self, ids: Any) -> None:
-        for one in self.hand_overs:
+        for one in self.uploads:
             one.stage(ids, stream=self.stream)
 
     def check(self, dense: np.ndarray, steps: dict[str, np.ndarray]) -> None:
@@ -99,7 +99,7 @@ def test_each_replay_writes_the_tables_of_its_step(cupy: Any, cache: KVCacheMana
         cache.append_tokens(grown, [7] * len(grown), [1] * len(grown))
         stream.synchronize()
         captured.check(*wanted)
-    for one in captured.hand_overs:
+    for one in captured.uploads:
         one.close()
     cache.verify()
 
@@ -112,7 +112,7 @@ def test_what_was_refused_leaves_what_was_staged(cupy: Any, cache: KVCacheManage
     wanted = as_it_is(cache, ids.tolist())
     cache.append_tokens(ids, [8, 8], [1, 1])
     with pytest.raises(ValueError, match="first, counts: expected tokens"):
-        captured.hand_overs[1].stage(ids, [0, 3], [6, 1], stream=stream)
+        captured.uploads[1].stage(ids, [0, 3], [6, 1], stream=stream)
     with pytest.raises(ValueError, match="expected up to 3 sequences.*, got 4"):
         captured.stage([*ids.tolist()] * 2)
     captured.graph.launch(stream)
@@ -184,8 +184,8 @@ def test_a_pool_closes_behind_its_replays_while_others_capture(cupy: Any) -> Non
     busy.begin_capture()
     captured.graph.launch(stream)
     cache.close()
-    for hand_over in captured.hand_overs:
-        hand_over.close()
+    for upload in captured.uploads:
+        upload.close()
     with pytest.raises(PoolClosed):
         captured.stage(one)
     busy.end_capture()
@@ -203,7 +203,7 @@ def test_a_hand_over_goes_on_when_the_stream_of_its_replays_was_destroyed(
     captured, ids = Captured(cupy, cache, stream), cache.add_sequence_batch([[1, 2, 3, 4, 5], [6]], stream=stream).ids
     bare = int(runtime.streamCreateWithFlags(runtime.streamNonBlocking))
     wanted = as_it_is(cache, ids.tolist())
-    for one in captured.hand_overs:
+    for one in captured.uploads:
         one.stage(ids, stream=bare)
     captured.graph.launch(cupy.cuda.Stream.from_external(Stream(bare)))
     runtime.streamDestroy(bare)
@@ -213,7 +213,7 @@ def test_a_hand_over_goes_on_when_the_stream_of_its_replays_was_destroyed(
         captured.graph.launch(stream)
         stream.synchronize()
         captured.check(np.zeros((0, 0), np.int32), expected(cache, [], [], []))
-    for one in captured.hand_overs:
+    for one in captured.uploads:
         one.close()
     cupy.cuda.Device().synchronize()
     cache.verify()

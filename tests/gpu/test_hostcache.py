@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import HostCache, HostCopies, HostTier, ModelIdentity, PagedKV, Stagings, gather_kv
+from kvpool import HostCache, HostCopies, HostTier, ModelIdentity, PagedKV, StagingBuffers, gather_kv
 from kvpool.device.cuda import CudaDevice
 
 pytestmark = pytest.mark.gpu
@@ -111,7 +111,7 @@ def test_chunks_of_a_prompt_are_gathered_in_one_call(cupy: Any) -> None:
     arrays, paged = engine(cupy, "L | P B T H D")
     slots = np.arange(5 * 8, 8 * 8)
     parts = [cupy.zeros((2, LAYERS, tokens, 64), cupy.uint8) for tokens in (8, 16)]
-    gather_kv(paged, slots, Stagings(parts), skip_prefix_n_tokens=9)
+    gather_kv(paged, slots, StagingBuffers(parts), skip_prefix_n_tokens=9)
     cupy.cuda.Device().synchronize()
     whole = np.concatenate([part.get() for part in parts], axis=2)
     expected = np.zeros_like(whole)

@@ -107,7 +107,7 @@ def test_without_numba_cuda_the_error_says_what_to_install(
     ):
         with pytest.raises(DeviceError, match=r"tables on a GPU need numba-cuda.*\[cuda12\]"):
             call()
-    assert cache.stats().hand_overs == 0
+    assert cache.stats().uploads == 0
     vectors = cupy.zeros(2, np.int32), cupy.zeros(4, np.int32), cupy.zeros(1, np.int32)
     cache.copy_batch_block_csr(*vectors, sequence)
     cupy.cuda.runtime.deviceSynchronize()

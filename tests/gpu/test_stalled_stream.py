@@ -119,12 +119,12 @@ def test_a_table_handed_over_as_csr_is_the_one_of_its_call(machine: Machine) -> 
             wanted.append(cache.block_table(sequence).csr())
             cache.copy_batch_block_csr(*parts, sequence, stream=engine)
             cache.release(sequence, store=False, stream=engine)
-        assert machine.busy(engine) and cache.stats().hand_overs == cache.stats().most_hand_overs == 2
+        assert machine.busy(engine) and cache.stats().uploads == cache.stats().most_uploads == 2
         go()
         cache.core.device.synchronize()
         for parts, expected in zip(given, wanted, strict=True):
             for part, one in zip(parts, expected, strict=True):
                 np.testing.assert_array_equal(part.get()[: len(one)], one)
-        assert cache.stats().hand_overs == 0
+        assert cache.stats().uploads == 0
         with pytest.raises(TypeError, match="indices.*host memory"):
             cache.copy_batch_block_csr(given[0][0], np.zeros(6, np.int32), given[0][2], [])

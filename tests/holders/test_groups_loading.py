@@ -137,20 +137,20 @@ def test_several_groups_are_named(make: Make) -> None:
     engine = make([8, 8], [4, 4])
     prompt, data = engine.cache.block_keys(A[:4]), [bytes(FULL.block_bytes)]
     with engine.cache.reserve(A[:6]) as reservation:
-        (loadable,) = engine.cache.loadable(engine.add(A[:3]))
+        (load_targets,) = engine.cache.load_targets(engine.add(A[:3]))
         for call in (
             lambda: reservation.blocks,
             lambda: reservation.slot_mapping,
             reservation.blocks_of,
             reservation.slot_mapping_of,
-            lambda: loadable.blocks,
-            loadable.slot_mapping_of,
+            lambda: load_targets.blocks,
+            load_targets.slot_mapping_of,
             lambda: engine.cache.import_blocks(prompt, data),
         ):
             with pytest.raises(ValueError, match="group: expected 0 to 1 where there are several.*got None"):
                 call()
         for wrong, error in ((2, ValueError), (-1, ValueError), ("a", TypeError), (1.0, TypeError)):
-            for call in (reservation.blocks_of, reservation.slot_mapping_of, loadable.blocks_of):
+            for call in (reservation.blocks_of, reservation.slot_mapping_of, load_targets.blocks_of):
                 with pytest.raises(error, match=f"group: .*{wrong!r}"):
                     call(wrong)
             with pytest.raises(error, match=f"group: .*{wrong!r}"):
@@ -180,7 +180,7 @@ def test_sequences_go_on_the_same_in_every_group_whether_or_not_a_store_took_par
         ids = engine.cache.add_sequence_batch(prompts, stream=engine.a).ids
         at = [6, 0]
         if store:
-            parts = engine.cache.loadable(ids, stream=engine.b)
+            parts = engine.cache.load_targets(ids, stream=engine.b)
             assert [(part.skip_prefix_n_tokens, part.tokens) for part in parts] == [(6, 21), (0, 4)]
             for g in (0, 1):
                 assert (
@@ -209,10 +209,12 @@ def test_cross_attention_has_slots_for_the_encoder_that_are_never_left_out(make:
     engine = make([12, 12], groups=[CROSS, FULL])
     sequence = engine.add(A[:10], encoder_tokens=7)
     engine.cache.commit(sequence)
-    (loadable,) = engine.cache.loadable(sequence)
-    assert loadable.skip_prefix_n_tokens == loadable.tokens == 10 and (loadable.slot_mapping_of(1) == -1).all()
+    (load_targets,) = engine.cache.load_targets(sequence)
+    assert (
+        load_targets.skip_prefix_n_tokens == load_targets.tokens == 10 and (load_targets.slot_mapping_of(1) == -1).all()
+    )
     table = engine.cache.block_table(sequence, group=0).dense()[0]
-    assert loadable.slot_mapping_of(0).tolist() == [table[i // T] * T + i % T for i in range(7)]
+    assert load_targets.slot_mapping_of(0).tolist() == [table[i // T] * T + i % T for i in range(7)]
     engine.release(sequence)
     with engine.cache.reserve(A[:14], encoder_tokens=37) as reservation:
         assert reservation.tokens == 14 and reservation.skip_prefix_n_tokens == 10

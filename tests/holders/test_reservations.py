@@ -75,8 +75,8 @@ def test_what_a_store_may_fill_is_asked_of_live_sequences(make: Make) -> None:
             ([1.5], TypeError),
         ):
             with pytest.raises(error):
-                engine.cache.loadable(wrong)
-    assert engine.cache.loadable([]) == []
+                engine.cache.load_targets(wrong)
+    assert engine.cache.load_targets([]) == []
 
 
 def test_a_prompt_that_is_cached_whole_leaves_nothing_to_load(make: Make) -> None:

@@ -595,7 +595,7 @@ def test_what_is_refused_changes_no_byte_of_what_a_policy_knows(make: Make, poli
 def test_what_is_named_as_the_next_victims_goes_in_this_order(make: Make, policy: str) -> None:
     talks = Talks(make, policy)
     talks.cache.set_priority(keys_of("soon", 2), 10)
-    told = talks.cache.next_victims(talks.cache.open_saver(owed=True), 4 + 8, 20)
+    told = talks.cache.eviction_candidates(talks.cache.open_dirty_cursor(pending=True), 4 + 8, 20)
     assert len(told) == 8 and told[:2] == keys_of("soon", 2) and talks.here == (10, 10)
     assert talks.turn("other", 12, 3_002) == told and talks.cache.unsaved_blocks == 0
 

@@ -382,7 +382,7 @@ def test_a_brief_call_lets_no_other_thread_run_and_is_the_same_code() -> None:
         return found
 
     counted, over, interval = [0], threading.Event(), sys.getswitchinterval()
-    short = spin.brief
+    short = spin.keep_gil
 
     def count() -> None:
         while not over.is_set():

@@ -85,14 +85,14 @@ for device in ("cpu", "sim"):
                 cache.copy_step_tables(cache.step_tables([a], [0], [4], group=g), [a], [0], [4], group=g)
         cache.free_blocks
         cache.state_blocks(a, group=2)
-        cache.loadable(a)
+        cache.load_targets(a)
         cache.append_tokens(a, [1, 2, 3])
         cache.rewind(a, [1])
         b = cache.fork(a)
         cache.append_tokens([a, *b], [1, 2, 3, 4], [2, 2])
         cache.keep([a, *b], [2, 2], [1, 0], [1, 1])
         cache.reorder([a, *b], [1, 1], store=True)
-        cache.evictable_if_released([a, *b], group=0)
+        cache.evictable_after_release([a, *b], group=0)
         cache.release([a, *b], stop="tool_use")
         cache.offload(prompt)
         for start in (100, 200):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import Stagings, gather_kv, scatter_kv
+from kvpool import StagingBuffers, gather_kv, scatter_kv
 from tests.kernels.caches import Sizes, make_cache
 from tests.kernels.shim import ShimLauncher
 from tests.kernels.test_kv_copy import as_memory, reference_copy, slots_for, staging_for
@@ -32,7 +32,7 @@ def test_the_skip_is_exact_to_the_token_over_all_stagings(name: str, gather: boo
         parts = cut(whole, [4, 4, 5, 11])
         expected_cache, expected = cache.copy(), whole.copy()
         reference_copy(gather, expected_cache, slots, expected, skip)
-        given = Stagings([as_memory(part, memory) for part in parts])
+        given = StagingBuffers([as_memory(part, memory) for part in parts])
         call = gather_kv if gather else scatter_kv
         call(cache.paged(memory), as_memory(slots, memory), given, skip_prefix_n_tokens=skip, **options_of(options))
         np.testing.assert_array_equal(cache.buffer, expected_cache.buffer)
@@ -52,7 +52,7 @@ def test_each_staging_may_be_planes_and_have_strides_of_its_own() -> None:
     expected = [first.copy(), second.copy()]
     for part, own in zip(expected, (slots[:3], slots[3:]), strict=True):
         reference_copy(True, cache, own, part, 0)
-    gather_kv(cache.paged("host"), slots, Stagings([first, list(second)]))
+    gather_kv(cache.paged("host"), slots, StagingBuffers([first, list(second)]))
     np.testing.assert_array_equal(first, expected[0])
     np.testing.assert_array_equal(second, expected[1])
 
@@ -60,7 +60,7 @@ def test_each_staging_may_be_planes_and_have_strides_of_its_own() -> None:
 def test_slots_that_the_host_has_are_uploaded_once() -> None:
     cache, launcher = make_cache("mla", Sizes(), 2), ShimLauncher()
     parts = cut(staging_for(cache, 6, np.random.default_rng(0), "plain"), [2, 6])
-    given = Stagings([as_memory(part, "device") for part in parts])
+    given = StagingBuffers([as_memory(part, "device") for part in parts])
     gather_kv(cache.paged("device"), np.arange(6), given, launcher=launcher)
     assert len(launcher.launches) == 2
 
@@ -73,18 +73,18 @@ def test_bad_stagings_are_named_and_nothing_is_copied(gather: bool) -> None:
     before, paged, slots = cache.buffer.copy(), cache.paged("host"), np.arange(8)
     call, name = (gather_kv, "out") if gather else (scatter_kv, "source")
     for bad, error, message in (
-        (Stagings([]), ValueError, f"{name}: expected one buffer or more, got none"),
-        (Stagings([one, other[:, :1]]), ValueError, rf"{name}\[1\]"),
-        (Stagings([one, None]), TypeError, rf"{name}\[1\]"),
-        (Stagings([one, as_memory(other, "device")]), ValueError, "one memory"),
-        (Stagings([one, Stagings([other])]), ValueError, rf"{name}\[1\]"),
+        (StagingBuffers([]), ValueError, f"{name}: expected one buffer or more, got none"),
+        (StagingBuffers([one, other[:, :1]]), ValueError, rf"{name}\[1\]"),
+        (StagingBuffers([one, None]), TypeError, rf"{name}\[1\]"),
+        (StagingBuffers([one, as_memory(other, "device")]), ValueError, "one memory"),
+        (StagingBuffers([one, StagingBuffers([other])]), ValueError, rf"{name}\[1\]"),
     ):
         with pytest.raises(error, match=message):
             call(paged, slots, bad)
     with pytest.raises(ValueError, match="n at least 8"):
-        call(paged, slots[:7], Stagings([one, other]))
+        call(paged, slots[:7], StagingBuffers([one, other]))
     with pytest.raises(ValueError, match="skip_prefix_n_tokens: expected 0 to 8.*got 9"):
-        call(paged, slots, Stagings([one, other]), skip_prefix_n_tokens=9)
+        call(paged, slots, StagingBuffers([one, other]), skip_prefix_n_tokens=9)
     np.testing.assert_array_equal(cache.buffer, before)
 
 
@@ -92,8 +92,8 @@ def test_stagings_that_are_written_share_no_bytes() -> None:
     cache = make_cache("vllm_flash_attention", Sizes(), 2)
     whole = staging_for(cache, 8, np.random.default_rng(0), "tokens first")
     views, slots = [whole[:, :, :5], whole[:, :, 5:]], np.arange(8)
-    gather_kv(cache.paged("host"), slots, Stagings(views))
-    overlapping = Stagings([whole[:, :, :5], whole[:, :, 4:7]])
+    gather_kv(cache.paged("host"), slots, StagingBuffers(views))
+    overlapping = StagingBuffers([whole[:, :, :5], whole[:, :, 4:7]])
     with pytest.raises(ValueError, match=r"out\[0\], plane . and out\[1\], plane . share bytes"):
         gather_kv(cache.paged("host"), slots, overlapping)
     scatter_kv(cache.paged("host"), slots, overlapping)

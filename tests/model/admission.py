@@ -99,7 +99,7 @@ class Admission(Batches, Store):
         """Whether a sequence must copy its last block, which so many hold, before the next token."""
         return len(seq.items) % self.T > 0 and refs > 1
 
-    def evictable_if_released(self, ids: Sequence[int]) -> int:
+    def evictable_after_release(self, ids: Sequence[int]) -> int:
         named = [block for seq in self._live(ids) for block in seq.blocks if block is not None]
         unique = {block.id: block for block in named}
         return sum(

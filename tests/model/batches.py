@@ -135,7 +135,7 @@ class Batches:
             )
         return needs
 
-    def lacking(self, prompt: Prompt, there: Sequence[Sequence[bool]]) -> tuple[int, list[list[int]]]:
+    def missing_blocks(self, prompt: Prompt, there: Sequence[Sequence[bool]]) -> tuple[int, list[list[int]]]:
         """The longest prefix that all groups could reuse with what is ``there`` besides what is cached, tried one after
         the other, and what each group lacks for it; nothing if it is no longer than with what is cached."""
         width = self.groups[0].T

@@ -63,8 +63,8 @@ class GroupsModel(Batches):
             return self.needs_of_prompt(prompt, new_tokens)
         return self._each("blocks_needed", sequences=sequences, new_tokens=new_tokens)
 
-    def evictable_if_released(self, ids: Sequence[int]) -> list[int]:
-        return self._each("evictable_if_released", ids)
+    def evictable_after_release(self, ids: Sequence[int]) -> list[int]:
+        return self._each("evictable_after_release", ids)
 
     def append_tokens(self, ids: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
         try:
@@ -81,7 +81,7 @@ class GroupsModel(Batches):
     def rewind(self, ids: Sequence[int], counts: Sequence[int]) -> None:
         self._each("rewind", ids, counts)
 
-    def keep(self, ids: Sequence[int], drafts: Sequence[int], accepted: Sequence[Sequence[int]]) -> None:
+    def accept_drafts(self, ids: Sequence[int], drafts: Sequence[int], accepted: Sequence[Sequence[int]]) -> None:
         self._each("keep", ids, drafts, accepted)
 
     def release(self, ids: Sequence[int], *, store: bool = True) -> None:

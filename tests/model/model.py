@@ -178,7 +178,7 @@ class Model(Swaps):
         """Whether a block has gone back that a sequence of this length would need."""
         return any(block is None and self.needs(i, length) for i, block in enumerate(seq.blocks))
 
-    def keep(self, ids: Sequence[int], drafts: Sequence[int], accepted: Sequence[Sequence[int]]) -> None:
+    def accept_drafts(self, ids: Sequence[int], drafts: Sequence[int], accepted: Sequence[Sequence[int]]) -> None:
         """Drafts that stay move in front, into blocks of the sequence's own; the others are rewound, first where
         nothing moves."""
         live, lengths, written = self._move_items(ids, drafts, accepted)

@@ -81,12 +81,12 @@ class Choices:
     """Notes what the policies of a pool's groups choose, behind their records."""
 
     def __init__(self, states: Sequence[Any]) -> None:
-        self._books = [np.zeros(BOOK_BYTES // 8 + NOTES, np.int64) for _ in states]
+        self._books = [np.zeros(POLICY_BYTES // 8 + NOTES, np.int64) for _ in states]
         for state, book in zip(states, self._books, strict=True):
             own = book[:-NOTES].view(BOOK)
             own[:] = state.book.book
             own["choose"] = entry_of(choose_noting, 0, 0, 0)
-            state.book.book, state.head.book_at = own, book.ctypes.data
+            state.book.book, state.head.policy_at = own, book.ctypes.data
 
     def read(self) -> list[list[int]]:
         """The choices since the last time, by group."""
@@ -97,14 +97,14 @@ class Choices:
         return found
 
 
-NOTES, BOOK_BYTES = 4096, 2 * BOOK.itemsize
+NOTES, POLICY_BYTES = 4096, 2 * BOOK.itemsize
 
 
 @jit
 def choose_noting(at, second, nothing):
     """A hook that chooses as the policy does, and notes it."""
     b = agent.choose(at, second, nothing)
-    notes = array_at(record_at(at, HEAD).book_at + BOOK_BYTES, (NOTES,), np.int64)
+    notes = array_at(record_at(at, HEAD).policy_at + POLICY_BYTES, (NOTES,), np.int64)
     notes[0] += 1
     notes[notes[0]] = b
     return b
@@ -143,7 +143,7 @@ class Pair:
         self.next_event = 0
         self.keys: dict[Content, bytes] = {}
         core = self.cache.core
-        self.saver, self.at = core.decide(None, saving.open_saver, True), np.array([0, records.NONE, 0])
+        self.saver, self.at = core.decide(None, saving.open_dirty_cursor, True), np.array([0, records.NONE, 0])
         self.check()
 
     def both(self, real: Callable[[], Any], model: Callable[[], Any], *, compare: bool = True) -> Any:
@@ -321,13 +321,13 @@ class Pair:
             self.engine.drafted(self.requests[i], new, above)
         return bool(done)
 
-    def keep(self, ids: Sequence[int], drafts: Sequence[int], accepted: Sequence[Sequence[int]]) -> bool:
+    def accept_drafts(self, ids: Sequence[int], drafts: Sequence[int], accepted: Sequence[Sequence[int]]) -> bool:
         """Keep a path of each tree; whether it was done."""
         note(f"keep({ids}, {drafts}, {accepted})")
         flat, counts = [i for path in accepted for i in path], [len(path) for path in accepted]
         done = self.both(
-            lambda: self.cache.keep(self.real_ids(ids), drafts, flat, counts),
-            lambda: self.model.keep(ids, drafts, accepted) or True,
+            lambda: self.cache.accept_drafts(self.real_ids(ids), drafts, flat, counts),
+            lambda: self.model.accept_drafts(ids, drafts, accepted) or True,
             compare=False,
         )
         for i, count, path in zip(ids if done else (), drafts, accepted, strict=False):

@@ -86,7 +86,7 @@ class Recurrent(Model):
     def has_passed(self, seq: Seq, length: int) -> bool:
         return length < seq.committed
 
-    def keep(self, ids: Sequence[int], drafts: Sequence[int], accepted: Sequence[Sequence[int]]) -> None:
+    def accept_drafts(self, ids: Sequence[int], drafts: Sequence[int], accepted: Sequence[Sequence[int]]) -> None:
         """Nothing moves: all are rewound, then states of columns whose tokens are others now will be written again."""
         live, lengths, written = self._move_items(ids, drafts, accepted)
         need, again = self._rewind_need(live, lengths), 0

@@ -209,7 +209,7 @@ class Store:
 
     # -- saving --------------------------------------------------------------------------------
 
-    def tell_saver(self, blocks: Sequence[Block], uses: int = 1) -> list[Content]:
+    def read_dirty(self, blocks: Sequence[Block], uses: int = 1) -> list[Content]:
         """Of the content of these blocks, in their order, what the saver is told: what it was not told before."""
         told = []
         for block in blocks:

@@ -55,7 +55,7 @@ class Driver:
     def step(self) -> None:
         grow, other = (
             (self.add, self.append),
-            (self.commit, self.rewind, self.release, self.fork, self.reorder, self.keep),
+            (self.commit, self.rewind, self.release, self.fork, self.reorder, self.accept_drafts),
         )
         verb = self.random.choice((*grow, *grow, *other))
         try:
@@ -111,12 +111,12 @@ class Driver:
                 continue
             self.wrote(i, self.length(i) - 1 if count else self.length(i))
 
-    def keep(self) -> None:
+    def accept_drafts(self) -> None:
         for i in self.some():
             start, drafts = self.length(i), self.tokens(2 * T)
             self.model.append_tokens([i], [drafts])
             path = sorted(self.random.sample(range(len(drafts)), self.random.randint(0, len(drafts))))
-            self.model.keep([i], [len(drafts)], [path])
+            self.model.accept_drafts([i], [len(drafts)], [path])
             self.wrote(i, start if path else start - 1)
 
     def release(self) -> None:

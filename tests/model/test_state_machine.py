@@ -201,8 +201,8 @@ class PoolMachine(RuleBasedStateMachine):
         if random.random() < 0.1:
             last = self.model.sequences[ids[-1]]
             for drafts, path in ((len(last.items) - last.committed + 1, []), (1, [0, 0]), (1, [1])):
-                self.pair.keep(ids, [*map(len, tokens[:-1]), drafts], [*paths[:-1], path])
-        if not self.pair.keep(ids, [len(new) for new in tokens], paths):
+                self.pair.accept_drafts(ids, [*map(len, tokens[:-1]), drafts], [*paths[:-1], path])
+        if not self.pair.accept_drafts(ids, [len(new) for new in tokens], paths):
             # Refused for want of blocks: the drafts go on as one chain, whose bytes are others.
             for i, new in zip(ids, tokens, strict=True):
                 self.pair.engine.chained(self.pair.requests[i], len(new))
@@ -262,7 +262,7 @@ class PoolMachine(RuleBasedStateMachine):
                 "release",
                 "fork",
                 "reorder",
-                "evictable_if_released",
+                "evictable_after_release",
                 "swap_out",
                 "resume",
             )
@@ -284,7 +284,7 @@ class PoolMachine(RuleBasedStateMachine):
             "keep": ([[0] * len(bad), [], [0] * len(bad)], [[0] * len(bad), [[]] * len(bad)]),
         }
         args, model_args = each.get(verb, ([], []))
-        names = self.pair.engine.named(0) if verb == "evictable_if_released" else {}
+        names = self.pair.engine.named(0) if verb == "evictable_after_release" else {}
         failed = self.pair.both(
             lambda: getattr(self.pair.cache, verb)(wrong, *args, **names),
             lambda: getattr(self.model, verb)(bad, *model_args),
@@ -335,8 +335,8 @@ class PoolMachine(RuleBasedStateMachine):
                 lambda: self.model.blocks_needed(sequences=ids, new_tokens=new),
             )
             self.pair.both(
-                lambda: self.pair.each(lambda **group: cache.evictable_if_released(real, **group)),
-                lambda: self.model.evictable_if_released(ids),
+                lambda: self.pair.each(lambda **group: cache.evictable_after_release(real, **group)),
+                lambda: self.model.evictable_after_release(ids),
             )
 
     @precondition(live)
@@ -353,10 +353,10 @@ class PoolMachine(RuleBasedStateMachine):
         given = np.array(there, np.bool_).reshape(len(self.model.groups), full)
 
         def told() -> tuple[int, list[list[int]]]:
-            tokens, blocks = self.pair.cache.lacking(self.pair.keyed(prompt), given)
+            tokens, blocks = self.pair.cache.missing_blocks(self.pair.keyed(prompt), given)
             return tokens, [own.tolist() for own in blocks]
 
-        self.pair.both(told, lambda: self.model.lacking(prompt, there))
+        self.pair.both(told, lambda: self.model.missing_blocks(prompt, there))
         cached = [[content in group.rows for content in group.contents(prompt)] for group in self.model.groups]
         assert self.pair.cache.cached_blocks(self.pair.keyed(prompt)).tolist() == cached
 
@@ -408,7 +408,7 @@ class PoolMachine(RuleBasedStateMachine):
         if how == "stored":
             # A sweep may come before some events.
             pair.save(
-                saving.stored, [pair.at], rows, lambda: [group.tell_saver(group.every_block()) for group in groups]
+                saving.stored, [pair.at], rows, lambda: [group.read_dirty(group.every_block()) for group in groups]
             )
         elif how == "sweep":
             uses, pair.at[saving.PLACE] = random.choice((1, 2)), 0
@@ -416,7 +416,7 @@ class PoolMachine(RuleBasedStateMachine):
                 saving.sweep,
                 [uses, pair.at],
                 rows,
-                lambda: [group.tell_saver(group.every_block(), uses) for group in groups],
+                lambda: [group.read_dirty(group.every_block(), uses) for group in groups],
             )
         else:
             margins = [random.randint(0, group.host.capacity) for group in groups]
@@ -424,7 +424,7 @@ class PoolMachine(RuleBasedStateMachine):
                 saving.victims,
                 [np.array(margins)],
                 rows,
-                lambda: [group.tell_saver(group.soon_evicted(m)) for group, m in zip(groups, margins, strict=True)],
+                lambda: [group.read_dirty(group.soon_evicted(m)) for group, m in zip(groups, margins, strict=True)],
             )
 
     @rule(step=st.integers(1, 40), refresh=st.booleans())

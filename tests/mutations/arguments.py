@@ -52,7 +52,7 @@ MUTATIONS = (
         "array.copy()",
         "array",
         "A block comes back under a key that was not asked for.",
-        (_walk("StoreQueue.load-keys-array"),),
+        (_walk("StoreWorker.load-keys-array"),),
     ),
     Mutation(
         "the_keys_of_a_list_are_read_twice",
@@ -73,7 +73,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_key_says_what_it_is",
-        "HostKeeper.find",
+        "HostStorageManager.find",
         'key if type(key) is bytes else key_argument("key", key)',
         "key",
         "A store is asked for another key, whose block is then found under this one.",
@@ -100,7 +100,7 @@ MUTATIONS = (
     # -- stores ------------------------------------------------------------------------------------------------
     Mutation(
         "a_store_writes_to_the_rows_of_a_job",
-        "CheckedCalls._checked",
+        "StoreCalls._checked",
         "self._store.load(keys.copy(), rows.copy(), lambda: job.done)",
         "self._store.load(np.array(keys, copy=None), rows, lambda: job.done)",
         "A store has one row checked, and another one believed.",

@@ -62,8 +62,8 @@ MUTATIONS = (
     Mutation(
         "the_end_of_a_prompt_outlives_its_beginning",
         "Index.publish",
-        "zip(reversed(keys), reversed(seals), strict=True)",
-        "zip(keys, seals, strict=True)",
+        "zip(reversed(keys), reversed(macs), strict=True)",
+        "zip(keys, macs, strict=True)",
         "What is left of a prompt cannot be used.",
         (f"{BLOCKS}test_the_least_recently_used_goes_first_and_of_one_call_the_last",),
     ),

@@ -10,7 +10,7 @@ _PEER, _FAILURES = "tests/stores/test_peer.py::", "tests/stores/test_disk_failur
 MUTATIONS = (
     Mutation(
         "a_drop_waits_for_no_save",
-        "Drops.next",
+        "Tombstones.next",
         "saver is None",
         "True",
         "A block that was forgotten comes back, as its save was under way.",
@@ -18,7 +18,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what_was_begun_before_a_drop_goes_on",
-        "StoreQueue._begin",
+        "StoreWorker._begin",
         "self._screen(other)",
         "pass",
         "KV of weights that were replaced is loaded after a clear.",
@@ -26,7 +26,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_store_that_is_down_is_asked_for_what_was_dropped",
-        "StoreQueue._begin",
+        "StoreWorker._begin",
         "self._screen(job)",
         "",
         "A tenant's content is found after it has left, until the store has dropped it.",
@@ -34,7 +34,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_drop_that_fails_is_confirmed",
-        "StoreQueue._returned",
+        "StoreWorker._returned",
         "if error:\n    self._drops.failed(job, self._clock())\nelse:\n    self._settle(job, OK)",
         "self._settle(job, OK)",
         "An operator is told that content is gone, and it is not.",
@@ -45,7 +45,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_queued_save_takes_along_what_is_dropped",
-        "Job.call_begins",
+        "StoreRequest.call_begins",
         "np.flatnonzero(self._codes[part] == WAITING)",
         "np.arange(part.stop - part.start)",
         "A block that was forgotten comes back, as its save was queued.",
@@ -53,7 +53,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what_is_cancelled_counts_as_absent",
-        "Drops.screen",
+        "Tombstones.screen",
         "CANCELLED",
         "0",
         "A store that is down counts as one that answers.",
@@ -77,7 +77,7 @@ MUTATIONS = (
     ),
     Mutation(
         "prefetches_go_on_after_a_forget",
-        "Keeper._forgotten",
+        "StorageManager._forgotten",
         'self._prefetches.stop_all("forgotten", concerns)',
         "",
         "A prompt that was forgotten comes back with a prefetch that was under way.",
@@ -85,7 +85,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_save_that_is_over_is_noted_after_a_forget",
-        "Keeper._forgotten",
+        "StorageManager._forgotten",
         "self._bridge.poll()",
         "pass",
         "Content that was computed again is never saved: the keeper believes that the store has it.",
@@ -93,7 +93,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what_waits_is_saved_after_a_forget",
-        "Keeper._forgotten",
+        "StorageManager._forgotten",
         'self._bridge.give_up("forgotten", concerns)',
         "",
         "Nobody learns that blocks were not saved because they were forgotten.",
@@ -101,7 +101,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_store_that_is_full_of_drops_is_found_too_late",
-        "Keeper._forget_blocks",
+        "StorageManager._forget_blocks",
         "client.queue.check_forget(len(contents))",
         "pass",
         "A call that raises has forgotten half.",

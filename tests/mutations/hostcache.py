@@ -191,7 +191,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_store_that_hangs_is_not_told_if_another_does_not",
-        "Bridge.close",
+        "WritebackQueue.close",
         "over = client.queue.close(max(0.0, end - time.monotonic())) and over",
         "over = client.queue.close(max(0.0, end - time.monotonic()))",
         "Memory is used again into which a store may still write.",

@@ -47,7 +47,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_keeper_answers_a_child",
-        "HostKeeper.find",
+        "HostStorageManager.find",
         "self._process.check(self)",
         "",
         "A key is PENDING for ever in a child.",

@@ -41,7 +41,7 @@ MUTATIONS = (
     Mutation(
         "a_pool_with_a_random_secret_has_a_keeper",
         "_check_secret",
-        "lasting and not pool.core.config.lasting_secret",
+        "lasting and not pool.core.config.persistent_secret",
         "False",
         "Nothing that was saved is found after a restart, and nobody is told why.",
         (f"{_FAILURES}test_a_pool_whose_keys_end_with_it_is_refused_at_once",),
@@ -67,7 +67,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rows_are_as_long_as_the_shortest_block",
-        "Keeper.__init__",
+        "StorageManager.__init__",
         "nbytes = max(group.block_bytes for group in pool.groups)",
         "nbytes = min(group.block_bytes for group in pool.groups)",
         "Of a pool with several groups of layers, nothing is saved once the first large block has come.",
@@ -131,7 +131,7 @@ MUTATIONS = (
     ),
     Mutation(
         "promotions_are_not_bounded",
-        "Loader.free",
+        "LoadQueue.free",
         "return max(0, self._room - len(self.unread) - len(self.coming))",
         "return self._room",
         "A long queue of requests displaces what running ones need.",
@@ -150,7 +150,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_suspended_store_is_asked",
-        "StoreHealth.usable",
+        "CircuitBreaker.usable",
         "if any(now_s < kind.probe_at for kind in down):\n    return False",
         "if any(now_s < kind.probe_at for kind in down):\n    return True",
         "Every request waits for a store that is dead.",
@@ -161,7 +161,7 @@ MUTATIONS = (
     ),
     Mutation(
         "dropped_saves_are_not_counted",
-        "Bridge._leave",
+        "WritebackQueue._leave",
         "self.dropped[self.clients[number].name, reason] += len(blocks)",
         "pass",
         "An operator does not see that a store is too slow for what it is to keep.",
@@ -236,7 +236,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_saver_that_comes_later_believes_the_one_before",
-        "saving.open_saver",
+        "saving.open_dirty_cursor",
         "blocks_of(h)[b].saved &= ~bit",
         "pass",
         "A keeper over another store saves nothing of what the last one has saved.",

@@ -49,7 +49,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_late_answer_is_taken_for_the_next",
-        "Link.ask",
+        "Connection.ask",
         "received.message.id != message.id",
         "False",
         "A worker takes the answer to another call: codes that say nothing about its blocks.",
@@ -57,7 +57,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_client_goes_on_waiting_for_a_dead_server",
-        "Link._receive",
+        "Connection._receive",
         "self._monitor in ready",
         "False",
         "A load over a connection that has ended takes all of its time, and prompts wait for it.",
@@ -65,7 +65,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_client_waits_although_nobody_waits_for_it",
-        "Link._receive",
+        "Connection._receive",
         "if stop():\n    raise Stopped",
         "if stop():\n    pass",
         "A job that is late keeps its rows and its thread until the server answers.",
@@ -109,7 +109,7 @@ MUTATIONS = (
     Mutation(
         "a_server_reads_calls_without_bound",
         "_Calls.has_room",
-        "self.under_way < self._most",
+        "self.in_flight < self._most",
         "True",
         "A server with a slow store keeps all that its clients send in memory.",
         (f"{PEER}::test_no_more_calls_are_read_than_may_wait",),

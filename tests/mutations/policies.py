@@ -27,7 +27,7 @@ MUTATIONS = (
     Mutation(
         "what_a_turn_leaves_over_stays",
         "_leave_over",
-        "shelf.first, NONE, 0",
+        "tier_list.first, NONE, 0",
         "NONE, NONE, 0",
         "Blocks that no prompt continues any more push others out.",
         (f"{_TESTS}test_what_a_turn_has_left_over_goes_before_everything_else",),
@@ -35,7 +35,7 @@ MUTATIONS = (
     Mutation(
         "a_shared_beginning_goes_with_one_fork",
         "_stem_worth",
-        "worth = max(worth, worth_now(h, book, other, book.follows))",
+        "worth = max(worth, worth_now(h, policy, other, policy.follows))",
         "worth = -1.0",
         "All conversations that begin alike lose what they have in common, and so all of it.",
         (f"{_TESTS}test_what_forks_share_stays_while_one_of_them_has_more",),
@@ -51,7 +51,7 @@ MUTATIONS = (
     Mutation(
         "the_policy_chooses_among_all_priorities",
         "victim",
-        "which == book.list or which == host_book_of(h).list",
+        "which == policy.list or which == host_policy_of(h).list",
         "True",
         "A priority that a caller gave does not decide any more.",
         (f"{_TESTS}test_priorities_stand_above_the_policy",),
@@ -67,7 +67,7 @@ MUTATIONS = (
     Mutation(
         "an_undo_forgets_the_records",
         "_arrays",
-        "[] if state.book is None else state.book.arrays",
+        "[] if state.policy_state is None else state.policy_state.arrays",
         "[]",
         "A refused list of operations leaves the policy with what never happened.",
         (f"{_TESTS}test_what_is_refused_changes_no_byte_of_the_records[agent]",),
@@ -83,7 +83,7 @@ MUTATIONS = (
     Mutation(
         "what_comes_from_the_host_is_a_new_conversation",
         "on_admit",
-        "_named(book, keys, reused, np.int64(0))",
+        "_named(policy, keys, reused, np.int64(0))",
         "c, depth",
         "Nobody learns how long a conversation has paused that comes back through the host.",
         (f"{_TESTS}test_what_comes_from_the_host_belongs_to_its_own_conversation",),
@@ -91,7 +91,7 @@ MUTATIONS = (
     Mutation(
         "what_no_chain_finds_stays",
         "choose",
-        "_is_stray(h, book, oldest)",
+        "_is_stray(h, policy, oldest)",
         "False",
         "Content of requests that reuse nothing fills the pool, however old it is.",
         (f"{_TESTS}test_what_is_of_no_conversation_goes_when_it_is_the_oldest",),
@@ -99,7 +99,7 @@ MUTATIONS = (
     Mutation(
         "what_lru_has_left_of_a_chain_is_forgotten",
         "find_first",
-        "is_listed(h, book, c, front)",
+        "is_listed(h, policy, c, front)",
         "False",
         "After a switch, the conversation that LRU was about to evict counts as gone.",
         (f"{_TESTS}test_what_lru_has_left_of_a_conversation_is_still_known",),
@@ -107,7 +107,7 @@ MUTATIONS = (
     Mutation(
         "a_policy_takes_what_others_hold",
         "is_listed",
-        "blocks_of(h)[b].list == book.list",
+        "blocks_of(h)[b].list == policy.list",
         "True",
         "A block is evicted that another thread reads or writes.",
         (f"{_RACE}[3-0.0-reuse]", f"{_RACE}[4-0.4-agent]"),
@@ -139,7 +139,7 @@ MUTATIONS = (
     Mutation(
         "the_next_victims_are_those_of_lru",
         "expect_victims",
-        "book_of(h).follows == LRU",
+        "policy_of(h).follows == LRU",
         "True",
         "What is evicted next was not saved, and what was saved is not evicted.",
         (f"{_HOST}test_what_is_named_as_the_next_victims_goes_in_this_order[agent]",),

@@ -57,7 +57,7 @@ MUTATIONS = (
     Mutation(
         "blocks_need_not_fit_their_seal",
         "Exchange._in_place",
-        "arrival is not None and not self._link.is_sealed(arrival.content, request.seal)",
+        "arrival is not None and not self._link.verify_mac(arrival.content, request.mac)",
         "False",
         "Bytes that were overwritten on their way are cached as a prompt's.",
         ("tests/remote/test_remote_client.py::test_blocks_that_are_not_those_that_were_sealed_do_not_enter_the_pool",),
@@ -112,7 +112,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_file_in_the_way_of_a_socket_is_removed",
-        "doors.check_free",
+        "listener.check_free",
         "stat.S_ISSOCK(os.lstat(path).st_mode)",
         "True",
         "A wrong endpoint deletes a file.",

@@ -28,7 +28,7 @@ MUTATIONS = (
     # -- seals, keys and secrets ---------------------------------------------------------------------------
     Mutation(
         "bytes_that_do_not_agree_with_their_seal_are_believed",
-        "CheckedCalls._checked",
+        "StoreCalls._checked",
         "codes[wrong] = DAMAGED",
         "pass",
         "A disk that gives a wrong byte gives a wrong token.",
@@ -36,7 +36,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_seal_is_of_bytes_alone",
-        "Secret.seal",
+        "Secret.mac",
         "whole[place * KEY_BYTES : (place + 1) * KEY_BYTES] + fixed",
         "fixed",
         "Who can write to a store gives a prompt the KV of another one.",
@@ -44,7 +44,7 @@ MUTATIONS = (
     ),
     Mutation(
         "models_share_keys_that_engines_name",
-        "Secret.opaque",
+        "Secret.derive_keys",
         "self._identity",
         "b''",
         "Two models that share a store drop each other's blocks as damaged.",
@@ -60,7 +60,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_seal_leaves_out_what_the_block_depends_on",
-        "Secret.seal",
+        "Secret.mac",
         'named += len(context).to_bytes(8, "little") + context',
         "pass",
         "Who finds two prompts with one key of 16 bytes gets the KV of the other one.",
@@ -79,12 +79,12 @@ MUTATIONS = (
         "read_secret",
         "seen.st_uid not in (os.geteuid(), 0)",
         "False",
-        "Who puts a file in the place of the secret can forge blocks and their seals.",
+        "Who puts a file in the place of the secret can forge blocks and their mac.",
         ("tests/stores/test_secrets.py::test_a_file_of_another_user_is_refused",),
     ),
     Mutation(
         "what_is_finished_is_told_again_and_again",
-        "StoreQueue.finished",
+        "StoreWorker.finished",
         "os.eventfd_read(self._signal)",
         "pass",
         "An engine that waits for jobs spins on one core.",
@@ -141,7 +141,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what_was_lent_after_a_clear_is_saved_for_what_was_before",
-        "CheckedCalls._lent",
+        "StoreCalls._lent",
         "not job.done",
         "True",
         "The KV of new weights is found by an engine that has the old ones.",
@@ -149,7 +149,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the_store_is_not_told_of_an_epoch",
-        "CheckedCalls._clear",
+        "StoreCalls._clear",
         'self._asked(new=True) if job.renews else b""',
         'b""',
         "What was saved after the weights were replaced is not found after a restart.",
@@ -161,7 +161,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an_epoch_that_cannot_be_asked_for_is_the_first",
-        "CheckedCalls._asked",
+        "StoreCalls._asked",
         "ask(self._secret.model, new) if ask else None",
         "ask(self._secret.model, new) if ask and new else None",
         "The server of a store is restarted. Who comes meanwhile has the KV of weights that were replaced.",
@@ -169,7 +169,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_reset_waits_with_a_clear",
-        "Drops.clearing",
+        "Tombstones.clearing",
         "self._cleared.get((job.tag, job.renews))",
         "self._cleared.get((job.tag, False)) or self._cleared.get((job.tag, True))",
         "An engine resets while a clear is under way, and has what others save with the old weights.",
@@ -196,7 +196,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_step_begins_with_what_was_known_at_the_end_of_the_last",
-        "HostKeeper._settle",
+        "HostStorageManager._settle",
         "self._bridge.poll()",
         "",
         "Each cold request waits for a store one step longer than for its answer.",
@@ -212,7 +212,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what_nobody_reads_takes_room_for_ever",
-        "Loader.free",
+        "LoadQueue.free",
         "while self.unread and next(iter(self.unread.values())).until <= now_s:\n"
         "    self.drop(next(iter(self.unread)))",
         "",
@@ -261,7 +261,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what_no_store_shall_get_is_saved_later",
-        "HostKeeper.publish",
+        "HostStorageManager.publish",
         "self._tier.leave_unsaved([key for key in ordered_keys if key in private])",
         "pass",
         "KV that its owner wants on no disk is written there when it is read, or before it is evicted.",
@@ -270,7 +270,7 @@ MUTATIONS = (
     Mutation(
         "what_came_from_a_store_is_saved_to_it_again",
         "HostCacheTier.publish",
-        "self.cache.tell_saver(self._saver, blocks)",
+        "self.cache.read_dirty(self._cursor, blocks)",
         "pass",
         "Each load from a store is followed by a save of the same bytes.",
         (f"{_POLICIES}test_what_came_from_a_store_is_not_saved_before_it_goes",),

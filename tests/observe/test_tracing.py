@@ -14,8 +14,8 @@ from engine import Engine
 from kvpool import KVCacheManager, OutOfBlocks
 from kvpool.integrations import tracing
 from kvpool.storage.backends.memory import MemoryStore
-from kvpool.storage.queue import StoreQueue
-from kvpool.storage.seals import BlockNames
+from kvpool.storage.mac import BlockNames
+from kvpool.storage.store_worker import StoreWorker
 from tests.stores.lab import names, open_queue
 
 
@@ -88,7 +88,7 @@ def test_a_job_of_a_store_has_a_span_until_its_result_is_read(tracer: Tracer) ->
 
 
 def test_without_tracing_nothing_stands_between_a_caller_and_a_call() -> None:
-    before = KVCacheManager.add_sequence, KVCacheManager.prefetch, StoreQueue.load, vars(KVCacheManager).copy()
+    before = KVCacheManager.add_sequence, KVCacheManager.prefetch, StoreWorker.load, vars(KVCacheManager).copy()
     tracing.trace(Tracer())
     assert (traced := KVCacheManager.add_sequence) is not before[0]
     tracing.trace(Tracer())
@@ -98,7 +98,7 @@ def test_without_tracing_nothing_stands_between_a_caller_and_a_call() -> None:
     assert before == (
         KVCacheManager.add_sequence,
         KVCacheManager.prefetch,
-        StoreQueue.load,
+        StoreWorker.load,
         vars(KVCacheManager).copy(),
     )
     script = "import sys, kvpool; kvpool.KVCacheManager; assert 'kvpool.integrations.tracing' not in sys.modules"

@@ -10,7 +10,7 @@ from router import Hash, Router, cached
 
 from engine import Engine
 from kvpool.integrations.kv_events import KVEventPublisher
-from kvpool.storage import Keeper
+from kvpool.storage import StorageManager
 from tests.stores.keeping import keeper, store
 
 Publish = Callable[..., KVEventPublisher]
@@ -19,7 +19,7 @@ PROMPT = list(range(33))
 SECRET = b"the secret of this test"
 
 
-def first_halves(engine: Engine, kept: Keeper, prompts: list[list[int]]) -> set[Hash]:
+def first_halves(engine: Engine, kept: StorageManager, prompts: list[list[int]]) -> set[Hash]:
     """The first half of each key that the store has, by the matches of prompts whose blocks the pool does not have."""
     found: set[Hash] = set()
     for prompt in prompts:
@@ -30,7 +30,7 @@ def first_halves(engine: Engine, kept: Keeper, prompts: list[list[int]]) -> set[
     return found
 
 
-def settle(engine: Engine, kept: Keeper, routers: list[Router], prompts: list[list[int]]) -> None:
+def settle(engine: Engine, kept: StorageManager, routers: list[Router], prompts: list[list[int]]) -> None:
     """Compare routers with the pool by medium, and with what a match says that stores have beyond it."""
     assert kept.drain(600)
     for router in routers:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from engine import small_layout
-from kvpool import CapturedTables, KVCacheManager, PoolClosed
+from kvpool import GraphTables, KVCacheManager, PoolClosed
 from kvpool.device.base import NULL_STREAM, Stream
 from kvpool.device.sim import RaceError, ScheduleFailed, SimDevice, explore
 from steps import GARBAGE, NAMES, arrays, check, expected
@@ -32,7 +32,7 @@ class Rows:
     def send(self, cache: KVCacheManager, sequence: Any, **stream: Any) -> None:
         cache.copy_batch_block_offsets(self.arrays[0], sequence, **stream)
 
-    def capture(self, cache: KVCacheManager, stream: Stream) -> CapturedTables:
+    def capture(self, cache: KVCacheManager, stream: Stream) -> GraphTables:
         return cache.capture_block_offsets(self.arrays[0], 1, stream=stream)
 
     def wanted(self, cache: KVCacheManager, sequence: int) -> Any:
@@ -68,7 +68,7 @@ class Steps(Rows):
     def send(self, cache: KVCacheManager, sequence: Any, **stream: Any) -> None:
         cache.copy_step_tables(self.tables, sequence, **stream)
 
-    def capture(self, cache: KVCacheManager, stream: Stream) -> CapturedTables:
+    def capture(self, cache: KVCacheManager, stream: Stream) -> GraphTables:
         return cache.capture_step_tables(self.tables, 1, stream=stream)
 
     def wanted(self, cache: KVCacheManager, sequence: int) -> Any:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from kvpool import Loadable, Reservation, ReservationExpired
+from kvpool import LoadTarget, Reservation, ReservationExpired
 from kvpool.device.base import Stream
 from tests.race.lab import Lab
 from tests.race.test_races import RUNS, Scenario, X, Y, Z, cached, is_right, needs, run
 
 
-def load(lab: Lab, reservation: Reservation | Loadable, tokens: Sequence[int], stream: Stream) -> None:
+def load(lab: Lab, reservation: Reservation | LoadTarget, tokens: Sequence[int], stream: Stream) -> None:
     """Enqueue the loader's writes of all tokens that the pool lacks."""
     table, skip = reservation.blocks.tolist(), reservation.skip_prefix_n_tokens
     expected = lab.expected.of((None, None), [(token, 0) for token in tokens])
@@ -130,7 +130,7 @@ def prefill_behind_a_store(lab: Lab) -> None:
     too."""
     tokens = lab.prompt([*Y, 16])
     sequence = lab.cache.add_sequence(tokens, stream=lab.a)
-    (part,) = lab.cache.loadable(sequence, stream=lab.b)
+    (part,) = lab.cache.load_targets(sequence, stream=lab.b)
     expected = lab.expected.of((None, None), [(token, 0) for token in [*Y, 16]])
     table = part.blocks.tolist()
 
@@ -157,7 +157,7 @@ def a_store_in_a_block_that_is_being_offloaded(lab: Lab) -> None:
     lab.sim.synchronize()
     sequence = lab.cache.add_sequence(lab.prompt(Y), stream=lab.a)
     elsewhere = lab.sim.create_stream("elsewhere")
-    (part,) = lab.cache.loadable([sequence])
+    (part,) = lab.cache.load_targets([sequence])
     load(lab, part, Y, elsewhere)
     lab.sim.synchronize(lab.sim.record(elsewhere))
     lab.cache.commit(sequence)

@@ -16,7 +16,7 @@ from tests.sequences.test_drafts import fork
 
 def dropped_drafts_reused_on_another_stream(lab: Lab) -> None:
     sequence = lab.draft(lab.commit(lab.add([1])), [5, 6, 7, 8, 9], [-1] * 5)
-    lab.keep(sequence, 5, [4])
+    lab.accept_drafts(sequence, 5, [4])
     lab.add([31, 32, 33, 34], stream=lab.b)
 
 
@@ -24,7 +24,7 @@ def shared_drafts_copied_while_the_engine_is_still_writing_them(lab: Lab) -> Non
     parent = lab.draft(lab.commit(lab.add([1])), [5, 6, 7, 8, 9], [-1] * 5)
     child = fork(lab, parent)
     lab.add([98])  # takes the block that was in use before, so that the copy goes into one that no stream knows
-    lab.keep(child, 5, [3])
+    lab.accept_drafts(child, 5, [3])
     lab.check(parent)
 
 
@@ -32,7 +32,7 @@ def tokens_moved_in_a_copy_that_is_still_being_made(lab: Lab) -> None:
     parent = lab.draft(lab.commit(lab.add([1])), [5, 6, 7, 8, 9], [-1] * 5)
     child = fork(lab, parent)
     lab.sim.synchronize()
-    lab.keep(child, 5, [3])
+    lab.accept_drafts(child, 5, [3])
     lab.check(parent)
 
 
@@ -40,7 +40,7 @@ def tokens_moved_in_a_block_that_is_being_copied_for_another(lab: Lab) -> None:
     parent = lab.draft(lab.commit(lab.add([1])), [5, 6, 7, 8, 9], [-1] * 5)
     child = fork(lab, parent)
     lab.sim.synchronize()
-    lab.cache.keep([parent.id, child.id], [5, 5], [3, 4], [1, 1])
+    lab.cache.accept_drafts([parent.id, child.id], [5, 5], [3, 4], [1, 1])
     lab.kept(parent, 5, [3])
     lab.kept(child, 5, [4])
 
@@ -52,14 +52,14 @@ def shared_drafts_copied_into_a_block_that_is_being_onboarded(lab: Lab) -> None:
     child = fork(lab, parent)
     lab.sim.synchronize()
     assert lab.cache.prefetch(X) == 1
-    lab.keep(child, 4, [3])
+    lab.accept_drafts(child, 4, [3])
     assert lab.cache.stats().copied_blocks == 1
     lab.check(parent)
 
 
 def a_sequence_whose_drafts_are_kept_on_another_stream(lab: Lab) -> None:
     sequence = lab.draft(lab.commit(lab.add([1])), [5, 6, 7, 8, 9], [-1] * 5)
-    lab.cache.keep(sequence.id, 5, [4], stream=lab.b)
+    lab.cache.accept_drafts(sequence.id, 5, [4], stream=lab.b)
     lab._streams[sequence.id] = lab.b
     lab.kept(sequence, 5, [4])
 

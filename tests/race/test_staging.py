@@ -62,12 +62,12 @@ def test_what_is_retained_is_bounded_and_gone_after_a_drain(depth: int) -> None:
             ]
             pending = sum(not lab.sim.query(event) for event in events)
             stats = lab.cache.stats()
-            assert len(staging._buffers) <= depth and stats.hand_overs <= min(depth, pending, stats.most_hand_overs)
-            most = max(most, stats.hand_overs)
+            assert len(staging._buffers) <= depth and stats.uploads <= min(depth, pending, stats.most_uploads)
+            most = max(most, stats.uploads)
             lab.cache.verify()
         lab.sim.synchronize()
         stats = lab.cache.stats()
-        assert stats.hand_overs == staging.retained == 0 and most <= stats.most_hand_overs <= depth
+        assert stats.uploads == staging.retained == 0 and most <= stats.most_uploads <= depth
         assert (out == rows_of(lab.cache, sequence.id, 4)).all()
         assert not lab.findings(), f"seed {seed}, progress {progress}"
         assert not staging._buffers
@@ -87,11 +87,11 @@ def test_a_stalled_stream_keeps_no_other_waiting() -> None:
         for _ in range(20):
             lab.cache.copy_batch_block_offsets(other, b.id)
             lab.sim.synchronize(lab.sim.record(lab.b))
-            assert lab.cache.stats().hand_overs == 1 and other[0].tolist() == rows_of(lab.cache, b.id, 4)[0].tolist()
-        assert lab.cache.stats().most_hand_overs <= 2 and len(lab.cache._staging._buffers) <= 3
+            assert lab.cache.stats().uploads == 1 and other[0].tolist() == rows_of(lab.cache, b.id, 4)[0].tolist()
+        assert lab.cache.stats().most_uploads <= 2 and len(lab.cache._staging._buffers) <= 3
         gate.open()
         lab.sim.synchronize()
-        assert lab.cache.stats().hand_overs == 0 and out[0].tolist() == rows_of(lab.cache, a.id, 4)[0].tolist()
+        assert lab.cache.stats().uploads == 0 and out[0].tolist() == rows_of(lab.cache, a.id, 4)[0].tolist()
         assert not lab.findings(), f"seed {seed}, progress {progress}"
 
 

@@ -16,9 +16,10 @@ import pytest
 import zmq
 from workers import LARGE, SECRET, Make, stored, worker
 
-from kvpool.remote import BlockClient, BlockServer, ClientKeys, RemoteError, RemoteTimeout, ServerKeys, doors
+from kvpool.remote import BlockClient, BlockServer, ClientKeys, RemoteError, RemoteTimeout, ServerKeys
+from kvpool.remote import listener as doors
 from kvpool.remote.block_server import Limits, UnderWay, Waiting, fitting
-from kvpool.remote.server import LetIn, Refused
+from kvpool.remote.server import ClientSession, Refused
 from kvpool.remote.session import Session
 from kvpool.remote.transport import InlineServer
 from kvpool.state.hashing import remote_password
@@ -249,13 +250,13 @@ def test_a_client_leaves_room_for_others_by_default() -> None:
 
 
 def test_what_waits_is_bounded_over_all_clients() -> None:
-    under_way = UnderWay(fitting(Limits(requests_waiting=2), [(4096, 64)]))
+    in_flight = UnderWay(fitting(Limits(requests_waiting=2), [(4096, 64)]))
     session = Session(b"", b"", True)
     for number in range(2):
-        client = LetIn(bytes([number]), session, 0)
-        under_way.accept(Waiting(client, number, 0, np.empty((1, 2), np.uint64), "", 4096), 1)
+        client = ClientSession(bytes([number]), session, 0)
+        in_flight.accept(Waiting(client, number, 0, np.empty((1, 2), np.uint64), "", 4096), 1)
     with pytest.raises(Refused, match="3 requests of all clients wait"):
-        under_way.accept(Waiting(LetIn(b"9", session, 0), 1, 0, np.empty((1, 2), np.uint64), "", 4096), 1)
+        in_flight.accept(Waiting(ClientSession(b"9", session, 0), 1, 0, np.empty((1, 2), np.uint64), "", 4096), 1)
 
 
 def test_the_password_is_in_no_log(make: Make, caplog: pytest.LogCaptureFixture) -> None:

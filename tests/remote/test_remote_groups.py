@@ -128,14 +128,14 @@ def test_blocks_that_go_between_question_and_request_end_the_fetch(
 ) -> None:
     there, here = worker(open_, [FULL, WINDOWED]), worker(open_, [FULL, WINDOWED])
     stored(there)
-    lacking = here.cache.lacking
+    lacking = here.cache.missing_blocks
 
     def late(*args: Any) -> Any:
         found = lacking(*args)
         there.cache.forget(there.prompt(TOKENS).keys[2:])
         return found
 
-    monkeypatch.setattr(here.cache, "lacking", late)
+    monkeypatch.setattr(here.cache, "missing_blocks", late)
     with BlockServer(there.cache) as server, BlockClient(server.endpoint, here.cache) as client:
         assert client.fetch(TOKENS) == 2
     assert here.cache.match_prefix(TOKENS).tokens == 0  # the window of the first two blocks is not there

@@ -14,7 +14,7 @@ from relay import Relay
 from workers import SECRET, Fake, Make, Raw, expected, packed, stored, wire_key, worker
 
 from kvpool.remote import BlockClient, BlockServer, RemoteError, RemoteTimeout
-from kvpool.remote.doors import ClientSecret, ServerSecret
+from kvpool.remote.listener import ClientSecret, ServerSecret
 from kvpool.remote.session import MAGIC, VERSION, Blocks, Find, Get, Hello, Received, Session, Welcome
 from kvpool.storage import MemoryStore
 from kvpool.storage.backends.peer import PeerStore, StoreServer
@@ -268,7 +268,7 @@ class Injecting(Relay):
 def test_a_store_server_bounds_a_message_that_never_ends() -> None:
     secret, memory = bytes(range(32)), np.zeros((4, 4096), np.uint8)
     from kvpool.storage.backends.peer.peer_store import wire_key as store_key
-    from kvpool.storage.seals import SharedSecret
+    from kvpool.storage.mac import SharedSecret
 
     with StoreServer(MemoryStore(1 << 20), block_bytes=4096, secret=secret) as server:
         endless = plain(server.endpoint, store_key(SharedSecret(secret)))

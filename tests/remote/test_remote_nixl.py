@@ -51,7 +51,7 @@ def test_blocks_stay_pinned_until_the_reader_says_that_it_is_done(make: Make) ->
         answer = raw.answer()
         tag, addresses = answer.frames
         assert answer.message == Blocks(2, "1111") and len(addresses) == 32
-        assert raw.session is not None and raw.session.is_sealed(expected(there, tokens), answer.seal)
+        assert raw.session is not None and raw.session.verify_mac(expected(there, tokens), answer.mac)
         [lease] = there.cache.leases
         assert bytes(addresses) == lease.addresses.tobytes()
         reader = new_agent()

@@ -16,9 +16,9 @@ from workers import HUGE, LARGE, SECRET, Make, Raw, expected, stored, worker
 
 from kvpool.remote import BlockClient, BlockServer, Limits, RemoteError
 from kvpool.remote.block_server import Sending, UnderWay, Waiting
-from kvpool.remote.doors import ClientSecret
-from kvpool.remote.link import Link
-from kvpool.remote.server import LetIn
+from kvpool.remote.connection import Connection
+from kvpool.remote.listener import ClientSecret
+from kvpool.remote.server import ClientSession
 from kvpool.remote.session import Blocks, Failed, Found, Get, Hello, Session, Welcome, encode, greeting
 from tests.publish.raw import connected
 from tests.waiting import until
@@ -51,7 +51,9 @@ def test_a_refusal_that_comes_before_the_first_word_is_an_error_too(make: Make) 
     """The connection has ended for good then: a send that waits for the next one would wait for ever."""
     there = worker(make)
     with BlockServer(there.cache) as server, zmq.Context() as context:
-        link = Link(context, server.endpoint, ClientSecret(b"another"), timeout_ms=600_000, frame_bytes=0, messages=1)
+        link = Connection(
+            context, server.endpoint, ClientSecret(b"another"), timeout_ms=600_000, frame_bytes=0, messages=1
+        )
         until(lambda: not link._socket.poll(0, zmq.POLLOUT), "refusal")
         raised: list[BaseException] = []
 
@@ -240,18 +242,18 @@ def test_clients_that_never_read_do_not_keep_a_new_client_waiting(make: Make, sc
 
 def test_who_has_blocks_under_way_leaves_room_for_who_has_none() -> None:
     """In units of a block: 8 in total, up to 3 for each; what is under way is never released here."""
-    under_way = UnderWay(Limits(blocks_per_request=3, bytes_per_client=3, bytes_in_total=8))
+    in_flight = UnderWay(Limits(blocks_per_request=3, bytes_per_client=3, bytes_in_total=8))
 
-    clients = {name: LetIn(name.encode(), Session(b"", b"", True), 0) for name in "abcde"}
+    clients = {name: ClientSession(name.encode(), Session(b"", b"", True), 0) for name in "abcde"}
     none = np.empty((0, 2), np.uint64)
 
     def ask(client: str, nbytes: int) -> None:
-        under_way.accept(Waiting(clients[client], 1, 0, none, "", nbytes), nbytes)
+        in_flight.accept(Waiting(clients[client], 1, 0, none, "", nbytes), nbytes)
 
     def taken() -> list[tuple[str, int]]:
         found = []
-        while (request := under_way.take()) is not None:
-            under_way.transfers.append(Sending(request.client, 1, request.nbytes, [], lambda: False))
+        while (request := in_flight.take()) is not None:
+            in_flight.transfers.append(Sending(request.client, 1, request.nbytes, [], lambda: False))
             found.append((request.client.id.decode(), request.nbytes))
         return found
 
@@ -262,7 +264,7 @@ def test_who_has_blocks_under_way_leaves_room_for_who_has_none() -> None:
     assert taken() == [("a", 1), ("c", 3)], "b has something, and the last 3 are for who has nothing"
     ask("d", 2), ask("e", 1)
     assert taken() == [], "d has nothing, and is not overtaken by e, for which there would be room"
-    under_way.transfers.clear()
+    in_flight.transfers.clear()
     assert taken() == [("b", 2), ("d", 2), ("e", 1)]
 
 

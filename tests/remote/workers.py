@@ -12,7 +12,7 @@ import zmq
 
 from engine import Engine
 from kvpool.remote import session as wire
-from kvpool.remote.doors import ClientSecret
+from kvpool.remote.listener import ClientSecret
 from kvpool.remote.session import Blocks, Failed, Found, Hello, Message, Received, Session, Welcome
 from kvpool.remote.transport import served
 from kvpool.state.hashing import remote_password
@@ -116,7 +116,7 @@ def wire_key(engine: Engine) -> bytes:
 def packed(session: Session, message: Message | bytes, *frames: Any, blocks: Sequence[Any] = ()) -> list[bytes]:
     """A message as it is sent; bytes stand for its header."""
     header = message if isinstance(message, bytes) else wire.encode(message)
-    found = session.pack(header, frames, blocks, session.seal(blocks))
+    found = session.pack(header, frames, blocks, session.mac(blocks))
     session.sent()
     return [bytes(one) for one in found]
 

@@ -336,13 +336,13 @@ ID_CALLS: dict[str, Callable[[KVCacheManager, Any], object]] = {
     "append_tokens": lambda cache, ids: cache.append_tokens(ids, [1] * np.size(ids), [1] * np.size(ids)),
     "commit": lambda cache, ids: cache.commit(ids),
     "rewind": lambda cache, ids: cache.rewind(ids, [1] * np.size(ids)),
-    "keep": lambda cache, ids: cache.keep(ids, [0] * np.size(ids), [], [0] * np.size(ids)),
+    "keep": lambda cache, ids: cache.accept_drafts(ids, [0] * np.size(ids), [], [0] * np.size(ids)),
     "release": lambda cache, ids: cache.release(ids),
     "blocks_needed": lambda cache, ids: cache.blocks_needed(sequences=ids, new_tokens=[1] * np.size(ids)),
-    "evictable_if_released": lambda cache, ids: cache.evictable_if_released(ids),
+    "evictable_after_release": lambda cache, ids: cache.evictable_after_release(ids),
     "block_table": lambda cache, ids: cache.block_table(ids),
     "copy_batch_block_offsets": lambda cache, ids: cache.copy_batch_block_offsets(np.zeros((4, 16), np.int32), ids),
-    "loadable": lambda cache, ids: cache.loadable(ids),
+    "load_targets": lambda cache, ids: cache.load_targets(ids),
     "fork": lambda cache, ids: cache.fork(ids),
     "reorder": lambda cache, ids: cache.reorder(ids, [0] * np.size(ids)),
     "swap_out": lambda cache, ids: cache.swap_out(ids),
@@ -404,7 +404,7 @@ COUNT_CALLS: dict[str, Callable[[Busy, Any], object]] = {
     "append_tokens": lambda busy, counts: busy.cache.append_tokens([busy.live, busy.other], [1, 2, 3], counts),
     "commit": lambda busy, counts: busy.cache.commit([busy.live, busy.other], counts),
     "rewind": lambda busy, counts: busy.cache.rewind([busy.live, busy.other], counts),
-    "keep": lambda busy, counts: busy.cache.keep([busy.live, busy.other], [0, 0], [], counts),
+    "keep": lambda busy, counts: busy.cache.accept_drafts([busy.live, busy.other], [0, 0], [], counts),
     "blocks_needed": lambda busy, counts: busy.cache.blocks_needed(
         sequences=[busy.live, busy.other], new_tokens=counts
     ),
@@ -559,10 +559,10 @@ STREAM_CALLS: dict[str, Callable[[Busy, Any], object]] = {
     "append_tokens": lambda busy, stream: busy.cache.append_tokens(busy.live, [1], stream=stream),
     "commit": lambda busy, stream: busy.cache.commit(busy.live, stream=stream),
     "rewind": lambda busy, stream: busy.cache.rewind(busy.live, [1], stream=stream),
-    "keep": lambda busy, stream: busy.cache.keep(busy.live, [0], [], stream=stream),
+    "keep": lambda busy, stream: busy.cache.accept_drafts(busy.live, [0], [], stream=stream),
     "release": lambda busy, stream: busy.cache.release(busy.live, stream=stream),
     "reserve": lambda busy, stream: busy.cache.reserve([1], stream=stream),
-    "loadable": lambda busy, stream: busy.cache.loadable(busy.live, stream=stream),
+    "load_targets": lambda busy, stream: busy.cache.load_targets(busy.live, stream=stream),
     "block_table": lambda busy, stream: busy.cache.block_table(busy.live, stream=stream),
     "copy_batch_block_offsets": lambda busy, stream: busy.cache.copy_batch_block_offsets(
         np.zeros((1, 16), np.int32), busy.live, stream=stream

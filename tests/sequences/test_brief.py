@@ -34,17 +34,17 @@ def test_small_calls_keep_the_lock_of_the_interpreter_and_large_ones_give_it_awa
 
     for module, name in ((admit, "admit"), (verbs, "commit"), (verbs, "offload"), (cpu, "copy_moves")):
         Watched(module, name)
-    monkeypatch.setattr(core, "BRIEF_SEQUENCES", 1)
-    monkeypatch.setattr(prompts, "BRIEF_TOKENS", 8)
+    monkeypatch.setattr(core, "KEEP_GIL_SEQUENCES", 1)
+    monkeypatch.setattr(prompts, "KEEP_GIL_TOKENS", 8)
     layout = kvpool.BlockLayout(1, 1, 2, 4, dtype="uint8")
     with kvpool.KVCacheManager(layout, device_blocks=8, host_blocks=8, device="cpu") as cache:
         a, b = cache.add_sequence(list(range(8))), cache.add_sequence(list(range(100, 109)))
         cache.commit([a, b])
         cache.commit(a)
         cache.swap_out(a)
-        monkeypatch.setattr(cpu, "BRIEF_BYTES", 0)
+        monkeypatch.setattr(cpu, "KEEP_GIL_BYTES", 0)
         cache.swap_out(b)
-        monkeypatch.setattr(core, "BRIEF_TOKENS", 8)
+        monkeypatch.setattr(core, "KEEP_GIL_TOKENS", 8)
         cache.resume(a)
         cache.resume(b)
         cache.commit(a)

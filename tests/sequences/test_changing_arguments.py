@@ -255,7 +255,7 @@ def test_the_clock_is_never_asked_inside_the_state_lock(make: Make) -> None:
     cache.core.clock = clock
     one = cache.add_sequence([1, 2, 3])
     cache.append_tokens(one, [4, 5, 6])
-    cache.keep(one, [3], [0, 2])
+    cache.accept_drafts(one, [3], [0, 2])
     cache.commit(one)
     cache.rewind(one, [1])
     cache.release(one)
@@ -278,7 +278,7 @@ def test_blocks_that_are_there_are_asked_for_nothing(make: Make) -> None:
 
     cache = make().cache
     keys, there = cache.block_keys(list(range(17))), np.ones((1, 4), np.bool_)
-    assert cache.lacking(keys, there.view(Lying)).tokens == cache.lacking(keys, there).tokens > 0
+    assert cache.missing_blocks(keys, there.view(Lying)).tokens == cache.missing_blocks(keys, there).tokens > 0
 
 
 def test_a_number_that_says_it_is_an_ellipsis_is_a_number(make: Make) -> None:
@@ -381,7 +381,7 @@ def test_block_tables_and_a_loaders_blocks_cannot_be_made_writable(make: Make) -
     cache = make().cache
     one = cache.add_sequence([1, 2, 3])
     with cache.reserve(list(range(20, 25))) as reservation:
-        for found in (cache.block_table(one).table, reservation.blocks, cache.loadable(one)[0].blocks):
+        for found in (cache.block_table(one).table, reservation.blocks, cache.load_targets(one)[0].blocks):
             with pytest.raises(ValueError, match="WRITEABLE"):
                 found.flags.writeable = True
 

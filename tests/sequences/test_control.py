@@ -303,16 +303,16 @@ def test_a_loader_learns_what_each_group_lacks(open_: Open) -> None:
     prompt = list(range(25))
     engine.seed(prompt[:9])
     there = np.ones((3, 6), np.bool_)
-    tokens, blocks = engine.cache.lacking(prompt, there)
+    tokens, blocks = engine.cache.missing_blocks(prompt, there)
     assert tokens == 24 and [own.tolist() for own in blocks] == [[2, 3, 4, 5], [4, 5], [5]]
     there[2, 5] = False
-    tokens, blocks = engine.cache.lacking(prompt, there)
+    tokens, blocks = engine.cache.missing_blocks(prompt, there)
     assert tokens == 20 and [own.tolist() for own in blocks] == [[2, 3, 4], [3, 4], [4]]
-    assert engine.cache.lacking(prompt, ~np.ones((3, 6), np.bool_)).tokens == 8
-    assert all(len(own) == 0 for own in engine.cache.lacking(prompt, np.zeros((3, 6), np.bool_)).blocks)
+    assert engine.cache.missing_blocks(prompt, ~np.ones((3, 6), np.bool_)).tokens == 8
+    assert all(len(own) == 0 for own in engine.cache.missing_blocks(prompt, np.zeros((3, 6), np.bool_)).blocks)
     for wrong in (there[:2], there.astype(np.int8), [[True]], "x"):
         with pytest.raises((TypeError, ValueError), match="there"):
-            engine.cache.lacking(prompt, wrong)
+            engine.cache.missing_blocks(prompt, wrong)
 
 
 def test_names_are_public() -> None:

@@ -54,7 +54,7 @@ def test_the_accepted_path_has_its_bytes_and_is_found_under_its_tokens(
     engine = make(T=4, P=8)
     tokens = list(range(1, prompt + 1))
     sequence = engine.commit(engine.add(tokens))
-    engine.keep(engine.draft(sequence, TOKENS, TREE), len(TREE), path)
+    engine.accept_drafts(engine.draft(sequence, TOKENS, TREE), len(TREE), path)
     kept = tokens + [TOKENS[i] for i in path]
     assert engine.cache.sequence_length(sequence.id) == len(kept)
     assert [token for token, _ in sequence.items] == kept
@@ -69,10 +69,10 @@ def test_a_batch_moves_in_one_launch_and_accepted_prefixes_in_none() -> None:
     ids = cache.add_sequence_batch([[1, 2, 3], [4, 5], [6]]).ids
     cache.commit(ids)
     cache.append_tokens(ids, [7] * 15, [5] * 3)
-    cache.keep(ids, [5] * 3, [0, 1, 0], [2, 1, 0])
+    cache.accept_drafts(ids, [5] * 3, [0, 1, 0], [2, 1, 0])
     assert device.launches == 0 and cache.sequence_length(ids).tolist() == [5, 3, 1]
     cache.append_tokens(ids, [7] * 15, [5] * 3)
-    cache.keep(ids, [5] * 3, [1, 0, 4], [1, 2, 0])
+    cache.accept_drafts(ids, [5] * 3, [1, 0, 4], [1, 2, 0])
     assert device.launches == 1 and cache.sequence_length(ids).tolist() == [6, 5, 1]
     cache.verify()
     cache.release(ids)
@@ -110,7 +110,7 @@ def test_a_keep_that_is_refused_says_why_and_changes_nothing(
     before = everything(engine.cache)
     arguments = {"ids": sequence.id, "drafts": [3], "accepted": [1, 2], **change}
     with pytest.raises(error, match=message):
-        engine.cache.keep(**arguments)
+        engine.cache.accept_drafts(**arguments)
     assert everything(engine.cache) == before
 
 
@@ -121,7 +121,7 @@ def test_a_copy_that_has_no_room_is_refused_and_changes_nothing(make: Make) -> N
     engine.add([7])
     before = everything(engine.cache)
     with pytest.raises(OutOfBlocks):
-        engine.cache.keep(child.id, len(TREE), [1, 4])
+        engine.cache.accept_drafts(child.id, len(TREE), [1, 4])
     assert everything(engine.cache) == before
 
 
@@ -132,11 +132,11 @@ def test_a_move_that_fails_fails_its_sequence_and_no_other() -> None:
     cache.commit([bad, good])
     cache.append_tokens([bad, good], [7] * 10, [5, 5])
     device.error = DeviceError("told to")
-    cache.keep(bad, 5, [1, 3])
+    cache.accept_drafts(bad, 5, [1, 3])
     device.error = None
     with pytest.raises(DeviceError, match="lost a block"):
         cache.commit(bad)
-    cache.keep(good, 5, [1, 3])
+    cache.accept_drafts(good, 5, [1, 3])
     cache.commit(good)
     cache.verify()
     cache.release([bad, good])
@@ -151,7 +151,7 @@ def test_a_device_that_fails_for_good_while_tokens_move_closes_the_pool() -> Non
     sequence = cache.add_sequence([1, 2, 3])
     cache.append_tokens(sequence, [7] * 5)
     device.error = DeviceError("told to", sticky=True)
-    cache.keep(sequence, 5, [1, 3])
+    cache.accept_drafts(sequence, 5, [1, 3])
     with pytest.raises(PoolClosed, match="told to"):
         cache.commit(sequence)
     cache.close()

@@ -213,7 +213,7 @@ def test_drafts_do_not_move_into_what_a_fork_has_published(make: Make) -> None:
     engine.commit(engine.rewind(child, 2))
     engine.release(child)
     assert engine.reusable([1, 2, 3, 10, 9]) == 4
-    engine.keep(parent, 3, [1, 2])
+    engine.accept_drafts(parent, 3, [1, 2])
     assert engine.reusable([1, 2, 3, 10, 9]) == 0
     engine.finish(parent)
     assert engine.reusable([1, 2, 3, 11, 9]) == 4

@@ -328,7 +328,7 @@ def test_a_path_is_not_kept_without_room_for_the_states_that_others_hold(open_: 
         engine.add([int(engine.cache.free_blocks[1])])
     before = everything(engine)
     with pytest.raises(OutOfBlocks):
-        engine.cache.keep(sequence.id, 8, [1, 2, 4, 5, 6, 7])
+        engine.cache.accept_drafts(sequence.id, 8, [1, 2, 4, 5, 6, 7])
     assert everything(engine) == before
 
 

@@ -12,7 +12,7 @@ import pytest
 import kvpool
 from engine import open_engine
 from kvpool import BlockLayout, HostCache, HostTier, KVCacheManager, LayerGroup, ModelIdentity, RetentionRange
-from kvpool.storage import MemoryStore, StoreQueue
+from kvpool.storage import MemoryStore, StoreWorker
 from kvpool.storage.urls import open_store
 
 NAME = r"[\w\[\].]+"
@@ -83,7 +83,7 @@ WRONG: list[Callable[[Any], object]] = [
     lambda at: MemoryStore("16"),  # type: ignore[arg-type]
     lambda at: open_store("floppy:/a"),
     lambda at: open_store("memory:?capacity=lots"),
-    lambda at: StoreQueue(MemoryStore(1 << 20), np.zeros(5), IDENTITY),
+    lambda at: StoreWorker(MemoryStore(1 << 20), np.zeros(5), IDENTITY),
     # prompts
     *(
         lambda at, call=call, prompt=prompt: getattr(at.pool, call)(prompt)
@@ -131,7 +131,7 @@ WRONG: list[Callable[[Any], object]] = [
     lambda at: at.pool.release(at.one, ends=1),
     lambda at: at.pool.release(at.one, ends=True, returns_in_ms=5),
     lambda at: at.pool.release([at.one, at.other], session="a"),
-    lambda at: at.pool.keep(at.one, [0], [9], [1]),
+    lambda at: at.pool.accept_drafts(at.one, [0], [9], [1]),
     # keys, tables, memory
     lambda at: at.pool.pin(5),
     lambda at: at.pool.pin([b"short"]),

@@ -25,7 +25,7 @@ from numba.core import config
 
 import kvpool
 from changing import CASES, CHANGED, WALK, Case, given_to, look, scenes, seen, watched
-from kvpool import BlockKeys, HostLease, KVCacheManager, Lease, Loadable
+from kvpool import BlockKeys, HostLease, KVCacheManager, Lease, LoadTarget
 from kvpool import storage as keepers
 from kvpool import storage as stores
 from kvpool.common.jit import jit
@@ -108,7 +108,7 @@ def _described(value: Any) -> object:
             None if value.extra_ids is None else value.extra_ids.tolist(),
             value.namespace,
         )
-    if isinstance(value, Loadable):
+    if isinstance(value, LoadTarget):
         return [(share.blocks.tolist(), share.slots().tolist()) for share in value.shares]
     if isinstance(value, Job):
         assert value.wait(600, returned=True)
@@ -171,7 +171,7 @@ def walk(case: Case, name: str, form: str) -> None:
 
 PLAIN = re.compile(
     r"(int|str|bool|float|bytes|None|slice|Callable\[.*\]|BaseException|TracebackType|Path|os\.PathLike\[str\]"
-    r"|KVCacheManager|HostCache|HostTier|ModelIdentity|BlockLayout|Store|StoreHealth|Call|Job|Keeper|Device|Stream|Launcher|SharedTier|LayerLoads"
+    r"|KVCacheManager|HostCache|HostTier|ModelIdentity|BlockLayout|Store|CircuitBreaker|Call|Job|StorageManager|Device|Stream|Launcher|SharedTier|LayerLoads"
     r"|HostTierDescription|StepTables|Operation|type\[.*\]|[\s|])*"
 )
 """Types that are neither arrays nor sequences: an argument of such a type is not walked."""
@@ -181,7 +181,7 @@ NO_ARRAYS = {
         f"{owner}.stream"
         for owner in (
             "KVCacheManager",
-            "CapturedTables",
+            "GraphTables",
             "HostCopies",
             "HostCopy",
             "LayerLoads",
@@ -190,13 +190,19 @@ NO_ARRAYS = {
         )
     ),
     *("gather_kv.stream", "scatter_kv.stream", "BlockLayout.dtype", "PagedKV.owner", "StridedArray.owner"),
-    *("KVCacheManager.namespace", "Keeper.namespace"),  # a pair of texts
+    *("KVCacheManager.namespace", "StorageManager.namespace"),  # a pair of texts
     "ModelIdentity.layout",  # a text, or layouts, which are immutable
     "HostTier.cache",  # a HostCache
     # of layouts, caches and groups, which are immutable
     *("HostCache.block_bytes", "HostTier.block_bytes", "HostCopies.caches", "LayerGroup.layout", "split_blocks.groups"),
     # read when a part is made, by names, and never handed to jitted code
-    *("Keeper.stores", "Keeper.quotas", "HostKeeper.stores", "HostKeeper.policies", "StepTables.as_table"),
+    *(
+        "StorageManager.stores",
+        "StorageManager.quotas",
+        "HostStorageManager.stores",
+        "HostStorageManager.policies",
+        "StepTables.as_table",
+    ),
     "warm_up.caches",  # PagedKV, which are immutable
     *("KVCacheManager.device_blocks", "KVCacheManager.host_blocks", "KVCacheManager.groups"),
     *("BlockKeys.root", "BlockKeys.origin", "HostSlots.blocks"),  # tuples
@@ -209,7 +215,7 @@ IN_PLACE = {
     *("KVCacheManager.device_memory", "KVCacheManager.host_memory", "KVCacheManager.table"),
     *("KVCacheManager.data", "gather_kv.out", "scatter_kv.source"),  # KV itself
     *("gather_kv.cache", "scatter_kv.cache", "PagedKV.arrays", "PagedKV.pool", "HostTier.memory"),
-    *("StoreQueue.memory", "StoreClient.memory"),
+    *("StoreWorker.memory", "StoreClient.memory"),
     *(f"StepTables.{name}" for name in NAMES),
     "KVCacheManager.operations",  # a list, whose arrays are walked by operation
     *("PagedKV.planes", "PagedKV.bases"),  # of ``PagedKV.of``, which has made and checked them
@@ -225,39 +231,48 @@ VERBS = (
     kvpool.HostSlots,
     kvpool.BlockKeys,
     kvpool.BlockLayout,
-    kvpool.CapturedTables,
+    kvpool.GraphTables,
     kvpool.Export,
     kvpool.LayerGroup,
     kvpool.LayerLoads,
     kvpool.Lease,
-    kvpool.Loadable,
+    kvpool.LoadTarget,
     kvpool.ModelIdentity,
     kvpool.PagedKV,
     kvpool.Reservation,
     kvpool.StepTables,
     kvpool.StridedArray,
-    keepers.HostKeeper,
-    keepers.Keeper,
+    keepers.HostStorageManager,
+    keepers.StorageManager,
     stores.BlockNames,
     stores.StoreClient,
-    stores.StoreQueue,
+    stores.StoreWorker,
 )
 """Public classes that callers make, or whose methods they call."""
 MADE_BY_THE_POOL = {
     # What calls return, and what describes a pool to another process: their methods take no arrays.
     *"Admission Attachment BlockTable Event Events Explanation GroupStats HintAnswer HostCacheStats HostEvent".split(),
-    *"HostTierDescription Lacking Match Missed Plan RequestStats Reserved SharedTier Stats TierStats".split(),
-    *("HealthStats", "HostKeeperStats", "KeeperStats", "Forgotten", "Job", "Prefetch", "Space", "StoreStats"),
+    *"HostTierDescription MissingBlocks Match Missed Plan RequestStats Reserved SharedTier Stats TierStats".split(),
+    *(
+        "BreakerStats",
+        "HostStorageManagerStats",
+        "StorageManagerStats",
+        "Forgotten",
+        "StoreRequest",
+        "Prefetch",
+        "Space",
+        "StoreStats",
+    ),
     "RetentionRange",  # one tuple of ``retention``
-    "Stagings",  # walked as an argument of ``gather_kv``
+    "StagingBuffers",  # walked as an argument of ``gather_kv``
     # Interfaces, and what is called by a queue or a keeper, and by nobody else.
-    *("Store", "MemoryStore", "StoreHealth", "LoadOrCompute", "LoadPolicy"),
+    *("Store", "MemoryStore", "CircuitBreaker", "LoadOrCompute", "LoadPolicy"),
 }
 BUILT = {
-    kvpool.CapturedTables,
+    kvpool.GraphTables,
     kvpool.LayerLoads,
     kvpool.Lease,
-    kvpool.Loadable,
+    kvpool.LoadTarget,
     kvpool.Reservation,
     kvpool.HostLease,
     kvpool.HostCopy,

@@ -37,7 +37,7 @@ def test_drafts_come_back_and_a_path_of_them_is_kept(make: Make) -> None:
     engine.swap_out(sequence)
     crowd(engine)
     engine.resume(sequence)
-    engine.commit(engine.keep(sequence, 4, [0, 2, 3]))
+    engine.commit(engine.accept_drafts(sequence, 4, [0, 2, 3]))
 
 
 # -- what is shared ----------------------------------------------------------------------------------------------------

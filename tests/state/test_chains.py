@@ -17,7 +17,7 @@ import pytest
 from kvpool import BlockLayout, KVCacheManager, LayerGroup, OutOfBlocks
 from kvpool.common.errors import IntegrityError
 from kvpool.pool import operations
-from kvpool.state.arrays import BOOK_BYTES, ChainBook
+from kvpool.state.arrays import POLICY_BYTES, PolicyState
 from kvpool.state.policies.chains import AGENT, LRU
 from kvpool.state.policies.pauses import CLASSES, PAUSE_BINS, ROWS, TABLES, learn, worth
 from kvpool.state.policies.pauses import KINDS as KINDS_OF_PAUSES
@@ -48,10 +48,10 @@ class Talks:
         )
 
     @property
-    def book(self) -> Any:
-        book = self.cache.core.states[0].book
-        assert book is not None
-        return book
+    def policy(self) -> Any:
+        policy = self.cache.core.states[0].policy
+        assert policy is not None
+        return policy
 
     @property
     def owners(self) -> Any:
@@ -200,8 +200,8 @@ def test_what_comes_from_the_host_belongs_to_its_own_conversation() -> None:
             opened.turn(name, blocks, at=10 * len(opened.texts))
         for name in ("one", "two", "three"):
             assert opened.turn(name, 5, at=100 + 10 * len(name)) in (30, 40, 60)
-        assert opened.book.book["known"][0] == 3
-        assert list(opened.book.chains["pauses"][:4]) == [1, 1, 1, 0]
+        assert opened.policy.policy["known"][0] == 3
+        assert list(opened.policy.chains["pauses"][:4]) == [1, 1, 1, 0]
 
 
 def test_a_conversation_without_its_end_still_goes_when_it_is_the_oldest() -> None:
@@ -227,14 +227,14 @@ def test_what_lru_has_left_of_a_conversation_is_still_known() -> None:
     with talks(100, "adaptive") as opened:
         opened.turn("old", 40, at=1)
         opened.turn("new", 50, at=2)
-        opened.book.book["follows"] = LRU
+        opened.policy.policy["follows"] = LRU
         opened.fill(40)
         kept = opened.cached("old")
         assert kept < 20
         opened.turn("new", 0, at=3, ends=True)
-        opened.book.book["follows"] = AGENT
+        opened.policy.policy["follows"] = AGENT
         opened.fill(20)
-        assert opened.book.chains["size"][0] == opened.cached("old") == kept and opened.cached("new") < 50
+        assert opened.policy.chains["size"][0] == opened.cached("old") == kept and opened.cached("new") < 50
 
 
 def test_what_the_engine_says_goes_before_what_was_learnt() -> None:
@@ -299,7 +299,7 @@ def test_pauses_count_by_the_reason_why_the_model_stopped() -> None:
         for i in range(100):
             opened.turn("tool", 1, at=1000 * i + 2, stop="end_turn")
             opened.turn("tool", 1, at=1000 * i + 900, stop="tool_use")
-        now = np.array([worth(opened.book.rates[1], row, 1) for row in range(CLASSES)]).reshape(KINDS_OF_PAUSES, -1)
+        now = np.array([worth(opened.policy.rates[1], row, 1) for row in range(CLASSES)]).reshape(KINDS_OF_PAUSES, -1)
         assert now[1].max() > now[2].max()
 
 
@@ -334,12 +334,12 @@ def circle(opened: Talks, names: int, rounds: int, start: float) -> float:
 
 def test_adaptive_follows_who_would_have_hit_more_and_a_switch_moves_no_block() -> None:
     with talks(200, "lru") as lru, talks(200, "adaptive") as opened:
-        assert opened.book.book["follows"][0] == LRU
+        assert opened.policy.policy["follows"][0] == LRU
         assert circle(lru, 15, 60, 1) == 0
         assert circle(opened, 15, 60, 1) > 0.3
-        assert opened.book.book["follows"][0] != LRU
+        assert opened.policy.policy["follows"][0] != LRU
         lists = opened.cache.core.states[0].lists.copy()
-        opened.book.book["follows"] = LRU
+        opened.policy.policy["follows"] = LRU
         opened.cache.verify()
         assert np.array_equal(lists, opened.cache.core.states[0].lists)
 
@@ -353,14 +353,14 @@ def test_beside_a_flood_adaptive_still_sees_what_others_than_lru_would_hit() -> 
             name = f"talk {i % 15 if i % 15 < 10 else 10 + i // 15 * 5 % 50 + i % 5}"
             hits += opened.turn(name, 200 if name not in opened.texts else 0, at=i, check=i % 15 == 0)
         # LRU would have hit nothing.
-        assert opened.book.scores[1, AGENT] > 0.4 * hits > 0
+        assert opened.policy.scores[1, AGENT] > 0.4 * hits > 0
 
 
 def test_what_has_a_low_priority_is_no_conversation() -> None:
     with talks(100) as opened:
         opened.turn("flood", 40, at=1, retention=[(0, None, 10, None)])
         opened.turn("part", 40, at=2, retention=[(0, 20, 80, None)])
-        assert opened.book.book["known"][0] == 1
+        assert opened.policy.policy["known"][0] == 1
 
 
 def test_adaptive_is_lru_where_nothing_is_gained() -> None:
@@ -429,7 +429,7 @@ def driven(kind: str, policy: str, seed: int) -> str:
     options = {"max_sequences": 8, "max_sequence_tokens": 256, "event_capacity": 4096, "offload_min_priority": 20}
     with pool_of(KINDS[kind], 40, 24, "cpu", secret=SECRET, clock=clock, policy=policy, **options) as cache:
         for state in cache.core.states:
-            state.book.book["follows"] = AGENT
+            state.policy.policy["follows"] = AGENT
         Checked(cache, recorder, clock, seed).run()
     return recorder.digest
 
@@ -456,11 +456,11 @@ def test_the_interpreter_decides_as_machine_code_does() -> None:
 @pytest.mark.parametrize("policy", CHAINS)
 def test_what_is_refused_changes_no_byte_of_the_records(policy: str) -> None:
     with talks(60, policy) as opened:
-        opened.book.book["follows"] = AGENT
+        opened.policy.policy["follows"] = AGENT
         for i in range(12):
             opened.turn(f"talk {i % 5}", 6, at=10 * i)
         live = opened.cache.add_sequence(range(5000, 5030))
-        before = [array.tobytes() for array in (*opened.book.arrays, opened.owners)]
+        before = [array.tobytes() for array in (*opened.policy.arrays, opened.owners)]
         opened.cache.plan_batch([[*opened.texts["talk 1"], 7]])
         with pytest.raises(OutOfBlocks):
             opened.cache.add_sequence(opened.texts["talk 1"][:5] + list(range(9000, 9050)))
@@ -472,7 +472,7 @@ def test_what_is_refused_changes_no_byte_of_the_records(policy: str) -> None:
                     operations.add([list(range(9000, 9055))]),
                 ]
             )
-        assert [array.tobytes() for array in (*opened.book.arrays, opened.owners)] == before
+        assert [array.tobytes() for array in (*opened.policy.arrays, opened.owners)] == before
         opened.cache.verify()
         opened.cache.release(live)
 
@@ -489,7 +489,7 @@ BROKEN = {
         _set("before", 0, -1),
         _set("row", 0, 200),
         _set("alike", 0, 200),
-        lambda own: own.book["pick"].__setitem__(0, len(own.chains)),
+        lambda own: own.policy["pick"].__setitem__(0, len(own.chains)),
     ],
     "names": [_set("names", 0, (1 << 20) << 8)],
     "rings": [lambda own: own.chains["after"].__setitem__(int(own.order[0]), int(own.order[1]))],
@@ -503,11 +503,11 @@ def test_verify_sees_a_broken_record(check: str) -> None:
     with talks(60, "adaptive") as opened:
         for i in range(12):
             opened.turn(f"talk {i % 5}", 6, at=10 * i)
-        arrays = [*opened.book.arrays, opened.owners]
+        arrays = [*opened.policy.arrays, opened.owners]
         kept = [array.copy() for array in arrays]
         strange = [lambda own: opened.owners.__setitem__(0, 1 << 20)] if check == "chains" else []
         for wrong in BROKEN[check] + strange:
-            wrong(opened.book)
+            wrong(opened.policy)
             with pytest.raises(IntegrityError, match=check):
                 opened.cache.verify()
             for array, copy in zip(arrays, kept, strict=True):
@@ -519,10 +519,10 @@ def test_few_records_are_enough_for_many_conversations() -> None:
     with talks(64) as opened:
         for i in range(200):
             opened.turn(f"talk {i % 90}", 1, at=i)
-        assert int(opened.book.book["known"][0]) == len(opened.book.chains)
+        assert int(opened.policy.policy["known"][0]) == len(opened.policy.chains)
 
 
 @pytest.mark.parametrize("count", [300, 3_000, 10_000, 1 << 17])
 def test_the_records_take_at_most_so_many_bytes_a_block(count: int) -> None:
-    own = ChainBook("adaptive", 0, count, count, 1)
-    assert own.nbytes <= BOOK_BYTES * count
+    own = PolicyState("adaptive", 0, count, count, 1)
+    assert own.nbytes <= POLICY_BYTES * count

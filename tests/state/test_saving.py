@@ -19,7 +19,7 @@ class Saver:
     """A saver of a pool, and the keys of what it is told."""
 
     def __init__(self, of: Engine, owed: bool = True) -> None:
-        self.of, self.number = of, self._run(of, saving.open_saver, owed)
+        self.of, self.number = of, self._run(of, saving.open_dirty_cursor, owed)
         self.at = np.array([0, NONE, 0], np.int64)
 
     @staticmethod
@@ -46,7 +46,7 @@ class Saver:
         return self._told(saving.victims, np.array([margin]))
 
     def close(self) -> None:
-        self._run(self.of, saving.close_saver, self.number)
+        self._run(self.of, saving.close_dirty_cursor, self.number)
 
 
 def engine(P: int = 8, S: int = 8, events: int = 64) -> Engine:

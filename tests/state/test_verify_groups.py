@@ -85,7 +85,7 @@ def test_a_stream_that_a_call_names_is_that_of_all_groups() -> None:
     ids = engine.cache.add_sequence_batch([A[:6], A[6:12]], encoder_tokens=[3, 5], stream=a).ids
     engine.cache.append_tokens(ids, [1, 2, 3, 4], [2, 2], stream=b)
     engine.cache.verify()
-    engine.cache.keep(ids, [2, 2], [0, 1, 1], [2, 1], stream=a)
+    engine.cache.accept_drafts(ids, [2, 2], [0, 1, 1], [2, 1], stream=a)
     engine.cache.verify()
     engine.cache.commit(ids, [7, 7], stream=b)
     engine.cache.verify()

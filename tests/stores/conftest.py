@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from kvpool.storage import StoreQueue
+    from kvpool.storage import StoreWorker
     from tests.stores.disk_lab import Faulty
     from tests.stores.hostkeeping import Engine
     from tests.stores.lab import Clock, Wrong
@@ -24,7 +24,7 @@ def store() -> Wrong:
 
 
 @pytest.fixture
-def queue(store: Wrong) -> Iterator[StoreQueue]:
+def queue(store: Wrong) -> Iterator[StoreWorker]:
     """A queue over ``store`` that saves and loads four blocks at once."""
     from tests.stores.lab import BLOCK_BYTES, open_queue
 

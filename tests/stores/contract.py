@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvpool.storage import ABSENT, CANCELLED, DAMAGED, OK, REFUSED
-from kvpool.storage.seals import BlockNames, Secret
+from kvpool.storage.mac import BlockNames, Secret
 from kvpool.storage.store import TAG_BYTES, Store
 from tests.stores.lab import (
     BLOCK_BYTES,
@@ -36,14 +36,14 @@ class StoreContract:
     def test_what_was_saved_is_found_and_loaded_byte_for_byte(self, make: Open) -> None:
         with open_queue(make(32)) as queue:
             keys = saved(queue, 20)
-            assert done(queue.find(queue.secret.opaque(names(24)))).codes.tolist() == [OK] * 20 + [ABSENT] * 4
+            assert done(queue.find(queue.secret.derive_keys(names(24)))).codes.tolist() == [OK] * 20 + [ABSENT] * 4
             assert returned(queue.load(keys, np.arange(30, 50))).ok == 20
             for number in range(20):
                 assert np.array_equal(queue.memory[30 + number], content(number))
 
     def test_a_block_that_is_not_there_is_absent(self, make: Open) -> None:
         with open_queue(make(8)) as queue:
-            assert done(queue.load(queue.secret.opaque(names(3)), np.arange(3))).codes.tolist() == [ABSENT] * 3
+            assert done(queue.load(queue.secret.derive_keys(names(3)), np.arange(3))).codes.tolist() == [ABSENT] * 3
 
     def test_other_bytes_under_a_key_that_is_there_are_not_an_error(self, make: Open) -> None:
         """Two workers may compute a block with other rounding."""
@@ -69,8 +69,8 @@ class StoreContract:
         store = make(8)
         known = store.secret
         with open_queue(store) as queue:
-            keys = queue.secret.opaque(names(2))
-            assert store.secret == known and np.array_equal(Secret(known, IDENTITY).opaque(names(2)), keys)
+            keys = queue.secret.derive_keys(names(2))
+            assert store.secret == known and np.array_equal(Secret(known, IDENTITY).derive_keys(names(2)), keys)
 
     def test_what_is_forgotten_is_absent(self, make: Open) -> None:
         with open_queue(make(8)) as queue:
@@ -92,7 +92,7 @@ class StoreContract:
     def test_after_a_reset_nothing_is_found_from_before_also_if_the_store_drops_nothing(self, make: Open) -> None:
         for clears in (True, False):
             wrong = Wrong(make(16))
-            wrong.clears *= clears
+            wrong.clears_prefix *= clears
             with open_queue(wrong) as queue:
                 fill(queue.memory, 2)
                 keys, other = BlockNames(names(2)), BlockNames(names(2, 10))
@@ -110,7 +110,7 @@ class StoreContract:
         with open_queue(make(16)) as queue:
             tags = [queue.secret.tag(name) for name in (b"one", b"other")]
             keys = np.concatenate([saved(queue, 2, first=10 * i, tag=tag) for i, tag in enumerate(tags)])
-            if queue.clears < TAG_BYTES:
+            if queue.clears_prefix < TAG_BYTES:
                 with pytest.raises(ValueError, match="cannot drop the blocks of a namespace"):
                     queue.clear(tags[0])
                 return
@@ -123,7 +123,7 @@ class StoreContract:
         wrong, gate = Wrong(make(16)), Gate()
         with open_queue(wrong) as queue:
             wrong.before["save"], wrong.deaf = gate, True
-            keys = queue.secret.opaque(names(4))
+            keys = queue.secret.derive_keys(names(4))
             saving = queue.save(keys, np.arange(4))
             assert gate.reached.wait(600)
             dropped = queue.clear() if clears else queue.forget(keys)
@@ -137,24 +137,24 @@ class StoreContract:
             codes = []
             for first in range(0, 48, 8):
                 fill(queue.memory, 8, first)
-                job = returned(queue.save(queue.secret.opaque(names(8, first)), np.arange(8)))
+                job = returned(queue.save(queue.secret.derive_keys(names(8, first)), np.arange(8)))
                 codes += job.codes.tolist()
             assert set(codes) <= {OK, REFUSED}
-            job = returned(queue.load(queue.secret.opaque(names(48)), np.arange(48)))
+            job = returned(queue.load(queue.secret.derive_keys(names(48)), np.arange(48)))
             for number in np.flatnonzero(job.codes == OK).tolist():
                 assert np.array_equal(queue.memory[number], content(number))
 
     def test_a_namespace_has_no_more_than_its_limit(self, make: Open) -> None:
         with open_queue(make(32)) as queue:
             fill(queue.memory, 20)
-            keys, tag = queue.secret.opaque(names(20)), queue.secret.tag(b"tenant")
+            keys, tag = queue.secret.derive_keys(names(20)), queue.secret.tag(b"tenant")
             for first in range(0, 20, 4):
                 returned(queue.save(keys[first : first + 4], np.arange(first, first + 4), tag=tag, limit=6))
             assert done(queue.find(keys)).ok <= 6
 
     def test_many_threads_save_and_load_at_once(self, make: Open) -> None:
         with open_queue(make(64), piece_bytes=4 * BLOCK_BYTES) as queue:
-            keys = queue.secret.opaque(names(16))
+            keys = queue.secret.derive_keys(names(16))
             fill(queue.memory, 16)
             saves = [queue.save(keys, np.arange(16)) for _ in range(4)]
             assert all(job.wait(600, returned=True) for job in saves)
@@ -185,7 +185,7 @@ class LastingContract(StoreContract):
         with open_queue(make(32)) as queue:
             keys = saved(queue, 20)
         with open_queue(again()) as queue:
-            assert np.array_equal(queue.secret.opaque(names(20)), keys)
+            assert np.array_equal(queue.secret.derive_keys(names(20)), keys)
             assert returned(queue.load(keys, np.arange(20))).ok == 20
             for number in range(20):
                 assert np.array_equal(queue.memory[number], content(number))
@@ -205,7 +205,7 @@ class LastingContract(StoreContract):
         """Also if the store has not dropped what was there before. A store that has no epochs finds nothing of both."""
         for clears in (True, False):
             wrong = Wrong(make(16))
-            wrong.clears *= clears
+            wrong.clears_prefix *= clears
             with open_queue(wrong) as queue:
                 saved(queue, 4)
                 done(queue.reset())
@@ -214,7 +214,7 @@ class LastingContract(StoreContract):
                 lasts = hasattr(wrong.inner, "epoch")
             for _ in range(2):
                 with open_queue(again()) as queue:
-                    job = returned(queue.load(queue.secret.opaque(names(11)), np.arange(11)))
+                    job = returned(queue.load(queue.secret.derive_keys(names(11)), np.arange(11)))
                     if lasts:
                         assert job.codes.tolist() == [OK] * 2 + [ABSENT] * 8 + [OK]
                         assert np.array_equal(queue.memory[1], content(1))
@@ -231,7 +231,7 @@ class LastingContract(StoreContract):
         with open_queue(make(32)) as queue:
             keys = saved(queue, 4)
         with open_queue(again(), OTHER) as queue:
-            assert done(queue.find(queue.secret.opaque(names(4)))).codes.tolist() == [ABSENT] * 4
+            assert done(queue.find(queue.secret.derive_keys(names(4)))).codes.tolist() == [ABSENT] * 4
             saved(queue, 2)
             assert done(queue.clear()).dropped == 2
         with open_queue(again()) as queue:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvpool import HostCache, HostTier
-from kvpool.storage.hostkeeper import HostKeeper
+from kvpool.storage.host_storage_manager import HostStorageManager
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, Gate, Wrong, content, names
 
 ABSENT, HERE = HostCache.ABSENT, HostCache.HERE
@@ -24,7 +24,7 @@ class Engine:
         self.cache = HostCache(blocks, BLOCK_BYTES, identity=identity, event_capacity=event_capacity)
         self.tier = HostTier.of(self.cache)
         self.now = 1000.0
-        self.keeper = HostKeeper(self.cache, self.tier, list(stores), **{"clock": lambda: self.now} | options)
+        self.keeper = HostStorageManager(self.cache, self.tier, list(stores), **{"clock": lambda: self.now} | options)
 
     def later(self, seconds: float) -> None:
         """Time passes. The threads that watch deadlines look at the clock when a job begins."""

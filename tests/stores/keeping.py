@@ -9,7 +9,7 @@ import numpy as np
 
 from kvpool import BlockKeys, KVCacheManager, LayerGroup, ModelIdentity
 from kvpool.storage import MemoryStore
-from kvpool.storage.keeper import Keeper
+from kvpool.storage.storage_manager import StorageManager
 from kvpool.storage.store import Store
 from tests.engine import Engine, open_engine, small_layout
 
@@ -30,9 +30,9 @@ def engine(P: int = 32, S: int = 32, **options: Any) -> Engine:
     return open_engine(T, P, S, **({"event_capacity": 4096, "secret": SECRET} | options))
 
 
-def keeper(of: Engine, stores: Store | Sequence[Store], **options: Any) -> Keeper:
+def keeper(of: Engine, stores: Store | Sequence[Store], **options: Any) -> StorageManager:
     chosen = list(stores) if isinstance(stores, (list, tuple)) else [stores]
-    return Keeper(of.cache, chosen, **({"identity": IDENTITY, "deadline_ms": 600_000} | options))
+    return StorageManager(of.cache, chosen, **({"identity": IDENTITY, "deadline_ms": 600_000} | options))
 
 
 def store(blocks: int = 256) -> MemoryStore:
@@ -43,14 +43,14 @@ def tokens(count: int, first: int = 0) -> list[int]:
     return list(range(first, first + count))
 
 
-def seed(of: Engine, kept: Keeper, prompts: Iterable[Sequence[int]], **names: Any) -> None:
+def seed(of: Engine, kept: StorageManager, prompts: Iterable[Sequence[int]], **names: Any) -> None:
     """Compute prompts, and see them saved."""
     for prompt in prompts:
         of.seed(prompt, len(prompt), **names)
         assert kept.drain(600)
 
 
-def fetch(of: Engine, kept: Keeper, prompt: Sequence[int], **names: Any) -> int:
+def fetch(of: Engine, kept: StorageManager, prompt: Sequence[int], **names: Any) -> int:
     """Prefetch a prompt. Returns the blocks that came."""
     handle = kept.prefetch(of.prompt(prompt, **names), deadline=600.0)
     assert handle.wait(600), kept.stats()

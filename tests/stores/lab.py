@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvpool import ModelIdentity
-from kvpool.storage import OK, Job, StoreQueue
+from kvpool.storage import OK, StoreRequest, StoreWorker
 from kvpool.storage.store import Bytes, Rows, Space, Stop, Store
 
 BLOCK_BYTES = 4096
@@ -34,8 +34,8 @@ def names(count: int, first: int = 0) -> list[bytes]:
     return [b"block %d" % number for number in range(first, first + count)]
 
 
-def open_queue(store: Store, identity: ModelIdentity = IDENTITY, **options: Any) -> StoreQueue:
-    return StoreQueue(store, memory(), identity, **options)
+def open_queue(store: Store, identity: ModelIdentity = IDENTITY, **options: Any) -> StoreWorker:
+    return StoreWorker(store, memory(), identity, **options)
 
 
 def fill(rows: np.ndarray, count: int, first: int = 0) -> None:
@@ -49,7 +49,7 @@ class Wrong:
     ``deaf``: a save is not told to stop."""
 
     def __init__(self, inner: Store) -> None:
-        self.inner, self.name, self.threads, self.clears = inner, "wrong", inner.threads, inner.clears
+        self.inner, self.name, self.threads, self.clears_prefix = inner, "wrong", inner.threads, inner.clears_prefix
         self.before: dict[str, Callable[[], None]] = {}
         self.after: dict[str, Callable[[Any], Any]] = {}
         self.calls: list[str] = []
@@ -61,8 +61,8 @@ class Wrong:
         return gate
 
     @property
-    def lasting(self) -> bool:
-        return self.inner.lasting
+    def persistent(self) -> bool:
+        return self.inner.persistent
 
     @property
     def secret(self) -> bytes:
@@ -86,9 +86,9 @@ class Wrong:
     def find(self, keys: Bytes) -> Bytes:
         return self._do("find", lambda: self.inner.find(keys))
 
-    def save(self, keys: Bytes, rows: Rows, seals: Bytes, tag: bytes, limit: int, stop: Stop) -> Bytes:
+    def save(self, keys: Bytes, rows: Rows, macs: Bytes, tag: bytes, limit: int, stop: Stop) -> Bytes:
         hears = (lambda: False) if self.deaf else stop
-        return self._do("save", lambda: self.inner.save(keys, rows, seals, tag, limit, hears))
+        return self._do("save", lambda: self.inner.save(keys, rows, macs, tag, limit, hears))
 
     def load(self, keys: Bytes, rows: Rows, stop: Stop) -> tuple[Bytes, Bytes]:
         return self._do("load", lambda: self.inner.load(keys, rows, stop))
@@ -149,21 +149,21 @@ class Clock:
         return self.now + 0.05
 
 
-def done(job: Job) -> Job:
+def done(job: StoreRequest) -> StoreRequest:
     """The job, when it is done. What its store was asked may still be under way."""
     assert job.wait(600), job.error
     return job
 
 
-def returned(job: Job) -> Job:
+def returned(job: StoreRequest) -> StoreRequest:
     """The job, when all calls of it have returned."""
     assert job.wait(600, returned=True), job.error
     return job
 
 
-def saved(queue: StoreQueue, count: int, first: int = 0, **options: Any) -> Bytes:
+def saved(queue: StoreWorker, count: int, first: int = 0, **options: Any) -> Bytes:
     """Save blocks of known content from the first rows. Returns their keys."""
-    keys = queue.secret.opaque(names(count, first))
+    keys = queue.secret.derive_keys(names(count, first))
     fill(queue.memory, count, first)
     job = returned(queue.save(keys, np.arange(count), **options))
     assert (job.codes == OK).all(), job.error

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.storage import OK, REFUSED, HealthStats, LoadOrCompute, MemoryStore
+from kvpool.storage import OK, REFUSED, BreakerStats, LoadOrCompute, MemoryStore
 from tests.stores import hostkeeping, keeping
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Clock, Wrong, fail, names
 from tests.waiting import until
@@ -157,7 +157,7 @@ def bring(host: Host, number: int) -> int:
     return host.here(number)
 
 
-def health(host: Host) -> HealthStats:
+def health(host: Host) -> BreakerStats:
     return host.kept.stats().health["wrong"]
 
 

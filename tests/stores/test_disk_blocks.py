@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpool.storage import ABSENT, CANCELLED, OK, REFUSED, StoreQueue
+from kvpool.storage import ABSENT, CANCELLED, OK, REFUSED, StoreWorker
 from kvpool.storage.backends.disk import DiskStore
 from kvpool.storage.backends.disk.slot_index import PER_PAGE, Index, SlotTable
 from tests.stores.contract import LastingContract
@@ -23,14 +23,14 @@ def store_of(tmp_path: Path, blocks: int, faulty: Faulty | None = None, name: st
     return DiskStore(tmp_path / name, blocks * BLOCK_BYTES, system=faulty.system if faulty else None)
 
 
-def here(queue: StoreQueue, count: int, first: int = 0) -> list[int]:
+def here(queue: StoreWorker, count: int, first: int = 0) -> list[int]:
     """The numbers of the blocks that are found."""
-    job = done(queue.find(queue.secret.opaque(names(count, first))))
+    job = done(queue.find(queue.secret.derive_keys(names(count, first))))
     return [first + place for place in np.flatnonzero(job.codes == OK).tolist()]
 
 
-def load(queue: StoreQueue, *numbers: int) -> None:
-    keys = queue.secret.opaque([b"block %d" % number for number in numbers])
+def load(queue: StoreWorker, *numbers: int) -> None:
+    keys = queue.secret.derive_keys([b"block %d" % number for number in numbers])
     assert returned(queue.load(keys, np.arange(40, 40 + len(numbers)))).ok == len(numbers)
     for place, number in enumerate(numbers):
         assert np.array_equal(queue.memory[40 + place], content(number))
@@ -130,7 +130,7 @@ def test_a_call_larger_than_the_store_keeps_its_beginning(tmp_path: Path) -> Non
     with open_queue(store_of(tmp_path, 8)) as queue:
         saved(queue, 8, first=100)
         fill(queue.memory, 20)
-        job = queue.save(queue.secret.opaque(names(20)), np.arange(20))
+        job = queue.save(queue.secret.derive_keys(names(20)), np.arange(20))
         assert job.wait(600, returned=True) and job.codes.tolist() == [OK] * 8 + [REFUSED] * 12
         assert here(queue, 20) == list(range(8))
 
@@ -143,7 +143,7 @@ def test_a_block_that_is_read_is_not_overwritten(tmp_path: Path, faulty: Faulty)
         assert gate.reached.wait(600)
         done(queue.forget(keys[:1]))
         fill(queue.memory, 4, first=10)
-        job = queue.save(queue.secret.opaque(names(4, 10)), np.arange(4))
+        job = queue.save(queue.secret.derive_keys(names(4, 10)), np.arange(4))
         assert job.wait(600, returned=True) and job.codes.tolist() == [OK, OK, REFUSED, REFUSED]
         gate.open()
         assert reading.wait(600, returned=True) and reading.codes.tolist() == [CANCELLED, OK], "it is forgotten"
@@ -155,10 +155,10 @@ def test_a_block_that_is_read_is_not_overwritten(tmp_path: Path, faulty: Faulty)
 # -- limits of namespaces ------------------------------------------------------------------------------
 
 
-def save_as(queue: StoreQueue, name: bytes, limit: int, count: int, first: int) -> list[int]:
+def save_as(queue: StoreWorker, name: bytes, limit: int, count: int, first: int) -> list[int]:
     fill(queue.memory, count, first)
     tag = queue.secret.tag(name)
-    job = returned(queue.save(queue.secret.opaque(names(count, first)), np.arange(count), tag=tag, limit=limit))
+    job = returned(queue.save(queue.secret.derive_keys(names(count, first)), np.arange(count), tag=tag, limit=limit))
     return job.codes.tolist()
 
 
@@ -227,7 +227,7 @@ def test_namespaces_that_have_left_cost_no_memory_and_the_others_keep_their_limi
 def test_forgotten_and_failed_blocks_do_not_count(tmp_path: Path, faulty: Faulty) -> None:
     with open_queue(store_of(tmp_path, 32, faulty)) as queue:
         assert save_as(queue, b"a", 4, 4, 0) == [OK] * 4
-        assert queue.forget(queue.secret.opaque(names(2))).wait(600)
+        assert queue.forget(queue.secret.derive_keys(names(2))).wait(600)
 
         faulty.before["pwritev"] = fail
         save_as(queue, b"a", 4, 2, 10)
@@ -244,7 +244,7 @@ def test_saves_that_wait_share_one_commit(tmp_path: Path, faulty: Faulty) -> Non
     with open_queue(store_of(tmp_path, 64, faulty), piece_bytes=BLOCK_BYTES) as queue:
         gate = faulty.before["fdatasync"] = Gate()
         fill(queue.memory, 8)
-        keys = queue.secret.opaque(names(8))
+        keys = queue.secret.derive_keys(names(8))
         first = queue.save(keys[:1], np.arange(1))
         assert gate.reached.wait(600)
         written = threading.Semaphore(0)
@@ -272,7 +272,7 @@ def test_a_sync_that_fails_is_not_made_up_for_by_the_next_one(tmp_path: Path, fa
 
         faulty.before["fdatasync"] = fail_once
         fill(queue.memory, 2)
-        keys = queue.secret.opaque(names(2))
+        keys = queue.secret.derive_keys(names(2))
         jobs = [queue.save(keys[:1], np.arange(1))]
         assert gate.reached.wait(600)
         written = threading.Event()
@@ -291,7 +291,7 @@ def test_two_saves_of_one_key_write_once_and_both_wait_until_it_is_durable(tmp_p
     with open_queue(store_of(tmp_path, 8, faulty)) as queue:
         gate = faulty.before["fdatasync"] = Gate()
         fill(queue.memory, 1)
-        keys = queue.secret.opaque(names(1))
+        keys = queue.secret.derive_keys(names(1))
         jobs = [queue.save(keys, np.arange(1)) for _ in range(3)]
         assert gate.reached.wait(600)
         assert not any(job.done for job in jobs) and queue.load(keys, np.arange(9, 10)).wait(600)
@@ -303,7 +303,7 @@ def test_two_saves_of_one_key_write_once_and_both_wait_until_it_is_durable(tmp_p
 def test_a_key_twice_in_one_call_is_saved_once(tmp_path: Path) -> None:
     with open_queue(store_of(tmp_path, 8)) as queue:
         fill(queue.memory, 1)
-        key = queue.secret.opaque(names(1))
+        key = queue.secret.derive_keys(names(1))
         job = queue.save(np.concatenate([key, key]), np.array([0, 0]))
         assert job.wait(600, returned=True) and job.ok == 2 and queue.stats().store["blocks"] == 1
         assert returned(queue.load(np.concatenate([key, key]), np.array([3, 4]))).ok == 2
@@ -320,7 +320,7 @@ def test_another_call_takes_over_when_a_save_of_the_same_key_fails(tmp_path: Pat
 
         faulty.before["pwritev"] = fail_once
         fill(queue.memory, 1)
-        keys = queue.secret.opaque(names(1))
+        keys = queue.secret.derive_keys(names(1))
         jobs = [queue.save(keys, np.arange(1)) for _ in range(2)]
         assert gate.reached.wait(600)
         gate.open()
@@ -331,7 +331,7 @@ def test_another_call_takes_over_when_a_save_of_the_same_key_fails(tmp_path: Pat
 def test_a_call_that_nobody_waits_for_stops_between_blocks(tmp_path: Path, faulty: Faulty) -> None:
     with open_queue(store_of(tmp_path, 64, faulty)) as queue:
         saved(queue, 8)
-        gate, keys = Gate(), queue.secret.opaque([b"block %d" % number for number in (0, 2, 4, 6)])
+        gate, keys = Gate(), queue.secret.derive_keys([b"block %d" % number for number in (0, 2, 4, 6)])
         faulty.before["preadv"] = gate
         job = queue.load(keys, np.arange(20, 24))
         assert gate.reached.wait(600)
@@ -399,7 +399,7 @@ def test_many_threads_on_few_slots_lose_no_slot_and_mix_no_bytes(tmp_path: Path,
         jobs, tags = [], [queue.secret.tag(name) for name in (b"a", b"b")]
         for _ in range(400):
             numbers = chance.sample(range(40), chance.choice([1, 4, 8]))
-            keys = queue.secret.opaque([b"block %d" % number for number in numbers])
+            keys = queue.secret.derive_keys([b"block %d" % number for number in numbers])
             kind = chance.choice(["save", "save", "load", "forget"])
             if kind == "save":
                 limit = chance.choice([3, 1 << 40])

@@ -45,7 +45,7 @@ def check(folder: Path) -> tuple[int, dict[str, int]]:
     right."""
     with open_queue(DiskStore(folder, CAPACITY)) as queue:
         stats = queue.stats().store
-        job = returned(queue.load(queue.secret.opaque(names(BLOCKS)), np.arange(BLOCKS)))
+        job = returned(queue.load(queue.secret.derive_keys(names(BLOCKS)), np.arange(BLOCKS)))
         assert set(job.codes.tolist()) <= {OK, ABSENT, DAMAGED}, (job.codes, job.error)
         for number in np.flatnonzero(job.codes == OK).tolist():
             assert np.array_equal(queue.memory[number], content(number))
@@ -245,7 +245,7 @@ def test_a_crash_while_a_slot_gets_other_bytes(tmp_path: Path, at: str) -> None:
     store = DiskStore(tmp_path / "store", BLOCK_BYTES, system=faulty.system)
     with open_queue(store) as queue:
         old = saved(queue, 1)
-        new = queue.secret.opaque(names(1, first=7))
+        new = queue.secret.derive_keys(names(1, first=7))
         queue.memory[0] = content(7)
         faulty.before[at] = gate
         job = queue.save(new, np.arange(1))
@@ -276,7 +276,7 @@ def test_a_block_that_was_there_at_a_crash_is_made_durable_once(tmp_path: Path, 
         old = saved(queue, 1, limit=1)
         queue.memory[1] = content(7)
         faulty.before["fdatasync" if taken else "pwritev"] = gate
-        job = queue.save(queue.secret.opaque(names(1, first=7)), np.arange(1, 2), limit=1)
+        job = queue.save(queue.secret.derive_keys(names(1, first=7)), np.arange(1, 2), limit=1)
         assert gate.reached.wait(600)
         left = crash(tmp_path / "store", tmp_path / "left")
         gate.open()
@@ -301,7 +301,7 @@ def doubtful(tmp_path: Path) -> Path:
 def loaded(folder: Path, count: int = 4) -> list[int]:
     """Which content the first blocks have after a crash. All of them are there."""
     with open_queue(DiskStore(folder)) as queue:
-        assert returned(queue.load(queue.secret.opaque(names(count)), np.arange(count))).ok == count
+        assert returned(queue.load(queue.secret.derive_keys(names(count)), np.arange(count))).ok == count
         return [n for row in range(count) for n in range(8) if np.array_equal(queue.memory[row], content(n))]
 
 
@@ -313,7 +313,7 @@ def test_a_crash_while_a_block_gets_other_bytes_leaves_the_old_or_the_new(
     with open_queue(DiskStore(doubtful, system=faulty.system)) as queue:
         fill(queue.memory, 4, 4)
         faulty.before[at] = gate
-        job = queue.save(queue.secret.opaque(names(4)), np.arange(4))
+        job = queue.save(queue.secret.derive_keys(names(4)), np.arange(4))
         assert gate.reached.wait(600)
         left = crash(doubtful, tmp_path / "again")
         gate.open()
@@ -332,10 +332,10 @@ def test_a_commit_that_fails_takes_neither_the_old_bytes_nor_the_new(
     with open_queue(DiskStore(doubtful, system=faulty.system)) as queue:
         fill(queue.memory, 4, 4)
         (faulty.after if durable else faulty.before)["COMMIT"] = raising(sqlite3.OperationalError("disk I/O error"))
-        assert not returned(queue.save(queue.secret.opaque(names(4)), np.arange(4))).ok
+        assert not returned(queue.save(queue.secret.derive_keys(names(4)), np.arange(4))).ok
         faulty.after, faulty.before = {}, {"fdatasync": gate}
         fill(queue.memory, 4, 100)
-        other = queue.save(queue.secret.opaque(names(4, first=100)), np.arange(4))
+        other = queue.save(queue.secret.derive_keys(names(4, first=100)), np.arange(4))
         assert gate.reached.wait(600)
         left = crash(doubtful, tmp_path / "again")
         gate.open()
@@ -412,7 +412,7 @@ def test_a_block_that_cannot_be_read_after_a_crash_is_written_again(doubtful: Pa
 def test_a_save_that_does_not_write_a_block_again_drops_nothing(doubtful: Path, failing: bool) -> None:
     faulty, gate = Faulty(), Gate()
     with open_queue(DiskStore(doubtful, system=faulty.system)) as queue:
-        keys = queue.secret.opaque(names(4))
+        keys = queue.secret.derive_keys(names(4))
         fill(queue.memory, 4, 4)  # Not what is there, so that it is written.
         faulty.before["pwritev"] = raising(OSError(errno.EIO, "I/O error")) if failing else gate
         job = queue.save(keys, np.arange(4))
@@ -432,7 +432,7 @@ def test_a_block_that_gets_other_bytes_while_it_is_read_keeps_its_slot(doubtful:
     gate, reads = Gate(), itertools.count()
     system = replace(Faulty().system, preadv=lambda *read: (next(reads) or gate(), os.preadv(*read))[1])
     with open_queue(DiskStore(doubtful, system=system)) as queue:
-        keys = queue.secret.opaque(names(1))
+        keys = queue.secret.derive_keys(names(1))
         load = queue.load(keys, np.arange(20, 21))
         assert gate.reached.wait(600)
         fill(queue.memory, 1, 4)
@@ -449,16 +449,16 @@ def test_a_block_that_gets_other_bytes_while_it_is_read_keeps_its_slot(doubtful:
 def test_where_no_other_slot_is_free_other_bytes_are_refused(doubtful: Path) -> None:
     with open_queue(DiskStore(doubtful, 4 * BLOCK_BYTES)) as queue:
         fill(queue.memory, 4, 4)
-        assert set(returned(queue.save(queue.secret.opaque(names(4)), np.arange(4))).codes.tolist()) == {REFUSED}
+        assert set(returned(queue.save(queue.secret.derive_keys(names(4)), np.arange(4))).codes.tolist()) == {REFUSED}
     assert loaded(doubtful) == [0, 1, 2, 3]
 
 
 def test_what_was_forgotten_is_absent_after_a_crash(folder: Path, tmp_path: Path) -> None:
     with open_queue(DiskStore(folder)) as queue:
-        assert queue.forget(queue.secret.opaque(names(10))).wait(600)
+        assert queue.forget(queue.secret.derive_keys(names(10))).wait(600)
         later = crash(folder, tmp_path / "later")
     with open_queue(DiskStore(later)) as queue:
-        job = queue.find(queue.secret.opaque(names(BLOCKS)))
+        job = queue.find(queue.secret.derive_keys(names(BLOCKS)))
         assert job.wait(600) and job.codes.tolist() == [ABSENT] * 10 + [OK] * (BLOCKS - 10)
 
 
@@ -471,5 +471,5 @@ def test_of_two_rows_with_one_key_the_last_counts(tmp_path: Path) -> None:
     with open_queue(store) as queue:
         stats = queue.stats().store
         assert stats["opened_blocks"] == 40 and stats["dropped_rows"] == 40
-        job = queue.load(queue.secret.opaque(names(40)), np.arange(40))
+        job = queue.load(queue.secret.derive_keys(names(40)), np.arange(40))
         assert job.wait(600, returned=True) and set(job.codes.tolist()) <= {OK, DAMAGED}

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.storage import ABSENT, FAILED, OK, StoreQueue
+from kvpool.storage import ABSENT, FAILED, OK, StoreWorker
 from kvpool.storage.backends.disk import DiskStore
 from kvpool.storage.backends.disk.slab import System
-from kvpool.storage.store import KEY_BYTES, SEAL_BYTES, Space
+from kvpool.storage.store import KEY_BYTES, MAC_BYTES, Space
 from tests.stores.disk_lab import Faulty
 from tests.stores.lab import (
     BLOCK_BYTES,
@@ -58,17 +58,17 @@ def test_a_save_that_fails_loses_nothing_and_later_ones_go_on(
         keys = saved(queue, 4)
         faulty.before[name] = raising(error)
         fill(queue.memory, 4, first=4)
-        job = returned(queue.save(queue.secret.opaque(names(4, 4)), np.arange(4)))
+        job = returned(queue.save(queue.secret.derive_keys(names(4, 4)), np.arange(4)))
         assert job.codes.tolist() == [FAILED] * 4
         text = "database" if error is FULL else "disk I/O" if error is BROKEN else os.strerror(error.errno)  # type: ignore
         assert text in job.error
         assert queue.stats().store["io_errors"] == 1 and queue.stats().store["blocks"] == 4
         del faulty.before[name]
-        assert done(queue.find(queue.secret.opaque(names(8)))).ok == 4
+        assert done(queue.find(queue.secret.derive_keys(names(8)))).ok == 4
         assert returned(queue.load(keys, np.arange(10, 14))).ok == 4
         saved(queue, 20, first=8)
     with open_queue(DiskStore(tmp_path / "store")) as queue:
-        assert returned(queue.load(queue.secret.opaque([*names(4), *names(20, 8)]), np.arange(24))).ok == 24
+        assert returned(queue.load(queue.secret.derive_keys([*names(4), *names(20, 8)]), np.arange(24))).ok == 24
         assert np.array_equal(queue.memory[0], content(0)) and np.array_equal(queue.memory[4], content(8))
 
 
@@ -77,7 +77,7 @@ def test_slots_of_saves_that_failed_are_used_again(store: DiskStore, faulty: Fau
     with open_queue(store) as queue:
         faulty.before[name] = raising(FULL if name == "COMMIT" else OSError(errno.EIO, "I/O error"))
         for first in range(0, 320, 32):
-            assert not returned(queue.save(queue.secret.opaque(names(32, first)), np.arange(32))).ok
+            assert not returned(queue.save(queue.secret.derive_keys(names(32, first)), np.arange(32))).ok
         del faulty.before[name]
         saved(queue, 32, first=1000)
         assert queue.stats().store["blocks"] == 32 and queue.stats().store["evicted"] == 0
@@ -113,7 +113,7 @@ def test_what_was_evicted_for_a_save_that_failed_and_is_forgotten_stays_gone_aft
     with open_queue(store) as queue:
         keys = saved(queue, 32)
         faulty.before["pwritev"] = raising(OSError(errno.EIO, "I/O error"))
-        assert not returned(queue.save(queue.secret.opaque(names(4, 100)), np.arange(4))).ok
+        assert not returned(queue.save(queue.secret.derive_keys(names(4, 100)), np.arange(4))).ok
         found = done(queue.find(keys))
         assert found.codes.tolist().count(ABSENT) == 4
         dropped = done(queue.forget(keys[found.codes == ABSENT]))
@@ -263,20 +263,20 @@ def test_a_file_system_that_becomes_full(small: Path) -> None:
                 rest.flush()
         for first in range(0, 1280, 64):
             fill(queue.memory, 64, first)
-            job = returned(queue.save(queue.secret.opaque(names(64, first)), np.arange(64)))
+            job = returned(queue.save(queue.secret.derive_keys(names(64, first)), np.arange(64)))
             failed += int(np.count_nonzero(job.codes == FAILED))
             kept += [first + place for place in np.flatnonzero(job.codes == OK).tolist()]
         assert failed and queue.stats().store["io_errors"]
     (small / "rest").unlink()
     with open_queue(DiskStore(small / "store")) as queue:
-        keys = queue.secret.opaque([b"block %d" % number for number in kept])
+        keys = queue.secret.derive_keys([b"block %d" % number for number in kept])
         assert done(queue.find(keys)).ok == len(kept)
 
 
 def test_rows_of_any_address_and_size_are_kept(tmp_path: Path) -> None:
     """They go through memory that direct I/O takes."""
     rows = np.zeros((8, 5001), np.uint8)
-    with StoreQueue(DiskStore(tmp_path / "store", 16 * 8192), rows, IDENTITY) as queue:
+    with StoreWorker(DiskStore(tmp_path / "store", 16 * 8192), rows, IDENTITY) as queue:
         keys = saved(queue, 4)
         rows[:] = 0
         assert returned(queue.load(keys, np.arange(4, 8))).ok == 4
@@ -291,7 +291,7 @@ def test_a_save_that_fails_late_takes_nothing_from_the_save_that_tries_again(tmp
     for row in range(8):
         rows[row] = row + 1
     names = [np.full((1, KEY_BYTES), number, np.uint8) for number in range(8)]
-    seals, who = np.zeros((2, SEAL_BYTES), np.uint8), threading.local()
+    macs, who = np.zeros((2, MAC_BYTES), np.uint8), threading.local()
     commit, write = Gate(), Gate()
 
     def pwritev(fd: int, views: Any, at: int) -> int:
@@ -316,7 +316,7 @@ def test_a_save_that_fails_late_takes_nothing_from_the_save_that_tries_again(tmp
         who.name = name
         keys = np.concatenate([names[number] for number in numbers])
         with suppress(OSError):  # a sync that fails may fail the second too
-            codes[name] = store.save(keys, np.array(numbers) - 1, seals[: len(numbers)], bytes(16), 1 << 40, bool)
+            codes[name] = store.save(keys, np.array(numbers) - 1, macs[: len(numbers)], bytes(16), 1 << 40, bool)
 
     def begin(name: str, *numbers: int) -> threading.Thread:
         thread = threading.Thread(target=save, args=(name, *numbers))

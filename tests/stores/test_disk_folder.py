@@ -287,14 +287,14 @@ def test_a_folder_that_has_gone_is_said_once_counted_and_not_saved_into(
         assert not queue.stats().store["folder_gone"]
         GONE[kind](folder)
         for count in (1, 2):
-            job = queue.save(queue.secret.opaque(names(2, 10)), np.arange(2))
+            job = queue.save(queue.secret.derive_keys(names(2, 10)), np.arange(2))
             assert job.wait(600, returned=True) and job.codes.tolist() == [FAILED, FAILED]
             assert queue.stats().store["folder_gone"] == count
         told = [
             one for one in caplog.records if "removed or replaced" in one.message and one.name.endswith("disk_store")
         ]
         assert len(told) == 1 and told[0].levelname == "WARNING"
-        job = queue.load(queue.secret.opaque(names(2)), np.array([4, 5]))
+        job = queue.load(queue.secret.derive_keys(names(2)), np.array([4, 5]))
         assert job.wait(600, returned=True) and job.ok == 2, "what was saved before is still read"
 
 
@@ -306,7 +306,7 @@ def test_a_folder_that_goes_while_a_save_is_under_way_has_not_saved_it(tmp_path:
         (folder / "slab").unlink()
 
     with open_queue(DiskStore(folder, CAPACITY, system=System(fdatasync=gone))) as queue:
-        assert returned(queue.save(queue.secret.opaque(names(2)), np.arange(2))).codes.tolist() == [FAILED, FAILED]
+        assert returned(queue.save(queue.secret.derive_keys(names(2)), np.arange(2))).codes.tolist() == [FAILED, FAILED]
 
 
 PARENT = """
@@ -331,7 +331,7 @@ def test_a_child_that_ends_does_no_harm(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", PARENT, str(tmp_path / "store")], cwd=root, check=True)
     with open_queue(DiskStore(tmp_path / "store")) as queue:
-        job = queue.load(queue.secret.opaque(names(60)), np.arange(60))
+        job = queue.load(queue.secret.derive_keys(names(60)), np.arange(60))
         assert job.wait(600) and job.ok == 60 and not queue.stats().store["damaged_files"]
 
 

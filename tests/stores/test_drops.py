@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from kvpool import StoreBusy
-from kvpool.storage import ABSENT, CANCELLED, FAILED, OK, Job, MemoryStore, StoreQueue
-from kvpool.storage.jobs import Drops
+from kvpool.storage import ABSENT, CANCELLED, FAILED, OK, MemoryStore, StoreRequest, StoreWorker
 from kvpool.storage.store import TAG_BYTES
-from kvpool.storage.store_client import StoreHealth
+from kvpool.storage.store_client import CircuitBreaker
+from kvpool.storage.store_requests import Tombstones
 from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, fail, fill, names, open_queue, saved
 
-Drop = Callable[[StoreQueue, Any], Job]
+Drop = Callable[[StoreWorker, Any], StoreRequest]
 DROPS: dict[str, Drop] = {
     "forget": lambda queue, keys: queue.forget(keys),
     "clear": lambda queue, keys: queue.clear(),
@@ -53,7 +53,7 @@ class Down:
         del self._store.before["forget"], self._store.before["clear"]
 
 
-def codes(job: Job) -> list[int]:
+def codes(job: StoreRequest) -> list[int]:
     assert job.wait(600)
     return job.codes.tolist()
 
@@ -61,10 +61,10 @@ def codes(job: Job) -> list[int]:
 # -- calls under way -----------------------------------------------------------------------------------
 
 
-def test_a_drop_waits_for_the_saves_under_way_that_it_concerns(store: Wrong, queue: StoreQueue, drop: Drop) -> None:
+def test_a_drop_waits_for_the_saves_under_way_that_it_concerns(store: Wrong, queue: StoreWorker, drop: Drop) -> None:
     gate, store.deaf = Gate(), True
     store.before["save"] = gate
-    keys = queue.secret.opaque(names(4))
+    keys = queue.secret.derive_keys(names(4))
     saving = queue.save(keys, np.arange(4))
     assert gate.reached.wait(600)
     dropped = drop(queue, keys)
@@ -76,21 +76,21 @@ def test_a_drop_waits_for_the_saves_under_way_that_it_concerns(store: Wrong, que
     assert codes(queue.find(keys)) == [ABSENT] * 4
 
 
-def test_a_forget_waits_for_no_other_save(store: Wrong, queue: StoreQueue) -> None:
+def test_a_forget_waits_for_no_other_save(store: Wrong, queue: StoreWorker) -> None:
     keys, gate = saved(queue, 4), store.hold("save")
-    saving = queue.save(queue.secret.opaque(names(2, 10)), np.arange(10, 12))
+    saving = queue.save(queue.secret.derive_keys(names(2, 10)), np.arange(10, 12))
     assert gate.reached.wait(600)
     assert codes(queue.forget(keys)) == [OK] * 4 and not saving.done
     gate.open()
     assert codes(saving) == [OK] * 2
 
 
-def test_a_queued_save_leaves_out_what_is_dropped(store: Wrong, queue: StoreQueue) -> None:
+def test_a_queued_save_leaves_out_what_is_dropped(store: Wrong, queue: StoreWorker) -> None:
     gate = store.hold("save")
-    blockers = [queue.save(queue.secret.opaque(names(1, 40 + i)), np.array([40 + i])) for i in range(3)]
+    blockers = [queue.save(queue.secret.derive_keys(names(1, 40 + i)), np.array([40 + i])) for i in range(3)]
     assert gate.reached.wait(600)
     fill(queue.memory, 12)
-    keys = queue.secret.opaque(names(12))
+    keys = queue.secret.derive_keys(names(12))
     saving = queue.save(keys, np.arange(12))  # in three calls
     dropped = queue.forget(keys[2:9])
     assert saving.codes.tolist()[2:9] == [CANCELLED] * 7 and not saving.done
@@ -104,7 +104,7 @@ def test_a_queued_save_leaves_out_what_is_dropped(store: Wrong, queue: StoreQueu
 
 @pytest.mark.parametrize("kind", ["find", "load"])
 def test_what_a_store_answers_after_a_drop_counts_no_more(
-    store: Wrong, queue: StoreQueue, drop: Drop, kind: str
+    store: Wrong, queue: StoreWorker, drop: Drop, kind: str
 ) -> None:
     """The call had found the blocks before."""
     keys, gate = saved(queue, 4), Gate()
@@ -128,7 +128,7 @@ def test_what_a_store_answers_after_a_drop_counts_no_more(
 
 
 def test_until_a_store_that_is_down_confirms_nothing_is_found_loaded_or_saved(
-    store: Wrong, queue: StoreQueue, drop: Drop
+    store: Wrong, queue: StoreWorker, drop: Drop
 ) -> None:
     keys, down = saved(queue, 4), Down(store)
     dropped = drop(queue, keys)
@@ -145,9 +145,9 @@ def test_until_a_store_that_is_down_confirms_nothing_is_found_loaded_or_saved(
     assert np.array_equal(saved(queue, 4), keys) and codes(queue.find(keys)) == [OK] * 4, "it may be saved anew"
 
 
-def test_what_is_to_be_dropped_says_nothing_of_the_health_of_a_store(store: Wrong, queue: StoreQueue) -> None:
+def test_what_is_to_be_dropped_says_nothing_of_the_health_of_a_store(store: Wrong, queue: StoreWorker) -> None:
     """A store that is down would count as one that answers."""
-    keys, down, health = saved(queue, 4), Down(store), StoreHealth(1, 3600.0)
+    keys, down, health = saved(queue, 4), Down(store), CircuitBreaker(1, 3600.0)
     asked, store.before["find"] = queue.find(keys), fail
     queue.forget(keys[:2])
     failed, cancelled = queue.find(keys), queue.find(keys[:2])
@@ -158,7 +158,7 @@ def test_what_is_to_be_dropped_says_nothing_of_the_health_of_a_store(store: Wron
     down.up()
 
 
-def test_others_are_served_while_a_drop_is_not_confirmed(store: Wrong, queue: StoreQueue) -> None:
+def test_others_are_served_while_a_drop_is_not_confirmed(store: Wrong, queue: StoreWorker) -> None:
     tags = [queue.secret.tag(name) for name in (b"one", b"other")]
     first, second = saved(queue, 2, tag=tags[0]), saved(queue, 2, first=2, tag=tags[1])
     down = Down(store)
@@ -166,15 +166,15 @@ def test_others_are_served_while_a_drop_is_not_confirmed(store: Wrong, queue: St
     assert codes(queue.find(first, tag=tags[0])) == [CANCELLED] * 2
     assert codes(queue.find(second, tag=tags[1])) == [CANCELLED, OK]
     assert saved(queue, 2, first=10, tag=tags[1]).shape == (2, 32)
-    assert codes(queue.save(queue.secret.opaque(names(1, 20)), np.arange(1), tag=tags[0])) == [CANCELLED]
+    assert codes(queue.save(queue.secret.derive_keys(names(1, 20)), np.arange(1), tag=tags[0])) == [CANCELLED]
     down.up()
     assert [codes(job) for job in dropped] == [[OK], [OK]]
 
 
-def test_a_drop_that_hangs_keeps_no_load_waiting(store: Wrong, queue: StoreQueue, drop: Drop) -> None:
+def test_a_drop_that_hangs_keeps_no_load_waiting(store: Wrong, queue: StoreWorker, drop: Drop) -> None:
     keys, others = saved(queue, 4), saved(queue, 4, first=10, tag=queue.secret.tag(b"other"))
     gate = store.before["forget"] = store.before["clear"] = Gate()
-    hanging = [queue.forget(queue.secret.opaque(names(1, 100 + i))) for i in range(8)] + [drop(queue, keys)]
+    hanging = [queue.forget(queue.secret.derive_keys(names(1, 100 + i))) for i in range(8)] + [drop(queue, keys)]
     assert gate.reached.wait(600)
     if hanging[-1].tag != queue.secret.model:
         assert codes(queue.load(others, np.arange(4), tag=queue.secret.tag(b"other"))) == [OK] * 4
@@ -201,22 +201,22 @@ def test_a_queue_full_of_saves_takes_a_drop_and_too_many_drops_are_refused(store
     with open_queue(store, queued_blocks=4) as queue:
         gate = store.hold("save")
         down = Down(store)
-        queue.save(queue.secret.opaque(names(1)), np.arange(1))
+        queue.save(queue.secret.derive_keys(names(1)), np.arange(1))
         assert gate.reached.wait(600)
-        queue.save(queue.secret.opaque(names(4, 50)), np.arange(4))
+        queue.save(queue.secret.derive_keys(names(4, 50)), np.arange(4))
         with pytest.raises(StoreBusy):
-            queue.save(queue.secret.opaque(names(4, 60)), np.arange(4))
-        queue.forget(queue.secret.opaque(names(3)))
+            queue.save(queue.secret.derive_keys(names(4, 60)), np.arange(4))
+        queue.forget(queue.secret.derive_keys(names(3)))
         queue.check_forget(1)
         with pytest.raises(StoreBusy):
             queue.check_forget(2)
         with pytest.raises(StoreBusy):
-            queue.forget(queue.secret.opaque(names(2, 80)))
+            queue.forget(queue.secret.derive_keys(names(2, 80)))
         down.up()
         gate.open()
 
 
-def test_a_second_clear_of_the_same_waits_with_the_first(store: Wrong, queue: StoreQueue) -> None:
+def test_a_second_clear_of_the_same_waits_with_the_first(store: Wrong, queue: StoreWorker) -> None:
     down, tag = Down(store), queue.secret.tag(b"tenant")
     first, other = queue.clear(), queue.clear(tag)
     assert queue.clear() is first and queue.clear(tag) is other and first is not other
@@ -251,12 +251,12 @@ def test_drops_cost_a_look_at_each_block_of_a_job_however_many_wait() -> None:
     """It is done on the thread of the caller, and with the lock of the queue."""
     queue = type("Queue", (), {"secret": Named()})()
 
-    def job(kind: str, first: int, count: int) -> Job:
+    def job(kind: str, first: int, count: int) -> StoreRequest:
         keys = np.zeros((count, 32), np.uint8)
         keys[:, 0] = np.arange(first, first + count)
-        return Job(queue, kind, keys, np.empty(0, np.int64), None, math.inf, bytes(TAG_BYTES), 0)
+        return StoreRequest(queue, kind, keys, np.empty(0, np.int64), None, math.inf, bytes(TAG_BYTES), 0)
 
-    drops, forgets = Drops(), [job("forget", i, 2) for i in range(100)]
+    drops, forgets = Tombstones(), [job("forget", i, 2) for i in range(100)]
     saving = job("save", 0, 200)
     saving.hashed()
     for forget in forgets:
@@ -280,7 +280,7 @@ def test_drops_cost_a_look_at_each_block_of_a_job_however_many_wait() -> None:
     assert (found.codes == CANCELLED).tolist() == [False, True, True] + [False] * 5
 
 
-def test_a_drop_cannot_be_cancelled(store: Wrong, queue: StoreQueue, drop: Drop) -> None:
+def test_a_drop_cannot_be_cancelled(store: Wrong, queue: StoreWorker, drop: Drop) -> None:
     keys, down = saved(queue, 2), Down(store)
     dropped = drop(queue, keys)
     with pytest.raises(ValueError, match="cannot be cancelled"):
@@ -290,10 +290,10 @@ def test_a_drop_cannot_be_cancelled(store: Wrong, queue: StoreQueue, drop: Drop)
 
 
 @pytest.mark.parametrize("tag", [bytes(TAG_BYTES), b"short", "text", None])
-def test_only_tags_of_the_secret_are_accepted(queue: StoreQueue, tag: Any) -> None:
+def test_only_tags_of_the_secret_are_accepted(queue: StoreWorker, tag: Any) -> None:
     """A clear of the model would not drop what has another tag."""
-    keys = queue.secret.opaque(names(1))
-    calls: list[Callable[[], Job]] = [
+    keys = queue.secret.derive_keys(names(1))
+    calls: list[Callable[[], StoreRequest]] = [
         lambda: queue.save(keys, np.arange(1), tag=tag),
         lambda: queue.load(keys, np.arange(1), tag=tag),
         lambda: queue.find(keys, tag=tag),
@@ -308,7 +308,7 @@ def test_only_tags_of_the_secret_are_accepted(queue: StoreQueue, tag: Any) -> No
 
 
 def test_a_store_without_clear_refuses_it_and_changes_nothing(store: Wrong) -> None:
-    store.clears = 0
+    store.clears_prefix = 0
     with open_queue(store) as queue:
         keys = saved(queue, 2)
         for tag in (None, queue.secret.tag(b"")):

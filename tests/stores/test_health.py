@@ -8,30 +8,30 @@ import numpy as np
 import pytest
 
 from kvpool.storage import ABSENT, CANCELLED, DAMAGED, FAILED, LATE, OK, REFUSED
-from kvpool.storage.jobs import FORGET, Job
-from kvpool.storage.store_client import StoreHealth
+from kvpool.storage.store_client import CircuitBreaker
+from kvpool.storage.store_requests import FORGET, StoreRequest
 from tests.stores.lab import Clock
 
 
 def job(*codes: int, kind: str = "load") -> Any:
     """A job that is done, with these codes."""
 
-    made = object.__new__(Job)
+    made = object.__new__(StoreRequest)
     made.kind, made._codes, made._counted, made._settled = kind, np.array(codes, np.uint8), None, True
     return made
 
 
 @pytest.fixture
-def health(clock: Clock) -> StoreHealth:
-    return StoreHealth(3, 5.0, probe_seconds_max=15.0, clock=clock)
+def health(clock: Clock) -> CircuitBreaker:
+    return CircuitBreaker(3, 5.0, probe_seconds_max=15.0, clock=clock)
 
 
-def fail(health: StoreHealth, count: int = 3, kind: str = "load") -> None:
+def fail(health: CircuitBreaker, count: int = 3, kind: str = "load") -> None:
     for _ in range(count):
         health.note(job(FAILED, kind=kind))
 
 
-def test_failures_in_a_row_suspend_it(health: StoreHealth) -> None:
+def test_failures_in_a_row_suspend_it(health: CircuitBreaker) -> None:
     fail(health, 2)
     assert health.usable()
     fail(health, 1)
@@ -39,14 +39,16 @@ def test_failures_in_a_row_suspend_it(health: StoreHealth) -> None:
 
 
 @pytest.mark.parametrize("code", [OK, ABSENT, REFUSED])
-def test_an_answer_between_failures_counts_them_anew(health: StoreHealth, code: int) -> None:
+def test_an_answer_between_failures_counts_them_anew(health: CircuitBreaker, code: int) -> None:
     fail(health, 2)
     health.note(job(code, FAILED))
     fail(health, 2)
     assert health.usable()
 
 
-def test_a_save_of_what_is_not_there_any_more_says_nothing_and_is_no_probe(health: StoreHealth, clock: Clock) -> None:
+def test_a_save_of_what_is_not_there_any_more_says_nothing_and_is_no_probe(
+    health: CircuitBreaker, clock: Clock
+) -> None:
     fail(health, kind="save")
     clock.now += 5
     assert health.usable(writes=True) and not health.usable(writes=True)
@@ -57,13 +59,13 @@ def test_a_save_of_what_is_not_there_any_more_says_nothing_and_is_no_probe(healt
 
 
 @pytest.mark.parametrize("code", [FAILED, LATE, DAMAGED])
-def test_what_counts_as_a_failure(health: StoreHealth, code: int) -> None:
+def test_what_counts_as_a_failure(health: CircuitBreaker, code: int) -> None:
     for _ in range(3):
         health.note(job(code, code))
     assert not health.usable() and health.stats().failed_jobs == 3
 
 
-def test_a_cancelled_job_says_nothing(health: StoreHealth) -> None:
+def test_a_cancelled_job_says_nothing(health: CircuitBreaker) -> None:
     fail(health, 2)
     health.note(job(CANCELLED))
     assert health.usable()
@@ -73,7 +75,7 @@ def test_a_cancelled_job_says_nothing(health: StoreHealth) -> None:
     assert not health.usable()
 
 
-def test_one_job_probes_it_after_a_while(health: StoreHealth, clock: Clock) -> None:
+def test_one_job_probes_it_after_a_while(health: CircuitBreaker, clock: Clock) -> None:
     fail(health)
     clock.now += 4.9
     assert not health.usable()
@@ -84,7 +86,7 @@ def test_one_job_probes_it_after_a_while(health: StoreHealth, clock: Clock) -> N
     assert health.stats().probes == 1
 
 
-def test_a_probe_that_fails_doubles_the_wait_up_to_a_bound(health: StoreHealth, clock: Clock) -> None:
+def test_a_probe_that_fails_doubles_the_wait_up_to_a_bound(health: CircuitBreaker, clock: Clock) -> None:
     fail(health)
     for wait in (5, 10, 15, 15):
         clock.now += wait - 0.5
@@ -98,13 +100,13 @@ def test_a_probe_that_fails_doubles_the_wait_up_to_a_bound(health: StoreHealth, 
     assert health.usable()
 
 
-def test_late_failures_of_older_jobs_do_not_lengthen_the_wait(health: StoreHealth, clock: Clock) -> None:
+def test_late_failures_of_older_jobs_do_not_lengthen_the_wait(health: CircuitBreaker, clock: Clock) -> None:
     fail(health, 10)
     clock.now += 5
     assert health.usable()
 
 
-def test_a_probe_that_was_never_begun_is_replaced(health: StoreHealth, clock: Clock) -> None:
+def test_a_probe_that_was_never_begun_is_replaced(health: CircuitBreaker, clock: Clock) -> None:
     fail(health)
     clock.now += 5
     assert health.usable()
@@ -112,7 +114,7 @@ def test_a_probe_that_was_never_begun_is_replaced(health: StoreHealth, clock: Cl
     assert health.usable()
 
 
-def test_writes_that_fail_suspend_no_reads(health: StoreHealth) -> None:
+def test_writes_that_fail_suspend_no_reads(health: CircuitBreaker) -> None:
     fail(health, kind="save")
     assert health.usable() and not health.usable(writes=True)
     assert health.stats().writes_suspended and not health.stats().reads_suspended
@@ -122,7 +124,7 @@ def test_writes_that_fail_suspend_no_reads(health: StoreHealth) -> None:
     assert health.usable(writes=True)
 
 
-def test_a_store_that_forgets_and_does_not_save_is_suspended(health: StoreHealth) -> None:
+def test_a_store_that_forgets_and_does_not_save_is_suspended(health: CircuitBreaker) -> None:
     for _ in range(3):
         health.note(job(FAILED, kind="save"))
         health.note(job(OK, kind=FORGET))
@@ -130,7 +132,7 @@ def test_a_store_that_forgets_and_does_not_save_is_suspended(health: StoreHealth
 
 
 @pytest.mark.parametrize(("good", "bad"), [("find", "load"), ("load", "find")])
-def test_answers_of_one_kind_excuse_no_failures_of_another(health: StoreHealth, good: str, bad: str) -> None:
+def test_answers_of_one_kind_excuse_no_failures_of_another(health: CircuitBreaker, good: str, bad: str) -> None:
     for _ in range(3):
         health.note(job(OK, kind=good))
         health.note(job(FAILED, kind=bad))
@@ -138,7 +140,7 @@ def test_answers_of_one_kind_excuse_no_failures_of_another(health: StoreHealth, 
     assert health.usable(writes=True)
 
 
-def probing_find(health: StoreHealth, clock: Clock, code: int) -> None:
+def probing_find(health: CircuitBreaker, clock: Clock, code: int) -> None:
     """Loads have failed. After the wait a find is the probe, and gets this answer."""
     fail(health)
     clock.now += 5
@@ -146,14 +148,14 @@ def probing_find(health: StoreHealth, clock: Clock, code: int) -> None:
     health.note(job(code, kind="find"))
 
 
-def test_a_find_that_probes_lets_the_load_begin_that_ends_the_suspension(health: StoreHealth, clock: Clock) -> None:
+def test_a_find_that_probes_lets_the_load_begin_that_ends_the_suspension(health: CircuitBreaker, clock: Clock) -> None:
     probing_find(health, clock, OK)
     assert not health.usable() and health.usable(found=True)
     health.note(job(OK, kind="load"))
     assert health.usable() and not health.suspended()
 
 
-def test_a_load_of_a_probe_that_fails_doubles_the_wait(health: StoreHealth, clock: Clock) -> None:
+def test_a_load_of_a_probe_that_fails_doubles_the_wait(health: CircuitBreaker, clock: Clock) -> None:
     probing_find(health, clock, OK)
     health.note(job(FAILED, kind="load"))
     assert not health.usable(found=True)
@@ -163,7 +165,7 @@ def test_a_load_of_a_probe_that_fails_doubles_the_wait(health: StoreHealth, cloc
     assert health.usable()
 
 
-def test_a_probe_that_finds_nothing_gives_its_place_to_the_next(health: StoreHealth, clock: Clock) -> None:
+def test_a_probe_that_finds_nothing_gives_its_place_to_the_next(health: CircuitBreaker, clock: Clock) -> None:
     """No load follows it, so it says nothing of loads. Finds are answered, and need not be spared."""
     probing_find(health, clock, ABSENT)
     for _ in range(5):
@@ -177,20 +179,20 @@ def test_a_probe_that_finds_nothing_gives_its_place_to_the_next(health: StoreHea
     assert health.usable() and not health.suspended()
 
 
-def test_a_load_that_never_follows_is_replaced_by_another_probe(health: StoreHealth, clock: Clock) -> None:
+def test_a_load_that_never_follows_is_replaced_by_another_probe(health: CircuitBreaker, clock: Clock) -> None:
     probing_find(health, clock, OK)
     clock.now += 5
     assert health.usable()
 
 
-def test_loads_leave_the_probe_of_finds_to_a_find(health: StoreHealth, clock: Clock) -> None:
+def test_loads_leave_the_probe_of_finds_to_a_find(health: CircuitBreaker, clock: Clock) -> None:
     fail(health, kind="find")
     assert not health.usable(found=True)
     clock.now += 5
     assert health.usable(found=True) and health.usable() and not health.usable()
 
 
-def test_resume_ends_all_suspensions(health: StoreHealth) -> None:
+def test_resume_ends_all_suspensions(health: CircuitBreaker) -> None:
     for kind in ("find", "load", "save"):
         fail(health, kind=kind)
     health.resume()
@@ -201,6 +203,6 @@ def test_resume_ends_all_suspensions(health: StoreHealth) -> None:
 @pytest.mark.parametrize("bad", [-1, float("nan"), float("inf"), "5", None, True])
 def test_bad_times_are_named(bad: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="probe_seconds: .*"):
-        StoreHealth(3, bad)
+        CircuitBreaker(3, bad)
     with pytest.raises((TypeError, ValueError), match="failures: .*"):
-        StoreHealth(0)
+        CircuitBreaker(0)

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from kvpool import HostCache, HostTier, Missed, OutOfBlocks, PoolClosed
-from kvpool.storage import MemoryStore, StoreQueue
-from kvpool.storage.bridge import blocks_in
+from kvpool.storage import MemoryStore, StoreWorker
 from kvpool.storage.host_cache_tier import HostCacheTier
-from kvpool.storage.hostkeeper import HostKeeper
+from kvpool.storage.host_storage_manager import HostStorageManager
+from kvpool.storage.writeback import blocks_in
 from tests.stores.hostkeeping import Engine
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Gate, Wrong, content, fail, names
 from tests.waiting import until
@@ -35,7 +35,7 @@ def test_the_identity_of_the_stores_can_outlive_the_caches(make: Callable[..., E
     again = make(store, identity=OTHER, **{"blocks": 8})
     again.close()
     cache = HostCache(8, BLOCK_BYTES, identity=OTHER)
-    with HostTier.of(cache) as tier, HostKeeper(cache, tier, [store], identity=IDENTITY) as keeper:
+    with HostTier.of(cache) as tier, HostStorageManager(cache, tier, [store], identity=IDENTITY) as keeper:
         assert keeper.find(b"block 0") == PENDING
         assert keeper.drain(600)
         assert keeper.find(b"block 0") == HERE
@@ -155,13 +155,13 @@ def test_a_find_leaves_time_for_the_stores_behind_it(
     make: Callable[..., Engine], store: Wrong, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, ends = make(Wrong(MemoryStore(256 * BLOCK_BYTES)), store, load_seconds=2.0), []
-    find = StoreQueue.find
+    find = StoreWorker.find
 
-    def noted(queue: StoreQueue, keys: Any, *, tag: Any, deadline: float) -> Any:
+    def noted(queue: StoreWorker, keys: Any, *, tag: Any, deadline: float) -> Any:
         ends.append(deadline - engine.now)
         return find(queue, keys, deadline=deadline)
 
-    monkeypatch.setattr(StoreQueue, "find", noted)
+    monkeypatch.setattr(StoreWorker, "find", noted)
     assert engine.ask(1) == [ABSENT]
     assert ends == [1.0, 2.0]
 
@@ -336,9 +336,9 @@ def test_bad_options_are_named(store: Wrong, options: Any, message: str) -> None
 def test_the_memory_of_another_cache_is_refused(store: Wrong) -> None:
     with HostCache(4, BLOCK_BYTES, identity=IDENTITY) as cache, HostCache(4, BLOCK_BYTES, identity=OTHER) as other:
         with HostTier.of(other) as tier, pytest.raises(ValueError, match="tier: accepted"):
-            HostKeeper(cache, tier, [store])
+            HostStorageManager(cache, tier, [store])
         with HostTier.of(cache) as tier, pytest.raises(ValueError, match="stores: .*"):
-            HostKeeper(cache, tier, [])
+            HostStorageManager(cache, tier, [])
 
 
 def test_closing_while_a_load_hangs_says_so_and_keeps_its_blocks(make: Callable[..., Engine], store: Wrong) -> None:

@@ -23,7 +23,7 @@ def test_after_clear_nothing_is_found_that_was_saved_before(
 ) -> None:
     """As with weights that were replaced while the engine runs. Not every store can drop what a model has saved."""
     gate = store.hold("clear")
-    store.clears *= clears
+    store.clears_prefix *= clears
     engine = make(retry_seconds=0.0)
     engine.saved(4)
     engine.write(2, first=10)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvpool import HostCache
-from kvpool.storage.seals import Secret
+from kvpool.storage.mac import Secret
 from tests.stores.hostkeeping import Engine
 from tests.stores.lab import Gate, Wrong, names
 
@@ -20,13 +20,13 @@ ABSENT, HERE = HostCache.ABSENT, HostCache.HERE
 @pytest.fixture
 def hashing(monkeypatch: pytest.MonkeyPatch) -> Gate:
     """Holds the threads that hash keys."""
-    gate, opaque = Gate(), Secret.opaque
+    gate, opaque = Gate(), Secret.derive_keys
 
     def held(secret: Secret, names: Any) -> Any:
         gate()
         return opaque(secret, names)
 
-    monkeypatch.setattr(Secret, "opaque", held)
+    monkeypatch.setattr(Secret, "derive_keys", held)
     return gate
 
 
@@ -42,7 +42,7 @@ def test_what_is_published_after_clear_is_not_saved_for_what_was_before(
 ) -> None:
     """Another engine would find the KV of other weights. The store is one that cannot drop all, and that never looks
     whether to stop."""
-    save, store.clears = store.inner.save, 0
+    save, store.clears_prefix = store.inner.save, 0
     monkeypatch.setattr(store.inner, "save", lambda *call: save(*call[:-1], lambda: False))
     engine = make(store)
     engine.write(4)
@@ -98,13 +98,13 @@ def test_a_block_that_is_written_anew_while_its_key_is_hashed_is_saved_as_it_is_
 def test_the_thread_of_the_scheduler_hashes_nothing(
     make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hashed, opaque = set[int](), Secret.opaque
+    hashed, opaque = set[int](), Secret.derive_keys
 
     def noted(secret: Secret, names: Any) -> Any:
         hashed.add(threading.get_ident())
         return opaque(secret, names)
 
-    monkeypatch.setattr(Secret, "opaque", noted)
+    monkeypatch.setattr(Secret, "derive_keys", noted)
     engine = make()
     engine.saved(4)
     assert engine.ask(4) == [HERE] * 4

@@ -1,5 +1,5 @@
-"""How much a HostKeeper loads and saves: what the policy of a store takes, what has room, no more than a quota, and
-what is evicted next."""
+"""How much a HostStorageManager loads and saves: what the policy of a store takes, what has room, no more than a quota,
+and what is evicted next."""
 
 from __future__ import annotations
 

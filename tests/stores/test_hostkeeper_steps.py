@@ -132,7 +132,7 @@ def test_a_store_whose_find_ends_the_callers_thread_can_be_closed() -> None:
     queue = open_queue(store)
     store.before["find"] = lambda: sys.exit(1)
     with pytest.raises(SystemExit):
-        queue.find_now(queue.secret.opaque(names(1)))
+        queue.find_now(queue.secret.derive_keys(names(1)))
     assert queue.close(5.0)
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kvpool import HostCache, HostTier
-from kvpool.storage import OK, MemoryStore, StoreQueue
-from kvpool.storage.hostkeeper import HostKeeper
+from kvpool.storage import OK, MemoryStore, StoreWorker
+from kvpool.storage.host_storage_manager import HostStorageManager
 from tests.exact import At
 from tests.hostcache.conftest import IDENTITY, keys
 from tests.stores.lab import done, memory, saved
@@ -28,7 +28,9 @@ class Scene:
     def __init__(self) -> None:
         self.cache = HostCache(8, 4096, identity=IDENTITY)
         self.tier = HostTier.of(self.cache)
-        self.keeper = HostKeeper(self.cache, self.tier, [MemoryStore(1 << 20)], retry_seconds=0.0, load_seconds=600.0)
+        self.keeper = HostStorageManager(
+            self.cache, self.tier, [MemoryStore(1 << 20)], retry_seconds=0.0, load_seconds=600.0
+        )
         self.keeper.publish(self.cache.reserve(KEYS).keys)
         assert self.keeper.drain(600)
         self.cache.forget(KEYS)
@@ -114,14 +116,14 @@ def test_a_handler_that_raises_in_pin_leaves_no_lease() -> None:
 
 
 def test_a_handler_that_raises_in_a_call_of_a_queue_keeps_no_thread_waiting() -> None:
-    calls: dict[str, Callable[[StoreQueue, Any], Any]] = {
+    calls: dict[str, Callable[[StoreWorker, Any], Any]] = {
         "find": lambda queue, found: queue.find(found),
         "load": lambda queue, found: queue.load(found, np.arange(10, 12)).wait(600),
         "stats": lambda queue, found: queue.stats(),
         "drain": lambda queue, found: queue.drain(600),
     }
     for call in calls.values():
-        with StoreQueue(MemoryStore(1 << 20), memory(), IDENTITY) as queue:
+        with StoreWorker(MemoryStore(1 << 20), memory(), IDENTITY) as queue:
             found, k, reached = saved(queue, 2), 0, True
             while reached:
                 k += 1
@@ -133,7 +135,7 @@ def test_a_handler_that_raises_in_a_call_of_a_queue_keeps_no_thread_waiting() ->
 
 
 def test_jobs_that_a_handler_has_kept_from_the_caller_are_told_again() -> None:
-    with StoreQueue(MemoryStore(1 << 20), memory(), IDENTITY) as queue:
+    with StoreWorker(MemoryStore(1 << 20), memory(), IDENTITY) as queue:
         found, k, reached = saved(queue, 1), 0, True
         queue.finished()
         while reached:

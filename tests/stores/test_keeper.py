@@ -10,7 +10,7 @@ import pytest
 from kvpool import BlockLayout, KVCacheManager, ModelIdentity
 from kvpool.device.cpu import CpuDevice
 from kvpool.device.sim import SimDevice
-from kvpool.storage import Keeper
+from kvpool.storage import StorageManager
 from tests.device.faults import FaultyDevice
 from tests.engine import small_layout
 from tests.stores.keeping import (
@@ -163,7 +163,7 @@ def test_several_groups_of_layers_come_back(head_dim: int) -> None:
     for turn in range(2):
         with (
             grouped(head_dim=head_dim) as cache,
-            Keeper(cache, [memory], identity=IDENTITY, deadline_ms=60_000) as kept,
+            StorageManager(cache, [memory], identity=IDENTITY, deadline_ms=60_000) as kept,
         ):
             keys = cache.block_keys(prompt)
             if turn:
@@ -187,7 +187,7 @@ def test_on_a_device_that_finds_races_none_is_found(seed_of_sim: int) -> None:
         with KVCacheManager(
             layout, device_blocks=12, host_blocks=8, device=device, event_capacity=256, secret=SECRET
         ) as cache:
-            with Keeper(cache, [memory], identity=IDENTITY, deadline_ms=60_000) as kept:
+            with StorageManager(cache, [memory], identity=IDENTITY, deadline_ms=60_000) as kept:
                 if turn:
                     assert kept.prefetch(prompt, 60.0).wait(600)
                 sequence = cache.add_sequence(prompt)
@@ -222,7 +222,7 @@ def test_a_copy_that_the_device_refuses_saves_nothing_wrong() -> None:
     memory, prompt = store(), tokens(41)
     device = FaultyDevice(CpuDevice(), lambda call, index, move: int(move[0]) in (2, 5))
     with KVCacheManager(small_layout(T), device_blocks=32, host_blocks=32, device=device, event_capacity=256) as cache:
-        with Keeper(cache, [memory], identity=IDENTITY, staging_blocks=2) as kept:
+        with StorageManager(cache, [memory], identity=IDENTITY, staging_blocks=2) as kept:
             sequence = cache.add_sequence(prompt)
             cache.commit(sequence)
             assert kept.drain(600)
@@ -237,7 +237,7 @@ def test_a_text_names_a_store_of_a_keeper_and_a_wrong_one_is_refused() -> None:
     with KVCacheManager(
         small_layout(T), device_blocks=8, host_blocks=8, device="cpu", secret=SECRET, event_capacity=256
     ) as cache:
-        with Keeper(cache, ["memory:?capacity=1MiB"], identity=IDENTITY) as kept:
+        with StorageManager(cache, ["memory:?capacity=1MiB"], identity=IDENTITY) as kept:
             assert len(kept.stats().stores) == 1
         with pytest.raises(ValueError, match="got 'capcity'; did you mean capacity"):
-            Keeper(cache, ["memory:?capcity=1MiB"], identity=IDENTITY)
+            StorageManager(cache, ["memory:?capcity=1MiB"], identity=IDENTITY)

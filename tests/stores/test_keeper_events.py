@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from kvpool.integrations.kv_events import KVEventPublisher
 from kvpool.integrations.metrics import PoolMetrics
 from kvpool.pool.core import Names
-from kvpool.storage import Keeper
+from kvpool.storage import StorageManager
 from tests.engine import Engine, EventReplay
 from tests.stores.keeping import engine, fetch, keeper, seed, store, tokens
 from tests.stores.lab import Wrong
@@ -223,7 +223,7 @@ def test_a_prompt_that_a_store_was_asked_for_is_known_without_loading(one: Engin
 # -- metrics -------------------------------------------------------------------------------------------
 
 
-def scraped(kept: Keeper, of: Engine) -> dict[str, float]:
+def scraped(kept: StorageManager, of: Engine) -> dict[str, float]:
     registry = CollectorRegistry()
     with PoolMetrics(registry) as metrics:
         metrics.add("a", of.cache)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvpool.storage import FAILED, OK, bridge
+from kvpool.storage import FAILED, OK
+from kvpool.storage import writeback as bridge
 from tests.engine import Engine
 from tests.stores.keeping import fetch, keeper, seed, store, tokens
 from tests.stores.lab import Clock, Wrong

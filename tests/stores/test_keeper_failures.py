@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvpool import PoolClosed
-from kvpool.storage import FAILED, Keeper, MemoryStore, Prefetch
+from kvpool.storage import FAILED, MemoryStore, Prefetch, StorageManager
 from kvpool.storage.backends.disk import DiskStore
 from kvpool.storage.pool_tier import Content, PoolTier, StoredContent
 from kvpool.storage.store import Bytes, Rows, Stop
@@ -323,7 +323,7 @@ def test_sequences_and_leases_of_others_are_left_alone(one: Engine, wrong: Wrong
 )
 def test_bad_arguments_are_named(one: Engine, options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
-        Keeper(one.cache, **({"stores": [store()], "identity": IDENTITY} | options))
+        StorageManager(one.cache, **({"stores": [store()], "identity": IDENTITY} | options))
     with keeper(one, store()) as kept, pytest.raises(ValueError, match="deadline: .*"):
         kept.prefetch([1], -1.0)
 
@@ -341,7 +341,7 @@ def test_pools_without_events_or_a_host_tier_are_refused() -> None:
         with made.cache, pytest.raises(ValueError, match="pool: expected .*, got "):
             keeper(made, store())
     with grouped(host_blocks=0) as cache, pytest.raises(ValueError, match="host tier for all groups"):
-        Keeper(cache, [store()], identity=IDENTITY)
+        StorageManager(cache, [store()], identity=IDENTITY)
 
 
 class Liar(Wrong):

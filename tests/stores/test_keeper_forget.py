@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvpool import PoolBusy, PoolClosed, StoreBusy
-from kvpool.storage import Forgotten, Keeper, MemoryStore
+from kvpool.storage import Forgotten, MemoryStore, StorageManager
 from tests.engine import Engine
 from tests.stores.keeping import (
     IDENTITY,
@@ -35,7 +35,7 @@ from tests.waiting import until
 PROMPT, OTHER = tokens(41), tokens(41, 1000)
 BLOCKS = 10
 """full blocks of each"""
-Drop = Callable[[Engine, Keeper], Forgotten]
+Drop = Callable[[Engine, StorageManager], Forgotten]
 DROPS: dict[str, Drop] = {
     "prompt": lambda one, kept: kept.forget(PROMPT),
     "keys": lambda one, kept: kept.forget(one.prompt(PROMPT).keys[:BLOCKS]),
@@ -125,7 +125,7 @@ def seed_first(memory: Any) -> None:
 @pytest.mark.parametrize("clears", [False, True])
 def test_all_groups_of_layers_are_dropped(clears: bool) -> None:
     memory, prompt = store(), tokens(33)
-    with grouped() as cache, Keeper(cache, [memory], identity=IDENTITY, deadline_ms=60_000) as kept:
+    with grouped() as cache, StorageManager(cache, [memory], identity=IDENTITY, deadline_ms=60_000) as kept:
         sequence = cache.add_sequence(prompt)
         write_all(cache, sequence, 1)
         cache.commit(sequence)
@@ -321,7 +321,7 @@ def test_keys_that_nobody_knows_are_forgotten_too(one: Engine) -> None:
 
 
 def test_a_store_that_cannot_is_refused_before_anything_has_changed(one: Engine, wrong: Wrong) -> None:
-    near, wrong.clears = store(), 0
+    near, wrong.clears_prefix = store(), 0
     with keeper(one, [near, wrong]) as kept:
         seed(one, kept, [PROMPT])
         for call in (lambda: kept.clear(), lambda: kept.forget(namespace=(None, None))):

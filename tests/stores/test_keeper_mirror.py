@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvpool.pool.events import Events
-from kvpool.storage import Keeper, MemoryStore
+from kvpool.storage import MemoryStore, StorageManager
 from kvpool.storage.pool_tier import Content
 from tests.engine import Engine, EventReplay, Request
 from tests.stores.keeping import IDENTITY, T, engine, fetch, grouped, keeper, room, seed, store, tokens, write_all
@@ -59,7 +59,7 @@ def predicted(mirror: Mirror, chain: Sequence[bytes], usable: int) -> tuple[int,
     return (len(full) - host) * T, host * T, behind * T
 
 
-def check(mirror: Mirror, of: Engine, kept: Keeper, prompts: Sequence[Sequence[int]]) -> None:
+def check(mirror: Mirror, of: Engine, kept: StorageManager, prompts: Sequence[Sequence[int]]) -> None:
     """Compare a mirror with the pool, with every prompt's match, and with what is known of each store."""
     for tier in ("device", "host"):
         assert mirror.cached[tier] == set(of.cached(tier)), tier
@@ -127,7 +127,7 @@ def test_a_reset_that_nobody_has_read_is_in_no_snapshot(one: Engine) -> None:
 
 
 def test_of_several_groups_each_is_told_parents_first() -> None:
-    with grouped() as cache, Keeper(cache, [store()], identity=IDENTITY, deadline_ms=600_000) as kept:
+    with grouped() as cache, StorageManager(cache, [store()], identity=IDENTITY, deadline_ms=600_000) as kept:
         for first in (0, 100):
             sequence = cache.add_sequence(tokens(9, first))
             write_all(cache, sequence, first)
@@ -159,7 +159,7 @@ def test_clearing_stores_too_leaves_a_mirror_empty(one: Engine) -> None:
 
 def test_content_that_is_known_no_more_is_known_to_no_mirror(one: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a keeper notes of stores is bounded, and a store has more."""
-    monkeypatch.setattr("kvpool.storage.keeper.KNOWN_BLOCKS", 6 - 64)
+    monkeypatch.setattr("kvpool.storage.storage_manager.KNOWN_BLOCKS", 6 - 64)
     with keeper(one, store()) as kept:
         early = Mirror(("device", "host", "memory"))
         for first in (0, 1000, 2000):

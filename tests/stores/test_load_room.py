@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvpool import HostCache, KVCacheManager
-from kvpool.storage import Keeper, MemoryStore, Prefetch
+from kvpool.storage import MemoryStore, Prefetch, StorageManager
 from kvpool.storage.store import Store
 from tests.stores.hostkeeping import ABSENT, HERE, Engine, engines
 from tests.stores.keeping import IDENTITY, engine, fetch, grouped, keeper, seed, store, tokens, write_all
@@ -259,8 +259,8 @@ def test_the_room_of_a_pool_with_groups_is_what_live_prefetches_account_for(numb
             assert kept.stats().promoted_blocks == sum(blocks.values()), step
 
 
-def _keeper(pool: KVCacheManager, memory: Store, **options: int) -> Keeper:
-    return Keeper(pool, [memory], identity=IDENTITY, deadline_ms=600_000, **options)
+def _keeper(pool: KVCacheManager, memory: Store, **options: int) -> StorageManager:
+    return StorageManager(pool, [memory], identity=IDENTITY, deadline_ms=600_000, **options)
 
 
 def _save_all(memory: Store, prompts: list[list[int]]) -> None:

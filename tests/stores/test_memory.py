@@ -65,8 +65,8 @@ def test_the_conversation_that_is_away_for_longer_goes_from_a_store(
         wanted = blocks_of(name, count)
         codes, _ = store.load(wanted, rows[:count], lambda: False)
         new = wanted[codes != OK]
-        seals = np.zeros((len(new), 16), np.uint8)
-        assert (store.save(new, rows[: len(new)], seals, bytes(16), 1 << 40, lambda: False) == OK).all()
+        macs = np.zeros((len(new), 16), np.uint8)
+        assert (store.save(new, rows[: len(new)], macs, bytes(16), 1 << 40, lambda: False) == OK).all()
 
     for at in range(0, 2_000, 10):
         turn("soon", at)

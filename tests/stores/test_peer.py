@@ -23,10 +23,10 @@ import zmq
 
 from kvpool.remote import ClientKeys, ServerKeys
 from kvpool.remote.session import Failed, Message, Received, Session
-from kvpool.storage import ABSENT, CANCELLED, FAILED, LATE, OK, MemoryStore, StoreQueue
+from kvpool.storage import ABSENT, CANCELLED, FAILED, LATE, OK, MemoryStore, StoreWorker
 from kvpool.storage.backends.peer.peer_store import PeerStore, StoreCall, StoreDone, StoreHello, StoreWelcome
 from kvpool.storage.backends.peer.store_server import StoreServer
-from kvpool.storage.seals import SharedSecret
+from kvpool.storage.mac import SharedSecret
 from kvpool.storage.store import MODEL_BYTES
 from kvpool.storage.urls import open_store
 from tests.children import in_child, refuses
@@ -71,10 +71,10 @@ def test_what_one_client_saves_another_finds_and_names_do_not_mix(serve: Serve) 
     with open_queue(client(server)) as one, open_queue(client(server)) as other:
         fill(one.memory, 8)
         for group in (0, 1):
-            keys, rows = one.secret.opaque(names(4, 4 * group)), np.arange(4) + 4 * group
+            keys, rows = one.secret.derive_keys(names(4, 4 * group)), np.arange(4) + 4 * group
             assert one.save(keys, rows).wait(600, returned=True)
         for group in (1, 0):
-            assert returned(other.load(other.secret.opaque(names(4, 4 * group)), np.arange(4))).ok == 4
+            assert returned(other.load(other.secret.derive_keys(names(4, 4 * group)), np.arange(4))).ok == 4
             assert all(np.array_equal(other.memory[i], content(4 * group + i)) for i in range(4))
 
 
@@ -102,8 +102,8 @@ def test_saves_that_hang_keep_no_load_of_another_client_waiting(serve: Serve) ->
     ):
         keys = saved(one, 4)
         store.before["save"] = gate
-        held = [queue.save(queue.secret.opaque(names(4, 4)), np.arange(4)) for queue in (one, two)]
-        until(lambda: server.stats().under_way == 2, "save")
+        held = [queue.save(queue.secret.derive_keys(names(4, 4)), np.arange(4)) for queue in (one, two)]
+        until(lambda: server.stats().in_flight == 2, "save")
         assert gate.reached.wait(600)
         assert other.load(keys, np.arange(4)).wait(600)
         gate.open()
@@ -117,7 +117,7 @@ def test_saves_that_were_given_up_take_no_place(serve: Serve) -> None:
     server = serve(wrong, calls_waiting=4)
     writer, reader = client(server, connections=16, timeout_ms=500), client(server, timeout_ms=600_000)
     with open_queue(writer, piece_bytes=BLOCK_BYTES) as saving, open_queue(reader) as loading:
-        keys = saving.secret.opaque(names(16))
+        keys = saving.secret.derive_keys(names(16))
         while not gate.reached.is_set():  # A client that is slow may give up before its calls are in the store.
             assert saving.save(keys, np.arange(16)).wait(600, returned=True)
         assert done(loading.load(keys, np.arange(16))).codes.tolist() == [ABSENT] * 16
@@ -130,7 +130,7 @@ def test_a_save_that_its_client_gave_up_leaves_nothing_that_was_dropped_later(se
     wrong, gate = Wrong(MemoryStore(64 * BLOCK_BYTES)), Gate()
     wrong.threads, wrong.before["save"], wrong.deaf = 4, gate, True
     with open_queue(client(serve(wrong), timeout_ms=200)) as queue:
-        keys = queue.secret.opaque(names(4))
+        keys = queue.secret.derive_keys(names(4))
         while not gate.reached.is_set():  # A client that is slow may give up before its call is in the store.
             assert returned(queue.save(keys, np.arange(4))).ok == 0
         dropped = queue.clear() if clears else queue.forget(keys)
@@ -178,12 +178,12 @@ def test_saves_that_come_after_a_drop_wait_for_it_and_loads_do_not(serve: Serve)
     with open_queue(client(server)) as one, open_queue(client(server)) as two, open_queue(client(server)) as three:
         keys = saved(one, 4)
         wrong.before["save"] = gate
-        saves = [one.save(one.secret.opaque(names(2, 10)), np.arange(2))]
+        saves = [one.save(one.secret.derive_keys(names(2, 10)), np.arange(2))]
         assert gate.reached.wait(600)
         dropped = two.forget(keys[:2])
-        until(lambda: server.stats().under_way == 2, "forget")
-        saves.append(three.save(three.secret.opaque(names(2, 20)), np.arange(2)))
-        until(lambda: server.stats().under_way == 3, "save")
+        until(lambda: server.stats().in_flight == 2, "forget")
+        saves.append(three.save(three.secret.derive_keys(names(2, 20)), np.arange(2)))
+        until(lambda: server.stats().in_flight == 3, "save")
         assert three.load(keys[2:], np.arange(10, 12)).wait(600)
         assert wrong.calls.count("save") == 2 and "forget" not in wrong.calls
         gate.open()
@@ -193,7 +193,7 @@ def test_saves_that_come_after_a_drop_wait_for_it_and_loads_do_not(serve: Serve)
 def test_a_server_whose_store_knows_no_tags_clears_nothing(serve: Serve) -> None:
     """It could not tell whose blocks they are."""
     wrong = Wrong(MemoryStore(64 * BLOCK_BYTES))
-    wrong.clears = MODEL_BYTES
+    wrong.clears_prefix = MODEL_BYTES
     with open_queue(client(serve(wrong))) as queue:
         saved(queue, 2)
         dropped = queue.clear()
@@ -270,7 +270,7 @@ def test_a_store_opens_without_its_server_and_says_so(caplog: pytest.LogCaptureF
     assert server.close()
     with caplog.at_level(logging.WARNING), open_queue(client(endpoint)) as queue:
         assert "the store is not there" in caplog.text and "nobody listens" in caplog.text
-        assert done(queue.find(queue.secret.opaque(names(1)))).codes.tolist() == [FAILED]
+        assert done(queue.find(queue.secret.derive_keys(names(1)))).codes.tolist() == [FAILED]
         serve(endpoint=endpoint)
         saved(queue, 4)
 
@@ -291,7 +291,7 @@ def test_a_slow_server_is_late_at_the_deadline_and_its_late_answer_reaches_no_ro
         assert job.wait(600, returned=True), "the client waits no longer, although the server still hangs"
         gate.open()
         del store.before["load"]
-        until(lambda: server.stats().under_way == 0, "end of the call")
+        until(lambda: server.stats().in_flight == 0, "end of the call")
         assert (queue.memory[8:12] == 7).all()
         done(queue.load(keys, np.arange(4)))
 
@@ -309,7 +309,7 @@ def test_a_call_ends_after_its_time_and_the_server_stops_too(serve: Serve) -> No
 
     with open_queue(client(serve(Endless(1 << 20)), timeout_ms=200)) as queue:
         while not begun.is_set():  # On a slow machine the time may be over before the call has come to the store.
-            job = returned(queue.load(queue.secret.opaque(names(2)), np.arange(2)))
+            job = returned(queue.load(queue.secret.derive_keys(names(2)), np.arange(2)))
             # Both ends have 200 ms: the server may say that it has stopped before its client looks at the clock.
             assert job.codes.tolist() in ([FAILED] * 2, [CANCELLED] * 2)
             ends.append("stopped" if job.codes[0] == CANCELLED else job.error)
@@ -322,7 +322,7 @@ def test_a_server_with_a_call_that_hangs_closes_when_that_call_returns(serve: Se
     server = serve(store)
     store.before["find"] = gate
     with open_queue(client(server)) as queue:
-        job = queue.find(queue.secret.opaque(names(1)))
+        job = queue.find(queue.secret.derive_keys(names(1)))
         assert gate.reached.wait(600)
         assert not server.close(0.05) and "close" not in store.calls
         assert job.wait(600, returned=True) and job.codes.tolist() == [FAILED]
@@ -462,8 +462,8 @@ def test_no_more_calls_are_read_than_may_wait(serve: Serve) -> None:
     raws = [Raw(server.endpoint) for _ in range(12)]
     for raw in raws:
         raw.send(call("find", wait_ms=60_000), KEY)
-    until(lambda: server.stats().under_way == 4, "call")
-    assert gate.reached.wait(600) and server.stats().under_way == 4
+    until(lambda: server.stats().in_flight == 4, "call")
+    assert gate.reached.wait(600) and server.stats().in_flight == 4
     gate.open()
     for raw in raws:
         assert raw.socket.poll(600_000), "those that waited are answered later"
@@ -509,7 +509,7 @@ def test_threads_and_descriptors_end_with_the_store_and_the_server(serve: Serve)
 
     def once() -> None:
         server = serve()
-        with StoreQueue(client(server), memory(), IDENTITY) as queue:
+        with StoreWorker(client(server), memory(), IDENTITY) as queue:
             saved(queue, 1)
         assert queue.close(600) and server.close(600)
 
@@ -568,7 +568,7 @@ def test_a_client_that_reads_nothing_holds_few_answers(serve: Serve) -> None:
     raw.ask(call("save", wait_ms=60_000, tag=TAG, limit=1), KEY, SEAL, blocks=[bytes(size)])
     for number in range(2, 14):
         raw.send(call("load", number, 60_000), KEY)
-    until(lambda: server.stats().calls == 13 and not server.stats().under_way, "calls")
+    until(lambda: server.stats().calls == 13 and not server.stats().in_flight, "calls")
     held = 12 - server.stats().dropped
     # At each end one waits and one is under way.
     assert held <= 4, f"{held} answers wait for a client that reads nothing"
@@ -605,7 +605,7 @@ def test_clients_with_another_secret_behind_keys_find_nothing_of_each_other(serv
     server, keys = serve(keys=ServerKeys(public, private, [own])), ClientKeys(own, mine, public)
     with open_queue(client(server, keys=keys)) as one, open_queue(client(server, keys=keys, secret=bytes(32))) as other:
         saved(one, 4)
-        assert done(other.find(other.secret.opaque(names(4)))).codes.tolist() == [ABSENT] * 4
+        assert done(other.find(other.secret.derive_keys(names(4)))).codes.tolist() == [ABSENT] * 4
 
 
 def test_only_this_machine_without_keys() -> None:
@@ -642,7 +642,7 @@ def test_a_secret_comes_from_a_file_that_only_its_owner_may_read(tmp_path: Path,
     store = open_store(f"peer:{server.endpoint}?secret_file={path}&timeout_ms=600000&connections=1")
     assert isinstance(store, PeerStore) and store.threads == 1
     with open_queue(store) as queue, open_queue(client(server)) as other:
-        assert np.array_equal(saved(queue, 1), other.secret.opaque(names(1)))
+        assert np.array_equal(saved(queue, 1), other.secret.derive_keys(names(1)))
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kvpool import PoolClosed, StoreBusy
-from kvpool.storage import ABSENT, CANCELLED, DAMAGED, FAILED, LATE, OK, Job, MemoryStore, StoreQueue
-from kvpool.storage.seals import BlockNames
+from kvpool.storage import ABSENT, CANCELLED, DAMAGED, FAILED, LATE, OK, MemoryStore, StoreRequest, StoreWorker
+from kvpool.storage.mac import BlockNames
 from tests.stores.lab import (
     BLOCK_BYTES,
     IDENTITY,
@@ -36,7 +36,7 @@ from tests.stores.lab import (
 # -- a store that lies ---------------------------------------------------------------------------------
 
 
-def test_a_changed_byte_is_damaged_and_forgotten(store: Wrong, queue: StoreQueue) -> None:
+def test_a_changed_byte_is_damaged_and_forgotten(store: Wrong, queue: StoreWorker) -> None:
     keys = saved(queue, 4)
 
     def flip(answer: Any) -> Any:
@@ -50,7 +50,7 @@ def test_a_changed_byte_is_damaged_and_forgotten(store: Wrong, queue: StoreQueue
     assert queue.stats().blocks["load", "damaged"] == 1
 
 
-def jobs_of(queue: StoreQueue, keys: Any) -> dict[str, Callable[[], Job]]:
+def jobs_of(queue: StoreWorker, keys: Any) -> dict[str, Callable[[], StoreRequest]]:
     """Begin a job of each kind that asks for blocks."""
     rows = np.arange(10, 10 + len(keys))
     return {
@@ -80,7 +80,7 @@ def jobs_of(queue: StoreQueue, keys: Any) -> dict[str, Callable[[], Job]]:
     ],
     ids=str,
 )
-def test_codes_that_are_none_are_failures(store: Wrong, queue: StoreQueue, answer: Any, kind: str) -> None:
+def test_codes_that_are_none_are_failures(store: Wrong, queue: StoreWorker, answer: Any, kind: str) -> None:
     keys = saved(queue, 2)
     store.after[kind] = lambda given: (answer, given[1]) if kind == "load" else answer
     job = jobs_of(queue, keys)[kind]()
@@ -92,19 +92,19 @@ def test_codes_that_are_none_are_failures(store: Wrong, queue: StoreQueue, answe
     [None, np.zeros((2, 15), np.uint8), np.zeros((1, 16), np.uint8), np.zeros((2, 16), np.uint8), "x" * 32],
     ids=str,
 )
-def test_seals_that_are_none_or_wrong_make_no_block_valid(store: Wrong, queue: StoreQueue, seals: Any) -> None:
+def test_seals_that_are_none_or_wrong_make_no_block_valid(store: Wrong, queue: StoreWorker, macs: Any) -> None:
     keys = saved(queue, 2)
-    store.after["load"] = lambda given: (given[0], seals)
+    store.after["load"] = lambda given: (given[0], macs)
     assert returned(queue.load(keys, [10, 11])).ok == 0
 
 
 # -- blocks that an engine names itself ----------------------------------------------------------------
 
 
-def test_names_are_blocks_of_the_keys_that_the_secret_makes(queue: StoreQueue) -> None:
+def test_names_are_blocks_of_the_keys_that_the_secret_makes(queue: StoreWorker) -> None:
     keys = saved(queue, 10)
     assert done(queue.find(BlockNames(names(12)))).codes.tolist() == [OK] * 10 + [ABSENT] * 2
-    assert np.array_equal(queue.secret.opaque(BlockNames(names(10))), keys)
+    assert np.array_equal(queue.secret.derive_keys(BlockNames(names(10))), keys)
     assert queue.load(BlockNames(names(10)), np.arange(20, 30)).wait(600)
     assert np.array_equal(queue.memory[29], content(9))
     assert queue.forget(BlockNames(names(12)[3:4])).wait(600)
@@ -173,7 +173,7 @@ class Lender:
         self.given_back += 1
 
 
-def test_rows_are_lent_for_each_call_and_what_has_gone_is_absent(store: Wrong, queue: StoreQueue) -> None:
+def test_rows_are_lent_for_each_call_and_what_has_gone_is_absent(store: Wrong, queue: StoreWorker) -> None:
     fill(queue.memory, 10)
     lender = Lender({name: row for row, name in enumerate(names(10)) if row % 3})
     job = returned(queue.save(BlockNames(names(10)), lender))
@@ -183,7 +183,7 @@ def test_rows_are_lent_for_each_call_and_what_has_gone_is_absent(store: Wrong, q
     assert np.array_equal(queue.memory[28], content(8))
 
 
-def test_nothing_is_lent_to_a_save_that_was_given_up_before_its_call(store: Wrong, queue: StoreQueue) -> None:
+def test_nothing_is_lent_to_a_save_that_was_given_up_before_its_call(store: Wrong, queue: StoreWorker) -> None:
     gate, lender = store.hold("save"), Lender(dict.fromkeys(names(8), 0))
     first = queue.save(BlockNames(names(4)), lender)
     assert gate.reached.wait(600)
@@ -196,12 +196,12 @@ def test_nothing_is_lent_to_a_save_that_was_given_up_before_its_call(store: Wron
 
 def test_what_lies_behind_a_row_is_the_stores_own_and_no_part_of_the_block() -> None:
     store, whole = Wrong(MemoryStore(8 * BLOCK_BYTES)), memory(4, BLOCK_BYTES + 24)
-    with pytest.raises(ValueError, match=f"spare: .*{whole.shape[1]}"):
-        StoreQueue(store, whole, IDENTITY, spare=whole.shape[1])
-    with StoreQueue(store, whole, IDENTITY, spare=24) as queue:
+    with pytest.raises(ValueError, match=f"row_padding: .*{whole.shape[1]}"):
+        StoreWorker(store, whole, IDENTITY, row_padding=whole.shape[1])
+    with StoreWorker(store, whole, IDENTITY, row_padding=24) as queue:
         assert queue.block_bytes == BLOCK_BYTES and queue.memory.shape == (4, BLOCK_BYTES)
         fill(queue.memory, 2)
-        keys = queue.secret.opaque(names(2))
+        keys = queue.secret.derive_keys(names(2))
         for kind in ("save", "load"):
             store.before[kind] = lambda: whole[:, BLOCK_BYTES:].fill(7)
         assert queue.save(keys, [0, 1]).wait(600)
@@ -211,14 +211,14 @@ def test_what_lies_behind_a_row_is_the_stores_own_and_no_part_of_the_block() -> 
 
 
 @pytest.mark.parametrize("rows", [[0, SLOTS], [0, 1, 2], ["a", "b"], None])
-def test_wrong_rows_of_a_lender_fail_its_blocks(queue: StoreQueue, rows: Any) -> None:
+def test_wrong_rows_of_a_lender_fail_its_blocks(queue: StoreWorker, rows: Any) -> None:
     job = returned(queue.save(BlockNames(names(2)), lambda _: nullcontext(rows)))
     assert job.counts == {"failed": 2} and job.error
 
 
-def test_rows_are_lent_for_names_only(queue: StoreQueue) -> None:
+def test_rows_are_lent_for_names_only(queue: StoreWorker) -> None:
     with pytest.raises(TypeError, match="keys: expected BlockNames"):
-        queue.save(queue.secret.opaque(names(1)), Lender({}))
+        queue.save(queue.secret.derive_keys(names(1)), Lender({}))
 
 
 # -- a store that is late, hangs or is dead ------------------------------------------------------------
@@ -240,9 +240,9 @@ def test_a_hanging_load_is_late_at_its_deadline_and_its_rows_come_back_later(sto
         assert queue.wait(600) and queue.finished() == [job] and not queue.wait(0)
 
 
-def test_a_hanging_save_keeps_no_load_waiting(store: Wrong, queue: StoreQueue) -> None:
+def test_a_hanging_save_keeps_no_load_waiting(store: Wrong, queue: StoreWorker) -> None:
     keys, gate = saved(queue, 4), store.hold("save")
-    saves = [queue.save(queue.secret.opaque(names(4, 4)), np.arange(4)) for _ in range(8)]
+    saves = [queue.save(queue.secret.derive_keys(names(4, 4)), np.arange(4)) for _ in range(8)]
     assert gate.reached.wait(600)
     done(queue.load(keys, np.arange(10, 14)))
     gate.open()
@@ -262,19 +262,21 @@ def test_loads_go_before_saves_that_came_earlier(store: Wrong) -> None:
         assert store.calls == ["load", "save"]
 
 
-def test_an_error_of_the_store_fails_the_blocks_of_that_call_only(store: Wrong, queue: StoreQueue) -> None:
+def test_an_error_of_the_store_fails_the_blocks_of_that_call_only(store: Wrong, queue: StoreWorker) -> None:
     keys = saved(queue, 8)
     store.before["load"] = lambda: fail() if store.calls.count("load") == 1 else None
     job = returned(queue.load(keys, np.arange(8)))
     assert sorted(job.codes.tolist()) == [OK] * 4 + [FAILED] * 4 and "I/O error" in job.error
 
 
-def test_a_deadline_that_has_passed_reaches_no_store(store: Wrong, queue: StoreQueue) -> None:
-    assert returned(queue.find(queue.secret.opaque(names(4)), deadline=queue.now() - 1)).codes.tolist() == [LATE] * 4
+def test_a_deadline_that_has_passed_reaches_no_store(store: Wrong, queue: StoreWorker) -> None:
+    assert (
+        returned(queue.find(queue.secret.derive_keys(names(4)), deadline=queue.now() - 1)).codes.tolist() == [LATE] * 4
+    )
     assert "find" not in store.calls
 
 
-def test_cancelling_gives_up_what_is_queued_and_stops_what_runs(store: Wrong, queue: StoreQueue) -> None:
+def test_cancelling_gives_up_what_is_queued_and_stops_what_runs(store: Wrong, queue: StoreWorker) -> None:
     keys, gate = saved(queue, 4), store.hold("load")
     jobs = [queue.load(keys, np.arange(4 * i, 4 * i + 4)) for i in range(4)]
     assert gate.reached.wait(600)
@@ -292,7 +294,7 @@ def test_cancelling_gives_up_what_is_queued_and_stops_what_runs(store: Wrong, qu
 
 def test_a_full_queue_refuses_and_counts(store: Wrong) -> None:
     with open_queue(store, queued_blocks=8) as queue:
-        gate, keys = store.hold("save"), queue.secret.opaque(names(4))
+        gate, keys = store.hold("save"), queue.secret.derive_keys(names(4))
         held = [queue.save(keys, np.arange(4))]
         assert gate.reached.wait(600)
         held += [queue.save(keys, np.arange(4)) for _ in range(2)]
@@ -306,14 +308,14 @@ def test_a_full_queue_refuses_and_counts(store: Wrong) -> None:
 
 def test_closing_cancels_waits_and_closes_the_store_once(store: Wrong) -> None:
     queue, gate = open_queue(store), store.hold("save")
-    job = queue.save(queue.secret.opaque(names(4)), np.arange(4))
+    job = queue.save(queue.secret.derive_keys(names(4)), np.arange(4))
     assert gate.reached.wait(600)
     assert not queue.close(0.05) and job.codes.tolist() == [CANCELLED] * 4 and not job.returned
     assert "close" not in store.calls
     gate.open()
     assert queue.close(600) and queue.close(600) and store.calls.count("close") == 1
     with pytest.raises(PoolClosed, match="wrong"):
-        queue.find(queue.secret.opaque(names(1)))
+        queue.find(queue.secret.derive_keys(names(1)))
 
 
 def test_a_job_is_counted_once(store: Wrong, clock: Clock) -> None:
@@ -346,7 +348,7 @@ class Mute(BaseException):
 @pytest.mark.parametrize(
     "error", [SystemExit(1), KeyboardInterrupt(), MemoryError(), Mute()], ids=lambda e: type(e).__name__
 )
-def test_no_error_of_a_store_ends_a_thread(store: Wrong, queue: StoreQueue, error: BaseException, kind: str) -> None:
+def test_no_error_of_a_store_ends_a_thread(store: Wrong, queue: StoreWorker, error: BaseException, kind: str) -> None:
     keys = saved(queue, 2)
 
     def end() -> None:
@@ -385,7 +387,7 @@ def test_a_store_with_a_wrong_secret_is_closed_again(store: Wrong) -> None:
 
 def test_memory_stays_bounded_when_nobody_asks(store: Wrong) -> None:
     with open_queue(store, report=False) as queue:
-        keys = queue.secret.opaque(names(1))
+        keys = queue.secret.derive_keys(names(1))
         for _ in range(3000):
             done(queue.find(keys, deadline=queue.now() + 1000))
         assert queue.finished() == [] and not queue.wait(0)
@@ -402,7 +404,7 @@ def test_memory_stays_bounded_when_nobody_asks(store: Wrong) -> None:
         ("save", (np.zeros((2, 32), np.uint8), [0, -1]), "expected 0 to 63"),
     ],
 )
-def test_bad_arguments_are_named(queue: StoreQueue, kind: str, arguments: Any, message: str) -> None:
+def test_bad_arguments_are_named(queue: StoreWorker, kind: str, arguments: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         getattr(queue, kind)(*arguments)
     assert queue.stats().queued_blocks == 0
@@ -412,10 +414,10 @@ def test_bad_arguments_are_named(queue: StoreQueue, kind: str, arguments: Any, m
 def test_bad_memory_is_named(bad: Any) -> None:
 
     with pytest.raises(ValueError, match="memory: accepted"):
-        StoreQueue(MemoryStore(1 << 20), bad, IDENTITY)
+        StoreWorker(MemoryStore(1 << 20), bad, IDENTITY)
 
 
-def test_arguments_can_change_after_a_call(store: Wrong, queue: StoreQueue) -> None:
+def test_arguments_can_change_after_a_call(store: Wrong, queue: StoreWorker) -> None:
     keys, gate, rows = saved(queue, 4).copy(), store.hold("load"), np.arange(10, 14)
     job = queue.load(keys, rows)
     rows[:], keys[:] = 10_000, 0
@@ -437,7 +439,7 @@ def test_threads_end_with_the_queue() -> None:
 
 def test_memory_is_used_in_place() -> None:
     rows = memory(4)
-    with StoreQueue(MemoryStore(1 << 20), rows, IDENTITY) as queue:
+    with StoreWorker(MemoryStore(1 << 20), rows, IDENTITY) as queue:
         saved(queue, 2)
         assert np.shares_memory(rows, queue.memory)
 
@@ -456,14 +458,14 @@ def _writing(store: Wrong, number: int, value: Any) -> None:
     store.inner.load = other  # type: ignore[method-assign]
 
 
-def test_a_block_in_another_row_than_its_own_is_damaged(store: Wrong, queue: StoreQueue) -> None:
+def test_a_block_in_another_row_than_its_own_is_damaged(store: Wrong, queue: StoreWorker) -> None:
     keys = saved(queue, 2)
     _writing(store, 1, 30)
     job = returned(queue.load(keys[:1], [10]))
     assert job.codes.tolist() == [DAMAGED] and job.rows.tolist() == [10]
 
 
-def test_a_block_under_another_key_than_its_own_is_damaged(store: Wrong, queue: StoreQueue) -> None:
+def test_a_block_under_another_key_than_its_own_is_damaged(store: Wrong, queue: StoreWorker) -> None:
     keys = saved(queue, 2)
     _writing(store, 0, keys[1])
     job = returned(queue.load(keys[:1], [10]))
@@ -472,7 +474,7 @@ def test_a_block_under_another_key_than_its_own_is_damaged(store: Wrong, queue: 
 
 
 @pytest.mark.parametrize("name", ["keys", "rows", "codes"])
-def test_nobody_writes_to_the_arrays_of_a_job(queue: StoreQueue, name: str) -> None:
+def test_nobody_writes_to_the_arrays_of_a_job(queue: StoreWorker, name: str) -> None:
     job = queue.load(saved(queue, 2), [10, 11])
     with pytest.raises(ValueError, match="WRITEABLE"):
         getattr(job, name).flags.writeable = True
@@ -480,7 +482,7 @@ def test_nobody_writes_to_the_arrays_of_a_job(queue: StoreQueue, name: str) -> N
         setattr(job, name, np.zeros(2, np.int64))
 
 
-def test_keys_are_asked_for_nothing(queue: StoreQueue) -> None:
+def test_keys_are_asked_for_nothing(queue: StoreWorker) -> None:
     class Lying(np.ndarray[Any, Any]):
         def copy(self, order: Any = "C") -> Any:
             return np.zeros((1 << 20, 1), np.uint8)
@@ -492,7 +494,7 @@ def test_keys_are_asked_for_nothing(queue: StoreQueue) -> None:
 @pytest.mark.parametrize(
     "deadline", [10**400, -(10**400), float("nan"), "5", b"5", None, [1.0]], ids=lambda d: str(d)[:9]
 )
-def test_a_deadline_that_is_none_is_a_value_error(queue: StoreQueue, deadline: Any) -> None:
+def test_a_deadline_that_is_none_is_a_value_error(queue: StoreWorker, deadline: Any) -> None:
     with pytest.raises(ValueError, match="deadline"):
         queue.find(saved(queue, 1), deadline=deadline)
 
@@ -511,7 +513,7 @@ def test_a_store_without_a_name_or_threads_is_refused_before_it_is_opened(
 
 
 @pytest.mark.parametrize("figures", [None, 5, {"blocks": "x"}, {"blocks": None}, [1]], ids=str)
-def test_figures_of_a_store_that_are_none_are_left_out(store: Wrong, queue: StoreQueue, figures: Any) -> None:
+def test_figures_of_a_store_that_are_none_are_left_out(store: Wrong, queue: StoreWorker, figures: Any) -> None:
     saved(queue, 1)
     store.stats = lambda: figures  # type: ignore[method-assign]
     assert queue.stats().store == {} and queue.stats().blocks["save", "ok"] == 1

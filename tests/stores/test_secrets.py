@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvpool.storage.backends.mooncake.mooncake_store import SECRET_FILE, MooncakeStore
-from kvpool.storage.seals import BlockNames, Secret, block_context, default_place, read_or_make_secret, read_secret
+from kvpool.storage.mac import BlockNames, Secret, block_context, default_place, read_or_make_secret, read_secret
 from kvpool.storage.store import MODEL_BYTES
 from tests.stores.lab import IDENTITY, OTHER, memory, names
 from tests.waiting import at_once
@@ -104,24 +104,24 @@ TOKENS = np.arange(12, dtype=np.int32)
 
 def test_two_models_share_no_key_and_no_namespace() -> None:
     other = Secret(bytes(range(32)), OTHER)
-    assert not np.array_equal(SECRET.opaque([b"a"]), other.opaque([b"a"]))
+    assert not np.array_equal(SECRET.derive_keys([b"a"]), other.derive_keys([b"a"]))
     tags = {one.tag(name) for one in (SECRET, other) for name in (b"", b"tenant")}
     assert len({tag[MODEL_BYTES:] for tag in tags}) == 4, "who sees the names learns that two models have one tenant"
 
 
 def test_a_seal_is_of_key_model_secret_and_every_byte() -> None:
-    rows, keys = memory(2, 64), SECRET.opaque(names(2))
-    seal = SECRET.seal(keys[:1], np.array([0]), rows)
+    rows, keys = memory(2, 64), SECRET.derive_keys(names(2))
+    mac = SECRET.mac(keys[:1], np.array([0]), rows)
     others = [
-        SECRET.seal(keys[1:], np.array([0]), rows),
-        Secret(bytes(range(32)), OTHER).seal(keys[:1], np.array([0]), rows),
-        Secret(bytes(32), IDENTITY).seal(keys[:1], np.array([0]), rows),
-        SECRET.seal(keys[:1], np.array([0]), rows[:, :63].copy()),
+        SECRET.mac(keys[1:], np.array([0]), rows),
+        Secret(bytes(range(32)), OTHER).mac(keys[:1], np.array([0]), rows),
+        Secret(bytes(32), IDENTITY).mac(keys[:1], np.array([0]), rows),
+        SECRET.mac(keys[:1], np.array([0]), rows[:, :63].copy()),
     ]
-    others += [SECRET.seal(keys[:1], np.array([0]), rows, [context]) for context in (b"a", b"b", bytes(8))]
+    others += [SECRET.mac(keys[:1], np.array([0]), rows, [context]) for context in (b"a", b"b", bytes(8))]
     rows[1, 63] = 1
-    others.append(SECRET.seal(keys[:1], np.array([1]), rows))
-    assert len({seal.tobytes(), *(other.tobytes() for other in others)}) == 9
+    others.append(SECRET.mac(keys[:1], np.array([1]), rows))
+    assert len({mac.tobytes(), *(other.tobytes() for other in others)}) == 9
 
 
 def test_no_two_blocks_have_one_context() -> None:

@@ -85,7 +85,7 @@ class Service:
         with open_queue(open_store(self.store)) as queue:
             for first in range(0, OF_ALL, 64):
                 wanted = sorted(blocks & set(range(first, first + 64)))
-                keys = queue.secret.opaque([names(1, one)[0] for one in wanted])
+                keys = queue.secret.derive_keys([names(1, one)[0] for one in wanted])
                 job = queue.load(keys, np.arange(len(wanted)))
                 assert job.wait(600, returned=True) and job.ok == len(wanted), job.error
                 assert all(np.array_equal(queue.memory[at], content(one)) for at, one in enumerate(wanted))
@@ -159,7 +159,7 @@ def test_a_store_that_hangs_or_keeps_nothing_is_trouble(serve: Serve) -> None:
         health = url.replace("/metrics", "/health")
         saved(queue, 1)
         assert urlopen(health, timeout=600).read() == b"ok\n"
-        keys = queue.secret.opaque(names(1, 7))
+        keys = queue.secret.derive_keys(names(1, 7))
         wrong.before["save"] = fails
         assert queue.save(keys, np.zeros(1, np.int64)).wait(600, returned=True)
         with pytest.raises(HTTPError) as found:

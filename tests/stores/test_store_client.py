@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.storage import CANCELLED, DAMAGED, LATE, OK, BlockNames, Job, StoreClient, staging_rows
-from kvpool.storage.store_client import StoreHealth
+from kvpool.storage import CANCELLED, DAMAGED, LATE, OK, BlockNames, StoreClient, StoreRequest, staging_rows
+from kvpool.storage.store_client import CircuitBreaker
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, Clock, Gate, Wrong, content, names
 from tests.waiting import at_once
 
@@ -23,20 +23,20 @@ class Told:
     def __init__(self) -> None:
         self.calls: list[tuple[str, bool]] = []
 
-    def done(self, job: Job) -> None:
+    def done(self, job: StoreRequest) -> None:
         self.calls.append(("done", job.returned))
 
-    def returned(self, job: Job) -> None:
+    def returned(self, job: StoreRequest) -> None:
         self.calls.append(("returned", job.returned))
 
 
 @pytest.fixture
 def client(store: Wrong, clock: Clock) -> Iterator[StoreClient]:
-    options = {"health": StoreHealth(1, 3600.0), "staging": True, "patience": 0.0, "clock": clock}
+    options = {"health": CircuitBreaker(1, 3600.0), "staging": True, "patience": 0.0, "clock": clock}
     made = StoreClient(store, staging_rows(ROWS, BLOCK_BYTES), IDENTITY, **options)
     yield made
     assert made.close()
-    assert not made.under_way and made.free("load") == ROWS
+    assert not made.in_flight and made.free("load") == ROWS
 
 
 def until(client: StoreClient, condition: Callable[[], bool]) -> None:
@@ -55,14 +55,14 @@ def save(client: StoreClient, count: int, **options: Any) -> BlockNames:
         client.memory[row] = content(place)
     job = client.save(keys, rows, **options)
     assert client.wait(job, 600) and job.ok == count
-    until(client, lambda: not client.under_way)
+    until(client, lambda: not client.in_flight)
     return keys
 
 
 def test_a_job_is_told_once_when_it_is_done_and_once_when_it_has_returned(client: StoreClient) -> None:
     keys, told = save(client, 3), Told()
     job = client.load(keys, client.take("load", 3), told.done, told.returned)
-    until(client, lambda: not client.under_way)
+    until(client, lambda: not client.in_flight)
     client.poll()
     assert [kind for kind, _ in told.calls] == ["done", "returned"] and job.ok == 3
 
@@ -76,9 +76,9 @@ def test_the_rows_of_a_load_that_hangs_come_back_when_it_has_returned(
     clock.pass_(1.0)
     until(client, lambda: bool(told.calls))
     assert told.calls == [("done", False)] and (job.codes == LATE).all()
-    assert client.free("load") == ROWS - 3 and client.under_way == 1
+    assert client.free("load") == ROWS - 3 and client.in_flight == 1
     gate.open()
-    until(client, lambda: not client.under_way)
+    until(client, lambda: not client.in_flight)
     assert told.calls == [("done", False), ("returned", True)] and client.free("load") == ROWS
 
 
@@ -89,7 +89,7 @@ def test_rows_that_are_held_come_back_when_they_are_released(client: StoreClient
     assert client.free("load") == ROWS - 2 and np.array_equal(client.memory[job.rows[1]], content(1))
     client.release(job)
     client.release(job)
-    assert client.free("load") == ROWS and not client.under_way
+    assert client.free("load") == ROWS and not client.in_flight
 
 
 def test_rows_that_are_released_early_come_back_when_the_call_has(store: Wrong, client: StoreClient) -> None:
@@ -98,7 +98,7 @@ def test_rows_that_are_released_early_come_back_when_the_call_has(store: Wrong, 
     client.release(job)
     assert client.free("load") == ROWS - 2
     gate.open()
-    until(client, lambda: not client.under_way)
+    until(client, lambda: not client.in_flight)
     assert told.calls == [("returned", True)]
 
 
@@ -146,7 +146,7 @@ def test_a_store_that_fails_lies_or_is_late_is_suspended_until_a_probe(store: Wr
 def test_a_job_that_had_no_time_says_nothing_of_its_store(store: Wrong) -> None:
     for patience, suspended in ((3600.0, False), (0.0, True)):
         gate, clock = Gate(), Clock()
-        store.before["find"], options = gate, {"health": StoreHealth(1), "patience": patience, "clock": clock}
+        store.before["find"], options = gate, {"health": CircuitBreaker(1), "patience": patience, "clock": clock}
         client = StoreClient(store, staging_rows(2, BLOCK_BYTES), IDENTITY, **options)
         job = client.find(BlockNames(names(1)), deadline=clock.soon())
         assert gate.reached.wait(600)
@@ -170,14 +170,14 @@ def test_drops_are_told_and_say_nothing_of_health(store: Wrong, client: StoreCli
 def test_a_call_that_raises_keeps_no_other_from_being_made(client: StoreClient) -> None:
     told = Told()
 
-    def fails(job: Job) -> None:
+    def fails(job: StoreRequest) -> None:
         raise RuntimeError("mine")
 
     jobs = [client.find(BlockNames(names(1)), fails), client.find(BlockNames(names(1)), told.done)]
     assert all(job.wait(600) for job in jobs)
     with pytest.raises(RuntimeError, match="mine"):
         client.poll()
-    until(client, lambda: not client.under_way)
+    until(client, lambda: not client.in_flight)
     assert len(told.calls) == 1
 
 
@@ -185,7 +185,7 @@ def test_a_job_that_is_refused_leaves_its_rows_to_the_caller(store: Wrong, clien
     rows = client.take("save", 2)
     with pytest.raises(ValueError, match="one for each of the 1 keys"):
         client.save(BlockNames(names(1)), rows)
-    assert not client.under_way and client.free("load") == ROWS - 2
+    assert not client.in_flight and client.free("load") == ROWS - 2
     client.give_back(rows)
 
 
@@ -214,4 +214,4 @@ def test_threads_that_wait_share_rows_and_get_their_own_bytes(client: StoreClien
                 client.release(job)
 
     at_once(work, (0, 100))
-    until(client, lambda: not client.under_way)
+    until(client, lambda: not client.in_flight)

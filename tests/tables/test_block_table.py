@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.tables.uploads import picture
 
 from engine import Engine, open_engine, small_layout
 from kvpool import DeviceError, KVCacheManager, PoolClosed
 from kvpool.device import CpuDevice
 from kvpool.device.base import NULL_STREAM, STAGING, Stream, WrappedDevice
 from kvpool.device.work import StagedRows, Work
-from tests.tables.hand_overs import picture
 
 Make = Callable[..., Engine]
 GARBAGE = 1234567

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.tables.uploads import FORMS, Form, Late, picture, vectors
 
 from engine import Engine, open_engine, small_layout
 from kvpool import DeviceError, KVCacheManager, PoolClosed, UnknownSequence
 from kvpool.device.base import Stream
-from tests.tables.hand_overs import FORMS, Form, Late, picture, vectors
 
 Make = Callable[..., Engine]
 
@@ -81,7 +81,7 @@ def test_a_buffer_that_a_failed_hand_over_may_still_read_waits_for_its_event(for
     device.refusals = 1
     with pytest.raises(DeviceError, match="staging refused"):
         form.call(cache, out, sequence)
-    assert cache.stats().hand_overs == 1 and not cache._staging._free
+    assert cache.stats().uploads == 1 and not cache._staging._free
     cache.verify()
     form.call(cache, out, sequence)
     form.check(cache, out, [sequence])
@@ -203,22 +203,22 @@ def test_statistics_count_the_hand_overs_under_way_and_the_most_there_were() -> 
         else:
             device.done.update(event for event, _ in list(cache._staging._retained)[:-step])
         stats = cache.stats()
-        seen.append((stats.hand_overs, stats.most_hand_overs))
+        seen.append((stats.uploads, stats.most_uploads))
     # What stats has seen complete is retired by the next hand-over, from which the count of buffers goes on.
     assert seen[:5] == [(1, 1), (2, 2), (3, 3), (1, 3), (2, 3)]
     assert seen[5:8] == [(1, 3), (2, 3), (3, 3)] and seen[-1][1] == 3
     cache.verify()
     device.done.update(event for event, _ in cache._staging._retained)
-    assert cache.stats().hand_overs == 0
+    assert cache.stats().uploads == 0
     cache.copy_batch_block_offsets(np.zeros((1, 4), np.int32), sequence)
-    assert cache.stats().hand_overs == 1
+    assert cache.stats().uploads == 1
     cache.release(sequence)
     cache.close()
-    assert (cache.stats().hand_overs, cache.stats().most_hand_overs) == (0, 3)
+    assert (cache.stats().uploads, cache.stats().most_uploads) == (0, 3)
 
 
 def test_a_device_that_does_everything_at_once_has_nothing_under_way(make: Make) -> None:
     engine = make(T=2, P=8)
     engine.cache.copy_batch_block_csr(*vectors(2, 3, 1), engine.add(range(5)).id)
     stats = engine.cache.stats()
-    assert (stats.hand_overs, stats.most_hand_overs) == (0, 0)
+    assert (stats.uploads, stats.most_uploads) == (0, 0)

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.tables.uploads import picture
 
 import steps
 from engine import Engine
 from group_engine import GroupsEngine
 from kvpool import DeviceError, KVCacheManager, PoolClosed, StepTables, UnknownSequence
 from steps import GARBAGE, NAMES, arrays, check, expected, same, spans
-from tests.tables.hand_overs import picture
 
 Make = Callable[..., Engine]
 Open = Callable[..., GroupsEngine]

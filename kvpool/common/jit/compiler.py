@@ -286,7 +286,7 @@ class Dispatcher(registry.CPUDispatcher):
         self.libraries: dict[tuple[Any, ...], Library] = long.libraries if long else {}
 
     @functools.cached_property
-    def brief(self) -> Dispatcher:
+    def keep_gil(self) -> Dispatcher:
         """The same function, whose calls from Python keep the interpreter's lock: for those of less than a millisecond.
         Who gives the lock away may get it back milliseconds later. Both entries are made at once."""
         return Dispatcher(self.py_func, self.inline, False, self)

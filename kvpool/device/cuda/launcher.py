@@ -126,7 +126,7 @@ class Uploads:
             pass
 
     @property
-    def under_way(self) -> int:
+    def in_flight(self) -> int:
         """The uploads that kernels may still read."""
         with self._lock:
             self._reclaim()

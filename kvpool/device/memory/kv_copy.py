@@ -22,8 +22,9 @@ from kvpool.device.cuda import launcher_at
 from kvpool.device.launches import KvPlane, KvTokens, Launcher, kv_copy, kv_kernel
 
 
-class Stagings(tuple[Any, ...]):
-    """Several buffers for one ``gather_kv`` or ``scatter_kv``, such as the chunks of a prompt: ``Stagings([a, b])``.
+class StagingBuffers(tuple[Any, ...]):
+    """Several buffers for one ``gather_kv`` or ``scatter_kv``, such as the chunks of a prompt: ``StagingBuffers([a,
+    b])``.
 
     Each is what those calls take alone. All lie in one memory. The tokens of the second follow those of the first.
     """
@@ -54,10 +55,11 @@ def gather_kv(
         [planes, layers, n, heads * head_dim] or [planes, layers, n, heads, head_dim], or a list with an array [layers,
         n, ...] for each plane. n is the number of tokens. Heads are contiguous; other strides are free, so a transposed
         view gives another order. Only the bytes of the last axes count, not their type. If the cache is in device
-        memory: device memory or pinned memory. Or ``Stagings`` of several, whose tokens follow each other; n is of all.
+        memory: device memory or pinned memory. Or ``StagingBuffers`` of several, whose tokens follow each other; n is
+        of all.
     skip_prefix_n_tokens
-        Tokens before it are neither read nor written, nor are their slots looked at; 0 to n. With ``Stagings``, tokens
-        of all of them are counted.
+        Tokens before it are neither read nor written, nor are their slots looked at; 0 to n. With ``StagingBuffers``,
+        tokens of all of them are counted.
     stream
         Where the copy is enqueued: anything that ``Device.as_stream`` takes. Both memories must be usable there, and
         stay until it is done. Host memory is copied before the call returns.
@@ -171,8 +173,8 @@ def _pieces(cache: PagedKV, stagings: list[_Staging], skip: int) -> Iterator[tup
 
 
 def _stagings_argument(name: str, staging: Any, cache: PagedKV, gather: bool) -> list[_Staging]:
-    """The staging, or each of ``Stagings``, checked by itself and against the others."""
-    several = isinstance(staging, Stagings)
+    """The staging, or each of ``StagingBuffers``, checked by itself and against the others."""
+    several = isinstance(staging, StagingBuffers)
     names = [f"{name}[{i}]" for i in range(len(staging))] if several else [name]
     if not names:
         raise ValueError(f"{name}: expected one buffer or more, got none")

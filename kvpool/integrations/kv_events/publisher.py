@@ -23,8 +23,8 @@ from kvpool.integrations.kv_events.replay_server import History, ReplayServer
 from kvpool.pool.events import Events
 from kvpool.pool.manager import KVCacheManager
 from kvpool.remote.connections import Connections, end, new_context
-from kvpool.remote.doors import binding, endpoint_argument
-from kvpool.storage.keeper import Keeper
+from kvpool.remote.listener import binding, endpoint_argument
+from kvpool.storage.storage_manager import StorageManager
 
 SNAPSHOT_MESSAGES = 1024
 SUBSCRIPTION_BYTES_MAX, SAID_BYTES_MAX = 256, 64 << 10
@@ -151,7 +151,7 @@ class KVEventPublisher(Closing):
         allow_remote: bool = False,
         data_parallel_rank: int = 0,
         group: int | None = None,
-        keeper: Keeper | None = None,
+        keeper: StorageManager | None = None,
         block_hashes: str = "int",
         interval_ms: int = 10,
         replay_messages: int = 10_000,
@@ -163,8 +163,8 @@ class KVEventPublisher(Closing):
     ) -> None:
         if not isinstance(cache, KVCacheManager):
             raise TypeError(f"cache: expected a KVCacheManager, got {cache!r:.80}")
-        if keeper is not None and (not isinstance(keeper, Keeper) or keeper.pool is not cache):
-            raise ValueError(f"keeper: expected the Keeper of this pool, or None, got {keeper!r:.80}")
+        if keeper is not None and (not isinstance(keeper, StorageManager) or keeper.pool is not cache):
+            raise ValueError(f"keeper: expected the StorageManager of this pool, or None, got {keeper!r:.80}")
         topic, hashes = text_argument("topic", topic), choice_argument("block_hashes", block_hashes, HASHES)
         needs = "" if bool_argument("allow_remote", allow_remote) else "allow_remote=True"
         endpoint_argument("endpoint", endpoint, needs)

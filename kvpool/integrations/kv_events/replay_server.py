@@ -26,7 +26,7 @@ import zmq
 
 from kvpool.common.errors import PoolClosed
 from kvpool.remote import connections
-from kvpool.remote.doors import binding
+from kvpool.remote.listener import binding
 
 FRAMES_MAX, FRAME_BYTES_MAX, COMMAND_BYTES_MAX = 8, 64, 1024
 """The most that a peer may send in one message, in one frame of it, and in one command of the protocol."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvpool.pool.explain import Missed
     from kvpool.pool.hints import Action
     from kvpool.storage.choice import LoadOrCompute
-    from kvpool.storage.hostkeeper import HostKeeper
+    from kvpool.storage.host_storage_manager import HostStorageManager
 
 log = VLLM.log
 
@@ -197,7 +197,7 @@ class HostTierMetrics:
         """Count an action of a hint."""
         self._hints[kind, outcome] += 1
 
-    def take(self, keeper: HostKeeper | None) -> OffloadingConnectorStats | None:
+    def take(self, keeper: HostStorageManager | None) -> OffloadingConnectorStats | None:
         """What has happened since the last call, or None if nothing has."""
         counts = {name: count for name, count in self.counts.items() if count}
         self.counts.clear()
@@ -230,7 +230,7 @@ class HostTierMetrics:
             self._read(keeper, stats)
         return stats
 
-    def _read(self, keeper: HostKeeper, metrics: OffloadingConnectorStats) -> None:
+    def _read(self, keeper: HostStorageManager, metrics: OffloadingConnectorStats) -> None:
         """The figures of the stores, and of the keeper, by reason."""
         stats = keeper.stats()
         totals: dict[tuple[str, tuple[str, ...]], float] = {}
@@ -340,9 +340,9 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         self.prefill.tokens_per_block = tokens_per_block
         self.options = options or EngineOptions()
         self._tier: kvpool.HostTier | None = None
-        self._keeper: HostKeeper | None = None
+        self._keeper: HostStorageManager | None = None
         # What has the verbs that stores take part in.
-        self._front: kvpool.HostCache | HostKeeper = cache
+        self._front: kvpool.HostCache | HostStorageManager = cache
         # Where vLLM counts what a store has brought, by the number of the store.
         self._sources: list[CacheHitSource] = []
         self._names: list[str] = []
@@ -361,7 +361,7 @@ class KVPoolOffloadingManager(base.OffloadingManager):
     def open_stores(self, description: kvpool.HostTierDescription, identity: kvpool.ModelIdentity) -> None:
         """Attach the workers' memory, and open the stores. Raises what a store raises that cannot be opened."""
         from kvpool.storage.choice import LoadOrCompute
-        from kvpool.storage.hostkeeper import HostKeeper
+        from kvpool.storage.host_storage_manager import HostStorageManager
         from kvpool.storage.urls import open_store
 
         options, prefill = self.options, self.prefill
@@ -372,7 +372,7 @@ class KVPoolOffloadingManager(base.OffloadingManager):
             prefill.policies = [LoadOrCompute(_UNKNOWN, size, prefill.tokens_per_block) for _ in stores]
         self._tier = kvpool.HostTier.attach(description)
         policies = prefill.policies or None
-        self._keeper = self._front = HostKeeper(
+        self._keeper = self._front = HostStorageManager(
             self._cache,
             self._tier,
             stores,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec, ScheduleEndContext
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 
-    from kvpool.storage.jobs import Job
+    from kvpool.storage.store_requests import StoreRequest
 
 log = VLLM_TIER.log
 
@@ -81,9 +81,9 @@ class KVPoolSecondaryTier(SecondaryTierManager):
 
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._options = options = VLLM_TIER.read(given)
-        if options.lasting and options.weights is None:
+        if options.persistent and options.weights is None:
             raise ValueError(
-                f'stores={options.lasting!r:.80}: name the model\'s weights, such as "weights": "revision 1a2b3c"'
+                f'stores={options.persistent!r:.80}: name the model\'s weights, such as "weights": "revision 1a2b3c"'
             )
         model_identity = identity(offloading_spec.config, VLLM_TIER.version())
         if options.weights is not None:
@@ -97,7 +97,7 @@ class KVPoolSecondaryTier(SecondaryTierManager):
         self._new: list[OffloadKey] = []
         self._known: OrderedDict[OffloadKey, tuple[bool, float]] = OrderedDict()
         self._results: list[JobResult] = []
-        self._seed_to_check = bool(options.lasting)
+        self._seed_to_check = bool(options.persistent)
 
     # -- keys ----------------------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ class KVPoolSecondaryTier(SecondaryTierManager):
         """Ask the store for what this step has looked up."""
         keys, self._new = self._new, []
 
-        def answer(job: Job) -> None:
+        def answer(job: StoreRequest) -> None:
             self._answer(keys, (job.codes == self._ok).tolist())
 
         if keys and not self._begin("find", keys, answer, seconds=self._options.find_seconds):
@@ -157,7 +157,7 @@ class KVPoolSecondaryTier(SecondaryTierManager):
 
     def _begin(self, kind: str, keys: Iterable[OffloadKey], *given: Any, seconds: float, **more: Any) -> bool:
         """Have the store find, save or load. Returns False if it takes nothing now."""
-        from kvpool.storage.seals import BlockNames
+        from kvpool.storage.mac import BlockNames
 
         with suppress(StoreBusy):
             if self._client.usable(kind):
@@ -165,7 +165,7 @@ class KVPoolSecondaryTier(SecondaryTierManager):
                 return True
         return False
 
-    def _end(self, asked: TransferJob, job: Job) -> None:
+    def _end(self, asked: TransferJob, job: StoreRequest) -> None:
         ok = (job.codes == self._ok).tolist()
         came = [key for key, good in zip(asked.keys, ok, strict=True) if good]
         if asked.is_promotion and len(came) < len(ok):

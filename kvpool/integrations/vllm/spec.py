@@ -5,7 +5,7 @@ its share of the KV, and makes the copies. Between them, only ids of host blocks
 *chunk* of vLLM's: ``blocks_per_chunk`` blocks of one group.
 
 With stores all workers share one host memory, and a host block has the shares of all. The first worker makes it, the
-others and the scheduler's process attach it. There a ``HostKeeper`` saves and loads host blocks.
+others and the scheduler's process attach it. There a ``HostStorageManager`` saves and loads host blocks.
 
 Numba is imported only when the index or a worker is made. On a CPU, vLLM reads the attributes of all loaded modules
 when it starts, and fails at an attribute of llvmlite.
@@ -103,7 +103,7 @@ class Deployment(NamedTuple):
                 "tokens behind a prefix. Supported are GPUs, and CPUs with AMX"
             )
 
-    def lasting(self, passing: kvpool.ModelIdentity, weights: str | None) -> kvpool.ModelIdentity:
+    def persistent(self, passing: kvpool.ModelIdentity, weights: str | None) -> kvpool.ModelIdentity:
         """The identity of the KV in stores. Raises ValueError if nothing tells its weights from others."""
         algorithm = self.config.cache_config.prefix_caching_hash_algo
         return lasting_identity(passing, weights, self.config.model_config.compute_hash(), algorithm)
@@ -268,8 +268,8 @@ class KVPoolOffloadingSpec(base.OffloadingSpec):
                 '"kv_connector": "KVPoolOffloadingConnector", '
                 '"kv_connector_module_path": "kvpool.integrations.vllm.spec"'
             )
-        self._deployment.check_seed(self.options.lasting)
-        return self._deployment.lasting(self.identity, self.options.weights)
+        self._deployment.check_seed(self.options.persistent)
+        return self._deployment.persistent(self.identity, self.options.weights)
 
     def chunks_of(self, tokens: int) -> int:
         """How many host blocks a prompt of so many tokens takes."""

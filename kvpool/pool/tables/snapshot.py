@@ -185,7 +185,7 @@ def stage_csr(heads, g, ids, address, nbytes, room):  # type: ignore[no-untyped-
     return total
 
 
-class HandOver(ABC):
+class BlockTableUpload(ABC):
     """Block tables on their way into ``targets``. After the decision, ``enqueue`` has the device read them.
 
     ``retained`` says that the buffer no longer belongs to the call. ``error`` says why the device did not accept all of
@@ -245,7 +245,7 @@ class HandOver(ABC):
             staging.retain(buffer, stream, event, self.targets)
 
 
-class DenseHandOver(HandOver):
+class DenseTableUpload(BlockTableUpload):
     """Rows of one table. ``planes`` and ``rows`` are as in ``StagedRows``. At most ``columns`` columns of a sequence
     are written.
 
@@ -277,7 +277,7 @@ class DenseHandOver(HandOver):
         return StagedRows(self.targets[0], buffer.array, buffer.address, *shape)
 
 
-class CsrHandOver(HandOver):
+class CsrTableUpload(BlockTableUpload):
     """``indptr``, ``indices`` and ``last_page_len`` of ``count`` sequences, each to the start of its vector."""
 
     def __init__(self, vectors: Sequence[Table], count: int) -> None:

@@ -151,7 +151,7 @@ class Staging:
             self._retire()
             return len(self._retained)
 
-    def under_way(self) -> tuple[int, int]:
+    def in_flight(self) -> tuple[int, int]:
         """How many hand-overs are not done, and the most at any time. Changes nothing and takes no lock, so that a
         signal handler may ask inside any call. The next hand-over reports a device that fails."""
         try:

@@ -24,7 +24,7 @@ from kvpool.device.work import (
     numbers_bytes,
     write_step,
 )
-from kvpool.pool.tables.snapshot import HandOver, check_streams, used_blocks
+from kvpool.pool.tables.snapshot import BlockTableUpload, check_streams, used_blocks
 from kvpool.pool.tables.staging import Buffer
 from kvpool.state.records import BAD_COUNT, PASSED, TOO_LARGE, TOO_SMALL, H, head, sequences_of
 from kvpool.state.requests import holes
@@ -195,7 +195,7 @@ def stage_step(heads, g, ids, first, counts, limits, numbers, address, nbytes): 
     return most
 
 
-class StepHandOver(HandOver):
+class StepTableUpload(BlockTableUpload):
     """The tables of a step of ``count`` sequences. ``first`` and ``counts`` are as in ``_number``."""
 
     def __init__(self, targets: StepTargets, count: int, first: Int64s, counts: Int64s) -> None:

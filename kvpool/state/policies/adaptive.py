@@ -19,12 +19,12 @@ from kvpool.state.policies.chains import (
     EXPERTS,
     LRU,
     age_of,
-    book_of,
     chains_of,
     draw,
     ghosts_of,
-    host_book_of,
+    host_policy_of,
     order_of,
+    policy_of,
     scores_of,
 )
 from kvpool.state.records import HEAD, NONE
@@ -49,18 +49,18 @@ def on_touch(at, matches, count):
 @jit
 def _compared(at, c):
     """Have the ghosts see a prompt of a chain, or of none."""
-    if c != NONE and c & ((1 << book_of(record_at(at, HEAD)).shift) - 1) == 0:
+    if c != NONE and c & ((1 << policy_of(record_at(at, HEAD)).shift) - 1) == 0:
         h = record_at(at, HEAD)
-        _compare(h, book_of(h), c)
+        _compare(h, policy_of(h), c)
     return c
 
 
 @jit
-def _compare(h, book, c):
+def _compare(h, policy, c):
     """Count what each ghost would have hit of the last prompt. All get its blocks."""
-    chain, ghost = chains_of(book)[c], ghosts_of(book)[c]
-    ghost_blocks, lead, noise = scores_of(book)[0], scores_of(book)[1], scores_of(book)[2]
-    held, length = max(book.depth - chain.base, 0), max(np.int64(chain.length) - chain.base, 0)
+    chain, ghost = chains_of(policy)[c], ghosts_of(policy)[c]
+    ghost_blocks, lead, noise = scores_of(policy)[0], scores_of(policy)[1], scores_of(policy)[2]
+    held, length = max(policy.depth - chain.base, 0), max(np.int64(chain.length) - chain.base, 0)
     of_lru = min(held, np.int64(ghost[LRU]))
     for expert in range(EXPERTS):
         more = np.float64(min(held, np.int64(ghost[expert])) - of_lru)
@@ -69,22 +69,22 @@ def _compare(h, book, c):
         ghost_blocks[expert] += np.float64(length - np.int64(ghost[expert]))
         ghost[expert] = length
     for expert in range(EXPERTS):
-        ahead = lead[expert] - lead[book.follows] - _SURE * math.sqrt(noise[expert])
+        ahead = lead[expert] - lead[policy.follows] - _SURE * math.sqrt(noise[expert])
         if ahead > 0.0 or (expert == LRU and ahead == 0.0):
-            book.follows = host_book_of(h).follows = expert
-    _evict(h, book, c)
+            policy.follows = host_policy_of(h).follows = expert
+    _evict(h, policy, c)
 
 
 @jit
-def _evict(h, book, running):
+def _evict(h, policy, running):
     """Have the ghosts lose blocks of other chains until they fit: each those of the chain that its expert finds worth
     least, of some that have blocks in a ghost. Most chains may have none."""
-    ghosts, room = ghosts_of(book), book.capacity >> book.shift
-    ghost_blocks, least = scores_of(book)[0], scores_of(book)[3]
+    ghosts, room = ghosts_of(policy), policy.capacity >> policy.shift
+    ghost_blocks, least = scores_of(policy)[0], scores_of(policy)[3]
     for _ in range(_TRIES):
         if max(ghost_blocks[0], ghost_blocks[1], ghost_blocks[2]) <= room:
             return
-        _find_least(h, book, running)
+        _find_least(h, policy, running)
         for expert in range(EXPERTS):
             if ghost_blocks[expert] > room and least[expert] != NONE:
                 c = np.int64(least[expert])
@@ -94,23 +94,23 @@ def _evict(h, book, running):
 
 
 @jit
-def _find_least(h, book, running):
+def _find_least(h, policy, running):
     """Note for each expert which chain is worth least to it, or NONE."""
-    chains, ghosts, least, low = chains_of(book), ghosts_of(book), scores_of(book)[3], scores_of(book)[4]
+    chains, ghosts, least, low = chains_of(policy), ghosts_of(policy), scores_of(policy)[3], scores_of(policy)[4]
     some = 0
     least[:] = NONE
-    for at in range(book.known if book.known <= ALL else _DRAWS):
-        if book.shift:
-            c = draw(book, book.chains >> book.shift) << book.shift
+    for at in range(policy.known if policy.known <= ALL else _DRAWS):
+        if policy.shift:
+            c = draw(policy, policy.chains >> policy.shift) << policy.shift
         else:
-            c = np.int64(order_of(book)[at if book.known <= ALL else draw(book, book.known)])
+            c = np.int64(order_of(policy)[at if policy.known <= ALL else draw(policy, policy.known)])
         if max(ghosts[c, 0], ghosts[c, 1], ghosts[c, 2]) == 0 or c == running or chains[c].turns > 0:
             continue
         for expert in range(EXPERTS):
             if ghosts[c, expert] > 0:
-                worth = np.float64(-age_of(h, chains[c])) if expert == LRU else worth_now(h, book, c, expert)
+                worth = np.float64(-age_of(h, chains[c])) if expert == LRU else worth_now(h, policy, c, expert)
                 if least[expert] == NONE or worth < low[expert]:
                     least[expert], low[expert] = c, worth
         some += 1
-        if some == SOME and book.known > ALL:
+        if some == SOME and policy.known > ALL:
             return

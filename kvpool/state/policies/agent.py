@@ -19,12 +19,11 @@ from kvpool.common.jit import jit
 from kvpool.common.jit.intrinsics import array_at, bit_length, prefetch, record_at
 from kvpool.state.policies import reuse
 from kvpool.state.policies.chains import (
-    BOOK,
-    BOOK_SIZE,
+    POLICY,
+    POLICY_SIZE,
     age_of,
     begin_release,
     begin_turn,
-    book_of,
     chains_of,
     draw,
     end_turn,
@@ -32,15 +31,16 @@ from kvpool.state.policies.chains import (
     find_first,
     find_name,
     has_blocks,
-    host_book_of,
+    host_policy_of,
     is_believed,
     is_listed,
     is_name,
     order_of,
     owners_of,
+    policy_of,
     put_name,
-    shelf_of,
     take_first,
+    tier_list_of,
     turns_of,
     worth_of,
 )
@@ -86,34 +86,34 @@ def on_admit(at, asked, slot):
     """A prompt has got the row ``slot``: find its chain, by the last block that it has reused, or by a deeper one that
     is gone and still names it. Returns it, or NONE, as for a prompt whose end has another priority than the default."""
     h, request = record_at(at, HEAD), record_at(asked, REQUEST)
-    book = book_of(h)
-    turns_of(book)[slot] = NONE
+    policy = policy_of(h)
+    turns_of(policy)[slot] = NONE
     keys, reused = request_keys(h, request), np.int64(sequences_of(h)[slot].reused)
     _, priority, _ = retention_at(request, keys.shape[0] * h.width - 1)
     if request.reserves or request.private or request.fresh or priority != DEFAULT_PRIORITY:
         return np.int64(NONE)
-    c, depth = _named(book, keys, keys.shape[0], reused)
+    c, depth = _named(policy, keys, keys.shape[0], reused)
     if c == NONE and reused > 0 and table_of(h)[slot, reused - 1] != NONE:
         c = np.int64(owners_of(h)[table_of(h)[slot, reused - 1]])
     if c == NONE:  # what came from the host, or is held by a request that runs, is no chain's
-        c, depth = _named(book, keys, reused, np.int64(0))
-    c = begin_turn(h, book, c, depth, keys.shape[0])
-    turns_of(book)[slot] = c
-    book.depth = depth
+        c, depth = _named(policy, keys, reused, np.int64(0))
+    c = begin_turn(h, policy, c, depth, keys.shape[0])
+    turns_of(policy)[slot] = c
+    policy.depth = depth
     return c
 
 
 @jit
-def _named(book, keys, depth, least):
+def _named(policy, keys, depth, least):
     """The chain that the deepest of the keys in [least, depth) names, and how deep that is. NONE and ``least`` if none
     does. Of many keys, only those are asked of which all are names, wherever their chain ended."""
     few = depth - least <= _FEW
     while depth > least:
         c, ahead = np.int64(NONE), keys[max(depth - (_NEAR if few else _FEW), 0), 0]
         if few or is_name(ahead, _FEW):
-            expect_name(book, ahead)
+            expect_name(policy, ahead)
         if few or is_name(keys[depth - 1, 0], _FEW):
-            c = find_name(book, keys[depth - 1, 0])
+            c = find_name(policy, keys[depth - 1, 0])
         if c != NONE:
             return np.int64(c), np.int64(depth)
         depth -= 1
@@ -124,8 +124,8 @@ def _named(book, keys, depth, least):
 def on_begin_release(at, slot, nothing):
     """A row is released next: its blocks name its chain from now on."""
     h = record_at(at, HEAD)
-    book, blocks, row = book_of(h), blocks_of(h), table_of(h)[slot]
-    c = np.int64(turns_of(book)[slot])
+    policy, blocks, row = policy_of(h), blocks_of(h), table_of(h)[slot]
+    c = np.int64(turns_of(policy)[slot])
     if c == NONE:
         return np.int64(0)
     sequence, owners = sequences_of(h)[slot], owners_of(h)
@@ -135,14 +135,14 @@ def on_begin_release(at, slot, nothing):
         prefetch(blocks, row[min(i + _FAR, sequence.blocks - 1)])
         ahead = blocks[max(row[min(i + _NEAR, sequence.blocks - 1)], 0)].key0
         if is_name(ahead, _FEW):
-            expect_name(book, ahead)
+            expect_name(policy, ahead)
         if row[i] == NONE:
             continue
         owners[row[i]] = c
         shared += 1 if blocks[row[i]].word != 1 else 0
         if i < full and is_name(blocks[row[i]].key0, full - i) and blocks[row[i]].flags & KEYED:
-            put_name(book, blocks[row[i]].key0, c)
-    begin_release(h, book, c, shared)
+            put_name(policy, blocks[row[i]].key0, c)
+    begin_release(h, policy, c, shared)
     return np.int64(0)
 
 
@@ -150,16 +150,16 @@ def on_begin_release(at, slot, nothing):
 def on_end_release(at, slot, stop):
     """The blocks of a row are listed, behind what was listed before."""
     h = record_at(at, HEAD)
-    book = book_of(h)
-    c = np.int64(turns_of(book)[slot])
+    policy = policy_of(h)
+    c = np.int64(turns_of(policy)[slot])
     if c == NONE:
         return np.int64(0)
-    turns_of(book)[slot] = NONE
-    end_turn(h, book, c)
-    chain = chains_of(book)[c]
+    turns_of(policy)[slot] = NONE
+    end_turn(h, policy, c)
+    chain = chains_of(policy)[c]
     chain.row = class_of(stop, chain.pauses, chain.mean, chain.length)
     chain.alike = reuse.class_of(chain.pauses, chain.length)
-    book.left = 0 if book.pick == c else book.left
+    policy.left = 0 if policy.pick == c else policy.left
     return np.int64(0)
 
 
@@ -172,23 +172,23 @@ def on_touch(at, matches, count):
     it, though others have held its blocks meanwhile.
     """
     h, turn, count = record_at(at, HEAD), count > 0, abs(count)
-    book, keys, c = book_of(h), array_at(matches, (count, 3), np.int64), np.int64(NONE)
-    owners, chains = owners_of(h), chains_of(book)
+    policy, keys, c = policy_of(h), array_at(matches, (count, 3), np.int64), np.int64(NONE)
+    owners, chains = owners_of(h), chains_of(policy)
     if turn:
-        c, depth = _named(book, keys, count, np.int64(0))
+        c, depth = _named(policy, keys, count, np.int64(0))
         before = np.int64(0)
         if c != NONE and chains[c].first != NONE and blocks_of(h)[chains[c].first].list < 0:
             # Its end is used, so it goes on, though its beginning may not be named.
             before = max(np.int64(chains[c].length) - depth, 0)
-        book.depth = depth + before
-        c = begin_turn(h, book, c, book.depth, count + before)
+        policy.depth = depth + before
+        c = begin_turn(h, policy, c, policy.depth, count + before)
     else:
         last = keys[count - 1, 2]
         c = np.int64(owners[last]) if last != NONE else c
-        if c == NONE or find_first(h, book, c):
+        if c == NONE or find_first(h, policy, c):
             return np.int64(NONE)
         chains[c].turns += 1
-    turns_of(book)[0] = c
+    turns_of(policy)[0] = c
     if c == NONE:
         return c
     shared = np.int64(0)
@@ -199,8 +199,8 @@ def on_touch(at, matches, count):
         if b != NONE and turn:
             owners[b] = c
             if is_name(keys[i, 0], count - i):
-                put_name(book, keys[i, 0], c)
-    begin_release(h, book, c, shared)
+                put_name(policy, keys[i, 0], c)
+    begin_release(h, policy, c, shared)
     return c if turn else np.int64(NONE)
 
 
@@ -208,18 +208,18 @@ def on_touch(at, matches, count):
 def on_touched(at, matches, count):
     """They are listed, behind what was listed before."""
     h = record_at(at, HEAD)
-    book = book_of(h)
-    c = np.int64(turns_of(book)[0])
+    policy = policy_of(h)
+    c = np.int64(turns_of(policy)[0])
     if c == NONE:
         return c
-    chain = chains_of(book)[c]
+    chain = chains_of(policy)[c]
     since, returns = chain.released, chain.returns
     on_end_release(at, np.int64(0), np.int64(0))
     if count < 0:
         chain.released, chain.returns = since, returns
         keys = array_at(matches, (-count, 3), np.int64)
         for i in range(-count):
-            if is_listed(h, book, c, keys[i, 2]):
+            if is_listed(h, policy, c, keys[i, 2]):
                 blocks_of(h)[keys[i, 2]].used_at = since
     return c
 
@@ -236,97 +236,97 @@ def choose(at, second, nothing):
     4. the oldest block.
     """
     h = record_at(at, HEAD)
-    book = record_at(h.book_at + second * BOOK_SIZE, BOOK)
-    oldest = np.int64(lists_of(h)[book.list, 0])
-    if _is_stray(h, book, oldest):
+    policy = record_at(h.policy_at + second * POLICY_SIZE, POLICY)
+    oldest = np.int64(lists_of(h)[policy.list, 0])
+    if _is_stray(h, policy, oldest):
         return oldest
     b = np.int64(NONE)
-    if book.left > 0:
-        book.left -= 1
-        b = take_first(h, book, book.pick)
-    while b == NONE and book.cached > 0:
-        c = _least(h, book)
+    if policy.left > 0:
+        policy.left -= 1
+        b = take_first(h, policy, policy.pick)
+    while b == NONE and policy.cached > 0:
+        c = _least(h, policy)
         if c == NONE:
             break
         # Of a chain that has left something over, only that goes, whatever it is worth otherwise.
-        book.pick, book.left = c, min(RUN, max(_own_size(h, book, c), 1)) - 1
-        if shelf_of(book, c).rest != NONE or chains_of(book)[c].turns > 0:
-            book.left = 0
-        b = take_first(h, book, c)
+        policy.pick, policy.left = c, min(RUN, max(_own_size(h, policy, c), 1)) - 1
+        if tier_list_of(policy, c).rest != NONE or chains_of(policy)[c].turns > 0:
+            policy.left = 0
+        b = take_first(h, policy, c)
     return b if b != NONE else oldest
 
 
 @jit
-def _is_stray(h, book, b):
+def _is_stray(h, policy, b):
     """Whether no chain with blocks has listed a block at its last turn. ``choose`` finds it by no chain."""
     c = np.int64(owners_of(h)[b])
-    old = c == NONE or blocks_of(h)[b].used_at != chains_of(book)[c].released
-    return old or shelf_of(book, c).place >= book.cached
+    old = c == NONE or blocks_of(h)[b].used_at != chains_of(policy)[c].released
+    return old or tier_list_of(policy, c).place >= policy.cached
 
 
 @jit
-def _own_size(h, book, c):
+def _own_size(h, policy, c):
     """How many blocks a chain has beside what it shares: on the device and in the host's list."""
-    size = np.int64(shelf_of(book, c).size)
-    if book.list == host_book_of(h).list:
-        size += np.int64(chains_of(book)[c].size)
-    return size - chains_of(book)[c].stem
+    size = np.int64(tier_list_of(policy, c).size)
+    if policy.list == host_policy_of(h).list:
+        size += np.int64(chains_of(policy)[c].size)
+    return size - chains_of(policy)[c].stem
 
 
 @jit
-def worth_now(h, book, c, expert):
+def worth_now(h, policy, c, expert):
     """The worth of the blocks of a chain: what its pauses say, or the engine, until that turns out to be wrong."""
-    chain = chains_of(book)[c]
+    chain = chains_of(policy)[c]
     age = age_of(h, chain)
-    if chain.returns != 0 and is_believed(book, chain.returns):
+    if chain.returns != 0 and is_believed(policy, chain.returns):
         if chain.returns == ENDS:
             return -0.5
         if chain.returns >= age:
             return 1000.0 / (chain.returns - age + 1)
-    return worth_of(book, expert, chain, age)
+    return worth_of(policy, expert, chain, age)
 
 
 @jit
-def _first_worth(h, book, c, enough):
+def _first_worth(h, policy, c, enough):
     """The worth of the deepest block that a chain has listed, or what is above ``enough``."""
-    chain = chains_of(book)[c]
-    if chain.turns > 0 or shelf_of(book, c).rest != NONE:
+    chain = chains_of(policy)[c]
+    if chain.turns > 0 or tier_list_of(policy, c).rest != NONE:
         return -1.0  # left over
-    worth = worth_now(h, book, c, book.follows)
-    return worth if _own_size(h, book, c) > 0 else _stem_worth(h, book, c, worth, enough)
+    worth = worth_now(h, policy, c, policy.follows)
+    return worth if _own_size(h, policy, c) > 0 else _stem_worth(h, policy, c, worth, enough)
 
 
 @jit
-def _stem_worth(h, book, c, worth, enough):
+def _stem_worth(h, policy, c, worth, enough):
     """The worth of a stem of which nothing else is left: that of the best of the chains that begin with it, as far as
     somebody asks."""
-    chains, other = chains_of(book), np.int64(chains_of(book)[c].after)
+    chains, other = chains_of(policy), np.int64(chains_of(policy)[c].after)
     for _ in range(_RING):
         if other == c or worth > enough:
             break
         if chains[other].turns > 0:
             return _HUGE
-        worth = max(worth, worth_now(h, book, other, book.follows))
+        worth = max(worth, worth_now(h, policy, other, policy.follows))
         other = np.int64(chains[other].after)
     return worth
 
 
 @jit
-def _least(h, book):
+def _least(h, policy):
     """The chain whose first block is worth least, of all, or of some and the last one. NONE if no chain has blocks."""
-    chains, order = chains_of(book), order_of(book)
+    chains, order = chains_of(policy), order_of(policy)
     chosen, least = np.int64(NONE), 0.0
     at = tries = 0
-    if book.pick != NONE and has_blocks(h, book, book.pick):
-        chosen, least = np.int64(book.pick), _first_worth(h, book, book.pick, _HUGE)
-    while at < book.cached and tries < ALL and least >= 0.0:
-        place = at if book.cached <= ALL else draw(book, book.cached)
+    if policy.pick != NONE and has_blocks(h, policy, policy.pick):
+        chosen, least = np.int64(policy.pick), _first_worth(h, policy, policy.pick, _HUGE)
+    while at < policy.cached and tries < ALL and least >= 0.0:
+        place = at if policy.cached <= ALL else draw(policy, policy.cached)
         c = np.int64(order[place])
         tries += 1
-        if not has_blocks(h, book, c):
+        if not has_blocks(h, policy, c):
             continue
-        worth = _first_worth(h, book, c, least if chosen != NONE else _HUGE)
+        worth = _first_worth(h, policy, c, least if chosen != NONE else _HUGE)
         if chosen == NONE or worth < least or (worth == least and age_of(h, chains[c]) > age_of(h, chains[chosen])):
             chosen, least = c, worth
-        at += 1 if book.cached <= ALL else ALL // SOME
+        at += 1 if policy.cached <= ALL else ALL // SOME
     return chosen

@@ -21,7 +21,7 @@ import numpy as np
 from kvpool.common.jit import jit
 from kvpool.common.jit.intrinsics import address_of, array_at, call, prefetch, record_at
 from kvpool.state.index import expect, expect_child
-from kvpool.state.policies.chains import LRU, book_of, host_book_of, owners_of, put_last
+from kvpool.state.policies.chains import LRU, host_policy_of, owners_of, policy_of, put_last
 from kvpool.state.records import (
     CLEAN,
     DEFAULT_PRIORITY,
@@ -317,36 +317,38 @@ def on_release(h, b, front):
 @jit(forceinline=True)
 def on_admit(h, requests, r, slot):
     """Request ``r`` has got its blocks, in the row ``slot``."""
-    if h.book_at:
-        call(book_of(h).on_admit, (book_of(h).head_at, address_of(requests) + r * REQUEST_BYTES, slot))
+    if h.policy_at:
+        call(policy_of(h).on_admit, (policy_of(h).head_at, address_of(requests) + r * REQUEST_BYTES, slot))
 
 
 @jit(forceinline=True)
 def on_begin_release(h, slot):
     """All blocks of a row are given back next."""
-    if h.book_at:
-        call(book_of(h).on_begin_release, (book_of(h).head_at, slot, np.int64(0)))
+    if h.policy_at:
+        call(policy_of(h).on_begin_release, (policy_of(h).head_at, slot, np.int64(0)))
 
 
 @jit(forceinline=True)
 def on_end_release(h, slot):
     """They were."""
-    if h.book_at:
-        call(book_of(h).on_end_release, (book_of(h).head_at, slot, np.int64(h.stop)))
+    if h.policy_at:
+        call(policy_of(h).on_end_release, (policy_of(h).head_at, slot, np.int64(h.stop)))
 
 
 @jit(forceinline=True)
 def on_touch(h, matches, turn):
     """Keys of a HostCache are used, the ``turn`` of a request or not. Their blocks are given back next."""
-    if h.book_at:
-        call(book_of(h).on_touch, (book_of(h).head_at, address_of(matches), matches.shape[0] * (1 if turn else -1)))
+    if h.policy_at:
+        call(policy_of(h).on_touch, (policy_of(h).head_at, address_of(matches), matches.shape[0] * (1 if turn else -1)))
 
 
 @jit(forceinline=True)
 def on_touched(h, matches, turn):
     """They were."""
-    if h.book_at:
-        call(book_of(h).on_touched, (book_of(h).head_at, address_of(matches), matches.shape[0] * (1 if turn else -1)))
+    if h.policy_at:
+        call(
+            policy_of(h).on_touched, (policy_of(h).head_at, address_of(matches), matches.shape[0] * (1 if turn else -1))
+        )
 
 
 @jit
@@ -376,22 +378,22 @@ def place_only_copy(h, b, device, deadline):
     """``place`` a host block that has become the only copy of what a device block had. What the host has of one chain
     lies side by side."""
     place(h, b, deadline)
-    if h.book_at and book_of(h).on_join:
-        call(book_of(h).on_join, (book_of(h).head_at, np.int64(b), np.int64(device)))
+    if h.policy_at and policy_of(h).on_join:
+        call(policy_of(h).on_join, (policy_of(h).head_at, np.int64(b), np.int64(device)))
 
 
 @jit
 def on_join(at, b, device):
     """A host block is listed with what a device block has had: it is of the same chain."""
     h = record_at(at, HEAD)
-    if blocks_of(h)[b].list != host_book_of(h).list:
+    if blocks_of(h)[b].list != host_policy_of(h).list:
         return np.int64(0)
     owners = owners_of(h)
     c = owners[b] = owners[device]
     behind = put_last(h, np.int64(c), b) if c != NONE else np.int64(NONE)
     if behind != NONE:
         unlink(blocks_of(h), lists_of(h), b)
-        push_behind(blocks_of(h), lists_of(h), b, host_book_of(h).list, behind)
+        push_behind(blocks_of(h), lists_of(h), b, host_policy_of(h).list, behind)
     return np.int64(0)
 
 
@@ -460,10 +462,10 @@ def victim(h, tier, priority):
     b = np.int64(lowest(lists, tier))
     if b == NONE or blocks_of(h)[b].priority > priority:
         return np.int64(NONE)
-    if h.book_at:
-        book, which = book_of(h), blocks_of(h)[b].list
-        if book.follows != LRU and (which == book.list or which == host_book_of(h).list):
-            b = call(book.choose, (book.head_at, np.int64(which != book.list), np.int64(0)))
+    if h.policy_at:
+        policy, which = policy_of(h), blocks_of(h)[b].list
+        if policy.follows != LRU and (which == policy.list or which == host_policy_of(h).list):
+            b = call(policy.choose, (policy.head_at, np.int64(which != policy.list), np.int64(0)))
     return b
 
 
@@ -476,12 +478,16 @@ def expect_victims(h, tier, count):
     """
     blocks, lists, last = blocks_of(h), lists_of(h), np.int64(NONE)
     usual = tier * LISTS_PER_TIER + DEFAULT_PRIORITY
-    if not h.book_at or book_of(h).follows == LRU or (usual != book_of(h).list and usual != host_book_of(h).list):
+    if (
+        not h.policy_at
+        or policy_of(h).follows == LRU
+        or (usual != policy_of(h).list and usual != host_policy_of(h).list)
+    ):
         return
     for which in range(tier * LISTS_PER_TIER, usual):
         count -= lists[which, 2]
     for _ in range(min(count, lists[usual, 2])):
-        b = call(book_of(h).choose, (book_of(h).head_at, np.int64(usual != book_of(h).list), np.int64(0)))
+        b = call(policy_of(h).choose, (policy_of(h).head_at, np.int64(usual != policy_of(h).list), np.int64(0)))
         unlink(blocks, lists, b)
         owners_of(h)[b] = NONE
         blocks[b].prev, last = last, b
@@ -510,7 +516,7 @@ def take_victim(h, tier, priority):
 @jit(forceinline=True)
 def disown(h, b):
     """The content of a block that was taken has gone where it goes: the block is of no chain any more."""
-    if h.book_at:
+    if h.policy_at:
         owners_of(h)[b] = NONE
 
 

@@ -16,9 +16,9 @@ from kvpool.storage.store import (
     CANCELLED,
     EPOCH_BYTES,
     EPOCHS_MAX,
+    MAC_BYTES,
     OK,
     REFUSED,
-    SEAL_BYTES,
     TAG_BYTES,
     Bytes,
     Rows,
@@ -30,7 +30,7 @@ from kvpool.storage.tag_limits import Victims
 
 class _Block(NamedTuple):
     content: bytes
-    seal: bytes
+    mac: bytes
     tag: bytes
 
 
@@ -39,8 +39,8 @@ class MemoryStore:
 
     name = "memory"
     threads = 2
-    clears = TAG_BYTES
-    lasting = False
+    clears_prefix = TAG_BYTES
+    persistent = False
     indexed = True
 
     def __init__(self, capacity: int, *, policy: str = LRU) -> None:
@@ -74,19 +74,19 @@ class MemoryStore:
         with self._lock:
             return np.array([OK if key.tobytes() in self._blocks else ABSENT for key in keys], np.uint8)
 
-    def save(self, keys: Bytes, rows: Rows, seals: Bytes, tag: bytes, limit: int, stop: Stop) -> Bytes:
+    def save(self, keys: Bytes, rows: Rows, macs: Bytes, tag: bytes, limit: int, stop: Stop) -> Bytes:
         codes = np.full(len(keys), CANCELLED, np.uint8)
-        for place, (key, row, seal) in enumerate(zip(keys, rows.tolist(), seals, strict=True)):
+        for place, (key, row, mac) in enumerate(zip(keys, rows.tolist(), macs, strict=True)):
             if stop():
                 break
             content = self._memory[row].tobytes()
             with self._lock:
-                codes[place] = self._put(key.tobytes(), _Block(content, seal.tobytes(), tag), limit)
+                codes[place] = self._put(key.tobytes(), _Block(content, mac.tobytes(), tag), limit)
         self._use(keys)
         return codes
 
     def load(self, keys: Bytes, rows: Rows, stop: Stop) -> tuple[Bytes, Bytes]:
-        codes, seals = np.full(len(keys), CANCELLED, np.uint8), np.zeros((len(keys), SEAL_BYTES), np.uint8)
+        codes, macs = np.full(len(keys), CANCELLED, np.uint8), np.zeros((len(keys), MAC_BYTES), np.uint8)
         for place, (key, row) in enumerate(zip(keys, rows.tolist(), strict=True)):
             if stop():
                 break
@@ -97,9 +97,9 @@ class MemoryStore:
             codes[place] = ABSENT if block is None else OK
             if block is not None:
                 self._memory[row] = np.frombuffer(block.content, np.uint8)
-                seals[place] = np.frombuffer(block.seal, np.uint8)
+                macs[place] = np.frombuffer(block.mac, np.uint8)
         self._use(keys)
-        return codes, seals
+        return codes, macs
 
     def forget(self, keys: Bytes) -> int:
         with self._lock:

@@ -9,7 +9,7 @@ from kvpool.common.arrays.layout import BlockLayout
 from kvpool.hostcache.identity import ModelIdentity
 from kvpool.pool.keys import BlockKeys
 from kvpool.pool.manager import KVCacheManager
-from kvpool.storage import Keeper, Store
+from kvpool.storage import StorageManager, Store
 from kvpool.tools.replay.content import names_of
 from kvpool.tools.replay.summary import Stored
 
@@ -20,7 +20,7 @@ STAGING_BYTES = 64 << 20
 class Storing:
     """The store of one replay. ``wait``: how many seconds it waits for saves, and for loads, before each admission.
 
-    Close it before the pool. Raises what ``Keeper`` raises. Not thread-safe.
+    Close it before the pool. Raises what ``StorageManager`` raises. Not thread-safe.
     """
 
     def __init__(self, store: Store, cache: KVCacheManager, layout: BlockLayout, *, written: bool, wait: float) -> None:
@@ -35,7 +35,7 @@ class Storing:
         )
         # Of these rows, half are for saves, which pass through the host tier.
         rows = max(2, min(STAGING_BYTES // layout.block_bytes, cache.host_blocks))
-        self._keeper = Keeper(
+        self._keeper = StorageManager(
             cache,
             [store],
             identity=identity,

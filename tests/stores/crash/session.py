@@ -9,9 +9,9 @@ from types import TracebackType
 
 import numpy as np
 
-from kvpool.storage import OK, StoreQueue
-from kvpool.storage.jobs import Job
+from kvpool.storage import OK, StoreWorker
 from kvpool.storage.store import Bytes, Store
+from kvpool.storage.store_requests import StoreRequest
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, content, memory, names
 from tests.waiting import until
 
@@ -31,11 +31,11 @@ class Session:
     """A queue over a store, and calls that wait. ``rows`` of a call are ``first_row`` and those after it."""
 
     def __init__(self, store: Store, rows: Bytes | None = None) -> None:
-        self.queue = StoreQueue(store, memory(ROWS) if rows is None else rows, IDENTITY, report=False)
+        self.queue = StoreWorker(store, memory(ROWS) if rows is None else rows, IDENTITY, report=False)
         self._evicted = 0
 
     def keys(self, numbers: Iterable[int]) -> Bytes:
-        return self.queue.secret.opaque([name for number in numbers for name in names(1, number)])
+        return self.queue.secret.derive_keys([name for number in numbers for name in names(1, number)])
 
     def save(
         self, numbers: Sequence[int], first_row: int = 0, namespace: bytes = b"", limit: int = 1 << 40
@@ -92,12 +92,12 @@ class Session:
         self.close()
 
 
-def _confirmed(job: Job) -> bool:
+def _confirmed(job: StoreRequest) -> bool:
     while not job.wait(0.01) and not job.error:
         pass
     return job.done and job.ok == len(job.codes)
 
 
-def _codes(job: Job) -> list[int]:
+def _codes(job: StoreRequest) -> list[int]:
     assert job.wait(600, returned=True), "a job hangs"
     return job.codes.tolist()

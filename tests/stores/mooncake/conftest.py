@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.storage import StoreQueue
+from kvpool.storage import StoreWorker
 from kvpool.storage.backends.mooncake.mooncake_store import MooncakeStore
 from tests.stores.lab import IDENTITY, memory
 from tests.stores.mooncake.cluster import Cluster, missing
@@ -52,16 +52,22 @@ def secret() -> bytes:
 
 
 @pytest.fixture
-def open_at(secret: bytes) -> Iterator[Callable[..., StoreQueue]]:
+def open_at(secret: bytes) -> Iterator[Callable[..., StoreWorker]]:
     """Opens queues over stores of a cluster. They are closed before the cluster ends."""
-    queues: list[StoreQueue] = []
+    queues: list[StoreWorker] = []
 
     def build(
-        master: str, *, slots: int = 64, block_bytes: int = 4096, piece: int = 4 << 20, spare: int = 0, **options: Any
+        master: str,
+        *,
+        slots: int = 64,
+        block_bytes: int = 4096,
+        piece: int = 4 << 20,
+        row_padding: int = 0,
+        **options: Any,
     ) -> Any:
         store = MooncakeStore(master, **({"secret": secret} | options))
-        rows = memory(slots, block_bytes + spare)
-        queues.append(StoreQueue(store, rows, IDENTITY, piece_bytes=piece, spare=spare))
+        rows = memory(slots, block_bytes + row_padding)
+        queues.append(StoreWorker(store, rows, IDENTITY, piece_bytes=piece, row_padding=row_padding))
         return queues[-1]
 
     yield build

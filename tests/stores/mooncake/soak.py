@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from kvpool.common.errors import StoreBusy
-from kvpool.storage import OK, Job, StoreQueue
+from kvpool.storage import OK, StoreRequest, StoreWorker
 from kvpool.storage.backends.mooncake.mooncake_store import MooncakeStore
 from kvpool.storage.store import CODES
 from tests.stores.lab import IDENTITY, content, memory, names
@@ -55,7 +55,7 @@ class Load:
 
     def do(self, verb: str, first: int) -> None:
         queue = self.soak.queue
-        keys = queue.secret.opaque(names(GROUP, first))
+        keys = queue.secret.derive_keys(names(GROUP, first))
         began = queue.now()
         if verb == "save":
             for place, row in enumerate(self.rows.tolist()):
@@ -73,7 +73,7 @@ class Load:
             self.soak.wrong(f"{verb} has not returned its rows")
         self.check(verb, first, job)
 
-    def check(self, verb: str, first: int, job: Job) -> None:
+    def check(self, verb: str, first: int, job: StoreRequest) -> None:
         for code, count in enumerate(np.bincount(job.codes, minlength=len(CODES)).tolist()):
             self.soak.count(f"{verb} {CODES[code]}", count)
         if verb == "load":
@@ -92,7 +92,7 @@ class Soak:
         self.counts, self.errors = Counter[str](), list[str]()
         self.cluster = Cluster(folder, "--client_ttl=3", "--default_kv_lease_ttl=500")
         self.holders = [self.cluster.worker(SECRET, 64 << 20) for _ in range(2)]
-        self.queue = StoreQueue(
+        self.queue = StoreWorker(
             MooncakeStore(self.cluster.address, secret=SECRET),
             memory(GROUPS * GROUP, BLOCK_BYTES),
             IDENTITY,

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvpool import PoolClosed
-from kvpool.storage import ABSENT, DAMAGED, FAILED, OK, REFUSED, StoreQueue
+from kvpool.storage import ABSENT, DAMAGED, FAILED, OK, REFUSED, StoreWorker
 from kvpool.storage.backends.mooncake import guarded_client as mooncake_client
 from kvpool.storage.backends.mooncake.guarded_client import Client
 from kvpool.storage.backends.mooncake.mooncake_store import MooncakeStore
@@ -63,8 +63,8 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 
 @pytest.fixture
-def queue(library: Library) -> Iterator[StoreQueue]:
-    with StoreQueue(MooncakeStore(secret=bytes(32)), memory(), IDENTITY) as made:
+def queue(library: Library) -> Iterator[StoreWorker]:
+    with StoreWorker(MooncakeStore(secret=bytes(32)), memory(), IDENTITY) as made:
         yield made
 
 
@@ -101,9 +101,9 @@ def test_nothing_is_called_before_open_and_after_close(library: Library) -> None
             with pytest.raises(PoolClosed, match="not open"):
                 call()
             assert not library.calls
-        with StoreQueue(store, memory(), IDENTITY) as queue:
+        with StoreWorker(store, memory(), IDENTITY) as queue:
             with pytest.raises(ValueError, match="is open"):
-                StoreQueue(store, memory(), IDENTITY)
+                StoreWorker(store, memory(), IDENTITY)
             assert queue.find(keys).wait(600)
         store.close()
         assert library.calls.count("close") == 1
@@ -153,7 +153,7 @@ def test_memory_that_is_lent_is_not_taken_back_from_a_master_that_is_gone(
     assert "close" not in library.calls
 
 
-def test_a_child_gets_an_error_and_destroys_nothing(queue: StoreQueue, library: Library) -> None:
+def test_a_child_gets_an_error_and_destroys_nothing(queue: StoreWorker, library: Library) -> None:
     made = client()
     library.calls.clear()
 
@@ -165,10 +165,10 @@ def test_a_child_gets_an_error_and_destroys_nothing(queue: StoreQueue, library: 
     made.close()
 
 
-def test_a_child_does_not_wait_for_memory_that_calls_of_its_parent_had(queue: StoreQueue, library: Library) -> None:
+def test_a_child_does_not_wait_for_memory_that_calls_of_its_parent_had(queue: StoreWorker, library: Library) -> None:
     store, gate = MooncakeStore(secret=bytes(32), threads=1), Gate()
     keys, rows = np.zeros((1, 32), np.uint8), np.zeros(1, np.int64)
-    with StoreQueue(store, memory(), IDENTITY):
+    with StoreWorker(store, memory(), IDENTITY):
         library.answers["batch_get_into_multi_buffers"] = lambda names, *rest: gate() or [SIZE]
         reader = threading.Thread(target=lambda: store.load(keys, rows, lambda: False))
         reader.start()
@@ -197,11 +197,11 @@ def test_a_child_does_not_wait_for_memory_that_calls_of_its_parent_had(queue: St
     ],
 )
 def test_each_code_has_one_meaning_and_is_counted(
-    queue: StoreQueue, library: Library, code: int, found: int, saved: int, loaded: int, reason: str
+    queue: StoreWorker, library: Library, code: int, found: int, saved: int, loaded: int, reason: str
 ) -> None:
     for name in ("batch_put_from_multi_buffers", "batch_get_into_multi_buffers", "batch_is_exist"):
         library.answers[name] = code
-    keys = queue.secret.opaque(names(2))
+    keys = queue.secret.derive_keys(names(2))
     jobs = [queue.find(keys), queue.save(keys, np.arange(2)), queue.load(keys, np.arange(2))]
     assert all(job.wait(600, returned=True) for job in jobs)
     assert [job.codes.tolist() for job in jobs] == [[found] * 2, [saved] * 2, [loaded] * 2]
@@ -210,24 +210,24 @@ def test_each_code_has_one_meaning_and_is_counted(
         assert all(reason in job.error and str(code) in job.error for job in jobs)
 
 
-def test_a_put_that_stored_nothing_is_refused(queue: StoreQueue, library: Library) -> None:
+def test_a_put_that_stored_nothing_is_refused(queue: StoreWorker, library: Library) -> None:
     """It says 0 if another client has begun with the key, and will never end."""
     library.answers["batch_is_exist"] = lambda keys: [1, 0, -900]
-    job = queue.save(queue.secret.opaque(names(3)), np.arange(3))
+    job = queue.save(queue.secret.derive_keys(names(3)), np.arange(3))
     assert job.wait(600, returned=True) and job.codes.tolist() == [OK, REFUSED, FAILED]
     assert queue.stats().store["not_stored"] == 1
 
 
 @pytest.mark.parametrize("size", [0, SIZE - 1, SIZE + 1])
-def test_an_object_of_another_size_is_damaged_and_removed(queue: StoreQueue, library: Library, size: int) -> None:
+def test_an_object_of_another_size_is_damaged_and_removed(queue: StoreWorker, library: Library, size: int) -> None:
     library.answers["batch_get_into_multi_buffers"] = size
-    job = queue.load(queue.secret.opaque(names(1)), np.arange(1))
+    job = queue.load(queue.secret.derive_keys(names(1)), np.arange(1))
     assert job.wait(600, returned=True) and job.codes.tolist() == [DAMAGED]
     assert library.calls.count("batch_remove") == 1 and queue.stats().store["wrong_size"] == 1
 
 
-def test_what_cannot_be_forgotten_is_an_error_and_what_is_gone_is_none(queue: StoreQueue, library: Library) -> None:
-    keys = queue.secret.opaque(names(3))
+def test_what_cannot_be_forgotten_is_an_error_and_what_is_gone_is_none(queue: StoreWorker, library: Library) -> None:
+    keys = queue.secret.derive_keys(names(3))
     answers = iter([[-900] * 3, [0, -703, -704], [0, -704, -704]])
     library.answers["batch_remove"] = lambda *_: next(answers)
     job = queue.forget(keys)
@@ -237,7 +237,7 @@ def test_what_cannot_be_forgotten_is_an_error_and_what_is_gone_is_none(queue: St
     assert stats["not_there"] == 0 and stats["master_unreachable"] == 3 and stats["unfinished"] == 1
 
 
-def test_a_clear_names_the_objects_of_this_model_and_secret(queue: StoreQueue, library: Library) -> None:
+def test_a_clear_names_the_objects_of_this_model_and_secret(queue: StoreWorker, library: Library) -> None:
     """It is tried again until the library says how many it has removed."""
     asked, answers = list[tuple[Any, ...]](), iter([-900, 7])
 
@@ -252,21 +252,21 @@ def test_a_clear_names_the_objects_of_this_model_and_secret(queue: StoreQueue, l
     assert asked == [(f"^{mine}", True)] * 2 and mine != others
 
 
-def test_a_namespace_is_nothing_that_can_be_cleared(queue: StoreQueue) -> None:
+def test_a_namespace_is_nothing_that_can_be_cleared(queue: StoreWorker) -> None:
     with pytest.raises(ValueError, match="cannot drop the blocks of a namespace"):
         queue.clear(queue.secret.tag(b"tenant"))
 
 
-def test_a_damaged_block_that_cannot_be_removed_is_still_damaged(queue: StoreQueue, library: Library) -> None:
+def test_a_damaged_block_that_cannot_be_removed_is_still_damaged(queue: StoreWorker, library: Library) -> None:
     library.answers |= {"batch_get_into_multi_buffers": 1, "batch_remove": -900}
-    job = queue.load(queue.secret.opaque(names(2)), np.arange(2))
+    job = queue.load(queue.secret.derive_keys(names(2)), np.arange(2))
     assert job.wait(600, returned=True) and job.codes.tolist() == [DAMAGED] * 2
 
 
 @pytest.mark.parametrize("answer", [None, "text", [0], [0] * 5])
-def test_an_answer_of_another_form_fails_the_blocks(queue: StoreQueue, library: Library, answer: Any) -> None:
+def test_an_answer_of_another_form_fails_the_blocks(queue: StoreWorker, library: Library, answer: Any) -> None:
     library.answers["batch_get_into_multi_buffers"] = lambda *arguments: answer
-    job = queue.load(queue.secret.opaque(names(4)), np.arange(4))
+    job = queue.load(queue.secret.derive_keys(names(4)), np.arange(4))
     assert job.wait(600, returned=True) and job.codes.tolist() == [FAILED] * 4 and "has answered" in job.error
 
 
@@ -294,7 +294,7 @@ def test_rows_of_a_load_that_the_library_gave_up_are_not_returned_before_it_has_
 def test_a_call_is_bounded_and_stop_is_asked_between(library: Library) -> None:
     store, calls = MooncakeStore(secret=bytes(32)), list[int]()
     library.answers["batch_get_into_multi_buffers"] = lambda keys, *rest: calls.append(len(keys)) or [SIZE] * len(keys)
-    with StoreQueue(store, memory(200), IDENTITY, piece_bytes=1 << 30):
+    with StoreWorker(store, memory(200), IDENTITY, piece_bytes=1 << 30):
         keys = np.zeros((100, 32), np.uint8)
         store.load(keys, np.arange(100), lambda: False)
         assert sum(calls) == 100 and max(calls) == 32
@@ -302,18 +302,18 @@ def test_a_call_is_bounded_and_stop_is_asked_between(library: Library) -> None:
         assert codes.tolist().count(OK) == 64
 
 
-def test_a_limit_counts_what_was_saved_and_room_is_made_first(queue: StoreQueue, library: Library) -> None:
+def test_a_limit_counts_what_was_saved_and_room_is_made_first(queue: StoreWorker, library: Library) -> None:
     removed = list[int]()
     library.answers["batch_remove"] = lambda keys, force: removed.append(len(keys)) or [0] * len(keys)
     tag = queue.secret.tag(b"tenant")
     for first in (0, 4):
-        job = queue.save(queue.secret.opaque(names(4, first)), np.arange(4), tag=tag, limit=6)
+        job = queue.save(queue.secret.derive_keys(names(4, first)), np.arange(4), tag=tag, limit=6)
         assert job.wait(600, returned=True) and job.ok == 4
     assert removed == [2] and queue.stats().store["dropped"] == 2
     library.answers["batch_remove"] = -900
-    job = queue.save(queue.secret.opaque(names(4, 8)), np.arange(4), tag=tag, limit=6)
+    job = queue.save(queue.secret.derive_keys(names(4, 8)), np.arange(4), tag=tag, limit=6)
     assert job.wait(600, returned=True) and job.codes.tolist() == [FAILED] * 4, "what cannot be dropped still counts"
-    job = queue.save(queue.secret.opaque(names(1, 20)), np.arange(1), tag=tag, limit=0)
+    job = queue.save(queue.secret.derive_keys(names(1, 20)), np.arange(1), tag=tag, limit=0)
     assert job.wait(600, returned=True) and job.codes.tolist() == [REFUSED]
 
 
@@ -331,7 +331,7 @@ def test_a_master_that_is_not_there_is_an_error_at_once(library: Library, monkey
     monkeypatch.setattr(mooncake_client, "library", lambda: lambda: library)
     address = f"127.0.0.1:{unused_port()}"
     with pytest.raises(OSError, match=f"no Mooncake master at {address}"):
-        StoreQueue(MooncakeStore(address, secret=bytes(32)), memory(), IDENTITY)
+        StoreWorker(MooncakeStore(address, secret=bytes(32)), memory(), IDENTITY)
     assert "setup" not in library.calls
 
 
@@ -339,7 +339,7 @@ def test_a_master_that_is_not_there_is_an_error_at_once(library: Library, monkey
 def test_a_client_that_does_not_begin_is_an_error(library: Library, name: str, code: int) -> None:
     library.answers[name] = code
     with pytest.raises(OSError, match=f"code {code}"):
-        StoreQueue(MooncakeStore(secret=bytes(32)), memory(), IDENTITY)
+        StoreWorker(MooncakeStore(secret=bytes(32)), memory(), IDENTITY)
 
 
 @pytest.mark.parametrize(
@@ -425,7 +425,7 @@ class Changed:
 def test_the_host_tier_is_opened_to_others_only_where_it_has_to_be(library: Library, changes: bool) -> None:
     registered, rows = list[int](), memory()
     library.answers["register_buffer"] = lambda address, nbytes: registered.append(address) or 0
-    with StoreQueue(MooncakeStore(secret=bytes(32), transform=Changed() if changes else None), rows, IDENTITY):
+    with StoreWorker(MooncakeStore(secret=bytes(32), transform=Changed() if changes else None), rows, IDENTITY):
         assert (rows.ctypes.data in registered) != changes and len(registered) == 2 - changes
 
 

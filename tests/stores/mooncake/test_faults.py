@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.storage import ABSENT, DAMAGED, FAILED, LATE, OK, REFUSED, Job, StoreQueue
+from kvpool.storage import ABSENT, DAMAGED, FAILED, LATE, OK, REFUSED, StoreRequest, StoreWorker
 from tests.children import in_child, refuses
 from tests.stores.lab import BLOCK_BYTES, content, fill, names, saved
 from tests.stores.mooncake.cluster import ROOT, Cluster, object_prefix
@@ -23,12 +23,12 @@ from tests.waiting import until
 
 MIB = 1 << 20
 Start = Callable[..., Cluster]
-OpenAt = Callable[..., StoreQueue]
+OpenAt = Callable[..., StoreWorker]
 
 
-def load(queue: StoreQueue, count: int, first: int = 0, seconds: float = 600.0) -> Job:
+def load(queue: StoreWorker, count: int, first: int = 0, seconds: float = 600.0) -> StoreRequest:
     """Load blocks, and compare those that are OK."""
-    job = queue.load(queue.secret.opaque(names(count, first)), np.arange(count), deadline=queue.now() + seconds)
+    job = queue.load(queue.secret.derive_keys(names(count, first)), np.arange(count), deadline=queue.now() + seconds)
     assert job.wait(600), "a job ends at its deadline"
     assert job.wait(600, returned=True)
     for place in np.flatnonzero(job.codes == OK).tolist():
@@ -36,9 +36,9 @@ def load(queue: StoreQueue, count: int, first: int = 0, seconds: float = 600.0) 
     return job
 
 
-def save(queue: StoreQueue, count: int, first: int = 0, seconds: float = 600.0) -> Job:
+def save(queue: StoreWorker, count: int, first: int = 0, seconds: float = 600.0) -> StoreRequest:
     fill(queue.memory, count, first)
-    job = queue.save(queue.secret.opaque(names(count, first)), np.arange(count), deadline=queue.now() + seconds)
+    job = queue.save(queue.secret.derive_keys(names(count, first)), np.arange(count), deadline=queue.now() + seconds)
     assert job.wait(600), "a job ends at its deadline"
     assert job.wait(600, returned=True)
     return job
@@ -58,10 +58,12 @@ def library(cluster: Cluster) -> Iterator[Any]:
 # -- several workers -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spare", [0, 16, 4096])
-def test_a_worker_finds_what_another_has_saved(cluster: Cluster, open_at: OpenAt, secret: bytes, spare: int) -> None:
+@pytest.mark.parametrize("row_padding", [0, 16, 4096])
+def test_a_worker_finds_what_another_has_saved(
+    cluster: Cluster, open_at: OpenAt, secret: bytes, row_padding: int
+) -> None:
     """Whether or not there is room for seals behind its rows."""
-    other, queue = cluster.worker(secret), open_at(cluster.address, spare=spare)
+    other, queue = cluster.worker(secret), open_at(cluster.address, row_padding=row_padding)
     assert other.do(do="save", first=0, count=20)["codes"] == [OK] * 20
     assert load(queue, 24).codes.tolist() == [OK] * 20 + [ABSENT] * 4
     assert save(queue, 10, 30).ok == 10
@@ -73,7 +75,7 @@ def test_two_workers_that_save_one_key_leave_one_whole_block(cluster: Cluster, o
     other, queue = cluster.worker(secret), open_at(cluster.address)
     fill(queue.memory, 40)
     other.tell(do="save", first=0, count=40, shift=1000)
-    job = queue.save(queue.secret.opaque(names(40)), np.arange(40))
+    job = queue.save(queue.secret.derive_keys(names(40)), np.arange(40))
     codes = other.answer()["codes"]
     assert job.wait(600, returned=True) and {*codes, *job.codes.tolist()} <= {OK, REFUSED}
     assert all(OK in pair for pair in zip(codes, job.codes.tolist(), strict=True)), "one of them has stored it"
@@ -83,15 +85,15 @@ def test_two_workers_that_save_one_key_leave_one_whole_block(cluster: Cluster, o
 # -- what a cluster says and does not do ---------------------------------------------------------------
 
 
-def object_name(queue: StoreQueue, secret: bytes, number: int) -> str:
-    return object_prefix(secret) + queue.secret.opaque(names(1, number))[0].tobytes().hex()
+def object_name(queue: StoreWorker, secret: bytes, number: int) -> str:
+    return object_prefix(secret) + queue.secret.derive_keys(names(1, number))[0].tobytes().hex()
 
 
-@pytest.mark.parametrize("spare", [0, 16])
+@pytest.mark.parametrize("row_padding", [0, 16])
 def test_what_another_has_put_under_a_key_is_damaged_and_removed(
-    cluster: Cluster, open_at: OpenAt, library: Any, secret: bytes, spare: int
+    cluster: Cluster, open_at: OpenAt, library: Any, secret: bytes, row_padding: int
 ) -> None:
-    queue = open_at(cluster.address, spare=spare)
+    queue = open_at(cluster.address, row_padding=row_padding)
     saved(queue, 3)
     assert library.upsert(object_name(queue, secret, 1), os.urandom(BLOCK_BYTES + 16)) == 0
     # Without a seal, and the right one is still behind the row.
@@ -185,7 +187,7 @@ def test_a_worker_that_hangs_and_resumes_with_the_bytes_of_another_save(
     job = save(one, 4, 100, seconds=1.0)
     assert set(job.codes.tolist()) <= {LATE, FAILED}
     fill(other.memory, 4, 200)
-    late = other.save(other.secret.opaque(names(4, 200)), np.arange(4), deadline=other.now() + 60)
+    late = other.save(other.secret.derive_keys(names(4, 200)), np.arange(4), deadline=other.now() + 60)
     until(lambda: other.stats().running_calls == 1 or late.done)
     holder.resume()
     assert late.wait(600, returned=True)
@@ -210,10 +212,10 @@ def test_a_process_that_ends_without_closing_ends_well(own_cluster: Start) -> No
     cluster.worker(bytes(32), 16 * MIB)
     code = f"""
 import numpy as np
-from kvpool.storage import StoreQueue
+from kvpool.storage import StoreWorker
 from kvpool.storage.backends.mooncake.mooncake_store import MooncakeStore
 from tests.stores.lab import IDENTITY, memory, saved
-queue = StoreQueue(MooncakeStore({cluster.address!r}, secret=bytes(32)), memory(), IDENTITY)
+queue = StoreWorker(MooncakeStore({cluster.address!r}, secret=bytes(32)), memory(), IDENTITY)
 saved(queue, 4)
 queue.load(queue.secret.opaque([b"a"]), np.arange(1))
 """

@@ -12,25 +12,25 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.storage import OK, StoreQueue
+from kvpool.storage import OK, StoreWorker
 from kvpool.storage.backends.mooncake.mooncake_store import MooncakeStore
 from tests.stores.lab import IDENTITY, content, fill, memory, names
 
 SLOTS = 64
 
 
-def save(queue: StoreQueue, first: int, count: int, shift: int = 0, seconds: float = 600.0) -> dict[str, Any]:
+def save(queue: StoreWorker, first: int, count: int, shift: int = 0, seconds: float = 600.0) -> dict[str, Any]:
     """Save blocks whose bytes are those of the numbers ``shift`` further on."""
     fill(queue.memory, count, first + shift)
-    job = queue.save(queue.secret.opaque(names(count, first)), np.arange(count), deadline=queue.now() + seconds)
+    job = queue.save(queue.secret.derive_keys(names(count, first)), np.arange(count), deadline=queue.now() + seconds)
     job.wait()
     return {"codes": job.codes.tolist(), "error": job.error}
 
 
-def load(queue: StoreQueue, first: int, count: int, shifts: tuple[int, ...] = (0,), seconds: float = 600.0) -> Any:
+def load(queue: StoreWorker, first: int, count: int, shifts: tuple[int, ...] = (0,), seconds: float = 600.0) -> Any:
     """``wrong``: how many blocks were OK with bytes of none of these shifts."""
     queue.memory[:count] = 0
-    job = queue.load(queue.secret.opaque(names(count, first)), np.arange(count), deadline=queue.now() + seconds)
+    job = queue.load(queue.secret.derive_keys(names(count, first)), np.arange(count), deadline=queue.now() + seconds)
     job.wait(returned=True)
     blocks = [queue.memory[place] for place in np.flatnonzero(job.codes == OK).tolist()]
     numbers = (first + np.flatnonzero(job.codes == OK)).tolist()
@@ -47,7 +47,7 @@ def main(master: str, segment: int, block_bytes: int) -> None:
     os.dup2(2, 1)
     secret = bytes.fromhex(json.loads(sys.stdin.readline())["secret"])
     store = MooncakeStore(master, segment=segment, secret=secret)
-    with StoreQueue(store, memory(SLOTS, block_bytes), IDENTITY, report=False) as queue:
+    with StoreWorker(store, memory(SLOTS, block_bytes), IDENTITY, report=False) as queue:
         print(json.dumps("ready"), file=answers, flush=True)
         for line in sys.stdin:
             order = json.loads(line)

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.storage import ABSENT, DAMAGED, FAILED, OK, StoreQueue
-from kvpool.storage.jobs import Job
+from kvpool.storage import ABSENT, DAMAGED, FAILED, OK, StoreWorker
+from kvpool.storage.store_requests import StoreRequest
 from kvpool.storage.urls import open_store
 from tests.children import in_child, refuses
 from tests.stores.lab import IDENTITY, content, done, fill, memory, names, open_queue, returned, saved
@@ -32,7 +32,7 @@ def objects(weed: Weed, place: str, kind: str = "packs") -> list[str]:
     return [one["path"] for found in weed.client().list(prefix) for one in found]
 
 
-def answered(call: Callable[[], Job]) -> list[int]:
+def answered(call: Callable[[], StoreRequest]) -> list[int]:
     """The codes of a call to a store that is impatient: it is made until no block of it has failed."""
     while FAILED in (codes := returned(call()).codes.tolist()):
         pass
@@ -53,7 +53,7 @@ def test_a_save_that_arrives_after_a_drop_changes_nothing(
     """Whoever has sent it, and whoever looks."""
     with open_queue(again(endpoint=door.address, timeout_ms=500)) as saving, open_queue(again()) as other:
         dropping = other if by_another else saving
-        keys, tag = saving.secret.opaque(names(6)), saving.secret.tag(b"tenant")
+        keys, tag = saving.secret.derive_keys(names(6)), saving.secret.tag(b"tenant")
         fill(saving.memory, 6)
         door.hold = "PUT kvpool5-packs"
         while not door.held.acquire(blocking=False):  # On a slow machine it may be given up before it is there.
@@ -95,7 +95,7 @@ def test_a_drop_counts_for_all_packs_of_a_save_that_was_begun_before(
 ) -> None:
     monkeypatch.setattr("kvpool.storage.backends.s3.s3_store._PACK_BYTES", 5 * (4096 + 16) + 100)
     with open_queue(again(endpoint=door.address, timeout_ms=600_000)) as saving, open_queue(again()) as other:
-        keys = saving.secret.opaque(names(10))
+        keys = saving.secret.derive_keys(names(10))
         fill(saving.memory, 10)
         door.hold = "PUT kvpool5-packs"
         job = saving.save(keys, np.arange(10))
@@ -132,7 +132,7 @@ def test_drops_of_many_workers_at_a_time_are_all_kept(again: Again) -> None:
 
 def test_blocks_of_one_save_are_one_request_and_one_more_asks_for_drops(again: Again, door: Door) -> None:
     with open_queue(again(endpoint=door.address)) as queue:
-        keys = queue.secret.opaque(names(32))
+        keys = queue.secret.derive_keys(names(32))
         fill(queue.memory, 32)
         done(queue.find(keys))
         for call in (
@@ -147,9 +147,9 @@ def test_blocks_of_one_save_are_one_request_and_one_more_asks_for_drops(again: A
 
 
 def test_a_block_larger_than_a_part_is_sent_in_parts(again: Again, weed: Weed, place: str) -> None:
-    with StoreQueue(again(), memory(2, 9 << 20), IDENTITY) as queue:
+    with StoreWorker(again(), memory(2, 9 << 20), IDENTITY) as queue:
         fill(queue.memory, 1)
-        keys = queue.secret.opaque(names(1))
+        keys = queue.secret.derive_keys(names(1))
         assert returned(queue.save(keys, np.arange(1))).ok == 1
         assert returned(queue.load(keys, np.arange(1, 2))).ok == 1
         assert np.array_equal(queue.memory[1], queue.memory[0])
@@ -185,7 +185,7 @@ def test_a_server_that_refuses_fails_the_calls_and_is_used_again_when_it_serves(
     """A full server answers with 500 or 507."""
     with open_queue(again(endpoint=door.address, timeout_ms=500)) as queue, open_queue(again()) as patient:
         keys, door.status = saved(patient, 2), status
-        other = queue.secret.opaque(names(2, 10))
+        other = queue.secret.derive_keys(names(2, 10))
         assert returned(queue.save(other, np.arange(2))).codes.tolist() == [FAILED] * 2
         assert returned(queue.load(keys, np.arange(10, 12))).codes.tolist() == [FAILED] * 2
         assert done(queue.find(keys)).codes.tolist() == [FAILED] * 2
@@ -199,7 +199,7 @@ def test_a_server_that_refuses_fails_the_calls_and_is_used_again_when_it_serves(
 def test_a_server_that_was_killed_half_way_has_what_it_had_acknowledged(again: Again, weed: Weed) -> None:
     with open_queue(again(timeout_ms=1000), piece_bytes=1 << 14) as queue:
         fill(queue.memory, 48)
-        keys = queue.secret.opaque(names(48))
+        keys = queue.secret.derive_keys(names(48))
         first = answered(lambda: queue.save(keys[:4], np.arange(4)))
         jobs = [queue.save(keys[i : i + 4], np.arange(i, i + 4)) for i in range(4, 48, 4)]
         assert jobs[1].wait(600, returned=True)
@@ -237,7 +237,7 @@ with open_queue(S3Store({place!r}, endpoint={weed.address!r}, secret=bytes([1]) 
             time.sleep(pause)
             saving.kill()
         with open_queue(again()) as queue:
-            keys = queue.secret.opaque(names(48))
+            keys = queue.secret.derive_keys(names(48))
             found = returned(queue.load(keys, np.arange(48)))
             assert set(found.codes.tolist()) <= {OK, ABSENT}
             for place in np.flatnonzero(found.codes == OK).tolist():
@@ -385,7 +385,7 @@ def test_two_models_and_two_secrets_have_prefixes_of_their_own(again: Again, wee
     with open_queue(again()) as queue:
         saved(queue, 1)
     with open_queue(again(secret=b"\2" * 32)) as queue:
-        assert done(queue.find(queue.secret.opaque(names(1)))).codes.tolist() == [ABSENT]
+        assert done(queue.find(queue.secret.derive_keys(names(1)))).codes.tolist() == [ABSENT]
         saved(queue, 1)
     assert len({name.split("/")[-2] for name in objects(weed, place)}) == 2
 

@@ -33,10 +33,10 @@ from kvpool.storage.store import (
     EPOCH_BYTES,
     EPOCHS_MAX,
     FAILED,
+    MAC_BYTES,
     MODEL_BYTES,
     OK,
     REFUSED,
-    SEAL_BYTES,
     TAG_BYTES,
     Bytes,
     Rows,
@@ -91,8 +91,8 @@ class DiskStore:
     """
 
     name = "disk"
-    clears = TAG_BYTES
-    lasting = True
+    clears_prefix = TAG_BYTES
+    persistent = True
     indexed = True
 
     def __init__(
@@ -243,11 +243,11 @@ class DiskStore:
 
     def load(self, keys: Bytes, rows: Rows, stop: Stop) -> tuple[Bytes, Bytes]:
         self._check()
-        codes, seals = np.full(len(keys), CANCELLED, np.uint8), np.zeros((len(keys), SEAL_BYTES), np.uint8)
+        codes, macs = np.full(len(keys), CANCELLED, np.uint8), np.zeros((len(keys), MAC_BYTES), np.uint8)
         with self._lock:
             slots = self._index.pin([key.tobytes() for key in keys])
             places = [place for place, slot in enumerate(slots) if slot >= 0]
-            seals[places] = self._table.entries["seal"][[slots[place] for place in places]]
+            macs[places] = self._table.entries["seal"][[slots[place] for place in places]]
         try:
             codes[[place for place, slot in enumerate(slots) if slot < 0]] = ABSENT
             pinned = [(place, slots[place]) for place in places]
@@ -255,16 +255,16 @@ class DiskStore:
         finally:
             with self._lock:
                 self._index.unpin(slots)
-        return codes, seals
+        return codes, macs
 
-    def save(self, keys: Bytes, rows: Rows, seals: Bytes, tag: bytes, limit: int, stop: Stop) -> Bytes:
+    def save(self, keys: Bytes, rows: Rows, macs: Bytes, tag: bytes, limit: int, stop: Stop) -> Bytes:
         self._check()
         self._check_folder()
         codes = np.full(len(keys), CANCELLED, np.uint8)
         names = [key.tobytes() for key in keys]
         left = list(range(len(keys)))
         while left and not stop():
-            left = self._save(left, names, rows, seals, tag, limit, stop, codes)
+            left = self._save(left, names, rows, macs, tag, limit, stop, codes)
         return codes
 
     def _save(
@@ -272,7 +272,7 @@ class DiskStore:
         places: list[int],
         names: list[bytes],
         rows: Rows,
-        seals: Bytes,
+        macs: Bytes,
         tag: bytes,
         limit: int,
         stop: Stop,
@@ -290,7 +290,7 @@ class DiskStore:
         new = [(place, slot) for place, slot in reserved if codes[place] != OK]
         try:
             self._transfer(self._slab.write, new, rows, codes, stop)
-            self._finish(reserved, names, seals, codes, failed)
+            self._finish(reserved, names, macs, codes, failed)
         except BaseException:
             with self._lock:
                 self._index.abort([names[place] for place, _ in reserved if self._index.is_pending(names[place])])
@@ -314,7 +314,7 @@ class DiskStore:
                 self._index.unpin(slots)
 
     def _finish(
-        self, reserved: list[tuple[int, int]], names: list[bytes], seals: Bytes, codes: Bytes, failed: int
+        self, reserved: list[tuple[int, int]], names: list[bytes], macs: Bytes, codes: Bytes, failed: int
     ) -> None:
         """Make durable what was written, and give up what was not. The keys are still pending."""
         written = [place for place, _ in reserved if codes[place] == OK]
@@ -322,7 +322,7 @@ class DiskStore:
             self._index.abort([names[place] for place, _ in reserved if codes[place] != OK])
             # Another may have the rest now.
             reserved[:] = [(place, slot) for place, slot in reserved if codes[place] == OK]
-            self._index.publish([names[place] for place in written], [seals[place].tobytes() for place in written])
+            self._index.publish([names[place] for place in written], [macs[place].tobytes() for place in written])
             self._changed.notify_all()
         if not written:
             return

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from kvpool.storage.seals import SECRET_BYTES
+from kvpool.storage.mac import SECRET_BYTES
 
 LOCK = "lock"
 SECRET = "secret"

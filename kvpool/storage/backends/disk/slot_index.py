@@ -12,13 +12,13 @@ import numpy as np
 
 from kvpool.common.arrays import Int64s
 from kvpool.state.arrays import LRU
-from kvpool.storage.store import KEY_BYTES, SEAL_BYTES, TAG_BYTES
+from kvpool.storage.store import KEY_BYTES, MAC_BYTES, TAG_BYTES
 from kvpool.storage.tag_limits import Victims
 
 ENTRY = np.dtype(
     [
         ("key", f"V{KEY_BYTES}"),
-        ("seal", "u1", SEAL_BYTES),
+        ("seal", "u1", MAC_BYTES),
         ("tag", f"V{TAG_BYTES}"),
         ("model", "V16"),  # the fingerprint of the identity
         ("used", "<i8"),  # when it was last used, as a number that grows; 0: the slot is empty
@@ -74,9 +74,9 @@ class SlotTable:
         self._now += 1
         return self._now
 
-    def set(self, slot: int, key: bytes, seal: bytes, tag: bytes, model: bytes) -> None:
+    def set(self, slot: int, key: bytes, mac: bytes, tag: bytes, model: bytes) -> None:
         """Note what a slot has, once its bytes are written."""
-        self.entries[slot] = (key, np.frombuffer(seal, np.uint8), tag, model, self.now())
+        self.entries[slot] = (key, np.frombuffer(mac, np.uint8), tag, model, self.now())
         self._changed.add(slot // PER_PAGE)
 
     def clear(self, slot: int) -> None:
@@ -220,13 +220,13 @@ class Index:
         """Whether the slot of a pending key is that of its doubtful entry, which has the right bytes."""
         return self._pending[key].slot == self._pending[key].before
 
-    def publish(self, keys: list[bytes], seals: list[bytes]) -> None:
+    def publish(self, keys: list[bytes], macs: list[bytes]) -> None:
         """The bytes of these keys are written: note them in the table. The keys are still pending."""
-        for key, seal in zip(reversed(keys), reversed(seals), strict=True):
+        for key, mac in zip(reversed(keys), reversed(macs), strict=True):
             slot, tag, before, _ = self._pending[key]
             if before >= 0:
                 self._table.clear(before)
-            self._table.set(slot, key, seal, tag, self._model)
+            self._table.set(slot, key, mac, tag, self._model)
 
     def complete(self, keys: list[bytes]) -> None:
         """The table has become durable: from now on these keys are found."""

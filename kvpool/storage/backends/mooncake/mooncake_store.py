@@ -22,16 +22,16 @@ from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.errors import PoolClosed
 from kvpool.storage.backends.mooncake import guarded_client as client
 from kvpool.storage.backends.mooncake.guarded_client import Client
-from kvpool.storage.seals import default_place, read_or_make_secret, secret_argument
+from kvpool.storage.mac import default_place, read_or_make_secret, secret_argument
 from kvpool.storage.store import (
     ABSENT,
     CANCELLED,
     DAMAGED,
     FAILED,
+    MAC_BYTES,
     MODEL_BYTES,
     OK,
     REFUSED,
-    SEAL_BYTES,
     Bytes,
     Rows,
     Space,
@@ -116,10 +116,10 @@ class MooncakeStore:
     """
 
     name = "mooncake"
-    clears = MODEL_BYTES
-    lasting = True
+    clears_prefix = MODEL_BYTES
+    persistent = True
     indexed = False
-    spare = SEAL_BYTES
+    row_padding = MAC_BYTES
 
     def __init__(
         self,
@@ -163,12 +163,12 @@ class MooncakeStore:
         made = Client(self._master, self._segment, *self._place, *self._wire)
         self._memory, self._block_bytes = space.memory, space.block_bytes
         self._rows = space.rows
-        self._seal = slice(space.block_bytes, space.block_bytes + SEAL_BYTES)
-        self._joined = space.spare >= SEAL_BYTES and self._transform is None
+        self._mac = slice(space.block_bytes, space.block_bytes + MAC_BYTES)
+        self._joined = space.row_padding >= MAC_BYTES and self._transform is None
         model = hashlib.blake2b(b"kvpool mooncake" + space.fingerprint, key=self._secret, digest_size=MODEL_BYTES)
         kind = "kvpool4-" if self._transform is None else "kvpool4t-"
         self._prefix = f"{kind}{model.hexdigest()}-"
-        held = SEAL_BYTES if self._transform is None else space.block_bytes + self._extra + SEAL_BYTES
+        held = MAC_BYTES if self._transform is None else space.block_bytes + self._extra + MAC_BYTES
         most = _CALL_BYTES // space.block_bytes if self._transform is None else _COPY_BYTES // held
         self._most = min(max(1, most), _CALL_KEYS)
         raw = mmap.mmap(-1, self.threads * self._most * held, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -194,17 +194,17 @@ class MooncakeStore:
             codes[part] = self._judge(answer, lambda exists: OK if exists else ABSENT)
         return codes
 
-    def save(self, keys: Bytes, rows: Rows, seals: Bytes, tag: bytes, limit: int, stop: Stop) -> Bytes:
+    def save(self, keys: Bytes, rows: Rows, macs: Bytes, tag: bytes, limit: int, stop: Stop) -> Bytes:
         codes = np.full(len(keys), CANCELLED, np.uint8)
         with self._area() as area:
             for part in parts(len(keys), self._most):
                 if stop():
                     break
-                codes[part] = self._save_limited(keys[part], rows[part], seals[part], tag, limit, area)
+                codes[part] = self._save_limited(keys[part], rows[part], macs[part], tag, limit, area)
         return codes
 
     def load(self, keys: Bytes, rows: Rows, stop: Stop) -> tuple[Bytes, Bytes]:
-        codes, seals = np.full(len(keys), CANCELLED, np.uint8), np.zeros((len(keys), SEAL_BYTES), np.uint8)
+        codes, macs = np.full(len(keys), CANCELLED, np.uint8), np.zeros((len(keys), MAC_BYTES), np.uint8)
         with self._area() as area:
             for part in parts(len(keys), self._most):
                 if stop():
@@ -212,10 +212,10 @@ class MooncakeStore:
                 part_area = area[: part.stop - part.start]
                 codes[part] = self._load(keys[part], rows[part], part_area)
                 if self._joined:
-                    seals[part] = self._rows[rows[part], self._seal]
+                    macs[part] = self._rows[rows[part], self._mac]
                 else:
-                    seals[part] = part_area[:, -SEAL_BYTES:]
-        return codes, seals
+                    macs[part] = part_area[:, -MAC_BYTES:]
+        return codes, macs
 
     def forget(self, keys: Bytes) -> int:
         count = 0
@@ -267,7 +267,7 @@ class MooncakeStore:
 
     @contextmanager
     def _area(self) -> Iterator[Bytes]:
-        """Registered memory of a call: uint8[most, bytes], whose last SEAL_BYTES of each row are a seal."""
+        """Registered memory of a call: uint8[most, bytes], whose last MAC_BYTES of each row are a seal."""
         self._opened()
         area = self._areas.get()
         try:
@@ -289,25 +289,25 @@ class MooncakeStore:
         base, stride = self._rows.ctypes.data, self._rows.shape[1]
         blocks = [base + row * stride for row in rows.tolist()]
         if self._joined:
-            return [[block] for block in blocks], [[self._seal.stop]] * len(rows)
+            return [[block] for block in blocks], [[self._mac.stop]] * len(rows)
         return [[block, end] for block, end in zip(blocks, ends, strict=True)], [[self._block_bytes, width]] * len(rows)
 
-    def _save_limited(self, keys: Bytes, rows: Rows, seals: Bytes, tag: bytes, limit: int, area: Bytes) -> Bytes:
+    def _save_limited(self, keys: Bytes, rows: Rows, macs: Bytes, tag: bytes, limit: int, area: Bytes) -> Bytes:
         def save(may: Bools) -> Bytes:
-            return self._save(keys[may], rows[may], seals[may], area)
+            return self._save(keys[may], rows[may], macs[may], area)
 
         return self._limits.save(tag, keys, limit, save, self._drop)
 
     def _drop(self, keys: Bytes) -> None:
         self._count("dropped", self._remove(keys))
 
-    def _save(self, keys: Bytes, rows: Rows, seals: Bytes, area: Bytes) -> Bytes:
+    def _save(self, keys: Bytes, rows: Rows, macs: Bytes, area: Bytes) -> Bytes:
         if not len(keys):
             return np.empty(0, np.uint8)
         area = area[: len(keys)]
         if self._joined:
-            self._rows[rows, self._seal] = seals
-        area[:, -SEAL_BYTES:] = seals
+            self._rows[rows, self._mac] = macs
+        area[:, -MAC_BYTES:] = macs
         if self._transform is not None:
             self._encode(self._transform, keys, rows, area)
         names, made = self._names(keys), self._opened()
@@ -335,7 +335,7 @@ class MooncakeStore:
         return codes
 
     def _encode(self, transform: Transform, keys: Bytes, rows: Rows, area: Bytes) -> None:
-        for key, row, kept in zip(keys, rows.tolist(), area[:, :-SEAL_BYTES], strict=True):
+        for key, row, kept in zip(keys, rows.tolist(), area[:, :-MAC_BYTES], strict=True):
             made = transform.outgoing(key.tobytes(), self._memory[row].data)
             if len(made) != len(kept):
                 raise ValueError(f"transform.outgoing: expected {len(kept)} bytes, got {len(made)}")
@@ -343,7 +343,7 @@ class MooncakeStore:
 
     def _decode(self, transform: Transform, key: Bytes, row: int, kept: Bytes) -> int:
         try:
-            block = transform.incoming(key.tobytes(), kept[:-SEAL_BYTES].data)
+            block = transform.incoming(key.tobytes(), kept[:-MAC_BYTES].data)
             self._memory[row] = np.frombuffer(block, np.uint8, self._block_bytes)
         except Exception:  # What another has written is no error of this program.
             self._count("not_decoded", 1)

@@ -20,19 +20,19 @@ except ModuleNotFoundError as error:
 
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.process import Process
+from kvpool.remote.connection import Connection, RemoteError, Stop, Stopped, never
 from kvpool.remote.connections import end, new_context
-from kvpool.remote.doors import ClientKeys, ClientSecret, check_endpoint
-from kvpool.remote.link import Link, RemoteError, Stop, Stopped, never
+from kvpool.remote.listener import ClientKeys, ClientSecret, check_endpoint
 from kvpool.remote.session import Malformed, Message, Received, frames_argument
-from kvpool.storage.seals import SharedSecret
+from kvpool.storage.mac import SharedSecret
 from kvpool.storage.store import (
     ABSENT,
     CANCELLED,
     EPOCH_BYTES,
     KEY_BYTES,
+    MAC_BYTES,
     OK,
     REFUSED,
-    SEAL_BYTES,
     TAG_BYTES,
     Bytes,
     Rows,
@@ -156,8 +156,8 @@ class PeerStore:
     """
 
     name = "peer"
-    clears = TAG_BYTES
-    lasting = True
+    clears_prefix = TAG_BYTES
+    persistent = True
     indexed = False
 
     def __init__(
@@ -177,7 +177,7 @@ class PeerStore:
         self.threads = integer_argument("connections", connections, 1, 64)
         self._process, self._lock = Process(), threading.Lock()
         self._context: zmq.Context[Any] | None = None
-        self._idle: list[Link] = []
+        self._idle: list[Connection] = []
         self._made = self._busy = self._failed = self._era = 0
         self._session, self._filled = os.urandom(16).hex(), (0, 0)
 
@@ -223,32 +223,32 @@ class PeerStore:
                 codes[part] = _codes(self._call(link, "find", [keys[part]]), len(keys[part]))
         return codes
 
-    def save(self, keys: Bytes, rows: Rows, seals: Bytes, tag: bytes, limit: int, stop: Stop) -> Bytes:
+    def save(self, keys: Bytes, rows: Rows, macs: Bytes, tag: bytes, limit: int, stop: Stop) -> Bytes:
         codes = np.full(len(keys), CANCELLED, np.uint8)
         with suppress(Stopped):
             for part in parts(len(keys), self._blocks_per_call(stop)):
                 with self._connection(stop) as link:
                     # A copy: what is under way may outlive the call, and the rows may change then.
                     blocks, of_save = [self._memory[rows[part]]], {"tag": tag.hex(), "limit": limit, **self._now()}
-                    answer = self._call(link, "save", [keys[part], seals[part]], blocks, stop, **of_save)
+                    answer = self._call(link, "save", [keys[part], macs[part]], blocks, stop, **of_save)
                     codes[part] = _codes(answer, len(keys[part]))
         return codes
 
     def load(self, keys: Bytes, rows: Rows, stop: Stop) -> tuple[Bytes, Bytes]:
-        codes, seals = np.full(len(keys), CANCELLED, np.uint8), np.zeros((len(keys), SEAL_BYTES), np.uint8)
+        codes, macs = np.full(len(keys), CANCELLED, np.uint8), np.zeros((len(keys), MAC_BYTES), np.uint8)
         with suppress(Stopped):
             for part in parts(len(keys), self._blocks_per_call(stop)):
                 with self._connection(stop) as link:
                     answer = self._call(link, "load", [keys[part]], stop=stop)
                     frames_argument(answer.frames, 2)
                     part_codes = codes_of(np.frombuffer(answer.frames[0], np.uint8), len(keys[part]))
-                    sealed = rows_of(answer.frames[1:], len(part_codes), SEAL_BYTES)
+                    sealed = rows_of(answer.frames[1:], len(part_codes), MAC_BYTES)
                     blocks = rows_of(answer.blocks, int((part_codes == OK).sum()), self._block_bytes)
-                    if not link.is_sealed(answer.blocks, answer.seal):
+                    if not link.verify_mac(answer.blocks, answer.mac):
                         raise Malformed("blocks that do not fit their seal")
-                codes[part], seals[part] = part_codes, sealed
+                codes[part], macs[part] = part_codes, sealed
                 self._memory[rows[part][part_codes == OK]] = blocks
-        return codes, seals
+        return codes, macs
 
     def forget(self, keys: Bytes) -> int:
         era, dropped = self._now(drops=1), 0
@@ -289,7 +289,7 @@ class PeerStore:
 
     def _call(
         self,
-        link: Link,
+        link: Connection,
         call: str,
         frames: Sequence[Any] = (),
         blocks: Sequence[Any] = (),
@@ -312,7 +312,7 @@ class PeerStore:
             return min(int(link.welcome.blocks_per_call), self._most)
 
     @contextmanager
-    def _connection(self, stop: Stop = never) -> Iterator[Link]:
+    def _connection(self, stop: Stop = never) -> Iterator[Connection]:
         """A connection that nobody else uses meanwhile. An error ends it."""
         self._process.check(self)
         link = self._taken()
@@ -339,7 +339,7 @@ class PeerStore:
             self._busy -= 1
             self._idle.append(link)
 
-    def _taken(self) -> Link:
+    def _taken(self) -> Connection:
         """An idle connection that has not ended, or else a new one."""
         with self._lock:
             if self._context is None:
@@ -350,7 +350,7 @@ class PeerStore:
                 if link.ended():
                     link.close()
                     link = None
-            link = link or Link(
+            link = link or Connection(
                 self._context,
                 self._endpoint,
                 self._door,

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 try:
-    from kvpool.remote.server import LetIn, Refused, Server
+    from kvpool.remote.server import ClientSession, Refused, Server
 except ModuleNotFoundError as error:
     raise ImportError('StoreServer needs pyzmq: pip install ".[remote]"') from error
 
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.process import Closing
-from kvpool.remote.doors import ServerKeys, ServerSecret, check_endpoint
-from kvpool.remote.session import UNSEALED, Failed, Malformed, Message, Received, frames_argument
+from kvpool.remote.listener import ServerKeys, ServerSecret, check_endpoint
+from kvpool.remote.session import NO_MAC, Failed, Malformed, Message, Received, frames_argument
 from kvpool.storage.backends.peer.peer_store import (
     CALLS,
     DROPS,
@@ -39,14 +39,14 @@ from kvpool.storage.backends.peer.peer_store import (
     rows_of,
     wire_key,
 )
-from kvpool.storage.seals import SharedSecret
+from kvpool.storage.mac import SharedSecret
 from kvpool.storage.store import (
     CANCELLED,
     FAILED,
     KEY_BYTES,
+    MAC_BYTES,
     MODEL_BYTES,
     OK,
-    SEAL_BYTES,
     TAG_BYTES,
     Bytes,
     Space,
@@ -79,7 +79,7 @@ class ServedStats:
     """Clients with blocks of another size."""
     dropped: int = 0
     """Answers that could not be sent, because the client has gone or reads nothing."""
-    under_way: int = 0
+    in_flight: int = 0
     """Calls that wait for the store, or are made now."""
     hanging: int = 0
     """Of those the calls that the store has not ended, though nobody waits for them any longer."""
@@ -183,7 +183,7 @@ class StoreServer(Closing):
             malformed=counts.malformed,
             refused=counts.failed - counts.malformed,
             dropped=counts.dropped,
-            under_way=calls.under_way,
+            in_flight=calls.in_flight,
             hanging=calls.hanging(),
             connections=len(self._server.connections),
             connections_refused=self._server.connections.refused,
@@ -220,12 +220,12 @@ class _Request(NamedTuple):
     """A checked call of one client. ``blocks`` must fit ``seal``. ``deadline``: in seconds of ``time.monotonic``.
     ``tag``: of a save or a clear. ``stale``: a save that was sent before a drop and begins after it."""
 
-    client: LetIn
+    client: ClientSession
     message: StoreCall
     keys: Bytes
-    seals: Bytes
+    macs: Bytes
     blocks: Bytes
-    seal: bytes
+    mac: bytes
     tag: bytes
     deadline: float
     stale: bool = False
@@ -235,7 +235,7 @@ class _Answer(NamedTuple):
     message: Message
     frames: Sequence[Any] = ()
     blocks: Sequence[Any] = ()
-    seal: bytes = UNSEALED
+    mac: bytes = NO_MAC
 
 
 class _Calls:
@@ -255,7 +255,7 @@ class _Calls:
         self._memory = np.frombuffer(raw, np.uint8, slots * block_bytes).reshape(slots, block_bytes)
         self._lock, self._waiting, self._saves = threading.Lock(), deque[_Request](), 0
         self._changed, self._eras = threading.Condition(self._lock), OrderedDict[str, int]()
-        self.stats, self.under_way, self.unsaved = ServedStats(), 0, False
+        self.stats, self.in_flight, self.unsaved = ServedStats(), 0, False
         # Until when somebody waits for the call that each thread makes.
         self._deadlines = [math.inf] * store.threads
         self._threads = [
@@ -284,7 +284,7 @@ class _Calls:
     # -- on the server's thread --------------------------------------------------------------------
 
     def has_room(self) -> bool:
-        return self.under_way < self._most
+        return self.in_flight < self._most
 
     def turn(self) -> int | None:
         return None
@@ -296,7 +296,7 @@ class _Calls:
         with self._lock:
             self._changed.notify_all()
 
-    def take(self, client: LetIn, received: Received) -> None:
+    def take(self, client: ClientSession, received: Received) -> None:
         message = received.message
         if isinstance(message, StoreHello):
             frames_argument([*received.frames, *received.blocks], 0)
@@ -307,12 +307,12 @@ class _Calls:
             self.server.send(client, StoreWelcome(message.id, self._blocks_per_call))
             return
         request = self._request(client, received)
-        self.under_way += 1
+        self.in_flight += 1
         with self._lock:
             self._waiting.append(request)
             self._changed.notify()
 
-    def _request(self, client: LetIn, received: Received) -> _Request:
+    def _request(self, client: ClientSession, received: Received) -> _Request:
         """The call that a message makes. Raises Malformed."""
         message, frames = received.message, received.frames
         saves, clears = message.call == "save", message.call in ("clear", *EPOCHS)
@@ -330,13 +330,13 @@ class _Calls:
         if not clears and not 1 <= count <= most:
             raise Malformed(f"keys: expected 1 to {most}, got {count}")
         keys = rows_of(frames[:1] or [b""], count, KEY_BYTES)
-        seals = rows_of(frames[1:] or [b""], count if saves else 0, SEAL_BYTES)
+        macs = rows_of(frames[1:] or [b""], count if saves else 0, MAC_BYTES)
         blocks = rows_of(received.blocks or [b""], count if saves else 0, self._block_bytes)
         deadline = time.monotonic() + message.wait_ms / 1e3
-        return _Request(client, message, keys, seals, blocks, received.seal, tag, deadline)
+        return _Request(client, message, keys, macs, blocks, received.mac, tag, deadline)
 
-    def _answered(self, client: LetIn, answer: _Answer) -> None:
-        self.under_way -= 1
+    def _answered(self, client: ClientSession, answer: _Answer) -> None:
+        self.in_flight -= 1
         self.server.send(client, *answer)
 
     # -- on the threads that call the store --------------------------------------------------------
@@ -420,18 +420,18 @@ class _Calls:
             return self._epoch(message, request.tag)
         if message.call == "clear":
             # Its space is of no model, so that blocks are told apart by their tags alone.
-            if getattr(self._store, "clears", 0) < TAG_BYTES:
+            if getattr(self._store, "clears_prefix", 0) < TAG_BYTES:
                 raise NotImplementedError(f"the store {self._store.name!r} of this server does not know tags")
             return self._done(message, self._store.clear(request.tag))
         if message.call == "save":
             if request.stale:
                 return self._codes(message, "saved", np.full(len(keys), CANCELLED, np.uint8))
             self._memory[rows] = request.blocks
-            if not session.is_sealed([self._memory[rows[0] : rows[-1] + 1]], request.seal):
+            if not session.verify_mac([self._memory[rows[0] : rows[-1] + 1]], request.mac):
                 raise ConnectionError("the blocks do not fit their seal")
             saved = False
             try:
-                said = self._store.save(keys, rows, request.seals, request.tag, message.limit, stop)
+                said = self._store.save(keys, rows, request.macs, request.tag, message.limit, stop)
                 codes = codes_of(said, len(keys))
                 saved = FAILED not in codes
             finally:
@@ -443,8 +443,8 @@ class _Calls:
         # A copy: the next call of this thread uses the memory while these bytes are sent.
         blocks = self._memory[rows[codes == OK]]
         answer = self._codes(message, "loaded", codes)
-        seals = np.array(sealed, np.uint8).reshape(len(keys), SEAL_BYTES)
-        return answer._replace(frames=[codes, seals], blocks=[blocks], seal=session.seal([blocks]))
+        macs = np.array(sealed, np.uint8).reshape(len(keys), MAC_BYTES)
+        return answer._replace(frames=[codes, macs], blocks=[blocks], mac=session.mac([blocks]))
 
     def _epoch(self, message: StoreCall, model: bytes) -> _Answer:
         ask = getattr(self._store, "epoch", None)

@@ -99,13 +99,13 @@ class DropLog(NamedTuple):
     def encode(self, secret: bytes) -> bytes:
         pairs = [name + number.to_bytes(8, "little") for name, number in self.names.items()]
         body = self.number.to_bytes(8, "little") + self.floor.to_bytes(8, "little") + b"".join(pairs)
-        return _seal(body, secret) + body
+        return _mac(body, secret) + body
 
     @classmethod
     def decode(cls, data: bytes, secret: bytes, e_tag: str) -> DropLog | None:
         """None for what ``encode`` did not make."""
         body, size = data[16:], NAME_BYTES + 8
-        if len(data) < 32 or len(data) > LOG_BYTES_MAX or data[:16] != _seal(body, secret):
+        if len(data) < 32 or len(data) > LOG_BYTES_MAX or data[:16] != _mac(body, secret):
             return None
         pairs = [body[first : first + size] for first in range(16, len(body), size)]
         names = {pair[:NAME_BYTES]: int.from_bytes(pair[NAME_BYTES:], "little") for pair in pairs}
@@ -117,7 +117,7 @@ def whole(tag: bytes) -> bytes:
     return tag.ljust(NAME_BYTES, b"\0")
 
 
-def _seal(body: bytes, secret: bytes) -> bytes:
+def _mac(body: bytes, secret: bytes) -> bytes:
     return hashlib.blake2b(body, key=secret, digest_size=16, person=b"kvpool s3 drops").digest()
 
 

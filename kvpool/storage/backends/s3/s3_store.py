@@ -23,15 +23,15 @@ from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.errors import PoolClosed
 from kvpool.common.process import Process
 from kvpool.storage.backends.s3.pack_index import LOG_BYTES_MAX, NAME_BYTES, DropLog, Pack, PackIndex, whole
-from kvpool.storage.seals import default_place, read_or_make_secret, secret_argument
+from kvpool.storage.mac import default_place, read_or_make_secret, secret_argument
 from kvpool.storage.store import (
     ABSENT,
     CANCELLED,
     EPOCH_BYTES,
     FAILED,
+    MAC_BYTES,
     MODEL_BYTES,
     OK,
-    SEAL_BYTES,
     TAG_BYTES,
     Bytes,
     Rows,
@@ -105,8 +105,8 @@ class S3Store:
     """
 
     name = "s3"
-    clears = TAG_BYTES
-    lasting = True
+    clears_prefix = TAG_BYTES
+    persistent = True
     indexed = False
 
     def __init__(
@@ -173,7 +173,7 @@ class S3Store:
             retry_config={"max_retries": _RETRIES, "retry_timeout": self._timeout / 2},
             **options,
         )
-        self._memory, self._size = space.memory, space.block_bytes + SEAL_BYTES
+        self._memory, self._size = space.memory, space.block_bytes + MAC_BYTES
         model = hashlib.blake2b(
             b"kvpool s3" + space.fingerprint + self._size.to_bytes(8, "little"),
             key=self._secret,
@@ -193,7 +193,7 @@ class S3Store:
             return np.full(len(keys), FAILED, np.uint8)
         return np.array([ABSENT if place is None else OK for place in self._index.find(names)], np.uint8)
 
-    def save(self, keys: Bytes, rows: Rows, seals: Bytes, tag: bytes, limit: int, stop: Stop) -> Bytes:
+    def save(self, keys: Bytes, rows: Rows, macs: Bytes, tag: bytes, limit: int, stop: Stop) -> Bytes:
         if self._sync() != OK:
             return np.full(len(keys), FAILED, np.uint8)
         # Of all packs of the save, so that what is dropped from now on counts in none.
@@ -201,11 +201,11 @@ class S3Store:
         for part in parts(len(keys), max(1, _PACK_BYTES // self._size)):
             if stop():
                 break
-            codes[part] = self._save(keys[part], rows[part], seals[part], tag, limit, number)
+            codes[part] = self._save(keys[part], rows[part], macs[part], tag, limit, number)
         return codes
 
     def load(self, keys: Bytes, rows: Rows, stop: Stop) -> tuple[Bytes, Bytes]:
-        codes, seals = np.full(len(keys), ABSENT, np.uint8), np.zeros((len(keys), SEAL_BYTES), np.uint8)
+        codes, macs = np.full(len(keys), ABSENT, np.uint8), np.zeros((len(keys), MAC_BYTES), np.uint8)
         names, wanted = _names(keys), dict[Pack, list[tuple[int, int]]]()
         self._learn(names)
         for which, location in enumerate(self._index.find(names)):
@@ -216,7 +216,7 @@ class S3Store:
             if stop():
                 break
             packs = list(wanted.items())[part]
-            calls: list[Callable[[], int]] = [self._sync, *(partial(self._read, *item, rows, seals) for item in packs)]
+            calls: list[Callable[[], int]] = [self._sync, *(partial(self._read, *item, rows, macs) for item in packs)]
             synced, *answers = self._together(calls)
             for (_, places), code in zip(packs, answers, strict=True):
                 codes[[which for which, _ in places]] = code if synced == OK else FAILED
@@ -224,7 +224,7 @@ class S3Store:
             for which, _ in places:
                 if codes[which] == OK and self._index.log.dropped(names[which], pack):
                     codes[which] = ABSENT
-        return codes, seals
+        return codes, macs
 
     def forget(self, keys: Bytes) -> int:
         return self._drop(_names(keys))
@@ -289,9 +289,9 @@ class S3Store:
         with self._lock:
             self._counts[name] += count
 
-    def _save(self, keys: Bytes, rows: Rows, seals: Bytes, tag: bytes, limit: int, number: int) -> Bytes:
+    def _save(self, keys: Bytes, rows: Rows, macs: Bytes, tag: bytes, limit: int, number: int) -> Bytes:
         def save(may: Bools) -> Bytes:
-            return self._put(_names(keys[may]), rows[may], seals[may], tag, number)
+            return self._put(_names(keys[may]), rows[may], macs[may], tag, number)
 
         return self._limits.save(tag, keys, limit, save, self._make_room)
 
@@ -426,7 +426,7 @@ class S3Store:
         data = bytes(chunks[0]) if code == OK else b""
         return tuple(data[part] for part in parts(len(data), NAME_BYTES))
 
-    def _read(self, pack: Pack, places: Sequence[tuple[int, int]], rows: Rows, seals: Bytes) -> int:
+    def _read(self, pack: Pack, places: Sequence[tuple[int, int]], rows: Rows, macs: Bytes) -> int:
         """Load blocks from a pack: each with its number in the call and its place in the pack."""
         starts = [pack.begins + place * self._size for _, place in places]
         code, chunks = self._ranges(pack, starts, self._size)
@@ -434,10 +434,10 @@ class S3Store:
             # What is too short keeps a seal of zeros, which fits no block.
             if len(data) == self._size:
                 got = np.frombuffer(data, np.uint8)
-                seals[which], self._memory[rows[which]] = got[:SEAL_BYTES], got[SEAL_BYTES:]
+                macs[which], self._memory[rows[which]] = got[:MAC_BYTES], got[MAC_BYTES:]
         return code
 
-    def _put(self, names: Sequence[bytes], rows: Rows, seals: Bytes, tag: bytes, number: int) -> Bytes:
+    def _put(self, names: Sequence[bytes], rows: Rows, macs: Bytes, tag: bytes, number: int) -> Bytes:
         """Save the blocks that are not there in a pack. ``number``: of the log when the save began."""
         new = np.array([place is None for place in self._index.find(names)], bool)
         if not new.any():
@@ -447,9 +447,9 @@ class S3Store:
         data = np.empty(pack.begins + len(new_names) * self._size, np.uint8)
         data[: pack.begins] = np.frombuffer(b"".join(new_names), np.uint8)[: pack.begins]
         blocks = data[pack.begins :].reshape(len(new_names), self._size)
-        blocks[:, :SEAL_BYTES] = seals[new]
+        blocks[:, :MAC_BYTES] = macs[new]
         for place, row in enumerate(rows[new].tolist()):
-            blocks[place, SEAL_BYTES:] = self._memory[row]
+            blocks[place, MAC_BYTES:] = self._memory[row]
         code, _ = self._write(self._folder + pack.name, data)
         if code == OK:
             self._index.add(pack)

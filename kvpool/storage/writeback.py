@@ -1,6 +1,6 @@
-"""Bridge: what stands between any host tier and the stores behind it. ``Bridge`` asks stores for blocks, and saves
-blocks. ``Loader`` brings blocks, as many as the tier has room for, and as long as that is sooner than to compute them.
-What a pool's host tier and a ``HostCache`` do in their own ways is behind ``CacheTier``."""
+"""WritebackQueue: what stands between any host tier and the stores behind it. ``WritebackQueue`` asks stores for
+blocks, and saves blocks. ``LoadQueue`` brings blocks, as many as the tier has room for, and as long as that is sooner
+than to compute them. What a pool's host tier and a ``HostCache`` do in their own ways is behind ``CacheTier``."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from kvpool.common.arrays import Bools
 from kvpool.common.errors import BlockNotFound, StoreBusy
 from kvpool.common.interrupt import DeferSignals
 from kvpool.storage.choice import LoadAttempt, LoadPolicy
-from kvpool.storage.jobs import FIND, SAVE, Job, Lend
-from kvpool.storage.queue import NO_LIMIT
-from kvpool.storage.seals import BlockNames
+from kvpool.storage.mac import BlockNames
 from kvpool.storage.store import OK, Bytes, Rows, Store
 from kvpool.storage.store_client import StoreClient
+from kvpool.storage.store_requests import FIND, SAVE, Lend, StoreRequest
+from kvpool.storage.store_worker import NO_LIMIT
 
 Block = TypeVar("Block", bound=Hashable)
 Lease = TypeVar("Lease")
@@ -43,7 +43,7 @@ def blocks_in(pieces: Pieces[Block]) -> list[Block]:
     return list(chain.from_iterable(blocks for blocks, _ in pieces))
 
 
-class Line(Generic[Block]):
+class PendingBlocks(Generic[Block]):
     """Blocks that wait to be saved in one store, in the pieces in which they came: what a block costs is little. Each
     waits once, so that content which comes and goes leaves room for other."""
 
@@ -57,7 +57,7 @@ class Line(Generic[Block]):
     def __iter__(self) -> Iterator[Block]:
         return chain.from_iterable(blocks for blocks, _ in self.pieces)
 
-    def lacking(self, blocks: Sequence[Block]) -> Sequence[Block]:
+    def unsaved(self, blocks: Sequence[Block]) -> Sequence[Block]:
         """Those of the blocks that do not wait in it, each once."""
         if len({*blocks}) == len(blocks) and self._waiting.isdisjoint(blocks):
             return blocks
@@ -105,10 +105,10 @@ class CacheTier(Protocol[Block]):
     def abort(self, client: StoreClient, blocks: Iterable[Block], rows: Rows) -> None:
         """Blocks will not come, and no store writes their rows any more."""
 
-    def lacking(self, number: int, blocks: Sequence[Block]) -> Sequence[Block]:
+    def unsaved(self, number: int, blocks: Sequence[Block]) -> Sequence[Block]:
         """Those of the blocks that the store with this number is not known to have."""
 
-    def take(self, client: StoreClient, line: Line[Block]) -> int:
+    def take(self, client: StoreClient, line: PendingBlocks[Block]) -> int:
         """How many of the first blocks of a line, alike, one save can have now. There may be none."""
 
     def pin(self, client: StoreClient, pieces: Pieces[Block]) -> tuple[Pieces[Block], BlockNames, Rows | Lend]:
@@ -127,9 +127,9 @@ class Search(Generic[Block]):
     """
 
     end: float
-    found: Callable[[int, Sequence[Block], Job], Sequence[Block]]
+    found: Callable[[int, Sequence[Block], StoreRequest], Sequence[Block]]
     over: Callable[[Sequence[Block], str], None]
-    job: Job | None = None
+    job: StoreRequest | None = None
 
 
 def open_clients(stores: Sequence[Store], client_of: Callable[[Store], StoreClient]) -> list[StoreClient]:
@@ -167,7 +167,7 @@ NOTED = 4096
 """Blocks of which a bridge remembers what was wrong with them in a store, the latest. About 400 KB at the most."""
 
 
-class Bridge(Generic[Block]):
+class WritebackQueue(Generic[Block]):
     """Moves blocks between a host tier and its stores, the nearest first. Whoever polls owns it. Nothing waits.
 
     ``queued_blocks``: the most blocks that wait to be saved, for each store. ``save_seconds``: a save that takes longer
@@ -189,8 +189,8 @@ class Bridge(Generic[Block]):
         self._clock = clock
         self._queued_blocks = queued_blocks
         self._save_seconds = save_seconds
-        self._lines: list[Line[Block]] = [Line() for _ in clients]
-        self._saves: set[Job] = set()
+        self._lines: list[PendingBlocks[Block]] = [PendingBlocks() for _ in clients]
+        self._saves: set[StoreRequest] = set()
         self.saved_blocks = 0
         self.dropped: Counter[tuple[str, str]] = Counter()
         """saves that were given up, by store and reason"""
@@ -217,7 +217,7 @@ class Bridge(Generic[Block]):
             return
         search.over(blocks, reason)
 
-    def _searched(self, search: Search[Block], number: int, blocks: Sequence[Block], job: Job) -> None:
+    def _searched(self, search: Search[Block], number: int, blocks: Sequence[Block], job: StoreRequest) -> None:
         search.job = None
         self._tier.said(number, blocks, job.codes)
         self.search(search, search.found(number, blocks, job), number + 1)
@@ -258,15 +258,15 @@ class Bridge(Generic[Block]):
         return sum(map(len, self._lines)) + sum(job.queued for job in list(self._saves))
 
     @property
-    def lined_up(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether ``save`` has something to begin."""
         return any(self._lines)
 
-    def want(self, blocks: Sequence[Block], note: Callable[[int, Sequence[Block]], Any] | None = None) -> None:
+    def enqueue(self, blocks: Sequence[Block], note: Callable[[int, Sequence[Block]], Any] | None = None) -> None:
         """Have blocks saved in every store that is not known to have them, and for which they do not wait. ``note``:
         what the tier notes of those for the store with a number."""
         for number, line in enumerate(self._lines if blocks else ()):
-            new = line.lacking(self._tier.lacking(number, blocks))
+            new = line.unsaved(self._tier.unsaved(number, blocks))
             noted = note(number, new) if note and new else None
             room = max(0, self._queued_blocks - len(line))
             line.add(new[:room], noted)
@@ -284,7 +284,7 @@ class Bridge(Generic[Block]):
             more = more or bool(line) and left <= 0
         return more
 
-    def _save(self, number: int, line: Line[Block]) -> int:
+    def _save(self, number: int, line: PendingBlocks[Block]) -> int:
         """Save the first blocks of a line. Returns how many left it."""
         client = self.clients[number]
         count = self._tier.take(client, line)
@@ -315,7 +315,7 @@ class Bridge(Generic[Block]):
                 client.give_back(rows)
             self._leave(number, pieces, "busy")
 
-    def _saved(self, number: int, pieces: Pieces[Block], job: Job) -> None:
+    def _saved(self, number: int, pieces: Pieces[Block], job: StoreRequest) -> None:
         """A save is done."""
         counts = job.counts
         if self._trouble or counts.keys() != {"ok"}:
@@ -355,18 +355,18 @@ class Bridge(Generic[Block]):
     # -- all stores ----------------------------------------------------------------------------------
 
     @property
-    def under_way(self) -> bool:
+    def in_flight(self) -> bool:
         """Whether some job has not returned."""
-        return any(client.under_way for client in self.clients)
+        return any(client.in_flight for client in self.clients)
 
     @property
-    def news(self) -> bool:
+    def has_results(self) -> bool:
         """Whether ``poll`` has something to note."""
-        return any(client.news for client in self.clients)
+        return any(client.has_results for client in self.clients)
 
     def poll(self) -> bool:
         """Note what the stores have done. Returns whether they had."""
-        return sum([client.poll() for client in self.clients if client.news]) > 0
+        return sum([client.poll() for client in self.clients if client.has_results]) > 0
 
     def close(self, timeout: float, *, tell: bool = True) -> bool:
         """Close the stores. Returns False if a call hangs still after ``timeout`` seconds. ``tell``: whoever waits for
@@ -403,11 +403,11 @@ class Loading(Generic[Block]):
     blocks: Sequence[Block]
     rows: Rows
     attempt: LoadAttempt | None
-    job: Job = field(init=False)
+    job: StoreRequest = field(init=False)
     over: bool = False
 
 
-class Loader(Generic[Block]):
+class LoadQueue(Generic[Block]):
     """Blocks that come from the stores of a bridge to its tier. Whoever polls the bridge owns it. Nothing waits.
 
     ``policies``: of each store, how much of a hit is loaded from it; None loads all that is there. ``room``: the most
@@ -418,7 +418,7 @@ class Loader(Generic[Block]):
     def __init__(
         self,
         tier: CacheTier[Block],
-        bridge: Bridge[Block],
+        bridge: WritebackQueue[Block],
         policies: Sequence[LoadPolicy | None],
         room: int,
         unread_seconds: float,
@@ -452,7 +452,7 @@ class Loader(Generic[Block]):
         """Return whether a live request waits for this block."""
         return block in self._users
 
-    def want(self, block: Block, user: Hashable) -> None:
+    def enqueue(self, block: Block, user: Hashable) -> None:
         """Note that a request waits for a block, which is searched for, on its way, or unread."""
         self._users.setdefault(block, set()).add(user)
         self._wanted.setdefault(user, set()).add(block)
@@ -543,7 +543,7 @@ class Loader(Generic[Block]):
         loading = Loading(number, reserved, rows, attempt)
         over = None if returned is None else lambda _: returned(loading)
 
-        def ended(job: Job) -> None:
+        def ended(job: StoreRequest) -> None:
             self._tier.said(number, reserved, job.codes)
             self._bridge.note(number, reserved, job.reasons)
             done(loading)

@@ -16,7 +16,7 @@ import numpy as np
 from kvpool.common.arguments import first_outside, id_array
 from kvpool.common.arrays import Bools
 from kvpool.common.arrays.strided import read_only
-from kvpool.storage.seals import BlockNames, Secret
+from kvpool.storage.mac import BlockNames, Secret
 from kvpool.storage.store import CANCELLED, CODES, KEY_BYTES, MODEL_BYTES, OK, Bytes, Rows
 
 WAITING = 255
@@ -34,17 +34,17 @@ KINDS = (FIND, LOAD, SAVE, FORGET, CLEAR)
 DROPS = (FORGET, CLEAR)
 
 
-class JobQueue(Protocol):
+class RequestQueue(Protocol):
     """What a job needs of its queue."""
 
     secret: Secret
 
     def wait_until(self, condition: Callable[[], bool], timeout: float | None) -> bool: ...
-    def cancel(self, job: Job) -> None: ...
+    def cancel(self, job: StoreRequest) -> None: ...
 
 
-class Job:
-    """What became of some blocks. Made by the calls of a ``StoreQueue``. Thread-safe.
+class StoreRequest:
+    """What became of some blocks. Made by the calls of a ``StoreWorker``. Thread-safe.
 
     ``kind``: "find", "load", "save", "forget" or "clear", which has one code and no keys. ``keys``: uint8[n, 32] or
     ``BlockNames``. ``rows`` int64[n]: of a load or save, none where they are lent. ``codes`` uint8[n]: what became of
@@ -82,7 +82,7 @@ class Job:
 
     def __init__(
         self,
-        queue: JobQueue,
+        queue: RequestQueue,
         kind: str,
         keys: Keys,
         rows: Rows,
@@ -239,12 +239,12 @@ def rows_argument(rows: object, count: int, slots: int, distinct: bool) -> Rows:
     return row_ids
 
 
-Running = Mapping[int, tuple[Job, Rows]]
+Running = Mapping[int, tuple[StoreRequest, Rows]]
 """By thread: the job that a call of the store is for, and the places of its blocks."""
 RETRY_SECONDS, RETRY_SECONDS_MAX = 0.05, 30.0
 
 
-class Drops:
+class Tombstones:
     """The forgets and clears of a queue that its store has not confirmed. The caller holds the queue's lock.
 
     A drop begins when no call is under way that may save what it drops. Saves that begin later leave out these blocks.
@@ -256,17 +256,19 @@ class Drops:
     """
 
     def __init__(self) -> None:
-        self._pauses: dict[Job, float] = {}  # of every drop: until it is tried again
+        self._pauses: dict[StoreRequest, float] = {}  # of every drop: until it is tried again
         self._forgotten: Counter[bytes] = Counter()  # how many forgets name a key
-        self._cleared: dict[tuple[bytes, bool], Job] = {}  # by the beginning of a tag, and whether it begins an epoch
-        self._due: list[tuple[float, int, Job]] = []
-        self._held: dict[int, list[Job]] = {}  # by the thread whose call they wait for
+        self._cleared: dict[
+            tuple[bytes, bool], StoreRequest
+        ] = {}  # by the beginning of a tag, and whether it begins an epoch
+        self._due: list[tuple[float, int, StoreRequest]] = []
+        self._held: dict[int, list[StoreRequest]] = {}  # by the thread whose call they wait for
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
         return len(self._pauses)
 
-    def add(self, job: Job) -> None:
+    def add(self, job: StoreRequest) -> None:
         self._pauses[job] = RETRY_SECONDS
         if job.kind == CLEAR:
             self._cleared[job.tag, job.renews] = job
@@ -274,11 +276,11 @@ class Drops:
             self._forgotten.update(job.key_set)
         self._put(job, -math.inf)
 
-    def clearing(self, job: Job) -> Job | None:
+    def clearing(self, job: StoreRequest) -> StoreRequest | None:
         """The same clear, which waits. No block was saved since it was added, so that it does for a later one."""
         return self._cleared.get((job.tag, job.renews))
 
-    def remove(self, job: Job) -> None:
+    def remove(self, job: StoreRequest) -> None:
         """The store has confirmed it, or the queue is closed."""
         if self._pauses.pop(job, None) is None:
             return
@@ -290,7 +292,7 @@ class Drops:
             if not self._forgotten[key]:
                 del self._forgotten[key]
 
-    def screen(self, job: Job) -> bool:
+    def screen(self, job: StoreRequest) -> bool:
         """Cancel those blocks of a job that are to be dropped. Returns whether all blocks of the job are decided now.
 
         They are not called absent, since the store has said nothing: its health is judged by what it answers.
@@ -302,7 +304,7 @@ class Drops:
             concerned[:] = [key in self._forgotten for key in job.key_bytes]
         return job.decide(concerned, CANCELLED)
 
-    def next(self, now: float, running: Running) -> Job | None:
+    def next(self, now: float, running: Running) -> StoreRequest | None:
         """A drop that may begin now, if there is one."""
         while self._due and self._due[0][0] <= now:
             drop = heapq.heappop(self._due)[2]
@@ -318,7 +320,7 @@ class Drops:
         for drop in self._held.pop(thread, ()):
             self._put(drop, -math.inf)
 
-    def failed(self, job: Job, now: float) -> None:
+    def failed(self, job: StoreRequest, now: float) -> None:
         """The store has not dropped it. It is tried again."""
         self._put(job, now + self._pauses[job])
         self._pauses[job] = min(2 * self._pauses[job], RETRY_SECONDS_MAX)
@@ -327,11 +329,11 @@ class Drops:
         """Seconds until a drop that has failed is tried again. None if there is none."""
         return self._due[0][0] - now if self._due and self._due[0][0] > now else None
 
-    def _put(self, job: Job, at: float) -> None:
+    def _put(self, job: StoreRequest, at: float) -> None:
         heapq.heappush(self._due, (at, next(self._numbers), job))
 
 
-def _saves(drop: Job, job: Job, places: Rows) -> bool:
+def _saves(drop: StoreRequest, job: StoreRequest, places: Rows) -> bool:
     """Whether a call for these places of a job may save what is to be dropped."""
     if job.kind != SAVE:
         return False

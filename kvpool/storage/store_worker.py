@@ -1,4 +1,4 @@
-"""StoreQueue: runs the calls of a store on threads of its own, with deadlines, and believes no byte that it gives."""
+"""StoreWorker: runs the calls of a store on threads of its own, with deadlines, and believes no byte that it gives."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ from kvpool.common.errors import PoolClosed, StoreBusy
 from kvpool.common.interrupt import Bell, DeferSignals
 from kvpool.common.process import Closing, Process
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
-from kvpool.storage import jobs
-from kvpool.storage.calls import NO_CODES, NO_ROWS, CheckedCalls
-from kvpool.storage.jobs import Drops, Job, Keys, Lend, keys_argument, rows_argument
-from kvpool.storage.seals import BlockNames, Secret
+from kvpool.storage import store_requests as jobs
+from kvpool.storage.calls import NO_CODES, NO_ROWS, StoreCalls
+from kvpool.storage.mac import BlockNames, Secret
 from kvpool.storage.store import (
     CANCELLED,
     CODES,
@@ -44,6 +43,7 @@ from kvpool.storage.store import (
     Space,
     Store,
 )
+from kvpool.storage.store_requests import Keys, Lend, StoreRequest, Tombstones, keys_argument, rows_argument
 
 NO_LIMIT = (1 << 63) - 1
 _PRIORITY = {jobs.FIND: 0, jobs.LOAD: 1, jobs.SAVE: 2}
@@ -58,7 +58,7 @@ class _Piece(NamedTuple):
 
     order: float
     number: int
-    job: Job
+    job: StoreRequest
     part: slice = slice(0, 0)
 
 
@@ -73,7 +73,7 @@ class _Pieces:
         self._heap: list[_Piece] = []
         self._most, self._numbers = 1024, itertools.count()
 
-    def put(self, order: float, job: Job, part: slice = slice(0, 0)) -> None:
+    def put(self, order: float, job: StoreRequest, part: slice = slice(0, 0)) -> None:
         if len(self._heap) >= self._most:
             self._heap = [piece for piece in self._heap if not piece.job.done]
             heapq.heapify(self._heap)
@@ -111,7 +111,7 @@ class StoreStats:
     """figures of the store itself"""
 
 
-class StoreQueue(Closing):
+class StoreWorker(Closing):
     """The jobs of one store, and the threads that do them.
 
     Parameters
@@ -166,15 +166,15 @@ class StoreQueue(Closing):
         secret: bytes | None = None,
         queued_blocks: int = 65_536,
         piece_bytes: int = 4 << 20,
-        spare: int = 0,
+        row_padding: int = 0,
         report: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         check_library("a store", "stores")
         memory_view = _memory_argument(memory)
         identity = identity_argument(identity)
-        spare = integer_argument("spare", spare, 0, memory_view.shape[1] - 1)
-        self.memory = memory_view[:, : memory_view.shape[1] - spare]
+        row_padding = integer_argument("row_padding", row_padding, 0, memory_view.shape[1] - 1)
+        self.memory = memory_view[:, : memory_view.shape[1] - row_padding]
         self.slots, self.block_bytes = self.memory.shape
         self._queued_max = integer_argument("queued_blocks", queued_blocks, 1, 1 << 31)
         size = integer_argument("piece_bytes", piece_bytes, 1, 1 << 40)
@@ -187,31 +187,31 @@ class StoreQueue(Closing):
         self._workers = integer_argument("store.threads", store.threads, 1, 256)
         self.savers = max(1, self._workers - 1)
         """How many calls of the store save at a time."""
-        self.clears = integer_argument("store.clears", getattr(store, "clears", 0), 0, TAG_BYTES)
-        """By how many bytes of a tag the store can drop blocks: see ``Store.clears``."""
-        self.lasting = bool_argument("store.lasting", getattr(store, "lasting", True))
+        self.clears_prefix = integer_argument("store.clears_prefix", getattr(store, "clears_prefix", 0), 0, TAG_BYTES)
+        """By how many bytes of a tag the store can drop blocks: see ``Store.clears_prefix``."""
+        self.persistent = bool_argument("store.persistent", getattr(store, "persistent", True))
         """Whether what the store keeps can outlive the process."""
         self.indexed = bool_argument("store.indexed", getattr(store, "indexed", False))
         """Whether ``find_now`` may have an answer."""
         self._store, self._clock, self._process = store, clock, Process()
-        store_secret = store.open(Space(bytes.fromhex(identity.fingerprint), memory_view, spare))
+        store_secret = store.open(Space(bytes.fromhex(identity.fingerprint), memory_view, row_padding))
         try:
             self.secret = Secret(store_secret if secret is None else secret, identity)
         except BaseException:
             store.close()
             raise
-        self._calls, self._drops = CheckedCalls(store, self.secret, self.memory, self.forget), Drops()
+        self._calls, self._drops = StoreCalls(store, self.secret, self.memory, self.forget), Tombstones()
         self._own_tag = self.secret.tag(b"")
         # One lock, taken by itself, and not by way of a condition: see ``Bell``. Callers wait for the bell. The threads
         # that wait for a call to make, and the one that waits for a deadline, are woken apart.
         self._lock, self._bell = threading.Lock(), Bell()
         self._work_comes, self._alarm = threading.Condition(self._lock), threading.Condition(self._lock)
-        self._open: dict[Job, None] = {}  # jobs that have not returned, and drops that are not confirmed
+        self._open: dict[StoreRequest, None] = {}  # jobs that have not returned, and drops that are not confirmed
         self._queue, self._deadlines = _Pieces(), _Pieces()
         self._waiting = dict.fromkeys(_BOUND.values(), 0)
-        self._running: dict[int, tuple[Job, Rows]] = {}
+        self._running: dict[int, tuple[StoreRequest, Rows]] = {}
         self._wakes_at = -math.inf  # when the thread that waits for a deadline looks again, if nobody wakes it
-        self._finished: deque[Job] = deque()
+        self._finished: deque[StoreRequest] = deque()
         self._blocks = {(kind, code): 0 for kind in jobs.KINDS for code in CODES}
         self._nbytes, self._seconds = dict.fromkeys(jobs.KINDS, 0), dict.fromkeys(jobs.KINDS, 0.0)
         self._refused, self._closing, self._store_closed = 0, False, False
@@ -227,7 +227,7 @@ class StoreQueue(Closing):
         """Seconds on the queue's clock."""
         return self._clock()
 
-    def find(self, keys: Keys, *, tag: bytes | None = None, deadline: float = math.inf) -> Job:
+    def find(self, keys: Keys, *, tag: bytes | None = None, deadline: float = math.inf) -> StoreRequest:
         """Ask which blocks the store has. ``keys``: uint8[n, 32], made by ``secret``, or ``BlockNames``. ``tag``: that
         with which they were saved."""
         return self._begin(jobs.FIND, keys, None, deadline, tag)
@@ -250,7 +250,7 @@ class StoreQueue(Closing):
                 self._end(codes, time.perf_counter() - began)
             return codes
 
-    def load(self, keys: Keys, rows: Rows, *, tag: bytes | None = None, deadline: float = math.inf) -> Job:
+    def load(self, keys: Keys, rows: Rows, *, tag: bytes | None = None, deadline: float = math.inf) -> StoreRequest:
         """Load blocks into rows of the memory, ``rows`` int64[n], which belong to the store until the job is
         returned. ``tag``: that with which they were saved."""
         return self._begin(jobs.LOAD, keys, rows, deadline, tag)
@@ -263,7 +263,7 @@ class StoreQueue(Closing):
         tag: bytes | None = None,
         limit: int = NO_LIMIT,
         deadline: float = math.inf,
-    ) -> Job:
+    ) -> StoreRequest:
         """Save rows of the memory, which nobody may change until the job is returned. ``tag``: of a namespace, made by
         ``secret``; None: ``secret.tag(b"")``. ``limit``: as in ``Store.save``.
 
@@ -277,20 +277,20 @@ class StoreQueue(Closing):
             raise TypeError(f"keys: expected BlockNames where rows are lent, got {type(keys).__name__}")
         return self._begin(jobs.SAVE, keys, None if lend else rows, deadline, tag, limit, lend)
 
-    def forget(self, keys: Keys) -> Job:
+    def forget(self, keys: Keys) -> StoreRequest:
         """Drop blocks."""
         return self._begin(jobs.FORGET, keys, None, math.inf)
 
-    def clear(self, tag: bytes | None = None) -> Job:
+    def clear(self, tag: bytes | None = None) -> StoreRequest:
         """Drop all blocks of the model, or all that were saved with this tag. Raises ValueError for a store that
         cannot do it."""
         size = MODEL_BYTES if tag is None else TAG_BYTES
-        if self.clears < size:
+        if self.clears_prefix < size:
             what = "all blocks of a model" if tag is None else "the blocks of a namespace"
             raise ValueError(f"store: expected one that can drop {what}, whose clears is {size}, got {self.name!r}")
         return self._clear(self.secret.model if tag is None else self._tag(tag))
 
-    def reset(self) -> Job:
+    def reset(self) -> StoreRequest:
         """Begin an epoch of the model: find nothing any more that was saved before, such as the KV of weights that were
         replaced. The store drops it as for ``clear``, if it can.
 
@@ -301,11 +301,11 @@ class StoreQueue(Closing):
         """
         return self._clear(self.secret.model, renews=True)
 
-    def _clear(self, prefix: bytes, renews: bool = False) -> Job:
+    def _clear(self, prefix: bytes, renews: bool = False) -> StoreRequest:
         return self._begin(jobs.CLEAR, np.empty((0, KEY_BYTES), np.uint8), None, math.inf, prefix, renews=renews)
 
     @property
-    def behind(self) -> bool:
+    def is_backlogged(self) -> bool:
         """Whether a save that begins now waits for others."""
         with self._lock:
             return self._waiting[jobs.SAVE] > 0 or not self._may_begin(jobs.SAVE)
@@ -326,7 +326,7 @@ class StoreQueue(Closing):
 
         return self._bell.wait_for(asked, timeout)
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: StoreRequest) -> None:
         """What ``Job.cancel`` does."""
         self._process.check(self)
         if job.kind in jobs.DROPS:
@@ -335,11 +335,11 @@ class StoreQueue(Closing):
             if not job.done:
                 self._settle(job, CANCELLED)
 
-    def finished(self) -> list[Job]:
+    def finished(self) -> list[StoreRequest]:
         """The jobs that were done or returned since the last call: a job that was late comes twice if its call hangs.
         Never waits. Clears ``fileno``."""
         self._process.check(self)
-        ended_jobs: list[Job] = []
+        ended_jobs: list[StoreRequest] = []
         if not self._finished:
             return ended_jobs
         with DeferSignals() as signals, self._lock:
@@ -351,11 +351,11 @@ class StoreQueue(Closing):
             return ended_jobs
 
     @property
-    def news(self) -> bool:
+    def has_results(self) -> bool:
         """Whether ``finished`` has something."""
         return bool(self._finished)
 
-    def _put_back(self, ended_jobs: list[Job]) -> None:
+    def _put_back(self, ended_jobs: list[StoreRequest]) -> None:
         """Nobody has learned of these jobs."""
         with self._lock:
             if ended_jobs and not self._finished:
@@ -423,13 +423,15 @@ class StoreQueue(Closing):
         limit: int = 0,
         lend: Lend | None = None,
         renews: bool = False,
-    ) -> Job:
+    ) -> StoreRequest:
         self._process.check(self)
         checked_keys = keys_argument(keys)
         if kind != jobs.CLEAR:
             tag = self._own_tag if tag is None else self._tag(tag)
         places = NO_ROWS if rows is None else rows_argument(rows, len(checked_keys), self.slots, kind == jobs.LOAD)
-        job = Job(self, kind, checked_keys, places, lend, _deadline_argument(deadline), tag or b"", limit, renews)
+        job = StoreRequest(
+            self, kind, checked_keys, places, lend, _deadline_argument(deadline), tag or b"", limit, renews
+        )
         self._hash(job)
         bound = _BOUND[kind]
         with DeferSignals(), self._lock:
@@ -463,7 +465,7 @@ class StoreQueue(Closing):
             self._wake_one()
         return job
 
-    def _hash(self, job: Job) -> None:
+    def _hash(self, job: StoreRequest) -> None:
         """Hash the keys that are compared below, before the lock is taken for that."""
         if job.kind == jobs.FORGET:
             with DeferSignals(), self._lock:
@@ -486,11 +488,11 @@ class StoreQueue(Closing):
             raise ValueError(f"tag: expected {TAG_BYTES} bytes that the queue's secret has made, got {tag!r:.80}")
         return exact_tag
 
-    def _kept_from_drops(self) -> list[Job]:
+    def _kept_from_drops(self) -> list[StoreRequest]:
         """The jobs that a drop may concern. The lock is held."""
         return [job for job in self._open if job.kind not in jobs.DROPS and not job.done]
 
-    def _screen(self, job: Job) -> None:
+    def _screen(self, job: StoreRequest) -> None:
         """Keep a job from what is to be dropped. The lock is held."""
         if self._drops.screen(job):
             self._settle(job, CANCELLED)
@@ -510,7 +512,7 @@ class StoreQueue(Closing):
                 self._bell.ring()
         self._end()
 
-    def _next(self, thread: int) -> tuple[Job, Rows] | None:
+    def _next(self, thread: int) -> tuple[StoreRequest, Rows] | None:
         """Wait for a call to make: a job, and the places of its blocks. Returns None when there will be none."""
         with self._lock:
             while True:
@@ -536,12 +538,12 @@ class StoreQueue(Closing):
             return True
         return sum(job.kind not in _READS for job, _ in self._running.values()) < self.savers
 
-    def _next_drop(self) -> tuple[Job, Rows] | None:
+    def _next_drop(self) -> tuple[StoreRequest, Rows] | None:
         """A drop that may begin now. The lock is held."""
         job = self._drops.next(self._clock(), self._running) if self._may_begin(jobs.CLEAR) else None
         return None if job is None else (job, job.call_begins(slice(0, 0), self._clock()))
 
-    def _next_piece(self) -> tuple[Job, Rows] | None:
+    def _next_piece(self) -> tuple[StoreRequest, Rows] | None:
         """The next blocks that may be found, loaded or saved now. The lock is held."""
         while (piece := self._queue.first()) is not None and self._may_begin(piece.job.kind):
             _, _, job, part = self._queue.pop()
@@ -555,7 +557,7 @@ class StoreQueue(Closing):
             job.call_ends(places, NO_CODES, "")
         return None
 
-    def _returned(self, job: Job, places: Rows, codes: Bytes, error: str) -> None:
+    def _returned(self, job: StoreRequest, places: Rows, codes: Bytes, error: str) -> None:
         """A call has returned. The lock is held."""
         was_done = job.done
         job.call_ends(places, codes, error)
@@ -584,7 +586,7 @@ class StoreQueue(Closing):
                 self._wakes_at = self._clock() + left
                 self._alarm.wait(left)
 
-    def _settle(self, job: Job, code: int) -> None:
+    def _settle(self, job: StoreRequest, code: int) -> None:
         """Decide a job that is not done. The lock is held."""
         self._waiting[_BOUND[job.kind]] -= job.queued
         self._drops.remove(job)
@@ -593,7 +595,7 @@ class StoreQueue(Closing):
         self._announce(job)
         self._bell.ring()
 
-    def _count(self, job: Job) -> None:
+    def _count(self, job: StoreRequest) -> None:
         """Count a job that is done. The lock is held."""
         job.seconds = 0.0 if math.isnan(job.began) else self._clock() - job.began
         for code, count in job.counts.items():
@@ -601,7 +603,7 @@ class StoreQueue(Closing):
         if job.kind in (jobs.LOAD, jobs.SAVE):
             self._nbytes[job.kind] += job.ok * self.block_bytes
 
-    def _announce(self, job: Job) -> None:
+    def _announce(self, job: StoreRequest) -> None:
         """Tell of a job that is done or returned. The lock is held."""
         if job.returned:
             self._open.pop(job, None)

@@ -1,4 +1,4 @@
-"""HostKeeper: brings blocks from stores into a HostCache, and saves its blocks to them."""
+"""HostStorageManager: brings blocks from stores into a HostCache, and saves its blocks to them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from kvpool.hostcache.identity import ModelIdentity, check_identity, identity_ar
 from kvpool.hostcache.opaque_keys import key_argument, keys_argument
 from kvpool.hostcache.tier import HostTier
 from kvpool.pool.explain import Missed
-from kvpool.storage.bridge import COMMIT, NO_STORE, SAVES, Bridge, Loader, open_clients
 from kvpool.storage.choice import LoadPolicy
 from kvpool.storage.host_cache_tier import HostCacheTier, HostLoads, StoreChange
-from kvpool.storage.queue import NO_LIMIT, StoreStats
 from kvpool.storage.store import Store
-from kvpool.storage.store_client import PATIENCE_SECONDS, HealthStats, StoreClient, number_argument
+from kvpool.storage.store_client import PATIENCE_SECONDS, BreakerStats, StoreClient, number_argument
+from kvpool.storage.store_worker import NO_LIMIT, StoreStats
+from kvpool.storage.writeback import COMMIT, NO_STORE, SAVES, LoadQueue, WritebackQueue, open_clients
 
 Keys = Iterable[bytes]
 UNREAD_SECONDS = 10.0
@@ -36,7 +36,7 @@ have ended."""
 
 
 @dataclass(frozen=True)
-class HostKeeperStats:
+class HostStorageManagerStats:
     """Totals in blocks since a keeper was made, and its state now."""
 
     asked: int
@@ -68,7 +68,7 @@ class HostKeeperStats:
     stores: tuple[StoreStats, ...]
     dropped: dict[tuple[str, str], int] = field(default_factory=dict)
     """``unsaved`` by store and reason"""
-    health: dict[str, HealthStats] = field(default_factory=dict)
+    health: dict[str, BreakerStats] = field(default_factory=dict)
     refused: int = 0
     """keys that no store was asked for: all room was taken by what had come or was on its way. ``asked`` has them not,
     and a key that is looked for in each step counts in each."""
@@ -77,7 +77,7 @@ class HostKeeperStats:
     for loads."""
 
 
-class HostKeeper(Closing):
+class HostStorageManager(Closing):
     """Stands between a ``HostCache`` and the stores behind it.
 
     Parameters
@@ -127,7 +127,7 @@ class HostKeeper(Closing):
     raise ForkedProcess; ``find`` and ``lookup`` only for a key that is not HERE.
 
     Call ``poll`` in each step of the scheduler. It begins jobs and notes what has become of others: a store's I/O, its
-    keys, checks and deadlines are on threads of the store's ``StoreQueue``. A key is PENDING only for as long as
+    keys, checks and deadlines are on threads of the store's ``StoreWorker``. A key is PENDING only for as long as
     ``load_seconds`` says, if ``poll`` is called. These threads also pin what they save, and while they read it.
 
     A block is found only after its seal was checked. A load that was given up while its call hangs keeps its blocks
@@ -185,8 +185,8 @@ class HostKeeper(Closing):
             store_list, lambda store: StoreClient(store, tier.blocks, whose, patience=patience, warns=True, clock=clock)
         )
         self._tier = HostCacheTier(cache, self._clients, save, save_room, limit)
-        self._bridge = Bridge[bytes](self._tier, self._clients, cache.host_blocks, save_seconds, clock)
-        self._loader = Loader(self._tier, self._bridge, chosen, load_room, UNREAD_SECONDS, clock)
+        self._bridge = WritebackQueue[bytes](self._tier, self._clients, cache.host_blocks, save_seconds, clock)
+        self._loader = LoadQueue(self._tier, self._bridge, chosen, load_room, UNREAD_SECONDS, clock)
         self._loads = HostLoads(self._tier, self._bridge, self._loader, load_seconds, retry_seconds, clock, spare)
         # Whether nothing was looked for since the last ``poll``.
         self._step_begins = True
@@ -296,14 +296,14 @@ class HostKeeper(Closing):
         with DeferSignals():
             self._bridge.poll()
             self._loads.turn()
-            self._bridge.want(self._tier.victims())
+            self._bridge.enqueue(self._tier.victims())
             self._bridge.save()
             self._step_begins = True
 
     @property
     def pending(self) -> bool:
         """Whether ``poll`` has something to begin, or somebody waits for a key."""
-        return bool(self._loads.searching) or self._bridge.lined_up
+        return bool(self._loads.searching) or self._bridge.has_pending
 
     def origin(self, key: bytes) -> int | None:
         """The number of the store that has brought this key to the cache, until somebody pins it. None otherwise."""
@@ -340,7 +340,7 @@ class HostKeeper(Closing):
         The stores drop what was there, for all who share them. Until a store has confirmed, it is told again, and
         nothing is saved there: ``unconfirmed_drops`` of its figures is 0 again then. What is saved later is found by
         this keeper, and by whoever opens the store after it, if the store has ``Store.epoch``. See
-        ``StoreQueue.reset``. If the keeper is closed before a store has confirmed, a later process may find what was
+        ``StoreWorker.reset``. If the keeper is closed before a store has confirmed, a later process may find what was
         there before.
         """
         self._process.check(self)
@@ -355,7 +355,7 @@ class HostKeeper(Closing):
             self._tier.cleared()
             self._cache.clear(force=True)
 
-    def stats(self) -> HostKeeperStats:
+    def stats(self) -> HostStorageManagerStats:
         """A snapshot. Not for every step."""
         self._process.check(self)
         loads, bridge, coming = self._loads, self._bridge, self._loader.coming
@@ -365,7 +365,7 @@ class HostKeeper(Closing):
         for (_, reason), count in dropped.items():
             unsaved[reason] += count
         missed = {reason: count for reason, count in dict(loads.missed).items() if count}
-        return HostKeeperStats(
+        return HostStorageManagerStats(
             loads.asked,
             loads.loaded,
             missed,
@@ -414,18 +414,18 @@ class HostKeeper(Closing):
         """Note what the stores have done since the last step, before the first answer of this one. Later in the step
         nothing may be evicted that was found."""
         self._step_begins = False
-        if not self._bridge.news:
+        if not self._bridge.has_results:
             return
         with suppress(ForkedProcess), DeferSignals():
             self._process.check(self)
             self._bridge.poll()
 
     def _save(self, keys: Sequence[bytes], prompt: Sequence[bytes]) -> None:
-        self._bridge.want(keys, partial(self._tier.to_save, prompt))
+        self._bridge.enqueue(keys, partial(self._tier.to_save, prompt))
 
     @property
     def _busy(self) -> bool:
-        return self.pending or self._bridge.under_way
+        return self.pending or self._bridge.in_flight
 
 
 def _share(name: str, share: object, blocks: int) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from kvpool.common.arrays import Int32s, Int64s
 from kvpool.common.arrays.digest import Digest
 from kvpool.hostcache.identity import ModelIdentity
-from kvpool.storage.store import KEY_BYTES, MODEL_BYTES, SEAL_BYTES, TAG_BYTES, Bytes, Rows
+from kvpool.storage.store import KEY_BYTES, MAC_BYTES, MODEL_BYTES, TAG_BYTES, Bytes, Rows
 
 SECRET_BYTES = 32
 _NAME = b"kvpool store 4 "
@@ -24,7 +24,7 @@ _NAME = b"kvpool store 4 "
 
 
 class BlockNames:
-    """Blocks as an engine names them, in place of their keys. A ``StoreQueue`` hashes them on its own threads.
+    """Blocks as an engine names them, in place of their keys. A ``StoreWorker`` hashes them on its own threads.
 
     ``names``: bytes for each block. ``contexts``: for each block what its content depends on, besides its name, such as
     ``block_context`` gives it; None where names say all. It is not part of the key, and of the seal: a block that was
@@ -58,13 +58,13 @@ class Secret:
     purpose. Blocks enter it by their ``Digest``.
     """
 
-    __slots__ = ("_digest", "_identity", "_opaque", "_seals", "_tags", "model")
+    __slots__ = ("_digest", "_identity", "_opaque", "_macs", "_tags", "model")
 
     def __init__(self, secret: bytes, identity: ModelIdentity) -> None:
         if not isinstance(secret, bytes) or len(secret) != SECRET_BYTES:
             raise ValueError(f"secret: expected {SECRET_BYTES} bytes, got another value")
         self._identity = bytes.fromhex(identity.fingerprint)
-        self._opaque, self._seals, self._tags, digests = (
+        self._opaque, self._macs, self._tags, digests = (
             hashlib.blake2b(_NAME + purpose, key=secret, digest_size=32).digest()
             for purpose in (b"opaque", b"seals", b"tags", b"digests")
         )
@@ -84,7 +84,7 @@ class Secret:
         digest = hashlib.blake2b(self._identity + namespace, key=self._tags, digest_size=size, person=b"namespace")
         return self.model + digest.digest()
 
-    def opaque(self, names: BlockNames | Iterable[bytes]) -> Bytes:
+    def derive_keys(self, names: BlockNames | Iterable[bytes]) -> Bytes:
         """Keys of blocks that an engine names itself: uint8[n, KEY_BYTES]."""
         block_names = names if isinstance(names, BlockNames) else BlockNames(names)
         begun = hashlib.blake2b(self._identity, key=self._opaque, digest_size=KEY_BYTES)
@@ -105,10 +105,10 @@ class Secret:
 
     def keys(self, blocks: Bytes | BlockNames) -> Bytes:
         """Makes keys of names, and leaves keys as they are: uint8[n, KEY_BYTES]."""
-        return self.opaque(blocks) if isinstance(blocks, BlockNames) else blocks
+        return self.derive_keys(blocks) if isinstance(blocks, BlockNames) else blocks
 
-    def seal(self, keys: Bytes, rows: Rows, memory: Bytes, contexts: Sequence[bytes] | None = None) -> Bytes:
-        """Seals of rows of memory under these keys, in these contexts: uint8[n, SEAL_BYTES]."""
+    def mac(self, keys: Bytes, rows: Rows, memory: Bytes, contexts: Sequence[bytes] | None = None) -> Bytes:
+        """Seals of rows of memory under these keys, in these contexts: uint8[n, MAC_BYTES]."""
         fixed = int(memory.shape[1]).to_bytes(8, "little") + self._identity
         whole, out = keys.tobytes(), []
         for place, row in enumerate(rows.tolist()):
@@ -116,8 +116,8 @@ class Secret:
             named = whole[place * KEY_BYTES : (place + 1) * KEY_BYTES] + fixed
             named += len(context).to_bytes(8, "little") + context
             sealed = named + self._digest.of([memory[row]])
-            out.append(hashlib.blake2b(sealed, key=self._seals, digest_size=SEAL_BYTES).digest())
-        return np.frombuffer(b"".join(out), np.uint8).reshape(-1, SEAL_BYTES)
+            out.append(hashlib.blake2b(sealed, key=self._macs, digest_size=MAC_BYTES).digest())
+        return np.frombuffer(b"".join(out), np.uint8).reshape(-1, MAC_BYTES)
 
 
 def block_context(parent: bytes, tokens: Int32s, extra: Int64s | None, namespace: bytes, group: int) -> bytes:

@@ -1,5 +1,5 @@
-"""Keeper: stands between a pool and its stores. It saves what the pool has, and brings back what waiting requests
-need."""
+"""StorageManager: stands between a pool and its stores. It saves what the pool has, and brings back what waiting
+requests need."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ from kvpool.pool.explain import Explanation, InStores
 from kvpool.pool.keys import BlockKeys, Match, is_keys, key_rows
 from kvpool.pool.manager import KVCacheManager
 from kvpool.state.records import H
-from kvpool.storage.bridge import EVICT, SAVES, Bridge, Loader, open_clients
 from kvpool.storage.choice import SLOWEST, LoadOrCompute
-from kvpool.storage.jobs import Job
 from kvpool.storage.pool_tier import (
     Content,
     PoolTier,
@@ -42,10 +40,19 @@ from kvpool.storage.pool_tier import (
     split,
 )
 from kvpool.storage.prefetches import UNUSED_SECONDS, Prefetch, Prefetches
-from kvpool.storage.queue import StoreStats
 from kvpool.storage.store import MODEL_BYTES, TAG_BYTES, Store
-from kvpool.storage.store_client import HealthStats, StoreClient, StoreHealth, number_argument, spare_of, staging_rows
+from kvpool.storage.store_client import (
+    BreakerStats,
+    CircuitBreaker,
+    StoreClient,
+    number_argument,
+    row_padding_of,
+    staging_rows,
+)
+from kvpool.storage.store_requests import StoreRequest
+from kvpool.storage.store_worker import StoreStats
 from kvpool.storage.urls import open_store
+from kvpool.storage.writeback import EVICT, SAVES, LoadQueue, WritebackQueue, open_clients
 
 BLOCKS_PER_TURN = 64
 """Blocks that are copied for a store before the keeper looks at its prefetches again."""
@@ -61,7 +68,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class KeeperStats:
+class StorageManagerStats:
     """Totals since a keeper was made, and its state now."""
 
     saved_blocks: int
@@ -77,7 +84,7 @@ class KeeperStats:
     prefetches: dict[str, int]
     """prefetches that have ended, by ``Prefetch.ended``"""
     events_dropped: int
-    """rows of events that the keeper, or the reader of ``Keeper.events``, came too late for"""
+    """rows of events that the keeper, or the reader of ``StorageManager.events``, came too late for"""
     waiting_blocks: int
     """blocks that wait to be saved now"""
     promoted_blocks: int
@@ -85,10 +92,10 @@ class KeeperStats:
     prefetching: int
     """prefetches under way now"""
     stores: dict[str, StoreStats]
-    health: dict[str, HealthStats]
+    health: dict[str, BreakerStats]
 
 
-class Keeper(Closing):
+class StorageManager(Closing):
     """Keeps the content of a pool in stores. A context manager.
 
     Parameters
@@ -119,7 +126,7 @@ class Keeper(Closing):
         How many tokens of a prompt the engine computes in a second. A prefetch then loads only what is expected to come
         sooner than the engine computes it, and gives up a load that is late. None: it loads all that is there.
     failures, probe_seconds
-        See ``StoreHealth``.
+        See ``CircuitBreaker``.
     interval_ms
         How often the pool is asked for events.
     clock
@@ -173,11 +180,11 @@ class Keeper(Closing):
         nbytes = max(group.block_bytes for group in pool.groups)
 
         def client_of(store: Store) -> StoreClient:
-            health = StoreHealth(failures, probe_seconds, clock=clock)
-            spare = spare_of(store)
-            memory = staging_rows(rows, nbytes + spare)
+            health = CircuitBreaker(failures, probe_seconds, clock=clock)
+            row_padding = row_padding_of(store)
+            memory = staging_rows(rows, nbytes + row_padding)
             return StoreClient(
-                store, memory, identity, health=health, staging=True, spare=spare, warns=True, clock=clock
+                store, memory, identity, health=health, staging=True, row_padding=row_padding, warns=True, clock=clock
             )
 
         self._clients = open_clients(chosen, client_of)
@@ -186,14 +193,14 @@ class Keeper(Closing):
         self._stored = StoredContent(pool, [client.name for client in self._clients], blocks + KNOWN_BLOCKS)
         self._tier = PoolTier(pool, self._stored, limits, save == EVICT)
         save_seconds = SAVE_DEADLINES * self._deadline
-        self._bridge = Bridge[Content](self._tier, self._clients, queued, save_seconds, clock)
+        self._bridge = WritebackQueue[Content](self._tier, self._clients, queued, save_seconds, clock)
         policies = [
             None
             if prefill_tokens_per_s is None
             else LoadOrCompute(prefill_tokens_per_s, kinds * client.queue.block_bytes, pool.tokens_per_block)
             for client in self._clients
         ]
-        self._loader = Loader(self._tier, self._bridge, policies, promotions, UNUSED_SECONDS, clock)
+        self._loader = LoadQueue(self._tier, self._bridge, policies, promotions, UNUSED_SECONDS, clock)
         self._prefetches = Prefetches(pool, self._tier, self._bridge, self._loader, clock)
         self._orders: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
@@ -242,7 +249,7 @@ class Keeper(Closing):
         stored[:, last:] = False
         if not keys.reuse or not stored.any():
             return match
-        return match._replace(store_tokens=max(0, self._pool.lacking(keys, stored).tokens - match.full_tokens))
+        return match._replace(store_tokens=max(0, self._pool.missing_blocks(keys, stored).tokens - match.full_tokens))
 
     def explain(self, prompt: object) -> Explanation:
         """Return what ``KVCacheManager.explain`` returns, with the stores that are known to have what the pool lacks,
@@ -342,7 +349,7 @@ class Keeper(Closing):
         self._idle.wait_for(lambda: self._ended or quiet(), timeout)
         return quiet()
 
-    def stats(self) -> KeeperStats:
+    def stats(self) -> StorageManagerStats:
         """Figures of now; also of a closed keeper. Never waits for I/O. Each is right, but they may be some
         microseconds apart."""
         self._process.check(self)
@@ -350,7 +357,7 @@ class Keeper(Closing):
         dropped: Counter[tuple[str, str]] = Counter()
         for (name, reason), count in bridge.not_saved(self._unsaved.lost).items():
             dropped[name, "queue_full" if reason in ("busy", "crowded") else reason] += count
-        return KeeperStats(
+        return StorageManagerStats(
             bridge.saved_blocks,
             tier.saved_bytes,
             tier.loaded_blocks,
@@ -361,7 +368,7 @@ class Keeper(Closing):
             self._stored.dropped + self._unsaved.missed,
             bridge.waiting,
             len(self._loader.unread),
-            prefetches.under_way,
+            prefetches.in_flight,
             {client.name: client.queue.stats() for client in self._clients},
             {client.name: client.health.stats() for client in self._clients},
         )
@@ -420,14 +427,14 @@ class Keeper(Closing):
             self._asked.popleft()
         self._prefetches.turn()
         unsaved, behind = self._unsaved.next(whole=self._turns < self._awaited)
-        self._bridge.want(unsaved)
+        self._bridge.enqueue(unsaved)
         more = self._bridge.save(BLOCKS_PER_TURN) or behind
         if more:
             time.sleep(REST_SECONDS)
         with self._lock:
             self._turns += not behind
-            waits = asked or self._asked or self._bridge.waiting or self._prefetches.under_way
-            self._quiet = not (busy or more or waits or self._bridge.under_way)
+            waits = asked or self._asked or self._bridge.waiting or self._prefetches.in_flight
+            self._quiet = not (busy or more or waits or self._bridge.in_flight)
             if self._quiet:
                 self._idle.ring()
         if more or busy or self._turns < self._awaited:
@@ -497,12 +504,14 @@ class Keeper(Closing):
     def _check_clears(self, size: int, what: str) -> None:
         """Raise unless all stores can drop blocks by so many bytes of their tags, now."""
         for client in self._clients:
-            if client.queue.clears < size:
-                raise ValueError(f"stores: expected stores that can {what}, see Store.clears, got {client.name!r}")
+            if client.queue.clears_prefix < size:
+                raise ValueError(
+                    f"stores: expected stores that can {what}, see Store.clears_prefix, got {client.name!r}"
+                )
             client.queue.check_forget(1)
 
     def _forgotten(
-        self, blocks: int | None, concerns: Callable[[Content], bool], begin: Callable[[StoreClient], Job]
+        self, blocks: int | None, concerns: Callable[[Content], bool], begin: Callable[[StoreClient], StoreRequest]
     ) -> Forgotten:
         """What is left to do when the pool has forgotten these contents."""
         self._prefetches.stop_all("forgotten", concerns)
@@ -518,7 +527,7 @@ class Keeper(Closing):
 
 
 class Forgotten:
-    """What became of ``Keeper.forget`` or ``Keeper.clear``. Thread-safe.
+    """What became of ``StorageManager.forget`` or ``StorageManager.clear``. Thread-safe.
 
     ``blocks``: how many contents the pool has forgotten; None after ``clear``.
 
@@ -527,7 +536,7 @@ class Forgotten:
     the store may have the content, and so the next keeper must forget it again.
     """
 
-    def __init__(self, blocks: int | None, drops: Mapping[str, Job]) -> None:
+    def __init__(self, blocks: int | None, drops: Mapping[str, StoreRequest]) -> None:
         self.blocks, self._drops = blocks, dict(drops)
 
     @property
@@ -557,7 +566,7 @@ class Forgotten:
         return f"Forgotten(blocks={self.blocks}, stores={self.stores})"
 
 
-def _is_confirmed(job: Job) -> bool:
+def _is_confirmed(job: StoreRequest) -> bool:
     return job.ok == len(job.codes)
 
 
@@ -580,10 +589,10 @@ def _host_blocks(pool: object) -> list[int]:
 
 def _check_secret(pool: KVCacheManager, stores: Sequence[Store]) -> None:
     """Raise ValueError if the keys of the pool end with it, and a store does not."""
-    lasting = [store.name for store in stores if getattr(store, "lasting", True)]
-    if lasting and not pool.core.config.lasting_secret:
+    persistent = [store.name for store in stores if getattr(store, "persistent", True)]
+    if persistent and not pool.core.config.persistent_secret:
         raise ValueError(
-            f"pool: expected KVCacheManager(..., secret=store.secret), so that what the store {lasting[0]!r} keeps is "
+            f"pool: expected KVCacheManager(..., secret=store.secret), so that what the store {persistent[0]!r} keeps is "
             "found after a restart, got a random secret"
         )
 

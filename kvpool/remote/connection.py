@@ -16,10 +16,10 @@ from zmq.utils.monitor import recv_monitor_message
 from kvpool.common.arrays.digest import check_library
 from kvpool.common.errors import KVPoolError
 from kvpool.remote.connections import Flow
-from kvpool.remote.doors import ClientDoor
+from kvpool.remote.listener import ClientDoor
 from kvpool.remote.session import (
     HEAD_BYTES_MAX,
-    UNSEALED,
+    NO_MAC,
     Failed,
     Malformed,
     Message,
@@ -81,7 +81,7 @@ def never() -> bool:
     return False
 
 
-class Link:
+class Connection:
     """One connection to a server. It ends with the first error: another one would not know what was under way here.
 
     ``frame_bytes``, ``messages``: the longest frame of an answer, and how many answers may be under way. Calls raise
@@ -141,10 +141,10 @@ class Link:
     def send(self, message: Message, frames: Sequence[Any] = (), blocks: Sequence[Any] = ()) -> None:
         """Send a message, after ``greet``. Blocks are sealed."""
         assert self._session is not None
-        seal = self._session.seal(blocks) if blocks else UNSEALED
+        mac = self._session.mac(blocks) if blocks else NO_MAC
         if self._flow is not None:
             self._flow.most = self._most
-        if self._send(self._session.pack(encode(message), frames, blocks, seal)):
+        if self._send(self._session.pack(encode(message), frames, blocks, mac)):
             self._session.sent()
 
     def receive(
@@ -179,9 +179,9 @@ class Link:
         self.rest()
         return received
 
-    def is_sealed(self, blocks: Sequence[Any], seal: bytes) -> bool:
+    def verify_mac(self, blocks: Sequence[Any], mac: bytes) -> bool:
         assert self._session is not None
-        return self._session.is_sealed(blocks, seal)
+        return self._session.verify_mac(blocks, mac)
 
     def rest(self) -> None:
         """No answer is under way."""
