@@ -60,7 +60,7 @@ def test_an_environment_that_names_no_device_is_a_finding(
 ) -> None:
     monkeypatch.setenv("KVPOOL_DEVICE", "tpu")
     status, text = answer(capsys)
-    assert status == 1 and "KVPOOL_DEVICE='tpu'" in text
+    assert status == 1 and "KVPOOL_DEVICE: expected one of cpu, cuda, sim, got 'tpu'" in text
 
 
 def test_json_has_every_finding(capsys: pytest.CaptureFixture[str]) -> None:

@@ -240,17 +240,17 @@ def test_a_chart_that_turns_out_not_to_be_writable_is_an_error_after_the_plan(
         (["--model", "llama-3-8b", "--layers", "3"], "--layers is instead of --model"),
         (["--layers", "3"], "--kv-heads, --head-dim must be given too"),
         (["--layers", "3", "--kv-heads", "1", "--head-dim", "8", "--planes", "3"], "planes: expected 1 to 2.*got 3"),
-        (["--dtype", "float7"], "dtype='float7'"),
+        (["--dtype", "float7"], "dtype: expected .*got 'float7'"),
         (["--host-memory", "1GiB"], "a host tier needs --device-memory or --device-blocks"),
-        (["--device-memory", "1"], "--device-memory: 1 bytes do not hold one block"),
+        (["--device-memory", "1"], "--device-memory: expected one block .*got 1 bytes"),
         (["--prefill-tokens-per-second", "0"], "prefill_tokens_per_second: expected a number above 0.*got 0.0"),
-        (["--link-bandwidth", "nan"], "link_bandwidth=nan"),
-        (["--link-latency", "-1"], "link_latency=-1.0"),
+        (["--link-bandwidth", "nan"], "link_bandwidth: expected a number above 0, got nan"),
+        (["--link-latency", "-1"], "link_latency: expected .*got -1.0"),
         (["--sample", "2"], "expected 0 to 1, got 2"),
         (["--store"], "a store needs --device-memory or --device-blocks"),
         (["--store-capacity", "1GiB"], "a store needs --device-memory or --device-blocks"),
         (["--device-blocks", "9", "--store-bandwidth", "0"], "store_bandwidth: expected a number above 0.*got 0.0"),
-        (["--device-blocks", "9", "--store-latency", "nan"], "store_latency: expected a number of at least 0.*got nan"),
+        (["--device-blocks", "9", "--store-latency", "nan"], "store_latency: expected .*got nan"),
         (["--device-blocks", "9", "--store-save", "never"], "invalid choice: 'never'"),
         (["--tokens-per-block", "0"], "expected 1 to 2147483647, got 0"),
     ],
@@ -266,7 +266,7 @@ def test_wrong_usage_says_what_is_accepted(
 
 def test_a_broken_trace_and_an_empty_sample_are_errors(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", trace, "--sample", "0"]) == 2
-    assert "sample: expected 1e-06 to 1.*got 0.0" in capsys.readouterr().err
+    assert "sample: expected 1e-06 to 1, got 0.0" in capsys.readouterr().err
     with open(trace, "a") as file:
         file.write('{"timestamp": 1}\n')
     assert main(["plan", trace]) == 2
