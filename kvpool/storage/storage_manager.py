@@ -592,8 +592,8 @@ def _check_secret(pool: KVCacheManager, stores: Sequence[Store]) -> None:
     persistent = [store.name for store in stores if getattr(store, "persistent", True)]
     if persistent and not pool.core.config.persistent_secret:
         raise ValueError(
-            f"pool: expected KVCacheManager(..., secret=store.secret), so that what the store {persistent[0]!r} keeps is "
-            "found after a restart, got a random secret"
+            f"pool: expected KVCacheManager(..., secret=store.secret), so that what the store {persistent[0]!r} keeps "
+            "is found after a restart, got a random secret"
         )
 
 

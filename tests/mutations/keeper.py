@@ -41,7 +41,7 @@ MUTATIONS = (
     Mutation(
         "a_pool_with_a_random_secret_has_a_keeper",
         "_check_secret",
-        "lasting and not pool.core.config.persistent_secret",
+        "persistent and not pool.core.config.persistent_secret",
         "False",
         "Nothing that was saved is found after a restart, and nobody is told why.",
         (f"{_FAILURES}test_a_pool_whose_keys_end_with_it_is_refused_at_once",),
