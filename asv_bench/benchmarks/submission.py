@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.common.jit import jit
-from kvpool.device.base import NULL_STREAM, Event, Stream, WrappedDevice
+from kvpool.device.base import NULL_STREAM, DeviceEvent, Stream, WrappedDevice
 from kvpool.device.cpu import CpuDevice
 from kvpool.device.regions import ALL_LAYERS, Layers
 
@@ -55,10 +55,10 @@ class Submitting(WrappedDevice):
         self._streams += 1
         return Stream(self._streams)
 
-    def record(self, stream: Stream) -> Event:
-        return Event()
+    def record(self, stream: Stream) -> DeviceEvent:
+        return DeviceEvent()
 
-    def query(self, event: Event) -> bool:
+    def query(self, event: DeviceEvent) -> bool:
         return True
 
     def copy_blocks(self, moves: NDArray[np.int64], stream: Stream = NULL_STREAM, layers: Layers = ALL_LAYERS) -> None:

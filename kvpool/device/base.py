@@ -87,14 +87,14 @@ NULL_STREAM = Stream(0)
 """The stream of a caller that names no stream."""
 
 
-class Event:
+class DeviceEvent:
     """A point on a stream, made by ``record``. It is *complete* once all work that was enqueued there before it is
     done."""
 
     __slots__ = ("__weakref__",)
 
 
-NULL_EVENT = Event()
+NULL_EVENT = DeviceEvent()
 """Complete from the start, on every device."""
 
 
@@ -311,21 +311,21 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def record(self, stream: Stream) -> Event:
+    def record(self, stream: Stream) -> DeviceEvent:
         """Make an event that is complete once everything enqueued on ``stream`` so far is done. Raises DeviceError
         where the device fails, StreamGone for a stream that its owner has destroyed."""
 
     @abstractmethod
-    def wait(self, stream: Stream, event: Event) -> None:
+    def wait(self, stream: Stream, event: DeviceEvent) -> None:
         """Have all work that is enqueued on ``stream`` from now on wait for ``event``. The caller does not wait. Raises
         DeviceError, StreamGone."""
 
     @abstractmethod
-    def query(self, event: Event) -> bool:
+    def query(self, event: DeviceEvent) -> bool:
         """Whether ``event`` is complete. Does not wait. Raises DeviceError."""
 
     @abstractmethod
-    def synchronize(self, event: Event | None = None) -> None:
+    def synchronize(self, event: DeviceEvent | None = None) -> None:
         """Wait until ``event`` is complete; without one, until everything enqueued is done. Raises DeviceError."""
 
     def calibrate(self) -> Any:

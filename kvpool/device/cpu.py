@@ -19,7 +19,16 @@ from kvpool.common.errors import PoolClosed
 from kvpool.common.jit import intrinsic, jit
 from kvpool.common.jit.intrinsics import memcpy
 from kvpool.device import copy_plan
-from kvpool.device.base import BOUND_ALREADY, NOT_BOUND, NULL_EVENT, NULL_STREAM, Device, Event, Stream, stream_argument
+from kvpool.device.base import (
+    BOUND_ALREADY,
+    NOT_BOUND,
+    NULL_EVENT,
+    NULL_STREAM,
+    Device,
+    DeviceEvent,
+    Stream,
+    stream_argument,
+)
 from kvpool.device.copy_plan import LINE, RUN_BYTES, RUNS, CopyPlan, Tier, make_plan
 from kvpool.device.memory.main_memory import allocate_ram, allocate_shared, available_ram, free_shared
 from kvpool.device.regions import ALL_LAYERS, BYTES, FROM, SOURCE, TARGET, TO, TOKENS, Layers, Region, Regions
@@ -326,16 +335,16 @@ class CpuDevice(Device):
             raise ValueError("stream: the cpu device has no graphs, so that none is being captured")
         work.run(self._pool())
 
-    def record(self, stream: Stream) -> Event:
+    def record(self, stream: Stream) -> DeviceEvent:
         return NULL_EVENT
 
-    def wait(self, stream: Stream, event: Event) -> None:
+    def wait(self, stream: Stream, event: DeviceEvent) -> None:
         """Return at once: nothing is ever pending here."""
 
-    def query(self, event: Event) -> bool:
+    def query(self, event: DeviceEvent) -> bool:
         return True
 
-    def synchronize(self, event: Event | None = None) -> None:
+    def synchronize(self, event: DeviceEvent | None = None) -> None:
         self._check_open()
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from kvpool.common.errors import PoolClosed
 from kvpool.common.jit import jit
 from kvpool.common.process import Closing, Process
 from kvpool.device import get_device
-from kvpool.device.base import NULL_EVENT, Device, Event
+from kvpool.device.base import NULL_EVENT, Device, DeviceEvent
 from kvpool.device.cuda import device_at
 from kvpool.device.regions import ALL_LAYERS, BYTES, FROM, TO, Layers, Region
 from kvpool.device.work import Fragments
@@ -33,7 +33,7 @@ class HostCopy:
 
     __slots__ = ("_copies", "_events", "fragments", "layers", "nbytes")
 
-    def __init__(self, copies: HostCopies, events: list[Event], layers: int, nbytes: int, fragments: int) -> None:
+    def __init__(self, copies: HostCopies, events: list[DeviceEvent], layers: int, nbytes: int, fragments: int) -> None:
         self._copies, self._events = copies, events
         self.layers, self.nbytes, self.fragments = layers, nbytes, fragments
 
@@ -227,7 +227,7 @@ class HostCopies(Closing):
         nbytes = sum(int(fragments[:, BYTES].sum()) for fragments in fragment_parts)
         return HostCopy(self, events, pages.cache.layers, nbytes, count)
 
-    def _enqueue(self, parts: list[Int64s], after: Any, stream: Any) -> list[Event]:
+    def _enqueue(self, parts: list[Int64s], after: Any, stream: Any) -> list[DeviceEvent]:
         """Enqueue the fragments of each part after ``after``, with an event behind each. The caller holds the lock."""
         device = self._device
         events = []
@@ -246,16 +246,16 @@ class HostCopies(Closing):
 
     # -- what a HostCopy asks --------------------------------------------------------------------------
 
-    def query(self, event: Event) -> bool:
+    def query(self, event: DeviceEvent) -> bool:
         """Whether an event is complete."""
         return event is NULL_EVENT or self._drained or self._device.query(event)
 
-    def synchronize(self, event: Event) -> None:
+    def synchronize(self, event: DeviceEvent) -> None:
         """Return when an event is complete."""
         if event is not NULL_EVENT and not self._drained:
             self._device.synchronize(event)
 
-    def hold_back(self, stream: object, event: Event) -> None:
+    def hold_back(self, stream: object, event: DeviceEvent) -> None:
         """Have a stream wait for an event."""
         on = self._device.as_stream(stream)
         with self._lock:

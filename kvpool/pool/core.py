@@ -27,7 +27,7 @@ from kvpool.common.errors import (
     UnknownSequence,
 )
 from kvpool.common.interrupt import DeferSignals, deliver
-from kvpool.device.base import NULL_STREAM, Device, Event, Stream
+from kvpool.device.base import NULL_STREAM, Device, DeviceEvent, Stream
 from kvpool.device.memory.pools import MemoryPools
 from kvpool.pool import events as kv_events
 from kvpool.pool.config import PoolConfig
@@ -221,7 +221,7 @@ class Core:
 
     # -- waiting ------------------------------------------------------------------------------------
 
-    def wait_for(self, events: Sequence[Event]) -> None:
+    def wait_for(self, events: Sequence[DeviceEvent]) -> None:
         """Have the host wait for events. The caller holds no lock. After a DeviceError the pool counts as broken."""
         try:
             for event in events:

@@ -34,7 +34,7 @@ from kvpool.common.arguments import (
 from kvpool.common.arrays import Int32s, Int64s, Uint64s
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.interrupt import DeferSignals, Door
-from kvpool.device.base import NULL_STREAM, Event, Stream, StreamLike
+from kvpool.device.base import NULL_STREAM, DeviceEvent, Stream, StreamLike
 from kvpool.device.regions import Layers
 from kvpool.pool.config import Group
 from kvpool.pool.core import KEEP_GIL_TOKENS, Core, refusal
@@ -78,7 +78,7 @@ class LayerLoads:
 
     def __init__(self, core: Core, stream: Stream, parts: int) -> None:
         self.core, self.stream, self.parts = core, stream, parts
-        self.events: list[Event] = []
+        self.events: list[DeviceEvent] = []
 
     def wait(self, layer: int, *, stream: StreamLike = None, group: int | None = None) -> None:
         """Have work that is enqueued from now on wait for a layer. The caller does not wait.

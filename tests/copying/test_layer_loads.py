@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvpool import BlockLayout, DeviceError, KVCacheManager, LayerGroup, OutOfBlocks, PoolClosed
-from kvpool.device.base import NULL_STREAM, Event, Stream, WrappedDevice
+from kvpool.device.base import NULL_STREAM, DeviceEvent, Stream, WrappedDevice
 from kvpool.device.regions import ALL_LAYERS, Layers
 from kvpool.device.sim import SimDevice
 from tests.race.lab import Lab
@@ -26,7 +26,7 @@ class Timed(WrappedDevice):
     def __init__(self, inner: SimDevice) -> None:
         super().__init__(inner)
         self.done: dict[int, float] = {}
-        self.times: dict[Event, float] = {}
+        self.times: dict[DeviceEvent, float] = {}
         self.seconds_per_byte = 0.0
         self.block_bytes = 0
 
@@ -40,12 +40,12 @@ class Timed(WrappedDevice):
         nbytes = len(moves) * self.block_bytes * len(layers.of(LAYERS)) / LAYERS
         self.work(stream, nbytes * self.seconds_per_byte)
 
-    def record(self, stream: Stream) -> Event:
-        event: Event = super().record(stream)
+    def record(self, stream: Stream) -> DeviceEvent:
+        event: DeviceEvent = super().record(stream)
         self.times[event] = self.done.get(stream.handle, 0.0)
         return event
 
-    def wait(self, stream: Stream, event: Event) -> None:
+    def wait(self, stream: Stream, event: DeviceEvent) -> None:
         super().wait(stream, event)
         self.done[stream.handle] = max(self.done.get(stream.handle, 0.0), self.times.get(event, 0.0))
 

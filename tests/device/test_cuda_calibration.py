@@ -12,7 +12,7 @@ import pytest
 
 from kvpool.common.errors import DeviceError
 from kvpool.device import CpuDevice
-from kvpool.device.base import NULL_STREAM, Event, Stream, WrappedDevice
+from kvpool.device.base import NULL_STREAM, DeviceEvent, Stream, WrappedDevice
 from kvpool.device.cuda import calibration
 from kvpool.device.cuda.calibration import (
     BATCHED,
@@ -255,7 +255,7 @@ def test_the_time_of_the_call_counts_as_much_as_that_of_the_copies(monkeypatch: 
         def copy_blocks(self, moves: Any, stream: Stream = NULL_STREAM) -> None:
             clock[0] += self.way()[0]
 
-        def synchronize(self, event: Event | None = None) -> None:
+        def synchronize(self, event: DeviceEvent | None = None) -> None:
             clock[0] += self.way()[1]
 
     found = measure(Slow(CpuDevice()), seconds, sizes=[4096], counts=[16])

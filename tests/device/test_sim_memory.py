@@ -11,7 +11,7 @@ import pytest
 
 from kvpool.common.arrays.layout import BlockLayout
 from kvpool.common.errors import PoolClosed
-from kvpool.device.base import NULL_STREAM, Event
+from kvpool.device.base import NULL_STREAM, DeviceEvent
 from kvpool.device.memory.pools import MemoryPools
 from kvpool.device.regions import ALL_LAYERS, Region, Regions
 from kvpool.device.sim import POISON, Choices, RaceError, SeededChoices, SimDevice, UndeclaredWrite
@@ -338,7 +338,7 @@ def test_no_rows_touch_nothing(sim: Open) -> None:
 
 def test_what_is_no_event_or_function_is_refused(sim: Open) -> None:
     device, _ = sim()
-    for bad in (None, 5, Event(), SimDevice().record(NULL_STREAM)):
+    for bad in (None, 5, DeviceEvent(), SimDevice().record(NULL_STREAM)):
         with pytest.raises(TypeError, match="event: .*"):
             device.query(bad)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="event: .*"):

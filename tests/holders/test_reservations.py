@@ -24,7 +24,7 @@ from kvpool import (
     UnknownSequence,
     scatter_kv,
 )
-from kvpool.device.base import Event
+from kvpool.device.base import DeviceEvent
 from kvpool.device.cpu import CpuDevice
 from kvpool.device.sim import SimDevice
 from loading import kv, load, picture
@@ -378,7 +378,7 @@ def test_a_device_that_broke_does_not_hide_what_went_wrong() -> None:
 
 def test_a_device_that_breaks_while_a_loader_waits_is_what_it_is_told() -> None:
     class Gone(SimDevice):
-        def synchronize(self, event: Event | None = None) -> None:
+        def synchronize(self, event: DeviceEvent | None = None) -> None:
             if event is not None:
                 raise DeviceError("gone", sticky=True)
             super().synchronize()

@@ -113,6 +113,12 @@ def test_no_file_has_the_name_of_another() -> None:
     assert not [name for name, count in counted.items() if count > 1]
 
 
+def test_no_public_class_has_the_name_of_another() -> None:
+    classes = [node.name for path in MODULES for node in tree_of(path).body if isinstance(node, ast.ClassDef)]
+    counted = Counter(name for name in classes if not name.startswith("_"))
+    assert not [name for name, count in counted.items() if count > 1]
+
+
 OUTER = ("hostcache", "remote", "storage", "integrations", "tools")
 
 

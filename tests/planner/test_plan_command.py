@@ -16,7 +16,7 @@ from kvpool.__main__ import main
 from kvpool.common.arrays.layout import PRESETS, BlockLayout
 from kvpool.device import cuda
 from kvpool.device.cuda import calibration
-from kvpool.tools.planner import Machine, Plan, Surveyor, survey_of
+from kvpool.tools.planner import CapacityPlan, Machine, Surveyor, survey_of
 from kvpool.tools.replay import synthetic
 
 ROWS = [{"timestamp": 1000 * n, "input_length": 600, "output_length": 20, "hash_ids": [0, n % 3]} for n in range(6)]
@@ -96,7 +96,7 @@ def test_without_a_prefill_speed_no_time_is_made_up(trace: str, capsys: pytest.C
 def test_time_saved_counts_prefill_and_what_crosses_the_link() -> None:
     survey = survey_of(synthetic(120, seed=4).requests)
     layout = BlockLayout.for_model("llama-3-8b", tokens_per_block=16)
-    plan = Plan(survey, Machine(layout, 10_000.0, 20.0, device_blocks=500, host_blocks=4_000))
+    plan = CapacityPlan(survey, Machine(layout, 10_000.0, 20.0, device_blocks=500, host_blocks=4_000))
     device, both = survey.hit_tokens(500), survey.hit_tokens(4_500)
     assert 0 < device < both
     crossing = (both - device) * 131_072 / 20e9
@@ -109,13 +109,13 @@ def test_time_saved_counts_prefill_and_what_crosses_the_link() -> None:
 def test_onboarding_beats_recomputing_from_where_its_latency_is_earned() -> None:
     survey = survey_of(synthetic(20).requests)
     layout = BlockLayout.for_model("llama-3-8b", tokens_per_block=16)
-    plan = Plan(survey, Machine(layout, 100_000.0, 20.0, link_latency=500.0))
+    plan = CapacityPlan(survey, Machine(layout, 100_000.0, 20.0, link_latency=500.0))
     found = plan.break_even()
     # A token takes 10 µs to compute and 6.55 µs to cross.
     assert found is not None and found["tokens"] == 146
     assert 145 * 10 < 500 + 145 * 6.5536 and 146 * 10 > 500 + 146 * 6.5536
     assert found["worthwhile_above_gb_per_second"] == pytest.approx(13.1072)
-    slow = Plan(survey, Machine(layout, 100_000.0, 13.0)).break_even()
+    slow = CapacityPlan(survey, Machine(layout, 100_000.0, 13.0)).break_even()
     assert slow is not None and slow["tokens"] is None
 
 

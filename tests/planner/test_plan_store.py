@@ -12,7 +12,7 @@ import pytest
 
 from kvpool.__main__ import main
 from kvpool.common.arrays.layout import BlockLayout
-from kvpool.tools.planner import Machine, Plan, StorePlan, StoreTier, survey_of
+from kvpool.tools.planner import CapacityPlan, Machine, StorePlan, StoreTier, survey_of
 from kvpool.tools.replay.content import Request
 from kvpool.tools.replay.traces import synthetic
 from tests.planner.test_plan_survey import Chain, by_ids, chains, native
@@ -57,7 +57,7 @@ def simulated(requests: list[Request], size: int, tiers: int, capacity: int, sav
 def plan_of(requests: list[Request], size: int, tiers: int, save: str, **store: Any) -> StorePlan:
     layout = BlockLayout.for_model("llama-3-8b", tokens_per_block=size)
     machine = Machine(layout, device_blocks=tiers, store=StoreTier(save=save, **store), prefill_tokens_per_second=None)
-    found = Plan(survey_of(requests, tokens_per_block=size), machine).store()
+    found = CapacityPlan(survey_of(requests, tokens_per_block=size), machine).store()
     assert found is not None
     return found
 

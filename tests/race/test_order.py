@@ -10,7 +10,7 @@ import pytest
 
 from engine import small_layout
 from kvpool import DeviceError, KVCacheManager, LayerGroup, LeaseExpired, PoolClosed
-from kvpool.device.base import Device, Event, Stream, WrappedDevice
+from kvpool.device.base import Device, DeviceEvent, Stream, WrappedDevice
 from kvpool.device.sim import SimDevice, explore
 from tests.race.lab import Lab
 
@@ -32,19 +32,19 @@ class Refusing(WrappedDevice):
         self._may("create_stream")
         return super().create_stream(name)
 
-    def record(self, stream: Stream) -> Event:
+    def record(self, stream: Stream) -> DeviceEvent:
         self._may("record")
         return super().record(stream)
 
-    def wait(self, stream: Stream, event: Event) -> None:
+    def wait(self, stream: Stream, event: DeviceEvent) -> None:
         self._may("wait")
         super().wait(stream, event)
 
-    def query(self, event: Event) -> bool:
+    def query(self, event: DeviceEvent) -> bool:
         self._may("query")
         return super().query(event)
 
-    def synchronize(self, event: Event | None = None) -> None:
+    def synchronize(self, event: DeviceEvent | None = None) -> None:
         if event is not None:
             self._may("synchronize")
         super().synchronize(event)
@@ -244,7 +244,7 @@ def test_offloads_and_onboards_may_pass_each_other() -> None:
     waits: list[Any] = []
     wait = lab.sim.wait
 
-    def noted(stream: Stream, event: Event) -> None:
+    def noted(stream: Stream, event: DeviceEvent) -> None:
         waits.append(stream)
         wait(stream, event)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvpool import DeviceError
-from kvpool.device.base import Device, Event, WrappedDevice
+from kvpool.device.base import Device, DeviceEvent, WrappedDevice
 from kvpool.state import records
 from tests.device.faults import FaultyDevice
 from tests.race.lab import Lab
@@ -315,7 +315,7 @@ RACES: dict[Scenario, tuple[str, dict[str, Any]]] = {
 class Unasked(WrappedDevice):
     """Never says that an event is complete: without the guard, the pool cannot have known it by luck."""
 
-    def query(self, event: Event) -> bool:
+    def query(self, event: DeviceEvent) -> bool:
         return False
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from engine import small_layout
 from kvpool import DeviceError, KVCacheManager, Lease, LeaseExpired, PoolClosed
-from kvpool.device.base import NULL_STREAM, Event, Stream, WrappedDevice
+from kvpool.device.base import NULL_STREAM, DeviceEvent, Stream, WrappedDevice
 from kvpool.pool.transfer.waits import STREAMS_KEPT
 from steps import arrays
 from tests.race.lab import Lab
@@ -197,7 +197,7 @@ class Hooked(WrappedDevice):
 
     hook: Callable[[], object] | None = None
 
-    def synchronize(self, event: Event | None = None) -> None:
+    def synchronize(self, event: DeviceEvent | None = None) -> None:
         super().synchronize(event)
         if event is not None and self.hook is not None:
             hook, self.hook = self.hook, None
@@ -232,11 +232,11 @@ class Once(WrappedDevice):
             self.armed = ""
             raise DeviceError(f"{call} refused once")
 
-    def record(self, stream: Stream) -> Event:
+    def record(self, stream: Stream) -> DeviceEvent:
         self._may("record")
         return super().record(stream)
 
-    def query(self, event: Event) -> bool:
+    def query(self, event: DeviceEvent) -> bool:
         self._may("query")
         return super().query(event)
 

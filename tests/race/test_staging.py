@@ -15,7 +15,7 @@ import pytest
 from engine import small_layout
 from kvpool import DeviceError, IntegrityError, KVCacheManager, PoolClosed, StepTables
 from kvpool.device import CpuDevice
-from kvpool.device.base import NULL_STREAM, Event, Stream, WrappedDevice
+from kvpool.device.base import NULL_STREAM, DeviceEvent, Stream, WrappedDevice
 from kvpool.device.sim import RaceError, SimDevice, UndeclaredWrite
 from kvpool.device.work import StagedRows, Work
 from kvpool.pool.tables.staging import Buffer
@@ -53,7 +53,7 @@ def test_the_rule_that_is_broken_is_found_by_verify() -> None:
 def test_what_is_retained_is_bounded_and_gone_after_a_drain(depth: int) -> None:
     for seed, progress in RUNS:
         lab = Lab(8, 0, seed=seed, progress=progress, staging_depth=depth)
-        sequence, out, events, most = lab.add([1, 2, 3]), target(3, 4), list[Event](), 0
+        sequence, out, events, most = lab.add([1, 2, 3]), target(3, 4), list[DeviceEvent](), 0
         staging = lab.cache._staging
         for turn in range(50):
             lab.cache.copy_batch_block_offsets(out, sequence.id, rows=turn % 3)
@@ -103,13 +103,13 @@ class Slow(WrappedDevice):
         self.synchronous = False
         self.done, self.waiting = threading.Event(), threading.Event()
 
-    def record(self, stream: Stream) -> Event:
-        return Event()
+    def record(self, stream: Stream) -> DeviceEvent:
+        return DeviceEvent()
 
-    def query(self, event: Event) -> bool:
+    def query(self, event: DeviceEvent) -> bool:
         return self.done.is_set()
 
-    def synchronize(self, event: Event | None = None) -> None:
+    def synchronize(self, event: DeviceEvent | None = None) -> None:
         if event is not None:
             self.waiting.set()
             assert self.done.wait(600)
@@ -420,15 +420,15 @@ class Failing(WrappedDevice):
         self._may("enqueue")
         super().enqueue(work, stream)
 
-    def record(self, stream: Stream) -> Event:
+    def record(self, stream: Stream) -> DeviceEvent:
         self._may("record")
         return super().record(stream)
 
-    def query(self, event: Event) -> bool:
+    def query(self, event: DeviceEvent) -> bool:
         self._may("query")
         return super().query(event)
 
-    def synchronize(self, event: Event | None = None) -> None:
+    def synchronize(self, event: DeviceEvent | None = None) -> None:
         self._may("synchronize")
         super().synchronize(event)
 

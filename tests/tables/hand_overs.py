@@ -10,7 +10,7 @@ import numpy as np
 from engine import Engine
 from kvpool import DeviceError, KVCacheManager
 from kvpool.device import CpuDevice
-from kvpool.device.base import NULL_STREAM, Event, Stream, WrappedDevice
+from kvpool.device.base import NULL_STREAM, DeviceEvent, Stream, WrappedDevice
 from kvpool.device.work import StagedVectors, Work
 from steps import GARBAGE, arrays, check, expected
 from tests import debug
@@ -74,7 +74,7 @@ class Late(WrappedDevice):
 
     def __init__(self) -> None:
         super().__init__(CpuDevice())
-        self.synchronous, self.done, self.refusals = False, set[Event](), 0
+        self.synchronous, self.done, self.refusals = False, set[DeviceEvent](), 0
 
     def enqueue(self, work: Work, stream: Stream = NULL_STREAM) -> None:
         self.refusals -= 1
@@ -84,11 +84,11 @@ class Late(WrappedDevice):
             raise DeviceError("staging refused")
         super().enqueue(work, stream)
 
-    def record(self, stream: Stream) -> Event:
-        return Event()
+    def record(self, stream: Stream) -> DeviceEvent:
+        return DeviceEvent()
 
-    def query(self, event: Event) -> bool:
+    def query(self, event: DeviceEvent) -> bool:
         return event in self.done
 
-    def synchronize(self, event: Event | None = None) -> None:
+    def synchronize(self, event: DeviceEvent | None = None) -> None:
         pass

@@ -23,7 +23,7 @@ from kvpool.device.base import (
     NULL_STREAM,
     STAGING,
     Device,
-    Event,
+    DeviceEvent,
     Stream,
     StreamGone,
 )
@@ -441,11 +441,11 @@ class CudaDevice(Device):
         self._check_open()
         return self._streams.create(name, self.settings.load_priority if urgent else self.settings.save_priority)
 
-    def record(self, stream: Stream) -> Event:
+    def record(self, stream: Stream) -> DeviceEvent:
         self._check_open()
         return self._streams.record(stream)
 
-    def wait(self, stream: Stream, event: Event) -> None:
+    def wait(self, stream: Stream, event: DeviceEvent) -> None:
         self._check_open()
         recorded = self._event(event)
         try:
@@ -456,11 +456,11 @@ class CudaDevice(Device):
                 raise
             raise StreamGone(str(error)) from error
 
-    def query(self, event: Event) -> bool:
+    def query(self, event: DeviceEvent) -> bool:
         recorded = self._event(event)
         return recorded is None or self._events.query(recorded)
 
-    def synchronize(self, event: Event | None = None) -> None:
+    def synchronize(self, event: DeviceEvent | None = None) -> None:
         """See ``Device.synchronize``. Without an event, waits for all streams that calls have named, and so for other
         work of this process on them."""
         self._check_open()

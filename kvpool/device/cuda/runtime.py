@@ -18,7 +18,7 @@ import numpy as np
 
 from kvpool.common.arrays import Int64s
 from kvpool.common.errors import DeviceError
-from kvpool.device.base import NULL_STREAM, Event, Stream, StreamGone, stream_argument
+from kvpool.device.base import NULL_STREAM, DeviceEvent, Stream, StreamGone, stream_argument
 from kvpool.device.regions import BYTES, FROM, TO
 
 LIBRARY = "libcuda.so.1"
@@ -426,7 +426,7 @@ def captured_stream(calls: RuntimeCalls, stream: Stream) -> int:
     return stream.handle
 
 
-class CudaEvent(Event):
+class CudaEvent(DeviceEvent):
     """A point on a stream. Its ``cupy.cuda.Event`` returns to the pool with the last reference to this object."""
 
     __slots__ = ("done", "handle", "inner", "pool")

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 
 from kvpool.common.arrays import Int64s
-from kvpool.device.base import NULL_STREAM, Event, Stream
+from kvpool.device.base import NULL_STREAM, DeviceEvent, Stream
 from kvpool.device.regions import Layers
 from kvpool.device.sim.order import LANES, Access, Clock, Rows, Site, new_clock
 from kvpool.device.sim.shadow import Shadow
@@ -95,7 +95,7 @@ def copying(moves: Int64s, shadow: Shadow, chunk_bytes: int, layers: Layers, cho
         yield not units
 
 
-class SimEvent(Event):
+class SimEvent(DeviceEvent):
     """A point on the stream ``queue``, in whose entries it stands. At that point, everything of ``clock`` is done."""
 
     __slots__ = ("clock", "done", "queries", "queue", "site")

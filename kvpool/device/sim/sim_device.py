@@ -16,7 +16,16 @@ from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.arrays.strided import StridedArray
 from kvpool.common.errors import PoolClosed
 from kvpool.common.interrupt import DeferSignals
-from kvpool.device.base import BOUND_ALREADY, NOT_BOUND, NULL_EVENT, NULL_STREAM, Device, Event, Stream, stream_argument
+from kvpool.device.base import (
+    BOUND_ALREADY,
+    NOT_BOUND,
+    NULL_EVENT,
+    NULL_STREAM,
+    Device,
+    DeviceEvent,
+    Stream,
+    stream_argument,
+)
 from kvpool.device.memory.main_memory import allocate_ram, allocate_shared, available_ram, free_shared
 from kvpool.device.regions import ALL_LAYERS, BYTES, FROM, TO, Layers, Region, Regions
 from kvpool.device.sim.order import (
@@ -430,7 +439,7 @@ class SimDevice(Device):
                 self._bound.adopt(work.writes)
             self._findings.finished(self._bound, work.access)
 
-    def record(self, stream: Stream) -> Event:
+    def record(self, stream: Stream) -> DeviceEvent:
         with self._entered():
             queue = self._queue(stream)
             event = SimEvent(queue, call_site())
@@ -438,7 +447,7 @@ class SimDevice(Device):
             self._scheduler.poll()
             return event
 
-    def wait(self, stream: Stream, event: Event) -> None:
+    def wait(self, stream: Stream, event: DeviceEvent) -> None:
         with self._entered():
             recorded = self._event(event)
             queue = self._queue(stream)
@@ -467,7 +476,7 @@ class SimDevice(Device):
 
     # -- waiting ---------------------------------------------------------------------------------
 
-    def query(self, event: Event) -> bool:
+    def query(self, event: DeviceEvent) -> bool:
         """See ``Device.query``. Some queries take a step toward the event, so that a loop over ``query`` ends. Raises
         Deadlock in a loop that cannot end."""
         with self._entered(query=True):
@@ -485,7 +494,7 @@ class SimDevice(Device):
                 raise self._deadlock(f"a loop over query({describe(recorded)})")
             return recorded.done
 
-    def synchronize(self, event: Event | None = None) -> None:
+    def synchronize(self, event: DeviceEvent | None = None) -> None:
         """See ``Device.synchronize``. Takes steps until the event is complete. Without an event, takes all steps, then
         does what ``check`` does. Raises Deadlock."""
         with self._entered():

@@ -15,7 +15,7 @@ from typing import Any
 from kvpool.common.arrays import Uint8s
 from kvpool.common.errors import DeviceError, PoolClosed
 from kvpool.common.interrupt import deliver
-from kvpool.device.base import STAGING, Device, Event, Retired, Stream
+from kvpool.device.base import STAGING, Device, DeviceEvent, Retired, Stream
 from kvpool.device.work import Table
 from kvpool.pool.transfer.transfer import Transfer
 from kvpool.state import records
@@ -31,7 +31,7 @@ class Buffer:
 
     def __init__(self, array: Uint8s) -> None:
         self.array, self.address = array, array.ctypes.data
-        self.event: Event | None = None
+        self.event: DeviceEvent | None = None
         self.replays: Stream | None = None
         self.tables: Sequence[Table] = ()
 
@@ -108,7 +108,7 @@ class Staging:
         with self._lock:
             self._free.append(buffer)
 
-    def retain(self, buffer: Buffer, stream: Stream, event: Event, tables: Sequence[Table]) -> None:
+    def retain(self, buffer: Buffer, stream: Stream, event: DeviceEvent, tables: Sequence[Table]) -> None:
         """Keep a buffer that the device reads on ``stream`` until ``event`` is complete. By then it has written
         ``tables``."""
         with self._lock:

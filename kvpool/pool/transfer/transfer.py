@@ -26,7 +26,7 @@ from kvpool.common.arrays import Bools, Int64s
 from kvpool.common.errors import DeviceError
 from kvpool.common.jit import jit
 from kvpool.common.process import Process
-from kvpool.device.base import NULL_STREAM, Device, Event, Stream, StreamGone
+from kvpool.device.base import NULL_STREAM, Device, DeviceEvent, Stream, StreamGone
 from kvpool.device.regions import SOURCE, TARGET, TICKET, TOKENS, Layers
 from kvpool.device.work import TokenMoves
 from kvpool.pool.transfer.waits import Order, event_behind
@@ -159,7 +159,7 @@ class LayerEvents(Protocol):
     loaded by layers."""
 
     parts: int
-    events: list[Event]
+    events: list[DeviceEvent]
 
 
 class Decision(NamedTuple):
@@ -422,7 +422,7 @@ class Transfer:
             for first in range(0, len(some), step):
                 yield some[first : first + step], direction
 
-    def pending(self, ids: Int64s, *, writes: bool = False) -> list[Event]:
+    def pending(self, ids: Int64s, *, writes: bool = False) -> list[DeviceEvent]:
         """The events to wait for before the host reads blocks whose copies are enqueued, or, with ``writes``, before it
         writes them. Takes the transfer lock."""
         if self.order is None or not self.guards & records.READER_WAITS:
@@ -430,7 +430,7 @@ class Transfer:
         with self.hold():
             return self.order.pending(ids, writes)
 
-    def event_behind(self, stream: Stream) -> Event:
+    def event_behind(self, stream: Stream) -> DeviceEvent:
         """An event behind all that is enqueued on ``stream``. Takes the transfer lock. Waits for the device where the
         stream was destroyed. Raises DeviceError, and ValueError for a stream that is being captured."""
         with self.hold():
@@ -438,7 +438,7 @@ class Transfer:
                 self.as_stream(stream)
             return event_behind(self._device, stream)
 
-    def wait_for(self, stream: Stream, event: Event) -> None:
+    def wait_for(self, stream: Stream, event: DeviceEvent) -> None:
         """Have all work that is enqueued on ``stream`` from now on wait for an event. Takes the transfer lock. Raises
         DeviceError."""
         if self.guards & records.ENGINE_READS_LAYER_AFTER_COPY:
@@ -532,7 +532,7 @@ class Transfer:
         that. Returns whether the device has taken all; if not, none counts as enqueued, and the caller's streams wait
         for all loads of the batch."""
         order, device, loaded = self.order, self._device, self._loaded
-        events: list[Event] = []
+        events: list[DeviceEvent] = []
         self._loaded = None
         if order is None or loads is None or loaded is None or self._lost or self.broken is not None:
             return False

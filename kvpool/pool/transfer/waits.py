@@ -16,7 +16,7 @@ import numpy as np
 
 from kvpool.common.arrays import Bools, Int64s
 from kvpool.common.jit import jit
-from kvpool.device.base import NULL_EVENT, Device, Event, Stream, StreamGone
+from kvpool.device.base import NULL_EVENT, Device, DeviceEvent, Stream, StreamGone
 from kvpool.device.regions import SOURCE, TARGET
 from kvpool.state.records import DIRECTIONS, ONBOARD
 from kvpool.state.tiers import ACCESSED, FOLLOWS, WILL_READ, WILL_WRITE, WROTE
@@ -102,7 +102,7 @@ def _mark_accesses(write: Int64s, read: Int64s, rows: Int64s, points: Int64s) ->
             read[rows[i, 2], stream] = points[stream]
 
 
-def event_behind(device: Device, stream: Stream) -> Event:
+def event_behind(device: Device, stream: Stream) -> DeviceEvent:
     """An event behind all that is enqueued on a stream. The caller holds the transfer lock. Raises DeviceError."""
     try:
         return device.record(stream)
@@ -129,7 +129,7 @@ class Order:
         # it.
         self._points: Int64s = np.zeros(_OWN, np.int64)
         self._complete: Int64s = np.zeros(_OWN, np.int64)
-        self._events: list[deque[Event]] = [deque() for _ in range(_OWN)]
+        self._events: list[deque[DeviceEvent]] = [deque() for _ in range(_OWN)]
         # [a, b]: the last point of stream b that stream a has waited for.
         self._waited: Int64s = np.zeros((_OWN, _OWN), np.int64)
         # By stream: the last point of loads for which it waits layer by layer.
@@ -213,7 +213,7 @@ class Order:
         for copy_stream in self._streams[:_OWN]:
             self._device.wait(stream, self._device.record(copy_stream))
 
-    def pending(self, ids: Int64s, writes: bool) -> list[Event]:
+    def pending(self, ids: Int64s, writes: bool) -> list[DeviceEvent]:
         """The events for which the host waits before it reads the bytes of blocks, or, with ``writes``, before it
         writes them."""
         need = np.zeros(len(self._points), np.int64)
@@ -244,7 +244,7 @@ class Order:
             events.popleft()
             self._complete[stream] += 1
 
-    def _event(self, stream: int, point: int) -> Event:
+    def _event(self, stream: int, point: int) -> DeviceEvent:
         return self._events[stream][point - int(self._complete[stream]) - 1]
 
     def _wait_all(self, stream: int, need: Int64s) -> None:

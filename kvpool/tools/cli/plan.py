@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
     """
     if options.policies is not None:
         terminal.announce_compilation()  # of pools; a curve alone compiles a second
-    from kvpool.tools.planner import Plan, Surveyor, report
+    from kvpool.tools.planner import CapacityPlan, Surveyor, report
     from kvpool.tools.planner.report import draw, require_matplotlib
     from kvpool.tools.replay import TraceError
 
@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
         surveyor = Surveyor(options.tokens_per_block, options.sample, keep=options.policies is not None)
         title, interrupted = _read(options, surveyor)
         survey = surveyor.survey()
-        plan = Plan(survey, machine, _policies(options, surveyor.uses, survey))
+        plan = CapacityPlan(survey, machine, _policies(options, surveyor.uses, survey))
     text = report(plan, title, model, link)
     names = {"trace": title, "model": model, "link": link, "interrupted": interrupted}
     terminal.print_result(options, {**names, **plan.as_dict()}, text)

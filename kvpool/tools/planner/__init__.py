@@ -3,8 +3,8 @@
 from kvpool.tools.planner.capacity_plan import LINK_BANDWIDTH as LINK_BANDWIDTH
 from kvpool.tools.planner.capacity_plan import STORE_BANDWIDTH as STORE_BANDWIDTH
 from kvpool.tools.planner.capacity_plan import STORE_LATENCY as STORE_LATENCY
+from kvpool.tools.planner.capacity_plan import CapacityPlan as CapacityPlan
 from kvpool.tools.planner.capacity_plan import Machine as Machine
-from kvpool.tools.planner.capacity_plan import Plan as Plan
 from kvpool.tools.planner.capacity_plan import StorePlan as StorePlan
 from kvpool.tools.planner.capacity_plan import StoreTier as StoreTier
 from kvpool.tools.planner.policies import PolicyTable as PolicyTable

@@ -210,7 +210,7 @@ class Machine:
         return self.layout.token_bytes / (self.link_bandwidth * 1e9)
 
 
-class Plan:
+class CapacityPlan:
     """A survey with a model, a machine, and policies that were compared, if any. Every method is a pure function of
     them."""
 

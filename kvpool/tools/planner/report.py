@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvpool.tools.planner.capacity_plan import Plan, StorePlan
+from kvpool.tools.planner.capacity_plan import CapacityPlan, StorePlan
 from kvpool.tools.planner.policies import MIN, ORACLE, PolicyTable
 from kvpool.tools.planner.survey import Prefix
 
@@ -28,7 +28,7 @@ _ORANGE = "#c8641e"
 _GREY = "#6b6b6b"
 
 
-def report(plan: Plan, title: str, model: str, link: str) -> str:
+def report(plan: CapacityPlan, title: str, model: str, link: str) -> str:
     """Return the lines. ``title`` names the trace, ``model`` the layout, ``link`` the source of the bandwidth."""
     parts = (_head(plan, title, model), _table(plan), _pool(plan), _store(plan), _reach(plan), _times(plan, link))
     return "\n\n".join(
@@ -36,7 +36,7 @@ def report(plan: Plan, title: str, model: str, link: str) -> str:
     )
 
 
-def _head(plan: Plan, title: str, model: str) -> list[str]:
+def _head(plan: CapacityPlan, title: str, model: str) -> list[str]:
     survey, layout = plan.survey, plan.machine.layout
     ceiling = plan.row(survey.curve.capacity_for(survey.curve.ceiling))
     shares = f"{ceiling['token_rate']:.2%} of prompt tokens, {ceiling['block_rate']:.2%} of prompt blocks"
@@ -55,7 +55,7 @@ def _head(plan: Plan, title: str, model: str) -> list[str]:
     return [f"{name:<9} {text}" for name, text in rows]
 
 
-def _table(plan: Plan) -> list[str]:
+def _table(plan: CapacityPlan) -> list[str]:
     exact, times = plan.survey.curve.exact, plan.machine.prefill_tokens_per_second is not None
     head = f"{'memory':>12} {'blocks':>12} {'hit rate':>9}{'' if exact else '       ±'}"
     head += f"  {'share of the ceiling':<{_BAR + 7}}"
@@ -69,7 +69,7 @@ def _table(plan: Plan) -> list[str]:
     return lines
 
 
-def _pool(plan: Plan) -> list[str]:
+def _pool(plan: CapacityPlan) -> list[str]:
     pool = plan.pool()
     if pool is None:
         return []
@@ -86,7 +86,7 @@ def _pool(plan: Plan) -> list[str]:
     return lines
 
 
-def _store(plan: Plan) -> list[str]:
+def _store(plan: CapacityPlan) -> list[str]:
     planned = plan.store()
     if planned is None:
         return []
@@ -115,13 +115,13 @@ def _flow(row: dict[str, Any], way: str) -> str:
     return f"{_size(row[f'{way}_bytes'] / 1e9)} GB" if speed is None else f"{_size(speed / 1e9)} GB/s"
 
 
-def _reach(plan: Plan) -> list[str]:
+def _reach(plan: CapacityPlan) -> list[str]:
     if not plan.survey.ceiling_tokens:
         return ["nothing is found again: more memory buys nothing"]
     return [f"to reach {row['of_ceiling']:.0%} of the ceiling you need {_size(row['gib'])} GiB" for row in plan.reach()]
 
 
-def _times(plan: Plan, link: str) -> list[str]:
+def _times(plan: CapacityPlan, link: str) -> list[str]:
     break_even, machine = plan.break_even(), plan.machine
     if break_even is None:
         return ["times: give --prefill-tokens-per-second to see what hits save"]
@@ -134,7 +134,7 @@ def _times(plan: Plan, link: str) -> list[str]:
     return [*lines, f"onboarding beats recomputing for hits of {tokens} or more, and on any link {worth}"]
 
 
-def _policies(plan: Plan) -> list[str]:
+def _policies(plan: CapacityPlan) -> list[str]:
     table = plan.policies
     if table is None:
         return []
@@ -162,7 +162,7 @@ def _wide(name: str) -> int:
     return max(len(name), 8)
 
 
-def _gaps(plan: Plan) -> list[str]:
+def _gaps(plan: CapacityPlan) -> list[str]:
     unit, bars = plan.survey.gaps.bars()
     lines, shown = [f"reused blocks, by the {unit} since their last use"], 0.0
     for label, share in bars:
@@ -172,7 +172,7 @@ def _gaps(plan: Plan) -> list[str]:
     return lines if bars else []
 
 
-def _prefixes(plan: Plan) -> list[str]:
+def _prefixes(plan: CapacityPlan) -> list[str]:
     reuse, estimate = plan.survey.prefixes, "" if plan.survey.curve.exact else " (of the sample)"
     if not reuse.top:
         return []
@@ -190,7 +190,7 @@ def _prefix(prefix: Prefix) -> str:
     return f"{prefix.first_request:>18,} {span:>22} {prefix.reuses:>9,} {prefix.hit_tokens:>14,} {prefix.share:>7.2%}"
 
 
-def _tenants(plan: Plan) -> list[str]:
+def _tenants(plan: CapacityPlan) -> list[str]:
     if not plan.survey.tenants:
         return []
     # For a tenant, a third, the middle and the end of the table are enough.
@@ -237,7 +237,7 @@ def require_matplotlib() -> None:
         raise ImportError(f'a plot needs matplotlib ({error}): pip install ".[plot]"') from error
 
 
-def draw(plan: Plan, path: Path, title: str, model: str, text: str) -> None:
+def draw(plan: CapacityPlan, path: Path, title: str, model: str, text: str) -> None:
     """Write the chart to ``path``, in the format of its suffix. In HTML, ``text`` follows below the chart. Raises
     OSError, ImportError."""
     # A figure of pyplot would need a display.
@@ -267,7 +267,7 @@ def draw(plan: Plan, path: Path, title: str, model: str, text: str) -> None:
     path.write_text(svg if path.suffix == ".svg" else _page(svg[svg.index("<svg") :], title, text), encoding="utf-8")
 
 
-def _draw_curve(plan: Plan, axes: Axes, title: str, model: str) -> None:
+def _draw_curve(plan: CapacityPlan, axes: Axes, title: str, model: str) -> None:
     survey, machine = plan.survey, plan.machine
     tokens = max(survey.prompt_tokens, 1)
     lowest = min(survey.longest_blocks, plan.table()[0])
@@ -307,7 +307,7 @@ def _over_memory(axes: Axes) -> None:
     axes.grid(alpha=0.25)
 
 
-def _draw_gaps(plan: Plan, axes: Axes) -> None:
+def _draw_gaps(plan: CapacityPlan, axes: Axes) -> None:
     unit, shown = plan.survey.gaps.bars()
     bars = axes.bar([label for label, _ in shown], [100 * share for _, share in shown], color=_BLUE)
     axes.bar_label(bars, fmt="%.0f %%", color=_GREY)
@@ -317,7 +317,7 @@ def _draw_gaps(plan: Plan, axes: Axes) -> None:
     axes.grid(alpha=0.25, axis="y")
 
 
-def _draw_store(plan: Plan, store: StorePlan, axes: Axes) -> None:
+def _draw_store(plan: CapacityPlan, store: StorePlan, axes: Axes) -> None:
     tokens, size = max(plan.survey.prompt_tokens, 1), plan.survey.tokens_per_block
     tiers, ceiling = 100 * plan.rate(store.tier_blocks), 100 * plan.survey.ceiling_tokens / tokens
     table = store.table()
@@ -334,7 +334,7 @@ def _draw_store(plan: Plan, store: StorePlan, axes: Axes) -> None:
     _over_memory(axes)
 
 
-def _draw_policies(plan: Plan, table: PolicyTable, axes: Axes) -> None:
+def _draw_policies(plan: CapacityPlan, table: PolicyTable, axes: Axes) -> None:
     memory = [plan.gib(blocks) for blocks in table.capacities]
     for name in table.hits:
         style = "-" if name in table.as_lru else "--" if name in (MIN, ORACLE) else ":"
