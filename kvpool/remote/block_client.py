@@ -361,7 +361,7 @@ class BlockClient(Closing):
             raise RemoteError(
                 "secret",
                 "the pools have different hash secrets, so that no key of one is known to the other: give both "
-                "KVCacheManagers the same secret=, or both commands the same KVPOOL_SECRET",
+                "KVCacheManagers the same secret=",
             ) from None
         raise error
 
