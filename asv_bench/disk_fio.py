@@ -51,7 +51,7 @@ class Subject:
         else:
             numbers = np.arange(self.count, self.count + self.job_blocks)
             self.count += self.job_blocks
-        return self.queue.secret.opaque(b"%d" % number for number in numbers)
+        return self.queue.secret.derive_keys(b"%d" % number for number in numbers)
 
     def run(self, kind: str, jobs: int | None = None, seconds: float = float("inf")) -> float:
         """Bytes per second of this many jobs, or of as many as fit into this time."""

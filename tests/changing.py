@@ -230,7 +230,7 @@ class Stored:
         assert self.queue.save(self.keys(0, 1, 2, 3), [0, 1, 2, 3]).wait(600, returned=True)
 
     def keys(self, *numbers: int) -> Any:
-        return self.queue.secret.opaque(bytes([number]) for number in numbers)
+        return self.queue.secret.derive_keys(bytes([number]) for number in numbers)
 
     def picture(self) -> object:
         assert self.queue.drain(600)

@@ -97,7 +97,7 @@ class Blocks:
             self.count += self.rows
         # Neighbours in the file would be read by one call.
         numbers = np.random.default_rng(self.count).permutation(self.rows) + self.count
-        keys, rows = self.queue.secret.opaque(b"%d" % number for number in numbers), np.arange(self.rows)
+        keys, rows = self.queue.secret.derive_keys(b"%d" % number for number in numbers), np.arange(self.rows)
         call, size = getattr(self.queue, kind), self.rows // self.jobs
         began = perf_counter()
         parts = [slice(i * size, (i + 1) * size) for i in range(self.jobs)]

@@ -43,7 +43,7 @@ class Blocks:
         count = self.nbytes // block_bytes
         memory = np.ones((count, block_bytes), np.uint8)
         self.queue = StoreWorker(PeerStore(endpoint, secret=SECRET), memory, IDENTITY)
-        self.keys, self.rows = self.queue.secret.opaque([b"%d" % i for i in range(count)]), np.arange(count)
+        self.keys, self.rows = self.queue.secret.derive_keys([b"%d" % i for i in range(count)]), np.arange(count)
         assert self.queue.save(self.keys, self.rows).wait(60, returned=True)
 
     def teardown(self, block_bytes: int, kind: str) -> None:

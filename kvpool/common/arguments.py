@@ -172,7 +172,7 @@ def each_argument(name: str, values: object, count: int, of: str = "ids", highes
     number is that of a single thing. Raises TypeError, ValueError."""
     numbers = id_array(name, values)
     if len(numbers) != count:
-        raise ValueError(f"{name}: expected one for each of the {count} {of}, got {len(numbers)}")
+        raise ValueError(f"{name}: expected {count}, one for each of the {of}, got {len(numbers)}")
     wrong = -1 if highest is None else first_outside(numbers, highest)
     if wrong >= 0:
         raise ValueError(f"{name}: expected 0 to {highest}, got {int(numbers[wrong])}")
@@ -294,7 +294,7 @@ def extra_array(extra_ids: object, count: int) -> Int64s | None:
         return None
     extra = int64_array("extra_ids", extra_ids)
     if len(extra) != count:
-        raise ValueError(f"extra_ids: expected one for each of the {count} tokens, got {len(extra)}")
+        raise ValueError(f"extra_ids: expected {count}, one for each of the tokens, got {len(extra)}")
     return extra if extra.any() else None
 
 

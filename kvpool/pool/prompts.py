@@ -458,7 +458,7 @@ class Prompts:
             items = list_argument("retention", retention)
             ranges += [None if item is None else retention_rows(item) for item in items]
             if len(ranges) != len(keys):
-                raise ValueError(f"retention: expected one for each of the {len(keys)} prompts, got {len(ranges)}")
+                raise ValueError(f"retention: expected {len(keys)}, one for each of the prompts, got {len(ranges)}")
         for i, row_ranges in enumerate(ranges):
             if row_ranges is not None:
                 rows[i, records.R.ranges_at], rows[i, records.R.range_count] = address(row_ranges), len(row_ranges)

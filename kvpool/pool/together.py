@@ -148,7 +148,7 @@ class Together(Prompts):
             or type(operation.arguments) is not tuple
             or len(operation.arguments) != make.__code__.co_argcount - 2
         ):
-            raise TypeError(f"operations[{i}]: expected operation of kvpool.pool.operations, got {operation!r:.80}")
+            raise TypeError(f"operations[{i}]: expected one of kvpool.pool.operations, got {operation!r:.80}")
         step: Step = make(on, *operation.arguments)
         return step
 

@@ -141,7 +141,7 @@ class BlockServer(Closing):
         check_endpoint(endpoint, keys)
         stall, server_limits = integer_argument("stall_ms", stall_ms, 0, (1 << 31) - 1), limits or Limits()
         if cache.host_blocks == 0:
-            raise ValueError("cache: its host tier is what is served, and it has none (host_blocks=0)")
+            raise ValueError("cache: expected a host tier, which is what is served, got host_blocks=0")
         self._blocks = _HostTier(cache, InlineServer() if transport is None else transport, server_limits)
         # Every request has one answer. A client that leaves more of them unread exceeds its limit.
         waiting = 4 * server_limits.requests_per_client
@@ -235,8 +235,8 @@ class UnderWay:
         bounds = (
             (blocks, limits.blocks_per_request, "blocks in one request"),
             (request.nbytes, limits.bytes_per_client, "bytes in one request"),
-            (mine + 1, limits.requests_per_client, "requests wait for those before them"),
-            (len(self._waiting) + 1, limits.requests_waiting, "requests of all clients wait"),
+            (mine + 1, limits.requests_per_client, "requests that wait for those before them"),
+            (len(self._waiting) + 1, limits.requests_waiting, "requests that wait, of all clients"),
         )
         for count, most, what in bounds:
             if most is not None and count > most:

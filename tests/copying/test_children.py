@@ -189,10 +189,10 @@ def test_a_child_does_not_wait_for_jobs_and_prefetches_of_its_parent(tmp_path: A
     engine = keeping.engine()
     with StoreWorker(wrong, memory(), IDENTITY) as queue, StoreWorker(disk, memory(), IDENTITY) as other:
         with engine.cache, keeping.keeper(engine, keeping.store()) as keeper:
-            job = queue.find(queue.secret.opaque(names(1)))
+            job = queue.find(queue.secret.derive_keys(names(1)))
             assert gate.reached.wait(600)
             prefetch = keeper.prefetch([*range(40)])
-            key, row, space = queue.secret.opaque(names(1)), np.arange(1), Space(bytes(16), memory())
+            key, row, space = queue.secret.derive_keys(names(1)), np.arange(1), Space(bytes(16), memory())
             calls = [
                 job.wait,
                 job.cancel,

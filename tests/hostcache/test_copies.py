@@ -285,7 +285,7 @@ def test_slots_of_the_cache_are_taken_and_the_ids_are_checked_again(open_copies:
     one = filled("L | B D")
     copies = open_copies(one)
     copies.copy_in([0], HostSlots((3,), copies.tier.fingerprint))
-    with pytest.raises(ValueError, match="100 is no block"):
+    with pytest.raises(ValueError, match="host_blocks: expected blocks from 0 to 7, got 100"):
         copies.copy_in([0], HostSlots((100,), copies.tier.fingerprint))
     with pytest.raises(TypeError):
         copies.copy_in([0], HostSlots(("x",), copies.tier.fingerprint))  # type: ignore[arg-type]

@@ -125,7 +125,7 @@ def test_what_comes_in_is_checked() -> None:
         for text, message in (
             ("{", "description: "),
             ("[]", "description: "),
-            (changed(description, **{"kvpool host tier": 2}), "expected 1"),
+            (changed(description, **{"kvpool host tier": 2}), "expected version 1, got 2"),
             (changed(description, identity={}), "missing"),
             (changed(description, identity=json.loads(description.to_json())["identity"] | {"model": ""}), "model"),
             (changed(description, tier={}), "description: "),
@@ -154,7 +154,7 @@ def test_memory_of_the_callers_is_used_in_place_and_not_shared() -> None:
     with HostTier(4, 64, identity=IDENTITY, memory=memory) as tier:
         tier.blocks[1] = 1
         assert (memory[1] == 0x0101).all()
-        with pytest.raises(ValueError, match="cannot be shared"):
+        with pytest.raises(ValueError, match="memory: expected None for a tier that is shared, got "):
             tier.share()
     frozen = np.zeros((4, 64), np.uint8)
     frozen.flags.writeable = False

@@ -137,7 +137,7 @@ def read_only() -> np.ndarray:
         (aligned(2 * BYTES["device"])[::2], ValueError, "C order without gaps"),
         (aligned(BYTES["device"]).reshape(2, -1).T, ValueError, "C order .* strides"),
         (aligned(BYTES["device"])[::-1], ValueError, "C order"),
-        (aligned(BYTES["device"], offset=32), ValueError, "expected a multiple of 64"),
+        (aligned(BYTES["device"], offset=32), ValueError, "expected an address that is a multiple of 64"),
         (read_only(), ValueError, "read-only memory"),
         (
             GpuOnly(aligned(BYTES["device"])),

@@ -70,7 +70,7 @@ def test_a_view_in_a_cycle_that_nobody_reaches_is_none() -> None:
 
 
 def test_leaving_the_with_statement_closes_and_complains() -> None:
-    with pytest.raises(KVPoolError, match="1 views of exported memory"), open_pool() as cache:
+    with pytest.raises(KVPoolError, match="1 view of exported memory"), open_pool() as cache:
         view = np.from_dlpack(cache.export())
     assert cache.closed and not view.any()
     with pytest.raises(ZeroDivisionError), open_pool() as cache:

@@ -101,7 +101,7 @@ def test_the_session_oracle_keeps_who_comes_back_first_and_drops_what_was_left_b
 
 def test_what_cannot_be_compared_is_refused() -> None:
     uses, survey = uses_of(synthetic(20).requests)
-    with pytest.raises(ValueError, match="the longest request needs"):
+    with pytest.raises(ValueError, match="capacities: expected .*, as the longest request has, got "):
         compare(uses, survey, [1], ["agent"])
     with pytest.raises(ValueError, match="said: expected nothing, stop, future.*got 'all'"):
         compare(uses, survey, [5000], ["agent"], said="all")

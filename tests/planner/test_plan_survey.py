@@ -202,7 +202,9 @@ def test_two_standard_errors_hold_most_of_the_time_where_the_curve_is_steep() ->
 
 def test_a_sample_that_follows_next_to_nothing_is_refused() -> None:
     requests = synthetic(100).requests
-    with pytest.raises(ValueError, match=r"sample: .*0\.001 follows \d+ distinct blocks.*at least 128"):
+    with pytest.raises(
+        ValueError, match=r"sample: expected .* at least 128 distinct blocks.*, got 0\.001, which follows \d+"
+    ):
         survey_of(requests, sample=0.001)
     assert survey_of([], sample=0.001).requests == 0
 

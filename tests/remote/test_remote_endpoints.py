@@ -255,7 +255,7 @@ def test_what_waits_is_bounded_over_all_clients() -> None:
     for number in range(2):
         client = ClientSession(bytes([number]), session, 0)
         in_flight.accept(Waiting(client, number, 0, np.empty((1, 2), np.uint64), "", 4096), 1)
-    with pytest.raises(Refused, match="3 requests of all clients wait"):
+    with pytest.raises(Refused, match="requests that wait, of all clients: expected up to 2, got 3"):
         in_flight.accept(Waiting(ClientSession(b"9", session, 0), 1, 0, np.empty((1, 2), np.uint64), "", 4096), 1)
 
 

@@ -37,7 +37,7 @@ KINDS = tuple(type(message) for message in MESSAGES)
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_every_kind_comes_back_as_it_was(message: Message) -> None:
     assert decode(encode(message), KINDS) == message
-    with pytest.raises(Malformed, match="kind: expected one of hello, get, find, welcome, found, blocks, got 'failed'"):
+    with pytest.raises(Malformed, match="kind: expected one of .*, got "):
         decode(encode(message), tuple(kind for kind in KINDS if kind is not type(message)))
 
 

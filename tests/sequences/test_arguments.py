@@ -235,14 +235,14 @@ def test_keys_of_a_pool_with_the_same_secret_are_accepted(busy: Busy) -> None:
         *(
             ({"retention": [bad]}, ValueError, rf"retention\[0\].{name}")
             for name, bad in (
-                ("start=-1", (-1, None, 35)),
-                (f"start={2**63}", (2**63, None, 35)),
-                (f"end={2**64}", (0, 2**64, 35)),
-                ("priority=101", (0, None, 101)),
-                ("priority=-1", (0, None, -1)),
-                ("ttl_ms=0", (0, 5, 35, 0)),
-                ("ttl_ms=-1", (0, 5, 35, -1)),
-                (f"ttl_ms={2**31}", (0, 5, 35, 2**31)),
+                ("start: .*got -1", (-1, None, 35)),
+                (f"start: .*got {2**63}", (2**63, None, 35)),
+                (f"end: .*got {2**64}", (0, 2**64, 35)),
+                ("priority: .*got 101", (0, None, 101)),
+                ("priority: .*got -1", (0, None, -1)),
+                ("ttl_ms: .*got 0", (0, 5, 35, 0)),
+                ("ttl_ms: .*got -1", (0, 5, 35, -1)),
+                (f"ttl_ms: .*got {2**31}", (0, 5, 35, 2**31)),
             )
         ),
         *(({"retention": [bad]}, ValueError, r"retention\[0\]: .*end") for bad in ((3, 3, 35), (3, 2, 35))),
@@ -282,8 +282,8 @@ def test_bad_options_of_an_admission_are_refused(
         ([[1], []], {}, ValueError, "prompt.*none"),
         ([[1], None], {}, TypeError, "prompt.*None"),
         ([1, 2], {}, (TypeError, ValueError), "prompt"),
-        ([[1]], {"retention": []}, ValueError, "retention.* 0 .* 1 "),
-        ([[1]], {"retention": [None] * 2}, ValueError, "retention.* 2 .* 1 "),
+        ([[1]], {"retention": []}, ValueError, "retention: expected 1, one for each of the prompts, got 0"),
+        ([[1]], {"retention": [None] * 2}, ValueError, "retention: expected 1, one for each of the prompts, got 2"),
         ([[1]], {"retention": 5}, TypeError, ""),
         ([[1]], {"retention": [(0, None, 35)]}, TypeError, r"retention\[0\]: .*0"),
         *(([[1]], {"allow_partial_batch": bad}, TypeError, "allow_partial_batch: .*") for bad in ("no", None, 1, [])),
@@ -383,7 +383,7 @@ def test_what_are_no_ids_is_refused(
     busy: Busy, call: str, make_ids: Callable[[Busy], Any], error: Any, value: str
 ) -> None:
     refused(busy.cache, lambda: ID_CALLS[call](busy.cache, make_ids(busy)), error, f"(ids|sequences).*{value}")
-    refused(busy.cache, lambda: ID_CALLS[call](busy.cache, None), TypeError, "ids: .*None|sequences=")
+    refused(busy.cache, lambda: ID_CALLS[call](busy.cache, None), TypeError, "(ids|sequences): .*None")
 
 
 @pytest.mark.parametrize("call", ID_CALLS)
@@ -474,7 +474,7 @@ def test_counts_out_of_a_sequences_range_name_it(busy: Busy) -> None:
         lambda: cache.commit([other, live], [1, 7]),
         lambda: cache.rewind([other, live], [1, 7]),
     ):
-        refused(cache, call, ValueError, f"sequence {live} ")
+        refused(cache, call, ValueError, f"sequence {live}, got ")
     refused(cache, lambda: cache.append_tokens([live, other], [1, 2]), ValueError, "counts")
     refused(cache, lambda: cache.append_tokens([live, other], [1, 2], [1, 2]), ValueError, "counts.* 3, tokens has 2")
     refused(cache, lambda: cache.append_tokens(live, range(100)), ValueError, "it can never fit")

@@ -35,7 +35,7 @@ def made(**options: Any) -> KVCacheManager:
             for name in ("device_blocks", "max_sequences", "max_sequence_tokens", "offload_min_reuse")
         ),
         ({"device_blocks": 2**31}, ValueError, f"device_blocks: .*{2**31}"),
-        ({"host_blocks": 2**31 - 2}, ValueError, f"host_blocks: .*{2**31 - 2}"),
+        ({"host_blocks": 2**31 - 2}, ValueError, f"device_blocks, host_blocks: expected .*, got 4, {2**31 - 2}"),
         ({"max_sequences": (1 << 24) + 1}, ValueError, "max_sequences: .*"),
         ({"max_sequence_tokens": 2**31}, ValueError, "max_sequence_tokens: .*"),
         ({"offload_min_priority": 101}, ValueError, "offload_min_priority: .*101"),

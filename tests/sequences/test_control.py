@@ -170,7 +170,7 @@ def test_forgetting_is_told(make: Make) -> None:
         ({"namespace": (1, None)}, TypeError, "salt: .*1"),
         ({"namespace": (None, 1.5)}, TypeError, "adapter_id: .*1.5"),
         ({"prompt": []}, ValueError, "none"),
-        ({"prompt": [b"short"]}, ValueError, "5 bytes"),
+        ({"prompt": [b"short"]}, ValueError, "key: expected 16 bytes, got 5"),
         ({"prompt": np.zeros((2, 3), np.uint64)}, ValueError, "shape"),
         ({"prompt": "text"}, TypeError, "prompt"),
     ],

@@ -189,9 +189,9 @@ def test_an_encoder_that_fits_on_the_device_but_into_no_row_is_refused_by_its_bo
     engine = open_({"device_blocks": 30}, CROSS | {"device_blocks": 30}, max_sequence_tokens=16)
     before = everything(engine)
     for call in (engine.cache.add_sequence, engine.cache.reserve):
-        with pytest.raises(ValueError, match="encoder_tokens: .*17 passes max_sequence_tokens=16"):
+        with pytest.raises(ValueError, match="encoder_tokens=17 passes max_sequence_tokens=16"):
             call(A[:6], encoder_tokens=17)
-    with pytest.raises(ValueError, match="encoder_tokens: .*99 passes max_sequence_tokens=16"):
+    with pytest.raises(ValueError, match="encoder_tokens=99 passes max_sequence_tokens=16"):
         engine.cache.add_sequence_batch([A[:6], A[:6]], encoder_tokens=[16, 99])
     assert everything(engine) == before
     admission = engine.cache.add_sequence_batch([A[:6], A[:6]], encoder_tokens=[99, 16], allow_partial_batch=True)
@@ -426,7 +426,7 @@ def test_after_a_commit_what_the_next_token_sees_is_there_and_nothing_else(
 
 def test_a_prompt_that_has_no_place_in_a_row_is_refused_as_such(make: Make) -> None:
     engine = make(T=4, P=6, window=8, max_sequence_tokens=400)
-    with pytest.raises(ValueError, match="max_sequence_tokens: .*400"):
+    with pytest.raises(ValueError, match="max_sequence_tokens=400"):
         engine.add(range(401))
 
 

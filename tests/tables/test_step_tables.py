@@ -264,8 +264,8 @@ def test_arrays_that_share_memory_are_refused(make: Make) -> None:
 
 
 SPANS = [
-    ({"first": [0]}, ValueError, "first: expected one for each of the 2 ids, got 1"),
-    ({"counts": [1, 1, 1]}, ValueError, "counts: expected one for each of the 2 ids, got 3"),
+    ({"first": [0]}, ValueError, "first: expected 2, one for each of the ids, got 1"),
+    ({"counts": [1, 1, 1]}, ValueError, "counts: expected 2, one for each of the ids, got 3"),
     ({"first": [0.5, 0]}, TypeError, "first"),
     ({"first": [-1, 0]}, ValueError, "first, counts: expected tokens of sequence .*, which has 1, got others"),
     ({"first": [0, 6]}, ValueError, "which has 5"),

@@ -216,7 +216,7 @@ def _staging_argument(name: str, staging: Any, cache: PagedKV, gather: bool) -> 
         if len(shape) not in (3, 4) or shape[0] != cache.layers or token_shape != inner:
             break
         if shape[-1] > 1 and steps[-1] != array.itemsize:
-            raise ValueError(f"{name}: the elements of a head must be contiguous, not {steps[-1]} bytes apart")
+            raise ValueError(f"{name}: expected contiguous elements of a head, got {steps[-1]} bytes between them")
         head_stride = steps[2] if split else plane.run_bytes
         rows.append((array.address, steps[0], steps[1], head_stride if plane.heads > 1 else 0))
     lengths = {array.shape[1] for array in arrays}

@@ -93,8 +93,10 @@ class MemoryPools:
         counts = [_each(device_blocks), _each(host_blocks)]
         self.device_blocks, self.host_blocks = (sum(of_tier) for of_tier in counts)
         if self.device_blocks + self.host_blocks > BLOCKS_MAX:
-            capacities = f"device_blocks={self.device_blocks} and host_blocks={self.host_blocks}"
-            raise ValueError(f"{capacities}: together they must be at most {BLOCKS_MAX}")
+            raise ValueError(
+                f"device_blocks, host_blocks: expected up to {BLOCKS_MAX} together, got {self.device_blocks}, "
+                f"{self.host_blocks}"
+            )
         needs = _needs(self.layouts, counts, (device_memory, host_memory))
         _check_room(device, needs)
         regions = _regions(self.layouts, counts, _allocate(device, needs, shared))

@@ -313,8 +313,8 @@ class Surveyor:
         blocks, live, used_blocks, runs = tables.counts[[stack.BLOCKS, stack.LIVE, stack.USED, stack.RUNS]].tolist()
         if self.sample < 1 and self._lookups and blocks < BLOCKS_MIN:
             raise ValueError(
-                f"sample={self.sample} follows {blocks} distinct blocks of these prompts: at least {BLOCKS_MIN} are "
-                "needed"
+                f"sample: expected one that follows at least {BLOCKS_MIN} distinct blocks of these prompts, got "
+                f"{self.sample}, which follows {blocks}"
             )
         cumulative, again = tables.distances[: live + 2], tables.again[: live + 2]
         np.cumsum(cumulative, out=cumulative)

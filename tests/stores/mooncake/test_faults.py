@@ -217,7 +217,7 @@ from kvpool.storage.backends.mooncake.mooncake_store import MooncakeStore
 from tests.stores.lab import IDENTITY, memory, saved
 queue = StoreWorker(MooncakeStore({cluster.address!r}, secret=bytes(32)), memory(), IDENTITY)
 saved(queue, 4)
-queue.load(queue.secret.opaque([b"a"]), np.arange(1))
+queue.load(queue.secret.derive_keys([b"a"]), np.arange(1))
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr

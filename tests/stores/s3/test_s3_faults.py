@@ -226,7 +226,7 @@ from kvpool.storage.backends.s3 import S3Store
 from tests.stores.lab import fill, names, open_queue
 with open_queue(S3Store({place!r}, endpoint={weed.address!r}, secret=bytes([1]) * 32), piece_bytes=1 << 15) as queue:
     fill(queue.memory, 48)
-    jobs = [queue.save(queue.secret.opaque(names(48)), np.arange(48)) for _ in range(3)]
+    jobs = [queue.save(queue.secret.derive_keys(names(48)), np.arange(48)) for _ in range(3)]
     print("begun", flush=True)
     sys.stdin.read()
 """
