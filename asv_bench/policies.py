@@ -140,8 +140,8 @@ class Played:
         )
         self.open.callback(self._end)
         for state in self.cache.core.states:
-            if state.book is not None:
-                state.book.book["draws"] = seed
+            if state.policy_state is not None:
+                state.policy_state.policy_state["draws"] = seed
         if options.table == "store":
             store = MemoryStore(options.store * LAYOUT.block_bytes, policy=self.policy)
             store.secret = bytes(32)

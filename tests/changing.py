@@ -562,10 +562,15 @@ CASES = [
     verb("block_table", Plain, {}, {"stream": 0}, ids=BOTH),
     verb("reorder", Plain, {}, ids=BOTH, parents=([1, 0], [1, FAR])),
     verb(
-        "keep", Plain, {}, {"drafts": [3]}, ids=of_both(lambda scene: [scene.two], 0, FAR), accepted=([0, 2], [0, MANY])
+        "accept_drafts",
+        Plain,
+        {},
+        {"drafts": [3]},
+        ids=of_both(lambda scene: [scene.two], 0, FAR),
+        accepted=([0, 2], [0, MANY]),
     ),
     verb(
-        "keep",
+        "accept_drafts",
         Plain,
         {},
         ids=of_both(lambda scene: [scene.two], 0, FAR),

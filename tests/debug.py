@@ -56,7 +56,7 @@ def dump(state: State) -> bytes:
 
 def book(state: State) -> list[bytes]:
     """Every byte that a policy knows, if there is one: of all its arrays, however it names them."""
-    own = {} if state.book is None else vars(state.book)
+    own = {} if state.policy_state is None else vars(state.policy_state)
     return [one.tobytes() for one in own.values() if isinstance(one, np.ndarray)]
 
 

@@ -63,7 +63,7 @@ is 12 bytes a block."""
 
 class PolicyState:
     """The records of one group, about its device blocks, or those of a HostCache. ``arrays`` are all of them,
-    ``address`` is that of the BOOK. The state lock guards it."""
+    ``address`` is that of the POLICY record. The state lock guards it."""
 
     def __init__(self, policy: str, head_at: int, device_blocks: int, blocks: int, rows: int) -> None:
         both = 0 < device_blocks < blocks

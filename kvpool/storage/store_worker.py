@@ -287,7 +287,9 @@ class StoreWorker(Closing):
         size = MODEL_BYTES if tag is None else TAG_BYTES
         if self.clears_prefix < size:
             what = "all blocks of a model" if tag is None else "the blocks of a namespace"
-            raise ValueError(f"store: expected one that can drop {what}, whose clears is {size}, got {self.name!r}")
+            raise ValueError(
+                f"store: expected one that can drop {what}, whose clears_prefix is {size}, got {self.name!r}"
+            )
         return self._clear(self.secret.model if tag is None else self._tag(tag))
 
     def reset(self) -> StoreRequest:

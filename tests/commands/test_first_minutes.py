@@ -145,7 +145,7 @@ def test_plan_reads_a_models_own_config(
         ("[]", "no object"),
         ("[" * 200_000, "no object"),
         (None, "No such file"),
-        (json.dumps(LLAMA | {"num_hidden_layers": "x"}), "num_hidden_layers='x'"),
+        (json.dumps(LLAMA | {"num_hidden_layers": "x"}), "num_hidden_layers: expected an integer above 0, got 'x'"),
     ],
 )
 def test_a_config_without_the_shape_is_refused_by_name(

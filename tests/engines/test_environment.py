@@ -126,11 +126,15 @@ def test_without_the_environment_the_command_says_how_to_make_it(verb: list[str]
 
 
 @pytest.mark.parametrize(
-    ("engine", "words"),
-    [("vllm", f"vLLM {build.VERSION}"), ("sglang", "SGLang 0.5.23"), ("lmcache", "LMCache 0.5.6")],
+    ("engine", "plug_in", "words"),
+    [
+        ("vllm", "vllm.spec", f"vLLM {build.VERSION}"),
+        ("sglang", "sglang", "SGLang 0.5.23"),
+        ("lmcache", "lmcache", "LMCache 0.5.6"),
+    ],
 )
-def test_a_plug_in_without_its_engine_says_which_version_it_works_with(engine: str, words: str) -> None:
+def test_a_plug_in_without_its_engine_says_which_version_it_works_with(engine: str, plug_in: str, words: str) -> None:
     if importlib.util.find_spec(engine) is not None:
         pytest.skip(f"{engine} is installed")
     with pytest.raises(ImportError, match=f"works with {re.escape(words)}; .* unknown is installed"):
-        importlib.import_module(f"kvpool.integrations.{engine}")
+        importlib.import_module(f"kvpool.integrations.{plug_in}")

@@ -220,7 +220,7 @@ class Driver:
         store = self.random.random() < 0.5
         self.call("reorder", lambda: self.cache.reorder(ids, parents, store=store))
 
-    def accept_drafts(self) -> None:
+    def keep(self) -> None:
         """Drafts, of which some are accepted, not always the first ones."""
         for one in self.some(1):
             drafts = self.random.randint(1, 2 * T)

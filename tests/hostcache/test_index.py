@@ -554,7 +554,7 @@ def test_the_conversation_that_is_away_for_longer_goes_its_end_first(
 
 def test_what_readers_have_held_since_its_turn_is_still_of_its_conversation_and_teaches_no_pause(make: Make) -> None:
     talks = Talks(make, "agent")
-    book = talks.cache._states[0].book
+    book = talks.cache._states[0].policy_state
     assert book is not None
     before = book.rates.copy()
     for name in ("soon", "late"):
@@ -572,7 +572,7 @@ def test_what_is_refused_changes_no_byte_of_what_a_policy_knows(make: Make, poli
     talks = Talks(make, policy)
     cache, late, state = talks.cache, keys_of("late", 10), talks.cache._states[0]
     lease, more = cache.pin(keys_of("soon", 10)), keys_of("more", 15)
-    before = [debug.dump(state), *debug.book(state)]
+    before = [debug.dump(state), *debug.policy_state(state)]
     for call, error in (
         (lambda: cache.reserve(more), OutOfBlocks),
         (lambda: cache.pin([*late, b"no"]), BlockNotFound),
@@ -587,7 +587,7 @@ def test_what_is_refused_changes_no_byte_of_what_a_policy_knows(make: Make, poli
         with pytest.raises(ValueError, match="clock"):
             verb(late)
     talks.now = now
-    assert [debug.dump(state), *debug.book(state)] == before
+    assert [debug.dump(state), *debug.policy_state(state)] == before
     lease.close()
 
 

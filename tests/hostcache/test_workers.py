@@ -132,8 +132,8 @@ def test_what_comes_in_is_checked() -> None:
             (changed(description, tier=other), "fingerprint"),
             (changed(description, tier=device), "fingerprint"),
             (changed(description, tier=gpu), "expected main memory"),
-            (changed(description, tier=json.loads(nothing.to_json())), "expected blocks of bytes, one or more"),
-            ("x" * (1 << 21), "2097152 characters"),
+            (changed(description, tier=json.loads(nothing.to_json())), "expected one block of bytes or more"),
+            ("x" * (1 << 21), "expected up to 1048576 characters, got 2097152"),
         ):
             with pytest.raises(ValueError, match=re.escape(message)):
                 HostTier.attach(text)

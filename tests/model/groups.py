@@ -82,7 +82,7 @@ class GroupsModel(Batches):
         self._each("rewind", ids, counts)
 
     def accept_drafts(self, ids: Sequence[int], drafts: Sequence[int], accepted: Sequence[Sequence[int]]) -> None:
-        self._each("keep", ids, drafts, accepted)
+        self._each("accept_drafts", ids, drafts, accepted)
 
     def release(self, ids: Sequence[int], *, store: bool = True) -> None:
         self._each("release", ids, store=store)

@@ -16,7 +16,7 @@ from kvpool.common.jit.intrinsics import array_at, entry_of, record_at
 from kvpool.pool import operations as op
 from kvpool.state import records, saving
 from kvpool.state.policies import agent
-from kvpool.state.policies.chains import BOOK
+from kvpool.state.policies.chains import POLICY
 from kvpool.state.records import DEFAULT_PRIORITY, HEAD
 from tests import debug
 
@@ -83,10 +83,10 @@ class Choices:
     def __init__(self, states: Sequence[Any]) -> None:
         self._books = [np.zeros(POLICY_BYTES // 8 + NOTES, np.int64) for _ in states]
         for state, book in zip(states, self._books, strict=True):
-            own = book[:-NOTES].view(BOOK)
-            own[:] = state.book.book
+            own = book[:-NOTES].view(POLICY)
+            own[:] = state.policy_state.policy_state
             own["choose"] = entry_of(choose_noting, 0, 0, 0)
-            state.book.book, state.head.policy_at = own, book.ctypes.data
+            state.policy_state.policy_state, state.head.policy_at = own, book.ctypes.data
 
     def read(self) -> list[list[int]]:
         """The choices since the last time, by group."""
@@ -97,7 +97,7 @@ class Choices:
         return found
 
 
-NOTES, POLICY_BYTES = 4096, 2 * BOOK.itemsize
+NOTES, POLICY_BYTES = 4096, 2 * POLICY.itemsize
 
 
 @jit
@@ -128,7 +128,9 @@ class Pair:
             policy=policy,
             **options,
         )
-        self.choices = Choices(self.engine.states()) if self.engine.cache.core.states[0].book is not None else None
+        self.choices = (
+            Choices(self.engine.states()) if self.engine.cache.core.states[0].policy_state is not None else None
+        )
         self.cache, self.sides = self.engine.cache, self.engine.sides
         self.requests: dict[int, Request] = {}
         self.away: dict[int, Request] = {}

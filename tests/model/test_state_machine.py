@@ -258,7 +258,7 @@ class PoolMachine(RuleBasedStateMachine):
                 "append_tokens",
                 "commit",
                 "rewind",
-                "keep",
+                "accept_drafts",
                 "release",
                 "fork",
                 "reorder",
@@ -281,7 +281,7 @@ class PoolMachine(RuleBasedStateMachine):
             "rewind": ([[0] * len(bad)], [[0] * len(bad)]),
             "fork": ([1], [1]),
             "reorder": ([[0] * len(bad)], [[0] * len(bad)]),
-            "keep": ([[0] * len(bad), [], [0] * len(bad)], [[0] * len(bad), [[]] * len(bad)]),
+            "accept_drafts": ([[0] * len(bad), [], [0] * len(bad)], [[0] * len(bad), [[]] * len(bad)]),
         }
         args, model_args = each.get(verb, ([], []))
         names = self.pair.engine.named(0) if verb == "evictable_after_release" else {}

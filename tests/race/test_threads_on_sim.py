@@ -31,7 +31,7 @@ class Crew:
     def __init__(self, lab: Lab, seed: int) -> None:
         self.lab, self.seed, self.errors, self.done = lab, seed, [], threading.Event()
         self.turns: dict[str, int] = {}
-        self.chains, self.hinted = lab.cache.core.states[0].book is not None, 0
+        self.chains, self.hinted = lab.cache.core.states[0].policy_state is not None, 0
 
     def done_enough(self) -> bool:
         stats = self.lab.cache.stats()
@@ -127,7 +127,7 @@ def test_threads_race_nowhere(seed: int, progress: float, policy: str) -> None:
     lab = Lab(P, S, T=T, seed=seed, progress=progress, event_capacity=0, policy=policy)
     crew = Crew(lab, seed)
     if policy == "adaptive":
-        lab.cache.core.states[0].book.book["follows"] = AGENT
+        lab.cache.core.states[0].policy_state.policy_state["follows"] = AGENT
     crew.reader = lab.sim.create_stream("reader")
     threads = [
         crew.loop("scheduler", crew.schedule, 100),

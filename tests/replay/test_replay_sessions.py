@@ -232,7 +232,7 @@ def test_who_plays_sessions_is_refused_for_a_trace_of_requests(
     path.write_text('{"tokens": [1, 2]}\n')
     assert main([command, str(path), *option]) == 2
     given = {"--users": "users 3", "--think-cap": "pause_max 5.0"}[option[0]]
-    reason = f"{path}: {given}: it has requests (native); accepted with sessions of agents only"
+    reason = f"{path}: {given}: expected a trace with sessions of agents, got requests (native)"
     assert reason in capsys.readouterr().err
 
 

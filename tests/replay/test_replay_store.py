@@ -176,11 +176,11 @@ def test_the_command_keeps_blocks_with_a_peer(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--store", "floppy:/a"], "--store: store="),
+        (["--store", "floppy:/a"], "--store: store: expected"),
         (["--store", "memory:"], "--store: "),
         (["--store", "memory:?capacity=1MiB", "--device", "sim"], "no --device sim"),
         (["--store-wait", "3"], "--store-wait is of --store"),
-        (["--store", "memory:?capacity=1MiB", "--store-wait", "0"], "not more than 0"),
+        (["--store", "memory:?capacity=1MiB", "--store-wait", "0"], "--store-wait: expected 0.001"),
     ],
 )
 def test_wrong_usage_of_a_store_is_named(more: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ def test_small_calls_keep_the_lock_of_the_interpreter_and_large_ones_give_it_awa
             calls.append((self.name, False))
             return self.plain(*args)
 
-        def brief(self, *args: Any) -> Any:
+        def keep_gil(self, *args: Any) -> Any:
             calls.append((self.name, True))
             return self.plain(*args)
 

@@ -316,5 +316,5 @@ def test_a_loader_learns_what_each_group_lacks(open_: Open) -> None:
 
 
 def test_names_are_public() -> None:
-    for verb in ("keys_of", "forget", "set_priority", "cached_blocks", "lacking", "request_stats"):
+    for verb in ("keys_of", "forget", "set_priority", "cached_blocks", "missing_blocks", "request_stats"):
         assert callable(getattr(KVCacheManager, verb))

@@ -139,7 +139,7 @@ def test_a_namespace_keeps_its_share_and_no_more_whatever_it_asks_for(tenants: T
 @pytest.mark.parametrize(
     ("kind", "payload", "told"),
     [
-        ("steal", {"tokens": [1]}, "expected pin, retain, prefetch, drop"),
+        ("steal", {"tokens": [1]}, "expected one of pin, retain, prefetch, drop"),
         ("drop", {}, "expected one of"),
         ("drop", {"tokens": [1] * 4, "keys": []}, "expected one of"),
         ("drop", {"tokens": [1] * 4, "lease_ms": 5}, "expected one of"),
@@ -148,7 +148,7 @@ def test_a_namespace_keeps_its_share_and_no_more_whatever_it_asks_for(tenants: T
         ("retain", {"tokens": [1] * 4, "priority": 100}, "priority"),
         ("pin", {"keys": ["zz"]}, "hexadecimal"),
         ("pin", {"keys": ["ab"]}, ""),
-        ("prefetch", {"keys": ["ab" * 16]}, "tokens and session"),
+        ("prefetch", {"keys": ["ab" * 16]}, "tokens or session"),
         ("pin", 5, "mapping"),
         (["pin"], {}, "action_type"),
         ("pin", {"session": "x" * 300}, "characters"),
@@ -198,7 +198,7 @@ def test_a_session_is_that_of_one_sequence(tenants: Tenants) -> None:
     for wrong in (5, "", "x" * 300):
         with pytest.raises((TypeError, ValueError), match="session"):
             tenants.cache.release(ids[:1], session=wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="one sequence"):
+    with pytest.raises(ValueError, match="session: expected None with 2 sequences"):
         tenants.cache.release(ids, session="both")
     tenants.cache.release(ids)
 

@@ -14,8 +14,8 @@ from kvpool.storage.store import Bytes, Rows, Space, Stop, Store
 
 BLOCK_BYTES = 4096
 SLOTS = 64
-IDENTITY = ModelIdentity("tiny", "rev 1", "float32", "2 layers", "test 1")
-OTHER = ModelIdentity("tiny", "rev 2", "float32", "2 layers", "test 1")
+IDENTITY = ModelIdentity("tiny", "rev 1", "uint16", "2 layers", "test 1")
+OTHER = ModelIdentity("tiny", "rev 2", "uint16", "2 layers", "test 1")
 
 
 def memory(slots: int = SLOTS, block_bytes: int = BLOCK_BYTES) -> np.ndarray:

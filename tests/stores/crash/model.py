@@ -222,7 +222,7 @@ class Disk:
     def _collect(self, folder: File, path: str, fate: Fate, rng: random.Random, found: State) -> None:
         names = dict(folder.names)
         for _, rename in folder.pending:
-            if rng.random() >= fate.accept_drafts:
+            if rng.random() >= fate.keep:
                 break
             assert rename is not None
             rename(names)
@@ -253,7 +253,7 @@ def _walk(folder: File, path: str = "") -> Iterator[tuple[str, File]]:
 def _content(file: File, fate: Fate, rng: random.Random) -> bytes:
     data = bytearray(file.data)
     for change, _ in file.pending:
-        whole = rng.random() < fate.accept_drafts
+        whole = rng.random() < fate.keep
         torn = not whole and rng.random() < fate.tear
         for part in change.parts:
             if whole:
