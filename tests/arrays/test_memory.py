@@ -264,7 +264,9 @@ def test_what_is_the_only_one_is_refused_where_there_are_several(layouts: Any) -
     pools = MemoryPools(CpuDevice(), layouts, [1] * len(layouts), [0] * len(layouts))
     instead = {"layout": "groups[group].layouts"}
     for name in ("layout", "device_pool", "host_pool"):
-        with pytest.raises(ValueError, match=re.escape(f"expected {instead.get(name, f'{name}s[group][part]')}")):
+        with pytest.raises(
+            ValueError, match=re.escape(f"expected {instead.get(name, f'{name}s[group][part]')}, got groups of ")
+        ):
             getattr(pools, name)
     pools.close()
 
