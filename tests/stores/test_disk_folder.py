@@ -349,11 +349,11 @@ def test_closing_twice_is_fine_and_later_calls_are_refused(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((None,), "path="),
-        (("",), "path="),
-        (("/tmp/x", 0), "capacity="),
-        (("/tmp/x", 1 << 60), "capacity="),
-        (("/tmp/x", "1GiB"), "capacity="),
+        ((None,), "path: expected"),
+        (("",), "path: expected"),
+        (("/tmp/x", 0), "capacity: expected"),
+        (("/tmp/x", 1 << 60), "capacity: expected"),
+        (("/tmp/x", "1GiB"), "capacity: expected"),
     ],
 )
 def test_bad_arguments_are_named(arguments: tuple[object, ...], message: str) -> None:

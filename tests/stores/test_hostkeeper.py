@@ -318,13 +318,13 @@ def test_blocks_that_are_read_or_written_make_no_room_for_others(make: Callable[
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"save": "always"}, "save='always'"),
-        ({"load_share": 0.0}, "load_share=0.0"),
-        ({"save_share": 1.5}, "save_share=1.5"),
-        ({"load_seconds": -1.0}, "load_seconds=-1.0"),
-        ({"retry_seconds": float("nan")}, "retry_seconds=nan"),
-        ({"quota": -1}, "quota=-1"),
-        ({"policies": []}, "policies has 0 elements"),
+        ({"save": "always"}, "save: expected"),
+        ({"load_share": 0.0}, "load_share: expected"),
+        ({"save_share": 1.5}, "save_share: expected"),
+        ({"load_seconds": -1.0}, "load_seconds: expected"),
+        ({"retry_seconds": float("nan")}, "retry_seconds: expected"),
+        ({"quota": -1}, "quota: expected"),
+        ({"policies": []}, "policies: expected one for each of 1 stores, got 0"),
     ],
 )
 def test_bad_options_are_named(store: Wrong, options: Any, message: str) -> None:
@@ -335,7 +335,7 @@ def test_bad_options_are_named(store: Wrong, options: Any, message: str) -> None
 
 def test_the_memory_of_another_cache_is_refused(store: Wrong) -> None:
     with HostCache(4, BLOCK_BYTES, identity=IDENTITY) as cache, HostCache(4, BLOCK_BYTES, identity=OTHER) as other:
-        with HostTier.of(other) as tier, pytest.raises(ValueError, match="tier: accepted"):
+        with HostTier.of(other) as tier, pytest.raises(ValueError, match="tier: expected"):
             HostStorageManager(cache, tier, [store])
         with HostTier.of(cache) as tier, pytest.raises(ValueError, match="stores: .*"):
             HostStorageManager(cache, tier, [])

@@ -143,7 +143,7 @@ def test_a_pool_whose_keys_end_with_it_is_refused_at_once(tmp_path: Path, save: 
     """A store that outlives the process would have nothing for the next one."""
     made, disk = engine(secret=None), DiskStore(tmp_path / "store", room(8))
     with made.cache:
-        with pytest.raises(ValueError, match=r"secret: .*store\.secret"):
+        with pytest.raises(ValueError, match=r"pool: expected .*secret=store\.secret"):
             keeper(made, [store(), disk], save=save)
         assert keeper(made, store()).close(600)
     kept_secret = engine(secret=disk.secret)
@@ -306,19 +306,19 @@ def test_sequences_and_leases_of_others_are_left_alone(one: Engine, wrong: Wrong
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"save": "always"}, "save='always'"),
-        ({"stores": []}, "stores="),
+        ({"save": "always"}, "save: expected"),
+        ({"stores": []}, "stores: expected"),
         ({"stores": [MemoryStore(1), MemoryStore(1)]}, "different names"),
-        ({"identity": "tiny"}, "identity="),
-        ({"staging_blocks": 1}, "staging_blocks=1"),
-        ({"deadline_ms": 0}, "deadline_ms=0"),
-        ({"promotion_blocks": 0}, "promotion_blocks=0"),
-        ({"prefill_tokens_per_s": 0}, "prefill_tokens_per_s=0"),
+        ({"identity": "tiny"}, "identity: expected"),
+        ({"staging_blocks": 1}, "staging_blocks: expected"),
+        ({"deadline_ms": 0}, "deadline_ms: expected"),
+        ({"promotion_blocks": 0}, "promotion_blocks: expected"),
+        ({"prefill_tokens_per_s": 0}, "prefill_tokens_per_s: expected"),
         ({"prefill_tokens_per_s": 5e-324}, "prefill_tokens_per_s: expected finite numbers from 1e-06.*got 5e-324"),
-        ({"prefill_tokens_per_s": "fast"}, "prefill_tokens_per_s='fast'"),
+        ({"prefill_tokens_per_s": "fast"}, "prefill_tokens_per_s: expected"),
         ({"quotas": {"tenant": 4}}, "pair"),
         ({"quotas": {("tenant", None): -1}}, "quotas"),
-        ({"probe_seconds": -1}, "probe_seconds=-1"),
+        ({"probe_seconds": -1}, "probe_seconds: expected"),
     ],
 )
 def test_bad_arguments_are_named(one: Engine, options: dict[str, Any], message: str) -> None:

@@ -325,7 +325,7 @@ def test_a_store_that_cannot_is_refused_before_anything_has_changed(one: Engine,
     with keeper(one, [near, wrong]) as kept:
         seed(one, kept, [PROMPT])
         for call in (lambda: kept.clear(), lambda: kept.forget(namespace=(None, None))):
-            with pytest.raises(ValueError, match="the store 'wrong' cannot"):
+            with pytest.raises(ValueError, match="store 'wrong'|got 'wrong'"):
                 call()
         assert one.reusable(PROMPT) > 0 and len(near._blocks) == len(wrong.inner._blocks) == BLOCKS
         assert kept.forget(PROMPT).wait(600), "blocks can be forgotten nevertheless"

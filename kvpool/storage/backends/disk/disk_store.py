@@ -182,10 +182,8 @@ class DiskStore:
 
     def _size(self, folder: Folder, header: Header | None, block_bytes: int) -> int:
         """How many slots there are. Raises ValueError."""
-        if header is not None and header.version > VERSION:
-            raise ValueError(
-                f"path: expected a store of version {VERSION} or below, got {header.version} in {self._path}"
-            )
+        if header is not None and header.version != VERSION:
+            raise ValueError(f"path: expected a store of version {VERSION}, got {header.version} in {self._path}")
         if header is not None and header.block_bytes != block_bytes:
             sizes = f"{header.block_bytes} bytes, and this engine's have {block_bytes}"
             raise ValueError(f"{self._path} has blocks of {sizes}: give each a folder of its own, or delete this one")
