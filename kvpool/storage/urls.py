@@ -75,7 +75,7 @@ def open_store(text: object, **names: object) -> Store:
     try:
         opened: Store = make(*([place] if place else []), **options)
     except TypeError as error:
-        raise ValueError(f"store={text!r:.80}: {error}") from None
+        raise ValueError(f"store: expected a text that can be opened, got {text!r:.80}: {error}") from None
     if not (hasattr(opened, "name") and hasattr(opened, "threads")):
         raise ValueError(f"store: expected a store with name and threads, got {opened!r:.80} from {text!r:.80}")
     return opened
@@ -120,7 +120,7 @@ def _class_of(kind: str) -> Any:
     try:
         store_class = getattr(import_module(module), name, None)
     except ImportError as error:
-        raise ImportError(f"store={kind!r:.80}: {error}") from error
+        raise ImportError(f"store: expected a class that can be imported, got {kind!r:.80}: {error}") from error
     missing = [part for part in _PARTS if not hasattr(store_class, part)]
     if not isinstance(store_class, type) or missing:
         raise ValueError(f"store: expected a class with {', '.join(_PARTS)}, got {store_class!r:.80} for {kind!r:.80}")

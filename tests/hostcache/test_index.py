@@ -572,7 +572,7 @@ def test_what_is_refused_changes_no_byte_of_what_a_policy_knows(make: Make, poli
     talks = Talks(make, policy)
     cache, late, state = talks.cache, keys_of("late", 10), talks.cache._states[0]
     lease, more = cache.pin(keys_of("soon", 10)), keys_of("more", 15)
-    before = [debug.dump(state), *debug.policy_state(state)]
+    before = [debug.dump(state), *debug.book(state)]
     for call, error in (
         (lambda: cache.reserve(more), OutOfBlocks),
         (lambda: cache.pin([*late, b"no"]), BlockNotFound),
@@ -587,7 +587,7 @@ def test_what_is_refused_changes_no_byte_of_what_a_policy_knows(make: Make, poli
         with pytest.raises(ValueError, match="clock"):
             verb(late)
     talks.now = now
-    assert [debug.dump(state), *debug.policy_state(state)] == before
+    assert [debug.dump(state), *debug.book(state)] == before
     lease.close()
 
 

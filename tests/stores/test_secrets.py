@@ -57,7 +57,7 @@ def test_what_is_no_secret_is_refused_and_not_shown(tmp_path: Path, text: str) -
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
-    with pytest.raises(ValueError, match="no regular file"):
+    with pytest.raises(ValueError, match="not a regular file"):
         read_secret(tmp_path / "pipe")
 
 
@@ -87,7 +87,7 @@ def test_workers_of_several_machines_have_to_name_one(at_home: Path, master: str
 
 def test_the_environment_names_a_file(at_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECRET_FILE, str(tmp_path / "gone"))
-    with pytest.raises(ValueError, match="gone' cannot be read: No such file"):
+    with pytest.raises(ValueError, match="gone': No such file"):
         MooncakeStore("10.0.0.1:1")
     monkeypatch.setenv(SECRET_FILE, str(written(tmp_path / "there")))
     MooncakeStore("10.0.0.1:1")

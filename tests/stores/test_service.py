@@ -181,10 +181,10 @@ def test_a_store_that_hangs_or_keeps_nothing_is_trouble(serve: Serve) -> None:
     [
         ("disk:/no/such/place/kv", [], "/no/such/place"),
         ("floppy:/a", [], "expected disk:"),
-        ("disk:/a/{dp_rank}", [], "expected {host}"),
+        ("disk:/a/{dp_rank}", [], "expected some of {host}"),
         ("memory:?capacity=1MiB", ["--listen=tcp://10.0.0.1:1"], "keys"),
         ("memory:?capacity=1MiB", ["--secret-file=/no/such/file"], "/no/such/file"),
-        ("memory:?capacity=1MiB", ["--block-bytes=0"], "block_bytes=0"),
+        ("memory:?capacity=1MiB", ["--block-bytes=0"], "block_bytes: expected 1"),
     ],
 )
 def test_what_cannot_be_served_is_wrong_usage(
