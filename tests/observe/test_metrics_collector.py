@@ -318,7 +318,7 @@ def test_a_port_that_is_taken_or_none_is_wrong_usage(trace: str, capsys: pytest.
     assert f"error: metrics at 127.0.0.1, port {port}: " in capsys.readouterr().err
     with pytest.raises(SystemExit) as caught:
         main(["replay", trace, *SMALL, "--metrics-port", "65536"])
-    assert caught.value.code == 2 and "65536 is not within 0..65535" in capsys.readouterr().err
+    assert caught.value.code == 2 and "65536" in capsys.readouterr().err
 
 
 def test_without_the_extra_the_error_names_it(

@@ -101,13 +101,6 @@ def test_namespaces_and_extra_ids_are_told(make: Make, publish: Publish, route: 
     assert found[6] == (None, None, None, [pairs, None])
 
 
-def test_negative_tokens_are_told_as_unsigned(make: Make, publish: Publish, route: Route) -> None:
-    engine = make(event_capacity=64)
-    router = route(publish(engine))
-    engine.seed([-1, -2, 3, 4, 5], committed=4)
-    assert told(router, 1)[0]["token_ids"] == [2**32 - 1, 2**32 - 2, 3, 4]
-
-
 @pytest.fixture(scope="module")
 def vllm_events() -> Iterator[ModuleType]:
     """The event classes of a vLLM that is installed, or of the wheel KVPOOL_VLLM_WHEEL, without importing the rest of
