@@ -165,9 +165,9 @@ class Reservation(LoadTarget):
         for it. Without a stream, the bytes must be there: the loader has waited for its own writes, and this process's
         device can see them.
 
-        Raises ReservationExpired, also if its deadline has passed: then it can only be aborted, and stays open until it
-        is; ValueError and TypeError for tokens below ``skip_prefix_n_tokens`` or above the
-        prompt's; DeviceError if a copy of the cached prefix failed: then the reservation can only be aborted.
+        Raises ReservationExpired if the reservation has ended or its deadline has passed, ValueError and TypeError for
+        tokens below ``skip_prefix_n_tokens`` or above the prompt's, and DeviceError if a copy of the cached prefix
+        failed. After a passed deadline or a failed copy the reservation stays open until ``abort``.
         """
         count = self.tokens
         if tokens is not None:
@@ -177,8 +177,8 @@ class Reservation(LoadTarget):
     def abort(self, stream: StreamLike = None) -> None:
         """Give the blocks back.
 
-        Those that were to be filled are empty again, and are taken next. The cached prefix stays cached. Also after the
-        deadline.
+        Those that were to be filled are empty again, and are taken next. The cached prefix stays cached.
+        Allowed before and after the deadline.
 
         ``stream``: where the loader has enqueued writes (default: the reservation's). The next writer of the blocks
         waits for it. Without a stream, the loader must have stopped writing. Changes the pool. Raises
@@ -256,14 +256,14 @@ class Reservations:
         core.refuse_inside("load_targets")
         core.decide(stream, use, which, ids=which)
         with core.lock:
-            loadables = []
+            targets = []
             for row in core.rows(which).tolist():
                 sequence = core.tokens.sequences[row]
                 skip = int(sequence["committed"])
-                loadables.append(LoadTarget(self._shares(row, skip), int(sequence["length"]), skip))
+                targets.append(LoadTarget(self._shares(row, skip), int(sequence["length"]), skip))
         if stream is None and core.transfer.order is not None:
-            self._wait_until_free(loadables)
-        return loadables
+            self._wait_until_free(targets)
+        return targets
 
     def _shares(self, row: int, skip: int) -> tuple[Share, ...]:
         """The parts of a sequence in each group. The KV of its first ``skip`` tokens is there. The caller holds the
@@ -276,15 +276,15 @@ class Reservations:
             shares.append(Share(block_row, group.kind, core.config.tokens_per_block, length, group_skip))
         return tuple(shares)
 
-    def _wait_until_free(self, load_targets: Sequence[LoadTarget]) -> None:
+    def _wait_until_free(self, targets: Sequence[LoadTarget]) -> None:
         """Wait, with no lock held, until no enqueued work touches the blocks to be filled."""
-        written = [self._writes(item)[:, 0] for item in load_targets]
+        written = [self._writes(target)[:, 0] for target in targets]
         self.core.wait_for(self.core.transfer.pending(np.concatenate([NO_IDS, *written]), writes=True))
         self.core.check_open()
 
-    def _writes(self, load_targets: LoadTarget) -> Ids:
+    def _writes(self, target: LoadTarget) -> Ids:
         """Rows (block, first token, end of tokens) that a loader writes in all groups."""
-        each = zip(self.core.config.groups, load_targets.shares, strict=True)
+        each = zip(self.core.config.groups, target.shares, strict=True)
         return np.concatenate([share.writes(group.first_device_block) for group, share in each])
 
     def _expect_writes(self, reservation: Reservation) -> None:

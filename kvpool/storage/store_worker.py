@@ -1,4 +1,4 @@
-"""StoreWorker: runs the calls of a store on threads of its own, with deadlines, and believes no byte that it gives."""
+"""StoreWorker: run the calls of a store on its own threads, with deadlines; verify every block that it returns."""
 
 from __future__ import annotations
 
