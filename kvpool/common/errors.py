@@ -112,7 +112,7 @@ class IntegrityError(KVPoolError, AssertionError):
 
 class DeviceError(KVPoolError):
     """The device refused work. If the device refuses a copy, a sequence can lose a block. A later call for
-    that sequence raises this error: release the sequence. A hand-over of a block table raises it for its own work.
+    that sequence raises this error: release the sequence. An upload of a block table raises it for its own work.
 
     A device raises it with ``completed``, the number of moves of the batch that were enqueued before the error.
     ``sticky`` says that every later call will fail too.

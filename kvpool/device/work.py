@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 INT32, INT64 = np.dtype(np.int32), np.dtype(np.int64)
 START, SCALE, OFFSET = range(3)
-"""Columns of the planes of a hand-over."""
+"""Columns of the planes of an upload."""
 
 
 class Table(NamedTuple):
@@ -44,7 +44,7 @@ class Table(NamedTuple):
 
 
 class StagedRows(NamedTuple):
-    """Rows of block ids on their way into ``table``, in one buffer of the host tier that belongs to this hand-over
+    """Rows of block ids on their way into ``table``, in one buffer of the host tier that belongs to this upload
     alone. It fits the table.
 
     ``buffer`` uint8 is memory of ``Device.allocate``, and ``address`` its first byte. From there on it holds, in this
@@ -111,7 +111,7 @@ def staged_bytes(planes: int, rows: int, width: int) -> int:
 
 
 def staged_arrays(staged: StagedRows) -> tuple[Int32s, Int64s, Int64s]:
-    """Ids, rows and planes of a hand-over, as views of its buffer."""
+    """Ids, rows and planes of an upload, as views of its buffer."""
     ids = 4 * staged.rows * staged.width
     numbers = staged.buffer[(ids + 7) // 8 * 8 : staged_bytes(*staged[3:6])].view(np.int64)
     rows, planes = numbers[: staged.rows], numbers[staged.rows :].reshape(staged.planes, 3)
@@ -120,7 +120,7 @@ def staged_arrays(staged: StagedRows) -> tuple[Int32s, Int64s, Int64s]:
 
 @jit
 def write_rows(address: int, planes: int, rows: int, width: int, columns: int, table: int, row_stride: int) -> None:
-    """Write the rows of a hand-over: ``table[plane, row, column] = id * scale + offset``, or -1 where there is no id.
+    """Write the rows of an upload: ``table[plane, row, column] = id * scale + offset``, or -1 where there is no id.
 
     ``address`` and ``table`` are addresses; ``row_stride`` is in bytes.
     """
@@ -136,7 +136,7 @@ def write_rows(address: int, planes: int, rows: int, width: int, columns: int, t
 
 
 class StagedVectors(NamedTuple):
-    """Numbers on their way into vectors, in one buffer of the host tier that belongs to this hand-over alone.
+    """Numbers on their way into vectors, in one buffer of the host tier that belongs to this upload alone.
 
     ``buffer`` and ``address`` are as in ``StagedRows``. ``pieces`` are (vector, first byte in the buffer, bytes). Each
     is written to the start of its vector; none is empty.
@@ -298,7 +298,7 @@ def check_apart(tables: dict[str, Table]) -> None:
 
 
 class StagedStep(NamedTuple):
-    """A step on its way into ``targets``, in one buffer of the host tier that belongs to this hand-over alone.
+    """A step on its way into ``targets``, in one buffer of the host tier that belongs to this upload alone.
 
     ``buffer`` and ``address`` are as in ``StagedRows``. From the address on, the buffer holds:
 

@@ -378,7 +378,7 @@ STORE_DEFINITIONS = (
 KEEPER_DEFINITIONS = (
     _pool(
         COUNTER,
-        "kvpool_keeper_blocks",
+        "kvpool_storage_blocks",
         "Blocks that were saved, that have entered the host tier (loaded), and that stores were found to have when a "
         "prompt came (found).",
         "kind",
@@ -386,7 +386,7 @@ KEEPER_DEFINITIONS = (
     ),
     _pool(
         COUNTER,
-        "kvpool_keeper_prefetches",
+        "kvpool_storage_prefetches",
         "Prefetches that have ended, by reason: loaded, cached, absent, declined (to compute is faster), late, full, "
         "failed, cancelled, forgotten, reset, closed.",
         "reason",
@@ -394,7 +394,7 @@ KEEPER_DEFINITIONS = (
     ),
     _pool(
         GAUGE,
-        "kvpool_keeper_waiting",
+        "kvpool_storage_waiting",
         "Blocks that wait to be saved (saves), that were brought and wait for their request (promoted), and prefetches "
         "that are under way.",
         "kind",
@@ -402,7 +402,7 @@ KEEPER_DEFINITIONS = (
     ),
     _pool(
         COUNTER,
-        "kvpool_keeper_events_dropped",
+        "kvpool_storage_events_dropped",
         "Rows of events that a keeper, or who reads its events, came too late for.",
         "",
         "events_dropped",
@@ -413,7 +413,7 @@ KEEPER_DEFINITIONS = (
 HOST_KEEPER_DEFINITIONS = (
     _pool(
         COUNTER,
-        "kvpool_host_keeper_blocks",
+        "kvpool_host_storage_blocks",
         "Keys that stores were asked for, or were not as there was no room (refused), and blocks that came from them "
         "(loaded) and that they have kept (saved).",
         "kind",
@@ -421,7 +421,7 @@ HOST_KEEPER_DEFINITIONS = (
     ),
     _pool(
         COUNTER,
-        "kvpool_host_keeper_missed",
+        "kvpool_host_storage_missed",
         "Keys that did not come, by reason: absent, damaged, failed, late, crowded (no room in the cache), suspended, "
         "busy, taken, declined, cancelled.",
         "reason",
@@ -429,7 +429,7 @@ HOST_KEEPER_DEFINITIONS = (
     ),
     _pool(
         GAUGE,
-        "kvpool_host_keeper_waiting",
+        "kvpool_host_storage_waiting",
         "Keys that are looked for (searching), and blocks that are reserved for loads (loading; hung: those that were "
         "given up), pinned for saves (saving) and that wait to be saved (waiting).",
         "kind",

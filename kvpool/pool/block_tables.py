@@ -1,5 +1,5 @@
 """Block tables on their way out of a pool: for readers on the host in place, and handed over to a stream of the device.
-Each hand-over is staged into a buffer of its own, under the state lock."""
+Each upload is staged into a buffer of its own, under the state lock."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvpool.state.sequences import use
 
 Rows = Int64s
 WRITTEN_AT_ONCE = 1 << 16
-"""The most block ids of a hand-over that is written under the state lock."""
+"""The most block ids of an upload that is written under the state lock."""
 
 
 class BlockTables:
@@ -141,7 +141,7 @@ class BlockTables:
         are. The call takes a private copy of the table: you may change or release the sequences as soon as it returns.
 
         ``group``: the index of a group of layers, required where there are several. ``stream`` (default: the one that
-        all these sequences used last) waits for the streams that used them before. If ``staging_depth`` hand-overs to
+        all these sequences used last) waits for the streams that used them before. If ``staging_depth`` uploads to
         that stream are under way, the call waits, without a lock. Thread-safe; changes nothing but the stream of the
         sequences. Raises UnknownSequence, DeviceError, TypeError, ValueError.
         """
@@ -154,8 +154,8 @@ class BlockTables:
             self._upload("copy_batch_block_offsets", upload, which, stream, g)
 
     def _write(self, over: DenseTableUpload, which: Rows, stream: StreamLike, g: int) -> bool:
-        """Write a hand-over at once, under the state lock, where it is a matter of microseconds. Returns False if the
-        hand-over has to be staged, or is refused."""
+        """Write an upload at once, under the state lock, where it is a matter of microseconds. Returns False if the
+        upload has to be staged, or is refused."""
         core = self.core
         (table,) = over.targets
         if not core.device.in_memory or len(which) * len(over.planes) * over.columns > WRITTEN_AT_ONCE:
@@ -174,7 +174,7 @@ class BlockTables:
         v_offset: Ids | None,
         group: int | None,
     ) -> tuple[DenseTableUpload, int]:
-        """The hand-over of ``count`` sequences, and the group. Raises TypeError, ValueError."""
+        """The upload of ``count`` sequences, and the group. Raises TypeError, ValueError."""
         g = self.core.config.group(group)
         planes = planes_argument(table, scale, v_offset, self.core.config.groups[g].device_blocks)
         places = rows_argument(None if rows is None else id_array("rows", rows), count, table.shape[-2])
@@ -276,7 +276,7 @@ class BlockTables:
         return integer_argument("sequences", sequences, 1, self.core.config.settings.sequences)
 
     def _capture(self, call: str, upload: BlockTableUpload, count: int, stream: object, g: int) -> GraphTables:
-        """Record a hand-over in a graph. It has a buffer of its own, in which are no sequences yet."""
+        """Record an upload in a graph. It has a buffer of its own, in which are no sequences yet."""
         core, on = self.core, stream_argument(stream)
         core.refuse_inside(call)
         upload.capture(core.tables[g].shape[1])
@@ -294,7 +294,7 @@ class BlockTables:
         return GraphTables(core, self._staging, upload, buffer, count, g)
 
     def _upload(self, call: str, upload: BlockTableUpload, which: Rows, stream: StreamLike, g: int) -> None:
-        """Stage and enqueue a hand-over. Starts again if a sequence has outgrown the buffer meanwhile. If the device
+        """Stage and enqueue an upload. Starts again if a sequence has outgrown the buffer meanwhile. If the device
         refuses it, raises DeviceError; no block is lost."""
         decided, on = 0, None if stream is None else self.core.as_stream(stream)
         self.core.refuse_inside(call)
@@ -322,7 +322,7 @@ class BlockTables:
 
 
 class GraphTables(Closing):
-    """A hand-over in a CUDA graph. ``capture_block_offsets`` and ``capture_step_tables`` make it.
+    """An upload in a CUDA graph. ``capture_block_offsets`` and ``capture_step_tables`` make it.
 
     Before each replay, ``stage`` puts the tables of that step into a buffer that only this graph reads. Nothing is
     launched for it: the replay reads the buffer and writes the targets. The buffer is one, so ``stage`` waits until the
@@ -363,7 +363,7 @@ class GraphTables(Closing):
         """
         core, which = self._core, id_array("ids", ids)
         if self._buffer is None:
-            raise ValueError("this hand-over is closed: capture another one")
+            raise ValueError("this upload is closed: capture another one")
         if len(which) > self.sequences:
             raise ValueError(f"ids: expected up to {self.sequences} sequences, as in the capture, got {len(which)}")
         self._upload.choose(*(tokens_argument(*pair, len(which)) for pair in (("first", first), ("counts", counts))))

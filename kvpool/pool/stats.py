@@ -160,9 +160,9 @@ class Stats(GroupStats):
     overdue_reservations: int = 0
     """open now, after their deadline: their blocks wait for ``abort``"""
     uploads: int = 0
-    """hand-overs of block tables that the device has not finished reading now. Each retains a staging buffer"""
+    """uploads of block tables that the device has not finished reading now. Each retains a staging buffer"""
     most_uploads: int = 0
-    """the most hand-overs that there ever were at once"""
+    """the most uploads that there ever were at once"""
     groups: tuple[GroupStats, ...] = ()
 
     @property

@@ -77,7 +77,7 @@ def test_tokens_are_copied_by_the_gpu_whose_memory_it_is(driver: Driver) -> None
 
 
 def test_no_pinned_memory_is_given_back_before_the_close(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hand-overs of growing size, and tables of copies that have been read: to give one back would wait for the whole
+    """Uploads of growing size, and tables of copies that have been read: to give one back would wait for the whole
     GPU."""
     import cupy
 
@@ -205,7 +205,7 @@ def test_pages_of_the_host_tier_are_touched_by_processors_near_the_gpu(
 
 
 def test_addresses_are_asked_for_by_nobody_who_knows_them(driver: Driver) -> None:
-    """A pool's own memory has the same address everywhere: no gather, upload or hand-over asks."""
+    """A pool's own memory has the same address everywhere: no gather, upload or upload asks."""
     import cupy
 
     with KVCacheManager(LAYOUT, device_blocks=4, host_blocks=4, device="cuda") as cache:

@@ -56,7 +56,7 @@ def test_errors_say_what_failed_and_whether_it_will_go_away(
 
 
 def serve(made: EmulatedLab, table: np.ndarray) -> None:
-    """Admissions that offload and onboard, hand-overs, a prefetch, and a prompt on another stream."""
+    """Admissions that offload and onboard, uploads, a prefetch, and a prompt on another stream."""
     for prompt in ([1, 2, 3], [11, 12, 13, 14, 15], [1, 2, 3]):
         sequence = made.add(prompt)
         made.cache.copy_batch_block_offsets(table, sequence.id)

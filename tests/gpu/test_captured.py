@@ -1,4 +1,4 @@
-"""Hand-overs in CUDA graphs of CuPy: each replay writes what was staged for it, and what no graph can have is refused
+"""Uploads in CUDA graphs of CuPy: each replay writes what was staged for it, and what no graph can have is refused
 before anything is captured."""
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def serve(cache: KVCacheManager, stream: Any, first: int, count: int) -> None:
     "mode", ["streamCaptureModeGlobal", "streamCaptureModeThreadLocal", "streamCaptureModeRelaxed"]
 )
 def test_a_pool_is_used_while_a_stream_is_captured_and_refuses_that_stream(cupy: Any, mode: str) -> None:
-    """Offloads, onboards, hand-overs and leases on other streams, by this thread and others: the capture ends as a
+    """Offloads, onboards, uploads and leases on other streams, by this thread and others: the capture ends as a
     graph that runs."""
     with KVCacheManager(LAYOUT, device_blocks=6, host_blocks=90, device="cuda", max_sequences=4) as cache:
         captured, other = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)

@@ -121,7 +121,7 @@ def test_a_buffer_that_is_taken_at_once_gives_a_sequence_what_is_anothers(kind: 
 
 
 def small_case(kind: type[Rows], guard: str | None) -> Callable[[SimDevice], None]:
-    """Two hand-overs with a release between; a kernel behind them reads what they write."""
+    """Two uploads with a release between; a kernel behind them reads what they write."""
 
     def body(device: SimDevice) -> None:
         cache = KVCacheManager(

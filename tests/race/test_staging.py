@@ -1,4 +1,4 @@
-"""Hand-overs of block tables on streams that run late: what was staged is what arrives, and no buffer is taken before
+"""Uploads of block tables on streams that run late: what was staged is what arrives, and no buffer is taken before
 it was read."""
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_what_is_retained_is_bounded_and_gone_after_a_drain(depth: int) -> None:
 
 
 def test_a_stalled_stream_keeps_no_other_waiting() -> None:
-    """A hand-over behind a stalled stream, then more than may be under way on another, each read before the next: on
+    """An upload behind a stalled stream, then more than may be under way on another, each read before the next: on
     the sim device a wait for the stalled one is an error."""
     for seed, progress in RUNS:
         lab = Lab(8, 0, seed=seed, progress=progress, staging_depth=8)
@@ -253,7 +253,7 @@ def test_threads_hand_over_at_once(seed: int, progress: float) -> None:
 
 
 # ----------------------------------------
-# Hand-overs of step tables on streams that run late: what was staged is what arrives, and no buffer is taken before
+# Uploads of step tables on streams that run late: what was staged is what arrives, and no buffer is taken before
 # it was read.
 
 

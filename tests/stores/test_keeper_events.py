@@ -251,9 +251,9 @@ def test_metrics_of_a_keeper_say_what_happened(one: Engine) -> None:
         'kvpool_store_suspended{kind="read",pool="a",store="memory"}': 0,
         'kvpool_store_suspensions_total{pool="a",store="memory"}': 0,
         'kvpool_store_figure{figure="blocks",pool="a",store="memory"}': 10,
-        'kvpool_keeper_blocks_total{kind="loaded",pool="a"}': 10,
-        'kvpool_keeper_prefetches_total{pool="a",reason="loaded"}': 1,
-        'kvpool_keeper_waiting{kind="promoted",pool="a"}': 10,
+        'kvpool_storage_blocks_total{kind="loaded",pool="a"}': 10,
+        'kvpool_storage_prefetches_total{pool="a",reason="loaded"}': 1,
+        'kvpool_storage_waiting{kind="promoted",pool="a"}': 10,
         'kvpool_sequences{pool="a"}': 0,
     }
     assert {name: found.get(name) for name in expected} == expected

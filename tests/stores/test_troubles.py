@@ -92,10 +92,10 @@ def test_metrics_of_a_host_keeper_say_why_blocks_did_not_come_or_go(behind: Engi
         lines = generate_latest(registry).decode().splitlines()
     found = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if 'pool="a"' in line}
     expected = {
-        'kvpool_host_keeper_missed_total{pool="a",reason="absent"}': 2,
-        'kvpool_host_keeper_blocks_total{kind="loaded",pool="a"}': 4,
-        'kvpool_host_keeper_blocks_total{kind="asked",pool="a"}': 6,
-        'kvpool_host_keeper_waiting{kind="searching",pool="a"}': 0,
+        'kvpool_host_storage_missed_total{pool="a",reason="absent"}': 2,
+        'kvpool_host_storage_blocks_total{kind="loaded",pool="a"}': 4,
+        'kvpool_host_storage_blocks_total{kind="asked",pool="a"}': 6,
+        'kvpool_host_storage_waiting{kind="searching",pool="a"}': 0,
         'kvpool_store_dropped_saves_total{pool="a",reason="failed",store="wrong"}': 2,
         'kvpool_store_bytes_total{kind="load",pool="a",store="wrong"}': 4 * BLOCK_BYTES,
         'kvpool_store_bytes_total{kind="save",pool="a",store="wrong"}': 4 * BLOCK_BYTES,

@@ -69,7 +69,7 @@ def picture(engine: Engine) -> tuple[bytes, int, int]:
 
 
 class Late(WrappedDevice):
-    """Stages at once; events are complete when a test says so. ``refusals`` hand-overs are refused, those of vectors
+    """Stages at once; events are complete when a test says so. ``refusals`` uploads are refused, those of vectors
     half done."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Hand-overs of block tables, whatever their form: which sequences are refused, and what becomes of buffers."""
+"""Uploads of block tables, whatever their form: which sequences are refused, and what becomes of buffers."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_buffer_that_a_failed_hand_over_may_still_read_waits_for_its_event(for
 
 
 # ----------------------------------------
-# Block tables that are handed over as CSR: what arrives, what is refused, and how many hand-overs the statistics see.
+# Block tables that are handed over as CSR: what arrives, what is refused, and how many uploads the statistics see.
 
 
 GARBAGE = 1234567
@@ -204,7 +204,7 @@ def test_statistics_count_the_hand_overs_under_way_and_the_most_there_were() -> 
             device.done.update(event for event, _ in list(cache._staging._retained)[:-step])
         stats = cache.stats()
         seen.append((stats.uploads, stats.most_uploads))
-    # What stats has seen complete is retired by the next hand-over, from which the count of buffers goes on.
+    # What stats has seen complete is retired by the next upload, from which the count of buffers goes on.
     assert seen[:5] == [(1, 1), (2, 2), (3, 3), (1, 3), (2, 3)]
     assert seen[5:8] == [(1, 3), (2, 3), (3, 3)] and seen[-1][1] == 3
     cache.verify()

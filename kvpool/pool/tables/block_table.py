@@ -1,5 +1,5 @@
 """Block tables: the persistent host table that CPU readers use in place, its dense and CSR forms, and checks of the
-targets of hand-overs."""
+targets of uploads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hand-overs: block tables of some sequences, copied into a buffer and then to memory of the device, dense or as
+"""Uploads: block tables of some sequences, copied into a buffer and then to memory of the device, dense or as
 CSR."""
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _copy_rows(h, slot, first, address, columns):  # type: ignore[no-untyped-def
 
 @jit
 def _width(h, ids, columns, least, cut):  # type: ignore[no-untyped-def]
-    """How many columns a hand-over of ``least`` to ``columns`` has, or an error of ``stage_dense``."""
+    """How many columns an upload of ``least`` to ``columns`` has, or an error of ``stage_dense``."""
     error = np.int64(check_streams(h, ids))
     if error:
         return error
@@ -90,7 +90,7 @@ def _width(h, ids, columns, least, cut):  # type: ignore[no-untyped-def]
 
 @jit
 def stage_dense(heads, g, ids, rows, planes, address, nbytes, columns, least, cut):  # type: ignore[no-untyped-def]
-    """Write a hand-over of ``least`` to ``columns`` columns into the buffer at ``address``. Returns how many. Rows
+    """Write an upload of ``least`` to ``columns`` columns into the buffer at ``address``. Returns how many. Rows
     behind the sequences have no blocks.
 
     The sequences are used on the call's stream from now on. Errors, with nothing changed: those of ``check_streams``;
@@ -123,7 +123,7 @@ def stage_dense(heads, g, ids, rows, planes, address, nbytes, columns, least, cu
 
 @jit
 def write_dense(heads, ids, g, rows, planes, columns, cut, table, row_stride):  # type: ignore[no-untyped-def]
-    """Write a hand-over to a table in main memory, without a buffer. ``table`` is an address. Returns 0, or 1 with
+    """Write an upload to a table in main memory, without a buffer. ``table`` is an address. Returns 0, or 1 with
     nothing written if ``stage_dense`` has an error."""
     h = head(heads, g)
     if _width(h, ids, columns, 0, cut) < 0:

@@ -37,11 +37,11 @@ class Buffer:
 
 
 class Staging:
-    """The buffers of one pool. On a stream, at most ``depth`` hand-overs are enqueued and not done, besides those that
+    """The buffers of one pool. On a stream, at most ``depth`` uploads are enqueued and not done, besides those that
     other threads are about to enqueue.
 
     A call takes a buffer. It is retained with an event when the device has been told to read it. It is free again when
-    that event is complete, in the order of the hand-overs to that stream: no stream waits for another. No buffer is
+    that event is complete, in the order of the uploads to that stream: no stream waits for another. No buffer is
     given back to the device while an event is pending. Thread-safe.
     """
 
@@ -146,14 +146,14 @@ class Staging:
 
     @property
     def retained(self) -> int:
-        """The hand-overs that are not done. Buffers of the others become free again."""
+        """The uploads that are not done. Buffers of the others become free again."""
         with self._lock:
             self._retire()
             return len(self._retained)
 
     def in_flight(self) -> tuple[int, int]:
-        """How many hand-overs are not done, and the most at any time. Changes nothing and takes no lock, so that a
-        signal handler may ask inside any call. The next hand-over reports a device that fails."""
+        """How many uploads are not done, and the most at any time. Changes nothing and takes no lock, so that a
+        signal handler may ask inside any call. The next upload reports a device that fails."""
         try:
             pending = self._retained.pending()
         except DeviceError:
