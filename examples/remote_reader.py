@@ -107,7 +107,7 @@ def both(blocks: int) -> int:
         endpoint = worker.stdout.readline().strip()
         code = read(endpoint, secret, blocks)
         worker.stdin.close()
-    return code or worker.returncode
+        return code or worker.wait()
 
 
 def main(arguments: list[str] | None = None) -> int:

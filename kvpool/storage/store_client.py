@@ -1,5 +1,5 @@
-"""CircuitBreaker: whether a store that has failed is asked again. TroubleLog: what people are told of it. StoreClient:
-one store, whether it may be asked now, and who is told of each job until it has returned."""
+"""CircuitBreaker: stop using a store that fails, and try it again later. TroubleLog: log what failed. StoreClient: use
+one store, and call back when each of its requests has returned."""
 
 from __future__ import annotations
 
