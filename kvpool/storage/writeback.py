@@ -1,6 +1,6 @@
-"""WritebackQueue: what stands between any host tier and the stores behind it. ``WritebackQueue`` asks stores for
-blocks, and saves blocks. ``LoadQueue`` brings blocks, as many as the tier has room for, and as long as that is sooner
-than to compute them. What a pool's host tier and a ``HostCache`` do in their own ways is behind ``CacheTier``."""
+"""Queues between a host tier and its stores. ``WritebackQueue`` looks blocks up in stores and saves blocks.
+``LoadQueue`` loads blocks, as many as the tier has room for, while that is faster than computing them. ``CacheTier`` is
+the adapter that a pool's host tier and a ``HostCache`` implement."""
 
 from __future__ import annotations
 
