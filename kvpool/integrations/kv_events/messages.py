@@ -161,8 +161,7 @@ class Encoder:
         rows = slice(bounds[0], bounds[-1])
         first, width = bounds[0], self._width
         hashes = self._hashes(events.keys[rows])
-        # Routers take token ids as unsigned.
-        tokens = events.tokens[rows].reshape(-1).view(np.uint32).tolist()
+        tokens = events.tokens[rows].reshape(-1).tolist()
         heads = events.records[np.array(bounds[:-1], np.int64)]
         parents = self._hashes(np.stack([heads["parent0"], heads["parent1"]], axis=1).view(np.uint64))
         labels: dict[int, Labels] = {}
