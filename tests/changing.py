@@ -211,7 +211,7 @@ class Hosted:
         self.cache.publish(self.cache.reserve(_named("a", "b", "c")).keys)
         self.cache.reserve(_named("p", "q"))
         self.lease = self.cache.pin(_named("c"))
-        self.saver = self.cache.open_dirty_cursor(owed=False)
+        self.saver = self.cache.open_dirty_cursor(pending=False)
 
     def picture(self) -> object:
         return [debug.dump(state) for state in self.cache._states], len(self.cache.leases)

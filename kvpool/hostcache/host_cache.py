@@ -525,19 +525,20 @@ class HostCache(Closing):
     # -- keys that are saved ---------------------------------------------------------------------------
 
     def open_dirty_cursor(self, *, pending: bool) -> int:
-        """A number for somebody who saves keys, and who was told of none. ``owed``: ``unsaved_blocks`` counts what is
-        evicted before it was told. At most SAVERS of ``state.saving`` at once. Changes the cache."""
+        """Return the number of a new dirty-block cursor, which has read no keys. With ``pending``, ``unsaved_blocks``
+        counts blocks that are evicted before the cursor has read them. At most SAVERS of ``state.saving`` at once.
+        Changes the cache."""
         with self._lock:
             return int(saving.open_dirty_cursor(self._heads, pending))
 
     def close_dirty_cursor(self, cursor: int) -> None:
-        """Somebody saves no more. Changes the cache."""
+        """Close a dirty-block cursor. Changes the cache."""
         with self._lock:
             saving.close_dirty_cursor(self._heads, cursor)
 
     def read_dirty(self, cursor: int, keys: Keys) -> list[bytes]:
-        """Those of the keys that are HERE and that a saver was not told of. It is told now, and not again before they
-        have gone from the cache. Changes the cache."""
+        """Return the keys that are HERE and that a cursor has not read. They count as read until they leave the cache.
+        Changes the cache."""
         wanted = packed(keys)
         answers, block_rows = np.empty(len(wanted.keys), np.uint8), np.empty((len(wanted.keys), saving.FOUND), np.int64)
         with DeferSignals(), self._lock:
@@ -547,8 +548,8 @@ class HostCache(Closing):
             return unpacked(self._states[0].tokens[block_rows[:count, saving.FOUND - 1]])
 
     def eviction_candidates(self, cursor: int, blocks: int, most: int) -> list[bytes]:
-        """Of the keys that are evicted when so many more ``blocks`` are reserved, those that a saver was not told of,
-        the first one first, at most so many. It is told now. All of them for -1, who is no saver. Changes the cache."""
+        """Return up to ``most`` keys that would be evicted if ``blocks`` more were reserved and that a cursor has not
+        read, in the order of eviction. They count as read. ``cursor=-1`` returns read ones too. Changes the cache."""
         victim_rows = np.empty((most, saving.FOUND), np.int64)
         with DeferSignals(), self._lock:
             self._check_open()
@@ -557,7 +558,7 @@ class HostCache(Closing):
 
     @property
     def unsaved_blocks(self) -> int:
-        """Blocks that were evicted before a saver was told of them to whom all is owed."""
+        """The number of blocks that were evicted before a cursor opened with ``pending`` has read them."""
         return int(self._heads[0, records.H.unsaved])
 
     @property

@@ -328,8 +328,8 @@ def _places(places: object, caches: list[PagedKV]) -> Sequence[HostPlace | None]
 def _check_room(groups: list[Pages], tier: HostTier) -> None:
     for group, pages in enumerate(groups):
         if pages.first_byte + pages.nbytes > tier.block_bytes:
-            room = f"first_byte={pages.first_byte}, and a host block has {tier.block_bytes} bytes"
-            raise ValueError(f"caches[{group}] takes {pages.nbytes} bytes of a host block: {room}")
+            room = f"{tier.block_bytes - pages.first_byte} bytes of a host block from first_byte {pages.first_byte} on"
+            raise ValueError(f"caches[{group}]: expected up to the {room}, got {pages.nbytes}")
 
 
 def _check_apart(groups: list[Pages], tier: HostTier) -> None:

@@ -419,7 +419,7 @@ def files_digest(model: str, place: str = VLLM.place) -> str:
     files = sorted(folder.iterdir()) if folder.is_dir() else [folder] if folder.is_file() else []
     if not any(file.suffix in _WEIGHTS for file in files):
         raise ValueError(
-            f"model={model!r:.200} is no folder with weights: with stores, name its weights in {place}, such as "
+            f"model: expected a folder with weights, got {model!r:.200}: name its weights in {place}, such as "
             '"weights": "revision 1a2b3c". Other weights need another name'
         )
     content = hashlib.sha256((folder / "config.json").read_bytes() if (folder / "config.json").exists() else b"")

@@ -91,8 +91,8 @@ class KVPoolHiCacheStorage(HiCacheStorage):
         one_writer = storage_config.is_mla_model and storage_config.tp_size > 1
         if one_writer and self._options.kind not in SHARED:
             raise ValueError(
-                f"stores={self._options.stores!r:.80}: with MLA only some ranks write, and all read. Accepted is a "
-                f"store that they share: {', '.join(SHARED)}"
+                f"stores: expected a store that all ranks share ({', '.join(SHARED)}), since with MLA only some ranks "
+                f"write, got {self._options.stores!r:.80}"
             )
         self._pools: dict[str, _Pool] = {}
         self._reports: dict[str, deque[tuple[int, float]]] = {kind: deque(maxlen=_REPORTS) for kind in (_LOADS, _SAVES)}
@@ -118,8 +118,8 @@ class KVPoolHiCacheStorage(HiCacheStorage):
             known.blocks.close()
         elif self._pools and not self._options.separate:
             raise ValueError(
-                f"stores={self._options.stores!r:.80}: there are pools beside {', '.join(self._pools)}: {name}. "
-                f"Accepted is a text with {PART}, so that each has a store"
+                f"stores: expected a text with {PART}, so that each pool has one, got {self._options.stores!r:.80} for "
+                f"{', '.join([*self._pools, name])}"
             )
         rank = self._rank(name, host_pool)
         # Replicas of attention have the same bytes, but no two processes may have one folder.

@@ -185,9 +185,9 @@ HEAD = _numbers(
 # from one kept state to the next. `row_tokens` and `row_extra` have the ids of tokens for which a recurrent group has
 # no blocks. `policy_at` is 0 where the policy needs no records of its own. `stop` and `returns` are what the engine
 # says about the sequences that it releases: why they stopped, and ENDS or in how many ms and one their next turn comes.
-# `cursors` are those who save content, as bits; to those in `pending` all of it is owed, and `unsaved` counts what the
-# host has evicted before one of them was told to save it. The last six are numbers of functions for `call`, where the
-# group needs them.
+# `cursors` has the open dirty-block cursors as bits, `pending` those that must read all content, and `unsaved` counts
+# what the host has evicted before one of the latter has read it. The last six are numbers of functions for `call`,
+# where the group needs them.
 ATTENTION, RECURRENT, CROSS = range(3)
 
 # All groups share the ring of events. It has the number of the next event, of the oldest one that was not read, of the

@@ -1,7 +1,7 @@
-"""What savers ask of the state: which content nobody has told them of yet, so that they keep no list of what there is.
+"""Dirty-block cursors: which content a reader has not read yet, so that the reader keeps no list of blocks.
 
-A *saver* is a number. Content that it was told of has its bit in ``saved``, in both copies, until the content is gone.
-Content is told as a row of ``found`` int64[n, 5]: group, both halves of the key, namespace, block.
+A cursor is a number. Content that it has read has the cursor's bit in ``saved``, in both copies, until the content is
+gone. Content is read as a row of ``found`` int64[n, 5]: group, both halves of the key, namespace, block.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ CURSOR, PLACE, MISSED = range(3)
 
 @jit(nogil=False)
 def open_dirty_cursor(heads, pending):
-    """A new saver, who was told of nothing. ``owed``: whether what is evicted unsaved is counted. SAVERS at once."""
+    """Open a cursor that has read nothing. ``pending``: whether content that is evicted unread is counted."""
     cursor = np.int64(0)
     while cursor < SAVERS and head(heads, 0).cursors >> cursor & 1:
         cursor += 1
     if cursor == SAVERS:
-        raise RuntimeError("more savers than a pool can have")
+        raise RuntimeError("more dirty-block cursors than a pool can have")
     bit = np.int64(1) << cursor
     for g in range(heads.shape[0]):
         h = head(heads, g)
@@ -64,9 +64,9 @@ def close_dirty_cursor(heads, cursor):
 
 
 @jit
-def _tell(h, b, cursor, uses, report, count):
-    """Tell a saver of block ``b``, if it is cached, was used so often, and the saver was not told. NONE is a saver who
-    is told of everything. Returns how many rows of ``report`` are filled now."""
+def _read(h, b, cursor, uses, report, count):
+    """Read block ``b`` for a cursor, if it is cached, was used at least ``uses`` times, and was not read. A cursor of
+    NONE reads every block. Returns how many rows of ``report`` are filled now."""
     blocks, bit = blocks_of(h), np.int64(1) << cursor if cursor != NONE else np.int64(0)
     if b == NONE or not blocks[b].flags & PUBLISHED or blocks[b].saved & bit or blocks[b].uses < uses:
         return count
@@ -96,7 +96,7 @@ def stored(heads, cursor, at, report):
         event = events_of(h0)[i % h0.event_capacity]
         if event.kind == STORED:
             h = head(heads, event.group)
-            count = _tell(h, find_key(h, event.key0, event.key1), cursor, 1, report, count)
+            count = _read(h, find_key(h, event.key0, event.key1), cursor, 1, report, count)
     at[CURSOR] = last
     return np.int64(count)
 
@@ -109,7 +109,7 @@ def sweep(heads, cursor, uses, at, report):
     for g in range(heads.shape[0]):
         h = head(heads, g)
         for b in range(max(place, 0), min(place + most, h.blocks)):
-            count = _tell(h, np.int64(b), cursor, uses, report, count)
+            count = _read(h, np.int64(b), cursor, uses, report, count)
         place -= h.blocks
     at[PLACE] = NONE if place + most >= 0 else at[PLACE] + most
     return np.int64(count)
@@ -128,7 +128,7 @@ def victims(heads, cursor, margins, report):
         for which in range(lists[LOWEST + HOST, 0], EMPTY):
             b = np.int64(lists[first + which, 0])
             while b != NONE and left > 0 and count < report.shape[0]:
-                count = _tell(h, b, cursor, 1, report, count)
+                count = _read(h, b, cursor, 1, report, count)
                 left -= 1
                 b = np.int64(blocks_of(h)[b].next)
     return np.int64(count)
@@ -139,7 +139,7 @@ def held(heads, cursor, ids, report):
     """Tell of blocks that the caller holds. Returns how many rows are filled."""
     count = 0
     for i in range(ids.shape[0]):
-        count = _tell(head(heads, 0), np.int64(ids[i]), cursor, 1, report, count)
+        count = _read(head(heads, 0), np.int64(ids[i]), cursor, 1, report, count)
     return np.int64(count)
 
 

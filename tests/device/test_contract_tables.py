@@ -83,7 +83,7 @@ def test_what_is_no_vector_is_refused_by_name(device: Device, target: Any) -> No
         device.views.table(target, "indices", vector=True)
 
 
-def test_hand_overs_on_one_stream_arrive_in_the_order_of_the_calls(pools: MemoryPools) -> None:
+def test_table_uploads_on_one_stream_arrive_in_the_order_of_the_calls(pools: MemoryPools) -> None:
     device = pools.device
     out = on_device(device, np.zeros((2, 4), np.int32))
     table, stream = device.views.table(out), device.create_stream("tables")

@@ -262,7 +262,9 @@ def test_what_is_no_memory_of_blocks_is_refused() -> None:
     cache = pieces([LayerPages.whole(np.zeros((4, 8), np.int8))], 1)[0].cache
     with pytest.raises(ValueError, match="places"):
         kvpool.HostCopies(kvpool.HostTier(2, 8, identity=IDENTITY), cache, places=[None, None])
-    with pytest.raises(ValueError, match=r"caches\[0\] takes 8 bytes of a host block: first_byte=4"):
+    with pytest.raises(
+        ValueError, match=r"caches\[0\]: expected up to the 4 bytes of a host block from first_byte 4 on, got 8"
+    ):
         place = HostPlace(4, 8, ((0, 8, 8),))
         kvpool.HostCopies(kvpool.HostTier(2, 8, identity=IDENTITY), cache, places=[place])
 

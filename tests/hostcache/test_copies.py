@@ -294,7 +294,11 @@ def test_slots_of_the_cache_are_taken_and_the_ids_are_checked_again(open_copies:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"first_byte": BLOCK_BYTES - 10}, ValueError, "caches[0] takes 240 bytes of a host block: first_byte=4086"),
+        (
+            {"first_byte": BLOCK_BYTES - 10},
+            ValueError,
+            "caches[0]: expected up to the 10 bytes of a host block from first_byte 4086 on, got 240",
+        ),
         ({"first_byte": -1}, ValueError, "first_byte: expected 0 to 4095, got -1"),
         ({"blocks_per_host_block": 0}, ValueError, "blocks_per_host_block: expected 1 to 1048576, got 0"),
         ({"device": "gpu"}, ValueError, "device: expected 'auto', 'cpu', 'cuda', 'sim' or a Device, got 'gpu'"),

@@ -179,7 +179,7 @@ def test_the_default_is_the_stream_of_all_the_sequences() -> None:
     on_b, on_a, out = lab.add([1, 2, 3], stream=lab.b), lab.add([4]), target(2, 4)
     lab.cache.copy_batch_block_offsets(out, on_b.id)
     lab.sim.launch(lab.b, lambda: None, loads=[out])
-    with pytest.raises(ValueError, match=rf"stream: .*None: sequence {on_a.id} .* {on_b.id}"):
+    with pytest.raises(ValueError, match=rf"stream: .*sequence {on_a.id} .* {on_b.id}"):
         lab.cache.copy_batch_block_offsets(out, [on_b.id, on_a.id])
     lab.cache.copy_batch_block_offsets(out, [on_b.id, on_a.id], stream=lab.b)
     lab.cache.copy_batch_block_offsets(out, [on_b.id, on_a.id])

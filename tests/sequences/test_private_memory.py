@@ -29,7 +29,7 @@ from kvpool import BlockKeys, HostLease, KVCacheManager, Lease, LoadTarget
 from kvpool import storage as keepers
 from kvpool import storage as stores
 from kvpool.common.jit import jit
-from kvpool.storage import Forgotten, Job, Prefetch
+from kvpool.storage import Forgotten, Prefetch, StoreRequest
 from steps import NAMES
 
 FOLDER = str(Path(kvpool.__file__).parent)
@@ -110,7 +110,7 @@ def _described(value: Any) -> object:
         )
     if isinstance(value, LoadTarget):
         return [(share.blocks.tolist(), share.slots().tolist()) for share in value.shares]
-    if isinstance(value, Job):
+    if isinstance(value, StoreRequest):
         assert value.wait(600, returned=True)
         return value.codes.tolist(), value.error
     if isinstance(value, Forgotten):
@@ -171,7 +171,7 @@ def walk(case: Case, name: str, form: str) -> None:
 
 PLAIN = re.compile(
     r"(int|str|bool|float|bytes|None|slice|Callable\[.*\]|BaseException|TracebackType|Path|os\.PathLike\[str\]"
-    r"|KVCacheManager|HostCache|HostTier|ModelIdentity|BlockLayout|Store|CircuitBreaker|Call|Job|StorageManager|Device|Stream|Launcher|SharedTier|LayerLoads"
+    r"|KVCacheManager|HostCache|HostTier|ModelIdentity|BlockLayout|Store|CircuitBreaker|Call|StoreRequest|StorageManager|Device|Stream|Launcher|SharedTier|LayerLoads"
     r"|HostTierDescription|StepTables|Operation|type\[.*\]|[\s|])*"
 )
 """Types that are neither arrays nor sequences: an argument of such a type is not walked."""

@@ -88,7 +88,7 @@ def test_codes_that_are_none_are_failures(store: Wrong, queue: StoreWorker, answ
 
 
 @pytest.mark.parametrize(
-    "seals",
+    "macs",
     [None, np.zeros((2, 15), np.uint8), np.zeros((1, 16), np.uint8), np.zeros((2, 16), np.uint8), "x" * 32],
     ids=str,
 )
@@ -396,9 +396,9 @@ def test_memory_stays_bounded_when_nobody_asks(store: Wrong) -> None:
 @pytest.mark.parametrize(
     ("kind", "arguments", "message"),
     [
-        ("find", ([b"key"],), "keys: accepted"),
-        ("find", (np.zeros((2, 31), np.uint8),), "keys: accepted"),
-        ("load", (np.zeros((2, 32), np.uint8), [0]), "rows has 1 elements"),
+        ("find", ([b"key"],), "keys: expected"),
+        ("find", (np.zeros((2, 31), np.uint8),), "keys: expected"),
+        ("load", (np.zeros((2, 32), np.uint8), [0]), "rows: expected one for each of the 2 keys, got 1"),
         ("load", (np.zeros((2, 32), np.uint8), [0, 0]), "rows that differ"),
         ("load", (np.zeros((2, 32), np.uint8), [0, SLOTS]), "expected 0 to 63"),
         ("save", (np.zeros((2, 32), np.uint8), [0, -1]), "expected 0 to 63"),
@@ -413,7 +413,7 @@ def test_bad_arguments_are_named(queue: StoreWorker, kind: str, arguments: Any, 
 @pytest.mark.parametrize("bad", [None, np.zeros((2, 8)), np.zeros(8, np.uint8), np.zeros((4, 8), np.uint8)[:, ::2]])
 def test_bad_memory_is_named(bad: Any) -> None:
 
-    with pytest.raises(ValueError, match="memory: accepted"):
+    with pytest.raises(ValueError, match="memory: expected"):
         StoreWorker(MemoryStore(1 << 20), bad, IDENTITY)
 
 

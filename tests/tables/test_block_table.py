@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.tables.uploads import picture
 
 from engine import Engine, open_engine, small_layout
 from kvpool import DeviceError, KVCacheManager, PoolClosed
 from kvpool.device import CpuDevice
 from kvpool.device.base import NULL_STREAM, STAGING, Stream, WrappedDevice
 from kvpool.device.work import StagedRows, Work
+from tests.tables.uploads import picture
 
 Make = Callable[..., Engine]
 GARBAGE = 1234567
@@ -259,12 +259,12 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         ValueError,
         "v_offset: expected one number, or one for each pool that scale lists, got 1",
     ),
-    ((2, LIVE), {"scale": 2**29}, ValueError, "scale: .*536870912.*int32"),
-    ((2, 2, LIVE), {"v_offset": 2**31 - 2}, ValueError, "v_offset: .*2147483646.*int32"),
+    ((2, LIVE), {"scale": 2**29}, ValueError, "scale, v_offset: .*int32.*536870912"),
+    ((2, 2, LIVE), {"v_offset": 2**31 - 2}, ValueError, "scale, v_offset: .*int32.*2147483646"),
     *(((2, LIVE), {"max_blocks": bad}, ValueError, "max_blocks: .*") for bad in (0, -1, LIVE + 1)),
     *(((2, LIVE), {"max_blocks": bad}, TypeError, "max_blocks: .*") for bad in (1.5, True, "1")),
     *(
-        ((2, LIVE), {"rows": bad}, ValueError, "rows: expected one for each of the 2 sequences, got 1")
+        ((2, LIVE), {"rows": bad}, ValueError, "rows: expected one for each of the 2 sequences, got ")
         for bad in ([], [0], [0, 1, 2], 1)
     ),
     *(

@@ -413,8 +413,8 @@ def usable_stream(calls: RuntimeCalls, stream: Any) -> Stream:
         raise StreamGone(f"stream: expected one that exists, got {stream!r:.80}, which has been destroyed")
     if state == CAPTURED:
         raise ValueError(
-            f"stream={stream!r}: it is being captured; call before the capture begins or behind its end; "
-            "capture_block_offsets and capture_step_tables hand over in a graph"
+            f"stream: expected one that is not being captured, got {stream!r}: call before the capture or after it; "
+            "capture_block_offsets and capture_step_tables upload in a graph"
         )
     return checked
 

@@ -157,7 +157,7 @@ class Scheduler:
         """The queue of ``stream``, which may be new. Raises ValueError if there are too many streams."""
         if stream.handle not in self.queues:
             if len(self.queues) >= LANES:
-                raise ValueError(f"stream={stream!r}: there are {LANES} streams already")
+                raise ValueError(f"stream: expected one of the {LANES} streams that there are, got {stream!r}")
             name = name or ("the null stream" if stream == NULL_STREAM else f"stream {stream.handle:#x}")
             # Lane 0 belongs to nobody.
             self.queues[stream.handle] = Queue(name, stream.handle, len(self.queues) + 1)

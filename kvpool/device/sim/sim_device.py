@@ -301,7 +301,7 @@ class SimDevice(Device):
     def as_stream(self, stream: Any) -> Stream:
         checked = stream_argument(stream)
         if checked.handle in self._graphs:
-            raise ValueError(f"stream={stream!r}: it is being captured; call before that or behind it")
+            raise ValueError(f"stream: expected one that is not being captured, got {stream!r}")
         return checked
 
     @contextmanager

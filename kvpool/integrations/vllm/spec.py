@@ -89,9 +89,9 @@ class Deployment(NamedTuple):
         hashes = get_hash_fn_by_name(algorithm)
         if stores and resolve_none_hash_seed(hashes) != resolve_none_hash_seed(hashes):
             raise ValueError(
-                f"stores={stores}: with prefix_caching_hash_algo={algorithm!r} the keys of vLLM's blocks begin with a "
-                f"random seed, so that nothing would be found after a restart. Take 'sha256', or set the environment "
-                f"variable {SEED} to one number for all engines that use this store, such as {SEED}=0"
+                f"prefix_caching_hash_algo: expected 'sha256' with stores, or the environment variable {SEED} set to "
+                f"one number for all engines that use these stores, such as {SEED}=0, got {algorithm!r}, whose seed "
+                "is random, so that nothing would be found after a restart"
             )
 
     def check_latent(self) -> None:
@@ -261,10 +261,10 @@ class KVPoolOffloadingSpec(base.OffloadingSpec):
         """Raises ValueError for what cannot have stores."""
         parallel, stores = self.config.parallel, list(self.stores)
         if parallel.world_size != parallel.tp_size * parallel.pp_size:
-            raise ValueError(f"stores={stores}: supported are tensor and pipeline parallelism, and no other")
+            raise ValueError(f"stores: expected none without tensor and pipeline parallelism alone, got {stores}")
         if self._deployment is None:
             raise ValueError(
-                f"stores={stores} in kv_connector_extra_config need the connector of kvpool: "
+                f"stores: expected none without the connector of kvpool, got {stores} in kv_connector_extra_config: "
                 '"kv_connector": "KVPoolOffloadingConnector", '
                 '"kv_connector_module_path": "kvpool.integrations.vllm.spec"'
             )
@@ -360,8 +360,8 @@ class KVPoolOffloadingSpec(base.OffloadingSpec):
             return kvpool.HostTier(self.host_blocks, self.block_bytes, identity=self.identity)
         if share != self.share:
             raise ValueError(
-                f"pipeline_parallel_size={parallel.pp_size}: with stores all stages need as many layers, and worker "
-                f"{parallel.rank} has chunks of {self.share} bytes, the first one of {share}"
+                f"pipeline_parallel_size: expected stages with equally many layers where there are stores, got "
+                f"{parallel.pp_size}: worker {parallel.rank} has chunks of {self.share} bytes, the first one of {share}"
             )
         return tier or kvpool.HostTier.attach(self.description)
 

@@ -143,7 +143,9 @@ def _planes(shape: tuple[int, ...], strides: tuple[int, ...], scale: Any, v_offs
     for pool, factor in enumerate(scales):
         for offset in (0, offsets[pool if listed else 0]) if offsets else (0,):
             if (ids - 1) * factor + offset > _INT32_MAX:
-                raise ValueError(f"scale={factor} and v_offset={offset} take block {ids - 1} beyond the int32 range")
+                raise ValueError(
+                    f"scale, v_offset: expected ids within int32, got {factor}, {offset} for block {ids - 1}"
+                )
             planes.append((factor, offset))
     starts = Table(0, shape, strides, None).starts()
     return np.array([(start, *plane) for start, plane in zip(starts, planes, strict=True)], np.int64)

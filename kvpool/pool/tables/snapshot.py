@@ -311,5 +311,6 @@ class CsrTableUpload(BlockTableUpload):
 def stream_error(heads: Any, g: int, ids: Int64s) -> ValueError:
     """The exception for SEVERAL_STREAMS."""
     return ValueError(
-        f"stream=None: sequence {ids[heads[g, H.detail]]} was used on another stream than {ids[0]}: name one"
+        f"stream: expected one by name, since sequence {ids[heads[g, H.detail]]} was used on another stream than "
+        f"{ids[0]}, got None"
     )

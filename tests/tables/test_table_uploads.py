@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.tables.uploads import FORMS, Form, Late, picture, vectors
 
 from engine import Engine, open_engine, small_layout
 from kvpool import DeviceError, KVCacheManager, PoolClosed, UnknownSequence
 from kvpool.device.base import Stream
+from tests.tables.uploads import FORMS, Form, Late, picture, vectors
 
 Make = Callable[..., Engine]
 
@@ -180,7 +180,7 @@ def test_vectors_that_share_memory_are_refused(make: Make) -> None:
     parts = {"indptr": buffer[:2], "indices": other, "last_page_len": buffer[2:]}
     for one, two in (("indptr", "indices"), ("indices", "last_page_len"), ("indptr", "last_page_len")):
         before = picture(engine)
-        with pytest.raises(ValueError, match="indptr: expected memory of its own, got some that indices has too"):
+        with pytest.raises(ValueError, match="expected memory of its own"):
             engine.cache.copy_batch_block_csr(**{**parts, one: other[:4], two: other[3:]}, ids=sequence.id)
         assert picture(engine) == before and (buffer == GARBAGE).all() and (other == GARBAGE).all()
 
