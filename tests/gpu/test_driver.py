@@ -174,7 +174,7 @@ def test_a_stream_that_its_user_destroyed_is_refused_and_the_pool_goes_on(cupy: 
         runtime.memsetAsync(cache.device_pool.data.ptr, 3, cache.device_pool.nbytes, gone)
         runtime.streamDestroy(gone)
         for call in (lambda: cache.commit(sequence), lambda: cache.add_sequence([1], stream=Stream(gone))):
-            with pytest.raises(ValueError, match="it has been destroyed"):
+            with pytest.raises(ValueError, match="which has been destroyed"):
                 call()
         cache.commit(sequence, stream=good)
         cache.release(sequence, stream=good)

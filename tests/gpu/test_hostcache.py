@@ -93,7 +93,7 @@ def test_memory_that_cannot_be_pinned_is_refused(cupy: Any) -> None:
     with HostTier(HOST, LAYERS * PAGE, identity=IDENTITY, memory=own) as tier:
         with pytest.raises(ValueError, match="expected memory from the start of a page"):
             HostCopies(tier, paged)
-        with pytest.raises(ValueError, match="expected 'auto' and 'cuda'"):
+        with pytest.raises(ValueError, match="expected 'auto' or 'cuda'"):
             HostCopies(tier, paged, device="cpu")
 
 
