@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpool.common.arguments import token_array
+from kvpool.common.arguments import int64_array
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.errors import BlockNotFound, PoolClosed
 from kvpool.common.process import Closing
@@ -293,9 +293,9 @@ class PromptCache(Closing):
         """Caches with the longest known beginning of a prompt, and the tokens that are left: at least one.
 
         ``model`` names the model. The caches belong to the caller. (None, tokens) if nothing is known. Raises TypeError
-        and ValueError for what is no list of token ids, as ``insert_cache`` does.
+        and ValueError for anything but integers in the int64 range, as ``insert_cache`` does.
         """
-        token_array("tokens", tokens, empty=True)
+        int64_array("tokens", tokens)  # of any sign: the server names images by hashes
         with self._lock:
             self._turn_to(model)
             self._asked += len(tokens)
@@ -317,7 +317,7 @@ class PromptCache(Closing):
     ) -> None:
         """Keep the caches of the first tokens of a prompt. They are copied, and stay the caller's. ``cache_type`` is
         not used: what is used least recently goes first."""
-        token_array("tokens", tokens, empty=True)
+        int64_array("tokens", tokens)  # of any sign: the server names images by hashes
         with self._lock:
             self._turn_to(model)
             for shelf in self._shelves:

@@ -12,7 +12,7 @@ from unittest.mock import MagicMock
 TOP = "torchvision"
 
 
-class _Absent(importlib.abc.MetaPathFinder, importlib.abc.LoadQueue):
+class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds modules whose members are mocks."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:

@@ -156,7 +156,7 @@ def test_the_first_call_says_that_no_block_fits_and_that_weights_are_missing(tmp
     model = mlx_lab.model_of("full attention")
     with mlx_lab.prompt_cache("full attention", model, host_memory=100) as small:
         for _ in range(2):
-            with pytest.raises(ValueError, match="host_memory: 100 bytes for blocks of 6144"):
+            with pytest.raises(ValueError, match="host_memory: expected 6144 bytes or more, for one block, got 100"):
                 small.fetch_nearest_cache("model", [1, 2])
     with mlx_lab.prompt_cache("full attention", model, stores=f"disk:{tmp_path / 'kv'}?capacity=1MiB") as nameless:
         with pytest.raises(ValueError, match="name its weights"):
