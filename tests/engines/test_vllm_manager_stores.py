@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.base import Medium  # noqa: E402
 from kvpool.integrations.options import EngineOptions  # noqa: E402
 from kvpool.storage import (  # noqa: E402
     MemoryStore,
-    hostkeeper,
+    host_storage_manager,
     urls,
 )
 from tests.engines.vllm_lab import (  # noqa: E402
@@ -291,7 +291,7 @@ def test_the_settings_of_the_bridge_are_those_of_the_options(monkeypatch: pytest
         made.update(settings)
         raise InterruptedError
 
-    monkeypatch.setattr(hostkeeper, "HostStorageManager", note)
+    monkeypatch.setattr(host_storage_manager, "HostStorageManager", note)
     wanted = {"load_share": 0.1, "save_share": 0.2, "load_seconds": 3.0, "save_seconds": 4.0, "retry_seconds": 5.0}
     with pytest.raises(InterruptedError):
         Stored(4, save="reuse", **wanted)
