@@ -389,7 +389,10 @@ def test_stages_have_their_own_layers(first_says: None, stores: bool) -> None:
         worker.shutdown()
     if stores:
         assert specs[0].stored_as == specs[1].stored_as is not None
-        with serving(), pytest.raises(ValueError, match="pipeline_parallel_size: expected stages with equally many layers .*got 2"):
+        with (
+            serving(),
+            pytest.raises(ValueError, match="pipeline_parallel_size: expected stages with equally many layers .*got 2"),
+        ):
             vllm.KVPoolOffloadingSpec(config(extra, stages=2, rank=1, worker_kv_bytes_per_block=1536)).get_tier()
 
 
