@@ -250,20 +250,20 @@ class Kept:
         tier = HostTier(8, 64, identity=WALKED, memory=np.zeros(8 * 64, np.uint8))
         self.store = MemoryStore(64 * 64)
         self.store.secret = bytes(32)
-        self.keeper = HostStorageManager(self.cache, tier, [self.store])
-        self.keeper.publish(self.cache.reserve(_named("stored")).keys)
-        assert self.keeper.drain(600)
+        self.manager = HostStorageManager(self.cache, tier, [self.store])
+        self.manager.publish(self.cache.reserve(_named("stored")).keys)
+        assert self.manager.drain(600)
         self.cache.forget(_named("stored"))
         self.cache.publish(self.cache.reserve(_named("here", "there")).keys)
         self.cache.reserve(_named("p", "q"))
 
     def picture(self) -> object:
-        assert self.keeper.drain(600)
-        kept = sorted(self.store._blocks), sorted(self.keeper._loads._absent)
+        assert self.manager.drain(600)
+        kept = sorted(self.store._blocks), sorted(self.manager._loads._absent)
         return [debug.dump(state) for state in self.cache._states], kept
 
     def close(self) -> None:
-        assert self.keeper.close(600)
+        assert self.manager.close(600)
 
 
 class Saved(Plain):
@@ -271,14 +271,14 @@ class Saved(Plain):
 
     def __init__(self) -> None:
         super().__init__()
-        self.keeper = StorageManager(self.cache, [MemoryStore(1 << 20)], identity=WALKED)
-        assert self.keeper.drain(600)
+        self.manager = StorageManager(self.cache, [MemoryStore(1 << 20)], identity=WALKED)
+        assert self.manager.drain(600)
 
     def picture(self) -> object:
         return None
 
     def close(self) -> None:
-        assert self.keeper.close(600)
+        assert self.manager.close(600)
 
 
 class Told(Saved):
@@ -492,7 +492,7 @@ def _opaque(owner: str, name: str) -> Callable[[Any, dict[str, Any]], Any]:
 
 
 def _publish(scene: Any, given: dict[str, Any]) -> int:
-    return scene.keeper.publish(_named("p", "q"), **given)
+    return scene.manager.publish(_named("p", "q"), **given)
 
 
 def _tell_saver(scene: Any, given: dict[str, Any]) -> list[bytes]:
@@ -636,7 +636,7 @@ CASES = [
     Case("HostStorageManager.publish", Kept, _publish, {"unsaved": (_named("p"), _named("x"))}, {}, LIST),
     Case("HostCache.read_dirty", Hosted, _tell_saver, {"keys": (_named(*"ab"), _named(*"ax"))}, {}, LIST),
     *(
-        Case(f"HostStorageManager.{name}", Kept, _opaque("keeper", name), {"keys": (before, after)}, {}, LIST)
+        Case(f"HostStorageManager.{name}", Kept, _opaque("manager", name), {"keys": (before, after)}, {}, LIST)
         for name, before, after in (
             ("lookup", _named("here", "stored"), _named("here", "x")),
             ("pin", _named("here", "there"), _named("here", "x")),
@@ -673,11 +673,11 @@ CASES = [
         ARRAY,
     ),
     *(
-        Case(f"StorageManager.{name}", Saved, _opaque("keeper", name), {"prompt": PROMPT}, TOKENS)
+        Case(f"StorageManager.{name}", Saved, _opaque("manager", name), {"prompt": PROMPT}, TOKENS)
         for name in KEEPER_VERBS
     ),
-    Case("StorageManager.forget", Told, _opaque("keeper", "forget"), {"prompt": PROMPT}, TOKENS),
-    Case("StorageManager.forget", Told, _opaque("keeper", "forget"), {"prompt": KEYS}, {"prompt": UINT64}, ARRAYS),
+    Case("StorageManager.forget", Told, _opaque("manager", "forget"), {"prompt": PROMPT}, TOKENS),
+    Case("StorageManager.forget", Told, _opaque("manager", "forget"), {"prompt": KEYS}, {"prompt": UINT64}, ARRAYS),
     *(
         Case("BlockNames", Nothing, call, {name: (_named("here", "there"), _named("here", "x"))}, {}, LIST)
         for name, call in (

@@ -29,7 +29,7 @@ from tests.children import in_child, refuses
 from tests.engine import small_layout
 from tests.hostcache.conftest import IDENTITY
 from tests.hostcache.conftest import store as kept
-from tests.stores import keeping
+from tests.stores import pool_lab
 from tests.stores.lab import Gate, Wrong, memory, names
 
 T = 4
@@ -186,9 +186,9 @@ def test_a_child_does_not_wait_for_jobs_and_prefetches_of_its_parent(tmp_path: A
     wrong, gate = Wrong(MemoryStore(1 << 20)), Gate()
     wrong.before["find"] = gate
     disk = DiskStore(tmp_path / "store", 1 << 20)
-    engine = keeping.engine()
+    engine = pool_lab.make_engine()
     with StoreWorker(wrong, memory(), IDENTITY) as queue, StoreWorker(disk, memory(), IDENTITY) as other:
-        with engine.cache, keeping.keeper(engine, keeping.store()) as keeper:
+        with engine.cache, pool_lab.make_manager(engine, pool_lab.store()) as keeper:
             job = queue.find(queue.secret.derive_keys(names(1)))
             assert gate.reached.wait(600)
             prefetch = keeper.prefetch([*range(40)])

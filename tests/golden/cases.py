@@ -16,8 +16,8 @@ SEEDS, STORE_SEEDS = range(10), range(3)
 DRIVES: dict[str, Callable[[int], Recorder]] = {
     "host cache": stores.drive_host_cache,
     "store queue": stores.drive_queue,
-    **{f"keeper, save on {save}": partial(stores.drive_keeper, save) for save in ("commit", "evict", "reuse")},
-    **{f"host keeper, save on {save}": partial(stores.drive_host_keeper, save) for save in stores.HOST_SAVES},
+    **{f"keeper, save on {save}": partial(stores.drive_manager, save) for save in ("commit", "evict", "reuse")},
+    **{f"host keeper, save on {save}": partial(stores.drive_host_manager, save) for save in stores.HOST_SAVES},
 }
 """Cases beside those of pools, by name without seed."""
 

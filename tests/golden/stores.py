@@ -15,9 +15,9 @@ from kvpool import HostCache
 from kvpool.storage import MemoryStore
 from kvpool.storage.store import CODES, Bytes, Rows, Space, Stop
 from tests.golden.recorder import Recorder
-from tests.stores.hostkeeping import Engine as HostEngine
-from tests.stores.keeping import engine, keeper, room
+from tests.stores.host_lab import Engine as HostEngine
 from tests.stores.lab import IDENTITY, Clock, Gate, names, open_queue
+from tests.stores.pool_lab import make_engine, make_manager, room
 
 STEPS = 60
 HOST_SAVES = ("commit", "reuse")
@@ -142,38 +142,38 @@ def _job(queue: Any, random: Random, clock: Clock, tags: Sequence[bytes]) -> Any
 # -- the keepers -----------------------------------------------------------------------------------------
 
 
-def drive_keeper(save: str, seed: int) -> Recorder:
+def drive_manager(save: str, seed: int) -> Recorder:
     """A pool and a store that are too small for their prompts. Loads from two stores would race each other."""
     recorder, random, clock = Recorder(), Random(seed), Clock()
     store = Noted("near", 30)
     documents = [[random.randrange(9) for _ in range(28)] for _ in range(4)]
-    of = engine(20, 10, secret=bytes(range(32)))
+    engine = make_engine(20, 10, secret=bytes(range(32)))
     options = {"save": save, "clock": clock, "quotas": {("a", None): room(6)}}
     # It turns when it is asked to, and no prefetch waits for others to be admitted.
     options |= {"interval_ms": 60_000, "promotion_blocks": 1000}
-    with of.cache, keeper(of, store, **options) as kept:
+    with engine.cache, make_manager(engine, store, **options) as manager:
         for _ in range(STEPS):
             draw, salt = random.random(), random.choice((None, None, None, "a"))
             tokens = documents[random.randrange(4)][: random.randint(8, 28)] + [9] * random.choice((0, 0, 5))
-            prompt = of.prompt(tokens, salt=salt)
+            prompt = engine.prompt(tokens, salt=salt)
             if draw < 0.5:
-                recorder.line("seed", of.seed(tokens, salt=salt))
+                recorder.line("seed", engine.seed(tokens, salt=salt))
             elif draw < 0.85:
-                handle = kept.prefetch(prompt, deadline=600.0)
-                assert handle.wait(600) and kept.drain(600), kept.stats()
-                recorder.line(f"prefetch {handle.ended}", handle.blocks, of.seed(tokens, salt=salt))
+                handle = manager.prefetch(prompt, deadline=600.0)
+                assert handle.wait(600) and manager.drain(600), manager.stats()
+                recorder.line(f"prefetch {handle.ended}", handle.blocks, engine.seed(tokens, salt=salt))
             elif draw < 0.94:
-                _forgotten(recorder, lambda own=prompt: kept.forget(own))
+                _forgotten(recorder, lambda own=prompt: manager.forget(own))
             elif draw < 0.96:
-                _forgotten(recorder, lambda: kept.forget(namespace=("a", None)))
+                _forgotten(recorder, lambda: manager.forget(namespace=("a", None)))
             elif draw < 0.97:
-                _forgotten(recorder, kept.clear)
+                _forgotten(recorder, manager.clear)
             clock.pass_(random.random())
-            assert kept.drain(600)
+            assert manager.drain(600)
             note_calls(recorder, store)
-            recorder.outcome("match", lambda own=prompt: kept.match_prefix(own))
-            _note_events(recorder, kept.events())
-        found = kept.stats()
+            recorder.outcome("match", lambda own=prompt: manager.match_prefix(own))
+            _note_events(recorder, manager.events())
+        found = manager.stats()
         figures = (found.saved_blocks, found.loaded_blocks, found.found_blocks, found.promoted_blocks)
         dropped = {" ".join(key): count for key, count in found.dropped.items()}
         recorder.line("stats", figures, dropped, found.prefetches)
@@ -196,34 +196,34 @@ def _forgotten(recorder: Recorder, call: Callable[[], Any]) -> None:
     recorder.line("forgotten", done.blocks, done.stores)
 
 
-def drive_host_keeper(save: str, seed: int) -> Recorder:
+def drive_host_manager(save: str, seed: int) -> Recorder:
     recorder, random = Recorder(), Random(seed)
     stores = [Noted("near", 20), Noted("far", 60)]
-    of = HostEngine(*stores, blocks=8, save=save, load_share=1.0)
+    engine = HostEngine(*stores, blocks=8, save=save, load_share=1.0)
     try:
         for _ in range(STEPS):
             draw, count, first = random.random(), random.randint(1, 4), random.randrange(24)
             if draw < 0.4:
-                recorder.outcome("write", lambda c=count, f=first: of.write(c, f))
+                recorder.outcome("write", lambda c=count, f=first: engine.write(c, f))
             elif draw < 0.9:
-                recorder.line("lookup", of.keeper.lookup(names(count, first)))
+                recorder.line("lookup", engine.manager.lookup(names(count, first)))
             elif draw < 0.98:
-                recorder.line("forget", of.keeper.forget(names(count, first)))
+                recorder.line("forget", engine.manager.forget(names(count, first)))
             else:
-                of.keeper.clear()
-                of.until(lambda: not any(one.unconfirmed_drops for one in of.keeper.stats().stores))
-            of.now += 2 * random.random()
-            assert of.keeper.drain(1e6)
+                engine.manager.clear()
+                engine.until(lambda: not any(one.unconfirmed_drops for one in engine.manager.stats().stores))
+            engine.now += 2 * random.random()
+            assert engine.manager.drain(1e6)
             note_calls(recorder, *stores)
-            wanted = [key for key in names(count, first) if of.cache.find(key) == of.cache.HERE]
-            with of.keeper.pin(wanted) as lease:
+            wanted = [key for key in names(count, first) if engine.cache.find(key) == engine.cache.HERE]
+            with engine.manager.pin(wanted) as lease:
                 recorder.line("pin", lease.keys, lease.blocks)
-            assert of.keeper.drain(1e6)
+            assert engine.manager.drain(1e6)
             note_calls(recorder, *stores)
-        found = of.keeper.stats()
+        found = engine.manager.stats()
         recorder.line("stats", found.asked, found.loaded, found.missed, found.saved, found.unsaved)
     finally:
-        of.close()
+        engine.close()
     return recorder
 
 

@@ -77,7 +77,7 @@ MUTATIONS = (
         'key if type(key) is bytes else key_argument("key", key)',
         "key",
         "A store is asked for another key, whose block is then found under this one.",
-        ("tests/stores/test_hostkeeper.py::test_a_key_is_what_its_bytes_are",),
+        ("tests/stores/test_host_storage_manager.py::test_a_key_is_what_its_bytes_are",),
     ),
     Mutation(
         "keys_have_a_state_that_can_be_set",
@@ -128,6 +128,6 @@ MUTATIONS = (
         "lease.closed",
         "False",
         "The bytes of another block are kept under a key, and their seal is right.",
-        ("tests/stores/test_hostkeeper.py::test_a_block_whose_lease_others_closed_is_not_kept",),
+        ("tests/stores/test_host_storage_manager.py::test_a_block_whose_lease_others_closed_is_not_kept",),
     ),
 )

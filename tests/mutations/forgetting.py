@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-_DROPS, _KEEPER = "tests/stores/test_drops.py::", "tests/stores/test_keeper_forget.py::"
+_DROPS, _KEEPER = "tests/stores/test_drops.py::", "tests/stores/test_storage_manager_forget.py::"
 _PEER, _FAILURES = "tests/stores/test_peer.py::", "tests/stores/test_disk_failures.py::"
 
 MUTATIONS = (

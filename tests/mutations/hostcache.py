@@ -186,7 +186,7 @@ MUTATIONS = (
         "Of a prompt whose last quarter was evicted, one chunk can be used.",
         (
             "tests/hostcache/test_index.py::test_the_order_of_a_prompt_is_that_of_its_reservation[0]",
-            "tests/stores/test_hostkeeper_steps.py::test_a_prompt_is_saved_in_its_order_whatever_the_order_of_its_ends",
+            "tests/stores/test_host_storage_manager_steps.py::test_a_prompt_is_saved_in_its_order_whatever_the_order_of_its_ends",
         ),
     ),
     Mutation(
@@ -195,7 +195,7 @@ MUTATIONS = (
         "over = client.queue.close(max(0.0, end - time.monotonic())) and over",
         "over = client.queue.close(max(0.0, end - time.monotonic()))",
         "Memory is used again into which a store may still write.",
-        ("tests/stores/test_hostkeeper.py::test_a_call_that_hangs_is_told_whichever_store_it_is_of",),
+        ("tests/stores/test_host_storage_manager.py::test_a_call_that_hangs_is_reported_for_either_store",),
     ),
     Mutation(
         "no_tokens_are_some",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-_KEEPER, _FAILURES = "tests/stores/test_keeper.py::", "tests/stores/test_keeper_failures.py::"
+_KEEPER, _FAILURES = "tests/stores/test_storage_manager.py::", "tests/stores/test_storage_manager_failures.py::"
 _SAVING = "tests/state/test_saving.py::"
 
 MUTATIONS = (
@@ -36,7 +36,7 @@ MUTATIONS = (
         'note_said(contents, np.stack([records["parent0"], records["parent1"]], axis=1), tokens, extra)',
         "",
         "A store keeps the bytes of one prompt in the name and context of another, which has the same key.",
-        (f"{_FAILURES}test_a_block_is_sealed_with_what_the_pool_has_under_its_key_now",),
+        (f"{_FAILURES}test_a_mac_covers_what_the_pool_has_under_the_key_now",),
     ),
     Mutation(
         "a_pool_with_a_random_secret_has_a_keeper",
@@ -87,7 +87,7 @@ MUTATIONS = (
         "(ABSENT, DAMAGED)",
         "list(range(7))",
         "Routers are told that a store has lost what it gave a moment ago, and it is saved once more.",
-        ("tests/stores/test_keeper_events.py::test_what_was_loaded_is_still_in_its_store",),
+        ("tests/stores/test_storage_manager_events.py::test_what_was_loaded_is_still_in_its_store",),
     ),
     Mutation(
         "every_prefetch_that_finds_nothing_was_cached",
@@ -103,7 +103,9 @@ MUTATIONS = (
         "for _, of_rows in (*self._told, *held):\n    names.update(of_rows)",
         "",
         "A router is told that content of a tenant is content without a salt.",
-        ("tests/stores/test_keeper_events.py::test_what_has_gone_from_the_pool_is_told_with_its_namespace",),
+        (
+            "tests/stores/test_storage_manager_events.py::test_what_has_gone_from_the_pool_is_reported_with_its_namespace",
+        ),
     ),
     Mutation(
         "what_stores_have_is_not_told_again",
@@ -111,7 +113,7 @@ MUTATIONS = (
         "parts = [*told, of_pool, *again] if cleared else [of_pool, *told]",
         "parts = [of_pool, *told]",
         "After a reset of the pool, routers send nobody to a worker whose disk has the prompt.",
-        ("tests/stores/test_keeper_mirror.py::test_what_stores_hold_is_told_again_after_a_reset",),
+        ("tests/stores/test_storage_manager_mirror.py::test_what_stores_hold_is_reported_again_after_a_reset",),
     ),
     Mutation(
         "content_known_no_more_stays_with_readers",
@@ -119,7 +121,7 @@ MUTATIONS = (
         "self._tell(REMOVED, store, [content for content, bits in oldest if bits & 1 << store])",
         "pass",
         "A router keeps blocks of a store for ever that the store lost long ago.",
-        ("tests/stores/test_keeper_mirror.py::test_content_that_is_known_no_more_is_known_to_no_mirror",),
+        ("tests/stores/test_storage_manager_mirror.py::test_content_that_is_known_no_more_is_known_to_no_mirror",),
     ),
     Mutation(
         "missed_events_are_not_made_up_for",
@@ -127,7 +129,9 @@ MUTATIONS = (
         "at[CURSOR], at[PLACE], at[MISSED] = at[CURSOR] + gone, 0, at[MISSED] + gone",
         "at[CURSOR], at[MISSED] = at[CURSOR] + gone, at[MISSED] + gone",
         "What was computed while the keeper was busy is never saved.",
-        ("tests/stores/test_keeper_events.py::test_a_keeper_that_has_missed_events_learns_what_there_is",),
+        (
+            "tests/stores/test_storage_manager_events.py::test_a_storage_manager_that_has_missed_events_learns_what_there_is",
+        ),
     ),
     Mutation(
         "promotions_are_not_bounded",

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-_HASHED = "tests/stores/test_hostkeeper_hashing.py::test_what_is_published_after_clear_is_not_saved_for_what_was_before"
+_HASHED = (
+    "tests/stores/test_host_storage_manager_hashing.py"
+    "::test_what_is_published_after_clear_is_not_saved_for_what_was_before"
+)
 
 _ROOM = "tests/stores/test_load_room.py::"
-_POLICIES = "tests/stores/test_hostkeeper_policies.py::"
-_STEPS = "tests/stores/test_hostkeeper_steps.py::"
+_POLICIES = "tests/stores/test_host_storage_manager_policies.py::"
+_STEPS = "tests/stores/test_host_storage_manager_steps.py::"
 
 
 def _host(test: str) -> str:
-    return f"tests/stores/test_hostkeeper.py::{test}"
+    return f"tests/stores/test_host_storage_manager.py::{test}"
 
 
 def _choice(test: str) -> str:
@@ -40,7 +43,7 @@ MUTATIONS = (
         "whole[place * KEY_BYTES : (place + 1) * KEY_BYTES] + fixed",
         "fixed",
         "Who can write to a store gives a prompt the KV of another one.",
-        _seal("test_a_seal_is_of_key_model_secret_and_every_byte"),
+        _seal("test_a_mac_covers_key_model_secret_and_every_byte"),
     ),
     Mutation(
         "models_share_keys_that_engines_name",
@@ -64,7 +67,7 @@ MUTATIONS = (
         'named += len(context).to_bytes(8, "little") + context',
         "pass",
         "Who finds two prompts with one key of 16 bytes gets the KV of the other one.",
-        _seal("test_a_seal_is_of_key_model_secret_and_every_byte"),
+        _seal("test_a_mac_covers_key_model_secret_and_every_byte"),
     ),
     Mutation(
         "rows_of_a_job_that_is_done_are_given_away",
@@ -105,7 +108,7 @@ MUTATIONS = (
         "max(load.ahead + transfer_s - load.spare, 0.0) / saved",
         "max(transfer_s - load.spare, 0.0) / saved",
         "Prompts wait behind each other at the store, longer than it takes to compute them.",
-        (_choice("test_a_hit_behind_a_long_queue_is_computed"),),
+        (_choice("test_a_hit_at_the_end_of_a_long_queue_is_computed"),),
     ),
     Mutation(
         "a_hit_is_computed_whoever_waits_for_the_engine_then",
@@ -155,7 +158,7 @@ MUTATIONS = (
         "What was saved after the weights were replaced is not found after a restart.",
         (
             "tests/stores/test_disk_blocks.py::TestDiskStore::test_what_is_saved_after_a_reset_is_there_after_it_was_closed",
-            "tests/stores/test_hostkeeper_clear.py::"
+            "tests/stores/test_host_storage_manager_clear.py::"
             "test_what_is_saved_after_a_clear_is_found_by_a_later_process[killed]",
         ),
     ),
@@ -182,7 +185,7 @@ MUTATIONS = (
         "True",
         "After the weights were replaced, the KV of the old ones comes back from a store.",
         (
-            "tests/stores/test_hostkeeper_clear.py::test_after_clear_nothing_is_found_that_was_saved_before",
+            "tests/stores/test_host_storage_manager_clear.py::test_after_clear_nothing_is_found_that_was_saved_before",
             "tests/stores/test_memory.py::TestMemoryStore::test_after_a_reset_nothing_is_found_from_before_also_if_the_store_drops_nothing",
         ),
     ),
@@ -217,7 +220,9 @@ MUTATIONS = (
         "    self.drop(next(iter(self.unread)))",
         "",
         "After some requests that were aborted, nothing comes from a store any more.",
-        ("tests/stores/test_hostkeeper_policies.py::test_what_came_and_nobody_reads_makes_room_after_a_while",),
+        (
+            "tests/stores/test_host_storage_manager_policies.py::test_what_came_and_nobody_reads_makes_room_after_a_while",
+        ),
     ),
     Mutation(
         "evicted_blocks_take_room_until_they_would_have_been_read",
@@ -281,7 +286,7 @@ MUTATIONS = (
         "self.cache.touch(prompt)",
         "pass",
         "With a store, a prompt loses its beginning first, so that the rest of it is worth nothing.",
-        ("tests/stores/test_hostkeeper_policies.py::test_a_prompt_that_was_saved_loses_its_end_first",),
+        ("tests/stores/test_host_storage_manager_policies.py::test_a_prompt_that_was_saved_loses_its_end_first",),
     ),
     Mutation(
         "a_prompt_in_pieces_keeps_the_order_of_a_piece",
@@ -289,7 +294,7 @@ MUTATIONS = (
         "waiting[last].prompt = prompt",
         "pass",
         "With a store, the end of a prompt that came in pieces is evicted last.",
-        ("tests/stores/test_hostkeeper_policies.py::test_a_prompt_that_was_saved_loses_its_end_first",),
+        ("tests/stores/test_host_storage_manager_policies.py::test_a_prompt_that_was_saved_loses_its_end_first",),
     ),
     Mutation(
         "all_hits_of_a_step_are_judged_as_one",
@@ -298,7 +303,7 @@ MUTATIONS = (
         'self._lines.setdefault((number, is_stored, ""), [])',
         "A short hit is loaded though it comes sooner computed, because a long one came in the same step.",
         (
-            "tests/stores/test_hostkeeper_policies.py::test_the_keys_of_each_hit_are_judged_together_and_apart_from_others",
+            "tests/stores/test_host_storage_manager_policies.py::test_the_keys_of_each_hit_are_judged_together_and_apart_from_others",
         ),
     ),
     Mutation(
@@ -307,6 +312,6 @@ MUTATIONS = (
         '"absent" if job.kind == jobs.SAVE else ""',
         '""',
         "A store that is dead counts as well again, because a block was evicted before it was asked.",
-        ("tests/stores/test_health.py::test_a_save_of_what_is_not_there_any_more_says_nothing_and_is_no_probe",),
+        ("tests/stores/test_health.py::test_a_save_of_what_is_gone_does_not_change_health_and_is_not_a_probe",),
     ),
 )

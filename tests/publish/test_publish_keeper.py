@@ -11,7 +11,7 @@ from router import Hash, Router, cached
 from engine import Engine
 from kvpool.integrations.kv_events import KVEventPublisher
 from kvpool.storage import StorageManager
-from tests.stores.keeping import keeper, store
+from tests.stores.pool_lab import make_manager, store
 
 Publish = Callable[..., KVEventPublisher]
 Route = Callable[..., Router]
@@ -19,32 +19,32 @@ PROMPT = list(range(33))
 SECRET = b"the secret of this test"
 
 
-def first_halves(engine: Engine, kept: StorageManager, prompts: list[list[int]]) -> set[Hash]:
+def first_halves(engine: Engine, manager: StorageManager, prompts: list[list[int]]) -> set[Hash]:
     """The first half of each key that the store has, by the matches of prompts whose blocks the pool does not have."""
     found: set[Hash] = set()
     for prompt in prompts:
         keys = engine.cache.block_keys(prompt)
-        match = kept.match_prefix(keys)
+        match = manager.match_prefix(keys)
         places = range(match.full_tokens // 4, (match.full_tokens + match.store_tokens) // 4)
         found |= {int(keys.keys[place, 0]) for place in places}
     return found
 
 
-def settle(engine: Engine, kept: StorageManager, routers: list[Router], prompts: list[list[int]]) -> None:
+def settle(engine: Engine, manager: StorageManager, routers: list[Router], prompts: list[list[int]]) -> None:
     """Compare routers with the pool by medium, and with what a match says that stores have beyond it."""
-    assert kept.drain(600)
+    assert manager.drain(600)
     for router in routers:
         router.follow()
         assert {medium: router.known[medium] for medium in ("GPU", "CPU")} == cached(engine.cache)
         assert router.known == routers[0].known
-        assert router.known["MEMORY"] >= first_halves(engine, kept, prompts)
+        assert router.known["MEMORY"] >= first_halves(engine, manager, prompts)
         here = router.known["GPU"] | router.known["CPU"]
         for prompt in prompts:
             keys = engine.cache.block_keys(prompt)
             chain, usable = [int(key) for key in keys.keys[:, 0]], (len(prompt) - 1) // 4
             known = here | router.known["MEMORY"]
             reach = next((place for place in range(usable) if chain[place] not in known), usable)
-            match = kept.match_prefix(keys)
+            match = manager.match_prefix(keys)
             assert 4 * reach == match.full_tokens + match.store_tokens, prompt
 
 
@@ -52,11 +52,11 @@ def test_routers_know_what_stores_hold_after_a_reset(
     make: Callable[..., Engine], publish: Publish, route: Route
 ) -> None:
     engine = make(P=32, S=32, event_capacity=512, secret=SECRET)
-    with keeper(engine, store()) as kept:
-        publisher = publish(engine, keeper=kept)
+    with make_manager(engine, store()) as manager:
+        publisher = publish(engine, keeper=manager)
         early = route(publisher, stores=["MEMORY"])
         engine.seed(PROMPT, len(PROMPT))
-        assert kept.drain(600)
+        assert manager.drain(600)
         early.follow()
         assert {medium: len(keys) for medium, keys in early.known.items()} == {"GPU": 8, "CPU": 8, "MEMORY": 8}
         engine.cache.reset()
@@ -64,7 +64,7 @@ def test_routers_know_what_stores_hold_after_a_reset(
         for router in (early, late):
             router.follow()
             assert {medium: len(keys) for medium, keys in router.known.items()} == {"GPU": 0, "CPU": 0, "MEMORY": 8}
-            assert kept.match_prefix(PROMPT).store_tokens == 32
+            assert manager.match_prefix(PROMPT).store_tokens == 32
         publisher.close()
 
 
@@ -78,27 +78,27 @@ def test_any_calls_with_resets_leave_routers_with_what_there_is(
     engine = make(P=14, S=12, event_capacity=capacity, secret=SECRET)
     documents = [[random.randrange(7) for _ in range(33)] for _ in range(3)]
     prompts = [document[:length] for document in documents for length in (9, 17, 33)]
-    with keeper(engine, store(24), interval_ms=1, promotion_blocks=1000) as kept:
-        publisher = publish(engine, keeper=kept, replay_messages=replay_messages)
+    with make_manager(engine, store(24), interval_ms=1, promotion_blocks=1000) as manager:
+        publisher = publish(engine, keeper=manager, replay_messages=replay_messages)
         routers = [route(publisher, stores=["MEMORY"])]
         engine.seed(prompts[2], 33)
-        settle(engine, kept, routers, prompts)
+        settle(engine, manager, routers, prompts)
         for step in range(50):
             prompt, draw = random.choice(prompts), random.random()
             if draw < 0.1 or step == 0:
                 engine.cache.reset()
             elif draw < 0.15:
-                kept.clear()
+                manager.clear()
             elif draw < 0.25:
-                kept.forget(engine.prompt(prompt))
+                manager.forget(engine.prompt(prompt))
             elif draw < 0.5:
-                assert kept.prefetch(engine.prompt(prompt), deadline=600.0).wait(600)
+                assert manager.prefetch(engine.prompt(prompt), deadline=600.0).wait(600)
             else:
                 engine.seed(prompt, len(prompt))
             if random.random() < 0.3:
-                settle(engine, kept, routers, prompts)
+                settle(engine, manager, routers, prompts)
             if step in (20, 40):
                 routers.append(route(publisher, stores=["MEMORY"]))
-        settle(engine, kept, routers, prompts)
+        settle(engine, manager, routers, prompts)
         assert publisher.stats().resyncs >= 1 and (capacity == 24 or publisher.stats().lost_blocks == 0)
         publisher.close()

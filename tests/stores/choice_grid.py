@@ -46,10 +46,10 @@ def show(name: str, model: World, faster: float, requests: list, points: int) ->
     timed = [request._replace(time=request.time / faster) for request in requests]
     print(f"\n{name}\n{'latency':>10} {'GB/s':>8}  mean seconds to the first token{'':23} / none  / best")
     for point in grid(points):
-        found = means(replace(model, latency=point.latency, bandwidth=point.bandwidth), timed)
-        ratios = found["choice"] / found["none"], found["choice"] / min(found.values())
+        mean_seconds = means(replace(model, latency=point.latency, bandwidth=point.bandwidth), timed)
+        ratios = mean_seconds["choice"] / mean_seconds["none"], mean_seconds["choice"] / min(mean_seconds.values())
         worst = max(worst[0], ratios[0]), max(worst[1], ratios[1])
-        each = "  ".join(f"{policy} {seconds:8.3f}" for policy, seconds in found.items())
+        each = "  ".join(f"{policy} {seconds:8.3f}" for policy, seconds in mean_seconds.items())
         print(
             f"{1e3 * point.latency:7.2f} ms {point.bandwidth / 1e9:8.2f}  {each:<60}  {ratios[0]:.4f}  {ratios[1]:.4f}"
         )

@@ -18,9 +18,9 @@ from kvpool.tools.replay.traces import stream_trace
 from tests.data import recorded
 
 TOKENS, BLOCK_BYTES = 16, 2 << 20
-"""Of a block: those of an 8 billion model with 8 KV heads, in bfloat16."""
+"""Tokens and bytes of a block of an 8 billion parameter model with 8 KV heads, in bfloat16."""
 PIECES = 16
-"""A load comes in so many pieces."""
+"""Number of pieces of a load."""
 POLICIES = ("none", "half", "all", "choice")
 
 
@@ -50,7 +50,7 @@ class World:
     alone: bool = True
     """Each request comes when the one before has its first token. Otherwise it comes at its time."""
     users: int = 1
-    """If alone: so many such rows of requests at a time."""
+    """If alone: that many such rows of requests at a time."""
     engine: bool = False
     """The engine computes one prompt after another. Otherwise each prompt is computed when it is loaded."""
     seed: int = 1
@@ -59,15 +59,15 @@ class World:
 def trace_arrivals(trace: Path, limit: int | None = None) -> list[Arrival]:
     """The requests of a trace, with an unbounded store that nothing is in front of."""
     seen: set[int] = set()
-    found = []
+    arrivals = []
     for _, request in stream_trace(str(trace), limit=limit):
         assert request.hash_ids is not None and request.timestamp is not None
         ids, size = request.hash_ids.tolist(), request.tokens_per_id
-        lead = next((at for at, one in enumerate(ids) if one not in seen), len(ids))
+        lead = next((at for at, block_id in enumerate(ids) if block_id not in seen), len(ids))
         there = min(lead * size, request.input_length - 1) // TOKENS
         seen.update(ids)
-        found.append(Arrival(request.timestamp, request.input_length, there))
-    return found
+        arrivals.append(Arrival(request.timestamp, request.input_length, there))
+    return arrivals
 
 
 def made_arrivals(count: int, seed: int) -> list[Arrival]:

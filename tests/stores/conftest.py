@@ -10,13 +10,13 @@ import pytest
 if TYPE_CHECKING:
     from kvpool.storage import StoreWorker
     from tests.stores.disk_lab import Faulty
-    from tests.stores.hostkeeping import Engine
+    from tests.stores.host_lab import Engine
     from tests.stores.lab import Clock, Wrong
 
 
 @pytest.fixture
 def store() -> Wrong:
-    """A store in memory that does wrong what a test tells it to."""
+    """A store in memory that fails as a test directs."""
     from kvpool.storage import MemoryStore
     from tests.stores.lab import BLOCK_BYTES, Wrong
 
@@ -50,29 +50,29 @@ def clock() -> Clock:
 
 @pytest.fixture
 def make(store: Wrong) -> Iterator[Callable[..., Engine]]:
-    """Makes engines with a host cache and a keeper over ``store``, or over others, and closes them."""
-    from tests.stores.hostkeeping import engines
+    """Make engines with a host cache and a storage manager over ``store``, or over others, and close them."""
+    from tests.stores.host_lab import engines
 
     yield from engines(store)
 
 
 @pytest.fixture
-def one() -> Iterator[Any]:
+def engine() -> Iterator[Any]:
     """An engine on a pool of 64 blocks in each tier."""
-    from tests.stores.keeping import engine
+    from tests.stores.pool_lab import make_engine
 
-    made = engine(P=64, S=64)
+    made = make_engine(P=64, S=64)
     with made.cache:
         yield made
 
 
 @pytest.fixture
 def wrong() -> Wrong:
-    """A store that has the first 41 tokens, and does wrong what a test tells it to."""
-    from tests.stores.keeping import engine, keeper, seed, store, tokens
+    """A store that has the first 41 tokens, and fails as a test directs."""
     from tests.stores.lab import Wrong
+    from tests.stores.pool_lab import make_engine, make_manager, seed, store, tokens
 
-    made, memory = engine(P=64, S=64), store()
-    with made.cache, keeper(made, memory) as kept:
-        seed(made, kept, [tokens(41)])
+    made, memory = make_engine(P=64, S=64), store()
+    with made.cache, make_manager(made, memory) as manager:
+        seed(made, manager, [tokens(41)])
     return Wrong(memory)

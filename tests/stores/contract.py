@@ -58,12 +58,12 @@ class StoreContract:
         """Somebody has found a second prompt with the same key of a pool."""
         with open_queue(make(8)) as queue:
             fill(queue.memory, 3)
-            one, other = (BlockNames(names(3), contexts=[b"same", context, b"same"]) for context in (b"one", b"two"))
-            returned(queue.save(one, np.arange(3)))
-            assert returned(queue.load(one, np.arange(10, 13))).ok == 3
+            first, other = (BlockNames(names(3), contexts=[b"same", context, b"same"]) for context in (b"one", b"two"))
+            returned(queue.save(first, np.arange(3)))
+            assert returned(queue.load(first, np.arange(10, 13))).ok == 3
             assert returned(queue.load(other, np.arange(10, 13))).codes.tolist() == [OK, DAMAGED, OK]
             assert queue.stats().blocks["load", "damaged"] == 1
-            assert returned(queue.load(one, np.arange(10, 13))).codes.tolist() == [OK, ABSENT, OK], "it is dropped"
+            assert returned(queue.load(first, np.arange(10, 13))).codes.tolist() == [OK, ABSENT, OK], "it is dropped"
 
     def test_the_secret_is_known_before_the_store_is_opened(self, make: Open) -> None:
         store = make(8)
@@ -178,8 +178,8 @@ class StoreContract:
 
 
 class LastingContract(StoreContract):
-    """Of a store that outlives a process. Needs also a fixture ``again``: Callable[[], Store], the same store once more
-    after it was closed."""
+    """Tests of a store that outlives a process. Needs also a fixture ``again``: Callable[[], Store], the same store
+    once more after it was closed."""
 
     def test_what_was_saved_is_there_after_it_was_closed(self, make: Open, again: Callable[[], Store]) -> None:
         with open_queue(make(32)) as queue:
@@ -202,7 +202,7 @@ class LastingContract(StoreContract):
     def test_what_is_saved_after_a_reset_is_there_after_it_was_closed(
         self, make: Open, again: Callable[[], Store]
     ) -> None:
-        """Also if the store has not dropped what was there before. A store that has no epochs finds nothing of both."""
+        """Even if the store has not dropped what was there before. A store that has no epochs finds neither."""
         for clears in (True, False):
             wrong = Wrong(make(16))
             wrong.clears_prefix *= clears

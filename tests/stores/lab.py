@@ -46,7 +46,7 @@ def fill(rows: np.ndarray, count: int, first: int = 0) -> None:
 class Wrong:
     """A store in front of another. ``before[kind]`` is called before a call of that kind; ``after[kind]`` gets what it
     answered and gives what is answered instead. Kinds are "open", "find", "save", "load", "forget", "clear", "close".
-    ``deaf``: a save is not told to stop."""
+    ``deaf``: a save gets no signal to stop."""
 
     def __init__(self, inner: Store) -> None:
         self.inner, self.name, self.threads, self.clears_prefix = inner, "wrong", inner.threads, inner.clears_prefix

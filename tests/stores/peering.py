@@ -21,7 +21,7 @@ from tests.stores.lab import BLOCK_BYTES, memory
 ROOT = Path(__file__).parents[2]
 SECRET = b"known to all clients, and nobody"
 WIRE_KEY = wire_key(SharedSecret(SECRET))
-KEY, SEAL, TAG = bytes(32), bytes(16), "0" * 32
+KEY, MAC, TAG = bytes(32), bytes(16), "0" * 32
 SPACE = Space(bytes(16), memory())
 
 
@@ -38,8 +38,8 @@ Serve = Callable[..., StoreServer]
 @pytest.fixture
 def serve(servers: list[StoreServer]) -> Serve:
     def start(store: Store | None = None, **options: Any) -> StoreServer:
-        given = {"block_bytes": BLOCK_BYTES} | ({} if "keys" in options else {"secret": SECRET}) | options
-        servers.append(StoreServer(MemoryStore(64 * BLOCK_BYTES) if store is None else store, **given))
+        arguments = {"block_bytes": BLOCK_BYTES} | ({} if "keys" in options else {"secret": SECRET}) | options
+        servers.append(StoreServer(MemoryStore(64 * BLOCK_BYTES) if store is None else store, **arguments))
         return servers[-1]
 
     return start

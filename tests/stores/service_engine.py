@@ -28,7 +28,7 @@ def main(store: str, number: str, seconds: str) -> None:
             assert saving.wait(600, returned=True)
             kept = [first + place for place in np.flatnonzero(saving.codes == OK).tolist()]
             wanted, rows = random.choice(OF_ALL, AT_ONCE, replace=False), np.arange(AT_ONCE, 2 * AT_ONCE)
-            loading = queue.load(queue.secret.derive_keys([names(1, int(one))[0] for one in wanted]), rows)
+            loading = queue.load(queue.secret.derive_keys([names(1, int(number))[0] for number in wanted]), rows)
             assert loading.wait(600, returned=True)
             came = np.flatnonzero(loading.codes == OK)
             for place in came.tolist():

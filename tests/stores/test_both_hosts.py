@@ -1,4 +1,5 @@
-"""What a pool's keeper and a HostCache's promise alike: what is saved comes back, and whatever a store does, nothing
+"""What the storage managers of a pool and of a HostCache promise alike: what is saved comes back, and whatever a
+store does, nothing
 wrong comes in, nobody waits for it, and what is given up is counted."""
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvpool.storage import OK, REFUSED, BreakerStats, LoadOrCompute, MemoryStore
-from tests.stores import hostkeeping, keeping
+from tests.stores import host_lab, pool_lab
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Clock, Wrong, fail, names
 from tests.waiting import until
 
@@ -26,19 +27,19 @@ class PoolHost:
     def __init__(
         self, *stores: Any, blocks: int = 256, quota: int | None = None, speed: float | None = None, **options: Any
     ) -> None:
-        self.of, self.clock = keeping.engine(P=BLOCKS + 4, S=blocks), Clock()
+        self.of, self.clock = pool_lab.make_engine(P=BLOCKS + 4, S=blocks), Clock()
         quotas = None if quota is None else {(None, None): quota}
-        self.kept = keeping.keeper(
+        self.manager = pool_lab.make_manager(
             self.of, list(stores), quotas=quotas, prefill_tokens_per_s=speed, clock=self.clock, **options
         )
         self.fetches: dict[int, Any] = {}
 
     def document(self, number: int) -> list[int]:
-        return keeping.tokens(BLOCKS * keeping.T + 1, 1000 * number)
+        return pool_lab.tokens(BLOCKS * pool_lab.T + 1, 1000 * number)
 
     def use(self, number: int) -> None:
         self.of.seed(self.document(number))
-        assert self.kept.drain(600)
+        assert self.manager.drain(600)
 
     write = use
 
@@ -46,33 +47,33 @@ class PoolHost:
         self.of.cache.forget(self.of.prompt(self.document(number)))
 
     def ask(self, number: int) -> None:
-        self.fetches[number] = self.kept.prefetch(self.of.prompt(self.document(number)), SECONDS)
+        self.fetches[number] = self.manager.prefetch(self.of.prompt(self.document(number)), SECONDS)
 
     def ended(self, number: int) -> bool:
         return bool(self.fetches[number].done)
 
     def cached(self, number: int) -> int:
-        return self.of.reusable(self.document(number)) // keeping.T
+        return self.of.reusable(self.document(number)) // pool_lab.T
 
     def here(self, number: int) -> int:
         sequence = self.of.add(self.document(number))
         self.of.release(sequence, store=False)
-        return sequence.cached // keeping.T
+        return sequence.cached // pool_lab.T
 
     def clear(self) -> None:
-        assert self.kept.clear(force=True).wait(600)
+        assert self.manager.clear(force=True).wait(600)
 
     @property
     def saved(self) -> int:
-        return self.kept.stats().saved_blocks
+        return self.manager.stats().saved_blocks
 
     @property
     def declined(self) -> int:
-        return BLOCKS * self.kept.stats().prefetches.get("declined", 0)
+        return BLOCKS * self.manager.stats().prefetches.get("declined", 0)
 
     def close(self) -> None:
         if not self.of.cache.closed:
-            assert self.kept.close(600)
+            assert self.manager.close(600)
             self.of.cache.close()
 
 
@@ -82,8 +83,8 @@ class CacheHost:
     def __init__(
         self, *stores: Any, blocks: int = 256, quota: int | None = None, speed: float | None = None, **options: Any
     ) -> None:
-        policies = None if speed is None else [LoadOrCompute(speed, BLOCK_BYTES, keeping.T) for _ in stores]
-        self.of = hostkeeping.Engine(
+        policies = None if speed is None else [LoadOrCompute(speed, BLOCK_BYTES, pool_lab.T) for _ in stores]
+        self.of = host_lab.Engine(
             *stores,
             blocks=blocks,
             quota=quota,
@@ -93,47 +94,47 @@ class CacheHost:
             save_share=1.0,
             **options,
         )
-        self.kept = self.of.keeper
+        self.manager = self.of.manager
 
     def write(self, number: int) -> None:
         self.of.write(BLOCKS, BLOCKS * number)
-        assert self.kept.drain(600)
+        assert self.manager.drain(600)
 
     def use(self, number: int) -> None:
         self.of.read(BLOCKS, BLOCKS * number)
-        assert self.kept.drain(600)
+        assert self.manager.drain(600)
 
     def drop(self, number: int) -> None:
         self.of.cache.forget(names(BLOCKS, BLOCKS * number))
 
     def ask(self, number: int) -> None:
-        self.kept.lookup(names(BLOCKS, BLOCKS * number))
-        self.kept.poll()
+        self.manager.lookup(names(BLOCKS, BLOCKS * number))
+        self.manager.poll()
 
     def ended(self, number: int) -> bool:
-        self.kept.poll()
-        return not self.kept.stats().searching
+        self.manager.poll()
+        return not self.manager.stats().searching
 
     def cached(self, number: int) -> int:
-        return int((self.of.cache.lookup(names(BLOCKS, BLOCKS * number)) == hostkeeping.HERE).sum())
+        return int((self.of.cache.lookup(names(BLOCKS, BLOCKS * number)) == host_lab.HERE).sum())
 
     def here(self, number: int) -> int:
-        said = [*self.kept.lookup(names(BLOCKS, BLOCKS * number)).tolist(), hostkeeping.ABSENT]
-        count = next(place for place, answer in enumerate(said) if answer != hostkeeping.HERE)
+        said = [*self.manager.lookup(names(BLOCKS, BLOCKS * number)).tolist(), host_lab.ABSENT]
+        count = next(place for place, answer in enumerate(said) if answer != host_lab.HERE)
         self.of.read(count, BLOCKS * number)
         return count
 
     def clear(self) -> None:
-        self.kept.clear()
-        self.of.until(lambda: not any(one.unconfirmed_drops for one in self.kept.stats().stores))
+        self.manager.clear()
+        self.of.until(lambda: not any(counters.unconfirmed_drops for counters in self.manager.stats().stores))
 
     @property
     def saved(self) -> int:
-        return self.kept.stats().saved
+        return self.manager.stats().saved
 
     @property
     def declined(self) -> int:
-        return self.kept.stats().missed.get("declined", 0)
+        return self.manager.stats().missed.get("declined", 0)
 
     def close(self) -> None:
         if not self.of.cache.closed:
@@ -158,12 +159,12 @@ def bring(host: Host, number: int) -> int:
 
 
 def health(host: Host) -> BreakerStats:
-    return host.kept.stats().health["wrong"]
+    return host.manager.stats().health["wrong"]
 
 
 @pytest.fixture(params=[PoolHost, CacheHost], ids=["pool", "cache"])
 def made(request: pytest.FixtureRequest) -> Iterator[Callable[..., Host]]:
-    """Makes hosts with keepers over some stores, and closes them."""
+    """Make hosts with storage managers over some stores, and close them."""
     hosts: list[Host] = []
 
     def make(*stores: Any, **options: Any) -> Host:
@@ -210,7 +211,7 @@ def test_what_the_host_evicts_was_saved_before(made: Callable[..., Host], store:
     host = made(store, blocks=2 * BLOCKS, save="evict")
     for number in range(12):
         host.write(number)
-    assert 9 * BLOCKS <= host.saved < 12 * BLOCKS and not host.kept.stats().dropped
+    assert 9 * BLOCKS <= host.saved < 12 * BLOCKS and not host.manager.stats().dropped
     assert host.here(0) == 0 and bring(host, 0) == BLOCKS
 
 
@@ -250,8 +251,8 @@ def test_a_changed_byte_never_comes_in(made: Callable[..., Host], store: Wrong) 
 
     host, store.after["load"] = made(store), damage
     assert bring(host, 0) == 0
-    host.kept.drain(600)
-    assert store.stats()["blocks"] == 0, "the store was told to forget what was damaged"
+    host.manager.drain(600)
+    assert store.stats()["blocks"] == 0, "the store has dropped what was damaged"
 
 
 def test_a_store_that_says_it_has_everything_harms_nothing(made: Callable[..., Host], store: Wrong) -> None:
@@ -277,7 +278,7 @@ def test_a_load_that_hangs_costs_no_more_than_its_deadline(made: Callable[..., H
     else:
         host.of.write(BLOCKS, BLOCKS)
     gate.open()
-    assert host.kept.drain(600)
+    assert host.manager.drain(600)
     assert host.here(0) == 0 and host.here(1) == BLOCKS, "late bytes get nowhere"
 
 
@@ -291,9 +292,9 @@ def test_a_store_that_fails_is_left_alone_and_used_again(made: Callable[..., Hos
         host.write(number)
     assert health(host).reads_suspended and health(host).writes_suspended
     assert [store.calls[calls:].count(kind) for kind in ("find", "save", "load")] == [3, 3, 0]
-    assert host.kept.stats().dropped == {("wrong", "failed"): 3 * BLOCKS, ("wrong", "suspended"): 3 * BLOCKS}
+    assert host.manager.stats().dropped == {("wrong", "failed"): 3 * BLOCKS, ("wrong", "suspended"): 3 * BLOCKS}
     if isinstance(host, CacheHost):
-        assert host.kept.stats().missed == {"failed": 3 * BLOCKS, "suspended": 3 * BLOCKS}
+        assert host.manager.stats().missed == {"failed": 3 * BLOCKS, "suspended": 3 * BLOCKS}
         assert host.of.cache.stats().pinned == 0
     store.before.clear()
     assert bring(host, 0) == 0, "it is suspended"
@@ -303,7 +304,7 @@ def test_a_store_that_fails_is_left_alone_and_used_again(made: Callable[..., Hos
     assert host.saved == BLOCKS and not (health(host).reads_suspended or health(host).writes_suspended)
 
 
-def test_behind_a_dead_store_the_next_one_serves(made: Callable[..., Host], store: Wrong) -> None:
+def test_after_a_dead_store_the_next_one_serves(made: Callable[..., Host], store: Wrong) -> None:
     saved_documents(made, store, 1)
     dead = Wrong(MemoryStore(64 * BLOCK_BYTES))
     dead.name = "dead"
@@ -314,7 +315,7 @@ def test_behind_a_dead_store_the_next_one_serves(made: Callable[..., Host], stor
 def test_a_full_store_refuses_and_that_is_counted(made: Callable[..., Host], store: Wrong) -> None:
     host, store.after["save"] = made(store), lambda answer: np.full(len(answer), REFUSED, np.uint8)
     host.write(0)
-    assert host.saved == 0 and host.kept.stats().dropped == {("wrong", "refused"): BLOCKS}
+    assert host.saved == 0 and host.manager.stats().dropped == {("wrong", "refused"): BLOCKS}
     assert not health(host).writes_suspended
 
 
@@ -322,12 +323,12 @@ def test_a_store_gets_no_more_than_the_quota(made: Callable[..., Host], store: W
     host = made(store, quota=4 * BLOCK_BYTES)
     for number in range(3):
         host.write(number)
-    dropped = host.kept.stats().dropped
+    dropped = host.manager.stats().dropped
     assert store.stats()["blocks"] == 4 and {*dropped} <= {("wrong", "quota")}
     assert host.saved + sum(dropped.values()) == 3 * BLOCKS
     nothing = made(Wrong(MemoryStore(64 * BLOCK_BYTES)), quota=1)
     nothing.write(0)
-    assert nothing.kept.stats().dropped == {("wrong", "quota"): BLOCKS}
+    assert nothing.manager.stats().dropped == {("wrong", "quota"): BLOCKS}
 
 
 @pytest.mark.parametrize("seconds", [0.001, 4.0])
@@ -357,7 +358,7 @@ def test_a_load_that_hangs_ends_when_the_engine_would_have_computed_it(made: Cal
     until(lambda: host.ended(9))
     assert host.here(9) == 0
     gate.open()
-    assert host.kept.drain(600)
+    assert host.manager.drain(600)
 
 
 def test_a_store_that_does_not_open_closes_the_others(made: Callable[..., Host], store: Wrong) -> None:

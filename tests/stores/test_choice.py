@@ -41,9 +41,9 @@ def trained(latency: float, bandwidth: float, hits: int = 40) -> LoadOrCompute:
 
 @pytest.mark.parametrize("world", grid(4), ids=name_of)
 def test_loading_never_loses_to_computing_nor_to_what_is_fixed(world: World) -> None:
-    found = means(world, REQUESTS)
-    assert found["choice"] <= 1.02 * found["none"]
-    assert found["choice"] <= 1.1 * min(found.values())
+    mean_seconds = means(world, REQUESTS)
+    assert mean_seconds["choice"] <= 1.02 * mean_seconds["none"]
+    assert mean_seconds["choice"] <= 1.1 * min(mean_seconds.values())
 
 
 @pytest.mark.parametrize("world", [world for world in grid(4) if world.bandwidth > 1e9], ids=name_of)
@@ -51,17 +51,17 @@ def test_loading_never_loses_to_computing_nor_to_what_is_fixed(world: World) -> 
 def test_it_holds_in_each_scenario(name: str, world: World) -> None:
     """Prefill speeds, noise, shared bandwidth, one engine for all, a collapse in the middle of a load."""
     model, faster = SCENARIOS[name]
-    requests = [one._replace(time=one.time / faster) for one in made_arrivals(600, seed=3)]
-    found = means(replace(model, latency=world.latency, bandwidth=world.bandwidth), requests)
-    assert found["choice"] <= 1.02 * found["none"]
-    assert found["choice"] <= 1.1 * min(found.values())
+    requests = [request._replace(time=request.time / faster) for request in made_arrivals(600, seed=3)]
+    latencies = means(replace(model, latency=world.latency, bandwidth=world.bandwidth), requests)
+    assert latencies["choice"] <= 1.02 * latencies["none"]
+    assert latencies["choice"] <= 1.1 * min(latencies.values())
 
 
 @pytest.mark.parametrize("collapse", [1e-3, 0.0])
 @pytest.mark.parametrize("world", grid(3), ids=name_of)
 def test_collapses_in_mid_load_cost_little(world: World, collapse: float) -> None:
-    found = means(replace(world, collapse=collapse, every=25, lasts=25), REQUESTS)
-    assert found["choice"] <= 1.02 * found["none"]
+    latencies = means(replace(world, collapse=collapse, every=25, lasts=25), REQUESTS)
+    assert latencies["choice"] <= 1.02 * latencies["none"]
 
 
 def test_a_store_that_is_back_is_used_again() -> None:
@@ -80,16 +80,16 @@ def test_a_store_that_is_back_is_used_again() -> None:
 )
 def test_neither_the_mean_nor_the_tail_loses_to_what_is_fixed(users: int, bandwidth: float) -> None:
     """Some cells of the grid, of prompts of 2,048 tokens."""
-    found = cell(2_048, users, bandwidth, requests=400)
-    assert found.mean <= 1.02 and found.tail <= 1.10, found
-    assert found.lost <= lost_most(users), found
+    losses = cell(2_048, users, bandwidth, requests=400)
+    assert losses.mean <= 1.02 and losses.tail <= 1.10, losses
+    assert losses.lost <= lost_most(users), losses
 
 
 @pytest.mark.parametrize("bandwidth", [2e9, 20e9])
 def test_what_many_users_lose_before_a_store_is_known_is_bounded(bandwidth: float) -> None:
     """Those who would wait for the engine in any case ask the store meanwhile."""
-    found = cell(512, 16, bandwidth, requests=400)
-    assert found.mean <= 1.02 and found.lost <= lost_most(16) / 2, found
+    losses = cell(512, 16, bandwidth, requests=400)
+    assert losses.mean <= 1.02 and losses.lost <= lost_most(16) / 2, losses
 
 
 def test_a_load_from_a_store_that_nobody_knows_is_over_before_the_engine_is_free() -> None:
@@ -115,13 +115,13 @@ def test_no_store_costs_more_than_the_budget(seed: int) -> None:
     kind = random.choice(["dead", "slow", "jumpy", "good, then dead"])
     for number in range(1_500):
         there = random.choice([1, 3, 10, 30, 100, 1_000])
-        own = there * choice.block_seconds
-        computing, longest = computing + own, max(longest, own)
+        computed = there * choice.block_seconds
+        computing, longest = computing + computed, max(longest, computed)
         load = choice.choose(there, random.choice([0, 0, MIB]))
         if load.blocks:
             open_loads.append((load, there))
         else:
-            spent += own
+            spent += computed
         while open_loads and (len(open_loads) > 3 or random.random() < 0.5):
             load, there = open_loads.pop(random.randrange(len(open_loads)))
             came, elapsed = run_of(choice, load, kind, random, number)
@@ -176,7 +176,7 @@ def test_hits_that_are_shorter_than_the_latency_are_computed() -> None:
     assert latency == pytest.approx(0.5, rel=0.01) and bandwidth == pytest.approx(1e9, rel=0.01)
 
 
-def test_a_hit_behind_a_long_queue_is_computed() -> None:
+def test_a_hit_at_the_end_of_a_long_queue_is_computed() -> None:
     choice = trained(latency=0.01, bandwidth=1e9)
     assert choice.choose(100, ahead_bytes=200 * MIB).blocks == 100
     assert choice.choose(100, ahead_bytes=800 * MIB).blocks == 0, "0.8 s of waiting saves 1 s and delays others"
@@ -216,7 +216,7 @@ def test_a_probe_leaves_what_is_spare_as_it_was_given() -> None:
     assert choice.choose(100).blocks == 100
 
 
-def test_what_the_engine_would_have_waited_anyway_is_no_loss() -> None:
+def test_time_that_the_engine_would_have_waited_anyway_is_not_a_loss() -> None:
     choice = trained(latency=0.01, bandwidth=120e6)
     for _ in range(200):
         load = choice.choose(100, spare=5.0)
@@ -272,7 +272,7 @@ def test_loads_that_gain_less_than_expected_end_until_one_succeeds() -> None:
 
 
 def test_one_probe_that_succeeds_is_enough() -> None:
-    """Also of a store that saves little, 0.71 s instead of 1 s, and has given nothing for a long time."""
+    """Even for a store that saves little, 0.71 s instead of 1 s, and has given nothing for a long time."""
     choice = trained(latency=0.01, bandwidth=150e6)
     for _ in range(5_000):
         load = choice.choose(100)
@@ -303,12 +303,12 @@ def test_probes_wait_longer_each_time() -> None:
 
 
 def test_a_load_that_nobody_waits_for_teaches_nothing() -> None:
-    one, other = trained(0.01, 1e9), trained(0.01, 1e9)
+    chooser, other = trained(0.01, 1e9), trained(0.01, 1e9)
     for _ in range(1_000):
-        load = one.choose(100)
+        load = chooser.choose(100)
         assert load.blocks, "its risk has come back"
-        one.drop(load)
-    assert one.expected() == other.expected()
+        chooser.drop(load)
+    assert chooser.expected() == other.expected()
 
 
 def test_nothing_there_is_nothing_to_load() -> None:
@@ -334,14 +334,14 @@ def test_the_first_hit_is_loaded() -> None:
     ],
 )
 def test_a_call_that_raises_has_changed_nothing(call: Any) -> None:
-    one, other = trained(0.01, 1e9), trained(0.01, 1e9)
-    loads = one.choose(100), other.choose(100)
+    chooser, other = trained(0.01, 1e9), trained(0.01, 1e9)
+    loads = chooser.choose(100), other.choose(100)
     with pytest.raises((TypeError, ValueError), match=": expected .*, got "):
-        call(one, loads[0])
+        call(chooser, loads[0])
     assert loads[0].until == loads[1].until
-    one.end(loads[0], 100, 0.5)
+    chooser.end(loads[0], 100, 0.5)
     other.end(loads[1], 100, 0.5)
-    assert one.choose(100).until == other.choose(100).until
+    assert chooser.choose(100).until == other.choose(100).until
 
 
 @pytest.mark.parametrize("bad", [0, 5e-324, 10**400, -1.0, math.nan, math.inf, "fast", True])
@@ -353,7 +353,7 @@ def test_bad_speeds_are_named(bad: Any) -> None:
 # -- the estimate --------------------------------------------------------------------------------------
 
 
-def test_latency_and_bandwidth_are_told_apart() -> None:
+def test_latency_and_bandwidth_are_estimated_separately() -> None:
     speed = Speed()
     for blocks in (1, 50, 3, 200):
         speed.observe(blocks * MIB, 0.02 + blocks * MIB / 3e9)

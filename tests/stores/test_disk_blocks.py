@@ -208,9 +208,9 @@ def test_namespaces_that_have_left_cost_no_memory_and_the_others_keep_their_limi
             assert index.forget([key]) == 1
 
     staying = b"a tenant, staying"[:16]
-    own = [b"%32d" % number for number in range(3)]
-    save(own[0], staying)
-    save(own[1], staying)
+    keys = [b"%32d" % number for number in range(3)]
+    save(keys[0], staying)
+    save(keys[1], staying)
     tracemalloc.start()
     try:
         come_and_go(range(1, 3_000))
@@ -220,8 +220,8 @@ def test_namespaces_that_have_left_cost_no_memory_and_the_others_keep_their_limi
     finally:
         tracemalloc.stop()
     assert after - before < 9_000 * 64, "nothing is kept for 9,000 namespaces that have left"
-    save(own[2], staying)
-    assert [index.has(key) for key in own] == [False, True, True]
+    save(keys[2], staying)
+    assert [index.has(key) for key in keys] == [False, True, True]
 
 
 def test_forgotten_and_failed_blocks_do_not_count(tmp_path: Path, faulty: Faulty) -> None:
@@ -261,7 +261,7 @@ def test_saves_that_wait_share_one_commit(tmp_path: Path, faulty: Faulty) -> Non
 
 
 def test_a_sync_that_fails_is_not_made_up_for_by_the_next_one(tmp_path: Path, faulty: Faulty) -> None:
-    """The kernel tells of a failure once. What was written before it may be lost, and the next sync says nothing."""
+    """The kernel reports a failure once. What was written before it may be lost, and the next sync succeeds."""
     with open_queue(store_of(tmp_path, 64, faulty)) as queue:
         gate = Gate()
 
@@ -373,8 +373,8 @@ def test_another_capacity_keeps_what_fits(tmp_path: Path) -> None:
 
 def test_the_slab_is_allocated_when_the_store_is_opened(tmp_path: Path) -> None:
     with open_queue(store_of(tmp_path, 512)):
-        found = (tmp_path / "store" / "slab").stat()
-        assert found.st_size == 512 * BLOCK_BYTES <= found.st_blocks * 512
+        status = (tmp_path / "store" / "slab").stat()
+        assert status.st_size == 512 * BLOCK_BYTES <= status.st_blocks * 512
 
 
 def test_a_block_that_is_absent_costs_no_read(tmp_path: Path, faulty: Faulty) -> None:
@@ -405,11 +405,11 @@ def test_many_threads_on_few_slots_lose_no_slot_and_mix_no_bytes(tmp_path: Path,
                 limit = chance.choice([3, 1 << 40])
                 jobs.append(queue.save(keys, np.array(numbers), tag=chance.choice(tags), limit=limit))
             elif kind == "load":
-                # Loads share rows: their seals are compared, and what another has overwritten is damaged.
+                # Loads share rows: their MACs are compared, and what another has overwritten is damaged.
                 jobs.append(queue.load(keys[:1], np.array([40 + chance.randrange(24)])))
             else:
                 jobs.append(queue.forget(keys[:1]))
-            # Of too many at a time, drops cancel most before they have begun.
+            # With more at a time, drops cancel most of them before they have begun.
             assert jobs[max(0, len(jobs) - 8)].wait(600, returned=True)
         assert all(job.wait(600, returned=True) for job in jobs)
         faulty.before.clear()

@@ -240,7 +240,7 @@ def test_the_files_of_two_stores_do_not_mix(tmp_path: Path, folder: Path) -> Non
 
 @pytest.mark.parametrize("at", ["pwritev", "fdatasync", "COMMIT"])
 def test_a_crash_while_a_slot_gets_other_bytes(tmp_path: Path, at: str) -> None:
-    """The old row may still name the slot. Its seal tells that the bytes are not its own."""
+    """The old row may still name the slot. Its MAC shows that the bytes are not its own."""
     faulty, gate = Faulty(), Gate()
     store = DiskStore(tmp_path / "store", BLOCK_BYTES, system=faulty.system)
     with open_queue(store) as queue:
@@ -258,7 +258,7 @@ def test_a_crash_while_a_slot_gets_other_bytes(tmp_path: Path, at: str) -> None:
         jobs = [queue.load(old, np.arange(1)), queue.load(new, np.arange(1, 2))]
         assert all(job.wait(600, returned=True) for job in jobs)
         assert jobs[0].codes.tolist() == [OK if at == "pwritev" else DAMAGED]
-        assert jobs[1].codes.tolist() == [ABSENT], "nobody was told that it was saved"
+        assert jobs[1].codes.tolist() == [ABSENT], "it was not reported as saved"
     with open_queue(DiskStore(after)) as queue:
         jobs = [queue.load(old, np.arange(1)), queue.load(new, np.arange(1, 2))]
         assert all(job.wait(600, returned=True) for job in jobs)

@@ -114,13 +114,13 @@ def test_what_was_evicted_for_a_save_that_failed_and_is_forgotten_stays_gone_aft
         keys = saved(queue, 32)
         faulty.before["pwritev"] = raising(OSError(errno.EIO, "I/O error"))
         assert not returned(queue.save(queue.secret.derive_keys(names(4, 100)), np.arange(4))).ok
-        found = done(queue.find(keys))
-        assert found.codes.tolist().count(ABSENT) == 4
-        dropped = done(queue.forget(keys[found.codes == ABSENT]))
+        listed = done(queue.find(keys))
+        assert listed.codes.tolist().count(ABSENT) == 4
+        dropped = done(queue.forget(keys[listed.codes == ABSENT]))
         assert dropped.ok == 4 and dropped.dropped == 0
         shutil.copytree(tmp_path / "store", tmp_path / "crashed")
     with open_queue(DiskStore(tmp_path / "crashed")) as queue:
-        assert done(queue.find(keys)).codes.tolist() == found.codes.tolist()
+        assert done(queue.find(keys)).codes.tolist() == listed.codes.tolist()
 
 
 def test_a_block_that_cannot_be_read_fails_alone(store: DiskStore, faulty: Faulty) -> None:
@@ -185,7 +185,7 @@ def test_who_waits_for_a_commit_learns_that_the_one_before_has_failed(tmp_path: 
     """A commit begins while the one before ends, which has the page of the key that both forget."""
     store = DiskStore(tmp_path / "store", 64 * BLOCK_BYTES, system=faulty.system)
     with open_queue(store) as queue:
-        own = queue.secret.keys(saved(queue, 60))
+        keys = queue.secret.keys(saved(queue, 60))
         gate, begun, answers = Gate(), threading.Event(), list[object]()
 
         def forget(keys: np.ndarray) -> None:
@@ -199,7 +199,7 @@ def test_who_waits_for_a_commit_learns_that_the_one_before_has_failed(tmp_path: 
             raise FULL
 
         faulty.before["COMMIT"] = fail
-        threads = [threading.Thread(target=forget, args=(own[[0, *more]],)) for more in ([], [59], [58])]
+        threads = [threading.Thread(target=forget, args=(keys[[0, *more]],)) for more in ([], [59], [58])]
         threads[0].start()
         assert gate.reached.wait(600)
         faulty.before["fdatasync"] = begun.set
@@ -211,7 +211,7 @@ def test_who_waits_for_a_commit_learns_that_the_one_before_has_failed(tmp_path: 
         for thread in threads:
             thread.join(600)
         failed = [answer for answer in answers if isinstance(answer, OSError)]
-        assert (len(failed), len(answers)) == (2, 3), "the commit behind both is one of its own"
+        assert (len(failed), len(answers)) == (2, 3), "the commit after both is one of its own"
 
 
 def test_a_close_that_fails_is_counted_and_lets_go(store: DiskStore, faulty: Faulty, tmp_path: Path) -> None:
@@ -336,6 +336,6 @@ def test_a_save_that_fails_late_takes_nothing_from_the_save_that_tries_again(tmp
     second.join(600)
     for number in (3, 4):
         rows[7] = 0
-        found, _ = store.load(names[number], np.array([7]), bool)
-        assert found.tolist() == [ABSENT] or (rows[7] == number).all()
+        loaded, _ = store.load(names[number], np.array([7]), bool)
+        assert loaded.tolist() == [ABSENT] or (rows[7] == number).all()
     store.close()

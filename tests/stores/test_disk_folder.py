@@ -113,7 +113,7 @@ def test_a_symbolic_link_is_refused(tmp_path: Path, name: str) -> None:
     assert elsewhere.is_dir() or not elsewhere.read_bytes()
 
 
-def test_a_place_that_is_no_folder_or_has_no_parent_is_named(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_folder_or_has_no_parent_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(PermissionError, match="expected a folder"):
         opened(tmp_path / "file")
@@ -170,9 +170,9 @@ def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path: Path, for
         os.waitpid(pid, 0)
         opened(folder).close()
     finally:
-        for one in {pid, child}:
+        for process in {pid, child}:
             with suppress(ProcessLookupError):
-                os.kill(one, signal.SIGKILL)
+                os.kill(process, signal.SIGKILL)
 
 
 def test_what_could_not_be_opened_leaves_no_folder_and_no_file(tmp_path: Path) -> None:
@@ -290,10 +290,12 @@ def test_a_folder_that_has_gone_is_said_once_counted_and_not_saved_into(
             job = queue.save(queue.secret.derive_keys(names(2, 10)), np.arange(2))
             assert job.wait(600, returned=True) and job.codes.tolist() == [FAILED, FAILED]
             assert queue.stats().store["folder_gone"] == count
-        told = [
-            one for one in caplog.records if "removed or replaced" in one.message and one.name.endswith("disk_store")
+        warnings = [
+            record
+            for record in caplog.records
+            if "removed or replaced" in record.message and record.name.endswith("disk_store")
         ]
-        assert len(told) == 1 and told[0].levelname == "WARNING"
+        assert len(warnings) == 1 and warnings[0].levelname == "WARNING"
         job = queue.load(queue.secret.derive_keys(names(2)), np.array([4, 5]))
         assert job.wait(600, returned=True) and job.ok == 2, "what was saved before is still read"
 
@@ -373,14 +375,14 @@ def test_without_a_capacity_a_store_takes_half_of_what_is_free_and_at_most_64_gi
     tmp_path: Path, free: int, blocks: int
 ) -> None:
     """Once it is made it stays as it is."""
-    found = SimpleNamespace(f_bavail=free << 8, f_frsize=4096)
-    system = System(posix_fallocate=lambda fd, start, nbytes: None, statvfs=lambda path: found)
+    free_space = SimpleNamespace(f_bavail=free << 8, f_frsize=4096)
+    system = System(posix_fallocate=lambda fd, start, nbytes: None, statvfs=lambda path: free_space)
     store, space = DiskStore(tmp_path / "store", system=system), Space(bytes(16), memory(1, 1 << 20))
     for _ in range(2):
         store.open(space)
         assert store.stats()["capacity"] == blocks
         store.close()
-        found.f_bavail = 1 << 10
+        free_space.f_bavail = 1 << 10
 
 
 @pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1])

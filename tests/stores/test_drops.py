@@ -1,4 +1,4 @@
-"""What a queue was told to drop is found, loaded and saved by nobody, whatever its store does, until the store has
+"""What a queue drops is found, loaded and saved by nobody, whatever its store does, until the store has
 confirmed that it is gone."""
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def test_until_a_store_that_is_down_confirms_nothing_is_found_loaded_or_saved(
     assert codes(queue.find(keys)) == [CANCELLED] * 4
     assert codes(queue.load(keys, np.arange(4))) == [CANCELLED] * 4
     assert codes(queue.save(keys, np.arange(4))) == [CANCELLED] * 4
-    assert down.refused.acquire(timeout=600), "it is told again"
+    assert down.refused.acquire(timeout=600), "the drop is sent again"
     assert not dropped.done and "I/O error" in dropped.error and queue.stats().unconfirmed_drops == 1
     assert len(store.inner._blocks) == 4 and not {"find", "load"} & set(store.calls[2:])
     down.up()
@@ -262,11 +262,11 @@ def test_drops_cost_a_look_at_each_block_of_a_job_however_many_wait() -> None:
     for forget in forgets:
         drops.add(forget)
     for kind in ("find", "load", "save"):
-        found = job(kind, 98, 8)
-        found.hashed()
+        request = job(kind, 98, 8)
+        request.hashed()
         before = Counted.looked_up
-        assert not drops.screen(found) and Counted.looked_up == before + 8
-        assert (found.codes == CANCELLED).tolist() == [True] * 3 + [False] * 5
+        assert not drops.screen(request) and Counted.looked_up == before + 8
+        assert (request.codes == CANCELLED).tolist() == [True] * 3 + [False] * 5
     # All wait for a call that saves what they drop. Until it ends, none is looked at again.
     running = {1: (saving, np.arange(200))}
     assert drops.next(0.0, running) is None
@@ -276,8 +276,8 @@ def test_drops_cost_a_look_at_each_block_of_a_job_however_many_wait() -> None:
     for forget in forgets[:-1]:
         assert drops.next(0.0, {}) is forget
         drops.remove(forget)
-    assert not drops.screen(found := job("find", 98, 8))
-    assert (found.codes == CANCELLED).tolist() == [False, True, True] + [False] * 5
+    assert not drops.screen(request := job("find", 98, 8))
+    assert (request.codes == CANCELLED).tolist() == [False, True, True] + [False] * 5
 
 
 def test_a_drop_cannot_be_cancelled(store: Wrong, queue: StoreWorker, drop: Drop) -> None:

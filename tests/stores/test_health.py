@@ -46,9 +46,7 @@ def test_an_answer_between_failures_counts_them_anew(health: CircuitBreaker, cod
     assert health.usable()
 
 
-def test_a_save_of_what_is_not_there_any_more_says_nothing_and_is_no_probe(
-    health: CircuitBreaker, clock: Clock
-) -> None:
+def test_a_save_of_what_is_gone_does_not_change_health_and_is_not_a_probe(health: CircuitBreaker, clock: Clock) -> None:
     fail(health, kind="save")
     clock.now += 5
     assert health.usable(writes=True) and not health.usable(writes=True)

@@ -11,9 +11,9 @@ import pytest
 from kvpool import HostCache, KVCacheManager
 from kvpool.storage import MemoryStore, Prefetch, StorageManager
 from kvpool.storage.store import Store
-from tests.stores.hostkeeping import ABSENT, HERE, Engine, engines
-from tests.stores.keeping import IDENTITY, engine, fetch, grouped, keeper, seed, store, tokens, write_all
+from tests.stores.host_lab import ABSENT, HERE, Engine, engines
 from tests.stores.lab import Wrong, names
+from tests.stores.pool_lab import IDENTITY, fetch, grouped, make_engine, make_manager, seed, store, tokens, write_all
 
 Make = Callable[..., Engine]
 SEED = 20_261
@@ -24,99 +24,99 @@ def make() -> Iterator[Make]:
     yield from engines(Wrong(MemoryStore(1 << 20)))
 
 
-def look_up(one: Engine, request: str, keys: list[bytes]) -> list[int]:
+def look_up(engine: Engine, request: str, keys: list[bytes]) -> list[int]:
     """What a request finds once nothing is under way."""
-    one.keeper.lookup(keys, request)
-    one.until(lambda: not (one.keeper.stats().searching or one.keeper.stats().loading))
-    return np.where(one.keeper.lookup(keys, request) == HERE, HERE, ABSENT).tolist()
+    engine.manager.lookup(keys, request)
+    engine.until(lambda: not (engine.manager.stats().searching or engine.manager.stats().loading))
+    return np.where(engine.manager.lookup(keys, request) == HERE, HERE, ABSENT).tolist()
 
 
 def stocked(make: Make, count: int, blocks: int = 16, room: int = 8, event_capacity: int = 0) -> Engine:
-    """An empty cache before a store with keys 0 to ``count``, with room for so many loads."""
-    one = make(blocks=blocks, load_share=room / blocks, event_capacity=event_capacity)
+    """An empty cache before a store with keys 0 to ``count``, with room for that many loads."""
+    engine = make(blocks=blocks, load_share=room / blocks, event_capacity=event_capacity)
     for first in range(0, count, 8):
-        one.saved(8, first)
-    return one
+        engine.saved(8, first)
+    return engine
 
 
 def test_after_an_aborted_request_the_next_ones_load_all_at_once(make: Make) -> None:
-    one = stocked(make, 48)
+    engine = stocked(make, 48)
     for i in range(6):
-        assert look_up(one, f"r{i}", names(8, 8 * i)) == [HERE] * 8, i
-        assert one.keeper.stats().unread == 8
-        one.keeper.finish(f"r{i}")
-        assert one.keeper.stats().unread == 0
-        assert one.cache.lookup(names(8, 8 * i)).tolist() == [HERE] * 8, "it stays cached"
-    assert one.keeper.stats().refused == 0
+        assert look_up(engine, f"r{i}", names(8, 8 * i)) == [HERE] * 8, i
+        assert engine.manager.stats().unread == 8
+        engine.manager.finish(f"r{i}")
+        assert engine.manager.stats().unread == 0
+        assert engine.cache.lookup(names(8, 8 * i)).tolist() == [HERE] * 8, "it stays cached"
+    assert engine.manager.stats().refused == 0
 
 
 def test_what_a_request_does_not_take_stops_counting_when_it_takes_the_rest(make: Make) -> None:
-    one = stocked(make, 16)
-    assert look_up(one, "r0", names(8)) == [HERE] * 8
-    one.keeper.pin(names(2), owner="r0").close()
-    assert one.keeper.stats().unread == 0
-    assert look_up(one, "r1", names(8, 8)) == [HERE] * 8
+    engine = stocked(make, 16)
+    assert look_up(engine, "r0", names(8)) == [HERE] * 8
+    engine.manager.pin(names(2), owner="r0").close()
+    assert engine.manager.stats().unread == 0
+    assert look_up(engine, "r1", names(8, 8)) == [HERE] * 8
 
 
 def test_a_block_counts_until_all_requests_that_wait_for_it_have_ended(make: Make) -> None:
-    one = stocked(make, 16)
+    engine = stocked(make, 16)
     for request in ("r0", "r1"):
-        assert look_up(one, request, names(8)) == [HERE] * 8
-    one.keeper.finish("r0")
-    assert one.keeper.stats().unread == 8 and look_up(one, "r2", names(8, 8)) == [ABSENT] * 8
-    one.keeper.pin(names(8), owner="r1").close()
-    assert one.keeper.stats().unread == 0 and look_up(one, "r2", names(8, 8)) == [HERE] * 8
+        assert look_up(engine, request, names(8)) == [HERE] * 8
+    engine.manager.finish("r0")
+    assert engine.manager.stats().unread == 8 and look_up(engine, "r2", names(8, 8)) == [ABSENT] * 8
+    engine.manager.pin(names(8), owner="r1").close()
+    assert engine.manager.stats().unread == 0 and look_up(engine, "r2", names(8, 8)) == [HERE] * 8
 
 
 def test_keys_of_a_request_that_ended_before_the_load_are_not_loaded(make: Make) -> None:
-    one = stocked(make, 16)
-    one.keeper.lookup(names(8), "r0")
-    one.keeper.finish("r0")
-    assert one.keeper.drain(600)
-    assert one.keeper.stats().loaded == one.keeper.stats().unread == 0
-    assert look_up(one, "r1", names(8)) == [HERE] * 8, "they may be asked for at once"
+    engine = stocked(make, 16)
+    engine.manager.lookup(names(8), "r0")
+    engine.manager.finish("r0")
+    assert engine.manager.drain(600)
+    assert engine.manager.stats().loaded == engine.manager.stats().unread == 0
+    assert look_up(engine, "r1", names(8)) == [HERE] * 8, "they may be asked for at once"
 
 
 def test_blocks_on_their_way_for_a_request_that_has_ended_count_until_they_have_come(make: Make) -> None:
     wrong = Wrong(MemoryStore(1 << 20))
-    one = make(wrong, load_seconds=600.0)
-    one.saved(8)
+    engine = make(wrong, load_seconds=600.0)
+    engine.saved(8)
     gate = wrong.hold("load")
-    one.keeper.lookup(names(8), "r0")
-    one.until(gate.reached.is_set)
-    one.keeper.finish("r0")
-    assert one.keeper.stats().loading == 8
+    engine.manager.lookup(names(8), "r0")
+    engine.until(gate.reached.is_set)
+    engine.manager.finish("r0")
+    assert engine.manager.stats().loading == 8
     gate.open()
-    one.until(lambda: not one.keeper.stats().loading)
-    assert one.keeper.stats().unread == 0 and one.cache.lookup(names(8)).tolist() == [HERE] * 8
+    engine.until(lambda: not engine.manager.stats().loading)
+    assert engine.manager.stats().unread == 0 and engine.cache.lookup(names(8)).tolist() == [HERE] * 8
 
 
 def test_the_time_limit_remains_for_requests_whose_end_nobody_reports(make: Make) -> None:
-    one = stocked(make, 16)
-    assert look_up(one, "r0", names(8)) == [HERE] * 8
-    one.later(10.5)
-    assert look_up(one, "r1", names(8, 8)) == [HERE] * 8
+    engine = stocked(make, 16)
+    assert look_up(engine, "r0", names(8)) == [HERE] * 8
+    engine.later(10.5)
+    assert look_up(engine, "r1", names(8, 8)) == [HERE] * 8
 
 
 def test_unread_blocks_that_are_evicted_leave_their_room_to_the_next_request_at_once(make: Make) -> None:
-    one = stocked(make, 16)
-    assert look_up(one, "r0", names(8)) == [HERE] * 8
-    one.write(16, 100)
-    assert one.keeper.drain(600)
-    assert one.keeper.lookup(names(8, 8), "r1").tolist() == [HostCache.PENDING] * 8
-    assert look_up(one, "r1", names(8, 8)) == [HERE] * 8
-    stats = one.keeper.stats()
+    engine = stocked(make, 16)
+    assert look_up(engine, "r0", names(8)) == [HERE] * 8
+    engine.write(16, 100)
+    assert engine.manager.drain(600)
+    assert engine.manager.lookup(names(8, 8), "r1").tolist() == [HostCache.PENDING] * 8
+    assert look_up(engine, "r1", names(8, 8)) == [HERE] * 8
+    stats = engine.manager.stats()
     assert (stats.refused, stats.missed, stats.unread) == (0, {}, 8)
 
 
 def test_a_block_that_was_evicted_unread_and_that_the_engine_writes_again_does_not_count(make: Make) -> None:
-    one = stocked(make, 8)
-    assert look_up(one, "r0", names(8)) == [HERE] * 8
-    one.write(16, 100)
-    assert one.keeper.drain(600)
-    one.write(8)
-    assert [one.keeper.origin(key) for key in names(8)] == [None] * 8
-    assert one.keeper.stats().unread == 0
+    engine = stocked(make, 8)
+    assert look_up(engine, "r0", names(8)) == [HERE] * 8
+    engine.write(16, 100)
+    assert engine.manager.drain(600)
+    engine.write(8)
+    assert [engine.manager.origin(key) for key in names(8)] == [None] * 8
+    assert engine.manager.stats().unread == 0
 
 
 class Accounts:
@@ -131,11 +131,11 @@ class Accounts:
     def look_up(self, request: str, keys: list[bytes]) -> None:
         """Look keys up once, and wait until what was asked for is there."""
         self.follow()
-        for key, answer in zip(keys, self.engine.keeper.lookup(keys, request).tolist(), strict=True):
+        for key, answer in zip(keys, self.engine.manager.lookup(keys, request).tolist(), strict=True):
             users = self.users.get(key) if answer == HERE else self._pending.setdefault(key, set())
             if users is not None:
                 users.add(request)
-        self.engine.until(lambda: not (self.engine.keeper.stats().searching or self.engine.keeper.stats().loading))
+        self.engine.until(lambda: not (self.engine.manager.stats().searching or self.engine.manager.stats().loading))
         self.follow()
         self._pending.clear()
 
@@ -160,14 +160,14 @@ def test_the_room_is_what_live_requests_account_for(make: Make, blocks: int, num
     writes evicts blocks that nobody has read, in the smaller caches."""
     print("seed", SEED + number)
     random = np.random.default_rng(SEED + number)
-    one = stocked(make, 64, blocks=blocks, room=64 if blocks == 128 else 12, event_capacity=1 << 12)
-    accounts, written = Accounts(one), 64
+    engine = stocked(make, 64, blocks=blocks, room=64 if blocks == 128 else 12, event_capacity=1 << 12)
+    accounts, written = Accounts(engine), 64
     asked: dict[str, list[bytes]] = {}
     for step in range(120):
         action, live = random.integers(0, 6), sorted(asked)
         if action == 5:
             count = int(random.integers(1, 7))
-            one.write(count, written)
+            engine.write(count, written)
             written += count
         elif action < 3 or not live:
             request = f"r{step}" if action == 0 or not live else str(random.choice(live))
@@ -179,55 +179,55 @@ def test_the_room_is_what_live_requests_account_for(make: Make, blocks: int, num
             request = str(random.choice(live))
             keys = asked.pop(request)
             if action == 3:
-                here = [key for key in dict.fromkeys(keys) if one.cache.find(key) == HERE]
-                one.keeper.pin(here[: int(random.integers(0, len(here) + 1))], owner=request).close()
+                here = [key for key in dict.fromkeys(keys) if engine.cache.find(key) == HERE]
+                engine.manager.pin(here[: int(random.integers(0, len(here) + 1))], owner=request).close()
             else:
-                one.keeper.finish(request)
+                engine.manager.finish(request)
             accounts.end(request)
         accounts.follow()
-        assert one.keeper.stats().unread == len(accounts.users), step
+        assert engine.manager.stats().unread == len(accounts.users), step
         if blocks == 128:
             # Others need the memory of some that count no more, so that stores are asked for these again.
-            one.cache.forget([key for key in names(64) if key not in accounts.users and random.integers(0, 4) == 0])
-    assert one.keeper.stats().loaded > 64, "some came more than once"
+            engine.cache.forget([key for key in names(64) if key not in accounts.users and random.integers(0, 4) == 0])
+    assert engine.manager.stats().loaded > 64, "some came more than once"
     assert bool(accounts.evicted) == (blocks < 128)
     for request in asked:
-        one.keeper.finish(request)
-    assert one.keeper.stats().unread == 0
-    one.cache.verify()
+        engine.manager.finish(request)
+    assert engine.manager.stats().unread == 0
+    engine.cache.verify()
 
 
 def test_after_a_cancelled_prefetch_the_next_ones_load_all() -> None:
     memory, prompts = store(), [tokens(33, 1000 * i) for i in range(4)]
-    one = engine(P=64, S=64)
-    with one.cache, keeper(one, memory) as kept:
-        seed(one, kept, prompts)
-    two = engine(P=64, S=32)
-    with two.cache, keeper(two, memory, promotion_blocks=8) as kept:
+    engine = make_engine(P=64, S=64)
+    with engine.cache, make_manager(engine, memory) as manager:
+        seed(engine, manager, prompts)
+    two = make_engine(P=64, S=32)
+    with two.cache, make_manager(two, memory, promotion_blocks=8) as manager:
         for prompt in prompts:
-            handle = kept.prefetch(two.prompt(prompt), deadline=600.0)
+            handle = manager.prefetch(two.prompt(prompt), deadline=600.0)
             assert handle.wait(600) and (handle.ended, handle.blocks) == ("loaded", 8)
             handle.cancel()
             assert two.reusable(prompt) == 32, "what has come stays"
-        assert kept.drain(600) and kept.stats().promoted_blocks == 0
+        assert manager.drain(600) and manager.stats().promoted_blocks == 0
 
 
 def test_promoted_blocks_of_a_pool_that_are_evicted_unread_leave_their_room_to_the_next_prefetch() -> None:
     memory, prompts = store(), [tokens(33, 1000 * i) for i in range(2)]
-    one = engine(P=64, S=64)
-    with one.cache, keeper(one, memory) as kept:
-        seed(one, kept, prompts)
-    two = engine(P=64, S=16)
-    with two.cache, keeper(two, memory, promotion_blocks=12) as kept:
-        assert fetch(two, kept, prompts[0]) == 8 == kept.stats().promoted_blocks
+    engine = make_engine(P=64, S=64)
+    with engine.cache, make_manager(engine, memory) as manager:
+        seed(engine, manager, prompts)
+    two = make_engine(P=64, S=16)
+    with two.cache, make_manager(two, memory, promotion_blocks=12) as manager:
+        assert fetch(two, manager, prompts[0]) == 8 == manager.stats().promoted_blocks
         others = two.prompt(tokens(64, 5000))
         blank = np.zeros(two.cache.layout.block_bytes, np.uint8)
         assert two.cache.import_blocks(others, [blank] * 16) == 16
         assert two.reusable(prompts[0]) == 0, "all that has come is evicted, and its prefetch was not cancelled"
         # With room for four, it would end with these.
-        handle = kept.prefetch(two.prompt(prompts[1]), deadline=600.0)
+        handle = manager.prefetch(two.prompt(prompts[1]), deadline=600.0)
         assert handle.wait(600) and (handle.ended, handle.blocks) == ("loaded", 8)
-        assert kept.drain(600) and kept.stats().promoted_blocks == 8
+        assert manager.drain(600) and manager.stats().promoted_blocks == 8
 
 
 @pytest.mark.parametrize("number", range(4))
@@ -237,7 +237,7 @@ def test_the_room_of_a_pool_with_groups_is_what_live_prefetches_account_for(numb
     prompts = [tokens(17, 1000 * i) for i in range(6)]
     _save_all(memory, prompts)
     two = grouped(64)
-    with two, _keeper(two, memory, promotion_blocks=24) as kept:
+    with two, _manager(two, memory, promotion_blocks=24) as manager:
         live: list[tuple[int, Prefetch]] = []
         blocks = dict.fromkeys(range(len(prompts)), 0)
         for step in range(30):
@@ -246,7 +246,7 @@ def test_the_room_of_a_pool_with_groups_is_what_live_prefetches_account_for(numb
                 handle.cancel()
             else:
                 which = int(random.integers(0, len(prompts)))
-                handle = kept.prefetch(two.block_keys(np.array(prompts[which], np.int32)), deadline=600.0)
+                handle = manager.prefetch(two.block_keys(np.array(prompts[which], np.int32)), deadline=600.0)
                 at_once = bool(random.integers(0, 3) == 0)
                 if at_once:
                     handle.cancel()
@@ -255,20 +255,20 @@ def test_the_room_of_a_pool_with_groups_is_what_live_prefetches_account_for(numb
                 if not at_once and blocks[which]:
                     live.append((which, handle))
             blocks = {i: count if any(i == j for j, _ in live) else 0 for i, count in blocks.items()}
-            assert kept.drain(600)
-            assert kept.stats().promoted_blocks == sum(blocks.values()), step
+            assert manager.drain(600)
+            assert manager.stats().promoted_blocks == sum(blocks.values()), step
 
 
-def _keeper(pool: KVCacheManager, memory: Store, **options: int) -> StorageManager:
+def _manager(pool: KVCacheManager, memory: Store, **options: int) -> StorageManager:
     return StorageManager(pool, [memory], identity=IDENTITY, deadline_ms=600_000, **options)
 
 
 def _save_all(memory: Store, prompts: list[list[int]]) -> None:
-    one = grouped(64)
-    with one, _keeper(one, memory) as kept:
+    pool = grouped(64)
+    with pool, _manager(pool, memory) as manager:
         for number, prompt in enumerate(prompts):
-            sequence = one.add_sequence(one.block_keys(np.array(prompt, np.int32)))
-            write_all(one, sequence, number)
-            one.commit(sequence)
-            assert kept.drain(600) and not kept.stats().dropped
-            one.release(sequence)
+            sequence = pool.add_sequence(pool.block_keys(np.array(prompt, np.int32)))
+            write_all(pool, sequence, number)
+            pool.commit(sequence)
+            assert manager.drain(600) and not manager.stats().dropped
+            pool.release(sequence)

@@ -47,7 +47,7 @@ from tests.stores.lab import (
     returned,
     saved,
 )
-from tests.stores.peering import KEY, ROOT, SEAL, SECRET, SPACE, TAG, WIRE_KEY, Raw, Serve, call, client
+from tests.stores.peering import KEY, MAC, ROOT, SECRET, SPACE, TAG, WIRE_KEY, Raw, Serve, call, client
 from tests.stores.peering import serve as serve
 from tests.stores.peering import servers as servers
 from tests.waiting import at_once, until
@@ -68,11 +68,11 @@ class TestPeerStore(LastingContract):
 
 def test_what_one_client_saves_another_finds_and_names_do_not_mix(serve: Serve) -> None:
     server = serve()
-    with open_queue(client(server)) as one, open_queue(client(server)) as other:
-        fill(one.memory, 8)
+    with open_queue(client(server)) as writer, open_queue(client(server)) as other:
+        fill(writer.memory, 8)
         for group in (0, 1):
-            keys, rows = one.secret.derive_keys(names(4, 4 * group)), np.arange(4) + 4 * group
-            assert one.save(keys, rows).wait(600, returned=True)
+            keys, rows = writer.secret.derive_keys(names(4, 4 * group)), np.arange(4) + 4 * group
+            assert writer.save(keys, rows).wait(600, returned=True)
         for group in (1, 0):
             assert returned(other.load(other.secret.derive_keys(names(4, 4 * group)), np.arange(4))).ok == 4
             assert all(np.array_equal(other.memory[i], content(4 * group + i)) for i in range(4))
@@ -96,13 +96,13 @@ def test_saves_that_hang_keep_no_load_of_another_client_waiting(serve: Serve) ->
     store, gate = Wrong(MemoryStore(64 * BLOCK_BYTES)), Gate()
     server = serve(store)
     with (
-        open_queue(client(server)) as one,
+        open_queue(client(server)) as saver,
         open_queue(client(server)) as two,
         open_queue(client(server)) as other,
     ):
-        keys = saved(one, 4)
+        keys = saved(saver, 4)
         store.before["save"] = gate
-        held = [queue.save(queue.secret.derive_keys(names(4, 4)), np.arange(4)) for queue in (one, two)]
+        held = [queue.save(queue.secret.derive_keys(names(4, 4)), np.arange(4)) for queue in (saver, two)]
         until(lambda: server.stats().in_flight == 2, "save")
         assert gate.reached.wait(600)
         assert other.load(keys, np.arange(4)).wait(600)
@@ -138,7 +138,7 @@ def test_a_save_that_its_client_gave_up_leaves_nothing_that_was_dropped_later(se
         assert not {"forget", "clear"} & set(wrong.calls) and not dropped.done
         gate.open()
         assert dropped.wait(600) and not wrong.inner.stats()["blocks"]
-        # Of a call that was made twice, since its answer was late, the second one has found nothing.
+        # A call was made twice, since its answer was late: the second found nothing.
         assert dropped.dropped == 4 or wrong.calls.count("clear" if clears else "forget") > 1
         assert done(queue.find(keys)).ok == 0
 
@@ -150,7 +150,7 @@ def test_a_save_that_arrives_after_a_drop_of_its_client_is_not_kept(serve: Serve
 
     def kept(session: str, era: int) -> int:
         save = call("save", session=session, era=era, tag=tag, limit=8)
-        assert isinstance(raw.ask(save, KEY, SEAL, blocks=[bytes(BLOCK_BYTES)]), StoreDone)
+        assert isinstance(raw.ask(save, KEY, MAC, blocks=[bytes(BLOCK_BYTES)]), StoreDone)
         return memory.stats()["blocks"]
 
     drops: list[list[Any]] = [
@@ -175,10 +175,10 @@ def test_saves_that_come_after_a_drop_wait_for_it_and_loads_do_not(serve: Serve)
     wrong, gate = Wrong(MemoryStore(64 * BLOCK_BYTES)), Gate()
     wrong.threads = 4
     server = serve(wrong)
-    with open_queue(client(server)) as one, open_queue(client(server)) as two, open_queue(client(server)) as three:
-        keys = saved(one, 4)
+    with open_queue(client(server)) as saver, open_queue(client(server)) as two, open_queue(client(server)) as three:
+        keys = saved(saver, 4)
         wrong.before["save"] = gate
-        saves = [one.save(one.secret.derive_keys(names(2, 10)), np.arange(2))]
+        saves = [saver.save(saver.secret.derive_keys(names(2, 10)), np.arange(2))]
         assert gate.reached.wait(600)
         dropped = two.forget(keys[:2])
         until(lambda: server.stats().in_flight == 2, "forget")
@@ -191,7 +191,7 @@ def test_saves_that_come_after_a_drop_wait_for_it_and_loads_do_not(serve: Serve)
 
 
 def test_a_server_whose_store_knows_no_tags_clears_nothing(serve: Serve) -> None:
-    """It could not tell whose blocks they are."""
+    """It could not distinguish whose blocks they are."""
     wrong = Wrong(MemoryStore(64 * BLOCK_BYTES))
     wrong.clears_prefix = MODEL_BYTES
     with open_queue(client(serve(wrong))) as queue:
@@ -354,13 +354,13 @@ _WRONG_ANSWERS: dict[str, Sequence[bytes | Message]] = {
     "no header": [b""],
     "no JSON": [b"{"],
     "another kind": [StoreWelcome(2, 4)],
-    "blocks in the place of seals": [StoreDone(2, 0), bytes([OK] * 2), _block(2)],
+    "blocks in place of MACs": [StoreDone(2, 0), bytes([OK] * 2), _block(2)],
     "another number": [StoreDone(9, 0), bytes([OK] * 2), bytes(32), _block(2)],
     "no frames": [StoreDone(2, 0)],
     "too many frames": [StoreDone(2, 0), bytes([OK] * 2), bytes(32), _block(2), b""],
     "a code that is none": [StoreDone(2, 0), bytes([OK, 9]), bytes(32), _block(1)],
     "codes of another length": [StoreDone(2, 0), bytes([OK] * 3), bytes(48), _block(3)],
-    "seals of another length": [StoreDone(2, 0), bytes([OK] * 2), bytes(31), _block(2)],
+    "MACs of another length": [StoreDone(2, 0), bytes([OK] * 2), bytes(31), _block(2)],
     "more blocks than codes": [StoreDone(2, 0), bytes([OK, ABSENT]), bytes(32), _block(2)],
     "fewer blocks than codes": [StoreDone(2, 0), bytes([OK] * 2), bytes(32), _block(1)],
     "a frame that is too long": [StoreDone(2, 0), bytes([OK] * 2), bytes(32), bytes((4 << 20) + 1)],
@@ -408,16 +408,16 @@ _WRONG_CALLS: dict[str, Sequence[Any]] = {
     "too many keys": [call("load"), 5 * KEY],
     "no time": [call("find", wait_ms=0), KEY],
     "too much time": [call("find", wait_ms=1 << 40), KEY],
-    "no blocks": [_save(TAG), KEY, SEAL],
-    "short blocks": [_save(TAG), KEY, SEAL, [bytes(BLOCK_BYTES - 1)]],
-    "long blocks": [_save(TAG), KEY, SEAL, [bytes(BLOCK_BYTES + 1)]],
-    "blocks in two frames": [_save(TAG), KEY, SEAL, [bytes(BLOCK_BYTES - 1), b"x"]],
-    "short seals": [_save(TAG), KEY, bytes(15), [bytes(BLOCK_BYTES)]],
-    "no tag": [_save(""), KEY, SEAL, [bytes(BLOCK_BYTES)]],
+    "no blocks": [_save(TAG), KEY, MAC],
+    "short blocks": [_save(TAG), KEY, MAC, [bytes(BLOCK_BYTES - 1)]],
+    "long blocks": [_save(TAG), KEY, MAC, [bytes(BLOCK_BYTES + 1)]],
+    "blocks in two frames": [_save(TAG), KEY, MAC, [bytes(BLOCK_BYTES - 1), b"x"]],
+    "short MACs": [_save(TAG), KEY, bytes(15), [bytes(BLOCK_BYTES)]],
+    "no tag": [_save(""), KEY, MAC, [bytes(BLOCK_BYTES)]],
     "a clear with keys": [call("clear", tag=TAG), KEY],
     "a clear of everything": [call("clear")],
     "a clear of half a model": [call("clear", tag="00" * 4)],
-    "a tag of words": [_save("zz" * 16), KEY, SEAL, [bytes(BLOCK_BYTES)]],
+    "a tag of words": [_save("zz" * 16), KEY, MAC, [bytes(BLOCK_BYTES)]],
 }
 
 
@@ -433,7 +433,7 @@ def picky(serve: Serve) -> StoreServer:
 @pytest.mark.parametrize("frames", _WRONG_CALLS.values(), ids=_WRONG_CALLS)
 def test_what_no_client_sends_is_refused_and_nobody_else_notices(picky: StoreServer, frames: Sequence[Any]) -> None:
     raw = Raw(picky.endpoint)
-    error = raw.ask(*(one for one in frames if not isinstance(one, list)), blocks=_blocks_of(frames))
+    error = raw.ask(*(frame for frame in frames if not isinstance(frame, list)), blocks=_blocks_of(frames))
     assert error.code == "malformed" and picky.stats().malformed == 1
     assert isinstance(raw.ask(call("find"), KEY), StoreDone)
     raw.close()
@@ -446,7 +446,7 @@ def test_a_frame_that_is_too_long_ends_its_connection_only(picky: StoreServer) -
     raw = Raw(picky.endpoint)
     with open_queue(client(picky)) as queue:
         keys = saved(queue, 4)
-        raw.send(_save(TAG), KEY, SEAL, blocks=[bytes(1 << 20)])
+        raw.send(_save(TAG), KEY, MAC, blocks=[bytes(1 << 20)])
         assert queue.load(keys, np.arange(4)).wait(600) and not raw.socket.poll(50)
         assert picky.stats().calls == 3, "its epoch, a save and a load"
     raw.close()
@@ -558,14 +558,14 @@ def test_no_two_threads_of_a_server_use_the_same_memory(serve: Serve, kind: str)
 
 
 # ----------------------------------------
-# Who may use a StoreServer, and what strangers and wrong arguments cost it.
+# Which clients may use a StoreServer, and what strangers and wrong arguments cost it.
 
 
 def test_a_client_that_reads_nothing_holds_few_answers(serve: Serve) -> None:
     size = 16 << 20  # more than the buffers of a connection
     server = serve(MemoryStore(size), block_bytes=size)
     raw = Raw(server.endpoint, rcvhwm=1, rcvbuf=4096)
-    raw.ask(call("save", wait_ms=60_000, tag=TAG, limit=1), KEY, SEAL, blocks=[bytes(size)])
+    raw.ask(call("save", wait_ms=60_000, tag=TAG, limit=1), KEY, MAC, blocks=[bytes(size)])
     for number in range(2, 14):
         raw.send(call("load", number, 60_000), KEY)
     until(lambda: server.stats().calls == 13 and not server.stats().in_flight, "calls")
@@ -590,9 +590,9 @@ def test_blocks_of_another_size_are_refused(serve: Serve) -> None:
 
 
 def test_with_keys_the_server_needs_no_secret_and_strangers_are_not_let_in(serve: Serve) -> None:
-    (public, private), (own, mine), (_, _) = (zmq.curve_keypair() for _ in range(3))
-    server = serve(keys=ServerKeys(public, private, [own]))
-    with open_queue(client(server, keys=ClientKeys(own, mine, public))) as queue:
+    (public, private), (client_public, mine), (_, _) = (zmq.curve_keypair() for _ in range(3))
+    server = serve(keys=ServerKeys(public, private, [client_public]))
+    with open_queue(client(server, keys=ClientKeys(client_public, mine, public))) as queue:
         keys = saved(queue, 4)
         assert returned(queue.load(keys, np.arange(4))).ok == 4
     stranger = zmq.curve_keypair()
@@ -600,11 +600,14 @@ def test_with_keys_the_server_needs_no_secret_and_strangers_are_not_let_in(serve
         open_queue(client(server, keys=ClientKeys(*stranger, public)))
 
 
-def test_clients_with_another_secret_behind_keys_find_nothing_of_each_other(serve: Serve) -> None:
-    (public, private), (own, mine) = zmq.curve_keypair(), zmq.curve_keypair()
-    server, keys = serve(keys=ServerKeys(public, private, [own])), ClientKeys(own, mine, public)
-    with open_queue(client(server, keys=keys)) as one, open_queue(client(server, keys=keys, secret=bytes(32))) as other:
-        saved(one, 4)
+def test_clients_with_keys_and_different_secrets_find_nothing_of_each_other(serve: Serve) -> None:
+    (public, private), (client_public, mine) = zmq.curve_keypair(), zmq.curve_keypair()
+    server, keys = serve(keys=ServerKeys(public, private, [client_public])), ClientKeys(client_public, mine, public)
+    with (
+        open_queue(client(server, keys=keys)) as first,
+        open_queue(client(server, keys=keys, secret=bytes(32))) as other,
+    ):
+        saved(first, 4)
         assert done(other.find(other.secret.derive_keys(names(4)))).codes.tolist() == [ABSENT] * 4
 
 
@@ -670,6 +673,6 @@ def test_without_pyzmq_the_extra_is_named() -> None:
 
 
 @pytest.mark.parametrize("text", ["peer:", "peer:tcp://127.0.0.1:1", "peer:tcp://127.0.0.1:1?timeout_ms=x"])
-def test_a_text_that_is_no_peer_is_refused(text: str) -> None:
+def test_a_text_that_is_not_a_peer_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"store.*: .*|secret"):
         open_store(text)

@@ -1,4 +1,4 @@
-"""A queue answers in time and believes nothing, whatever its store does."""
+"""A queue answers in time and verifies every answer, whatever its store does."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def jobs_of(queue: StoreWorker, keys: Any) -> dict[str, Callable[[], StoreReques
 )
 def test_codes_that_are_none_are_failures(store: Wrong, queue: StoreWorker, answer: Any, kind: str) -> None:
     keys = saved(queue, 2)
-    store.after[kind] = lambda given: (answer, given[1]) if kind == "load" else answer
+    store.after[kind] = lambda loaded: (answer, loaded[1]) if kind == "load" else answer
     job = jobs_of(queue, keys)[kind]()
     assert job.wait(600, returned=True) and job.codes.tolist() == [FAILED] * 2 and job.error
 
@@ -92,9 +92,9 @@ def test_codes_that_are_none_are_failures(store: Wrong, queue: StoreWorker, answ
     [None, np.zeros((2, 15), np.uint8), np.zeros((1, 16), np.uint8), np.zeros((2, 16), np.uint8), "x" * 32],
     ids=str,
 )
-def test_seals_that_are_none_or_wrong_make_no_block_valid(store: Wrong, queue: StoreWorker, macs: Any) -> None:
+def test_missing_or_wrong_macs_make_no_block_valid(store: Wrong, queue: StoreWorker, macs: Any) -> None:
     keys = saved(queue, 2)
-    store.after["load"] = lambda given: (given[0], macs)
+    store.after["load"] = lambda loaded: (loaded[0], macs)
     assert returned(queue.load(keys, [10, 11])).ok == 0
 
 
@@ -155,7 +155,7 @@ def test_a_reset_beside_a_clear_begins_an_epoch(store: Wrong) -> None:
 
 
 @pytest.mark.parametrize("bad", [["text"], [b"a", 1], [None]])
-def test_names_that_are_no_bytes_are_refused(bad: Any) -> None:
+def test_names_that_are_not_bytes_are_refused(bad: Any) -> None:
     with pytest.raises(TypeError, match="expected bytes"):
         BlockNames(bad)
 
@@ -194,7 +194,7 @@ def test_nothing_is_lent_to_a_save_that_was_given_up_before_its_call(store: Wron
     assert lender.lent == [tuple(names(4))] and second.counts == {"cancelled": 4}
 
 
-def test_what_lies_behind_a_row_is_the_stores_own_and_no_part_of_the_block() -> None:
+def test_bytes_after_a_row_belong_to_the_store_and_not_to_the_block() -> None:
     store, whole = Wrong(MemoryStore(8 * BLOCK_BYTES)), memory(4, BLOCK_BYTES + 24)
     with pytest.raises(ValueError, match=f"row_padding: .*{whole.shape[1]}"):
         StoreWorker(store, whole, IDENTITY, row_padding=whole.shape[1])
@@ -367,14 +367,14 @@ def test_calls_that_will_not_be_made_are_not_kept(store: Wrong) -> None:
     gate, keys = Gate(), np.zeros((8, 32), np.uint8)
     with open_queue(store, piece_bytes=BLOCK_BYTES) as queue:
         store.before["find"] = gate
-        given = []
+        jobs = []
         for _ in range(1000):
             job = queue.find(keys)
             job.cancel()
-            given.append(weakref.ref(job))
+            jobs.append(weakref.ref(job))
             del job
             queue.finished()
-        assert sum(job() is not None for job in given) < 600
+        assert sum(job() is not None for job in jobs) < 600
         gate.open()
 
 

@@ -26,8 +26,8 @@ def written(path: Path, text: str = GOOD + "\n", mode: int = 0o600) -> Path:
 
 def test_a_secret_is_made_once_and_read_by_all(tmp_path: Path) -> None:
     path = tmp_path / "new" / "mooncake.secret"
-    found = at_once(read_or_make_secret, [path] * 8)
-    assert set(found) == {read_secret(path)} and len(found[0]) == 32
+    secrets = at_once(read_or_make_secret, [path] * 8)
+    assert set(secrets) == {read_secret(path)} and len(secrets[0]) == 32
     assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
@@ -49,13 +49,13 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("text", ["", GOOD[:-1], GOOD[:-2], GOOD + "00", "x" * 64, GOOD[:-1] + "é", "0" * 10_000])
-def test_what_is_no_secret_is_refused_and_not_shown(tmp_path: Path, text: str) -> None:
+def test_what_is_not_a_secret_is_refused_and_not_shown(tmp_path: Path, text: str) -> None:
     with pytest.raises(ValueError, match="64 hex digits") as raised:
         read_secret(written(tmp_path / "file", text))
     assert "0123456789" not in str(raised.value)
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_what_is_not_a_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     with pytest.raises(ValueError, match="not a regular file"):
         read_secret(tmp_path / "pipe")
@@ -105,11 +105,11 @@ TOKENS = np.arange(12, dtype=np.int32)
 def test_two_models_share_no_key_and_no_namespace() -> None:
     other = Secret(bytes(range(32)), OTHER)
     assert not np.array_equal(SECRET.derive_keys([b"a"]), other.derive_keys([b"a"]))
-    tags = {one.tag(name) for one in (SECRET, other) for name in (b"", b"tenant")}
+    tags = {secret.tag(name) for secret in (SECRET, other) for name in (b"", b"tenant")}
     assert len({tag[MODEL_BYTES:] for tag in tags}) == 4, "who sees the names learns that two models have one tenant"
 
 
-def test_a_seal_is_of_key_model_secret_and_every_byte() -> None:
+def test_a_mac_covers_key_model_secret_and_every_byte() -> None:
     rows, keys = memory(2, 64), SECRET.derive_keys(names(2))
     mac = SECRET.mac(keys[:1], np.array([0]), rows)
     others = [
@@ -128,7 +128,7 @@ def test_no_two_blocks_have_one_context() -> None:
     extra, more = np.zeros(12, np.int64), np.zeros(12, np.int64)
     extra[0] = 1
     more[:2] = TOKENS[8:].view(np.int64)
-    found = {
+    contexts = {
         block_context(b"parent", TOKENS, None, b"tenant", 0),
         block_context(b"", TOKENS, None, b"parenttenant", 0),
         block_context(b"parentt", TOKENS, None, b"enant", 0),
@@ -138,8 +138,8 @@ def test_no_two_blocks_have_one_context() -> None:
         block_context(b"parent", TOKENS[:8], more[:8], b"tenant", 0),
         block_context(b"parent", TOKENS[::-1].copy(), None, b"tenant", 0),
     }
-    assert len(found) == 8
-    assert block_context(b"parent", TOKENS, np.zeros(12, np.int64), b"tenant", 0) in found
+    assert len(contexts) == 8
+    assert block_context(b"parent", TOKENS, np.zeros(12, np.int64), b"tenant", 0) in contexts
 
 
 def test_a_part_of_names_has_their_contexts() -> None:
@@ -160,8 +160,14 @@ def test_a_secret_is_neither_shown_nor_pickled() -> None:
 
 def test_the_tags_of_a_model_begin_alike_and_those_of_others_do_not() -> None:
     """What is dropped by a model or by a namespace is nobody else's."""
-    one, other, shared = Secret(bytes(32), IDENTITY), Secret(bytes(32), OTHER), Secret(bytes([1] * 32), IDENTITY)
+    secret_of_model, other, shared = (
+        Secret(bytes(32), IDENTITY),
+        Secret(bytes(32), OTHER),
+        Secret(bytes([1] * 32), IDENTITY),
+    )
     spaces = [b"", b"a", b"b"]
-    assert all(secret.tag(name).startswith(secret.model) for secret in (one, other, shared) for name in spaces)
-    assert len({secret.model for secret in (one, other, shared)}) == 3
-    assert len({secret.tag(name)[MODEL_BYTES:] for secret in (one, other, shared) for name in spaces}) == 9
+    assert all(
+        secret.tag(name).startswith(secret.model) for secret in (secret_of_model, other, shared) for name in spaces
+    )
+    assert len({secret.model for secret in (secret_of_model, other, shared)}) == 3
+    assert len({secret.tag(name)[MODEL_BYTES:] for secret in (secret_of_model, other, shared) for name in spaces}) == 9

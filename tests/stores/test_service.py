@@ -1,5 +1,5 @@
-"""``python -m kvpool store``: one folder for several engines of a machine. What an engine was told is kept, whoever is
-killed; the service ends cleanly, and says how it is."""
+"""``python -m kvpool store``: one folder for several engines of a machine. What was acknowledged to an engine is kept,
+whichever process is killed; the service ends cleanly, and reports its state."""
 
 from __future__ import annotations
 
@@ -77,32 +77,32 @@ class Service:
         return process, thread
 
     def kept(self, number: int) -> list[int]:
-        """The blocks that an engine was told are kept, in the order in which it was told."""
-        return [int(one) for words in list(self.said[number]) if words[0] == "kept" for one in words[1:]]
+        """The blocks that were acknowledged to an engine, in that order."""
+        return [int(number) for words in list(self.said[number]) if words[0] == "kept" for number in words[1:]]
 
     def check(self, blocks: set[int]) -> None:
         """All these blocks come, and have the right bytes."""
         with open_queue(open_store(self.store)) as queue:
             for first in range(0, OF_ALL, 64):
                 wanted = sorted(blocks & set(range(first, first + 64)))
-                keys = queue.secret.derive_keys([names(1, one)[0] for one in wanted])
+                keys = queue.secret.derive_keys([names(1, number)[0] for number in wanted])
                 job = queue.load(keys, np.arange(len(wanted)))
                 assert job.wait(600, returned=True) and job.ok == len(wanted), job.error
-                assert all(np.array_equal(queue.memory[at], content(one)) for at, one in enumerate(wanted))
+                assert all(np.array_equal(queue.memory[at], content(number)) for at, number in enumerate(wanted))
 
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[Service]:
-    found = Service(tmp_path)
-    yield found
-    for process in (found.process, *found.running):
+    served = Service(tmp_path)
+    yield served
+    for process in (served.process, *served.running):
         process.kill()
         process.wait(600)
 
 
 def test_three_engines_share_a_folder_whoever_is_killed(service: Service) -> None:
-    """An engine is killed, then the service, which comes back; in the end it is stopped and started. What any engine
-    was told is kept comes back, and has the right bytes."""
+    """An engine is killed, then the service, which comes back; in the end it is stopped and started. What was
+    acknowledged to any engine comes back, and has the right bytes."""
     service.start()
     engines = [service.engine(600) for _ in range(3)]
 
@@ -162,9 +162,9 @@ def test_a_store_that_hangs_or_keeps_nothing_is_trouble(serve: Serve) -> None:
         keys = queue.secret.derive_keys(names(1, 7))
         wrong.before["save"] = fails
         assert queue.save(keys, np.zeros(1, np.int64)).wait(600, returned=True)
-        with pytest.raises(HTTPError) as found:
+        with pytest.raises(HTTPError) as refused:
             urlopen(health, timeout=600)
-        assert found.value.code == 503 and found.value.read() == b"the last save failed\n"
+        assert refused.value.code == 503 and refused.value.read() == b"the last save failed\n"
         wrong.before["save"] = gate
         while not gate.reached.is_set():  # A client that is slow may give up before its call is in the store.
             assert impatient.save(keys, np.zeros(1, np.int64)).wait(600, returned=True)

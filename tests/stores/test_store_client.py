@@ -1,4 +1,4 @@
-"""A client tells of each job once, and gives no row to another before its job has returned, whatever the store does."""
+"""A client reports each job once, and reuses no row before its job has returned, whatever the store does."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tests.waiting import at_once
 ROWS = 8
 
 
-class Told:
-    """What a client has told, in order."""
+class Calls:
+    """The calls that a client has made, in order."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[str, bool]] = []
+        self.made: list[tuple[str, bool]] = []
 
     def done(self, job: StoreRequest) -> None:
-        self.calls.append(("done", job.returned))
+        self.made.append(("done", job.returned))
 
     def returned(self, job: StoreRequest) -> None:
-        self.calls.append(("returned", job.returned))
+        self.made.append(("returned", job.returned))
 
 
 @pytest.fixture
@@ -59,33 +59,33 @@ def save(client: StoreClient, count: int, **options: Any) -> BlockNames:
     return keys
 
 
-def test_a_job_is_told_once_when_it_is_done_and_once_when_it_has_returned(client: StoreClient) -> None:
-    keys, told = save(client, 3), Told()
-    job = client.load(keys, client.take("load", 3), told.done, told.returned)
+def test_a_job_is_reported_once_when_it_is_done_and_once_when_it_has_returned(client: StoreClient) -> None:
+    keys, calls = save(client, 3), Calls()
+    job = client.load(keys, client.take("load", 3), calls.done, calls.returned)
     until(client, lambda: not client.in_flight)
     client.poll()
-    assert [kind for kind, _ in told.calls] == ["done", "returned"] and job.ok == 3
+    assert [kind for kind, _ in calls.made] == ["done", "returned"] and job.ok == 3
 
 
 def test_the_rows_of_a_load_that_hangs_come_back_when_it_has_returned(
     store: Wrong, client: StoreClient, clock: Clock
 ) -> None:
-    keys, told, gate = save(client, 3), Told(), store.hold("load")
-    job = client.load(keys, client.take("load", 3), told.done, told.returned, deadline=clock.soon())
+    keys, calls, gate = save(client, 3), Calls(), store.hold("load")
+    job = client.load(keys, client.take("load", 3), calls.done, calls.returned, deadline=clock.soon())
     assert gate.reached.wait(600)
     clock.pass_(1.0)
-    until(client, lambda: bool(told.calls))
-    assert told.calls == [("done", False)] and (job.codes == LATE).all()
+    until(client, lambda: bool(calls.made))
+    assert calls.made == [("done", False)] and (job.codes == LATE).all()
     assert client.free("load") == ROWS - 3 and client.in_flight == 1
     gate.open()
     until(client, lambda: not client.in_flight)
-    assert told.calls == [("done", False), ("returned", True)] and client.free("load") == ROWS
+    assert calls.made == [("done", False), ("returned", True)] and client.free("load") == ROWS
 
 
 def test_rows_that_are_held_come_back_when_they_are_released(client: StoreClient) -> None:
-    keys, told = save(client, 2), Told()
-    job = client.load(keys, client.take("load", 2), told.done, told.returned, hold=True)
-    until(client, lambda: len(told.calls) == 2)
+    keys, calls = save(client, 2), Calls()
+    job = client.load(keys, client.take("load", 2), calls.done, calls.returned, hold=True)
+    until(client, lambda: len(calls.made) == 2)
     assert client.free("load") == ROWS - 2 and np.array_equal(client.memory[job.rows[1]], content(1))
     client.release(job)
     client.release(job)
@@ -93,13 +93,13 @@ def test_rows_that_are_held_come_back_when_they_are_released(client: StoreClient
 
 
 def test_rows_that_are_released_early_come_back_when_the_call_has(store: Wrong, client: StoreClient) -> None:
-    keys, told, gate = save(client, 2), Told(), store.hold("load")
-    job = client.load(keys, client.take("load", 2), returned=told.returned, hold=True)
+    keys, calls, gate = save(client, 2), Calls(), store.hold("load")
+    job = client.load(keys, client.take("load", 2), returned=calls.returned, hold=True)
     client.release(job)
     assert client.free("load") == ROWS - 2
     gate.open()
     until(client, lambda: not client.in_flight)
-    assert told.calls == [("returned", True)]
+    assert calls.made == [("returned", True)]
 
 
 def test_saves_leave_half_of_the_rows_to_loads(client: StoreClient) -> None:
@@ -156,29 +156,29 @@ def test_a_job_that_had_no_time_says_nothing_of_its_store(store: Wrong) -> None:
         assert client.close()
 
 
-def test_drops_are_told_and_say_nothing_of_health(store: Wrong, client: StoreClient) -> None:
-    """Two clears of the same are one job, of which both are told."""
-    keys, told, gate = save(client, 2), list[str](), store.hold("clear")
-    jobs = [client.clear(done=lambda job, name=name: told.append(name)) for name in ("one", "other")]
+def test_drops_are_reported_and_do_not_change_health(store: Wrong, client: StoreClient) -> None:
+    """Two clears of the same namespace are one job, which is reported to both."""
+    keys, names_done, gate = save(client, 2), list[str](), store.hold("clear")
+    jobs = [client.clear(done=lambda job, name=name: names_done.append(name)) for name in ("one", "other")]
     assert jobs[0] is jobs[1]
     gate.open()
-    until(client, lambda: len(told) == 2)
+    until(client, lambda: len(names_done) == 2)
     dropped = client.forget(keys)
-    assert client.wait(dropped, 600) and dropped.ok == 2 and told == ["one", "other"] and not client.suspended
+    assert client.wait(dropped, 600) and dropped.ok == 2 and names_done == ["one", "other"] and not client.suspended
 
 
 def test_a_call_that_raises_keeps_no_other_from_being_made(client: StoreClient) -> None:
-    told = Told()
+    calls = Calls()
 
     def fails(job: StoreRequest) -> None:
         raise RuntimeError("mine")
 
-    jobs = [client.find(BlockNames(names(1)), fails), client.find(BlockNames(names(1)), told.done)]
+    jobs = [client.find(BlockNames(names(1)), fails), client.find(BlockNames(names(1)), calls.done)]
     assert all(job.wait(600) for job in jobs)
     with pytest.raises(RuntimeError, match="mine"):
         client.poll()
     until(client, lambda: not client.in_flight)
-    assert len(told.calls) == 1
+    assert len(calls.made) == 1
 
 
 def test_a_job_that_is_refused_leaves_its_rows_to_the_caller(store: Wrong, client: StoreClient) -> None:
@@ -189,26 +189,26 @@ def test_a_job_that_is_refused_leaves_its_rows_to_the_caller(store: Wrong, clien
     client.give_back(rows)
 
 
-def test_closing_tells_that_jobs_were_cancelled(store: Wrong, client: StoreClient) -> None:
-    keys, told, gate = save(client, 1), list[int](), store.hold("find")
+def test_closing_reports_that_jobs_were_cancelled(store: Wrong, client: StoreClient) -> None:
+    keys, codes, gate = save(client, 1), list[int](), store.hold("find")
     for _ in range(3):
-        client.find(keys, lambda job: told.append(int(job.codes[0])))
+        client.find(keys, lambda job: codes.append(int(job.codes[0])))
     assert gate.reached.wait(600) and not client.close(0.05)
-    assert told.count(CANCELLED) == 3
+    assert codes.count(CANCELLED) == 3
     gate.open()
 
 
 def test_threads_that_wait_share_rows_and_get_their_own_bytes(client: StoreClient) -> None:
     def work(first: int) -> None:
         for turn in range(20):
-            own = BlockNames(names(2, first + 2 * turn))
+            keys = BlockNames(names(2, first + 2 * turn))
             for kind in ("save", "load"):
                 rows = client.take(kind, 2, 600.0)
                 if kind == "save":
                     client.memory[rows] = first + turn
                 begin = client.save if kind == "save" else client.load
                 options = {} if kind == "save" else {"hold": True}
-                job = begin(own[: len(rows)], rows, **options)
+                job = begin(keys[: len(rows)], rows, **options)
                 assert client.wait(job, 600) and (job.codes == OK).all(), job
                 assert kind == "save" or (client.memory[rows] == first + turn).all()
                 client.release(job)

@@ -1,4 +1,4 @@
-"""What goes wrong with a store is told once for each kind of trouble, and then as a count at intervals."""
+"""Failures of a store are logged once for each kind, and then as a count at intervals."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from prometheus_client import CollectorRegistry, generate_latest
 from kvpool.integrations.metrics import PoolMetrics
 from kvpool.storage import REFUSED
 from kvpool.storage.store_client import REPEAT_SECONDS, TroubleLog
-from tests.stores.hostkeeping import Engine
-from tests.stores.keeping import engine, fetch, keeper, seed, tokens
+from tests.stores.host_lab import Engine
 from tests.stores.lab import BLOCK_BYTES, Wrong
+from tests.stores.pool_lab import fetch, make_engine, make_manager, seed, tokens
 
 
 @pytest.fixture
-def behind(store: Wrong) -> Iterator[Engine]:
+def engine(store: Wrong) -> Iterator[Engine]:
     made = Engine(store, retry_seconds=0.0)
     yield made
     made.close()
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+def logged_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     """The warnings since the last call."""
-    found = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     caplog.clear()
-    return found
+    return warnings
 
 
 def fail(*_: Any) -> Any:
@@ -37,60 +37,58 @@ def fail(*_: Any) -> Any:
 
 
 def test_one_warning_for_each_kind_of_trouble_and_then_a_count(
-    behind: Engine, store: Wrong, caplog: pytest.LogCaptureFixture
+    engine: Engine, store: Wrong, caplog: pytest.LogCaptureFixture
 ) -> None:
-    behind.saved(4)
-    assert behind.ask(1, first=90) and not told(caplog)
+    engine.saved(4)
+    assert engine.ask(1, first=90) and not logged_warnings(caplog)
     store.before["save"] = fail
     for first in (10, 20):
-        behind.write(2, first)
-        assert behind.keeper.drain(600)
-    [first_line] = told(caplog)
+        engine.write(2, first)
+        assert engine.manager.drain(600)
+    [first_line] = logged_warnings(caplog)
     assert "wrong" in first_line and "save of 2 blocks: failed" in first_line and "No space left" in first_line
     store.after["load"] = lambda answer: (answer[0], np.roll(answer[1], 1, 1))
-    behind.ask(2)
-    [damaged] = told(caplog)
+    engine.ask(2)
+    [damaged] = logged_warnings(caplog)
     assert "load of 2 blocks: damaged" in damaged
-    behind.now += REPEAT_SECONDS
-    behind.write(3, 30)
-    assert behind.keeper.drain(600)
-    lines = told(caplog)
+    engine.now += REPEAT_SECONDS
+    engine.write(3, 30)
+    assert engine.manager.drain(600)
+    lines = logged_warnings(caplog)
     assert len(lines) == 2 and "save of 5 blocks more: failed" in lines[0] and "suspended" in lines[1]
 
 
-def test_a_store_that_is_full_is_told_and_one_that_has_nothing_is_not(
-    store: Wrong, caplog: pytest.LogCaptureFixture
-) -> None:
-    made = engine(P=64, S=64)
-    with made.cache, keeper(made, store) as kept:
-        assert fetch(made, kept, tokens(41)) == 0 and not told(caplog)
+def test_a_full_store_is_logged_and_an_empty_one_is_not(store: Wrong, caplog: pytest.LogCaptureFixture) -> None:
+    made = make_engine(P=64, S=64)
+    with made.cache, make_manager(made, store) as manager:
+        assert fetch(made, manager, tokens(41)) == 0 and not logged_warnings(caplog)
         store.after["save"] = lambda answer: np.full(len(answer), REFUSED, np.uint8)
-        seed(made, kept, [tokens(41), tokens(41, 1000)])
-    [line] = told(caplog)
+        seed(made, manager, [tokens(41), tokens(41, 1000)])
+    [line] = logged_warnings(caplog)
     assert ": refused" in line and "save of" in line
 
 
-def test_what_is_given_up_on_purpose_is_no_trouble(
-    behind: Engine, store: Wrong, caplog: pytest.LogCaptureFixture
+def test_what_is_given_up_on_purpose_is_not_trouble(
+    engine: Engine, store: Wrong, caplog: pytest.LogCaptureFixture
 ) -> None:
-    behind.write(4)
-    behind.keeper.poll()
-    behind.keeper.clear()
-    assert behind.keeper.drain(600) and not told(caplog)
+    engine.write(4)
+    engine.manager.poll()
+    engine.manager.clear()
+    assert engine.manager.drain(600) and not logged_warnings(caplog)
 
 
-def test_metrics_of_a_host_keeper_say_why_blocks_did_not_come_or_go(behind: Engine, store: Wrong) -> None:
-    behind.saved(4)
-    assert len(behind.ask(6)) == 6
+def test_metrics_of_a_host_storage_manager_count_why_blocks_did_not_come_or_go(engine: Engine, store: Wrong) -> None:
+    engine.saved(4)
+    assert len(engine.ask(6)) == 6
     store.before["save"] = fail
-    behind.write(2, 50)
-    assert behind.keeper.drain(600)
+    engine.write(2, 50)
+    assert engine.manager.drain(600)
     registry = CollectorRegistry()
     with PoolMetrics(registry) as metrics:
-        metrics.add("a", behind.cache)
-        metrics.add("a", behind.keeper)
+        metrics.add("a", engine.cache)
+        metrics.add("a", engine.manager)
         lines = generate_latest(registry).decode().splitlines()
-    found = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if 'pool="a"' in line}
+    samples = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if 'pool="a"' in line}
     expected = {
         'kvpool_host_storage_missed_total{pool="a",reason="absent"}': 2,
         'kvpool_host_storage_blocks_total{kind="loaded",pool="a"}': 4,
@@ -102,19 +100,19 @@ def test_metrics_of_a_host_keeper_say_why_blocks_did_not_come_or_go(behind: Engi
         'kvpool_store_suspended{kind="write",pool="a",store="wrong"}': 0,
         'kvpool_store_figure{figure="capacity",pool="a",store="wrong"}': 256,
     }
-    assert {name: found.get(name) for name in expected} == expected
-    assert found['kvpool_store_seconds_total{kind="load",pool="a",store="wrong"}'] > 0
+    assert {name: samples.get(name) for name in expected} == expected
+    assert samples['kvpool_store_seconds_total{kind="load",pool="a",store="wrong"}'] > 0
 
 
 # ----------------------------------------
-# What is told of stores that fail: the first of each kind at once, then numbers, and no flood.
+# What is logged of stores that fail: the first of each kind at once, then numbers, and no flood.
 
 
 LOG = logging.getLogger("kvpool.storage.test")
 
 
-class Told:
-    """What was logged since the last look, under a clock of the test's."""
+class Log:
+    """What was logged since the last call of ``lines``, under the test's own clock."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
         self.now, self._caplog = 0.0, caplog
@@ -122,40 +120,40 @@ class Told:
         self._seen = 0
 
     def lines(self) -> list[str]:
-        found = [record.getMessage() for record in self._caplog.records[self._seen :]]
+        warnings = [record.getMessage() for record in self._caplog.records[self._seen :]]
         self._seen = len(self._caplog.records)
-        return found
+        return warnings
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Told:
+def log(caplog: pytest.LogCaptureFixture) -> Log:
     caplog.set_level(logging.INFO, LOG.name)
-    return Told(caplog)
+    return Log(caplog)
 
 
-def test_the_first_trouble_of_each_kind_is_a_warning_with_its_meaning(said: Told) -> None:
-    said.troubles.note("load", "damaged", 3)
-    said.troubles.note("save", "failed", 2, "No space left on device")
-    damaged, failed = said.lines()
+def test_the_first_trouble_of_each_kind_is_a_warning_with_its_meaning(log: Log) -> None:
+    log.troubles.note("load", "damaged", 3)
+    log.troubles.note("save", "failed", 2, "No space left on device")
+    damaged, failed = log.lines()
     assert "store the disk: load of 3 blocks: damaged (the bytes were not those that were saved)" in damaged
     assert "save of 2 blocks: failed No space left on device" in failed
 
 
-def test_trouble_that_goes_on_is_counted_and_told_once_a_minute(said: Told) -> None:
-    said.troubles.note("load", "late", 1)
-    assert len(said.lines()) == 1
+def test_trouble_that_goes_on_is_counted_and_logged_once_a_minute(log: Log) -> None:
+    log.troubles.note("load", "late", 1)
+    assert len(log.lines()) == 1
     for second in range(1, 60):
-        said.now = float(second)
-        said.troubles.note("load", "late", 2)
-    assert said.lines() == []
-    said.now = 60.0
-    said.troubles.note("load", "late", 2)
-    (line,) = said.lines()
+        log.now = float(second)
+        log.troubles.note("load", "late", 2)
+    assert log.lines() == []
+    log.now = 60.0
+    log.troubles.note("load", "late", 2)
+    (line,) = log.lines()
     assert "load of 120 blocks more: late" in line
-    assert said.troubles.counts["load", "late"] == 121
+    assert log.troubles.counts["load", "late"] == 121
 
 
-def test_what_follows_from_trouble_that_was_told_is_counted_only(said: Told) -> None:
-    note: Callable[..., None] = said.troubles.note
+def test_what_follows_from_trouble_that_was_logged_is_counted_only(log: Log) -> None:
+    note: Callable[..., None] = log.troubles.note
     note("load", "suspended", 5, quiet=True)
-    assert said.lines() == [] and said.troubles.counts["load", "suspended"] == 5
+    assert log.lines() == [] and log.troubles.counts["load", "suspended"] == 5

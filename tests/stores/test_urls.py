@@ -31,8 +31,8 @@ def test_a_text_opens_a_store() -> None:
 
 
 def test_a_text_names_a_store_of_another_package() -> None:
-    found = open_store("kvpool.storage.backends.memory.MemoryStore:?capacity=1MiB")
-    assert isinstance(found, MemoryStore)
+    store = open_store("kvpool.storage.backends.memory.MemoryStore:?capacity=1MiB")
+    assert isinstance(store, MemoryStore)
     guarded = open_store(f"{__name__}.GuardedStore:?password_file=/a/b")
     assert isinstance(guarded, GuardedStore) and guarded.password_file == "/a/b"
     with pytest.raises(ValueError, match="expected a store with name and threads"):
@@ -90,8 +90,8 @@ def test_a_disk_in_a_folder_that_does_not_exist_names_that_folder(tmp_path: Path
 
 def test_names_in_a_text_are_those_of_the_machine_and_of_the_engine(tmp_path: Path) -> None:
     text = f"disk:{tmp_path}/{{host}}-{{dp_rank}}-{{part}}"
-    found = open_store(text, dp_rank=3, part="kv/../a b")
-    assert repr(found).startswith(f"DiskStore('{tmp_path}/{platform.node()}-3-kv-..-a-b'")
+    store = open_store(text, dp_rank=3, part="kv/../a b")
+    assert repr(store).startswith(f"DiskStore('{tmp_path}/{platform.node()}-3-kv-..-a-b'")
 
 
 @pytest.mark.parametrize("name", ["{rank}", "{dp}", "{}", "{part}", "{dp_rank!r}"])
@@ -152,9 +152,9 @@ def test_no_text_is_refused(text: object) -> None:
 
 def test_a_secret_in_a_text_is_refused_and_not_repeated() -> None:
     for name in ("secret", "Secret", "secret_", "%73ecret", "client_secret"):
-        with pytest.raises(ValueError, match="secret: expected secret_file=") as found:
+        with pytest.raises(ValueError, match="secret: expected secret_file=") as refused:
             open_store(f"peer:tcp://127.0.0.1:1?{name}=abcdef")
-        assert "abcdef" not in str(found.value)
+        assert "abcdef" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tests.stores.crash.log import Missing
 
 
 def states(count: int, recoveries: int, seed: int) -> int:
-    """Record once, replay into so many crash states, and into some of the recoveries from them. The failures."""
+    """Record once, replay into that many crash states and some of the recoveries; return the number of failures."""
     with tempfile.TemporaryDirectory() as slow, proof.in_memory() as built:
         began, work, results = time.monotonic(), Path(slow), []
         recording = proof.recorded(work, seed)
@@ -43,13 +43,13 @@ def _new(folder: Path) -> Path:
 
 
 def kills(count: int, seed: int) -> int:
-    """Kill so many processes. The failures."""
+    """Kill that many processes; return the number of failures."""
     with tempfile.TemporaryDirectory() as folder:
-        found = proof.killed(Path(folder) / "store", count, seed)
-    moments = ", ".join(f"{number} while {name}" for name, number in sorted(found["moments"].items()))
-    wrong = found["wrong"]
+        summary = proof.killed(Path(folder) / "store", count, seed)
+    moments = ", ".join(f"{number} while {name}" for name, number in sorted(summary["moments"].items()))
+    wrong = summary["wrong"]
     print(
-        f"{found['kills']} kills: {moments}; {found['checked']} promised blocks checked, {found['gone']} gone, "
+        f"{summary['kills']} kills: {moments}; {summary['checked']} promised blocks checked, {summary['gone']} gone, "
         f"{len(wrong)} failures"
     )
     print("".join(f"  {failure}\n" for failure in wrong), end="")

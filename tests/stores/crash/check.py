@@ -51,37 +51,37 @@ class Checker:
             return [*self._load(session, (), ""), *self._fresh(session)]
 
     def _load(self, session: Session, expected: Collection[int], name: str) -> list[str]:
-        found = []
+        failures = []
         for first in range(0, len(self._numbers), ROWS):
-            found += self._load_some(session, self._numbers[first : first + ROWS], expected, name)
-        return found
+            failures += self._load_some(session, self._numbers[first : first + ROWS], expected, name)
+        return failures
 
     def _load_some(self, session: Session, numbers: Sequence[int], expected: Collection[int], name: str) -> list[str]:
         codes, wrong = session.load(numbers)
         self.loaded += codes.count(OK)
         self.damaged += codes.count(DAMAGED)
-        found = [f"wrong bytes of block {number}" for number in wrong]
+        failures = [f"wrong bytes of block {number}" for number in wrong]
         for number, code in zip(numbers, codes, strict=True):
             if number in expected and code != OK:
-                found.append(f"block {number} was {name}, and its code is {code}")
+                failures.append(f"block {number} was {name}, and its code is {code}")
             elif code not in (OK, ABSENT, DAMAGED):
-                found.append(f"block {number} has the code {code}")
-        return found
+                failures.append(f"block {number} has the code {code}")
+        return failures
 
     def _saved_again(self, session: Session, promised: set[int]) -> list[str]:
         """Save all that the store says it has, before anything is loaded."""
         there = session.find(self._numbers)
-        found = [f"block {number} was promised, and is not found" for number in sorted(promised - set(there))]
+        failures = [f"block {number} was promised, and is not found" for number in sorted(promised - set(there))]
         codes = session.save(there)
-        found += [
+        failures += [
             f"block {number} was there, and saving it again gives {code}"
             for number, code in zip(there, codes, strict=True)
             if code != OK
         ]
-        return found + self._load_some(session, there, there, "saved again")
+        return failures + self._load_some(session, there, there, "saved again")
 
     def _fresh(self, session: Session) -> list[str]:
         """Save blocks that are new. Others may be evicted."""
         codes = session.save(FRESH)
-        found = [] if set(codes) == {OK} else [f"saving new blocks gives {codes}"]
-        return [*found, *self._load_some(session, FRESH, FRESH, "saved now"), *self._load(session, (), "")]
+        failures = [] if set(codes) == {OK} else [f"saving new blocks gives {codes}"]
+        return [*failures, *self._load_some(session, FRESH, FRESH, "saved now"), *self._load(session, (), "")]

@@ -1,7 +1,8 @@
 """Real kills: processes save without end and are killed at any moment; the next one finds all that was acknowledged.
 
 ``python -m tests.stores.crash.kills FOLDER COUNT SEED [BREAKAGE]`` prints what came of it, as JSON. It forks, so it
-is a process of its own that has no threads. Its children tell through a pipe what they begin and what was acknowledged.
+is a process of its own that has no threads. Its children report through a pipe what they begin and what was
+acknowledged.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from tests.stores.crash.session import ROWS, Session, disk_store
 CAPACITY = 64
 THREADS = 3
 OWN = 6
-"""So many blocks each thread keeps before it forgets its oldest: fewer than the capacity, so that none is evicted."""
+"""Blocks that each thread keeps before it forgets its oldest: fewer than the capacity, so that none is evicted."""
 LIMIT = 8
 LIMITED = 1 << 20
 """Numbers from here on are of a namespace with a limit, and may be dropped at any time."""
 DELAYS = {"saving": 0.02, "opening": 0.004, "closing": 0.002, "any": 0.1, "checking": 0.004}
-"""When a child is killed: up to so many seconds after it said so, or, for "any", after its beginning."""
+"""When a child is killed: up to this many seconds after it reported it, or, for "any", after its beginning."""
 LONGEST = 600.0
 """A child that has not said by then what is waited for is killed all the same, in seconds: nothing hangs."""
 
@@ -61,7 +62,7 @@ class Life:
                 work.start()
             for work in works:
                 work.join()
-            self._kept = [number for own in lists for number in own]
+            self._kept = [number for numbers in lists for number in numbers]
             self._say("closing")
             session.close()
             self._say("closed")
@@ -81,7 +82,7 @@ class Life:
             self._say(f"wrong: bytes of {wrong + also}, lost {lost}, not gone {back}, codes {codes};")
         self._say("checked", [len(kept)])
 
-    def _work(self, session: Session, thread: int, own: list[int], end: float) -> None:
+    def _work(self, session: Session, thread: int, kept: list[int], end: float) -> None:
         """Save new blocks, once at least, and forget the oldest."""
         row = thread * 16
         for turn in itertools.count(1):
@@ -89,9 +90,9 @@ class Life:
             self._say("saves", new)
             codes = session.save(new, row)
             self._say("saved", [number for number, code in zip(new, codes, strict=True) if code == OK])
-            own += new
-            while len(own) > OWN:
-                oldest = own.pop(0)
+            kept += new
+            while len(kept) > OWN:
+                oldest = kept.pop(0)
                 self._say("forgets", [oldest])
                 if session.forget([oldest]):
                     self._say("forgot", [oldest])

@@ -63,8 +63,8 @@ class Record:
 
     def mark(self) -> dict[str, Any]:
         """What the recorded program has said."""
-        found: dict[str, Any] = json.loads(self.data)
-        return found
+        note: dict[str, Any] = json.loads(self.data)
+        return note
 
 
 def recorder() -> Path:
@@ -74,18 +74,18 @@ def recorder() -> Path:
         raise Missing("system calls are recorded on Linux, by a library that needs a C compiler (cc)")
     base = Path(os.environ.get(CACHE) or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"))
     folder = base / "kvpool-crash"
-    found = folder / f"recorder-{hashlib.sha256(SOURCE.read_bytes() + repr(OPTIONS).encode()).hexdigest()[:16]}.so"
+    library = folder / f"recorder-{hashlib.sha256(SOURCE.read_bytes() + repr(OPTIONS).encode()).hexdigest()[:16]}.so"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not found.exists():
-            part = found.with_suffix(".part")
+        if not library.exists():
+            part = library.with_suffix(".part")
             command = [compiler, *OPTIONS, str(SOURCE), "-o", str(part), "-ldl", "-lpthread"]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 raise Missing(f"the recorder does not compile: {done.stderr[-2000:]}")
-            part.rename(found)
-    return found
+            part.rename(library)
+    return library
 
 
 def record(
@@ -108,12 +108,12 @@ def record(
 
 
 def read(log: Path) -> list[Record]:
-    data, at, found = log.read_bytes(), 0, []
+    data, at, records = log.read_bytes(), 0, []
     while at < len(data):
         kind, flags, call, file, offset, length, path_bytes, data_bytes = HEAD.unpack_from(data, at)
         at += HEAD.size
         path = data[at : at + path_bytes].decode()
         at += path_bytes
-        found.append(Record(Kind(kind), flags, call, file, offset, length, path, data[at : at + data_bytes]))
+        records.append(Record(Kind(kind), flags, call, file, offset, length, path, data[at : at + data_bytes]))
         at += data_bytes
-    return found
+    return records

@@ -169,7 +169,7 @@ class Disk:
                 for part in change.parts:
                     _change(file.data, part)
                     for other in earlier:
-                        other.parts = [rest for own in other.parts for rest in _outside(own, part)]
+                        other.parts = [rest for part_before in other.parts for rest in _outside(part_before, part)]
         file.pending = [entry for entry in file.pending if entry[0] not in kept]
 
     # -- names ---------------------------------------------------------------------------------------
@@ -215,11 +215,11 @@ class Disk:
 
     def state(self, fate: Fate, rng: random.Random) -> State:
         """One state that a crash may leave here."""
-        found: State = {}
-        self._collect(self._root, "", fate, rng, found)
-        return found
+        contents: State = {}
+        self._collect(self._root, "", fate, rng, contents)
+        return contents
 
-    def _collect(self, folder: File, path: str, fate: Fate, rng: random.Random, found: State) -> None:
+    def _collect(self, folder: File, path: str, fate: Fate, rng: random.Random, contents: State) -> None:
         names = dict(folder.names)
         for _, rename in folder.pending:
             if rng.random() >= fate.keep:
@@ -228,10 +228,10 @@ class Disk:
             rename(names)
         for name, file in names.items():
             if file.folder:
-                found[path + name] = None
-                self._collect(file, f"{path}{name}/", fate, rng, found)
+                contents[path + name] = None
+                self._collect(file, f"{path}{name}/", fate, rng, contents)
             else:
-                found[path + name] = _content(file, fate, rng)
+                contents[path + name] = _content(file, fate, rng)
 
 
 def _seen(folder: File) -> dict[str, File]:

@@ -9,7 +9,7 @@ from tests.stores.crash.log import Kind, Record
 
 
 class Promises:
-    """Of a whole log. Blocks have numbers. ``at_first``, ``gone``: those that are promised, or gone, when it begins.
+    """Promises of a whole log. Blocks have numbers. ``at_first``, ``gone``: those that are promised, or gone, at first.
 
     The program marks, each with a list of numbers: ``saving`` before a save, ``saved`` for what was acknowledged,
     ``forgetting`` before forgetting, ``forgot`` when the store has confirmed it. It forgets no block while it saves it.
@@ -107,4 +107,4 @@ class Promises:
 
 
 def _within(spans: Mapping[int, Sequence[tuple[int, int]]], point: int) -> set[int]:
-    return {number for number, own in spans.items() if any(a <= point < b for a, b in own)}
+    return {number for number, intervals in spans.items() if any(a <= point < b for a, b in intervals)}

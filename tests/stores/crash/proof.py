@@ -47,7 +47,7 @@ class Result:
         return (
             f"{self.states} crash states: {self.promised} promised blocks, {self.gone} that must be gone, "
             f"{self.loaded} loads that were right, "
-            f"{self.damaged} damaged blocks found by their seals, {len(self.failures)} failures"
+            f"{self.damaged} damaged blocks found by their MACs, {len(self.failures)} failures"
         )
 
 
@@ -142,15 +142,15 @@ def replayed(
     checker, disk, copy = Checker(promises.numbers, memory(ROWS)), recording.disk(), Folder(folder)
     for point, own_fate in points(recording, promises, states, rng, fate):
         disk.apply(recording.records[disk.point : point])
-        own = rng.randrange(1 << 32)
-        copy.become(disk.state(own_fate, random.Random(own)))
+        point_seed = rng.randrange(1 << 32)
+        copy.become(disk.state(own_fate, random.Random(point_seed)))
         promised, gone = promises.at(point), promises.gone(point)
-        wrong = checker.wrong(folder / "store", promised, gone, random.Random(own))
+        wrong = checker.wrong(folder / "store", promised, gone, random.Random(point_seed))
         result.states += 1
         result.promised += len(promised)
         result.gone += len(gone)
         if wrong:
-            result.failures.append(f"point {point}, {own_fate}, seed {own}: {'; '.join(wrong)[:400]}")
+            result.failures.append(f"point {point}, {own_fate}, seed {point_seed}: {'; '.join(wrong)[:400]}")
         if enough(result.failures):
             break
     result.loaded, result.damaged = checker.loaded, checker.damaged
@@ -167,8 +167,8 @@ def rolled_back(recording: Recording, pairs: int, seed: int, folder: Path) -> Re
             break
         early, late = (whole(recording, point) for point in sorted(rng.sample(promises.acknowledged, 2)))
         for path in sorted(path for path, content in {**early, **late}.items() if content is not None):
-            for one, others in ((early, late), (late, early)):
-                state = {**others, path: one.get(path)}
+            for base, others in ((early, late), (late, early)):
+                state = {**others, path: base.get(path)}
                 copy.become({name: data for name, data in state.items() if data is not None or name != path})
                 wrong = checker.wrong_bytes(folder / "store")
                 result.states += 1
@@ -186,8 +186,8 @@ def whole(recording: Recording, point: int) -> State:
 
 
 def killed(folder: Path, count: int, seed: int, breakage: str = "") -> dict[str, Any]:
-    """Kill so many processes over a store. What ``kills`` prints."""
+    """Kill that many processes over a store. Return what ``kills`` prints."""
     command = [sys.executable, "-m", "tests.stores.crash.kills", str(folder), str(count), str(seed), breakage]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    summary: dict[str, Any] = json.loads(done.stdout)
+    return summary

@@ -136,20 +136,20 @@ def test_a_write_with_dsync_is_durable_when_it_returns(calls: Calls) -> None:
 def test_what_is_not_durable_survives_in_any_subset(calls: Calls) -> None:
     for place in range(3):
         calls.write(FILE, b"%d" % place, place)
-    found = {calls.left(Fate(0.5), seed)["file"] for seed in range(200)}
-    assert found == {b"", b"0", b"\0" + b"1", b"\0\0" + b"2", b"01", b"0\0" + b"2", b"\0" + b"12", b"012"}
+    contents = {calls.left(Fate(0.5), seed)["file"] for seed in range(200)}
+    assert contents == {b"", b"0", b"\0" + b"1", b"\0\0" + b"2", b"01", b"0\0" + b"2", b"\0" + b"12", b"012"}
 
 
 def test_a_torn_write_changes_its_own_sectors_only(calls: Calls) -> None:
     calls.write(FILE, b"a" * 4 * SECTOR)
     calls.sync(FILE)
     calls.write(FILE, b"b" * 2 * SECTOR, SECTOR)
-    found = {calls.left(Fate(0.0, 1.0), seed)["file"] for seed in range(200)}
-    middles = {one * SECTOR + other * SECTOR for one in (b"a", b"b") for other in (b"a", b"b")}
-    assert found == {b"a" * SECTOR + middle + b"a" * SECTOR for middle in middles}
+    contents = {calls.left(Fate(0.0, 1.0), seed)["file"] for seed in range(200)}
+    middles = {left * SECTOR + other * SECTOR for left in (b"a", b"b") for other in (b"a", b"b")}
+    assert contents == {b"a" * SECTOR + middle + b"a" * SECTOR for middle in middles}
     noisy = [calls.left(Fate(0.0, 1.0, 0.5), seed)["file"] or b"" for seed in range(50)]
     assert all(data[:SECTOR] == data[-SECTOR:] == b"a" * SECTOR for data in noisy)
-    assert set(noisy) - found
+    assert set(noisy) - contents
 
 
 def test_sizes_change_as_bytes_do(calls: Calls) -> None:
@@ -176,8 +176,8 @@ def test_names_survive_in_their_order(calls: Calls) -> None:
     calls.name(Kind.CREATE, "new", OTHER)
     calls.name(Kind.RENAME, "new\nfile")
     calls.name(Kind.UNLINK, "file")
-    found = [calls.left(Fate(0.6), seed) for seed in range(100)]
-    assert {tuple(sorted(state)) for state in found} == {("file",), ("file", "new"), ()}
+    states = [calls.left(Fate(0.6), seed) for seed in range(100)]
+    assert {tuple(sorted(state)) for state in states} == {("file",), ("file", "new"), ()}
 
 
 def test_a_renamed_file_may_be_empty_without_a_sync_of_its_bytes(calls: Calls) -> None:
@@ -217,12 +217,12 @@ def promised(*marks: object) -> list[set[int]]:
 
 
 def test_a_block_is_promised_from_its_acknowledgement_until_it_is_forgotten() -> None:
-    found = promised({"saving": [1, 2]}, {"saved": [1]}, {"forgetting": [1]}, {"forgot": [1]})
-    assert found == [set(), set(), {1}, set(), set()]
+    promises = promised({"saving": [1, 2]}, {"saved": [1]}, {"forgetting": [1]}, {"forgot": [1]})
+    assert promises == [set(), set(), {1}, set(), set()]
 
 
 def test_a_block_that_was_evicted_is_promised_until_the_last_look() -> None:
-    found = promised(
+    promises = promised(
         {"saved": [1, 2]},
         {"looking": 0},
         {"seen": [1, 2], "evicted": False},
@@ -230,11 +230,11 @@ def test_a_block_that_was_evicted_is_promised_until_the_last_look() -> None:
         {"looking": 0},
         {"seen": [2, 3], "evicted": True},
     )
-    assert found == [set(), {1, 2}, {2}, {2}, {2, 3}, {2, 3}, {2, 3}]
+    assert promises == [set(), {1, 2}, {2}, {2}, {2, 3}, {2, 3}, {2, 3}]
 
 
 def test_a_block_that_was_saved_again_may_have_been_evicted_before() -> None:
-    found = promised(
+    promises = promised(
         {"saved": [1]},
         {"looking": 0},
         {"seen": [1], "evicted": False},
@@ -243,10 +243,10 @@ def test_a_block_that_was_saved_again_may_have_been_evicted_before() -> None:
         {"looking": 0},
         {"seen": [1], "evicted": True},
     )
-    assert found == [set(), {1}, set(), set(), set(), {1}, {1}, {1}]
+    assert promises == [set(), {1}, set(), set(), set(), {1}, {1}, {1}]
 
 
-def test_a_block_that_is_lost_without_a_crash_is_told() -> None:
+def test_a_block_that_is_lost_without_a_crash_is_reported() -> None:
     assert not promises({"saved": [1]}, {"looking": 0}, {"seen": [1], "evicted": False}).lost
     assert promises({"saved": [1]}, {"looking": 0}, {"seen": [], "evicted": False}).lost
 
@@ -301,9 +301,9 @@ def recorded(program: str, folder: Path) -> proof.Recording:
 
 
 def test_the_log_leads_to_what_is_in_the_folder(tmp_path: Path) -> None:
-    found = proof.explained(recorded(PROGRAM, tmp_path))
-    disk = found.disk()
-    disk.apply(found.records)
+    explained = proof.explained(recorded(PROGRAM, tmp_path))
+    disk = explained.disk()
+    disk.apply(explained.records)
     assert disk.state(ALL, random.Random(0))["made/linked"] == b"ab"
     assert {"rows.sqlite-shm"} == disk.mapped()
     kept = disk.state(NOTHING, random.Random(0))

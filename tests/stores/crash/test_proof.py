@@ -76,8 +76,8 @@ def test_files_of_another_moment_give_no_wrong_bytes(recording: Recording, built
 
 def test_processes_that_are_killed_lose_nothing(tmp_path: Path) -> None:
     print(f"KVPOOL_CRASH_SEED={SEED}")
-    found = proof.killed(tmp_path / "store", 10, SEED)
-    assert found["kills"] == 10 and found["checked"] > 0 and not found["wrong"], found
+    summary = proof.killed(tmp_path / "store", 10, SEED)
+    assert summary["kills"] == 10 and summary["checked"] > 0 and not summary["wrong"], summary
 
 
 # -- the proof can fail --------------------------------------------------------------------------------

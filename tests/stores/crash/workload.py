@@ -67,9 +67,9 @@ class Marked:
         """Say what is there."""
         numbers = sorted(self.seen)
         mark(looking=0)
-        found = self.session.find(numbers)
-        mark(seen=found, evicted=self.session.evicted() if evicted is None else evicted)
-        return found
+        present = self.session.find(numbers)
+        mark(seen=present, evicted=self.session.evicted() if evicted is None else evicted)
+        return present
 
 
 def together(count: int, work: Callable[[int], None]) -> None:
@@ -91,11 +91,11 @@ def within_capacity(marked: Marked, first: int, rounds: int) -> None:
     marked.look()
 
     def work(thread: int) -> None:
-        own = list(range(first + 10 * (thread + 1), first + 10 * (thread + 1) + 2))
+        private = list(range(first + 10 * (thread + 1), first + 10 * (thread + 1) + 2))
         for _ in range(rounds):
-            marked.save([*own, first, first + 1], thread * 8)
-            marked.forget(own)
-        marked.save(own, thread * 8)
+            marked.save([*private, first, first + 1], thread * 8)
+            marked.forget(private)
+        marked.save(private, thread * 8)
 
     together(THREADS, work)
     assert len(marked.look()) < CAPACITY
@@ -128,11 +128,11 @@ def with_a_limit(marked: Marked, first: int, rounds: int) -> None:
 def with_clears(marked: Marked, first: int, rounds: int) -> None:
     """Tenants come and leave, and then everything goes."""
     for turn in range(rounds):
-        own, others = [first + 3 * turn + i for i in range(3)], [first + 50]
-        marked.save(own, namespace=b"leaves")
+        leaving, others = [first + 3 * turn + i for i in range(3)], [first + 50]
+        marked.save(leaving, namespace=b"leaves")
         marked.save(others, 8)
-        marked.clear(own, b"leaves")
-        assert set(marked.look()) & {*own, *others} <= set(others)
+        marked.clear(leaving, b"leaves")
+        assert set(marked.look()) & {*leaving, *others} <= set(others)
     marked.clear(sorted(marked.seen))
     marked.save([first, first + 50])
     marked.look()

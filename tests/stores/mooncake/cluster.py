@@ -127,15 +127,15 @@ class Master(Part):
 
 
 class Worker(Part):
-    """A process with a MooncakeStore, which does what it is told (see ``tests.stores.mooncake.worker``)."""
+    """A process with a MooncakeStore, which executes commands (see ``tests.stores.mooncake.worker``)."""
 
     def __init__(self, log: Path, master: str, secret: bytes, segment: int = 0, block_bytes: int = 4096) -> None:
         command = [sys.executable, "-m", "tests.stores.mooncake.worker", master, str(segment), str(block_bytes)]
         super().__init__(command, log)
-        self.tell(secret=secret.hex())
+        self.send(secret=secret.hex())
         assert self.answer() == "ready", f"a worker does not begin: {log}"
 
-    def tell(self, **order: Any) -> None:
+    def send(self, **order: Any) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
@@ -147,7 +147,7 @@ class Worker(Part):
         return json.loads(line)
 
     def do(self, **order: Any) -> Any:
-        self.tell(**order)
+        self.send(**order)
         return self.answer()
 
 

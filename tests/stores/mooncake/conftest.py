@@ -47,7 +47,7 @@ def own_cluster(installed: None, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture
 def secret() -> bytes:
-    """Of a test: nobody else finds its blocks."""
+    """The secret of one test: no other test finds its blocks."""
     return os.urandom(32)
 
 

@@ -62,7 +62,7 @@ def library(cluster: Cluster) -> Iterator[Any]:
 def test_a_worker_finds_what_another_has_saved(
     cluster: Cluster, open_at: OpenAt, secret: bytes, row_padding: int
 ) -> None:
-    """Whether or not there is room for seals behind its rows."""
+    """Whether or not there is room for MACs after its rows."""
     other, queue = cluster.worker(secret), open_at(cluster.address, row_padding=row_padding)
     assert other.do(do="save", first=0, count=20)["codes"] == [OK] * 20
     assert load(queue, 24).codes.tolist() == [OK] * 20 + [ABSENT] * 4
@@ -74,7 +74,7 @@ def test_two_workers_that_save_one_key_leave_one_whole_block(cluster: Cluster, o
     """Each has computed it with other rounding. A save is refused while the other's is under way."""
     other, queue = cluster.worker(secret), open_at(cluster.address)
     fill(queue.memory, 40)
-    other.tell(do="save", first=0, count=40, shift=1000)
+    other.send(do="save", first=0, count=40, shift=1000)
     job = queue.save(queue.secret.derive_keys(names(40)), np.arange(40))
     codes = other.answer()["codes"]
     assert job.wait(600, returned=True) and {*codes, *job.codes.tolist()} <= {OK, REFUSED}
@@ -96,7 +96,7 @@ def test_what_another_has_put_under_a_key_is_damaged_and_removed(
     queue = open_at(cluster.address, row_padding=row_padding)
     saved(queue, 3)
     assert library.upsert(object_name(queue, secret, 1), os.urandom(BLOCK_BYTES + 16)) == 0
-    # Without a seal, and the right one is still behind the row.
+    # Without a MAC, and the right one is still after the row.
     assert library.upsert(object_name(queue, secret, 2), content(2, BLOCK_BYTES).tobytes()) == 0
     first, *others = load(queue, 3).codes.tolist()
     assert first == OK and others[0] == DAMAGED and others[1] in (DAMAGED, FAILED)
@@ -156,11 +156,11 @@ def test_a_worker_that_is_killed_with_a_load_under_way(own_cluster: Start, open_
     began = threading.Event()
 
     def loads() -> list[int]:
-        found = [OK]
-        while found[-1] == OK:
-            found += load(queue, 32, seconds=5.0).codes.tolist()
+        codes = [OK]
+        while codes[-1] == OK:
+            codes += load(queue, 32, seconds=5.0).codes.tolist()
             began.set()
-        return found
+        return codes
 
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(loads)
@@ -179,12 +179,12 @@ def test_a_worker_that_hangs_and_resumes_with_the_bytes_of_another_save(
     """It has bytes for a key that was given up. Their place belongs to other keys when it takes them."""
     cluster = own_cluster("--default_kv_lease_ttl=500", "--client_ttl=60")
     holder = cluster.worker(secret, 16 * MIB)
-    one, other = (open_at(cluster.address, slots=8, block_bytes=MIB) for _ in range(2))
+    hung, other = (open_at(cluster.address, slots=8, block_bytes=MIB) for _ in range(2))
     # There are connections then. On a busy machine the library gives up some transfers.
-    until(lambda: save(one, 4).ok == 4)
+    until(lambda: save(hung, 4).ok == 4)
     until(lambda: save(other, 2, 50).ok == 2)
     holder.freeze()
-    job = save(one, 4, 100, seconds=1.0)
+    job = save(hung, 4, 100, seconds=1.0)
     assert set(job.codes.tolist()) <= {LATE, FAILED}
     fill(other.memory, 4, 200)
     late = other.save(other.secret.derive_keys(names(4, 200)), np.arange(4), deadline=other.now() + 60)
@@ -192,7 +192,7 @@ def test_a_worker_that_hangs_and_resumes_with_the_bytes_of_another_save(
     holder.resume()
     assert late.wait(600, returned=True)
     for first, count in ((0, 4), (50, 2), (100, 4), (200, 4)):
-        for queue in (one, other):
+        for queue in (hung, other):
             assert set(load(queue, count, first).codes.tolist()) <= {OK, ABSENT, FAILED, DAMAGED}
 
 
@@ -207,7 +207,7 @@ def test_a_child_of_fork_harms_nobody(cluster: Cluster, open_at: OpenAt, secret:
 
 
 def test_a_process_that_ends_without_closing_ends_well(own_cluster: Start) -> None:
-    """Also with calls under way."""
+    """Even with calls in flight."""
     cluster = own_cluster()
     cluster.worker(bytes(32), 16 * MIB)
     code = f"""

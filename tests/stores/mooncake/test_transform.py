@@ -24,9 +24,9 @@ def documented() -> Transform:
     pytest.importorskip("cryptography")
     page = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
     block = next(code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class Encrypted" in code)
-    found: dict[str, Any] = {}
-    exec(block, found)
-    made: Transform = found["Encrypted"](os.urandom(32))
+    module: dict[str, Any] = {}
+    exec(block, module)
+    made: Transform = module["Encrypted"](os.urandom(32))
     return made
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.stores.s3.weed import ACCESS, BUCKET, WEED, Door, Weed
+from tests.stores.s3.weed import ACCESS, BUCKET, WEED, Proxy, Weed
 
 PLACES = itertools.count()
 
@@ -36,8 +36,8 @@ def again(place: str, weed: Weed, monkeypatch: pytest.MonkeyPatch) -> Callable[.
 
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS["accessKey"])
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", ACCESS["secretKey"])
-    given = {"endpoint": weed.address, "secret": b"\1" * 32, "timeout_ms": 600_000}
-    return lambda **options: S3Store(place, **given | options)
+    defaults = {"endpoint": weed.address, "secret": b"\1" * 32, "timeout_ms": 600_000}
+    return lambda **options: S3Store(place, **defaults | options)
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def make(again: Callable[..., Any]) -> Callable[[int], Any]:
 
 
 @pytest.fixture
-def door(weed: Weed) -> Iterator[Door]:
-    made = Door(weed.port)
+def proxy(weed: Weed) -> Iterator[Proxy]:
+    made = Proxy(weed.port)
     yield made
     made.close()

@@ -1,4 +1,4 @@
-"""What an index of packs believes: the same, in whatever order packs and drops become known. Needs no server."""
+"""An index of packs is the same in whatever order packs and drops become known. Needs no server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def duplicated(pack: Pack, packs: list[Pack]) -> bool:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_what_counts_does_not_depend_on_the_order_in_which_it_becomes_known(seed: int) -> None:
-    """A history of saves and drops, with some packs begun long before they arrive, told to an index in any order."""
+    """A history of saves and drops, with some packs begun long before they arrive, added to an index in any order."""
     random_ = random.Random(seed)
     logs, packs, dropped = [DropLog()], list[Pack](), dict[tuple[str, bytes], bool]()
     for _ in range(random_.randrange(1, 14)):
@@ -39,15 +39,15 @@ def test_what_counts_does_not_depend_on_the_order_in_which_it_becomes_known(seed
     for pack in packs:
         for name in pack.names:
             concerned = (name, pack.tag, whole(pack.tag[:8]))
-            last = max([0, *(logs[-1].names.get(one, 0) for one in concerned)])
+            last = max([0, *(logs[-1].names.get(key, 0) for key in concerned)])
             dropped[pack.name, name] = last > pack.number
-    index, told = PackIndex(1000), [*packs, *logs]
-    random_.shuffle(told)
-    for one in told:
-        if isinstance(one, Pack):
-            index.add(one)
+    index, items = PackIndex(1000), [*packs, *logs]
+    random_.shuffle(items)
+    for item in items:
+        if isinstance(item, Pack):
+            index.add(item)
             continue
-        for pack in index.adopt(one)[1]:
+        for pack in index.adopt(item)[1]:
             assert all(dropped[pack.name, name] for name in pack.names) or duplicated(pack, packs), f"seed {seed}"
     for name in map(block, range(12)):
         counting = {pack.name for pack in packs if name in pack.names and not dropped[pack.name, name]}

@@ -20,7 +20,7 @@ from kvpool.storage.store_requests import StoreRequest
 from kvpool.storage.urls import open_store
 from tests.children import in_child, refuses
 from tests.stores.lab import IDENTITY, content, done, fill, memory, names, open_queue, returned, saved
-from tests.stores.s3.weed import BUCKET, Door, Weed
+from tests.stores.s3.weed import BUCKET, Proxy, Weed
 from tests.waiting import at_once
 
 Again = Callable[..., Any]
@@ -29,7 +29,7 @@ Again = Callable[..., Any]
 def objects(weed: Weed, place: str, kind: str = "packs") -> list[str]:
     """The names of the packs, or of the logs, below the prefix of a test."""
     prefix = place.removeprefix(f"//{BUCKET}/") + f"/kvpool5-{kind}"
-    return [one["path"] for found in weed.client().list(prefix) for one in found]
+    return [entry["path"] for page in weed.client().list(prefix) for entry in page]
 
 
 def answered(call: Callable[[], StoreRequest]) -> list[int]:
@@ -48,22 +48,22 @@ def listed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("drop", ["forget", "clear", "clear a namespace"])
 @pytest.mark.parametrize("by_another", [False, True])
 def test_a_save_that_arrives_after_a_drop_changes_nothing(
-    again: Again, door: Door, weed: Weed, place: str, drop: str, by_another: bool
+    again: Again, proxy: Proxy, weed: Weed, place: str, drop: str, by_another: bool
 ) -> None:
     """Whoever has sent it, and whoever looks."""
-    with open_queue(again(endpoint=door.address, timeout_ms=500)) as saving, open_queue(again()) as other:
+    with open_queue(again(endpoint=proxy.address, timeout_ms=500)) as saving, open_queue(again()) as other:
         dropping = other if by_another else saving
         keys, tag = saving.secret.derive_keys(names(6)), saving.secret.tag(b"tenant")
         fill(saving.memory, 6)
-        door.hold = "PUT kvpool5-packs"
-        while not door.held.acquire(blocking=False):  # On a slow machine it may be given up before it is there.
+        proxy.hold = "PUT kvpool5-packs"
+        while not proxy.held.acquire(blocking=False):  # On a slow machine it may be given up before it is there.
             assert returned(saving.save(keys, np.arange(6), tag=tag)).codes.tolist() == [FAILED] * 6
-        door.hold = ""
+        proxy.hold = ""
         begun = {"forget": lambda: dropping.forget(keys), "clear": dropping.clear}.get(
             drop, lambda: dropping.clear(tag)
         )()
         assert begun.wait(600) and begun.ok == len(begun.codes), begun.error
-        assert set(door.release(1)) == {200}, "the server has taken what was late"
+        assert set(proxy.release(1)) == {200}, "the server has taken what was late"
         assert objects(weed, place)
         for queue in (other, saving):
             assert answered(lambda queue=queue: queue.find(keys)) == [ABSENT] * 6
@@ -76,46 +76,46 @@ def test_a_save_that_arrives_after_a_drop_changes_nothing(
 
 
 def test_a_drop_counts_for_other_workers_when_it_has_returned(again: Again) -> None:
-    with open_queue(again()) as one, open_queue(again()) as other:
-        keys = saved(one, 8)
+    with open_queue(again()) as dropping, open_queue(again()) as other:
+        keys = saved(dropping, 8)
         assert done(other.find(keys)).ok == 8
-        assert done(one.forget(keys[:2])).dropped == 2
+        assert done(dropping.forget(keys[:2])).dropped == 2
         assert returned(other.load(keys, np.arange(20, 28))).codes.tolist() == [ABSENT] * 2 + [OK] * 6
         assert done(other.forget(keys[7:])).dropped == 1
-        assert done(one.find(keys)).codes.tolist() == [ABSENT] * 2 + [OK] * 5 + [ABSENT]
+        assert done(dropping.find(keys)).codes.tolist() == [ABSENT] * 2 + [OK] * 5 + [ABSENT]
         # What is saved anew counts again, and the drop of others of its pack stays.
-        saved(one, 1)
+        saved(dropping, 1)
         assert done(other.find(keys)).codes.tolist() == [OK, ABSENT] + [OK] * 5 + [ABSENT]
-        assert done(one.clear()).dropped == 6
+        assert done(dropping.clear()).dropped == 6
         assert returned(other.load(keys, np.arange(20, 28))).codes.tolist() == [ABSENT] * 8
 
 
 def test_a_drop_counts_for_all_packs_of_a_save_that_was_begun_before(
-    again: Again, door: Door, monkeypatch: pytest.MonkeyPatch
+    again: Again, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvpool.storage.backends.s3.s3_store._PACK_BYTES", 5 * (4096 + 16) + 100)
-    with open_queue(again(endpoint=door.address, timeout_ms=600_000)) as saving, open_queue(again()) as other:
+    with open_queue(again(endpoint=proxy.address, timeout_ms=600_000)) as saving, open_queue(again()) as other:
         keys = saving.secret.derive_keys(names(10))
         fill(saving.memory, 10)
-        door.hold = "PUT kvpool5-packs"
+        proxy.hold = "PUT kvpool5-packs"
         job = saving.save(keys, np.arange(10))
-        assert door.held.acquire(timeout=600)
+        assert proxy.held.acquire(timeout=600)
         assert other.forget(keys[5:]).wait(600)
-        door.release(1)
+        proxy.release(1)
         assert returned(job).ok == 10
         assert done(other.find(keys)).codes.tolist() == [OK] * 5 + [ABSENT] * 5
 
 
-def test_what_was_read_of_a_dropped_pack_is_not_taken_for_what_was_saved_anew(again: Again, door: Door) -> None:
-    with open_queue(again(endpoint=door.address, timeout_ms=600_000)) as queue, open_queue(again()) as other:
+def test_what_was_read_of_a_dropped_pack_is_not_taken_for_what_was_saved_anew(again: Again, proxy: Proxy) -> None:
+    with open_queue(again(endpoint=proxy.address, timeout_ms=600_000)) as queue, open_queue(again()) as other:
         keys = saved(queue, 2)
         # The pack stays, as one of its blocks does.
         assert done(other.forget(keys[:1])).dropped == 1
-        door.hold = "GET kvpool5-packs"
+        proxy.hold = "GET kvpool5-packs"
         job = queue.load(keys, np.arange(20, 22))
-        assert door.held.acquire(timeout=600)
+        assert proxy.held.acquire(timeout=600)
         saved(queue, 1)
-        door.release(1)
+        proxy.release(1)
         assert returned(job).codes.tolist() == [ABSENT, OK]
 
 
@@ -130,8 +130,8 @@ def test_drops_of_many_workers_at_a_time_are_all_kept(again: Again) -> None:
         assert done(later.find(keys)).codes.tolist() == [ABSENT] * 8
 
 
-def test_blocks_of_one_save_are_one_request_and_one_more_asks_for_drops(again: Again, door: Door) -> None:
-    with open_queue(again(endpoint=door.address)) as queue:
+def test_blocks_of_one_save_are_one_request_and_one_more_asks_for_drops(again: Again, proxy: Proxy) -> None:
+    with open_queue(again(endpoint=proxy.address)) as queue:
         keys = queue.secret.derive_keys(names(32))
         fill(queue.memory, 32)
         done(queue.find(keys))
@@ -140,10 +140,10 @@ def test_blocks_of_one_save_are_one_request_and_one_more_asks_for_drops(again: A
             lambda: queue.find(keys),
             lambda: queue.load(keys, np.arange(32)),
         ):
-            door.seen.clear()
+            proxy.seen.clear()
             assert returned(call()).ok == 32
-            asked = [line for line in door.seen if "kvpool5-drops" not in line]
-            assert len(asked) <= 1 and len(door.seen) <= 2, door.seen
+            asked = [line for line in proxy.seen if "kvpool5-drops" not in line]
+            assert len(asked) <= 1 and len(proxy.seen) <= 2, proxy.seen
 
 
 def test_a_block_larger_than_a_part_is_sent_in_parts(again: Again, weed: Weed, place: str) -> None:
@@ -156,41 +156,41 @@ def test_a_block_larger_than_a_part_is_sent_in_parts(again: Again, weed: Weed, p
         assert weed.client().head(objects(weed, place)[0])["e_tag"].endswith('-2"')
 
 
-def test_a_slow_server_costs_no_more_than_the_timeout_and_writes_nothing_later(again: Again, door: Door) -> None:
-    with open_queue(again(endpoint=door.address, timeout_ms=300)) as queue, open_queue(again()) as patient:
-        keys, door.hold = saved(patient, 2), "GET kvpool5-packs"
-        while not door.held.acquire(blocking=False):
+def test_a_slow_server_costs_no_more_than_the_timeout_and_writes_nothing_later(again: Again, proxy: Proxy) -> None:
+    with open_queue(again(endpoint=proxy.address, timeout_ms=300)) as queue, open_queue(again()) as patient:
+        keys, proxy.hold = saved(patient, 2), "GET kvpool5-packs"
+        while not proxy.held.acquire(blocking=False):
             assert returned(queue.load(keys, np.arange(10, 12))).codes.tolist() == [FAILED] * 2
         queue.memory[10:12] = 7
-        door.release(1)
+        proxy.release(1)
         assert (queue.memory[10:12] == 7).all()
         assert answered(lambda: queue.load(keys, np.arange(10, 12))) == [OK] * 2
 
 
 @pytest.mark.parametrize("kind", ["find", "load", "save"])
-def test_nothing_is_believed_while_nobody_knows_what_was_dropped(again: Again, door: Door, kind: str) -> None:
-    with open_queue(again(endpoint=door.address, timeout_ms=300)) as queue, open_queue(again()) as patient:
-        keys, door.hold = saved(patient, 2), "GET kvpool5-drops"
+def test_nothing_is_served_while_drops_cannot_be_read(again: Again, proxy: Proxy, kind: str) -> None:
+    with open_queue(again(endpoint=proxy.address, timeout_ms=300)) as queue, open_queue(again()) as patient:
+        keys, proxy.hold = saved(patient, 2), "GET kvpool5-drops"
         rows = () if kind == "find" else (np.arange(2),)
-        while not door.held.acquire(blocking=False):
+        while not proxy.held.acquire(blocking=False):
             assert returned(getattr(queue, kind)(keys, *rows)).codes.tolist() == [FAILED] * 2
-        door.release(1)
+        proxy.release(1)
         assert answered(lambda: getattr(queue, kind)(keys, *rows)) == [OK] * 2
 
 
 @pytest.mark.parametrize("status", [500, 503, 507, 403])
 def test_a_server_that_refuses_fails_the_calls_and_is_used_again_when_it_serves(
-    again: Again, door: Door, status: int
+    again: Again, proxy: Proxy, status: int
 ) -> None:
     """A full server answers with 500 or 507."""
-    with open_queue(again(endpoint=door.address, timeout_ms=500)) as queue, open_queue(again()) as patient:
-        keys, door.status = saved(patient, 2), status
+    with open_queue(again(endpoint=proxy.address, timeout_ms=500)) as queue, open_queue(again()) as patient:
+        keys, proxy.status = saved(patient, 2), status
         other = queue.secret.derive_keys(names(2, 10))
         assert returned(queue.save(other, np.arange(2))).codes.tolist() == [FAILED] * 2
         assert returned(queue.load(keys, np.arange(10, 12))).codes.tolist() == [FAILED] * 2
         assert done(queue.find(keys)).codes.tolist() == [FAILED] * 2
         forgotten = queue.forget(keys[:1])
-        door.status = 0
+        proxy.status = 0
         assert forgotten.wait(600) and forgotten.ok == 1
         assert answered(lambda: queue.load(keys, np.arange(10, 12))) == [ABSENT, OK]
         assert answered(lambda: queue.save(other, np.arange(2))) == [OK] * 2
@@ -210,11 +210,11 @@ def test_a_server_that_was_killed_half_way_has_what_it_had_acknowledged(again: A
         assert returned(queue.load(keys[:1], np.arange(50, 51))).codes.tolist() == [FAILED]
         weed.start()
         with open_queue(again()) as later:
-            found = returned(later.load(keys, np.arange(48)))
-            assert (found.codes[codes == OK] == OK).all() and set(found.codes.tolist()) <= {OK, ABSENT}
-            for number in np.flatnonzero(found.codes == OK).tolist():
+            loaded = returned(later.load(keys, np.arange(48)))
+            assert (loaded.codes[codes == OK] == OK).all() and set(loaded.codes.tolist()) <= {OK, ABSENT}
+            for number in np.flatnonzero(loaded.codes == OK).tolist():
                 assert np.array_equal(later.memory[number], content(number))
-        assert done(queue.forget(keys)).dropped == found.ok
+        assert done(queue.forget(keys)).dropped == loaded.ok
         assert done(queue.find(keys)).codes.tolist() == [ABSENT] * 48
 
 
@@ -238,18 +238,18 @@ with open_queue(S3Store({place!r}, endpoint={weed.address!r}, secret=bytes([1]) 
             saving.kill()
         with open_queue(again()) as queue:
             keys = queue.secret.derive_keys(names(48))
-            found = returned(queue.load(keys, np.arange(48)))
-            assert set(found.codes.tolist()) <= {OK, ABSENT}
-            for place in np.flatnonzero(found.codes == OK).tolist():
+            loaded = returned(queue.load(keys, np.arange(48)))
+            assert set(loaded.codes.tolist()) <= {OK, ABSENT}
+            for place in np.flatnonzero(loaded.codes == OK).tolist():
                 assert np.array_equal(queue.memory[place], content(place))
-            kept += found.ok
-            assert done(queue.clear()).dropped == found.ok
+            kept += loaded.ok
+            assert done(queue.clear()).dropped == loaded.ok
         if kept and pause >= 0.05:
             break
 
 
 def test_a_process_that_ends_right_after_a_call_ends_well(again: Again, weed: Weed, place: str) -> None:
-    """Also if nobody has closed the store. The library's coroutines aborted one of four such processes."""
+    """Even if the store was not closed. The library's coroutines aborted one of four such processes."""
     program = f"""
 import numpy as np
 from kvpool.storage.backends.s3 import S3Store
@@ -284,8 +284,8 @@ def test_packs_that_are_cut_or_replaced_are_served_to_nobody_and_saved_anew(
 ) -> None:
     with open_queue(again()) as queue:
         keys = np.concatenate([saved(queue, 1, first) for first in range(4)])
-        found = sorted(objects(weed, place))
-        for name, size in zip(found, (4096 + 16, 1 << 20, 1, 0), strict=True):
+        paths = sorted(objects(weed, place))
+        for name, size in zip(paths, (4096 + 16, 1 << 20, 1, 0), strict=True):
             weed.client().put(name, bytes(size))
         assert returned(queue.load(keys, np.arange(10, 14))).codes.tolist() == [DAMAGED] * 4
         saved(queue, 4)
@@ -413,8 +413,8 @@ def test_a_text_names_bucket_prefix_and_server(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text("ab" * 32)
     file.chmod(0o600)
-    found = open_store(f"s3://bucket/a/b?endpoint=http://127.0.0.1:8333&threads=2&secret_file={file}")
-    assert repr(found) == "S3Store('//bucket/a/b/')" and found.threads == 2 and found.secret == b"\xab" * 32
+    opened = open_store(f"s3://bucket/a/b?endpoint=http://127.0.0.1:8333&threads=2&secret_file={file}")
+    assert repr(opened) == "S3Store('//bucket/a/b/')" and opened.threads == 2 and opened.secret == b"\xab" * 32
 
 
 def test_without_its_library_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A SeaweedFS on the loopback interface, and a door before it that holds, refuses and passes on requests."""
+"""A SeaweedFS on the loopback interface, and a proxy before it that holds, refuses and forwards requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 ACCESS = {"accessKey": "key", "secretKey": "secretsecret"}
 BUCKET = "kvtest"
-_DOORS = ("s3", "master", "volume", "filer")
+_SERVICES = ("s3", "master", "volume", "filer")
 WEED = shutil.which("weed", path=str(Path(sys.executable).parent)) or shutil.which("weed")
 
 
@@ -33,10 +33,10 @@ class Weed:
     def __init__(self, folder: Path) -> None:
         user = {"name": "test", "credentials": [ACCESS], "actions": ["Admin", "Read", "Write", "List"]}
         (folder / "s3.json").write_text(json.dumps({"identities": [user]}))
-        ports = {door: (free_port(), free_port()) for door in _DOORS}
+        ports = {service: (free_port(), free_port()) for service in _SERVICES}
         words = [str(WEED), "-logtostderr=true", "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
-        words += [f"-{door}.port={port}" for door, (port, _) in ports.items()]
-        words += [f"-{door}.port.grpc={port}" for door, (_, port) in ports.items()]
+        words += [f"-{service}.port={port}" for service, (port, _) in ports.items()]
+        words += [f"-{service}.port.grpc={port}" for service, (_, port) in ports.items()]
         words += ["-s3", f"-s3.config={folder}/s3.json", "-s3.port.iceberg=0", "-s3.port.lance=0"]
         words += [f"-filer.localSocket={folder}/filer.sock", "-s3.autoCreateBucket"]
         words += ["-master.telemetry=false", "-master.volumeSizeLimitMB=64"]
@@ -72,15 +72,15 @@ class Weed:
         self._process.wait(600)
 
 
-class Door:
-    """Passes requests on to a server. ``status``: this answer instead. ``hold``: requests that have these words in
-    their method and path wait until ``release``, and are passed on then, also if the client has gone. ``late``: how
+class Proxy:
+    """Forwards requests to a server. ``status``: this answer instead. ``hold``: requests that have these words in
+    their method and path wait until ``release``, and are forwarded then, even if the client has gone. ``late``: how
     these were answered. ``seen``: method and path of each request."""
 
     def __init__(self, port: int) -> None:
         self.status, self.hold, self.held, self.late = 0, "", threading.Semaphore(0), list[int]()
         self.seen: list[str] = []
-        self._release, door = threading.Event(), self
+        self._release, proxy = threading.Event(), self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
@@ -88,23 +88,23 @@ class Door:
             def _pass(self) -> None:
                 body = self.rfile.read(int(self.headers.get("content-length") or 0))
                 line = f"{self.command} {self.path}"
-                held = bool(door.hold) and all(word in line for word in door.hold.split())
-                door.seen.append(line)
+                held = bool(proxy.hold) and all(word in line for word in proxy.hold.split())
+                proxy.seen.append(line)
                 if held:
-                    door.held.release()
-                    door._release.wait(600)
-                status, headers, answer = door.status, [("content-length", "0")], b""
+                    proxy.held.release()
+                    proxy._release.wait(600)
+                status, headers, answer = proxy.status, [("content-length", "0")], b""
                 if not status:
                     server = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
                     server.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
                     for name, value in self.headers.items():
                         server.putheader(name, value)
                     server.endheaders(body)
-                    found = server.getresponse()
-                    status, headers, answer = found.status, found.getheaders(), found.read()
+                    response = server.getresponse()
+                    status, headers, answer = response.status, response.getheaders(), response.read()
                     server.close()
                 if held:
-                    door.late.append(status)
+                    proxy.late.append(status)
                 with suppress(OSError):
                     self.send_response_only(status)
                     for name, value in headers:
@@ -123,7 +123,7 @@ class Door:
         self.address = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def release(self, count: int) -> list[int]:
-        """The answers to so many held requests."""
+        """Return the answers to that many held requests."""
         self.hold = ""
         self._release.set()
         end = time.monotonic() + 600

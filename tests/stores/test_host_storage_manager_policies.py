@@ -12,17 +12,17 @@ import pytest
 from kvpool import HostCache
 from kvpool.storage import REFUSED, MemoryStore
 from kvpool.storage.choice import Load, LoadOrCompute
-from tests.stores.hostkeeping import Engine
+from tests.stores.host_lab import Engine
 from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, content, fail, names
 
 ABSENT, HERE = HostCache.ABSENT, HostCache.HERE
 
 
 class Some:
-    """A policy that takes so many blocks of each hit, for so many seconds. It notes what became of its loads."""
+    """A policy that takes that many blocks of each hit, for that many seconds. It records the outcomes of its loads."""
 
     def __init__(self, blocks: int, seconds: float = 1000.0) -> None:
-        self.blocks, self.seconds, self.asked, self.told = blocks, seconds, list[int](), list[tuple[int, float]]()
+        self.blocks, self.seconds, self.asked, self.outcomes = blocks, seconds, list[int](), list[tuple[int, float]]()
         self.busy: list[tuple[int, float, float]] = []
 
     def choose(self, there: int, ahead_bytes: int = 0, spare: float = 0.0, waited: float = 0.0) -> Load:
@@ -34,10 +34,10 @@ class Some:
         return False
 
     def end(self, load: Load, came: int, seconds: float, queued: float = 0.0) -> None:
-        self.told.append((came, seconds))
+        self.outcomes.append((came, seconds))
 
     def drop(self, load: Load) -> None:
-        self.told.append((-1, 0.0))
+        self.outcomes.append((-1, 0.0))
 
 
 @pytest.mark.parametrize(("takes", "here"), [(0, 0), (3, 3), (9, 5)])
@@ -50,8 +50,8 @@ def test_of_a_hit_as_many_blocks_come_as_its_policy_takes(
     store.before["load"] = lambda: setattr(engine, "now", engine.now + 0.5)
     assert engine.ask(5) == [HERE] * here + [ABSENT] * (5 - here)
     engine.read(here)
-    assert policy.asked == [5] and policy.told == ([(here, 0.5)] if here else [])
-    stats = engine.keeper.stats()
+    assert policy.asked == [5] and policy.outcomes == ([(here, 0.5)] if here else [])
+    stats = engine.manager.stats()
     assert stats.loaded == here and stats.missed == ({"declined": 5 - here} if here < 5 else {})
 
 
@@ -61,8 +61,8 @@ def test_the_keys_of_each_hit_are_judged_together_and_apart_from_others(make: Ca
     engine = make(policies=[policy])
     engine.saved(6)
     for key in names(4):
-        engine.keeper.find(key, "long")
-    engine.keeper.lookup(names(2, 4), "short")
+        engine.manager.find(key, "long")
+    engine.manager.lookup(names(2, 4), "short")
     assert engine.ask(6) == [HERE] * 6
     assert policy.asked == [4, 2]
 
@@ -76,11 +76,11 @@ def test_a_policy_learns_what_is_under_way_and_how_long_the_engine_is_busy(
     store.before["load"] = gate
     engine.held(gate, 2)
     engine.now += 3.0
-    engine.keeper.lookup(names(2, 2))
+    engine.manager.lookup(names(2, 2))
     engine.until(lambda: len(policy.busy) == 2)
     gate.open()
     assert policy.busy == [(0, 7.0, 0.0), (2 * BLOCK_BYTES, 7.0, 3.0)]
-    engine.until(lambda: engine.keeper.stats().loaded == 4)
+    engine.until(lambda: engine.manager.stats().loaded == 4)
 
 
 def test_what_a_policy_raises_ends_the_keys_that_it_was_asked_about(
@@ -92,22 +92,22 @@ def test_what_a_policy_raises_ends_the_keys_that_it_was_asked_about(
     engine.saved(3)
     with pytest.raises(OSError, match="I/O"):
         engine.ask(3)
-    assert engine.keeper.stats().missed == {"failed": 3}
+    assert engine.manager.stats().missed == {"failed": 3}
 
 
-def test_what_is_no_function_does_not_say_how_busy_the_engine_is(make: Callable[..., Engine]) -> None:
+def test_spare_must_be_a_function(make: Callable[..., Engine]) -> None:
     with pytest.raises(TypeError, match=r"spare: expected a function.*got 0\.5"):
         make(spare=0.5)
 
 
-def test_what_has_no_room_tells_its_policy_nothing_of_the_store(make: Callable[..., Engine]) -> None:
+def test_a_load_without_room_does_not_inform_its_policy(make: Callable[..., Engine]) -> None:
     policy = Some(9)
     engine = make(blocks=4, policies=[policy])
     engine.saved(2)
     engine.write(4, first=10)
-    with engine.keeper.pin(names(4, 10)):
+    with engine.manager.pin(names(4, 10)):
         assert engine.ask(2) == [ABSENT] * 2
-    assert policy.told == [(-1, 0.0)] and engine.keeper.stats().missed == {"crowded": 2}
+    assert policy.outcomes == [(-1, 0.0)] and engine.manager.stats().missed == {"crowded": 2}
 
 
 def test_a_policy_is_asked_about_what_has_room_and_nothing_else_counts_against_the_store(
@@ -118,8 +118,8 @@ def test_a_policy_is_asked_about_what_has_room_and_nothing_else_counts_against_t
     engine = make(policies=[policy], load_share=0.25)
     engine.saved(6)
     assert engine.ask(6) == [HERE] * 4 + [ABSENT] * 2
-    assert policy.asked == [4] and policy.told == [(4, 0.0)]
-    assert engine.keeper.stats().missed == {"crowded": 2}
+    assert policy.asked == [4] and policy.outcomes == [(4, 0.0)]
+    assert engine.manager.stats().missed == {"crowded": 2}
 
 
 @pytest.mark.parametrize("two_stores", [False, True])
@@ -133,8 +133,8 @@ def test_a_prompt_that_was_saved_loses_its_end_first(
     for first in range(0, 12, size):
         engine.write(size, first)
     if pieces > 1:
-        engine.keeper.touch(names(12))
-    assert engine.keeper.drain(600) and engine.keeper.stats().saved == 12 * len(stores)
+        engine.manager.touch(names(12))
+    assert engine.manager.drain(600) and engine.manager.stats().saved == 12 * len(stores)
     assert engine.cache.reserve(names(4, 100)).evicted == names(4, 8)[::-1]
     engine.cache.abort(names(4, 100))
 
@@ -147,13 +147,13 @@ def test_what_would_wait_for_a_busy_store_is_saved_together_as_soon_as_no_more_c
     engine.until(gate.reached.is_set)
     for first in (10, 20, 30):
         engine.write(10, first)
-        engine.keeper.poll()
-    stats = engine.keeper.stats()
-    assert (stats.waiting, stats.stores[0].queued_blocks) == (30, 0) and engine.keeper.pending
-    engine.keeper.poll()
-    assert engine.keeper.stats().stores[0].queued_blocks == 30 and not engine.keeper.pending
+        engine.manager.poll()
+    stats = engine.manager.stats()
+    assert (stats.waiting, stats.stores[0].queued_blocks) == (30, 0) and engine.manager.pending
+    engine.manager.poll()
+    assert engine.manager.stats().stores[0].queued_blocks == 30 and not engine.manager.pending
     gate.open()
-    assert engine.keeper.drain(600) and engine.keeper.stats().saved == 32 and store.calls.count("save") == 2
+    assert engine.manager.drain(600) and engine.manager.stats().saved == 32 and store.calls.count("save") == 2
     # One lease had the three prompts, and they age one after the other all the same.
     order = [*names(2)[::-1], *names(10, 10)[::-1], *names(10, 20)[::-1], *names(10, 30)[::-1]]
     assert engine.cache.reserve(names(60, 100)).evicted == order[:28]
@@ -177,7 +177,7 @@ def test_what_came_and_nobody_reads_makes_room_after_a_while(make: Callable[...,
 
 @pytest.fixture
 def small(make: Callable[..., Engine], store: Wrong) -> Engine:
-    """Of 12 blocks, over a store that has 100 blocks of a prompt. A window has 6."""
+    """An engine with 12 blocks, over a store that has 100 blocks of a prompt. A window has 6."""
     big = make(blocks=128)
     big.saved(100)
     big.close()
@@ -194,18 +194,18 @@ def test_a_prompt_of_any_length_comes_through_a_small_host(
     if blocks > 2:
         engine.write(blocks // 4, first=500)
         assert engine.take(100) == 100
-    stats = engine.keeper.stats()
+    stats = engine.manager.stats()
     assert stats.loaded >= 100 and stats.loaded + sum(stats.missed.values()) == stats.asked
 
 
 def test_while_there_is_no_room_no_store_is_asked(small: Engine, store: Wrong) -> None:
     assert small.ask(100) == [HERE] * 6 + [ABSENT] * 94
-    asked, refused = store.calls.count("find"), small.keeper.stats().refused
+    asked, refused = store.calls.count("find"), small.manager.stats().refused
     for _ in range(20):
-        assert small.keeper.lookup(names(100)).tolist() == [HERE] * 6 + [ABSENT] * 94
-        small.keeper.poll()
+        assert small.manager.lookup(names(100)).tolist() == [HERE] * 6 + [ABSENT] * 94
+        small.manager.poll()
     assert store.calls.count("find") == asked
-    stats = small.keeper.stats()
+    stats = small.manager.stats()
     assert stats.refused == refused + 20 * 94, "each answer that no store was asked for is counted"
     assert stats.loaded + sum(stats.missed.values()) == stats.asked
     small.read(2)
@@ -217,11 +217,11 @@ def test_a_request_that_ends_in_a_window_keeps_room_no_longer_than_it_is_unread(
     small.ask(100)
     small.read(6)
     gate = store.hold("load")
-    small.keeper.lookup(names(94, 6))
+    small.manager.lookup(names(94, 6))
     small.until(gate.reached.is_set)
-    assert small.keeper.lookup(names(4, first=100)).tolist() == [ABSENT] * 4
+    assert small.manager.lookup(names(4, first=100)).tolist() == [ABSENT] * 4
     gate.open()
-    assert small.keeper.drain(600) and small.cache.stats().pending == 0
+    assert small.manager.drain(600) and small.cache.stats().pending == 0
     small.now += 10.0
     assert small.ask(100, 20) == [HERE] * 6 + [ABSENT] * 94
     small.read(6, 20)
@@ -238,21 +238,21 @@ def test_a_store_that_fails_in_a_window_ends_the_prompt_there(small: Engine, sto
     small.read(6)
     gate = Gate()
     store.before["load"] = dies if how == "dies" else gate
-    small.keeper.lookup(names(94, 6))
+    small.manager.lookup(names(94, 6))
     if how == "hangs":
         small.until(gate.reached.is_set)
         small.later(3)
-    small.until(lambda: small.keeper.stats().searching == 0)
-    assert small.keeper.lookup(names(6, 6)).tolist() == [ABSENT] * 6
-    hung = small.keeper.stats().hung
+    small.until(lambda: small.manager.stats().searching == 0)
+    assert small.manager.lookup(names(6, 6)).tolist() == [ABSENT] * 6
+    hung = small.manager.stats().hung
     assert hung == (6 if how == "hangs" else 0)
     small.write(12 - hung, first=500)
     small.read(12 - hung, first=500)
     gate.open()
-    assert small.keeper.drain(600) and small.keeper.stats().loading == 0
+    assert small.manager.drain(600) and small.manager.stats().loading == 0
     small.read(12 - hung, first=500)
     del store.before["load"]
-    assert small.keeper.lookup(names(6, 6)).tolist() == [ABSENT] * 6, "who has asked is told once"
+    assert small.manager.lookup(names(6, 6)).tolist() == [ABSENT] * 6, "the one that asked is notified once"
     small.now += 20.0
     assert small.take(100) == 100
 
@@ -262,17 +262,17 @@ def test_a_store_that_fails_in_a_window_ends_the_prompt_there(small: Engine, sto
 
 def test_what_came_from_a_store_is_not_saved_before_it_goes(small: Engine, make: Callable[..., Engine]) -> None:
     engine = make(blocks=8, save="evict", load_share=1.0)
-    assert engine.ask(8) == [HERE] * 8 and engine.keeper.drain(600)
-    assert engine.keeper.stats().saved == 0
+    assert engine.ask(8) == [HERE] * 8 and engine.manager.drain(600)
+    assert engine.manager.stats().saved == 0
 
 
-def test_with_evict_what_goes_before_it_was_told_is_counted(make: Callable[..., Engine]) -> None:
+def test_with_evict_what_goes_before_it_was_reported_is_counted(make: Callable[..., Engine]) -> None:
     engine = make(blocks=8, save="evict")
     for first in range(0, 32, 8):
         engine.write(8, first)
-    assert engine.keeper.stats().unsaved == {"evicted": 24}
+    assert engine.manager.stats().unsaved == {"evicted": 24}
     # How many are next when the leases of those that were saved have ended is up to the threads of the store.
-    assert engine.keeper.drain(600) and 4 <= engine.keeper.stats().saved <= 8
+    assert engine.manager.drain(600) and 4 <= engine.manager.stats().saved <= 8
 
 
 def test_saving_what_goes_next_changes_no_order_of_eviction(make: Callable[..., Engine]) -> None:
@@ -283,8 +283,8 @@ def test_saving_what_goes_next_changes_no_order_of_eviction(make: Callable[..., 
         for first in range(0, 64, 4):
             taken = engine.cache.reserve(names(4, first))
             evicted += taken.evicted
-            engine.keeper.publish(taken.keys)
-            assert engine.keeper.drain(600)
+            engine.manager.publish(taken.keys)
+            assert engine.manager.drain(600)
             engine.cache.touch(names(1, first))
         gone.append(evicted)
     assert gone[0] == gone[1] and len(gone[0]) == 56
@@ -296,11 +296,11 @@ def test_what_is_published_as_unsaved_reaches_no_store(make: Callable[..., Engin
     taken = engine.cache.reserve(names(4))
     for row, number in zip(taken.blocks.tolist(), range(4), strict=True):
         engine.tier.blocks[row] = content(number)
-    engine.keeper.publish(taken.keys, unsaved=names(2))
+    engine.manager.publish(taken.keys, unsaved=names(2))
     if save == "reuse":
         engine.read(4)
     engine.write(4, first=50)
-    assert engine.keeper.drain(600)
+    assert engine.manager.drain(600)
     engine.cache.forget(names(8))
     assert engine.ask(4) == [ABSENT, ABSENT, HERE, HERE]
     engine.read(2, first=2)
@@ -318,15 +318,15 @@ def test_a_store_that_slows_down_a_hundred_times_in_a_window_costs_no_more_than_
         assert engine.ask(6, first) == [HERE] * 6
         engine.read(6, first)
     store.before["load"] = gate
-    engine.keeper.lookup(names(40, 60))
+    engine.manager.lookup(names(40, 60))
     engine.until(gate.reached.is_set)
     engine.later(1.5 + 0.3)  # a quarter of what it was to save, and twice its time
-    engine.until(lambda: engine.keeper.lookup(names(6, 60)).tolist() == [ABSENT] * 6)
-    assert engine.keeper.stats().hung == 6, "a call may still write these rows"
+    engine.until(lambda: engine.manager.lookup(names(6, 60)).tolist() == [ABSENT] * 6)
+    assert engine.manager.stats().hung == 6, "a call may still write these rows"
     engine.write(6, first=500)
     engine.read(6, first=500)
     gate.open()
-    assert engine.keeper.drain(600) and engine.keeper.stats().loading == 0
+    assert engine.manager.drain(600) and engine.manager.stats().loading == 0
     engine.read(6, first=500)
 
 
@@ -334,14 +334,14 @@ def test_a_store_that_answers_out_of_order_brings_each_block_to_its_place(small:
     gate = Gate()
     held = iter([gate])
     store.before["load"] = lambda: next(held, lambda: None)()
-    small.keeper.lookup(names(3))
+    small.manager.lookup(names(3))
     small.until(gate.reached.is_set)
-    small.keeper.lookup(names(3, 3))
-    small.until(lambda: small.keeper.lookup(names(3, 3)).tolist() == [HERE] * 3)
-    assert HERE not in small.keeper.lookup(names(3)).tolist(), "what was asked for first comes last"
+    small.manager.lookup(names(3, 3))
+    small.until(lambda: small.manager.lookup(names(3, 3)).tolist() == [HERE] * 3)
+    assert HERE not in small.manager.lookup(names(3)).tolist(), "what was asked for first comes last"
     small.read(3, 3)
     gate.open()
-    small.until(lambda: small.keeper.lookup(names(3)).tolist() == [HERE] * 3)
+    small.until(lambda: small.manager.lookup(names(3)).tolist() == [HERE] * 3)
     small.read(6)
 
 
@@ -357,6 +357,6 @@ def test_a_store_that_is_full_drops_saves_and_still_gives_every_window(make: Cal
     store.full = True
     engine = make(store, blocks=12)
     engine.write(6, first=500)
-    assert engine.keeper.drain(600), "or else they may be evicted before the store is asked to save them"
+    assert engine.manager.drain(600), "or else they may be evicted before the store is asked to save them"
     assert engine.take(30) == 30
-    assert engine.keeper.drain(600) and engine.keeper.stats().unsaved["refused"] == 6
+    assert engine.manager.drain(600) and engine.manager.stats().unsaved["refused"] == 6

@@ -11,7 +11,7 @@ import pytest
 
 from kvpool import HostCache
 from kvpool.storage.mac import Secret
-from tests.stores.hostkeeping import Engine
+from tests.stores.host_lab import Engine
 from tests.stores.lab import Gate, Wrong, names
 
 ABSENT, HERE = HostCache.ABSENT, HostCache.HERE
@@ -47,11 +47,11 @@ def test_what_is_published_after_clear_is_not_saved_for_what_was_before(
     engine = make(store)
     engine.write(4)
     engine.until(hashing.reached.is_set)
-    engine.keeper.clear()
+    engine.manager.clear()
     other_content(engine, 4)
     hashing.open()
-    assert engine.keeper.drain(600)
-    assert (engine.keeper.stats().unsaved, store.stats()["blocks"]) == ({"cancelled": 4}, 0)
+    assert engine.manager.drain(600)
+    assert (engine.manager.stats().unsaved, store.stats()["blocks"]) == ({"cancelled": 4}, 0)
     engine.close()
     again = make(store)
     assert again.ask(4) == [ABSENT] * 4
@@ -69,8 +69,8 @@ def test_a_block_that_has_gone_while_its_key_is_hashed_is_not_saved(
     taken = engine.cache.reserve(names(4 - here, here))
     engine.tier.blocks[taken.blocks] = 7
     hashing.open()
-    assert engine.keeper.drain(600)
-    stats = engine.keeper.stats()
+    assert engine.manager.drain(600)
+    stats = engine.manager.stats()
     assert (stats.saved, stats.unsaved) == (here, {"evicted": 4 - here})
     assert store.stats()["blocks"] == here and engine.cache.stats().pinned == 0
     engine.cache.abort(taken.keys)
@@ -88,10 +88,10 @@ def test_a_block_that_is_written_anew_while_its_key_is_hashed_is_saved_as_it_is_
     engine.cache.forget(names(4))
     other_content(engine, 4)
     hashing.open()
-    assert engine.keeper.drain(600) and engine.keeper.stats().saved == 4
+    assert engine.manager.drain(600) and engine.manager.stats().saved == 4
     engine.cache.forget(names(4))
     assert engine.ask(4) == [HERE] * 4
-    with engine.keeper.pin(names(4)) as lease:
+    with engine.manager.pin(names(4)) as lease:
         assert (engine.tier.blocks[lease.blocks] == 7).all()
 
 
@@ -114,5 +114,5 @@ def test_the_thread_of_the_scheduler_hashes_nothing(
 def test_no_key_or_secret_is_in_what_people_read(make: Callable[..., Engine]) -> None:
     engine = make()
     engine.saved(2)
-    text = repr(engine.keeper) + repr(engine.keeper.stats())
+    text = repr(engine.manager) + repr(engine.manager.stats())
     assert "block 0" not in text and "Secret" not in text

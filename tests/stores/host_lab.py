@@ -1,4 +1,4 @@
-"""What the tests of host keepers share: an engine whose cache has a keeper, and who closes it."""
+"""Shared by tests of the host storage manager: an engine whose cache has a storage manager, and its fixture."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ABSENT, HERE = HostCache.ABSENT, HostCache.HERE
 
 
 class Engine:
-    """A cache, its memory and a keeper, and an engine that writes and reads blocks of known content."""
+    """A cache, its memory and a storage manager, and an engine that writes and reads blocks of known content."""
 
     def __init__(
         self, *stores: Any, blocks: int = 16, identity: Any = IDENTITY, event_capacity: int = 0, **options: Any
@@ -24,38 +24,38 @@ class Engine:
         self.cache = HostCache(blocks, BLOCK_BYTES, identity=identity, event_capacity=event_capacity)
         self.tier = HostTier.of(self.cache)
         self.now = 1000.0
-        self.keeper = HostStorageManager(self.cache, self.tier, list(stores), **{"clock": lambda: self.now} | options)
+        self.manager = HostStorageManager(self.cache, self.tier, list(stores), **{"clock": lambda: self.now} | options)
 
     def later(self, seconds: float) -> None:
         """Time passes. The threads that watch deadlines look at the clock when a job begins."""
         self.now += seconds
-        self.keeper.find(b"another at %f" % self.now)
-        self.keeper.poll()
+        self.manager.find(b"another at %f" % self.now)
+        self.manager.poll()
 
     def write(self, count: int, first: int = 0) -> list[int]:
         """Reserve, fill and publish blocks. Returns the rows."""
         taken = self.cache.reserve(names(count, first))
         for row, key in zip(taken.blocks.tolist(), taken.keys, strict=True):
             self.tier.blocks[row] = content(number_of(key))
-        self.keeper.publish(taken.keys)
+        self.manager.publish(taken.keys)
         return taken.blocks.tolist()
 
     def saved(self, count: int, first: int = 0) -> None:
         """Write blocks, have them saved, and drop them from the cache."""
         self.write(count, first)
-        assert self.keeper.drain(600)
+        assert self.manager.drain(600)
         self.cache.forget(names(count, first))
 
     def ask(self, count: int, first: int = 0) -> list[int]:
-        """What becomes of keys that are looked for, and read once: ABSENT or HERE."""
-        self.keeper.lookup(names(count, first))
-        self.until(lambda: not self.keeper.stats().searching)
-        here = self.keeper.lookup(names(count, first)) == HERE
+        """Look up keys and read their blocks once. Return ABSENT or HERE for each."""
+        self.manager.lookup(names(count, first))
+        self.until(lambda: not self.manager.stats().searching)
+        here = self.manager.lookup(names(count, first)) == HERE
         return np.where(here, HERE, ABSENT).tolist()
 
     def held(self, gate: Gate, count: int) -> None:
         """A call of the store for these keys hangs at the gate."""
-        self.keeper.lookup(names(count))
+        self.manager.lookup(names(count))
         self.until(gate.reached.is_set)
 
     def take(self, count: int) -> int:
@@ -70,20 +70,20 @@ class Engine:
 
     def until(self, right: Callable[[], bool]) -> None:
         end = time.monotonic() + 600
-        self.keeper.poll()
+        self.manager.poll()
         while not right():
-            assert time.monotonic() < end, self.keeper.stats()
+            assert time.monotonic() < end, self.manager.stats()
             time.sleep(0.001)
-            self.keeper.poll()
+            self.manager.poll()
 
     def read(self, count: int, first: int = 0) -> None:
         """Pin blocks, and compare every byte."""
-        with self.keeper.pin(names(count, first)) as lease:
+        with self.manager.pin(names(count, first)) as lease:
             for row, key in zip(lease.blocks.tolist(), lease.keys, strict=True):
                 assert np.array_equal(self.tier.blocks[row], content(number_of(key))), key
 
     def close(self) -> None:
-        assert self.keeper.close(600)
+        assert self.manager.close(600)
         self.cache.verify()
         self.cache.close()
         self.tier.close()

@@ -1,4 +1,4 @@
-"""What a reader has rebuilt from a keeper's events is what ``match_prefix`` says, tier by tier, across resets."""
+"""What a reader rebuilds from a storage manager's events equals ``match_prefix``, tier by tier, across resets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,19 @@ from kvpool.pool.events import Events
 from kvpool.storage import MemoryStore, StorageManager
 from kvpool.storage.pool_tier import Content
 from tests.engine import Engine, EventReplay, Request
-from tests.stores.keeping import IDENTITY, T, engine, fetch, grouped, keeper, room, seed, store, tokens, write_all
+from tests.stores.pool_lab import (
+    IDENTITY,
+    T,
+    fetch,
+    grouped,
+    make_engine,
+    make_manager,
+    room,
+    seed,
+    store,
+    tokens,
+    write_all,
+)
 
 PROMPT = tokens(33)
 TIERS = ("device", "host", "near", "far")
@@ -55,22 +67,22 @@ def predicted(mirror: Mirror, chain: Sequence[bytes], usable: int) -> tuple[int,
 
     full = prefix(known["device"] | known["host"])
     host = sum(key not in known["device"] for key in full)
-    behind = len(prefix(known["device"] | known["host"] | stores)) - len(full)
-    return (len(full) - host) * T, host * T, behind * T
+    beyond = len(prefix(known["device"] | known["host"] | stores)) - len(full)
+    return (len(full) - host) * T, host * T, beyond * T
 
 
-def check(mirror: Mirror, of: Engine, kept: StorageManager, prompts: Sequence[Sequence[int]]) -> None:
+def check(mirror: Mirror, engine: Engine, manager: StorageManager, prompts: Sequence[Sequence[int]]) -> None:
     """Compare a mirror with the pool, with every prompt's match, and with what is known of each store."""
     for tier in ("device", "host"):
-        assert mirror.cached[tier] == set(of.cached(tier)), tier
+        assert mirror.cached[tier] == set(engine.cached(tier)), tier
     for prompt in prompts:
-        keys = of.prompt(prompt)
-        match = kept.match_prefix(keys)
+        keys = engine.prompt(prompt)
+        match = manager.match_prefix(keys)
         chain = [key.tobytes() for key in keys.keys]
-        told = match.device_tokens, match.host_tokens, match.store_tokens
-        assert told == predicted(mirror, chain, (len(prompt) - 1) // T), prompt
+        reported = match.device_tokens, match.host_tokens, match.store_tokens
+        assert reported == predicted(mirror, chain, (len(prompt) - 1) // T), prompt
     for number, tier in enumerate(TIERS[2:] if len(mirror.cached) == 4 else ("memory",)):
-        known = {content.key for content in kept._stored.all() if kept._stored.has(content, number)}
+        known = {content.key for content in manager._stored.all() if manager._stored.has(content, number)}
         assert mirror.cached[tier] == known, tier
 
 
@@ -78,8 +90,8 @@ def check(mirror: Mirror, of: Engine, kept: StorageManager, prompts: Sequence[Se
 
 
 @pytest.fixture
-def one() -> Iterator[Engine]:
-    made = engine()
+def engine() -> Iterator[Engine]:
+    made = make_engine()
     with made.cache:
         yield made
 
@@ -90,55 +102,55 @@ def after_snapshot(events: Events) -> Mirror:
     return mirror
 
 
-def test_what_stores_hold_is_told_again_after_a_reset(one: Engine) -> None:
-    with keeper(one, store()) as kept:
+def test_what_stores_hold_is_reported_again_after_a_reset(engine: Engine) -> None:
+    with make_manager(engine, store()) as manager:
         early = Mirror(("device", "host", "memory"))
-        seed(one, kept, [PROMPT])
-        early.feed(kept.events())
+        seed(engine, manager, [PROMPT])
+        early.feed(manager.events())
         assert early.blocks == {"device": 8, "host": 8, "memory": 8}
-        one.cache.reset()
-        events = kept.events()
+        engine.cache.reset()
+        events = manager.events()
         early.feed(events)
         assert early.blocks == {"memory": 8}
-        assert kept.match_prefix(PROMPT)[:] == (0, 0, 0, 32)
+        assert manager.match_prefix(PROMPT)[:] == (0, 0, 0, 32)
         assert [event.kind for event in events] == ["cleared", "stored"], "one chain is one event"
         assert events[1].tier == "memory" and events[1].parent is None
         assert np.array_equal(np.asarray(events[1].tokens).ravel(), PROMPT[:32])
-        assert not kept.events(), "it is told once"
-        assert fetch(one, kept, PROMPT) == 8 and kept.drain(600)
-        events = kept.events(snapshot=True)
+        assert not manager.events(), "it is reported once"
+        assert fetch(engine, manager, PROMPT) == 8 and manager.drain(600)
+        events = manager.events(snapshot=True)
         early.feed(events)
         assert early.blocks == after_snapshot(events).blocks == {"host": 8, "memory": 8}
 
 
-def test_a_reset_that_nobody_has_read_is_in_no_snapshot(one: Engine) -> None:
+def test_a_reset_that_nobody_has_read_is_in_no_snapshot(engine: Engine) -> None:
     """Its reader gets what is cached now, and those from the start what stores have, before the snapshot begins."""
-    with keeper(one, store()) as kept:
-        seed(one, kept, [PROMPT])
-        one.cache.reset()
-        seed(one, kept, [tokens(9, 500)], salt="tenant")
-        events = kept.events(snapshot=True)
+    with make_manager(engine, store()) as manager:
+        seed(engine, manager, [PROMPT])
+        engine.cache.reset()
+        seed(engine, manager, [tokens(9, 500)], salt="tenant")
+        events = manager.events(snapshot=True)
         early = Mirror(("device", "host", "memory"))
         early.feed(events[: events.before_snapshot])
         assert early.blocks == after_snapshot(events).blocks == {"device": 2, "host": 2, "memory": 10}
         assert early.cached == after_snapshot(events).cached
-        told = [event for event in events if event.kind == "stored" and event.tier == "memory"]
-        assert {event.salt for event in told} == {None, "tenant"}
+        stored = [event for event in events if event.kind == "stored" and event.tier == "memory"]
+        assert {event.salt for event in stored} == {None, "tenant"}
 
 
-def test_of_several_groups_each_is_told_parents_first() -> None:
-    with grouped() as cache, StorageManager(cache, [store()], identity=IDENTITY, deadline_ms=600_000) as kept:
+def test_each_of_several_groups_is_reported_parents_first() -> None:
+    with grouped() as cache, StorageManager(cache, [store()], identity=IDENTITY, deadline_ms=600_000) as manager:
         for first in (0, 100):
             sequence = cache.add_sequence(tokens(9, first))
             write_all(cache, sequence, first)
             cache.commit(sequence)
             cache.release(sequence)
-        assert kept.drain(600)
-        before = kept.events()
+        assert manager.drain(600)
+        before = manager.events()
         stored = {(event.group, key.tobytes()) for event in before if event.tier == "memory" for key in event.keys}
         assert {group for group, _ in stored} == {0, 1, 2}
         cache.reset()
-        again = [event for event in kept.events() if event.tier == "memory"]
+        again = [event for event in manager.events() if event.tier == "memory"]
         assert {(event.group, key.tobytes()) for event in again for key in event.keys} == stored
         seen: set[tuple[int, bytes]] = set()
         for event in again:
@@ -147,40 +159,40 @@ def test_of_several_groups_each_is_told_parents_first() -> None:
             seen |= {(event.group, key.tobytes()) for key in event.keys}
 
 
-def test_clearing_stores_too_leaves_a_mirror_empty(one: Engine) -> None:
-    with keeper(one, store()) as kept:
+def test_clearing_stores_too_leaves_a_mirror_empty(engine: Engine) -> None:
+    with make_manager(engine, store()) as manager:
         early = Mirror(("device", "host", "memory"))
-        seed(one, kept, [PROMPT])
-        early.feed(kept.events())
-        assert kept.clear().wait(600)
-        early.feed(kept.events())
-        assert early.blocks == {} and kept.match_prefix(PROMPT).store_tokens == 0
+        seed(engine, manager, [PROMPT])
+        early.feed(manager.events())
+        assert manager.clear().wait(600)
+        early.feed(manager.events())
+        assert early.blocks == {} and manager.match_prefix(PROMPT).store_tokens == 0
 
 
-def test_content_that_is_known_no_more_is_known_to_no_mirror(one: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a keeper notes of stores is bounded, and a store has more."""
+def test_content_that_is_known_no_more_is_known_to_no_mirror(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A storage manager's record of what stores have is bounded, and a store has more."""
     monkeypatch.setattr("kvpool.storage.storage_manager.KNOWN_BLOCKS", 6 - 64)
-    with keeper(one, store()) as kept:
+    with make_manager(engine, store()) as manager:
         early = Mirror(("device", "host", "memory"))
         for first in (0, 1000, 2000):
-            seed(one, kept, [tokens(17, first)])
-            events = kept.events(snapshot=first == 2000)
+            seed(engine, manager, [tokens(17, first)])
+            events = manager.events(snapshot=first == 2000)
             early.feed(events[: events.before_snapshot])
-        assert kept.stats().stores["memory"].store["blocks"] == 12
+        assert manager.stats().stores["memory"].store["blocks"] == 12
         assert len(early.cached["memory"]) == 6 and early.cached == after_snapshot(events).cached
-        one.cache.reset()
+        engine.cache.reset()
         early.last = events.next
-        early.feed(kept.events())
-        assert kept.match_prefix(tokens(17, 2000)).store_tokens == 16
-        assert early.cached["memory"] == {*one.keys(tokens(17, 2000)), *one.keys(tokens(17, 1000))[2:]}
+        early.feed(manager.events())
+        assert manager.match_prefix(tokens(17, 2000)).store_tokens == 16
+        assert early.cached["memory"] == {*engine.keys(tokens(17, 2000)), *engine.keys(tokens(17, 1000))[2:]}
 
 
-def test_a_save_that_ends_before_a_snapshot_is_in_it(one: Engine) -> None:
+def test_a_save_that_ends_before_a_snapshot_is_in_it(engine: Engine) -> None:
     """It is noted right before the snapshot is copied."""
-    with keeper(one, store()) as kept:
-        seed(one, kept, [PROMPT])
-        kept.events()
-        stored, events = kept._stored, one.cache.events
+    with make_manager(engine, store()) as manager:
+        seed(engine, manager, [PROMPT])
+        manager.events()
+        stored, events = manager._stored, engine.cache.events
         late = Content(0, bytes(range(16)))
         late.said = bytes(16), np.zeros(T, np.int32).tobytes(), b""
 
@@ -199,9 +211,9 @@ def test_a_save_that_ends_before_a_snapshot_is_in_it(one: Engine) -> None:
                 self.lock.release()
 
         stored._lock = Noted(stored._lock)  # type: ignore[assignment]
-        told = kept.events(snapshot=True)
-        assert one.cache.events == events
-        assert late.key in after_snapshot(told).cached["memory"]
+        snapshot = manager.events(snapshot=True)
+        assert engine.cache.events == events
+        assert late.key in after_snapshot(snapshot).cached["memory"]
 
 
 # -- any sequence of calls -----------------------------------------------------------------------------
@@ -213,11 +225,11 @@ class Lab:
     def __init__(self, number: int, capacity: int) -> None:
         print(f"seed {number}, {capacity} events")
         self.random = Random(number)
-        self.engine = engine(14, 12, event_capacity=capacity)
+        self.engine = make_engine(14, 12, event_capacity=capacity)
         self.stores = Named("near", 12), Named("far", 40)
         save = self.random.choice(("commit", "evict", "reuse"))
         # Prefetched blocks that nobody has used leave room for others at once.
-        self.kept = keeper(self.engine, self.stores, save=save, interval_ms=1, promotion_blocks=1000)
+        self.manager = make_manager(self.engine, self.stores, save=save, interval_ms=1, promotion_blocks=1000)
         documents = [[self.random.randrange(7) for _ in range(33)] for _ in range(3)]
         self.prompts = [document[:length] for document in documents for length in (9, 17, 33)]
         self.live: list[Request] = []
@@ -240,7 +252,7 @@ class Lab:
         }
         self.random.choices(list(verbs), list(verbs.values()))[0]()
         if self.random.random() < 0.4:
-            assert self.kept.drain(600)
+            assert self.manager.drain(600)
         if self.random.random() < 0.5:
             self.read(snapshot=self.random.random() < 0.2)
 
@@ -263,14 +275,14 @@ class Lab:
         self.live.clear()
 
     def prefetch(self) -> None:
-        fetch(self.engine, self.kept, self.prompt)
+        fetch(self.engine, self.manager, self.prompt)
 
     def reset(self) -> None:
         self.engine.cache.reset(force=True)
         self._all_gone()
 
     def clear(self) -> None:
-        self.kept.clear(force=True)
+        self.manager.clear(force=True)
         self._all_gone()
 
     def _all_gone(self) -> None:
@@ -280,15 +292,15 @@ class Lab:
         self.resets += 1
 
     def drop(self) -> None:
-        self.kept.forget(self.engine.prompt(self.prompt))
+        self.manager.forget(self.engine.prompt(self.prompt))
 
     def read(self, snapshot: bool = False) -> None:
         """Give every listener what is new. Who sees a gap takes a snapshot; a late one begins with it."""
-        events = self.kept.events(snapshot=snapshot)
+        events = self.manager.events(snapshot=snapshot)
         if events.number != self.early.last:
             self.losses += 1
             if not snapshot:
-                events, snapshot = self.kept.events(snapshot=True), True
+                events, snapshot = self.manager.events(snapshot=True), True
             for mirror in (self.early, *self.late):
                 mirror.last = None
                 mirror.feed(events[events.before_snapshot :])
@@ -302,14 +314,14 @@ class Lab:
 
     def check(self) -> None:
         """Nothing is under way, and everybody has read."""
-        assert self.kept.drain(600)
+        assert self.manager.drain(600)
         self.read(snapshot=self.random.random() < 0.2)
         for mirror in (self.early, *self.late):
-            check(mirror, self.engine, self.kept, self.prompts)
-        assert self.kept._stored._rows <= max(1, len(self.kept._stored.all()) * 2)
+            check(mirror, self.engine, self.manager, self.prompts)
+        assert self.manager._stored._rows <= max(1, len(self.manager._stored.all()) * 2)
 
     def close(self) -> None:
-        self.kept.close()
+        self.manager.close()
         self.engine.cache.close()
 
 
@@ -319,9 +331,9 @@ def test_every_mirror_is_what_match_prefix_says(number: int, capacity: int) -> N
     lab = Lab(number, capacity)
     try:
         # What the promise is about happens at least once: a reset while a store has something.
-        while not lab.kept._stored.all():
+        while not lab.manager._stored.all():
             lab.seed()
-            assert lab.kept.drain(600)
+            assert lab.manager.drain(600)
         for call in (lab.read, lab.reset, lab.prefetch):
             call()
             lab.check()

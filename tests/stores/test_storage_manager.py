@@ -1,4 +1,4 @@
-"""A keeper saves what a pool has, and brings it back, byte for byte."""
+"""A storage manager saves the blocks of a pool, and loads them again, byte for byte."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvpool.device.sim import SimDevice
 from kvpool.storage import StorageManager
 from tests.device.faults import FaultyDevice
 from tests.engine import small_layout
-from tests.stores.keeping import (
+from tests.stores.pool_lab import (
     IDENTITY,
     SECRET,
     T,
-    engine,
     fetch,
     grouped,
-    keeper,
+    make_engine,
+    make_manager,
     read_all,
     seed,
     store,
@@ -31,49 +31,49 @@ from tests.stores.keeping import (
 
 def test_a_prompt_gets_no_more_than_the_room_for_promotions() -> None:
     memory, prompt = store(), tokens(41)
-    one = engine()
-    with one.cache, keeper(one, memory) as kept:
-        seed(one, kept, [prompt])
-    two = engine()
-    with two.cache, keeper(two, memory, promotion_blocks=4) as kept:
-        handle = kept.prefetch(two.prompt(prompt), deadline=600.0)
+    engine = make_engine()
+    with engine.cache, make_manager(engine, memory) as manager:
+        seed(engine, manager, [prompt])
+    two = make_engine()
+    with two.cache, make_manager(two, memory, promotion_blocks=4) as manager:
+        handle = manager.prefetch(two.prompt(prompt), deadline=600.0)
         assert handle.wait(600) and handle.ended == "full" and handle.blocks == 4
-        assert two.reusable(prompt) == 16 and kept.stats().promoted_blocks == 4
+        assert two.reusable(prompt) == 16 and manager.stats().promoted_blocks == 4
         sequence = two.add(prompt)
         assert sequence.cached == 16
         two.finish(sequence)
-        assert kept.drain(600) and kept.stats().promoted_blocks == 0
-        assert fetch(two, kept, tokens(41)) == 0
+        assert manager.drain(600) and manager.stats().promoted_blocks == 0
+        assert fetch(two, manager, tokens(41)) == 0
 
 
 def test_a_prefetch_ends_when_the_host_is_full_of_the_blocks_before() -> None:
     """The host keeps its copies of the beginning of the prompt, which is on the device by now."""
-    one, memory, prompt = engine(), store(), tokens(41)
-    with one.cache, keeper(one, memory) as kept:
-        seed(one, kept, [prompt])
-    two = engine(S=4)
-    with two.cache, keeper(two, memory, promotion_blocks=4) as kept:
-        assert fetch(two, kept, prompt) == 4 and two.cache.prefetch(two.prompt(prompt)) == 4
-        assert kept.drain(600) and kept.stats().promoted_blocks == 0
-        handle = kept.prefetch(two.prompt(prompt), deadline=3600.0)
+    engine, memory, prompt = make_engine(), store(), tokens(41)
+    with engine.cache, make_manager(engine, memory) as manager:
+        seed(engine, manager, [prompt])
+    two = make_engine(S=4)
+    with two.cache, make_manager(two, memory, promotion_blocks=4) as manager:
+        assert fetch(two, manager, prompt) == 4 and two.cache.prefetch(two.prompt(prompt)) == 4
+        assert manager.drain(600) and manager.stats().promoted_blocks == 0
+        handle = manager.prefetch(two.prompt(prompt), deadline=3600.0)
         assert handle.wait(600) and handle.ended == "full" and handle.blocks == 0
-        assert kept.stats().promoted_blocks == 0, "what did not come waits for nobody"
+        assert manager.stats().promoted_blocks == 0, "what did not come waits for nobody"
 
 
 def test_saving_changes_no_order_of_eviction() -> None:
-    """The same requests, with and without a keeper that saves before evictions."""
-    found = []
+    """The same requests, with and without a storage manager that saves before evictions."""
+    hits_by_mode = []
     for save in ("evict", "commit", None):
-        one = engine(P=12, S=24)
-        with one.cache:
-            kept = None if save is None else keeper(one, store(), save=save, staging_blocks=4)
+        engine = make_engine(P=12, S=24)
+        with engine.cache:
+            manager = None if save is None else make_manager(engine, store(), save=save, staging_blocks=4)
             hits = []
             for i in range(40):
-                hits.append(one.seed(tokens(17, 1000 * (i * 7 % 11)), 17))
-                assert kept is None or kept.drain(600)
-            found.append(hits)
-            assert kept is None or kept.close(600)
-    assert found[0] == found[2]
+                hits.append(engine.seed(tokens(17, 1000 * (i * 7 % 11)), 17))
+                assert manager is None or manager.drain(600)
+            hits_by_mode.append(hits)
+            assert manager is None or manager.close(600)
+    assert hits_by_mode[0] == hits_by_mode[2]
 
 
 # -- namespaces, groups, devices -----------------------------------------------------------------------
@@ -94,64 +94,64 @@ def test_nothing_crosses_namespaces_and_their_types() -> None:
         {"salt": "None"},
     ]
     for i, saved in enumerate(names):
-        one = engine()
-        with one.cache, keeper(one, memory) as kept:
+        engine = make_engine()
+        with engine.cache, make_manager(engine, memory) as manager:
             for other in names[i:]:
-                assert fetch(one, kept, prompt, **other) == 0
-            for own in names[:i]:
-                assert fetch(one, kept, prompt, **own) == 4
-                one.release(one.add(prompt, **own))
-            one.cache.reset()
-            seed(one, kept, [prompt], **saved)
+                assert fetch(engine, manager, prompt, **other) == 0
+            for namespace in names[:i]:
+                assert fetch(engine, manager, prompt, **namespace) == 4
+                engine.release(engine.add(prompt, **namespace))
+            engine.cache.reset()
+            seed(engine, manager, [prompt], **saved)
 
 
 def test_an_identity_that_contradicts_the_pool_is_refused() -> None:
-    one = engine()
+    engine = make_engine()
     other = BlockLayout(1, 1, 1, 4, dtype="uint16")
-    with one.cache:
+    with engine.cache:
         for name, kv_dtype, layout in (("kv_dtype", "float32", "2 layers"), ("layout", "uint16", other)):
             wrong = ModelIdentity("tiny", "rev 1", kv_dtype, layout, "test 1")
             with pytest.raises(ValueError, match=f"^identity.{name}: expected .+, got "):
-                keeper(one, store(), identity=wrong)
+                make_manager(engine, store(), identity=wrong)
 
 
 def test_another_model_or_layout_finds_nothing() -> None:
     memory, prompt = store(), tokens(17)
-    one = engine()
-    with one.cache, keeper(one, memory) as kept:
-        seed(one, kept, [prompt])
+    engine = make_engine()
+    with engine.cache, make_manager(engine, memory) as manager:
+        seed(engine, manager, [prompt])
     other = ModelIdentity("tiny", "rev 2", "uint16", "2 layers", "test 1")
     for options, identity in (({}, other), ({"layout": {"kv_heads": 1}}, IDENTITY), ({"window": 8}, IDENTITY)):
-        two = engine(**options)
-        with two.cache, keeper(two, memory, identity=identity) as kept:
-            assert fetch(two, kept, prompt) == 0
-    two = engine()
-    with two.cache, keeper(two, memory) as kept:
-        assert fetch(two, kept, prompt) == 4
+        two = make_engine(**options)
+        with two.cache, make_manager(two, memory, identity=identity) as manager:
+            assert fetch(two, manager, prompt) == 0
+    two = make_engine()
+    with two.cache, make_manager(two, memory) as manager:
+        assert fetch(two, manager, prompt) == 4
 
 
 def test_prompts_that_publish_nothing_are_not_saved() -> None:
-    one = engine()
-    with one.cache, keeper(one, store()) as kept:
-        sequence = one.cache.add_sequence(one.cache.block_keys(tokens(17), publish=False))
-        one.cache.commit(sequence)
-        one.cache.release(sequence)
-        assert kept.drain(600) and kept.stats().saved_blocks == 0
-        assert kept.prefetch(one.cache.block_keys(tokens(17), reuse=False)).wait(600)
-        assert kept.stats().prefetches == {"cached": 1}
+    engine = make_engine()
+    with engine.cache, make_manager(engine, store()) as manager:
+        sequence = engine.cache.add_sequence(engine.cache.block_keys(tokens(17), publish=False))
+        engine.cache.commit(sequence)
+        engine.cache.release(sequence)
+        assert manager.drain(600) and manager.stats().saved_blocks == 0
+        assert manager.prefetch(engine.cache.block_keys(tokens(17), reuse=False)).wait(600)
+        assert manager.stats().prefetches == {"cached": 1}
 
 
 def test_a_prefetch_says_why_there_is_no_more() -> None:
-    one = engine()
-    with one.cache, keeper(one, store()) as kept:
-        seed(one, kept, [tokens(17)])
+    engine = make_engine()
+    with engine.cache, make_manager(engine, store()) as manager:
+        seed(engine, manager, [tokens(17)])
         ends = []
         for prompt in (tokens(17, 500), tokens(17), tokens(17)):
-            handle = kept.prefetch(one.prompt(prompt), deadline=600.0)
+            handle = manager.prefetch(engine.prompt(prompt), deadline=600.0)
             assert handle.wait(600)
             ends.append(handle.ended)
             if prompt[0]:
-                one.cache.reset()
+                engine.cache.reset()
         assert ends == ["absent", "loaded", "cached"]
 
 
@@ -163,16 +163,16 @@ def test_several_groups_of_layers_come_back(head_dim: int) -> None:
     for turn in range(2):
         with (
             grouped(head_dim=head_dim) as cache,
-            StorageManager(cache, [memory], identity=IDENTITY, deadline_ms=60_000) as kept,
+            StorageManager(cache, [memory], identity=IDENTITY, deadline_ms=60_000) as manager,
         ):
             keys = cache.block_keys(prompt)
             if turn:
-                assert kept.prefetch(keys, 60.0).wait(600)
+                assert manager.prefetch(keys, 60.0).wait(600)
             sequence = cache.add_sequence(keys)
             assert cache.cached_tokens(sequence) == 20 * turn
             write_all(cache, sequence, seed=turn)
             cache.commit(sequence)
-            assert kept.drain(600) and not kept.stats().dropped
+            assert manager.drain(600) and not manager.stats().dropped
             contents.append(read_all(cache, keys))
             cache.release(sequence)
     assert contents[0] and all(contents[0][place] == bytes_ for place, bytes_ in contents[1].items())
@@ -187,31 +187,31 @@ def test_on_a_device_that_finds_races_none_is_found(seed_of_sim: int) -> None:
         with KVCacheManager(
             layout, device_blocks=12, host_blocks=8, device=device, event_capacity=256, secret=SECRET
         ) as cache:
-            with StorageManager(cache, [memory], identity=IDENTITY, deadline_ms=60_000) as kept:
+            with StorageManager(cache, [memory], identity=IDENTITY, deadline_ms=60_000) as manager:
                 if turn:
-                    assert kept.prefetch(prompt, 60.0).wait(600)
+                    assert manager.prefetch(prompt, 60.0).wait(600)
                 sequence = cache.add_sequence(prompt)
                 assert cache.cached_tokens(sequence) == (16 if turn else 0)
                 cache.commit(sequence)
                 cache.release(sequence)
                 cache.release(cache.add_sequence(prompt + 100))
-                assert kept.drain(600)
+                assert manager.drain(600)
         device.close()
 
 
 def test_what_was_just_brought_is_not_evicted_first_because_it_is_saved_elsewhere() -> None:
-    """Blocks from a far store are saved in the near one. They keep a place behind what the host had before."""
+    """Blocks from a far store are saved in the near one. They come after what the host had before."""
     far, prompt = store(), tokens(17)
     far.name = "far"
-    one = engine()
-    with one.cache, keeper(one, far) as kept:
-        seed(one, kept, [prompt])
-    two = engine(P=8, S=16)
-    with two.cache, keeper(two, [store(), far], promotion_blocks=8) as kept:
+    engine = make_engine()
+    with engine.cache, make_manager(engine, far) as manager:
+        seed(engine, manager, [prompt])
+    two = make_engine(P=8, S=16)
+    with two.cache, make_manager(two, [store(), far], promotion_blocks=8) as manager:
         for first in range(1000, 4000, 1000):
-            seed(two, kept, [tokens(17, first)])
-        assert fetch(two, kept, prompt) == 4 and kept.drain(600)
-        assert kept.stats().stores["memory"].store["blocks"] == 16
+            seed(two, manager, [tokens(17, first)])
+        assert fetch(two, manager, prompt) == 4 and manager.drain(600)
+        assert manager.stats().stores["memory"].store["blocks"] == 16
         brought = {two.cached("host")[key] for key in two.keys(prompt)}
         assert set(two.order("host")[-4:]) == brought
 
@@ -222,22 +222,22 @@ def test_a_copy_that_the_device_refuses_saves_nothing_wrong() -> None:
     memory, prompt = store(), tokens(41)
     device = FaultyDevice(CpuDevice(), lambda call, index, move: int(move[0]) in (2, 5))
     with KVCacheManager(small_layout(T), device_blocks=32, host_blocks=32, device=device, event_capacity=256) as cache:
-        with StorageManager(cache, [memory], identity=IDENTITY, staging_blocks=2) as kept:
+        with StorageManager(cache, [memory], identity=IDENTITY, staging_blocks=2) as manager:
             sequence = cache.add_sequence(prompt)
             cache.commit(sequence)
-            assert kept.drain(600)
-            stats = kept.stats()
+            assert manager.drain(600)
+            stats = manager.stats()
             assert stats.dropped == {("memory", "evicted"): 2} and stats.saved_blocks == 8
             cache.release(sequence)
             cache.verify()
     device.close()
 
 
-def test_a_text_names_a_store_of_a_keeper_and_a_wrong_one_is_refused() -> None:
+def test_a_text_names_a_store_of_a_storage_manager_and_a_wrong_one_is_refused() -> None:
     with KVCacheManager(
         small_layout(T), device_blocks=8, host_blocks=8, device="cpu", secret=SECRET, event_capacity=256
     ) as cache:
-        with StorageManager(cache, ["memory:?capacity=1MiB"], identity=IDENTITY) as kept:
-            assert len(kept.stats().stores) == 1
+        with StorageManager(cache, ["memory:?capacity=1MiB"], identity=IDENTITY) as manager:
+            assert len(manager.stats().stores) == 1
         with pytest.raises(ValueError, match="got 'capcity'; did you mean capacity"):
             StorageManager(cache, ["memory:?capcity=1MiB"], identity=IDENTITY)

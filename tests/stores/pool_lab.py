@@ -1,4 +1,4 @@
-"""What the tests of the keeper share: engines whose pools have keepers, and the same stores under other pools."""
+"""Shared by tests of the storage manager: engines whose pools have storage managers, and one store under many pools."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ SECRET = b"the secret of all pools here"
 
 
 def room(blocks: int) -> int:
-    """Bytes of so many blocks of a store: each takes a page here."""
+    """Return the bytes of that many blocks of a store: each takes a page here."""
     return blocks * 4096
 
 
-def engine(P: int = 32, S: int = 32, **options: Any) -> Engine:
+def make_engine(P: int = 32, S: int = 32, **options: Any) -> Engine:
     """An engine on a small pool."""
     return open_engine(T, P, S, **({"event_capacity": 4096, "secret": SECRET} | options))
 
 
-def keeper(of: Engine, stores: Store | Sequence[Store], **options: Any) -> StorageManager:
+def make_manager(engine: Engine, stores: Store | Sequence[Store], **options: Any) -> StorageManager:
     chosen = list(stores) if isinstance(stores, (list, tuple)) else [stores]
-    return StorageManager(of.cache, chosen, **({"identity": IDENTITY, "deadline_ms": 600_000} | options))
+    return StorageManager(engine.cache, chosen, **({"identity": IDENTITY, "deadline_ms": 600_000} | options))
 
 
 def store(blocks: int = 256) -> MemoryStore:
@@ -43,17 +43,17 @@ def tokens(count: int, first: int = 0) -> list[int]:
     return list(range(first, first + count))
 
 
-def seed(of: Engine, kept: StorageManager, prompts: Iterable[Sequence[int]], **names: Any) -> None:
-    """Compute prompts, and see them saved."""
+def seed(engine: Engine, manager: StorageManager, prompts: Iterable[Sequence[int]], **names: Any) -> None:
+    """Compute prompts, and wait until they are saved."""
     for prompt in prompts:
-        of.seed(prompt, len(prompt), **names)
-        assert kept.drain(600)
+        engine.seed(prompt, len(prompt), **names)
+        assert manager.drain(600)
 
 
-def fetch(of: Engine, kept: StorageManager, prompt: Sequence[int], **names: Any) -> int:
-    """Prefetch a prompt. Returns the blocks that came."""
-    handle = kept.prefetch(of.prompt(prompt, **names), deadline=600.0)
-    assert handle.wait(600), kept.stats()
+def fetch(engine: Engine, manager: StorageManager, prompt: Sequence[int], **names: Any) -> int:
+    """Prefetch a prompt. Return the number of blocks that came."""
+    handle = manager.prefetch(engine.prompt(prompt, **names), deadline=600.0)
+    assert handle.wait(600), manager.stats()
     return handle.blocks
 
 
@@ -89,13 +89,13 @@ def write_all(cache: KVCacheManager, sequence: int, seed: int) -> None:
 
 
 def read_all(cache: KVCacheManager, keys: BlockKeys) -> dict[tuple[int, bytes], bytes]:
-    """The bytes of the host copies of a prompt, by group of layers and place."""
-    found = {}
+    """Return the bytes of the host copies of a prompt, by layer group and place."""
+    contents = {}
     for group, pools in zip(cache.groups, cache.host_pools, strict=True):
         for place, key in enumerate(keys.keys):
             lease = cache.find_and_pin_host(key, group=group.index)
             if lease is not None:
                 block = int(lease.blocks[0]) - group.first_host_block
-                found[group.index, bytes([place])] = b"".join(pool[block].tobytes() for pool in pools)
+                contents[group.index, bytes([place])] = b"".join(pool[block].tobytes() for pool in pools)
                 lease.close()
-    return found
+    return contents

@@ -1,4 +1,4 @@
-"""After a keeper was cleared nothing is found that was saved before: by it, by a later process, while blocks come."""
+"""After a clear nothing is found that was saved before: by this process, by a later one, while blocks come."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from kvpool import HostCache
 from kvpool.storage.backends.disk import DiskStore
 from tests.stores.disk_lab import crash
-from tests.stores.hostkeeping import Engine
+from tests.stores.host_lab import Engine
 from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, names
 from tests.waiting import until
 
@@ -27,12 +27,12 @@ def test_after_clear_nothing_is_found_that_was_saved_before(
     engine = make(retry_seconds=0.0)
     engine.saved(4)
     engine.write(2, first=10)
-    engine.keeper.lookup(names(4))
-    engine.keeper.clear()
+    engine.manager.lookup(names(4))
+    engine.manager.clear()
     assert engine.cache.stats().evictable == 0
     assert engine.ask(4) == [ABSENT] * 4
     gate.open()
-    engine.until(lambda: not engine.keeper.stats().stores[0].unconfirmed_drops)
+    engine.until(lambda: not engine.manager.stats().stores[0].unconfirmed_drops)
     assert engine.ask(4) == [ABSENT] * 4 and store.calls.count("clear") == clears
     engine.saved(4)
     assert engine.ask(4) == [HERE] * 4
@@ -47,8 +47,8 @@ def test_what_is_saved_after_a_clear_is_found_by_a_later_process(
     for first in (0, 20):  # And so it is after the second one.
         engine = make(DiskStore(folder, 64 * BLOCK_BYTES))
         engine.saved(4, first)
-        engine.keeper.clear()
-        engine.until(lambda engine=engine: not engine.keeper.stats().stores[0].unconfirmed_drops)  # type: ignore[misc]
+        engine.manager.clear()
+        engine.until(lambda engine=engine: not engine.manager.stats().stores[0].unconfirmed_drops)  # type: ignore[misc]
         engine.saved(4, first + 10)
         if killed:
             folder = crash(folder, tmp_path / f"left {first}")
@@ -66,7 +66,7 @@ def test_a_process_that_ends_in_a_clear_leaves_what_was_before_to_nobody(
     engine = make(store)
     engine.saved(4)
     store.before["clear"] = gate
-    engine.keeper.clear()
+    engine.manager.clear()
     assert gate.reached.wait(600)
     left = crash(tmp_path / "store", tmp_path / "left")
     gate.open()
@@ -83,12 +83,12 @@ def test_a_key_that_is_forgotten_while_its_load_hangs_is_a_miss_and_not_pending_
     store.before["load"] = gate
     engine.held(gate, 3)
     engine.later(3)
-    engine.until(lambda: engine.keeper.stats().hung == 3)
-    engine.keeper.forget(names(3))
+    engine.until(lambda: engine.manager.stats().hung == 3)
+    engine.manager.forget(names(3))
     engine.now += 1
     assert engine.ask(3) == [ABSENT] * 3
     gate.open()
-    engine.until(lambda: not engine.keeper.stats().hung)
+    engine.until(lambda: not engine.manager.stats().hung)
     engine.now += 1
     assert engine.ask(3) == [HERE] * 3
     engine.read(3)
@@ -101,38 +101,38 @@ def test_a_key_that_is_forgotten_while_it_comes_is_absent_at_once_and_does_not_c
     engine, gate = make(retry_seconds=5.0, load_seconds=60.0), Gate()
     engine.saved(3)
     store.before[kind] = gate
-    assert engine.keeper.lookup(names(3)).tolist() == [PENDING] * 3
+    assert engine.manager.lookup(names(3)).tolist() == [PENDING] * 3
     engine.until(gate.reached.is_set)
-    engine.keeper.forget(names(3))
-    said = [engine.keeper.lookup(names(3)).tolist()]
+    engine.manager.forget(names(3))
+    said = [engine.manager.lookup(names(3)).tolist()]
     gate.open()
-    assert engine.keeper.drain(600)
-    said.append(engine.keeper.lookup(names(3)).tolist())
+    assert engine.manager.drain(600)
+    said.append(engine.manager.lookup(names(3)).tolist())
     assert said == [[ABSENT] * 3] * 2
-    stats = engine.keeper.stats()
+    stats = engine.manager.stats()
     assert (stats.loaded, stats.missed["cancelled"], stats.loading) == (0, 3, 0)
 
 
 def kept(engine: Engine, known: set[bytes]) -> set[bytes]:
     """What a listener knows of the store after all changes."""
-    for change in engine.keeper.changes():
+    for change in engine.manager.changes():
         known = known | {*change.keys} if change.stored else known - {*change.keys}
     return known
 
 
 def test_after_clear_a_listener_knows_of_nothing_in_stores(make: Callable[..., Engine], store: Wrong) -> None:
-    """Also of saves that had ended and that the keeper notes within the call."""
+    """Even of saves that had ended and that the storage manager notes within the call."""
     engine = make()
     assert kept(engine, set()) == set()
     engine.saved(4)
     known = kept(engine, set())
     assert known == {*names(4)}
     engine.write(2, 20)
-    engine.keeper.poll()
-    until(lambda: engine.keeper.stats().stores[0].blocks.get(("save", "ok")) == 6)
-    engine.keeper.clear()
+    engine.manager.poll()
+    until(lambda: engine.manager.stats().stores[0].blocks.get(("save", "ok")) == 6)
+    engine.manager.clear()
     assert kept(engine, known) == set()
-    engine.until(lambda: not engine.keeper.stats().stores[0].unconfirmed_drops)
+    engine.until(lambda: not engine.manager.stats().stores[0].unconfirmed_drops)
     engine.saved(2, 30)
     assert kept(engine, set()) == {*names(2, 30)}
 

@@ -14,7 +14,7 @@ import pytest
 from kvpool import HostCache
 from kvpool.storage import MemoryStore
 from kvpool.storage.backends.disk import DiskStore
-from tests.stores.hostkeeping import Engine, engines
+from tests.stores.host_lab import Engine, engines
 from tests.stores.lab import BLOCK_BYTES, Wrong, names, open_queue
 
 ABSENT, HERE, PENDING = HostCache.ABSENT, HostCache.HERE, HostCache.PENDING
@@ -23,7 +23,7 @@ STORES: dict[str, Callable[[Path], Any]] = {
     "disk": lambda folder: DiskStore(folder / "store", 256 * BLOCK_BYTES),
     "remote": lambda folder: Wrong(MemoryStore(256 * BLOCK_BYTES)),
 }
-"""A store that says nothing of an index in memory counts as a remote one."""
+"""A store that does not declare an index in memory counts as a remote one."""
 
 
 @pytest.fixture
@@ -34,14 +34,14 @@ def make() -> Iterator[Callable[..., Engine]]:
 def steps(engine: Engine, count: int, first: int = 0) -> list[int]:
     """What the first lookups of steps say of a request, until nothing is pending. Between steps, all that was begun
     ends, as in a step that lasts long."""
-    said = [int(engine.keeper.lookup(names(count, first))[0])]
+    said = [int(engine.manager.lookup(names(count, first))[0])]
     while said[-1] == PENDING:
-        engine.keeper.poll()
-        for queue in (client.queue for client in engine.keeper._clients):
+        engine.manager.poll()
+        for queue in (client.queue for client in engine.manager._clients):
             assert queue.drain(600)
         engine.now += 1.2
-        said.append(int(engine.keeper.lookup(names(count, first))[0]))
-    engine.keeper.poll()
+        said.append(int(engine.manager.lookup(names(count, first))[0]))
+    engine.manager.poll()
     return said
 
 
@@ -63,11 +63,11 @@ def test_a_cold_request_loses_no_step_and_one_to_a_remote_store(
     engine.read(4)
 
 
-def test_behind_a_store_with_an_index_a_remote_one_costs_one_step(make: Callable[..., Engine]) -> None:
+def test_after_a_store_with_an_index_a_remote_one_costs_one_step(make: Callable[..., Engine]) -> None:
     near, far = MemoryStore(256 * BLOCK_BYTES), Wrong(MemoryStore(256 * BLOCK_BYTES))
     engine = make(near, far)
     assert steps(engine, 3) == [PENDING, ABSENT] and far.calls.count("find") == 1
-    stats = engine.keeper.stats()
+    stats = engine.manager.stats()
     assert stats.asked == 3 and stats.missed == {"absent": 3}
     assert stats.stores[0].blocks["find", "absent"] == stats.stores[1].blocks["find", "absent"] == 3
 
@@ -78,16 +78,16 @@ def test_what_was_found_in_a_step_is_not_evicted_in_it(make: Callable[..., Engin
     engine = make(store, blocks=8, load_share=1.0)
     engine.saved(8)
     engine.write(8, first=50)
-    engine.keeper.poll()
-    assert engine.keeper.drain(600)
-    assert engine.keeper.find(names(1, 50)[0]) == HERE
+    engine.manager.poll()
+    assert engine.manager.drain(600)
+    assert engine.manager.find(names(1, 50)[0]) == HERE
     gate = store.hold("find")
-    engine.keeper.lookup(names(4))
-    engine.keeper.poll()
-    assert gate.reached.wait(600) and engine.keeper.find(names(1, 50)[0]) == HERE
+    engine.manager.lookup(names(4))
+    engine.manager.poll()
+    assert gate.reached.wait(600) and engine.manager.find(names(1, 50)[0]) == HERE
     gate.open()
-    assert engine.keeper._clients[0].queue.drain(600)
-    assert engine.keeper.lookup(names(4)).tolist() == [PENDING] * 4
+    assert engine.manager._clients[0].queue.drain(600)
+    assert engine.manager.lookup(names(4)).tolist() == [PENDING] * 4
     engine.read(8, first=50)
 
 
@@ -104,16 +104,16 @@ def test_an_answer_on_the_thread_of_the_scheduler_is_of_no_store_that_is_suspend
     assert engine.ask(1, first=9) == [ABSENT] and threads == {here}
     threads.clear()
     gate = store.hold("clear")
-    engine.keeper.clear()
+    engine.manager.clear()
     assert engine.ask(2) == [ABSENT] * 2 and here not in threads
     gate.open()
-    engine.until(lambda: not engine.keeper.stats().stores[0].unconfirmed_drops)
+    engine.until(lambda: not engine.manager.stats().stores[0].unconfirmed_drops)
     engine.saved(2)
     store.before["load"] = lambda: (_ for _ in ()).throw(OSError(5, "I/O error"))
     for _ in range(3):
         assert engine.ask(2) == [ABSENT] * 2
     threads.clear()
-    assert engine.keeper.stats().suspended and engine.ask(2) == [ABSENT] * 2 and not threads
+    assert engine.manager.stats().suspended and engine.ask(2) == [ABSENT] * 2 and not threads
 
 
 def test_a_find_that_fails_at_once_is_asked_by_a_job(make: Callable[..., Engine]) -> None:
@@ -123,7 +123,7 @@ def test_a_find_that_fails_at_once_is_asked_by_a_job(make: Callable[..., Engine]
     store.after["find"] = lambda codes: np.full(len(codes) + 1, 1, np.uint8)
     for _ in range(3):
         assert engine.ask(1) == [ABSENT]
-    assert engine.keeper.stats().missed == {"failed": 3} and engine.keeper.stats().suspended == ("wrong",)
+    assert engine.manager.stats().missed == {"failed": 3} and engine.manager.stats().suspended == ("wrong",)
 
 
 def test_a_store_whose_find_ends_the_callers_thread_can_be_closed() -> None:
@@ -143,5 +143,5 @@ def test_a_prompt_is_saved_in_its_order_whatever_the_order_of_its_ends(make: Cal
     engine = make(store, blocks=32, save_share=0.01)
     store.before["save"] = lambda: order.extend(lease.keys[0] for lease in engine.cache.leases)
     engine.cache.reserve(names(20))
-    assert engine.keeper.publish(set(names(20))) == 20
-    assert engine.keeper.drain(600) and order == names(20)
+    assert engine.manager.publish(set(names(20))) == 20
+    assert engine.manager.drain(600) and order == names(20)

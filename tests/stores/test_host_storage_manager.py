@@ -1,4 +1,4 @@
-"""A keeper brings blocks from stores into a host cache, and saves them: in time, within its bounds, and nothing wrong,
+"""A storage manager loads blocks from stores into a host cache, and saves them: in time, within its bounds, none wrong,
 whatever the stores do."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvpool.storage import MemoryStore, StoreWorker
 from kvpool.storage.host_cache_tier import HostCacheTier
 from kvpool.storage.host_storage_manager import HostStorageManager
 from kvpool.storage.writeback import blocks_in
-from tests.stores.hostkeeping import Engine
+from tests.stores.host_lab import Engine
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Gate, Wrong, content, fail, names
 from tests.waiting import until
 
@@ -35,37 +35,37 @@ def test_the_identity_of_the_stores_can_outlive_the_caches(make: Callable[..., E
     again = make(store, identity=OTHER, **{"blocks": 8})
     again.close()
     cache = HostCache(8, BLOCK_BYTES, identity=OTHER)
-    with HostTier.of(cache) as tier, HostStorageManager(cache, tier, [store], identity=IDENTITY) as keeper:
-        assert keeper.find(b"block 0") == PENDING
-        assert keeper.drain(600)
-        assert keeper.find(b"block 0") == HERE
+    with HostTier.of(cache) as tier, HostStorageManager(cache, tier, [store], identity=IDENTITY) as manager:
+        assert manager.find(b"block 0") == PENDING
+        assert manager.drain(600)
+        assert manager.find(b"block 0") == HERE
 
 
 def test_why_stores_have_not_brought_a_key_is_said(make: Callable[..., Engine], store: Wrong) -> None:
     engine = make(blocks=8)
     engine.saved(2)
     engine.write(8, first=100)
-    assert engine.keeper.drain(600)
+    assert engine.manager.drain(600)
     assert engine.ask(3) == [HERE, HERE, ABSENT]
-    assert engine.keeper.explain(b"block 2", 16) == Missed(0, 16, "unknown", trouble=(("stores", "absent"),))
-    engine.keeper.forget(names(1))
-    assert engine.keeper.explain(b"block 0", 16).trouble == (("stores", "forgotten"),)
+    assert engine.manager.explain(b"block 2", 16) == Missed(0, 16, "unknown", trouble=(("stores", "absent"),))
+    engine.manager.forget(names(1))
+    assert engine.manager.explain(b"block 0", 16).trouble == (("stores", "forgotten"),)
     store.before["load"] = fail
     engine.cache.forget(names(2))
     engine.now += 100
     assert engine.ask(2) == [ABSENT, ABSENT]
-    assert engine.keeper.explain(b"block 1", 16).trouble == (("stores", "failed"),)
+    assert engine.manager.explain(b"block 1", 16).trouble == (("stores", "failed"),)
 
 
 def test_a_key_is_pending_until_its_bytes_are_checked(make: Callable[..., Engine], store: Wrong) -> None:
     engine, gates = make(), {"find": Gate(), "load": Gate()}
     engine.saved(2)
     store.before.update(gates)
-    assert engine.keeper.lookup(names(2)).tolist() == [PENDING] * 2
-    engine.keeper.poll()
+    assert engine.manager.lookup(names(2)).tolist() == [PENDING] * 2
+    engine.manager.poll()
     for gate in gates.values():
         engine.until(gate.reached.is_set)
-        assert engine.keeper.lookup(names(2)).tolist() == [PENDING] * 2
+        assert engine.manager.lookup(names(2)).tolist() == [PENDING] * 2
         gate.open()
     assert engine.ask(2) == [HERE] * 2
 
@@ -74,11 +74,11 @@ def test_an_absent_key_is_not_asked_for_in_every_step(make: Callable[..., Engine
     engine = make()
     assert engine.ask(3) == [ABSENT] * 3
     for _ in range(20):
-        assert engine.keeper.lookup(names(3)).tolist() == [ABSENT] * 3
-        engine.keeper.poll()
+        assert engine.manager.lookup(names(3)).tolist() == [ABSENT] * 3
+        engine.manager.poll()
     assert store.calls.count("find") == 1
     engine.write(3)
-    assert engine.keeper.drain(600)
+    assert engine.manager.drain(600)
     engine.cache.forget(names(3))
     assert engine.ask(3) == [HERE] * 3, "what was published since may be asked for at once"
 
@@ -88,15 +88,15 @@ def test_what_came_from_a_store_is_not_saved_to_it_again(make: Callable[..., Eng
     engine.saved(4)
     assert engine.ask(4) == [HERE] * 4
     engine.read(4)
-    assert engine.keeper.drain(600) and engine.keeper.stats().saved == 4
+    assert engine.manager.drain(600) and engine.manager.stats().saved == 4
 
 
 def test_stores_are_asked_one_after_the_other_and_all_get_what_is_saved(make: Callable[..., Engine]) -> None:
     stores = [Wrong(MemoryStore(256 * BLOCK_BYTES)) for _ in range(2)]
     engine = make(*stores)
     engine.saved(4)
-    assert [one.stats()["blocks"] for one in stores] == [4, 4]
-    engine.keeper.stats()
+    assert [memory.stats()["blocks"] for memory in stores] == [4, 4]
+    engine.manager.stats()
     queue_keys = list(stores[0].inner._blocks)
     stores[0].forget(np.frombuffer(b"".join(queue_keys[:2]), np.uint8).reshape(2, 32))
     assert engine.ask(5) == [HERE] * 4 + [ABSENT]
@@ -108,14 +108,14 @@ def test_a_block_that_the_engine_writes_itself_is_not_loaded_over(make: Callable
     engine, gate = make(), Gate()
     engine.saved(1)
     store.before["find"] = gate
-    assert engine.keeper.find(b"block 0") == PENDING
+    assert engine.manager.find(b"block 0") == PENDING
     engine.until(gate.reached.is_set)
     taken = engine.cache.reserve([b"block 0"])
     gate.open()
-    assert engine.keeper.drain(600)
-    assert engine.keeper.stats().missed == {"taken": 1} and "load" not in store.calls
+    assert engine.manager.drain(600)
+    assert engine.manager.stats().missed == {"taken": 1} and "load" not in store.calls
     engine.tier.blocks[taken.blocks[0]] = content(0)
-    engine.keeper.publish(taken.keys)
+    engine.manager.publish(taken.keys)
     engine.read(1)
 
 
@@ -124,11 +124,11 @@ def test_a_block_that_the_engine_writes_itself_is_not_loaded_over(make: Callable
 
 def test_a_find_that_hangs_is_a_miss_at_its_deadline(make: Callable[..., Engine], store: Wrong) -> None:
     engine, gate = make(), store.hold("find")
-    assert engine.keeper.lookup(names(3)).tolist() == [HostCache.PENDING] * 3
+    assert engine.manager.lookup(names(3)).tolist() == [HostCache.PENDING] * 3
     engine.until(gate.reached.is_set)
     engine.later(3)
-    engine.until(lambda: engine.keeper.lookup(names(3)).tolist() == [ABSENT] * 3)
-    assert engine.keeper.stats().missed == {"late": 3}
+    engine.until(lambda: engine.manager.lookup(names(3)).tolist() == [ABSENT] * 3)
+    assert engine.manager.stats().missed == {"late": 3}
     gate.open()
 
 
@@ -138,20 +138,20 @@ def test_what_has_come_before_the_deadline_is_used(make: Callable[..., Engine]) 
     engine, hangs = make(store, blocks=4096), iter([gate])
     engine.saved(count)
     store.before["load"] = lambda: next(hangs, lambda: None)()
-    engine.keeper.lookup(names(count))
+    engine.manager.lookup(names(count))
     engine.until(lambda: store.calls.count("load") == 2)
-    engine.until(lambda: engine.keeper.stats().stores[0].running_calls == 1)
+    engine.until(lambda: engine.manager.stats().stores[0].running_calls == 1)
     engine.later(3)
-    engine.until(lambda: PENDING not in engine.keeper.lookup(names(count)))
-    here = (engine.keeper.lookup(names(count)) == HERE).tolist()
+    engine.until(lambda: PENDING not in engine.manager.lookup(names(count)))
+    here = (engine.manager.lookup(names(count)) == HERE).tolist()
     assert sorted([here[0], here[-1]]) == [False, True] and sum(here) in (1024, count - 1024)
-    assert engine.keeper.stats().hung == count - sum(here)
+    assert engine.manager.stats().hung == count - sum(here)
     gate.open()
-    assert engine.keeper.drain(600) and engine.cache.stats().pending == 0
+    assert engine.manager.drain(600) and engine.cache.stats().pending == 0
     engine.read(sum(here), first=0 if here[0] else 1024)
 
 
-def test_a_find_leaves_time_for_the_stores_behind_it(
+def test_a_find_leaves_time_for_the_stores_after_it(
     make: Callable[..., Engine], store: Wrong, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, ends = make(Wrong(MemoryStore(256 * BLOCK_BYTES)), store, load_seconds=2.0), []
@@ -170,24 +170,24 @@ def test_a_find_leaves_time_for_the_stores_behind_it(
 def test_a_reader_that_looks_late_learns_that_a_key_is_absent(make: Callable[..., Engine], retry: float) -> None:
     """Steps of an engine may last for longer than an answer counts: it would ask for ever."""
     engine = make(retry_seconds=retry)
-    assert engine.keeper.lookup(names(3)).tolist() == [HostCache.PENDING] * 3
-    engine.until(lambda: not engine.keeper.stats().searching)
+    assert engine.manager.lookup(names(3)).tolist() == [HostCache.PENDING] * 3
+    engine.until(lambda: not engine.manager.stats().searching)
     engine.now += 3600.0
-    assert engine.keeper.find(names(1)[0]) == ABSENT
+    assert engine.manager.find(names(1)[0]) == ABSENT
     engine.now += retry + 1.0
-    assert engine.keeper.lookup(names(3)).tolist() == [HostCache.PENDING] * 3, "the answer was read, and is old"
+    assert engine.manager.lookup(names(3)).tolist() == [HostCache.PENDING] * 3, "the answer was read, and is old"
 
 
 def test_a_store_that_was_given_no_time_is_not_blamed(make: Callable[..., Engine], store: Wrong) -> None:
     """Nobody has polled until shortly before the deadline."""
     engine, gate = make(load_seconds=2.0, retry_seconds=1000.0), store.hold("find")
     for key in names(4):
-        engine.keeper.find(key)
+        engine.manager.find(key)
         engine.now += 1.95
-        engine.keeper.poll()
+        engine.manager.poll()
     engine.later(0.5)
-    engine.until(lambda: engine.keeper.lookup(names(4)).tolist() == [ABSENT] * 4)
-    assert engine.keeper.stats().missed == {"late": 4} and engine.keeper.stats().suspended == ()
+    engine.until(lambda: engine.manager.lookup(names(4)).tolist() == [ABSENT] * 4)
+    assert engine.manager.stats().missed == {"late": 4} and engine.manager.stats().suspended == ()
     gate.open()
 
 
@@ -195,29 +195,29 @@ def test_a_store_that_was_given_no_time_is_not_blamed(make: Callable[..., Engine
 def test_what_is_given_up_is_counted(make: Callable[..., Engine], store: Wrong, end: str) -> None:
     engine, gate = make(blocks=16, save_share=0.25), store.hold("save")
     engine.write(10)
-    engine.keeper.lookup(names(3, 50))
-    engine.keeper.poll()
+    engine.manager.lookup(names(3, 50))
+    engine.manager.poll()
     engine.until(gate.reached.is_set)
-    engine.keeper.lookup(names(2, 60))
-    assert (engine.keeper.stats().saving, engine.keeper.stats().waiting) == (4, 6)
+    engine.manager.lookup(names(2, 60))
+    assert (engine.manager.stats().saving, engine.manager.stats().waiting) == (4, 6)
     if end == "clear":
-        engine.keeper.clear()
-        assert engine.keeper.stats().unsaved == {"cancelled": 10}
+        engine.manager.clear()
+        assert engine.manager.stats().unsaved == {"cancelled": 10}
     else:
-        assert not engine.keeper.close(0.05)
+        assert not engine.manager.close(0.05)
     gate.open()
-    assert engine.keeper.drain(600) if end == "clear" else engine.keeper.close(600)
-    stats = engine.keeper.stats()
+    assert engine.manager.drain(600) if end == "clear" else engine.manager.close(600)
+    stats = engine.manager.stats()
     assert stats.loaded + sum(stats.missed.values()) == stats.asked == 5 and stats.missed["cancelled"] >= 2
     assert stats.saved + sum(stats.unsaved.values()) == 10
     assert stats.unsaved["cancelled"] == 10
 
 
-def test_a_call_that_hangs_is_told_whichever_store_it_is_of(make: Callable[..., Engine], store: Wrong) -> None:
+def test_a_call_that_hangs_is_reported_for_either_store(make: Callable[..., Engine], store: Wrong) -> None:
     engine, gate = make(store, MemoryStore(256 * BLOCK_BYTES)), store.hold("save")
     engine.write(2)
     engine.until(gate.reached.is_set)
-    assert not engine.keeper.close(0.05)
+    assert not engine.manager.close(0.05)
     gate.open()
 
 
@@ -225,8 +225,8 @@ def test_what_no_store_gets_is_counted_for_each(make: Callable[..., Engine], sto
     engine = make(Wrong(MemoryStore(256 * BLOCK_BYTES)), store)
     engine.write(3)
     engine.cache.forget(names(3))
-    assert engine.keeper.drain(600)
-    assert engine.keeper.stats().unsaved == {"evicted": 6}
+    assert engine.manager.drain(600)
+    assert engine.manager.stats().unsaved == {"evicted": 6}
 
 
 # -- bounds ----------------------------------------------------------------------------------------------
@@ -240,26 +240,26 @@ def test_a_block_of_a_save_that_was_given_up_stays_until_the_call_returns(
     engine.write(3)
     engine.until(gate.reached.is_set)
     engine.later(61)
-    engine.until(lambda: engine.keeper.stats().unsaved.get("late") == 3)
+    engine.until(lambda: engine.manager.stats().unsaved.get("late") == 3)
     assert engine.cache.stats().pinned == 3
     with pytest.raises(OutOfBlocks):
         engine.cache.reserve(names(2, 50))
     gate.open()
-    assert engine.keeper.drain(600) and engine.cache.stats().pinned == 0
+    assert engine.manager.drain(600) and engine.cache.stats().pinned == 0
 
 
 def test_saves_that_hang_leave_most_of_the_cache(make: Callable[..., Engine], store: Wrong) -> None:
     engine, gate = make(blocks=16, save_share=0.25), store.hold("save")
     for first in range(0, 160, 4):
         engine.write(4, first)
-        engine.keeper.poll()
+        engine.manager.poll()
     engine.until(gate.reached.is_set)
-    stats = engine.keeper.stats()
+    stats = engine.manager.stats()
     assert engine.cache.stats().pinned == stats.saving == 4
     assert stats.waiting + stats.saving + stats.unsaved.get("evicted", 0) == 160
     gate.open()
-    assert engine.keeper.drain(600)
-    stats = engine.keeper.stats()
+    assert engine.manager.drain(600)
+    stats = engine.manager.stats()
     assert stats.saved + sum(stats.unsaved.values()) == 160 and stats.unsaved["evicted"] > 0
     assert engine.cache.stats().pinned == 0
 
@@ -268,23 +268,23 @@ def test_what_is_published_and_never_polled_is_bounded(make: Callable[..., Engin
     engine = make(blocks=16)
     for first in range(0, 40, 4):
         engine.write(4, first)
-    stats = engine.keeper.stats()
+    stats = engine.manager.stats()
     assert stats.waiting == 16 and stats.unsaved == {"crowded": 24}
 
 
 def test_small_caches_lend_stores_no_more_than_their_share(make: Callable[..., Engine]) -> None:
     stores = [Wrong(MemoryStore(256 * BLOCK_BYTES)) for _ in range(2)]
     gates = [Gate(), Gate()]
-    for one, gate in zip(stores, gates, strict=True):
-        one.before["save"] = gate
+    for slow, gate in zip(stores, gates, strict=True):
+        slow.before["save"] = gate
     engine = make(*stores, blocks=16, save_share=0.25)
     engine.write(16)
-    engine.keeper.poll()
+    engine.manager.poll()
     engine.until(lambda: all(gate.reached.is_set() for gate in gates))
-    assert engine.keeper.stats().saving == 4
+    assert engine.manager.stats().saving == 4
     for gate in gates:
         gate.open()
-    assert engine.keeper.drain(600) and engine.keeper.stats().saved == 32
+    assert engine.manager.drain(600) and engine.manager.stats().saved == 32
 
 
 def test_blocks_that_come_and_wait_take_no_more_than_their_share(make: Callable[..., Engine]) -> None:
@@ -293,7 +293,7 @@ def test_blocks_that_come_and_wait_take_no_more_than_their_share(make: Callable[
         engine.saved(4, first)
     engine.write(12, first=100)
     assert engine.ask(16).count(HERE) == 4
-    assert engine.keeper.stats().missed["crowded"] >= 12
+    assert engine.manager.stats().missed["crowded"] >= 12
     assert engine.cache.lookup(names(12, 100)).tolist() == [HERE] * 12
     engine.read(4)
     assert engine.ask(8) == [HERE] * 8, "what was read makes room"
@@ -304,9 +304,9 @@ def test_blocks_that_are_read_or_written_make_no_room_for_others(make: Callable[
     engine.saved(8)
     rows = engine.write(4, first=100)
     pending = engine.cache.reserve(names(2, 200))
-    with engine.keeper.pin(names(4, 100)) as lease:
-        found = engine.ask(8)
-        assert found.count(HERE) == 1, "half of the two blocks that are free"
+    with engine.manager.pin(names(4, 100)) as lease:
+        states = engine.ask(8)
+        assert states.count(HERE) == 1, "half of the two blocks that are free"
         assert lease.blocks.tolist() == rows
     engine.cache.abort(pending.keys)
     engine.read(4, first=100)
@@ -346,24 +346,24 @@ def test_closing_while_a_load_hangs_says_so_and_keeps_its_blocks(make: Callable[
     engine.saved(3)
     store.before["load"] = gate
     engine.held(gate, 3)
-    assert not engine.keeper.close(0.05)
+    assert not engine.manager.close(0.05)
     assert engine.cache.stats().pending == 3
     with pytest.raises(PoolClosed):
-        engine.keeper.poll()
+        engine.manager.poll()
     gate.open()
-    assert engine.keeper.close(600)
+    assert engine.manager.close(600)
     assert engine.cache.stats().pending == 0
-    assert engine.keeper.find(b"block 0") == ABSENT
+    assert engine.manager.find(b"block 0") == ABSENT
 
 
 def test_closing_begins_nothing(make: Callable[..., Engine], store: Wrong) -> None:
     """The store has found a key, and nobody has polled since."""
     engine = make()
     engine.saved(2)
-    engine.keeper.lookup(names(2))
-    engine.keeper.poll()
-    until(lambda: engine.keeper.stats().stores[0].blocks["find", "ok"] == 2)
-    assert engine.keeper.close(600)
+    engine.manager.lookup(names(2))
+    engine.manager.poll()
+    until(lambda: engine.manager.stats().stores[0].blocks["find", "ok"] == 2)
+    assert engine.manager.close(600)
     assert engine.cache.stats().pending == 0 and "load" not in store.calls
 
 
@@ -382,11 +382,11 @@ def test_whatever_happens_no_wrong_byte_is_read(
             raise OSError(5, "I/O error")
         return answer
 
-    def seals_of_others(answer: Any) -> Any:
+    def macs_of_others(answer: Any) -> Any:
         return answer[0], np.roll(answer[1], int(random.integers(4) == 0), 0)
 
     engine = make(blocks=12, save=save, load_seconds=0.02, retry_seconds=0.0, clock=time.monotonic)
-    store.after.update({"find": maybe, "save": maybe, "load": seals_of_others})
+    store.after.update({"find": maybe, "save": maybe, "load": macs_of_others})
     for _ in range(400):
         first, count = int(random.integers(40)), int(random.integers(1, 5))
         keys = names(count, first)
@@ -398,16 +398,16 @@ def test_whatever_happens_no_wrong_byte_is_read(
                 pass
         elif verb == 1:
             engine.cache.forget(keys)
-        elif verb == 2 and (engine.keeper.lookup(keys) == HERE).all():
+        elif verb == 2 and (engine.manager.lookup(keys) == HERE).all():
             engine.read(count, first)
         elif verb == 3 and random.integers(20) == 0:
-            engine.keeper.clear()
+            engine.manager.clear()
         else:
-            engine.keeper.lookup(keys)
-        engine.keeper.poll()
+            engine.manager.lookup(keys)
+        engine.manager.poll()
         if random.integers(3) == 0:
             time.sleep(0.001)
-    assert engine.keeper.drain(600)
+    assert engine.manager.drain(600)
     engine.cache.verify()
     assert engine.cache.stats().pending == engine.cache.stats().pinned == 0
 
@@ -439,15 +439,15 @@ def test_a_key_is_what_its_bytes_are(make: Callable[..., Engine]) -> None:
     taken = engine.cache.reserve(names(2))
     for number, row in enumerate(taken.blocks.tolist()):
         engine.tier.blocks[row] = content(number)
-    assert engine.keeper.publish([Lying(key) for key in names(2)]) == 2
-    assert engine.keeper.drain(600) and engine.keeper.stats().saved == 2
-    assert engine.keeper.forget([Lying(key) for key in names(2)]) == 2
+    assert engine.manager.publish([Lying(key) for key in names(2)]) == 2
+    assert engine.manager.drain(600) and engine.manager.stats().saved == 2
+    assert engine.manager.forget([Lying(key) for key in names(2)]) == 2
     engine.later(5)
-    assert engine.keeper.find(Lying(names(1)[0])) == PENDING
-    assert engine.keeper.lookup([Lying(key) for key in names(2)]).tolist() == [PENDING] * 2
-    engine.until(lambda: not engine.keeper.stats().searching)
+    assert engine.manager.find(Lying(names(1)[0])) == PENDING
+    assert engine.manager.lookup([Lying(key) for key in names(2)]).tolist() == [PENDING] * 2
+    engine.until(lambda: not engine.manager.stats().searching)
     engine.read(2)
-    stats = engine.keeper.stats()
+    stats = engine.manager.stats()
     assert (stats.asked, stats.missed) == (3, {"absent": 1}), (
         "two keys, and the one that shows the clock to the threads"
     )
@@ -458,23 +458,23 @@ def test_a_key_is_what_its_bytes_are(make: Callable[..., Engine]) -> None:
 def test_keys_that_are_none_are_named(make: Callable[..., Engine], verb: str, given: Any) -> None:
     engine = make()
     with pytest.raises((TypeError, ValueError), match="keys"):
-        getattr(engine.keeper, verb)(given)
+        getattr(engine.manager, verb)(given)
     with pytest.raises(TypeError, match="key"):
-        engine.keeper.find("text")  # type: ignore[arg-type]
-    stats = engine.keeper.stats()
+        engine.manager.find("text")  # type: ignore[arg-type]
+    stats = engine.manager.stats()
     assert (stats.asked, stats.searching, stats.waiting) == (0, 0, 0)
 
 
 def test_a_block_whose_lease_others_closed_is_not_kept(make: Callable[..., Engine], store: Wrong) -> None:
-    """Its bytes may have become those of another block while it was saved, and its seal would be right for them."""
+    """Its bytes may have become those of another block while it was saved, and its MAC would be right for them."""
     engine, gate = make(), store.hold("save")
     engine.write(2)
-    engine.keeper.poll()
+    engine.manager.poll()
     assert gate.reached.wait(600)
     assert engine.cache.revoke("kvpool stores") == 1
     gate.open()
-    assert engine.keeper.drain(600)
-    stats = engine.keeper.stats()
+    assert engine.manager.drain(600)
+    stats = engine.manager.stats()
     assert stats.saved == 0 and stats.unsaved == {"cancelled": 2}
     engine.until(lambda: not store.inner.stats()["blocks"])
 
@@ -487,21 +487,21 @@ def test_what_is_written_anew_while_it_waits_is_saved_once(make: Callable[..., E
         engine.cache.forget(names(3, 2))
         engine.write(3, 2)
     engine.write(2, 6)
-    assert engine.keeper.drain(600) and engine.keeper.stats().saved == sum(calls) == 8
-    assert not any(engine.keeper._tier._runs)
+    assert engine.manager.drain(600) and engine.manager.stats().saved == sum(calls) == 8
+    assert not any(engine.manager._tier._runs)
 
 
 def test_a_prompt_that_two_jobs_save_comes_back_into_its_order_when_the_second_has_ended() -> None:
-    """Also where that job has more blocks than the prompt, of which others are."""
+    """Even if that job has blocks of other prompts too."""
     touched: list[Any] = []
     tier: Any = object.__new__(HostCacheTier)
     tier.cache = SimpleNamespace(touch=touched.append)
     tier._runs, tier._in_one, tier.tells = [{}], 256, False
-    one, other = tuple(b"one%d" % i for i in range(10)), tuple(b"other%d" % i for i in range(15))
-    first, second = tier.to_save(one, 0, one), tier.to_save(other, 0, other)
-    for pieces in ([(one[:5], first)], [(one[5:], first), (other, second)]):
+    short, other = tuple(b"one%d" % i for i in range(10)), tuple(b"other%d" % i for i in range(15))
+    first, second = tier.to_save(short, 0, short), tier.to_save(other, 0, other)
+    for pieces in ([(short[:5], first)], [(short[5:], first), (other, second)]):
         tier.ended(0, pieces, [True] * len(blocks_in(pieces)))
-    assert touched == [one], "the other was in one job"
+    assert touched == [short], "the other was in one job"
 
 
 def test_saves_that_end_are_not_compared_with_all_that_wait() -> None:
@@ -510,7 +510,7 @@ def test_saves_that_end_are_not_compared_with_all_that_wait() -> None:
     tier.cache = SimpleNamespace(touch=lambda prompt: None)
     tier._runs, tier._in_one, tier.tells = [{}], 1, False
     keys = [(b"%d" % i,) for i in range(600)]
-    pieces, calls = [(own, tier.to_save(own, 0, own)) for own in keys][:100], list[str]()
+    pieces, calls = [(prompt, tier.to_save(prompt, 0, prompt)) for prompt in keys][:100], list[str]()
     sys.setprofile(lambda frame, event, of: calls.append(event))
     try:
         tier.ended(0, pieces, [True] * len(pieces))

@@ -1,0 +1,271 @@
+"""Readers of a storage manager's events, its metrics and its matches see what the stores have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from prometheus_client import CollectorRegistry, generate_latest
+
+from kvpool.integrations.kv_events import KVEventPublisher
+from kvpool.integrations.metrics import PoolMetrics
+from kvpool.pool.core import Names
+from kvpool.storage import StorageManager
+from tests.engine import Engine, EventReplay
+from tests.stores.lab import Wrong
+from tests.stores.pool_lab import fetch, make_engine, make_manager, seed, store, tokens
+from tests.waiting import until
+
+PROMPT = tokens(41)
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    made = make_engine(P=24, S=24)
+    with made.cache:
+        yield made
+
+
+class Reader(EventReplay):
+    """What a router knows, of the tiers of the pool and of a store."""
+
+    def __init__(self, name: str = "memory") -> None:
+        super().__init__({"device": set(), "host": set(), name: set()})
+
+
+def keys(engine: Engine, prompt: list[int]) -> set[bytes]:
+    return set(engine.keys(prompt))
+
+
+# -- events --------------------------------------------------------------------------------------------
+
+
+def test_a_reader_knows_what_each_tier_and_each_store_has(engine: Engine) -> None:
+    with make_manager(engine, store()) as manager:
+        reader, names = Reader(), set()
+        for first in (0, 1000, 2000, 0, 3000):
+            seed(engine, manager, [tokens(41, first)])
+            names |= keys(engine, tokens(41, first))
+            events = manager.events()
+            assert events.tiers == ("device", "host", "memory")
+            reader.feed(events)
+            assert reader.cached["device"] == set(engine.cached("device"))
+            assert reader.cached["host"] == set(engine.cached("host"))
+            assert reader.cached["memory"] == names
+
+
+def test_a_late_reader_gets_everything_by_a_snapshot(engine: Engine) -> None:
+    with make_manager(engine, store()) as manager:
+        seed(engine, manager, [PROMPT, tokens(41, 1000)], salt="tenant")
+        extra = [5] * 41
+        seed(engine, manager, [tokens(41, 2000)], extra_ids=extra)
+        late = Reader()
+        events = manager.events(snapshot=True)
+        late.feed(events[events.before_snapshot :])
+        assert late.cached["device"] == set(engine.cached("device"))
+        assert len(late.cached["memory"]) == 30
+        events_of_store = [event for event in events[events.before_snapshot :] if event.tier == "memory"]
+        assert {event.salt for event in events_of_store} == {"tenant", None}
+        assert sum(len(event.keys) for event in events_of_store if event.extra_ids is not None) == 10
+        for event in events_of_store:
+            place = 0 if event.parent is None else -1
+            assert place or np.array_equal(event.tokens[0], event.tokens[0][0] + np.arange(4))
+        seed(engine, manager, [tokens(41, 3000)])
+        late.feed(manager.events())
+        assert len(late.cached["memory"]) == 40
+
+
+def test_what_a_store_has_lost_is_reported(engine: Engine) -> None:
+    memory = Wrong(store())
+    with make_manager(engine, memory) as manager:
+        seed(engine, manager, [PROMPT])
+        engine.cache.reset()
+        reader = Reader("wrong")
+        events = manager.events(snapshot=True)
+        reader.feed(events[events.before_snapshot :])
+        assert len(reader.cached["wrong"]) == 10
+        memory.inner.forget(np.array([np.frombuffer(key, np.uint8) for key in list(memory.inner._blocks)[:3]]))
+        fetch(engine, manager, PROMPT)
+        assert manager.match_prefix(engine.prompt(PROMPT)).store_tokens == 0
+        seed(engine, manager, [PROMPT])
+        reader.feed(manager.events())
+        assert reader.cached["wrong"] == keys(engine, PROMPT)
+
+
+def test_what_was_loaded_is_still_in_its_store(engine: Engine) -> None:
+    with make_manager(engine, store()) as manager:
+        seed(engine, manager, [PROMPT])
+        engine.cache.reset()
+        assert manager.drain(600) and manager.events()
+        assert fetch(engine, manager, PROMPT) == 10 and manager.drain(600)
+        assert not [event for event in manager.events() if event.tier == "memory"]
+        assert manager.stats().saved_blocks == 10, "it is not saved again"
+        engine.cache.reset()
+        assert manager.drain(600) and manager.match_prefix(engine.prompt(PROMPT)).store_tokens == 40
+
+
+def test_a_reader_sees_what_it_has_missed_as_a_gap() -> None:
+    made = make_engine(event_capacity=16)
+    with made.cache, make_manager(made, store()) as manager:
+        for first in range(0, 4000, 1000):
+            made.seed(tokens(41, first), 41)
+            assert manager.drain(600)
+        events = manager.events()
+        assert events.number > 0 and manager.stats().events_dropped > 0
+        reader, snapshot = Reader(), manager.events(snapshot=True)
+        reader.feed(snapshot[snapshot.before_snapshot :])
+        assert reader.cached["device"] == set(made.cached("device"))
+        assert reader.cached["host"] == set(made.cached("host"))
+
+
+def test_a_storage_manager_that_has_missed_events_learns_what_there_is() -> None:
+    """Its thread is held while the pool overwrites what it did not read."""
+    made = make_engine(P=64, S=64, event_capacity=8)
+    with made.cache, make_manager(made, store(), interval_ms=60_000) as manager:
+        until(lambda: manager.stats().prefetching == 0)
+        for first in range(0, 3000, 1000):
+            made.seed(tokens(41, first), 41)
+        seed(made, manager, [tokens(41, 5000)])
+        assert manager.drain(600)
+        assert manager.stats().events_dropped > 0 and manager.stats().saved_blocks == 40
+        assert not manager.stats().dropped
+
+
+def test_what_has_gone_from_the_pool_is_reported_with_its_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even when the pool no longer has its namespace."""
+    monkeypatch.setattr(Names, "LEAST", 1)
+    engine = make_engine(P=8, S=8, event_capacity=16)
+    with engine.cache, make_manager(engine, store()) as manager:
+        seed(engine, manager, [tokens(9, 5000)], salt="tenant")
+        engine.cache.forget(namespace=("tenant", None))
+        for number in range(8):
+            seed(engine, manager, [tokens(17, 100 * number)], salt=f"other {number}")
+        manager.events()
+        assert manager.forget(namespace=("tenant", None)).wait(600)
+        gone = [event for event in manager.events() if event.kind == "removed" and event.tier == "memory"]
+        assert len(gone) == 2 and {event.salt for event in gone} == {"tenant"}
+
+
+def test_others_follow_the_pool_beside_a_storage_manager(engine: Engine) -> None:
+    with make_manager(engine, store()) as manager:
+        plain, cursor = EventReplay(), EventReplay()
+        seed(engine, manager, [PROMPT, tokens(41, 1000)])
+        plain.feed(engine.cache.events())
+        cursor.feed(engine.cache.events(since=0))
+        assert plain.cached == cursor.cached == {tier: set(engine.cached(tier)) for tier in ("device", "host")}
+        assert manager.stats().saved_blocks == 20
+
+
+def test_a_publisher_names_the_store_as_medium(engine: Engine) -> None:
+    with (
+        make_manager(engine, store()) as manager,
+        KVEventPublisher(engine.cache, keeper=manager, interval_ms=2) as publisher,
+    ):
+        context = zmq.Context()
+        socket = context.socket(zmq.SUB)
+        socket.subscribe(b"")
+        socket.connect(publisher.endpoint)
+        media: dict[str, int] = {}
+        # A subscriber misses what is sent before it has connected.
+        for first in range(1000, 100_000, 1000):
+            seed(engine, manager, [tokens(41, first)])
+            publisher.flush()
+            while socket.poll(50):
+                for event in msgspec.msgpack.decode(socket.recv_multipart()[2])[1]:
+                    if event["type"] == "BlockStored":
+                        media[event["medium"]] = media.get(event["medium"], 0) + len(event["block_hashes"])
+            if "MEMORY" in media:
+                break
+        socket.close(0)
+        context.term()
+        assert media["MEMORY"] == 10 and {"GPU", "CPU"} >= set(media) - {"MEMORY"}
+        assert publisher.stats().lost_blocks == 0
+
+
+def test_a_publisher_takes_only_the_storage_manager_of_its_pool(engine: Engine) -> None:
+    other = make_engine()
+    with other.cache, make_manager(other, store()) as manager:
+        for bad in (manager, "keeper"):
+            with pytest.raises(ValueError, match="keeper: .*"):
+                KVEventPublisher(engine.cache, keeper=bad)  # type: ignore[arg-type]
+
+
+# -- matches -------------------------------------------------------------------------------------------
+
+
+def test_a_match_reports_stores_separately(engine: Engine) -> None:
+    with make_manager(engine, store()) as manager:
+        seed(engine, manager, [PROMPT])
+        whole = engine.cache.match_prefix(engine.prompt(PROMPT))
+        assert manager.match_prefix(engine.prompt(PROMPT)) == whole and whole.store_tokens == 0
+        engine.cache.forget(np.array(engine.prompt(PROMPT).keys[4:]))
+        match = manager.match_prefix(engine.prompt(PROMPT))
+        assert (match.full_tokens, match.store_tokens) == (16, 24)
+        assert engine.cache.match_prefix(engine.prompt(PROMPT)).store_tokens == 0
+        assert fetch(engine, manager, PROMPT) == 6
+        assert manager.match_prefix(engine.prompt(PROMPT))[1:] == (24, 0, 0)
+        assert manager.match_prefix(tokens(41, 7)).store_tokens == 0
+
+
+def test_a_prompt_that_a_store_was_asked_for_is_known_without_loading(engine: Engine) -> None:
+    memory = store()
+    with make_manager(engine, memory) as manager:
+        seed(engine, manager, [PROMPT])
+    two = make_engine()
+    with two.cache, make_manager(two, memory, promotion_blocks=2) as manager:
+        assert manager.match_prefix(two.prompt(PROMPT)).store_tokens == 0
+        assert fetch(two, manager, PROMPT) == 2
+        match = manager.match_prefix(two.prompt(PROMPT))
+        assert (match.full_tokens, match.store_tokens) == (8, 32)
+
+
+# -- metrics -------------------------------------------------------------------------------------------
+
+
+def scraped(manager: StorageManager, engine: Engine) -> dict[str, float]:
+    registry = CollectorRegistry()
+    with PoolMetrics(registry) as metrics:
+        metrics.add("a", engine.cache)
+        metrics.add("a", manager)
+        lines = generate_latest(registry).decode().splitlines()
+        metrics.remove("a")
+        assert not [line for line in generate_latest(registry).decode().splitlines() if 'pool="a"' in line]
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if 'pool="a"' in line}
+
+
+def test_metrics_of_a_storage_manager_count_what_happened(engine: Engine) -> None:
+    memory = store()
+    with make_manager(engine, memory, quotas={("small", None): 0}) as manager:
+        seed(engine, manager, [PROMPT])
+        seed(engine, manager, [PROMPT], salt="small")
+        engine.cache.forget(engine.prompt(PROMPT))
+        assert fetch(engine, manager, PROMPT) == 10
+        samples = scraped(manager, engine)
+    expected: dict[str, Any] = {
+        'kvpool_store_blocks_total{code="ok",kind="save",pool="a",store="memory"}': 10,
+        'kvpool_store_blocks_total{code="ok",kind="load",pool="a",store="memory"}': 10,
+        'kvpool_store_blocks_total{code="ok",kind="find",pool="a",store="memory"}': 10,
+        'kvpool_store_bytes_total{kind="save",pool="a",store="memory"}': 10 * 4096,
+        'kvpool_store_dropped_saves_total{pool="a",reason="quota",store="memory"}': 10,
+        'kvpool_store_suspended{kind="read",pool="a",store="memory"}': 0,
+        'kvpool_store_suspensions_total{pool="a",store="memory"}': 0,
+        'kvpool_store_figure{figure="blocks",pool="a",store="memory"}': 10,
+        'kvpool_storage_blocks_total{kind="loaded",pool="a"}': 10,
+        'kvpool_storage_prefetches_total{pool="a",reason="loaded"}': 1,
+        'kvpool_storage_waiting{kind="promoted",pool="a"}': 10,
+        'kvpool_sequences{pool="a"}': 0,
+    }
+    assert {name: samples.get(name) for name in expected} == expected
+
+
+def test_nothing_that_is_shown_has_a_secret(engine: Engine) -> None:
+    memory = store()
+    with make_manager(engine, memory) as manager:
+        seed(engine, manager, [PROMPT])
+        shown = manager, manager.stats(), manager.prefetch(PROMPT), scraped(manager, engine), list(manager.events())
+        text = repr(shown)
+        assert memory.secret.hex() not in text and repr(memory.secret)[2:-1] not in text

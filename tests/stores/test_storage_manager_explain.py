@@ -1,0 +1,104 @@
+"""``explain`` covers stores too: which ones have a prompt, and what last failed with it there."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvpool.storage import FAILED, OK
+from kvpool.storage import writeback as bridge
+from tests.engine import Engine
+from tests.stores.lab import Clock, Wrong
+from tests.stores.pool_lab import fetch, make_manager, seed, store, tokens
+
+PROMPT = tokens(17)
+
+
+def test_what_a_store_has_and_the_pool_has_forgotten(engine: Engine) -> None:
+    with make_manager(engine, store()) as manager:
+        seed(engine, manager, [PROMPT])
+        assert manager.explain(PROMPT) == engine.cache.explain(PROMPT), "all of it is in the pool"
+        engine.cache.forget(engine.keys(PROMPT)[2:])
+        first, last = manager.explain(PROMPT).missed
+        assert first[:3] == (8, 8, "forgotten") and first.stores == ("memory",) and not first.trouble
+        assert last == (16, 1, "always_computed", None, (), ())
+        with pytest.raises(TypeError, match="prompt"):
+            manager.explain("text")
+
+
+def test_damaged_or_failed_blocks_are_reported_until_they_are_right_again(engine: Engine, wrong: Wrong) -> None:
+    wrong.after["load"] = lambda answer: (np.where(np.arange(len(answer[0])) < 3, answer[0], FAILED), answer[1])
+    with make_manager(engine, wrong) as manager:
+        assert fetch(engine, manager, PROMPT) == 3
+        missed = manager.explain(PROMPT).missed
+        assert [(each.first, each.tokens, each.trouble) for each in missed] == [
+            (12, 4, (("wrong", "failed"),)),
+            (16, 1, ()),
+        ]
+        del wrong.after["load"]
+        assert fetch(engine, manager, PROMPT) == 1
+        engine.cache.forget(PROMPT)
+        assert manager.explain(PROMPT).missed[0].trouble == ()
+
+
+def test_blocks_with_wrong_macs_are_called_damaged(engine: Engine, wrong: Wrong) -> None:
+    wrong.after["load"] = lambda answer: (answer[0], answer[1] ^ 1)
+    with make_manager(engine, wrong) as manager:
+        assert fetch(engine, manager, PROMPT) == 0
+        assert manager.explain(PROMPT).missed[0].trouble == (("wrong", "damaged"),)
+
+
+def test_what_came_too_late_is_reported(engine: Engine, wrong: Wrong) -> None:
+    gate, clock = wrong.hold("load"), Clock()
+    with make_manager(engine, wrong, clock=clock) as manager:
+        handle = manager.prefetch(engine.prompt(PROMPT), 5.0)
+        assert gate.reached.wait(600)
+        clock.pass_(5.0)
+        assert handle.wait(600)
+        gate.open()
+        assert manager.drain(600)
+        assert {each.trouble for each in manager.explain(PROMPT).missed[:-1]} == {(("wrong", "late"),)}
+
+
+def test_what_is_not_worth_loading_is_reported(engine: Engine) -> None:
+    """A load takes 100 s, and the engine computes a prompt in 0.2 s."""
+    clock, slow = Clock(), Wrong(store(1024))
+    slow.before["load"] = lambda: clock.pass_(100.0)
+    with make_manager(engine, slow, prefill_tokens_per_s=100.0, clock=clock, deadline_ms=10**6) as manager:
+        for first in range(0, 3000, 100):
+            seed(engine, manager, [prompt := tokens(17, first)])
+            engine.cache.forget(prompt)
+            handle = manager.prefetch(engine.prompt(prompt), 1e5)
+            assert handle.wait(600)
+            if handle.ended == "declined":
+                break
+        assert manager.explain(prompt).missed[0].trouble == (("wrong", "declined"),)
+        assert manager.explain(prompt).missed[0].stores == ("wrong",)
+
+
+def test_a_prefetch_may_take_as_long_as_its_request_waits_for_the_engine(engine: Engine) -> None:
+    """The engine computes a prompt in 0.2 s, and a load takes 5 s."""
+    clock, slow = Clock(), Wrong(store(1024))
+    slow.before["load"] = lambda: clock.pass_(5.0)
+    with make_manager(engine, slow, prefill_tokens_per_s=100.0, clock=clock, deadline_ms=10**6) as manager:
+        for first in range(0, 700, 100):
+            seed(engine, manager, [prompt := tokens(17, first)])
+            engine.cache.forget(prompt)
+            handle = manager.prefetch(engine.prompt(prompt), 1e5, spare=60.0)
+            assert handle.wait(600) and handle.ended == "loaded"
+        with pytest.raises(ValueError, match="spare: .*-1"):
+            manager.prefetch(engine.prompt(PROMPT), spare=-1.0)
+        assert manager.stats().prefetches == {"loaded": 7}
+
+
+def test_why_blocks_were_not_saved_is_remembered_in_bounded_memory(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bridge, "NOTED", 2)
+    refusing = Wrong(store())
+    refusing.after["save"] = lambda codes: np.where(codes == OK, np.uint8(FAILED), codes)
+    with make_manager(engine, refusing, failures=1000) as manager:
+        seed(engine, manager, [PROMPT])
+        engine.cache.forget(PROMPT)
+        missed = manager.explain(PROMPT).missed
+    assert sum(each.tokens for each in missed if each.trouble == (("wrong", "failed"),)) == 8, "of two blocks"
