@@ -41,6 +41,6 @@ def store(cache: HostCache, *names: str, **options: Any) -> list[int]:
 
 def look(cache: HostCache, *names: str) -> list[int]:
     """The answers of both ways to ask, which agree."""
-    found = cache.lookup(keys(*names)).tolist()
-    assert found == [cache.find(key) for key in keys(*names)]
-    return found
+    states = cache.lookup(keys(*names)).tolist()
+    assert states == [cache.find(key) for key in keys(*names)]
+    return states

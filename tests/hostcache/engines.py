@@ -86,8 +86,8 @@ def _views(nested: Any, lists: list[str], axes: list[str]) -> list[list[np.ndarr
     if not lists:
         return [list(plane) for plane in _whole(nested, axes)]
     if lists == ["L"]:
-        found = [_whole(array, axes) for array in nested]
-        return [[layer[p, 0] for layer in found] for p in range(len(found[0]))]
+        layers = [_whole(array, axes) for array in nested]
+        return [[layer[p, 0] for layer in layers] for p in range(len(layers[0]))]
     return [[_whole(array, axes)[0, 0] for array in plane] for plane in nested]
 
 
@@ -98,14 +98,14 @@ def _whole(array: np.ndarray, axes: list[str]) -> np.ndarray:
     return array[(None,) * len(missing)].transpose([order.index(axis) for axis in AXES])
 
 
-def host_image(one: Paged, image: np.ndarray, blocks: list[int], per_host: int) -> np.ndarray:
+def host_image(paged: Paged, image: np.ndarray, blocks: list[int], per_host: int) -> np.ndarray:
     """uint8[host blocks, bytes]: what host blocks hold once engine blocks were copied there, zeros where none was."""
     planes, layers, _, tokens, heads, nbytes = image.shape
     count = -(-len(blocks) // per_host)
-    found = np.zeros((count, layers, planes, per_host, tokens, heads, nbytes), np.uint8)
+    parts = np.zeros((count, layers, planes, per_host, tokens, heads, nbytes), np.uint8)
     for i, block in enumerate(blocks):
         if block >= 0:
-            found[i // per_host, :, :, i % per_host] = image[:, :, block].swapaxes(0, 1)
-    if one.heads_first:
-        found = found.swapaxes(4, 5)
-    return np.ascontiguousarray(found).reshape(count, -1)
+            parts[i // per_host, :, :, i % per_host] = image[:, :, block].swapaxes(0, 1)
+    if paged.heads_first:
+        parts = parts.swapaxes(4, 5)
+    return np.ascontiguousarray(parts).reshape(count, -1)

@@ -105,8 +105,8 @@ class Model:
                 victim = min(victims)[2]
                 if self.chosen is not None:
                     chosen, lowest = self.chosen.pop(0), self.entries[victim].priority
-                    found = self.entries[chosen]
-                    assert found.listed is not None and found.priority == lowest, chosen
+                    entry = self.entries[chosen]
+                    assert entry.listed is not None and entry.priority == lowest, chosen
                     victim = chosen if lowest == DEFAULT_PRIORITY else victim
                 del self.entries[victim]
                 evicted.append(victim)

@@ -20,7 +20,7 @@ def cache_of(value: int, share: int) -> tuple[list[np.ndarray], kvpool.PagedKV]:
 
 
 def work(pipe: Connection) -> None:
-    """A worker: it is told the tier and its rank, then copies slots in and out until it is told to stop."""
+    """A worker: it receives the tier and its rank, then copies slots in and out until it receives "stop"."""
     description, rank, share = pipe.recv()
     with kvpool.HostTier.attach(description) as tier:
         pages, cache = cache_of(100 * rank, share)
@@ -36,7 +36,7 @@ def work(pipe: Connection) -> None:
 
 
 def die_in_a_copy(pipe: Connection) -> None:
-    """A worker that ends, without any cleaning up, when half of what it was told to write is written."""
+    """A worker that ends, without any cleaning up, when half of what it has to write is written."""
     description, slots = pipe.recv()
     tier = kvpool.HostTier.attach(description)
     for block in slots.blocks[: len(slots) // 2]:

@@ -83,7 +83,7 @@ class Alike(bytes):
         return memoryview(b"other")
 
 
-def test_keys_of_a_subclass_are_told_apart_by_their_bytes(make: Make) -> None:
+def test_keys_of_a_subclass_are_compared_by_their_bytes(make: Make) -> None:
     cache = make()
     named = [Alike(b"a"), Alike(b"b"), Alike(b"c")]
     taken = cache.reserve(named * 2)
@@ -174,22 +174,22 @@ def test_a_clock_that_is_none_changes_nothing(make: Make, clock: Any) -> None:
 @pytest.mark.parametrize(
     ("bad", "error"), [("", ValueError), (None, TypeError), (7, TypeError), ("x" * 4097, ValueError)]
 )
-def test_an_identity_needs_all_that_tells_models_apart(name: str, bad: Any, error: type[Exception]) -> None:
-    given = dict.fromkeys(["model", "revision", "kv_dtype", "layout", "hash_version"], "x")
+def test_an_identity_needs_all_that_distinguishes_models(name: str, bad: Any, error: type[Exception]) -> None:
+    fields = dict.fromkeys(["model", "revision", "kv_dtype", "layout", "hash_version"], "x")
     with pytest.raises(error, match=name):
-        ModelIdentity(**{**given, name: bad})
+        ModelIdentity(**{**fields, name: bad})
 
 
 def test_no_two_identities_are_alike() -> None:
-    one, other = ModelIdentity("a", "bc", "d", "e", "f"), ModelIdentity("ab", "c", "d", "e", "f")
-    assert one.fingerprint != other.fingerprint and one != other
+    first, other = ModelIdentity("a", "bc", "d", "e", "f"), ModelIdentity("ab", "c", "d", "e", "f")
+    assert first.fingerprint != other.fingerprint and first != other
 
 
 def test_layouts_stand_for_their_fingerprints() -> None:
     layouts = [BlockLayout(2, 2, 8, 4), BlockLayout(2, 4, 8, 4)]
-    one = ModelIdentity("m", "r", "float16", layouts, "v")
-    assert one.layout == " ".join(layout.fingerprint for layout in layouts)
-    with HostCache(2, layouts, identity=one) as cache, HostTier.of(cache) as tier:
+    identity = ModelIdentity("m", "r", "float16", layouts, "v")
+    assert identity.layout == " ".join(layout.fingerprint for layout in layouts)
+    with HostCache(2, layouts, identity=identity) as cache, HostTier.of(cache) as tier:
         assert cache.block_bytes == tier.block_bytes == sum(layout.block_bytes for layout in layouts)
 
 
@@ -238,9 +238,9 @@ def test_an_identity_with_a_type_that_the_blocks_can_hold_is_accepted(kv_dtype: 
 )
 def test_an_identity_with_another_layout_than_the_blocks_is_refused(other: Any) -> None:
     whose = identity("float16", BlockLayout(*other))
-    for one in (whose, pickle.loads(pickle.dumps(whose))):
+    for copied in (whose, pickle.loads(pickle.dumps(whose))):
         with pytest.raises(ValueError, match="^identity.layout: expected .+, got BlockLayout"):
-            HostCache(2, LAYOUT, identity=one)
+            HostCache(2, LAYOUT, identity=copied)
 
 
 def test_a_worker_may_have_a_share_of_the_layout_of_the_identity() -> None:

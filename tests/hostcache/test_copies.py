@@ -26,10 +26,10 @@ def open_copies() -> Iterator[Open]:
     """Opens copies over a tier of random bytes; no byte in front of ``first_byte`` may have changed in the end."""
     opened: list[tuple[HostTier, HostCopies, np.ndarray]] = []
 
-    def build(one: Any, per_host: int = 1, **options: Any) -> HostCopies:
+    def build(kv: Any, per_host: int = 1, **options: Any) -> HostCopies:
         tier = HostTier(HOST, BLOCK_BYTES, identity=IDENTITY)
         tier.blocks[...] = np.random.default_rng(1).integers(0, 256, tier.blocks.shape, dtype=np.uint8)
-        caches = [each.cache for each in one] if isinstance(one, list) else one.cache
+        caches = [each.cache for each in kv] if isinstance(kv, list) else kv.cache
         options = {"blocks_per_host_block": per_host, "first_byte": FIRST, "device": "cpu"} | options
         opened.append((tier, HostCopies(tier, caches, **options), tier.blocks[:, :FIRST].copy()))
         return opened[-1][1]
@@ -42,21 +42,21 @@ def open_copies() -> Iterator[Open]:
 
 
 def filled(layout: str, **sizes: int) -> Paged:
-    one = paged(layout, **sizes)
-    one.fill(np.random.default_rng(2).integers(0, 256, one.image().shape, dtype=np.uint8))
-    return one
+    kv = paged(layout, **sizes)
+    kv.fill(np.random.default_rng(2).integers(0, 256, kv.image().shape, dtype=np.uint8))
+    return kv
 
 
 @pytest.mark.parametrize("per_host", [1, 2, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_host_block_holds_its_engine_blocks_without_gaps(open_copies: Open, layout: str, per_host: int) -> None:
     for gap in (0, 7):
-        one = filled(layout, gap=gap)
-        copies, blocks = open_copies(one, per_host), [4, 5, 1, 8, 6]
+        kv = filled(layout, gap=gap)
+        copies, blocks = open_copies(kv, per_host), [4, 5, 1, 8, 6]
         hosts = [6, 2, 3, 0, 7][: -(-len(blocks) // per_host)]
-        before, gaps = copies.tier.blocks.copy(), [array.copy() for array in one.arrays]
+        before, gaps = copies.tier.blocks.copy(), [array.copy() for array in kv.arrays]
         done = copies.copy_in(blocks, hosts)
-        expected, image = host_image(one, one.image(), blocks, per_host), one.image()
+        expected, image = host_image(kv, kv.image(), blocks, per_host), kv.image()
         size = copies.group_bytes[0]
         assert done.done and done.nbytes == len(blocks) * size // per_host
         held = expected.shape[1] == size and len(blocks) % per_host == 0
@@ -65,48 +65,48 @@ def test_a_host_block_holds_its_engine_blocks_without_gaps(open_copies: Open, la
         others = [host for host in range(HOST) if host not in hosts]
         np.testing.assert_array_equal(copies.tier.blocks[others], before[others])
         np.testing.assert_array_equal(copies.tier.blocks[:, FIRST + size :], before[:, FIRST + size :])
-        for array, old in zip(one.arrays, gaps, strict=True):
+        for array, old in zip(kv.arrays, gaps, strict=True):
             np.testing.assert_array_equal(array, old)
-        one.fill(0)
+        kv.fill(0)
         targets = [0, 1, 2, 3, 7]
         copies.copy_out(targets, hosts)
-        np.testing.assert_array_equal(one.image()[:, :, targets], image[:, :, blocks])
-        assert not one.image()[:, :, [4, 5, 6, 8]].any()
+        np.testing.assert_array_equal(kv.image()[:, :, targets], image[:, :, blocks])
+        assert not kv.image()[:, :, [4, 5, 6, 8]].any()
         if gap:
-            for array, old in zip(one.arrays, gaps, strict=True):
+            for array, old in zip(kv.arrays, gaps, strict=True):
                 np.testing.assert_array_equal(array[..., -gap:], old[..., -gap:])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tokens_are_exact_and_counted_over_all_blocks_of_a_call(open_copies: Open, layout: str) -> None:
     """Against whole copies: only the tokens between the two numbers are another's afterwards."""
-    one, per_host = filled(layout), 2
-    copies, blocks, hosts = open_copies(one, per_host), [4, 5, 1, 8, 6], [6, 2, 3]
-    image, width = one.image(), one.cache.tokens_per_block
+    kv, per_host = filled(layout), 2
+    copies, blocks, hosts = open_copies(kv, per_host), [4, 5, 1, 8, 6], [6, 2, 3]
+    image, width = kv.image(), kv.cache.tokens_per_block
     copies.copy_in(blocks, hosts)
     total = len(blocks) * width
     for skip in range(total + 1):
         for end in {skip, min(skip + 3, total), total}:
-            one.fill(0)
+            kv.fill(0)
             ids = [-9 if i < skip // width else block for i, block in enumerate(blocks)]
             done = copies.copy_out(ids, hosts, skip_prefix_n_tokens=skip, n_tokens=end)
             expected = np.zeros_like(image)
             for t in range(skip, end):
                 expected[:, :, blocks[t // width], t % width] = image[:, :, blocks[t // width], t % width]
-            np.testing.assert_array_equal(one.image(), expected)
+            np.testing.assert_array_equal(kv.image(), expected)
             assert done.nbytes == (end - skip) * image[:, :, 0, 0].size
-    one.fill(image)
+    kv.fill(image)
     before = copies.tier.blocks.copy()
-    one.fill(7)
+    kv.fill(7)
     copies.copy_in(blocks, hosts, skip_prefix_n_tokens=width + 1, n_tokens=total - 1)
-    one.fill(0)
+    kv.fill(0)
     copies.copy_out(blocks, hosts)
     expected = np.full_like(image, 7)
     expected[:, :, blocks[0]] = image[:, :, blocks[0]]
     expected[:, :, blocks[1], : 1 % width] = image[:, :, blocks[1], : 1 % width]
     expected[:, :, blocks[-1], -1] = image[:, :, blocks[-1], -1]
     if width > 1:
-        np.testing.assert_array_equal(one.image()[:, :, blocks], expected[:, :, blocks])
+        np.testing.assert_array_equal(kv.image()[:, :, blocks], expected[:, :, blocks])
     assert (copies.tier.blocks != before).any()
 
 
@@ -115,16 +115,16 @@ def test_slots_of_a_subclass_are_copied_before_they_are_checked(open_copies: Ope
         def ids(self) -> Any:
             return [10**9]
 
-    one = filled("L | B D")
-    copies = open_copies(one)
+    kv = filled("L | B D")
+    copies = open_copies(kv)
     copies.copy_in([0], Own((2,), copies.tier.fingerprint))
-    np.testing.assert_array_equal(copies.tier.blocks[2, FIRST : FIRST + 5], one.image()[0, 0, 0, 0, 0])
+    np.testing.assert_array_equal(copies.tier.blocks[2, FIRST : FIRST + 5], kv.image()[0, 0, 0, 0, 0])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_where_no_token_is_left_nothing_is_looked_at(open_copies: Open, layout: str) -> None:
-    one = filled(layout)
-    copies, width, nowhere = open_copies(one, 2), one.cache.tokens_per_block, 10**9
+    kv = filled(layout)
+    copies, width, nowhere = open_copies(kv, 2), kv.cache.tokens_per_block, 10**9
     for token in range(3 * width + 1):
         for copy in (copies.copy_in, copies.copy_out):
             done = copy([nowhere] * 3, [nowhere] * 2, skip_prefix_n_tokens=token, n_tokens=token)
@@ -132,14 +132,14 @@ def test_where_no_token_is_left_nothing_is_looked_at(open_copies: Open, layout: 
 
 
 def test_a_block_below_zero_is_left_out_on_both_sides(open_copies: Open) -> None:
-    one = filled("L | P B T H D")
-    copies, image = open_copies(one, 2), one.image()
+    kv = filled("L | P B T H D")
+    copies, image = open_copies(kv, 2), kv.image()
     copies.copy_in([3, -1, 5, 6], [0, 1])
-    one.fill(0)
+    kv.fill(0)
     copies.copy_out([-1, -1, 5, -1], [0, 1])
     expected = np.zeros_like(image)
     expected[:, :, 5] = image[:, :, 5]
-    np.testing.assert_array_equal(one.image(), expected)
+    np.testing.assert_array_equal(kv.image(), expected)
 
 
 def test_groups_of_layers_share_host_blocks_but_not_at_once(open_copies: Open) -> None:
@@ -148,8 +148,8 @@ def test_groups_of_layers_share_host_blocks_but_not_at_once(open_copies: Open) -
     images = [first.image(), second.image()]
     copies.copy_in([1, 2], [0], group=0)
     copies.copy_in([3, 4], [1], group=1)
-    for one in (first, second):
-        one.fill(0)
+    for kv in (first, second):
+        kv.fill(0)
     copies.copy_out([1, 2], [0], group=0)
     copies.copy_out([3, 4], [1], group=1)
     np.testing.assert_array_equal(first.image()[:, :, [1, 2]], images[0][:, :, [1, 2]])
@@ -161,9 +161,9 @@ def test_workers_have_their_own_bytes_of_a_host_block() -> None:
     ones = [filled("L | P B T H D") for _ in range(2)]
     share = ones[0].image()[:, :, 0].size
     with HostTier(4, 2 * share, identity=IDENTITY) as tier:
-        workers = [HostCopies(tier, one.cache, first_byte=rank * share) for rank, one in enumerate(ones)]
-        for rank, (one, copies) in enumerate(zip(ones, workers, strict=True)):
-            one.fill(rank + 1)
+        workers = [HostCopies(tier, kv.cache, first_byte=rank * share) for rank, kv in enumerate(ones)]
+        for rank, (kv, copies) in enumerate(zip(ones, workers, strict=True)):
+            kv.fill(rank + 1)
             copies.copy_in([2, 3], [0, 1])
         assert (tier.blocks[:2, :share] == 1).all() and (tier.blocks[:2, share:] == 2).all()
         for copies in workers:
@@ -199,17 +199,17 @@ def test_neighbours_are_copied_together(open_copies: Open) -> None:
 def test_large_copies_go_around_the_caches_and_are_the_same(open_copies: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpool.device.copy_plan.CACHED_BYTES_MAX", 0)
     for layout, size in (("L | P B T H D", 65), ("L | B D", 1300)):
-        one = filled(layout, D=size) if size > 100 else filled(layout, D=size, P=1)
-        copies, image = open_copies(one), one.image()
+        kv = filled(layout, D=size) if size > 100 else filled(layout, D=size, P=1)
+        copies, image = open_copies(kv), kv.image()
         copies.copy_in([4, 2], [0, 1])
-        one.fill(0)
+        kv.fill(0)
         copies.copy_out([4, 2], [0, 1])
-        np.testing.assert_array_equal(one.image()[:, :, [2, 4]], image[:, :, [2, 4]])
+        np.testing.assert_array_equal(kv.image()[:, :, [2, 4]], image[:, :, [2, 4]])
 
 
 def test_threads_copy_at_the_same_time(open_copies: Open) -> None:
-    one = filled("L | P B T H D")
-    copies, image = open_copies(one), one.image()
+    kv = filled("L | P B T H D")
+    copies, image = open_copies(kv), kv.image()
 
     def work(block: int) -> None:
         for _ in range(200):
@@ -217,7 +217,7 @@ def test_threads_copy_at_the_same_time(open_copies: Open) -> None:
             copies.copy_out([block], [block])
 
     at_once(work, range(4))
-    np.testing.assert_array_equal(one.image(), image)
+    np.testing.assert_array_equal(kv.image(), image)
 
 
 @pytest.mark.parametrize(
@@ -253,28 +253,28 @@ def test_threads_copy_at_the_same_time(open_copies: Open) -> None:
 def test_bad_arguments_copy_nothing(
     open_copies: Open, arguments: Any, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    one = filled("L | P B T H D")
-    copies = open_copies(one)
-    before, image = copies.tier.blocks.copy(), one.image()
+    kv = filled("L | P B T H D")
+    copies = open_copies(kv)
+    before, image = copies.tier.blocks.copy(), kv.image()
     for call in (copies.copy_in, copies.copy_out):
         with pytest.raises(error, match=re.escape(message)):
             call(*arguments, **options)
     np.testing.assert_array_equal(copies.tier.blocks, before)
-    np.testing.assert_array_equal(one.image(), image)
+    np.testing.assert_array_equal(kv.image(), image)
 
 
 def test_a_target_is_named_once_and_must_be_writable(open_copies: Open) -> None:
-    one = filled("L | B D")
-    copies = open_copies(one)
+    kv = filled("L | B D")
+    copies = open_copies(kv)
     with pytest.raises(ValueError, match="host_blocks: expected different blocks to write, got one twice"):
         copies.copy_in([0, 1], [2, 2])
     with pytest.raises(ValueError, match="blocks: expected different blocks to write, got one twice"):
         copies.copy_out([1, 1], [2, 3])
     copies.copy_in([1, 1], [2, 3])
     copies.copy_out([0, 1], [2, 2])
-    for array in one.arrays:
+    for array in kv.arrays:
         array.flags.writeable = False
-    frozen = PagedKV.of([array[:, : SIZES["D"]] for array in one.arrays], "L | B D")
+    frozen = PagedKV.of([array[:, : SIZES["D"]] for array in kv.arrays], "L | B D")
     with HostCopies(copies.tier, frozen, first_byte=FIRST) as reading:
         reading.copy_in([0], [0])
         with pytest.raises(ValueError, match="must not be written"):
@@ -282,8 +282,8 @@ def test_a_target_is_named_once_and_must_be_writable(open_copies: Open) -> None:
 
 
 def test_slots_of_the_cache_are_taken_and_the_ids_are_checked_again(open_copies: Open) -> None:
-    one = filled("L | B D")
-    copies = open_copies(one)
+    kv = filled("L | B D")
+    copies = open_copies(kv)
     copies.copy_in([0], HostSlots((3,), copies.tier.fingerprint))
     with pytest.raises(ValueError, match="host_blocks: expected blocks from 0 to 7, got 100"):
         copies.copy_in([0], HostSlots((100,), copies.tier.fingerprint))
@@ -320,9 +320,9 @@ def test_an_engine_and_a_tier_are_memory_of_their_own() -> None:
 
 
 def test_closed_copies_refuse_and_leave_tier_and_device_as_they_are() -> None:
-    one, device = filled("L | B D"), CpuDevice()
+    kv, device = filled("L | B D"), CpuDevice()
     with HostTier(HOST, BLOCK_BYTES, identity=IDENTITY) as tier:
-        copies = HostCopies(tier, one.cache, device=device)
+        copies = HostCopies(tier, kv.cache, device=device)
         done = copies.copy_in([0], [0])
         copies.close()
         copies.close()
@@ -331,9 +331,9 @@ def test_closed_copies_refuse_and_leave_tier_and_device_as_they_are() -> None:
         with pytest.raises(PoolClosed):
             done.follow(None)
         assert copies.closed and tier.blocks.shape == (HOST, BLOCK_BYTES)
-        HostCopies(tier, one.cache, device=device).close()
+        HostCopies(tier, kv.cache, device=device).close()
     with pytest.raises(PoolClosed):
-        HostCopies(tier, one.cache)
+        HostCopies(tier, kv.cache)
 
 
 # ----------------------------------------
@@ -402,103 +402,103 @@ def lab() -> Iterator[Callable[..., Engine]]:
 @pytest.mark.parametrize(("seed", "progress"), RUNS)
 def test_a_prompt_goes_down_and_comes_back(lab: Callable[..., Engine], seed: int, progress: float) -> None:
     """Written, stored, overwritten, loaded into another block, read: in any order that streams and events allow."""
-    one = lab(seed, progress)
+    engine = lab(seed, progress)
     for i in range(5):
         key = bytes([65 + i])
-        one.write(0, 10 + i)
-        one.store(key, 0)
-        one.write(0, 99)  # the copy is done: the block may be used again
-        with one.cache.pin([key]) as lease:
-            done = one.copies.copy_out([1 + i], lease.slots, stream=one.stream)
-            done.follow(one.stream)
-            one.look(1 + i)
+        engine.write(0, 10 + i)
+        engine.store(key, 0)
+        engine.write(0, 99)  # the copy is done: the block may be used again
+        with engine.cache.pin([key]) as lease:
+            done = engine.copies.copy_out([1 + i], lease.slots, stream=engine.stream)
+            done.follow(engine.stream)
+            engine.look(1 + i)
             done.wait()
-    one.sim.synchronize()
-    assert one.read == [10, 11, 12, 13, 14]
+    engine.sim.synchronize()
+    assert engine.read == [10, 11, 12, 13, 14]
 
 
 @pytest.mark.parametrize(("seed", "progress"), RUNS)
 def test_a_copy_comes_after_the_work_on_the_stream_that_is_named(
     lab: Callable[..., Engine], seed: int, progress: float
 ) -> None:
-    one = lab(seed, progress)
-    other = one.sim.create_stream("another stream of the engine")
-    one.write(2, 7, other)
-    taken = one.cache.reserve([b"k"])
-    one.copies.copy_in([2], taken.slots, stream=other).follow(other)
-    one.write(2, 8, other)
-    one.sim.synchronize()
-    np.testing.assert_array_equal(one.tier.blocks[taken.blocks[0]], 7)
-    one.cache.publish([b"k"])
+    engine = lab(seed, progress)
+    other = engine.sim.create_stream("another stream of the engine")
+    engine.write(2, 7, other)
+    taken = engine.cache.reserve([b"k"])
+    engine.copies.copy_in([2], taken.slots, stream=other).follow(other)
+    engine.write(2, 8, other)
+    engine.sim.synchronize()
+    np.testing.assert_array_equal(engine.tier.blocks[taken.blocks[0]], 7)
+    engine.cache.publish([b"k"])
 
 
-def race(one: Engine, does: Callable[[Engine], None]) -> bool:
+def race(engine: Engine, does: Callable[[Engine], None]) -> bool:
     """Whether the device finds a race."""
-    does(one)
+    does(engine)
     try:
-        one.sim.synchronize()
+        engine.sim.synchronize()
     except RaceError:
         return True
     return False
 
 
-def load_by_layers(one: Engine, waits: Callable[[int], bool]) -> None:
+def load_by_layers(engine: Engine, waits: Callable[[int], bool]) -> None:
     """A kernel for each layer of a block that is loaded in two parts. Some wait for their layer."""
-    one.write(0, 5)
-    one.store(b"k", 0)
-    with one.cache.pin([b"k"]) as lease:
-        done = one.copies.copy_out([1], lease.slots, stream=one.stream, layer_parts=2)
+    engine.write(0, 5)
+    engine.store(b"k", 0)
+    with engine.cache.pin([b"k"]) as lease:
+        done = engine.copies.copy_out([1], lease.slots, stream=engine.stream, layer_parts=2)
         for layer in range(LAYERS):
             if waits(layer):
-                done.follow(one.stream, layer)
-            row = one.pages[layer][1]
-            one.sim.launch(one.stream, lambda row=row: one.read.append(int(row.min())), loads=[row])
+                done.follow(engine.stream, layer)
+            row = engine.pages[layer][1]
+            engine.sim.launch(engine.stream, lambda row=row: engine.read.append(int(row.min())), loads=[row])
         done.wait()
         assert done.done
 
 
 @pytest.mark.parametrize(("seed", "progress"), RUNS)
 def test_a_layer_is_there_once_its_part_is_waited_for(lab: Callable[..., Engine], seed: int, progress: float) -> None:
-    one = lab(seed, progress)
-    load_by_layers(one, lambda layer: True)
-    one.sim.synchronize()
-    assert one.read == [5, 5]
+    engine = lab(seed, progress)
+    load_by_layers(engine, lambda layer: True)
+    engine.sim.synchronize()
+    assert engine.read == [5, 5]
 
 
 @pytest.mark.parametrize("only", [None, 0])
 def test_a_layer_that_is_read_before_its_part_is_a_race(lab: Callable[..., Engine], only: int | None) -> None:
-    assert race(lab(), lambda one: load_by_layers(one, lambda layer: layer == only))
+    assert race(lab(), lambda engine: load_by_layers(engine, lambda layer: layer == only))
 
 
-def overwrite_without_waiting(one: Engine) -> None:
-    one.write(0, 1)
-    one.copies.copy_in([0], one.cache.reserve([b"k"]).slots, stream=one.stream)
-    one.write(0, 2)
+def overwrite_without_waiting(engine: Engine) -> None:
+    engine.write(0, 1)
+    engine.copies.copy_in([0], engine.cache.reserve([b"k"]).slots, stream=engine.stream)
+    engine.write(0, 2)
 
 
-def read_without_waiting(one: Engine) -> None:
-    one.write(0, 1)
-    one.store(b"k", 0)
-    with one.cache.pin([b"k"]) as lease:
-        one.copies.copy_out([1], lease.slots, stream=one.stream)
-        one.look(1)
+def read_without_waiting(engine: Engine) -> None:
+    engine.write(0, 1)
+    engine.store(b"k", 0)
+    with engine.cache.pin([b"k"]) as lease:
+        engine.copies.copy_out([1], lease.slots, stream=engine.stream)
+        engine.look(1)
 
 
-def publish_before_it_is_written(one: Engine) -> None:
-    one.write(0, 1)
-    one.store(b"k", 0, publish=False)
-    with one.cache.pin([b"k"]) as lease:
-        one.copies.copy_out([1], lease.slots, stream=one.stream)
+def publish_before_it_is_written(engine: Engine) -> None:
+    engine.write(0, 1)
+    engine.store(b"k", 0, publish=False)
+    with engine.cache.pin([b"k"]) as lease:
+        engine.copies.copy_out([1], lease.slots, stream=engine.stream)
 
 
-def unpin_before_it_is_read(one: Engine) -> None:
-    one.write(0, 1)
+def unpin_before_it_is_read(engine: Engine) -> None:
+    engine.write(0, 1)
     for key in (b"a", b"b", b"c"):
-        one.store(key, 0)
-    with one.cache.pin([b"a"]) as lease:
-        one.copies.copy_out([1], lease.slots, stream=one.stream)
-    one.cache.touch([b"b", b"c"])
-    one.store(b"d", 0)
+        engine.store(key, 0)
+    with engine.cache.pin([b"a"]) as lease:
+        engine.copies.copy_out([1], lease.slots, stream=engine.stream)
+    engine.cache.touch([b"b", b"c"])
+    engine.store(b"d", 0)
 
 
 @pytest.mark.parametrize(
@@ -512,27 +512,27 @@ def test_what_the_caller_must_wait_for_is_a_race_without(
     assert race(lab(progress=0.0), does)
 
 
-def test_done_tells_the_truth(lab: Callable[..., Engine]) -> None:
-    one = lab(progress=0.0)
-    one.write(0, 5)
-    gate = one.sim.stall(one.stream)
-    taken = one.cache.reserve([b"k"])
-    done = one.copies.copy_in([0], taken.slots, stream=one.stream)
+def test_done_is_true_only_after_the_copy(lab: Callable[..., Engine]) -> None:
+    engine = lab(progress=0.0)
+    engine.write(0, 5)
+    gate = engine.sim.stall(engine.stream)
+    taken = engine.cache.reserve([b"k"])
+    done = engine.copies.copy_in([0], taken.slots, stream=engine.stream)
     assert not done.done
     gate.open()
     done.wait()
-    assert done.done and (one.tier.blocks[taken.blocks[0]] == 5).all()
-    one.cache.publish([b"k"])
+    assert done.done and (engine.tier.blocks[taken.blocks[0]] == 5).all()
+    engine.cache.publish([b"k"])
 
 
 def test_closing_waits_for_copies_and_takes_no_bytes_away(lab: Callable[..., Engine]) -> None:
-    one = lab(progress=0.0)
-    one.write(0, 5)
-    block = int(one.cache.reserve([b"k"]).blocks[0])
-    one.copies.copy_in([0], [block], stream=one.stream)
-    one.copies.close()
-    assert (one.tier.blocks[block] == 5).all()
-    one.cache.publish([b"k"])
+    engine = lab(progress=0.0)
+    engine.write(0, 5)
+    block = int(engine.cache.reserve([b"k"]).blocks[0])
+    engine.copies.copy_in([0], [block], stream=engine.stream)
+    engine.copies.close()
+    assert (engine.tier.blocks[block] == 5).all()
+    engine.cache.publish([b"k"])
 
 
 def test_a_copy_is_done_once_its_copies_are_closed() -> None:

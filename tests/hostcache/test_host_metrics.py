@@ -21,8 +21,8 @@ def test_a_scrape_has_the_figures_of_a_host_cache(make: Callable[..., HostCache]
         metrics.add("host", cache)
 
         def value(name: str, **labels: str) -> float | None:
-            found: float | None = registry.get_sample_value(f"kvpool_host_cache_{name}", {"pool": "host", **labels})
-            return found
+            sample: float | None = registry.get_sample_value(f"kvpool_host_cache_{name}", {"pool": "host", **labels})
+            return sample
 
         store(cache, "a", "b", "c")
         cache.reserve(keys("d"))

@@ -93,7 +93,7 @@ def test_the_end_of_a_prompt_goes_before_its_beginning(make: Make) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_order_of_a_prompt_is_that_of_its_reservation(make: Make, seed: int) -> None:
-    """An engine may end its stores as a set. Of 20 chunks with 5 evicted, the first 15 are left."""
+    """An engine may end its stores as a set. If 5 of 20 chunks are evicted, the first 15 are left."""
     cache, chunks = make(20), keys(*(f"chunk {number}" for number in range(20)))
     cache.reserve(chunks[:12]), cache.reserve(chunks[12:])
     mixed = list(chunks)
@@ -231,7 +231,7 @@ def test_clear_drops_everything_and_waits_for_nobody(make: Make) -> None:
     assert cache.stats().empty == 4
 
 
-def test_events_tell_keys_and_a_gap_tells_what_was_lost(make: Make) -> None:
+def test_events_have_keys_and_a_gap_counts_what_was_lost(make: Make) -> None:
     cache = make(2, event_capacity=3)
     store(cache, "a", "bb")
     first = cache.events()
@@ -256,12 +256,12 @@ def test_figures_add_up(make: Make) -> None:
     cache.abort(keys("d"))
     lease = cache.pin(keys("a", "b"))
     cache.reserve(keys("e"))
-    found = cache.stats()
-    assert (found.capacity, found.free, found.used, found.evictable, found.empty) == (3, 0, 3, 0, 0)
-    assert (found.pinned, found.pending, found.leases) == (2, 1, 1)
-    assert (found.reserved_blocks, found.published_blocks, found.aborted_blocks) == (5, 3, 1)
-    assert (found.reused_blocks, found.evicted_blocks, found.forgotten_blocks) == (2, 1, 1)
-    assert found.lifetime_ms.count == 1 and found.reuse_gap_ms.count == 2
+    stats = cache.stats()
+    assert (stats.capacity, stats.free, stats.used, stats.evictable, stats.empty) == (3, 0, 3, 0, 0)
+    assert (stats.pinned, stats.pending, stats.leases) == (2, 1, 1)
+    assert (stats.reserved_blocks, stats.published_blocks, stats.aborted_blocks) == (5, 3, 1)
+    assert (stats.reused_blocks, stats.evicted_blocks, stats.forgotten_blocks) == (2, 1, 1)
+    assert stats.lifetime_ms.count == 1 and stats.reuse_gap_ms.count == 2
     cache.abort(keys("e"))
     lease.close()
 
@@ -276,9 +276,9 @@ def test_times_are_those_of_the_content_and_not_of_its_block(make: Make) -> None
     cache.pin(keys("b")).close()
     clock[0] = 3500
     store(cache, "c")
-    found = cache.stats()
-    assert (found.lifetime_ms.count, found.lifetime_ms.total_ms) == (2, 2000 + 500)
-    assert (found.idle_ms.total_ms, found.reuse_gap_ms.total_ms) == (2000 + 100, 400)
+    stats = cache.stats()
+    assert (stats.lifetime_ms.count, stats.lifetime_ms.total_ms) == (2, 2000 + 500)
+    assert (stats.idle_ms.total_ms, stats.reuse_gap_ms.total_ms) == (2000 + 100, 400)
 
 
 def test_keys_of_another_model_are_never_found() -> None:
@@ -309,11 +309,11 @@ def test_a_hash_alone_is_never_a_hit(make: Make, monkeypatch: pytest.MonkeyPatch
     """Two keys that hash alike: the second is not found under the first."""
     cache = make(4)
     store(cache, "a")
-    state, found = cache._states[0], block_key
+    state, make_key = cache._states[0], block_key
     words = np.zeros(17, np.int32)
     words[0], words[1] = 1, ord("b")
     root = cache._root
-    key = found(
+    key = make_key(
         words, np.empty(0, np.int64), state.head.secret0, state.head.secret1, root[1], root[2], state.head.guards
     )
     blocks = state.blocks
@@ -364,7 +364,7 @@ def test_a_closed_cache_refuses_all_but_stats_and_close(make: Make) -> None:
     cache.close()
     assert cache.stats().published_blocks == 1 and lease.closed
     with_keys = [cache.lookup, cache.reserve, cache.pin, cache.touch, cache.publish, cache.abort, cache.forget]
-    calls = [partial(call, given) for call in with_keys for given in (keys("a"), [])]
+    calls = [partial(call, argument) for call in with_keys for argument in (keys("a"), [])]
     without = [cache.clear, cache.refresh, cache.events, cache.verify]
     for call in (*calls, *without, lambda: cache.find(b"a"), lambda: cache.revoke("")):
         with pytest.raises(PoolClosed):
@@ -494,9 +494,9 @@ def test_what_is_wrong_is_found(make: Callable[..., HostCache], corrupt: Any, ch
     cache.verify()
     state = cache._states[0]
     corrupt(state.blocks, state.tokens)
-    with pytest.raises(IntegrityError) as found:
+    with pytest.raises(IntegrityError) as raised:
         cache.verify()
-    assert check in {found.value.check, *_all(cache)}
+    assert check in {raised.value.check, *_all(cache)}
     cache.close()
 
 
@@ -527,7 +527,7 @@ class Talks:
         self.turn("late", 10, 3_001)
 
     def turn(self, name: str, count: int, at: float) -> list[bytes]:
-        """A request with so many keys. Returns what has gone for it."""
+        """Run a request with that many keys. Return what was evicted for it."""
         self.now = int(at * 1000)
         keys = keys_of(name, count)
         taken = self.cache.reserve(keys)
@@ -595,9 +595,9 @@ def test_what_is_refused_changes_no_byte_of_what_a_policy_knows(make: Make, poli
 def test_what_is_named_as_the_next_victims_goes_in_this_order(make: Make, policy: str) -> None:
     talks = Talks(make, policy)
     talks.cache.set_priority(keys_of("soon", 2), 10)
-    told = talks.cache.eviction_candidates(talks.cache.open_dirty_cursor(pending=True), 4 + 8, 20)
-    assert len(told) == 8 and told[:2] == keys_of("soon", 2) and talks.here == (10, 10)
-    assert talks.turn("other", 12, 3_002) == told and talks.cache.unsaved_blocks == 0
+    candidates = talks.cache.eviction_candidates(talks.cache.open_dirty_cursor(pending=True), 4 + 8, 20)
+    assert len(candidates) == 8 and candidates[:2] == keys_of("soon", 2) and talks.here == (10, 10)
+    assert talks.turn("other", 12, 3_002) == candidates and talks.cache.unsaved_blocks == 0
 
 
 # ----------------------------------------
@@ -626,11 +626,11 @@ class Pair:
         self.model.expire()
         for name in FEW_NAMES:
             assert self.cache.find(name) == self.model.look(name), (verb, name)
-        found = self.cache.stats()
+        stats = self.cache.stats()
         held = [entry for entry, pins in self.model.pins.items() if pins]
         pending = sum(entry.pending for entry in self.model.entries.values())
-        assert (found.pending, found.pinned, found.empty) == (pending, len(held), self.model.empty), verb
-        assert (found.expired_reservations, found.overdue) == (self.model.expired, len(self.model.overdue)), verb
+        assert (stats.pending, stats.pinned, stats.empty) == (pending, len(held), self.model.empty), verb
+        assert (stats.expired_reservations, stats.overdue) == (self.model.expired, len(self.model.overdue)), verb
         assert sorted(self.cache.overdue()) == sorted(self.model.overdue), verb
 
     def reserve(self) -> None:
@@ -639,13 +639,13 @@ class Pair:
         deadline = None if self.random.random() < 0.3 else int(self.random.integers(1, 6))
         self.some_time()
         try:
-            found = self.cache.reserve(keys, priority=priority, ttl_ms=ttl, deadline_ms=deadline)
+            reservation = self.cache.reserve(keys, priority=priority, ttl_ms=ttl, deadline_ms=deadline)
         except OutOfBlocks:
             assert self.model.reserve(keys, priority, ttl, deadline) is None
             return
-        self.model.chosen = None if self.cache.policy == "lru" else list(found.evicted)
-        assert (found.keys, found.evicted) == self.model.reserve(keys, priority, ttl, deadline)
-        assert len(set(found.blocks.tolist())) == len(found.keys)
+        self.model.chosen = None if self.cache.policy == "lru" else list(reservation.evicted)
+        assert (reservation.keys, reservation.evicted) == self.model.reserve(keys, priority, ttl, deadline)
+        assert len(set(reservation.blocks.tolist())) == len(reservation.keys)
 
     def _end(self, verb: str) -> None:
         pending = [key for key, entry in self.model.entries.items() if entry.pending]

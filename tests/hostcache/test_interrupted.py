@@ -42,12 +42,12 @@ def at_each_line(
         before = sys.gettrace()
         sys.settrace(trace)
         try:
-            found = call()
+            outcome = call()
         except KeyboardInterrupt as error:
-            found = error
+            outcome = error
         finally:
             sys.settrace(before)
-        check(found)
+        check(outcome)
         reached = count[0] > lines
         lines += 1
     assert lines > 5
@@ -83,15 +83,15 @@ def test_an_interrupt_at_any_line_leaves_the_cache_whole(make: Make, verb: str) 
         }
         return calls[verb]
 
-    def check(found: Any) -> None:
+    def check(outcome: Any) -> None:
         nonlocal now
         cache, lease = scenes[-1]
         cache.verify()
         stats = cache.stats()
         assert stats.pinned == stats.leases
-        if verb in ("pin", "reserve") and isinstance(found, KeyboardInterrupt):
+        if verb in ("pin", "reserve") and isinstance(outcome, KeyboardInterrupt):
             assert (stats.leases, stats.pending) == (1, 0), "nobody got it"
-        if verb == "reserve" and isinstance(found, KeyboardInterrupt):
+        if verb == "reserve" and isinstance(outcome, KeyboardInterrupt):
             now = 1
             assert cache.stats().expired_reservations == 0
         if verb == "expire":
@@ -110,8 +110,8 @@ def test_a_call_inside_a_call_asks_for_its_own_key(make: Make) -> None:
     store(cache, "here")
     inside: list[int] = []
 
-    def check(found: int) -> None:
-        assert found == cache.HERE
+    def check(state: int) -> None:
+        assert state == cache.HERE
 
     at_each_line(lambda: lambda: cache.find(b"here"), lambda: inside.append(cache.find(b"no")), check)
     assert set(inside) == {cache.ABSENT}
@@ -126,8 +126,8 @@ def test_a_refusal_inside_a_refusal_names_its_own_key(make: Make) -> None:
             call(keys(*names))
         return str(error.value)
 
-    def check(found: str) -> None:
-        assert b"mine".hex() in found
+    def check(message: str) -> None:
+        assert b"mine".hex() in message
 
     for call in (cache.pin, cache.publish):
         inside = partial(refused, cache.pin, "a", "b", "c", "other")
@@ -149,10 +149,10 @@ def test_a_lease_that_is_closed_while_its_owner_is_revoked_is_closed_once(make: 
         except LeaseExpired:
             pass
 
-    def check(found: int) -> None:
+    def check(revoked: int) -> None:
         cache, lease = scenes[-1]
         cache.verify()
-        assert lease.closed and cache.stats().pinned == 0 and found in (0, 1)
+        assert lease.closed and cache.stats().pinned == 0 and revoked in (0, 1)
 
     at_each_line(prepare, close, check)
 
@@ -167,11 +167,11 @@ def test_a_clock_that_fails_does_not_keep_what_nobody_got() -> None:
             now[0] = -1
             _interrupt()
 
-        def check(found: Any) -> None:
+        def check(outcome: Any) -> None:
             now[0] = 5
-            if isinstance(found, (KeyboardInterrupt, ValueError)):
+            if isinstance(outcome, (KeyboardInterrupt, ValueError)):
                 assert cache.stats().pinned == cache.stats().pending == 0
-            elif found is not None:
+            elif outcome is not None:
                 cache.revoke("me")
             cache.verify()
 

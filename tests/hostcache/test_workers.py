@@ -175,9 +175,9 @@ def test_a_tier_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         HostTier(4, 64, identity=IDENTITY)
 
 
-def test_a_forked_child_is_told_to_attach() -> None:
-    one = np.zeros((2, 64), np.uint8)
-    with HostTier(2, 64, identity=IDENTITY) as tier, HostCopies(tier, PagedKV.of([one], "L | B D")) as copies:
+def test_a_forked_child_must_attach() -> None:
+    array = np.zeros((2, 64), np.uint8)
+    with HostTier(2, 64, identity=IDENTITY) as tier, HostCopies(tier, PagedKV.of([array], "L | B D")) as copies:
         description = tier.share()
 
         def child() -> None:

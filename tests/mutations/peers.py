@@ -33,7 +33,7 @@ MUTATIONS = (
         "not max(self._start, now_ns - _PASS_NS) < made <= now_ns or name in self._seen",
         "not max(self._start, now_ns - _PASS_NS) < made <= now_ns",
         "Whoever has heard a pass is let in, and ends the process by the name of the next client.",
-        (f"{IMPOSTORS}::test_a_pass_is_of_use_once_and_only_with_the_secret",),
+        (f"{IMPOSTORS}::test_a_token_is_of_use_once_and_only_with_the_secret",),
     ),
     Mutation(
         "a_message_may_go_on_for_ever",

@@ -22,10 +22,7 @@ MUTATIONS = (
         "any(lease.closed for lease in leases)",
         "False",
         "A client imports blocks that the server's owner has given to others before they were sealed.",
-        (
-            "tests/remote/test_remote_leases.py::"
-            "test_blocks_whose_lease_was_revoked_before_they_were_sealed_are_not_sent",
-        ),
+        ("tests/remote/test_remote_leases.py::test_blocks_whose_lease_was_revoked_before_their_macs_are_not_sent",),
     ),
     Mutation(
         "a_client_keeps_what_it_has_not_asked_for",
@@ -60,7 +57,7 @@ MUTATIONS = (
         "arrival is not None and not self._link.verify_mac(arrival.content, request.mac)",
         "False",
         "Bytes that were overwritten on their way are cached as a prompt's.",
-        ("tests/remote/test_remote_client.py::test_blocks_that_are_not_those_that_were_sealed_do_not_enter_the_pool",),
+        ("tests/remote/test_remote_client.py::test_blocks_with_wrong_macs_do_not_enter_the_pool",),
     ),
     Mutation(
         "a_later_message_has_the_keys_of_the_first",

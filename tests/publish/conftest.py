@@ -1,4 +1,4 @@
-"""Publishers and routers that are closed behind the test, publishers first."""
+"""Publishers and routers that are closed after the test, publishers first."""
 
 from __future__ import annotations
 

@@ -11,10 +11,10 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + byt
 def connected(endpoint: str) -> socket.socket:
     """A connection without a word."""
     if endpoint.startswith("ipc://"):
-        found = socket.socket(socket.AF_UNIX)
-        found.settimeout(600)
-        found.connect(endpoint.removeprefix("ipc://"))
-        return found
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(600)
+        connection.connect(endpoint.removeprefix("ipc://"))
+        return connection
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     return socket.create_connection((host, int(port)), timeout=600)
 
@@ -34,12 +34,12 @@ def ready(kind: bytes, identity: bytes | None = None) -> bytes:
 
 
 def read(peer: socket.socket, count: int) -> bytes:
-    found = b""
-    while len(found) < count:
-        more = peer.recv(count - len(found))
-        assert more, f"the connection has ended after {found!r}"
-        found += more
-    return found
+    data = b""
+    while len(data) < count:
+        more = peer.recv(count - len(data))
+        assert more, f"the connection has ended after {data!r}"
+        data += more
+    return data
 
 
 def read_frame(peer: socket.socket) -> tuple[int, bytes]:

@@ -58,9 +58,9 @@ class Router:
             self.ask.connect(publisher.replay_endpoint)
 
     def replay(self, start: int) -> list[tuple[int, bytes]]:
-        """What the replay socket tells from ``start`` on."""
+        """Return what the replay socket sends from ``start`` on."""
         self.ask.send_multipart([b"", start.to_bytes(8, "big")])
-        found = []
+        messages = []
         while True:
             assert self.ask.poll(WAIT_MS), "a replay that does not end"
             delimiter, *topic, number, payload = self.ask.recv_multipart()
@@ -68,8 +68,8 @@ class Router:
             self.topics.append(topic)
             if int.from_bytes(number, "big") == END:
                 assert payload == b""
-                return found
-            found.append((int.from_bytes(number, "big"), payload))
+                return messages
+            messages.append((int.from_bytes(number, "big"), payload))
 
     def catch_up(self) -> None:
         """Ask for everything from the next number on."""
@@ -88,14 +88,14 @@ class Router:
                 self.catch_up()
                 continue
             _, number, payload = self.sub.recv_multipart()
-            told = int.from_bytes(number, "big")
-            if told < self.next or self.misses(told):
+            received = int.from_bytes(number, "big")
+            if received < self.next or self.misses(received):
                 continue
-            if told > self.next:
+            if received > self.next:
                 self.gaps += 1
                 self.catch_up()
-            if told == self.next:
-                self.apply(told, payload)
+            if received == self.next:
+                self.apply(received, payload)
 
     def apply(self, number: int, payload: bytes) -> None:
         self.numbers.append(number)
@@ -115,17 +115,17 @@ class Router:
                 assert event["type"] == "BlockRemoved"
                 assert there >= set(hashes), "removed what was not there"
                 there.difference_update(hashes)
-                for one in hashes:
-                    del self.stored[event["medium"], one]
+                for block_hash in hashes:
+                    del self.stored[event["medium"], block_hash]
 
     def _describe(self, event: dict[str, Any]) -> None:
         """Note each block with its parent and tokens: they must be in the event, whatever the medium."""
         size, parent = event["block_size"], event["parent_block_hash"]
         assert len(event["token_ids"]) == size * len(event["block_hashes"])
-        for i, one in enumerate(event["block_hashes"]):
+        for i, block_hash in enumerate(event["block_hashes"]):
             tokens = event["token_ids"][i * size : (i + 1) * size]
-            self.stored[event["medium"], one] = {**event, "parent": parent, "tokens": tokens}
-            parent = one
+            self.stored[event["medium"], block_hash] = {**event, "parent": parent, "tokens": tokens}
+            parent = block_hash
 
     def close(self) -> None:
         self.context.destroy(linger=0)

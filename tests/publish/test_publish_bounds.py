@@ -29,7 +29,7 @@ MESSAGE = 1 << 19
 
 
 def publish_much(engine: Engine, publisher: KVEventPublisher, count: int, start: int = 0) -> None:
-    """So many messages of some 200 KB each."""
+    """Publish that many messages of some 200 KB each."""
     for i in range(start, start + count):
         sequence = engine.cache.add_sequence(np.arange(i, i + BLOCKS * WIDTH, dtype=np.int32) + (1 << 24))
         engine.cache.commit(sequence)
@@ -41,29 +41,29 @@ def publish_much(engine: Engine, publisher: KVEventPublisher, count: int, start:
 def peers(kind: int, endpoint: str | None, count: int) -> Iterator[list[zmq.Socket[bytes]]]:
     """Sockets that take next to nothing unless they are read."""
     context: zmq.Context[Any] = zmq.Context()
-    found = []
+    sockets = []
     for _ in range(count):
-        one = context.socket(kind)
-        one.rcvhwm, one.rcvbuf, one.linger = 1, 4096, 0
+        socket = context.socket(kind)
+        socket.rcvhwm, socket.rcvbuf, socket.linger = 1, 4096, 0
         if kind == zmq.SUB:
-            one.subscribe(b"")
-        one.connect(str(endpoint))
-        found.append(one)
+            socket.subscribe(b"")
+        socket.connect(str(endpoint))
+        sockets.append(socket)
     try:
-        yield found
+        yield sockets
     finally:
         context.destroy(linger=0)
 
 
 def numbers_of(asker: zmq.Socket[bytes]) -> list[int]:
     """The numbers of the messages of a replay."""
-    found: list[int] = []
+    numbers: list[int] = []
     while True:
         assert asker.poll(600_000), "a replay that does not end"
         number = int.from_bytes(asker.recv_multipart()[-2], "big", signed=True)
         if number < 0:
-            return found
-        found.append(number)
+            return numbers
+        numbers.append(number)
 
 
 def test_a_client_that_asks_and_never_reads_costs_a_message(make: Make, publish: Publish, route: Route) -> None:
@@ -93,16 +93,16 @@ def test_many_clients_that_never_read_cost_a_message_each(make: Make, publish: P
     publisher = publish(engine)
     publish_much(engine, publisher, 20)
     with peers(zmq.DEALER, publisher.replay_endpoint, 20) as stuck:
-        for one in stuck:
-            one.send_multipart([b"", bytes(8)])
+        for client in stuck:
+            client.send_multipart([b"", bytes(8)])
         until(lambda: sum(peer.asks for peer in list(publisher._replays._peers)) == 20, "20 replays")
         publisher.flush()
         assert publisher.stats().queued_bytes <= 20 * MESSAGE
         late = route(publisher)
         late.catch_up()
-        assert late.known == cached(engine.cache), "who reads is told all, a message at a time"
-        assert all(numbers_of(one) == list(range(publisher.stats().messages)) for one in stuck), (
-            "and so is who begins to"
+        assert late.known == cached(engine.cache), "a reader gets everything, a message at a time"
+        assert all(numbers_of(client) == list(range(publisher.stats().messages)) for client in stuck), (
+            "and so does one that begins to read"
         )
     assert publisher.stats().replays_cut == 0
 
@@ -146,9 +146,9 @@ def test_a_slow_reader_whose_messages_are_gone_goes_on_with_a_snapshot(
         *_, number, payload = router.ask.recv_multipart()
         if not payload:
             break
-        told = int.from_bytes(number, "big")
-        if told >= router.next:  # a request that was made anew begins at 0 again
-            router.apply(told, payload)
+        received = int.from_bytes(number, "big")
+        if received >= router.next:  # a request that was made anew begins at 0 again
+            router.apply(received, payload)
     assert publisher.stats().snapshots >= 1
     # How much the system's buffers had taken by then decides where it ended.
     until(lambda: router.catch_up() or router.next == publisher.stats().messages, "the rest")
@@ -202,19 +202,19 @@ def test_connections_that_say_nothing_take_few_descriptors_and_not_for_long(
             silent[-1].connect(address.removeprefix("ipc://"))
     until(lambda: publisher.stats().connections_refused >= 35, "refusals")
     # To whoever connects ZeroMQ says what it speaks; then comes the end, which a socket that goes on never sees.
-    assert all(ended(one) for one in silent), "all are disconnected in the end"
+    assert all(ended(connection) for connection in silent), "all are disconnected in the end"
     router = route(publisher)
     engine.seed(range(9), committed=8)
     router.follow()
     assert router.known == cached(engine.cache)
-    for one in silent:
-        one.close()
+    for connection in silent:
+        connection.close()
 
 
-def ended(one: socket.socket) -> bool:
+def ended(connection: socket.socket) -> bool:
     """Whether the other end closes a connection within 600 s."""
     try:
-        while one.recv(64):
+        while connection.recv(64):
             pass
     except ConnectionError:
         pass

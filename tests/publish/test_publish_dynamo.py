@@ -32,7 +32,7 @@ def ask(port: int, path: str, body: Any = None) -> Any:
 
 @pytest.fixture
 def index() -> Iterator[Callable[[KVEventPublisher, int], int]]:
-    """Starts an indexer of a publisher's events with blocks of so many tokens; returns its port."""
+    """Start an indexer of a publisher's events with blocks of that many tokens. Return its port."""
     if importlib.util.find_spec("dynamo") is None or importlib.util.find_spec("dynamo._core") is None:
         pytest.skip("ai-dynamo-runtime is not installed")
     started: list[subprocess.Popen[bytes]] = []
@@ -73,8 +73,8 @@ def index() -> Iterator[Callable[[KVEventPublisher, int], int]]:
 
 def found(port: int, prompt: range, **names: Any) -> tuple[int, int]:
     """Tokens of a prompt on the GPU, and tokens on it and then on the CPU, as the indexer has them."""
-    told = ask(port, "/query", {"token_ids": list(prompt), "model_name": "default", **names})
-    worker = told["instances"].get("1", {"gpu": 0, "cpu": 0})
+    reply = ask(port, "/query", {"token_ids": list(prompt), "model_name": "default", **names})
+    worker = reply["instances"].get("1", {"gpu": 0, "cpu": 0})
     return worker["gpu"], worker["cpu"]
 
 

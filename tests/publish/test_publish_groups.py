@@ -1,4 +1,4 @@
-"""Publishers of pools with several groups of layers name the group, as vLLM does, or tell of one group only."""
+"""Publishers of pools with several groups of layers name the group, as vLLM does, or publish one group only."""
 
 from __future__ import annotations
 
@@ -56,11 +56,13 @@ def routers() -> Iterator[Callable[..., GroupRouter]]:
 
 def cached(cache: KVCacheManager, group: int | None = None) -> Places:
     """The first half of each key that the pool has cached, by group (or of one, which is not named) and medium."""
-    found: Places = {}
+    places_cached: Places = {}
     for (g, tier), keys in grouped.cached(cache).items():
         if keys and group in (None, g):
-            found[g if group is None else None, MEDIA[tier]] = {int(np.frombuffer(key, np.uint64)[0]) for key in keys}
-    return found
+            places_cached[g if group is None else None, MEDIA[tier]] = {
+                int(np.frombuffer(key, np.uint64)[0]) for key in keys
+            }
+    return places_cached
 
 
 def there(router: GroupRouter) -> Places:
@@ -94,8 +96,8 @@ def test_stored_blocks_say_what_kind_of_group_has_them(routers: Callable[..., Gr
         cache.offload(list(range(9)))
         router.follow()
         fields = ("group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "block_size")
-        told = {tuple(event.get(name) for name in fields) for event in router.events if event["type"] == "BlockStored"}
-        assert told == {(0, "full_attention", None, 4), (1, "sliding_window", 6, 4), (2, "mamba", None, 4)}
+        specs = {tuple(event.get(name) for name in fields) for event in router.events if event["type"] == "BlockStored"}
+        assert specs == {(0, "full_attention", None, 4), (1, "sliding_window", 6, 4), (2, "mamba", None, 4)}
         keys = [int(key[0]) for key in cache.block_keys(list(range(9))).keys]
         for event in router.events[1:]:
             assert event["token_ids"] == [
@@ -118,7 +120,7 @@ def test_removed_blocks_name_the_group_that_gave_them_back(routers: Callable[...
 
 
 @pytest.mark.parametrize("group", [0, 1, 2])
-def test_one_group_is_told_as_if_it_were_a_pool(group: int, routers: Callable[..., GroupRouter]) -> None:
+def test_one_group_is_published_as_if_it_were_a_pool(group: int, routers: Callable[..., GroupRouter]) -> None:
     with (
         pool_of("full window recurrent", event_capacity=512) as cache,
         KVEventPublisher(cache, group=group, interval_ms=1, replay_messages=2) as publisher,
@@ -143,7 +145,9 @@ def test_one_group_is_told_as_if_it_were_a_pool(group: int, routers: Callable[..
         ("full cross", 1, ValueError, "group: expected None, or a group that is not for cross attention.*got 1"),
     ],
 )
-def test_groups_that_cannot_be_told_of_are_refused(mix: str, group: Any, error: type[Exception], message: str) -> None:
+def test_groups_that_cannot_be_published_are_refused(
+    mix: str, group: Any, error: type[Exception], message: str
+) -> None:
     with pool_of(mix, event_capacity=4) as cache, pytest.raises(error, match=message):
         KVEventPublisher(cache, group=group)
 

@@ -93,7 +93,7 @@ def busy(engine: Engine, count: int, seed: int = 0) -> None:
         engine.seed(prompt + [9], committed=len(prompt))
 
 
-def test_what_is_told_is_enough_to_compute_every_key(make: Make, publish: Publish, route: Route) -> None:
+def test_what_is_published_is_enough_to_compute_every_key(make: Make, publish: Publish, route: Route) -> None:
     engine = make(P=10, S=8, event_capacity=512)
     router = route(publish(engine))
     names: list[dict[str, Any]] = [
@@ -106,7 +106,7 @@ def test_what_is_told_is_enough_to_compute_every_key(make: Make, publish: Publis
         engine.seed(range(8 * (i % 3), 8 * (i % 3) + 13), committed=12, **names[i % 4])
     router.follow()
     checked = {"GPU": 0, "CPU": 0}
-    for (medium, one), block in router.stored.items():
+    for (medium, block_hash), block in router.stored.items():
         tokens, above = list(block["tokens"]), block
         while above is not None and above["parent"] is not None:
             above = next(
@@ -115,7 +115,7 @@ def test_what_is_told_is_enough_to_compute_every_key(make: Make, publish: Publis
             tokens = [] if above is None else list(above["tokens"]) + tokens
         if above is not None:
             keys = engine.cache.block_keys(tokens, salt=block.get("cache_salt"), adapter_id=block["lora_name"]).keys
-            assert int(keys[-1, 0]) == one
+            assert int(keys[-1, 0]) == block_hash
             checked[medium] += 1
     assert all(checked.values())
 
@@ -133,9 +133,9 @@ def test_a_late_joiner_sees_numbers_without_a_gap_from_a_clear_on(
             busy(engine, 3, 10 * round + i)
             publisher.flush()
         late = route(publisher)
-        told = late.replay(0)
-        assert late.decode(told[0][1])[0] == {"type": "AllBlocksCleared"}
-        for number, payload in told:
+        messages = late.replay(0)
+        assert late.decode(messages[0][1])[0] == {"type": "AllBlocksCleared"}
+        for number, payload in messages:
             late.apply(number, payload)
         assert late.numbers == list(range(late.numbers[0], publisher.stats().messages))
         assert late.known == cached(engine.cache)
@@ -146,7 +146,7 @@ def test_a_late_joiner_sees_numbers_without_a_gap_from_a_clear_on(
     assert bool(publisher.stats().snapshots) == bool(kept)
 
 
-def test_a_snapshot_serves_until_messages_behind_it_are_gone(make: Make, publish: Publish, route: Route) -> None:
+def test_a_snapshot_serves_until_messages_after_it_are_gone(make: Make, publish: Publish, route: Route) -> None:
     engine = make(P=10, S=8, event_capacity=512)
     publisher = publish(engine, replay_messages=4)
     for i in range(6):
@@ -163,9 +163,9 @@ def test_a_snapshot_serves_until_messages_behind_it_are_gone(make: Make, publish
     assert publisher.stats().snapshots == 2
 
 
-@pytest.mark.parametrize("behind", [1, 2, 5])
+@pytest.mark.parametrize("extra", [1, 2, 5])
 def test_whoever_was_there_before_takes_the_whole_of_a_snapshot(
-    make: Make, publish: Publish, route: Route, behind: int, monkeypatch: pytest.MonkeyPatch
+    make: Make, publish: Publish, route: Route, extra: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvpool.integrations.kv_events.publisher.BLOCKS_PER_MESSAGE", 1)
     engine = make(P=10, S=8, event_capacity=512)
@@ -173,15 +173,15 @@ def test_whoever_was_there_before_takes_the_whole_of_a_snapshot(
     busy(engine, 20)
     router = route(publisher)
     router.follow()
-    told = publisher.stats().messages
+    sent = publisher.stats().messages
     route(publisher).catch_up()
     for seed in range(100, 200):
-        if publisher.stats().messages >= told + behind + 1:
+        if publisher.stats().messages >= sent + extra + 1:
             break
         busy(engine, 1, seed)
         publisher.flush()
     else:
-        pytest.fail("nothing more was told")
+        pytest.fail("nothing more was sent")
     router.catch_up()
     assert router.known == cached(engine.cache)
     late = route(publisher)
@@ -235,11 +235,11 @@ def test_events_lost_while_a_snapshot_is_made_are_not_passed_over(make: Make, pu
     take = engine.cache.events
 
     def busy_meanwhile(**options: Any) -> Any:
-        found = take(**options)
+        events = take(**options)
         if options:
             engine.cache.events = take  # type: ignore[method-assign]
             busy(engine, 3, seed=50)
-        return found
+        return events
 
     quiet = publisher._publish_new
     publisher._publish_new = lambda: None  # type: ignore[method-assign]
@@ -300,7 +300,7 @@ def test_events_that_were_lost_or_taken_by_somebody_else_start_everybody_afresh(
     assert publisher.stats().resyncs == 3
 
 
-def test_a_pool_that_is_full_already_is_told_at_the_start(make: Make, publish: Publish, route: Route) -> None:
+def test_a_pool_that_is_full_already_is_published_at_the_start(make: Make, publish: Publish, route: Route) -> None:
     engine = make(P=10, S=8, event_capacity=8)
     busy(engine, 20)
     router = route(publish(engine))
@@ -308,7 +308,7 @@ def test_a_pool_that_is_full_already_is_told_at_the_start(make: Make, publish: P
     assert router.known == cached(engine.cache) and all(router.known.values())
 
 
-def test_every_key_told_for_the_host_can_be_fetched(make: Make, publish: Publish, route: Route) -> None:
+def test_every_key_published_for_the_host_can_be_fetched(make: Make, publish: Publish, route: Route) -> None:
     engine = make(P=10, S=8, event_capacity=512)
     publisher = publish(engine, block_hashes="bytes")
     router = route(publisher)
@@ -323,19 +323,19 @@ def test_every_key_told_for_the_host_can_be_fetched(make: Make, publish: Publish
 
 
 # ----------------------------------------
-# The history tells a reader every number once, behind a snapshot where messages are gone, and keeps to its bounds.
+# The history returns every number to a reader once, after a snapshot where messages are gone, within its bounds.
 
 
 def since(history: History, start: int) -> list[tuple[int, bytes]]:
-    """All that is told from a number on, which must be covered."""
-    place, found = Place(start), []
-    while (told := history.at(place)) is not None:
-        found.append(told)
+    """Return all messages from a number on, which must be covered."""
+    place, messages = Place(start), []
+    while (message := history.at(place)) is not None:
+        messages.append(message)
         place.next += 1
-    return found
+    return messages
 
 
-def test_a_history_tells_every_number_once_from_any_start() -> None:
+def test_a_history_returns_every_number_once_from_any_start() -> None:
     for limit in (1, 3, 100):
         history = History(limit, 1 << 20)
         for n in range(12):
@@ -344,12 +344,14 @@ def test_a_history_tells_every_number_once_from_any_start() -> None:
                 if not history.covers(Place(start)):
                     assert start < history.first
                     history.keep_snapshot([b"a", b"b"][: history.next - start])
-                found = since(history, start)
-                numbers = [number for number, _ in found]
-                assert numbers == list(range(numbers[0], n + 1)) if found else start > n
-                assert not found or numbers[0] >= start, "whoever has seen a number skips it"
-                assert not found or numbers[0] == start or found[0][1] == b"a"
-                assert all(payload == str(number).encode() for number, payload in found if payload not in (b"a", b"b"))
+                messages = since(history, start)
+                numbers = [number for number, _ in messages]
+                assert numbers == list(range(numbers[0], n + 1)) if messages else start > n
+                assert not messages or numbers[0] >= start, "whoever has seen a number skips it"
+                assert not messages or numbers[0] == start or messages[0][1] == b"a"
+                assert all(
+                    payload == str(number).encode() for number, payload in messages if payload not in (b"a", b"b")
+                )
 
 
 def test_a_snapshot_that_serves_nobody_any_more_is_not_kept() -> None:
@@ -380,11 +382,11 @@ def test_a_reader_in_the_middle_of_a_snapshot_that_has_gone_gets_another_from_it
                 history.add(str(n).encode())
         assert not history.covers(place), "its half of the first says nothing together with half of the second"
         history.keep_snapshot([b"x", b"y"])
-        told = []
-        while (one := history.at(place)) is not None:
-            told.append(one)
+        messages = []
+        while (message := history.at(place)) is not None:
+            messages.append(message)
             place.next += 1
-        assert told == [(history.next - 2, b"x"), (history.next - 1, b"y")] and told[0][0] >= 4
+        assert messages == [(history.next - 2, b"x"), (history.next - 1, b"y")] and messages[0][0] >= 4
 
 
 def test_a_history_keeps_to_its_bytes() -> None:

@@ -179,7 +179,7 @@ def test_a_client_that_asks_whether_anybody_is_there_gets_an_answer(
     peer = let_in(str(publisher.replay_endpoint))
     peer.sendall(command(b"PING", b"\x00\x64context"))
     assert read_frame(peer) == (4, b"\x04PONGcontext")
-    # Who asks and does not read is not told more. The request behind shows that all have been read.
+    # A client that asks and does not read gets no more. The next request shows that all have been read.
     assert goes_on(peer, 1000 * command(b"PING", b"\x00\x64" + bytes(16)), 200)
     peer.sendall(REQUEST)
     until(lambda: any(peer.asks for peer in list(publisher._replays._peers)), "request")
@@ -215,8 +215,8 @@ def test_peers_that_say_nothing_keep_no_place_from_who_speaks(
     until(lambda: publisher.stats().connections_refused == 38, "refusals")
     client.sendall(REQUEST)
     assert replayed(client) == [FIRST], "who has spoken keeps its place"
-    for one in (*silent, client):
-        one.close()
+    for connection in (*silent, client):
+        connection.close()
 
 
 def test_a_replay_socket_in_a_folder_leaves_nothing_and_takes_the_place_of_what_was_left(
@@ -251,8 +251,8 @@ def test_of_idle_peers_the_one_that_asked_for_nothing_for_longest_gives_up_its_p
     idle[0].sendall(REQUEST)
     assert replayed(idle[0]) == [FIRST], "it is the oldest peer, and has asked since the others came"
     assert publisher.stats().replays_displaced == 2 and not publisher.stats().connections_refused
-    for one in idle:
-        one.close()
+    for connection in idle:
+        connection.close()
 
 
 def test_who_is_sent_a_replay_keeps_its_place(make: Make, publish: Publish, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,14 +261,14 @@ def test_who_is_sent_a_replay_keeps_its_place(make: Make, publish: Publish, monk
     monkeypatch.setattr(History, "covers", lambda *_: time.sleep(0.001) or True)
     monkeypatch.setattr(History, "at", lambda history, place: (place.next, bytes(1 << 20)))  # it never ends
     busy = [let_in(str(publisher.replay_endpoint)) for _ in range(2)]
-    for one in busy:
-        one.sendall(REQUEST)
-        read_frame(one)
+    for connection in busy:
+        connection.sendall(REQUEST)
+        read_frame(connection)
     late = connected(str(publisher.replay_endpoint))
     until(lambda: publisher.stats().connections_refused == 1, "refusal")
     assert is_ended(late) and not publisher.stats().replays_displaced
-    for one in (*busy, late):
-        one.close()
+    for connection in (*busy, late):
+        connection.close()
 
 
 @pytest.mark.parametrize("place", ["tcp://127.0.0.1:port", "tcp://127.0.0.1:65536", "tcp://127.0.0.1", "ipc:///no/x"])

@@ -31,7 +31,7 @@ Route = Callable[..., Router]
 CLEARED = {"type": "AllBlocksCleared"}
 
 
-def told(router: Router, count: int = 0) -> list[dict[str, Any]]:
+def published(router: Router, count: int = 0) -> list[dict[str, Any]]:
     """All events from the first message on."""
     router.follow()
     return router.events[count:]
@@ -48,8 +48,8 @@ def test_a_message_is_a_topic_a_number_and_a_batch(make: Make, publish: Publish,
         engine.cache.reset()
     frames = router.sub.recv_multipart()
     assert frames[0] == b"kv@worker-1" and len(frames) == 3 and len(frames[1]) == 8
-    time_told, events, rank = msgspec.msgpack.decode(frames[2])
-    assert events[0] == CLEARED and rank == 3 and abs(time_told - time.time()) < 3600
+    sent_at, events, rank = msgspec.msgpack.decode(frames[2])
+    assert events[0] == CLEARED and rank == 3 and abs(sent_at - time.time()) < 3600
 
 
 def test_stored_and_removed_have_the_published_fields(make: Make, publish: Publish, route: Route) -> None:
@@ -57,7 +57,7 @@ def test_stored_and_removed_have_the_published_fields(make: Make, publish: Publi
     router = route(publish(engine))
     engine.seed(range(5), committed=4)
     engine.seed(range(10, 18), committed=8)
-    events = told(router)
+    events = published(router)
     key = int(engine.prompt(range(4)).keys[0, 0])
     first = {
         "type": "BlockStored",
@@ -74,7 +74,7 @@ def test_stored_and_removed_have_the_published_fields(make: Make, publish: Publi
     assert {"type": "BlockRemoved", "block_hashes": [key], "medium": "GPU"} in events
 
 
-def test_namespaces_and_extra_ids_are_told(make: Make, publish: Publish, route: Route) -> None:
+def test_namespaces_and_extra_ids_are_published(make: Make, publish: Publish, route: Route) -> None:
     engine = make(P=32, event_capacity=64)
     router = route(publish(engine))
     names: list[dict[str, Any]] = [
@@ -85,11 +85,11 @@ def test_namespaces_and_extra_ids_are_told(make: Make, publish: Publish, route: 
         {"salt": b"\x01\xff"},
         {"adapter_id": "a", "salt": "s"},
     ]
-    for one in names:
-        engine.seed(range(9), committed=8, **one)
+    for namespace in names:
+        engine.seed(range(9), committed=8, **namespace)
     engine.seed(range(9), committed=8, extra_ids=[0, 5, 5, -1, 0, 0, 0, 0, 0])
-    found = [(e["lora_id"], e["lora_name"], e.get("cache_salt"), e.get("extra_keys")) for e in told(router, 1)]
-    assert found[:6] == [
+    fields = [(e["lora_id"], e["lora_name"], e.get("cache_salt"), e.get("extra_keys")) for e in published(router, 1)]
+    assert fields[:6] == [
         (None, "lora", None, [["lora"], ["lora"]]),
         (7, "7", None, [["7"], ["7"]]),
         (None, "-7", None, [["-7"], ["-7"]]),
@@ -98,7 +98,7 @@ def test_namespaces_and_extra_ids_are_told(make: Make, publish: Publish, route: 
         (None, "a", "s", [["a", "s"], ["a"]]),
     ]
     pairs = [["0" * 15 + "5" + "0" * 48, 1], ["f" * 16 + "0" * 48, 3]]
-    assert found[6] == (None, None, None, [pairs, None])
+    assert fields[6] == (None, None, None, [pairs, None])
 
 
 @pytest.fixture(scope="module")
@@ -225,9 +225,9 @@ def test_a_replay_has_the_frames_of_vllms_own_publisher(
     decoder = msgspec.msgpack.Decoder(vllm_events.KVEventBatch)
     if len(answers[1][0]) == 3:
         pytest.skip("this vLLM is older than 0.33: see replay_topic")
-    for told in answers:
-        assert told[-1] == [b"", b"", b"\xff" * 8, b""]
-        for place, (delimiter, name, number, payload) in enumerate(told[:-1]):
+    for replay in answers:
+        assert replay[-1] == [b"", b"", b"\xff" * 8, b""]
+        for place, (delimiter, name, number, payload) in enumerate(replay[:-1]):
             assert (delimiter, name, number) == (b"", topic.encode(), place.to_bytes(8, "big"))
             assert decoder.decode(payload).events
 
@@ -242,11 +242,13 @@ def test_reset_clears_what_routers_know(make: Make, publish: Publish, route: Rou
     router.follow()
     assert router.known["GPU"]
     engine.cache.reset()
-    assert told(router)[-1] == CLEARED
+    assert published(router)[-1] == CLEARED
 
 
 @pytest.mark.parametrize("which", ["publisher", "pool"])
-def test_nobody_believes_in_the_blocks_of_who_has_gone(make: Make, publish: Publish, route: Route, which: str) -> None:
+def test_blocks_of_a_publisher_that_has_gone_are_dropped(
+    make: Make, publish: Publish, route: Route, which: str
+) -> None:
     engine = make(event_capacity=64)
     publisher = publish(engine)
     router = route(publisher)
@@ -315,7 +317,7 @@ def test_requests_that_are_none_are_counted_and_not_answered(make: Make, publish
 
 
 @pytest.mark.parametrize("start", [1, 5, 2**63, 2**64 - 1])
-def test_a_replay_of_what_has_not_been_told_yet_is_empty(
+def test_a_replay_of_what_has_not_been_published_yet_is_empty(
     make: Make, publish: Publish, route: Route, start: int
 ) -> None:
     assert route(publish(make(event_capacity=64))).replay(start) == []
@@ -408,7 +410,7 @@ def test_wrong_arguments_are_named(make: Make, options: dict[str, Any], error: t
 
 
 @pytest.mark.parametrize("cache", [None, 3, "pool"])
-def test_what_is_no_pool_is_refused(cache: Any) -> None:
+def test_what_is_not_a_pool_is_refused(cache: Any) -> None:
     with pytest.raises(TypeError, match="cache: .*"):
         KVEventPublisher(cache)
 

@@ -29,8 +29,8 @@ class Relay:
 
     def cut(self) -> None:
         """Break every connection; new ones work."""
-        for one in self._sockets:
-            _shut(one)
+        for connection in self._sockets:
+            _shut(connection)
 
     def _accept(self) -> None:
         while True:
@@ -72,12 +72,12 @@ class Relay:
         self._open.set()
         for thread in list(self._threads):
             thread.join(600)
-        for one in [self._listener, *self._sockets]:
-            one.close()
+        for connection in [self._listener, *self._sockets]:
+            connection.close()
 
 
-def _shut(one: socket.socket) -> None:
+def _shut(connection: socket.socket) -> None:
     try:
-        one.shutdown(socket.SHUT_RDWR)
+        connection.shutdown(socket.SHUT_RDWR)
     except OSError:
         pass

@@ -33,7 +33,7 @@ class fake_server(Fake):
             if isinstance(request, Hello):
                 return [packed(session, Welcome(request.id, **limits))]
             blocks = [bytes([i]) * size for i in range(received.frames[0].nbytes // 16)]
-            return [message(session, *one) for one in script(request, blocks)]
+            return [message(session, *reply) for reply in script(request, blocks)]
 
         def message(session: Session, header: Any, *blocks: Any) -> list[bytes]:
             if blocks and isinstance(blocks[0], tuple):
@@ -55,7 +55,7 @@ WRONG: dict[str, Script] = {
     "id 0": lambda get, blocks: [[Blocks(0, "1" * len(blocks)), *blocks]],
     "too few places": lambda get, blocks: [[Blocks(get.id, "1" * (len(blocks) - 1)), *blocks[1:]]],
     "too many places": lambda get, blocks: [[Blocks(get.id, "1" * (len(blocks) + 1)), *blocks, blocks[0]]],
-    "places that are no digits": lambda get, blocks: [[Blocks(get.id, "x" * len(blocks))]],
+    "places that are not digits": lambda get, blocks: [[Blocks(get.id, "x" * len(blocks))]],
     "a frame too few": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks)), *blocks[1:]]],
     "a frame too many": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks)), *blocks, blocks[0]]],
     "a short frame": lambda get, blocks: [[Blocks(get.id, "1" * len(blocks)), *blocks[1:], blocks[0][1:]]],
@@ -73,7 +73,7 @@ def test_what_no_server_sends_is_an_error_and_nothing_enters_the_pool(make: Make
     with fake_server(here, script) as endpoint, BlockClient(endpoint, here.cache, messages_in_flight=1) as client:
         with pytest.raises(RemoteError, match="malformed: .* sent"):
             client.fetch(TOKENS)
-            # What comes behind a complete answer is met by the next call, as an answer to nobody.
+            # What comes after a complete answer reaches the next call, as an answer to nobody.
             assert script is WRONG["blocks twice"]
             client.fetch_blocks(here.keys(TOKENS))
     assert here.reusable(TOKENS) == (32 if script is WRONG["blocks twice"] else 0)
@@ -145,7 +145,7 @@ def test_a_server_that_is_silent_is_a_timeout(make: Make) -> None:
     assert here.reusable(TOKENS) == 0
 
 
-def test_blocks_that_are_not_those_that_were_sealed_do_not_enter_the_pool(make: Make) -> None:
+def test_blocks_with_wrong_macs_do_not_enter_the_pool(make: Make) -> None:
     """As when somebody writes into them on their way."""
     here = worker(make)
     server = fake_server(here, lambda get, blocks: [[Blocks(get.id, "1" * len(blocks)), *blocks]])
@@ -193,7 +193,7 @@ def test_answers_out_of_order_are_put_in_order(make: Make) -> None:
         asked.append(get)
         if len(asked) < 4:
             return []
-        replies: list[list[Any]] = [[Blocks(one.id, "11"), *content[2 * i : 2 * i + 2]] for i, one in enumerate(asked)]
+        replies: list[list[Any]] = [[Blocks(get.id, "11"), *content[2 * i : 2 * i + 2]] for i, get in enumerate(asked)]
         return replies[::-1]
 
     with fake_server(here, script) as endpoint:

@@ -77,7 +77,7 @@ def test_a_descriptor_that_is_something_else_by_now_is_asked_nothing_and_kept_op
 
 
 # ----------------------------------------
-# In a child of os.fork() there are no threads and no sockets: what would wait for them says so at once, and the
+# In a child of os.fork() there are no threads and no sockets: what would wait for them raises at once, and the
 # parent goes on.
 
 
@@ -99,8 +99,8 @@ def test_a_server_a_publisher_and_a_client_refuse_a_child_and_serve_their_parent
             refuses(call)
         refuses(lambda: client.fetch(tokens))
         refuses(lambda: client.fetch_blocks([bytes(16)]))
-        for one in (server, publisher, client):
-            with pytest.raises(ForkedProcess), one:
+        for part in (server, publisher, client):
+            with pytest.raises(ForkedProcess), part:
                 pass
         assert server.stats().blocks == 1 and publisher.stats().messages
 

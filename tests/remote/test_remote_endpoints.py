@@ -16,8 +16,7 @@ import pytest
 import zmq
 from workers import LARGE, SECRET, Make, stored, worker
 
-from kvpool.remote import BlockClient, BlockServer, ClientKeys, RemoteError, RemoteTimeout, ServerKeys
-from kvpool.remote import listener as doors
+from kvpool.remote import BlockClient, BlockServer, ClientKeys, RemoteError, RemoteTimeout, ServerKeys, listener
 from kvpool.remote.block_server import Limits, UnderWay, Waiting, fitting
 from kvpool.remote.server import ClientSession, Refused
 from kvpool.remote.session import Session
@@ -68,7 +67,7 @@ def test_loopback_needs_none(make: Make, endpoint: str) -> None:
 
 
 def test_a_child_that_is_forked_while_a_server_starts_keeps_no_lock(tmp_path: Path) -> None:
-    with doors.binding(f"ipc://{tmp_path}/s"):
+    with listener.binding(f"ipc://{tmp_path}/s"):
         # What a child has open is the same description of the folder, as with a copy of its number.
         links = [Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
         kept = [os.dup(int(link.name)) for link in links if link.is_dir() and link.resolve() == tmp_path]
@@ -84,14 +83,14 @@ def test_of_two_servers_that_start_on_one_path_at_the_same_instant_one_does(
 ) -> None:
     """Each has looked whether the path is free before the other listens, unless it waits for it."""
     looked, endpoint, began = threading.Barrier(2), f"ipc://{tmp_path}/s", list[object]()
-    check = doors.check_free
+    check = listener.check_free
 
     def check_and_wait(endpoint: str) -> None:
         check(endpoint)
         with suppress(threading.BrokenBarrierError):
             looked.wait(0.5)
 
-    monkeypatch.setattr(doors, "check_free", check_and_wait)
+    monkeypatch.setattr(listener, "check_free", check_and_wait)
 
     def start(cache: Any) -> None:
         try:
@@ -106,7 +105,7 @@ def test_of_two_servers_that_start_on_one_path_at_the_same_instant_one_does(
         thread.start()
     for thread in threads:
         thread.join(600)
-    servers = [one for one in began if isinstance(one, BlockServer)]
+    servers = [server for server in began if isinstance(server, BlockServer)]
     assert len(began) == 2 and len(servers) == 1
     servers[0].close()
 
@@ -184,17 +183,17 @@ def test_wrong_keys_are_named_but_not_shown(wrong: Any) -> None:
         ServerKeys(*SERVER, FRIEND[0])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("door", ["keys", "the secret"])
-def test_nobody_is_let_in_when_nobody_is_there_to_ask(make: Make, door: str) -> None:
+@pytest.mark.parametrize("guard", ["keys", "the secret"])
+def test_nobody_is_let_in_when_nobody_is_there_to_ask(make: Make, guard: str) -> None:
     """ZeroMQ finds nobody who decides about peers, and then lets in none, not all."""
     there, here = worker(make), worker(make)
     tokens = stored(there, 4)
     server_keys, client_keys = (
-        (ServerKeys(*SERVER, [FRIEND[0]]), ClientKeys(*FRIEND, SERVER[0])) if door == "keys" else (None, None)
+        (ServerKeys(*SERVER, [FRIEND[0]]), ClientKeys(*FRIEND, SERVER[0])) if guard == "keys" else (None, None)
     )
     with BlockServer(there.cache, keys=server_keys) as server:
         with BlockClient(server.endpoint, here.cache, keys=client_keys) as client:
-            assert client.fetch(tokens) == 4, "this client has what opens the door"
+            assert client.fetch(tokens) == 4, "this client has the credentials"
         until(lambda: server.stats().requests == 1, "note of the request")
         gone = threading.Event()
 
@@ -210,7 +209,7 @@ def test_nobody_is_let_in_when_nobody_is_there_to_ask(make: Make, door: str) -> 
         assert server.stats().requests == 1 and server.stats().malformed == 0
 
 
-def test_a_peer_without_the_secret_gets_no_further_than_the_door(make: Make) -> None:
+def test_a_peer_without_the_secret_gets_no_further_than_the_listener(make: Make) -> None:
     """It cannot name itself, which could take another's answers or end the process, nor send a message."""
     there, here = worker(make), worker(make, secret=b"another secret of 32 bytes .....")
     tokens = stored(there, 4)
@@ -234,8 +233,8 @@ def test_words_of_another_process_do_not_reach_the_terminal_as_they_are() -> Non
 
 
 def test_a_transport_serves_one_server(make: Make) -> None:
-    one, other, transport = worker(make), worker(make), InlineServer()
-    with BlockServer(one.cache, transport=transport), pytest.raises(ValueError, match="transport"):
+    served, other, transport = worker(make), worker(make), InlineServer()
+    with BlockServer(served.cache, transport=transport), pytest.raises(ValueError, match="transport"):
         BlockServer(other.cache, transport=transport)
     BlockServer(other.cache, transport=transport).close()
 

@@ -44,7 +44,7 @@ def test_the_block_of_the_last_token_is_not_asked_for_as_nobody_reuses_it(make: 
         assert client.fetch(tokens) == 2
 
 
-def test_only_what_is_behind_the_cached_prefix_is_asked_for(make: Make) -> None:
+def test_only_what_follows_the_cached_prefix_is_requested(make: Make) -> None:
     there, here = worker(make), worker(make)
     tokens = stored(there, 8)
     here.seed(tokens[:21])
@@ -77,8 +77,8 @@ def test_unknown_keys_among_known_ones_are_missing_in_place(make: Make, layout: 
     asked = [bytes(16), keys[4], keys[0], bytes([255]) * 16, keys[5]]
     content = expected(there, tokens)
     with BlockServer(there.cache) as server, BlockClient(server.endpoint, here.cache, blocks_per_message=2) as client:
-        found = client.fetch_blocks(asked)
-        assert [None if one is None else bytes(one) for one in found] == [
+        fetched = client.fetch_blocks(asked)
+        assert [None if block is None else bytes(block) for block in fetched] == [
             None,
             content[4],
             content[0],
@@ -94,7 +94,7 @@ def test_blocks_that_lie_apart_come_as_what_was_asked_for(make: Make, places: li
     tokens = stored(there, 8)
     keys, content = there.keys(tokens), expected(there, tokens)
     with BlockServer(there.cache) as server, BlockClient(server.endpoint, here.cache) as client:
-        assert [bytes(one or b"") for one in client.fetch_blocks([keys[place] for place in places])] == [
+        assert [bytes(block or b"") for block in client.fetch_blocks([keys[place] for place in places])] == [
             content[place] for place in places
         ]
 

@@ -87,7 +87,7 @@ def test_a_group_gets_what_the_prefix_needs_of_it_and_no_more(open_: Open) -> No
     with BlockServer(there.cache) as server, BlockClient(server.endpoint, here.cache) as client:
         assert client.fetch(TOKENS) == 3 + 8 + 1
     cached = here.cache.cached_blocks(here.prompt(TOKENS), tier="host")
-    assert [np.flatnonzero(own).tolist() for own in cached] == [[], [0, 6, 7], [*range(8)], [7]]
+    assert [np.flatnonzero(of_group).tolist() for of_group in cached] == [[], [0, 6, 7], [*range(8)], [7]]
 
 
 def test_what_is_here_already_is_not_fetched_again(open_: Open) -> None:
@@ -131,9 +131,9 @@ def test_blocks_that_go_between_question_and_request_end_the_fetch(
     lacking = here.cache.missing_blocks
 
     def late(*args: Any) -> Any:
-        found = lacking(*args)
+        missing = lacking(*args)
         there.cache.forget(there.prompt(TOKENS).keys[2:])
-        return found
+        return missing
 
     monkeypatch.setattr(here.cache, "missing_blocks", late)
     with BlockServer(there.cache) as server, BlockClient(server.endpoint, here.cache) as client:
@@ -174,8 +174,8 @@ def test_single_blocks_of_a_group_come_whole_in_the_order_of_their_keys(open_: O
         expected = [b"".join(part[row].tobytes() for part in host) for row in rows]
         assert (lease.groups == group).all()
     with BlockServer(there.cache) as server, BlockClient(server.endpoint, here.cache) as client:
-        found = client.fetch_blocks([*(key.tobytes() for key in keys), bytes(16)], group=group)
-        assert [None if one is None else bytes(one) for one in found] == [*expected, None]
+        fetched = client.fetch_blocks([*(key.tobytes() for key in keys), bytes(16)], group=group)
+        assert [None if block is None else bytes(block) for block in fetched] == [*expected, None]
         with pytest.raises((TypeError, ValueError), match="group"):
             client.fetch_blocks(keys)
         with pytest.raises(ValueError, match="group"):
@@ -208,8 +208,8 @@ def test_a_question_is_answered_for_each_group(open_: Open) -> None:
         answer = raw.answer()
         assert answer.message == Found(1)
         [bits] = answer.frames
-        found = np.unpackbits(np.frombuffer(bits, np.uint8), count=44).reshape(4, 11)
-        assert (found == there.cache.cached_blocks(keys, tier="host")).all() and found[1:].any(axis=1).all()
+        cached = np.unpackbits(np.frombuffer(bits, np.uint8), count=44).reshape(4, 11)
+        assert (cached == there.cache.cached_blocks(keys, tier="host")).all() and cached[1:].any(axis=1).all()
         many = np.zeros((BLOCKS_MAX, 2), np.uint64)
         many[::2] = keys[0]
         raw.send(Find(2), many.tobytes())

@@ -81,19 +81,23 @@ def test_an_impostor_on_the_port_of_a_dead_server_learns_nothing_and_serves_noth
     keys = [key.tobytes() if hasattr(key, "tobytes") else key for key in here.keys(tokens)]
     for secret in (SECRET, wire_key(here), b"somebody", *keys, here.cache.block_keys([0]).origin[0].encode()):
         assert secret not in heard and secret.hex().encode() not in heard
-    # What it has heard opens no door: the pass is older than the server that comes next, and is of use once.
+    # What it has received admits nobody: the token is older than the server that comes next, and is of use once.
     users = [(name, proof) for name, proof in zip(impostor.heard, impostor.heard[1:], strict=False) if b" " in name]
     assert users and not any(ServerSecret(wire_key(here)).admits(pair) for pair in users)
 
 
-def test_a_pass_is_of_use_once_and_only_with_the_secret() -> None:
-    door, passes = ServerSecret(b"secret"), []
+def test_a_token_is_of_use_once_and_only_with_the_secret() -> None:
+    listener, passes = ServerSecret(b"secret"), []
     for key in (b"secret", b"another", b"secret"):
-        with zmq.Context() as context, context.socket(zmq.DEALER) as one:
-            ClientSecret(key).apply(one)
-            passes.append([one.plain_username, one.plain_password])
-    assert [door.admits(one) for one in passes] == [True, False, True]
-    assert not any(door.admits(one) for one in passes) and not door.admits([]) and not door.admits([b"1 x", b""])
+        with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+            ClientSecret(key).apply(dealer)
+            passes.append([dealer.plain_username, dealer.plain_password])
+    assert [listener.admits(credentials) for credentials in passes] == [True, False, True]
+    assert (
+        not any(listener.admits(credentials) for credentials in passes)
+        and not listener.admits([])
+        and not listener.admits([b"1 x", b""])
+    )
 
 
 def test_an_impostor_between_a_client_and_a_server_changes_nothing_unnoticed(make: Make) -> None:
@@ -138,7 +142,7 @@ def test_another_version_is_refused_by_name(make: Make, said: bytes, reason: str
         assert caught.value.code == "malformed"
 
 
-def test_a_client_of_another_version_is_told_what_is_spoken(make: Make) -> None:
+def test_a_client_of_another_version_learns_the_servers_version(make: Make) -> None:
     there = worker(make)
     with BlockServer(there.cache) as server, Raw(server.endpoint, there, False) as raw:
         for words in (b"another protocol", MAGIC + bytes([VERSION + 1]) + bytes(16)):
@@ -178,24 +182,24 @@ def pushed(connection: socket.socket, content: bytes, most: int = 4 * MOST) -> i
 
 def plain(endpoint: str, key: bytes) -> socket.socket:
     """A client that speaks ZMTP byte by byte, and has the secret."""
-    with zmq.Context() as context, context.socket(zmq.DEALER) as one:
-        ClientSecret(key).apply(one)
-        name, proof = one.plain_username, one.plain_password
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        ClientSecret(key).apply(dealer)
+        name, proof = dealer.plain_username, dealer.plain_password
     # From here on a server waits for a handshake.
-    found = socket.create_connection(("127.0.0.1", int(endpoint.rpartition(":")[2])), timeout=600)
-    found.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"PLAIN".ljust(20, b"\0") + bytes(32))
+    connection = socket.create_connection(("127.0.0.1", int(endpoint.rpartition(":")[2])), timeout=600)
+    connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"PLAIN".ljust(20, b"\0") + bytes(32))
     greeting = b""
     while len(greeting) < 64:
-        greeting += found.recv(64 - len(greeting))
-    found.sendall(frame(b"\x05HELLO" + bytes([len(name)]) + name + bytes([len(proof)]) + proof, 4))
+        greeting += connection.recv(64 - len(greeting))
+    connection.sendall(frame(b"\x05HELLO" + bytes([len(name)]) + name + bytes([len(proof)]) + proof, 4))
     kind = b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
-    found.sendall(frame(b"\x08INITIATE" + kind, 4))
+    connection.sendall(frame(b"\x08INITIATE" + kind, 4))
     said = b""
     while b"READY" not in said:
-        more = found.recv(1000)
+        more = connection.recv(1000)
         assert more, "not let in"
         said += more
-    return found
+    return connection
 
 
 @pytest.mark.parametrize("content", ENDLESS.values(), ids=ENDLESS)

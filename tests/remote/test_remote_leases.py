@@ -37,7 +37,7 @@ class Fetch(threading.Thread):
 
     def run(self) -> None:
         try:
-            self.result = [None if one is None else bytes(one) for one in self._client.fetch_blocks(self._keys)]
+            self.result = [None if block is None else bytes(block) for block in self._client.fetch_blocks(self._keys)]
         except Exception as error:
             self.result = error
 
@@ -127,16 +127,16 @@ def test_a_client_whose_lease_was_revoked_finds_that_its_blocks_are_void(make: M
         assert fetch._client.fetch_blocks(there.keys(tokens)[:1]) == [None]
 
 
-def test_blocks_whose_lease_was_revoked_before_they_were_sealed_are_not_sent(make: Make) -> None:
-    """Their seal would be right for whatever stands there by then."""
+def test_blocks_whose_lease_was_revoked_before_their_macs_are_not_sent(make: Make) -> None:
+    """Their MAC would be right for whatever is there by then."""
     there = worker(make)
     tokens = stored(there, 4)
 
     class Revoking(InlineServer):
         def offer(self, group: int, rows: Any) -> Any:
-            found = super().offer(group, rows)
+            offer = super().offer(group, rows)
             assert there.cache.revoke(there.cache.leases[0].owner) == 1
-            return found
+            return offer
 
     with BlockServer(there.cache, transport=Revoking()) as server:
         with BlockClient(server.endpoint, there.cache) as client, pytest.raises(RemoteError) as caught:

@@ -71,7 +71,7 @@ def header(**changes: Any) -> bytes:
     ],
     ids=range(19),
 )
-def test_what_is_no_message_is_named(data: bytes, reason: str, id: int) -> None:
+def test_what_is_not_a_message_is_named(data: bytes, reason: str, id: int) -> None:
     with pytest.raises(Malformed, match=reason) as caught:
         decode(data, (Blocks, Found))
     assert caught.value.id == id

@@ -30,12 +30,12 @@ def test_the_next_request_with_the_prefix_hits(make: Make, layout: dict[str, Any
             server.endpoint, here.cache, transport=NixlClient(), blocks_per_message=3, messages_in_flight=2
         ) as client:
             assert client.fetch(tokens) == 20
-            found = client.fetch_blocks([bytes(16), *there.keys(tokens)])
+            fetched = client.fetch_blocks([bytes(16), *there.keys(tokens)])
             content = expected(there, tokens)
-            assert [None if one is None else bytes(one) for one in found] == [None, *content]
+            assert [None if block is None else bytes(block) for block in fetched] == [None, *content]
             places = [7, 3, 4, 5, 0, 19, 18, 2]  # neighbours and others
-            found = client.fetch_blocks([there.keys(tokens)[place] for place in places])
-            assert [bytes(one or b"") for one in found] == [content[place] for place in places]
+            fetched = client.fetch_blocks([there.keys(tokens)[place] for place in places])
+            assert [bytes(block or b"") for block in fetched] == [content[place] for place in places]
             until(lambda: not there.cache.leases, "end of the leases")
     assert here.add(tokens).cached == 80  # compares every byte
 

@@ -154,8 +154,8 @@ def test_what_is_not_zeromq_is_ignored(make: Make) -> None:
     with BlockServer(there.cache) as server, BlockClient(server.endpoint, worker(make).cache) as client:
         host, _, port = server.endpoint.removeprefix("tcp://").rpartition(":")
         for data in (b"GET / HTTP/1.1\r\n\r\n", bytes(1000), b"\xff" * 1000):
-            with socket.create_connection((host, int(port))) as one:
-                one.sendall(data)
+            with socket.create_connection((host, int(port))) as stranger:
+                stranger.sendall(data)
         assert client.fetch(tokens) == 2
 
 
@@ -191,9 +191,9 @@ def test_more_requests_than_the_limit_wait_or_are_refused_and_all_are_answered(m
             assert server.stats().transfers == 1 and len(there.cache.leases) == 1
             relay.pass_on()
             answers = [raw.answer().message for _ in range(3)]
-            failed = [one for one in answers if isinstance(one, Failed)]
-            assert [one.id for one in failed] == [3] and "requests that wait" in failed[0].reason
-            assert sorted(one.id for one in answers if isinstance(one, Blocks)) == [1, 2]
+            failed = [reply for reply in answers if isinstance(reply, Failed)]
+            assert [reply.id for reply in failed] == [3] and "requests that wait" in failed[0].reason
+            assert sorted(reply.id for reply in answers if isinstance(reply, Blocks)) == [1, 2]
 
 
 def test_clients_share_the_bytes_in_total(make: Make) -> None:
@@ -226,15 +226,15 @@ def test_clients_that_never_read_do_not_keep_a_new_client_waiting(make: Make, sc
     with ExitStack() as stack:
         server = stack.enter_context(BlockServer(there.cache, endpoint, limits=limits, stall_ms=0))
         stuck = [stack.enter_context(Raw(server.endpoint, there, rcvhwm=1, rcvbuf=4096)) for _ in range(3)]
-        for one in stuck:
-            one.enter()
+        for raw in stuck:
+            raw.enter()
             for number in range(2, 8):
-                one.send(Get(number, 0), b"".join(there.keys(tokens)[:4]))
+                raw.send(Get(number, 0), b"".join(there.keys(tokens)[:4]))
         until(lambda: server.stats().transfers >= 6 or server.stats().transfer_bytes == 32 << 20, "transfers")
         with BlockClient(server.endpoint, there.cache) as client:
             for _ in range(3):
-                found = client.fetch_blocks(there.keys(tokens)[:4])
-                assert [bytes(one or b"") for one in found] == expected(there, tokens)[:4]
+                fetched = client.fetch_blocks(there.keys(tokens)[:4])
+                assert [bytes(block or b"") for block in fetched] == expected(there, tokens)[:4]
             # Whoever's blocks the system has taken meanwhile gets its next ones.
             until(lambda: server.stats().transfers >= 6, "transfers of all who do not read")
         assert server.stats().transfer_bytes <= 32 << 20
@@ -251,11 +251,11 @@ def test_who_has_blocks_under_way_leaves_room_for_who_has_none() -> None:
         in_flight.accept(Waiting(clients[client], 1, 0, none, "", nbytes), nbytes)
 
     def taken() -> list[tuple[str, int]]:
-        found = []
+        taken = []
         while (request := in_flight.take()) is not None:
             in_flight.transfers.append(Sending(request.client, 1, request.nbytes, [], lambda: False))
-            found.append((request.client.id.decode(), request.nbytes))
-        return found
+            taken.append((request.client.id.decode(), request.nbytes))
+        return taken
 
     for client in "aab":
         ask(client, 1)
@@ -279,9 +279,9 @@ def test_connections_that_say_nothing_take_few_descriptors_and_not_for_long(
     with BlockServer(there.cache, endpoint, limits=Limits(connections=5)) as server:
         silent = [connected(server.endpoint) for _ in range(40)]
         until(lambda: server.stats().connections_refused >= 35, "refusals")
-        for one in silent:
-            with one, suppress(ConnectionError):
-                while one.recv(64):
+        for connection in silent:
+            with connection, suppress(ConnectionError):
+                while connection.recv(64):
                     pass
         with BlockClient(server.endpoint, here.cache) as client:
             assert client.fetch(tokens) == 4

@@ -88,7 +88,7 @@ class Raw:
 
     def answer(self) -> Received:
         assert self.session is not None
-        return self.session.unpack([memoryview(one) for one in self.receive()], ANSWERS)
+        return self.session.unpack([memoryview(frame) for frame in self.receive()], ANSWERS)
 
     def ask(self, message: Message | bytes, *frames: bytes, blocks: Sequence[bytes] = ()) -> Any:
         self.send(message, *frames, blocks=blocks)
@@ -116,9 +116,9 @@ def wire_key(engine: Engine) -> bytes:
 def packed(session: Session, message: Message | bytes, *frames: Any, blocks: Sequence[Any] = ()) -> list[bytes]:
     """A message as it is sent; bytes stand for its header."""
     header = message if isinstance(message, bytes) else wire.encode(message)
-    found = session.pack(header, frames, blocks, session.mac(blocks))
+    parts = session.pack(header, frames, blocks, session.mac(blocks))
     session.sent()
-    return [bytes(one) for one in found]
+    return [bytes(frame) for frame in parts]
 
 
 class Fake:
@@ -170,7 +170,7 @@ class Fake:
         if session is None:
             answers = [self.greeted(client, frames)]
         else:
-            answers = self._answer(session, session.unpack([memoryview(one) for one in frames], self._kinds))
+            answers = self._answer(session, session.unpack([memoryview(frame) for frame in frames], self._kinds))
         while answers:  # which then belong to ZeroMQ alone
             self.send(client, answers.pop(0))
 

@@ -1,4 +1,4 @@
-"""A router that follows a publisher with a keeper knows what the pool and its stores have, across resets."""
+"""A router that follows a publisher with a storage manager knows what pool and stores have, across resets."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SECRET = b"the secret of this test"
 
 def first_halves(engine: Engine, manager: StorageManager, prompts: list[list[int]]) -> set[Hash]:
     """The first half of each key that the store has, by the matches of prompts whose blocks the pool does not have."""
-    found: set[Hash] = set()
+    hashes: set[Hash] = set()
     for prompt in prompts:
         keys = engine.cache.block_keys(prompt)
         match = manager.match_prefix(keys)
         places = range(match.full_tokens // 4, (match.full_tokens + match.store_tokens) // 4)
-        found |= {int(keys.keys[place, 0]) for place in places}
-    return found
+        hashes |= {int(keys.keys[place, 0]) for place in places}
+    return hashes
 
 
 def settle(engine: Engine, manager: StorageManager, routers: list[Router], prompts: list[list[int]]) -> None:
