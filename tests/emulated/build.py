@@ -47,11 +47,11 @@ def cache() -> Path:
 
 
 def digest() -> str:
-    """Of everything that decides what is built."""
-    found = hashlib.sha256(f"{CUPY} {CUPY_SHA256} {WHEELS} {CYTHON} {COMPILE_TIME} {sys.version}".encode())
+    """Digest of everything that decides what is built."""
+    digest = hashlib.sha256(f"{CUPY} {CUPY_SHA256} {WHEELS} {CYTHON} {COMPILE_TIME} {sys.version}".encode())
     for file in (*sorted(DRIVER.glob("*.[ch]")), HERE / "build.py"):
-        found.update(file.name.encode() + b"\0" + file.read_bytes())
-    return found.hexdigest()[:16]
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def place() -> Path:
@@ -111,9 +111,9 @@ def fetch(base: Path) -> None:
     stub = {"CUPY_INSTALL_USE_STUB": "1"}
     pip("download", "--no-deps", "--no-binary", "cupy", "-d", base, f"cupy=={CUPY}", environment=stub)
     source = base / f"cupy-{CUPY}.tar.gz"
-    found = hashlib.sha256(source.read_bytes()).hexdigest()
-    if found != CUPY_SHA256:
-        raise BuildError(f"{source.name} has the sha256 {found}, and {CUPY_SHA256} is expected")
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()
+    if digest != CUPY_SHA256:
+        raise BuildError(f"{source.name} has the sha256 {digest}, and {CUPY_SHA256} is expected")
     run("tar", "xzf", source, "-C", base, what="unpacking CuPy's source")
     done.touch()
 

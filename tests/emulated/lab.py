@@ -57,8 +57,8 @@ class Driver:
         self._kept: list[object] = []
 
     def status(self, name: str, *arguments: object) -> int:
-        given = [ctypes.c_size_t(argument) if isinstance(argument, int) else argument for argument in arguments]
-        return int(getattr(self.library, name)(*given))
+        converted = [ctypes.c_size_t(argument) if isinstance(argument, int) else argument for argument in arguments]
+        return int(getattr(self.library, name)(*converted))
 
     def __getattr__(self, name: str) -> object:
         def call(*arguments: object) -> None:
@@ -70,9 +70,9 @@ class Driver:
 
     def made(self, name: str, *arguments: object) -> int:
         """What a function gives through its first argument."""
-        found = ctypes.c_size_t()
-        self.__getattr__(name)(ctypes.byref(found), *arguments)  # type: ignore[operator]
-        return found.value
+        value = ctypes.c_size_t()
+        self.__getattr__(name)(ctypes.byref(value), *arguments)  # type: ignore[operator]
+        return value.value
 
     def use(self, device: int) -> int:
         context = self.made("cuDevicePrimaryCtxRetain", device)
@@ -97,7 +97,7 @@ class Driver:
 
     def copy(self, target: object, source: object, nbytes: int, stream: int = 0) -> int:
         ends: tuple[Any, Any] = target, source
-        places = [one if isinstance(one, int) else ctypes.addressof(one) for one in ends]
+        places = [end if isinstance(end, int) else ctypes.addressof(end) for end in ends]
         return self.status("cuMemcpyAsync", *places, nbytes, stream)
 
     def host_function(self, function: object, stream: int) -> object:
@@ -172,7 +172,7 @@ class Driver:
         self.library.emu_hold(ctypes.c_void_p(stream), held)
 
     def quiet(self, seed: int = 0, progress: float = 0.0, idle_ms: int = -1) -> None:
-        """Nothing runs unless somebody waits, or as told."""
+        """Nothing runs unless somebody waits, or as ``progress`` sets it."""
         self.library.emu_set_seed(ctypes.c_uint64(seed))
         self.library.emu_set_progress(ctypes.c_double(progress))
         self.library.emu_set_idle_ms(idle_ms)
@@ -180,9 +180,9 @@ class Driver:
 
 @functools.cache
 def driver() -> Driver:
-    found = Driver()
-    found.cuInit(0)  # type: ignore[operator]
-    return found
+    driver_loaded = Driver()
+    driver_loaded.cuInit(0)  # type: ignore[operator]
+    return driver_loaded
 
 
 def in_a_process(script: str, *arguments: object) -> str:

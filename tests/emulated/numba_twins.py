@@ -119,8 +119,8 @@ def _thread_of(kernel: Any, cuda: _Cuda) -> Callable[..., Iterator[None]]:
     if "syncthreads" not in kernel.py_func.__code__.co_names:
         function = types.FunctionType(kernel.py_func.__code__, names)
 
-        def whole(*given: Any) -> Iterator[None]:
-            function(*given)
+        def whole(*values: Any) -> Iterator[None]:
+            function(*values)
             yield from ()
 
         return whole
@@ -134,10 +134,10 @@ def _thread_of(kernel: Any, cuda: _Cuda) -> Callable[..., Iterator[None]]:
 _ENDED = object()
 
 
-def _run_block(cuda: _Cuda, thread_of: Callable[..., Iterator[None]], count: int, given: list[Any]) -> None:
+def _run_block(cuda: _Cuda, thread_of: Callable[..., Iterator[None]], count: int, values: list[Any]) -> None:
     """All threads of a block, each up to the next barrier. Either all of them reach it, or none."""
     cuda.shared = _Shared()
-    threads = [thread_of(*given) for _ in range(count)]
+    threads = [thread_of(*values) for _ in range(count)]
     running = list(range(count))
     while running:
         waiting = []
@@ -168,17 +168,17 @@ def register(kernel: Any) -> None:
     thread_of = _thread_of(kernel, cuda)
 
     def arguments(addresses: Any) -> list[Any]:
-        rest, found = iter([addresses[i] for i in range(len(sizes))]), []
+        rest, converted = iter([addresses[i] for i in range(len(sizes))]), []
         for kind in kinds:
             mine = list(itertools.islice(rest, len(_sizes(kind))))
-            found.append(
+            converted.append(
                 _pointer(kind, mine[0])
                 if _is_pointer(kind)
                 else _array(kind, mine)
                 if hasattr(kind, "ndim")
                 else _number(kind, mine[0])
             )
-        return found
+        return converted
 
     def run(addresses_at: int, grid_at: int, block_at: int, shared: int, first: int, count: int) -> None:
         collects = gc.isenabled()
@@ -186,10 +186,10 @@ def register(kernel: Any) -> None:
         try:
             grid, block = ctypes.cast(grid_at, _NUMBERS)[:3], ctypes.cast(block_at, _NUMBERS)[:3]
             cuda.gridDim, cuda.blockDim = _Dim3(*grid), _Dim3(*block)
-            given = arguments(ctypes.cast(addresses_at, _ADDRESSES))
+            values = arguments(ctypes.cast(addresses_at, _ADDRESSES))
             for i in range(first, first + count):
                 cuda.blockIdx = _place(i, cuda.gridDim)
-                _run_block(cuda, thread_of, block[0] * block[1] * block[2], given)
+                _run_block(cuda, thread_of, block[0] * block[1] * block[2], values)
         except BaseException:
             traceback.print_exc()
             driver().emu_launch_failed()

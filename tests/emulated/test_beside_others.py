@@ -83,16 +83,16 @@ def test_a_pool_whose_stream_was_destroyed_closes_while_another_is_captured(driv
         cache.close()
     assert whole["cuCtxSynchronize"] == 0
     assert capture.end()[0] == lab.SUCCESS
-    found = (ctypes.c_int32 * 3)()
-    driver.cuMemcpyDtoH_v2(found, address, 12)  # type: ignore[operator]
-    assert min(found) >= 0 and len(set(found)) == 3, "the table was written before the pool let go of what it reads"
+    copied = (ctypes.c_int32 * 3)()
+    driver.cuMemcpyDtoH_v2(copied, address, 12)  # type: ignore[operator]
+    assert min(copied) >= 0 and len(set(copied)) == 3, "the table was written before the pool let go of what it reads"
     driver.cuStreamDestroy_v2(capture.stream)  # type: ignore[operator]
     del cache, table
     assert driver.in_use() == before
 
 
 def test_work_on_a_stream_that_was_destroyed_is_over_before_memory_is_given_back(driver: Driver) -> None:
-    """Also where nobody recorded an event behind it."""
+    """Even where nobody recorded an event after it."""
     device, stream = CudaDevice(calibration="plain"), Stream(driver.stream())
     pools = make_pools(device, LAYOUT)
     pools.flat("device")[:] = 5
@@ -169,7 +169,7 @@ def test_a_gather_that_was_warmed_up_compiles_nothing(driver: Driver, monkeypatc
     cache, compiled = paged(), list[str]()
     compile_ = cupy.RawModule
     monkeypatch.setattr(cuda, "_launchers", {})
-    monkeypatch.setattr(cupy, "RawModule", lambda **given: (compiled.append(given["code"]), compile_(**given))[1])
+    monkeypatch.setattr(cupy, "RawModule", lambda **options: (compiled.append(options["code"]), compile_(**options))[1])
     load_kernel(cache)
     assert len(compiled) == 1 and list(kernels(compiled[0])) == ["kv_copy_8"]
     gather_kv(cache, np.array([3, 1, 15]), cupy.zeros((2, 1, 3, 8), np.uint8))
@@ -182,15 +182,15 @@ def test_a_gather_that_was_warmed_up_compiles_nothing(driver: Driver, monkeypatc
 
 def test_a_pool_is_used_by_a_thread_whose_context_is_another_one_of_the_same_gpu(driver: Driver) -> None:
     with KVCacheManager(LAYOUT, device_blocks=6, host_blocks=40, device="cuda", max_sequences=4) as cache:
-        stream, found = Stream(driver.stream()), ctypes.c_size_t()
+        stream, context = Stream(driver.stream()), ctypes.c_size_t()
         serve(cache, stream)
-        driver.cuCtxCreate_v4(ctypes.byref(found), None, 0, 0)  # type: ignore[operator]
+        driver.cuCtxCreate_v4(ctypes.byref(context), None, 0, 0)  # type: ignore[operator]
         try:
             serve(cache, stream)
             cache.verify()
-            assert driver.made("cuCtxGetCurrent") == found.value, "the thread has its context again"
+            assert driver.made("cuCtxGetCurrent") == context.value, "the thread has its context again"
         finally:
-            driver.cuCtxDestroy_v2(found.value)  # type: ignore[operator]
+            driver.cuCtxDestroy_v2(context.value)  # type: ignore[operator]
 
 
 def test_tables_of_a_step_are_written_on_the_stream_that_is_named(driver: Driver) -> None:
@@ -228,7 +228,7 @@ with KVCacheManager(small_layout(2), device_blocks=20, device="cuda", max_sequen
 """
 
 
-def test_the_default_stream_is_the_legacy_one_whatever_numba_is_told() -> None:
+def test_the_default_stream_is_the_legacy_one_whatever_numbas_setting() -> None:
     """By Numba's variable, or that of the bindings that it uses."""
     variable = "CUDA_PER_THREAD_DEFAULT_STREAM"
     settings = {f"NUMBA_{variable}": "1", f"CUDA_PYTHON_{variable}": "1"}
@@ -242,9 +242,9 @@ def test_the_default_stream_is_the_legacy_one_whatever_numba_is_told() -> None:
 
 
 def priority(driver: Driver, stream: Stream) -> int:
-    found = ctypes.c_int()
-    driver.cuStreamGetPriority(stream.handle, ctypes.byref(found))  # type: ignore[operator]
-    return found.value
+    value = ctypes.c_int()
+    driver.cuStreamGetPriority(stream.handle, ctypes.byref(value))  # type: ignore[operator]
+    return value.value
 
 
 def test_loads_go_before_saves_and_by_how_much_are_settings(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,9 +252,9 @@ def test_loads_go_before_saves_and_by_how_much_are_settings(driver: Driver, monk
 
     def priorities() -> tuple[int, int]:
         device = CudaDevice()
-        found = [priority(driver, device.create_stream("any", urgent)) for urgent in (True, False)]
+        priorities = [priority(driver, device.create_stream("any", urgent)) for urgent in (True, False)]
         device.close()
-        return found[0], found[1]
+        return priorities[0], priorities[1]
 
     assert priorities() == (-5, 0), "the highest and the lowest"
     monkeypatch.setenv("KVPOOL_LOAD_PRIORITY", "-2")
@@ -277,8 +277,8 @@ def test_a_pool_loads_on_a_stream_of_high_priority(driver: Driver, monkeypatch: 
 
     monkeypatch.setattr(CudaDevice, "create_stream", noted)
     with KVCacheManager(LAYOUT, device_blocks=6, host_blocks=4, device="cuda"):
-        found = {name: priority(driver, stream) for name, stream in made.items()}
-    assert found == {"memory": 0, "offload": 0, "onboard": -5, "within": 0}
+        priorities = {name: priority(driver, stream) for name, stream in made.items()}
+    assert priorities == {"memory": 0, "offload": 0, "onboard": -5, "within": 0}
 
 
 CALLS = {"plain": {"launches": 0, "batches": 0}, "batched": {"launches": 0, "batches": 1}}
@@ -295,7 +295,7 @@ def test_fragments_are_copied_in_the_way_that_was_measured(
     other = {"plain": "batched", "batched": "kernel", "kernel": "plain"}
     ways = {direction: best, {"offload": "onboard", "onboard": "offload"}[direction]: other[best]}
     rows = tuple(
-        Measurement(one, 64, 16, way, 2.0 if way == fast else 1.0) for one, fast in ways.items() for way in CALLS
+        Measurement(path, 64, 16, way, 2.0 if way == fast else 1.0) for path, fast in ways.items() for way in CALLS
     )
     device = CudaDevice(calibration=Calibration("any", 0, rows))
     pools, stream = make_pools(device, LAYOUT), device.create_stream("engine")
@@ -307,9 +307,9 @@ def test_fragments_are_copied_in_the_way_that_was_measured(
         device.enqueue(Fragments(np.stack([source + places, target + places, sizes], axis=1)), stream)
     assert grown == CALLS[best]
     device.synchronize()
-    written, given = (1, 0) if direction == "offload" else (0, 1)
+    written, read = (1, 0) if direction == "offload" else (0, 1)
     for place, size in zip(places, sizes, strict=True):
-        before[written][place : place + size] = before[given][place : place + size]
+        before[written][place : place + size] = before[read][place : place + size]
     np.testing.assert_array_equal(pools.flat("device").get(), before[0])
     np.testing.assert_array_equal(pools.flat("host"), before[1])
     device.close()
@@ -322,8 +322,8 @@ def test_no_kernel_is_chosen_that_nobody_asked_for_and_nothing_has_proven(
     many = tuple(Measurement(direction, 64, 16, "kernel", 99.0) for direction in ("offload", "onboard", "within"))
     calibration = Calibration("any", 0, (*many, Measurement("offload", 64, 16, "plain", 1.0)))
 
-    def launches(given: Any = calibration) -> int:
-        device = CudaDevice(calibration=given)
+    def launches(measured: Any = calibration) -> int:
+        device = CudaDevice(calibration=measured)
         pools, stream = make_pools(device, LAYOUT), device.create_stream("engine")
         with driver.counting("launches") as grown:
             device.copy_blocks(moves, stream)
@@ -348,13 +348,13 @@ def test_no_kernel_is_chosen_that_nobody_asked_for_and_nothing_has_proven(
 
 
 def test_the_thread_blocks_of_copies_over_the_link_are_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for given in ("3", "0"):
-        monkeypatch.setenv("KVPOOL_COPY_THREAD_BLOCKS", given)
+    thread_blocks = []
+    for setting in ("3", "0"):
+        monkeypatch.setenv("KVPOOL_COPY_THREAD_BLOCKS", setting)
         device = CudaDevice(calibration="kernel")
-        found.append(device._launcher.grid.thread_blocks(1000, host=True))
+        thread_blocks.append(device._launcher.grid.thread_blocks(1000, host=True))
         device.close()
-    assert found == [3, 8]
+    assert thread_blocks == [3, 8]
 
 
 def test_memory_for_other_processes_shares_its_pages_with_nobody(driver: Driver) -> None:
@@ -392,7 +392,7 @@ def test_a_forked_child_gets_no_copy_of_pinned_pages(driver: Driver) -> None:
         assert "dc" in flags.split()[1:], flags
 
 
-def test_work_behind_the_last_event_of_a_stream_is_waited_for_however_many_streams_came_since(driver: Driver) -> None:
+def test_work_after_the_last_event_of_a_stream_is_waited_for_however_many_streams_came_since(driver: Driver) -> None:
     device = CudaDevice()
     pools, stream = make_pools(device, LAYOUT), Stream(driver.stream())
     device.synchronize(device.record(stream))
@@ -405,5 +405,5 @@ def test_work_behind_the_last_event_of_a_stream_is_waited_for_however_many_strea
     assert driver.library.emu_pending(ctypes.c_void_p(stream.handle)) == 0
     del pools
     device.close()
-    for one in (stream, *others):
-        driver.cuStreamDestroy_v2(one.handle)  # type: ignore[operator]
+    for other_stream in (stream, *others):
+        driver.cuStreamDestroy_v2(other_stream.handle)  # type: ignore[operator]

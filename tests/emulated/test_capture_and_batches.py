@@ -22,9 +22,9 @@ class Capturing:
         driver.cuStreamBeginCapture_v2(self.stream, mode)
 
     def state(self, stream: int | None = None) -> int:
-        found = ctypes.c_int()
-        self.driver.cuStreamIsCapturing(stream or self.stream, ctypes.byref(found))
-        return found.value
+        status = ctypes.c_int()
+        self.driver.cuStreamIsCapturing(stream or self.stream, ctypes.byref(status))
+        return status.value
 
     def end(self) -> tuple[int, int]:
         """The status and the graph."""
@@ -98,7 +98,7 @@ MODES = [
 def test_a_query_of_another_thread_invalidates_a_global_capture_unless_it_is_relaxed(
     driver: Driver, mode: int, thread_mode: int, harmed: bool
 ) -> None:
-    event, found = driver.event(), []
+    event, statuses = driver.event(), []
     driver.cuEventRecord(event, driver.stream())
     capture = Capturing(driver, mode)
 
@@ -106,12 +106,12 @@ def test_a_query_of_another_thread_invalidates_a_global_capture_unless_it_is_rel
         driver.use(0)
         wanted = ctypes.c_int(thread_mode)
         driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(wanted))
-        found.append(driver.status("cuEventQuery", event))
+        statuses.append(driver.status("cuEventQuery", event))
 
     thread = threading.Thread(target=query)
     thread.start()
     thread.join()
-    assert found == [lab.CAPTURE_UNSUPPORTED if harmed else lab.NOT_READY]
+    assert statuses == [lab.CAPTURE_UNSUPPORTED if harmed else lab.NOT_READY]
     assert capture.end()[0] == (lab.CAPTURE_INVALIDATED if harmed else lab.SUCCESS)
 
 
@@ -135,8 +135,8 @@ def test_nobody_waits_for_a_gpu_while_a_stream_of_it_is_captured(driver: Driver,
 
 def test_whether_the_legacy_stream_is_captured_can_be_asked_without_harm(driver: Driver) -> None:
     """Documentation of cudaStreamIsCapturing: while a blocking stream is captured it is an error, and no more."""
-    capture, found = Capturing(driver, lab.RELAXED, flags=0), ctypes.c_int()
-    assert driver.status("cuStreamIsCapturing", 0, ctypes.byref(found)) == lab.CAPTURE_IMPLICIT
+    capture, status = Capturing(driver, lab.RELAXED, flags=0), ctypes.c_int()
+    assert driver.status("cuStreamIsCapturing", 0, ctypes.byref(status)) == lab.CAPTURE_IMPLICIT
     assert capture.end()[0] == lab.SUCCESS
 
 
@@ -199,8 +199,8 @@ def test_a_batch_has_a_bound(driver: Driver) -> None:
 
 
 def test_sources_of_a_batch_are_read_when_its_attributes_say(driver: Driver) -> None:
-    found: dict[int, set[int]] = {STREAM_ORDER: set(), DURING_CALL: set(), ANY_ORDER: set()}
-    for order in found:
+    results: dict[int, set[int]] = {STREAM_ORDER: set(), DURING_CALL: set(), ANY_ORDER: set()}
+    for order in results:
         for seed in range(30):
             driver.quiet(seed)
             first, source, memory, out, stream = (
@@ -214,8 +214,8 @@ def test_sources_of_a_batch_are_read_when_its_attributes_say(driver: Driver) -> 
             assert batch(driver, [(memory, ctypes.addressof(source), 8)], stream, order)[0] == lab.SUCCESS
             driver.copy(out, memory, 8, stream)
             driver.cuStreamSynchronize(stream)
-            found[order] |= set(out)
-    assert found == {STREAM_ORDER: {2}, DURING_CALL: {1}, ANY_ORDER: {1, 2}}
+            results[order] |= set(out)
+    assert results == {STREAM_ORDER: {2}, DURING_CALL: {1}, ANY_ORDER: {1, 2}}
 
 
 def test_copies_of_a_batch_have_no_order_among_themselves(driver: Driver) -> None:

@@ -169,8 +169,8 @@ def test_events_of_another_device_are_refused() -> None:
     for foreign in (other.record(NULL_STREAM), sim.record(NULL_STREAM), None, 5):
         with pytest.raises(TypeError, match="event: .*"):
             device.query(foreign)  # type: ignore[arg-type]
-    for one in (device, other, sim):
-        one.close()
+    for opened in (device, other, sim):
+        opened.close()
 
 
 def test_a_thread_keeps_its_own_gpu_and_its_own_mode_of_capture(driver: Driver) -> None:

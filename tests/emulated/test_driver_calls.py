@@ -42,7 +42,7 @@ def bounded(driver: Driver) -> Iterator[Driver]:
 def test_a_batched_copy_has_a_bound(
     bounded: Driver, monkeypatch: pytest.MonkeyPatch, bound: str | None, blocks: int, batches: int
 ) -> None:
-    """Two fragments a block, K and V; blocks that are no neighbours are not merged."""
+    """Two fragments a block, K and V; blocks that are not neighbours are not merged."""
     if bound is not None:
         monkeypatch.setenv("KVPOOL_BATCH_FRAGMENTS", bound)
     device = CudaDevice(calibration="batched")
@@ -196,7 +196,9 @@ def test_pages_of_the_host_tier_are_touched_by_processors_near_the_gpu(
     from kvpool.device.cuda import cuda_memory
 
     touch, seen, mine = cuda_memory._touch, list[set[int]](), os.sched_getaffinity(0)
-    monkeypatch.setattr(cuda_memory, "_touch", lambda *given: (seen.append(os.sched_getaffinity(0)), touch(*given)))
+    monkeypatch.setattr(
+        cuda_memory, "_touch", lambda *arguments: (seen.append(os.sched_getaffinity(0)), touch(*arguments))
+    )
     device = CudaDevice(index)
     with KVCacheManager(LAYOUT, device_blocks=2, host_blocks=40, device=device):
         assert seen and all(processors == {nodes[index]} for processors in seen)
@@ -216,9 +218,9 @@ def test_addresses_are_asked_for_by_nobody_who_knows_them(driver: Driver) -> Non
             before = driver.calls("cuPointerGetAttributes"), driver.calls("cuPointerGetAttribute")
             gather_kv(paged, np.array([1, 2]), staging)
             cache.copy_batch_block_offsets(table, sequence)
-            found = driver.calls("cuPointerGetAttributes"), driver.calls("cuPointerGetAttribute")
+            calls = driver.calls("cuPointerGetAttributes"), driver.calls("cuPointerGetAttribute")
             # Whose the memory is, is one question; its planes and layers are none.
-            assert (found[0] - before[0], found[1] - before[1]) == (0, 1), repeated
+            assert (calls[0] - before[0], calls[1] - before[1]) == (0, 1), repeated
         cache.release(sequence)
         cupy.cuda.Device().synchronize()
 
@@ -254,7 +256,7 @@ def test_a_question_for_an_event_leaves_no_error_behind(driver: Driver) -> None:
 
 
 def test_events_go_with_their_pool_in_its_context(driver: Driver) -> None:
-    """Also one that outlives its device, and those of a device that nobody closed."""
+    """Even one that outlives its device, and those of a device that nobody closed."""
     gc.collect()
     before = driver.counter("events")
     device = CudaDevice(1)

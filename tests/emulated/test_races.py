@@ -26,7 +26,7 @@ from tests.race.test_races import Scenario, Unasked
 pytestmark = pytest.mark.gpu
 SEEDS, COPY_PATHS = range(12), ("plain", "batched", "kernel", "bulk")
 RACES = {**races.RACES, **{scenario: race for scenario, race in drafts.DRAFTS.items() if race[0]}}
-# These are no races of streams: a lease that the host gets, and calls of other threads.
+# These are not races of streams: a lease that the host gets, and calls of other threads.
 STREAMS = {
     scenario: guard
     for scenario, (guard, _) in RACES.items()
@@ -129,7 +129,7 @@ class EmulatedLab(Lab):
         return super().add(tokens, **options)
 
     def findings(self) -> list[str]:
-        """Also compares all content that is still there, in both tiers, and all sequences once everything has run."""
+        """Compare also all content that is still there, in both tiers, and all sequences once everything has run."""
         self.sim.synchronize()
         for sequence in self.live.values():
             self.check(sequence)
@@ -140,8 +140,8 @@ class EmulatedLab(Lab):
                     contextlib.suppress(KVPoolError),
                     self.cache.pin(self.keys(prompt[:end])[-1:], tier=tier) as lease,
                 ):
-                    for slot, one in enumerate(expected[end - self.T : end]):
-                        self.compare(int(lease.blocks[0]), slot, one, f"{prompt[:end]}")
+                    for slot, token in enumerate(expected[end - self.T : end]):
+                        self.compare(int(lease.blocks[0]), slot, token, f"{prompt[:end]}")
         return super().findings()
 
 
@@ -181,8 +181,8 @@ def test_nothing_races(scenario: Scenario) -> None:
     for seed in SEEDS:
         path = COPY_PATHS[seed % 4]
         for late, progress in ((None, (0.0, 0.0, 0.2)[seed // 3 % 3]), (LATE[scenario], 0.0)):
-            found = run(scenario, seed, path, late=late, progress=progress)
-            assert not found, f"seed {seed}, {path}, {late} late: {found}"
+            failures = run(scenario, seed, path, late=late, progress=progress)
+            assert not failures, f"seed {seed}, {path}, {late} late: {failures}"
 
 
 @pytest.mark.parametrize("scenario", STREAMS, ids=lambda scenario: scenario.__name__)
@@ -228,7 +228,7 @@ def uploads(seed: int, guard: str | None) -> bool:
         cache.release(sequences)
         cache.close(force=True)
         gpu.close()
-        return all((found == wanted).all() for found, wanted in rows)
+        return all((actual == wanted).all() for actual, wanted in rows)
     finally:
         driver.quiet(seed, 0.3, 100)
 
@@ -266,10 +266,10 @@ def replays(seed: int, guard: str | None) -> bool:
             runtime.memcpyAsync(row.data.ptr, table.data.ptr, row.nbytes, runtime.memcpyDefault, stream.handle)
         gpu.synchronize()
         wanted = cache.block_table(sequences).dense(8).tolist()
-        found = seen.get().tolist()
+        actual = seen.get().tolist()
         cache.close(force=True)
         gpu.close()
-        return bool(found == wanted)
+        return bool(actual == wanted)
     finally:
         driver.quiet(seed, 0.3, 100)
 

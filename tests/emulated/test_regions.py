@@ -31,8 +31,8 @@ def test_a_failure_inside_the_second_region_promises_no_more_than_was_enqueued(d
     reference.copy_region_blocks(before, moves[: caught.value.completed])
     for row in moves[: caught.value.completed].tolist():
         region, block = reference.block_place(done, row[1])
-        for found, wanted in zip(done[region].parts, before[region].parts, strict=True):
-            np.testing.assert_array_equal(reference.block_view(*found, block), reference.block_view(*wanted, block))
+        for part, wanted in zip(done[region].parts, before[region].parts, strict=True):
+            np.testing.assert_array_equal(reference.block_view(*part, block), reference.block_view(*wanted, block))
     device.copy_blocks(moves)
     device.synchronize()
     assert_equal(pools, expected)

@@ -36,14 +36,14 @@ def uploads(driver: Driver, seed: int, guard: str | None) -> bool:
         cache.core.disable_guard(guard)
     stream = device.create_stream("a")
     sequences = [cache.add_sequence([10 * number, 1, 2], stream=stream) for number in range(4)]
-    found, wanted = [out(device) for _ in sequences], [expected(cache, one, [0], [3]) for one in sequences]
+    outs, wanted = [out(device) for _ in sequences], [expected(cache, sequence, [0], [3]) for sequence in sequences]
     driver.hold(stream.handle)
-    for step, sequence in zip(found, sequences, strict=True):
+    for step, sequence in zip(outs, sequences, strict=True):
         cache.copy_step_tables(step, sequence, stream=stream)
     device.synchronize()
     cache.release(sequences)
     right = True
-    for step, tables in zip(found, wanted, strict=True):
+    for step, tables in zip(outs, wanted, strict=True):
         try:
             check(step, tables, seen)
         except AssertionError:
@@ -116,10 +116,10 @@ def test_gpus_and_threads_do_not_disturb_each_other(driver: Driver) -> None:
         try:
             for turn in range(4):
                 device, cache, sequence = devices[turn % 2], caches[turn % 2], sequences[turn % 2]
-                found = out(device)
-                cache.copy_step_tables(found, sequence)
+                tables = out(device)
+                cache.copy_step_tables(tables, sequence)
                 device.synchronize()
-                check(found, expected(cache, sequence, [0], [3]), seen)
+                check(tables, expected(cache, sequence, [0], [3]), seen)
         except BaseException as error:
             errors.append(error)
 

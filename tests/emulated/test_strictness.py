@@ -68,12 +68,12 @@ def test_a_stream_that_is_held_back_runs_last_even_where_it_is_waited_for_first(
         del kept
 
 
-def test_a_call_that_is_told_to_fail_does_nothing_and_fails_that_often(driver: Driver) -> None:
+def test_a_call_that_is_set_to_fail_does_nothing_and_fails_that_often(driver: Driver) -> None:
     before = driver.counter("events")
     driver.fail("cuEventCreate", lab.OUT_OF_MEMORY, passed=1, failing=2)
     handle = ctypes.c_size_t()
-    found = [driver.status("cuEventCreate", ctypes.byref(handle), lab.NO_TIMING) for _ in range(4)]
-    assert found == [lab.SUCCESS, lab.OUT_OF_MEMORY, lab.OUT_OF_MEMORY, lab.SUCCESS]
+    statuses = [driver.status("cuEventCreate", ctypes.byref(handle), lab.NO_TIMING) for _ in range(4)]
+    assert statuses == [lab.SUCCESS, lab.OUT_OF_MEMORY, lab.OUT_OF_MEMORY, lab.SUCCESS]
     assert driver.counter("events") == before + 2
 
 
@@ -120,7 +120,7 @@ def test_a_gpu_gets_on_when_no_call_comes_and_a_loop_of_queries_ends(driver: Dri
 
 def test_the_legacy_stream_waits_for_blocking_streams_only_and_they_for_it(driver: Driver) -> None:
     for flags, bound in ((0, True), (lab.NON_BLOCKING, False)):
-        found = set()
+        reads = set()
         for seed in range(30):
             driver.quiet(seed)
             target, values, stream = (
@@ -131,16 +131,16 @@ def test_the_legacy_stream_waits_for_blocking_streams_only_and_they_for_it(drive
             for value, on in zip(values, (0, stream, 0), strict=True):
                 driver.copy(target, value, 1, on)
             driver.cuCtxSynchronize()
-            found.add(target[0])
-        assert found == ({3} if bound else {2, 3})
+            reads.add(target[0])
+        assert reads == ({3} if bound else {2, 3})
 
 
 def test_a_host_function_that_waits_holds_up_its_own_stream_only_and_may_not_call_cuda(driver: Driver) -> None:
     driver.quiet(idle_ms=5)
-    gate, found, streams = threading.Event(), [], [driver.stream(), driver.stream()]
+    gate, statuses, streams = threading.Event(), [], [driver.stream(), driver.stream()]
 
     def function() -> None:
-        found.append(driver.status("cuStreamQuery", streams[1]))
+        statuses.append(driver.status("cuStreamQuery", streams[1]))
         gate.wait(600)
 
     kept = driver.host_function(function, streams[0])
@@ -149,7 +149,7 @@ def test_a_host_function_that_waits_holds_up_its_own_stream_only_and_may_not_cal
     assert driver.status("cuStreamQuery", streams[0]) == lab.NOT_READY
     gate.set()
     driver.cuStreamSynchronize(streams[0])
-    assert found == [lab.NOT_PERMITTED]
+    assert statuses == [lab.NOT_PERMITTED]
     del kept
 
 
@@ -304,12 +304,12 @@ def test_the_handle_of_a_destroyed_stream_becomes_that_of_another(driver: Driver
 
 
 def test_two_contexts_of_a_gpu_have_own_default_streams_and_events(driver: Driver) -> None:
-    found, primary, stream = ctypes.c_size_t(), driver.use(0), driver.stream()
-    driver.cuCtxCreate_v4(ctypes.byref(found), None, 0, 0)
-    assert driver.made("cuCtxGetCurrent") == found.value != primary
+    context, primary, stream = ctypes.c_size_t(), driver.use(0), driver.stream()
+    driver.cuCtxCreate_v4(ctypes.byref(context), None, 0, 0)
+    assert driver.made("cuCtxGetCurrent") == context.value != primary
     assert driver.status("cuEventRecord", driver.event(), stream) == lab.INVALID_HANDLE, "of another context"
     driver.cuEventRecord(driver.event(), 0)
-    driver.cuCtxDestroy_v2(found.value)
+    driver.cuCtxDestroy_v2(context.value)
     assert driver.made("cuCtxGetCurrent") == primary
 
 
@@ -322,7 +322,7 @@ def test_work_of_a_destroyed_stream_is_done(driver: Driver) -> None:
 
 
 def test_a_wait_is_for_the_record_before_it(driver: Driver) -> None:
-    """What a stream waits for is settled when it is told to, and an event that was never recorded holds nobody up."""
+    """What a stream waits for is settled at the call, and an event that was never recorded holds nobody up."""
     driver.quiet(idle_ms=5)
     gate, (first, second), event = threading.Event(), (driver.stream(), driver.stream()), driver.event()
     driver.cuStreamWaitEvent(second, event, 0)

@@ -148,8 +148,8 @@ def test_copies_inside_the_gpu_read_their_table_there_and_copies_across_the_link
             device.copy_blocks(moves, stream)
         assert grown == {"copies": tables, "launches": 1}
         device.synchronize()
-        found = images(pools)
-        copied = found[0][:, :, 1] if tables else found[1][0]
+        copies = images(pools)
+        copied = copies[0][:, :, 1] if tables else copies[1][0]
         np.testing.assert_array_equal(copied, expected[0][:, :, moves[0, 0]])
 
 

@@ -65,6 +65,6 @@ def driver() -> ctypes.CDLL:
 
 def announce(source: str, options: tuple[str, ...]) -> None:
     """Say where the twins of the image are that this thread loads next."""
-    found = library(source, tuple(options))
-    if found is not None:
-        driver().emu_next_image(str(found).encode())
+    twin = library(source, tuple(options))
+    if twin is not None:
+        driver().emu_next_image(str(twin).encode())

@@ -15,8 +15,8 @@ HERE = Path(__file__).parent
 
 def main(arguments: list[str]) -> int:
     named = {"plugins": build.PLUGINS, "torchless": build.TORCHLESS}.get("".join(arguments[:1]))
-    wheels, own = (build.VLLM, arguments) if named is None else (named, arguments[1:])
-    verb, rest = own[:1], own[1:]
+    wheels, command = (build.VLLM, arguments) if named is None else (named, arguments[1:])
+    verb, rest = command[:1], command[1:]
     if verb == ["build"] and not rest:
         try:
             print(f"built: {build.build(wheels)}")
@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
         return 0 if build.built(wheels) else 1
     if verb == ["test"] or (verb == ["run"] and rest):
         if not build.built(wheels):
-            words = ["python -m tests.engines", *arguments[: len(arguments) - len(own)], "build"]
+            words = ["python -m tests.engines", *arguments[: len(arguments) - len(command)], "build"]
             print(f"not built: {' '.join(words)}", file=sys.stderr)
             return 1
         python = str(build.python(wheels))

@@ -103,9 +103,9 @@ def need_machine() -> None:
     if sys.platform != "linux" or sysconfig.get_platform() != "linux-x86_64":
         raise BuildError(f"the wheels are for Linux on x86-64, this is {sysconfig.get_platform()}")
     if sys.version_info[:2] != PYTHON:
-        found, wanted = (".".join(map(str, version)) for version in (sys.version_info[:2], PYTHON))
+        python, wanted = (".".join(map(str, version)) for version in (sys.version_info[:2], PYTHON))
         raise BuildError(
-            f"the wheels are for Python {wanted}, this is {found}: make the checkout's environment with that"
+            f"the wheels are for Python {wanted}, this is {python}: make the checkout's environment with that"
         )
     if not {"avx2", "avx512f"} & set(CPUINFO.read_text(encoding="utf-8").split()):
         raise BuildError("vLLM and PyTorch for CPUs need AVX2 or AVX-512, and this processor has neither")

@@ -32,7 +32,7 @@ def _worker(spec: Any, kv_caches: Any, tier: kvpool.HostTier) -> OffloadingWorke
 
     first = spec.config.parallel.rank * spec.cpu_page_size_per_worker
     groups = [pieces(layers, spec.blocks_per_chunk, first) for layers in layers_of(kv_caches, False)]
-    caches, places = zip(*((one.cache, one.place) for group in groups for one in group), strict=True)
+    caches, places = zip(*((piece.cache, piece.place) for group in groups for piece in group), strict=True)
     copies = kvpool.HostCopies(tier, caches, blocks_per_host_block=spec.blocks_per_chunk, places=places)
     return _Worker(Transfers(copies, spec.num_chunks, spec.blocks_per_chunk, groups), False)
 
@@ -41,8 +41,10 @@ class CpuSpec(CPUOffloadingSpec):
     """vLLM's CPU tier alone."""
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
-        own = identity(self.config, VLLM.version())
-        return _worker(self, kv_caches, kvpool.HostTier(self.num_chunks, self.kv_bytes_per_chunk, identity=own))
+        model_identity = identity(self.config, VLLM.version())
+        return _worker(
+            self, kv_caches, kvpool.HostTier(self.num_chunks, self.kv_bytes_per_chunk, identity=model_identity)
+        )
 
 
 class CpuTieringSpec(TieringOffloadingSpec):

@@ -34,14 +34,14 @@ class Shape:
     inner: int = 256
     vocabulary: int = 512
     window: int = 0
-    """If not 0, every second layer sees so many tokens only."""
+    """If not 0, every second layer sees that many tokens only."""
     states: int = 0
-    """If not 0, every second layer is a convolution over so many tokens, whose state vLLM keeps: an LFM2."""
+    """If not 0, every second layer is a convolution over that many tokens, whose state vLLM keeps: an LFM2."""
     latent: int = 0
     """If not 0, attention is latent (MLA), with a latent of this size: a DeepSeek without experts."""
 
     def config(self) -> dict[str, Any]:
-        found = {
+        config = {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             "torch_dtype": "float32",
@@ -62,10 +62,10 @@ class Shape:
         }
         if self.window:
             kinds = ("full_attention", "sliding_attention")
-            found |= {"sliding_window": self.window, "layer_types": [kinds[layer % 2] for layer in range(self.layers)]}
+            config |= {"sliding_window": self.window, "layer_types": [kinds[layer % 2] for layer in range(self.layers)]}
         if self.states:
             kinds = ("conv", "full_attention")
-            found |= {
+            config |= {
                 "architectures": ["Lfm2ForCausalLM"],
                 "model_type": "lfm2",
                 "layer_types": [kinds[layer % 2] for layer in range(self.layers)],
@@ -79,7 +79,7 @@ class Shape:
                 "norm_eps": 1e-6,
             }
         if self.latent:
-            found |= {
+            config |= {
                 "architectures": ["DeepseekV2ForCausalLM"],
                 "model_type": "deepseek_v2",
                 "kv_lora_rank": self.latent,
@@ -98,8 +98,8 @@ class Shape:
                 "scoring_func": "softmax",
                 "norm_topk_prob": False,
             }
-            del found["head_dim"]
-        return found
+            del config["head_dim"]
+        return config
 
 
 SHAPES = {

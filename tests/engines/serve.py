@@ -3,8 +3,8 @@
 A script is JSON: the ``shape`` of the model, the options of the ``engine``, its ``transfer`` (None: no offload),
 whether the engine core has ``processes`` of its own, whether its KV ``events`` are counted, and ``waves`` of requests.
 The requests of a wave are given to the engine at once, and the next wave when all have ended. A request is its
-``name``, ``tokens``, ``new`` (how many to generate), ``at`` (it comes after so many steps of the engine), ``abort``
-(after so many), ``die`` (after so many the process kills itself), and ``after``, the name of an earlier one whose
+``name``, ``tokens``, ``new`` (how many to generate), ``at`` (it comes after that many steps of the engine), ``abort``
+(after that many), ``die`` (after that many the process kills itself), and ``after``, the name of an earlier one whose
 tokens, said and generated, come first.
 The wave "reset" drops what both caches have. ``environment`` has more variables, ``folder`` is where the model is
 written.
@@ -38,15 +38,15 @@ def transfer(extra: dict[str, Any], *, recovers: bool = True, faulty: bool = Fal
     spec = (
         ("FaultySpec", "tests.engines.corrupt") if faulty else ("KVPoolOffloadingSpec", "kvpool.integrations.vllm.spec")
     )
-    found: dict[str, Any] = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    connector: dict[str, Any] = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     if recovers:
-        found |= {
+        connector |= {
             "kv_connector": "KVPoolOffloadingConnector",
             "kv_connector_module_path": "kvpool.integrations.vllm.spec",
         }
-        found |= {"kv_load_failure_policy": "recompute"}
+        connector |= {"kv_load_failure_policy": "recompute"}
     named = {"spec_name": spec[0], "spec_module_path": spec[1]}
-    return {**found, "kv_connector_extra_config": {**named, "host_memory": "64MiB", **extra}}
+    return {**connector, "kv_connector_extra_config": {**named, "host_memory": "64MiB", **extra}}
 
 
 def endpoint(folder: Path) -> str:
@@ -121,7 +121,7 @@ def serve_wave(engine: Any, wave: list[dict[str, Any]], said: dict[str, list[int
     began: dict[str, int] = {}
     coming, steps = list(wave), 0
     while coming or engine.has_unfinished_requests():
-        for request in [one for one in coming if one.get("at", 0) <= steps]:
+        for request in [request for request in coming if request.get("at", 0) <= steps]:
             coming.remove(request)
             said[request["name"]] = [*said.get(request.get("after", ""), ()), *request["tokens"]]
             how = SamplingParams(
@@ -150,31 +150,31 @@ def answer_of(output: Any) -> dict[str, Any]:
 
 def compilations() -> list[str]:
     """What is compiled from now on, or loaded from what was compiled before."""
-    found: list[str] = []
+    names: list[str] = []
     if "numba" in sys.modules:
         from kvpool.common.jit.compiler import Dispatcher
 
         compile_one = Dispatcher.compile
 
-        def compile_and_tell(self: Any, signature: Any) -> Any:
-            found.append(self.py_func.__qualname__)
+        def compile_and_note(self: Any, signature: Any) -> Any:
+            names.append(self.py_func.__qualname__)
             return compile_one(self, signature)
 
-        Dispatcher.compile = compile_and_tell
-    return found
+        Dispatcher.compile = compile_and_note
+    return names
 
 
 def counters(engine: Any) -> dict[str, float]:
     """kvpool's and vLLM's own counts of loads and stores, as Prometheus would read them."""
-    found: dict[str, float] = {}
+    counts: dict[str, float] = {}
     for metric in engine.get_metrics():
         if "kvpool" in metric.name or "kv_offload" in metric.name:
             labels = ",".join(
                 value for name, value in sorted(metric.labels.items()) if name not in ("engine", "model_name")
             )
             name = f"{metric.name}{{{labels}}}" if labels else metric.name
-            found[name] = getattr(metric, "value", None) or getattr(metric, "count", 0)
-    return found
+            counts[name] = getattr(metric, "value", None) or getattr(metric, "count", 0)
+    return counts
 
 
 def main(script_file: str, answers_file: str) -> None:
@@ -194,7 +194,7 @@ def main(script_file: str, answers_file: str) -> None:
             waves.append(serve_wave(engine, wave, said))
         # What is still being copied is counted in a later step, and a step without a request would wait for one.
         serve_wave(engine, [{"name": "last", "tokens": [2, 3], "new": 4}], said)
-        found = {
+        report = {
             "waves": waves,
             "counters": counters(engine),
             "compiled": compiled,
@@ -203,8 +203,8 @@ def main(script_file: str, answers_file: str) -> None:
         }
         if events is not None:
             events.take()
-            found["events"] = {"stored": events.stored, "removed": events.removed, "here": len(events.here)}
-        Path(answers_file).write_text(json.dumps(found), encoding="utf-8")
+            report["events"] = {"stored": events.stored, "removed": events.removed, "here": len(events.here)}
+        Path(answers_file).write_text(json.dumps(report), encoding="utf-8")
         engine.engine_core.shutdown()
 
 

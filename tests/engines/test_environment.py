@@ -55,7 +55,7 @@ def test_the_engine_gets_no_credentials(monkeypatch: pytest.MonkeyPatch) -> None
     ("what", "value", "words"),
     [("PYTHON", (3, 99), "are for Python 3.99"), ("PYTHON", None, "are for Linux on x86-64")],
 )
-def test_a_machine_that_the_wheels_are_not_for_is_told(
+def test_a_machine_that_the_wheels_are_not_for_is_refused(
     what: str, value: tuple[int, int] | None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if value is None:
@@ -76,7 +76,7 @@ def test_a_failed_installation_says_what_pip_said_and_is_none(tmp_path: Path, mo
     assert not build.built()
 
 
-def test_a_processor_that_cannot_run_it_is_told_before_anything_is_installed(
+def test_a_processor_that_cannot_run_it_is_refused_before_anything_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(build.CACHE, str(tmp_path / "cache"))

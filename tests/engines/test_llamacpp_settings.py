@@ -75,7 +75,7 @@ def test_keys_differ_where_adapters_do_and_have_no_part_in_what_is_not_applied()
     assert Adapters(()).key == Adapters((0.0,)).key == LOADED.replaced([{"id": 0, "scale": 0}]).key == b""
     assert Adapters(()).body == {}
     scales = [(1.0, 0.0), (0.0, 1.0), (1.0, 1.0), (0.5, 0.0), (-1.0, 0.0), (1.0 + 2**-23, 0.0)]
-    assert len({Adapters(own).key for own in scales}) == len(scales)
+    assert len({Adapters(scale).key for scale in scales}) == len(scales)
     assert LOADED.replaced([{"id": 0, "scale": 0.1}]).key == LOADED.replaced([{"id": 0, "scale": 0.1 + 1e-12}]).key
 
 

@@ -41,7 +41,7 @@ class WatchedStore(MemoryStore):
         self.is_open = False
 
 
-class ClosedDoor(WatchedStore):
+class RefusingStore(WatchedStore):
     def open(self, space: Space) -> bytes:
         raise OSError("no way in")
 
@@ -246,7 +246,7 @@ def state_keys_of(settings: bytes) -> list[bytes]:
     return state_keys([1, 2, 3, 4], 3, range(1, 5), settings)
 
 
-@pytest.mark.parametrize("second", ["ClosedDoor:", "WatchedStore:64?color=red", "Absent:"])
+@pytest.mark.parametrize("second", ["RefusingStore:", "WatchedStore:64?color=red", "Absent:"])
 def test_a_store_that_does_not_open_leaves_none_open(second: str) -> None:
     OPENED.clear()
     with pytest.raises((OSError, TypeError, ValueError, ImportError)):

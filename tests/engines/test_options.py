@@ -34,9 +34,9 @@ GOOD = {"stores": "memory:?capacity=1MiB", "weights": "1"}
 
 
 def test_a_plug_in_takes_its_options_and_leaves_the_others_to_the_engine() -> None:
-    found = ONE_STORE.read({**GOOD, "staging": "64KiB", "load_seconds": 2, "module_path": "x"})
-    assert found == EngineOptions(stores=(GOOD["stores"],), weights="1", staging=1 << 16, load_seconds=2.0)
-    assert (found.kind, found.separate, found.persistent) == ("memory", True, [])
+    read = ONE_STORE.read({**GOOD, "staging": "64KiB", "load_seconds": 2, "module_path": "x"})
+    assert read == EngineOptions(stores=(GOOD["stores"],), weights="1", staging=1 << 16, load_seconds=2.0)
+    assert (read.kind, read.separate, read.persistent) == ("memory", True, [])
     host = HOST_TIER.read({"host_memory": "1GiB", "stores": ["memory:", "disk:/a"], "block_size": 64})
     assert host == EngineOptions(
         host_memory=1 << 30, stores=("memory:", "disk:/a"), load_seconds=2.0, save_seconds=60.0
@@ -83,10 +83,10 @@ def test_host_memory_that_says_nothing_is_refused(given: Any) -> None:
     [({}, True, True), ({}, False, False), ({"kv_dtype": " "}, False, False), ({"kv_dtype": "fp8_e5m2"}, False, True)],
 )
 def test_memory_of_bytes_needs_the_type_of_its_elements(options: dict[str, str], named: bool, accepted: bool) -> None:
-    found = ONE_STORE.read({**GOOD, **options})
+    read = ONE_STORE.read({**GOOD, **options})
     plain, bfloat16 = SimpleNamespace(is_floating_point=named), SimpleNamespace(is_floating_point=True)
     with nullcontext() if accepted else pytest.raises(ValueError, match="kv_dtype: expected .*, got none"):
-        found.check_dtypes([bfloat16, plain])
+        read.check_dtypes([bfloat16, plain])
 
 
 @pytest.mark.parametrize(
@@ -117,14 +117,14 @@ def test_a_host_tier_of_kvpool_takes_a_policy(plugin: EnginePlugin) -> None:
 
 
 def test_what_nobody_knows_is_ignored_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    given = {"host_memory": 1, "eviction_policy": "arc", "cpu_bytes_to_use": 1, "offload_prompt_only": False}
+    read = {"host_memory": 1, "eviction_policy": "arc", "cpu_bytes_to_use": 1, "offload_prompt_only": False}
     with caplog.at_level(logging.WARNING, "toy.kvpool"):
-        assert HOST_TIER.read(given) == HOST_TIER.read({"host_memory": 1}) == HOST_TIER.read(given, quiet=True)
+        assert HOST_TIER.read(read) == HOST_TIER.read({"host_memory": 1}) == HOST_TIER.read(read, quiet=True)
     (record,) = caplog.records
     assert record.getMessage().endswith("ignored in its file: cpu_bytes_to_use, eviction_policy")
 
 
-@pytest.mark.parametrize("plugin", [options.VLLM, options.SGLANG, options.LMCACHE], ids=lambda one: one.engine)
+@pytest.mark.parametrize("plugin", [options.VLLM, options.SGLANG, options.LMCACHE], ids=lambda plugin: plugin.engine)
 def test_a_version_that_was_not_tested_is_named_in_the_log_of_the_engine(
     plugin: EnginePlugin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -136,13 +136,13 @@ def test_a_version_that_was_not_tested_is_named_in_the_log_of_the_engine(
 
 
 def test_warnings_of_stores_are_shown_where_the_engine_shows_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    own, engine, seen = logging.getLogger("kvpool"), logging.getLogger("toy"), logging.Handler()
+    package, engine, seen = logging.getLogger("kvpool"), logging.getLogger("toy"), logging.Handler()
     records: list[logging.LogRecord] = []
     monkeypatch.setattr(seen, "emit", records.append)
     monkeypatch.setattr(engine, "handlers", [seen])
     for shown in (False, True):
-        monkeypatch.setattr(own, "handlers", [])
-        monkeypatch.setattr(own, "propagate", not shown)
+        monkeypatch.setattr(package, "handlers", [])
+        monkeypatch.setattr(package, "propagate", not shown)
         HOST_TIER.show_warnings()
         logging.getLogger("kvpool.storage").warning("the disk is full")
         assert len(records) == shown, "nobody has said where it is to be written"
@@ -158,16 +158,16 @@ def test_sizes_are_read_as_people_write_them(given: Any) -> None:
     [("load_share", 1, 1.01), ("save_share", 0.1, 0), ("retry_seconds", 0.5, 0), ("save_seconds", 60, 3601)],
 )
 def test_the_settings_of_stores_are_options(option: str, good: float, bad: float) -> None:
-    found = HOST_TIER.read({"host_memory": 1, option: good})
-    assert getattr(found, option) == good
+    read = HOST_TIER.read({"host_memory": 1, option: good})
+    assert getattr(read, option) == good
     with pytest.raises(ValueError, match=f"{option}: expected .*got {bad} in its file"):
         HOST_TIER.read({"host_memory": 1, option: bad})
 
 
 def test_engines_of_one_model_have_one_identity_and_all_others_another() -> None:
     seed = {"PYTHONHASHSEED": "0"}
-    own = lasting_identity(PASSING, "r1", "s", "sha256", seed)
-    assert lasting_identity(replace(PASSING, revision="engine 2"), "r1", "s", "sha256", seed) == own
+    lasting = lasting_identity(PASSING, "r1", "s", "sha256", seed)
+    assert lasting_identity(replace(PASSING, revision="engine 2"), "r1", "s", "sha256", seed) == lasting
     others = [
         lasting_identity(PASSING, "r2", "s", "sha256", seed),
         lasting_identity(PASSING, "r1", "t", "sha256", seed),
@@ -178,10 +178,10 @@ def test_engines_of_one_model_have_one_identity_and_all_others_another() -> None
             for name in ("model", "kv_dtype", "layout", "hash_version", "kv_scales")
         ),
     ]
-    assert len({own, *others}) == 10
+    assert len({lasting, *others}) == 10
 
 
-def test_without_a_name_the_files_of_the_model_tell_its_weights(tmp_path: Path) -> None:
+def test_without_a_name_the_files_of_the_model_identify_its_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ValueError, match="name its weights"):
         lasting_identity(replace(PASSING, model=str(tmp_path)), None, "s", "sha256", {})
@@ -190,8 +190,8 @@ def test_without_a_name_the_files_of_the_model_tell_its_weights(tmp_path: Path) 
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"1")
     passing = replace(PASSING, model=str(tmp_path))
-    own = lasting_identity(passing, None, "s", "sha256", {})
-    assert lasting_identity(passing, None, "s", "sha256", {}) == own
+    lasting = lasting_identity(passing, None, "s", "sha256", {})
+    assert lasting_identity(passing, None, "s", "sha256", {}) == lasting
     weights.write_bytes(b"2")
     os.utime(weights, (1, 1))
-    assert lasting_identity(passing, None, "s", "sha256", {}) != own
+    assert lasting_identity(passing, None, "s", "sha256", {}) != lasting

@@ -52,18 +52,18 @@ def save(blocks: StagedBlocks, count: int, first: int = 0) -> list[bool]:
 
 def load(blocks: StagedBlocks, count: int, first: int = 0) -> dict[int, np.ndarray]:
     """The blocks that came, by number."""
-    found: dict[int, np.ndarray] = {}
-    came = blocks.load(names(count, first), lambda place, row: found.update({first + place: row.copy()}))
-    assert sorted(found) == [first + place for place, ok in enumerate(came) if ok]
-    return found
+    rows: dict[int, np.ndarray] = {}
+    came = blocks.load(names(count, first), lambda place, row: rows.update({first + place: row.copy()}))
+    assert sorted(rows) == [first + place for place, ok in enumerate(came) if ok]
+    return rows
 
 
-def assert_right(found: dict[int, np.ndarray]) -> None:
-    for number, row in found.items():
+def assert_right(rows: dict[int, np.ndarray]) -> None:
+    for number, row in rows.items():
         assert np.array_equal(row, content(number)), number
 
 
-def test_room_behind_rows_is_of_the_memory_for_staging(make: Open, store: Wrong) -> None:
+def test_room_after_rows_counts_as_memory_for_staging(make: Open, store: Wrong) -> None:
     vars(store)["row_padding"] = 16
     blocks = make(rows=8)
     assert all(save(blocks, 5)) and len(load(blocks, 5)) == 5
@@ -74,9 +74,9 @@ def test_more_blocks_than_rows_are_saved_and_loaded_byte_for_byte(make: Open) ->
     blocks = make(rows=4)
     assert all(save(blocks, 15))
     assert blocks.find(names(17)) == [True] * 15 + [False] * 2
-    found = load(blocks, 17)
-    assert sorted(found) == list(range(15))
-    assert_right(found)
+    rows = load(blocks, 17)
+    assert sorted(rows) == list(range(15))
+    assert_right(rows)
     assert not blocks.troubles
 
 
@@ -90,11 +90,11 @@ def test_wrong_bytes_are_not_handed_over(make: Open, store: Wrong, caplog: pytes
 
     store.after["load"] = swap
     with caplog.at_level(logging.WARNING, "kvpool.integrations"):
-        found = load(blocks, 3)
+        rows = load(blocks, 3)
         save(blocks, 3)
         load(blocks, 3)
-    assert sorted(found) == [2]
-    assert_right(found)
+    assert sorted(rows) == [2]
+    assert_right(rows)
     assert blocks.troubles["load", "damaged"] == 4
     assert len([record for record in caplog.records if "damaged" in record.getMessage()]) == 1
 
@@ -116,9 +116,9 @@ def test_a_store_that_hangs_keeps_its_rows_and_cannot_reach_what_the_engine_uses
     gate.open()
     blocks.seconds["load"] = 60.0
     assert blocks.client.queue.drain(600)
-    found = load(blocks, 2)
-    assert len(found) == 2
-    assert_right(found)
+    rows = load(blocks, 2)
+    assert len(rows) == 2
+    assert_right(rows)
 
 
 def test_a_store_from_which_nothing_comes_is_asked_no_more_for_a_while(make: Open, store: Wrong) -> None:
@@ -211,8 +211,8 @@ def test_a_store_that_cannot_drop_them_hides_them(make: Open, store: Wrong) -> N
 def test_what_was_copied_before_a_clear_is_not_saved_after_it(make: Open, store: Wrong) -> None:
     """Another thread of the engine clears, while this one copies pages of the old weights."""
     blocks = make()
-    told = [blocks.save(names(2), lambda place, row: (row.fill(7), place or blocks.clear()))]  # type: ignore[func-returns-value]
-    assert told == [[False, False]] and not store.inner.stats()["blocks"] and blocks.find(names(2)) == [False, False]
+    results = [blocks.save(names(2), lambda place, row: (row.fill(7), place or blocks.clear()))]  # type: ignore[func-returns-value]
+    assert results == [[False, False]] and not store.inner.stats()["blocks"] and blocks.find(names(2)) == [False, False]
     assert blocks.client.free("load") == blocks.client.queue.slots, "the rows are given back"
 
 
@@ -221,9 +221,9 @@ def test_what_is_saved_after_a_clear_is_found_after_a_restart(make: Open, store:
     save(blocks, 2)
     assert blocks.clear() and all(save(blocks, 3, 10))
     blocks.close()
-    found = load(make(), 14)
-    assert sorted(found) == [10, 11, 12]
-    assert_right(found)
+    rows = load(make(), 14)
+    assert sorted(rows) == [10, 11, 12]
+    assert_right(rows)
 
 
 def test_blocks_for_which_no_time_is_left_are_not_copied(make: Open, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,14 +258,14 @@ def test_a_hit_that_the_engine_computes_sooner_is_not_found(make: Open, store: W
     """A block takes a microsecond to compute. Some probes at most find a store that is slower."""
     blocks = make(load="faster", compute_seconds=1e-6)
     assert all(save(blocks, 6))
-    told = 0
+    hits = 0
     for _ in range(200):
         there = blocks.find_hit(names(6))
         assert there in ([True] * 6, [False] * 6)
-        told += there[0]
+        hits += there[0]
         if there[0]:
             assert not load(blocks, 6), "it is given up when the engine would have computed it"
-    assert told < 20 and blocks.declined == 6 * (200 - told)
+    assert hits < 20 and blocks.declined == 6 * (200 - hits)
     assert not blocks.client.suspended and blocks.find(names(6)) == [True] * 6
 
 
@@ -275,9 +275,9 @@ def test_a_hit_that_the_store_brings_sooner_is_loaded(make: Open) -> None:
     for _ in range(20):
         assert blocks.find_hit(names(8)) == [True] * 6 + [False] * 2
         # As engines do: in several calls.
-        found = load(blocks, 4) | load(blocks, 2, first=4)
-        assert sorted(found) == list(range(6))
-        assert_right(found)
+        rows = load(blocks, 4) | load(blocks, 2, first=4)
+        assert sorted(rows) == list(range(6))
+        assert_right(rows)
     assert blocks.declined == 0 and not blocks.troubles
 
 

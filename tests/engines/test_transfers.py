@@ -38,8 +38,8 @@ class Worker:
         self.tensors = [memory[layer, :, : PAGES[0]] for layer in range(max(LAYERS))]
         self.groups = [self.tensors[:count] for count in LAYERS]
         self.tier = kvpool.HostTier(HOST_BLOCKS, max(LAYERS) * PAGES[0] * per, identity=IDENTITY)
-        found = [one for group in self.groups for one in pieces([*map(LayerPages.whole, group)], per)]
-        caches, places = [one.cache for one in found], [one.place for one in found]
+        group_pieces = [piece for group in self.groups for piece in pieces([*map(LayerPages.whole, group)], per)]
+        caches, places = [piece.cache for piece in group_pieces], [piece.place for piece in group_pieces]
         self.copies = kvpool.HostCopies(self.tier, caches, blocks_per_host_block=per, places=places, device=self.device)
         self.transfers = Transfers(self.copies, HOST_BLOCKS, per)
 
@@ -62,8 +62,8 @@ class Worker:
     def read(self, group: int, blocks: Sequence[int]) -> np.ndarray:
         if self.kind == "sim":
             self.device.synchronize()
-        found = [tensor[list(blocks)] for tensor in self.groups[group]]
-        return np.array([one if self.kind != "gpu" else one.get() for one in found])
+        taken = [tensor[list(blocks)] for tensor in self.groups[group]]
+        return np.array([tensor if self.kind != "gpu" else tensor.get() for tensor in taken])
 
     def store(self, job: int, blocks: Sequence[int], counts: Any, firsts: Any, hosts: Sequence[int]) -> None:
         self.transfers.store(job, self.transfers.parts(blocks, counts, firsts, hosts))
@@ -76,7 +76,7 @@ class Worker:
     def ended(self, *jobs: int) -> dict[int, Ended]:
         """The jobs that are over, once these are."""
         self.transfers.wait(set(jobs))
-        return {one.job: one for one in self.transfers.finished()}
+        return {result.job: result for result in self.transfers.finished()}
 
 
 def cupy() -> Any:
@@ -214,7 +214,7 @@ def test_a_job_is_not_over_before_its_copies_are(open_worker: Callable[..., Work
     gate.open()
     worker.transfers.wait({1})
     np.testing.assert_array_equal(worker.tier.blocks[4].view(np.int8).reshape(LAYERS[0], -1), wanted[:, 0])
-    assert [one.job for one in worker.transfers.finished()] == [1]
+    assert [result.job for result in worker.transfers.finished()] == [1]
     assert worker.transfers.finished() == []
 
 
@@ -228,31 +228,31 @@ def test_jobs_whose_parts_do_not_fit_are_refused(
 
 
 def test_layers_with_blocks_of_different_sizes_have_places_of_their_own() -> None:
-    """As attention beside states or indices. What is behind another worker's first byte stays as it is."""
+    """As attention beside states or indices. What comes after another worker's first byte stays as it is."""
     random, widths, per = np.random.default_rng(4), [8, 48, 8, 16], 2
     tensors = [random.integers(-128, 128, (6, width), np.int8) for width in widths]
     tier = kvpool.HostTier(3, 16 + per * sum(widths), identity=IDENTITY)
     tier.blocks[...] = 99
     group = pieces([*map(LayerPages.whole, tensors)], per, first_byte=16)
-    assert [(len(one.cache.bases[0]), one.place.first_byte) for one in group] == [(2, 16), (1, 48), (1, 144)]
-    caches, places = [one.cache for one in group], [one.place for one in group]
+    assert [(len(piece.cache.bases[0]), piece.place.first_byte) for piece in group] == [(2, 16), (1, 48), (1, 144)]
+    caches, places = [piece.cache for piece in group], [piece.place for piece in group]
     copies = kvpool.HostCopies(tier, caches, blocks_per_host_block=per, places=places)
     transfers = Transfers(copies, 3, per, [group])
     transfers.store(1, transfers.parts([5, 1, 3], (3,), (0,), [2, 0]))
-    assert [one.nbytes for one in transfers.finished()] == [3 * sum(widths)]
+    assert [result.nbytes for result in transfers.finished()] == [3 * sum(widths)]
     assert (tier.blocks[:, :16] == 99).all() and (tier.blocks[1] == 99).all()
     before = [tensor.copy() for tensor in tensors]
     for tensor in tensors:
         tensor[...] = 0
     transfers.load(2, transfers.parts([0, 2, 4], (3,), (0,), [2, 0]))
-    assert [one.error for one in transfers.finished()] == [None]
+    assert [result.error for result in transfers.finished()] == [None]
     for tensor, old in zip(tensors, before, strict=True):
         np.testing.assert_array_equal(tensor[[0, 2, 4]], old[[5, 1, 3]])
         assert not tensor[[1, 3, 5]].any()
     transfers.close()
 
 
-def test_what_is_no_memory_of_blocks_is_refused() -> None:
+def test_what_is_not_memory_of_blocks_is_refused() -> None:
     for tensor in (np.zeros(8, np.int8), np.zeros((4, 8), np.int8)[:, ::2], np.zeros((4, 8, 2), np.int8)):
         with pytest.raises(ValueError, match="tensors"):
             pieces([LayerPages(tensor, 8, (Run(0, 0, 8, 1, 8, 8),))], 1)

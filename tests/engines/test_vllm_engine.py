@@ -35,25 +35,25 @@ def tokens(random: Random, count: int) -> list[int]:
 def waves(prompts: int = PROMPTS, more: bool = True) -> list[Any]:
     """Prompts that share a beginning, twice, each followed by one that shares a part of it. With ``more``: turns of a
     conversation; several at once, of which some are aborted; and what is left after a reset."""
-    random, found = Random(5), []
+    random, batches = Random(5), []
     shared = tokens(random, 4 * BLOCK)
-    given = [shared + tokens(random, 11 * BLOCK) for _ in range(PROMPTS)]
+    shared_prompts = [shared + tokens(random, 11 * BLOCK) for _ in range(PROMPTS)]
 
     def wave(*requests: tuple[str, list[int], dict[str, Any]]) -> None:
-        found.append([{"name": name, "tokens": prompt, "new": 6, **rest} for name, prompt, rest in requests])
+        batches.append([{"name": name, "tokens": prompt, "new": 6, **rest} for name, prompt, rest in requests])
 
     for time in ("first", "again"):
-        for number, prompt in enumerate(given[:prompts]):
+        for number, prompt in enumerate(shared_prompts[:prompts]):
             wave((f"{time}-{number}", prompt, {}))
             part = (5 + number) * BLOCK
             wave((f"{time}-{number}-part", prompt[:part] + prompt[part + BLOCK : part : -1], {}))
     if more:
-        converse(wave, random, given)
-        serve_at_once(wave, random, given)
-        found.append("reset")
+        converse(wave, random, shared_prompts)
+        serve_at_once(wave, random, shared_prompts)
+        batches.append("reset")
         for name, number in (("after-reset", 0), ("after-reset-other", 1), ("after-reset-again", 0)):
-            wave((name, given[number], {}))
-    return found
+            wave((name, shared_prompts[number], {}))
+    return batches
 
 
 def converse(wave: Any, random: Random, prompts: list[list[int]]) -> None:
@@ -130,9 +130,9 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    found = Runs(tmp_path_factory.mktemp("vllm"))
-    yield found
-    found.close()
+    server_runs = Runs(tmp_path_factory.mktemp("vllm"))
+    yield server_runs
+    server_runs.close()
 
 
 def answers(run: Any) -> dict[str, Any]:
@@ -144,14 +144,14 @@ def differing(computed: Any, loaded: Any) -> dict[str, str]:
     """The requests to which two runs say other tokens, or give them other logprobs; with the largest distance of
     logprobs."""
     wanted, got = answers(computed), answers(loaded)
-    found = {}
+    differences = {}
     for name in [name for name in got if not name.startswith("aborted")]:
         answer = got[name]
         far = max(abs(a - b) for a, b in zip(answer["logprobs"], wanted[name]["logprobs"], strict=True))
         if answer["tokens"] != wanted[name]["tokens"] or far > FAR:
-            found[name] = f"{far:.1e}"
+            differences[name] = f"{far:.1e}"
     assert "first-0" in got
-    return found
+    return differences
 
 
 def counted(run: Any, name: str) -> float:
@@ -198,16 +198,16 @@ def test_a_hybrid_says_and_finds_what_it_does_with_a_large_cache_of_vllms_own(ru
     """What it says depends on where vLLM has cut a prompt, by some hundredths: so it is cut alike in all runs."""
     cut = {"enable_prefix_caching": True, "max_num_batched_tokens": 5 * BLOCK}
     prompts = waves(prompts=2, more=False)
-    own = runs.run("hybrid", None, engine=cut, waves=prompts)
+    baseline = runs.run("hybrid", None, engine=cut, waves=prompts)
     loaded = runs.run("hybrid", {}, waves=prompts)
-    assert differing(own, loaded) == {} and counted(loaded, "loaded_chunks") > 0
-    found = [{name: answer["cached"] for name, answer in answers(run).items()} for run in (own, loaded)]
-    assert found[0] == found[1] and found[1]["again-0"] == found[1]["again-1"] == 14 * BLOCK
+    assert differing(baseline, loaded) == {} and counted(loaded, "loaded_chunks") > 0
+    hits = [{name: answer["cached"] for name, answer in answers(run).items()} for run in (baseline, loaded)]
+    assert hits[0] == hits[1] and hits[1]["again-0"] == hits[1]["again-1"] == 14 * BLOCK
     faulty = runs.run("hybrid", {}, waves=prompts, transfer=transfer({"fault": "stale"}, faulty=True))
-    assert differing(own, faulty) != {}
+    assert differing(baseline, faulty) != {}
 
 
-def test_latent_attention_is_refused_where_vllm_computes_other_tokens_behind_a_prefix(runs: Runs) -> None:
+def test_latent_attention_is_refused_where_vllm_computes_other_tokens_after_a_prefix(runs: Runs) -> None:
     """With a tier that is not kvpool's, vLLM says other tokens too."""
     assert "ValueError: latent attention on this CPU" in runs.run("latent", {}).get("failed", "")
 
@@ -228,12 +228,12 @@ def test_later_turns_of_a_conversation_are_loaded(runs: Runs) -> None:
 
 def test_vllms_own_events_say_what_is_on_the_host(runs: Runs) -> None:
     shape, extra, more = WAYS["two blocks a chunk, little host memory"]
-    found = runs.run(shape, extra, **more)
-    assert found["events"]["stored"] == counted(found, "stored_chunks")
+    run = runs.run(shape, extra, **more)
+    assert run["events"]["stored"] == counted(run, "stored_chunks")
     # The reset takes back what had not been evicted until then.
-    assert found["events"]["removed"] > counted(found, "evicted_chunks") > 0
-    assert found["events"]["stored"] == found["events"]["removed"] + found["events"]["here"]
-    assert found["events"]["here"] == counted(found, "host_blocks{evictable}")
+    assert run["events"]["removed"] > counted(run, "evicted_chunks") > 0
+    assert run["events"]["stored"] == run["events"]["removed"] + run["events"]["here"]
+    assert run["events"]["here"] == counted(run, "host_blocks{evictable}")
 
 
 @pytest.mark.parametrize("fault", ["swapped", "doubled", "stale"])

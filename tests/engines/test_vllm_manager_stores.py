@@ -1,4 +1,4 @@
-"""The scheduler's side of the plug-in for vLLM with stores behind its host tier, called as vLLM calls it."""
+"""The scheduler's side of the plug-in for vLLM with stores below its host tier, called as vLLM calls it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_chunk_that_was_evicted_is_loaded_from_the_store() -> None:
 
 
 @pytest.mark.parametrize("saved", [False, True])
-def test_a_store_that_took_too_long_is_a_miss_whatever_a_store_behind_the_host_has(saved: bool) -> None:
+def test_a_store_that_took_too_long_is_a_miss_whatever_the_next_store_has(saved: bool) -> None:
     """A worker may still write the one host block that the chunk has, so nothing is loaded into it."""
     clock = Clock()
     manager = Stored(4, clock)
@@ -93,24 +93,24 @@ def test_a_store_that_took_too_long_is_a_miss_whatever_a_store_behind_the_host_h
 @pytest.mark.parametrize("taken", [0, 2])
 def test_an_ended_request_leaves_the_room_for_loads_to_the_next_one(taken: int) -> None:
     """Whether it was aborted before it took a chunk, or has taken fewer than it looked for."""
-    own = Stored(16)
+    stored = Stored(16)
     for first in range(0, 48, 8):
-        own.fill(*range(first, first + 8))
-        own.wait_saved(8)
-        own.cache.forget(keys(*range(first, first + 8)))
+        stored.fill(*range(first, first + 8))
+        stored.wait_saved(8)
+        stored.cache.forget(keys(*range(first, first + 8)))
     for number in range(6):
         name, chunks = f"r{number}", keys(*range(8 * number, 8 * number + 8))
-        assert PENDING in [own.real.lookup(key, request(name)) for key in chunks]
-        while own.real._keeper.stats().searching:
-            own.step()
-        assert [own.real.lookup(key, request(name)) for key in chunks] == [HIT] * 8, name
+        assert PENDING in [stored.real.lookup(key, request(name)) for key in chunks]
+        while stored.real._keeper.stats().searching:
+            stored.step()
+        assert [stored.real.lookup(key, request(name)) for key in chunks] == [HIT] * 8, name
         if taken:
-            own.load(name, 8 * number, 8 * number + 1)
-            own.complete_load(name, 8 * number, 8 * number + 1)
+            stored.load(name, 8 * number, 8 * number + 1)
+            stored.complete_load(name, 8 * number, 8 * number + 1)
         else:
-            own.real.on_request_finished(request(name))
-    assert own.real._keeper.stats().refused == 0
-    own.real.shutdown()
+            stored.real.on_request_finished(request(name))
+    assert stored.real._keeper.stats().refused == 0
+    stored.real.shutdown()
 
 
 def test_of_a_prompt_that_is_longer_than_the_host_its_beginning_is_loaded_and_the_rest_is_computed() -> None:
@@ -120,9 +120,9 @@ def test_of_a_prompt_that_is_longer_than_the_host_its_beginning_is_loaded_and_th
         manager.fill(number)
         manager.wait_saved(1)
     manager.cache.forget(keys(*prompt))
-    found = manager.found(*prompt)
-    came = prompt[: found.index(MISS)]
-    assert found == [HIT] * len(came) + [MISS] * (20 - len(came)) and 0 < len(came) <= 4, "half of the tier"
+    states = manager.found(*prompt)
+    came = prompt[: states.index(MISS)]
+    assert states == [HIT] * len(came) + [MISS] * (20 - len(came)) and 0 < len(came) <= 4, "half of the tier"
     assert [manager.tier.blocks[block, 0] for block in manager.load("long", *came)] == [*came]
     manager.complete_load("long", *came)
     assert not manager.real.has_pending_work()
@@ -132,19 +132,19 @@ def test_of_a_prompt_that_is_longer_than_the_host_its_beginning_is_loaded_and_th
 
 
 def test_the_log_has_a_line_for_each_request_while_somebody_reads_it(caplog: pytest.LogCaptureFixture) -> None:
-    manager, own = Stored(4), request("a secret of nobody\n")
+    manager, context = Stored(4), request("a secret of nobody\n")
     manager.real.prefill.tokens_per_block = 16
 
     def serve() -> str:
         caplog.clear()
-        manager.real.on_new_request(own)
+        manager.real.on_new_request(context)
         for number, key in enumerate(keys(1, 5, 9), 3):
-            own.set_offload_key_position(key, 16 * number)
-            while manager.real.lookup(key, own) == PENDING:
+            context.set_offload_key_position(key, 16 * number)
+            while manager.real.lookup(key, context) == PENDING:
                 manager.step()
-        manager.real.prepare_load(keys(1, 5), own)
-        manager.real.complete_load(set(keys(1, 5)), own)
-        manager.real.on_request_finished(own)
+        manager.real.prepare_load(keys(1, 5), context)
+        manager.real.complete_load(set(keys(1, 5)), context)
+        manager.real.on_request_finished(context)
         return caplog.text
 
     manager.fill(1, 5)
@@ -187,9 +187,9 @@ def test_a_load_names_the_chunks_that_are_filled_in_part() -> None:
     manager = Stored(4)
     (block,) = manager.store_in_part(1)
     manager.fill(2)
-    found = manager.real.prepare_load(keys(2, 1), request())
-    assert (found.blocks[1], found.partial) == (block, (block,))
-    assert pickle.loads(pickle.dumps(found)).partial == (block,)
+    spec = manager.real.prepare_load(keys(2, 1), request())
+    assert (spec.blocks[1], spec.partial) == (block, (block,))
+    assert pickle.loads(pickle.dumps(spec)).partial == (block,)
     manager.real.shutdown()
 
 
@@ -207,8 +207,8 @@ def test_a_chunk_that_comes_back_whole_is_not_filled_in_part_any_more(again: str
         assert manager.found(1) == [HIT]
     else:
         manager.fill(1)
-    found = manager.real.prepare_load(keys(1), request())
-    assert (found.blocks, found.partial) == ((block,), ())
+    spec = manager.real.prepare_load(keys(1), request())
+    assert (spec.blocks, spec.partial) == ((block,), ())
     manager.complete_load("r", 1)
     manager.real.shutdown()
 
@@ -219,8 +219,8 @@ def test_a_host_block_of_a_chunk_in_part_is_whole_for_the_chunk_that_a_store_bri
     manager.wait_saved(1)
     (block,) = manager.store_in_part(2)
     assert manager.found(1) == [HIT]
-    found = manager.real.prepare_load(keys(1), request())
-    assert (found.blocks, found.partial) == ((block,), ())
+    spec = manager.real.prepare_load(keys(1), request())
+    assert (spec.blocks, spec.partial) == ((block,), ())
     assert (manager.tier.blocks[block] == 1).all()
     manager.complete_load("r", 1)
     manager.real.shutdown()
@@ -245,14 +245,14 @@ def test_chunks_in_part_that_have_left_the_cache_are_not_remembered_for_ever() -
     for number in range(50):
         manager.store_in_part(number)
     assert len(manager.real._chunks) <= 6
-    found = manager.real.prepare_load(keys(48, 49), request())
-    assert found.partial == found.blocks
+    spec = manager.real.prepare_load(keys(48, 49), request())
+    assert spec.partial == spec.blocks
     manager.real.shutdown()
 
 
 def test_reports_of_workers_are_joined() -> None:
-    one, other = vllm.WorkerReport({1: 1}, failed_blocks={3}), vllm.WorkerReport({1: 1, 2: 1}, partial_blocks={4})
-    both = one.aggregate(other)
+    report, other = vllm.WorkerReport({1: 1}, failed_blocks={3}), vllm.WorkerReport({1: 1, 2: 1}, partial_blocks={4})
+    both = report.aggregate(other)
     assert (both.completed_jobs, both.failed_blocks, both.partial_blocks) == ({1: 2, 2: 1}, {3}, {4})
     assert pickle.loads(pickle.dumps(both)) == both
 
@@ -266,7 +266,7 @@ def test_after_a_reset_no_store_has_what_was_saved_before() -> None:
     manager.real.shutdown()
 
 
-def test_a_reset_takes_back_what_was_told_of_stores() -> None:
+def test_a_reset_retracts_events_of_stores() -> None:
     manager, known = Stored(4), set[int]()
     list(manager.real.take_events())
 
@@ -303,10 +303,10 @@ def test_the_settings_of_the_bridge_are_those_of_the_options(monkeypatch: pytest
     ("kinds", "source"),
     [(["disk"], "DISK"), (["memory"], "HOST"), (["memory", "disk"], "HOST"), (["disk"] * 2, "DISK")],
 )
-def test_what_a_store_has_brought_is_told_as_such_to_the_first_who_loads_it(
+def test_what_a_store_has_brought_is_reported_to_the_first_that_loads_it(
     kinds: list[str], source: str, tmp_path: Path
 ) -> None:
-    """Of several stores, it is the one that has brought it."""
+    """With several stores, it is the one that has brought it."""
     where = {"memory": "memory:?capacity=1MiB", "disk": "disk:{}?capacity=1MiB"}
     manager = Stored(2, stores=tuple(where[kind].format(tmp_path / str(at)) for at, kind in enumerate(kinds)))
     manager.fill(1, 2)
@@ -340,8 +340,8 @@ def test_a_hit_is_loaded_only_where_that_is_faster_than_to_compute_it(
         for _ in range(rounds):
             manager.cache.forget(keys(*range(32)))
             manager.now += 1.0
-            found = manager.found(*range(16))
-            count += found == [HIT] * 16
+            states = manager.found(*range(16))
+            count += states == [HIT] * 16
         return count
 
     assert hits(3) <= 1, "one load tries the store, as long as nobody waits for it"
@@ -373,7 +373,7 @@ def test_a_hit_is_loaded_only_where_that_is_faster_than_to_compute_it(
     manager.real.shutdown()
 
 
-def test_routers_are_told_what_a_store_has_and_what_it_has_lost(tmp_path: Path) -> None:
+def test_routers_learn_what_a_store_has_and_what_it_has_lost(tmp_path: Path) -> None:
     manager = Stored(8, stores=("memory:?capacity=128", f"disk:{tmp_path}/s?capacity=1MiB"))
     list(manager.real.take_events())
     for number in (1, 2, 3):
@@ -381,19 +381,19 @@ def test_routers_are_told_what_a_store_has_and_what_it_has_lost(tmp_path: Path) 
         manager.wait_saved(2)
     manager.cache.forget(keys(1, 2, 3))
     assert manager.found(1, 2, 3) == [HIT, HIT, HIT], "the disk has all, and the memory two"
-    found = [
+    events = [
         (event.ownership, event.locality.name, event.removed, manager.numbers(event.keys))
         for event in manager.real.take_events()
         if event.medium is Medium.STORAGE
     ]
-    owners = {owner for owner, *_ in found}
-    assert len(owners) == 2 and {locality for _, locality, *_ in found} == {"LOCAL"}
+    owners = {owner for owner, *_ in events}
+    assert len(owners) == 2 and {locality for _, locality, *_ in events} == {"LOCAL"}
     stored = {
-        owner: sorted(sum((keys for name, _, gone, keys in found if name == owner and not gone), []))
+        owner: sorted(sum((keys for name, _, gone, keys in events if name == owner and not gone), []))
         for owner in owners
     }
     assert list(stored.values()) == [[1, 2, 3]] * 2
-    assert [keys for *_, gone, keys in found if gone] == [[1]]
+    assert [keys for *_, gone, keys in events if gone] == [[1]]
     manager.real.shutdown()
 
 
@@ -441,8 +441,8 @@ def test_a_host_tier_that_is_too_small_for_what_comes_is_warned_of_once(
         # What nobody has read takes no room any more.
         manager.now = 15.0 * second
         assert manager.counted()["vllm:kvpool_store_missed_reasons:('crowded',)"] >= 1
-    told = [record.getMessage() for record in caplog.records if record.name == vllm.log.name]
-    assert len([text for text in told if "load of 1 blocks: crowded" in text]) == len(told) == 1
+    warnings = [record.getMessage() for record in caplog.records if record.name == vllm.log.name]
+    assert len([text for text in warnings if "load of 1 blocks: crowded" in text]) == len(warnings) == 1
     manager.real.shutdown()
 
 

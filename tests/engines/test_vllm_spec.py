@@ -58,7 +58,7 @@ def config(
     world = workers * stages * context
     parallel = OffloadingParallelConfig(rank, world, workers, stages, context, 1, 0, 1, None, agnostic)
     groups = (OffloadingGroupConfig(16, ("layer.0", "layer.1"), 0),)
-    found = OffloadingConfig(
+    config = OffloadingConfig(
         groups,
         BLOCK_BYTES,
         False,
@@ -68,7 +68,7 @@ def config(
         OffloadingCacheConfig(16, per_chunk),
         parallel,
     )
-    return replace(found, **more)
+    return replace(config, **more)
 
 
 def serving(algorithm: str = "sha256", longest: int = 64, window: int = 0) -> Any:
@@ -205,7 +205,7 @@ def test_no_request_compiles_anything(stores: str, per_chunk: int) -> None:
     assert (done.returncode, done.stdout.strip().splitlines()[-1:]) == (0, ["[]"]), done.stderr[-3000:]
 
 
-def test_compiling_is_told_at_its_start_and_its_end(
+def test_compiling_is_logged_at_its_start_and_its_end(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = vllm.KVPoolOffloadingSpec(config({"host_memory": "64KiB"}))
@@ -226,7 +226,7 @@ def test_what_is_compiled_leaves_no_trace() -> None:
     assert all((tensor == 7).all() for tensor in tensors)
     worker.submit_load(1, vllm.HostBlocks((0,)), base.GPULoadStoreSpec([5], (1, 0), (0, 0)))
     worker.wait({1})
-    assert [one.success for one in worker.get_finished()] == [False], "nobody has stored it"
+    assert [result.success for result in worker.get_finished()] == [False], "nobody has stored it"
     worker.shutdown()
 
 
@@ -240,7 +240,7 @@ def test_the_index_and_the_memory_of_every_worker_belong_together() -> None:
 def worker_of(spec: Any, tensors: list[Any]) -> Any:
     """The worker for two groups over the same tensors."""
     refs = [[base.CanonicalKVCacheRef(index, BLOCK_BYTES // 2) for index in range(len(tensors))]] * 2
-    caches = [base.CanonicalKVCacheTensor(one, BLOCK_BYTES // 2) for one in tensors]
+    caches = [base.CanonicalKVCacheTensor(tensor, BLOCK_BYTES // 2) for tensor in tensors]
     return spec.get_worker(base.CanonicalKVCaches(caches, refs))
 
 
@@ -254,7 +254,7 @@ def test_a_failed_load_is_a_success_only_where_somebody_computes_it(
     worker = worker_of(spec, [torch.zeros((12, BLOCK_BYTES // 2), dtype=torch.int8) for _ in range(2)])
     worker.recovers = recovers
     worker.submit_load(1, vllm.HostBlocks((3,)), base.GPULoadStoreSpec([7], (1, 0), (0, 0)), expedited)
-    assert [one.success for one in worker.get_finished()] == [survives]
+    assert [result.success for result in worker.get_finished()] == [survives]
     assert (worker.take_failed(), worker.take_failed()) == ({1}, set())
     worker.shutdown()
 
@@ -269,9 +269,9 @@ def test_a_worker_loads_what_a_store_has_brought_where_the_scheduler_says_that_i
     worker.wait({1})
     worker.submit_load(2, vllm.HostBlocks((3,), partial), base.GPULoadStoreSpec([7, 8], (2, 0), (0, 0)))
     worker.wait({2})
-    assert [one.success for one in worker.get_finished()] == [True, comes]
+    assert [result.success for result in worker.get_finished()] == [True, comes]
     reports = [worker.take_report(vllm.WorkerReport({})) for _ in range(2)]
-    assert [(one.failed_blocks, one.partial_blocks) for one in reports] == [(set(), {3}), (set(), set())]
+    assert [(report.failed_blocks, report.partial_blocks) for report in reports] == [(set(), {3}), (set(), set())]
     worker.shutdown()
 
 
@@ -286,14 +286,14 @@ def test_a_worker_stores_and_loads_what_vllm_names() -> None:
         tensor.numpy()[...] = random.integers(-128, 128, tensor.shape, dtype=np.int8)
     wanted = [tensor.clone() for tensor in tensors]
     worker.submit_store(1, base.GPULoadStoreSpec([1, 2, 3, 4, 9, 8], (4, 2), (0, 4)), vllm.HostBlocks((3, 0, 5)))
-    assert [(one.job_id, one.success, one.transfer_size) for one in worker.get_finished()] == [
+    assert [(result.job_id, result.success, result.transfer_size) for result in worker.get_finished()] == [
         (1, True, 6 * BLOCK_BYTES)
     ]
     for tensor in tensors:
         tensor.zero_()
     worker.submit_load(2, vllm.HostBlocks((3, 0, 5)), base.GPULoadStoreSpec([7, 6, 5, 11, 10], (3, 2), (1, 4)))
     worker.wait({2})
-    assert [one.success for one in worker.get_finished()] == [True]
+    assert [result.success for result in worker.get_finished()] == [True]
     for tensor, before in zip(tensors, wanted, strict=True):
         np.testing.assert_array_equal(tensor[[7, 6, 5]], before[[2, 3, 4]])
         np.testing.assert_array_equal(tensor[[11, 10]], before[[9, 8]])
@@ -320,7 +320,7 @@ def first_says(monkeypatch: pytest.MonkeyPatch) -> None:
 def workers_of(caches: list[base.CanonicalKVCaches], extra: dict[str, Any], **more: Any) -> tuple[list[Any], list[Any]]:
     """The specs of all workers, and the workers with these caches."""
     specs = [vllm.KVPoolOffloadingSpec(config(extra, rank=rank, **more)) for rank in range(len(caches))]
-    return specs, [spec.get_worker(one) for spec, one in zip(specs, caches, strict=True)]
+    return specs, [spec.get_worker(cache) for spec, cache in zip(specs, caches, strict=True)]
 
 
 def caches_of(tensors: list[Any], mappings: list[Any] | None = None) -> base.CanonicalKVCaches:
@@ -330,8 +330,8 @@ def caches_of(tensors: list[Any], mappings: list[Any] | None = None) -> base.Can
         base.CanonicalKVCacheRef(index, page, mapping)
         for index, (page, mapping) in enumerate(zip(pages, mappings or [None] * len(pages), strict=True))
     ]
-    found = [base.CanonicalKVCacheTensor(tensor, page) for tensor, page in zip(tensors, pages, strict=True)]
-    return base.CanonicalKVCaches(found, [refs])
+    canonical = [base.CanonicalKVCacheTensor(tensor, page) for tensor, page in zip(tensors, pages, strict=True)]
+    return base.CanonicalKVCaches(canonical, [refs])
 
 
 def moved(worker: Any, job: int, blocks: list[int], hosts: tuple[int, ...], *, load: bool, partial: Any = ()) -> bool:
@@ -342,7 +342,7 @@ def moved(worker: Any, job: int, blocks: list[int], hosts: tuple[int, ...], *, l
     else:
         worker.submit_store(job, device, vllm.HostBlocks(hosts))
     worker.wait({job})
-    return all(one.success for one in worker.get_finished())
+    return all(result.success for result in worker.get_finished())
 
 
 def noise(seed: int, layers: int, *shape: int) -> list[Any]:
@@ -352,13 +352,13 @@ def noise(seed: int, layers: int, *shape: int) -> list[Any]:
 
 def test_what_all_workers_have_alike_is_kept_once(first_says: None) -> None:
     """Latent attention: vLLM has the first worker store, and all load."""
-    own = [noise(seed, 2, 12, BLOCK_BYTES // 2) for seed in (1, 2)]
+    tensors = [noise(seed, 2, 12, BLOCK_BYTES // 2) for seed in (1, 2)]
     more = {"workers": 2, "replicated_layout": True}
-    specs, workers = workers_of([caches_of(one) for one in own], {"host_memory": "64KiB"}, **more)
+    specs, workers = workers_of([caches_of(tensor) for tensor in tensors], {"host_memory": "64KiB"}, **more)
     assert [spec.host_blocks for spec in specs] == [16, 16] and all(spec.replicated_layout for spec in specs)
     assert moved(workers[0], 1, [1, 2], (3, 0), load=False)
     assert moved(workers[1], 2, [7, 8], (3, 0), load=True), "it attaches what the first one has"
-    for first, second in zip(*own, strict=True):
+    for first, second in zip(*tensors, strict=True):
         np.testing.assert_array_equal(second[[7, 8]], first[[1, 2]])
     assert not moved(workers[1], 3, [7], (3,), load=True, partial=(3,)), "it has not seen what is missing there"
     for worker in workers:
@@ -367,22 +367,22 @@ def test_what_all_workers_have_alike_is_kept_once(first_says: None) -> None:
 
 @pytest.mark.parametrize("stores", [False, True])
 def test_stages_have_their_own_layers(first_says: None, stores: bool) -> None:
-    own = [noise(seed, layers, 12, 512) for seed, layers in ((1, 2), (2, 2 if stores else 3))]
+    shares = [noise(seed, layers, 12, 512) for seed, layers in ((1, 2), (2, 2 if stores else 3))]
     extra = {"host_memory": "64KiB"} | ({"stores": ["memory:"], "weights": "1"} if stores else {})
     specs, workers = [], []
     with serving():
-        for rank, tensors in enumerate(own):
+        for rank, tensors in enumerate(shares):
             nbytes = 512 * len(tensors)
             made = config(extra, stages=2, rank=rank, worker_kv_bytes_per_block=nbytes, engine_id="e")
             specs.append(vllm.KVPoolOffloadingSpec(made))
             workers.append(specs[-1].get_worker(caches_of(tensors)))
     assert {spec.host_blocks for spec in specs} == {32}
-    before = [[tensor.clone() for tensor in tensors] for tensors in own]
-    for worker, tensors in zip(workers, own, strict=True):
+    before = [[tensor.clone() for tensor in tensors] for tensors in shares]
+    for worker, tensors in zip(workers, shares, strict=True):
         assert moved(worker, 1, [4, 5], (31, 2), load=False)
         for tensor in tensors:
             tensor.zero_()
-    for worker, tensors, old in zip(workers, own, before, strict=True):
+    for worker, tensors, old in zip(workers, shares, before, strict=True):
         assert moved(worker, 2, [9, 8], (31, 2), load=True)
         for tensor, values in zip(tensors, old, strict=True):
             np.testing.assert_array_equal(tensor[[9, 8]], values[[4, 5]])
@@ -423,7 +423,7 @@ def certified(layout: str, values: list[np.ndarray], rank: int, workers: int) ->
     """A worker's caches, with what vLLM says of their layout."""
     spec = FullAttentionSpec(block_size=TOKENS, num_kv_heads=HEADS // workers, head_size=HEAD, dtype=torch.float16)
     names = [f"layer.{index}" for index in range(len(values))]
-    both = [shard(layout, one, rank, workers) for one in values]
+    both = [shard(layout, value, rank, workers) for value in values]
     parallel = SimpleNamespace(
         tensor_parallel_size=workers,
         prefill_context_parallel_size=1,
@@ -434,12 +434,12 @@ def certified(layout: str, values: list[np.ndarray], rank: int, workers: int) ->
     )
     model = SimpleNamespace(get_total_num_kv_heads=lambda: HEADS)
     groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=names)]
-    found = derive_canonical_mappings(
+    mappings = derive_canonical_mappings(
         SimpleNamespace(parallel_config=parallel, model_config=model),
         SimpleNamespace(num_blocks=len(values[0]), kv_cache_groups=groups),
         {name: view for name, (view, _) in zip(names, both, strict=True)},
     )
-    return caches_of([flat for _, flat in both], [found[name] for name in names])
+    return caches_of([flat for _, flat in both], [mappings[name] for name in names])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -449,7 +449,7 @@ def test_a_host_block_is_the_same_with_any_number_of_workers(layout: str, per_ch
     random, blocks = np.random.default_rng(6), 6
     shape = (blocks, 2, TOKENS, HEADS, HEAD)
     values = [random.integers(0, 1 << 15, shape).astype(np.uint16).view(np.float16) for _ in range(3)]
-    page, nothing = 2 * TOKENS * HEADS * HEAD * 2, [np.zeros_like(one) for one in values]
+    page, nothing = 2 * TOKENS * HEADS * HEAD * 2, [np.zeros_like(value) for value in values]
     tiers, identities = {}, set()
     for workers in (1, 2, 4):
         more = {
@@ -472,8 +472,8 @@ def test_a_host_block_is_the_same_with_any_number_of_workers(layout: str, per_ch
         others, loading = workers_of(empty, {"host_memory": 8 * 3 * page * per_chunk}, **more)
         kvpool.HostTier.attach(others[0].description).blocks[...] = tiers[1].blocks
         assert all(moved(worker, 1, stored, hosts, load=True) for worker in loading)
-        for one, other in zip(full, empty, strict=True):
-            for a, b in zip(one.tensors, other.tensors, strict=True):
+        for cache, other in zip(full, empty, strict=True):
+            for a, b in zip(cache.tensors, other.tensors, strict=True):
                 np.testing.assert_array_equal(b.tensor[stored], a.tensor[stored])
         for worker in (*storing, *loading):
             worker.shutdown()
@@ -499,12 +499,12 @@ def test_the_commands_that_are_shown_are_what_the_tests_run() -> None:
     with_stores = {"stores": ["disk:/var/kvpool/llama?capacity=200GiB"], "weights": "revision 1a2b3c"}
     for command, extra in zip(commands, ({}, with_stores), strict=True):
         model, *options = shlex.split(command)
-        found = EngineArgs.from_cli_args(parser.parse_args(["--model", model, *options])).kv_transfer_config
+        parsed = EngineArgs.from_cli_args(parser.parse_args(["--model", model, *options])).kv_transfer_config
         wanted = serve.transfer({"host_memory": "8GiB", **extra})
-        assert {name: getattr(found, name) for name in wanted} == wanted
+        assert {name: getattr(parsed, name) for name in wanted} == wanted
 
 
 @pytest.mark.parametrize("recovers", [True, False])
 def test_vllm_finds_the_connector_by_its_name(recovers: bool) -> None:
-    found = KVConnectorFactory.get_connector_class(KVTransferConfig(**serve.transfer({}, recovers=recovers)))
-    assert found is (vllm.KVPoolOffloadingConnector if recovers else vllm.OffloadingConnector)
+    connector = KVConnectorFactory.get_connector_class(KVTransferConfig(**serve.transfer({}, recovers=recovers)))
+    assert connector is (vllm.KVPoolOffloadingConnector if recovers else vllm.OffloadingConnector)

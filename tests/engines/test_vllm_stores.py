@@ -1,4 +1,4 @@
-"""A real vLLM with stores behind kvpool's host tier: what was evicted from the host comes back, an engine that was
+"""A real vLLM with stores below kvpool's host tier: what was evicted from the host comes back, an engine that was
 killed is warm when it is started again, and the tokens are those of a run without offload."""
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ LONG, SHORT = waves(more=False), waves(prompts=2, more=False)
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    found = Runs(tmp_path_factory.mktemp("vllm-stores"))
-    yield found
-    found.close()
+    vllm_runs = Runs(tmp_path_factory.mktemp("vllm-stores"))
+    yield vllm_runs
+    vllm_runs.close()
 
 
 def disk(folder: Path) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def test_what_some_workers_have_saved_others_load_in_the_canonical_layout(
     runs: Runs, tmp_path: Path, workers: tuple[int, int]
 ) -> None:
     extra, folder = disk(tmp_path) | {"canonical_layout": True}, str(tmp_path)
-    found = [
+    pair = [
         runs.run(
             "tiny",
             extra,
@@ -91,8 +91,8 @@ def test_what_some_workers_have_saved_others_load_in_the_canonical_layout(
         )
         for count in workers
     ]
-    assert [answers(run)["first-0"]["cached"] for run in found] == [0, 15 * BLOCK]
-    assert differing(runs.run("tiny", None, waves=LONG), found[1]) == {}
+    assert [answers(run)["first-0"]["cached"] for run in pair] == [0, 15 * BLOCK]
+    assert differing(runs.run("tiny", None, waves=LONG), pair[1]) == {}
 
 
 def test_a_prompt_that_no_store_has_does_not_wait_for_other_requests(runs: Runs) -> None:
@@ -101,9 +101,9 @@ def test_a_prompt_that_no_store_has_does_not_wait_for_other_requests(runs: Runs)
     options = {"stores": ["memory:?capacity=64MiB"], "retry_seconds": 1e-6}
     long = {"name": "long", "tokens": LONG[0][0]["tokens"][:64], "new": 60}
     cold = {"name": "cold", "tokens": LONG[2][0]["tokens"][:100], "new": 4, "at": 5}
-    found = runs.run("tiny", options | {"weights": "random 0"}, waves=[[long, cold]])
-    assert answers(found)["cold"]["step"] - 5 <= 4
-    assert answers(found)["long"]["step"] < 5
+    run = runs.run("tiny", options | {"weights": "random 0"}, waves=[[long, cold]])
+    assert answers(run)["cold"]["step"] - 5 <= 4
+    assert answers(run)["long"]["step"] < 5
 
 
 def test_only_where_vllms_keys_begin_with_a_random_seed_it_is_asked_for(runs: Runs, tmp_path: Path) -> None:
@@ -112,12 +112,12 @@ def test_only_where_vllms_keys_begin_with_a_random_seed_it_is_asked_for(runs: Ru
     assert "the environment variable PYTHONHASHSEED set to one number" in refused["failed"]
     assert not (tmp_path / "store").exists()
     for run in range(2):
-        found = runs.run("tiny", disk(tmp_path), waves=SHORT[:1] * (run + 1), folder=str(tmp_path))
-        assert answers(found)["first-0"]["cached"] == run * 15 * BLOCK
+        served = runs.run("tiny", disk(tmp_path), waves=SHORT[:1] * (run + 1), folder=str(tmp_path))
+        assert answers(served)["first-0"]["cached"] == run * 15 * BLOCK
 
 
 def test_under_vllms_own_connector_stores_are_refused(runs: Runs) -> None:
-    given = transfer({"stores": ["memory:?capacity=64MiB"]}, recovers=False)
-    refused = runs.run("tiny", {}, transfer=given, waves=SHORT[:1])
+    plain = transfer({"stores": ["memory:?capacity=64MiB"]}, recovers=False)
+    refused = runs.run("tiny", {}, transfer=plain, waves=SHORT[:1])
     assert "KVPoolOffloadingConnector" in refused["failed"]
     assert "add_request" not in refused["failed"], "refused at the first request"

@@ -1,4 +1,4 @@
-"""kvpool's stores as a secondary tier behind vLLM's own CPU tier, in a real vLLM: tokens are those of a run without
+"""kvpool's stores as a secondary tier below vLLM's own CPU tier, in a real vLLM: tokens are those of a run without
 offload, and chunks that the CPU tier has evicted come from the store."""
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ SHORT = waves(more=False)
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    found = Runs(tmp_path_factory.mktemp("vllm-tier"))
-    yield found
-    found.close()
+    vllm_runs = Runs(tmp_path_factory.mktemp("vllm-tier"))
+    yield vllm_runs
+    vllm_runs.close()
 
 
 def tiered(store: str, **more: Any) -> dict[str, Any]:
@@ -44,8 +44,8 @@ def tiered(store: str, **more: Any) -> dict[str, Any]:
 
 
 def test_chunks_that_the_cpu_tier_has_evicted_come_from_the_store(runs: Runs, tmp_path: Path) -> None:
-    given = tiered(f"disk:{tmp_path}/store?capacity=64MiB", weights="random 0")
-    same = {"transfer": given, "environment": {"PYTHONHASHSEED": "7"}, "folder": str(tmp_path)}
+    tier_transfer = tiered(f"disk:{tmp_path}/store?capacity=64MiB", weights="random 0")
+    same = {"transfer": tier_transfer, "environment": {"PYTHONHASHSEED": "7"}, "folder": str(tmp_path)}
     loaded = runs.run("tiny", {}, waves=SHORT, **same)
     assert differing(runs.run("tiny", None, waves=SHORT), loaded) == {}
     read = [

@@ -47,19 +47,19 @@ class Tier:
         for row, number in enumerate(numbers):
             self.rows[row] = content(number).view(np.int8)
         job = self.submit(False, list(numbers), list(range(len(numbers))))
-        (found,) = self.results(1)
-        assert (found.job_id, found.success) == (job, True)
+        (result,) = self.results(1)
+        assert (result.job_id, result.success) == (job, True)
 
     def results(self, count: int) -> list[Any]:
-        found: list[Any] = []
-        until(lambda: len(found.extend(self.real.get_finished_jobs()) or found) >= count)
-        return found
+        results: list[Any] = []
+        until(lambda: len(results.extend(self.real.get_finished_jobs()) or results) >= count)
+        return results
 
     def lookup(self, *numbers: int) -> list[Any]:
         """One step of the scheduler."""
-        found = [self.real.lookup(key, ReqContext(req_id="r")) for key in keys(*numbers)]
+        states = [self.real.lookup(key, ReqContext(req_id="r")) for key in keys(*numbers)]
         self.real.on_schedule_end(ScheduleEndContext((), ()))
-        return found
+        return states
 
     def found(self, *numbers: int) -> list[Any]:
         def resolved() -> bool:
@@ -77,17 +77,17 @@ def keys(*numbers: int) -> list[Any]:
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Wrong:
-    found = Wrong(MemoryStore(1 << 20))
-    monkeypatch.setattr(urls, "open_store", lambda text, **names: found)
-    return found
+    wrong = Wrong(MemoryStore(1 << 20))
+    monkeypatch.setattr(urls, "open_store", lambda text, **names: wrong)
+    return wrong
 
 
 @pytest.fixture
 def tier(store: Wrong) -> Iterator[Tier]:
-    found = Tier(store, remember_seconds=1000.0)
-    yield found
-    found.real.shutdown()
-    found.view.release()
+    tier = Tier(store, remember_seconds=1000.0)
+    yield tier
+    tier.real.shutdown()
+    tier.view.release()
 
 
 def test_what_was_stored_is_found_and_loaded_byte_for_byte(tier: Tier) -> None:
@@ -96,8 +96,8 @@ def test_what_was_stored_is_found_and_loaded_byte_for_byte(tier: Tier) -> None:
     assert tier.real.has_pending_work()
     assert tier.found(1, 2, 3, 4) == [HIT, HIT, HIT, MISS]
     job = tier.submit(True, [3, 1], [9, 11])
-    (found,) = tier.results(1)
-    assert (found.job_id, found.success, found.transfer_bytes) == (job, True, 2 * BYTES)
+    (result,) = tier.results(1)
+    assert (result.job_id, result.success, result.transfer_bytes) == (job, True, 2 * BYTES)
     assert np.array_equal(tier.rows[9].view(np.uint8), content(3))
     assert np.array_equal(tier.rows[11].view(np.uint8), content(1))
 
@@ -105,8 +105,8 @@ def test_what_was_stored_is_found_and_loaded_byte_for_byte(tier: Tier) -> None:
 def test_a_load_that_comes_in_part_names_what_has_come(tier: Tier) -> None:
     tier.save(1, 2)
     tier.submit(True, [1, 7, 2], [9, 10, 11])
-    (found,) = tier.results(1)
-    assert not found.success and list(found.successful_keys) == keys(1, 2)
+    (result,) = tier.results(1)
+    assert not result.success and list(result.successful_keys) == keys(1, 2)
     assert tier.lookup(7) == [MISS], "it is not tried again at once"
 
 
@@ -119,8 +119,8 @@ def test_a_changed_byte_is_a_failed_load(tier: Tier, store: Wrong) -> None:
 
     store.after["load"] = flip
     tier.submit(True, [1], [9])
-    (found,) = tier.results(1)
-    assert not found.success and not found.successful_keys
+    (result,) = tier.results(1)
+    assert not result.success and not result.successful_keys
 
 
 def test_a_load_that_hangs_is_reported_when_its_rows_are_free(store: Wrong) -> None:
@@ -132,8 +132,8 @@ def test_a_load_that_hangs_is_reported_when_its_rows_are_free(store: Wrong) -> N
     until(lambda: tier.real._client.queue.stats().blocks["load", "late"] == 1)
     assert list(tier.real.get_finished_jobs()) == []
     gate.open()
-    (found,) = tier.results(1)
-    assert not found.success
+    (result,) = tier.results(1)
+    assert not result.success
     tier.real.shutdown()
 
 
@@ -141,7 +141,7 @@ def test_a_dead_store_fails_jobs_and_is_left_alone(tier: Tier, store: Wrong) -> 
     store.before.update({"save": fail, "find": fail})
     for number in range(6):
         tier.submit(False, [number], [0])
-        assert [one.success for one in tier.results(1)] == [False]
+        assert [result.success for result in tier.results(1)] == [False]
         assert tier.found(number) == [MISS]
     assert store.calls.count("save") == store.calls.count("find") == 3
 
@@ -151,7 +151,7 @@ def test_draining_waits_for_calls_and_what_was_saved_before_is_not_found(tier: T
     assert tier.found(1) == [HIT]
     tier.submit(False, [2], [3])
     tier.real.drain_jobs()
-    assert [one.success for one in tier.real.get_finished_jobs()] == [True]
+    assert [result.success for result in tier.real.get_finished_jobs()] == [True]
     assert tier.found(1, 2) == [MISS, MISS]
     tier.save(1)
     assert tier.found(1) == [HIT]

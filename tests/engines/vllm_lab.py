@@ -44,10 +44,10 @@ class Manager:
 
     def prepare_store(self, *numbers: int) -> Any:
         """Numbers to store, host blocks, evicted numbers; or None."""
-        found = self.real.prepare_store(keys(*numbers), request())
-        if found is None:
+        output = self.real.prepare_store(keys(*numbers), request())
+        if output is None:
             return None
-        return self.numbers(found.keys_to_store), found.store_spec.blocks, self.numbers(found.evicted_keys)
+        return self.numbers(output.keys_to_store), output.store_spec.blocks, self.numbers(output.evicted_keys)
 
     def complete_store(self, *numbers: int, success: bool = True) -> None:
         self.real.complete_store(set(keys(*numbers)), request(), success)
@@ -65,9 +65,9 @@ class Manager:
 
     def events(self) -> list[tuple[bool, set[int]]]:
         """Whether they were removed, and which."""
-        found = list(self.real.take_events())
-        assert all(event.medium is Medium.CPU for event in found)
-        return [(event.removed, set(self.numbers(event.keys))) for event in found]
+        events = list(self.real.take_events())
+        assert all(event.medium is Medium.CPU for event in events)
+        return [(event.removed, set(self.numbers(event.keys))) for event in events]
 
     def follow(self, known: set[int]) -> set[int]:
         """What a listener knows after the events so far."""
@@ -79,8 +79,8 @@ class Manager:
         stats = self.real.get_stats()
         return {} if stats is None else stats.reduce()
 
-    def numbers(self, found: list[Any]) -> list[int]:
-        return [int(key[:-4][: len(key[:-4]) // 8]) for key in found]
+    def numbers(self, block_keys: list[Any]) -> list[int]:
+        return [int(key[:-4][: len(key[:-4]) // 8]) for key in block_keys]
 
 
 class Stored(Manager):
@@ -89,8 +89,8 @@ class Stored(Manager):
     def __init__(self, chunks: int, cache_clock: Callable[[], int] | None = None, **options: Any) -> None:
         self.cache = kvpool.HostCache(chunks, 64, identity=IDENTITY, history=8, clock=cache_clock)
         self.tier, self.now = kvpool.HostTier.of(self.cache), 0.0
-        given = EngineOptions(**{"stores": ("memory:?capacity=1MiB",), **options})
-        self.real = vllm.KVPoolOffloadingManager(self.cache, given, clock=lambda: self.now)
+        engine_options = EngineOptions(**{"stores": ("memory:?capacity=1MiB",), **options})
+        self.real = vllm.KVPoolOffloadingManager(self.cache, engine_options, clock=lambda: self.now)
         self.real.open_stores(self.tier.share(), IDENTITY)
 
     def fill(self, *numbers: int) -> None:
@@ -103,14 +103,14 @@ class Stored(Manager):
     def found(self, *numbers: int) -> list[Any]:
         """What lookups say in the end, step by step, as long as the manager wants steps."""
         end = time.monotonic() + 600
-        found = self.lookup(*numbers)
+        states = self.lookup(*numbers)
         while self.real.has_pending_work():
             assert time.monotonic() < end
             self.step()
-        return self.lookup(*numbers) if PENDING in found else found
+        return self.lookup(*numbers) if PENDING in states else states
 
     def wait_saved(self, count: int) -> None:
-        """Wait until the store has kept so many chunks more. A chunk that leaves the cache before is not kept."""
+        """Wait until the store has kept that many chunks more. A chunk that leaves the cache before is not kept."""
         end = time.monotonic() + 600
         while count > 0:
             assert time.monotonic() < end
@@ -142,7 +142,7 @@ PROMPT = range(20)
 
 def positioned(name: str, known: bool) -> Any:
     """A request of which vLLM says where its chunks are, or not."""
-    found = request(name)
+    context = request(name)
     for place, key in enumerate(keys(*PROMPT) if known else ()):
-        found.set_offload_key_position(key, 16 * (place + 1))
-    return found
+        context.set_offload_key_position(key, 16 * (place + 1))
+    return context

@@ -104,8 +104,8 @@ def test_a_gpu_that_another_process_has_is_opened_there_only_and_until_it_is_clo
         description = cache.share()
         with pytest.raises(ValueError, match="in this process"):
             attach(description)
-        given = cupy.empty(2 * LAYOUT.block_bytes, cupy.uint8)
-        with KVCacheManager(LAYOUT, device_blocks=2, device="cuda", device_memory=given) as other:
+        memory = cupy.empty(2 * LAYOUT.block_bytes, cupy.uint8)
+        with KVCacheManager(LAYOUT, device_blocks=2, device="cuda", device_memory=memory) as other:
             with pytest.raises(ValueError, match="caller's"):
                 other.share()
     with pytest.raises(PoolClosed):
@@ -147,7 +147,7 @@ def test_what_a_process_has_enqueued_is_done_before_it_lets_go_of_the_memory(spa
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [5, 16, 25])
 def test_memory_of_any_size_is_found_where_it_begins_in_its_allocation(head_dim: int, spawn: Spawn) -> None:
-    """5,000 bytes are no number of pages: what another process opens is the allocation, which begins earlier."""
+    """5,000 bytes are not whole pages: what another process opens is the allocation, which begins earlier."""
     real_cupy()
     layout = BlockLayout(2, 1, head_dim, 25, dtype="uint8")
     with KVCacheManager(layout, device_blocks=10, device="cuda") as cache:

@@ -45,7 +45,7 @@ def test_blocks_are_copied_by_the_path_that_is_measured(
 ) -> None:
     paths = list[str]()
     chosen = Calibration.choose
-    monkeypatch.setattr(Calibration, "choose", lambda *given: (paths.append(found := chosen(*given)), found)[1])
+    monkeypatch.setattr(Calibration, "choose", lambda *arguments: (paths.append(path := chosen(*arguments)), path)[1])
     figures = measure(gpu_cases.BlockCopies, (*parameters, COUNT, NBYTES))
     assert figures["time_per_byte"] == pytest.approx(1e12 * SECONDS / (NBYTES * COUNT))
     assert figures["times_large_copy"] == pytest.approx(QUICK.tier_bytes / 2 / (NBYTES * COUNT))
@@ -73,7 +73,7 @@ def test_every_byte_of_a_scene_is_copied_by_its_path(cupy: Any, scene: str, path
         cupy.cuda.Device().synchronize()
         made.batch()
         copied = tiers.memory[0].get(), tiers.memory[1]
-        changed = [int((one != other).sum()) for one, other in zip(copied, values, strict=True)]
+        changed = [int((copy != other).sum()) for copy, other in zip(copied, values, strict=True)]
     for way, tier in ((LOAD, 0), (SAVE, 1)):
         wanted = QUICK.batch_bytes if way in made.ways else 0
         assert 0.97 * wanted <= changed[tier] <= wanted, "but for bytes that were equal before"
@@ -162,7 +162,7 @@ def test_what_does_not_fit_is_skipped_and_what_fails_fails_alone(monkeypatch: py
         gpu.BlockCopies().setup({(): failed})
 
 
-def test_conditions_tell_an_emulated_driver_from_a_gpu() -> None:
+def test_conditions_distinguish_an_emulated_driver_from_a_gpu() -> None:
     figures = measure(gpu_cases.Conditions, ())
     assert (figures["emulated"], figures["quick"]) == (emulated.running(), 1)
 

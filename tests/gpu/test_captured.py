@@ -46,8 +46,8 @@ class Captured:
         self.graph = stream.end_capture()
 
     def stage(self, ids: Any) -> None:
-        for one in self.uploads:
-            one.stage(ids, stream=self.stream)
+        for upload in self.uploads:
+            upload.stage(ids, stream=self.stream)
 
     def check(self, dense: np.ndarray, steps: dict[str, np.ndarray]) -> None:
         """What a replay has written: that, and nothing for the sequences that are missing."""
@@ -69,7 +69,7 @@ class Captured:
 
 def as_it_is(cache: KVCacheManager, ids: list[int]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     lengths = cache.sequence_length(ids).tolist()
-    committed = [int(cache.committed_tokens(one)) for one in ids]
+    committed = [int(cache.committed_tokens(sequence)) for sequence in ids]
     counts = [length - first for length, first in zip(lengths, committed, strict=True)]
     return cache.block_table(ids).dense(), expected(cache, ids, committed, counts)
 
@@ -95,17 +95,17 @@ def test_each_replay_writes_the_tables_of_its_step(cupy: Any, cache: KVCacheMana
         if ids and random.random() < 0.5:
             live.remove(ids[0])
             cache.release(ids[0], stream=stream)
-        grown = [one for one in live if cache.sequence_length(one) < 28]
+        grown = [sequence for sequence in live if cache.sequence_length(sequence) < 28]
         cache.append_tokens(grown, [7] * len(grown), [1] * len(grown))
         stream.synchronize()
         captured.check(*wanted)
-    for one in captured.uploads:
-        one.close()
+    for upload in captured.uploads:
+        upload.close()
     cache.verify()
 
 
 def test_what_was_refused_leaves_what_was_staged(cupy: Any, cache: KVCacheManager) -> None:
-    """Half-way through the sequences: the first is right, the second has not so many tokens."""
+    """Half-way through the sequences: the first is right, the second does not have that many tokens."""
     stream = cupy.cuda.Stream(non_blocking=True)
     captured, ids = Captured(cupy, cache, stream), cache.add_sequence_batch([[1, 2, 3, 4, 5], [6]], stream=stream).ids
     captured.stage(ids)
@@ -149,12 +149,12 @@ def test_what_no_graph_can_have_is_refused_and_the_capture_goes_on(cupy: Any, ca
     graph.launch(other)
     other.synchronize()
     assert table.get()[0].tolist() == [*cache.block_table(ids).dense()[0].tolist(), *[-1] * 7]
-    assert all((one.get() == -7).all() for one in vectors)
+    assert all((vector.get() == -7).all() for vector in vectors)
 
 
 def test_a_hand_over_that_the_driver_refuses_is_an_error_and_leaves_no_buffer(cupy: Any, cache: KVCacheManager) -> None:
     if not emulated.running():
-        pytest.skip("only the emulated driver fails when it is told to")
+        pytest.skip("only the emulated driver can be set to fail")
     from tests.emulated import lab
 
     stream, table = cupy.cuda.Stream(non_blocking=True), cupy.full((1, 8), -7, np.int32)
@@ -176,20 +176,20 @@ def test_a_hand_over_that_the_driver_refuses_is_an_error_and_leaves_no_buffer(cu
     assert table.get()[0, 0] >= 0 and step.seq_lens.get()[0] == 2
 
 
-def test_a_pool_closes_behind_its_replays_while_others_capture(cupy: Any) -> None:
+def test_a_pool_closes_after_its_replays_while_others_capture(cupy: Any) -> None:
     assert not unusable()
     cache = KVCacheManager(LAYOUT, device_blocks=4, host_blocks=4, device="cuda")
     stream, busy = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
-    captured, one = Captured(cupy, cache, stream), cache.add_sequence([1, 2, 3], stream=stream)
-    captured.stage(one)
-    wanted = as_it_is(cache, [one])
+    captured, sequence = Captured(cupy, cache, stream), cache.add_sequence([1, 2, 3], stream=stream)
+    captured.stage(sequence)
+    wanted = as_it_is(cache, [sequence])
     busy.begin_capture()
     captured.graph.launch(stream)
     cache.close()
     for upload in captured.uploads:
         upload.close()
     with pytest.raises(PoolClosed):
-        captured.stage(one)
+        captured.stage(sequence)
     busy.end_capture()
     captured.check(*wanted)  # it was done before the buffers went
 
@@ -205,8 +205,8 @@ def test_a_hand_over_goes_on_when_the_stream_of_its_replays_was_destroyed(
     captured, ids = Captured(cupy, cache, stream), cache.add_sequence_batch([[1, 2, 3, 4, 5], [6]], stream=stream).ids
     bare = int(runtime.streamCreateWithFlags(runtime.streamNonBlocking))
     wanted = as_it_is(cache, ids.tolist())
-    for one in captured.uploads:
-        one.stage(ids, stream=bare)
+    for upload in captured.uploads:
+        upload.stage(ids, stream=bare)
     captured.graph.launch(cupy.cuda.Stream.from_external(Stream(bare)))
     runtime.streamDestroy(bare)
     if then == "staged":
@@ -215,7 +215,7 @@ def test_a_hand_over_goes_on_when_the_stream_of_its_replays_was_destroyed(
         captured.graph.launch(stream)
         stream.synchronize()
         captured.check(np.zeros((0, 0), np.int32), expected(cache, [], [], []))
-    for one in captured.uploads:
-        one.close()
+    for upload in captured.uploads:
+        upload.close()
     cupy.cuda.Device().synchronize()
     cache.verify()

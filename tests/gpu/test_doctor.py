@@ -45,7 +45,7 @@ assert lab.driver().counter("contexts") == 0, "a look makes no context"
 """
 
 
-def test_a_look_is_no_use_of_the_gpu() -> None:
+def test_a_look_is_not_a_use_of_the_gpu() -> None:
     if not emulated.running():
         pytest.skip("the emulated driver counts contexts")
     from tests.emulated import lab

@@ -123,7 +123,7 @@ def test_a_pool_is_used_while_a_stream_is_captured_and_refuses_that_stream(cupy:
         graph.launch(captured)
         captured.synchronize()
         assert (out.get() == 0x01010101).all()
-        assert all((one.get() == -7).all() for one in (table, *vectors, step.seq_lens))
+        assert all((vector.get() == -7).all() for vector in (table, *vectors, step.seq_lens))
         cache.copy_batch_block_offsets(table, held)
         cache.commit(held)
         cache.release(held)
@@ -193,10 +193,10 @@ def test_nothing_is_compiled_after_the_pool_is_made(cupy: Any, monkeypatch: pyte
     with KVCacheManager(LAYOUT, device_blocks=5, host_blocks=60, device="cuda", max_sequences=2) as cache:
 
         def fail(*args: Any, **kwargs: Any) -> Any:
-            raise AssertionError("compiled behind a decision")
+            raise AssertionError("compiled after a decision")
 
         monkeypatch.setattr(cupy, "RawModule", fail)
-        for jitted in (one for one in vars(fragments).values() if hasattr(one, "overloads")):
+        for jitted in (function for function in vars(fragments).values() if hasattr(function, "overloads")):
             monkeypatch.setattr(jitted, "compile", fail)
         serve(cache, None, 0, 10)
         sequence, table = cache.add_sequence([1, 2, 3]), cupy.full((1, 8), -7, np.int32)

@@ -130,14 +130,14 @@ def test_a_sequence_comes_back_from_the_host_with_what_its_stream_wrote(cupy: An
         cache.release(added.ids, stream=other, store=False)
         assert cache.resume(sequence, stream=other) == 3
         with other:
-            found = [
+            blocks = [
                 cupy.asarray(cache.device_pool)[:, :, block].copy()
                 for block in cache.block_table(sequence).dense()[0].tolist()
             ]
         other.synchronize()
         tokens = [4, 4, 2]
-        for i, (one, count) in enumerate(zip(found, tokens, strict=True)):
-            assert (one[:, :, :count].get() == i + 1).all()
+        for i, (block_kv, count) in enumerate(zip(blocks, tokens, strict=True)):
+            assert (block_kv[:, :, :count].get() == i + 1).all()
         cache.verify()
         cache.release(sequence)
 
@@ -160,8 +160,8 @@ def test_a_replay_finds_a_fragment_that_was_left_out(cupy: Any, monkeypatch: pyt
 def test_a_thousand_requests_of_a_trace_are_served_with_every_byte_right(
     cupy: Any, request: pytest.FixtureRequest
 ) -> None:
-    """Of the trace that ``--request-trace`` names, else of generated chats; by the path that the pool chooses for each
-    copy."""
+    """Requests of the trace that ``--request-trace`` names, else of generated chats; by the path that the pool chooses
+    for each copy."""
     trace = request.config.getoption("--request-trace")
     sizes = ["--device-blocks", "2000", "--host-blocks", "4000", "--cut", "2000", "--active", "16", "--limit", "1000"]
     assert main(["replay", "--device", "cuda", "--verify", *sizes, *([trace] if trace else [])]) == 0
@@ -172,13 +172,15 @@ def test_every_path_can_be_measured_and_is_kept(cupy: Any, monkeypatch: pytest.M
     monkeypatch.setattr(cuda, "measure", partial(measure, sizes=(4096, 65536), counts=(4, 64)))
     monkeypatch.setenv("KVPOOL_COPY_KERNELS", "kernel,bulk")
     device = CudaDevice()
-    found = device.calibrate()
-    assert {(m.direction, m.path) for m in found.measurements} >= set(product(DIRECTIONS, ("plain", "kernel", "bulk")))
+    calibration_made = device.calibrate()
+    assert {(m.direction, m.path) for m in calibration_made.measurements} >= set(
+        product(DIRECTIONS, ("plain", "kernel", "bulk"))
+    )
     path = calibration.place(device.device_name, device.driver)
-    assert calibration.load(path) == found
+    assert calibration.load(path) == calibration_made
     device.close()
     device = CudaDevice()
-    assert device.calibration == found, "the next device has it"
+    assert device.calibration == calibration_made, "the next device has it"
     device.close()
     path.write_text("{}")
     with pytest.warns(UserWarning, match="by rule"):
@@ -221,9 +223,9 @@ def test_staged_rows_of_every_size_are_those_of_numpy(
     expected, table = target.get(), device.views.table(target[:, :, :columns])
     buffer = device.allocate(staged_bytes(planes, rows, width), "host")
     staged = StagedRows(table, buffer, buffer.ctypes.data, planes, rows, width, columns)
-    behind_ids = -(-4 * rows * width // 8) * 8
+    ids_end = -(-4 * rows * width // 8) * 8
     buffer[: 4 * rows * width].view(np.int32)[:] = random.integers(-1, 50, rows * width)
-    numbers = buffer[behind_ids:].view(np.int64)
+    numbers = buffer[ids_end:].view(np.int64)
     numbers[:rows] = random.permutation(rows + 3)[:rows]
     numbers[rows:].reshape(planes, 3)[:] = [(start, 2 + plane, plane) for plane, start in enumerate(table.starts())]
     write_rows(*staged[2:], expected.ctypes.data, expected.strides[-2])
@@ -251,8 +253,8 @@ def test_tokens_are_gathered_and_scattered_as_on_the_cpu(cupy: Any, staging: str
     cupy.cuda.Device().synchronize()
     gather_kv(PagedKV.of_pool(LAYOUT, pool), slots, out, skip_prefix_n_tokens=skip)
     device.synchronize()
-    found = out if staging == "host" else out.get()
-    np.testing.assert_array_equal(found.view(np.uint16), wanted.view(np.uint16))
+    copied = out if staging == "host" else out.get()
+    np.testing.assert_array_equal(copied.view(np.uint16), wanted.view(np.uint16))
     scatter_kv(PagedKV.of_pool(LAYOUT, content), slots, np.zeros_like(wanted), skip_prefix_n_tokens=skip)
     flat[...] = 0
     cupy.cuda.Device().synchronize()

@@ -23,8 +23,8 @@ def engine(cupy: Any, layout: str) -> tuple[list[Any], PagedKV]:
     arrays = []
     for layer in range(LAYERS):
         values = np.arange(BLOCKS, dtype=np.uint8) * LAYERS + layer
-        own = np.broadcast_to(values.reshape([-1 if i == axis else 1 for i in range(len(shape))]), shape)
-        arrays.append(cupy.asarray(np.ascontiguousarray(own)))
+        filled = np.broadcast_to(values.reshape([-1 if i == axis else 1 for i in range(len(shape))]), shape)
+        arrays.append(cupy.asarray(np.ascontiguousarray(filled)))
     cupy.cuda.Device().synchronize()
     return arrays, PagedKV.of(arrays, layout)
 
@@ -89,8 +89,8 @@ def test_memory_that_cannot_be_pinned_is_refused(cupy: Any) -> None:
     _, paged = engine(cupy, "L | B D")
     memory = np.zeros(HOST * LAYERS * PAGE + 4096 + 1, np.uint8)
     first = -memory.ctypes.data % 4096 + 1
-    own = memory[first : first + HOST * LAYERS * PAGE]
-    with HostTier(HOST, LAYERS * PAGE, identity=IDENTITY, memory=own) as tier:
+    share = memory[first : first + HOST * LAYERS * PAGE]
+    with HostTier(HOST, LAYERS * PAGE, identity=IDENTITY, memory=share) as tier:
         with pytest.raises(ValueError, match="expected memory from the start of a page"):
             HostCopies(tier, paged)
         with pytest.raises(ValueError, match="expected 'auto' or 'cuda'"):
@@ -138,9 +138,11 @@ def test_one_tier_serves_the_copies_of_several_gpus_of_a_process(cupy: Any) -> N
                 tier.blocks[...] = 0
                 arrays, copies = workers[worker]
                 copies.copy_in([3, 5], [1, 4]).wait()
-                own = tier.blocks[:, worker * LAYERS * PAGE :][:, : LAYERS * PAGE].reshape(HOST, LAYERS, PAGE)
+                share = tier.blocks[:, worker * LAYERS * PAGE :][:, : LAYERS * PAGE].reshape(HOST, LAYERS, PAGE)
                 for layer in range(LAYERS):
-                    assert (own[1, layer] == 3 * LAYERS + layer).all() and (own[4, layer] == 5 * LAYERS + layer).all()
-            assert [runtime.pointerGetAttributes(one).type for one in where] == [runtime.memoryTypeHost] * 2
+                    assert (share[1, layer] == 3 * LAYERS + layer).all() and (
+                        share[4, layer] == 5 * LAYERS + layer
+                    ).all()
+            assert [runtime.pointerGetAttributes(address).type for address in where] == [runtime.memoryTypeHost] * 2
             workers[closed][1].close()
-        assert [runtime.pointerGetAttributes(one).type for one in where] == [runtime.memoryTypeUnregistered] * 2
+        assert [runtime.pointerGetAttributes(address).type for address in where] == [runtime.memoryTypeUnregistered] * 2

@@ -79,9 +79,9 @@ def test_the_cuda_array_interface_names_type_place_and_stream(cupy: Any, dtype: 
         raw = dtype != "float16"
         assert hasattr(cache.export(), "__cuda_array_interface__") != raw
         export = cache.export(raw=raw, writable=False)[:, 1]
-        found, expected = export.__cuda_array_interface__, cache.device_pool[:, 1]
-        assert (found["version"], found["stream"], found["data"]) == (3, 1, (expected.data.ptr, True))
-        assert (found["shape"], found["strides"], found["typestr"]) == (
+        interface, expected = export.__cuda_array_interface__, cache.device_pool[:, 1]
+        assert (interface["version"], interface["stream"], interface["data"]) == (3, 1, (expected.data.ptr, True))
+        assert (interface["shape"], interface["strides"], interface["typestr"]) == (
             expected.shape,
             expected.strides,
             expected.dtype.str,
@@ -115,7 +115,7 @@ def test_who_takes_memory_waits_for_the_copies_enqueued_so_far(cache: KVCacheMan
     machine, mine = Machine(cupy), cupy.cuda.Stream(non_blocking=True)
     stream = mine if taker == "dlpack on a stream" else cupy.cuda.Stream.null
     order: Any = cache.core.transfer.order
-    gates = [machine.stall(cupy.cuda.Stream.from_external(one)) for one in order._streams[:3]]
+    gates = [machine.stall(cupy.cuda.Stream.from_external(pointer)) for pointer in order._streams[:3]]
     offloading(cache)
     assert cache.export().__dlpack__(stream=-1) is not None and not machine.busy(mine)
     taken = TAKERS[taker](cache.export(), mine.ptr)
@@ -123,7 +123,7 @@ def test_who_takes_memory_waits_for_the_copies_enqueued_so_far(cache: KVCacheMan
         assert machine.busy(stream), f"{number} of the pool's streams had come to their end"
         go()
     stream.synchronize()
-    assert all(cupy.cuda.Stream.from_external(one).done for one in order._streams[:3])
+    assert all(cupy.cuda.Stream.from_external(pointer).done for pointer in order._streams[:3])
     del taken
 
 

@@ -34,16 +34,16 @@ def put(cupy: Any) -> Callable[[np.ndarray], Any]:
     """Brings an array to the GPU, where all streams then see it."""
 
     def copy(values: np.ndarray) -> Any:
-        found = cupy.asarray(values)
+        copied = cupy.asarray(values)
         cupy.cuda.runtime.deviceSynchronize()
-        return found
+        return copied
 
     return copy
 
 
 def get(array: Any) -> np.ndarray:
-    found: np.ndarray = array.get()
-    return found
+    values: np.ndarray = array.get()
+    return values
 
 
 @pytest.mark.parametrize("seed", range(4))

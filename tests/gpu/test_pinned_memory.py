@@ -47,8 +47,8 @@ def by_pointer(array: np.ndarray) -> StridedArray:
 def pinned(cupy: Any, nbytes: int = NBYTES) -> np.ndarray:
     import cupyx
 
-    found: np.ndarray = cupyx.empty_pinned(nbytes, np.uint8)
-    return found
+    memory: np.ndarray = cupyx.empty_pinned(nbytes, np.uint8)
+    return memory
 
 
 def of_a_pool(cupy: Any) -> Callable[[int, int], np.ndarray]:
@@ -109,7 +109,7 @@ def test_memory_of_the_caller_is_the_host_tier_whatever_copies(
 
 @contextmanager
 def registered(cupy: Any, array: np.ndarray, *pages: int) -> Iterator[np.ndarray]:
-    """Memory that its owner has registered in parts of so many pages, from its first page on."""
+    """Memory that its owner has registered in parts of that many pages, from its first page on."""
     address, starts = array.ctypes.data - array.ctypes.data % PAGE, list[int]()
     for count in pages:
         cupy.cuda.runtime.hostRegister(address, count * PAGE, 0)
@@ -125,7 +125,7 @@ def registered(cupy: Any, array: np.ndarray, *pages: int) -> Iterator[np.ndarray
 def test_copies_do_not_cross_from_one_registration_of_the_caller_into_another(
     cupy: Any, path: str, parts: tuple[int, ...], shift: int
 ) -> None:
-    """Also where the owner has registered only the beginning: the rest is registered here."""
+    """Even where the owner has registered only the beginning: the rest is registered here."""
     device = CudaDevice()
     with registered(cupy, pageable(shift=shift), *parts) as array:
         pools = MemoryPools(device, LAYOUT, DEVICE_BLOCKS, HOST_BLOCKS, host_memory=array)
@@ -221,17 +221,17 @@ def test_the_tier_that_a_device_takes_belongs_to_a_pool_of_cupys(cupy: Any, monk
             made.append((self, [] if allocator else None))
 
         def malloc(self, nbytes: int) -> Any:
-            found = super().malloc(nbytes)
+            allocation = super().malloc(nbytes)
             if blocks := next(blocks for pool, blocks in made if pool is self):
-                assert blocks[-1][0] + blocks[-1][1] == found.ptr
+                assert blocks[-1][0] + blocks[-1][1] == allocation.ptr
             if blocks is not None:
-                blocks.append((found.ptr, found.mem.size))
-            return found
+                blocks.append((allocation.ptr, allocation.mem.size))
+            return allocation
 
     monkeypatch.setattr(cupy.cuda, "PinnedMemoryPool", Noted)
     device = CudaDevice()
     array = device.allocate(11 * PAGE + 1, "host")
-    (pool, blocks), *more = [found for found in made if found[1] is not None]
+    (pool, blocks), *more = [pair for pair in made if pair[1] is not None]
     assert not more and blocks == [(array.ctypes.data, 8 * PAGE), (array.ctypes.data + 8 * PAGE, 4 * PAGE)]
     assert pool.n_free_blocks() == 0
     device.free(array)

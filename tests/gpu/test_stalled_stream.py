@@ -1,4 +1,4 @@
-"""An engine whose stream is far behind: what the pool does meanwhile is right when the stream gets there, and wrong
+"""An engine whose stream lags far behind: what the pool does meanwhile is right when the stream gets there, and wrong
 without each guard."""
 
 from __future__ import annotations
@@ -111,10 +111,10 @@ def test_a_staged_table_is_the_one_of_its_call(machine: Machine, guarded: bool) 
 def test_a_table_handed_over_as_csr_is_the_one_of_its_call(machine: Machine) -> None:
     with KVCacheManager(LAYOUT, device_blocks=8, device="cuda", max_sequences=4) as cache:
         engine, wanted = machine.stream(), []
-        given = [[machine.empty((size,)) for size in (2, 6, 1)] for _ in range(2)]
+        batches = [[machine.empty((size,)) for size in (2, 6, 1)] for _ in range(2)]
         cache.core.device.synchronize()
         go = machine.stall(engine)
-        for parts, prompt in zip(given, (range(9), range(50, 63)), strict=True):
+        for parts, prompt in zip(batches, (range(9), range(50, 63)), strict=True):
             sequence = cache.add_sequence(list(prompt), stream=engine)
             wanted.append(cache.block_table(sequence).csr())
             cache.copy_batch_block_csr(*parts, sequence, stream=engine)
@@ -122,9 +122,9 @@ def test_a_table_handed_over_as_csr_is_the_one_of_its_call(machine: Machine) -> 
         assert machine.busy(engine) and cache.stats().uploads == cache.stats().most_uploads == 2
         go()
         cache.core.device.synchronize()
-        for parts, expected in zip(given, wanted, strict=True):
-            for part, one in zip(parts, expected, strict=True):
-                np.testing.assert_array_equal(part.get()[: len(one)], one)
+        for parts, expected in zip(batches, wanted, strict=True):
+            for part, values in zip(parts, expected, strict=True):
+                np.testing.assert_array_equal(part.get()[: len(values)], values)
         assert cache.stats().uploads == 0
         with pytest.raises(TypeError, match="indices.*host memory"):
-            cache.copy_batch_block_csr(given[0][0], np.zeros(6, np.int32), given[0][2], [])
+            cache.copy_batch_block_csr(batches[0][0], np.zeros(6, np.int32), batches[0][2], [])

@@ -23,9 +23,9 @@ class Seq:
     cached: int
     decode: tuple[int, int | None]
     owner: str = ""
-    """Of a reservation."""
+    """Owner of a reservation."""
     deadline: int | None = None
-    """Of a reservation: it is to be committed before."""
+    """Deadline of a reservation: it is to be committed before."""
     kept: int = -1
     """The last column that its prompt can reuse."""
     private: bool = False
@@ -96,7 +96,7 @@ class Admission(Batches, Store):
         return need
 
     def _copies(self, seq: Seq, refs: int) -> bool:
-        """Whether a sequence must copy its last block, which so many hold, before the next token."""
+        """Whether a sequence must copy its last block, which that many hold, before the next token."""
         return len(seq.items) % self.T > 0 and refs > 1
 
     def evictable_after_release(self, ids: Sequence[int]) -> int:
@@ -132,7 +132,7 @@ class Admission(Batches, Store):
     # -- admission -----------------------------------------------------------------------------
 
     def new_columns(self, plan: Plan, tokens: int | None = None) -> Sequence[int]:
-        """Columns that take a block beside what is reused, for a prompt or for so many tokens."""
+        """Columns that take a block beside what is reused, for a prompt or for that many tokens."""
         return range(plan.full, self._ceil(len(plan.prompt.tokens) if tokens is None else tokens))
 
     def claim(self, plans: Sequence[Plan]) -> None:

@@ -35,7 +35,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Admitted:
-    """What one admitted request was told."""
+    """What was returned for one admitted request."""
 
     id: int
     match: Match
@@ -50,7 +50,7 @@ class Planned:
     blocks: list[int]
     """Free device blocks that it takes, per group."""
     computing: list[tuple[set[int], int]]
-    """Of each prompt: the sequences of which one computes most of what it lacks, and the tokens it could reuse then."""
+    """For each prompt: the sequences of which one computes most of what it lacks, and the tokens to reuse then."""
 
 
 class _Undone(Exception):
@@ -146,19 +146,19 @@ class Batches:
             for count in range(limit, -1, -1):
                 needed = [[g for g in range(count) if group.needs(g, count * width)] for group in self.groups]
                 if all(
-                    all(own[i] for i in places) or not group.matches
-                    for group, own, places in zip(self.groups, have, needed, strict=True)
+                    all(available[i] for i in places) or not group.matches
+                    for group, available, places in zip(self.groups, have, needed, strict=True)
                 ):
                     return count
             raise AssertionError("an empty prefix lacks nothing")
 
-        both = [[a or b for a, b in zip(own, other, strict=True)] for own, other in zip(here, there, strict=True)]
+        both = [[a or b for a, b in zip(cached, other, strict=True)] for cached, other in zip(here, there, strict=True)]
         most = reach(both)
         if most == reach(here):
             return most * width, [[] for _ in self.groups]
         return most * width, [
-            [i for i in range(most) if group.matches and group.needs(i, most * width) and not own[i]]
-            for group, own in zip(self.groups, here, strict=True)
+            [i for i in range(most) if group.matches and group.needs(i, most * width) and not cached[i]]
+            for group, cached in zip(self.groups, here, strict=True)
         ]
 
     # -- tiers and pins ------------------------------------------------------------------------
@@ -174,12 +174,12 @@ class Batches:
 
         Groups that need all of a prefix must have it.
         """
-        found = [[group.copy_of(content, tier) for content in contents] for group in self.groups]
+        copies_by_group = [[group.copy_of(content, tier) for content in contents] for group in self.groups]
         whole = [group.matches and not group.leaves_holes for group in self.groups]
-        for content, *copies in zip(contents, *found, strict=True):
+        for content, *copies in zip(contents, *copies_by_group, strict=True):
             if not any(copies) or any(copy is None for copy, needed in zip(copies, whole, strict=True) if needed):
                 raise BlockNotFound(content)
-        return self._lease(found, owner)
+        return self._lease(copies_by_group, owner)
 
     def find_and_pin_host(self, content: Content, *, owner: str = "") -> int | None:
         try:
@@ -192,17 +192,19 @@ class Batches:
         known = {
             self.global_id(g, block): (g, block) for g, group in enumerate(self.groups) for block in group.every_block()
         }
-        found: list[list[Block | None]] = [[] for _ in self.groups]
+        blocks: list[list[Block | None]] = [[] for _ in self.groups]
         for i in ids:
             g, block = known.get(i, (0, None))
             if block is None or not (block.held or block.indexed or block.tail):
                 raise BlockNotFound(i)
-            found[g].append(block)
-        return self._lease(found, owner)
+            blocks[g].append(block)
+        return self._lease(blocks, owner)
 
-    def _lease(self, found: Sequence[Sequence[Block | None]], owner: str) -> int:
+    def _lease(self, blocks: Sequence[Sequence[Block | None]], owner: str) -> int:
         """Groups that have nothing to pin take part, so that a lease is known by one number."""
-        taken = [group.lease([b for b in blocks if b], owner) for group, blocks in zip(self.groups, found, strict=True)]
+        taken = [
+            group.lease([b for b in blocks if b], owner) for group, blocks in zip(self.groups, blocks, strict=True)
+        ]
         return taken[0]
 
     def global_id(self, g: int, block: Block) -> int:
@@ -242,13 +244,13 @@ class Batches:
         allow_partial_batch: bool = False,
         encoder_tokens: Sequence[int] | None = None,
     ) -> list[Admitted | None]:
-        """What each prompt of the head of the batch was told, None for one that can never fit."""
+        """Return the admission of each prompt of the head of the batch, None for one that can never fit."""
         if any(not prompt.tokens for prompt in prompts):
             raise ValueError("empty prompt")
         if (encoder_tokens is None) == any(not group.matches for group in self.groups):
             raise ValueError(f"encoder_tokens: {encoder_tokens}")
-        given = retention or [None] * len(prompts)
-        ranges = [check_ranges(r or ()) for r in given]
+        retention_of = retention or [None] * len(prompts)
+        ranges = [check_ranges(r or ()) for r in retention_of]
         decode = (decode_priority, decode_ttl_ms)
         encoder = encoder_tokens or [0] * len(prompts)
         never = {
@@ -261,14 +263,17 @@ class Batches:
         kept = [i for i in range(len(prompts)) if i not in never]
         heads = range(len(kept), -1, -1) if allow_partial_batch else [len(kept)]
         for count in heads:
-            own = kept[:count]
+            admitted_here = kept[:count]
             try:
                 with all_or_nothing(self.groups):
-                    told = self._admit(
-                        [prompts[i] for i in own], [ranges[i] for i in own], decode, encoder=[encoder[i] for i in own]
+                    admissions = self._admit(
+                        [prompts[i] for i in admitted_here],
+                        [ranges[i] for i in admitted_here],
+                        decode,
+                        encoder=[encoder[i] for i in admitted_here],
                     )
-                found = dict(zip(own, told, strict=True))
-                return [found.get(i) for i in range(kept[count] if count < len(kept) else len(prompts))]
+                admitted_by_prompt = dict(zip(admitted_here, admissions, strict=True))
+                return [admitted_by_prompt.get(i) for i in range(kept[count] if count < len(kept) else len(prompts))]
             except (OutOfBlocks, OutOfSequences):
                 if count == heads[-1]:
                     raise
@@ -283,13 +288,16 @@ class Batches:
             admitted = self.add_sequence_batch(prompts, allow_partial_batch=True, encoder_tokens=encoder_tokens)
             blocks = [free - group.free("device") for free, group in zip(before, self.groups, strict=True)]
             raise _Undone
-        told = [(set[int](), 0) if one is None else ahead for one, ahead in zip(admitted, computing, strict=False)]
-        return Planned(admitted, blocks, told)
+        computed_by = [
+            (set[int](), 0) if admission is None else ahead
+            for admission, ahead in zip(admitted, computing, strict=False)
+        ]
+        return Planned(admitted, blocks, computed_by)
 
     def computing(self, prompt: Prompt, full: int) -> tuple[set[int], int]:
         """The live sequences of which one will have committed most of what a prompt begins with, beyond ``full``
         blocks."""
-        width, best, found = self.groups[0].T, 0, set[int]()
+        width, best, computing = self.groups[0].T, 0, set[int]()
         for i, seq in self.groups[0].sequences.items():
             if seq.namespace != prompt.namespace or seq.private or not prompt.reuse:
                 continue
@@ -297,9 +305,9 @@ class Batches:
             while columns and not all(group.will_find(i, columns - 1) for group in self.groups):
                 columns -= 1
             if columns > full and columns * width > seq.committed and columns >= best:
-                found = {i} | (found if columns == best else set())
+                computing = {i} | (computing if columns == best else set())
                 best = columns
-        return found, best * width
+        return computing, best * width
 
     def never_fits(self, prompt: Prompt, encoder_tokens: int = 0, *, loads: bool = False) -> bool:
         """Whether some group would not have room for a prompt if nothing else lived, with what is cached now and
@@ -348,12 +356,14 @@ class Batches:
         if len(first.sequences) + len(first.swapped) + len(first.reservations) + len(prompts) > first.max_sequences:
             raise OutOfSequences(len(prompts))
         batches: list[list[Plan]] = [[] for _ in self.groups]
-        for i, (prompt, own) in enumerate(zip(prompts, ranges, strict=True)):
+        for i, (prompt, prompt_ranges) in enumerate(zip(prompts, ranges, strict=True)):
             usable = len(prompt.tokens) - (not loads)
             full, walks = self.look(prompt, usable)
             for plans, walk in zip(batches, walks, strict=True):
                 tokens = encoder[i] if encoder else 0
-                plans.append(Plan(prompt, own, walk.rows, walk.source, walk.partial, full, usable, tokens, loads=loads))
+                plans.append(
+                    Plan(prompt, prompt_ranges, walk.rows, walk.source, walk.partial, full, usable, tokens, loads=loads)
+                )
         for group, plans in zip(self.groups, batches, strict=True):
             group.claim(plans)
         for group, plans in zip(self.groups, batches, strict=True):
@@ -369,8 +379,8 @@ class Batches:
 
 
 def _together(admitted: Sequence[Admitted]) -> Admitted:
-    """What a request is told, by what each group says of it."""
-    matches = [one.match for one in admitted]
+    """Return what a request gets, from the answers of each group."""
+    matches = [admission.match for admission in admitted]
     host = max(match.host_tokens for match in matches)
     full = matches[0].device_tokens + matches[0].host_tokens
     return Admitted(admitted[0].id, Match(full - host, host, matches[0].partial_tokens), admitted[0].missed_blocks)

@@ -26,7 +26,7 @@ Ranges = list[tuple[int, "int | None", int, "int | None"]]
 
 def group_options(random: Random, width: int, kind: str, windows: Sequence[int] = ()) -> dict[str, Any]:
     window = random.choice((None, random.randint(1, 2 * width + 2), *windows)) if kind == "attention" else None
-    found: dict[str, Any] = {
+    options: dict[str, Any] = {
         "kind": kind,
         "window": window,
         "sinks": 0 if window is None else random.choice((0, 0, 1, width + 1)),
@@ -35,8 +35,8 @@ def group_options(random: Random, width: int, kind: str, windows: Sequence[int] 
         "parts": [random.choice(LAYOUTS)],
     }
     if kind == "recurrent":
-        found["snapshot_tokens"] = random.choice((None, width, 2 * width, 2 * width, 3 * width))
-    return found
+        options["snapshot_tokens"] = random.choice((None, width, 2 * width, 2 * width, 3 * width))
+    return options
 
 
 def pool_options(random: Random, several: bool) -> dict[str, Any]:
@@ -75,12 +75,12 @@ def some_ranges(random: Random, length: int, width: int) -> Ranges | None:
     if random.random() < 0.6:
         return None
     cuts = sorted(random.sample(range(length + 3), random.randint(1, min(4, length + 3))))
-    found: Ranges = []
+    ranges: Ranges = []
     for start, end in zip(cuts[::2], [*cuts[1::2], None], strict=False):
         blocks = sum(start <= first and (end is None or first < end) for first in range(0, length, width))
         ttl = random.randrange(30 * STEP_MS) if blocks < 2 and random.random() < 0.5 else None
-        found.append((start, end, random.choice((0, 10, 29, 30, 35, 50, 80, 100)), ttl))
+        ranges.append((start, end, random.choice((0, 10, 29, 30, 35, 50, 80, 100)), ttl))
     if random.random() < 0.03:
-        found.append((found[0][0], found[0][0] + 1, 50, None))
-    random.shuffle(found)
-    return found
+        ranges.append((ranges[0][0], ranges[0][0] + 1, 50, None))
+    random.shuffle(ranges)
+    return ranges

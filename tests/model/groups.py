@@ -27,11 +27,13 @@ class GroupsModel(Batches):
         kinds = [group.get("kind", "attention") for group in groups]
         common["partial_reuse"] = partial_reuse and "recurrent" not in kinds
         options = [{name: value for name, value in group.items() if name != "kind"} for group in groups]
-        self.groups: list[Model] = [KINDS[kind](**own, **common) for kind, own in zip(kinds, options, strict=True)]
+        self.groups: list[Model] = [
+            KINDS[kind](**group_options, **common) for kind, group_options in zip(kinds, options, strict=True)
+        ]
 
     @property
     def sequences(self) -> dict[int, Seq]:
-        """Of the first group: tokens are counted alike in all."""
+        """Those of the first group: tokens are counted alike in all."""
         return self.groups[0].sequences
 
     @property
@@ -129,7 +131,11 @@ class GroupsModel(Batches):
     def forget(self, prompt: Prompt) -> int:
         """A sequence that has a block of the prompt, whether it is cached or not, publishes nothing any more."""
         contents = [group.contents(prompt) for group in self.groups]
-        done = sum(group.erase_contents(own) for group, own in zip(self.groups, contents, strict=True) if group.matches)
+        done = sum(
+            group.erase_contents(group_contents)
+            for group, group_contents in zip(self.groups, contents, strict=True)
+            if group.matches
+        )
         self._withdraw(set(contents[0]))
         return done + sum(group.erase_tails(prompt) for group in self.groups if group.partial_reuse and group.matches)
 
@@ -170,8 +176,8 @@ class GroupsModel(Batches):
             group.check()
             for name in ("sequences", "swapped", "reservations"):
                 mine, other = (
-                    {i: (seq.items, seq.committed, seq.cached) for i, seq in getattr(one, name).items()}
-                    for one in (group, self)
+                    {i: (seq.items, seq.committed, seq.cached) for i, seq in getattr(owner, name).items()}
+                    for owner in (group, self)
                 )
                 assert mine == other, f"{name} differ"
             assert [*group.leases] == [*self.leases]

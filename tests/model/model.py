@@ -1,4 +1,4 @@
-"""The model of the state of one group of layers: what every public verb returns and leaves behind.
+"""The model of the state of one group of layers: what every public verb returns and changes.
 
 Content is named by its namespace and all tokens of its prefix, so that the model has no hash.
 Block ids are the pool's: device blocks 0..P-1, host blocks P..P+S-1; both tiers start with their
@@ -23,11 +23,11 @@ Readings of the rules where they leave room:
 - "Forgotten" counts every content that a call leaves without a copy, whatever the reason, but not
   what a reset drops.
 - `release(store=True)` publishes what waits for it front to back, then lets go tail first.
-- A fork is no request and no use of its content. Of those that append to a block in one call, all but its last holder
-  copy it, in the order of the call; pins alone do not make a copy.
+- A fork is not a request and not a use of its content. Of those that append to a block in one call, all but its last
+  holder copy it, in the order of the call; pins alone do not make a copy.
 - `reorder` lets go of what nobody goes on from with the last blocks first, and within a column in the order of the
   call.
-- A reservation matches the last token too, and takes a row like a sequence. Its matches are no uses and
+- A reservation matches the last token too, and takes a row like a sequence. Its matches are not uses and
   count in no statistics of requests; a retention range applies to them.
 - A reservation that was not committed before its deadline can only be aborted; it keeps its blocks until then.
 - Committing a reservation publishes and releases as a sequence does. What an abort gives back empty goes

@@ -78,23 +78,23 @@ def ids_of(blocks: Sequence[Any]) -> list[int]:
 
 
 class Choices:
-    """Notes what the policies of a pool's groups choose, behind their records."""
+    """Records what the policies of a pool's groups choose, after their own records."""
 
     def __init__(self, states: Sequence[Any]) -> None:
         self._books = [np.zeros(POLICY_BYTES // 8 + NOTES, np.int64) for _ in states]
         for state, book in zip(states, self._books, strict=True):
-            own = book[:-NOTES].view(POLICY)
-            own[:] = state.policy_state.policy_state
-            own["choose"] = entry_of(choose_noting, 0, 0, 0)
-            state.policy_state.policy_state, state.head.policy_at = own, book.ctypes.data
+            policy = book[:-NOTES].view(POLICY)
+            policy[:] = state.policy_state.policy_state
+            policy["choose"] = entry_of(choose_noting, 0, 0, 0)
+            state.policy_state.policy_state, state.head.policy_at = policy, book.ctypes.data
 
     def read(self) -> list[list[int]]:
         """The choices since the last time, by group."""
-        notes = [book[-NOTES:] for book in self._books]
-        found = [own[1 : 1 + own[0]].tolist() for own in notes]
-        for own in notes:
-            own[0] = 0
-        return found
+        records = [book[-NOTES:] for book in self._books]
+        choices = [record[1 : 1 + record[0]].tolist() for record in records]
+        for record in records:
+            record[0] = 0
+        return choices
 
 
 NOTES, POLICY_BYTES = 4096, 2 * POLICY.itemsize
@@ -141,11 +141,11 @@ class Pair:
         self.released: list[tuple[int, int]] = []
         self.events = [EventReplay() for _ in groups]
         self.listed = [list[int]() for _ in groups]
-        """Of each group, the host blocks of the default priority, as they were in order."""
+        """For each group, the host blocks of the default priority, in their previous order."""
         self.next_event = 0
         self.keys: dict[Content, bytes] = {}
         core = self.cache.core
-        self.saver, self.at = core.decide(None, saving.open_dirty_cursor, True), np.array([0, records.NONE, 0])
+        self.cursor, self.at = core.decide(None, saving.open_dirty_cursor, True), np.array([0, records.NONE, 0])
         self.check()
 
     def both(self, real: Callable[[], Any], model: Callable[[], Any], *, compare: bool = True) -> Any:
@@ -188,10 +188,10 @@ class Pair:
         return self.keys[content]
 
     def each(self, call: Callable[..., Any]) -> list[Any]:
-        """What a call that is told a group says of each."""
+        """Return the answer of a call for each group."""
         return [call(**self.engine.named(side.index)) for side in self.sides]
 
-    # -- verbs that leave something behind in this file's books -----------------------------------
+    # -- verbs that change this file's records ----------------------------------------------------
 
     def add(self, prompts: Sequence[Prompt], **options: Any) -> None:
         options = {name: value for name, value in options.items() if name != "encoder_tokens" or value is not None}
@@ -215,16 +215,16 @@ class Pair:
             return
         (got,) = admissions
         self._check_kept(planned, got, [was - is_ for was, is_ in zip(free, self.engine.free_blocks(), strict=True)])
-        assert len(admitted) == len(got.ids) and got.admitted == sum(one is not None for one in admitted)
+        assert len(admitted) == len(got.ids) and got.admitted == sum(admission is not None for admission in admitted)
         assert set(got.refused) == never
         encoded = options.get("encoder_tokens") or [0] * len(prompts)
         for i, (ours, prompt, match, encoder) in enumerate(zip(admitted, prompts, promised, encoded, strict=False)):
             if ours is None:
                 assert i in never and got.ids[i] == -1 and got.cached_tokens[i] == 0
                 continue
-            told = (got.device_tokens[i], got.host_tokens[i], got.partial_tokens[i], got.missed_blocks[i])
+            actual = (got.device_tokens[i], got.host_tokens[i], got.partial_tokens[i], got.missed_blocks[i])
             expected = (ours.match.device_tokens, ours.match.host_tokens, ours.match.partial_tokens, ours.missed_blocks)
-            assert told == expected, f"request {i} was told {told}, the model says {expected}"
+            assert actual == expected, f"request {i} got {actual}, the model expects {expected}"
             assert got.cached_tokens[i] == ours.match.tokens
             assert expected[:2] == (match.device_tokens, match.host_tokens), "full blocks that were promised"
             request = self.engine.admitted(
@@ -244,8 +244,11 @@ class Pair:
         got, expected = self.cache.plan_batch(keyed, **named), self.model.plan_batch(prompts, **named)
         assert debug.dump_all(self.cache.core.states) == before, "a plan has changed the pool"
         assert np.atleast_1d(got.blocks).tolist() == expected.blocks
-        told = [(one.match.tokens, one.missed_blocks) if one else (0, 0) for one in expected.admitted]
-        assert list(zip(got.cached_tokens, got.missed_blocks, strict=True)) == told
+        plan = [
+            (admission.match.tokens, admission.missed_blocks) if admission else (0, 0)
+            for admission in expected.admitted
+        ]
+        assert list(zip(got.cached_tokens, got.missed_blocks, strict=True)) == plan
         names = {request.id: i for i, request in self.requests.items()}
         for i, tokens, (ids, ahead) in zip(got.computing, got.computing_tokens, expected.computing, strict=True):
             assert tokens == ahead and (names.get(int(i)) in ids if ids else i == -1)
@@ -292,11 +295,13 @@ class Pair:
 
     def fork(self, ids: Sequence[int], n: int) -> list[list[int]]:
         note(f"fork({ids}, {n})")
-        found: list[Any] = []
+        forked: list[Any] = []
         ours = self.both(
-            lambda: found.append(self.cache.fork(self.real_ids(ids), n)), lambda: self.model.fork(ids, n), compare=False
+            lambda: forked.append(self.cache.fork(self.real_ids(ids), n)),
+            lambda: self.model.fork(ids, n),
+            compare=False,
         )
-        for parent, new, real in zip(ids, ours or [], found[0] if ours else [], strict=False):
+        for parent, new, real in zip(ids, ours or [], forked[0] if ours else [], strict=False):
             for i, number in zip(new, real.tolist(), strict=True):
                 self.requests[i] = self.engine.forked(self.requests[parent], number)
         return ours or []
@@ -357,7 +362,7 @@ class Pair:
     ) -> None:
         """Commit and grow some, release others, and add a prompt, in one call."""
         note(f"together({ids}, {tokens}, {gone}, {prompt})")
-        flat, counts, found = [token for new in tokens for token in new], [len(new) for new in tokens], list[Any]()
+        flat, counts, results = [token for new in tokens for token in new], [len(new) for new in tokens], list[Any]()
         steps = [
             op.commit(self.real_ids(ids)),
             op.release(self.real_ids(gone), stop="tool_use"),
@@ -365,7 +370,7 @@ class Pair:
             op.add([self.keyed(prompt)]),
         ]
         done = self.both(
-            lambda: found.append(self.cache.apply(steps)),
+            lambda: results.append(self.cache.apply(steps)),
             lambda: self.model.together(ids, tokens, gone, prompt),
             compare=False,
         )
@@ -376,7 +381,7 @@ class Pair:
         for i, new in zip(ids, tokens, strict=True):
             self.engine.appended(self.requests[i], new)
         names = {"salt": prompt.salt, "adapter_id": prompt.adapter_id, "extra_ids": prompt.extra_ids}
-        self.requests[done.id] = self.engine.admitted(int(found[0][3].ids[0]), prompt.tokens, **names)
+        self.requests[done.id] = self.engine.admitted(int(results[0][3].ids[0]), prompt.tokens, **names)
 
     def release(self, ids: Sequence[int], store: bool, **said: Any) -> None:
         """``said`` is what the policy hears, and the model does not."""
@@ -403,26 +408,26 @@ class Pair:
     def save(
         self, verb: Callable[..., int], args: Sequence[Any], rows: int, expected: Callable[[], Sequence[list[Content]]]
     ) -> None:
-        """Tell the saver of content, some rows at a time. ``expected``: what it is told by the model, for each group.
-        The events tell of all groups together, in another order. The next victims that a policy names go in front."""
+        """Advance the dirty-block cursor, some rows at a time. ``expected``: what the model returns, for each group.
+        The events report all groups together, in another order. The next victims that a policy names go in front."""
         note(f"save({verb}, {args}, {rows})")
-        found, told = np.empty((rows, saving.FOUND), np.int64), list[tuple[int, bytes]]()
+        buffer, reported = np.empty((rows, saving.FOUND), np.int64), list[tuple[int, bytes]]()
         before: object = None
-        while before != (now := (self.at.tolist(), len(told))):
+        while before != (now := (self.at.tolist(), len(reported))):
             before = now
-            count = self.cache.core.decide(None, verb, self.saver, *args, found)
-            told += [(int(row[0]), row[1:3].tobytes()) for row in found[:count]]
+            count = self.cache.core.decide(None, verb, self.cursor, *args, buffer)
+            reported += [(int(row[0]), row[1:3].tobytes()) for row in buffer[:count]]
             for group, chosen in zip(self.model.groups, self.choices.read() if self.choices else (), strict=False):
-                own = group.host.by_priority[DEFAULT_PRIORITY]
+                order = group.host.by_priority[DEFAULT_PRIORITY]
                 first = {block: group.host.blocks[block] for block in chosen}
-                assert first.keys() <= {block.id for block in own}, f"the policy has chosen {chosen}"
-                own[:] = [*first.values(), *(block for block in own if block.id not in first)]
+                assert first.keys() <= {block.id for block in order}, f"the policy has chosen {chosen}"
+                order[:] = [*first.values(), *(block for block in order if block.id not in first)]
             if verb is saving.sweep and self.at[saving.PLACE] == records.NONE:
                 break
-        ours = [(g, self.key_of(content)) for g, own in enumerate(expected()) for content in own]
+        ours = [(g, self.key_of(content)) for g, group_contents in enumerate(expected()) for content in group_contents]
         if verb is saving.stored:
-            told, ours = sorted(told), sorted(ours)
-        assert told == ours, f"the saver is told {told}, by the model {ours}"
+            reported, ours = sorted(reported), sorted(ours)
+        assert reported == ours, f"the cursor returns {reported}, the model {ours}"
         assert self.at[saving.MISSED] == 0
 
     def lease(self, real: Callable[[], Any], model: Callable[[], int | None]) -> None:
@@ -439,15 +444,15 @@ class Pair:
     def reserve(self, prompt: Prompt, **options: Any) -> None:
         """Reserve, and write what the pool lacks."""
         note(f"reserve({prompt}, {options})")
-        found: list[Any] = []
+        made: list[Any] = []
         ours = self.both(
-            lambda: found.append(self.cache.reserve(self.keyed(prompt), **options)),
+            lambda: made.append(self.cache.reserve(self.keyed(prompt), **options)),
             lambda: self.model.reserve(prompt, **options),
             compare=False,
         )
         if ours is None:
             return
-        (reservation,) = found
+        (reservation,) = made
         self.reservations[ours.id] = reservation
         assert reservation.skip_prefix_n_tokens == ours.match.tokens
         expected = self.engine.expected.of(prompt.namespace, prompt.items)
@@ -486,16 +491,16 @@ class Pair:
         self._check_events()
 
     def _follow_chains(self, index: int, group: Model, state: Any, order: list[int]) -> None:
-        """A host block that joins others of its chain lies behind them: there the model takes the pool's place. They
+        """A host block that joins others of its chain comes after them: there the model takes the pool's place. They
         may have gone since."""
-        own, owners = group.host.by_priority[DEFAULT_PRIORITY], state.blocks["owner"]
-        ours = {block.id for block in own}
+        model_order, owners = group.host.by_priority[DEFAULT_PRIORITY], state.blocks["owner"]
+        ours = {block.id for block in model_order}
         listed, before = [block for block in order if block in ours], self.listed[index]
         joined = {b for a, b in itertools.pairwise(listed) if owners[a] == owners[b] != records.NONE}
         joined |= {block for block in listed if block not in before and owners[block] != records.NONE}
         self.listed[index] = listed
-        if [block for block in listed if block not in joined] == [b.id for b in own if b.id not in joined]:
-            own[:] = [group.host.blocks[block] for block in listed]
+        if [block for block in listed if block not in joined] == [b.id for b in model_order if b.id not in joined]:
+            model_order[:] = [group.host.blocks[block] for block in listed]
 
     def _check_tiers(self, side: Side, group: Model, state: Any) -> None:
         lists, cached, where = debug.lists(state), debug.cached(state), f"group {side.index}, "
@@ -514,16 +519,16 @@ class Pair:
             assert (empty, redundant) == (len(tier.empty), len(tier.redundant)), f"{where}{name}: empty, redundant"
             for block in tier.victims()[empty + redundant :]:
                 assert state.blocks["priority"][block.id] == block.priority, f"{where}priority of {block}"
-        told = [block.saved for block in group.every_block() if block.indexed and block.content is not None]
+        saved = [block.saved for block in group.every_block() if block.indexed and block.content is not None]
         shown = [block.id for block in group.every_block() if block.indexed and block.content is not None]
-        assert (state.blocks["saved"][shown] >> self.saver & 1).tolist() == told, f"{where}what the saver was told"
+        assert (state.blocks["saved"][shown] >> self.cursor & 1).tolist() == saved, f"{where}what the cursor has read"
         counted = dict(zip(records.COUNTERS, state.counters.tolist(), strict=True))
         assert {name: counted[name] for name in COUNTERS} == {name: group.counts[name] for name in COUNTERS}, (
             f"{where}counters"
         )
 
     def _check_stats(self) -> None:
-        """What is told of each group, and of all together."""
+        """Compare the figures of each group, and of all together."""
         stats = self.cache.stats()
         open_now = [
             len(each) for each in (self.model.sequences, self.model.swapped, self.model.reservations, self.model.leases)
@@ -532,11 +537,14 @@ class Pair:
         overdue = self.model.overdue
         self.expired |= overdue
         assert (stats.expired_reservations, stats.overdue_reservations) == (len(self.expired), len(overdue))
-        assert {i for i, one in self.reservations.items() if one.overdue} == overdue
-        told = [*zip(stats.groups, ([group] for group in self.model.groups), strict=True), (stats, self.model.groups)]
+        assert {i for i, reservation in self.reservations.items() if reservation.overdue} == overdue
+        compared = [
+            *zip(stats.groups, ([group] for group in self.model.groups), strict=True),
+            (stats, self.model.groups),
+        ]
         for name in ("device", "host"):
-            for one, groups in told:
-                tiers, got = [getattr(group, name) for group in groups], getattr(one, name)
+            for part, groups in compared:
+                tiers, got = [getattr(group, name) for group in groups], getattr(part, name)
                 capacity, free = sum(tier.capacity for tier in tiers), sum(len(tier.victims()) for tier in tiers)
                 empty, redundant = sum(len(tier.empty) for tier in tiers), sum(len(tier.redundant) for tier in tiers)
                 pinned = sum(block.pins > 0 for tier in tiers for block in tier.blocks.values())
@@ -554,7 +562,7 @@ class Pair:
         for counter in COUNTERS:
             each = [group.counts[counter] for group in self.model.groups]
             if hasattr(stats.groups[0], counter):
-                assert [getattr(one, counter) for one in stats.groups] == each, counter
+                assert [getattr(group_stats, counter) for group_stats in stats.groups] == each, counter
                 assert getattr(stats, counter) == sum(each), counter
             else:
                 assert getattr(stats, counter) == lead.counts[counter], counter
@@ -567,14 +575,16 @@ class Pair:
             for g, group in enumerate(self.model.groups):
                 got, ours = self.engine.table(request, g), ids_of(group.sequences[i].blocks)
                 assert got == ours, f"group {g}: blocks of sequence {i}: {got}, the model's {ours}"
-            told = [
+            actual = [
                 int(getattr(self.cache, name)(request.id))
                 for name in ("sequence_length", "committed_tokens", "cached_tokens")
             ]
-            assert told == [len(seq.items), seq.committed, seq.cached]
+            assert actual == [len(seq.items), seq.committed, seq.cached]
             assert request.items == seq.items
             assert self.cache.request_stats(request.id) == self._figures(i)
-        assert {one.id for one in self.cache.reservations} == {self.reservations[i].id for i in self.model.reservations}
+        assert {reservation.id for reservation in self.cache.reservations} == {
+            self.reservations[i].id for i in self.model.reservations
+        }
         for g, group in enumerate(self.model.groups):
             for i, seq in group.reservations.items():
                 assert self.reserved(i, g) == ids_of(seq.blocks), f"group {g}: blocks of reservation {i}"
@@ -582,21 +592,28 @@ class Pair:
 
     def _figures(self, i: int) -> tuple[int, ...]:
         """What ``request_stats`` says of a sequence."""
-        own = next(group for group in self.model.groups if group.matches).sequences[i]
+        sequence = next(group for group in self.model.groups if group.matches).sequences[i]
         host = max(group.sequences[i].from_host for group in self.model.groups if group.matches)
-        partial = own.cached % self.engine.T
-        reused = (own.cached - partial - host, host, partial)
-        return (own.prompt, *reused, len(own.items) - own.prompt, own.committed, own.dropped, own.recomputed)
+        partial = sequence.cached % self.engine.T
+        reused = (sequence.cached - partial - host, host, partial)
+        return (
+            sequence.prompt,
+            *reused,
+            len(sequence.items) - sequence.prompt,
+            sequence.committed,
+            sequence.dropped,
+            sequence.recomputed,
+        )
 
     def check_keys(self, ids: Sequence[int]) -> None:
-        """What live sequences are a prompt of, where the pool can tell: that of all their tokens, hashed anew."""
-        found = outcome(lambda: self.cache.keys_of(self.real_ids(ids)))
+        """What live sequences are a prompt of, where the pool can compute it: that of all their tokens, hashed anew."""
+        keys_found = outcome(lambda: self.cache.keys_of(self.real_ids(ids)))
         full = any(group.matches and not group.leaves_holes for group in self.model.groups)
-        if isinstance(found, Failed):
-            assert isinstance(found.error, ValueError)
-            assert not full or any(not self.model.sequences[i].items for i in ids), found
+        if isinstance(keys_found, Failed):
+            assert isinstance(keys_found.error, ValueError)
+            assert not full or any(not self.model.sequences[i].items for i in ids), keys_found
             return
-        for i, keys in zip(ids, found, strict=True):
+        for i, keys in zip(ids, keys_found, strict=True):
             seq = self.model.sequences[i]
             tokens, extra = zip(*seq.items, strict=True)
             (salt, adapter), private = seq.namespace, seq.private
@@ -639,7 +656,7 @@ class Pair:
                 self.engine.check_cached(side, block.id, namespace, items + block.tail, len(block.tail))
 
     def _check_events(self) -> None:
-        """What each group's events tell is what it has."""
+        """Each group's events add up to what it has."""
         events = self.cache.events()
         for event, group in zip(events, events.records["group"][events.bounds[:-1]].tolist(), strict=True):
             assert event.number == self.next_event, "a gap"

@@ -1,4 +1,4 @@
-"""The model of a group of recurrent layers: a block is the state behind all tokens of its prefix, kept at snapshots and
+"""The model of a group of recurrent layers: a block is the state after all tokens of its prefix, kept at snapshots and
 at the end.
 
 Readings of the rules where they leave room:
@@ -8,7 +8,7 @@ Readings of the rules where they leave room:
 - A running block keeps its priority and ttl when it moves to the next column, and forgets a content that waits to be
   published.
 - The next token overwrites a state as a whole: one that a reader pins is copied, as one that others hold.
-- A rewind that finds no block in its last column moves the first one behind it there, and copies it where others hold
+- A rewind that finds no block in its last column moves the first one after it there, and copies it where others hold
   it too.
 """
 

@@ -210,18 +210,18 @@ class Store:
     # -- saving --------------------------------------------------------------------------------
 
     def read_dirty(self, blocks: Sequence[Block], uses: int = 1) -> list[Content]:
-        """Of the content of these blocks, in their order, what the saver is told: what it was not told before."""
-        told = []
+        """Return the content of these blocks that the dirty-block cursor has not read yet, in their order."""
+        unsaved = []
         for block in blocks:
             if block.indexed and block.content is not None and not block.saved and block.uses >= uses:
-                told.append(block.content)
+                unsaved.append(block.content)
                 row = self.rows[block.content]
                 for copy in filter(None, (row.device, row.host)):
                     copy.saved = True
-        return told
+        return unsaved
 
     def soon_evicted(self, margin: int) -> list[Block]:
-        """Content that is lost when so many host blocks are taken, the next victim first."""
+        """Content that is lost when that many host blocks are taken, the next victim first."""
         room = len(self.host.empty) + len(self.host.redundant)
         return [block for blocks in self.host.by_priority for block in blocks][: max(0, margin - room)]
 
@@ -234,9 +234,9 @@ class Store:
         row = self.rows.get(block.content)
         if row is None:
             row = self.rows[block.content] = Row()
-            parent, own = (namespace, items[: -self.T]), items[-self.T :]
-            self._supersede_tails(parent, own)
-            self._bucket(parent, own).append(Child(own, content=block.content))
+            parent, last_items = (namespace, items[: -self.T]), items[-self.T :]
+            self._supersede_tails(parent, last_items)
+            self._bucket(parent, last_items).append(Child(last_items, content=block.content))
         if row.device is None:
             row.device, block.indexed, block.uses, block.saved = block, True, 1, False
             if row.host is not None:
@@ -269,8 +269,8 @@ class Store:
         assert block.content is not None
         row, last = self.rows[block.content], other or block
         row.device = row.host = None
-        for one in filter(None, (block, other)):
-            one.indexed = False
+        for changed in filter(None, (block, other)):
+            changed.indexed = False
         self.counts[f"forgotten_{last.tier}_blocks"] += 1
         self._drop_row_if_empty(block.content)
         if other is not None:
@@ -307,7 +307,7 @@ class Store:
         return len(known)
 
     def erase_tails(self, prompt: Prompt) -> int:
-        """Tails that the tokens of a prompt behind some full block begin with, the most recent first."""
+        """Tails that the tokens of a prompt after some full block begin with, the most recent first."""
         before = self.counts["forgotten_by_call_blocks"]
         for start in range(0, len(prompt.tokens), self.T):
             rest = prompt.items[start:]
@@ -317,7 +317,7 @@ class Store:
         return self.counts["forgotten_by_call_blocks"] - before
 
     def set_priority(self, contents: Sequence[Content], priority: int, ttl: int | None) -> int:
-        """Of the device copy where there is one. A block whose priority is another now is the last of its list."""
+        """Set the priority of the device copy, else of the host's. A block with a new priority is last of its list."""
         rows = [self.rows[content] for content in contents if content in self.rows]
         for row in rows:
             block = row.device or row.host
@@ -421,18 +421,18 @@ class Store:
 
     def cached(self, tier: str) -> dict[Content, int]:
         """Content of full blocks that the tier has, with the id that has it."""
-        found = {content: getattr(row, tier) for content, row in self.rows.items()}
-        return {content: block.id for content, block in found.items() if block is not None}
+        blocks = {content: getattr(row, tier) for content, row in self.rows.items()}
+        return {content: block.id for content, block in blocks.items() if block is not None}
 
     def need_device(self, needed: int, free: int) -> None:
         if needed > free:
             raise OutOfBlocks(f"{needed} device blocks needed, {free} free")
 
 
-def common_items(one: Sequence[Item], other: Sequence[Item]) -> int:
+def common_items(items: Sequence[Item], other: Sequence[Item]) -> int:
     """Length of the longest common prefix."""
     length = 0
-    for a, b in zip(one, other, strict=False):
+    for a, b in zip(items, other, strict=False):
         if a != b:
             break
         length += 1

@@ -6,7 +6,7 @@ Readings of the rules where they leave room:
   sequences of one call share are copied once; where they do not leave, or come back, in one call, each has its own
   from then on.
 - Any host block that nobody holds may be taken for that, whatever its priority.
-- Both calls apply expiries, and are no use of any content. They publish nothing but copies of what is published.
+- Both calls apply expiries, and are not uses of any content. They publish nothing but copies of what is published.
 - `release` takes sequences that are swapped out before the others. What waited to be published is, where it is cached
   nowhere; an unfull end is not stored.
 - `release(store=False)` forgets no content whose other copy a sequence holds.
@@ -92,8 +92,8 @@ class Swaps(Holds):
         if block.content in self.rows:
             return
         namespace, items = block.content
-        parent, own = (namespace, items[: -self.T]), items[-self.T :]
-        self._supersede_tails(parent, own)
-        self._bucket(parent, own).append(Child(own, content=block.content))
+        parent, last_items = (namespace, items[: -self.T]), items[-self.T :]
+        self._supersede_tails(parent, last_items)
+        self._bucket(parent, last_items).append(Child(last_items, content=block.content))
         self.rows[block.content] = Row(host=block)
         block.indexed, block.uses, block.saved = True, max(block.uses, 1), False

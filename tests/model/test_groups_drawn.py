@@ -18,30 +18,34 @@ Group = dict[str, Any]
 
 
 class States:
-    """The states that an engine writes into the blocks of a recurrent group without a host tier, by the items that they
-    stand behind."""
+    """The states that an engine writes into the blocks of a recurrent group without a host tier, by the items that
+    precede them."""
 
     def __init__(self, group: Recurrent) -> None:
         self.group = group
-        self.behind: dict[int, tuple[Any, ...]] = {}
+        self.items_of: dict[int, tuple[Any, ...]] = {}
 
     def write(self, seq: int, start: int) -> None:
         for block, items in self._places(seq):
             if len(items) > start:
-                self.behind[block] = items
+                self.items_of[block] = items
 
     def check(self) -> None:
         for seq in self.group.sequences:
             for block, items in self._places(seq):
-                assert self.behind[block] == items, (
-                    f"the state behind {len(items)} tokens of sequence {seq} is not in block {block}"
+                assert self.items_of[block] == items, (
+                    f"the state after {len(items)} tokens of sequence {seq} is not in block {block}"
                 )
         for (_, items), block in self.group.cached("device").items():
-            assert self.behind[block] == items, f"block {block} is cached for what it does not hold"
+            assert self.items_of[block] == items, f"block {block} is cached for what it does not hold"
 
     def _places(self, seq: int) -> list[tuple[int, tuple[Any, ...]]]:
-        own = self.group.sequences[seq]
-        return [(b.id, tuple(own.items[: (i + 1) * self.group.T])) for i, b in enumerate(own.blocks) if b is not None]
+        sequence = self.group.sequences[seq]
+        return [
+            (b.id, tuple(sequence.items[: (i + 1) * self.group.T]))
+            for i, b in enumerate(sequence.blocks)
+            if b is not None
+        ]
 
 
 class Driver:
@@ -85,11 +89,14 @@ class Driver:
         encoder = [self.random.randint(1, 2 * T) for _ in prompts] if self.has_cross else None
         promised = [self.model.match_prefix(prompt) for prompt in prompts]
         admitted = self.model.add_sequence_batch(prompts, encoder_tokens=encoder, allow_partial_batch=True)
-        for one, match in zip(admitted, promised, strict=False):
-            if one is None:
+        for admission, match in zip(admitted, promised, strict=False):
+            if admission is None:
                 continue
-            assert (one.match.device_tokens, one.match.host_tokens) == (match.device_tokens, match.host_tokens)
-            self.wrote(one.id, one.match.tokens)
+            assert (admission.match.device_tokens, admission.match.host_tokens) == (
+                match.device_tokens,
+                match.host_tokens,
+            )
+            self.wrote(admission.id, admission.match.tokens)
 
     def append(self) -> None:
         ids = [i for i in self.some() if self.length(i) < 8 * T]
@@ -159,10 +166,10 @@ def test_groups_that_are_alike_do_what_one_alone_does(own: Group) -> None:
         group = {"device_blocks": 9, "host_blocks": 3} | own
         alone = drive([group], seed).model if own.get("kind") != "recurrent" else None
         group = group if alone else group | {"host_blocks": 0}
-        one, three = drive([group], seed).model, drive([group] * 3, seed).model
-        assert one.sequences == three.sequences
+        single, three = drive([group], seed).model, drive([group] * 3, seed).model
+        assert single.sequences == three.sequences
         for g in range(3):
-            assert picture(three, g) == picture(one, 0)
+            assert picture(three, g) == picture(single, 0)
 
 
 def test_cross_attention_with_room_changes_nothing_elsewhere() -> None:
@@ -173,10 +180,10 @@ def test_cross_attention_with_room_changes_nothing_elsewhere() -> None:
             {"device_blocks": 11, "host_blocks": 1} | WINDOWED,
         ]
         cross: Group = {"kind": "cross", "device_blocks": 20, "host_blocks": 0}
-        behind, before = drive([*groups, cross], seed).model, drive([cross, *groups], seed).model
+        after, before = drive([*groups, cross], seed).model, drive([cross, *groups], seed).model
         for g in range(2):
-            assert picture(behind, g) == picture(before, g + 1)
-        assert picture(behind, 2) == picture(before, 0)
+            assert picture(after, g) == picture(before, g + 1)
+        assert picture(after, 2) == picture(before, 0)
 
 
 @pytest.mark.parametrize("own", [{"kind": "recurrent"}, SNAPSHOTS, {"kind": "recurrent", "snapshot_tokens": T}])

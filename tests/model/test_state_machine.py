@@ -273,7 +273,7 @@ class PoolMachine(RuleBasedStateMachine):
         ids = self.some(random)
         real = self.pair.real_ids(ids)
         reserved = [(i, self.pair.reservations[i].id) for i in self.model.reservations]
-        away = [(i, one.id) for i, one in self.pair.away.items() if verb != "release"]
+        away = [(i, parked.id) for i, parked in self.pair.away.items() if verb != "release"]
         ours, foreign = random.choice([*self.pair.released, *reserved, *away, (-1, 77 << 32), (ids[0], real[0])])
         bad, wrong = [*ids, ours], [*real, foreign]
         each: dict[str, tuple[list[Any], list[Any]]] = {
@@ -318,10 +318,10 @@ class PoolMachine(RuleBasedStateMachine):
         cache, prompt, new = self.pair.cache, self.prompt(random), random.randint(0, 2 * self.T)
         keyed = self.pair.keyed(prompt)
 
-        def told(match: Any) -> tuple[int, int, int, int]:
+        def tokens_of(match: Any) -> tuple[int, int, int, int]:
             return match.device_tokens, match.host_tokens, match.partial_tokens, match.tokens
 
-        self.pair.both(lambda: told(cache.match_prefix(keyed)), lambda: told(self.model.match_prefix(prompt)))
+        self.pair.both(lambda: tokens_of(cache.match_prefix(keyed)), lambda: tokens_of(self.model.match_prefix(prompt)))
         if all(group.matches for group in self.model.groups):
             self.pair.both(
                 lambda: self.pair.each(lambda **group: cache.blocks_needed(keyed, new_tokens=new, **group)),
@@ -350,13 +350,13 @@ class PoolMachine(RuleBasedStateMachine):
         prompt = self.prompt(random)
         full = len(prompt.tokens) // self.T
         there = [[random.random() < 0.7 for _ in range(full)] for _ in self.model.groups]
-        given = np.array(there, np.bool_).reshape(len(self.model.groups), full)
+        available = np.array(there, np.bool_).reshape(len(self.model.groups), full)
 
-        def told() -> tuple[int, list[list[int]]]:
-            tokens, blocks = self.pair.cache.missing_blocks(self.pair.keyed(prompt), given)
-            return tokens, [own.tolist() for own in blocks]
+        def missing() -> tuple[int, list[list[int]]]:
+            tokens, blocks = self.pair.cache.missing_blocks(self.pair.keyed(prompt), available)
+            return tokens, [group_blocks.tolist() for group_blocks in blocks]
 
-        self.pair.both(told, lambda: self.model.missing_blocks(prompt, there))
+        self.pair.both(missing, lambda: self.model.missing_blocks(prompt, there))
         cached = [[content in group.rows for content in group.contents(prompt)] for group in self.model.groups]
         assert self.pair.cache.cached_blocks(self.pair.keyed(prompt)).tolist() == cached
 
@@ -403,7 +403,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(random=RANDOM, how=st.sampled_from(("stored", "sweep", "victims")))
     def save(self, random: Random, how: str) -> None:
-        """What a saver is told: what was stored, what was used so often, what is evicted soon."""
+        """Read the dirty-block cursor: what was stored, what was used that often, what is evicted soon."""
         groups, pair, rows = self.model.groups, self.pair, random.choice((1, 3, 64))
         if how == "stored":
             # A sweep may come before some events.

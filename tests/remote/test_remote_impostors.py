@@ -87,14 +87,14 @@ def test_an_impostor_on_the_port_of_a_dead_server_learns_nothing_and_serves_noth
 
 
 def test_a_token_is_of_use_once_and_only_with_the_secret() -> None:
-    listener, passes = ServerSecret(b"secret"), []
+    listener, tokens = ServerSecret(b"secret"), []
     for key in (b"secret", b"another", b"secret"):
         with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
             ClientSecret(key).apply(dealer)
-            passes.append([dealer.plain_username, dealer.plain_password])
-    assert [listener.admits(credentials) for credentials in passes] == [True, False, True]
+            tokens.append([dealer.plain_username, dealer.plain_password])
+    assert [listener.admits(credentials) for credentials in tokens] == [True, False, True]
     assert (
-        not any(listener.admits(credentials) for credentials in passes)
+        not any(listener.admits(credentials) for credentials in tokens)
         and not listener.admits([])
         and not listener.admits([b"1 x", b""])
     )

@@ -14,25 +14,25 @@ from tests.stores.lab import Wrong
 @pytest.fixture
 def stores(monkeypatch: pytest.MonkeyPatch) -> dict[str, Wrong]:
     """The stores that are opened, by their texts: each text is one store, as a path is."""
-    found: dict[str, Wrong] = {}
+    stores_opened: dict[str, Wrong] = {}
 
     def open_store(text: str, **names: Any) -> Any:
         store = Wrong(MemoryStore(1 << 22))
-        return store if names["part"] == "check" else found.setdefault(text.format(**names), store)
+        return store if names["part"] == "check" else stores_opened.setdefault(text.format(**names), store)
 
     monkeypatch.setattr(staged, "open_store", open_store)
-    return found
+    return stores_opened
 
 
 @pytest.fixture
 def opened(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[staged.StagedBlocks]:
     """The blocks that the plug-in has opened stores for, in order."""
-    found: list[staged.StagedBlocks] = []
+    staged_blocks: list[staged.StagedBlocks] = []
 
     class Recorded(staged.StagedBlocks):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
-            found.append(self)
+            staged_blocks.append(self)
 
     monkeypatch.setattr(request.module.plugin, "StagedBlocks", Recorded)
-    return found
+    return staged_blocks

@@ -59,7 +59,7 @@ def keys(count: int, group: int = 0, model: str = "toy", salt: str = "", first: 
 
 
 class Stored(L2AdapterListener):
-    """Tells when objects are in the store."""
+    """Reports when objects are in the store."""
 
     def __init__(self, manager: StorageManager) -> None:
         self._seen: set[ObjectKey] = set()
@@ -86,13 +86,13 @@ def write(manager: StorageManager, keys: list[ObjectKey], layout: MemoryLayoutDe
     """Put objects of random bytes into LMCache's memory, as its server does. Returns the bytes."""
     random = torch.Generator().manual_seed(seed)
     objects = manager.reserve_write(keys, layout)
-    found = []
+    contents = []
     for key in keys:
         content = torch.randint(0, 256, (objects[key].get_size(),), generator=random, dtype=torch.uint8)
         objects[key].raw_tensor[: len(content)] = content
-        found.append(content)
+        contents.append(content)
     manager.finish_write(keys)
-    return found
+    return contents
 
 
 def fetch(manager: StorageManager, groups: dict[int, tuple[list[ObjectKey], MemoryLayoutDesc]]) -> Any:
@@ -107,9 +107,9 @@ def read(manager: StorageManager, keys: list[ObjectKey]) -> list[torch.Tensor]:
     """The bytes of objects that were fetched."""
     with manager.read_prefetched_results(keys) as objects:
         assert objects is not None
-        found = [one.raw_tensor[: one.get_size()].clone() for one in objects]
+        tensors = [content.raw_tensor[: content.get_size()].clone() for content in objects]
     manager.finish_read_prefetched(keys)
-    return found
+    return tensors
 
 
 def memory_object(nbytes: int, seed: int | None = None) -> TensorMemoryObj:
@@ -141,16 +141,16 @@ def look_up(adapter: Any, keys: list[ObjectKey], layouts: dict[int, MemoryLayout
     """The call sequence of LMCache's prefetch controller, first half."""
     task = adapter.submit_lookup_and_lock_task(keys, layouts)
     wait_for(adapter.get_lookup_and_lock_event_fd())
-    found = adapter.query_lookup_and_lock_result(task)
+    pages = adapter.query_lookup_and_lock_result(task)
     assert adapter.query_lookup_and_lock_result(task) is None
-    return found.get_indices_list()
+    return pages.get_indices_list()
 
 
 def load(adapter: Any, keys: list[ObjectKey], objects: list[Any]) -> list[int]:
     """Its second half."""
     task = adapter.submit_load_task(keys, objects)
     wait_for(adapter.get_load_event_fd())
-    found = adapter.query_load_result(task)
+    pages = adapter.query_load_result(task)
     assert adapter.query_load_result(task) is None
     adapter.submit_unlock(keys)
-    return found.get_indices_list()
+    return pages.get_indices_list()

@@ -46,11 +46,11 @@ SLOW = dict.fromkeys(("find_seconds", "load_seconds", "save_seconds"), 600)
 
 def names_of(tokens: list[int], prior: str | None = None, page_size: int = PAGE) -> list[str]:
     """The names of the pages of a prompt: a chain of hashes, as SGLang's are."""
-    found, name = [], prior or ""
+    names, name = [], prior or ""
     for start in range(0, len(tokens) - page_size + 1, page_size):
         name = hashlib.sha256(f"{name} {tokens[start : start + page_size]}".encode()).hexdigest()
-        found.append(name)
-    return found
+        names.append(name)
+    return names
 
 
 for module in (cache_controller, hybrid_cache_controller):
@@ -68,7 +68,7 @@ def group() -> Any:
 def host_pool(layout: str, dtype: torch.dtype = torch.bfloat16, label: str = "kv", layers: int = LAYERS) -> Any:
     """SGLang's host memory for keys and values."""
     k, v = (tuple(torch.zeros(TOKENS, HEADS, WIDTH, dtype=dtype) for _ in range(layers)) for _ in "kv")
-    pointers = [torch.tensor([one.data_ptr() for one in part], dtype=torch.uint64) for part in (k, v)]
+    pointers = [torch.tensor([tensor.data_ptr() for tensor in part], dtype=torch.uint64) for part in (k, v)]
     buffers = KVBuffers(k=k, v=v, k_data_ptrs=pointers[0], v_data_ptrs=pointers[1], layout=KVBufferLayout.NHD)
     info = MHABufferInfo(
         buffers=buffers,
@@ -101,7 +101,7 @@ def allocator() -> Any:
 
 
 def controller(pool: Any, metrics: bool = False, **options: Any) -> Any:
-    """SGLang's controller, with the plug-in behind it."""
+    """SGLang's controller, with the plug-in as its backend."""
     kind = HYBRID if isinstance(pool, HostPoolGroup) else PLAIN
     return kind(
         allocator(),
@@ -144,12 +144,12 @@ def read(pool: Any, indices: torch.Tensor) -> list[torch.Tensor]:
 
 
 def same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
-    return len(left) == len(right) and all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
+    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 def config(**fields: Any) -> HiCacheStorageConfig:
-    """What the controller tells the plug-in. Options are among the fields."""
-    own = {name: fields.pop(name) for name in ("stores", "weights", "kv_dtype") if name in fields}
+    """The configuration that the controller passes to the plug-in. Options are among the fields."""
+    extra = {name: fields.pop(name) for name in ("stores", "weights", "kv_dtype") if name in fields}
     known = {
         "tp_rank": 0,
         "tp_size": 1,
@@ -162,7 +162,7 @@ def config(**fields: Any) -> HiCacheStorageConfig:
         "is_page_first_layout": True,
         "model_name": "toy",
     }
-    return HiCacheStorageConfig(**{**known, **fields}, extra_config={**NAMES, **own})
+    return HiCacheStorageConfig(**{**known, **fields}, extra_config={**NAMES, **extra})
 
 
 def back_up(controller: Any, indices: torch.Tensor, tokens: list[int], **more: Any) -> int:

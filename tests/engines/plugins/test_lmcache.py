@@ -36,13 +36,13 @@ def make(stores: dict[str, Wrong]) -> Iterator[Callable[..., Any]]:
     made = []
 
     def make(**params: Any) -> Any:
-        found = lab.adapter(**params)
-        made.append(found)
-        return found
+        adapter = lab.adapter(**params)
+        made.append(adapter)
+        return adapter
 
     yield make
-    for one in made:
-        one.close()
+    for adapter in made:
+        adapter.close()
 
 
 def objects(count: int, first: int | None = None) -> list[Any]:
@@ -50,29 +50,29 @@ def objects(count: int, first: int | None = None) -> list[Any]:
 
 
 def same(left: list[Any], right: list[Any]) -> bool:
-    return len(left) == len(right) and all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
+    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 def test_objects_of_two_groups_come_back_byte_for_byte_after_a_restart(stores: dict[str, Wrong]) -> None:
     groups = {0: (keys(6), SMALL), 1: (keys(6, group=1), LARGE)}
     with closing(lab.manager()) as before:
         stored = lab.Stored(before)
-        content = [lab.write(before, own, layout, seed=group) for group, (own, layout) in groups.items()]
-        assert stored.wait([key for own, _ in groups.values() for key in own])
+        content = [lab.write(before, group_keys, layout, seed=group) for group, (group_keys, layout) in groups.items()]
+        assert stored.wait([key for group_keys, _ in groups.values() for key in group_keys])
     assert len(stores) == 2, "each size of objects has a store of its own"
     with closing(lab.manager()) as after:
         result = lab.fetch(after, groups)
         assert [row.popcount() for row in result.l2_hit_cells] == [6, 6]
-        for (own, _), expected in zip(groups.values(), content, strict=True):
-            assert same(lab.read(after, own), expected)
+        for (group_keys, _), expected in zip(groups.values(), content, strict=True):
+            assert same(lab.read(after, group_keys), expected)
 
 
 def test_lmcache_computes_what_the_store_has_damaged(stores: dict[str, Wrong]) -> None:
-    own = keys(6)
+    wanted = keys(6)
     with closing(lab.manager()) as before:
         stored = lab.Stored(before)
-        content = lab.write(before, own, SMALL, seed=1)
-        assert stored.wait(own)
+        content = lab.write(before, wanted, SMALL, seed=1)
+        assert stored.wait(wanted)
     (store,) = stores.values()
     taken = store.inner.load
 
@@ -83,10 +83,10 @@ def test_lmcache_computes_what_the_store_has_damaged(stores: dict[str, Wrong]) -
 
     store.inner.load = lie
     with closing(lab.manager()) as after:
-        result = lab.fetch(after, {0: (own, SMALL)})
+        result = lab.fetch(after, {0: (wanted, SMALL)})
         kept = result.hit_cells[0].get_indices_list()
         assert kept and 2 not in kept
-        assert same(lab.read(after, [own[place] for place in kept]), [content[place] for place in kept])
+        assert same(lab.read(after, [wanted[place] for place in kept]), [content[place] for place in kept])
 
 
 def test_lmcaches_own_check_of_adapters_passes(stores: dict[str, Wrong], capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,13 +111,13 @@ def test_each_kind_of_task_has_an_event_of_its_own(make: Any) -> None:
 
 def test_tasks_of_objects_outside_of_lmcaches_memory(make: Any) -> None:
     adapter = make(staging=4 * SIZE)
-    own, content = keys(9), objects(9, first=0)
-    result = lab.store(adapter, own, content)
+    stored_keys, content = keys(9), objects(9, first=0)
+    result = lab.store(adapter, stored_keys, content)
     assert result.is_successful() and result.bytes_transferred() == 9 * SIZE
-    assert lab.look_up(adapter, [*keys(1, first=50), *own], {0: LAYOUT}) == list(range(1, 10))
+    assert lab.look_up(adapter, [*keys(1, first=50), *stored_keys], {0: LAYOUT}) == list(range(1, 10))
     empty = objects(10)
-    assert lab.load(adapter, [*own, *keys(1, first=50)], empty) == list(range(9))
-    assert same([one.raw_tensor for one in empty[:9]], [one.raw_tensor for one in content])
+    assert lab.load(adapter, [*stored_keys, *keys(1, first=50)], empty) == list(range(9))
+    assert same([item.raw_tensor for item in empty[:9]], [item.raw_tensor for item in content])
     usage = adapter.get_usage()
     assert usage.total_bytes_used == 9 * SIZE and usage.bytes_by_cache_salt == {"": 9 * SIZE}
     assert adapter.report_status()["is_healthy"]
@@ -145,7 +145,7 @@ def test_objects_that_lmcache_unlocks_unloaded_stand_before_no_others(
 def test_lmcache_unlocks_what_it_has_found_and_does_not_load(
     stores: dict[str, Wrong], opened: list[staged.StagedBlocks]
 ) -> None:
-    """Of a second group a part is missing, so that the end of the first one is of no use."""
+    """A part of a second group is missing, so that the end of the first one is of no use."""
     with closing(lab.manager()) as before:
         stored = lab.Stored(before)
         for group, count, layout in ((0, 6, SMALL), (1, 3, LARGE)):
@@ -208,7 +208,7 @@ def test_objects_of_bytes_need_a_name_of_the_type_of_their_elements(
     with caplog.at_level(logging.ERROR, "lmcache.kvpool"):
         assert not lab.store(adapter, keys(1), objects(1, first=0)).is_successful()
         assert lab.look_up(adapter, keys(1), {0: LAYOUT}) == [] == lab.load(adapter, keys(1), objects(1))
-    assert [one.message.partition(":")[2] for one in caplog.records] == [
+    assert [record.message.partition(":")[2] for record in caplog.records] == [
         " kv_dtype: expected a text that names the type of the KV's elements, such as 'fp8_e4m3' or 'fp8_e5m2', since "
         "torch.uint8 may be any type, got none"
     ]
@@ -221,22 +221,22 @@ def test_a_load_that_is_late_writes_nothing_after_its_task_has_ended(
     make: Any, stores: dict[str, Wrong], opened: list[staged.StagedBlocks]
 ) -> None:
     adapter = make()
-    own = keys(3)
-    lab.store(adapter, own, objects(3, first=0))
+    asked = keys(3)
+    lab.store(adapter, asked, objects(3, first=0))
     (store,), (blocks,) = stores.values(), opened
     gate = Gate()
     store.before["load"], blocks.seconds["load"] = gate, 0.2
     empty = objects(3)
     while not gate.reached.is_set():
         blocks.client.health.resume()
-        assert lab.load(adapter, own, empty) == []
+        assert lab.load(adapter, asked, empty) == []
     assert adapter.report_status()["troubles"][f"{SIZE} load late"] >= 3
     gate.open()
     assert blocks.client.queue.drain(600)
-    assert not any(one.raw_tensor.any() for one in empty)
+    assert not any(item.raw_tensor.any() for item in empty)
     blocks.seconds["load"] = 60
     blocks.client.health.resume()
-    assert lab.load(adapter, own, empty) == [0, 1, 2] and adapter.report_status()["is_healthy"]
+    assert lab.load(adapter, asked, empty) == [0, 1, 2] and adapter.report_status()["is_healthy"]
 
 
 @pytest.mark.parametrize("broken", ["open", "find", "load", "save"])
@@ -244,19 +244,19 @@ def test_a_dead_store_gives_results_without_objects(
     broken: str, make: Any, stores: dict[str, Wrong], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter = make()
-    own = keys(3)
+    asked = keys(3)
     if broken == "open":
         no_device = OSError("no such device")
         monkeypatch.setattr(staged, "open_store", lambda text, **names: (_ for _ in ()).throw(no_device))
     else:
-        lab.store(adapter, own, objects(3, first=0))
+        lab.store(adapter, asked, objects(3, first=0))
         (store,) = stores.values()
 
         store.before[broken] = fail
     results = {
-        "save": lambda: lab.store(adapter, own, objects(3, first=9)).is_successful(),
-        "find": lambda: lab.look_up(adapter, own, {0: LAYOUT}),
-        "load": lambda: lab.load(adapter, own, objects(3)),
+        "save": lambda: lab.store(adapter, asked, objects(3, first=9)).is_successful(),
+        "find": lambda: lab.look_up(adapter, asked, {0: LAYOUT}),
+        "load": lambda: lab.load(adapter, asked, objects(3)),
     }
     for kind in results if broken == "open" else [broken]:
         assert not results[kind]()

@@ -37,9 +37,9 @@ def attach(stores: dict[str, Wrong]) -> Iterator[Callable[..., Any]]:
     attached = []
 
     def attach(pool: Any, *, metrics: bool = False, **options: Any) -> Any:
-        found = lab.controller(pool, metrics, **{"stores": "disk:/kv/{part}", **SLOW, **options})
-        attached.append(found)
-        return found
+        controller = lab.controller(pool, metrics, **{"stores": "disk:/kv/{part}", **SLOW, **options})
+        attached.append(controller)
+        return controller
 
     yield attach
     for controller in attached:
@@ -166,8 +166,8 @@ def test_a_pool_beside_kv_that_has_less_limits_the_hit(attach: Any) -> None:
 
     def asked(policy: str, trailing: int = 1) -> Any:
         transfer = PoolTransfer(PoolName.DRAFT, keys=keys[:trailing], hit_policy=PoolHitPolicy(policy))
-        found = backend.batch_exists_v2(keys, [transfer])
-        return found.kv_hit_pages, found.extra_pool_hit_pages.get(PoolName.DRAFT, 0), found.restorable_prefix_pages
+        hits = backend.batch_exists_v2(keys, [transfer])
+        return hits.kv_hit_pages, hits.extra_pool_hit_pages.get(PoolName.DRAFT, 0), hits.restorable_prefix_pages
 
     assert asked("all_pages") == (1, 1, [1])
     assert asked("trailing_pages", 1) == (5, 5, [1, 4, 5])
@@ -231,8 +231,8 @@ def test_nothing_is_found_of_another_model_or_share_or_layout(
             change.get("layout", "page_first") if changed else "page_first",
             change.get("dtype", torch.bfloat16) if changed else torch.bfloat16,
         )
-        own = dataclasses.replace(config, extra_config=options, **fields) if changed else config
-        backend = StorageBackendFactory.create_backend("dynamic", own, pool)
+        own_config = dataclasses.replace(config, extra_config=options, **fields) if changed else config
+        backend = StorageBackendFactory.create_backend("dynamic", own_config, pool)
         backend.register_mem_pool_host(pool)
         hits = backend.batch_exists(keys)
         backend.close()
@@ -257,20 +257,20 @@ def test_pages_of_bytes_are_found_for_one_type_of_elements_only(stores: dict[str
     kept, keys = pool.alloc(len(TOKENS)), lab.names_of(TOKENS)
 
     def backend(**options: Any) -> Any:
-        found = StorageBackendFactory.create_backend(
+        backend_made = StorageBackendFactory.create_backend(
             "dynamic", lab.config(stores="disk:/kv", weights="1", **options), pool
         )
-        found.register_mem_pool_host(pool)
-        return found
+        backend_made.register_mem_pool_host(pool)
+        return backend_made
 
     with pytest.raises(ValueError, match=r"kv_dtype: expected a text .*since torch.uint8 may be any type"):
         backend()
-    with closing(backend(kv_dtype="fp8_e4m3")) as own:
-        assert all(own.batch_set_v1(keys, kept))
+    with closing(backend(kv_dtype="fp8_e4m3")) as opened:
+        assert all(opened.batch_set_v1(keys, kept))
     with closing(backend(kv_dtype="fp8_e5m2")) as other:
         assert other.batch_exists(keys) == 0 and not any(other.batch_get_v1(keys, kept))
-    with closing(backend(kv_dtype="fp8_e4m3")) as own:
-        assert all(own.batch_get_v1(keys, kept))
+    with closing(backend(kv_dtype="fp8_e4m3")) as opened:
+        assert all(opened.batch_get_v1(keys, kept))
 
 
 def test_ranks_of_mla_share_pages_and_need_a_store_that_they_share() -> None:
@@ -298,7 +298,7 @@ def test_sglangs_metrics_get_pages_and_speed_once(attach: Any) -> None:
     kept = pool.alloc(3 * PAGE)
     backend.batch_set_v1(["a", "b", "c"], kept)
     backend.batch_get_v1(["a", "b", "d"], kept)
-    found = backend.get_stats()
-    assert (found.backup_pgs, found.prefetch_pgs) == ([3], [2])
-    assert len(found.backup_bandwidth) == 1 and found.prefetch_bandwidth[0] > 0
+    stats = backend.get_stats()
+    assert (stats.backup_pgs, stats.prefetch_pgs) == ([3], [2])
+    assert len(stats.backup_bandwidth) == 1 and stats.prefetch_bandwidth[0] > 0
     assert backend.get_stats().backup_pgs == []

@@ -24,8 +24,8 @@ def save(
     writer = gguf.GGUFWriter(path, "llama" if kind == "full attention" else "mamba")
 
     def add(name: str, *shape: int, value: float | None = None) -> None:
-        found = random.standard_normal(shape) * 0.15 if value is None else np.full(shape, value)
-        writer.add_tensor(name, found.astype(np.float32))
+        weights = random.standard_normal(shape) * 0.15 if value is None else np.full(shape, value)
+        writer.add_tensor(name, weights.astype(np.float32))
 
     writer.add_context_length(CONTEXT)
     writer.add_embedding_length(width)
@@ -118,18 +118,18 @@ def save_adapter(path: Path, seed: int, *, layers: int = 2, width: int = 64, inv
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    found = xllamacpp.CommonAdapterLoraInfo()
-    found.path, found.scale = str(path), 1.0
-    return found
+    adapter = xllamacpp.CommonAdapterLoraInfo()
+    adapter.path, adapter.scale = str(path), 1.0
+    return adapter
 
 
 def params(model: Path, **settings: Any) -> Any:
-    found = xllamacpp.CommonParams()
-    found.model.path, found.n_ctx, found.n_parallel, found.warmup = str(model), CONTEXT, 1, False
-    found.cpuparams.n_threads, found.verbosity = 1, -1
+    params = xllamacpp.CommonParams()
+    params.model.path, params.n_ctx, params.n_parallel, params.warmup = str(model), CONTEXT, 1, False
+    params.cpuparams.n_threads, params.verbosity = 1, -1
     for name, value in settings.items():
-        setattr(found, name, value)
-    return found
+        setattr(params, name, value)
+    return params
 
 
 def prefix_cache(model: Path, settings: dict[str, Any] | None = None, **options: Any) -> PrefixCache:
@@ -143,5 +143,5 @@ def prompt(count: int, seed: int) -> list[int]:
 
 def answer(cache: PrefixCache, tokens: list[int], count: int = 8, **settings: Any) -> tuple[list[int], int]:
     """The greedy tokens after a prompt, and how many tokens of it were not computed."""
-    found = cache.complete(tokens, n_predict=count, temperature=0.0, ignore_eos=True, **settings)
-    return found["tokens"], found["timings"]["cache_n"]
+    reply = cache.complete(tokens, n_predict=count, temperature=0.0, ignore_eos=True, **settings)
+    return reply["tokens"], reply["timings"]["cache_n"]

@@ -70,10 +70,10 @@ KINDS = [*CONFIGS, "quantised"]
 def model_of(kind: str, seed: int = 0) -> Any:
     module, config = CONFIGS.get(kind, CONFIGS["full attention"])
     mx.random.seed(seed)
-    found = module.Model(module.ModelArgs.from_dict(config))
-    found.set_dtype(mx.bfloat16)
-    mx.eval(found.parameters())
-    return found
+    model = module.Model(module.ModelArgs.from_dict(config))
+    model.set_dtype(mx.bfloat16)
+    mx.eval(model.parameters())
+    return model
 
 
 def prompt_cache(kind: str, model: Any, **options: Any) -> PromptCache:
@@ -82,8 +82,8 @@ def prompt_cache(kind: str, model: Any, **options: Any) -> PromptCache:
 
 
 def empty(kind: str, model: Any) -> list[Any]:
-    found: list[Any] = make_prompt_cache(model)
-    return [QuantizedKVCache(GROUP, BITS) for _ in found] if kind == "quantised" else found
+    caches: list[Any] = make_prompt_cache(model)
+    return [QuantizedKVCache(GROUP, BITS) for _ in caches] if kind == "quantised" else caches
 
 
 def compute(model: Any, tokens: list[int], caches: list[Any]) -> mx.array:
@@ -111,15 +111,15 @@ class Engine:
         logits = compute(self.model, rest, caches if caches is not None else (caches := empty(self.kind, self.model)))
         if known:
             self.hits, self.reused = self.hits + 1, self.reused + known
-            answers = [compute(self.model, rest, one) for one in self._own_of(tokens[:known])]
+            answers = [compute(self.model, rest, cache) for cache in self._own_of(tokens[:known])]
             assert answers, f"nobody has computed these {known} tokens"
             assert any(mx.array_equal(logits, answer).item() for answer in answers), f"other logits, {known} tokens"
             self._compare(logits, answers, compute(self.model, tokens, empty(self.kind, self.model)))
         self.own.setdefault(tuple(tokens), []).append(copy.deepcopy(caches))
         self.cache.insert_cache("model", tokens, caches)
 
-    def _compare(self, split: mx.array, own: list[mx.array], uncut: mx.array) -> None:
-        self.spread = max(self.spread, *(mx.abs(answer - uncut).max().item() for answer in own))
+    def _compare(self, split: mx.array, computed: list[mx.array], uncut: mx.array) -> None:
+        self.spread = max(self.spread, *(mx.abs(answer - uncut).max().item() for answer in computed))
         if mx.argmax(split).item() != mx.argmax(uncut).item():
             second, best = mx.sort(uncut)[-2:].tolist()
             self.margins.append(best - second)
@@ -131,14 +131,14 @@ class Engine:
 
     def _own_of(self, tokens: list[int]) -> list[list[Any]]:
         """Copies of own caches with these tokens: cut, where they can be cut."""
-        found = [one for caches in (self.own.get(tuple(tokens), []),) for one in copy.deepcopy(caches)]
+        candidates = [cache for caches in (self.own.get(tuple(tokens), []),) for cache in copy.deepcopy(caches)]
         for known, all_caches in self.own.items():
             if len(known) > len(tokens) and list(known[: len(tokens)]) == tokens:
                 for caches in all_caches:
                     if can_trim_prompt_cache(caches):
-                        found.append(copy.deepcopy(caches))
-                        trim_prompt_cache(found[-1], len(known) - len(tokens))
-        return found
+                        candidates.append(copy.deepcopy(caches))
+                        trim_prompt_cache(candidates[-1], len(known) - len(tokens))
+        return candidates
 
 
 def converse(engine: Engine, conversations: int, rng: np.random.Generator) -> None:

@@ -52,11 +52,11 @@ def test_conversations_get_the_tokens_that_a_new_engine_gives(model: Path) -> No
             tokens = list(systems[random.integers(2)] if random.random() < 0.5 or not live else live[-1])
             for _ in range(2):
                 tokens += random.integers(3, 259, int(random.integers(1, 60))).tolist()
-                found, known = answer(cache, tokens)
+                reply, known = answer(cache, tokens)
                 plain.clear()
                 plain._post("/slots/0?action=erase", {})
-                assert found == answer(plain, tokens)[0]
-                tokens, reused = tokens + found, reused + known
+                assert reply == answer(plain, tokens)[0]
+                tokens, reused = tokens + reply, reused + known
             live.append(tokens)
         print(f"{reused} tokens reused, {cache.stats()}")
         assert reused > 500
@@ -123,8 +123,8 @@ def test_after_a_kill_the_next_process_answers_from_what_was_saved(model: Path, 
         tokens = prompt(300, 1)
         tokens += answer(new, tokens)[0]
     with prefix_cache(model, stores=store) as cache:
-        found, known = answer(cache, [*tokens, 7, 8, 9])
-    assert found == expected and known >= 307
+        reply, known = answer(cache, [*tokens, 7, 8, 9])
+    assert reply == expected and known >= 307
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5])

@@ -42,9 +42,9 @@ class Lab:
 
     def fresh(self, tokens: list[int], lora: Any, apply: bool = False) -> list[int]:
         with self.cache(apply) as cache:
-            found, known = answer(cache, tokens, lora=lora)
+            reply, known = answer(cache, tokens, lora=lora)
         assert known == 0
-        return found
+        return reply
 
 
 @pytest.fixture
@@ -53,8 +53,8 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
 
 
 def test_adapters_give_answers_of_their_own(lab: Lab) -> None:
-    found = [lab.fresh(prompt(200, 1), lora) for lora in LORAS.values()]
-    assert len({*map(tuple, found)}) == 5 and found[-1] == found[-2]
+    replies = [lab.fresh(prompt(200, 1), lora) for lora in LORAS.values()]
+    assert len({*map(tuple, replies)}) == 5 and replies[-1] == replies[-2]
 
 
 @pytest.mark.parametrize("slots", [1, 2])
@@ -65,8 +65,8 @@ def test_kv_of_another_adapter_is_not_used(lab: Lab, slots: int) -> None:
         turn = answer(cache, start, lora=A)[0]
         answer(cache, others, lora=B)
         later = [*start, *turn, 9, 8, 7]
-        found, known = answer(cache, later, lora=B)
-        assert found == lab.fresh(later, B) and known <= 1, "both prompts begin with the same token"
+        reply, known = answer(cache, later, lora=B)
+        assert reply == lab.fresh(later, B) and known <= 1, "both prompts begin with the same token"
         assert answer(cache, [*later, 6], lora=B) == (lab.fresh([*later, 6], B), len(later))
         assert answer(cache, later, lora=A) == (lab.fresh(later, A), len(start) + len(turn) - 1)
 
@@ -89,8 +89,8 @@ def test_each_pair_of_adapters_answers_as_a_new_server(
         cache = lab.cache(apply, **options)
     with cache:
         later = [*tokens, *turn, 9, 8, 7]
-        found, known = answer(cache, later, lora=LORAS[second])
-        assert found == lab.fresh(later, LORAS[second], apply)
+        reply, known = answer(cache, later, lora=LORAS[second])
+        assert reply == lab.fresh(later, LORAS[second], apply)
         default = "both" if apply else "none"
         same = first == second or {first, second} == {"the default", default}
         assert (known >= 207) == same, (known, first, second)
@@ -120,22 +120,22 @@ def test_a_beginning_that_repeats_is_computed_with_the_adapters_of_the_request(l
     first, second = (system + prompt(20, seed)[1:] for seed in (4, 5))
     asked = {"temperature": 0.0, "n_probs": 1, "ignore_eos": True}
 
-    def logprob(found: dict[str, Any]) -> float:
-        return float(found["completion_probabilities"][0]["logprob"])
+    def logprob(response: dict[str, Any]) -> float:
+        return float(response["completion_probabilities"][0]["logprob"])
 
     with lab.cache() as cache:
         slot = {"id_slot": 0, "cache_prompt": True, "lora": B}
         for tokens, count in ((first, 1), (system, 0), (second, 1)):
-            found = cache._post("/completion", {"prompt": tokens, "n_predict": count, **slot, **asked})
-        expected = logprob(found)
+            response = cache._post("/completion", {"prompt": tokens, "n_predict": count, **slot, **asked})
+        expected = logprob(response)
     with lab.cache() as cache:
         for seed in (2, 3):
             answer(cache, system + prompt(50, seed)[1:], lora=A)
         cache.complete(first, n_predict=1, lora=B, **asked)
         assert cache.stats().kept == 4
-        found = cache.complete(second, n_predict=1, lora=B, **asked)
-        assert cache.stats().kept == 6 and found["timings"]["cache_n"] == 200
-        assert logprob(found) == pytest.approx(expected, abs=1e-6)
+        response = cache.complete(second, n_predict=1, lora=B, **asked)
+        assert cache.stats().kept == 6 and response["timings"]["cache_n"] == 200
+        assert logprob(response) == pytest.approx(expected, abs=1e-6)
 
 
 def test_conversations_with_adapters_in_turn_get_the_tokens_of_a_new_server(lab: Lab) -> None:
@@ -146,9 +146,9 @@ def test_conversations_with_adapters_in_turn_get_the_tokens_of_a_new_server(lab:
     with lab.cache(host_memory="2MiB") as cache:
         for name in random.choice([*LORAS], 24).tolist():
             live[name] = live[name] + random.integers(3, 259, int(random.integers(1, 40))).tolist()
-            found, known = answer(cache, live[name], lora=LORAS[name])
-            assert found == lab.fresh(live[name], LORAS[name])
-            live[name], reused = live[name] + found, reused + known
+            reply, known = answer(cache, live[name], lora=LORAS[name])
+            assert reply == lab.fresh(live[name], LORAS[name])
+            live[name], reused = live[name] + reply, reused + known
     assert reused > 1000
 
 

@@ -214,10 +214,10 @@ def test_a_restart_finds_all_that_the_process_found_however_large(kind: str, sha
                 cache.insert_cache("model", tokens, caches)
                 assert cache.drain(600)
             for _ in range(2):
-                found, rest = cache.fetch_nearest_cache("model", [*tokens, 5])
-                assert found is not None
+                cached, rest = cache.fetch_nearest_cache("model", [*tokens, 5])
+                assert cached is not None
                 known.append(len(tokens) + 1 - len(rest))
-                logits.append(mlx_lab.compute(model, rest, found).tolist())
+                logits.append(mlx_lab.compute(model, rest, cached).tolist())
             assert cache.stats().skipped == {}
     assert known == [{"full attention": 992, "quantised": 288}.get(kind, 300)] * 4
     assert logits == [logits[0]] * 4
@@ -248,8 +248,10 @@ def test_each_adapter_has_kv_of_its_own_in_memory_and_on_a_disk(tmp_path: Path) 
     path, kind, tokens = str(mlx_lab.save(tmp_path / "model")), "full attention", prompt(100)
     adapters = [None, *(str(mlx_lab.save_adapter(tmp_path / f"adapter {n}", n)) for n in (1, 2))]
     models = {(path, adapter, None): load(path, adapter_path=adapter)[0] for adapter in adapters}
-    own = {name: mlx_lab.compute(model, tokens, mlx_lab.empty(kind, model)).tolist() for name, model in models.items()}
-    assert len({*map(tuple, own.values())}) == 3
+    logits_of = {
+        name: mlx_lab.compute(model, tokens, mlx_lab.empty(kind, model)).tolist() for name, model in models.items()
+    }
+    assert len({*map(tuple, logits_of.values())}) == 3
     now: list[Any] = []
     store = f"disk:{tmp_path}/kv-{{part}}?capacity=16MiB"
     with mlx_lab.prompt_cache(kind, lambda: now, stores=store) as cache:
@@ -260,7 +262,7 @@ def test_each_adapter_has_kv_of_its_own_in_memory_and_on_a_disk(tmp_path: Path) 
                 assert len(rest) == (100 if not turn else 4)
                 caches = caches or mlx_lab.empty(kind, model)
                 logits = mlx_lab.compute(model, rest, caches)
-                assert np.allclose(logits.tolist(), own[name], atol=0.05)
+                assert np.allclose(logits.tolist(), logits_of[name], atol=0.05)
                 cache.insert_cache(name, tokens, caches)
                 assert cache.drain(600)
 
@@ -384,8 +386,8 @@ def chat(address: str, messages: list[dict[str, str]]) -> dict[str, Any]:
         f"{address}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(asked, timeout=DEADLINE_S) as answer:
-        found: dict[str, Any] = json.load(answer)
-    return found
+        reply: dict[str, Any] = json.load(answer)
+    return reply
 
 
 @pytest.mark.parametrize("server", ["full attention", "recurrent hybrid"], indirect=True)
