@@ -113,8 +113,8 @@ def test_a_host_cache_in_whose_call_another_thread_was_refuses_a_child() -> None
 
 def test_a_child_does_not_wait_for_a_compiler_that_is_not_there() -> None:
     @jit.jit
-    def added(one: int) -> int:
-        return one + 1
+    def added(number: int) -> int:
+        return number + 1
 
     if not hasattr(added, "compile"):
         pytest.skip("nothing is compiled here")
@@ -141,45 +141,45 @@ def test_what_a_child_maps_is_not_where_its_parent_has_shared_memory() -> None:
     def child() -> None:
         nonlocal shared
         maps = [mmap.mmap(-1, nbytes // 4) for _ in range(50)]
-        for one in maps:
-            one[:5] = b"alive"
-            assert not first <= ctypes.addressof(ctypes.c_char.from_buffer(one)) < first + nbytes
+        for mapping in maps:
+            mapping[:5] = b"alive"
+            assert not first <= ctypes.addressof(ctypes.c_char.from_buffer(mapping)) < first + nbytes
         shared.close()
         del shared
         gc.collect()
-        assert all(one[:5] == b"alive" for one in maps)
+        assert all(mapping[:5] == b"alive" for mapping in maps)
 
     in_child(child)
     shared.array[:] = 1
     shared.close()
 
 
-def test_a_host_keeper_refuses_a_child_and_keeps_its_parent() -> None:
+def test_a_host_storage_manager_refuses_a_child_and_keeps_its_parent() -> None:
     index = HostCache(8, 4096, identity=IDENTITY)
     tier = HostTier.of(index)
-    with index, tier, HostStorageManager(index, tier, [Wrong(MemoryStore(1 << 20))]) as keeper:
+    with index, tier, HostStorageManager(index, tier, [Wrong(MemoryStore(1 << 20))]) as manager:
         kept(index, "a")
 
         def child() -> None:
-            assert keeper.find(b"a") == index.HERE
+            assert manager.find(b"a") == index.HERE
             refuses(
-                lambda: keeper.find(b"no"),
-                lambda: keeper.lookup([b"no"]),
-                lambda: keeper.pin([b"a"]),
-                lambda: keeper.publish([b"a"]),
-                lambda: keeper.forget([b"a"]),
-                keeper.poll,
-                keeper.clear,
-                keeper.stats,
-                lambda: keeper.drain(600),
-                keeper.close,
+                lambda: manager.find(b"no"),
+                lambda: manager.lookup([b"no"]),
+                lambda: manager.pin([b"a"]),
+                lambda: manager.publish([b"a"]),
+                lambda: manager.forget([b"a"]),
+                manager.poll,
+                manager.clear,
+                manager.stats,
+                lambda: manager.drain(600),
+                manager.close,
             )
-            with pytest.raises(ForkedProcess), keeper:
+            with pytest.raises(ForkedProcess), manager:
                 pass
             assert index.find(b"a") == index.HERE
 
         in_child(child)
-        assert keeper.find(b"no") == index.PENDING and keeper.drain(600)
+        assert manager.find(b"no") == index.PENDING and manager.drain(600)
 
 
 def test_a_child_does_not_wait_for_jobs_and_prefetches_of_its_parent(tmp_path: Any) -> None:
@@ -188,10 +188,10 @@ def test_a_child_does_not_wait_for_jobs_and_prefetches_of_its_parent(tmp_path: A
     disk = DiskStore(tmp_path / "store", 1 << 20)
     engine = pool_lab.make_engine()
     with StoreWorker(wrong, memory(), IDENTITY) as queue, StoreWorker(disk, memory(), IDENTITY) as other:
-        with engine.cache, pool_lab.make_manager(engine, pool_lab.store()) as keeper:
+        with engine.cache, pool_lab.make_manager(engine, pool_lab.store()) as manager:
             job = queue.find(queue.secret.derive_keys(names(1)))
             assert gate.reached.wait(600)
-            prefetch = keeper.prefetch([*range(40)])
+            prefetch = manager.prefetch([*range(40)])
             key, row, space = queue.secret.derive_keys(names(1)), np.arange(1), Space(bytes(16), memory())
             calls = [
                 job.wait,
@@ -206,11 +206,11 @@ def test_a_child_does_not_wait_for_jobs_and_prefetches_of_its_parent(tmp_path: A
                 lambda: disk.load(key, row, lambda: False),
                 lambda: disk.forget(key),
                 lambda: disk.open(space),
-                lambda: keeper.prefetch([1]),
-                lambda: keeper.match_prefix([1]),
-                keeper.stats,
-                keeper.events,
-                keeper.close,
+                lambda: manager.prefetch([1]),
+                lambda: manager.match_prefix([1]),
+                manager.stats,
+                manager.events,
+                manager.close,
             ]
             in_child(lambda: refuses(*calls))
             gate.open()
@@ -246,8 +246,8 @@ def test_a_call_in_which_a_handler_forks_ends_in_the_child_too(raises: bool) -> 
     undone: list[bool] = []
 
     def call() -> int:
-        with DeferSignals() as door:
-            door.undo = lambda: undone.append(True)
+        with DeferSignals() as deferred:
+            deferred.undo = lambda: undone.append(True)
             child = os.fork()
             with DeferSignals():
                 pass

@@ -1,4 +1,4 @@
-"""Failure half-way: a device that fails at every move of every verb, decisions behind it, Ctrl-C in the middle."""
+"""Failure half-way: a device that fails at every move of every verb, decisions after it, Ctrl-C in the middle."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.waiting import until
 
 
 @pytest.fixture
-def rig() -> Iterator[Callable[..., Rig]]:
+def make_rig() -> Iterator[Callable[..., Rig]]:
     opened: list[Rig] = []
 
     def build(P: int, S: int, **options: Any) -> Rig:
@@ -47,19 +47,19 @@ def expected_losses(moves: NDArray[np.int64], refused: Callable[[int], bool]) ->
     return lost
 
 
-def moves_of(rig: Callable[..., Rig], name: str) -> NDArray[np.int64]:
+def moves_of(make_rig: Callable[..., Rig], name: str) -> NDArray[np.int64]:
     """The moves of a scenario where nothing fails."""
-    one = rig(12, 12)
-    act = SCENARIOS[name][0](one)
-    one.device.arm()
-    act(one)
-    one.check_everything()
-    return np.concatenate(one.device.seen)
+    rig = make_rig(12, 12)
+    act = SCENARIOS[name][0](rig)
+    rig.device.arm()
+    act(rig)
+    rig.check_everything()
+    return np.concatenate(rig.device.seen)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_the_scenarios_make_the_moves_that_they_are_about(rig: Callable[..., Rig], name: str) -> None:
-    moves = moves_of(rig, name)
+def test_the_scenarios_make_the_moves_that_they_are_about(make_rig: Callable[..., Rig], name: str) -> None:
+    moves = moves_of(make_rig, name)
     assert {(source >= 12, target >= 12, tokens < T) for source, target, tokens in moves[:, :3].tolist()} == SCENARIOS[
         name
     ][1]
@@ -67,29 +67,29 @@ def test_the_scenarios_make_the_moves_that_they_are_about(rig: Callable[..., Rig
 
 @pytest.mark.parametrize("rest", [False, True], ids=["one move", "all from there"])
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_failing_move_loses_its_target_and_nothing_else(rig: Callable[..., Rig], name: str, rest: bool) -> None:
-    moves = moves_of(rig, name)
+def test_a_failing_move_loses_its_target_and_nothing_else(make_rig: Callable[..., Rig], name: str, rest: bool) -> None:
+    moves = moves_of(make_rig, name)
     for k in range(len(moves)):
-        one = rig(12, 12)
-        act = SCENARIOS[name][0](one)
-        one.check_everything()
-        table, live = one.cache.core.tokens.table, set(np.flatnonzero(one.cache.core.tokens.sequences["live"]).tolist())
-        one.device.arm((lambda place, k=k: place >= k) if rest else (lambda place, k=k: place == k))
-        act(one)
-        one.device.arm()
+        rig = make_rig(12, 12)
+        act = SCENARIOS[name][0](rig)
+        rig.check_everything()
+        table, live = rig.cache.core.tokens.table, set(np.flatnonzero(rig.cache.core.tokens.sequences["live"]).tolist())
+        rig.device.arm((lambda place, k=k: place >= k) if rest else (lambda place, k=k: place == k))
+        act(rig)
+        rig.device.arm()
         lost = expected_losses(moves, lambda i, k=k: i >= k if rest else i == k)
-        assert one.lost == len(lost)
+        assert rig.lost == len(lost)
         gone = {target for target in lost if target < 12}
         rows = [
             int(row)
-            for row in np.flatnonzero(one.cache.core.tokens.sequences["live"])
+            for row in np.flatnonzero(rig.cache.core.tokens.sequences["live"])
             if gone & set(table[row].tolist())
         ]
-        assert sorted(i & 0xFFFFFFFF for i in one.failed) == rows
+        assert sorted(i & 0xFFFFFFFF for i in rig.failed) == rows
         assert name != "batch" or (set(rows) - live or not gone)
-        one.check_everything()
-        one.check_failed()
-        carry_on(one)
+        rig.check_everything()
+        rig.check_failed()
+        carry_on(rig)
 
 
 def carry_on(rig: Rig) -> None:
@@ -105,26 +105,26 @@ def carry_on(rig: Rig) -> None:
 @pytest.mark.parametrize(
     "error", [DeviceError("gone", completed=1, sticky=True), OSError("gone"), MemoryError()], ids=repr
 )
-def test_a_device_that_is_gone_closes_the_pool(rig: Callable[..., Rig], name: str, error: Exception) -> None:
+def test_a_device_that_is_gone_closes_the_pool(make_rig: Callable[..., Rig], name: str, error: Exception) -> None:
     """An error of a type that no device promises counts as one that will not go away."""
-    one = rig(12, 12)
-    act = SCENARIOS[name][0](one)
-    moves = moves_of(rig, name)
+    rig = make_rig(12, 12)
+    act = SCENARIOS[name][0](rig)
+    moves = moves_of(make_rig, name)
 
     def fail() -> None:
         if isinstance(error, DeviceError):
-            one.device.inner.copy_blocks(one.device.seen[-1][:1])
+            rig.device.inner.copy_blocks(rig.device.seen[-1][:1])
         raise error
 
-    one.device.arm()
-    one.device.before = fail
+    rig.device.arm()
+    rig.device.before = fail
     with pytest.raises(PoolClosed) if name in ("batch", "append", "rewind") else nullcontext():
-        act(one)
-    assert len(one.device.seen) == 1, "it was asked again"
+        act(rig)
+    assert len(rig.device.seen) == 1, "it was asked again"
     started = 1 if isinstance(error, DeviceError) else 0
-    assert one.lost == len(expected_losses(moves, lambda i: i >= started))
-    one.check_everything(closed=True)
-    cache, before = one.cache, debug.dump(one.cache.core.tokens)
+    assert rig.lost == len(expected_losses(moves, lambda i: i >= started))
+    rig.check_everything(closed=True)
+    cache, before = rig.cache, debug.dump(rig.cache.core.tokens)
     for use in (
         lambda: cache.add_sequence([1]),
         lambda: cache.append_tokens(0, [1]),
@@ -152,27 +152,27 @@ def test_a_device_that_is_gone_closes_the_pool(rig: Callable[..., Rig], name: st
     ):
         with pytest.raises(PoolClosed, match="gone|MemoryError"):
             use()
-    assert debug.dump(cache.core.tokens) == before and len(one.device.seen) == 1
+    assert debug.dump(cache.core.tokens) == before and len(rig.device.seen) == 1
     assert cache.stats().device.capacity == 12
     assert len(cache.close().sequences) == cache.stats().sequences
 
 
-def test_after_random_failures_every_cached_byte_is_right(rig: Callable[..., Rig]) -> None:
+def test_after_random_failures_every_cached_byte_is_right(make_rig: Callable[..., Rig]) -> None:
     lost = 0
     for seed in range(80):
         print("seed", seed)
         rng = random.Random(seed)
-        one = rig(rng.randint(3, 9), rng.randint(0, 6), partial_reuse=rng.random() < 0.8)
-        one.device.arm(lambda place, rng=rng: rng.random() < 0.2)
+        rig = make_rig(rng.randint(3, 9), rng.randint(0, 6), partial_reuse=rng.random() < 0.8)
+        rig.device.arm(lambda place, rng=rng: rng.random() < 0.2)
         for _ in range(40):
             with suppress(OutOfBlocks):
-                act_at_random(one, rng)
-            one.check_everything()
+                act_at_random(rig, rng)
+            rig.check_everything()
             if rng.random() < 0.2:
-                one.check_failed()
-        one.device.arm()
-        one.check_failed()
-        lost += one.lost
+                rig.check_failed()
+        rig.device.arm()
+        rig.check_failed()
+        lost += rig.lost
     assert lost > 100, "the device hardly failed"
 
 
@@ -197,72 +197,72 @@ def act_at_random(rig: Rig, rng: random.Random) -> None:
         rig.release(rig.commit(sequence), store=verb == 6 or rng.random() < 0.7)
 
 
-# -- decisions that wait behind a batch that then fails -------------------------------------------
+# -- decisions that wait for a batch that then fails ----------------------------------------------
 
 
-def in_flight(one: Rig, start: Callable[[], object], behind: Callable[[], Any]) -> Any:
-    """The outcome of ``behind``, decided while the moves of ``start`` are being enqueued, the first of which then
-    fails."""
+def in_flight(rig: Rig, start: Callable[[], object], meanwhile: Callable[[], Any]) -> Any:
+    """Return the outcome of ``meanwhile``, decided while the moves of ``start`` are being enqueued, the first of which
+    then fails."""
     entered, go, outcome = threading.Event(), threading.Event(), []
 
     def gate() -> None:
-        one.device.before = None
+        rig.device.before = None
         entered.set()
         go.wait()
 
     def second() -> None:
         try:
-            outcome.append(behind())
+            outcome.append(meanwhile())
         except Exception as error:
             outcome.append(error)
 
-    one.device.arm(lambda place: place == 0)
-    one.device.before = gate
+    rig.device.arm(lambda place: place == 0)
+    rig.device.before = gate
     threads = [threading.Thread(target=start), threading.Thread(target=second)]
     threads[0].start()
     entered.wait()
     threads[1].start()
 
     def decided() -> bool:
-        stats = one.cache.stats()
+        stats = rig.cache.stats()
         return bool(stats.sequences or stats.leases) or not threads[1].is_alive()
 
     until(decided, "decision of the second call")
     go.set()
     for thread in threads:
         thread.join()
-    one.device.arm()
+    rig.device.arm()
     return outcome[0]
 
 
 @pytest.mark.parametrize(
     "prompt", [[0, 1, 2, 3, 50], [0, 1, 2, 60], [0, 1, 2, 3, 4, 70]], ids=["hit", "part", "hit and part"]
 )
-def test_what_builds_on_a_block_that_never_came_is_lost_too(rig: Callable[..., Rig], prompt: list[int]) -> None:
+def test_what_builds_on_a_block_that_never_came_is_lost_too(make_rig: Callable[..., Rig], prompt: list[int]) -> None:
     """The second decision sees the first one's target as cached on the device; nothing of it may survive."""
-    one = rig(6, 6)
-    on_host_only(one, 0, 8)
-    new = in_flight(one, lambda: one.cache.prefetch(list(range(8))), lambda: one.cache.add_sequence(prompt))
-    assert one.arrived(new, prompt) is None, "it rests on bytes that never came"
-    assert one.lost == (2 if prompt == [0, 1, 2, 60] else 1)
-    one.check_everything()
-    one.check_failed()
-    carry_on(one)
+    rig = make_rig(6, 6)
+    on_host_only(rig, 0, 8)
+    new = in_flight(rig, lambda: rig.cache.prefetch(list(range(8))), lambda: rig.cache.add_sequence(prompt))
+    assert rig.arrived(new, prompt) is None, "it rests on bytes that never came"
+    assert rig.lost == (2 if prompt == [0, 1, 2, 60] else 1)
+    rig.check_everything()
+    rig.check_failed()
+    carry_on(rig)
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
-def test_a_reader_gets_no_lease_of_bytes_that_never_came(rig: Callable[..., Rig], tier: str) -> None:
-    one = rig(6, 6)
-    key = one.prompt(range(4)).keys[0]
+def test_a_reader_gets_no_lease_of_bytes_that_never_came(make_rig: Callable[..., Rig], tier: str) -> None:
+    rig = make_rig(6, 6)
+    key = rig.prompt(range(4)).keys[0]
     if tier == "device":
-        on_host_only(one, 0, 4)
-        got = in_flight(one, lambda: one.cache.prefetch(list(range(4))), lambda: one.cache.pin([key], tier="device"))
+        on_host_only(rig, 0, 4)
+        got = in_flight(rig, lambda: rig.cache.prefetch(list(range(4))), lambda: rig.cache.pin([key], tier="device"))
     else:
-        one.seed(range(4), committed=4)
-        got = in_flight(one, lambda: one.cache.offload(list(range(4))), lambda: one.cache.find_and_pin_host(key))
-    one.check_everything()
+        rig.seed(range(4), committed=4)
+        got = in_flight(rig, lambda: rig.cache.offload(list(range(4))), lambda: rig.cache.find_and_pin_host(key))
+    rig.check_everything()
     assert got is None or isinstance(got, BlockNotFound)
-    assert one.cache.leases == []
+    assert rig.cache.leases == []
 
 
 # -- Ctrl-C ----------------------------------------------------------------------------------------
@@ -270,37 +270,37 @@ def test_a_reader_gets_no_lease_of_bytes_that_never_came(rig: Callable[..., Rig]
 
 @pytest.mark.parametrize("fails", [False, True], ids=["", "and the device fails"])
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_an_interrupt_waits_until_nothing_is_half_way(rig: Callable[..., Rig], name: str, fails: bool) -> None:
+def test_an_interrupt_waits_until_nothing_is_half_way(make_rig: Callable[..., Rig], name: str, fails: bool) -> None:
     dumps = []
     for interrupted in (False, True):
-        one = rig(12, 12)
-        act = SCENARIOS[name][0](one)
-        one.device.arm((lambda place: place == 1) if fails else None)
+        rig = make_rig(12, 12)
+        act = SCENARIOS[name][0](rig)
+        rig.device.arm((lambda place: place == 1) if fails else None)
         if interrupted:
-            one.device.before = lambda: signal.raise_signal(signal.SIGINT)
+            rig.device.before = lambda: signal.raise_signal(signal.SIGINT)
             with pytest.raises(KeyboardInterrupt):
-                act(one)
-            one.device.before = None
-            one.live.clear()
+                act(rig)
+            rig.device.before = None
+            rig.live.clear()
         else:
-            before = set(one.cache.core.live().tolist())
-            act(one)
-            admitted = [new for new in one.cache.core.live().tolist() if new not in before]
+            before = set(rig.cache.core.live().tolist())
+            act(rig)
+            admitted = [new for new in rig.cache.core.live().tolist() if new not in before]
             # Nobody gets the ids of an admission that is interrupted.
             if admitted:
-                one.live.clear()
-                one.cache.release(admitted)
-        one.check_everything()
-        assert one.lost == fails
-        dumps.append(debug.dump(one.cache.core.tokens))
+                rig.live.clear()
+                rig.cache.release(admitted)
+        rig.check_everything()
+        assert rig.lost == fails
+        dumps.append(debug.dump(rig.cache.core.tokens))
     assert dumps[0] == dumps[1], "not what the call does when nobody interrupts it"
 
 
-def test_an_interrupt_leaves_no_pin_half_way(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_leaves_no_pin_half_way(make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes while the state is being changed."""
-    one = rig(6, 6)
-    one.seed(range(8), committed=8)
-    keys = one.prompt(range(8)).keys
+    rig = make_rig(6, 6)
+    rig.seed(range(8), committed=8)
+    keys = rig.prompt(range(8)).keys
 
     def interrupted(verb: str, call: Callable[[], object], where: ModuleType = control) -> None:
         changed = getattr(where, verb)
@@ -312,67 +312,67 @@ def test_an_interrupt_leaves_no_pin_half_way(rig: Callable[..., Rig], monkeypatc
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
             patched.setattr(where, verb, change)
             call()
-        one.check_everything()
+        rig.check_everything()
 
-    interrupted("pin_keys", lambda: one.cache.pin(keys, owner="a"))
-    interrupted("pin_blocks", lambda: one.cache.pin_blocks([0], owner="b"))
-    assert one.cache.leases == [], "nobody got them"
-    one.cache.pin(keys, owner="a")
-    one.cache.pin_blocks([0], owner="b")
-    interrupted("unpin", one.cache.leases[0].close)
-    interrupted("unpin", lambda: one.cache.revoke("b"))
-    assert one.cache.leases == [] and one.free() == 6
-    interrupted("reset", one.cache.reset, verbs)
-    assert not one.cached()
+    interrupted("pin_keys", lambda: rig.cache.pin(keys, owner="a"))
+    interrupted("pin_blocks", lambda: rig.cache.pin_blocks([0], owner="b"))
+    assert rig.cache.leases == [], "nobody got them"
+    rig.cache.pin(keys, owner="a")
+    rig.cache.pin_blocks([0], owner="b")
+    interrupted("unpin", rig.cache.leases[0].close)
+    interrupted("unpin", lambda: rig.cache.revoke("b"))
+    assert rig.cache.leases == [] and rig.free() == 6
+    interrupted("reset", rig.cache.reset, verbs)
+    assert not rig.cached()
 
 
 # -- what fails elsewhere ----------------------------------------------------------------------------
 
 
-def test_an_exit_raised_by_the_device_does_not_copy_a_batch_twice(rig: Callable[..., Rig]) -> None:
-    one = rig(2, 6)
-    on_host_only(one, 0, 8)
-    one.seed(range(100, 108), committed=8)
+def test_an_exit_raised_by_the_device_does_not_copy_a_batch_twice(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(2, 6)
+    on_host_only(rig, 0, 8)
+    rig.seed(range(100, 108), committed=8)
 
     def leave() -> None:
-        one.device.before = None
-        one.device.inner.copy_blocks(one.device.seen[-1])
+        rig.device.before = None
+        rig.device.inner.copy_blocks(rig.device.seen[-1])
         raise SystemExit
 
-    one.device.before = leave
+    rig.device.before = leave
     with pytest.raises(SystemExit):
-        one.cache.prefetch(list(range(8)))
+        rig.cache.prefetch(list(range(8)))
     with suppress(PoolClosed):
-        one.cache.prefetch([1])
-    one.check_everything(closed=True)
+        rig.cache.prefetch([1])
+    rig.check_everything(closed=True)
 
 
 def test_a_device_that_cannot_synchronize_can_be_closed(
-    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = rig(4, 4)
+    rig = make_rig(4, 4)
 
     def fail() -> None:
         raise DeviceError("gone", sticky=True)
 
-    monkeypatch.setattr(one.device, "synchronize", fail)
+    monkeypatch.setattr(rig.device, "synchronize", fail)
     with suppress(DeviceError):
-        one.cache.close()
-    one.cache.close()
-    assert one.cache._pools.closed
+        rig.cache.close()
+    rig.cache.close()
+    assert rig.cache._pools.closed
 
 
 @pytest.mark.parametrize("verb", ["pin", "close"])
-def test_a_clock_that_fails_changes_no_pin(rig: Callable[..., Rig], verb: str) -> None:
+def test_a_clock_that_fails_changes_no_pin(make_rig: Callable[..., Rig], verb: str) -> None:
     clock = Clock()
-    one = rig(4, 4, clock=lambda: clock() // clock.now)
+    rig = make_rig(4, 4, clock=lambda: clock() // clock.now)
     clock.now = 1
-    one.seed(range(4), committed=4)
-    lease = one.cache.pin_blocks(0)
-    before, clock.now = debug.dump(one.cache.core.tokens), 0
+    rig.seed(range(4), committed=4)
+    lease = rig.cache.pin_blocks(0)
+    before, clock.now = debug.dump(rig.cache.core.tokens), 0
     with pytest.raises(ZeroDivisionError):
-        one.cache.pin_blocks(0) if verb == "pin" else lease.close()
+        rig.cache.pin_blocks(0) if verb == "pin" else lease.close()
     clock.now = 1
-    assert debug.dump(one.cache.core.tokens) == before
-    assert one.cache.leases == [lease]
-    one.check_everything()
+    assert debug.dump(rig.cache.core.tokens) == before
+    assert rig.cache.leases == [lease]
+    rig.check_everything()

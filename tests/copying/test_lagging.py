@@ -1,4 +1,4 @@
-"""Large batches that no stream of a caller waits for are enqueued behind the call that decided them, part by part; all
+"""Large batches that no stream of a caller waits for are enqueued after the call that decided them, part by part; all
 others before it returns."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Counted(WrappedDevice):
         self.may.wait()
         self.calls.append((len(moves), threading.get_ident()))
         if self.refused in moves[:, 1]:
-            raise DeviceError("told to fail")
+            raise DeviceError("set to fail")
         super().copy_blocks(moves, stream, layers)
 
 
@@ -48,9 +48,9 @@ def made() -> Any:
     sim.at_once = 3
     device = Counted(sim)
     cache = KVCacheManager(BlockLayout(2, 1, 2, WIDTH), device_blocks=BLOCKS + 2, host_blocks=BLOCKS, device=device)
-    one = cache.add_sequence(PROMPT)
-    cache.commit(one)
-    cache.release(one)
+    sequence = cache.add_sequence(PROMPT)
+    cache.commit(sequence)
+    cache.release(sequence)
     cache.release(cache.add_sequence([7] * (BLOCKS + 2) * WIDTH), store=False)
     device.calls.clear()
     yield cache, device
@@ -79,9 +79,9 @@ def test_a_prefetch_returns_before_its_copies_are_enqueued(made: Any) -> None:
     wait_for_thread(cache)
     assert [moves for moves, _ in device.calls] == [3, 3, 2]
     assert threading.get_ident() not in {thread for _, thread in device.calls}
-    found = cache.add_sequence_batch([PROMPT])
-    assert found.device_tokens.tolist() == [BLOCKS * WIDTH]
-    cache.release(found.ids)
+    admitted = cache.add_sequence_batch([PROMPT])
+    assert admitted.device_tokens.tolist() == [BLOCKS * WIDTH]
+    cache.release(admitted.ids)
 
 
 @pytest.mark.parametrize("call", ["add", "pin", "commit", "close"])
@@ -106,25 +106,27 @@ def test_the_lock_is_free_between_the_parts_of_a_large_batch(made: Any) -> None:
     transfer, seen = cache.core.transfer, []
     copy = transfer._copy
     transfer._copy = lambda *args: (seen.append(transfer.enqueuing), copy(*args))  # type: ignore[method-assign]
-    found = cache.add_sequence_batch([PROMPT])
+    admitted = cache.add_sequence_batch([PROMPT])
     assert [moves for moves, _ in device.calls] == [3, 3, 2] and seen == [True] * 3
-    cache.release(found.ids)
+    cache.release(admitted.ids)
 
 
-def test_a_copy_that_is_refused_behind_the_call_raises_at_the_next_one_that_names_it(made: Any) -> None:
+def test_a_copy_that_is_refused_after_the_call_raises_at_the_next_one_that_names_it(made: Any) -> None:
     cache, device = made
     cache.core.transfer.start = lambda call: None
     cache.prefetch(PROMPT)
     device.refused = 4
-    one = cache.add_sequence(PROMPT)  # names none of its own yet; its hits include what is refused now
+    sequence = cache.add_sequence(PROMPT)  # names none of its own yet; its hits include what is refused now
     device.refused = -1
     with pytest.raises(DeviceError, match="lost a block"):
-        cache.append_tokens(one, [1])
+        cache.append_tokens(sequence, [1])
     assert cache.stats().lost_blocks >= 1
-    cache.release(one)
+    cache.release(sequence)
 
 
-def test_a_device_error_that_is_no_refusal_begins_the_batch_again(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_error_that_is_not_a_refusal_begins_the_batch_again(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache, device = made
     transfer, fails = cache.core.transfer, [True]
     copy = transfer._copy
@@ -139,10 +141,10 @@ def test_a_device_error_that_is_no_refusal_begins_the_batch_again(made: Any, mon
     with pytest.raises(MemoryError):
         cache.add_sequence(PROMPT)
     monkeypatch.undo()
-    found = cache.add_sequence_batch([PROMPT])
+    admitted = cache.add_sequence_batch([PROMPT])
     assert [moves for moves, _ in device.calls] == [3, 3, 3, 2]
     cache.verify()
-    cache.release(found.ids)
+    cache.release(admitted.ids)
 
 
 def test_one_thread_serves_all_decisions_and_ends_with_the_pool(made: Any) -> None:
@@ -153,7 +155,7 @@ def test_one_thread_serves_all_decisions_and_ends_with_the_pool(made: Any) -> No
         wait_for_thread(cache)
         cache.release(cache.add_sequence([7] * (BLOCKS + 2) * WIDTH), store=False)
     (thread,) = copy_threads()
-    assert {one for _, one in device.calls if one != threading.get_ident()} == {thread.ident}
+    assert {caller for _, caller in device.calls if caller != threading.get_ident()} == {thread.ident}
     device.may.clear()
     assert cache.prefetch(PROMPT) == BLOCKS
     closer = threading.Thread(target=cache.close)
@@ -211,20 +213,20 @@ def test_threads_that_lag_and_threads_that_admit_agree(seed: int) -> None:
     prompts = [[10 * i + k for k in range(7)] for i in range(8)]
     with KVCacheManager(BlockLayout(2, 1, 2, WIDTH), device_blocks=20, host_blocks=16, device=sim) as cache:
 
-        def work(own: int) -> None:
-            random = np.random.default_rng([seed, own])
+        def work(number: int) -> None:
+            random = np.random.default_rng([seed, number])
             for _ in range(40):
                 prompt = prompts[int(random.integers(len(prompts)))]
                 if random.random() < 0.5:
                     (cache.prefetch if random.random() < 0.5 else cache.offload)(prompt)
                     continue
-                one = cache.add_sequence(prompt, stream=sim_streams[own])
-                rows = [(int(block), 0, 1) for block in cache.block_table(one).dense()[0] if block >= 0]
-                sim.launch(sim_streams[own], lambda: None, reads=rows)
-                cache.commit(one)
-                cache.release(one)
+                sequence = cache.add_sequence(prompt, stream=sim_streams[number])
+                rows = [(int(block), 0, 1) for block in cache.block_table(sequence).dense()[0] if block >= 0]
+                sim.launch(sim_streams[number], lambda: None, reads=rows)
+                cache.commit(sequence)
+                cache.release(sequence)
 
-        sim_streams = [sim.create_stream(str(own)) for own in range(3)]
+        sim_streams = [sim.create_stream(str(number)) for number in range(3)]
         at_once(work, range(3))
         wait_for_thread(cache)
         assert len(copy_threads()) == 1

@@ -21,7 +21,7 @@ PROMPT = list(range(BLOCKS * WIDTH)) + [999]
 
 
 class Timed(WrappedDevice):
-    """Adds up when each stream would be done: a copy takes so many seconds a byte, and events hold streams back."""
+    """Adds up when each stream would be done: a copy takes that many seconds a byte, and events hold streams back."""
 
     def __init__(self, inner: SimDevice) -> None:
         super().__init__(inner)
@@ -31,7 +31,7 @@ class Timed(WrappedDevice):
         self.block_bytes = 0
 
     def work(self, stream: Stream, seconds: float) -> float:
-        """Enqueue work that takes so long. Returns when it is done."""
+        """Enqueue work that takes this long. Return when it is done."""
         self.done[stream.handle] = self.done.get(stream.handle, 0.0) + seconds
         return self.done[stream.handle]
 
@@ -55,9 +55,9 @@ def first_token(parts: int | None) -> float:
     device = Timed(SimDevice(0, progress=0.0))
     layout = BlockLayout(LAYERS, 1, 2, WIDTH)
     with KVCacheManager(layout, device_blocks=BLOCKS + 1, host_blocks=BLOCKS, device=device) as cache:
-        one = cache.add_sequence(PROMPT)
-        cache.commit(one)
-        cache.release(one)
+        sequence = cache.add_sequence(PROMPT)
+        cache.commit(sequence)
+        cache.release(sequence)
         cache.release(cache.add_sequence([7] * len(PROMPT)), store=False)  # the prompt goes to the host
         device.synchronize()
         device.done.clear()
@@ -66,14 +66,14 @@ def first_token(parts: int | None) -> float:
         device.seconds_per_byte = 1.0 / (BLOCKS * layout.block_bytes)
         stream = device.create_stream("engine")
         loads = None if parts is None else cache.layer_loads(stream, parts=parts)
-        found = cache.add_sequence_batch([PROMPT], **({"stream": stream} if loads is None else {"loads": loads}))
-        assert found.host_tokens.tolist() == [BLOCKS * WIDTH]
+        admitted = cache.add_sequence_batch([PROMPT], **({"stream": stream} if loads is None else {"loads": loads}))
+        assert admitted.host_tokens.tolist() == [BLOCKS * WIDTH]
         for layer in range(LAYERS):
             if loads is not None:
                 loads.wait(layer)
             device.work(stream, 1.0 / LAYERS)
         done = device.done[stream.handle]
-        cache.release(found.ids)
+        cache.release(admitted.ids)
     device.inner.close()
     return done
 
@@ -93,13 +93,13 @@ def test_a_layer_that_is_read_before_its_event_is_a_race(parts: int, waits: bool
         lab = Lab(3, 2, seed=seed)
         on_the_host(lab)
         loads = lab.cache.layer_loads(lab.a, parts=parts)
-        found = lab.cache.add_sequence_batch([lab.prompt(X)], loads=loads)
-        assert found.host_tokens.tolist() == [2]
+        admitted = lab.cache.add_sequence_batch([lab.prompt(X)], loads=loads)
+        assert admitted.host_tokens.tolist() == [2]
         for layer in range(2):
             if waits:
                 loads.wait(layer)
-            lab.read_layers(int(found.ids[0]), X[:2], [layer])
-        lab.cache.release(found.ids)
+            lab.read_layers(int(admitted.ids[0]), X[:2], [layer])
+        lab.cache.release(admitted.ids)
         races = lab.findings()
         assert bool(races) != waits, f"seed {seed}: {races}"
 
@@ -171,16 +171,16 @@ def test_all_groups_of_layers_come_in_parts_of_their_own() -> None:
     sim = SimDevice(0, progress=0.3)
     groups = [LayerGroup(BlockLayout(layers, 1, 2, 2)) for layers in (3, 2)]
     with KVCacheManager(groups=groups, device_blocks=[3, 3], host_blocks=[2, 2], device=sim) as cache:
-        one = cache.add_sequence(X)
-        cache.commit(one)
-        cache.release(one)
+        sequence = cache.add_sequence(X)
+        cache.commit(sequence)
+        cache.release(sequence)
         cache.release(cache.add_sequence(Y), store=False)
         loads = cache.layer_loads(parts=3)
-        found = cache.add_sequence_batch([X], loads=loads)
-        assert found.host_tokens.tolist() == [2]
+        admitted = cache.add_sequence_batch([X], loads=loads)
+        assert admitted.host_tokens.tolist() == [2]
         for group, layers in ((0, 3), (1, 2)):
             block = (
-                int(cache.block_table(found.ids, group=group).dense()[0, 0]) + cache.groups[group].first_device_block
+                int(cache.block_table(admitted.ids, group=group).dense()[0, 0]) + cache.groups[group].first_device_block
             )
             for layer in range(layers):
                 loads.wait(layer, group=group)
@@ -189,7 +189,7 @@ def test_all_groups_of_layers_come_in_parts_of_their_own() -> None:
             loads.wait(2, group=1)
         with pytest.raises(ValueError, match="group"):
             loads.wait(0)
-        cache.release(found.ids)
+        cache.release(admitted.ids)
         sim.synchronize()
     assert not sim.races
     sim.close()

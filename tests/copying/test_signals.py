@@ -80,7 +80,7 @@ class Desk:
         self.reservation = cache.reserve(range(400, 406), owner="loader")
         self.imported = cache.block_keys(range(self.import_at, self.import_at + 2 * T))
         self.import_at += 2 * T
-        self.told, self.got = cache.events().next, None
+        self.begun, self.got = cache.events().next, None
 
     def counts(self) -> Counts:
         """What is held, and what sequences have."""
@@ -111,7 +111,7 @@ class Desk:
         assert len(cache._imports.pinned) == 0, where
         cache.verify()
         events = cache.events()
-        assert events.number == (self.told if self.got is None else self.got.next), f"events were lost {where}"
+        assert events.number == (self.begun if self.got is None else self.got.next), f"events were lost {where}"
         assert cache.stats().events_dropped == 0
 
     def bytes_are_right(self, where: str) -> None:
@@ -120,8 +120,8 @@ class Desk:
         for tier, pool in ("host", self.cache.host_pool), ("device", self.cache.device_pool):
             with self.cache.pin(self.known.keys, tier=tier) as lease:
                 for i, block in enumerate(lease.blocks.tolist()):
-                    found = pool[block - P] if tier == "host" else pool[:, :, block]
-                    assert (found.view(np.uint8) == 7 + i).all(), f"a byte is wrong {where}"
+                    block_bytes = pool[block - P] if tier == "host" else pool[:, :, block]
+                    assert (block_bytes.view(np.uint8) == 7 + i).all(), f"a byte is wrong {where}"
 
     def clear(self, where: str) -> None:
         """Back to an empty desk: all that is held can be found, and given back."""
@@ -293,11 +293,11 @@ def test_all_signals_that_arrived_are_delivered_though_the_first_one_raises() ->
         handled(signal.SIGUSR1, second),
         handled(signal.SIGUSR2, lambda number, frame: undone.append(number)),
     ):
-        with pytest.raises((Alarm, Second)) as found, DeferSignals() as signals:
+        with pytest.raises((Alarm, Second)) as raised, DeferSignals() as signals:
             signals.undo = lambda: undone.append(0)
             arrive(signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
             assert undone == []
-        assert {type(found.value), type(found.value.__context__)} == {Alarm, Second}
+        assert {type(raised.value), type(raised.value.__context__)} == {Alarm, Second}
         assert sorted(undone) == [0, signal.SIGUSR2]
 
 
@@ -456,7 +456,7 @@ def clear(desk: Desk, where: str) -> None:
 
 
 def places(desk: Desk, verb: Verb) -> Iterator[int]:
-    """Where to raise: everywhere, and behind the end; on ``sim``, which compares all memory after each step, at some
+    """Where to raise: everywhere, and after the end; on ``sim``, which compares all memory after each step, at some
     places."""
     if desk.sim is None:
         yield from range(1, 1 << 30)
@@ -482,15 +482,15 @@ def test_a_signal_before_any_instruction_finds_the_call_undone_or_whole(device: 
         desk.ready()
         at = At(k)
         raised = at.run(verb(desk))
-        reached, found, where = at.reached, desk.counts(), f"place {k} {at.where}"
+        reached, counts, where = at.reached, desk.counts(), f"place {k} {at.where}"
         assert kvpool.common.interrupt._current is None, f"signals are deferred for ever {where}"
         assert (raised is not None) == reached or name == "export", f"the signal was not delivered {where}"
         if at.ended:
-            assert found == after, where
+            assert counts == after, where
         elif name in (*GIVING, "apply"):
-            assert found == before, where
+            assert counts == before, where
         elif "context" not in name:
-            assert found in (before, after), where
+            assert counts in (before, after), where
         desk.check(where)
         desk.bytes_are_right(where)
         del raised

@@ -65,7 +65,7 @@ def test_a_word_never_falls_below_zero(refs: int, pins: int) -> None:
 
 @numba.njit(nogil=True)
 def count_locked(cells: npt.NDArray[np.int64], count: int) -> None:
-    """``count`` increments of cell 1, which is no atomic, under a spin lock in cell 0."""
+    """``count`` increments of cell 1, which is not atomic, under a spin lock in cell 0."""
     for _ in range(count):
         while not compare_exchange(cells, 0, 0, 1):
             pass

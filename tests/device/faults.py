@@ -40,7 +40,7 @@ class FaultyDevice(WrappedDevice):
             return
         self.inner.copy_blocks(moves[:completed], stream, layers)
         self.failures += 1
-        raise DeviceError(f"call {call} was told to fail at move {completed}", completed=completed, sticky=self.sticky)
+        raise DeviceError(f"call {call} was set to fail at move {completed}", completed=completed, sticky=self.sticky)
 
     def _first_fault(self, call: int, moves: NDArray[np.int64]) -> int | None:
         for index, move in enumerate(moves):

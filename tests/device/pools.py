@@ -83,8 +83,8 @@ def assert_same_as_reference(pools: MemoryPools, moves: np.ndarray) -> None:
     reference.copy_blocks(pools.layout, *expected, moves)
     pools.device.copy_blocks(moves)
     pools.device.synchronize()
-    for found, wanted in zip(images(pools), expected, strict=True):
-        np.testing.assert_array_equal(found.view(np.uint8), wanted.view(np.uint8))
+    for image, wanted in zip(images(pools), expected, strict=True):
+        np.testing.assert_array_equal(image.view(np.uint8), wanted.view(np.uint8))
 
 
 def sims(layout: BlockLayout, **defaults: Any) -> Iterator[Callable[..., tuple[SimDevice, MemoryPools]]]:
@@ -92,9 +92,9 @@ def sims(layout: BlockLayout, **defaults: Any) -> Iterator[Callable[..., tuple[S
     end."""
     opened = []
 
-    def build(own: BlockLayout = layout, **options: Any) -> tuple[SimDevice, MemoryPools]:
+    def build(chosen: BlockLayout = layout, **options: Any) -> tuple[SimDevice, MemoryPools]:
         opened.append(SimDevice(**{**defaults, **options}))
-        return opened[-1], make_pools(opened[-1], own)
+        return opened[-1], make_pools(opened[-1], chosen)
 
     yield build
     for device in opened:

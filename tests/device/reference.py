@@ -117,7 +117,7 @@ def step_tables(
     used = [list(row[: -(-length // tokens_per_block)]) for row, length in zip(rows, lengths, strict=True)]
     columns = max(map(len, used), default=0)
     blocks = [[block for block in row if block >= 0] for row in used]
-    found = {
+    tables = {
         "seq_lens": lengths,
         "query_start_loc": np.cumsum([0, *counts]),
         "last_page_len": [(length - 1) % tokens_per_block + 1 if length else 0 for length in lengths],
@@ -126,5 +126,5 @@ def step_tables(
         "indices": [block for row in blocks for block in row],
     }
     return {"slot_mapping": np.array(slots, np.int64)} | {
-        name: np.array(values, np.int32) for name, values in found.items()
+        name: np.array(values, np.int32) for name, values in tables.items()
     }

@@ -62,34 +62,35 @@ def make_regions(device: Device, seed: int = 0) -> MemoryPools:
 
 def images(pools: MemoryPools) -> list[Region]:
     """Copies of all memory, for the reference."""
-    found = []
+    regions = []
     for layouts, *pairs, device_blocks, host_blocks in zip(
         pools.layouts, pools.device_pools, pools.host_pools, DEVICE_BLOCKS, HOST_BLOCKS, strict=True
     ):
         parts = [
-            Part(layout, seen(one).copy(), other.copy()) for layout, one, other in zip(layouts, *pairs, strict=True)
+            Part(layout, seen(device_pool).copy(), other.copy())
+            for layout, device_pool, other in zip(layouts, *pairs, strict=True)
         ]
-        found.append(Region(tuple(parts), device_blocks, host_blocks))
-    return found
+        regions.append(Region(tuple(parts), device_blocks, host_blocks))
+    return regions
 
 
 def bound(pools: MemoryPools) -> list[Region]:
     """What the device was bound to."""
-    found = []
+    regions = []
     for group, (layouts, *blocks) in enumerate(zip(LAYOUTS, DEVICE_BLOCKS, HOST_BLOCKS, strict=True)):
         parts = [
             Part(layout, pools.flat("device", group, part), pools.flat("host", group, part))
             for part, layout in enumerate(layouts)
         ]
-        found.append(Region(tuple(parts), *blocks))
-    return found
+        regions.append(Region(tuple(parts), *blocks))
+    return regions
 
 
 def assert_equal(pools: MemoryPools, expected: list[Region]) -> None:
     for region, wanted in zip(images(pools), expected, strict=True):
         for part, other in zip(region.parts, wanted.parts, strict=True):
-            for found, image in zip(part[1:], other[1:], strict=True):
-                np.testing.assert_array_equal(found.view(np.uint8), image.view(np.uint8))
+            for actual, image in zip(part[1:], other[1:], strict=True):
+                np.testing.assert_array_equal(actual.view(np.uint8), image.view(np.uint8))
 
 
 def random_region_moves(random: np.random.Generator) -> np.ndarray:
@@ -103,8 +104,8 @@ def random_region_moves(random: np.random.Generator) -> np.ndarray:
             (s, t, int(random.integers(1, width + 1)) if random.random() < 0.5 else width)
             for s, t in zip(sources, targets, strict=True)
         ]
-    found = np.array([(*row, ticket) for ticket, row in enumerate(moves)], np.int64).reshape(-1, 4)
-    return found[random.permutation(len(found))]
+    moves_made = np.array([(*row, ticket) for ticket, row in enumerate(moves)], np.int64).reshape(-1, 4)
+    return moves_made[random.permutation(len(moves_made))]
 
 
 def assert_copies_as_the_reference(pools: MemoryPools, moves: np.ndarray) -> None:

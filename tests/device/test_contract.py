@@ -39,7 +39,7 @@ from tests.waiting import at_once
 TYPES = ["uint8", "bfloat16", "float32", "int64"]
 ORDERS = list(product(["layer_first", "block_first"], ["NHD", "HND"], [1, 2]))
 # layers, kv_heads, head_dim, tokens_per_block: runs of a few lines, of one line, longer than what is fetched ahead with
-# a rest that is no chunk, and of odd sizes.
+# a rest that is not a chunk, and of odd sizes.
 SHAPES = [(2, 2, 16, 8), (3, 1, 8, 8), (1, 3, 448, 4), (2, 3, 5, 3)]
 
 
@@ -217,8 +217,8 @@ def random_token_moves(layout: BlockLayout, random: np.random.Generator) -> tupl
     """Groups as ``keep`` makes them: in each, a rising choice of the slots of a few blocks of its own moves to its
     begin, in order."""
     width, blocks, moves, starts = layout.tokens_per_block, random.permutation(DEVICE_BLOCKS), [], [0]
-    for own in np.split(blocks, np.sort(random.integers(0, DEVICE_BLOCKS + 1, 2))):
-        slots = (own[:, None] * width + np.arange(width)).ravel()
+    for part in np.split(blocks, np.sort(random.integers(0, DEVICE_BLOCKS + 1, 2))):
+        slots = (part[:, None] * width + np.arange(width)).ravel()
         chosen = np.sort(random.choice(len(slots), int(random.integers(0, len(slots) + 1)), replace=False))
         moves += [(slots[place], slots[to]) for to, place in enumerate(chosen) if place != to]
         starts.append(len(moves))
@@ -230,8 +230,8 @@ def assert_moves_as_the_reference(pools: MemoryPools, moves: np.ndarray, starts:
     reference.move_tokens(pools.layout, device, moves)
     pools.device.enqueue(TokenMoves(moves, starts))
     pools.device.synchronize()
-    for found, wanted in zip(images(pools), (device, host), strict=True):
-        np.testing.assert_array_equal(found.view(np.uint8), wanted.view(np.uint8))
+    for image, wanted in zip(images(pools), (device, host), strict=True):
+        np.testing.assert_array_equal(image.view(np.uint8), wanted.view(np.uint8))
 
 
 @pytest.mark.parametrize("shape", TOKEN_SHAPES)
@@ -248,7 +248,7 @@ def test_token_moves_are_those_of_the_reference(
     pools.close()
 
 
-def test_token_moves_come_behind_what_is_on_their_stream_and_belong_to_their_call(
+def test_token_moves_come_after_what_is_on_their_stream_and_belong_to_their_call(
     device: Device, layout: BlockLayout
 ) -> None:
     pools, stream = make_pools(device, layout), device.create_stream("own")
@@ -274,7 +274,7 @@ def test_token_moves_need_a_pool() -> None:
 
 
 # ----------------------------------------
-# What every device promises of fragments: exactly those bytes go from one address to another, behind the stream.
+# What every device promises of fragments: exactly those bytes go from one address to another, in stream order.
 
 
 HOST_BLOCKS, BLOCK_BYTES = 5, 3000
@@ -309,7 +309,7 @@ def test_memory_that_is_there_keeps_its_content_when_it_is_pinned_and_given_back
 
 @pytest.mark.parametrize("into_host", [True, False])
 def test_bytes_go_where_the_fragments_say_and_nowhere_else(device: Device, into_host: bool) -> None:
-    """Of any length and alignment, in either direction, across the ends of what is registered at once."""
+    """Fragments of any length and alignment, in either direction, across the ends of what is registered at once."""
     host = bound(device)
     engine = on_device(device, np.random.default_rng(1).integers(0, 256, 12_000, dtype=np.uint8))
     random = np.random.default_rng(2)
@@ -334,7 +334,7 @@ def test_bytes_go_where_the_fragments_say_and_nowhere_else(device: Device, into_
     device.free(host)
 
 
-def test_no_fragments_are_no_work(device: Device) -> None:
+def test_an_empty_list_of_fragments_makes_no_work(device: Device) -> None:
     host = bound(device)
     before = host.copy()
     device.enqueue(fragments())
@@ -387,10 +387,10 @@ def test_streams_of_every_form_are_accepted_by_as_stream_and_copies(
     make_pools(device, layout)
     # CUDA knows only streams that somebody has made.
     handle = device.create_stream("any").handle if device.name == "cuda" else 7
-    found = device.as_stream(FORMS[form](handle))
-    assert isinstance(found, Stream) and found.handle in (0, handle)
-    assert device.as_stream(found) == found
-    device.copy_blocks(as_moves((0, 1, 4)), found)
+    stream = device.as_stream(FORMS[form](handle))
+    assert isinstance(stream, Stream) and stream.handle in (0, handle)
+    assert device.as_stream(stream) == stream
+    device.copy_blocks(as_moves((0, 1, 4)), stream)
     device.synchronize()
 
 
@@ -411,7 +411,7 @@ def test_streams_of_every_form_are_accepted_by_as_stream_and_copies(
         (SimpleNamespace(ptr=-1), ValueError),
     ],
 )
-def test_what_is_no_stream_is_refused_by_name(device: Device, stream: Any, error: type[Exception]) -> None:
+def test_what_is_not_a_stream_is_refused_by_name(device: Device, stream: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="stream: .*"):
         device.as_stream(stream)
 
@@ -429,7 +429,7 @@ def test_work_on_one_stream_is_done_in_the_order_of_the_calls(device: Device, la
     np.testing.assert_array_equal(pools.host_pool, expected[1])
 
 
-def test_work_behind_a_wait_comes_after_what_the_event_was_recorded_behind(device: Device, layout: BlockLayout) -> None:
+def test_work_after_a_wait_comes_after_what_the_event_was_recorded_after(device: Device, layout: BlockLayout) -> None:
     pools = make_pools(device, layout)
     expected = images(pools)
     random, streams = np.random.default_rng(6), [device.create_stream(name) for name in "abc"]

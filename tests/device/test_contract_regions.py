@@ -56,22 +56,24 @@ def test_copies_of_all_parts_of_the_layers_are_a_copy_and_each_copies_its_own_la
             before = images(pools)
             device.copy_blocks(moves, layers=Layers(part, parts))
             device.synchronize()
-            for region, found in enumerate(images(pools)):
+            for region, region_image in enumerate(images(pools)):
                 first = 0
-                for one, other, wanted in zip(found.parts, before[region].parts, expected[region].parts, strict=True):
-                    own = Layers(part, parts).of(sum(layout.layers for layout in LAYOUTS[region]))
-                    for layer in range(one.layout.layers):
-                        should = wanted if first + layer in own else other
-                        axis = 0 if one.layout.order == "layer_first" else 1
-                        assert_same(one.device_pool.take(layer, axis), should.device_pool.take(layer, axis))
-                        assert_same(one.host_pool.take(layer, 1), should.host_pool.take(layer, 1))
-                    first += one.layout.layers
+                for part_image, other, wanted in zip(
+                    region_image.parts, before[region].parts, expected[region].parts, strict=True
+                ):
+                    layers = Layers(part, parts).of(sum(layout.layers for layout in LAYOUTS[region]))
+                    for layer in range(part_image.layout.layers):
+                        should = wanted if first + layer in layers else other
+                        axis = 0 if part_image.layout.order == "layer_first" else 1
+                        assert_same(part_image.device_pool.take(layer, axis), should.device_pool.take(layer, axis))
+                        assert_same(part_image.host_pool.take(layer, 1), should.host_pool.take(layer, 1))
+                    first += part_image.layout.layers
         assert_equal(pools, expected)
     pools.close()
 
 
-def assert_same(found: Any, wanted: Any) -> None:
-    np.testing.assert_array_equal(found.view(np.uint8), wanted.view(np.uint8))
+def assert_same(actual: Any, wanted: Any) -> None:
+    np.testing.assert_array_equal(actual.view(np.uint8), wanted.view(np.uint8))
 
 
 def test_copies_on_one_stream_are_made_in_the_order_of_the_calls_in_every_region(device: Device) -> None:
@@ -119,8 +121,8 @@ def random_token_moves(random: np.random.Generator) -> tuple[np.ndarray, np.ndar
         rows = []
         for region in FULL_WIDTH:
             half = DEVICE_BLOCKS[region] // 2
-            own = ids_of(region)[len(groups) * half :][:half]
-            slots = (np.array(own)[:, None] * WIDTH + np.arange(WIDTH)).ravel()
+            slot_blocks = ids_of(region)[len(groups) * half :][:half]
+            slots = (np.array(slot_blocks)[:, None] * WIDTH + np.arange(WIDTH)).ravel()
             chosen = np.sort(random.choice(len(slots), int(random.integers(1, len(slots) + 1)), replace=False))
             rows.append([(slots[place], slots[to]) for to, place in enumerate(chosen) if place != to])
         mixed = []
@@ -149,9 +151,15 @@ def test_token_moves_of_a_region_keep_their_groups() -> None:
     regions = Regions(bound(pools))
     other = ids_of(3)[0] * WIDTH
     moves = np.array([(other + 1, other), (1, 0), (2, 1), (5, 4), (other + 5, other + 4), (6, 5)], np.int64)
-    found = dict(TokenMoves(moves, np.array([0, 3, 3, 5, 6])).by_region(regions))
-    assert found[0].moves.tolist() == [[1, 0], [2, 1], [5, 4], [6, 5]] and found[0].starts.tolist() == [0, 2, 2, 3, 4]
-    assert found[3].moves.tolist() == [[1, 0], [5, 4]] and found[3].starts.tolist() == [0, 1, 1, 2, 2]
+    by_region = dict(TokenMoves(moves, np.array([0, 3, 3, 5, 6])).by_region(regions))
+    assert by_region[0].moves.tolist() == [[1, 0], [2, 1], [5, 4], [6, 5]] and by_region[0].starts.tolist() == [
+        0,
+        2,
+        2,
+        3,
+        4,
+    ]
+    assert by_region[3].moves.tolist() == [[1, 0], [5, 4]] and by_region[3].starts.tolist() == [0, 1, 1, 2, 2]
     pools.close()
 
 
@@ -164,8 +172,8 @@ def test_a_pool_of_one_region_is_copied_as_it_is() -> None:
     regions = Regions([Region.of(LAYOUTS[0][0], *memory, 2, 2)])
     ((region, rows),) = regions.split(moves)
     assert region == 0 and rows is moves
-    found = TokenMoves(np.array([(0, 1)]), np.array([0, 1]))
-    assert list(found.by_region(regions)) == [(0, found)]
+    token_moves = TokenMoves(np.array([(0, 1)]), np.array([0, 1]))
+    assert list(token_moves.by_region(regions)) == [(0, token_moves)]
 
 
 def test_a_device_is_unbound_when_memory_of_any_region_is_freed(device: Device) -> None:
@@ -199,14 +207,14 @@ def regions_of(counts: list[tuple[int, int]]) -> Regions:
 def test_ids_count_device_blocks_of_all_regions_then_host_blocks(counts: list[tuple[int, int]]) -> None:
     regions = regions_of(counts)
     ids = np.arange(regions.blocks)
-    found = list(zip(*(part.tolist() for part in regions.pool_ids.place(ids)), strict=True))
+    places = list(zip(*(part.tolist() for part in regions.pool_ids.place(ids)), strict=True))
     devices = [(region, block) for region, (blocks, _) in enumerate(counts) for block in range(blocks)]
     hosts = [(region, first + block) for region, (first, blocks) in enumerate(counts) for block in range(blocks)]
-    assert found == devices + hosts == [reference.block_place(regions.all, block) for block in range(regions.blocks)]
+    assert places == devices + hosts == [reference.block_place(regions.all, block) for block in range(regions.blocks)]
     assert (regions.device_blocks, regions.host_blocks) == (len(devices), len(hosts))
     for region, (blocks, host_blocks) in enumerate(counts):
         mine = regions.pool_ids.of(region, np.arange(blocks + host_blocks))
-        assert [found[place] for place in mine.tolist()] == [(region, block) for block in range(blocks + host_blocks)]
+        assert [places[place] for place in mine.tolist()] == [(region, block) for block in range(blocks + host_blocks)]
         assert not blocks or regions.pool_ids.first(region)[0] == mine[0]
 
 

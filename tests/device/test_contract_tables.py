@@ -78,7 +78,7 @@ def test_vectors_get_their_pieces_and_keep_the_rest(pools: MemoryPools) -> None:
 
 
 @pytest.mark.parametrize("target", [None, [1], np.zeros(2), np.zeros((2, 2), np.int32), np.zeros(4, np.int32)[::2]])
-def test_what_is_no_vector_is_refused_by_name(device: Device, target: Any) -> None:
+def test_what_is_not_a_vector_is_refused_by_name(device: Device, target: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="indices"):
         device.views.table(target, "indices", vector=True)
 
@@ -105,7 +105,7 @@ def test_the_null_stream_is_the_default(pools: MemoryPools) -> None:
 @pytest.mark.parametrize(
     "target", [None, [[1]], np.zeros((2, 2)), np.zeros(4, np.int32), np.zeros((2, 4), np.int32)[:, ::2]]
 )
-def test_what_is_no_table_is_refused_by_name(device: Device, target: Any) -> None:
+def test_what_is_not_a_table_is_refused_by_name(device: Device, target: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="target"):
         device.views.table(target)
 
@@ -134,7 +134,7 @@ def steps_device(device: Device) -> Device:
 def stage_steps(
     device: Device, targets: StepTargets, rows: list[list[int]], first: list[int], counts: list[int], sinks: int
 ) -> StagedStep:
-    """A buffer of its own with everything in it. Of a row, columns of -1 from ``sinks`` on are those that are left
+    """A buffer of its own with everything in it. Columns of -1 of a row from ``sinks`` on are those that are left
     out."""
     numbers, ids, slots = [], [], 0
     for row, start, count in zip(rows, first, counts, strict=True):
@@ -152,7 +152,7 @@ def stage_steps(
 
 
 def random_rows(random: np.random.Generator, sinks: int) -> tuple[list[list[int]], list[int], list[int]]:
-    """Rows with holes behind the sinks, and tokens behind the holes."""
+    """Rows with holes after the sinks, and tokens after the holes."""
     rows, first, counts = [], [], []
     for _ in range(random.integers(0, 6)):
         used, row = int(random.integers(0, 9)), random.integers(0, 99, 9).tolist()
@@ -194,7 +194,7 @@ def test_long_rows_and_many_sequences(steps_device: Device) -> None:
         check(out, wanted, seen)
 
 
-def test_what_is_no_array_of_a_step_is_refused_by_name(steps_device: Device) -> None:
+def test_what_is_not_an_array_of_a_step_is_refused_by_name(steps_device: Device) -> None:
     for name in NAMES:
         for bad in ([1], np.zeros((1, 8)), np.zeros((2, 2), np.float32)):
             with pytest.raises((TypeError, ValueError), match=name):

@@ -142,7 +142,7 @@ def test_the_place_is_below_the_home_where_nothing_else_is_said() -> None:
         {"measurements": [[OFFLOAD, 1, 1, PLAIN, 1.0]]},
     ],
 )
-def test_what_is_no_calibration_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
+def test_what_is_not_a_calibration_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
     path = tmp_path / "file"
     path.write_text(json.dumps(json.loads(measured().text()) | change))
     with pytest.raises(ValueError, match="no calibration"):
@@ -154,7 +154,7 @@ def test_what_is_no_calibration_is_refused(tmp_path: Path, change: dict[str, obj
 
 def test_measuring_covers_every_size_number_direction_and_path() -> None:
     device, shares = CpuDevice(), {BATCHED: 0.0, KERNEL: 0.25}
-    found = measure(
+    measurements = measure(
         device,
         shares,
         sizes=(64, 4096),
@@ -163,8 +163,8 @@ def test_measuring_covers_every_size_number_direction_and_path() -> None:
         share=lambda path, direction: shares[path],
     )
     sizes = [(64, 2), (64, 16), (4096, 2)]
-    assert [m[:4] for m in found] == [(d, *size, path) for path in shares for size in sizes for d in DIRECTIONS]
-    assert all(m.gigabytes_per_second > 0 and m.multiprocessors == shares[m.path] for m in found)
+    assert [m[:4] for m in measurements] == [(d, *size, path) for path in shares for size in sizes for d in DIRECTIONS]
+    assert all(m.gigabytes_per_second > 0 and m.multiprocessors == shares[m.path] for m in measurements)
     assert device._bound is None
     device.close()
 
@@ -183,9 +183,9 @@ class Wrong(WrappedDevice):
         self.host, self.blocks = part.host_pool, regions[0].device_blocks
 
     def is_wrong(self, source_is_host: bool, target_is_host: bool) -> bool:
-        found = {(False, True): OFFLOAD, (True, False): ONBOARD, (False, False): WITHIN}
+        directions = {(False, True): OFFLOAD, (True, False): ONBOARD, (False, False): WITHIN}
         mine = self.calibration.choose(OFFLOAD, 1, 1) == self.path
-        return mine and found.get((source_is_host, target_is_host)) == self.direction
+        return mine and directions.get((source_is_host, target_is_host)) == self.direction
 
     def copy_blocks(self, moves: Any, stream: Stream = NULL_STREAM) -> None:
         if self.is_wrong(*(moves[0, :2] >= self.blocks)):
@@ -225,8 +225,8 @@ def failing(rows: np.ndarray, what: str) -> np.ndarray:
 def test_a_path_that_copies_other_bytes_is_left_out_with_a_warning(direction: str, fault: Any) -> None:
     device = Wrong(KERNEL, direction, fault)
     with pytest.warns(UserWarning, match="no copy is made by the path 'kernel': (no such thing|.*other bytes)"):
-        found = measure(device, [PLAIN, KERNEL, BATCHED], sizes=[64], counts=[2])
-    assert {m.path for m in found} == {PLAIN, BATCHED}
+        measurements = measure(device, [PLAIN, KERNEL, BATCHED], sizes=[64], counts=[2])
+    assert {m.path for m in measurements} == {PLAIN, BATCHED}
     device.close()
 
 
@@ -240,7 +240,7 @@ def test_a_device_that_failed_for_good_is_measured_no_more() -> None:
 
 def test_the_time_of_the_call_counts_as_much_as_that_of_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """A way that holds up the scheduler's thread is worse than one that takes a little longer by itself. The clock is
-    the test's: enqueueing and copying take so many seconds."""
+    the test's: enqueueing and copying take that many seconds."""
     clock = [0.0]
     monkeypatch.setattr(calibration, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(calibration, "difference", lambda *arguments: None)
@@ -258,15 +258,17 @@ def test_the_time_of_the_call_counts_as_much_as_that_of_the_copies(monkeypatch: 
         def synchronize(self, event: DeviceEvent | None = None) -> None:
             clock[0] += self.way()[1]
 
-    found = measure(Slow(CpuDevice()), seconds, sizes=[4096], counts=[16])
-    assert Calibration("gpu", 1, tuple(found)).choose(ONBOARD, 4096, 16) == KERNEL
-    assert {round(m.cost) for m in found if m.path == BATCHED} == {12}
+    measurements = measure(Slow(CpuDevice()), seconds, sizes=[4096], counts=[16])
+    assert Calibration("gpu", 1, tuple(measurements)).choose(ONBOARD, 4096, 16) == KERNEL
+    assert {round(m.cost) for m in measurements if m.path == BATCHED} == {12}
 
 
 def test_a_path_is_measured_by_its_own_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Comparing its bytes takes plain copies, which must not be what is measured afterwards."""
     used, timed = [], calibration._seconds
-    monkeypatch.setattr(calibration, "_seconds", lambda *given: (used.append(chosen_by(given[0])), timed(*given))[1])
+    monkeypatch.setattr(
+        calibration, "_seconds", lambda *arguments: (used.append(chosen_by(arguments[0])), timed(*arguments))[1]
+    )
 
     def chosen_by(device: Any) -> str:
         return str(device.calibration.choose(ONBOARD, 64, 2))

@@ -61,18 +61,18 @@ def test_the_fragments_of_whole_blocks_are_known_without_cutting_them(layout: Bl
     for seed in range(50):
         moves = cutter.order(random_moves(layout, np.random.default_rng(seed)))
         for direction, some in by_direction(moves[moves[:, TOKENS] == layout.tokens_per_block], DEVICE_BLOCKS):
-            found = cutter.cut(some)
+            fragments = cutter.cut(some)
             if direction != INSIDE_HOST:
-                assert cutter.about(some) == (len(found), found[:, BYTES].sum())
+                assert cutter.about(some) == (len(fragments), fragments[:, BYTES].sum())
 
 
 def test_neighbours_that_are_whole_blocks_in_both_tiers_are_one_fragment() -> None:
     pools = make_pools(CpuDevice(), BlockLayout(2, 1, 16, 4, order="block_first"))
     size, tokens = pools.layout.block_bytes, 4
     moves = as_moves(*((block, DEVICE_BLOCKS + place, tokens) for block, place in ((2, 2), (0, 0), (1, 1), (5, 3))))
-    found = cut(pools, moves)
-    assert found[:, BYTES].tolist() == [3 * size, size]
-    assert found[0, FROM] == pools.flat("device").ctypes.data and found[0, TO] == pools.flat("host").ctypes.data
+    fragments = cut(pools, moves)
+    assert fragments[:, BYTES].tolist() == [3 * size, size]
+    assert fragments[0, FROM] == pools.flat("device").ctypes.data and fragments[0, TO] == pools.flat("host").ctypes.data
 
 
 def test_neighbours_are_one_fragment_per_layer_and_plane_inside_a_layer_first_tier() -> None:
@@ -88,28 +88,33 @@ def test_a_block_is_a_fragment_per_layer_and_plane_between_a_layer_first_tier_an
     assert cut(pools, moves)[:, BYTES].tolist() == [pools.layout.segment_bytes] * 12
 
 
-def test_a_part_of_a_block_is_no_neighbour_and_a_move_inside_the_host_is_one_fragment() -> None:
+def test_a_part_of_a_block_is_not_a_neighbour_and_a_move_inside_the_host_is_one_fragment() -> None:
     pools = make_pools(CpuDevice(), BlockLayout(3, 1, 16, 4, order="block_first"))
     token = pools.layout.segment_bytes // 4
-    found = cut(pools, as_moves((0, 3, 4), (1, 4, 2), (2, 5, 4)))
+    fragments = cut(pools, as_moves((0, 3, 4), (1, 4, 2), (2, 5, 4)))
     whole = pools.layout.block_bytes
     # The first part follows the block before it.
-    assert found[:, BYTES].tolist() == [whole + 2 * token, *[2 * token] * 5, whole]
+    assert fragments[:, BYTES].tolist() == [whole + 2 * token, *[2 * token] * 5, whole]
     assert cut(pools, as_moves((DEVICE_BLOCKS, BLOCKS - 1, 4)))[:, BYTES].tolist() == [whole]
 
 
-def test_the_last_device_block_and_the_first_host_block_are_no_neighbours() -> None:
+def test_the_last_device_block_and_the_first_host_block_are_not_neighbours() -> None:
     pools = make_pools(CpuDevice(), BlockLayout(1, 1, 16, 4, order="block_first"))
-    found = cut(pools, as_moves((DEVICE_BLOCKS - 1, 0, 4), (DEVICE_BLOCKS, 1, 4)))
-    assert len(found) == 2 and found[1, FROM] == pools.flat("host").ctypes.data
+    fragments = cut(pools, as_moves((DEVICE_BLOCKS - 1, 0, 4), (DEVICE_BLOCKS, 1, 4)))
+    assert len(fragments) == 2 and fragments[1, FROM] == pools.flat("host").ctypes.data
 
 
-def test_no_moves_are_no_fragments() -> None:
+def test_an_empty_list_of_moves_makes_no_fragments() -> None:
     assert cut(make_pools(CpuDevice(), LAYOUTS[0]), as_moves()).shape == (0, 3)
 
 
 def test_given_fragments_cross_no_chunk_of_any_host_memory_and_follow_each_other_in_none_beside() -> None:
     hosts = np.array([[0, 256, 64], [1024, 1536, 96]])
-    given = np.array([[32, 10_032, 32], [64, 10_064, 64], [1024, 20_000, 96], [1120, 20_096, 8], [1128, 20_104, 8]])
-    assert split(given, hosts).tolist() == [[32, 10_032, 32], [64, 10_064, 64], [1024, 20_000, 96], [1120, 20_096, 16]]
+    fragments = np.array([[32, 10_032, 32], [64, 10_064, 64], [1024, 20_000, 96], [1120, 20_096, 8], [1128, 20_104, 8]])
+    assert split(fragments, hosts).tolist() == [
+        [32, 10_032, 32],
+        [64, 10_064, 64],
+        [1024, 20_000, 96],
+        [1120, 20_096, 16],
+    ]
     assert split(np.array([[0, 1024, 128]]), hosts).tolist() == [[0, 1024, 64], [64, 1088, 32], [96, 1120, 32]]

@@ -65,7 +65,7 @@ def test_no_driver_and_a_driver_without_the_function_have_no_batches() -> None:
 
     assert find_batch(missing) is None
     assert find_batch(lambda name: object()) is None
-    assert find_batch(lambda name: SimpleNamespace(cuGetProcAddress_v2=lambda *given: 500)) is None
+    assert find_batch(lambda name: SimpleNamespace(cuGetProcAddress_v2=lambda *arguments: 500)) is None
 
 
 def test_the_errors_that_do_not_go_away_are_those_that_the_runtime_documents() -> None:

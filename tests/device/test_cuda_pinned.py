@@ -226,9 +226,9 @@ def test_pages_are_touched_by_processors_near_the_gpu(monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         os, "sched_setaffinity", lambda thread, processors: asked.append((threading.get_ident(), set(processors)))
     )
-    one = min(mine)
-    PinnedMemory(PAGE, FakeRegistrar(), processors={one, 10**6}).free()
-    assert [processors for _, processors in asked] == [{one}] and asked[0][0] != threading.get_ident()
+    processor = min(mine)
+    PinnedMemory(PAGE, FakeRegistrar(), processors={processor, 10**6}).free()
+    assert [processors for _, processors in asked] == [{processor}] and asked[0][0] != threading.get_ident()
     PinnedMemory(PAGE, FakeRegistrar(), processors={10**6}).free()
     assert len(asked) == 1
 

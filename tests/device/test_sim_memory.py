@@ -71,14 +71,14 @@ def test_a_write_of_the_host_that_it_did_not_declare_is_named_by_block_and_token
     device.check()
 
 
-@pytest.mark.parametrize("tell", ["check", "synchronize", "close"])
-def test_an_undeclared_write_is_told_at_the_next_call_that_may_raise(sim: Open, tell: str) -> None:
+@pytest.mark.parametrize("verb", ["check", "synchronize", "close"])
+def test_an_undeclared_write_is_reported_at_the_next_call_that_may_raise(sim: Open, verb: str) -> None:
     device, pools = sim()
     write(pools, 3, 0)
     device.copy_blocks(as_moves((0, 3, T)))
     device.synchronize(device.record(NULL_STREAM))
     with pytest.raises(UndeclaredWrite, match="block 3"):
-        getattr(device, tell)()
+        getattr(device, verb)()
 
 
 def test_a_small_pool_is_compared_before_its_write_is_copied_over_and_after_each_operation(sim: Open) -> None:
@@ -110,17 +110,17 @@ def test_a_launched_function_may_write_what_it_declared_and_nothing_else(sim: Op
 
 
 def test_a_large_pool_is_sampled_after_each_operation_and_compared_whole_by_check(sim: Open) -> None:
-    found = {}
+    launches = {}
     for compare in ("all", "sample"):
         device, pools = sim(compare=compare, progress=1.0)
         write(pools, 4, 0)
-        found[compare] = 0
-        while not device._findings._failures and found[compare] < 200:
+        launches[compare] = 0
+        while not device._findings._failures and launches[compare] < 200:
             device.launch(None, lambda: None)
-            found[compare] += 1
+            launches[compare] += 1
         with pytest.raises(UndeclaredWrite, match="block 4"):
             device.check()
-    assert found["all"] == 1 < found["sample"] < 200
+    assert launches["all"] == 1 < launches["sample"] < 200
     device, pools = sim(compare="sample", progress=0.0)
     write(pools, 9, 3)
     with pytest.raises(UndeclaredWrite, match="compare='all'"):
@@ -336,7 +336,7 @@ def test_no_rows_touch_nothing(sim: Open) -> None:
         pass
 
 
-def test_what_is_no_event_or_function_is_refused(sim: Open) -> None:
+def test_what_is_not_an_event_or_function_is_refused(sim: Open) -> None:
     device, _ = sim()
     for bad in (None, 5, DeviceEvent(), SimDevice().record(NULL_STREAM)):
         with pytest.raises(TypeError, match="event: .*"):
@@ -438,7 +438,7 @@ def test_accesses_of_a_block_on_two_streams_race_in_every_region(pools: MemoryPo
 
 
 @pytest.mark.parametrize("region", REGIONS)
-def test_what_an_event_orders_is_no_race_in_any_region_and_neighbours_of_other_regions_do_not_race(
+def test_what_an_event_orders_is_not_a_race_in_any_region_and_neighbours_of_other_regions_do_not_race(
     pools: MemoryPools, region: int
 ) -> None:
     sim, (first, second, *_) = sim_of(pools), ids_of(region)

@@ -42,7 +42,7 @@ def nothing() -> None:
 
 
 def races(device: SimDevice) -> list[tuple[str, str, tuple[tuple[int, int, int], ...]]]:
-    """What was found since the last call, all of it told in one error."""
+    """What was found since the last call, all of it reported in one error."""
     before = list(device.races)
     try:
         device.check()
@@ -64,11 +64,11 @@ ACCESSES: dict[str, tuple[Callable[[SimDevice, int], None], str]] = {
 @pytest.mark.parametrize("second", ACCESSES)
 @pytest.mark.parametrize("first", ACCESSES)
 def test_two_streams_race_where_one_writes_unless_an_event_orders_them(sim: SimDevice, first: str, second: str) -> None:
-    (begin, one), (go_on, other) = ACCESSES[first], ACCESSES[second]
+    (begin, access), (go_on, other) = ACCESSES[first], ACCESSES[second]
     both_copy_to_1 = first == second == "copy from"
     begin(sim, 1)
     go_on(sim, 2)
-    assert len(races(sim)) == ("w" in one + other or both_copy_to_1)
+    assert len(races(sim)) == ("w" in access + other or both_copy_to_1)
     sim.synchronize()
     begin(sim, 1)
     sim.wait(sim.as_stream(2), sim.record(sim.as_stream(1)))
@@ -108,7 +108,7 @@ def test_order_passes_on_from_event_to_event(sim: SimDevice) -> None:
     assert not races(sim)
 
 
-def test_an_event_orders_nothing_that_was_enqueued_behind_it(sim: SimDevice) -> None:
+def test_an_event_orders_nothing_that_was_enqueued_after_it(sim: SimDevice) -> None:
     event = sim.record(sim.as_stream(1))
     copy(sim, 0, 8, stream=1)
     sim.wait(sim.as_stream(2), event)
@@ -174,8 +174,8 @@ def test_many_races_are_all_kept_and_some_are_shown(sim: SimDevice) -> None:
     assert len(caught.value.races) == 8
 
 
-def test_races_are_told_by_synchronize_and_close_once_each() -> None:
-    for tell in ("synchronize", "close"):
+def test_races_are_reported_by_synchronize_and_close_once_each() -> None:
+    for verb in ("synchronize", "close"):
         device = SimDevice()
         make_pools(device, LAYOUT)
         copy(device, 0, 8, stream=1)
@@ -184,7 +184,7 @@ def test_races_are_told_by_synchronize_and_close_once_each() -> None:
         device.synchronize(device.record(device.as_stream(1)))
         device.synchronize(device.record(device.as_stream(2)))
         with pytest.raises(RaceError):
-            getattr(device, tell)()
+            getattr(device, verb)()
         device.close()
 
 
@@ -210,8 +210,8 @@ def test_the_host_may_touch_what_it_has_waited_for(sim: SimDevice, wait: str) ->
     assert not races(sim)
     with sim.host_access(reads=[(8, 3, T)]):
         pass
-    found = [("copy_blocks", "host_access", ((8, 3, T),))]
-    assert races(sim) == (found if wait in ("nothing", "other event") else [])
+    expected = [("copy_blocks", "host_access", ((8, 3, T),))]
+    assert races(sim) == (expected if wait in ("nothing", "other event") else [])
 
 
 def test_the_host_writes_what_is_still_read_only_after_waiting(sim: SimDevice) -> None:

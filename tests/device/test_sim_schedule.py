@@ -42,9 +42,9 @@ def orders(device: SimDevice, streams: list[object], ordered: bool) -> list[int]
 
 
 def test_work_of_one_stream_runs_in_order_of_several_streams_in_any() -> None:
-    one = {tuple(orders(SimDevice(seed), [7, 7, 7], ordered=False)) for seed in range(60)}
+    observed = {tuple(orders(SimDevice(seed), [7, 7, 7], ordered=False)) for seed in range(60)}
     several = {tuple(orders(SimDevice(seed, progress=0), [7, 8, None], ordered=False)) for seed in range(60)}
-    assert one == {(0, 1, 2)}
+    assert observed == {(0, 1, 2)}
     assert len(several) == 6
 
 
@@ -89,7 +89,7 @@ def test_an_event_on_an_idle_stream_is_not_complete_at_once(sim: Open) -> None:
     assert device.query(event)
 
 
-def test_run_takes_so_many_steps(sim: Open) -> None:
+def test_run_takes_that_many_steps(sim: Open) -> None:
     device, _ = sim()
     ran: list[int] = []
     for i in range(5):
@@ -109,10 +109,10 @@ def test_other_streams_see_copies_half_done_in_every_order_of_their_pieces() -> 
         old, new = block(pools, 8).copy(), block(pools, 0).copy()
         device.copy_blocks(as_moves((0, 8, 4)))
         device.run(2)
-        found = block(pools, 8)
+        content = block(pools, 8)
         pieces = [(layer, plane) for layer in range(2) for plane in range(2)]
-        assert all(np.array_equal(found[p], new[p]) or np.array_equal(found[p], old[p]) for p in pieces)
-        copied = tuple(np.array_equal(found[p], new[p]) for p in pieces)
+        assert all(np.array_equal(content[p], new[p]) or np.array_equal(content[p], old[p]) for p in pieces)
+        copied = tuple(np.array_equal(content[p], new[p]) for p in pieces)
         device.synchronize()
         np.testing.assert_array_equal(block(pools, 8), new)
         device.close()
@@ -201,14 +201,14 @@ def test_a_closed_gate_holds_back_its_stream_alone(sim: Open) -> None:
     ran: list[str] = []
     device.launch(1, lambda: ran.append("before"))
     gate = device.stall(1)
-    device.launch(1, lambda: ran.append("behind"))
+    device.launch(1, lambda: ran.append("after"))
     device.launch(2, lambda: ran.append("elsewhere"))
     device.run()
     assert sorted(ran) == ["before", "elsewhere"]
     gate.open()
     gate.open()
     device.synchronize()
-    assert ran[-1] == "behind"
+    assert ran[-1] == "after"
 
 
 def test_waits_that_can_never_end_are_reported_with_the_calls_that_are_stuck(

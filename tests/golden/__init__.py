@@ -1,4 +1,4 @@
-"""Golden digests: what the pool, the host cache, the keepers and the queues of stores decide: a hash for each case.
+"""Golden digests: what pools, host caches, storage managers and queues of stores decide: a hash for each case.
 
 A case drives public calls with a fixed seed, secret and clock. It records outcomes, moves with their tickets, block
 tables, events, and the calls that reach a store. Keys are numbered by their first appearance, so that their bytes may

@@ -16,17 +16,17 @@ def main(arguments: list[str]) -> int:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--write", action="store_true")
     what.add_argument("--show", action="store_true")
-    given = parser.parse_args(arguments)
-    unknown = [case for case in given.cases if case not in CASES]
+    options = parser.parse_args(arguments)
+    unknown = [case for case in options.cases if case not in CASES]
     if unknown:
         parser.error(f"case: expected one of {'; '.join(CASES)}, got {unknown[0]!r}")
-    chosen, known = given.cases or list(CASES), read()
-    if given.show:
+    chosen, known = options.cases or list(CASES), read()
+    if options.show:
         for case in chosen:
             print(*CASES[case]().lines, sep="\n")
         return 0
     digests = {case: CASES[case]().digest for case in chosen}
-    if not given.write:
+    if not options.write:
         print(changed(digests, known) or f"{len(digests)} cases are as they were")
         return int(bool(changed(digests, known)))
     after = {case: (known | digests)[case] for case in CASES if case in known | digests}

@@ -51,8 +51,8 @@ CASES: dict[str, Callable[[], Recorder]] = (
 
 def read() -> dict[str, str]:
     """The digests as they were written, by case."""
-    found: dict[str, str] = json.loads(FILE.read_text()) if FILE.exists() else {}
-    return found
+    digests: dict[str, str] = json.loads(FILE.read_text()) if FILE.exists() else {}
+    return digests
 
 
 def changed(digests: dict[str, str], known: dict[str, str]) -> str:

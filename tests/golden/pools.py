@@ -135,7 +135,7 @@ class Driver:
         self.recorder.line("free", self.cache.free_blocks)
         self.recorder.events(self.cache.events())
 
-    def call(self, verb: str, call: Callable[[], Any], show: Callable[[Any], Any] = lambda found: found) -> Any:
+    def call(self, verb: str, call: Callable[[], Any], show: Callable[[Any], Any] = lambda result: result) -> Any:
         return self.recorder.outcome(verb, call, show)
 
     # -- drawing ---------------------------------------------------------------------------------------
@@ -160,13 +160,13 @@ class Driver:
     def encoder(self, count: int) -> list[int] | None:
         return [self.random.randint(1, 3 * T) for _ in range(count)] if self.crosses else None
 
-    def text(self, one: int, most: int) -> list[int]:
+    def text(self, sequence: int, most: int) -> list[int]:
         """The next tokens of a sequence: of its answer while there are any."""
         count = self.random.randint(0, most)
-        answer = self.answers.get(one, [])
-        found = [*answer[:count], *(self.random.randrange(3) for _ in range(count - len(answer)))]
-        self.answers[one] = answer[count:]
-        return found
+        answer = self.answers.get(sequence, [])
+        tokens = [*answer[:count], *(self.random.randrange(3) for _ in range(count - len(answer)))]
+        self.answers[sequence] = answer[count:]
+        return tokens
 
     def lengths(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
         """Tokens, and committed tokens."""
@@ -185,17 +185,19 @@ class Driver:
         }
         prompts = [prompt for prompt, _ in drawn]
         self.call("plan", lambda: self.cache.plan_batch(prompts, encoder_tokens=options["encoder_tokens"]))
-        found = self.call("add", lambda: self.cache.add_sequence_batch(prompts, **options))
-        for one, (_, answer) in zip(found.ids.tolist() if found else (), drawn, strict=False):
-            if one >= 0:
-                self.live.append(one)
-                self.answers[one] = answer
+        admitted = self.call("add", lambda: self.cache.add_sequence_batch(prompts, **options))
+        for sequence, (_, answer) in zip(admitted.ids.tolist() if admitted else (), drawn, strict=False):
+            if sequence >= 0:
+                self.live.append(sequence)
+                self.answers[sequence] = answer
 
     def append(self) -> None:
-        ids = [one for one in self.some() if self.cache.sequence_length(one) < LONGEST + 64]
-        tokens = [self.text(one, 2 * T) for one in ids]
-        flat = [token for own in tokens for token in own]
-        self.call("append", lambda: self.cache.append_tokens(ids, flat, [len(own) for own in tokens]))
+        ids = [sequence for sequence in self.some() if self.cache.sequence_length(sequence) < LONGEST + 64]
+        tokens = [self.text(sequence, 2 * T) for sequence in ids]
+        flat = [token for sequence_tokens in tokens for token in sequence_tokens]
+        self.call(
+            "append", lambda: self.cache.append_tokens(ids, flat, [len(sequence_tokens) for sequence_tokens in tokens])
+        )
 
     def commit(self) -> None:
         ids = self.some()
@@ -210,9 +212,11 @@ class Driver:
         self.call("rewind", lambda: self.cache.rewind(ids, counts))
 
     def fork(self) -> None:
-        for one in self.some(1):
-            found = self.call("fork", lambda one=one: self.cache.fork(one, self.random.choice((1, 1, 2))))
-            self.live += [] if found is None else found.tolist()
+        for sequence in self.some(1):
+            forked = self.call(
+                "fork", lambda sequence=sequence: self.cache.fork(sequence, self.random.choice((1, 1, 2)))
+            )
+            self.live += [] if forked is None else forked.tolist()
 
     def reorder(self) -> None:
         ids = self.some(4)
@@ -222,24 +226,26 @@ class Driver:
 
     def keep(self) -> None:
         """Drafts, of which some are accepted, not always the first ones."""
-        for one in self.some(1):
+        for sequence in self.some(1):
             drafts = self.random.randint(1, 2 * T)
             accepted = sorted(self.random.sample(range(drafts), self.random.randint(0, drafts)))
-            self.call("append", lambda one=one, drafts=drafts: self.cache.append_tokens(one, [5] * drafts))
-            kept = one, drafts, accepted
+            self.call(
+                "append", lambda sequence=sequence, drafts=drafts: self.cache.append_tokens(sequence, [5] * drafts)
+            )
+            kept = sequence, drafts, accepted
             self.call("keep", lambda kept=kept: self.cache.accept_drafts(*kept))
 
     def release(self) -> None:
-        ids = self.some() + [one for one in self.away if self.random.random() < 0.1]
+        ids = self.some() + [sequence for sequence in self.away if self.random.random() < 0.1]
         store = self.random.random() < 0.8
         if ids and self.random.random() < 0.7:
-            self.call("commit", lambda: self.cache.commit([one for one in ids if one in self.live]))
+            self.call("commit", lambda: self.cache.commit([sequence for sequence in ids if sequence in self.live]))
         self.call("release", lambda: self.cache.release(ids, store=store))
         self._gone(ids)
 
     def _gone(self, ids: Sequence[int]) -> None:
-        self.live = [one for one in self.live if one not in ids]
-        self.away = [one for one in self.away if one not in ids]
+        self.live = [sequence for sequence in self.live if sequence not in ids]
+        self.away = [sequence for sequence in self.away if sequence not in ids]
 
     def swap_out(self) -> None:
         ids = self.some(2)
@@ -256,7 +262,7 @@ class Driver:
     def together(self) -> None:
         """A step of an engine in one call, which happens as a whole or not at all."""
         ids, gone = self.some(2), self.some(1)
-        ids = [one for one in ids if one not in gone]
+        ids = [sequence for sequence in ids if sequence not in gone]
         prompt, answer = self.next_prompt()
         steps = [
             operations.match(prompt),
@@ -265,10 +271,10 @@ class Driver:
             operations.release(gone),
             operations.add([prompt], encoder_tokens=self.encoder(1)),
         ]
-        found = self.call("together", lambda: self.cache.apply(steps))
-        if found is not None:
+        results = self.call("together", lambda: self.cache.apply(steps))
+        if results is not None:
             self._gone(gone)
-            self.live += found[-1].ids.tolist()
+            self.live += results[-1].ids.tolist()
             self.answers[self.live[-1]] = answer
 
     def misuse(self) -> None:
@@ -309,29 +315,36 @@ class Driver:
     def reserve(self) -> None:
         if len(self.reservations) < 2:
             prompt, _ = self.next_prompt()
-            own = self.encoder(1)
-            found = self.call(
+            encoder_tokens = self.encoder(1)
+            reservation = self.call(
                 "reserve",
-                lambda: self.cache.reserve(prompt, encoder_tokens=own[0] if own else None),
-                lambda one: [one.id, one.tokens, *(one.blocks_of(group.index) for group in self.cache.groups)],
+                lambda: self.cache.reserve(prompt, encoder_tokens=encoder_tokens[0] if encoder_tokens else None),
+                lambda reservation: [
+                    reservation.id,
+                    reservation.tokens,
+                    *(reservation.blocks_of(group.index) for group in self.cache.groups),
+                ],
             )
-            self.reservations += [found] if found else []
+            self.reservations += [reservation] if reservation else []
 
     def end_reserved(self) -> None:
         if self.reservations:
-            one = self.reservations.pop(0)
+            reservation = self.reservations.pop(0)
             if self.random.random() < 0.3:
-                self.call("abort", one.abort)
+                self.call("abort", reservation.abort)
             else:
-                count = self.random.randint(one.skip_prefix_n_tokens, one.tokens)
-                self.call("load", lambda: one.commit(count))
+                count = self.random.randint(reservation.skip_prefix_n_tokens, reservation.tokens)
+                self.call("load", lambda: reservation.commit(count))
 
     def load(self) -> None:
         """Blocks that come to the host from elsewhere."""
         prompt, _ = self.next_prompt()
         for group in self.cache.groups:
             blocks = [bytes(group.block_bytes)] * min(len(prompt) // T, 6)
-            self.call("import", lambda g=group.index, own=blocks: self.cache.import_blocks(prompt, own, group=g))
+            self.call(
+                "import",
+                lambda g=group.index, group_blocks=blocks: self.cache.import_blocks(prompt, group_blocks, group=g),
+            )
 
     def forget(self) -> None:
         prompt = self.known()
@@ -344,9 +357,9 @@ class Driver:
         """With a time to live of one block in a group: else several would expire at the same moment."""
         prompt, priority = self.known(), self.random.choice((0, 29, 50, 80))
         keys = prompt.keys[self.cache.cached_blocks(prompt).any(axis=0)]
-        one, ttl = self.random.choice(((keys, None), (keys[:1], self.random.randrange(1, 9 * STEP_MS))))
+        chosen, ttl = self.random.choice(((keys, None), (keys[:1], self.random.randrange(1, 9 * STEP_MS))))
         if len(keys):
-            self.call("set_priority", lambda: self.cache.set_priority(one, priority, ttl_ms=ttl))
+            self.call("set_priority", lambda: self.cache.set_priority(chosen, priority, ttl_ms=ttl))
 
     def look(self) -> None:
         prompt, ids, encoder = self.known(), self.some(), self.encoder(1)
@@ -355,8 +368,11 @@ class Driver:
         there = np.ones((len(self.cache.groups), len(prompt) // T), np.bool_)
         self.call("lacking", lambda: self.cache.missing_blocks(prompt, there))
         for group in self.cache.groups:
-            own = encoder[0] if encoder and group.kind == "cross" else None
-            self.call("need", lambda g=group, e=own: self.cache.blocks_needed(prompt, group=g.index, encoder_tokens=e))
+            encoder_tokens = encoder[0] if encoder and group.kind == "cross" else None
+            self.call(
+                "need",
+                lambda g=group, e=encoder_tokens: self.cache.blocks_needed(prompt, group=g.index, encoder_tokens=e),
+            )
             self.call("evictable", lambda g=group: self.cache.evictable_after_release(ids, g.index))
 
     def pass_time(self) -> None:

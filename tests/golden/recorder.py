@@ -31,18 +31,18 @@ class Recorder:
         raw = [key if isinstance(key, bytes) else np.asarray(key).tobytes() for key in keys]
         return [self._numbers.setdefault(key, len(self._numbers)) for key in raw]
 
-    def outcome(self, verb: str, call: Callable[[], Any], show: Callable[[Any], Any] = lambda found: found) -> Any:
+    def outcome(self, verb: str, call: Callable[[], Any], show: Callable[[Any], Any] = lambda result: result) -> Any:
         """Make a call and note what it returns, or the class of what it raises. Returns None if it raises."""
         try:
-            found = call()
+            result = call()
         except Exception as error:
             self.line(f"{verb} {type(error).__name__}")
             return None
-        self.line(verb, show(found))
-        return found
+        self.line(verb, show(result))
+        return result
 
     def events(self, events: Iterable[Any]) -> None:
-        """Events of a pool, or of a keeper."""
+        """Record the events of a pool, or of a storage manager."""
         for event in events:
             keys = None if event.keys is None else self.numbers(event.keys)
             parent = None if event.parent is None else self.numbers([event.parent])
@@ -61,14 +61,14 @@ class Recorder:
             )
 
     def _plain(self, value: Any) -> Any:
-        """A value as builtins, whose text is the same in every process. Of the id of a sequence, its row and the number
-        of its first appearance, since ids differ from pool to pool."""
+        """Return a value as builtins, whose text is the same in every process. Of a sequence's id, keep its row and the
+        number of its first appearance, since ids differ from pool to pool."""
         if isinstance(value, (np.ndarray, np.generic)):
             return self._plain(value.tolist())
         if isinstance(value, dict):
-            return sorted((str(key), self._plain(own)) for key, own in value.items())
+            return sorted((str(key), self._plain(item)) for key, item in value.items())
         if isinstance(value, (list, tuple)):
-            return [self._plain(own) for own in value]
+            return [self._plain(item) for item in value]
         assert value is None or isinstance(value, (int, str, bytes)), value
         if isinstance(value, int) and value >= 1 << 32:
             return f"sequence {self.numbers([b'%d' % value])[0]} in row {value & 0xFFFFFFFF}"

@@ -1,4 +1,4 @@
-"""What reaches a store: from a queue, a pool's keeper and a host cache's; and what a host cache does by itself.
+"""What a queue and the storage managers of a pool and of a HostCache send to a store; and what a HostCache does.
 
 Each store has one thread, and each step waits until it has done everything, so that no thread races another.
 """
@@ -65,17 +65,17 @@ class Noted(MemoryStore):
         self._note("find", keys, codes)
         return codes
 
-    def save(self, keys: Bytes, rows: Rows, seals: Bytes, tag: bytes, limit: int, stop: Stop) -> Bytes:
+    def save(self, keys: Bytes, rows: Rows, macs: Bytes, tag: bytes, limit: int, stop: Stop) -> Bytes:
         self._begin("save")
-        codes = super().save(keys, rows, seals, tag, limit, stop)
+        codes = super().save(keys, rows, macs, tag, limit, stop)
         self._note("save", keys, codes, min(limit, 1000))
         return codes
 
     def load(self, keys: Bytes, rows: Rows, stop: Stop) -> tuple[Bytes, Bytes]:
         self._begin("load")
-        codes, seals = super().load(keys, rows, stop)
+        codes, macs = super().load(keys, rows, stop)
         self._note("load", keys, codes)
-        return codes, seals
+        return codes, macs
 
     def forget(self, keys: Bytes) -> int:
         self.log += [("forget", key.tobytes()) for key in keys]
@@ -99,7 +99,7 @@ def note_calls(recorder: Recorder, *stores: Noted) -> None:
 
 
 def drive_queue(seed: int) -> Recorder:
-    """Rounds of jobs that wait together behind a call that hangs; some are cancelled, late, failed or dropped."""
+    """Rounds of jobs that wait together for a call that hangs; some are cancelled, late, failed or dropped."""
     recorder, random, clock, store = Recorder(), Random(seed), Clock(), Noted("one", 24)
     with open_queue(store, clock=clock, piece_bytes=3 * 4096) as queue:
         tags = [queue.secret.tag(b"%d" % number) for number in range(3)]
@@ -139,7 +139,7 @@ def _job(queue: Any, random: Random, clock: Clock, tags: Sequence[bytes]) -> Any
     return queue.forget(keys) if kind == "forget" else queue.clear(random.choice((None, tag)))
 
 
-# -- the keepers -----------------------------------------------------------------------------------------
+# -- storage managers ------------------------------------------------------------------------------------
 
 
 def drive_manager(save: str, seed: int) -> Recorder:
@@ -163,7 +163,7 @@ def drive_manager(save: str, seed: int) -> Recorder:
                 assert handle.wait(600) and manager.drain(600), manager.stats()
                 recorder.line(f"prefetch {handle.ended}", handle.blocks, engine.seed(tokens, salt=salt))
             elif draw < 0.94:
-                _forgotten(recorder, lambda own=prompt: manager.forget(own))
+                _forgotten(recorder, lambda keys=prompt: manager.forget(keys))
             elif draw < 0.96:
                 _forgotten(recorder, lambda: manager.forget(namespace=("a", None)))
             elif draw < 0.97:
@@ -171,17 +171,17 @@ def drive_manager(save: str, seed: int) -> Recorder:
             clock.pass_(random.random())
             assert manager.drain(600)
             note_calls(recorder, store)
-            recorder.outcome("match", lambda own=prompt: manager.match_prefix(own))
+            recorder.outcome("match", lambda keys=prompt: manager.match_prefix(keys))
             _note_events(recorder, manager.events())
-        found = manager.stats()
-        figures = (found.saved_blocks, found.loaded_blocks, found.found_blocks, found.promoted_blocks)
-        dropped = {" ".join(key): count for key, count in found.dropped.items()}
-        recorder.line("stats", figures, dropped, found.prefetches)
+        stats = manager.stats()
+        figures = (stats.saved_blocks, stats.loaded_blocks, stats.found_blocks, stats.promoted_blocks)
+        dropped = {" ".join(key): count for key, count in stats.dropped.items()}
+        recorder.line("stats", figures, dropped, stats.prefetches)
     return recorder
 
 
 def _note_events(recorder: Recorder, events: Any) -> None:
-    """Tier by tier, and key by key: those of stores come between others, wherever the keeper has learned of them."""
+    """Tier by tier, and key by key: those of stores come between others, wherever they became known."""
     for tier in (None, *events.tiers):
         for event in events:
             for key in [None] if event.keys is None else event.keys:
@@ -211,7 +211,7 @@ def drive_host_manager(save: str, seed: int) -> Recorder:
                 recorder.line("forget", engine.manager.forget(names(count, first)))
             else:
                 engine.manager.clear()
-                engine.until(lambda: not any(one.unconfirmed_drops for one in engine.manager.stats().stores))
+                engine.until(lambda: not any(counters.unconfirmed_drops for counters in engine.manager.stats().stores))
             engine.now += 2 * random.random()
             assert engine.manager.drain(1e6)
             note_calls(recorder, *stores)
@@ -220,8 +220,8 @@ def drive_host_manager(save: str, seed: int) -> Recorder:
                 recorder.line("pin", lease.keys, lease.blocks)
             assert engine.manager.drain(1e6)
             note_calls(recorder, *stores)
-        found = engine.manager.stats()
-        recorder.line("stats", found.asked, found.loaded, found.missed, found.saved, found.unsaved)
+        stats = engine.manager.stats()
+        recorder.line("stats", stats.asked, stats.loaded, stats.missed, stats.saved, stats.unsaved)
     finally:
         engine.close()
     return recorder
@@ -235,9 +235,9 @@ def drive_host_cache(seed: int) -> Recorder:
     known, leases, pending = [bytes([i]) * (1 + i) for i in range(1, 30)], [], []
     with HostCache(9, 64, identity=IDENTITY, clock=lambda: now[0], event_capacity=256) as cache:
 
-        def keep(kind: str, found: Any) -> None:
-            if found is not None:
-                {"reserve": lambda: pending.extend(found.keys), "pin": lambda: leases.append(found)}[kind]()
+        def keep(kind: str, result: Any) -> None:
+            if result is not None:
+                {"reserve": lambda: pending.extend(result.keys), "pin": lambda: leases.append(result)}[kind]()
 
         for _ in range(6 * STEPS):
             verb = random.choices(list(VERBS), list(VERBS.values()))[0]
@@ -245,18 +245,23 @@ def drive_host_cache(seed: int) -> Recorder:
             here = [key for key in keys if cache.find(key) == cache.HERE or random.random() < 0.02]
             if verb == "reserve":
                 rule = {"priority": random.choice((35, 35, 10, 80)), "ttl_ms": random.choice((None, 3, 9))}
-                call = lambda own=keys, r=rule: cache.reserve(own, **r)  # noqa: E731
-                keep(verb, recorder.outcome(verb, call, lambda one: [one.keys, one.blocks, one.evicted]))
+                call = lambda keys=keys, r=rule: cache.reserve(keys, **r)  # noqa: E731
+                keep(
+                    verb,
+                    recorder.outcome(
+                        verb, call, lambda reservation: [reservation.keys, reservation.blocks, reservation.evicted]
+                    ),
+                )
             elif verb in ("publish", "abort"):
                 count = random.randint(0, len(pending))
-                own, pending[:count] = pending[:count], []
-                recorder.outcome(verb, lambda v=verb, o=own: getattr(cache, v)(o))
+                chosen, pending[:count] = pending[:count], []
+                recorder.outcome(verb, lambda v=verb, o=chosen: getattr(cache, v)(o))
             elif verb == "pin":
-                keep(verb, recorder.outcome(verb, lambda own=here: cache.pin(own), lambda one: one.blocks))
+                keep(verb, recorder.outcome(verb, lambda keys=here: cache.pin(keys), lambda lease: lease.blocks))
             elif verb == "unpin" and leases:
                 leases.pop(random.randrange(len(leases))).close()
             elif verb in ("touch", "forget"):
-                recorder.outcome(verb, lambda v=verb, own=here: getattr(cache, v)(own))
+                recorder.outcome(verb, lambda v=verb, keys=here: getattr(cache, v)(keys))
             elif verb == "clear":
                 recorder.outcome(verb, lambda: cache.clear(force=random.random() < 0.5))
             elif verb == "wait":

@@ -54,7 +54,7 @@ NEVER = {
     "cross": {"passed_blocks"},
     "mixed": {"partial_tokens", "partial_blocks", "resume OutOfBlocks"},
 }
-"""Of these, what does not happen in pools of some kinds."""
+"""The ones among these that do not happen in pools of some kinds."""
 KEPT = {"store find", "store save", "store load"}
 SEEN = {
     "host cache": {
@@ -122,7 +122,7 @@ def test_a_pool_decides_what_it_did(kind: str, device: str) -> None:
 def test_what_reaches_stores_and_host_caches_is_what_it_was(name: str) -> None:
     runs = {f"{name}, seed {seed}": CASES[f"{name}, seed {seed}"]() for seed in STORE_SEEDS}
     seen = sum((run.seen for run in runs.values()), Counter[str]())
-    missing = sorted(one for one in SEEN[name.partition(",")[0]] if not seen[one])
+    missing = sorted(event for event in SEEN[name.partition(",")[0]] if not seen[event])
     assert not missing, f"the cases do not cover {missing}"
     wrong = changed({case: run.digest for case, run in runs.items()}, read())
     assert not wrong, wrong

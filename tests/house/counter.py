@@ -1,6 +1,6 @@
 """``python -m tests.house.counter``: the tokens and net lines of every folder that holds code.
 
-A net line has a token that is no comment, and no statement that is a text only (docstrings, those of fields too). So
+A net line has a token that is not a comment, and no statement that is a text only (docstrings, those of fields too). So
 neither words nor blank lines count, and nobody saves a line by leaving out a sentence.
 """
 
@@ -25,7 +25,7 @@ _CUDA_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\w+|[^\w\s]')
 
 
 class Size(NamedTuple):
-    """Of a file or of a folder."""
+    """Sizes of a file or of a folder."""
 
     lines: int
     tokens: int
@@ -40,7 +40,7 @@ def size_of(path: Path) -> Size:
     """The size of one file: Python, or CUDA C++."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
-        bare = _CUDA_COMMENT.sub(lambda found: "\n" * found[0].count("\n"), text)
+        bare = _CUDA_COMMENT.sub(lambda match: "\n" * match[0].count("\n"), text)
         return Size(sum(1 for line in bare.splitlines() if line.strip()), len(_CUDA_TOKEN.findall(bare)), 1)
     texts = {
         (node.lineno, node.col_offset)
@@ -82,9 +82,9 @@ def report(table: dict[str, Size]) -> str:
     """The table as text."""
     rows = [f"{'folder':<24} {'lines':>7} {'files':>6} {'tokens':>9}"]
     for top, total in totals(table).items():
-        own = [(name, size) for name, size in table.items() if name.split("/")[0] == top]
-        own = own if len(own) > 1 else []
-        for name, size in [*own, (f"{top} in all", total)]:
+        parts = [(name, size) for name, size in table.items() if name.split("/")[0] == top]
+        parts = parts if len(parts) > 1 else []
+        for name, size in [*parts, (f"{top} in all", total)]:
             rows.append(f"{name:<24} {size.lines:>7,} {size.files:>6} {size.tokens:>9,}")
     return "\n".join(rows)
 

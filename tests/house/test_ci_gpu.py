@@ -37,7 +37,7 @@ def test_without_a_gpu_it_says_what_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_an_emulated_driver_is_no_gpu(tmp_path: Path) -> None:
+def test_an_emulated_driver_is_not_a_gpu(tmp_path: Path) -> None:
     if "KVPOOL_EMULATED" not in os.environ:
         pytest.skip("no emulated run")
     status, out, error = run(tmp_path, PYTHON=sys.executable)

@@ -100,13 +100,13 @@ def test_the_documentation_builds_without_a_warning(built: Path) -> None:
 
 def public_names(module: ModuleType) -> set[str]:
     """What a package offers: what its ``__init__`` imports by name from its own modules."""
-    own = f"from {module.__name__}"
+    statement = f"from {module.__name__}"
     text = Path(str(module.__file__)).read_text(encoding="utf-8")
     statements = re.findall(r"from (\S+) import (.+)", text)
     names = {
         part.rpartition(" as ")[2].strip()
         for source, what in statements
-        if source.startswith(own[5:])
+        if source.startswith(statement[5:])
         for part in what.split(",")
     }
     return {f"{module.__name__}.{name}" for name in names}
@@ -135,8 +135,8 @@ def test_examples_in_docstrings_are_right(path: Path) -> None:
 @pytest.mark.parametrize(("page", "line"), SHELL)
 def test_commands_that_are_shown_have_these_options(page: str, line: str) -> None:
     for command in re.split(r"&&|\|", line):
-        _, found, arguments = command.partition("-m kvpool ")
-        if found:
+        _, separator, arguments = command.partition("-m kvpool ")
+        if separator:
             command_line().parse_args(shlex.split(arguments.partition(" > ")[0]))
 
 

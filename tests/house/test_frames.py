@@ -50,7 +50,7 @@ print(len(files), frames)
 
 
 def test_few_files_and_frames_lie_between_an_admission_and_the_copied_byte() -> None:
-    found = subprocess.run(
+    measured = subprocess.run(
         [sys.executable, "-c", MEASURE],
         capture_output=True,
         text=True,
@@ -58,7 +58,7 @@ def test_few_files_and_frames_lie_between_an_admission_and_the_copied_byte() -> 
         check=True,
         env={"NUMBA_DISABLE_JIT": "1", "PATH": ""},
     )
-    files, frames = map(int, found.stdout.split())
+    files, frames = map(int, measured.stdout.split())
     print(f"{files} files, {frames} frames")
     assert files <= FILES_MOST
     assert frames <= FRAMES_MOST

@@ -1,4 +1,4 @@
-"""Imports run one way, GPU packages stay behind one door, and nothing grows past a screen."""
+"""Imports run one way, GPU packages are imported in one place, and nothing grows past a screen."""
 
 from __future__ import annotations
 
@@ -76,20 +76,20 @@ def imports_of(path: Path) -> Iterator[tuple[int, str]]:
 @functools.cache
 def own_imports_of(path: Path) -> list[tuple[int, str]]:
     """Line and name (below the package) of every module of the package that a file imports."""
-    found = []
+    imports = []
     for line, imported in imports_of(path):
         package, _, name = imported.partition(".")
         if package == "kvpool":
             name = name if name in FILES else name.rpartition(".")[0]
             assert name in FILES, f"{path}:{line}: there is no {imported}"
-            found.append((line, name))
-    return found
+            imports.append((line, name))
+    return imports
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_imports_run_one_way(path: Path) -> None:
-    own = rank_of(name_of(path))
-    wrong = [f"line {line}: kvpool.{name}" for line, name in own_imports_of(path) if rank_of(name) > own]
+    rank = rank_of(name_of(path))
+    wrong = [f"line {line}: kvpool.{name}" for line, name in own_imports_of(path) if rank_of(name) > rank]
     assert not wrong, f"{path} imports from a later room: {wrong}"
 
 
@@ -160,10 +160,10 @@ def test_no_module_touches_private_members_of_another(path: Path) -> None:
     tree = tree_of(path)
     attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     private = [node for node in attributes if node.attr.startswith("_") and not node.attr.startswith("__")]
-    own = {node.attr for node in private if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")}
-    own |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    defined = {node.attr for node in private if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")}
+    defined |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     foreign = FOREIGN | (NUMBAS if name_of(path) == "common.jit.compiler" else set())
-    wrong = [f"line {node.lineno}: {ast.unparse(node)}" for node in private if node.attr not in own | foreign]
+    wrong = [f"line {node.lineno}: {ast.unparse(node)}" for node in private if node.attr not in defined | foreign]
     assert not wrong, f"{path}: {wrong}"
 
 

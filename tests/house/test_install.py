@@ -128,8 +128,8 @@ def test_every_package_is_listed() -> None:
     settings = configparser.ConfigParser(interpolation=None)
     settings.read(ROOT / "setup.cfg", encoding="utf-8")
     listed = set(settings["options"]["packages"].split())
-    found = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "kvpool").rglob("*.py")}
-    assert listed == found | {"kvpool.cuda"}
+    packages = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "kvpool").rglob("*.py")}
+    assert listed == packages | {"kvpool.cuda"}
     assert settings["metadata"]["version"] == kvpool.__version__
 
 

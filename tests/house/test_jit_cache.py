@@ -88,9 +88,9 @@ def make_sample(package: Path) -> Path:
         (package / f"{name}.py").write_text(text, encoding="utf-8")
     common = PACKAGE / "common"
     names = ("__init__", "errors", "progress")
-    for own in [*(common / f"{name}.py" for name in names), *sorted((common / "jit").glob("*.py"))]:
-        text = own.read_text(encoding="utf-8").replace("from kvpool.", "from sample.")
-        (package / own.relative_to(PACKAGE)).write_text(text, encoding="utf-8")
+    for source in [*(common / f"{name}.py" for name in names), *sorted((common / "jit").glob("*.py"))]:
+        text = source.read_text(encoding="utf-8").replace("from kvpool.", "from sample.")
+        (package / source.relative_to(PACKAGE)).write_text(text, encoding="utf-8")
     return package
 
 
@@ -98,9 +98,9 @@ def make_sample(package: Path) -> Path:
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the `sample` package, and in `cache` what one process has compiled."""
     folder = tmp_path_factory.mktemp("compiled")
-    found = report_of(make_sample(folder / "code" / "sample"))
-    assert (found["values"], found["compiled"]) == (VALUES, FIRST)
-    assert found["threads"] == 1, "who compiles without a terminal starts no thread"
+    report = report_of(make_sample(folder / "code" / "sample"))
+    assert (report["values"], report["compiled"]) == (VALUES, FIRST)
+    assert report["threads"] == 1, "who compiles without a terminal starts no thread"
     return folder
 
 
@@ -117,13 +117,13 @@ def cache_of(package: Path) -> Path:
 
 def environment_of(package: Path, **variables: str) -> dict[str, str]:
     """The environment of a child that imports `package`."""
-    # Bytecode files tell edits apart by whole seconds and size; these tests edit faster.
-    own = {
+    # Bytecode files distinguish edits by whole seconds and size; these tests edit faster.
+    settings = {
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONPATH": str(package.parent),
         "KVPOOL_CACHE_DIR": str(cache_of(package)),
     }
-    return {**os.environ, **own, **variables}
+    return {**os.environ, **settings, **variables}
 
 
 def report_of(package: Path, before: str = "", **variables: str) -> dict[str, Any]:
@@ -158,11 +158,11 @@ def test_a_process_compiles_what_no_other_has_compiled_and_what_an_edit_has_reac
 
 def test_code_for_other_features_of_a_processor_is_other_code(sample: Path) -> None:
     script = "from sample.common.jit.compiler import _compiler\nprint(_compiler())"
-    found = [
+    keys = [
         subprocess.check_output([sys.executable, "-c", script], env=environment_of(sample, **setting))
         for setting in ({}, {"NUMBA_CPU_FEATURES": "+sse2"}, {"NUMBA_ENABLE_AVX": "0"}, {"NUMBA_OPT": "0"})
     ]
-    assert len(set(found)) == len(found)
+    assert len(set(keys)) == len(keys)
 
 
 def test_of_two_processes_at_once_one_compiles(sample: Path) -> None:
@@ -189,12 +189,12 @@ compiler._translate = stop
     try:
         os.waitpid(holder.pid, os.WUNTRACED)
         listen = "import logging\nlogging.basicConfig()\nfrom sample.common.jit import cache\ncache._patience = 0.5\n"
-        found = report_of(sample, before=listen)
+        report = report_of(sample, before=listen)
     finally:
         holder.kill()
         holder.wait()
-    assert (found["values"], found["compiled"]) == (VALUES, FIRST)
-    assert found["said"].count("no other process is waited for any more") == 1
+    assert (report["values"], report["compiled"]) == (VALUES, FIRST)
+    assert report["said"].count("no other process is waited for any more") == 1
     assert report_of(sample)["compiled"] == NOTHING, "it keeps what it has compiled without the lock"
 
 
@@ -242,8 +242,8 @@ def test_works_where_nothing_can_be_written_and_where_standard_error_is_closed(s
     (sample / "plain").touch()
     nowhere = {name: str(sample / "plain" / "x") for name in ("KVPOOL_CACHE_DIR", "NUMBA_CACHE_DIR", "XDG_CACHE_HOME")}
     before = f"import sys, tempfile\ntempfile.tempdir = {nowhere['XDG_CACHE_HOME']!r}\nsys.stderr.close()\n"
-    found = report_of(sample, before=before, **nowhere)
-    assert (found["values"], found["compiled"]) == (VALUES, FIRST)
+    report = report_of(sample, before=before, **nowhere)
+    assert (report["values"], report["compiled"]) == (VALUES, FIRST)
 
 
 def test_works_without_jit(sample: Path) -> None:
@@ -255,8 +255,8 @@ def test_works_without_jit(sample: Path) -> None:
 )
 def test_missing_private_names_of_numba_cost_only_the_cache(sample: Path, without: str) -> None:
     shutil.rmtree(cache_of(sample))
-    found = report_of(sample, before=f"from numba.core import codegen, registry, typed_passes\ndel {without}\n")
-    assert found["values"] == VALUES and not cache_of(sample).exists()
+    report = report_of(sample, before=f"from numba.core import codegen, registry, typed_passes\ndel {without}\n")
+    assert report["values"] == VALUES and not cache_of(sample).exists()
 
 
 def test_every_private_name_of_numba_is_in_one_module_and_is_looked_for_before_it_is_used() -> None:
@@ -273,11 +273,11 @@ def test_every_private_name_of_numba_is_in_one_module_and_is_looked_for_before_i
         for argument in node.args
         for name in ast.literal_eval(argument).split(".")
     }
-    own = {"_placed", "_known", "_name_of", "_compiler", "_getframe", "_get_module_for_linking"}
-    assert used - own <= asked, used - own - asked
+    ours = {"_placed", "_known", "_name_of", "_compiler", "_getframe", "_get_module_for_linking"}
+    assert used - ours <= asked, used - ours - asked
 
 
-def test_terminal_is_told_once_that_functions_are_compiled_and_a_pipe_is_not(sample: Path) -> None:
+def test_a_terminal_is_notified_once_that_functions_are_compiled_and_a_pipe_is_not(sample: Path) -> None:
     said = []
     assert not report_of(sample)["said"]
     shutil.rmtree(cache_of(sample))
@@ -298,12 +298,12 @@ def test_terminal_is_told_once_that_functions_are_compiled_and_a_pipe_is_not(sam
 
 
 def _read_all(terminal: Any) -> str:
-    """What a terminal was told; its end is an error where nobody has it open any more."""
-    found = b""
+    """Return what a terminal received; its end is an error where nobody has it open any more."""
+    output = b""
     with contextlib.suppress(OSError):
         while part := terminal.read1():
-            found += part
-    return found.decode()
+            output += part
+    return output.decode()
 
 
 def test_a_command_says_without_a_terminal_that_functions_are_compiled_and_how_long_that_takes(tmp_path: Path) -> None:
@@ -376,10 +376,10 @@ def test_function_that_jitted_code_calls_is_compiled_once(monkeypatch: pytest.Mo
 def test_a_brief_call_lets_no_other_thread_run_and_is_the_same_code() -> None:
     @jit
     def spin(turns):
-        found = 0
+        total = 0
         for turn in range(turns):
-            found = (found * 31 + turn) % 1_000_003
-        return found
+            total = (total * 31 + turn) % 1_000_003
+        return total
 
     counted, over, interval = [0], threading.Event(), sys.getswitchinterval()
     short = spin.keep_gil
@@ -425,7 +425,7 @@ def test_no_function_is_inlined_everywhere_that_did_not_ask_for_it(monkeypatch: 
     assert top(3) == 10
     for function, asked in ((leaf, False), (middle, True), (top, False)):
         (library,) = function.libraries.values()  # type: ignore[attr-defined]
-        (code,) = [one for one in library.module.functions if not one.is_declaration]
+        (code,) = [function for function in library.module.functions if not function.is_declaration]
         assert (b"alwaysinline" in b" ".join(code.attributes)) == asked, function
 
 
@@ -469,10 +469,10 @@ add = adder(10)
 
 def name_of(text: str, factor: int = 3) -> str:
     """The name of `add` for an int64, as a module with this text has it."""
-    found: dict[str, Any] = {"NUMBERS": ModuleType("numbers_of_a_test"), "__name__": "module_of_a_test"}
-    found["NUMBERS"].FACTOR = factor
-    exec(text, found)
-    return str(found["add"]._name_of((types.int64,)))
+    module: dict[str, Any] = {"NUMBERS": ModuleType("numbers_of_a_test"), "__name__": "module_of_a_test"}
+    module["NUMBERS"].FACTOR = factor
+    exec(text, module)
+    return str(module["add"]._name_of((types.int64,)))
 
 
 EDITS = {
@@ -534,29 +534,29 @@ def test_places_are_tried_in_turn_and_made_for_this_user_only(places: Path, monk
     before = os.umask(0)
     try:
         private = places / "temporary" / f"kvpool-{os.getuid()}"
-        found = [cache.cache_root()]
+        roots = [cache.cache_root()]
         (places / "home").mkdir(mode=0o700)
         monkeypatch.setenv("HOME", str(places / "home"))
         (places / "home" / ".cache").mkdir(mode=0o700)
-        found.append(cache.cache_root())
+        roots.append(cache.cache_root())
         monkeypatch.setenv("XDG_CACHE_HOME", str(places / "home" / "xdg"))
-        found.append(cache.cache_root())
+        roots.append(cache.cache_root())
         monkeypatch.setattr(config, "CACHE_DIR", str(places / "new" / "numba"))
-        found.append(cache.cache_root())
+        roots.append(cache.cache_root())
         choose(monkeypatch, places / "new" / "chosen")
-        found.append(cache.cache_root())
+        roots.append(cache.cache_root())
     finally:
         os.umask(before)
     home = places / "home"
-    assert found == [
+    assert roots == [
         *(private, home / ".cache" / "kvpool", home / "xdg" / "kvpool"),
         *(places / "new" / "numba" / "kvpool", places / "new" / "chosen"),
     ]
-    made = [folder for folder in (*found, places / "new") if folder is not None]
+    made = [folder for folder in (*roots, places / "new") if folder is not None]
     assert all(stat.S_IMODE(folder.stat().st_mode) == 0o700 for folder in made)
 
 
-@pytest.mark.parametrize("danger", ["writable", "foreign", "link", "group", "renamable", "inside", "behind a link"])
+@pytest.mark.parametrize("danger", ["writable", "foreign", "link", "group", "renamable", "inside", "by a link"])
 def test_folder_that_others_can_write_or_replace_is_passed_over_with_a_warning(
     places: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, danger: str
 ) -> None:
@@ -578,7 +578,7 @@ def test_folder_that_others_can_write_or_replace_is_passed_over_with_a_warning(
     if danger == "inside":
         chosen = chosen / "deeper"
         chosen.mkdir(mode=0o700)
-    elif danger == "behind a link":
+    elif danger == "by a link":
         (chosen / "deeper").mkdir(mode=0o700)
         (places / "link").symlink_to(chosen)
         chosen = places / "link" / "deeper"
@@ -590,7 +590,9 @@ def test_folder_that_others_can_write_or_replace_is_passed_over_with_a_warning(
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a link away")
-def test_a_folder_behind_a_link_of_somebody_else_is_refused(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_reached_by_a_link_of_somebody_else_is_refused(
+    places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its owner can make it lead to another folder, whoever may rename it."""
     (places / "mine" / "deep").mkdir(parents=True, mode=0o700)
     (places / "temporary" / "link").symlink_to(places / "mine")
@@ -600,14 +602,14 @@ def test_a_folder_behind_a_link_of_somebody_else_is_refused(places: Path, monkey
 
 
 def test_a_second_folder_of_a_list_is_read_and_never_written(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    baked, own = places / "baked", places / "own"
+    baked, chosen = places / "baked", places / "own"
     choose(monkeypatch, baked)
     cache.write("code", b"baked")
-    choose(monkeypatch, own, baked)
+    choose(monkeypatch, chosen, baked)
     assert cache.read("code") == b"baked"
     cache.write("code", b"new")
     assert cache.read("code") == b"new" and len([*baked.iterdir()]) == 1
-    shutil.rmtree(own)
+    shutil.rmtree(chosen)
     baked.chmod(0o777)
     assert cache.read("code") is None
 
@@ -627,7 +629,7 @@ DANGERS = {
 def test_a_file_that_is_not_whole_or_not_ours_is_not_read_and_is_replaced(
     places: Path, monkeypatch: pytest.MonkeyPatch, danger: str
 ) -> None:
-    """Who can write a file can have written it, while its folder was open."""
+    """Anybody who can write a file can have written it, while its folder was open."""
     if "user" in danger and os.getuid() != 0:
         pytest.skip("only root can give a file away")
     choose(monkeypatch, places / "chosen")

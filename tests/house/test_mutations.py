@@ -110,7 +110,7 @@ def test_the_command_lists_mutations_and_refuses_names_that_are_none() -> None:
         assert raised.value.code == 2
 
 
-def test_a_mutation_follows_its_code_to_another_function_and_one_without_code_is_told(
+def test_a_mutation_follows_its_code_to_another_function_and_one_without_code_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "old.py").write_text("def first(a):\n    return 1\n\n\ndef take(a):\n    return a\n")

@@ -39,16 +39,16 @@ def defined_in(path: Path) -> frozenset[str]:
 
 
 def _names(body: list[ast.stmt], prefix: str) -> list[str]:
-    found = []
+    names = []
     for node in body:
         match node:
             case ast.FunctionDef(name) | ast.AsyncFunctionDef(name):
-                found.append(prefix + name)
+                names.append(prefix + name)
             case ast.ClassDef(name):
-                found += [prefix + name, *_names(node.body, f"{prefix}{name}.")]
+                names += [prefix + name, *_names(node.body, f"{prefix}{name}.")]
             case ast.Assign([ast.Name(name)]) | ast.AnnAssign(ast.Name(name)):
-                found.append(prefix + name)
-    return found
+                names.append(prefix + name)
+    return names
 
 
 def is_there(name: str) -> bool:

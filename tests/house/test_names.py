@@ -18,8 +18,8 @@ COMMANDS = {"plan.py", "replay.py", "store.py"}
 
 def test_no_file_name_stands_twice_in_the_package() -> None:
     names = Counter(path.name for path in MODULES if path.stem not in ("__init__", "__main__"))
-    own = [path for path in MODULES if path.parent.name != "commands" or path.name not in COMMANDS]
-    twice = [name for name in names if sum(path.name == name for path in own) > 1]
+    modules = [path for path in MODULES if path.parent.name != "commands" or path.name not in COMMANDS]
+    twice = [name for name in names if sum(path.name == name for path in modules) > 1]
     assert not twice, twice
 
 
@@ -28,12 +28,12 @@ PUBLIC_TWICE = {"Event", "Plan"}
 
 
 def test_no_class_name_stands_twice_in_the_package() -> None:
-    found: dict[str, list[str]] = {}
+    files_of: dict[str, list[str]] = {}
     for path in MODULES:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
-    twice = {name: files for name, files in found.items() if len(files) > 1 and name not in PUBLIC_TWICE}
+                files_of.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    twice = {name: files for name, files in files_of.items() if len(files) > 1 and name not in PUBLIC_TWICE}
     assert not twice, twice
 
 
@@ -57,6 +57,8 @@ def arguments_of(path: Path) -> list[ast.arg]:
 
 def test_few_arguments_may_be_anything() -> None:
     annotated = [argument for path in MODULES for argument in arguments_of(path)]
-    anything = [one for one in annotated if ast.unparse(one.annotation or one) in ("Any", "typing.Any")]
+    anything = [
+        argument for argument in annotated if ast.unparse(argument.annotation or argument) in ("Any", "typing.Any")
+    ]
     print(f"{len(anything)} of {len(annotated)}")
     assert len(anything) <= ANY * len(annotated)

@@ -105,9 +105,9 @@ def test_no_page_is_wider_than_its_window(built: Path, tmp_path: Path) -> None:
         server.shutdown()
     text = re.search(r'<pre id="found">(.*?)</pre>', run.stdout, re.DOTALL)
     assert text and text[1], run.stdout[-2000:] + run.stderr[-2000:]
-    found = json.loads(html.unescape(text[1]))
-    assert len(found) == len(wanted)
-    assert not [row for row in found if max(row[2:]) > 1], (
+    rows = json.loads(html.unescape(text[1]))
+    assert len(rows) == len(wanted)
+    assert not [row for row in rows if max(row[2:]) > 1], (
         "page, width of the window; pixels too many of the page, of code, of images"
     )
 

@@ -25,15 +25,15 @@ ALLOWED = {
 
 def files() -> Iterator[Path]:
     """The text files of a checkout, without what is made in it."""
-    own = [path for path in ROOT.iterdir() if not path.name.startswith(".")]
-    for path in sorted([*own, *(path for top in TOPS for path in (ROOT / top).rglob("*"))]):
+    paths = [path for path in ROOT.iterdir() if not path.name.startswith(".")]
+    for path in sorted([*paths, *(path for top in TOPS for path in (ROOT / top).rglob("*"))]):
         if path.is_file() and path.suffix in SUFFIXES and not MADE.intersection(path.relative_to(ROOT).parts):
             if path != Path(__file__).resolve():  # It has the samples below.
                 yield path
 
 
 def climbed(node: ast.AST) -> int | None:
-    """How many folders up from its own file an expression leads: 1 is the file's folder. None if it is no such."""
+    """How many folders up from its own file an expression leads: 1 is the file's folder. None if it is not one."""
     if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute) and node.value.attr == "parents":
         inner = climbed(node.value.value)
         index = node.slice.value if isinstance(node.slice, ast.Constant) else None
@@ -60,8 +60,8 @@ def test_no_path_leads_out_of_the_checkout() -> None:
     wrong = {}
     for path in files():
         name = path.relative_to(ROOT).as_posix()
-        if found := leaving(name, path.read_text(encoding="utf-8")):
-            wrong[name] = found
+        if links := leaving(name, path.read_text(encoding="utf-8")):
+            wrong[name] = links
     assert not wrong, wrong
 
 

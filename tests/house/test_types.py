@@ -65,10 +65,10 @@ def command(tool: str) -> list[str]:
     if tool == "mypy":
         pytest.importorskip("mypy")
         return [sys.executable, "-m", "mypy", "--no-error-summary", "--follow-imports=silent"]
-    found = shutil.which(tool, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
-    if found is None:
+    path = shutil.which(tool, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+    if path is None:
         pytest.skip("pyright is not installed: pip install pyright")
-    return [found, "--pythonpath", sys.executable]
+    return [path, "--pythonpath", sys.executable]
 
 
 @pytest.mark.parametrize("tool", ["mypy", "pyright"])

@@ -91,13 +91,13 @@ class Cache:
             row = []
             for layer in range(self.sizes.L):
                 offset, shape, strides = self.places[p if "P" in lists else 0, layer if "L" in lists else 0]
-                found = np.ndarray(shape, self.dtype, self.buffer.data, offset, strides)
+                view = np.ndarray(shape, self.dtype, self.buffer.data, offset, strides)
                 index = {"P": p, "L": layer, "1": 0}
-                found = found[tuple(index.get(axis, slice(None)) for axis in axes)]
+                view = view[tuple(index.get(axis, slice(None)) for axis in axes)]
                 left = [axis for axis in axes if axis in "BTHD"]
-                found = found[(..., *[None for axis in "BTHD" if axis not in left])]
+                view = view[(..., *[None for axis in "BTHD" if axis not in left])]
                 left += [axis for axis in "BTHD" if axis not in left]
-                row.append(found.transpose([left.index(axis) for axis in "BTHD"]))
+                row.append(view.transpose([left.index(axis) for axis in "BTHD"]))
             result.append(row)
         return result
 

@@ -56,10 +56,10 @@ def _tool(name: str) -> str:
         for folder in (spec.submodule_search_locations or [] if spec else [])
         for path in Path(folder).glob("*/bin")
     ]
-    found = shutil.which(name, path=os.pathsep.join([*places, os.environ.get("PATH", "")]))
-    if found is None:
+    path = shutil.which(name, path=os.pathsep.join([*places, os.environ.get("PATH", "")]))
+    if path is None:
         pytest.skip(f"{name} is not installed; it comes with the package nvidia-cuda-{name}")
-    return found
+    return path
 
 
 @functools.cache
@@ -95,6 +95,6 @@ def scoreboards(sass: str) -> list[Instruction]:
     """The instructions of a kernel with what their encoding says of scoreboards, as in Jia et al., "Dissecting the
     NVIDIA Volta GPU Architecture via Microbenchmarking", 2018: of the 128 bits, 110 to 112 are the scoreboard that is
     raised until a result is there (7: none), and 116 to 121 those that are waited for. It is so since sm_70."""
-    found = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);\s+/\* 0x[0-9a-f]{16} \*/\s+/\* (0x[0-9a-f]{16}) \*/", sass)
-    numbers = [(text, int(high, 16)) for text, high in found]
+    words = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);\s+/\* 0x[0-9a-f]{16} \*/\s+/\* (0x[0-9a-f]{16}) \*/", sass)
+    numbers = [(text, int(high, 16)) for text, high in words]
     return [Instruction(t, r if (r := high >> 46 & 7) != 7 else -1, high >> 52 & 0x3F) for t, high in numbers]

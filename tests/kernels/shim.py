@@ -27,9 +27,9 @@ is."""
 def kernels(source: str) -> dict[str, str]:
     """The kernels in the text of a source, and the type of their argument. If there is a kernel for each word size, its
     name ends in the bytes of the word."""
-    found = re.findall(r"__global__.* (\w+)(##bytes)?\(const __grid_constant__ (\w+) ", source)
+    declared = re.findall(r"__global__.* (\w+)(##bytes)?\(const __grid_constant__ (\w+) ", source)
     words = re.findall(r"^[A-Z_]+\((\d+), ", source, flags=re.M) or (16, 8, 4, 2, 1)
-    return {f"{kernel}{word}": record for kernel, several, record in found for word in (words if several else ("",))}
+    return {f"{kernel}{word}": record for kernel, several, record in declared for word in (words if several else ("",))}
 
 
 @functools.cache

@@ -127,7 +127,7 @@ def test_only_whole_words_can_be_copied_in_bulk() -> None:
 
 
 def unpacked(table: FragmentTable) -> list[tuple[int, int, int, int]]:
-    """Of each row: bytes of a run, runs, and the units between them at each end."""
+    """For each row: bytes of a run, runs, and the units between them at each end."""
     low = (1 << 32) - 1
     return [(shape & low, shape >> 32, steps & low, steps >> 32) for _, _, shape, steps in table.rows.tolist()]
 
@@ -141,17 +141,17 @@ def test_runs_of_one_length_and_distance_are_one_row() -> None:
 
 
 def test_whole_words_are_copied_as_such_whatever_the_ends() -> None:
-    """Both ends are equally far behind the start of a word: the bytes before and after it are rows of their own."""
-    found = unpacked(tabulate(np.array([[4096 + 5, 8192 + 21, 11 + 64 + 3]])))
-    assert [run for run, *_ in found] == [11, 64, 3]
+    """Both ends are equally far after the start of a word: the bytes before and after it are rows of their own."""
+    rows = unpacked(tabulate(np.array([[4096 + 5, 8192 + 21, 11 + 64 + 3]])))
+    assert [run for run, *_ in rows] == [11, 64, 3]
     assert unpacked(tabulate(np.array([[4096, 8196, 64]])))[0][0] == 64, "four bytes apart: words of four bytes"
 
 
 def test_a_layer_first_block_is_one_row_however_many_layers_it_has() -> None:
     layout = BlockLayout(5, 2, 64, 8, dtype="float32", order="layer_first")
     pools = make_pools(CpuDevice(), layout)
-    found = unpacked(table_of(pools, as_moves((0, 7, 8), (1, 9, 8))))
-    assert [row[:2] for row in found] == [(layout.segment_bytes, layout.layers * layout.planes)] * 2
+    rows = unpacked(table_of(pools, as_moves((0, 7, 8), (1, 9, 8))))
+    assert [row[:2] for row in rows] == [(layout.segment_bytes, layout.layers * layout.planes)] * 2
     pools.close()
 
 
@@ -169,7 +169,7 @@ def test_shim_reads_one_row_of_the_table_for_a_piece() -> None:
     check(pools, as_moves((0, 7, 8), (1, 8, 8), (2, 9, 8)), launcher)
     (launch,) = launcher.launches
     pieces = 3 * int(launch.record["pieces"][0])
-    # Of each lane; a warp makes two loads of 16 bytes.
+    # For each lane; a warp makes two loads of 16 bytes.
     assert pieces == 3 * layout.block_bytes // 4096 and launcher.table_loads == 2 * 32 * pieces
     pools.close()
 

@@ -24,9 +24,9 @@ SUFFIXES = {16: ".128", 8: ".64", 4: "", 2: ".U16", 1: ".U8"}
 def test_cubin_has_no_spills_no_local_memory_and_fits_as_often_as_launches_expect(
     source: str, architecture: str
 ) -> None:
-    found = dump(source, architecture, "res-usage")
-    assert sorted(found) == sorted(kernels(cuda_source(source)))
-    for kernel, usage in found.items():
+    usages = dump(source, architecture, "res-usage")
+    assert sorted(usages) == sorted(kernels(cuda_source(source)))
+    for kernel, usage in usages.items():
         numbers = {name: int(number) for name, number in re.findall(r"(\w+):(\d+)", usage)}
         assert numbers["STACK"] == numbers["LOCAL"] == 0, (kernel, usage)
         assert numbers["REG"] * THREADS * BLOCKS_PER_MULTIPROCESSOR <= REGISTERS, (kernel, usage)
@@ -40,9 +40,9 @@ def test_cubin_moves_words_of_its_widths_several_at_once(source: str, architectu
         name, widths = (name, [int(width)]) if width.isdecimal() else (kernel, [16, 4, 1])
         # Loads and stores of data are those that leave the caches alone, in the order of the code.
         moves = re.findall(r"\b(LDG|STG)\.E\.EF((?:\.\w+)*)", sass)
-        assert {suffix for _, suffix in moves} == {SUFFIXES[one] for one in widths}, kernel
+        assert {suffix for _, suffix in moves} == {SUFFIXES[width] for width in widths}, kernel
         for suffix in {suffix for _, suffix in moves}:
-            letters = "".join(operation[0] for operation, own in moves if own == suffix)
+            letters = "".join(operation[0] for operation, moved in moves if moved == suffix)
             assert f"{'L' * IN_FLIGHT[name]}{'S' * IN_FLIGHT[name]}" in letters, (kernel, suffix, letters)
         assert not re.search(r"\b(LDL|STL|LD|ST)\b", sass), kernel
 
@@ -52,10 +52,10 @@ TABLE_LOADS = r"\bLDG\.E(?:\.64|\.128)?\.CONSTANT\b"
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_data_load_waits_for_the_row_of_the_next_piece(architecture: str) -> None:
-    """Of a table in host memory, a row takes as long as data. Two round trips for a piece would be one after the
+    """A row of a table in host memory takes as long as data. Two round trips for a piece would be one after the
     other. A row is two loads of 16 bytes, and the next one is fetched before data moves."""
     code = scoreboards(dump("copy_fragments.cu", architecture, "sass")["copy_fragments"])
-    tables = [i for i, one in enumerate(code) if re.search(TABLE_LOADS, one.text)]
+    tables = [i for i, instruction in enumerate(code) if re.search(TABLE_LOADS, instruction.text)]
     assert ["LDG.E.128.CONSTANT" in code[i].text for i in tables] == [True] * 4, "this row, and the next one"
     raised = sum({1 << code[i].raises for i in tables[2:]})
     begin, ways = tables[-1] + 1, 0
@@ -64,7 +64,7 @@ def test_no_data_load_waits_for_the_row_of_the_next_piece(architecture: str) -> 
         if "STG.E.EF" in code[i].text:
             begin = i + 1
         elif "LDG.E.EF" in code[i].text:
-            early = [one.text for one in code[begin : i + 1] if one.waits & raised]
+            early = [instruction.text for instruction in code[begin : i + 1] if instruction.waits & raised]
             assert not early, early
             ways += 1
     assert ways == 3 * IN_FLIGHT["copy_fragments"]
@@ -76,18 +76,18 @@ def test_bulk_copies_hold_no_data_in_registers(architecture: str) -> None:
     sass = dump("bulk_fragments.cu", architecture, "sass")["bulk_fragments"]
     assert re.findall(r"\bUBLKCP\.[SG]\.[SG]\b", sass) == ["UBLKCP.S.G", "UBLKCP.G.S"]
     assert re.findall(r"\b(?:LDG|STG|LD|ST|LDL|STL)\.\S*", sass) == ["LDG.E.128.CONSTANT"] * 4
-    found = dump("bulk_fragments.cu", architecture, "res-usage")["bulk_fragments"]
-    assert int(re.search(r"SHARED:(\d+)", found).group(1)) <= 48 << 10  # type: ignore[union-attr]
+    usage = dump("bulk_fragments.cu", architecture, "res-usage")["bulk_fragments"]
+    assert int(re.search(r"SHARED:(\d+)", usage).group(1)) <= 48 << 10  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("architecture", BULK)
 def test_bulk_copies_wait_for_no_rows_before_they_are_needed(architecture: str) -> None:
     """The rows of 32 later turns are under way while pieces are copied: no copy waits for them."""
     code = scoreboards(dump("bulk_fragments.cu", architecture, "sass")["bulk_fragments"])
-    later = [i for i, one in enumerate(code) if re.search(TABLE_LOADS, one.text)][2:]
+    later = [i for i, instruction in enumerate(code) if re.search(TABLE_LOADS, instruction.text)][2:]
     raised = sum({1 << code[i].raises for i in later})
-    (load,) = [i for i, one in enumerate(code) if "UBLKCP.S.G" in one.text]
-    assert not [one.text for one in code[later[-1] + 1 : load + 1] if one.waits & raised]
+    (load,) = [i for i, instruction in enumerate(code) if "UBLKCP.S.G" in instruction.text]
+    assert not [instruction.text for instruction in code[later[-1] + 1 : load + 1] if instruction.waits & raised]
 
 
 @pytest.mark.parametrize("architecture", BULK)
@@ -102,15 +102,15 @@ def test_slots_are_loaded_together_whatever_their_width(architecture: str) -> No
     """The loads of slots before a load of data: none waits for another."""
     for kernel, sass in dump("kv_copy.cu", architecture, "sass").items():
         together, before, boards = 0, 0, 0
-        for one in scoreboards(sass):
-            if re.search(TABLE_LOADS, one.text):
-                assert not before, (kernel, one.text)
-                together, boards = together + 1, boards | 1 << one.raises
-            elif "LDG.E.EF" in one.text:
+        for instruction in scoreboards(sass):
+            if re.search(TABLE_LOADS, instruction.text):
+                assert not before, (kernel, instruction.text)
+                together, boards = together + 1, boards | 1 << instruction.raises
+            elif "LDG.E.EF" in instruction.text:
                 assert together == 0 or together >= IN_FLIGHT["kv_copy"], kernel
                 together = before = boards = 0
             else:
-                before |= one.waits & boards
+                before |= instruction.waits & boards
 
 
 @pytest.mark.parametrize("source", SOURCES)

@@ -44,16 +44,18 @@ def staging_for(cache: Cache, tokens: int, random: np.random.Generator, order: s
     plain, token_first, apart = (s.P, s.L, tokens, s.H, s.D), (tokens, s.L, s.P, s.H, s.D), (s.H, s.P, s.L, tokens, s.D)
     shape = {"plain": plain, "tokens first": token_first, "heads apart": apart}
     content = random.integers(0, 256, int(np.prod(shape[order])) * cache.dtype.itemsize, dtype=np.uint8)
-    found = aligned(content).view(cache.dtype).reshape(shape[order])
-    return found.transpose(
+    values = aligned(content).view(cache.dtype).reshape(shape[order])
+    return values.transpose(
         {"plain": (0, 1, 2, 3, 4), "tokens first": (2, 1, 0, 3, 4), "heads apart": (1, 2, 3, 0, 4)}[order]
     )
 
 
 def as_memory(array: np.ndarray, memory: str) -> StridedArray:
     """The same bytes, said to be memory of a GPU where they are to be copied by a kernel."""
-    found = as_strided("array", array)
-    return StridedArray(found.address, found.shape, found.itemsize, found.strides, memory, found.kind, owner=array)
+    strided = as_strided("array", array)
+    return StridedArray(
+        strided.address, strided.shape, strided.itemsize, strided.strides, memory, strided.kind, owner=array
+    )
 
 
 def check(
@@ -70,10 +72,10 @@ def check(
     """One copy; every byte of both buffers is compared, so that nothing else is touched."""
     expected_cache, expected = cache.copy(), staging.copy()
     reference_copy(gather, expected_cache, slots, expected, skip)
-    given: Any = staging.reshape(*staging.shape[:3], -1) if flat else staging
-    assert np.shares_memory(given, staging)
+    staged: Any = staging.reshape(*staging.shape[:3], -1) if flat else staging
+    assert np.shares_memory(staged, staging)
     call: Copy = gather_kv if gather else scatter_kv
-    call(cache.paged(memory), as_memory(slots, memory), as_memory(given, memory), skip_prefix_n_tokens=skip, **options)
+    call(cache.paged(memory), as_memory(slots, memory), as_memory(staged, memory), skip_prefix_n_tokens=skip, **options)
     np.testing.assert_array_equal(cache.buffer, expected_cache.buffer)
     np.testing.assert_array_equal(staging, expected)
 
@@ -125,7 +127,7 @@ def test_tokens_that_follow_each_other_are_copied_like_any_others(
             ]
         slots = np.concatenate(runs)
         check(cache, slots, staging_for(cache, len(slots), random, "plain"), 2, gather=True, **options)
-        # Of tokens with one slot, only the host says which stays.
+        # Among tokens with one slot, only the host decides which stays.
         each = slots.copy()
         if options["memory"] == "device":
             each[np.setdiff1d(np.arange(len(slots)), np.unique(slots, return_index=True)[1])] = -1

@@ -174,7 +174,7 @@ def test_shim_offsets_are_64_bits_wide() -> None:
         for n in range(2):
             place = start + n * layer + block * stride + token * 16
             np.testing.assert_array_equal(memory[place : place + 16], content[0, n, i])
-    # Staging as far apart, behind the tokens of the cache.
+    # Staging as far apart, after the tokens of the cache.
     far = StridedArray(base + 1024, (1, 2, 2, 16), 1, (64, layer, stride, 1), "device", owner=memory)
     gather_kv(cache("device"), as_memory(slots, "device"), far, launcher=ShimLauncher())
     np.testing.assert_array_equal(

@@ -61,7 +61,7 @@ def test_views_of_one_array_that_interleave_are_accepted() -> None:
     PagedKV.of([[block[:, : 8 * 128].reshape(4, 8, 128)], [block[:, 8 * 128 :].reshape(4, 8, 4)]], "P L | B T D")
 
 
-def test_heads_with_padded_blocks_are_no_doubt() -> None:
+def test_heads_with_padded_blocks_are_not_ambiguous() -> None:
     blocks, tokens, heads, dim = 7, 8, 128, 256
     step = tokens * heads * 2 * dim * 2 + 16
     whole = np.zeros(blocks * step, np.uint8).view(np.float16)

@@ -32,9 +32,9 @@ def test_the_skip_is_exact_to_the_token_over_all_stagings(name: str, gather: boo
         parts = cut(whole, [4, 4, 5, 11])
         expected_cache, expected = cache.copy(), whole.copy()
         reference_copy(gather, expected_cache, slots, expected, skip)
-        given = StagingBuffers([as_memory(part, memory) for part in parts])
+        buffers = StagingBuffers([as_memory(part, memory) for part in parts])
         call = gather_kv if gather else scatter_kv
-        call(cache.paged(memory), as_memory(slots, memory), given, skip_prefix_n_tokens=skip, **options_of(options))
+        call(cache.paged(memory), as_memory(slots, memory), buffers, skip_prefix_n_tokens=skip, **options_of(options))
         np.testing.assert_array_equal(cache.buffer, expected_cache.buffer)
         for part, wanted in zip(parts, cut(expected, [4, 4, 5, 11]), strict=True):
             np.testing.assert_array_equal(part, wanted)
@@ -50,8 +50,8 @@ def test_each_staging_may_be_planes_and_have_strides_of_its_own() -> None:
     slots, first = slots_for(cache, 7, random), staging_for(cache, 3, random, "tokens first")
     second = staging_for(cache, 4, random, "heads apart")
     expected = [first.copy(), second.copy()]
-    for part, own in zip(expected, (slots[:3], slots[3:]), strict=True):
-        reference_copy(True, cache, own, part, 0)
+    for part, part_slots in zip(expected, (slots[:3], slots[3:]), strict=True):
+        reference_copy(True, cache, part_slots, part, 0)
     gather_kv(cache.paged("host"), slots, StagingBuffers([first, list(second)]))
     np.testing.assert_array_equal(first, expected[0])
     np.testing.assert_array_equal(second, expected[1])
@@ -60,8 +60,8 @@ def test_each_staging_may_be_planes_and_have_strides_of_its_own() -> None:
 def test_slots_that_the_host_has_are_uploaded_once() -> None:
     cache, launcher = make_cache("mla", Sizes(), 2), ShimLauncher()
     parts = cut(staging_for(cache, 6, np.random.default_rng(0), "plain"), [2, 6])
-    given = StagingBuffers([as_memory(part, "device") for part in parts])
-    gather_kv(cache.paged("device"), np.arange(6), given, launcher=launcher)
+    buffers = StagingBuffers([as_memory(part, "device") for part in parts])
+    gather_kv(cache.paged("device"), np.arange(6), buffers, launcher=launcher)
     assert len(launcher.launches) == 2
 
 
@@ -69,22 +69,22 @@ def test_slots_that_the_host_has_are_uploaded_once() -> None:
 def test_bad_stagings_are_named_and_nothing_is_copied(gather: bool) -> None:
     cache = make_cache("vllm_flash_attention", Sizes(), 2)
     whole = staging_for(cache, 8, np.random.default_rng(0), "plain")
-    one, other = cut(whole, [4, 8])
+    first, other = cut(whole, [4, 8])
     before, paged, slots = cache.buffer.copy(), cache.paged("host"), np.arange(8)
     call, name = (gather_kv, "out") if gather else (scatter_kv, "source")
     for bad, error, message in (
         (StagingBuffers([]), ValueError, f"{name}: expected one buffer or more, got none"),
-        (StagingBuffers([one, other[:, :1]]), ValueError, rf"{name}\[1\]"),
-        (StagingBuffers([one, None]), TypeError, rf"{name}\[1\]"),
-        (StagingBuffers([one, as_memory(other, "device")]), ValueError, "one memory"),
-        (StagingBuffers([one, StagingBuffers([other])]), ValueError, rf"{name}\[1\]"),
+        (StagingBuffers([first, other[:, :1]]), ValueError, rf"{name}\[1\]"),
+        (StagingBuffers([first, None]), TypeError, rf"{name}\[1\]"),
+        (StagingBuffers([first, as_memory(other, "device")]), ValueError, "one memory"),
+        (StagingBuffers([first, StagingBuffers([other])]), ValueError, rf"{name}\[1\]"),
     ):
         with pytest.raises(error, match=message):
             call(paged, slots, bad)
     with pytest.raises(ValueError, match="n at least 8"):
-        call(paged, slots[:7], StagingBuffers([one, other]))
+        call(paged, slots[:7], StagingBuffers([first, other]))
     with pytest.raises(ValueError, match="skip_prefix_n_tokens: expected 0 to 8.*got 9"):
-        call(paged, slots, StagingBuffers([one, other]), skip_prefix_n_tokens=9)
+        call(paged, slots, StagingBuffers([first, other]), skip_prefix_n_tokens=9)
     np.testing.assert_array_equal(cache.buffer, before)
 
 

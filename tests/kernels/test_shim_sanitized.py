@@ -31,8 +31,8 @@ def runtime(name: str) -> str:
 
 def run_under(*arguments: str) -> subprocess.CompletedProcess[str]:
     preloaded = [runtime(name) for name in ("libasan.so", "libubsan.so", "libstdc++.so.6")]
-    own = {SANITIZE: "address,undefined", "LD_PRELOAD": " ".join(preloaded), "ASAN_OPTIONS": "detect_leaks=0"}
-    environment = {**os.environ, **own}
+    variables = {SANITIZE: "address,undefined", "LD_PRELOAD": " ".join(preloaded), "ASAN_OPTIONS": "detect_leaks=0"}
+    environment = {**os.environ, **variables}
     command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 

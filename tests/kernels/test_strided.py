@@ -36,21 +36,21 @@ def interface(array: np.ndarray, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("through", ["numpy", "dlpack", "cuda interface"])
 def test_every_protocol_gives_the_same(dtype: Any, through: str) -> None:
     array = np.arange(60).reshape(3, 4, 5).astype(dtype)[::2, :, ::-1]
-    given: Any = array
+    source: Any = array
     if through == "dlpack":
-        given = DLPackOnly(array)
+        source = DLPackOnly(array)
     elif through == "cuda interface":
-        given = SimpleNamespace(__cuda_array_interface__=interface(array))
-    found = as_strided("array", given)
-    assert (found.address, found.shape, found.steps) == (array.ctypes.data, array.shape, array.strides)
-    assert (found.itemsize, found.kind, found.writable) == (array.itemsize, array.dtype.kind, True)
-    assert found.memory == ("device" if through == "cuda interface" else "host")
-    if found.memory == "host":
-        np.testing.assert_array_equal(found.host_view(), array)
-        assert np.shares_memory(found.host_view(), array)
+        source = SimpleNamespace(__cuda_array_interface__=interface(array))
+    strided = as_strided("array", source)
+    assert (strided.address, strided.shape, strided.steps) == (array.ctypes.data, array.shape, array.strides)
+    assert (strided.itemsize, strided.kind, strided.writable) == (array.itemsize, array.dtype.kind, True)
+    assert strided.memory == ("device" if through == "cuda interface" else "host")
+    if strided.memory == "host":
+        np.testing.assert_array_equal(strided.host_view(), array)
+        assert np.shares_memory(strided.host_view(), array)
     else:
         with pytest.raises(ValueError, match="GPU"):
-            found.host_view()
+            strided.host_view()
 
 
 def test_memory_of_a_gpu_is_asked_for_by_dlpack_without_waiting() -> None:
@@ -71,11 +71,11 @@ def test_a_package_that_has_no_interface_for_a_type_is_asked_by_dlpack() -> None
 
 def test_memory_stays_while_its_description_does() -> None:
     array = DLPackOnly(np.zeros(8))
-    alive, found = weakref.ref(array), as_strided("array", array)
+    alive, strided = weakref.ref(array), as_strided("array", array)
     del array
     gc.collect()
     assert alive() is not None
-    del found
+    del strided
     gc.collect()
     assert alive() is None
 
@@ -83,12 +83,12 @@ def test_memory_stays_while_its_description_does() -> None:
 def test_read_only_memory_says_so() -> None:
     array = np.zeros(3)
     array.flags.writeable = False
-    found = as_strided("array", array)
-    assert not found.writable and not found.host_view().flags.writeable
+    strided = as_strided("array", array)
+    assert not strided.writable and not strided.host_view().flags.writeable
 
 
 @pytest.mark.parametrize("array", [None, [1, 2], 7, "ab", b"ab", object()])
-def test_what_is_no_array_is_named(array: Any) -> None:
+def test_what_is_not_an_array_is_named(array: Any) -> None:
     with pytest.raises(
         TypeError,
         match="slots: expected an array with .*, got ",

@@ -171,16 +171,16 @@ def test_machine_code_of_the_kernel_has_no_local_memory_and_no_spills(name: str,
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_staged_row_is_read_once_and_planes_before_any_element(architecture: str) -> None:
-    """Of host memory there is a load of an id, and one of planes and the number of the row, before the barrier. The
+    """Host memory: there is a load of an id, and one of planes and the number of the row, before the barrier. The
     loop over planes, which stores, has none. The second load does not wait for the result of the first."""
     code = scoreboards(machine_code("stage_rows", architecture, "sass"))
-    loads = [i for i, one in enumerate(code) if re.search(r"\b(LDG?|LD)\b", one.text)]
-    stores = [i for i, one in enumerate(code) if re.search(r"\b(STG|ST)\b", one.text)]
-    barriers = [i for i, one in enumerate(code) if "BAR.SYNC" in one.text]
+    loads = [i for i, instruction in enumerate(code) if re.search(r"\b(LDG?|LD)\b", instruction.text)]
+    stores = [i for i, instruction in enumerate(code) if re.search(r"\b(STG|ST)\b", instruction.text)]
+    barriers = [i for i, instruction in enumerate(code) if "BAR.SYNC" in instruction.text]
     assert len(loads) == 2 and len(barriers) == 2 and stores, [code[i].text for i in loads]
     assert loads[0] < barriers[0] < loads[1] < barriers[1] < stores[0]
     raised = 1 << code[loads[0]].raises
-    early = [one.text for one in code[loads[0] + 1 : loads[1] + 1] if one.waits & raised]
+    early = [instruction.text for instruction in code[loads[0] + 1 : loads[1] + 1] if instruction.waits & raised]
     assert not early
 
 

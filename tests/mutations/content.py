@@ -218,7 +218,7 @@ MUTATIONS = (
         "False",
         "Bytes that never came are found as the end of a prompt.",
         (
-            "tests/sequences/test_groups.py::test_a_sequence_that_lost_a_block_in_one_group_leaves_no_part_of_one_behind_in_any",
+            "tests/sequences/test_groups.py::test_a_sequence_that_lost_a_block_in_one_group_leaves_no_part_of_one_in_any",
         ),
     ),
     Mutation(
@@ -228,7 +228,7 @@ MUTATIONS = (
         "1 if failed else 0",
         "A group takes the end of a sequence for good whose bytes never came.",
         (
-            "tests/sequences/test_groups.py::test_a_sequence_that_lost_a_block_in_one_group_leaves_no_part_of_one_behind_in_any[1]",
+            "tests/sequences/test_groups.py::test_a_sequence_that_lost_a_block_in_one_group_leaves_no_part_of_one_in_any[1]",
         ),
     ),
     Mutation(

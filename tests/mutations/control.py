@@ -25,7 +25,7 @@ MUTATIONS = (
         "forget_both(h, device, np.int64(blocks_of(h)[device].other_copy))",
         "forget(h, device, NONE)",
         "Content that was to be forgotten comes back from the host.",
-        (f"{_CONTROL}test_forgetting_is_told",),
+        (f"{_CONTROL}test_forgetting_is_reported",),
     ),
     Mutation(
         "forgetting_a_prompt_leaves_its_tail",

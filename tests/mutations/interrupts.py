@@ -51,6 +51,6 @@ MUTATIONS = (
         "self._process.check(self)",
         "",
         "A key is PENDING for ever in a child.",
-        (f"{_CHILDREN}test_a_host_keeper_refuses_a_child_and_keeps_its_parent",),
+        (f"{_CHILDREN}test_a_host_storage_manager_refuses_a_child_and_keeps_its_parent",),
     ),
 )

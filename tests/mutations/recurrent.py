@@ -64,7 +64,7 @@ MUTATIONS = (
         "counters_of(h).passed_blocks += give_columns(h, slot, first, last, BACK)",
         "if not has_states(h):\n    counters_of(h).passed_blocks += give_columns(h, slot, first, last, BACK)",
         "Every commit costs a block for good.",
-        ("tests/sequences/test_groups.py::test_a_state_goes_back_once_what_is_behind_it_is_committed",),
+        ("tests/sequences/test_groups.py::test_a_state_goes_back_once_what_follows_it_is_committed",),
     ),
     Mutation(
         "states_that_others_hold_need_no_room",

@@ -353,7 +353,7 @@ MUTATIONS = (
         "not is_needed(h, i, count)",
         "i < count and not is_needed(h, i, count)",
         "After a plan, or a batch that had no room, a free row names blocks of others.",
-        ("tests/sequences/test_groups.py::test_what_is_cached_behind_a_gap_is_not_claimed",),
+        ("tests/sequences/test_groups.py::test_what_is_cached_after_a_gap_is_not_claimed",),
     ),
     Mutation(
         "a_missing_sink_does_not_matter",

@@ -28,7 +28,7 @@ from tests import debug
 
 
 class Stranger:
-    """An object that is no argument of any call."""
+    """An object that is not an argument of any call."""
 
     def __repr__(self) -> str:
         return "Stranger()"
@@ -379,7 +379,7 @@ WRONG_IDS: list[tuple[Callable[[Busy], Any], type[Exception]]] = [
 
 @pytest.mark.parametrize("call", ID_CALLS)
 @pytest.mark.parametrize(("make_ids", "error", "value"), BAD_IDS)
-def test_what_are_no_ids_is_refused(
+def test_what_are_not_ids_is_refused(
     busy: Busy, call: str, make_ids: Callable[[Busy], Any], error: Any, value: str
 ) -> None:
     refused(busy.cache, lambda: ID_CALLS[call](busy.cache, make_ids(busy)), error, f"(ids|sequences).*{value}")

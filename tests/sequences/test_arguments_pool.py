@@ -56,9 +56,9 @@ def test_bad_options_of_a_pool_are_refused(options: dict[str, Any], error: Any, 
         made(**options)
 
 
-def test_the_secret_is_not_told() -> None:
+def test_the_secret_is_not_shown() -> None:
     with pytest.raises(ValueError) as raised:
-        made(secret=b"tell nobody")
+        made(secret=b"show nobody")
     assert "nobody" not in str(raised.value)
 
 

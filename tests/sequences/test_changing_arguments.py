@@ -62,7 +62,7 @@ def test_counts_that_change_during_the_call_break_nothing() -> None:
     assert done.returncode == 0 and "whole" in done.stdout, (done.returncode, done.stderr[-500:])
 
 
-def test_slots_that_change_behind_their_check_write_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_that_change_after_their_check_write_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
     memory, slots = np.zeros((2, 2, 8, 4, 2, 3), np.uint16), np.arange(6)
     paged = PagedKV.of(memory[:, :, :4], "| L P B T H D")
     module = sys.modules[scatter_kv.__module__]
@@ -74,7 +74,7 @@ def test_slots_that_change_behind_their_check_write_nowhere_else(monkeypatch: py
 
     monkeypatch.setattr(module, "_check_slots", check_and_change)
     scatter_kv(paged, slots, np.ones((2, 2, 6, 6), np.uint16))
-    assert memory[:, :, :4].any() and not memory[:, :, 4:].any(), "written behind the cache"
+    assert memory[:, :, :4].any() and not memory[:, :, 4:].any(), "written after the cache"
 
 
 # -- BlockKeys ---------------------------------------------------------------------------------------
@@ -96,10 +96,10 @@ def test_unpickled_keys_do_not_sit_on_the_memory_of_their_sender(make: Make) -> 
 
 @pytest.mark.parametrize("name", ["tokens", "keys", "extra_ids"])
 def test_nobody_makes_arrays_of_keys_writable(make: Make, name: str) -> None:
-    found = getattr(make().cache.block_keys(list(range(9)), extra_ids=[1] * 9), name)
+    array = getattr(make().cache.block_keys(list(range(9)), extra_ids=[1] * 9), name)
     with pytest.raises(ValueError, match="WRITEABLE"):
-        found.flags.writeable = True
-    assert not isinstance(found.base, np.ndarray)
+        array.flags.writeable = True
+    assert not isinstance(array.base, np.ndarray)
 
 
 @pytest.mark.parametrize("name", ["request", "origin", "salt", "adapter_id", "namespace", "root"])
@@ -145,7 +145,7 @@ def test_keys_are_made_once(make: Make) -> None:
     forged = pickle.dumps(keys)[:-1] + b"N}\x8c\x07_tokens\x88s\x86b."
     with pytest.raises(TypeError, match="no state"):
         pickle.loads(forged)
-    assert all(np.array_equal(one, another) for one, another in zip(keys.__reduce__()[1], before, strict=True))
+    assert all(np.array_equal(value, another) for value, another in zip(keys.__reduce__()[1], before, strict=True))
 
 
 # -- copies of what has addresses ----------------------------------------------------------------------
@@ -154,22 +154,22 @@ def test_keys_are_made_once(make: Make) -> None:
 @pytest.mark.parametrize("remade", [copy.copy, copy.deepcopy, lambda step: pickle.loads(pickle.dumps(step))])
 def test_the_tables_of_a_copy_are_written_and_no_others(make: Make, remade: Callable[[Any], Any]) -> None:
     cache = make().cache
-    one, step = cache.add_sequence(list(range(5))), StepTables(slot_mapping=np.zeros(9, np.int64))
-    cache.step_tables(one, 0, 5, out=step)
+    sequence, step = cache.add_sequence(list(range(5))), StepTables(slot_mapping=np.zeros(9, np.int64))
+    cache.step_tables(sequence, 0, 5, out=step)
     new, expected = remade(step), step.slot_mapping[:5].tolist()
     shared = new.slot_mapping is step.slot_mapping
     step.slot_mapping[:] = new.slot_mapping[:] = -7
-    cache.step_tables(one, 0, 5, out=new)
+    cache.step_tables(sequence, 0, 5, out=new)
     assert new.slot_mapping[:5].tolist() == expected and (shared or (step.slot_mapping == -7).all())
 
 
 @pytest.mark.parametrize("kind", ["StridedArray", "PagedKV"])
-def test_what_has_addresses_is_no_pickle_and_its_copy_keeps_the_memory(kind: str) -> None:
+def test_what_has_addresses_does_not_pickle_and_its_copy_keeps_the_memory(kind: str) -> None:
     memory = np.zeros((2, 2, 4, 4, 2, 3), np.uint16)
-    one: Any = PagedKV.of(memory, "| L P B T H D") if kind == "PagedKV" else as_strided("memory", memory)
-    assert copy.copy(one) is one and copy.deepcopy([one])[0] is one
+    shared: Any = PagedKV.of(memory, "| L P B T H D") if kind == "PagedKV" else as_strided("memory", memory)
+    assert copy.copy(shared) is shared and copy.deepcopy([shared])[0] is shared
     with pytest.raises(TypeError, match="cannot be pickled"):
-        pickle.dumps(one)
+        pickle.dumps(shared)
 
 
 @pytest.mark.parametrize(
@@ -238,9 +238,9 @@ def test_an_object_that_gives_its_own_memory_is_copied(make: Make) -> None:
         def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
             return self.memory
 
-    own = Own()
-    keys = make().cache.block_keys(own)
-    own.memory[:] = 5
+    tokens = Own()
+    keys = make().cache.block_keys(tokens)
+    tokens.memory[:] = 5
     assert keys.tokens.tolist() == list(range(9))
 
 
@@ -253,12 +253,12 @@ def test_the_clock_is_never_asked_inside_the_state_lock(make: Make) -> None:
         return 5
 
     cache.core.clock = clock
-    one = cache.add_sequence([1, 2, 3])
-    cache.append_tokens(one, [4, 5, 6])
-    cache.accept_drafts(one, [3], [0, 2])
-    cache.commit(one)
-    cache.rewind(one, [1])
-    cache.release(one)
+    sequence = cache.add_sequence([1, 2, 3])
+    cache.append_tokens(sequence, [4, 5, 6])
+    cache.accept_drafts(sequence, [3], [0, 2])
+    cache.commit(sequence)
+    cache.rewind(sequence, [1])
+    cache.release(sequence)
     cache.reset()
 
 
@@ -334,20 +334,20 @@ class Tensor:
     ],
     ids=lambda given: type(given).__name__,
 )
-def test_what_is_no_array_is_refused_by_name(make: Make, given: Any) -> None:
+def test_what_is_not_an_array_is_refused_by_name(make: Make, given: Any) -> None:
     cache = make().cache
-    one = cache.add_sequence([1, 2, 3])
+    sequence = cache.add_sequence([1, 2, 3])
     calls: dict[str, Callable[[], Any]] = {
         "prompt": lambda: cache.match_prefix(given),
         "ids": lambda: cache.commit(given),
-        "tokens": lambda: cache.append_tokens(one, given),
-        "counts": lambda: cache.rewind(one, given),
+        "tokens": lambda: cache.append_tokens(sequence, given),
+        "counts": lambda: cache.rewind(sequence, given),
         "key": lambda: cache.pin(given),
     }
     for name, call in calls.items():
         with pytest.raises((TypeError, ValueError), match=name):
             call()
-    cache.release(one)
+    cache.release(sequence)
 
 
 # -- what was let out --------------------------------------------------------------------------------
@@ -369,9 +369,9 @@ def test_a_lease_is_settled_by_blocks_of_the_pools_own(make: Make, monkeypatch: 
         return settle(self, lease, now)
 
     cache = make().cache
-    one = cache.add_sequence(list(range(8)))
-    cache.commit(one)
-    cache.release(one)
+    sequence = cache.add_sequence(list(range(8)))
+    cache.commit(sequence)
+    cache.release(sequence)
     monkeypatch.setattr(Leases, "settle", change_and_settle)
     [lease] = cache.apply([op.pin(cache.block_keys(list(range(8))))], stream=0)
     lease.close()
@@ -379,11 +379,11 @@ def test_a_lease_is_settled_by_blocks_of_the_pools_own(make: Make, monkeypatch: 
 
 def test_block_tables_and_a_loaders_blocks_cannot_be_made_writable(make: Make) -> None:
     cache = make().cache
-    one = cache.add_sequence([1, 2, 3])
+    sequence = cache.add_sequence([1, 2, 3])
     with cache.reserve(list(range(20, 25))) as reservation:
-        for found in (cache.block_table(one).table, reservation.blocks, cache.load_targets(one)[0].blocks):
+        for array in (cache.block_table(sequence).table, reservation.blocks, cache.load_targets(sequence)[0].blocks):
             with pytest.raises(ValueError, match="WRITEABLE"):
-                found.flags.writeable = True
+                array.flags.writeable = True
 
 
 def test_a_fork_that_must_be_refused_allocates_nothing(make: Make) -> None:

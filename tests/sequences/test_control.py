@@ -83,12 +83,12 @@ def test_what_is_forgotten_is_found_by_nobody_and_its_blocks_are_empty(
 def test_other_namespaces_and_other_prompts_stay(make: Make) -> None:
     engine = make(T=4, P=32)
     names: list[dict[str, Any]] = [{}, {"salt": "A"}, {"salt": "A", "adapter_id": 1}, {"salt": b"A"}, {"adapter_id": 1}]
-    for one in names:
-        engine.seed(A, **one)
+    for namespace in names:
+        engine.seed(A, **namespace)
     assert engine.cache.forget(namespace=("A", 1)) == 3
-    assert [engine.reusable(A, **one) for one in names] == [12, 12, 0, 12, 12]
+    assert [engine.reusable(A, **namespace) for namespace in names] == [12, 12, 0, 12, 12]
     assert engine.cache.forget(namespace=(None, None)) == 3
-    assert [engine.reusable(A, **one) for one in names] == [0, 12, 0, 12, 12]
+    assert [engine.reusable(A, **namespace) for namespace in names] == [0, 12, 0, 12, 12]
     assert engine.cache.forget(engine.prompt(A)) == 0
     assert engine.cache.forget(engine.prompt(A[:4], salt="A")) == 1
     assert engine.reusable(A, salt="A") == 0, "the second block is not found without the first"
@@ -111,8 +111,8 @@ def test_the_stored_tail_of_a_prompt_goes_with_it(make: Make) -> None:
 @pytest.mark.parametrize("how", ["prompt", "namespace"])
 def test_what_running_sequences_hold_is_unfindable_and_goes_when_they_end(make: Make, how: str) -> None:
     engine = make(T=4, P=16, event_capacity=100)
-    one = engine.add(A, salt="A")
-    engine.commit(one)
+    first = engine.add(A, salt="A")
+    engine.commit(first)
     twin = engine.add(A, salt="A")
     fresh = engine.admitted(
         engine.cache.add_sequence(engine.cache.block_keys(A, salt="A", reuse=False)), A, salt="A"
@@ -120,8 +120,8 @@ def test_what_running_sequences_hold_is_unfindable_and_goes_when_they_end(make: 
     engine.commit(fresh)
     engine.cache.forget(engine.prompt(A, salt="A")) if how == "prompt" else engine.cache.forget(namespace=("A", None))
     assert engine.reusable(A, salt="A") == 0 and not engine.cached()
-    engine.append(one, [1, 2, 3, 4, 5, 6, 7])
-    for sequence in (one, twin, fresh):
+    engine.append(first, [1, 2, 3, 4, 5, 6, 7])
+    for sequence in (first, twin, fresh):
         engine.commit(sequence)
         assert not engine.cached(), "nothing comes back"
         engine.release(sequence)
@@ -133,13 +133,13 @@ def test_what_running_sequences_hold_is_unfindable_and_goes_when_they_end(make: 
 
 def test_a_fork_of_a_withdrawn_sequence_publishes_nothing_either(make: Make) -> None:
     engine = make(T=4, P=16)
-    one = engine.add(A, salt="A")
+    first = engine.add(A, salt="A")
     engine.cache.forget(namespace=("A", None))
-    (two,) = engine.fork(one)
+    (two,) = engine.fork(first)
     engine.append(two, [5, 5, 5, 5])
-    engine.reorder([one, two], [1, 1])
+    engine.reorder([first, two], [1, 1])
     engine.finish(two)
-    engine.finish(one)
+    engine.finish(first)
     assert not engine.cached() and engine.reusable(A, salt="A") == 0
 
 
@@ -151,13 +151,13 @@ def test_a_reservation_of_the_namespace_publishes_nothing(make: Make) -> None:
     assert not engine.cached() and engine.free() == 16
 
 
-def test_forgetting_is_told(make: Make) -> None:
+def test_forgetting_is_reported(make: Make) -> None:
     engine = make(T=4, P=8, S=8, event_capacity=100)
     fill(engine, A, "both")
     engine.cache.events()
     assert engine.cache.forget(engine.prompt(A)) == 3
-    told = [(event.kind, event.tier, len(event.keys)) for event in engine.cache.events() if event.kind == "removed"]
-    assert sorted(told) == [("removed", "device", 1)] * 3 + [("removed", "host", 1)] * 3
+    removed = [(event.kind, event.tier, len(event.keys)) for event in engine.cache.events() if event.kind == "removed"]
+    assert sorted(removed) == [("removed", "device", 1)] * 3 + [("removed", "host", 1)] * 3
 
 
 @pytest.mark.parametrize(
@@ -304,12 +304,15 @@ def test_a_loader_learns_what_each_group_lacks(open_: Open) -> None:
     engine.seed(prompt[:9])
     there = np.ones((3, 6), np.bool_)
     tokens, blocks = engine.cache.missing_blocks(prompt, there)
-    assert tokens == 24 and [own.tolist() for own in blocks] == [[2, 3, 4, 5], [4, 5], [5]]
+    assert tokens == 24 and [group_blocks.tolist() for group_blocks in blocks] == [[2, 3, 4, 5], [4, 5], [5]]
     there[2, 5] = False
     tokens, blocks = engine.cache.missing_blocks(prompt, there)
-    assert tokens == 20 and [own.tolist() for own in blocks] == [[2, 3, 4], [3, 4], [4]]
+    assert tokens == 20 and [group_blocks.tolist() for group_blocks in blocks] == [[2, 3, 4], [3, 4], [4]]
     assert engine.cache.missing_blocks(prompt, ~np.ones((3, 6), np.bool_)).tokens == 8
-    assert all(len(own) == 0 for own in engine.cache.missing_blocks(prompt, np.zeros((3, 6), np.bool_)).blocks)
+    assert all(
+        len(group_blocks) == 0
+        for group_blocks in engine.cache.missing_blocks(prompt, np.zeros((3, 6), np.bool_)).blocks
+    )
     for wrong in (there[:2], there.astype(np.int8), [[True]], "x"):
         with pytest.raises((TypeError, ValueError), match="there"):
             engine.cache.missing_blocks(prompt, wrong)

@@ -131,7 +131,7 @@ def test_a_move_that_fails_fails_its_sequence_and_no_other() -> None:
     bad, good = cache.add_sequence_batch([[1, 2, 3], [4, 5]]).ids.tolist()
     cache.commit([bad, good])
     cache.append_tokens([bad, good], [7] * 10, [5, 5])
-    device.error = DeviceError("told to")
+    device.error = DeviceError("set to fail")
     cache.accept_drafts(bad, 5, [1, 3])
     device.error = None
     with pytest.raises(DeviceError, match="lost a block"):
@@ -150,8 +150,8 @@ def test_a_device_that_fails_for_good_while_tokens_move_closes_the_pool() -> Non
     cache = KVCacheManager(small_layout(4), device_blocks=16, device=device)
     sequence = cache.add_sequence([1, 2, 3])
     cache.append_tokens(sequence, [7] * 5)
-    device.error = DeviceError("told to", sticky=True)
+    device.error = DeviceError("set to fail", sticky=True)
     cache.accept_drafts(sequence, 5, [1, 3])
-    with pytest.raises(PoolClosed, match="told to"):
+    with pytest.raises(PoolClosed, match="set to fail"):
         cache.commit(sequence)
     cache.close()

@@ -17,17 +17,17 @@ A, B = list(range(17)), list(range(100, 117))
 
 def stored(engine: Engine, prompt: Any, **more: Any) -> None:
     cache = engine.cache
-    one = cache.add_sequence(prompt, **more)
-    cache.commit(one)
-    cache.release(one)
+    sequence = cache.add_sequence(prompt, **more)
+    cache.commit(sequence)
+    cache.release(sequence)
 
 
 def test_what_is_cached_and_what_was_never_seen(make: Make) -> None:
     engine = make(P=8, S=8, T=4)
     stored(engine, A)
-    found = engine.cache.explain([*A[:10], *B])
-    assert found[:4] == (27, 8, 0, 2)
-    assert found.missed == (Missed(10, 14, "never_seen"), Missed(24, 3, "always_computed"))
+    explained = engine.cache.explain([*A[:10], *B])
+    assert explained[:4] == (27, 8, 0, 2)
+    assert explained.missed == (Missed(10, 14, "never_seen"), Missed(24, 3, "always_computed"))
 
 
 @pytest.mark.parametrize("policy", ["lru", "agent"])
@@ -37,8 +37,8 @@ def test_what_was_evicted_and_when(make: Make, policy: str) -> None:
     engine.clock.now += 30
     stored(engine, B)
     engine.clock.now += 20
-    gone = [one for one in engine.cache.explain(A).missed if one.reason == "evicted"]
-    assert gone and all(one.ago_ms == 20 for one in gone)
+    gone = [missed for missed in engine.cache.explain(A).missed if missed.reason == "evicted"]
+    assert gone and all(missed.ago_ms == 20 for missed in gone)
 
 
 def test_what_a_call_forgot_and_what_expired(make: Make) -> None:
@@ -47,7 +47,7 @@ def test_what_a_call_forgot_and_what_expired(make: Make) -> None:
     engine.clock.now += 11
     engine.cache.refresh()
     stored(engine, B)
-    assert "expired" in [one.reason for one in engine.cache.explain(A).missed]
+    assert "expired" in [missed.reason for missed in engine.cache.explain(A).missed]
     engine.cache.forget(B)
     assert engine.cache.explain(B).missed[0] == Missed(0, 16, "forgotten", 0)
 
@@ -59,7 +59,11 @@ def test_another_namespace_a_hole_and_a_prompt_that_reuses_nothing(make: Make) -
     stored(engine, A)
     keys = engine.cache.block_keys(A)
     engine.cache.forget(keys.keys[:1])
-    assert [one.reason for one in engine.cache.explain(A).missed] == ["forgotten", "after_miss", "always_computed"]
+    assert [missed.reason for missed in engine.cache.explain(A).missed] == [
+        "forgotten",
+        "after_miss",
+        "always_computed",
+    ]
     assert engine.cache.explain(engine.cache.block_keys(A, reuse=False)).missed == (Missed(0, 17, "bypassed"),)
     assert "tenant" not in str(engine.cache.explain(A))
 
@@ -84,12 +88,12 @@ def test_a_window_needs_only_what_the_next_token_sees() -> None:
     layout = BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=4)
     groups = [LayerGroup(layout), LayerGroup(layout, window=4)]
     with KVCacheManager(groups=groups, device_blocks=[8, 8], device="cpu") as cache:
-        one = cache.add_sequence(np.array(A))
-        cache.commit(one)
-        cache.release(one)
+        sequence = cache.add_sequence(np.array(A))
+        cache.commit(sequence)
+        cache.release(sequence)
         assert cache.explain(A).missed == (Missed(16, 1, "always_computed"),)
         cache.forget(cache.block_keys(A).keys[2:3])
-        assert [found.reason for found in cache.explain(A).missed][0] == "forgotten"
+        assert [missed.reason for missed in cache.explain(A).missed][0] == "forgotten"
 
 
 # ----------------------------------------
@@ -101,10 +105,10 @@ FIRST = list(range(13))
 
 def test_tokens_that_two_requests_compute_at_the_same_time_are_recomputed_by_the_second(make: Make) -> None:
     engine = make(T=4, P=16)
-    one, two, three = engine.add(FIRST), engine.add(FIRST), engine.add(FIRST)
-    for request in (one, two):
+    first, two, three = engine.add(FIRST), engine.add(FIRST), engine.add(FIRST)
+    for request in (first, two):
         engine.commit(request)
-    engine.release(one)
+    engine.release(first)
     engine.commit(three, 9)
     assert engine.cache.request_stats([two.id, three.id]).recomputed.tolist() == [12, 8]
     engine.commit(three)

@@ -29,9 +29,9 @@ def copied(engine: Engine) -> int:
 def append(engine: Engine, sequences: list[Request], tokens: list[list[int]]) -> None:
     """Several in one call."""
     flat = [token for new in tokens for token in new]
-    engine.cache.append_tokens([one.id for one in sequences], flat, [len(new) for new in tokens])
-    for one, new in zip(sequences, tokens, strict=True):
-        engine.appended(one, new)
+    engine.cache.append_tokens([request.id for request in sequences], flat, [len(new) for new in tokens])
+    for request, new in zip(sequences, tokens, strict=True):
+        engine.appended(request, new)
     engine.check_all()
 
 
@@ -44,8 +44,10 @@ def test_a_fork_takes_no_block_and_has_all_that_its_parent_has(make: Make) -> No
     ids = engine.cache.fork(parent.id, 3)
     assert ids.dtype == np.int64 and ids.shape == (3,) and engine.free() == 2
     for new in ids.tolist():
-        told = [getattr(engine.cache, name)(new) for name in ("sequence_length", "committed_tokens", "cached_tokens")]
-        assert told == [6, 5, 0] and engine.table(engine.forked(parent, new)) == engine.table(parent)
+        figures = [
+            getattr(engine.cache, name)(new) for name in ("sequence_length", "committed_tokens", "cached_tokens")
+        ]
+        assert figures == [6, 5, 0] and engine.table(engine.forked(parent, new)) == engine.table(parent)
 
 
 def test_each_writer_copies_the_shared_end_and_the_last_holder_writes_in_place(make: Make) -> None:
@@ -62,9 +64,9 @@ def test_a_copy_keeps_namespace_extra_ids_and_priority(make: Make) -> None:
     engine = make()
     names = {"salt": "s", "extra_ids": [0, 0, 0, 0, 7, 0]}
     parent = engine.add(range(6), retention=[(0, None, 80, None)], **names)
-    one = engine.commit(engine.append(engine.fork(parent)[0], [6, 7]))
-    assert engine.priorities(one) == [80, 80]
-    engine.release(one, parent)
+    child = engine.commit(engine.append(engine.fork(parent)[0], [6, 7]))
+    assert engine.priorities(child) == [80, 80]
+    engine.release(child, parent)
     assert engine.reusable([*range(9)], salt="s", extra_ids=[0, 0, 0, 0, 7, 0, 0, 0, 0]) == 8
     assert engine.reusable([*range(9)], salt="s") == 4
 
@@ -77,7 +79,7 @@ def test_without_a_block_for_every_copy_nothing_has_changed(make: Make) -> None:
     group = beams(engine, [*range(6)], 4)
     before = debug.dump(engine.cache.core.tokens)
     with pytest.raises(OutOfBlocks) as raised:
-        engine.cache.append_tokens([one.id for one in group], [1, 2, 3, 4], [1] * 4)
+        engine.cache.append_tokens([request.id for request in group], [1, 2, 3, 4], [1] * 4)
     assert (raised.value.needed, raised.value.free) == (3, 2)
     assert debug.dump(engine.cache.core.tokens) == before
     append(engine, group[:2], [[1], [2]])
@@ -93,8 +95,8 @@ def test_equal_ends_of_forks_are_published_once(make: Make) -> None:
     engine = make()
     group = beams(engine, [*range(6)], 3)
     append(engine, group, [[6, 7]] * 3)
-    for one in group:
-        engine.commit(one)
+    for request in group:
+        engine.commit(request)
     assert len(engine.cached()) == 2
     engine.release(group[0], store=False)
     engine.commit(group[1])
@@ -229,7 +231,7 @@ def test_decoded_blocks_of_a_fork_have_the_retention_of_its_parents(make: Make) 
     engine.reorder([kept, other], [1, 0])
     engine.append(kept, [3, 4])
     engine.append(other, [3, 4, 5])
-    assert [engine.priorities(one)[1] for one in (kept, other)] == [5, 80]
+    assert [engine.priorities(request)[1] for request in (kept, other)] == [5, 80]
     engine.finish(engine.append(fork, [5, 6, 7, 8]))
     assert engine.cache.refresh(9) == 0 and engine.cache.refresh(10) == 1
 
@@ -243,10 +245,10 @@ def test_a_reorder_takes_no_block_and_frees_what_nobody_goes_on_from(make: Make)
     engine = make()
     group = beams(engine, [*range(6)], 3)
     append(engine, group, [[1], [2], [3]])
-    ids, tables = [one.id for one in group], [engine.table(one) for one in group]
+    ids, tables = [request.id for request in group], [engine.table(request) for request in group]
     engine.reorder(group, [2, 0, 2])
-    assert [one.id for one in group] == ids
-    assert [engine.table(one) for one in group] == [tables[2], tables[0], tables[2]]
+    assert [request.id for request in group] == ids
+    assert [engine.table(request) for request in group] == [tables[2], tables[0], tables[2]]
     assert engine.free() == 5 and engine.order()[-1] == tables[1][1]
     append(engine, group, [[4], [5], [6]])
     assert engine.free() == 4 and copied(engine) == 3
@@ -269,8 +271,8 @@ def test_a_fork_publishes_what_its_parent_had_to_leave_to_another(make: Make) ->
 def test_a_beam_publishes_what_its_new_parent_had_to_leave_to_another(make: Make) -> None:
     engine = make()
     first, second, third = engine.add(range(5)), engine.add(range(5)), engine.add(range(20, 25))
-    for one in (first, second, third):
-        engine.commit(one)
+    for request in (first, second, third):
+        engine.commit(request)
     engine.reorder([second, third], [0, 0])
     engine.release(second)
     engine.release(first, store=False)

@@ -43,7 +43,7 @@ def test_a_part_that_one_group_has_to_drop_is_reused_in_none(open_: Open) -> Non
 
 
 @pytest.mark.parametrize("group", [0, 1])
-def test_a_sequence_that_lost_a_block_in_one_group_leaves_no_part_of_one_behind_in_any(group: int) -> None:
+def test_a_sequence_that_lost_a_block_in_one_group_leaves_no_part_of_one_in_any(group: int) -> None:
     """The end that two beams share is copied for the one that writes, and that copy fails in one of the groups."""
     wide = small_layout(4)
     device = FaultyDevice(CpuDevice(), lambda call, index, move: (int(move[0]) >= 8) == bool(group))
@@ -55,7 +55,7 @@ def test_a_sequence_that_lost_a_block_in_one_group_leaves_no_part_of_one_behind_
         with pytest.raises(DeviceError, match="lost a block"):
             cache.commit(second)
         place = cache.block_table(first, group=group).dense()[0, 1]
-        cache.release(first)  # leaves its end behind, which the copy would take the place of
+        cache.release(first)  # leaves its end, which the copy would take the place of
         cache.release(second)
         tails = [np.flatnonzero(state.blocks["flags"] & records.TAIL).tolist() for state in cache.core.states]
         assert tails[group] == [place] and cache.match_prefix([*A[:6], 1]).tokens == 6
@@ -117,8 +117,8 @@ def test_a_group_is_named_where_there_are_several(open_: Open) -> None:
     with pytest.raises(ValueError, match="group"):
         engine.cache.block_table(sequence.id, group=2)
     assert engine.table(sequence, 1) != []
-    one, two = engine.cache.groups
-    assert (one.first_device_block, two.first_device_block, one.first_host_block) == (0, 12, 15)
+    first, two = engine.cache.groups
+    assert (first.first_device_block, two.first_device_block, first.first_host_block) == (0, 12, 15)
 
 
 # -- one answer --------------------------------------------------------------------------------------------------------
@@ -216,8 +216,8 @@ def test_wrong_lengths_of_encoders_are_refused_by_name(open_: Open, value: Any, 
 def test_tables_of_an_encoder_are_handed_over_with_its_own_lengths(open_: Open) -> None:
     engine = open_({}, CROSS)
     pair = [engine.add(A[:6], encoder_tokens=9), engine.add(A[:30], encoder_tokens=4)]
-    ids = [one.id for one in pair]
-    rows = [engine.table(one, 1) for one in pair]
+    ids = [request.id for request in pair]
+    rows = [engine.table(request, 1) for request in pair]
     target = np.zeros((2, 5), np.int32)
     engine.cache.copy_batch_block_offsets(target, ids, group=1)
     assert target.tolist() == [[*row, *[-1] * (5 - len(row))] for row in rows]
@@ -261,7 +261,7 @@ def test_a_state_that_a_reader_pins_is_not_moved(open_: Open) -> None:
 
 
 def test_a_state_that_a_reader_pins_is_not_overwritten(open_: Open) -> None:
-    """A token is added behind those of a block, but a state is another one then."""
+    """A token is added after those of a block, but a state is another one then."""
     engine = open_(RECURRENT)
     sequence = engine.commit(engine.add(A[:6]))
     (_, block) = engine.cache.state_blocks(sequence.id)[0]
@@ -275,7 +275,7 @@ def test_a_state_that_a_reader_pins_is_not_overwritten(open_: Open) -> None:
     engine.finish(sequence)
 
 
-def test_a_state_goes_back_once_what_is_behind_it_is_committed(open_: Open) -> None:
+def test_a_state_goes_back_once_what_follows_it_is_committed(open_: Open) -> None:
     engine = open_(RECURRENT | {"snapshot_tokens": 4})
     sequence = engine.add(A[:14])
     assert columns(engine, sequence) == [0, 1, 2, 3]
@@ -343,16 +343,16 @@ def test_a_fork_at_the_end_of_a_column_leaves_the_state_to_both(open_: Open) -> 
     source = engine.table(first)[1]
     engine.append(first, [1])
     engine.append(second, [2])
-    for one in (first, second):
-        assert engine.cache.state_blocks(one.id).tolist() == [[source, engine.table(one)[2]]]
-        engine.commit(one)
-        assert columns(engine, one) == [2]
+    for request in (first, second):
+        assert engine.cache.state_blocks(request.id).tolist() == [[source, engine.table(request)[2]]]
+        engine.commit(request)
+        assert columns(engine, request) == [2]
 
 
 # -- what engines ask --------------------------------------------------------------------------------------
 
 
-def test_an_engine_is_told_where_states_are(open_: Open) -> None:
+def test_an_engine_gets_the_places_of_states(open_: Open) -> None:
     engine = open_({}, RECURRENT | {"snapshot_tokens": 8})
     first = engine.add(A[:14])
     row = engine.table(first, 1)
@@ -363,15 +363,15 @@ def test_an_engine_is_told_where_states_are(open_: Open) -> None:
         assert engine.cache.state_blocks(first.id, group=1).tolist() == [[row[at], row[3]]]
     second = engine.commit(engine.add(A[:3]))
     (block,) = engine.table(second, 1)
-    found = engine.cache.state_blocks([second.id, first.id], group=1)
-    assert found.dtype == np.int32 and found.tolist() == [[block, block], [row[3], row[3]]]
+    states = engine.cache.state_blocks([second.id, first.id], group=1)
+    assert states.dtype == np.int32 and states.tolist() == [[block, block], [row[3], row[3]]]
     for group, text in ((0, "group: expected a recurrent group, got 0"), (None, "group: .*None"), (2, "group: .*2")):
         with pytest.raises(ValueError, match=text):
             engine.cache.state_blocks(first.id, group=group)
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_a_state_is_read_behind_what_wrote_it_on_the_stream_that_asked(named: bool) -> None:
+def test_a_state_is_read_after_what_wrote_it_on_the_stream_that_asked(named: bool) -> None:
     device = SimDevice(0, progress=0.0)
     writer, reader = device.create_stream("writer"), device.create_stream("reader")
     layout = BlockLayout(layers=1, kv_heads=1, head_dim=4, tokens_per_block=1)
@@ -474,16 +474,16 @@ def test_a_rewind_keeps_all_that_the_next_token_sees_or_is_refused(make: Make, w
 def test_a_dense_table_keeps_its_columns_and_csr_leaves_holes_out(make: Make) -> None:
     engine = make(T=4, P=24, window=8, sinks=3)
     sequences = [engine.commit(engine.add([i, *A[:n]])) for i, n in enumerate((29, 2, 20))]
-    ids = [one.id for one in sequences]
+    ids = [request.id for request in sequences]
     table = engine.cache.block_table(ids)
     dense, csr = table.dense(), table.csr()
     assert (dense[0] >= 0).tolist() == [True] + [False] * 4 + [True] * 3
     assert csr.indptr.tolist() == [0, 4, 5, 9] and csr.last_page_len.tolist() == [2, 3, 1]
     assert csr.indices.tolist() == dense[dense >= 0].tolist()
-    given = [np.full(len(part), 77, np.int32) for part in csr]
-    engine.cache.copy_batch_block_csr(*given, ids)
-    for found, part in zip(given, csr, strict=True):
-        np.testing.assert_array_equal(found, part)
+    outs = [np.full(len(part), 77, np.int32) for part in csr]
+    engine.cache.copy_batch_block_csr(*outs, ids)
+    for out, part in zip(outs, csr, strict=True):
+        np.testing.assert_array_equal(out, part)
     target = np.full((3, 9), 77, np.int32)
     engine.cache.copy_batch_block_offsets(target, ids, scale=10)
     np.testing.assert_array_equal(target[:, :8], np.where(dense < 0, -1, dense * 10))
@@ -543,18 +543,18 @@ def test_verify_finds_a_window_that_has_passed_too_much(make: Make) -> None:
 
 def test_a_duplicate_that_its_window_has_passed_is_not_published(make: Make) -> None:
     engine = make(P=24, window=8)
-    one, two = engine.add(A[:20]), engine.add(A[:20])
-    engine.commit(one)
+    first, two = engine.add(A[:20]), engine.add(A[:20])
+    engine.commit(first)
     engine.commit(two)
     assert columns(engine, two) == [3, 4]
-    engine.release(one, store=False)
+    engine.release(first, store=False)
     assert engine.reusable(A[:21]) == 12
     engine.append(two, A[20:24])
     engine.commit(two)
     assert engine.reusable(A[:25]) == 24 and len(engine.cached()) == 6
 
 
-def test_what_is_cached_behind_a_gap_is_not_claimed(make: Make) -> None:
+def test_what_is_cached_after_a_gap_is_not_claimed(make: Make) -> None:
     engine = make(P=12, window=8)
     engine.seed(A[:24], committed=24)
     engine.cache.forget(engine.prompt(A[:24]).keys[4:5])

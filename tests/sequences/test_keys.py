@@ -29,15 +29,15 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     plain = keys_module.requests.describe_and_hash
 
     def counting(*args: Any) -> int:
-        found = plain(*args)
-        counts.extend([found] if found else [])
-        return found
+        count = plain(*args)
+        counts.extend([count] if count else [])
+        return count
 
     monkeypatch.setattr(keys_module.requests, "describe_and_hash", counting)
     return counts
 
 
-def same(one: BlockKeys, other: BlockKeys) -> bool:
+def same(keys: BlockKeys, other: BlockKeys) -> bool:
     """Whether two prompts are the same in all that a pool sees."""
 
     def seen(keys: BlockKeys) -> tuple[Any, ...]:
@@ -45,7 +45,7 @@ def same(one: BlockKeys, other: BlockKeys) -> bool:
         names = (keys.salt, keys.adapter_id, keys.namespace, keys.root, keys.origin, keys.reuse, keys.publish)
         return keys.tokens.tolist(), keys.keys.tolist(), extra, names
 
-    return seen(one) == seen(other)
+    return seen(keys) == seen(other)
 
 
 # -- extend ------------------------------------------------------------------------------------------------------------
@@ -114,9 +114,9 @@ def test_extending_changes_nothing(make: Make) -> None:
 def test_keys_can_be_extended_by_several_and_when_the_pool_is_closed(make: Make) -> None:
     engine = make(T=4)
     keys = engine.cache.block_keys(list(range(10)))
-    one, other = keys.extend([1, 1]), keys.extend([2, 2])
-    assert one.keys[:2].tolist() == other.keys[:2].tolist() == keys.keys.tolist()
-    assert one.keys[2].tolist() != other.keys[2].tolist()
+    first, other = keys.extend([1, 1]), keys.extend([2, 2])
+    assert first.keys[:2].tolist() == other.keys[:2].tolist() == keys.keys.tolist()
+    assert first.keys[2].tolist() != other.keys[2].tolist()
     expected = engine.cache.block_keys([*range(10), 2, 2, 3]).keys.tolist()
     engine.cache.close()
     assert other.extend([3]).keys.tolist() == expected
@@ -128,9 +128,9 @@ def test_a_copy_is_extended_by_a_pool_that_has_the_secret(make: Make) -> None:
     for lost in (pickle.loads(pickle.dumps(keys)), copy.copy(keys), copy.deepcopy(keys)):
         with pytest.raises(ValueError, match=r"KVCacheManager.block_keys\(copy\)"):
             lost.extend([1])
-        found = there.cache.block_keys(lost)
-        assert same(found, keys)
-        assert same(found.extend([1, 2, 3]), keys.extend([1, 2, 3]))
+        restored = there.cache.block_keys(lost)
+        assert same(restored, keys)
+        assert same(restored.extend([1, 2, 3]), keys.extend([1, 2, 3]))
         with pytest.raises(ValueError, match="another secret"):
             stranger.cache.block_keys(lost)
     for names in ({"salt": "A"}, {"extra_ids": [1] * 9}, {"reuse": False}):
@@ -183,12 +183,12 @@ def test_a_slice_outlives_what_it_was_cut_from(make: Make) -> None:
 
 
 @pytest.mark.parametrize("which", [slice(1, 4), slice(0, 0), slice(None, None, 2), slice(5, None), slice(-3, None)])
-def test_slices_that_are_no_prompt_are_refused(make: Make, which: slice) -> None:
+def test_slices_that_are_not_a_prompt_are_refused(make: Make, which: slice) -> None:
     with pytest.raises(ValueError, match="expected a slice"):
         make().cache.block_keys(list(range(9)))[which]
 
 
-def test_keys_are_no_sequence_of_anything(make: Make) -> None:
+def test_keys_are_not_a_sequence(make: Make) -> None:
     keys = make().cache.block_keys(list(range(9)))
     with pytest.raises(TypeError, match="expected a slice"):
         keys[0]  # type: ignore[call-overload]
@@ -231,7 +231,7 @@ def test_a_next_turn_of_a_conversation_hashes_only_its_own_blocks(
     assert hashed == [2]
     engine.release(request)
     assert engine.cache.match_prefix(turn).tokens == 20 + 3
-    tokens, more = [token for token, _ in request.items] + [7] * 6, [one for _, one in request.items] + [0] * 6
+    tokens, more = [token for token, _ in request.items] + [7] * 6, [extra for _, extra in request.items] + [0] * 6
     assert same(turn, engine.cache.block_keys(tokens, extra_ids=more, **names))
     engine.release(engine.admitted(engine.cache.add_sequence(turn), tokens, extra_ids=more, **_namespace(names)))
 

@@ -23,7 +23,7 @@ IDENTITY = ModelIdentity("m", "r", "float16", "text", "v")
 
 class Place(NamedTuple):
     pool: KVCacheManager
-    one: int
+    sequence: int
     other: int
     host: HostCache
 
@@ -31,9 +31,9 @@ class Place(NamedTuple):
 @pytest.fixture(scope="module")
 def place() -> Iterator[Place]:
     pool = open_engine(4, 8, 4, event_capacity=16).cache
-    one, other = pool.add_sequence(list(range(9))), pool.add_sequence([7, 7])
+    sequence, other = pool.add_sequence(list(range(9))), pool.add_sequence([7, 7])
     with HostCache(2, 16, identity=IDENTITY) as host:
-        yield Place(pool, one, other, host)
+        yield Place(pool, sequence, other, host)
     pool.close(force=True)
 
 
@@ -116,30 +116,30 @@ WRONG: list[Callable[[Any], object]] = [
     lambda at: at.pool.blocks_needed(),
     lambda at: at.pool.forget(prompt=[1], namespace=("a", None)),
     # sequences
-    lambda at: at.pool.append_tokens(at.one, [-1]),
-    lambda at: at.pool.append_tokens(at.one, [True]),
-    lambda at: at.pool.append_tokens([at.one, at.other], [1, 2]),
-    lambda at: at.pool.append_tokens([at.one, at.other], [1, 2], [1]),
-    lambda at: at.pool.append_tokens([at.one, at.other], [1, 2], [3, -1]),
+    lambda at: at.pool.append_tokens(at.sequence, [-1]),
+    lambda at: at.pool.append_tokens(at.sequence, [True]),
+    lambda at: at.pool.append_tokens([at.sequence, at.other], [1, 2]),
+    lambda at: at.pool.append_tokens([at.sequence, at.other], [1, 2], [1]),
+    lambda at: at.pool.append_tokens([at.sequence, at.other], [1, 2], [3, -1]),
     lambda at: at.pool.append_tokens("a", [1]),
     lambda at: at.pool.append_tokens([True], [1]),
     lambda at: at.pool.append_tokens([2**63], [1]),
-    lambda at: at.pool.commit(at.one, 99),
-    lambda at: at.pool.rewind(at.one, 99),
-    lambda at: at.pool.rewind(at.one, "a"),
-    lambda at: at.pool.release(at.one, stop="tired"),
-    lambda at: at.pool.release(at.one, ends=1),
-    lambda at: at.pool.release(at.one, ends=True, returns_in_ms=5),
-    lambda at: at.pool.release([at.one, at.other], session="a"),
-    lambda at: at.pool.accept_drafts(at.one, [0], [9], [1]),
+    lambda at: at.pool.commit(at.sequence, 99),
+    lambda at: at.pool.rewind(at.sequence, 99),
+    lambda at: at.pool.rewind(at.sequence, "a"),
+    lambda at: at.pool.release(at.sequence, stop="tired"),
+    lambda at: at.pool.release(at.sequence, ends=1),
+    lambda at: at.pool.release(at.sequence, ends=True, returns_in_ms=5),
+    lambda at: at.pool.release([at.sequence, at.other], session="a"),
+    lambda at: at.pool.accept_drafts(at.sequence, [0], [9], [1]),
     # keys, tables, memory
     lambda at: at.pool.pin(5),
     lambda at: at.pool.pin([b"short"]),
     lambda at: at.pool.pin(np.zeros(3)),
     lambda at: at.pool.pin([], owner=5),
-    lambda at: at.pool.copy_batch_block_offsets(np.zeros((1, 4)), [at.one]),
-    lambda at: at.pool.copy_batch_block_offsets(np.zeros((0, 4), np.int32), [at.one]),
-    lambda at: at.pool.block_table(at.one, group=5),
+    lambda at: at.pool.copy_batch_block_offsets(np.zeros((1, 4)), [at.sequence]),
+    lambda at: at.pool.copy_batch_block_offsets(np.zeros((0, 4), np.int32), [at.sequence]),
+    lambda at: at.pool.block_table(at.sequence, group=5),
     lambda at: at.pool.layer_loads(parts=0),
     # host caches
     lambda at: at.host.reserve("a"),
@@ -166,7 +166,10 @@ def test_a_message_says_what_is_expected_and_what_came(place: Place, call: Calla
             lambda at: at.pool.add_sequence([1], retention=RetentionRange(0, None, 35)),
             "retention: expected a list of ranges, got RetentionRange(start=0, end=None, priority=35, ttl_ms=None)",
         ),
-        (lambda at: at.pool.append_tokens(at.one, [-1]), "tokens: expected token ids from 0 to 2147483647, got -1"),
+        (
+            lambda at: at.pool.append_tokens(at.sequence, [-1]),
+            "tokens: expected token ids from 0 to 2147483647, got -1",
+        ),
         (lambda at: made(policy="fifo"), "policy: expected one of lru, reuse, agent, adaptive, got 'fifo'"),
     ],
 )

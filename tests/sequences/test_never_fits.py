@@ -66,11 +66,11 @@ def test_of_a_batch_the_one_that_never_fits_is_named(make: Make) -> None:
 
 def test_a_batch_of_which_each_fits_alone_may_fit_later(make: Make) -> None:
     cache = make(P=8, S=0).cache
-    one, two = cache.add_sequence(list(range(12))), cache.add_sequence(list(range(100, 112)))
-    error = refused(cache, lambda: cache.append_tokens([one, two], [7] * 40, [20, 20]))
+    first, two = cache.add_sequence(list(range(12))), cache.add_sequence(list(range(100, 112)))
+    error = refused(cache, lambda: cache.append_tokens([first, two], [7] * 40, [20, 20]))
     assert type(error) is OutOfBlocks and (error.needed, error.free) == (10, 2)
     cache.release(two)
-    cache.append_tokens(one, [7] * 20)
+    cache.append_tokens(first, [7] * 20)
 
 
 def test_copies_for_forks_do_not_count(make: Make) -> None:
@@ -114,7 +114,7 @@ def test_a_window_may_take_in_parts_what_it_cannot_at_once() -> None:
 
 
 def test_of_several_groups_the_one_that_needs_all_is_named() -> None:
-    """Commits help a window, and not the group behind it."""
+    """Commits help a window, and not the group after it."""
     groups = [LayerGroup(small_layout(T), window=8), LayerGroup(small_layout(T))]
     with KVCacheManager(groups=groups, device_blocks=[4, 6], device="cpu", max_sequence_tokens=400) as cache:
         sequence = cache.add_sequence(list(range(12)))
@@ -220,5 +220,10 @@ def fill_until_refused(cache: KVCacheManager, random: Random) -> tuple[Exception
                 cache.append_tokens(sequence, tokens)
             except (OutOfBlocks, ValueError) as error:
                 if "max_sequence_tokens" not in str(error):
-                    return error, sequence, tokens, [one for one in live if one != sequence]
+                    return (
+                        error,
+                        sequence,
+                        tokens,
+                        [live_sequence for live_sequence in live if live_sequence != sequence],
+                    )
     return None

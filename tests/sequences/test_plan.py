@@ -42,7 +42,7 @@ def test_a_part_that_a_batch_has_to_give_up_is_not_planned(make: Make) -> None:
     assert [engine.cache.match_prefix(prompt).tokens for prompt in prompts] == [3, 3]
     planned = engine.cache.plan_batch(prompts)
     assert planned.partial_tokens.tolist() == [3, 0] and planned.blocks == 2
-    assert [one.cached for one in engine.add_batch([[1, 2, 3, 8], [1, 2, 3, 9]])] == [3, 0]
+    assert [admitted.cached for admitted in engine.add_batch([[1, 2, 3, 8], [1, 2, 3, 9]])] == [3, 0]
 
 
 def test_a_prompt_that_can_never_fit_holds_up_no_other(make: Make) -> None:
@@ -95,9 +95,9 @@ def test_each_group_has_its_own(open_: Open) -> None:
     assert engine.cache.free_blocks.tolist() == [12, 12, 12, 5]
     sequence = engine.add(range(21), encoder_tokens=7)
     engine.commit(sequence)
-    found = engine.cache.free_blocks
-    assert found.dtype == np.int64 and found.tolist() == engine.free_blocks()
-    found[:] = 0
+    free = engine.cache.free_blocks
+    assert free.dtype == np.int64 and free.tolist() == engine.free_blocks()
+    free[:] = 0
     assert engine.cache.free_blocks.tolist() == engine.free_blocks()
 
 
@@ -138,7 +138,7 @@ def test_a_batch_goes_on_without_it_and_names_it(make: Make) -> None:
         engine.cache.add_sequence_batch(batch)
     assert engine.free() == 20
     admission = engine.cache.add_sequence_batch(batch, allow_partial_batch=True)
-    assert sorted(admission.refused) == [1, 4], "those behind the first that waits are named too"
+    assert sorted(admission.refused) == [1, 4], "those after the first that waits are named too"
     assert all("never" in why for why in admission.refused.values())
     assert admission.admitted == 2 and len(admission.ids) == 3, "the fourth may fit later"
     assert admission.ids[1] == -1 and engine.free() == 17

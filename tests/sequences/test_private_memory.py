@@ -3,7 +3,7 @@
 Two walks over the same cases. The first looks at what jitted code is handed: no array of it may share memory with the
 caller's, and no address may point into it. The second changes the caller's memory at one line of the call after the
 other: the call must have read either what was there before or what is there now, whole, and the pool must be what that
-makes of it. A change lasts. So what is read a second time shows at every line between the two: behind the first reading
+makes of it. A change lasts. So what is read a second time shows at every line between the two: after the first reading
 every 16th line is enough.
 """
 
@@ -25,9 +25,7 @@ from numba.core import config
 
 import kvpool
 from changing import CASES, CHANGED, WALK, Case, given_to, look, scenes, seen, watched
-from kvpool import BlockKeys, HostLease, KVCacheManager, Lease, LoadTarget
-from kvpool import storage as keepers
-from kvpool import storage as stores
+from kvpool import BlockKeys, HostLease, KVCacheManager, Lease, LoadTarget, storage
 from kvpool.common.jit import jit
 from kvpool.storage import Forgotten, Prefetch, StoreRequest
 from steps import NAMES
@@ -62,9 +60,9 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_jitted_code_is_handed_no_memory_of_the_caller(looked: None, case: Case, name: str, form: str) -> None:
     with scenes(case) as scene_of:
         scene = scene_of()
-        given, argument = given_to(case, scene, name, form, False)
+        arguments, argument = given_to(case, scene, name, form, False)
         watched.extend([argument.memory] if form != "list" else [])
-        case.call(scene, given)
+        case.call(scene, arguments)
         scene.picture()  # What other threads were asked for is done.
     assert not seen, f"{case.verb}: {name}: {seen[0]}"
 
@@ -125,16 +123,16 @@ def _described(value: Any) -> object:
     if isinstance(value, np.ndarray):
         return value.dtype.name, value.tolist() if value.size < 1000 else 0
     if isinstance(value, (list, tuple)):
-        return [_described(one) for one in value]
+        return [_described(item) for item in value]
     return value
 
 
 def _outcome(case: Case, scene: Any, name: str, form: str, line: int, changes: bool = False) -> tuple[object, int]:
     """What a call gives and what it leaves, and the lines of the package that it came to."""
-    given, argument = given_to(case, scene, name, form, changes)
+    arguments, argument = given_to(case, scene, name, form, changes)
     with at_line(line, argument.change) as count:
         try:
-            answer = case.call(scene, given)
+            answer = case.call(scene, arguments)
         except (ValueError, TypeError, IndexError, kvpool.KVPoolError) as error:
             answer = (type(error).__name__, str(error))
     return (_described(answer), scene.picture()), count[0]
@@ -242,11 +240,11 @@ VERBS = (
     kvpool.Reservation,
     kvpool.StepTables,
     kvpool.StridedArray,
-    keepers.HostStorageManager,
-    keepers.StorageManager,
-    stores.BlockNames,
-    stores.StoreClient,
-    stores.StoreWorker,
+    storage.HostStorageManager,
+    storage.StorageManager,
+    storage.BlockNames,
+    storage.StoreClient,
+    storage.StoreWorker,
 )
 """Public classes that callers make, or whose methods they call."""
 MADE_BY_THE_POOL = {
@@ -265,7 +263,7 @@ MADE_BY_THE_POOL = {
     ),
     "RetentionRange",  # one tuple of ``retention``
     "StagingBuffers",  # walked as an argument of ``gather_kv``
-    # Interfaces, and what is called by a queue or a keeper, and by nobody else.
+    # Interfaces, and what only a queue or a storage manager calls.
     *("Store", "MemoryStore", "CircuitBreaker", "LoadOrCompute", "LoadPolicy"),
 }
 BUILT = {
@@ -290,7 +288,7 @@ OF_THE_POOL = {
     ("HostCache", "publish_ordered"),
 }
 """Methods that parts of the pool call, and nobody else."""
-PACKAGES = kvpool, keepers, stores
+PACKAGES = kvpool, storage
 
 
 def _methods(owner: type) -> Iterator[tuple[str, Any]]:
@@ -303,9 +301,9 @@ def _methods(owner: type) -> Iterator[tuple[str, Any]]:
 
 def _arguments(call: Any) -> Iterator[str]:
     """Names of the arguments that may be arrays."""
-    for one in inspect.signature(call).parameters.values():
-        if one.name not in ("self", "cls") and not PLAIN.fullmatch(str(one.annotation)):
-            yield one.name
+    for parameter in inspect.signature(call).parameters.values():
+        if parameter.name not in ("self", "cls") and not PLAIN.fullmatch(str(parameter.annotation)):
+            yield parameter.name
 
 
 def not_walked(owner: type) -> list[str]:
@@ -331,13 +329,13 @@ def test_the_walk_covers_every_argument_of_every_public_call(owner: type) -> Non
 
 
 def test_every_public_class_and_function_is_known_to_the_walk() -> None:
-    found = {name for package in PACKAGES for name in _public(package)}
-    classes = {name for name, value in found if inspect.isclass(value) and not issubclass(value, BaseException)}
+    public = {name for package in PACKAGES for name in _public(package)}
+    classes = {name for name, value in public if inspect.isclass(value) and not issubclass(value, BaseException)}
     known = {owner.__name__ for owner in VERBS}
     assert classes == known | MADE_BY_THE_POOL, "another public class: do callers give it arrays?"
     walked = {(case.verb, argument) for case in CASES for argument in case.arrays}
-    functions = {(name, argument) for name, call in found if inspect.isfunction(call) for argument in _arguments(call)}
-    assert not {f"{name}.{one}" for name, one in functions - walked} - NO_ARRAYS - IN_PLACE
+    functions = {(name, argument) for name, call in public if inspect.isfunction(call) for argument in _arguments(call)}
+    assert not {f"{name}.{parameter}" for name, parameter in functions - walked} - NO_ARRAYS - IN_PLACE
 
 
 def _public(package: Any) -> Iterator[tuple[str, Any]]:
@@ -358,6 +356,6 @@ def test_a_new_verb_with_an_array_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("name", sorted(NO_ARRAYS | IN_PLACE))
 def test_the_lists_name_arguments_that_exist(name: str) -> None:
     owner, _, argument = name.partition(".")
-    value = getattr(kvpool, owner, None) or getattr(keepers, owner, None) or getattr(stores, owner)
+    value = getattr(kvpool, owner, None) or getattr(storage, owner)
     calls = [call for _, call in _methods(value)] if inspect.isclass(value) else [value]
     assert any(argument in _arguments(call) for call in calls)

@@ -50,7 +50,7 @@ def test_forks_that_leave_together_share_on_the_host_and_when_they_are_back(make
     assert engine.swap_out(*family) == 3 and engine.free("host") == 0
     crowd(engine)
     assert engine.resume(*family[::-1]) == 3
-    assert len({tuple(engine.table(one)) for one in family}) == 1
+    assert len({tuple(engine.table(sequence)) for sequence in family}) == 1
     engine.release(*family[2:])
     with pytest.raises(OutOfBlocks):  # the end is shared, and has to be copied
         engine.append(parent, [1])
@@ -89,14 +89,14 @@ def test_without_room_on_the_host_nothing_has_changed(make: Make) -> None:
     engine = make(P=8, S=3)
     engine.seed(range(100, 109))
     engine.cache.offload(list(range(100, 108)))
-    one, two = engine.commit(engine.add([*range(100, 108), 1])), engine.add(range(9))
+    first, two = engine.commit(engine.add([*range(100, 108), 1])), engine.add(range(9))
     before = picture(engine)
     with pytest.raises(OutOfBlocks) as raised:
-        engine.swap_out(one, two)
-    # Of three host blocks, two have what the first takes along.
+        engine.swap_out(first, two)
+    # Two of three host blocks have what the first takes along.
     assert (raised.value.tier, raised.value.needed, raised.value.free) == ("host", 4, 1) and picture(engine) == before
     engine.check_all()
-    engine.swap_out(one)
+    engine.swap_out(first)
 
 
 def test_without_a_host_tier_nothing_is_swapped_out(make: Make) -> None:
@@ -137,15 +137,15 @@ def test_wrong_ids_of_resume_change_nothing(make: Make, bad: Callable[[int], Any
 @pytest.mark.parametrize("store", [True, False])
 def test_a_swapped_sequence_is_released_beside_others(make: Make, store: bool) -> None:
     engine = make(P=4, S=4)
-    one, two = engine.commit(engine.add(range(9))), engine.commit(engine.add([50, 51, 52, 53]))
-    engine.swap_out(one)
+    first, two = engine.commit(engine.add(range(9))), engine.commit(engine.add([50, 51, 52, 53]))
+    engine.swap_out(first)
     crowded = engine.add(range(7000, 7012))
-    engine.cache.release([two.id, one.id], store=store)
+    engine.cache.release([two.id, first.id], store=store)
     engine.live = {crowded.id: crowded}
     engine.cache.verify()
     assert engine.reusable(range(10)) == (8 if store else 0) and engine.free("host") == 4
     with pytest.raises(KeyError):
-        engine.cache.resume(one.id)
+        engine.cache.resume(first.id)
 
 
 def test_a_reset_needs_force_and_ends_swapped_sequences(make: Make) -> None:
@@ -159,7 +159,7 @@ def test_a_reset_needs_force_and_ends_swapped_sequences(make: Make) -> None:
     assert engine.free("host") == 4 and engine.free() == 8
 
 
-def test_a_closed_pool_tells_who_was_swapped_out(make: Make) -> None:
+def test_a_closed_pool_reports_which_sequences_were_swapped_out(make: Make) -> None:
     engine = make(S=4)
     sequence = engine.add(range(5))
     engine.swap_out(sequence)
@@ -172,17 +172,17 @@ def test_a_closed_pool_tells_who_was_swapped_out(make: Make) -> None:
 def refusing(place: int) -> tuple[Rig, Request, Request]:
     """Two sequences, and a device that will refuse the copy at a place."""
     rig = Rig(8, 8)
-    one, two = rig.commit(rig.add(range(10)), 8), rig.commit(rig.add(range(50, 60)), 8)
+    first, two = rig.commit(rig.add(range(10)), 8), rig.commit(rig.add(range(50, 60)), 8)
     rig.device.arm(lambda at: at == place)
-    return rig, one, two
+    return rig, first, two
 
 
 @pytest.mark.parametrize("place", range(6))
 def test_a_sequence_whose_copy_to_the_host_was_refused_can_only_be_released(place: int) -> None:
-    rig, one, two = refusing(place)
-    rig.swap_out(one, two)
+    rig, first, two = refusing(place)
+    rig.swap_out(first, two)
     rig.device.arm()
-    lost, other = (one, two) if place < 3 else (two, one)
+    lost, other = (first, two) if place < 3 else (two, first)
     with pytest.raises(DeviceError, match=f"sequence {lost.id} lost a block"):
         rig.cache.resume(lost.id)
     rig.resume(other)
@@ -194,13 +194,13 @@ def test_a_sequence_whose_copy_to_the_host_was_refused_can_only_be_released(plac
 
 @pytest.mark.parametrize("place", range(6))
 def test_a_sequence_whose_copy_back_was_refused_can_only_be_released(place: int) -> None:
-    rig, one, two = refusing(-1)
-    rig.swap_out(one, two)
+    rig, first, two = refusing(-1)
+    rig.swap_out(first, two)
     crowd(rig)
     rig.device.arm(lambda at: at == place)
-    rig.cache.resume([one.id, two.id])
+    rig.cache.resume([first.id, two.id])
     rig.device.arm()
-    lost, other = (one, two) if place < 3 else (two, one)
+    lost, other = (first, two) if place < 3 else (two, first)
     with pytest.raises(DeviceError, match=f"sequence {lost.id} lost a block"):
         rig.cache.swap_out(lost.id)
     rig.live[other.id] = other
@@ -211,11 +211,11 @@ def test_a_sequence_whose_copy_back_was_refused_can_only_be_released(place: int)
 
 def test_a_duplicate_whose_copy_back_was_refused_is_found_by_nobody() -> None:
     rig = Rig(8, 8)
-    one, two = rig.add(range(13)), rig.add(range(13))
-    rig.commit(one, 12)
+    first, two = rig.add(range(13)), rig.add(range(13))
+    rig.commit(first, 12)
     rig.commit(two, 12)
     rig.swap_out(two)
-    rig.release(one, store=False)
+    rig.release(first, store=False)
     rig.device.arm(lambda at: at == 1)
     rig.cache.resume(two.id)
     rig.device.arm()

@@ -25,8 +25,8 @@ T = 4
 def picture(cache: KVCacheManager) -> tuple[bytes, list[bytes], list[int], list[int]]:
     """Every byte of the state and of what its policy knows, open leases, and what waits to be enqueued."""
     transfer, states = cache.core.transfer, cache.core.states
-    books = [one for state in states for one in debug.book(state)]
-    return debug.dump_all(states), books, [one.id for one in cache.leases], [transfer._decided, *transfer._queue]
+    books = [policy_book for state in states for policy_book in debug.book(state)]
+    return debug.dump_all(states), books, [lease.id for lease in cache.leases], [transfer._decided, *transfer._queue]
 
 
 # -- the same as one after the other -----------------------------------------------------------------------------------
@@ -66,19 +66,19 @@ class Twin:
         assert not hasattr(self, "cache") or not self.cache.core.lock._is_owned(), "the caller's code under the lock"
         return 7
 
-    def one(self, operation: op.Operation) -> Any:
+    def run(self, operation: op.Operation) -> Any:
         """By the verb of its own."""
-        cache, given = self.cache, operation.arguments
+        cache, arguments = self.cache, operation.arguments
         if operation.verb == "match":
-            return cache.match_prefix(*given)
+            return cache.match_prefix(*arguments)
         if operation.verb == "pin":
-            return cache.pin(given[0], owner=given[1], tier=given[2], stream=0)
+            return cache.pin(arguments[0], owner=arguments[1], tier=arguments[2], stream=0)
         if operation.verb == "unpin":
-            return given[0].close()
+            return arguments[0].close()
         if operation.verb == "add":
-            retention, priority, ttl, some, encoder = given[1:]
+            retention, priority, ttl, some, encoder = arguments[1:]
             return cache.add_sequence_batch(
-                given[0],
+                arguments[0],
                 retention=retention,
                 decode_priority=priority,
                 decode_ttl_ms=ttl,
@@ -87,17 +87,17 @@ class Twin:
                 stream=0,
             )
         if operation.verb == "append":
-            return cache.append_tokens(*given, stream=0)
+            return cache.append_tokens(*arguments, stream=0)
         if operation.verb == "commit":
-            return cache.commit(*given, stream=0)
-        return cache.release(given[0], store=given[1], stream=0)
+            return cache.commit(*arguments, stream=0)
+        return cache.release(arguments[0], store=arguments[1], stream=0)
 
 
-def told(found: Any) -> Any:
+def in_numbers(result: Any) -> Any:
     """What a verb returned, in numbers."""
-    if hasattr(found, "blocks"):
-        return found.blocks.tolist()
-    return [np.asarray(one).tolist() for one in found[:-1]] if hasattr(found, "refused") else found
+    if hasattr(result, "blocks"):
+        return result.blocks.tolist()
+    return [np.asarray(field).tolist() for field in result[:-1]] if hasattr(result, "refused") else result
 
 
 class Drawn:
@@ -145,14 +145,14 @@ class Drawn:
                 makers.append(lambda twin, i=some[:1], s=store: op.release(i, store=s))
         return lambda twin: [make(twin) for make in makers]
 
-    def note(self, twin: Twin, found: Sequence[Any]) -> None:
-        twin.leases += [one for one in found if hasattr(one, "blocks")]
+    def note(self, twin: Twin, results: Sequence[Any]) -> None:
+        twin.leases += [result for result in results if hasattr(result, "blocks")]
 
     def again(self) -> Twin:
         """A twin in which the same has happened, one call after the other."""
         twin = Twin(self.groups, policy=self.policy)
         for make in self.history:
-            self.note(twin, [twin.one(one) for one in make(twin)])
+            self.note(twin, [twin.run(operation) for operation in make(twin)])
         return twin
 
 
@@ -167,28 +167,28 @@ def test_a_list_does_what_its_verbs_do_or_nothing(groups: str, policy: str, seed
         make = drawn.draw()
         before = picture(cache)
         try:
-            found = cache.apply(make(drawn.pool), stream=0)
+            results = cache.apply(make(drawn.pool), stream=0)
         except Exception as error:
             assert picture(cache) == before, f"seed {seed}: {error!r} changed something"
             cache.verify()
             if refused % 8 == 0:
                 twin = drawn.again()
                 with pytest.raises(type(error)):
-                    for one in make(twin):
-                        twin.one(one)
+                    for operation in make(twin):
+                        twin.run(operation)
                 twin.cache.close()
             refused += 1
         else:
             done += 1
-            drawn.note(drawn.pool, found)
+            drawn.note(drawn.pool, results)
             drawn.history.append(make)
             cache.verify()
     twin = drawn.again()
     assert debug.dump_all(twin.cache.core.states) == debug.dump_all(cache.core.states), f"seed {seed}"
     assert refused > 8 and done > 8, f"seed {seed}: {refused} refused, {done} done"
-    assert [told(one) for one in twin.leases] == [told(one) for one in drawn.pool.leases]
-    for one in (twin.cache, cache):
-        one.close()
+    assert [in_numbers(lease) for lease in twin.leases] == [in_numbers(lease) for lease in drawn.pool.leases]
+    for opened in (twin.cache, cache):
+        opened.close()
 
 
 # -- refused as a whole ------------------------------------------------------------------------------------------------
@@ -229,19 +229,19 @@ def test_a_refusal_at_any_place_leaves_every_byte(
 ) -> None:
     engine: Any = make(P=8, S=3, max_sequences=4, event_capacity=32, policy=policy)
     engine.seed(range(50, 60), committed=10)
-    one, two = engine.commit(engine.add(range(6))), engine.add(range(100, 105))
+    first, two = engine.commit(engine.add(range(6))), engine.add(range(100, 105))
     keys = engine.prompt(range(50, 58)).keys
     engine.closed, lease = engine.cache.pin(keys, stream=0), engine.cache.pin(keys, stream=0)
     engine.closed.close()
     operations = [
-        op.append(one.id, [1, 2, 3]),
-        op.commit(one.id),
+        op.append(first.id, [1, 2, 3]),
+        op.commit(first.id),
         op.unpin(lease),
         op.add([[*range(50, 60), 9]]),
         op.release(two.id),
         op.match([1]),
     ]
-    operations.insert(place, bad(engine, one.id))
+    operations.insert(place, bad(engine, first.id))
     before = picture(engine.cache)
     with pytest.raises(error):
         engine.cache.apply(operations, stream=0)
@@ -270,7 +270,7 @@ def test_a_refusal_leaves_the_names_of_namespaces(make: Make) -> None:
 def test_a_step_with_room_copies_no_state(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(P=60, S=8)
     running = [engine.add(range(9 * i, 9 * i + 7)) for i in range(4)]
-    ids = [one.id for one in running]
+    ids = [sequence.id for sequence in running]
     taken: list[int] = []
     undo = engine.cache._undo
     monkeypatch.setattr(undo, "take", lambda rows, columns: taken.append(1))
@@ -312,7 +312,7 @@ def test_no_garbage_is_collected_while_lists_of_two_pools_overlap(make: Make, mo
     assert gc.isenabled()
 
 
-# -- what is no operation ----------------------------------------------------------------------------------------------
+# -- what is not an operation ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -367,13 +367,13 @@ def test_not_inside_another_call(make: Make) -> None:
 def test_nothing_is_enqueued_before_all_is_decided() -> None:
     rig = Rig(4, 4)
     rig.seed(range(16), committed=16)
-    one = int(rig.cache.add_sequence([90]))
+    sequence = int(rig.cache.add_sequence([90]))
     lengths: list[int] = []
-    rig.device.before = lambda: lengths.append(int(rig.cache.core.tokens.sequences["length"][one & 0xFFFFFFFF]))
-    rig.cache.apply([op.append(one, list(range(7))), op.append(one, [1])])
+    rig.device.before = lambda: lengths.append(int(rig.cache.core.tokens.sequences["length"][sequence & 0xFFFFFFFF]))
+    rig.cache.apply([op.append(sequence, list(range(7))), op.append(sequence, [1])])
     assert lengths and set(lengths) == {9}
     rig.device.before = None
-    rig.cache.release(one)
+    rig.cache.release(sequence)
     rig.cache.close()
 
 

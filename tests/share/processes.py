@@ -27,8 +27,8 @@ def on_device(content: np.ndarray, pool: Any) -> Any:
 
 
 def load(pipe: Connection) -> None:
-    """A loader: it is told the memory, the slots and what goes there. It brings half of it each time that it is told to
-    go on."""
+    """A loader: it receives the memory, the slots and what goes there. It brings half of it each time that it is asked
+    to go on."""
     description, slots, content, skip = pipe.recv()
     with kvpool.attach(description) as attached:
         pipe.send("attached")
@@ -81,7 +81,7 @@ def drop_while_capturing(pipe: Connection) -> None:
 
 
 def hold(pipe: Connection) -> None:
-    """Attaches, and writes one number everywhere in these blocks, over and over, until it is killed or told to end."""
+    """Attaches, and writes one number everywhere in these blocks, over and over, until it is killed or asked to end."""
     description, blocks, value = pipe.recv()
     attached = kvpool.attach(description)
     pipe.send(attached.alive)

@@ -46,5 +46,5 @@ def spawn() -> Iterator[Spawn]:
         return started[-1]
 
     yield build
-    for one in started:
-        one.kill()
+    for process in started:
+        process.kill()

@@ -59,7 +59,10 @@ def in_a_fork(run: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 @pytest.mark.parametrize("tier", ["device", "host"])
-@pytest.mark.parametrize("channel", [lambda one: one, lambda one: pickle.loads(pickle.dumps(one)), SharedTier.to_json])
+@pytest.mark.parametrize(
+    "channel",
+    [lambda description: description, lambda description: pickle.loads(pickle.dumps(description)), SharedTier.to_json],
+)
 def test_an_attachment_is_the_tier_in_place(device: str, tier: str, channel: Any) -> None:
     with open_pool(device) as cache, attach(channel(cache.share(tier))) as attached:
         pool = cache.device_pool if tier == "device" else cache.host_pool
@@ -99,13 +102,15 @@ def test_every_group_and_part_has_its_array() -> None:
 
 
 def test_the_fingerprint_is_that_of_the_arrays() -> None:
-    with open_pool() as one, open_pool() as same, open_pool(device_blocks=7) as longer:
-        assert one.share().fingerprint == same.share().fingerprint
+    with open_pool() as pool, open_pool() as same, open_pool(device_blocks=7) as longer:
+        assert pool.share().fingerprint == same.share().fingerprint
         with KVCacheManager(
             dataclasses.replace(LAYOUT, order="block_first"), device_blocks=6, device="cpu", shared=True
         ) as other:
-            found = [cache.share().fingerprint for cache in (one, longer, other)] + [one.share("host").fingerprint]
-    assert len(set(found)) == 4
+            fingerprints = [cache.share().fingerprint for cache in (pool, longer, other)] + [
+                pool.share("host").fingerprint
+            ]
+    assert len(set(fingerprints)) == 4
 
 
 def test_a_shared_pool_serves_as_any_other() -> None:
@@ -167,22 +172,22 @@ def drop(cache: KVCacheManager) -> None:
 def test_a_pool_that_is_gone_says_so_and_what_was_attached_stays(end: Callable[[KVCacheManager], None]) -> None:
     cache = open_pool()
     cache.device_pool[...] = 9
-    one, host = cache.share(), cache.share("host")
-    attached = attach(one)
+    shared, host = cache.share(), cache.share("host")
+    attached = attach(shared)
     end(cache)
     del cache
     gc.collect()
-    for description in (one, host):
+    for description in (shared, host):
         with pytest.raises(PoolClosed, match="the pool is gone"):
             attach(description)
     assert not attached.alive and (attached.pool == 9).all()
-    with next_descriptor_is(one.sign.fd), open_pool() as another:
+    with next_descriptor_is(shared.sign.fd), open_pool() as another:
         fds = {another.share(tier).groups[0].parts[0].memory.fd for tier in ("device", "host")} | {
             another.share().sign.fd
         }
-        assert one.sign.fd in fds, "its number means other memory now"
+        assert shared.sign.fd in fds, "its number means other memory now"
         with pytest.raises(PoolClosed, match="the pool is gone"):
-            attach(one)
+            attach(shared)
         assert not attached.alive
 
 
@@ -198,26 +203,26 @@ def next_descriptor_is(number: int) -> Iterator[None]:
 
 def test_a_pool_that_is_closed_under_a_view_is_gone_for_others() -> None:
     cache = open_pool()
-    one, view = cache.share(), cache.device_pool
-    places = [one.sign, one.groups[0].parts[0].memory]
-    assert all(is_there(one.pid, place) for place in places)
+    shared, view = cache.share(), cache.device_pool
+    places = [shared.sign, shared.groups[0].parts[0].memory]
+    assert all(is_there(shared.pid, place) for place in places)
     cache.close()
-    assert not any(is_there(one.pid, place) for place in places)
+    assert not any(is_there(shared.pid, place) for place in places)
     with pytest.raises(PoolClosed, match="the pool is gone"):
-        attach(one)
+        attach(shared)
     assert not view.any()
 
 
 def test_memory_that_was_given_back_is_not_opened_under_its_number() -> None:
     """Between a look at the pool's sign and the opening of its memory."""
     with open_pool() as cache:
-        one = cache.share()
-    place = one.groups[0].parts[0].memory
+        shared = cache.share()
+    place = shared.groups[0].parts[0].memory
     with open_pool() as other:
         used = other.share().groups[0].parts[0].memory
         assert place.fd == used.fd
         with pytest.raises(PoolClosed):
-            open_shared(one.pid, place, 6 * LAYOUT.block_bytes)
+            open_shared(shared.pid, place, 6 * LAYOUT.block_bytes)
 
 
 def test_when_the_pools_process_is_killed_attached_arrays_stay_and_nothing_else_does(spawn: Spawn) -> None:
@@ -247,7 +252,7 @@ def test_a_loader_that_is_killed_leaves_the_pool_whole(spawn: Spawn) -> None:
             pass
         loader.kill()
         assert (cache.device_pool[:, :, table] == 4).all()
-        assert [one.owner for one in cache.reservations] == ["loader"] and cache.revoke("loader") == 1
+        assert [reservation.owner for reservation in cache.reservations] == ["loader"] and cache.revoke("loader") == 1
         assert cache.match_prefix([*range(100, 108), 1]).tokens == 0
         cache.verify()
         cache.release(held)
@@ -282,9 +287,9 @@ def test_the_memory_is_for_its_user_alone_and_nobody_cuts_it_off() -> None:
 
 
 def test_names_are_new_each_time() -> None:
-    with open_pool() as one, open_pool() as other:
+    with open_pool() as pool, open_pool() as other:
         names = [
-            cache.share(tier).groups[0].parts[0].memory.name for cache in (one, other) for tier in ("device", "host")
+            cache.share(tier).groups[0].parts[0].memory.name for cache in (pool, other) for tier in ("device", "host")
         ]
     assert len(set(names)) == 4 and all(len(name) == len("kvpool-") + 32 for name in names)
 
@@ -315,8 +320,8 @@ def test_nothing_is_kept_open() -> None:
         attach(cache.share()).close()
         attach(cache.share("host")).close()
         with pytest.raises(ValueError, match="expected exactly"):
-            one = cache.share()
-            attach(dataclasses.replace(one, groups=(one.groups[0]._replace(blocks=5),)))
+            shared = cache.share()
+            attach(dataclasses.replace(shared, groups=(shared.groups[0]._replace(blocks=5),)))
     assert len(descriptors() - before) <= 6, "two descriptors for each tier, and for the sign"
     cache.close()
     del cache
@@ -327,12 +332,12 @@ def test_nothing_is_kept_open() -> None:
 
 def test_a_forked_child_attaches_and_uses_what_was_attached() -> None:
     with open_pool() as cache:
-        one = cache.share()
-        attached = attach(one)
+        shared = cache.share()
+        attached = attach(shared)
 
         def write() -> None:
             attached.pool[:, :, 1] = 11
-            with attach(one) as mine:
+            with attach(shared) as mine:
                 mine.pool[:, :, 2] = 12
 
         assert in_a_fork(write) == 0
@@ -368,9 +373,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no groups": ({"groups": []}, "0 groups"),
     "no list of groups": ({"groups": 3}, "TypeError"),
     "another fingerprint": ({"fingerprint": "0" * 32}, "fingerprint"),
-    "a device that is no name": ({"device": 5}, "device: expected a string, got 5"),
+    "a device that is not a name": ({"device": 5}, "device: expected a string, got 5"),
     "a negative pid": ({"owner": {"pid": -1}}, "pid: expected 1 to 4611686018427387904, got -1"),
-    "a pid that is no number": ({"owner": {"pid": "1/../2"}}, "pid: expected an integer, got '1/../2'"),
+    "a pid that is not a number": ({"owner": {"pid": "1/../2"}}, "pid: expected an integer, got '1/../2'"),
     "a pid that is a bool": ({"owner": {"pid": True}}, "pid: expected an integer, got True"),
     "no sign": ({"owner": {"sign": None}}, "sign=None"),
     "a sign that is a path": (
@@ -405,7 +410,7 @@ def test_a_description_that_is_none_is_refused(case: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, "x" * (2 << 20), '{"kvpool": 1}'])
-def test_text_that_is_no_description_is_refused(text: str) -> None:
+def test_text_that_is_not_a_description_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="description"):
         attach(text)
 
@@ -419,48 +424,48 @@ def test_text_that_is_too_long_is_not_read() -> None:
 
 
 @pytest.mark.parametrize("given", [None, b"{}", {}, 5])
-def test_what_is_no_description_at_all_is_refused(given: Any) -> None:
+def test_what_is_not_a_description_at_all_is_refused(given: Any) -> None:
     with pytest.raises(TypeError, match="description: .*"):
         attach(given)
 
 
 def test_a_description_that_was_made_by_hand_is_checked_too() -> None:
     with open_pool() as cache:
-        one = cache.share()
+        shared = cache.share()
         with pytest.raises(ValueError, match="pid: .*0"):
-            attach(dataclasses.replace(one, pid=0))
+            attach(dataclasses.replace(shared, pid=0))
         with pytest.raises(ValueError, match="pid: .*0"):
-            pickle.loads(pickle.dumps(dataclasses.replace(one, pid=0)))
+            pickle.loads(pickle.dumps(dataclasses.replace(shared, pid=0)))
 
 
 def test_memory_of_another_size_than_its_blocks_is_refused() -> None:
     with open_pool() as cache:
-        one = cache.share()
+        shared = cache.share()
         for blocks in (5, 7):
-            wrong = dataclasses.replace(one, groups=(one.groups[0]._replace(blocks=blocks),))
+            wrong = dataclasses.replace(shared, groups=(shared.groups[0]._replace(blocks=blocks),))
             with pytest.raises(ValueError, match=f"expected exactly {blocks * LAYOUT.block_bytes}"):
                 attach(wrong)
 
 
 def test_a_pool_of_another_machine_or_pid_namespace_is_named() -> None:
     with open_pool() as cache:
-        one = cache.share()
+        shared = cache.share()
         for name, wrong in (("machine", "another"), ("namespace", 1)):
             with pytest.raises(ValueError, match=name):
-                attach(dataclasses.replace(one, **{name: wrong}))
+                attach(dataclasses.replace(shared, **{name: wrong}))
 
 
 def test_memory_of_a_gpu_is_opened_in_another_process_that_has_the_gpu() -> None:
     memory = GpuMemory(b"\1" * 16, b"\0" * 64, 512)
     with open_pool() as cache:
-        one = cache.share()
-        gpu = dataclasses.replace(one, groups=(SharedGroup(6, (SharedPart(LAYOUT, memory),)),))
+        shared = cache.share()
+        gpu = dataclasses.replace(shared, groups=(SharedGroup(6, (SharedPart(LAYOUT, memory),)),))
         assert pickle.loads(pickle.dumps(gpu)).groups[0].parts[0].memory == memory
         with pytest.raises(ValueError, match="in this process"):
             attach(gpu)
         for wrong in (memory._replace(handle=b"\0" * 63), memory._replace(offset=-1), memory._replace(uuid=b"\1" * 17)):
             with pytest.raises(ValueError, match="description"):
-                attach(dataclasses.replace(one, groups=(SharedGroup(6, (SharedPart(LAYOUT, wrong),)),)))
+                attach(dataclasses.replace(shared, groups=(SharedGroup(6, (SharedPart(LAYOUT, wrong),)),)))
     if unusable() is not None:
         with pytest.raises(DeviceError, match="cuda device needs"):
             open_gpu_memory(memory, 6 * LAYOUT.block_bytes)

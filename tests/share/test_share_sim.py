@@ -20,7 +20,7 @@ Make = Callable[..., Lab]
 
 
 @pytest.fixture
-def lab() -> Iterator[Make]:
+def make_lab() -> Iterator[Make]:
     """Opens shared pools of tiny blocks (two tokens)."""
     opened: list[Lab] = []
 
@@ -29,9 +29,9 @@ def lab() -> Iterator[Make]:
         return opened[-1]
 
     yield build
-    for one in opened:
-        if not one.cache.closed:
-            assert one.findings() == []
+    for lab in opened:
+        if not lab.cache.closed:
+            assert lab.findings() == []
 
 
 def write(lab: Lab, table: Sequence[int], tokens: Sequence[int], start: int) -> None:
@@ -53,19 +53,19 @@ def serve(lab: Lab, first: int) -> None:
 
 @pytest.mark.parametrize(("seed", "progress"), RUNS)
 def test_a_reservation_declares_what_another_process_writes_until_it_is_committed(
-    lab: Make, seed: int, progress: float
+    make_lab: Make, seed: int, progress: float
 ) -> None:
-    one = lab(P=7, seed=seed, progress=progress)
-    cached(one, X)
-    with one.cache.reserve(one.prompt([*X[:2], 7, 8, 9])) as reservation:
+    lab = make_lab(P=7, seed=seed, progress=progress)
+    cached(lab, X)
+    with lab.cache.reserve(lab.prompt([*X[:2], 7, 8, 9])) as reservation:
         assert reservation.skip_prefix_n_tokens == 2
         for done in (3, 5):
-            write(one, reservation.blocks.tolist(), [*X[:2], 7, 8, 9][:done], 2)
-            serve(one, 100 * done)
-            one.sim.check()
+            write(lab, reservation.blocks.tolist(), [*X[:2], 7, 8, 9][:done], 2)
+            serve(lab, 100 * done)
+            lab.sim.check()
         reservation.commit()
-    serve(one, 900)
-    assert one.add([*X[:2], 7, 8, 9, 10]).cached == 5, "the engine compares every byte of it"
+    serve(lab, 900)
+    assert lab.add([*X[:2], 7, 8, 9, 10]).cached == 5, "the engine compares every byte of it"
 
 
 def nothing(lab: Lab, reservation: Reservation) -> None:
@@ -92,69 +92,73 @@ ENDS = [commit, abort, revoke, reset]
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_what_another_process_writes_after_the_end_is_found(lab: Make, end: Callable[[Lab, Reservation], None]) -> None:
-    one = lab()
-    reservation = one.cache.reserve(one.prompt(Y), owner="loader")
+def test_what_another_process_writes_after_the_end_is_found(
+    make_lab: Make, end: Callable[[Lab, Reservation], None]
+) -> None:
+    lab = make_lab()
+    reservation = lab.cache.reserve(lab.prompt(Y), owner="loader")
     table = reservation.blocks.tolist()
-    write(one, table, Y, 0)
-    end(one, reservation)
-    one.sim.check()
-    write(one, table, [31, 32, 33], 0)
+    write(lab, table, Y, 0)
+    end(lab, reservation)
+    lab.sim.check()
+    write(lab, table, [31, 32, 33], 0)
     with pytest.raises(UndeclaredWrite, match=f"block {table[0]} tokens \\[0, 1\\]"):
-        one.sim.check()
+        lab.sim.check()
 
 
 @pytest.mark.parametrize(("seed", "progress"), RUNS)
 def test_what_another_process_writes_after_its_deadline_reaches_nobody_before_the_abort(
-    lab: Make, seed: int, progress: float
+    make_lab: Make, seed: int, progress: float
 ) -> None:
-    one = lab(P=7, seed=seed, progress=progress)
-    reservation = one.cache.reserve(one.prompt(Y), owner="loader", deadline_ms=10)
+    lab = make_lab(P=7, seed=seed, progress=progress)
+    reservation = lab.cache.reserve(lab.prompt(Y), owner="loader", deadline_ms=10)
     table = reservation.blocks.tolist()
-    one.clock.now += 10
+    lab.clock.now += 10
     assert reservation.overdue
-    serve(one, 300)
-    write(one, table, Y, 0)
-    serve(one, 400)
-    one.sim.check()
+    serve(lab, 300)
+    write(lab, table, Y, 0)
+    serve(lab, 400)
+    lab.sim.check()
     with pytest.raises(ReservationExpired):
         reservation.commit()
     reservation.abort()
-    serve(one, 500)
-    assert one.add([*Y, 6]).cached == 0
+    serve(lab, 500)
+    assert lab.add([*Y, 6]).cached == 0
 
 
 @pytest.mark.parametrize("prompt", [X[:2], Y])
-def test_what_another_process_writes_without_a_reservation_is_found(lab: Make, prompt: list[int]) -> None:
-    one = lab()
-    write(one, [0, 1, 2], prompt, 0)
+def test_what_another_process_writes_without_a_reservation_is_found(make_lab: Make, prompt: list[int]) -> None:
+    lab = make_lab()
+    write(lab, [0, 1, 2], prompt, 0)
     with pytest.raises(UndeclaredWrite, match="block 0 tokens"):
-        one.sim.check()
+        lab.sim.check()
 
 
-def test_of_a_reserved_prompt_the_tokens_that_the_pool_has_and_those_behind_its_end_are_not_declared(lab: Make) -> None:
+def test_tokens_that_the_pool_has_and_those_after_the_end_of_a_reserved_prompt_are_not_declared(
+    make_lab: Make,
+) -> None:
     """A block of which the pool has one token: the loader may write the other one."""
-    one = lab()
-    cached(one, X)
-    reservation = one.cache.reserve(one.prompt([X[0], 8, 9]))
+    lab = make_lab()
+    cached(lab, X)
+    reservation = lab.cache.reserve(lab.prompt([X[0], 8, 9]))
     assert reservation.skip_prefix_n_tokens == 1
     first, last = reservation.blocks.tolist()
-    pool = one.cache.device_pool
+    pool = lab.cache.device_pool
     pool[:, :, first, 1], pool[:, :, last, 0] = 5, 5
-    one.sim.check()
+    lab.sim.check()
     for block, token in ((first, 0), (last, 1)):
         pool[:, :, block, token] = 5
         with pytest.raises(UndeclaredWrite, match=f"block {block} tokens \\[{token}\\]"):
-            one.sim.check()
+            lab.sim.check()
     reservation.abort()
 
 
-def test_a_loader_that_names_its_stream_declares_itself(lab: Make) -> None:
-    one = lab()
-    with one.cache.reserve(one.prompt(Y), stream=one.b) as reservation:
-        write(one, reservation.blocks.tolist(), Y, 0)
+def test_a_loader_that_names_its_stream_declares_itself(make_lab: Make) -> None:
+    lab = make_lab()
+    with lab.cache.reserve(lab.prompt(Y), stream=lab.b) as reservation:
+        write(lab, reservation.blocks.tolist(), Y, 0)
         with pytest.raises(UndeclaredWrite):
-            one.sim.check()
+            lab.sim.check()
 
 
 def test_in_a_pool_that_is_not_shared_nobody_else_writes() -> None:
@@ -167,20 +171,20 @@ def test_in_a_pool_that_is_not_shared_nobody_else_writes() -> None:
 
 
 @pytest.mark.parametrize("what", ["reads", "writes"])
-def test_a_kernel_in_a_block_that_another_process_fills_is_a_race(lab: Make, what: str) -> None:
-    one = lab()
-    reservation = one.cache.reserve(one.prompt(Y))
-    rows = one.rows(reservation.blocks.tolist(), 2, 4)
-    one.sim.launch(one.a, lambda: None, **{what: rows})
+def test_a_kernel_in_a_block_that_another_process_fills_is_a_race(make_lab: Make, what: str) -> None:
+    lab = make_lab()
+    reservation = lab.cache.reserve(lab.prompt(Y))
+    rows = lab.rows(reservation.blocks.tolist(), 2, 4)
+    lab.sim.launch(lab.a, lambda: None, **{what: rows})
     with pytest.raises(RaceError, match="another process"):
-        one.sim.check()
-    with one.sim.host_access(reads=rows):
+        lab.sim.check()
+    with lab.sim.host_access(reads=rows):
         pass
     with pytest.raises(RaceError, match="another process"):
-        one.sim.check()
+        lab.sim.check()
     reservation.abort()
-    one.sim.launch(one.a, lambda: None, **{what: rows})
-    one.sim.check()
+    lab.sim.launch(lab.a, lambda: None, **{what: rows})
+    lab.sim.check()
 
 
 def another_process_in_a_block_that_is_being_offloaded(lab: Lab) -> None:
@@ -192,7 +196,7 @@ def another_process_in_a_block_that_is_being_offloaded(lab: Lab) -> None:
     lab.add([*Y, 6])
 
 
-def another_process_behind_tokens_that_are_being_copied(lab: Lab) -> None:
+def another_process_after_tokens_that_are_being_copied(lab: Lab) -> None:
     cached(lab, X)
     with lab.cache.reserve(lab.prompt([X[0], 9])) as reservation:
         assert reservation.skip_prefix_n_tokens == 1
@@ -206,14 +210,14 @@ RACES: dict[Scenario, tuple[str, dict[str, Any]]] = {
 }
 
 
-SCENARIOS = [*RACES, another_process_behind_tokens_that_are_being_copied]
+SCENARIOS = [*RACES, another_process_after_tokens_that_are_being_copied]
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_another_process_races_with_nobody(scenario: Scenario) -> None:
     for seed, progress in RUNS:
-        found = run(scenario, {"P": 4, "S": 2, **RACES.get(scenario, ("", {}))[1], "shared": True}, seed, progress)
-        assert not found, f"seed {seed}, progress {progress}: {found}"
+        failures = run(scenario, {"P": 4, "S": 2, **RACES.get(scenario, ("", {}))[1], "shared": True}, seed, progress)
+        assert not failures, f"seed {seed}, progress {progress}: {failures}"
 
 
 @pytest.mark.parametrize("scenario", RACES, ids=lambda scenario: scenario.__name__)
@@ -226,26 +230,26 @@ def test_the_race_with_another_process_is_found_without_its_guard(scenario: Scen
 
 
 def test_what_is_written_while_the_device_compares_is_not_taken_for_undeclared(
-    lab: Make, monkeypatch: pytest.MonkeyPatch
+    make_lab: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between two looks of the device at one block."""
-    one = lab(P=8)
-    reservation = one.cache.reserve(one.prompt(Y))
-    block, other = int(reservation.blocks[0]), one.add([40, 41])
+    lab = make_lab(P=8)
+    reservation = lab.cache.reserve(lab.prompt(Y))
+    block, other = int(reservation.blocks[0]), lab.add([40, 41])
     compare, values = Shadow.differences, iter(range(1, 1000))
 
     def writes_first(self: Shadow, *blocks: Any) -> Any:
-        one.cache.device_pool[:, :, block] = next(values)
+        lab.cache.device_pool[:, :, block] = next(values)
         return compare(self, *blocks)
 
     monkeypatch.setattr(Shadow, "differences", writes_first)
-    serve(one, 100)
-    one.sim.check()
-    one.cache.device_pool[:, :, one.table(other)[0]] += 1
-    with pytest.raises(UndeclaredWrite, match=f"block {one.table(other)[0]}"):
-        one.sim.check()
+    serve(lab, 100)
+    lab.sim.check()
+    lab.cache.device_pool[:, :, lab.table(other)[0]] += 1
+    with pytest.raises(UndeclaredWrite, match=f"block {lab.table(other)[0]}"):
+        lab.sim.check()
     monkeypatch.undo()
-    one.write(other, 0)
+    lab.write(other, 0)
     reservation.abort()
 
 
