@@ -50,12 +50,12 @@ seen: list[str] = []
 
 def look(given: Any) -> None:
     """Note whether something that jitted code is handed is, or points into, what is watched."""
-    for own in watched:
-        start = own.__array_interface__["data"][0]
-        inside = range(start, start + own.nbytes)
+    for array in watched:
+        start = array.__array_interface__["data"][0]
+        inside = range(start, start + array.nbytes)
         if isinstance(given, np.ndarray):
             points = given.dtype in (np.int64, np.uint64) and ((given >= start) & (given < inside.stop)).any()
-            if np.shares_memory(given, own) or points:
+            if np.shares_memory(given, array) or points:
                 seen.append("an array shares memory with the caller's, or points to it")
         elif isinstance(given, (int, np.integer)) and int(given) in inside:
             seen.append("an address is the caller's")
@@ -152,7 +152,7 @@ class Grouped(Scene):
 
 
 class Nothing:
-    """For what needs no pool: memory of a paged cache and of staging, which may be written, and what lies behind it."""
+    """For what needs no pool: memory of a paged cache and of staging, which may be written, and what comes after it."""
 
     def __init__(self) -> None:
         # one allocation: which address is lower decides on lines of a call
@@ -211,7 +211,7 @@ class Hosted:
         self.cache.publish(self.cache.reserve(_named("a", "b", "c")).keys)
         self.cache.reserve(_named("p", "q"))
         self.lease = self.cache.pin(_named("c"))
-        self.saver = self.cache.open_dirty_cursor(pending=False)
+        self.cursor = self.cache.open_dirty_cursor(pending=False)
 
     def picture(self) -> object:
         return [debug.dump(state) for state in self.cache._states], len(self.cache.leases)
@@ -243,7 +243,7 @@ class Stored:
 
 
 class Kept:
-    """A host cache with a keeper. Of the keys, one is there, one waits for its bytes, and one is in the store."""
+    """A host cache with a storage manager. One key is there, one waits for its bytes, and one is in the store."""
 
     def __init__(self) -> None:
         self.cache = HostCache(8, 64, **_clocked())
@@ -267,7 +267,7 @@ class Kept:
 
 
 class Saved(Plain):
-    """A pool with a keeper, whose thread works by itself: the pool is not looked at."""
+    """A pool with a storage manager, whose thread works by itself: the pool is not looked at."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ class Saved(Plain):
         assert self.manager.close(600)
 
 
-class Told(Saved):
+class Forgetting(Saved):
     """The same, after a call that takes something from the pool: it says what is left of the prompt."""
 
     def picture(self) -> object:
@@ -341,9 +341,9 @@ def of_both(numbers: Callable[[Any], list[int]], place: int, value: int) -> tupl
     """Numbers that depend on the scene, and the same with another value in one place."""
 
     def changed(scene: Any) -> list[int]:
-        found = list(numbers(scene))
-        found[place] = value
-        return found
+        changed = list(numbers(scene))
+        changed[place] = value
+        return changed
 
     return numbers, changed
 
@@ -495,24 +495,24 @@ def _publish(scene: Any, given: dict[str, Any]) -> int:
     return scene.manager.publish(_named("p", "q"), **given)
 
 
-def _tell_saver(scene: Any, given: dict[str, Any]) -> list[bytes]:
-    return scene.cache.read_dirty(scene.saver, **given)
+def _read_dirty(scene: Any, given: dict[str, Any]) -> list[bytes]:
+    return scene.cache.read_dirty(scene.cursor, **given)
 
 
 def _jobs(part: str, name: str) -> Callable[[Any, dict[str, Any]], StoreRequest]:
-    """A job of two blocks, in rows that lie behind those that were saved."""
+    """A job of two blocks, in rows that come after those that were saved."""
     others = {"rows": [6, 7]} if name in ("load", "save") else {}
     return lambda scene, given: getattr(getattr(scene, part), name)(**others | given)
 
 
 def _block_keys(scene: Any, given: dict[str, Any]) -> BlockKeys:
-    own = scene.keys
-    return BlockKeys(**given, salt=None, adapter_id=None, root=(own.namespace, *own.root), origin=own.origin)
+    keys = scene.keys
+    return BlockKeys(**given, salt=None, adapter_id=None, root=(keys.namespace, *keys.root), origin=keys.origin)
 
 
 def _strided(scene: Any, given: dict[str, Any]) -> Any:
-    found = StridedArray(scene.memory.ctypes.data, itemsize=2, kind="u", owner=scene.memory, **given)
-    return found.shape, found.steps
+    strided = StridedArray(scene.memory.ctypes.data, itemsize=2, kind="u", owner=scene.memory, **given)
+    return strided.shape, strided.steps
 
 
 def _record(scene: Any, given: dict[str, Any]) -> Any:
@@ -634,7 +634,7 @@ CASES = [
         )
     ),
     Case("HostStorageManager.publish", Kept, _publish, {"unsaved": (_named("p"), _named("x"))}, {}, LIST),
-    Case("HostCache.read_dirty", Hosted, _tell_saver, {"keys": (_named(*"ab"), _named(*"ax"))}, {}, LIST),
+    Case("HostCache.read_dirty", Hosted, _read_dirty, {"keys": (_named(*"ab"), _named(*"ax"))}, {}, LIST),
     *(
         Case(f"HostStorageManager.{name}", Kept, _opaque("manager", name), {"keys": (before, after)}, {}, LIST)
         for name, before, after in (
@@ -676,8 +676,10 @@ CASES = [
         Case(f"StorageManager.{name}", Saved, _opaque("manager", name), {"prompt": PROMPT}, TOKENS)
         for name in KEEPER_VERBS
     ),
-    Case("StorageManager.forget", Told, _opaque("manager", "forget"), {"prompt": PROMPT}, TOKENS),
-    Case("StorageManager.forget", Told, _opaque("manager", "forget"), {"prompt": KEYS}, {"prompt": UINT64}, ARRAYS),
+    Case("StorageManager.forget", Forgetting, _opaque("manager", "forget"), {"prompt": PROMPT}, TOKENS),
+    Case(
+        "StorageManager.forget", Forgetting, _opaque("manager", "forget"), {"prompt": KEYS}, {"prompt": UINT64}, ARRAYS
+    ),
     *(
         Case("BlockNames", Nothing, call, {name: (_named("here", "there"), _named("here", "x"))}, {}, LIST)
         for name, call in (
@@ -716,7 +718,7 @@ class Argument:
     """Memory of the caller's in one of several forms, and what becomes of it."""
 
     def __init__(self, case: Case, name: str, form: str, scene: Any, changes: bool) -> None:
-        before, after = (_numbers(scene, given) for given in case.arrays[name])
+        before, after = (_numbers(scene, values) for values in case.arrays[name])
         dtype = case.dtypes.get(name, np.int64)
         self.memory: Any = list(before) if form == "list" else np.array(before, dtype)
         self.after: Any = after if form == "list" else np.array(after, dtype)
@@ -737,15 +739,15 @@ def _ids() -> Iterator[str]:
 
 
 WALK = [
-    pytest.param(case, name, form, id=f"{own}-{name}-{form}")
-    for own, case in zip(_ids(), CASES, strict=True)
+    pytest.param(case, name, form, id=f"{case_id}-{name}-{form}")
+    for case_id, case in zip(_ids(), CASES, strict=True)
     for name in case.arrays
     for form in case.forms
 ]
 CHANGED = [
-    one
-    for one in WALK
-    for case, name, form in [one.values]
+    param
+    for param in WALK
+    for case, name, form in [param.values]
     if form == "array"
     or (form == "list" and (name == next(iter(case.arrays)) or case.forms == LIST))
     or (form == "interface" and 1 < len(case.arrays) and name == list(case.arrays)[-1])
@@ -776,8 +778,8 @@ def scenes(case: Case) -> Iterator[Callable[[], Any]]:
 
 def given_to(case: Case, scene: Any, changed: str, form: str, changes: bool) -> tuple[dict[str, Any], Argument]:
     """The arguments of a call, of which one is in this form and can be changed."""
-    found = {
+    arguments = {
         name: Argument(case, name, form if name == changed else "array", scene, changes and name == changed)
         for name in case.arrays
     }
-    return {name: one.value for name, one in found.items()}, found[changed]
+    return {name: argument.value for name, argument in arguments.items()}, arguments[changed]

@@ -56,8 +56,8 @@ def dump(state: State) -> bytes:
 
 def book(state: State) -> list[bytes]:
     """Every byte that a policy knows, if there is one: of all its arrays, however it names them."""
-    own = {} if state.policy_state is None else vars(state.policy_state)
-    return [one.tobytes() for one in own.values() if isinstance(one, np.ndarray)]
+    fields = {} if state.policy_state is None else vars(state.policy_state)
+    return [value.tobytes() for value in fields.values() if isinstance(value, np.ndarray)]
 
 
 def dump_all(states: States) -> bytes:

@@ -45,13 +45,13 @@ class TokenBytes:
     def of(self, namespace: object, items: Iterable[Item]) -> list[Bytes]:
         """One uint8[layers, planes, kv_heads, head bytes] per token."""
         digest = hashlib.blake2b(repr(namespace).encode(), digest_size=16).digest()
-        found = []
+        contents = []
         for item in items:
             digest = hashlib.blake2b(repr(item).encode(), key=digest, digest_size=16).digest()
             if digest not in self._known:
                 self._known[digest] = self._expand(digest)
-            found.append(self._known[digest])
-        return found
+            contents.append(self._known[digest])
+        return contents
 
     def _expand(self, digest: bytes) -> Bytes:
         layout = self.layout
@@ -160,7 +160,7 @@ class Engine:
         return [int(b) for b in row]
 
     def unseen(self, sequence: Request, token: int) -> bool:
-        """Whether the window of the next token has passed a token, which is no sink either."""
+        """Whether the window of the next token has passed a token, which is not a sink either."""
         window, sinks = self.cache.groups[0].window or 0, self.cache.groups[0].sinks
         return 0 < window <= int(self.cache.committed_tokens(sequence.id)) - token and token >= sinks
 
@@ -277,7 +277,7 @@ class Engine:
         self.cache.verify()
 
     def swap_out(self, *sequences: Request, **options: Any) -> int:
-        copied = self.cache.swap_out([one.id for one in sequences], **options)
+        copied = self.cache.swap_out([request.id for request in sequences], **options)
         for sequence in sequences:
             del self.live[sequence.id]
         self.cache.verify()
@@ -285,7 +285,7 @@ class Engine:
 
     def resume(self, *sequences: Request, **options: Any) -> int:
         """Every byte of what comes back is compared."""
-        copied = self.cache.resume([one.id for one in sequences], **options)
+        copied = self.cache.resume([request.id for request in sequences], **options)
         for sequence in sequences:
             self.live[sequence.id] = sequence
             self._done(sequence)

@@ -1,4 +1,4 @@
-"""A pool on a device that fails when told to, all whose cached bytes are known; and calls that make moves of every
+"""A pool on a device that can be set to fail, all whose cached bytes are known; and calls that make moves of every
 kind."""
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Rig(Engine):
         self.failed: list[int] = []
 
     def learn(self, sequence: Request) -> Request:
-        """Note the content behind every key of a sequence."""
+        """Note the content of every key of a sequence."""
         salt, adapter = sequence.namespace  # type: ignore[misc]
         tokens = [token for token, _ in sequence.items]
         keys = self.cache.block_keys(tokens, salt=salt, adapter_id=adapter).keys if tokens else []

@@ -21,11 +21,11 @@ class Digests:
 
     def of(self, namespace: object, items: Iterable[Item]) -> list[bytes]:
         digest = hashlib.blake2b(repr(namespace).encode(), digest_size=16).digest()
-        found = []
+        digests = []
         for item in items:
             digest = hashlib.blake2b(repr(item).encode(), key=digest, digest_size=16).digest()
-            found.append(digest)
-        return found
+            digests.append(digest)
+        return digests
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Side:
     known: dict[tuple[bytes, int], Bytes] = field(default_factory=dict)
 
     def bytes_of(self, digest: bytes, part: int) -> Bytes:
-        """What a token, or the state behind it, is: uint8[layers, planes, kv_heads, head bytes], unlike that of any
+        """What a token, or the state after it, is: uint8[layers, planes, kv_heads, head bytes], unlike that of any
         other group."""
         if (digest, part) not in self.known:
             layout = self.layouts[part]
@@ -52,7 +52,7 @@ class Side:
         return self.known[digest, part]
 
     def places(self, row: Sequence[int], count: int) -> list[tuple[int, int, int]]:
-        """(token, block, slot) of what ``count`` tokens have in a row: each of them, or of states those behind the last
+        """(token, block, slot) of what ``count`` tokens have in a row: each of them, or of states those after the last
         of a column."""
         if self.kind != "recurrent":
             return [(i, row[i // self.width], i % self.width) for i in range(count)]
@@ -63,7 +63,7 @@ class Side:
         return [(token, block, 0) for token, block in ends if block >= 0]
 
     def unseen(self, token: int, committed: int) -> bool:
-        """Whether the window of the token behind the committed ones has passed a token, which is no sink either."""
+        """Whether the window of the token after the committed ones has passed a token, which is not a sink either."""
         return self.window is not None and self.window <= committed - token and token >= self.sinks
 
 
@@ -79,7 +79,7 @@ class GroupsEngine(Engine):
         self.live: dict[int, Request] = {}
         self.clock = Clock()
         self.encoded: dict[int, list[bytes]] = {}
-        """Of each sequence: what its encoder gave."""
+        """For each sequence: what its encoder gave."""
 
     # -- looking -------------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class GroupsEngine(Engine):
                     self.compare(side, block, slot, digests[token], f"token {token} of {sequence}")
 
     def check_cached(self, side: Side, block: int, namespace: object, items: Sequence[Item], tail: int) -> None:
-        """Compare a cached block with the last ``tail`` tokens of a prefix, or with the state behind it."""
+        """Compare a cached block with the last ``tail`` tokens of a prefix, or with the state after it."""
         digests = self.expected.of(namespace, items)
         first = len(items) - (1 if side.kind == "recurrent" else tail)
         for token in range(first, len(items)):
@@ -216,7 +216,7 @@ class GroupsEngine(Engine):
         return self._done(sequence)
 
     def chained(self, sequence: Request, drafts: int) -> None:
-        """Compute the last tokens of a sequence again, each behind the one before."""
+        """Compute the last tokens of a sequence again, each after the one before."""
         sequence.bytes = self.expected.of(sequence.namespace, sequence.items)  # type: ignore[assignment]
         self.write(sequence, len(sequence) - drafts)
         self._done(sequence)
@@ -245,9 +245,9 @@ def open_groups(groups: Sequence[dict[str, Any]], *, tokens_per_block: int = 4, 
     options = {"device": "cpu", "clock": Clock()} | options
     capacities = {name: [group.get(name, 0) for group in groups] for name in ("device_blocks", "host_blocks")}
     if len(sides) == 1 and len(sides[0].layouts) == 1 and sides[0].kind == "attention":
-        one = {name: value for name, (value,) in capacities.items()}
+        counts = {name: value for name, (value,) in capacities.items()}
         cache = kvpool.KVCacheManager(
-            sides[0].layouts[0], window=sides[0].window, sinks=sides[0].sinks, **one, **options
+            sides[0].layouts[0], window=sides[0].window, sinks=sides[0].sinks, **counts, **options
         )
     else:
         rules = [

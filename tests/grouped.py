@@ -38,7 +38,7 @@ def group_of(kind: str) -> LayerGroup:
 
 @contextmanager
 def pool_of(kinds: str, device: int = 14, host: int = 10, on: Any = "cpu", **options: Any) -> Iterator[KVCacheManager]:
-    """A pool of groups by their words, each with so many blocks and one more than the group before; verified at the
+    """A pool of groups by their words, each with that many blocks and one more than the group before; verified at the
     end."""
     words = kinds.split()
     sizes = {

@@ -75,7 +75,7 @@ class GroupEngine:
         if self.sim is None:
             kernel()
         elif reads or writes:
-            rows = {name: np.array(found, np.int64) for name, found in (("reads", reads), ("writes", writes)) if found}
+            rows = {name: np.array(slots, np.int64) for name, slots in (("reads", reads), ("writes", writes)) if slots}
             self.sim.launch(stream, kernel, **rows)
 
     def rows(self, g: int, slots: np.ndarray) -> Rows:
@@ -86,26 +86,26 @@ class GroupEngine:
         """Where tokens of a live sequence lie, -1 for those before ``start`` and those that a window has passed."""
         row = self.cache.block_table(sequence, group=g).dense()[0]
         place = np.arange(end)
-        found = np.where(row[place // T] < 0, -1, row[place // T].astype(np.int64) * T + place % T)
-        found[:start] = -1
-        return found
+        slots = np.where(row[place // T] < 0, -1, row[place // T].astype(np.int64) * T + place % T)
+        slots[:start] = -1
+        return slots
 
     def put(self, g: int, slots: np.ndarray, tokens: Sequence[int], stream: Any = None) -> None:
         """Write tokens where they go."""
 
         def kernel() -> None:
             for part in range(len(self.cache.groups[g].layouts)):
-                for slot, one in zip(slots.tolist(), self.bytes_of(g, part, tokens), strict=True):
+                for slot, token_bytes in zip(slots.tolist(), self.bytes_of(g, part, tokens), strict=True):
                     if slot >= 0:
-                        self.block(g, part, slot // T)[:, :, slot % T] = one
+                        self.block(g, part, slot // T)[:, :, slot % T] = token_bytes
 
         self.run(stream or self.a, kernel, writes=self.rows(g, slots))
 
     def compare(self, g: int, slots: np.ndarray, tokens: Sequence[int], stream: Any = None) -> None:
         def kernel() -> None:
             for part in range(len(self.cache.groups[g].layouts)):
-                for slot, one in zip(slots.tolist(), self.bytes_of(g, part, tokens), strict=True):
-                    if slot >= 0 and not np.array_equal(self.block(g, part, slot // T)[:, :, slot % T], one):
+                for slot, token_bytes in zip(slots.tolist(), self.bytes_of(g, part, tokens), strict=True):
+                    if slot >= 0 and not np.array_equal(self.block(g, part, slot // T)[:, :, slot % T], token_bytes):
                         self.wrong.append(f"group {g}, part {part}, slot {slot} does not hold its token of {tokens}")
 
         self.run(stream or self.a, kernel, reads=self.rows(g, slots))
@@ -158,9 +158,7 @@ class GroupEngine:
 
     def cached(self) -> list[dict[str, list[bytes]]]:
         """Keys by group and tier."""
-        return [
-            {tier: sorted(found) for tier, found in debug.cached(state).items()} for state in self.cache.core.states
-        ]
+        return [{tier: sorted(keys) for tier, keys in debug.cached(state).items()} for state in self.cache.core.states]
 
     def orders(self) -> list[Any]:
         return [debug.lists(state) for state in self.cache.core.states]
@@ -172,7 +170,7 @@ class GroupEngine:
 
     def findings(self) -> list[str]:
         """Let everything run and close; what was found wrong by the device, the comparisons or the invariants."""
-        found = []
+        failures = []
         steps: list[Callable[[], object]] = [self.cache.verify] if not self.cache.closed else []
         if self.sim is not None:
             steps += [self.sim.synchronize, self.sim.check]
@@ -180,10 +178,10 @@ class GroupEngine:
             try:
                 step()
             except (KVPoolError, AssertionError) as error:
-                found.append(f"{type(error).__name__}: {error}")
+                failures.append(f"{type(error).__name__}: {error}")
         if self.sim is not None:
             self.sim.close()
-        return found + self.wrong
+        return failures + self.wrong
 
 
 @pytest.fixture

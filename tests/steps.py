@@ -45,12 +45,12 @@ def expected(
 
 
 def check(found: StepTables, wanted: dict[str, np.ndarray], get: Callable[[Any], np.ndarray] = np.asarray) -> None:
-    """Each array that there is begins with what it should be, and is garbage behind that."""
+    """Each array that there is begins with what it should be, and is garbage after that."""
     for name, values in wanted.items():
-        given = getattr(found, name)
-        if given is None:
+        actual = getattr(found, name)
+        if actual is None:
             continue
-        array = get(given)
+        array = get(actual)
         assert array.dtype == (np.int64 if name == "slot_mapping" else np.int32), name
         if name == "table":
             rows, columns = values.shape

@@ -18,6 +18,6 @@ def until(condition: Callable[[], Any], what: str = "change") -> None:
 
 def at_once(call: Callable[[Any], Any], arguments: Iterable[Any]) -> list[Any]:
     """What a function returns for each argument, in threads of their own; raises what one of them has raised."""
-    given = [*arguments]
-    with ThreadPoolExecutor(len(given)) as pool:
-        return [*pool.map(call, given)]
+    values = [*arguments]
+    with ThreadPoolExecutor(len(values)) as pool:
+        return [*pool.map(call, values)]

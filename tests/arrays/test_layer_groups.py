@@ -164,15 +164,15 @@ def test_wrong_capacities_are_refused_by_name(name: str, value: Any, error: type
 def test_global_ids_have_all_device_blocks_first() -> None:
     groups = [FULL, WINDOWED, CROSS]
     with KVCacheManager(groups=groups, device_blocks=[5, 7, 2], host_blocks=[0, 3, 4], device="cpu") as cache:
-        found = cache.groups
-    assert [(g.index, g.kind, g.window, g.device_blocks, g.host_blocks) for g in found] == [
+        layer_groups = cache.groups
+    assert [(g.index, g.kind, g.window, g.device_blocks, g.host_blocks) for g in layer_groups] == [
         (0, "attention", None, 5, 0),
         (1, "attention", 64, 7, 3),
         (2, "cross", None, 2, 4),
     ]
-    assert [g.first_device_block for g in found] == [0, 5, 12]
-    assert [g.first_host_block for g in found] == [14, 14, 17]
-    assert [g.block_bytes for g in found] == [layout().block_bytes] * 3
+    assert [g.first_device_block for g in layer_groups] == [0, 5, 12]
+    assert [g.first_host_block for g in layer_groups] == [14, 14, 17]
+    assert [g.block_bytes for g in layer_groups] == [layout().block_bytes] * 3
 
 
 # -- the split of a tier's bytes
@@ -262,9 +262,9 @@ def test_too_few_bytes_are_refused_with_those_that_are_needed() -> None:
 def test_wrong_arguments_of_a_split_are_refused_by_name(
     arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    given = {"groups": [FULL, WINDOWED], "nbytes": 1 << 20, "max_sequence_tokens": 1024} | arguments
+    options = {"groups": [FULL, WINDOWED], "nbytes": 1 << 20, "max_sequence_tokens": 1024} | arguments
     with pytest.raises(error, match=message):
-        split_blocks(**given)
+        split_blocks(**options)
 
 
 def test_a_pool_of_recurrent_groups_is_split_by_its_tokens_per_block() -> None:

@@ -40,11 +40,11 @@ def test_strides_and_shapes_agree_with_numpy(order: str, tokens: str, planes: in
         (layout.host_shape(7), layout.host_strides(7), "blp" + axes),
     ):
         array = np.empty(shape, layout.storage_dtype)
-        found = dict(zip(names, array.strides, strict=True))
+        stride_of = dict(zip(names, array.strides, strict=True))
         extents = dict(zip(names, array.shape, strict=True))
         assert extents == {"b": 7, "l": 3, "p": planes, "t": 4, "h": 2, "d": 5}
-        assert (found["b"], found["l"], found["p"], found["t"], found["h"]) == strides
-        assert found["d"] == layout.itemsize
+        assert (stride_of["b"], stride_of["l"], stride_of["p"], stride_of["t"], stride_of["h"]) == strides
+        assert stride_of["d"] == layout.itemsize
         assert array.nbytes == 7 * layout.block_bytes
 
 

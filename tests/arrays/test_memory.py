@@ -208,7 +208,7 @@ def test_nonsense_in_group_files_is_passed_over(write: Any) -> None:
     assert available_ram(root) == 1 << 20
 
 
-def test_the_cpu_device_tells_the_memory_of_this_machine() -> None:
+def test_the_cpu_device_reports_the_memory_of_this_machine() -> None:
     available = get_device("cpu").available_bytes("host")
     assert available is None or available > 0
 
@@ -285,13 +285,13 @@ def test_the_address_of_a_block_is_where_its_bytes_begin_in_the_first_part_of_it
 
 
 def test_closed_pools_say_so_and_close_again() -> None:
-    one, pools = make(), make_groups()
-    for each in (one, one, pools, pools):
+    single, pools = make(), make_groups()
+    for each in (single, single, pools, pools):
         each.close()
         assert each.closed
     for call in (
-        lambda: one.device_pool,
-        lambda: one.host_pool,
+        lambda: single.device_pool,
+        lambda: single.host_pool,
         lambda: pools.device_pools,
         lambda: pools.host_pools,
         lambda: pools.flat("device"),
@@ -374,16 +374,16 @@ def test_a_list_is_the_memory_of_each_part_and_none_in_it_is_allocated() -> None
 
 
 def test_memory_of_the_caller_needs_no_room_and_the_rest_does() -> None:
-    given = [aligned(size) for size in SIZES["device"]]
+    arrays = [aligned(size) for size in SIZES["device"]]
     rest = SIZES["device"][3]
     for room in (rest, rest - 1):
         device = SmallDevice({"device": room, "host": None})
-        make_groups(SmallDevice({"device": 0, "host": None}), device_memory=given).close()
+        make_groups(SmallDevice({"device": 0, "host": None}), device_memory=arrays).close()
         if room == rest:
-            make_groups(device, device_memory=[*given[:3], None, given[4]]).close()
+            make_groups(device, device_memory=[*arrays[:3], None, arrays[4]]).close()
         else:
             with pytest.raises(InsufficientMemory, match="^device tier"):
-                make_groups(device, device_memory=[*given[:3], None, given[4]])
+                make_groups(device, device_memory=[*arrays[:3], None, arrays[4]])
 
 
 def test_a_function_is_called_for_each_part_in_order() -> None:

@@ -39,19 +39,19 @@ class Benchmark(NamedTuple):
     @property
     def params(self) -> list[list[Any]]:
         """The values of each parameter; asv takes a plain list where there is one."""
-        given = list(getattr(self.owner, "params", []))
-        return given if not given or isinstance(given[0], (list, tuple)) else [given]
+        parameters = list(getattr(self.owner, "params", []))
+        return parameters if not parameters or isinstance(parameters[0], (list, tuple)) else [parameters]
 
 
 def discover() -> list[Benchmark]:
     package = importlib.import_module(PACKAGE)
-    found = []
+    benchmarks = []
     for name in sorted(module.name for module in pkgutil.iter_modules(package.__path__)):
         module = importlib.import_module(f"{PACKAGE}.{name}")
         classes = [item for item in vars(module).values() if inspect.isclass(item)]
         for owner in [item for item in classes if item.__module__ == module.__name__]:
-            found += [Benchmark(name, owner, method) for method in dir(owner) if method.partition("_")[0] in KINDS]
-    return found
+            benchmarks += [Benchmark(name, owner, method) for method in dir(owner) if method.partition("_")[0] in KINDS]
+    return benchmarks
 
 
 BENCHMARKS = discover()

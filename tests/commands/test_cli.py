@@ -273,7 +273,7 @@ class FakeBar:
 
 
 @pytest.mark.parametrize("stream", [None, types.SimpleNamespace(), io.TextIOWrapper(io.BytesIO())])
-def test_nobody_watches_what_is_no_terminal(stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_shown_only_in_a_terminal(stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if hasattr(stream, "close"):
         stream.close()
     monkeypatch.setattr(sys, "stderr", stream)
@@ -297,7 +297,7 @@ def test_without_tqdm_there_is_no_bar_and_no_complaint(trace: str, monkeypatch: 
     assert terminal.getvalue() == ""
 
 
-def test_a_reader_that_has_gone_is_no_error(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_has_gone_is_not_an_error(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
     command = [sys.executable, "-m", "kvpool", "replay", trace, *SMALL]
     reader, writer = os.pipe()
     os.close(reader)

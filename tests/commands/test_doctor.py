@@ -65,14 +65,14 @@ def test_an_environment_that_names_no_device_is_a_finding(
 
 def test_json_has_every_finding(capsys: pytest.CaptureFixture[str]) -> None:
     status, text = answer(capsys, "--json")
-    found = json.loads(text)
-    assert status == 0 and found["usable"] and found["auto"]["device"] == "cpu"
-    assert found["packages"]["numpy"]["error"] is None and found["packages"]["cupy"]["error"]
-    assert found["packages"]["nixl"]["install"] == "pip install --no-deps nixl nixl-cu13"
-    assert found["gpus"] == [] and found["copies"] is None
+    report = json.loads(text)
+    assert status == 0 and report["usable"] and report["auto"]["device"] == "cpu"
+    assert report["packages"]["numpy"]["error"] is None and report["packages"]["cupy"]["error"]
+    assert report["packages"]["nixl"]["install"] == "pip install --no-deps nixl nixl-cu13"
+    assert report["gpus"] == [] and report["copies"] is None
 
 
-def test_a_package_that_is_there_and_broken_is_no_crash(
+def test_a_package_that_is_there_and_broken_is_not_a_crash(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(name: str) -> None:
@@ -94,18 +94,18 @@ def test_a_numba_cuda_that_is_not_used_or_compiles_nothing_is_said(monkeypatch: 
     def sound(name: str, capability: tuple[int, int]) -> str:
         return ".entry"
 
-    own, installed = "/site/numba/cuda/__init__.py", "/site/numba_cuda/numba/cuda/__init__.py"
+    numba_own, installed = "/site/numba/cuda/__init__.py", "/site/numba_cuda/numba/cuda/__init__.py"
     for place, version, compile_for, wrong in (
-        (own, "0.30", sound, "Numba's own"),
-        (own, None, newer, None),
+        (numba_own, "0.30", sound, "Numba's own"),
+        (numba_own, None, newer, None),
         (installed, "0.30", sound, None),
         (installed, "0.30", newer, "kernels of tables cannot be compiled: AttributeError: module 'numpy'"),
     ):
         there = SimpleNamespace(__file__=place, compile_for=compile_for, KERNELS={"any": None})
         monkeypatch.setattr(doctor.importlib, "import_module", lambda name, there=there: there)
-        found = doctor._numba_cuda(version)
-        assert found["place"] == place
-        assert found["error"] is None if wrong is None else wrong in found["error"]
+        package = doctor._numba_cuda(version)
+        assert package["place"] == place
+        assert package["error"] is None if wrong is None else wrong in package["error"]
 
 
 # ----------------------------------------
@@ -172,11 +172,11 @@ def test_a_machine_on_which_everything_is_right_needs_no_advice() -> None:
     ],
 )
 def test_what_is_wrong_is_found_and_has_advice(changes: dict[str, Any], name: str, status: str, advice: str) -> None:
-    found = copy.deepcopy(WELL)
+    facts = copy.deepcopy(WELL)
     for key, value in changes.items():
-        found[key] = found[key] | value if isinstance(value, dict) else value
-    other = [check for check in doctor.judge(found) if check.name != name]
-    (check,) = [check for check in doctor.judge(found) if check.name == name]
+        facts[key] = facts[key] | value if isinstance(value, dict) else value
+    other = [check for check in doctor.judge(facts) if check.name != name]
+    (check,) = [check for check in doctor.judge(facts) if check.name == name]
     assert check.status == status and advice in check.advice
     assert {check.status for check in other} == {OK}, "nothing else is wrong"
 
@@ -189,8 +189,8 @@ def test_a_limit_of_locked_memory_matters_where_memory_is_pinned(
     monkeypatch: pytest.MonkeyPatch, user: int, limit: int, gpus: bool, status: str
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: user)
-    found = WELL | {"memory": {"locked_limit": limit, "available": 64 * GIB}, "gpus": WELL["gpus"] if gpus else []}
-    check = doctor.locked_memory(found)
+    facts = WELL | {"memory": {"locked_limit": limit, "available": 64 * GIB}, "gpus": WELL["gpus"] if gpus else []}
+    check = doctor.locked_memory(facts)
     assert check.status == status and ("ulimit -l unlimited" in check.advice) == (status == WARNING)
 
 
@@ -200,9 +200,9 @@ def test_a_verdict_that_failed_is_the_exit_status(
     broken = doctor.Package("nothing_of_this_name", "nothing-of-this-name", "everything", "pip install it")
     monkeypatch.setattr(doctor, "_PARTS", (*doctor._PARTS, broken))
     assert main(["doctor", "--device", "cpu", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)["checks"]
+    checks = json.loads(capsys.readouterr().out)["checks"]
     verdict = {"status": "failed", "reason": "not installed (everything)", "advice": "pip install it"}
-    assert {"name": "nothing-of-this-name"} | verdict in found
+    assert {"name": "nothing-of-this-name"} | verdict in checks
     assert main(["doctor", "--device", "cpu"]) == 1
     line = r"^nothing-of-this-name: failed, not installed.*\n    advice: pip install it$"
     assert re.search(line, capsys.readouterr().out, re.MULTILINE)
@@ -210,12 +210,12 @@ def test_a_verdict_that_failed_is_the_exit_status(
 
 def test_the_cache_that_is_looked_at_is_the_one_in_use() -> None:
     first_outside(np.zeros(1, np.int64), 0)  # compiled here, unless it is kept
-    found = doctor.look_at_jit()
-    assert found["root"] == str(cache.cache_root()) and found["free"] > 0
-    assert found["disabled"] or (found["in_use"] and found["used"] > 0)
+    report = doctor.look_at_jit()
+    assert report["root"] == str(cache.cache_root()) and report["free"] > 0
+    assert report["disabled"] or (report["in_use"] and report["used"] > 0)
 
 
-def test_compiled_code_that_another_process_removes_meanwhile_is_no_crash(
+def test_compiled_code_that_another_process_removes_meanwhile_is_not_a_crash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "kept.nbc").write_bytes(bytes(100))
@@ -231,8 +231,8 @@ def test_compiled_code_that_another_process_removes_meanwhile_is_no_crash(
 
     monkeypatch.setattr(os, "scandir", scandir)
     monkeypatch.setattr(cache, "cache_root", lambda: tmp_path)
-    found = doctor.look_at_jit()
-    assert found is not None and found["used"] == 100 and not going.exists()
+    report = doctor.look_at_jit()
+    assert report is not None and report["used"] == 100 and not going.exists()
 
 
 def test_a_driver_is_seen_by_its_files(tmp_path: Path) -> None:
@@ -240,16 +240,18 @@ def test_a_driver_is_seen_by_its_files(tmp_path: Path) -> None:
     for name in ("dev/nvidia0", "dev/nvidia1", "dev/nvidiactl", "proc/driver/nvidia/version"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    found = doctor.look_at_driver(tmp_path)
-    assert found["kernel_module"] and found["gpu_files"] == 2
-    assert (found["version"] is None) == (found["error"] is not None)
+    driver = doctor.look_at_driver(tmp_path)
+    assert driver["kernel_module"] and driver["gpu_files"] == 2
+    assert (driver["version"] is None) == (driver["error"] is not None)
 
 
 def test_oldest_versions_are_those_of_the_package() -> None:
     settings = configparser.ConfigParser(interpolation=None)
     settings.read(ROOT / "setup.cfg", encoding="utf-8")
-    own = ("test", "bench", "docs", "dev")
-    extras = "\n".join(text for name, text in settings["options.extras_require"].items() if name not in own)
+    extras_of_developers = ("test", "bench", "docs", "dev")
+    extras = "\n".join(
+        text for name, text in settings["options.extras_require"].items() if name not in extras_of_developers
+    )
     lines = f"{settings['options']['install_requires']}\n{extras}"
     required = dict(re.findall(r"^([\w-]+?)(?:-cuda\d+x)?(?:\[\w+\])?>=([\d.]+)", lines, re.MULTILINE))
     known = {known.package: known.minimum for known in doctor._PARTS if known.minimum}

@@ -67,8 +67,8 @@ def test_dtypes_of_other_packages_are_accepted_by_their_names() -> None:
     def name(dtype: Any) -> str:
         return BlockLayout(1, 1, 8, 16, dtype=dtype).dtype_name
 
-    for own, size in (("bfloat16", 2), ("float16", 2), ("float32", 4), ("float8_e4m3fn", 1), ("uint8", 1)):
-        assert name(TorchType(own, size)) == own
+    for dtype, size in (("bfloat16", 2), ("float16", 2), ("float32", 4), ("float8_e4m3fn", 1), ("uint8", 1)):
+        assert name(TorchType(dtype, size)) == dtype
     for unknown in (TorchType("complex64", 8), TorchType("quint4x2", 1), TorchType("nothing", 2)):
         with pytest.raises((TypeError, ValueError), match="dtype: .*"):
             name(unknown)

@@ -58,8 +58,8 @@ def test_where_it_is_not_installed_the_list_of_packages_says_so() -> None:
 
 def test_the_environment_names_a_master(listening: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONCAKE_MASTER", listening)
-    found = doctor.look_at_mooncake(None)
-    assert found["seen_as"] == "127.0.0.1" and found["unreachable"] is None
+    report = doctor.look_at_mooncake(None)
+    assert report["seen_as"] == "127.0.0.1" and report["unreachable"] is None
 
 
 @pytest.mark.parametrize("asked", [True, False])
@@ -67,13 +67,13 @@ def test_a_master_that_was_asked_for_has_to_be_reached(
     nobody: str, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOONCAKE_MASTER", nobody)
-    found = doctor.look_at_mooncake(nobody if asked else None)
-    assert f"no Mooncake master at {nobody}" in found["unreachable"]
-    assert doctor.judge_mooncake(WELL | found)[1].status == (FAILED if asked else WARNING)
+    report = doctor.look_at_mooncake(nobody if asked else None)
+    assert f"no Mooncake master at {nobody}" in report["unreachable"]
+    assert doctor.judge_mooncake(WELL | report)[1].status == (FAILED if asked else WARNING)
 
 
 @pytest.mark.parametrize("text", ["host", "host:port", ":1 2"])
-def test_what_is_no_address_is_no_crash(text: str) -> None:
+def test_what_is_not_an_address_is_not_a_crash(text: str) -> None:
     assert "expected HOST:PORT" in doctor.look_at_mooncake(text)["unreachable"]
 
 

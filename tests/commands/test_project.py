@@ -24,9 +24,9 @@ IMAGES = sorted((ROOT / "docker").glob("*.Dockerfile"))
 
 
 def settings() -> configparser.ConfigParser:
-    found = configparser.ConfigParser(interpolation=None)
-    found.read(ROOT / "setup.cfg", encoding="utf-8")
-    return found
+    parser = configparser.ConfigParser(interpolation=None)
+    parser.read(ROOT / "setup.cfg", encoding="utf-8")
+    return parser
 
 
 def read(path: Path) -> str:
@@ -42,7 +42,7 @@ def test_the_page_of_variables_has_those_of_the_code_and_no_others() -> None:
     assert len(page) > 15
 
 
-def test_nobody_is_told_to_install_a_name_that_is_not_published() -> None:
+def test_no_page_says_to_install_a_name_that_is_not_published() -> None:
     unpublished = re.compile(r"pip install [^\n]*['\"]?kvpool" + r"\[")
     readable = [*TEXTS, *ROOT.glob("*.md")]
     assert not [str(path) for path in readable if path != Path(__file__) and unpublished.search(read(path))]

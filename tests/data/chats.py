@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 SEED, REQUESTS, TOKENS_PER_ID = 1, 600, 512
 SYSTEM_TOKENS = (700, 1_536, 2_300, 5_000)
-"""Of each system prompt. Later ones are rarer."""
+"""Weight of each system prompt. Later ones are rarer."""
 
 
 class Turn(NamedTuple):

@@ -25,8 +25,8 @@ def example(load: Callable[[str], ModuleType]) -> ModuleType:
     return load("engine_jax")
 
 
-def counts_in(told: str) -> dict[str, int]:
-    lines = told.splitlines()
+def counts_in(output: str) -> dict[str, int]:
+    lines = output.splitlines()
     return {line[8:]: int(line[:7].replace(",", "")) for line in lines if line[:7].strip().replace(",", "").isdigit()}
 
 
@@ -45,9 +45,9 @@ def test_after_a_restart_prompts_come_from_the_disk(
     assert example.main(words) == 0
     first = counts_in(capsys.readouterr().out).get("blocks that came from the store", 0)
     example.main([*words, "--check"])  # not all that the example wants to show happens once more
-    told = capsys.readouterr().out
-    assert counts_in(told)["blocks that came from the store"] > first
-    assert float(told.partition("largest difference of a logit ")[2].split()[0]) < 1e-9
+    output = capsys.readouterr().out
+    assert counts_in(output)["blocks that came from the store"] > first
+    assert float(output.partition("largest difference of a logit ")[2].split()[0]) < 1e-9
 
 
 def test_the_array_is_the_tier_and_a_step_makes_no_second_one(

@@ -229,8 +229,8 @@ def test_cross_attention_has_slots_for_the_encoder_that_are_never_left_out(make:
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 def test_an_encoder_may_be_longer_than_the_prompt(make: Make, device: str) -> None:
-    one, other = (make([20, 20], groups=[CROSS, FULL], device=device) for _ in range(2))
-    one.release(one.add(A[:2], encoder_tokens=70))
+    engine, other = (make([20, 20], groups=[CROSS, FULL], device=device) for _ in range(2))
+    engine.release(engine.add(A[:2], encoder_tokens=70))
     with other.cache.reserve(A[:2], encoder_tokens=70, stream=other.b) as reservation:
         assert len(reservation.blocks_of(0)) == 18
 
@@ -251,7 +251,7 @@ def test_the_length_of_an_encoder_is_given_exactly_where_there_is_cross_attentio
 
 def test_of_states_a_loader_brings_those_that_are_kept() -> None:
     share = Share(np.array([-1, 3, -1, 5], np.int32), "recurrent", T, 14, 0)
-    assert share.slots().tolist() == [-1] * 7 + [3] + [-1] * 5 + [5], "behind 8 and behind all 14 tokens"
+    assert share.slots().tolist() == [-1] * 7 + [3] + [-1] * 5 + [5], "after 8 and after all 14 tokens"
     assert share._replace(skip=8).slots().tolist() == [-1] * 13 + [5] and share._replace(skip=8).writes(0)[
         :, 0
     ].tolist() == [5]
@@ -280,7 +280,7 @@ def test_without_a_stream_no_group_has_a_block_that_something_enqueued_still_rea
 
 
 @pytest.mark.parametrize("group", [0, 1])
-def test_a_block_that_an_aborted_loader_is_still_writing_is_overwritten_behind_it(make: Make, group: int) -> None:
+def test_a_block_that_an_aborted_loader_is_still_writing_is_overwritten_after_it(make: Make, group: int) -> None:
     engine = make([4, 4], device="sim")
     reservation = engine.cache.reserve(A[:16], stream=engine.b)
     engine.put(group, reservation.slot_mapping_of(group), A[:16], engine.b)
@@ -292,16 +292,16 @@ def test_a_block_that_an_aborted_loader_is_still_writing_is_overwritten_behind_i
 
 
 def host_block(engine: GroupEngine, g: int, tokens: list[int], i: int) -> bytes:
-    """Block ``i`` of a prompt as another pool's host tier has it, parts one behind the other."""
-    found = b""
+    """Block ``i`` of a prompt as another pool's host tier has it, parts one after the other."""
+    content = b""
     for part, layout in enumerate(engine.cache.groups[g].layouts):
-        own = np.zeros(layout.block_bytes, np.uint8)
-        view = own.view(layout.storage_dtype).reshape(layout.host_shape(1)[1:])
+        part_bytes = np.zeros(layout.block_bytes, np.uint8)
+        view = part_bytes.view(layout.storage_dtype).reshape(layout.host_shape(1)[1:])
         view = (view.swapaxes(2, 3) if layout.tokens == "HND" else view).view(np.uint8)
-        for slot, one in enumerate(engine.bytes_of(g, part, tokens)[i * T : (i + 1) * T]):
-            view[:, :, slot] = one
-        found += own.tobytes()
-    return found
+        for slot, token_bytes in enumerate(engine.bytes_of(g, part, tokens)[i * T : (i + 1) * T]):
+            view[:, :, slot] = token_bytes
+        content += part_bytes.tobytes()
+    return content
 
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])
@@ -318,7 +318,7 @@ def test_an_import_is_found_once_all_groups_have_what_they_need(make: Make, devi
 
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])
-def test_states_are_imported_by_the_block_behind_which_they_stand(make: Make, device: str) -> None:
+def test_states_are_imported_by_the_block_that_precedes_them(make: Make, device: str) -> None:
     engine = make([8, 4], [8, 4], groups=[FULL, RECURRENT], device=device)
     prompt = engine.cache.block_keys(A[:17])
     engine.cache.import_blocks(prompt, [host_block(engine, 0, A[:17], i) for i in range(4)], group=0)

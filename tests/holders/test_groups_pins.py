@@ -49,16 +49,16 @@ def test_a_lease_has_the_blocks_of_all_groups_where_their_bytes_are(make: Make, 
         )
         for place, (g, b) in enumerate(zip(lease.groups.tolist(), lease.blocks.tolist(), strict=True)):
             group = engine.cache.groups[g]
-            own = b - (group.first_device_block if tier == "device" else group.first_host_block - group.device_blocks)
-            assert (0 <= own < group.device_blocks) == (tier == "device")
+            index = b - (group.first_device_block if tier == "device" else group.first_host_block - group.device_blocks)
+            assert (0 <= index < group.device_blocks) == (tier == "device")
             for part, layout in enumerate(group.layouts):
-                block = engine.block(g, part, own)
+                block = engine.block(g, part, index)
                 assert lease.addresses_of(part)[place] == block.ctypes.data
-                for slot, one in enumerate(engine.bytes_of(g, part, A[:16])[place % 4 * T : place % 4 * T + T]):
-                    np.testing.assert_array_equal(block[:, :, slot], one)
+                for slot, token_bytes in enumerate(engine.bytes_of(g, part, A[:16])[place % 4 * T : place % 4 * T + T]):
+                    np.testing.assert_array_equal(block[:, :, slot], token_bytes)
                 if tier == "host":
                     raw = memory(lease.addresses_of(part)[place], layout.block_bytes)
-                    pool = engine.cache.host_pools[g][part][own - group.device_blocks]
+                    pool = engine.cache.host_pools[g][part][index - group.device_blocks]
                     np.testing.assert_array_equal(raw, pool.reshape(-1).view(np.uint8))
         for wrong, error in ((2, ValueError), (-1, ValueError), ("x", TypeError)):
             with pytest.raises(error, match=f"part: .*{wrong!r}"):
@@ -138,7 +138,7 @@ def test_the_end_of_a_lease_unpins_what_it_pinned_in_all_groups(
     engine = make([8, 8], [8, 8], device=device)
     engine.seed(A[:16])
     engine.cache.offload(engine.cache.block_keys(A[:16]))
-    before = [found["device"] for found in engine.cached()]
+    before = [by_tier["device"] for by_tier in engine.cached()]
     lease = engine.cache.pin(keys_of(engine, A[:16]), owner="reader", tier=tier)
     assert pins(engine.cache) == len(lease.blocks) == 8
     engine.cache.verify()
@@ -146,7 +146,7 @@ def test_the_end_of_a_lease_unpins_what_it_pinned_in_all_groups(
     assert lease.closed and pins(engine.cache) == 0 and engine.free() == [8, 8]
     engine.cache.verify()
     if end in (close, revoke, twice):
-        assert [found["device"] for found in engine.cached()] == before and engine.reusable(A[:17]) == 16
+        assert [by_tier["device"] for by_tier in engine.cached()] == before and engine.reusable(A[:17]) == 16
 
 
 def test_what_is_pinned_in_one_group_is_not_evicted_there(make: Make) -> None:
@@ -216,13 +216,13 @@ def test_a_copy_that_one_group_loses_gives_the_lease_back_whole(
     with monkeypatch.context() as patched:
         patched.setattr(engine.cache.core.transfer, "drain", lambda: None)
         assert engine.cache.offload(keys) == 8
-    state, own = engine.cache.core.states[group], engine.cache.groups[group]
+    state, layer_group = engine.cache.core.states[group], engine.cache.groups[group]
     twins = {
         state.blocks[b]["key0"]: int(state.blocks[b]["other_copy"])
-        for b in range(own.device_blocks)
+        for b in range(layer_group.device_blocks)
         if state.blocks[b]["other_copy"] >= 0
     }
-    target.append(twins[np.int64(keys[2, 0].view(np.int64))] + own.first_host_block - own.device_blocks)
+    target.append(twins[np.int64(keys[2, 0].view(np.int64))] + layer_group.first_host_block - layer_group.device_blocks)
     with pytest.raises(BlockNotFound, match=keys[2].tobytes().hex() if by_key else f"block {target[0]} is unknown"):
         if by_key:
             engine.cache.pin(keys, tier="host")
@@ -235,7 +235,7 @@ def test_a_copy_that_one_group_loses_gives_the_lease_back_whole(
 
 @pytest.mark.parametrize("orders", [True, False], ids=["as it is", "without the note"])
 @pytest.mark.parametrize("group", [0, 1])
-def test_a_block_that_a_reader_on_a_stream_still_reads_is_overwritten_behind_it(
+def test_a_block_that_a_reader_on_a_stream_still_reads_is_overwritten_after_it(
     group: int, orders: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = GroupEngine([4, 4], device="sim")

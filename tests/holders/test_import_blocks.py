@@ -90,7 +90,7 @@ def test_without_a_host_tier_nothing_comes(make: Make) -> None:
     assert engine.cache.import_blocks(*prompt_of(engine, 8)) == 0
 
 
-def test_events_tell_of_it(make: Make) -> None:
+def test_events_report_it(make: Make) -> None:
     engine = make(4, 4, 4, event_capacity=100)
     prompt, data = prompt_of(engine, 8)
     engine.cache.events()

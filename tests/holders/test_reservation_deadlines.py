@@ -129,7 +129,7 @@ def test_deadlines_pass_one_by_one(make: Make) -> None:
     all_of_them = [engine.cache.reserve([i], deadline_ms=deadline) for i, deadline in enumerate((30, 10, 20))]
     seen = []
     for engine.clock.now in (9, 10, 20, 30):
-        seen.append([one.overdue for one in all_of_them])
+        seen.append([reservation.overdue for reservation in all_of_them])
     assert seen == [[False] * 3, [False, True, False], [False, True, True], [True] * 3]
     assert late(engine.cache) == (3, 3, 3)
 

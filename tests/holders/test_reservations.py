@@ -132,9 +132,9 @@ def test_leaving_without_a_commit_aborts(make: Make, fails: bool) -> None:
 
 def test_two_loaders_of_one_prompt_publish_it_once(make: Make) -> None:
     engine, tokens = make(T=4, P=8), list(range(10))
-    one, two = engine.cache.reserve(tokens), engine.cache.reserve(tokens)
-    assert not set(one.blocks.tolist()) & set(two.blocks.tolist())
-    for reservation in (two, one):
+    first, two = engine.cache.reserve(tokens), engine.cache.reserve(tokens)
+    assert not set(first.blocks.tolist()) & set(two.blocks.tolist())
+    for reservation in (two, first):
         load(engine, reservation, tokens)
         reservation.commit()
         engine.cache.verify()
@@ -166,7 +166,7 @@ def test_what_matches_is_held_and_comes_from_the_host(make: Make) -> None:
     stats = engine.cache.stats()
     assert stats.onboarded_blocks == 2 and engine.reusable(range(17)) == 16
     assert stats.prompt_tokens == 33 and stats.reused_host_tokens == stats.reused_device_tokens == 0, (
-        "a loader is no request"
+        "a loader is not a request"
     )
 
 
@@ -190,7 +190,7 @@ def test_extra_ids_and_namespaces_are_loaded_too(make: Make) -> None:
 
 @pytest.mark.parametrize("names", [{}, {"salt": "a", "adapter_id": 3}], ids=["plain", "named"])
 def test_events_say_of_what_was_loaded_what_they_say_of_what_was_computed(make: Make, names: dict[str, Any]) -> None:
-    told = []
+    events = []
     for loads in (False, True):
         engine = make(T=4, P=8, secret=bytes(32), event_capacity=16)
         if loads:
@@ -199,8 +199,8 @@ def test_events_say_of_what_was_loaded_what_they_say_of_what_was_computed(make: 
             engine.finish(engine.add(range(8), **names), committed=8)
         (stored,) = [event for event in engine.cache.events() if event.kind == "stored"]
         assert stored.keys is not None and stored.parent is None
-        told.append((stored.keys.tolist(), stored.namespace, stored.salt, stored.adapter_id, stored.tier))
-    assert told[0] == told[1] and told[0][2:4] == (names.get("salt"), names.get("adapter_id"))
+        events.append((stored.keys.tolist(), stored.namespace, stored.salt, stored.adapter_id, stored.tier))
+    assert events[0] == events[1] and events[0][2:4] == (names.get("salt"), names.get("adapter_id"))
 
 
 def test_the_prompt_of_a_reservation_is_its_own(make: Make) -> None:
@@ -235,7 +235,7 @@ def test_a_pool_that_is_too_full_is_left_as_it_is(make: Make) -> None:
     reservation.abort()
 
 
-def test_a_reservation_is_no_sequence(make: Make) -> None:
+def test_a_reservation_is_not_a_sequence(make: Make) -> None:
     engine = make(T=4, P=8)
     reservation, cache = engine.cache.reserve(list(range(6))), engine.cache
     before = picture(engine)
@@ -376,7 +376,7 @@ def test_a_device_that_broke_does_not_hide_what_went_wrong() -> None:
     cache.close()
 
 
-def test_a_device_that_breaks_while_a_loader_waits_is_what_it_is_told() -> None:
+def test_a_device_that_breaks_while_a_loader_waits_is_reported_to_it() -> None:
     class Gone(SimDevice):
         def synchronize(self, event: DeviceEvent | None = None) -> None:
             if event is not None:
@@ -392,7 +392,7 @@ def test_a_device_that_breaks_while_a_loader_waits_is_what_it_is_told() -> None:
     cache.close()
 
 
-def test_a_loader_that_is_revoked_while_it_leaves_is_told_nothing_new(
+def test_a_loader_that_is_revoked_while_it_leaves_gets_no_new_error(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make(T=4, P=4)

@@ -68,7 +68,7 @@ def described(capsule: Any) -> tuple[SimpleNamespace, SimpleNamespace | None]:
 
 
 def aligned(nbytes: int, alignment: int = 64, offset: int = 0) -> np.ndarray:
-    """uint8[nbytes] at ``offset`` bytes behind a multiple of ``alignment``; full of something."""
+    """uint8[nbytes] at ``offset`` bytes after a multiple of ``alignment``; full of something."""
     raw = np.full(nbytes + 2 * alignment, 0x5A, np.uint8)
     start = -raw.ctypes.data % alignment + offset
     return raw[start : start + nbytes]

@@ -29,16 +29,16 @@ def wrap(request: pytest.FixtureRequest) -> Wrap:
 @pytest.mark.parametrize("dtype", [np.int16, np.int32, np.int64, np.uint8, np.uint64])
 def test_prompts_of_other_packages_are_the_same_prompts(wrap: Wrap, dtype: Any) -> None:
     with open_pool(device_blocks=12) as cache:
-        given = wrap(TOKENS.astype(dtype))
-        keys = cache.block_keys(given, extra_ids=wrap(np.arange(17)))
+        tokens = wrap(TOKENS.astype(dtype))
+        keys = cache.block_keys(tokens, extra_ids=wrap(np.arange(17)))
         np.testing.assert_array_equal(keys.keys, cache.block_keys(TOKENS, extra_ids=np.arange(17)).keys)
-        seq = cache.add_sequence(given)
-        cache.append_tokens(wrap(np.array([seq])), given, wrap(np.array([17])))
+        seq = cache.add_sequence(tokens)
+        cache.append_tokens(wrap(np.array([seq])), tokens, wrap(np.array([17])))
         assert cache.sequence_length(wrap(np.array([seq]))).tolist() == [34]
         cache.commit(wrap(np.array([seq])), wrap(np.array([34])))
         cache.rewind(seq, wrap(np.array([4])))
         cache.release(wrap(np.array([seq])))
-        assert cache.match_prefix(given).tokens == 16 == cache.match_prefix(TOKENS).tokens
+        assert cache.match_prefix(tokens).tokens == 16 == cache.match_prefix(TOKENS).tokens
 
 
 def test_keys_of_other_packages_find_the_same_blocks(wrap: Wrap) -> None:
@@ -144,8 +144,8 @@ def test_a_package_that_refuses_says_so_under_the_name_of_the_argument() -> None
 
 def test_addresses_without_a_package_are_arrays_too() -> None:
     with open_pool() as cache:
-        given = StridedArray(TOKENS.ctypes.data, (17,), 4, kind="i", owner=TOKENS)
-        np.testing.assert_array_equal(cache.block_keys(given).keys, cache.block_keys(TOKENS).keys)
+        strided = StridedArray(TOKENS.ctypes.data, (17,), 4, kind="i", owner=TOKENS)
+        np.testing.assert_array_equal(cache.block_keys(strided).keys, cache.block_keys(TOKENS).keys)
 
 
 # ----------------------------------------

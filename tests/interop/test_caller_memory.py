@@ -168,7 +168,7 @@ def test_two_tiers_do_not_share_bytes() -> None:
         open_pool(device_memory=device, host_memory=overlap)
 
 
-def test_what_the_function_of_the_caller_raises_is_told() -> None:
+def test_what_the_function_of_the_caller_raises_is_reported() -> None:
     def full(nbytes: int, alignment: int) -> Any:
         raise MemoryError("the engine's pool is full")
 

@@ -210,8 +210,8 @@ def test_block_tables_are_read_in_place_and_follow_the_sequences() -> None:
         np.testing.assert_array_equal(view[row, :3], table.dense()[0])
         cache.append_tokens(seq, list(range(8)))
         np.testing.assert_array_equal(view[row, :5], cache.block_table(seq).dense()[0])
-        found = as_strided("table", table)
-        assert (found.address, found.writable, found.kind, found.itemsize) == (view.ctypes.data, False, "i", 4)
+        strided = as_strided("table", table)
+        assert (strided.address, strided.writable, strided.kind, strided.itemsize) == (view.ctypes.data, False, "i", 4)
         with pytest.raises(BufferError, match="read-only"):
             table.__dlpack__()
         copied, _ = described(table.__dlpack__(copy=True))

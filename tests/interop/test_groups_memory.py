@@ -46,7 +46,10 @@ def test_an_export_is_the_memory_of_its_group_and_part(tier: str, group: int, pa
             assert (pool == 7).all()
         assert (
             sum(
-                (one == 7).sum() for pools in (cache.device_pools, cache.host_pools) for parts in pools for one in parts
+                (array == 7).sum()
+                for pools in (cache.device_pools, cache.host_pools)
+                for parts in pools
+                for array in parts
             )
             == pool.size
         )
@@ -71,7 +74,7 @@ def test_a_view_keeps_the_memory_of_its_part_and_no_other(place: tuple[int, int]
     cache.close(force=True)
     del cache
     gc.collect()
-    assert [found for found, raw in alive.items() if raw() is not None] == [place]
+    assert [name for name, raw in alive.items() if raw() is not None] == [place]
     del view
     gc.collect()
     assert all(raw() is None for raw in alive.values())
@@ -132,11 +135,11 @@ def test_each_part_lies_in_memory_of_the_caller_and_works(device: str, as_functi
     blocks = {"device": 6, "host": 5}
     mine = {tier: [aligned(count * LAYOUTS[place].block_bytes) for place in PLACES] for tier, count in blocks.items()}
     left = {tier: iter(arrays) for tier, arrays in mine.items()}
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         f"{tier}_memory": (lambda nbytes, alignment, tier=tier: next(left[tier])) if as_function else mine[tier]
         for tier in mine
     }
-    engine = GroupEngine([6, 6], [5, 5], device=device, **given)
+    engine = GroupEngine([6, 6], [5, 5], device=device, **options)
     for (group, part), at_device, at_host in zip(PLACES, mine["device"], mine["host"], strict=True):
         assert engine.cache.device_pools[group][part].ctypes.data == at_device.ctypes.data
         assert engine.cache.host_pools[group][part].ctypes.data == at_host.ctypes.data
@@ -149,15 +152,17 @@ def test_a_table_of_the_caller_has_the_rows_of_every_group() -> None:
     table = np.full((2, 3, 8), 77, np.int32)
     engine = GroupEngine([8, 8], table=table, max_sequences=3, max_sequence_tokens=32)
     assert (table == -1).all()
-    one, two = engine.add(A[:18]), engine.add(A[20:24])
+    first, two = engine.add(A[:18]), engine.add(A[20:24])
     for group in (0, 1):
-        found = engine.cache.block_table([one, two], group=group)
-        assert np.shares_memory(found.table, table[group]) and not np.shares_memory(found.table, table[1 - group])
-        np.testing.assert_array_equal(table[group][found.rows], found.table[found.rows])
-    engine.cache.commit([one, two])
+        block_table = engine.cache.block_table([first, two], group=group)
+        assert np.shares_memory(block_table.table, table[group]) and not np.shares_memory(
+            block_table.table, table[1 - group]
+        )
+        np.testing.assert_array_equal(table[group][block_table.rows], block_table.table[block_table.rows])
+    engine.cache.commit([first, two])
     held = (table >= 0).sum(axis=2)
     assert sorted(held[0].tolist()) == [0, 1, 5] and sorted(held[1].tolist()) == [0, 1, 3], "the window has passed two"
-    engine.release(one, two)
+    engine.release(first, two)
     assert (table == -1).all()
     assert engine.findings() == []
 

@@ -105,7 +105,7 @@ def test_a_deleter_may_be_called_by_a_thread_without_the_interpreter(version: An
     capsule = cache.export().__dlpack__(max_version=version)
     rename = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_SetName", ctypes.pythonapi))
     pointer = dlpack._pointer(capsule, name)
-    # Behind the tensor come the manager and the deleter; a versioned one has them in its head.
+    # After the tensor come the manager and the deleter; a versioned one has them in its head.
     head = dlpack.Head.from_address(pointer)
     deleter = (
         head.deleter if version else ctypes.c_void_p.from_address(pointer + ctypes.sizeof(dlpack.Tensor) + 8).value

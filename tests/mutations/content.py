@@ -14,7 +14,7 @@ MUTATIONS = (
         "guards & PARENT_IN_KEY",
         "False",
         "The same tokens behind another beginning hit: KV that attended to another prompt.",
-        ("tests/state/test_scenarios_reuse.py::test_the_same_tokens_behind_another_beginning_are_other_content",),
+        ("tests/state/test_scenarios_reuse.py::test_the_same_tokens_after_another_beginning_are_other_content",),
     ),
     Mutation(
         "the_namespace_is_not_in_the_key",
@@ -46,7 +46,7 @@ MUTATIONS = (
         "different |= block_tokens[b, i] ^ tokens[start + i]",
         "different |= 0",
         "Where two keys collide, a prompt gets another's KV.",
-        ("tests/state/test_safety.py::test_a_key_that_collides_is_no_hit[True]",),
+        ("tests/state/test_safety.py::test_a_key_that_collides_is_not_a_hit[True]",),
     ),
     Mutation(
         "a_hit_does_not_compare_extra_ids",
@@ -54,7 +54,7 @@ MUTATIONS = (
         "extra.shape[0] > 0 or blocks_of(h)[b].flags & EXTRA",
         "False",
         "Where two keys collide, a prompt about one image gets KV of another.",
-        ("tests/state/test_safety.py::test_a_key_that_collides_is_no_hit_for_other_extra_ids",),
+        ("tests/state/test_safety.py::test_a_key_that_collides_is_not_a_hit_for_other_extra_ids",),
     ),
     Mutation(
         "a_refused_list_leaves_the_names_that_it_forgot",
@@ -199,7 +199,7 @@ MUTATIONS = (
         "_is_child(h, i, blocks[b].parent0, blocks[b].parent1, blocks[b].namespace)",
         "True",
         "The end of a prompt is forgotten since another one, of any tenant, ends alike.",
-        ("tests/state/test_scenarios_reuse.py::test_the_same_tail_behind_two_beginnings_is_two_tails",),
+        ("tests/state/test_scenarios_reuse.py::test_the_same_tail_after_two_beginnings_is_two_tails",),
     ),
     Mutation(
         "a_published_end_is_stored_as_a_tail",

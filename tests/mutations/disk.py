@@ -194,7 +194,7 @@ MUTATIONS = (
         "len(text) > LINE_BYTES_MAX",
         "False",
         "A long line is read in pieces, and the trace is said to be wrong where it is not.",
-        ("tests/replay/test_replay_traces.py::test_a_line_without_end_is_no_request",),
+        ("tests/replay/test_replay_traces.py::test_a_line_without_end_is_not_a_request",),
     ),
     Mutation(
         "users_do_not_wait_for_answers",

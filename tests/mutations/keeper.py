@@ -220,7 +220,7 @@ MUTATIONS = (
         "t.saved = s.saved",
         "t.saved = 0",
         "Content is saved again each time that it moves between the tiers.",
-        (f"{_SAVING}test_content_is_told_once_while_it_moves_between_tiers",),
+        (f"{_SAVING}test_content_is_read_once_while_it_moves_between_tiers",),
     ),
     Mutation(
         "what_takes_over_a_host_copy_was_told_to_nobody",
@@ -228,7 +228,7 @@ MUTATIONS = (
         "blocks[b].saved = blocks[same_key].saved",
         "",
         "What the host has and is computed once more is saved once more.",
-        (f"{_SAVING}test_content_that_is_computed_beside_its_host_copy_is_not_told_again",),
+        (f"{_SAVING}test_content_that_is_computed_beside_its_host_copy_is_not_read_again",),
     ),
     Mutation(
         "new_content_counts_as_told",
@@ -236,7 +236,7 @@ MUTATIONS = (
         "block.saved = 0",
         "",
         "What comes into a block whose last content was saved is never saved.",
-        (f"{_SAVING}test_content_that_has_gone_and_comes_again_is_told_again",),
+        (f"{_SAVING}test_content_that_has_gone_and_comes_again_is_read_again",),
     ),
     Mutation(
         "a_saver_that_comes_later_believes_the_one_before",
@@ -252,7 +252,7 @@ MUTATIONS = (
         "margins[g] - lists[first + EMPTY, 2] - lists[first + CLEAN, 2]",
         "margins[g] - lists[first + EMPTY, 2]",
         "Content is written that the host still keeps long.",
-        (f"{_SAVING}test_what_the_host_evicts_next_is_told_in_that_order",),
+        (f"{_SAVING}test_what_the_host_evicts_next_is_read_in_that_order",),
     ),
     Mutation(
         "what_was_saved_first_goes_last",

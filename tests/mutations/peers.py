@@ -144,7 +144,7 @@ MUTATIONS = (
         "difference is not None",
         "False",
         "A replay says that every byte is right, and compared only the first of each token.",
-        ("tests/replay/test_replay_store.py::test_a_block_with_one_wrong_byte_is_no_block_of_the_prompt",),
+        ("tests/replay/test_replay_store.py::test_a_block_with_one_wrong_byte_is_not_a_block_of_the_prompt",),
     ),
     Mutation(
         "blocks_without_bytes_are_found_by_runs_that_compare_bytes",

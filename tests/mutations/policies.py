@@ -158,6 +158,6 @@ MUTATIONS = (
         "priority != DEFAULT_PRIORITY",
         "False",
         "Prompts of a tenant that was given a low priority teach the policy that nobody comes back.",
-        (f"{_TESTS}test_what_has_a_low_priority_is_no_conversation",),
+        (f"{_TESTS}test_what_has_a_low_priority_is_not_a_conversation",),
     ),
 )

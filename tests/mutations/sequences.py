@@ -181,7 +181,7 @@ MUTATIONS = (
         "sequence.live & (LIVE | SWAPPED)",
         "sequence.live",
         "An engine appends to blocks that a loader is filling.",
-        ("tests/holders/test_reservations.py::test_a_reservation_is_no_sequence",),
+        ("tests/holders/test_reservations.py::test_a_reservation_is_not_a_sequence",),
     ),
     Mutation(
         "an_id_may_come_twice",

@@ -75,7 +75,7 @@ MUTATIONS = (
         "(length + width - 1) // width",
         "length // width + 1",
         "An attention library that counts pages sees a block too many.",
-        _tables("test_a_chunk_of_a_prompt_sees_what_is_before_it_and_nothing_behind"),
+        _tables("test_a_chunk_of_a_prompt_sees_what_is_before_it_and_nothing_after"),
     ),
     Mutation(
         "a_step_that_names_a_stream_is_not_ordered_on_it",

@@ -126,7 +126,7 @@ MUTATIONS = (
         "A reader copies whatever stood in a block that a failed device did not fill.",
         (
             "tests/copying/test_failures.py::test_a_reader_gets_no_lease_of_bytes_that_never_came",
-            "tests/state/test_safety.py::test_a_pin_whose_copy_failed_is_no_pin",
+            "tests/state/test_safety.py::test_a_pin_whose_copy_failed_is_not_a_pin",
         ),
     ),
     Mutation(

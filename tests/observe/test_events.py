@@ -39,7 +39,7 @@ def busy(make: Make, seed: int, **options: Any) -> Engine:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_snapshot_tells_parents_before_their_children(make: Make, seed: int) -> None:
+def test_a_snapshot_reports_parents_before_their_children(make: Make, seed: int) -> None:
     events = busy(make, seed, S=0, P=24).cache.events(snapshot=True)
     stored = [event for event in events[events.before_snapshot :] if event.keys is not None]
     known: set[bytes] = set()
@@ -51,7 +51,7 @@ def test_a_snapshot_tells_parents_before_their_children(make: Make, seed: int) -
             children += 1
         known.update(key.tobytes() for key in np.asarray(event.keys))
     assert children, "some chains begin at a block of another"
-    assert len(stored) < len(all_keys), "chains are told in one event"
+    assert len(stored) < len(all_keys), "chains are reported in one event"
 
 
 def test_a_snapshot_says_of_each_block_what_storing_it_said(make: Make) -> None:
@@ -61,14 +61,14 @@ def test_a_snapshot_says_of_each_block_what_storing_it_said(make: Make) -> None:
     engine.seed(range(13), committed=12, retention=[(0, 4, 90, None)])
 
     def facts(events: Iterable[Event]) -> set[object]:
-        found: set[object] = set()
+        facts_stored: set[object] = set()
         for event in events:
             for i, key in enumerate(np.asarray(event.keys)):
                 assert event.tokens is not None
                 extra = None if event.extra_ids is None else event.extra_ids[i].tobytes()
                 names = (event.namespace, event.salt, event.adapter_id, event.priority, event.tier)
                 parent = event.parent if i == 0 else event.keys[i - 1] if event.keys is not None else None
-                found.add(
+                facts_stored.add(
                     (
                         key.tobytes(),
                         None if parent is None else parent.tobytes(),
@@ -77,15 +77,15 @@ def test_a_snapshot_says_of_each_block_what_storing_it_said(make: Make) -> None:
                         *names,
                     )
                 )
-        return found
+        return facts_stored
 
     events = engine.cache.events(snapshot=True)
-    told = facts(event for event in events[: events.before_snapshot] if event.kind == "stored")
-    assert len(told) == 7
-    assert facts(events[events.before_snapshot + 1 :]) == told
+    before = facts(event for event in events[: events.before_snapshot] if event.kind == "stored")
+    assert len(before) == 7
+    assert facts(events[events.before_snapshot + 1 :]) == before
 
 
-def test_numbers_go_on_behind_a_snapshot(make: Make) -> None:
+def test_numbers_go_on_after_a_snapshot(make: Make) -> None:
     engine = make(P=8, event_capacity=4)
     replay = EventReplay()
     engine.seed(range(5), committed=4)
@@ -103,13 +103,13 @@ def test_every_prompt_and_every_call_begins_an_event_of_its_own(make: Make) -> N
     engine.cache.commit([first.id, second.id])
     engine.append(second, range(24, 32))
     engine.cache.commit([first.id, second.id])
-    told = [event for event in engine.cache.events() if event.kind == "stored"]
-    assert [[key.tobytes() for key in event.keys] for event in told] == [
+    stored = [event for event in engine.cache.events() if event.kind == "stored"]
+    assert [[key.tobytes() for key in event.keys] for event in stored] == [
         engine.keys(range(4)),
         engine.keys(range(20, 24)),
         engine.keys(range(20, 32))[1:],
     ]
-    assert [None if event.parent is None else event.parent.tobytes() for event in told] == [
+    assert [None if event.parent is None else event.parent.tobytes() for event in stored] == [
         None,
         None,
         engine.keys(range(20, 24))[0],
@@ -123,8 +123,8 @@ def test_no_event_is_of_two_tiers(make: Make) -> None:
     engine.seed(range(8), committed=8)
     with engine.cache.pin(engine.prompt(range(8)).keys[1:], tier="device"):
         engine.release(engine.add([100]), store=False)
-    told = EventReplay()
-    told.feed(engine.cache.events())
+    replay = EventReplay()
+    replay.feed(engine.cache.events())
     assert set(engine.cached("host")) == {engine.keys(range(4))[0]}
     engine.add([*range(4), 50])
     events = engine.cache.events()
@@ -133,8 +133,8 @@ def test_no_event_is_of_two_tiers(make: Make) -> None:
         ("stored", "host"),
         ("removed", "device"),
     ]
-    told.feed(events)
-    assert told.cached == cached(engine)
+    replay.feed(events)
+    assert replay.cached == cached(engine)
 
 
 def test_a_copy_that_becomes_the_only_one_says_the_priority_that_it_takes(make: Make) -> None:
@@ -144,8 +144,8 @@ def test_a_copy_that_becomes_the_only_one_says_the_priority_that_it_takes(make: 
     engine.release(engine.add(range(5), retention=[(0, None, 80, None)]), store=False)
     engine.cache.events()
     engine.add(range(100, 108))
-    told = [(event.kind, event.tier, event.priority) for event in engine.cache.events() if event.kind == "updated"]
-    assert told == [("updated", "host", 80)]
+    updated = [(event.kind, event.tier, event.priority) for event in engine.cache.events() if event.kind == "updated"]
+    assert updated == [("updated", "host", 80)]
 
 
 def test_an_empty_pool_has_a_snapshot(make: Make) -> None:
@@ -251,7 +251,7 @@ def test_readers_with_cursors_each_get_everything_and_take_nothing_from_others(m
     assert engine.cache.stats().events_dropped == 0
 
 
-def test_a_cursor_that_comes_late_is_told_what_it_has_missed(make: Make) -> None:
+def test_a_cursor_that_comes_late_learns_what_it_has_missed(make: Make) -> None:
     """The pool keeps no more rows for it. What another has read is not counted as dropped."""
     engine = make(P=8, event_capacity=4)
     early = 0
@@ -266,13 +266,13 @@ def test_a_cursor_that_comes_late_is_told_what_it_has_missed(make: Make) -> None
     assert engine.cache.stats().events_dropped == engine.cache.events(since=early).missed > 0
 
 
-def test_a_snapshot_of_one_reader_is_no_gap_for_others(make: Make) -> None:
+def test_a_snapshot_of_one_reader_is_not_a_gap_for_others(make: Make) -> None:
     """However large it is, compared with what is kept."""
     engine = make(P=16, event_capacity=8)
     engine.seed(range(33), committed=32)
-    own = engine.cache.events(since=0, snapshot=True)
-    assert rebuilt(own[own.before_snapshot :]) == cached(engine)
-    plain, cursor = engine.cache.events(snapshot=True), own.cursor
+    events = engine.cache.events(since=0, snapshot=True)
+    assert rebuilt(events[events.before_snapshot :]) == cached(engine)
+    plain, cursor = engine.cache.events(snapshot=True), events.cursor
     engine.seed(range(100, 105), committed=4)
     for _ in range(3):
         engine.cache.events(since=0, snapshot=True)

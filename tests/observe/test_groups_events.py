@@ -50,26 +50,26 @@ def test_a_snapshot_alone_is_what_is_cached_in_all_groups(mix: str) -> None:
 
 def chains(events: list[Event]) -> dict[tuple[int, str | None], list[tuple[bytes | None, bytes]]]:
     """(parent, key) of stored blocks in their order, by group and tier."""
-    found: dict[tuple[int, str | None], list[tuple[bytes | None, bytes]]] = {}
+    chains_of: dict[tuple[int, str | None], list[tuple[bytes | None, bytes]]] = {}
     for event in events:
         if event.kind == "stored":
             parent = None if event.parent is None else event.parent.tobytes()
             for key in np.asarray(event.keys):
-                found.setdefault((event.group, event.tier), []).append((parent, key.tobytes()))
+                chains_of.setdefault((event.group, event.tier), []).append((parent, key.tobytes()))
                 parent = key.tobytes()
-    return found
+    return chains_of
 
 
 @pytest.mark.parametrize("mix", MIXES)
-def test_a_snapshot_tells_parents_first_in_every_group_and_no_chain_leaves_its_group(mix: str) -> None:
+def test_a_snapshot_reports_parents_first_in_every_group_and_no_chain_leaves_its_group(mix: str) -> None:
     with pool_of(mix, device=30, host=0, event_capacity=4096) as cache:
         for _ in churn(cache, Random(2), 25):
             pass
         events = cache.events(snapshot=True)
-        for (group, _), told in chains(events[events.before_snapshot :]).items():
-            own, known = {key for _, key in told}, set[bytes | None]()
-            for parent, key in told:
-                assert parent not in own or parent in known, f"a child comes before its parent in group {group}"
+        for (group, _), chain in chains(events[events.before_snapshot :]).items():
+            keys, known = {key for _, key in chain}, set[bytes | None]()
+            for parent, key in chain:
+                assert parent not in keys or parent in known, f"a child comes before its parent in group {group}"
                 known.add(key)
         for first, last in zip(events.bounds[:-1], events.bounds[1:], strict=True):
             assert len(set(events.records["group"][first:last].tolist())) == 1
@@ -78,7 +78,7 @@ def test_a_snapshot_tells_parents_first_in_every_group_and_no_chain_leaves_its_g
 @pytest.mark.parametrize("mix", MIXES)
 def test_a_snapshot_says_of_each_block_what_storing_it_said(mix: str) -> None:
     def facts(events: list[Event]) -> set[object]:
-        found = set[object]()
+        facts_stored = set[object]()
         for event in events:
             parent = event.parent
             for i, key in enumerate(np.asarray(event.keys)):
@@ -88,18 +88,18 @@ def test_a_snapshot_says_of_each_block_what_storing_it_said(mix: str) -> None:
                 )
                 before = None if parent is None else parent.tobytes()
                 names = event.group, event.tier, event.namespace, event.salt, event.adapter_id, event.priority
-                found.add((key.tobytes(), before, event.tokens[i].tobytes(), extra, *names))
+                facts_stored.add((key.tobytes(), before, event.tokens[i].tobytes(), extra, *names))
                 parent = key
-        return found
+        return facts_stored
 
     with pool_of(mix, device=40, host=0, event_capacity=256) as cache:
         for names in ({}, {"salt": "s", "adapter_id": "a"}, {"extra_ids": [7] + [0] * 12}):
             seed(cache, range(13), **names)  # type: ignore[arg-type]
         events = cache.events(snapshot=True)
-        told = facts([event for event in events[: events.before_snapshot] if event.kind == "stored"])
+        reported = facts([event for event in events[: events.before_snapshot] if event.kind == "stored"])
         # Decoding blocks and windows may have removed some since.
         snapshot = facts(events[events.before_snapshot + 1 :])
-        assert snapshot <= told and {fact[4] for fact in snapshot} == {
+        assert snapshot <= reported and {fact[4] for fact in snapshot} == {
             g.index for g in cache.groups if g.kind != "cross"
         }  # type: ignore[index]
 

@@ -41,8 +41,8 @@ class Scraped:
 
     def __call__(self, name: str, **labels: str) -> float:
         """The value of the one sample with these labels."""
-        (found,) = [s.value for s in self.samples if s.name == name and labels.items() <= s.labels.items()]
-        return found
+        (value,) = [s.value for s in self.samples if s.name == name and labels.items() <= s.labels.items()]
+        return value
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_evictions_where_the_host_has_a_copy_or_no_room(watched: Make, scrape: S
     engine = watched(P=1, S=1)
     engine.seed(range(4), committed=4)
     engine.cache.offload(engine.prompt(range(4)))
-    assert evictions(scrape) == {}, "a copy that was asked for is no eviction"
+    assert evictions(scrape) == {}, "a copy that was asked for is not an eviction"
     engine.seed(range(10, 14), committed=4)
     assert evictions(scrape) == {("device", "on_host"): 1}
     engine.seed(range(20, 24), committed=4)
@@ -168,13 +168,13 @@ def test_a_redundant_copy_that_makes_room_is_an_eviction_from_the_host(watched: 
 
 def histogram(scraped: Scraped, name: str, **labels: str) -> tuple[dict[float, float], float, float]:
     """Counts by upper bound, not cumulative and without zeros; the count; the sum."""
-    found, before = {}, 0.0
+    buckets, before = {}, 0.0
     for sample in scraped.samples:
         if sample.name == f"{name}_bucket" and labels.items() <= sample.labels.items():
             if sample.value != before:
-                found[float(sample.labels["le"])] = sample.value - before
+                buckets[float(sample.labels["le"])] = sample.value - before
             before = sample.value
-    return found, scraped(f"{name}_count", **labels), scraped(f"{name}_sum", **labels)
+    return buckets, scraped(f"{name}_count", **labels), scraped(f"{name}_sum", **labels)
 
 
 def test_times_are_those_of_the_pools_clock(watched: Make, scrape: Scrape) -> None:
@@ -268,7 +268,7 @@ def test_a_copy_that_the_device_refused_was_not_moved(metrics: PoolMetrics, scra
         cache.release(sequence)
 
 
-def test_no_time_is_told_where_the_device_copies_behind_its_caller(metrics: PoolMetrics, scrape: Scrape) -> None:
+def test_no_time_is_reported_where_the_device_copies_after_the_call(metrics: PoolMetrics, scrape: Scrape) -> None:
     with KVCacheManager(small_layout(4), device_blocks=2, host_blocks=2, device="sim") as cache:
         metrics.add("a", cache)
         sequence = cache.add_sequence(list(range(4)))
@@ -342,7 +342,7 @@ def test_events_that_any_group_dropped_are_counted(mix: str) -> None:
         for _ in churn(cache, Random(6), 40):
             pass
         dropped = cache.stats().events_dropped
-        assert 0 < dropped == cache.events().number, "numbers count from 0, and what is there begins behind the gap"
+        assert 0 < dropped == cache.events().number, "numbers count from 0, and what is there begins after the gap"
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -354,15 +354,15 @@ def test_tiers_of_a_group_are_those_of_its_blocks(mix: str) -> None:
         live = cache.add_sequence(list(range(80, 90)), **encoded(cache))
         cache.offload(list(range(50, 63)))
         stats = cache.stats()
-        for group, own, state in zip(cache.groups, stats.groups, cache.core.states, strict=True):
+        for group, group_stats, state in zip(cache.groups, stats.groups, cache.core.states, strict=True):
             used = len(set(state.table[state.table >= 0].tolist()))
-            assert (own.device.capacity, own.host.capacity) == (group.device_blocks, group.host_blocks)
+            assert (group_stats.device.capacity, group_stats.host.capacity) == (group.device_blocks, group.host_blocks)
             assert (
-                own.device.used == used == own.device.capacity - own.device.free
-                and own.device.pinned == own.host.used == 0
+                group_stats.device.used == used == group_stats.device.capacity - group_stats.device.free
+                and group_stats.device.pinned == group_stats.host.used == 0
             )
             copies = set(cached(cache)[group.index, "device"]) & set(cached(cache)[group.index, "host"])
-            assert own.host.redundant == len(copies) and (group.kind == "cross" or copies)
+            assert group_stats.host.redundant == len(copies) and (group.kind == "cross" or copies)
         cache.release(live)
 
 
@@ -395,7 +395,7 @@ def test_a_prompt_counts_once_and_is_reused_once(mix: str) -> None:
 
 
 class Recorder(CpuDevice):
-    """Remembers every move that it was told to make."""
+    """Records every move that it gets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -413,7 +413,7 @@ def test_moved_bytes_are_those_of_each_groups_blocks(mix: str) -> None:
         for _ in churn(cache, Random(8), 40):
             pass
         stats, boundary = cache.stats(), cache.device_blocks
-        for group, own in zip(cache.groups, stats.groups, strict=True):
+        for group, group_stats in zip(cache.groups, stats.groups, strict=True):
             expected = {"offload": 0, "onboard": 0, "within": 0}
             ends = [(group.first_device_block, group.device_blocks), (group.first_host_block, group.host_blocks)]
             for source, target, tokens in device.moves:
@@ -421,10 +421,12 @@ def test_moved_bytes_are_those_of_each_groups_blocks(mix: str) -> None:
                     on_device = source < boundary, target < boundary
                     direction = {(True, False): "offload", (False, True): "onboard"}.get(on_device, "within")
                     expected[direction] += tokens * group.block_bytes // group.layouts[0].tokens_per_block
-            assert (own.offloaded_bytes, own.onboarded_bytes, own.within_bytes) == tuple(expected.values())
+            assert (group_stats.offloaded_bytes, group_stats.onboarded_bytes, group_stats.within_bytes) == tuple(
+                expected.values()
+            )
             if group.kind != "cross":
-                assert own.offloaded_bytes and own.offload_seconds
-                assert own.onboarded_bytes >= own.onboarded_blocks * group.block_bytes, (
+                assert group_stats.offloaded_bytes and group_stats.offload_seconds
+                assert group_stats.onboarded_bytes >= group_stats.onboarded_blocks * group.block_bytes, (
                     "and partial copies out of host blocks"
                 )
         assert stats.onboarded_bytes or "recurrent" in mix
@@ -460,18 +462,18 @@ def test_metrics_of_blocks_name_the_group_and_tokens_of_prompts_do_not() -> None
         text = generate_latest(registry).decode()
         stats, samples = cache.stats(), [s for family in text_string_to_metric_families(text) for s in family.samples]
 
-    def told(name: str, **labels: str) -> list[float]:
+    def values_of(name: str, **labels: str) -> list[float]:
         return [s.value for s in samples if s.name == name and labels.items() <= s.labels.items()]
 
     for definition in DEFINITIONS:
-        own = [s for s in samples if s.name.startswith(definition.name) and s.labels["pool"] == "several"]
-        assert {s.labels.get("group") for s in own} == (
+        group_samples = [s for s in samples if s.name.startswith(definition.name) and s.labels["pool"] == "several"]
+        assert {s.labels.get("group") for s in group_samples} == (
             {"0", "1", "2", "3"} if "group" in definition.labels else {None}
         ), definition.name
     assert {s.labels.get("group", "0") for s in samples if s.labels["pool"] == "single"} == {"0"}
     for g, group in enumerate(stats.groups):
-        assert sum(told("kvpool_blocks", pool="several", group=str(g), tier="device")) == group.device.capacity
-        assert told("kvpool_moved_bytes_total", pool="several", group=str(g), direction="offload") == [
+        assert sum(values_of("kvpool_blocks", pool="several", group=str(g), tier="device")) == group.device.capacity
+        assert values_of("kvpool_moved_bytes_total", pool="several", group=str(g), direction="offload") == [
             group.offloaded_bytes
         ]
-    assert told("kvpool_query_tokens_total", pool="several", tier="device") == [stats.prompt_tokens]
+    assert values_of("kvpool_query_tokens_total", pool="several", tier="device") == [stats.prompt_tokens]

@@ -185,7 +185,7 @@ def test_every_scrape_is_of_one_moment_while_the_pool_works(make: Make) -> None:
                 break
         done.set()
         thread.join()
-    assert not failures and sums and all(found == [6, 3] for found in sums)
+    assert not failures and sums and all(totals == [6, 3] for totals in sums)
 
 
 def test_names_follow_the_conventions() -> None:
@@ -225,9 +225,9 @@ def test_every_figure_of_stats_is_in_a_metric(field: str, monkeypatch: pytest.Mo
             shown = dataclasses.replace(shown, groups=(shown.groups[0], group))
         else:
             shown = dataclasses.replace(shown, **{field: changed(getattr(shown, field))})
-        told = [sample for sample in scrape(registry) if sample not in before]
-        assert bool(told) == (field not in LEFT_OUT)
-        assert {sample.labels.get("group") for sample in told} <= ({"1"} if field in OF_GROUPS else {None})
+        new_samples = [sample for sample in scrape(registry) if sample not in before]
+        assert bool(new_samples) == (field not in LEFT_OUT)
+        assert {sample.labels.get("group") for sample in new_samples} <= ({"1"} if field in OF_GROUPS else {None})
 
 
 # -- the dashboard -------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Spans tell of admissions, moves and jobs of stores, with the request's id. Without them, nothing is replaced."""
+"""Spans cover admissions, moves and jobs of stores, with the request's id. Without them, nothing is replaced."""
 
 from __future__ import annotations
 
@@ -53,23 +53,23 @@ class Tracer:
 
 @pytest.fixture
 def tracer() -> Iterator[Tracer]:
-    found = Tracer()
-    tracing.trace(found)
-    yield found
+    tracer = Tracer()
+    tracing.trace(tracer)
+    yield tracer
     tracing.untrace()
 
 
 def test_calls_of_a_request_have_spans_with_its_id(tracer: Tracer, make: Any) -> None:
     engine: Engine = make(P=2, T=4)
     with tracing.request("r-7"):
-        one = engine.cache.add_sequence(range(5))
+        sequence = engine.cache.add_sequence(range(5))
         with pytest.raises(OutOfBlocks):
             engine.cache.add_sequence_batch([range(50, 55)])
     engine.cache.prefetch(range(5))
-    engine.cache.release(one)
-    told = [(span.name, span.attributes, span.ended) for span in tracer.spans]
+    engine.cache.release(sequence)
+    spans = [(span.name, span.attributes, span.ended) for span in tracer.spans]
     ids = {"kvpool.request": "r-7"}
-    assert told == [
+    assert spans == [
         ("kvpool.add_sequence", ids, True),
         ("kvpool.add_sequence_batch", ids, True),
         ("kvpool.prefetch", {}, True),

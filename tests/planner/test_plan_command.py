@@ -110,11 +110,11 @@ def test_onboarding_beats_recomputing_from_where_its_latency_is_earned() -> None
     survey = survey_of(synthetic(20).requests)
     layout = BlockLayout.for_model("llama-3-8b", tokens_per_block=16)
     plan = CapacityPlan(survey, Machine(layout, 100_000.0, 20.0, link_latency=500.0))
-    found = plan.break_even()
+    break_even = plan.break_even()
     # A token takes 10 µs to compute and 6.55 µs to cross.
-    assert found is not None and found["tokens"] == 146
+    assert break_even is not None and break_even["tokens"] == 146
     assert 145 * 10 < 500 + 145 * 6.5536 and 146 * 10 > 500 + 146 * 6.5536
-    assert found["worthwhile_above_gb_per_second"] == pytest.approx(13.1072)
+    assert break_even["worthwhile_above_gb_per_second"] == pytest.approx(13.1072)
     slow = CapacityPlan(survey, Machine(layout, 100_000.0, 13.0)).break_even()
     assert slow is not None and slow["tokens"] is None
 

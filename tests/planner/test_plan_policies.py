@@ -47,14 +47,14 @@ def chains(random: Random) -> list[Use]:
 def naive_min(uses: Sequence[Use], capacity: int) -> int:
     """Belady's rule as it is written: of what is held and what has come, the block that is used last goes."""
     order = [int(block) for use in uses for block in use.blocks]
-    held, found = set[int](), 0
+    held, hits = set[int](), 0
     for place, block in enumerate(order):
-        found += block in held
+        hits += block in held
         held.add(block)
         rest = order[place + 1 :]
         if len(held) > capacity:
             held.remove(max(held, key=lambda block: rest.index(block) if block in rest else len(rest)))
-    return found
+    return hits
 
 
 @pytest.mark.parametrize("capacity", [1, 3, 8, 40])
@@ -124,15 +124,15 @@ def test_the_plan_says_it_as_text_json_and_chart(tmp_path: Path, capsys: pytest.
     chart = tmp_path / "plan.svg"
     arguments = ["plan", str(path), "--policies", "agent", "--say", "future", "--at", "40", "20", "--users", "6"]
     assert main([*arguments, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["policies"]
-    assert (found["said"], found["blocks"]) == ("future", [20, 40])
-    assert set(found["hit_rates"]) == {"lru", "agent", ORACLE, MIN}
-    for rates in found["hit_rates"].values():
-        assert all(0 <= rate <= best for rate, best in zip(rates, found["hit_rates"][MIN], strict=True))
+    report = json.loads(capsys.readouterr().out)["policies"]
+    assert (report["said"], report["blocks"]) == ("future", [20, 40])
+    assert set(report["hit_rates"]) == {"lru", "agent", ORACLE, MIN}
+    for rates in report["hit_rates"].values():
+        assert all(0 <= rate <= best for rate, best in zip(rates, report["hit_rates"][MIN], strict=True))
     pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")
     assert main([*arguments, "--plot", str(chart)]) == 0
     text = capsys.readouterr().out
-    for rate in found["hit_rates"]["agent"]:
+    for rate in report["hit_rates"]["agent"]:
         assert f"{rate:.2%}" in text
     assert re.search(r"agent: the same hits as LRU with \d+% of the memory", text)
     assert "What a policy finds (the engine says future)" in chart.read_text()
@@ -172,8 +172,8 @@ def test_who_knows_the_pauses_of_sessions_that_always_pause_alike_is_the_oracle(
                 request = Request(len(uses), 0, 6, 0, timestamp=second, returns=second + pause, session=session)
                 uses.append(Use(request, blocks, 6, 6, 0))
     oracle = SessionOracle(uses, 13)
-    found = sum(policies.hold(oracle, use) for use in uses)
-    assert sum(map(policies.Known(uses, 13, stop).find, uses)) == found < 6 * len(uses) - 18
+    hits = sum(policies.hold(oracle, use) for use in uses)
+    assert sum(map(policies.Known(uses, 13, stop).find, uses)) == hits < 6 * len(uses) - 18
 
 
 @pytest.mark.parametrize("table", [name for name in policies.TABLES if name != "constants"])

@@ -1,4 +1,4 @@
-"""What the planner says of a store is what an LRU store behind LRU tiers does, written down in plain Python."""
+"""The planner's figures of a store are those of an LRU store below LRU tiers, written down in plain Python."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def simulated(requests: list[Request], size: int, tiers: int, capacity: int, sav
     """What each request finds in the store and not in the tiers, and how many blocks are saved."""
     pool: Lru = OrderedDict()
     store: Lru = OrderedDict()
-    found, saved = [], 0
+    hits_of_requests, saved = [], 0
     for request in requests:
         blocks = chains(request, size)
         hits = 0
         while hits < (request.input_length - 1) // size and (blocks[hits] in pool or blocks[hits] in store):
             hits += 1
-        found.append(sum(block not in pool for block in blocks[:hits]))
+        hits_of_requests.append(sum(block not in pool for block in blocks[:hits]))
         if save == "commit":
             saved += sum(block not in store for block in blocks)
             touch(store, blocks)
@@ -51,15 +51,15 @@ def simulated(requests: list[Request], size: int, tiers: int, capacity: int, sav
                 store[block] = None
         while len(store) > capacity:
             store.popitem(last=False)
-    return found, saved
+    return hits_of_requests, saved
 
 
 def plan_of(requests: list[Request], size: int, tiers: int, save: str, **store: Any) -> StorePlan:
     layout = BlockLayout.for_model("llama-3-8b", tokens_per_block=size)
     machine = Machine(layout, device_blocks=tiers, store=StoreTier(save=save, **store), prefill_tokens_per_second=None)
-    found = CapacityPlan(survey_of(requests, tokens_per_block=size), machine).store()
-    assert found is not None
-    return found
+    plan = CapacityPlan(survey_of(requests, tokens_per_block=size), machine).store()
+    assert plan is not None
+    return plan
 
 
 @pytest.mark.parametrize("save", ["commit", "evict"])
@@ -73,12 +73,12 @@ def test_a_store_finds_and_writes_what_an_lru_store_does(requests: list[Request]
     for tiers in (0, 1, 7, 20, len(every) // 2, len(every) + 1):
         plan = plan_of(requests, size, tiers, save)
         for capacity in (0, 1, 2, 5, 13, 40, len(every) // 2, len(every), len(every) + 9):
-            found, saved = simulated(requests, size, tiers, capacity, save)
+            hits_of_requests, saved = simulated(requests, size, tiers, capacity, save)
             row = plan.row(capacity)
             where = f"tiers={tiers}, capacity={capacity}"
-            assert row["hit_tokens"] == sum(found) * size, where
-            assert row["loads"] == sum(one > 0 for one in found), where
-            assert row["read_bytes"] == sum(found) * plan.layout.block_bytes, where
+            assert row["hit_tokens"] == sum(hits_of_requests) * size, where
+            assert row["loads"] == sum(hits > 0 for hits in hits_of_requests), where
+            assert row["read_bytes"] == sum(hits_of_requests) * plan.layout.block_bytes, where
             assert row["written_bytes"] == saved * plan.layout.block_bytes, where
 
 
@@ -88,12 +88,12 @@ def test_time_saved_is_that_of_requests_for_which_a_load_is_faster(save: str) ->
     store = StoreTier(save=save, bandwidth=2.0, latency=20_000.0)
     layout = BlockLayout.for_model("llama-3-8b", tokens_per_block=size)
     plan = StorePlan(survey_of(requests, tokens_per_block=size), layout, store, tiers, 9_000.0)
-    found, _ = simulated(requests, size, tiers, capacity, save)
-    gains = [blocks * (size / 9_000 - layout.block_bytes / 2e9) - 0.02 for blocks in found]
+    hits_of_requests, _ = simulated(requests, size, tiers, capacity, save)
+    gains = [blocks * (size / 9_000 - layout.block_bytes / 2e9) - 0.02 for blocks in hits_of_requests]
     row = plan.row(capacity)
     assert row["saved_seconds_per_request"] == pytest.approx(sum(gain for gain in gains if gain > 0) / 150)
-    assert 0 < row["loads"] == sum(gain > 0 for gain in gains) < sum(blocks > 0 for blocks in found)
-    assert row["hit_tokens"] == sum(found) * size > row["read_bytes"] // layout.token_bytes
+    assert 0 < row["loads"] == sum(gain > 0 for gain in gains) < sum(blocks > 0 for blocks in hits_of_requests)
+    assert row["hit_tokens"] == sum(hits_of_requests) * size > row["read_bytes"] // layout.token_bytes
 
 
 def test_a_sample_estimates_the_same_figures() -> None:

@@ -23,7 +23,7 @@ Chain = tuple[Any, ...]
 
 
 def chains(request: Request, size: int) -> list[Chain]:
-    """What tells each full block of a request apart: namespace and all tokens up to its end."""
+    """What distinguishes each full block of a request: namespace and all tokens up to its end."""
     tokens = [*request.prompt().tolist(), *request.output().tolist()]
     return [(request.salt, request.adapter_id, *tokens[:end]) for end in range(size, len(tokens) + 1, size)]
 
@@ -32,19 +32,19 @@ def lru_hits(requests: list[Request], size: int, capacity: int) -> list[int]:
     """Blocks that each request finds in an LRU cache: all hits are claimed, then everything is touched from the
     tail."""
     cache: OrderedDict[Chain, None] = OrderedDict()
-    found = []
+    hits_of_requests = []
     for request in requests:
         blocks = chains(request, size)
         hits = 0
         while hits < (request.input_length - 1) // size and blocks[hits] in cache:
             hits += 1
-        found.append(hits)
+        hits_of_requests.append(hits)
         for block in reversed(blocks):
             cache[block] = None
             cache.move_to_end(block)
         while len(cache) > capacity:
             cache.popitem(last=False)
-    return found
+    return hits_of_requests
 
 
 def native(seed: int, count: int = 60) -> list[Request]:
@@ -59,8 +59,8 @@ def native(seed: int, count: int = 60) -> list[Request]:
         texts.append(tokens + answer)
         outputs = np.array(answer, np.int32) if random.random() < 0.6 else None
         salt, adapter = random.choice((None, None, "a")), random.choice((None, None, None, 1, "1"))
-        given: dict[str, Any] = {"tokens": np.array(tokens, np.int32), "outputs": outputs, "timestamp": float(index)}
-        requests.append(Request(index, 0, len(tokens), len(answer), **given, salt=salt, adapter_id=adapter))
+        fields: dict[str, Any] = {"tokens": np.array(tokens, np.int32), "outputs": outputs, "timestamp": float(index)}
+        requests.append(Request(index, 0, len(tokens), len(answer), **fields, salt=salt, adapter_id=adapter))
     return requests
 
 
@@ -74,8 +74,8 @@ def by_ids(seed: int, tokens_per_id: int, count: int = 60) -> list[Request]:
         ids = kept + [random.randint(0, 40) for _ in range(random.randint(1, 4))]
         lists.append(ids)
         length = len(ids) * tokens_per_id - random.randint(0, tokens_per_id - 1)
-        given: dict[str, Any] = {"hash_ids": np.array(ids, np.uint64), "tokens_per_id": tokens_per_id}
-        requests.append(Request(index, 0, length, random.randint(0, 30), **given))
+        fields: dict[str, Any] = {"hash_ids": np.array(ids, np.uint64), "tokens_per_id": tokens_per_id}
+        requests.append(Request(index, 0, length, random.randint(0, 30), **fields))
     return requests
 
 
@@ -124,12 +124,12 @@ def test_each_tenant_has_the_curve_of_its_own_requests_in_the_shared_cache() -> 
     survey = survey_of(requests, tokens_per_block=3)
     assert {tenant.name for tenant in survey.tenants} == {"a", NOBODY}
     for capacity in (1, 5, 20, 60, 150, 10_000):
-        found = lru_hits(requests, 3, capacity)
+        hits_of_requests = lru_hits(requests, 3, capacity)
         for tenant in survey.tenants:
             of = [request.salt or NOBODY for request in requests]
-            own = [hits for hits, name in zip(found, of, strict=True) if name == tenant.name]
-            assert tenant.curve.hits(capacity) == sum(own)
-            assert tenant.requests == len(own)
+            tenant_hits = [hits for hits, name in zip(hits_of_requests, of, strict=True) if name == tenant.name]
+            assert tenant.curve.hits(capacity) == sum(tenant_hits)
+            assert tenant.requests == len(tenant_hits)
 
 
 def test_tenants_are_named_by_their_column_before_the_salt_and_share_a_line_when_too_many() -> None:
@@ -164,12 +164,12 @@ def test_prefixes_that_carry_the_reuse_are_named() -> None:
     shared, deeper = list(range(8)), list(range(100, 112))
     prompts = [shared + [200 + n] * 5 for n in range(4)] + [shared + deeper + [300 + n] for n in range(3)]
     requests = [Request(n, 0, len(p), 0, tokens=np.array(p, np.int32)) for n, p in enumerate(prompts)]
-    found = survey_of(requests, tokens_per_block=4).prefixes
-    first, second = found.top
+    prefixes = survey_of(requests, tokens_per_block=4).prefixes
+    first, second = prefixes.top
     assert (first.first_request, first.start, first.tokens, first.reuses, first.hit_tokens) == (0, 0, 8, 6, 48)
     assert (second.first_request, second.start, second.tokens, second.reuses, second.hit_tokens) == (4, 8, 12, 2, 24)
-    assert first.share == pytest.approx(2 / 3) and (found.reused_blocks, found.distinct_blocks) == (5, 9)
-    assert (found.blocks_for_half, found.blocks_for_most) == (2, 5)
+    assert first.share == pytest.approx(2 / 3) and (prefixes.reused_blocks, prefixes.distinct_blocks) == (5, 9)
+    assert (prefixes.blocks_for_half, prefixes.blocks_for_most) == (2, 5)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -297,10 +297,10 @@ def test_curve_of_a_trace_of_chats_is_the_replays(chats: Trace, device_blocks: i
 )
 def test_curve_of_the_published_trace_is_the_replays(head: Trace, device_blocks: int, share: float | None) -> None:
     survey = survey_of(head.requests)
-    found = survey.hit_tokens(device_blocks)
-    assert found == pytest.approx(replayed(head, device_blocks), rel=0.01)
+    hit_tokens = survey.hit_tokens(device_blocks)
+    assert hit_tokens == pytest.approx(replayed(head, device_blocks), rel=0.01)
     if share is not None:
-        assert found / survey.prompt_tokens == pytest.approx(share, abs=0.000005)
+        assert hit_tokens / survey.prompt_tokens == pytest.approx(share, abs=0.000005)
 
 
 def test_ceiling_of_a_trace_of_chats_by_its_own_ids(chats: Trace) -> None:

@@ -1,4 +1,4 @@
-"""The bytes that the replay writes tell namespace, prefix, token, layer, plane and head apart, in every layout."""
+"""The bytes that the replay writes differ by namespace, prefix, token, layer, plane and head, in every layout."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def test_state_of_a_prefix_does_not_depend_on_where_the_prompt_ends() -> None:
 def test_state_differs_between_namespaces() -> None:
     namespaces: list[tuple[str | None, int | str | None]] = [(salt, None) for salt in (None, "a", "b", "1", "None")]
     namespaces += [(None, 1), (None, "1"), (None, 0), ("a", 1)]
-    found = {int(token_states([1, 2, 3], 4, salt=salt, adapter_id=adapter)[0]) for salt, adapter in namespaces}
-    assert len(found) == len(namespaces)
+    states = {int(token_states([1, 2, 3], 4, salt=salt, adapter_id=adapter)[0]) for salt, adapter in namespaces}
+    assert len(states) == len(namespaces)
     assert token_states([1], 4, salt="a") == token_states([1], 4, salt=b"a")
 
 
@@ -93,7 +93,7 @@ def test_bytes_of_a_token_are_the_same_in_every_block_tier_and_way_of_writing(la
     memory.write(states.reshape(-1), np.array([1, 5, 3])[rows], tokens)
     whole = [view_of(pools, layout, tier, block) for block in (4, 0, 2)]
     pieces = [view_of(pools, layout, tier, block) for block in (1, 5, 3)]
-    # As bytes: floats that are no numbers differ from themselves.
+    # As bytes: floats that are not numbers differ from themselves.
     raw, pieces = ([np.ascontiguousarray(view).view(np.uint8) for view in views] for views in (whole, pieces))
     assert np.array_equal(raw, pieces)
     shape = (layout.layers, layout.kv_heads, layout.head_dim, layout.tokens_per_block)
@@ -120,9 +120,9 @@ def test_every_single_changed_byte_is_found_and_placed(layout: BlockLayout, tier
             element[byte] ^= 1
             layer, plane, token, head = place
             whole = memory.check(states, blocks)
-            for found in (whole, memory.check(states.reshape(-1), blocks[rows], tokens)):
-                assert found is not None and found.found != found.expected
-                assert (found.token, found.layer, found.plane, found.head) == (token, layer, plane, head)
+            for mismatch in (whole, memory.check(states.reshape(-1), blocks[rows], tokens)):
+                assert mismatch is not None and mismatch.found != mismatch.expected
+                assert (mismatch.token, mismatch.layer, mismatch.plane, mismatch.head) == (token, layer, plane, head)
             assert whole is not None and whole.row == 1
             element[byte] ^= 1
     assert memory.check(states, blocks) is None
@@ -153,8 +153,8 @@ def test_more_blocks_than_one_step_holds_are_written_and_checked() -> None:
     memory.write(states, order)
     assert memory.check(states, order) is None
     pools.device_pool[-1, -1, order[77], 3] ^= 1
-    found = memory.check(states, order)
-    assert found is not None and (found.row, found.token, found.layer, found.plane) == (77, 3, 1, 1)
+    mismatch = memory.check(states, order)
+    assert mismatch is not None and (mismatch.row, mismatch.token, mismatch.layer, mismatch.plane) == (77, 3, 1, 1)
 
 
 def test_writing_tokens_leaves_all_others_as_they_are() -> None:

@@ -50,7 +50,7 @@ def block(first: int) -> list[int]:
 def lru_hits(trace: Trace, capacity: int, active: int, device_blocks: int) -> int:
     """Hit tokens of one plain LRU of blocks named by their whole prefix: no hashes, no tiers, no partial reuse.
 
-    Requests come as to a pool of so many ``device_blocks``.
+    Requests come as to a pool of that many ``device_blocks``.
     """
     used: dict[Any, int] = {}
     idle: OrderedDict[Any, None] = OrderedDict()
@@ -67,16 +67,16 @@ def lru_hits(trace: Trace, capacity: int, active: int, device_blocks: int) -> in
         if isinstance(step, Admit):
             request = step.request
             limit = (request.input_length - 1) // 16
-            found = 0
+            hit_blocks = 0
             for name in names(request, limit):
                 if name not in used and name not in idle:
                     break
                 idle.pop(name, None)
                 used[name] = used.get(name, 0) + 1
-                found += 1
-            hits += 16 * found
-            held[request.index] = names(request, found)
-            lengths[request.index] = 16 * found
+                hit_blocks += 1
+            hits += 16 * hit_blocks
+            held[request.index] = names(request, hit_blocks)
+            lengths[request.index] = 16 * hit_blocks
             grown = [(request, request.input_length)]
         elif isinstance(step, Append):
             grown = [(request, lengths[request.index] + count) for request, _, count in step.items]
@@ -208,7 +208,7 @@ def test_dropping_the_namespace_from_key_and_comparison_fails_the_verification(a
             replay.run()
 
 
-def test_bytes_that_change_behind_the_pools_back_are_found_at_release() -> None:
+def test_bytes_that_change_without_the_pool_are_found_at_release() -> None:
     trace = native((block(0) + [7], None), (block(50) + [7], None))
 
     def overwrite(_: int) -> None:

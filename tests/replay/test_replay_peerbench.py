@@ -85,7 +85,7 @@ def test_adapter_runs_when_dropped_into_a_copy_of_the_harness(tmp_path: Path) ->
     assert ours["requests"] == 30 and ours["hit_tokens"] > 0
 
 
-def test_usage_is_told_without_a_harness() -> None:
+def test_usage_is_shown_without_a_harness() -> None:
     done = subprocess.run([sys.executable, str(ADAPTER)], capture_output=True, text=True)
     assert done.returncode != 0 and "--harness PATH" in done.stderr
     done = subprocess.run(

@@ -51,7 +51,9 @@ def read(folder: Path, *sessions: Any, **options: Any) -> list[Request]:
 
 
 def picture(requests: list[Request]) -> list[tuple[Any, ...]]:
-    return [(one.prompt().tolist(), one.output_length, one.timestamp, one.seconds) for one in requests]
+    return [
+        (request.prompt().tolist(), request.output_length, request.timestamp, request.seconds) for request in requests
+    ]
 
 
 def test_both_formats_say_the_same(tmp_path: Path) -> None:
@@ -59,14 +61,14 @@ def test_both_formats_say_the_same(tmp_path: Path) -> None:
 
 
 def test_a_prompt_repeats_what_its_ids_say_and_its_unfull_end_is_its_own(tmp_path: Path) -> None:
-    first, second, third = (one.prompt() for one in read(tmp_path, PACKED))
+    first, second, third = (request.prompt() for request in read(tmp_path, PACKED))
     assert [len(first), len(second), len(third)] == [130, 256, 128]
     assert (first[:128] == second[:128]).all() and (first[:64] == third[:64]).all()
     assert (first[128:] != second[128:130]).any() and (second[64:128] != third[64:]).any()
 
 
 def test_ids_of_two_sessions_mean_different_contents(tmp_path: Path) -> None:
-    prompts = [one.prompt() for one in read(tmp_path, PACKED, PACKED)]
+    prompts = [request.prompt() for request in read(tmp_path, PACKED, PACKED)]
     assert len({prompt[:64].tobytes() for prompt in prompts}) == 2
     assert len({prompt[128:].tobytes() for prompt in prompts if len(prompt) == 130}) == 2
 
@@ -74,7 +76,11 @@ def test_ids_of_two_sessions_mean_different_contents(tmp_path: Path) -> None:
 def test_a_user_waits_for_its_answer_and_pauses_no_longer_than_said(tmp_path: Path) -> None:
     first, second, third = read(tmp_path, PACKED, pause_max=10.0)
     assert first.timestamp is not None and 0 <= first.timestamp < 60
-    times = [round(one.timestamp - first.timestamp, 6) for one in (first, second, third) if one.timestamp is not None]
+    times = [
+        round(request.timestamp - first.timestamp, 6)
+        for request in (first, second, third)
+        if request.timestamp is not None
+    ]
     assert times == [0.0, 2.0 + 3.0, 5.0 + 6.5 + 10.0], "the time of a call that nobody knows is 6.5 s"
     assert (first.seconds, second.seconds, third.seconds) == (2.0, 6.5, 300.0)
     assert (first.returns, second.returns, third.returns) == (second.timestamp, third.timestamp, inf)
@@ -85,7 +91,7 @@ def test_who_waited_before_a_request_began_comes_so_much_later(tmp_path: Path) -
     (tmp_path / "trace.jsonl").write_text(json.dumps(PACKED) + "\n")
     waits = iter((7.0, 0.5, 0.0))
     played = list(play(read_sessions(str(tmp_path / "trace.jsonl")), 1, 10.0, waited=lambda: next(waits)))
-    times = [(one.timestamp or 0.0) - (played[0].timestamp or 0.0) for one in played]
+    times = [(request.timestamp or 0.0) - (played[0].timestamp or 0.0) for request in played]
     assert times == pytest.approx([0.0, 5.0 + 7.0, 12.0 + 16.5 + 0.5])
 
 
@@ -95,7 +101,9 @@ def test_the_longest_pause_may_vary_and_is_the_same_in_each_run(tmp_path: Path) 
 
     def longest(varies: float) -> list[float]:
         played = play(sessions, 3, 10.0, varies)
-        waits = [(one.returns or 0.0) - (one.timestamp or 0.0) - 6.5 for one in played if one.seconds == 6.5]
+        waits = [
+            (request.returns or 0.0) - (request.timestamp or 0.0) - 6.5 for request in played if request.seconds == 6.5
+        ]
         return [round(wait, 6) for wait in waits]
 
     assert longest(0.0) == [10.0] * 20
@@ -110,10 +118,10 @@ def test_no_more_users_play_than_there_are_and_every_session_is_played_once(user
     sessions = [
         {**PACKED, "block": 64, "requests": [[0.0, 64, n, "", 10.0, 0, 0, -1, 0, [[1, 1]]]] * 3} for n in range(9)
     ]
-    found = read(tmp_path, *sessions, users=users)
-    assert sorted(one.output_length for one in found) == sorted(list(range(9)) * 3)
-    assert [one.index for one in found] == list(range(27))
-    begins = [one.timestamp or 0.0 for one in found]
+    requests = read(tmp_path, *sessions, users=users)
+    assert sorted(request.output_length for request in requests) == sorted(list(range(9)) * 3)
+    assert [request.index for request in requests] == list(range(27))
+    begins = [request.timestamp or 0.0 for request in requests]
     assert begins == sorted(begins)
     most = max(sum(begin <= now < begin + 10.0 for begin in begins) for now in begins)
     assert most <= users and (users == 1 or most > 1)
@@ -144,8 +152,8 @@ def test_commands_take_a_folder_of_recorded_sessions(command: str, tmp_path: Pat
     for name in "ab":
         (tmp_path / f"{name}.json").write_text(json.dumps(RECORDED, indent=1))
     assert main([command, str(tmp_path), "--users", "2", "--pause-max", "1", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["requests"] == 6 and found["prompt_tokens"] == 2 * (130 + 256 + 128)
+    report = json.loads(capsys.readouterr().out)
+    assert report["requests"] == 6 and report["prompt_tokens"] == 2 * (130 + 256 + 128)
     assert picture(read_trace(str(tmp_path / "a.json")).requests) == picture(read(tmp_path, RECORDED))
     assert main([command, str(tmp_path), "--device-blocks", "9", "--host-blocks", "0"]) == 0
     if command == "replay":
@@ -231,8 +239,8 @@ def test_who_plays_sessions_is_refused_for_a_trace_of_requests(
     path = tmp_path / "trace.jsonl"
     path.write_text('{"tokens": [1, 2]}\n')
     assert main([command, str(path), *option]) == 2
-    given = {"--users": "users 3", "--think-cap": "pause_max 5.0"}[option[0]]
-    reason = f"{path}: {given}: expected a trace with sessions of agents, got requests (native)"
+    options = {"--users": "users 3", "--think-cap": "pause_max 5.0"}[option[0]]
+    reason = f"{path}: {options}: expected a trace with sessions of agents, got requests (native)"
     assert reason in capsys.readouterr().err
 
 

@@ -84,7 +84,7 @@ def test_a_run_that_writes_no_bytes_leaves_nothing_for_one_that_compares_them(st
     assert (stored := run(store).stored) is not None and stored.earlier_tokens == 0
 
 
-def test_blocks_whose_seals_are_wrong_are_computed_again(store: MemoryStore) -> None:
+def test_blocks_whose_macs_are_wrong_are_computed_again(store: MemoryStore) -> None:
     run(store)
     wrong = Wrong(store)
     wrong.after["load"] = lambda answer: (answer[0], answer[1] ^ 1)
@@ -110,13 +110,15 @@ def test_content_that_is_not_the_prompts_fails_the_verification(
 ) -> None:
     """The second run expects other bytes for the same tokens: what the store has is whole, and wrong."""
     run(store)
-    monkeypatch.setattr(replay_engine, "token_states", lambda *given, **named: token_states(*given, **named) ^ 1)
+    monkeypatch.setattr(
+        replay_engine, "token_states", lambda *arguments, **named: token_states(*arguments, **named) ^ 1
+    )
     with pytest.raises(VerificationError, match="what came from a store is no block of this prompt") as caught:
         run(store)
     assert caught.value.tier == "host"
 
 
-def test_a_block_with_one_wrong_byte_is_no_block_of_the_prompt() -> None:
+def test_a_block_with_one_wrong_byte_is_not_a_block_of_the_prompt() -> None:
     device, host = (np.zeros(4 * LAYOUT.block_bytes, np.uint8) for _ in range(2))
     verifier, states = Verifier(LAYOUT, device, host, 4, 4), token_states(np.arange(32), 16)
     KVBytes(LAYOUT, host, LAYOUT.host_strides(4), 4).write(states.reshape(2, 16), np.array([0, 1]))

@@ -64,8 +64,8 @@ def test_native_lines_hold_the_tokens_themselves(tmp_path: Path) -> None:
 
 def test_tenants_and_times_of_arrival_are_read_in_seconds(tmp_path: Path) -> None:
     rows = ({**MOONCAKE, "timestamp": 1500, "tenant": "a"}, {**QWEN, "tenant": "b"}, {**NATIVE, "tenant": "c"})
-    found = [read(tmp_path, row).requests[0] for row in rows]
-    assert [(request.tenant, request.timestamp) for request in found] == [("a", 1.5), ("b", 61.114), ("c", 1.0)]
+    requests = [read(tmp_path, row).requests[0] for row in rows]
+    assert [(request.tenant, request.timestamp) for request in requests] == [("a", 1.5), ("b", 61.114), ("c", 1.0)]
     (bare,) = read(tmp_path, {"tokens": [1]}).requests
     assert (bare.tenant, bare.timestamp) == (None, None)
 
@@ -94,7 +94,7 @@ def test_dash_is_standard_input(packed: bool, monkeypatch: pytest.MonkeyPatch) -
     assert not raw.closed
 
 
-def test_empty_lines_are_no_requests_but_count_as_lines(tmp_path: Path) -> None:
+def test_empty_lines_are_not_requests_but_count_as_lines(tmp_path: Path) -> None:
     trace = read(tmp_path, MOONCAKE, "\n", MOONCAKE)
     assert [(r.index, r.line) for r in trace.requests] == [(0, 1), (1, 3)]
 
@@ -151,7 +151,7 @@ def test_a_broken_line_is_named_with_its_fault(row: Any, reason: str, tmp_path: 
     assert caught.value.line == 2 and str(caught.value).startswith(f"{path}, line 2: ")
 
 
-def test_a_line_without_end_is_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_without_end_is_not_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpool.tools.replay.traces.LINE_BYTES_MAX", 1000)
     path = tmp_path / "trace"
     path.write_bytes(gzip.compress(json.dumps(MOONCAKE).encode().ljust(999) + b"\n" + b" " * 1001))

@@ -92,8 +92,8 @@ def test_copies_carry_content_through_both_tiers() -> None:
     rig.copy((DEVICE, 2, T), (DEVICE + 1, 3, 3))
     rig.verifier.raise_failure()
     rig.verifier.check(blocks(2, 3), states(7), "was handed out as cached")
-    found = rig.verifier.verified
-    assert (found.offloaded_blocks, found.onboarded_blocks, found.partial_copies) == (2, 1, 1)
+    verified = rig.verifier.verified
+    assert (verified.offloaded_blocks, verified.onboarded_blocks, verified.partial_copies) == (2, 1, 1)
     token = LAYOUT.token_bytes
     assert rig.device.copied_bytes.tolist() == [8 * token, 7 * token, 0]
 
@@ -135,7 +135,7 @@ def test_a_copy_of_damaged_bytes_is_a_failure_that_names_the_target(
     assert (caught.value.layer, caught.value.plane) == (0, 1)
 
 
-def test_damage_behind_the_copied_tokens_is_not_looked_at() -> None:
+def test_damage_after_the_copied_tokens_is_not_looked_at() -> None:
     rig = Rig()
     rig.verifier.write(blocks(0), 0, states(T))
     rig.corrupt(0, 3, 0, 0)

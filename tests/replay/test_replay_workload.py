@@ -91,9 +91,9 @@ def test_each_id_stands_for_its_own_counters(per_id: int) -> None:
     ids = [0, 7, 182_789]
     length = 2 * per_id + 3
     expected = [splitmix64(per_id * ids[i // per_id] + i % per_id) % 128_000 for i in range(length)]
-    found = expand_ids(ids, length, per_id)
-    assert found.dtype == np.int32 and found.flags.c_contiguous
-    assert found.tolist() == expected
+    tokens = expand_ids(ids, length, per_id)
+    assert tokens.dtype == np.int32 and tokens.flags.c_contiguous
+    assert tokens.tolist() == expected
 
 
 def test_equal_ids_give_equal_prefixes_whatever_the_length() -> None:
@@ -141,7 +141,9 @@ def test_the_trace_of_the_tests_has_chats_of_several_turns_with_shared_beginning
     requests = read_trace(str(CHATS)).requests
     prompts = [tuple(request.hash_ids.tolist()) for request in requests if request.hash_ids is not None]
     turns = [{ids[:-1] for ids in prompts[:at] if len(ids) > 12} for at in range(600)]
-    further = [ids for ids, before in zip(prompts, turns, strict=True) if any(ids[: len(one)] == one for one in before)]
+    further = [
+        ids for ids, before in zip(prompts, turns, strict=True) if any(ids[: len(turn)] == turn for turn in before)
+    ]
     assert len(further) > 150, "turns that go on with a prompt that is longer than any system prompt"
     assert len({ids[0] for ids in prompts}) < 100, "many requests begin alike"
 

@@ -58,7 +58,7 @@ class Talks:
         return self.cache.core.states[0].blocks["owner"]
 
     def turn(self, name: str, more: int, at: float | None = None, retention: Any = None, **said: Any) -> int:
-        """A conversation goes on with so many new blocks. Returns how many were hits."""
+        """Continue a conversation with that many new blocks. Return how many were hits."""
         self.clock.now = self.clock.now if at is None else int(at * 1000)
         text = self.texts.setdefault(name, [])
         text += range(start := 1 + sum(map(len, self.texts.values())) + 1000 * len(self.texts), start + more)
@@ -78,7 +78,7 @@ class Talks:
         return self.cache.match_prefix([*self.texts[name], 0]).tokens
 
     def fill(self, more: int) -> None:
-        """Take so many blocks for a prompt that nobody continues."""
+        """Take that many blocks for a prompt that nobody continues."""
         self.turn(f"other {len(self.texts)}", more)
 
 
@@ -101,19 +101,19 @@ def taught(opened: Talks, rounds: int = 30) -> None:
 
 
 def test_the_conversation_that_is_away_for_longer_goes_though_it_was_used_later() -> None:
-    found = {}
+    cached_by_policy = {}
     for policy in ("lru", "agent"):
         with talks(120, policy) as opened:
             taught(opened)
             opened.turn("soon", 0, at=6_000)
             opened.turn("late", 0, at=6_001)
             opened.fill(60)
-            found[policy] = opened.cached("soon"), opened.cached("late")
-    assert found == {"lru": (10, 50), "agent": (50, 10)}
+            cached_by_policy[policy] = opened.cached("soon"), opened.cached("late")
+    assert cached_by_policy == {"lru": (10, 50), "agent": (50, 10)}
 
 
 def test_the_host_too_loses_the_conversation_that_is_away_for_longer() -> None:
-    found = {}
+    cached_by_policy = {}
     for policy in ("lru", "agent"):
         with talks(70, policy, host_blocks=50) as opened:
             taught(opened, 10)
@@ -122,13 +122,13 @@ def test_the_host_too_loses_the_conversation_that_is_away_for_longer() -> None:
             opened.fill(60)
             opened.clock.now += 1_000
             opened.fill(10)
-            found[policy] = opened.cached("soon"), opened.cached("late")
-    assert found == {"lru": (0, 50), "agent": (50, 0)}
+            cached_by_policy[policy] = opened.cached("soon"), opened.cached("late")
+    assert cached_by_policy == {"lru": (0, 50), "agent": (50, 0)}
 
 
 def test_whoever_has_come_back_stays_where_most_never_do() -> None:
-    """All prompts are of one length, and new ones of every age: only how often it came back tells a talk from them."""
-    found = {}
+    """All prompts are of one length, and new ones of every age: only a talk comes back often."""
+    cached_by_policy = {}
     for policy in ("lru", "reuse"):
         with talks(480, policy) as opened:
             for i in range(200):
@@ -139,18 +139,18 @@ def test_whoever_has_come_back_stays_where_most_never_do() -> None:
             for _ in range(12):
                 opened.fill(40)
                 opened.clock.now += 1_000
-            found[policy] = opened.cached("talk")
-    assert found == {"lru": 0, "reuse": 40}
+            cached_by_policy[policy] = opened.cached("talk")
+    assert cached_by_policy == {"lru": 0, "reuse": 40}
 
 
 def test_who_has_come_back_is_worth_more_than_who_was_seen_as_long_and_has_not() -> None:
-    found = []
+    worths = []
     for came in (True, False):
         rates = np.zeros((TABLES, ROWS, PAUSE_BINS))
         for _ in range(20):
             learn(rates, 0, 5_000, came)
-        found.append(worth(rates, 0, 1_000))
-    assert found[0] > 4 * found[1]
+        worths.append(worth(rates, 0, 1_000))
+    assert worths[0] > 4 * worths[1]
 
 
 def test_a_conversation_loses_its_end_first() -> None:
@@ -264,7 +264,7 @@ def test_what_the_engine_says_is_heard_in_a_list_of_operations() -> None:
         assert opened.cached("one") == 45 and opened.cached("two") < 20
 
 
-def test_a_moment_that_has_passed_is_no_promise_any_more() -> None:
+def test_a_moment_that_has_passed_is_not_a_promise_any_more() -> None:
     with talks(120) as opened:
         opened.turn("liar", 50, at=1, returns_in_ms=10)
         opened.turn("other", 50, at=30_000, returns_in_ms=60_000)
@@ -273,7 +273,7 @@ def test_a_moment_that_has_passed_is_no_promise_any_more() -> None:
 
 
 @pytest.mark.parametrize("said", [{"ends": True}, {"returns_in_ms": 10_000_000}])
-def test_words_that_were_mostly_wrong_are_believed_no_more(said: dict[str, Any]) -> None:
+def test_hints_that_were_mostly_wrong_are_ignored(said: dict[str, Any]) -> None:
     with talks(120) as opened:
         for at in range(0, 4_000, 10):
             opened.turn("soon", 0 if at else 50, at=at, **said)
@@ -306,7 +306,7 @@ def test_pauses_count_by_the_reason_why_the_model_stopped() -> None:
 @pytest.mark.parametrize(
     "said", [{"stop": "tired"}, {"stop": 3}, {"ends": 1}, {"returns_in_ms": -1}, {"ends": True, "returns_in_ms": 5}]
 )
-def test_what_is_no_hint_is_refused_and_nothing_is_released(said: dict[str, Any]) -> None:
+def test_what_is_not_a_hint_is_refused_and_nothing_is_released(said: dict[str, Any]) -> None:
     with talks(10) as opened:
         kept = opened.cache.add_sequence([1, 2])
         with pytest.raises((TypeError, ValueError), match=next(reversed(said))):
@@ -356,7 +356,7 @@ def test_beside_a_flood_adaptive_still_sees_what_others_than_lru_would_hit() -> 
         assert opened.policy.scores[1, AGENT] > 0.4 * hits > 0
 
 
-def test_what_has_a_low_priority_is_no_conversation() -> None:
+def test_what_has_a_low_priority_is_not_a_conversation() -> None:
     with talks(100) as opened:
         opened.turn("flood", 40, at=1, retention=[(0, None, 10, None)])
         opened.turn("part", 40, at=2, retention=[(0, 20, 80, None)])
@@ -395,7 +395,7 @@ def served(policy: str) -> tuple[int, str | None]:
             cache.release(admitted.ids)
             text += [1000 + turn] * 4 if len(text) < 60 else []
         cache.verify()
-        evicted = {one.reason for text in texts for one in cache.explain(text).missed}
+        evicted = {missed.reason for text in texts for missed in cache.explain(text).missed}
         assert "evicted" in evicted
         return hits, cache.core.config.settings.policy
 
@@ -478,23 +478,27 @@ def test_what_is_refused_changes_no_byte_of_the_records(policy: str) -> None:
 
 
 def _set(name: str, at: int, value: int) -> Any:
-    return lambda own: (getattr(own, name) if hasattr(own, name) else own.chains[name]).__setitem__(at, value)
+    return lambda state: (getattr(state, name) if hasattr(state, name) else state.chains[name]).__setitem__(at, value)
 
 
 BROKEN = {
     "chains": [
-        lambda own: own.order.__setitem__(0, own.order[1]),
+        lambda state: state.order.__setitem__(0, state.order[1]),
         _set("order", 0, 1 << 20),
         _set("first", 0, 1 << 20),
         _set("before", 0, -1),
         _set("row", 0, 200),
         _set("alike", 0, 200),
-        lambda own: own.policy_state["pick"].__setitem__(0, len(own.chains)),
+        lambda state: state.policy_state["pick"].__setitem__(0, len(state.chains)),
     ],
     "names": [_set("names", 0, (1 << 20) << 8)],
-    "rings": [lambda own: own.chains["after"].__setitem__(int(own.order[0]), int(own.order[1]))],
-    "turns": [_set("turns", 0, 1 << 20), _set("turns", 0, -2), lambda own: own.chains["turns"].__setitem__(0, 3)],
-    "ghosts": [lambda own: own.ghosts.__setitem__((0, 0), own.ghosts[0, 0] + 1)],
+    "rings": [lambda state: state.chains["after"].__setitem__(int(state.order[0]), int(state.order[1]))],
+    "turns": [
+        _set("turns", 0, 1 << 20),
+        _set("turns", 0, -2),
+        lambda state: state.chains["turns"].__setitem__(0, 3),
+    ],
+    "ghosts": [lambda state: state.ghosts.__setitem__((0, 0), state.ghosts[0, 0] + 1)],
 }
 
 
@@ -505,7 +509,7 @@ def test_verify_sees_a_broken_record(check: str) -> None:
             opened.turn(f"talk {i % 5}", 6, at=10 * i)
         arrays = [*opened.policy.arrays, opened.owners]
         kept = [array.copy() for array in arrays]
-        strange = [lambda own: opened.owners.__setitem__(0, 1 << 20)] if check == "chains" else []
+        strange = [lambda state: opened.owners.__setitem__(0, 1 << 20)] if check == "chains" else []
         for wrong in BROKEN[check] + strange:
             wrong(opened.policy)
             with pytest.raises(IntegrityError, match=check):
@@ -523,6 +527,6 @@ def test_few_records_are_enough_for_many_conversations() -> None:
 
 
 @pytest.mark.parametrize("count", [300, 3_000, 10_000, 1 << 17])
-def test_the_records_take_at_most_so_many_bytes_a_block(count: int) -> None:
-    own = PolicyState("adaptive", 0, count, count, 1)
-    assert own.nbytes <= POLICY_BYTES * count
+def test_the_records_take_at_most_that_many_bytes_a_block(count: int) -> None:
+    state = PolicyState("adaptive", 0, count, count, 1)
+    assert state.nbytes <= POLICY_BYTES * count

@@ -1,4 +1,4 @@
-"""Hints: what a client may ask for, what it is told, and that it pays for it alone."""
+"""Hints: what a client may ask for, what the answers are, and that it alone is charged for it."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class Tenants:
 
 
 def message(*actions: tuple[Any, Any]) -> dict[str, Any]:
-    told = [
+    entries = [
         {"action_id": f"a{i}", "action_type": kind, "action_version": 1, "payload": payload}
         for i, (kind, payload) in enumerate(actions)
     ]
-    return {"protocol_version": 1, "message_id": "m", "actions": told}
+    return {"protocol_version": 1, "message_id": "m", "actions": entries}
 
 
 @pytest.fixture(params=["lru", "adaptive"])
@@ -137,7 +137,7 @@ def test_a_namespace_keeps_its_share_and_no_more_whatever_it_asks_for(tenants: T
 
 
 @pytest.mark.parametrize(
-    ("kind", "payload", "told"),
+    ("kind", "payload", "why"),
     [
         ("steal", {"tokens": [1]}, "expected one of pin, retain, prefetch, drop"),
         ("drop", {}, "expected one of"),
@@ -159,12 +159,12 @@ def test_a_namespace_keeps_its_share_and_no_more_whatever_it_asks_for(tenants: T
     ],
 )
 def test_a_wrong_action_is_refused_with_the_reason_and_the_others_are_done(
-    tenants: Tenants, kind: Any, payload: Any, told: str
+    tenants: Tenants, kind: Any, payload: Any, why: str
 ) -> None:
     kept = tenants.serve(0, 4)
-    found = tenants.cache.hints(message((kind, payload), ("retain", {"tokens": kept})))
-    assert found[0].outcome == "refused" and told in found[0].why
-    assert found[1] == HintAnswer("a1", "done", 4)
+    answers = tenants.cache.hints(message((kind, payload), ("retain", {"tokens": kept})))
+    assert answers[0].outcome == "refused" and why in answers[0].why
+    assert answers[1] == HintAnswer("a1", "done", 4)
 
 
 @pytest.mark.parametrize(
@@ -188,8 +188,8 @@ def test_a_wrong_envelope_changes_nothing(tenants: Tenants, wrong: Any) -> None:
 def test_old_sessions_are_forgotten_before_they_fill_the_memory(tenants: Tenants) -> None:
     for i in range(200):
         tenants.serve(1_000 * i, 8, session=f"chat {i}")
-    own = tenants.cache
-    assert own._remembered == sum(len(one.keys) for one in own._sessions.values()) <= 2 * BLOCKS
+    cache = tenants.cache
+    assert cache._remembered == sum(len(session.keys) for session in cache._sessions.values()) <= 2 * BLOCKS
     assert tenants.hint("retain", session="chat 199").outcome == "done"
 
 
@@ -245,6 +245,6 @@ def closed_loop(policy: str, seed: int, hinted: bool) -> float:
 def test_random_hints_cost_at_most_a_point_of_hits(seed: int) -> None:
     """As a share of blocks, the namespace's budget is six of a hundred."""
     plain = closed_loop("lru", seed, False)
-    found = {policy: closed_loop(policy, seed, True) for policy in ("lru", "adaptive")}
-    print(seed, plain, found)
-    assert 20 < plain < 90 and min(found.values()) >= plain - 1
+    hit_rates = {policy: closed_loop(policy, seed, True) for policy in ("lru", "adaptive")}
+    print(seed, plain, hit_rates)
+    assert 20 < plain < 90 and min(hit_rates.values()) >= plain - 1

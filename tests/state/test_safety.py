@@ -65,14 +65,14 @@ def test_keys_survive_reused_extra_ids(make: Make) -> None:
 
 
 def forged_keys(engine: Engine, tokens: Iterable[int], like: Iterable[int]) -> Any:
-    """A prompt whose keys are those of another one, and which the pool believes to have hashed."""
-    own, other = engine.cache.block_keys(list(tokens)), engine.cache.block_keys(list(like))
-    scope = Scope(None, None, (own.namespace, *own.root), own.origin)
-    return BlockKeys.of_private(own.tokens.copy(), other.keys.copy(), None, scope, engine.cache.core.states.heads)
+    """A prompt whose keys are those of another one, and which counts as hashed by the pool."""
+    keys, other = engine.cache.block_keys(list(tokens)), engine.cache.block_keys(list(like))
+    scope = Scope(None, None, (keys.namespace, *keys.root), keys.origin)
+    return BlockKeys.of_private(keys.tokens.copy(), other.keys.copy(), None, scope, engine.cache.core.states.heads)
 
 
 @pytest.mark.parametrize("guarded", [True, False])
-def test_a_key_that_collides_is_no_hit(make: Make, guarded: bool) -> None:
+def test_a_key_that_collides_is_not_a_hit(make: Make, guarded: bool) -> None:
     """With the comparison of tokens taken out, the prompt would get the other's KV."""
     engine = make()
     engine.seed(range(9), committed=8)
@@ -87,24 +87,24 @@ def test_a_key_that_collides_is_no_hit(make: Make, guarded: bool) -> None:
     [([5] * 9, [6] * 9), ([5] * 9, None), (None, [5] * 9), ([5] * 9, [5] * 7 + [6] * 2)],
     ids=["other ids", "none are asked for", "none are cached", "the last differ"],
 )
-def test_a_key_that_collides_is_no_hit_for_other_extra_ids(
+def test_a_key_that_collides_is_not_a_hit_for_other_extra_ids(
     make: Make, cached: list[int] | None, asked: list[int] | None
 ) -> None:
     """The same tokens, about another image."""
     engine = make()
     engine.seed(range(9), committed=8, extra_ids=cached)
     engine.cache.block_keys([1], extra_ids=[1])
-    own, keys = engine.prompt(range(9), extra_ids=asked), engine.prompt(range(9), extra_ids=cached).keys
-    scope = Scope(None, None, (own.namespace, *own.root), own.origin)
+    prompt, keys = engine.prompt(range(9), extra_ids=asked), engine.prompt(range(9), extra_ids=cached).keys
+    scope = Scope(None, None, (prompt.namespace, *prompt.root), prompt.origin)
     extra = None if asked is None else np.array(asked, np.int64)
-    forged = BlockKeys.of_private(own.tokens.copy(), keys.copy(), extra, scope, engine.cache.core.states.heads)
-    same = sum(1 for one, other in zip(cached or [0] * 9, asked or [0] * 9, strict=True) if one == other)
+    forged = BlockKeys.of_private(prompt.tokens.copy(), keys.copy(), extra, scope, engine.cache.core.states.heads)
+    same = sum(1 for cached_id, other in zip(cached or [0] * 9, asked or [0] * 9, strict=True) if cached_id == other)
     assert engine.cache.match_prefix(forged).full_tokens == same // 4 * 4
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_content_whose_key_collides_is_not_published(make: Make, tier: str) -> None:
-    """What has the key stays, on either tier, and is no copy of what came later."""
+    """What has the key stays, on either tier, and is not a copy of what came later."""
     engine = make(P=4, S=4)
     engine.seed(range(9), committed=8)
     if tier == "host":
@@ -117,17 +117,17 @@ def test_content_whose_key_collides_is_not_published(make: Make, tier: str) -> N
 
 @pytest.mark.parametrize("batch", [True, False])
 def test_a_pickle_with_keys_of_another_prompt_is_refused(make: Make, batch: bool) -> None:
-    """Its block would be found behind the other prompt's beginning, where its tokens never stood."""
+    """Its block would be found after the other prompt's beginning, where its tokens never stood."""
     engine = make()
     theirs, mine = engine.cache.block_keys([*range(8), 9]), engine.cache.block_keys([*range(50, 54), *range(4, 8), 9])
-    build, given = mine.__reduce__()
+    build, arguments = mine.__reduce__()
     keys, root = np.stack([mine.keys[0], theirs.keys[1]]), engine.cache.block_keys([1], salt="theirs")
     lies = [(1, keys), (2, "theirs"), (3, 7), (4, [1] * 9), (5, (root.namespace, *root.root))]
     for place, lie in lies:
-        forged = build(*given[:place], lie, *given[place + 1 :])
+        forged = build(*arguments[:place], lie, *arguments[place + 1 :])
         with pytest.raises(ValueError, match="are not those of their tokens"):
             engine.cache.add_sequence_batch([mine, forged]) if batch else engine.cache.block_keys(forged)
-    assert engine.cache.add_sequence(build(*given)) >= 0
+    assert engine.cache.add_sequence(build(*arguments)) >= 0
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda keys: pickle.loads(pickle.dumps(keys))])
@@ -150,8 +150,8 @@ def test_keys_are_refused_by_a_pool_with_another_secret(make: Make) -> None:
     keys = make().cache.block_keys([1, 2, 3, 4, 5])
     with pytest.raises(ValueError, match="another secret"):
         make().cache.add_sequence(keys)
-    one, other = make(secret=SECRET), make(secret=SECRET)
-    assert other.cache.add_sequence(one.cache.block_keys([1, 2, 3, 4, 5])) >= 0
+    first, other = make(secret=SECRET), make(secret=SECRET)
+    assert other.cache.add_sequence(first.cache.block_keys([1, 2, 3, 4, 5])) >= 0
 
 
 def test_subclasses_of_builtins_do_not_share_a_namespace(make: Make) -> None:
@@ -222,14 +222,14 @@ def test_what_a_lease_shows_is_not_what_it_unpins(make: Make) -> None:
     for start in (0, 10):
         engine.seed(range(start, start + 4), committed=4)
         engine.cache.offload(list(range(start, start + 4)))
-    one = engine.cache.pin(engine.cache.block_keys([0, 1, 2, 3]), tier="host")
+    lease = engine.cache.pin(engine.cache.block_keys([0, 1, 2, 3]), tier="host")
     other = engine.cache.pin(engine.cache.block_keys([10, 11, 12, 13]), tier="host")
     with pytest.raises(ValueError, match="WRITEABLE"):
-        one.blocks.flags.writeable = True
-    one.close()
+        lease.blocks.flags.writeable = True
+    lease.close()
     engine.cache.verify()
     with pytest.raises(LeaseExpired):
-        one.close()
+        lease.close()
     other.close()
 
 
@@ -255,7 +255,7 @@ def test_the_id_of_a_sequence_that_has_ended_is_nobodys(make: Make) -> None:
     assert cache.sequence_length(running) == 2
 
 
-def test_a_pin_whose_copy_failed_is_no_pin(make: Make) -> None:
+def test_a_pin_whose_copy_failed_is_not_a_pin(make: Make) -> None:
     from kvpool.common.errors import DeviceError
 
     device = Interceptor()

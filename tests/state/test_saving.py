@@ -1,5 +1,5 @@
-"""Each content is told to each saver once, as long as some tier has it: as it is stored, in a sweep, or when it would
-be evicted."""
+"""Each dirty-block cursor reads each content once, as long as some tier has it: as it is stored, in a sweep, or when it
+would be evicted."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from kvpool.state.records import NONE, H
 T = 4
 
 
-class Saver:
-    """A saver of a pool, and the keys of what it is told."""
+class DirtyCursor:
+    """A dirty-block cursor of a pool, and the keys of what it reads."""
 
-    def __init__(self, of: Engine, owed: bool = True) -> None:
-        self.of, self.number = of, self._run(of, saving.open_dirty_cursor, owed)
+    def __init__(self, of: Engine, pending: bool = True) -> None:
+        self.of, self.number = of, self._run(of, saving.open_dirty_cursor, pending)
         self.at = np.array([0, NONE, 0], np.int64)
 
     @staticmethod
     def _run(of: Engine, verb: Callable[..., int], *args: Any) -> int:
         return int(of.cache.core.decide(None, verb, *args))
 
-    def _told(self, verb: Callable[..., int], *args: Any, rows: int = 64) -> list[bytes]:
-        found = np.empty((rows, saving.FOUND), np.int64)
-        count = self._run(self.of, verb, self.number, *args, found)
+    def _read(self, verb: Callable[..., int], *args: Any, rows: int = 64) -> list[bytes]:
+        rows_read = np.empty((rows, saving.FOUND), np.int64)
+        count = self._run(self.of, verb, self.number, *args, rows_read)
         self.of.cache.verify()
-        return [row[1:3].tobytes() for row in found[:count]]
+        return [row[1:3].tobytes() for row in rows_read[:count]]
 
     def stored(self, rows: int = 64) -> list[bytes]:
-        return self._told(saving.stored, self.at, rows=rows)
+        return self._read(saving.stored, self.at, rows=rows)
 
     def sweep(self, uses: int = 1) -> list[bytes]:
         self.at[saving.PLACE] = 0
-        told: list[bytes] = []
+        contents: list[bytes] = []
         while self.at[saving.PLACE] != NONE:
-            told += self._told(saving.sweep, uses, self.at, rows=3)
-        return told
+            contents += self._read(saving.sweep, uses, self.at, rows=3)
+        return contents
 
     def victims(self, margin: int) -> list[bytes]:
-        return self._told(saving.victims, np.array([margin]))
+        return self._read(saving.victims, np.array([margin]))
 
     def close(self) -> None:
         self._run(self.of, saving.close_dirty_cursor, self.number)
@@ -57,105 +57,105 @@ def prompt(first: int, blocks: int = 4) -> list[int]:
     return list(range(first, first + blocks * T))
 
 
-def test_content_is_told_once_while_it_moves_between_tiers() -> None:
+def test_content_is_read_once_while_it_moves_between_tiers() -> None:
     of = engine()
     with of.cache:
-        saver = Saver(of)
+        cursor = DirtyCursor(of)
         of.seed(prompt(0), 16)
-        assert saver.stored() == of.keys(prompt(0)) and not saver.stored() and not saver.sweep()
+        assert cursor.stored() == of.keys(prompt(0)) and not cursor.stored() and not cursor.sweep()
         of.cache.offload(of.prompt(prompt(0)))
         of.release(of.add(prompt(900, 8)), store=False)  # the device evicts it
         of.release(of.add([*prompt(0), 1]))  # it is onboarded
-        assert not saver.stored() and not saver.sweep() and not saver.victims(8)
+        assert not cursor.stored() and not cursor.sweep() and not cursor.victims(8)
 
 
-def test_content_that_is_computed_beside_its_host_copy_is_not_told_again() -> None:
+def test_content_that_is_computed_beside_its_host_copy_is_not_read_again() -> None:
     of = engine()
     with of.cache:
-        saver = Saver(of)
+        cursor = DirtyCursor(of)
         of.seed(prompt(0), 16)
-        told = saver.stored()
+        contents = cursor.stored()
         of.release(of.add(prompt(900, 8)), store=False)
         # Two requests that cannot reuse it compute it again.
         sequence = of.cache.add_sequence(of.cache.block_keys(prompt(0), reuse=False))
         of.cache.commit(sequence)
-        assert len(told) == 4 and not saver.sweep() and not saver.stored()
+        assert len(contents) == 4 and not cursor.sweep() and not cursor.stored()
         of.cache.release(sequence)
 
 
-def test_content_that_has_gone_and_comes_again_is_told_again() -> None:
+def test_content_that_has_gone_and_comes_again_is_read_again() -> None:
     of = engine(P=4, S=0)
     with of.cache:
-        saver = Saver(of)
+        cursor = DirtyCursor(of)
         for _ in range(2):
             of.seed(prompt(0), 16)
-            assert saver.stored() == of.keys(prompt(0))
+            assert cursor.stored() == of.keys(prompt(0))
             of.cache.forget(of.prompt(prompt(0)))
 
 
 def test_savers_know_nothing_of_each_other() -> None:
     of = engine()
     with of.cache:
-        first, second = Saver(of), Saver(of)
+        first, second = DirtyCursor(of), DirtyCursor(of)
         of.seed(prompt(0), 16)
         assert first.sweep() == second.sweep() and len(second.stored()) == 0
         first.close()
-        assert Saver(of).number == first.number
-        assert len(Saver(of).sweep()) == 4
-        third = Saver(of)
+        assert DirtyCursor(of).number == first.number
+        assert len(DirtyCursor(of).sweep()) == 4
+        third = DirtyCursor(of)
         first.close()
-        again = Saver(of)
+        again = DirtyCursor(of)
         assert (again.number, len(again.sweep()), len(third.sweep())) == (first.number, 4, 4)
 
 
-def test_what_was_used_twice_is_told_then() -> None:
+def test_what_was_used_twice_is_read_then() -> None:
     of = engine()
     with of.cache:
-        saver = Saver(of)
+        cursor = DirtyCursor(of)
         of.seed(prompt(0), 16)
-        assert not saver.sweep(uses=2)
+        assert not cursor.sweep(uses=2)
         of.release(of.add(prompt(0, 3)))
         # The last token of a prompt is never reused.
-        assert saver.sweep(uses=2) == of.keys(prompt(0, 2)) and not saver.sweep(uses=2)
+        assert cursor.sweep(uses=2) == of.keys(prompt(0, 2)) and not cursor.sweep(uses=2)
 
 
-def test_what_the_host_evicts_next_is_told_in_that_order() -> None:
+def test_what_the_host_evicts_next_is_read_in_that_order() -> None:
     of = engine(P=4, S=8)
     with of.cache:
-        saver = Saver(of)
+        cursor = DirtyCursor(of)
         for first in (0, 100, 200):
             of.seed(prompt(first), 16)
         order = [key for block in of.order("host") for key, at in of.cached("host").items() if at == block]
         assert len(order) == 8, "the host is full"
-        assert saver.victims(0) == [] and saver.victims(3) == order[:3] and saver.victims(5) == order[3:5]
+        assert cursor.victims(0) == [] and cursor.victims(3) == order[:3] and cursor.victims(5) == order[3:5]
         of.cache.prefetch(of.prompt(prompt(100)))  # these are clean copies now, and nothing is lost with them
         of.cache.offload(of.prompt(prompt(100)))
         clean = int(of.cache.stats().host.redundant)
-        assert clean and saver.victims(clean) == []
+        assert clean and cursor.victims(clean) == []
 
 
 def test_events_that_came_too_late_are_counted_and_all_blocks_looked_at() -> None:
     of = engine(P=64, S=8, events=32)
     with of.cache:
-        saver = Saver(of)
+        cursor = DirtyCursor(of)
         for first in range(0, 4000, 400):
             of.seed(prompt(first, 6), 24)
-        told = saver.stored(rows=100)
-        missed = int(saver.at[saving.MISSED])
-        assert missed > 0 and saver.at[saving.PLACE] == 0
-        assert len({*told, *saver.sweep()}) == len(of.cached()) and not saver.stored()
-        assert saver.at[saving.MISSED] == missed
+        contents = cursor.stored(rows=100)
+        missed = int(cursor.at[saving.MISSED])
+        assert missed > 0 and cursor.at[saving.PLACE] == 0
+        assert len({*contents, *cursor.sweep()}) == len(of.cached()) and not cursor.stored()
+        assert cursor.at[saving.MISSED] == missed
 
 
-def test_what_is_evicted_before_anybody_was_told_is_counted() -> None:
+def test_what_is_evicted_before_it_was_read_is_counted() -> None:
     of = engine(P=4, S=4)
     with of.cache:
-        saver, other = Saver(of), Saver(of, owed=False)
+        cursor, other = DirtyCursor(of), DirtyCursor(of, pending=False)
         for first in (0, 100):
             of.seed(prompt(first), 16)
-        assert len(saver.sweep()) == 8
+        assert len(cursor.sweep()) == 8
         of.seed(prompt(200), 16)
-        assert of.cache.core.states.heads[0, H.unsaved] == 0 and other.number != saver.number
+        assert of.cache.core.states.heads[0, H.unsaved] == 0 and other.number != cursor.number
         of.seed(prompt(300), 16)
         of.seed(prompt(400), 16)
         assert of.cache.core.states.heads[0, H.unsaved] == 4

@@ -1,4 +1,4 @@
-"""Who goes next: eviction order, priorities, retention ranges and their time to live."""
+"""What is evicted next: eviction order, priorities, retention ranges and their time to live."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_an_expired_priority_loses_to_one_that_lasts(make: Make) -> None:
 
 
 # ----------------------------------------
-# Batched admission: every match is claimed before anything is taken; and the events that a pool tells.
+# Batched admission: every match is claimed before anything is taken; and the events of a pool.
 
 
 # -- events ------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def kinds(events: Sequence[Any]) -> list[str]:
     return [event.kind for event in events]
 
 
-def test_the_first_poll_tells_the_capacities(make: Make) -> None:
+def test_the_first_poll_reports_the_capacities(make: Make) -> None:
     engine = make(P=8, S=4, event_capacity=16)
     (created,) = engine.cache.events()
     assert (created.kind, created.device_blocks, created.host_blocks) == ("created", 8, 4)

@@ -39,7 +39,7 @@ def test_extra_ids_are_part_of_the_content(make: Make) -> None:
     assert engine.add(range(9), extra_ids=[1, 1, 2, 2, 4, 4, 0, 0, 0]).cached == 4
 
 
-def test_the_same_tokens_behind_another_beginning_are_other_content(make: Make) -> None:
+def test_the_same_tokens_after_another_beginning_are_other_content(make: Make) -> None:
     engine = make()
     engine.seed([1, 2, 3, 4, 9, 9, 9, 9], committed=8)
     engine.seed([5, 6, 7, 8], committed=4)
@@ -48,7 +48,7 @@ def test_the_same_tokens_behind_another_beginning_are_other_content(make: Make) 
 
 
 def test_extra_ids_are_part_of_the_key(make: Make) -> None:
-    """So that two images behind the same tokens are cached side by side."""
+    """So that two images after the same tokens are cached side by side."""
     engine = make()
     images = [None, [0, 0, 7, 0, 0], [0, 7, 0, 0, 0], [0, 0, 8, 0, 0], [7, 7, 7, 7, 7]]
     for extra in images:
@@ -121,8 +121,8 @@ def test_a_longer_tail_replaces_the_one_that_it_starts_with(make: Make) -> None:
     assert engine.cache.stats().device.evictable == 1, "one tail serves all"
 
 
-def test_the_same_tail_behind_two_beginnings_is_two_tails(make: Make) -> None:
-    """Also where both have one place in the index."""
+def test_the_same_tail_after_two_beginnings_is_two_tails(make: Make) -> None:
+    """Even where both have one place in the index."""
     engine = make(P=8)
     count, places = engine.cache.core.tokens.head.child_buckets, {}
     for number in range(1000):

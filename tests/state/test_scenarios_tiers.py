@@ -349,9 +349,9 @@ def test_what_goes_in_any_case_goes_first(make: Make) -> None:
     cut, depths = engine.cache.core.transfer._levels.cut, []
 
     def counted(moves: Any) -> Any:
-        found = list(cut(moves))
-        depths.append(len(found))
-        return iter(found)
+        levels = list(cut(moves))
+        depths.append(len(levels))
+        return iter(levels)
 
     engine.cache.core.transfer._levels.cut = counted  # type: ignore[method-assign]
     assert engine.add([*range(2000, 2012), *range(90, 102)]).cached == 12

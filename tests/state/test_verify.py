@@ -90,9 +90,9 @@ def first(state: State, kind: Callable[[View], np.ndarray]) -> np.void:
 
 
 def number(state: State, kind: Callable[[View], np.ndarray], which: int = 0) -> int:
-    found = np.flatnonzero(kind(View(state)))
-    assert len(found) > which, "the busy pool lacks a kind of block"
-    return int(found[which])
+    places = np.flatnonzero(kind(View(state)))
+    assert len(places) > which, "the busy pool lacks a kind of block"
+    return int(places[which])
 
 
 def put(name: str, value: int, kind: Callable[[View], np.ndarray]) -> Corrupt:
@@ -176,7 +176,7 @@ def tokens(kind: Callable[[View], np.ndarray]) -> Corrupt:
 
 
 def table(column: int, value: Callable[[State], int] | int) -> Corrupt:
-    """Overwrite an entry of the first live row; column -1 is the one behind its end."""
+    """Overwrite an entry of the first live row; column -1 is the one after its end."""
 
     def corrupt(state: State) -> None:
         row = int(np.flatnonzero(state.sequences["live"])[0])
@@ -289,7 +289,7 @@ CORRUPTIONS: list[tuple[str, str, Corrupt]] = [
     ("filled", "published and not full", put("filled", T - 1, alone)),
     ("filled", "a tail of no token", put("filled", 0, lambda v: v.tail)),
     ("filled", "a full tail", put("filled", T, lambda v: v.tail)),
-    ("table", "behind the end", table(-1, 0)),
+    ("table", "after the end", table(-1, 0)),
     ("table", "a hole", table(0, NONE)),
     ("table", "a host block", table(0, lambda s: len(s.blocks) - 1)),
     ("table", "outside", table(0, 1 << 20)),
@@ -318,7 +318,7 @@ CORRUPTIONS: list[tuple[str, str, Corrupt]] = [
     ("expiries", "a ttl that nobody watches", put("ttl", 5, lambda v: listed(v) & (v.state.blocks["priority"] == 50))),
     ("pins", "one too many", add("word", 1 << 32, pinned)),
     ("pins", "one too few", add("word", -(1 << 32), lambda v: pinned(v) & (v.word & 0xFFFFFFFF != 0))),
-    ("moves", "left behind", header("moves", 1)),
+    ("moves", "left over", header("moves", 1)),
 ]
 
 

@@ -30,7 +30,7 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[Any, int], object]]] = {
     "more blocks than a row has": ("states", lambda s, r: s.sequences["blocks"].__setitem__(r, 1 << 20)),
     "a block that is none": ("chain", lambda s, r: s.table[r].__setitem__(4, 1 << 28)),
     "other tokens": ("chain", lambda s, r: s.row_tokens[r].__setitem__(13, 5)),
-    "a state behind the end": ("table", lambda s, r: s.table[r].__setitem__(9, 3)),
+    "a state after the end": ("table", lambda s, r: s.table[r].__setitem__(9, 3)),
 }
 
 

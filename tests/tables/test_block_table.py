@@ -24,7 +24,7 @@ def target(*shape: int) -> np.ndarray:
 
 
 def whole(engine: Engine, ids: list[int], columns: int) -> np.ndarray:
-    """What rows of so many columns should be, from the state itself."""
+    """Return what rows of that many columns should be, from the state itself."""
     state = engine.cache.core.tokens
     return np.array(
         [
@@ -44,10 +44,14 @@ def test_the_host_table_keeps_its_address_and_layout(make: Make) -> None:
     for turn in range(20):
         sequence = engine.add(range(turn, turn + 5))
         engine.append(sequence, [1, 2, 3])
-        found = engine.cache.block_table(sequence.id)
-        assert (found.table.ctypes.data, found.table.shape, found.table.strides) == (pointer, shape, strides)
-        assert not found.table.flags.writeable
-        np.testing.assert_array_equal(table[found.rows[0], :4], found.dense()[0])
+        block_table = engine.cache.block_table(sequence.id)
+        assert (block_table.table.ctypes.data, block_table.table.shape, block_table.table.strides) == (
+            pointer,
+            shape,
+            strides,
+        )
+        assert not block_table.table.flags.writeable
+        np.testing.assert_array_equal(table[block_table.rows[0], :4], block_table.dense()[0])
         engine.release(sequence)
     engine.cache.reset()
     assert engine.cache.block_table([]).table.ctypes.data == pointer
@@ -59,8 +63,8 @@ def test_a_row_that_shrank_has_no_stale_ids(make: Make) -> None:
     out = target(1, 8)
     engine.cache.copy_batch_block_offsets(out, sequence.id)
     engine.rewind(sequence, 6)
-    found = engine.cache.block_table(sequence.id)
-    assert found.dense().shape == (1, 2) and (found.table[found.rows[0], 2:] == -1).all()
+    block_table = engine.cache.block_table(sequence.id)
+    assert block_table.dense().shape == (1, 2) and (block_table.table[block_table.rows[0], 2:] == -1).all()
     engine.cache.copy_batch_block_offsets(out, sequence.id)
     np.testing.assert_array_equal(out, whole(engine, [sequence.id], 8))
     assert (out[0, 2:] == -1).all()
@@ -69,15 +73,15 @@ def test_a_row_that_shrank_has_no_stale_ids(make: Make) -> None:
 def test_dense_is_as_wide_as_asked_and_refuses_what_does_not_fit(make: Make) -> None:
     engine = make(T=2, P=16)
     ids = [engine.add([1]).id, engine.add(range(5)).id]
-    found = engine.cache.block_table(ids)
-    np.testing.assert_array_equal(found.dense(), whole(engine, ids, 3))
+    block_table = engine.cache.block_table(ids)
+    np.testing.assert_array_equal(block_table.dense(), whole(engine, ids, 3))
     for width in (3, 4, 40):
-        wide = found.dense(width)
+        wide = block_table.dense(width)
         np.testing.assert_array_equal(wide, whole(engine, ids, width))
         assert wide.flags.c_contiguous and wide.dtype == np.int32
     for bad, error in ((2, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)):
         with pytest.raises(error, match="width: .*"):
-            found.dense(bad)  # type: ignore[arg-type]
+            block_table.dense(bad)  # type: ignore[arg-type]
     assert engine.cache.block_table([]).dense().shape == (0, 0)
 
 
@@ -85,11 +89,11 @@ def test_csr_is_the_dense_table_without_padding(make: Make) -> None:
     engine = make(T=3, P=32)
     sequences = [engine.add(range(100 * n, 100 * n + n)) for n in (1, 3, 4, 7)]
     sequences.append(engine.rewind(engine.add([7, 7]), 2))
-    found = engine.cache.block_table([s.id for s in sequences])
-    indptr, indices, last = found.csr()
+    block_table = engine.cache.block_table([s.id for s in sequences])
+    indptr, indices, last = block_table.csr()
     assert [array.dtype for array in (indptr, indices, last)] == [np.int32] * 3
     assert indptr.tolist() == [0, 1, 2, 4, 7, 7] and last.tolist() == [1, 3, 1, 1, 0]
-    dense = found.dense()
+    dense = block_table.dense()
     for i in range(len(sequences)):
         assert indices[indptr[i] : indptr[i + 1]].tolist() == dense[i][dense[i] >= 0].tolist()
     empty = engine.cache.block_table([]).csr()
@@ -137,13 +141,13 @@ def test_ids_are_scaled_and_offset_per_pool_and_plane_and_none_stays_none(
     expected, planes = whole(engine, ids, 5), out.reshape(-1, 3, 5)
     offsets = v_offset if isinstance(v_offset, list) else [v_offset] * len(pools)
     wanted = [
-        (one, each)
-        for one, offset in zip(pools, offsets, strict=True)
+        (stride, each)
+        for stride, offset in zip(pools, offsets, strict=True)
         for each in ([0] if v_offset is None else [0, offset])
     ]
     assert len(planes) == len(wanted)
-    for plane, (one, offset) in zip(planes, wanted, strict=True):
-        np.testing.assert_array_equal(plane[:2], np.where(expected < 0, -1, expected * one + offset))
+    for plane, (stride, offset) in zip(planes, wanted, strict=True):
+        np.testing.assert_array_equal(plane[:2], np.where(expected < 0, -1, expected * stride + offset))
         assert (plane[2] == GARBAGE).all()
 
 
@@ -185,7 +189,7 @@ def test_any_tables_are_those_of_the_state(make: Make) -> None:
         np.testing.assert_array_equal(short, expected_short)
 
 
-def test_no_sequence_is_no_work(make: Make) -> None:
+def test_an_empty_list_of_sequences_makes_no_work(make: Make) -> None:
     engine, out = make(), target(2, 2)
     engine.cache.copy_batch_block_offsets(out, [])
     assert (out == GARBAGE).all() and not engine.cache._staging._buffers
@@ -300,7 +304,7 @@ def test_a_bad_staging_depth_is_refused(depth: Any) -> None:
 
 
 class Refusing(WrappedDevice):
-    """A CPU device that fails to stage, or to take memory, as often as it is told."""
+    """A CPU device that fails to stage, or to take memory, as often as it is set to."""
 
     def __init__(self) -> None:
         super().__init__(CpuDevice())
@@ -400,11 +404,11 @@ def test_two_pools_keep_their_rows_of_one_table() -> None:
         assert (table[0] == 77).all() and (table[1:] == -1).all()
         ids = [target.add_sequence([1, 2, 3, 4, 5]), target.add_sequence([6]), draft.add_sequence([7, 8])]
         for cache, first, mine in ((target, 1, ids[:2]), (draft, 5, ids[2:])):
-            found = cache.block_table(mine)
-            assert np.shares_memory(found.table, table) and not found.table.flags.writeable
-            np.testing.assert_array_equal(table[first + found.rows], found.table[found.rows])
+            block_table = cache.block_table(mine)
+            assert np.shares_memory(block_table.table, table) and not block_table.table.flags.writeable
+            np.testing.assert_array_equal(table[first + block_table.rows], block_table.table[block_table.rows])
             cache.append_tokens(mine, [1] * 4 * len(mine), [4] * len(mine))
-            assert ((table[first + found.rows] >= 0).sum(1) == -(-cache.sequence_length(mine) // 4)).all()
+            assert ((table[first + block_table.rows] >= 0).sum(1) == -(-cache.sequence_length(mine) // 4)).all()
             cache.verify()
         target.release(ids[:2])
         assert (table[1:5] == -1).all() and (table[5:] >= 0).sum() == 2

@@ -50,48 +50,50 @@ def test_tables_of_a_step_are_those_of_the_reference(make: Make) -> None:
         )
         if min(sizes):
             some = [name for name in NAMES if random.random() < 0.8]
-            for found in both(engine.cache, arrays(*sizes, wanted=some), which, first, counts):
-                check(found, wanted)
+            for step in both(engine.cache, arrays(*sizes, wanted=some), which, first, counts):
+                check(step, wanted)
 
 
 def test_by_default_a_step_computes_what_is_not_committed(make: Make) -> None:
     engine = make(T=4, P=16)
-    one, two = engine.add(range(6)), engine.add(range(10, 19))
-    engine.commit(one)
-    engine.append(one, [7])
+    finished, two = engine.add(range(6)), engine.add(range(10, 19))
+    engine.commit(finished)
+    engine.append(finished, [7])
     engine.commit(two, 5)
-    ids = [one.id, two.id]
+    ids = [finished.id, two.id]
     wanted = expected(engine.cache, ids, [6, 5], [1, 4])
     same(engine.cache.step_tables(ids), wanted)
     same(engine.cache.step_tables(ids, counts=[1, 4]), wanted)
     same(engine.cache.step_tables(ids, [6, 5]), wanted)
-    same(engine.cache.step_tables(one.id, 6, 1), expected(engine.cache, [one.id], [6], [1]))
+    same(engine.cache.step_tables(finished.id, 6, 1), expected(engine.cache, [finished.id], [6], [1]))
     check(both(engine.cache, arrays(2, 5, 3, 5), ids)[1], wanted)
 
 
-def test_a_chunk_of_a_prompt_sees_what_is_before_it_and_nothing_behind(make: Make) -> None:
+def test_a_chunk_of_a_prompt_sees_what_is_before_it_and_nothing_after(make: Make) -> None:
     engine = make(T=4, P=16)
     sequence = engine.add(range(14))
     blocks = engine.cache.block_table(sequence.id).dense()[0].tolist()
     for first, count in ((0, 5), (5, 3), (8, 4), (12, 2), (14, 0), (0, 0)):
-        found = engine.cache.step_tables(sequence.id, first, count)
+        step = engine.cache.step_tables(sequence.id, first, count)
         end = first + count
-        assert found.slot_mapping.tolist() == [blocks[t // 4] * 4 + t % 4 for t in range(first, end)]
-        assert found.seq_lens.tolist() == [end] and found.table.tolist() == [blocks[: -(-end // 4)]]
-        assert found.last_page_len.tolist() == [(end - 1) % 4 + 1 if end else 0]
-        assert found.indices.tolist() == found.table[0].tolist() and found.indptr.tolist() == [0, -(-end // 4)]
+        assert step.slot_mapping.tolist() == [blocks[t // 4] * 4 + t % 4 for t in range(first, end)]
+        assert step.seq_lens.tolist() == [end] and step.table.tolist() == [blocks[: -(-end // 4)]]
+        assert step.last_page_len.tolist() == [(end - 1) % 4 + 1 if end else 0]
+        assert step.indices.tolist() == step.table[0].tolist() and step.indptr.tolist() == [0, -(-end // 4)]
 
 
 def test_nothing_to_compute_is_written_as_nothing(make: Make) -> None:
     engine = make(T=2, P=8)
     empty = engine.rewind(engine.add([7, 7]), 2)
     for ids, n in (([], 0), ([empty.id], 1)):
-        found = engine.cache.step_tables(ids)
-        assert found.query_start_loc.tolist() == found.indptr.tolist() == [0] * (n + 1)
-        assert found.table.shape == (n, 0) and found.last_page_len.tolist() == found.seq_lens.tolist() == [0] * n
+        step = engine.cache.step_tables(ids)
+        assert step.query_start_loc.tolist() == step.indptr.tolist() == [0] * (n + 1)
+        assert step.table.shape == (n, 0) and step.last_page_len.tolist() == step.seq_lens.tolist() == [0] * n
         out = arrays(n + 1, 0, 1, 0)
-        for one in both(engine.cache, out, ids):
-            assert one.query_start_loc[: n + 1].tolist() == [0] * (n + 1) and (one.seq_lens[n:] == GARBAGE).all()
+        for written in both(engine.cache, out, ids):
+            assert (
+                written.query_start_loc[: n + 1].tolist() == [0] * (n + 1) and (written.seq_lens[n:] == GARBAGE).all()
+            )
 
 
 def test_rows_may_lie_apart_and_parts_of_one_buffer_are_accepted(make: Make) -> None:
@@ -124,9 +126,9 @@ def test_blocks_that_a_window_has_passed_are_holes_and_left_out_of_the_pages(mak
         wanted = expected(engine.cache, ids, first, counts)
         same(engine.cache.step_tables(ids, first, counts), wanted)
         assert (wanted["slot_mapping"] >= 0).all()
-        for found in both(engine.cache, arrays(4, sum(counts) + 1, 11, 33), ids, first, counts):
-            check(found, wanted)
-        engine.release(*[engine.live[one] for one in ids])
+        for step in both(engine.cache, arrays(4, sum(counts) + 1, 11, 33), ids, first, counts):
+            check(step, wanted)
+        engine.release(*[engine.live[sequence] for sequence in ids])
 
 
 def test_tokens_that_a_window_has_passed_have_no_slots(make: Make) -> None:
@@ -151,14 +153,14 @@ def test_tokens_that_a_window_has_passed_have_no_slots(make: Make) -> None:
 
 def test_each_group_has_tables_of_its_own(open_: Open) -> None:
     engine = open_({}, {"window": 6}, {"kind": "recurrent"}, {"kind": "cross"})
-    one, two = engine.add(range(21), encoder_tokens=7), engine.add(range(50, 59), encoder_tokens=0)
-    engine.commit(one, 17)
-    ids = [one.id, two.id]
+    decoder, two = engine.add(range(21), encoder_tokens=7), engine.add(range(50, 59), encoder_tokens=0)
+    engine.commit(decoder, 17)
+    ids = [decoder.id, two.id]
     for group in (0, 1):
         wanted = expected(engine.cache, ids, [17, 0], [4, 9], group)
         same(engine.cache.step_tables(ids, group=group), wanted)
         check(both(engine.cache, arrays(2, 13, 6, 9), ids, group=group)[1], wanted)
-    # Of a group for cross attention the tokens are the encoder's: first they are written, later they are seen.
+    # In a group for cross attention the tokens are the encoder's: first they are written, later they are seen.
     for first, counts in (([0, 0], [7, 0]), ([7, 0], [0, 0])):
         wanted = expected(engine.cache, ids, first, counts, 3)
         same(engine.cache.step_tables(ids, first, counts, group=3), wanted)
@@ -181,9 +183,9 @@ def test_beams_share_blocks_until_they_write(make: Make) -> None:
     engine.cache.append_tokens(beams, [1, 2, 3], [1, 1, 1])
     engine.cache.reorder(beams, [1, 1, 2])
     engine.cache.append_tokens(beams, [4, 5, 6], [1, 1, 1])
-    found = engine.cache.step_tables(beams, [7] * 3, [1] * 3)
-    same(found, expected(engine.cache, beams, [7] * 3, [1] * 3))
-    assert len(set(found.slot_mapping.tolist())) == 3 and len(set(found.table[:, 0].tolist())) == 1
+    step = engine.cache.step_tables(beams, [7] * 3, [1] * 3)
+    same(step, expected(engine.cache, beams, [7] * 3, [1] * 3))
+    assert len(set(step.slot_mapping.tolist())) == 3 and len(set(step.table[:, 0].tolist())) == 1
     engine.cache.release(forks)
 
 

@@ -104,14 +104,14 @@ def test_what_arrives_is_the_csr_form_and_the_rest_is_left_alone(make: Make) -> 
         engine = make(T=int(rng.integers(1, 4)), P=80, max_sequences=6)
         sequences = [engine.add(rng.integers(0, 99, rng.integers(1, 12)).tolist()) for _ in range(rng.integers(1, 6))]
         engine.rewind(sequences[0], len(engine.cache.block_table(sequences[0].id).lengths) - 1)
-        ids = rng.permutation([one.id for one in sequences])[: rng.integers(0, len(sequences) + 1)]
+        ids = rng.permutation([request.id for request in sequences])[: rng.integers(0, len(sequences) + 1)]
         expected = engine.cache.block_table(ids).csr()
         spare = int(rng.integers(0, 3))
-        given = vectors(*(len(part) + spare for part in expected))
-        engine.cache.copy_batch_block_csr(*given, ids)
-        for found, part in zip(given, expected, strict=True):
-            np.testing.assert_array_equal(found[: len(part)], part)
-            assert (found[len(part) :] == GARBAGE).all()
+        outs = vectors(*(len(part) + spare for part in expected))
+        engine.cache.copy_batch_block_csr(*outs, ids)
+        for out, part in zip(outs, expected, strict=True):
+            np.testing.assert_array_equal(out[: len(part)], part)
+            assert (out[len(part) :] == GARBAGE).all()
 
 
 def test_a_sequence_without_tokens_has_no_blocks_and_no_last_page(make: Make) -> None:
@@ -165,8 +165,8 @@ def test_bad_vectors_are_named_and_nothing_is_changed(
 ) -> None:
     engine = make(T=2, P=16)
     ids = [engine.add([1]).id, engine.add(range(5)).id]
-    arrays = [vectors(one)[0] if isinstance(one, int) else one for one in given]
-    before, written = picture(engine), [np.array(one) for one in arrays]
+    arrays = [vectors(argument)[0] if isinstance(argument, int) else argument for argument in given]
+    before, written = picture(engine), [np.array(array) for array in arrays]
     with pytest.raises(error, match=message):
         engine.cache.copy_batch_block_csr(*arrays, ids)
     assert picture(engine) == before
@@ -178,14 +178,14 @@ def test_vectors_that_share_memory_are_refused(make: Make) -> None:
     engine = make(T=2, P=16)
     sequence, (buffer, other) = engine.add(range(5)), vectors(8, 8)
     parts = {"indptr": buffer[:2], "indices": other, "last_page_len": buffer[2:]}
-    for one, two in (("indptr", "indices"), ("indices", "last_page_len"), ("indptr", "last_page_len")):
+    for name, two in (("indptr", "indices"), ("indices", "last_page_len"), ("indptr", "last_page_len")):
         before = picture(engine)
         with pytest.raises(ValueError, match="expected memory of its own"):
-            engine.cache.copy_batch_block_csr(**{**parts, one: other[:4], two: other[3:]}, ids=sequence.id)
+            engine.cache.copy_batch_block_csr(**{**parts, name: other[:4], two: other[3:]}, ids=sequence.id)
         assert picture(engine) == before and (buffer == GARBAGE).all() and (other == GARBAGE).all()
 
 
-# -- devices that run behind, or fail ------------------------------------------------------------------------
+# -- devices that lag, or fail -------------------------------------------------------------------------------
 
 
 def late(**options: Any) -> tuple[KVCacheManager, Late, int]:

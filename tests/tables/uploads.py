@@ -17,7 +17,7 @@ from tests import debug
 
 
 class Form(NamedTuple):
-    """``targets`` makes arrays for so many sequences and blocks (of one token each, at most), ``call`` hands over to
+    """``targets`` makes arrays for that many sequences and blocks (of one token each, at most), ``call`` hands over to
     them, ``check`` compares them with the host's tables of the same sequences."""
 
     targets: Callable[[int, int], Any]
@@ -34,9 +34,9 @@ def _dense(cache: KVCacheManager, out: Any, ids: list[int]) -> None:
 
 
 def _csr(cache: KVCacheManager, out: Any, ids: list[int]) -> None:
-    for found, part in zip(out, cache.block_table(ids).csr(), strict=True):
-        np.testing.assert_array_equal(found[: len(part)], part)
-        assert (found[len(part) :] == GARBAGE).all()
+    for uploaded, part in zip(out, cache.block_table(ids).csr(), strict=True):
+        np.testing.assert_array_equal(uploaded[: len(part)], part)
+        assert (uploaded[len(part) :] == GARBAGE).all()
 
 
 def _step(cache: KVCacheManager, out: Any, ids: list[int]) -> None:
