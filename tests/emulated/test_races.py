@@ -67,9 +67,9 @@ LATE = {
 
 
 def paths_of(scenario: Scenario) -> Sequence[str]:
-    """The ways of copying by which a race shows in every run. Moves of one call that depend on each other are no matter
-    of streams: plain copies are made in the order of the moves, as the stream keeps it, and the thread blocks of a
-    kernel in an order that is drawn, so that some runs are lucky. The copies of a batch are torn and mixed."""
+    """The ways of copying by which a race shows in every run. Moves of one call that depend on each other are not
+    ordered by streams: plain copies are made in the order of the moves, as the stream keeps it, and the thread blocks
+    of a kernel in an order that is drawn, so that some runs are lucky. The copies of a batch are torn and mixed."""
     return ("batched",) if STREAMS[scenario] == "levels" else COPY_PATHS
 
 

@@ -322,7 +322,7 @@ def test_what_others_have_filled_is_loaded_whatever_was_there_before(open_worker
     assert (worker.read(0, [4, 6]) == 7).all()
 
 
-def test_of_a_chunk_that_is_filled_in_part_nothing_else_is_loaded(open_worker: Any) -> None:
+def test_only_the_filled_part_of_a_chunk_is_loaded(open_worker: Any) -> None:
     worker = open_worker(per=2)
     worker.store(1, [3], (1, 0), (1, 0), [5])
     worker.ended(1)

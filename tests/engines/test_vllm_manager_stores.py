@@ -113,7 +113,7 @@ def test_an_ended_request_leaves_the_room_for_loads_to_the_next_one(taken: int) 
     stored.real.shutdown()
 
 
-def test_of_a_prompt_that_is_longer_than_the_host_its_beginning_is_loaded_and_the_rest_is_computed() -> None:
+def test_a_prompt_longer_than_the_host_loads_its_beginning_and_computes_the_rest() -> None:
     """vLLM asks once for a request that has loaded something. Nothing is left waiting, and nothing stays pinned."""
     manager = Stored(8)
     for number in (prompt := tuple(range(1, 21))):

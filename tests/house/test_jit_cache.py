@@ -165,7 +165,7 @@ def test_code_for_other_features_of_a_processor_is_other_code(sample: Path) -> N
     assert len(set(keys)) == len(keys)
 
 
-def test_of_two_processes_at_once_one_compiles(sample: Path) -> None:
+def test_one_of_two_processes_compiles_while_the_other_waits(sample: Path) -> None:
     shutil.rmtree(cache_of(sample))
     command = [sys.executable, "-c", REPORT]
     children = [

@@ -137,7 +137,7 @@ class Batches:
 
     def missing_blocks(self, prompt: Prompt, there: Sequence[Sequence[bool]]) -> tuple[int, list[list[int]]]:
         """The longest prefix that all groups could reuse with what is ``there`` besides what is cached, tried one after
-        the other, and what each group lacks for it; nothing if it is no longer than with what is cached."""
+        the other, and what each group lacks for it; nothing if it is not longer than with what is cached."""
         width = self.groups[0].T
         here = [[content in group.rows for content in group.contents(prompt)] for group in self.groups]
 

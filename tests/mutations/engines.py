@@ -19,7 +19,7 @@ MUTATIONS = (
             f"{TESTS}test_a_host_block_that_no_store_has_filled_is_not_loaded",
             f"{TESTS}test_a_place_that_a_store_left_out_is_not_loaded",
             f"{TESTS}test_a_load_of_what_a_failed_store_should_have_brought_fails",
-            f"{TESTS}test_of_a_chunk_that_is_filled_in_part_nothing_else_is_loaded",
+            f"{TESTS}test_only_the_filled_part_of_a_chunk_is_loaded",
         ),
     ),
     Mutation(

@@ -15,7 +15,7 @@ MUTATIONS = (
         'return b""',
         "Whoever finds two prompts with one key of 16 bytes gets the KV of the other one.",
         tuple(
-            f"{_FAILURES}test_of_two_prompts_with_one_key_the_second_gets_a_miss[{differs}]"
+            f"{_FAILURES}test_the_second_of_two_prompts_with_one_key_gets_a_miss[{differs}]"
             for differs in ("tokens", "salt", "extra_ids", "parent")
         ),
     ),

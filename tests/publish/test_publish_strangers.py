@@ -233,9 +233,7 @@ def test_a_replay_socket_in_a_folder_leaves_nothing_and_takes_the_place_of_what_
     assert not path.exists()
 
 
-def test_of_idle_peers_the_one_that_asked_for_nothing_for_longest_gives_up_its_place(
-    make: Make, publish: Publish
-) -> None:
+def test_the_peer_that_was_idle_for_longest_gives_up_its_place(make: Make, publish: Publish) -> None:
     engine = make(event_capacity=64)
     publisher = publish(engine, connections=3)
     idle = [let_in(str(publisher.replay_endpoint)) for _ in range(3)]

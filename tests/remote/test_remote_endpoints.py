@@ -78,7 +78,7 @@ def test_a_child_that_is_forked_while_a_server_starts_keeps_no_lock(tmp_path: Pa
         os.close(number)
 
 
-def test_of_two_servers_that_start_on_one_path_at_the_same_instant_one_does(
+def test_one_of_two_servers_starts_on_one_path_at_the_same_instant(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each has looked whether the path is free before the other listens, unless it waits for it."""

@@ -182,7 +182,7 @@ def test_single_blocks_of_a_group_come_whole_in_the_order_of_their_keys(open_: O
             client.fetch_blocks(keys, group=2)
 
 
-def test_of_cross_attention_nothing_is_served(open_: Open) -> None:
+def test_blocks_of_cross_attention_are_not_served(open_: Open) -> None:
     there = worker(open_, [CROSS, FULL])
     stored(there)
     keys = there.prompt(TOKENS).keys.tobytes()

@@ -56,7 +56,7 @@ def test_an_engine_that_swaps_out_and_resumes_ends(make: Make) -> None:
     assert rounds == 0
 
 
-def test_of_a_batch_the_one_that_never_fits_is_named(make: Make) -> None:
+def test_the_prompt_of_a_batch_that_never_fits_is_named(make: Make) -> None:
     cache = make(P=8, S=0).cache
     small, large = cache.add_sequence([1]), cache.add_sequence(list(range(20)))
     for ids, counts in (([small, large], [1, 13]), ([large, small], [13, 0])):
@@ -113,7 +113,7 @@ def test_a_window_may_take_in_parts_what_it_cannot_at_once() -> None:
         cache.release(sequence)
 
 
-def test_of_several_groups_the_one_that_needs_all_is_named() -> None:
+def test_the_group_that_needs_all_is_named() -> None:
     """Commits help a window, and not the group after it."""
     groups = [LayerGroup(small_layout(T), window=8), LayerGroup(small_layout(T))]
     with KVCacheManager(groups=groups, device_blocks=[4, 6], device="cpu", max_sequence_tokens=400) as cache:

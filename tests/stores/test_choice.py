@@ -262,7 +262,7 @@ def test_loads_that_gain_less_than_expected_end_until_one_succeeds() -> None:
         choice.end(load, 0, load.until)
         failed += 1
         assert failed < 10
-    assert failed > 1, "one late load is no reason"
+    assert failed > 1, "one late load is not a reason"
     hits = 0
     while not (load := choice.choose(100)).blocks:
         hits += 1

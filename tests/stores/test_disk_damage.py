@@ -462,7 +462,7 @@ def test_what_was_forgotten_is_absent_after_a_crash(folder: Path, tmp_path: Path
         assert job.wait(600) and job.codes.tolist() == [ABSENT] * 10 + [OK] * (BLOCKS - 10)
 
 
-def test_of_two_rows_with_one_key_the_last_counts(tmp_path: Path) -> None:
+def test_the_last_of_two_rows_with_one_key_counts(tmp_path: Path) -> None:
     """Only damage makes them: a page that was copied."""
     store = DiskStore(tmp_path / "store", 200 * BLOCK_BYTES)
     with open_queue(store) as queue:

@@ -41,7 +41,7 @@ class Some:
 
 
 @pytest.mark.parametrize(("takes", "here"), [(0, 0), (3, 3), (9, 5)])
-def test_of_a_hit_as_many_blocks_come_as_its_policy_takes(
+def test_a_hit_loads_as_many_blocks_as_its_policy_takes(
     make: Callable[..., Engine], store: Wrong, takes: int, here: int
 ) -> None:
     policy = Some(takes)

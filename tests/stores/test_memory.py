@@ -99,7 +99,7 @@ def test_the_oldest_key_of_the_tag_goes_first() -> None:
     assert len(limits) == 4
 
 
-def test_of_more_keys_than_the_limit_the_first_are_kept() -> None:
+def test_the_first_keys_up_to_the_limit_are_kept() -> None:
     """The beginning of a prompt is worth more than its end."""
     limits = TagLimits()
     limits.add(A, keys(1, 2), 3)

@@ -111,7 +111,7 @@ def test_a_mac_covers_what_the_pool_has_under_the_key_now(engine: Engine) -> Non
 
 
 @pytest.mark.parametrize("differs", ["tokens", "salt", "extra_ids", "parent"])
-def test_of_two_prompts_with_one_key_the_second_gets_a_miss(differs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_of_two_prompts_with_one_key_gets_a_miss(differs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever finds a collision of 16 bytes still gets nobody's KV. The name under which the first block was saved is
     forced upon the block of another prompt."""
     made, memory, other = make_engine(), store(), make_engine()

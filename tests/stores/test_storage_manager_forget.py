@@ -266,7 +266,7 @@ def test_a_suspended_store_is_notified_too(engine: Engine, wrong: Wrong, drop: D
     assert restarted(wrong.inner) == 0
 
 
-def test_of_two_stores_one_confirms_while_the_other_is_down(engine: Engine, wrong: Wrong, drop: Drop) -> None:
+def test_one_of_two_stores_confirms_while_the_other_is_down(engine: Engine, wrong: Wrong, drop: Drop) -> None:
     near = store()
     with make_manager(engine, [near, wrong]) as manager:
         seed(engine, manager, [PROMPT])

@@ -25,7 +25,7 @@ class Checker:
         """What is wrong with the store in this folder, in words. The store is changed.
 
         Opening and closing must work. No block has wrong bytes. Promised blocks load. Those that are gone are not
-        found. What is saved now, is acknowledged as if nothing had happened: it loads, also if the crash has left its
+        found. What is saved now, is acknowledged as if nothing had happened: it loads, even if the crash has left its
         row without its bytes.
         """
         try:

@@ -92,7 +92,7 @@ def record(
     programs: Iterable[Sequence[str]], folder: Path, log: Path, pause_us: int = 0, skip: str = ""
 ) -> list[Record]:
     """Run Python programs, each given as arguments of the interpreter, one after the other, and record what they do to
-    the folder. One that kills itself is no error. ``skip``: syncs of files whose names end so do nothing. Raises
+    the folder. One that kills itself is not an error. ``skip``: syncs of files whose names end so do nothing. Raises
     Missing."""
     library = recorder()
     added = {"LD_PRELOAD": str(library), "CRASH_FOLDER": str(folder), "CRASH_LOG": str(log), "CRASH_SKIP": skip}

@@ -108,8 +108,8 @@ def points(
     recording: Recording, promises: Promises, states: int, rng: random.Random, fate: Fate | None = None
 ) -> Iterator[tuple[int, Fate]]:
     """Crash points in their order. Each place in the log comes with all and with nothing of what is not durable, as far
-    as there are so many states, and other fates are drawn: half of them right after an acknowledgement, in turn one at
-    which a block is promised and one at which a block is gone. With a ``fate`` any places come with that."""
+    as there are that many states, and other fates are drawn: half of them right after an acknowledgement, in turn one
+    at which a block is promised and one at which a block is gone. With a ``fate`` any places come with that."""
     count = len(recording.records)
     if fate is not None:
         yield from ((point, fate) for point in sorted(rng.randint(0, count) for _ in range(states)))

@@ -266,7 +266,7 @@ assert store.load(keys, np.arange(6), lambda: False)[0].all()
         assert subprocess.run([sys.executable, "-c", program], timeout=600).returncode == 0
 
 
-def test_of_a_pack_with_a_wrong_byte_one_block_is_damaged(again: Again, weed: Weed, place: str) -> None:
+def test_a_wrong_byte_in_a_pack_damages_one_block(again: Again, weed: Weed, place: str) -> None:
     with open_queue(again()) as queue, open_queue(again()) as other:
         keys = saved(queue, 8)
         (name,) = objects(weed, place)
@@ -350,7 +350,7 @@ def test_the_youngest_blocks_are_known_where_the_index_is_small(again: Again) ->
         assert queue.stats().store["blocks"] == 10
 
 
-def test_of_many_that_write_one_object_at_a_time_the_server_takes_one(weed: Weed, place: str) -> None:
+def test_the_server_takes_one_of_many_writes_of_an_object_at_a_time(weed: Weed, place: str) -> None:
     """What drops count on."""
     import obstore
 
