@@ -48,16 +48,16 @@ watched: list[Any] = []
 seen: list[str] = []
 
 
-def look(given: Any) -> None:
+def look(argument: Any) -> None:
     """Note whether something that jitted code is handed is, or points into, what is watched."""
     for array in watched:
         start = array.__array_interface__["data"][0]
         inside = range(start, start + array.nbytes)
-        if isinstance(given, np.ndarray):
-            points = given.dtype in (np.int64, np.uint64) and ((given >= start) & (given < inside.stop)).any()
-            if np.shares_memory(given, array) or points:
+        if isinstance(argument, np.ndarray):
+            points = argument.dtype in (np.int64, np.uint64) and ((argument >= start) & (argument < inside.stop)).any()
+            if np.shares_memory(argument, array) or points:
                 seen.append("an array shares memory with the caller's, or points to it")
-        elif isinstance(given, (int, np.integer)) and int(given) in inside:
+        elif isinstance(argument, (int, np.integer)) and int(argument) in inside:
             seen.append("an address is the caller's")
 
 
@@ -334,7 +334,9 @@ def verb(
 ) -> Case:
     """A call of a pool's method with these arrays, and with other arguments ``rest[0]``."""
     others = rest[0] if rest else {}
-    return Case(name, scene, lambda scene, given: getattr(scene.cache, name)(**others, **given), arrays, dtypes or {})
+    return Case(
+        name, scene, lambda scene, arguments: getattr(scene.cache, name)(**others, **arguments), arrays, dtypes or {}
+    )
 
 
 def of_both(numbers: Callable[[Any], list[int]], place: int, value: int) -> tuple[Any, Any]:
@@ -370,45 +372,45 @@ def _table(rows: int, dtype: Any = np.int32) -> Any:
     return np.full((rows, 6), -7, dtype)
 
 
-def _offsets(scene: Any, given: dict[str, Any]) -> Any:
+def _offsets(scene: Any, arguments: dict[str, Any]) -> Any:
     target = _table(4)
-    scene.cache.copy_batch_block_offsets(target, **given)
+    scene.cache.copy_batch_block_offsets(target, **arguments)
     return target
 
 
 def _step(name: str) -> Callable[[Any, dict[str, Any]], Any]:
-    def call(scene: Any, given: dict[str, Any]) -> Any:
+    def call(scene: Any, arguments: dict[str, Any]) -> Any:
         out = arrays(2, 5, 2, 4)
         if name == "step_tables":
-            scene.cache.step_tables(**given, out=out)
+            scene.cache.step_tables(**arguments, out=out)
         else:
-            scene.cache.copy_step_tables(out, **given)
+            scene.cache.copy_step_tables(out, **arguments)
         return [getattr(out, name) for name in NAMES]
 
     return call
 
 
-def _captured(scene: Any, given: dict[str, Any]) -> Any:
+def _captured(scene: Any, arguments: dict[str, Any]) -> Any:
     target = _table(4)
-    captured, graph = scene.capture(partial(scene.cache.capture_block_offsets, **given), target)
+    captured, graph = scene.capture(partial(scene.cache.capture_block_offsets, **arguments), target)
     scene.replay(captured, graph, {"ids": scene.ids})
     captured.close()
     return target
 
 
-def _staged(scene: Any, given: dict[str, Any]) -> Any:
-    scene.replay(scene.captured, scene.graph, given)
+def _staged(scene: Any, arguments: dict[str, Any]) -> Any:
+    scene.replay(scene.captured, scene.graph, arguments)
     return [getattr(scene.out, name).copy() for name in NAMES]
 
 
-def _csr(scene: Any, given: dict[str, Any]) -> Any:
+def _csr(scene: Any, arguments: dict[str, Any]) -> Any:
     vectors = np.full(3, -7, np.int32), np.full(12, -7, np.int32), np.full(2, -7, np.int32)
-    scene.cache.copy_batch_block_csr(*vectors, **given)
+    scene.cache.copy_batch_block_csr(*vectors, **arguments)
     return vectors
 
 
 def _applied(operation: Callable[..., Any], **options: Any) -> Callable[[Any, dict[str, Any]], Any]:
-    return lambda scene, given: scene.cache.apply([operation(**given)], **options)
+    return lambda scene, arguments: scene.cache.apply([operation(**arguments)], **options)
 
 
 def _add(prompts: Any) -> Any:
@@ -416,21 +418,21 @@ def _add(prompts: Any) -> Any:
 
 
 def _batch(name: str) -> Callable[[Any, dict[str, Any]], Any]:
-    return lambda scene, given: getattr(scene.cache, name)([given["prompts"], [1, 2]])
+    return lambda scene, arguments: getattr(scene.cache, name)([arguments["prompts"], [1, 2]])
 
 
-def _reserve(scene: Any, given: dict[str, Any]) -> Any:
+def _reserve(scene: Any, arguments: dict[str, Any]) -> Any:
     options = {"encoder_tokens": 5} if isinstance(scene, Grouped) else {}
-    return scene.cache.reserve(**options | given)
+    return scene.cache.reserve(**options | arguments)
 
 
 def _cross(name: str) -> Callable[[Any, dict[str, Any]], Any]:
-    def call(scene: Any, given: dict[str, Any]) -> Any:
+    def call(scene: Any, arguments: dict[str, Any]) -> Any:
         if name == "blocks_needed":
-            return scene.cache.blocks_needed(np.arange(40, 50, dtype=np.int32), group=2, **given)
+            return scene.cache.blocks_needed(np.arange(40, 50, dtype=np.int32), group=2, **arguments)
         prompt = np.arange(40, 50, dtype=np.int32)
         batch = name in ("add_sequence_batch", "plan_batch")
-        return getattr(scene.cache, name)([prompt] if batch else prompt, **given)
+        return getattr(scene.cache, name)([prompt] if batch else prompt, **arguments)
 
     return call
 
@@ -440,39 +442,39 @@ def _hint(message: Any) -> dict[str, Any]:
     return {"protocol_version": 1, "message_id": "m", "actions": [action]}
 
 
-def _lacking(scene: Any, given: dict[str, Any]) -> Any:
-    return scene.cache.missing_blocks(np.arange(40, 49, dtype=np.int32), **given)
+def _lacking(scene: Any, arguments: dict[str, Any]) -> Any:
+    return scene.cache.missing_blocks(np.arange(40, 49, dtype=np.int32), **arguments)
 
 
-def _import(scene: Any, given: dict[str, Any]) -> Any:
+def _import(scene: Any, arguments: dict[str, Any]) -> Any:
     data = [bytes([i]) * scene.cache.layout.block_bytes for i in range(2)]
-    return scene.cache.import_blocks(scene.cache.block_keys(np.arange(50, 60)), **{"data": data} | given)
+    return scene.cache.import_blocks(scene.cache.block_keys(np.arange(50, 60)), **{"data": data} | arguments)
 
 
 def _copies(copy: Callable[..., None]) -> Callable[[Any, dict[str, Any]], Any]:
-    return lambda scene, given: copy(scene.paged, given["slot_mapping"], scene.staging)
+    return lambda scene, arguments: copy(scene.paged, arguments["slot_mapping"], scene.staging)
 
 
 def _several(copy: Callable[..., None]) -> Callable[[Any, dict[str, Any]], Any]:
     """The same staging as two, of which the first is skipped in part."""
 
-    def call(scene: Any, given: dict[str, Any]) -> Any:
+    def call(scene: Any, arguments: dict[str, Any]) -> Any:
         two = StagingBuffers([scene.staging[:, :, :4], scene.staging[:, :, 4:]])
-        copy(scene.paged, given["slot_mapping"], two, skip_prefix_n_tokens=1)
+        copy(scene.paged, arguments["slot_mapping"], two, skip_prefix_n_tokens=1)
 
     return call
 
 
 def _host_copy(name: str) -> Callable[[Any, dict[str, Any]], Any]:
-    def call(scene: Any, given: dict[str, Any]) -> Any:
-        done = getattr(scene.copies, name)(**given, skip_prefix_n_tokens=1)
+    def call(scene: Any, arguments: dict[str, Any]) -> Any:
+        done = getattr(scene.copies, name)(**arguments, skip_prefix_n_tokens=1)
         return done.nbytes, done.fragments
 
     return call
 
 
-def _places(scene: Any, given: dict[str, Any]) -> Any:
-    with HostCopies(scene.copies.tier, [scene.paged] * 2, device="cpu", **given) as copies:
+def _places(scene: Any, arguments: dict[str, Any]) -> Any:
+    with HostCopies(scene.copies.tier, [scene.paged] * 2, device="cpu", **arguments) as copies:
         return copies.group_bytes
 
 
@@ -480,43 +482,43 @@ def _two(step: int, *at: int) -> list[HostPlace]:
     return [HostPlace(first, step, ((0, 48, 12), (48, 48, 12))) for first in at]
 
 
-def _uploads(scene: Any, given: dict[str, Any]) -> Any:
+def _uploads(scene: Any, arguments: dict[str, Any]) -> Any:
     launcher, device = Uploads(), StridedArray(1 << 20, scene.staging.shape, 2, memory="device", kind="u")
-    scatter_kv(scene.paged, given["slot_mapping"], device, launcher=launcher)
+    scatter_kv(scene.paged, arguments["slot_mapping"], device, launcher=launcher)
     return launcher.seen
 
 
 def _opaque(owner: str, name: str) -> Callable[[Any, dict[str, Any]], Any]:
     others = {"priority": 80} if name == "set_priority" else {}
-    return lambda scene, given: getattr(getattr(scene, owner), name)(**others, **given)
+    return lambda scene, arguments: getattr(getattr(scene, owner), name)(**others, **arguments)
 
 
-def _publish(scene: Any, given: dict[str, Any]) -> int:
-    return scene.manager.publish(_named("p", "q"), **given)
+def _publish(scene: Any, arguments: dict[str, Any]) -> int:
+    return scene.manager.publish(_named("p", "q"), **arguments)
 
 
-def _read_dirty(scene: Any, given: dict[str, Any]) -> list[bytes]:
-    return scene.cache.read_dirty(scene.cursor, **given)
+def _read_dirty(scene: Any, arguments: dict[str, Any]) -> list[bytes]:
+    return scene.cache.read_dirty(scene.cursor, **arguments)
 
 
 def _jobs(part: str, name: str) -> Callable[[Any, dict[str, Any]], StoreRequest]:
     """A job of two blocks, in rows that come after those that were saved."""
     others = {"rows": [6, 7]} if name in ("load", "save") else {}
-    return lambda scene, given: getattr(getattr(scene, part), name)(**others | given)
+    return lambda scene, arguments: getattr(getattr(scene, part), name)(**others | arguments)
 
 
-def _block_keys(scene: Any, given: dict[str, Any]) -> BlockKeys:
+def _block_keys(scene: Any, arguments: dict[str, Any]) -> BlockKeys:
     keys = scene.keys
-    return BlockKeys(**given, salt=None, adapter_id=None, root=(keys.namespace, *keys.root), origin=keys.origin)
+    return BlockKeys(**arguments, salt=None, adapter_id=None, root=(keys.namespace, *keys.root), origin=keys.origin)
 
 
-def _strided(scene: Any, given: dict[str, Any]) -> Any:
-    strided = StridedArray(scene.memory.ctypes.data, itemsize=2, kind="u", owner=scene.memory, **given)
+def _strided(scene: Any, arguments: dict[str, Any]) -> Any:
+    strided = StridedArray(scene.memory.ctypes.data, itemsize=2, kind="u", owner=scene.memory, **arguments)
     return strided.shape, strided.steps
 
 
-def _record(scene: Any, given: dict[str, Any]) -> Any:
-    scene.surveyor.record(Request(0, 0, 12, 0, hash_ids=given["hash_ids"], tokens_per_id=4))
+def _record(scene: Any, arguments: dict[str, Any]) -> Any:
+    scene.surveyor.record(Request(0, 0, 12, 0, hash_ids=arguments["hash_ids"], tokens_per_id=4))
 
 
 CASES = [
@@ -538,7 +540,7 @@ CASES = [
     Case(
         "BlockKeys.extend",
         Plain,
-        lambda scene, given: scene.keys.extend(**given),
+        lambda scene, arguments: scene.keys.extend(**arguments),
         {"tokens": ([1, 2, 3, 4], [1, 2, 3, 9]), "extra_ids": ([0, 0, 0, 5], [0, 0, 0, 6])},
         {"tokens": INT32},
     ),
@@ -583,7 +585,12 @@ CASES = [
     Case("apply", Plain, _applied(op.commit), {"ids": BOTH, "counts": ([6, 5], [6, MANY])}),
     Case("apply", Plain, _applied(op.release), {"ids": BOTH}),
     Case(
-        "hints", Plain, lambda s, given: s.cache.hints(_hint(**given)), {"message": KEYS}, {"message": UINT64}, ARRAYS
+        "hints",
+        Plain,
+        lambda s, arguments: s.cache.hints(_hint(**arguments)),
+        {"message": KEYS},
+        {"message": UINT64},
+        ARRAYS,
     ),
     Case("apply", Plain, _applied(op.match), {"prompt": PROMPT}, TOKENS),
     Case("apply", Plain, _applied(_add), {"prompts": PROMPT}, {"prompts": INT32}),
@@ -598,7 +605,7 @@ CASES = [
     Case(
         "find_and_pin_host",
         Plain,
-        lambda scene, given: scene.cache.find_and_pin_host(**given),
+        lambda scene, arguments: scene.cache.find_and_pin_host(**arguments),
         {"key": KEY},
         {"key": UINT64},
         ARRAYS,
@@ -659,7 +666,7 @@ CASES = [
     Case(
         "StoreWorker.find_now",
         Stored,
-        lambda scene, given: scene.queue.find_now(given["keys"]).tolist(),
+        lambda scene, arguments: scene.queue.find_now(arguments["keys"]).tolist(),
         {"keys": STORED},
         {"keys": np.uint8},
         ARRAY,
@@ -667,7 +674,7 @@ CASES = [
     Case(
         "StoreClient.give_back",
         Stored,
-        lambda scene, given: (scene.client.give_back(given["rows"]), list(scene.client._free)),
+        lambda scene, arguments: (scene.client.give_back(arguments["rows"]), list(scene.client._free)),
         {"rows": ([6, 7], [6, 5])},
         {},
         ARRAY,
@@ -683,8 +690,8 @@ CASES = [
     *(
         Case("BlockNames", Nothing, call, {name: (_named("here", "there"), _named("here", "x"))}, {}, LIST)
         for name, call in (
-            ("names", lambda scene, given: BlockNames(**given).names),
-            ("contexts", lambda scene, given: BlockNames([b"a", b"b"], **given).contexts),
+            ("names", lambda scene, arguments: BlockNames(**arguments).names),
+            ("contexts", lambda scene, arguments: BlockNames([b"a", b"b"], **arguments).contexts),
         )
     ),
     Case(
@@ -700,8 +707,8 @@ CASES = [
 ]
 
 
-def _numbers(scene: Any, given: Any) -> list[Any]:
-    return list(given(scene) if callable(given) else given)
+def _numbers(scene: Any, values: Any) -> list[Any]:
+    return list(values(scene) if callable(values) else values)
 
 
 class Interface:
