@@ -33,6 +33,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     about = "register host memory in one chunk where tests make many: memcheck takes each for an allocation of its own"
     parser.addoption("--one-chunk", action="store_true", help=about)
     parser.addoption(
+        "--exhaustive",
+        action="store_true",
+        help="run also the tests marked exhaustive: all schedules, many seeds, builds, browsers, mutations",
+    )
+    parser.addoption(
         "--request-trace",
         metavar="FILE",
         help="the request trace of the GPU tests' long replay (default: a generated one)",
@@ -50,6 +55,15 @@ def pytest_configure(config: pytest.Config) -> None:
         emulated.start_again(["-m", "pytest", *config.invocation_params.args])
     except RuntimeError as error:
         raise pytest.UsageError(str(error)) from error
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests marked exhaustive unless ``--exhaustive`` is given."""
+    if config.getoption("--exhaustive"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
             return 1
         python = str(build.python(wheels))
         os.chdir(HERE.parents[1])
-        words = rest if verb == ["run"] else [python, "-m", "pytest", *rest]
+        words = rest if verb == ["run"] else [python, "-m", "pytest", "--exhaustive", *rest]
         if verb == ["test"] and not any(Path(word.partition("::")[0]).exists() for word in rest):
             words.append(wheels.tests)
         words = [python if words[0] == "python" else words[0], *words[1:]]

@@ -94,6 +94,7 @@ def test_the_pages_agree_about_what_has_run_on_a_gpu() -> None:
     assert not wrong, wrong
 
 
+@pytest.mark.exhaustive
 def test_the_documentation_builds_without_a_warning(built: Path) -> None:
     assert (built / "index.html").is_file()
 
@@ -112,6 +113,7 @@ def public_names(module: ModuleType) -> set[str]:
     return {f"{module.__name__}.{name}" for name in names}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("package", PUBLIC)
 def test_every_public_name_is_in_the_reference(built: Path, package: str) -> None:
     from sphinx.util.inventory import InventoryFile

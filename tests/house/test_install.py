@@ -116,6 +116,7 @@ def check(python: Path, form: str, source: Path, environment: dict[str, str], fo
     )
 
 
+@pytest.mark.exhaustive
 def test_each_form_works_from_any_directory_in_the_place_of_another(
     source: Path, artefacts: dict[str, list[str]], python: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:

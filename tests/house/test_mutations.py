@@ -66,6 +66,7 @@ def test_every_rule_with_a_switch_has_a_mutation() -> None:
     assert not [name for name in records.GUARDS if in_words.get(name, name.upper()) not in sources]
 
 
+@pytest.mark.exhaustive
 def test_some_mutations_are_killed() -> None:
     """``KVPOOL_MUTATIONS_SEED`` draws others."""
     seed = int(os.environ.get("KVPOOL_MUTATIONS_SEED", "2"))
@@ -73,6 +74,7 @@ def test_some_mutations_are_killed() -> None:
     assert main(["--sample", str(SOME), "--seed", str(seed)]) == 0
 
 
+@pytest.mark.exhaustive
 def test_a_mutation_that_no_test_notices_lives_and_the_tree_is_as_it_was() -> None:
     test = "tests/state/test_lists.py::test_every_key_has_a_bucket"
     harmless = Mutation("harmless", "LEVELS", "LEVELS = 1 << 8", "LEVELS = (1 << 8)", "None.", (test,))
@@ -87,6 +89,7 @@ def test_a_mutation_that_no_test_notices_lives_and_the_tree_is_as_it_was() -> No
     assert (ROOT / "kvpool" / "state" / "records.py").read_bytes() == before and not copy.folder.exists()
 
 
+@pytest.mark.exhaustive
 def test_a_test_that_fails_without_a_mutation_kills_none(monkeypatch: pytest.MonkeyPatch) -> None:
     test = "tests/state/test_lists.py::test_every_key_has_a_bucket"
     harmless = Mutation("harmless", "LEVELS", "LEVELS = 1 << 8", "LEVELS = (1 << 8)", "None.", (test,))

@@ -87,6 +87,7 @@ def _plain(text: str) -> str:
     return re.sub(r"\s+", " ", text)
 
 
+@pytest.mark.exhaustive
 def test_a_rule_that_is_taken_out_prints_what_the_page_shows() -> None:
     """``KVPOOL_MUTATIONS_SEED`` draws another one of the page."""
     seed = int(os.environ.get("KVPOOL_MUTATIONS_SEED", random.randrange(1 << 32)))

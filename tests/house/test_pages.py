@@ -65,6 +65,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
 def test_no_page_is_wider_than_its_window(built: Path, tmp_path: Path) -> None:
     skipped = {"genindex.html", "search.html", "py-modindex.html"}

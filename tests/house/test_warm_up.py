@@ -180,6 +180,7 @@ def compiled_by(folder: Path, processes: int) -> tuple[int, set[str]]:
     return json.loads(done.stdout), {path.name for path in folder.glob("*.nbc")}
 
 
+@pytest.mark.exhaustive
 def test_helpers_compile_what_one_process_compiles_and_nothing_else(tmp_path: Path) -> None:
     alone, kept = compiled_by(tmp_path / "alone", 1)
     left, shared = compiled_by(tmp_path / "shared", 3)
@@ -195,6 +196,7 @@ compile_ahead(sys.argv[1], 0, 1, os.getppid())
 """
 
 
+@pytest.mark.exhaustive
 def test_helpers_share_the_functions_inside_of_one_call_too(tmp_path: Path) -> None:
     """Half of a first replay is one call. Whoever compiles it finds the functions that it calls."""
     environment = {**os.environ, "KVPOOL_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(kvpool.__file__).parents[1])}

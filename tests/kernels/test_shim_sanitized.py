@@ -37,6 +37,7 @@ def run_under(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.exhaustive
 def test_shim_runs_under_the_sanitizers() -> None:
     files = [str(Path(__file__).parent / file) for file in FILES]
     done = run_under("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "shim", *files)

@@ -88,7 +88,7 @@ class Bench:
             "PYTHONPATH": str(self.folder),
             "PYTHONDONTWRITEBYTECODE": "1",  # a file may change twice in a second
         }
-        options = ["-q", "--tb=line", "-p", "no:cacheprovider", "-p", "tests.mutations.witness"]
+        options = ["-q", "--tb=line", "--exhaustive", "-p", "no:cacheprovider", "-p", "tests.mutations.witness"]
         command = [sys.executable, "-m", "pytest", *options, *tests]
         try:
             done = subprocess.run(
