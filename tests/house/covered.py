@@ -1,0 +1,213 @@
+"""``python -m tests.house.covered``: the lines of each room of ``kvpool/`` that the tests reach, against a baseline.
+
+Runs pytest under coverage.py: all tests, exhaustive ones included, and then those of ``INTERPRETED`` once more with
+``NUMBA_DISABLE_JIT=1``, since lines of jitted functions are seen in the interpreter only. Prints a table of rooms and
+each line that the baseline does not have as uncovered. ``--save`` writes the baseline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / "build" / "coverage"
+BASELINE = Path(__file__).with_name("uncovered.txt")
+INTERPRETED = ("arrays", "copying", "device", "holders", "hostcache", "model", "sequences", "state", "tables")
+SETTINGS = f"""\
+[run]
+source = {ROOT / "kvpool"}
+data_file = {DATA / "data"}
+parallel = true
+patch = subprocess, _exit
+core = ctrace
+"""
+
+
+class Line(NamedTuple):
+    """An uncovered line: where it is, the innermost function that has it, and its text."""
+
+    file: str
+    function: str
+    text: str
+    number: int
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What stays equal when lines above are edited and when a function moves to another file."""
+        return self.function, self.text
+
+
+class File(NamedTuple):
+    """The number of statements of a file, and those that no test reached."""
+
+    statements: int
+    uncovered: list[Line]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Put the tracer of coverage.py back, which tests that trace calls themselves have replaced (pytest hook)."""
+    session: Any = item.session
+    tracer = session.__dict__.setdefault("tracer", sys.gettrace())
+    if sys.gettrace() is not tracer:
+        sys.settrace(tracer)
+
+
+def run(arguments: Sequence[str], *, interpreter: bool) -> int:
+    """Run pytest under coverage.py, and return its exit status."""
+    DATA.mkdir(parents=True, exist_ok=True)
+    settings = DATA / "settings"
+    settings.write_text(SETTINGS, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    if interpreter:
+        environment["NUMBA_DISABLE_JIT"] = "1"
+    options = ["-q", "--exhaustive", "-p", "no:cacheprovider", "-p", "tests.house.covered"]
+    command = [sys.executable, "-m", "coverage", "run", f"--rcfile={settings}", "-m", "pytest", *options, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment).returncode
+
+
+def functions_of(source: str) -> dict[int, str]:
+    """The innermost function or class of each line that is in one."""
+    names: dict[int, str] = {}
+
+    def enter(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            inner = prefix
+            if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
+                inner = f"{prefix}.{child.name}" if prefix else child.name
+                first = min([child.lineno, *(decorator.lineno for decorator in child.decorator_list)])
+                names.update(dict.fromkeys(range(first, (child.end_lineno or first) + 1), inner))
+            enter(child, inner)
+
+    enter(ast.parse(source), "")
+    return names
+
+
+def measured() -> dict[str, File]:
+    """Combine what all runs have measured."""
+    import coverage
+
+    measurement = coverage.Coverage(config_file=str(DATA / "settings"))
+    measurement.load()
+    if any(DATA.glob("data.*")):
+        measurement.combine()
+        measurement.save()
+    files = {}
+    for path in sorted((ROOT / "kvpool").rglob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        lines, functions, name = source.splitlines(), functions_of(source), str(path.relative_to(ROOT))
+        _, statements, _, missing, _ = measurement.analysis2(str(path))
+        uncovered = [Line(name, functions.get(number, ""), lines[number - 1].strip(), number) for number in missing]
+        files[name] = File(len(statements), uncovered)
+    return files
+
+
+def save(files: dict[str, File], path: Path = BASELINE) -> None:
+    """Write the baseline: a line for each file, and below it one for each uncovered line."""
+    rows = []
+    for name, file in files.items():
+        rows.append(f"{name} {file.statements}")
+        rows += [f"\t{line.function}\t{line.text}" for line in file.uncovered]
+    path.write_text("\n".join(rows) + "\n", encoding="utf-8")
+
+
+def load(path: Path = BASELINE) -> dict[str, File]:
+    """Read the baseline; without one, nothing was covered."""
+    files: dict[str, File] = {}
+    name = ""
+    for row in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        if row.startswith("\t"):
+            _, function, text = row.split("\t", 2)
+            files[name].uncovered.append(Line(name, function, text, 0))
+        else:
+            name, _, statements = row.rpartition(" ")
+            files[name] = File(int(statements), [])
+    return files
+
+
+def lost(before: dict[str, File], after: dict[str, File]) -> list[Line]:
+    """The uncovered lines that the baseline does not have: no longer covered, or new and not covered."""
+    known = Counter(line.key for file in before.values() for line in file.uncovered)
+    lines = []
+    for line in (line for file in after.values() for line in file.uncovered):
+        if known[line.key] > 0:
+            known[line.key] -= 1
+        else:
+            lines.append(line)
+    return lines
+
+
+def rooms(files: dict[str, File]) -> dict[str, tuple[int, int]]:
+    """Statements and covered statements of each room."""
+    table: dict[str, tuple[int, int]] = {}
+    for name, file in files.items():
+        parts = name.split("/")
+        room = "/".join(parts[:2]) if len(parts) > 2 else parts[0]
+        statements, covered = table.get(room, (0, 0))
+        table[room] = (statements + file.statements, covered + file.statements - len(file.uncovered))
+    return table
+
+
+def report(before: dict[str, File], after: dict[str, File]) -> str:
+    """The table of rooms, with the shares of the baseline."""
+    old, new = rooms(before), rooms(after)
+    new["in all"] = (sum(row[0] for row in new.values()), sum(row[1] for row in new.values()))
+    old["in all"] = (sum(row[0] for row in old.values()), sum(row[1] for row in old.values()))
+    rows = [f"{'room':<24} {'statements':>10} {'covered':>9} {'share':>8} {'baseline':>9}"]
+    for room, (statements, covered) in new.items():
+        share = _share(*old[room]) if old.get(room, (0, 0))[0] else "-"
+        rows.append(f"{room:<24} {statements:>10,} {covered:>9,} {_share(statements, covered):>8} {share:>9}")
+    return "\n".join(rows)
+
+
+def _share(statements: int, covered: int) -> str:
+    return f"{100 * covered / statements:.2f} %" if statements else "-"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return 1 if a line is not covered that the baseline does not list, 0 otherwise."""
+    parser = argparse.ArgumentParser(prog="python -m tests.house.covered", description=__doc__)
+    parser.add_argument("--add", action="store_true", help="add to what earlier runs measured")
+    parser.add_argument("--report", action="store_true", help="run no tests")
+    parser.add_argument("--save", action="store_true", help=f"write {BASELINE.relative_to(ROOT)}")
+    parser.add_argument("--interpreter", action="store_true", help="run the tests given in the interpreter")
+    parser.add_argument("--workers", default="auto", help="processes that run tests (default: one a core)")
+    options, rest = parser.parse_known_args(arguments)
+    if not options.report:
+        if not options.add:
+            shutil.rmtree(DATA, ignore_errors=True)
+        for chosen, interpreter in _runs(rest, options.interpreter):
+            status = run(["-n", options.workers, "--dist", "worksteal", *chosen], interpreter=interpreter)
+            if status:
+                print(f"pytest ended with status {status}: what failing tests do not reach counts as uncovered")
+    files, before = measured(), load()
+    print(report(before, files))
+    lines = lost(before, files)
+    for line in lines:
+        print(f"{line.file}:{line.number}: {line.function}: {line.text}")
+    if options.save:
+        save(files)
+        return 0
+    return 1 if lines else 0
+
+
+def _runs(given: Sequence[str], interpreter: bool) -> Iterable[tuple[Sequence[str], bool]]:
+    if given:
+        return [(given, interpreter)]
+    folders = [f"tests/{folder}" for folder in INTERPRETED]
+    return [(folders, True)] if interpreter else [((), False), (folders, True)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
