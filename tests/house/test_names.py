@@ -1,9 +1,8 @@
-"""Names are given once: no file and no class of the package shares its name with another."""
+"""No class of the package shares its name with another, and few arguments are typed as anything."""
 
 from __future__ import annotations
 
 import ast
-from collections import Counter
 from pathlib import Path
 
 from tests.house.counter import ROOT
@@ -12,19 +11,6 @@ PACKAGE = ROOT / "kvpool"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 ANY = 0.08
 """The most of all annotated arguments that are ``Any``."""
-COMMANDS = {"plan.py", "replay.py", "store.py"}
-"""Modules of commands are named by their command."""
-
-
-def test_no_file_name_stands_twice_in_the_package() -> None:
-    names = Counter(path.name for path in MODULES if path.stem not in ("__init__", "__main__"))
-    modules = [path for path in MODULES if path.parent.name != "commands" or path.name not in COMMANDS]
-    twice = [name for name in names if sum(path.name == name for path in modules) > 1]
-    assert not twice, twice
-
-
-PUBLIC_TWICE = {"Event", "Plan"}
-"""What users import by two names: an event of the pool and of a device, the plan of a prompt and of a survey."""
 
 
 def test_no_class_name_stands_twice_in_the_package() -> None:
@@ -33,7 +19,7 @@ def test_no_class_name_stands_twice_in_the_package() -> None:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef):
                 files_of.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
-    twice = {name: files for name, files in files_of.items() if len(files) > 1 and name not in PUBLIC_TWICE}
+    twice = {name: files for name, files in files_of.items() if len(files) > 1}
     assert not twice, twice
 
 
