@@ -28,7 +28,7 @@ def cached(state: State) -> dict[str, dict[bytes, int]]:
     result: dict[str, dict[bytes, int]] = {"device": {}, "host": {}}
     for b, block in enumerate(state.blocks):
         if block["flags"] & PUBLISHED:
-            tier = "device" if b < state.head.device_blocks else "host"
+            tier = "device" if b < state.header.device_blocks else "host"
             result[tier][block["key0"].tobytes() + block["key1"].tobytes()] = b
     return result
 

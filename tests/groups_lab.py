@@ -26,7 +26,7 @@ Rows = list[list[int]]
 
 def pins(cache: KVCacheManager) -> int:
     """All pins of all groups."""
-    return sum(int((state.blocks["word"] >> 32).sum()) for state in cache.core.states)
+    return sum(int((state.blocks["ref_word"] >> 32).sum()) for state in cache.core.states)
 
 
 class GroupEngine:
@@ -154,7 +154,7 @@ class GroupEngine:
     def free(self) -> list[int]:
         """Device blocks of each group that nobody holds."""
         pairs = zip(self.cache.core.states, self.cache.groups, strict=True)
-        return [int((state.blocks["word"][: group.device_blocks] == 0).sum()) for state, group in pairs]
+        return [int((state.blocks["ref_word"][: group.device_blocks] == 0).sum()) for state, group in pairs]
 
     def cached(self) -> list[dict[str, list[bytes]]]:
         """Keys by group and tier."""

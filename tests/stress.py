@@ -344,7 +344,7 @@ def _cached(state: State) -> dict[str, set[bytes]]:
     kept: dict[str, set[bytes]] = {"device": set(), "host": set()}
     for number in np.flatnonzero(state.blocks["flags"] & PUBLISHED):
         block = state.blocks[number]
-        tier = "device" if number < state.head.device_blocks else "host"
+        tier = "device" if number < state.header.device_blocks else "host"
         kept[tier].add(block["key0"].tobytes() + block["key1"].tobytes())
     return kept
 

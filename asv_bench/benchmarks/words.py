@@ -18,7 +18,7 @@ def exchange(blocks, changes):  # type: ignore[no-untyped-def]
 
 @jit
 def store_plainly(blocks, changes):  # type: ignore[no-untyped-def]
-    words = blocks["word"]
+    words = blocks["ref_word"]
     for i in range(changes):
         refs, pins = (words[i % BLOCKS] & REFS) + 1, words[i % BLOCKS] >> 32
         if refs >= 0 and pins >= 0:

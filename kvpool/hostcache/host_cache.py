@@ -261,7 +261,7 @@ class HostCache(Closing):
         secret_bytes, self._clock = secret_argument(secret), clock_argument(clock)
         events = integer_argument("event_capacity", event_capacity, 0, 1 << 31)
         self._states = _states(self.host_blocks, secret_bytes, events, self.policy)
-        self._heads = self._states.heads
+        self._groups = self._states.groups
         # The root of all keys, like that of a namespace with the identity as its name.
         self._root = np.array(namespace_root(secret_bytes, self.identity.content, None), np.int64)
         # Reentrant: a destructor that closes a lease while its thread is in a call must not wait for itself.
@@ -295,7 +295,7 @@ class HostCache(Closing):
         with self._lock:
             self._check_open()
             self._expire(now_ms)
-            hostcache.lookup(self._heads, self._root, *wanted[1:], answers)
+            hostcache.lookup(self._groups, self._root, *wanted[1:], answers)
         return answers
 
     def find(self, key: bytes) -> int:
@@ -313,7 +313,7 @@ class HostCache(Closing):
         with self._lock:
             self._check_open()
             self._expire(now_ms)
-            answer = int(hostcache.look(self._heads, self._root, *scratch[1:]))
+            answer = int(hostcache.look(self._groups, self._root, *scratch[1:]))
         self._spare.append(scratch)
         return answer
 
@@ -327,7 +327,7 @@ class HostCache(Closing):
         now_ms = self._now()
         with DeferSignals() as signals, self._lock:
             self._check_open()
-            place = int(hostcache.pin(self._heads, self._root, *wanted[1:], now_ms))
+            place = int(hostcache.pin(self._groups, self._root, *wanted[1:], now_ms))
             if place < 0:
                 raise _missing(wanted, ~place, "here")
             self._lease_count += 1
@@ -377,10 +377,10 @@ class HostCache(Closing):
             self._check_open()
             self._expire(now_ms)
             evicted = np.empty_like(wanted.words)
-            count = hostcache.reserve(self._heads, self._root, *wanted[1:], priority, ttl, now_ms, evicted)
+            count = hostcache.reserve(self._groups, self._root, *wanted[1:], priority, ttl, now_ms, evicted)
             if count < 0 and len(set(wanted.keys)) < len(wanted.keys):
                 wanted = packed(dict.fromkeys(wanted.keys))
-                count = hostcache.reserve(self._heads, self._root, *wanted[1:], priority, ttl, now_ms, evicted)
+                count = hostcache.reserve(self._groups, self._root, *wanted[1:], priority, ttl, now_ms, evicted)
             if count < 0:
                 raise OutOfBlocks("host", int(wanted.found[0, 0]), int(wanted.found[0, 1]))
             taken = int(wanted.found[0, 0]) if wanted.keys else 0
@@ -462,7 +462,7 @@ class HostCache(Closing):
         keys = self._deadlines.passed(now_ms)
         if keys:
             with DeferSignals():
-                hostcache.forget_keys(self._heads, self._root, *packed(keys, known=True)[1:], now_ms)
+                hostcache.forget_keys(self._groups, self._root, *packed(keys, known=True)[1:], now_ms)
                 self._deadlines.expire(keys)
                 self._note_gone(keys, "lost", now_ms)
 
@@ -473,7 +473,7 @@ class HostCache(Closing):
         wanted, now_ms = packed(keys), self._now()
         with self._lock:
             self._check_open()
-            return int(hostcache.set_priority(self._heads, self._root, *wanted[1:], priority, ttl, now_ms))
+            return int(hostcache.set_priority(self._groups, self._root, *wanted[1:], priority, ttl, now_ms))
 
     # -- keys that go ----------------------------------------------------------------------------------
 
@@ -498,7 +498,7 @@ class HostCache(Closing):
             leases, pending = len(self._open), len(self._pending())
             if (leases or pending) and not force:
                 raise PoolBusy(f"{leases} leases are open and {pending} keys pending: end them, or clear(force=True)")
-            hostcache.clear(self._heads, now_ms)
+            hostcache.clear(self._groups, now_ms)
             self._gone_before = True
 
     def explain(self, key: bytes, tokens: int = 1) -> Missed:
@@ -529,12 +529,12 @@ class HostCache(Closing):
         counts blocks that are evicted before the cursor has read them. At most SAVERS of ``state.saving`` at once.
         Changes the cache."""
         with self._lock:
-            return int(saving.open_dirty_cursor(self._heads, pending))
+            return int(saving.open_dirty_cursor(self._groups, pending))
 
     def close_dirty_cursor(self, cursor: int) -> None:
         """Close a dirty-block cursor. Changes the cache."""
         with self._lock:
-            saving.close_dirty_cursor(self._heads, cursor)
+            saving.close_dirty_cursor(self._groups, cursor)
 
     def read_dirty(self, cursor: int, keys: Keys) -> list[bytes]:
         """Return the keys that are HERE and that a cursor has not read. They count as read until they leave the cache.
@@ -543,8 +543,8 @@ class HostCache(Closing):
         answers, block_rows = np.empty(len(wanted.keys), np.uint8), np.empty((len(wanted.keys), saving.FOUND), np.int64)
         with DeferSignals(), self._lock:
             self._check_open()
-            hostcache.lookup(self._heads, self._root, *wanted[1:], answers)
-            count = saving.held(self._heads, cursor, wanted.found[:, 2].copy(), block_rows)
+            hostcache.lookup(self._groups, self._root, *wanted[1:], answers)
+            count = saving.held(self._groups, cursor, wanted.found[:, 2].copy(), block_rows)
             return unpacked(self._states[0].tokens[block_rows[:count, saving.FOUND - 1]])
 
     def eviction_candidates(self, cursor: int, blocks: int, most: int) -> list[bytes]:
@@ -553,13 +553,13 @@ class HostCache(Closing):
         victim_rows = np.empty((most, saving.FOUND), np.int64)
         with DeferSignals(), self._lock:
             self._check_open()
-            count = saving.victims(self._heads, cursor, np.array([blocks]), victim_rows)
+            count = saving.victims(self._groups, cursor, np.array([blocks]), victim_rows)
             return unpacked(self._states[0].tokens[victim_rows[:count, saving.FOUND - 1]])
 
     @property
     def unsaved_blocks(self) -> int:
         """The number of blocks that were evicted before a cursor opened with ``pending`` has read them."""
-        return int(self._heads[0, records.H.unsaved])
+        return int(self._groups[0, records.H.unsaved])
 
     @property
     def forgotten_blocks(self) -> int:
@@ -571,7 +571,7 @@ class HostCache(Closing):
         now_ms = self._now()
         with DeferSignals(), self._lock:
             self._check_open()
-            return int(verbs.refresh(self._heads, now_ms))
+            return int(verbs.refresh(self._groups, now_ms))
 
     # -- the cache as a whole --------------------------------------------------------------------------
 
@@ -586,9 +586,9 @@ class HostCache(Closing):
             _, ids = self._open.pop(lease, (None, None))
             if ids is not None:
                 before = saving.places(self._states[0].blocks[ids])
-                control.unpin(self._heads, ids, now_ms)
+                control.unpin(self._groups, ids, now_ms)
                 if not used:
-                    saving.put_back(self._heads, 0, ids, before)
+                    saving.put_back(self._groups, 0, ids, before)
         return ids is not None
 
     def revoke(self, owner: str) -> int:
@@ -682,7 +682,7 @@ class HostCache(Closing):
         have, if the verb refuses others."""
         with self._lock:
             self._check_open()
-            count = int(verb(self._heads, self._root, *wanted[1:], *more))
+            count = int(verb(self._groups, self._root, *wanted[1:], *more))
             if count < 0:
                 raise _missing(wanted, ~count, needed)
         return count

@@ -76,7 +76,7 @@ class BlockTables:
             core.decide(stream, use, which, ids=which)
         out = np.empty((len(which), 2), np.int32)
         with core.lock:
-            recurrent.state_blocks(core.states.heads, g, core.rows(which), out)
+            recurrent.state_blocks(core.states.groups, g, core.rows(which), out)
         return out
 
     def step_tables(
@@ -111,9 +111,9 @@ class BlockTables:
             return step.written
         with core.lock:
             core.check_open()
-            error = step.write(core.states.heads, which, g, False)
+            error = step.write(core.states.groups, which, g, False)
             if error < 0:
-                raise refusal(core.states.heads, error, which, core.tokens.sequences)
+                raise refusal(core.states.groups, error, which, core.tokens.sequences)
         return step.written
 
     def copy_batch_block_offsets(
@@ -281,12 +281,12 @@ class BlockTables:
         core.refuse_inside(call)
         upload.capture(core.tables[g].shape[1])
         with DeferSignals():
-            buffer = self._staging.allocate(upload.room(core.states.heads, g, NO_IDS))
+            buffer = self._staging.allocate(upload.room(core.states.groups, g, NO_IDS))
             try:
                 with core.transfer.hold():
                     with core.lock, core.device.host_access(stores=[buffer.array]):
                         core.check_open()
-                        staged = upload.stage(core.states.heads, g, NO_IDS, buffer)
+                        staged = upload.stage(core.states.groups, g, NO_IDS, buffer)
                     core.device.enqueue(upload.work(buffer, staged), on, captured=True)
             except BaseException:
                 self._staging.give_back(buffer)
@@ -301,7 +301,7 @@ class BlockTables:
         behind = on or self.core.as_stream(self._stream_of(which))
         with DeferSignals():
             while not decided:
-                buffer = self._staging.take(upload.room(self.core.states.heads, g, which), behind)
+                buffer = self._staging.take(upload.room(self.core.states.groups, g, which), behind)
                 try:
                     staged = self.core, self._staging, upload, buffer, on, g
                     decided = self.core.decide(on, _stage, which, *staged)
@@ -387,7 +387,7 @@ class GraphTables(Closing):
 
 
 def _stage(
-    heads: Rows,
+    groups: Rows,
     which: Rows,
     core: Core,
     staging: Staging,
@@ -399,14 +399,14 @@ def _stage(
     """Snapshot the tables. Returns whether the buffer was large enough. The caller holds the state lock."""
     order = core.transfer.order
     with core.device.host_access(stores=[buffer.array]):
-        staged = upload.stage(heads, g, which, buffer)
+        staged = upload.stage(groups, g, which, buffer)
     if staged == SEVERAL_STREAMS:
-        raise stream_error(heads, g, which)
+        raise stream_error(groups, g, which)
     if staged < 0:
-        heads[0, H.detail], heads[0, H.bound] = heads[g, H.detail], heads[g, H.bound]
+        groups[0, H.detail], groups[0, H.bound] = groups[g, H.detail], groups[g, H.bound]
         return 0 if staged == TOO_SMALL else staged
-    if len(heads) > 1:
-        use(heads, which)
+    if len(groups) > 1:
+        use(groups, which)
     if stream is None and order is not None and len(which):
         stream = order.stream(int(core.tokens.sequences["stream"][which[0] & 0xFFFFFFFF]))
     core.transfer.put_behind(partial(upload.enqueue, staging, core.device, buffer, staged, stream or NULL_STREAM))

@@ -1,6 +1,7 @@
 """Core: what all parts of one pool share: its state, the state lock, ``decide``, and whether the pool is open.
 
-A decision is a verb that runs under the state lock. Its moves join the queue there. Then the queue goes to the device.
+A decision is a verb that runs under the state lock. Its copy ops join the queue there. Then the queue goes to the
+device.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Names:
         """Keep the namespaces that sequences name and, if there are events, those of blocks and events. A thread that
         decodes events meanwhile keeps the old dictionary."""
         parts = [state.sequences for state in self._states]
-        if self._states.heads[0, H.event_capacity]:
+        if self._states.groups[0, H.event_capacity]:
             parts += [*(state.blocks for state in self._states), self._states.ring.events]
         named = np.concatenate([part["namespace"] for part in parts])
         kept = set(np.unique(named).tolist())
@@ -101,7 +102,7 @@ class Core:
         self.transfer = Transfer(states, self.lock, device, token_bytes)
         self.transfer.forks.guard(self, "lock")
         # Every group has the tokens of sequences, except those for cross attention.
-        self.tokens = next(state for state in states if state.head.kind != records.CROSS)
+        self.tokens = next(state for state in states if state.header.kind != records.CROSS)
         self._lengths = self.tokens.sequences["length"].data
         self.tables = tuple(read_only(table) for table in states.table)
         self.names = Names(states)
@@ -109,14 +110,14 @@ class Core:
         kv_events.announce(states)
 
     def decide(self, stream: Any, verb: Callable[..., Any], *args: Any, ids: Int64s | None = NO_IDS) -> Any:
-        """Run a jitted verb under the state lock, queue its moves, and enqueue everything queued before it.
+        """Run a jitted verb under the state lock, queue its copy ops, and enqueue everything queued before it.
 
         Decisions of other threads are enqueued too, since a block that this call returns may wait for them. ``ids`` are
         the sequences whose streams the call concerns (None: all live ones). ``stream`` is the one that the caller
         named. Raises what the verb refuses. A copy that the device refuses raises nothing here: see
         ``copying.transfer``.
         """
-        inside, heads, transfer, order = self._owned(), self.states.heads, self.transfer, self.transfer.order
+        inside, groups, transfer, order = self._owned(), self.states.groups, self.transfer, self.transfer.order
         asked = stream is None or (inside and transfer.is_together) or (stream is NULL_STREAM and order is None)
         on = stream if asked else self.as_stream(stream)
         run = getattr(verb, "keep_gil", verb) if self._keeps_gil(ids) else verb
@@ -124,11 +125,11 @@ class Core:
             with self.lock:
                 if self.closed or transfer.broken is not None:
                     self.check_open()
-                # A signal handler or destructor may decide inside another call. It finds that call's moves here, and
+                # A signal handler or destructor may decide inside another call. It finds that call's copy ops here, and
                 # keeps them in order.
                 transfer.collect()
                 if order is None:
-                    result = run(heads, *args)
+                    result = run(groups, *args)
                 else:
                     result = transfer.decide(on, ids, run, *args)
                 if result < 0:
@@ -144,8 +145,8 @@ class Core:
     def _refusal(self, code: int, verb: Callable[..., Any], ids: Int64s, *args: Any) -> Exception:
         """What to raise for a refused decision. The state lock is held. No wait helps a growth that never fits."""
         if code == records.SHORT_OF_BLOCKS and verb is verbs.append:
-            code = verbs.never_fits(self.states.heads, ids, args[0]) or code
-        return refusal(self.states.heads, code, ids, self.tokens.sequences, verb)
+            code = verbs.never_fits(self.states.groups, ids, args[0]) or code
+        return refusal(self.states.groups, code, ids, self.tokens.sequences, verb)
 
     def _keeps_gil(self, ids: Int64s | None) -> bool:
         """Whether a call for these sequences, which are not checked, is likely to have little to do. Needs no lock."""
@@ -153,7 +154,7 @@ class Core:
             return False
         if len(ids) == 1:
             return self._lengths[(ids.item() & 0xFFFFFFFF) % len(self._lengths)] <= KEEP_GIL_TOKENS
-        return bool(are_short(self.states.heads, self.tokens.group, ids, KEEP_GIL_TOKENS))
+        return bool(are_short(self.states.groups, self.tokens.group, ids, KEEP_GIL_TOKENS))
 
     def release_unseen(self, ids: Int64s) -> None:
         """Release sequences whose ids nobody gets, where there are any."""
@@ -195,9 +196,9 @@ class Core:
         """Rows of live sequences. The caller holds the state lock. Raises UnknownSequence, DeviceError, ValueError,
         PoolClosed."""
         self.check_open()
-        error = check_ids(self.states.heads, which, True)
+        error = check_ids(self.states.groups, which, True)
         if error:
-            raise refusal(self.states.heads, error, which, self.tokens.sequences)
+            raise refusal(self.states.groups, error, which, self.tokens.sequences)
         return which & 0xFFFFFFFF
 
     def live(self, kind: int = records.LIVE) -> Int64s:
@@ -281,7 +282,7 @@ def pool_states(config: PoolConfig, device: Device, table: object) -> States:
 
 
 def refusal(
-    heads: Int64s,
+    groups: Int64s,
     code: int,
     ids: Int64s,
     sequences: Array,
@@ -292,11 +293,11 @@ def refusal(
 
     The state lock is still held.
     """
-    detail, more = int(heads[0, H.detail]), int(heads[0, H.bound])
+    detail, more = int(groups[0, H.detail]), int(groups[0, H.bound])
     if code == records.SHORT_OF_BLOCKS:
-        return OutOfBlocks("device", detail, more, int(heads[0, H.detail_group]) if len(heads) > 1 else None)
+        return OutOfBlocks("device", detail, more, int(groups[0, H.detail_group]) if len(groups) > 1 else None)
     if code == records.SHORT_OF_HOST_BLOCKS:
-        return OutOfBlocks("host", detail, more, int(heads[0, H.detail_group]) if len(heads) > 1 else None)
+        return OutOfBlocks("host", detail, more, int(groups[0, H.detail_group]) if len(groups) > 1 else None)
     if code == records.SHORT_OF_SEQUENCES:
         return OutOfSequences(detail, more)
     if code == records.BAD_TOTAL:
@@ -319,13 +320,15 @@ def refusal(
             f"drafts: sequence {which} has {more} tokens that are not committed, and no more can be drafts"
         )
     if code == records.NEVER_FITS:
-        return _never_fits(heads, which, more)
+        return _never_fits(groups, which, more)
     if code == records.TOO_LONG:
-        return ValueError(f"sequence {which} would pass max_sequence_tokens={heads[0, H.columns] * heads[0, H.width]}")
+        return ValueError(
+            f"sequence {which} would pass max_sequence_tokens={groups[0, H.columns] * groups[0, H.width]}"
+        )
     if code == records.PASSED:
         gone = (
             "what was committed has no state before"
-            if heads[heads[0, H.detail_group], H.kind] == RECURRENT
+            if groups[groups[0, H.detail_group], H.kind] == RECURRENT
             else "its window has passed"
         )
         return ValueError(f"counts: expected up to {more} tokens for sequence {which}, got more: {gone}")
@@ -334,13 +337,13 @@ def refusal(
     return ValueError(f"counts: expected {lowest} to {length} tokens for sequence {which}, got another count")
 
 
-def _never_fits(heads: Int64s, sequence: int, needed: int) -> ValueError:
+def _never_fits(groups: Int64s, sequence: int, needed: int) -> ValueError:
     """For a sequence that needs more blocks at once than the group of the error has."""
-    group = int(heads[0, H.detail_group])
-    whole = heads[group, H.kind] == records.ATTENTION and not heads[group, H.window]
-    where = f" of group {group}" if len(heads) > 1 else ""
+    group = int(groups[0, H.detail_group])
+    whole = groups[group, H.kind] == records.ATTENTION and not groups[group, H.window]
+    where = f" of group {group}" if len(groups) > 1 else ""
     advice = "" if whole else " as a whole; commit what it has, and append fewer tokens at once"
     return ValueError(
-        f"tokens: expected at most {heads[group, H.device_blocks]} device blocks{where} for sequence {sequence}, "
+        f"tokens: expected at most {groups[group, H.device_blocks]} device blocks{where} for sequence {sequence}, "
         f"got {needed}: it can never fit{advice}"
     )

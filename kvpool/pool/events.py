@@ -168,7 +168,7 @@ class Events(Sequence[Event]):
 
 def announce(states: States) -> None:
     """Write the first event of a pool into the ring."""
-    if states.heads[0, H.event_capacity]:
+    if states.groups[0, H.event_capacity]:
         states.ring.events[0]["kind"] = CREATED
         states.ring.numbers[N.next] = 1
 
@@ -215,7 +215,7 @@ def take(states: States, names: dict[int, Name], snapshot: bool, since: int | No
     records = _whole(kept.events, places)
     ring = records, kept.tokens[places], _extra_rows(kept.extra, places, records["extra"] != 0)
     cached = [_cached(state) for state in states] if snapshot else None
-    device_blocks = [int(state.head.device_blocks) for state in states]
+    device_blocks = [int(state.header.device_blocks) for state in states]
     capacities = tuple(
         (device, len(state.blocks) - device) for device, state in zip(device_blocks, states, strict=True)
     )

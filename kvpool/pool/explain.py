@@ -137,10 +137,10 @@ def _reasons(core: Core, keys: BlockKeys, first: int, lacks: Bools) -> Iterator[
     for tag, name in names:
         if tag != keys.namespace:
             scope = Scope(name.salt, name.adapter_id, (tag, *name.root), keys.origin)
-            other = BlockKeys.of_private(keys.tokens, NO_KEYS, keys.extra_ids, scope, core.states.heads)
+            other = BlockKeys.of_private(keys.tokens, NO_KEYS, keys.extra_ids, scope, core.states.groups)
             cached = np.empty_like(elsewhere)
             with core.lock:
-                control.cached(core.states.heads, key_rows(other), control.ANY_TIER, cached)
+                control.cached(core.states.groups, key_rows(other), control.ANY_TIER, cached)
             elsewhere |= cached
     halves = key_rows(keys)[:, 0].tolist()
     for i in range(first, len(lacks)):

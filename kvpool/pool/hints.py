@@ -219,7 +219,7 @@ class Hints(Together):
             raise ValueError("payload: expected tokens or session for prefetch, got keys")
         cached = np.empty(len(rows), np.bool_)
         with core.lock:
-            control.cached_in(core.states.heads, rows, np.int64(namespace), cached)
+            control.cached_in(core.states.groups, rows, np.int64(namespace), cached)
             places, why = np.flatnonzero(cached), "" if cached.all() else "not all is cached in this namespace"
             if kind != "drop":
                 left = self._budget.take(namespace, len(places), now_ms, lease)

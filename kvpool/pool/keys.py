@@ -54,7 +54,7 @@ class BlockKeys:
     not those of the tokens. ``KVCacheManager.block_keys`` takes a copy, for one that can be extended.
     """
 
-    __slots__ = ("_extra_ids", "_heads", "_keys", "_request", "_scope", "_tokens")
+    __slots__ = ("_extra_ids", "_groups", "_keys", "_request", "_scope", "_tokens")
     __iter__ = None
 
     def __new__(
@@ -94,12 +94,12 @@ class BlockKeys:
         known: Uint64s,
         extra_ids: Int64s | None,
         scope: Scope,
-        heads: Int64s,
+        groups: Int64s,
     ) -> BlockKeys:
         """Of arguments that have been checked, and of arrays that nobody else can write.
 
-        ``known`` are the keys of the first full blocks; those of the others are hashed, with the secret that ``heads``,
-        the headers of a pool's states, have.
+        ``known`` are the keys of the first full blocks; the others are hashed with the secret in ``groups``, the
+        headers of a pool's states.
         """
         self, full = object.__new__(cls), len(tokens) // scope.origin[1]
         keys, first = known, len(known)
@@ -107,7 +107,7 @@ class BlockKeys:
             keys = np.empty((full, 2), np.uint64)
             if first:
                 keys[:first] = known
-        self._fill(tokens, keys, extra_ids, scope, heads, first)
+        self._fill(tokens, keys, extra_ids, scope, groups, first)
         return self
 
     def _fill(
@@ -116,20 +116,20 @@ class BlockKeys:
         keys: Uint64s,
         extra_ids: Int64s | None,
         scope: Scope,
-        heads: Int64s | None,
+        groups: Int64s | None,
         first: int | None = None,
     ) -> None:
-        """``first``: the first key that is to be hashed with the secret that ``heads`` have."""
+        """``first``: the first key that is to be hashed with the secret that ``groups`` have."""
         # What the request points to lives as long as this object, and nobody else can reach it to write to it.
         self._tokens, self._keys, self._extra_ids = tokens, keys, extra_ids
-        self._scope, self._heads = scope, heads
+        self._scope, self._groups = scope, groups
         self._request = np.zeros((1, records.REQUEST_COLUMNS), np.int64)
         extra = NO_EXTRA if extra_ids is None else extra_ids
         how = (self._request, tokens, keys, extra, *scope.root, not scope.reuse, not scope.publish)
-        if first is None or heads is None:
+        if first is None or groups is None:
             requests.describe(*how)
         else:
-            requests.describe_and_hash(heads, first, *how)
+            requests.describe_and_hash(groups, first, *how)
 
     def extend(self, tokens: Integers, *, extra_ids: Integers | None = None) -> BlockKeys:
         """The keys of this prompt and ``tokens`` after it; hashes only the blocks that these fill.
@@ -138,7 +138,7 @@ class BlockKeys:
         TypeError, and ValueError, also for a copy or a pickle, which knows no secret: give it to ``block_keys`` first.
         Thread-safe.
         """
-        if self._heads is None:
+        if self._groups is None:
             raise ValueError(
                 "keys: expected what KVCacheManager.block_keys(copy) gives, got a copy that no pool has made"
             )
@@ -148,7 +148,7 @@ class BlockKeys:
             zeros = [np.zeros(len(part), np.int64) for part in (self._tokens, new)]
             extra = np.concatenate((zeros[0] if known is None else known, zeros[1] if extra is None else extra))
         both = np.concatenate((self._tokens, new))
-        return BlockKeys.of_private(both, self._keys, extra, self._scope, self._heads)
+        return BlockKeys.of_private(both, self._keys, extra, self._scope, self._groups)
 
     def __getitem__(self, which: slice) -> BlockKeys:
         if not isinstance(which, slice):
@@ -162,18 +162,18 @@ class BlockKeys:
         part = object.__new__(BlockKeys)
         keys = self._keys[: stop // self._scope.origin[1]]
         part._fill(
-            self._tokens[:stop], keys, extra if extra is not None and extra.any() else None, self._scope, self._heads
+            self._tokens[:stop], keys, extra if extra is not None and extra.any() else None, self._scope, self._groups
         )
         return part
 
-    def prove(self, root: tuple[int, int, int], heads: Int64s) -> None:
+    def prove(self, root: tuple[int, int, int], groups: Int64s) -> None:
         """Raise ValueError unless the pool with these headers, in which the namespace has this root, would give the
         same keys. What a copy or a pickle has brought is hashed, once, and can be extended then."""
-        if self._heads is None:
-            hashed = BlockKeys.of_private(self._tokens, self._keys[:0], self._extra_ids, self._scope, heads)
+        if self._groups is None:
+            hashed = BlockKeys.of_private(self._tokens, self._keys[:0], self._extra_ids, self._scope, groups)
             if root != self._scope.root or not np.array_equal(hashed._keys, self._keys):
                 raise ValueError("keys: they are not those of their tokens, extra_ids, salt and adapter_id")
-            self._heads = heads
+            self._groups = groups
 
     @property
     def has_extra(self) -> bool:
@@ -263,7 +263,7 @@ def unproven(prompts: Sequence[BlockKeys], origin: tuple[str, int]) -> list[Bloc
         made_by = prompt._scope.origin
         if made_by is not origin and made_by != origin:
             raise ValueError("the keys were made by a pool with another secret or another tokens_per_block")
-    return [prompt for prompt in prompts if prompt._heads is None]
+    return [prompt for prompt in prompts if prompt._groups is None]
 
 
 def _origin_argument(origin: object) -> tuple[str, int]:

@@ -132,26 +132,28 @@ class Leases:
     ) -> Lease:
         """A lease that waits for nothing. The caller holds the state lock, enqueues the copies for the lease, and then
         asks whether they came. Raises BlockNotFound."""
-        heads = self.core.states.heads
+        groups = self.core.states.groups
         if keys is None:
             assert ids is not None
-            if control.pin_blocks(heads, ids):
-                raise _not_found(None, int(heads[0, records.H.detail]), tier, ids)
-            groups, _ = self.core.states.pool_ids.place(ids)
+            if control.pin_blocks(groups, ids):
+                raise _not_found(None, int(groups[0, records.H.detail]), tier, ids)
+            block_groups, _ = self.core.states.pool_ids.place(ids)
         else:
-            block_ids = np.empty((len(heads), len(keys)), np.int64)
-            if control.pin_keys(heads, only, keys, tier, block_ids):
-                raise _not_found(keys, int(heads[0, records.H.detail]), tier)
-            groups, places = np.nonzero(block_ids != records.NONE)
-            ids, keys = block_ids[groups, places], keys[places]
+            block_ids = np.empty((len(groups), len(keys)), np.int64)
+            if control.pin_keys(groups, only, keys, tier, block_ids):
+                raise _not_found(keys, int(groups[0, records.H.detail]), tier)
+            block_groups, places = np.nonzero(block_ids != records.NONE)
+            ids, keys = block_ids[block_groups, places], keys[places]
         try:
-            generation, at = int(heads[0, records.H.generation]), self._pools.addresses(ids)
+            generation, at = int(groups[0, records.H.generation]), self._pools.addresses(ids)
             named = None if keys is None else keys.view(np.uint64)
-            lease = Lease(self, self._count + 1, owner, generation, now_ms, read_only(ids), groups, named, at, stream)
+            lease = Lease(
+                self, self._count + 1, owner, generation, now_ms, read_only(ids), block_groups, named, at, stream
+            )
             self.core.note(WILL_READ, stream, ids)
             self._open[lease.id] = lease
         except BaseException:
-            control.unpin(heads, ids, now_ms)
+            control.unpin(groups, ids, now_ms)
             raise
         self._count += 1
         return lease
@@ -170,7 +172,7 @@ class Leases:
             if len(lost) == 0:
                 return None
             if self._open.pop(lease.id, None) is not None:
-                control.unpin(self.core.states.heads, lease.blocks.copy(), now_ms)
+                control.unpin(self.core.states.groups, lease.blocks.copy(), now_ms)
             return int(lost[0])
 
     def _await(self, lease: Lease) -> None:
@@ -191,7 +193,7 @@ class Leases:
         block."""
         states = self.core.states
         # A block of a recurrent group holds one state, however many tokens it stands for.
-        most = states.heads[states.pool_ids.place(ids)[0], records.H.block_tokens]
+        most = states.groups[states.pool_ids.place(ids)[0], records.H.block_tokens]
         filled = np.minimum(states.gather("filled", ids).astype(np.int64), most)
         return np.stack([ids, np.zeros_like(ids), filled], axis=1)[filled > 0]
 
@@ -239,7 +241,7 @@ class Leases:
         if not self.is_open(lease):
             raise LeaseExpired(f"lease {lease.id} of {lease.owner!r} was closed or revoked")
         del self._open[lease.id]
-        control.unpin(self.core.states.heads, lease.blocks.copy(), now_ms)
+        control.unpin(self.core.states.groups, lease.blocks.copy(), now_ms)
         self.core.note(ACCESSED, lease.stream if stream is None else stream, lease.blocks)
         return lease.access
 

@@ -351,7 +351,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
         with self.core.lock:
             named = self.core.tables[g][self.core.rows(which)]
             blocks, times = np.unique(named[named != records.NONE], return_counts=True)
-            return int(np.count_nonzero(self.core.states[g].blocks["word"][blocks] == times))
+            return int(np.count_nonzero(self.core.states[g].blocks["ref_word"][blocks] == times))
 
     def fork(self, ids: Ids, n: int = 1, *, stream: StreamLike = None) -> Int64s:
         """Make sequences that continue a live one, ``n`` of each: int64[n] ids, or int64[m, n] for m ids.
@@ -651,7 +651,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
         out = np.empty((len(self.core.states), len(rows)), np.bool_)
         with self.core.lock:
             self.core.check_open()
-            control.cached(self.core.states.heads, rows, which, out)
+            control.cached(self.core.states.groups, rows, which, out)
         return out
 
     def missing_blocks(self, prompt: Prompt, there: object) -> MissingBlocks:
@@ -663,15 +663,15 @@ class KVCacheManager(Hints, BlockTables, Closing):
         recurrent group the last state. It has no blocks if nothing is gained. Thread-safe; changes nothing. Raises
         TypeError, ValueError, PoolClosed.
         """
-        keys, heads = self._keys_of(prompt), self.core.states.heads
+        keys, groups = self._keys_of(prompt), self.core.states.groups
         rows = key_rows(keys)
-        brought = _flags(there, (len(heads), len(rows)))
+        brought = _flags(there, (len(groups), len(rows)))
         cached = np.empty_like(brought)
         with self.core.lock:
             self.core.check_open()
-            control.cached(heads, rows, control.ANY_TIER, cached)
+            control.cached(groups, rows, control.ANY_TIER, cached)
             lacks = brought | cached
-            most = int(index.missing_blocks(heads, request_of(keys), cached, lacks))
+            most = int(index.missing_blocks(groups, request_of(keys), cached, lacks))
         return MissingBlocks(most * self.tokens_per_block, tuple(np.flatnonzero(group_lacks) for group_lacks in lacks))
 
     def explain(self, prompt: Prompt) -> Explanation:
@@ -826,9 +826,9 @@ class KVCacheManager(Hints, BlockTables, Closing):
         with self.core.lock:
             self.core.check_open()
             if len(self.core.tables) == 1:
-                return int(verbs.free_device_blocks(self.core.states.heads))
+                return int(verbs.free_device_blocks(self.core.states.groups))
             counts = np.empty(len(self.core.tables), np.int64)
-            verbs.free_in_groups(self.core.states.heads, counts)
+            verbs.free_in_groups(self.core.states.groups, counts)
         return counts
 
     @property
@@ -858,7 +858,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
         Thread-safe; the cache stays as it is. Raises ValueError for a snapshot of a pool with ``event_capacity=0``, and
         for a cursor that the pool has not reached; TypeError, PoolClosed.
         """
-        if bool_argument("snapshot", snapshot) and not self.core.states.heads[0, records.H.event_capacity]:
+        if bool_argument("snapshot", snapshot) and not self.core.states.groups[0, records.H.event_capacity]:
             raise ValueError("snapshot: expected False in a pool that records no events (event_capacity=0), got True")
         if since is not None:
             since = integer_argument("since", since, 0, 1 << 62)
@@ -906,7 +906,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
         """
         self.core.decide(None, self._reset, bool_argument("force", force), self.core.now(), ids=None)
 
-    def _reset(self, heads: Int64s, force: bool, now_ms: int) -> int:
+    def _reset(self, groups: Int64s, force: bool, now_ms: int) -> int:
         ids, reserved = self.core.live(records.LIVE | records.SWAPPED), self.core.live(records.RESERVED)
         if len(reserved) and not force:
             raise PoolBusy(
@@ -914,7 +914,7 @@ class KVCacheManager(Hints, BlockTables, Closing):
             )
         if len(ids) and not force:
             raise PoolBusy(f"{len(ids)} sequences are live: release them, or reset(force=True)")
-        verbs.reset(heads, np.concatenate([ids, reserved]), now_ms)
+        verbs.reset(groups, np.concatenate([ids, reserved]), now_ms)
         self._reservations.clear(now_ms)
         return 0
 
@@ -987,13 +987,13 @@ for _base in KVCacheManager.__mro__:
             _member.__qualname__ = f"KVCacheManager.{_name}"
 
 
-def _refuse_forks(heads: Int64s, ids: Int64s, wanted: int) -> int:
+def _refuse_forks(groups: Int64s, ids: Int64s, wanted: int) -> int:
     """Refuse a call for more forks than the pool has rows for: return the error of an id, or raise OutOfSequences. The
     caller holds the state lock."""
-    error = int(check_ids(heads, ids, True))
+    error = int(check_ids(groups, ids, True))
     if error:
         return error
-    raise OutOfSequences(wanted, int(heads[0, records.H.free_rows]))
+    raise OutOfSequences(wanted, int(groups[0, records.H.free_rows]))
 
 
 def _flags(there: object, shape: tuple[int, int]) -> Bools:

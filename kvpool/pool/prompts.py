@@ -189,7 +189,7 @@ class Prompts:
             return self._own([tokens])[0]
         ids = token_array("tokens", tokens)
         # Of private tokens: what is hashed is what is compared and stored, whatever becomes of the caller's buffer.
-        return BlockKeys.of_private(ids, NO_KEYS, extra_array(extra_ids, len(ids)), scope, self.core.states.heads)
+        return BlockKeys.of_private(ids, NO_KEYS, extra_array(extra_ids, len(ids)), scope, self.core.states.groups)
 
     @overload
     def keys_of(self, ids: int | np.integer[Any]) -> BlockKeys: ...
@@ -209,13 +209,13 @@ class Prompts:
         which, state = id_array("ids", ids), self._whole()
         with self.core.lock:
             rows = [self._read(state, row) for row in self.core.rows(which).tolist()]
-        prompts = [BlockKeys.of_private(*row, self.core.states.heads) for row in rows]
+        prompts = [BlockKeys.of_private(*row, self.core.states.groups) for row in rows]
         return prompts[0] if is_integer(ids) else prompts
 
     def _whole(self) -> State:
         """The group whose rows have most of their tokens: all, unless it has a window. Raises ValueError."""
-        whole = [state for state in self.core.states if requests.has_all(state.heads, state.group)]
-        windowed = [state for state in self.core.states if requests.has_windows(state.heads, state.group)]
+        whole = [state for state in self.core.states if requests.has_all(state.groups, state.group)]
+        windowed = [state for state in self.core.states if requests.has_windows(state.groups, state.group)]
         if not whole and not windowed:
             raise ValueError(
                 "keys_of: the states of recurrent layers have no tokens: extend the BlockKeys that were added"
@@ -229,8 +229,8 @@ class Prompts:
         if length == 0:
             raise ValueError(f"ids: sequence {int(sequence['generation']) << 32 | row} has no tokens, and so no keys")
         tokens, keys = np.empty(length, np.int32), np.empty((length // width, 2), np.uint64)
-        extra = np.zeros(length if state.head.has_extra else 0, np.int64)
-        known = requests.read_row(state.heads, state.group, row, tokens, extra, keys)
+        extra = np.zeros(length if state.header.has_extra else 0, np.int64)
+        known = requests.read_row(state.groups, state.group, row, tokens, extra, keys)
         if known < 0:
             raise ValueError(
                 "ids: a window has passed tokens of a sequence: extend the BlockKeys that it was added with"
@@ -265,12 +265,12 @@ class Prompts:
         if isinstance(prompt, BlockKeys):
             return prompt
         tokens = token_array(name, prompt)
-        return BlockKeys.of_private(tokens, NO_KEYS, None, self._plain, self.core.states.heads)
+        return BlockKeys.of_private(tokens, NO_KEYS, None, self._plain, self.core.states.groups)
 
     def _own(self, prompts: list[BlockKeys]) -> list[BlockKeys]:
         """The same keys, which a pool with this secret and block length has made; else ValueError."""
         for keys in unproven(prompts, self._origin):
-            keys.prove(self._root(keys.salt, keys.adapter_id), self.core.states.heads)
+            keys.prove(self._root(keys.salt, keys.adapter_id), self.core.states.groups)
         return prompts
 
     # -- what would be reused and needed ---------------------------------------------------------
@@ -290,11 +290,11 @@ class Prompts:
     def _look_up(self, request: Rows) -> tuple[Rows, Int32s]:
         """What a prompt would reuse now, int64[groups + 1, 6], as ``state.index.match`` returns it; the last row is
         for all groups. And the blocks of each group, int32[groups, n]."""
-        heads, full = self.core.states.heads, int(request[0, records.R.length]) // self._width
-        out, ids = np.empty((len(heads) + 1, 6), np.int64), np.empty((len(heads), full), np.int32)
+        groups, full = self.core.states.groups, int(request[0, records.R.length]) // self._width
+        out, ids = np.empty((len(groups) + 1, 6), np.int64), np.empty((len(groups), full), np.int32)
         with self.core.lock:
             self.core.check_open()
-            index.match(heads, request, ids, out)
+            index.match(groups, request, ids, out)
         return out, ids
 
     def blocks_needed(
@@ -328,9 +328,9 @@ class Prompts:
             core.check_open()
             # A private array, since a signal handler may decide before it is read.
             needs = np.empty(len(core.states), np.int64)
-            error = verbs.growth_needs(core.states.heads, ids, counts, needs)
+            error = verbs.growth_needs(core.states.groups, ids, counts, needs)
             if error:
-                raise refusal(core.states.heads, error, ids, core.tokens.sequences)
+                raise refusal(core.states.groups, error, ids, core.tokens.sequences)
         return int(needs[which])
 
     def _needed(self, prompt: object, new_tokens: object, group: object, encoder_tokens: object) -> int:
@@ -343,7 +343,7 @@ class Prompts:
             tokens = int(encoder_argument("encoder_tokens", encoder_tokens, 1, crosses)[0])
         columns, match = -(-tokens // self._width), self._look_up(request_of(keys))[0][which]
         if config.groups[which].kind == "recurrent":
-            columns = match[3] + requests.fresh_of(self.core.states.heads, which, request_of(keys), match[3], columns)
+            columns = match[3] + requests.fresh_of(self.core.states.groups, which, request_of(keys), match[3], columns)
         return int(columns - match[4])
 
     def plan_batch(self, prompts: Sequence[Prompt], *, encoder_tokens: Integers | None = None) -> Plan:
@@ -367,7 +367,7 @@ class Prompts:
         # The same call undoes its claims, so a handler that raises finds the call complete.
         with DeferSignals(), core.lock:
             core.check_open()
-            n = admit.plan(core.states.heads, rows, out, blocks, computing)
+            n = admit.plan(core.states.groups, rows, out, blocks, computing)
         outcomes, ahead = self._joined(out[:, :n]), computing[:n]
         if refused:
             outcomes, ahead = (_spread(each, kept, len(keys)) for each in (outcomes, ahead))
@@ -502,7 +502,7 @@ class Prompts:
 
     def _admit_named(
         self,
-        heads: Rows,
+        groups: Rows,
         rows: Rows,
         out: Rows,
         now_ms: int,
@@ -513,7 +513,7 @@ class Prompts:
     ) -> int:
         """``admit.admit``, which is ``run``. Events will name the namespaces of the prompts."""
         self.core.names.learn(keys)
-        admitted = int(run(heads, rows, out, now_ms, some))
+        admitted = int(run(groups, rows, out, now_ms, some))
         if loads is not None and admitted >= 0:
             self.core.transfer.put_layers(loads)
         return admitted
@@ -551,10 +551,10 @@ class Prompts:
 
     def _why_never(self, row: Rows) -> str | None:
         columns, encoder = (-(-int(row[0, i]) // self._width) for i in (records.R.length, records.R.encoder))
-        groups, heads = self.core.config.groups, self.core.states.heads
+        layer_groups, groups = self.core.config.groups, self.core.states.groups
         fresh = requests.fresh_of
-        needs = [encoder if g.kind == "cross" else int(fresh(heads, g.index, row, 0, columns)) for g in groups]
-        short = [g for g in groups if needs[g.index] > g.device_blocks]
+        needs = [encoder if g.kind == "cross" else int(fresh(groups, g.index, row, 0, columns)) for g in layer_groups]
+        short = [g for g in layer_groups if needs[g.index] > g.device_blocks]
         # Groups for cross attention or full attention need all of their blocks at once. The others need what the next
         # token sees.
         for group in short:
@@ -571,7 +571,7 @@ class Prompts:
             out, ids = self._look_up(row)
             matched = int(out[group.index, 3])
             held = int(np.count_nonzero(ids[group.index, :matched] != records.NONE))
-            needed = min(needs[group.index], held + int(fresh(heads, group.index, row, matched, columns)))
+            needed = min(needs[group.index], held + int(fresh(groups, group.index, row, matched, columns)))
             if needed > group.device_blocks:
                 return (
                     f"{self._lack(group, needed)}: it can never fit as a whole; add its first tokens, commit them, "

@@ -224,10 +224,10 @@ class Reservations:
         core.refuse_inside("reserve")
         new: list[Reservation] = []
 
-        def take(heads: Ids, rows: Ids) -> int:
-            out = np.zeros((len(heads), 1, records.OUTCOME_COLUMNS), np.int64)
+        def take(groups: Ids, rows: Ids) -> int:
+            out = np.zeros((len(groups), 1, records.OUTCOME_COLUMNS), np.int64)
             core.names.learn([prompt])
-            result = int(admit.admit(heads, rows, out, now_ms, False))
+            result = int(admit.admit(groups, rows, out, now_ms, False))
             if result == 1:
                 number, skip = int(out[0, 0, records.OUT.id]), int(out[int(core.tokens.group), 0, records.OUT.cached])
                 shares = self._shares(number & 0xFFFFFFFF, skip)
@@ -359,7 +359,7 @@ class Reservations:
     def end(self, reservation: Reservation, verb: Any, count: int, stream: Any) -> None:
         """Commit or abort a reservation by this verb."""
 
-        def end(heads: Ids, ids: Ids, counts: Ids, now_ms: int) -> int:
+        def end(groups: Ids, ids: Ids, counts: Ids, now_ms: int) -> int:
             self._check_open(reservation)
             self.expire(now_ms)
             if verb is verbs.publish_reserved and reservation.id in self.deadlines.overdue:
@@ -367,7 +367,7 @@ class Reservations:
                     f"reservation {reservation.id} of {reservation.owner!r} was not committed before its deadline: "
                     "abort it"
                 )
-            result = int(verb(heads, ids, counts, now_ms))
+            result = int(verb(groups, ids, counts, now_ms))
             if result == records.FAILED:
                 raise DeviceError(
                     f"reservation {reservation.id} of {reservation.owner!r} lost a block to a failed copy: abort it"
@@ -400,21 +400,21 @@ class Imports:
         if keys.has_extra:
             core.enable_extra()
 
-        def take(heads: Ids, request: Ids) -> int:
+        def take(groups: Ids, request: Ids) -> int:
             held = np.full(full, records.NONE, np.int64)
-            control.take_missing(heads, into.index, request, first, priority, ids, held, now_ms)
+            control.take_missing(groups, into.index, request, first, priority, ids, held, now_ms)
             # They are given back in this order: the last block first, so that leaves age first, and what was cached
             # before last.
             taken = np.concatenate([_named(ids)[::-1], _named(held)[::-1]])
             self.pinned = core.states.pool_ids.of(into.index, taken)
-            return int(heads[0, records.H.generation])
+            return int(groups[0, records.H.generation])
 
-        def publish(heads: Ids, request: Ids, generation: int) -> int:
+        def publish(groups: Ids, request: Ids, generation: int) -> int:
             # Not if the pool was reset since they were taken.
-            if generation != heads[0, records.H.generation]:
+            if generation != groups[0, records.H.generation]:
                 return 0
             core.names.learn([keys])
-            return int(control.publish_taken(heads, into.index, request, first, priority, ids, now_ms))
+            return int(control.publish_taken(groups, into.index, request, first, priority, ids, now_ms))
 
         with self._one, DeferSignals():
             try:
@@ -424,7 +424,7 @@ class Imports:
             finally:
                 with core.lock:
                     if not core.closed:
-                        control.unpin(core.states.heads, self.pinned, now_ms)
+                        control.unpin(core.states.groups, self.pinned, now_ms)
                     self.pinned = NO_IDS
 
     def close(self) -> None:
@@ -440,7 +440,7 @@ class Imports:
             for i, layout in enumerate(into.layouts)
         ]
         ends = np.cumsum([layout.block_bytes for layout in into.layouts])[:-1]
-        tokens = int(self._core.states.heads[into.index, records.H.block_tokens])
+        tokens = int(self._core.states.groups[into.index, records.H.block_tokens])
         whole = np.stack([taken, np.zeros_like(taken), np.full_like(taken, tokens)], axis=1)
         with self._core.device.host_access(writes=whole):
             for block, buffer in zip(ids.tolist(), buffers, strict=True):

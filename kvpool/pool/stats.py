@@ -229,7 +229,7 @@ def _tier(state: State, tier: int, capacity: int, pinned: int) -> TierStats:
 def _group(state: State, pinned: Int64s, nbytes: list[int], seconds: Sequence[float | None]) -> GroupStats:
     """The figures of one group. ``pinned`` has the id of a block once for each pin of it. The index of ``nbytes`` and
     ``seconds`` is the direction."""
-    device, pinned = int(state.head.device_blocks), np.unique(pinned)
+    device, pinned = int(state.header.device_blocks), np.unique(pinned)
     pinned_device = int(np.searchsorted(pinned, device))
     counters = dict(zip(COUNTERS, state.counters.tolist(), strict=True))
     histograms = [Histogram(row[:BINS], int(row[BINS])) for row in state.histograms.copy()]

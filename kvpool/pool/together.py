@@ -240,14 +240,14 @@ class Together(Prompts):
     def _is_right(self, step: Step, gone: set[Any], grown: int) -> bool:
         """Whether a step names what exists, whatever the steps before it do. They have released or closed ``gone``;
         ``grown`` is not zero if they grew or committed sequences."""
-        heads, sequences = self.core.states.heads, self.core.tokens.sequences
+        groups, sequences = self.core.states.groups, self.core.tokens.sequences
         if step.verb == "pin":
             return False
         if step.lease is not None:
             return self._leases.is_open(step.lease) and step.lease not in gone
         if len(step.prompts) and int(self._blocks_of(step.prompts).max()) > self.core.config.columns:
             return False
-        if check_kinds(heads, step.ids, step.verb != "release", step.kinds):
+        if check_kinds(groups, step.ids, step.verb != "release", step.kinds):
             return False
         if gone and not gone.isdisjoint(step.ids.tolist()):
             return False
@@ -266,13 +266,13 @@ class Together(Prompts):
 
     def _has_room(self, blocks: int, rows: int) -> bool:
         free = np.empty(len(self.core.states), np.int64)
-        verbs.free_in_groups(self.core.states.heads, free)
-        return blocks <= int(free.min()) and rows <= int(self.core.states.heads[0, records.H.free_rows])
+        verbs.free_in_groups(self.core.states.groups, free)
+        return blocks <= int(free.min()) and rows <= int(self.core.states.groups[0, records.H.free_rows])
 
     def _touched(self, steps: list[Step]) -> tuple[Ids, int]:
         """Rows of the table that these steps may change, and columns."""
         state, adds = self.core.tokens, sum(len(step.prompts) for step in steps)
-        free = int(state.head.free_rows)
+        free = int(state.header.free_rows)
         named = [step.ids & 0xFFFFFFFF for step in steps]
         rows = np.unique(np.concatenate([NO_IDS, *named, state.rows[max(0, free - adds) : free]]))
         rows = rows[rows < len(state.sequences)]

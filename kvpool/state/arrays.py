@@ -32,8 +32,8 @@ from kvpool.state.records import (
     DEVICE,
     EMPTY,
     EVENT,
-    HEAD,
-    HEADER,
+    GROUP,
+    GROUP_COLUMNS,
     HISTOGRAMS,
     HOST,
     LISTS_PER_TIER,
@@ -65,7 +65,7 @@ class PolicyState:
     """The records of one group, about its device blocks, or those of a HostCache. ``arrays`` are all of them,
     ``address`` is that of the POLICY record. The state lock guards it."""
 
-    def __init__(self, policy: str, head_at: int, device_blocks: int, blocks: int, rows: int) -> None:
+    def __init__(self, policy: str, header_at: int, device_blocks: int, blocks: int, rows: int) -> None:
         both = 0 < device_blocks < blocks
         per_chain = _BLOCKS_PER_CHAIN_OF_TWO if both else _BLOCKS_PER_CHAIN
         chains = min(max(int(blocks / per_chain), _LEAST), CHAINS_MAX)
@@ -91,8 +91,8 @@ class PolicyState:
         for hook in [agent.choose, *(hooks if device_blocks else [begins.on_touch, agent.on_touched])]:
             policy_state[hook.__name__] = entry_of(hook, 0, 0, 0)
         policy_state.list = (DEVICE if device_blocks else HOST) * LISTS_PER_TIER + DEFAULT_PRIORITY
-        policy_state.head_at, policy_state.chains, policy_state.names, policy_state.rows = (
-            head_at,
+        policy_state.header_at, policy_state.chains, policy_state.names, policy_state.rows = (
+            header_at,
             chains,
             names,
             len(self.turns),
@@ -142,8 +142,8 @@ the first pool with such a group."""
 _POOLS = itertools.count(1)
 _HUGE_PAGE, _GAP = 1 << 21, 128
 _OWN = (
-    "blocks tokens extra lists index children heap sequences rows table moves counters histograms accesses token_moves "
-    "row_tokens row_extra swapped"
+    "blocks tokens extra lists index children heap sequences rows table copy_ops counters histograms accesses "
+    "token_moves row_tokens row_extra swapped"
 ).split()
 """The arrays of a group whose addresses are in its header."""
 Ids = Int64s
@@ -231,15 +231,15 @@ class Ring:
 
 
 class State:
-    """Owns every array of one group except the ring. Fills the group's header ``head``, row ``group`` of ``heads``,
-    which points to these arrays.
+    """Owns every array of one group except the ring. Fills the ``header``, row ``group`` of ``groups``, which points to
+    these arrays.
 
     Not thread-safe: the state lock guards it.
     """
 
     def __init__(
         self,
-        heads: Ids,
+        groups: Ids,
         group: int,
         sizes: GroupSizes,
         settings: Settings,
@@ -248,8 +248,8 @@ class State:
         generation: int,
     ) -> None:
         count, width = sizes.device_blocks + sizes.host_blocks, settings.width
-        self.heads, self.group, self.ring = heads, group, ring
-        self.head: Any = heads[group].view(HEAD).view(np.recarray)[0]
+        self.groups, self.group, self.ring = groups, group, ring
+        self.header: Any = groups[group].view(GROUP).view(np.recarray)[0]
         children = buckets(count) if settings.partial_reuse else 0
         self.blocks, tokens, self.index, self.children, self.heap, self.sequences = _zeros(
             (count, BLOCK),
@@ -275,9 +275,9 @@ class State:
         # The buffers have room for all that one call can decide, so no call stops in the middle. A call takes each
         # device block at most once, since the block's new holder keeps it until the call ends. The exceptions are a
         # rewind and a keep, which take one block for each sequence after others were given back. A block that is taken
-        # is evicted by at most one move, and filled by one. A call that offloads takes host blocks instead, and holds
-        # them too.
-        self.moves = np.zeros((2 * (sizes.device_blocks + settings.sequences) + sizes.host_blocks, 5), np.int64)
+        # is evicted by at most one copy op, and filled by one. A call that offloads takes host blocks instead, and
+        # holds them too.
+        self.copy_ops = np.zeros((2 * (sizes.device_blocks + settings.sequences) + sizes.host_blocks, 5), np.int64)
         # Each slot to which a token moves is in a block that one sequence has alone by then.
         self.token_moves = np.zeros((sizes.device_blocks * width if sizes.kind == ATTENTION else 0, 4), np.int64)
         self.accesses = np.zeros((0, 3), np.int64)
@@ -288,34 +288,34 @@ class State:
         self.policy_state = None
         if settings.policy != LRU:
             self.policy_state = PolicyState(
-                settings.policy, heads[group].ctypes.data, sizes.device_blocks, count, len(self.rows)
+                settings.policy, groups[group].ctypes.data, sizes.device_blocks, count, len(self.rows)
             )
-            self.head.policy_at = self.policy_state.address
+            self.header.policy_at = self.policy_state.address
         self.sequences["generation"] = generation
 
     def _fill_header(self, sizes: GroupSizes, settings: Settings, ring: Ring) -> None:
-        h = self.head
+        header = self.header
         for name in _OWN:
-            h[f"{name}_at"] = getattr(self, name).ctypes.data
-        h.ring_at, h.events_at = ring.numbers.ctypes.data, ring.events.ctypes.data
-        h.event_tokens_at, h.event_extra_at = ring.tokens.ctypes.data, ring.extra.ctypes.data
-        h.device_blocks, h.blocks, h.width = sizes.device_blocks, len(self.blocks), settings.width
-        h.buckets, h.child_buckets = len(self.index), len(self.children)
-        h.sequences, h.columns, h.free_rows = settings.sequences, settings.columns, settings.sequences
-        h.moves_capacity, h.token_moves_capacity = len(self.moves), len(self.token_moves)
-        h.offload_priority, h.offload_reuse = settings.offload_min_priority, settings.offload_min_reuse
-        h.secret0, h.secret1 = block_secret(settings.secret)
-        h.guards = records.ALL_GUARDS
-        h.event_capacity = settings.event_capacity
-        h.gone_at, h.gone_capacity = ring.gone.ctypes.data, len(ring.gone)
-        h.window, h.sinks = sizes.window, -(-sizes.sinks // settings.width)
-        h.kind, h.snapshot = sizes.kind, sizes.snapshot
-        h.block_tokens = 1 if sizes.kind == RECURRENT else settings.width
+            header[f"{name}_at"] = getattr(self, name).ctypes.data
+        header.ring_at, header.events_at = ring.numbers.ctypes.data, ring.events.ctypes.data
+        header.event_tokens_at, header.event_extra_at = ring.tokens.ctypes.data, ring.extra.ctypes.data
+        header.device_blocks, header.blocks, header.width = sizes.device_blocks, len(self.blocks), settings.width
+        header.buckets, header.child_buckets = len(self.index), len(self.children)
+        header.sequences, header.columns, header.free_rows = settings.sequences, settings.columns, settings.sequences
+        header.copy_ops_capacity, header.token_moves_capacity = len(self.copy_ops), len(self.token_moves)
+        header.offload_priority, header.offload_reuse = settings.offload_min_priority, settings.offload_min_reuse
+        header.secret0, header.secret1 = block_secret(settings.secret)
+        header.guards = records.ALL_GUARDS
+        header.event_capacity = settings.event_capacity
+        header.gone_at, header.gone_capacity = ring.gone.ctypes.data, len(ring.gone)
+        header.window, header.sinks = sizes.window, -(-sizes.sinks // settings.width)
+        header.kind, header.snapshot = sizes.kind, sizes.snapshot
+        header.block_tokens = 1 if sizes.kind == RECURRENT else settings.width
         hooks = _HOOKS[sizes.kind]
         if sizes.window:
             hooks = hooks + _WINDOWS
         for hook, *like in hooks:
-            h[hook.__name__] = entry_of(hook, HEAD, *like)
+            header[hook.__name__] = entry_of(hook, GROUP, *like)
 
     def _fill_lists(self, device_blocks: int, count: int) -> None:
         blocks, lists = self.blocks, self.lists
@@ -350,51 +350,51 @@ class State:
         """
         sequences, columns = self.table.shape
         self.accesses = np.zeros(((2 * sequences + 1) * columns + 6 * sequences, 3), np.int64)
-        self.head.accesses_at, self.head.accesses_capacity = self.accesses.ctypes.data, len(self.accesses)
+        self.header.accesses_at, self.header.accesses_capacity = self.accesses.ctypes.data, len(self.accesses)
 
 
 class States:
-    """The states of a pool's groups. ``heads`` int64[groups, HEADER] are their headers, ``table`` int32[groups,
+    """The states of a pool's groups. ``groups`` int64[groups, GROUP_COLUMNS] are their headers, ``table`` int32[groups,
     sequences, columns] their rows.
 
     A sequence has the same row in all groups. Not thread-safe: the state lock guards it.
     """
 
-    def __init__(self, groups: Sequence[GroupSizes], settings: Settings, table: Int32s | None = None) -> None:
+    def __init__(self, sizes: Sequence[GroupSizes], settings: Settings, table: Int32s | None = None) -> None:
         self.secret, self.fingerprint = settings.secret, fingerprint(settings.secret)
         self.namespace_in_key = True
-        self.heads = np.zeros((len(groups), HEADER), np.int64)
+        self.groups = np.zeros((len(sizes), GROUP_COLUMNS), np.int64)
         self.ring = Ring(settings.event_capacity, settings.width, settings.gone_capacity)
-        shape = (len(groups), settings.sequences, settings.columns)
+        shape = (len(sizes), settings.sequences, settings.columns)
         self.table = np.empty(shape, np.int32) if table is None else table.reshape(shape)
         # Ids of one pool mean nothing to another, so generations start elsewhere in each.
         generation = (next(_POOLS) * 0x9E3779B1) & 0x7FFFFFFF
-        parts = enumerate(zip(groups, self.table, strict=True))
-        self.groups = tuple(
-            State(self.heads, g, sizes, settings, self.ring, rows, generation) for g, (sizes, rows) in parts
+        parts = enumerate(zip(sizes, self.table, strict=True))
+        self._states = tuple(
+            State(self.groups, g, group, settings, self.ring, rows, generation) for g, (group, rows) in parts
         )
-        self.pool_ids = PoolIds([group.device_blocks for group in groups], [group.host_blocks for group in groups])
+        self.pool_ids = PoolIds([group.device_blocks for group in sizes], [group.host_blocks for group in sizes])
         self.device_blocks, self.blocks = self.pool_ids.device_blocks, self.pool_ids.blocks
-        for g, state in enumerate(self.groups):
-            h, shifts = state.head, self.pool_ids.shifts
-            h.group, h.device_first, h.host_first = g, -shifts[g], -shifts[g + len(groups)]
+        for g, state in enumerate(self._states):
+            header, shifts = state.header, self.pool_ids.shifts
+            header.number, header.device_first, header.host_first = g, -shifts[g], -shifts[g + len(sizes)]
 
     def __len__(self) -> int:
-        return len(self.groups)
+        return len(self._states)
 
     def __iter__(self) -> Iterator[State]:
-        return iter(self.groups)
+        return iter(self._states)
 
     def __getitem__(self, group: int) -> State:
-        return self.groups[group]
+        return self._states[group]
 
     def split(self, ids: Ids) -> list[tuple[State, npt.NDArray[np.intp], Ids]]:
         """Split blocks, given by pool ids, by group. For each group that has some: their places in ``ids``, and their
         ids in the group."""
-        if len(self.groups) == 1:
-            return [(self.groups[0], np.arange(len(ids)), ids)]
+        if len(self._states) == 1:
+            return [(self._states[0], np.arange(len(ids)), ids)]
         groups, group_ids = self.pool_ids.place(ids)
-        places = ((state, np.flatnonzero(groups == state.group)) for state in self.groups)
+        places = ((state, np.flatnonzero(groups == state.group)) for state in self._states)
         return [(state, mine, group_ids[mine]) for state, mine in places if len(mine)]
 
     def gather(self, field: str, ids: Ids) -> Array:
@@ -406,26 +406,26 @@ class States:
 
     def note_accesses(self) -> None:
         """``State.note_accesses`` in each group."""
-        for state in self.groups:
+        for state in self._states:
             state.note_accesses()
 
     def enable_extra(self) -> None:
         """Allocate the extra ids, when the first prompt that has some comes. Rows that are not touched cost no
         memory."""
-        if self.heads[0, H.has_extra]:
+        if self.groups[0, H.has_extra]:
             return
         self.ring.extra = np.zeros(self.ring.tokens.shape, np.int64)
-        for state in self.groups:
+        for state in self._states:
             state.extra = np.zeros(state.tokens.shape, np.int64)
             state.row_extra = np.zeros(state.row_tokens.shape, np.int64)
-            state.head.row_extra_at = state.row_extra.ctypes.data
-            state.head.extra_at, state.head.event_extra_at = state.extra.ctypes.data, self.ring.extra.ctypes.data
-            state.head.has_extra = 1
+            state.header.row_extra_at = state.row_extra.ctypes.data
+            state.header.extra_at, state.header.event_extra_at = state.extra.ctypes.data, self.ring.extra.ctypes.data
+            state.header.has_extra = 1
 
     def disable_guard(self, name: str) -> None:
         """Take one named rule out, so that a test can show that its proof fails without it. Never call it elsewhere."""
-        self.heads[:, H.guards] &= ~records.GUARDS[name]
-        self.namespace_in_key = bool(self.heads[0, H.guards] & records.NAMESPACE_IN_KEY)
+        self.groups[:, H.guards] &= ~records.GUARDS[name]
+        self.namespace_in_key = bool(self.groups[0, H.guards] & records.NAMESPACE_IN_KEY)
 
 
 # -- undo ------------------------------------------------------------------------------------------------
@@ -467,7 +467,7 @@ class Undo:
     def _arrays(self) -> Iterator[Uint8s]:
         """The arrays as bytes: NumPy copies records field by field."""
         ring = self._states.ring
-        shared = (self._states.heads, ring.numbers, ring.events, ring.tokens, ring.extra, ring.gone)
+        shared = (self._states.groups, ring.numbers, ring.events, ring.tokens, ring.extra, ring.gone)
         arrays: list[Array] = [*shared]
         for state in self._states:
             arrays += [state.blocks, state.tokens, state.extra, state.lists, state.index, state.children, state.heap]

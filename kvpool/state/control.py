@@ -35,7 +35,7 @@ from kvpool.state.records import (
     blocks_of,
     change_word,
     counters_of,
-    head,
+    group_at,
     place_of,
     pool_id,
     request_at,
@@ -48,42 +48,42 @@ from kvpool.state.tiers import EXPIRIES_PER_CALL, UPDATED, begin, emit, enter, e
 
 
 @jit
-def _erase(h, b):
+def _erase(group, b):
     """Remove the cached content of block ``b`` from the index on both tiers."""
-    device = np.int64(device_copy(h, b))
+    device = np.int64(device_copy(group, b))
     if device == NONE:
-        forget(h, b, NONE)
-        on_change(h, b)
+        forget(group, b, NONE)
+        on_change(group, b)
     else:
-        forget_both(h, device, np.int64(blocks_of(h)[device].other_copy))
-        on_change(h, device)
-    counters_of(h).forgotten_by_call_blocks += 1
+        forget_both(group, device, np.int64(blocks_of(group)[device].other_copy))
+        on_change(group, device)
+    counters_of(group).forgotten_by_call_blocks += 1
 
 
 @jit
-def _withdraw(heads, slot):
+def _withdraw(groups, slot):
     """Have a sequence or a reservation publish nothing from now on, in all groups."""
-    for g in range(heads.shape[0]):
-        sequence = sequences_of(head(heads, g))[slot]
+    for g in range(groups.shape[0]):
+        sequence = sequences_of(group_at(groups, g))[slot]
         sequence.private, sequence.duplicates = 1, NONE
 
 
 @jit
-def forget_namespace(heads, namespace, now_ms):
+def forget_namespace(groups, namespace, now_ms):
     """Forget all content of a namespace. Returns how many contents, counted in each group. Looks at every block."""
     done = 0
-    for g in range(heads.shape[0]):
-        h = head(heads, g)
-        begin(h, now_ms)
-        blocks = blocks_of(h)
-        for b in range(h.blocks if finds(h) else 0):
+    for g in range(groups.shape[0]):
+        group = group_at(groups, g)
+        begin(group, now_ms)
+        blocks = blocks_of(group)
+        for b in range(group.blocks if finds(group) else 0):
             if blocks[b].flags & INDEXED and blocks[b].namespace == namespace:
-                _erase(h, np.int64(b))
+                _erase(group, np.int64(b))
                 done += 1
-    first = head(heads, 0)
+    first = group_at(groups, 0)
     for slot in range(first.sequences):
         if sequences_of(first)[slot].live and sequences_of(first)[slot].namespace == namespace:
-            _withdraw(heads, slot)
+            _withdraw(groups, slot)
     return np.int64(done)
 
 
@@ -101,11 +101,11 @@ def _is_among(key0, key1, keys):
 
 
 @jit
-def _holds_some(h, slot, keys):
+def _holds_some(group, slot, keys):
     """Whether a row has a block with one of these keys, cached or not. A sequence that is swapped out has its blocks
     elsewhere."""
-    blocks, sequence = blocks_of(h), sequences_of(h)[slot]
-    row = (swapped_of(h) if sequence.live == SWAPPED else table_of(h))[slot]
+    blocks, sequence = blocks_of(group), sequences_of(group)[slot]
+    row = (swapped_of(group) if sequence.live == SWAPPED else table_of(group))[slot]
     for i in range(sequence.blocks):
         b = row[i]
         if b != NONE and blocks[b].flags & KEYED and _is_among(blocks[b].key0, blocks[b].key1, keys):
@@ -114,65 +114,65 @@ def _holds_some(h, slot, keys):
 
 
 @jit
-def forget_keys(heads, keys, ordered, now_ms):
+def forget_keys(groups, keys, ordered, now_ms):
     """Forget the contents of ``keys`` int64[n, 2] in all groups. Returns how many. ``ordered``: the same keys,
     sorted."""
     done = 0
-    for g in range(heads.shape[0]):
-        h = head(heads, g)
-        begin(h, now_ms)
-        for i in range(keys.shape[0] if finds(h) else 0):
-            b = find_key(h, keys[i, 0], keys[i, 1])
+    for g in range(groups.shape[0]):
+        group = group_at(groups, g)
+        begin(group, now_ms)
+        for i in range(keys.shape[0] if finds(group) else 0):
+            b = find_key(group, keys[i, 0], keys[i, 1])
             if b != NONE:
-                _erase(h, b)
+                _erase(group, b)
                 done += 1
-    for slot in range(head(heads, 0).sequences):
-        if sequences_of(head(heads, 0))[slot].live:
+    for slot in range(group_at(groups, 0).sequences):
+        if sequences_of(group_at(groups, 0))[slot].live:
             some = False
-            for g in range(heads.shape[0]):
-                some |= finds(head(heads, g)) and _holds_some(head(heads, g), slot, ordered)
+            for g in range(groups.shape[0]):
+                some |= finds(group_at(groups, g)) and _holds_some(group_at(groups, g), slot, ordered)
             if some:
-                _withdraw(heads, slot)
+                _withdraw(groups, slot)
     return np.int64(done)
 
 
 @jit
-def forget_prompt(heads, requests, keys, ordered, now_ms):
+def forget_prompt(groups, requests, keys, ordered, now_ms):
     """``forget_keys`` for the ``keys`` of a prompt, and for stored tails with which its remaining tokens begin."""
-    done, request = forget_keys(heads, keys, ordered, now_ms), request_at(requests, 0)
+    done, request = forget_keys(groups, keys, ordered, now_ms), request_at(requests, 0)
     tokens, extra = request_tokens(request), request_extra(request)
-    for g in range(heads.shape[0]):
-        h = head(heads, g)
+    for g in range(groups.shape[0]):
+        group = group_at(groups, g)
         start, i = 0, 0
-        while finds_parts(h) and start < request.length:
-            parent0, parent1 = parent_of(h, request, i)
-            b = begun_tail(h, parent0, parent1, request.namespace, tokens, extra, start)
+        while finds_parts(group) and start < request.length:
+            parent0, parent1 = parent_of(group, request, i)
+            b = begun_tail(group, parent0, parent1, request.namespace, tokens, extra, start)
             if b == NONE:
-                start, i = start + h.width, i + 1
+                start, i = start + group.width, i + 1
             else:
-                _erase(h, b)
+                _erase(group, b)
                 done += 1
     return np.int64(done)
 
 
 @jit
-def set_priority(heads, keys, priority, ttl, now_ms):
+def set_priority(groups, keys, priority, ttl, now_ms):
     """Give the cached contents of ``keys`` int64[n, 2] this priority and ttl from now on. Returns how many, counted in
     each group.
 
     If content is on both tiers, its other copy gets them when it becomes the only one.
     """
     done = 0
-    for g in range(heads.shape[0]):
-        h = head(heads, g)
-        begin(h, now_ms)
-        for i in range(keys.shape[0] if finds(h) else 0):
-            b = find_key(h, keys[i, 0], keys[i, 1])
+    for g in range(groups.shape[0]):
+        group = group_at(groups, g)
+        begin(group, now_ms)
+        for i in range(keys.shape[0] if finds(group) else 0):
+            b = find_key(group, keys[i, 0], keys[i, 1])
             if b != NONE:
-                device = np.int64(device_copy(h, b))
+                device = np.int64(device_copy(group, b))
                 b = b if device == NONE else device
-                if set_retention(h, b, priority, ttl):
-                    emit(h, UPDATED, b)
+                if set_retention(group, b, priority, ttl):
+                    emit(group, UPDATED, b)
                 done += 1
     return np.int64(done)
 
@@ -181,17 +181,17 @@ def set_priority(heads, keys, priority, ttl, now_ms):
 
 
 @jit(nogil=False)
-def evict_first(heads, g, keys, alone, now_ms):
+def evict_first(groups, g, keys, alone, now_ms):
     """Put the host copies of keys (int64[n, 2]) in front of the lists that they are in, the first key first: they are
     the next victims there. Clean copies only, or with ``alone`` also those that are the only ones. Held blocks stay
     as they are. Returns how many were put in front."""
-    h = head(heads, g)
-    begin(h, now_ms)
+    group = group_at(groups, g)
+    begin(group, now_ms)
     moved = 0
     for i in range(keys.shape[0] - 1, -1, -1):
-        b = find_key(h, keys[i, 0], keys[i, 1])
-        b = NONE if b == NONE else host_copy(h, b)
-        if b != NONE and (alone or blocks_of(h)[b].other_copy != NONE) and evict_next(h, b):
+        b = find_key(group, keys[i, 0], keys[i, 1])
+        b = NONE if b == NONE else host_copy(group, b)
+        if b != NONE and (alone or blocks_of(group)[b].other_copy != NONE) and evict_next(group, b):
             moved += 1
     return moved
 
@@ -203,51 +203,51 @@ ANY_TIER = -1
 
 
 @jit
-def pin_block(h, b):
-    blocks = blocks_of(h)
+def pin_block(group, b):
+    blocks = blocks_of(group)
     if change_word(blocks, np.int64(b), np.int64(0), np.int64(1)) == 1 << 32:
-        stop_clock(h, b)
-        unlist(h, b)
+        stop_clock(group, b)
+        unlist(group, b)
 
 
 @jit
-def _copy_on(h, key0, key1, tier):
+def _copy_on(group, key0, key1, tier):
     """The block of a key on ``tier``, NONE if there is none. With ANY_TIER, the host copy is preferred."""
-    b = find_key(h, key0, key1)
+    b = find_key(group, key0, key1)
     if b == NONE:
         return np.int64(NONE)
-    device, host = device_copy(h, b), host_copy(h, b)
+    device, host = device_copy(group, b), host_copy(group, b)
     return np.int64(device if tier == DEVICE or (tier == ANY_TIER and host == NONE) else host)
 
 
 @jit
-def cached(heads, keys, tier, out):
+def cached(groups, keys, tier, out):
     """Whether each group has a block of each key (int64[n, 2]) on ``tier``, into ``out`` bool[groups, n]."""
-    for g in range(heads.shape[0]):
+    for g in range(groups.shape[0]):
         for i in range(keys.shape[0]):
-            out[g, i] = _copy_on(head(heads, g), keys[i, 0], keys[i, 1], tier) != NONE
+            out[g, i] = _copy_on(group_at(groups, g), keys[i, 0], keys[i, 1], tier) != NONE
 
 
 @jit
-def cached_in(heads, keys, namespace, out):
+def cached_in(groups, keys, namespace, out):
     """Whether some group has cached content of each key (int64[n, 2]) in a namespace, into ``out`` bool[n]."""
     for i in range(keys.shape[0]):
         out[i] = False
-        for g in range(heads.shape[0]):
-            b = find_key(head(heads, g), keys[i, 0], keys[i, 1])
-            out[i] |= b != NONE and blocks_of(head(heads, g))[b].namespace == namespace
+        for g in range(groups.shape[0]):
+            b = find_key(group_at(groups, g), keys[i, 0], keys[i, 1])
+            out[i] |= b != NONE and blocks_of(group_at(groups, g))[b].namespace == namespace
 
 
 @jit
-def _complete(heads, only, keys, out):
+def _complete(groups, only, keys, out):
     """The place of the first key that is missing: a group with attention to all tokens lacks it, or all groups do. NONE
     if none is. ``only``: the one group to look at, or NONE for all."""
     for i in range(keys.shape[0]):
         holders = 0
-        for g in range(heads.shape[0]):
+        for g in range(groups.shape[0]):
             if out[g, i] != NONE:
                 holders += 1
-            elif needs_all(head(heads, g)) and only == NONE:
+            elif needs_all(group_at(groups, g)) and only == NONE:
                 return i
         if holders == 0:
             return i
@@ -255,63 +255,63 @@ def _complete(heads, only, keys, out):
 
 
 @jit(nogil=False)
-def pin_keys(heads, only, keys, tier, out):
+def pin_keys(groups, only, keys, tier, out):
     """Pin the blocks of each key (int64[n, 2]) in all groups that have one. Ids go into ``out`` int64[groups, n], NONE
     if a group has none. ``only``: the one group to pin in, or NONE for all.
 
     Returns 0. Or returns NOT_FOUND; then ``detail`` has the place of the first missing key, and nothing has changed.
     """
-    for g in range(heads.shape[0]):
+    for g in range(groups.shape[0]):
         for i in range(keys.shape[0]):
             asked = only == NONE or only == g
-            out[g, i] = _copy_on(head(heads, g), keys[i, 0], keys[i, 1], tier) if asked else NONE
-    missing = _complete(heads, only, keys, out)
+            out[g, i] = _copy_on(group_at(groups, g), keys[i, 0], keys[i, 1], tier) if asked else NONE
+    missing = _complete(groups, only, keys, out)
     if missing != NONE:
-        head(heads, 0).detail = missing
+        group_at(groups, 0).detail = missing
         return NOT_FOUND
-    for g in range(heads.shape[0]):
+    for g in range(groups.shape[0]):
         for i in range(keys.shape[0]):
             if out[g, i] != NONE:
-                pin_block(head(heads, g), out[g, i])
-                out[g, i] = pool_id(head(heads, g), out[g, i])
+                pin_block(group_at(groups, g), out[g, i])
+                out[g, i] = pool_id(group_at(groups, g), out[g, i])
     return 0
 
 
 @jit(nogil=False)
-def pin_blocks(heads, ids):
+def pin_blocks(groups, ids):
     """Pin blocks by id. Each must be held or cached. Returns 0. Or returns NOT_FOUND; then ``detail`` has the place of
     the block, and nothing has changed."""
     for i in range(ids.shape[0]):
-        g, b = place_of(heads, ids[i])
+        g, b = place_of(groups, ids[i])
         bad = g == NONE
         if not bad:
-            block = blocks_of(head(heads, g))[b]
-            bad = block.flags & LOST != 0 or (block.word == 0 and not block.flags & INDEXED)
+            block = blocks_of(group_at(groups, g))[b]
+            bad = block.flags & LOST != 0 or (block.ref_word == 0 and not block.flags & INDEXED)
         if bad:
-            head(heads, 0).detail = i
+            group_at(groups, 0).detail = i
             return NOT_FOUND
     for i in range(ids.shape[0]):
-        g, b = place_of(heads, ids[i])
-        pin_block(head(heads, g), b)
+        g, b = place_of(groups, ids[i])
+        pin_block(group_at(groups, g), b)
     return 0
 
 
 @jit(nogil=False)
-def unpin(heads, ids, now_ms):
+def unpin(groups, ids, now_ms):
     """Drop one pin of each block. A block that nobody holds then joins the list of its content."""
-    for g in range(heads.shape[0]):
-        begin(head(heads, g), now_ms)
+    for g in range(groups.shape[0]):
+        begin(group_at(groups, g), now_ms)
     for i in range(ids.shape[0]):
-        g, b = place_of(heads, ids[i])
-        if change_word(blocks_of(head(heads, g)), b, np.int64(0), np.int64(-1)) == 0:
-            on_release(head(heads, g), b, BACK)
+        g, b = place_of(groups, ids[i])
+        if change_word(blocks_of(group_at(groups, g)), b, np.int64(0), np.int64(-1)) == 0:
+            on_release(group_at(groups, g), b, BACK)
 
 
 # -- content that comes from elsewhere -----------------------------------------------------------------
 
 
 @jit
-def take_missing(heads, g, requests, first, priority, out, held, now_ms):
+def take_missing(groups, g, requests, first, priority, out, held, now_ms):
     """Pin a host block for each full block ``first + i`` of a prompt that is cached nowhere, as far as the host has
     room.
 
@@ -319,21 +319,21 @@ def take_missing(heads, g, requests, first, priority, out, held, now_ms):
     evicted for them, host copies of the prompt's other blocks are pinned too, so that the prompt does not evict itself:
     their ids go into ``held`` int64[full blocks], which is all NONE before.
     """
-    h, request = head(heads, g), request_at(requests, 0)
-    blocks, keys = blocks_of(h), request_keys(h, request)
-    begin(h, now_ms)
-    expire(h, EXPIRIES_PER_CALL)
-    evicts = empty_blocks(h, HOST) < out.shape[0]
+    group, request = group_at(groups, g), request_at(requests, 0)
+    blocks, keys = blocks_of(group), request_keys(group, request)
+    begin(group, now_ms)
+    expire(group, EXPIRIES_PER_CALL)
+    evicts = empty_blocks(group, HOST) < out.shape[0]
     for i in range(held.shape[0] if evicts else 0):
-        b = find_key(h, keys[i, 0], keys[i, 1])
-        held[i] = NONE if b == NONE else host_copy(h, b)
+        b = find_key(group, keys[i, 0], keys[i, 1])
+        held[i] = NONE if b == NONE else host_copy(group, b)
         if held[i] != NONE:
-            pin_block(h, held[i])
+            pin_block(group, held[i])
     room = True
     for i in range(out.shape[0]):
         out[i] = NONE
-        if room and find_key(h, keys[first + i, 0], keys[first + i, 1]) == NONE:
-            b = take_host(h, priority)
+        if room and find_key(group, keys[first + i, 0], keys[first + i, 1]) == NONE:
+            b = take_host(group, priority)
             room = b != NONE
             if room:
                 blocks[b].filled, blocks[b].uses, blocks[b].ticket, blocks[b].ttl = 0, 0, NONE, NONE
@@ -342,22 +342,22 @@ def take_missing(heads, g, requests, first, priority, out, held, now_ms):
 
 
 @jit
-def publish_taken(heads, g, requests, first, priority, ids, now_ms):
+def publish_taken(groups, g, requests, first, priority, ids, now_ms):
     """Publish the blocks that ``take_missing`` took, except those whose content has been cached meanwhile. Returns how
     many."""
-    h, request = head(heads, g), request_at(requests, 0)
-    blocks, keys = blocks_of(h), request_keys(h, request)
-    begin(h, now_ms)
+    group, request = group_at(groups, g), request_at(requests, 0)
+    blocks, keys = blocks_of(group), request_keys(group, request)
+    begin(group, now_ms)
     published = 0
     for i in range(ids.shape[0]):
         b, at = ids[i], first + i
-        if b == NONE or find_key(h, keys[at, 0], keys[at, 1]) != NONE:
+        if b == NONE or find_key(group, keys[at, 0], keys[at, 1]) != NONE:
             continue
-        write_tokens(h, b, 0, request_tokens(request), request_extra(request), at * h.width, h.width)
+        write_tokens(group, b, 0, request_tokens(request), request_extra(request), at * group.width, group.width)
         blocks[b].key0, blocks[b].key1 = keys[at, 0], keys[at, 1]
-        blocks[b].parent0, blocks[b].parent1 = parent_of(h, request, at)
+        blocks[b].parent0, blocks[b].parent1 = parent_of(group, request, at)
         blocks[b].namespace, blocks[b].priority = request.namespace, priority
         blocks[b].flags |= KEYED
-        enter(h, b, PUBLISHED)
+        enter(group, b, PUBLISHED)
         published += 1
     return np.int64(published)

@@ -103,7 +103,7 @@ def _absorb_lanes(v, row):
 
 
 @jit(forceinline=True)
-def keys_in_lanes(h, words, parent0, parent1, out, v):
+def keys_in_lanes(group, words, parent0, parent1, out, v):
     """Write the keys of LANES blocks to ``out`` int64[LANES, 2], given that of the block before. They have no extra
     ids.
 
@@ -112,7 +112,7 @@ def keys_in_lanes(h, words, parent0, parent1, out, v):
     the last key.
     """
     for j in range(LANES):
-        v[0, j], v[1, j], v[2, j], v[3, j] = _begin(h.secret0, h.secret1)
+        v[0, j], v[1, j], v[2, j], v[3, j] = _begin(group.secret0, group.secret1)
         v[4, j] = words[j, 0]
     last = words.shape[1] - 1
     for i in range(last + 1):
@@ -122,15 +122,15 @@ def keys_in_lanes(h, words, parent0, parent1, out, v):
         _absorb_lanes(v, 4 + i % 2)
     tail = U(16 + 8 * words.shape[1]) << U(56)
     for j in range(LANES):
-        parent0, parent1 = _end(v[0, j], v[1, j], v[2, j], v[3, j], tail, parent0, parent1, h.guards)
+        parent0, parent1 = _end(v[0, j], v[1, j], v[2, j], v[3, j], tail, parent0, parent1, group.guards)
         out[j, 0], out[j, 1] = parent0, parent1
     return parent0, parent1
 
 
 @jit(forceinline=True)
-def key_in(h, tokens, extra, parent0, parent1):
-    """``block_key`` under the secret of a pool, of which ``h`` is a header."""
-    return block_key(tokens, extra, h.secret0, h.secret1, parent0, parent1, h.guards)
+def key_in(group, tokens, extra, parent0, parent1):
+    """``block_key`` under the secret of a pool, of which ``group`` is a header."""
+    return block_key(tokens, extra, group.secret0, group.secret1, parent0, parent1, group.guards)
 
 
 def _field(value: bytes | str | int | None) -> bytes:

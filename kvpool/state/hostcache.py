@@ -45,7 +45,7 @@ from kvpool.state.records import (
     change_word,
     constants,
     counters_of,
-    head,
+    group_at,
     no_extra,
     tokens_of,
 )
@@ -92,62 +92,62 @@ def _write_words(data, sizes, words):
 
 
 @jit(forceinline=True)
-def _find(h, identity, words, matches, i):
+def _find(group, identity, words, matches, i):
     """The block of key ``i``, or NONE. Its hash is in ``matches``; the namespace and the words are compared as well."""
-    return find(h, matches[i, 0], matches[i, 1], identity[0], _flat(words), no_extra(h), i * KEY_WORDS)
+    return find(group, matches[i, 0], matches[i, 1], identity[0], _flat(words), no_extra(group), i * KEY_WORDS)
 
 
 @jit
-def locate(h, identity, data, sizes, words, matches):
+def locate(group, identity, data, sizes, words, matches):
     """Write the words, the hash and the block of each key; NONE means no block."""
     _write_words(data, sizes, words)
     for i in range(words.shape[0]):
-        key = key_in(h, words[i], no_extra(h), identity[1], identity[2])
+        key = key_in(group, words[i], no_extra(group), identity[1], identity[2])
         matches[i, 0], matches[i, 1] = key[0], key[1]
-        expect(h, key[0])
+        expect(group, key[0])
     for i in range(words.shape[0]):
-        matches[i, 2] = _find(h, identity, words, matches, i)
+        matches[i, 2] = _find(group, identity, words, matches, i)
 
 
 @jit(forceinline=True)
-def _answer(h, b):
+def _answer(group, b):
     """The answer of a lookup for a block. A block that will not be published is ABSENT."""
     if b == NONE:
         return ABSENT
-    flags = blocks_of(h)[b].flags
+    flags = blocks_of(group)[b].flags
     if flags & PENDING:
         return ABSENT if flags & LOST else WAITING
     return HERE
 
 
 @jit(nogil=False)
-def lookup(heads, identity, data, sizes, words, matches, answers):
+def lookup(groups, identity, data, sizes, words, matches, answers):
     """Write ABSENT, HERE or WAITING for each key into ``answers`` uint8[n]. Changes nothing else."""
-    h = head(heads, 0)
-    locate(h, identity, data, sizes, words, matches)
+    group = group_at(groups, 0)
+    locate(group, identity, data, sizes, words, matches)
     for i in range(words.shape[0]):
-        answers[i] = _answer(h, matches[i, 2])
+        answers[i] = _answer(group, matches[i, 2])
 
 
 @jit(nogil=False)
-def look(heads, identity, data, sizes, words, matches):
+def look(groups, identity, data, sizes, words, matches):
     """The answer for one key. Changes nothing."""
-    h = head(heads, 0)
-    locate(h, identity, data, sizes, words, matches)
-    return _answer(h, matches[0, 2])
+    group = group_at(groups, 0)
+    locate(group, identity, data, sizes, words, matches)
+    return _answer(group, matches[0, 2])
 
 
 @jit
-def set_priority(heads, identity, data, sizes, words, matches, priority, ttl, now_ms):
+def set_priority(groups, identity, data, sizes, words, matches, priority, ttl, now_ms):
     """Give the keys that are HERE this priority and ttl from now on. Returns how many."""
-    h, done = head(heads, 0), 0
-    locate(h, identity, data, sizes, words, matches)
-    begin(h, now_ms)
+    group, done = group_at(groups, 0), 0
+    locate(group, identity, data, sizes, words, matches)
+    begin(group, now_ms)
     for i in range(words.shape[0]):
         b = matches[i, 2]
-        if _answer(h, b) == HERE:
-            if set_retention(h, b, priority, ttl):
-                emit(h, UPDATED, b)
+        if _answer(group, b) == HERE:
+            if set_retention(group, b, priority, ttl):
+                emit(group, UPDATED, b)
             done += 1
     return np.int64(done)
 
@@ -156,13 +156,13 @@ def set_priority(heads, identity, data, sizes, words, matches, priority, ttl, no
 
 
 @jit
-def _take(h, identity, words, matches, i, priority, ttl, evicted, count):
+def _take(group, identity, words, matches, i, priority, ttl, evicted, count):
     """Take a pending block for key ``i``. Returns the number of rows of ``evicted`` int32[n, 17] that are filled."""
-    blocks, tokens, before = blocks_of(h), tokens_of(h), counters_of(h).forgotten_host_blocks
-    b = take_host(h, priority)
+    blocks, tokens, before = blocks_of(group), tokens_of(group), counters_of(group).forgotten_host_blocks
+    b = take_host(group, priority)
     if b == NONE:
         raise RuntimeError("a block was taken that was not counted")
-    if counters_of(h).forgotten_host_blocks != before:
+    if counters_of(group).forgotten_host_blocks != before:
         for k in range(KEY_WORDS):
             evicted[count, k] = tokens[b, k]
         count += 1
@@ -174,14 +174,14 @@ def _take(h, identity, words, matches, i, priority, ttl, evicted, count):
     block.filled, block.uses, block.ticket = KEY_WORDS, 0, NONE
     block.priority, block.ttl = priority, ttl
     block.flags = KEYED | PENDING
-    link(h, b)
+    link(group, b)
     change_word(blocks, np.int64(b), np.int64(0), np.int64(1))
     matches[i, 2] = b
     return count
 
 
 @jit(nogil=False)
-def reserve(heads, identity, data, sizes, words, matches, priority, ttl, now_ms, evicted):
+def reserve(groups, identity, data, sizes, words, matches, priority, ttl, now_ms, evicted):
     """Take a pending block for each key that has no block. Column 2 of ``matches`` gets it, and NONE for other keys.
 
     Keys that are HERE already count as used now, and this call does not evict them. Returns the number of evicted keys.
@@ -190,29 +190,29 @@ def reserve(heads, identity, data, sizes, words, matches, priority, ttl, now_ms,
     Returns SHORT_OF_BLOCKS, with no block taken, if there are too few. Then ``matches[0, 0]`` is the number of blocks
     needed (a key that is named twice counts twice), and ``matches[0, 1]`` the number available.
     """
-    h = head(heads, 0)
-    blocks, n = blocks_of(h), words.shape[0]
-    locate(h, identity, data, sizes, words, matches)
-    begin(h, now_ms)
-    expire(h, EXPIRIES_PER_CALL)
-    need, free = np.int64(0), host_room(h, priority)
+    group = group_at(groups, 0)
+    blocks, n = blocks_of(group), words.shape[0]
+    locate(group, identity, data, sizes, words, matches)
+    begin(group, now_ms)
+    expire(group, EXPIRIES_PER_CALL)
+    need, free = np.int64(0), host_room(group, priority)
     for i in range(n):
         b = matches[i, 2]
         if b == NONE:
             need += 1
-        elif is_room(h, b, priority):
+        elif is_room(group, b, priority):
             free -= 1
     if need > free:
         matches[0, 0], matches[0, 1] = need, max(free, 0)
         return np.int64(SHORT_OF_BLOCKS)
     for i in range(n):
         if matches[i, 2] != NONE and blocks[matches[i, 2]].flags & PUBLISHED:
-            on_hit(h, matches[i, 2])
-            pin_block(h, matches[i, 2])
+            on_hit(group, matches[i, 2])
+            pin_block(group, matches[i, 2])
     count, taken = 0, np.int64(0)
     for i in range(n):
-        if matches[i, 2] == NONE and _find(h, identity, words, matches, i) == NONE:
-            count = _take(h, identity, words, matches, i, priority, ttl, evicted, count)
+        if matches[i, 2] == NONE and _find(group, identity, words, matches, i) == NONE:
+            count = _take(group, identity, words, matches, i, priority, ttl, evicted, count)
             taken += 1
         elif matches[i, 2] != NONE:
             matches[i, 2] = -2 - matches[i, 2]
@@ -220,48 +220,48 @@ def reserve(heads, identity, data, sizes, words, matches, priority, ttl, now_ms,
         if matches[i, 2] < NONE:
             b = -2 - matches[i, 2]
             if blocks[b].flags & PUBLISHED:
-                _unpin(h, b, BACK)
+                _unpin(group, b, BACK)
             matches[i, 2] = NONE
-    counters_of(h).missed_blocks += taken
+    counters_of(group).missed_blocks += taken
     if n > 0:
         matches[0, 0] = taken
     return np.int64(count)
 
 
 @jit(forceinline=True)
-def _unpin(h, b, front):
-    if change_word(blocks_of(h), np.int64(b), np.int64(0), np.int64(-1)) == 0:
-        on_release(h, b, front)
+def _unpin(group, b, front):
+    if change_word(blocks_of(group), np.int64(b), np.int64(0), np.int64(-1)) == 0:
+        on_release(group, b, front)
 
 
 @jit
-def _drop(h, b):
+def _drop(group, b):
     """Empty a pending block and return it to the list of empty blocks."""
-    unlink_content(h, b, NONE)
-    blocks_of(h)[b].flags = 0
-    _unpin(h, b, FRONT)
+    unlink_content(group, b, NONE)
+    blocks_of(group)[b].flags = 0
+    _unpin(group, b, FRONT)
 
 
 @jit
-def _locate_pending(h, identity, data, sizes, words, matches):
+def _locate_pending(group, identity, data, sizes, words, matches):
     """Call ``locate``. Returns 0, or ``~i`` for the first key ``i`` that is not pending."""
-    locate(h, identity, data, sizes, words, matches)
+    locate(group, identity, data, sizes, words, matches)
     for i in range(words.shape[0]):
         b = matches[i, 2]
-        if b == NONE or not blocks_of(h)[b].flags & PENDING:
+        if b == NONE or not blocks_of(group)[b].flags & PENDING:
             return np.int64(~i)
     return np.int64(0)
 
 
 @jit
-def _end(heads, identity, data, sizes, words, matches, publishes, now_ms):
+def _end(groups, identity, data, sizes, words, matches, publishes, now_ms):
     """End the wait of pending blocks. Returns how many were published, or dropped if it does not publish."""
-    h = head(heads, 0)
-    blocks = blocks_of(h)
-    error = _locate_pending(h, identity, data, sizes, words, matches)
+    group = group_at(groups, 0)
+    blocks = blocks_of(group)
+    error = _locate_pending(group, identity, data, sizes, words, matches)
     if error:
         return error
-    begin(h, now_ms)
+    begin(group, now_ms)
     published = dropped = 0
     for i in range(words.shape[0]):
         b = matches[i, 2]
@@ -270,18 +270,18 @@ def _end(heads, identity, data, sizes, words, matches, publishes, now_ms):
             matches[i, 2] = NONE
         elif publishes and not block.flags & LOST:
             block.flags = (block.flags & ~PENDING) | PUBLISHED
-            on_insert(h, b)
-            emit(h, STORED, b)
+            on_insert(group, b)
+            emit(group, STORED, b)
             published += 1
         else:
-            _drop(h, b)
+            _drop(group, b)
             matches[i, 2] = NONE
             dropped += 1
     for n in range(words.shape[0]):
         i = nth_released(n, words.shape[0])
         if matches[i, 2] != NONE:
-            _unpin(h, matches[i, 2], BACK)
-    counters = counters_of(h)
+            _unpin(group, matches[i, 2], BACK)
+    counters = counters_of(group)
     if not publishes:
         counters.lost_blocks += dropped
         return np.int64(dropped)
@@ -291,117 +291,117 @@ def _end(heads, identity, data, sizes, words, matches, publishes, now_ms):
 
 
 @jit(nogil=False)
-def publish(heads, identity, data, sizes, words, matches, now_ms):
+def publish(groups, identity, data, sizes, words, matches, now_ms):
     """Make pending blocks HERE. A block that was forgotten while it was pending becomes empty. Returns the number of
     published blocks. If a key is not pending, returns ``~i`` for the first such key ``i``, and changes nothing."""
-    return _end(heads, identity, data, sizes, words, matches, True, now_ms)
+    return _end(groups, identity, data, sizes, words, matches, True, now_ms)
 
 
 @jit(nogil=False)
-def abort(heads, identity, data, sizes, words, matches, now_ms):
+def abort(groups, identity, data, sizes, words, matches, now_ms):
     """Empty pending blocks and release them. Returns their number. If a key is not pending, returns ``~i`` for the
     first such key ``i``, and changes nothing."""
-    return _end(heads, identity, data, sizes, words, matches, False, now_ms)
+    return _end(groups, identity, data, sizes, words, matches, False, now_ms)
 
 
 # -- here ---------------------------------------------------------------------------------------------
 
 
 @jit(forceinline=True)
-def _use(h, b):
+def _use(group, b):
     """Record the use of a block that is HERE."""
-    record(h, REUSE_GAP, blocks_of(h)[b].used_at)
-    on_hit(h, b)
+    record(group, REUSE_GAP, blocks_of(group)[b].used_at)
+    on_hit(group, b)
 
 
 @jit(nogil=False)
-def pin(heads, identity, data, sizes, words, matches, now_ms):
+def pin(groups, identity, data, sizes, words, matches, now_ms):
     """Pin the block of each key, and write it into column 2 of ``matches``. Returns 0. If a key is not HERE, returns
     ``~i`` for the first such key ``i``, and changes nothing."""
-    h = head(heads, 0)
-    locate(h, identity, data, sizes, words, matches)
+    group = group_at(groups, 0)
+    locate(group, identity, data, sizes, words, matches)
     for i in range(words.shape[0]):
-        if _answer(h, matches[i, 2]) != HERE:
+        if _answer(group, matches[i, 2]) != HERE:
             return np.int64(~i)
-    begin(h, now_ms)
+    begin(group, now_ms)
     for i in range(words.shape[0]):
-        _use(h, matches[i, 2])
-        pin_block(h, matches[i, 2])
-    counters_of(h).reused_host_blocks += words.shape[0]
+        _use(group, matches[i, 2])
+        pin_block(group, matches[i, 2])
+    counters_of(group).reused_host_blocks += words.shape[0]
     return np.int64(0)
 
 
 @jit(nogil=False)
-def touch(heads, identity, data, sizes, words, matches, turn, now_ms):
+def touch(groups, identity, data, sizes, words, matches, turn, now_ms):
     """Record a use of each key that is HERE, from the last key to the first. ``turn``: they are all keys of a request
     that has ended, in the order of its prompt. Returns their number."""
-    h = head(heads, 0)
-    locate(h, identity, data, sizes, words, matches)
-    begin(h, now_ms)
+    group = group_at(groups, 0)
+    locate(group, identity, data, sizes, words, matches)
+    begin(group, now_ms)
     touched = 0
     for i in range(words.shape[0]):
-        if _answer(h, matches[i, 2]) == HERE:
+        if _answer(group, matches[i, 2]) == HERE:
             touched += 1
-            if h.policy_at:
-                pin_block(h, matches[i, 2])
+            if group.policy_at:
+                pin_block(group, matches[i, 2])
         else:
             matches[i, 2] = NONE
     if touched > 0:
-        on_touch(h, matches, turn)
+        on_touch(group, matches, turn)
     for i in range(words.shape[0] - 1, -1, -1):
         b = matches[i, 2]
         if b != NONE:
-            _use(h, b)
-            if h.policy_at:
-                _unpin(h, b, BACK)
+            _use(group, b)
+            if group.policy_at:
+                _unpin(group, b, BACK)
             else:
-                on_change(h, b)
+                on_change(group, b)
     if touched > 0:
-        on_touched(h, matches, turn)
+        on_touched(group, matches, turn)
     return np.int64(touched)
 
 
 @jit
-def _forget(h, b):
+def _forget(group, b):
     """Forget a block. Returns whether it had content, or was pending and not forgotten before."""
-    blocks = blocks_of(h)
+    blocks = blocks_of(group)
     if blocks[b].flags & PENDING:
         coming = blocks[b].flags & LOST == 0
         blocks[b].flags |= LOST
         return coming
-    forget(h, b, NONE)
-    on_change(h, b)
+    forget(group, b, NONE)
+    on_change(group, b)
     return True
 
 
 @jit(nogil=False)
-def forget_keys(heads, identity, data, sizes, words, matches, now_ms):
+def forget_keys(groups, identity, data, sizes, words, matches, now_ms):
     """Drop keys that are HERE at once, and pending keys when their writer publishes them. Returns their number."""
-    h = head(heads, 0)
-    locate(h, identity, data, sizes, words, matches)
-    begin(h, now_ms)
+    group = group_at(groups, 0)
+    locate(group, identity, data, sizes, words, matches)
+    begin(group, now_ms)
     forgotten = 0
     for i in range(words.shape[0]):
-        b = _find(h, identity, words, matches, i)
+        b = _find(group, identity, words, matches, i)
         if b != NONE:
-            forgotten += 1 if _forget(h, b) else 0
+            forgotten += 1 if _forget(group, b) else 0
     return np.int64(forgotten)
 
 
 @jit
-def clear(heads, now_ms):
+def clear(groups, now_ms):
     """Forget all keys, as ``forget_keys`` does, with one event."""
-    h = head(heads, 0)
-    blocks = blocks_of(h)
-    begin(h, now_ms)
-    for b in range(h.blocks):
+    group = group_at(groups, 0)
+    blocks = blocks_of(group)
+    begin(group, now_ms)
+    for b in range(group.blocks):
         if blocks[b].flags & PENDING:
             blocks[b].flags |= LOST
         elif blocks[b].flags & PUBLISHED:
-            unlink_content(h, np.int64(b), NONE)
+            unlink_content(group, np.int64(b), NONE)
             blocks[b].flags &= ~INDEXED
-            counters_of(h).forgotten_host_blocks += 1
-            on_change(h, np.int64(b))
-    h.generation += 1
-    emit_cleared(h)
+            counters_of(group).forgotten_host_blocks += 1
+            on_change(group, np.int64(b))
+    group.generation += 1
+    emit_cleared(group)
     return np.int64(0)

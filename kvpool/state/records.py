@@ -5,8 +5,8 @@ A jitted verb gets one array, the *header*. It has addresses and sizes of all ot
 a few loads; passing a dozen arrays from Python would cost more than most verbs. ``arrays`` owns the memory behind the
 addresses.
 
-Every group of layers has its own blocks, sequences and header, called ``h`` below. Headers are the rows of one matrix,
-``heads`` int64[groups, HEADER].
+Every group of layers has its own blocks and sequences, and one header, called ``group`` below. The headers are the
+rows of one matrix, ``groups`` int64[groups, GROUP_COLUMNS].
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COPY_READS_AFTER_COPIES, COPY_READS_AFTER_ENGINE = 1 << 0, 1 << 1
 COPY_WRITES_AFTER_COPIES, COPY_WRITES_AFTER_ENGINE = 1 << 2, 1 << 3
 ENGINE_READS_AFTER_COPIES, ENGINE_READS_AFTER_ENGINE = 1 << 4, 1 << 5
 ENGINE_WRITES_AFTER_COPIES, ENGINE_WRITES_AFTER_ENGINE = 1 << 6, 1 << 7
-LEVELS = 1 << 8  # moves of one batch that depend on each other are not enqueued together
+LEVELS = 1 << 8  # copy ops of one batch that depend on each other are not enqueued together
 OTHERS_BATCHES_TOO = 1 << 9  # a call returns when everything decided before it, by any thread, is enqueued
 TICKET_ORDER = 1 << 10  # batches are enqueued in the order in which they were decided
 READER_WAITS = 1 << 11  # the host gets a lease when the bytes have come, and a block to write to when nobody uses it
@@ -78,7 +78,7 @@ TIE_BITS = 20
 BLOCK = np.dtype(
     [
         # What a release and an eviction read comes first: one cache line.
-        ("word", "i8"),  # references in the low half, pins in the high half; first, since atomics address it
+        ("ref_word", "i8"),  # references in the low half, pins in the high half; first, since atomics address it
         ("key0", "i8"),
         ("key1", "i8"),
         ("prev", "i4"),
@@ -96,7 +96,7 @@ BLOCK = np.dtype(
         ("owner", "i4"),
         ("used_at", "u4"),  # ms, modulo 2**32
         ("namespace", "i8"),
-        ("ticket", "i8"),  # of the last move that wrote it, NONE = no move has since it was taken
+        ("ticket", "i8"),  # of the last copy op that wrote it, NONE = none has since it was taken
         ("parent0", "i8"),
         ("parent1", "i8"),
         ("deadline", "i8"),  # ms << TIE_BITS, and the order of arrival in the low bits; valid while `heap` is set
@@ -149,8 +149,8 @@ SEQUENCE = np.dtype(
     align=True,
 )
 
-# A decided move has the columns of `Device.copy_blocks` and then its direction: device to host, host to device, or
-# inside the device. Moves inside the device need not wait for the slow link.
+# A copy op has the columns of `Device.copy_blocks` and then its direction: device to host, host to device, or inside
+# the device. Those inside the device need not wait for the slow link.
 DIRECTION, DIRECTIONS = 4, 3
 OFFLOAD, ONBOARD, WITHIN = constants(*range(DIRECTIONS))
 
@@ -166,14 +166,14 @@ EVENT = np.dtype(
 )
 
 # The header of a group: addresses of its arrays, sizes, notes of a call between its phases, and rules.
-HEAD = _numbers(
-    "blocks_at tokens_at extra_at lists_at index_at children_at heap_at sequences_at rows_at table_at moves_at "
+GROUP = _numbers(
+    "blocks_at tokens_at extra_at lists_at index_at children_at heap_at sequences_at rows_at table_at copy_ops_at "
     "token_moves_at accesses_at events_at event_tokens_at event_extra_at counters_at histograms_at ring_at "
     "row_tokens_at row_extra_at swapped_at policy_at gone_at"
-    " device_blocks blocks width buckets child_buckets sequences columns free_rows moves token_moves accesses"
-    " moves_capacity token_moves_capacity accesses_capacity need stream ticket now offload_priority offload_reuse"
+    " device_blocks blocks width buckets child_buckets sequences columns free_rows copy_ops token_moves accesses"
+    " copy_ops_capacity token_moves_capacity accesses_capacity need stream ticket now offload_priority offload_reuse"
     " secret0 secret1 guards"
-    " generation event_capacity removals has_extra clocks window sinks kind group block_tokens device_first "
+    " generation event_capacity removals has_extra clocks window sinks kind number block_tokens device_first "
     "host_first snapshot"
     " gone_capacity detail bound detail_group overflow stop returns cursors pending unsaved"
     " append_need append note_prompt name give_passed fill_encoded"
@@ -223,10 +223,11 @@ BINS = 33  # bin 0 is below 1 ms, bin i covers [2**(i-1), 2**i) ms; after the bi
 
 # Field numbers for Python, which passes int64 matrices: H.width is a column of headers.
 H, N, R, OUT = (
-    SimpleNamespace(**{name: i for i, name in enumerate(dtype.names or ())}) for dtype in (HEAD, RING, REQUEST, OUTCOME)
+    SimpleNamespace(**{name: i for i, name in enumerate(dtype.names or ())})
+    for dtype in (GROUP, RING, REQUEST, OUTCOME)
 )
-HEAD_BYTES, REQUEST_BYTES, OUTCOME_BYTES = HEAD.itemsize, REQUEST.itemsize, OUTCOME.itemsize
-HEADER, REQUEST_COLUMNS, OUTCOME_COLUMNS = HEAD_BYTES // 8, REQUEST_BYTES // 8, OUTCOME_BYTES // 8
+GROUP_BYTES, REQUEST_BYTES, OUTCOME_BYTES = GROUP.itemsize, REQUEST.itemsize, OUTCOME.itemsize
+GROUP_COLUMNS, REQUEST_COLUMNS, OUTCOME_COLUMNS = GROUP_BYTES // 8, REQUEST_BYTES // 8, OUTCOME_BYTES // 8
 
 BUCKETS_MAX = 1 << 31  # a bucket number, 32 bits of a key times this, must fit in an int64
 
@@ -240,9 +241,9 @@ LOWEST = 2 * LISTS_PER_TIER
 
 
 @jit(forceinline=True)
-def head(heads, g):
+def group_at(groups, g):
     """The header of group ``g``: a reference to row ``g`` of the matrix that verbs get."""
-    return record_at(address_of(heads) + g * HEAD_BYTES, HEAD)
+    return record_at(address_of(groups) + g * GROUP_BYTES, GROUP)
 
 
 @jit(forceinline=True)
@@ -257,140 +258,140 @@ def outcome_at(out, r):
 
 
 @jit(forceinline=True)
-def blocks_of(h):
-    return array_at(h.blocks_at, (h.blocks,), BLOCK)
+def blocks_of(group):
+    return array_at(group.blocks_at, (group.blocks,), BLOCK)
 
 
 @jit(forceinline=True)
-def tokens_of(h):
-    return array_at(h.tokens_at, (h.blocks, h.width), np.int32)
+def tokens_of(group):
+    return array_at(group.tokens_at, (group.blocks, group.width), np.int32)
 
 
 @jit(forceinline=True)
-def extra_of(h):
+def extra_of(group):
     """Extra ids, int64[blocks, T]. No row may be touched unless ``has_extra``."""
-    return array_at(h.extra_at, (h.blocks, h.width), np.int64)
+    return array_at(group.extra_at, (group.blocks, group.width), np.int64)
 
 
 @jit(forceinline=True)
-def no_extra(h):
+def no_extra(group):
     """Extra ids of tokens that have none: int64[0]."""
-    return extra_of(h)[0][:0]
+    return extra_of(group)[0][:0]
 
 
 @jit(forceinline=True)
-def extra_in(h, b):
+def extra_in(group, b):
     """The extra ids of block ``b``, int64[T], or int64[0] if no token has one."""
-    return extra_of(h)[b] if blocks_of(h)[b].flags & EXTRA else no_extra(h)
+    return extra_of(group)[b] if blocks_of(group)[b].flags & EXTRA else no_extra(group)
 
 
 @jit(forceinline=True)
-def lists_of(h):
-    return array_at(h.lists_at, (LOWEST + 2, 3), np.int32)
+def lists_of(group):
+    return array_at(group.lists_at, (LOWEST + 2, 3), np.int32)
 
 
 @jit(forceinline=True)
-def index_of(h):
-    return array_at(h.index_at, (h.buckets,), np.int32)
+def index_of(group):
+    return array_at(group.index_at, (group.buckets,), np.int32)
 
 
 @jit(forceinline=True)
-def children_of(h):
-    return array_at(h.children_at, (h.child_buckets,), np.int32)
+def children_of(group):
+    return array_at(group.children_at, (group.child_buckets,), np.int32)
 
 
 @jit(forceinline=True)
-def heap_of(h):
-    return array_at(h.heap_at, (h.blocks + 1,), np.int32)
+def heap_of(group):
+    return array_at(group.heap_at, (group.blocks + 1,), np.int32)
 
 
 @jit(forceinline=True)
-def sequences_of(h):
-    return array_at(h.sequences_at, (h.sequences,), SEQUENCE)
+def sequences_of(group):
+    return array_at(group.sequences_at, (group.sequences,), SEQUENCE)
 
 
 @jit(forceinline=True)
-def rows_of(h):
-    return array_at(h.rows_at, (h.sequences,), np.int32)
+def rows_of(group):
+    return array_at(group.rows_at, (group.sequences,), np.int32)
 
 
 @jit(forceinline=True)
-def table_of(h):
-    return array_at(h.table_at, (h.sequences, h.columns), np.int32)
+def table_of(group):
+    return array_at(group.table_at, (group.sequences, group.columns), np.int32)
 
 
 @jit(forceinline=True)
-def swapped_of(h):
+def swapped_of(group):
     """The host blocks of sequences that are swapped out, in rows like those of the table. Rows of other sequences mean
     nothing."""
-    return array_at(h.swapped_at, (h.sequences, h.columns), np.int32)
+    return array_at(group.swapped_at, (group.sequences, group.columns), np.int32)
 
 
 @jit(forceinline=True)
-def row_tokens_of(h):
+def row_tokens_of(group):
     """Of a recurrent group: the tokens of sequences, from the first full column that is not committed on."""
-    return array_at(h.row_tokens_at, (h.sequences, h.columns * h.width), np.int32)
+    return array_at(group.row_tokens_at, (group.sequences, group.columns * group.width), np.int32)
 
 
 @jit(forceinline=True)
-def row_extra_of(h):
+def row_extra_of(group):
     """The extra ids of ``row_tokens_of``. No row may be touched unless ``has_extra``."""
-    return array_at(h.row_extra_at, (h.sequences, h.columns * h.width), np.int64)
+    return array_at(group.row_extra_at, (group.sequences, group.columns * group.width), np.int64)
 
 
 @jit(forceinline=True)
-def moves_of(h):
-    return array_at(h.moves_at, (h.moves_capacity, 5), np.int64)
+def copy_ops_of(group):
+    return array_at(group.copy_ops_at, (group.copy_ops_capacity, 5), np.int64)
 
 
 @jit(forceinline=True)
-def token_moves_of(h):
+def token_moves_of(group):
     """Rows (stream, row of the sequence, source slot, target slot). Those of a sequence follow each other."""
-    return array_at(h.token_moves_at, (h.token_moves_capacity, 4), np.int64)
+    return array_at(group.token_moves_at, (group.token_moves_capacity, 4), np.int64)
 
 
 @jit(forceinline=True)
-def accesses_of(h):
-    return array_at(h.accesses_at, (h.accesses_capacity, 3), np.int64)
+def accesses_of(group):
+    return array_at(group.accesses_at, (group.accesses_capacity, 3), np.int64)
 
 
 @jit(forceinline=True)
-def events_of(h):
-    return array_at(h.events_at, (h.event_capacity,), EVENT)
+def events_of(group):
+    return array_at(group.events_at, (group.event_capacity,), EVENT)
 
 
 @jit(forceinline=True)
-def gone_of(h):
-    return array_at(h.gone_at, (h.gone_capacity, 2), np.int64)
+def gone_of(group):
+    return array_at(group.gone_at, (group.gone_capacity, 2), np.int64)
 
 
 @jit(forceinline=True)
-def ring_of(h):
-    return record_at(h.ring_at, RING)
+def ring_of(group):
+    return record_at(group.ring_at, RING)
 
 
 @jit(forceinline=True)
-def counters_of(h):
-    return record_at(h.counters_at, COUNTED)
+def counters_of(group):
+    return record_at(group.counters_at, COUNTED)
 
 
 @jit(forceinline=True)
-def histograms_of(h):
-    return array_at(h.histograms_at, (HISTOGRAMS, BINS + 1), np.int64)
+def histograms_of(group):
+    return array_at(group.histograms_at, (HISTOGRAMS, BINS + 1), np.int64)
 
 
 @jit(forceinline=True)
 def change_word(blocks, b, refs, pins):
-    """Add to both halves of a block's word at once. Returns the new word. If a half would fall below zero, returns -1
-    and changes nothing."""
-    words = blocks["word"]
+    """Add to both halves of a block's reference word at once. Returns the new word. If a half would fall below zero,
+    returns -1 and changes nothing."""
+    ref_words = blocks["ref_word"]
     while True:
-        old = load(words, b)
+        old = load(ref_words, b)
         new_refs, new_pins = (old & REFS) + refs, (old >> 32) + pins
         if new_refs < 0 or new_pins < 0:
             return np.int64(-1)
         new = (new_pins << 32) | new_refs
-        if compare_exchange(words, b, old, new):
+        if compare_exchange(ref_words, b, old, new):
             return new
 
 
@@ -398,12 +399,12 @@ def change_word(blocks, b, refs, pins):
 def add_reference(blocks, b):
     """Add a reference to a block, under the state lock. Returns the new word.
 
-    Only a holder may change the word of a block without the lock. If the word is zero, nobody holds the block, so no
-    exchange is needed.
+    Only a holder may change the reference word of a block without the lock. If the word is zero, nobody holds the
+    block, so no exchange is needed.
     """
-    words = blocks["word"]
-    if load(words, b) == 0:
-        store(words, b, 1)
+    ref_words = blocks["ref_word"]
+    if load(ref_words, b) == 0:
+        store(ref_words, b, 1)
         return np.int64(1)
     return change_word(blocks, np.int64(b), np.int64(1), np.int64(0))
 
@@ -412,28 +413,28 @@ def add_reference(blocks, b):
 def drop_reference(blocks, b):
     """Drop a reference of the caller, under the state lock. Returns the new word. The last hold needs no exchange
     either."""
-    words = blocks["word"]
-    if load(words, b) == 1:
-        store(words, b, 0)
+    ref_words = blocks["ref_word"]
+    if load(ref_words, b) == 1:
+        store(ref_words, b, 0)
         return np.int64(0)
     return change_word(blocks, np.int64(b), np.int64(-1), np.int64(0))
 
 
 @jit(forceinline=True)
-def pool_id(h, b):
+def pool_id(group, b):
     """The pool id of a block of a group."""
-    return b + (h.device_first if b < h.device_blocks else h.host_first)
+    return b + (group.device_first if b < group.device_blocks else group.host_first)
 
 
 @jit
-def place_of(heads, b):
+def place_of(groups, b):
     """The group of a block and its id there, from its pool id. (NONE, NONE) for an id outside the pool."""
-    for g in range(heads.shape[0]):
-        h = head(heads, g)
-        if h.device_first <= b < h.device_first + h.device_blocks:
-            return np.int64(g), b - h.device_first
-        if h.host_first + h.device_blocks <= b < h.host_first + h.blocks:
-            return np.int64(g), b - h.host_first
+    for g in range(groups.shape[0]):
+        group = group_at(groups, g)
+        if group.device_first <= b < group.device_first + group.device_blocks:
+            return np.int64(g), b - group.device_first
+        if group.host_first + group.device_blocks <= b < group.host_first + group.blocks:
+            return np.int64(g), b - group.host_first
     return np.int64(NONE), np.int64(NONE)
 
 

@@ -25,7 +25,7 @@ from kvpool.state.records import (
     RECURRENT,
     blocks_of,
     extra_of,
-    head,
+    group_at,
     no_extra,
     request_at,
     row_extra_of,
@@ -43,8 +43,8 @@ def request_tokens(request):
 
 
 @jit(forceinline=True)
-def request_keys(h, request):
-    return array_at(request.keys_at, (request.length // h.width, 2), np.int64)
+def request_keys(group, request):
+    return array_at(request.keys_at, (request.length // group.width, 2), np.int64)
 
 
 @jit(forceinline=True)
@@ -60,9 +60,9 @@ def reusable(request):
 
 
 @jit(forceinline=True)
-def slot_for(h, r):
+def slot_for(group, r):
     """The row that request ``r`` of a batch gets: one of the free rows."""
-    return rows_of(h)[h.free_rows - 1 - r]
+    return rows_of(group)[group.free_rows - 1 - r]
 
 
 @jit
@@ -83,45 +83,50 @@ def describe(requests, tokens, keys, extra, namespace, root0, root1, fresh, priv
 
 
 @jit
-def describe_and_hash(heads, first, requests, tokens, keys, extra, namespace, root0, root1, fresh, private):
+def describe_and_hash(groups, first, requests, tokens, keys, extra, namespace, root0, root1, fresh, private):
     """``describe``, and then ``hash_request`` from block ``first`` on, whose result it returns."""
     describe(requests, tokens, keys, extra, namespace, root0, root1, fresh, private)
-    return hash_request(heads, requests, first)
+    return hash_request(groups, requests, first)
 
 
 @jit(forceinline=True)
-def blocks_for(h, tokens):
-    return (tokens + h.width - 1) // h.width
+def blocks_for(group, tokens):
+    return (tokens + group.width - 1) // group.width
 
 
 @jit
-def parent_of(h, request, i):
+def parent_of(group, request, i):
     """Key of the block before block ``i`` of a prompt."""
     if i == 0:
         return request.root0, request.root1
-    keys = request_keys(h, request)
+    keys = request_keys(group, request)
     return keys[i - 1, 0], keys[i - 1, 1]
 
 
 @jit
-def hash_request(heads, requests, first):
+def hash_request(groups, requests, first):
     """Write the keys of a request's full blocks, from block ``first`` on, to the address in the request. The earlier
     keys are there already. Returns how many blocks it hashed. It reads only parts of the state that never change, so it
     needs no lock."""
-    h, request = head(heads, 0), request_at(requests, 0)
-    tokens, keys, extra, width = request_tokens(request), request_keys(h, request), request_extra(request), h.width
-    parent0, parent1 = parent_of(h, request, first)
+    group, request = group_at(groups, 0), request_at(requests, 0)
+    tokens, keys, extra, width = (
+        request_tokens(request),
+        request_keys(group, request),
+        request_extra(request),
+        group.width,
+    )
+    parent0, parent1 = parent_of(group, request, first)
     i, plain = first, extra.shape[0] == 0 and width % 2 == 0
     while i < keys.shape[0]:
         if plain and i + 4 * LANES <= keys.shape[0]:
             words = array_at(request.tokens_at + 4 * i * width, (LANES, width >> 1), np.uint64)
             # Scratch, where later keys will be.
             states = array_at(request.keys_at + 16 * (i + LANES), (6, LANES), np.uint64)
-            parent0, parent1 = keys_in_lanes(h, words, parent0, parent1, keys[i:], states)
+            parent0, parent1 = keys_in_lanes(group, words, parent0, parent1, keys[i:], states)
             i += LANES
             continue
         block_extra = extra[i * width : (i + 1) * width] if extra.shape[0] > 0 else extra
-        parent0, parent1 = key_in(h, tokens[i * width : (i + 1) * width], block_extra, parent0, parent1)
+        parent0, parent1 = key_in(group, tokens[i * width : (i + 1) * width], block_extra, parent0, parent1)
         keys[i, 0], keys[i, 1] = parent0, parent1
         i += 1
     return max(keys.shape[0] - first, 0)
@@ -141,86 +146,86 @@ def retention_at(request, position):
 
 
 @jit
-def note(h, slot, at, tokens, extra, start, count):
+def note(group, slot, at, tokens, extra, start, count):
     """Note ``count`` tokens of a sequence from its position ``at`` on. An empty ``extra`` stands for zeros."""
-    memcpy(address_of(row_tokens_of(h)[slot]) + 4 * at, address_of(tokens) + 4 * start, 4 * count)
-    if h.has_extra:
-        mine = row_extra_of(h)[slot]
+    memcpy(address_of(row_tokens_of(group)[slot]) + 4 * at, address_of(tokens) + 4 * start, 4 * count)
+    if group.has_extra:
+        mine = row_extra_of(group)[slot]
         for i in range(count):
             mine[at + i] = extra[start + i] if extra.shape[0] > 0 else 0
 
 
 @jit
-def note_prompt(h, request, slot):
+def note_prompt(group, request, slot):
     """Note the tokens of an admitted prompt after the part that it reuses, and the key of that part."""
-    sequence = sequences_of(h)[slot]
-    sequence.chain0, sequence.chain1 = parent_of(h, request, sequence.reused)
-    start = sequence.reused * h.width
-    note(h, slot, start, request_tokens(request), request_extra(request), start, request.length - start)
+    sequence = sequences_of(group)[slot]
+    sequence.chain0, sequence.chain1 = parent_of(group, request, sequence.reused)
+    start = sequence.reused * group.width
+    note(group, slot, start, request_tokens(request), request_extra(request), start, request.length - start)
 
 
 @jit
-def _noted(h, slot):
+def _noted(group, slot):
     """The tokens that are noted of a sequence: the first position, and the position after the last."""
-    sequence = sequences_of(h)[slot]
-    return sequence.committed // h.width * h.width, np.int64(sequence.length)
+    sequence = sequences_of(group)[slot]
+    return sequence.committed // group.width * group.width, np.int64(sequence.length)
 
 
 @jit
-def copy_row(h, source, target):
+def copy_row(group, source, target):
     """Copy the notes of a sequence to its fork."""
-    first, last = _noted(h, source)
-    note(h, target, first, row_tokens_of(h)[source], row_extra_of(h)[source], first, last - first)
+    first, last = _noted(group, source)
+    note(group, target, first, row_tokens_of(group)[source], row_extra_of(group)[source], first, last - first)
 
 
 @jit
-def reorder_rows(h, slots, parents, column):
+def reorder_rows(group, slots, parents, column):
     """Give each sequence the notes of its parent. The sequences' records are still the old ones. ``column`` int64[n] is
     scratch."""
-    first, last = np.int64(h.columns * h.width), np.int64(0)
+    first, last = np.int64(group.columns * group.width), np.int64(0)
     for i in range(slots.shape[0]):
-        low, high = _noted(h, slots[i])
+        low, high = _noted(group, slots[i])
         first, last = min(first, low), max(last, high)
     for at in range(first, last):
         for i in range(slots.shape[0]):
-            column[i] = row_tokens_of(h)[slots[i], at]
+            column[i] = row_tokens_of(group)[slots[i], at]
         for i in range(slots.shape[0]):
-            row_tokens_of(h)[slots[i], at] = column[parents[i]]
-        if h.has_extra:
+            row_tokens_of(group)[slots[i], at] = column[parents[i]]
+        if group.has_extra:
             for i in range(slots.shape[0]):
-                column[i] = row_extra_of(h)[slots[i], at]
+                column[i] = row_extra_of(group)[slots[i], at]
             for i in range(slots.shape[0]):
-                row_extra_of(h)[slots[i], at] = column[parents[i]]
+                row_extra_of(group)[slots[i], at] = column[parents[i]]
 
 
 @jit
-def column_key(h, slot, i, parent0, parent1):
+def column_key(group, slot, i, parent0, parent1):
     """The key of column ``i`` of a sequence, whose tokens are noted, given the key of the columns before."""
-    at = i * h.width
-    extra = row_extra_of(h)[slot][at : at + h.width] if h.has_extra else no_extra(h)
-    return key_in(h, row_tokens_of(h)[slot][at : at + h.width], extra, parent0, parent1)
+    at = i * group.width
+    extra = row_extra_of(group)[slot][at : at + group.width] if group.has_extra else no_extra(group)
+    return key_in(group, row_tokens_of(group)[slot][at : at + group.width], extra, parent0, parent1)
 
 
 @jit
-def _write_ids(h, slot, i, b):
+def _write_ids(group, slot, i, b):
     """Give a block the ids of the tokens of its column."""
-    blocks, at = blocks_of(h), i * h.width
-    memcpy(address_of(tokens_of(h)[b]), address_of(row_tokens_of(h)[slot]) + 4 * at, 4 * h.width)
-    blocks[b].filled = h.width
+    blocks, at = blocks_of(group), i * group.width
+    memcpy(address_of(tokens_of(group)[b]), address_of(row_tokens_of(group)[slot]) + 4 * at, 4 * group.width)
+    blocks[b].filled = group.width
     blocks[b].flags &= ~EXTRA
-    if h.has_extra:
-        mine, extra = extra_of(h)[b], row_extra_of(h)[slot]
-        for j in range(h.width):
+    if group.has_extra:
+        mine, extra = extra_of(group)[b], row_extra_of(group)[slot]
+        for j in range(group.width):
             mine[j] = extra[at + j]
             if mine[j] != 0:
                 blocks[b].flags |= EXTRA
 
 
 @jit
-def name(h, slot, first, last):
+def name(group, slot, first, last):
     """Give keys to the blocks in the full columns [first, last) of a sequence, which it has now committed, and to the
     row itself."""
-    blocks, sequence, row = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot]
+    blocks, sequence, row = blocks_of(group), sequences_of(group)[slot], table_of(group)[slot]
     key0, key1, done = sequence.chain0, sequence.chain1, first
     for i in range(first, last + 1):
         b = row[i] if i < last else NONE
@@ -230,35 +235,35 @@ def name(h, slot, first, last):
             key0, key1, done = blocks[b].key0, blocks[b].key1, i + 1
             continue
         for j in range(done, i):
-            key0, key1 = column_key(h, slot, j, key0, key1)
+            key0, key1 = column_key(group, slot, j, key0, key1)
         done = i
         if b != NONE:
             blocks[b].parent0, blocks[b].parent1 = key0, key1
-            key0, key1 = column_key(h, slot, i, key0, key1)
+            key0, key1 = column_key(group, slot, i, key0, key1)
             blocks[b].key0, blocks[b].key1, done = key0, key1, i + 1
             blocks[b].flags |= KEYED
-            _write_ids(h, slot, i, b)
+            _write_ids(group, slot, i, b)
     sequence.chain0, sequence.chain1 = key0, key1
 
 
 @jit
-def read_row(heads, g, slot, tokens, extra, keys):
+def read_row(groups, g, slot, tokens, extra, keys):
     """Copy a row of group ``g``. Returns how many leading ``keys`` it had, or NONE if a column has no block.
 
     ``tokens`` int32[length]; ``extra`` int64[length], or int64[0] if no token of the pool has one; ``keys`` uint64[full
     blocks, 2]. A full block that is not committed has no key yet, unless it is of the prompt.
     """
-    h = head(heads, g)
-    blocks, row, width = blocks_of(h), table_of(h)[slot], h.width
+    group = group_at(groups, g)
+    blocks, row, width = blocks_of(group), table_of(group)[slot], group.width
     known = 0
-    for i in range(sequences_of(h)[slot].blocks):
+    for i in range(sequences_of(group)[slot].blocks):
         b = row[i]
         if b == NONE:
             return NONE
         at, count = i * width, min(width, tokens.shape[0] - i * width)
-        memcpy(address_of(tokens) + 4 * at, address_of(tokens_of(h)[b]), 4 * count)
+        memcpy(address_of(tokens) + 4 * at, address_of(tokens_of(group)[b]), 4 * count)
         if extra.shape[0] and blocks[b].flags & EXTRA:
-            memcpy(address_of(extra) + 8 * at, address_of(extra_of(h)[b]), 8 * count)
+            memcpy(address_of(extra) + 8 * at, address_of(extra_of(group)[b]), 8 * count)
         if known == i and i < keys.shape[0] and blocks[b].flags & KEYED:
             keys[i, 0], keys[i, 1] = blocks[b].key0, blocks[b].key1
             known += 1
@@ -269,96 +274,96 @@ def read_row(heads, g, slot, tokens, extra, keys):
 
 
 @jit(forceinline=True)
-def finds(h):
+def finds(group):
     """Whether prompts find content in this group. Then its rows have the tokens of their sequences."""
-    return h.kind != CROSS
+    return group.kind != CROSS
 
 
 @jit(forceinline=True)
-def has_states(h):
+def has_states(group):
     """Whether its blocks are states, which are written as a whole."""
-    return h.kind == RECURRENT
+    return group.kind == RECURRENT
 
 
 @jit(forceinline=True)
-def needs_all(h):
+def needs_all(group):
     """Whether all blocks of a prefix are needed to reuse it."""
-    return h.kind == ATTENTION and h.window == 0
+    return group.kind == ATTENTION and group.window == 0
 
 
 @jit(forceinline=True)
-def finds_parts(h):
+def finds_parts(group):
     """Whether prompts can reuse the first tokens of a block."""
-    return h.kind == ATTENTION and h.child_buckets != 0
+    return group.kind == ATTENTION and group.child_buckets != 0
 
 
 @jit(forceinline=True)
-def columns_for(h, request):
+def columns_for(group, request):
     """How many columns of a row a prompt takes in this group."""
-    return blocks_for(h, request.length if finds(h) else request.encoder)
+    return blocks_for(group, request.length if finds(group) else request.encoder)
 
 
 @jit(forceinline=True)
-def has_block(h, request, i, columns):
+def has_block(group, request, i, columns):
     """Whether column ``i`` of the first ``columns``, which begin with a prompt, has a block if it is not reused.
 
     In a recurrent group, the columns whose state is kept have one, and the last column.
     """
-    if not has_states(h):
+    if not has_states(group):
         return True
-    return i == columns - 1 or keeps_state(h, i, kept_column(h, request))
+    return i == columns - 1 or keeps_state(group, i, kept_column(group, request))
 
 
 @jit(forceinline=True)
-def kept_column(h, request):
+def kept_column(group, request):
     """The last column of a prompt whose state the same prompt could reuse."""
-    return reusable(request) // h.width - 1
+    return reusable(request) // group.width - 1
 
 
 @jit(forceinline=True)
-def keeps_state(h, i, kept):
+def keeps_state(group, i, kept):
     """Whether the state after column ``i`` of a sequence is kept for others to find. ``kept`` is that column of its
     prompt."""
-    return i == kept or (h.snapshot != 0 and (i + 1) % h.snapshot == 0)
+    return i == kept or (group.snapshot != 0 and (i + 1) % group.snapshot == 0)
 
 
 @jit(forceinline=True)
-def state_at(h, slot, count):
+def state_at(group, slot, count):
     """The column of the state after ``count`` tokens of a sequence. NONE for 0 tokens."""
-    i = (count - 1) // h.width
-    while i >= 0 and table_of(h)[slot, i] == NONE:
+    i = (count - 1) // group.width
+    while i >= 0 and table_of(group)[slot, i] == NONE:
         i += 1
     return i
 
 
 @jit
-def fresh_blocks(h, request, matched, columns):
+def fresh_blocks(group, request, matched, columns):
     """How many blocks a prompt takes after ``matched`` columns, until it has ``columns``."""
-    if not has_states(h):
+    if not has_states(group):
         return columns - matched
     count = 0
     for i in range(matched, columns):
-        count += 1 if has_block(h, request, i, columns) else 0
+        count += 1 if has_block(group, request, i, columns) else 0
     return count
 
 
 @jit
-def fresh_of(heads, g, requests, matched, columns):
+def fresh_of(groups, g, requests, matched, columns):
     """``fresh_blocks`` of the first of ``requests`` in group ``g``."""
-    return fresh_blocks(head(heads, g), request_at(requests, 0), matched, columns)
+    return fresh_blocks(group_at(groups, g), request_at(requests, 0), matched, columns)
 
 
 @jit
-def has_all(heads, g):
+def has_all(groups, g):
     """Whether the rows of a group have blocks for all of their tokens."""
-    return needs_all(head(heads, g))
+    return needs_all(group_at(groups, g))
 
 
 @jit
-def has_windows(heads, g):
+def has_windows(groups, g):
     """Whether the rows of a group have blocks for all tokens that a window has not passed."""
-    h = head(heads, g)
-    return finds(h) and not has_states(h) and not needs_all(h)
+    group = group_at(groups, g)
+    return finds(group) and not has_states(group) and not needs_all(group)
 
 
 # -- windows -------------------------------------------------------------------------------------------
@@ -368,25 +373,25 @@ def has_windows(heads, g):
 
 
 @jit(forceinline=True)
-def kept_from(h, count):
+def kept_from(group, count):
     """The first block after the sinks that is needed once ``count`` tokens are computed.
 
     It is the first block that the next token sees, or the last full block if that comes before. The key of the last
     full block is the parent of the next key, and a hit compares its tokens.
     """
-    return max(h.sinks, min((count - h.window + 1) // h.width, count // h.width - 1))
+    return max(group.sinks, min((count - group.window + 1) // group.width, count // group.width - 1))
 
 
 @jit(forceinline=True)
-def holes(h, slot):
+def holes(group, slot):
     """How many blocks a sequence has given back because its window has passed them."""
-    return max(sequences_of(h)[slot].first - h.sinks, 0)
+    return max(sequences_of(group)[slot].first - group.sinks, 0)
 
 
 @jit(forceinline=True)
-def least(h, slot):
+def least(group, slot):
     """How many tokens a sequence must keep, so that everything its next token sees is still there."""
-    if holes(h, slot) == 0:
+    if holes(group, slot) == 0:
         return 0
-    first = sequences_of(h)[slot].first * h.width
-    return first + max(h.window - 1, h.width)
+    first = sequences_of(group)[slot].first * group.width
+    return first + max(group.window - 1, group.width)

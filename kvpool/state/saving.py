@@ -25,7 +25,7 @@ from kvpool.state.records import (
     PUBLISHED,
     blocks_of,
     events_of,
-    head,
+    group_at,
     lists_of,
     ring_of,
 )
@@ -37,43 +37,43 @@ CURSOR, PLACE, MISSED = range(3)
 
 
 @jit(nogil=False)
-def open_dirty_cursor(heads, pending):
+def open_dirty_cursor(groups, pending):
     """Open a cursor that has read nothing. ``pending``: whether content that is evicted unread is counted."""
     cursor = np.int64(0)
-    while cursor < SAVERS and head(heads, 0).cursors >> cursor & 1:
+    while cursor < SAVERS and group_at(groups, 0).cursors >> cursor & 1:
         cursor += 1
     if cursor == SAVERS:
         raise RuntimeError("more dirty-block cursors than a pool can have")
     bit = np.int64(1) << cursor
-    for g in range(heads.shape[0]):
-        h = head(heads, g)
-        h.cursors |= bit
-        h.pending |= bit if pending else 0
-        for b in range(h.blocks):
-            blocks_of(h)[b].saved &= ~bit
+    for g in range(groups.shape[0]):
+        group = group_at(groups, g)
+        group.cursors |= bit
+        group.pending |= bit if pending else 0
+        for b in range(group.blocks):
+            blocks_of(group)[b].saved &= ~bit
     return cursor
 
 
 @jit(nogil=False)
-def close_dirty_cursor(heads, cursor):
-    for g in range(heads.shape[0]):
-        h = head(heads, g)
-        h.cursors &= ~(np.int64(1) << cursor)
-        h.pending &= h.cursors
+def close_dirty_cursor(groups, cursor):
+    for g in range(groups.shape[0]):
+        group = group_at(groups, g)
+        group.cursors &= ~(np.int64(1) << cursor)
+        group.pending &= group.cursors
     return np.int64(0)
 
 
 @jit
-def _read(h, b, cursor, uses, report, count):
+def _read(group, b, cursor, uses, report, count):
     """Read block ``b`` for a cursor, if it is cached, was used at least ``uses`` times, and was not read. A cursor of
     NONE reads every block. Returns how many rows of ``report`` are filled now."""
-    blocks, bit = blocks_of(h), np.int64(1) << cursor if cursor != NONE else np.int64(0)
+    blocks, bit = blocks_of(group), np.int64(1) << cursor if cursor != NONE else np.int64(0)
     if b == NONE or not blocks[b].flags & PUBLISHED or blocks[b].saved & bit or blocks[b].uses < uses:
         return count
     blocks[b].saved |= bit
     if blocks[b].other_copy != NONE:
         blocks[blocks[b].other_copy].saved |= bit
-    report[count, 0] = h.group
+    report[count, 0] = group.number
     report[count, 1] = blocks[b].key0
     report[count, 2] = blocks[b].key1
     report[count, 3] = blocks[b].namespace
@@ -82,11 +82,11 @@ def _read(h, b, cursor, uses, report, count):
 
 
 @jit(nogil=False)
-def stored(heads, cursor, at, report):
+def stored(groups, cursor, at, report):
     """Tell of what was stored since the event ``at[CURSOR]``, by the events. ``at`` int64[3] goes on. If some events
     are gone, they are counted in ``at[MISSED]``, and a ``sweep`` is due: ``at[PLACE]`` is 0. Returns how many rows are
     filled. Looks at no more events than there are rows."""
-    h0 = head(heads, 0)
+    h0 = group_at(groups, 0)
     ring, count = ring_of(h0), 0
     gone = ring.next - h0.event_capacity - at[CURSOR]
     if gone > 0:
@@ -95,64 +95,64 @@ def stored(heads, cursor, at, report):
     for i in range(at[CURSOR], last):
         event = events_of(h0)[i % h0.event_capacity]
         if event.kind == STORED:
-            h = head(heads, event.group)
-            count = _read(h, find_key(h, event.key0, event.key1), cursor, 1, report, count)
+            group = group_at(groups, event.group)
+            count = _read(group, find_key(group, event.key0, event.key1), cursor, 1, report, count)
     at[CURSOR] = last
     return np.int64(count)
 
 
 @jit(nogil=False)
-def sweep(heads, cursor, uses, at, report):
+def sweep(groups, cursor, uses, at, report):
     """Tell of what was used so often, of as many blocks as there are rows, from ``at[PLACE]`` on. After the last block
     of the pool that is NONE. Returns how many rows are filled."""
     count, place, most = 0, at[PLACE], report.shape[0]
-    for g in range(heads.shape[0]):
-        h = head(heads, g)
-        for b in range(max(place, 0), min(place + most, h.blocks)):
-            count = _read(h, np.int64(b), cursor, uses, report, count)
-        place -= h.blocks
+    for g in range(groups.shape[0]):
+        group = group_at(groups, g)
+        for b in range(max(place, 0), min(place + most, group.blocks)):
+            count = _read(group, np.int64(b), cursor, uses, report, count)
+        place -= group.blocks
     at[PLACE] = NONE if place + most >= 0 else at[PLACE] + most
     return np.int64(count)
 
 
 @jit(nogil=False)
-def victims(heads, cursor, margins, report):
+def victims(groups, cursor, margins, report):
     """Tell of what the host evicts soon: of the victims of each group, as many as ``margins`` int64[groups] says, less
     those that have nothing to lose. The next victim comes first. Returns how many rows are filled."""
     count = 0
-    for g in range(heads.shape[0]):
-        h = head(heads, g)
-        lists, first = lists_of(h), HOST * LISTS_PER_TIER
+    for g in range(groups.shape[0]):
+        group = group_at(groups, g)
+        lists, first = lists_of(group), HOST * LISTS_PER_TIER
         left = margins[g] - lists[first + EMPTY, 2] - lists[first + CLEAN, 2]
-        expect_victims(h, np.int64(HOST), left)
+        expect_victims(group, np.int64(HOST), left)
         for which in range(lists[LOWEST + HOST, 0], EMPTY):
             b = np.int64(lists[first + which, 0])
             while b != NONE and left > 0 and count < report.shape[0]:
-                count = _read(h, b, cursor, 1, report, count)
+                count = _read(group, b, cursor, 1, report, count)
                 left -= 1
-                b = np.int64(blocks_of(h)[b].next)
+                b = np.int64(blocks_of(group)[b].next)
     return np.int64(count)
 
 
 @jit(nogil=False)
-def held(heads, cursor, ids, report):
+def held(groups, cursor, ids, report):
     """Tell of blocks that the caller holds. Returns how many rows are filled."""
     count = 0
     for i in range(ids.shape[0]):
-        count = _read(head(heads, 0), np.int64(ids[i]), cursor, 1, report, count)
+        count = _read(group_at(groups, 0), np.int64(ids[i]), cursor, 1, report, count)
     return np.int64(count)
 
 
 @jit(nogil=False)
-def put_back(heads, g, ids, before):
+def put_back(groups, g, ids, before):
     """Put blocks that nobody holds any more where they were in their lists, since to be saved is no use. ``before``
     int64[n, 3] has of each its ``prev``, ``used_at`` and ``key0`` while it was held.
 
     They come behind the block that was before them, if it is there and was not used since; else they are the next
     victims. The last of ``ids`` comes first. What has other content now, or is held by others, stays as it is.
     """
-    h, behind = head(heads, g), np.int64(NONE)
-    blocks, lists = blocks_of(h), lists_of(h)
+    group, behind = group_at(groups, g), np.int64(NONE)
+    blocks, lists = blocks_of(group), lists_of(group)
     for i in range(ids.shape[0]):
         b = ids[i]
         if blocks[b].list < 0 or np.int64(blocks[b].key0) != before[i, 2]:

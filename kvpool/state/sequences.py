@@ -41,7 +41,7 @@ from kvpool.state.records import (
     counters_of,
     drop_reference,
     extra_in,
-    head,
+    group_at,
     rows_of,
     sequences_of,
     table_of,
@@ -58,24 +58,24 @@ def slot_of(sequence_id):
 
 
 @jit
-def row_of(h, sequence_id):
+def row_of(group, sequence_id):
     """The row of a sequence, running or swapped out, or NONE."""
     slot = slot_of(sequence_id)
-    if sequence_id < 0 or slot >= h.sequences:
+    if sequence_id < 0 or slot >= group.sequences:
         return NONE
-    sequence = sequences_of(h)[slot]
+    sequence = sequences_of(group)[slot]
     return slot if sequence.live & (LIVE | SWAPPED) and sequence.generation == sequence_id >> 32 else NONE
 
 
 @jit
-def check_rows(h, ids, usable, kinds):
+def check_rows(group, ids, usable, kinds):
     """0 if all ids are different sequences of ``kinds`` (LIVE, SWAPPED or both), and, with ``usable``, none of them has
     lost a block. Else the error; ``detail`` has the place of the offender."""
-    sequences = sequences_of(h)
+    sequences = sequences_of(group)
     error = 0
     n = 0
     while n < ids.shape[0]:
-        slot = row_of(h, ids[n])
+        slot = row_of(group, ids[n])
         if slot == NONE:
             error = UNKNOWN
         elif not sequences[slot].live & kinds:
@@ -85,7 +85,7 @@ def check_rows(h, ids, usable, kinds):
         elif usable and sequences[slot].failed:
             error = FAILED
         if error:
-            h.detail = n
+            group.detail = n
             break
         sequences[slot].mark = 1
         n += 1
@@ -95,94 +95,94 @@ def check_rows(h, ids, usable, kinds):
 
 
 @jit
-def check(h, ids, usable):
+def check(group, ids, usable):
     """``check_rows`` of running sequences."""
-    return check_rows(h, ids, usable, LIVE)
+    return check_rows(group, ids, usable, LIVE)
 
 
 @jit
-def refuse(heads, g, error):
+def refuse(groups, g, error):
     """Put the details of an error from group ``g`` into the first header, where the caller looks for them. Returns the
     error."""
-    first, refused = head(heads, 0), head(heads, g)
+    first, refused = group_at(groups, 0), group_at(groups, g)
     first.detail, first.bound, first.detail_group = refused.detail, refused.bound, g
     return np.int64(error)
 
 
 @jit
-def check_kinds(heads, ids, usable, kinds):
+def check_kinds(groups, ids, usable, kinds):
     """``check_rows`` for all groups. They have the same rows."""
-    error = check_rows(head(heads, 0), ids, usable, np.int64(kinds))
-    return refuse(heads, 0, error) if error else np.int64(0)
+    error = check_rows(group_at(groups, 0), ids, usable, np.int64(kinds))
+    return refuse(groups, 0, error) if error else np.int64(0)
 
 
 @jit
-def check_ids(heads, ids, usable):
+def check_ids(groups, ids, usable):
     """``check_kinds`` of running sequences. This is where a sequence that lost a block to a refused copy is refused."""
-    return check_kinds(heads, ids, usable, LIVE)
+    return check_kinds(groups, ids, usable, LIVE)
 
 
 @jit(nogil=False)
-def are_short(heads, g, ids, most):
+def are_short(groups, g, ids, most):
     """Whether these sequences, which are not checked, have up to ``most`` tokens together. A guess without the state
     lock."""
-    h = head(heads, g)
+    group = group_at(groups, g)
     tokens = np.int64(0)
     for i in range(ids.shape[0]):
         slot = slot_of(ids[i])
-        tokens += np.int64(sequences_of(h)[slot].length) if slot < h.sequences else 0
+        tokens += np.int64(sequences_of(group)[slot].length) if slot < group.sequences else 0
     return tokens <= most
 
 
 @jit
-def follow(h, ids):
+def follow(group, ids):
     """Note that the engine continues with these sequences, which were checked, on the stream of the call."""
     for i in range(ids.shape[0]):
-        stream_of(h, slot_of(ids[i]))
+        stream_of(group, slot_of(ids[i]))
 
 
 @jit
-def use(heads, ids):
+def use(groups, ids):
     """``follow`` in all groups. Returns 0, or an error with nothing changed."""
-    error = check_ids(heads, ids, True)
+    error = check_ids(groups, ids, True)
     if not error:
-        for g in range(heads.shape[0]):
-            follow(head(heads, g), ids)
+        for g in range(groups.shape[0]):
+            follow(group_at(groups, g), ids)
     return error
 
 
 @jit
-def stream_of(h, slot):
+def stream_of(group, slot):
     """The stream of a sequence in this call: the one that the call names, which then waits for the last one used.
     Without a name, the last one used."""
-    sequence = sequences_of(h)[slot]
-    if h.stream != NONE and h.stream != sequence.stream:
+    sequence = sequences_of(group)[slot]
+    if group.stream != NONE and group.stream != sequence.stream:
         if sequence.stream != NONE:
-            emit_access(h, FOLLOWS, h.stream, sequence.stream)
-        sequence.stream = h.stream
+            emit_access(group, FOLLOWS, group.stream, sequence.stream)
+        sequence.stream = group.stream
     return np.int64(sequence.stream)
 
 
 @jit
-def within(h, need, free):
+def within(group, need, free):
     """``need``, if there are so many ``free`` blocks. Else SHORT_OF_BLOCKS, with both numbers as its details."""
     if need <= free:
         return np.int64(need)
-    h.detail, h.bound = need, free
+    group.detail, group.bound = need, free
     return np.int64(SHORT_OF_BLOCKS)
 
 
 @jit
-def give_columns(h, slot, first, last, front):
+def give_columns(group, slot, first, last, front):
     """Give back the blocks in the columns [first, last) of a row, the last one first. Work that is enqueued on the
     sequence's stream may still use them. Returns how many there were."""
-    row, stream, count = table_of(h)[slot], stream_of(h, slot), 0
+    row, stream, count = table_of(group)[slot], stream_of(group, slot), 0
     for i in range(last - 1, first - 1, -1):
         if row[i] != NONE:
             b, row[i] = np.int64(row[i]), NONE
-            emit_access(h, ACCESSED, stream, b)
-            if drop_reference(blocks_of(h), b) == 0:
-                on_release(h, b, front)
+            emit_access(group, ACCESSED, stream, b)
+            if drop_reference(blocks_of(group), b) == 0:
+                on_release(group, b, front)
             count += 1
     return count
 
@@ -195,59 +195,59 @@ NEAR, AHEAD, FAR = 10, 20, 24  # how many blocks ahead what has a key is loaded,
 
 
 @jit
-def _parent(h, slot, i):
+def _parent(group, slot, i):
     """The key of the block before block ``i`` of a sequence. Full committed blocks have keys."""
     if i == 0:
-        return sequences_of(h)[slot].root0, sequences_of(h)[slot].root1
-    before = blocks_of(h)[table_of(h)[slot, i - 1]]
+        return sequences_of(group)[slot].root0, sequences_of(group)[slot].root1
+    before = blocks_of(group)[table_of(group)[slot, i - 1]]
     return before.key0, before.key1
 
 
 @jit(forceinline=True)
-def _publish(h, b):
+def _publish(group, b):
     """Make a full block with a key the device copy of its content. Returns False if the content has a device copy
     already."""
-    blocks = blocks_of(h)
-    same_key = find_key(h, blocks[b].key0, blocks[b].key1)
+    blocks = blocks_of(group)
+    same_key = find_key(group, blocks[b].key0, blocks[b].key1)
     if same_key == NONE:
-        enter(h, b, PUBLISHED)
+        enter(group, b, PUBLISHED)
         return True
-    if not has_content(h, same_key, blocks[b].namespace, tokens_of(h)[b], extra_in(h, b), 0):
+    if not has_content(group, same_key, blocks[b].namespace, tokens_of(group)[b], extra_in(group, b), 0):
         return False  # other content has this key
-    if device_copy(h, same_key) != NONE:
+    if device_copy(group, same_key) != NONE:
         return False
     blocks[b].other_copy, blocks[same_key].other_copy = same_key, b
     blocks[b].uses = blocks[same_key].uses
-    on_insert(h, b)
+    on_insert(group, b)
     blocks[b].saved = blocks[same_key].saved
     blocks[b].flags |= PUBLISHED
-    emit(h, STORED, b)
-    on_change(h, same_key)
+    emit(group, STORED, b)
+    on_change(group, same_key)
     return True
 
 
 @jit
-def publish_range(h, slot, first, last):
+def publish_range(group, slot, first, last):
     """Publish the blocks with keys in [first, last) of a sequence. Some may have to wait as duplicates: the first of
     them is noted. Returns how many must wait."""
-    blocks, sequence, row = blocks_of(h), sequences_of(h)[slot], table_of(h)[slot]
+    blocks, sequence, row = blocks_of(group), sequences_of(group)[slot], table_of(group)[slot]
     waiting = 0
     for i in range(first, last):
         b = np.int64(row[i])
-        if i + AHEAD < last and needs_all(h):
-            expect(h, blocks[row[i + AHEAD]].key0)  # a guess, if it has no key yet
-            expect_child(h, np.int64(row[i + AHEAD]))
-            expect_found(h, blocks[row[i + NEAR]].key0)
+        if i + AHEAD < last and needs_all(group):
+            expect(group, blocks[row[i + AHEAD]].key0)  # a guess, if it has no key yet
+            expect_child(group, np.int64(row[i + AHEAD]))
+            expect_found(group, blocks[row[i + NEAR]].key0)
         if b == NONE or blocks[b].flags & (PUBLISHED | LOST):
             continue
-        if has_states(h) and not (blocks[b].flags & KEYED and keeps_state(h, i, sequence.kept)):
+        if has_states(group) and not (blocks[b].flags & KEYED and keeps_state(group, i, sequence.kept)):
             continue  # written again since it was committed, or about to become a later column
         if not blocks[b].flags & KEYED:
-            parent0, parent1 = _parent(h, slot, i)
-            blocks[b].key0, blocks[b].key1 = key_in(h, tokens_of(h)[b], extra_in(h, b), parent0, parent1)
+            parent0, parent1 = _parent(group, slot, i)
+            blocks[b].key0, blocks[b].key1 = key_in(group, tokens_of(group)[b], extra_in(group, b), parent0, parent1)
             blocks[b].parent0, blocks[b].parent1 = parent0, parent1
             blocks[b].flags |= KEYED
-        if sequence.private or _publish(h, b):
+        if sequence.private or _publish(group, b):
             continue
         waiting += 1
         if sequence.duplicates == NONE:
@@ -256,149 +256,159 @@ def publish_range(h, slot, first, last):
 
 
 @jit
-def publish_committed(h, slot, first, last):
+def publish_committed(group, slot, first, last):
     """``publish_range`` for blocks that were just committed. Content that was already cached has been computed
     twice."""
-    count = publish_range(h, slot, first, last) * h.width
-    sequences_of(h)[slot].recomputed += count
-    counters_of(h).recomputed_tokens += count
+    count = publish_range(group, slot, first, last) * group.width
+    sequences_of(group)[slot].recomputed += count
+    counters_of(group).recomputed_tokens += count
 
 
 @jit
-def retry_duplicates(h, slot):
+def retry_duplicates(group, slot):
     """Publish duplicates of a sequence. When they were committed, others had published their content; a device copy may
     have gone since."""
-    sequence = sequences_of(h)[slot]
+    sequence = sequences_of(group)[slot]
     first = sequence.duplicates
-    if first != NONE and sequence.removals != h.removals:
+    if first != NONE and sequence.removals != group.removals:
         sequence.duplicates = NONE
-        publish_range(h, slot, first, sequence.committed // h.width)
-        sequence.removals = h.removals
+        publish_range(group, slot, first, sequence.committed // group.width)
+        sequence.removals = group.removals
 
 
 @jit
-def give_passed(h, slot, before):
+def give_passed(group, slot, before):
     """Give back the blocks that no token after the committed ones sees, or the states from which nobody continues any
     more. ``before`` tokens had been committed."""
-    sequence = sequences_of(h)[slot]
-    if has_states(h):
-        first, last = max((before - 1) // h.width, 0), (sequence.committed - 1) // h.width
+    sequence = sequences_of(group)[slot]
+    if has_states(group):
+        first, last = max((before - 1) // group.width, 0), (sequence.committed - 1) // group.width
     else:
-        first, last = np.int64(sequence.first), kept_from(h, sequence.committed)
+        first, last = np.int64(sequence.first), kept_from(group, sequence.committed)
     if last > first:
-        counters_of(h).passed_blocks += give_columns(h, slot, first, last, BACK)
-        if h.window:
+        counters_of(group).passed_blocks += give_columns(group, slot, first, last, BACK)
+        if group.window:
             sequence.first = last
 
 
 @jit
-def commit_error(h, ids, counts):
+def commit_error(group, ids, counts):
     """0 if the first ``counts`` tokens of each sequence (int64[0] = all tokens of all) can be published, else the
     error. The ids were checked."""
     for i in range(counts.shape[0]):
-        sequence = sequences_of(h)[slot_of(ids[i])]
+        sequence = sequences_of(group)[slot_of(ids[i])]
         if counts[i] > sequence.length or counts[i] < sequence.committed:
-            h.detail, h.bound = i, sequence.length if counts[i] > sequence.length else sequence.committed
+            group.detail, group.bound = i, sequence.length if counts[i] > sequence.length else sequence.committed
             return BAD_COUNT
     return 0
 
 
 @jit
-def commit_rows(h, ids, counts):
+def commit_rows(group, ids, counts):
     """Publish the first ``counts`` tokens of each sequence. ``commit_error`` has found it possible."""
     for i in range(ids.shape[0]):
         slot = slot_of(ids[i])
-        sequence, row = sequences_of(h)[slot], table_of(h)[slot]
-        retry_duplicates(h, slot)
+        sequence, row = sequences_of(group)[slot], table_of(group)[slot]
+        retry_duplicates(group, slot)
         before = np.int64(sequence.committed)
         sequence.committed = counts[i] if counts.shape[0] else np.int64(sequence.length)
-        first, last, stream = before // h.width, sequence.committed // h.width, stream_of(h, slot)
-        end = state_at(h, slot, sequence.committed) + 1 if has_states(h) else blocks_for(h, sequence.committed)
+        first, last, stream = before // group.width, sequence.committed // group.width, stream_of(group, slot)
+        end = (
+            state_at(group, slot, sequence.committed) + 1
+            if has_states(group)
+            else blocks_for(group, sequence.committed)
+        )
         for at in range(first, end if sequence.committed > before else 0):
             if row[at] != NONE:
-                emit_access(h, WROTE, stream, np.int64(row[at]))
+                emit_access(group, WROTE, stream, np.int64(row[at]))
         if sequence.duplicates == NONE:
-            sequence.removals = h.removals
-        if has_states(h):
-            call(h.name, (h, slot, first, last))
-        publish_committed(h, slot, first, last)
-        if h.window or has_states(h):
-            call(h.give_passed, (h, slot, before))
+            sequence.removals = group.removals
+        if has_states(group):
+            call(group.name, (group, slot, first, last))
+        publish_committed(group, slot, first, last)
+        if group.window or has_states(group):
+            call(group.give_passed, (group, slot, before))
 
 
 @jit
-def _store_tail(h, slot, i, b):
+def _store_tail(group, slot, i, b):
     """Make the committed part of an unfull block a child of the block before, unless a sibling has all of these
     tokens."""
-    blocks, sequence = blocks_of(h), sequences_of(h)[slot]
+    blocks, sequence = blocks_of(group), sequences_of(group)[slot]
     blocks[b].flags &= ~KEYED
-    blocks[b].filled = sequence.committed % h.width
-    blocks[b].parent0, blocks[b].parent1 = _parent(h, slot, i)
-    if rival_child(h, b, True) == NONE:
-        enter(h, b, TAIL)
+    blocks[b].filled = sequence.committed % group.width
+    blocks[b].parent0, blocks[b].parent1 = _parent(group, slot, i)
+    if rival_child(group, b, True) == NONE:
+        enter(group, b, TAIL)
 
 
 @jit(forceinline=True)
-def forget_everywhere(h, b):
+def forget_everywhere(group, b):
     """Forget the content of a block that no sequence holds any more, and of its other copy, unless somebody holds
     that."""
-    if not blocks_of(h)[b].flags & PUBLISHED:
+    if not blocks_of(group)[b].flags & PUBLISHED:
         return
-    other = np.int64(blocks_of(h)[b].other_copy)
-    if other == NONE or blocks_of(h)[other].word & REFS == 0:
-        forget_both(h, b, other)
+    other = np.int64(blocks_of(group)[b].other_copy)
+    if other == NONE or blocks_of(group)[other].ref_word & REFS == 0:
+        forget_both(group, b, other)
 
 
 @jit(forceinline=True)
-def stored_tail(h, slot, store):
+def stored_tail(group, slot, store):
     """The column of the unfull block whose committed part a sequence leaves in the cache for partial matches. NONE if
     there is none."""
-    sequence = sequences_of(h)[slot]
-    if not store or sequence.private or sequence.failed or not h.child_buckets or sequence.committed % h.width == 0:
+    sequence = sequences_of(group)[slot]
+    if (
+        not store
+        or sequence.private
+        or sequence.failed
+        or not group.child_buckets
+        or sequence.committed % group.width == 0
+    ):
         return np.int64(NONE)
-    return sequence.committed // h.width
+    return sequence.committed // group.width
 
 
 @jit(forceinline=True)
-def give_back(h, slot, i, b, stream, store, tail):
+def give_back(group, slot, i, b, stream, store, tail):
     """Drop the hold of a sequence on ``b``, its block ``i``. The earlier blocks are still in its row. ``tail`` is a
     result of ``stored_tail``."""
-    blocks = blocks_of(h)
-    emit_access(h, ACCESSED, stream, b)
-    word = drop_reference(blocks, b)
-    if not store and i >= sequences_of(h)[slot].reused and word & REFS == 0:
-        forget_everywhere(h, b)
-    if word == 0:
+    blocks = blocks_of(group)
+    emit_access(group, ACCESSED, stream, b)
+    ref_word = drop_reference(blocks, b)
+    if not store and i >= sequences_of(group)[slot].reused and ref_word & REFS == 0:
+        forget_everywhere(group, b)
+    if ref_word == 0:
         if i == tail and not blocks[b].flags & PUBLISHED:  # as a fork does that has committed more of it
-            _store_tail(h, slot, i, b)
-        on_release(h, b, BACK)
+            _store_tail(group, slot, i, b)
+        on_release(group, b, BACK)
 
 
 @jit
-def _release(h, slot, store):
-    sequence, row = sequences_of(h)[slot], table_of(h)[slot]
-    stream, tail = stream_of(h, slot), stored_tail(h, slot, store)
+def _release(group, slot, store):
+    sequence, row = sequences_of(group)[slot], table_of(group)[slot]
+    stream, tail = stream_of(group, slot), stored_tail(group, slot, store)
     if store:
-        retry_duplicates(h, slot)
-    on_begin_release(h, slot)
+        retry_duplicates(group, slot)
+    on_begin_release(group, slot)
     for n in range(sequence.blocks):
         i = nth_released(n, sequence.blocks)
         b = np.int64(row[i])
-        prefetch(blocks_of(h), row[nth_released(min(n + FAR, sequence.blocks - 1), sequence.blocks)])
+        prefetch(blocks_of(group), row[nth_released(min(n + FAR, sequence.blocks - 1), sequence.blocks)])
         if b == NONE:
             continue
         row[i] = NONE
-        give_back(h, slot, i, b, stream, store, tail)
-    on_end_release(h, slot)
+        give_back(group, slot, i, b, stream, store, tail)
+    on_end_release(group, slot)
     sequence.live = sequence.length = sequence.blocks = sequence.first = 0
     sequence.generation = (sequence.generation + 1) & 0x7FFFFFFF
-    rows_of(h)[h.free_rows] = slot
-    h.free_rows += 1
+    rows_of(group)[group.free_rows] = slot
+    group.free_rows += 1
 
 
 @jit
-def release_rows(h, ids, store):
+def release_rows(group, ids, store):
     """Give back the blocks of sequences, the last block of each first, so that leaves age first. The ids were
     checked."""
     for i in range(ids.shape[0]):
-        _release(h, slot_of(ids[i]), store)
+        _release(group, slot_of(ids[i]), store)

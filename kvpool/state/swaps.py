@@ -33,7 +33,7 @@ from kvpool.state.records import (
     add_reference,
     blocks_of,
     counters_of,
-    head,
+    group_at,
     sequences_of,
     swapped_of,
     table_of,
@@ -51,7 +51,7 @@ from kvpool.state.tiers import (
     copy_content,
     emit,
     emit_access,
-    emit_move,
+    emit_copy,
     enter,
     expire,
     hold,
@@ -65,27 +65,27 @@ from kvpool.state.tiers import (
 
 
 @jit(forceinline=True)
-def _source_blocks(h, slot, tier):
+def _source_blocks(group, slot, tier):
     """The blocks that a sequence leaves, int32[columns]."""
-    return (table_of(h) if tier == HOST else swapped_of(h))[slot]
+    return (table_of(group) if tier == HOST else swapped_of(group))[slot]
 
 
 @jit(forceinline=True)
-def _target_blocks(h, slot, tier):
+def _target_blocks(group, slot, tier):
     """The blocks of a sequence on ``tier``."""
-    return (swapped_of(h) if tier == HOST else table_of(h))[slot]
+    return (swapped_of(group) if tier == HOST else table_of(group))[slot]
 
 
 @jit
-def _claim(h, slot, tier):
+def _claim(group, slot, tier):
     """Hold what the tier has already of a sequence. Returns how many blocks the tier lacks; each is counted once, and
     marked."""
-    blocks, need = blocks_of(h), np.int64(0)
-    sources, targets = _source_blocks(h, slot, tier), _target_blocks(h, slot, tier)
-    for i in range(sequences_of(h)[slot].blocks):
+    blocks, need = blocks_of(group), np.int64(0)
+    sources, targets = _source_blocks(group, slot, tier), _target_blocks(group, slot, tier)
+    for i in range(sequences_of(group)[slot].blocks):
         targets[i] = blocks[sources[i]].other_copy if sources[i] != NONE else NONE
         if targets[i] != NONE:
-            hold(h, np.int64(targets[i]))
+            hold(group, np.int64(targets[i]))
         elif sources[i] != NONE and not blocks[sources[i]].flags & ONBOARDING:
             blocks[sources[i]].flags |= ONBOARDING
             need += 1
@@ -93,55 +93,61 @@ def _claim(h, slot, tier):
 
 
 @jit
-def _unclaim(h, slot, tier):
+def _unclaim(group, slot, tier):
     """Undo ``_claim``. Call it in the reverse order."""
-    sources, targets = _source_blocks(h, slot, tier), _target_blocks(h, slot, tier)
-    for i in range(sequences_of(h)[slot].blocks - 1, -1, -1):
+    sources, targets = _source_blocks(group, slot, tier), _target_blocks(group, slot, tier)
+    for i in range(sequences_of(group)[slot].blocks - 1, -1, -1):
         if targets[i] != NONE:
-            unhold(h, np.int64(targets[i]))
+            unhold(group, np.int64(targets[i]))
         elif sources[i] != NONE:
-            blocks_of(h)[sources[i]].flags &= ~ONBOARDING
+            blocks_of(group)[sources[i]].flags &= ~ONBOARDING
         targets[i] = NONE
 
 
 @jit
-def _untime(h, slot, tier):
+def _untime(group, slot, tier):
     """Remove claimed blocks from the expiries, once everything is known to fit. A heap cannot be undone to the byte."""
-    targets = _target_blocks(h, slot, tier)
-    for i in range(sequences_of(h)[slot].blocks):
+    targets = _target_blocks(group, slot, tier)
+    for i in range(sequences_of(group)[slot].blocks):
         if targets[i] != NONE:
-            stop_clock(h, np.int64(targets[i]))
+            stop_clock(group, np.int64(targets[i]))
 
 
 @jit
-def _copy(h, b, copy, tokens, tier):
+def _copy(group, b, copy, tokens, tier):
     """Give ``copy``, on ``tier``, the first ``tokens`` of ``b`` and all that is known about it. It can be found if
     ``b`` can."""
-    blocks = blocks_of(h)
-    copy_content(h, b, copy)
+    blocks = blocks_of(group)
+    copy_content(group, b, copy)
     blocks[b].other_copy = copy
     if blocks[b].flags & PUBLISHED:
         blocks[copy].other_copy = b
-        emit(h, STORED, copy)
+        emit(group, STORED, copy)
     else:
         blocks[copy].flags, blocks[copy].filled = blocks[b].flags & (KEYED | EXTRA), blocks[b].filled
-    emit_move(h, b, copy, tokens, OFFLOAD if tier == HOST else ONBOARD)
+    emit_copy(group, b, copy, tokens, OFFLOAD if tier == HOST else ONBOARD)
 
 
 @jit
-def _copy_rest(h, slot, tier):
+def _copy_rest(group, slot, tier):
     """Copy what the tier lacks. Returns how many blocks. Until the call ends, a block that nobody finds also names its
     copy, for other sequences that share it."""
-    blocks, sequence, copied = blocks_of(h), sequences_of(h)[slot], 0
-    sources, targets = _source_blocks(h, slot, tier), _target_blocks(h, slot, tier)
+    blocks, sequence, copied = blocks_of(group), sequences_of(group)[slot], 0
+    sources, targets = _source_blocks(group, slot, tier), _target_blocks(group, slot, tier)
     for i in range(sequence.blocks):
         b = np.int64(sources[i])
         if b == NONE or targets[i] != NONE:
             continue
         if blocks[b].flags & ONBOARDING:
             blocks[b].flags &= ~ONBOARDING
-            tokens = h.width if has_states(h) else min(h.width, sequence.length - i * h.width)
-            _copy(h, b, take_device(h) if tier == DEVICE else take_host(h, np.int64(PRIORITY_MAX)), tokens, tier)
+            tokens = group.width if has_states(group) else min(group.width, sequence.length - i * group.width)
+            _copy(
+                group,
+                b,
+                take_device(group) if tier == DEVICE else take_host(group, np.int64(PRIORITY_MAX)),
+                tokens,
+                tier,
+            )
             copied += 1
         targets[i] = blocks[b].other_copy
         add_reference(blocks, np.int64(targets[i]))
@@ -149,9 +155,9 @@ def _copy_rest(h, slot, tier):
 
 
 @jit
-def _leave(h, slot, tier):
+def _leave(group, slot, tier):
     """Give back the old blocks of a sequence, the last block first."""
-    blocks, sequence, sources = blocks_of(h), sequences_of(h)[slot], _source_blocks(h, slot, tier)
+    blocks, sequence, sources = blocks_of(group), sequences_of(group)[slot], _source_blocks(group, slot, tier)
     for n in range(sequence.blocks):
         i = nth_released(n, sequence.blocks)
         b, sources[i] = np.int64(sources[i]), NONE
@@ -160,135 +166,137 @@ def _leave(h, slot, tier):
         if not blocks[b].flags & PUBLISHED:
             blocks[b].other_copy = NONE
         if tier == HOST:
-            emit_access(h, ACCESSED, np.int64(sequence.stream), b)
-        let_go(h, b)
+            emit_access(group, ACCESSED, np.int64(sequence.stream), b)
+        let_go(group, b)
 
 
 # -- both ways -------------------------------------------------------------------------------------------------------
 
 
 @jit
-def _short(heads, ids, tier):
+def _short(groups, ids, tier):
     """Claim and count in all groups. Returns NONE, or the first group that is short; then nothing is claimed any
     more."""
     short = np.int64(NONE)
-    for g in range(heads.shape[0]):
-        h = head(heads, g)
-        h.need = 0
+    for g in range(groups.shape[0]):
+        group = group_at(groups, g)
+        group.need = 0
         for k in range(ids.shape[0]):
-            h.need += _claim(h, slot_of(ids[k]), tier)
-        free = free_blocks(h, tier)
-        if h.need > free and short == NONE:
-            h.detail, h.bound, short = h.need, free, g
-    for g in range(heads.shape[0] if short != NONE else 0):
+            group.need += _claim(group, slot_of(ids[k]), tier)
+        free = free_blocks(group, tier)
+        if group.need > free and short == NONE:
+            group.detail, group.bound, short = group.need, free, g
+    for g in range(groups.shape[0] if short != NONE else 0):
         for k in range(ids.shape[0] - 1, -1, -1):
-            _unclaim(head(heads, g), slot_of(ids[k]), tier)
+            _unclaim(group_at(groups, g), slot_of(ids[k]), tier)
     return short
 
 
 @jit
-def _change_tier(h, ids, tier, now_ms):
+def _change_tier(group, ids, tier, now_ms):
     """Copy what was counted, and give back the old blocks, in one group. Nothing here can fail. Returns blocks
     copied."""
     copied = np.int64(0)
     for k in range(ids.shape[0]):
         if tier == HOST:
-            _note_written(h, slot_of(ids[k]))
-        _untime(h, slot_of(ids[k]), tier)
-    begin(h, now_ms)
-    expire(h, EXPIRIES_PER_CALL)
+            _note_written(group, slot_of(ids[k]))
+        _untime(group, slot_of(ids[k]), tier)
+    begin(group, now_ms)
+    expire(group, EXPIRIES_PER_CALL)
     for k in range(ids.shape[0]):
-        copied += _copy_rest(h, slot_of(ids[k]), tier)
+        copied += _copy_rest(group, slot_of(ids[k]), tier)
     for k in range(ids.shape[0]):
-        _leave(h, slot_of(ids[k]), tier)
-        sequences_of(h)[slot_of(ids[k])].live = LIVE if tier == DEVICE else SWAPPED
+        _leave(group, slot_of(ids[k]), tier)
+        sequences_of(group)[slot_of(ids[k])].live = LIVE if tier == DEVICE else SWAPPED
         if tier == DEVICE:
-            _note_use(h, slot_of(ids[k]))
+            _note_use(group, slot_of(ids[k]))
     if tier == HOST:
-        counters_of(h).offloaded_blocks += copied
+        counters_of(group).offloaded_blocks += copied
     else:
-        counters_of(h).onboarded_blocks += copied
+        counters_of(group).onboarded_blocks += copied
     return copied
 
 
 @jit
-def _swap(heads, ids, tier, now_ms):
-    error = check_kinds(heads, ids, True, LIVE if tier == HOST else SWAPPED)
+def _swap(groups, ids, tier, now_ms):
+    error = check_kinds(groups, ids, True, LIVE if tier == HOST else SWAPPED)
     if error:
         return error
-    short = _short(heads, ids, tier)
+    short = _short(groups, ids, tier)
     if short != NONE:
-        return refuse(heads, short, SHORT_OF_HOST_BLOCKS if tier == HOST else SHORT_OF_BLOCKS)
+        return refuse(groups, short, SHORT_OF_HOST_BLOCKS if tier == HOST else SHORT_OF_BLOCKS)
     copied = np.int64(0)
-    for g in range(heads.shape[0]):
-        copied += _change_tier(head(heads, g), ids, tier, now_ms)
+    for g in range(groups.shape[0]):
+        copied += _change_tier(group_at(groups, g), ids, tier, now_ms)
     return copied
 
 
 @jit
-def swap_out(heads, ids, now_ms):
+def swap_out(groups, ids, now_ms):
     """Move running sequences to the host, where they wait. Returns blocks copied, or an error with nothing changed."""
-    return _swap(heads, ids, HOST, now_ms)
+    return _swap(groups, ids, HOST, now_ms)
 
 
 @jit
-def resume(heads, ids, now_ms):
+def resume(groups, ids, now_ms):
     """Have sequences that were swapped out run again. Returns blocks copied, or an error with nothing changed."""
-    return _swap(heads, ids, DEVICE, now_ms)
+    return _swap(groups, ids, DEVICE, now_ms)
 
 
 @jit
-def _note_written(h, slot):
+def _note_written(group, slot):
     """The copies read what the stream wrote, whether a call has said so or not."""
-    sequence, row, stream = sequences_of(h)[slot], table_of(h)[slot], stream_of(h, slot)
-    for i in range(sequence.committed // h.width, sequence.blocks):
+    sequence, row, stream = sequences_of(group)[slot], table_of(group)[slot], stream_of(group, slot)
+    for i in range(sequence.committed // group.width, sequence.blocks):
         if row[i] != NONE:
-            emit_access(h, WROTE, stream, np.int64(row[i]))
+            emit_access(group, WROTE, stream, np.int64(row[i]))
 
 
 @jit
-def _note_use(h, slot):
+def _note_use(group, slot):
     """The engine continues: it reads what is committed, and may write the rest."""
-    sequence, row, stream = sequences_of(h)[slot], table_of(h)[slot], stream_of(h, slot)
+    sequence, row, stream = sequences_of(group)[slot], table_of(group)[slot], stream_of(group, slot)
     for i in range(sequence.blocks):
         if row[i] != NONE:
-            emit_access(h, WILL_READ if i < sequence.committed // h.width else WILL_WRITE, stream, np.int64(row[i]))
+            emit_access(
+                group, WILL_READ if i < sequence.committed // group.width else WILL_WRITE, stream, np.int64(row[i])
+            )
 
 
 # -- sequences that end on the host ----------------------------------------------------------------------------------
 
 
 @jit
-def give_up(h, ids, store):
+def give_up(group, ids, store):
     """Give back the host blocks of those of these sequences that are swapped out. They are then running sequences
     without blocks."""
     for k in range(ids.shape[0]):
-        if sequences_of(h)[slot_of(ids[k])].live == SWAPPED:
-            _give_up(h, slot_of(ids[k]), store)
+        if sequences_of(group)[slot_of(ids[k])].live == SWAPPED:
+            _give_up(group, slot_of(ids[k]), store)
 
 
 @jit
-def _give_up(h, slot, store):
-    sequence, away = sequences_of(h)[slot], swapped_of(h)[slot]
+def _give_up(group, slot, store):
+    sequence, away = sequences_of(group)[slot], swapped_of(group)[slot]
     if store and sequence.duplicates != NONE:
-        _publish_duplicates(h, slot)
+        _publish_duplicates(group, slot)
     for n in range(sequence.blocks):
         i = nth_released(n, sequence.blocks)
         b, away[i] = np.int64(away[i]), NONE
         if b != NONE:  # no stream uses host blocks
-            give_back(h, slot, i, b, NONE, store, NONE)
+            give_back(group, slot, i, b, NONE, store, NONE)
     sequence.live, sequence.blocks, sequence.duplicates = LIVE, 0, NONE
 
 
 @jit
-def _publish_duplicates(h, slot):
+def _publish_duplicates(group, slot):
     """Publish content whose key others held when it was committed, if it is cached nowhere now."""
-    blocks, sequence, away = blocks_of(h), sequences_of(h)[slot], swapped_of(h)[slot]
-    for i in range(sequence.duplicates, sequence.committed // h.width):
+    blocks, sequence, away = blocks_of(group), sequences_of(group)[slot], swapped_of(group)[slot]
+    for i in range(sequence.duplicates, sequence.committed // group.width):
         b = np.int64(away[i])
         if b == NONE or blocks[b].flags & PUBLISHED or not blocks[b].flags & KEYED:
             continue
-        if has_states(h) and not keeps_state(h, i, sequence.kept):
+        if has_states(group) and not keeps_state(group, i, sequence.kept):
             continue
-        if find_key(h, blocks[b].key0, blocks[b].key1) == NONE:
-            enter(h, b, PUBLISHED)
+        if find_key(group, blocks[b].key0, blocks[b].key1) == NONE:
+            enter(group, b, PUBLISHED)

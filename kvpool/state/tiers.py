@@ -1,5 +1,5 @@
-"""Taking blocks and giving them back: eviction, offload or forget, and host copies. Decides moves, but moves no bytes.
-The order of eviction is the policy's.
+"""Taking blocks and giving them back: eviction, offload or forget, and host copies. Decides copy ops, but copies no
+bytes. The order of eviction is the policy's.
 
 First, what a decision notes for others, in the order of the decisions: the accesses of the engine's streams to blocks,
 past and future, by which copies and streams are ordered; and events, which say what was stored, removed, updated or
@@ -47,13 +47,13 @@ from kvpool.state.records import (
     add_reference,
     blocks_of,
     constants,
+    copy_ops_of,
     counters_of,
     drop_reference,
     events_of,
     gone_of,
-    head,
+    group_at,
     histograms_of,
-    moves_of,
     pool_id,
     ring_of,
     token_moves_of,
@@ -69,64 +69,68 @@ WILL_READ, WILL_WRITE, ACCESSED, WROTE, FOLLOWS = constants(*range(5))
 
 
 @jit(forceinline=True)
-def emit_access(h, kind, stream, b):
+def emit_access(group, kind, stream, b):
     """Note an access. A synchronous device needs none: then there is no room for rows, and this costs one
     comparison."""
-    if h.accesses_capacity != 0:
-        _note(h, kind, np.int64(stream), np.int64(b))
+    if group.accesses_capacity != 0:
+        _note(group, kind, np.int64(stream), np.int64(b))
 
 
 @jit(forceinline=True)
-def _note(h, kind, stream, b):
-    n = h.accesses
+def _note(group, kind, stream, b):
+    n = group.accesses
     if stream == NONE:
         return
-    if n >= h.accesses_capacity:
+    if n >= group.accesses_capacity:
         raise RuntimeError("more accesses than one call can note")
-    rows = accesses_of(h)
+    rows = accesses_of(group)
     rows[n, 0], rows[n, 1], rows[n, 2] = kind, stream, b
-    h.accesses = n + 1
+    group.accesses = n + 1
 
 
 @jit(nogil=False)
-def collect(heads, moves, token_moves, accesses):
-    """Take a decision's moves, token moves and accesses out of the buffers of the groups, into arrays of their lengths.
-    Returns the ticket.
+def collect(groups, copy_ops, token_moves, accesses):
+    """Take a decision's copy ops, token moves and accesses out of the buffers of the groups, into arrays of their
+    lengths. Returns the ticket.
 
     This is one call, since the interpreter may run anything between two. If the lengths are no longer right, it returns
     NONE and changes nothing.
     """
     m = t = a = 0
-    for g in range(heads.shape[0]):
-        m, t, a = m + head(heads, g).moves, t + head(heads, g).token_moves, a + head(heads, g).accesses
-    if moves.shape[0] != m or token_moves.shape[0] != t or accesses.shape[0] != a:
+    for g in range(groups.shape[0]):
+        m += group_at(groups, g).copy_ops
+        t += group_at(groups, g).token_moves
+        a += group_at(groups, g).accesses
+    if copy_ops.shape[0] != m or token_moves.shape[0] != t or accesses.shape[0] != a:
         return np.int64(NONE)
     m = t = a = 0
-    for g in range(heads.shape[0]):
-        h = head(heads, g)
-        m, t, a = _take_moves(h, moves, m), _take_token_moves(h, token_moves, t), _take_accesses(h, accesses, a)
-        h.moves = h.token_moves = h.accesses = 0
-        h.ticket += 1
-    return head(heads, 0).ticket - 1
+    for g in range(groups.shape[0]):
+        group = group_at(groups, g)
+        m = _take_copy_ops(group, copy_ops, m)
+        t = _take_token_moves(group, token_moves, t)
+        a = _take_accesses(group, accesses, a)
+        group.copy_ops = group.token_moves = group.accesses = 0
+        group.ticket += 1
+    return group_at(groups, 0).ticket - 1
 
 
 @jit
-def _take_moves(h, moves, n):
-    """Take the moves of one group, and put them after the first ``n``. A move of a whole block has as many tokens as
+def _take_copy_ops(group, copy_ops, n):
+    """Take the copy ops of one group, and put them after the first ``n``. One of a whole block has as many tokens as
     the device's block."""
-    decided = moves_of(h)
-    for i in range(h.moves):
-        moves[n, 0], moves[n, 1] = pool_id(h, decided[i, 0]), pool_id(h, decided[i, 1])
-        moves[n, 2], moves[n, 3] = min(decided[i, 2], h.block_tokens), decided[i, 3]
-        moves[n, 4] = decided[i, 4]
+    decided = copy_ops_of(group)
+    for i in range(group.copy_ops):
+        copy_ops[n, 0], copy_ops[n, 1] = pool_id(group, decided[i, 0]), pool_id(group, decided[i, 1])
+        copy_ops[n, 2], copy_ops[n, 3] = min(decided[i, 2], group.block_tokens), decided[i, 3]
+        copy_ops[n, 4] = decided[i, 4]
         n += 1
     return n
 
 
 @jit
-def _take_token_moves(h, token_moves, n):
-    shifted, first = token_moves_of(h), h.device_first * h.width
-    for i in range(h.token_moves):
+def _take_token_moves(group, token_moves, n):
+    shifted, first = token_moves_of(group), group.device_first * group.width
+    for i in range(group.token_moves):
         token_moves[n, 0], token_moves[n, 1] = shifted[i, 0], shifted[i, 1]
         token_moves[n, 2], token_moves[n, 3] = shifted[i, 2] + first, shifted[i, 3] + first
         n += 1
@@ -134,11 +138,11 @@ def _take_token_moves(h, token_moves, n):
 
 
 @jit
-def _take_accesses(h, accesses, n):
-    noted = accesses_of(h)
-    for i in range(h.accesses):
+def _take_accesses(group, accesses, n):
+    noted = accesses_of(group)
+    for i in range(group.accesses):
         accesses[n, 0], accesses[n, 1] = noted[i, 0], noted[i, 1]
-        accesses[n, 2] = noted[i, 2] if noted[i, 0] == FOLLOWS else pool_id(h, noted[i, 2])
+        accesses[n, 2] = noted[i, 2] if noted[i, 0] == FOLLOWS else pool_id(group, noted[i, 2])
         n += 1
     return n
 
@@ -150,38 +154,38 @@ CREATED, STORED, REMOVED, UPDATED, CLEARED = constants(*range(5))
 
 
 @jit
-def _slot(h):
+def _slot(group):
     """Count the next event and return its place. A full ring loses its oldest event. It is counted if nobody has read
     it."""
-    ring = ring_of(h)
-    if ring.next - ring.read == h.event_capacity:
+    ring = ring_of(group)
+    if ring.next - ring.read == group.event_capacity:
         ring.read += 1
         if ring.read > ring.seen:
-            counters_of(h).events_dropped += 1
+            counters_of(group).events_dropped += 1
     ring.next += 1
-    return (ring.next - 1) % h.event_capacity
+    return (ring.next - 1) % group.event_capacity
 
 
 @jit(forceinline=True)
-def emit(h, kind, b):
+def emit(group, kind, b):
     """Record an event about block ``b`` in its present state. Costs one comparison if nobody wants events."""
-    if h.event_capacity != 0:
-        _record(h, kind, np.int64(b))
+    if group.event_capacity != 0:
+        _record(group, kind, np.int64(b))
 
 
 @jit
-def _record(h, kind, b):
-    blocks, events = blocks_of(h), events_of(h)
-    ring = ring_of(h)
-    before = (ring.next - 1) % h.event_capacity
+def _record(group, kind, b):
+    blocks, events = blocks_of(group), events_of(group)
+    ring = ring_of(group)
+    before = (ring.next - 1) % group.event_capacity
     first = ring.next == ring.call
-    i = _slot(h)
-    tier = DEVICE if b < h.device_blocks else HOST
+    i = _slot(group)
+    tier = DEVICE if b < group.device_blocks else HOST
     joins = (
         kind == STORED
         and not first
         and events[before].kind == STORED
-        and events[before].group == h.group
+        and events[before].group == group.number
         and events[before].tier == tier
         and events[before].priority == blocks[b].priority
         and events[before].key0 == blocks[b].parent0
@@ -189,14 +193,14 @@ def _record(h, kind, b):
     )
     event, block = events[i], blocks[b]
     event.kind, event.tier, event.priority, event.joined = kind, tier, block.priority, 1 if joins else 0
-    event.group, event.namespace = h.group, block.namespace
+    event.group, event.namespace = group.number, block.namespace
     event.key0, event.key1, event.parent0, event.parent1 = block.key0, block.key1, block.parent0, block.parent1
     event.extra = 1 if kind == STORED and block.flags & EXTRA else 0
     # In a pool of host blocks only they are a key of the caller's, which every event tells.
-    if kind == STORED or h.device_blocks == 0:
-        memcpy(h.event_tokens_at + 4 * i * h.width, h.tokens_at + 4 * b * h.width, 4 * h.width)
+    if kind == STORED or group.device_blocks == 0:
+        memcpy(group.event_tokens_at + 4 * i * group.width, group.tokens_at + 4 * b * group.width, 4 * group.width)
     if event.extra:
-        memcpy(h.event_extra_at + 8 * i * h.width, h.extra_at + 8 * b * h.width, 8 * h.width)
+        memcpy(group.event_extra_at + 8 * i * group.width, group.extra_at + 8 * b * group.width, 8 * group.width)
 
 
 EVICTED, FORGOTTEN, EXPIRED, LOSS = constants(*range(4))
@@ -204,23 +208,23 @@ EVICTED, FORGOTTEN, EXPIRED, LOSS = constants(*range(4))
 
 
 @jit(forceinline=True)
-def note_gone(h, b, why):
+def note_gone(group, b, why):
     """Remember why the content of block ``b`` leaves. Costs one comparison if the pool remembers nothing."""
-    if h.gone_capacity != 0:
-        ring, gone = ring_of(h), gone_of(h)
-        i = ring.gone & (h.gone_capacity - 1)  # a power of two
-        gone[i, 0], gone[i, 1] = blocks_of(h)[b].key0, h.now << 2 | why
+    if group.gone_capacity != 0:
+        ring, gone = ring_of(group), gone_of(group)
+        i = ring.gone & (group.gone_capacity - 1)  # a power of two
+        gone[i, 0], gone[i, 1] = blocks_of(group)[b].key0, group.now << 2 | why
         ring.gone += 1
 
 
 @jit
-def emit_cleared(h):
-    ring_of(h).gone += h.gone_capacity + 1  # what was cached is not known any more
-    if h.event_capacity == 0:
+def emit_cleared(group):
+    ring_of(group).gone += group.gone_capacity + 1  # what was cached is not known any more
+    if group.event_capacity == 0:
         return
-    i = _slot(h)
-    events_of(h)[i].kind = CLEARED
-    events_of(h)[i].joined, events_of(h)[i].group = 0, h.group
+    i = _slot(group)
+    events_of(group)[i].kind = CLEARED
+    events_of(group)[i].joined, events_of(group)[i].group = 0, group.number
 
 
 # -- blocks ---------------------------------------------------------------------------------------------
@@ -230,52 +234,52 @@ EXPIRIES_PER_CALL = 64
 
 
 @jit(forceinline=True)
-def begin(h, now_ms):
+def begin(group, now_ms):
     """Start the part of a call that changes the pool."""
-    h.now = now_ms
-    ring = ring_of(h)
+    group.now = now_ms
+    ring = ring_of(group)
     ring.call = ring.next
 
 
 @jit(forceinline=True)
-def emit_move(h, source, target, tokens, direction):
-    """Append a move to the call's batch. The target's content then waits for the batch's ticket."""
-    n = h.moves
-    if n >= h.moves_capacity:
-        raise RuntimeError("more moves than one call can make")
-    moves, blocks = moves_of(h), blocks_of(h)
-    moves[n, 0], moves[n, 1], moves[n, 2] = source, target, tokens
-    moves[n, 3], moves[n, 4] = blocks[source].ticket, direction
-    h.moves = n + 1
-    blocks[target].ticket = h.ticket
+def emit_copy(group, source, target, tokens, direction):
+    """Append a copy op to the call's batch. The target's content then waits for the batch's ticket."""
+    n = group.copy_ops
+    if n >= group.copy_ops_capacity:
+        raise RuntimeError("more copy ops than one call can make")
+    copy_ops, blocks = copy_ops_of(group), blocks_of(group)
+    copy_ops[n, 0], copy_ops[n, 1], copy_ops[n, 2] = source, target, tokens
+    copy_ops[n, 3], copy_ops[n, 4] = blocks[source].ticket, direction
+    group.copy_ops = n + 1
+    blocks[target].ticket = group.ticket
 
 
 @jit(forceinline=True)
-def record(h, which, since):
+def record(group, which, since):
     """Count the time from ``since`` (ms, modulo 2**32) to now in a histogram of powers of two."""
-    span = (h.now - np.int64(since)) & 0xFFFFFFFF
+    span = (group.now - np.int64(since)) & 0xFFFFFFFF
     if span >> 31:  # another thread read the clock before this one, but decided after it
         span = np.int64(0)
-    histogram = histograms_of(h)[which]
+    histogram = histograms_of(group)[which]
     histogram[bit_length(span)] += 1
     histogram[BINS] += span
 
 
 @jit
-def copy_tokens(h, source, target, count):
-    """Copy the token ids of a block. Moves carry its bytes."""
-    blocks = blocks_of(h)
-    memcpy(h.tokens_at + 4 * target * h.width, h.tokens_at + 4 * source * h.width, 4 * count)
+def copy_tokens(group, source, target, count):
+    """Copy the token ids of a block. Copy ops carry its bytes."""
+    blocks = blocks_of(group)
+    memcpy(group.tokens_at + 4 * target * group.width, group.tokens_at + 4 * source * group.width, 4 * count)
     blocks[target].filled = count
     if blocks[source].flags & EXTRA:
-        memcpy(h.extra_at + 8 * target * h.width, h.extra_at + 8 * source * h.width, 8 * count)
+        memcpy(group.extra_at + 8 * target * group.width, group.extra_at + 8 * source * group.width, 8 * count)
         blocks[target].flags |= EXTRA
 
 
 @jit
-def copy_content(h, source, target):
+def copy_content(group, source, target):
     """Give ``target`` the identity of the published ``source``: key, tokens, priority, uses and times."""
-    blocks = blocks_of(h)
+    blocks = blocks_of(group)
     s, t = blocks[source], blocks[target]
     t.key0, t.key1, t.namespace = s.key0, s.key1, s.namespace
     t.parent0, t.parent1 = s.parent0, s.parent1
@@ -283,201 +287,201 @@ def copy_content(h, source, target):
     t.stored_at, t.used_at = s.stored_at, s.used_at
     t.saved = s.saved
     t.flags = KEYED | PUBLISHED
-    copy_tokens(h, source, target, h.width)
+    copy_tokens(group, source, target, group.width)
 
 
 @jit
-def unpublish(h, b, deadline):
+def unpublish(group, b, deadline):
     """Remove the content of block ``b`` from the cache on this tier. Its other copy stays. Returns whether there is
     one.
 
     The block keeps its key (a caller that changes its bytes clears KEYED) and its place in a list, if it is in one.
     """
-    blocks = blocks_of(h)
+    blocks = blocks_of(group)
     other = np.int64(blocks[b].other_copy)
     if blocks[b].flags & LINKED:
-        unlink_content(h, b, other)
+        unlink_content(group, b, other)
     if blocks[b].flags & PUBLISHED:
-        emit(h, REMOVED, b)
-        if b < h.device_blocks:
-            h.removals += 1
+        emit(group, REMOVED, b)
+        if b < group.device_blocks:
+            group.removals += 1
     blocks[b].flags &= ~INDEXED
     if other == NONE:
         return False
     blocks[other].other_copy = NONE
     blocks[b].other_copy = NONE
-    if other >= h.device_blocks:
-        if on_only_copy(h, other, b, deadline):
-            emit(h, UPDATED, other)
+    if other >= group.device_blocks:
+        if on_only_copy(group, other, b, deadline):
+            emit(group, UPDATED, other)
     return True
 
 
 @jit(forceinline=True)
-def drop(h, b, deadline, why):
+def drop(group, b, deadline, why):
     """``unpublish``, and count the content as forgotten if no copy is left, which is remembered."""
-    known = blocks_of(h)[b].flags & PUBLISHED
-    if not unpublish(h, b, deadline):
-        counters = counters_of(h)
+    known = blocks_of(group)[b].flags & PUBLISHED
+    if not unpublish(group, b, deadline):
+        counters = counters_of(group)
         if known:
-            note_gone(h, b, why)
-        if b < h.device_blocks:
+            note_gone(group, b, why)
+        if b < group.device_blocks:
             counters.forgotten_device_blocks += 1
         else:
             counters.forgotten_host_blocks += 1
 
 
 @jit(forceinline=True)
-def forget(h, b, deadline):
+def forget(group, b, deadline):
     """``drop`` of content that a caller, or other content, has made needless."""
-    drop(h, b, deadline, FORGOTTEN)
+    drop(group, b, deadline, FORGOTTEN)
 
 
 @jit
-def take_host(h, priority):
+def take_host(group, priority):
     """Take an empty host block. If there is none, evict a clean copy, or content of no higher priority. NONE if
     that is impossible."""
-    blocks = blocks_of(h)
-    b, _ = take_victim(h, np.int64(HOST), priority)
+    blocks = blocks_of(group)
+    b, _ = take_victim(group, np.int64(HOST), priority)
     if b == NONE:
         return b
     if blocks[b].other_copy != NONE:
-        unpublish(h, b, NONE)
-        counters_of(h).redundant_dropped += 1
+        unpublish(group, b, NONE)
+        counters_of(group).redundant_dropped += 1
     elif blocks[b].flags & INDEXED:
-        record(h, HOST_LIFETIME, blocks[b].stored_at)
-        record(h, HOST_IDLE, blocks[b].used_at)
-        if h.pending & ~blocks[b].saved:
-            h.unsaved += 1
-        drop(h, b, NONE, EVICTED)
+        record(group, HOST_LIFETIME, blocks[b].stored_at)
+        record(group, HOST_IDLE, blocks[b].used_at)
+        if group.pending & ~blocks[b].saved:
+            group.unsaved += 1
+        drop(group, b, NONE, EVICTED)
     blocks[b].flags = 0
     return b
 
 
 @jit
-def _offload(h, b, deadline):
+def _offload(group, b, deadline):
     """Move the content of an evicted device block to the host tier, if there is room."""
-    blocks = blocks_of(h)
-    g = take_host(h, np.int64(blocks[b].priority))
+    blocks = blocks_of(group)
+    g = take_host(group, np.int64(blocks[b].priority))
     if g == NONE:
-        counters_of(h).evicted_host_full_blocks += 1
+        counters_of(group).evicted_host_full_blocks += 1
         return False
-    copy_content(h, b, g)
-    emit_move(h, b, g, h.width, OFFLOAD)
-    unlink_content(h, b, g)
-    emit(h, STORED, g)
-    emit(h, REMOVED, b)
-    h.removals += 1
-    place_only_copy(h, g, b, deadline)
-    counters_of(h).offloaded_blocks += 1
+    copy_content(group, b, g)
+    emit_copy(group, b, g, group.width, OFFLOAD)
+    unlink_content(group, b, g)
+    emit(group, STORED, g)
+    emit(group, REMOVED, b)
+    group.removals += 1
+    place_only_copy(group, g, b, deadline)
+    counters_of(group).offloaded_blocks += 1
     return True
 
 
 @jit(forceinline=True)
-def _evict(h, b, deadline):
+def _evict(group, b, deadline):
     """Empty a device victim that has left its list. Its content stays on the host, is offloaded, or is forgotten."""
-    blocks = blocks_of(h)
-    record(h, LIFETIME, blocks[b].stored_at)
-    record(h, IDLE, blocks[b].used_at)
+    blocks = blocks_of(group)
+    record(group, LIFETIME, blocks[b].stored_at)
+    record(group, IDLE, blocks[b].used_at)
     if blocks[b].other_copy != NONE:
-        counters_of(h).offloads_saved += 1
-        unpublish(h, b, deadline)
+        counters_of(group).offloads_saved += 1
+        unpublish(group, b, deadline)
     else:
-        wanted = should_offload(h, b)
-        counters_of(h).evicted_by_rule_blocks += 0 if wanted else 1
-        if not wanted or not _offload(h, b, deadline):
-            drop(h, b, NONE, EVICTED)
+        wanted = should_offload(group, b)
+        counters_of(group).evicted_by_rule_blocks += 0 if wanted else 1
+        if not wanted or not _offload(group, b, deadline):
+            drop(group, b, NONE, EVICTED)
 
 
 @jit
-def take_device(h):
+def take_device(group):
     """Take an empty device block from its list, and evict content for it if needed. The caller has counted that there
     is one."""
-    blocks = blocks_of(h)
-    b, deadline = take_victim(h, np.int64(DEVICE), PRIORITY_MAX)
+    blocks = blocks_of(group)
+    b, deadline = take_victim(group, np.int64(DEVICE), PRIORITY_MAX)
     if b == NONE:
         raise RuntimeError("a block was taken that was not counted")
     if blocks[b].flags & INDEXED:
-        _evict(h, b, deadline)
-    disown(h, b)
+        _evict(group, b, deadline)
+    disown(group, b)
     blocks[b].flags, blocks[b].filled, blocks[b].uses, blocks[b].ticket = 0, 0, 0, NONE
     return b
 
 
 @jit(forceinline=True)
-def take_for(h, owner):
+def take_for(group, owner):
     """Take a device block, with one reference, for a sequence, or as a copy of a block: ``owner`` is its record."""
-    b = take_device(h)
-    blocks = blocks_of(h)
+    b = take_device(group)
+    blocks = blocks_of(group)
     add_reference(blocks, b)
     blocks[b].namespace, blocks[b].priority, blocks[b].ttl = owner.namespace, owner.priority, owner.ttl
     return b
 
 
 @jit
-def expire(h, limit):
+def expire(group, limit):
     """Move blocks whose time to live is over to the back of the default priority, at most ``limit``. Returns how
     many."""
     n = 0
     while n < limit:
-        b = expired(h)
+        b = expired(group)
         if b == NONE:
             break
-        if blocks_of(h)[b].flags & PUBLISHED:
-            emit(h, UPDATED, b)
-            note_gone(h, b, EXPIRED)
+        if blocks_of(group)[b].flags & PUBLISHED:
+            emit(group, UPDATED, b)
+            note_gone(group, b, EXPIRED)
         n += 1
-    counters_of(h).expired_blocks += n
+    counters_of(group).expired_blocks += n
     return n
 
 
 @jit
-def _supersede(h, b):
+def _supersede(group, b):
     """Forget stored tails with which a new child ``b`` begins. It serves every partial match that they could."""
-    while blocks_of(h)[b].child_next != NONE:  # children are entered in front, so older ones come after
-        tail = rival_child(h, b, False)
+    while blocks_of(group)[b].child_next != NONE:  # children are entered in front, so older ones come after
+        tail = rival_child(group, b, False)
         if tail == NONE:
             return
-        forget(h, tail, NONE)
-        on_change(h, tail)
+        forget(group, tail, NONE)
+        on_change(group, tail)
 
 
 @jit
-def forget_both(h, b, other):
+def forget_both(group, b, other):
     """Forget the content of a block and of its other copy, if there is one."""
-    forget(h, b, NONE)
+    forget(group, b, NONE)
     if other != NONE:
-        forget(h, other, NONE)
-        on_change(h, other)
+        forget(group, other, NONE)
+        on_change(group, other)
 
 
 @jit(forceinline=True)
-def enter(h, b, flag):
+def enter(group, b, flag):
     """Make the full (PUBLISHED) or unfull (TAIL) content of ``b`` findable. No other block may represent its key."""
-    on_insert(h, b)
-    blocks_of(h)[b].flags |= flag
-    link(h, b)
+    on_insert(group, b)
+    blocks_of(group)[b].flags |= flag
+    link(group, b)
     if flag == PUBLISHED:
-        emit(h, STORED, b)
-    if h.child_buckets:
-        _supersede(h, b)
+        emit(group, STORED, b)
+    if group.child_buckets:
+        _supersede(group, b)
 
 
 @jit(forceinline=True)
-def hold(h, b):
+def hold(group, b):
     """Add a reference. A block that nobody held leaves its list."""
-    if add_reference(blocks_of(h), b) == 1:
-        unlist(h, b)
+    if add_reference(blocks_of(group), b) == 1:
+        unlist(group, b)
 
 
 @jit(forceinline=True)
-def unhold(h, b):
+def unhold(group, b):
     """Undo ``hold`` to the byte. Call it in the reverse order."""
-    if drop_reference(blocks_of(h), b) == 0:
-        relist(h, b)
+    if drop_reference(blocks_of(group), b) == 0:
+        relist(group, b)
 
 
 @jit(forceinline=True)
-def let_go(h, b):
+def let_go(group, b):
     """Drop a reference. A block that nobody holds then joins a list."""
-    if drop_reference(blocks_of(h), b) == 0:
-        on_release(h, b, BACK)
+    if drop_reference(blocks_of(group), b) == 0:
+        on_release(group, b, BACK)

@@ -41,7 +41,7 @@ from kvpool.state.records import (
     blocks_of,
     children_of,
     extra_in,
-    head,
+    group_at,
     index_of,
     lists_of,
     sequences_of,
@@ -54,10 +54,10 @@ IntArray = npt.NDArray[np.integer]
 
 
 @jit
-def _walk_lists(heads, g, seen):
+def _walk_lists(groups, g, seen):
     """Count in ``seen`` how often each block is listed. Returns a block whose links or list disagree, else NONE."""
-    h = head(heads, g)
-    blocks, lists = blocks_of(h), lists_of(h)
+    group = group_at(groups, g)
+    blocks, lists = blocks_of(group), lists_of(group)
     for which in range(LOWEST):
         b, before, count = lists[which, 0], NONE, 0
         while b != NONE:
@@ -74,11 +74,11 @@ def _walk_lists(heads, g, seen):
 
 
 @jit
-def _walk_index(heads, g, seen):
+def _walk_index(groups, g, seen):
     """Count in ``seen`` how often the index reaches each block. Returns a block that is reached twice, or from the
     wrong bucket, else NONE."""
-    h = head(heads, g)
-    blocks, index = blocks_of(h), index_of(h)
+    group = group_at(groups, g)
+    blocks, index = blocks_of(group), index_of(group)
     for at in range(index.shape[0]):
         b = index[at]
         while b != NONE:
@@ -92,9 +92,9 @@ def _walk_index(heads, g, seen):
 
 
 @jit
-def _walk_children(heads, g, seen):
-    h = head(heads, g)
-    blocks, index = blocks_of(h), children_of(h)
+def _walk_children(groups, g, seen):
+    group = group_at(groups, g)
+    blocks, index = blocks_of(group), children_of(group)
     for at in range(index.shape[0]):
         b, before = index[at], NONE
         while b != NONE:
@@ -103,51 +103,51 @@ def _walk_children(heads, g, seen):
             seen[b] += 1
             if seen[b] > 1 or blocks[b].child_prev != before:
                 return b
-            if child_bucket(blocks[b].parent0, tokens_of(h)[b, 0], index.shape[0]) != at:
+            if child_bucket(blocks[b].parent0, tokens_of(group)[b, 0], index.shape[0]) != at:
                 return b
             before, b = b, blocks[b].child_next
     return NONE
 
 
 @jit
-def _walk_windows(heads, g, seen):
+def _walk_windows(groups, g, seen):
     """For each sequence, the first block after the sinks that it still needs, into ``seen``."""
-    h = head(heads, g)
-    for slot in range(h.sequences):
-        seen[slot] = kept_from(h, np.int64(sequences_of(h)[slot].committed))
+    group = group_at(groups, g)
+    for slot in range(group.sequences):
+        seen[slot] = kept_from(group, np.int64(sequences_of(group)[slot].committed))
 
 
 @jit
-def _wrong_key(heads, g):
+def _wrong_key(groups, g):
     """A published block whose key is not the key of its parent, tokens and extra ids, else NONE."""
-    h = head(heads, g)
-    blocks, tokens = blocks_of(h), tokens_of(h)
+    group = group_at(groups, g)
+    blocks, tokens = blocks_of(group), tokens_of(group)
     for b in range(blocks.shape[0]):
         if blocks[b].flags & (PUBLISHED | PENDING):
-            key = key_in(h, tokens[b], extra_in(h, b), blocks[b].parent0, blocks[b].parent1)
+            key = key_in(group, tokens[b], extra_in(group, b), blocks[b].parent0, blocks[b].parent1)
             if key[0] != blocks[b].key0 or key[1] != blocks[b].key1:
                 return b
     return NONE
 
 
 @jit
-def _wrong_chain(heads, g):
+def _wrong_chain(groups, g):
     """A row of a recurrent group whose notes disagree with the keys of its blocks, else NONE."""
-    h = head(heads, g)
-    blocks, sequences, width = blocks_of(h), sequences_of(h), h.width
-    for slot in range(h.sequences):
-        sequence, row = sequences[slot], table_of(h)[slot]
+    group = group_at(groups, g)
+    blocks, sequences, width = blocks_of(group), sequences_of(group), group.width
+    for slot in range(group.sequences):
+        sequence, row = sequences[slot], table_of(group)[slot]
         if sequence.live == 0:
             continue
         key0, key1 = sequence.chain0, sequence.chain1
         done = sequence.committed // width
-        if sequence.committed < 0 or sequence.length < sequence.committed or sequence.length > h.columns * width:
+        if sequence.committed < 0 or sequence.length < sequence.committed or sequence.length > group.columns * width:
             return slot
         if done == 0 and (key0 != sequence.root0 or key1 != sequence.root1):
             return slot
         for i in range(max(done - 1, 0), sequence.length // width):
             if i >= done:
-                key0, key1 = column_key(h, slot, i, key0, key1)
+                key0, key1 = column_key(group, slot, i, key0, key1)
             b = row[i]
             if b < NONE or b >= blocks.shape[0]:
                 return slot
@@ -162,13 +162,13 @@ Check = tuple[str, Any, str]
 
 
 def _lists(state: State) -> Iterator[Check]:
-    blocks, device = state.blocks, int(state.head.device_blocks)
+    blocks, device = state.blocks, int(state.header.device_blocks)
     seen = np.zeros(len(blocks), np.int32)
-    bad = _walk_lists(state.heads, state.group, seen)
+    bad = _walk_lists(state.groups, state.group, seen)
     if bad != NONE:
         yield "list links", True, f"links, list or length disagree at block {bad}"
         return
-    held = blocks["word"] != 0
+    held = blocks["ref_word"] != 0
     yield "listed or held", (seen == 1) == held, "block {} is held and listed, or neither"
     yield "listed or held", (blocks["list"] < 0) != held, "block {} says that it is in a list and is held, or neither"
     for name, part in (("device", slice(0, device)), ("host", slice(device, None))):
@@ -196,7 +196,7 @@ def _lists(state: State) -> Iterator[Check]:
 
 
 def _index(state: State) -> Iterator[Check]:
-    blocks, device = state.blocks, int(state.head.device_blocks)
+    blocks, device = state.blocks, int(state.header.device_blocks)
     flags, other_id = blocks["flags"], blocks["other_copy"]
     published, linked, tail = (flags & PUBLISHED) != 0, (flags & LINKED) != 0, (flags & TAIL) != 0
     pending = (flags & PENDING) != 0
@@ -222,14 +222,14 @@ def _index(state: State) -> Iterator[Check]:
     yield "representative", alone | both, "the content of block {} has none or two in the index"
     yield "representative", linked & ~published & ~tail & ~pending, "block {} is linked but caches nothing"
     yield "published", published & (flags & KEYED == 0), "block {} is published without a key"
-    wrong = pending & (published | ~linked | (blocks["word"] != 1 << 32) | (blocks["uses"] != 0))
+    wrong = pending & (published | ~linked | (blocks["ref_word"] != 1 << 32) | (blocks["uses"] != 0))
     yield "pending", wrong, "block {} waits for its bytes, and is not linked, is published, or is held by others"
     for name, walk, members in (
         ("index", _walk_index, linked & (published | pending)),
         ("children", _walk_children, linked if len(state.children) else linked & False),
     ):
         seen = np.zeros(len(blocks), np.int32)
-        bad = walk(state.heads, state.group, seen)
+        bad = walk(state.groups, state.group, seen)
         if bad != NONE:
             yield name, True, f"links or bucket are wrong at block {bad}"
         else:
@@ -237,7 +237,7 @@ def _index(state: State) -> Iterator[Check]:
     members = np.flatnonzero(linked & (published | pending))
     keys = np.stack([blocks["key0"][members], blocks["key1"][members]], axis=1)
     yield "index", len(np.unique(keys, axis=0)) != len(keys), "two contents have one key"
-    bad = _wrong_key(state.heads, state.group)
+    bad = _wrong_key(state.groups, state.group)
     yield "key", bad != NONE, f"the key of block {bad} is not that of its tokens"
     width = state.tokens.shape[1]
     wrong = (published & (blocks["filled"] != width)) | (tail & ((blocks["filled"] < 1) | (blocks["filled"] >= width)))
@@ -246,12 +246,12 @@ def _index(state: State) -> Iterator[Check]:
 
 def _sequences(state: State) -> Iterator[Check]:
     blocks, sequences = state.blocks, state.sequences
-    live, device, away = sequences["live"] != 0, int(state.head.device_blocks), sequences["live"] == SWAPPED
+    live, device, away = sequences["live"] != 0, int(state.header.device_blocks), sequences["live"] == SWAPPED
     table = _rows(state, away)
     length = np.where(live, sequences["blocks"], 0)
-    place, sinks = np.arange(table.shape[1]), int(state.head.sinks)
+    place, sinks = np.arange(table.shape[1]), int(state.header.sinks)
     occupied = (place < length[:, None]) & ((place < sinks) | (place >= sequences["first"][:, None]))
-    if state.head.kind == RECURRENT:
+    if state.header.kind == RECURRENT:
         yield from _recurrent(state, table, length)
         occupied &= table != NONE
     yield "table", away & (state.table != NONE).any(axis=1), "row {} has ids though its sequence is swapped out"
@@ -260,9 +260,9 @@ def _sequences(state: State) -> Iterator[Check]:
         ((table != NONE) != occupied).any(axis=1),
         "row {} has ids behind its end, or holes that no window has passed",
     )
-    if state.head.window:
+    if state.header.window:
         seen = np.zeros(len(sequences), np.int64)
-        _walk_windows(state.heads, state.group, seen)
+        _walk_windows(state.groups, state.group, seen)
         wrong = live & (sequences["first"] > seen)
         yield "window", wrong, "sequence {} has given back what its next token sees"
     ids = table[occupied]
@@ -272,7 +272,7 @@ def _sequences(state: State) -> Iterator[Check]:
         yield "table", True, "a live sequence names a block that is not on the device, or a swapped one a block that is"
         return
     refs = np.bincount(ids, minlength=len(blocks))
-    yield "references", refs != (blocks["word"] & 0xFFFFFFFF), "block {}: refs are not the sequences that name it"
+    yield "references", refs != (blocks["ref_word"] & 0xFFFFFFFF), "block {}: refs are not the sequences that name it"
     width = state.tokens.shape[1]
     wrong = live & (
         (sequences["blocks"] != -(-sequences["length"] // width)) | (sequences["committed"] > sequences["length"])
@@ -286,15 +286,15 @@ def _sequences(state: State) -> Iterator[Check]:
         & occupied
         & (sequences["failed"] == 0)[:, None]
     )
-    if state.head.kind == ATTENTION:
+    if state.header.kind == ATTENTION:
         yield "committed", (full & ~keyed).any(axis=1), "sequence {} has a full committed block without a key"
-    if state.head.kind == CROSS:
+    if state.header.kind == CROSS:
         yield "cross", blocks["flags"] & (KEYED | INDEXED) != 0, "block {} of a group for cross attention has a key"
         yield "cross", live & (sequences["committed"] != 0), "sequence {} has committed tokens of its encoder"
-    shared = (blocks["word"][np.where(occupied, table, 0)] & 0xFFFFFFFF > 1) & occupied
+    shared = (blocks["ref_word"][np.where(occupied, table, 0)] & 0xFFFFFFFF > 1) & occupied
     unfull = np.arange(table.shape[1]) == (sequences["length"] // width)[:, None]
     yield "forked", (shared & unfull).any(axis=1) & (sequences["forked"] == 0), "sequence {} shares its end unknowingly"
-    free = state.rows[: int(state.head.free_rows)]
+    free = state.rows[: int(state.header.free_rows)]
     yield (
         "rows",
         sorted(free.tolist()) != np.flatnonzero(~live).tolist(),
@@ -316,7 +316,7 @@ def _recurrent(state: State, table: Int32s, length: IntArray) -> Iterator[Check]
     """Which columns of a recurrent group have a state: the last one, snapshots that are not passed, and perhaps some
     between."""
     sequences, place = state.sequences, np.arange(table.shape[1])
-    some, width, every = length > 0, state.tokens.shape[1], int(state.head.snapshot)
+    some, width, every = length > 0, state.tokens.shape[1], int(state.header.snapshot)
     passed = ((sequences["committed"].astype(np.int64) - 1) // width)[:, None]
     running = table[np.arange(len(table)), np.clip(length - 1, 0, table.shape[1] - 1)]
     yield "states", some & (running == NONE), "sequence {} has no running state"
@@ -325,7 +325,7 @@ def _recurrent(state: State, table: Int32s, length: IntArray) -> Iterator[Check]
     if every:
         kept = (place >= passed) & (place < length[:, None]) & ((place + 1) % every == 0)
         yield "states", (kept & (table == NONE)).any(axis=1), "sequence {} lacks a snapshot"
-    bad = _wrong_chain(state.heads, state.group)
+    bad = _wrong_chain(state.groups, state.group)
     yield "chain", bad != NONE, f"the key or the tokens noted for sequence {bad} are not those of its blocks"
 
 
@@ -356,7 +356,7 @@ def _expiries(state: State) -> Iterator[Check]:
 
 def _pins(state: State, leased: IntArray) -> Iterator[Check]:
     pins = np.bincount(leased, minlength=len(state.blocks))
-    yield "pins", pins != (state.blocks["word"] >> 32), "block {}: pins are not those of the live leases"
+    yield "pins", pins != (state.blocks["ref_word"] >> 32), "block {}: pins are not those of the live leases"
 
 
 def _scratch(state: State) -> Iterator[Check]:
@@ -365,7 +365,7 @@ def _scratch(state: State) -> Iterator[Check]:
 
 
 def _moves(state: State) -> Iterator[Check]:
-    yield "moves", state.head.moves != 0, f"{state.head.moves} decided moves were not handed to transfer"
+    yield "copy ops", state.header.copy_ops != 0, f"{state.header.copy_ops} copy ops were not handed to transfer"
 
 
 def _chains(state: State) -> Iterator[Check]:
@@ -437,14 +437,14 @@ def verify(state: State, leased: IntArray) -> None:
 def together(states: States) -> list[Finding]:
     """What the groups of a pool disagree about. A sequence has the same row in all groups and, except for cross
     attention, the same tokens."""
-    first, broken = next(state for state in states if state.head.kind != CROSS), []
+    first, broken = next(state for state in states if state.header.kind != CROSS), []
     for g, state in enumerate(states):
         same = ("live", "generation", "failed", "stream") + (
-            () if state.head.kind == CROSS else ("length", "committed", "cached")
+            () if state.header.kind == CROSS else ("length", "committed", "cached")
         )
         live = first.sequences["live"] != 0
         wrong = [name for name in same if not np.array_equal(first.sequences[name][live], state.sequences[name][live])]
-        rows = state.head.free_rows == first.head.free_rows and np.array_equal(state.rows, first.rows)
+        rows = state.header.free_rows == first.header.free_rows and np.array_equal(state.rows, first.rows)
         idle = (state.sequences["live"][~live] != 0).any()
         if wrong or idle or not rows:
             broken.append(("groups", f"group {g} has other sequences than the first: {', '.join(wrong) or 'rows'}"))
@@ -457,7 +457,7 @@ def verify_states(states: States, leased: Int64s) -> None:
 
     ``leased`` are the blocks of live leases, one entry for each pin, by their pool ids.
     """
-    pins = {int(state.head.group): ids for state, _, ids in states.split(leased)}
+    pins = {int(state.header.number): ids for state, _, ids in states.split(leased)}
     for g, state in enumerate(states):
         for check, detail in findings(state, pins.get(g, leased[:0])):
             raise IntegrityError(check, f"group {g}: {detail}" if len(states) > 1 else detail)

@@ -138,7 +138,7 @@ class Unsaved:
         return 0 if self._save == REUSE else self._lost() - self._before
 
     def _lost(self) -> int:
-        return int(self._core.states.heads[:, H.unsaved].sum())
+        return int(self._core.states.groups[:, H.unsaved].sum())
 
     def close(self) -> None:
         with suppress(PoolClosed):
@@ -355,7 +355,7 @@ class StoredContent:
 
     def __init__(self, pool: KVCacheManager, stores: Sequence[str], limit: int) -> None:
         self._pool, self._tiers, self._limit = pool, (*TIERS, *stores), limit
-        self._capacity = int(pool.core.states.heads[0, H.event_capacity])
+        self._capacity = int(pool.core.states.groups[0, H.event_capacity])
         # By group and key: the content, and which stores have it, as bits. A dict looks for its first key behind all
         # that have gone: that took longer than the rest of a save.
         self._known: OrderedDict[tuple[int, bytes], tuple[Content, int]] = OrderedDict()

@@ -346,4 +346,4 @@ class Prefetches:
         handle.end(why)
 
     def _generation(self) -> int:
-        return int(self._pool.core.states.heads[0, H.generation])
+        return int(self._pool.core.states.groups[0, H.generation])

@@ -580,7 +580,7 @@ def _host_blocks(pool: object) -> list[int]:
             "pool: expected a host tier for all groups of layers, got host_blocks="
             f"{host_blocks[0] if len(host_blocks) == 1 else host_blocks}"
         )
-    if not pool.core.states.heads[0, H.event_capacity]:
+    if not pool.core.states.groups[0, H.event_capacity]:
         raise ValueError(
             "pool: expected one that records events, with event_capacity of 1 or more, got event_capacity=0"
         )

@@ -85,7 +85,7 @@ class Desk:
     def counts(self) -> Counts:
         """What is held, and what sequences have."""
         cache, state = self.cache, self.cache.core.tokens
-        held, rows = state.blocks["word"], state.sequences
+        held, rows = state.blocks["ref_word"], state.sequences
         live = rows["live"] != 0
         return (
             int(live.sum()),
@@ -133,7 +133,7 @@ class Desk:
         live = cache.core.live()
         if len(live):
             cache.release(live)
-        assert not cache.core.tokens.blocks["word"].any(), f"a block is held by nobody {where}"
+        assert not cache.core.tokens.blocks["ref_word"].any(), f"a block is held by nobody {where}"
 
 
 def add_batch(desk: Desk) -> Act:

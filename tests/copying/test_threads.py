@@ -19,7 +19,7 @@ from kvpool import BlockKeys, BlockLayout, BlockNotFound, KVCacheManager, OutOfB
 from kvpool.common.jit import jit
 from kvpool.common.jit.intrinsics import compare_exchange, load
 from kvpool.state import control, tiers
-from kvpool.state.records import BLOCK, change_word, head
+from kvpool.state.records import BLOCK, change_word, group_at
 from tests.waiting import at_once
 
 T = 4
@@ -44,7 +44,7 @@ def add_many(blocks: Any, count: int, refs: int, pins: int) -> int:
 def test_changes_of_one_word_lose_nothing() -> None:
     blocks, count = np.zeros(1, BLOCK), 1_000_000
     run(lambda: add_many(blocks, count, 1, 0), lambda: add_many(blocks, count, 2, 3))
-    word = int(blocks["word"][0])
+    word = int(blocks["ref_word"][0])
     assert (word & 0xFFFFFFFF, word >> 32) == (3 * count, 3 * count)
 
 
@@ -56,11 +56,11 @@ def test_a_word_never_falls_below_zero(refs: int, pins: int) -> None:
         taken[i] = add_many(blocks, count, -refs, -pins)
 
     run(lambda: add_many(blocks, count, refs, pins), lambda: take(0), lambda: take(1))
-    word, left = int(blocks["word"][0]), count - sum(taken)
+    word, left = int(blocks["ref_word"][0]), count - sum(taken)
     assert left >= 0 and (word & 0xFFFFFFFF, word >> 32) == (left * refs, left * pins)
-    blocks["word"] = (7 << 32) | 5
+    blocks["ref_word"] = (7 << 32) | 5
     for step in ((-6, 0), (0, -8), (-6, 8), (6, -8)):
-        assert change_word(blocks, 0, *step) == -1 and int(blocks["word"][0]) == (7 << 32) | 5
+        assert change_word(blocks, 0, *step) == -1 and int(blocks["ref_word"][0]) == (7 << 32) | 5
 
 
 @numba.njit(nogil=True)
@@ -106,7 +106,7 @@ def test_load_sees_what_was_written_before_the_announcement() -> None:
 def test_words_change_in_place_within_their_records() -> None:
     blocks = np.zeros(3, BLOCK)
     assert change_word(blocks, 1, 2, 1) == (1 << 32) | 2
-    assert blocks["word"].tolist() == [0, (1 << 32) | 2, 0] and not blocks["key0"].any()
+    assert blocks["ref_word"].tolist() == [0, (1 << 32) | 2, 0] and not blocks["key0"].any()
 
 
 def pool(device_blocks: int, host_blocks: int, **options: Any) -> KVCacheManager:
@@ -136,8 +136,8 @@ def test_eight_threads_that_add_get_each_device_block_once() -> None:
 
 
 @jit
-def take_host(heads: npt.NDArray[np.int64], priority: int) -> Any:
-    return tiers.take_host(head(heads, 0), priority)
+def take_host(groups: npt.NDArray[np.int64], priority: int) -> Any:
+    return tiers.take_host(group_at(groups, 0), priority)
 
 
 def test_eight_threads_that_take_host_blocks_get_each_once() -> None:
@@ -147,7 +147,7 @@ def test_eight_threads_that_take_host_blocks_get_each_once() -> None:
         def take(mine: list[int]) -> object:
             while True:
                 with cache.core.lock:
-                    mine.append(take_host(state.heads, 100))
+                    mine.append(take_host(state.groups, 100))
                     if mine[-1] == -1:
                         return mine.pop()
                     change_word(state.blocks, mine[-1], 0, 1)
@@ -155,7 +155,7 @@ def test_eight_threads_that_take_host_blocks_get_each_once() -> None:
         run(*(lambda mine=mine: take(mine) for mine in taken))
         assert sorted(sum(taken, [])) == list(range(8, 2008)) and cache.stats().host.free == 0
         with cache.core.lock:
-            control.unpin(state.heads, np.array(sum(taken, [])), 0)
+            control.unpin(state.groups, np.array(sum(taken, [])), 0)
         cache.verify()
         assert cache.stats().host.free == 2000
 

@@ -85,12 +85,12 @@ def record_batches(cache: KVCacheManager, recorder: Recorder) -> None:
     end = transfer._end
 
     def noted(batch: Any, loaded: int | None) -> Any:
-        moves, shifts = batch.moves.tolist(), batch.token_moves.tolist()
-        for *move, direction in moves:
+        copy_ops, shifts = batch.copy_ops.tolist(), batch.token_moves.tolist()
+        for *move, direction in copy_ops:
             recorder.line(DIRECTIONS[direction], batch.ticket, move)
         if shifts:
             recorder.line("token moves", batch.ticket, shifts)
-        if not moves and not shifts:
+        if not copy_ops and not shifts:
             recorder.line("ticket", batch.ticket)
         return end(batch, loaded)
 

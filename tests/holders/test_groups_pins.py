@@ -75,7 +75,7 @@ def test_blocks_of_a_table_are_pinned_by_the_ids_that_leases_have(make: Make) ->
         ids = engine.cache.block_table(sequence, group=group.index).dense()[0] + group.first_device_block
         with engine.cache.pin_blocks(ids) as lease:
             assert (lease.groups == group.index).all() and (lease.blocks == ids).all()
-            counted = [int((state.blocks["word"] >> 32).sum()) for state in engine.cache.core.states]
+            counted = [int((state.blocks["ref_word"] >> 32).sum()) for state in engine.cache.core.states]
             assert counted == [2 * (group.index == g) for g in (0, 1)]
             engine.cache.verify()
     for wrong in (7, 15, 16, -1, 1 << 40):

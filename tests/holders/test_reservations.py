@@ -425,7 +425,7 @@ def test_verify_finds_a_reservation_that_nobody_knows(make: Make) -> None:
     with pytest.raises(KVPoolError, match="reservations: "):
         engine.cache.verify()
     engine.cache._reservations._open.update([kept])
-    word = engine.cache.core.tokens.blocks["word"]
+    word = engine.cache.core.tokens.blocks["ref_word"]
     word[reservation.blocks[0]] += 1
     with pytest.raises(KVPoolError, match="references: "):
         engine.cache.verify()

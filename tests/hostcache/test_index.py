@@ -314,7 +314,7 @@ def test_a_hash_alone_is_never_a_hit(make: Make, monkeypatch: pytest.MonkeyPatch
     words[0], words[1] = 1, ord("b")
     root = cache._root
     key = make_key(
-        words, np.empty(0, np.int64), state.head.secret0, state.head.secret1, root[1], root[2], state.head.guards
+        words, np.empty(0, np.int64), state.header.secret0, state.header.secret1, root[1], root[2], state.header.guards
     )
     blocks = state.blocks
     old = int(np.flatnonzero(state.index == 0)[0])
@@ -474,14 +474,14 @@ def other_key(blocks: np.ndarray, words: np.ndarray) -> None:
 @pytest.mark.parametrize(
     ("corrupt", "check"),
     [
-        (put("word", 2 << 32), "pins"),
+        (put("ref_word", 2 << 32), "pins"),
         (put("uses", 1), "pending"),
         (flip(PUBLISHED), "pending"),
         (flip(LINKED), "index"),
         (flip(STILL_PENDING), "representative"),
         (flip(STILL_PENDING, CACHED), "pending"),
-        (put("word", 1 << 32, CACHED), "listed or held"),
-        (put("word", 2 << 32, PINNED), "pins"),
+        (put("ref_word", 1 << 32, CACHED), "listed or held"),
+        (put("ref_word", 2 << 32, PINNED), "pins"),
         (put("key0", 7), "index"),
         (other_key, "key"),
     ],

@@ -17,7 +17,7 @@ from kvpool.pool import operations as op
 from kvpool.state import records, saving
 from kvpool.state.policies import agent
 from kvpool.state.policies.chains import POLICY
-from kvpool.state.records import DEFAULT_PRIORITY, HEAD
+from kvpool.state.records import DEFAULT_PRIORITY, GROUP
 from tests import debug
 
 from .groups import GroupsModel
@@ -86,7 +86,7 @@ class Choices:
             policy = book[:-NOTES].view(POLICY)
             policy[:] = state.policy_state.policy_state
             policy["choose"] = entry_of(choose_noting, 0, 0, 0)
-            state.policy_state.policy_state, state.head.policy_at = policy, book.ctypes.data
+            state.policy_state.policy_state, state.header.policy_at = policy, book.ctypes.data
 
     def read(self) -> list[list[int]]:
         """The choices since the last time, by group."""
@@ -104,7 +104,7 @@ NOTES, POLICY_BYTES = 4096, 2 * POLICY.itemsize
 def choose_noting(at, second, nothing):
     """A hook that chooses as the policy does, and notes it."""
     b = agent.choose(at, second, nothing)
-    notes = array_at(record_at(at, HEAD).policy_at + POLICY_BYTES, (NOTES,), np.int64)
+    notes = array_at(record_at(at, GROUP).policy_at + POLICY_BYTES, (NOTES,), np.int64)
     notes[0] += 1
     notes[notes[0]] = b
     return b

@@ -27,7 +27,7 @@ MUTATIONS = (
     Mutation(
         "a_hit_does_not_compare_the_namespace",
         "has_content",
-        "blocks_of(h)[b].namespace != namespace",
+        "blocks_of(group)[b].namespace != namespace",
         "False",
         "Where two keys collide, a tenant gets whole blocks of another one.",
         (_APART,),
@@ -51,7 +51,7 @@ MUTATIONS = (
     Mutation(
         "a_hit_does_not_compare_extra_ids",
         "has_content",
-        "extra.shape[0] > 0 or blocks_of(h)[b].flags & EXTRA",
+        "extra.shape[0] > 0 or blocks_of(group)[b].flags & EXTRA",
         "False",
         "Where two keys collide, a prompt about one image gets KV of another.",
         ("tests/state/test_safety.py::test_a_key_that_collides_is_not_a_hit_for_other_extra_ids",),
@@ -67,7 +67,7 @@ MUTATIONS = (
     Mutation(
         "the_keys_of_a_pickle_are_believed",
         "keys.unproven",
-        "prompt._heads is None",
+        "prompt._groups is None",
         "False",
         "A forged block is found behind another prompt's beginning: who goes on there reads KV of other tokens.",
         ("tests/state/test_safety.py::test_a_pickle_with_keys_of_another_prompt_is_refused",),
@@ -140,7 +140,7 @@ MUTATIONS = (
     Mutation(
         "a_content_is_published_twice",
         "_publish",
-        "if device_copy(h, same_key) != NONE:\n    return False",
+        "if device_copy(group, same_key) != NONE:\n    return False",
         "",
         "Two device blocks claim to be the same content, and twins no longer pair up.",
         ("tests/sequences/test_forks.py::test_equal_ends_of_forks_are_published_once",),
@@ -148,7 +148,7 @@ MUTATIONS = (
     Mutation(
         "a_collision_is_published",
         "_publish",
-        "not has_content(h, same_key, blocks[b].namespace, tokens_of(h)[b], extra_in(h, b), 0)",
+        "not has_content(group, same_key, blocks[b].namespace, tokens_of(group)[b], extra_in(group, b), 0)",
         "False",
         "Of two contents under one key, one is taken for the host copy of the other.",
         ("tests/state/test_safety.py::test_content_whose_key_collides_is_not_published",),
@@ -156,8 +156,8 @@ MUTATIONS = (
     Mutation(
         "a_host_copy_of_what_is_computed_again_stays_a_victim_like_others",
         "_publish",
-        "emit(h, STORED, b)\non_change(h, same_key)",
-        "emit(h, STORED, b)",
+        "emit(group, STORED, b)\non_change(group, same_key)",
+        "emit(group, STORED, b)",
         "The host evicts what is nowhere else, and keeps what the device has as well.",
         ("tests/state/test_scenarios_tiers.py::test_content_that_is_computed_again_makes_its_host_copy_redundant",),
     ),
@@ -180,7 +180,7 @@ MUTATIONS = (
     Mutation(
         "an_eviction_that_offloads_is_no_removal",
         "_offload",
-        "h.removals += 1",
+        "group.removals += 1",
         "",
         "A duplicate on the device is not published when the device copy has gone to the host.",
         ("tests/state/test_scenarios_tiers.py::test_a_duplicate_takes_over_when_the_published_block_is_offloaded",),
@@ -188,15 +188,15 @@ MUTATIONS = (
     Mutation(
         "a_tail_is_stored_twice",
         "enter",
-        "if h.child_buckets:\n    _supersede(h, b)",
-        "if h.child_buckets and flag == PUBLISHED:\n    _supersede(h, b)",
+        "if group.child_buckets:\n    _supersede(group, b)",
+        "if group.child_buckets and flag == PUBLISHED:\n    _supersede(group, b)",
         "Every turn of a chat leaves its unfull end behind, until lookups no longer see the right one.",
         ("tests/state/test_scenarios_reuse.py::test_a_longer_tail_replaces_the_one_that_it_starts_with",),
     ),
     Mutation(
         "tails_of_other_beginnings_are_rivals",
         "rival_child",
-        "_is_child(h, i, blocks[b].parent0, blocks[b].parent1, blocks[b].namespace)",
+        "_is_child(group, i, blocks[b].parent0, blocks[b].parent1, blocks[b].namespace)",
         "True",
         "The end of a prompt is forgotten since another one, of any tenant, ends alike.",
         ("tests/state/test_scenarios_reuse.py::test_the_same_tail_after_two_beginnings_is_two_tails",),
@@ -224,7 +224,7 @@ MUTATIONS = (
     Mutation(
         "a_loss_fails_the_sequence_in_the_first_group_only",
         "lose",
-        "heads.shape[0] if failed else 0",
+        "groups.shape[0] if failed else 0",
         "1 if failed else 0",
         "A group takes the end of a sequence for good whose bytes never came.",
         (
@@ -234,7 +234,7 @@ MUTATIONS = (
     Mutation(
         "not_storing_forgets_what_others_hold",
         "give_back",
-        "word & REFS == 0",
+        "ref_word & REFS == 0",
         "True",
         "A request that is not to be stored takes a block of a running one out of the cache.",
         ("tests/sequences/test_forks.py::test_what_others_go_on_from_is_not_forgotten_with_a_beam",),
@@ -242,7 +242,7 @@ MUTATIONS = (
     Mutation(
         "not_storing_forgets_what_was_reused",
         "give_back",
-        "i >= sequences_of(h)[slot].reused",
+        "i >= sequences_of(group)[slot].reused",
         "True",
         "A request that is not to be stored takes the system prompt of all others out of the cache.",
         ("tests/state/test_scenarios_reuse.py::test_release_without_storing_keeps_what_others_stored",),
@@ -250,7 +250,7 @@ MUTATIONS = (
     Mutation(
         "a_rewound_block_stays_findable",
         "_shorten",
-        "if blocks[b].flags & PUBLISHED:\n    forget(h, b, NONE)",
+        "if blocks[b].flags & PUBLISHED:\n    forget(group, b, NONE)",
         "",
         "A block is written anew while others find it under its old key.",
         ("tests/state/test_scenarios_reuse.py::test_a_writer_gives_up_the_key_of_a_rewound_block",),
@@ -275,7 +275,7 @@ MUTATIONS = (
     Mutation(
         "an_import_after_a_reset_is_published",
         "Imports.store",
-        "generation != heads[0, records.H.generation]",
+        "generation != groups[0, records.H.generation]",
         "False",
         "Blocks that a reset has given to others get the keys of an import.",
         ("tests/holders/test_import_blocks.py::test_a_reset_meanwhile_stores_nothing",),
@@ -283,7 +283,7 @@ MUTATIONS = (
     Mutation(
         "an_import_is_published_beside_what_was_computed",
         "publish_taken",
-        "b == NONE or find_key(h, keys[at, 0], keys[at, 1]) != NONE",
+        "b == NONE or find_key(group, keys[at, 0], keys[at, 1]) != NONE",
         "b == NONE",
         "One content has two representatives.",
         ("tests/holders/test_import_blocks.py::test_content_that_is_computed_meanwhile_is_not_stored_twice",),
@@ -309,10 +309,10 @@ MUTATIONS = (
         "an_event_joins_what_is_not_its_parent",
         "_record",
         "kind == STORED and not first and events[before].kind == STORED and events[before].group == "
-        "h.group and events[before].tier == tier and events[before].priority == blocks[b].priority and "
+        "group.number and events[before].tier == tier and events[before].priority == blocks[b].priority and "
         "events[before].key0 == blocks[b].parent0 and events[before].key1 == blocks[b].parent1",
         "kind == STORED and not first and events[before].kind == STORED and events[before].group == "
-        "h.group and events[before].tier == tier and events[before].priority == blocks[b].priority",
+        "group.number and events[before].tier == tier and events[before].priority == blocks[b].priority",
         "A router chains a block to another prompt.",
         ("tests/observe/test_events.py::test_every_prompt_and_every_call_begins_an_event_of_its_own",),
     ),
@@ -327,7 +327,7 @@ MUTATIONS = (
     Mutation(
         "dropped_events_are_not_counted",
         "_slot",
-        "counters_of(h).events_dropped += 1",
+        "counters_of(group).events_dropped += 1",
         "",
         "A router that was late never learns that it believes in blocks that are gone.",
         ("tests/observe/test_metrics.py::test_events_that_any_group_dropped_are_counted",),

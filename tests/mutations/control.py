@@ -22,15 +22,15 @@ MUTATIONS = (
     Mutation(
         "forgetting_leaves_the_host_copy",
         "_erase",
-        "forget_both(h, device, np.int64(blocks_of(h)[device].other_copy))",
-        "forget(h, device, NONE)",
+        "forget_both(group, device, np.int64(blocks_of(group)[device].other_copy))",
+        "forget(group, device, NONE)",
         "Content that was to be forgotten comes back from the host.",
         (f"{_CONTROL}test_forgetting_is_reported",),
     ),
     Mutation(
         "forgetting_a_prompt_leaves_its_tail",
         "forget_prompt",
-        "finds_parts(h) and start < request.length",
+        "finds_parts(group) and start < request.length",
         "False",
         "The last tokens of a prompt that was to be forgotten are copied for others.",
         (f"{_CONTROL}test_the_stored_tail_of_a_prompt_goes_with_it",),
@@ -78,7 +78,7 @@ MUTATIONS = (
     Mutation(
         "a_priority_that_is_given_later_never_ends",
         "set_retention",
-        "if listed:\n    _start_clock(h, b, NONE)",
+        "if listed:\n    _start_clock(group, b, NONE)",
         "",
         "Content that was to be kept for a minute is kept for ever, and the expiries are wrong.",
         (f"{_CONTROL}test_the_time_of_a_priority_begins_now_or_at_release",),
@@ -86,7 +86,7 @@ MUTATIONS = (
     Mutation(
         "what_was_computed_twice_is_not_counted",
         "publish_committed",
-        "sequences_of(h)[slot].recomputed += count",
+        "sequences_of(group)[slot].recomputed += count",
         "",
         "A scheduler does not see that requests compute the same prefix at the same time.",
         (
@@ -97,8 +97,8 @@ MUTATIONS = (
     Mutation(
         "a_next_turn_hashes_all_again",
         "BlockKeys.of_private",
-        "self._fill(tokens, keys, extra_ids, scope, heads, first)",
-        "self._fill(tokens, keys, extra_ids, scope, heads, 0)",
+        "self._fill(tokens, keys, extra_ids, scope, groups, first)",
+        "self._fill(tokens, keys, extra_ids, scope, groups, 0)",
         "Each turn of a conversation hashes all turns before it.",
         (
             f"{_KEYS}test_a_next_turn_hashes_the_blocks_that_it_fills_and_no_others",
@@ -124,7 +124,7 @@ MUTATIONS = (
     Mutation(
         "a_loader_is_not_told_of_sinks",
         "is_needed",
-        "i < h.sinks",
+        "i < group.sinks",
         "False",
         "What was fetched of a windowed group is no prefix that can be reused.",
         (f"{_REMOTE}test_a_group_gets_what_the_prefix_needs_of_it_and_no_more",),

@@ -17,7 +17,7 @@ MUTATIONS = (
     Mutation(
         "content_below_the_threshold_is_offloaded",
         "should_offload",
-        "block.priority >= h.offload_priority",
+        "block.priority >= group.offload_priority",
         "True",
         "The host is filled with what was said to be worth nothing.",
         ("tests/state/test_scenarios_tiers.py::test_the_threshold_decides_between_offload_and_forget",),
@@ -25,7 +25,7 @@ MUTATIONS = (
     Mutation(
         "content_that_nobody_reused_is_offloaded",
         "should_offload",
-        "block.uses >= h.offload_reuse",
+        "block.uses >= group.offload_reuse",
         "True",
         "offload_min_reuse has no effect.",
         ("tests/state/test_scenarios_tiers.py::test_content_that_nobody_reused_may_be_forgotten",),
@@ -33,7 +33,7 @@ MUTATIONS = (
     Mutation(
         "the_host_evicts_what_matters_more",
         "victim",
-        "blocks_of(h)[b].priority > priority",
+        "blocks_of(group)[b].priority > priority",
         "False",
         "An unimportant block that leaves the device pushes an important one out of the host.",
         ("tests/state/test_scenarios_tiers.py::test_the_host_keeps_what_matters_more_than_what_comes",),
@@ -41,7 +41,7 @@ MUTATIONS = (
     Mutation(
         "a_redundant_copy_is_no_victim",
         "victim",
-        "b == NONE and tier == HOST and h.overflow == 0",
+        "b == NONE and tier == HOST and group.overflow == 0",
         "False",
         "The host gives up content that is nowhere else, and keeps copies.",
         ("tests/state/test_scenarios_tiers.py::test_redundant_copies_are_the_first_host_victims",),
@@ -65,8 +65,8 @@ MUTATIONS = (
     Mutation(
         "a_rewound_block_is_the_last_victim",
         "growth.rewind_one",
-        "give_columns(h, slot, keep, sequence.blocks, FRONT)",
-        "give_columns(h, slot, keep, sequence.blocks, ~FRONT)",
+        "give_columns(group, slot, keep, sequence.blocks, FRONT)",
+        "give_columns(group, slot, keep, sequence.blocks, ~FRONT)",
         "Content is evicted while blocks of rejected drafts stand empty behind it.",
         ("tests/state/test_scenarios_eviction.py::test_rewound_blocks_go_to_the_front_and_released_ones_to_the_back",),
     ),
@@ -89,7 +89,7 @@ MUTATIONS = (
     Mutation(
         "a_redundant_copy_queues_with_others",
         "list_of",
-        "b >= h.device_blocks and block.other_copy != NONE",
+        "b >= group.device_blocks and block.other_copy != NONE",
         "False",
         "The host gives up content that is nowhere else, and keeps copies.",
         (f"{_TIERS}::test_redundant_copies_are_the_first_host_victims", _SOUND),
@@ -97,7 +97,7 @@ MUTATIONS = (
     Mutation(
         "a_device_block_with_a_copy_counts_as_redundant",
         "list_of",
-        "b >= h.device_blocks",
+        "b >= group.device_blocks",
         "True",
         "What the host has too is in a list of the device that nobody evicts from.",
         (f"{_TIERS}::test_offload_keeps_the_device_copy",),
@@ -105,7 +105,7 @@ MUTATIONS = (
     Mutation(
         "a_pool_without_a_host_offloads",
         "should_offload",
-        "h.device_blocks != h.blocks",
+        "group.device_blocks != group.blocks",
         "True",
         "Metrics of a pool without a host say that its host is full.",
         ("tests/observe/test_metrics.py::test_an_eviction_has_one_reason",),
@@ -129,7 +129,7 @@ MUTATIONS = (
     Mutation(
         "a_hit_does_not_say_when",
         "on_hit",
-        "block.used_at = np.uint32(h.now)",
+        "block.used_at = np.uint32(group.now)",
         "",
         "Times between reuses are those since content was released, or stored.",
         ("tests/observe/test_metrics.py::test_a_gap_is_between_two_hits",),
@@ -170,8 +170,8 @@ MUTATIONS = (
     Mutation(
         "nobody_follows_the_representative",
         "unpublish",
-        "unlink_content(h, b, other)",
-        "unlink_content(h, b, NONE)",
+        "unlink_content(group, b, other)",
+        "unlink_content(group, b, NONE)",
         "The host has a content that nobody finds.",
         ("tests/state/test_scenarios_eviction.py::test_a_ttl_comes_back_from_the_host[a host copy was there]",),
     ),
@@ -194,8 +194,8 @@ MUTATIONS = (
     Mutation(
         "the_source_of_an_onboard_is_never_let_go",
         "_onboard_for_all",
-        "table_of(h)[slot_for(h, r), i] = b\nlet_go(h, host)",
-        "table_of(h)[slot_for(h, r), i] = b",
+        "table_of(group)[slot_for(group, r), i] = b\nlet_go(group, host)",
+        "table_of(group)[slot_for(group, r), i] = b",
         "Every hit on the host costs a host block for good.",
         ("tests/state/test_scenarios_tiers.py::test_a_host_hit_comes_back_with_its_bytes",),
     ),
@@ -210,7 +210,7 @@ MUTATIONS = (
     Mutation(
         "what_goes_in_any_case_goes_last",
         "_fill",
-        "h.overflow = _overflow(h, requests, out[g], n)",
+        "group.overflow = _overflow(group, requests, out[g], n)",
         "",
         "Each eviction of a call waits for the onboard before it: copies go one by one.",
         ("tests/state/test_scenarios_tiers.py::test_what_goes_in_any_case_goes_first",),
@@ -218,7 +218,7 @@ MUTATIONS = (
     Mutation(
         "more_is_forgotten_than_has_to_be",
         "_offloads",
-        "count += 1 if blocks[b].other_copy == NONE and should_offload(h, b) else 0",
+        "count += 1 if blocks[b].other_copy == NONE and should_offload(group, b) else 0",
         "count += 2",
         "A call forgets content that both tiers have room for.",
         ("tests/state/test_scenarios_tiers.py::test_evictions_go_where_the_onboards_of_the_same_call_came_from",),
@@ -243,15 +243,15 @@ MUTATIONS = (
     Mutation(
         "a_settled_copy_is_not_timed",
         "on_only_copy",
-        "place_only_copy(h, b, device, deadline)",
-        "push(blocks_of(h), lists_of(h), b, list_of(h, b), BACK)",
+        "place_only_copy(group, b, device, deadline)",
+        "push(blocks_of(group), lists_of(group), b, list_of(group, b), BACK)",
         "A priority that should end never does.",
         (_TTL[0],),
     ),
     Mutation(
         "an_offloaded_block_is_not_timed",
         "place",
-        "_start_clock(h, b, deadline)",
+        "_start_clock(group, b, deadline)",
         "",
         "A priority that should end never does.",
         (_TTL[1],),
@@ -267,8 +267,8 @@ MUTATIONS = (
     Mutation(
         "a_ttl_begins_anew_on_the_host",
         "_evict",
-        "unpublish(h, b, deadline)",
-        "unpublish(h, b, NONE)",
+        "unpublish(group, b, deadline)",
+        "unpublish(group, b, NONE)",
         "Content outlives its time by as much as it was on the device.",
         (_TTL[0],),
     ),
@@ -291,7 +291,7 @@ MUTATIONS = (
     Mutation(
         "a_redundant_copy_has_a_time",
         "_demotes",
-        "b < h.device_blocks or block.other_copy == NONE",
+        "b < group.device_blocks or block.other_copy == NONE",
         "True",
         "A host copy of what the device has as well counts as expired, and falls behind other copies.",
         (f"{_EVICTION}::test_a_redundant_copy_does_not_expire",),

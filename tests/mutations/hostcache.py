@@ -24,7 +24,7 @@ MUTATIONS = (
     Mutation(
         "content_has_the_times_of_what_its_block_had_before",
         "on_insert",
-        "block.stored_at = block.used_at = np.uint32(h.now)",
+        "block.stored_at = block.used_at = np.uint32(group.now)",
         "",
         "An operator is told that keys stay for hours in a host cache that is too small to keep them for seconds.",
         (_index("test_times_are_those_of_the_content_and_not_of_its_block"),),
@@ -40,7 +40,7 @@ MUTATIONS = (
     Mutation(
         "a_victim_is_what_the_call_offers",
         "reserve",
-        "pin_block(h, matches[i, 2])",
+        "pin_block(group, matches[i, 2])",
         "",
         "A store evicts what the same request was told to be there.",
         (_index("test_what_is_offered_is_not_evicted_by_the_same_call"),),
@@ -66,8 +66,8 @@ MUTATIONS = (
     Mutation(
         "the_block_of_an_expired_reservation_is_given_to_another_writer",
         "HostCache._expire",
-        "hostcache.forget_keys(self._heads, self._root, *packed(keys, known=True)[1:], now_ms)",
-        "hostcache.abort(self._heads, self._root, *packed(keys, known=True)[1:], now_ms)",
+        "hostcache.forget_keys(self._groups, self._root, *packed(keys, known=True)[1:], now_ms)",
+        "hostcache.abort(self._groups, self._root, *packed(keys, known=True)[1:], now_ms)",
         "A copy that hung for a minute overwrites the KV of another prompt.",
         ("tests/hostcache/test_deadlines.py::test_a_block_that_may_be_written_late_is_nobodys_until_its_writer_ends",),
     ),
@@ -83,7 +83,7 @@ MUTATIONS = (
         "a_forgotten_write_gives_its_key_to_another_writer",
         "_forget",
         "coming = blocks[b].flags & LOST == 0\nblocks[b].flags |= LOST",
-        "coming = True\n_drop(h, b)",
+        "coming = True\n_drop(group, b)",
         "Two writers have one block: a prompt gets bytes of both.",
         (_index("test_a_writer_that_ends_after_its_key_was_forgotten_publishes_nothing[forget]"),),
     ),
@@ -98,8 +98,8 @@ MUTATIONS = (
     Mutation(
         "a_key_is_the_hash_alone",
         "has_content",
-        "if not h.guards & TOKENS_AT_HIT:\n    return True",
-        "if not h.guards & TOKENS_AT_HIT or h.device_blocks == 0:\n    return True",
+        "if not group.guards & TOKENS_AT_HIT:\n    return True",
+        "if not group.guards & TOKENS_AT_HIT or group.device_blocks == 0:\n    return True",
         "Whoever finds two keys with one hash reads another's KV.",
         (_index("test_a_hash_alone_is_never_a_hit"),),
     ),
@@ -167,14 +167,14 @@ MUTATIONS = (
         "    _, ids = self._open.pop(lease, (None, None))\n"
         "    if ids is not None:\n"
         "        before = saving.places(self._states[0].blocks[ids])\n"
-        "        control.unpin(self._heads, ids, now_ms)\n"
-        "        if not used:\n            saving.put_back(self._heads, 0, ids, before)",
+        "        control.unpin(self._groups, ids, now_ms)\n"
+        "        if not used:\n            saving.put_back(self._groups, 0, ids, before)",
         "with self._lock:\n"
         "    _, ids = self._open.pop(lease, (None, None))\n"
         "    if ids is not None:\n"
         "        before = saving.places(self._states[0].blocks[ids])\n"
-        "        control.unpin(self._heads, ids, now_ms)\n"
-        "        if not used:\n            saving.put_back(self._heads, 0, ids, before)",
+        "        control.unpin(self._groups, ids, now_ms)\n"
+        "        if not used:\n            saving.put_back(self._groups, 0, ids, before)",
         "An interrupt leaves blocks pinned that no lease names: they are never free again.",
         ("tests/hostcache/test_interrupted.py::test_an_interrupt_at_any_line_leaves_the_cache_whole[close]",),
     ),

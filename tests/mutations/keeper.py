@@ -241,7 +241,7 @@ MUTATIONS = (
     Mutation(
         "a_saver_that_comes_later_believes_the_one_before",
         "saving.open_dirty_cursor",
-        "blocks_of(h)[b].saved &= ~bit",
+        "blocks_of(group)[b].saved &= ~bit",
         "pass",
         "A keeper over another store saves nothing of what the last one has saved.",
         (f"{_SAVING}test_savers_know_nothing_of_each_other",),

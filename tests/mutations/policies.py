@@ -35,7 +35,7 @@ MUTATIONS = (
     Mutation(
         "a_shared_beginning_goes_with_one_fork",
         "_stem_worth",
-        "worth = max(worth, worth_now(h, policy, other, policy.follows))",
+        "worth = max(worth, worth_now(group, policy, other, policy.follows))",
         "worth = -1.0",
         "All conversations that begin alike lose what they have in common, and so all of it.",
         (f"{_TESTS}test_what_forks_share_stays_while_one_of_them_has_more",),
@@ -51,7 +51,7 @@ MUTATIONS = (
     Mutation(
         "the_policy_chooses_among_all_priorities",
         "victim",
-        "which == policy.list or which == host_policy_of(h).list",
+        "which == policy.list or which == host_policy_of(group).list",
         "True",
         "A priority that a caller gave does not decide any more.",
         (f"{_TESTS}test_priorities_stand_above_the_policy",),
@@ -75,7 +75,7 @@ MUTATIONS = (
     Mutation(
         "a_block_keeps_the_chain_of_its_former_content",
         "disown",
-        "owners_of(h)[b] = NONE",
+        "owners_of(group)[b] = NONE",
         "pass",
         "A prompt that comes back through the host counts as another conversation, whose blocks then go.",
         (f"{_TESTS}test_what_comes_from_the_host_belongs_to_its_own_conversation",),
@@ -91,7 +91,7 @@ MUTATIONS = (
     Mutation(
         "what_no_chain_finds_stays",
         "choose",
-        "_is_stray(h, policy, oldest)",
+        "_is_stray(group, policy, oldest)",
         "False",
         "Content of requests that reuse nothing fills the pool, however old it is.",
         (f"{_TESTS}test_what_is_of_no_conversation_goes_when_it_is_the_oldest",),
@@ -99,7 +99,7 @@ MUTATIONS = (
     Mutation(
         "what_lru_has_left_of_a_chain_is_forgotten",
         "find_first",
-        "is_listed(h, policy, c, front)",
+        "is_listed(group, policy, c, front)",
         "False",
         "After a switch, the conversation that LRU was about to evict counts as gone.",
         (f"{_TESTS}test_what_lru_has_left_of_a_conversation_is_still_known",),
@@ -107,7 +107,7 @@ MUTATIONS = (
     Mutation(
         "a_policy_takes_what_others_hold",
         "is_listed",
-        "blocks_of(h)[b].list == policy.list",
+        "blocks_of(group)[b].list == policy.list",
         "True",
         "A block is evicted that another thread reads or writes.",
         (f"{_RACE}[3-0.0-reuse]", f"{_RACE}[4-0.4-agent]"),
@@ -131,7 +131,7 @@ MUTATIONS = (
     Mutation(
         "what_readers_have_held_is_of_no_conversation",
         "on_touched",
-        "blocks_of(h)[keys[i, 2]].used_at = since",
+        "blocks_of(group)[keys[i, 2]].used_at = since",
         "pass",
         "A conversation that a store has read goes as if nobody continued it.",
         (f"{_HOST}test_what_readers_have_held_since_its_turn_is_still_of_its_conversation_and_teaches_no_pause",),
@@ -139,7 +139,7 @@ MUTATIONS = (
     Mutation(
         "the_next_victims_are_those_of_lru",
         "expect_victims",
-        "policy_of(h).follows == LRU",
+        "policy_of(group).follows == LRU",
         "True",
         "What is evicted next was not saved, and what was saved is not evicted.",
         (f"{_HOST}test_what_is_named_as_the_next_victims_goes_in_this_order[agent]",),

@@ -47,23 +47,23 @@ MUTATIONS = (
         "a_claim_follows_the_content",
         "take_device",
         """
-b, deadline = take_victim(h, np.int64(DEVICE), PRIORITY_MAX)
+b, deadline = take_victim(group, np.int64(DEVICE), PRIORITY_MAX)
 if b == NONE:
     raise RuntimeError("a block was taken that was not counted")
 if blocks[b].flags & INDEXED:
-    _evict(h, b, deadline)
+    _evict(group, b, deadline)
 """,
         """
 from kvpool.state.index import find_key
 from kvpool.state.policies.policy import LISTS_PER_TIER, lists_of, unlink, victim
-b = victim(h, np.int64(DEVICE), PRIORITY_MAX)
+b = victim(group, np.int64(DEVICE), PRIORITY_MAX)
 if b == NONE:
     raise RuntimeError("a block was taken that was not counted")
 if blocks[b].flags & INDEXED:
-    _evict(h, b, np.int64(NONE))
-    if find_key(h, blocks[b].key0, blocks[b].key1) >= h.device_blocks:
+    _evict(group, b, np.int64(NONE))
+    if find_key(group, blocks[b].key0, blocks[b].key1) >= group.device_blocks:
         blocks[b].list += LISTS_PER_TIER
-unlink(blocks, lists_of(h), b)
+unlink(blocks, lists_of(group), b)
 """,
         "A device has more free blocks than it has blocks, and the count of used ones is negative.",
         (f"{_FIVE}::test_counts_stay_on_the_tier_of_their_block",),
@@ -72,17 +72,17 @@ unlink(blocks, lists_of(h), b)
         "requests_of_a_batch_are_admitted_one_by_one",
         "admit.admit",
         """
-n = claim(heads, requests, out, allow_partial)
+n = claim(groups, requests, out, allow_partial)
 if n > 0:
-    _fill(heads, requests, out, n, now_ms)
+    _fill(groups, requests, out, n, now_ms)
 return n
 """,
         """
 for r in range(requests.shape[0]):
-    n = claim(heads, requests[r : r + 1], out[:, r : r + 1], allow_partial)
+    n = claim(groups, requests[r : r + 1], out[:, r : r + 1], allow_partial)
     if n <= 0:
         return np.int64(r) if allow_partial else n
-    _fill(heads, requests[r : r + 1], out[:, r : r + 1], n, now_ms)
+    _fill(groups, requests[r : r + 1], out[:, r : r + 1], n, now_ms)
 return np.int64(requests.shape[0])
 """,
         "A request reuses less than its scheduler was told, since one before it in the batch has evicted the rest.",

@@ -8,15 +8,15 @@ MUTATIONS = (
     Mutation(
         "a_published_state_moves_on",
         "_moves_on",
-        "blocks_of(h)[b].word == 1 and not blocks_of(h)[b].flags & PUBLISHED",
-        "blocks_of(h)[b].word == 1",
+        "blocks_of(group)[b].ref_word == 1 and not blocks_of(group)[b].flags & PUBLISHED",
+        "blocks_of(group)[b].ref_word == 1",
         "A state that others find is overwritten with that of a longer prefix.",
         ("tests/sequences/test_groups.py::test_a_running_state_that_others_can_find_is_not_written_again",),
     ),
     Mutation(
         "a_state_that_others_hold_moves_on",
         "_moves_on",
-        "blocks_of(h)[b].word == 1",
+        "blocks_of(group)[b].ref_word == 1",
         "True",
         "A reader, or a fork, has the state of a longer prefix than it was promised.",
         (
@@ -27,7 +27,7 @@ MUTATIONS = (
     Mutation(
         "a_pinned_state_is_overwritten",
         "_is_copied",
-        "sequence.length % h.width != 0 and blocks_of(h)[b].word != 1",
+        "sequence.length % group.width != 0 and blocks_of(group)[b].ref_word != 1",
         "False",
         "A reader's state changes under it.",
         ("tests/sequences/test_groups.py::test_a_state_that_a_reader_pins_is_not_overwritten",),
@@ -35,7 +35,7 @@ MUTATIONS = (
     Mutation(
         "a_shared_state_is_written_again",
         "_own",
-        "blocks[b].word != 1",
+        "blocks[b].ref_word != 1",
         "False",
         "A rewind of one beam changes the state of the others.",
         ("tests/sequences/test_groups.py::test_a_rewind_leaves_a_state_to_the_forks_that_hold_it",),
@@ -61,15 +61,18 @@ MUTATIONS = (
     Mutation(
         "states_that_nobody_goes_on_from_stay",
         "give_passed",
-        "counters_of(h).passed_blocks += give_columns(h, slot, first, last, BACK)",
-        "if not has_states(h):\n    counters_of(h).passed_blocks += give_columns(h, slot, first, last, BACK)",
+        "counters_of(group).passed_blocks += give_columns(group, slot, first, last, BACK)",
+        (
+            "if not has_states(group):\n"
+            "    counters_of(group).passed_blocks += give_columns(group, slot, first, last, BACK)"
+        ),
         "Every commit costs a block for good.",
         ("tests/sequences/test_groups.py::test_a_state_goes_back_once_what_follows_it_is_committed",),
     ),
     Mutation(
         "states_that_others_hold_need_no_room",
         "keep_need",
-        "shared += 1 if row[i] != NONE and blocks_of(h)[row[i]].word != 1 else 0",
+        "shared += 1 if row[i] != NONE and blocks_of(group)[row[i]].ref_word != 1 else 0",
         "shared += 0",
         "A path of drafts is kept by half, since there is no block for the copy of a state.",
         ("tests/sequences/test_groups.py::test_a_path_is_not_kept_without_room_for_the_states_that_others_hold",),

@@ -21,7 +21,7 @@ MUTATIONS = (
     Mutation(
         "the_source_of_a_part_is_not_let_go_of",
         "_unhold_matches",
-        "unhold(h, out.source)",
+        "unhold(group, out.source)",
         "pass",
         "A call that raises costs a block for good.",
         (_REFUSED,),
@@ -29,7 +29,7 @@ MUTATIONS = (
     Mutation(
         "what_was_claimed_is_not_let_go_of",
         "_unhold_matches",
-        "unhold(h, np.int64(row[i]))",
+        "unhold(group, np.int64(row[i]))",
         "",
         "A call that raises costs blocks for good.",
         (_LATE,),
@@ -47,8 +47,8 @@ MUTATIONS = (
     Mutation(
         "a_row_keeps_what_was_claimed_for_it",
         "_unhold_matches",
-        "unhold(h, np.int64(row[i]))\nrow[i] = NONE",
-        "unhold(h, np.int64(row[i]))",
+        "unhold(group, np.int64(row[i]))\nrow[i] = NONE",
+        "unhold(group, np.int64(row[i]))",
         "The row of a call that raised names blocks that it does not hold.",
         (_LATE,),
     ),
@@ -63,7 +63,7 @@ MUTATIONS = (
     Mutation(
         "a_refused_onboard_stays_announced",
         "_unhold_matches",
-        "blocks_of(h)[row[i]].flags &= ~ONBOARDING",
+        "blocks_of(group)[row[i]].flags &= ~ONBOARDING",
         "",
         "The next request with that content is promised a block less than it needs.",
         (f"{_LATE}[a hit is on the host]",),
@@ -71,7 +71,7 @@ MUTATIONS = (
     Mutation(
         "the_source_of_a_part_stays_among_the_expiries",
         "admit._untime",
-        "stop_clock(h, out.source)",
+        "stop_clock(group, out.source)",
         "pass",
         "A block expires in the admission that copies from it, and is in two lists.",
         (
@@ -81,7 +81,7 @@ MUTATIONS = (
     Mutation(
         "a_hit_stays_among_the_expiries",
         "admit._untime",
-        "stop_clock(h, np.int64(row[i]))",
+        "stop_clock(group, np.int64(row[i]))",
         "pass",
         "A block of a running sequence expires, and is a victim.",
         ("tests/state/test_scenarios_eviction.py::test_a_plain_hit_keeps_priority_and_ttl",),
@@ -89,15 +89,18 @@ MUTATIONS = (
     Mutation(
         "onboards_need_no_block",
         "_needed",
-        "fresh_blocks(h, request, outcome_at(out, r).matched, columns_for(h, request)) + outcome_at(out, r).onboards",
-        "fresh_blocks(h, request, outcome_at(out, r).matched, columns_for(h, request))",
+        (
+            "fresh_blocks(group, request, outcome_at(out, r).matched, columns_for(group, request)) "
+            "+ outcome_at(out, r).onboards"
+        ),
+        "fresh_blocks(group, request, outcome_at(out, r).matched, columns_for(group, request))",
         "A batch that does not fit is admitted, and ends half-way.",
         ("tests/state/test_scenarios_tiers.py::test_a_batch_that_has_no_room_for_its_onboards_is_refused",),
     ),
     Mutation(
         "every_batch_fits",
         "_fits",
-        "return need <= h.bound",
+        "return need <= group.bound",
         "return True",
         "A batch that does not fit is admitted, and ends half-way.",
         (_LATE,),
@@ -105,7 +108,7 @@ MUTATIONS = (
     Mutation(
         "a_plan_keeps_what_it_claimed",
         "plan",
-        "unclaim(heads, out, 0, n)",
+        "unclaim(groups, out, 0, n)",
         "",
         "Whoever asks costs the pool blocks for good.",
         ("tests/sequences/test_plan.py::test_blocks_that_prompts_of_a_batch_share_count_once",),
@@ -113,8 +116,8 @@ MUTATIONS = (
     Mutation(
         "a_plan_counts_sources_of_parts",
         "blocks_taken",
-        "_needed(h, requests, out, n) + free - free_blocks(h, DEVICE) - _spare(h, out, n)",
-        "_needed(h, requests, out, n) + free - free_blocks(h, DEVICE)",
+        "_needed(group, requests, out, n) + free - free_blocks(group, DEVICE) - _spare(group, out, n)",
+        "_needed(group, requests, out, n) + free - free_blocks(group, DEVICE)",
         "A scheduler leaves room for blocks that nobody takes.",
         ("tests/sequences/test_plan.py::test_a_part_that_a_batch_has_to_give_up_is_not_planned",),
     ),
@@ -129,7 +132,7 @@ MUTATIONS = (
     Mutation(
         "a_prompt_waits_for_states_that_are_not_kept",
         "_found_in",
-        "keeps_state(h, most - 1, kept)",
+        "keeps_state(group, most - 1, kept)",
         "True",
         "A scheduler waits for a state that is overwritten, and finds less than it was told.",
         ("tests/sequences/test_plan.py::test_a_running_state_is_not_waited_for",),
@@ -137,7 +140,7 @@ MUTATIONS = (
     Mutation(
         "a_source_that_is_taken_stays_findable",
         "_fill_new",
-        "b = out.source\nforget(h, b, NONE)",
+        "b = out.source\nforget(group, b, NONE)",
         "b = out.source",
         "A block is written anew while others find it under its old key.",
         ("tests/state/test_scenarios_reuse.py::test_short_of_blocks_a_request_takes_the_source_itself",),
@@ -154,7 +157,7 @@ MUTATIONS = (
     Mutation(
         "growth_that_never_fits_waits",
         "Core._refusal",
-        "code = verbs.never_fits(self.states.heads, ids, args[0]) or code",
+        "code = verbs.never_fits(self.states.groups, ids, args[0]) or code",
         "pass",
         "An engine swaps a sequence out and resumes it for ever, since it has no room even alone.",
         ("tests/sequences/test_never_fits.py::test_an_engine_that_swaps_out_and_resumes_ends",),
@@ -162,8 +165,8 @@ MUTATIONS = (
     Mutation(
         "a_state_that_others_find_moves_on_alone",
         "recurrent.need_alone",
-        "return held + _kept_states(h, last, columns - 1) + (1 if stays else 0)",
-        "return held + _kept_states(h, last, columns - 1)",
+        "return held + _kept_states(group, last, columns - 1) + (1 if stays else 0)",
+        "return held + _kept_states(group, last, columns - 1)",
         "An engine waits for room for a state that will never come.",
         ("tests/sequences/test_never_fits.py::test_a_state_that_others_find_needs_a_block_beside_the_next_one",),
     ),
@@ -203,7 +206,7 @@ MUTATIONS = (
     Mutation(
         "a_row_has_no_end",
         "append_need",
-        "more > h.columns",
+        "more > group.columns",
         "False",
         "A sequence that grows too long writes block ids into its neighbour's row.",
         ("tests/sequences/test_arguments.py::test_a_prompt_beyond_max_sequence_tokens_is_refused",),
@@ -211,15 +214,15 @@ MUTATIONS = (
     Mutation(
         "a_rewind_writes_into_a_pinned_block",
         "shared",
-        "blocks_of(h)[table_of(h)[slot, i]].word",
-        "blocks_of(h)[table_of(h)[slot, i]].word & 0xFFFFFFFF",
+        "blocks_of(group)[table_of(group)[slot, i]].ref_word",
+        "blocks_of(group)[table_of(group)[slot, i]].ref_word & 0xFFFFFFFF",
         "The engine overwrites tokens that a reader has pinned.",
         ("tests/state/test_safety.py::test_a_rewind_may_use_what_it_gives_back",),
     ),
     Mutation(
         "a_rewind_writes_into_a_shared_block",
         "_shorten",
-        "shared(h, slot, i)",
+        "shared(group, slot, i)",
         "False",
         "A sequence overwrites tokens of its forks.",
         ("tests/sequences/test_forks.py::test_a_rewind_into_shared_blocks_leaves_them_to_the_others",),
@@ -227,7 +230,7 @@ MUTATIONS = (
     Mutation(
         "a_private_copy_has_no_bytes",
         "private_copy",
-        "emit_move(h, b, fresh, count, WITHIN)",
+        "emit_copy(group, b, fresh, count, WITHIN)",
         "",
         "A beam goes on from whatever stood in its new block.",
         ("tests/sequences/test_forks.py::test_a_rewind_into_shared_blocks_leaves_them_to_the_others",),
@@ -235,7 +238,7 @@ MUTATIONS = (
     Mutation(
         "an_aborted_loader_keeps_the_part_that_was_copied",
         "abort_reserved",
-        "sequence.length - sequence.reused * h.width",
+        "sequence.length - sequence.reused * group.width",
         "sequence.length - sequence.committed",
         "An abort leaves a block behind that it had copied into, as if it were the last of a prompt.",
         ("tests/holders/test_reservations.py::test_an_abort_takes_back_a_block_that_a_part_was_copied_into",),
@@ -274,7 +277,7 @@ MUTATIONS = (
     Mutation(
         "a_fork_holds_nothing",
         "fork",
-        "add_reference(blocks_of(h), np.int64(table[row, j]))",
+        "add_reference(blocks_of(group), np.int64(table[row, j]))",
         "pass",
         "Blocks of a fork are given away when its parent ends.",
         ("tests/sequences/test_forks.py::test_a_fork_takes_no_block_and_has_all_that_its_parent_has",),
@@ -325,7 +328,7 @@ MUTATIONS = (
     Mutation(
         "a_copy_is_not_counted",
         "append_need",
-        "return need + copies(h, ids, counts) if forked else need",
+        "return need + copies(group, ids, counts) if forked else need",
         "return need",
         "Beams that fit by the count run out of blocks half-way through a call.",
         ("tests/sequences/test_forks.py::test_without_a_block_for_every_copy_nothing_has_changed",),
@@ -333,7 +336,7 @@ MUTATIONS = (
     Mutation(
         "drafts_move_into_what_others_hold",
         "_shared_between",
-        "count += 1 if shared(h, slot, i) else 0",
+        "count += 1 if shared(group, slot, i) else 0",
         "count += 0",
         "The blocks that a keep takes are not those that it counted.",
         ("tests/sequences/test_drafts.py::test_a_copy_that_has_no_room_is_refused_and_changes_nothing",),
@@ -342,7 +345,7 @@ MUTATIONS = (
     Mutation(
         "a_rewind_goes_behind_what_was_given_back",
         "rewind_need",
-        "h.window and length - counts[i] < least(h, slot)",
+        "group.window and length - counts[i] < least(group, slot)",
         "False",
         "A sequence goes on without blocks that its next token attends to.",
         ("tests/sequences/test_groups.py::test_a_rewind_keeps_all_that_the_next_token_sees_or_is_refused",),
@@ -350,39 +353,39 @@ MUTATIONS = (
     Mutation(
         "what_is_cached_behind_a_gap_stays_in_the_row",
         "longest",
-        "not is_needed(h, i, count)",
-        "i < count and not is_needed(h, i, count)",
+        "not is_needed(group, i, count)",
+        "i < count and not is_needed(group, i, count)",
         "After a plan, or a batch that had no room, a free row names blocks of others.",
         ("tests/sequences/test_groups.py::test_what_is_cached_after_a_gap_is_not_claimed",),
     ),
     Mutation(
         "a_missing_sink_does_not_matter",
         "_reach",
-        "not has_block(h, np.int64(i), *args)",
-        "not has_block(h, np.int64(i), *args) and h.window == 0",
+        "not has_block(group, np.int64(i), *args)",
+        "not has_block(group, np.int64(i), *args) and group.window == 0",
         "A prefix is reused though the first tokens, which all others see, are gone.",
         ("tests/sequences/test_groups.py::test_a_missing_sink_ends_what_can_be_reused",),
     ),
     Mutation(
         "sinks_are_given_back",
         "kept_from",
-        "max(h.sinks, min((count - h.window + 1) // h.width, count // h.width - 1))",
-        "max(0, min((count - h.window + 1) // h.width, count // h.width - 1))",
+        "max(group.sinks, min((count - group.window + 1) // group.width, count // group.width - 1))",
+        "max(0, min((count - group.window + 1) // group.width, count // group.width - 1))",
         "Later tokens attend to blocks of somebody else in place of the sinks.",
         ("tests/sequences/test_groups.py::test_after_a_commit_what_the_next_token_sees_is_there_and_nothing_else",),
     ),
     Mutation(
         "a_window_is_a_token_short",
         "kept_from",
-        "(count - h.window + 1) // h.width",
-        "(count - h.window + 2) // h.width",
+        "(count - group.window + 1) // group.width",
+        "(count - group.window + 2) // group.width",
         "A block is given back whose last token the next one still sees.",
         ("tests/sequences/test_groups.py::test_after_a_commit_what_the_next_token_sees_is_there_and_nothing_else",),
     ),
     Mutation(
         "a_passed_block_is_given_back_without_a_word",
         "give_columns",
-        "emit_access(h, ACCESSED, stream, b)",
+        "emit_access(group, ACCESSED, stream, b)",
         "",
         "A block is overwritten under the last kernel that attends to it.",
         ("tests/race/test_sequence_races.py::test_nothing_races[another_sequence_writes]",),

@@ -32,7 +32,7 @@ MUTATIONS = (
     Mutation(
         "a_step_may_name_tokens_that_a_window_has_passed",
         "_number",
-        "gone and begin < (h.sinks + gone) * h.width",
+        "gone and begin < (group.sinks + gone) * group.width",
         "False",
         "The slots of tokens whose block was given back are negative, and a kernel writes before the pool.",
         _tables("test_tokens_that_a_window_has_passed_have_no_slots"),
@@ -57,13 +57,13 @@ MUTATIONS = (
         "blocks_that_a_window_has_passed_are_staged_with_the_others",
         "stage_step",
         "if gone:\n"
-        "    memcpy(place, row, 4 * h.sinks)\n"
-        "    memcpy(place + 4 * h.sinks, row + 4 * (h.sinks + gone), 4 * (count - h.sinks))\n"
+        "    memcpy(place, row, 4 * group.sinks)\n"
+        "    memcpy(place + 4 * group.sinks, row + 4 * (group.sinks + gone), 4 * (count - group.sinks))\n"
         "else:\n"
         "    memcpy(place, row, 4 * count)",
         "if False:\n"
-        "    memcpy(place, row, 4 * h.sinks)\n"
-        "    memcpy(place + 4 * h.sinks, row + 4 * (h.sinks + gone), 4 * (count - h.sinks))\n"
+        "    memcpy(place, row, 4 * group.sinks)\n"
+        "    memcpy(place + 4 * group.sinks, row + 4 * (group.sinks + gone), 4 * (count - group.sinks))\n"
         "else:\n"
         "    memcpy(place, row, 4 * count)",
         "Attention with a window reads block -1, and not the last blocks.",
@@ -80,7 +80,7 @@ MUTATIONS = (
     Mutation(
         "a_step_that_names_a_stream_is_not_ordered_on_it",
         "HostStep.write",
-        "return int(use(heads, ids)) if follow else 0",
+        "return int(use(groups, ids)) if follow else 0",
         "return 0",
         "Kernels on the stream that was named read what another stream has not written yet.",
         (
@@ -91,8 +91,8 @@ MUTATIONS = (
     Mutation(
         "free_blocks_of_each_group_are_those_of_the_first",
         "free_in_groups",
-        "counts[g] = free_blocks(head(heads, g), DEVICE)",
-        "counts[g] = free_blocks(head(heads, 0), DEVICE)",
+        "counts[g] = free_blocks(group_at(groups, g), DEVICE)",
+        "counts[g] = free_blocks(group_at(groups, 0), DEVICE)",
         "A scheduler admits what one group has no room for.",
         ("tests/sequences/test_plan.py::test_each_group_has_its_own",),
     ),

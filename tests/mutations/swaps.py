@@ -9,7 +9,7 @@ MUTATIONS = (
     Mutation(
         "a_refused_swap_keeps_what_it_claimed",
         "_unclaim",
-        "unhold(h, np.int64(targets[i]))",
+        "unhold(group, np.int64(targets[i]))",
         "pass",
         "A swap that raises costs host blocks for good.",
         ("tests/sequences/test_swaps.py::test_without_room_on_the_host_nothing_has_changed",),
@@ -17,7 +17,7 @@ MUTATIONS = (
     Mutation(
         "a_refused_swap_keeps_its_marks",
         "_unclaim",
-        "blocks_of(h)[sources[i]].flags &= ~ONBOARDING",
+        "blocks_of(group)[sources[i]].flags &= ~ONBOARDING",
         "pass",
         "The next swap after one that raised takes blocks that it has not counted.",
         ("tests/sequences/test_swaps.py::test_without_room_on_the_host_nothing_has_changed",),
@@ -25,8 +25,8 @@ MUTATIONS = (
     Mutation(
         "an_end_that_is_not_committed_is_left_behind",
         "_copy_rest",
-        "tokens = h.width if has_states(h) else min(h.width, sequence.length - i * h.width)",
-        "tokens = h.width if has_states(h) else min(h.width, sequence.committed - i * h.width)",
+        "tokens = group.width if has_states(group) else min(group.width, sequence.length - i * group.width)",
+        "tokens = group.width if has_states(group) else min(group.width, sequence.committed - i * group.width)",
         "A sequence that was swapped out goes on with tokens whose KV is somebody else's.",
         ("tests/sequences/test_swaps.py::test_drafts_come_back_and_a_path_of_them_is_kept",),
     ),
@@ -41,7 +41,7 @@ MUTATIONS = (
     Mutation(
         "what_a_swapped_sequence_holds_is_forgotten_with_its_other_copy",
         "forget_everywhere",
-        "other == NONE or blocks_of(h)[other].word & REFS == 0",
+        "other == NONE or blocks_of(group)[other].ref_word & REFS == 0",
         "True",
         "Content is computed again though a sequence has it.",
         ("tests/sequences/test_swaps.py::test_what_others_compute_is_forgotten_but_not_what_a_swapped_sequence_holds",),
@@ -49,15 +49,15 @@ MUTATIONS = (
     Mutation(
         "a_lost_copy_on_the_host_is_not_noticed",
         "_lost_one",
-        "row = (swapped_of(h) if sequences_of(h)[slot].live == SWAPPED else table_of(h))[slot]",
-        "row = table_of(h)[slot]",
+        "row = (swapped_of(group) if sequences_of(group)[slot].live == SWAPPED else table_of(group))[slot]",
+        "row = table_of(group)[slot]",
         "A sequence comes back with KV that never arrived on the host.",
         ("tests/sequences/test_swaps.py::test_a_sequence_whose_copy_to_the_host_was_refused_can_only_be_released[0]",),
     ),
     Mutation(
         "a_copy_to_the_host_does_not_wait_for_what_is_not_committed",
         "_note_written",
-        "emit_access(h, WROTE, stream, np.int64(row[i]))",
+        "emit_access(group, WROTE, stream, np.int64(row[i]))",
         "pass",
         "A sequence comes back with KV that was still being computed when it left.",
         ("tests/race/test_sequence_races.py::test_nothing_races[a_sequence_leaves_while_the_engine_still_writes_it]",),

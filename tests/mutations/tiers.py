@@ -14,8 +14,8 @@ MUTATIONS = (
     Mutation(
         "an_exchange_that_failed_counts",
         "change_word",
-        "compare_exchange(words, b, old, new)",
-        "compare_exchange(words, b, old, new) or True",
+        "compare_exchange(ref_words, b, old, new)",
+        "compare_exchange(ref_words, b, old, new) or True",
         "Of two holds that are taken at once one is lost, and its block is given away under its holder.",
         (
             (
@@ -40,31 +40,31 @@ MUTATIONS = (
     Mutation(
         "the_last_reference_takes_the_pins_along",
         "drop_reference",
-        "load(words, b)",
-        "load(words, b) & REFS",
+        "load(ref_words, b)",
+        "load(ref_words, b) & REFS",
         "A block that a reader has pinned is evicted when its sequence ends.",
         ("tests/holders/test_reservations.py::test_a_pin_by_id_outlives_an_abort",),
     ),
     Mutation(
         "the_first_reference_drops_the_pins",
         "add_reference",
-        "load(words, b)",
-        "load(words, b) & REFS",
+        "load(ref_words, b)",
+        "load(ref_words, b) & REFS",
         "A hit on a block that a reader has pinned takes the pin away.",
         ("tests/state/test_scenarios_tiers.py::test_a_hit_on_a_pinned_block_leaves_it_pinned",),
     ),
     Mutation(
         "an_unpin_frees_what_is_still_held",
         "unpin",
-        "change_word(blocks_of(head(heads, g)), b, np.int64(0), np.int64(-1)) == 0",
-        "change_word(blocks_of(head(heads, g)), b, np.int64(0), np.int64(-1)) >= 0",
+        "change_word(blocks_of(group_at(groups, g)), b, np.int64(0), np.int64(-1)) == 0",
+        "change_word(blocks_of(group_at(groups, g)), b, np.int64(0), np.int64(-1)) >= 0",
         "A block of a running sequence is a victim once a reader lets go of it.",
         ("tests/state/test_scenarios_tiers.py::test_a_hit_on_a_pinned_block_leaves_it_pinned",),
     ),
     Mutation(
         "a_pinned_block_stays_a_victim",
         "pin_block",
-        "unlist(h, b)",
+        "unlist(group, b)",
         "",
         "A block is evicted under its reader.",
         ("tests/state/test_scenarios_tiers.py::test_a_hit_on_a_pinned_block_leaves_it_pinned",),
@@ -72,7 +72,7 @@ MUTATIONS = (
     Mutation(
         "a_pinned_block_stays_among_the_expiries",
         "pin_block",
-        "stop_clock(h, b)",
+        "stop_clock(group, b)",
         "",
         "A block expires while it is pinned, and is in two lists.",
         ("tests/state/test_scenarios_eviction.py::test_a_pinned_block_does_not_expire",),
@@ -80,7 +80,7 @@ MUTATIONS = (
     Mutation(
         "a_block_that_holds_nothing_is_pinned",
         "pin_blocks",
-        "bad = block.flags & LOST != 0 or (block.word == 0 and not block.flags & INDEXED)",
+        "bad = block.flags & LOST != 0 or (block.ref_word == 0 and not block.flags & INDEXED)",
         "bad = False",
         "A lease promises bytes of a block that has none.",
         ("tests/state/test_safety.py::test_what_holds_nothing_cannot_be_pinned",),

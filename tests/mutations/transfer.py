@@ -79,8 +79,8 @@ MUTATIONS = (
     Mutation(
         "a_batch_is_one_level",
         "Transfer._independent",
-        "self._levels.cut(moves) if self.guards & records.LEVELS else [moves]",
-        "[moves]",
+        "self._levels.cut(copy_ops) if self.guards & records.LEVELS else [copy_ops]",
+        "[copy_ops]",
         "Two evictions into one host block in one step leave either content under either key.",
         (_race("two_evictions_into_one_host_block_in_one_step"),),
     ),
@@ -199,7 +199,7 @@ MUTATIONS = (
     Mutation(
         "a_stream_that_is_busy_gives_its_number_away",
         "Order._reusable",
-        "(self._complete == self._points) & idle()[:known]",
+        "(self._complete == self._stream_points) & idle()[:known]",
         "idle()[:known]",
         "Of many streams, one takes the number of another that still works: waits for it are waits for nobody.",
         ("tests/race/test_order.py::test_a_stream_that_still_works_keeps_its_number",),
@@ -207,8 +207,8 @@ MUTATIONS = (
     Mutation(
         "a_stream_in_use_gives_its_number_away",
         "Order._reusable",
-        "(self._complete == self._points) & idle()[:known]",
-        "self._complete == self._points",
+        "(self._complete == self._stream_points) & idle()[:known]",
+        "self._complete == self._stream_points",
         "A sequence goes on on a stream of somebody else.",
         ("tests/race/test_order.py::test_a_stream_that_a_sequence_is_on_keeps_its_number",),
     ),
@@ -216,7 +216,7 @@ MUTATIONS = (
     Mutation(
         "a_partial_copy_counts_as_the_whole_block",
         "_drop_overwritten",
-        "moves[i, TOKENS] >= whole[target]",
+        "copy_ops[i, TOKENS] >= whole[target]",
         "True",
         "A move is dropped whose target a later one overwrites only in part.",
         ("tests/state/test_lists.py::test_levels_in_any_order_leave_what_the_sequence_leaves",),

@@ -433,8 +433,8 @@ def test_moved_bytes_are_those_of_each_groups_blocks(mix: str) -> None:
 
 
 def test_groups_that_move_in_one_call_share_its_time_by_their_bytes() -> None:
-    heads = States([GroupSizes(2, 2), GroupSizes(3, 3)], Settings(T, 4, 8, bytes(16))).heads
-    moved = Traffic(heads, [10, 30])
+    groups = States([GroupSizes(2, 2), GroupSizes(3, 3)], Settings(T, 4, 8, bytes(16))).groups
+    moved = Traffic(groups, [10, 30])
     # Device blocks 0 to 1 and 2 to 4, host blocks 5 to 6 and 7 to 9.
     moved.add(
         np.array(

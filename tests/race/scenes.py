@@ -414,13 +414,13 @@ def _word(without: str | None, start: tuple[int, int], changes: Sequence[tuple[i
     """Threads change (refs, pins) of one word. Steps are its loads and exchanges. What would fall below zero changes
     nothing."""
     blocks = np.zeros(1, fields.BLOCK)
-    blocks["word"] = start[1] << 32 | start[0]
+    blocks["ref_word"] = start[1] << 32 | start[0]
     fields.load, fields.compare_exchange = _load, _store if without == "compare_exchange" else _exchange  # type: ignore[assignment]
 
     def check(outcomes: list[Any]) -> None:
         done = [change for change, word in zip(changes, outcomes, strict=True) if word != -1]
         refused = [change for change, word in zip(changes, outcomes, strict=True) if word == -1]
-        word = int(blocks["word"][0])
+        word = int(blocks["ref_word"][0])
         end = [start[i] + sum(change[i] for change in done) for i in range(2)]
         assert [word & fields.REFS, word >> 32] == end, f"{changes} of {start} gave {outcomes} and left {word:#x}"
         assert min(end) >= 0

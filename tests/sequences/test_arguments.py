@@ -69,7 +69,7 @@ def busy() -> Iterator[Busy]:
 
 def picture(cache: KVCacheManager) -> tuple[Any, ...]:
     """All that a call may change."""
-    header = np.delete(cache.core.tokens.heads[0], list(SCRATCH))
+    header = np.delete(cache.core.tokens.groups[0], list(SCRATCH))
     return (
         debug.dump(cache.core.tokens),
         header.tobytes(),

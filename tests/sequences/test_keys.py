@@ -79,7 +79,7 @@ def test_what_was_hashed_is_not_looked_at_again(make: Make) -> None:
     cache = make(T=4).cache
     right, other = cache.block_keys(list(range(9))), cache.block_keys(list(range(50, 59)))
     scope = Scope(None, None, (right.namespace, *right.root), right.origin)
-    forged = BlockKeys.of_private(right.tokens.copy(), other.keys.copy(), None, scope, cache.core.states.heads)
+    forged = BlockKeys.of_private(right.tokens.copy(), other.keys.copy(), None, scope, cache.core.states.groups)
     grown = forged.extend([1, 2, 3])
     assert grown.keys[:2].tolist() == other.keys.tolist()
     assert grown.keys[2].tolist() != right.extend([1, 2, 3]).keys[2].tolist()

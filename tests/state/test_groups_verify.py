@@ -27,7 +27,7 @@ def test_verify_compares_pins_of_every_group_with_its_leases(group: int) -> None
     with pool_of("full window full") as cache:
         seed(cache, range(9))
         with cache.pin(cache.block_keys(list(range(9))).keys):
-            words = cache.core.states[group].blocks["word"]
+            words = cache.core.states[group].blocks["ref_word"]
             held = words.nonzero()[0][0]
             words[held] += 1 << 32
             with pytest.raises(IntegrityError, match=f"^pins: group {group}: "):

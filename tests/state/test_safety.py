@@ -68,7 +68,7 @@ def forged_keys(engine: Engine, tokens: Iterable[int], like: Iterable[int]) -> A
     """A prompt whose keys are those of another one, and which counts as hashed by the pool."""
     keys, other = engine.cache.block_keys(list(tokens)), engine.cache.block_keys(list(like))
     scope = Scope(None, None, (keys.namespace, *keys.root), keys.origin)
-    return BlockKeys.of_private(keys.tokens.copy(), other.keys.copy(), None, scope, engine.cache.core.states.heads)
+    return BlockKeys.of_private(keys.tokens.copy(), other.keys.copy(), None, scope, engine.cache.core.states.groups)
 
 
 @pytest.mark.parametrize("guarded", [True, False])
@@ -97,7 +97,7 @@ def test_a_key_that_collides_is_not_a_hit_for_other_extra_ids(
     prompt, keys = engine.prompt(range(9), extra_ids=asked), engine.prompt(range(9), extra_ids=cached).keys
     scope = Scope(None, None, (prompt.namespace, *prompt.root), prompt.origin)
     extra = None if asked is None else np.array(asked, np.int64)
-    forged = BlockKeys.of_private(prompt.tokens.copy(), keys.copy(), extra, scope, engine.cache.core.states.heads)
+    forged = BlockKeys.of_private(prompt.tokens.copy(), keys.copy(), extra, scope, engine.cache.core.states.groups)
     same = sum(1 for cached_id, other in zip(cached or [0] * 9, asked or [0] * 9, strict=True) if cached_id == other)
     assert engine.cache.match_prefix(forged).full_tokens == same // 4 * 4
 

@@ -155,7 +155,7 @@ def test_what_is_evicted_before_it_was_read_is_counted() -> None:
             of.seed(prompt(first), 16)
         assert len(cursor.sweep()) == 8
         of.seed(prompt(200), 16)
-        assert of.cache.core.states.heads[0, H.unsaved] == 0 and other.number != cursor.number
+        assert of.cache.core.states.groups[0, H.unsaved] == 0 and other.number != cursor.number
         of.seed(prompt(300), 16)
         of.seed(prompt(400), 16)
-        assert of.cache.core.states.heads[0, H.unsaved] == 4
+        assert of.cache.core.states.groups[0, H.unsaved] == 4

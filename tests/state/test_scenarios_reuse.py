@@ -124,7 +124,7 @@ def test_a_longer_tail_replaces_the_one_that_it_starts_with(make: Make) -> None:
 def test_the_same_tail_after_two_beginnings_is_two_tails(make: Make) -> None:
     """Even where both have one place in the index."""
     engine = make(P=8)
-    count, places = engine.cache.core.tokens.head.child_buckets, {}
+    count, places = engine.cache.core.tokens.header.child_buckets, {}
     for number in range(1000):
         prompt = [number, 0, 0, 0]
         place = int(child_bucket(engine.prompt(prompt).keys.view(np.int64)[0, 0], np.int32(9), count))

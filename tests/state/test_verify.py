@@ -75,8 +75,8 @@ class View:
 
     def __init__(self, state: State) -> None:
         blocks = state.blocks
-        self.state, self.flags, self.word = state, blocks["flags"], blocks["word"]
-        self.host = np.arange(len(blocks)) >= state.head.device_blocks
+        self.state, self.flags, self.word = state, blocks["flags"], blocks["ref_word"]
+        self.host = np.arange(len(blocks)) >= state.header.device_blocks
         self.held = self.word != 0
         self.empty = ~self.held & (self.flags & fields.INDEXED == 0)
         self.published, self.tail, self.linked = (self.flags & flag != 0 for flag in (PUBLISHED, TAIL, LINKED))
@@ -119,7 +119,7 @@ def flip(flag: int, kind: Callable[[View], np.ndarray]) -> Corrupt:
 
 
 def header(slot: str, value: int) -> Corrupt:
-    return lambda state: state.head.__setitem__(slot, value)
+    return lambda state: state.header.__setitem__(slot, value)
 
 
 def list_of(tier: int, which: int) -> int:
@@ -250,8 +250,8 @@ CORRUPTIONS: list[tuple[str, str, Corrupt]] = [
     ("list links", "length", lists(list_of(DEVICE, EMPTY), 2, 1)),
     ("list links", "last", lists(list_of(DEVICE, EMPTY), 1, 0)),
     ("list links", "first is outside", lists(list_of(HOST, EMPTY), 0, -7)),
-    ("listed or held", "a listed block is held", put("word", 1, empty)),
-    ("listed or held", "a held block is let go", put("word", 0, duplicate)),
+    ("listed or held", "a listed block is held", put("ref_word", 1, empty)),
+    ("listed or held", "a held block is let go", put("ref_word", 0, duplicate)),
     ("listed or held", "a held block names a list", put("list", 5, duplicate)),
     ("listed or held", "in no list, held by nobody", unlisted),
     ("tier of list", "a device block among the host's", move(empty, list_of(HOST, EMPTY))),
@@ -285,7 +285,7 @@ CORRUPTIONS: list[tuple[str, str, Corrupt]] = [
     ("children", "a circle", lambda s: put("child_next", number(s, alone), alone)(s)),
     ("key", "tokens", tokens(alone)),
     ("key", "parent", add("parent1", 1, alone)),
-    ("key", "secret", lambda s: header("secret0", int(s.head.secret0) ^ 1)(s)),
+    ("key", "secret", lambda s: header("secret0", int(s.header.secret0) ^ 1)(s)),
     ("filled", "published and not full", put("filled", T - 1, alone)),
     ("filled", "a tail of no token", put("filled", 0, lambda v: v.tail)),
     ("filled", "a full tail", put("filled", T, lambda v: v.tail)),
@@ -294,8 +294,8 @@ CORRUPTIONS: list[tuple[str, str, Corrupt]] = [
     ("table", "a host block", table(0, lambda s: len(s.blocks) - 1)),
     ("table", "outside", table(0, 1 << 20)),
     ("table", "of a released sequence", dead_row),
-    ("references", "one too many", add("word", 1, shared)),
-    ("references", "one too few", add("word", -1, shared)),
+    ("references", "one too many", add("ref_word", 1, shared)),
+    ("references", "one too few", add("ref_word", -1, shared)),
     ("references", "another block", table(0, lambda s: number(s, duplicate))),
     ("length", "a block more than there is", sequence("length", T)),
     ("length", "more committed than there is", sequence("committed", 100)),
@@ -305,7 +305,7 @@ CORRUPTIONS: list[tuple[str, str, Corrupt]] = [
     ("scratch", "an onboard", flip(ONBOARDING, duplicate)),
     ("pending", "what is published", flip(PENDING, alone)),
     ("rows", "a live one is free", lambda s: s.rows.__setitem__(0, np.flatnonzero(s.sequences["live"])[0])),
-    ("rows", "one is missing", lambda s: header("free_rows", int(s.head.free_rows) - 1)(s)),
+    ("rows", "one is missing", lambda s: header("free_rows", int(s.header.free_rows) - 1)(s)),
     ("expiries", "size below zero", heap(0, -1)),
     ("expiries", "size beyond the blocks", heap(0, 1000)),
     ("expiries", "one is forgotten", lambda s: heap(0, int(s.heap[0]) - 1)(s)),
@@ -316,9 +316,9 @@ CORRUPTIONS: list[tuple[str, str, Corrupt]] = [
     ("expiries", "a place", add("heap", 1, lambda v: v.timed)),
     ("expiries", "no ttl", put("ttl", NONE, lambda v: v.timed)),
     ("expiries", "a ttl that nobody watches", put("ttl", 5, lambda v: listed(v) & (v.state.blocks["priority"] == 50))),
-    ("pins", "one too many", add("word", 1 << 32, pinned)),
-    ("pins", "one too few", add("word", -(1 << 32), lambda v: pinned(v) & (v.word & 0xFFFFFFFF != 0))),
-    ("moves", "left over", header("moves", 1)),
+    ("pins", "one too many", add("ref_word", 1 << 32, pinned)),
+    ("pins", "one too few", add("ref_word", -(1 << 32), lambda v: pinned(v) & (v.word & 0xFFFFFFFF != 0))),
+    ("copy ops", "left over", header("copy_ops", 1)),
 ]
 
 
@@ -345,9 +345,9 @@ def test_pins_are_those_of_the_leases(engine: Engine) -> None:
 
 def test_all_that_is_wrong_is_found(engine: Engine) -> None:
     state = engine.cache.core.tokens
-    for check in ("moves", "pins", "rows", "filled", "lowest priority"):
+    for check in ("copy ops", "pins", "rows", "filled", "lowest priority"):
         next(corrupt for name, _, corrupt in CORRUPTIONS if name == check)(state)
-    assert {"moves", "pins", "rows", "filled", "lowest priority"} <= found(engine)
+    assert {"copy ops", "pins", "rows", "filled", "lowest priority"} <= found(engine)
 
 
 def test_a_sound_pool_has_no_findings(engine: Engine) -> None:

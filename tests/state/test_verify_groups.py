@@ -57,7 +57,7 @@ def test_verify_sees_what_a_row_may_not_be(name: str) -> None:
         lambda s, r: s.sequences["length"].__setitem__(r, 5),
         lambda s, r: s.sequences["generation"].__setitem__(r, 5),
         lambda s, r: s.sequences["live"].__setitem__(r, 0),
-        lambda s, r: s.head.__setitem__("free_rows", 3),
+        lambda s, r: s.header.__setitem__("free_rows", 3),
         lambda s, r: s.rows.__setitem__(0, 200),
     ],
 )
@@ -66,12 +66,12 @@ def test_verify_sees_that_groups_disagree(corrupt: Callable[[Any, int], object])
     sequence = engine.add(A[:6])
     state, row = engine.states()[1], sequence.id & 0xFFFFFFFF
     assert not together(engine.cache.core.states)
-    saved = state.sequences.copy(), state.heads.copy(), state.rows.copy()
+    saved = state.sequences.copy(), state.groups.copy(), state.rows.copy()
     corrupt(state, row)
     assert [check for check, _ in together(engine.cache.core.states)] == ["groups"]
     with pytest.raises(IntegrityError):
         engine.cache.verify()
-    state.sequences[:], state.heads[:], state.rows[:] = saved
+    state.sequences[:], state.groups[:], state.rows[:] = saved
     engine.cache.verify()
     engine.cache.close()
 

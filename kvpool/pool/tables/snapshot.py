@@ -16,7 +16,7 @@ from kvpool.common.jit.intrinsics import array_at, memcpy
 from kvpool.device.base import Device, Stream
 from kvpool.device.work import OFFSET, SCALE, START, StagedRows, StagedVectors, Table, Work, staged_bytes, staged_views
 from kvpool.pool.tables.staging import Buffer, Staging
-from kvpool.state.records import NONE, SEVERAL_STREAMS, TOO_LARGE, TOO_SMALL, H, head, sequences_of
+from kvpool.state.records import NONE, SEVERAL_STREAMS, TOO_LARGE, TOO_SMALL, H, group_at, sequences_of
 from kvpool.state.requests import holes
 from kvpool.state.sequences import check, stream_of
 
@@ -24,80 +24,83 @@ _INT32_MAX = 2**31 - 1
 
 
 @jit
-def used_blocks(h, ids):  # type: ignore[no-untyped-def]
+def used_blocks(group, ids):  # type: ignore[no-untyped-def]
     """The columns of the longest of these sequences, and the blocks of all. Without the state lock it is a guess, and
     ids may be wrong."""
-    sequences = sequences_of(h)
+    sequences = sequences_of(group)
     most, total = np.int64(0), np.int64(0)
     for i in range(ids.shape[0]):
         slot = ids[i] & 0xFFFFFFFF
-        if slot < h.sequences:
-            most, total = max(most, np.int64(sequences[slot].blocks)), total + sequences[slot].blocks - holes(h, slot)
+        if slot < group.sequences:
+            most, total = (
+                max(most, np.int64(sequences[slot].blocks)),
+                total + sequences[slot].blocks - holes(group, slot),
+            )
     return most, total
 
 
 @jit
-def dense_room(heads, g, ids, planes, rows, columns, least):  # type: ignore[no-untyped-def]
+def dense_room(groups, g, ids, planes, rows, columns, least):  # type: ignore[no-untyped-def]
     """Bytes of the buffer that ``stage_dense`` is likely to need."""
-    return staged_bytes(planes, rows, max(least, min(used_blocks(head(heads, g), ids)[0], columns)))
+    return staged_bytes(planes, rows, max(least, min(used_blocks(group_at(groups, g), ids)[0], columns)))
 
 
 @jit
-def csr_room(heads, g, ids):  # type: ignore[no-untyped-def]
+def csr_room(groups, g, ids):  # type: ignore[no-untyped-def]
     """Bytes of the buffer that ``stage_csr`` is likely to need."""
-    return 4 * (2 * ids.shape[0] + 1 + used_blocks(head(heads, g), ids)[1])
+    return 4 * (2 * ids.shape[0] + 1 + used_blocks(group_at(groups, g), ids)[1])
 
 
 @jit
-def check_streams(h, ids):  # type: ignore[no-untyped-def]
+def check_streams(group, ids):  # type: ignore[no-untyped-def]
     """0 or an error: those of ``sequences.check``, or SEVERAL_STREAMS if the call names no stream and the sequences
     were used last on different ones; then ``detail`` is the first sequence on another stream."""
-    error = check(h, ids, True)
-    if error or h.stream != NONE:
+    error = check(group, ids, True)
+    if error or group.stream != NONE:
         return error
-    sequences = sequences_of(h)
+    sequences = sequences_of(group)
     for i in range(1, ids.shape[0]):
         if sequences[ids[i] & 0xFFFFFFFF].stream != sequences[ids[0] & 0xFFFFFFFF].stream:
-            h.detail = i
+            group.detail = i
             return SEVERAL_STREAMS
     return 0
 
 
 @jit
-def _copy_rows(h, slot, first, address, columns):  # type: ignore[no-untyped-def]
+def _copy_rows(group, slot, first, address, columns):  # type: ignore[no-untyped-def]
     """Copy ``columns`` columns of the host table to ``address``, from column ``first`` of a sequence's row on. If they
     are more than the row has, they go on in the next rows."""
-    memcpy(address, h.table_at + 4 * (slot * h.columns + first), 4 * columns)
+    memcpy(address, group.table_at + 4 * (slot * group.columns + first), 4 * columns)
 
 
 @jit
-def _width(h, ids, columns, least, cut):  # type: ignore[no-untyped-def]
+def _width(group, ids, columns, least, cut):  # type: ignore[no-untyped-def]
     """How many columns an upload of ``least`` to ``columns`` has, or an error of ``stage_dense``."""
-    error = np.int64(check_streams(h, ids))
+    error = np.int64(check_streams(group, ids))
     if error:
         return error
-    sequences = sequences_of(h)
+    sequences = sequences_of(group)
     width = np.int64(least)
     for i in range(ids.shape[0]):
         row_blocks = np.int64(sequences[ids[i] & 0xFFFFFFFF].blocks)
         if row_blocks > columns and not cut:
-            h.detail = i
-            h.bound = row_blocks
+            group.detail = i
+            group.bound = row_blocks
             return np.int64(TOO_LARGE)
         width = max(width, min(row_blocks, np.int64(columns)))
     return width
 
 
 @jit
-def stage_dense(heads, g, ids, rows, planes, address, nbytes, columns, least, cut):  # type: ignore[no-untyped-def]
+def stage_dense(groups, g, ids, rows, planes, address, nbytes, columns, least, cut):  # type: ignore[no-untyped-def]
     """Write an upload of ``least`` to ``columns`` columns into the buffer at ``address``. Returns how many. Rows
     behind the sequences have no blocks.
 
     The sequences are used on the call's stream from now on. Errors, with nothing changed: those of ``check_streams``;
     TOO_LARGE, unless ``cut``, if the sequence at ``detail`` has ``bound`` columns; TOO_SMALL for the buffer.
     """
-    h = head(heads, g)
-    width = _width(h, ids, columns, least, cut)
+    group = group_at(groups, g)
+    width = _width(group, ids, columns, least, cut)
     if width < 0:
         return width
     if staged_bytes(planes.shape[0], rows.shape[0], width) > nbytes:
@@ -109,10 +112,10 @@ def stage_dense(heads, g, ids, rows, planes, address, nbytes, columns, least, cu
     first = 0
     for i in range(ids.shape[0]):
         slot = ids[i] & 0xFFFFFFFF
-        stream_of(h, slot)
+        stream_of(group, slot)
         # Rows that follow each other are copied together: short copies cost more than their bytes.
-        if i + 1 == ids.shape[0] or width < h.columns or ids[i + 1] & 0xFFFFFFFF != slot + 1:
-            _copy_rows(h, slot - (i - first), 0, address + 4 * first * width, (i + 1 - first) * width)
+        if i + 1 == ids.shape[0] or width < group.columns or ids[i + 1] & 0xFFFFFFFF != slot + 1:
+            _copy_rows(group, slot - (i - first), 0, address + 4 * first * width, (i + 1 - first) * width)
             first = i + 1
     for i in range(rows.shape[0]):
         to_rows[i] = rows[i]
@@ -122,13 +125,13 @@ def stage_dense(heads, g, ids, rows, planes, address, nbytes, columns, least, cu
 
 
 @jit
-def write_dense(heads, ids, g, rows, planes, columns, cut, table, row_stride):  # type: ignore[no-untyped-def]
+def write_dense(groups, ids, g, rows, planes, columns, cut, table, row_stride):  # type: ignore[no-untyped-def]
     """Write an upload to a table in main memory, without a buffer. ``table`` is an address. Returns 0, or 1 with
     nothing written if ``stage_dense`` has an error."""
-    h = head(heads, g)
-    if _width(h, ids, columns, 0, cut) < 0:
+    group = group_at(groups, g)
+    if _width(group, ids, columns, 0, cut) < 0:
         return 1
-    sequences = sequences_of(h)
+    sequences = sequences_of(group)
     for p in range(planes.shape[0]):
         scale = planes[p, SCALE]
         offset = planes[p, OFFSET]
@@ -137,7 +140,7 @@ def write_dense(heads, ids, g, rows, planes, columns, cut, table, row_stride):  
             filled = min(np.int64(sequences[slot].blocks), columns)
             place = table + planes[p, START] + rows[i] * row_stride
             target = array_at(place, (columns,), np.int32)
-            _copy_rows(h, slot, 0, place, filled)
+            _copy_rows(group, slot, 0, place, filled)
             for c in range(filled if scale != 1 or offset else 0):
                 target[c] = target[c] * scale + offset if target[c] >= 0 else -1
             for c in range(filled, columns):
@@ -146,40 +149,40 @@ def write_dense(heads, ids, g, rows, planes, columns, cut, table, row_stride):  
 
 
 @jit
-def stage_csr(heads, g, ids, address, nbytes, room):  # type: ignore[no-untyped-def]
+def stage_csr(groups, g, ids, address, nbytes, room):  # type: ignore[no-untyped-def]
     """Write the CSR form into the buffer at ``address``: first indptr, then last_page_len, then indices. Returns the
     number of block ids.
 
     The sequences are used on the call's stream from now on. Errors, with nothing changed: those of ``check_streams``;
     TOO_LARGE if the ``detail`` ids are more than ``room``; TOO_SMALL for the buffer.
     """
-    h = head(heads, g)
-    error = check_streams(h, ids)
+    group = group_at(groups, g)
+    error = check_streams(group, ids)
     if error:
         return error
-    total = used_blocks(h, ids)[1]
+    total = used_blocks(group, ids)[1]
     if total > room:
-        h.detail = total
+        group.detail = total
         return TOO_LARGE
     n = ids.shape[0]
     if 4 * (2 * n + 1 + total) > nbytes:
         return TOO_SMALL
-    sequences = sequences_of(h)
+    sequences = sequences_of(group)
     indptr, last = array_at(address, (n + 1,), np.int32), array_at(address + 4 * (n + 1), (n,), np.int32)
     done = np.int64(0)
     for i in range(n):
         slot = ids[i] & 0xFFFFFFFF
-        stream_of(h, slot)
+        stream_of(group, slot)
         row_blocks, length = np.int64(sequences[slot].blocks), sequences[slot].length
         indptr[i] = done
-        last[i] = (length - 1) % h.width + 1 if length else 0
-        place, gone = address + 4 * (2 * n + 1 + done), holes(h, slot)
+        last[i] = (length - 1) % group.width + 1 if length else 0
+        place, gone = address + 4 * (2 * n + 1 + done), holes(group, slot)
         if gone:
-            _copy_rows(h, slot, 0, place, h.sinks)
-            place += 4 * h.sinks
-            _copy_rows(h, slot, sequences[slot].first, place, row_blocks - sequences[slot].first)
+            _copy_rows(group, slot, 0, place, group.sinks)
+            place += 4 * group.sinks
+            _copy_rows(group, slot, sequences[slot].first, place, row_blocks - sequences[slot].first)
         else:
-            _copy_rows(h, slot, 0, place, row_blocks)
+            _copy_rows(group, slot, 0, place, row_blocks)
         done += row_blocks - gone
     indptr[n] = done
     return total
@@ -210,11 +213,11 @@ class BlockTableUpload(ABC):
             raise ValueError("first, counts: expected None, since block offsets are of all tokens, got numbers")
 
     @abstractmethod
-    def room(self, heads: Int64s, g: int, ids: Int64s) -> int:
+    def room(self, groups: Int64s, g: int, ids: Int64s) -> int:
         """The bytes of a buffer that is likely to be large enough. Needs no lock."""
 
     @abstractmethod
-    def stage(self, heads: Int64s, g: int, ids: Int64s, buffer: Buffer) -> int:
+    def stage(self, groups: Int64s, g: int, ids: Int64s, buffer: Buffer) -> int:
         """Snapshot the tables into ``buffer``. Returns the argument of ``work``, or an error of the jitted function.
 
         The caller holds the state lock. Raises ValueError, with nothing changed, for sequences for which the targets
@@ -259,16 +262,16 @@ class DenseTableUpload(BlockTableUpload):
     def capture(self, columns: int) -> None:
         super().capture(min(columns, self.columns))
 
-    def room(self, heads: Int64s, g: int, ids: Int64s) -> int:
-        return int(dense_room(heads, g, ids, len(self.planes), len(self.rows), self.columns, self.least))
+    def room(self, groups: Int64s, g: int, ids: Int64s) -> int:
+        return int(dense_room(groups, g, ids, len(self.planes), len(self.rows), self.columns, self.least))
 
-    def stage(self, heads: Int64s, g: int, ids: Int64s, buffer: Buffer) -> int:
+    def stage(self, groups: Int64s, g: int, ids: Int64s, buffer: Buffer) -> int:
         room = buffer.address, buffer.array.nbytes
-        width = int(stage_dense(heads, g, ids, self.rows, self.planes, *room, self.columns, self.least, self.cut))
+        width = int(stage_dense(groups, g, ids, self.rows, self.planes, *room, self.columns, self.least, self.cut))
         if width == TOO_LARGE:
             raise ValueError(
-                f"target: expected max_blocks, or {heads[g, H.bound]} columns for the blocks of sequence "
-                f"{ids[heads[g, H.detail]]}, got {self.columns} columns"
+                f"target: expected max_blocks, or {groups[g, H.bound]} columns for the blocks of sequence "
+                f"{ids[groups[g, H.detail]]}, got {self.columns} columns"
             )
         return width
 
@@ -284,14 +287,14 @@ class CsrTableUpload(BlockTableUpload):
         super().__init__(vectors)
         self.count = count
 
-    def room(self, heads: Int64s, g: int, ids: Int64s) -> int:
-        return int(csr_room(heads, g, ids))
+    def room(self, groups: Int64s, g: int, ids: Int64s) -> int:
+        return int(csr_room(groups, g, ids))
 
-    def stage(self, heads: Int64s, g: int, ids: Int64s, buffer: Buffer) -> int:
+    def stage(self, groups: Int64s, g: int, ids: Int64s, buffer: Buffer) -> int:
         available = self.targets[1].shape[0]
-        total = int(stage_csr(heads, g, ids, buffer.address, buffer.array.nbytes, min(available, _INT32_MAX)))
+        total = int(stage_csr(groups, g, ids, buffer.address, buffer.array.nbytes, min(available, _INT32_MAX)))
         if total == TOO_LARGE:
-            least = heads[g, H.detail]
+            least = groups[g, H.detail]
             raise ValueError(
                 f"indices: expected {least} entries or more, of which {_INT32_MAX} are used at most, got {available}"
             )
@@ -308,9 +311,9 @@ class CsrTableUpload(BlockTableUpload):
         return StagedVectors(buffer.array, buffer.address, [piece for piece in pieces if piece[2]])
 
 
-def stream_error(heads: Any, g: int, ids: Int64s) -> ValueError:
+def stream_error(groups: Any, g: int, ids: Int64s) -> ValueError:
     """The exception for SEVERAL_STREAMS."""
     return ValueError(
-        f"stream: expected one by name, since sequence {ids[heads[g, H.detail]]} was used on another stream than "
+        f"stream: expected one by name, since sequence {ids[groups[g, H.detail]]} was used on another stream than "
         f"{ids[0]}, got None"
     )

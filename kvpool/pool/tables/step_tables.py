@@ -26,7 +26,7 @@ from kvpool.device.work import (
 )
 from kvpool.pool.tables.snapshot import BlockTableUpload, check_streams, used_blocks
 from kvpool.pool.tables.staging import Buffer
-from kvpool.state.records import BAD_COUNT, PASSED, TOO_LARGE, TOO_SMALL, H, head, sequences_of
+from kvpool.state.records import BAD_COUNT, PASSED, TOO_LARGE, TOO_SMALL, H, group_at, sequences_of
 from kvpool.state.requests import holes
 from kvpool.state.sequences import check, stream_of, use
 
@@ -103,7 +103,7 @@ def step_argument(name: str, value: object) -> StepTables:
 
 
 @jit
-def _number(h, ids, first, counts, packed, limits, numbers):  # type: ignore[no-untyped-def]
+def _number(group, ids, first, counts, packed, limits, numbers):  # type: ignore[no-untyped-def]
     """Write the numbers of a step as in ``StagedStep``. Block ids that are not ``packed`` are the persistent table. The
     numbers behind those of the sequences are for sequences without tokens.
 
@@ -114,19 +114,19 @@ def _number(h, ids, first, counts, packed, limits, numbers):  # type: ignore[no-
     most = tokens = blocks = np.int64(0)
     for i in range(ids.shape[0]):
         slot = ids[i] & 0xFFFFFFFF
-        sequence = sequences_of(h)[slot]
-        length, gone = np.int64(sequence.length), holes(h, slot)
+        sequence = sequences_of(group)[slot]
+        length, gone = np.int64(sequence.length), holes(group, slot)
         begin = first[i] if first.shape[0] else np.int64(sequence.committed)
         count = counts[i] if counts.shape[0] else length - begin
         if begin < 0 or begin > length or count < 0 or count > length - begin:
-            h.detail, h.bound = i, length
+            group.detail, group.bound = i, length
             return np.int64(BAD_COUNT)
         end = begin + count
-        if gone and begin < (h.sinks + gone) * h.width:
-            h.detail, h.bound = i, (h.sinks + gone) * h.width
+        if gone and begin < (group.sinks + gone) * group.width:
+            group.detail, group.bound = i, (group.sinks + gone) * group.width
             return np.int64(PASSED)
-        pages = (end + h.width - 1) // h.width
-        numbers[i, STORED] = blocks if packed else slot * h.columns
+        pages = (end + group.width - 1) // group.width
+        numbers[i, STORED] = blocks if packed else slot * group.columns
         numbers[i, HOLES], numbers[i, LENGTH], numbers[i, QUERY] = gone, end, tokens
         most, tokens, blocks = max(most, pages), tokens + count, blocks + pages - gone
     for n in range(ids.shape[0], numbers.shape[0]):
@@ -134,49 +134,49 @@ def _number(h, ids, first, counts, packed, limits, numbers):  # type: ignore[no-
     for limit in range(3):
         needed = tokens if limit == TOKENS else most if limit == PAGES else blocks
         if needed > limits[limit]:
-            h.detail, h.bound = limit, needed
+            group.detail, group.bound = limit, needed
             return np.int64(TOO_LARGE)
     return most
 
 
 @jit
-def write_host_step(heads, g, ids, first, counts, limits, numbers, places):  # type: ignore[no-untyped-def]
+def write_host_step(groups, g, ids, first, counts, limits, numbers, places):  # type: ignore[no-untyped-def]
     """Write the tables of a step to ``places``. ``numbers`` int64[n + 1, 4] is scratch, and has the step's numbers
     afterwards.
 
     Returns the columns of the longest sequence. Errors, with nothing written: those of ``sequences.check`` and
     ``_number``.
     """
-    h = head(heads, g)
-    error = check(h, ids, True)
+    group = group_at(groups, g)
+    error = check(group, ids, True)
     if error:
         return np.int64(error)
-    most = _number(h, ids, first, counts, False, limits, numbers)
+    most = _number(group, ids, first, counts, False, limits, numbers)
     if most >= 0:
-        write_step(address_of(numbers), ids.shape[0], h.table_at, False, h.width, h.sinks, places)
+        write_step(address_of(numbers), ids.shape[0], group.table_at, False, group.width, group.sinks, places)
     return most
 
 
 @jit
-def step_room(heads, g, ids, count, least):  # type: ignore[no-untyped-def]
+def step_room(groups, g, ids, count, least):  # type: ignore[no-untyped-def]
     """Bytes of the buffer that ``stage_step`` is likely to need for ``count`` sequences."""
-    return numbers_bytes(count) + 4 * max(count * least, used_blocks(head(heads, g), ids)[1])
+    return numbers_bytes(count) + 4 * max(count * least, used_blocks(group_at(groups, g), ids)[1])
 
 
 @jit
-def stage_step(heads, g, ids, first, counts, limits, numbers, address, nbytes):  # type: ignore[no-untyped-def]
+def stage_step(groups, g, ids, first, counts, limits, numbers, address, nbytes):  # type: ignore[no-untyped-def]
     """Write a ``StagedStep`` into the buffer at ``address``. Returns the columns of the longest sequence. ``numbers``
     int64[n + 1, 4] is scratch: what a buffer of a graph has stays there after an error.
 
     The sequences are used on the call's stream from now on. Errors, with nothing changed: those of ``check_streams``
     and ``_number``; TOO_SMALL for the buffer.
     """
-    h = head(heads, g)
-    error = check_streams(h, ids)
+    group = group_at(groups, g)
+    error = check_streams(group, ids)
     if error:
         return np.int64(error)
     behind = numbers_bytes(numbers.shape[0] - 1)
-    most = _number(h, ids, first, counts, True, limits, numbers)
+    most = _number(group, ids, first, counts, True, limits, numbers)
     if most < 0:
         return most
     if behind + 4 * numbers[numbers.shape[0] - 1, STORED] > nbytes:
@@ -184,12 +184,12 @@ def stage_step(heads, g, ids, first, counts, limits, numbers, address, nbytes): 
     memcpy(address, address_of(numbers), behind)
     for i in range(ids.shape[0]):
         slot = ids[i] & 0xFFFFFFFF
-        stream_of(h, slot)
-        row, place = h.table_at + 4 * slot * h.columns, address + behind + 4 * numbers[i, STORED]
+        stream_of(group, slot)
+        row, place = group.table_at + 4 * slot * group.columns, address + behind + 4 * numbers[i, STORED]
         count, gone = numbers[i + 1, STORED] - numbers[i, STORED], numbers[i, HOLES]
         if gone:
-            memcpy(place, row, 4 * h.sinks)
-            memcpy(place + 4 * h.sinks, row + 4 * (h.sinks + gone), 4 * (count - h.sinks))
+            memcpy(place, row, 4 * group.sinks)
+            memcpy(place + 4 * group.sinks, row + 4 * (group.sinks + gone), 4 * (count - group.sinks))
         else:
             memcpy(place, row, 4 * count)
     return most
@@ -207,14 +207,14 @@ class StepTableUpload(BlockTableUpload):
     def choose(self, first: Int64s, counts: Int64s) -> None:
         self.first, self.counts = first, counts
 
-    def room(self, heads: Int64s, g: int, ids: Int64s) -> int:
-        return int(step_room(heads, g, ids, self.count, self.least))
+    def room(self, groups: Int64s, g: int, ids: Int64s) -> int:
+        return int(step_room(groups, g, ids, self.count, self.least))
 
-    def stage(self, heads: Int64s, g: int, ids: Int64s, buffer: Buffer) -> int:
+    def stage(self, groups: Int64s, g: int, ids: Int64s, buffer: Buffer) -> int:
         numbers, room = np.empty((self.count + 1, 4), np.int64), (buffer.address, buffer.array.nbytes)
-        most = int(stage_step(heads, g, ids, self.first, self.counts, self.step.limits, numbers, *room))
-        refuse_step(heads, g, ids, most)
-        self._group = int(heads[g, H.width]), int(heads[g, H.sinks])
+        most = int(stage_step(groups, g, ids, self.first, self.counts, self.step.limits, numbers, *room))
+        refuse_step(groups, g, ids, most)
+        self._group = int(groups[g, H.width]), int(groups[g, H.sinks])
         return most
 
     def work(self, buffer: Buffer, staged: int) -> Work:
@@ -222,9 +222,9 @@ class StepTableUpload(BlockTableUpload):
         return StagedStep(self.step, buffer.array, buffer.address, *shape)
 
 
-def refuse_step(heads: Int64s, g: int, ids: Int64s, error: int) -> None:
+def refuse_step(groups: Int64s, g: int, ids: Int64s, error: int) -> None:
     """Raise ValueError for an error of ``_number``. The caller holds the state lock."""
-    detail, bound = int(heads[g, H.detail]), int(heads[g, H.bound])
+    detail, bound = int(groups[g, H.detail]), int(groups[g, H.bound])
     if error == BAD_COUNT:
         raise ValueError(f"first, counts: expected tokens of sequence {ids[detail]}, which has {bound}, got others")
     if error == PASSED:
@@ -244,7 +244,7 @@ class HostStep:
         self.written, self._first, self._counts = out or _NOTHING, first, counts
         self._targets, self._new = self.written.targets(host_table), out is None
 
-    def write(self, heads: Int64s, ids: Int64s, g: int, follow: bool) -> int:
+    def write(self, groups: Int64s, ids: Int64s, g: int, follow: bool) -> int:
         """Write the tables. With ``follow``, the sequences are used on the call's stream from now on. The caller holds
         the state lock.
 
@@ -253,15 +253,15 @@ class HostStep:
         """
         targets, numbers = self._targets, np.empty((len(ids) + 1, 4), np.int64)
         targets.check_rows(len(ids))
-        most = write_host_step(heads, g, ids, self._first, self._counts, targets.limits, numbers, targets.places)
+        most = write_host_step(groups, g, ids, self._first, self._counts, targets.limits, numbers, targets.places)
         if most < 0:
-            refuse_step(heads, g, ids, most)
-            heads[0, H.detail] = heads[g, H.detail]
+            refuse_step(groups, g, ids, most)
+            groups[0, H.detail] = groups[g, H.detail]
             return int(most)
         if self._new:
             self.written, made = _new_tables(numbers, int(most))
-            write_host_step(heads, g, ids, self._first, self._counts, made.limits, numbers, made.places)
-        return int(use(heads, ids)) if follow else 0
+            write_host_step(groups, g, ids, self._first, self._counts, made.limits, numbers, made.places)
+        return int(use(groups, ids)) if follow else 0
 
 
 _NOTHING = StepTables()

@@ -1,11 +1,11 @@
-"""From decisions to copies: batches of moves in the order of their tickets, cut into levels of moves that do not depend
-on each other, and what happens to a batch that a device refuses.
+"""From decisions to copies: batches of copy ops in the order of their tickets, cut into levels of copy ops that do not
+depend on each other, and what happens to a batch that a device refuses.
 
 The state decides under the state lock. There each batch takes the next ticket and joins the queue. A thread that holds
 the transfer lock then enqueues the queue, strictly in the order of tickets. The transfer lock is taken before the state
 lock, never while holding it.
 
-When the device refuses a copy, ``_copy`` notes its target as lost and goes on with the other moves. ``_end``
+When the device refuses a copy, ``_copy`` notes its target as lost and goes on with the other copy ops. ``_end``
 has the state forget the lost blocks and mark their sequences. The call that decided the batch raises nothing. The next
 call that names such a sequence raises DeviceError.
 """
@@ -43,41 +43,41 @@ _LIVE, _DEAD = 1, 2
 
 
 @jit(nogil=False)
-def _drop_overwritten(moves: Any, whole: Any, scratch: Any, level: Any) -> int:
-    """Mark moves whose whole target is overwritten before anything reads it. ``scratch`` int32[blocks, 2] is zero at
+def _drop_overwritten(copy_ops: Any, whole: Any, scratch: Any, level: Any) -> int:
+    """Mark copy ops whose whole target is overwritten before anything reads it. ``scratch`` int32[blocks, 2] is zero at
     the start and at the end."""
     dropped = 0
-    for i in range(moves.shape[0] - 1, -1, -1):
-        source, target = moves[i, SOURCE], moves[i, TARGET]
+    for i in range(copy_ops.shape[0] - 1, -1, -1):
+        source, target = copy_ops[i, SOURCE], copy_ops[i, TARGET]
         if scratch[target, 0] == _DEAD:
             level[i] = DROPPED
             dropped += 1
             continue
-        if moves[i, TOKENS] >= whole[target]:
+        if copy_ops[i, TOKENS] >= whole[target]:
             scratch[target, 0] = _DEAD
         scratch[source, 0] = _LIVE
-    for i in range(moves.shape[0]):
-        scratch[moves[i, SOURCE], 0] = scratch[moves[i, TARGET], 0] = 0
+    for i in range(copy_ops.shape[0]):
+        scratch[copy_ops[i, SOURCE], 0] = scratch[copy_ops[i, TARGET], 0] = 0
     return dropped
 
 
 @jit(nogil=False)
-def _assign(moves: Any, scratch: Any, level: Any) -> int:
-    """Set the level of each move that is not dropped. It is higher than the levels of earlier moves that write its
-    source, and of earlier moves that read or write its target."""
+def _assign(copy_ops: Any, scratch: Any, level: Any) -> int:
+    """Set the level of each copy op that is not dropped. It is higher than the levels of earlier copy ops that write
+    its source, and of earlier copy ops that read or write its target."""
     last = 0
-    for i in range(moves.shape[0]):
+    for i in range(copy_ops.shape[0]):
         if level[i] == DROPPED:
             continue
-        source, target = moves[i, SOURCE], moves[i, TARGET]
+        source, target = copy_ops[i, SOURCE], copy_ops[i, TARGET]
         # Levels count from 1 here: 0 in the scratch is "not in this batch". Columns: last write, last read.
-        move_level = max(scratch[source, 0], scratch[target, 0], scratch[target, 1]) + 1
-        scratch[target, 0] = move_level
-        scratch[source, 1] = max(scratch[source, 1], move_level)
-        level[i] = move_level - 1
-        last = max(last, move_level)
-    for i in range(moves.shape[0]):
-        for block in (moves[i, SOURCE], moves[i, TARGET]):
+        op_level = max(scratch[source, 0], scratch[target, 0], scratch[target, 1]) + 1
+        scratch[target, 0] = op_level
+        scratch[source, 1] = max(scratch[source, 1], op_level)
+        level[i] = op_level - 1
+        last = max(last, op_level)
+    for i in range(copy_ops.shape[0]):
+        for block in (copy_ops[i, SOURCE], copy_ops[i, TARGET]):
             scratch[block, 0] = scratch[block, 1] = 0
     return last
 
@@ -89,39 +89,39 @@ class Levels:
     def __init__(self, whole: Int64s) -> None:
         self._free, self._whole = deque([np.zeros((len(whole), 2), np.int32)]), whole
 
-    def cut(self, moves: Int64s) -> Iterator[Int64s]:
-        """The levels of a batch int64[n, 5], first to last. A move whose target is overwritten before it is read is in
-        none."""
-        level = np.zeros(len(moves), np.int32)
+    def cut(self, copy_ops: Int64s) -> Iterator[Int64s]:
+        """The levels of a batch int64[n, 5], first to last. A copy op whose target is overwritten before it is read is
+        in none."""
+        level = np.zeros(len(copy_ops), np.int32)
         try:
             scratch = self._free.pop()
         except IndexError:
             scratch = np.zeros((len(self._whole), 2), np.int32)
-        dropped = _drop_overwritten(moves, self._whole, scratch, level)
-        count = _assign(moves, scratch, level)
+        dropped = _drop_overwritten(copy_ops, self._whole, scratch, level)
+        count = _assign(copy_ops, scratch, level)
         self._free.append(scratch)
         if count == 1 and not dropped:
-            yield moves
+            yield copy_ops
             return
         order = np.argsort(level, kind="stable")
         ends = np.searchsorted(level[order], np.arange(count + 1))
         for i in range(count):
-            yield moves[order[ends[i] : ends[i + 1]]]
+            yield copy_ops[order[ends[i] : ends[i + 1]]]
 
 
 @jit(nogil=False)
-def _count(moves: Any, heads: Any, token_bytes: Any, nanoseconds: int, totals: Any) -> None:
-    """Add the bytes of moves, and their shares of the time, to ``totals`` int64[3, groups, DIRECTIONS]. Its last part
-    is scratch."""
+def _count(copy_ops: Any, groups: Any, token_bytes: Any, nanoseconds: int, totals: Any) -> None:
+    """Add the bytes of copy ops, and their shares of the time, to ``totals`` int64[3, groups, DIRECTIONS]. Its last
+    part is scratch."""
     moved, total = totals[2], 0
     moved[:] = 0
-    for i in range(moves.shape[0]):
+    for i in range(copy_ops.shape[0]):
         # No block is copied from one group to another.
-        g = place_of(heads, moves[i, TARGET])[0] if heads.shape[0] > 1 else 0
-        nbytes = moves[i, TOKENS] * token_bytes[g]
-        moved[g, moves[i, DIRECTION]] += nbytes
+        g = place_of(groups, copy_ops[i, TARGET])[0] if groups.shape[0] > 1 else 0
+        nbytes = copy_ops[i, TOKENS] * token_bytes[g]
+        moved[g, copy_ops[i, DIRECTION]] += nbytes
         total += nbytes
-    for g in range(heads.shape[0]):
+    for g in range(groups.shape[0]):
         for direction in range(DIRECTIONS):
             totals[0, g, direction] += moved[g, direction]
             totals[1, g, direction] += np.int64(moved[g, direction] * (nanoseconds / max(total, 1)))
@@ -130,18 +130,18 @@ def _count(moves: Any, heads: Any, token_bytes: Any, nanoseconds: int, totals: A
 class Traffic:
     """Totals of one pool, by group and direction. One thread at a time adds; any thread may read.
 
-    ``heads`` are the headers of the state. Only fields that never change are read. ``token_bytes`` are the bytes of a
+    ``groups`` are the headers of the state. Only fields that never change are read. ``token_bytes`` are the bytes of a
     token in each group.
     """
 
-    def __init__(self, heads: Int64s, token_bytes: Sequence[int]) -> None:
-        self._heads, self._token_bytes = heads, np.array(token_bytes, np.int64)
-        self._totals: Int64s = np.zeros((3, len(heads), DIRECTIONS), np.int64)
+    def __init__(self, groups: Int64s, token_bytes: Sequence[int]) -> None:
+        self._groups, self._token_bytes = groups, np.array(token_bytes, np.int64)
+        self._totals: Int64s = np.zeros((3, len(groups), DIRECTIONS), np.int64)
 
-    def add(self, moves: Int64s, nanoseconds: int) -> None:
-        """Count moves int64[n, 5] that were made, or enqueued, together. Groups and directions share the time by their
-        bytes."""
-        _count(moves, self._heads, self._token_bytes, nanoseconds, self._totals)
+    def add(self, copy_ops: Int64s, nanoseconds: int) -> None:
+        """Count copy ops int64[n, 5] that were made, or enqueued, together. Groups and directions share the time by
+        their bytes."""
+        _count(copy_ops, self._groups, self._token_bytes, nanoseconds, self._totals)
 
     @property
     def nbytes(self) -> list[list[int]]:
@@ -163,15 +163,16 @@ class LayerEvents(Protocol):
 
 
 class Decision(NamedTuple):
-    """One decision: moves int64[n, 5] (source, target, tokens, ticket of the source's content, direction), token moves
-    int64[k, 4] and accesses int64[m, 3], as in the state. Tokens move on the engine's streams, after the moves.
+    """One decision: copy ops int64[n, 5] (source, target, tokens, ticket of the source's content, direction), token
+    moves int64[k, 4] and accesses int64[m, 3], as in the state. Tokens move on the engine's streams, after the copy
+    ops.
 
     ``behind`` is called when all of these are enqueued, with the transfer lock held. ``loads`` gets the events of what
-    is loaded by layers. ``levels`` are the moves, cut, once somebody has cut them.
+    is loaded by layers. ``levels`` are the copy ops, cut, once somebody has cut them.
     """
 
     ticket: int
-    moves: Int64s
+    copy_ops: Int64s
     token_moves: Int64s
     accesses: Int64s
     behind: Callable[[], object] | None
@@ -192,10 +193,10 @@ class Transfer:
         self, states: States, state_lock: AbstractContextManager[Any], device: Device, token_bytes: Sequence[int]
     ) -> None:
         self._states, self.state_lock, self._device = states, state_lock, device
-        self._numbers = states.heads.reshape(-1).data
-        # The moves, token moves and accesses that a decision has left in each group. Every call asks twice whether
+        self._numbers = states.groups.reshape(-1).data
+        # The copy ops, token moves and accesses that a decision has left in each group. Every call asks twice whether
         # there are any.
-        self._left = [row[H.moves : H.accesses + 1].data for row in states.heads]
+        self._left = [row[H.copy_ops : H.accesses + 1].data for row in states.groups]
         self._nothing = [np.zeros(3, np.int64).data for _ in self._left]
         # Reentrant, for what a destructor does inside: it asks ``enqueuing`` before it takes it.
         self.lock = threading.RLock()
@@ -205,17 +206,17 @@ class Transfer:
         self._notes: deque[Int64s] = deque()
         self._lost: dict[int, int] = {}
         self._decided = self._enqueued = -1
-        self._width = int(states.heads[0, records.H.width])
+        self._width = int(states.groups[0, records.H.width])
         # Blocks that hold states are always copied whole.
-        whole = np.where(states.heads[:, H.kind] == records.RECURRENT, 0, states.heads[:, H.width])
+        whole = np.where(states.groups[:, H.kind] == records.RECURRENT, 0, states.groups[:, H.width])
         self._levels = Levels(states.pool_ids.each(whole))
         self.order = None if device.synchronous else Order(device, states.blocks)
         if self.order is not None:
             states.note_accesses()
-        self.moved = Traffic(states.heads, token_bytes)
+        self.moved = Traffic(states.groups, token_bytes)
         self.broken: DeviceError | None = None
         self._exit: BaseException | None = None
-        # The batch that is being enqueued, what is left of its moves, and ``loaded`` of ``Order.hold_back`` for it.
+        # The batch that is being enqueued, what is left of its copy ops, and ``loaded`` of ``Order.hold_back`` for it.
         self._begun: Decision | None = None
         self._pieces: Iterator[tuple[Int64s, int]] = iter(())
         self._loaded: int | None = None
@@ -249,8 +250,8 @@ class Transfer:
         self._notes.append(accesses)
 
     def collect(self) -> bool:
-        """Give the moves and accesses of the decision just made their ticket, and queue them. Returns False if it made
-        none. The caller holds the state lock.
+        """Give the copy ops and accesses of the decision just made their ticket, and queue them. Returns False if it
+        made none. The caller holds the state lock.
 
         A destructor or signal handler may decide in the middle of this. It collects what it finds in the buffers before
         its own decision.
@@ -260,12 +261,12 @@ class Transfer:
                 self._loads = None  # An admission of nothing loads nothing, and the next decision may be anybody's.
                 return False
             moved, shifts, noted = map(sum, zip(*self._left, strict=True))
-            moves, accesses = np.empty((moved, 5), np.int64), np.empty((noted, 3), np.int64)
+            copy_ops, accesses = np.empty((moved, 5), np.int64), np.empty((noted, 3), np.int64)
             shifted = np.empty((shifts, 4), np.int64) if shifts else NO_TOKEN_MOVES
-            ticket = int(collect(self._states.heads, moves, shifted, accesses))
+            ticket = int(collect(self._states.groups, copy_ops, shifted, accesses))
             if ticket >= 0:
                 behind, self._behind, loads, self._loads = self._behind, None, self._loads, None
-                batch = Decision(ticket, moves, shifted, self._with_notes(accesses), behind, loads, [])
+                batch = Decision(ticket, copy_ops, shifted, self._with_notes(accesses), behind, loads, [])
                 if self._held_back is not None:
                     self._held_back[ticket] = batch
                 else:
@@ -327,10 +328,10 @@ class Transfer:
         return self._enqueued < self._decided and bool(self.guards & records.OTHERS_BATCHES_TOO)
 
     def may_lag(self) -> bool:
-        """Whether all that is queued may be enqueued behind the call that decided it: many moves, and nothing that a
+        """Whether all that is queued may be enqueued behind the call that decided it: many copy ops, and nothing that a
         stream of a caller has to wait for, or has to have done. The caller holds the state lock."""
         most = self.at_once
-        if most is None or self.order is None or sum(len(batch.moves) for batch in self._queue.values()) < most:
+        if most is None or self.order is None or sum(len(batch.copy_ops) for batch in self._queue.values()) < most:
             return False
         if not self.guards & records.HANDED_OUT_IS_ENQUEUED:
             return True
@@ -355,13 +356,13 @@ class Transfer:
             self._worker.shutdown()
 
     def _is_large(self, batch: Decision) -> bool:
-        return self.at_once is not None and len(batch.moves) > self.at_once
+        return self.at_once is not None and len(batch.copy_ops) > self.at_once
 
     def _cut_large(self) -> None:
         """Cut large batches before anybody holds the transfer lock for them. Who comes to one first has to cut it."""
         for batch in list(self._queue.values()) if self.at_once is not None else ():
             if self._is_large(batch) and not batch.levels:
-                batch.levels[:] = self._independent(batch.moves)
+                batch.levels[:] = self._independent(batch.copy_ops)
 
     def drain(self) -> None:
         """Enqueue every batch decided before this call, oldest first. Takes the transfer lock, for a part of a large
@@ -417,7 +418,7 @@ class Transfer:
 
     def _cut(self, batch: Decision) -> Iterator[tuple[Int64s, int]]:
         """The batch that begins in pieces that are enqueued one after the other, each in one hold of the lock."""
-        for some, direction in batch.levels or (self._independent(batch.moves) if len(batch.moves) else ()):
+        for some, direction in batch.levels or (self._independent(batch.copy_ops) if len(batch.copy_ops) else ()):
             step = len(some) if self.at_once is None or self._loaded is not None else self.at_once
             for first in range(0, len(some), step):
                 yield some[first : first + step], direction
@@ -458,15 +459,15 @@ class Transfer:
         ``ids`` are the sequences of the call, None for all live ones. The caller holds the state lock. Raises
         ValueError if work cannot be enqueued on the stream of one of them now; nothing has been decided then.
         """
-        heads = self._states.heads
-        before = heads[0, records.H.stream]
+        groups = self._states.groups
+        before = groups[0, records.H.stream]
         if stream is None and ids is not None and not self.is_together:
             self.check_streams(ids)
         try:
-            heads[:, records.H.stream] = records.NONE if stream is None else self.slot(stream)
-            return verb(heads, *args)
+            groups[:, records.H.stream] = records.NONE if stream is None else self.slot(stream)
+            return verb(groups, *args)
         finally:
-            heads[:, records.H.stream] = before
+            groups[:, records.H.stream] = before
 
     def check_streams(self, ids: Int64s) -> None:
         """Raise ValueError if a sequence was last used on a stream on which no work can be enqueued now. The caller has
@@ -498,9 +499,9 @@ class Transfer:
         idle[sequences["stream"][sequences["live"] != 0]] = False
         return idle
 
-    def _independent(self, moves: Int64s) -> Iterator[tuple[Int64s, int]]:
+    def _independent(self, copy_ops: Int64s) -> Iterator[tuple[Int64s, int]]:
         """Yield the copies level by level, with the stream of each part. Those of one part can run in any order."""
-        for level in self._levels.cut(moves) if self.guards & records.LEVELS else [moves]:
+        for level in self._levels.cut(copy_ops) if self.guards & records.LEVELS else [copy_ops]:
             if self.order is None:
                 yield level, records.ONBOARD
                 continue
@@ -510,7 +511,7 @@ class Transfer:
                     yield level if which.all() else level[which], direction
 
     def _end(self, batch: Decision, loaded: int | None = None) -> None:
-        """Enqueue what comes after the moves of a batch, and count it as enqueued. Targets whose moves were not
+        """Enqueue what comes after the copy ops of a batch, and count it as enqueued. Targets whose copy ops were not
         enqueued lose their content. ``loaded`` is as in ``Order.hold_back``."""
         if len(batch.accesses) and self.order is not None:
             self._attempt_order(self.order.hold_back, batch.accesses, self.guards, loaded)
@@ -521,13 +522,13 @@ class Transfer:
         with self.state_lock:
             lost = [(target, ticket) for target, ticket in self._lost.items() if ticket == batch.ticket]
             if lost and self.guards & records.LOST_CONTENT_IS_FORGOTTEN:
-                verbs.lose(self._states.heads, np.array(lost, np.int64))
+                verbs.lose(self._states.groups, np.array(lost, np.int64))
             del self._queue[batch.ticket]
             self._enqueued += 1
             if not self._queue:
                 self._lost.clear()
 
-    def _load(self, moves: Int64s, loads: LayerEvents | None) -> bool:
+    def _load(self, copy_ops: Int64s, loads: LayerEvents | None) -> bool:
         """Enqueue loads that do not depend on each other, one part of the layers after the other, if the batch wants
         that. Returns whether the device has taken all; if not, none counts as enqueued, and the caller's streams wait
         for all loads of the batch."""
@@ -537,27 +538,27 @@ class Transfer:
         if order is None or loads is None or loaded is None or self._lost or self.broken is not None:
             return False
         on, begun = order.stream(records.ONBOARD), perf_counter_ns()
-        rows = np.ascontiguousarray(moves[:, :DIRECTION])
+        rows = np.ascontiguousarray(copy_ops[:, :DIRECTION])
         try:
-            order.before_copies(moves, records.ONBOARD, self.guards)
+            order.before_copies(copy_ops, records.ONBOARD, self.guards)
             for part in range(loads.parts):
                 device.copy_blocks(rows, on, Layers(part, loads.parts))
                 events.append(device.record(on))
-            order.after_copies(moves, records.ONBOARD)
+            order.after_copies(copy_ops, records.ONBOARD)
         except BaseException as error:
             self._failed(error)
             return False
         loads.events, self._loaded = events, loaded
-        self.moved.add(moves, perf_counter_ns() - begun)
+        self.moved.add(copy_ops, perf_counter_ns() - begun)
         return True
 
-    def _copy(self, moves: Int64s, ticket: int, stream: int) -> None:
+    def _copy(self, copy_ops: Int64s, ticket: int, stream: int) -> None:
         """Enqueue copies that do not depend on each other. After one has failed, in this batch or before, the others
         are enqueued one by one, except those that read a lost block."""
         order, first = self.order, 0
         on = NULL_STREAM if order is None else order.stream(stream)
-        while first < len(moves):
-            some = moves[first : first + 1] if self._lost else moves
+        while first < len(copy_ops):
+            some = copy_ops[first : first + 1] if self._lost else copy_ops
             stale = bool(self._lost) and self._lost.get(int(some[0, SOURCE])) == some[0, TICKET]
             if order is not None and not stale:
                 self._attempt_order(order.before_copies, some, stream, self.guards)
@@ -578,12 +579,12 @@ class Transfer:
                 completed += 1
             first += completed
 
-    def _move_tokens(self, moves: Int64s, ticket: int) -> None:
+    def _move_tokens(self, token_moves: Int64s, ticket: int) -> None:
         """Enqueue token moves, each on the stream of its sequence. If some fail, the blocks that they should have
         written are lost."""
         order, width = self.order, self._width
-        for slot in np.unique(moves[:, 0]).tolist():
-            mine = moves[moves[:, 0] == slot]
+        for slot in np.unique(token_moves[:, 0]).tolist():
+            mine = token_moves[token_moves[:, 0] == slot]
             starts = np.flatnonzero(np.diff(mine[:, 1], prepend=-1, append=-1))
             try:
                 if self.broken is None:

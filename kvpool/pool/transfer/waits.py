@@ -1,7 +1,7 @@
-"""Which access of a block waits for which: the last accesses of every block, as points on streams, and the waits that
+"""Which access of a block waits for which: the last accesses of every block, as stream points, and the waits that
 follow from them.
 
-A *point* of a stream is a number. Its event is complete once everything that was enqueued there before it is done. A
+A *stream point* is a number. Its event is complete once everything that was enqueued on the stream before it is done. A
 reader of a block waits for the block's last write. A writer waits for the last write and for all reads since. The pool
 learns from calls what the engine does between them: a commit says that tokens are written, a release that the blocks of
 a sequence are no longer used.
@@ -22,7 +22,7 @@ from kvpool.state.records import DIRECTIONS, ONBOARD
 from kvpool.state.tiers import ACCESSED, FOLLOWS, WILL_READ, WILL_WRITE, WROTE
 
 _OWN = DIRECTIONS
-"""The pool's own streams, one for each direction of moves."""
+"""The pool's own streams, one for each direction of copy ops."""
 _SLOT_BITS = 16
 STREAMS_KEPT = 16
 """This many streams keep their numbers. If there are more, a new stream takes the number of one whose work is done."""
@@ -34,11 +34,11 @@ COPY_READS, COPY_WRITES, ENGINE_READS, ENGINE_WRITES = 0, 2, 4, 6
 
 @jit
 def _need(write: Int64s, read: Int64s, b: int, stream: int, writes: bool, guards: int, need: Int64s) -> None:
-    """Raise ``need`` int64[streams] to the points for which ``stream`` waits before it accesses block ``b``. ``guards``
-    begin with the two of this access."""
-    slot, point = write[b] & ((1 << _SLOT_BITS) - 1), write[b] >> _SLOT_BITS
-    if slot != stream and point > need[slot] and guards & (1 if slot < _OWN else 2):
-        need[slot] = point
+    """Raise ``need`` int64[streams] to the stream points for which ``stream`` waits before it accesses block ``b``.
+    ``guards`` begin with the two of this access."""
+    slot, stream_point = write[b] & ((1 << _SLOT_BITS) - 1), write[b] >> _SLOT_BITS
+    if slot != stream and stream_point > need[slot] and guards & (1 if slot < _OWN else 2):
+        need[slot] = stream_point
     if writes:
         for slot in range(read.shape[1]):
             if slot != stream and read[b, slot] > need[slot] and guards & (1 if slot < _OWN else 2):
@@ -46,10 +46,10 @@ def _need(write: Int64s, read: Int64s, b: int, stream: int, writes: bool, guards
 
 
 @jit(nogil=False)
-def _need_of_copies(write: Int64s, read: Int64s, moves: Int64s, stream: int, guards: int, need: Int64s) -> None:
-    for i in range(moves.shape[0]):
-        _need(write, read, moves[i, SOURCE], stream, False, guards >> COPY_READS, need)
-        _need(write, read, moves[i, TARGET], stream, True, guards >> COPY_WRITES, need)
+def _need_of_copies(write: Int64s, read: Int64s, copy_ops: Int64s, stream: int, guards: int, need: Int64s) -> None:
+    for i in range(copy_ops.shape[0]):
+        _need(write, read, copy_ops[i, SOURCE], stream, False, guards >> COPY_READS, need)
+        _need(write, read, copy_ops[i, TARGET], stream, True, guards >> COPY_WRITES, need)
 
 
 @jit(nogil=False)
@@ -73,10 +73,10 @@ def _need_of_host(write: Int64s, read: Int64s, ids: Int64s, writes: bool, need: 
 
 
 @jit(nogil=False)
-def _mark_copies(write: Int64s, read: Int64s, moves: Int64s, stream: int, point: int) -> None:
-    for i in range(moves.shape[0]):
-        read[moves[i, SOURCE], stream] = point
-        write[moves[i, TARGET]] = (point << _SLOT_BITS) | stream
+def _mark_copies(write: Int64s, read: Int64s, copy_ops: Int64s, stream: int, stream_point: int) -> None:
+    for i in range(copy_ops.shape[0]):
+        read[copy_ops[i, SOURCE], stream] = stream_point
+        write[copy_ops[i, TARGET]] = (stream_point << _SLOT_BITS) | stream
 
 
 @jit(nogil=False)
@@ -93,13 +93,13 @@ def _survey(rows: Int64s, done: Bools) -> bool:
 
 
 @jit(nogil=False)
-def _mark_accesses(write: Int64s, read: Int64s, rows: Int64s, points: Int64s) -> None:
+def _mark_accesses(write: Int64s, read: Int64s, rows: Int64s, stream_points: Int64s) -> None:
     for i in range(rows.shape[0]):
         stream = rows[i, 1]
         if rows[i, 0] == WROTE:
-            write[rows[i, 2]] = (points[stream] << _SLOT_BITS) | stream
+            write[rows[i, 2]] = (stream_points[stream] << _SLOT_BITS) | stream
         elif rows[i, 0] == ACCESSED:
-            read[rows[i, 2], stream] = points[stream]
+            read[rows[i, 2], stream] = stream_points[stream]
 
 
 def event_behind(device: Device, stream: Stream) -> DeviceEvent:
@@ -127,7 +127,7 @@ class Order:
         self._read = np.zeros((blocks, _OWN), np.int64)
         # For each stream: its number of points, the last point known to be complete, and the events of the points after
         # it.
-        self._points: Int64s = np.zeros(_OWN, np.int64)
+        self._stream_points: Int64s = np.zeros(_OWN, np.int64)
         self._complete: Int64s = np.zeros(_OWN, np.int64)
         self._events: list[deque[DeviceEvent]] = [deque() for _ in range(_OWN)]
         # [a, b]: the last point of stream b that stream a has waited for.
@@ -161,8 +161,8 @@ class Order:
     def _reusable(self, idle: Callable[[], Bools]) -> int:
         """A number to reuse, or a new one. Points keep counting when a number changes hands, so old points stay
         complete."""
-        known = len(self._points)
-        free = np.flatnonzero((self._complete == self._points) & idle()[:known])
+        known = len(self._stream_points)
+        free = np.flatnonzero((self._complete == self._stream_points) & idle()[:known])
         free = free[free >= _OWN]
         return int(free[0]) if len(free) else len(self._streams)
 
@@ -170,38 +170,39 @@ class Order:
         """Before a batch: record points after the work that streams are said to have enqueued, and let streams follow
         each other."""
         self._grow()
-        done = np.zeros(len(self._points), np.bool_)
+        done = np.zeros(len(self._stream_points), np.bool_)
         if _survey(rows, done):
             for stream, other in dict.fromkeys(map(tuple, rows[rows[:, 0] == FOLLOWS, 1:].tolist())):
                 self._wait(stream, other, self._record(other))
-        if len(self._points) >= STREAMS_KEPT:
-            for stream in range(len(self._points)):
+        if len(self._stream_points) >= STREAMS_KEPT:
+            for stream in range(len(self._stream_points)):
                 self._forget_complete(stream)
         streams = np.flatnonzero(done).tolist()
         for stream in streams:
             self._record(stream)
         if streams:
-            _mark_accesses(self._write, self._read, rows, self._points)
+            _mark_accesses(self._write, self._read, rows, self._stream_points)
 
-    def before_copies(self, moves: Int64s, stream: int, guards: int) -> None:
+    def before_copies(self, copy_ops: Int64s, stream: int, guards: int) -> None:
         """Have one of the pool's own streams wait for every access that must come before independent copies on it."""
-        need = np.zeros(len(self._points), np.int64)
-        _need_of_copies(self._write, self._read, moves, stream, guards, need)
+        need = np.zeros(len(self._stream_points), np.int64)
+        _need_of_copies(self._write, self._read, copy_ops, stream, guards, need)
         self._wait_all(stream, need)
 
-    def after_copies(self, moves: Int64s, stream: int) -> None:
+    def after_copies(self, copy_ops: Int64s, stream: int) -> None:
         """Note copies that were enqueued. If some of them were not, that costs a needless wait at most."""
-        _mark_copies(self._write, self._read, moves, stream, self._record(stream))
+        _mark_copies(self._write, self._read, copy_ops, stream, self._record(stream))
 
     @property
     def loaded(self) -> int:
         """The last point of loads."""
-        return int(self._points[ONBOARD])
+        return int(self._stream_points[ONBOARD])
 
     def hold_back(self, rows: Int64s, guards: int, loaded: int | None = None) -> None:
         """After a batch: have streams wait for the blocks that they will use. With ``loaded``, their callers say when
         they wait for loads after this point."""
-        waits, need = np.zeros(len(self._points), np.bool_), np.zeros((len(self._points), len(self._points)), np.int64)
+        streams = len(self._stream_points)
+        waits, need = np.zeros(streams, np.bool_), np.zeros((streams, streams), np.int64)
         _need_of_accesses(self._write, self._read, rows, guards, need, waits)
         for stream in np.flatnonzero(waits).tolist():
             if loaded is not None and need[stream, ONBOARD] > loaded:
@@ -216,15 +217,16 @@ class Order:
     def pending(self, ids: Int64s, writes: bool) -> list[DeviceEvent]:
         """The events for which the host waits before it reads the bytes of blocks, or, with ``writes``, before it
         writes them."""
-        need = np.zeros(len(self._points), np.int64)
+        need = np.zeros(len(self._stream_points), np.int64)
         _need_of_host(self._write, self._read, ids, writes, need)
         return [self._event(slot, int(need[slot])) for slot in np.flatnonzero(need > self._complete).tolist()]
 
     def _grow(self) -> None:
-        more = len(self._streams) - len(self._points)
+        more = len(self._streams) - len(self._stream_points)
         if more:
             self._read = np.concatenate([self._read, np.zeros((len(self._write), more), np.int64)], axis=1)
-            self._points, self._complete = np.pad(self._points, (0, more)), np.pad(self._complete, (0, more))
+            self._stream_points = np.pad(self._stream_points, (0, more))
+            self._complete = np.pad(self._complete, (0, more))
             self._events += [deque() for _ in range(more)]
             self._waited = np.pad(self._waited, ((0, more), (0, more)))
 
@@ -234,9 +236,9 @@ class Order:
         self._wait(stream, ONBOARD, self._by_layer.pop(stream, 0))
         events = self._events[stream]
         events.append(event_behind(self._device, self._streams[stream]))
-        self._points[stream] += 1
+        self._stream_points[stream] += 1
         self._forget_complete(stream)
-        return int(self._points[stream])
+        return int(self._stream_points[stream])
 
     def _forget_complete(self, stream: int) -> None:
         events = self._events[stream]
@@ -244,17 +246,17 @@ class Order:
             events.popleft()
             self._complete[stream] += 1
 
-    def _event(self, stream: int, point: int) -> DeviceEvent:
-        return self._events[stream][point - int(self._complete[stream]) - 1]
+    def _event(self, stream: int, stream_point: int) -> DeviceEvent:
+        return self._events[stream][stream_point - int(self._complete[stream]) - 1]
 
     def _wait_all(self, stream: int, need: Int64s) -> None:
         for other in np.flatnonzero(need > np.maximum(self._complete, self._waited[stream])).tolist():
             self._wait(stream, other, int(need[other]))
 
-    def _wait(self, stream: int, other: int, point: int) -> None:
-        if stream != other and point > self._complete[other]:
+    def _wait(self, stream: int, other: int, stream_point: int) -> None:
+        if stream != other and stream_point > self._complete[other]:
             try:
-                self._device.wait(self._streams[stream], self._event(other, point))
+                self._device.wait(self._streams[stream], self._event(other, stream_point))
             except StreamGone:
                 pass  # No more work comes on it.
-            self._waited[stream, other] = point
+            self._waited[stream, other] = stream_point

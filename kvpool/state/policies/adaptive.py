@@ -27,7 +27,7 @@ from kvpool.state.policies.chains import (
     policy_of,
     scores_of,
 )
-from kvpool.state.records import HEAD, NONE
+from kvpool.state.records import GROUP, NONE
 
 _MEMORY, _SURE = 2048.0, 1.5
 """Hits count half after some 0.7 * 2048 requests. Another expert than LRU is followed once it leads by so many standard
@@ -49,14 +49,14 @@ def on_touch(at, matches, count):
 @jit
 def _compared(at, c):
     """Have the ghosts see a prompt of a chain, or of none."""
-    if c != NONE and c & ((1 << policy_of(record_at(at, HEAD)).shift) - 1) == 0:
-        h = record_at(at, HEAD)
-        _compare(h, policy_of(h), c)
+    if c != NONE and c & ((1 << policy_of(record_at(at, GROUP)).shift) - 1) == 0:
+        group = record_at(at, GROUP)
+        _compare(group, policy_of(group), c)
     return c
 
 
 @jit
-def _compare(h, policy, c):
+def _compare(group, policy, c):
     """Count what each ghost would have hit of the last prompt. All get its blocks."""
     chain, ghost = chains_of(policy)[c], ghosts_of(policy)[c]
     ghost_blocks, lead, noise = scores_of(policy)[0], scores_of(policy)[1], scores_of(policy)[2]
@@ -71,12 +71,12 @@ def _compare(h, policy, c):
     for expert in range(EXPERTS):
         ahead = lead[expert] - lead[policy.follows] - _SURE * math.sqrt(noise[expert])
         if ahead > 0.0 or (expert == LRU and ahead == 0.0):
-            policy.follows = host_policy_of(h).follows = expert
-    _evict(h, policy, c)
+            policy.follows = host_policy_of(group).follows = expert
+    _evict(group, policy, c)
 
 
 @jit
-def _evict(h, policy, running):
+def _evict(group, policy, running):
     """Have the ghosts lose blocks of other chains until they fit: each those of the chain that its expert finds worth
     least, of some that have blocks in a ghost. Most chains may have none."""
     ghosts, room = ghosts_of(policy), policy.capacity >> policy.shift
@@ -84,7 +84,7 @@ def _evict(h, policy, running):
     for _ in range(_TRIES):
         if max(ghost_blocks[0], ghost_blocks[1], ghost_blocks[2]) <= room:
             return
-        _find_least(h, policy, running)
+        _find_least(group, policy, running)
         for expert in range(EXPERTS):
             if ghost_blocks[expert] > room and least[expert] != NONE:
                 c = np.int64(least[expert])
@@ -94,7 +94,7 @@ def _evict(h, policy, running):
 
 
 @jit
-def _find_least(h, policy, running):
+def _find_least(group, policy, running):
     """Note for each expert which chain is worth least to it, or NONE."""
     chains, ghosts, least, low = chains_of(policy), ghosts_of(policy), scores_of(policy)[3], scores_of(policy)[4]
     some = 0
@@ -108,7 +108,7 @@ def _find_least(h, policy, running):
             continue
         for expert in range(EXPERTS):
             if ghosts[c, expert] > 0:
-                worth = np.float64(-age_of(h, chains[c])) if expert == LRU else worth_now(h, policy, c, expert)
+                worth = np.float64(-age_of(group, chains[c])) if expert == LRU else worth_now(group, policy, c, expert)
                 if least[expert] == NONE or worth < low[expert]:
                     least[expert], low[expert] = c, worth
         some += 1

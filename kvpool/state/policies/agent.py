@@ -47,7 +47,7 @@ from kvpool.state.policies.chains import (
 from kvpool.state.policies.pauses import MEMBERS
 from kvpool.state.records import (
     DEFAULT_PRIORITY,
-    HEAD,
+    GROUP,
     KEYED,
     NONE,
     REQUEST,
@@ -85,19 +85,19 @@ def class_of(stop, count, mean, length):
 def on_admit(at, asked, slot):
     """A prompt has got the row ``slot``: find its chain, by the last block that it has reused, or by a deeper one that
     is gone and still names it. Returns it, or NONE, as for a prompt whose end has another priority than the default."""
-    h, request = record_at(at, HEAD), record_at(asked, REQUEST)
-    policy = policy_of(h)
+    group, request = record_at(at, GROUP), record_at(asked, REQUEST)
+    policy = policy_of(group)
     turns_of(policy)[slot] = NONE
-    keys, reused = request_keys(h, request), np.int64(sequences_of(h)[slot].reused)
-    _, priority, _ = retention_at(request, keys.shape[0] * h.width - 1)
+    keys, reused = request_keys(group, request), np.int64(sequences_of(group)[slot].reused)
+    _, priority, _ = retention_at(request, keys.shape[0] * group.width - 1)
     if request.reserves or request.private or request.fresh or priority != DEFAULT_PRIORITY:
         return np.int64(NONE)
     c, depth = _named(policy, keys, keys.shape[0], reused)
-    if c == NONE and reused > 0 and table_of(h)[slot, reused - 1] != NONE:
-        c = np.int64(owners_of(h)[table_of(h)[slot, reused - 1]])
+    if c == NONE and reused > 0 and table_of(group)[slot, reused - 1] != NONE:
+        c = np.int64(owners_of(group)[table_of(group)[slot, reused - 1]])
     if c == NONE:  # what came from the host, or is held by a request that runs, is no chain's
         c, depth = _named(policy, keys, reused, np.int64(0))
-    c = begin_turn(h, policy, c, depth, keys.shape[0])
+    c = begin_turn(group, policy, c, depth, keys.shape[0])
     turns_of(policy)[slot] = c
     policy.depth = depth
     return c
@@ -123,13 +123,13 @@ def _named(policy, keys, depth, least):
 @jit
 def on_begin_release(at, slot, nothing):
     """A row is released next: its blocks name its chain from now on."""
-    h = record_at(at, HEAD)
-    policy, blocks, row = policy_of(h), blocks_of(h), table_of(h)[slot]
+    group = record_at(at, GROUP)
+    policy, blocks, row = policy_of(group), blocks_of(group), table_of(group)[slot]
     c = np.int64(turns_of(policy)[slot])
     if c == NONE:
         return np.int64(0)
-    sequence, owners = sequences_of(h)[slot], owners_of(h)
-    full = sequence.committed // h.width
+    sequence, owners = sequences_of(group)[slot], owners_of(group)
+    full = sequence.committed // group.width
     shared = np.int64(0)
     for i in range(sequence.blocks):
         prefetch(blocks, row[min(i + _FAR, sequence.blocks - 1)])
@@ -139,23 +139,23 @@ def on_begin_release(at, slot, nothing):
         if row[i] == NONE:
             continue
         owners[row[i]] = c
-        shared += 1 if blocks[row[i]].word != 1 else 0
+        shared += 1 if blocks[row[i]].ref_word != 1 else 0
         if i < full and is_name(blocks[row[i]].key0, full - i) and blocks[row[i]].flags & KEYED:
             put_name(policy, blocks[row[i]].key0, c)
-    begin_release(h, policy, c, shared)
+    begin_release(group, policy, c, shared)
     return np.int64(0)
 
 
 @jit
 def on_end_release(at, slot, stop):
     """The blocks of a row are listed, behind what was listed before."""
-    h = record_at(at, HEAD)
-    policy = policy_of(h)
+    group = record_at(at, GROUP)
+    policy = policy_of(group)
     c = np.int64(turns_of(policy)[slot])
     if c == NONE:
         return np.int64(0)
     turns_of(policy)[slot] = NONE
-    end_turn(h, policy, c)
+    end_turn(group, policy, c)
     chain = chains_of(policy)[c]
     chain.row = class_of(stop, chain.pauses, chain.mean, chain.length)
     chain.alike = reuse.class_of(chain.pauses, chain.length)
@@ -171,21 +171,21 @@ def on_touch(at, matches, count):
     With ``count`` below zero, they are used and no turn, and NONE is returned: their chain is as its last turn has left
     it, though others have held its blocks meanwhile.
     """
-    h, turn, count = record_at(at, HEAD), count > 0, abs(count)
-    policy, keys, c = policy_of(h), array_at(matches, (count, 3), np.int64), np.int64(NONE)
-    owners, chains = owners_of(h), chains_of(policy)
+    group, turn, count = record_at(at, GROUP), count > 0, abs(count)
+    policy, keys, c = policy_of(group), array_at(matches, (count, 3), np.int64), np.int64(NONE)
+    owners, chains = owners_of(group), chains_of(policy)
     if turn:
         c, depth = _named(policy, keys, count, np.int64(0))
         before = np.int64(0)
-        if c != NONE and chains[c].first != NONE and blocks_of(h)[chains[c].first].list < 0:
+        if c != NONE and chains[c].first != NONE and blocks_of(group)[chains[c].first].list < 0:
             # Its end is used, so it goes on, though its beginning may not be named.
             before = max(np.int64(chains[c].length) - depth, 0)
         policy.depth = depth + before
-        c = begin_turn(h, policy, c, policy.depth, count + before)
+        c = begin_turn(group, policy, c, policy.depth, count + before)
     else:
         last = keys[count - 1, 2]
         c = np.int64(owners[last]) if last != NONE else c
-        if c == NONE or find_first(h, policy, c):
+        if c == NONE or find_first(group, policy, c):
             return np.int64(NONE)
         chains[c].turns += 1
     turns_of(policy)[0] = c
@@ -195,20 +195,20 @@ def on_touch(at, matches, count):
     for i in range(count):
         b = keys[i, 2]
         if b != NONE:
-            shared += 1 if blocks_of(h)[b].word >> 32 != 1 else 0
+            shared += 1 if blocks_of(group)[b].ref_word >> 32 != 1 else 0
         if b != NONE and turn:
             owners[b] = c
             if is_name(keys[i, 0], count - i):
                 put_name(policy, keys[i, 0], c)
-    begin_release(h, policy, c, shared)
+    begin_release(group, policy, c, shared)
     return c if turn else np.int64(NONE)
 
 
 @jit
 def on_touched(at, matches, count):
     """They are listed, behind what was listed before."""
-    h = record_at(at, HEAD)
-    policy = policy_of(h)
+    group = record_at(at, GROUP)
+    policy = policy_of(group)
     c = np.int64(turns_of(policy)[0])
     if c == NONE:
         return c
@@ -219,8 +219,8 @@ def on_touched(at, matches, count):
         chain.released, chain.returns = since, returns
         keys = array_at(matches, (-count, 3), np.int64)
         for i in range(-count):
-            if is_listed(h, policy, c, keys[i, 2]):
-                blocks_of(h)[keys[i, 2]].used_at = since
+            if is_listed(group, policy, c, keys[i, 2]):
+                blocks_of(group)[keys[i, 2]].used_at = since
     return c
 
 
@@ -235,49 +235,49 @@ def choose(at, second, nothing):
        of all;
     4. the oldest block.
     """
-    h = record_at(at, HEAD)
-    policy = record_at(h.policy_at + second * POLICY_SIZE, POLICY)
-    oldest = np.int64(lists_of(h)[policy.list, 0])
-    if _is_stray(h, policy, oldest):
+    group = record_at(at, GROUP)
+    policy = record_at(group.policy_at + second * POLICY_SIZE, POLICY)
+    oldest = np.int64(lists_of(group)[policy.list, 0])
+    if _is_stray(group, policy, oldest):
         return oldest
     b = np.int64(NONE)
     if policy.left > 0:
         policy.left -= 1
-        b = take_first(h, policy, policy.pick)
+        b = take_first(group, policy, policy.pick)
     while b == NONE and policy.cached > 0:
-        c = _least(h, policy)
+        c = _least(group, policy)
         if c == NONE:
             break
         # Of a chain that has left something over, only that goes, whatever it is worth otherwise.
-        policy.pick, policy.left = c, min(RUN, max(_own_size(h, policy, c), 1)) - 1
+        policy.pick, policy.left = c, min(RUN, max(_own_size(group, policy, c), 1)) - 1
         if tier_list_of(policy, c).rest != NONE or chains_of(policy)[c].turns > 0:
             policy.left = 0
-        b = take_first(h, policy, c)
+        b = take_first(group, policy, c)
     return b if b != NONE else oldest
 
 
 @jit
-def _is_stray(h, policy, b):
+def _is_stray(group, policy, b):
     """Whether no chain with blocks has listed a block at its last turn. ``choose`` finds it by no chain."""
-    c = np.int64(owners_of(h)[b])
-    old = c == NONE or blocks_of(h)[b].used_at != chains_of(policy)[c].released
+    c = np.int64(owners_of(group)[b])
+    old = c == NONE or blocks_of(group)[b].used_at != chains_of(policy)[c].released
     return old or tier_list_of(policy, c).place >= policy.cached
 
 
 @jit
-def _own_size(h, policy, c):
+def _own_size(group, policy, c):
     """How many blocks a chain has beside what it shares: on the device and in the host's list."""
     size = np.int64(tier_list_of(policy, c).size)
-    if policy.list == host_policy_of(h).list:
+    if policy.list == host_policy_of(group).list:
         size += np.int64(chains_of(policy)[c].size)
     return size - chains_of(policy)[c].stem
 
 
 @jit
-def worth_now(h, policy, c, expert):
+def worth_now(group, policy, c, expert):
     """The worth of the blocks of a chain: what its pauses say, or the engine, until that turns out to be wrong."""
     chain = chains_of(policy)[c]
-    age = age_of(h, chain)
+    age = age_of(group, chain)
     if chain.returns != 0 and is_believed(policy, chain.returns):
         if chain.returns == ENDS:
             return -0.5
@@ -287,17 +287,17 @@ def worth_now(h, policy, c, expert):
 
 
 @jit
-def _first_worth(h, policy, c, enough):
+def _first_worth(group, policy, c, enough):
     """The worth of the deepest block that a chain has listed, or what is above ``enough``."""
     chain = chains_of(policy)[c]
     if chain.turns > 0 or tier_list_of(policy, c).rest != NONE:
         return -1.0  # left over
-    worth = worth_now(h, policy, c, policy.follows)
-    return worth if _own_size(h, policy, c) > 0 else _stem_worth(h, policy, c, worth, enough)
+    worth = worth_now(group, policy, c, policy.follows)
+    return worth if _own_size(group, policy, c) > 0 else _stem_worth(group, policy, c, worth, enough)
 
 
 @jit
-def _stem_worth(h, policy, c, worth, enough):
+def _stem_worth(group, policy, c, worth, enough):
     """The worth of a stem of which nothing else is left: that of the best of the chains that begin with it, as far as
     somebody asks."""
     chains, other = chains_of(policy), np.int64(chains_of(policy)[c].after)
@@ -306,27 +306,31 @@ def _stem_worth(h, policy, c, worth, enough):
             break
         if chains[other].turns > 0:
             return _HUGE
-        worth = max(worth, worth_now(h, policy, other, policy.follows))
+        worth = max(worth, worth_now(group, policy, other, policy.follows))
         other = np.int64(chains[other].after)
     return worth
 
 
 @jit
-def _least(h, policy):
+def _least(group, policy):
     """The chain whose first block is worth least, of all, or of some and the last one. NONE if no chain has blocks."""
     chains, order = chains_of(policy), order_of(policy)
     chosen, least = np.int64(NONE), 0.0
     at = tries = 0
-    if policy.pick != NONE and has_blocks(h, policy, policy.pick):
-        chosen, least = np.int64(policy.pick), _first_worth(h, policy, policy.pick, _HUGE)
+    if policy.pick != NONE and has_blocks(group, policy, policy.pick):
+        chosen, least = np.int64(policy.pick), _first_worth(group, policy, policy.pick, _HUGE)
     while at < policy.cached and tries < ALL and least >= 0.0:
         place = at if policy.cached <= ALL else draw(policy, policy.cached)
         c = np.int64(order[place])
         tries += 1
-        if not has_blocks(h, policy, c):
+        if not has_blocks(group, policy, c):
             continue
-        worth = _first_worth(h, policy, c, least if chosen != NONE else _HUGE)
-        if chosen == NONE or worth < least or (worth == least and age_of(h, chains[c]) > age_of(h, chains[chosen])):
+        worth = _first_worth(group, policy, c, least if chosen != NONE else _HUGE)
+        if (
+            chosen == NONE
+            or worth < least
+            or (worth == least and age_of(group, chains[c]) > age_of(group, chains[chosen]))
+        ):
             chosen, least = c, worth
         at += 1 if policy.cached <= ALL else ALL // SOME
     return chosen

@@ -35,16 +35,16 @@ def rates_of(policy, expert):
 
 
 @jit(forceinline=True)
-def age_of(h, chain):
+def age_of(group, chain):
     """The ms since the last turn of a chain ended."""
-    return (h.now - np.int64(chain.released)) & 0xFFFFFFFF
+    return (group.now - np.int64(chain.released)) & 0xFFFFFFFF
 
 
 @jit
-def _learn(h, policy, chain, came):
+def _learn(group, policy, chain, came):
     """Count the pause of a chain, which ends now or is seen for so long only."""
-    learn(rates_of(policy, REUSE), np.int64(chain.alike), age_of(h, chain), came)
-    learn(rates_of(policy, AGENT), np.int64(chain.row), age_of(h, chain), came)
+    learn(rates_of(policy, REUSE), np.int64(chain.alike), age_of(group, chain), came)
+    learn(rates_of(policy, AGENT), np.int64(chain.row), age_of(group, chain), came)
 
 
 @jit(forceinline=True)
@@ -84,7 +84,7 @@ POLICY = np.dtype(
     [
         (name, "i8")
         for name in (
-            "head_at on_admit on_begin_release on_end_release on_touch on_touched on_join choose list"
+            "header_at on_admit on_begin_release on_end_release on_touch on_touched on_join choose list"
             " chains_at order_at names_at turns_at rates_at ghosts_at scores_at chains names rows cached"
             " known draws pick left last listed capacity follows depth shift tier_lists_at tier_list_bytes"
         ).split()
@@ -103,15 +103,15 @@ _WAYS, _LOOK = 4, 8
 
 
 @jit(forceinline=True)
-def policy_of(h):
-    return record_at(h.policy_at, POLICY)
+def policy_of(group):
+    return record_at(group.policy_at, POLICY)
 
 
 @jit(forceinline=True)
-def host_policy_of(h):
+def host_policy_of(group):
     """The second book of a group: that of its host tier, about the same chains. Its ``list`` is NONE if there is none.
     The first one has all that is not about a list."""
-    return record_at(h.policy_at + POLICY_SIZE, POLICY)
+    return record_at(group.policy_at + POLICY_SIZE, POLICY)
 
 
 @jit(forceinline=True)
@@ -120,9 +120,9 @@ def tier_list_of(policy, c):
 
 
 @jit(forceinline=True)
-def owners_of(h):
+def owners_of(group):
     """The chain of each block, int32[blocks], or NONE."""
-    return blocks_of(h)["owner"]
+    return blocks_of(group)["owner"]
 
 
 @jit(forceinline=True)
@@ -181,57 +181,57 @@ def draw(policy, count):
 
 
 @jit(forceinline=True)
-def is_listed(h, policy, c, b):
+def is_listed(group, policy, c, b):
     """Whether a block, or NONE, lies in the list as a block of a chain."""
-    return b != NONE and owners_of(h)[b] == c and blocks_of(h)[b].list == policy.list
+    return b != NONE and owners_of(group)[b] == c and blocks_of(group)[b].list == policy.list
 
 
 @jit
-def find_first(h, policy, c):
+def find_first(group, policy, c):
     """Have a chain name its deepest listed block. Returns whether it has one.
 
     LRU takes blocks and tells no chain. What it has left of one is in front of the list.
     """
-    chain, front = tier_list_of(policy, c), np.int64(lists_of(h)[policy.list, 0])
-    chain.rest = chain.rest if is_listed(h, policy, c, np.int64(chain.rest)) else NONE
-    if not is_listed(h, policy, c, np.int64(chain.first)):
+    chain, front = tier_list_of(policy, c), np.int64(lists_of(group)[policy.list, 0])
+    chain.rest = chain.rest if is_listed(group, policy, c, np.int64(chain.rest)) else NONE
+    if not is_listed(group, policy, c, np.int64(chain.first)):
         chain.first, chain.size = NONE, 0
-        if chain.rest == NONE and is_listed(h, policy, c, front):
-            chain.first, chain.size = front, _count(h, policy, c, front)
+        if chain.rest == NONE and is_listed(group, policy, c, front):
+            chain.first, chain.size = front, _count(group, policy, c, front)
     return chain.rest != NONE or chain.first != NONE
 
 
 @jit
-def _count(h, policy, c, b):
+def _count(group, policy, c, b):
     """How many blocks of a chain lie side by side in the list, from block ``b`` on."""
     count = 0
     while b != NONE and count < BLOCKS_MAX:
         count += 1
-        b = _next(h, policy, c, b)
+        b = _next(group, policy, c, b)
     return count
 
 
 @jit
-def take_first(h, policy, c):
+def take_first(group, policy, c):
     """The deepest block that a chain has listed, which is evicted now, or NONE. What a turn has left over, because the
     prompt went on elsewhere, comes first."""
-    if not find_first(h, policy, c):
+    if not find_first(group, policy, c):
         return np.int64(NONE)
     chain = tier_list_of(policy, c)
     b = np.int64(chain.first if chain.rest == NONE else chain.rest)
     if chain.rest != NONE:
-        chain.rest = _next(h, policy, c, b)
+        chain.rest = _next(group, policy, c, b)
     else:
-        chain.first, chain.size = _next(h, policy, c, b), max(np.int64(chain.size) - 1, 0)
+        chain.first, chain.size = _next(group, policy, c, b), max(np.int64(chain.size) - 1, 0)
     return b
 
 
 @jit
-def has_blocks(h, policy, c):
+def has_blocks(group, policy, c):
     """Whether a chain has listed blocks. If not, it is no longer one of those that have."""
     if tier_list_of(policy, c).place >= policy.cached:
         return False
-    if find_first(h, policy, c):
+    if find_first(group, policy, c):
         return True
     empty_tier_list(policy, c)
     return False
@@ -249,15 +249,15 @@ def empty_tier_list(policy, c):
 
 
 @jit
-def put_last(h, c, b):
+def put_last(group, c, b):
     """A host block of a chain is listed now. Returns the one behind which it has to be, so that the blocks of a chain
     lie side by side, or NONE."""
-    policy = host_policy_of(h)
+    policy = host_policy_of(group)
     tier_list, before = tier_list_of(policy, c), np.int64(NONE)
     if (
         tier_list.place < policy.cached
-        and find_first(h, policy, c)
-        and is_listed(h, policy, c, np.int64(tier_list.last))
+        and find_first(group, policy, c)
+        and is_listed(group, policy, c, np.int64(tier_list.last))
     ):
         before = np.int64(tier_list.last)
     if tier_list.first == NONE:
@@ -270,9 +270,9 @@ def put_last(h, c, b):
 
 
 @jit(forceinline=True)
-def _next(h, policy, c, b):
-    after = np.int64(blocks_of(h)[b].next)
-    return after if is_listed(h, policy, c, after) else np.int64(NONE)
+def _next(group, policy, c, b):
+    after = np.int64(blocks_of(group)[b].next)
+    return after if is_listed(group, policy, c, after) else np.int64(NONE)
 
 
 @jit
@@ -288,7 +288,7 @@ def _forget(policy, c):
 
 
 @jit
-def new_chain(h, policy):
+def new_chain(group, policy):
     """A record for a new chain. If all are in use, some chain that was away for long is forgotten."""
     chains, order, c = chains_of(policy), order_of(policy), np.int64(NONE)
     if policy.known < policy.chains:
@@ -298,20 +298,20 @@ def new_chain(h, policy):
         emptied = False
         for _ in range(_LOOK):
             other = np.int64(order[draw(policy, policy.chains)])
-            host = host_policy_of(h)
-            empty = not has_blocks(h, policy, other) and (host.list == NONE or not has_blocks(h, host, other))
-            older = c == NONE or age_of(h, chains[other]) > age_of(h, chains[c])
+            host = host_policy_of(group)
+            empty = not has_blocks(group, policy, other) and (host.list == NONE or not has_blocks(group, host, other))
+            older = c == NONE or age_of(group, chains[other]) > age_of(group, chains[c])
             if chains[other].turns == 0 and (empty > emptied or (empty == emptied and older)):
                 c, emptied = other, empty
         if c == NONE:
             return c
-        _learn(h, policy, chains[c], False)
+        _learn(group, policy, chains[c], False)
         _forget(policy, c)
         empty_tier_list(policy, c)
-        if host_policy_of(h).list != NONE:
-            empty_tier_list(host_policy_of(h), c)
+        if host_policy_of(group).list != NONE:
+            empty_tier_list(host_policy_of(group), c)
     chain = chains[c]
-    chain.released, chain.returns, chain.row, chain.alike = np.uint32(h.now & 0xFFFFFFFF), 0, 0, 0
+    chain.released, chain.returns, chain.row, chain.alike = np.uint32(group.now & 0xFFFFFFFF), 0, 0, 0
     chain.length = chain.stem = chain.base = chain.turns = chain.pauses = chain.mean = 0
     chain.after = chain.before = c
     return c
@@ -386,7 +386,7 @@ def is_believed(policy, returns):
 
 
 @jit
-def begin_turn(h, policy, c, depth, length):
+def begin_turn(group, policy, c, depth, length):
     """A prompt of ``length`` full blocks begins with ``depth`` blocks of chain ``c`` (NONE: of no chain). Returns the
     chain that it continues, a new one if it leaves that chain early, or NONE."""
     chains, parent = chains_of(policy), np.int64(NONE)
@@ -395,14 +395,14 @@ def begin_turn(h, policy, c, depth, length):
     if c != NONE:
         chain = chains[c]
         if chain.returns != 0:
-            wrong = abs(age_of(h, chain) - chain.returns) > chain.returns // 2 + 1000
+            wrong = abs(age_of(group, chain) - chain.returns) > chain.returns // 2 + 1000
             _hear(policy, chain.returns, chain.returns > 0, chain.returns == ENDS or wrong)
-        _learn(h, policy, chain, True)
+        _learn(group, policy, chain, True)
         chain.pauses = min(chain.pauses + 1, PAUSES_MAX)
-        chain.mean += (octaves(age_of(h, chain)) - chain.mean) // min(chain.pauses, _OWN)
+        chain.mean += (octaves(age_of(group, chain)) - chain.mean) // min(chain.pauses, _OWN)
     else:
         age = chains[parent].age if parent != NONE else 0
-        c = new_chain(h, policy)
+        c = new_chain(group, policy)
         if c == NONE:
             return c
         if parent != NONE and parent != c and chains[parent].age == age:
@@ -424,34 +424,34 @@ def _join(chains, c, parent, depth):
 
 
 @jit
-def begin_release(h, policy, c, shared):
+def begin_release(group, policy, c, shared):
     """A turn of a chain is over, and its blocks are listed next, but for the ``shared`` first ones, which others hold.
     What the chain has listed now is left over."""
-    _leave_over(h, policy, c)
-    if host_policy_of(h).list != NONE:
-        _leave_over(h, host_policy_of(h), c)
-    policy.last, policy.listed = lists_of(h)[policy.list, 1], lists_of(h)[policy.list, 2] - shared
+    _leave_over(group, policy, c)
+    if host_policy_of(group).list != NONE:
+        _leave_over(group, host_policy_of(group), c)
+    policy.last, policy.listed = lists_of(group)[policy.list, 1], lists_of(group)[policy.list, 2] - shared
 
 
 @jit
-def _leave_over(h, policy, c):
+def _leave_over(group, policy, c):
     tier_list = tier_list_of(policy, c)
-    find_first(h, policy, c)
+    find_first(group, policy, c)
     tier_list.rest, tier_list.first, tier_list.size = tier_list.first, NONE, 0
 
 
 @jit
-def end_turn(h, policy, c):
+def end_turn(group, policy, c):
     """What is behind the former end of the list is what the turn has left in the cache."""
-    chain, first = chains_of(policy)[c], np.int64(lists_of(h)[policy.list, 0])
+    chain, first = chains_of(policy)[c], np.int64(lists_of(group)[policy.list, 0])
     if policy.last != NONE:
-        behind = np.int64(blocks_of(h)[policy.last].next)
-        first = behind if blocks_of(h)[policy.last].list == policy.list else np.int64(NONE)
+        behind = np.int64(blocks_of(group)[policy.last].next)
+        first = behind if blocks_of(group)[policy.last].list == policy.list else np.int64(NONE)
     chain.first = first
-    chain.size = min(max(np.int64(lists_of(h)[policy.list, 2]) - policy.listed, 0), BLOCKS_MAX)
-    chain.released, chain.returns = np.uint32(h.now & 0xFFFFFFFF), h.returns
-    if h.returns == ENDS:
-        _hear(policy, h.returns, np.bool_(True), np.bool_(False))
+    chain.size = min(max(np.int64(lists_of(group)[policy.list, 2]) - policy.listed, 0), BLOCKS_MAX)
+    chain.released, chain.returns = np.uint32(group.now & 0xFFFFFFFF), group.returns
+    if group.returns == ENDS:
+        _hear(policy, group.returns, np.bool_(True), np.bool_(False))
     chain.turns -= 1
     if chain.place >= policy.cached and first != NONE:
         move(policy, c, policy.cached)

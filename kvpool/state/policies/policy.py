@@ -27,7 +27,7 @@ from kvpool.state.records import (
     DEFAULT_PRIORITY,
     DEVICE,
     EMPTY,
-    HEAD,
+    GROUP,
     HOST,
     INDEXED,
     LISTS_PER_TIER,
@@ -199,83 +199,85 @@ def nth_released(n, count):
 
 
 @jit(forceinline=True)
-def list_of(h, b):
+def list_of(group, b):
     """The list of a block while nobody holds it."""
-    block = blocks_of(h)[b]
-    first = np.int64(DEVICE if b < h.device_blocks else HOST) * LISTS_PER_TIER
+    block = blocks_of(group)[b]
+    first = np.int64(DEVICE if b < group.device_blocks else HOST) * LISTS_PER_TIER
     if not block.flags & INDEXED:
         return first + EMPTY
-    if b >= h.device_blocks and block.other_copy != NONE:
+    if b >= group.device_blocks and block.other_copy != NONE:
         return first + CLEAN
     return first + block.priority
 
 
 @jit(forceinline=True)
-def _demotes(h, b):
+def _demotes(group, b):
     """Whether the content of a listed block gets the default priority when its time to live is over. Content that has
     that priority already does not, nor a clean copy, which is one of the first victims anyway."""
-    block = blocks_of(h)[b]
+    block = blocks_of(group)[b]
     return (
-        block.ttl != NONE and block.priority != DEFAULT_PRIORITY and (b < h.device_blocks or block.other_copy == NONE)
+        block.ttl != NONE
+        and block.priority != DEFAULT_PRIORITY
+        and (b < group.device_blocks or block.other_copy == NONE)
     )
 
 
 @jit(forceinline=True)
-def _start_clock(h, b, deadline):
+def _start_clock(group, b, deadline):
     """Enter a listed block into the heap of deadlines, if its priority can change. Its time begins now, or ends at the
     ``deadline`` that it already has.
 
     Blocks with the same deadline expire in the order in which they came.
     """
-    if _demotes(h, b):
+    if _demotes(group, b):
         if deadline == NONE:
-            h.clocks += 1
-            deadline = ((h.now + blocks_of(h)[b].ttl) << TIE_BITS) | (h.clocks & ((1 << TIE_BITS) - 1))
-        heap_push(blocks_of(h), heap_of(h), b, deadline)
+            group.clocks += 1
+            deadline = ((group.now + blocks_of(group)[b].ttl) << TIE_BITS) | (group.clocks & ((1 << TIE_BITS) - 1))
+        heap_push(blocks_of(group), heap_of(group), b, deadline)
 
 
 @jit(forceinline=True)
-def stop_clock(h, b):
+def stop_clock(group, b):
     """Remove a block from the heap of deadlines. Returns its deadline, NONE if it has none."""
-    block = blocks_of(h)[b]
+    block = blocks_of(group)[b]
     if block.heap == NONE:
         return np.int64(NONE)
-    heap_remove(blocks_of(h), heap_of(h), b)
+    heap_remove(blocks_of(group), heap_of(group), b)
     return np.int64(block.deadline)
 
 
 @jit(forceinline=True)
-def place(h, b, deadline):
+def place(group, b, deadline):
     """Put a block that is in no list at the back of the list of its content, with its ``deadline`` or a new one."""
-    push(blocks_of(h), lists_of(h), b, list_of(h, b), BACK)
-    _start_clock(h, b, deadline)
+    push(blocks_of(group), lists_of(group), b, list_of(group, b), BACK)
+    _start_clock(group, b, deadline)
 
 
 @jit(forceinline=True)
-def unlist(h, b):
+def unlist(group, b):
     """Take a block out of its list, because somebody holds it. Its deadline stays until ``stop_clock``: a heap cannot
     be undone to the byte."""
-    unlink(blocks_of(h), lists_of(h), b)
+    unlink(blocks_of(group), lists_of(group), b)
 
 
 @jit(forceinline=True)
-def relist(h, b):
+def relist(group, b):
     """Undo ``unlist`` to the byte. Call it in the reverse order."""
-    relink(blocks_of(h), lists_of(h), b)
+    relink(blocks_of(group), lists_of(group), b)
 
 
 @jit(forceinline=True)
-def expired(h):
+def expired(group):
     """Give the next block whose time to live is over the default priority, at the back of its list. NONE if there is
     none."""
-    blocks, heap = blocks_of(h), heap_of(h)
-    if heap[0] == 0 or blocks[heap[1]].deadline >> TIE_BITS > h.now:
+    blocks, heap = blocks_of(group), heap_of(group)
+    if heap[0] == 0 or blocks[heap[1]].deadline >> TIE_BITS > group.now:
         return np.int64(NONE)
     b = np.int64(heap[1])
     heap_remove(blocks, heap, b)
-    unlink(blocks, lists_of(h), b)
+    unlink(blocks, lists_of(group), b)
     blocks[b].priority, blocks[b].ttl = DEFAULT_PRIORITY, NONE
-    push(blocks, lists_of(h), b, list_of(h, b), BACK)
+    push(blocks, lists_of(group), b, list_of(group, b), BACK)
     return b
 
 
@@ -283,164 +285,168 @@ def expired(h):
 
 
 @jit(forceinline=True)
-def on_insert(h, b):
+def on_insert(group, b):
     """A block becomes a copy of cached content. The one that computed it is its first use."""
-    block = blocks_of(h)[b]
+    block = blocks_of(group)[b]
     if block.uses == 0:
         block.uses = 1
-    block.stored_at = block.used_at = np.uint32(h.now)
+    block.stored_at = block.used_at = np.uint32(group.now)
     block.saved = 0
 
 
 @jit(forceinline=True)
-def on_hit(h, b):
+def on_hit(group, b):
     """A prompt hits a block: count one more use, now."""
-    block = blocks_of(h)[b]
-    block.used_at = np.uint32(h.now)
+    block = blocks_of(group)[b]
+    block.used_at = np.uint32(group.now)
     if block.uses < USES_MAX:
         block.uses += 1
 
 
 @jit(forceinline=True)
-def on_release(h, b, front):
+def on_release(group, b, front):
     """Nobody holds a block any more. It becomes evictable: the last of its list, or with ``front`` the next one. What
     is not cached leaves an empty block."""
-    blocks, lists = blocks_of(h), lists_of(h)
-    blocks[b].used_at = np.uint32(h.now)
+    blocks, lists = blocks_of(group), lists_of(group)
+    blocks[b].used_at = np.uint32(group.now)
     if blocks[b].flags & INDEXED:
-        _start_clock(h, b, NONE)
+        _start_clock(group, b, NONE)
     else:
         blocks[b].flags = blocks[b].filled = 0
-    push(blocks, lists, b, list_of(h, b), front)
+    push(blocks, lists, b, list_of(group, b), front)
 
 
 @jit(forceinline=True)
-def on_admit(h, requests, r, slot):
+def on_admit(group, requests, r, slot):
     """Request ``r`` has got its blocks, in the row ``slot``."""
-    if h.policy_at:
-        call(policy_of(h).on_admit, (policy_of(h).head_at, address_of(requests) + r * REQUEST_BYTES, slot))
+    if group.policy_at:
+        call(policy_of(group).on_admit, (policy_of(group).header_at, address_of(requests) + r * REQUEST_BYTES, slot))
 
 
 @jit(forceinline=True)
-def on_begin_release(h, slot):
+def on_begin_release(group, slot):
     """All blocks of a row are given back next."""
-    if h.policy_at:
-        call(policy_of(h).on_begin_release, (policy_of(h).head_at, slot, np.int64(0)))
+    if group.policy_at:
+        call(policy_of(group).on_begin_release, (policy_of(group).header_at, slot, np.int64(0)))
 
 
 @jit(forceinline=True)
-def on_end_release(h, slot):
+def on_end_release(group, slot):
     """They were."""
-    if h.policy_at:
-        call(policy_of(h).on_end_release, (policy_of(h).head_at, slot, np.int64(h.stop)))
+    if group.policy_at:
+        call(policy_of(group).on_end_release, (policy_of(group).header_at, slot, np.int64(group.stop)))
 
 
 @jit(forceinline=True)
-def on_touch(h, matches, turn):
+def on_touch(group, matches, turn):
     """Keys of a HostCache are used, the ``turn`` of a request or not. Their blocks are given back next."""
-    if h.policy_at:
-        call(policy_of(h).on_touch, (policy_of(h).head_at, address_of(matches), matches.shape[0] * (1 if turn else -1)))
+    if group.policy_at:
+        call(
+            policy_of(group).on_touch,
+            (policy_of(group).header_at, address_of(matches), matches.shape[0] * (1 if turn else -1)),
+        )
 
 
 @jit(forceinline=True)
-def on_touched(h, matches, turn):
+def on_touched(group, matches, turn):
     """They were."""
-    if h.policy_at:
+    if group.policy_at:
         call(
-            policy_of(h).on_touched, (policy_of(h).head_at, address_of(matches), matches.shape[0] * (1 if turn else -1))
+            policy_of(group).on_touched,
+            (policy_of(group).header_at, address_of(matches), matches.shape[0] * (1 if turn else -1)),
         )
 
 
 @jit
-def on_change(h, b):
+def on_change(group, b):
     """The content of a block has changed. If nobody holds it, it goes to the back of its present list."""
-    if blocks_of(h)[b].list >= 0:
-        stop_clock(h, b)
-        unlink(blocks_of(h), lists_of(h), b)
-        on_release(h, b, BACK)
+    if blocks_of(group)[b].list >= 0:
+        stop_clock(group, b)
+        unlink(blocks_of(group), lists_of(group), b)
+        on_release(group, b, BACK)
 
 
 @jit(forceinline=True)
-def on_only_copy(h, b, device, deadline):
+def on_only_copy(group, b, device, deadline):
     """A host copy has become the only one, and takes over the retention and uses of the device block. Unless it is
     held, it is no clean copy any more. Returns whether its priority has changed."""
-    block, other = blocks_of(h)[b], blocks_of(h)[device]
+    block, other = blocks_of(group)[b], blocks_of(group)[device]
     changed = block.priority != other.priority
     block.priority, block.ttl, block.uses, block.used_at = other.priority, other.ttl, other.uses, other.used_at
     if block.list >= 0:
-        unlink(blocks_of(h), lists_of(h), b)
-        place_only_copy(h, b, device, deadline)
+        unlink(blocks_of(group), lists_of(group), b)
+        place_only_copy(group, b, device, deadline)
     return changed
 
 
 @jit(forceinline=True)
-def place_only_copy(h, b, device, deadline):
+def place_only_copy(group, b, device, deadline):
     """``place`` a host block that has become the only copy of what a device block had. What the host has of one chain
     lies side by side."""
-    place(h, b, deadline)
-    if h.policy_at and policy_of(h).on_join:
-        call(policy_of(h).on_join, (policy_of(h).head_at, np.int64(b), np.int64(device)))
+    place(group, b, deadline)
+    if group.policy_at and policy_of(group).on_join:
+        call(policy_of(group).on_join, (policy_of(group).header_at, np.int64(b), np.int64(device)))
 
 
 @jit
 def on_join(at, b, device):
     """A host block is listed with what a device block has had: it is of the same chain."""
-    h = record_at(at, HEAD)
-    if blocks_of(h)[b].list != host_policy_of(h).list:
+    group = record_at(at, GROUP)
+    if blocks_of(group)[b].list != host_policy_of(group).list:
         return np.int64(0)
-    owners = owners_of(h)
+    owners = owners_of(group)
     c = owners[b] = owners[device]
-    behind = put_last(h, np.int64(c), b) if c != NONE else np.int64(NONE)
+    behind = put_last(group, np.int64(c), b) if c != NONE else np.int64(NONE)
     if behind != NONE:
-        unlink(blocks_of(h), lists_of(h), b)
-        push_behind(blocks_of(h), lists_of(h), b, host_policy_of(h).list, behind)
+        unlink(blocks_of(group), lists_of(group), b)
+        push_behind(blocks_of(group), lists_of(group), b, host_policy_of(group).list, behind)
     return np.int64(0)
 
 
 @jit
-def set_retention(h, b, priority, ttl):
+def set_retention(group, b, priority, ttl):
     """Give content another priority and time to live, which begins anew. A listed block whose priority changes goes to
     the back of its new list. Returns whether it changed."""
-    blocks, lists = blocks_of(h), lists_of(h)
+    blocks, lists = blocks_of(group), lists_of(group)
     changed, listed = blocks[b].priority != priority, blocks[b].list >= 0
-    stop_clock(h, b)
+    stop_clock(group, b)
     if listed and changed:
         unlink(blocks, lists, b)
     blocks[b].priority, blocks[b].ttl = priority, ttl
     if listed and changed:
-        push(blocks, lists, b, list_of(h, b), BACK)
+        push(blocks, lists, b, list_of(group, b), BACK)
     if listed:
-        _start_clock(h, b, NONE)
+        _start_clock(group, b, NONE)
     return changed
 
 
 @jit
-def evict_next(h, b):
+def evict_next(group, b):
     """Put a block that nobody holds in front of its list. Returns whether it is in one."""
-    which = blocks_of(h)[b].list
+    which = blocks_of(group)[b].list
     if which < 0:
         return False
-    unlink(blocks_of(h), lists_of(h), b)
-    push(blocks_of(h), lists_of(h), b, which, FRONT)
+    unlink(blocks_of(group), lists_of(group), b)
+    push(blocks_of(group), lists_of(group), b, which, FRONT)
     return True
 
 
 @jit
-def on_reset(h):
+def on_reset(group):
     """All content is gone: every block that nobody holds is empty."""
-    for b in range(h.blocks):
-        if blocks_of(h)[b].list >= 0:
-            stop_clock(h, b)
-            unlink(blocks_of(h), lists_of(h), b)
-            blocks_of(h)[b].filled = 0
-            push(blocks_of(h), lists_of(h), b, list_of(h, b), BACK)
+    for b in range(group.blocks):
+        if blocks_of(group)[b].list >= 0:
+            stop_clock(group, b)
+            unlink(blocks_of(group), lists_of(group), b)
+            blocks_of(group)[b].filled = 0
+            push(blocks_of(group), lists_of(group), b, list_of(group, b), BACK)
 
 
 # -- victims -------------------------------------------------------------------------------------------
 
 
 @jit(forceinline=True)
-def victim(h, tier, priority):
+def victim(group, tier, priority):
     """The block of a tier that is taken next, its *victim*. The first of these that there is:
 
     1. an empty block;
@@ -453,43 +459,45 @@ def victim(h, tier, priority):
     their own copies, and each such wait would add to a chain. Changes only where the search starts. ``choose`` also
     notes that the block goes, so the caller takes it.
     """
-    lists, first = lists_of(h), tier * LISTS_PER_TIER
+    lists, first = lists_of(group), tier * LISTS_PER_TIER
     b = np.int64(lists[first + EMPTY, 0])
-    if b == NONE and tier == HOST and h.overflow == 0:
+    if b == NONE and tier == HOST and group.overflow == 0:
         b = np.int64(lists[first + CLEAN, 0])
     if b != NONE:
         return b
     b = np.int64(lowest(lists, tier))
-    if b == NONE or blocks_of(h)[b].priority > priority:
+    if b == NONE or blocks_of(group)[b].priority > priority:
         return np.int64(NONE)
-    if h.policy_at:
-        policy, which = policy_of(h), blocks_of(h)[b].list
-        if policy.follows != LRU and (which == policy.list or which == host_policy_of(h).list):
-            b = call(policy.choose, (policy.head_at, np.int64(which != policy.list), np.int64(0)))
+    if group.policy_at:
+        policy, which = policy_of(group), blocks_of(group)[b].list
+        if policy.follows != LRU and (which == policy.list or which == host_policy_of(group).list):
+            b = call(policy.choose, (policy.header_at, np.int64(which != policy.list), np.int64(0)))
     return b
 
 
 @jit
-def expect_victims(h, tier, count):
+def expect_victims(group, tier, count):
     """Have the lists of a tier begin with the blocks that the next ``count`` victims with content are, in this order.
 
     LRU's do. What another policy chooses is put in front, and is of no chain any more. So it stays there until it is
     used.
     """
-    blocks, lists, last = blocks_of(h), lists_of(h), np.int64(NONE)
+    blocks, lists, last = blocks_of(group), lists_of(group), np.int64(NONE)
     usual = tier * LISTS_PER_TIER + DEFAULT_PRIORITY
     if (
-        not h.policy_at
-        or policy_of(h).follows == LRU
-        or (usual != policy_of(h).list and usual != host_policy_of(h).list)
+        not group.policy_at
+        or policy_of(group).follows == LRU
+        or (usual != policy_of(group).list and usual != host_policy_of(group).list)
     ):
         return
     for which in range(tier * LISTS_PER_TIER, usual):
         count -= lists[which, 2]
     for _ in range(min(count, lists[usual, 2])):
-        b = call(policy_of(h).choose, (policy_of(h).head_at, np.int64(usual != policy_of(h).list), np.int64(0)))
+        b = call(
+            policy_of(group).choose, (policy_of(group).header_at, np.int64(usual != policy_of(group).list), np.int64(0))
+        )
         unlink(blocks, lists, b)
-        owners_of(h)[b] = NONE
+        owners_of(group)[b] = NONE
         blocks[b].prev, last = last, b
     while last != NONE:
         b, last = last, np.int64(blocks[last].prev)
@@ -497,81 +505,81 @@ def expect_victims(h, tier, count):
 
 
 @jit(forceinline=True)
-def take_victim(h, tier, priority):
+def take_victim(group, tier, priority):
     """Take the ``victim`` of a tier out of its list. Returns it, or NONE, and the deadline of its content, or NONE."""
-    b = victim(h, tier, priority)
-    cached = b != NONE and blocks_of(h)[b].flags & INDEXED != 0
-    if tier == HOST and h.overflow and (b == NONE or cached):
-        h.overflow -= 1
+    b = victim(group, tier, priority)
+    cached = b != NONE and blocks_of(group)[b].flags & INDEXED != 0
+    if tier == HOST and group.overflow and (b == NONE or cached):
+        group.overflow -= 1
     if b == NONE:
         return b, np.int64(NONE)
-    unlink(blocks_of(h), lists_of(h), b)
+    unlink(blocks_of(group), lists_of(group), b)
     if tier == HOST:
-        disown(h, b)
+        disown(group, b)
     if tier == DEVICE and cached:
-        _expect_victims(h, b)
-    return b, stop_clock(h, b)
+        _expect_victims(group, b)
+    return b, stop_clock(group, b)
 
 
 @jit(forceinline=True)
-def disown(h, b):
+def disown(group, b):
     """The content of a block that was taken has gone where it goes: the block is of no chain any more."""
-    if h.policy_at:
-        owners_of(h)[b] = NONE
+    if group.policy_at:
+        owners_of(group)[b] = NONE
 
 
 SOON = 10  # how many evictions ahead the index is loaded; the block twice as many
 
 
 @jit(forceinline=True)
-def foresee(h, row, i):
+def foresee(group, row, i):
     """Note the block that a release of this row gives back some places behind its block ``i``."""
-    blocks_of(h)[row[i]].soon = max(row[max(i - SOON, 0)], 0)
+    blocks_of(group)[row[i]].soon = max(row[max(i - SOON, 0)], 0)
 
 
 @jit(forceinline=True)
-def _expect_victims(h, b):
+def _expect_victims(group, b):
     """Begin to load what the evictions after that of ``b`` will touch. What was foreseen may be wrong: nothing depends
     on it."""
-    blocks, soon = blocks_of(h), np.int64(blocks_of(h)[b].soon)
+    blocks, soon = blocks_of(group), np.int64(blocks_of(group)[b].soon)
     later = np.int64(blocks[soon].soon)
     prefetch(blocks, later)
     prefetch(blocks["parent0"], later)
-    prefetch(array_at(h.tokens_at, (h.blocks * h.width,), np.int32), later * h.width)
-    expect(h, blocks[soon].key0)
-    expect_child(h, soon)
+    prefetch(array_at(group.tokens_at, (group.blocks * group.width,), np.int32), later * group.width)
+    expect(group, blocks[soon].key0)
+    expect_child(group, soon)
 
 
 @jit(forceinline=True)
-def should_offload(h, b):
+def should_offload(group, b):
     """Whether the content of an evicted device block that has no host copy is worth an offload."""
-    block = blocks_of(h)[b]
-    wanted = block.priority >= h.offload_priority and block.uses >= h.offload_reuse
-    return wanted and not block.flags & TAIL and h.device_blocks != h.blocks
+    block = blocks_of(group)[b]
+    wanted = block.priority >= group.offload_priority and block.uses >= group.offload_reuse
+    return wanted and not block.flags & TAIL and group.device_blocks != group.blocks
 
 
 @jit
-def overflow(h, takes, onboards):
+def overflow(group, takes, onboards):
     """How many contents the host forgets while an admission takes ``takes`` device blocks and onboards ``onboards``
     contents.
 
     Each eviction needs a host block. Empty blocks, clean copies and the sources of the onboards serve some of them;
     the rest is the result. Changes nothing.
     """
-    room = empty_blocks(h, HOST) + lists_of(h)[HOST * LISTS_PER_TIER + CLEAN, 2] + onboards
-    return max(0, _offloads(h, takes) - room) if onboards and takes > room else 0
+    room = empty_blocks(group, HOST) + lists_of(group)[HOST * LISTS_PER_TIER + CLEAN, 2] + onboards
+    return max(0, _offloads(group, takes) - room) if onboards and takes > room else 0
 
 
 @jit
-def _offloads(h, takes):
+def _offloads(group, takes):
     """Of the next ``takes`` victims of the device, how many have to be offloaded because the host has no copy. Changes
     nothing. Other policies than LRU may take others: then it is a guess."""
-    blocks, lists = blocks_of(h), lists_of(h)
-    left, count = takes - empty_blocks(h, DEVICE), 0
+    blocks, lists = blocks_of(group), lists_of(group)
+    left, count = takes - empty_blocks(group, DEVICE), 0
     for which in range(lists[LOWEST + DEVICE, 0], EMPTY):
         b = np.int64(lists[which, 0])
         while b != NONE and left > 0:
-            count += 1 if blocks[b].other_copy == NONE and should_offload(h, b) else 0
+            count += 1 if blocks[b].other_copy == NONE and should_offload(group, b) else 0
             left -= 1
             b = np.int64(blocks[b].next)
     return count
@@ -581,30 +589,30 @@ def _offloads(h, takes):
 
 
 @jit
-def free_blocks(h, tier):
+def free_blocks(group, tier):
     """How many blocks of a tier nobody holds."""
     total = 0
     for which in range(tier * LISTS_PER_TIER, (tier + 1) * LISTS_PER_TIER):
-        total += lists_of(h)[which, 2]
+        total += lists_of(group)[which, 2]
     return total
 
 
 @jit(forceinline=True)
-def empty_blocks(h, tier):
+def empty_blocks(group, tier):
     """How many of them have no content."""
-    return np.int64(lists_of(h)[tier * LISTS_PER_TIER + EMPTY, 2])
+    return np.int64(lists_of(group)[tier * LISTS_PER_TIER + EMPTY, 2])
 
 
 @jit
-def host_room(h, priority):
+def host_room(group, priority):
     """How many host blocks content of a priority can take: empty ones, and listed ones of no higher priority."""
-    total = empty_blocks(h, HOST)
+    total = empty_blocks(group, HOST)
     for p in range(priority + 1):
-        total += lists_of(h)[HOST * LISTS_PER_TIER + p, 2]
+        total += lists_of(group)[HOST * LISTS_PER_TIER + p, 2]
     return total
 
 
 @jit(forceinline=True)
-def is_room(h, b, priority):
+def is_room(group, b, priority):
     """Whether content of a priority can take the block ``b``, which is cached."""
-    return blocks_of(h)[b].list >= 0 and blocks_of(h)[b].priority <= priority
+    return blocks_of(group)[b].list >= 0 and blocks_of(group)[b].priority <= priority
