@@ -102,6 +102,7 @@ def run_once(benchmark: Benchmark, parameters: list[Any]) -> None:
         assert isinstance(result, Real) and isfinite(result) and isinstance(body.unit, str)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("benchmark", BENCHMARKS, ids=str)
 def test_benchmark_runs_at_its_smallest_size_and_closes_what_it_opens(
     benchmark: Benchmark, opened: list[MemoryPools]

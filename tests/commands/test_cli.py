@@ -309,6 +309,7 @@ def test_a_reader_that_has_gone_is_not_an_error(trace: str, monkeypatch: pytest.
         assert main(["warm-up"]) == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("redirection", "status", "message"),
     [("2>&-", 0, ""), (">&-", 0, ""), (">/dev/full", 2, "error: standard output: No space left on device\n")],

@@ -53,6 +53,7 @@ def test_no_index_counts_from_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
         assert python("-c", INDEXES, jit=jit).split() == ["1", "3", "refused", "refused"]
 
 
+@pytest.mark.exhaustive
 def test_scenarios_hold_in_the_interpreter() -> None:
     python(
         "-m",

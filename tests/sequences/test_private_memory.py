@@ -138,6 +138,7 @@ def _outcome(case: Case, scene: Any, name: str, form: str, line: int, changes: b
     return (_described(answer), scene.picture()), count[0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("case", "name", "form"), CHANGED)
 def test_memory_that_changes_at_any_line_of_a_call_counts_as_a_whole(case: Case, name: str, form: str) -> None:
     walk(case, name, form)
