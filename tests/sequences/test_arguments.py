@@ -128,11 +128,11 @@ BAD_TOKENS: list[tuple[Any, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize("call", PROMPT_CALLS)
-@pytest.mark.parametrize(("tokens", "error", "value"), BAD_TOKENS, ids=lambda v: f"{v!r:.30}")
-def test_bad_tokens_are_refused(busy: Busy, call: str, tokens: Any, error: type[Exception], value: str) -> None:
-    named = value if tokens is None and call == "blocks_needed" else f"(token|prompt|key).*{value}"
-    named = "prompt" if tokens is None and call == "blocks_needed" else named
-    refused(busy.cache, lambda: getattr(busy.cache, call)(tokens), error, f"(?s){named}")
+def test_bad_tokens_are_refused(busy: Busy, call: str) -> None:
+    for tokens, error, value in BAD_TOKENS:
+        print(repr(tokens))
+        named = "prompt" if tokens is None and call == "blocks_needed" else f"(token|prompt|key).*{value}"
+        refused(busy.cache, lambda tokens=tokens: getattr(busy.cache, call)(tokens), error, f"(?s){named}")
 
 
 @pytest.mark.parametrize(
@@ -350,19 +350,20 @@ ID_CALLS: dict[str, Callable[[KVCacheManager, Any], object]] = {
     "sequence_length": lambda cache, ids: cache.sequence_length(ids),
     "committed_tokens": lambda cache, ids: cache.committed_tokens(ids),
 }
-BAD_IDS: list[tuple[Callable[[Busy], Any], Any, str]] = [
-    (lambda busy: "abc", TypeError, "abc"),
-    (lambda busy: [1.0], TypeError, r"1\.0"),
-    (lambda busy: np.zeros(1), TypeError, "float64"),
-    (lambda busy: [None], TypeError, "None"),
-    (lambda busy: np.array([True]), TypeError, "bool"),
-    (lambda busy: [[0]], TypeError, "0"),
-    (lambda busy: 1.5, (TypeError, ValueError), ""),
-    (lambda busy: True, (TypeError, ValueError), ""),
-    (lambda busy: np.zeros((1, 1), int), ValueError, r"\(1, 1\)"),
-    (lambda busy: {0}, (TypeError, ValueError), ""),
-    *((lambda busy, n=n: [n], ValueError, str(n)) for n in HUGE[1:]),
-    (lambda busy: np.array([2**63], np.uint64), ValueError, str(2**63)),
+BAD_IDS: list[tuple[Any, Any, str]] = [
+    (None, TypeError, ": .*None"),
+    ("abc", TypeError, "abc"),
+    ([1.0], TypeError, r"1\.0"),
+    (np.zeros(1), TypeError, "float64"),
+    ([None], TypeError, "None"),
+    (np.array([True]), TypeError, "bool"),
+    ([[0]], TypeError, "0"),
+    (1.5, (TypeError, ValueError), ""),
+    (True, (TypeError, ValueError), ""),
+    (np.zeros((1, 1), int), ValueError, r"\(1, 1\)"),
+    ({0}, (TypeError, ValueError), ""),
+    *(([n], ValueError, str(n)) for n in HUGE[1:]),
+    (np.array([2**63], np.uint64), ValueError, str(2**63)),
 ]
 WRONG_IDS: list[tuple[Callable[[Busy], Any], type[Exception]]] = [
     (lambda busy: [busy.released], UnknownSequence),
@@ -378,19 +379,18 @@ WRONG_IDS: list[tuple[Callable[[Busy], Any], type[Exception]]] = [
 
 
 @pytest.mark.parametrize("call", ID_CALLS)
-@pytest.mark.parametrize(("make_ids", "error", "value"), BAD_IDS)
-def test_what_are_not_ids_is_refused(
-    busy: Busy, call: str, make_ids: Callable[[Busy], Any], error: Any, value: str
-) -> None:
-    refused(busy.cache, lambda: ID_CALLS[call](busy.cache, make_ids(busy)), error, f"(ids|sequences).*{value}")
-    refused(busy.cache, lambda: ID_CALLS[call](busy.cache, None), TypeError, "(ids|sequences): .*None")
+def test_what_are_not_ids_is_refused(busy: Busy, call: str) -> None:
+    for ids, error, value in BAD_IDS:
+        print(repr(ids))
+        refused(busy.cache, lambda ids=ids: ID_CALLS[call](busy.cache, ids), error, f"(ids|sequences).*{value}")
 
 
 @pytest.mark.parametrize("call", ID_CALLS)
-@pytest.mark.parametrize(("make_ids", "error"), WRONG_IDS)
-def test_wrong_ids_are_named(busy: Busy, call: str, make_ids: Callable[[Busy], Any], error: type[Exception]) -> None:
-    ids = make_ids(busy)
-    refused(busy.cache, lambda: ID_CALLS[call](busy.cache, ids), error, str(ids[-1]))
+def test_wrong_ids_are_named(busy: Busy, call: str) -> None:
+    for make_ids, error in WRONG_IDS:
+        ids = make_ids(busy)
+        print(ids)
+        refused(busy.cache, lambda ids=ids: ID_CALLS[call](busy.cache, ids), error, str(ids[-1]))
 
 
 def test_a_second_release_is_refused(busy: Busy) -> None:
@@ -411,33 +411,34 @@ COUNT_CALLS: dict[str, Callable[[Busy, Any], object]] = {
 }
 
 
+BAD_COUNTS: list[tuple[Any, Any, str]] = [
+    ("abc", TypeError, "abc"),
+    ([1.0, 1.0], TypeError, r"1\.0"),
+    (np.ones(2), TypeError, "float64"),
+    ([None, 1], TypeError, "None"),
+    (np.ones(2, bool), TypeError, "bool"),
+    ([[1], [1]], TypeError, "1"),
+    (np.ones((2, 1), int), ValueError, r"\(2, 1\)"),
+    ([1], ValueError, "1"),
+    ([1, 1, 1], ValueError, "3"),
+    ([], ValueError, "0"),
+    ([1, -1], ValueError, "-1"),
+    *(([1, n], ValueError, str(n)) for n in HUGE),
+    ([2**62] * 2, ValueError, str(2**62)),
+    ([2**63 - 1, 2**63 - 1], ValueError, ""),
+    (1.5, (TypeError, ValueError), ""),
+    (True, (TypeError, ValueError), ""),
+    ({1}, (TypeError, ValueError), ""),
+    ([True, True], TypeError, "True"),
+]
+
+
 @pytest.mark.parametrize("call", COUNT_CALLS)
-@pytest.mark.parametrize(
-    ("counts", "error", "value"),
-    [
-        ("abc", TypeError, "abc"),
-        ([1.0, 1.0], TypeError, r"1\.0"),
-        (np.ones(2), TypeError, "float64"),
-        ([None, 1], TypeError, "None"),
-        (np.ones(2, bool), TypeError, "bool"),
-        ([[1], [1]], TypeError, "1"),
-        (np.ones((2, 1), int), ValueError, r"\(2, 1\)"),
-        ([1], ValueError, "1"),
-        ([1, 1, 1], ValueError, "3"),
-        ([], ValueError, "0"),
-        ([1, -1], ValueError, "-1"),
-        *(([1, n], ValueError, str(n)) for n in HUGE),
-        ([2**62] * 2, ValueError, str(2**62)),
-        ([2**63 - 1, 2**63 - 1], ValueError, ""),
-        (1.5, (TypeError, ValueError), ""),
-        (True, (TypeError, ValueError), ""),
-        ({1}, (TypeError, ValueError), ""),
-        ([True, True], TypeError, "True"),
-    ],
-    ids=lambda v: f"{v!r:.30}",
-)
-def test_bad_counts_are_refused(busy: Busy, call: str, counts: Any, error: Any, value: str) -> None:
-    refused(busy.cache, lambda: COUNT_CALLS[call](busy, counts), error, f"(?s)(counts|new_tokens).*{value}")
+def test_bad_counts_are_refused(busy: Busy, call: str) -> None:
+    for counts, error, value in BAD_COUNTS:
+        print(repr(counts))
+        named = f"(?s)(counts|new_tokens).*{value}"
+        refused(busy.cache, lambda counts=counts: COUNT_CALLS[call](busy, counts), error, named)
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])
