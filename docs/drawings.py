@@ -187,7 +187,7 @@ def staging() -> Drawing:
 
 
 def house() -> Drawing:
-    d = Drawing("Who decides, who enqueues, who copies", 380)
+    d = Drawing("Decisions, transfer and devices", 380)
     d.box(20, 20, 180, 56, "engine\nprompts, ids, streams").box(240, 20, 180, 56, "KVCacheManager\nchecks arguments")
     d.box(460, 20, 160, 56, "readers, loaders\nkeys, owners").arrow((200, 48), (240, 48)).arrow((460, 48), (420, 48))
     d.box(
@@ -199,10 +199,10 @@ def house() -> Drawing:
         "state",
     )
     d.arrow((330, 76), (330, 120)).text(338, 104, "one call for the whole batch", "small")
-    d.arrow((330, 182), (330, 226)).text(338, 203, "a ticket: moves (source, target, tokens)", "small")
+    d.arrow((330, 182), (330, 226)).text(338, 203, "a ticket: copy ops (source, target, tokens)", "small")
     d.text(338, 219, "and accesses by streams", "small")
     d.box(
-        150, 226, 360, 56, "copying (queue, under the transfer lock)\norders moves; says which stream waits for which"
+        150, 226, 360, 56, "transfer (queue, under the transfer lock)\norders copy ops; decides which stream waits for which"
     )
     d.arrow((330, 282), (330, 318))
     d.box(150, 318, 360, 48, "device: cpu, sim or cuda\nmemory of both tiers, streams, events, copies", "device")
@@ -276,7 +276,7 @@ def race_copy() -> Drawing:
             (RIGHT, "attention of A reads\nblocks 3, 4, 5"),
         ],
         "A attends to B's KV. The copy should have read\n[0, 1, 2].",
-        "kvpool: step 2 gets a buffer of its own. The first\nis reused behind an event after its copy.",
+        "kvpool: step 2 gets a buffer of its own. The first\nis reused once the event after its copy is complete.",
     )
 
 
@@ -302,7 +302,7 @@ def race_prefix() -> Drawing:
         ("A: decodes", "B: its KV is loaded"),
         "Blocks 0 and 1: tokens 0 to 7, of both A and B",
         [
-            (RIGHT, "lacks tokens 8 to 11;\nthe store has a chunk\nof tokens 0 to 11"),
+            (RIGHT, "needs tokens 8 to 11;\nthe store has a chunk\nof tokens 0 to 11"),
             (RIGHT, "stream b: writes the\nchunk into blocks 0,\n1 and 3"),
             (LEFT, "stream a: reads\nblocks 0 and 1"),
         ],
