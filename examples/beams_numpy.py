@@ -64,17 +64,17 @@ class Search:
         first = cache.add_sequence_batch(prompts, stream=stream)
         self.tokens = [list(prompt) for prompt in prompts for _ in range(WIDTH)]
         prefill = self.compute(first.ids.tolist(), prompts, first.cached_tokens)
-        ends = np.cumsum([len(prompt) for prompt in prompts] - first.cached_tokens) - 1
-        self.prefilled = list(zip(prompts, prefill[ends], strict=True))
+        last_rows = np.cumsum([len(prompt) for prompt in prompts] - first.cached_tokens) - 1
+        self.prefilled = list(zip(prompts, prefill[last_rows], strict=True))
         # Row WIDTH * i + k is continuation k of prompt i; the first of each is the prompt's own sequence.
         self.ids = np.concatenate([first.ids[:, None], cache.fork(first.ids, WIDTH - 1, stream=stream)], axis=1).ravel()
         self.scores = np.zeros(len(self.ids))
-        self.logits = np.repeat(prefill[ends], WIDTH, axis=0)
+        self.logits = np.repeat(prefill[last_rows], WIDTH, axis=0)
         self.computed: list[tuple[list[int], Floats]] = []
         self.copies = self.moved = 0
 
     def compute(self, ids: list[int], tokens: list[list[int]], computed: Any) -> Floats:
-        """Logits of all tokens behind the ``computed`` ones; their K and V go into the pool."""
+        """Logits of all tokens after the ``computed`` ones; their K and V go into the pool."""
         table = self.table(ids)
         positions = [np.arange(start, len(all_)) for start, all_ in zip(computed, tokens, strict=True)]
         owner = np.repeat(np.arange(len(ids)), [len(part) for part in positions])

@@ -5,8 +5,8 @@ path that was right.
     python examples/drafts_numpy.py --device sim    # the same on a stream that runs late
 
 A draft is stored where it was appended. Its position in the text is its depth in the tree. It attends to the text and
-to its own ancestors. After the step, `cache.keep` moves the KV of the accepted path to where it would be if nothing
-else had been guessed.
+to its own ancestors. After the step, `cache.accept_drafts` moves the KV of the accepted path to where it would be if
+nothing else had been drafted.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from kvpool.device import get_device
 from kvpool.device.sim import SimDevice
 
 BRANCHES, DEPTH = 3, 3
-"""So many guesses of what comes next, each so long: more than the model agrees with."""
+"""The number of drafted continuations, and the length of each: more than the model accepts."""
 
 
 @dataclass
 class Tree:
-    """Drafts behind a text. The parent of each is an earlier one, or -1 for the last token of the text."""
+    """Drafts after a text. The parent of each is an earlier one, or -1 for the last token of the text."""
 
     tokens: list[int]
     parents: list[int]
@@ -73,13 +73,13 @@ class Tree:
         return sees
 
     def child(self, parent: int, token: int) -> int:
-        """The draft that says ``token`` behind ``parent``, or -1."""
-        places = [i for i, said in enumerate(self.tokens) if self.parents[i] == parent and said == token]
+        """Return the child of ``parent`` with this token, or -1."""
+        places = [i for i, draft in enumerate(self.tokens) if self.parents[i] == parent and draft == token]
         return places[0] if places else -1
 
 
 def grow_tree(tokens: list[int], depth: int) -> Tree:
-    """What followed the last times that the last token was said, as one tree: common beginnings are guessed once.
+    """Return what followed the last occurrences of the last token, as one tree: common beginnings are drafted once.
 
     Bad guesses come first, so that good ones have to be moved.
     """
@@ -146,8 +146,8 @@ class TreeModel(PagedModel):
 
 
 class TreeEngine(Engine):
-    """The engine, whose guesses are trees. Drafts are never committed, so that nobody else can find them. A prompt is
-    computed in one step."""
+    """The engine, whose guesses are trees. Drafts are never committed, so that other prompts cannot find them. A prompt
+    is computed in one step."""
 
     chunk = 1 << 30
 
@@ -187,15 +187,15 @@ class TreeEngine(Engine):
         for row, chat in enumerate(chats):
             mine, tree = np.flatnonzero(batch.owner == row), batch.trees[row]
             text = len(mine) - len(tree.tokens)
-            said, path, at = [int(logits[mine[text - 1]].argmax())], list[int](), -1
-            while (at := tree.child(at, said[-1])) >= 0:
+            sampled, path, at = [int(logits[mine[text - 1]].argmax())], list[int](), -1
+            while (at := tree.child(at, sampled[-1])) >= 0:
                 path.append(at)
-                said.append(int(logits[mine[text + at]].argmax()))
+                sampled.append(int(logits[mine[text + at]].argmax()))
             good = [*mine[:text], *(mine[text + i] for i in path)]
             chat.logits += [(int(standing[i]), logits[i]) for i in good]
             chat.computed = len(chat.tokens) + len(path)
-            chat.tokens += said
-            chat.answer -= len(said)
+            chat.tokens += sampled
+            chat.answer -= len(sampled)
             chat.guessed = []
             drafts.append(len(tree.tokens))
             paths.append(path)

@@ -3,8 +3,8 @@ donated argument, writes K and V where they belong, and gives it back at the sam
 
     python examples/engine_jax.py [--device auto|cpu|cuda] [--store disk:/var/kv?capacity=1GiB]
 
-Read it in this order: `step` (the model with paged attention), `DeviceTier` (the array that is a tier), `KeptEngine`
-(a store behind the pool: run it twice). `BesideTier` is for devices whose memory no pool can have, such as TPUs:
+Read it in this order: `step` (the model with paged attention), `DeviceTier` (the array that is a tier), `StoreEngine`
+(a store for the pool: run it twice). `BesideTier` is for devices whose memory a pool cannot use, such as TPUs:
 docs/jax.md.
 """
 
@@ -41,8 +41,8 @@ MODEL = kvpool.ModelIdentity("tiny", "random", LAYOUT.dtype, LAYOUT, "engine_jax
 
 @partial(jax.jit, donate_argnums=0)
 def step(kv: Any, weights: Any, tokens: Any, positions: Any, owner: Any, slots: Any, table: Any) -> tuple[Any, Any]:
-    """The KV of all blocks with that of these tokens, and logits [n, vocabulary]. A slot behind the last block is
-    written nowhere."""
+    """The KV of all blocks with that of these tokens, and logits [n, vocabulary]. A slot after the last block is
+    not written."""
     held = [kv]
     blocks, places = jnp.divmod(slots, LAYOUT.tokens_per_block)
 
@@ -54,7 +54,7 @@ def step(kv: Any, weights: Any, tokens: Any, positions: Any, owner: Any, slots: 
         grouped = q.reshape(-1, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
         scores = jnp.einsum("nkgd,nmkd->nkgm", grouped, keys) / np.sqrt(HEAD_DIM)
         future = jnp.arange(keys.shape[1]) > positions[:, None, None, None]
-        # What is masked out may be memory that nobody has written.
+        # What is masked out may be memory that was never written.
         values = jnp.where(jnp.isfinite(values), values, 0)
         return jnp.einsum("nkgm,nmkd->nkgd", jax.nn.softmax(jnp.where(future, -jnp.inf, scores)), values)
 
@@ -93,11 +93,11 @@ class DeviceTier:
         setattr(self, name, place)
 
     def replace(self, kv: Any) -> None:
-        """Take what a call has given back for the array that was donated to it."""
+        """Keep the array that a call has returned for the one that was donated to it."""
         self.kv = jax.block_until_ready(kv)
         if self.kv.unsafe_buffer_pointer() != self.address:
             raise RuntimeError(
-                f"JAX {jax.__version__} on {jax.default_backend()} moves donated arrays: no pool can have this one as "
+                f"JAX {jax.__version__} on {jax.default_backend()} moves donated arrays: a pool cannot use this one as "
                 "its tier. Keep a HostCache beside it: docs/jax.md"
             )
 
@@ -119,40 +119,40 @@ class JaxModel:
         return np.asarray(logits)[: len(batch.tokens)]
 
 
-class KeptEngine(Engine):
-    """Prompts come from a store before they are admitted, and all blocks are saved there."""
+class StoreEngine(Engine):
+    """Load prompts from a store before they are admitted, and save all blocks there."""
 
     store: Store
 
     def run(self, check: bool = False) -> None:
-        with StorageManager(self.cache, [self.store], identity=MODEL) as self.keeper:
+        with StorageManager(self.cache, [self.store], identity=MODEL) as self.storage:
             super().run(check)
-            self.keeper.drain(60)
-            loaded = self.keeper.stats().loaded_blocks
+            self.storage.drain(60)
+            loaded = self.storage.stats().loaded_blocks
         if loaded:
             self.happened["blocks that came from the store"] = loaded
 
     def admit(self) -> None:
         for chat in list(self.waiting)[: self.running_max - len(self.running)]:
-            # Not long: what was brought for others may have to be used before there is room.
-            self.keeper.prefetch(self.cache.block_keys(chat.tokens), deadline=0.2).wait()
+            # Not long: blocks that were loaded for others may have to be used before there is room.
+            self.storage.prefetch(self.cache.block_keys(chat.tokens), deadline=0.2).wait()
         super().admit()
 
 
 class BesideTier:
-    """A host tier beside KV that is JAX's alone: blocks go there and come back as arrays, by keys of the engine's."""
+    """A host tier for KV that JAX alone can address: blocks are copied there and back as arrays, by keys."""
 
     def __init__(self, host_blocks: int) -> None:
         self.cache = kvpool.HostCache(host_blocks, LAYOUT.block_bytes, identity=MODEL)
         self.tier = kvpool.HostTier.of(self.cache)
 
     def save(self, kv: Any, keys: Sequence[bytes], blocks: Sequence[int]) -> int:
-        """Keep those blocks that are not here yet. Returns how many."""
-        taken, places = self.cache.reserve(keys), dict(zip(keys, blocks, strict=True))
-        wanted = np.array([places[key] for key in taken.keys], np.int64)
-        copied = np.asarray(jnp.moveaxis(kv[:, :, wanted], 2, 0))
-        self.tier.blocks[taken.blocks] = copied.reshape(len(wanted), -1).view(np.uint8)
-        return self.cache.publish(taken.keys)
+        """Save those blocks that are not in the tier yet. Returns how many."""
+        reserved, places = self.cache.reserve(keys), dict(zip(keys, blocks, strict=True))
+        absent = np.array([places[key] for key in reserved.keys], np.int64)
+        copied = np.asarray(jnp.moveaxis(kv[:, :, absent], 2, 0))
+        self.tier.blocks[reserved.blocks] = copied.reshape(len(absent), -1).view(np.uint8)
+        return self.cache.publish(reserved.keys)
 
     def load(self, kv: Any, keys: Sequence[bytes], blocks: Sequence[int]) -> Any:
         """The KV with these blocks filled. ``kv`` is donated. Raises BlockNotFound."""
@@ -173,7 +173,7 @@ def _filled(kv: Any, blocks: Any, values: Any) -> Any:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = options(("auto", "cpu", "cuda"))
-    parser.add_argument("--store", help="keep blocks here too, such as disk:/var/kv?capacity=1GiB")
+    parser.add_argument("--store", help="also keep blocks in this store, such as disk:/var/kv?capacity=1GiB")
     parsed = parser.parse_args(arguments)
     missing = unusable() or (
         None if jax.default_backend() == "gpu" else "this JAX sees no GPU (pip install 'jax[cuda13]')"
@@ -185,9 +185,9 @@ def main(arguments: list[str] | None = None) -> int:
     device, tier = get_device("cpu" if parsed.device == "cpu" or missing else "cuda"), DeviceTier(BLOCKS)
     pool: dict[str, Any] = {"device_memory": tier}
     if parsed.store:
-        KeptEngine.store = open_store(parsed.store)
-        pool |= {"event_capacity": 4096, "secret": KeptEngine.store.secret}
-    model, engine = partial(JaxModel, device=device, tier=tier), KeptEngine if parsed.store else Engine
+        StoreEngine.store = open_store(parsed.store)
+        pool |= {"event_capacity": 4096, "secret": StoreEngine.store.secret}
+    model, engine = partial(JaxModel, device=device, tier=tier), StoreEngine if parsed.store else Engine
     return serve(
         device, model, chats=parsed.chats, seed=parsed.seed, check=parsed.check, engine=engine, blocks=BLOCKS, **pool
     )

@@ -85,8 +85,8 @@ def forward(weights: dict[str, Any], tokens: Any, positions: Any, attend: Callab
     """Logits [n, vocabulary] of n tokens. Tokens meet each other only in ``attend(layer, q, k, v)``, which gives [n,
     heads, head_dim].
 
-    Written without an array package of its own (``np`` is any that speaks NumPy), so that other engines take it as it
-    is.
+    Written without an array package of its own (``np`` is any with NumPy's interface), so that other engines take it
+    as it is.
     """
     n, x = len(tokens), weights["embed"][tokens]
     for layer, w in enumerate(weights["layers"]):
@@ -123,10 +123,10 @@ def uncached(weights: dict[str, Any], tokens: list[int]) -> Floats:
 
 @dataclass
 class Batch:
-    """The tokens that a step computes, of all its sequences one behind the other: int64[n] each.
+    """The tokens that a step computes, of all its sequences one after the other: int64[n] each.
 
     ``owner`` is the place of each token's sequence in ``sequences`` and in ``table``, the block ids int32[sequences,
-    most blocks] with -1 behind the last. ``slots`` is where its K and V go: block * tokens_per_block + token in the
+    most blocks] with -1 after the last. ``slots`` is where its K and V go: block * tokens_per_block + token in the
     block.
     """
 
@@ -142,7 +142,7 @@ class Batch:
         return self.table[self.owner, self.positions // size] * size + self.positions % size
 
     def touched(self) -> tuple[list[Any], list[Any]]:
-        """What is read and what is written: blocks, with the first token and the one behind the last."""
+        """What is read and what is written: blocks, with the first token and the one after the last."""
         size, last = (
             LAYOUT.tokens_per_block,
             {int(row): int(end) for row, end in zip(self.owner, self.positions, strict=True)},
@@ -175,7 +175,7 @@ class PagedModel:
                 # [K and V, blocks of this sequence, tokens, kv_heads, head_dim]
                 paged = pool[layer][:, table[table >= 0]]
                 keys, values = paged.reshape(2, -1, KV_HEADS, HEAD_DIM)
-                # What lies behind the last position, in a block that is not full, is masked out with the future.
+                # What comes after the last position, in a block that is not full, is masked out with the future.
                 out[mine] = attention(q[mine], keys, values, np.arange(len(keys)) <= batch.positions[mine, None])
             return out
 
@@ -187,30 +187,30 @@ class PagedModel:
 
 @dataclass(eq=False)
 class Chat:
-    """A conversation. ``tokens`` is all of it so far: system prompt, what the user says in each turn, and what the
+    """A conversation. ``tokens`` is all of it so far: system prompt, the user's message of each turn, and what the
     model answered."""
 
     tokens: list[int]
     turns: list[tuple[list[int], int]]
-    """Still to come: what the user says, and how many tokens the model answers."""
+    """Future turns: the user's message, and how many tokens the model answers."""
     answer: int = 0
     """Tokens that the model still has to answer in this turn."""
     sequence: int = -1
     computed: int = 0
     """Leading tokens whose K and V are in the pool."""
     guessed: list[int] = field(default_factory=list)
-    """What the sequence holds behind ``tokens`` in this step: the engine's guess of what the model will say."""
+    """What the sequence holds after ``tokens`` in this step: the engine's guess of what the model will sample."""
     wrong: int = 0
-    """Guesses of the last step that the model did not say."""
+    """Guesses of the last step that the model did not sample."""
     logits: list[tuple[int, Floats]] = field(default_factory=list)
     """What was computed: position, logits [vocabulary]."""
 
     def next_turn(self) -> None:
-        said, self.answer = self.turns.pop(0)
-        self.tokens += said
+        message, self.answer = self.turns.pop(0)
+        self.tokens += message
 
     def draft(self, most: int) -> list[int]:
-        """What followed when the last token was said the last time: the cheapest guess there is, right often enough."""
+        """Return what followed the last occurrence of the last token: the cheapest guess, right often enough."""
         for i in range(len(self.tokens) - 2, -1, -1):
             if self.tokens[i] == self.tokens[-1]:
                 return self.tokens[i + 1 : i + 1 + most]
@@ -264,8 +264,8 @@ class Engine:
         batch, chats = self.batch(), list(self.running)
         result = self.launch(batch)
         # The kernels may not have run yet, and need not have: what the pool does with their blocks from now on comes
-        # behind them. So prompts are shared before they are computed, and chats whose last token comes now make room
-        # for others at once. Guesses are not said to be written: nobody else may find them.
+        # after them. So prompts are shared before they are computed, and chats whose last token comes now make room
+        # for others at once. Guesses are not committed: other prompts must not find them.
         held = [min(self.length(chat), len(chat.tokens)) for chat in chats]
         self.cache.commit([chat.sequence for chat in chats], held, stream=self.stream)
         self.leave(
@@ -278,7 +278,7 @@ class Engine:
     def admit(self) -> None:
         """Go on with chats that were swapped out, then start waiting ones, while there is room.
 
-        What the pool still knows of a new one is not computed again. It gets blocks for the first chunk behind that:
+        What is still cached of a new one is not computed again. It gets blocks for the first chunk after that:
         those of what is computed later go to others until then.
         """
         while self.swapped:
@@ -300,7 +300,7 @@ class Engine:
 
     def grow(self) -> None:
         """Room for the next chunk of each chat of which all that has room is computed: the last token of one that is
-        answering, and guesses behind it. Who came last gives way to the others."""
+        answering, and guesses after it. The last one to be admitted gives way to the others."""
         while growing := [chat for chat in self.running if chat.computed == self.length(chat) < len(chat.tokens)]:
             new = [chat.tokens[chat.computed :][: self.chunk] for chat in growing]
             whole = [chat.computed + len(more) == len(chat.tokens) for chat, more in zip(growing, new, strict=True)]
@@ -315,7 +315,7 @@ class Engine:
             except kvpool.OutOfBlocks:  # and nothing has changed
                 self.preempt()
                 continue
-            self.happened["chunks of prompts behind their first one"] += sum(len(more) > 1 for more in new)
+            self.happened["chunks of prompts after their first one"] += sum(len(more) > 1 for more in new)
             for chat, draft in zip(growing, drafts, strict=True):
                 chat.guessed = draft
             return
@@ -361,7 +361,7 @@ class Engine:
             result.logits = self.model.run(batch)
 
         if isinstance(self.device, SimDevice):
-            # Behind the back of this thread, as on a GPU. What the kernels touch is told to the device, which looks for
+            # Asynchronously, as on a GPU. The accesses of the kernels are declared to the device, which looks for
             # races.
             reads, writes = batch.touched()
             self.device.launch(self.stream, work, reads=reads, writes=writes)
@@ -378,15 +378,15 @@ class Engine:
                 chat.computed, chat.wrong = positions[-1] + 1, 0
                 chat.logits += zip(positions, computed, strict=True)
                 continue
-            said = computed[len(computed) - 1 - len(chat.guessed) :].argmax(-1).tolist()
+            sampled = computed[len(computed) - 1 - len(chat.guessed) :].argmax(-1).tolist()
             agreed = 0
-            while agreed < len(chat.guessed) and chat.guessed[agreed] == said[agreed]:
+            while agreed < len(chat.guessed) and chat.guessed[agreed] == sampled[agreed]:
                 agreed += 1
             chat.computed = len(chat.tokens) + agreed
             chat.logits += [
                 (at, token_logits) for at, token_logits in zip(positions, computed, strict=True) if at < chat.computed
             ]
-            chat.tokens += said[: agreed + 1]
+            chat.tokens += sampled[: agreed + 1]
             chat.answer -= agreed + 1
             chat.wrong, chat.guessed = len(chat.guessed) - agreed, []
             self.happened["guessed tokens that were right"] += agreed
@@ -397,12 +397,12 @@ class Engine:
         self.cache.commit(ids, [chat.computed for chat in staying], stream=self.stream)
         self.leave([chat for chat in staying if chat.answer == 0])
         for chat in chats:
-            if chat.answer == 0 and chat.turns:  # the user comes back behind all others
+            if chat.answer == 0 and chat.turns:  # the user's next turn comes after all others
                 chat.next_turn()
                 self.waiting.append(chat)
 
     def leave(self, chats: list[Chat]) -> None:
-        """Give blocks back. What was committed stays cached until somebody else needs the room."""
+        """Give blocks back. What was committed stays cached until its room is needed."""
         self.cache.release([chat.sequence for chat in chats], stream=self.stream)
         for chat in chats:
             self.running.remove(chat)

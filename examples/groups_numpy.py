@@ -56,7 +56,7 @@ def attention_layout(layers: int, kv_heads: int) -> kvpool.BlockLayout:
 # Two layers each. Those with a window differ in heads, so that the group has two parts.
 FULL = kvpool.LayerGroup(attention_layout(2, kv_heads=2))
 WINDOWED = kvpool.LayerGroup([attention_layout(1, kv_heads=4), attention_layout(1, kv_heads=1)], window=19, sinks=3)
-# A block is the state of both layers behind some prefix: a matrix for each head.
+# A block is the state of both layers after some prefix: a matrix for each head.
 STATE = kvpool.BlockLayout(
     layers=2, kv_heads=2, head_dim=HEAD_DIM * HEAD_DIM, tokens_per_block=1, planes=1, dtype="float64"
 )
@@ -76,12 +76,12 @@ class Place(NamedTuple):
 
 
 def places_of(groups: Groups) -> list[Place]:
-    """Of every layer of the model. The groups take turns."""
+    """Return the place of every layer of the model. The groups alternate."""
     by_group = [
         [Place(g, p, i) for p, part in enumerate(group.layouts) for i in range(part.layers)]
         for g, group in enumerate(groups)
     ]
-    return [place for turn in zip(*by_group, strict=True) for place in turn]
+    return [place for layers in zip(*by_group, strict=True) for place in layers]
 
 
 def heads_of(groups: Groups) -> list[int]:
@@ -90,8 +90,8 @@ def heads_of(groups: Groups) -> list[int]:
 
 
 def recur(q: Floats, k: Floats, v: Floats, state: Floats) -> tuple[Floats, Floats]:
-    """Linear attention behind a ``state`` [kv_heads, d, d]: what comes out [n, heads, d], and the states behind each of
-    the n tokens."""
+    """Linear attention after a ``state`` [kv_heads, d, d]: the output [n, heads, d], and the states after each of the n
+    tokens."""
     states = np.empty((len(q), *state.shape))
     for i in range(len(q)):
         states[i] = state = DECAY * state + k[i, :, :, None] * v[i, :, None, :]
@@ -116,7 +116,7 @@ def uncached(groups: Groups, weights: dict[str, Any], tokens: list[int]) -> Floa
 
 
 def states_of(columns: npt.NDArray[np.int32], start: int, end: int) -> tuple[int, list[tuple[int, int]]]:
-    """Of a sequence's row in the table of a recurrent group: the block of the state behind ``start`` tokens, -1 at the
+    """From a sequence's row in the table of a recurrent group: the block of the state after ``start`` tokens, -1 at the
     start, and where the states up to ``end`` go, as (tokens, block)."""
     kept = [(column, int(block)) for column, block in enumerate(columns) if block >= 0]
     read = next(block for column, block in kept if column >= (start - 1) // SIZE) if start else -1
@@ -132,7 +132,7 @@ class GroupsBatch:
     groups: tuple[kvpool.groups.Group, ...]
 
     def touched(self) -> tuple[list[Any], list[Any]]:
-        """Tables have block ids of the group; the device knows the blocks of all groups apart."""
+        """Tables have block ids of the group; the device has pool ids, which differ between groups."""
         reads, writes = [], []
         for group, table in zip(self.groups, self.tables, strict=True):
             if group.kind == "recurrent":
@@ -157,23 +157,23 @@ class GroupsModel:
     def __init__(self, groups: Groups, weights: dict[str, Any], cache: kvpool.KVCacheManager) -> None:
         self.groups, self.weights, self.cache, self.places = groups, weights, cache, places_of(groups)
 
-    def run(self, given: GroupsBatch) -> Floats:
+    def run(self, groups_batch: GroupsBatch) -> Floats:
         """Logits [n, vocabulary]."""
-        batch = given.batch
+        batch = groups_batch.batch
         trees = getattr(batch, "trees", [Tree([], [])] * len(batch.sequences))
         rows = [batch.owner == row for row in range(len(trees))]
         standing = np.concatenate(
-            [tree.stand(batch.positions[rows[i]], given.span(i)[1]) for i, tree in enumerate(trees)]
+            [tree.stand(batch.positions[rows[i]], groups_batch.span(i)[1]) for i, tree in enumerate(trees)]
         )
 
         def attend(layer: int, q: Floats, k: Floats, v: Floats) -> Floats:
             place, out = self.places[layer], np.empty_like(q)
-            group, table = self.groups[place.group], given.tables[place.group]
+            group, table = self.groups[place.group], groups_batch.tables[place.group]
             # [K and V, blocks, tokens, kv_heads, head_dim]
             pool = self.cache.device_pools[place.group][place.part][place.layer]
             for row, (mine, tree) in enumerate(zip(rows, trees, strict=True)):
                 if group.kind == "recurrent":
-                    out[mine] = paged_recur(pool, table[row], *given.span(row), q[mine], k[mine], v[mine])
+                    out[mine] = paged_recur(pool, table[row], *groups_batch.span(row), q[mine], k[mine], v[mine])
                 else:
                     out[mine] = paged_attention(
                         pool, table[row], batch.positions[mine], q[mine], k[mine], v[mine], group, tree
@@ -193,8 +193,8 @@ def paged_attention(
     group: kvpool.LayerGroup,
     tree: Tree,
 ) -> Floats:
-    """Attention of one sequence's new tokens, the last of which may be a tree of drafts. -1 in the table: nobody sees
-    that any more."""
+    """Attention of one sequence's new tokens, the last of which may be a tree of drafts. -1 in the table: not
+    attended to any more."""
     blocks, tokens, end = columns[positions // SIZE], positions % SIZE, int(positions[-1]) + 1
     pool[0, blocks, tokens], pool[1, blocks, tokens] = k, v
     kept = np.flatnonzero(columns >= 0)
@@ -207,7 +207,7 @@ def paged_attention(
 def paged_recur(
     pool: Floats, columns: npt.NDArray[np.int32], start: int, end: int, q: Floats, k: Floats, v: Floats
 ) -> Floats:
-    """The recurrence of one sequence's new tokens: from the state behind what is computed, to all states that the table
+    """The recurrence of one sequence's new tokens: from the state after what is computed, to all states that the table
     has room for."""
     shape = (k.shape[1], HEAD_DIM, HEAD_DIM)
     read, written = states_of(columns, start, end)
@@ -272,7 +272,7 @@ def serve(device: Device, engine: Any, groups: Groups, blocks: list[int], *, cha
             del counts["blocks reused in part"]
         else:
             counts |= dict(sorted(serving.happened.items()))
-        code = report(counts, compare(weights, talks, lambda *given: uncached(groups, *given)))
+        code = report(counts, compare(weights, talks, lambda *arguments: uncached(groups, *arguments)))
     device.close()
     return code
 
@@ -291,7 +291,7 @@ def search(device: Device, groups: Groups, blocks: list[int], *, prompts: int, s
             "blocks copied when they were written": beams.copies,
             "times that a beam went on from another": beams.moved,
         }
-        code = report(counts, compare_beams(weights, beams, lambda *given: uncached(groups, *given)))
+        code = report(counts, compare_beams(weights, beams, lambda *arguments: uncached(groups, *arguments)))
         cache.release(beams.ids, stream=beams.stream)
     device.close()
     return code

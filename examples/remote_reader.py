@@ -31,8 +31,8 @@ PROMPTS, PROMPT_TOKENS = 64, 33
 
 def prompt_of(number: int) -> list[int]:
     """One of the prompts that both workers get. Four of them begin alike."""
-    shared, own = random.Random(number // 4), random.Random(1000 + number)
-    return [source.randrange(32_000) for source in [shared] * 16 + [own] * (PROMPT_TOKENS - 16)]
+    shared, unique = random.Random(number // 4), random.Random(1000 + number)
+    return [source.randrange(32_000) for source in [shared] * 16 + [unique] * (PROMPT_TOKENS - 16)]
 
 
 def kv_of(tokens: list[int]) -> npt.NDArray[np.float32]:

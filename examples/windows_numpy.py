@@ -43,8 +43,8 @@ WINDOW, SINKS = 19, 3
 
 def in_window(positions: Ints, places: Ints, window: int = WINDOW, sinks: int = SINKS) -> npt.NDArray[np.bool_]:
     """Which tokens [n, m] at ``places`` those at ``positions`` see."""
-    behind = positions[:, None] - places  # how many tokens before the one that looks
-    return (behind >= 0) & ((behind < window) | (places < sinks))
+    distance = positions[:, None] - places  # how many tokens before the one that attends
+    return (distance >= 0) & ((distance < window) | (places < sinks))
 
 
 def uncached(weights: dict[str, Any], tokens: list[int]) -> Floats:
