@@ -27,52 +27,54 @@ IDENTITY = ModelIdentity("benchmark", "1", "float16", "pages", "1")
 
 
 def rows(blocks: int, block_bytes: int) -> np.ndarray:
-    """Random bytes in rows such as a keeper has."""
+    """Return random bytes in rows like those of a storage manager."""
     staged = staging_rows(blocks, block_bytes)
     staged[:] = np.frombuffer(os.urandom(block_bytes), np.uint8)
     return staged
 
 
 class Subject:
-    """A full store, and jobs of some blocks each, of which several are under way."""
+    """A full store, and requests of some blocks each, several of which are in flight."""
 
-    def __init__(self, folder: str, block_bytes: int, nbytes: int, threads: int, job_blocks: int, jobs: int) -> None:
-        self.block_bytes, self.job_blocks, self.jobs = block_bytes, job_blocks, jobs
+    def __init__(
+        self, folder: str, block_bytes: int, nbytes: int, threads: int, request_blocks: int, requests: int
+    ) -> None:
+        self.block_bytes, self.request_blocks, self.requests = block_bytes, request_blocks, requests
         self.blocks = nbytes // block_bytes
         self.store = DiskStore(folder, nbytes, threads=threads)
-        self.queue = StoreWorker(self.store, rows(jobs * job_blocks, block_bytes), IDENTITY, report=False)
+        self.worker = StoreWorker(self.store, rows(requests * request_blocks, block_bytes), IDENTITY, report=False)
         self.random, self.count = np.random.default_rng(1), 0
-        self.run("save", self.blocks // job_blocks)
+        self.run("save", self.blocks // request_blocks)
 
     def keys(self, kind: str) -> np.ndarray:
         """New keys to save, or some of those that were saved last, in random order."""
         if kind == "load":
-            numbers = self.count - 1 - self.random.choice(self.blocks * 15 // 16, self.job_blocks, replace=False)
+            numbers = self.count - 1 - self.random.choice(self.blocks * 15 // 16, self.request_blocks, replace=False)
         else:
-            numbers = np.arange(self.count, self.count + self.job_blocks)
-            self.count += self.job_blocks
-        return self.queue.secret.derive_keys(b"%d" % number for number in numbers)
+            numbers = np.arange(self.count, self.count + self.request_blocks)
+            self.count += self.request_blocks
+        return self.worker.secret.derive_keys(b"%d" % number for number in numbers)
 
-    def run(self, kind: str, jobs: int | None = None, seconds: float = float("inf")) -> float:
-        """Bytes per second of this many jobs, or of as many as fit into this time."""
+    def run(self, kind: str, requests: int | None = None, seconds: float = float("inf")) -> float:
+        """Bytes per second of this many requests, or of as many as fit into this time."""
         running: deque[tuple[object, int]] = deque()
-        free, done, began = deque(range(self.jobs)), 0, time.perf_counter()
-        begin = self.queue.load if kind == "load" else self.queue.save
-        while running or (jobs is None or jobs) and time.perf_counter() - began < seconds:
-            while free and (jobs is None or jobs) and time.perf_counter() - began < seconds:
+        free, done, began = deque(range(self.requests)), 0, time.perf_counter()
+        begin = self.worker.load if kind == "load" else self.worker.save
+        while running or (requests is None or requests) and time.perf_counter() - began < seconds:
+            while free and (requests is None or requests) and time.perf_counter() - began < seconds:
                 place = free.popleft()
-                rows = np.arange(place * self.job_blocks, (place + 1) * self.job_blocks)
+                rows = np.arange(place * self.request_blocks, (place + 1) * self.request_blocks)
                 running.append((begin(self.keys(kind), rows), place))
-                jobs = None if jobs is None else jobs - 1
-            job, place = running.popleft()
-            assert job.wait(60, returned=True) and job.ok == self.job_blocks, (job, job.error)
+                requests = None if requests is None else requests - 1
+            request, place = running.popleft()
+            assert request.wait(60, returned=True) and request.ok == self.request_blocks, (request, request.error)
             free.append(place)
-            done += self.job_blocks
+            done += self.request_blocks
         return done * self.block_bytes / (time.perf_counter() - began)
 
 
 def fio(folder: str, rw: str, block_bytes: int, nbytes: int, seconds: float, sync: int) -> float:
-    """Bytes per second of fio, in so many seconds. 0: until the file is whole."""
+    """Bytes per second of fio, over ``seconds``. 0: until the file is whole."""
     command = [
         *("fio", "--name=x", f"--filename={folder}/fio", f"--size={nbytes}", "--ioengine=psync", "--direct=1"),
         *("--numjobs=4", f"--rw={rw}", f"--bs={block_bytes}", "--group_reporting", "--output-format=json"),
@@ -86,8 +88,8 @@ def fio(folder: str, rw: str, block_bytes: int, nbytes: int, seconds: float, syn
 def measure(arguments: argparse.Namespace, block_bytes: int, folder: str) -> Iterator[tuple[str, float, float, float]]:
     """Medians: what, bytes per second of fio, of the store, and the ratio of both, of alternating runs."""
     nbytes, seconds = arguments.gib << 30, arguments.seconds
-    job_blocks = max(1, arguments.job_mib * (1 << 20) // block_bytes)
-    subject = Subject(f"{folder}/store", block_bytes, nbytes, arguments.threads, job_blocks, arguments.jobs)
+    request_blocks = max(1, arguments.request_mib * (1 << 20) // block_bytes)
+    subject = Subject(f"{folder}/store", block_bytes, nbytes, arguments.threads, request_blocks, arguments.requests)
     # What was only allocated would be read as zeros, without the disk.
     fio(folder, "write", block_bytes, nbytes, 0, 0)
     kinds = [("read", "load", "randread", 0), ("write", "save", "randwrite", 0)]
@@ -100,7 +102,7 @@ def measure(arguments: argparse.Namespace, block_bytes: int, folder: str) -> Ite
         ]
         medians = [statistics.median(values) for values in zip(*pairs, strict=True)]
         yield what, *medians, statistics.median(ours / theirs for theirs, ours in pairs)
-    subject.queue.close(60)
+    subject.worker.close(60)
     shutil.rmtree(f"{folder}/store")
     Path(f"{folder}/fio").unlink()
 
@@ -112,8 +114,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3, help="of one run (%(default)s)")
     parser.add_argument("--runs", type=int, default=7, help="of each, alternating (%(default)s)")
     parser.add_argument("--threads", type=int, default=16, help="of the store (%(default)s)")
-    parser.add_argument("--job-mib", type=int, default=32, help="MiB of one job (%(default)s)")
-    parser.add_argument("--jobs", type=int, default=4, help="jobs under way (%(default)s)")
+    parser.add_argument("--request-mib", type=int, default=32, help="MiB of one request (%(default)s)")
+    parser.add_argument("--requests", type=int, default=4, help="requests in flight (%(default)s)")
     arguments = parser.parse_args()
     for block_bytes in (256 << 10, 1 << 20):
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:

@@ -6,7 +6,7 @@ Some calls of this suite are timed, and the control planes of other engines are 
     python -m asv_bench.figures --harness PATH --trace PATH --python PEERS/bin/python
 
 ``--harness`` is a folder with ``replay.py`` and ``adapters/``, as ``peerbench_kvpool.py`` takes it, and ``--python``
-the interpreter of the environment in which the others are installed. Everything works without either. The page says
+the interpreter of the environment in which the others are installed. Everything works without either. The page lists
 what was left out, and why.
 """
 
@@ -37,9 +37,9 @@ SECONDS, ROUNDS = 0.2, 7
 
 
 class Call(NamedTuple):
-    """One benchmark of the suite with its parameters, in words."""
+    """One benchmark of the suite with its parameters and its title on the page."""
 
-    words: str
+    title: str
     place: str
     """``module.Class.method``."""
     parameters: tuple[Any, ...]
@@ -69,7 +69,7 @@ def main() -> None:
     if load > LOAD_MAX and not options.any_load:
         parser.error(f"load average: expected at most {LOAD_MAX:g}, got {load:.1f}; --any-load measures nevertheless")
     options.machine = machine()
-    rows = [(call.words, call.place, microseconds(call)) for call in CALLS]
+    rows = [(call.title, call.place, microseconds(call)) for call in CALLS]
     options.page.write_text(page(rows, *beside(options), options), encoding="utf-8")
     print(f"written: {options.page}")
 
@@ -96,7 +96,7 @@ def beside(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str,
     """The results of the harness, the median of three runs each, and what was left out for which reason."""
     if options.harness is None:
         return [], dict.fromkeys(PEERS, "no harness was given")
-    own_command = [
+    kvpool_command = [
         sys.executable,
         str(Path(__file__).with_name("peerbench_kvpool.py")),
         "--harness",
@@ -104,7 +104,7 @@ def beside(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str,
     ]
     results, missing = [], {}
     for name in ("kvpool", *PEERS, "kvpool"):
-        start = own_command if name == "kvpool" else [options.python, str(options.harness / "replay.py")]
+        start = kvpool_command if name == "kvpool" else [options.python, str(options.harness / "replay.py")]
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "out.jsonl"
             command = [*start, "--adapter", name, "--limit", str(options.requests), "--capacity", str(options.capacity)]
@@ -125,7 +125,7 @@ def beside(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str,
 
 def page(
     rows: list[tuple[str, str, float]],
-    found: list[dict[str, Any]],
+    results: list[dict[str, Any]],
     missing: dict[str, str],
     options: argparse.Namespace,
 ) -> str:
@@ -149,7 +149,7 @@ def page(
         "",
         "| call | µs | benchmark |",
         "|---|---|---|",
-        *(f"| {words} | {time:,.1f} | `{place}` |" for words, place, time in rows),
+        *(f"| {title} | {time:,.1f} | `{place}` |" for title, place, time in rows),
         "",
         "## Beside other engines",
         "",
@@ -161,13 +161,13 @@ def page(
         "uses `without`: its time without the stand-in for kernels that a GPU would run.",
         "",
     ]
-    if found:
-        last = found[-1]["us_per_req"] if found[-1]["name"] == "kvpool" else None
+    if results:
+        last = results[-1]["us_per_req"] if results[-1]["name"] == "kvpool" else None
         lines += [
             "| | in all | without | keys | admit | append | finish | hit tokens | times kvpool |",
             "|---|---|---|---|---|---|---|---|---|",
         ]
-        for row in found:
+        for row in results:
             without = row["us_per_req"] - row["stand_in"]
             ratio = f"{without / last:.1f}" if last else ""
             times = [without if row["stand_in"] else "", *(row[f"us_{part}"] for part in PARTS)]
@@ -179,17 +179,17 @@ def page(
 
 
 NOTES = """
-Of the others run Python and the compiled parts of their control planes; parts that need a GPU are replaced by what
-the harness says. SGLang's slot kernels are PyTorch on the CPU there; `without` is its time without them. LMCache keeps
-prompts only, and takes chunks of 16 tokens here instead of 256. So a row is no engine's speed under load.
+The others run the Python and the compiled parts of their control planes; the harness replaces parts that need a GPU.
+SGLang's slot kernels are PyTorch on the CPU there; `without` is its time without them. LMCache keeps
+prompts only, and takes chunks of 16 tokens here instead of 256. So a row isn't an engine's speed under load.
 """.splitlines()
 
 
 def arguments(options: argparse.Namespace) -> str:
     """The options that were given, with names in the place of paths."""
-    words = ["--harness PATH"] * (options.harness is not None) + ["--trace PATH"] * (options.trace is not None)
-    words += ["--python PATH"] * (options.python != sys.executable)
-    return " ".join(words)
+    shown = ["--harness PATH"] * (options.harness is not None) + ["--trace PATH"] * (options.trace is not None)
+    shown += ["--python PATH"] * (options.python != sys.executable)
+    return " ".join(shown)
 
 
 def machine() -> str:

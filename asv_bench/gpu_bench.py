@@ -57,8 +57,18 @@ def asv(out: Path, command: str, *arguments: str, output: int | IO[str]) -> subp
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     # asv drops PYTHONPATH from the environment of a benchmark, and uses the other variable.
     environment = os.environ | {"PYTHONPATH": paths, "ASV_PYTHONPATH": paths}
-    words = [sys.executable, "-c", ASV, str(out / "machines.json"), command, "--config", str(out / "asv.conf.json")]
-    return subprocess.run([*words, *arguments], env=environment, text=True, stdout=output, stderr=subprocess.STDOUT)
+    asv_command = [
+        sys.executable,
+        "-c",
+        ASV,
+        str(out / "machines.json"),
+        command,
+        "--config",
+        str(out / "asv.conf.json"),
+    ]
+    return subprocess.run(
+        [*asv_command, *arguments], env=environment, text=True, stdout=output, stderr=subprocess.STDOUT
+    )
 
 
 def describe_machine(name: str | None, out: Path) -> tuple[str, bool]:
@@ -169,8 +179,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--machine", help="a name of this machine (default: the name of its GPU)")
     parser.add_argument("--record", type=Path, metavar="RESULT", help="only keep this result as a baseline")
-    given = sys.argv[1:] if arguments is None else arguments
-    options = parser.parse_args(given)
+    command_line = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(command_line)
     if options.record is not None:
         try:
             record(options.record)
@@ -183,7 +193,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise SystemExit(f"nothing was measured: {missing}")
         print(f"no GPU: {missing}", flush=True)
         try:
-            emulated.start_again(["-m", "asv_bench.gpu_bench", *given])
+            emulated.start_again(["-m", "asv_bench.gpu_bench", *command_line])
         except RuntimeError as error:
             raise SystemExit(f"nothing was measured: {missing}; {error}") from error
     return run(options.out, options.machine)

@@ -17,7 +17,7 @@ _TURN_BLOCKS = 300
 
 
 def main() -> None:
-    """Write lines until there are as many accesses as were asked for."""
+    """Write lines until there are as many accesses as requested."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--accesses", type=int, default=100_000_000, help="prompt blocks in all (default: 100000000)")
     parser.add_argument("--distinct", type=int, default=30_000_000, help="distinct blocks (default: 30000000)")
@@ -27,7 +27,7 @@ def main() -> None:
     chats: list[list[int]] = [[] for _ in range(_OPEN_CHATS)]
     distinct = accesses = request = 0
     while accesses < options.accesses:
-        # Whole chats are asked again while there are more distinct blocks than their share of the accesses so far.
+        # Whole chats are repeated while there are more distinct blocks than their share of the accesses so far.
         chat = int(random.random() ** 2 * _OPEN_CHATS)
         ids = chats[chat]
         if len(ids) > 5 * _TURN_BLOCKS:

@@ -2,8 +2,8 @@
 
     python -m tests.engines torchless run python -m asv_bench.llamacpp_states [WIDTH...]
 
-It says how long the next turn after 2,000 tokens takes: in a new engine, with llama.cpp's own prompts in RAM, with kept
-states in memory, and after a restart with those of a disk. Other prompts take the slot in between. Medians of
+It measures how long the next turn after 2,000 tokens takes: in a new engine, with llama.cpp's own prompts in RAM, with
+kept states in memory, and after a restart with those of a disk. Other prompts take the slot in between. Medians of
 alternating rounds, without the start of the engine. One model of 12 layers for each width: what a token costs to
 compute grows with its square, and what its state has to move only with the width.
 """
@@ -69,7 +69,7 @@ def turns(folder: str, width: int) -> dict[str, list[float]]:
 
 def main() -> None:
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
-    for width in [int(word) for word in sys.argv[1:]] or [256]:
+    for width in [int(text) for text in sys.argv[1:]] or [256]:
         with tempfile.TemporaryDirectory() as folder:
             times = turns(folder, width)
         computed = statistics.median(times["computed"])

@@ -1,10 +1,10 @@
 """Loading against computing: ``python -m asv_bench.load_grid``. A throttled store on a simulated clock.
 
-The grid is prompt length x concurrency x bandwidth of the store. In each cell some users ask for whole hits, one after
+The grid is prompt length x concurrency x bandwidth of the store. In each cell some users request whole hits, one after
 the other, and one engine computes them in the order in which they came. For each cell: the mean and the 99th percentile
 of the time to the first token under ``LoadOrCompute``, as a share of the better of "always load" and "never load",
 after a warm-up of ``--warm-up`` requests; and what the warm-up has lost against that, in hits that are computed. It is
-bounded: at the worst all users but one wait for an engine that computes what a store would have brought, which is
+bounded: at the worst all users but one wait for an engine that computes what a store would have loaded, which is
 users x (users - 1) / 2 hits. The worst cells come last, each with what the two fixed ways take. Those of one user and a
 slow store are the worst: a probe takes 0.09 of a hit, and one hit in a hundred is one.
 """
@@ -28,7 +28,7 @@ MEAN_MOST, TAIL_MOST = 1.02, 1.10
 
 
 class Cell(NamedTuple):
-    """One point of the grid. Times in seconds."""
+    """One cell of the grid. Times in seconds."""
 
     tokens: int
     users: int
@@ -51,7 +51,7 @@ class Cell(NamedTuple):
 
 
 class Throttled(MemoryStore):
-    """A store in memory that gives so many bytes in a second. ``vllm_host_tier`` has it behind a real vLLM."""
+    """A store in memory with a limited bandwidth. ``vllm_host_tier`` uses it with a real vLLM."""
 
     def __init__(self, bytes_per_s: str, *, capacity: int) -> None:
         super().__init__(capacity)
@@ -90,8 +90,8 @@ def main() -> None:
     options = parser.parse_args()
     print(f"break-even at {12_000 / TOKENS * BLOCK_BYTES / 1e9:.2f} GB/s, latency {LATENCY * 1e3:.0f} ms")
     cells = []
-    for point in itertools.product(LENGTHS, USERS, BANDWIDTHS):
-        cells.append(cell(*point, options.warm_up, options.requests))
+    for parameters in itertools.product(LENGTHS, USERS, BANDWIDTHS):
+        cells.append(cell(*parameters, options.warm_up, options.requests))
         print(cells[-1], flush=True)
     kept = [row for row in cells if row.mean <= MEAN_MOST and row.tail <= TAIL_MOST]
     print(f"{len(kept)} of {len(cells)} cells within {MEAN_MOST} and {TAIL_MOST}; the worst:")

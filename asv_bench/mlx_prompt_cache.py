@@ -3,7 +3,7 @@
     python -m tests.engines torchless run python -m asv_bench.mlx_prompt_cache
     python -m tests.engines torchless run python -m asv_bench.mlx_prompt_cache conversations --seed 3
 
-Without a word, it says how long the first token of a next turn takes after 2,000 tokens: computed, with mlx-lm's
+Without an argument, it measures how long the first token of a turn takes after 2,000 tokens: computed, with mlx-lm's
 ``LRUPromptCache``, with kvpool's blocks in memory, and with those of a disk after a restart, in alternating rounds. And
 how many bytes 50 branches of one prompt take in both. ``conversations`` compares the logits of 200 random conversations
 for each kind of layers with those of the engine's own KV, and greedy tokens with those of uncut runs.

@@ -2,11 +2,11 @@
 
     python -m asv_bench.mooncake_rates [--rounds 41] [--calls 2]
 
-``bare`` is batch_put_from and batch_get_into; ``store`` is the store without seals, on the same thread, in calls of the
-same blocks: 4 MiB each; ``room`` the same with room behind its rows, as keepers of pools have it; ``queue`` is a
-StoreWorker with such rows, which makes and checks seals and has four threads; ``bare x4`` are the bare calls on four
-threads. They alternate. Printed are the medians of GB/s, and the medians of the shares of the
-bare calls of the same round.
+``bare`` is batch_put_from and batch_get_into; ``store`` is the store without MACs, on the same thread, in calls of the
+same blocks: 4 MiB each; ``padded`` the same with padding after its rows, as storage managers of pools have it;
+``worker`` is a StoreWorker with such rows, which makes and verifies MACs and has four threads; ``bare x4`` are the
+bare calls on four threads. They alternate. Printed are the medians of GB/s, and the medians of the shares of the bare
+calls of the same round.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from kvpool.storage.store import Space
 from tests.stores.lab import IDENTITY, memory
 from tests.stores.mooncake.cluster import Cluster
 
-CALL_BYTES, SPARE, THREADS = 4 << 20, 4096, 4
+CALL_BYTES, PADDING, THREADS = 4 << 20, 4096, 4
 numbers = itertools.count()
 
 
 def new_keys(count: int) -> np.ndarray:
-    """Keys that nobody has used."""
+    """Return keys that were not used before."""
     fresh = np.zeros((count, 32), np.uint8)
     for place in range(count):
         fresh[place, :8] = np.frombuffer(next(numbers).to_bytes(8, "little"), np.uint8)
@@ -81,17 +81,17 @@ class Bare:
 
 
 class Plain:
-    """The store on one thread, without seals."""
+    """The store on one thread, without MACs."""
 
-    def __init__(self, address: str, rows: np.ndarray, per_call: int, spare: int = 0) -> None:
+    def __init__(self, address: str, rows: np.ndarray, per_call: int, row_padding: int = 0) -> None:
         self.store, self.per_call = MooncakeStore(address, secret=bytes(32)), per_call
-        self.store.open(Space(bytes(16), rows, spare))
-        self.seals = np.zeros((len(rows), 16), np.uint8)
+        self.store.open(Space(bytes(16), rows, row_padding))
+        self.macs = np.zeros((len(rows), 16), np.uint8)
 
     def save(self, keys: np.ndarray) -> None:
         for start in range(0, len(keys), self.per_call):
             rows = np.arange(start, start + self.per_call)
-            codes = self.store.save(keys[rows], rows, self.seals[rows], bytes(16), (1 << 63) - 1, lambda: False)
+            codes = self.store.save(keys[rows], rows, self.macs[rows], bytes(16), (1 << 63) - 1, lambda: False)
             assert (codes == OK).all(), self.store.stats()
 
     def load(self, keys: np.ndarray) -> None:
@@ -106,26 +106,26 @@ class Plain:
         self.store.close()
 
 
-class Queued:
-    """A StoreWorker, with seals."""
+class Worker:
+    """A StoreWorker, with MACs."""
 
     def __init__(self, address: str, rows: np.ndarray) -> None:
         store = MooncakeStore(address, secret=bytes(32), threads=THREADS)
-        self.queue = StoreWorker(store, rows, IDENTITY, piece_bytes=CALL_BYTES, spare=SPARE, report=False)
+        self.worker = StoreWorker(store, rows, IDENTITY, piece_bytes=CALL_BYTES, row_padding=PADDING, report=False)
 
     def save(self, keys: np.ndarray) -> None:
-        job = self.queue.save(keys, np.arange(len(keys)))
-        assert job.wait(60, returned=True) and job.ok == len(keys), job.error
+        request = self.worker.save(keys, np.arange(len(keys)))
+        assert request.wait(60, returned=True) and request.ok == len(keys), request.error
 
     def load(self, keys: np.ndarray) -> None:
-        job = self.queue.load(keys, np.arange(len(keys)))
-        assert job.wait(60, returned=True) and job.ok == len(keys), job.error
+        request = self.worker.load(keys, np.arange(len(keys)))
+        assert request.wait(60, returned=True) and request.ok == len(keys), request.error
 
     def forget(self, keys: np.ndarray) -> None:
-        assert self.queue.forget(keys).wait(60)
+        assert self.worker.forget(keys).wait(60)
 
     def close(self) -> None:
-        self.queue.close(60)
+        self.worker.close(60)
 
 
 def share(ours: list[float], theirs: list[float]) -> float:
@@ -135,15 +135,15 @@ def share(ours: list[float], theirs: list[float]) -> float:
 def measure(address: str, block_bytes: int, calls: int, rounds: int) -> None:
     per_call = max(1, CALL_BYTES // block_bytes)
     count = per_call * calls
-    rows = [memory(count, block_bytes + spare) for spare in (0, 0, SPARE, 0, SPARE)]
+    rows = [memory(count, block_bytes + row_padding) for row_padding in (0, 0, PADDING, 0, PADDING)]
     for each in rows:
         each[:, :block_bytes] = np.frombuffer(os.urandom(block_bytes), np.uint8)
     kinds: dict[str, Any] = {
         "bare": Bare(address, rows[0], per_call, 1),
         "store": Plain(address, rows[1], per_call),
-        "room": Plain(address, rows[2], per_call, SPARE),
+        "padded": Plain(address, rows[2], per_call, PADDING),
         "bare x4": Bare(address, rows[3], per_call, THREADS),
-        "queue": Queued(address, rows[4]),
+        "worker": Worker(address, rows[4]),
     }
     rates: dict[tuple[str, str], list[float]] = {(kind, verb): [] for kind in kinds for verb in ("save", "load")}
     for number in range(rounds + 2):
@@ -161,7 +161,7 @@ def measure(address: str, block_bytes: int, calls: int, rounds: int) -> None:
         shown = "  ".join(f"{kind} {rate:.2f}" for kind, rate in medians.items())
         shares = [
             f"{ours}/{theirs} {share(rates[ours, verb], rates[theirs, verb]):.2f}"
-            for ours, theirs in (("store", "bare"), ("room", "bare"), ("queue", "bare x4"))
+            for ours, theirs in (("store", "bare"), ("padded", "bare"), ("worker", "bare x4"))
         ]
         print(f"{block_bytes >> 10:5} KiB {verb}: {shown} GB/s; {', '.join(shares)}", flush=True)
     for made in kinds.values():
@@ -172,13 +172,13 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--rounds", type=int, default=41)
     options.add_argument("--calls", type=int, default=2)
-    asked = options.parse_args()
+    parsed = options.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         cluster = Cluster(Path(folder))
         try:
             cluster.worker(bytes(32), 512 << 20)
             for block_bytes in (256 << 10, 1 << 20):
-                measure(cluster.address, block_bytes, asked.calls, asked.rounds)
+                measure(cluster.address, block_bytes, parsed.calls, parsed.rounds)
         finally:
             cluster.close()
 

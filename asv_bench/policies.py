@@ -1,4 +1,4 @@
-"""Tables of what policies of eviction hit, in per cent of all blocks of all prompts.
+"""Tables of the hits of eviction policies, in per cent of all blocks of all prompts.
 
 Sessions of agents are played in a closed loop: a number of users each work on one session after the other. A request
 ends ``api`` seconds after it began, and the next one of its session comes after its pause, at most ``--cap`` seconds.
@@ -8,16 +8,16 @@ trace is a block of one token here. ``trace`` is what ``replay`` takes::
     python asv_bench/policies.py pool sessions.jsonl.xz --cap 60 600 --half 1 --policies lru adaptive:stop oracle MIN
     python asv_bench/policies.py constants chats.jsonl --blocks 3000 10000 --half 1 --seeds 3
 
-A policy may be followed by what the engine says with each release (``adaptive:future``). ``MIN`` and ``oracle``, the
+A policy may be followed by the hints of the engine with each release (``adaptive:future``). ``MIN`` and ``oracle``, the
 session oracle, are the ceilings that ``kvpool plan --policies`` has. ``holding`` and ``MIN:holding`` are those of a
-pool, which has to hold a whole prompt before it can evict a part of it. ``known`` holds prompts too. It knows of each
-session how long its pauses are, also those to come, and when it ends, but not in which order; ``known:stop`` which of
-them follow which stop reason, too.
+pool, which has to hold a whole prompt before it can evict a part of it. ``known`` holds prompts too. It gets the
+lengths of the pauses of each session, including future ones, and when it ends, but not their order; ``known:stop``
+also gets which of them follow which stop reason.
 
 Tables: ``pool`` (the device alone, or two tiers with ``--host``); ``held`` (a request holds its blocks for ``api``
 seconds, and one that finds too few free blocks waits for others to end, and all after it wait too); ``recurrent`` (a
-second group keeps a state at every 32nd block); ``store`` (a store of ``--store`` blocks behind both tiers, with their
-policy); ``flood`` (with each request, another tenant asks for 200 blocks that nobody asks for again); ``hints`` (the
+second group keeps a state at every 32nd block); ``store`` (a store of ``--store`` blocks below both tiers, with their
+policy); ``flood`` (with each request, another tenant requests 200 blocks that are not used again); ``hints`` (the
 client pins, retains and prefetches sessions at random); ``hostcache`` (a HostCache instead of a pool); ``constants``
 (``pool`` with each constant of the policies halved and doubled).
 """
@@ -57,8 +57,8 @@ SNAPSHOT = 32
 FLOOD = 200
 FLOODED = 1 << 30
 FLOOD_PRIORITY = 10
-HALF, SAID, HINTED = 5, 11, 13
-"""Seeds: of the halves of the sessions, of what is said and hinted at random."""
+HALF, ENGINE_HINTS, CLIENT_HINTS = 5, 11, 13
+"""Seeds: of the halves of the sessions, and of random hints of the engine and of clients."""
 TABLES = ("pool", "held", "recurrent", "store", "flood", "hints", "hostcache", "constants")
 CEILINGS = ("oracle", "holding", "known", "known:stop", MIN, f"{MIN}:holding")
 LAYOUT = kvpool.BlockLayout(layers=1, kv_heads=1, head_dim=8, tokens_per_block=1, dtype="uint8", planes=1)
@@ -72,8 +72,8 @@ CONSTANTS = {
 }
 
 
-class Asked(NamedTuple):
-    """A request: its ids, one for each block; of sessions for each full one."""
+class Arrival(NamedTuple):
+    """A request: its ids, one for each block, or for each full block of a session."""
 
     request: Request
     ids: npt.NDArray[np.int32]
@@ -92,7 +92,7 @@ class Score(NamedTuple):
         return 100 * self.hits / self.blocks
 
 
-def asked(options: argparse.Namespace, cap: float, waited: Callable[[], float] = float) -> Iterator[Asked]:
+def arrivals(options: argparse.Namespace, cap: float, waited: Callable[[], float] = float) -> Iterator[Arrival]:
     """The requests of a trace, in order: of a random half of its sessions, or of half of its hour. ``waited``: see
     ``play``."""
     if ".jsonl.xz" in options.trace or options.sessions:
@@ -108,7 +108,7 @@ def asked(options: argparse.Namespace, cap: float, waited: Callable[[], float] =
     for request in requests:
         assert request.hash_ids is not None
         whole = request.input_length // request.tokens_per_id if request.session is not None else None
-        yield Asked(request, request.hash_ids[:whole].astype(np.int32) + 1)
+        yield Arrival(request, request.hash_ids[:whole].astype(np.int32) + 1)
 
 
 class Played:
@@ -117,8 +117,9 @@ class Played:
     def __init__(self, options: argparse.Namespace, blocks: int, policy: str, seed: int) -> None:
         self.options, self.now, self.open = options, 0, ExitStack()
         self.held, self.waited = list[tuple[int, int, Any, dict[str, Any]]](), 0.0
-        self.policy, _, self.saying = policy.partition(":")
-        self.said, self.hinted, self.sessions = Random(SAID), Random(HINTED), list[str]()
+        self.policy, _, self.hinting = policy.partition(":")
+        self.engine_random, self.client_random = Random(ENGINE_HINTS), Random(CLIENT_HINTS)
+        self.sessions = list[str]()
         self.fresh = FLOODED
         groups: dict[str, Any] = {"layout": LAYOUT, "device_blocks": blocks + 1, "host_blocks": options.host}
         if options.table == "recurrent":
@@ -145,19 +146,19 @@ class Played:
         if options.table == "store":
             store = MemoryStore(options.store * LAYOUT.block_bytes, policy=self.policy)
             store.secret = bytes(32)
-            self.keeper = self.open.enter_context(
+            self.storage = self.open.enter_context(
                 StorageManager(
                     self.cache, [store], identity=MODEL, queued_blocks=1 << 20, staging_blocks=1 << 15, interval_ms=1
                 )
             )
 
-    def ask(self, entry: Asked) -> int:
+    def ask(self, entry: Arrival) -> int:
         """Play a request. Returns how many of its blocks are hits."""
         self.now = max(self.now, entry.ms)
         # The last token of a prompt is never reused.
         keys = self.cache.block_keys(np.append(entry.ids, np.int32(0)))
         if self.options.table == "store":
-            assert self.keeper.drain(60) and self.keeper.prefetch(keys, 60).wait(60)
+            assert self.storage.drain(60) and self.storage.prefetch(keys, 60).wait(60)
         if self.options.table == "flood":
             self._flood()
         if self.options.table == "hints":
@@ -166,7 +167,7 @@ class Played:
         self.waited = (self.now - entry.ms) / 1000
         seconds = entry.request.seconds or 0.0 if self.options.table == "held" else 0.0
         end = self.now + int(1000 * seconds)
-        heappush(self.held, (end, entry.request.index, admitted.ids, self._say(entry.request)))
+        heappush(self.held, (end, entry.request.index, admitted.ids, self._engine_hints(entry.request)))
         if seconds == 0:
             self._release()
         return int(admitted.cached_tokens[0])
@@ -191,15 +192,16 @@ class Played:
             self._release()
 
     def _release(self) -> None:
-        *_, ids, said = heappop(self.held)
-        self.cache.release(ids, **said)
+        *_, ids, engine_hints = heappop(self.held)
+        self.cache.release(ids, **engine_hints)
 
-    def _say(self, request: Request) -> dict[str, Any]:
+    def _engine_hints(self, request: Request) -> dict[str, Any]:
         session_hint = {"session": str(request.session)} if self.options.table == "hints" else {}
-        if self.saying != "random":
-            return session_hint | hints(request, self.saying or "nothing")
-        said: list[dict[str, Any]] = [{"ends": True}, {"stop": "tool_use"}, {"stop": "end_turn"}, {}]
-        return session_hint | self.said.choice([*said, {"returns_in_ms": self.said.randrange(1, 600_000)}])
+        if self.hinting != "random":
+            return session_hint | hints(request, self.hinting or "nothing")
+        choices: list[dict[str, Any]] = [{"ends": True}, {"stop": "tool_use"}, {"stop": "end_turn"}, {}]
+        random = self.engine_random
+        return session_hint | random.choice([*choices, {"returns_in_ms": random.randrange(1, 600_000)}])
 
     def _flood(self) -> None:
         self.fresh += FLOOD
@@ -207,11 +209,14 @@ class Played:
         low = [kvpool.RetentionRange(0, None, FLOOD_PRIORITY)] if self.options.low else None
         self.cache.release(self._admit(keys, FLOOD, low).ids)
 
-    def _hint(self, entry: Asked) -> None:
-        """A hint about some session, also about one that has ended."""
+    def _hint(self, entry: Arrival) -> None:
+        """Send a hint about some session, even one that has ended."""
         self.sessions.append(str(entry.request.session))
-        kind = self.hinted.choice(("pin", "retain", "prefetch"))
-        payload = {"session": self.hinted.choice(self.sessions), "lease_ms": self.hinted.randrange(1, 600_000)}
+        kind = self.client_random.choice(("pin", "retain", "prefetch"))
+        payload = {
+            "session": self.client_random.choice(self.sessions),
+            "lease_ms": self.client_random.randrange(1, 600_000),
+        }
         action = {"action_id": "1", "action_type": kind, "action_version": 1, "payload": payload}
         self.cache.hints({"protocol_version": 1, "message_id": "1", "actions": [action]})
 
@@ -224,7 +229,7 @@ class PlayedHost:
         cache = kvpool.HostCache(blocks, 8, identity=MODEL, secret=bytes(32), clock=lambda: self.now, policy=policy)
         self.cache = self.open.enter_context(cache)
 
-    def ask(self, entry: Asked) -> int:
+    def ask(self, entry: Arrival) -> int:
         self.now = max(self.now, entry.ms)
         keys = [bytes(row) for row in entry.ids[:, None].view(np.uint8)]
         hits = int(np.append(self.cache.lookup(keys) == self.cache.HERE, False).argmin())
@@ -235,12 +240,12 @@ class PlayedHost:
 
 
 def ceiling(options: argparse.Namespace, blocks: int, cap: float, name: str) -> Score:
-    """What who knows the future would hit."""
-    uses = [Use(entry.request, entry.ids, len(entry.ids), len(entry.ids), 0) for entry in asked(options, cap)]
+    """Return what an oracle would hit."""
+    uses = [Use(entry.request, entry.ids, len(entry.ids), len(entry.ids), 0) for entry in arrivals(options, cap)]
     if name.startswith(MIN):
         following, counted = next_uses(uses)
-        ends = np.cumsum([len(use.blocks) for use in uses])
-        hits = min_hits(following, counted, blocks) if name == MIN else min_holding(following, ends, blocks)
+        prompt_ends = np.cumsum([len(use.blocks) for use in uses])
+        hits = min_hits(following, counted, blocks) if name == MIN else min_holding(following, prompt_ends, blocks)
     elif name.startswith("known"):
         hits = sum(map(Known(uses, blocks, ":" in name).find, uses))
     else:
@@ -249,16 +254,16 @@ def ceiling(options: argparse.Namespace, blocks: int, cap: float, name: str) -> 
     return Score(hits, sum(use.lookups for use in uses))
 
 
-def min_holding(following: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], capacity: int) -> int:
-    """The hits of who evicts the block whose next use is last, and holds each prompt, which ends at its place."""
+def min_holding(following: npt.NDArray[np.int64], prompt_ends: npt.NDArray[np.int64], capacity: int) -> int:
+    """The hits of a cache that evicts the block whose next use is last, and holds each prompt until it has ended."""
     held, heap = np.zeros(len(following), np.uint8), np.empty(len(following), np.int64)
-    return int(_min_holding(following, ends, capacity, held, heap))
+    return int(_min_holding(following, prompt_ends, capacity, held, heap))
 
 
 @jit
-def _min_holding(following: Any, ends: Any, capacity: int, held: Any, heap: Any) -> int:
+def _min_holding(following: Any, prompt_ends: Any, capacity: int, held: Any, heap: Any) -> int:
     first, size, blocks, hits = 0, 0, 0, 0
-    for end in ends:
+    for end in prompt_ends:
         for place in range(first, end):
             blocks -= held[place]
             hits += held[place]
@@ -278,7 +283,7 @@ def _min_holding(following: Any, ends: Any, capacity: int, held: Any, heap: Any)
 
 
 class Known:
-    """``known``: evicts what ``best`` says."""
+    """``known``: evicts by ``best``."""
 
     def __init__(self, uses: list[Use], blocks: int, stop: bool) -> None:
         self.oracle, self.stop, self.last = SessionOracle(uses, blocks), stop, dict[Any, tuple[Any, float]]()
@@ -300,7 +305,7 @@ class Known:
 
 
 def best(pauses: npt.NDArray[np.float64], age: float) -> float:
-    """What is worth so much that has been away for ``age`` seconds, and pauses like this: as ``pauses.worth`` says."""
+    """The worth of a session that has paused for ``age`` seconds and has such pauses: as ``pauses.worth``."""
     left = pauses[np.searchsorted(pauses, age) :]
     back = left[np.isfinite(left)] - age + 0.25
     count = np.arange(1, len(back) + 1)
@@ -308,7 +313,7 @@ def best(pauses: npt.NDArray[np.float64], age: float) -> float:
 
 
 def hold(oracle: SessionOracle, use: Use) -> int:
-    """What ``find`` finds, if what runs goes last: until it has ended, it is about to come back."""
+    """What ``find`` finds if a running session is evicted last: until it has ended, it is about to continue."""
     assert use.request.session is not None and use.request.returns is not None
     hits = oracle.find(use._replace(request=replace(use.request, returns=-inf)))
     blocks, _, number = oracle.sessions[use.request.session]
@@ -321,12 +326,12 @@ def measure(options: argparse.Namespace, blocks: int, cap: float, policy: str, s
     if policy in CEILINGS:
         return ceiling(options, blocks, cap, policy)
     kind: Callable[..., Any] = PlayedHost if options.table == "hostcache" else Played
-    played, hits, blocks_asked = kind(options, blocks, policy, seed), 0, 0
+    played, hits, requested_blocks = kind(options, blocks, policy, seed), 0, 0
     with played.open:
-        for entry in asked(options, cap, lambda: played.waited):
+        for entry in arrivals(options, cap, lambda: played.waited):
             hits += played.ask(entry)
-            blocks_asked += len(entry.ids)
-    return Score(hits, blocks_asked)
+            requested_blocks += len(entry.ids)
+    return Score(hits, requested_blocks)
 
 
 def cells(options: argparse.Namespace) -> None:
@@ -343,7 +348,7 @@ def cells(options: argparse.Namespace) -> None:
             print(f"| {blocks:,} | {cap:.0f} s | " + " | ".join(columns) + " |", flush=True)
 
 
-def constants(given: list[str]) -> None:
+def constants(arguments: list[str]) -> None:
     """Print the table ``pool`` with each constant as it is, halved, and doubled: each in a process of its own, which
     compiles the policies with it."""
     runs = [("as it is", "")]
@@ -353,15 +358,15 @@ def constants(given: list[str]) -> None:
             for factor in (0.5, 2):
                 other = type(value)(value * factor)
                 runs.append((f"{last}.{name.strip('_')} {value} as {other}", f"{module}:{name}={other}"))
-    for words, change in runs:
+    for title, change in runs:
         last_arguments = ["--policies", "adaptive", *(["--set", change] if change else [])]
-        command = [sys.executable, __file__, "pool", *given, *last_arguments]
+        command = [sys.executable, __file__, "pool", *arguments, *last_arguments]
         rows = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[1:]
-        print(f"| {words} | " + " | ".join(row.split("|")[3].strip() for row in rows) + " |", flush=True)
+        print(f"| {title} | " + " | ".join(row.split("|")[3].strip() for row in rows) + " |", flush=True)
 
 
 def change(text: str) -> None:
-    """Set a constant before anything is compiled: MODULE:NAME=VALUE. Public names also where they were imported."""
+    """Set a constant before anything is compiled: MODULE:NAME=VALUE. Public names are set in all importing modules."""
     place, value = text.split("=")
     module, name = place.split(":")
     old = getattr(importlib.import_module(module), name)
@@ -390,15 +395,15 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(given: list[str]) -> None:
+def main(arguments: list[str]) -> None:
     """Print a table."""
-    options = parser().parse_args(given)
+    options = parser().parse_args(arguments)
     if options.table == "constants":
-        constants(given[1:])
+        constants(arguments[1:])
         return
     if options.set:
         change(options.set)
-    options.longest = max(len(entry.ids) for entry in asked(options, options.cap[0]))
+    options.longest = max(len(entry.ids) for entry in arrivals(options, options.cap[0]))
     cells(options)
 
 

@@ -7,16 +7,16 @@
     python -m tests.engines run python -m asv_bench.vllm_host_tier no-reuse
     python -m tests.engines run python -m asv_bench.vllm_host_tier policies --trace sessions.jsonl.xz
 
-``scheduler`` times what vLLM's scheduler asks of its manager of host blocks for requests of 60 chunks, of vLLM's own
-manager and of kvpool's in turn. ``first-token`` serves prompts that are new and prompts that are in the host tier in
-turn, and says how long the first token takes. ``worth`` asks again and again for prompts that only a store has, one
-that is throttled and one that is not, with ``"load"`` "always" and "faster", and counts those that were loaded, the
-first dozen apart. ``steps`` says what a step costs the scheduler's thread in which a new
-prompt of 8 chunks comes that nobody has: of vLLM's manager, of kvpool's, and of kvpool's with a disk. ``no-reuse``
-serves new prompts only, by an engine without a host tier, one with, and one with a disk, in turn, and says how much
-more CPU time the process takes. All print medians. ``policies`` plays sessions of agents, scaled down, through an
-engine, once for each policy of eviction of vLLM's own CPU tier and of kvpool's, of as much memory, and prints the share
-of tokens that came from a cache. Answers must be the same. ``trace`` is a file of sessions as ``replay`` takes it.
+``scheduler`` times the calls of vLLM's scheduler to its manager of host blocks for requests of 60 chunks, alternating
+between vLLM's own manager and kvpool's. ``first-token`` alternates between new prompts and prompts in the host tier,
+and measures how long the first token takes. ``worth`` repeatedly requests prompts that only a store has, one that is
+throttled and one that is not, with ``"load"`` "always" and "faster", and counts those that were loaded, the first dozen
+apart. ``steps`` measures the cost for the scheduler's thread of a step with a new prompt of 8 chunks that is not
+cached: of vLLM's manager, of kvpool's, and of kvpool's with a disk. ``no-reuse`` serves new prompts only, alternating
+between an engine without a host tier, one with, and one with a disk, and measures how much more CPU time the process
+takes. All print medians. ``policies`` plays sessions of agents, scaled down, through an engine, once for each eviction
+policy of vLLM's own CPU tier and of kvpool's, of as much memory, and prints the share of tokens that came from a cache.
+Answers must be the same. ``trace`` is a file of sessions as ``replay`` takes it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from typing import Any
 
 CHUNKS, CAPACITY, ROUNDS = 60, 6000, 300
 BLOCK_BYTES = 12 * 2 * 4 * 64 * 32 * 4
-"""Of a block of the small model, in float32."""
+"""Bytes of a block of the small model, in float32."""
 NEW_TOKENS = 4
 
 
@@ -249,7 +249,7 @@ def first_token(rounds: int, tokens: int) -> None:
 
 
 def _serve_all(script: dict[str, Any], prompts: list[list[int]]) -> list[dict[str, Any]]:
-    """The answers of an engine, which a process of its own has: one prompt after the other."""
+    """The answers of an engine in a process of its own: one prompt after the other."""
     from tests.engines import serve
 
     os.environ.update(serve.SETTINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
@@ -361,8 +361,8 @@ def _play(side: str, policy: str, requests: list[tuple[float, list[int]]], answe
         arguments.time = SimpleNamespace(monotonic_ns=lambda: int(1e9 * now_s[0]))  # type: ignore[assignment]
         for at, tokens in requests:
             now_s[0] = began + at
-            said = serve.serve_wave(engine, [{"name": str(at), "tokens": tokens, "new": NEW_TOKENS}], {})
-            answers.send([(answer["tokens"], answer["cached"]) for answer in said.values()][0])
+            results = serve.serve_wave(engine, [{"name": str(at), "tokens": tokens, "new": NEW_TOKENS}], {})
+            answers.send([(answer["tokens"], answer["cached"]) for answer in results.values()][0])
         engine.engine_core.shutdown()
 
 
@@ -379,8 +379,8 @@ def policies(rounds: int, trace: str) -> None:
         engine_end.close()
         answers = [our_end.recv() for _ in requests]
         engine.join()
-        right = right or [said for said, _ in answers]
-        same = sum(said == expected for (said, _), expected in zip(answers, right, strict=True))
+        right = right or [tokens_out for tokens_out, _ in answers]
+        same = sum(tokens_out == expected for (tokens_out, _), expected in zip(answers, right, strict=True))
         print(
             f"{side + ' ' + policy:23} {100 * sum(cached for _, cached in answers) / tokens:6.2f} % of the tokens, "
             f"{same} of {len(requests)} answers the same",

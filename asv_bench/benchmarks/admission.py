@@ -13,7 +13,7 @@ BATCHES = [1, 16, 256]
 
 
 class CachedPrompt(Pooled):
-    """A prompt whose blocks are all on the device, keys given unless the name says otherwise."""
+    """A prompt whose blocks are all on the device, with ready keys unless the name says otherwise."""
 
     params = [PROMPT_TOKENS, LONG_PROMPT_TOKENS]
     param_names = ["tokens"]
@@ -35,7 +35,7 @@ class CachedPrompt(Pooled):
 
 
 class Claim(Once):
-    """Match and claim of one cached prompt, its keys given, without its release."""
+    """Match and claim of one cached prompt with ready keys, without its release."""
 
     params = [PROMPT_TOKENS, LONG_PROMPT_TOKENS]
     param_names = ["tokens"]
@@ -72,7 +72,7 @@ class Admit(Once):
 
 class Plan(Pooled):
     """What an admission of a batch of prompts with their keys would do, beside 128 sequences: "hit", all cached in
-    full; "miss", seen by nobody; "computing", each being computed by one of the sequences."""
+    full; "miss", never seen before; "computing", each being computed by one of the sequences."""
 
     params = [["hit", "miss", "computing"], BATCHES]
     param_names = ["kind", "batch"]
@@ -93,8 +93,8 @@ class Plan(Pooled):
 
 
 class ThreadedRequests(Pooled):
-    """Whole requests (keys, admission, commit, release) that miss and evict, in turn and by two threads: they share one
-    lock."""
+    """Whole requests (keys, admission, commit, release) that miss and evict, one after the other and by two threads:
+    they share one lock."""
 
     params = [256, PROMPT_TOKENS]
     param_names = ["tokens"]

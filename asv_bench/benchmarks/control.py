@@ -80,7 +80,7 @@ class ByName(Pooled):
         prompts = [self.cache.block_keys(prompt) for prompt in make_prompts(3, tokens)]
         store(self.cache, prompts)
         self.keys, self.priority = prompts[0], 35
-        self.there = np.ones((1, len(self.keys.keys)), np.bool_)
+        self.available = np.ones((1, len(self.keys.keys)), np.bool_)
         self.time_cached_blocks(tokens)
         self.time_lacking(tokens)
         self.time_set_priority(tokens)
@@ -89,7 +89,7 @@ class ByName(Pooled):
         self.cache.cached_blocks(self.keys)
 
     def time_lacking(self, tokens: int) -> None:
-        self.cache.missing_blocks(self.keys, self.there)
+        self.cache.missing_blocks(self.keys, self.available)
 
     def time_set_priority(self, tokens: int) -> None:
         """Another one each time, so that every block changes its list."""

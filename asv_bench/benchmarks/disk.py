@@ -1,4 +1,4 @@
-"""A store in a folder: how long it takes to open it, and how fast blocks are saved and loaded, with their seals. The
+"""A store in a folder: how long it takes to open it, and how fast blocks are saved and loaded, with their MACs. The
 folder is in TMPDIR."""
 
 from __future__ import annotations
@@ -71,17 +71,17 @@ class Opening:
 
 
 class Blocks:
-    """GB/s of a queue over a store that is full, 32 MiB in four jobs at a time; the best of some rounds. ``python -m
-    asv_bench.disk_fio`` compares with fio."""
+    """GB/s of a worker over a store that is full, 32 MiB in four requests at a time; the best of some rounds. ``python
+    -m asv_bench.disk_fio`` compares with fio."""
 
     params: Any = ([256 * KIB, MIB], ["load", "save"])
     param_names = ["block_bytes", "kind"]
-    nbytes, jobs = 256 * MIB, 4
+    nbytes, requests = 256 * MIB, 4
 
     def setup(self, block_bytes: int, kind: str) -> None:
         self.folder = tempfile.TemporaryDirectory()
         self.rows = 32 * MIB // block_bytes
-        self.queue = StoreWorker(
+        self.worker = StoreWorker(
             DiskStore(f"{self.folder.name}/store", self.nbytes), aligned(self.rows, block_bytes), IDENTITY, report=False
         )
         self.count = 0
@@ -89,7 +89,7 @@ class Blocks:
             self._round("save")
 
     def teardown(self, block_bytes: int, kind: str) -> None:
-        self.queue.close()
+        self.worker.close()
         self.folder.cleanup()
 
     def _round(self, kind: str) -> float:
@@ -97,12 +97,12 @@ class Blocks:
             self.count += self.rows
         # Neighbours in the file would be read by one call.
         numbers = np.random.default_rng(self.count).permutation(self.rows) + self.count
-        keys, rows = self.queue.secret.derive_keys(b"%d" % number for number in numbers), np.arange(self.rows)
-        call, size = getattr(self.queue, kind), self.rows // self.jobs
+        keys, rows = self.worker.secret.derive_keys(b"%d" % number for number in numbers), np.arange(self.rows)
+        call, size = getattr(self.worker, kind), self.rows // self.requests
         began = perf_counter()
-        parts = [slice(i * size, (i + 1) * size) for i in range(self.jobs)]
-        jobs = [call(keys[part], rows[part]) for part in parts]
-        assert all(job.wait(60, returned=True) and job.ok == size for job in jobs)
+        parts = [slice(i * size, (i + 1) * size) for i in range(self.requests)]
+        requests = [call(keys[part], rows[part]) for part in parts]
+        assert all(request.wait(60, returned=True) and request.ok == size for request in requests)
         return perf_counter() - began
 
     def track_speed(self, block_bytes: int, kind: str) -> float:

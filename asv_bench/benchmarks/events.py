@@ -19,7 +19,7 @@ from .pools import (
 
 
 class Recording(Once):
-    """Publishing a batch of prompts, with a ring that keeps so many events; 0 records none."""
+    """Publishing a batch of prompts, with a ring buffer of this many events; 0 records none."""
 
     params = [[0, 1 << 16], [1, 16]]
     param_names = ["event_capacity", "batch"]

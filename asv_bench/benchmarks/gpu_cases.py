@@ -302,19 +302,19 @@ class BlockCopies(Case):
             places = 2 * random.permutation(half)[: half // count * count].reshape(-1, count)
         else:
             places = random.permutation(half // count)[:, None] * count + np.arange(count)
-        ends = [
+        firsts = [
             first_host if direction == ONBOARD else first_device,
             first_host if direction == OFFLOAD else first_device,
         ]
-        apart = 0 if ends[0] != ends[1] else 1 if placement == "apart" else half
+        apart = 0 if firsts[0] != firsts[1] else 1 if placement == "apart" else half
         self.batches = [
-            np.stack([ids + ends[0], ids + apart + ends[1], np.ones_like(ids), np.zeros_like(ids)], axis=1)
+            np.stack([ids + firsts[0], ids + apart + firsts[1], np.ones_like(ids), np.zeros_like(ids)], axis=1)
             for ids in places[: 2 * SIZES.rounds]
         ]
         self.large_bytes = min(half * nbytes, CHUNK_BYTES)
         bases = self.tiers.bases
         self.source = bases[direction == ONBOARD]
-        self.target = bases[direction == OFFLOAD] + (half * nbytes if ends[0] == ends[1] else 0)
+        self.target = bases[direction == OFFLOAD] + (half * nbytes if firsts[0] == firsts[1] else 0)
         self.next = 0
 
     def copy_batch(self) -> None:

@@ -35,8 +35,8 @@ def columns(made: Scenes, way: int) -> list[Any]:
 def vllm_batched(made: Scenes, way: int) -> Copy:
     from vllm import _custom_ops
 
-    given = columns(made, way)
-    return lambda: _custom_ops.swap_blocks_batch(*given)
+    fragments = columns(made, way)
+    return lambda: _custom_ops.swap_blocks_batch(*fragments)
 
 
 def vllm_triton(made: Scenes, way: int) -> Copy:
@@ -45,8 +45,8 @@ def vllm_triton(made: Scenes, way: int) -> Copy:
         raise NotImplementedError("vLLM takes its Triton kernel for loads only")
     from vllm.v1.kv_offload.cpu import swap_blocks_triton
 
-    given, chunk = columns(made, way), int(made.work[way].rows[0, BYTES])
-    return lambda: swap_blocks_triton.swap_blocks_batch(*given, bytes_per_chunk=chunk)
+    fragments, chunk = columns(made, way), int(made.work[way].rows[0, BYTES])
+    return lambda: swap_blocks_triton.swap_blocks_batch(*fragments, bytes_per_chunk=chunk)
 
 
 def sglang(made: Scenes, way: int) -> Copy:
@@ -55,9 +55,9 @@ def sglang(made: Scenes, way: int) -> Copy:
     from sgl_kernel.kvcacheio import transfer_kv_per_layer_mla
 
     rows, size = made.work[way].rows, int(made.work[way].rows[0, BYTES])
-    ends = [(FROM, way == LOAD), (TO, way == SAVE)]
-    source, target = (tensor(made.tiers.memory[host]).view(-1, size) for _, host in ends)
-    numbers = [torch.from_numpy((rows[:, end] - made.tiers.bases[host]) // size).cuda() for end, host in ends]
+    sides = [(FROM, way == LOAD), (TO, way == SAVE)]
+    source, target = (tensor(made.tiers.memory[host]).view(-1, size) for _, host in sides)
+    numbers = [torch.from_numpy((rows[:, side] - made.tiers.bases[host]) // size).cuda() for side, host in sides]
     of_both = {"src_indices": numbers[0], "dst_indices": numbers[1], "item_size": size}
     return lambda: transfer_kv_per_layer_mla(src=source, dst=target, **of_both)
 
@@ -69,18 +69,18 @@ def lmcache(made: KvCopies, gather: bool) -> Copy:
     way, layout = lmcache_native.TransferDirection, lmcache_native.EngineKVFormat.NL_X_TWO_NB_BS_NH_HS
     cache = made.cache
     staged, bases, where = tensor(made.staging), tensor(cache.bases[0].copy()), tensor(made.slots)
-    given = staged, bases.to(where.device), where, where.device, cache.slots, way.D2H if gather else way.H2D, layout
+    arguments = staged, bases.to(where.device), where, where.device, cache.slots, way.D2H if gather else way.H2D, layout
     shape = {"block_size": cache.tokens_per_block, "head_size": cache.planes[0].run_bytes // staged.element_size()}
-    return lambda: device_ops.multi_layer_kv_transfer(*given, **shape)
+    return lambda: device_ops.multi_layer_kv_transfer(*arguments, **shape)
 
 
 PEERS = {"vLLM, batched": vllm_batched, "vLLM, Triton": vllm_triton, "sgl-kernel": sglang}
 
 
-def peer_copy(make: Callable[..., Copy], *given: Any) -> Copy:
+def peer_copy(make: Callable[..., Copy], *arguments: Any) -> Copy:
     """Return a peer's copy. Raises NotImplementedError if its wheel is not installed or does not fit this machine."""
     try:
-        return make(*given)
+        return make(*arguments)
     except Exception as error:
         raise NotImplementedError(f"{make.__name__} is not measured: {type(error).__name__}: {error}") from error
 
@@ -93,7 +93,7 @@ class PeerCopies(Scenes):
         self.peer = peer_copy(PEERS[peer], self, SAVE if way == "save" else LOAD)
 
     def figures(self) -> Figures:
-        return in_turn(self.enqueue_all, self.peer, self.copied_bytes)
+        return alternating(self.enqueue_all, self.peer, self.copied_bytes)
 
 
 class PeerTokens(KvCopies):
@@ -104,14 +104,14 @@ class PeerTokens(KvCopies):
         self.peer = peer_copy(lmcache, self, direction == "gather")
 
     def figures(self) -> Figures:
-        return in_turn(self.copy_tokens, self.peer, self.nbytes)
+        return alternating(self.copy_tokens, self.peer, self.nbytes)
 
 
-def in_turn(own: Copy, peer: Copy, nbytes: int) -> Figures:
+def alternating(kvpool_copy: Copy, peer: Copy, nbytes: int) -> Figures:
     """Return the median times per byte of alternating copies, until all is done. The first round warms up."""
     from cupy.cuda.runtime import deviceSynchronize
 
-    names = {"time_per_byte": own, "time_per_byte_of_peer": peer}
+    names = {"time_per_byte": kvpool_copy, "time_per_byte_of_peer": peer}
     times: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(gpu_cases.SIZES.rounds + 1):
         for name, copy in names.items():

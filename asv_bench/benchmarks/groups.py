@@ -12,7 +12,7 @@ WINDOW = 1024
 
 
 class CachedPrompt(Pooled):
-    """A prompt that is cached, its keys given, in one group with attention to all tokens, with a sliding window, or in
+    """A prompt that is cached, with ready keys, in one group with attention to all tokens, with a sliding window, or in
     both."""
 
     params = [["full", "window", "full and window"], [PROMPT_TOKENS, LONG_PROMPT_TOKENS]]

@@ -19,29 +19,29 @@ class Sequences(Once):
         self.cache = make_pool(4 * batch * blocks_of(PROMPT_TOKENS))
         keys = [self.cache.block_keys(prompt) for prompt in make_prompts(batch, PROMPT_TOKENS)]
         self.ids = self.cache.add_sequence_batch(keys).ids
-        self.one = np.arange(batch, dtype=np.int32), np.ones(batch, np.int64)
-        self.block = np.arange(batch * TOKENS_PER_BLOCK, dtype=np.int32), np.full(batch, TOKENS_PER_BLOCK)
+        self.single_tokens = np.arange(batch, dtype=np.int32), np.ones(batch, np.int64)
+        self.full_blocks = np.arange(batch * TOKENS_PER_BLOCK, dtype=np.int32), np.full(batch, TOKENS_PER_BLOCK)
         self._warm_up()
 
     def _warm_up(self) -> None:
         """Bring arrays and code into the caches, as in a running engine."""
-        for tokens, counts in (self.one, self.block):
+        for tokens, counts in (self.single_tokens, self.full_blocks):
             for _ in range(3):
                 self.cache.append_tokens(self.ids, tokens, counts)
                 self.cache.rewind(self.ids, counts)
 
 
 class Running(Sequences):
-    """Nothing of them is published yet."""
+    """None of their content is published yet."""
 
     def time_append_token(self, batch: int) -> None:
-        self.cache.append_tokens(self.ids, *self.one)
+        self.cache.append_tokens(self.ids, *self.single_tokens)
 
     def time_append_block(self, batch: int) -> None:
-        self.cache.append_tokens(self.ids, *self.block)
+        self.cache.append_tokens(self.ids, *self.full_blocks)
 
     def time_rewind_token(self, batch: int) -> None:
-        self.cache.rewind(self.ids, self.one[1])
+        self.cache.rewind(self.ids, self.single_tokens[1])
 
     def time_commit(self, batch: int) -> None:
         self.cache.commit(self.ids)
@@ -51,13 +51,13 @@ class Running(Sequences):
 
 
 class Committed(Sequences):
-    """Their content is published, but for one token each: a commit finds little to do, and what is released stays
+    """Their content is published, but for one token each: a commit finds little to do, and released content stays
     cached."""
 
     def setup(self, batch: int) -> None:
         super().setup(batch)
         self.cache.commit(self.ids)
-        self.cache.append_tokens(self.ids, *self.one)
+        self.cache.append_tokens(self.ids, *self.single_tokens)
 
     def time_commit(self, batch: int) -> None:
         self.cache.commit(self.ids)

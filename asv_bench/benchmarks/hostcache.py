@@ -72,59 +72,59 @@ class Verbs:
 
 
 class StorageManager:
-    """Microseconds of the scheduler's thread with a store behind the cache, for 60 keys: the best of 100. "idle" is one
-    poll that has nothing to do. "here" and "absent" are finds of single keys, in the cache and found absent a moment
-    ago. "save" is publishing and the poll that begins the save, "saved" the poll that notes its end, "ask" finding and
-    the poll that asks the store."""
+    """Microseconds of the scheduler's thread with a store for the cache, for 60 keys: the best of 100. "idle" is one
+    poll that has nothing to do. "cached" and "absent" are finds of single keys, in the cache and found absent a moment
+    ago. "save" is publishing and the poll that begins the save, "saved" the poll that records its end, "ask" finding
+    and the poll that looks the keys up in the store."""
 
-    params = ["idle", "here", "absent", "save", "saved", "ask"]
+    params = ["idle", "cached", "absent", "save", "saved", "ask"]
     param_names = ["call"]
     unit = "us"
 
     def setup(self, call: str) -> None:
         self.cache = HostCache(BLOCKS, 4096, identity=IDENTITY)
         self.tier = HostTier.of(self.cache)
-        self.keeper = HostStorageManager(self.cache, self.tier, [MemoryStore(1 << 30)], retry_seconds=1e6)
+        self.storage = HostStorageManager(self.cache, self.tier, [MemoryStore(1 << 30)], retry_seconds=1e6)
 
     def teardown(self, call: str) -> None:
-        self.keeper.close()
+        self.storage.close()
         self.cache.close()
         self.tier.close()
 
-    def _save(self, some: list[bytes]) -> None:
-        """See keys saved, and do not poll after that."""
+    def _save(self, batch: list[bytes]) -> None:
+        """Save keys, and do not poll after that."""
         before = self._saved()
-        self.keeper.publish(some)
-        self.keeper.poll()
-        while self._saved() < before + len(some):
+        self.storage.publish(batch)
+        self.storage.poll()
+        while self._saved() < before + len(batch):
             sleep(0.001)
 
     def _saved(self) -> int:
-        return self.keeper.stats().stores[0].blocks["save", "ok"]
+        return self.storage.stats().stores[0].blocks["save", "ok"]
 
     def track_call(self, call: str) -> float:
-        keeper, times = self.keeper, []
+        storage, times = self.storage, []
         for _ in range(100):
-            some = keys(KEYS)
-            if call in ("here", "save", "saved"):
-                self.cache.reserve(some)
+            batch = keys(KEYS)
+            if call in ("cached", "save", "saved"):
+                self.cache.reserve(batch)
             if call == "saved":
-                self._save(some)
-            if call == "here":
-                self.cache.publish(some)
+                self._save(batch)
+            if call == "cached":
+                self.cache.publish(batch)
             if call == "absent":
-                keeper.lookup(some)
-                keeper.drain(60)
+                storage.lookup(batch)
+                storage.drain(60)
             start = perf_counter()
-            if call in ("here", "absent", "ask"):
-                for key in some:
-                    keeper.find(key)
+            if call in ("cached", "absent", "ask"):
+                for key in batch:
+                    storage.find(key)
             if call == "save":
-                keeper.publish(some)
+                storage.publish(batch)
             if call in ("idle", "save", "saved", "ask"):
-                keeper.poll()
+                storage.poll()
             times.append(perf_counter() - start)
-            keeper.drain(60)
+            storage.drain(60)
         return 1e6 * min(times)
 
     track_call.unit = "us"  # type: ignore[attr-defined]
@@ -132,12 +132,12 @@ class StorageManager:
 
 class Saturated(StorageManager):
     """CPU time of the scheduler's thread for each saved block, less what ``HostCache.publish`` takes for another: 40
-    steps of 60 keys while the store is busy, and the polls that note their ends. The median of 20 rounds."""
+    steps of 60 keys while the store is busy, and the polls that record their ends. The median of 20 rounds."""
 
     params = ["saved"]
 
     def track_call(self, call: str) -> float:
-        store, gate = self.keeper._clients[0].queue._store, threading.Event()
+        store, gate = self.storage._clients[0].queue._store, threading.Event()
         save, spent = store.save, []
         store.save = lambda *arguments: gate.wait() and save(*arguments)  # type: ignore[assignment, method-assign]
         for _ in range(20):
@@ -145,7 +145,7 @@ class Saturated(StorageManager):
             gate.clear()
             cpu_time = self._cpu(steps, self._step)
             gate.set()
-            while self.keeper._busy:
+            while self.storage._busy:
                 sleep(0.003)
                 cpu_time += self._cpu([[]], self._step)
             spent.append((cpu_time - self._cpu(others, self.cache.publish)) / (40 * KEYS))
@@ -153,27 +153,27 @@ class Saturated(StorageManager):
 
     track_call.unit = "us"  # type: ignore[attr-defined]
 
-    def _step(self, some: list[bytes]) -> None:
-        self.keeper.publish(some)
-        self.keeper.poll()
+    def _step(self, batch: list[bytes]) -> None:
+        self.storage.publish(batch)
+        self.storage.poll()
 
     def _cpu(self, steps: list[list[bytes]], step: Callable[[list[bytes]], Any]) -> float:
-        for some in steps:
-            self.cache.reserve(some)
+        for batch in steps:
+            self.cache.reserve(batch)
         began = thread_time()
-        for some in steps:
-            step(some)
+        for batch in steps:
+            step(batch)
         return thread_time() - began
 
 
 class SingleKeys(Verbs):
-    """As an engine asks that looks for one key after the other."""
+    """Finds as of an engine that looks up one key after the other."""
 
     params = ["find"]
 
     def track_verb(self, verb: str) -> float:
-        some = [key for prompt in self.prompts[-100:] for key in prompt]
-        return 1e6 * best([lambda key=key: self.cache.find(key) for key in some])  # type: ignore[misc]
+        batch = [key for prompt in self.prompts[-100:] for key in prompt]
+        return 1e6 * best([lambda key=key: self.cache.find(key) for key in batch])  # type: ignore[misc]
 
     track_verb.unit = "us"  # type: ignore[attr-defined]
 

@@ -1,4 +1,4 @@
-"""A store in another process: how fast blocks are saved and loaded over loopback, with their seals."""
+"""A store in another process: how fast blocks are saved and loaded over loopback, with their MACs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ with StoreServer(MemoryStore(1 << 30), block_bytes=int(sys.argv[1]), secret=byte
 
 
 class Blocks:
-    """GB/s of a queue over a ``PeerStore`` in front of the memory of another process; the best of some rounds."""
+    """GB/s of a worker over a ``PeerStore`` in front of the memory of another process; the best of some rounds."""
 
     params: Any = ([256 * KIB, MIB], ["load", "save"])
     param_names = ["block_bytes", "kind"]
@@ -42,12 +42,12 @@ class Blocks:
         endpoint = self.server.stdout.readline().strip()
         count = self.nbytes // block_bytes
         memory = np.ones((count, block_bytes), np.uint8)
-        self.queue = StoreWorker(PeerStore(endpoint, secret=SECRET), memory, IDENTITY)
-        self.keys, self.rows = self.queue.secret.derive_keys([b"%d" % i for i in range(count)]), np.arange(count)
-        assert self.queue.save(self.keys, self.rows).wait(60, returned=True)
+        self.worker = StoreWorker(PeerStore(endpoint, secret=SECRET), memory, IDENTITY)
+        self.keys, self.rows = self.worker.secret.derive_keys([b"%d" % i for i in range(count)]), np.arange(count)
+        assert self.worker.save(self.keys, self.rows).wait(60, returned=True)
 
     def teardown(self, block_bytes: int, kind: str) -> None:
-        self.queue.close()
+        self.worker.close()
         self.server.communicate()
 
     def track_speed(self, block_bytes: int, kind: str) -> float:
@@ -57,8 +57,8 @@ class Blocks:
 
     def _once(self, kind: str) -> float:
         if kind == "save":
-            assert self.queue.forget(self.keys).wait(60)
+            assert self.worker.forget(self.keys).wait(60)
         began = perf_counter()
-        job = (self.queue.load if kind == "load" else self.queue.save)(self.keys, self.rows)
-        assert job.wait(60, returned=True) and job.ok == len(self.keys), job.error
+        request = (self.worker.load if kind == "load" else self.worker.save)(self.keys, self.rows)
+        assert request.wait(60, returned=True) and request.ok == len(self.keys), request.error
         return self.nbytes / (perf_counter() - began) / 1e9

@@ -61,7 +61,7 @@ class PinDuringAdmission(Pinned):
     """How long a pin on a second thread takes, close included, while the first thread admits a prompt that evicts; and
     without that.
 
-    Of the pins that overlap an admission, the longest: its median over the admissions. It waits for the lock, and for
+    The longest pin that overlaps an admission: its median over the admissions. It waits for the lock, and for
     the interpreter.
     """
 

@@ -15,7 +15,7 @@ FILLING_TOKENS = 131_056
 
 
 class PoolSize(Pooled):
-    """Requests of 4,096 tokens, their keys given, in a pool full of committed content: time per block of the prompt,
+    """Requests of 4,096 tokens with ready keys, in a pool full of committed content: time per block of the prompt,
     median of 200.
 
     "miss" evicts the oldest blocks of the pool; "hit" finds prompts at random places of it. The three calls of a
@@ -61,7 +61,7 @@ class PoolSize(Pooled):
 
 
 class StateMemory:
-    """Peak memory of a process with a pool of so many blocks of one byte a token, all of them filled."""
+    """Peak memory of a process with a pool of this many blocks of one byte a token, all of them filled."""
 
     params = [50_000, 1_000_000]
     param_names = ["pool_blocks"]

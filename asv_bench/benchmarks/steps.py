@@ -1,4 +1,4 @@
-"""What a scheduler asks and says in every step: how many blocks are free, one token more for one sequence, and the
+"""What a scheduler does in every step: how many blocks are free, one token more for one sequence, and the
 tables of a step."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROUNDS, CALLS = 15, 40
 
 
 class FreeBlocks(Pooled):
-    """Of a pool in use. ``stats`` counts them too, beside all else."""
+    """Free blocks of a pool in use. ``stats`` counts them too, beside all else."""
 
     params = [1, 4]
     param_names = ["groups"]
@@ -70,7 +70,7 @@ class Verbs(Pooled):
 
 
 class StepTables(Pooled):
-    """256 decoding sequences, arrays given: the dense table, or CSR. The memcpy copies as many block ids."""
+    """256 decoding sequences, with ready arrays: the dense table, or CSR. The memcpy copies as many block ids."""
 
     params = [16, 64, 220, 1_024]
     param_names = ["blocks"]
@@ -99,7 +99,7 @@ class StepTables(Pooled):
 
 
 class Chunks(Pooled):
-    """Slots of 8,192 tokens that are prefilled, arrays given. The memcpy copies as many slots."""
+    """Slots of 8,192 tokens that are prefilled, with ready arrays. The memcpy copies as many slots."""
 
     def setup(self) -> None:
         self.cache = make_pool(1_024)

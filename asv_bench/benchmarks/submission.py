@@ -38,7 +38,7 @@ def _seconds_per_round(rounds: int) -> float:
 
 
 class Submitting(WrappedDevice):
-    """Copies nothing. To enqueue a fragment takes so long, without the interpreter's lock."""
+    """Copies nothing. Enqueueing a fragment takes this time, without the interpreter's lock."""
 
     synchronous = False
 
@@ -66,7 +66,7 @@ class Submitting(WrappedDevice):
 
 
 class Submission(Once):
-    """128 blocks of 64 fragments come from the host: for nobody yet ("prefetch"), or for a request ("admission")."""
+    """128 blocks of 64 fragments come from the host: ahead of a request ("prefetch"), or for one ("admission")."""
 
     params = ["prefetch", "admission"]
     param_names = ["call"]
@@ -82,7 +82,7 @@ class Submission(Once):
 
     def _measured(self, call: str) -> tuple[list[float], float, float]:
         """The holds of the transfer lock by this thread, in time of its processor, the time of the call, and of a
-        commit right behind it: seconds."""
+        commit right after it: seconds."""
         transfer = self.cache.core.transfer
         lock = OwnLock(transfer.lock)
         transfer.lock = lock  # type: ignore[assignment]
@@ -95,7 +95,7 @@ class Submission(Once):
         return lock.held, between - began, ended - between
 
     def track_held(self, call: str) -> float:
-        """Of a hundred holds, the longest but one: what interrupts the processor is no matter of the pool."""
+        """The longest but one of a hundred holds: interrupts of the processor are not the pool's."""
         return 1e6 * float(np.percentile(self._measured(call)[0], 99))
 
     def track_call(self, call: str) -> float:
@@ -112,7 +112,7 @@ class Submission(Once):
 
 
 class OwnLock:
-    """The transfer lock of a pool, which notes for how long the thread that made this held it."""
+    """The transfer lock of a pool, which records for how long the thread that made this held it."""
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.held = inner, [0.0]

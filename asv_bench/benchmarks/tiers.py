@@ -43,7 +43,7 @@ class Inclusion(Pooled):
     """The share of device evictions that needed no copy, as the host still had one.
 
     Prompts of eight blocks are asked for at random. They fill the host tier to a share, 1 being all of it beside what
-    the device holds alone; past that, host copies of what is on the device are given up first.
+    the device holds alone; past that, host copies of what is on the device are dropped first.
     """
 
     params = [0.5, 0.75, 1.0, 1.25, 1.5, 2.0]

@@ -1,5 +1,5 @@
-"""Keepers: what saving costs the scheduler's thread, and what the keeper's own thread needs for a block; admissions
-beside a keeper under full load."""
+"""The storage manager: the cost of saving for the scheduler's thread, and for its own thread, per block; admissions
+beside a storage manager under full load."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ IDENTITY = kvpool.ModelIdentity("benchmark", "1", "uint8", "tiny", "1")
 BATCH = 4
 
 
-def open_keeper(cache: kvpool.KVCacheManager) -> StorageManager:
+def open_storage(cache: kvpool.KVCacheManager) -> StorageManager:
     return StorageManager(cache, [MemoryStore(1 << 30)], identity=IDENTITY, queued_blocks=1 << 20, staging_blocks=256)
 
 
 class Saved(Pooled):
     """CPU time of the scheduler's thread for requests that are admitted, committed and released, for each block that
-    is saved: with a keeper, less than with neither keeper nor events. Medians of rounds that alternate."""
+    is saved: with a storage manager, minus the time with neither it nor events. Medians of alternating rounds."""
 
     rounds = 20
 
@@ -30,10 +30,10 @@ class Saved(Pooled):
         blocks = 2 * BATCH * blocks_of(PROMPT_TOKENS)
         self.cache = make_pool(blocks, blocks, event_capacity=1 << 17)
         self.plain = make_pool(blocks, blocks)
-        self.keeper = open_keeper(self.cache)
+        self.storage = open_storage(self.cache)
 
     def teardown(self, *params: object) -> None:
-        self.keeper.close()
+        self.storage.close()
         self.plain.close()
         super().teardown(*params)
 
@@ -48,45 +48,45 @@ class Saved(Pooled):
         return time.thread_time() - began
 
     def track_scheduler_per_block(self) -> float:
-        with_keeper, without = [], []
+        with_saves, without = [], []
         for seed in range(self.rounds):
-            before = self.keeper.stats().saved_blocks
-            with_keeper.append(self.round(self.cache, seed))
-            assert self.keeper.drain(60.0)
-            saved = self.keeper.stats().saved_blocks - before
+            before = self.storage.stats().saved_blocks
+            with_saves.append(self.round(self.cache, seed))
+            assert self.storage.drain(60.0)
+            saved = self.storage.stats().saved_blocks - before
             assert saved == BATCH * (blocks_of(PROMPT_TOKENS) - 1), saved
             without.append(self.round(self.plain, seed))
         blocks = BATCH * (blocks_of(PROMPT_TOKENS) - 1)
-        return 1e9 * (median(with_keeper) - median(without)) / blocks
+        return 1e9 * (median(with_saves) - median(without)) / blocks
 
     track_scheduler_per_block.unit = "ns"  # type: ignore[attr-defined]
 
-    def track_keeper_per_block(self) -> float:
+    def track_own_thread_per_block(self) -> float:
         """Wall time from the end of the scheduler's calls until all is saved, for each block."""
         spent = []
         for seed in range(self.rounds):
             self.round(self.cache, 1000 + seed)
             began = time.perf_counter()
-            assert self.keeper.drain(60.0)
+            assert self.storage.drain(60.0)
             spent.append(time.perf_counter() - began)
         return 1e6 * median(spent) / (BATCH * (blocks_of(PROMPT_TOKENS) - 1))
 
-    track_keeper_per_block.unit = "us"  # type: ignore[attr-defined]
+    track_own_thread_per_block.unit = "us"  # type: ignore[attr-defined]
 
 
 class Beside(Pooled):
-    """``add_sequence`` of new prompts of 4,096 tokens, 2 ms apart, whose blocks a keeper saves all the while: the 90th
-    percentile, that of a pool without a keeper = 1. The two alternate."""
+    """``add_sequence`` of new prompts of 4,096 tokens, 2 ms apart, whose blocks a storage manager saves meanwhile: the
+    90th percentile, that of a pool without one = 1. The two alternate."""
 
     rounds, requests = 6, 60
 
     def setup(self) -> None:
         blocks = self.requests * blocks_of(PROMPT_TOKENS)
         self.cache, self.plain = make_pool(blocks, blocks, event_capacity=1 << 17), make_pool(blocks, blocks)
-        self.keeper = open_keeper(self.cache)
+        self.storage = open_storage(self.cache)
 
     def teardown(self, *params: object) -> None:
-        self.keeper.close()
+        self.storage.close()
         self.plain.close()
         super().teardown(*params)
 
@@ -105,7 +105,7 @@ class Beside(Pooled):
         beside, alone = [], []
         for seed in range(self.rounds):
             beside += self.round(self.cache, 2 * seed)
-            assert self.keeper.drain(60.0)
+            assert self.storage.drain(60.0)
             alone += self.round(self.plain, 2 * seed + 1)
         return quantiles(beside, n=10)[-1] / quantiles(alone, n=10)[-1]
 
