@@ -202,7 +202,11 @@ def house() -> Drawing:
     d.arrow((330, 182), (330, 226)).text(338, 203, "a ticket: copy ops (source, target, tokens)", "small")
     d.text(338, 219, "and accesses by streams", "small")
     d.box(
-        150, 226, 360, 56, "transfer (queue, under the transfer lock)\norders copy ops; decides which stream waits for which"
+        150,
+        226,
+        360,
+        56,
+        "transfer (queue, under the transfer lock)\norders copy ops; decides which stream waits for which",
     )
     d.arrow((330, 282), (330, 318))
     d.box(150, 318, 360, 48, "device: cpu, sim or cuda\nmemory of both tiers, streams, events, copies", "device")
