@@ -6,6 +6,7 @@
     python -m tests.engines run python -m asv_bench.vllm_host_tier steps
     python -m tests.engines run python -m asv_bench.vllm_host_tier no-reuse
     python -m tests.engines run python -m asv_bench.vllm_host_tier policies --trace sessions.jsonl.xz
+    python -m tests.engines run python -m asv_bench.vllm_host_tier small-host
 
 ``scheduler`` times the calls of vLLM's scheduler to its manager of host blocks for requests of 60 chunks, alternating
 between vLLM's own manager and kvpool's. ``first-token`` alternates between new prompts and prompts in the host tier,
@@ -17,6 +18,9 @@ between an engine without a host tier, one with, and one with a disk, and measur
 takes. All print medians. ``policies`` plays sessions of agents, scaled down, through an engine, once for each eviction
 policy of vLLM's own CPU tier and of kvpool's, of as much memory, and prints the share of tokens that came from a cache.
 Answers must be the same. ``trace`` is a file of sessions as ``replay`` takes it.
+``small-host`` serves 45 conversations of three turns by an engine whose host tier has 31 chunks and a disk behind it,
+twice, with a restart between, and prints the share of the chunks that came from a cache, of those that were stored
+before and fit into the host tier at once.
 """
 
 from __future__ import annotations
@@ -388,9 +392,78 @@ def policies(rounds: int, trace: str) -> None:
         )
 
 
+CONVERSATIONS, TURNS, HOST_CHUNKS = 45, 3, 31
+TINY_BLOCK_BYTES = 32 << 10
+"""Of a block of the tiny model, in float32."""
+
+
+def _conversation_waves() -> list[list[dict[str, Any]]]:
+    """Requests of all conversations, four at a time. The next turn comes when all others have had theirs."""
+    draw = random.Random(3)
+    waves: list[list[dict[str, Any]]] = []
+    for turn in range(TURNS):
+        order = draw.sample(range(CONVERSATIONS), CONVERSATIONS)
+        for start in range(0, CONVERSATIONS, 4):
+            wave = []
+            for conversation in order[start : start + 4]:
+                tokens = [draw.randrange(2, 512) for _ in range(draw.randrange(96, 288))]
+                request = {"name": f"{conversation}.{turn}", "tokens": tokens, "new": NEW_TOKENS}
+                wave.append(request | ({"after": f"{conversation}.{turn - 1}"} if turn else {}))
+            waves.append(wave)
+    return waves
+
+
+def _serve_conversations(store: str) -> list[tuple[str, int, list[int], int]]:
+    """Name, prompt tokens, generated tokens and cached tokens of each request."""
+    from tests.engines import serve
+
+    os.environ.update(serve.SETTINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+    extra = {"stores": [store], "weights": "random 0", "host_memory": HOST_CHUNKS * TINY_BLOCK_BYTES, "load": "always"}
+    script: dict[str, Any] = {
+        "shape": "tiny",
+        "processes": False,
+        "transfer": serve.transfer(extra),
+        "engine": {"max_model_len": 1024, "num_gpu_blocks_override": 64},
+    }
+    said: dict[str, list[int]] = {}
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        engine = serve.open_engine(script, Path(folder))
+        for wave in _conversation_waves():
+            for name, answer in serve.serve_wave(engine, wave, said).items():
+                prompt = len(said[name]) - len(answer["tokens"])
+                results.append((name, prompt, answer["tokens"], answer["cached"]))
+        engine.engine_core.shutdown()
+    return results
+
+
+def small_host() -> None:
+    from tests.engines.serve import BLOCK
+
+    processes = multiprocessing.get_context("spawn")
+    expected: dict[str, list[int]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for run in ("first run", "after a restart"):
+            with processes.Pool(1) as pool:
+                results = pool.apply(_serve_conversations, (f"disk:{folder}/store?capacity=1GiB",))
+            cached = possible = same = 0
+            prompts = {name: prompt for name, prompt, _, _ in results}
+            for name, prompt, tokens, reused in results:
+                conversation, turn = name.split(".")
+                before = prompts.get(f"{conversation}.{int(turn) - 1}", -NEW_TOKENS) + NEW_TOKENS
+                stored = prompt if name in expected else before
+                possible += min((prompt - 1) // BLOCK, stored // BLOCK, HOST_CHUNKS)
+                cached += reused // BLOCK
+                same += expected.setdefault(name, tokens) == tokens
+            print(f"{run:16} {len(results)} requests, {same} answers the same", end=", ")
+            print(f"{cached} of {possible} chunks from a cache, {cached / possible:.1%}", flush=True)
+
+
 def main() -> None:
     parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parse.add_argument("what", choices=["scheduler", "steps", "no-reuse", "first-token", "worth", "policies"])
+    parse.add_argument(
+        "what", choices=["scheduler", "steps", "no-reuse", "first-token", "worth", "policies", "small-host"]
+    )
     parse.add_argument("--rounds", type=int, default=0, help="of each side (default: 300, or 20 or 8 prompts)")
     parse.add_argument("--tokens", type=int, default=1984)
     parse.add_argument("--trace", help="sessions of agents, for policies")
@@ -399,6 +472,7 @@ def main() -> None:
         "scheduler": lambda: scheduler(options.rounds or ROUNDS),
         "steps": lambda: steps(options.rounds or ROUNDS),
         "policies": lambda: policies(options.rounds or 220, options.trace),
+        "small-host": small_host,
         "worth": lambda: worth(options.rounds or 20, options.tokens),
         "no-reuse": lambda: no_reuse(options.rounds or 20, options.tokens),
         "first-token": lambda: first_token(options.rounds or 8, options.tokens),
