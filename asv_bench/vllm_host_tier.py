@@ -413,11 +413,12 @@ def _conversation_waves() -> list[list[dict[str, Any]]]:
     return waves
 
 
-def _serve_conversations(store: str) -> list[tuple[str, int, list[int], int]]:
+def _serve_conversations(folder: str) -> list[tuple[str, int, list[int], int]]:
     """Name, prompt tokens, generated tokens and cached tokens of each request."""
     from tests.engines import serve
 
     os.environ.update(serve.SETTINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+    store = f"disk:{folder}/store?capacity=1GiB"
     extra = {"stores": [store], "weights": "random 0", "host_memory": HOST_CHUNKS * TINY_BLOCK_BYTES, "load": "always"}
     script: dict[str, Any] = {
         "shape": "tiny",
@@ -427,13 +428,12 @@ def _serve_conversations(store: str) -> list[tuple[str, int, list[int], int]]:
     }
     said: dict[str, list[int]] = {}
     results = []
-    with tempfile.TemporaryDirectory() as folder:
-        engine = serve.open_engine(script, Path(folder))
-        for wave in _conversation_waves():
-            for name, answer in serve.serve_wave(engine, wave, said).items():
-                prompt = len(said[name]) - len(answer["tokens"])
-                results.append((name, prompt, answer["tokens"], answer["cached"]))
-        engine.engine_core.shutdown()
+    engine = serve.open_engine(script, Path(folder))
+    for wave in _conversation_waves():
+        for name, answer in serve.serve_wave(engine, wave, said).items():
+            prompt = len(said[name]) - len(answer["tokens"])
+            results.append((name, prompt, answer["tokens"], answer["cached"]))
+    engine.engine_core.shutdown()
     return results
 
 
@@ -445,7 +445,7 @@ def small_host() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for run in ("first run", "after a restart"):
             with processes.Pool(1) as pool:
-                results = pool.apply(_serve_conversations, (f"disk:{folder}/store?capacity=1GiB",))
+                results = pool.apply(_serve_conversations, (folder,))
             cached = possible = same = 0
             prompts = {name: prompt for name, prompt, _, _ in results}
             for name, prompt, tokens, reused in results:

@@ -44,6 +44,8 @@ OWNER = "kvpool stores"
 """Of the leases under which blocks are saved."""
 ASKED_MAX = 65_536
 """Keys that are asked for at once, and keys that are remembered as absent."""
+ROOM_SHARE = 0.5
+"""The part of the time for a key for which it may wait for room that other requests hold. The rest is for its load."""
 NOW_MAX = 64
 """Keys that are asked for at once, on the thread of the scheduler."""
 Lines: TypeAlias = dict[tuple[int, bool, str], list[bytes]]
@@ -425,19 +427,32 @@ class HostLoads:
     def turn(self) -> None:
         """Load keys that stores are known to have, and ask them for others."""
         lines, self._lines = self._lines, {}
-        for (number, is_stored, _), keys in sorted(lines.items(), key=lambda line: not line[0][1]):
+        for (number, is_stored, hit), keys in sorted(lines.items(), key=lambda line: not line[0][1]):
             # A load from before a ``clear`` may have brought one of them.
             left = [key for key in keys if key in self.searching]
-            if left and is_stored:
+            if is_stored:
+                self._miss([key for key in left if not self._loader.wanted(key)], "cancelled", remember=False)
+                left = [key for key in left if key in self.searching]
+            if not left:
+                continue
+            if not is_stored:
+                found = partial(self._found, hit)
+                self._bridge.search(Search(self._deadline(left), found, self._miss), left, number)
+            elif not self._loader.waits(number, hit, self._free(len(left)), len(left)):
                 self._load(number, left)
-            elif left:
-                self._bridge.search(Search(self._deadline(left), self._found, self._miss), left, number)
+            elif self._clock() < self._deadline(left) - self._seconds * (1 - ROOM_SHARE):
+                self._lines[number, True, hit] = left
+            else:
+                self._loader.end_wait(hit)
+                self._miss(left, "crowded", remember=False)
 
     def _ask(self, wanted: Iterable[bytes], hit: str) -> None:
         """Ask the stores for keys of a hit. Of a store with an index in memory, the first keys are asked at once: who
-        needs a prefix learns that it is not there. While there is no room, nobody is asked."""
+        needs a prefix learns that it is not there. While there is no room, and the hit cannot wait for it, nobody is
+        asked."""
         keys = list(wanted)
-        room = max(0, ASKED_MAX - len(self.searching)) if self._free(1) and not self._stopped else 0
+        is_open = not self._stopped and (self._free(1) or self._loader.may_wait(hit))
+        room = max(0, ASKED_MAX - len(self.searching)) if is_open else 0
         self.refused += len(keys[room:])
         self.asked += len(keys[:room])
         left, later = keys[: min(room, NOW_MAX)], keys[NOW_MAX:room]
@@ -462,15 +477,16 @@ class HostLoads:
             self._lines.setdefault((number, is_stored, hit), []).extend(key_list)
             self.searching.update(dict.fromkeys(key_list, self._clock() + self._seconds))
 
-    def _found(self, number: int, keys: Sequence[bytes], job: StoreRequest) -> list[bytes]:
-        """A store has said which keys it has. Returns those that the next one is asked for."""
+    def _found(self, hit: str, number: int, keys: Sequence[bytes], job: StoreRequest) -> list[bytes]:
+        """A store has returned which keys of a hit it has. The next ``turn`` loads them. Returns those that the next
+        store is asked for."""
         # A key that is not looked for any more was dropped by ``clear``.
         answered = [
             (key, ok) for key, ok in zip(keys, (job.codes == OK).tolist(), strict=True) if key in self.searching
         ]
         stored, others = [key for key, ok in answered if ok], [key for key, ok in answered if not ok]
         if stored:
-            self._load(number, stored)
+            self._lines.setdefault((number, True, hit), []).extend(stored)
         if number + 1 < len(self._bridge.clients):
             return others
         self._miss_by_code(keys, job)
@@ -497,10 +513,6 @@ class HostLoads:
     def _load(self, number: int, keys: Sequence[bytes]) -> None:
         """Load keys that a store has, as many as its policy takes. What has no room is missed. It may be asked for as
         soon as what has come was read: so a prompt that is longer than the room comes window by window."""
-        self._miss([key for key in keys if not self._loader.wanted(key)], "cancelled", remember=False)
-        keys = [key for key in keys if key in self.searching]
-        if not keys:
-            return
         end, room = self._deadline(keys), keys[: self._free(len(keys))]
         self._miss(keys[len(room) :], "crowded", remember=False)
         try:

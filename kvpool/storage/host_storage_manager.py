@@ -70,7 +70,8 @@ class HostStorageManagerStats:
     """``unsaved`` by store and reason"""
     health: dict[str, BreakerStats] = field(default_factory=dict)
     refused: int = 0
-    """keys that no store was asked for: all room was taken by what had come or was on its way. ``asked`` has them not,
+    """keys that no store was asked for: all room was taken by what had come or was on its way, for a request that does
+    not wait, or has waited. ``asked`` has them not,
     and a key that is looked for in each step counts in each."""
     unread: int = 0
     """blocks that have come for requests that have neither pinned them nor ended. With ``loading``, they take the room
@@ -98,8 +99,10 @@ class HostStorageManager(Closing):
         save them, but one for each such call.
     load_seconds, save_seconds
         Time for a key from the first ``find`` until it is HERE, and for a block from the ``poll`` after ``publish``
-        until it is saved. What takes longer is given up. While a store is busy with other saves, blocks wait for more,
-        as long as each step brings some, and are saved together; this begins then.
+        until it is saved. What takes longer is given up. For up to half of ``load_seconds``, and once, a named request
+        waits until others have read what takes the room for loads, unless the store has a policy. While a store is busy
+        with other saves, blocks wait for more, as long as each step brings some, and are saved together;
+        ``save_seconds`` begins then.
     retry_seconds
         For so long a key that did not come is not asked for again.
     quota

@@ -384,6 +384,8 @@ class WritebackQueue(Generic[Block]):
 
 
 NO_STORE = -1
+WAITED_MAX = 65_536
+"""Requests that are remembered to have waited for room in vain."""
 """in place of the number of a store"""
 
 
@@ -432,6 +434,8 @@ class LoadQueue(Generic[Block]):
         # The requests that wait for a block, and the blocks that a request waits for.
         self._users: dict[Block, set[Hashable]] = {}
         self._wanted: dict[Hashable, set[Block]] = {}
+        # Requests that have waited for room in vain, the earliest first.
+        self._waited: dict[Hashable, None] = {}
 
     @property
     def free(self) -> int:
@@ -440,6 +444,24 @@ class LoadQueue(Generic[Block]):
         while self.unread and next(iter(self.unread.values())).until <= now_s:
             self.drop(next(iter(self.unread)))
         return max(0, self._room - len(self.unread) - len(self.coming))
+
+    def may_wait(self, user: Hashable) -> bool:
+        """Return whether a request may wait for room that others hold: it is named, has not waited in vain before, and
+        holds no room itself, so that it does not wait for its own blocks. With policies for all stores nobody waits:
+        they compare the time of a load with that of the computation, and do not know of the wait."""
+        if not user or user in self._waited or None not in self._policies:
+            return False
+        return not any(block in self.unread or block in self.coming for block in self._wanted.get(user, ()))
+
+    def waits(self, number: int, user: Hashable, free: int, blocks: int) -> bool:
+        """Return whether blocks of a request wait until others have read theirs, instead of being loaded in part."""
+        return free < min(blocks, self._room) and self._policies[number] is None and self.may_wait(user)
+
+    def end_wait(self, user: Hashable) -> None:
+        """A request has waited as long as it may. It does not wait again before it has read blocks or ended."""
+        self._waited[user] = None
+        if len(self._waited) > WAITED_MAX:
+            del self._waited[next(iter(self._waited))]
 
     # -- requests that wait for blocks ---------------------------------------------------------------
 
@@ -484,6 +506,7 @@ class LoadQueue(Generic[Block]):
     def leave(self, user: Hashable) -> None:
         """A request has ended. Blocks that no other request waits for stop counting; those on their way count until
         they have arrived, since a store writes into them."""
+        self._waited.pop(user, None)
         for block in list(self._wanted.pop(user, ())):
             users = self._users[block]
             users.discard(user)
@@ -495,6 +518,7 @@ class LoadQueue(Generic[Block]):
         self.unread.clear()
         self._users.clear()
         self._wanted.clear()
+        self._waited.clear()
 
     def _discard(self, user: Hashable, block: Block) -> None:
         blocks = self._wanted.get(user)
