@@ -350,11 +350,12 @@ def frequent_switches() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("frequent_switches")
-def test_a_hundred_thousand_operations_of_two_threads_and_a_reader() -> None:
+@pytest.mark.parametrize("operations", [10_000, pytest.param(100_000, marks=pytest.mark.exhaustive)])
+def test_many_operations_of_two_threads_and_a_reader(operations: int) -> None:
     seed = random.randrange(1 << 32)
     print("seed", seed)
     library = Library(seed)
-    workers = [Worker(library, seed + i, 50_000) for i in range(2)]
+    workers = [Worker(library, seed + i, operations // 2) for i in range(2)]
     done, failed, counts, checks = threading.Event(), threading.Event(), [0, 0], []
     library.watched = lambda: failed.is_set() or (counts[1] > 100 and len(checks) >= 5)
 
@@ -382,12 +383,10 @@ def test_a_hundred_thousand_operations_of_two_threads_and_a_reader() -> None:
     library.cache.verify()
     stats = library.cache.stats()
     print(f"{library.operations} operations, {counts} host lookups (missed, pinned), {len(checks)} checks, {stats}")
-    assert library.operations >= 100_000 and len(checks) >= 5 and counts[1] > 100 and library.hits > 10_000
+    assert library.operations >= operations and len(checks) >= 5 and counts[1] > 100 and library.hits > operations // 10
     assert (
-        stats.offloaded_blocks > 100
-        and stats.onboarded_blocks > 100
-        and stats.partial_blocks > 100
-        and stats.copied_blocks > 100
+        min(stats.offloaded_blocks, stats.onboarded_blocks, stats.partial_blocks, stats.copied_blocks)
+        > operations // 1000
     )
     assert stats.device.free == 48 and stats.host.free == 40 and stats.lost_blocks == 0
     assert not any(library.cache.close())

@@ -34,7 +34,8 @@ def gpu_device(path: str | None = None) -> CudaDevice:
     params=[
         "cpu",
         "cpu around the caches",
-        *SIMS,
+        *("sim, nothing early", "sim, all at once"),
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("sim, some early", "sim, most early")),
         *(pytest.param(name, marks=pytest.mark.gpu) for name in GPUS),
     ]
 )

@@ -24,7 +24,10 @@ def example(load: Callable[[str], ModuleType]) -> ModuleType:
     return load("drafts_numpy")
 
 
-@pytest.mark.parametrize(("device", "seed"), [("cpu", 0), ("cpu", 1), ("sim", 0), ("sim", 1)])
+@pytest.mark.parametrize(
+    ("device", "seed"),
+    [("cpu", 0), ("sim", 0), *(pytest.param(device, 1, marks=pytest.mark.exhaustive) for device in ("cpu", "sim"))],
+)
 def test_every_logit_is_that_of_the_model_without_a_cache(
     example: ModuleType, device: str, seed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

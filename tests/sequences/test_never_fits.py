@@ -170,7 +170,7 @@ def kinds(request: pytest.FixtureRequest) -> Iterator[str]:
     yield request.param
 
 
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(1, 5))])
 def test_what_never_fits_does_not_alone_and_the_rest_does(kinds: str, number: int) -> None:
     """After a refusal all others leave, and the same growth is tried again."""
     print(f"seed {number}")
