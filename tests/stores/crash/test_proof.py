@@ -39,12 +39,16 @@ def built() -> Iterator[Path]:
         yield folder / "root"
 
 
-def test_in_hundreds_of_crash_states_nothing_acknowledged_is_lost(recording: Recording, built: Path) -> None:
-    result = proof.replayed(recording, 300, SEED, built)
-    assert result.states == 300 and not result.failures, result.failures
-    assert result.promised > 300 and result.gone > 300
+@pytest.mark.parametrize("states", [40, pytest.param(300, marks=pytest.mark.exhaustive)])
+def test_in_hundreds_of_crash_states_nothing_acknowledged_is_lost(
+    recording: Recording, built: Path, states: int
+) -> None:
+    result = proof.replayed(recording, states, SEED, built)
+    assert result.states == states and not result.failures, result.failures
+    assert result.promised > states and result.gone > states
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", range(2))
 def test_a_crash_of_the_opening_after_a_crash_loses_nothing(
     recording: Recording, number: int, tmp_path: Path, built: Path
@@ -54,6 +58,7 @@ def test_a_crash_of_the_opening_after_a_crash_loses_nothing(
     assert result.states == 60 and result.promised and not result.failures, result.failures
 
 
+@pytest.mark.exhaustive
 def test_saving_again_what_a_crash_has_left_risks_nothing(recording: Recording, tmp_path: Path, built: Path) -> None:
     """Power that fails may leave noise where something is written, and so no block is written that is there."""
     again = proof.recovered(recording, tmp_path, SEED)
@@ -68,12 +73,14 @@ def test_syncs_that_fail_acknowledge_nothing_that_a_crash_may_take(tmp_path: Pat
     assert result.states == 100 and result.promised and result.gone and not result.failures, result.failures
 
 
+@pytest.mark.exhaustive
 def test_files_of_another_moment_give_no_wrong_bytes(recording: Recording, built: Path) -> None:
     """Somebody has copied one file of the store back, or all but one."""
     result = proof.rolled_back(recording, 6, SEED, built)
     assert result.damaged > 0 and not result.failures, result.failures
 
 
+@pytest.mark.exhaustive
 def test_processes_that_are_killed_lose_nothing(tmp_path: Path) -> None:
     print(f"KVPOOL_CRASH_SEED={SEED}")
     summary = proof.killed(tmp_path / "store", 10, SEED)
@@ -93,6 +100,7 @@ def assert_found(recording: Recording, harms: Collection[str], built: Path) -> N
     assert any(all_seen(failures) for failures in draws), f"not all of {harms}"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("skip", "breakage"),
     [
@@ -108,10 +116,12 @@ def test_a_wrong_order_is_found(skip: str, breakage: str, tmp_path: Path, built:
     assert_found(record(tmp_path, skip, breakage), ["was promised"], built)
 
 
+@pytest.mark.exhaustive
 def test_calls_that_do_not_wait_are_found(tmp_path: Path, built: Path) -> None:
     assert_found(record(tmp_path, breakage="acknowledged first"), ["was promised", "was forgotten"], built)
 
 
+@pytest.mark.exhaustive
 def test_a_save_that_does_not_wait_is_found_by_kills(tmp_path: Path) -> None:
     """Processes are killed until one has lost something, at most 200."""
     runs = (proof.killed(tmp_path / str(n), 10, SEED + n, "acknowledged first") for n in range(20))
