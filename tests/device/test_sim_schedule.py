@@ -285,13 +285,13 @@ def test_every_schedule_is_tried_once(body: Callable[[SimDevice], None], schedul
 
 
 def test_every_order_of_streams_is_tried_and_none_that_events_forbid() -> None:
-    def found(ordered: bool) -> set[tuple[int, ...]]:
+    def orders_seen(ordered: bool) -> set[tuple[int, ...]]:
         seen = set()
         explore(lambda device: seen.add(tuple(orders(device, [1, 2, 3], ordered))))
         return seen
 
-    assert len(found(ordered=False)) == 6
-    assert found(ordered=True) == {(0, 1, 2)}
+    assert len(orders_seen(ordered=False)) == 6
+    assert orders_seen(ordered=True) == {(0, 1, 2)}
 
 
 def test_the_single_bad_interleaving_is_found_and_can_be_run_again() -> None:

@@ -42,14 +42,14 @@ def test_a_chunk_that_was_evicted_is_loaded_from_the_store() -> None:
     manager = Stored(4)
     manager.fill(1, 2)
     assert manager.real.has_pending_work(), "the store is to save them"
-    assert manager.found(1, 2) == [HIT, HIT]
+    assert manager.await_states(1, 2) == [HIT, HIT]
     manager.wait_saved(2)
     manager.real.on_request_finished(request())
     for number in (3, 4, 5, 6):
         manager.fill(number)
-        assert manager.found(number) == [HIT]
+        assert manager.await_states(number) == [HIT]
     assert manager.lookup(1) == [PENDING]
-    assert manager.found(1) == [HIT]
+    assert manager.await_states(1) == [HIT]
     (block,) = manager.load("a", 1)
     assert (manager.tier.blocks[block] == 1).all()
     manager.complete_load("a", 1)
@@ -74,9 +74,9 @@ def test_a_store_that_took_too_long_is_a_miss_whatever_the_next_store_has(saved:
         manager.real.on_request_finished(request())
     _, (late,), _ = manager.prepare_store(1)
     clock.now += 60_000
-    assert manager.found(1) == [MISS]
+    assert manager.await_states(1) == [MISS]
     # Those around it come nevertheless.
-    assert manager.found(2, 1, 3) == ([HIT, MISS, HIT] if saved else [MISS] * 3)
+    assert manager.await_states(2, 1, 3) == ([HIT, MISS, HIT] if saved else [MISS] * 3)
     if saved:
         lease = manager.cache.pin(keys(2, 3))
         assert [int(manager.tier.blocks[block, 0]) for block in lease.blocks] == [2, 3]
@@ -85,7 +85,7 @@ def test_a_store_that_took_too_long_is_a_miss_whatever_the_next_store_has(saved:
     assert manager.cache.overdue() == []
     assert manager.counted().get("vllm:kvpool_failed_stores", 0) == 0
     manager.now += 10
-    assert manager.found(1) == [HIT if saved else MISS]
+    assert manager.await_states(1) == [HIT if saved else MISS]
     manager.cache.verify()
     manager.real.shutdown()
 
@@ -120,7 +120,7 @@ def test_a_prompt_longer_than_the_host_loads_its_beginning_and_computes_the_rest
         manager.fill(number)
         manager.wait_saved(1)
     manager.cache.forget(keys(*prompt))
-    states = manager.found(*prompt)
+    states = manager.await_states(*prompt)
     came = prompt[: states.index(MISS)]
     assert states == [HIT] * len(came) + [MISS] * (20 - len(came)) and 0 < len(came) <= 4, "half of the tier"
     assert [manager.tier.blocks[block, 0] for block in manager.load("long", *came)] == [*came]
@@ -166,7 +166,7 @@ def test_a_chunk_whose_copy_failed_is_not_saved() -> None:
     manager.real.report(vllm.WorkerReport(failed_blocks=set(blocks)))
     manager.complete_store(1)
     assert not manager.real.has_pending_work()
-    assert manager.found(1) == [MISS]
+    assert manager.await_states(1) == [MISS]
     manager.real.shutdown()
 
 
@@ -176,10 +176,10 @@ def test_a_chunk_that_is_filled_in_part_is_found_and_not_saved() -> None:
     _, blocks, _ = manager.prepare_store(1, 2)
     manager.real.report(vllm.WorkerReport(partial_blocks={blocks[0]}))
     manager.complete_store(1, 2)
-    assert manager.found(1, 2) == [HIT, HIT]
+    assert manager.await_states(1, 2) == [HIT, HIT]
     manager.wait_saved(1)
     manager.cache.forget(keys(1, 2))
-    assert manager.found(1, 2) == [MISS, HIT]
+    assert manager.await_states(1, 2) == [MISS, HIT]
     manager.real.shutdown()
 
 
@@ -204,7 +204,7 @@ def test_a_chunk_that_comes_back_whole_is_not_filled_in_part_any_more(again: str
     manager.fill(2)
     manager.wait_saved(1)
     if again == "by the store":
-        assert manager.found(1) == [HIT]
+        assert manager.await_states(1) == [HIT]
     else:
         manager.fill(1)
     spec = manager.real.prepare_load(keys(1), request())
@@ -218,7 +218,7 @@ def test_a_host_block_of_a_chunk_in_part_is_whole_for_the_chunk_that_a_store_bri
     manager.fill(1)
     manager.wait_saved(1)
     (block,) = manager.store_in_part(2)
-    assert manager.found(1) == [HIT]
+    assert manager.await_states(1) == [HIT]
     spec = manager.real.prepare_load(keys(1), request())
     assert (spec.blocks, spec.partial) == ((block,), ())
     assert (manager.tier.blocks[block] == 1).all()
@@ -260,9 +260,9 @@ def test_reports_of_workers_are_joined() -> None:
 def test_after_a_reset_no_store_has_what_was_saved_before() -> None:
     manager = Stored(4)
     manager.fill(1, 2)
-    assert manager.found(1, 2) == [HIT, HIT]
+    assert manager.await_states(1, 2) == [HIT, HIT]
     manager.real.reset_cache()
-    assert manager.found(1, 2) == [MISS, MISS]
+    assert manager.await_states(1, 2) == [MISS, MISS]
     manager.real.shutdown()
 
 
@@ -280,7 +280,7 @@ def test_a_reset_retracts_events_of_stores() -> None:
     manager.wait_saved(2)
     assert follow() == {1, 2}
     manager.real.reset_cache()
-    assert follow() == set() and manager.found(1, 2) == [MISS, MISS]
+    assert follow() == set() and manager.await_states(1, 2) == [MISS, MISS]
     manager.real.shutdown()
 
 
@@ -312,7 +312,7 @@ def test_what_a_store_has_brought_is_reported_to_the_first_that_loads_it(
     manager.fill(1, 2)
     manager.wait_saved(2 * len(kinds))
     manager.cache.forget(keys(1))
-    assert manager.found(1, 2) == [HIT, HIT]
+    assert manager.await_states(1, 2) == [HIT, HIT]
     manager.load("a", 1, 2)
     sources = [manager.real.get_load_source(key, request("a")).name for key in keys(1, 2)]
     assert sources == [source, "HOST"]
@@ -340,7 +340,7 @@ def test_a_hit_is_loaded_only_where_that_is_faster_than_to_compute_it(
         for _ in range(rounds):
             manager.cache.forget(keys(*range(32)))
             manager.now += 1.0
-            states = manager.found(*range(16))
+            states = manager.await_states(*range(16))
             count += states == [HIT] * 16
         return count
 
@@ -380,7 +380,7 @@ def test_routers_learn_what_a_store_has_and_what_it_has_lost(tmp_path: Path) -> 
         manager.fill(number)
         manager.wait_saved(2)
     manager.cache.forget(keys(1, 2, 3))
-    assert manager.found(1, 2, 3) == [HIT, HIT, HIT], "the disk has all, and the memory two"
+    assert manager.await_states(1, 2, 3) == [HIT, HIT, HIT], "the disk has all, and the memory two"
     events = [
         (event.ownership, event.locality.name, event.removed, manager.numbers(event.keys))
         for event in manager.real.take_events()
@@ -413,7 +413,7 @@ def test_figures_of_stores_are_read_once_a_second(monkeypatch: pytest.MonkeyPatc
         manager.fill(*chunks)
         manager.wait_saved(2)
         manager.cache.forget(keys(*chunks))
-        assert manager.found(*chunks) == [MISS, MISS]
+        assert manager.await_states(*chunks) == [MISS, MISS]
         manager.now = second - 0.1
         assert not any("answers" in name for name in manager.counted())
         manager.now = float(second)
@@ -436,7 +436,7 @@ def test_a_host_tier_that_is_too_small_for_what_comes_is_warned_of_once(
         manager.fill(*chunks)
         manager.wait_saved(2)
         manager.cache.forget(keys(*chunks))
-        assert MISS in manager.found(*chunks), "half of the tier is one chunk"
+        assert MISS in manager.await_states(*chunks), "half of the tier is one chunk"
         manager.cache.forget(keys(*chunks))
         # What nobody has read takes no room any more.
         manager.now = 15.0 * second

@@ -180,7 +180,7 @@ for numbers in ((1, 2), (3, 4), (2, 5)):
     list(manager.real.take_events())
 if stores:
     manager.wait_saved(1)
-    manager.found(1, 3, 9)
+    manager.await_states(1, 3, 9)
 manager.load("b", 5)
 manager.real.load_failed("b")
 manager.complete_load("b", 5)

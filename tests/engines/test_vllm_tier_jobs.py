@@ -61,7 +61,7 @@ class Tier:
         self.real.on_schedule_end(ScheduleEndContext((), ()))
         return states
 
-    def found(self, *numbers: int) -> list[Any]:
+    def await_states(self, *numbers: int) -> list[Any]:
         def resolved() -> bool:
             assert not list(self.real.get_finished_jobs())
             return RETRY not in self.lookup(*numbers)
@@ -94,7 +94,7 @@ def test_what_was_stored_is_found_and_loaded_byte_for_byte(tier: Tier) -> None:
     tier.save(1, 2, 3)
     assert tier.lookup(1, 2, 3, 4) == [RETRY] * 4
     assert tier.real.has_pending_work()
-    assert tier.found(1, 2, 3, 4) == [HIT, HIT, HIT, MISS]
+    assert tier.await_states(1, 2, 3, 4) == [HIT, HIT, HIT, MISS]
     job = tier.submit(True, [3, 1], [9, 11])
     (result,) = tier.results(1)
     assert (result.job_id, result.success, result.transfer_bytes) == (job, True, 2 * BYTES)
@@ -142,19 +142,19 @@ def test_a_dead_store_fails_jobs_and_is_left_alone(tier: Tier, store: Wrong) -> 
     for number in range(6):
         tier.submit(False, [number], [0])
         assert [result.success for result in tier.results(1)] == [False]
-        assert tier.found(number) == [MISS]
+        assert tier.await_states(number) == [MISS]
     assert store.calls.count("save") == store.calls.count("find") == 3
 
 
 def test_draining_waits_for_calls_and_what_was_saved_before_is_not_found(tier: Tier, store: Wrong) -> None:
     tier.save(1)
-    assert tier.found(1) == [HIT]
+    assert tier.await_states(1) == [HIT]
     tier.submit(False, [2], [3])
     tier.real.drain_jobs()
     assert [result.success for result in tier.real.get_finished_jobs()] == [True]
-    assert tier.found(1, 2) == [MISS, MISS]
+    assert tier.await_states(1, 2) == [MISS, MISS]
     tier.save(1)
-    assert tier.found(1) == [HIT]
+    assert tier.await_states(1) == [HIT]
 
 
 def test_shutting_down_while_a_call_hangs_keeps_the_memory(store: Wrong, monkeypatch: pytest.MonkeyPatch) -> None:

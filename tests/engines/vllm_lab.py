@@ -100,7 +100,7 @@ class Stored(Manager):
     def step(self) -> None:
         self.real.on_schedule_end(ScheduleEndContext((), ()))
 
-    def found(self, *numbers: int) -> list[Any]:
+    def await_states(self, *numbers: int) -> list[Any]:
         """What lookups say in the end, step by step, as long as the manager wants steps."""
         end = time.monotonic() + 600
         states = self.lookup(*numbers)

@@ -46,7 +46,7 @@ def die_in_a_copy(pipe: Connection) -> None:
     os._exit(1)
 
 
-def own(pipe: Connection) -> None:
+def own_tier(pipe: Connection) -> None:
     """Has a tier, and lives until it is killed."""
     identity = kvpool.ModelIdentity("toy", "r1", "uint8", "x", "tests 1")
     tier = kvpool.HostTier(4, 64, identity=identity)

@@ -73,7 +73,7 @@ def test_a_worker_that_dies_in_a_copy_leaves_the_index_whole(make: Make, spawn: 
 
 
 def test_a_tier_outlives_the_process_that_made_it_where_it_is_attached(spawn: Spawn) -> None:
-    owner = spawn(processes.own)
+    owner = spawn(processes.own_tier)
     description = owner.recv()
     with HostTier.attach(description) as tier:
         owner.kill()

@@ -71,24 +71,24 @@ def index() -> Iterator[Callable[[KVEventPublisher, int], int]]:
         process.wait(600)
 
 
-def found(port: int, prompt: range, **names: Any) -> tuple[int, int]:
+def cached_tokens(port: int, prompt: range, **names: Any) -> tuple[int, int]:
     """Tokens of a prompt on the GPU, and tokens on it and then on the CPU, as the indexer has them."""
     reply = ask(port, "/query", {"token_ids": list(prompt), "model_name": "default", **names})
     worker = reply["instances"].get("1", {"gpu": 0, "cpu": 0})
     return worker["gpu"], worker["cpu"]
 
 
-def await_found(port: int, prompt: range, tokens: tuple[int, int], **names: Any) -> None:
+def await_tokens(port: int, prompt: range, tokens: tuple[int, int], **names: Any) -> None:
     end = time.monotonic() + 600
-    while found(port, prompt, **names) != tokens and time.monotonic() < end:
+    while cached_tokens(port, prompt, **names) != tokens and time.monotonic() < end:
         time.sleep(0.05)
-    assert found(port, prompt, **names) == tokens
+    assert cached_tokens(port, prompt, **names) == tokens
 
 
 def subscribed(port: int, prompt: range, again: Callable[[], object]) -> None:
     """Repeat what stores a prompt until the indexer's subscription has reached the publisher."""
     end = time.monotonic() + 600
-    while found(port, prompt) != (len(prompt), len(prompt)) and time.monotonic() < end:
+    while cached_tokens(port, prompt) != (len(prompt), len(prompt)) and time.monotonic() < end:
         again()
         time.sleep(0.05)
 
@@ -108,10 +108,10 @@ def test_dynamo_finds_what_the_pool_would_reuse(make: Callable[..., Engine], ind
         engine.seed(range(81), committed=80, adapter_id="lora", salt="tenant")
         for start in (0, 1000):
             match = engine.cache.match_prefix(list(range(start, start + 81)))
-            await_found(port, range(start, start + 80), (match.device_tokens, match.full_tokens))
-        await_found(port, range(80), (80, 80), lora_name="lora", cache_salt="tenant")
+            await_tokens(port, range(start, start + 80), (match.device_tokens, match.full_tokens))
+        await_tokens(port, range(80), (80, 80), lora_name="lora", cache_salt="tenant")
         engine.cache.reset()
-        await_found(port, range(80), (0, 0), lora_name="lora", cache_salt="tenant")
+        await_tokens(port, range(80), (0, 0), lora_name="lora", cache_salt="tenant")
 
 
 @pytest.mark.parametrize("mix", ["window full recurrent", "full window"])
@@ -132,10 +132,10 @@ def test_dynamo_goes_by_full_attention_whatever_other_groups_give_back(mix: str,
         subscribed(port, prompt, again)
         for start in range(0, 600, 100):
             seed(cache, range(start, start + 13))
-        await_found(port, range(500, 512), (12, 12))
+        await_tokens(port, range(500, 512), (12, 12))
         keys = {key.tobytes() for key in cache.block_keys(list(prompt)).keys}
         left = {word: len(keys & cached(cache)[g, "device"]) for g, word in enumerate(words)}
         assert left["full"] == 10 > left["window"]
-        await_found(port, prompt, (40, 40))
+        await_tokens(port, prompt, (40, 40))
         cache.reset()
-        await_found(port, prompt, (0, 0))
+        await_tokens(port, prompt, (0, 0))

@@ -91,7 +91,7 @@ def hold(pipe: Connection) -> None:
     pipe.recv()
 
 
-def own(pipe: Connection) -> None:
+def own_pool(pipe: Connection) -> None:
     """Has a pool, shares it, and lives until it is killed."""
     layout = kvpool.BlockLayout(2, 2, 8, 4, dtype="uint16")
     cache = kvpool.KVCacheManager(layout, device_blocks=4, device="cpu", shared=True)

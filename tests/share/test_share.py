@@ -23,7 +23,7 @@ from kvpool.device.cuda import open_gpu_memory, unusable
 from kvpool.device.memory.attachments import SharedGroup, SharedPart
 from kvpool.device.memory.main_memory import GpuMemory, is_there, open_shared
 from tests.share.pools import LAYOUT, open_pool
-from tests.share.processes import attach_as_nobody, hold, own
+from tests.share.processes import attach_as_nobody, hold, own_pool
 from tests.share.spawned import Spawn
 from tests.share.spawned import spawn as spawn
 
@@ -227,7 +227,7 @@ def test_memory_that_was_given_back_is_not_opened_under_its_number() -> None:
 
 def test_when_the_pools_process_is_killed_attached_arrays_stay_and_nothing_else_does(spawn: Spawn) -> None:
     before = set(os.listdir("/dev/shm"))
-    owner = spawn(own)
+    owner = spawn(own_pool)
     description = owner.recv()
     attached = attach(description)
     assert attached.alive and (attached.pool == 7).all()

@@ -334,7 +334,7 @@ def test_a_corrupted_field_is_named(engine: Engine, check: str, corrupt: Corrupt
 def test_a_tier_that_does_not_add_up_is_found(engine: Engine) -> None:
     """Seen by "listed or held" first, which names the block."""
     unlisted(engine.cache.core.tokens)
-    assert "capacity" in found(engine)
+    assert "capacity" in failed_checks(engine)
 
 
 def test_pins_are_those_of_the_leases(engine: Engine) -> None:
@@ -347,14 +347,14 @@ def test_all_that_is_wrong_is_found(engine: Engine) -> None:
     state = engine.cache.core.tokens
     for check in ("copy ops", "pins", "rows", "filled", "lowest priority"):
         next(corrupt for name, _, corrupt in CORRUPTIONS if name == check)(state)
-    assert {"copy ops", "pins", "rows", "filled", "lowest priority"} <= found(engine)
+    assert {"copy ops", "pins", "rows", "filled", "lowest priority"} <= failed_checks(engine)
 
 
 def test_a_sound_pool_has_no_findings(engine: Engine) -> None:
-    assert found(engine) == set()
+    assert failed_checks(engine) == set()
 
 
-def found(engine: Engine) -> set[str]:
+def failed_checks(engine: Engine) -> set[str]:
     leased = np.concatenate([lease.blocks for lease in engine.cache.leases])
     return {check for check, _ in verification.findings(engine.cache.core.tokens, leased)}
 

@@ -226,7 +226,7 @@ def test_nothing_is_found_of_another_model_or_share_or_layout(
     if "version" in change:
         monkeypatch.setattr(EnginePlugin, "version", lambda self: change["version"])
 
-    def found(changed: bool) -> int:
+    def hits_of(changed: bool) -> int:
         pool = host_pool(
             change.get("layout", "page_first") if changed else "page_first",
             change.get("dtype", torch.bfloat16) if changed else torch.bfloat16,
@@ -238,9 +238,9 @@ def test_nothing_is_found_of_another_model_or_share_or_layout(
         backend.close()
         return hits
 
-    assert found(changed=True) == 0
+    assert hits_of(changed=True) == 0
     if "version" not in change:
-        assert found(changed=False) == 10
+        assert hits_of(changed=False) == 10
 
 
 def test_salts_and_adapters_begin_chains_of_their_own() -> None:
