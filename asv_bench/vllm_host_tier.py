@@ -18,7 +18,7 @@ between an engine without a host tier, one with, and one with a disk, and measur
 takes. All print medians. ``policies`` plays sessions of agents, scaled down, through an engine, once for each eviction
 policy of vLLM's own CPU tier and of kvpool's, of as much memory, and prints the share of tokens that came from a cache.
 Answers must be the same. ``trace`` is a file of sessions as ``replay`` takes it.
-``small-host`` serves 45 conversations of three turns by an engine whose host tier has 31 chunks and a disk behind it,
+``small-host`` serves 45 conversations of three turns by an engine with 31 chunks of host tier and a disk below it,
 twice, with a restart between, and prints the share of the chunks that came from a cache, of those that were stored
 before and fit into the host tier at once.
 """
@@ -394,7 +394,7 @@ def policies(rounds: int, trace: str) -> None:
 
 CONVERSATIONS, TURNS, HOST_CHUNKS = 45, 3, 31
 TINY_BLOCK_BYTES = 32 << 10
-"""Of a block of the tiny model, in float32."""
+"""Bytes of a block of the tiny model, in float32."""
 
 
 def _conversation_waves() -> list[list[dict[str, Any]]]:
@@ -426,12 +426,12 @@ def _serve_conversations(folder: str) -> list[tuple[str, int, list[int], int]]:
         "transfer": serve.transfer(extra),
         "engine": {"max_model_len": 1024, "num_gpu_blocks_override": 64},
     }
-    said: dict[str, list[int]] = {}
+    history: dict[str, list[int]] = {}
     results = []
     engine = serve.open_engine(script, Path(folder))
     for wave in _conversation_waves():
-        for name, answer in serve.serve_wave(engine, wave, said).items():
-            prompt = len(said[name]) - len(answer["tokens"])
+        for name, answer in serve.serve_wave(engine, wave, history).items():
+            prompt = len(history[name]) - len(answer["tokens"])
             results.append((name, prompt, answer["tokens"], answer["cached"]))
     engine.engine_core.shutdown()
     return results
