@@ -32,6 +32,7 @@ data_file = {DATA / "data"}
 parallel = true
 patch = subprocess, _exit
 core = ctrace
+disable_warnings = no-data-collected
 """
 
 
