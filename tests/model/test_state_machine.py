@@ -3,9 +3,10 @@ step.
 
 Pools have one group of layers or several, windowed, recurrent and cross ones among them. Hypothesis chooses and shrinks
 the sequence of verbs and the pool; the arguments come from a seeded generator per step, whose seed is printed, since
-uniform draws meet far more of the pool's corners. ``KVPOOL_MODEL_EXAMPLES`` sets how many sequences are tried,
-``KVPOOL_MODEL_STEPS`` their length. A failure prints its calls and a ``reproduce_failure`` line; with
-``KVPOOL_MODEL_SHRINK=1`` hypothesis looks for a shorter one first, which can take minutes.
+uniform draws meet far more of the pool's corners. ``KVPOOL_MODEL_EXAMPLES`` sets how many sequences are tried, four
+times as many with ``--exhaustive``, and ``KVPOOL_MODEL_STEPS`` their length. A failure prints its calls and a
+``reproduce_failure`` line; with ``KVPOOL_MODEL_SHRINK=1`` hypothesis looks for a shorter one first, which can take
+minutes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, Phase, note, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -496,7 +498,15 @@ class GroupsMachine(PoolMachine):
     several = True
 
 
-EXAMPLES = int(os.environ.get("KVPOOL_MODEL_EXAMPLES", "30"))
+class LongPoolMachine(PoolMachine):
+    """The same with four times as many sequences."""
+
+
+class LongGroupsMachine(GroupsMachine):
+    """The same over several groups, with four times as many sequences."""
+
+
+EXAMPLES = int(os.environ.get("KVPOOL_MODEL_EXAMPLES", "10"))
 PoolMachine.TestCase.settings = settings(
     max_examples=EXAMPLES,
     stateful_step_count=int(os.environ.get("KVPOOL_MODEL_STEPS", "50")),
@@ -510,3 +520,7 @@ PoolMachine.TestCase.settings = settings(
 TestThePoolDoesWhatItsModelDoes: Any = PoolMachine.TestCase
 GroupsMachine.TestCase.settings = settings(PoolMachine.TestCase.settings, max_examples=EXAMPLES)
 TestAPoolOfGroupsDoesWhatItsModelDoes: Any = GroupsMachine.TestCase
+for machine in (LongPoolMachine, LongGroupsMachine):
+    machine.TestCase.settings = settings(PoolMachine.TestCase.settings, max_examples=4 * EXAMPLES)
+TestThePoolDoesWhatItsModelDoesAtLength: Any = pytest.mark.exhaustive(LongPoolMachine.TestCase)
+TestAPoolOfGroupsDoesWhatItsModelDoesAtLength: Any = pytest.mark.exhaustive(LongGroupsMachine.TestCase)
