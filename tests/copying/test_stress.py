@@ -50,6 +50,7 @@ def until_found(name: str) -> Iterator[set[str]]:
     return (names for names in (failed() for _ in range(50)) if name in names)
 
 
+@pytest.mark.exhaustive
 def test_a_pin_that_does_not_hold_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each lease is closed after its first check."""
     check, close = Reader._check, Lease.close
@@ -63,6 +64,7 @@ def test_a_pin_that_does_not_hold_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     assert WRONG in next(until_found(WRONG))
 
 
+@pytest.mark.exhaustive
 def test_a_block_found_in_one_step_and_pinned_in_the_next_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     find_and_pin = KVCacheManager.find_and_pin_host
 
@@ -82,17 +84,20 @@ def test_a_block_found_in_one_step_and_pinned_in_the_next_is_caught(monkeypatch:
     assert WRONG in next(until_found(WRONG))
 
 
+@pytest.mark.exhaustive
 def test_a_lease_that_is_never_closed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     close = Lease.close
     monkeypatch.setattr(Lease, "close", lambda self: close(self) if self.id != 7 else None)
     assert failed() == {"leases open at the end", "blocks pinned at the end"}
 
 
+@pytest.mark.exhaustive
 def test_events_that_were_missed_are_found() -> None:
     wrong = failed(replace(CONFIG, replay=replace(REPLAY, events=256)))
     assert {"events dropped or missing", "keys in which events and pool differ"} & wrong
 
 
+@pytest.mark.exhaustive
 def test_contents_and_bytes_that_no_request_calls_for_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     learned = ExpectedContents.bytes_of
     monkeypatch.setattr(ExpectedContents, "bytes_of", lambda self, key: learned(self, key) if key[0] % 4 else None)
@@ -112,6 +117,7 @@ def test_an_error_of_either_thread_ends_the_run(owner: Any, name: str, monkeypat
         run.run()
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_gets_nowhere_ends(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"tokens": [1, 2, 3], "output_length": 1}\n')

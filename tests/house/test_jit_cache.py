@@ -156,6 +156,7 @@ def test_a_process_compiles_what_no_other_has_compiled_and_what_an_edit_has_reac
     assert (edited["values"], edited["compiled"]) == ([31, 41, 21, 4], [4, 2, 1, 0])
 
 
+@pytest.mark.exhaustive
 def test_code_for_other_features_of_a_processor_is_other_code(sample: Path) -> None:
     script = "from sample.common.jit.compiler import _compiler\nprint(_compiler())"
     keys = [
@@ -250,6 +251,7 @@ def test_works_without_jit(sample: Path) -> None:
     assert report_of(sample, NUMBA_DISABLE_JIT="1")["values"] == VALUES
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "without", ["typed_passes.PreLowerStripPhis", "registry.CPUDispatcher", "codegen.CPUCodegen.magic_tuple"]
 )
@@ -277,6 +279,7 @@ def test_every_private_name_of_numba_is_in_one_module_and_is_looked_for_before_i
     assert used - ours <= asked, used - ours - asked
 
 
+@pytest.mark.exhaustive
 def test_a_terminal_is_notified_once_that_functions_are_compiled_and_a_pipe_is_not(sample: Path) -> None:
     said = []
     assert not report_of(sample)["said"]

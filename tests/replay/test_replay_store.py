@@ -79,6 +79,7 @@ def test_a_namespace_gets_nothing_of_another(store: MemoryStore) -> None:
     assert run(store, trace("a")).hits.tokens == 160
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_writes_no_bytes_leaves_nothing_for_one_that_compares_them(store: MemoryStore) -> None:
     assert (unwritten := run(store, verify=False).stored) is not None and unwritten.saved_blocks > 0
     assert (stored := run(store).stored) is not None and stored.earlier_tokens == 0
@@ -105,6 +106,7 @@ def test_a_store_that_hangs_costs_the_wait_and_no_more(store: MemoryStore) -> No
     assert summary.stored.not_loaded
 
 
+@pytest.mark.exhaustive
 def test_content_that_is_not_the_prompts_fails_the_verification(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +156,7 @@ def test_a_store_that_cannot_be_opened_leaves_nothing_behind(store: MemoryStore)
 COMMAND = ["replay", "--limit", "40", "--device-blocks", "400", "--host-blocks", "64", "--active", "4", "--verify"]
 
 
+@pytest.mark.exhaustive
 def test_the_command_keeps_blocks_on_disk_for_its_next_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = f"disk:{tmp_path}/blocks?capacity=64MiB"
     said = []
@@ -164,6 +167,7 @@ def test_the_command_keeps_blocks_on_disk_for_its_next_run(tmp_path: Path, capsy
     assert "it started warm" in said[1] and "blocks of the store" in said[1]
 
 
+@pytest.mark.exhaustive
 def test_the_command_keeps_blocks_with_a_peer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     secret = tmp_path / "secret"
     secret.touch(mode=0o600)
