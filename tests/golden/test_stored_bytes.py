@@ -13,7 +13,8 @@ import kvpool
 from kvpool.remote import session
 from kvpool.state import hashing
 from kvpool.storage.backends.peer import peer_store
-from kvpool.storage.mac import BlockNames, Secret, SharedSecret, block_context
+from kvpool.storage.backends.shared_secret import SharedSecret
+from kvpool.storage.mac import BlockNames, Secret, block_context
 
 PACKAGE = Path(kvpool.__file__).parent
 SECRET = bytes(range(32))

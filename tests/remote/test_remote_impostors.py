@@ -272,7 +272,7 @@ class Injecting(Relay):
 def test_a_store_server_bounds_a_message_that_never_ends() -> None:
     secret, memory = bytes(range(32)), np.zeros((4, 4096), np.uint8)
     from kvpool.storage.backends.peer.peer_store import wire_key as store_key
-    from kvpool.storage.mac import SharedSecret
+    from kvpool.storage.backends.shared_secret import SharedSecret
 
     with StoreServer(MemoryStore(1 << 20), block_bytes=4096, secret=secret) as server:
         endless = plain(server.endpoint, store_key(SharedSecret(secret)))

@@ -13,7 +13,7 @@ from kvpool.remote.listener import ClientSecret
 from kvpool.storage import MemoryStore
 from kvpool.storage.backends.peer.peer_store import PeerStore, StoreCall, wire_key
 from kvpool.storage.backends.peer.store_server import StoreServer
-from kvpool.storage.mac import SharedSecret
+from kvpool.storage.backends.shared_secret import SharedSecret
 from kvpool.storage.store import Space, Store
 from tests.remote import workers
 from tests.stores.lab import BLOCK_BYTES, memory

@@ -11,9 +11,10 @@ import numpy.typing as npt
 import pytest
 
 from kvpool import HostCache
-from kvpool.storage import MemoryStore, tag_limits
+from kvpool.storage import MemoryStore
+from kvpool.storage.backends import tag_limits
+from kvpool.storage.backends.tag_limits import TagLimits
 from kvpool.storage.store import OK, Space
-from kvpool.storage.tag_limits import TagLimits
 from kvpool.storage.urls import open_store
 from tests.engine import Clock
 from tests.stores.contract import LastingContract

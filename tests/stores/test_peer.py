@@ -26,7 +26,7 @@ from kvpool.remote.session import Failed, Message, Received, Session
 from kvpool.storage import ABSENT, CANCELLED, FAILED, LATE, OK, MemoryStore, StoreWorker
 from kvpool.storage.backends.peer.peer_store import PeerStore, StoreCall, StoreDone, StoreHello, StoreWelcome
 from kvpool.storage.backends.peer.store_server import StoreServer
-from kvpool.storage.mac import SharedSecret
+from kvpool.storage.backends.shared_secret import SharedSecret
 from kvpool.storage.store import MODEL_BYTES
 from kvpool.storage.urls import open_store
 from tests.children import in_child, refuses

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from kvpool.storage.backends.mooncake.mooncake_store import SECRET_FILE, MooncakeStore
-from kvpool.storage.mac import BlockNames, Secret, block_context, default_place, read_or_make_secret, read_secret
+from kvpool.storage.backends.shared_secret import default_place, read_or_make_secret, read_secret
+from kvpool.storage.mac import BlockNames, Secret, block_context
 from kvpool.storage.store import MODEL_BYTES
 from tests.stores.lab import IDENTITY, OTHER, memory, names
 from tests.waiting import at_once

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvpool.common.arrays.layout import choice_argument, integer_argument
 from kvpool.state.arrays import LRU, POLICIES
+from kvpool.storage.backends.tag_limits import Victims
 from kvpool.storage.store import (
     ABSENT,
     CANCELLED,
@@ -25,7 +26,6 @@ from kvpool.storage.store import (
     Space,
     Stop,
 )
-from kvpool.storage.tag_limits import Victims
 
 
 class _Block(NamedTuple):

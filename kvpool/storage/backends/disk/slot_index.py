@@ -12,8 +12,8 @@ import numpy as np
 
 from kvpool.common.arrays import Int64s
 from kvpool.state.arrays import LRU
+from kvpool.storage.backends.tag_limits import Victims
 from kvpool.storage.store import KEY_BYTES, MAC_BYTES, TAG_BYTES
-from kvpool.storage.tag_limits import Victims
 
 ENTRY = np.dtype(
     [

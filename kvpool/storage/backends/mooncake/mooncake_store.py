@@ -22,7 +22,8 @@ from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.errors import PoolClosed
 from kvpool.storage.backends.mooncake import guarded_client as client
 from kvpool.storage.backends.mooncake.guarded_client import Client
-from kvpool.storage.mac import default_place, read_or_make_secret, secret_argument
+from kvpool.storage.backends.shared_secret import default_place, read_or_make_secret, secret_argument
+from kvpool.storage.backends.tag_limits import Bools, TagLimits
 from kvpool.storage.store import (
     ABSENT,
     CANCELLED,
@@ -38,7 +39,6 @@ from kvpool.storage.store import (
     Stop,
     parts,
 )
-from kvpool.storage.tag_limits import Bools, TagLimits
 
 SECRET_FILE = "KVPOOL_MOONCAKE_SECRET_FILE"
 """Names the file of the secret where no argument does."""

@@ -24,7 +24,7 @@ from kvpool.remote.connection import Connection, RemoteError, Stop, Stopped, nev
 from kvpool.remote.connections import end, new_context
 from kvpool.remote.listener import ClientKeys, ClientSecret, check_endpoint
 from kvpool.remote.session import Malformed, Message, Received, frames_argument
-from kvpool.storage.mac import SharedSecret
+from kvpool.storage.backends.shared_secret import SharedSecret
 from kvpool.storage.store import (
     ABSENT,
     CANCELLED,

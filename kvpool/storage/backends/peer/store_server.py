@@ -39,7 +39,7 @@ from kvpool.storage.backends.peer.peer_store import (
     rows_of,
     wire_key,
 )
-from kvpool.storage.mac import SharedSecret
+from kvpool.storage.backends.shared_secret import SharedSecret
 from kvpool.storage.store import (
     CANCELLED,
     FAILED,

@@ -23,7 +23,8 @@ from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.errors import PoolClosed
 from kvpool.common.process import Process
 from kvpool.storage.backends.s3.pack_index import LOG_BYTES_MAX, NAME_BYTES, DropLog, Pack, PackIndex, whole
-from kvpool.storage.mac import default_place, read_or_make_secret, secret_argument
+from kvpool.storage.backends.shared_secret import default_place, read_or_make_secret, secret_argument
+from kvpool.storage.backends.tag_limits import TagLimits
 from kvpool.storage.store import (
     ABSENT,
     CANCELLED,
@@ -39,7 +40,6 @@ from kvpool.storage.store import (
     Stop,
     parts,
 )
-from kvpool.storage.tag_limits import TagLimits
 
 SECRET_FILE = "KVPOOL_S3_SECRET_FILE"
 """Names the file of the secret where no argument does."""
