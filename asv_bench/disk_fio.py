@@ -42,7 +42,7 @@ class Subject:
         self.block_bytes, self.request_blocks, self.requests = block_bytes, request_blocks, requests
         self.blocks = nbytes // block_bytes
         self.store = DiskStore(folder, nbytes, threads=threads)
-        self.worker = StoreWorker(self.store, rows(requests * request_blocks, block_bytes), IDENTITY, report=False)
+        self.worker = StoreWorker(self.store, rows(requests * request_blocks, block_bytes), IDENTITY)
         self.random, self.count = np.random.default_rng(1), 0
         self.run("save", self.blocks // request_blocks)
 

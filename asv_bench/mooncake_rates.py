@@ -111,7 +111,7 @@ class Worker:
 
     def __init__(self, address: str, rows: np.ndarray) -> None:
         store = MooncakeStore(address, secret=bytes(32), threads=THREADS)
-        self.worker = StoreWorker(store, rows, IDENTITY, piece_bytes=CALL_BYTES, row_padding=PADDING, report=False)
+        self.worker = StoreWorker(store, rows, IDENTITY, piece_bytes=CALL_BYTES, row_padding=PADDING)
 
     def save(self, keys: np.ndarray) -> None:
         request = self.worker.save(keys, np.arange(len(keys)))

@@ -33,7 +33,7 @@ from kvpool.device.regions import Region
 from kvpool.device.sim import SimDevice
 from kvpool.hostcache.host_copies import HostPlace
 from kvpool.pool import operations as op
-from kvpool.storage import BlockNames, HostStorageManager, MemoryStore, StorageManager, StoreClient, StoreRequest
+from kvpool.storage import BlockNames, HostStorageManager, MemoryStore, StorageManager, StoreRequest, StoreWorker
 from kvpool.tools.planner import Surveyor
 from kvpool.tools.replay.content import Request
 from steps import NAMES, arrays
@@ -225,8 +225,7 @@ class Stored:
         self.memory = np.arange(8 * 64, dtype=np.uint32).astype(np.uint8).reshape(8, 64)
         self.memory[:] += np.arange(8, dtype=np.uint8)[:, None]
         self.store.secret = bytes(32)
-        self.client = StoreClient(self.store, self.memory, WALKED)
-        self.queue = self.client.queue
+        self.queue = StoreWorker(self.store, self.memory, WALKED)
         assert self.queue.save(self.keys(0, 1, 2, 3), [0, 1, 2, 3]).wait(600, returned=True)
 
     def keys(self, *numbers: int) -> Any:
@@ -234,9 +233,8 @@ class Stored:
 
     def picture(self) -> object:
         assert self.queue.drain(600)
-        self.client.poll()
         kept = sorted((key, *block) for key, block in self.store._blocks.items())
-        return self.memory.tobytes(), kept, self.client.free("load")
+        return self.memory.tobytes(), kept, self.queue.free("load")
 
     def close(self) -> None:
         assert self.queue.close(600)
@@ -259,7 +257,7 @@ class Kept:
 
     def picture(self) -> object:
         assert self.manager.drain(600)
-        kept = sorted(self.store._blocks), sorted(self.manager._loads._absent)
+        kept = sorted(self.store._blocks), sorted(self.manager._absent)
         return [debug.dump(state) for state in self.cache._states], kept
 
     def close(self) -> None:
@@ -501,10 +499,10 @@ def _read_dirty(scene: Any, arguments: dict[str, Any]) -> list[bytes]:
     return scene.cache.read_dirty(scene.cursor, **arguments)
 
 
-def _jobs(part: str, name: str) -> Callable[[Any, dict[str, Any]], StoreRequest]:
+def _jobs(name: str) -> Callable[[Any, dict[str, Any]], StoreRequest]:
     """A job of two blocks, in rows that come after those that were saved."""
     others = {"rows": [6, 7]} if name in ("load", "save") else {}
-    return lambda scene, arguments: getattr(getattr(scene, part), name)(**others | arguments)
+    return lambda scene, arguments: getattr(scene.queue, name)(**others | arguments)
 
 
 def _block_keys(scene: Any, arguments: dict[str, Any]) -> BlockKeys:
@@ -653,8 +651,7 @@ CASES = [
         )
     ),
     *(
-        Case(f"{owner}.{name}", Stored, _jobs(part, name), {"keys": STORED} | rows, {"keys": np.uint8}, forms)
-        for owner, part in (("StoreWorker", "queue"), ("StoreClient", "client"))
+        Case(f"StoreWorker.{name}", Stored, _jobs(name), {"keys": STORED} | rows, {"keys": np.uint8}, forms)
         for name, rows, forms in (
             ("find", {}, ARRAY),
             ("forget", {}, ARRAY),
@@ -672,9 +669,9 @@ CASES = [
         ARRAY,
     ),
     Case(
-        "StoreClient.give_back",
+        "StoreWorker.give_back",
         Stored,
-        lambda scene, arguments: (scene.client.give_back(arguments["rows"]), list(scene.client._free)),
+        lambda scene, arguments: (scene.queue.give_back(arguments["rows"]), list(scene.queue._free)),
         {"rows": ([6, 7], [6, 5])},
         {},
         ARRAY,

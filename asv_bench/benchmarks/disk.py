@@ -82,7 +82,7 @@ class Blocks:
         self.folder = tempfile.TemporaryDirectory()
         self.rows = 32 * MIB // block_bytes
         self.worker = StoreWorker(
-            DiskStore(f"{self.folder.name}/store", self.nbytes), aligned(self.rows, block_bytes), IDENTITY, report=False
+            DiskStore(f"{self.folder.name}/store", self.nbytes), aligned(self.rows, block_bytes), IDENTITY
         )
         self.count = 0
         for _ in range(self.nbytes // (32 * MIB)):

@@ -137,7 +137,7 @@ class Saturated(StorageManager):
     params = ["saved"]
 
     def track_call(self, call: str) -> float:
-        store, gate = self.storage._clients[0].queue._store, threading.Event()
+        store, gate = self.storage._workers[0]._store, threading.Event()
         save, spent = store.save, []
         store.save = lambda *arguments: gate.wait() and save(*arguments)  # type: ignore[assignment, method-assign]
         for _ in range(20):

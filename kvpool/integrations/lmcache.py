@@ -206,21 +206,17 @@ class KVPoolL2Adapter(L2AdapterInterface):
     def get_usage(self) -> AdapterUsage:
         """LMCache's figures, with the bytes that the stores have in all, where they say so."""
         with self._lock:
-            counts = [
-                (size, blocks.client.queue.stats().store.get("blocks", 0)) for size, blocks in self._blocks.items()
-            ]
+            counts = [(size, blocks.worker.stats().store.get("blocks", 0)) for size, blocks in self._blocks.items()]
         return replace(super().get_usage(), total_bytes_used=sum(size * count for size, count in counts))
 
     def report_status(self) -> dict[str, Any]:
         with self._lock:
             blocks = dict(self._blocks)
         return {
-            "is_healthy": not self._closed.is_set() and not any(staged.client.suspended for staged in blocks.values()),
+            "is_healthy": not self._closed.is_set() and not any(staged.worker.suspended for staged in blocks.values()),
             "type": type(self).__name__,
             "store": self._options.kind,
-            "stored_object_count": sum(
-                staged.client.queue.stats().store.get("blocks", 0) for staged in blocks.values()
-            ),
+            "stored_object_count": sum(staged.worker.stats().store.get("blocks", 0) for staged in blocks.values()),
             "object_bytes": sorted(blocks),
             "troubles": {
                 f"{size} {kind} {what}": count

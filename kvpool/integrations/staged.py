@@ -20,10 +20,11 @@ from kvpool.hostcache.identity import ModelIdentity
 from kvpool.integrations.options import EngineOptions, EnginePlugin
 from kvpool.storage import store_requests as jobs
 from kvpool.storage.choice import LoadAttempt, LoadOrCompute, LoadPolicy
+from kvpool.storage.circuit_breaker import CircuitBreaker, TroubleLog
 from kvpool.storage.mac import BlockNames
 from kvpool.storage.store import OK, Bytes, Rows, Store
-from kvpool.storage.store_client import CircuitBreaker, StoreClient, TroubleLog, row_padding_of, staging_rows
 from kvpool.storage.store_requests import StoreRequest
+from kvpool.storage.store_worker import StoreWorker, row_padding_of, staging_rows
 from kvpool.storage.urls import open_store
 
 log = logging.getLogger("kvpool.integrations")
@@ -137,7 +138,7 @@ class StagedBlocks:
     the others it is still suspended. Saves are judged apart from the rest: a disk that is read-only still gives what it
     has. See ``CircuitBreaker``.
 
-    The constructor raises what ``StoreClient`` raises.
+    The constructor raises what ``StoreWorker`` raises.
     """
 
     def __init__(self, store: Store, block_bytes: int, identity: ModelIdentity, options: EngineOptions):
@@ -150,10 +151,10 @@ class StagedBlocks:
         weighs = options.load == "faster"
         # A load that the engine overtakes says nothing against its store.
         patience = options.load_seconds if weighs else 0.0
-        self.client = StoreClient(
+        self.worker = StoreWorker(
             store, memory, identity, health=health, patience=patience, staging=True, row_padding=row_padding
         )
-        """Whether the store is asked, and its figures: ``client.suspended``, ``client.queue.stats()``."""
+        """Whether the store is asked, and its figures: ``worker.suspended``, ``worker.stats()``."""
         self.block_bytes = size
         self.seconds = {
             jobs.FIND: options.find_seconds,
@@ -203,7 +204,7 @@ class StagedBlocks:
         stored = [False] * len(names)
         with self._watched(jobs.FIND, len(names)) as usable:
             if usable:
-                job = self.client.find(BlockNames(names), deadline=self._deadline(jobs.FIND))
+                job = self.worker.find(BlockNames(names), deadline=self._deadline(jobs.FIND))
                 stored[:] = (self._codes(job) == OK).tolist()
         return stored
 
@@ -214,18 +215,18 @@ class StagedBlocks:
         if self._hits is None or not any(stored):
             return stored
         leading = stored.index(False) if False in stored else len(stored)
-        worth = self._hits.worth(names[:leading], self.client.queue.now())
+        worth = self._hits.worth(names[:leading], self.worker.now())
         self.declined += leading - worth
         return stored if worth == leading else [True] * worth + [False] * (len(names) - worth)
 
     def load(self, names: Sequence[bytes], put: Copy) -> list[bool]:
         """Load blocks. ``put(place, row)`` gets the bytes uint8[block_bytes] of each block that came, and copies them:
         the row is used again. Returns which blocks came."""
-        hits, began = self._hits, self.client.queue.now()
+        hits, began = self._hits, self.worker.now()
         if hits is None:
             return self._staged(jobs.LOAD, names, put)
         done = self._staged(jobs.LOAD, names, put, hits.until(names))
-        hits.loaded(dict(zip(names, done, strict=True)), began, self.client.queue.now())
+        hits.loaded(dict(zip(names, done, strict=True)), began, self.worker.now())
         return done
 
     def leave(self, names: Sequence[bytes]) -> None:
@@ -234,7 +235,7 @@ class StagedBlocks:
         Those that were not loaded stand before no other hits from now on. Takes no I/O.
         """
         if self._hits is not None:
-            self._hits.leave(names, self.client.queue.now())
+            self._hits.leave(names, self.worker.now())
 
     def save(self, names: Sequence[bytes], fill: Copy) -> list[bool]:
         """Save blocks. ``fill(place, row)`` writes the bytes of a block to a row. Returns which blocks the store now
@@ -245,7 +246,7 @@ class StagedBlocks:
         """Drop blocks. A store that is too slow does so after this has returned."""
         with self._watched(jobs.FORGET, len(names)) as usable:
             if usable:
-                self.client.wait(self.client.forget(BlockNames(names)), self.seconds[jobs.SAVE])
+                self._wait(self.worker.forget(BlockNames(names)), self.seconds[jobs.SAVE])
 
     def clear(self) -> bool:
         """Find no block any more that was saved until now, and have the store drop all blocks of this identity. Returns
@@ -254,30 +255,30 @@ class StagedBlocks:
         try:
             with self._lock:
                 self._resets += 1
-                job = self.client.reset()
+                job = self.worker.reset()
         except Exception as error:
             self._troubles.note(jobs.CLEAR, type(error).__name__, 1, str(error)[:200])
             return False
-        self.client.wait(job, self.seconds[jobs.SAVE])
-        if not self.client.queue.clears_prefix:
+        self._wait(job, self.seconds[jobs.SAVE])
+        if not self.worker.clears_prefix:
             self._troubles.note(jobs.CLEAR, "not supported", 1, "the store keeps the blocks, and they are not found")
             return False
         return job.ok > 0
 
     def close(self) -> None:
         """End all calls, and close the store. Waits at most 10 s. Logs how much went wrong, if anything did."""
-        ended = self.client.close()
+        ended = self.worker.close()
         counts = sorted(dict(self.troubles).items())
         troubles = ", ".join(f"{kind} {what} {count}" for (kind, what), count in counts)
         if troubles:
-            log.warning("kvpool: store %s: blocks by what went wrong: %s", self.client.name, troubles)
+            log.warning("kvpool: store %s: blocks by what went wrong: %s", self.worker.name, troubles)
         if not ended:
-            log.warning("kvpool: store %s: a call hangs, and keeps its memory", self.client.name)
+            log.warning("kvpool: store %s: a call hangs, and keeps its memory", self.worker.name)
 
     # -- inside --------------------------------------------------------------------------------------
 
     def _deadline(self, kind: str) -> float:
-        return self.client.queue.now() + self.seconds[kind]
+        return self.worker.now() + self.seconds[kind]
 
     def _staged(self, kind: str, names: Sequence[bytes], copy: Copy, until: float = math.inf) -> list[bool]:
         """Load or save, as many blocks at a time as there are rows. What has not come ``until`` then does not."""
@@ -285,8 +286,8 @@ class StagedBlocks:
         with self._watched(kind, len(names)) as usable:
             keys, deadline = BlockNames(names if usable else ()), min(self._deadline(kind), until)
             while start < len(keys):
-                left = deadline - self.client.queue.now()
-                rows = self.client.take(kind, len(keys) - start, left) if left > 0 else _NO_ROWS
+                left = deadline - self.worker.now()
+                rows = self.worker.take(kind, len(keys) - start, left) if left > 0 else _NO_ROWS
                 if not len(rows):
                     self._troubles.note(kind, "late" if left <= 0 else "without rows", len(keys) - start)
                     break
@@ -298,29 +299,29 @@ class StagedBlocks:
         self, kind: str, keys: BlockNames, rows: Rows, deadline: float, copy: Copy, start: int, done: list[bool]
     ) -> None:
         """Load or save blocks through these rows, and note those for which that was done from ``start`` on."""
-        client, job, resets = self.client, None, self._resets
-        begin = client.save if kind == jobs.SAVE else partial(client.load, hold=True)
+        worker, job, resets = self.worker, None, self._resets
+        begin = worker.save if kind == jobs.SAVE else partial(worker.load, hold=True)
         try:
             for place, row in enumerate(rows if kind == jobs.SAVE else (), start):
-                copy(place, client.memory[row])
+                copy(place, worker.memory[row])
             with self._lock:
                 if resets != self._resets:
                     return  # The rows have what was there before the reset.
                 job = begin(keys, rows, deadline=deadline)
             for index in np.flatnonzero(self._codes(job) == OK).tolist():
                 if kind == jobs.LOAD:
-                    copy(start + index, client.memory[rows[index]])
+                    copy(start + index, worker.memory[rows[index]])
                 done[start + index] = True
         finally:
             if job is None:
-                client.give_back(rows)
+                worker.give_back(rows)
             else:
-                client.release(job)
+                worker.release(job)
 
     @contextmanager
     def _watched(self, kind: str, count: int) -> Iterator[bool]:
         """Whether the store is to be asked. Nothing is raised in the thread of an engine."""
-        usable = count > 0 and self.client.usable(kind)
+        usable = count > 0 and self.worker.usable(kind)
         if count and not usable:
             self._troubles.note(kind, "suspended", count, quiet=True)
         try:
@@ -328,9 +329,13 @@ class StagedBlocks:
         except Exception as error:
             self._troubles.note(kind, type(error).__name__, count, str(error)[:200])
 
+    def _wait(self, job: StoreRequest, timeout: float | None = None) -> None:
+        job.wait(timeout)
+        self.worker.poll()
+
     def _codes(self, job: StoreRequest) -> Bytes:
         """What became of the blocks of a job, once it is done. Counts what went wrong."""
-        self.client.wait(job)
+        self._wait(job)
         for code, count in job.counts.items():
             if code not in ("ok", "absent"):
                 self._troubles.note(job.kind, code, count, job.error)

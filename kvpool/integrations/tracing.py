@@ -6,11 +6,11 @@ Nothing is traced before ``trace`` is called, and until then nothing is paid: it
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from kvpool.pool.manager import KVCacheManager
 from kvpool.storage.storage_manager import StorageManager
@@ -42,7 +42,7 @@ def trace(tracer: Any = None) -> None:
 
     ``tracer``: an OpenTelemetry tracer; by default that of the global provider, for which the extra ``otel`` is needed:
     ImportError. Spans have the names ``kvpool.add_sequence_batch``, ``kvpool.store.load`` and so on, and no tokens,
-    keys or salts. The span of a store's job begins when it is queued, and ends when its result is read.
+    keys or salts. The span of a store's job begins when it is queued, and ends in ``StoreWorker.poll``.
 
     While calls are traced, a signal handler that raises may do so in the tracer, behind a call that has happened: use
     it where handlers do not raise. Not thread-safe: call it before pools are used.
@@ -55,13 +55,11 @@ def trace(tracer: Any = None) -> None:
         except ModuleNotFoundError as error:
             raise ImportError('tracing needs opentelemetry-api: pip install ".[otel]"') from error
         tracer = get_tracer("kvpool")
-    open_jobs: WeakKeyDictionary[StoreRequest, Any] = WeakKeyDictionary()
     for owner, names in _CALLS.items():
         for name in names:
             _replace(owner, name, _spanned(tracer, name, getattr(owner, name)))
     for name in _JOBS:
-        _replace(StoreWorker, name, _begun(tracer, name, getattr(StoreWorker, name), open_jobs))
-    _replace(StoreWorker, "finished", _ended(StoreWorker.finished, open_jobs))
+        _replace(StoreWorker, name, _begun(tracer, name, getattr(StoreWorker, name)))
 
 
 def untrace() -> None:
@@ -91,27 +89,21 @@ def _spanned(tracer: Any, name: str, call: Callable[..., Any]) -> Callable[..., 
     return traced
 
 
-def _begun(
-    tracer: Any, name: str, call: Callable[..., StoreRequest], open_jobs: WeakKeyDictionary[StoreRequest, Any]
-) -> Callable[..., StoreRequest]:
+def _begun(tracer: Any, name: str, call: Callable[..., StoreRequest]) -> Callable[..., StoreRequest]:
+    signature = inspect.signature(call)
+
     @functools.wraps(call)
     def traced(*args: Any, **kwargs: Any) -> StoreRequest:
-        job = call(*args, **kwargs)
-        open_jobs[job] = tracer.start_span(f"kvpool.store.{name}", attributes=_attributes())
-        return job
+        bound = signature.bind(*args, **kwargs)
+        span, done = tracer.start_span(f"kvpool.store.{name}", attributes=_attributes()), bound.arguments.get("done")
 
-    return traced
+        def end(job: StoreRequest) -> None:
+            span.set_attribute("kvpool.blocks", len(job.codes))
+            span.end()
+            if done is not None:
+                done(job)
 
-
-def _ended(call: Callable[[StoreWorker], list[StoreRequest]], open_jobs: WeakKeyDictionary[StoreRequest, Any]) -> Any:
-    @functools.wraps(call)
-    def traced(queue: StoreWorker) -> list[StoreRequest]:
-        ended_jobs = call(queue)
-        for job in ended_jobs:
-            span = open_jobs.pop(job, None) if job.done else None
-            if span is not None:
-                span.set_attribute("kvpool.blocks", len(job.codes))
-                span.end()
-        return ended_jobs
+        bound.arguments["done"] = end
+        return call(*bound.args, **bound.kwargs)
 
     return traced

@@ -5,6 +5,8 @@ Every block that a store returns is verified before use."""
 from kvpool.storage.backends.memory import MemoryStore as MemoryStore
 from kvpool.storage.choice import LoadOrCompute as LoadOrCompute
 from kvpool.storage.choice import LoadPolicy as LoadPolicy
+from kvpool.storage.circuit_breaker import BreakerStats as BreakerStats
+from kvpool.storage.circuit_breaker import CircuitBreaker as CircuitBreaker
 from kvpool.storage.host_storage_manager import HostStorageManager as HostStorageManager
 from kvpool.storage.host_storage_manager import HostStorageManagerStats as HostStorageManagerStats
 from kvpool.storage.mac import BlockNames as BlockNames
@@ -21,10 +23,7 @@ from kvpool.storage.store import OK as OK
 from kvpool.storage.store import REFUSED as REFUSED
 from kvpool.storage.store import Space as Space
 from kvpool.storage.store import Store as Store
-from kvpool.storage.store_client import BreakerStats as BreakerStats
-from kvpool.storage.store_client import CircuitBreaker as CircuitBreaker
-from kvpool.storage.store_client import StoreClient as StoreClient
-from kvpool.storage.store_client import staging_rows as staging_rows
 from kvpool.storage.store_requests import StoreRequest as StoreRequest
 from kvpool.storage.store_worker import StoreStats as StoreStats
 from kvpool.storage.store_worker import StoreWorker as StoreWorker
+from kvpool.storage.store_worker import staging_rows as staging_rows

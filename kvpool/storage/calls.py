@@ -12,7 +12,6 @@ import numpy as np
 
 from kvpool.common.arguments import id_array
 from kvpool.common.errors import BlockNotFound, PoolClosed, StoreBusy
-from kvpool.storage import store_requests as jobs
 from kvpool.storage.mac import BlockNames, Secret
 from kvpool.storage.store import (
     ABSENT,
@@ -27,7 +26,7 @@ from kvpool.storage.store import (
     Rows,
     Store,
 )
-from kvpool.storage.store_requests import Keys, Lend, StoreRequest, rows_argument
+from kvpool.storage.store_requests import CLEAR, FIND, FORGET, SAVE, Keys, Lend, StoreRequest, rows_argument
 
 NO_ROWS: Rows = np.empty(0, np.int64)
 NO_CODES: Bytes = np.empty(0, np.uint8)
@@ -42,36 +41,26 @@ class StoreCalls:
         self._store, self._secret, self._memory, self._forget = store, secret, memory, forget
         self._lock, self._epoch = threading.Lock(), None if hasattr(store, "epoch") else b""
 
-    def do(self, job: StoreRequest, places: Rows) -> tuple[Bytes, str]:
+    def do(self, job: StoreRequest, places: Rows, caught: type[BaseException] = BaseException) -> tuple[Bytes, str]:
         """One call of the store, for these places of a job. Returns the codes, and the text of an error."""
         try:
-            if job.kind == jobs.FORGET:
+            if job.kind == FORGET:
                 keys = np.frombuffer(b"".join(job.key_bytes), np.uint8).reshape(-1, KEY_BYTES)
                 job.dropped += int(self._store.forget(self._stored(keys).copy()))
                 return NO_CODES, ""
-            if job.kind == jobs.CLEAR:
+            if job.kind == CLEAR:
                 self._clear(job)
                 return NO_CODES, ""
             job_keys = job.keys[places]
             keys = self._stored(job_keys)
-            if job.kind == jobs.FIND:
+            if job.kind == FIND:
                 return _codes(self._store.find(keys.copy()), len(keys)), ""
             if job.lend is not None and isinstance(job_keys, BlockNames):
                 return self._lent(job, job.lend, job_keys, keys), ""
-            call = self._sealed if job.kind == jobs.SAVE else self._checked
+            call = self._sealed if job.kind == SAVE else self._checked
             return call(job, keys, job.rows[places], _contexts(job_keys)), ""
-        except BaseException as error:  # A store that fails in any way must not end the thread.
+        except caught as error:  # A store that fails in any way must not end the thread.
             return np.full(len(places), FAILED, np.uint8), _text_of(error)
-
-    def find(self, keys: Keys) -> Bytes | None:
-        """What the store answers to a find. None if it fails, or does not know all."""
-        try:
-            stored_keys = self._stored(keys)
-            codes = np.array(self._store.find(stored_keys.copy()))
-            known = codes.shape == (len(stored_keys),) and {OK, ABSENT}.issuperset(codes.tolist())
-            return codes.astype(np.uint8) if known else None
-        except Exception:
-            return None
 
     def _clear(self, job: StoreRequest) -> None:
         """The epoch comes first: whatever happens then, the blocks of the one before are not asked for any more."""

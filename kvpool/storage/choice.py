@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvpool.common.arrays.layout import integer_argument
-from kvpool.storage.store_client import number_argument
+from kvpool.storage.circuit_breaker import number_argument
 
 BUDGET = 0.01
 """Loads may lose this share of the time that computing all hits would take."""
@@ -221,8 +221,6 @@ class LoadOrCompute:
 
     def late(self, load: Load, came: int, elapsed: float) -> bool:
         """Whether to give the load up, now that its first ``came`` blocks are there."""
-        came = integer_argument("came", came, 0, load.blocks)
-        number_argument("elapsed", elapsed)
         with self._lock:
             self._look(load, came, elapsed)
             load.late = load.late or (came < load.blocks and elapsed >= load.until)
@@ -231,9 +229,6 @@ class LoadOrCompute:
     def end(self, load: Load, came: int, seconds: float, queued: float = 0.0) -> None:
         """The load has ended or was given up after ``seconds``, of which it was queued for ``queued``. Its first
         ``came`` blocks are there."""
-        came = integer_argument("came", came, 0, load.blocks)
-        number_argument("seconds", seconds)
-        number_argument("queued", queued)
         with self._lock:
             gain = came * self.block_seconds - max(seconds - load.spare, 0.0)
             if load.for_others and came == load.blocks:

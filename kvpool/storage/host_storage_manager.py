@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-
-import numpy as np
+from itertools import compress
 
 from kvpool.common.arguments import list_argument, text_argument
 from kvpool.common.arrays import Uint8s
 from kvpool.common.arrays.layout import choice_argument, integer_argument
-from kvpool.common.errors import ForkedProcess, PoolClosed
+from kvpool.common.errors import ForkedProcess, PoolClosed, StoreBusy
 from kvpool.common.interrupt import DeferSignals
 from kvpool.common.process import Closing, Process
 from kvpool.hostcache.host_cache import HostCache, HostLease
@@ -23,16 +23,23 @@ from kvpool.hostcache.opaque_keys import key_argument, keys_argument
 from kvpool.hostcache.tier import HostTier
 from kvpool.pool.explain import Missed
 from kvpool.storage.choice import LoadPolicy
-from kvpool.storage.host_cache_tier import HostCacheTier, HostLoads, StoreChange
-from kvpool.storage.store import Store
-from kvpool.storage.store_client import PATIENCE_SECONDS, BreakerStats, StoreClient, number_argument
-from kvpool.storage.store_worker import NO_LIMIT, StoreStats
-from kvpool.storage.writeback import COMMIT, NO_STORE, SAVES, LoadQueue, WritebackQueue, open_clients
+from kvpool.storage.circuit_breaker import BreakerStats, number_argument
+from kvpool.storage.host_cache_adapter import HostCacheAdapter, StoreChange
+from kvpool.storage.store import CODES, OK, Store
+from kvpool.storage.store_requests import StoreRequest
+from kvpool.storage.store_worker import NO_LIMIT, PATIENCE_SECONDS, StoreStats, StoreWorker
+from kvpool.storage.tier_storage import COMMIT, NO_STORE, SAVES, Loading, Search, TierStorage, open_workers
 
 Keys = Iterable[bytes]
 UNREAD_SECONDS = 10.0
 """After this time a block that nobody has read stops taking room from others, though its request was never said to
 have ended."""
+ASKED_MAX = 65_536
+"""Keys that are asked for at once, and keys that are remembered as absent."""
+ROOM_SHARE = 0.5
+"""The part of the time for a key for which it may wait for room that other requests hold. The rest is for its load."""
+NOW_MAX = 64
+"""Keys that are asked for at once, on the thread of the scheduler."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,27 @@ class HostStorageManagerStats:
     unread: int = 0
     """blocks that have come for requests that have neither pinned them nor ended. With ``loading``, they take the room
     for loads."""
+
+
+class _Absence:
+    """That no store had keys that were asked for together.
+
+    ``until``: when they may be asked for again. It is unknown until one of them is read: whoever asked learns of it,
+    however long that takes, as it would otherwise ask for ever.
+    """
+
+    def __init__(self, reason: str, unread: Iterable[bytes] = (), until: float = math.inf) -> None:
+        self.reason = reason
+        self._unread = set(unread)
+        self._until = until
+
+    def read(self, key: bytes, now: float, retry_seconds: float) -> bool:
+        """Whether the key counts as absent."""
+        self._until = min(self._until, now + retry_seconds)
+        if key in self._unread:
+            self._unread.remove(key)
+            return now <= self._until
+        return now < self._until
 
 
 class HostStorageManager(Closing):
@@ -179,20 +207,28 @@ class HostStorageManager(Closing):
             raise ValueError(f"policies: expected one for each of {len(store_list)} stores, got {len(chosen)}")
         # Half of the least time of a find: it is a job that has time enough.
         patience = min(PATIENCE_SECONDS, load_seconds / 2 ** len(store_list), save_seconds / 2)
-        self._cache = cache
-        self._clock = clock
+        self._cache, self._clock, self._spare = cache, clock, spare
+        self._seconds, self._retry_seconds = load_seconds, retry_seconds
         self._on_publish = save == COMMIT
-        self._process = Process()
-        self._closed = False
-        self._clients = open_clients(
-            store_list, lambda store: StoreClient(store, tier.blocks, whose, patience=patience, warns=True, clock=clock)
+        self._process, self._closed = Process(), False
+        self._workers = open_workers(
+            store_list, lambda store: StoreWorker(store, tier.blocks, whose, patience=patience, warns=True, clock=clock)
         )
-        self._tier = HostCacheTier(cache, self._clients, save, save_room, limit)
-        self._bridge = WritebackQueue[bytes](self._tier, self._clients, cache.host_blocks, save_seconds, clock)
-        self._loader = LoadQueue(self._tier, self._bridge, chosen, load_room, UNREAD_SECONDS, clock)
-        self._loads = HostLoads(self._tier, self._bridge, self._loader, load_seconds, retry_seconds, clock, spare)
+        self._adapter = HostCacheAdapter(cache, self._workers, save, save_room, limit)
+        self._storage = TierStorage[bytes](
+            self._adapter, self._workers, cache.host_blocks, save_seconds, chosen, load_room, UNREAD_SECONDS, clock
+        )
         # Whether nothing was looked for since the last ``poll``.
         self._step_begins = True
+        # Keys that are looked for, with their deadlines. What the next ``poll`` is to do for them: keys by the number
+        # of a store, whether it is known to have them, and the hit that they are of.
+        self._searching: dict[bytes, float] = {}
+        self._lines: dict[tuple[int, bool, str], list[bytes]] = {}
+        # Keys that did not come, and what was learned of them.
+        self._absent: OrderedDict[bytes, _Absence] = OrderedDict()
+        self._asked = self._loaded = self._refused = 0
+        self._missed: Counter[str] = Counter()
+        self._forgotten_before = cache.forgotten_blocks
 
     # -- what the scheduler calls --------------------------------------------------------------------
 
@@ -206,10 +242,10 @@ class HostStorageManager(Closing):
             self._settle()
         state = self._cache.find(checked_key)
         if state == self._cache.HERE:
-            self._loads.looked_up(checked_key, hit)
+            self._storage.want_unread((checked_key,), hit)
             return state
         self._process.check(self)
-        return self._loads.answers((checked_key,), (state,), hit)[0]
+        return self._answers((checked_key,), (state,), hit)[0]
 
     def lookup(self, keys: Keys, hit: str = "") -> Uint8s:
         """``find`` for each key: uint8[n]."""
@@ -217,14 +253,13 @@ class HostStorageManager(Closing):
         if self._step_begins:
             self._settle()
         answers = self._cache.lookup(checked_keys)
-        if self._loader.unread:
-            for place in np.flatnonzero(answers == self._cache.HERE).tolist():
-                self._loads.looked_up(checked_keys[place], hit)
-        places = np.flatnonzero(answers != self._cache.HERE)
-        if len(places):
+        here = answers == self._cache.HERE
+        if self._storage.unread:
+            self._storage.want_unread(compress(checked_keys, here.tolist()), hit)
+        if not here.all():
             self._process.check(self)
-            keys = [checked_keys[place] for place in places.tolist()]
-            answers[places] = self._loads.answers(keys, answers[places].tolist(), hit)
+            others = list(compress(checked_keys, (~here).tolist()))
+            answers[~here] = self._answers(others, answers[~here].tolist(), hit)
         return answers
 
     def pin(self, keys: Keys, *, owner: str = "") -> HostLease:
@@ -235,8 +270,8 @@ class HostStorageManager(Closing):
         with DeferSignals() as signals:
             lease = self._cache.pin(keys, owner=owner)
             signals.undo = lease.close
-            self._loader.read(lease.keys, owner)
-            self._save(self._tier.first_used(lease), lease.keys)
+            self._storage.read(lease.keys, owner)
+            self._save(self._adapter.first_used(lease), lease.keys)
             return lease
 
     def finish(self, request: str) -> None:
@@ -257,7 +292,7 @@ class HostStorageManager(Closing):
         """
         self._process.check(self)
         with DeferSignals():
-            self._loader.leave(text_argument("request", request))
+            self._storage.leave(text_argument("request", request))
 
     def publish(self, keys: Keys, *, unsaved: Keys = ()) -> int:
         """What ``HostCache.publish`` does. With ``save="commit"``, the blocks are saved after it, but those of
@@ -268,18 +303,21 @@ class HostStorageManager(Closing):
             count = self._cache.publish_ordered(ordered_keys)
             private = frozenset(unsaved)
             saved = [key for key in ordered_keys if key not in private] if private else ordered_keys
-            self._loads.published(saved)
+            # The engine has written them itself. A store may have them soon.
+            self._drop_unread(saved)
+            for key in saved if self._absent else ():
+                self._absent.pop(key, None)
             if self._on_publish:
                 self._save(saved, ordered_keys)
             elif private:
-                self._tier.leave_unsaved([key for key in ordered_keys if key in private])
+                self._adapter.leave_unsaved([key for key in ordered_keys if key in private])
         return count
 
     def touch(self, keys: Keys, *, turn: bool = False) -> None:
         """What ``HostCache.touch`` does, for the keys of one prompt. They keep this order also when those that are to
         be saved have been."""
         self._process.check(self)
-        self._tier.touch(keys_argument(keys), turn)
+        self._adapter.touch(keys_argument(keys), turn)
 
     def forget(self, keys: Keys) -> int:
         """What ``HostCache.forget`` does, also to keys that are on their way from a store. The stores keep the blocks,
@@ -288,7 +326,10 @@ class HostStorageManager(Closing):
         checked_keys = keys_argument(keys)
         count = self._cache.forget(checked_keys)
         with DeferSignals():
-            self._loads.leave(checked_keys)
+            self._miss(checked_keys, "cancelled")
+            for key in checked_keys:
+                self._storage.drop(key)
+            self._remember(checked_keys, _Absence("forgotten", until=self._clock() + self._retry_seconds))
         return count
 
     def poll(self) -> None:
@@ -297,40 +338,41 @@ class HostStorageManager(Closing):
         if self._closed:
             raise PoolClosed("the keeper is closed")
         with DeferSignals():
-            self._bridge.poll()
-            self._loads.turn()
-            self._bridge.enqueue(self._tier.victims())
-            self._bridge.save()
+            self._storage.poll()
+            self._ask_stores()
+            self._save(self._adapter.victims(), ())
+            self._storage.save()
             self._step_begins = True
 
     @property
     def pending(self) -> bool:
         """Whether ``poll`` has something to begin, or somebody waits for a key."""
-        return bool(self._loads.searching) or self._bridge.has_pending
+        return bool(self._searching) or self._storage.has_pending
 
     def origin(self, key: bytes) -> int | None:
         """The number of the store that has brought this key to the cache, until somebody pins it. None otherwise."""
-        arrival = self._loader.unread.get(key)
+        arrival = self._storage.unread.get(key)
         return None if arrival is None or arrival.number == NO_STORE else arrival.number
 
     def explain(self, key: bytes, tokens: int = 1) -> Missed:
         """Return what ``HostCache.explain`` returns, and as ``trouble`` why no store has brought the key."""
-        trouble = self._loads.trouble(key)
-        return self._cache.explain(key, tokens)._replace(trouble=(("stores", trouble),) if trouble else ())
+        absence = self._absent.get(key)
+        trouble = () if absence is None else (("stores", absence.reason),)
+        return self._cache.explain(key, tokens)._replace(trouble=trouble)
 
     def changes(self) -> list[StoreChange]:
         """What the stores have got and lost since the last call, as far as this keeper knows, in order: what it has
         saved, and of that what they did not have when they were asked for it. The first call begins it."""
-        self._tier.tells = True
-        changes = list(self._tier.changes)
-        self._tier.changes.clear()
+        self._adapter.tells = True
+        changes = list(self._adapter.changes)
+        self._adapter.changes.clear()
         return changes
 
     @property
     def totals(self) -> tuple[int, int, int, int]:
         """Blocks that were loaded, missed, saved and not saved, since the keeper was made. Fast."""
-        loads, bridge = self._loads, self._bridge
-        return loads.loaded, loads.missed.total(), bridge.saved_blocks, bridge.dropped.total()
+        storage = self._storage
+        return self._loaded, self._missed.total(), storage.saved_blocks, storage.dropped.total()
 
     @property
     def closed(self) -> bool:
@@ -348,43 +390,44 @@ class HostStorageManager(Closing):
         """
         self._process.check(self)
         with DeferSignals():
-            self._loads.clear()
-            self._bridge.give_up("cancelled")
-            for client in self._clients:
+            self._cancel()
+            self._absent.clear()
+            self._storage.forget_requests()
+            self._storage.give_up("cancelled")
+            for worker in self._workers:
                 # Saves that have begun end with it.
-                client.queue.reset()
-            self._bridge.poll()
+                worker.reset()
+            self._storage.poll()
             # After the poll: saves that had ended before are noted by it.
-            self._tier.cleared()
+            self._adapter.cleared()
             self._cache.clear(force=True)
 
     def stats(self) -> HostStorageManagerStats:
         """A snapshot. Not for every step."""
         self._process.check(self)
-        loads, bridge, coming = self._loads, self._bridge, self._loader.coming
-        loads.drop_evicted()
+        storage, coming = self._storage, self._storage.coming
+        self._drop_evicted()
         unsaved: Counter[str] = Counter()
-        dropped = bridge.not_saved(self._tier.lost)
+        dropped = storage.not_saved(self._adapter.lost)
         for (_, reason), count in dropped.items():
             unsaved[reason] += count
-        missed = {reason: count for reason, count in dict(loads.missed).items() if count}
         return HostStorageManagerStats(
-            loads.asked,
-            loads.loaded,
-            missed,
-            bridge.saved_blocks,
+            self._asked,
+            self._loaded,
+            dict(+self._missed),
+            storage.saved_blocks,
             dict(unsaved),
-            len(loads.searching),
+            len(self._searching),
             len(coming),
             sum(loading.over for loading in coming.values()),
-            self._tier.pinned,
-            bridge.waiting,
-            tuple(client.name for client in self._clients if client.suspended),
-            tuple(client.queue.stats() for client in self._clients),
+            self._adapter.pinned,
+            storage.waiting,
+            tuple(worker.name for worker in self._workers if worker.suspended),
+            tuple(worker.stats() for worker in self._workers),
             dict(dropped),
-            {client.name: client.health.stats() for client in self._clients},
-            loads.refused,
-            len(self._loader.unread),
+            {worker.name: worker.health.stats() for worker in self._workers},
+            self._refused,
+            len(storage.unread),
         )
 
     def drain(self, timeout: float) -> bool:
@@ -392,7 +435,7 @@ class HostStorageManager(Closing):
         end = self._clock() + number_argument("timeout", timeout)
         self.poll()
         while self._busy and (left := end - self._clock()) > 0:
-            self._clients[0].queue.wait(min(left, 0.01))
+            self._workers[0].wait(min(left, 0.01))
             self.poll()
         return not self._busy
 
@@ -406,29 +449,221 @@ class HostStorageManager(Closing):
         self._process.check(self)
         with DeferSignals():
             self._closed = True
-            self._loads.stop()
-            self._bridge.give_up("cancelled")
-        over = self._bridge.close(timeout, tell=not self._cache.closed)
+            self._cancel()
+            self._storage.give_up("cancelled")
+        over = self._storage.close(timeout, tell=not self._cache.closed)
         if over:
-            self._tier.close()
+            self._adapter.close()
         return over
+
+    @property
+    def _busy(self) -> bool:
+        return self.pending or self._storage.in_flight
 
     def _settle(self) -> None:
         """Note what the stores have done since the last step, before the first answer of this one. Later in the step
         nothing may be evicted that was found."""
         self._step_begins = False
-        if not self._bridge.has_results:
+        if not self._storage.has_results:
             return
         with suppress(ForkedProcess), DeferSignals():
             self._process.check(self)
-            self._bridge.poll()
+            self._storage.poll()
 
     def _save(self, keys: Sequence[bytes], prompt: Sequence[bytes]) -> None:
-        self._bridge.enqueue(keys, partial(self._tier.to_save, prompt))
+        self._storage.enqueue(keys, partial(self._adapter.to_save, prompt))
 
-    @property
-    def _busy(self) -> bool:
-        return self.pending or self._bridge.in_flight
+    # -- keys that the cache does not have -----------------------------------------------------------
+
+    def _answers(self, keys: Sequence[bytes], states: Sequence[int], hit: str) -> list[int]:
+        """What ``find`` says of keys of a hit that are not HERE. ``states``: what the cache says. Stores are asked for
+        what is not known yet."""
+        self._drop_unread(keys)
+        said = list(map(self._known, keys, states))
+        self._ask([*dict.fromkeys(key for key, known in zip(keys, said, strict=True) if known is None)], hit)
+        answers = []
+        for key, known in zip(keys, said, strict=True):
+            searched = key in self._searching
+            if searched or known == HostCache.PENDING and key in self._storage.coming:
+                self._storage.want(key, hit)
+            answers.append(known if known is not None else HostCache.PENDING if searched else HostCache.ABSENT)
+        return answers
+
+    def _known(self, key: bytes, state: int) -> int | None:
+        """What is said of a key; None if the stores are to be asked."""
+        if state == HostCache.PENDING:
+            loading = self._storage.coming.get(key)
+            return HostCache.ABSENT if loading is not None and loading.over else state
+        if key in self._searching:
+            return HostCache.PENDING
+        absence = self._absent.get(key)
+        return HostCache.ABSENT if absence and absence.read(key, self._clock(), self._retry_seconds) else None
+
+    def _drop_evicted(self) -> None:
+        """Stop counting unread blocks that the cache no longer has: they occupy no room."""
+        forgotten = self._cache.forgotten_blocks
+        if forgotten != self._forgotten_before:
+            self._forgotten_before = forgotten
+            unread = list(self._storage.unread)
+            self._drop_unread(compress(unread, (self._cache.lookup(unread) != HostCache.HERE).tolist()))
+
+    def _drop_unread(self, keys: Iterable[bytes]) -> None:
+        """Stop counting those of the keys that count as unread. They were evicted since they came."""
+        for key in keys if self._storage.unread else ():
+            if key in self._storage.unread:
+                self._storage.drop(key)
+
+    def _free(self, wanted: int) -> int:
+        """Return how many blocks may be loaded now. The cache is searched for evicted ones only if that is fewer than
+        ``wanted``, since the search takes time for each unread block."""
+        if self._storage.free < wanted:
+            self._drop_evicted()
+        return self._storage.free
+
+    def _remember(self, keys: Iterable[bytes], absence: _Absence) -> None:
+        for key in keys:
+            self._absent.pop(key, None)
+            self._absent[key] = absence
+        while len(self._absent) > ASKED_MAX:
+            self._absent.popitem(last=False)
+
+    def _cancel(self) -> None:
+        """Give up the keys that are looked for."""
+        self._missed["cancelled"] += len(self._searching)
+        self._searching.clear()
+        self._lines.clear()
+
+    def _ask_stores(self) -> None:
+        """Load keys that stores are known to have, and ask them for others."""
+        lines, self._lines = self._lines, {}
+        for (number, is_stored, hit), keys in sorted(lines.items(), key=lambda line: not line[0][1]):
+            # A load from before a ``clear`` may have brought one of them.
+            left = [key for key in keys if key in self._searching]
+            if is_stored:
+                self._miss([key for key in left if not self._storage.wanted(key)], "cancelled", remember=False)
+                left = [key for key in left if key in self._searching]
+            if not left:
+                continue
+            if not is_stored:
+                found = partial(self._found, hit)
+                self._storage.search(Search(self._deadline(left), found, self._miss), left, number)
+            elif not self._storage.waits(number, hit, self._free(len(left)), len(left)):
+                self._load(number, left)
+            elif self._clock() < self._deadline(left) - self._seconds * (1 - ROOM_SHARE):
+                self._lines[number, True, hit] = left
+            else:
+                self._storage.end_wait(hit)
+                self._miss(left, "crowded", remember=False)
+
+    def _ask(self, keys: Sequence[bytes], hit: str) -> None:
+        """Ask the stores for keys of a hit. Of a store with an index in memory, the first keys are asked at once: who
+        needs a prefix learns that it is not there. While there is no room, and the hit cannot wait for it, nobody is
+        asked."""
+        if not keys:
+            return
+        is_open = not self._closed and (self._free(1) or self._storage.may_wait(hit))
+        room = max(0, ASKED_MAX - len(self._searching)) if is_open else 0
+        self._refused += len(keys[room:])
+        self._asked += len(keys[:room])
+        left, later = keys[: min(room, NOW_MAX)], keys[NOW_MAX:room]
+        for number in range(len(self._workers)):
+            codes = self._storage.find_now(number, left) if left else None
+            if codes is None:
+                self._line_up(number, False, left, hit)
+                left = []
+                break
+            stored = (codes == OK).tolist()
+            self._line_up(number, True, list(compress(left, stored)), hit)
+            left = [key for key, ok in zip(left, stored, strict=True) if not ok]
+        self._line_up(0, False, later, hit)
+        if left:
+            self._missed["absent"] += len(left)
+            self._remember(left, _Absence("absent", until=self._clock() + self._retry_seconds))
+
+    def _line_up(self, number: int, is_stored: bool, keys: Sequence[bytes], hit: str) -> None:
+        """Have the next ``poll`` ask a store for keys, or load them."""
+        if keys:
+            self._lines.setdefault((number, is_stored, hit), []).extend(keys)
+            self._searching.update(dict.fromkeys(keys, self._clock() + self._seconds))
+
+    def _found(self, hit: str, number: int, keys: Sequence[bytes], job: StoreRequest) -> list[bytes]:
+        """A store has returned which keys of a hit it has. The next ``_ask_stores`` loads them. Returns those that the
+        next store is asked for."""
+        # A key that is not looked for any more was dropped by ``clear``.
+        answers = [(key, ok) for key, ok in zip(keys, job.codes == OK, strict=True) if key in self._searching]
+        stored = [key for key, ok in answers if ok]
+        if stored:
+            self._lines.setdefault((number, True, hit), []).extend(stored)
+        if number + 1 < len(self._workers):
+            return [key for key, ok in answers if not ok]
+        self._miss_by_code(keys, job)
+        return []
+
+    def _miss(self, keys: Iterable[bytes], reason: str, remember: bool = True) -> None:
+        """These keys do not come."""
+        missed = [key for key in keys if self._searching.pop(key, None) is not None]
+        for key in missed:
+            self._storage.drop(key)
+        self._missed[reason] += len(missed)
+        self._remember(missed if remember else (), _Absence(reason, missed))
+
+    def _miss_by_code(self, keys: Iterable[bytes], job: StoreRequest) -> None:
+        """Those of the keys of a job that the store has not given do not come."""
+        for code in job.counts.keys() - {CODES[OK]}:
+            self._miss(compress(keys, (job.codes == CODES.index(code)).tolist()), code)
+
+    def _deadline(self, keys: Iterable[bytes]) -> float:
+        return min(self._searching[key] for key in keys)
+
+    # -- blocks that come ----------------------------------------------------------------------------
+
+    def _load(self, number: int, keys: Sequence[bytes]) -> None:
+        """Load keys that a store has, as many as its policy takes. What has no room is missed. It may be asked for as
+        soon as what has come was read: so a prompt that is longer than the room comes window by window."""
+        end, room = self._deadline(keys), keys[: self._free(len(keys))]
+        self._miss(keys[len(room) :], "crowded", remember=False)
+        try:
+            attempt = self._storage.attempt(number, len(room), spare=self._spare()) if room else None
+        except BaseException:  # of a policy, or of what says how busy the engine is: others than the pool's own
+            self._miss(room, "failed")
+            raise
+        if attempt is not None:
+            self._miss(room[attempt.load.blocks :], "declined")
+            room, end = room[: attempt.load.blocks], min(end, attempt.until)
+        try:
+            loading = self._storage.load(number, room, end, attempt, self._came, self._returned)
+        except StoreBusy:
+            loading = None
+            self._miss(room, "busy")
+        if loading is None and attempt is not None and attempt.load.blocks:
+            attempt.end(self._clock(), told=False)
+        # Keys of an older load may be on their way, and end with this one all the same.
+        for key in self._searching.keys() & set(keys).difference(() if loading is None else loading.blocks):
+            if self._cache.find(key) == HostCache.ABSENT:
+                self._miss([key], "crowded")
+            else:
+                # It may be asked for as soon as it is gone again.
+                del self._searching[key]
+                self._missed["taken"] += 1
+                if key not in self._storage.coming:
+                    self._storage.drop(key)
+
+    def _came(self, loading: Loading[bytes]) -> None:
+        """A load is done. What has come can be found."""
+        job = loading.job
+        for key in self._storage.enter(loading, job.codes == OK):
+            # ``clear`` drops a block that comes after it.
+            if self._searching.pop(key, None) is None:
+                self._storage.drop(key)
+            else:
+                self._loaded += 1
+        self._miss_by_code(loading.blocks, job)
+        if loading.attempt is not None:
+            loading.attempt.end(self._clock(), told="cancelled" not in job.counts)
+
+    def _returned(self, loading: Loading[bytes]) -> None:
+        """No call can write to the blocks of a load any more. Those that have not come are given back."""
+        self._adapter.abort(self._workers[loading.number], self._storage.end(loading), loading.rows)
 
 
 def _share(name: str, share: object, blocks: int) -> int:

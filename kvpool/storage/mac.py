@@ -31,8 +31,8 @@ class BlockNames:
     __slots__ = ("contexts", "names")
 
     def __init__(self, names: Iterable[bytes], contexts: Iterable[bytes] | None = None) -> None:
-        self.names = _exact_all(names)
-        self.contexts = None if contexts is None else _exact_all(contexts)
+        self.names = _bytes_argument(names)
+        self.contexts = None if contexts is None else _bytes_argument(contexts)
         if self.contexts is not None and len(self.contexts) != len(self.names):
             raise ValueError(
                 f"contexts: expected one for each of the {len(self.names)} names, got {len(self.contexts)}"
@@ -128,13 +128,9 @@ def block_context(parent: bytes, tokens: Int32s, extra: Int64s | None, namespace
     return sizes + parent + namespace + ids + more
 
 
-def _exact_all(names: Iterable[bytes]) -> tuple[bytes, ...]:
+def _bytes_argument(names: Iterable[bytes]) -> tuple[bytes, ...]:
     name_tuple = tuple(names)
-    return name_tuple if [*map(type, name_tuple)].count(bytes) == len(name_tuple) else tuple(map(_exact, name_tuple))
-
-
-def _exact(name: object) -> bytes:
-    """The bytes as an exact builtin. Raises TypeError for anything else."""
-    if not isinstance(name, bytes):
-        raise TypeError(f"name: expected bytes, got {name!r:.80}")
-    return bytes.__getitem__(name, slice(None))
+    for name in name_tuple:
+        if not isinstance(name, bytes):
+            raise TypeError(f"name: expected bytes, got {name!r:.80}")
+    return name_tuple

@@ -20,10 +20,10 @@ from kvpool.pool.keys import BlockKeys
 from kvpool.pool.manager import KVCacheManager
 from kvpool.state.records import H
 from kvpool.storage.choice import LoadAttempt
-from kvpool.storage.pool_tier import Content, PoolTier
+from kvpool.storage.pool_adapter import Content, PoolAdapter
 from kvpool.storage.store import LATE, OK
 from kvpool.storage.store_requests import StoreRequest
-from kvpool.storage.writeback import TOLD_AT_ONCE, Loading, LoadQueue, Search, WritebackQueue
+from kvpool.storage.tier_storage import TOLD_AT_ONCE, Loading, Search, TierStorage
 
 CHUNK_BYTES = 4 << 20
 CHUNKS_UNDER_WAY = 4
@@ -37,7 +37,7 @@ UNUSED_SECONDS = 60.0
 cancelled."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, repr=False)
 class Prefetch:
     """What became of ``StorageManager.prefetch``. Thread-safe. The keeper changes it, and nobody else.
 
@@ -68,20 +68,12 @@ class Prefetch:
     def cancel(self) -> None:
         """Bring no more. What has come stays cached, and stops counting against ``promotion_blocks``. Call it when the
         request has ended or was aborted, also after the prefetch is done."""
-        self._note(cancelled=True)
-
-    def came(self, blocks: int) -> None:
-        """Called by the keeper: so many more blocks have entered the host tier."""
-        self._note(blocks=self.blocks + blocks)
+        self.cancelled = True
 
     def end(self, why: str) -> None:
         """Called by the keeper."""
-        self._note(ended=self.ended or why, done=True)
+        self.ended, self.done = self.ended or why, True
         self._bell.ring()
-
-    def _note(self, **changes: object) -> None:
-        """Nobody else can set a field, as the class is frozen."""
-        vars(self).update(changes)
 
     def __repr__(self) -> str:
         return f"Prefetch(blocks={self.blocks}, ended={self.ended!r})"
@@ -109,16 +101,11 @@ class Prefetches:
     def __init__(
         self,
         pool: KVCacheManager,
-        tier: PoolTier,
-        bridge: WritebackQueue[Content],
-        loader: LoadQueue[Content],
+        adapter: PoolAdapter,
+        storage: TierStorage[Content],
         clock: Callable[[], float],
     ) -> None:
-        self._pool = pool
-        self._tier = tier
-        self._bridge = bridge
-        self._loader = loader
-        self._clock = clock
+        self._pool, self._adapter, self._storage, self._clock = pool, adapter, storage, clock
         self._fetches: list[_Fetch] = []
         self.ended: Counter[str] = Counter()
         self.found_blocks = 0
@@ -143,26 +130,20 @@ class Prefetches:
         # The last token of a prompt is never reused.
         last = (len(prompt) - 1) // width
         first = self._pool.match_prefix(prompt).full_tokens // width if prompt.reuse else last
-        chains = self._tier.of_prompt(prompt, last) if first < last or self._loader.unread else []
+        chains = self._adapter.of_prompt(prompt, last) if first < last or self._storage.unread else []
         for chain in chains if prompt.reuse else []:
-            for content in chain:
-                self._want_unread(handle, content)
+            self._storage.want_unread(chain, handle)
         if first >= last:
             return self._end(handle, "cached")
         fetch = _Fetch(handle, self._generation(), first, chains)
         self._fetches.append(fetch)
         fetch.search = Search(handle.deadline, partial(self._found, fetch), partial(self._plan, fetch))
-        self._bridge.search(fetch.search, self._absent([block for chain in fetch.chains for block in chain[first:]]))
-
-    def _want_unread(self, handle: Prefetch, content: Content) -> None:
-        """Another prefetch has brought this content. It counts until neither waits for it."""
-        if content in self._loader.unread:
-            self._loader.enqueue(content, handle)
+        self._storage.search(fetch.search, self._absent([block for chain in fetch.chains for block in chain[first:]]))
 
     def _absent(self, contents: Sequence[Content]) -> list[Content]:
         """Those of the contents that the pool does not have."""
         return [
-            content for content, is_cached in zip(contents, self._tier.here(contents), strict=True) if not is_cached
+            content for content, is_cached in zip(contents, self._adapter.here(contents), strict=True) if not is_cached
         ]
 
     def _found(self, fetch: _Fetch, number: int, asked: Sequence[Content], job: StoreRequest) -> list[Content]:
@@ -192,7 +173,7 @@ class Prefetches:
             # The engine computes from there on.
             for content in wanted:
                 if content.place >= refused:
-                    self._bridge.note(fetch.source[content], [content], ["declined"])
+                    self._storage.note(fetch.source[content], [content], ["declined"])
             stored[:, refused:] = False
             wanted = self._wanted(fetch, stored)
         if not wanted:
@@ -211,7 +192,7 @@ class Prefetches:
             of_store = [content for content in wanted if fetch.source[content] == number]
             before = sum(other.source[content] == number for other in self._fetches for content in other.wanted)
             spare = max(0.0, fetch.handle.engine_free - self._clock())
-            attempt = self._loader.attempt(
+            attempt = self._storage.attempt(
                 number, len({content.place for content in of_store}), len(of_store), before, spare
             )
             if attempt is not None and not attempt.load.blocks:
@@ -225,13 +206,13 @@ class Prefetches:
     def turn(self) -> None:
         """Begin the loads for which there is room, and end what is over."""
         now_s = self._clock()
-        self._look(list(islice(self._loader.unread, TOLD_AT_ONCE)))
+        self._look(list(islice(self._storage.unread, TOLD_AT_ONCE)))
         # Before others load: they have the room of those that were cancelled.
         for fetch in [fetch for fetch in self._fetches if fetch.handle.cancelled]:
             self._stop(fetch, "cancelled")
-        for user in self._loader.users:
+        for user in self._storage.users:
             if isinstance(user, Prefetch) and user.cancelled:
-                self._loader.leave(user)
+                self._storage.leave(user)
         for fetch in list(self._fetches):
             if any(attempt.lost(now_s) for attempt in fetch.attempts.values()):
                 self._stop(fetch, "late")
@@ -240,18 +221,18 @@ class Prefetches:
             else:
                 while fetch.wanted and len(fetch.loadings) < CHUNKS_UNDER_WAY and self._load(fetch):
                     pass
-                if fetch.handle.blocks and not fetch.loadings and not self._loader.free:
+                if fetch.handle.blocks and not fetch.loadings and not self._storage.free:
                     # It has its share. Others may be waiting for theirs.
                     self._stop(fetch, "full")
 
     def _load(self, fetch: _Fetch) -> bool:
         """Begin to load the next blocks. Returns False if there is no room now."""
         ahead = list(islice(fetch.wanted, TOLD_AT_ONCE))
-        cached = set(compress(ahead, self._tier.here(ahead)))
+        cached = set(compress(ahead, self._adapter.here(ahead)))
         while fetch.wanted and fetch.wanted[0] in cached:
             # Another prompt has brought it, or a request has computed it.
             content = fetch.wanted.popleft()
-            self._want_unread(fetch.handle, content)
+            self._storage.want_unread((content,), fetch.handle)
             attempt, now_s = fetch.attempts.get(fetch.source[content]), self._clock()
             if attempt is not None:
                 attempt.note(1, now_s, now_s)
@@ -260,23 +241,23 @@ class Prefetches:
                 self._stop(fetch, "loaded")
             return False
         number, deadline = fetch.source[fetch.wanted[0]], fetch.handle.deadline
-        queue = self._bridge.clients[number].queue
+        queue = self._storage.workers[number]
         share = queue.slots // (2 * CHUNKS_UNDER_WAY)
-        most = min(max(1, CHUNK_BYTES // queue.block_bytes), max(1, share), self._loader.free)
+        most = min(max(1, CHUNK_BYTES // queue.block_bytes), max(1, share), self._storage.free)
         # What is on its way for another prompt is not loaded twice.
         ours = takewhile(
-            lambda block: fetch.source[block] == number and block not in self._loader.coming and block not in cached,
+            lambda block: fetch.source[block] == number and block not in self._storage.coming and block not in cached,
             fetch.wanted,
         )
         chosen, attempt, done = list(islice(ours, most)), fetch.attempts.get(number), partial(self._loaded, fetch)
         try:
-            loading = self._loader.load(number, chosen, deadline, attempt, done) if chosen else None
+            loading = self._storage.load(number, chosen, deadline, attempt, done) if chosen else None
         except StoreBusy:
             return False
         if loading is None:
             return False
         for _ in loading.blocks:
-            self._loader.enqueue(fetch.wanted.popleft(), fetch.handle)
+            self._storage.want(fetch.wanted.popleft(), fetch.handle)
         fetch.loadings.append(loading)
         return True
 
@@ -289,34 +270,34 @@ class Prefetches:
         """Publish the leading blocks of what a prompt waits for first."""
         if fetch.generation != self._generation():
             return self._stop(fetch, "reset")
-        leading, before = loading.job.leading, self._tier.loaded_blocks
+        leading, before = loading.job.leading, self._adapter.loaded_blocks
         try:
-            entered = self._loader.enter(loading, np.arange(len(loading.blocks)) < leading)
+            entered = self._storage.enter(loading, np.arange(len(loading.blocks)) < leading)
         except DeviceError:
             leading, entered = 0, []
-        fetch.handle.came(self._tier.loaded_blocks - before)
+        fetch.handle.blocks += self._adapter.loaded_blocks - before
         self._look(entered)
         if len(entered) < leading:
             # The host is full of what must stay, such as the blocks before these.
             return self._stop(fetch, "full")
         if leading < len(loading.blocks):
             return self._stop(fetch, "late" if loading.job.codes[leading] == LATE else "failed")
-        self._loader.end(fetch.loadings.popleft())
+        self._storage.end(fetch.loadings.popleft())
         if not fetch.wanted and not fetch.loadings:
             self._stop(fetch, "loaded")
 
     def _look(self, brought: Sequence[Content]) -> None:
         """Blocks that are on the device, or gone, do not wait for a request any more. Others are looked at again when
         the rest was."""
-        tiers = zip(brought, self._tier.here(brought, "host"), self._tier.here(brought, "device"), strict=True)
+        tiers = zip(brought, self._adapter.here(brought, "host"), self._adapter.here(brought, "device"), strict=True)
         for content, host, device in tiers:
-            arrival = self._loader.unread.get(content)
+            arrival = self._storage.unread.get(content)
             if arrival is None:
                 continue
             if host and not device and arrival.until > self._clock():
-                self._loader.unread.move_to_end(content)
+                self._storage.unread.move_to_end(content)
             else:
-                self._loader.drop(content)
+                self._storage.drop(content)
 
     # -- ending --------------------------------------------------------------------------------------
 
@@ -332,9 +313,9 @@ class Prefetches:
         self._fetches.remove(fetch)
         in_flight = [block for loading in fetch.loadings for block in loading.blocks]
         for block in [*in_flight, *fetch.wanted] if why in ("late", "full") else ():
-            self._bridge.note(fetch.source[block], [block], [why])
+            self._storage.note(fetch.source[block], [block], [why])
         for loading in fetch.loadings:
-            self._loader.end(loading)
+            self._storage.end(loading)
         if fetch.search is not None and fetch.search.job is not None:
             fetch.search.job.cancel()
         for attempt in fetch.attempts.values():

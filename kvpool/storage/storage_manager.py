@@ -11,8 +11,9 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,9 +31,10 @@ from kvpool.pool.keys import BlockKeys, Match, is_keys, key_rows
 from kvpool.pool.manager import KVCacheManager
 from kvpool.state.records import H
 from kvpool.storage.choice import SLOWEST, LoadOrCompute
-from kvpool.storage.pool_tier import (
+from kvpool.storage.circuit_breaker import BreakerStats, CircuitBreaker, number_argument
+from kvpool.storage.pool_adapter import (
     Content,
-    PoolTier,
+    PoolAdapter,
     StoredContent,
     Unsaved,
     cached_groups,
@@ -41,18 +43,10 @@ from kvpool.storage.pool_tier import (
 )
 from kvpool.storage.prefetches import UNUSED_SECONDS, Prefetch, Prefetches
 from kvpool.storage.store import MODEL_BYTES, TAG_BYTES, Store
-from kvpool.storage.store_client import (
-    BreakerStats,
-    CircuitBreaker,
-    StoreClient,
-    number_argument,
-    row_padding_of,
-    staging_rows,
-)
 from kvpool.storage.store_requests import StoreRequest
-from kvpool.storage.store_worker import StoreStats
+from kvpool.storage.store_worker import StoreStats, StoreWorker, row_padding_of, staging_rows
+from kvpool.storage.tier_storage import EVICT, SAVES, TierStorage, open_workers
 from kvpool.storage.urls import open_store
-from kvpool.storage.writeback import EVICT, SAVES, LoadQueue, WritebackQueue, open_clients
 
 BLOCKS_PER_TURN = 64
 """Blocks that are copied for a store before the keeper looks at its prefetches again."""
@@ -65,6 +59,7 @@ SAVE_DEADLINES = 4
 """A save may take so many times as long as other jobs: nobody waits for it, and it waits for all others."""
 _ENDED = "the keeper has ended: it or its pool was closed, or an error that the log has"
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -174,35 +169,34 @@ class StorageManager(Closing):
         self._interval = integer_argument("interval_ms", interval_ms, 1, 60_000) / 1e3
         if prefill_tokens_per_s is not None:
             number_argument("prefill_tokens_per_s", prefill_tokens_per_s, SLOWEST)
-        self._pool = pool
-        self._clock = clock
-        self._process = Process()
+        self._pool, self._clock, self._process = pool, clock, Process()
         nbytes = max(group.block_bytes for group in pool.groups)
 
-        def client_of(store: Store) -> StoreClient:
+        def worker_of(store: Store) -> StoreWorker:
             health = CircuitBreaker(failures, probe_seconds, clock=clock)
             row_padding = row_padding_of(store)
             memory = staging_rows(rows, nbytes + row_padding)
-            return StoreClient(
+            return StoreWorker(
                 store, memory, identity, health=health, staging=True, row_padding=row_padding, warns=True, clock=clock
             )
 
-        self._clients = open_clients(chosen, client_of)
+        self._workers = open_workers(chosen, worker_of)
         self._unsaved = Unsaved(pool, save, rows)
         blocks, kinds = pool.device_blocks + pool.host_blocks, len(cached_groups(pool))
-        self._stored = StoredContent(pool, [client.name for client in self._clients], blocks + KNOWN_BLOCKS)
-        self._tier = PoolTier(pool, self._stored, limits, save == EVICT)
-        save_seconds = SAVE_DEADLINES * self._deadline
-        self._bridge = WritebackQueue[Content](self._tier, self._clients, queued, save_seconds, clock)
+        self._stored = StoredContent(pool, [worker.name for worker in self._workers], blocks + KNOWN_BLOCKS)
+        self._adapter = PoolAdapter(pool, self._stored, limits, save == EVICT)
         policies = [
             None
             if prefill_tokens_per_s is None
-            else LoadOrCompute(prefill_tokens_per_s, kinds * client.queue.block_bytes, pool.tokens_per_block)
-            for client in self._clients
+            else LoadOrCompute(prefill_tokens_per_s, kinds * worker.block_bytes, pool.tokens_per_block)
+            for worker in self._workers
         ]
-        self._loader = LoadQueue(self._tier, self._bridge, policies, promotions, UNUSED_SECONDS, clock)
-        self._prefetches = Prefetches(pool, self._tier, self._bridge, self._loader, clock)
-        self._orders: deque[Callable[[], None]] = deque()
+        save_seconds = SAVE_DEADLINES * self._deadline
+        self._storage = TierStorage[Content](
+            self._adapter, self._workers, queued, save_seconds, policies, promotions, UNUSED_SECONDS, clock
+        )
+        self._prefetches = Prefetches(pool, self._adapter, self._storage, clock)
+        self._orders: deque[tuple[Future[Forgotten], Callable[[], Forgotten]]] = deque()
         self._lock = threading.Lock()
         self._asked: deque[Prefetch] = deque()
         self._idle = Bell()
@@ -228,12 +222,7 @@ class StorageManager(Closing):
         seconds = self._deadline if deadline is None else number_argument("deadline", deadline)
         now_s = self._clock()
         handle = Prefetch(keys, now_s + seconds, now_s + number_argument("spare", spare))
-        with self._lock:
-            if self._ended or self._closing:
-                raise PoolClosed(_ENDED)
-            self._asked.append(handle)
-            self._quiet = False
-        os.eventfd_write(self._wake, 1)
+        self._wake_for(self._asked, handle)
         return handle
 
     def match_prefix(self, prompt: object) -> Match:
@@ -261,11 +250,11 @@ class StorageManager(Closing):
 
         def of_stores(place: int) -> InStores:
             blocks, stores, trouble = [Content(group, chain[place]) for group in groups], [], []
-            for number, client in enumerate(self._clients):
+            for number, worker in enumerate(self._workers):
                 if all(self._stored.has(block, number) for block in blocks):
-                    stores.append(client.name)
-                said = [self._bridge.trouble(number, block) for block in blocks]
-                trouble += [(client.name, what) for what in dict.fromkeys(said) if what]
+                    stores.append(worker.name)
+                said = [self._storage.trouble(number, block) for block in blocks]
+                trouble += [(worker.name, what) for what in dict.fromkeys(said) if what]
             return tuple(stores), tuple(trouble)
 
         return self._pool.explain(keys).with_stores(self._pool.tokens_per_block, of_stores)
@@ -353,12 +342,12 @@ class StorageManager(Closing):
         """Figures of now; also of a closed keeper. Never waits for I/O. Each is right, but they may be some
         microseconds apart."""
         self._process.check(self)
-        tier, bridge, prefetches = self._tier, self._bridge, self._prefetches
+        tier, storage, prefetches = self._adapter, self._storage, self._prefetches
         dropped: Counter[tuple[str, str]] = Counter()
-        for (name, reason), count in bridge.not_saved(self._unsaved.lost).items():
+        for (name, reason), count in storage.not_saved(self._unsaved.lost).items():
             dropped[name, "queue_full" if reason in ("busy", "crowded") else reason] += count
         return StorageManagerStats(
-            bridge.saved_blocks,
+            storage.saved_blocks,
             tier.saved_bytes,
             tier.loaded_blocks,
             tier.loaded_bytes,
@@ -366,11 +355,11 @@ class StorageManager(Closing):
             dict(dropped),
             dict(prefetches.ended),
             self._stored.dropped + self._unsaved.missed,
-            bridge.waiting,
-            len(self._loader.unread),
+            storage.waiting,
+            len(self._storage.unread),
             prefetches.in_flight,
-            {client.name: client.queue.stats() for client in self._clients},
-            {client.name: client.health.stats() for client in self._clients},
+            {worker.name: worker.stats() for worker in self._workers},
+            {worker.name: worker.health.stats() for worker in self._workers},
         )
 
     def close(self, timeout: float = 10.0) -> bool:
@@ -386,7 +375,7 @@ class StorageManager(Closing):
         os.eventfd_write(self._wake, 1)
         self._thread.join(max(0.0, end - time.monotonic()))
         over = not self._thread.is_alive()
-        return self._bridge.close(max(0.0, end - time.monotonic()), tell=over) and over
+        return self._storage.close(max(0.0, end - time.monotonic()), tell=over) and over
 
     # -- the thread ----------------------------------------------------------------------------------
 
@@ -394,8 +383,8 @@ class StorageManager(Closing):
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._wake, selectors.EVENT_READ)
-                for client in self._clients:
-                    selector.register(client.queue.fileno(), selectors.EVENT_READ)
+                for worker in self._workers:
+                    selector.register(worker.fileno(), selectors.EVENT_READ)
                 wait = 0.0
                 while not self._closing:
                     if any(key.fd == self._wake for key, _ in selector.select(wait)):
@@ -410,31 +399,37 @@ class StorageManager(Closing):
                 self._ended = True
                 for handle in self._asked:
                     handle.end("closed")
+                for order, _ in self._orders:
+                    order.set_exception(PoolClosed(_ENDED))
                 self._asked.clear()
                 self._idle.ring()
             self._prefetches.stop_all("closed")
-            self._bridge.give_up("cancelled")
+            self._storage.give_up("cancelled")
             self._unsaved.close()
 
     def _turn(self) -> float:
         """One round of work. Returns how long to wait for the next."""
         for _ in range(len(self._orders)):
-            self._orders.popleft()()
-        busy = self._bridge.poll()
+            order, work = self._orders.popleft()
+            try:
+                order.set_result(work())
+            except BaseException as error:  # It is raised where it was wanted.
+                order.set_exception(error)
+        busy = self._storage.poll()
         asked = len(self._asked)
         for _ in range(asked):
             self._begin(self._asked[0])
             self._asked.popleft()
         self._prefetches.turn()
         unsaved, behind = self._unsaved.next(whole=self._turns < self._awaited)
-        self._bridge.enqueue(unsaved)
-        more = self._bridge.save(BLOCKS_PER_TURN) or behind
+        self._storage.enqueue(unsaved)
+        more = self._storage.save(BLOCKS_PER_TURN) or behind
         if more:
             time.sleep(REST_SECONDS)
         with self._lock:
             self._turns += not behind
-            waits = asked or self._asked or self._bridge.waiting or self._prefetches.in_flight
-            self._quiet = not (busy or more or waits or self._bridge.in_flight)
+            waits = asked or self._asked or self._storage.waiting or self._prefetches.in_flight
+            self._quiet = not (busy or more or waits or self._storage.in_flight)
             if self._quiet:
                 self._idle.ring()
         if more or busy or self._turns < self._awaited:
@@ -444,26 +439,18 @@ class StorageManager(Closing):
 
     def _ordered(self, work: Callable[[], Forgotten]) -> Forgotten:
         """Have the thread do this between its turns, and wait for it."""
-        answers: list[Forgotten | BaseException] = []
+        order: Future[Forgotten] = Future()
+        self._wake_for(self._orders, (order, work))
+        return order.result()
 
-        def order() -> None:
-            try:
-                answers.append(work())
-            except BaseException as error:  # It is raised where it was wanted.
-                answers.append(error)
-            self._idle.ring()
-
+    def _wake_for(self, line: deque[T], task: T) -> None:
+        """Have the thread do something. Raises PoolClosed."""
         with self._lock:
             if self._ended or self._closing:
                 raise PoolClosed(_ENDED)
-            self._orders.append(order)
+            line.append(task)
             self._quiet = False
         os.eventfd_write(self._wake, 1)
-        self._idle.wait_for(lambda: bool(answers) or self._ended)
-        answer = answers[0] if answers else PoolClosed(_ENDED)
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
 
     def _begin(self, handle: Prefetch) -> None:
         """Begin a prefetch. What is wrong with one must not end all."""
@@ -479,12 +466,12 @@ class StorageManager(Closing):
 
     def _forget_blocks(self, prompt: BlockKeys | Int64s) -> Forgotten:
         """Forget the full blocks of a prompt, and its stored tail; or contents by keys of the pool, int64[n, 2]."""
-        contents = self._tier.of_keys(key_rows(prompt) if isinstance(prompt, BlockKeys) else prompt)
-        for client in self._clients:
-            client.queue.check_forget(len(contents))
-        named, names = set(contents), self._tier.names(contents, sealed=False)
+        contents = self._adapter.of_keys(key_rows(prompt) if isinstance(prompt, BlockKeys) else prompt)
+        for worker in self._workers:
+            worker.check_forget(len(contents))
+        named, names = set(contents), self._adapter.names(contents, sealed=False)
         count = self._pool.forget(prompt if isinstance(prompt, BlockKeys) else prompt.view(np.uint64))
-        return self._forgotten(count, named.__contains__, lambda client: client.queue.forget(names))
+        return self._forgotten(count, named.__contains__, lambda worker: worker.forget(names))
 
     def _forget_namespace(self, namespace: Namespace) -> Forgotten:
         self._check_clears(TAG_BYTES, "drop a namespace")
@@ -492,36 +479,36 @@ class StorageManager(Closing):
         return self._forgotten(
             count,
             lambda content: content.whose == namespace,
-            lambda client: client.queue.clear(client.secret.tag(name)),
+            lambda worker: worker.clear(worker.secret.tag(name)),
         )
 
     def _forget_all(self, force: bool) -> Forgotten:
         self._check_clears(MODEL_BYTES, "be cleared")
         self._pool.reset(force)
         self._prefetches.stop_all("reset")
-        return self._forgotten(None, lambda content: True, lambda client: client.queue.clear())
+        return self._forgotten(None, lambda content: True, lambda worker: worker.clear())
 
     def _check_clears(self, size: int, what: str) -> None:
         """Raise unless all stores can drop blocks by so many bytes of their tags, now."""
-        for client in self._clients:
-            if client.queue.clears_prefix < size:
+        for worker in self._workers:
+            if worker.clears_prefix < size:
                 raise ValueError(
-                    f"stores: expected stores that can {what}, see Store.clears_prefix, got {client.name!r}"
+                    f"stores: expected stores that can {what}, see Store.clears_prefix, got {worker.name!r}"
                 )
-            client.queue.check_forget(1)
+            worker.check_forget(1)
 
     def _forgotten(
-        self, blocks: int | None, concerns: Callable[[Content], bool], begin: Callable[[StoreClient], StoreRequest]
+        self, blocks: int | None, concerns: Callable[[Content], bool], begin: Callable[[StoreWorker], StoreRequest]
     ) -> Forgotten:
         """What is left to do when the pool has forgotten these contents."""
         self._prefetches.stop_all("forgotten", concerns)
         # From here on the queues give none of it to anybody, and save none of it.
-        drops = {client.name: begin(client) for client in self._clients}
+        drops = {worker.name: begin(worker) for worker in self._workers}
         # What had ended before: it is noted now, and then taken back.
-        self._bridge.poll()
-        self._bridge.give_up("forgotten", concerns)
+        self._storage.poll()
+        self._storage.give_up("forgotten", concerns)
         known = [content for content in self._stored.all() if concerns(content)]
-        for number in range(len(self._clients)):
+        for number in range(len(self._workers)):
             self._stored.note(number, known, False)
         return Forgotten(blocks, drops)
 

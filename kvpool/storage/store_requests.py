@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +26,7 @@ Keys = Bytes | BlockNames
 Lend = Callable[[BlockNames], AbstractContextManager[Rows]]
 """Lends rows to one call of a store: int64[n], -1 for a block that is not there any more."""
 
+Call = Callable[["StoreRequest"], object]
 FIND = "find"
 LOAD = "load"
 SAVE = "save"
@@ -43,6 +45,7 @@ class RequestQueue(Protocol):
     def cancel(self, job: StoreRequest) -> None: ...
 
 
+@dataclass(eq=False, repr=False)
 class StoreRequest:
     """What became of some blocks. Made by the calls of a ``StoreWorker``. Thread-safe.
 
@@ -57,71 +60,41 @@ class StoreRequest:
     more. Only then may the rows be written or freed: a call that hangs may still write to them.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_calls",
-        "_codes",
-        "_counted",
-        "_hashed",
-        "_keys",
-        "_queue",
-        "_rows",
-        "_settled",
-        "began",
-        "deadline",
-        "dropped",
-        "error",
-        "kind",
-        "lend",
-        "limit",
-        "queued",
-        "renews",
-        "seconds",
-        "tag",
-    )
+    _queue: RequestQueue
+    kind: str
+    keys: Keys
+    rows: Rows
+    lend: Lend | None
+    deadline: float
+    tag: bytes
+    limit: int
+    renews: bool = False
+    """Whether it begins an epoch: of a clear."""
+    error: str = ""
+    began: float = math.nan
+    seconds: float = 0.0
+    dropped: int = 0
+    on_done: list[Call] = field(default_factory=list)
+    on_returned: list[Call] = field(default_factory=list)
+    """Calls that are still to be made."""
+    telling: int = 0
+    """How many threads make such a call now."""
+    held: bool = False
+    """Whether the caller reads the rows."""
+    hurried: bool = False
+    """Whether it had less time than the patience with its store."""
+    suspends: bool = False
+    """Whether it was the failure that suspended its store."""
+    _running: int = 0
+    _counted: dict[str, int] | None = None
+    _hashed: tuple[list[bytes], frozenset[bytes]] | None = None
 
-    def __init__(
-        self,
-        queue: RequestQueue,
-        kind: str,
-        keys: Keys,
-        rows: Rows,
-        lend: Lend | None,
-        deadline: float,
-        tag: bytes,
-        limit: int,
-        renews: bool = False,
-    ) -> None:
-        self._queue = queue
-        # Nobody else writes these arrays, neither the caller nor the store: what was loaded is checked by them.
-        count = 1 if kind == CLEAR else len(keys)
-        self._keys, self._rows, self._codes = keys, rows, np.empty(count, np.uint8)
-        self._codes.fill(WAITING)
-        self.kind = kind
-        self.lend = lend
-        self.deadline = deadline
-        self.tag = tag
-        self.limit = limit
-        self.renews = renews
-        """Whether it begins an epoch: of a clear."""
-        self.error, self.began, self.seconds, self.dropped = "", math.nan, 0.0, 0
-        self._calls, self._settled = 0, not count
+    def __post_init__(self) -> None:
+        count = 1 if self.kind == CLEAR else len(self.keys)
+        self._codes = np.full(count, WAITING, np.uint8)
+        self.codes, self._settled = read_only(self._codes), not count
         self.queued = count
         """How many blocks no call of the store has begun with, and one will."""
-        self._counted: dict[str, int] | None = None
-        self._hashed: tuple[list[bytes], frozenset[bytes]] | None = None
-
-    @property
-    def keys(self) -> Keys:
-        return self._keys if isinstance(self._keys, BlockNames) else read_only(self._keys)
-
-    @property
-    def rows(self) -> Rows:
-        return read_only(self._rows)
-
-    @property
-    def codes(self) -> Bytes:
-        return read_only(self._codes)
 
     @property
     def done(self) -> bool:
@@ -131,7 +104,7 @@ class StoreRequest:
     @property
     def returned(self) -> bool:
         """Whether no call of the store uses the rows any more. It is done too, then."""
-        return self._settled and not self._calls
+        return self._settled and not self._running
 
     @property
     def ok(self) -> int:
@@ -175,7 +148,7 @@ class StoreRequest:
     def hashed(self) -> tuple[list[bytes], frozenset[bytes]]:
         """The keys of its blocks in the store, in order, and as a set. They are hashed by the first call."""
         if self._hashed is None:
-            keys = [key.tobytes() for key in self._queue.secret.keys(self._keys)]
+            keys = [key.tobytes() for key in self._queue.secret.keys(self.keys)]
             self._hashed = keys, frozenset(keys)
         return self._hashed
 
@@ -190,7 +163,7 @@ class StoreRequest:
     def call_begins(self, part: slice, now: float) -> Rows:
         """A call of the store begins with these blocks. Returns the places of those that are not decided yet."""
         self.queued -= part.stop - part.start
-        self._calls += 1
+        self._running += 1
         if math.isnan(self.began):
             self.began = now
         return part.start + np.flatnonzero(self._codes[part] == WAITING)
@@ -200,35 +173,33 @@ class StoreRequest:
         left = self._codes[places] == WAITING
         self._codes[places[left]] = codes[left]
         self.error = error or self.error
-        self._calls -= 1
-        self._settled = self._settled or not (self._codes == WAITING).any()
+        self._running -= 1
+        self._settled = self._settled or WAITING not in self._codes
 
-    def decide(self, which: Bools, code: int) -> bool:
+    def decide(self, code: int, which: Bools | bool = True) -> bool:
         """Give this code to those of these blocks that have none. Returns whether all blocks have one now."""
         self._codes[which & (self._codes == WAITING)] = code
-        return not (self._codes == WAITING).any()
+        return WAITING not in self._codes
 
     def settle(self, code: int) -> None:
         """Give this code to all blocks that have none. No further call begins."""
-        self._codes[self._codes == WAITING] = code
-        self.queued, self._settled = 0, True
+        self._settled, self.queued = self.decide(code), 0
 
 
 def keys_argument(keys: object) -> Keys:
-    """A copy, which nobody else changes."""
+    """A copy, which nobody changes."""
     if isinstance(keys, BlockNames):
         return keys
-    # A subclass may answer with another shape than its memory has.
-    array = np.asarray(keys)[...] if isinstance(keys, np.ndarray) else None
+    array = np.array(keys) if isinstance(keys, np.ndarray) else None
     if array is None or array.dtype != np.uint8 or array.ndim != 2 or array.shape[1] != KEY_BYTES:
         raise ValueError(
             f"keys: expected uint8[n, {KEY_BYTES}] that the queue's secret has made, or BlockNames, got {keys!r:.80}"
         )
-    return array.copy()
+    return read_only(array)
 
 
 def rows_argument(rows: object, count: int, slots: int, distinct: bool) -> Rows:
-    """A copy, which nobody else changes."""
+    """A copy, which nobody changes."""
     row_ids = id_array("rows", rows)
     if len(row_ids) != count:
         raise ValueError(f"rows: expected one for each of the {count} keys, got {len(row_ids)}")
@@ -236,7 +207,7 @@ def rows_argument(rows: object, count: int, slots: int, distinct: bool) -> Rows:
         raise ValueError(f"rows: expected 0 to {slots - 1}, got {row_ids!r:.80}")
     if distinct and len(np.unique(row_ids)) != count:
         raise ValueError(f"rows: expected rows that differ, as each gets one block, got {row_ids!r:.80}")
-    return row_ids
+    return read_only(row_ids)
 
 
 Running = Mapping[int, tuple[StoreRequest, Rows]]
@@ -258,9 +229,8 @@ class Tombstones:
     def __init__(self) -> None:
         self._pauses: dict[StoreRequest, float] = {}  # of every drop: until it is tried again
         self._forgotten: Counter[bytes] = Counter()  # how many forgets name a key
-        self._cleared: dict[
-            tuple[bytes, bool], StoreRequest
-        ] = {}  # by the beginning of a tag, and whether it begins an epoch
+        # By the beginning of a tag, and whether it begins an epoch.
+        self._cleared: dict[tuple[bytes, bool], StoreRequest] = {}
         self._due: list[tuple[float, int, StoreRequest]] = []
         self._held: dict[int, list[StoreRequest]] = {}  # by the thread whose call they wait for
         self._numbers = itertools.count()
@@ -302,7 +272,7 @@ class Tombstones:
         concerned = np.full(len(job.codes), cleared)
         if self._forgotten and not concerned.all():
             concerned[:] = [key in self._forgotten for key in job.key_bytes]
-        return job.decide(concerned, CANCELLED)
+        return job.decide(CANCELLED, concerned)
 
     def next(self, now: float, running: Running) -> StoreRequest | None:
         """A drop that may begin now, if there is one."""

@@ -1,4 +1,5 @@
-"""StoreWorker: run the calls of a store on its own threads, with deadlines; verify every block that it returns."""
+"""StoreWorker: run the calls of a store on its own threads, with deadlines; verify every block that it returns; call
+back when a request is done; and stop using the store for a while when it fails."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,10 +28,11 @@ from kvpool.common.errors import PoolClosed, StoreBusy
 from kvpool.common.interrupt import Bell, DeferSignals
 from kvpool.common.process import Closing, Process
 from kvpool.hostcache.identity import ModelIdentity, identity_argument
-from kvpool.storage import store_requests as jobs
 from kvpool.storage.calls import NO_CODES, NO_ROWS, StoreCalls
+from kvpool.storage.circuit_breaker import CircuitBreaker, TroubleLog
 from kvpool.storage.mac import BlockNames, Secret
 from kvpool.storage.store import (
+    ABSENT,
     CANCELLED,
     CODES,
     KEY_BYTES,
@@ -43,14 +45,46 @@ from kvpool.storage.store import (
     Space,
     Store,
 )
-from kvpool.storage.store_requests import Keys, Lend, StoreRequest, Tombstones, keys_argument, rows_argument
+from kvpool.storage.store_requests import (
+    CLEAR,
+    DROPS,
+    FIND,
+    FORGET,
+    KINDS,
+    LOAD,
+    SAVE,
+    Call,
+    Keys,
+    Lend,
+    StoreRequest,
+    Tombstones,
+    keys_argument,
+    rows_argument,
+)
 
 NO_LIMIT = (1 << 63) - 1
-_PRIORITY = {jobs.FIND: 0, jobs.LOAD: 1, jobs.SAVE: 2}
-_READS = (jobs.FIND, jobs.LOAD)
+_PRIORITY = {FIND: 0, LOAD: 1, SAVE: 2}
+_READS = (FIND, LOAD)
 _DROPS = "drops"
-_BOUND = {jobs.FIND: jobs.LOAD, jobs.LOAD: jobs.LOAD, jobs.SAVE: jobs.SAVE, jobs.FORGET: _DROPS, jobs.CLEAR: _DROPS}
+_BOUND = {FIND: LOAD, LOAD: LOAD, SAVE: SAVE, FORGET: _DROPS, CLEAR: _DROPS}
 """Kinds of jobs that wait together, up to a bound."""
+PATIENCE_SECONDS = 0.1
+"""A job that had less time than this and is late says nothing about its store."""
+PAGE_BYTES = 4096
+
+
+def row_padding_of(store: Store) -> int:
+    """How many bytes more the rows have that are made for this store alone: whole pages."""
+    padding = integer_argument("store.row_padding", getattr(store, "row_padding", 0), 0, 1 << 20)
+    return -(-padding // PAGE_BYTES) * PAGE_BYTES
+
+
+def staging_rows(count: int, nbytes: int) -> Bytes:
+    """Rows in main memory, uint8[count, whole pages], which begin at a page: so direct I/O can use them."""
+    size = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+    raw = np.zeros(count * size + PAGE_BYTES, np.uint8)
+    start = -raw.ctypes.data % PAGE_BYTES
+    return raw[start : start + count * size].reshape(count, size)
 
 
 class _Piece(NamedTuple):
@@ -128,10 +162,19 @@ class StoreWorker(Closing):
         Bound for blocks of saves that wait, for those of finds and loads, and for those that are to be dropped.
     spare
         Bytes at the end of each row of ``memory`` that are no block's: see ``Space``. No row is in two jobs then.
-    report
-        False if nobody will call ``finished``, so that no list is kept for it.
     piece_bytes
         A job is cut into calls of about this size, so that threads share it.
+    staging
+        Whether the rows of ``memory`` are lent out by ``take``. A job gives them back when it has returned, and not
+        before; if it was begun with ``hold``, not before ``release`` either. Half of the rows, rounded down, are kept
+        for loads, so that no save keeps a load waiting for a row.
+    health
+        Judges the store by its jobs. None: a ``CircuitBreaker`` on this clock.
+    patience
+        In seconds. A job that had less time than this and is late says nothing about its store.
+    warns
+        Whether what goes wrong is logged by ``poll``: one WARNING for each kind of trouble, then a count, at most once
+        a minute.
     clock
         () -> float, monotonic seconds. Deadlines are on it.
 
@@ -139,6 +182,10 @@ class StoreWorker(Closing):
     -----
     The calls that begin jobs return at once: no I/O, no hashing. Loads go before saves. When a deadline passes, the job
     is done at once, and what it has not got is LATE, even if the store hangs.
+
+    ``done(job)`` is called once when the job is done, and ``returned(job)`` once after that, when no call of the store
+    uses its rows any more. ``poll`` makes these calls, with no lock held. If one raises, the next ``poll`` makes the
+    others. Who gives calls to be made polls on one thread, which makes them all.
 
     The bytes of a block are sealed before they are saved, and compared with their seal after they were loaded: 128 bits
     of keyed BLAKE2b over key, length, identity, context and a keyed ``Digest`` of the bytes. What does not agree is
@@ -152,9 +199,26 @@ class StoreWorker(Closing):
     The rows of a save must not change, and those of a load belong to the store, until the job is *returned*.
 
     ``memory`` has the blocks of the array that was given, ``secret`` makes the keys. Thread-safe. Bad arguments raise
-    TypeError or ValueError. Calls that begin jobs raise PoolClosed and StoreBusy. All calls raise ForkedProcess in a
-    child of ``os.fork()``. The constructor raises what ``store.open`` raises, and ImportError if the library for seals
-    is missing.
+    TypeError or ValueError. Calls that begin jobs raise PoolClosed and StoreBusy; the caller keeps its rows then. All
+    calls raise ForkedProcess in a child of ``os.fork()``. The constructor raises what ``store.open`` raises, and
+    ImportError if the library for seals is missing.
+
+    Examples
+    --------
+    >>> import numpy as np, kvpool
+    >>> from kvpool.storage import BlockNames, MemoryStore, StoreWorker, staging_rows
+    >>> model = kvpool.ModelIdentity("tiny", "rev 1", "float16", "2 layers", "mine 1")
+    >>> worker = StoreWorker(MemoryStore(1 << 20), staging_rows(4, 4096), model, staging=True)
+    >>> rows = worker.take("save", 2)
+    >>> worker.memory[rows] = 7
+    >>> job = worker.save(BlockNames([b"one", b"two"]), rows, lambda job: print(job.ok, "saved"))
+    >>> job.wait(60.0)
+    True
+    >>> worker.poll()
+    2 saved
+    True
+    >>> worker.close()
+    True
     """
 
     def __init__(
@@ -167,7 +231,10 @@ class StoreWorker(Closing):
         queued_blocks: int = 65_536,
         piece_bytes: int = 4 << 20,
         row_padding: int = 0,
-        report: bool = True,
+        staging: bool = False,
+        health: CircuitBreaker | None = None,
+        patience: float = PATIENCE_SECONDS,
+        warns: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         check_library("a store", "stores")
@@ -180,10 +247,8 @@ class StoreWorker(Closing):
         size = integer_argument("piece_bytes", piece_bytes, 1, 1 << 40)
         self.piece_blocks = max(1, size // self.block_bytes)
         """The most blocks of one call."""
-        self._report = bool_argument("report", report)
         # Asked once: a store may say something else later.
         self.name = _name_argument(store.name)
-        """The name of the store."""
         self._workers = integer_argument("store.threads", store.threads, 1, 256)
         self.savers = max(1, self._workers - 1)
         """How many calls of the store save at a time."""
@@ -194,6 +259,12 @@ class StoreWorker(Closing):
         self.indexed = bool_argument("store.indexed", getattr(store, "indexed", False))
         """Whether ``find_now`` may have an answer."""
         self._store, self._clock, self._process = store, clock, Process()
+        self.health = health or CircuitBreaker(clock=clock)
+        """Judges the store."""
+        self._patience, self._staging, self._warns = patience, staging, warns
+        self._troubles = TroubleLog(self.name, clock)
+        self._free = list(range(self.slots if staging else 0))
+        self._kept_for_loads = len(self._free) // 2
         store_secret = store.open(Space(bytes.fromhex(identity.fingerprint), memory_view, row_padding))
         try:
             self.secret = Secret(store_secret if secret is None else secret, identity)
@@ -202,23 +273,23 @@ class StoreWorker(Closing):
             raise
         self._calls, self._drops = StoreCalls(store, self.secret, self.memory, self.forget), Tombstones()
         self._own_tag = self.secret.tag(b"")
-        # One lock, taken by itself, and not by way of a condition: see ``Bell``. Callers wait for the bell. The threads
-        # that wait for a call to make, and the one that waits for a deadline, are woken apart.
+        # Callers wait for the bell. The threads that wait for a call to make, and the one that waits for a deadline,
+        # are woken apart.
         self._lock, self._bell = threading.Lock(), Bell()
         self._work_comes, self._alarm = threading.Condition(self._lock), threading.Condition(self._lock)
-        self._open: dict[StoreRequest, None] = {}  # jobs that have not returned, and drops that are not confirmed
+        # Jobs that have not returned, or are held, or of which ``poll`` has not told; and drops not confirmed.
+        self._open: dict[StoreRequest, None] = {}
         self._queue, self._deadlines = _Pieces(), _Pieces()
         self._waiting = dict.fromkeys(_BOUND.values(), 0)
         self._running: dict[int, tuple[StoreRequest, Rows]] = {}
         self._wakes_at = -math.inf  # when the thread that waits for a deadline looks again, if nobody wakes it
         self._finished: deque[StoreRequest] = deque()
-        self._blocks = {(kind, code): 0 for kind in jobs.KINDS for code in CODES}
-        self._nbytes, self._seconds = dict.fromkeys(jobs.KINDS, 0), dict.fromkeys(jobs.KINDS, 0.0)
+        self._blocks = {(kind, code): 0 for kind in KINDS for code in CODES}
+        self._nbytes, self._seconds = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0.0)
         self._refused, self._closing, self._store_closed = 0, False, False
         self._signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._signal)
-        works = [(str(i), self._work) for i in range(self._workers)] + [("deadlines", self._watch)]
-        for name, work in works:
+        for name, work in [*((str(i), self._work) for i in range(self._workers)), ("deadlines", self._watch)]:
             threading.Thread(target=work, name=f"kvpool-{self.name}-{name}", daemon=True).start()
 
     # -- jobs ----------------------------------------------------------------------------------------
@@ -227,38 +298,69 @@ class StoreWorker(Closing):
         """Seconds on the queue's clock."""
         return self._clock()
 
-    def find(self, keys: Keys, *, tag: bytes | None = None, deadline: float = math.inf) -> StoreRequest:
+    def usable(self, kind: str) -> bool:
+        """Whether a job of this kind may be begun now. While the store is suspended, this is true once after each wait,
+        for a job that probes it. A drop is no probe. See ``CircuitBreaker``."""
+        if kind in DROPS:
+            return not self.health.suspended(writes=True)
+        return self.health.usable(writes=kind == SAVE, found=kind == LOAD)
+
+    @property
+    def suspended(self) -> bool:
+        """Whether the store is left alone for a while, to save or for anything else."""
+        return self.health.suspended() or self.health.suspended(writes=True)
+
+    def find(
+        self, keys: Keys, done: Call | None = None, *, tag: bytes | None = None, deadline: float = math.inf
+    ) -> StoreRequest:
         """Ask which blocks the store has. ``keys``: uint8[n, 32], made by ``secret``, or ``BlockNames``. ``tag``: that
         with which they were saved."""
-        return self._begin(jobs.FIND, keys, None, deadline, tag)
+        return self._begin(FIND, keys, None, done, None, deadline, tag)
 
     def find_now(self, keys: Keys) -> Bytes | None:
         """The codes of ``find``, asked on this thread, of a store that is ``indexed``. None if only a job can tell:
-        another store, one that has failed, or one that is to drop something. Hashes names."""
+        another store, one that has failed or is suspended, or one that is to drop something. Hashes names."""
         self._process.check(self)
-        checked_keys = keys_argument(keys)
+        job = StoreRequest(self, FIND, keys_argument(keys), NO_ROWS, None, math.inf, b"", 0)
         with DeferSignals():
             with self._lock:
-                if not self.indexed or self._closing or len(self._drops):
+                if not self.indexed or self._closing or len(self._drops) or self.health.suspended():
                     return None
                 # One more who uses the store, which is not closed meanwhile.
                 self._workers += 1
-            began, codes = time.perf_counter(), None
+            began = time.perf_counter()
             try:
-                codes = self._calls.find(checked_keys)
+                codes, _ = self._calls.do(job, np.arange(len(job.keys)), Exception)
             finally:
-                self._end(codes, time.perf_counter() - began)
-            return codes
+                self._end()
+            known = {OK, ABSENT}.issuperset(codes.tolist())
+            with self._lock:
+                self._seconds[FIND] += time.perf_counter() - began
+                for code in codes.tolist() if known else ():
+                    self._blocks[FIND, CODES[code]] += 1
+            return codes if known else None
 
-    def load(self, keys: Keys, rows: Rows, *, tag: bytes | None = None, deadline: float = math.inf) -> StoreRequest:
+    def load(
+        self,
+        keys: Keys,
+        rows: Rows,
+        done: Call | None = None,
+        returned: Call | None = None,
+        *,
+        tag: bytes | None = None,
+        deadline: float = math.inf,
+        hold: bool = False,
+    ) -> StoreRequest:
         """Load blocks into rows of the memory, ``rows`` int64[n], which belong to the store until the job is
-        returned. ``tag``: that with which they were saved."""
-        return self._begin(jobs.LOAD, keys, rows, deadline, tag)
+        returned. ``tag``: that with which they were saved. ``hold``: rows of ``take`` are read until ``release``."""
+        return self._begin(LOAD, keys, rows, done, returned, deadline, tag, hold=hold)
 
     def save(
         self,
         keys: Keys,
         rows: Rows | Lend,
+        done: Call | None = None,
+        returned: Call | None = None,
         *,
         tag: bytes | None = None,
         limit: int = NO_LIMIT,
@@ -275,24 +377,24 @@ class StoreWorker(Closing):
         limit, lend = integer_argument("limit", limit, 0, NO_LIMIT), rows if callable(rows) else None
         if lend is not None and not isinstance(keys, BlockNames):
             raise TypeError(f"keys: expected BlockNames where rows are lent, got {type(keys).__name__}")
-        return self._begin(jobs.SAVE, keys, None if lend else rows, deadline, tag, limit, lend)
+        return self._begin(SAVE, keys, None if lend else rows, done, returned, deadline, tag, limit, lend)
 
-    def forget(self, keys: Keys) -> StoreRequest:
+    def forget(self, keys: Keys, done: Call | None = None) -> StoreRequest:
         """Drop blocks."""
-        return self._begin(jobs.FORGET, keys, None, math.inf)
+        return self._begin(FORGET, keys, None, done)
 
-    def clear(self, tag: bytes | None = None) -> StoreRequest:
-        """Drop all blocks of the model, or all that were saved with this tag. Raises ValueError for a store that
-        cannot do it."""
+    def clear(self, tag: bytes | None = None, done: Call | None = None) -> StoreRequest:
+        """Drop all blocks of the model, or all that were saved with this tag. It may give a job that was begun before:
+        then ``done`` is called too. Raises ValueError for a store that cannot do it."""
         size = MODEL_BYTES if tag is None else TAG_BYTES
         if self.clears_prefix < size:
             what = "all blocks of a model" if tag is None else "the blocks of a namespace"
             raise ValueError(
                 f"store: expected one that can drop {what}, whose clears_prefix is {size}, got {self.name!r}"
             )
-        return self._clear(self.secret.model if tag is None else self._tag(tag))
+        return self._clear(self.secret.model if tag is None else self._tag(tag), done)
 
-    def reset(self) -> StoreRequest:
+    def reset(self, done: Call | None = None) -> StoreRequest:
         """Begin an epoch of the model: find nothing any more that was saved before, such as the KV of weights that were
         replaced. The store drops it as for ``clear``, if it can.
 
@@ -301,21 +403,22 @@ class StoreWorker(Closing):
         find nothing of this one, and nothing that they save is found here. A store without ``Store.epoch`` has
         what was saved in the first one for those who open it later, as far as it has not dropped it.
         """
-        return self._clear(self.secret.model, renews=True)
+        return self._clear(self.secret.model, done, renews=True)
 
-    def _clear(self, prefix: bytes, renews: bool = False) -> StoreRequest:
-        return self._begin(jobs.CLEAR, np.empty((0, KEY_BYTES), np.uint8), None, math.inf, prefix, renews=renews)
+    def _clear(self, prefix: bytes, done: Call | None, renews: bool = False) -> StoreRequest:
+        keys = np.empty((0, KEY_BYTES), np.uint8)
+        return self._begin(CLEAR, keys, None, done, tag=prefix, renews=renews)
 
     @property
     def is_backlogged(self) -> bool:
         """Whether a save that begins now waits for others."""
         with self._lock:
-            return self._waiting[jobs.SAVE] > 0 or not self._may_begin(jobs.SAVE)
+            return self._waiting[SAVE] > 0 or not self._may_begin(SAVE)
 
     def check_forget(self, blocks: int) -> None:
         """Raise StoreBusy if so many blocks more may not wait to be dropped now."""
         with self._lock:
-            self._check_room(jobs.FORGET, blocks)
+            self._check_room(FORGET, blocks)
 
     def wait_until(self, condition: Callable[[], bool], timeout: float | None) -> bool:
         """Wait until a condition holds, which is asked with the lock held. Returns whether it does. Raises
@@ -331,45 +434,62 @@ class StoreWorker(Closing):
     def cancel(self, job: StoreRequest) -> None:
         """What ``Job.cancel`` does."""
         self._process.check(self)
-        if job.kind in jobs.DROPS:
+        if job.kind in DROPS:
             raise ValueError(f"{job!r}: it cannot be cancelled")
         with DeferSignals(), self._lock:
             if not job.done:
                 self._settle(job, CANCELLED)
 
-    def finished(self) -> list[StoreRequest]:
-        """The jobs that were done or returned since the last call: a job that was late comes twice if its call hangs.
-        Never waits. Clears ``fileno``."""
-        self._process.check(self)
-        ended_jobs: list[StoreRequest] = []
-        if not self._finished:
-            return ended_jobs
-        with DeferSignals() as signals, self._lock:
-            signals.undo = partial(self._put_back, ended_jobs)
-            ended_jobs += self._finished
-            self._finished.clear()
-            if ended_jobs:
-                os.eventfd_read(self._signal)
-            return ended_jobs
-
     @property
     def has_results(self) -> bool:
-        """Whether ``finished`` has something."""
+        """Whether ``poll`` has a call to make."""
         return bool(self._finished)
 
-    def _put_back(self, ended_jobs: list[StoreRequest]) -> None:
-        """Nobody has learned of these jobs."""
+    def poll(self) -> bool:
+        """Make the calls of jobs that are done or returned. Never waits. Returns whether there were such jobs. Clears
+        ``fileno``."""
+        self._process.check(self)
+        told = self.has_results
+        with DeferSignals():
+            if told:
+                with suppress(BlockingIOError):
+                    os.eventfd_read(self._signal)
+            while self._finished:
+                with suppress(IndexError):  # another thread polls, too
+                    self._tell(self._finished.popleft())
+        return told
+
+    def _tell(self, job: StoreRequest) -> None:
         with self._lock:
-            if ended_jobs and not self._finished:
-                os.eventfd_write(self._signal, 1)
-            self._finished.extendleft(reversed(ended_jobs))
+            job.telling += 1
+            returned = job.returned
+        try:
+            while job.on_done:
+                job.on_done.pop(0)(job)
+            while returned and job.on_returned:
+                job.on_returned.pop(0)(job)
+        except BaseException:
+            self._finished.append(job)
+            os.eventfd_write(self._signal, 1)
+            raise
+        finally:
+            with self._lock:
+                job.telling -= 1
+                self._let_go(job)
+
+    @property
+    def in_flight(self) -> int:
+        """Finds, loads and saves that have not returned, or whose rows are held, or of which ``poll`` has not told
+        yet."""
+        with self._lock:
+            return sum(job.kind not in DROPS for job in self._open)
 
     def fileno(self) -> int:
-        """A file descriptor that can be read when ``finished`` has something: for ``select`` and asyncio."""
+        """A file descriptor that can be read when ``poll`` has a call to make: for ``select`` and asyncio."""
         return self._signal
 
     def wait(self, timeout: float) -> bool:
-        """Wait until ``finished`` has something, at most ``timeout`` seconds. Returns whether it has."""
+        """Wait until ``poll`` has a call to make, at most ``timeout`` seconds. Returns whether it has."""
         self._process.check(self)
         return bool(select.select([self._signal], [], [], timeout)[0])
 
@@ -377,7 +497,7 @@ class StoreWorker(Closing):
         """Wait until no find, load or save is queued or under way, at most ``timeout`` seconds. Returns whether that is
         so. Drops that the store does not confirm are not waited for: wait for their jobs."""
         self._process.check(self)
-        return self.wait_until(lambda: all(job.kind in jobs.DROPS for job in self._open), timeout)
+        return self.wait_until(lambda: all(job.returned or job.kind in DROPS for job in self._open), timeout)
 
     def stats(self) -> StoreStats:
         """Figures of now. Never waits for the store's I/O."""
@@ -396,8 +516,55 @@ class StoreWorker(Closing):
                 store_figures,
             )
 
-    def close(self, timeout: float = 10.0) -> bool:
-        """Give up what is queued, ask calls under way to stop, wait for them, and close the store.
+    # -- rows ----------------------------------------------------------------------------------------
+
+    def free(self, kind: str) -> int:
+        """How many rows a job of this kind can take now."""
+        return max(0, len(self._free) - (0 if kind == LOAD else self._kept_for_loads))
+
+    def take(self, kind: str, most: int, timeout: float = 0.0) -> Rows:
+        """Up to ``most`` free rows for a job of this kind, int64[n]. They are the caller's until a job has them, or
+        ``give_back``. Waits up to ``timeout`` seconds for one, as long as others than calls that hang have some. There
+        may be none."""
+        taken: list[int] = []
+
+        def took() -> bool:
+            count = 0 if taken else min(most, self.free(kind))
+            if count:
+                taken.extend(self._free[-count:])
+                del self._free[-count:]
+            hang = sum(len(job.rows) for job in self._open if job.done and not job.returned and not job.held)
+            return bool(taken) or len(self._free) + hang >= self.slots
+
+        self.wait_until(took, timeout)
+        return np.array(taken, np.int64)
+
+    def give_back(self, rows: Rows) -> None:
+        """Rows that were taken, and that no job has got."""
+        with self._lock:
+            self._free += rows.tolist()
+            self._bell.ring()
+
+    def release(self, job: StoreRequest) -> None:
+        """The rows of a job that was begun with ``hold`` are not read any more."""
+        with self._lock:
+            job.held = False
+            self._let_go(job)
+
+    def _let_go(self, job: StoreRequest) -> None:
+        """Take the rows of a job back if nobody uses them any more. The lock is held."""
+        told = not (job.telling or job.on_done or job.on_returned)
+        if job.returned and told and not job.held and job in self._open:
+            del self._open[job]
+            if self._staging:
+                self._free += job.rows.tolist()
+                self._bell.ring()
+
+    # -- the end -------------------------------------------------------------------------------------
+
+    def close(self, timeout: float = 10.0, *, tell: bool = True) -> bool:
+        """Give up what is queued, ask calls under way to stop, wait for them, and close the store. ``tell``: ``poll``,
+        so that whoever waits for a job is told that it was cancelled.
 
         Returns False if a call still hangs after ``timeout`` seconds. Its rows may still be written to, so their memory
         must not be used again; the store is closed when that call returns. May be called again.
@@ -411,7 +578,10 @@ class StoreWorker(Closing):
             self._work_comes.notify_all()
             self._alarm.notify_all()
             self._bell.ring()
-        return self.wait_until(lambda: self._store_closed, timeout)
+        over = self.wait_until(lambda: self._store_closed, timeout)
+        if tell:
+            self.poll()
+        return over
 
     # -- inside --------------------------------------------------------------------------------------
 
@@ -420,38 +590,45 @@ class StoreWorker(Closing):
         kind: str,
         keys: object,
         rows: object,
-        deadline: float,
+        done: Call | None = None,
+        returned: Call | None = None,
+        deadline: float = math.inf,
         tag: bytes | None = None,
         limit: int = 0,
         lend: Lend | None = None,
         renews: bool = False,
+        hold: bool = False,
     ) -> StoreRequest:
         self._process.check(self)
         checked_keys = keys_argument(keys)
-        if kind != jobs.CLEAR:
+        if kind != CLEAR:
             tag = self._own_tag if tag is None else self._tag(tag)
-        places = NO_ROWS if rows is None else rows_argument(rows, len(checked_keys), self.slots, kind == jobs.LOAD)
-        job = StoreRequest(
-            self, kind, checked_keys, places, lend, _deadline_argument(deadline), tag or b"", limit, renews
-        )
+        places = NO_ROWS if rows is None else rows_argument(rows, len(checked_keys), self.slots, kind == LOAD)
+        end = _deadline_argument(deadline)
+        job = StoreRequest(self, kind, checked_keys, places, lend, end, tag or b"", limit, renews)
+        job.held, job.hurried = hold, end - self._clock() < self._patience
+        job.on_done = [self._log] if self._warns and kind not in DROPS else []
+        job.on_done += [] if done is None else [done]
+        job.on_returned += [] if returned is None else [returned]
         self._hash(job)
         bound = _BOUND[kind]
         with DeferSignals(), self._lock:
             if self._closing:
                 raise PoolClosed(f"the queue of the store {self.name!r} is closed")
-            same = self._drops.clearing(job) if kind == jobs.CLEAR else None
+            same = self._drops.clearing(job) if kind == CLEAR else None
             if same is not None:
+                same.on_done += job.on_done
                 return same
             self._check_room(kind, job.queued)
             self._waiting[bound] += job.queued
+            self._open[job] = None
             if job.done:
                 self._announce(job)
                 return job
-            self._open[job] = None
-            if kind in jobs.DROPS:
+            if kind in DROPS:
                 self._drops.add(job)
                 for other in self._kept_from_drops():
-                    if kind == jobs.CLEAR or not other.key_set.isdisjoint(job.key_bytes):
+                    if kind == CLEAR or not other.key_set.isdisjoint(job.key_bytes):
                         self._screen(other)
             else:
                 for start in range(0, len(checked_keys), self.piece_blocks):
@@ -459,8 +636,7 @@ class StoreWorker(Closing):
                     self._queue.put(_PRIORITY[kind], job, part)
                 if job.deadline != math.inf:
                     self._deadlines.put(job.deadline, job)
-                    first = self._deadlines.first()
-                    if first is not None and (first.order < self._wakes_at or first.order <= self._clock()):
+                    if end < self._wakes_at or end <= self._clock():
                         self._alarm.notify()
                 if len(self._drops):
                     self._screen(job)
@@ -469,12 +645,12 @@ class StoreWorker(Closing):
 
     def _hash(self, job: StoreRequest) -> None:
         """Hash the keys that are compared below, before the lock is taken for that."""
-        if job.kind == jobs.FORGET:
+        if job.kind == FORGET:
             with DeferSignals(), self._lock:
                 others = self._kept_from_drops()
             for other in (job, *others):
                 other.hashed()
-        elif job.kind != jobs.CLEAR and len(self._drops):
+        elif job.kind != CLEAR and len(self._drops):
             job.hashed()
 
     def _check_room(self, kind: str, blocks: int) -> None:
@@ -485,14 +661,13 @@ class StoreWorker(Closing):
             raise StoreBusy(self.name, kind, waiting, self._queued_max)
 
     def _tag(self, tag: object) -> bytes:
-        exact_tag = bytes.__getitem__(tag, slice(None)) if isinstance(tag, bytes) else b""
-        if len(exact_tag) != TAG_BYTES or not exact_tag.startswith(self.secret.model):
+        if not isinstance(tag, bytes) or len(tag) != TAG_BYTES or not tag.startswith(self.secret.model):
             raise ValueError(f"tag: expected {TAG_BYTES} bytes that the queue's secret has made, got {tag!r:.80}")
-        return exact_tag
+        return tag
 
     def _kept_from_drops(self) -> list[StoreRequest]:
         """The jobs that a drop may concern. The lock is held."""
-        return [job for job in self._open if job.kind not in jobs.DROPS and not job.done]
+        return [job for job in self._open if job.kind not in DROPS and not job.done]
 
     def _screen(self, job: StoreRequest) -> None:
         """Keep a job from what is to be dropped. The lock is held."""
@@ -542,7 +717,7 @@ class StoreWorker(Closing):
 
     def _next_drop(self) -> tuple[StoreRequest, Rows] | None:
         """A drop that may begin now. The lock is held."""
-        job = self._drops.next(self._clock(), self._running) if self._may_begin(jobs.CLEAR) else None
+        job = self._drops.next(self._clock(), self._running) if self._may_begin(CLEAR) else None
         return None if job is None else (job, job.call_begins(slice(0, 0), self._clock()))
 
     def _next_piece(self) -> tuple[StoreRequest, Rows] | None:
@@ -563,7 +738,7 @@ class StoreWorker(Closing):
         """A call has returned. The lock is held."""
         was_done = job.done
         job.call_ends(places, codes, error)
-        if job.kind in jobs.DROPS and not was_done:
+        if job.kind in DROPS and not was_done:
             if error:
                 self._drops.failed(job, self._clock())
             else:
@@ -578,13 +753,9 @@ class StoreWorker(Closing):
         """The thread that ends jobs at their deadlines."""
         with self._lock:
             while not self._closing:
-                left = 3600.0
-                while (piece := self._deadlines.first()) is not None:
-                    left = piece.order - self._clock()
-                    if left > 0:
-                        break
+                while (piece := self._deadlines.first()) is not None and piece.order <= self._clock():
                     self._settle(piece.job, LATE)
-                left = min(left, 3600.0) if piece is not None else 3600.0
+                left = 3600.0 if piece is None else min(3600.0, max(0.0, piece.order - self._clock()))
                 self._wakes_at = self._clock() + left
                 self._alarm.wait(left)
 
@@ -598,29 +769,36 @@ class StoreWorker(Closing):
         self._bell.ring()
 
     def _count(self, job: StoreRequest) -> None:
-        """Count a job that is done. The lock is held."""
+        """Count a job that is done, and judge the store by it. The lock is held."""
         job.seconds = 0.0 if math.isnan(job.began) else self._clock() - job.began
         for code, count in job.counts.items():
             self._blocks[job.kind, code] += count
-        if job.kind in (jobs.LOAD, jobs.SAVE):
+        if job.kind in (LOAD, SAVE):
             self._nbytes[job.kind] += job.ok * self.block_bytes
+        job.hurried = job.hurried and "late" in job.counts
+        if not job.hurried:
+            before = self.suspended
+            self.health.note(job)
+            job.suspends = self.suspended and not before
+
+    def _log(self, job: StoreRequest) -> None:
+        """Log what went wrong with a job that is done."""
+        for code in () if job.hurried else job.counts.keys() - {"ok", "absent", "cancelled"}:
+            self._troubles.note(job.kind, code, job.counts[code], job.error)
+        if job.suspends:
+            self._troubles.note(job.kind, "suspended", len(job.codes))
 
     def _announce(self, job: StoreRequest) -> None:
-        """Tell of a job that is done or returned. The lock is held."""
-        if job.returned:
-            self._open.pop(job, None)
-        if self._report:
-            if not self._finished:
-                os.eventfd_write(self._signal, 1)
+        """A job is done or returned. The lock is held."""
+        self._let_go(job)
+        if job.on_done or job.on_returned:
             self._finished.append(job)
+            os.eventfd_write(self._signal, 1)
 
-    def _end(self, codes: Bytes | None = None, seconds: float = 0.0) -> None:
-        """A thread ends, or a ``find_now`` with these codes. The last one closes the store."""
+    def _end(self) -> None:
+        """A thread ends, or a ``find_now``. The last one closes the store."""
         with self._lock:
             self._workers -= 1
-            self._seconds[jobs.FIND] += seconds
-            for code in () if codes is None else codes.tolist():
-                self._blocks[jobs.FIND, CODES[code]] += 1
             if self._workers:
                 return
         try:
@@ -632,25 +810,20 @@ class StoreWorker(Closing):
 
 
 def _memory_argument(memory: object) -> Bytes:
-    # A view of its own, whose shape and type nobody else can change.
-    view = np.asarray(memory)[...] if isinstance(memory, np.ndarray) else None
-    fits = view is not None and view.dtype == np.uint8 and view.ndim == 2 and view.size > 0
-    if view is None or not fits or not view.flags.c_contiguous or not view.flags.writeable:
-        raise ValueError("memory: expected a writable, C-contiguous array uint8[slots, block_bytes], got another")
-    return view
+    if isinstance(memory, np.ndarray) and memory.dtype == np.uint8 and memory.ndim == 2 and memory.size:
+        if memory.flags.c_contiguous and memory.flags.writeable:
+            return np.asarray(memory)[...]  # whose shape and type nobody else can change
+    raise ValueError("memory: expected a writable, C-contiguous array uint8[slots, block_bytes], got another")
 
 
 def _name_argument(name: object) -> str:
     if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9_-]{1,64}", name):
         raise ValueError(f"store.name: expected 1 to 64 of the characters a-z, 0-9, _ and -, got {name!r:.80}")
-    return str.__str__(name)
+    return name
 
 
 def _deadline_argument(deadline: Any) -> float:
-    try:
-        seconds = math.nan if isinstance(deadline, (str, bytes)) else float(deadline)
-    except (TypeError, ValueError, OverflowError):
-        seconds = math.nan
-    if math.isnan(seconds):
-        raise ValueError(f"deadline: expected seconds on the queue's clock, got {deadline!r:.80}")
-    return seconds
+    with suppress(OverflowError):
+        if isinstance(deadline, (int, float, np.number)) and deadline == deadline:
+            return float(deadline)
+    raise ValueError(f"deadline: expected seconds on the queue's clock, got {deadline!r:.80}")

@@ -67,7 +67,7 @@ def test_room_after_rows_counts_as_memory_for_staging(make: Open, store: Wrong) 
     vars(store)["row_padding"] = 16
     blocks = make(rows=8)
     assert all(save(blocks, 5)) and len(load(blocks, 5)) == 5
-    assert blocks.client.memory.strides[0] * len(blocks.client.memory) <= 8 * BLOCK_BYTES
+    assert blocks.worker.memory.strides[0] * len(blocks.worker.memory) <= 8 * BLOCK_BYTES
 
 
 def test_more_blocks_than_rows_are_saved_and_loaded_byte_for_byte(make: Open) -> None:
@@ -106,16 +106,16 @@ def test_a_store_that_hangs_keeps_its_rows_and_cannot_reach_what_the_engine_uses
     store.before["load"], blocks.seconds["load"] = gate, 0.05
     while not gate.reached.is_set():
         assert load(blocks, 2) == {}
-        blocks.client.health.resume()
+        blocks.worker.health.resume()
     while not blocks.troubles["load", "without rows"]:
         assert load(blocks, 2) == {}
-        blocks.client.health.resume()
+        blocks.worker.health.resume()
     del store.before["load"]
     assert load(blocks, 2) == {}, "all rows belong to calls that hang"
     assert blocks.troubles["load", "late"] >= 2
     gate.open()
     blocks.seconds["load"] = 60.0
-    assert blocks.client.queue.drain(600)
+    assert blocks.worker.drain(600)
     rows = load(blocks, 2)
     assert len(rows) == 2
     assert_right(rows)
@@ -126,15 +126,15 @@ def test_a_store_from_which_nothing_comes_is_asked_no_more_for_a_while(make: Ope
     save(blocks, 2)
 
     store.before["find"] = fail
-    assert blocks.find(names(2)) == [False, False] and blocks.client.suspended
+    assert blocks.find(names(2)) == [False, False] and blocks.worker.suspended
     calls = len(store.calls)
     assert blocks.find(names(2)) == [False, False] and load(blocks, 2) == {}
     assert len(store.calls) == calls
     assert blocks.troubles["load", "suspended"] == 2
     assert all(save(blocks, 2, first=2))
     del store.before["find"]
-    blocks.client.health.resume()
-    assert blocks.find(names(4)) == [True] * 4 and not blocks.client.suspended
+    blocks.worker.health.resume()
+    assert blocks.find(names(4)) == [True] * 4 and not blocks.worker.suspended
 
 
 def test_a_store_that_saves_nothing_still_gives_what_it_has(make: Open, store: Wrong) -> None:
@@ -142,9 +142,9 @@ def test_a_store_that_saves_nothing_still_gives_what_it_has(make: Open, store: W
     save(blocks, 2)
 
     store.before["save"] = fail
-    assert not any(save(blocks, 2, first=2)) and blocks.client.suspended
+    assert not any(save(blocks, 2, first=2)) and blocks.worker.suspended
     assert blocks.find(names(3)) == [True, True, False] and len(load(blocks, 2)) == 2
-    assert blocks.client.suspended and not any(save(blocks, 2, first=2))
+    assert blocks.worker.suspended and not any(save(blocks, 2, first=2))
     assert store.calls.count("save") == 2
 
 
@@ -156,10 +156,10 @@ def test_a_store_that_finds_and_loads_nothing_is_asked_no_more_for_a_while(make:
     for _ in range(5):
         blocks.find(names(2))
         assert load(blocks, 2) == {}
-    assert blocks.client.suspended and store.calls.count("load") == 1 and store.calls.count("find") == 1
-    blocks.client.health.resume()
+    assert blocks.worker.suspended and store.calls.count("load") == 1 and store.calls.count("find") == 1
+    blocks.worker.health.resume()
     del store.before["load"]
-    assert blocks.find(names(2)) == [True] * 2 and len(load(blocks, 2)) == 2 and not blocks.client.suspended
+    assert blocks.find(names(2)) == [True] * 2 and len(load(blocks, 2)) == 2 and not blocks.worker.suspended
 
 
 @pytest.mark.parametrize("when", ["fill", "put"])
@@ -213,7 +213,7 @@ def test_what_was_copied_before_a_clear_is_not_saved_after_it(make: Open, store:
     blocks = make()
     results = [blocks.save(names(2), lambda place, row: (row.fill(7), place or blocks.clear()))]  # type: ignore[func-returns-value]
     assert results == [[False, False]] and not store.inner.stats()["blocks"] and blocks.find(names(2)) == [False, False]
-    assert blocks.client.free("load") == blocks.client.queue.slots, "the rows are given back"
+    assert blocks.worker.free("load") == blocks.worker.slots, "the rows are given back"
 
 
 def test_what_is_saved_after_a_clear_is_found_after_a_restart(make: Open, store: Wrong) -> None:
@@ -228,8 +228,8 @@ def test_what_is_saved_after_a_clear_is_found_after_a_restart(make: Open, store:
 
 def test_blocks_for_which_no_time_is_left_are_not_copied(make: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks, passed, copied = make(rows=2), 0.0, []
-    clock = blocks.client.queue._clock
-    monkeypatch.setattr(blocks.client.queue, "_clock", lambda: clock() + passed)
+    clock = blocks.worker._clock
+    monkeypatch.setattr(blocks.worker, "_clock", lambda: clock() + passed)
 
     def slow(place: int, row: Any) -> None:
         nonlocal passed
@@ -266,7 +266,7 @@ def test_a_hit_that_the_engine_computes_sooner_is_not_found(make: Open, store: W
         if there[0]:
             assert not load(blocks, 6), "it is given up when the engine would have computed it"
     assert hits < 20 and blocks.declined == 6 * (200 - hits)
-    assert not blocks.client.suspended and blocks.find(names(6)) == [True] * 6
+    assert not blocks.worker.suspended and blocks.find(names(6)) == [True] * 6
 
 
 def test_a_hit_that_the_store_brings_sooner_is_loaded(make: Open) -> None:
@@ -290,7 +290,7 @@ def test_a_store_that_fails_under_a_hit_costs_no_more_than_the_engine(make: Open
     store.before["load"] = gate if how == "hangs" else fail
     assert blocks.find_hit(names(8)) == [True] * 8
     assert load(blocks, 8) == {}
-    free = len(blocks.client.take("load", 8, 0.0))
+    free = len(blocks.worker.take("load", 8, 0.0))
     assert free == (0 if how == "hangs" else 8)
     gate.open()
 

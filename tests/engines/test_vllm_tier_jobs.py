@@ -129,7 +129,7 @@ def test_a_load_that_hangs_is_reported_when_its_rows_are_free(store: Wrong) -> N
     store.before["load"] = gate
     tier.submit(True, [1], [9])
     assert gate.reached.wait(600)
-    until(lambda: tier.real._client.queue.stats().blocks["load", "late"] == 1)
+    until(lambda: tier.real._worker.stats().blocks["load", "late"] == 1)
     assert list(tier.real.get_finished_jobs()) == []
     gate.open()
     (result,) = tier.results(1)
@@ -161,7 +161,7 @@ def test_shutting_down_while_a_call_hangs_keeps_the_memory(store: Wrong, monkeyp
     tier, gate = Tier(store), store.hold("save")
     tier.submit(False, [1], [0])
     assert gate.reached.wait(600)
-    queue = tier.real._client.queue
+    queue = tier.real._worker
     monkeypatch.setattr(queue, "drain", lambda timeout: False)
     monkeypatch.setattr(type(queue), "close", lambda self, timeout=600: False)
     with pytest.raises(TimeoutError, match="may still write"):

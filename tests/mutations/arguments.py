@@ -49,8 +49,8 @@ MUTATIONS = (
     Mutation(
         "keys_of_jobs_are_not_copied",
         "keys_argument",
-        "array.copy()",
-        "array",
+        "np.array(keys)",
+        "np.asarray(keys)",
         "A block comes back under a key that was not asked for.",
         (_walk("StoreWorker.load-keys-array"),),
     ),
@@ -124,7 +124,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what_was_saved_under_a_lease_that_others_closed_is_kept",
-        "HostCacheTier.lend",
+        "HostCacheAdapter.lend",
         "lease.closed",
         "False",
         "The bytes of another block are kept under a key, and their seal is right.",

@@ -86,7 +86,7 @@ MUTATIONS = (
     Mutation(
         "a_save_that_is_over_is_noted_after_a_forget",
         "StorageManager._forgotten",
-        "self._bridge.poll()",
+        "self._storage.poll()",
         "pass",
         "Content that was computed again is never saved: the keeper believes that the store has it.",
         (f"{_KEEPER}test_a_save_that_is_over_and_not_noted_is_taken_back[prompt]",),
@@ -94,7 +94,7 @@ MUTATIONS = (
     Mutation(
         "what_waits_is_saved_after_a_forget",
         "StorageManager._forgotten",
-        'self._bridge.give_up("forgotten", concerns)',
+        'self._storage.give_up("forgotten", concerns)',
         "",
         "Nobody learns that blocks were not saved because they were forgotten.",
         (f"{_KEEPER}test_what_waits_to_be_saved_is_given_up_and_counted[prompt]",),
@@ -102,7 +102,7 @@ MUTATIONS = (
     Mutation(
         "a_store_that_is_full_of_drops_is_found_too_late",
         "StorageManager._forget_blocks",
-        "client.queue.check_forget(len(contents))",
+        "worker.check_forget(len(contents))",
         "pass",
         "A call that raises has forgotten half.",
         (f"{_KEEPER}test_too_much_that_waits_to_be_dropped_is_refused_before_anything_has_changed",),

@@ -32,7 +32,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what_was_copied_says_what_its_event_has_said",
-        "PoolTier._read",
+        "PoolAdapter._read",
         'note_said(contents, np.stack([records["parent0"], records["parent1"]], axis=1), tokens, extra)',
         "",
         "A store keeps the bytes of one prompt in the name and context of another, which has the same key.",
@@ -48,7 +48,7 @@ MUTATIONS = (
     ),
     Mutation(
         "layouts_are_not_in_the_keys_of_stores",
-        "PoolTier.name",
+        "PoolAdapter.names",
         "self._kinds[content.group]",
         'b"group %d" % content.group',
         "After a change of the layout, the bytes of the old one are served.",
@@ -74,16 +74,8 @@ MUTATIONS = (
         (f"{_KEEPER}test_several_groups_of_layers_come_back[600]",),
     ),
     Mutation(
-        "rows_are_free_while_a_call_hangs",
-        "StoreClient._tell",
-        "job.returned",
-        "job.done",
-        "A store that was late writes into the block of another prompt.",
-        ("tests/stores/test_store_client.py::test_the_rows_of_a_load_that_hangs_come_back_when_it_has_returned",),
-    ),
-    Mutation(
         "what_was_loaded_counts_as_gone",
-        "PoolTier.said",
+        "PoolAdapter.answered",
         "(ABSENT, DAMAGED)",
         "list(range(7))",
         "Routers are told that a store has lost what it gave a moment ago, and it is saved once more.",
@@ -135,7 +127,7 @@ MUTATIONS = (
     ),
     Mutation(
         "promotions_are_not_bounded",
-        "LoadQueue.free",
+        "TierStorage.free",
         "return max(0, self._room - len(self.unread) - len(self.coming))",
         "return self._room",
         "A long queue of requests displaces what running ones need.",
@@ -165,8 +157,8 @@ MUTATIONS = (
     ),
     Mutation(
         "dropped_saves_are_not_counted",
-        "WritebackQueue._leave",
-        "self.dropped[self.clients[number].name, reason] += len(blocks)",
+        "TierStorage._give_up",
+        "self.dropped[self.workers[number].name, reason] += len(blocks)",
         "pass",
         "An operator does not see that a store is too slow for what it is to keep.",
         (
@@ -176,7 +168,7 @@ MUTATIONS = (
     ),
     Mutation(
         "blocks_of_several_namespaces_are_saved_as_those_of_one",
-        "PoolTier.take",
+        "PoolAdapter.take",
         "(content.namespace, content.group)",
         "content.group",
         "A tenant loses its blocks to the quota of another one.",
@@ -184,7 +176,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what_was_copied_under_a_revoked_lease_is_saved",
-        "PoolTier.copy",
+        "PoolAdapter.copy",
         "copied[places] = same & _ended(lease)",
         "copied[places] = same | _ended(lease)",
         "A store keeps bytes of one prompt under the key of another, with a good seal.",
@@ -192,15 +184,15 @@ MUTATIONS = (
     ),
     Mutation(
         "rows_of_blocks_that_have_gone_are_kept",
-        "PoolTier.pin",
-        "client.give_back(rows[~is_copied])",
+        "PoolAdapter.pin",
+        "worker.give_back(rows[~is_copied])",
         "",
         "With each block that is evicted before it was copied, a row is lost: in the end nothing is saved any more.",
         (f"{_KEEPER}test_a_copy_that_the_device_refuses_saves_nothing_wrong",),
     ),
     Mutation(
         "a_row_keeps_what_was_there_before",
-        "PoolTier._copy",
+        "PoolAdapter._copy",
         "row[at:] = 0",
         "",
         "Behind a block of one tenant, a store keeps KV of another.",
@@ -208,7 +200,7 @@ MUTATIONS = (
     ),
     Mutation(
         "to_be_saved_is_a_use",
-        "PoolTier.copy",
+        "PoolAdapter.copy",
         "pool.core.decide(None, saving.put_back, group.index, ids, before)",
         "",
         "What a store got is kept on the host longer than what is used: hits are lost.",

@@ -16,7 +16,7 @@ from kvpool.integrations import tracing
 from kvpool.storage.backends.memory import MemoryStore
 from kvpool.storage.mac import BlockNames
 from kvpool.storage.store_worker import StoreWorker
-from tests.stores.lab import names, open_queue
+from tests.stores.lab import done, names, open_queue
 
 
 class Span:
@@ -80,8 +80,8 @@ def test_a_job_of_a_store_has_a_span_until_its_result_is_read(tracer: Tracer) ->
     with open_queue(MemoryStore(1 << 20)) as queue:
         with tracing.request("r-8"):
             job = queue.find(BlockNames(names(3)))
-        assert queue.drain(600) and not tracer.spans[0].ended
-        assert queue.finished() == [job]
+        assert done(job) and not tracer.spans[0].ended
+        assert queue.poll()
     (span,) = tracer.spans
     assert (span.name, span.ended) == ("kvpool.store.find", True)
     assert span.attributes == {"kvpool.request": "r-8", "kvpool.blocks": 3}

@@ -214,7 +214,7 @@ IN_PLACE = {
     *("KVCacheManager.device_memory", "KVCacheManager.host_memory", "KVCacheManager.table"),
     *("KVCacheManager.data", "gather_kv.out", "scatter_kv.source"),  # KV itself
     *("gather_kv.cache", "scatter_kv.cache", "PagedKV.arrays", "PagedKV.pool", "HostTier.memory"),
-    *("StoreWorker.memory", "StoreClient.memory"),
+    "StoreWorker.memory",
     *(f"StepTables.{name}" for name in NAMES),
     "KVCacheManager.operations",  # a list, whose arrays are walked by operation
     *("PagedKV.planes", "PagedKV.bases"),  # of ``PagedKV.of``, which has made and checked them
@@ -244,7 +244,6 @@ VERBS = (
     storage.HostStorageManager,
     storage.StorageManager,
     storage.BlockNames,
-    storage.StoreClient,
     storage.StoreWorker,
 )
 """Public classes that callers make, or whose methods they call."""

@@ -393,7 +393,7 @@ def test_many_threads_on_few_slots_lose_no_slot_and_mix_no_bytes(tmp_path: Path,
         if chance.random() < 0.1:
             raise OSError(5, "I/O error")
 
-    with open_queue(store_of(tmp_path, 12, faulty), piece_bytes=3 * BLOCK_BYTES, report=False) as queue:
+    with open_queue(store_of(tmp_path, 12, faulty), piece_bytes=3 * BLOCK_BYTES) as queue:
         faulty.before.update(pwritev=sometimes, fdatasync=sometimes)
         fill(queue.memory, 40)
         jobs, tags = [], [queue.secret.tag(name) for name in (b"a", b"b")]

@@ -13,8 +13,8 @@ import pytest
 
 from kvpool import StoreBusy
 from kvpool.storage import ABSENT, CANCELLED, FAILED, OK, MemoryStore, StoreRequest, StoreWorker
+from kvpool.storage.circuit_breaker import CircuitBreaker
 from kvpool.storage.store import TAG_BYTES
-from kvpool.storage.store_client import CircuitBreaker
 from kvpool.storage.store_requests import Tombstones
 from tests.stores.lab import BLOCK_BYTES, Gate, Wrong, fail, fill, names, open_queue, saved
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvpool.storage import ABSENT, CANCELLED, DAMAGED, FAILED, LATE, OK, REFUSED
-from kvpool.storage.store_client import CircuitBreaker
+from kvpool.storage.circuit_breaker import CircuitBreaker
 from kvpool.storage.store_requests import FORGET, StoreRequest
 from tests.stores.lab import Clock
 

@@ -14,9 +14,8 @@ import pytest
 
 from kvpool import HostCache, HostTier, Missed, OutOfBlocks, PoolClosed
 from kvpool.storage import MemoryStore, StoreWorker
-from kvpool.storage.host_cache_tier import HostCacheTier
+from kvpool.storage.host_cache_adapter import HostCacheAdapter
 from kvpool.storage.host_storage_manager import HostStorageManager
-from kvpool.storage.writeback import blocks_in
 from tests.stores.host_lab import Engine
 from tests.stores.lab import BLOCK_BYTES, IDENTITY, OTHER, Gate, Wrong, content, fail, names
 from tests.waiting import until
@@ -157,9 +156,9 @@ def test_a_find_leaves_time_for_the_stores_after_it(
     engine, ends = make(Wrong(MemoryStore(256 * BLOCK_BYTES)), store, load_seconds=2.0), []
     find = StoreWorker.find
 
-    def noted(queue: StoreWorker, keys: Any, *, tag: Any, deadline: float) -> Any:
+    def noted(queue: StoreWorker, keys: Any, done: Any, *, tag: Any, deadline: float) -> Any:
         ends.append(deadline - engine.now)
-        return find(queue, keys, deadline=deadline)
+        return find(queue, keys, done, deadline=deadline)
 
     monkeypatch.setattr(StoreWorker, "find", noted)
     assert engine.ask(1) == [ABSENT]
@@ -292,6 +291,7 @@ def test_blocks_that_come_and_wait_take_no_more_than_their_share(make: Callable[
     for first in range(0, 16, 4):
         engine.saved(4, first)
     engine.write(12, first=100)
+    assert engine.manager.drain(600), "a save that ends later is a later use"
     assert engine.ask(16).count(HERE) == 4
     assert engine.manager.stats().missed["crowded"] >= 12
     assert engine.cache.lookup(names(12, 100)).tolist() == [HERE] * 12
@@ -488,32 +488,33 @@ def test_what_is_written_anew_while_it_waits_is_saved_once(make: Callable[..., E
         engine.write(3, 2)
     engine.write(2, 6)
     assert engine.manager.drain(600) and engine.manager.stats().saved == sum(calls) == 8
-    assert not any(engine.manager._tier._runs)
+    assert not any(engine.manager._adapter._runs)
 
 
 def test_a_prompt_that_two_jobs_save_comes_back_into_its_order_when_the_second_has_ended() -> None:
     """Even if that job has blocks of other prompts too."""
     touched: list[Any] = []
-    tier: Any = object.__new__(HostCacheTier)
+    tier: Any = object.__new__(HostCacheAdapter)
     tier.cache = SimpleNamespace(touch=touched.append)
     tier._runs, tier._in_one, tier.tells = [{}], 256, False
     short, other = tuple(b"one%d" % i for i in range(10)), tuple(b"other%d" % i for i in range(15))
     first, second = tier.to_save(short, 0, short), tier.to_save(other, 0, other)
-    for pieces in ([(short[:5], first)], [(short[5:], first), (other, second)]):
-        tier.ended(0, pieces, [True] * len(blocks_in(pieces)))
+    for chosen in (dict.fromkeys(short[:5], first), dict.fromkeys(short[5:], first) | dict.fromkeys(other, second)):
+        tier.ended(0, chosen, [True] * len(chosen))
     assert touched == [short], "the other was in one job"
 
 
 def test_saves_that_end_are_not_compared_with_all_that_wait() -> None:
     """A store that falls behind has thousands of blocks wait, each of a prompt of its own: the scheduler waits."""
-    tier: Any = object.__new__(HostCacheTier)
+    tier: Any = object.__new__(HostCacheAdapter)
     tier.cache = SimpleNamespace(touch=lambda prompt: None)
     tier._runs, tier._in_one, tier.tells = [{}], 1, False
     keys = [(b"%d" % i,) for i in range(600)]
-    pieces, calls = [(prompt, tier.to_save(prompt, 0, prompt)) for prompt in keys][:100], list[str]()
+    runs = {prompt[0]: tier.to_save(prompt, 0, prompt) for prompt in keys}
+    chosen, calls = dict([*runs.items()][:100]), list[str]()
     sys.setprofile(lambda frame, event, of: calls.append(event))
     try:
-        tier.ended(0, pieces, [True] * len(pieces))
+        tier.ended(0, chosen, [True] * len(chosen))
     finally:
         sys.setprofile(None)
     assert len(tier._runs[0]) == 500 and len(calls) < 5000

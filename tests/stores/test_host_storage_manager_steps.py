@@ -37,7 +37,7 @@ def steps(engine: Engine, count: int, first: int = 0) -> list[int]:
     said = [int(engine.manager.lookup(names(count, first))[0])]
     while said[-1] == PENDING:
         engine.manager.poll()
-        for queue in (client.queue for client in engine.manager._clients):
+        for queue in engine.manager._workers:
             assert queue.drain(600)
         engine.now += 1.2
         said.append(int(engine.manager.lookup(names(count, first))[0]))
@@ -86,7 +86,7 @@ def test_what_was_found_in_a_step_is_not_evicted_in_it(make: Callable[..., Engin
     engine.manager.poll()
     assert gate.reached.wait(600) and engine.manager.find(names(1, 50)[0]) == HERE
     gate.open()
-    assert engine.manager._clients[0].queue.drain(600)
+    assert engine.manager._workers[0].drain(600)
     assert engine.manager.lookup(names(4)).tolist() == [PENDING] * 4
     engine.read(8, first=50)
 

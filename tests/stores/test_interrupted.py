@@ -137,13 +137,12 @@ def test_a_handler_that_raises_in_a_call_of_a_queue_keeps_no_thread_waiting() ->
 def test_jobs_that_a_handler_has_kept_from_the_caller_are_reported_again() -> None:
     with StoreWorker(MemoryStore(1 << 20), memory(), IDENTITY) as queue:
         keys, k, reached = saved(queue, 1), 0, True
-        queue.finished()
         while reached:
-            k += 1
-            job = done(queue.find(keys))
+            k, reported = k + 1, list[Any]()
+            job = done(queue.find(keys, reported.append))
             at = At(k)
-            raised = at.run(queue.finished)
+            at.run(queue.poll)
             reached = at.reached
-            reported = [] if raised and not at.ended else at.answer
-            assert [*reported, *queue.finished()] == [job], at.where
+            queue.poll()
+            assert reported == [job] and not queue.in_flight, at.where
             assert not queue.wait(0), at.where

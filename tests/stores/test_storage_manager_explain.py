@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvpool.storage import FAILED, OK
-from kvpool.storage import writeback as bridge
+from kvpool.storage import FAILED, OK, tier_storage
 from tests.engine import Engine
 from tests.stores.lab import Clock, Wrong
 from tests.stores.pool_lab import fetch, make_manager, seed, store, tokens
@@ -94,7 +93,7 @@ def test_a_prefetch_may_take_as_long_as_its_request_waits_for_the_engine(engine:
 def test_why_blocks_were_not_saved_is_remembered_in_bounded_memory(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bridge, "NOTED", 2)
+    monkeypatch.setattr(tier_storage, "NOTED", 2)
     refusing = Wrong(store())
     refusing.after["save"] = lambda codes: np.where(codes == OK, np.uint8(FAILED), codes)
     with make_manager(engine, refusing, failures=1000) as manager:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 
 from kvpool import PoolClosed
-from kvpool.storage import FAILED, MemoryStore, Prefetch, StorageManager
+from kvpool.storage import FAILED, MemoryStore, StorageManager
 from kvpool.storage.backends.disk import DiskStore
-from kvpool.storage.pool_tier import Content, PoolTier, StoredContent
+from kvpool.storage.mac import BlockNames
+from kvpool.storage.pool_adapter import Content, PoolAdapter, StoredContent
 from kvpool.storage.store import Bytes, Rows, Stop
 from tests.engine import Engine
 from tests.stores.lab import Gate, Wrong, fail
@@ -69,8 +71,8 @@ def contents_of(engine: Engine, count: int) -> list[Content]:
     return tier_of(engine).of_prompt(engine.prompt(PROMPT), count)[0]
 
 
-def tier_of(engine: Engine) -> PoolTier:
-    return PoolTier(engine.cache, StoredContent(engine.cache, [], 100), {}, True)
+def tier_of(engine: Engine) -> PoolAdapter:
+    return PoolAdapter(engine.cache, StoredContent(engine.cache, [], 100), {}, True)
 
 
 def test_a_row_has_nothing_of_what_was_there_before(engine: Engine) -> None:
@@ -124,14 +126,15 @@ def test_the_second_of_two_prompts_with_one_key_gets_a_miss(differs: str, monkey
         seed(made, manager, [first])
         keys = made.keys(first)
     forced = dict(zip(other.keys(second, **names[differs]), keys, strict=True))
-    name_of = PoolTier.name
+    names_of = PoolAdapter.names
 
-    def collide(self: PoolTier, content: Content) -> bytes:
-        content_forced = Content(content.group, forced.get(content.key, content.key))
-        return name_of(self, content_forced)
+    def collide(self: PoolAdapter, blocks: Iterable[Content], *, sealed: bool) -> BlockNames:
+        wanted = list(blocks)
+        named = [Content(content.group, forced.get(content.key, content.key)) for content in wanted]
+        return BlockNames(names_of(self, named, sealed=False).names, names_of(self, wanted, sealed=sealed).contexts)
 
     with other.cache, make_manager(other, memory) as manager:
-        monkeypatch.setattr(PoolTier, "name", collide)
+        monkeypatch.setattr(PoolAdapter, "names", collide)
         handle = manager.prefetch(other.prompt(second, **names[differs]), 60.0)
         assert handle.wait(600) and handle.blocks == 0 and handle.ended == "failed"
         assert manager.stats().stores["memory"].blocks["load", "damaged"] >= 1
@@ -389,11 +392,3 @@ def test_no_request_ever_gets_a_wrong_byte(number: int, save: str) -> None:
         assert manager.drain(600) and not manager.closed
         made.cache.verify()
         assert {"find", "load", "save"} <= set(memory.calls)
-
-
-@pytest.mark.parametrize("name", ["prompt", "deadline", "blocks", "ended"])
-def test_a_prefetch_has_nothing_that_can_be_set(name: str) -> None:
-    """The thread of the storage manager reads it until the last block has come: another prompt would get its KV."""
-    handle = Prefetch(None, 5.0)  # type: ignore[arg-type]
-    with pytest.raises(AttributeError):
-        setattr(handle, name, 1)

@@ -355,7 +355,7 @@ def test_too_much_that_waits_to_be_dropped_is_refused_before_anything_has_change
         def full(blocks: int) -> None:
             raise StoreBusy("wrong", "forget", 1, 1)
 
-        monkeypatch.setattr(manager._clients[1].queue, "check_forget", full)
+        monkeypatch.setattr(manager._workers[1], "check_forget", full)
         for drop in DROPS.values():
             with pytest.raises(StoreBusy):
                 drop(engine, manager)

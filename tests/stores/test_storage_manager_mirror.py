@@ -11,7 +11,7 @@ import pytest
 
 from kvpool.pool.events import Events
 from kvpool.storage import MemoryStore, StorageManager
-from kvpool.storage.pool_tier import Content
+from kvpool.storage.pool_adapter import Content
 from tests.engine import Engine, EventReplay, Request
 from tests.stores.pool_lab import (
     IDENTITY,

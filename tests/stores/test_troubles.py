@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from kvpool.integrations.metrics import PoolMetrics
 from kvpool.storage import REFUSED
-from kvpool.storage.store_client import REPEAT_SECONDS, TroubleLog
+from kvpool.storage.circuit_breaker import REPEAT_SECONDS, TroubleLog
 from tests.stores.host_lab import Engine
 from tests.stores.lab import BLOCK_BYTES, Wrong
 from tests.stores.pool_lab import fetch, make_engine, make_manager, seed, tokens

@@ -180,7 +180,7 @@ class HostTierMetrics:
     """Counts since they were read the last time, gauges now, and warnings where the host tier is too small."""
 
     def __init__(self, cache: kvpool.HostCache, clock: Callable[[], float] = time.monotonic) -> None:
-        from kvpool.storage.store_client import TroubleLog  # imports Numba, which vLLM must not meet when it starts
+        from kvpool.storage.circuit_breaker import TroubleLog  # imports Numba, which vLLM must not meet when it starts
 
         self._cache, self._clock = cache, clock
         self.counts: Counter[str] = Counter()

@@ -76,7 +76,7 @@ class KVPoolSecondaryTier(SecondaryTierManager):
         **given: Any,
     ) -> None:
         from kvpool.storage.store import OK
-        from kvpool.storage.store_client import StoreClient
+        from kvpool.storage.store_worker import StoreWorker
         from kvpool.storage.urls import open_store
 
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
@@ -90,7 +90,7 @@ class KVPoolSecondaryTier(SecondaryTierManager):
             model_identity = lasting_identity(model_identity, options.weights, "of the weights", "vLLM's")
         self._ok = OK
         store = open_store(options.stores[0], dp_rank=offloading_spec.config.parallel.data_parallel_index)
-        self._client = StoreClient(store, _rows(primary_kv_view), model_identity, patience=0.0, warns=True)
+        self._worker = StoreWorker(store, _rows(primary_kv_view), model_identity, patience=0.0, warns=True)
         VLLM_TIER.show_warnings()
         # Keys that the store is asked for, those of them that it will be asked for, and what it has said, until when.
         self._asked: set[OffloadKey] = set()
@@ -120,7 +120,7 @@ class KVPoolSecondaryTier(SecondaryTierManager):
                 log.warning(
                     "kvpool: the keys of vLLM's blocks begin with a random seed, so that nothing will be found in %s "
                     "after a restart. Take prefix_caching_hash_algo='sha256', or set the environment variable %s",
-                    self._client.name,
+                    self._worker.name,
                     SEED,
                 )
         return RequestOffloadingContext()
@@ -160,8 +160,8 @@ class KVPoolSecondaryTier(SecondaryTierManager):
         from kvpool.storage.mac import BlockNames
 
         with suppress(StoreBusy):
-            if self._client.usable(kind):
-                getattr(self._client, kind)(BlockNames(keys), *given, deadline=self._now() + seconds, **more)
+            if self._worker.usable(kind):
+                getattr(self._worker, kind)(BlockNames(keys), *given, deadline=self._now() + seconds, **more)
                 return True
         return False
 
@@ -176,38 +176,38 @@ class KVPoolSecondaryTier(SecondaryTierManager):
             success=all(ok),
             successful_keys=came if asked.is_promotion else None,
             transfer_time=job.seconds,
-            transfer_bytes=len(came) * self._client.queue.block_bytes,
+            transfer_bytes=len(came) * self._worker.block_bytes,
         )
         self._results.append(result)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """The jobs that have ended. Nothing reads or writes their rows any more."""
-        self._client.poll()
+        self._worker.poll()
         results, self._results = self._results, []
         return results
 
     def drain_jobs(self) -> None:
         """Wait until the store reads and writes no row any more. What was saved before is not found from now on, and
         the store drops it. What is saved later is found after a restart, too, if the store has ``Store.epoch``."""
-        client = self._client
-        while not client.queue.drain(10.0):
-            log.warning("kvpool: a reset waits for the store %r", client.name)
-        client.poll()
-        if not client.wait(client.reset(), CLEAR_SECONDS):
+        worker = self._worker
+        while not worker.drain(10.0):
+            log.warning("kvpool: a reset waits for the store %r", worker.name)
+        worker.poll()
+        if not worker.reset().wait(CLEAR_SECONDS):
             log.warning(
                 "kvpool: the store %r has not dropped what was saved before, and saves nothing until it has",
-                client.name,
+                worker.name,
             )
         self._known.clear()
 
     def shutdown(self) -> None:
         """Finish what runs, and close the store. Raises TimeoutError if a call of the store hangs; vLLM then keeps the
         memory."""
-        self._client.queue.drain(5.0)
-        if not self._client.close():
-            raise TimeoutError(f"the store {self._client.name!r} hangs, and may still write to vLLM's host memory")
-        # vLLM unmaps the memory, to which the client and the store refer.
-        del self._client
+        self._worker.drain(5.0)
+        if not self._worker.close():
+            raise TimeoutError(f"the store {self._worker.name!r} hangs, and may still write to vLLM's host memory")
+        # vLLM unmaps the memory, to which the worker and the store refer.
+        del self._worker
 
     # -- what they share -----------------------------------------------------------------------------
 
@@ -222,7 +222,7 @@ class KVPoolSecondaryTier(SecondaryTierManager):
             del self._known[next(iter(self._known))]
 
     def _now(self) -> float:
-        return self._client.queue.now()
+        return self._worker.now()
 
 
 def _rows(view: memoryview) -> Uint8s:

@@ -228,14 +228,14 @@ def test_a_load_that_is_late_writes_nothing_after_its_task_has_ended(
     store.before["load"], blocks.seconds["load"] = gate, 0.2
     empty = objects(3)
     while not gate.reached.is_set():
-        blocks.client.health.resume()
+        blocks.worker.health.resume()
         assert lab.load(adapter, asked, empty) == []
     assert adapter.report_status()["troubles"][f"{SIZE} load late"] >= 3
     gate.open()
-    assert blocks.client.queue.drain(600)
+    assert blocks.worker.drain(600)
     assert not any(item.raw_tensor.any() for item in empty)
     blocks.seconds["load"] = 60
-    blocks.client.health.resume()
+    blocks.worker.health.resume()
     assert lab.load(adapter, asked, empty) == [0, 1, 2] and adapter.report_status()["is_healthy"]
 
 

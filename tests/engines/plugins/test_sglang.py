@@ -117,7 +117,7 @@ def test_a_dead_store_is_a_miss_and_no_thread_of_sglang_ends(
         assert fetch(controller, TOKENS)[1] == 0 or broken == "save"
     assert not [record for record in caplog.records if record.exc_info]
     store.before.clear()
-    opened[0].client.health.resume()
+    opened[0].worker.health.resume()
     indices, came, _ = fetch(controller, TOKENS)
     assert came == len(TOKENS) and lab.same(lab.read(pool, indices), pages)
 

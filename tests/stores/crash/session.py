@@ -31,7 +31,7 @@ class Session:
     """A queue over a store, and calls that wait. ``rows`` of a call are ``first_row`` and those after it."""
 
     def __init__(self, store: Store, rows: Bytes | None = None) -> None:
-        self.queue = StoreWorker(store, memory(ROWS) if rows is None else rows, IDENTITY, report=False)
+        self.queue = StoreWorker(store, memory(ROWS) if rows is None else rows, IDENTITY)
         self._evicted = 0
 
     def keys(self, numbers: Iterable[int]) -> Bytes:

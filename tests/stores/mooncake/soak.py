@@ -96,7 +96,6 @@ class Soak:
             MooncakeStore(self.cluster.address, secret=SECRET),
             memory(GROUPS * GROUP, BLOCK_BYTES),
             IDENTITY,
-            report=False,
         )
 
     def count(self, name: str, count: int) -> None:

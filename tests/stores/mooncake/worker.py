@@ -47,7 +47,7 @@ def main(master: str, segment: int, block_bytes: int) -> None:
     os.dup2(2, 1)
     secret = bytes.fromhex(json.loads(sys.stdin.readline())["secret"])
     store = MooncakeStore(master, segment=segment, secret=secret)
-    with StoreWorker(store, memory(SLOTS, block_bytes), IDENTITY, report=False) as queue:
+    with StoreWorker(store, memory(SLOTS, block_bytes), IDENTITY) as queue:
         print(json.dumps("ready"), file=answers, flush=True)
         for line in sys.stdin:
             order = json.loads(line)

@@ -1,4 +1,4 @@
-"""PoolTier: a pool's host tier, as a bridge to stores sees it. Which of its content is saved, and when; which content
+"""PoolAdapter: a pool's host tier, as a ``TierStorage`` sees it. Which of its content is saved, and when; which content
 stores are known to have; and what readers of a keeper's events learn of that."""
 
 from __future__ import annotations
@@ -26,19 +26,9 @@ from kvpool.state.records import EVENT, EXTRA, NONE, H, N
 from kvpool.state.tiers import CLEARED, REMOVED, STORED
 from kvpool.storage.mac import BlockNames, block_context
 from kvpool.storage.store import ABSENT, DAMAGED, OK, Bytes
-from kvpool.storage.store_client import StoreClient
 from kvpool.storage.store_requests import LOAD, SAVE
-from kvpool.storage.store_worker import NO_LIMIT
-from kvpool.storage.writeback import (
-    EVICT,
-    REUSE,
-    TOLD_AT_ONCE,
-    PendingBlocks,
-    Pieces,
-    blocks_in,
-    pin_those_here,
-    victims_margin,
-)
+from kvpool.storage.store_worker import NO_LIMIT, StoreWorker
+from kvpool.storage.tier_storage import EVICT, REUSE, TOLD_AT_ONCE, pin_those_here, victims_margin
 
 OWNER = "kvpool keeper"
 """of the leases under which blocks are copied"""
@@ -145,8 +135,8 @@ class Unsaved:
             self._core.decide(None, saving.close_dirty_cursor, self._number)
 
 
-class PoolTier:
-    """The host tier of a pool. Blocks pass through staging rows of the store's client. The keeper's thread owns it.
+class PoolAdapter:
+    """The host tier of a pool. Blocks pass through staging rows of the store's worker. The keeper's thread owns it.
 
     ``stored``: what stores are known to have. ``quotas``: bytes by namespace. ``victims``: whether what is saved is
     what the host evicts next.
@@ -180,23 +170,19 @@ class PoolTier:
             for group in pool.groups
         ]
 
-    def name(self, content: Content) -> bytes:
-        """What stores make their keys of."""
-        return self._kinds[content.group] + content.key
+    def names(self, blocks: Iterable[Content], *, sealed: bool) -> BlockNames:
+        names = [self._kinds[content.group] + content.key for content in blocks]
+        return BlockNames(names, [content.context for content in blocks] if sealed else None)
 
-    def names(self, blocks: Sequence[Content], *, sealed: bool) -> BlockNames:
-        contexts = [content.context for content in blocks] if sealed else None
-        return BlockNames(map(self.name, blocks), contexts=contexts)
-
-    def space(self, client: StoreClient, block: Content) -> tuple[bytes, int]:
+    def space(self, worker: StoreWorker, block: Content) -> tuple[bytes, int]:
         nbytes = self._quotas.get(block.whose)
-        limit = NO_LIMIT if nbytes is None else nbytes // client.queue.block_bytes
-        return client.secret.tag(namespace_bytes(block.whose)), limit
+        limit = NO_LIMIT if nbytes is None else nbytes // worker.block_bytes
+        return worker.secret.tag(namespace_bytes(block.whose)), limit
 
     def unsaved(self, number: int, blocks: Sequence[Content]) -> list[Content]:
         return [content for content in blocks if not self._stored.has(content, number)]
 
-    def said(self, number: int, blocks: Sequence[Content], codes: Bytes) -> None:
+    def answered(self, number: int, blocks: Sequence[Content], codes: Bytes) -> None:
         self._stored.note(number, compress(blocks, (codes == OK).tolist()), True)
         self._stored.note(number, compress(blocks, np.isin(codes, (ABSENT, DAMAGED)).tolist()), False)
 
@@ -229,21 +215,21 @@ class PoolTier:
 
     # -- blocks that come ----------------------------------------------------------------------------
 
-    def reserve(self, client: StoreClient, blocks: Sequence[Content]) -> tuple[Sequence[Content], Rows]:
-        rows = client.take(LOAD, len(blocks))
+    def reserve(self, worker: StoreWorker, blocks: Sequence[Content]) -> tuple[Sequence[Content], Rows]:
+        rows = worker.take(LOAD, len(blocks))
         return blocks[: len(rows)], rows
 
-    def abort(self, client: StoreClient, blocks: Iterable[Content], rows: Rows) -> None:
-        client.give_back(rows)
+    def abort(self, worker: StoreWorker, blocks: Iterable[Content], rows: Rows) -> None:
+        worker.give_back(rows)
 
-    def publish(self, client: StoreClient, blocks: Sequence[Content], rows: Rows) -> list[bool]:
+    def publish(self, worker: StoreWorker, blocks: Sequence[Content], rows: Rows) -> list[bool]:
         """Import blocks of a prompt. It ends where the host is full. Raises DeviceError and PoolClosed."""
         ordered = sorted(zip(blocks, rows.tolist(), strict=True), key=lambda entry: (entry[0].group, entry[0].place))
         published = dict.fromkeys(blocks, False)
         follows = groupby(enumerate(ordered), lambda entry: (entry[1][0].group, entry[1][0].place - entry[0]))
         for _, entries in follows:
             run = [entry for _, entry in entries]
-            imported = self._import([content for content, _ in run], [client.memory[row] for _, row in run])
+            imported = self._import([content for content, _ in run], [worker.memory[row] for _, row in run])
             published.update(zip((content for content, _ in run), imported, strict=True))
             if not all(imported):
                 break
@@ -262,22 +248,21 @@ class PoolTier:
 
     # -- blocks that are saved -----------------------------------------------------------------------
 
-    def take(self, client: StoreClient, line: PendingBlocks[Content]) -> int:
-        most = min(client.free(SAVE), max(1, SAVE_BYTES // client.queue.block_bytes))
-        kinds = groupby(islice(line, most), lambda content: (content.namespace, content.group))
+    def take(self, worker: StoreWorker, queued: Mapping[Content, None]) -> int:
+        most = min(worker.free(SAVE), max(1, SAVE_BYTES // worker.block_bytes))
+        kinds = groupby(islice(queued, most), lambda content: (content.namespace, content.group))
         return next((len(list(alike)) for _, alike in kinds), 0)
 
-    def pin(self, client: StoreClient, pieces: Pieces[Content]) -> tuple[Pieces[Content], BlockNames, Rows]:
+    def pin(self, worker: StoreWorker, chosen: Mapping[Content, None]) -> tuple[Mapping[Content, None], Rows]:
         """Copy contents of one group of layers into rows. Raises PoolClosed."""
-        blocks = blocks_in(pieces)
-        rows = client.take(SAVE, len(blocks))
-        is_copied = self.copy(blocks, client.memory, rows.tolist())
-        client.give_back(rows[~is_copied])
-        pinned = [content for content, copied in zip(blocks, is_copied.tolist(), strict=True) if copied]
-        return [(pinned, None)], self.names(pinned, sealed=True), rows[is_copied]
+        blocks = list(chosen)
+        rows = worker.take(SAVE, len(blocks))
+        is_copied = self.copy(blocks, worker.memory, rows.tolist())
+        worker.give_back(rows[~is_copied])
+        return dict.fromkeys(compress(blocks, is_copied.tolist())), rows[is_copied]
 
-    def ended(self, number: int, pieces: Pieces[Content], kept: Sequence[bool]) -> None:
-        saved = list(compress(blocks_in(pieces), kept))
+    def ended(self, number: int, chosen: Mapping[Content, None], kept: Sequence[bool]) -> None:
+        saved = list(compress(chosen, kept))
         self.saved_bytes += sum(self._pool.groups[content.group].block_bytes for content in saved)
         self._stored.note(number, saved, True)
 
