@@ -357,7 +357,7 @@ def constants(arguments: list[str]) -> None:
             value, last = getattr(importlib.import_module(module), name), module.rpartition(".")[2]
             for factor in (0.5, 2):
                 other = type(value)(value * factor)
-                runs.append((f"{last}.{name.strip('_')} {value} as {other}", f"{module}:{name}={other}"))
+                runs.append((f"{last}.{name} {value} as {other}", f"{module}:{name}={other}"))
     for title, change in runs:
         last_arguments = ["--policies", "adaptive", *(["--set", change] if change else [])]
         command = [sys.executable, __file__, "pool", *arguments, *last_arguments]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 SEED = "PYTHONHASHSEED"
 PART = "{part}"
-SHARED = ("mooncake", "peer")
+SHARED = ("mooncake", "peer", "s3")
 """Kinds of stores that several processes can have open at a time."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _SECONDS_MAX = 3600.0
@@ -319,7 +319,7 @@ VLLM = EnginePlugin(
 )
 """vLLM's interface is experimental, and may change with each version."""
 VLLM_TIER = EnginePlugin(
-    module="vllm_tier",
+    module="vllm.secondary_tier",
     engine=VLLM.engine,
     packages=VLLM.packages,
     tested=VLLM.tested,

@@ -1,5 +1,5 @@
-"""What the pages "Five races" and "What it is made of" name is there: files, functions, tests, mutations. A rule that
-is taken out prints what the page shows."""
+"""What DESIGN.md and the pages "Five races" and "What it is made of" name exists: files, functions, tests, mutations. A
+rule that is taken out prints what the page shows."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tests.mutations.bench import bench
 
 ROOT = Path(__file__).parents[2]
 RACES, MADE_OF = (ROOT / "docs" / f"{name}.md" for name in ("races", "made-of"))
+DESIGN = (ROOT / "DESIGN.md").read_text(encoding="utf-8")
 SECTIONS = re.findall(
     r"```sh\npython -m tests\.mutations (\w+) --verbose\n```\n(.*?)(?=```sh|\n## |\Z)", RACES.read_text(), re.S
 )
@@ -61,6 +62,40 @@ def test_what_a_page_names_is_there(page: Path) -> None:
     named = named_on(page)
     assert len(named) > 20
     assert not [name for name in named if not is_there(name)]
+
+
+def test_the_table_of_questions_names_files_and_what_is_in_them() -> None:
+    """A row that has no question goes on with the answer of the one before."""
+    table = DESIGN.split("Where to look:")[1].split("\nA folder of ")[0]
+    answers = [row.split("|")[1:3] for row in table.splitlines() if row.startswith("| ")][1:]
+    rows: list[str] = []
+    for question, answer in answers:
+        if question.strip():
+            rows.append("")
+        rows[-1] += answer
+    assert len(rows) > 10
+    for row in rows:
+        code = re.findall(r"`([^`=]+)`", row)
+        files = [name for name in code if "/" in name and not name.startswith("cuda/") or name.endswith(".py")]
+        places = [
+            path for name in files for path in [ROOT / "kvpool" / name, *ROOT.glob(f"kvpool/*/{name}")] if path.exists()
+        ]
+        assert len(places) >= len(files), row
+        modules = [module for path in places for module in ([path] if path.is_file() else path.glob("*.py"))]
+        defined = {name for module in modules for name in defined_in(module)}
+        names = [
+            name for name in code if name.isidentifier() or re.fullmatch(r"\w+\.\w+", name) and not name.endswith(".py")
+        ]
+        assert all(any(name in (has, has.rpartition(".")[2]) for has in defined) for name in names), (row, names)
+
+
+def test_the_table_of_the_state_names_its_modules() -> None:
+    table = DESIGN.split("The modules of `kvpool/state/`:")[1].split("\nImports run")[0]
+    cells = [row.split("|")[1] for row in table.splitlines() if row.startswith("| ")]
+    named = {name for cell in cells for name in re.findall(r"`([\w/]+)`", cell)}
+    state = ROOT / "kvpool" / "state"
+    modules = {path.relative_to(state).with_suffix("").as_posix() for path in state.rglob("*.py")}
+    assert named == {name for name in modules if not name.endswith("__init__")}
 
 
 def test_commands_of_asv_name_benchmarks() -> None:

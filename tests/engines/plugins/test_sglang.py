@@ -276,7 +276,7 @@ def test_pages_of_bytes_are_found_for_one_type_of_elements_only(stores: dict[str
 def test_ranks_of_mla_share_pages_and_need_a_store_that_they_share() -> None:
     pool = host_pool("page_first")
     config = lab.config(is_mla_model=True, tp_rank=1, tp_size=2, weights="1", stores="memory:?capacity=1MiB")
-    with pytest.raises(ValueError, match="mooncake, peer"):
+    with pytest.raises(ValueError, match="mooncake, peer, s3"):
         StorageBackendFactory.create_backend("dynamic", config, pool)
 
 
