@@ -327,9 +327,8 @@ class HostCache(Closing):
         now_ms = self._now()
         with DeferSignals() as signals, self._lock:
             self._check_open()
-            place = int(hostcache.pin(self._groups, self._root, *wanted[1:], now_ms))
-            if place < 0:
-                raise _missing(wanted, ~place, "here")
+            if hostcache.pin(self._groups, self._root, *wanted[1:], now_ms):
+                raise self._missing(wanted, "here")
             self._lease_count += 1
             lease = HostLease(self, self._lease_count, owner, now_ms, wanted.keys, wanted.found[:, 2].copy())
             self._open[lease.id] = lease, lease.blocks[::-1].copy()
@@ -378,10 +377,10 @@ class HostCache(Closing):
             self._expire(now_ms)
             evicted = np.empty_like(wanted.words)
             count = hostcache.reserve(self._groups, self._root, *wanted[1:], priority, ttl, now_ms, evicted)
-            if count < 0 and len(set(wanted.keys)) < len(wanted.keys):
+            if count == records.SHORT_OF_BLOCKS and len(set(wanted.keys)) < len(wanted.keys):
                 wanted = packed(dict.fromkeys(wanted.keys))
                 count = hostcache.reserve(self._groups, self._root, *wanted[1:], priority, ttl, now_ms, evicted)
-            if count < 0:
+            if count == records.SHORT_OF_BLOCKS:
                 raise OutOfBlocks("host", int(wanted.found[0, 0]), int(wanted.found[0, 1]))
             taken = int(wanted.found[0, 0]) if wanted.keys else 0
             reservation = _reserved(wanted, taken, unpacked(evicted[:count]) if count else [], self.fingerprint)
@@ -547,13 +546,16 @@ class HostCache(Closing):
             count = saving.held(self._groups, cursor, wanted.found[:, 2].copy(), block_rows)
             return unpacked(self._states[0].tokens[block_rows[:count, saving.FOUND - 1]])
 
-    def eviction_candidates(self, cursor: int, blocks: int, most: int) -> list[bytes]:
+    def eviction_candidates(self, cursor: int | None, blocks: int, most: int) -> list[bytes]:
         """Return up to ``most`` keys that would be evicted if ``blocks`` more were reserved and that a cursor has not
-        read, in the order of eviction. They count as read. ``cursor=-1`` returns read ones too. Changes the cache."""
-        victim_rows = np.empty((most, saving.FOUND), np.int64)
+        read, in the order of eviction. They count as read. With None, return all of them. Changes the cache."""
+        margins, victim_rows = np.array([blocks]), np.empty((most, saving.FOUND), np.int64)
         with DeferSignals(), self._lock:
             self._check_open()
-            count = saving.victims(self._groups, cursor, np.array([blocks]), victim_rows)
+            if cursor is None:
+                count = saving.all_victims(self._groups, margins, victim_rows)
+            else:
+                count = saving.victims(self._groups, cursor, margins, victim_rows)
             return unpacked(self._states[0].tokens[victim_rows[:count, saving.FOUND - 1]])
 
     @property
@@ -683,9 +685,14 @@ class HostCache(Closing):
         with self._lock:
             self._check_open()
             count = int(verb(self._groups, self._root, *wanted[1:], *more))
-            if count < 0:
-                raise _missing(wanted, ~count, needed)
+            if count == records.NOT_FOUND:
+                raise self._missing(wanted, needed)
         return count
+
+    def _missing(self, wanted: Packed, needed: str) -> BlockNotFound:
+        """The error of a verb that has refused a key. The caller holds the lock."""
+        key = wanted.keys[int(self._groups[0, records.H.detail])]
+        return BlockNotFound(f"key {key.hex()} is not {needed}")
 
     def _end(self, verb: Callable[..., Any], keys: Sequence[bytes], now_ms: int) -> int:
         """Run a verb that ends the wait of pending keys."""
@@ -730,10 +737,6 @@ def _states(host_blocks: int, secret: bytes, event_capacity: int, policy: str) -
         hostcache.KEY_WORDS, 0, 0, secret, partial_reuse=False, event_capacity=event_capacity, policy=policy
     )
     return States(groups, settings)
-
-
-def _missing(wanted: Packed, place: int, needed: str) -> BlockNotFound:
-    return BlockNotFound(f"key {wanted.keys[place].hex()} is not {needed}")
 
 
 def _reserved(wanted: Packed, count: int, evicted: list[bytes], fingerprint: str) -> Reserved:

@@ -78,6 +78,7 @@ def warm_host_cache(policies: Iterable[str] = ()) -> None:
         cursor = cache.open_dirty_cursor(pending=True)
         cache.read_dirty(cursor, keys)
         cache.eviction_candidates(cursor, 1, 1)
+        cache.eviction_candidates(None, 1, 1)
         cache.close_dirty_cursor(cursor)
         cache.pin(keys).close(used=False)
         cache.lookup(keys)

@@ -87,9 +87,15 @@ class PolicyState:
         for name in ("chains", "order", "names", "turns", "rates", "ghosts", "scores"):
             policy_state[f"{name}_at"] = getattr(self, name).ctypes.data
         begins = adaptive if policy == "adaptive" else agent
-        hooks = [begins.on_admit, agent.on_begin_release, agent.on_end_release, *([on_join] if both else [])]
-        for hook in [agent.choose, *(hooks if device_blocks else [begins.on_touch, agent.on_touched])]:
-            policy_state[hook.__name__] = entry_of(hook, 0, 0, 0)
+        hooks: list[Any] = [(agent.choose, 0, 0, 0)]
+        if device_blocks:
+            hooks += [(begins.on_admit, 0, 0, 0), (agent.on_begin_release, 0, 0, 0), (agent.on_end_release, 0, 0, 0)]
+        else:
+            hooks += [(begins.on_touch, 0, 0, 0, 0), (agent.on_touched, 0, 0, 0, 0)]
+        if both:
+            hooks.append((on_join, 0, 0, 0))
+        for hook, *like in hooks:
+            policy_state[hook.__name__] = entry_of(hook, *like)
         policy_state.list = (DEVICE if device_blocks else HOST) * LISTS_PER_TIER + DEFAULT_PRIORITY
         policy_state.header_at, policy_state.chains, policy_state.names, policy_state.rows = (
             header_at,

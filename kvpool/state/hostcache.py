@@ -37,6 +37,7 @@ from kvpool.state.records import (
     KEYED,
     LOST,
     NONE,
+    NOT_FOUND,
     PENDING,
     PUBLISHED,
     REUSE_GAP,
@@ -210,17 +211,17 @@ def reserve(groups, identity, data, sizes, words, matches, priority, ttl, now_ms
             on_hit(group, matches[i, 2])
             pin_block(group, matches[i, 2])
     count, taken = 0, np.int64(0)
-    for i in range(n):
+    for i in range(n):  # the hash of a key is not needed after this: column 1 says whether its block was taken
         if matches[i, 2] == NONE and _find(group, identity, words, matches, i) == NONE:
             count = _take(group, identity, words, matches, i, priority, ttl, evicted, count)
             taken += 1
-        elif matches[i, 2] != NONE:
-            matches[i, 2] = -2 - matches[i, 2]
+            matches[i, 1] = 1
+        else:
+            matches[i, 1] = 0
     for i in range(n - 1, -1, -1):
-        if matches[i, 2] < NONE:
-            b = -2 - matches[i, 2]
-            if blocks[b].flags & PUBLISHED:
-                _unpin(group, b, BACK)
+        if matches[i, 1] == 0 and matches[i, 2] != NONE:
+            if blocks[matches[i, 2]].flags & PUBLISHED:
+                _unpin(group, matches[i, 2], BACK)
             matches[i, 2] = NONE
     counters_of(group).missed_blocks += taken
     if n > 0:
@@ -244,12 +245,13 @@ def _drop(group, b):
 
 @jit
 def _locate_pending(group, identity, data, sizes, words, matches):
-    """Call ``locate``. Returns 0, or ``~i`` for the first key ``i`` that is not pending."""
+    """Call ``locate``. Returns 0, or NOT_FOUND if a key is not pending: the first one is number ``detail``."""
     locate(group, identity, data, sizes, words, matches)
     for i in range(words.shape[0]):
         b = matches[i, 2]
         if b == NONE or not blocks_of(group)[b].flags & PENDING:
-            return np.int64(~i)
+            group.detail = i
+            return np.int64(NOT_FOUND)
     return np.int64(0)
 
 
@@ -293,14 +295,15 @@ def _end(groups, identity, data, sizes, words, matches, publishes, now_ms):
 @jit(nogil=False)
 def publish(groups, identity, data, sizes, words, matches, now_ms):
     """Make pending blocks HERE. A block that was forgotten while it was pending becomes empty. Returns the number of
-    published blocks. If a key is not pending, returns ``~i`` for the first such key ``i``, and changes nothing."""
+    published blocks. If a key is not pending, returns NOT_FOUND and changes nothing: the first one is number
+    ``detail``."""
     return _end(groups, identity, data, sizes, words, matches, True, now_ms)
 
 
 @jit(nogil=False)
 def abort(groups, identity, data, sizes, words, matches, now_ms):
-    """Empty pending blocks and release them. Returns their number. If a key is not pending, returns ``~i`` for the
-    first such key ``i``, and changes nothing."""
+    """Empty pending blocks and release them. Returns their number. If a key is not pending, returns NOT_FOUND and
+    changes nothing: the first one is number ``detail``."""
     return _end(groups, identity, data, sizes, words, matches, False, now_ms)
 
 
@@ -317,12 +320,13 @@ def _use(group, b):
 @jit(nogil=False)
 def pin(groups, identity, data, sizes, words, matches, now_ms):
     """Pin the block of each key, and write it into column 2 of ``matches``. Returns 0. If a key is not HERE, returns
-    ``~i`` for the first such key ``i``, and changes nothing."""
+    NOT_FOUND and changes nothing: the first one is number ``detail``."""
     group = group_at(groups, 0)
     locate(group, identity, data, sizes, words, matches)
     for i in range(words.shape[0]):
         if _answer(group, matches[i, 2]) != HERE:
-            return np.int64(~i)
+            group.detail = i
+            return np.int64(NOT_FOUND)
     begin(group, now_ms)
     for i in range(words.shape[0]):
         _use(group, matches[i, 2])

@@ -64,15 +64,15 @@ def close_dirty_cursor(groups, cursor):
 
 
 @jit
-def _read(group, b, cursor, uses, report, count):
-    """Read block ``b`` for a cursor, if it is cached, was used at least ``uses`` times, and was not read. A cursor of
-    NONE reads every block. Returns how many rows of ``report`` are filled now."""
-    blocks, bit = blocks_of(group), np.int64(1) << cursor if cursor != NONE else np.int64(0)
-    if b == NONE or not blocks[b].flags & PUBLISHED or blocks[b].saved & bit or blocks[b].uses < uses:
+def _read(group, b, bits, uses, report, count):
+    """Read block ``b``, if it is cached, was used at least ``uses`` times, and none of the cursors in ``bits`` has read
+    it; then they have. Returns how many rows of ``report`` are filled now."""
+    blocks = blocks_of(group)
+    if b == NONE or not blocks[b].flags & PUBLISHED or blocks[b].saved & bits or blocks[b].uses < uses:
         return count
-    blocks[b].saved |= bit
+    blocks[b].saved |= bits
     if blocks[b].other_copy != NONE:
-        blocks[blocks[b].other_copy].saved |= bit
+        blocks[blocks[b].other_copy].saved |= bits
     report[count, 0] = group.number
     report[count, 1] = blocks[b].key0
     report[count, 2] = blocks[b].key1
@@ -86,17 +86,17 @@ def stored(groups, cursor, at, report):
     """Tell of what was stored since the event ``at[CURSOR]``, by the events. ``at`` int64[3] goes on. If some events
     are gone, they are counted in ``at[MISSED]``, and a ``sweep`` is due: ``at[PLACE]`` is 0. Returns how many rows are
     filled. Looks at no more events than there are rows."""
-    h0 = group_at(groups, 0)
-    ring, count = ring_of(h0), 0
-    gone = ring.next - h0.event_capacity - at[CURSOR]
+    first = group_at(groups, 0)
+    ring, count, bit = ring_of(first), 0, np.int64(1) << cursor
+    gone = ring.next - first.event_capacity - at[CURSOR]
     if gone > 0:
         at[CURSOR], at[PLACE], at[MISSED] = at[CURSOR] + gone, 0, at[MISSED] + gone
     last = min(ring.next, at[CURSOR] + report.shape[0])
     for i in range(at[CURSOR], last):
-        event = events_of(h0)[i % h0.event_capacity]
+        event = events_of(first)[i % first.event_capacity]
         if event.kind == STORED:
             group = group_at(groups, event.group)
-            count = _read(group, find_key(group, event.key0, event.key1), cursor, 1, report, count)
+            count = _read(group, find_key(group, event.key0, event.key1), bit, 1, report, count)
     at[CURSOR] = last
     return np.int64(count)
 
@@ -105,11 +105,11 @@ def stored(groups, cursor, at, report):
 def sweep(groups, cursor, uses, at, report):
     """Tell of what was used so often, of as many blocks as there are rows, from ``at[PLACE]`` on. After the last block
     of the pool that is NONE. Returns how many rows are filled."""
-    count, place, most = 0, at[PLACE], report.shape[0]
+    count, place, most, bit = 0, at[PLACE], report.shape[0], np.int64(1) << cursor
     for g in range(groups.shape[0]):
         group = group_at(groups, g)
         for b in range(max(place, 0), min(place + most, group.blocks)):
-            count = _read(group, np.int64(b), cursor, uses, report, count)
+            count = _read(group, np.int64(b), bit, uses, report, count)
         place -= group.blocks
     at[PLACE] = NONE if place + most >= 0 else at[PLACE] + most
     return np.int64(count)
@@ -117,8 +117,19 @@ def sweep(groups, cursor, uses, at, report):
 
 @jit(nogil=False)
 def victims(groups, cursor, margins, report):
-    """Tell of what the host evicts soon: of the victims of each group, as many as ``margins`` int64[groups] says, less
-    those that have nothing to lose. The next victim comes first. Returns how many rows are filled."""
+    """``all_victims`` that the cursor has not read."""
+    return _victims(groups, np.int64(1) << cursor, margins, report)
+
+
+@jit(nogil=False)
+def all_victims(groups, margins, report):
+    """Report what the host evicts soon: of the victims of each group, ``margins`` int64[groups], less those that have
+    nothing to lose. The next victim comes first. Returns how many rows are filled."""
+    return _victims(groups, np.int64(0), margins, report)
+
+
+@jit
+def _victims(groups, bits, margins, report):
     count = 0
     for g in range(groups.shape[0]):
         group = group_at(groups, g)
@@ -128,7 +139,7 @@ def victims(groups, cursor, margins, report):
         for which in range(lists[LOWEST + HOST, 0], EMPTY):
             b = np.int64(lists[first + which, 0])
             while b != NONE and left > 0 and count < report.shape[0]:
-                count = _read(group, b, cursor, 1, report, count)
+                count = _read(group, b, bits, 1, report, count)
                 left -= 1
                 b = np.int64(blocks_of(group)[b].next)
     return np.int64(count)
@@ -139,7 +150,7 @@ def held(groups, cursor, ids, report):
     """Tell of blocks that the caller holds. Returns how many rows are filled."""
     count = 0
     for i in range(ids.shape[0]):
-        count = _read(group_at(groups, 0), np.int64(ids[i]), cursor, 1, report, count)
+        count = _read(group_at(groups, 0), np.int64(ids[i]), np.int64(1) << cursor, 1, report, count)
     return np.int64(count)
 
 

@@ -122,9 +122,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a_use_is_a_turn",
-        "agent.on_touch",
-        "count > 0",
-        "True",
+        "state.hostcache.touch",
+        "on_touch(group, matches, turn)",
+        "on_touch(group, matches, True)",
         "Each time that readers have held a conversation, the policy learns a pause that was none.",
         (f"{_HOST}test_what_readers_have_held_since_its_turn_is_still_of_its_conversation_and_teaches_no_pause",),
     ),

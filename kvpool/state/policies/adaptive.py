@@ -42,8 +42,8 @@ def on_admit(at, asked, slot):
 
 
 @jit
-def on_touch(at, matches, count):
-    return _compared(at, np.int64(agent.on_touch(at, matches, count)))
+def on_touch(at, matches, count, turn):
+    return _compared(at, np.int64(agent.on_touch(at, matches, count, turn)))
 
 
 @jit

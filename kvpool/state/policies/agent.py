@@ -164,14 +164,14 @@ def on_end_release(at, slot, stop):
 
 
 @jit
-def on_touch(at, matches, count):
+def on_touch(at, matches, count, turn):
     """Keys of a HostCache are used, whose blocks nobody lists now: rows (hash, block) of ``matches`` int64[count, 3].
 
-    They are the keys of a request that has ended, and it is a turn of the chain that it continues, which is returned.
-    With ``count`` below zero, they are used and no turn, and NONE is returned: their chain is as its last turn has left
-    it, though others have held its blocks meanwhile.
+    With ``turn``, they are all keys of a request that has ended. That is a turn of the chain that it continues, which
+    is returned. Without, they are used and no turn, and NONE is returned: their chain is as its last turn has left it,
+    though others have held its blocks meanwhile.
     """
-    group, turn, count = record_at(at, GROUP), count > 0, abs(count)
+    group = record_at(at, GROUP)
     policy, keys, c = policy_of(group), array_at(matches, (count, 3), np.int64), np.int64(NONE)
     owners, chains = owners_of(group), chains_of(policy)
     if turn:
@@ -205,8 +205,8 @@ def on_touch(at, matches, count):
 
 
 @jit
-def on_touched(at, matches, count):
-    """They are listed, behind what was listed before."""
+def on_touched(at, matches, count, turn):
+    """They are listed, after all that was listed before."""
     group = record_at(at, GROUP)
     policy = policy_of(group)
     c = np.int64(turns_of(policy)[0])
@@ -215,10 +215,10 @@ def on_touched(at, matches, count):
     chain = chains_of(policy)[c]
     since, returns = chain.released, chain.returns
     on_end_release(at, np.int64(0), np.int64(0))
-    if count < 0:
+    if not turn:
         chain.released, chain.returns = since, returns
-        keys = array_at(matches, (-count, 3), np.int64)
-        for i in range(-count):
+        keys = array_at(matches, (count, 3), np.int64)
+        for i in range(count):
             if is_listed(group, policy, c, keys[i, 2]):
                 blocks_of(group)[keys[i, 2]].used_at = since
     return c

@@ -339,11 +339,11 @@ def on_end_release(group, slot):
 
 @jit(forceinline=True)
 def on_touch(group, matches, turn):
-    """Keys of a HostCache are used, the ``turn`` of a request or not. Their blocks are given back next."""
+    """Keys of a HostCache are used, as the ``turn`` of a request or not. Their blocks are given back next."""
     if group.policy_at:
         call(
             policy_of(group).on_touch,
-            (policy_of(group).header_at, address_of(matches), matches.shape[0] * (1 if turn else -1)),
+            (policy_of(group).header_at, address_of(matches), np.int64(matches.shape[0]), np.int64(turn)),
         )
 
 
@@ -353,7 +353,7 @@ def on_touched(group, matches, turn):
     if group.policy_at:
         call(
             policy_of(group).on_touched,
-            (policy_of(group).header_at, address_of(matches), matches.shape[0] * (1 if turn else -1)),
+            (policy_of(group).header_at, address_of(matches), np.int64(matches.shape[0]), np.int64(turn)),
         )
 
 

@@ -53,7 +53,7 @@ class Victims:
 
     def first(self, count: int) -> list[bytes]:
         """The keys that are evicted next, the first one first."""
-        return self._cache.eviction_candidates(-1, self._cache.usage().empty + count, count)
+        return self._cache.eviction_candidates(None, self._cache.usage().empty + count, count)
 
 
 TRACKED_MAX = 1 << 18
