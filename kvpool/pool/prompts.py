@@ -39,7 +39,7 @@ from kvpool.device.regions import Layers
 from kvpool.pool.config import Group
 from kvpool.pool.core import KEEP_GIL_TOKENS, Core, refusal
 from kvpool.pool.keys import Admission, BlockKeys, Match, Plan, Prompt, Scope, request_of, requests_of, unproven
-from kvpool.state import admit, hashing, index, records, requests, verbs
+from kvpool.state import admission_plan, admit, hashing, index, records, requests, verbs
 from kvpool.state.arrays import State
 
 PARTS_MAX = 1 << 16
@@ -367,7 +367,7 @@ class Prompts:
         # The same call undoes its claims, so a handler that raises finds the call complete.
         with DeferSignals(), core.lock:
             core.check_open()
-            n = admit.plan(core.states.groups, rows, out, blocks, computing)
+            n = admission_plan.plan(core.states.groups, rows, out, blocks, computing)
         outcomes, ahead = self._joined(out[:, :n]), computing[:n]
         if refused:
             outcomes, ahead = (_spread(each, kept, len(keys)) for each in (outcomes, ahead))

@@ -12,8 +12,8 @@ import numpy as np
 from kvpool.common.jit import jit
 from kvpool.state.admit import write_tokens
 from kvpool.state.index import begun_tail, device_copy, find_key, host_copy
+from kvpool.state.policies.block_lists import BACK
 from kvpool.state.policies.policy import (
-    BACK,
     empty_blocks,
     evict_next,
     on_change,

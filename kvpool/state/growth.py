@@ -11,7 +11,8 @@ import numpy as np
 from kvpool.common.jit import jit
 from kvpool.common.jit.intrinsics import array_at
 from kvpool.state.admit import write_tokens
-from kvpool.state.policies.policy import FRONT, foresee, free_blocks
+from kvpool.state.policies.block_lists import FRONT
+from kvpool.state.policies.policy import foresee, free_blocks
 from kvpool.state.records import (
     BAD_ACCEPTED,
     BAD_COUNT,

@@ -18,9 +18,8 @@ from kvpool.common.jit.intrinsics import address_of, array_at, memcpy
 from kvpool.state.control import pin_block
 from kvpool.state.hashing import key_in
 from kvpool.state.index import expect, find, link, unlink_content
+from kvpool.state.policies.block_lists import BACK, FRONT
 from kvpool.state.policies.policy import (
-    BACK,
-    FRONT,
     host_room,
     is_room,
     nth_released,

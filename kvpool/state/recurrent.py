@@ -13,7 +13,8 @@ import numpy as np
 
 from kvpool.common.jit import jit
 from kvpool.state.growth import gap_of, make_writable, note_dropped, private_copy, restore_marked, rewinding, unfull
-from kvpool.state.policies.policy import FRONT, free_blocks
+from kvpool.state.policies.block_lists import FRONT
+from kvpool.state.policies.policy import free_blocks
 from kvpool.state.records import (
     BAD_COUNT,
     DEVICE,

@@ -14,7 +14,8 @@ import numpy.typing as npt
 from kvpool.common.arrays import Int64s
 from kvpool.common.jit import jit
 from kvpool.state.index import find_key
-from kvpool.state.policies.policy import expect_victims, push_behind, unlink
+from kvpool.state.policies.block_lists import push_behind, unlink
+from kvpool.state.policies.policy import expect_victims
 from kvpool.state.records import (
     CLEAN,
     EMPTY,

@@ -12,8 +12,8 @@ from kvpool.common.jit import jit
 from kvpool.common.jit.intrinsics import call, prefetch
 from kvpool.state.hashing import key_in
 from kvpool.state.index import device_copy, expect, expect_child, expect_found, find_key, has_content, rival_child
+from kvpool.state.policies.block_lists import BACK
 from kvpool.state.policies.policy import (
-    BACK,
     nth_released,
     on_begin_release,
     on_change,

@@ -13,8 +13,8 @@ import numpy as np
 from kvpool.common.jit import jit
 from kvpool.common.jit.intrinsics import bit_length, memcpy
 from kvpool.state.index import link, rival_child, unlink_content
+from kvpool.state.policies.block_lists import BACK
 from kvpool.state.policies.policy import (
-    BACK,
     disown,
     expired,
     on_change,

@@ -55,7 +55,8 @@ if blocks[b].flags & INDEXED:
 """,
         """
 from kvpool.state.index import find_key
-from kvpool.state.policies.policy import LISTS_PER_TIER, lists_of, unlink, victim
+from kvpool.state.policies.block_lists import unlink
+from kvpool.state.policies.policy import LISTS_PER_TIER, lists_of, victim
 b = victim(group, np.int64(DEVICE), PRIORITY_MAX)
 if b == NONE:
     raise RuntimeError("a block was taken that was not counted")

@@ -17,7 +17,8 @@ from grouped import MIXES, T, cached, churn, encoded, pool_of, seed
 from kvpool import GroupStats, KVCacheManager
 from kvpool.device.cpu import CpuDevice
 from kvpool.device.regions import SOURCE, TARGET, TOKENS
-from kvpool.integrations.metrics import DEFINITIONS, PoolMetrics
+from kvpool.integrations.metric_definitions import DEFINITIONS
+from kvpool.integrations.metrics import PoolMetrics
 from kvpool.pool.stats import Histogram, TierStats
 from kvpool.pool.transfer.transfer import Traffic
 from kvpool.state.arrays import GroupSizes, Settings, States

@@ -25,14 +25,15 @@ from prometheus_client.openmetrics import exposition, parser
 from engine import Engine, small_layout
 from kvpool import KVCacheManager, PoolClosed
 from kvpool.__main__ import main
-from kvpool.integrations.metrics import (
-    DASHBOARD,
+from kvpool.integrations.metric_definitions import (
+    COUNTER,
     DEFINITIONS,
+    GAUGE,
+    HISTOGRAM,
     KEEPER_DEFINITIONS,
     STORE_DEFINITIONS,
-    PoolMetrics,
-    served,
 )
+from kvpool.integrations.metrics import DASHBOARD, PoolMetrics, served
 from kvpool.pool.stats import GroupStats, Histogram, Stats, TierStats
 from kvpool.tools.replay import Replay
 
@@ -235,8 +236,8 @@ def test_every_figure_of_stats_is_in_a_metric(field: str, monkeypatch: pytest.Mo
 
 def exposed_names() -> dict[str, str]:
     """Names of series in queries, with the name of the metric."""
-    suffixes = {"CounterMetricFamily": "_total", "GaugeMetricFamily": "", "HistogramMetricFamily": "_bucket"}
-    return {definition.name + suffixes[definition.kind.__name__]: definition.name for definition in SHOWN}
+    suffixes = {COUNTER: "_total", GAUGE: "", HISTOGRAM: "_bucket"}
+    return {definition.name + suffixes[definition.kind]: definition.name for definition in SHOWN}
 
 
 def queries() -> list[str]:

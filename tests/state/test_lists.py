@@ -13,7 +13,7 @@ from kvpool.device.regions import SOURCE, TARGET, TOKENS
 from kvpool.pool.transfer.transfer import Levels
 from kvpool.state.arrays import GroupSizes, Settings, State, States, buckets
 from kvpool.state.index import bucket
-from kvpool.state.policies import policy
+from kvpool.state.policies import block_lists
 from kvpool.state.verify import findings
 from tests.debug import dump
 
@@ -22,7 +22,7 @@ from tests.debug import dump
 def state() -> State:
     """Four device and two host blocks, all in the lists of empty ones but for block 1, which has been taken out."""
     states = States([GroupSizes(4, 2)], Settings(4, 2, 4, bytes(16)))
-    policy.unlink(records(states[0]), states[0].lists, 1)
+    block_lists.unlink(records(states[0]), states[0].lists, 1)
     return states[0]
 
 
@@ -34,11 +34,11 @@ def records(state: State) -> Any:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda s: policy.unlink(records(s), s.lists, 1),
-        lambda s: policy.relink(records(s), s.lists, 0),
-        lambda s: policy.push(records(s), s.lists, 0, 35, policy.BACK),
-        lambda s: policy.push(records(s), s.lists, 5, 35, policy.FRONT),
-        lambda s: (policy.heap_push(records(s), s.heap, 2, 7), policy.heap_push(records(s), s.heap, 2, 8)),
+        lambda s: block_lists.unlink(records(s), s.lists, 1),
+        lambda s: block_lists.relink(records(s), s.lists, 0),
+        lambda s: block_lists.push(records(s), s.lists, 0, 35, block_lists.BACK),
+        lambda s: block_lists.push(records(s), s.lists, 5, 35, block_lists.FRONT),
+        lambda s: (block_lists.heap_push(records(s), s.heap, 2, 7), block_lists.heap_push(records(s), s.heap, 2, 8)),
     ],
     ids=["unlink", "relink", "push_back", "push_front", "heap_push"],
 )
@@ -50,12 +50,12 @@ def test_what_does_not_fit_raises(state: State, change: Callable[[State], object
 
 
 def test_unlinked_blocks_come_back_where_they_were(state: State) -> None:
-    policy.relink(records(state), state.lists, 1)
+    block_lists.relink(records(state), state.lists, 1)
     before = dump(state)
     for b in (0, 2, 1, 4):
-        policy.unlink(records(state), state.lists, b)
+        block_lists.unlink(records(state), state.lists, b)
     for b in (4, 1, 2, 0):
-        policy.relink(records(state), state.lists, b)
+        block_lists.relink(records(state), state.lists, b)
     assert dump(state) == before and not findings(state, np.empty(0, np.int64))
 
 

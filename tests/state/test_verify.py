@@ -17,7 +17,7 @@ from kvpool.common.errors import IntegrityError
 from kvpool.state import records as fields
 from kvpool.state import verify as verification
 from kvpool.state.arrays import State
-from kvpool.state.policies import policy as slab
+from kvpool.state.policies import block_lists
 from kvpool.state.records import (
     CLEAN,
     DEVICE,
@@ -135,14 +135,14 @@ def move(kind: Callable[[View], np.ndarray], target: int) -> Corrupt:
 
     def corrupt(state: State) -> None:
         b = number(state, kind)
-        slab.unlink(state.blocks.view(np.recarray), state.lists, b)
-        slab.push(state.blocks.view(np.recarray), state.lists, b, target, slab.BACK)
+        block_lists.unlink(state.blocks.view(np.recarray), state.lists, b)
+        block_lists.push(state.blocks.view(np.recarray), state.lists, b, target, block_lists.BACK)
 
     return corrupt
 
 
 def unlisted(state: State) -> None:
-    slab.unlink(state.blocks.view(np.recarray), state.lists, number(state, lambda v: v.empty))
+    block_lists.unlink(state.blocks.view(np.recarray), state.lists, number(state, lambda v: v.empty))
 
 
 def head_of(name: str, value: int) -> Corrupt:

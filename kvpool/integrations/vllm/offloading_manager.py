@@ -1,5 +1,5 @@
-"""The scheduler's side of the host tier for vLLM: which chunk is in which host block, what the scheduler and the
-workers say to each other, and metrics. Only vLLM imports this module."""
+"""The scheduler's side of the host tier for vLLM: which chunk is in which host block, and what the scheduler and the
+workers say to each other. Only vLLM imports this module."""
 
 from __future__ import annotations
 
@@ -13,6 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import kvpool
 from kvpool.integrations.options import VLLM, EngineOptions
+from kvpool.integrations.vllm.host_tier_metrics import (
+    EVICTED,
+    FAILED_LOADS,
+    FAILED_STORES,
+    LOADED,
+    REFUSED,
+    STORED,
+    HostTierMetrics,
+)
 
 with VLLM.imports():
     import msgspec
@@ -22,7 +31,6 @@ with VLLM.imports():
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 if TYPE_CHECKING:
-    from kvpool.hostcache.host_cache import HostUsage
     from kvpool.pool.explain import Missed
     from kvpool.pool.hints import Action
     from kvpool.storage.choice import LoadOrCompute
@@ -46,54 +54,6 @@ _SOURCES = {
     "peer": CacheHitSource.P2P,
 }
 """Where vLLM counts what came from a kind of store."""
-
-
-STORED, LOADED = "vllm:kvpool_stored_chunks", "vllm:kvpool_loaded_chunks"
-_HINTED = "vllm:kvpool_hint_actions"
-EVICTED, REFUSED = "vllm:kvpool_evicted_chunks", "vllm:kvpool_refused_stores"
-FAILED_LOADS, FAILED_STORES = "vllm:kvpool_failed_loads", "vllm:kvpool_failed_stores"
-EXPIRED_STORES = "vllm:kvpool_expired_stores"
-_TOTALS = (
-    "vllm:kvpool_store_loaded_chunks",
-    "vllm:kvpool_store_missed_chunks",
-    "vllm:kvpool_store_saved_chunks",
-    "vllm:kvpool_store_unsaved_chunks",
-)
-_MISSED, _UNSAVED = "vllm:kvpool_store_missed_reasons", "vllm:kvpool_store_unsaved_reasons"
-_ANSWERS, _BYTES, _SECONDS = "vllm:kvpool_store_answers", "vllm:kvpool_store_bytes", "vllm:kvpool_store_seconds"
-_BLOCKS, _FIGURES, _SUSPENDED = "vllm:kvpool_host_blocks", "vllm:kvpool_store_figures", "vllm:kvpool_store_suspended"
-_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
-    STORED: ("Chunks that were copied to host memory and can be found there.", ()),
-    LOADED: ("Chunks that were copied from host memory for a request.", ()),
-    EVICTED: ("Chunks that were dropped for others.", ()),
-    REFUSED: ("Times that chunks could not be stored, as too much of the host tier is in use.", ()),
-    FAILED_LOADS: ("Loads whose bytes did not come; their requests computed them.", ()),
-    FAILED_STORES: ("Chunks whose copy to host memory failed.", ()),
-    EXPIRED_STORES: ("Chunks whose copy to host memory did not end in time.", ()),
-    _TOTALS[0]: ("Chunks that came from a store to host memory.", ()),
-    _TOTALS[1]: ("Chunks that a store was asked for and that did not come.", ()),
-    _TOTALS[2]: ("Chunks that a store has kept.", ()),
-    _TOTALS[3]: ("Chunks that a store was to keep and has not kept.", ()),
-    _HINTED: ("Actions of hints, by what became of them.", ("action", "outcome")),
-    _MISSED: ("Chunks that did not come from the stores.", ("reason",)),
-    _UNSAVED: ("Chunks that a store has not kept.", ("reason",)),
-    _ANSWERS: ("What a store has said of chunks that were looked for, loaded or saved.", ("store", "kind", "reason")),
-    _BYTES: ("Bytes that were loaded from a store, and saved to it.", ("store", "kind")),
-    _SECONDS: ("Time in calls of a store, of all threads.", ("store", "kind")),
-}
-_GAUGES = {
-    _BLOCKS: (
-        "Host blocks: empty, evictable (with a chunk, not in use), pinned (being loaded), pending (being stored).",
-        ("state",),
-    ),
-    _FIGURES: ("What a store says of itself, such as its blocks and its capacity in blocks.", ("store", "figure")),
-    _SUSPENDED: ("1 while a store has failed and is not asked for a while.", ("store",)),
-}
-_EVERY_SECONDS = 1.0
-"""How often the figures of stores are read."""
-_KINDS = {_MISSED: "load", _UNSAVED: "save"}
-_OWN = ("busy", "crowded")
-"""Why the host tier asks no store for a chunk, or has no room for it. Of what stores do wrong, the keeper warns."""
 
 
 class HostBlocks(base.LoadStoreSpec):
@@ -168,88 +128,6 @@ class _Story:
     """tokens, by where they came from"""
     missed: dict[bytes, Missed] = field(default_factory=dict)
     """of chunks that were looked for, and were not there the last time"""
-
-
-def metric_definitions() -> dict[str, base.OffloadingMetricMetadata]:
-    """All metrics, by name."""
-    counters = {name: base.OffloadingCounterMetadata(*about) for name, about in _COUNTERS.items()}
-    return counters | {name: base.OffloadingGaugeMetadata(*about) for name, about in _GAUGES.items()}
-
-
-class HostTierMetrics:
-    """Counts since they were read the last time, gauges now, and warnings where the host tier is too small."""
-
-    def __init__(self, cache: kvpool.HostCache, clock: Callable[[], float] = time.monotonic) -> None:
-        from kvpool.storage.circuit_breaker import TroubleLog  # imports Numba, which vLLM must not meet when it starts
-
-        self._cache, self._clock = cache, clock
-        self.counts: Counter[str] = Counter()
-        """by name"""
-        self._hints: Counter[tuple[str, str]] = Counter()
-        self._totals = (0, 0, 0, 0)
-        self._expired = 0
-        self._usage: HostUsage | None = None
-        self._read_at = clock()
-        self._known: dict[tuple[str, tuple[str, ...]], float] = {}
-        self._troubles = TroubleLog("behind the host tier", clock, VLLM.log)
-
-    def hint(self, kind: str, outcome: str) -> None:
-        """Count an action of a hint."""
-        self._hints[kind, outcome] += 1
-
-    def take(self, keeper: HostStorageManager | None) -> OffloadingConnectorStats | None:
-        """What has happened since the last call, or None if nothing has."""
-        counts = {name: count for name, count in self.counts.items() if count}
-        self.counts.clear()
-        expired = self._cache.expired_reservations
-        if expired != self._expired:
-            counts[EXPIRED_STORES] = expired - self._expired
-            self._expired = expired
-        if keeper is not None:
-            totals = keeper.totals
-            if totals != self._totals:
-                changes = zip(_TOTALS, totals, self._totals, strict=True)
-                counts.update({name: total - old for name, total, old in changes if total != old})
-                self._totals = totals
-        due = keeper is not None and self._clock() - self._read_at >= _EVERY_SECONDS
-        if not counts and not due and not self._hints:
-            return None
-        stats = OffloadingConnectorStats()
-        for name, count in counts.items():
-            stats.increase_counter(name, count)
-        for labels, count in self._hints.items():
-            stats.increase_counter(_HINTED, count, labels)
-        self._hints.clear()
-        if counts:
-            usage, before = self._cache.usage(), self._usage
-            self._usage = usage
-            for state, blocks in usage._asdict().items() if usage != before else ():
-                stats.set_gauge(_BLOCKS, blocks, (state,))
-        if keeper is not None and due:
-            self._read_at = self._clock()
-            self._read(keeper, stats)
-        return stats
-
-    def _read(self, keeper: HostStorageManager, metrics: OffloadingConnectorStats) -> None:
-        """The figures of the stores, and of the keeper, by reason."""
-        stats = keeper.stats()
-        totals: dict[tuple[str, tuple[str, ...]], float] = {}
-        for name, reasons in ((_MISSED, stats.missed | {"refused": stats.refused}), (_UNSAVED, stats.unsaved)):
-            totals.update({(name, (reason,)): count for reason, count in reasons.items()})
-        for store in stats.stores:
-            totals.update({(_ANSWERS, (store.name, *answer)): count for answer, count in store.blocks.items()})
-            totals.update({(_BYTES, (store.name, kind)): nbytes for kind, nbytes in store.nbytes.items()})
-            totals.update({(_SECONDS, (store.name, kind)): seconds for kind, seconds in store.seconds.items()})
-            for figure, value in store.store.items():
-                metrics.set_gauge(_FIGURES, value, (store.name, figure))
-            metrics.set_gauge(_SUSPENDED, int(store.name in stats.suspended), (store.name,))
-        for (name, labels), total in totals.items():
-            change = total - self._known.get((name, labels), 0)
-            if change:
-                metrics.increase_counter(name, change, labels)
-                if name in _KINDS and labels[0] in _OWN:
-                    self._troubles.note(_KINDS[name], labels[0], int(change))
-        self._known = totals
 
 
 class _Prefill:

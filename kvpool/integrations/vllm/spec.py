@@ -35,12 +35,8 @@ with VLLM.imports():
     from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
     from vllm.v1.kv_offload import base
 
-from kvpool.integrations.vllm.offloading_manager import (
-    HostBlocks,
-    KVPoolOffloadingManager,
-    WorkerReport,
-    metric_definitions,
-)
+from kvpool.integrations.vllm.host_tier_metrics import metric_definitions
+from kvpool.integrations.vllm.offloading_manager import HostBlocks, KVPoolOffloadingManager, WorkerReport
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

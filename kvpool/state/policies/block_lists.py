@@ -1,0 +1,150 @@
+"""The lists of evictable blocks, and the heap of deadlines. Nothing here knows what the blocks hold."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvpool.common.jit import jit
+from kvpool.state.records import DEVICE, EMPTY, HOST, LISTS_PER_TIER, LOWEST, NONE
+
+FRONT, BACK = np.bool_(True), np.bool_(False)  # of a list
+
+
+@jit(forceinline=True)
+def unlink(blocks, lists, b):
+    """Take a block out of its list."""
+    which, before, after = blocks[b].list, blocks[b].prev, blocks[b].next
+    if which < 0:
+        raise RuntimeError("a block was taken out of a list that is in none")
+    if before == NONE:
+        lists[which, 0] = after
+    else:
+        blocks[before].next = after
+    if after == NONE:
+        lists[which, 1] = before
+    else:
+        blocks[after].prev = before
+    lists[which, 2] -= 1
+    blocks[b].list = ~which
+
+
+@jit(forceinline=True)
+def relink(blocks, lists, b):
+    """Put a block back into the list that it left, between its former neighbours. Nothing may have changed there
+    since."""
+    _link(blocks, lists, b, ~blocks[b].list)
+
+
+@jit(forceinline=True)
+def _link(blocks, lists, b, which):
+    """Put a block into a list, between the neighbours that it names."""
+    if blocks[b].list >= 0:
+        raise RuntimeError("a block was put into a list that is in one")
+    before, after = blocks[b].prev, blocks[b].next
+    if before == NONE:
+        lists[which, 0] = b
+    else:
+        blocks[before].next = b
+    if after == NONE:
+        lists[which, 1] = b
+    else:
+        blocks[after].prev = b
+    lists[which, 2] += 1
+    blocks[b].list = which
+
+
+@jit(forceinline=True)
+def _lower(lists, which):
+    tier = DEVICE if which < LISTS_PER_TIER else HOST
+    priority = which - tier * LISTS_PER_TIER
+    if priority < lists[LOWEST + tier, 0]:
+        lists[LOWEST + tier, 0] = priority
+
+
+@jit(forceinline=True)
+def push(blocks, lists, b, which, front):
+    """Put a block that is in no list at an end of one."""
+    blocks[b].prev = NONE if front else lists[which, 1]
+    blocks[b].next = lists[which, 0] if front else NONE
+    _link(blocks, lists, b, which)
+    _lower(lists, which)
+
+
+@jit
+def push_behind(blocks, lists, b, which, behind):
+    """Put a block that is in no list into one: behind another block if that is in it, else in front."""
+    if behind == NONE or blocks[behind].list != which:
+        push(blocks, lists, b, which, FRONT)
+        return
+    blocks[b].prev, blocks[b].next = behind, blocks[behind].next
+    _link(blocks, lists, b, which)
+
+
+@jit(forceinline=True)
+def lowest(lists, tier):
+    """The first block of the lowest priority that has one, or NONE. Changes only where the search starts."""
+    base = tier * LISTS_PER_TIER
+    p = lists[LOWEST + tier, 0]
+    while p < EMPTY and lists[base + p, 2] == 0:
+        p += 1
+    lists[LOWEST + tier, 0] = p
+    return lists[base + p, 0] if p < EMPTY else NONE
+
+
+@jit
+def _sift_up(blocks, heap, place):
+    b = heap[place]
+    while place > 1 and blocks[heap[place >> 1]].deadline > blocks[b].deadline:
+        heap[place] = heap[place >> 1]
+        blocks[heap[place]].heap = place
+        place >>= 1
+    heap[place] = b
+    blocks[b].heap = place
+
+
+@jit
+def _sift_down(blocks, heap, place):
+    b, size = heap[place], heap[0]
+    while 2 * place <= size:
+        child = 2 * place
+        if child < size and blocks[heap[child + 1]].deadline < blocks[heap[child]].deadline:
+            child += 1
+        if blocks[heap[child]].deadline >= blocks[b].deadline:
+            break
+        heap[place] = heap[child]
+        blocks[heap[place]].heap = place
+        place = child
+    heap[place] = b
+    blocks[b].heap = place
+
+
+@jit
+def heap_push(blocks, heap, b, deadline):
+    """Add a block to ``heap`` int32[blocks + 1]: the size, then a binary heap of block ids by deadline from index 1
+    on."""
+    if blocks[b].heap != NONE:
+        raise RuntimeError("a block was put into the expiries that is there")
+    heap[0] += 1
+    blocks[b].deadline = deadline
+    heap[heap[0]] = b
+    _sift_up(blocks, heap, heap[0])
+
+
+@jit(forceinline=True)
+def heap_remove(blocks, heap, b):
+    """Remove a block from the heap, if it is in it."""
+    if blocks[b].heap != NONE:
+        _heap_remove(blocks, heap, b)
+
+
+@jit
+def _heap_remove(blocks, heap, b):
+    place = blocks[b].heap
+    last = heap[heap[0]]
+    heap[0] -= 1
+    blocks[b].heap = NONE
+    if last != b:
+        heap[place] = last
+        blocks[last].heap = place
+        _sift_up(blocks, heap, place)
+        _sift_down(blocks, heap, blocks[last].heap)
