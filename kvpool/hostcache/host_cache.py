@@ -3,15 +3,13 @@ have it."""
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import compress, groupby
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -31,42 +29,25 @@ from kvpool.common.interrupt import DeferSignals
 from kvpool.common.process import Closing, Process
 from kvpool.device.memory.main_memory import available_ram
 from kvpool.device.regions import BLOCKS_MAX
+from kvpool.hostcache.gone_keys import GoneKeys
+from kvpool.hostcache.host_events import HostEvent, decoded
+from kvpool.hostcache.host_stats import HostCacheStats, HostUsage, stats_of, usage_of
 from kvpool.hostcache.identity import ModelIdentity
-from kvpool.hostcache.opaque_keys import Packed, key_argument, keys_argument, packed, unpacked
+from kvpool.hostcache.opaque_keys import Packed, key_argument, keys_argument, one_key, packed, unpacked
+from kvpool.hostcache.reserved_keys import Reserved, reserved_of
 from kvpool.hostcache.tier import HostSlots, block_bytes_argument, fingerprint_of, identity_of
 from kvpool.pool import events as kv_events
 from kvpool.pool.config import secret_argument
 from kvpool.pool.core import MAX_MS, Names
 from kvpool.pool.deadlines import Deadlines
-from kvpool.pool.explain import Missed, MissReason
-from kvpool.pool.stats import Histogram
+from kvpool.pool.explain import Missed
 from kvpool.state import control, hostcache, records, saving, verbs
 from kvpool.state.arrays import POLICIES, GroupSizes, Settings, States, state_bytes
 from kvpool.state.hashing import namespace_root
-from kvpool.state.tiers import CLEARED, CREATED
 from kvpool.state.verify import verify_states
 
 Keys = Iterable[bytes]
 _FORGOTTEN = records.COUNTERS.index("forgotten_host_blocks")
-Ids = Int64s
-
-
-class Reserved(NamedTuple):
-    """The result of ``HostCache.reserve``. Can be pickled."""
-
-    keys: tuple[bytes, ...]
-    """the reserved keys, in the order of the call"""
-    blocks: Int64s
-    """the host block of each"""
-    evicted: list[bytes]
-    """keys that the call has evicted"""
-    fingerprint: str
-    """of the cache"""
-
-    @property
-    def slots(self) -> HostSlots:
-        """The blocks as a message to a copy engine."""
-        return HostSlots(tuple(self.blocks.tolist()), self.fingerprint)
 
 
 class HostLease:
@@ -80,7 +61,7 @@ class HostLease:
     __slots__ = ("_cache", "blocks", "fingerprint", "id", "keys", "owner", "since")
 
     def __init__(
-        self, cache: HostCache, number: int, owner: str, since: int, keys: tuple[bytes, ...], blocks: Ids
+        self, cache: HostCache, number: int, owner: str, since: int, keys: tuple[bytes, ...], blocks: Int64s
     ) -> None:
         self._cache, self.id, self.owner, self.since = cache, number, owner, since
         self.keys, self.blocks, self.fingerprint = keys, blocks, cache.fingerprint
@@ -111,74 +92,6 @@ class HostLease:
 
     def __repr__(self) -> str:
         return f"HostLease(id={self.id}, owner={self.owner!r}, blocks={len(self.blocks)}, closed={self.closed})"
-
-
-class HostEvent(NamedTuple):
-    """One change of the content of a host cache. ``kind`` is "created", "stored", "removed", "updated" or "cleared".
-
-    ``number`` counts keys. For a reader that has seen everything, it equals ``next`` of the event before.
-    """
-
-    kind: str
-    number: int
-    keys: tuple[bytes, ...] = ()
-    priority: int = 0
-
-    @property
-    def next(self) -> int:
-        return self.number + max(1, len(self.keys))
-
-
-class HostUsage(NamedTuple):
-    """The host blocks of a cache now, by what they are used for. Their sum is the capacity."""
-
-    empty: int
-    evictable: int
-    """with content, and nobody holds them"""
-    pinned: int
-    """held by leases"""
-    pending: int
-    """reserved, and neither published nor aborted yet"""
-
-
-@dataclass(frozen=True)
-class HostCacheStats:
-    """The figures of a host cache: blocks now, and totals since it was made. free + used = capacity."""
-
-    capacity: int
-    free: int
-    """nobody holds them: the next calls can take them"""
-    used: int
-    """pinned or pending"""
-    evictable: int
-    """free with content"""
-    empty: int
-    pinned: int
-    """held by leases"""
-    pending: int
-    """reserved, and neither published nor aborted yet"""
-    leases: int
-    oldest_lease_ms: int
-    reserved_blocks: int
-    published_blocks: int
-    aborted_blocks: int
-    reused_blocks: int
-    """blocks that were pinned for a reader"""
-    evicted_blocks: int
-    forgotten_blocks: int
-    """blocks that lost their content: evicted, forgotten or cleared"""
-    expired_blocks: int
-    events_dropped: int
-    expired_reservations: int
-    """blocks that were not published before the deadline of their reservation"""
-    overdue: int
-    """pending blocks whose reservation has expired, and whose writer has not called ``abort``"""
-    lifetime_ms: Histogram = field(default_factory=Histogram)
-    """from publishing to eviction"""
-    idle_ms: Histogram = field(default_factory=Histogram)
-    """from the last use to eviction"""
-    reuse_gap_ms: Histogram = field(default_factory=Histogram)
-    """from the last use to the next"""
 
 
 class HostCache(Closing):
@@ -216,10 +129,10 @@ class HostCache(Closing):
 
     A reservation can have a deadline (``reserve``). If its keys are not published by then, it expires: they are ABSENT,
     and ``publish`` raises ReservationExpired. The index cannot stop a writer that holds an address. So the block of an
-    expired reservation stays out of use until ``abort`` reports that nobody writes it any more: a late write reaches
-    no other key's bytes, and no reader ever gets them. Until then, its key cannot be reserved again. There is no
-    thread: deadlines are checked by ``reserve``, ``publish``, ``abort``, ``find``, ``lookup``,
-    ``overdue``, ``expired_reservations`` and ``stats``.
+    expired reservation stays out of use until ``abort`` reports that nobody writes it any more: a late write reaches no
+    other key's bytes, and no reader ever gets them. Until then, its key cannot be reserved again. There is no thread:
+    deadlines are checked by ``reserve``, ``publish``, ``abort``, ``find``, ``lookup``, ``overdue``,
+    ``expired_reservations`` and ``stats``.
 
     Thread-safe. A call that raises has changed nothing, except that reservations may have expired, and blocks whose
     time is over may have fallen to the default priority. Verbs are one jitted call for all keys. Bad arguments raise
@@ -269,8 +182,8 @@ class HostCache(Closing):
         self._forks = Process("HostCache")
         self._forks.guard(self, "_lock")
         # The open leases, with their blocks, the last first: the end of a prompt is evicted before its beginning.
-        self._open: dict[int, tuple[HostLease, Ids]] = {}
-        self._lease_count = 0
+        self._open: dict[int, tuple[HostLease, Int64s]] = {}
+        self._lease_numbers = itertools.count(1)
         self._names = Names(self._states)
         kv_events.announce(self._states)
         # What ``find`` takes a key to the state in. Each call takes one out, so that another call inside it, by a
@@ -280,9 +193,7 @@ class HostCache(Closing):
         self._order: dict[bytes, int] = {}
         self._deadlines = Deadlines[bytes]()
         self._reserved = 0
-        # The last keys that have gone, with the reason and the time, and whether others had gone before.
-        self._history, self._gone_before = integer_argument("history", history, 0, 1 << 24), False
-        self._gone: OrderedDict[bytes, tuple[MissReason, int]] = OrderedDict()
+        self._gone = GoneKeys(integer_argument("history", history, 0, 1 << 24))
         self._closed = False
 
     # -- keys that are looked for --------------------------------------------------------------------
@@ -306,8 +217,7 @@ class HostCache(Closing):
         try:
             scratch = self._spare.pop()
         except IndexError:
-            data, sizes = np.zeros(hostcache.KEY_BYTES, np.uint8), np.zeros(1, np.int64)
-            scratch = packed([bytes(hostcache.KEY_BYTES)])._replace(data=data, sizes=sizes)
+            scratch = one_key()
         scratch.data.data[:size] = key
         scratch.sizes[0] = size
         with self._lock:
@@ -329,8 +239,7 @@ class HostCache(Closing):
             self._check_open()
             if hostcache.pin(self._groups, self._root, *wanted[1:], now_ms):
                 raise self._missing(wanted, "here")
-            self._lease_count += 1
-            lease = HostLease(self, self._lease_count, owner, now_ms, wanted.keys, wanted.found[:, 2].copy())
+            lease = HostLease(self, next(self._lease_numbers), owner, now_ms, wanted.keys, wanted.found[:, 2].copy())
             self._open[lease.id] = lease, lease.blocks[::-1].copy()
             signals.undo = partial(self._end_lease, lease.id, now_ms)
             return lease
@@ -383,13 +292,13 @@ class HostCache(Closing):
             if count == records.SHORT_OF_BLOCKS:
                 raise OutOfBlocks("host", int(wanted.found[0, 0]), int(wanted.found[0, 1]))
             taken = int(wanted.found[0, 0]) if wanted.keys else 0
-            reservation = _reserved(wanted, taken, unpacked(evicted[:count]) if count else [], self.fingerprint)
+            reservation = reserved_of(wanted, taken, unpacked(evicted[:count]) if count else [], self.fingerprint)
             signals.undo = partial(self._undo, reservation.keys, now_ms)
             self._order.update(zip(reservation.keys, range(self._reserved, self._reserved + taken), strict=True))
             self._reserved += taken
             if deadline_ms is not None:
                 self._deadlines.add(reservation.keys, now_ms + lifetime)
-            self._note_gone(reservation.evicted, "evicted", now_ms)
+            self._gone.note(reservation.evicted, "evicted", now_ms)
             return reservation
 
     def publish(self, keys: Keys) -> int:
@@ -463,16 +372,13 @@ class HostCache(Closing):
             with DeferSignals():
                 hostcache.forget_keys(self._groups, self._root, *packed(keys, known=True)[1:], now_ms)
                 self._deadlines.expire(keys)
-                self._note_gone(keys, "lost", now_ms)
+                self._gone.note(keys, "lost", now_ms)
 
     def set_priority(self, keys: Keys, priority: int, *, ttl_ms: int | None = None) -> int:
         """Give keys that are HERE this priority (0 to 100) from now on; after ``ttl_ms`` without a use it falls to the
         default. Returns how many. Emits "updated" events. Changes the cache. Raises TypeError, ValueError."""
         priority, ttl = priority_argument("priority", priority), ttl_argument("ttl_ms", ttl_ms)
-        wanted, now_ms = packed(keys), self._now()
-        with self._lock:
-            self._check_open()
-            return int(hostcache.set_priority(self._groups, self._root, *wanted[1:], priority, ttl, now_ms))
+        return self._run(hostcache.set_priority, packed(keys), priority, ttl, self._now())
 
     # -- keys that go ----------------------------------------------------------------------------------
 
@@ -483,9 +389,10 @@ class HostCache(Closing):
         It is dropped when the writer publishes it.
         """
         wanted, now_ms = packed(keys), self._now()
-        present_keys = list(compress(wanted.keys, self.lookup(wanted.keys))) if self._history else []
+        present_keys = list(itertools.compress(wanted.keys, self.lookup(wanted.keys))) if self._gone.capacity else []
         count = self._run(hostcache.forget_keys, wanted, now_ms)
-        self._note_gone(present_keys, "forgotten", now_ms)
+        with self._lock:
+            self._gone.note(present_keys, "forgotten", now_ms)
         return count
 
     def clear(self, force: bool = False) -> None:
@@ -498,28 +405,14 @@ class HostCache(Closing):
             if (leases or pending) and not force:
                 raise PoolBusy(f"{leases} leases are open and {pending} keys pending: end them, or clear(force=True)")
             hostcache.clear(self._groups, now_ms)
-            self._gone_before = True
+            self._gone.note_unnamed()
 
     def explain(self, key: bytes, tokens: int = 1) -> Missed:
         """Return why a key is not HERE: "evicted", "forgotten", "never_seen" or "unknown". ``history`` is the number of
         keys that have gone and are remembered. ``tokens``: of its block. Does not change the cache."""
         with self._lock:
-            gone = self._gone.get(key)
-            unknown = self._gone_before or not self._history
-        if gone is None:
-            return Missed(0, tokens, "unknown" if unknown else "never_seen")
-        reason, left_ms = gone
-        return Missed(0, tokens, reason, max(0, self._now() - left_ms))
-
-    def _note_gone(self, keys: Iterable[bytes], reason: MissReason, now_ms: int) -> None:
-        """Remember why keys have gone, if ``history`` says so."""
-        with self._lock:
-            for key in keys if self._history else ():
-                self._gone.pop(key, None)
-                self._gone[key] = reason, now_ms
-            while len(self._gone) > self._history:
-                del self._gone[next(iter(self._gone))]
-                self._gone_before = True
+            reason, left_ms = self._gone.reason_of(key)
+        return Missed(0, tokens, reason, None if left_ms is None else max(0, self._now() - left_ms))
 
     # -- keys that are saved ---------------------------------------------------------------------------
 
@@ -608,7 +501,7 @@ class HostCache(Closing):
                 self._check_open()
                 taken = kv_events.take(self._states, self._names.known, False)
                 signals.undo = partial(self._put_back, taken)
-            return _decoded(taken)
+            return decoded(taken)
 
     def _put_back(self, taken: kv_events.Taken) -> None:
         with self._lock:
@@ -617,12 +510,7 @@ class HostCache(Closing):
     def usage(self) -> HostUsage:
         """What the blocks are used for; also of a closed cache. Changes nothing. Fast, for every step."""
         with self._lock:
-            # Few numbers: a list of them takes a third of the time of NumPy's.
-            lengths = self._states[0].lists[records.LISTS_PER_TIER : 2 * records.LISTS_PER_TIER, 2].tolist()
-            free, empty = sum(lengths), lengths[records.EMPTY]
-            # Leases are few and short: a set of them takes a tenth of the time of NumPy's.
-            pinned = len({block for blocks in self._pinned() for block in blocks.tolist()})
-        return HostUsage(empty, free - empty, pinned, self.host_blocks - free - pinned)
+            return usage_of(self._states[0], self._pinned())
 
     def stats(self) -> HostCacheStats:
         """A snapshot; also of a closed cache. Changes nothing, except that reservations may expire."""
@@ -630,36 +518,8 @@ class HostCache(Closing):
         with self._lock:
             if not self._closed:
                 self._expire(now_ms)
-            state, usage = self._states[0], self.usage()
-            counters = dict(zip(records.COUNTERS, state.counters.tolist(), strict=True))
-            histograms = [Histogram(row[: records.BINS], int(row[records.BINS])) for row in state.histograms.copy()]
-            leases = self.leases
-        free = usage.empty + usage.evictable
-        evicted = histograms[records.HOST_LIFETIME]
-        return HostCacheStats(
-            self.host_blocks,
-            free,
-            self.host_blocks - free,
-            usage.evictable,
-            usage.empty,
-            usage.pinned,
-            usage.pending,
-            len(leases),
-            max([0, *(now_ms - lease.since for lease in leases)]),
-            counters["missed_blocks"],
-            counters["offloaded_blocks"],
-            counters["lost_blocks"],
-            counters["reused_host_blocks"],
-            evicted.count,
-            counters["forgotten_host_blocks"],
-            counters["expired_blocks"],
-            counters["events_dropped"],
-            self._deadlines.expired,
-            len(self._deadlines.overdue),
-            evicted,
-            histograms[records.HOST_IDLE],
-            histograms[records.REUSE_GAP],
-        )
+            leases = [now_ms - lease.since for lease in self.leases]
+            return stats_of(self._states[0], self.usage(), leases, self._deadlines)
 
     def verify(self) -> None:
         """Check every invariant of the state. Raises IntegrityError, which names the one that does not hold. Slow."""
@@ -711,7 +571,7 @@ class HostCache(Closing):
             if keys and not self._closed:
                 self._end(hostcache.abort, keys, now_ms)
 
-    def _pinned(self) -> list[Ids]:
+    def _pinned(self) -> list[Int64s]:
         """The blocks of each open lease. The caller holds the lock."""
         return [ids for _, ids in list(self._open.values())]
 
@@ -737,28 +597,3 @@ def _states(host_blocks: int, secret: bytes, event_capacity: int, policy: str) -
         hostcache.KEY_WORDS, 0, 0, secret, partial_reuse=False, event_capacity=event_capacity, policy=policy
     )
     return States(groups, settings)
-
-
-def _reserved(wanted: Packed, count: int, evicted: list[bytes], fingerprint: str) -> Reserved:
-    """The ``count`` keys that were taken."""
-    blocks = wanted.found[:, 2]
-    if count == len(wanted.keys):
-        return Reserved(wanted.keys, blocks.copy(), evicted, fingerprint)
-    taken = blocks != records.NONE
-    return Reserved(tuple(compress(wanted.keys, taken.tolist())), blocks[taken], evicted, fingerprint)
-
-
-def _decoded(taken: kv_events.Taken) -> list[HostEvent]:
-    """The events of what was taken. Neighbours of one kind and priority are one event."""
-    told, words, _ = taken.ring
-    rows = zip(told["kind"].tolist(), told["priority"].tolist(), strict=True)
-    events, number = [], taken.number
-    for (kind, priority), same in groupby(enumerate(rows), lambda row: row[1]):
-        places = [place for place, _ in same]
-        name = kv_events.KINDS[kind]
-        if kind in (CREATED, CLEARED):
-            events += [HostEvent(name, number + i) for i in range(len(places))]
-        else:
-            events.append(HostEvent(name, number, tuple(unpacked(words[places])), priority))
-        number += len(places)
-    return events

@@ -45,6 +45,12 @@ def packed(keys: Iterable[bytes], *, known: bool = False) -> Packed:
     return Packed(key_tuple, data, sizes, np.empty((n, KEY_WORDS), np.int32), np.empty((n, 3), np.int64))
 
 
+def one_key() -> Packed:
+    """Room for one key. Its bytes and its length are written later."""
+    data, sizes = np.zeros(KEY_BYTES, np.uint8), np.zeros(1, np.int64)
+    return packed([bytes(KEY_BYTES)])._replace(data=data, sizes=sizes)
+
+
 def keys_argument(keys: object) -> tuple[bytes, ...]:
     """Several keys as exact builtins. Raises TypeError and ValueError, which name the key."""
     key_tuple = _own(keys)

@@ -17,7 +17,8 @@ from kvpool.common.arguments import text_argument
 from kvpool.common.arrays.layout import integer_argument
 from kvpool.common.errors import PoolClosed
 from kvpool.common.process import Closing
-from kvpool.hostcache.host_cache import HostCache, HostCacheStats
+from kvpool.hostcache.host_cache import HostCache
+from kvpool.hostcache.host_stats import HostCacheStats
 from kvpool.integrations.metric_definitions import (
     COUNTER,
     DEFINITIONS,

@@ -16,7 +16,7 @@ with VLLM.imports():
     from vllm.v1.kv_offload import base
 
 if TYPE_CHECKING:
-    from kvpool.hostcache.host_cache import HostUsage
+    from kvpool.hostcache.host_stats import HostUsage
     from kvpool.storage.host_storage_manager import HostStorageManager
 
 STORED, LOADED = "vllm:kvpool_stored_chunks", "vllm:kvpool_loaded_chunks"
