@@ -273,8 +273,8 @@ def _digits(step: int, tokens: int, heads: int, words: int) -> tuple[int, int, i
 
 
 def _token_word(plan: CopyPlan) -> int:
-    base, block, _, outer, inner = plan.device
-    return word_bytes(base, block, outer, inner, plan.token_bytes)
+    tier = plan.device
+    return word_bytes(tier.base, tier.block_stride, tier.outer_stride, tier.inner_stride, plan.token_bytes)
 
 
 def move_kernel(plan: CopyPlan) -> tuple[str, str]:

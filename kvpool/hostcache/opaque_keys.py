@@ -21,7 +21,7 @@ _AT_ONCE = 128
 
 
 class Packed(NamedTuple):
-    """Keys in memory of the call's own: see ``state.hostcache``. ``keys`` has them as exact builtins."""
+    """Keys in memory of the call's own: see ``state.hostcache``. ``keys`` has them as plain bytes."""
 
     keys: tuple[bytes, ...]
     data: Uint8s
@@ -52,14 +52,14 @@ def one_key() -> Packed:
 
 
 def keys_argument(keys: object) -> tuple[bytes, ...]:
-    """Several keys as exact builtins. Raises TypeError and ValueError, which name the key."""
-    key_tuple = _own(keys)
+    """Several keys as plain bytes. Raises TypeError and ValueError, which name the key."""
+    key_tuple = _tuple_of(keys)
     if [*map(type, key_tuple)].count(bytes) < len(key_tuple):
         key_tuple = tuple(key_argument(f"keys[{i}]", key) for i, key in enumerate(key_tuple))
     return key_tuple
 
 
-def _own(keys: Any) -> tuple[Any, ...]:
+def _tuple_of(keys: Any) -> tuple[Any, ...]:
     if isinstance(keys, (str, bytes, bytearray, memoryview)):
         raise TypeError(f"keys: expected several keys, such as a list of bytes, got {keys!r:.80}")
     try:
@@ -70,10 +70,10 @@ def _own(keys: Any) -> tuple[Any, ...]:
 
 
 def key_argument(name: str, key: object) -> bytes:
-    """A key as an exact builtin. A subclass could compare, or have a length, like another value."""
+    """A key as plain bytes, also if it is of a subclass. Raises TypeError, ValueError."""
     if not isinstance(key, bytes):
         raise TypeError(f"{name}: expected bytes, got {key!r:.80}")
-    exact_key = bytes.__getitem__(key, slice(None))
+    exact_key = bytes(key)
     if not 1 <= len(exact_key) <= KEY_BYTES:
         raise ValueError(f"{name}: expected 1 to {KEY_BYTES} bytes, got {len(exact_key)}")
     return exact_key

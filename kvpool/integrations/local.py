@@ -220,7 +220,8 @@ class LocalBlocks:
         except OutOfBlocks as error:
             wanted = wanted[: error.free]
             taken = self._cache.reserve(wanted)
-        self.skipped["crowded"] += len(wanted) < len(keys)
+        if len(wanted) < len(keys):
+            self.skipped["crowded"] += 1
         if taken.keys:
             self._write(wanted, taken, write)
         if self._cache.policy != "lru":

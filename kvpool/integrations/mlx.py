@@ -91,7 +91,8 @@ class _CacheLayout:
                 nbytes = heads * tokens * width * array.itemsize
                 self.parts.append(_Part(number, place, heads, width, array.dtype, self.block_bytes, nbytes))
                 self.block_bytes += nbytes
-            self.states += not arrays
+            if not arrays:
+                self.states += 1
             shapes = [(array.shape[1], array.shape[3], str(array.dtype)) for array in arrays]
             names.append((type(leaf).__name__, [getattr(leaf, name, None) for name in _SETTINGS], shapes))
         self.has_states = self.states > 0

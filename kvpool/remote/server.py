@@ -242,7 +242,8 @@ class Server:
 
     def _open_door(self) -> None:
         """Answer ZeroMQ, which asks whether a peer may connect (RFC 27)."""
-        version, number, _, _, _, _, *credentials = self._zap.recv_multipart()
+        frames = self._zap.recv_multipart()
+        version, number, credentials = frames[0], frames[1], frames[6:]
         status = [b"200", b"OK"] if self._door.admits(credentials) else [b"400", b"not known"]
         self._zap.send_multipart([version, number, *status, b"", b""])
 
@@ -268,7 +269,8 @@ class Server:
     def _greet(self, sender: bytes, descriptor: int, frames: list[Any]) -> None:
         self._note_ends(self.connections.poll())  # it may have come in this turn
         session, answer = answered(self._door.wire_key, frames[0].bytes if len(frames) == 1 else b"")
-        self.counts.malformed += session is None
+        if session is None:
+            self.counts.malformed += 1
         if self._send(sender, [answer]) and session is not None and descriptor in self.connections:
             self._clients[sender] = ClientSession(sender, session, descriptor)
 

@@ -293,8 +293,8 @@ def _hold_matches(group, row, out, matched, source, n):
         hold(group, b)
     if source != NONE:
         hold(group, source)
-    out.matched, out.onboards, out.source, out.partial, out.takes = matched, onboards, source, n, 0
-    out.host_tokens = host * group.width
+    out.matched, out.onboards, out.host_tokens = matched, onboards, host * group.width
+    out.source, out.partial, out.takes = source, n, 0
 
 
 @jit

@@ -56,7 +56,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the_keys_of_a_list_are_read_twice",
-        "_own",
+        "opaque_keys._tuple_of",
         "return tuple(iterator)",
         "return keys",
         "Keys are reserved that the caller has taken out of the list.",

@@ -67,8 +67,8 @@ with self._lock:
     Mutation(
         "the_slot_of_a_failed_commit_is_free",
         "Index.abort",
-        "self._unclear if self._table.put(before, entry) else self._free",
-        "self._free if self._table.put(before, entry) else self._free",
+        "self._unclear if unclear else self._free",
+        "self._free",
         "A commit has failed, and is durable all the same. The next block takes its slot, power fails, and neither the "
         "old bytes nor the new ones of an acknowledged block are there.",
         (

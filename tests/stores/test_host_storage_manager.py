@@ -412,45 +412,7 @@ def test_whatever_happens_no_wrong_byte_is_read(
     assert engine.cache.stats().pending == engine.cache.stats().pinned == 0
 
 
-# -- keys that lie, and leases that others close -----------------------------------------------------------
-
-
-class Lying(bytes):
-    """Says that it is another key, in every way that a key can be asked."""
-
-    def __bytes__(self) -> bytes:
-        return b"other" * 40
-
-    def __radd__(self, before: bytes) -> bytes:
-        return b"other"
-
-    def __hash__(self) -> int:
-        return 5
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Lying)
-
-    def __len__(self) -> int:
-        return 1 << 20
-
-
-def test_a_key_is_what_its_bytes_are(make: Callable[..., Engine]) -> None:
-    engine = make()
-    taken = engine.cache.reserve(names(2))
-    for number, row in enumerate(taken.blocks.tolist()):
-        engine.tier.blocks[row] = content(number)
-    assert engine.manager.publish([Lying(key) for key in names(2)]) == 2
-    assert engine.manager.drain(600) and engine.manager.stats().saved == 2
-    assert engine.manager.forget([Lying(key) for key in names(2)]) == 2
-    engine.later(5)
-    assert engine.manager.find(Lying(names(1)[0])) == PENDING
-    assert engine.manager.lookup([Lying(key) for key in names(2)]).tolist() == [PENDING] * 2
-    engine.until(lambda: not engine.manager.stats().searching)
-    engine.read(2)
-    stats = engine.manager.stats()
-    assert (stats.asked, stats.missed) == (3, {"absent": 1}), (
-        "two keys, and the one that shows the clock to the threads"
-    )
+# -- keys that are refused, and leases that others close -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("verb", ["lookup", "publish", "forget", "pin"])

@@ -170,9 +170,11 @@ class BlockLayout:
     ) -> BlockLayout:
         """The layout of a model of ``PRESETS``. Without ``dtype``, it is the type in which the model was published."""
         choice_argument("name", name, tuple(PRESETS))
-        layers, kv_heads, head_dim, planes, published = PRESETS[name]
-        element_type = published if dtype is None else dtype
-        return cls(layers, kv_heads, head_dim, tokens_per_block, element_type, planes, order, tokens)
+        model = PRESETS[name]
+        element_type = model.dtype if dtype is None else dtype
+        return cls(
+            model.layers, model.kv_heads, model.head_dim, tokens_per_block, element_type, model.planes, order, tokens
+        )
 
     @classmethod
     def of_block_bytes(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -136,12 +136,7 @@ def as_strided(name: str, array: Any) -> StridedArray:
     memory that belongs to neither the host nor a CUDA device.
     """
     if isinstance(array, StridedArray):
-        # A subclass may answer differently the second time.
-        return (
-            array
-            if type(array) is StridedArray
-            else StridedArray(*(getattr(array, field.name) for field in fields(StridedArray)))
-        )
+        return array
     for attribute, memory in (("__cuda_array_interface__", "device"), ("__array_interface__", "host")):
         # Some packages raise for types that the protocol has no name for. They offer DLPack for those.
         try:

@@ -190,7 +190,8 @@ class CudaDevice(Device):
         self.index = int(runtime.getDevice()) if index is None else integer_argument("index", index, 0, count - 1)
         self._calls = RuntimeCalls(runtime, self.index, find_driver())
         with self._calls("cudaGetDeviceProperties"):
-            _, self.device_name, _, self.driver, self.capability = gpus(runtime)[self.index]
+            gpu = gpus(runtime)[self.index]
+        self.device_name, self.driver, self.capability = gpu.name, gpu.driver, gpu.capability
         choice = calibration or os.environ.get(COPY_PATH)
         self.calibration = calibrations.chosen(choice, self.device_name, self.driver)
         asked = {path for path in KERNELS if path == choice or path in self.settings.copy_kernels}

@@ -115,7 +115,7 @@ class Export:
                 part is Ellipsis or isinstance(part, (int, np.integer, slice))
             ):
                 raise TypeError(f"index: expected integers, slices or an ellipsis, got {index!r:.80}")
-        # With the ellipsis the result is always a view, and nothing is read. A number may say that it is equal to one.
+        # With the ellipsis the result is always a view, and nothing is read.
         try:
             view = self._view[parts if any(part is Ellipsis for part in parts) else (*parts, ...)]
         except (OverflowError, ValueError):

@@ -174,8 +174,10 @@ class ReplayServer:
         self._peers[peer] = None
         if len(self._peers) > self._most:
             last = self._least()
-            self.refused += not last.let_in
-            self.displaced += last.let_in
+            if last.let_in:
+                self.displaced += 1
+            else:
+                self.refused += 1
             del self._peers[last]
             last.end()
         try:

@@ -411,8 +411,10 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         request.lease, request.failed = None, False
         request.pieces += 1
         lease.close()
-        self._counts[FAILED_LOADS] += failed
-        self._counts[LOADED] += 0 if failed else len(keys)
+        if failed:
+            self._counts[FAILED_LOADS] += 1
+        else:
+            self._counts[LOADED] += len(keys)
         if (story := self._stories.get(req_context.req_id)) is not None:
             width = self.prefill.tokens_per_block
             for key in keys:
@@ -453,8 +455,10 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         block_of = dict(zip(reserved.keys, reserved.blocks.tolist(), strict=True))
         new = [key for key in keys if key in block_of]
         self._chunks.update({key: _KnownChunk(block) for key, block in block_of.items()})
-        request.stores += bool(new)
-        request.pieces += len(new) < len(keys)
+        if new:
+            request.stores += 1
+        if len(new) < len(keys):
+            request.pieces += 1
         self._counts[EVICTED] += len(reserved.evicted)
         return base.PrepareStoreOutput(new, HostBlocks(tuple(map(block_of.__getitem__, new))), reserved.evicted)
 

@@ -246,7 +246,11 @@ def draw(plan: CapacityPlan, path: Path, title: str, model: str, text: str) -> N
 
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "kvpool"}):
         store = plan.store()
-        heights = [3, 0.5, 1.25] + [1.75] * (store is not None) + [2.25] * (plan.policies is not None)
+        heights = [3, 0.5, 1.25]
+        if store is not None:
+            heights.append(1.75)
+        if plan.policies is not None:
+            heights.append(2.25)
         figure = Figure(figsize=(10, 1.9 * sum(heights)), layout="constrained")
         curve, names, gaps, *behind = figure.subplots(len(heights), 1, height_ratios=heights)
         _draw_curve(plan, curve, title, model)

@@ -241,7 +241,7 @@ def look_up(tables, access, ids):
         if last >= 0:
             distance = distance + 1 if goes_on else later(tables, last) + 1
         if block >= access.lookups:
-            tables.again[distance] += last >= 0
+            tables.again[distance] += 1 if last >= 0 else 0
         else:
             counts[LOOKUPS] += 1
             if last < 0:

@@ -224,12 +224,12 @@ def stream_trace(
 
 def read_sessions(path: str) -> list[AgentSession]:
     """Read the sessions of a trace of agents, for `play`. Raises TraceError."""
-    return list(map(read_session, _lines(path)))
+    return [read_session(row) for row in _lines(path)]
 
 
 def _requests(rows: Iterator[Row], format: str, rules: dict[str, Any]) -> Iterator[Request]:
     if format == "agents":
-        return play(list(map(read_session, rows)), **rules)
+        return play([read_session(row) for row in rows], **rules)
     read = _native_request if format == "native" else partial(_id_request, format)
     return map(read, rows, count())
 

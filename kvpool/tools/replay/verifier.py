@@ -196,9 +196,13 @@ class Verifier:
         self._states[target, :count] = self._states[source, :count]
         self._written[target, :count] |= known
         from_device, to_device = source < self._device_blocks, target < self._device_blocks
-        self.verified.offloaded_blocks += from_device and not to_device
-        self.verified.onboarded_blocks += not from_device and to_device and count == self._tokens_per_block
-        self.verified.partial_copies += to_device and (from_device or count < self._tokens_per_block)
+        if not to_device:
+            if from_device:
+                self.verified.offloaded_blocks += 1
+        elif from_device or count < self._tokens_per_block:
+            self.verified.partial_copies += 1
+        else:
+            self.verified.onboarded_blocks += 1
 
     def _fail(self, block: int, tier: str, token: int, complaint: str) -> None:
         """Keep the failure of a block that has no bytes to show."""

@@ -162,7 +162,8 @@ class DiskStore:
             undo.append(slab.close)
             check = hashlib.blake2b(b"kvpool disk store", key=secret, digest_size=16).digest()
             # Bytes without rows are lost: nobody knows whose they are.
-            self._counts["damaged_files"] += database.header is None and not database.damaged and slab.had > 0
+            if database.header is None and not database.damaged and slab.had > 0:
+                self._counts["damaged_files"] += 1
             header = Header(VERSION, space.block_bytes, self._slots, check, closed=0)
             self._read(database, header, slab.had, space.fingerprint)
             folder.sync()
@@ -442,7 +443,8 @@ class DiskStore:
             if begun.pages:
                 self._database.write(begun.pages)
         with self._lock:
-            self._counts["commits"] += bool(begun.pages)
+            if begun.pages:
+                self._counts["commits"] += 1
             self._index.committed(begun.unclear, durable=True)
 
     @contextmanager

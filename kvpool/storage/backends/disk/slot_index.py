@@ -248,7 +248,9 @@ class Index:
             if before >= 0:
                 self._here[key] = before
                 # The commit may have failed and be durable all the same. Until the next one, it needs these bytes.
-                (self._unclear if self._table.put(before, entry) else self._free).extend([slot] * (slot != before))
+                unclear = self._table.put(before, entry)
+                if slot != before:
+                    (self._unclear if unclear else self._free).append(slot)
             else:
                 self._free.append(slot)
                 self._leaves(tag, key)

@@ -327,7 +327,8 @@ class PeerStore:
         except BaseException as error:
             with self._lock:
                 self._busy -= 1
-                self._failed += not isinstance(error, Stopped)
+                if not isinstance(error, Stopped):
+                    self._failed += 1
             link.close()
             if isinstance(error, Malformed):
                 raise ConnectionError(f"{self._endpoint} sent {error}") from None
