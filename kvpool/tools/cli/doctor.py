@@ -104,18 +104,13 @@ def run(options: argparse.Namespace) -> int:
 def examine(device: str = "auto", mooncake: str | None = None) -> dict[str, Any]:
     """Return all findings of the command. It starts no device, but queries the driver for its GPUs."""
     packages = {part.package: _look(part) for part in _PARTS}
-    broken = False
     try:
-        chosen, because, missing, gpus, available = _look_at_devices()
+        devices = _look_at_devices()
     except Exception as error:
         # No device can be imported if a package that all of kvpool needs is missing.
         because = f"kvpool's devices cannot be imported: {type(error).__name__}: {error}"
-        chosen = None
-        missing = because
-        gpus = list[Any]()
-        available = None
-        broken = True
-    wanted = chosen if device == "auto" else device
+        devices = _Devices(None, because, because, [], None, broken=True)
+    wanted = devices.chosen if device == "auto" else device
     cluster = look_at_mooncake(mooncake)
     findings = {
         "python": platform.python_version(),
@@ -124,21 +119,32 @@ def examine(device: str = "auto", mooncake: str | None = None) -> dict[str, Any]
         "cupy_packages": [name for name in _CUPY_PACKAGES if _version(name)],
         "jit": look_at_jit(),
         "driver": look_at_driver(),
-        "gpus": [gpu._asdict() for gpu in gpus],
-        "auto": {"device": chosen, "because": because},
-        "memory": {"locked_limit": _locked_limit(), "available": available},
-        "copies": _copies(gpus),
+        "gpus": [gpu._asdict() for gpu in devices.gpus],
+        "auto": {"device": devices.chosen, "because": devices.because},
+        "memory": {"locked_limit": _locked_limit(), "available": devices.available},
+        "copies": _copies(devices.gpus),
         "mooncake": cluster,
         "device": device,
-        "usable": wanted is not None and not broken and (wanted != "cuda" or missing is None),
-        "missing": missing if wanted == "cuda" or broken else None,
+        "usable": wanted is not None and not devices.broken and (wanted != "cuda" or devices.missing is None),
+        "missing": devices.missing if wanted == "cuda" or devices.broken else None,
     }
     judged = [*judge(findings), *machine(findings), *judge_mooncake(cluster)]
     return findings | {"checks": [check._asdict() for check in judged]}
 
 
-def _look_at_devices() -> tuple[str | None, str, str | None, list[Any], int | None]:
-    """The device that "auto" chooses, and why; why there is no cuda device; the GPUs; available bytes of memory."""
+class _Devices(NamedTuple):
+    """The device that "auto" chooses, and why; why there is no cuda device; the GPUs; available bytes of memory; and
+    whether no device can be imported."""
+
+    chosen: str | None
+    because: str
+    missing: str | None
+    gpus: list[Any]
+    available: int | None
+    broken: bool = False
+
+
+def _look_at_devices() -> _Devices:
     from kvpool.device import automatic
     from kvpool.device.cuda import describe_gpus, unusable
     from kvpool.device.memory.main_memory import available_ram
@@ -149,7 +155,7 @@ def _look_at_devices() -> tuple[str | None, str, str | None, list[Any], int | No
         chosen, because = automatic()
     except ValueError as error:
         because = str(error)
-    return chosen, because, missing, [] if missing else describe_gpus(), available_ram()
+    return _Devices(chosen, because, missing, [] if missing else describe_gpus(), available_ram())
 
 
 def _look(part: Package) -> dict[str, Any]:
