@@ -39,7 +39,7 @@ def plan(groups, requests, out, blocks, computing):
 
     ``out`` int64[groups, n, OUTCOME] is as after an admission, without ids. ``blocks`` int64[groups] gets the free
     device blocks that these requests take. ``computing`` int64[n, 2] gets two numbers for each request. The first is
-    the live sequence that is computing the most tokens with which the prompt begins and which it lacks, or NONE. The
+    the live sequence that is computing the most tokens that the prompt begins with and lacks, or NONE. The
     second is how many tokens the prompt could reuse after that sequence's commit.
     """
     for g in range(groups.shape[0]):
@@ -48,11 +48,13 @@ def plan(groups, requests, out, blocks, computing):
     for g in range(groups.shape[0]):
         blocks[g] = blocks_taken(group_at(groups, g), requests, out[g], n, blocks[g])
     unclaim(groups, out, 0, n)
-    told = 0
-    while not finds(group_at(groups, told)):
-        told += 1
+    token_group = 0
+    while not finds(group_at(groups, token_group)):
+        token_group += 1
     for r in range(n):
-        _find_computing(groups, told, request_at(requests, r), outcome_at(out[told], r).matched, computing[r])
+        _find_computing(
+            groups, token_group, request_at(requests, r), outcome_at(out[token_group], r).matched, computing[r]
+        )
     return n
 
 
@@ -72,10 +74,10 @@ them."""
 
 
 @jit
-def _find_computing(groups, told, request, matched, out):
+def _find_computing(groups, token_group, request, matched, out):
     """The numbers of ``computing`` for one request, of which all groups can reuse ``matched`` blocks, into ``out``
-    int64[2]. Group ``told`` knows the tokens of sequences."""
-    group = group_at(groups, told)
+    int64[2]. ``token_group`` is a group that has the tokens of sequences."""
+    group = group_at(groups, token_group)
     sequences = sequences_of(group)
     out[0], out[1] = NONE, 0
     least = matched + 1

@@ -178,7 +178,7 @@ def _onboard_for_all(group, out, n, r, i):
 
 @jit(forceinline=True)
 def _fill_new(group, request, tokens, keys, extra, width, i, out):
-    """Give column ``i``, which is no full hit, a block: a fresh one, a copy of the partial source, or the source
+    """Give column ``i``, which is not a full hit, a block: a fresh one, a copy of the partial source, or the source
     itself."""
     blocks = blocks_of(group)
     partial = i == out.matched and out.source != NONE
@@ -211,7 +211,7 @@ def _fill_new(group, request, tokens, keys, extra, width, i, out):
 @jit
 def _count(group, request, out):
     counters = counters_of(group)
-    if request.fresh:  # a request that reuses nothing says nothing about the cache
+    if request.fresh:  # a request that may not reuse does not count as a miss
         counters.bypassed_tokens += request.length
         return
     counters.prompt_tokens += request.length
@@ -383,7 +383,7 @@ def _give_up(group, requests, out, n):
 
 
 @jit
-def _tell(group, request, out):
+def _write_results(group, request, out):
     """Write the results of a claimed request in one group."""
     if finds(group):
         out.cached = out.matched * group.width + out.partial
@@ -511,7 +511,7 @@ def claim(groups, requests, out, allow_partial):
     _give_up_partials(groups, requests, out, n)
     for g in range(groups.shape[0]):
         for r in range(n):
-            _tell(group_at(groups, g), request_at(requests, r), outcome_at(out[g], r))
+            _write_results(group_at(groups, g), request_at(requests, r), outcome_at(out[g], r))
     return np.int64(n)
 
 

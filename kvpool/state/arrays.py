@@ -52,13 +52,13 @@ from kvpool.state.records import (
 
 LRU = "lru"
 _GHOST_BLOCKS = 1 << 15
-"""So many blocks, or up to twice as many, are enough to compare policies by."""
+"""This many blocks, or up to twice as many, are enough to compare policies by."""
 POLICIES = (LRU, "reuse", "agent", "adaptive")
 POLICY_BYTES = 12
-"""Bytes for each block, at most. What pauses teach takes some 90 KB besides."""
+"""Bytes for each block, at most. The tables of pauses take some 90 KB more."""
 _BLOCKS_PER_CHAIN, _BLOCKS_PER_CHAIN_OF_TWO, _BLOCKS_PER_NAME, _LEAST = 6.75, 9.75, 2, 16
-"""A chain for so many blocks, in a pool of two tiers for so many, and a name for so many; so many chains at least. That
-is 12 bytes a block."""
+"""The blocks for each chain, in a pool of one and of two tiers; the blocks for each name; the fewest chains. That makes
+12 bytes a block."""
 
 
 class PolicyState:
@@ -205,8 +205,8 @@ def state_bytes(
 
 
 def _zeros(*parts: tuple[int, Any]) -> list[Array]:
-    """Zeros, so many of each dtype, in one piece of memory. Each array starts at a cache line, behind two that are
-    nobody's: what is no block (NONE) would be there.
+    """Allocate zeros, (count, dtype) for each array, in one piece of memory. Each array starts at a cache line, after
+    two unused lines: index -1 (NONE) is in those.
 
     The memory is in huge pages if it fills one. Else most uses of a block would also wait until the processor has
     looked up its page.

@@ -177,7 +177,7 @@ def set_priority(groups, keys, priority, ttl, now_ms):
     return np.int64(done)
 
 
-# -- what a keeper of stores asks ------------------------------------------------------------------------
+# -- for the storage manager ------------------------------------------------------------------------
 
 
 @jit(nogil=False)

@@ -44,10 +44,9 @@ PARENT_IN_KEY, NAMESPACE_IN_KEY = 1 << 15, 1 << 16
 NAMESPACE_AT_HIT, TOKENS_AT_HIT = 1 << 17, 1 << 18
 TICKET_AT_LOSS = 1 << 19
 
-HANDED_OUT_IS_ENQUEUED = (
-    1 << 22
-)  # only what no stream of a caller waits for is enqueued behind the call that decides it
-ENGINE_READS_LAYER_AFTER_COPY = 1 << 21  # who waits for a layer that is loaded waits for all of its copies
+# A call enqueues what it decides, unless no stream of a caller waits for that.
+HANDED_OUT_IS_ENQUEUED = 1 << 22
+ENGINE_READS_LAYER_AFTER_COPY = 1 << 21  # a wait for a layer that is loaded is a wait for all of its copies
 UNPIN_AFTER_RELEASE = 1 << 20  # blocks that travel to another worker stay pinned until the transport has read them
 
 GUARDS = {name.lower(): value for name, value in dict(globals()).items() if name.isupper() and isinstance(value, int)}
@@ -102,8 +101,8 @@ BLOCK = np.dtype(
         ("deadline", "i8"),  # ms << TIE_BITS, and the order of arrival in the low bits; valid while `heap` is set
         ("child_prev", "i4"),
         ("child_next", "i4"),
-        ("saved", "i8"),  # who has been told to save the content, as bits; the same of both copies
-        # A block that a release gives back some places behind this one, so that it is loaded ahead of its eviction.
+        ("saved", "i8"),  # the dirty-block cursors that have read the content, as bits; the same in both copies
+        # A block that a release gives back some places after this one: it is prefetched before its eviction.
         ("soon", "i4"),
         ("stored_at", "u4"),  # as used_at
     ],
@@ -183,16 +182,16 @@ GROUP = _numbers(
 # has to forget on the host, in any case. `device_first` or `host_first`, added to the id of a device or host block,
 # gives its pool id. `block_tokens` are the tokens of a whole block for the device. `snapshot` is the number of blocks
 # from one kept state to the next. `row_tokens` and `row_extra` have the ids of tokens for which a recurrent group has
-# no blocks. `policy_at` is 0 where the policy needs no records of its own. `stop` and `returns` are what the engine
-# says about the sequences that it releases: why they stopped, and ENDS or in how many ms and one their next turn comes.
-# `cursors` has the open dirty-block cursors as bits, `pending` those that must read all content, and `unsaved` counts
-# what the host has evicted before one of the latter has read it. The last six are numbers of functions for `call`,
-# where the group needs them.
+# no blocks. `policy_at` is 0 where the policy needs no records of its own. `stop` and `returns` are hints of the engine
+# for the sequences that it releases: why they stopped, and ENDS or the ms to their next turn, plus one. `cursors` has
+# the open dirty-block cursors as bits, `pending` those that must read all content, and `unsaved` counts contents that
+# the host evicted before one of the latter has read them. The last six are numbers of functions for `call`, where the
+# group needs them.
 ATTENTION, RECURRENT, CROSS = range(3)
 
 # All groups share the ring of events. It has the number of the next event, of the oldest one that was not read, of the
-# first one of this call, and of the first one that nobody has read; and the rows of all snapshots for the one reader
-# without a cursor, whose numbers are larger by so many.
+# first one of this call, and of the first one that was never read; and the number of rows of all snapshots. A reader
+# without a cursor adds it to the numbers.
 # `gone` counts the contents that have left, the last of which `gone_of` has: half of its key, and the ms
 # with the reason in the two lowest bits.
 RING = _numbers("next read call seen snapshots gone")
@@ -329,7 +328,7 @@ def swapped_of(group):
 
 @jit(forceinline=True)
 def row_tokens_of(group):
-    """Of a recurrent group: the tokens of sequences, from the first full column that is not committed on."""
+    """The tokens of sequences in a recurrent group, from the first full column that is not committed."""
     return array_at(group.row_tokens_at, (group.sequences, group.columns * group.width), np.int32)
 
 

@@ -245,8 +245,7 @@ def keep_need(group, ids, drafts, accepted, counts, dropped):
 
 @jit
 def accept_drafts(group, ids, drafts, accepted, counts, dropped):
-    """Of the last ``drafts`` tokens of each sequence, keep its next ``counts`` of ``accepted``, which are indices among
-    them in rising order.
+    """Keep ``counts`` of the last ``drafts`` tokens of each sequence: those at the indices in ``accepted``, which rise.
 
     ``keep_need`` has found it possible. No bytes move: the engine writes the states of columns whose tokens have
     changed again.

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvpool.common.arrays import Int64s
 from kvpool.common.jit import jit
 from kvpool.state.index import find_key
-from kvpool.state.policies.block_lists import push_behind, unlink
+from kvpool.state.policies.block_lists import push_after, unlink
 from kvpool.state.policies.policy import expect_victims
 from kvpool.state.records import (
     CLEAN,
@@ -84,7 +84,7 @@ def _read(group, b, bits, uses, report, count):
 
 @jit(nogil=False)
 def stored(groups, cursor, at, report):
-    """Tell of what was stored since the event ``at[CURSOR]``, by the events. ``at`` int64[3] goes on. If some events
+    """Report what was stored since the event ``at[CURSOR]``, by the events. Advances ``at`` int64[3]. If some events
     are gone, they are counted in ``at[MISSED]``, and a ``sweep`` is due: ``at[PLACE]`` is 0. Returns how many rows are
     filled. Looks at no more events than there are rows."""
     first = group_at(groups, 0)
@@ -104,8 +104,8 @@ def stored(groups, cursor, at, report):
 
 @jit(nogil=False)
 def sweep(groups, cursor, uses, at, report):
-    """Tell of what was used so often, of as many blocks as there are rows, from ``at[PLACE]`` on. After the last block
-    of the pool that is NONE. Returns how many rows are filled."""
+    """Report the content that was used at least ``uses`` times, in as many blocks as there are rows, from ``at[PLACE]``
+    on. After the last block of the pool that is NONE. Returns how many rows are filled."""
     count, place, most, bit = 0, at[PLACE], report.shape[0], np.int64(1) << cursor
     for g in range(groups.shape[0]):
         group = group_at(groups, g)
@@ -148,7 +148,7 @@ def _victims(groups, bits, margins, report):
 
 @jit(nogil=False)
 def held(groups, cursor, ids, report):
-    """Tell of blocks that the caller holds. Returns how many rows are filled."""
+    """Report blocks that the caller holds. Returns how many rows are filled."""
     count = 0
     for i in range(ids.shape[0]):
         count = _read(group_at(groups, 0), np.int64(ids[i]), np.int64(1) << cursor, 1, report, count)
@@ -157,11 +157,11 @@ def held(groups, cursor, ids, report):
 
 @jit(nogil=False)
 def put_back(groups, g, ids, before):
-    """Put blocks that nobody holds any more where they were in their lists, since to be saved is no use. ``before``
-    int64[n, 3] has of each its ``prev``, ``used_at`` and ``key0`` while it was held.
+    """Put blocks that were released back to their places in the lists, since a save is not a use. ``before`` int64[n,
+    3] has the ``prev``, ``used_at`` and ``key0`` of each block while it was held.
 
-    They come behind the block that was before them, if it is there and was not used since; else they are the next
-    victims. The last of ``ids`` comes first. What has other content now, or is held by others, stays as it is.
+    They follow the block that was before them, if it is there and was not used since; else they are the next victims.
+    The last of ``ids`` comes first. A block that has other content now, or is held by others, stays as it is.
     """
     group, behind = group_at(groups, g), np.int64(NONE)
     blocks, lists = blocks_of(group), lists_of(group)
@@ -179,10 +179,10 @@ def put_back(groups, g, ids, before):
             behind = prev if later == 0 or later >> 31 else behind
     for i in range(ids.shape[0]):
         if before[i, 1] != NONE:
-            push_behind(blocks, lists, ids[i], ~np.int64(blocks[ids[i]].list), behind)
+            push_after(blocks, lists, ids[i], ~np.int64(blocks[ids[i]].list), behind)
     return np.int64(0)
 
 
 def places(blocks: npt.NDArray[Any]) -> Int64s:
-    """What ``put_back`` is to know of blocks that are held."""
+    """What ``put_back`` needs of blocks that are held."""
     return np.stack([blocks["prev"], blocks["used_at"], blocks["key0"]], axis=1, dtype=np.int64)

@@ -165,7 +165,7 @@ def stream_of(group, slot):
 
 @jit
 def within(group, need, free):
-    """``need``, if there are so many ``free`` blocks. Else SHORT_OF_BLOCKS, with both numbers as its details."""
+    """Return ``need`` if it is at most ``free``. Else SHORT_OF_BLOCKS, with both numbers as its details."""
     if need <= free:
         return np.int64(need)
     group.detail, group.bound = need, free

@@ -70,7 +70,7 @@ WILL_READ, WILL_WRITE, ACCESSED, WROTE, FOLLOWS = constants(*range(5))
 
 @jit(forceinline=True)
 def emit_access(group, kind, stream, b):
-    """Note an access. A synchronous device needs none: then there is no room for rows, and this costs one
+    """Note an access. A synchronous device needs no accesses. Then there are no rows, and this costs one
     comparison."""
     if group.accesses_capacity != 0:
         _note(group, kind, np.int64(stream), np.int64(b))
@@ -196,7 +196,7 @@ def _record(group, kind, b):
     event.group, event.namespace = group.number, block.namespace
     event.key0, event.key1, event.parent0, event.parent1 = block.key0, block.key1, block.parent0, block.parent1
     event.extra = 1 if kind == STORED and block.flags & EXTRA else 0
-    # In a pool of host blocks only they are a key of the caller's, which every event tells.
+    # In a pool of host blocks only, they are a key of the caller's, and every event has it.
     if kind == STORED or group.device_blocks == 0:
         memcpy(group.event_tokens_at + 4 * i * group.width, group.tokens_at + 4 * b * group.width, 4 * group.width)
     if event.extra:

@@ -261,15 +261,15 @@ _keep_checked = _checked(_keep_need, _fits, _keep)
 
 @jit
 def accept_drafts(groups, ids, lengths, accepted, counts, dropped, now_ms):
-    """Of the last ``lengths`` tokens of each sequence, keep its next ``counts`` of ``accepted``, which are indices
-    among them in rising order.
+    """Keep ``counts`` of the last ``lengths`` tokens of each sequence: those at the indices in ``accepted``, which
+    rise.
 
     ``dropped`` is ``lengths - counts``. Returns 0, or an error with nothing changed.
     """
     return _keep_checked(groups, ids, now_ms, (lengths, accepted, counts, dropped))
 
 
-# -- what is left behind ----------------------------------------------------------------------------
+# -- commit and release ----------------------------------------------------------------------------
 
 
 _commit_checked = _checked(commit_error, _fits, commit_rows)

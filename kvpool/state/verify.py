@@ -203,7 +203,7 @@ def _index(state: State) -> Iterator[Check]:
     has = other_id != NONE
     outside = has & ((other_id < 0) | (other_id >= len(blocks)))
     if outside.any():
-        yield "copies", outside, "the copy of block {} is no block"
+        yield "copies", outside, "the copy of block {} is not a block"
         return
     yield "copies", has & ~published, "block {} has a copy but is not published"
     other = blocks[other_id]
@@ -216,7 +216,11 @@ def _index(state: State) -> Iterator[Check]:
     )
     yield "copies", has & ~(mutual & same), "block {} and its copy do not name each other, one content and two tiers"
     yield "copies", has & (state.tokens != state.tokens[other_id]).any(axis=1), "block {} and its copy differ in tokens"
-    yield "saved", has & (blocks["saved"] != other["saved"]), "of block {} and its copy, somebody was told of one only"
+    yield (
+        "saved",
+        has & (blocks["saved"] != other["saved"]),
+        "block {} and its copy were read by different cursors",
+    )
     alone = published & ~has & ~linked
     both = has & (linked == linked[other_id])
     yield "representative", alone | both, "the content of block {} has none or two in the index"
@@ -401,9 +405,13 @@ def _chains(state: State) -> Iterator[Check]:
         yield "rings", chains["before"][chains["after"]] != numbers, "chain {} and its neighbour do not name each other"
     running = chain_book.turns[chain_book.turns != NONE]
     if ((running < 0) | (running >= count)).any():
-        yield "turns", True, "a row has a chain that there is not"
+        yield "turns", True, "a row has a chain that does not exist"
     else:
-        yield "turns", np.bincount(running, minlength=count) != chains["turns"], "chain {}: its turns are no rows"
+        yield (
+            "turns",
+            np.bincount(running, minlength=count) != chains["turns"],
+            "chain {}: its turns are not its rows",
+        )
     yield "turns", (chain_book.turns != NONE) & (state.sequences["live"] == 0), "row {} has a chain and no sequence"
     yield (
         "ghosts",

@@ -91,7 +91,7 @@ MUTATIONS = (
     Mutation(
         "what_no_chain_finds_stays",
         "choose",
-        "_is_stray(group, policy, oldest)",
+        "_is_orphan(group, policy, oldest)",
         "False",
         "Content of requests that reuse nothing fills the pool, however old it is.",
         (f"{_TESTS}test_what_is_of_no_conversation_goes_when_it_is_the_oldest",),

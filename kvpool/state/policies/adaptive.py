@@ -1,8 +1,7 @@
 """The policy ``adaptive``: LRU, ``reuse`` or ``agent``, whichever would have hit more lately.
 
-It keeps no second cache. For each chain it counts how many blocks each of these experts would have kept: its *ghost*.
-In a large pool some chains stand for all, one in ``2**shift``. All experts see the same list, so a switch moves no
-block.
+There is no second cache. For each chain it counts how many blocks each of these experts would have kept: its *ghost*.
+In a large pool it samples one chain in ``2**shift``. All experts use the same list, so a switch moves no block.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from kvpool.state.policies.chains import (
 from kvpool.state.records import GROUP, NONE
 
 _MEMORY, _SURE = 2048.0, 1.5
-"""Hits count half after some 0.7 * 2048 requests. Another expert than LRU is followed once it leads by so many standard
-deviations of a sum of so many hits."""
+"""A hit counts half after some 0.7 * 2048 requests. Another expert than LRU is followed once its lead is 1.5 standard
+deviations of the sum of hits."""
 _TRIES, _DRAWS = 2 * ALL, 8 * SOME
 
 
 @jit
 def on_admit(at, asked, slot):
-    """What ``agent`` does; and all ghosts see the prompt."""
+    """What ``agent`` does. Then compare all ghosts on the prompt."""
     return _compared(at, np.int64(agent.on_admit(at, asked, slot)))
 
 
@@ -48,7 +47,7 @@ def on_touch(at, matches, count, turn):
 
 @jit
 def _compared(at, c):
-    """Have the ghosts see a prompt of a chain, or of none."""
+    """Compare the ghosts on a prompt of a chain, or of none. Returns the chain."""
     if c != NONE and c & ((1 << policy_of(record_at(at, GROUP)).shift) - 1) == 0:
         group = record_at(at, GROUP)
         _compare(group, policy_of(group), c)

@@ -1,10 +1,10 @@
-"""How ``reuse``, ``agent`` and ``adaptive`` choose: the chain whose blocks are worth least goes, its deepest block
-first. And what tells chains apart for ``agent``.
+"""How ``reuse``, ``agent`` and ``adaptive`` choose: they evict from the chain whose blocks are worth least, its deepest
+block first. And the classes of chains of ``agent``.
 
 ``choose`` looks at chains with blocks on the device (all, or a sample), and evicts from the one that is worth least
-(see ``chains``), also if that has just run: where contexts do not fit, whoever just ran must not push out who comes
-back sooner. A *stray* is a block that no chain with blocks has listed at its last turn. It goes before all others,
-once it is the oldest block of the list.
+(see ``chains``), even if that has just run: where contexts do not fit, a conversation that just ran must not push out
+one that comes back sooner. An *orphan* is a block that no chain with blocks has listed at its last turn. It is evicted
+before all others, once it is the oldest block of the list.
 
 The hooks that ``policy`` calls are ``on_admit``, ``on_begin_release``, ``on_end_release`` and ``choose``; those of a
 HostCache ``on_touch``, ``on_touched`` and ``choose``. They change only the records of chains.
@@ -32,9 +32,9 @@ from kvpool.state.policies.chains import (
     find_name,
     has_blocks,
     host_policy_of,
-    is_believed,
     is_listed,
     is_name,
+    is_trusted,
     order_of,
     owners_of,
     policy_of,
@@ -59,10 +59,10 @@ from kvpool.state.records import (
 from kvpool.state.requests import request_keys, retention_at
 
 ALL, SOME, _RING = 48, 24, 16
-"""Up to so many chains, all are compared; else a sample of some. And so many chains of a ring are asked about its
-stem."""
+"""Compare all chains up to ``ALL``; beyond it, a random sample of ``SOME``. At most ``_RING`` siblings are compared for
+a stem."""
 RUN = 32
-"""How many blocks of a chain are evicted before chains are compared again."""
+"""The number of blocks of a chain that are evicted before chains are compared again."""
 _HUGE, _FEW = 1e30, 64
 _FAR, _NEAR = 24, 12
 """How many blocks ahead a block is loaded, and then the names that its key may be among."""
@@ -95,7 +95,7 @@ def on_admit(at, asked, slot):
     c, depth = _named(policy, keys, keys.shape[0], reused)
     if c == NONE and reused > 0 and table_of(group)[slot, reused - 1] != NONE:
         c = np.int64(owners_of(group)[table_of(group)[slot, reused - 1]])
-    if c == NONE:  # what came from the host, or is held by a request that runs, is no chain's
+    if c == NONE:  # content that came from the host, or that a running request holds, belongs to no chain
         c, depth = _named(policy, keys, reused, np.int64(0))
     c = begin_turn(group, policy, c, depth, keys.shape[0])
     turns_of(policy)[slot] = c
@@ -148,7 +148,7 @@ def on_begin_release(at, slot, nothing):
 
 @jit
 def on_end_release(at, slot, stop):
-    """The blocks of a row are listed, behind what was listed before."""
+    """The blocks of a row are listed, after all that was listed before."""
     group = record_at(at, GROUP)
     policy = policy_of(group)
     c = np.int64(turns_of(policy)[slot])
@@ -226,19 +226,19 @@ def on_touched(at, matches, count, turn):
 
 @jit
 def choose(at, second, nothing):
-    """The next victim in the list of the first or the ``second`` book, which is not empty. Not asked while LRU is
-    followed. The first of these that there is:
+    """The next victim in the list of the first or the ``second`` policy state, which is not empty. Not called while LRU
+    is followed. The first of these that there is:
 
-    1. the oldest block, if it is a stray, as what was named ahead is;
+    1. the oldest block, if it is an orphan, as blocks of ``expect_victims`` are;
     2. the next block of the chain that was picked last, of which up to ``RUN`` go in a row;
-    3. the deepest block of the chain that is worth least, which is picked now. What a turn has left over is worth least
-       of all;
+    3. the deepest block of the chain that is worth least, which is picked now. Blocks that a turn has left over are
+       worth least of all;
     4. the oldest block.
     """
     group = record_at(at, GROUP)
     policy = record_at(group.policy_at + second * POLICY_SIZE, POLICY)
     oldest = np.int64(lists_of(group)[policy.list, 0])
-    if _is_stray(group, policy, oldest):
+    if _is_orphan(group, policy, oldest):
         return oldest
     b = np.int64(NONE)
     if policy.left > 0:
@@ -248,7 +248,7 @@ def choose(at, second, nothing):
         c = _least(group, policy)
         if c == NONE:
             break
-        # Of a chain that has left something over, only that goes, whatever it is worth otherwise.
+        # Only the blocks that a chain has left over go, whatever its other blocks are worth.
         policy.pick, policy.left = c, min(RUN, max(_own_size(group, policy, c), 1)) - 1
         if tier_list_of(policy, c).rest != NONE or chains_of(policy)[c].turns > 0:
             policy.left = 0
@@ -257,8 +257,8 @@ def choose(at, second, nothing):
 
 
 @jit
-def _is_stray(group, policy, b):
-    """Whether no chain with blocks has listed a block at its last turn. ``choose`` finds it by no chain."""
+def _is_orphan(group, policy, b):
+    """Whether no chain with blocks has listed a block at its last turn. ``choose`` finds it through no chain."""
     c = np.int64(owners_of(group)[b])
     old = c == NONE or blocks_of(group)[b].used_at != chains_of(policy)[c].released
     return old or tier_list_of(policy, c).place >= policy.cached
@@ -266,7 +266,7 @@ def _is_stray(group, policy, b):
 
 @jit
 def _own_size(group, policy, c):
-    """How many blocks a chain has beside what it shares: on the device and in the host's list."""
+    """How many blocks a chain has that it does not share: on the device and in the host's list."""
     size = np.int64(tier_list_of(policy, c).size)
     if policy.list == host_policy_of(group).list:
         size += np.int64(chains_of(policy)[c].size)
@@ -275,10 +275,10 @@ def _own_size(group, policy, c):
 
 @jit
 def worth_now(group, policy, c, expert):
-    """The worth of the blocks of a chain: what its pauses say, or the engine, until that turns out to be wrong."""
+    """The worth of the blocks of a chain: by a trusted hint of the engine until it proves wrong, else by its pauses."""
     chain = chains_of(policy)[c]
     age = age_of(group, chain)
-    if chain.returns != 0 and is_believed(policy, chain.returns):
+    if chain.returns != 0 and is_trusted(policy, chain.returns):
         if chain.returns == ENDS:
             return -0.5
         if chain.returns >= age:
@@ -288,7 +288,7 @@ def worth_now(group, policy, c, expert):
 
 @jit
 def _first_worth(group, policy, c, enough):
-    """The worth of the deepest block that a chain has listed, or what is above ``enough``."""
+    """The worth of the deepest listed block of a chain, or anything above ``enough``."""
     chain = chains_of(policy)[c]
     if chain.turns > 0 or tier_list_of(policy, c).rest != NONE:
         return -1.0  # left over
@@ -298,8 +298,8 @@ def _first_worth(group, policy, c, enough):
 
 @jit
 def _stem_worth(group, policy, c, worth, enough):
-    """The worth of a stem of which nothing else is left: that of the best of the chains that begin with it, as far as
-    somebody asks."""
+    """The worth of a stem of which nothing else is left: the highest of the chains that begin with it, or anything
+    above ``enough``."""
     chains, other = chains_of(policy), np.int64(chains_of(policy)[c].after)
     for _ in range(_RING):
         if other == c or worth > enough:

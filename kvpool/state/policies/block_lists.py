@@ -71,12 +71,12 @@ def push(blocks, lists, b, which, front):
 
 
 @jit
-def push_behind(blocks, lists, b, which, behind):
-    """Put a block that is in no list into one: behind another block if that is in it, else in front."""
-    if behind == NONE or blocks[behind].list != which:
+def push_after(blocks, lists, b, which, before):
+    """Put a block that is in no list into one: after the block ``before`` if that is in it, else in front."""
+    if before == NONE or blocks[before].list != which:
         push(blocks, lists, b, which, FRONT)
         return
-    blocks[b].prev, blocks[b].next = behind, blocks[behind].next
+    blocks[b].prev, blocks[b].next = before, blocks[before].next
     _link(blocks, lists, b, which)
 
 

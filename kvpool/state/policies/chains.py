@@ -2,12 +2,13 @@
 
 A *chain* is a cached prefix that requests extend: the next turn of a conversation comes back to it. A record is kept
 for each. Its blocks lie side by side in the list of their priority, the deepest first, since one release has put them
-there. So a record names the deepest one, and the list needs no change: whoever evicts from the front of the list is
-LRU, whoever takes the deepest block of some chain follows a policy of chains.
+there. So a record names the deepest one, and the list needs no change: to evict from the front of the list is LRU, and
+to evict the deepest block of some chain is a policy of chains.
 
-A prompt finds its chain by *names*: keys of some of its blocks, in a small hash table. So a chain is
-known for a while after its blocks are gone, and pauses are seen that no cache has survived. A prompt that leaves the
-chain early begins a *fork*, whose first blocks are its *stem*. The forks of one stem are in a ring.
+A prompt finds its chain by the *chain index*: a small hash table of the keys of some of its blocks, its *names*. So a
+chain is known for a while after its blocks are gone, and pauses are counted that are longer than a cache keeps content.
+A prompt that leaves the chain early begins a *fork*, whose first blocks are its *stem*. The forks of one stem are
+siblings, in a ring.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from kvpool.state.records import NONE, blocks_of, lists_of
 EXPERTS = 3
 LRU, REUSE, AGENT = range(EXPERTS)
 _OWN = 3
-"""So many pauses of a chain are as good as the last ones."""
-_DOUBT, _HEARD = 8.0, 512.0
-"""Of so many words any may be wrong, of all others a half. After so many words the old ones count half."""
+"""The mean of a chain's pauses is over this many of the last ones."""
+_DOUBT, _RECENT = 8.0, 512.0
+"""The first 8 hints may be wrong; after them, hints are trusted while at most half of them are wrong. After 512 hints,
+the old ones count half."""
 
 
 @jit(forceinline=True)
 def rates_of(policy, expert):
-    """What an expert has learnt from pauses, float64[TABLES, ROWS, PAUSE_BINS]. LRU learns nothing."""
+    """The table of pauses of an expert, float64[TABLES, ROWS, PAUSE_BINS]. LRU has none."""
     return array_at(policy.rates_at, (EXPERTS - REUSE, TABLES, ROWS, PAUSE_BINS), np.float64)[expert - REUSE]
 
 
@@ -42,7 +44,7 @@ def age_of(group, chain):
 
 @jit
 def _learn(group, policy, chain, came):
-    """Count the pause of a chain, which ends now or is seen for so long only."""
+    """Count the pause of a chain, which ends now, or was observed until now."""
     learn(rates_of(policy, REUSE), np.int64(chain.alike), age_of(group, chain), came)
     learn(rates_of(policy, AGENT), np.int64(chain.row), age_of(group, chain), came)
 
@@ -59,10 +61,10 @@ _LISTED = [
     ("size", "u2"),  # blocks from ``first`` on; this and the next three count up to BLOCKS_MAX
 ]
 TIER_LIST = np.dtype([*_LISTED, ("last", "i4")], align=True)
-"""What a chain has in the list of a book. ``last``: the last block that the host has got of it."""
+"""The blocks of a chain in the list of a tier. ``last``: its last block that was listed on the host."""
 CHAIN = np.dtype(
     [
-        *_LISTED,  # in the list of the first book
+        *_LISTED,  # in the list of the first policy state
         ("length", "u2"),  # blocks of its last prompt
         ("released", "u4"),  # ms, the end of its last turn; its lower half, as in a block
         ("returns", "i4"),  # as the header's, of its last turn
@@ -94,10 +96,11 @@ POLICY = np.dtype(
 of the default priority: the device's, or in a HostCache the host's. Addresses and lengths of arrays. ``cached`` chains,
 the first ones in ``order``, have blocks there; those up to ``known`` are remembered. The chain that loses blocks now,
 and how many more; the end and the length of the list before a release. Then which expert is followed; how many blocks
-of its chain the last prompt has found; how many chains one stands for. Where its shelves are, one behind the other."""
+of its chain the last prompt has found; the sampling of chains, as a shift. The address of its per-tier lists, one after
+the other."""
 POLICY_SIZE = POLICY.itemsize
 CHAINS_MAX = 1 << 24
-"""So many chains can be named."""
+"""How many chains can be named."""
 SAMPLE = 16
 _WAYS, _LOOK = 4, 8
 
@@ -109,8 +112,8 @@ def policy_of(group):
 
 @jit(forceinline=True)
 def host_policy_of(group):
-    """The second book of a group: that of its host tier, about the same chains. Its ``list`` is NONE if there is none.
-    The first one has all that is not about a list."""
+    """The policy state of a group's host tier, for the same chains. Its ``list`` is NONE if there is none. The first
+    policy state has everything that does not depend on a list."""
     return record_at(group.policy_at + POLICY_SIZE, POLICY)
 
 
@@ -144,14 +147,15 @@ def names_of(policy):
 
 @jit(forceinline=True)
 def ghosts_of(policy):
-    """Of each chain, the own blocks that each expert would have kept: uint16[chains, EXPERTS]."""
+    """How many own blocks of each chain each expert would have kept: uint16[chains, EXPERTS]."""
     return array_at(policy.ghosts_at, (policy.chains, EXPERTS), np.uint16)
 
 
 @jit(forceinline=True)
 def scores_of(policy):
-    """Of each expert: the blocks in its ghost, how many hits more than LRU it would have had lately, and the squares of
-    these numbers. And the chain that its ghost loses next, and its worth. Then ``_hear``'s. float64[7, EXPERTS]."""
+    """float64[7, EXPERTS]: for each expert the blocks in its ghost, how many more hits than LRU it would have had
+    lately, the squares of these numbers, the chain that its ghost loses next, and its worth. Then the counts of
+    hints."""
     return array_at(policy.scores_at, (7, EXPERTS), np.float64)
 
 
@@ -182,15 +186,15 @@ def draw(policy, count):
 
 @jit(forceinline=True)
 def is_listed(group, policy, c, b):
-    """Whether a block, or NONE, lies in the list as a block of a chain."""
+    """Whether a block, or NONE, is in the list as a block of a chain."""
     return b != NONE and owners_of(group)[b] == c and blocks_of(group)[b].list == policy.list
 
 
 @jit
 def find_first(group, policy, c):
-    """Have a chain name its deepest listed block. Returns whether it has one.
+    """Update the deepest listed block of a chain. Returns whether it has one.
 
-    LRU takes blocks and tells no chain. What it has left of one is in front of the list.
+    LRU takes blocks without a change of their chains. The blocks that it has left of a chain are in front of the list.
     """
     chain, front = tier_list_of(policy, c), np.int64(lists_of(group)[policy.list, 0])
     chain.rest = chain.rest if is_listed(group, policy, c, np.int64(chain.rest)) else NONE
@@ -213,8 +217,8 @@ def _count(group, policy, c, b):
 
 @jit
 def take_first(group, policy, c):
-    """The deepest block that a chain has listed, which is evicted now, or NONE. What a turn has left over, because the
-    prompt went on elsewhere, comes first."""
+    """The deepest listed block of a chain, which is evicted now, or NONE. Blocks that a turn has left over, because the
+    prompt continued elsewhere, come first."""
     if not find_first(group, policy, c):
         return np.int64(NONE)
     chain = tier_list_of(policy, c)
@@ -250,8 +254,8 @@ def empty_tier_list(policy, c):
 
 @jit
 def put_last(group, c, b):
-    """A host block of a chain is listed now. Returns the one behind which it has to be, so that the blocks of a chain
-    lie side by side, or NONE."""
+    """Note that a host block of a chain is listed now. Returns the block after which it belongs, so that the blocks of
+    a chain are side by side, or NONE."""
     policy = host_policy_of(group)
     tier_list, before = tier_list_of(policy, c), np.int64(NONE)
     if (
@@ -350,7 +354,7 @@ def find_name(policy, key):
 
 @jit
 def put_name(policy, key, c):
-    """Have a key name a chain, in the place of an older name."""
+    """Enter a key of a chain into the chain index, in the place of an older one."""
     names, first = names_of(policy), _bucket(policy, key)
     place = first + ((key >> 20) & (_WAYS - 1))
     for at in range(first, first + _WAYS):
@@ -366,21 +370,21 @@ def put_name(policy, key, c):
 
 
 @jit
-def _hear(policy, returns, words, wrong):
-    """Count so many words of the engine, that a conversation has ended or when it comes back, and so many wrong ones.
-    The former are counted when they are said, since who has ended is not seen again."""
-    heard = scores_of(policy)
+def _count_hints(policy, returns, hints, wrong):
+    """Count hints of the engine that a conversation has ended, or when it comes back, and wrong ones. Hints of an end
+    are counted when they come, since a conversation that has ended does not come back."""
+    counts = scores_of(policy)
     kind = np.int64(returns == ENDS)
-    if heard[5, kind] > _HEARD:
-        heard[5, kind] *= 0.5
-        heard[6, kind] *= 0.5
-    heard[5, kind] += words
-    heard[6, kind] += wrong
+    if counts[5, kind] > _RECENT:
+        counts[5, kind] *= 0.5
+        counts[6, kind] *= 0.5
+    counts[5, kind] += hints
+    counts[6, kind] += wrong
 
 
 @jit(forceinline=True)
-def is_believed(policy, returns):
-    """Whether the engine is believed when it says this. Of what it said so, at least half was true."""
+def is_trusted(policy, returns):
+    """Whether a hint of this kind is trusted: at most half of those before were wrong."""
     kind = np.int64(returns == ENDS)
     return 2.0 * scores_of(policy)[6, kind] <= scores_of(policy)[5, kind] + _DOUBT
 
@@ -396,7 +400,7 @@ def begin_turn(group, policy, c, depth, length):
         chain = chains[c]
         if chain.returns != 0:
             wrong = abs(age_of(group, chain) - chain.returns) > chain.returns // 2 + 1000
-            _hear(policy, chain.returns, chain.returns > 0, chain.returns == ENDS or wrong)
+            _count_hints(policy, chain.returns, chain.returns > 0, chain.returns == ENDS or wrong)
         _learn(group, policy, chain, True)
         chain.pauses = min(chain.pauses + 1, PAUSES_MAX)
         chain.mean += (octaves(age_of(group, chain)) - chain.mean) // min(chain.pauses, _OWN)
@@ -425,8 +429,8 @@ def _join(chains, c, parent, depth):
 
 @jit
 def begin_release(group, policy, c, shared):
-    """A turn of a chain is over, and its blocks are listed next, but for the ``shared`` first ones, which others hold.
-    What the chain has listed now is left over."""
+    """Note that a turn of a chain is over. Its blocks are listed next, except the ``shared`` first ones, which others
+    hold. The blocks that the chain has listed now are left over."""
     _leave_over(group, policy, c)
     if host_policy_of(group).list != NONE:
         _leave_over(group, host_policy_of(group), c)
@@ -442,16 +446,16 @@ def _leave_over(group, policy, c):
 
 @jit
 def end_turn(group, policy, c):
-    """What is behind the former end of the list is what the turn has left in the cache."""
+    """Note what a turn has left in the cache: the blocks after the former end of the list."""
     chain, first = chains_of(policy)[c], np.int64(lists_of(group)[policy.list, 0])
     if policy.last != NONE:
-        behind = np.int64(blocks_of(group)[policy.last].next)
-        first = behind if blocks_of(group)[policy.last].list == policy.list else np.int64(NONE)
+        after = np.int64(blocks_of(group)[policy.last].next)
+        first = after if blocks_of(group)[policy.last].list == policy.list else np.int64(NONE)
     chain.first = first
     chain.size = min(max(np.int64(lists_of(group)[policy.list, 2]) - policy.listed, 0), BLOCKS_MAX)
     chain.released, chain.returns = np.uint32(group.now & 0xFFFFFFFF), group.returns
     if group.returns == ENDS:
-        _hear(policy, group.returns, np.bool_(True), np.bool_(False))
+        _count_hints(policy, group.returns, np.bool_(True), np.bool_(False))
     chain.turns -= 1
     if chain.place >= policy.cached and first != NONE:
         move(policy, c, policy.cached)

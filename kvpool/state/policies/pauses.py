@@ -1,9 +1,9 @@
-"""Pauses: how long what is alike was away before it came back, and what something is worth that has been away for a
-while.
+"""Pauses: how long conversations of a class stay away before they come back, and the worth of one that has been away
+for a while.
 
-A *table* is float64[TABLES, ROWS, PAUSE_BINS], all zeros at first. Things have *classes*, which are rows, in a few
-kinds. A class of which little is known leans on its kind, and a kind on all together. The functions change the table
-and nothing else.
+A *table* is float64[TABLES, ROWS, PAUSE_BINS], all zeros at first. Conversations have *classes*, which are rows, in a
+few kinds. A class with few pauses is estimated with its kind, and a kind with all together. The functions change the
+table and nothing else.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ CLASSES = KINDS * MEMBERS
 ROWS = CLASSES + KINDS + 1
 """The classes, then their kinds, then all together."""
 AWAY, BACK, WORTH, CHANCE, LEARNT = range(TABLES := 5)
-"""What was still away when a bin began, and what came back in it; what follows from them. In the first bin of LEARNT is
-how many pauses a class knew when its worth was computed, and in the last row how many there are."""
+"""How many were still away when a bin began, and how many came back in it; what follows from them. The first bin of
+LEARNT has the number of pauses when the worth of a class was computed, and in the last row the number of all."""
 _FIRST = 9 << 8
 """The logarithm at which the second bin begins: 512 ms, in 256ths of an octave."""
 _LEAN, _PRIOR, _MOST, _REFRESH = 16.0, 0.05, 512.0, 8.0
-"""How many pauses the wider class counts for; the chance to come back in a bin that nobody has seen; at how many
-pauses the old ones begin to count half; after how many pauses a worth is computed anew."""
+"""The weight of the wider class, in pauses; the prior chance to come back in a bin; from how many pauses on the old
+ones count half; after how many pauses a worth is computed anew."""
 
 
 @jit
@@ -51,13 +51,13 @@ def width_of(at):
 
 @jit
 def _wider(row):
-    """The row that a row leans on; the last row leans on none."""
+    """The wider class of a row; the last row has none."""
     return CLASSES + row // MEMBERS if row < CLASSES else ROWS - 1
 
 
 @jit
 def learn(rates, row, ms, came):
-    """Count a pause of ``ms`` that ended, or that was seen for so long only."""
+    """Count a pause that has ended after ``ms``, or that was observed for ``ms`` and has not ended."""
     last = bin_of(ms)
     rates[LEARNT, ROWS - 1, 0] += 1.0
     while True:
@@ -76,8 +76,8 @@ def learn(rates, row, ms, came):
 
 @jit
 def worth(rates, row, ms):
-    """What something of a class is worth that has been away for ``ms``: the chance to come back within some time, for
-    that time in seconds; of all times the best."""
+    """The worth of a conversation of a class that has been away for ``ms``: the chance to come back within some time,
+    per second of that time, for the best time."""
     begin = bin_of(ms)
     if rates[LEARNT, row, 0] == 0.0 or rates[LEARNT, ROWS - 1, 0] >= rates[LEARNT, row, 0] + _REFRESH:
         for at in range(PAUSE_BINS):
@@ -91,7 +91,7 @@ def worth(rates, row, ms):
 
 @jit
 def _chance(rates, row, at):
-    """The chance that what is away when a bin begins comes back in it."""
+    """The chance that a conversation that is away when a bin begins comes back in it."""
     chance = (rates[BACK, ROWS - 1, at] + _PRIOR) / (rates[AWAY, ROWS - 1, at] + 1.0)
     if row < ROWS - 1:
         wider = row if row >= CLASSES else _wider(row)
@@ -103,7 +103,7 @@ def _chance(rates, row, at):
 
 @jit
 def _worth_from(rates, row, begin):
-    """What something of a class is worth that has been away until some time in the bin ``begin``."""
+    """The worth of a conversation of a class that has been away until some time in the bin ``begin``."""
     away, back, time, best = 1.0, 0.0, 0.0, 0.0
     for at in range(begin, PAUSE_BINS):
         # It is in the middle of its first bin on average.

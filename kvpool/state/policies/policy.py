@@ -1,12 +1,12 @@
 """The order of eviction: which block is evicted next, what a use of a block changes, and whether evicted content is
 offloaded.
 
-The state tells this module what happens (``on_insert``, ``on_hit``, ``on_release``, ``on_change``, ``on_only_copy``),
-and asks it for a ``victim``. No other module touches the lists of evictable blocks, or the heap of deadlines.
+The state calls hooks here (``on_insert``, ``on_hit``, ``on_release``, ``on_change``, ``on_only_copy``), and ``victim``.
+No other module touches the lists of evictable blocks, or the heap of deadlines.
 
-The order is that of ``victim``: by priority, and within one LRU, but for what ``choose`` says. Each tier has a list of
-empty blocks, one of clean host copies (the device has the content too), and one for each priority. A block that nobody
-holds is in one of them. ``verify`` has its own version of ``list_of``, to check this one.
+The order is that of ``victim``: by priority, and LRU within a priority, unless ``choose`` overrides it. Each tier has a
+list of empty blocks, one of clean host copies (the device has the content too), and one for each priority. A block that
+nobody holds is in one of them. ``verify`` has its own version of ``list_of``, to check this one.
 
 A pool with another policy than LRU (``policy=``) has records of chains. Then ``on_admit``, ``on_begin_release`` and
 ``on_end_release`` keep them, and ``agent.choose`` says which block of the default priority is next on a tier, unless
@@ -28,7 +28,7 @@ from kvpool.state.policies.block_lists import (
     heap_remove,
     lowest,
     push,
-    push_behind,
+    push_after,
     relink,
     unlink,
 )
@@ -235,7 +235,7 @@ def on_change(group, b):
 @jit(forceinline=True)
 def on_only_copy(group, b, device, deadline):
     """A host copy has become the only one, and takes over the retention and uses of the device block. Unless it is
-    held, it is no clean copy any more. Returns whether its priority has changed."""
+    held, it is not a clean copy any more. Returns whether its priority has changed."""
     block, other = blocks_of(group)[b], blocks_of(group)[device]
     changed = block.priority != other.priority
     block.priority, block.ttl, block.uses, block.used_at = other.priority, other.ttl, other.uses, other.used_at
@@ -247,8 +247,8 @@ def on_only_copy(group, b, device, deadline):
 
 @jit(forceinline=True)
 def place_only_copy(group, b, device, deadline):
-    """``place`` a host block that has become the only copy of what a device block had. What the host has of one chain
-    lies side by side."""
+    """``place`` a host block that has become the only copy of a device block's content. The host blocks of a chain are
+    side by side."""
     place(group, b, deadline)
     if group.policy_at and policy_of(group).on_join:
         call(policy_of(group).on_join, (policy_of(group).header_at, np.int64(b), np.int64(device)))
@@ -256,16 +256,16 @@ def place_only_copy(group, b, device, deadline):
 
 @jit
 def on_join(at, b, device):
-    """A host block is listed with what a device block has had: it is of the same chain."""
+    """A host block is listed with the content of a device block: it is of the same chain."""
     group = record_at(at, GROUP)
     if blocks_of(group)[b].list != host_policy_of(group).list:
         return np.int64(0)
     owners = owners_of(group)
     c = owners[b] = owners[device]
-    behind = put_last(group, np.int64(c), b) if c != NONE else np.int64(NONE)
-    if behind != NONE:
+    before = put_last(group, np.int64(c), b) if c != NONE else np.int64(NONE)
+    if before != NONE:
         unlink(blocks_of(group), lists_of(group), b)
-        push_behind(blocks_of(group), lists_of(group), b, host_policy_of(group).list, behind)
+        push_after(blocks_of(group), lists_of(group), b, host_policy_of(group).list, before)
     return np.int64(0)
 
 
@@ -317,13 +317,13 @@ def victim(group, tier, priority):
 
     1. an empty block;
     2. on the host a clean copy, unless an admission still has to forget content there (``overflow``);
-    3. a block of the lowest priority. It is the oldest one, or in the list that the policy has a say in, the one that
-       its ``choose`` names, where that does not follow LRU.
+    3. a block of the lowest priority. It is the oldest one, or in the list of the policy, the one that its ``choose``
+       returns, where that does not follow LRU.
 
-    Returns NONE if that priority is above ``priority``: then the host keeps its content. Clean copies wait behind what
-    an admission has to forget, since the blocks that it onboards become such: they could be overwritten only after
-    their own copies, and each such wait would add to a chain. Changes only where the search starts. ``choose`` also
-    notes that the block goes, so the caller takes it.
+    Returns NONE if that priority is above ``priority``: then the host keeps its content. Clean copies come after the
+    content that an admission has to forget, since the blocks that it onboards become such: they could be overwritten
+    only after their own copies, and each such wait would add to a chain. Changes only where the search starts.
+    ``choose`` also notes that the block goes, so the caller takes it.
     """
     lists, first = lists_of(group), tier * LISTS_PER_TIER
     b = np.int64(lists[first + EMPTY, 0])
@@ -389,7 +389,7 @@ def take_victim(group, tier, priority):
 
 @jit(forceinline=True)
 def disown(group, b):
-    """The content of a block that was taken has gone where it goes: the block is of no chain any more."""
+    """Remove a block that was taken from its chain."""
     if group.policy_at:
         owners_of(group)[b] = NONE
 
@@ -399,14 +399,13 @@ SOON = 10  # how many evictions ahead the index is loaded; the block twice as ma
 
 @jit(forceinline=True)
 def foresee(group, row, i):
-    """Note the block that a release of this row gives back some places behind its block ``i``."""
+    """Note the block that a release of this row gives back some places after its block ``i``."""
     blocks_of(group)[row[i]].soon = max(row[max(i - SOON, 0)], 0)
 
 
 @jit(forceinline=True)
 def _expect_victims(group, b):
-    """Begin to load what the evictions after that of ``b`` will touch. What was foreseen may be wrong: nothing depends
-    on it."""
+    """Prefetch what the evictions after that of ``b`` will touch. The forecast may be wrong: nothing depends on it."""
     blocks, soon = blocks_of(group), np.int64(blocks_of(group)[b].soon)
     later = np.int64(blocks[soon].soon)
     prefetch(blocks, later)
@@ -438,8 +437,8 @@ def overflow(group, takes, onboards):
 
 @jit
 def _offloads(group, takes):
-    """Of the next ``takes`` victims of the device, how many have to be offloaded because the host has no copy. Changes
-    nothing. Other policies than LRU may take others: then it is a guess."""
+    """How many of the next ``takes`` victims of the device have to be offloaded because the host has no copy. Changes
+    nothing. Other policies than LRU may take others; then this is an estimate."""
     blocks, lists = blocks_of(group), lists_of(group)
     left, count = takes - empty_blocks(group, DEVICE), 0
     for which in range(lists[LOWEST + DEVICE, 0], EMPTY):
