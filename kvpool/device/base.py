@@ -194,7 +194,7 @@ class HostViews:
 class Device(ABC):
     """Memory for one pool, and the copies of its blocks.
 
-    One device serves one pool. ``bind`` tells the device where the regions of the pool lie in both tiers. After that,
+    One device serves one pool. ``bind`` gives the device the places of the pool's regions in both tiers. After that,
     ``copy_blocks`` works on block ids. These count the device blocks of all regions, in the order of the regions, then
     the host blocks of all regions. With one region, the device has ``[0, device_blocks)`` and the host has
     ``[device_blocks, device_blocks + host_blocks)``.
@@ -206,7 +206,7 @@ class Device(ABC):
     Thread-safety. One thread at a time enqueues: the one that holds the transfer lock. The calls that enqueue are
     ``copy_blocks``, ``enqueue``, ``record`` and ``wait``. On a synchronous device, several threads may copy at a time.
     Any thread may call ``query``, ``synchronize``, ``allocate`` and ``views`` at any time, and ``free`` for memory that
-    is not bound. Everything else may be called only while nobody enqueues.
+    is not bound. Everything else may be called only while nothing is being enqueued.
 
     What is copied and written is not checked: the pool has made it. After ``close``, all calls but ``close`` and
     ``query`` raise PoolClosed.
@@ -218,8 +218,8 @@ class Device(ABC):
     one_memory: bool
     """Whether both tiers are taken from the same memory. Then only their sum has to fit."""
     at_once: int | None = None
-    """How many moves ``copy_blocks`` is meant to enqueue in about 100 us, once the device is bound; None where nobody
-    waits for that."""
+    """How many moves ``copy_blocks`` is meant to enqueue in about 100 us, once the device is bound; None where
+    no caller waits for that."""
     in_memory = False
     """Whether this thread itself may write, at any time, to what ``views.table`` has found."""
     views: HostViews = HostViews()
@@ -258,15 +258,15 @@ class Device(ABC):
 
     @abstractmethod
     def available_bytes(self, tier: str) -> int | None:
-        """The bytes that ``allocate`` can be expected to find in a tier, or None where nobody knows."""
+        """The bytes that ``allocate`` can be expected to find in a tier, or None if it is unknown."""
 
     @abstractmethod
     def as_stream(self, stream: Any) -> Stream:
         """The stream that an argument of a public call means.
 
         Accepted are None, an integer handle, a Stream, and objects with ``__cuda_stream__``, ``cuda_stream`` or
-        ``ptr``. Raises TypeError for anything else. Raises ValueError for a handle that is no address, and for a stream
-        on which no work can be enqueued now because it was destroyed or is being captured.
+        ``ptr``. Raises TypeError for anything else. Raises ValueError for a handle that is not an address, and for a
+        stream on which no work can be enqueued now because it was destroyed or is being captured.
         """
 
     @abstractmethod

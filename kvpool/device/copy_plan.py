@@ -11,7 +11,7 @@ from kvpool.common.arrays.layout import BlockLayout
 from kvpool.common.arrays.strided import as_strided
 
 # Bytes. If the pools together are no larger, they may live in a cache, where libc's memcpy is best. In larger pools,
-# copies bypass the caches, as one memcpy of so many bytes would: a target line is then never read before it is written.
+# copies bypass the caches, as one memcpy of as many bytes would: a target line is then never read before it is written.
 CACHED_BYTES_MAX = 32 << 20
 LINE = 64
 
@@ -30,7 +30,7 @@ class CopyPlan(NamedTuple):
     """How blocks are copied. A whole block is ``runs`` contiguous runs of ``run_bytes``. The first n tokens of a block
     are ``outer * inner`` runs of ``n * token_bytes``. In each tier, the strides say how far apart the runs lie.
 
-    All who copy blocks have the plan from here: jitted functions by ``plan_of``, kernels by ``cuda_plan``.
+    All copies of blocks use this plan: jitted functions by ``plan_of``, kernels by ``cuda_plan``.
 
     Jitted functions pass a plan by value. An array argument would change a reference count, and an atomic instruction
     waits for all streamed lines.

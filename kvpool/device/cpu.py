@@ -93,7 +93,7 @@ def fence(typingctx: Context) -> Any:
 def copy_moves(moves, plan_vector):  # type: ignore[no-untyped-def]
     """Copy moves in order."""
     plan, count = plan_of(plan_vector), moves.shape[0]
-    # Fetching starts `AHEAD` bytes before the copy: that is so many runs, and so many whole blocks.
+    # Fetching starts `AHEAD` bytes before the copy, which is a number of runs and of whole blocks.
     runs_ahead = max(1, AHEAD // plan.run_bytes)
     blocks_ahead, first_run_ahead = runs_ahead // plan.runs, runs_ahead % plan.runs
     for i in range(count):
@@ -199,7 +199,7 @@ def copy_fragments(fragments, streaming):  # type: ignore[no-untyped-def]
         return
     for i in range(count):
         total += fragments[i, BYTES]
-    # So many fragments later is what is fetched meanwhile.
+    # The fragment that is fetched meanwhile comes this many later.
     later = max(1, AHEAD * count // max(total, 1))
     for i in range(count):
         ahead = fragments[min(i + later, count - 1), FROM]

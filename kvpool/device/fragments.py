@@ -153,8 +153,8 @@ def _tabulate(fragments: Any, words_max: int, rows: Any) -> Any:
     """Write the rows of fragments: how many, the words of the longest, and all bits of what they say. A row has at most
     ``words_max`` words.
 
-    Where both ends are equally far behind the start of a word, the bytes before the first whole word and behind the
-    last one are rows of their own, so that the others go in whole words. Runs of equal length and distance share one.
+    Where both ends are equally far from the start of a word, the bytes before the first whole word and after the last
+    one are rows of their own, so that the others go in whole words. Runs of equal length and distance share one.
     """
     count = most = said = 0
     # Of the row that is being made: the words and the runs so far, the bytes of a run, and the steps between runs.

@@ -20,8 +20,8 @@ OPTIONS = ("-std=c++17",)
 THREADS = 512
 """Threads of a thread block."""
 BUS_THREAD_BLOCKS, CHIP_THREAD_BLOCKS = 8, 24
-"""Thread blocks that keep the link to the host busy, for a bus and for a link from chip to chip. The words that so many
-thread blocks have requested fill the link. The other multiprocessors stay with the model."""
+"""Thread blocks that keep the link to the host busy, for a bus and for a link from chip to chip. The words that this
+many thread blocks have requested fill the link. The other multiprocessors stay with the model."""
 BLOCKS_PER_MULTIPROCESSOR = 2
 """How many thread blocks of ``THREADS`` threads fit on a multiprocessor, with the registers that the kernels use."""
 
@@ -103,7 +103,7 @@ def cuda_sources() -> Path:
 
 def cuda_source(name: str) -> str:
     """A file of the CUDA sources with its own includes inserted: the whole text that a compiler, or a cache of compiled
-    code, has to see. ``plan.cuh`` is no file: it is what ``copy_plan.CopyPlan`` says."""
+    code, has to see. ``plan.cuh`` is not a file: it is made from ``copy_plan.CopyPlan``."""
     text = cuda_plan() if name == "plan.cuh" else (cuda_sources() / name).read_text(encoding="utf-8")
     return re.sub(
         r'^#include "(.*)".*$',
@@ -131,7 +131,7 @@ def word_bytes(*numbers: Any) -> int:
 
 
 _KV_IN_FLIGHT, _WARP = 4, 32
-# With so many units for each thread, nobody waits long for threads that get one more.
+# With this many units for each thread, threads that get one more take little longer.
 _UNITS_PER_THREAD = 4
 _ROW_BYTES = 32
 _COUNT_MAX = 2**31 - 1
@@ -296,7 +296,7 @@ def fragment_copies(
     Parameters
     ----------
     rows
-        Address of so many rows of ``fragments.FragmentTable``, at a multiple of 16, that kernels can read.
+        Address of the rows of a ``fragments.FragmentTable``, at a multiple of 16, that kernels can read.
     words
         Of the longest.
     host, chosen

@@ -23,7 +23,7 @@ FROM, TO, BYTES = range(3)
 
 
 class Layers(NamedTuple):
-    """Some layers: of so many ``parts``, which follow each other and are about equal, number ``part``."""
+    """Some layers: part number ``part`` of ``parts``, which follow each other and are about equal."""
 
     part: int
     parts: int
@@ -70,7 +70,7 @@ class Region(NamedTuple):
 
     @property
     def layers(self) -> int:
-        """Of all parts together."""
+        """The layers of all parts together."""
         return sum(part.layout.layers for part in self.parts)
 
     def parts_of(self, layers: Layers) -> Iterator[tuple[Part, range]]:

@@ -32,7 +32,7 @@ class GoneKeys:
             self._others = True
 
     def note_unnamed(self) -> None:
-        """Note that keys have gone whose names nobody has given."""
+        """Note that keys have gone that are not listed."""
         self._others = True
 
     def reason_of(self, key: bytes) -> tuple[MissReason, int | None]:

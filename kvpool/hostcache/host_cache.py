@@ -121,11 +121,11 @@ class HostCache(Closing):
     Notes
     -----
     A key is 1 to 64 bytes, such as an engine's digest and the number of a group. ``keys`` are several of them. A key is
-    absent, pending (somebody writes its block) or here.
+    absent, pending (its block is being written) or here.
 
-    The index copies nothing, and knows no memory and no device: whoever reserves has the blocks written, by anybody,
-    and says ``publish`` or ``abort``. Whoever reads pins first. A process that dies while it copies changes nothing
-    here: abort its keys and close its leases once it is gone.
+    The index copies nothing, and uses no memory and no device. A caller reserves keys, has their blocks written, and
+    calls ``publish`` or ``abort``. A reader pins first. A process that dies while it copies changes nothing here: abort
+    its keys and close its leases once it is gone.
 
     A reservation can have a deadline (``reserve``). If its keys are not published by then, it expires: they are ABSENT,
     and ``publish`` raises ReservationExpired. The index cannot stop a writer that holds an address. So the block of an
@@ -566,7 +566,7 @@ class HostCache(Closing):
         return count
 
     def _undo(self, keys: tuple[bytes, ...], now_ms: int) -> None:
-        """Whatever went wrong: nobody got what was reserved. A clock that fails meanwhile is not asked."""
+        """Abort a reservation that no caller has received. The clock is not read again, since it may fail."""
         with self._lock:
             if keys and not self._closed:
                 self._end(hostcache.abort, keys, now_ms)

@@ -59,7 +59,7 @@ class HostPlace(NamedTuple):
     first_byte: int
     layer_stride: int
     planes: tuple[tuple[int, int, int], ...]
-    """Of each plane: the offset in the layer, the stride of the engine's blocks, and that of tokens. Heads follow each
+    """For each plane the offset in the layer, the stride of the engine's blocks, and that of tokens. Heads follow each
     other."""
 
 
@@ -77,11 +77,11 @@ class HostCopies(Closing):
     first_byte
         Where in a host block this worker's bytes begin. Workers that share a tier have ranges of their own.
     places
-        Of each cache a HostPlace, in the place of ``first_byte``, or None. Who gives one answers for bytes that two
-        have.
+        A HostPlace for each cache, instead of ``first_byte``, or None. The caller is responsible for bytes that two of
+        them share.
     device
         "auto": the GPU that has the memory of the caches, or "cpu". Or "cpu", "cuda", "sim", or a
-        ``kvpool.device.base.Device`` that serves nobody else.
+        ``kvpool.device.base.Device`` that nothing else uses.
 
     A group takes ``group_bytes[group]`` bytes of a host block: [layers, planes, blocks, tokens, heads, bytes] without
     gaps, or heads before tokens where the engine has them so.
@@ -228,7 +228,7 @@ class HostCopies(Closing):
         return HostCopy(self, events, pages.cache.layers, nbytes, count)
 
     def _enqueue(self, parts: list[Int64s], after: Any, stream: Any) -> list[DeviceEvent]:
-        """Enqueue the fragments of each part after ``after``, with an event behind each. The caller holds the lock."""
+        """Enqueue the fragments of each part after ``after``, with an event after each. The caller holds the lock."""
         device = self._device
         events = []
         device.wait(stream, device.record(after))
@@ -374,7 +374,7 @@ def _check_blocks(
 
 
 def _check_ids(name: str, ids: Int64s, count: int, written_once: bool) -> None:
-    """Raise ValueError for ids that are no blocks, and for targets that are named twice."""
+    """Raise ValueError for ids that are not blocks, and for targets that are named twice."""
     if not len(ids):
         return
     if ids.min() < 0 or ids.max() >= count:

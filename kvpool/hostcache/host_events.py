@@ -28,8 +28,8 @@ class HostEvent(NamedTuple):
 
 def decoded(taken: kv_events.Taken) -> list[HostEvent]:
     """The events of what was taken. Neighbours of one kind and priority are one event."""
-    told, words, _ = taken.ring
-    rows = zip(told["kind"].tolist(), told["priority"].tolist(), strict=True)
+    records, words, _ = taken.ring
+    rows = zip(records["kind"].tolist(), records["priority"].tolist(), strict=True)
     events, number = [], taken.number
     for (kind, priority), same in groupby(enumerate(rows), lambda row: row[1]):
         places = [place for place, _ in same]

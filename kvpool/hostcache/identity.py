@@ -50,17 +50,17 @@ class ModelIdentity:
     Raises
     ------
     TypeError, ValueError
-        For an argument that is no text, is empty (but for ``kv_scales``) or has more than 4,096 characters, and for a
-        ``kv_dtype`` that none of the layouts has.
+        For an argument that is not a text, is empty (but for ``kv_scales``) or has more than 4,096 characters, and for
+        a ``kv_dtype`` that none of the layouts has.
 
     Notes
     -----
     Immutable, hashable, picklable, and safe to share between threads.
 
-    A cache or keeper whose block layouts are known refuses an identity that contradicts them: with a ``kv_dtype`` that
-    names another type, such as ``"float32"`` for blocks of float16, or with BlockLayouts that have another ``dtype`` or
-    ``head_dim``, fewer heads and so on. Blocks of integers can hold any type of that size, and blocks of ``uint8`` any
-    type at all. Texts that kvpool does not know, such as ``"as MLX has it"``, are not compared.
+    A cache or storage manager whose block layouts are known refuses an identity that contradicts them: with a
+    ``kv_dtype`` that names another type, such as ``"float32"`` for blocks of float16, or with BlockLayouts that have
+    another ``dtype`` or ``head_dim``, fewer heads and so on. Blocks of integers can hold any type of that size, and
+    blocks of ``uint8`` any type at all. Texts that kvpool does not know, such as ``"as MLX has it"``, are not compared.
     """
 
     model: str
@@ -69,7 +69,7 @@ class ModelIdentity:
     layout: Any
     hash_version: str
     kv_scales: str = ""
-    # Class variables are no fields: two identities with the same texts are equal.
+    # Class variables are not fields: two identities with the same texts are equal.
     layouts: ClassVar[tuple[BlockLayout, ...]] = ()
     """The BlockLayouts that ``layout`` was given as; none if it was a text."""
 
@@ -80,7 +80,7 @@ class ModelIdentity:
         for name in (field.name for field in fields(self)):
             text = text_argument(name, getattr(self, name))
             if not text and name != "kv_scales":
-                raise ValueError(f"{name}: expected what tells this model's KV apart from any other, got ''")
+                raise ValueError(f"{name}: expected a text that identifies this model's KV, got ''")
             if len(text) > TEXT_MAX:
                 raise ValueError(f"{name}: expected up to {TEXT_MAX} characters, got {len(text)}")
             object.__setattr__(self, name, text)

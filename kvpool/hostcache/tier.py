@@ -155,7 +155,7 @@ class HostTier(Closing):
 
     Notes
     -----
-    Nothing here knows who may read or write a block: the cache does. Not to be pickled: see ``share``.
+    Which process may read or write a block is decided by the cache, not here. Not to be pickled: see ``share``.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class HostTier(Closing):
         JSON text.
 
         The memory stays usable here after that process has ended. Raises PoolClosed if it is gone already. Raises
-        ValueError for something that is no description, or for one of another machine or PID namespace. Raises
+        ValueError for something that is not a description, or for one of another machine or PID namespace. Raises
         PermissionError for a process of another user, and TypeError.
         """
         if not isinstance(description, (str, HostTierDescription)):
@@ -235,7 +235,7 @@ class HostTier(Closing):
         return self._description
 
     def close(self) -> None:
-        """Let go of the memory, which nobody can attach any more. It stays until the last view of it is gone."""
+        """Release the memory. It cannot be attached any more, and stays until its last view is gone."""
         self._flat, shared, self._shared = None, self._shared, None
         if shared is not None:
             shared.close()

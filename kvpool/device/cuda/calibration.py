@@ -33,7 +33,7 @@ PLAIN, BATCHED, KERNEL, BULK = PATHS = ("plain", "batched", "kernel", "bulk")
 """Plain: one copy of the copy engine for each fragment. Batched: all fragments in one call of the driver. Kernel: a
 kernel that reads and writes both memories. Bulk: a kernel that has copy units of multiprocessors do it."""
 KERNELS = {KERNEL: COPY_FRAGMENTS, BULK: BULK_FRAGMENTS}
-"""The paths that are kernels: source and name. Nobody chooses one that is not asked for, unless it is proven."""
+"""The paths that are kernels: source and name. One that is not requested is chosen only if it is proven."""
 DIRECTIONS = (OFFLOAD, ONBOARD, WITHIN)
 
 FRAGMENT_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
@@ -196,7 +196,7 @@ def store(path: Path, calibration: Calibration) -> None:
 
 
 def digest(path: str) -> str:
-    """What a record names of the source of a kernel: whoever changes the source has to prove it again."""
+    """The digest of a kernel's source in a record. After a change of the source, the kernel has to be proven again."""
     return sha256(cuda_source(KERNELS[path][0]).encode()).hexdigest()
 
 
@@ -322,7 +322,7 @@ def _moves(random: np.random.Generator, source: int, target: int) -> Int64s:
 
 
 def _fragments(nbytes: int) -> Int64s:
-    """Fragments of each size at each pair of odd places, from the first half of so many bytes to the second."""
+    """Fragments of each size at each pair of odd places, from the first half of ``nbytes`` to the second."""
     rows, at = [], 64
     for size, (source, target) in product(_CHECKED_BYTES, _CROOKED):
         rows.append((at + source, nbytes // 2 + at + target, size))

@@ -87,8 +87,8 @@ _FRAGMENTS_AT_ONCE, _ROWS_AT_ONCE = 64, 1024
 
 
 class _CutPool(NamedTuple):
-    """The pool that the device is bound to. Of some layers, a part of a region has the cutter
-    ``cutters[layers][region][part]``. ``hosts`` has a row for each host memory, as ``fragments.cut`` takes them."""
+    """The pool that the device is bound to. ``cutters[layers][region][part]`` is the cutter of some layers of a part of
+    a region. ``hosts`` has a row for each host memory, as ``fragments.cut`` takes them."""
 
     regions: Regions
     cutters: dict[Layers, list[list[Cutter]]]
@@ -342,7 +342,7 @@ class CudaDevice(Device):
         usable = self.kernels if self._launcher.same_addresses else set()
         if int(self.capability.partition(".")[0]) < BULK_CAPABILITY:
             usable = usable - {BULK}
-        # What is no whole words goes by the other kernel in any case.
+        # Bytes that are not whole words always take the other kernel.
         if not usable or not self._launcher.try_load(*KERNELS[KERNEL]):
             return ()
         return tuple(path for path in sorted(usable) if self._launcher.try_load(*KERNELS[path]))
@@ -357,7 +357,7 @@ class CudaDevice(Device):
         self._check_open()
         bound = self._pool()
         if captured:
-            # No event behind it: nobody could ask for that.
+            # No event follows it: an event of a capture cannot be queried.
             self._enqueue(work, bound, captured_stream(self._calls, stream))
             return
         with self._streams.work(stream) as handle:
@@ -498,8 +498,8 @@ class CudaDevice(Device):
         self._kernel(name)
 
     def _kernel(self, name: str) -> TableKernel:
-        """A kernel that writes tables. It is made at the first use, so that only who hands tables over needs numba-cuda
-        and waits for its compiler."""
+        """A kernel that writes tables. It is made at the first use, so that only table uploads need numba-cuda and wait
+        for its compiler."""
         if name not in self._loaded_tables:
             self._loaded_tables[name] = self._table_kernels.TableKernel(name, self._calls)
         return self._loaded_tables[name]

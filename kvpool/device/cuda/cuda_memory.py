@@ -40,9 +40,9 @@ class PinnedRange:
     """Pinned main memory: ``array`` uint8[nbytes]. No copy may cross from one registration into another; ``rows``
     int64[n, 3] has where they end, as ``fragments.cut`` takes it.
 
-    It stays pinned until ``free``. If nobody calls that, it happens when nobody refers to this object any more, after
-    ``idle``, which waits for all that may use the memory. The memory exists until the last view of ``array`` is gone.
-    Chunks that a driver refuses to unregister stay mapped until the process ends. Not thread-safe.
+    It stays pinned until ``free``. If that is not called, it happens when the last reference to this object is gone,
+    after ``idle``, which waits for all that may use the memory. The memory exists until the last view of ``array`` is
+    gone. Chunks that a driver refuses to unregister stay mapped until the process ends. Not thread-safe.
     """
 
     rows: Int64s
@@ -52,13 +52,13 @@ class PinnedRange:
         weakref.finalize(self, _let_go, self._hold, idle).atexit = False
 
     def free(self) -> None:
-        """Unregister what nobody else in this process needs. Nothing that uses it may be pending. A second call does
+        """Unregister what nothing else in this process needs. Nothing that uses it may be pending. A second call does
         nothing."""
         self._hold.release()
 
 
 def _let_go(hold: Hold, idle: Callable[[], None]) -> None:
-    """Let go of memory that nobody has freed. To unregister does not wait for what may still use it, and neither does
+    """Release memory that was not freed. Unregistering does not wait for work that may still use it, and neither does
     its owner."""
     with suppress(Exception):
         if not hold.released and hold.array.nbytes:
@@ -293,8 +293,8 @@ def limits() -> str:
 
 
 def processors_near(pci: str, sysfs: Path = SYSFS) -> frozenset[int] | None:
-    """The processors of the memory node of a PCI device ("0000:3B:00.0"). None if there is one node only, or if nobody
-    knows."""
+    """The processors of the memory node of a PCI device ("0000:3B:00.0"). None if there is one node only, or if
+    it is unknown."""
     nodes = sysfs / "devices/system/node"
     try:
         if len(list(nodes.glob("node[0-9]*"))) < 2:
@@ -397,7 +397,7 @@ def zeroed_array(cupy: Any, calls: RuntimeCalls, nbytes: int, stream: int) -> An
 
 
 def allocatable(free: int) -> int:
-    """How much ``zeroed_array`` can take of so many free bytes at once."""
+    """How many of ``free`` bytes ``zeroed_array`` can take at once."""
     return max(0, free // _SHARED_PIECE * _SHARED_PIECE - ALIGNMENT)
 
 
@@ -427,7 +427,7 @@ def _gpu_with(runtime: Any, uuid: bytes) -> int:
 
 
 class _Opened:
-    """An allocation of another process. It stays open while somebody refers to it."""
+    """An allocation of another process. It stays open while it is referenced."""
 
     def __init__(self, calls: RuntimeCalls, handle: bytes) -> None:
         with calls("cudaIpcOpenMemHandle") as runtime:
@@ -441,9 +441,9 @@ _unused: deque[tuple[RuntimeCalls, int]] = deque()
 
 
 def close_unused() -> None:
-    """Close the allocations of other processes to which nobody refers any more, once all that this process has enqueued
-    on their GPU is done. No stream may be captured meanwhile: CUDA refuses to wait for a GPU then, and the capture is
-    lost. Raises DeviceError; a later call tries again. Thread-safe."""
+    """Close the allocations of other processes that are not referenced any more, once all that this process has
+    enqueued on their GPU is done. No stream may be captured meanwhile: CUDA refuses to wait for a GPU then, and the
+    capture is lost. Raises DeviceError; a later call tries again. Thread-safe."""
     while True:
         try:
             calls, pointer = _unused.popleft()

@@ -35,7 +35,7 @@ class Buffers:
     def __init__(self, cupy: Any, calls: RuntimeCalls) -> None:
         self._calls = calls
         self._pinned, self._near = cupy.cuda.PinnedMemoryPool(), cupy.cuda.MemoryPool()
-        # Runs also for a pool that nobody closes, in the right context.
+        # Runs also for a pool that is never closed, in the right context.
         self._free = weakref.finalize(self, _free, calls, self._pinned, self._near)
         self._free.atexit = False
 
@@ -100,7 +100,7 @@ class Uploads:
         try:
             event = self._events.record(stream)
         except BaseException:
-            # Nobody can tell when they have been read. They are not used again, and stay until all work is done.
+            # It is unknown when they have been read. They are not used again, and stay until all work is done.
             self._kept.append(buffers)
             raise
         with self._lock:
@@ -140,7 +140,7 @@ class Uploads:
 
 
 _void = lru_cache(None)(lambda nbytes: np.dtype((np.void, nbytes)))
-"""The type of so many bytes without fields."""
+"""The type of ``nbytes`` bytes without fields."""
 
 # cudaDevAttrHostNativeAtomicSupported. True for links from chip to chip, false for a bus. CuPy has no name for it.
 _HOST_NATIVE_ATOMICS = 86

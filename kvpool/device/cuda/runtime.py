@@ -454,7 +454,7 @@ class EventPool:
         # The pool refers to events that are in use. Otherwise the garbage collector could destroy an event in a cycle
         # together with the reference that returns it.
         self._made: set[Any] = set()
-        # Runs also for a pool that nobody closes, in the right context.
+        # Runs also for a pool that is never closed, in the right context.
         weakref.finalize(self, _let_go, calls, self.free, self._made).atexit = False
 
     def record(self, stream: int) -> CudaEvent:
@@ -519,9 +519,9 @@ class UsedStreams:
         self.own: list[Stream] = []
         self._calls, self._events = calls, events
         self._used: dict[int, tuple[Stream, CudaEvent | None]] = {}
-        """The streams of callers, each with the last event behind work of the device's."""
+        """The streams of callers, each with the last event after work of the device's."""
         self._lost: set[int] = set()
-        """Streams that were destroyed with work of their owners' behind that event."""
+        """Streams that were destroyed with work of their owners' after that event."""
 
     def create(self, name: str, priority: int) -> Stream:
         """A stream of the device's own. Raises DeviceError."""
@@ -542,8 +542,8 @@ class UsedStreams:
 
     @contextmanager
     def work(self, stream: Stream) -> Iterator[int]:
-        """The handle of a stream, for work that is enqueued inside the context. An event comes behind it on streams of
-        callers: it says when the work is done, also where the stream is destroyed before. Raises DeviceError."""
+        """The handle of a stream, for work that is enqueued inside the context. On streams of callers an event
+        follows it, which shows when the work is done, even if the stream is destroyed before. Raises DeviceError."""
         handle = self.handle(stream)
         with self._calls("work"):
             try:
@@ -571,9 +571,9 @@ class UsedStreams:
     def synchronize(self, closing: bool = False) -> None:
         """Wait for these streams, and for the default stream. Raises DeviceError.
 
-        Of a stream that is captured, or was destroyed, the last event is waited for. If its owner's work behind that
-        has to be waited for, only a wait for the whole GPU does. CUDA refuses that while any stream of the GPU is
-        captured, and ends the capture, so it is not done when ``closing``.
+        For a stream that is captured, or was destroyed, it waits for the last event. Its owner's work after that event
+        can only be waited for with the whole GPU. CUDA refuses that while any stream of the GPU is captured, and ends
+        the capture, so it is not done when ``closing``.
         """
         for stream, event in [(NULL_STREAM, None), *self._used.values(), *((ours, None) for ours in self.own)]:
             if state_of(self._calls, stream) == USABLE:

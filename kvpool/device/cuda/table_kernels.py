@@ -38,7 +38,7 @@ def stage_rows(
     """``device.work.write_rows`` in parallel. A thread has a column of a row, and writes it in all planes.
 
     ``ids`` int32[rows, width] and ``numbers``, the rows and then the planes int64[planes, 3], are as in ``StagedRows``.
-    They may lie in pinned memory, so each is read once: an id by its thread; the planes, and behind them the number of
+    They may lie in pinned memory, so each is read once: an id by its thread; the planes, and after them the number of
     the row, by some threads of a thread block for all of them. No read waits for another one. ``row_stride`` is in
     entries.
     """

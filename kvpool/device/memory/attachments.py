@@ -205,7 +205,7 @@ class Sharing:
             return self._sign.handle
 
     def close(self) -> None:
-        """From now on nobody can attach the memory. A second call does nothing."""
+        """End sharing: the memory cannot be attached from now on. A second call does nothing."""
         with self._lock:
             self._closed = True
             if self._sign is not None:
@@ -219,8 +219,8 @@ class Attachment(Closing):
     ``device_pools`` or ``host_pools`` have in the pool's process: NumPy arrays for main memory, CuPy arrays for GPU
     memory. ``pool`` is the array of a pool that has only one. Thread-safe.
 
-    The pool does not know about the attachment. Main memory stays readable while a view of it lives, also when the pool
-    is gone. ``alive`` tells whether the memory still belongs to the pool. GPU memory is undefined once the pool is gone
+    The pool is not informed of the attachment. Main memory stays readable while a view of it lives, even after the pool
+    is gone. ``alive`` is whether the memory still belongs to the pool. GPU memory is undefined once the pool is gone
     (CUDA). A forked child inherits an attachment to main memory.
     """
 
@@ -286,7 +286,7 @@ def attach(description: SharedTier | str) -> Attachment:
     Nothing is copied. The pool's process says which blocks may be written (``reserve``) or read (``pin``), and when;
     nothing here checks it. GPU memory is opened on the GPU that has the description's UUID.
 
-    Raises PoolClosed if the pool is gone. Raises ValueError for something that is no description, and for the
+    Raises PoolClosed if the pool is gone. Raises ValueError for something that is not a description, and for the
     description of another machine, of another PID namespace, of a GPU that this process does not see, or of a pool on a
     GPU in this same process. Raises PermissionError if the pool's process belongs to another user. Raises TypeError,
     DeviceError. Thread-safe.

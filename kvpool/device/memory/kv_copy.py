@@ -79,7 +79,7 @@ def gather_kv(
 
     Notes
     -----
-    Changes nothing but ``out``. Thread-safe as long as nobody writes what it reads. If several tokens have one slot in
+    Changes nothing but ``out``. Thread-safe as long as its input is not written. If several tokens have one slot in
     ``scatter_kv``, the host keeps the last of them; a GPU keeps any, even parts of several.
     """
     _copy(cache, slot_mapping, "out", out, skip_prefix_n_tokens, stream, thread_blocks, launcher)
@@ -144,7 +144,7 @@ def _copy(
     if on_gpu:
         address = int(cache.bases[0, 0]) if cache.memory == "device" else stagings[0].rows[0][0]
         to = launcher or launcher_at(address)
-        # Slots of the host are uploaded. A graph would repeat the upload, and events of a capture tell nothing.
+        # Slots of the host are uploaded. A graph would repeat the upload, and events of a capture cannot be queried.
         handle = to.stream(stream, captured=slots.memory == "device")
         _launch(cache, pieces, stagings[0].memory, slots, (skip, total), gather, handle, thread_blocks, to)
         return
@@ -265,7 +265,7 @@ def _slots_argument(slot_mapping: Any, tokens: int) -> StridedArray:
 
 
 def _private_slots(slots: StridedArray, first: int, end: int, dtype: np.dtype[Any] | None) -> Array:
-    """A copy of some slots, so that nobody can change them between their check and the copy of the KV."""
+    """A copy of some slots, so that they cannot change between their check and the copy of the KV."""
     return np.array(slots.host_view()[first:end], dtype)
 
 

@@ -43,7 +43,7 @@ def available_ram(root: Path = Path("/")) -> int | None:
 
 
 def _number(path: Path, name: str) -> int | None:
-    """The number behind a name in a file of the system, where a line begins with it."""
+    """The number after a name in a file of the system, where a line begins with it."""
     try:
         lines = [line.split() for line in path.read_text().splitlines()]
         return next((int(words[1]) for words in lines if words[:1] == [name]), None)
@@ -111,8 +111,8 @@ class SharedMemory:
 
     It is a file without a path (memfd) of mode 0600. The kernel lets processes of the same user open it through /proc
     while this process lives. Nothing remains when this process ends, in whatever way. The size is sealed. A forked
-    child does not inherit the mapping, because it would write into the memory of this process. Nothing else comes to be
-    at that address there, so whoever touches it in the child ends the child.
+    child does not inherit the mapping, because it would write into the memory of this process. Nothing else is mapped
+    at that address there, so an access in the child ends the child.
 
     ``close`` keeps other processes from opening it from then on. The pages live until the last view in the last process
     is gone. Not thread-safe. Raises MemoryError.
@@ -229,7 +229,7 @@ _mmap.restype, _mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size
 
 
 def _after_fork() -> None:
-    """In a child: keep the addresses of the mappings free, without memory behind them."""
+    """In a child: keep the addresses of the mappings reserved, without memory."""
     for mapping, nbytes in list(_not_inherited.items()):
         address = np.frombuffer(mapping, np.uint8).ctypes.data
         if _mmap(address, nbytes, _NO_ACCESS, _PLACE, -1, 0) != address:

@@ -17,7 +17,7 @@ from kvpool.device.base import TIERS, Device
 from kvpool.device.regions import BLOCKS_MAX, Part, Region
 
 ADDRESSABLE_BYTES = sys.maxsize // 2
-"""A bound for the bytes of a tier if nobody knows how much memory there is."""
+"""A bound for the bytes of a tier if the size of memory is unknown."""
 ADOPTED_ALIGNMENT = 64
 """In bytes. Memory of the caller must start at a multiple of it, which is a cache line."""
 _GONE = "the memory of this pool has been given back"

@@ -126,7 +126,7 @@ NO_ROWS: Rows = np.empty((0, 3), np.int64)
 
 
 def new_clock(lanes: int = 1) -> Clock:
-    """A clock before which nothing happens. Lane 0 belongs to nobody: the key 0 stands for no access."""
+    """A clock before which nothing happens. Lane 0 is unused: the key 0 stands for no access."""
     return np.zeros(lanes, np.int64)
 
 
@@ -161,9 +161,9 @@ class Waits:
         """The calling thread has waited for ``clock``."""
         self.of_any, self._local.clock = joined(self.of_any, clock), joined(self.of_thread(), clock)
 
-    def tell_all(self, clock: Clock) -> None:
-        """Any thread has seen that ``clock`` is complete. A pool queries under its lock, and the lock tells every later
-        thread."""
+    def add_known(self, clock: Clock) -> None:
+        """Any thread has seen that ``clock`` is complete. A pool queries under its lock, and the lock orders every
+        later thread after that."""
         self.of_any, self._of_all = joined(self.of_any, clock), joined(self._of_all, clock)
 
     def add_for_all(self, clocks: Iterable[Clock]) -> None:
@@ -215,8 +215,8 @@ class HostAccess:
 
 class AccessOrder:
     """The last write, and the last read of each lane, of every token. Blocks have ``lengths`` tokens. Arrays have ids
-    after those of the blocks, and count as blocks of the most tokens. A block has so many ``layers``, which are told
-    apart from the first access on that is to some of them."""
+    after those of the blocks, and count as blocks of the most tokens. ``layers`` are the layers of a block, which
+    are distinguished from the first access on that is to some of them."""
 
     def __init__(self, lengths: Int64s, layers: Int64s) -> None:
         blocks, tokens = len(lengths), int(lengths.max(initial=1))
@@ -342,7 +342,7 @@ class AccessOrder:
         return tuple(rows)
 
     def _forget(self) -> None:
-        """Drop accesses that are no token's last."""
+        """Drop accesses that are not the last of any token."""
         live = np.unique(np.concatenate([*self._last.values()]))
         self._accesses = {int(key): self._accesses[int(key)] for key in live[live > 0]}
         self._kept = 2 * len(self._accesses) + _KEPT

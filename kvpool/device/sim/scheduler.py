@@ -148,7 +148,7 @@ class Scheduler:
         self._busy: dict[int, Queue] = {}
 
     def create(self, name: str) -> Stream:
-        """Create a stream. Its handle is no address that an engine's stream could have."""
+        """Create a stream. Its handle is not an address that an engine's stream could have."""
         stream = Stream(next(self._created))
         self.queue(stream, f"stream {name!r}")
         return stream
@@ -159,7 +159,7 @@ class Scheduler:
             if len(self.queues) >= LANES:
                 raise ValueError(f"stream: expected one of the {LANES} streams that there are, got {stream!r}")
             name = name or ("the null stream" if stream == NULL_STREAM else f"stream {stream.handle:#x}")
-            # Lane 0 belongs to nobody.
+            # Lane 0 is unused.
             self.queues[stream.handle] = Queue(name, stream.handle, len(self.queues) + 1)
         return self.queues[stream.handle]
 

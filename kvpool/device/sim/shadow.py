@@ -196,7 +196,7 @@ class Shadow:
 
 
 def _chunks(rows: Int64s, chunk_bytes: int) -> Int64s:
-    """The same bytes in fragments of at most so many."""
+    """The same bytes in fragments of at most ``chunk_bytes``."""
     counts = -(-rows[:, BYTES] // chunk_bytes)
     chunks = rows.repeat(counts, axis=0)
     begin = chunk_bytes * (np.arange(len(chunks)) - (counts.cumsum() - counts).repeat(counts))
@@ -213,7 +213,7 @@ POISON = 0xA5
 """The byte that fills freed memory."""
 
 COMPARE = ("auto", "all", "sample")
-# Pools up to this size are compared whole after each operation; of larger ones, so many blocks.
+# Pools up to this size are compared whole after each operation; in larger ones, this many blocks are.
 _WHOLE_BYTES = 256 << 10
 _SAMPLE = 4
 _SAMPLED = "(of a pool of this size few blocks are compared after each operation: compare='all' finds the culprit)"

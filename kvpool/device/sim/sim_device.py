@@ -70,10 +70,9 @@ class Graph(list[Callable[[Any], None]]):
     """What was captured: calls that take the stream on which it is replayed."""
 
 
-# Of the queries of one event, every so many-th takes a step toward it, so that a loop over ``query`` ends.
+# Every 16th query of an event takes a step toward it, so that a loop over ``query`` ends.
 _FAIR_QUERIES = 16
-# If so many queries follow each other, while nothing can run and nothing else is called, they are a loop that cannot
-# end.
+# This many queries in a row, while nothing can run and nothing else is called, are a loop that cannot end.
 _VAIN_QUERIES = 100_000
 
 
@@ -283,8 +282,8 @@ class SimDevice(Device):
         return self._bound
 
     def _unbind(self, bound: Shadow, access: Access) -> None:
-        """Let go of the pools. Nobody may use them any more: what is still enqueued on them is dropped, and reported as
-        a race."""
+        """Release the pools. They may not be used any more: work that is still enqueued on them is dropped, and
+        reported as a race."""
         self._findings.compare(bound, access)
         self._overwrite(bound, access, bound.everything())
         self._bound = None
@@ -378,7 +377,7 @@ class SimDevice(Device):
 
         ``stream`` is anything that ``as_stream`` accepts. ``reads`` and ``writes`` are int64[n, 3] rows (block id,
         first token, last token exclusive) that it may touch. ``loads`` and ``stores`` are arrays outside the pools,
-        such as block tables. Of the blocks it touches these ``layers`` alone: the kernel of layer 3 of 32 those of
+        such as block tables. It touches only these ``layers`` of the blocks: the kernel of layer 3 of 32 touches
         ``Layers(3, 32)``. If the function writes anywhere else in the pools or these arrays, or raises, that is a
         failure. Changes no pool before it runs. Raises TypeError or ValueError for bad arguments, and ValueError for
         rows without a bound pool.
@@ -489,7 +488,7 @@ class SimDevice(Device):
                 if recorded.queries % _FAIR_QUERIES == 0:
                     self._scheduler.toward(recorded)
             if recorded.done:
-                self._waits.tell_all(recorded.clock)
+                self._waits.add_known(recorded.clock)
             elif self._vain > _VAIN_QUERIES and not self._scheduler.runnable():
                 raise self._deadlock(f"a loop over query({describe(recorded)})")
             return recorded.done
