@@ -1,4 +1,4 @@
-"""Keeps the states of prompts of llama.cpp, over a HostCache and stores. Only who uses xllamacpp imports this module.
+"""Keeps the states of prompts of llama.cpp, over a HostCache and stores. Only users of xllamacpp import this module.
 
 llama.cpp runs in this process, by xllamacpp's server. A state goes in and out by the server's own interface for slots:
 it is documented, and needs no struct of the library, whose layout changes with every release. A state is a blob: it has
@@ -109,10 +109,10 @@ class PrefixCache(Closing):
         ``xllamacpp.CommonParams`` with the model and its context. Its slots are this object's: ``slot_save_path``,
         ``api_keys``, ``port``, ``endpoint_slots`` and ``cache_ram_mib`` are set here.
     min_tokens
-        A prompt with fewer tokens is not kept. A beginning of so many tokens at least, that a prompt has in common with
-        an earlier one, is kept by itself.
+        A prompt with fewer tokens is not kept. A common beginning with an earlier prompt is kept by itself if it has at
+        least this many.
     piece_bytes
-        A state is kept in pieces of so many bytes.
+        A state is kept in pieces of this many bytes.
     options
         ``host_memory``, bytes or text such as "8GiB"; ``stores`` and ``weights``; optionally others, which
         ``options.LLAMACPP`` takes. ``{part}`` in the text of a store stands for a name of the model.

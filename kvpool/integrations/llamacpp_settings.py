@@ -91,7 +91,7 @@ class Adapters(NamedTuple):
 
     @property
     def key(self) -> bytes:
-        """What tells these adapters from others. Empty if none is applied."""
+        """The bytes that identify these adapters. Empty if none is applied."""
         return np.array(self.scales, np.float32).tobytes() if any(self.scales) else b""
 
     @property

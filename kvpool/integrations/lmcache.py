@@ -1,8 +1,8 @@
-"""A store behind LMCache's memory, as an L2 adapter of the type ``plugin`` that LMCache loads by module path. Only
+"""A store below LMCache's memory, as an L2 adapter of the type ``plugin`` that LMCache loads by module path. Only
 LMCache imports this module.
 
 Objects of one size are blocks of one store. A task of LMCache runs on a thread of the adapter, one for each kind, and
-its end is told by that kind's event file descriptor.
+its end is signalled by that kind's event file descriptor.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TASKS_MAX = 1024
 _LAYOUTS_MAX = 4096
 _CLOSE_S = 10.0
 _OPEN_AGAIN_S = 10.0
-"""After a store could not be opened, none is for so long."""
+"""For this long after a store could not be opened, no other attempt is made."""
 
 
 class _Layout(NamedTuple):
@@ -69,7 +69,7 @@ class _SameSize(NamedTuple):
 
 
 class _TaskThread:
-    """A thread that runs tasks, and tells of their results by an event file descriptor. Thread-safe."""
+    """A thread that runs tasks, and signals their results by an event file descriptor. Thread-safe."""
 
     def __init__(self, kind: str) -> None:
         self.event = create_event_notifier()
@@ -298,7 +298,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
         return layout and layout._replace(nbytes=memory.get_size())
 
     def _layout(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[ElementType]) -> _Layout | None:
-        """None where it does not tell objects of two types of elements apart."""
+        """The layout of an object, or None where two types of elements would have the same one."""
         try:
             self._options.check_dtypes(dtypes)
         except ValueError as error:
@@ -378,7 +378,7 @@ def _names_by_size(keys: list[ObjectKey], layouts: Sequence[_Layout | None]) -> 
 
 
 def _name(key: ObjectKey, layout: _Layout) -> bytes:
-    """All that tells an object apart from others."""
+    """The name of an object: everything that identifies it."""
     parts = (key.chunk_hash, key.model_name, key.kv_rank, key.object_group_id, key.cache_salt)
     return repr((*parts, layout.text)).encode()
 

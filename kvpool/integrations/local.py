@@ -45,11 +45,11 @@ Places = Int64s
 
 
 class LocalBlocks:
-    """Blocks of one model: an index, its memory, and the stores behind it.
+    """Blocks of one model: an index, its memory, and the stores below it.
 
     ``memory`` in bytes is for as many blocks of ``block_bytes`` as fit. ``{part}`` in the text of a store stands for a
     name of the identity. ``history`` is that of the HostCache. Raises ValueError if no block fits, and what opening a
-    store raises. Calls wait for stores, for at most ``options.load_seconds`` a question. Who calls holds ``lock``: a
+    store raises. Calls wait for stores, for at most ``options.load_seconds`` a question. The caller holds ``lock``: a
     thread takes it to begin saves.
     """
 
@@ -66,7 +66,7 @@ class LocalBlocks:
             raise ValueError(f"host_memory: expected {block_bytes} bytes or more, for one block, got {memory}")
         warm_host_cache([options.policy] if options.policy != "lru" else [])
         self.block_bytes, self._patience = block_bytes, options.load_seconds
-        self._keeper: HostStorageManager | None = None
+        self._storage: HostStorageManager | None = None
         self._names: list[str] = []
         # The stores from which the blocks came that were looked for last.
         self._origins: dict[bytes, int | None] = {}
@@ -83,12 +83,12 @@ class LocalBlocks:
             self._tier = ends.enter_context(HostTier.of(self._cache))
             self._window = max(1, int(options.load_share * blocks))
             if options.stores:
-                self._keeper = ends.enter_context(self._open(options, identity))
+                self._storage = ends.enter_context(self._open(options, identity))
                 self._lock, self._closing = lock, threading.Event()
                 ends.callback(self._closing.set)
                 threading.Thread(target=self._poll, name="kvpool-local", daemon=True).start()
             self._ends = ends.pop_all()
-        self._index: HostCache | HostStorageManager = self._keeper or self._cache
+        self._index: HostCache | HostStorageManager = self._storage or self._cache
 
     def _open(self, options: EngineOptions, identity: ModelIdentity) -> HostStorageManager:
         from kvpool.storage import HostStorageManager
@@ -101,7 +101,8 @@ class LocalBlocks:
 
     @property
     def memory(self) -> Bytes:
-        """uint8[blocks, block_bytes], in place. Rows are for who holds a lease, or was called to write them."""
+        """uint8[blocks, block_bytes], in place. Rows are for the holder of a lease, or the callback that writes
+        them."""
         return self._tier.blocks
 
     @property
@@ -121,11 +122,11 @@ class LocalBlocks:
         try:
             yield request
         finally:
-            if self._keeper is not None:
-                self._keeper.finish(request)
+            if self._storage is not None:
+                self._storage.finish(request)
 
     def _answers(self, keys: Sequence[bytes], request: str) -> Uint8s:
-        return self._cache.lookup(keys) if self._keeper is None else self._keeper.lookup(keys, request)
+        return self._cache.lookup(keys) if self._storage is None else self._storage.lookup(keys, request)
 
     def lookup(self, keys: Sequence[bytes], request: str = "") -> Bools:
         """Whether the block of each key is here, once the loads of all have ended. Those beyond a window are not
@@ -186,8 +187,8 @@ class LocalBlocks:
                 if not count:
                     return
                 try:
-                    if self._keeper is not None:
-                        self._origins.update((key, self._keeper.origin(key)) for key in window[:count])
+                    if self._storage is not None:
+                        self._origins.update((key, self._storage.origin(key)) for key in window[:count])
                     lease = self._index.pin(window[:count], owner=request)
                 except BlockNotFound:
                     return
@@ -257,7 +258,7 @@ class LocalBlocks:
         """The place of the first key whose state has its beginning here. Give the longest prompt first."""
         for some in parts(len(keys), self.at_a_time):
             pieces = [_pieces_of(key, 1)[0] for key in keys[some]]
-            # Nobody waits to read them: those of one question take no room from those of the next.
+            # They are not read after the lookup: those of one lookup take no room from those of the next.
             with self._request() as request:
                 places = np.flatnonzero(self.lookup(pieces, request)).tolist()
             if places:
@@ -281,18 +282,18 @@ class LocalBlocks:
         return None
 
     def explain_state(self, key: bytes, tokens: int) -> Missed:
-        """For the log: why so many tokens do not come from the state of a key."""
+        """For the log: why ``tokens`` tokens do not come from the state of a key."""
         return self._index.explain(_pieces_of(key, 1)[0], tokens)
 
     # -- stores --------------------------------------------------------------------------------------
 
     def poll(self) -> None:
         """Begin saves and loads, and note those that have ended."""
-        if self._keeper is not None:
-            self._keeper.poll()
+        if self._storage is not None:
+            self._storage.poll()
 
     def _poll(self) -> None:
-        """``poll`` while nobody calls. Runs in a thread of its own."""
+        """``poll`` between calls. Runs in a thread of its own."""
         while not self._closing.wait(_POLL_SECONDS):
             with self._lock:
                 if not self._closing.is_set():
@@ -300,7 +301,7 @@ class LocalBlocks:
 
     def drain(self, timeout: float) -> bool:
         """Wait until all is saved, at most ``timeout`` seconds. Returns whether it is."""
-        return self._keeper is None or self._keeper.drain(timeout)
+        return self._storage is None or self._storage.drain(timeout)
 
     def clear(self) -> None:
         """Drop everything, in stores too."""

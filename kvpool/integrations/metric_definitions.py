@@ -26,7 +26,7 @@ HISTOGRAM: Kind = "histogram"
 
 class Definition(NamedTuple):
     """One metric. ``read`` takes it from a snapshot, as values by the values of ``labels``. A figure that the device
-    cannot tell is None, and is left out."""
+    does not have is None, and is left out."""
 
     kind: Kind
     name: str
@@ -273,7 +273,7 @@ HOST_DEFINITIONS = (
         "",
         "expired_reservations",
     ),
-    _pool(COUNTER, "kvpool_host_cache_events_dropped", "Events that nobody took.", "", "events_dropped"),
+    _pool(COUNTER, "kvpool_host_cache_events_dropped", "Events that were not taken in time.", "", "events_dropped"),
     _pool(HISTOGRAM, "kvpool_host_cache_lifetime_seconds", "From publishing to eviction.", "", "lifetime_ms"),
     _pool(HISTOGRAM, "kvpool_host_cache_idle_before_eviction_seconds", "From the last use to eviction.", "", "idle_ms"),
     _pool(HISTOGRAM, "kvpool_host_cache_reuse_gap_seconds", "From the last use to the next.", "", "reuse_gap_ms"),
@@ -340,14 +340,14 @@ STORE_DEFINITIONS = (
     _store(
         GAUGE,
         "kvpool_store_figure",
-        "Figures that a store tells of itself, such as capacity, blocks and evicted.",
+        "Figures that a store reports of itself, such as capacity, blocks and evicted.",
         "figure",
         lambda s: {(figure,): value for figure, value in s.store.items()},
     ),
 )
 """The metrics of the stores of a ``StorageManager`` or a ``HostStorageManager``."""
 
-KEEPER_DEFINITIONS = (
+STORAGE_DEFINITIONS = (
     _pool(
         COUNTER,
         "kvpool_storage_blocks",
@@ -375,14 +375,14 @@ KEEPER_DEFINITIONS = (
     _pool(
         COUNTER,
         "kvpool_storage_events_dropped",
-        "Rows of events that a keeper, or who reads its events, came too late for.",
+        "Rows of events that a storage manager, or a reader of its events, was too late for.",
         "",
         "events_dropped",
     ),
 )
 """The metrics of a ``StorageManager``."""
 
-HOST_KEEPER_DEFINITIONS = (
+HOST_STORAGE_DEFINITIONS = (
     _pool(
         COUNTER,
         "kvpool_host_storage_blocks",
@@ -429,14 +429,14 @@ SERVER_DEFINITIONS = (
         COUNTER,
         "kvpool_store_server_refused",
         "What was refused: messages that no client sends (malformed), clients with blocks of another size (size), "
-        "clients beyond the number of connections; and answers that nobody took (answers).",
+        "clients beyond the number of connections; and answers that were not taken (answers).",
         "what",
         {"malformed": "malformed", "size": "refused", "connections": "connections_refused", "answers": "dropped"},
     ),
     _pool(
         GAUGE,
         "kvpool_store_server_calls_now",
-        "Calls now: that wait for the store or are made (in_flight), of these too late and not ended (hanging).",
+        "Calls now: that wait for the store or are made (in_flight), and of these late ones (hanging).",
         "state",
         {"in_flight": "in_flight", "hanging": "hanging"},
     ),
@@ -444,7 +444,7 @@ SERVER_DEFINITIONS = (
     _pool(
         GAUGE,
         "kvpool_store_server_figure",
-        "Figures that the store tells of itself, such as capacity and blocks.",
+        "Figures that the store reports of itself, such as capacity and blocks.",
         "figure",
         lambda s: {(figure,): value for figure, value in s.store.items()},
     ),

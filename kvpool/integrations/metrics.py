@@ -25,9 +25,9 @@ from kvpool.integrations.metric_definitions import (
     GAUGE,
     HISTOGRAM,
     HOST_DEFINITIONS,
-    HOST_KEEPER_DEFINITIONS,
-    KEEPER_DEFINITIONS,
+    HOST_STORAGE_DEFINITIONS,
     SERVER_DEFINITIONS,
+    STORAGE_DEFINITIONS,
     STORE_DEFINITIONS,
     Definition,
     Kind,
@@ -42,7 +42,7 @@ try:
 
     SERVERS: tuple[type, ...] = (StoreServer,)
     SERVED: tuple[type, ...] = (ServedStats,)
-except ImportError:  # Without pyzmq nobody has one.
+except ImportError:  # Without pyzmq there are none.
     SERVERS = SERVED = ()
 try:
     from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
@@ -67,7 +67,7 @@ def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
     """Cumulative counts by upper bound. The clock counts whole milliseconds, so a time below 2**i ms is at most
     that."""
     counts = histogram.bins.cumsum().tolist()
-    # The last bin is empty: the clock's 32 bits cannot tell such long times from the past.
+    # The last bin is empty: a clock of 32 bits has no such long times.
     return [(repr(2**i / 1e3), count) for i, count in enumerate(counts[:-1])] + [("+Inf", counts[-1])]
 
 
@@ -88,8 +88,8 @@ class PoolMetrics(Closing):
         self._registry.register(self)
 
     def add(self, pool: str, cache: Cache) -> None:
-        """Show a pool, a host cache, a keeper of one or a StoreServer from now on, with ``pool`` as its label. A keeper
-        may have the label of its pool or cache.
+        """Show a pool, a host cache, a storage manager of one or a StoreServer from now on, with ``pool`` as its label.
+        A storage manager may have the label of its pool or cache.
 
         Raises TypeError and PoolClosed. Raises ValueError if an open pool has that name, if the name is not valid text,
         and if the collector is closed.
@@ -100,7 +100,7 @@ class PoolMetrics(Closing):
         except UnicodeEncodeError as error:
             raise ValueError(f"pool: expected what UTF-8 can say ({error.reason}), got {pool!a:.80}") from None
         if not isinstance(cache, (KVCacheManager, HostCache, StorageManager, HostStorageManager, *SERVERS)):
-            accepted = "a KVCacheManager, a HostCache and their keepers, and a StoreServer"
+            accepted = "a KVCacheManager, a HostCache, their storage managers, or a StoreServer"
             raise TypeError(f"cache: expected {accepted}, got {cache!r:.80}")
         if cache.closed:
             raise PoolClosed(
@@ -117,7 +117,7 @@ class PoolMetrics(Closing):
             self._pools[what] = weakref.ref(cache)
 
     def remove(self, pool: str) -> None:
-        """Stop showing a pool, and a keeper of this name. Raises ValueError for a name that was not added."""
+        """Stop showing a pool, and a storage manager of this name. Raises ValueError for a name that was not added."""
         with self._lock:
             known = sorted({name for name, _ in self._pools})
             if pool not in known:
@@ -151,7 +151,7 @@ def served(port: int, host: str = "127.0.0.1", *, health: Callable[[], str] = st
     the address.
 
     The page ``/health`` has the status 200, or 503 with what ``health()`` says is wrong, if that is not "". A thread
-    serves. Anybody who reaches ``host`` can read both; by default, that is this machine. Port 0 is any free port.
+    serves. Every client that reaches ``host`` can read both; by default, that is this machine. Port 0 is any free port.
     Raises TypeError, ValueError, OSError.
     """
     port = integer_argument("port", port, 0, 65535)
@@ -191,8 +191,8 @@ def _families(
         (DEFINITIONS, Stats),
         (HOST_DEFINITIONS, HostCacheStats),
         (STORE_DEFINITIONS, (StorageManagerStats, HostStorageManagerStats)),
-        (KEEPER_DEFINITIONS, StorageManagerStats),
-        (HOST_KEEPER_DEFINITIONS, HostStorageManagerStats),
+        (STORAGE_DEFINITIONS, StorageManagerStats),
+        (HOST_STORAGE_DEFINITIONS, HostStorageManagerStats),
         *((SERVER_DEFINITIONS, kind) for kind in SERVED),
     ]
     for definitions, of in kinds:

@@ -1,4 +1,4 @@
-"""A prompt cache for mlx-lm, over a HostCache and stores. Only who uses MLX imports this module.
+"""A prompt cache for mlx-lm, over a HostCache and stores. Only users of MLX import this module.
 
 It takes the place of ``LRUPromptCache``. Prompts are kept in blocks of tokens, so that a prefix of several prompts is
 kept once. What a layer has for a whole prompt only, such as a recurrent state or a rotating window, is kept as a
@@ -38,7 +38,7 @@ log = MLX.log
 
 FORMAT = "kvpool 3"
 PIECE_BYTES_MIN = 16 << 10
-"""A block has at least so many bytes, so that a snapshot is not in too many of them."""
+"""The fewest bytes of a block, so that a snapshot is not in too many of them."""
 _SETTINGS = ("group_size", "bits", "max_size", "keep", "chunk_size")
 """What the bytes of a cache depend on, besides shapes and types."""
 Models = Callable[[], Sequence[Any]]
@@ -55,7 +55,7 @@ class PromptCacheStats:
     skipped: dict[str, int]
     """caches that were not kept as a whole, by reason: "crowded" (no room), "batched" (of several sequences), "unknown"
     (of another model or layout), "ahead" (a state of more tokens than were named), and snapshots that were not used:
-    "gone" (a part of it has left), "damaged" (no snapshot of these layers)"""
+    "gone" (a part of it has left), "damaged" (not a snapshot of these layers)"""
 
 
 class _Part(NamedTuple):
@@ -125,7 +125,7 @@ class _CacheLayout:
         memory[rows, sum(part.nbytes for part in self.parts) :] = 0
 
     def read(self, memory: Bytes, rows: Places, snapshot: dict[str, Any] | None) -> list[Any]:
-        """Caches with the blocks in ``rows``, in the order of the prompt, and with a snapshot behind them."""
+        """Caches with the blocks in ``rows``, in the order of the prompt, and with a snapshot after them."""
         caches = self.make()
         leaf_arrays: dict[int, list[mx.array]] = {}
         for number, part in enumerate(self.parts):
@@ -193,7 +193,7 @@ class _Shelf(NamedTuple):
         return came, missed
 
     def restore(self, tokens: list[int]) -> list[Any] | None:
-        """Caches of these tokens. None if they have left, or what is there is no snapshot of these layers."""
+        """Caches of these tokens. None if they have left, or the content is not a snapshot of these layers."""
         step, snapshot = self.layout.tokens, None
         keys = prefix_keys(tokens, step)[1:]
         try:
@@ -254,7 +254,7 @@ class PromptCache(Closing):
     ------
     TypeError, ValueError
         For options that are missing or not accepted. The first call for a model raises ValueError if no block fits into
-        the memory or if nothing tells its weights from others, and what opening a store raises.
+        the memory or if nothing identifies its weights, and what opening a store raises.
 
     Notes
     -----
@@ -407,7 +407,7 @@ class PromptCache(Closing):
         self._name = model
 
     def _identity(self, model: Hashable, layout: _CacheLayout) -> ModelIdentity:
-        """Whose KV it is. Raises ValueError if stores outlive the process and nothing tells the weights from others."""
+        """Whose KV it is. Raises ValueError if stores outlive the process and nothing identifies the weights."""
         # (model, adapter, draft model) of ``mlx_lm.server``, each of which may be None.
         folders = [str(part) for part in (model if isinstance(model, tuple) else (model,)) if part is not None]
         quantised = layout.quantised and self._quantised_from
@@ -450,7 +450,7 @@ def _leaves(caches: Iterable[Any]) -> Iterator[Any]:
 
 
 def _described(leaf: Any) -> tuple[Any, ...]:
-    """What tells the caches of a layer from those of other models or settings, whose KV would be another."""
+    """The settings and shapes that identify the caches of a layer: other ones have other KV."""
     return (type(leaf), *(getattr(leaf, name, None) for name in _SETTINGS))
 
 
@@ -492,7 +492,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--host-memory", required=True, help="memory for prompts, such as 8GiB")
     parser.add_argument("--store", action="append", default=[], help="such as disk:/var/kv?capacity=100GiB")
-    parser.add_argument("--weights", help="what tells the weights from others; for a folder its files do")
+    parser.add_argument("--weights", help="a name of the weights; for a folder, its files identify them")
     parser.add_argument("--block-tokens", type=int, default=64)
     options, rest = parser.parse_known_args(arguments)
     with MLX.imports():

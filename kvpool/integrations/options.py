@@ -54,14 +54,14 @@ class EngineOptions:
     stores: tuple[str, ...] = ()
     """As ``open_store`` takes them, the nearest first. In a plug-in that has one store for each part of the KV,
     ``{part}`` is the name of the part; in ``LocalBlocks``, it is the fingerprint of the identity. Where the engine
-    tells them, ``{rank}`` and ``{dp_rank}`` are the numbers of the worker and of the replica."""
+    provides them, ``{rank}`` and ``{dp_rank}`` are the numbers of the worker and of the replica."""
     weights: str | None = None
-    """What tells the model's weights from others, such as a revision or a digest."""
+    """A text that identifies the model's weights, such as a revision or a digest."""
     kv_dtype: str = ""
     """The type of the elements, where that of the engine's memory does not name it."""
     save: str = "commit"
-    """Which blocks are saved: each when it has its content ("commit"), or when it is used again ("reuse"). Only keepers
-    take "evict"."""
+    """Which blocks are saved: each when it has its content ("commit"), or when it is used again ("reuse"). Only storage
+    managers take "evict"."""
     load: str = "always"
     """Which hits are loaded: each ("always"), or what comes sooner than the engine computes it ("faster")."""
     compute_seconds: float = 0.0
@@ -80,9 +80,9 @@ class EngineOptions:
     save_seconds: float = 5.0
     """The most that is waited for a store to find, load and save."""
     retry_seconds: float = 1.0
-    """For so long a block that did not come is not asked for again."""
+    """For this long a block that did not come is not requested again."""
     remember_seconds: float = 1.0
-    """For so long the answer of a store is used again."""
+    """For this long the answer of a store is used again."""
 
     @property
     def persistent(self) -> list[str]:
@@ -91,7 +91,7 @@ class EngineOptions:
 
     @property
     def keeping(self) -> dict[str, Any]:
-        """What a ``HostStorageManager`` is told of its stores."""
+        """The arguments of a ``HostStorageManager`` for its stores."""
         return {name: getattr(self, name) for name in _KEEPING}
 
     @property
@@ -146,7 +146,7 @@ _SECONDS = Kind(_number_up_to(_SECONDS_MAX), f"more than 0 and up to {_SECONDS_M
 _SHARE = Kind(_number_up_to(1.0), "a share above 0, up to 1")
 KINDS = {
     "stores": Kind(_texts, "a text such as 'disk:/var/kv?capacity=100GiB', or a list of them"),
-    "weights": Kind(_text, "a text that tells these weights apart from all others, such as a commit or a digest"),
+    "weights": Kind(_text, "a text that identifies these weights, such as a commit or a digest"),
     "kv_dtype": Kind(
         lambda value: value.strip() if isinstance(value, str) and value.strip() != "auto" else None,
         "a text that names the type of the KV's elements, such as 'fp8_e4m3' or 'fp8_e5m2'",
@@ -197,13 +197,13 @@ class EnginePlugin:
         return logging.getLogger(f"{self.packages[0]}.kvpool")
 
     def show_warnings(self) -> None:
-        """Have kvpool's own loggers write where the engine's do, unless somebody has said where they write."""
+        """Have kvpool's own loggers write where the engine's do, unless they have a handler."""
         logger = logging.getLogger("kvpool")
         for handler in () if logger.hasHandlers() else logging.getLogger(self.packages[0]).handlers:
             logger.addHandler(handler)
 
     def tells(self) -> bool:
-        """Whether somebody reads a line for each request. Otherwise nothing is collected for it."""
+        """Whether a line is logged for each request. Otherwise nothing is collected for it."""
         return self.log.isEnabledFor(logging.DEBUG)
 
     def history(self) -> int:
@@ -398,8 +398,8 @@ def lasting_identity(
 
     ``passing`` is that of the engine's host tier, whose revision names the engine. Here ``weights`` takes its place, or
     the digest of names, sizes and times of the model's files. ``settings`` stands for all else that the model computes
-    with. How keys are hashed and the seed are part of it too. Raises ValueError if nothing tells these weights from
-    others. It names the place of vLLM's options: no other engine comes without ``weights``.
+    with. How keys are hashed and the seed are part of it too. Raises ValueError if nothing identifies these
+    weights. It names the place of vLLM's options: no other engine comes without ``weights``.
     """
     seed = hashlib.sha256(environment.get(SEED, "").encode()).hexdigest()[:16]
     return kvpool.ModelIdentity(

@@ -1,4 +1,4 @@
-"""A store behind SGLang's hierarchical cache, for its storage backend ``dynamic`` to load by module path. Only SGLang
+"""A store below SGLang's hierarchical cache, for its storage backend ``dynamic`` to load by module path. Only SGLang
 imports this module.
 
 A page of SGLang is a block: the bytes of all layers of one rank, in the order of the host pool's layout. Each host pool
@@ -247,7 +247,7 @@ class KVPoolHiCacheStorage(HiCacheStorage):
         return True
 
     def get_stats(self) -> StorageMetrics | None:
-        """Pages and GB/s of the calls since the last time, in SGLang's own form. None if nobody asked for metrics."""
+        """Pages and GB/s of the calls since the last time, in SGLang's own form. None if metrics are off."""
         if not self._config.enable_storage_metrics:
             return None
         from sglang.srt.observability.metrics_collector import StorageMetrics
@@ -342,7 +342,7 @@ def _bytes(tensor: torch.Tensor) -> Bytes:
 
 
 def _views(host_pool: HostKVCache) -> bool:
-    """Whether a page is a view of the memory of a pool that nobody moves."""
+    """Whether a page is a view of the memory of a pool, which stays in place."""
     memory = getattr(host_pool, "kv_buffer", None)
     if not isinstance(memory, torch.Tensor) or getattr(host_pool, "shared_allocation_domain", None) is not None:
         return False

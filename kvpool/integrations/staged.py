@@ -40,12 +40,11 @@ def check_store(options: EngineOptions, **names: object) -> None:
 
 
 class _Hits:
-    """Blocks that were found and are worth a load, until they have been loaded or nobody wants them any more.
+    """Blocks that were found and are worth a load, until they have been loaded or are no longer wanted.
 
-    A load may lose only what the policy allows it, so that a hit does not lose to the engine. Not all engines report
-    that nobody wants a hit any more (``leave``), as when a request was aborted. So a hit that nobody has begun to load
-    lapses when its load would be given up: it no longer stands before other hits, and a load of it brings nothing.
-    Thread-safe.
+    A load may lose only what the policy allows it, so that a hit is not slower than the engine. Not all engines report
+    that a hit is no longer wanted (``leave``), as when a request was aborted. So a hit whose load has not begun lapses
+    when its load would be given up: it no longer delays other hits, and a load of it returns nothing. Thread-safe.
     """
 
     def __init__(self, policy: LoadPolicy, block_bytes: int, seconds: float) -> None:
@@ -90,13 +89,14 @@ class _Hits:
                     self._end({attempt}, now, told=True)
 
     def leave(self, names: Sequence[bytes], now: float) -> None:
-        """Nobody wants these blocks any more. A hit of which nothing is wanted ends, and says nothing of the store."""
+        """These blocks are no longer wanted. A hit of which nothing is wanted ends, and does not count for the
+        store."""
         with self._lock:
             left = {attempt for name in names if (attempt := self._open.pop(name, None)) is not None}
             self._end(left - {*self._open.values()}, now, told=False)
 
     def _lapse(self, now: float) -> None:
-        """Drop hits whose time is over and that nobody loads. Their names stay, with the deadline of a load."""
+        """Drop hits whose time is over and whose load has not begun. Their names stay, with the deadline of a load."""
         for attempt in {*self._open.values()} - self._loading - self._lapsed:
             if attempt.until < now:
                 attempt.end(now, told=False)
@@ -131,12 +131,12 @@ class StagedBlocks:
     Notes
     -----
     Calls never raise. What goes wrong is a block that was not found, loaded or saved. It is counted in ``troubles``,
-    and told by ``TroubleLog``.
+    and logged by ``TroubleLog``.
 
-    A store from which nothing came in a call, because it failed or was late, is asked no more for 1 s, and then for
-    twice as long each time it fails again, up to 60 s. Until then nothing is found. One call tries it then, and for
-    the others it is still suspended. Saves are judged apart from the rest: a disk that is read-only still gives what it
-    has. See ``CircuitBreaker``.
+    A store that returned nothing in a call, because it failed or was late, is suspended for 1 s, and then for twice as
+    long each time it fails again, up to 60 s. Until then nothing is found. One call tries it then, and for the others
+    it is still suspended. Saves have a state of their own: a disk that is read-only still returns what it has. See
+    ``CircuitBreaker``.
 
     The constructor raises what ``StoreWorker`` raises.
     """
@@ -165,7 +165,7 @@ class StagedBlocks:
         policy = LoadOrCompute(1 / options.compute_seconds, size, 1) if weighs else None
         self._hits = None if policy is None else _Hits(policy, size, options.load_seconds)
         self.declined = 0
-        """Blocks that were found by ``find_hit``, and not told, since the engine computes them sooner."""
+        """Blocks that ``find_hit`` found and did not report, since the engine computes them sooner."""
         self._resets, self._lock = 0, threading.Lock()
         self._troubles = TroubleLog(store.name, log=log)
         self.troubles = self._troubles.counts
@@ -230,9 +230,9 @@ class StagedBlocks:
         return done
 
     def leave(self, names: Sequence[bytes]) -> None:
-        """Report that nobody wants these blocks any more, which ``find_hit`` has found.
+        """Report that these blocks, which ``find_hit`` has found, are no longer wanted.
 
-        Those that were not loaded stand before no other hits from now on. Takes no I/O.
+        Those that were not loaded no longer delay other hits. Takes no I/O.
         """
         if self._hits is not None:
             self._hits.leave(names, self.worker.now())
@@ -250,8 +250,8 @@ class StagedBlocks:
 
     def clear(self) -> bool:
         """Find no block any more that was saved until now, and have the store drop all blocks of this identity. Returns
-        whether it has confirmed that within ``save_seconds``. If not, it is told again until ``close``, and saves
-        nothing meanwhile. A process that opens the store later finds the blocks if it never confirms."""
+        whether it has confirmed that within ``save_seconds``. If not, the drop is repeated until ``close``, and
+        nothing is saved meanwhile. A process that opens the store later finds the blocks if it never confirms."""
         try:
             with self._lock:
                 self._resets += 1

@@ -1,6 +1,6 @@
-"""Spans of OpenTelemetry: around admissions, moves between the tiers, keepers' loads, and jobs of stores.
+"""Spans of OpenTelemetry: around admissions, copies between the tiers, loads of storage managers, and jobs of stores.
 
-Nothing is traced before ``trace`` is called, and until then nothing is paid: it replaces the methods that it traces.
+Nothing is traced before ``trace`` is called, and until then it costs nothing: it replaces the methods that it traces.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def request(name: str) -> Iterator[None]:
 
 
 def trace(tracer: Any = None) -> None:
-    """Begin to trace all pools, keepers and queues of stores of this process. A second call does nothing.
+    """Begin to trace all pools, storage managers and queues of stores of this process. A second call does nothing.
 
     ``tracer``: an OpenTelemetry tracer; by default that of the global provider, for which the extra ``otel`` is needed:
     ImportError. Spans have the names ``kvpool.add_sequence_batch``, ``kvpool.store.load`` and so on, and no tokens,

@@ -101,7 +101,7 @@ def test_an_ended_request_leaves_the_room_for_loads_to_the_next_one(taken: int) 
     for number in range(6):
         name, chunks = f"r{number}", keys(*range(8 * number, 8 * number + 8))
         assert PENDING in [stored.real.lookup(key, request(name)) for key in chunks]
-        while stored.real._keeper.stats().searching:
+        while stored.real._storage.stats().searching:
             stored.step()
         assert [stored.real.lookup(key, request(name)) for key in chunks] == [HIT] * 8, name
         if taken:
@@ -109,7 +109,7 @@ def test_an_ended_request_leaves_the_room_for_loads_to_the_next_one(taken: int) 
             stored.complete_load(name, 8 * number, 8 * number + 1)
         else:
             stored.real.on_request_finished(request(name))
-    assert stored.real._keeper.stats().refused == 0
+    assert stored.real._storage.stats().refused == 0
     stored.real.shutdown()
 
 

@@ -46,5 +46,5 @@ def test_a_scrape_has_the_figures_of_a_host_cache(make: Callable[..., HostCache]
         lease.close()
         cache.close()
         assert value("leases") is None, "a closed cache is not shown"
-        with pytest.raises(TypeError, match="expected a KVCacheManager, a HostCache and their keepers"):
+        with pytest.raises(TypeError, match="expected a KVCacheManager, a HostCache, their storage managers"):
             metrics.add("other", object())  # type: ignore[arg-type]

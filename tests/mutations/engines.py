@@ -129,7 +129,7 @@ MUTATIONS = (
     Mutation(
         "states_that_were_looked_for_keep_their_room",
         "LocalBlocks._request",
-        "if self._keeper is not None:\n    self._keeper.finish(request)",
+        "if self._storage is not None:\n    self._storage.finish(request)",
         "pass",
         "Look-ups shut out the loads of later ones.",
         (

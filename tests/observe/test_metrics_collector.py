@@ -30,7 +30,7 @@ from kvpool.integrations.metric_definitions import (
     DEFINITIONS,
     GAUGE,
     HISTOGRAM,
-    KEEPER_DEFINITIONS,
+    STORAGE_DEFINITIONS,
     STORE_DEFINITIONS,
 )
 from kvpool.integrations.metrics import DASHBOARD, PoolMetrics, served
@@ -38,7 +38,7 @@ from kvpool.pool.stats import GroupStats, Histogram, Stats, TierStats
 from kvpool.tools.replay import Replay
 
 Make = Callable[..., Engine]
-SHOWN = (*DEFINITIONS, *STORE_DEFINITIONS, *KEEPER_DEFINITIONS)
+SHOWN = (*DEFINITIONS, *STORE_DEFINITIONS, *STORAGE_DEFINITIONS)
 """What the dashboard shows."""
 # Derived from others, or in other units.
 LEFT_OUT = {"reused_device_blocks", "reused_host_blocks", "partial_blocks", "missed_blocks"}
@@ -110,7 +110,7 @@ def test_wrong_pools_and_names_are_refused_and_change_nothing() -> None:
         with pytest.raises(TypeError, match="pool: expected a string.*got 1"):
             metrics.add(1, b)  # type: ignore[arg-type]
         with pytest.raises(
-            TypeError, match="cache: expected a KVCacheManager, a HostCache and their keepers, and a.*got None"
+            TypeError, match="cache: expected a KVCacheManager, a HostCache, their storage managers, or a.*got None"
         ):
             metrics.add("b", None)  # type: ignore[arg-type]
         assert pools(registry) == {"a"}

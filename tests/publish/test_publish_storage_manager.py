@@ -53,7 +53,7 @@ def test_routers_know_what_stores_hold_after_a_reset(
 ) -> None:
     engine = make(P=32, S=32, event_capacity=512, secret=SECRET)
     with make_manager(engine, store()) as manager:
-        publisher = publish(engine, keeper=manager)
+        publisher = publish(engine, storage=manager)
         early = route(publisher, stores=["MEMORY"])
         engine.seed(PROMPT, len(PROMPT))
         assert manager.drain(600)
@@ -79,7 +79,7 @@ def test_any_calls_with_resets_leave_routers_with_what_there_is(
     documents = [[random.randrange(7) for _ in range(33)] for _ in range(3)]
     prompts = [document[:length] for document in documents for length in (9, 17, 33)]
     with make_manager(engine, store(24), interval_ms=1, promotion_blocks=1000) as manager:
-        publisher = publish(engine, keeper=manager, replay_messages=replay_messages)
+        publisher = publish(engine, storage=manager, replay_messages=replay_messages)
         routers = [route(publisher, stores=["MEMORY"])]
         engine.seed(prompts[2], 33)
         settle(engine, manager, routers, prompts)

@@ -163,7 +163,7 @@ def test_others_follow_the_pool_beside_a_storage_manager(engine: Engine) -> None
 def test_a_publisher_names_the_store_as_medium(engine: Engine) -> None:
     with (
         make_manager(engine, store()) as manager,
-        KVEventPublisher(engine.cache, keeper=manager, interval_ms=2) as publisher,
+        KVEventPublisher(engine.cache, storage=manager, interval_ms=2) as publisher,
     ):
         context = zmq.Context()
         socket = context.socket(zmq.SUB)
@@ -189,9 +189,9 @@ def test_a_publisher_names_the_store_as_medium(engine: Engine) -> None:
 def test_a_publisher_takes_only_the_storage_manager_of_its_pool(engine: Engine) -> None:
     other = make_engine()
     with other.cache, make_manager(other, store()) as manager:
-        for bad in (manager, "keeper"):
-            with pytest.raises(ValueError, match="keeper: .*"):
-                KVEventPublisher(engine.cache, keeper=bad)  # type: ignore[arg-type]
+        for bad in (manager, "storage"):
+            with pytest.raises(ValueError, match="storage: .*"):
+                KVEventPublisher(engine.cache, storage=bad)  # type: ignore[arg-type]
 
 
 # -- matches -------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""KVEventPublisher: a thread that sends the events of a pool to subscribers, and replays of missed messages to those
-who ask."""
+"""KVEventPublisher: a thread that sends the events of a pool to subscribers, and replays of missed messages on
+request."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PublisherStats:
     stored_blocks: int = 0
     removed_blocks: int = 0
     lost_blocks: int = 0
-    """Blocks whose events the publisher did not get, because the pool's buffer was full or somebody else took them."""
+    """Blocks whose events the publisher did not get, because the pool's buffer was full or another reader took them."""
     resyncs: int = 0
     """How often all subscribers got AllBlocksCleared and then everything that is cached: once at the start, and after
     every loss."""
@@ -113,19 +113,19 @@ class KVEventPublisher(Closing):
 
     Parameters
     ----------
-    cache : the pool, with ``event_capacity``. The publisher reads its events, and nobody else should. Close the pool
+    cache : the pool, with ``event_capacity``. The publisher reads its events, and nothing else should. Close the pool
         after the publisher.
     endpoint : ``tcp://127.0.0.1:*`` takes any free port; ``ipc://PATH`` works too.
     replay_endpoint : the same for the replay socket; None: no replays.
     topic : subscribers can filter by it.
     bind : False connects to a subscriber that listens at ``endpoint``.
-    allow_remote : let other machines read. There is no encryption and no password: everybody who reaches the sockets
-        can read the token ids of every prompt.
+    allow_remote : let other machines read. There is no encryption and no password: every client that reaches the
+        sockets can read the token ids of every prompt.
     data_parallel_rank : the rank of this worker.
     group : publish only this group of layers, for routers that know no groups. None: all. With several groups,
         messages have ``group_idx``, ``kv_cache_spec_kind`` and ``kv_cache_spec_sliding_window``.
-    keeper : the keeper of this pool, if it has one. Then its events are published: what its stores have comes with the
-        name of the store, in capitals, as medium.
+    storage : the StorageManager of this pool, if it has one. Then its events are published: blocks in its stores have
+        the name of the store, in capitals, as medium.
     block_hashes : "int" sends the first 64 bits of a key, which every router accepts. "bytes" sends all 16 bytes, by
         which kvpool finds blocks.
     interval_ms : how often the pool is asked for events.
@@ -151,7 +151,7 @@ class KVEventPublisher(Closing):
         allow_remote: bool = False,
         data_parallel_rank: int = 0,
         group: int | None = None,
-        keeper: StorageManager | None = None,
+        storage: StorageManager | None = None,
         block_hashes: str = "int",
         interval_ms: int = 10,
         replay_messages: int = 10_000,
@@ -163,8 +163,8 @@ class KVEventPublisher(Closing):
     ) -> None:
         if not isinstance(cache, KVCacheManager):
             raise TypeError(f"cache: expected a KVCacheManager, got {cache!r:.80}")
-        if keeper is not None and (not isinstance(keeper, StorageManager) or keeper.pool is not cache):
-            raise ValueError(f"keeper: expected the StorageManager of this pool, or None, got {keeper!r:.80}")
+        if storage is not None and (not isinstance(storage, StorageManager) or storage.pool is not cache):
+            raise ValueError(f"storage: expected the StorageManager of this pool, or None, got {storage!r:.80}")
         topic, hashes = text_argument("topic", topic), choice_argument("block_hashes", block_hashes, HASHES)
         needs = "" if bool_argument("allow_remote", allow_remote) else "allow_remote=True"
         endpoint_argument("endpoint", endpoint, needs)
@@ -179,7 +179,7 @@ class KVEventPublisher(Closing):
         waiting = integer_argument("hwm", hwm, 1, 1 << 24)
         self._queue_bytes = integer_argument("queue_bytes", queue_bytes, 1, 1 << 50)
         peers = integer_argument("connections", connections, 1, 1 << 16)
-        self._source, self._topic = keeper or cache, topic.encode()
+        self._source, self._topic = storage or cache, topic.encode()
         self._encoder = Encoder(cache.tokens_per_block, hashes, rank, _specs(cache, group))
         self._stats, self._process = PublisherStats(), Process()
         self._lock = threading.Lock()
@@ -259,7 +259,7 @@ class KVEventPublisher(Closing):
         return self._ended
 
     def close(self, linger_ms: int = 1000) -> None:
-        """Tell subscribers to forget everything, and end. They have ``linger_ms`` to read what waits for them. A second
+        """Have subscribers drop everything, and end. They have ``linger_ms`` to read what waits for them. A second
         call does nothing."""
         self._process.check(self)
         self._linger_ms = integer_argument("linger_ms", linger_ms, 0, 1 << 30)
@@ -283,7 +283,7 @@ class KVEventPublisher(Closing):
 
     async def _serve(self) -> None:
         await self._replays.listen()
-        # Those who are too many are refused as they come.
+        # Connections beyond the limit are refused as they come.
         asyncio.get_running_loop().add_reader(self._subscribers.events, self._subscribers.poll)
         # The sockets listen until the publisher is closed, and their bounds hold until then.
         while not self._stopping.is_set():
@@ -294,7 +294,7 @@ class KVEventPublisher(Closing):
             await asyncio.sleep(self._wait_s)
 
     def _turn(self) -> None:
-        """Publish what is new, for all who have asked for that before."""
+        """Publish new events, for all calls that have asked for that before."""
         asked = self._asked
         try:
             self._publish_new()
@@ -333,7 +333,7 @@ class KVEventPublisher(Closing):
             self._send(payload, stored, removed)
 
     def _resync(self, events: Events) -> None:
-        """Tell all subscribers to forget everything, then send the snapshot in these events."""
+        """Have all subscribers drop everything, then send the snapshot in these events."""
         self._stats.resyncs += 1
         self._publish(events, events.before_snapshot, len(events))
 
@@ -349,8 +349,8 @@ class KVEventPublisher(Closing):
         # it has seen.
         messages = min(SNAPSHOT_MESSAGES, self._history.next - start)
         blocks = max(BLOCKS_PER_MESSAGE, -(-len(events.records) // messages))
-        told = self._encoder.payloads(events, events.before_snapshot, len(events), blocks)
-        self._history.keep_snapshot([payload for payload, _, _ in told])
+        snapshot = self._encoder.payloads(events, events.before_snapshot, len(events), blocks)
+        self._history.keep_snapshot([payload for payload, _, _ in snapshot])
         self._stats.snapshots += 1
 
     def _send(self, payload: bytes, stored: int = 0, removed: int = 0) -> None:

@@ -57,14 +57,14 @@ _GAUGES = {
         "Host blocks: empty, evictable (with a chunk, not in use), pinned (being loaded), pending (being stored).",
         ("state",),
     ),
-    _FIGURES: ("What a store says of itself, such as its blocks and its capacity in blocks.", ("store", "figure")),
-    _SUSPENDED: ("1 while a store has failed and is not asked for a while.", ("store",)),
+    _FIGURES: ("Figures that a store reports, such as its blocks and its capacity in blocks.", ("store", "figure")),
+    _SUSPENDED: ("1 while a store is suspended because it has failed.", ("store",)),
 }
 _EVERY_SECONDS = 1.0
 """How often the figures of stores are read."""
 _KINDS = {_MISSED: "load", _UNSAVED: "save"}
 _OWN = ("busy", "crowded")
-"""Why the host tier asks no store for a chunk, or has no room for it. Of what stores do wrong, the keeper warns."""
+"""Why the host tier asks no store for a chunk, or has no room for it. The storage manager warns of errors of stores."""
 
 
 def metric_definitions() -> dict[str, base.OffloadingMetricMetadata]:
@@ -94,7 +94,7 @@ class HostTierMetrics:
         """Count an action of a hint."""
         self._hints[kind, outcome] += 1
 
-    def take(self, keeper: HostStorageManager | None) -> OffloadingConnectorStats | None:
+    def take(self, storage: HostStorageManager | None) -> OffloadingConnectorStats | None:
         """What has happened since the last call, or None if nothing has."""
         counts = {name: count for name, count in self.counts.items() if count}
         self.counts.clear()
@@ -102,13 +102,13 @@ class HostTierMetrics:
         if expired != self._expired:
             counts[EXPIRED_STORES] = expired - self._expired
             self._expired = expired
-        if keeper is not None:
-            totals = keeper.totals
+        if storage is not None:
+            totals = storage.totals
             if totals != self._totals:
                 changes = zip(_TOTALS, totals, self._totals, strict=True)
                 counts.update({name: total - old for name, total, old in changes if total != old})
                 self._totals = totals
-        due = keeper is not None and self._clock() - self._read_at >= _EVERY_SECONDS
+        due = storage is not None and self._clock() - self._read_at >= _EVERY_SECONDS
         if not counts and not due and not self._hints:
             return None
         stats = OffloadingConnectorStats()
@@ -122,14 +122,14 @@ class HostTierMetrics:
             self._usage = usage
             for state, blocks in usage._asdict().items() if usage != before else ():
                 stats.set_gauge(_BLOCKS, blocks, (state,))
-        if keeper is not None and due:
+        if storage is not None and due:
             self._read_at = self._clock()
-            self._read(keeper, stats)
+            self._read(storage, stats)
         return stats
 
-    def _read(self, keeper: HostStorageManager, metrics: OffloadingConnectorStats) -> None:
-        """The figures of the stores, and of the keeper, by reason."""
-        stats = keeper.stats()
+    def _read(self, storage: HostStorageManager, metrics: OffloadingConnectorStats) -> None:
+        """Read the figures of the stores, and of the storage manager, by reason."""
+        stats = storage.stats()
         totals: dict[tuple[str, tuple[str, ...]], float] = {}
         for name, reasons in ((_MISSED, stats.missed | {"refused": stats.refused}), (_UNSAVED, stats.unsaved)):
             totals.update({(name, (reason,)): count for reason, count in reasons.items()})

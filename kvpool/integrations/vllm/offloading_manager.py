@@ -1,5 +1,5 @@
 """The scheduler's side of the host tier for vLLM: which chunk is in which host block, and what the scheduler and the
-workers say to each other. Only vLLM imports this module."""
+workers send to each other. Only vLLM imports this module."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ _DRAIN_SECONDS = 5.0
 _STORE_MS = 60_000
 """How long a copy to host memory may take. A chunk that takes longer is not waited for any more."""
 _PREFILL_TOKENS = 64
-"""A step with fewer tokens says nothing of prompts."""
+"""Steps with fewer tokens are not measured."""
 _UNKNOWN = 1e9
-"""Tokens a second of an engine that nobody has measured yet."""
+"""Tokens a second of an engine whose speed is not measured yet."""
 _SOURCES = {
     "disk": CacheHitSource.DISK,
     "memory": CacheHitSource.HOST,
@@ -69,8 +69,8 @@ class HostBlocks(base.LoadStoreSpec):
 
 @dataclass
 class WorkerReport(OffloadingWorkerMetadata):
-    """What a worker tells the scheduler's process in a step: vLLM's jobs that have ended, the host blocks whose copy
-    failed, and those that are filled in part only."""
+    """What a worker reports to the scheduler's process in a step: vLLM's jobs that have ended, the host blocks whose
+    copy failed, and those that are filled in part only."""
 
     failed_blocks: set[int] = field(default_factory=set)
     partial_blocks: set[int] = field(default_factory=set)
@@ -84,15 +84,15 @@ class WorkerReport(OffloadingWorkerMetadata):
 
 @dataclass(slots=True)
 class _KnownChunk:
-    """What is known of a chunk, beside what the cache says."""
+    """What is known of a chunk, beside its state in the cache."""
 
     block: int
     """the host block to which it is being copied, or ``_NONE``"""
     lost: bool = False
     """A copy of it has failed."""
     partial: bool = False
-    """It leaves out a part of the host block. A worker knows which, and a store behind the host does not: what comes
-    from there is whole."""
+    """It leaves out a part of the host block. A worker has a record of it, and a store does not: what comes from
+    there is whole."""
 
 
 @dataclass(slots=True)
@@ -104,25 +104,25 @@ class _KnownRequest:
     lease: kvpool.HostLease | None = None
     """of its load; vLLM gives it one at a time"""
     brought: dict[bytes, int] = field(default_factory=dict)
-    """chunks of its load that came from a store and that nobody had loaded before, with the number of the store"""
+    """chunks of its load that came from a store and were not loaded before, with the number of the store"""
     failed: bool = False
     """The load has failed."""
     stores: int = 0
-    """under way"""
+    """in flight"""
     pieces: int = 0
     """how many loads and stores have come since its chunks were last put in order"""
     ordered: int = 0
     """how many of its chunks were put in order"""
     finished: bool = False
     hints: list[Action] = field(default_factory=list)
-    """what its client wishes for its chunks"""
+    """the hints of its client for its chunks"""
     namespace: int = 0
     """whose budget pays for that"""
 
 
 @dataclass(slots=True)
 class _Story:
-    """What the log is told of a request when it has finished."""
+    """What is logged of a request when it has finished."""
 
     came: Counter[str] = field(default_factory=Counter)
     """tokens, by where they came from"""
@@ -131,35 +131,35 @@ class _Story:
 
 
 class _Prefill:
-    """Measures how long the engine computes a prompt token, and tells those who weigh loads against it. Steps end in
+    """Measures how long the engine computes a prompt token, for the policies that weigh loads against it. Steps end in
     the order in which they begin, and may overlap."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         from kvpool.storage.choice import Speed
 
         self._clock, self._speed = clock, Speed()
-        self._under_way: deque[tuple[float, int]] = deque(maxlen=64)
+        self._in_flight: deque[tuple[float, int]] = deque(maxlen=64)
         self._ended, self._most = -math.inf, 0
         self.policies: list[LoadOrCompute] = []
         self.tokens_per_block = 1
 
     def spare(self) -> float:
         """For how many seconds the engine is busy with the steps that it has begun, as far as its speed is known."""
-        if not (self._under_way and self._speed.loads):
+        if not (self._in_flight and self._speed.loads):
             return 0.0
-        began = max(self._under_way[0][0], self._ended)
-        return max(0.0, began + sum(self._speed.seconds(tokens) for _, tokens in self._under_way) - self._clock())
+        began = max(self._in_flight[0][0], self._ended)
+        return max(0.0, began + sum(self._speed.seconds(tokens) for _, tokens in self._in_flight) - self._clock())
 
     def begin(self, tokens: int) -> None:
-        """The engine begins a step with so many tokens."""
+        """The engine begins a step with this many tokens."""
         if tokens and self.policies:
-            self._under_way.append((self._clock(), tokens))
+            self._in_flight.append((self._clock(), tokens))
 
     def end(self) -> None:
         """The step has ended that began first."""
-        if not self._under_way:
+        if not self._in_flight:
             return
-        began, tokens = self._under_way.popleft()
+        began, tokens = self._in_flight.popleft()
         began, self._ended = max(began, self._ended), self._clock()
         if tokens < _PREFILL_TOKENS:
             return
@@ -179,13 +179,13 @@ class KVPoolOffloadingManager(base.OffloadingManager):
     cache
         The index. ``shutdown`` closes it.
     options
-        ``stores`` are to be opened behind it by ``open_stores``.
+        ``stores`` are opened below it by ``open_stores``.
     events
         Whether vLLM takes the events of the cache.
     clock
         () -> float, monotonic seconds.
     tokens_per_block
-        Of a host block, for ``load="faster"``. ``prefill`` is to be told of the engine's steps then.
+        Of a host block, for ``load="faster"``. ``prefill`` then needs the engine's steps.
     dp_rank
         Which of the engine's replicas this is, for ``{dp_rank}`` in ``stores``.
     shared
@@ -196,7 +196,7 @@ class KVPoolOffloadingManager(base.OffloadingManager):
     vLLM names the chunks of a store group after group, completes it with a set, and stores one prompt in several. So
     that the end of a prompt is evicted before its beginning, in all groups, chunks are reserved in the order of the
     prompt, which is also that in which the cache publishes them. And all that a request has brought in pieces is put in
-    order when no store of it is under way.
+    order when no store of it is in flight.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         self.prefill.tokens_per_block = tokens_per_block
         self.options = options or EngineOptions()
         self._tier: kvpool.HostTier | None = None
-        self._keeper: HostStorageManager | None = None
+        self._storage: HostStorageManager | None = None
         # What has the verbs that stores take part in.
         self._front: kvpool.HostCache | HostStorageManager = cache
         # Where vLLM counts what a store has brought, by the number of the store.
@@ -233,8 +233,8 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         self.salt = ""
         """of the request that vLLM begins next: the namespace whose budget pays for its hints"""
         self._counts = self._metrics.counts
-        # What vLLM was told of host blocks: all of it and up to which event.
-        self._told, self._event = set[bytes](), 0
+        # The host blocks that were reported to vLLM, and up to which event.
+        self._reported, self._event = set[bytes](), 0
 
     def open_stores(self, description: kvpool.HostTierDescription, identity: kvpool.ModelIdentity) -> None:
         """Attach the workers' memory, and open the stores. Raises what a store raises that cannot be opened."""
@@ -250,7 +250,7 @@ class KVPoolOffloadingManager(base.OffloadingManager):
             prefill.policies = [LoadOrCompute(_UNKNOWN, size, prefill.tokens_per_block) for _ in stores]
         self._tier = kvpool.HostTier.attach(description)
         policies = prefill.policies or None
-        self._keeper = self._front = HostStorageManager(
+        self._storage = self._front = HostStorageManager(
             self._cache,
             self._tier,
             stores,
@@ -268,32 +268,32 @@ class KVPoolOffloadingManager(base.OffloadingManager):
     # -- requests ------------------------------------------------------------------------------------
 
     def on_new_request(self, req_context: base.ReqContext) -> base.RequestOffloadingContext:
-        if self.options.stores and self._keeper is None:
+        if self.options.stores and self._storage is None:
             raise RuntimeError("kvpool's stores were not opened: vLLM has not said where the workers' memory is")
         if VLLM.tells():
             self._stories[req_context.req_id] = _Story()
         message = req_context.kv_hints or (req_context.kv_transfer_params or {}).get("kv_hints")
         if message is not None:
-            self._hear(message, req_context)
+            self._read_hints(message, req_context)
         return base.RequestOffloadingContext()
 
     def on_request_finished(self, req_context: base.ReqContext) -> None:
         if (story := self._stories.pop(req_context.req_id, None)) is not None:
             VLLM.tell(req_context.req_id, story.came, story.missed.values())
-        if self._keeper is not None:
-            self._keeper.finish(req_context.req_id)
+        if self._storage is not None:
+            self._storage.finish(req_context.req_id)
         request = self._requests.get(req_context.req_id)
         if request is not None:
             request.finished = True
             self._settle(req_context, request)
 
     def on_schedule_end(self, context: base.ScheduleEndContext) -> None:
-        if self._keeper is not None:
-            self._keeper.poll()
+        if self._storage is not None:
+            self._storage.poll()
 
     def has_pending_work(self) -> bool:
         """Whether the engine must make steps for the stores though it has no request."""
-        return self._keeper is not None and self._keeper.pending
+        return self._storage is not None and self._storage.pending
 
     def _request(self, context: base.ReqContext, keys: Iterable[bytes]) -> _KnownRequest:
         """The request, which has these chunks too."""
@@ -319,8 +319,8 @@ class KVPoolOffloadingManager(base.OffloadingManager):
 
     # -- hints ---------------------------------------------------------------------------------------
 
-    def _hear(self, message: object, context: base.ReqContext) -> None:
-        """Remember what the client of a request wishes. What is wrong is counted, and the request goes on."""
+    def _read_hints(self, message: object, context: base.ReqContext) -> None:
+        """Remember the hints of a request's client. A malformed hint is counted, and the request goes on."""
         from kvpool.pool.hints import actions_of
 
         try:
@@ -335,8 +335,8 @@ class KVPoolOffloadingManager(base.OffloadingManager):
         request.namespace = int.from_bytes(hashlib.blake2b(salt, digest_size=8).digest(), "big")
 
     def _do(self, action: Action, request: _KnownRequest) -> tuple[str, str]:
-        """Do what the client of a finished request wishes for its chunks, as far as the budget goes. Returns the type
-        of the action, and what became of it."""
+        """Apply a client's hint to the chunks of its finished request, within the budget. Returns the type of the
+        action, and its outcome."""
         from kvpool.pool.hints import outcome
 
         try:
@@ -356,8 +356,8 @@ class KVPoolOffloadingManager(base.OffloadingManager):
     # -- loads ---------------------------------------------------------------------------------------
 
     def lookup(self, key: base.OffloadKey, req_context: base.ReqContext) -> base.LookupResult:
-        keeper = self._keeper
-        state = self._cache.find(key) if keeper is None else keeper.find(key, req_context.req_id)
+        storage = self._storage
+        state = self._cache.find(key) if storage is None else storage.find(key, req_context.req_id)
         if self._stories:
             self._note(key, state, req_context)
         if state == self._cache.HERE:
@@ -392,9 +392,9 @@ class KVPoolOffloadingManager(base.OffloadingManager):
 
     def prepare_load(self, keys: Collection[base.OffloadKey], req_context: base.ReqContext) -> HostBlocks:
         """Pin the chunks until ``complete_load``. A request has one load at a time, and no other job during it."""
-        keeper, request = self._keeper, self._request(req_context, keys)
-        if keeper is not None:
-            origins = ((key, keeper.origin(key)) for key in keys)
+        storage, request = self._storage, self._request(req_context, keys)
+        if storage is not None:
+            origins = ((key, storage.origin(key)) for key in keys)
             request.brought = {key: store for key, store in origins if store is not None}
         request.lease = lease = self._front.pin(keys, owner=req_context.req_id)
         blocks = lease.slots.blocks
@@ -504,8 +504,8 @@ class KVPoolOffloadingManager(base.OffloadingManager):
                 for key in late:
                     self._chunks.pop(key, None)
             try:
-                if keys and self._keeper is not None:
-                    self._counts[STORED] += self._keeper.publish(keys, unsaved=partial)
+                if keys and self._storage is not None:
+                    self._counts[STORED] += self._storage.publish(keys, unsaved=partial)
                 elif keys:
                     self._counts[STORED] += self._cache.publish(keys)
                 return
@@ -514,7 +514,8 @@ class KVPoolOffloadingManager(base.OffloadingManager):
                 continue
 
     def report(self, report: WorkerReport) -> None:
-        """What workers say of the host blocks of stores. vLLM then calls ``complete_store`` as if all had succeeded."""
+        """Take what workers report of the host blocks of stores. vLLM then calls ``complete_store`` as if all had
+        succeeded."""
         if report.failed_blocks or report.partial_blocks:
             for chunk in self._chunks.values():
                 chunk.lost |= chunk.block in report.failed_blocks
@@ -531,17 +532,17 @@ class KVPoolOffloadingManager(base.OffloadingManager):
 
     def take_events(self) -> Iterable[base.OffloadingEvent]:
         """What the host tier has, and what stores have, by their kind and place in ``stores``. After a reset, all that
-        was told before is removed: vLLM clears nothing by itself while its own blocks are in use."""
+        was reported before is removed: vLLM clears nothing by itself while its own blocks are in use."""
         for event in self._cache.events() if self._events else ():
             if event.number != self._event:
-                yield from self._removed([key for key in self._told if self._cache.find(key) != self._cache.HERE])
+                yield from self._removed([key for key in self._reported if self._cache.find(key) != self._cache.HERE])
             self._event = event.next
             if event.kind == "stored":
-                self._told.update(event.keys)
+                self._reported.update(event.keys)
                 yield base.OffloadingEvent(list(event.keys), base.Medium.CPU, removed=False)
             elif event.kind in ("removed", "cleared"):
-                yield from self._removed(list(event.keys if event.kind == "removed" else self._told))
-        for number, keys, stored in self._keeper.changes() if self._events and self._keeper is not None else ():
+                yield from self._removed(list(event.keys if event.kind == "removed" else self._reported))
+        for number, keys, stored in self._storage.changes() if self._events and self._storage is not None else ():
             local = self._sources[number] in (CacheHitSource.DISK, CacheHitSource.HOST)
             yield base.OffloadingEvent(
                 list(keys),
@@ -553,7 +554,7 @@ class KVPoolOffloadingManager(base.OffloadingManager):
 
     def _removed(self, keys: Sequence[bytes]) -> Iterator[base.OffloadingEvent]:
         """Report keys as gone from the host tier, those of lost events too, which vLLM ignores."""
-        self._told.difference_update(keys)
+        self._reported.difference_update(keys)
         if keys:
             yield base.OffloadingEvent(list(keys), base.Medium.CPU, removed=True)
 
@@ -572,14 +573,14 @@ class KVPoolOffloadingManager(base.OffloadingManager):
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """The counts since the last call and the gauges now, or None if nothing was counted."""
-        return self._metrics.take(self._keeper)
+        return self._metrics.take(self._storage)
 
     def shutdown(self) -> None:
-        keeper, self._keeper = self._keeper, None
-        if keeper is not None:
-            if not keeper.drain(_DRAIN_SECONDS):
+        storage, self._storage = self._storage, None
+        if storage is not None:
+            if not storage.drain(_DRAIN_SECONDS):
                 log.warning("kvpool: not all chunks could be saved in %s s", _DRAIN_SECONDS)
-            keeper.close()
+            storage.close()
         self._cache.close()
         if self._tier is not None:
             self._tier.close()

@@ -46,12 +46,12 @@ class KVPoolSecondaryTier(SecondaryTierManager):
     stores
         One, as a text, such as ``"disk:/path?capacity=100GiB"``.
     weights
-        A text that tells the weights, and what else the model computes with, from others. Stores that outlive the
+        A text that identifies the weights, and what else the model computes with. Stores that outlive the
         process need it.
     find_seconds, load_seconds, save_seconds
         Deadlines. 1, 10 and 60 by default.
     remember_seconds
-        For so long the answer to a lookup is used again. 1 by default.
+        For this long the answer to a lookup is used again. 1 by default.
 
     Raises
     ------
@@ -114,7 +114,7 @@ class KVPoolSecondaryTier(SecondaryTierManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         if self._seed_to_check:
-            # vLLM draws the seed after it has made its tiers, and does not tell them how it hashes.
+            # vLLM draws the seed after it has made its tiers, and does not pass them its hash function.
             self._seed_to_check = False
             if get_none_hash_seed() not in (DEFAULT_NONE_HASH_SEED, os.environ.get(SEED)):
                 log.warning(
@@ -150,7 +150,7 @@ class KVPoolSecondaryTier(SecondaryTierManager):
         self._submit("load", job_metadata, self._options.load_seconds)
 
     def _submit(self, kind: str, asked: TransferJob, seconds: float) -> None:
-        """Begin a job. vLLM is told of its end when nothing reads or writes its rows any more."""
+        """Begin a job. Its end is reported to vLLM when nothing reads or writes its rows any more."""
         rows = np.asarray(asked.chunk_ids, np.int64)
         if not self._begin(kind, asked.keys, rows, seconds=seconds, returned=lambda job: self._end(asked, job)):
             self._results.append(JobResult(job_id=asked.job_id, success=False))

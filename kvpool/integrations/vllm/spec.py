@@ -64,7 +64,7 @@ _EVENTS = 1 << 16
 
 @dataclass
 class HostMemory(connectors.KVConnectorHandshakeMetadata):
-    """What a worker tells the scheduler's process at the start: where its host memory is."""
+    """What a worker reports to the scheduler's process at the start: where its host memory is."""
 
     description: kvpool.HostTierDescription
     stored_as: kvpool.ModelIdentity
@@ -72,7 +72,7 @@ class HostMemory(connectors.KVConnectorHandshakeMetadata):
 
 
 class Deployment(NamedTuple):
-    """What kvpool's connector knows, and tells the spec that vLLM makes for it."""
+    """What kvpool's connector passes to the spec that vLLM makes for it."""
 
     config: VllmConfig
     groups: KVCacheConfig
@@ -91,7 +91,7 @@ class Deployment(NamedTuple):
             )
 
     def check_latent(self) -> None:
-        """Raises ValueError where vLLM computes other tokens behind a prefix that was loaded."""
+        """Raises ValueError where vLLM computes other tokens after a prefix that was loaded."""
         latent, cached = self.config.model_config.use_mla, self.config.cache_config.enable_prefix_caching
         if latent and not cached and current_platform.is_cpu():
             raise ValueError(
@@ -100,7 +100,7 @@ class Deployment(NamedTuple):
             )
 
     def persistent(self, passing: kvpool.ModelIdentity, weights: str | None) -> kvpool.ModelIdentity:
-        """The identity of the KV in stores. Raises ValueError if nothing tells its weights from others."""
+        """The identity of the KV in stores. Raises ValueError if nothing identifies its weights."""
         algorithm = self.config.cache_config.prefix_caching_hash_algo
         return lasting_identity(passing, weights, self.config.model_config.compute_hash(), algorithm)
 
@@ -268,7 +268,7 @@ class KVPoolOffloadingSpec(base.OffloadingSpec):
         return self._deployment.persistent(self.identity, self.options.weights)
 
     def chunks_of(self, tokens: int) -> int:
-        """How many host blocks a prompt of so many tokens takes."""
+        """How many host blocks a prompt of this many tokens takes."""
         count = 0
         for group in self.config.groups:
             size = group.tokens_per_block * self.blocks_per_chunk

@@ -163,8 +163,8 @@ class Transfers:
         self._jobs: dict[int, _Job] = {}
 
     def warm_up(self, groups: int) -> None:
-        """Compile what copies run: copy the first block of each group to the first host block and back, before anybody
-        has written either. Raises DeviceError."""
+        """Compile what copies run: copy the first block of each group to the first host block and back, before either
+        is written. Raises DeviceError."""
         blocks, hosts = np.zeros(1, np.int64), np.zeros(1, np.int64)
         for group in range(groups):
             for cache, _ in self._caches_of(group):
@@ -228,8 +228,8 @@ class Transfers:
     ) -> None:
         """Begin to copy host blocks to the engine's blocks, after all work that is enqueued on ``stream``.
 
-        ``partial``: the host blocks of which a store has left something out. All others are whole, whoever has filled
-        them. None: nobody knows that, and what no store of this worker has written is not loaded.
+        ``partial``: the host blocks of which a store has left something out. All others are whole. None: that is
+        unknown, and what no store of this worker has written is not loaded.
         """
         checked = None if partial is None else np.fromiter(partial, np.int64, len(partial))
         missing = [part for part in parts if not self._has(part, checked)]
